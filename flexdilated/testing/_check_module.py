@@ -130,7 +130,9 @@ _MOST_LINES = 8
 def check_attention_module(factory: Callable[[], Any], pattern: Pattern | Mixture, **options: Any) -> ModuleReport:
     """As `examine_attention_module`, but raises AssertionError, with the report, if a check fails.
 
-    >>> report = testing.check_attention_module(lambda: fd.BlockSparseAttention(masks.causal()), masks.causal())
+    >>> report = testing.check_attention_module(
+    ...     lambda: fd.BlockSparseAttention(masks.causal()), masks.causal(), checks=['coverage', 'causality']
+    ... )
     """
     report = examine_attention_module(factory, pattern, **options)
     if not report.passed:

@@ -13,7 +13,7 @@ from torch.testing import assert_close
 
 import flexdilated as fd
 from flexdilated.nn import LongNetConfig
-from flexdilated.nn._longnet_block import Block, turns
+from flexdilated.nn._longnet_block import Block
 from tests.support import longnet_oracle
 from tests.support.longnet_oracle import TINY
 
@@ -30,15 +30,13 @@ CONFIGS = {
     "rows without keys": replace(TINY, segment_lengths=(8,), dilation_rates=(3,)),
     "contiguous": replace(TINY, offsets="contiguous", causal=False),
     "groups of heads": replace(TINY, heads="grouped"),
-    "bias": replace(TINY, bias=True),
-    "rms": replace(TINY, norm="rms"),
     "rms, bias": replace(TINY, norm="rms", bias=True, subln=True),
     "xpos": replace(TINY, position="xpos", xpos_scale=5),
     "learned": replace(TINY, position="learned", max_positions=N),
     "no positions": replace(TINY, position=None, num_heads=8),  # of an odd head dim
     "subln": replace(TINY, subln=True, num_kv_heads=2),
     "deepnorm": replace(TINY, deepnorm=True, bias=True),
-    "deepnorm, rms, learned": replace(TINY, deepnorm=True, norm="rms", position="learned", max_positions=50),
+    "deepnorm, rms": replace(TINY, deepnorm=True, norm="rms", depth=1),
     "encoder": replace(TINY, vocab_size=None, causal=False, subln=True, bias=True, position=None),
     "checkpoint": replace(TINY, deepnorm=True, checkpoint=True),
 }
@@ -84,20 +82,21 @@ def bits_of(model, tokens):
 
 @pytest.mark.parametrize("name", CONFIGS)
 def test_equals_the_definition(name):
-    """With tokens in residue order; in the others the outputs are the same."""
+    """With tokens in residue order; in the natural one, and in that of the planner, the outputs are the same."""
     config = replace(CONFIGS[name], layout="residue")
     x = input_of(config)
     out = assert_is_defined(config, x)
-    for layout in ("natural", "auto"):
-        with torch.no_grad():
-            assert_close(model_of(replace(config, layout=layout))(x), out, **TOLERANCE)
+    with torch.no_grad():
+        assert_close(model_of(replace(config, layout="auto" if name == "plain" else "natural"))(x), out, **TOLERANCE)
 
 
-@pytest.mark.parametrize("engine", ["tiles", "reference"])
-@pytest.mark.parametrize("num_tokens", [1, 2, 12, 65])
-def test_engines_and_lengths(engine, num_tokens):
-    for layout in ("natural", "residue"):
-        assert_is_defined(replace(TINY, layout=layout, engine=engine), tokens_of(N=num_tokens))
+@pytest.mark.parametrize(
+    ("engine", "layout", "num_tokens"),
+    [("tiles", "natural", 1), ("tiles", "residue", 1), ("tiles", "natural", 12), ("tiles", "residue", 65),
+     ("reference", "natural", 65), ("reference", "residue", 2)],
+)  # fmt: skip
+def test_engines_and_lengths(engine, layout, num_tokens):
+    assert_is_defined(replace(TINY, layout=layout, engine=engine), tokens_of(N=num_tokens))
 
 
 def test_auto_takes_the_planners_layout(monkeypatch):
@@ -195,24 +194,13 @@ def test_begins_near_uniform_and_learns():
     assert losses[-1] < 0.2
 
 
-def test_the_residual_stream_keeps_its_scale_at_any_depth():
-    for depth in (1, 16):
-        torch.manual_seed(0)
-        model = fd.LongNet(replace(EMBEDDED, depth=depth))
-        x = torch.randn(1, 64, TINY.embed_dim)
-        stream = x
-        told = turns(TINY, torch.arange(64), 64, x.dtype)
-        for block in model.blocks:
-            stream = block(stream, told, model.pattern, None)
-        assert 1.0 < stream.square().mean() < 3.0
-
-
 @pytest.mark.slow
 def test_compiled_training_step_equals_eager():
-    """By Inductor: outputs, loss and gradients."""
+    """Outputs, loss and gradients by AOT; that Inductor takes the op as it is belongs to tests of attend."""
     torch.compiler.reset()
-    model = model_of(replace(TINY, depth=1, layout="residue"), dtype=torch.float32)
-    compiled, parameters = torch.compile(model, fullgraph=True), list(model.parameters())
+    config = replace(TINY, depth=1, layout="residue", segment_lengths=(4, 16), dilation_rates=(1, 2))
+    model = model_of(config, dtype=torch.float32)
+    compiled, parameters = torch.compile(model, fullgraph=True, backend="aot_eager"), list(model.parameters())
     for num_tokens in (N, 24):
         tokens = tokens_of(N=num_tokens)
         # One graph for both lengths. With dynamic=True torch would trace it twice, for the floats of the modules.

@@ -46,11 +46,10 @@ def test_learned_positions_end():
         model(input_of(TINY, 8), caches=caches)
 
 
-@pytest.mark.parametrize("checkpoint", [False, True])
-@pytest.mark.parametrize("kind", [{"dropout": 0.5}, {"drop_path": 0.5}])
+@pytest.mark.parametrize(("kind", "checkpoint"), [("dropout", False), ("dropout", True), ("drop_path", True)])
 def test_dropout_is_of_training(kind, checkpoint):
     config = replace(EMBEDDED, checkpoint=checkpoint)
-    plain, model = model_of(config), model_of(replace(config, **kind))
+    plain, model = model_of(config), model_of(replace(config, **{kind: 0.5}))
     x = input_of(config, 5).repeat(4, 1, 1)
     assert_close(model.eval()(x), plain(x), rtol=0, atol=0)
     model.train()
@@ -75,7 +74,7 @@ def test_dropout_is_of_training(kind, checkpoint):
 def test_drop_path_leaves_sequences_out_more_often_the_deeper_they_are():
     model = model_of(replace(EMBEDDED, depth=3, drop_path=0.5)).train()
     assert [block.drop_path for block in model.blocks] == [0.0, 0.25, 0.5]
-    x, unchanged = torch.randn(400, 2, 24, dtype=torch.float64), []
+    x, unchanged = torch.randn(400, 1, 24, dtype=torch.float64), []
     torch.manual_seed(0)
     for block in model.blocks:
         y = block(x, None, model.pattern, None)
@@ -96,11 +95,11 @@ def test_a_mean_over_dropped_paths_is_the_path():
 
 @pytest.mark.parametrize("kind", [{"deepnorm": True}, {"subln": True}, {}])
 def test_features_and_gradients_keep_their_scale_at_any_depth(kind):
-    """What the scales are for: 32 layers begin with gradients of the order of those of 2."""
+    """What the scales are for: 32 layers begin with features and gradients of the order of those of 2."""
     sizes = []
     for depth in (2, 32):
         torch.manual_seed(0)
-        model = fd.LongNet(replace(EMBEDDED, depth=depth, **kind))
+        model = fd.LongNet(replace(EMBEDDED, depth=depth, segment_lengths=(16,), dilation_rates=(1,), **kind))
         x = torch.randn(1, 12, 24, requires_grad=True)
         out = model(x)
         (gradient,) = torch.autograd.grad(out.square().sum(), x)
@@ -112,6 +111,7 @@ def test_features_and_gradients_keep_their_scale_at_any_depth(kind):
 def test_scales_are_those_of_the_papers():
     deep, sub = replace(TINY, deepnorm=True, depth=6), replace(TINY, subln=True, depth=6)
     assert residual_scales(TINY) == (1.0, 0.5)
+    assert residual_scales(replace(TINY, depth=16)) == pytest.approx((1.0, 32**-0.5))
     assert residual_scales(deep) == pytest.approx((12**0.25, 48**-0.25))
     assert residual_scales(deep, encoder_depth=18) == pytest.approx((18**0.25, 72**-0.25))
     size = (6**4 * 18) ** (1 / 16)

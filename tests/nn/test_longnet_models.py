@@ -60,7 +60,7 @@ def test_a_classifier_learns():
     model = fd.LongNetClassifier(replace(TINY, causal=False, **sizes), 3)
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-2)
     losses = []
-    for _ in range(40):
+    for _ in range(25):
         out = model(tokens)
         loss = torch.stack([F.cross_entropy(out[:, :2], (share > 0.5).long()), F.mse_loss(out[:, 2], share)])
         optimizer.zero_grad()
@@ -70,7 +70,7 @@ def test_a_classifier_learns():
     assert (losses[-1] < 0.4 * losses[0]).all()
 
 
-@pytest.mark.parametrize("options", [{}, {"subln": True, "bias": True}, {"deepnorm": True}])
+@pytest.mark.parametrize("options", [{"subln": True, "bias": True}, {"deepnorm": True}])
 def test_encoder_and_decoder_equal_the_definition(options):
     model = pair_of(**options)
     source, tokens = tokens_of(31, 23), tokens_of(12)
@@ -118,9 +118,11 @@ def test_checkpointed_encoder_and_decoder_have_the_same_gradients():
 def test_encoder_and_decoder_compile():
     torch.compiler.reset()
     model = pair_of(depth=1, segment_lengths=(16,), dilation_rates=(2,)).float()
-    compiled = torch.compile(model, fullgraph=True, dynamic=True, backend="eager")  # blocks' ops are compiled elsewhere
+    compiled = torch.compile(model, fullgraph=True, backend="eager")  # blocks' ops are compiled elsewhere
     for lengths in ((31, 12), (40, 9)):
         source, tokens = tokens_of(lengths[0], 23), tokens_of(lengths[1])
+        torch._dynamo.mark_dynamic(source, 1)  # one graph for both lengths
+        torch._dynamo.mark_dynamic(tokens, 1)
         assert_close(compiled(source, tokens), model(source, tokens), rtol=1e-5, atol=1e-5)
 
 

@@ -118,8 +118,8 @@ def test_a_causal_module_takes_torchs_causal_mask(called, beside):
     x = inputs(E, E, E)
     expected, _ = torchs(*x, need_weights=False, attn_mask=square.double(), is_causal=True)
     assert_close(ours(*x, attn_mask=mask, is_causal=called)[0], expected, **TOLERANCE)
-    if called:
-        compiled = torch.compile(ours, fullgraph=True, backend="aot_eager")
+    if called and beside != "booleans":
+        compiled = torch.compile(ours, fullgraph=True, backend="aot_eager" if beside else "eager")
         assert_close(compiled(*x, attn_mask=mask, is_causal=True)[0], expected, **TOLERANCE)
 
 

@@ -82,11 +82,13 @@ def tree(file: Path) -> ast.Module:
 
 def when_run(tree: ast.AST) -> Iterator[ast.AST]:
     """The nodes of a tree, without the branches of `if TYPE_CHECKING`."""
-    yield tree
-    for child in ast.iter_child_nodes(tree):
-        is_typing = isinstance(child, ast.If) and getattr(child.test, "id", None) == "TYPE_CHECKING"
-        if not is_typing and not isinstance(child, ast.expr):
-            yield from when_run(child)
+    left = [tree]
+    while left:
+        yield (node := left.pop())
+        for child in ast.iter_child_nodes(node):
+            is_typing = isinstance(child, ast.If) and getattr(child.test, "id", None) == "TYPE_CHECKING"
+            if not is_typing and not isinstance(child, ast.expr):
+                left.append(child)
 
 
 @cache
@@ -201,7 +203,10 @@ counted.append(len(flexdilated.stats().pools))
 pool = flexdilated.distributed.BufferPool("cpu")
 pools = [each.name for each in flexdilated.stats().pools]
 on_the_path = [bool(importlib.util.find_spec(name)) for name in ("masks", "bench")]
-print(json.dumps([changed, loaded, measured, counted, pools, on_the_path]))
+late = "flexdilated.integrations" not in sys.modules
+flexdilated.convert(torch.nn.MultiheadAttention(8, 2), flexdilated.masks.causal())
+libraries = sorted({"timm", "torchvision", "x_transformers", "transformers", "einops"} & set(sys.modules))
+print(json.dumps([changed, loaded, measured, counted, pools, on_the_path, late, libraries]))
 """
 
 
@@ -212,13 +217,15 @@ def test_import_only_imports(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     isolated = [sys.executable, "-I", "-c", QUIET]  # does not see the checkout
     done = subprocess.run(isolated, cwd=tmp_path, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
-    changed, loaded, measured, counted, pools, on_the_path = json.loads(done.stdout)
+    changed, loaded, measured, counted, pools, on_the_path, late, libraries = json.loads(done.stdout)
     assert changed == []
     assert not {name.partition(".")[0] for name in loaded} & (EXTRAS | {"hypothesis", "pytest"})
     assert measured == {}
     assert counted == [0, 0, 0, False, 0]
     assert pools == ["pool 0"]
     assert on_the_path == [False, False]
+    assert late
+    assert libraries == []  # nor by `convert`: models of a library that nobody has loaded are not there
 
 
 def test_every_package_is_listed_for_the_build() -> None:

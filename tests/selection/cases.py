@@ -67,11 +67,15 @@ class Case:
         return f"{self.options} of q {tuple(self.q.shape)}, k {tuple(self.k.shape)}, {self.q_offset=}, {self.bindings}"
 
 
-LEAVES = ["causal", "full", "window", "late_window", "documents", "lengths", "visible", "strided", "per_head"]
+LEAVES = ["causal", "full", "window", "late_window", "strided", "per_head"]
+WITH_TENSORS = ["documents", "lengths", "visible"]
+SCORERS = ("mean", "minmax", "mass", "antidiagonal")
 
 
 @st.composite
-def withins(draw: st.DrawFn, H: int, B: int, N: int, M: int, q_offset: int) -> tuple[Any, dict[str, Tensor]]:
+def withins(
+    draw: st.DrawFn, H: int, B: int, N: int, M: int, q_offset: int, leaves: list[str]
+) -> tuple[Any, dict[str, Tensor]]:
     """One rule or two, with tensors of this call."""
     end = max(q_offset + N, M)
     tensors: dict[str, Tensor] = {}
@@ -103,7 +107,7 @@ def withins(draw: st.DrawFn, H: int, B: int, N: int, M: int, q_offset: int) -> t
             "strided": masks.strided(3),
         }[name]
 
-    first, *second = draw(st.lists(st.sampled_from(LEAVES), min_size=1, max_size=2, unique=True))
+    first, *second = draw(st.lists(st.sampled_from(leaves), min_size=1, max_size=2, unique=True))
     pattern = leaf(first)
     for name in second:
         pattern = pattern & leaf(name)
@@ -111,14 +115,22 @@ def withins(draw: st.DrawFn, H: int, B: int, N: int, M: int, q_offset: int) -> t
 
 
 @st.composite
-def cases(draw: st.DrawFn, scorers: tuple[str, ...] = ("mean", "minmax", "mass", "antidiagonal")) -> Case:
-    """Self-attention and others, ragged ends, rows that are cut, every scorer, choice and share."""
-    B, G, per = draw(st.integers(1, 2)), draw(st.integers(1, 2)), draw(st.integers(1, 2))
+def cases(
+    draw: st.DrawFn,
+    scorers: tuple[str, ...] = SCORERS,
+    batch: int | None = None,
+    tensors: bool = True,
+) -> Case:
+    """Self-attention and others, ragged ends, rows that are cut, every scorer, choice and share.
+
+    batch: instead of 1 or 2. tensors: rules with run-time tensors, too.
+    """
+    B, G, per = batch or draw(st.integers(1, 2)), draw(st.integers(1, 2)), draw(st.integers(1, 2))
     H, N, M = G * per, draw(st.integers(1, 22)), draw(st.integers(1, 22))
     q_offset = draw(st.sampled_from([0, 0, 3, 7]))
     if draw(st.booleans()):
         M = q_offset + N
-    within, bindings = draw(withins(H, B, N, M, q_offset))
+    within, bindings = draw(withins(H, B, N, M, q_offset, LEAVES + WITH_TENSORS if tensors else LEAVES))
     scorer = draw(st.sampled_from(scorers))
     # A row is one query, or several that look with the first of them or with all.
     looks = "all" if scorer == "antidiagonal" else draw(st.sampled_from(["each", "first", "first", "all"]))

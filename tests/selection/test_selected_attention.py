@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
-from hypothesis import assume, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.testing import assert_close
@@ -71,18 +72,18 @@ def scores_of(case: Case, q: Tensor, k: Tensor, gate: nn.Module | None) -> Tenso
 
 
 @st.composite
-def trained(draw: st.DrawFn, gated: bool = False) -> Case:
+def trained(draw: st.DrawFn, gated: bool = False, **options: Any) -> Case:
     """Calls whose choice could be trained: one query a row, or several that look with the first."""
-    case = draw(cases(scorers=("mean",)))
-    options = case.options | {"query_summary": "first", "future_in_choice": False}
-    options["choose"] = fd.TopK(min(options["choose"].most, 4))  # a place of the table is a call
+    case = draw(cases(scorers=("mean",), **options))
+    made = case.options | {"query_summary": "first", "future_in_choice": False}
+    made["choose"] = fd.TopK(min(made["choose"].most, 4))  # a place of the table is a call
     if gated:
-        options |= {"scorer": Gate(case.q.shape[-1]), "within": masks.causal(), "share": "head"}
+        made |= {"scorer": Gate(case.q.shape[-1]), "within": masks.causal(), "share": "head"}
         # Of a gate's pools every key counts, so all of them are to be seen: by the last query.
         tokens = case.q_offset + case.q.shape[2]
         k = torch.randn(*case.k.shape[:2], tokens, case.k.shape[3], dtype=torch.float64)
         case = replace(case, k=k, bindings={})
-    return replace(case, options=options)
+    return replace(case, options=made)
 
 
 def gradients(out: Tensor, *leaves: Tensor) -> tuple[Tensor, ...]:
@@ -90,7 +91,7 @@ def gradients(out: Tensor, *leaves: Tensor) -> tuple[Tensor, ...]:
     return torch.autograd.grad((out * weights).sum(), leaves, materialize_grads=True)
 
 
-@settings(max_examples=20)
+@settings(max_examples=15)
 @given(cases())
 def test_it_attends_to_what_was_chosen(case: Case) -> None:
     """Output, gradients and density are those of dense attention over (chosen | always) & within."""
@@ -109,7 +110,7 @@ def test_it_attends_to_what_was_chosen(case: Case) -> None:
 
 
 @pytest.mark.parametrize("gated", [False, True], ids=["mean", "gate"])
-@settings(max_examples=12)
+@settings(max_examples=9)
 @given(data=st.data())
 def test_a_bias_is_added_to_the_logits_of_what_was_chosen(gated: bool, data) -> None:
     """The formula of the docstring as a dense softmax; gradients reach q, k, v and the gate."""
@@ -128,7 +129,7 @@ def test_a_bias_is_added_to_the_logits_of_what_was_chosen(gated: bool, data) -> 
         assert_close(one, other)
 
 
-@settings(max_examples=16)
+@settings(max_examples=12)
 @given(trained(gated=True), st.sampled_from(["top_k", "top_p"]))
 def test_distillation_is_the_kl_to_the_block_mass(case: Case, kind: str) -> None:
     """By sums over dense weights; a gradient reaches the gate alone."""
@@ -183,11 +184,10 @@ def test_a_bias_trains_the_gate() -> None:
 
 
 @pytest.mark.parametrize("gradient", ["none", "bias"])
-@settings(max_examples=12)
-@given(case=trained(), data=st.data())
+@settings(max_examples=8)
+@given(case=trained(tensors=False), data=st.data())
 def test_later_tokens_and_hidden_keys_touch_nothing(gradient: str, case: Case, data) -> None:
     """Outputs before a changed token stay to the last bit; what `within` hides from all may hold NaN."""
-    assume(not case.bindings)
     case = replace(case, options=case.options | {"within": case.options["within"] & masks.causal()})
     attention = fd.SelectedAttention(case.selector, gradient)
     options = {"enable_gqa": True, "q_offset": case.q_offset}
@@ -218,10 +218,9 @@ def test_enough_for_all_blocks_is_dense_and_no_row_is_empty(case: Case) -> None:
 
 
 @pytest.mark.parametrize("gradient", ["none", "bias"])
-@settings(max_examples=12)
-@given(case=trained())
+@settings(max_examples=8)
+@given(case=trained(batch=2))
 def test_entries_are_attended_for_themselves(gradient: str, case: Case) -> None:
-    assume(case.q.shape[0] == 2)
     attention, options = fd.SelectedAttention(case.selector, gradient), {"enable_gqa": True, "q_offset": case.q_offset}
     out = attention(case.q, case.k, case.k, bindings=case.bindings, **options)
     for b in range(2):
@@ -288,25 +287,24 @@ def test_checkpointing_uses_the_choice_of_the_forward(gradient: str, kept: bool,
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("gradient", ["bias", "distill"])
-def test_compiled_equals_eager(gradient: str) -> None:
-    """In one graph, with all gradients; those of "distill" are of both losses, the first of them as with "none"."""
+def test_compiled_equals_eager() -> None:
+    """In one graph, with all gradients: of attention with a bias, of one without, and of what teaches its gate."""
     torch.compiler.reset()
     torch.manual_seed(0)
-    selector = fd.BlockSelector(block=8, scorer=Gate(8), choose=fd.TopK(2), always=masks.chunked(8))
-    attention = fd.SelectedAttention(selector, gradient)
+    selector = fd.BlockSelector(block=8, scorer=Gate(8), choose=fd.TopK(1), always=masks.chunked(8))
+    biased, taught = fd.SelectedAttention(selector, "bias"), fd.SelectedAttention(selector, "distill")
 
     def run(q, k, v):
-        out, found = attention(q, k, v, return_selection=True)
-        taught = attention.distill_loss(q, k) if gradient == "distill" else 0.0
-        return out, found.blocks, out.sin().sum() + taught
+        out, found = biased(q, k, v, return_selection=True)
+        other = taught(q, k, v)
+        return out, other, found.blocks, out.sin().sum() + other.cos().sum() + taught.distill_loss(q, k)
 
     leaves = [torch.randn(1, 2, 60, 8, dtype=torch.float64, requires_grad=True) for _ in range(3)]
     results = []
     for function in (run, torch.compile(run, fullgraph=True, backend="aot_eager")):
-        out, blocks, loss = function(*leaves)
+        *found, loss = function(*leaves)
         wanted = (*leaves, *selector.parameters())
-        results.append((out, blocks, loss, *torch.autograd.grad(loss, wanted, materialize_grads=True)))
+        results.append((*found, loss, *torch.autograd.grad(loss, wanted, materialize_grads=True)))
     for one, other in zip(*results, strict=True):
         assert_close(one, other)
     torch.compiler.reset()

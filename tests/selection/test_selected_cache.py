@@ -26,8 +26,7 @@ _WIDTH = {fd.TopK: "k", fd.TopP: "most", fd.Threshold: "most"}  # with a bias a 
 @st.composite
 def sequences(draw: st.DrawFn) -> Case:
     """Causal self-attention of some tokens, by any scorer that looks at no later one, maybe with a coarse choice."""
-    case = draw(cases(scorers=("mean", "minmax", "mass")))
-    assume(not case.bindings)
+    case = draw(cases(scorers=("mean", "minmax", "mass"), tensors=False))
     options = case.options | {"within": case.options["within"] & masks.causal(), "future_in_choice": False}
     options["query_summary"] = "first"
     options["choose"] = replace(options["choose"], **{_WIDTH[type(options["choose"])]: draw(st.integers(1, 4))})
@@ -54,7 +53,7 @@ def drawn_chunks(data: st.DataObject, tokens: int) -> list[int]:
 
 
 @pytest.mark.parametrize("gradient", ["none", "bias"])
-@settings(max_examples=12)
+@settings(max_examples=8)
 @given(case=sequences(), data=st.data())
 def test_chunks_and_steps_are_one_pass(gradient: str, case: Case, data) -> None:
     """At any borders: the choice of the row that is under way bitwise, and the outputs."""
@@ -73,7 +72,7 @@ def test_chunks_and_steps_are_one_pass(gradient: str, case: Case, data) -> None:
     assert_close(torch.cat(outs, 2), whole)
 
 
-@settings(max_examples=12)
+@settings(max_examples=8)
 @given(case=sequences(), data=st.data())
 def test_tokens_are_taken_back_and_entries_chosen(case: Case, data) -> None:
     """After crop, and append in place of attend, it is as if the tokens had never been, or had been seen."""

@@ -35,7 +35,7 @@ def assert_selects(found: fd.Selection, answer: oracle.Answer, most: int) -> Non
     assert_close(found.cut.item(), answer.cut, rtol=1e-6, atol=1e-6)
 
 
-@settings(max_examples=60)
+@settings(max_examples=40)
 @given(cases())
 def test_it_chooses_what_the_definition_says(case: Case) -> None:
     asked = case.asked()

@@ -67,7 +67,7 @@ def translate(model: nn.Module, source: Tensor) -> Tensor:
 
 def vit(name: str = "vit_tiny_patch16_224", **options: Any) -> Any:
     sizes = {"img_size": 16, "patch_size": 4, "embed_dim": WIDTH, "num_heads": HEADS, "depth": 2, "num_classes": 5}
-    return vision()[0].create_model(name, **sizes, **options)
+    return vision()[0].create_model(name, **sizes | options)
 
 
 def parallel_vit() -> nn.Module:
@@ -121,7 +121,7 @@ FAMILIES = {
     "timm, qk_norm": Family(lambda: vit(qk_norm=True, reg_tokens=3, init_values=0.1), images, 20, 2),
     "timm, gated": Family(gated_vit, images, 17, 2),
     "timm, parallel": Family(parallel_vit, images, 17, 2),
-    "timm, EVA": Family(lambda: vit("eva02_tiny_patch14_224"), images, 17, 2),
+    "timm, EVA": Family(lambda **options: vit("eva02_tiny_patch14_224", **options), images, 17, 2),
     "timm, rotary": Family(lambda: vit("vit_small_patch16_rope_224"), images, 17, 2),
     "timm, Gemma 4": Family(gemma_vit, images, 16, 2),
     "timm, BEiT without its table": Family(beit, images, 17, 2),

@@ -51,7 +51,7 @@ def test_all_pairs_change_nothing(name: str) -> None:
 @pytest.mark.parametrize(
     ("name", "pattern"),
     [(name, pattern) for name, family in FAMILIES.items() if family.fused for pattern in PATTERNS
-     if name in ("encoder", "timm") or pattern in ("longnet", "per head")],
+     if name in ("encoder", "timm") or pattern == ("per head" if family.replaced == 4 or "x-" in name else "longnet")],
 )  # fmt: skip
 def test_a_pattern_equals_its_dense_mask(name: str, pattern: str) -> None:
     model, rule = model_of(name).train(), PATTERNS[pattern]
@@ -81,8 +81,12 @@ def test_neighbourhoods_of_patches_behind_class_and_register_tokens(name: str, p
     assert_same_step(step(model, name), want)
 
 
-@pytest.mark.parametrize("pattern", PATTERNS)
-@pytest.mark.parametrize("options", [{}, {"attn_head_learned_sink": True}, {"attn_one_kv_head": True}], ids=str)
+@pytest.mark.parametrize(
+    ("pattern", "options"),
+    [*((pattern, {}) for pattern in PATTERNS), ("longnet", {"attn_head_learned_sink": True}),
+     ("per head", {"attn_one_kv_head": True})],
+    ids=str,
+)  # fmt: skip
 def test_x_transformers_equals_its_own_mask(pattern: str, options: dict[str, bool]) -> None:
     """`attn_mask` of the library, on the path that forms attention weights."""
     torch.manual_seed(0)
@@ -174,10 +178,10 @@ def test_x_transformers_generates_what_it_generates_without_a_cache() -> None:
     writer = x_transformers.AutoregressiveWrapper(model)
     fd.convert(writer, masks.longnet((4, 16), (1, 2)))
     prompt = words()[0][:, :9]
-    cached = writer.generate(prompt, 12, temperature=0.0, cache_kv=True)
-    assert torch.equal(cached, writer.generate(prompt, 12, temperature=0.0, cache_kv=False))
+    cached = writer.generate(prompt, 9, temperature=0.0, cache_kv=True)
+    assert torch.equal(cached, writer.generate(prompt, 9, temperature=0.0, cache_kv=False))
     fd.convert(writer, None)
-    assert not torch.equal(cached, writer.generate(prompt, 12, temperature=0.0))
+    assert not torch.equal(cached, writer.generate(prompt, 9, temperature=0.0))
 
 
 def test_x_transformers_padding_and_memories() -> None:

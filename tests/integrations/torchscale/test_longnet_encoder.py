@@ -39,7 +39,7 @@ def gradients(encoder: LongNetEncoder, out: torch.Tensor) -> dict[str, torch.Ten
     return dict(zip(names, torch.autograd.grad(out.sin().sum(), parameters), strict=True))
 
 
-@settings(max_examples=12)
+@settings(max_examples=10)
 @given(st.integers(1, 130), st.integers(0, 10))
 def test_every_length_is_published(N, seed) -> None:
     """Segments that are cut, one that is longer than the sequence, and several that their rate does not divide."""
@@ -61,8 +61,7 @@ def test_any_branches(branches, N) -> None:
     assert_close(encoder(x), truth[-1], **TIGHT)
 
 
-@pytest.mark.parametrize("N", [1, 40, 97])
-@pytest.mark.parametrize("merge_grad", ["exact", "detached"])
+@pytest.mark.parametrize(("N", "merge_grad"), [(1, "exact"), (40, "detached"), (97, "exact"), (97, "detached")])
 def test_gradients(N, merge_grad) -> None:
     """Of all parameters; the two kinds are alike in value and differ in q and k."""
     encoder, x = made(merge_grad=merge_grad), torch.randn(2, N, 24, dtype=torch.float64)
@@ -96,9 +95,9 @@ def test_exact_mode_is_one_attention() -> None:
 
 @pytest.mark.slow
 def test_it_compiles() -> None:
-    """Without a graph break, at two lengths, with rows that are shifted at one of them in a branch and at both.
+    """In one graph for two lengths, with rows that are shifted at one of them in a branch and at both.
 
-    The slide encoder goes through AOT; tests of `attend` hold exact weights, and the kernels that inductor makes.
+    The slide encoder goes through AOT.
     """
     torch.manual_seed(0)
     branches = {"segment_length": "[20, 50]", "dilated_ratio": "[3, 4]"}
@@ -106,6 +105,7 @@ def test_it_compiles() -> None:
     compiled = torch.compile(encoder, fullgraph=True, backend="eager")
     for N in (40, 97):
         x = torch.randn(2, N, 24, dtype=torch.float64)
+        torch._dynamo.mark_dynamic(x, 1)
         assert_close(compiled(x), encoder(x), **TIGHT)
 
 
@@ -115,12 +115,12 @@ def test_training_leaves_out() -> None:
     assert not torch.equal(encoder(x), encoder(x))
     encoder.eval()
     assert torch.equal(encoder(x), encoder(x))
-    encoder, rows = made(drop_path=0.5), x[:1, :9].expand(400, -1, -1)
+    encoder, rows = made(drop_path=0.5), x[:1, :3].expand(400, -1, -1)
     first, after, last = encoder(rows, all_layers=True)
     assert (after == after[0]).all(), "the first layer is never left out"
     both = (last == after).all((1, 2)).double().mean()  # neither attention nor feed-forward
     assert 0.15 < both < 0.35
-    mean, scale = last.mean(0), made(drop_path=0.0)(x[:1, :9], all_layers=True)[2]
+    mean, scale = last.mean(0), made(drop_path=0.0)(x[:1, :3], all_layers=True)[2]
     assert (mean - scale[0]).norm() < 0.25 * (scale[0] - first[0]).norm()
 
 

@@ -32,8 +32,9 @@ def model_with(name: str, pattern: str) -> Any:
     ("name", "pattern", "way"),
     [
         *(("llama", "longnet", way) for way in WAYS),
-        *(("llama", "window", way) for way in ("greedy", "beams", "prompt lookup")),
-        *((name, pattern, "greedy") for name in ("gemma3", "gpt-oss", "llama4") for pattern in PATTERNS),
+        ("llama", "window", "beams"),
+        *(("gemma3", pattern, "greedy") for pattern in PATTERNS),
+        *((name, pattern, "greedy") for name in ("gpt-oss", "llama4") for pattern in ("longnet", "none")),
         ("gemma3", "window", "prompt lookup"),
     ],
 )

@@ -40,7 +40,7 @@ def step(model, name: str, padding: str | None, implementation: str) -> tuple[Te
 @pytest.mark.parametrize(
     ("name", "padding"),
     [(name, padding) for name in FAMILIES for padding in (None, "left", "right")
-     if padding is None or FAMILIES[name].inputs == "tokens"],
+     if (FAMILIES[name].inputs != "tokens") == (padding is None) or (name, padding) == ("llama", None)],
 )  # fmt: skip
 def test_equals_sdpa(name: str, padding: str | None) -> None:
     model = model_of(name).train()
@@ -73,8 +73,7 @@ def dense(pattern, num_tokens: int) -> Tensor:
 
 
 @pytest.mark.parametrize("pattern", PATTERNS)
-@pytest.mark.parametrize("compose", ["and", "replace"])
-@pytest.mark.parametrize("padding", [None, "inside"])
+@pytest.mark.parametrize(("compose", "padding"), [("and", None), ("replace", "inside")])
 def test_a_pattern_equals_its_dense_mask(pattern: str, compose: str, padding: str | None) -> None:
     model, batch = model_of("llama"), batch_of("llama", padding)
     rule = PATTERNS[pattern].union
@@ -100,8 +99,8 @@ def test_a_mixture_is_one() -> None:
 
 @pytest.mark.parametrize(
     ("name", "pattern"),
-    [*((name, pattern) for name in (*DECODERS, "bert", "modernbert") for pattern in ("longnet", "per head")),
-     ("llama", "strided"), ("modernbert", "first tokens")],
+    [*((name, "longnet") for name in (*DECODERS, "bert", "modernbert")),
+     ("llama", "strided"), ("gpt-oss", "per head"), ("modernbert", "first tokens")],
 )  # fmt: skip
 @torch.no_grad()
 def test_a_padded_row_is_the_row_alone(name: str, pattern: str) -> None:

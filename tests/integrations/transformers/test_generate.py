@@ -40,8 +40,9 @@ def generated(model, way: str, **options: Any) -> torch.Tensor:
 
 @pytest.mark.parametrize(
     ("name", "way"),
-    [*((name, way) for name in ("llama", "gemma3") for way in WAYS),
-     *(("mistral", way) for way in ("greedy", "static cache", "prefill in chunks"))],
+    [*(("llama", way) for way in WAYS),
+     *(("gemma3", way) for way in ("greedy", "beams, static cache", "prefill in chunks", "assisted")),
+     *(("mistral", way) for way in ("static cache", "prefill in chunks"))],
 )  # fmt: skip
 def test_tokens_of_sdpa(name: str, way: str) -> None:
     model = model_of(name)
@@ -62,8 +63,11 @@ def whole_passes(name: str) -> torch.Tensor:
     return generated(patterned(name), "no cache")
 
 
-@pytest.mark.parametrize("way", [way for way in WAYS if way not in ("no cache", "beams", "beams, static cache")])
-@pytest.mark.parametrize("name", ["llama", "gemma3"])
+@pytest.mark.parametrize(
+    ("name", "way"),
+    [*(("llama", way) for way in WAYS if way not in ("no cache", "beams", "beams, static cache")),
+     *(("gemma3", way) for way in ("static cache", "prefill in chunks", "prompt lookup"))],
+)  # fmt: skip
 def test_tokens_of_whole_passes(name: str, way: str) -> None:
     found, want = generated(patterned(name), way), whole_passes(name)
     assert torch.equal(found, want[: len(found)])
