@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from hypothesis import assume, given
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from torch.testing import assert_close
 
@@ -38,6 +38,7 @@ def one_a_head(draw: st.DrawFn, num_heads: int) -> Twin:
     return twins.per_head(parts)
 
 
+@settings(max_examples=12)
 @given(st.data(), block_sides)
 @pytest.mark.parametrize("engine", ENGINES)
 def test_heads_that_share_keys_look_in_different_places(engine, data, side):

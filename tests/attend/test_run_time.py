@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 from torch._dynamo import testing
@@ -53,6 +53,7 @@ def test_block_lists_are_exact(packed: Packed, q_block: int, k_block: int):
     assert torch.equal(found.float(), expected)
 
 
+@settings(max_examples=12)
 @given(expressions(3), st.lists(st.integers(1, 14), min_size=1, max_size=3), st.integers(0, 5))
 def test_packed_equals_separate(twin, lengths, padding):
     """per_document gives each document what it gets alone, and its gradients."""
@@ -73,6 +74,7 @@ def test_packed_equals_separate(twin, lengths, padding):
     assert (packed[1][:, :, begin:] == -torch.inf).all()
 
 
+@settings(max_examples=14)
 @given(mixtures(2), st.integers(1, 20), st.integers(0, 9), st.sampled_from(["right", "left"]))
 def test_padded_equals_unpadded(twin, length, padding, side):
     """Output and gradients of the real tokens, whatever the padding holds."""

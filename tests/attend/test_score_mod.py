@@ -10,7 +10,7 @@ from functools import partial
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 from torch._dynamo.utils import counters
@@ -97,6 +97,7 @@ def test_flex_in_every_order_is_the_oracle(data, side):
     assert_every_order(case, drawn, data.draw(modified(len(drawn[0]), case.num_heads_global)), side)
 
 
+@settings(max_examples=5)
 @given(st.data())
 def test_flex_in_every_order_with_every_offset(data):
     """Some of the heads, and positions that begin late, where all orders are weighed."""
@@ -131,6 +132,7 @@ def assert_every_order(case: Case, drawn: tuple[Tensor, ...], rule: Modified, si
         assert_agrees(attend, drawn, case.counts(), scale=0.5, modify=rule.of(case))
 
 
+@settings(max_examples=12)
 @given(st.data(), st.integers(2, 7), block_sides)
 @pytest.mark.parametrize("engine", ["flex", "reference"])
 def test_in_a_layout(engine, data, rate, side):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 from torch.testing import assert_close
@@ -44,6 +44,7 @@ def test_flex_around_its_kernel_is_the_oracle(data, side):
     assert_agrees(attend, drawn, case.counts(), scale=0.5)
 
 
+@settings(max_examples=12)
 @given(st.data(), st.integers(1, 7), block_sides)
 @pytest.mark.parametrize("engine", ["tiles", "reference"])
 def test_in_a_layout(engine, data, rate, side):

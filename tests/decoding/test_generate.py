@@ -33,8 +33,11 @@ def most_likely_next(model, tokens):
     return model(tokens).argmax(-1)
 
 
-@pytest.mark.parametrize(("layout", "prefill_chunk"), [("natural", 7), ("residue", 1), ("auto", 8192)])
-@pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)
+@pytest.mark.parametrize(
+    ("config", "layout", "prefill_chunk"),
+    [*zip(CONFIGS.values(), ("natural", "residue", "auto"), (7, 1, 8192), strict=True)],
+    ids=CONFIGS,
+)
 def test_greedy_equals_recomputing(config, layout, prefill_chunk) -> None:
     """Across the ends of every segment, whatever the layout of a full pass: each token is the one that it predicts."""
     model = model_of(replace(config, layout=layout))

@@ -92,13 +92,13 @@ def test_what_is_evicted_is_never_seen(data: st.DataObject) -> None:
 
 
 MIXED = (1, 40, 3, 150)
-CHUNKS = {"window": [(1,), (16, 17), MIXED], "streaming": [(1,), MIXED], "longnet": [(300,), MIXED]}
+CHUNKS = {"window": [(1,), (16, 17)], "longnet": [(300,), MIXED]}
 
 
 @pytest.mark.parametrize("name", [*BOUNDED, *UNBOUNDED])
 def test_over_many_evictions(name) -> None:
     """At the cache's own sizes, over many times the look-back: one pass of `attend`, in float64."""
-    q, k, v = draw_tensors(N=500)
+    q, k, v = draw_tensors(N=400)
     pattern = (BOUNDED | UNBOUNDED)[name]
     expected = fd.attend(q, k, v, pattern, enable_gqa=True)
     for chunks in CHUNKS.get(name, [MIXED]):
@@ -139,7 +139,7 @@ def test_unbounded_patterns_keep_everything() -> None:
     assert cache.num_kept == 700
 
 
-@pytest.mark.parametrize("G", [1, 2, 3, 6])
+@pytest.mark.parametrize("G", [2, 3])
 def test_heads_with_rules_of_their_own(G) -> None:
     """Rules that split the heads of one key/value head, and that several branches give to a head twice."""
     rules = [masks.local_window(left=index % 3, right=0) for index in range(6)]
@@ -161,8 +161,11 @@ def test_some_heads_of_all() -> None:
         assert_close(decode(cache, *mine, (1, 30)), whole[:, first : first + 2], **TIGHT)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("pattern", [LONGNET, STREAMING], ids=["longnet", "streaming"])
+@pytest.mark.parametrize(
+    ("pattern", "dtype"),
+    [(LONGNET, torch.float32), (LONGNET, torch.bfloat16), (STREAMING, torch.float16)],
+    ids=["longnet", "longnet in bfloat16", "streaming in float16"],
+)
 def test_narrow_dtypes(pattern, dtype) -> None:
     """As close to float64 as one pass is, within twice its error."""
     q, k, v = draw_tensors(dtype=dtype, N=300)

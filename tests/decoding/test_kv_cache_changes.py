@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch.testing import assert_close
 
@@ -42,9 +42,9 @@ def test_tokens_taken_back(data: st.DataObject) -> None:
 @pytest.mark.parametrize("name", ["window", "streaming", "longnet"])
 def test_what_undo_keeps(name: str) -> None:
     """Draft after draft, at the cache's own sizes, far beyond the look-back."""
-    q, k, v = draw_tensors(N=450)
+    q, k, v = draw_tensors(N=300)
     cache, found = fd.KVCache(BOUNDED[name], num_heads=4, undo=40), []
-    for begin in range(0, 450, 30):
+    for begin in range(0, 300, 30):
         draft = slice(begin, begin + 40)
         cache.attend(*(torch.randn_like(x[:, :, draft]) for x in (q, k, v)))
         cache.crop(begin)
@@ -65,8 +65,7 @@ def test_keys_that_are_gone() -> None:
     assert_close(cache.attend(q, k, v), fd.attend(q, k, v, WINDOW, enable_gqa=True), **TIGHT)
 
 
-@settings(max_examples=8)
-@given(entries=st.lists(st.integers(0, 2), min_size=1, max_size=5), cut=st.integers(1, 299))
+@pytest.mark.parametrize(("entries", "cut"), [([1], 1), ([2, 0, 2, 1, 1], 150), ([0, 2], 299)])
 def test_entries_of_the_batch(entries: list[int], cut: int) -> None:
     q, k, v = draw_tensors(N=300, B=3)
     cache, chosen = fd.KVCache(LONGNET, num_heads=4), torch.tensor(entries)
