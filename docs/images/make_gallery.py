@@ -8,6 +8,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from flexdilated import masks
+
 HERE = Path(__file__).parent
 PAGE = HERE.parent / "howto" / "inspecting.md"
 # A block of code, and the picture right below it, if there is one.
@@ -18,10 +20,10 @@ _BLOCK = re.compile(
 
 def pictures() -> Iterator[tuple[str, Any]]:
     """The path of each picture below `images`, and its figure, in the order of the page."""
-    names: dict[str, Any] = {}
     for block in _BLOCK.finditer(PAGE.read_text(encoding="utf-8")):
-        exec(block["code"], names)
         if block["picture"]:
+            names: dict[str, Any] = {"masks": masks}
+            exec(block["code"], names)
             yield block["picture"], names["figure"]
 
 

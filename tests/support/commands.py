@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from argparse import _SubParsersAction
 from collections.abc import Iterator
 from pathlib import Path
@@ -104,7 +105,7 @@ def run(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> tuple[int, 
 
 
 def make_light(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """In a folder with a module of patterns; what takes long answers with what it was asked."""
+    """In a folder with a module of patterns; what takes long answers with what it was asked; one parser serves all."""
     monkeypatch.chdir(tmp_path)
     Path("mine.py").write_text(MODULE, encoding="utf-8")
     # First those that are imported here and take names from the others: later they would keep what is put there.
@@ -128,6 +129,7 @@ def make_light(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("flexdilated.cli._tune.MachineKey", SimpleNamespace(of=str))
     monkeypatch.setattr("flexdilated.cli._tune._stored", lambda device: Path("out.json"))
     monkeypatch.setattr("flexdilated.cli._tune._table", lambda found: found.text)
+    monkeypatch.setattr("flexdilated.cli._main._parser", functools.cache(_parser))
 
 
 def make_memory_up(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,7 +13,7 @@ import torch
 
 from flexdilated import masks
 from flexdilated.distributed import Sharding
-from flexdilated.viewer import Ranks, _page, page
+from flexdilated.viewer import Ranks, _page, _traced_rule, page
 from flexdilated.viewer._page import LARGEST_PAGE
 from tests.support import oracle
 
@@ -114,6 +114,14 @@ def test_a_page_that_is_too_large_is_refused(monkeypatch):
         page(masks.visible_keys(noise), len(noise))
 
 
+def test_tables_that_are_too_large_are_refused(monkeypatch):
+    assert _traced_rule.MOST_ENTRIES == 1 << 24
+    monkeypatch.setattr(_traced_rule, "MOST_ENTRIES", 1 << 10)
+    with pytest.raises(ValueError, match="a page holds tables of at most 1,024 entries; got more: take fewer tokens"):
+        page(masks.lengths(torch.tensor(3)), (1 << 10) + 1)
+    assert page(masks.lengths(torch.tensor(3)), 1 << 9)
+
+
 @pytest.mark.parametrize(
     ("make", "says"),
     [
@@ -130,10 +138,6 @@ def test_a_page_that_is_too_large_is_refused(monkeypatch):
         (lambda: page(masks.documents("ids"), 3), "the pattern needs the run-time tensor 'ids'"),
         (lambda: page(masks.documents([0, 0, 1]), 4), "document ids must be one for each of the 4 positions"),
         (lambda: page(masks.per_head([masks.causal()] * 3), 8, num_heads=2), "got 3 for 2 heads"),
-        (
-            lambda: page(masks.lengths(torch.tensor(3)), (1 << 24) + 1),
-            "a page holds tables of at most 16,777,216 entries; got more: take fewer tokens or heads",
-        ),
         (lambda: page(masks.causal(), 8, num_keys=9, ranks=Ranks(num_ranks=2)), "ranks share one sequence"),
         (lambda: page(masks.causal(), 8, ranks=4), "ranks must be a Ranks(num_ranks=...) or None; got 4"),
         (lambda: page(masks.causal(), 8, title=b"x"), "title must be a string or None; got b'x'"),

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask
@@ -63,6 +63,7 @@ def assert_equals_torch(mask: BlockMask, counts: Tensor, sides: tuple[int, int])
     assert torch.equal(mask.mask_mod(torch.tensor(0), h, q, k).expand(dense.shape), dense)
 
 
+@settings(max_examples=14)
 @given(cases(), block_sides, block_sides)
 def test_natural_order(case, q_block, k_block):
     mask = masks.block_mask(
@@ -76,6 +77,7 @@ def test_natural_order(case, q_block, k_block):
     assert_equals_torch(mask, case.counts(), (q_block, k_block))
 
 
+@settings(max_examples=12)
 @given(whole_cases(), st.integers(1, 7), block_sides, block_sides)
 def test_residue_order(case, rate, q_block, k_block):
     layout = masks.Layout(case.num_keys, rate)
@@ -87,8 +89,8 @@ def test_residue_order(case, rate, q_block, k_block):
 
 @pytest.mark.parametrize(
     ("ladder", "rate", "N"),
-    [(scaled(PAPER_5, 16), 1, 1024), (scaled(PAPER_5, 16), 48, 1501), (GIGAPATH_5, 1, 1501), (GIGAPATH_5, 48, 1024)],
-    ids=["paper-5", "paper-5 in residues", "gigapath-5", "gigapath-5 in residues"],
+    [(scaled(PAPER_5, 16), 48, 1501), (GIGAPATH_5, 1, 1024)],
+    ids=["paper-5 in residues", "gigapath-5"],
 )
 def test_ladders(ladder, rate, N):
     pattern, layout = masks.longnet(*ladder) & masks.causal(), masks.Layout(N, rate)
@@ -117,6 +119,7 @@ def test_tables_stay_small():
     assert all(((table >= 0) & (table < N // 128)).all() for table in tables)
 
 
+@settings(max_examples=10)
 @given(cases(), block_sides, block_sides)
 def test_tables_for_accelerators_end_at_the_longest_list(case, q_block, k_block):
     """Kernels there read partial and full tables by one shape and strides, and batch entries and heads as one dim."""

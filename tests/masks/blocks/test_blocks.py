@@ -6,7 +6,7 @@ from math import log2
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -98,6 +98,7 @@ def test_estimates_of_few_blocks_are_counts(case, rate, q_block, k_block):
     assert list(estimate) == pytest.approx([number / len(pairs) for number in counted])
 
 
+@settings(max_examples=14)
 @given(cases(lambda H: st.one_of(dilated(), dilated_and_more(H))), block_sides, block_sides)
 def test_compact_lists_are_the_dense_rule(case, q_block, k_block):
     """Every fold of a compact term has the lists of the first."""
@@ -122,8 +123,10 @@ def of_fold(term: Term, counts: Tensor, fold: int) -> Tensor:
     ])  # fmt: skip
 
 
-@pytest.mark.parametrize(("causal", "rate"), [(False, 1), (True, 48)])
-@pytest.mark.parametrize("name", LADDERS)
+@pytest.mark.parametrize(
+    ("name", "causal", "rate"),
+    [("longnet-5", False, 1), ("longnet-5", True, 48), ("paper-5", True, 48), ("gigapath-5", False, 1)],
+)
 def test_ladders(name, causal, rate):
     """At full size over 801 tokens: segments longer than the sequence, rates that do not divide them."""
     segments, rates = LADDERS[name]
@@ -172,8 +175,7 @@ def test_price_grows_with_the_blocks(segment, rate, causal):
     assert sum(watched.asked) < 2 * log2(N) * len(blocks.row)
 
 
-@pytest.mark.parametrize("name", LADDERS)
-@pytest.mark.parametrize("rate", [1, 16])
+@pytest.mark.parametrize(("name", "rate"), [("longnet-5", 16), ("paper-5", 1), ("gigapath-5", 16)])
 def test_estimates_are_near(name, rate):
     """What the planner weighs: the mean number of blocks a head lists, from a sample."""
     N, H = 8192, 4

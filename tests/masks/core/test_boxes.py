@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import assume, given
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -157,6 +157,7 @@ EXACT: dict[str, Draw] = {
 
 
 @pytest.mark.parametrize("name", EXACT)
+@settings(max_examples=10)
 @given(data=st.data())
 def test_counts_are_exact(name, data):
     twin, box = EXACT[name](data)

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 from torch.testing import assert_close
@@ -69,6 +69,7 @@ def a_prefix_is_a_shorter_sequence(call: Call) -> None:
     assert_same(call.attend(*(x[:, :, :n] for x in call.tensors)), tuple(x[:, :, :n] for x in call.both))
 
 
+@settings(max_examples=10)
 @given(st.data())
 def test_causal_attention(data):
     call = Call(data.draw(whole_cases(causal_twins)), data)
@@ -145,6 +146,7 @@ def block_sides_do_not_matter(call: Call) -> None:
     assert_same(call.attend(*call.tensors, block_size=(2, 5)), call.both)
 
 
+@settings(max_examples=10)
 @given(st.data())
 def test_any_call(data):
     call = Call(data.draw(cases()), data)
@@ -186,6 +188,7 @@ def queries_in_chunks_are_one_pass(call: Call) -> None:
     assert_same(tuple(torch.cat(part, dim=2) for part in zip(*parts, strict=True)), call.both)
 
 
+@settings(max_examples=10)
 @given(st.data())
 def test_whole_sequences(data):
     call = Call(data.draw(whole_cases()), data)
@@ -194,6 +197,7 @@ def test_whole_sequences(data):
     queries_in_chunks_are_one_pass(call)
 
 
+@settings(max_examples=10)
 @given(st.data(), st.integers(1, 12), st.integers(1, 4))
 def test_segments_are_isolated(data, segment, number):
     """Where all segments divide one length, tokens of other stretches of that length do not matter."""
@@ -209,6 +213,7 @@ def test_segments_are_isolated(data, segment, number):
     assert_same(tuple(x[:, :, kept] for x in call.both), tuple(x[:, :, kept] for x in other))
 
 
+@settings(max_examples=10)
 @given(st.data())
 def test_complements_make_a_whole(data):
     """p + ~p allows every pair once: dense attention."""
@@ -220,7 +225,7 @@ def test_complements_make_a_whole(data):
     assert_close(out, expected, **TIGHT)
 
 
-@pytest.mark.parametrize("N", [1, 127, 128, 129, 300])
+@pytest.mark.parametrize("N", [1, 128, 129])
 def test_one_segment_over_all_is_dense_attention(N):
     torch.manual_seed(0)
     q, k, v = (torch.randn(1, 2, N, 8, dtype=torch.float64) for _ in range(3))

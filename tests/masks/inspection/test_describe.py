@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from hypothesis import example, given
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -63,6 +63,7 @@ def tiles_of(term: Term, pairs: Tensor) -> Tensor:
     return counted
 
 
+@settings(max_examples=8)
 @given(patterns, st.integers(1, 400), st.integers(1, 4))
 @example(masks.dilated(300, 2, offset="interleaved") + masks.local_window(left=130, right=0), 390, 3)
 @example(masks.causal() + masks.local_window(left=9, right=3) + masks.causal(), 150, 2)

@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from hypothesis import given, reject
+from hypothesis import given, reject, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -39,6 +39,7 @@ def assert_details_of(bound: masks.Bound) -> None:
     assert_details(bound, sum((dense(bound, branch).long() for branch in bound.pattern.branches()), torch.tensor(0)))
 
 
+@settings(max_examples=8)
 @given(cases(), st.booleans())
 def test_details_of_drawn_patterns(case: Case, same_tokens: bool):
     """Queries and keys that begin anywhere, also at one place."""
@@ -57,12 +58,14 @@ def test_details_of_drawn_patterns(case: Case, same_tokens: bool):
         json.dumps(told.to_data(), allow_nan=False)
 
 
+@settings(max_examples=8)
 @given(packed_cases())
 def test_details_with_run_time_tensors(packed: Packed):
     for entry in range(packed.batch):
         assert_details(packed.bind().entry(entry), packed.counts[entry])
 
 
+@settings(max_examples=8)
 @given(sums_of_runs() | bound_rules(stretch_rules) | bound_rules(run_rules, visible=True))
 def test_details_of_irregular_patterns(bound: masks.Bound):
     """Listed blocks, documents with padding, visible keys and runs of them."""
@@ -85,17 +88,15 @@ def test_details_of_some_patterns(pattern: masks.Pattern | masks.Mixture):
 
 
 SIDE = 600  # tokens, more than are looked at pair by pair at once
-FAR = masks.causal() & ~masks.local_window(left=200, right=0)
+FAR = masks.causal() & ~masks.local_window(left=200, right=0)  # which only later queries have, at no near distance
 
 
 @pytest.mark.parametrize(
     "pattern",
     [
-        FAR,  # which only later queries have, at no near distance
+        FAR,
         FAR & masks.visible_keys(torch.arange(SIDE) % 7 == 3),
-        masks.landmark_tokens(64, rows=False) & masks.causal(),
         ~masks.causal() & masks.landmark_tokens(50, rows=False) & ~masks.chunked(100),
-        masks.random_blocks(SIDE, block=16, count=1),
         masks.random_blocks(SIDE, block=16, count=1) & FAR,
         masks.dilated(150, 8, offset="interleaved") & FAR,
         masks.custom(lambda b, h, q, k: (q * 7 + k * 13) % 599 == 5),
@@ -104,7 +105,7 @@ FAR = masks.causal() & ~masks.local_window(left=200, right=0)
     ids=repr,
 )
 def test_gaps_where_tokens_do_not_see_themselves(pattern: masks.Pattern):
-    for first in ({"q_offset": 0, "k_offset": 0}, {"q_offset": 40, "k_offset": 0}, {"q_offset": 0, "k_offset": 70}):
+    for first in ({"q_offset": 40, "k_offset": 0}, {"q_offset": 0, "k_offset": 70}):
         sizes = {"num_queries": SIDE - first["q_offset"], "num_keys": SIDE - first["k_offset"]}
         bound = pattern.bind(num_heads=3, **sizes, **first)
         query, key = torch.arange(sizes["num_queries"]), torch.arange(sizes["num_keys"])
@@ -162,12 +163,12 @@ def test_heads_that_follow_one_rule_share_an_entry():
 
 def test_a_million_tokens():
     """Pairs by how many branches allow them, and by head, add up to those of the segments."""
-    told = masks.describe(GIGAPATH, MILLION, num_heads=16)
-    useful = oracle.useful_pairs(*GIGAPATH_5, num_heads=16, N=MILLION, causal=False)
+    told = masks.describe(GIGAPATH, MILLION, num_heads=4)
+    useful = oracle.useful_pairs(*GIGAPATH_5, num_heads=4, N=MILLION, causal=False)
     assert told.useful_pairs == useful
     assert sum(share.pairs * len(share.heads) for share in told.heads) == useful
     assert not told.multiplicity.exact
-    assert sum(told.multiplicity.pairs.values()) == pytest.approx(16 * MILLION**2)
+    assert sum(told.multiplicity.pairs.values()) == pytest.approx(4 * MILLION**2)
     # Each branch's pairs, of queries drawn evenly.
     found = sum(number * pairs for number, pairs in told.multiplicity.pairs.items())
     assert found == pytest.approx(useful, rel=0.1)
@@ -183,7 +184,7 @@ def test_multiplicity_counts_a_branch_as_often_as_it_occurs():
 
 def test_rates_whose_multiple_is_large():
     """Tokens at multiples of 13 and of 97 see their own kind; those of both are seen by both rules: estimated."""
-    tokens = 1 << 16
+    tokens = 1 << 14
     told = masks.describe(masks.dilated(tokens, 13) + masks.dilated(tokens, 97), tokens)
     sizes = [-(-tokens // rate) for rate in (13, 97, 13 * 97)]
     once = sizes[0] ** 2 + sizes[1] ** 2 - 2 * sizes[2] ** 2
@@ -191,7 +192,7 @@ def test_rates_whose_multiple_is_large():
     sample = told.multiplicity
     assert sample == masks.describe(told.pattern, tokens).multiplicity  # the same queries each time
     assert not sample.exact
-    assert f"Estimated from a sample of {sample.queries:,} of 65,536 queries." in str(told)
+    assert f"Estimated from a sample of {sample.queries:,} of 16,384 queries." in str(told)
     assert sum(sample.pairs.values()) == pytest.approx(tokens**2)
     assert all(abs(sample.pairs[number] - wanted[number]) <= 4 * sample.standard_errors[number] for number in (0, 1))
     assert told.distinct_pairs == tokens**2 - sample.pairs[0]
@@ -208,7 +209,7 @@ def test_samples_of_multiplicity_are_without_bias(monkeypatch: pytest.MonkeyPatc
     exact = multiplicity_of(bound, shares)
     monkeypatch.setattr("flexdilated.masks.inspection._pair_counts._MOST_PAIRS", 1 << 16)
     found = []
-    for seed in range(100):
+    for seed in range(60):
         monkeypatch.setattr("flexdilated.masks.inspection._pair_counts._SEED", seed)
         sample = multiplicity_of(bound, shares)
         assert (sample.exact, sample.queries < 200) == (False, True)
@@ -221,7 +222,7 @@ def test_samples_of_multiplicity_are_without_bias(monkeypatch: pytest.MonkeyPatc
 
 
 def test_the_text_states_the_details():
-    told = masks.describe(GIGAPATH & masks.causal(), 1024, num_heads=4)
+    told = masks.describe(GIGAPATH & masks.causal(), 600, num_heads=2)
     text = told.to_text(columns=200)
     assert told.multiplicity.exact
     counted = (told.full_blocks, told.partial_blocks, *told.multiplicity.pairs.values(), *(s.pairs for s in told.heads))
@@ -229,8 +230,8 @@ def test_the_text_states_the_details():
         assert f"{number:,}" in text
     field = told.receptive_field()
     assert f"at least {field.layers_at_least} layer until the receptive field saturates" in text
-    assert "from a sample of 8 of 1,024 tokens" in text
-    few = masks.describe(GIGAPATH & masks.causal(), 200, num_heads=4)
+    assert "from a sample of 8 of 600 tokens" in text
+    few = masks.describe(GIGAPATH & masks.causal(), 100, num_heads=2)
     assert f"after {few.receptive_field().layers_at_least} layer" in str(few)
     assert "sample" not in str(few)
     missing = masks.describe(masks.dilated(4, 2), 16, num_heads=1)

@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from hypothesis import assume, given
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from flexdilated import masks
@@ -52,6 +52,7 @@ def drawn_pairs(data: st.DataObject, counts: torch.Tensor, number: int) -> list[
     return found
 
 
+@settings(max_examples=12)
 @given(cases(), st.data())
 def test_every_rule_of_the_tree_agrees_with_mask_mod(case, data):
     counts, heads = case.counts(), case.num_heads_global
@@ -65,6 +66,7 @@ def test_every_rule_of_the_tree_agrees_with_mask_mod(case, data):
         assert [each for branch in branches for each in disagreements(branch, pair)] == []
 
 
+@settings(max_examples=8)
 @given(packed_cases(), st.data())
 def test_run_time_tensors_answer_by_batch_entry(case, data):
     b = data.draw(st.integers(0, case.batch - 1))
@@ -82,6 +84,7 @@ def test_run_time_tensors_answer_by_batch_entry(case, data):
         assert found.pattern == case.pattern, "the tree names tensors as the pattern does"
 
 
+@settings(max_examples=8)
 @given(whole_cases(), st.data(), st.sampled_from([(1, 1), (4, 3), (16, 16)]))
 def test_the_block_is_the_one_that_is_listed(case, data, sides):
     N, H, counts = case.num_keys, case.num_heads, case.counts() > 0

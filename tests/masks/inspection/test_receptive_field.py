@@ -27,11 +27,13 @@ def assert_field(bound: Bound, counts: torch.Tensor) -> None:
     assert_same(follow_tokens(bound, 8), counts)
 
 
-@given(whole_cases(largest=100))
+@settings(max_examples=12)
+@given(whole_cases(largest=60))
 def test_dense_powers(case: Case):
     assert_field(case.bind(), case.counts())
 
 
+@settings(max_examples=8)
 @given(whole_grids())
 def test_grids(case: Case):
     assert_field(case.bind(), case.counts())
@@ -42,9 +44,7 @@ def test_grids(case: Case):
     [
         ((5, 6), (3, 3), (1, 2), (1, 1), (False, False)),
         ((9, 4), (3, 3), (3, 1), (1, 1), (False, False)),
-        ((4, 3, 5), (3, 1, 3), (1, 1, 1), (1, 1, 1), (False, False, False)),
         ((3, 6, 4), (3, 3, 1), (1, 2, 3), (1, 1, 1), (False, False, False)),
-        ((7, 7), (5, 7), (1, 1), (1, 1), (False, False)),
         ((7, 8), (4, 2), (1, 3), (3, 2), (True, False)),
     ],
 )
@@ -58,6 +58,7 @@ def test_grids_whose_axes_differ(grid, size, rate, stride, causal):
     )
 
 
+@settings(max_examples=8)
 @given(packed_cases())
 def test_run_time_tensors(packed: Packed):
     """Documents apart, and documents that other rules cross; each batch entry by itself."""
@@ -71,12 +72,10 @@ def test_run_time_tensors(packed: Packed):
 
 
 BLOCKED = {
-    "drawn": lambda N: masks.random_blocks(max(1, N - 3), block=4, count=1, seed=N),
+    "drawn for fewer tokens": lambda N: masks.random_blocks(max(1, N - 3), block=4, count=1, seed=N),
     "drawn for later tokens too": lambda N: masks.random_blocks(N + 6, block=4, count=1, seed=N),
     "drawn, causal": lambda N: masks.random_blocks(N, block=3, count=1, seed=N) & masks.causal(),
-    "listed": lambda N: listed(N, 3),
     "listed, causal": lambda N: listed(N, 3) & masks.causal(),
-    "listed, later": lambda N: listed(N, 3) & ~masks.causal(),
     "listed, both": lambda N: masks.per_head([listed(N, 3) & masks.causal(), listed(N, 4) & ~masks.causal()]),
     "beside global tokens": lambda N: listed(N, 7) & masks.causal() | masks.global_tokens(3),
     "beside padded documents": lambda N: listed(N, 8) & masks.causal() | padded(N),
@@ -89,14 +88,14 @@ BLOCKED = {
 
 @pytest.mark.parametrize("name", BLOCKED)
 def test_blocks_of_each_length(name: str):
-    for num_tokens in (1, 2, 3, 5, 8, 13, 26, 65):
+    for num_tokens in (1, 2, 5, 26, 49):
         first = num_tokens % 2 * 3
         sizes = {"num_queries": num_tokens, "num_keys": num_tokens, "q_offset": first, "k_offset": first}
         bound = BLOCKED[name](first + num_tokens).bind(num_heads=2, **sizes)
         assert_field(bound, dense(bound))
 
 
-@settings(max_examples=12)
+@settings(max_examples=8)
 @given(bound_rules(stretch_rules) | bound_rules(run_rules, visible=True))
 def test_rules_by_blocks_and_windows_over_visible_keys(bound: Bound):
     assert_field(bound, dense(bound))
@@ -110,8 +109,7 @@ def told(pattern: masks.Pattern | masks.Mixture, num_tokens: int = MILLION, num_
     return found
 
 
-@pytest.mark.parametrize("num_tokens", [MILLION, 1_000_000])
-@pytest.mark.parametrize("lookback", [1024, 999])
+@pytest.mark.parametrize(("num_tokens", "lookback"), [(MILLION, 1024), (1_000_000, 999)])
 def test_a_window_looks_back_once_a_layer(lookback: int, num_tokens: int):
     found = told(masks.local_window(left=lookback, right=0), num_tokens)
     for token, reached in zip(found.tokens, found.reached, strict=True):
@@ -121,7 +119,7 @@ def test_a_window_looks_back_once_a_layer(lookback: int, num_tokens: int):
 
 
 def test_strides_reach_everything_earlier_in_two_layers():
-    found = told(masks.recipes.sparse_transformer_strided(64), 1 << 12)
+    found = told(masks.recipes.sparse_transformer_strided(64), 1 << 11)
     assert [reached[-1] for reached in found.reached] == [token + 1 for token in found.tokens]
     assert (found.layers_at_least, all(found.finished)) == (2, True)
 
@@ -145,8 +143,8 @@ def test_longnet_keeps_to_its_longest_segments(causal: bool):
 
 
 def test_global_tokens_reach_everyone_in_two_layers():
-    found = told(masks.recipes.bigbird(1 << 16, block=128), 1 << 16, num_heads=2)
-    assert (found.layers_at_least, {reached[-1] for reached in found.reached}) == (2, {1 << 16})
+    found = told(masks.recipes.bigbird(1 << 14, block=128), 1 << 14, num_heads=2)
+    assert (found.layers_at_least, {reached[-1] for reached in found.reached}) == (2, {1 << 14})
 
 
 def test_documents_never_meet():
@@ -159,7 +157,7 @@ def test_documents_never_meet():
 
 def test_random_blocks_of_many_tokens():
     """Tokens of a block reach what their block does among as many tokens as blocks."""
-    side, blocks = 128, 512
+    side, blocks = 128, 128
     bounds = (
         masks.random_blocks(size, block=block, count=3).bind(num_heads=1, num_queries=size, num_keys=size)
         for size, block in ((blocks * side, side), (blocks, 1))
@@ -192,7 +190,7 @@ def test_samples_estimate_without_bias(monkeypatch: pytest.MonkeyPatch, number: 
     """Over many samples the mean is that of all tokens, and standard errors are about as large as the errors."""
     bound = (masks.dilated(32, 2) & masks.causal()).bind(num_heads=1, num_queries=64, num_keys=64)
     wanted, found = float(fields(dense(bound))[1].double().sum(1).mean()), []
-    for seed in range(100):
+    for seed in range(60):
         monkeypatch.setattr("flexdilated.masks.inspection._pair_counts._SEED", seed)
         growth = follow_tokens(bound, number).growth
         found.append(growth[0][1:] if growth else (1.0, 0.0))  # tokens of odd number reach themselves alone

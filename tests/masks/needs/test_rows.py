@@ -2,7 +2,6 @@
 
 from unittest import mock
 
-import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
@@ -45,9 +44,7 @@ def test_far_along_a_row_takes_as_little(data: st.DataObject) -> None:
 
 
 @given(data=st.data())
-@pytest.mark.parametrize("meetings", [1 << 9, 0])
-@pytest.mark.parametrize("few_pairs", [1 << 20, 0])
-def test_rows_of_a_step_are_the_rules(few_pairs, meetings, data: st.DataObject) -> None:
+def test_rows_of_a_step_are_the_rules(data: st.DataObject) -> None:
     """As a call of few queries asks for them, and by search: the same keys, each once, and the pairs among them."""
     case = data.draw(strategies.whole_cases(strategies.sets))
     first, begin = (data.draw(st.integers(0, case.num_keys - 1)) for _ in range(2))
@@ -57,8 +54,10 @@ def test_rows_of_a_step_are_the_rules(few_pairs, meetings, data: st.DataObject) 
     for rule in branch_rules(
         case.twin.pattern, num_heads=case.num_heads, head_offset=0, num_heads_global=case.num_heads
     )[0].rules:
-        with mock.patch.multiple(_row, _MOST_MEETINGS=meetings, _FEW_PAIRS=few_pairs):
-            ways = rule.source.seen(queries, keys), rule.source._searched(queries, keys)
+        ways = []
+        for meetings, few_pairs in ((1 << 9, 1 << 20), (1 << 9, 0), (0, 1 << 20), (0, 0)):
+            with mock.patch.multiple(_row, _MOST_MEETINGS=meetings, _FEW_PAIRS=few_pairs):
+                ways += [rule.source.seen(queries, keys), rule.source._searched(queries, keys)]
         for seen in ways:
             found = torch.zeros(len(queries), case.num_keys, dtype=torch.int64)
             if seen is not None:

@@ -97,6 +97,7 @@ def _dense(table: Tensor, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     return scores.softmax(-1).nan_to_num(0) @ v
 
 
+@settings(max_examples=14)
 @given(ruled(), st.integers(1, 96), st.sampled_from([1, 7, 16, 128]))
 def test_the_dense_rule_for_any_numbers(case, N, side):
     """Each face of the pattern; boxes that bounds are asked about are few, whatever the numbers."""
@@ -126,7 +127,7 @@ def test_the_dense_rule_for_any_numbers(case, N, side):
         assert sum(asked) < _MOST_LOOKS * (N + 8) ** 2
 
 
-@settings(max_examples=20)
+@settings(max_examples=10)
 @given(ruled(), st.integers(1, 64))
 def test_told_and_decoded_for_any_numbers(case, N):
     """What is told of a pattern, and one token after the other."""
@@ -186,7 +187,7 @@ def test_no_error_names_a_rate_that_nobody_gave(pattern):
     torch.testing.assert_close(out, expected, rtol=1e-9, atol=1e-9)
 
 
-@pytest.mark.parametrize("num_tokens", [64, 5000, MILLION])
+@pytest.mark.parametrize("num_tokens", [64, 5000])
 def test_products_of_large_primes_are_not_factored(num_tokens):
     pattern = masks.strided(2147483647) & masks.strided(2147483629)
     assert int(count_cells(pattern, num_tokens, shape=(4, 4)).low.sum()) == num_tokens
@@ -246,7 +247,7 @@ def test_draws_are_floyds(num_blocks, drawn, seed, head, rows):
         assert found[row].tolist() == sorted(chosen)
 
 
-@settings(max_examples=30)
+@settings(max_examples=12)
 @given(numbers(), numbers(), st.integers(1, 40), st.integers(1, 96))
 def test_draws_are_of_the_tokens_that_there_are(num_tokens, block, drawn, N):
     """However many tokens the draw is for, no more rows are drawn than a call has."""

@@ -147,7 +147,7 @@ def test_operators_build_what_they_write() -> None:
     assert masks.parse("causal() & (causal() & ~~~strided(4))") == C & ~masks.strided(4)
 
 
-@settings(max_examples=20)
+@settings(max_examples=10)
 @given(packed_cases(max_heads=2, largest=14))
 def test_what_a_pattern_carries_is_no_part_of_its_text(packed: Packed) -> None:
     """Equal texts: the same pattern, whatever tensors either carries; equal patterns carry the same ones."""
@@ -159,7 +159,7 @@ def test_what_a_pattern_carries_is_no_part_of_its_text(packed: Packed) -> None:
     assert not named.given_tensors()
 
 
-@settings(max_examples=20)
+@settings(max_examples=10)
 @given(
     packed_cases(max_heads=2, largest=14),
     st.sampled_from(["attend", "block_mask", "layout", "describe", "plan", "attend named"]),
@@ -205,7 +205,7 @@ def build(packed: Packed, call: str) -> None:
         plan(packed.bind())
 
 
-@settings(max_examples=20)
+@settings(max_examples=10)
 @given(packed_cases(max_heads=2, largest=14))
 def test_a_layout_is_recommended_by_what_the_pattern_carries(packed: Packed) -> None:
     """Tensors that are there are read, and what does not fit is an error about that."""

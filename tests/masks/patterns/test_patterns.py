@@ -36,9 +36,11 @@ def test_branches_count_as_the_dense_rule(case):
     assert torch.equal(multiplicity(case.bind(), torch.device("cpu"))[0], case.counts())
 
 
-@pytest.mark.parametrize("offsets", ["interleaved", "contiguous"])
-@pytest.mark.parametrize("heads", ["all", "grouped"])
-@pytest.mark.parametrize("name", LADDERS)
+@pytest.mark.parametrize(
+    ("name", "heads", "offsets"),
+    [("longnet-5", "all", "contiguous"), ("longnet-5", "grouped", "interleaved"), ("paper-5", "all", "interleaved"),
+     ("paper-5", "grouped", "contiguous"), ("gigapath-5", "grouped", "interleaved")],
+)  # fmt: skip
 def test_ladders_at_full_size(name, heads, offsets):
     """Longer segments than tokens, rates that divide neither segments nor heads; on a spread of queries."""
     rules = {"offsets": offsets, "heads": heads}
@@ -165,8 +167,8 @@ def test_blocks_and_shifts():
     ids=["dilated_window", "strided", "fixed"],
 )
 def test_dilation_is_dense_in_its_layout(pattern, rate):
-    """4096 tokens: in residue-major order the blocks hold little but allowed pairs."""
-    N = 4096
+    """2048 tokens: in residue-major order the blocks hold little but allowed pairs."""
+    N = 2048
     assert masks.layout(pattern, N) == masks.Layout(N, rate)
     mask = masks.block_mask(pattern, N, num_heads=1, layout=masks.layout(pattern, N))
     listed, _ = verdicts(mask, (1, N // 128, N // 128))
@@ -186,8 +188,8 @@ def test_dilation_is_dense_in_its_layout(pattern, rate):
     ids=str,
 )
 def test_estimates_are_near(pattern):
-    """What the planner weighs at 65,536 tokens: a first row that sees everyone does not stand for the others."""
-    N = 1 << 16
+    """What the planner weighs at 32,768 tokens: a first row that sees everyone does not stand for the others."""
+    N = 1 << 15
     (term,) = shared_terms(pattern, 1, pattern.bind(num_heads=1, num_queries=N, num_keys=N), 1)
     listed = len(term.blocks(128, 128).row)
     assert estimate_blocks(term.table_rule(), q_block=128, k_block=128).blocks == pytest.approx(listed, rel=0.1)

@@ -225,7 +225,7 @@ def test_threads_may_do_everything_at_once():
     def work(seed: int) -> None:
         draw = random.Random(seed)
         together.wait(250)
-        for _ in range(800):
+        for _ in range(300):
             key, what = draw.randrange(1, 40), draw.random()
             if what < 0.9:
                 assert find(key) == key

@@ -87,12 +87,12 @@ def test_pinned_tables_outlive_a_flood(cache):
     with cache.pin() as pins:
         kept = mask()
     cache.budget_bytes = cache.stats().bytes + 2000
-    for num_tokens in range(600, 1600, 20):
+    for num_tokens in range(600, 1200, 40):
         mask(num_tokens=num_tokens)
     assert cache.stats().evictions > 0
     assert mask() is kept
     pins.release()
-    for num_tokens in range(600, 1600, 20):
+    for num_tokens in range(600, 1200, 40):
         mask(num_tokens=num_tokens)
     assert mask() is not kept
 

@@ -37,47 +37,15 @@ CHOICES |= {"choices": [CHOICE | {"ways": [["compact", [64, 64]]], "backward": T
 GOOD = [PATTERN.text, json.dumps(MACHINE), json.dumps(CHOICES), "[[0, 0, 1], [0, 1, 2]]"]
 DEEP = 50_000
 ODD = [
-    *(b"[" * DEEP, b"[" * 980 + b"]" * 980, b'{"kind":' * DEEP, b'{"kind":"not","part":' * 900 + b"0" + b"}" * 900),
-    *(
-        b"{",
-        b'"' * 9,
-        b"\xff\xfe[\x00]\x00",
-        b"\xef\xbb\xbf[]",
-        b"\x00" * 50,
-        b"1e999",
-        b"NaN",
-        b"-Infinity",
-        b"9" * 5000,
-    ),
-    *(
-        b"9" * 400,
-        b"[]",
-        b"{}",
-        b"null",
-        b"true",
-        b'"\\ud800"',
-        b"(" * DEEP,
-        b"~" * DEEP,
-        b"causal()" + b"&" * 99,
-        b"\x80\x02.",
-    ),
-    *(b"\x80\x02" + b"]" * DEEP + b".", b"PK\x03\x04" + b"\x00" * 90),
-]
+    b"[" * DEEP, b"[" * 980 + b"]" * 980, b'{"kind":' * DEEP, b'{"kind":"not","part":' * 900 + b"0" + b"}" * 900,
+    b"{", b'"' * 9, b"\xff\xfe[\x00]\x00", b"\xef\xbb\xbf[]", b"\x00" * 50, b"1e999", b"NaN", b"-Infinity", b"9" * 5000,
+    b"9" * 400, b"[]", b"{}", b"null", b"true", b'"\\ud800"', b"(" * DEEP, b"~" * DEEP, b"causal()" + b"&" * 99,
+    b"\x80\x02.", b"\x80\x02" + b"]" * DEEP + b".", b"PK\x03\x04" + b"\x00" * 90,
+]  # fmt: skip
 VALUES = [
-    "1e999",
-    "NaN",
-    "-1",
-    "0",
-    "9" * 400,
-    "9" * 5000,
-    "null",
-    '"\\u0000"',
-    "[]",
-    "{}",
-    "[" * 300 + "]" * 300,
-    "1.5",
+    "1e999", "NaN", "-1", "0", "9" * 400, "9" * 5000, "null", '"\\u0000"', "[]", "{}", "[" * 300 + "]" * 300, "1.5",
     "true",
-]
+]  # fmt: skip
 
 
 @st.composite
@@ -123,7 +91,7 @@ def place(tmp_path: Path):
 
 @pytest.mark.parametrize("reader", READERS)
 @given(damaged())
-@settings(max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=40, suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_any_bytes_are_read_or_refused(reader: str, place: Path, content: bytes) -> None:
     """Nothing but the reader's own error comes out of it."""
     read, refusal = READERS[reader]
@@ -132,13 +100,13 @@ def test_any_bytes_are_read_or_refused(reader: str, place: Path, content: bytes)
         read(place)
 
 
-@pytest.mark.parametrize("content", ODD, ids=range(len(ODD)))
 @pytest.mark.parametrize("reader", [name for name in READERS if name != "bindings of a command"])  # numbers are tensors
-def test_odd_bytes_are_refused(reader: str, place: Path, content: bytes) -> None:
+def test_odd_bytes_are_refused(reader: str, place: Path) -> None:
     read, refusal = READERS[reader]
-    place.write_bytes(content)
-    with pytest.raises(refusal):
-        read(place)
+    for content in ODD:
+        place.write_bytes(content)
+        with pytest.raises(refusal):
+            read(place)
 
 
 WRITTEN = {"from_json": GOOD[0], "pattern of a command": GOOD[0], "machine": GOOD[1]}
@@ -146,7 +114,7 @@ WRITTEN = {"from_json": GOOD[0], "pattern of a command": GOOD[0], "machine": GOO
 
 @pytest.mark.parametrize("reader", WRITTEN)
 @given(data=st.data())
-@settings(max_examples=20, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=10, suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_a_name_that_comes_twice_is_refused(reader: str, place: Path, data: st.DataObject) -> None:
     """In any object, also with one value: a reader that took the last would drop what was written before."""
     read, refusal = READERS[reader]
@@ -167,7 +135,7 @@ def test_a_damaged_checkpoint_is_refused(change: int, place: Path) -> None:
         state = {"identity": {}, "w": torch.arange(9.0)}
         torch.save(state, buffer, _use_new_zipfile_serialization=zipped)
         good = buffer.getvalue()
-        for index in range(change, len(good), max(1, len(good) // 60)):
+        for index in range(change, len(good), max(1, len(good) // 25)):
             for bad in (good[:index], good[:index] + bytes([good[index] ^ change]) + good[index + 1 :]):
                 place.write_bytes(bad)
                 try:

@@ -9,7 +9,7 @@ from math import isqrt
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 from torch.testing import assert_close
@@ -63,6 +63,7 @@ def packings(draw: st.DrawFn, num_tokens: int, batch: int) -> Tensor:
     return torch.stack(ids) if rows > 1 else ids[0]
 
 
+@settings(max_examples=12)
 @given(st.data(), st.sampled_from(list(FORMS)), st.sampled_from([0, 3]), st.sampled_from([1, 4096]))
 def test_out_lse_and_gradients_are_the_dense_rule(data, form, most_lists, enough_slots):
     """Of any packing: windows apart, as folds or, where they are of too many kinds, in one list of blocks."""
@@ -95,6 +96,7 @@ def results(x: list[Tensor], pattern: masks.Pattern | masks.Mixture, engine: str
     return [out.detach(), lse.detach(), *gradients]
 
 
+@settings(max_examples=12)
 @given(st.data(), st.integers(1, 6), st.integers(1, 5), st.integers(1, 5))
 def test_entries_are_one_sequence_only_where_the_rule_repeats(data, tokens, times, rate):
     """Of segments that are longer than an entry, or shorter: a multiple of one is the same place in every entry."""
@@ -144,7 +146,7 @@ def work(monkeypatch: pytest.MonkeyPatch, pattern: masks.Pattern, *, batch: int,
     return done + Counter({"operations": dispatched.count})
 
 
-@pytest.mark.parametrize("length", [1, 4, 17, 128])
+@pytest.mark.parametrize("length", [1, 17, 128])
 def test_equal_documents_cost_what_chunks_cost(monkeypatch, length):
     """Kernel calls at most twice those of the same rule written with numbers; planning by a bounded number of ops."""
     num_tokens = 8_192
@@ -157,10 +159,10 @@ def test_equal_documents_cost_what_chunks_cost(monkeypatch, length):
         assert found["operations"] <= 2 * chunks["operations"] + 300
 
 
-@pytest.mark.parametrize("form", [name for name in FORMS if name != "without"])
+@pytest.mark.parametrize("form", ["window", "longnet anew", "strided", "some keys", "chunked"])
 def test_work_grows_with_lengths_that_differ(monkeypatch, form):
     """Sixteen times as many documents of the same lengths, in another order: as many terms and operations."""
-    lengths, done, terms = torch.tensor([1, 2, 5, 6] * 8), [], []
+    lengths, done, terms = torch.tensor([1, 2, 5, 6] * 6), [], []
     for times in (1, 16):
         order = torch.randperm(times * len(lengths), generator=torch.Generator().manual_seed(times))
         ids = torch.arange(len(order)).repeat_interleave(lengths.repeat(times)[order])

@@ -5,7 +5,7 @@ from itertools import accumulate
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.testing import assert_close
 
@@ -54,6 +54,7 @@ def together(case: Case) -> Plan | None:
     return planned.together and replace(planned, terms=planned.together.terms)
 
 
+@settings(max_examples=12)
 @given(nested())
 def test_terms_are_the_dense_rule(case):
     chosen, counts = together(case), case.counts()
@@ -73,6 +74,7 @@ def partly_nested(draw: st.DrawFn) -> Case:
     return replace(case, twin=case.twin + other + window)
 
 
+@settings(max_examples=12)
 @given(partly_nested())
 def test_terms_beside_others_are_the_dense_rule(case):
     chosen, counts = together(case), case.counts()
@@ -89,6 +91,7 @@ def test_branches_nest_in_groups():
     assert [len(group) for group in _nested.chains(branches, bound)] == [3, 1, 1]
 
 
+@settings(max_examples=10)
 @given(st.data())
 def test_attention_is_the_oracle(data):
     case = data.draw(st.one_of(nested(), partly_nested()))
@@ -131,10 +134,10 @@ def test_weights_of_too_many_slots_are_not_kept():
 
 def test_shared_pairs_are_computed_once():
     """Segments and rates that double: 2,944 distinct pairs of 3,840 a query, found in the plan and in the table."""
-    pattern, N = masks.longnet([2048, 4096, 8192, 16384], [1, 2, 4, 8]), 32768
-    told = masks.describe(pattern, N, num_heads=8)
-    assert told.useful_pairs == 8 * N * 3840
-    assert told.computed_pairs == 8 * N * 2944
+    pattern, N = masks.longnet([2048, 4096, 8192, 16384], [1, 2, 4, 8]), 16384
+    told = masks.describe(pattern, N, num_heads=2)
+    assert told.useful_pairs == 2 * N * 3840
+    assert told.computed_pairs == 2 * N * 2944
     assert "nested" in str(told)
     assert "branch by" in str(told)  # a narrow table breaks the line here
 

@@ -4,7 +4,7 @@ from collections.abc import Iterable
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -58,6 +58,7 @@ def weight_of_all(terms: Iterable[Term], shape: tuple[int, ...]) -> Tensor:
     return sum((weight_of(term, shape) for term in terms), torch.zeros(shape, dtype=torch.int64))
 
 
+@settings(max_examples=14)
 @given(cases())
 def test_every_option_is_the_dense_rule(case):
     """The terms of each way to compute a branch add up to the branch, whether or not the planner takes it."""
@@ -80,6 +81,7 @@ def spaced(draw: st.DrawFn) -> Case:
     return Case(twin, 2, N, M, draw(st.integers(0, 12)), draw(st.integers(0, 12)), 0, 2)
 
 
+@settings(max_examples=12)
 @given(spaced())
 def test_residue_classes_are_the_dense_rule(case):
     """Tokens a spacing apart are gathered, whatever positions queries and keys begin at."""
@@ -88,6 +90,7 @@ def test_residue_classes_are_the_dense_rule(case):
     assert torch.equal(weight_of_all(compact.terms, case.counts().shape), case.counts())
 
 
+@settings(max_examples=12)
 @given(cases(), st.booleans())
 def test_plans_say_whether_terms_share_rows(case, may_split):
     """An engine without an lse runs one branch, unsplit: its terms must write each row once."""
@@ -101,6 +104,7 @@ def test_plans_say_whether_terms_share_rows(case, may_split):
     assert may_split or not planned.shares_rows or len(planned.options) > 1
 
 
+@settings(max_examples=10)
 @given(whole_cases(lambda H: longnets()), st.integers(1, 7))
 def test_plans_in_a_layout_are_the_dense_rule(case, rate):
     """Whichever order such a plan runs in, its terms add up to the pattern."""
@@ -111,8 +115,7 @@ def test_plans_in_a_layout_are_the_dense_rule(case, rate):
 
 
 @pytest.mark.parametrize("name", LADDERS)
-@pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
-@pytest.mark.parametrize("N", [16384, 20011])
+@pytest.mark.parametrize(("causal", "N"), [(False, 20011), (True, 16384)], ids=["full", "causal"])
 def test_computes_little_in_vain(name, causal, N):
     """Pairs in listed blocks of side 128, over pairs that branches allow."""
     segments, rates = LADDERS[name]
@@ -135,7 +138,7 @@ def test_options_are_weighed():
     assert {option.layout for option in planned.options[1]} == {"natural", "residue 4", "compact"}
 
 
-@pytest.mark.parametrize("N", [64, 256, 801, 3001])
+@pytest.mark.parametrize("N", [64, 801, 3001])
 @pytest.mark.parametrize("pattern", [masks.dilated(256, 1), masks.dilated(512, 2), masks.strided(3), masks.strided(12)])
 def test_what_is_given_up_unweighed_is_not_the_cheapest(pattern, N):
     """Of no side are blocks as full of pairs that are wanted as those would be for which it is given up."""
@@ -150,7 +153,7 @@ def test_what_is_given_up_unweighed_is_not_the_cheapest(pattern, N):
     assert options[0].cost.seconds == min(option.cost.seconds for option in options)
 
 
-@pytest.mark.parametrize("N", [256, 801, 3001])
+@pytest.mark.parametrize("N", [256, 3001])
 @pytest.mark.parametrize("pattern", [masks.dilated(256, 1), masks.strided(3), masks.local_window(left=99, right=0)])
 def test_blocks_of_other_sides_are_passed_over_only_where_they_cost_more(pattern, N):
     """Nothing is below the bound of a larger side, and no side would make any way cheaper than the cheapest."""
