@@ -96,8 +96,8 @@ def test_several_branches(tmp_path: Path, text: Path) -> None:
 def test_another_seed_is_another_run(tmp_path: Path, text: Path, finished: Path) -> None:
     """And torch's random state stays as it was. Equal seeds: the test of samples."""
     state = torch.get_rng_state()
-    assert run(tmp_path, text, "--seed", "2", "--steps", "1") == 0
-    assert report(tmp_path)["history"][0] != report(finished)["history"][0]
+    assert run(tmp_path, text, "--seed", "2", "--steps", "2") == 0
+    assert report(tmp_path)["history"][1] != report(finished)["history"][1]
     assert torch.equal(torch.get_rng_state(), state)
 
 

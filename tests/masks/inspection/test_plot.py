@@ -275,11 +275,11 @@ def test_the_legend_names_each_branch_by_its_expression() -> None:
 
 def test_titles_and_ticks() -> None:
     """Of a million tokens at once, of a window of them, and of a few."""
-    figure = masks.plot(LONGNET, 1 << 20, num_heads=4, head=2, size=64)
-    assert torch.equal(~is_colour(image(figure), WHITE), torch.eye(64, dtype=torch.bool))
+    figure = masks.plot(LONGNET, 1 << 20, num_heads=4, head=2)
+    assert torch.equal(~is_colour(image(figure), WHITE), torch.eye(512, dtype=torch.bool))
     assert [text.get_text() for text in figure.texts] == [
         repr(LONGNET),
-        "1M tokens, head 2 of 4, a cell is 16K × 16K pairs",
+        "1M tokens, head 2 of 4, a cell is 2K × 2K pairs",
     ]
     assert [label.get_text() for label in figure.axes[0].get_xticklabels()] == ["0", "256K", "512K", "768K", "1M"]
     assert list(figure.axes[0].get_yticks()) == [0, 1 << 18, 1 << 19, 3 << 18, 1 << 20]

@@ -171,7 +171,6 @@ def test_many_boxes_are_counted_a_part_at_a_time(monkeypatch):
     ("grid", "radius", "most", "in_rows"),
     [
         ((256, 256), 3, 21.4, 36),
-        ((256, 256), 15, 1.87, 8.2),
         ((250, 262), 15, 2.4, 8.4),  # no tile of 128 tokens divides it
         ((9, 40, 45), (3, 7, 7), 2.2, 4),
     ],
@@ -189,11 +188,8 @@ def test_less_is_computed_in_vain(grid, radius, most, in_rows):
 @pytest.mark.parametrize(
     "pattern",
     [
-        masks.neighborhood((64, 64), 3),
         masks.neighborhood((64, 32), (1, 9)),
-        masks.neighborhood((8, 16, 32), (1, 2, 7)),
         masks.neighborhood((64, 32), kernel_size=(12, 8), stride=(3, 8)),
-        masks.neighborhood((64, 64), kernel_size=(9, 24), causal=(True, False)),
         masks.neighborhood((64, 64), kernel_size=(17, 6), stride=(1, 6), causal=(True, True)),
         masks.neighborhood((8, 16, 32), kernel_size=(4, 8, 8), stride=(1, 4, 8), causal=(True, False, False)),
     ],
@@ -259,7 +255,7 @@ def test_attend_in_tiles_is_the_oracle(pairs_decide):
     assert chosen(bound) == "tiled 4x2x16"
     generator = torch.Generator().manual_seed(0)
     q, k, v = (
-        torch.randn(1, heads, 540, 4, generator=generator, dtype=torch.float64, requires_grad=True)
+        torch.randn(1, heads, 1512, 4, generator=generator, dtype=torch.float64, requires_grad=True)
         for heads in (2, 1, 1)
     )
 
@@ -271,12 +267,12 @@ def test_attend_in_tiles_is_the_oracle(pairs_decide):
 
 def test_flex_in_tiles(pairs_decide):
     bound = whole(GRID, RADIUS, num_heads=2)
-    q, k, v = torch.randn(3, 1, 2, 540, 16, generator=torch.Generator().manual_seed(0))
+    q, k, v = torch.randn(3, 1, 2, 1512, 16, generator=torch.Generator().manual_seed(0))
 
     def nearer(score, b, h, q_idx, k_idx):
         return score - 0.01 * (q_idx - k_idx).abs()
 
-    key = CallKey(bound.pattern.text, 2, 2, 540, 540, 0, 0, 0, 2, 1, (32, 32))
+    key = CallKey(bound.pattern.text, 2, 2, 1512, 1512, 0, 0, 0, 2, 1, (32, 32))
     found = attend_by(key, 0.25, score_mod=nearer)(q, k, v)
     expected = fd.attend(q, k, v, bound.pattern, engine="reference", score_mod=nearer, return_lse=True)
     torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
