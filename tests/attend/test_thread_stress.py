@@ -17,7 +17,7 @@ from flexdilated import masks
 from tests.support.threads import side_by_side
 
 # Counted, not timed: a busy machine takes longer, but checks as much.
-THREADS, ROUNDS, DISTURBANCES = 8, 12, 100
+THREADS, ROUNDS, DISTURBANCES = 8, 6, 100
 H, D = 4, 8
 
 PATTERNS = {

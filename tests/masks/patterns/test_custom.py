@@ -196,12 +196,21 @@ def test_each_runs_with_what_it_captured(engine):
 
 @pytest.mark.slow
 def test_captures_compile_to_one_kernel():
-    """The C++ of FlexAttention, one function a head: heads 1 and 2 of 3 on one key/value head, 70 queries over 190."""
+    """The C++ of FlexAttention, one function a head: heads 1 and 2 of 3 on one key/value head, 70 queries over 190.
+
+    Its scores are changed as well, by a table that is captured, for each head and distance.
+    """
+    slopes = torch.tensor([9.0, 0.5, 0.1])
+
+    def score_mod(score, b, h, q_idx, k_idx):
+        return torch.tanh(score) - slopes[h] * (q_idx - k_idx).abs() + torch.sin(0.3 * k_idx)
+
     q, (k, v) = torch.randn(1, 2, 70, 16), torch.randn(2, 1, 1, 190, 16)
     *_, by_head, composite = capturing()
     pattern = masks.per_head([masks.every(), by_head, composite])
-    sizes = {"q_offset": 130, "k_offset": 10, "head_offset": 1, "num_heads_global": 3, "enable_gqa": True}
-    found, exact = (fd.attend(q, k, v, pattern, engine=engine, **sizes) for engine in ("flex", "reference"))
+    options = {"q_offset": 130, "k_offset": 10, "head_offset": 1, "num_heads_global": 3, "enable_gqa": True}
+    options["score_mod"] = score_mod
+    found, exact = (fd.attend(q, k, v, pattern, engine=engine, **options) for engine in ("flex", "reference"))
     torch.testing.assert_close(found, exact, rtol=1e-4, atol=1e-5)
 
 
