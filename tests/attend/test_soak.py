@@ -16,7 +16,7 @@ from flexdilated import masks
 HEADS, DIM, LONGEST = 4, 16, 80
 STEPS, SETTLED = 24, 12
 CACHE_BYTES = 1 << 18  # soon full: from then on each new length evicts an older one
-PATTERN = masks.longnet((16, 64), (1, 4)) & masks.causal()
+PATTERN = masks.longnet((16, 32, 64, 128), (1, 2, 4, 8)) & masks.causal()
 
 
 class Layer(nn.Module):
