@@ -179,16 +179,18 @@ def sizes(results: Path) -> str:
     """Some lengths of the sweep, the longest of all in a sentence, and how fast others are that compute the same."""
     document = read(results, "sweep")
     config, ours, dense = document["config"], *dict.fromkeys(point["attention"] for point in document["points"])
-    found = {(point["num_tokens"], point["attention"]): point["forward"]["median_s"] for point in document["points"]}
+    found = {(point["num_tokens"], point["attention"]): point for point in document["points"]}
     longest = max(tokens for tokens, attention in found if attention == dense)
-    times, heads = (found[longest, ours], found[longest, dense]), config["sizes"][0]["num_heads"]
+    sides, heads = (found[longest, ours], found[longest, dense]), config["sizes"][0]["num_heads"]
+    times, peaks = [each["forward"]["median_s"] for each in sides], [each["peak_bytes"] for each in sides]
     share = LongNet(**config["spec"]).pairs(num_tokens=longest, num_heads=heads) / (heads * longest**2)
     told = f"A call over {tokens_text(longest)} tokens takes {with_unit(times[0], 's')} forward, where dense attention"
     told += (
         f" takes {with_unit(times[1], 's')}: {times[1] / times[0]:.0f} times as fast, by computing {100 * share:.2g} %"
     )
-    told += f" of the pairs. {_swept(config)[:-1]}, o{_machine(document)[1:-1]}; the peak, above dense"
-    told += " attention's, is that of forward and backward; dense attention is `scaled_dot_product_attention`:"
+    told += f" of the pairs. {_swept(config)[:-1]}, o{_machine(document)[1:-1]}; the peak, {peaks[0] / peaks[1]:.2g} ×"
+    told += f" dense attention's at {tokens_text(longest)}, is that of forward and backward; dense attention is"
+    told += " `scaled_dot_product_attention`:"
     return f"{told}\n\n{_swept_lines(document, _SHOWN.__contains__)}\n\n{_beside_others(results)}"
 
 
