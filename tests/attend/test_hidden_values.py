@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -78,7 +78,6 @@ def test_in_any_pattern(engine: str, data: st.DataObject, value: float):
 
 
 @pytest.mark.parametrize("engine", ["tiles", "reference"])
-@settings(max_examples=12)
 @given(packed=packed_cases(), data=st.data(), value=BAD)
 def test_in_any_pattern_with_run_time_tensors(engine: str, packed: Packed, data: st.DataObject, value: float):
     given = data.draw(tensors(packed, batch=packed.batch))
@@ -120,7 +119,8 @@ LARGE = {
 
 
 @pytest.mark.parametrize("name", LARGE)
-@pytest.mark.parametrize(("N", "dtype"), [(144, torch.bfloat16), (300, torch.float32), (1100, torch.bfloat16)], ids=str)
+@pytest.mark.parametrize("N", [144, 300, 1100])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_over_many_blocks(name: str, N: int, dtype: torch.dtype):
     """At lengths that span several blocks of the kernels, where the planner decides otherwise."""
     pattern, M = LARGE[name](N), N + 60 if name == "keys after queries" else N
@@ -160,7 +160,6 @@ FEW = {
 
 
 @pytest.mark.parametrize("name", FEW)
-@settings(max_examples=10)
 @given(first=st.integers(0, 23), num_queries=st.integers(1, 16), value=BAD)
 def test_over_few_queries(name: str, first: int, num_queries: int, value: float):
     """Queries that go without a plan, together with those between them that see no key."""

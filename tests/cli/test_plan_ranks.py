@@ -209,11 +209,11 @@ def test_cuda_is_planned_without_one(capsys) -> None:
 def test_many_ranks_and_a_billion_tokens(capsys) -> None:
     """Without the memory of a call, which is tested alone."""
     sizes = ["--tokens", "1024M", "--heads", "8", "--dtype", "bf16"]
-    found = data_of(capsys, LONG, *sizes, "--ranks", "64", "--sharding", "zigzag", "--link", "50GB/s")
+    found = data_of(capsys, LONG, *sizes, "--ranks", "512", "--sharding", "zigzag", "--link", "50GB/s")
     assert found["num_tokens"] == 1 << 30
-    assert len(found["ranks"]["pairs"]) == 64
+    assert len(found["ranks"]["pairs"]) == 512
     assert found["work"]["most_over_mean"]["zigzag"] < 1.0001
-    assert 0 < found["ways"]["exchange"]["received"]["most"] < found["ways"]["all-gather"]["received"]["most"] / 100
+    assert 0 < found["ways"]["exchange"]["received"]["most"] < found["ways"]["all-gather"]["received"]["most"] / 1000
     assert found["auto"]["name"] == "exchange"
 
 
