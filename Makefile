@@ -22,6 +22,8 @@ KERNELS := PYTHONPATH=$(TRITON) TORCHINDUCTOR_CACHE_DIR=$(CURDIR)/build/kernels 
 
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 export TORCHINDUCTOR_CACHE_DIR := $(CURDIR)/build/inductor
+# Whatever the shell says: the next run, and each process that a test starts, need not compile all modules again.
+export PYTHONDONTWRITEBYTECODE :=
 
 .DEFAULT_GOAL := help
 .PHONY: help demo browser test test-kernels guard bench lint format types docs pictures release clean

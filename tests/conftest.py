@@ -47,8 +47,8 @@ settings.load_profile("suite")
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_auto_num_workers() -> int:
-    """One more than cores, as some tests wait for processes of their own; not more, as each holds a gigabyte."""
-    return min(4, (os.cpu_count() or 1) + 1)
+    """As many as cores: more keep them no busier, and each collects and warms up anew; few, as each holds a gigabyte."""
+    return min(4, os.cpu_count() or 1)
 
 
 def pytest_collection_finish() -> None:

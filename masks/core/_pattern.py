@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from ctypes import c_char
-from functools import reduce
+from functools import cached_property, reduce
 from hashlib import sha256
 from itertools import groupby
 from typing import Any, ClassVar
@@ -100,7 +100,17 @@ class Pattern(Expression):
 
     def for_head(self, head: int, num_heads: int) -> Pattern:
         """The same rule for one head, with every choice by head resolved."""
-        return self.map_parts(lambda part: part.for_head(head, num_heads))
+        rule = self._rules_of_heads.get((head, num_heads))
+        if rule is None:
+            rule = self.map_parts(lambda part: part.for_head(head, num_heads))
+            if rule is not self:  # which would keep itself, and its tensors, alive
+                self._rules_of_heads[head, num_heads] = rule
+        return rule
+
+    @cached_property
+    def _rules_of_heads(self) -> dict[tuple[int, int], Pattern]:
+        """Those that were asked for: every plan asks, and to combine rules takes longer than to look one up."""
+        return {}
 
     def period(self) -> int | None:
         """A shift of query and key together that leaves the rule as it is; 1 for any shift, None for no shift."""

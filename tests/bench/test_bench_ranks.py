@@ -131,17 +131,22 @@ def test_collectives_are_seen_below_an_operator() -> None:
 
 @pytest.mark.slow
 def test_a_wrong_gradient_shows(monkeypatch) -> None:
-    """Ranks are forked from a server of their own: what they return is changed here."""
+    """Ranks are forked from a server of their own: what they return is changed here.
+
+    Of so few tokens, errors differ by more than the bound's tenth with the processor's vectors alone.
+    """
     small = MEASURES["rank_accuracy"].small
     taken = []
     take = ranks.take_steps
     monkeypatch.setattr(ranks, "take_steps", lambda *args: taken.append(take(*args)) or taken[-1])
     rows = ranks.rank_accuracy(**small)
     assert [row.measure.partition(",")[0] for row in rows] == list(small["dtypes"])
-    assert rows[0].met
+    assert rows[0].measured < 1.5
     taken[0][0].tensors["dk"] *= 1.0001  # of float32
     monkeypatch.setattr(ranks, "take_steps", lambda *args: taken[0])
-    assert not ranks.rank_accuracy(**small)[0].met
+    wrong = ranks.rank_accuracy(**small)[0]
+    assert wrong.measured > 100
+    assert not wrong.met
 
 
 @pytest.mark.slow

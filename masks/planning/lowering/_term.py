@@ -78,6 +78,8 @@ class Term:
         slots = max(self.q.num_slots, self.k.num_slots)
         folds = max(1, min(self.folds, most_slots // slots))
         heads = max(1, most_slots // (folds * slots))
+        if folds == self.folds and heads >= len(self.heads):
+            return (self,)
         return tuple(
             replace(
                 self,
