@@ -50,7 +50,7 @@ def add_arguments(parser: CommandParser) -> None:
     context = "bytes the model sees at once (%(default)s)"
     add("--context", type=int, default=16384, least=2, metavar="BYTES", help=context)
     add("--steps", type=int, default=200, least=0, help="training steps, one window of text each (%(default)s)")
-    add("--minutes", type=float, default=4.0, help="most time to train in this run (%(default)s)")
+    add("--minutes", type=float, default=3.5, help="most time to train in this run (%(default)s)")
     seed = "draws the parameters and the order of the text (%(default)s)"
     add("--seed", type=int, default=0, least=0, most=2**63 - 1, help=seed)
     add("--device", default="cpu", help="cpu, or an accelerator such as cuda (%(default)s)")
