@@ -47,7 +47,7 @@ settings.load_profile("suite")
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_auto_num_workers() -> int:
-    """As many as cores: more keep them no busier, and each collects and warms up anew; few, as each holds a gigabyte."""
+    """As many as cores: more keep them no busier and each collects and warms up anew; few, as each takes a gigabyte."""
     return min(4, os.cpu_count() or 1)
 
 

@@ -18,6 +18,7 @@ from flexdilated.engines.tiles._tiles import make_program, run_backward, run_for
 from flexdilated.engines.tiles._tiles_op import plan_tiles, portions_on
 from flexdilated.masks import Layout
 from flexdilated.masks.blocks import _blocks, _quadtree
+from flexdilated.masks.orders import Compact
 from flexdilated.masks.planning._planner import Plan, plan
 from tests.support import oracle
 from tests.support.agreement import assert_agrees
@@ -178,3 +179,21 @@ def test_a_program_over_a_million_tokens_is_made_in_seconds():
     assert process_time() - begin < 15
     assert len(program.steps) > 100
     assert program.complete
+
+
+@pytest.mark.parametrize("num_heads", [1, 3])
+@pytest.mark.parametrize("most", [1 << 20, 300, 64])
+def test_portions_hold_so_many_slots_and_together_all(most, num_heads) -> None:
+    """Heads and folds are parted, as far as one fold of one head allows."""
+    pattern = masks.longnet([64, 100], [1, 4]) & masks.causal()
+    bound = pattern.bind(num_heads=num_heads, num_queries=530, num_keys=530)
+    for term in (term for option in plan(bound).options for each in option for term in each.terms):
+        parts = term.portions(most)
+        tokens = [part.q.tokens().expand(len(part.heads), -1, -1) for part in parts]
+        found = [(head, rows.tolist()) for part, each in zip(parts, tokens, strict=True)
+                 for head, folds in zip(part.heads, each, strict=True) for rows in folds]  # fmt: skip
+        whole = term.q.tokens().expand(len(term.heads), -1, -1)
+        wanted = [(head, rows.tolist()) for head, folds in zip(term.heads, whole, strict=True) for rows in folds]
+        assert sorted(found) == sorted(wanted)
+        if isinstance(term.q, Compact):
+            assert all(part.q.num_slots * part.folds * len(part.heads) <= max(most, part.q.num_slots) for part in parts)

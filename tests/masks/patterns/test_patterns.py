@@ -193,3 +193,10 @@ def test_estimates_are_near(pattern):
     (term,) = shared_terms(pattern, 1, pattern.bind(num_heads=1, num_queries=N, num_keys=N), 1)
     listed = len(term.blocks(128, 128).row)
     assert estimate_blocks(term.table_rule(), q_block=128, k_block=128).blocks == pytest.approx(listed, rel=0.1)
+
+
+def test_a_rule_of_one_head_goes_by_the_number_of_heads() -> None:
+    """What was asked for before is kept: of other numbers of heads it is another rule."""
+    pattern = masks.longnet([8], [4], offsets="contiguous") & masks.causal()
+    for num_heads, offset in ((4, 3), (16, 0), (4, 3)):
+        assert pattern.for_head(3, num_heads) == masks.dilated(8, 4, offset) & masks.causal()
