@@ -11,8 +11,10 @@ TRITON := $(VENV)/triton
 VISION := $(VENV)/vision
 SITE := $(VENV)/docs
 RELEASE := $(VENV)/release
-# Build isolation would install a torch of its own choice; `setuptools` comes from the constraints instead.
-INSTALL := $(PY) -m pip install --quiet --constraint constraints.txt --no-build-isolation
+# Build isolation would install a torch of its own choice; `setuptools` comes from the constraints instead. Modules are compiled
+# when they are first imported: of 17,000 most never are.
+PIP := $(PY) -m pip install --no-compile
+INSTALL := $(PIP) --quiet --constraint constraints.txt --no-build-isolation
 
 # The workers share the cores, so each runs torch and the C++ compiler on one thread; that the compiler has the vectors of the
 # processor is taken for granted, as building a program for each kind of them takes ten seconds.
@@ -87,7 +89,7 @@ clean:  ## Remove builds and caches; .venv and demo-out/ stay
 $(TRITON)/.ready: $(READY) tests/interpreted/constraints.txt
 	rm -rf $(TRITON)
 	@mkdir -p $(TRITON)
-	@$(PY) -m pip install --quiet --no-deps --target $(TRITON) --requirement tests/interpreted/constraints.txt \
+	@$(PIP) --quiet --no-deps --target $(TRITON) --requirement tests/interpreted/constraints.txt \
 		&& touch $@ || echo "Triton was not installed: the tests of its kernels will be skipped."
 
 # timm and torchvision, whose import fails beside a torch without CUDA: tests/support/vision.py says what the tests do. Beside
@@ -95,17 +97,17 @@ $(TRITON)/.ready: $(READY) tests/interpreted/constraints.txt
 $(VISION)/.ready: $(READY) tests/integrations/convert/constraints.txt
 	rm -rf $(VISION)
 	@mkdir -p $(VISION)
-	@$(PY) -m pip install --quiet --no-deps --target $(VISION) --requirement tests/integrations/convert/constraints.txt \
+	@$(PIP) --quiet --no-deps --target $(VISION) --requirement tests/integrations/convert/constraints.txt \
 		&& touch $@ || echo "timm was not installed: the tests of its models, and of dilated-attention-pytorch, will be skipped."
 
 $(SITE)/.ready: $(READY) docs/constraints.txt
 	rm -rf $(SITE)
-	$(PY) -m pip install --quiet --no-deps --target $(SITE) --requirement docs/constraints.txt
+	$(PIP) --quiet --no-deps --target $(SITE) --requirement docs/constraints.txt
 	@touch $@
 
 $(RELEASE)/.ready: $(READY) .ci/constraints.txt
 	rm -rf $(RELEASE)
-	$(PY) -m pip install --quiet --no-deps --target $(RELEASE) --requirement .ci/constraints.txt
+	$(PIP) --quiet --no-deps --target $(RELEASE) --requirement .ci/constraints.txt
 	@touch $@
 
 # The first half of the set-up: an environment with the pinned torch and nothing that could choose another.
@@ -115,8 +117,8 @@ $(READY): constraints.txt
 		echo "Name another one: make PYTHON=python3.13 ..."; exit 1; }
 	@echo "Setting up $(VENV): a few minutes, once."
 	$(PYTHON) -m venv --clear $(VENV)
-	$(PY) -m pip install --constraint constraints.txt torch==2.13.0
-	$(PY) -m pip install --quiet --constraint constraints.txt setuptools wheel
+	$(PIP) --constraint constraints.txt torch==2.13.0
+	$(PIP) --quiet --constraint constraints.txt setuptools wheel
 	@touch $@
 
 # The second half: the project, editable, with one extra. What cannot be resolved fails in the dry run, with nothing
