@@ -8,12 +8,15 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ..masks import Layout
-from ..masks.core import Bound, Expression, Extent
+from ..masks import Layout, cache
+from ..masks.core import Bound, Expression, Extent, content_digest, plans
 from ..masks.orders import Placement
-from ..masks.patterns import blank, names
+from ..masks.patterns import blank, names, tables
 from ..masks.planning import ANYTHING, Allowed, Choice, Operands, Plan, plan, plan_at
 from ..masks.text import read_text
+
+
+_FEW_BYTES = 1 << 14  # of run-time tensors, whose digest takes less time than what is made of them
 
 
 class CallKey(NamedTuple):
@@ -71,6 +74,16 @@ class CallKey(NamedTuple):
         The values are those of now: no call relies on what an earlier one read, as neither a tensor's identity nor its
         version tells that it was written to (collectives, `.data`, NumPy and kernels of others count no version).
         """
+        if sum(x.nbytes for x in bindings) > _FEW_BYTES or any(x.device.type != "cpu" for x in bindings):
+            return self._resolved(bindings)
+        return cache().get(
+            ("rule", self.pattern, self.extent, *map(_content, bindings)),
+            lambda: self._resolved(bindings),
+            lambda rule: sum(table.rows.nbytes for table in tables(rule)),
+            pattern=self.pattern,
+        )
+
+    def _resolved(self, bindings: Sequence[Tensor]) -> Expression:
         pattern = read_text(self.pattern)
         return pattern.resolve(dict(zip(names(pattern), bindings, strict=True)), self.extent)
 
@@ -116,3 +129,9 @@ class CallKey(NamedTuple):
             num_heads_global=self.num_heads_global,
             **how,
         )
+
+
+@plans
+def _content(x: Tensor) -> tuple[torch.dtype, torch.Size, str]:
+    """Plain data: equal for tensors of equal values."""
+    return x.dtype, x.shape, content_digest(x.detach().contiguous())

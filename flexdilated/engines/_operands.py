@@ -16,7 +16,7 @@ from jaxtyping import Bool, Int32, Int64, Shaped
 from torch import Tensor
 
 from ..masks.blocks import Blocks, Rule, evaluate
-from ..masks.planning import SharedListTerm, Term, entry_terms
+from ..masks.planning import CountedPairs, SharedListTerm, Term, entry_terms
 from ._distinct_masks import distinct_masks
 
 # E batch entries that differ, X heads of a term or 1 for all, Q query slots, K key slots, n blocks, U distinct masks
@@ -141,11 +141,18 @@ def _joined(sides: Sequence[Tensor | None], heads: int, slots: int) -> Tensor | 
     return torch.cat([none if side is None else side.expand(1, heads, -1) for side in sides])
 
 
-def keys_after_queries(term: Term) -> Hidden:
-    """The hidden slots of a term without block lists: keys after the last query, where it is causal."""
+def hidden_of_term(term: Term) -> Hidden:
+    """The hidden slots of a term without block lists: keys after the last query, and slots without a pair in a mask."""
+    if isinstance(term.weights, CountedPairs):
+        seen = term.weights.counts() > 0
+        return Hidden(_some(~seen.any(2)), _some(~seen.any(1)))
     queries, keys = term.q.num_slots, term.k.num_slots
     after = term.shape == "causal" and keys > queries
     return Hidden(None, (torch.arange(keys) >= queries)[None, None] if after else None)
+
+
+def _some(hidden: Bool[Tensor, "H S"]) -> Bool[Tensor, "1 H S"] | None:
+    return hidden[None] if bool(hidden.any()) else None
 
 
 def _marks(

@@ -16,7 +16,7 @@ from torch import Tensor
 from ..blocks import LISTED_BYTES, UNKNOWN, Blocks, count_pairs
 from ..core import Bound, Expression, Pattern
 from ..needs import positions
-from ..planning import PaddedTerm, Term, computed_pairs, plan
+from ..planning import CountedPairs, PaddedTerm, Term, computed_pairs, plan
 
 # H heads, n queries or blocks
 
@@ -41,6 +41,8 @@ def count_term(term: Term) -> TermCount:
         full, partial = (round(number) for number in term.listed_blocks[1:])
         lists = (full + partial) // len(term.heads) * LISTED_BYTES
         return TermCount(term.counted_pairs(), computed_pairs(term), full, partial, lists)
+    if isinstance(term.weights, CountedPairs):
+        return TermCount(term.counted_pairs(), computed_pairs(term), 0, len(term.heads), 0)
     if term.shape != "blocks":
         return _count_plain(term)
     blocks, pairs = _listed(term)
@@ -140,6 +142,8 @@ def _pairs_of_each_head(term: Term) -> Int64[Tensor, " H"]:
     """The pairs of a term that is the only one to count them, each once."""
     if isinstance(term, PaddedTerm):
         return term.pairs_of_heads()
+    if isinstance(term.weights, CountedPairs):
+        return term.weights.counts().sum((1, 2))
     if term.shape != "blocks":  # heads then are alike
         each = term.counted_pairs() // (term.multiplicity * len(term.heads))
         return torch.full((len(term.heads),), each)

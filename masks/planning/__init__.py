@@ -6,7 +6,16 @@ from ._options import ANYTHING, Allowed, Candidates, Choice, in_other_blocks, wa
 from ._placed import plan_at
 from ._planner import Option, Plan, plan, recommended_layout
 from ._snapped import Snapped, snapped
-from .lowering import IntervalTerm, PaddedTerm, SharedListTerm, Term, compact_terms, one_after_another, shared_terms
+from .lowering import (
+    CountedPairs,
+    IntervalTerm,
+    PaddedTerm,
+    SharedListTerm,
+    Term,
+    compact_terms,
+    one_after_another,
+    shared_terms,
+)
 from .machine import (
     ACCELERATOR,
     BUILTIN,

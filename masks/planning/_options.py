@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from typing import Any
 
 from ..core import And, Bound, Expression, Pattern
 from ..orders import Compact, Layout
@@ -13,12 +14,14 @@ from ._cost import Cost, Operands, cost_of, least_seconds, least_seconds_in_larg
 from .lowering._nested import chains, nested_terms
 from .lowering._shared_lists import padded_terms
 from .lowering._term import Term
-from .lowering._ways import split_causal, ways
+from .lowering._ways import masked_term, split_causal, ways
 from .lowering._windows import window_terms
 from .machine._machine import Machine
 
 # Each part of a union is lowered without the parts before it: many parts make rules that are slow to evaluate.
 _MAX_PARTS = 6
+# Pairs of all heads under one mask, which is kept with the plan.
+_MOST_MASKED_PAIRS = 1 << 20
 # Blocks of another side gain at most this factor over blocks of 128: options that cost more than that are not tried.
 _WORTH_OTHER_BLOCKS = 2
 # A smaller gain is within the error of the estimate: then the block side stays as it is.
@@ -30,14 +33,16 @@ class Allowed:
     """What an engine can run.
 
     Terms that share rows (it merges by lse), terms of their own for documents of each kind, any number of these where
-    lists of blocks would be cheaper, keys with weights, all tokens in residue-major order. `lists_only`: it runs
-    all terms as lists of blocks, dilated segments too, each branch as one over the active tokens of all of them.
+    lists of blocks would be cheaper, keys with weights, all pairs of few tokens under a mask, all tokens in
+    residue-major order. `lists_only`: it runs all terms as lists of blocks, dilated segments too, each branch as one
+    over the active tokens of all of them.
     """
 
     shared_rows: bool = True
     windows: bool = True
     any_windows: bool = False
     key_weights: bool = True
+    masks: bool = True
     residues: bool = True
     lists_only: bool = False
 
@@ -75,7 +80,8 @@ def options_of(
     costs = machine, Layout(bound.num_queries), operands
     cut = window_terms(branch, times, bound, any_number=allowed.any_windows) if allowed.windows else None
     if cut is not None:
-        return (Option(branch, times, "windows", tuple(cut), *costs, shares_rows=True),)
+        options = [Option(branch, times, "windows", tuple(cut), *costs, shares_rows=True)]
+        return _in_order([*options, *_under_mask(options, bound, allowed)])
     if allowed.lists_only and (padded := padded_terms(branch, times, bound)) is not None:
         # Whatever the length: another choice for some of them would be another program to compile.
         return (Option(branch, times, "padded", tuple(padded), *costs),)
@@ -90,7 +96,15 @@ def options_of(
         disjoint = _disjoint_terms(branch, times, bound, machine, allowed, operands)
         if disjoint is not None:
             options.append(Option(branch, times, "disjoint", disjoint, *costs, shares_rows=True))
-    return _in_best_blocks(options)
+    return _in_best_blocks([*options, *_under_mask(options, bound, allowed)])
+
+
+def _under_mask(options: Sequence[Option], bound: Bound, allowed: Allowed) -> list[Option]:
+    """One more way, under a mask, for a branch that is no single kernel call without one."""
+    if not takes_mask(bound, allowed) or any(len(each.terms) == 1 and not _is_listed(each) for each in options):
+        return []
+    first = options[0]
+    return [masked_option(first.branch, first.multiplicity, bound, first.machine, first.given, first.operands)]
 
 
 def nested_option(
@@ -112,6 +126,17 @@ def nested_option(
     ]
     costs = machine, Layout(bound.num_queries), operands
     return Option(bound.pattern, 1, "nested", tuple(terms), *costs, shares_rows=True)
+
+
+def masked_option(pattern: Expression, times: int, bound: Bound, *costs: Any) -> Option:
+    """All pairs of few tokens in one kernel call, under a mask that says how often each counts."""
+    return Option(pattern, times, "masked", (masked_term(pattern, times, bound),), *costs)
+
+
+def takes_mask(bound: Bound, allowed: Allowed) -> bool:
+    """Whether all pairs are few enough for a mask."""
+    pairs = bound.num_heads * bound.num_queries * bound.num_keys
+    return allowed.masks and allowed.key_weights and pairs <= _MOST_MASKED_PAIRS
 
 
 def in_blocks_of(option: Option, side: int) -> Option:
@@ -136,7 +161,11 @@ def _in_best_blocks(options: list[Option]) -> tuple[Option, ...]:
             others = (in_blocks_of(option, side) for side in _other_sides(option, least))
             best = min(others, key=lambda each: each.cost.seconds, default=option)
             weighed[index] = best if best.cost.seconds < _CLEARLY * option.cost.seconds else option
-    return (*sorted(weighed, key=lambda option: option.cost.seconds), *ruled_out)
+    return (*_in_order(weighed), *ruled_out)
+
+
+def _in_order(options: Sequence[Option]) -> tuple[Option, ...]:
+    return tuple(sorted(options, key=lambda option: option.cost.seconds))
 
 
 def _other_sides(option: Option, least: float) -> list[int]:
@@ -198,7 +227,7 @@ def _disjoint_terms(
     parts = sorted(branch.alternatives(), key=lambda part: (part.period() is None, part.period() or 0, part.spacing()))
     if not 1 < len(parts) <= _MAX_PARTS:
         return None
-    alone = replace(allowed, shared_rows=False, windows=False)
+    alone = replace(allowed, shared_rows=False, windows=False, masks=False)
     rests = [And.of(part, *(~before for before in parts[:index])) for index, part in enumerate(parts)]
     return tuple(term for rest in rests for term in options_of(rest, times, bound, machine, alone, operands)[0].terms)
 
@@ -226,7 +255,11 @@ class Candidates:
         branches = Counter(bound.pattern.branches())
         ways = tuple(options_of(branch, times, bound, machine, allowed, operands) for branch, times in branches.items())
         cheapest = {branch: options[0] for branch, options in zip(branches, ways, strict=True)}
-        return cls(ways, nested_option(cheapest, bound, machine, allowed, operands))
+        together = [nested_option(cheapest, bound, machine, allowed, operands)]
+        if len(branches) > 1 and takes_mask(bound, allowed):
+            together.append(masked_option(bound.pattern, 1, bound, machine, Layout(bound.num_queries), operands))
+        found = [option for option in together if option is not None]
+        return cls(ways, min(found, key=lambda option: option.cost.seconds, default=None))
 
     def chosen(self, choice: Choice) -> tuple[tuple[Option, ...], ...] | None:
         """The options of each group of terms with the chosen one in front; None where the choice does not fit."""

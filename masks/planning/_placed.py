@@ -40,6 +40,7 @@ def plan_at(
     whole = Bound(rule, placement.num_queries, max(1, placement.num_keys), *heads, 0, 0, batch=1)
     if allowed.lists_only and (over_all := _over_all_runs(whole, placement, device, operands)) is not None:
         return over_all
+    allowed = replace(allowed, masks=False)  # placed terms are moved, and lack keys
     terms: list[Term] = []
     weighed: dict[range, tuple[tuple[Option, ...], ...]] = {}
     for part in placement.parts():

@@ -97,17 +97,20 @@ def _places(x: Operands, heads: tuple[int, ...], together: int) -> Iterator[tupl
                     some = slice(begin, begin + together)
                     yield (batch, head, some), (batch, head // groups, some)
         else:
-            for some in _adjacent(heads, together):
+            for some in _evenly_spaced(heads, together):
                 yield (batch, some, 0), (batch, some, 0)
 
 
-def _adjacent(heads: tuple[int, ...], together: int) -> Iterator[slice]:
-    """Runs of at most so many consecutive heads."""
+def _evenly_spaced(heads: tuple[int, ...], most: int) -> Iterator[slice]:
+    """Runs of at most `most` ascending heads at one distance, as those of one offset are."""
     begin = 0
-    for index in range(1, len(heads) + 1):
-        if index == len(heads) or heads[index] != heads[index - 1] + 1 or index - begin == together:
-            yield slice(heads[begin], heads[index - 1] + 1)
-            begin = index
+    while begin < len(heads):
+        step = heads[begin + 1] - heads[begin] if begin + 1 < min(len(heads), begin + most) else 1
+        end = begin + 1
+        while end < min(len(heads), begin + most) and heads[end] - heads[end - 1] == step:
+            end += 1
+        yield slice(heads[begin], heads[end - 1] + 1, step)
+        begin = end
 
 
 def _repeated(mask: Float[Tensor, "m Q K"], *, times: int) -> Float[Tensor, "n 1 Q K"]:

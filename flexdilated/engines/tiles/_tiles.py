@@ -16,7 +16,7 @@ from ...masks.orders import Compact, Layout, Placement
 from ...masks.planning import SLOTS_AT_ONCE, Plan, Term
 from .._gather import Picked, Side, Whole, claim_rows, term_sides
 from .._merge import WholeRows, add_sinks, sum_dtype
-from .._operands import Hidden, keys_after_queries, readable
+from .._operands import Hidden, hidden_of_term, readable
 from ..kernels import _kernel
 from ..kernels._kernel import Operands
 from . import _tile_blocks
@@ -118,7 +118,7 @@ def make_program(
 
 def _step(term: Term, queries: Side, keys: Side, block_size: tuple[int, ...], fresh: bool) -> Step:
     calls = _calls(term, block_size) if term.shape == "blocks" else None
-    hidden = keys_after_queries(term) if calls is None else calls.hidden
+    hidden = hidden_of_term(term) if calls is None else calls.hidden
     return Step(term, queries, keys, calls, hidden, fresh)
 
 

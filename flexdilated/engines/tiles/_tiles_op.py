@@ -48,15 +48,24 @@ def portions_on(kind: str) -> dict[str, int]:
 
 
 def plan_tiles(
-    bound: Bound, layout: Layout, kind: str, choice: Choice | None = None, operands: Operands | None = None
+    bound: Bound,
+    layout: Layout,
+    kind: str,
+    choice: Choice | None = None,
+    operands: Operands | None = None,
+    *,
+    blocks_wanted: bool = False,
 ) -> Plan:
     """The plan for tokens that come in this layout; on CPU it follows a choice.
+
+    blocks_wanted: the caller asked for blocks of some side; few tokens then get no mask in their place.
 
     On CUDA the cheapest of those ways whose terms are all dense or causal: there are no kernels for lists of blocks.
     Raises ValueError where a branch has no such way.
     """
     if kind == "cpu":
-        return plan(bound, layout=layout, choice=choice, operands=operands)
+        allowed = Allowed(masks=not blocks_wanted)
+        return plan(bound, layout=layout, allowed=allowed, choice=choice, operands=operands)
     best = plan(bound, device=kind, allowed=Allowed(any_windows=True, key_weights=False), operands=operands)
     chosen = tuple(_plain_first(options, kind) for options in best.options)
     return replace(best, terms=tuple(term for options in chosen for term in options[0].terms), options=chosen)
@@ -295,7 +304,8 @@ def program_of(
         if key.placement:
             planned = key.plan(rule, operands=operands)
             return make_program(planned, key.layout, placement=Placement.read(key.placement), **sizes)
-        return make_program(plan_tiles(key.bound(rule), key.layout, kind, choice, operands), key.layout, **sizes)
+        planned = plan_tiles(key.bound(rule), key.layout, kind, choice, operands, blocks_wanted=bool(key.block_size))
+        return make_program(planned, key.layout, **sizes)
 
     name = ("tiles", key, kind, machine_of(kind).text, choice, operands)
     return cache().get(name, build, lambda program: program.nbytes, pattern=written)

@@ -3,4 +3,5 @@
 from ._shared_lists import IntervalTerm, PaddedTerm, SharedListTerm, interval_terms, padded_terms
 from ._term import Term
 from ._ways import compact_terms, shared_terms
+from ._weights import CountedPairs
 from ._windows import one_after_another

@@ -19,7 +19,7 @@ from ._weights import PairWeights, Weights
 
 _LARGEST_SIDE = 1 << 15  # of a block
 _MANY_CLASSES = 1 << 8  # of an order: with as many or more, pairs of them may be more than blocks
-Shape = Literal["dense", "causal", "strip", "blocks"]
+Shape = Literal["dense", "causal", "strip", "masked", "blocks"]
 
 
 @dataclass(frozen=True)
@@ -28,9 +28,9 @@ class Term:
 
     `rule` is what the layout leaves to check. A folded term repeats the rule of fold 0. `shape` names
     structure that a kernel can use: all pairs; slots k <= q; the same where the queries are the last of the
-    key slots (a strip); or a list of blocks, of the side `block_side` where none is asked for. `heads` are this
-    device's query heads; query token i stands at position q_offset + i, key token j at k_offset + j. A pair
-    of the term counts `multiplicity` times, and with `weights` that often times its weight.
+    key slots (a strip); all pairs under a mask; or a list of blocks, of the side `block_side` where none is asked
+    for. `heads` are this device's query heads; query token i stands at position q_offset + i, key token j at
+    k_offset + j. A pair of the term counts `multiplicity` times, and with `weights` that often times its weight.
     """
 
     rule: Pattern
@@ -117,7 +117,7 @@ class Term:
         """
         problems = len(self.heads) * self.folds
         rows, columns = (-(-side.num_slots // self.block_side) for side in (self.q, self.k))
-        if self.shape in ("dense", "strip"):
+        if self.shape in ("dense", "strip", "masked"):
             return ListedBlocks(0, rows * columns * problems, 0)
         if self.shape == "causal":
             return ListedBlocks(0, sum(min(row + 1, columns) for row in range(rows)) * problems, 0)

@@ -9,10 +9,11 @@ from math import prod
 
 import torch
 
-from ...core import And, Bound, Every, Pattern, within
+from ...core import And, Bound, Every, Expression, Pattern, within
 from ...orders import Compact, Layout, Tiling, residue_rate
 from ...patterns import Axis, Causal, Dilated, Neighborhood, Strided
 from ._term import Shape, Term
+from ._weights import CountedPairs
 
 _TILE_TOKENS = 128  # a tile is a block, where tiles of that size divide the grid
 # A shared permutation with more classes than this leaves no runs worth a block.
@@ -45,6 +46,16 @@ def shared_terms(branch: Pattern, multiplicity: int, bound: Bound, rate: int) ->
     shape: Shape = "dense" if branch == Every() else "causal" if branch == Causal() and aligned else "blocks"
     orders = Layout(bound.num_queries, rate), Layout(bound.num_keys, rate)
     return [Term.of(bound, branch, shape, multiplicity, *orders, heads=tuple(range(bound.num_heads)))]
+
+
+def masked_term(pattern: Expression, multiplicity: int, bound: Bound) -> Term:
+    """All pairs of all heads at once; the mask says how many branches of the pattern allow each."""
+    orders = Layout(bound.num_queries), Layout(bound.num_keys)
+    weights = CountedPairs(replace(bound, pattern=pattern))
+    term = Term.of(
+        bound, Every(), "masked", multiplicity, *orders, heads=tuple(range(bound.num_heads)), weights=weights
+    )
+    return replace(term, block_side=1)  # every pair is computed, and no other
 
 
 def compact_terms(branch: Pattern, multiplicity: int, bound: Bound) -> list[Term] | None:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 import torch
 from jaxtyping import Float, Int64
 from torch import Tensor
 
+from ...core import Bound, multiplicity
 from ...plan_cache import cache
 
 # H heads, Q query slots, K key slots, P slots of a period
@@ -71,7 +72,37 @@ class PairWeights:
         return min((_shifted(self.table, shift), shift) for shift in range(len(self.table)))
 
 
-Weights = KeyWeights | PairWeights
+@dataclass(frozen=True)
+class CountedPairs:
+    """A pair counts as often as the branches of a bound pattern allow it, by a table of all pairs of few tokens."""
+
+    bound: Bound
+
+    def of_heads(self, some: slice) -> CountedPairs:
+        heads = range(self.bound.num_heads)[some]
+        first = self.bound.head_offset + heads.start
+        return CountedPairs(replace(self.bound, num_heads=len(heads), head_offset=first))
+
+    def counts(self) -> Int64[Tensor, "H Q K"]:
+        return multiplicity(self.bound, torch.device("cpu"))[0]
+
+    def counted(self, num_queries: int, num_keys: int) -> int:
+        """All pairs of all heads, each as often as it counts."""
+        return int(self.counts().sum())
+
+    def bias(self, num_queries: int, num_keys: int, dtype: torch.dtype) -> Float[Tensor, "#H Q K"]:
+        """The log of the counts, -inf for 0; one table where it is that of all heads."""
+        return cache().get(
+            ("counted pairs", self.bound.key(), dtype), lambda: self._bias(dtype), lambda bias: bias.nbytes
+        )
+
+    def _bias(self, dtype: torch.dtype) -> Tensor:
+        counts = self.counts()
+        alike = bool((counts == counts[:1]).all())
+        return (counts[:1] if alike else counts).to(dtype).log()
+
+
+Weights = KeyWeights | PairWeights | CountedPairs
 
 
 def _repeated(periods: Tensor, slots: int) -> Tensor:
