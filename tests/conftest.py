@@ -37,7 +37,7 @@ gc.disable()
 os.environ["FLEXDILATED_MACHINE"] = "builtin"
 
 with checked_on_import(CHECKED):
-    import flexdilated  # noqa: F401
+    import flexdilated
 
 register_profiles()
 # Few examples of each property, the same at each run; --hypothesis-profile=flexdilated-thorough draws more.
@@ -64,6 +64,16 @@ def one_thread_a_worker():
         torch.set_num_threads(1)
     yield
     torch.set_num_threads(before)
+
+
+@pytest.fixture(scope="module")
+def without_masks():
+    """Few tokens are computed as many are, in blocks and terms, and not in one kernel call under a mask."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(flexdilated.masks.planning._options, "_MOST_MASKED_PAIRS", 0)
+        flexdilated.masks.cache().clear()
+        yield
+    flexdilated.masks.cache().clear()
 
 
 @pytest.fixture(scope="session")

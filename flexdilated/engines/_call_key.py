@@ -15,7 +15,6 @@ from ..masks.patterns import blank, names, tables
 from ..masks.planning import ANYTHING, Allowed, Choice, Operands, Plan, plan, plan_at
 from ..masks.text import read_text
 
-
 _FEW_BYTES = 1 << 14  # of run-time tensors, whose digest takes less time than what is made of them
 
 
@@ -74,7 +73,8 @@ class CallKey(NamedTuple):
         The values are those of now: no call relies on what an earlier one read, as neither a tensor's identity nor its
         version tells that it was written to (collectives, `.data`, NumPy and kernels of others count no version).
         """
-        if sum(x.nbytes for x in bindings) > _FEW_BYTES or any(x.device.type != "cpu" for x in bindings):
+        few = 0 < sum(x.nbytes for x in bindings) <= _FEW_BYTES
+        if not few or any(x.device.type != "cpu" for x in bindings):
             return self._resolved(bindings)
         return cache().get(
             ("rule", self.pattern, self.extent, *map(_content, bindings)),

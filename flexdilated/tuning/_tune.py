@@ -33,7 +33,7 @@ from ..masks.core import Bound
 from ..masks.orders import Layout
 from ..masks.plan_cache import PatternText, debug_wanted
 from ..masks.planning import (
-    ANYTHING,
+    Allowed,
     Candidates,
     Choice,
     Operands,
@@ -199,7 +199,8 @@ class Trials:
     def won(self, each: Trialled) -> bool:
         """Whether this is a way that was chosen; where branches are computed together, theirs are none."""
         if each.branch is None:
-            return self.choice.together == (each.option.layout != BRANCH_BY_BRANCH)
+            apart = each.option.layout == BRANCH_BY_BRANCH
+            return not self.choice.together if apart else self.choice.ways == (way_of(each.option),)
         return not self.choice.together and way_of(each.option) == self.choice.ways[each.branch]
 
 
@@ -239,21 +240,21 @@ def measure(
     device = x.q.device
     engine = engine or ("tiles" if device.type == "cpu" else "flex")
     stand = _Stand(bound, x, backward, engine, block_size, seconds)
-    allowed = ANYTHING if engine == "tiles" else allowed_on(device)
+    allowed = Allowed(masks=not block_size) if engine == "tiles" else allowed_on(device)
     candidates = Candidates.of(bound, machine_of(device.type), allowed, x.operands)
     branches = [stand.time(index, stand.worth_measuring(ways)) for index, ways in enumerate(candidates.branches)]
     fastest = [min(measured, key=lambda each: each.times.median_s).option for measured in branches]
     found = tuple(each for measured in branches for each in measured)
     choice = Choice(False, tuple(way_of(option) for option in fastest))
-    if candidates.together is None:
+    if not candidates.together:
         return Trials(found, choice)
     terms = tuple(term for option in fastest for term in option.terms)
-    apart, together = stand.time(
-        None, [replace(candidates.together, layout=BRANCH_BY_BRANCH, terms=terms), candidates.together]
-    )
-    if together.times.median_s < apart.times.median_s:
-        choice = Choice(True, (way_of(candidates.together),))
-    return Trials((*found, apart, together), choice)
+    by_branch = replace(candidates.together[0], layout=BRANCH_BY_BRANCH, terms=terms, shares_rows=True)
+    apart, *whole = stand.time(None, [by_branch, *candidates.together])
+    best = min(whole, key=lambda each: each.times.median_s)
+    if best.times.median_s < apart.times.median_s:
+        choice = Choice(True, (way_of(best.option),))
+    return Trials((*found, apart, *whole), choice)
 
 
 @dataclass(frozen=True)

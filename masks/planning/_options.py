@@ -136,7 +136,8 @@ def masked_option(pattern: Expression, times: int, bound: Bound, *costs: Any) ->
 def takes_mask(bound: Bound, allowed: Allowed) -> bool:
     """Whether all pairs are few enough for a mask."""
     pairs = bound.num_heads * bound.num_queries * bound.num_keys
-    return allowed.masks and allowed.key_weights and pairs <= _MOST_MASKED_PAIRS
+    offered = allowed.masks and allowed.key_weights and not allowed.lists_only
+    return offered and pairs <= _MOST_MASKED_PAIRS
 
 
 def in_blocks_of(option: Option, side: int) -> Option:
@@ -245,10 +246,10 @@ class Choice:
 
 @dataclass(frozen=True)
 class Candidates:
-    """All ways of computing a pattern: for each distinct branch, the cheapest first, and of all branches together."""
+    """All ways of computing a pattern, the cheapest first: of each distinct branch, and of all branches together."""
 
     branches: tuple[tuple[Option, ...], ...]
-    together: Option | None
+    together: tuple[Option, ...]
 
     @classmethod
     def of(cls, bound: Bound, machine: Machine, allowed: Allowed, operands: Operands) -> Candidates:
@@ -259,13 +260,13 @@ class Candidates:
         if len(branches) > 1 and takes_mask(bound, allowed):
             together.append(masked_option(bound.pattern, 1, bound, machine, Layout(bound.num_queries), operands))
         found = [option for option in together if option is not None]
-        return cls(ways, min(found, key=lambda option: option.cost.seconds, default=None))
+        return cls(ways, _in_order(found))
 
     def chosen(self, choice: Choice) -> tuple[tuple[Option, ...], ...] | None:
         """The options of each group of terms with the chosen one in front; None where the choice does not fit."""
         groups = self.branches
         if choice.together:
-            groups = ((self.together,),) if self.together is not None else ()
+            groups = (self.together,) if self.together else ()
         if len(groups) != len(choice.ways):
             return None
         found = tuple(_in_front(options, *way) for options, way in zip(groups, choice.ways, strict=True))

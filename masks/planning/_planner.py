@@ -27,18 +27,18 @@ class Plan:
 
     `layout` is the order in which the terms expect q, k and v; `options` holds, for each distinct branch,
     every way that was weighed, the chosen one first. Where all branches are computed together there is one
-    such tuple for all of them; where they could have been, `together` is that way.
+    such tuple for all of them; `together` holds the ways in which they could have been, the cheapest first.
     """
 
     bound: Bound
     layout: Layout
     terms: tuple[Term, ...]
     options: tuple[tuple[Option, ...], ...]
-    together: Option | None = None
+    together: tuple[Option, ...] = ()
 
     @classmethod
     def of(
-        cls, bound: Bound, layout: Layout, options: tuple[tuple[Option, ...], ...], together: Option | None = None
+        cls, bound: Bound, layout: Layout, options: tuple[tuple[Option, ...], ...], together: tuple[Option, ...] = ()
     ) -> Plan:
         """The plan of the first of each tuple of options."""
         return cls(bound, layout, tuple(term for first, *_ in options for term in first.terms), options, together)
@@ -180,12 +180,12 @@ def _in_natural_order(bound: Bound, candidates: Candidates, choice: Choice | Non
     if chosen is not None:
         return Plan.of(bound, layout, chosen, together)
     found = Plan.of(bound, layout, candidates.branches, together)
-    if together is None:
+    if not together:
         return found
-    apart = replace(together, layout="branch by branch", terms=found.terms)
-    if apart.cost.seconds <= together.cost.seconds:
+    apart = replace(together[0], layout="branch by branch", terms=found.terms, shares_rows=True)
+    if apart.cost.seconds <= together[0].cost.seconds:
         return found
-    return Plan.of(bound, layout, ((together, apart),), together)
+    return Plan.of(bound, layout, ((*together, apart),), together)
 
 
 def _in_layout(bound: Bound, machine: Machine, layout: Layout, operands: Operands) -> Plan:

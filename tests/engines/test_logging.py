@@ -15,6 +15,8 @@ from flexdilated.masks.plan_cache import _cache
 from flexdilated.masks.plan_cache._cache import Cache
 from flexdilated.masks.plan_cache._debug_log import LONGEST, DeferredLog, PatternText
 
+pytestmark = pytest.mark.usefixtures("without_masks")
+
 LONGNET = masks.longnet([16, 64], [1, 4]) & masks.causal()
 
 

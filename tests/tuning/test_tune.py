@@ -105,7 +105,7 @@ def test_every_way_is_measured_and_predicted(pattern, backward):
         assert {"branch 1: compact", "branch 2: residue 2", "nested"} <= {name.partition(",")[0] for name in names}
         assert any(name.startswith(BRANCH_BY_BRANCH) for name in names)
     if pattern is WINDOW:
-        assert set(names) == {"natural", "natural, blocks of 64", "natural, blocks of 256"}
+        assert set(names) == {"masked", "natural", "natural, blocks of 64", "natural, blocks of 256"}
 
 
 def test_a_backward_takes_longer_and_half_the_dtype_moves_less():
@@ -195,8 +195,7 @@ def test_every_choice_gives_the_same_result(pattern):
         Choice(False, tuple(way_of(options[index % len(options)]) for options in candidates.branches))
         for index in range(4)
     ]
-    if candidates.together is not None:
-        choices.append(Choice(True, (way_of(candidates.together),)))
+    choices += [Choice(True, (way_of(option),)) for option in candidates.together]
     for choice in choices:
         planned = plan(bound(pattern), choice=choice, operands=Operands(head_dim=D))
         assert tuple(way_of(options[0]) for options in planned.options) == choice.ways

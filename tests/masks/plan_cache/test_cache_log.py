@@ -13,6 +13,8 @@ from flexdilated import masks
 from flexdilated.masks.plan_cache import _cache
 from flexdilated.masks.plan_cache._cache import Cache
 
+pytestmark = pytest.mark.usefixtures("without_masks")
+
 META = torch.device("meta")
 
 

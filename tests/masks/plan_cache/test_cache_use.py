@@ -20,6 +20,8 @@ from flexdilated.masks.planning._planner import plan
 from flexdilated.masks.planning.lowering._term import Term
 from tests.support.compilers import without_inductor
 
+pytestmark = pytest.mark.usefixtures("without_masks")
+
 WINDOW = masks.causal() & masks.local_window(left=40, right=0)
 LONGNET = masks.longnet([16, 48], [1, 3]) & masks.causal()
 

@@ -26,6 +26,8 @@ from flexdilated.engines.tiles._tiles_op import attention, gradients
 from flexdilated.masks.planning._planner import plan
 from flexdilated.masks.planning.lowering import _windows
 
+pytestmark = pytest.mark.usefixtures("without_masks")
+
 CAUSAL = masks.causal()
 FORMS: dict[str, Callable[[Tensor], masks.Pattern | masks.Mixture]] = {
     "causal": lambda ids: CAUSAL & masks.documents(ids),

@@ -35,7 +35,9 @@ def weight_of(term: Term, shape: tuple[int, ...]) -> Tensor:
     weights = weights_of(term)
     for index, head in enumerate(term.heads):
         allowed = mod(torch.tensor(0), torch.tensor(index), *slots).expand(len(slots[0]), slots[1].shape[1])
-        if term.shape != "blocks":
+        if term.shape == "masked":
+            allowed = torch.ones_like(allowed)  # its weights are the rule
+        elif term.shape != "blocks":
             lead = len(slots[1][0]) - len(slots[0]) if term.shape == "strip" else 0
             plain = torch.ones_like(allowed) if term.shape == "dense" else slots[1] <= slots[0] + lead
             assert torch.equal(allowed, plain)
@@ -178,14 +180,15 @@ def test_blocks_are_counted_once_for_all_that_weigh_them(monkeypatch):
 
     monkeypatch.setattr(_term, "estimate_blocks", noting)
     pattern = masks.longnet([256, 512, 1024, 2048], [1, 2, 4, 8]) & masks.causal()
-    assert plan(pattern.bind(num_heads=4, num_queries=811, num_keys=811)).together is not None
+    assert plan(pattern.bind(num_heads=4, num_queries=811, num_keys=811)).together
     assert counted
     assert len(counted) == len(set(counted))
 
 
 def test_a_branch_that_counts_twice_is_computed_once():
     window = masks.local_window(left=3, right=0)
-    planned = plan((window + window + masks.causal()).bind(num_heads=1, num_queries=20, num_keys=20))
+    bound = (window + window + masks.causal()).bind(num_heads=1, num_queries=20, num_keys=20)
+    planned = plan(bound, allowed=Allowed(masks=False))
     assert sorted(term.multiplicity for term in planned.terms) == [1, 2]
 
 

@@ -1,0 +1,125 @@
+"""Few tokens in one kernel call under a mask: right for every pattern, and chosen only where it is the cheapest."""
+
+from collections import Counter
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+import flexdilated as fd
+from flexdilated import masks
+from flexdilated.engines.kernels import _kernel
+from flexdilated.engines.tiles import _tile_blocks, _tiles_op
+from flexdilated.engines.tiles._tiles import make_program
+from flexdilated.masks import Bound, Layout
+from flexdilated.masks.planning import _options
+from flexdilated.masks.planning._planner import Plan, plan
+from flexdilated.masks.planning.lowering._ways import masked_term
+from tests.attend.test_hidden_values import BAD, assert_nothing_spreads, with_sinks
+from tests.attend.test_sinks import PATTERN as MIXTURE
+from tests.engines.test_tiles import RunPlan, assert_plan_agrees
+from tests.support.agreement import assert_agrees
+from tests.support.run_time_strategies import packed_cases
+from tests.support.strategies import cases, tensors
+
+
+def under_mask(bound: Bound, *_: object, **__: object) -> Plan:
+    """The plan of one masked term, whatever other ways would cost."""
+    return Plan(bound, Layout(bound.num_queries), (masked_term(bound.pattern, 1, bound),), ())
+
+
+@given(cases(), st.data())
+def test_any_pattern_is_the_oracle(case, data):
+    """Mixtures with their multiplicities, some of the heads, grouped keys, any queries over any keys, no key at all."""
+    drawn = data.draw(tensors(case))
+    assert_plan_agrees(under_mask(case.bind()), Layout(case.num_queries), drawn, case.counts(), 8)
+
+
+@given(cases(), st.data(), BAD)
+def test_hidden_slots_reach_nothing(case, data, value):
+    drawn = data.draw(tensors(case))
+    program = make_program(under_mask(case.bind()), Layout(case.num_queries), num_kv_heads=drawn[1].shape[1])
+    assert_nothing_spreads(lambda *x: RunPlan.apply(program, *x), drawn, case.counts(), value)
+
+
+@given(packed_cases(), st.data())
+def test_run_time_tensors_of_each_batch_entry(packed, data):
+    drawn = with_sinks(data.draw(tensors(packed, batch=packed.batch)), data.draw(st.booleans()))
+
+    def attend(q, k, v, sinks=None):
+        options = {"enable_gqa": True, "return_lse": True, "engine": "tiles", "sinks": sinks}
+        return fd.attend(q, k, v, packed.pattern, **options, **packed.offsets)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(_tiles_op, "plan_tiles", under_mask)
+        masks.cache().clear()
+        assert_agrees(attend, drawn, packed.counts)
+    masks.cache().clear()
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_half_precision(dtype):
+    q, k, v = (torch.randn(2, heads, 50, 16).to(dtype) for heads in (4, 2, 2))
+    exact = fd.attend(q, k, v, MIXTURE, enable_gqa=True, engine="reference")
+    program = make_program(under_mask(bound_of(MIXTURE, 50, heads=4)), Layout(50), num_kv_heads=2)
+    found = RunPlan.apply(program, q * 16**-0.5 / 0.5, k, v)[0]
+    torch.testing.assert_close(found, exact)
+
+
+def bound_of(pattern: masks.Pattern | masks.Mixture, tokens: int, heads: int = 8) -> Bound:
+    return pattern.bind(num_heads=heads, num_queries=tokens, num_keys=tokens)
+
+
+SHORT = {
+    "window": masks.local_window(left=31, right=0),
+    "LongNet": masks.longnet([16, 32], [1, 2]),
+    "causal LongNet": masks.longnet([16, 32], [1, 2]) & masks.causal(),
+    "documents": masks.causal() & masks.documents(torch.arange(64) // 13),
+    "a union": masks.local_window(left=3, right=3) | masks.global_tokens(2),
+}
+
+
+@pytest.mark.parametrize("name", SHORT)
+def test_short_sequences_take_one_kernel_call(name, monkeypatch):
+    calls: Counter[str] = Counter()
+    for module in (_kernel, _tile_blocks):
+        for kernel in ("flash_forward", "flash_backward"):
+            monkeypatch.setattr(module, kernel, _counted(calls, kernel, getattr(module, kernel)))
+    q, k, v = torch.randn(3, 1, 8, 64, 16, requires_grad=True)
+    fd.attend(q, k, v, SHORT[name]).sum().backward()
+    assert calls == {"flash_forward": 1, "flash_backward": 1}
+
+
+def _counted(calls, name, kernel):
+    def run(*args, **options):
+        calls[name] += 1
+        return kernel(*args, **options)
+
+    return run
+
+
+def test_where_no_mask_is_taken(monkeypatch):
+    """Long sequences, patterns that one kernel call computes without a mask, and calls that ask for blocks."""
+    most = int((_options._MOST_MASKED_PAIRS / 8) ** 0.5)
+    window = SHORT["window"]
+    assert "masked" in layouts(window, most)
+    assert "masked" not in layouts(window, most + 1)
+    assert "masked" not in layouts(masks.causal(), 64)
+    assert "masked" not in layouts(masks.chunked(16), 64)
+    planned = _tiles_op.plan_tiles(bound_of(window, 64), Layout(64), "cpu", blocks_wanted=True)
+    assert {term.shape for term in planned.terms} == {"blocks"}
+
+
+def layouts(pattern: masks.Pattern, tokens: int) -> set[str]:
+    return {option.layout for options in plan(bound_of(pattern, tokens)).options for option in options}
+
+
+def test_plan_and_describe_say_so():
+    described = masks.describe(SHORT["causal LongNet"], 64, num_heads=8)
+    assert described.computed_pairs == 8 * 64 * 64
+    assert (
+        described.useful_pairs == masks.describe(SHORT["causal LongNet"], 64, num_heads=8, block_size=16).useful_pairs
+    )
+    (term,) = fd.plan(SHORT["causal LongNet"], 64, num_heads=8).terms
+    assert (term.layout, term.shape) == ("masked", "masked")
