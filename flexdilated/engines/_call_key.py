@@ -73,19 +73,19 @@ class CallKey(NamedTuple):
         The values are those of now: no call relies on what an earlier one read, as neither a tensor's identity nor its
         version tells that it was written to (collectives, `.data`, NumPy and kernels of others count no version).
         """
-        few = 0 < sum(x.nbytes for x in bindings) <= _FEW_BYTES
-        if not few or any(x.device.type != "cpu" for x in bindings):
-            return self._resolved(bindings)
+        pattern = read_text(self.pattern)
+        return pattern.resolve(dict(zip(names(pattern), bindings, strict=True)), self.extent)
+
+    def kept_rules(self, bindings: Sequence[Tensor]) -> Expression:
+        """The same, kept in the cache by the contents of the tensors where these are on the CPU and small."""
+        if sum(x.nbytes for x in bindings) > _FEW_BYTES or any(x.device.type != "cpu" for x in bindings):
+            return self.rules(bindings)
         return cache().get(
             ("rule", self.pattern, self.extent, *map(_content, bindings)),
-            lambda: self._resolved(bindings),
+            lambda: self.rules(bindings),
             lambda rule: sum(table.rows.nbytes for table in tables(rule)),
             pattern=self.pattern,
         )
-
-    def _resolved(self, bindings: Sequence[Tensor]) -> Expression:
-        pattern = read_text(self.pattern)
-        return pattern.resolve(dict(zip(names(pattern), bindings, strict=True)), self.extent)
 
     def blank(self, bindings: Sequence[Tensor]) -> Expression:
         """The pattern with run-time tables of these tensors' shapes, the same for all their values."""

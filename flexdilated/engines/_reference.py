@@ -5,16 +5,35 @@ from __future__ import annotations
 from dataclasses import replace
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Float, Int64
 from torch import Tensor
 from torch.nn.functional import pad
 
 from ..masks import Bound
-from ..masks.core import multiplicity, places
 from ._operands import Hidden
 from ._score_mod import ScoreMod, new_score
 
 # B batch, H query heads, G key/value heads, N queries, M keys, D head dim
+
+
+def multiplicity(bound: Bound, device: torch.device) -> Int64[Tensor, "B H N M"]:
+    """How many branches allow each pair; one batch entry where all are alike."""
+    b, h, q, k = _places(bound, device)
+    shape = (bound.pattern.num_entries(), bound.num_heads, bound.num_queries, bound.num_keys)
+    total = torch.zeros(shape, dtype=torch.int64, device=device)
+    for branch in bound.pattern.branches():
+        rule = branch.mask_mod(num_heads=bound.num_heads_global, device=device)
+        total += rule(b[: len(total)], h, q, k)
+    return total
+
+
+def _places(bound: Bound, device: torch.device) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Batch entries (B, 1, 1, 1), global heads (H, 1, 1), query positions (1, N, 1) and key positions (1, 1, M)."""
+    b = torch.arange(bound.batch, device=device)[:, None, None, None]
+    h = torch.arange(bound.num_heads, device=device)[:, None, None] + bound.head_offset
+    q = torch.arange(bound.num_queries, device=device)[None, :, None] + bound.q_offset
+    k = torch.arange(bound.num_keys, device=device)[None, None, :] + bound.k_offset
+    return b, h, q, k
 
 
 def modified_scores(scores: Float[Tensor, "B H N M"], score_mod: ScoreMod, bound: Bound) -> Float[Tensor, "B H N M"]:
@@ -25,7 +44,7 @@ def modified_scores(scores: Float[Tensor, "B H N M"], score_mod: ScoreMod, bound
 
     for place in (4, 3, 2, 1):  # the keys' dim is mapped innermost, the batch's outermost
         each = torch.vmap(each, in_dims=tuple(0 if index in (0, place) else None for index in range(5)))
-    return each(scores, *(x.flatten() for x in places(bound, scores.device))).to(scores.dtype)
+    return each(scores, *(x.flatten() for x in _places(bound, scores.device))).to(scores.dtype)
 
 
 def reference_attention(

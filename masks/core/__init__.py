@@ -2,7 +2,7 @@
 
 from ._algebra import And, Composite, Every, Not, OnePart, Or, both, both_bounds, common_period, every, full
 from ._ambient import own_modes, plans
-from ._bound import EMPTY, FULL, PARTIAL, Bound, Extent, multiplicity, places
+from ._bound import EMPTY, FULL, PARTIAL, Bound, Extent
 from ._box import (
     EXACT_RUNS,
     Bounds,

@@ -6,7 +6,6 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
-from jaxtyping import Int64
 from torch import Tensor
 
 from ._box import Bounds, Box
@@ -114,23 +113,3 @@ class Bound:
         verdict[bounds.low == box.area] = FULL
         verdict[bounds.high == 0] = EMPTY
         return verdict
-
-
-def multiplicity(bound: Bound, device: torch.device) -> Int64[Tensor, "B H N M"]:
-    """The number of branches that allow each pair, for few tokens; B is 1 where all batch entries are alike."""
-    b, h, q, k = places(bound, device)
-    shape = (bound.pattern.num_entries(), bound.num_heads, bound.num_queries, bound.num_keys)
-    total = torch.zeros(shape, dtype=torch.int64, device=device)
-    for branch in bound.pattern.branches():
-        rule = branch.mask_mod(num_heads=bound.num_heads_global, device=device)
-        total += rule(b[: len(total)], h, q, k)
-    return total
-
-
-def places(bound: Bound, device: torch.device) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Batch entries (B, 1, 1, 1), global heads (H, 1, 1), query positions (1, N, 1) and key positions (1, 1, M)."""
-    b = torch.arange(bound.batch, device=device)[:, None, None, None]
-    h = torch.arange(bound.num_heads, device=device)[:, None, None] + bound.head_offset
-    q = torch.arange(bound.num_queries, device=device)[None, :, None] + bound.q_offset
-    k = torch.arange(bound.num_keys, device=device)[None, None, :] + bound.k_offset
-    return b, h, q, k

@@ -15,6 +15,7 @@ from flexdilated import masks
 from flexdilated.engines import _distinct_masks
 from flexdilated.engines._reference import multiplicity
 from flexdilated.masks.blocks import _blocks
+from flexdilated.masks.planning import Allowed
 from flexdilated.masks.planning._planner import plan
 from flexdilated.testing import check_pattern
 
@@ -151,7 +152,8 @@ def test_a_window_beyond_its_document_is_causal():
     ids = torch.tensor([0] * 7 + [1] * 6)
     for (left, right), expected in shapes.items():
         pattern = masks.local_window(left=left, right=right).per_document(ids)
-        terms = plan(pattern.bind(num_heads=1, num_queries=13, num_keys=13)).terms
+        bound = pattern.bind(num_heads=1, num_queries=13, num_keys=13)
+        terms = plan(bound, allowed=Allowed(masks=False)).terms
         assert [term.shape for term in terms] == expected
         assert_exact(pattern, *qkv(num_tokens=13), block_size=4)
 

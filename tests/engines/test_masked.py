@@ -20,6 +20,7 @@ from tests.attend.test_hidden_values import BAD, assert_nothing_spreads, with_si
 from tests.attend.test_sinks import PATTERN as MIXTURE
 from tests.engines.test_tiles import RunPlan, assert_plan_agrees
 from tests.support.agreement import assert_agrees
+from tests.support.oracle import useful_pairs
 from tests.support.run_time_strategies import packed_cases
 from tests.support.strategies import cases, tensors
 
@@ -64,7 +65,7 @@ def test_half_precision(dtype):
     exact = fd.attend(q, k, v, MIXTURE, enable_gqa=True, engine="reference")
     program = make_program(under_mask(bound_of(MIXTURE, 50, heads=4)), Layout(50), num_kv_heads=2)
     found = RunPlan.apply(program, q * 16**-0.5 / 0.5, k, v)[0]
-    torch.testing.assert_close(found, exact)
+    torch.testing.assert_close(found, exact, rtol=0, atol=2 * torch.finfo(dtype).eps)
 
 
 def bound_of(pattern: masks.Pattern | masks.Mixture, tokens: int, heads: int = 8) -> Bound:
@@ -118,8 +119,6 @@ def layouts(pattern: masks.Pattern, tokens: int) -> set[str]:
 def test_plan_and_describe_say_so():
     described = masks.describe(SHORT["causal LongNet"], 64, num_heads=8)
     assert described.computed_pairs == 8 * 64 * 64
-    assert (
-        described.useful_pairs == masks.describe(SHORT["causal LongNet"], 64, num_heads=8, block_size=16).useful_pairs
-    )
+    assert described.useful_pairs == useful_pairs([16, 32], [1, 2], num_heads=8, N=64, causal=True)
     (term,) = fd.plan(SHORT["causal LongNet"], 64, num_heads=8).terms
     assert (term.layout, term.shape) == ("masked", "masked")

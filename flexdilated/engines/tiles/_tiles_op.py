@@ -268,7 +268,7 @@ def _programs(
     written = key.pattern
     if not bindings:
         return [(Some(slice(None)), program_of(key, None, kind, choice, operands, written=written))]
-    rule = key.rules(bindings)
+    rule = key.kept_rules(bindings)
     packed = _packed(key, rule, batch)
     if packed is not None:
         key, groups = packed

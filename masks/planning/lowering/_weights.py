@@ -9,7 +9,8 @@ import torch
 from jaxtyping import Float, Int64
 from torch import Tensor
 
-from ...core import Bound, multiplicity
+from ...blocks import allowed_pairs
+from ...core import Bound
 from ...plan_cache import cache
 
 # H heads, Q query slots, K key slots, P slots of a period
@@ -84,7 +85,13 @@ class CountedPairs:
         return CountedPairs(replace(self.bound, num_heads=len(heads), head_offset=first))
 
     def counts(self) -> Int64[Tensor, "H Q K"]:
-        return multiplicity(self.bound, torch.device("cpu"))[0]
+        bound = self.bound
+        heads = torch.arange(bound.num_heads)[:, None, None] + bound.head_offset
+        q, k = torch.arange(bound.num_queries)[:, None] + bound.q_offset, torch.arange(bound.num_keys) + bound.k_offset
+        total = torch.zeros(bound.num_heads, bound.num_queries, bound.num_keys, dtype=torch.int64)
+        for branch in bound.pattern.branches():
+            total += allowed_pairs(branch, bound.num_heads_global, heads, q, k)
+        return total
 
     def counted(self, num_queries: int, num_keys: int) -> int:
         """All pairs of all heads, each as often as it counts."""
@@ -93,7 +100,10 @@ class CountedPairs:
     def bias(self, num_queries: int, num_keys: int, dtype: torch.dtype) -> Float[Tensor, "#H Q K"]:
         """The log of the counts, -inf for 0; one table where it is that of all heads."""
         return cache().get(
-            ("counted pairs", self.bound.key(), dtype), lambda: self._bias(dtype), lambda bias: bias.nbytes
+            ("counted pairs", self.bound.key(), dtype),
+            lambda: self._bias(dtype),
+            lambda bias: bias.nbytes,
+            pattern=self.bound.pattern,
         )
 
     def _bias(self, dtype: torch.dtype) -> Tensor:

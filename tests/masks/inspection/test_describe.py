@@ -13,6 +13,8 @@ from flexdilated.masks.planning.lowering._term import Term
 from tests.support import oracle
 from tests.support.ladders import LADDERS
 
+pytestmark = pytest.mark.usefixtures("without_masks")
+
 CPU = torch.device("cpu")
 
 sets = st.one_of(
