@@ -3,6 +3,7 @@
 import os
 import subprocess
 import sys
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import compress
@@ -10,6 +11,7 @@ from random import Random
 from statistics import median
 from tempfile import TemporaryDirectory
 from time import perf_counter, process_time
+from types import FunctionType
 from typing import Any, NamedTuple
 from unittest.mock import patch
 
@@ -97,12 +99,12 @@ def changing_lengths(
 ) -> list[Row]:
     """When lengths keep changing: how many compilations, graph breaks, and how slow unpadded?
 
-    Each way starts with nothing compiled, in a process and with a folder of its own. Padding is on the right,
+    The ways take turns in one process, which starts with nothing compiled and no plan. Padding is on the right,
     where a causal pattern needs no mask. A step is a forward and a backward; checks are not timed. Of the ways to
     pad, the last row takes the faster one. Its bound says that a plan for a new length costs half a step at most.
     """
     name = f"{spec.label}, {lengths.num_lengths} random lengths, compiled training step"
-    found: dict[str, Steps] = {way: run_apart(_steps, spec, lengths, backend, way) for way in WAYS}
+    found: dict[str, Steps] = run_apart(_steps, spec, lengths, backend)
     ready = [not any(new) for new in zip(*(steps.compiled for steps in found.values()), strict=True)]
     ways = {
         way: {
@@ -130,35 +132,60 @@ def changing_lengths(
     ]
 
 
-def _steps(spec: LongNet, lengths: Lengths, backend: str, way: str) -> Steps:
-    """In a process of its own: a step at each length, raised as this way has it."""
-    with torch.random.fork_rng():
-        torch.manual_seed(lengths.seed)
-        layer = Layer(spec, lengths.num_heads, lengths.head_dim)
-    raised = WAYS[way]
-    compiled = torch.compile(layer, dynamic=False if raised is power_of_two else None, backend=backend)
-    optimizer = torch.optim.SGD(layer.parameters(), lr=0.01)
-    seconds, new = [], []
+def _steps(spec: LongNet, lengths: Lengths, backend: str) -> dict[str, Steps]:
+    """A step of each way in turn at each length, raised as the way has it."""
     with TemporaryDirectory() as folder:
         os.environ["TORCHINDUCTOR_CACHE_DIR"] = folder
+        runs = {way: _Run(spec, lengths, backend, way) for way in WAYS}
+        order = list(runs)
         for length in lengths.drawn():
-            x = torch.randn(1, length, layer.project_out.in_features, generator=torch.Generator().manual_seed(length))
-            graphs, more = counters["stats"]["unique_graphs"], raised(length) - length
-            padded = pad(x, (0, 0, 0, more)), pad(x.new_ones(length), (0, more))
-            optimizer.zero_grad()
-            start = perf_counter()
-            loss = compiled(*padded)
-            loss.backward()
-            seconds.append(perf_counter() - start)
-            new.append(counters["stats"]["unique_graphs"] > graphs)
-            if new[-1]:
-                say(f"{way}: compiled at {length} tokens in {seconds[-1]:.1f} s")
-                _check(layer, x, loss)
-            optimizer.step()
-    frames = counters["frames"]
-    left = counters["graph_break"].total() + frames["total"] - frames["ok"]
-    detail = {"graph_breaks": dict(counters["graph_break"]), "frames": dict(frames)}
-    return Steps(tuple(seconds), tuple(new), counters["stats"]["unique_graphs"], left, detail)
+            for way in order:
+                runs[way].step(length)
+            order.append(order.pop(0))
+    return {way: run.steps() for way, run in runs.items()}
+
+
+class _Run:
+    """A compiled layer of its own, and what its steps took."""
+
+    def __init__(self, spec: LongNet, lengths: Lengths, backend: str, way: str) -> None:
+        own = Layer.forward.__code__.replace(co_name=f"forward_{list(WAYS).index(way)}")
+        kind = type("Layer", (Layer,), {"forward": FunctionType(own, globals())})  # graphs are kept by their code
+        with torch.random.fork_rng():
+            torch.manual_seed(lengths.seed)
+            self.layer = kind(spec, lengths.num_heads, lengths.head_dim)
+        self.way, self.raised = way, WAYS[way]
+        dynamic = False if self.raised is power_of_two else None
+        self.compiled = torch.compile(self.layer, dynamic=dynamic, backend=backend)
+        self.optimizer = torch.optim.SGD(self.layer.parameters(), lr=0.01)
+        self.seconds: list[float] = []
+        self.graphs: list[int] = []
+        self.breaks: Counter[str] = Counter()
+        self.frames: Counter[str] = Counter()
+
+    def step(self, length: int) -> None:
+        generator = torch.Generator().manual_seed(length)
+        x = torch.randn(1, length, self.layer.project_out.in_features, generator=generator)
+        more = self.raised(length) - length
+        padded = pad(x, (0, 0, 0, more)), pad(x.new_ones(length), (0, more))
+        counters.clear()
+        self.optimizer.zero_grad()
+        start = perf_counter()
+        loss = self.compiled(*padded)
+        loss.backward()
+        self.seconds.append(perf_counter() - start)
+        self.graphs.append(counters["stats"]["unique_graphs"])
+        self.breaks += counters["graph_break"]
+        self.frames += counters["frames"]
+        if self.graphs[-1]:
+            say(f"{self.way}: compiled at {length} tokens in {self.seconds[-1]:.1f} s")
+            _check(self.layer, x, loss)
+        self.optimizer.step()
+
+    def steps(self) -> Steps:
+        left = self.breaks.total() + self.frames["total"] - self.frames["ok"]
+        detail = {"graph_breaks": dict(self.breaks), "frames": dict(self.frames)}
+        return Steps(tuple(self.seconds), tuple(map(bool, self.graphs)), sum(self.graphs), left, detail)
 
 
 def _check(layer: Layer, x: Tensor, loss: Tensor) -> None:
