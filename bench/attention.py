@@ -65,6 +65,51 @@ def training_vs_dense(
         yield _race(what, target, theirs, ours, "forward + backward", size, over=flop_ratio)
 
 
+_QUICK_S = 0.5e-3  # a call as short as this is no bottleneck, however fast dense attention is
+
+
+@measure("C19", lengths=(64,), size=Size(64, num_heads=8, repeats=1), calls=1)
+@torch.no_grad()
+def short_sequences(
+    lengths: tuple[int, ...] = (64, 256), size: Size = Size(256, num_heads=8, repeats=21), calls: int = 20
+) -> Iterator[Row]:
+    """Is an eager call over few tokens, whose plan is cached, about as quick as dense attention?
+
+    Forward, against causal SDPA, or against a third of 0.5 ms where SDPA takes less. A run makes so many calls.
+    """
+    for num_tokens in lengths:
+        short = replace(size, num_tokens=num_tokens)
+        problem = Problem.draw(short)
+        patterns = {
+            "causal": masks.causal(),
+            "window": masks.local_window(left=31, right=0),
+            "LongNet-2": masks.longnet((32, 64), (1, 2)) & masks.causal(),
+            "documents": masks.causal() & masks.documents(torch.arange(num_tokens) // 13),
+        }
+        contestants = [Contestant("dense SDPA", dense_attention(causal=True), problem, None)]
+        for name, pattern in patterns.items():
+            attention = partial(_attend_by, pattern=pattern)
+            found, exact = (attention(problem.q, problem.k, problem.v, engine=one) for one in (None, "reference"))
+            assert relative_error(found, exact) <= TOLERANCE, name
+            contestants.append(Contestant(name, attention, problem, None))
+        jobs = [Job(each.name, partial(_repeat, each.attention, problem, calls)) for each in contestants]
+        theirs, *ours = interleave(jobs, repeats=size.repeats)
+        least = _QUICK_S / 3 * calls
+        for timing in ours:
+            what = f"{timing.name}, {short}, forward: time over dense SDPA's, or over 0.17 ms if that is more"
+            over = timing.median_s / max(theirs.median_s, least)
+            yield Row(what, at_most(3, "×"), over, (theirs, timing), {"calls_a_run": calls})
+
+
+def _attend_by(q: Tensor, k: Tensor, v: Tensor, *, pattern: masks.Pattern, engine: str | None = None) -> Tensor:
+    return fd.attend(q, k, v, pattern, engine=engine)
+
+
+def _repeat(attention: Callable[..., Tensor], problem: Problem, calls: int, _: object) -> None:
+    for _ in range(calls):
+        attention(problem.q, problem.k, problem.v)
+
+
 @measure("C4", specs=_BOTH_SMALL, sizes=_TINY)
 def vs_branch_loop(
     specs: tuple[LongNet, ...] = _BOTH, sizes: tuple[Size, ...] = (Size(16384, num_heads=4), Size(65536, num_heads=1))
