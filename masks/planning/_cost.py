@@ -102,7 +102,9 @@ def _work(term: Term, machine: Machine) -> tuple[int, float]:
 
 
 def _launches(term: Term) -> int:
-    """Kernel calls: one, or one for each portion of what a dense kernel is given in copies."""
+    """Kernel calls: one for each table of a list of blocks, or for each portion of copies that a dense kernel gets."""
+    if term.shape == "blocks":
+        return max(term.tables()) + 1
     if not isinstance(term.q, Compact) or not term.q.is_copied:
         return 1
     return -(-term.q.num_slots * term.folds * len(term.heads) // SLOTS_AT_ONCE)
