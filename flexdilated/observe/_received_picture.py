@@ -73,7 +73,7 @@ def _over_the_sequence(heads: Tensor, first: int, title: str | None) -> Figure:
     shades = _shades(drawn)
     strip.imshow(_coloured(drawn, shades).numpy(), aspect="auto", interpolation="nearest", extent=extent)
     strip.set_ylabel("head")
-    strip.yaxis.get_major_locator().set_params(integer=True)
+    strip.set_yticks([head for head in round_places(range(len(heads)), 6) if head < len(heads)])
     _add_bar(figure, shades, [strip])
     middle = (first + (torch.arange(columns) + 0.5) * (tokens / columns)).numpy()
     if len(heads) <= _MOST_HEADS:

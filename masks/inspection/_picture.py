@@ -279,12 +279,14 @@ def axis_ticks(window: Window, *, letter: float) -> tuple[dict[int, str], dict[i
     """Labels of round slots of queries and of keys, both in one unit; a letter of them is so many pixels wide."""
     q, k = window.queries, window.keys
     rows = _ticks(q.slots, max(1, min(_MOST_TICKS, q.length // _TICK_ROOM)))
-    for most in range(_MOST_TICKS, 0, -1):
+    most = _MOST_TICKS
+    while True:
         columns = _ticks(k.slots, most)
         text = tokens_format([*rows, *columns])
-        if most * (letter * max(map(len, map(text, columns)), default=0) + _TICK_GAP) <= k.length:
-            break
-    return {slot: text(slot) for slot in rows}, {slot: text(slot) for slot in columns}
+        widest = letter * max(map(len, map(text, columns)), default=0)
+        if most == 1 or most * (widest + _TICK_GAP) <= k.length:
+            return {slot: text(slot) for slot in rows}, {slot: text(slot) for slot in columns}
+        most -= 1
 
 
 def _ticks(slots: range, most: int) -> list[int]:

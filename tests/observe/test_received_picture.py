@@ -94,6 +94,8 @@ def test_many_tokens_and_heads_share_columns_and_a_curve():
     received = torch.rand(1, 9, 4096, dtype=torch.float64) + 0.1
     strip, curves = fd.plot_attention_received(received).axes[:2]
     assert strip.images[0].get_array().shape == (9, 1024, 4)
+    assert strip.get_yticks().tolist() == [0, 2, 4, 6, 8]
+    assert fd.plot_attention_received(received[:, :1]).axes[0].get_yticks().tolist() == [0]
     (line,) = curves.lines
     torch.testing.assert_close(torch.from_numpy(line.get_ydata()), received[0].mean(0).view(1024, 4).mean(1))
     assert curves.get_xlabel() == "token, means over 4.0 neighbours"
