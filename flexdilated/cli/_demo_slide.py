@@ -14,7 +14,7 @@ from torch.nn import functional as F
 
 from .._attend import attend
 from ..integrations.torchscale import EncoderLayer, LongNetEncoderConfig, SlideEncoder, SlideEncoderConfig
-from ..observe import attention_received
+from ..observe import attention_received, plain_numbers, scale_ticks
 from ._machine import find, missing_line
 from ._output import prepare, replace
 
@@ -103,11 +103,11 @@ def draw(path: Path, image: Float[Tensor, "3 Y X"], received: Float[Tensor, "S L
     from matplotlib.cm import ScalarMappable
     from matplotlib.colors import LogNorm
     from matplotlib.figure import Figure
-    from matplotlib.ticker import LogLocator
 
     rows, columns = (size // _TILE for size in image.shape[1:])
     least, most = received.quantile(torch.tensor([0.02, 0.99])).tolist()
-    shades = ScalarMappable(LogNorm(least, max(most, 1.01 * least), clip=True), "magma")
+    most = max(most, 1.01 * least)
+    shades = ScalarMappable(LogNorm(least, most, clip=True), "magma")
     figure = Figure(figsize=(3.4 * (1 + len(received)) + 0.8, 3.75), layout="constrained", dpi=140)
     axes = figure.subplots(1, 1 + len(received))
     axes[0].imshow(image.permute(1, 2, 0).numpy())
@@ -119,6 +119,6 @@ def draw(path: Path, image: Float[Tensor, "3 Y X"], received: Float[Tensor, "S L
         panel.set_title(f"layer {number}", fontsize="medium")
     for panel in axes:
         panel.set_axis_off()
-    bar = {"label": "attention received", "ticks": LogLocator(subs=(1, 2, 5)), "format": "{x:g}"}
+    bar = {"label": "attention received", "ticks": scale_ticks(least, most), "format": plain_numbers()}
     figure.colorbar(shades, ax=list(axes), shrink=0.9, aspect=30, pad=0.01, **bar).minorticks_off()
     figure.savefig(path, format="png")

@@ -44,13 +44,22 @@ def save_traffic_picture(path: Path, received: Mapping[str, Int64[Tensor, "W W"]
     for place, (name, (each, sums)) in zip(axes, groups.items(), strict=True):
         _draw(place, each, sums, norm, f"{name}\na rank receives {_amount(received[name].sum(1))}")
     legend = figure.colorbar(ScalarMappable(norm, _colours()), ax=list(axes), shrink=0.8, pad=0.02)
-    ticks = [size for size in (4**power for power in range(32)) if least <= size <= most] or [most]
+    ticks = _ticks(max(1, least // _PALEST), most)
     legend.set_ticks(ticks, labels=[bytes_text(size) for size in ticks])
     legend.minorticks_off()
     one = "one rank" if max(each for each, _ in groups.values()) == 1 else "one group of ranks"
     legend.set_label(f"from {one} to another; white: nothing")
     figure.suptitle(title, fontsize=13)
     figure.savefig(path, format="png")
+
+
+def _ticks(least: int, most: int) -> list[int]:
+    """Powers of 4, or of 2 where fewer than two of those are within a scale of bytes; its ends where these are too."""
+    for powers in ([4**power for power in range(32)], [2**power for power in range(64)], [least, most]):
+        inside = [size for size in powers if least <= size <= most]
+        if len(inside) > 1:
+            break
+    return inside
 
 
 def _draw(axes: Axes, each: int, received: Int64[Tensor, "R R"], norm: Any, title: str) -> None:

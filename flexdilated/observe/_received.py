@@ -40,8 +40,8 @@ def attention_received(
 
     lse is what `attend(q, k, v, pattern, return_lse=True)` gives, and the other arguments are those of that call. A
     query shares 1 among its keys, and nothing where its lse is -inf: a head's entries add up to the number of its
-    queries that have keys, less what sinks took, which the lse counts. With the lse of more keys than these, the
-    result is what these got.
+    queries that have keys, less what sinks and zero keys took, which the lse counts. With the lse of more keys than
+    these, the result is what these got.
 
     Takes as much memory as a backward pass, and no N x M matrix. float32, or float64 for float64 inputs; no gradient
     flows through it. On CPU half precision runs in float32; on accelerators engine="flex" rounds the result to it.

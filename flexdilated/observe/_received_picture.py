@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from math import ceil, floor, log10
 from typing import TYPE_CHECKING
 
 import torch
@@ -9,12 +10,14 @@ from jaxtyping import Float, Shaped
 from torch import Tensor
 from torch.nn.functional import adaptive_avg_pool1d
 
-from ..masks.core import require_below
+from ..masks.core import require_below, require_int, tokens_format
+from ..masks.inspection import round_places
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.cm import ScalarMappable
     from matplotlib.figure import Figure
+    from matplotlib.ticker import Formatter
 
 # B batch, H query heads, M keys, Y rows and X columns of a grid
 
@@ -24,6 +27,10 @@ _MOST_CELLS = 1 << 22  # of a grid of places; with more they are drawn as points
 _COLOURS = "viridis"
 _NOTHING = (0.85, 0.85, 0.85, 1.0)
 _LABEL = "attention received"
+_MOST_TICKS = 9  # of a scale of attention
+_NARROW = 1.01  # ratio of its ends below which values count as one
+_LEAST, _MOST = 1e-30, 1e30  # drawn values; others are drawn as these
+_DEEPEST = 1e6  # the curves show what is down to so much below their top
 
 
 def plot_attention_received(
@@ -31,14 +38,16 @@ def plot_attention_received(
     *,
     coordinates: Shaped[Tensor, "M 2"] | None = None,
     batch: int = 0,
+    k_offset: int = 0,
     title: str | None = None,
 ) -> Figure:
     """Draw what `attention_received` gives, of one batch entry, as a matplotlib figure: `figure.savefig(path)`.
 
     Without coordinates: a strip a head over the sequence, and curves, of neighbours' means where tokens are many.
-    With coordinates, the (x, y) of each token, such as those of a slide's tiles: a map of the mean over heads, and of
-    each head where there are at most 8; x grows to the right, y downwards, and places without a token stay white.
-    Colours are on a scale of logarithms, grey where a token got nothing.
+    `k_offset` is the position of the first key, as in the call of `attend`. With coordinates, the (x, y) of each token,
+    such as those of a slide's tiles: a map of the mean over heads, and of each head where there are at most 8; x grows
+    to the right, y downwards, and places without a token stay white. Colours and curves are on logarithmic scales;
+    where a token got nothing, the colour is grey and a curve has a gap.
 
     Raises ValueError or TypeError for tensors of other shapes, and ImportError without matplotlib.
 
@@ -46,33 +55,53 @@ def plot_attention_received(
     >>> figure.savefig('received.png')
     """
     heads = _heads(received, batch)
+    require_int("k_offset", k_offset, minimum=0)
     if coordinates is None:
-        return _over_the_sequence(heads, title)
+        return _over_the_sequence(heads, k_offset, title)
+    if k_offset:
+        raise ValueError(f"k_offset is for keys along a sequence, without coordinates; got {k_offset=} and both")
     places = _places(coordinates, heads.shape[1])
     return _over_the_plane(heads, places, title)
 
 
-def _over_the_sequence(heads: Tensor, title: str | None) -> Figure:
+def _over_the_sequence(heads: Tensor, first: int, title: str | None) -> Figure:
     figure = _new_figure((11, 2.6 + 0.22 * min(len(heads), 24) + 2.4))
     tokens, columns = heads.shape[1], min(heads.shape[1], _MOST_COLUMNS)
     drawn = adaptive_avg_pool1d(heads[None], columns)[0]
     strip, curves = figure.subplots(2, 1, sharex=True, height_ratios=(0.6 + 0.22 * min(len(heads), 24), 2.2))
-    extent = (0, tokens, len(heads) - 0.5, -0.5)
+    extent = (first, first + tokens, len(heads) - 0.5, -0.5)
     shades = _shades(drawn)
     strip.imshow(_coloured(drawn, shades).numpy(), aspect="auto", interpolation="nearest", extent=extent)
     strip.set_ylabel("head")
-    strip.yaxis.get_major_locator().set_params(integer=True)
+    strip.set_yticks([head for head in round_places(range(len(heads)), 6) if head < len(heads)])
     _add_bar(figure, shades, [strip])
-    middle = ((torch.arange(columns) + 0.5) * (tokens / columns)).numpy()
+    middle = (first + (torch.arange(columns) + 0.5) * (tokens / columns)).numpy()
     if len(heads) <= _MOST_HEADS:
         for index, head in enumerate(drawn):
             curves.plot(middle, head.numpy(), linewidth=0.7, alpha=0.7, label=f"head {index}")
     curves.plot(middle, drawn.mean(0).numpy(), color="black", linewidth=1.4, label=f"mean of {len(heads)} heads")
     curves.set_xlabel("token" if columns == tokens else f"token, means over {tokens / columns:.1f} neighbours")
     curves.set_ylabel(_LABEL)
-    curves.set_xlim(0, tokens)
+    curves.set_xlim(first, first + tokens)
+    places = round_places(range(first, first + tokens), 8)
+    curves.set_xticks(places, list(map(tokens_format(places), places)))
+    _scale_curves(curves)
     curves.legend(loc="upper right", ncols=3, fontsize="small", frameon=False)
     return _titled(figure, title)
+
+
+def _scale_curves(curves: Axes) -> None:
+    """A logarithmic scale over what is above 0: on a linear one, global tokens would flatten the rest."""
+    drawn = torch.cat([torch.as_tensor(line.get_ydata()) for line in curves.lines])
+    some = drawn[drawn > 0].clamp(_LEAST, _MOST)
+    if not len(some):
+        return
+    least, most = _apart(max(float(some.min()), float(some.max()) / _DEEPEST), float(some.max()))
+    curves.set_yscale("log", nonpositive="mask")
+    curves.set_ylim(least / 1.2, most * 1.2)
+    curves.set_yticks(scale_ticks(least, most))
+    curves.yaxis.set_major_formatter(plain_numbers())
+    curves.minorticks_off()
 
 
 def _over_the_plane(heads: Tensor, places: Tensor, title: str | None) -> Figure:
@@ -98,6 +127,8 @@ def _draw_map(axes: Axes, colours: Tensor, places: Tensor, grid: tuple[Tensor, T
     axes.set_aspect("equal")
     axes.set_xlabel("x")
     axes.set_ylabel("y")
+    for axis in (axes.xaxis, axes.yaxis):
+        axis.set_major_formatter(plain_numbers())
     if grid is None:
         axes.scatter(*places.T.numpy(), c=colours.numpy(), s=6)
         axes.invert_yaxis()
@@ -130,18 +161,44 @@ def _shades(values: Tensor) -> ScalarMappable:
     from matplotlib.cm import ScalarMappable
     from matplotlib.colors import LogNorm
 
-    some = values[values > 0]
-    ends = some.quantile(torch.tensor([0.01, 0.99], dtype=some.dtype)).tolist() if len(some) else [0.5, 2.0]
-    least, most = ends if ends[0] < ends[1] else (ends[0] / 2, ends[0] * 2)
-    return ScalarMappable(LogNorm(least, most, clip=True), _COLOURS)
+    some = values[values > 0].clamp(_LEAST, _MOST)
+    ends = some.quantile(torch.tensor([0.01, 0.99], dtype=some.dtype)).tolist() if len(some) else [1.0, 1.0]
+    return ScalarMappable(LogNorm(*_apart(*ends), clip=True), _COLOURS)
+
+
+def _apart(least: float, most: float) -> tuple[float, float]:
+    """Ends of a scale: a factor of 4 apart where values are as good as equal."""
+    return (least, most) if most >= _NARROW * least else (least / 2, least * 2)
 
 
 def _add_bar(figure: Figure, shades: ScalarMappable, axes: list[Axes]) -> None:
-    """What the colours mean, in plain numbers: 1, 2, 5, 10 and so on."""
-    from matplotlib.ticker import FuncFormatter, LogLocator
+    ticks = scale_ticks(*shades.get_clim())
+    bar = figure.colorbar(shades, ax=axes, label=_LABEL, shrink=0.9, ticks=ticks, format=plain_numbers())
+    bar.minorticks_off()
 
-    plain, ticks = FuncFormatter(lambda value, _: f"{value:g}"), LogLocator(subs=(1, 2, 5))
-    figure.colorbar(shades, ax=axes, label=_LABEL, shrink=0.9, ticks=ticks, format=plain).minorticks_off()
+
+def scale_ticks(least: float, most: float) -> list[float]:
+    """Two to nine round numbers of a logarithmic scale: 1, 2, 5 of each decade; decades; or steps of one length.
+
+    `most` is at least 1.01 times `least`, which is above 0.
+    """
+    from matplotlib.ticker import MaxNLocator
+
+    first, last = floor(log10(least)), ceil(log10(most))
+    decades = range(first, last + 1, max(1, ceil((last - first) / (_MOST_TICKS - 1))))
+    fine = [digit * 10.0**decade for decade in decades for digit in (1, 2, 5)]
+    for ticks in (fine, [10.0**decade for decade in decades], MaxNLocator(5).tick_values(least, most)):
+        inside = [float(tick) for tick in ticks if least <= tick <= most]
+        if 2 <= len(inside) <= _MOST_TICKS:
+            break
+    return inside
+
+
+def plain_numbers() -> Formatter:
+    """Formatter of ticks without an offset or a power of ten that is common to the axis."""
+    from matplotlib.ticker import FuncFormatter
+
+    return FuncFormatter(lambda value, _: f"{value:,.10g}")
 
 
 def _coloured(values: Tensor, shades: ScalarMappable) -> Tensor:

@@ -48,4 +48,16 @@ from ._pattern import (
 from ._per_head import HeadGroups, PerHead, head_groups, per_head
 from ._ranges import Ranges, among, as_ranges, intersect, joined_intervals, ranges_of, union_of, within
 from ._reason import Pair, Reason, listing, span
-from ._spelling import CALL, CUT, LONGEST, QUOTED, Phrase, bytes_text, call, seconds_text, shortened, tokens_text
+from ._spelling import (
+    CALL,
+    CUT,
+    LONGEST,
+    QUOTED,
+    Phrase,
+    bytes_text,
+    call,
+    seconds_text,
+    shortened,
+    tokens_format,
+    tokens_text,
+)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import re
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
 
 # From the loosest to the tightest, as in Python: `+` binds tighter than `&`, and `&` tighter than `|`.
@@ -13,6 +14,7 @@ _OPERATORS = {OR: " | ", AND: " & ", SUM: " + "}
 LONGEST = 4096
 CUT = "…"
 QUOTED = 1000  # characters of what another error says
+_LAST_WORD = re.compile(r"[^\s,()\[\]]+$")
 
 
 @dataclass(frozen=True)
@@ -42,8 +44,11 @@ def chain(phrases: Iterable[Phrase], operator: int) -> Phrase:
 
 
 def shortened(text: str, longest: int = LONGEST) -> str:
-    """The text itself, or its first `longest` characters and the mark that it was cut."""
-    return text if len(text) <= longest else f"{text[:longest]}{CUT}"
+    """The text itself, or its whole words among its first `longest` characters and the mark that it was cut."""
+    if len(text) <= longest:
+        return text
+    words = _LAST_WORD.sub("", text[: longest + 1])[:longest]
+    return f"{words or text[:longest]}{CUT}"
 
 
 def bytes_text(number: float) -> str:
@@ -61,9 +66,14 @@ def seconds_text(number: float) -> str:
     return f"{number / size:,.0f} {unit}" if number / size >= 100 else f"{number / size:.3g} {unit}"
 
 
+def tokens_format(numbers: Collection[int]) -> Callable[[int], str]:
+    """Text of any of these numbers of tokens, in one unit: the largest of 1M, 1K and 1 that divides them all."""
+    units = (("M", 1 << 20), ("K", 1 << 10))
+    divides = ((unit, size) for unit, size in units if all(number % size == 0 for number in numbers))
+    unit, size = next(divides, ("", 1))
+    return lambda number: f"{number // size:,}{unit}" if number else "0"
+
+
 def tokens_text(number: int) -> str:
     """16384 as 16K, 1048576 as 1M; other numbers in full."""
-    for unit, size in (("M", 1 << 20), ("K", 1 << 10)):
-        if number and number % size == 0:
-            return f"{number // size:,}{unit}"
-    return f"{number:,}"
+    return tokens_format((number,))(number)

@@ -1,15 +1,16 @@
-"""Tables that fit a terminal: long cells and headings are wrapped, and what is wider still goes on below."""
+"""Tables that fit a terminal: cells are wrapped between words, and columns that do not fit follow below."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
-from textwrap import wrap
 
 from tabulate import tabulate
 
 _GAP, _PADDING = 2, 2  # between columns, and what tabulate adds to a heading
-_NARROWEST = 12  # characters to which a column without spaces is cut
-_LEAST = 2 * (_NARROWEST + _PADDING) + _GAP  # narrower terminals get lines of as many: two columns stay together
+_LEAST = 30  # characters: narrower terminals get lines of as many
+# A line may end at a space, behind a bracket, or behind a comma that is not part of a number.
+_PIECE = re.compile(r"(?:[^,()\[\]]|(?<=\d),(?=\d))+[,()\[\]]{0,3}|[,()\[\]]")
 
 
 def fitted_table(
@@ -38,22 +39,21 @@ def fitted_facts(facts: Sequence[tuple[str, str]], *, columns: int) -> str:
 
 
 def _widths(rows: Sequence[Sequence[str]], headers: Sequence[str], columns: int) -> list[int]:
-    """Columns give way where that takes fewest lines: down to their longest words, then, if need be, within words."""
+    """Columns give way where that takes fewest lines, down to their longest pieces."""
     cells = list(zip(headers, *rows, strict=True))
     widths = whole = [max([len(title) + _PADDING, *map(len, column)]) for title, *column in cells]
-    words = [max([_longest_word(title) + _PADDING, *map(_longest_word, column)]) for title, *column in cells]
-    for least in (words, [min(word, _NARROWEST) for word in words]):
-        while _total(widths) > columns:
-            spare = [place for place, width in enumerate(widths) if width > least[place]]
-            if not spare:
-                break
-            first = min(spare, key=lambda place: whole[place] / (widths[place] - 1))
-            widths = [width - (place == first) for place, width in enumerate(widths)]
+    least = [max([_longest(title) + _PADDING, *map(_longest, column)]) for title, *column in cells]
+    while _total(widths) > columns:
+        spare = [place for place, width in enumerate(widths) if width > least[place]]
+        if not spare:
+            break
+        first = min(spare, key=lambda place: whole[place] / (widths[place] - 1))
+        widths = [width - (place == first) for place, width in enumerate(widths)]
     return widths
 
 
-def _longest_word(text: str) -> int:
-    return max(map(len, text.split()), default=0)
+def _longest(text: str) -> int:
+    return max((len(piece) for word in text.split() for piece in _PIECE.findall(word)), default=0)
 
 
 def _total(widths: Sequence[int]) -> int:
@@ -61,7 +61,17 @@ def _total(widths: Sequence[int]) -> int:
 
 
 def _wrapped(text: str, width: int) -> str:
-    return "\n".join(wrap(text, max(width, 1), break_on_hyphens=False)) if len(text) > width else text
+    if len(text) <= width:
+        return text
+    lines = [""]
+    for word in text.split():
+        gap = " " if lines[-1] else ""
+        for piece in _PIECE.findall(word):
+            if lines[-1] and len(lines[-1] + gap + piece) > width:
+                lines, gap = [*lines, ""], ""
+            lines[-1] += gap + piece
+            gap = ""
+    return "\n".join(lines)
 
 
 def _some(values: Sequence[str], places: Sequence[int]) -> list[str]:

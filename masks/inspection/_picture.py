@@ -18,7 +18,7 @@ import torch
 from jaxtyping import Bool, Float64, Int64
 from torch import Tensor
 
-from ..core import EMPTY, FULL, PARTIAL, Expression, Pattern, tokens_text
+from ..core import EMPTY, FULL, PARTIAL, Expression, Pattern, tokens_format, tokens_text
 from ..planning import layout
 from ._cells import Cells, count_cells, window_slots
 
@@ -39,6 +39,7 @@ _DARKER = 0.68  # what is left of the light where twice as many branches allow a
 _LONGER = 4  # a window longer than this many times its other side is stretched
 _TITLE_LINES = 3
 _LONG, _EVEN = 1 << 12, 1 << 6  # windows with ticks at powers of two
+_MOST_TICKS, _TICK_ROOM, _TICK_GAP = 6, 40, 14  # an axis; pixels of a tick of queries, and between labels of keys
 
 
 @dataclass(frozen=True)
@@ -274,7 +275,21 @@ def _states(blocks: Blocks, window: Window) -> Int64[Tensor, "R C"]:
     return blocks.state[places[0]][:, places[1]]
 
 
-def ticks(slots: range, most: int) -> list[int]:
+def axis_ticks(window: Window, *, letter: float) -> tuple[dict[int, str], dict[int, str]]:
+    """Labels of round slots of queries and of keys, both in one unit; a letter of them is so many pixels wide."""
+    q, k = window.queries, window.keys
+    rows = _ticks(q.slots, max(1, min(_MOST_TICKS, q.length // _TICK_ROOM)))
+    most = _MOST_TICKS
+    while True:
+        columns = _ticks(k.slots, most)
+        text = tokens_format([*rows, *columns])
+        widest = letter * max(map(len, map(text, columns)), default=0)
+        if most == 1 or most * (widest + _TICK_GAP) <= k.length:
+            return {slot: text(slot) for slot in rows}, {slot: text(slot) for slot in columns}
+        most -= 1
+
+
+def _ticks(slots: range, most: int) -> list[int]:
     """Round places of a window, `most` steps at the most: quarters of it, if they are round, with its ends."""
     quarter = len(slots) // 4
     if most >= 4 and quarter and len(slots) % 4 == 0 and slots.start % quarter == 0:

@@ -15,7 +15,7 @@ from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 from torch import Tensor
 
-from ..core import FULL, tokens_text
+from ..core import FULL
 from ._picture import (
     BEIGE,
     BY_BLOCK,
@@ -23,11 +23,11 @@ from ._picture import (
     PAIR,
     PAIR_OF_FULL,
     WHITE,
-    Axis,
     Blocks,
     Panel,
     Picture,
     Window,
+    axis_ticks,
     counts_text,
     drawn_branches,
     hues,
@@ -37,7 +37,6 @@ from ._picture import (
     panel_title,
     rgb,
     shade,
-    ticks,
     title_lines,
 )
 
@@ -77,7 +76,8 @@ def draw(picture: Picture) -> Figure:
     compared = len(picture.orders) > 1 and len(picture.heads) > 1
     columns = len(picture.orders) if compared else min(len(panels), _COLUMNS)
     panel_width, panel_height = window.keys.length, window.queries.length
-    left = _LEFT + ceil(label_width(window.queries))
+    rows, _ = axis_ticks(window, letter=_TICK_LETTER)
+    left = _LEFT + ceil(_TICK_LETTER * max(map(len, rows.values()), default=0))
     across = left + panel_width + _GAP
     of_panels = columns * across - _GAP + _RIGHT
     aside = max(0, (_LEAST if picture.legend else 0) - of_panels) // 2  # of panels that are narrower than the texts
@@ -198,19 +198,13 @@ def draw_frames(axes: Axes, blocks: Blocks, window: Window) -> None:
 
 
 def draw_ticks(axes: Axes, window: Window, *, word: str) -> None:
-    """Positions, or slots, in units of 1024 where they are multiples of it."""
-    wide = label_width(window.keys)
-    for axis, room, set_ticks in ((window.keys, wide + 14, axes.set_xticks), (window.queries, 40, axes.set_yticks)):
-        places = ticks(axis.slots, max(1, min(6, int(axis.length / room))))
-        set_ticks(places, [tokens_text(place) for place in places], fontsize=8)
+    """Positions, or slots, of both axes in one unit."""
+    rows, columns = axis_ticks(window, letter=_TICK_LETTER)
+    axes.set_yticks(list(rows), list(rows.values()), fontsize=8)
+    axes.set_xticks(list(columns), list(columns.values()), fontsize=8)
     axes.set_xlabel(f"key {word}", fontsize=8.5, labelpad=3)
     axes.set_ylabel(f"query {word}", fontsize=8.5, labelpad=3)
     axes.tick_params(length=3, pad=2, color=_BORDER)
-
-
-def label_width(axis: Axis) -> float:
-    """Pixels of the widest tick label, about."""
-    return _TICK_LETTER * max(len(tokens_text(place)) for place in ticks(axis.slots, 4))
 
 
 def _entry(label: str, colour: Any, frame: str = "#999999") -> Patch:

@@ -13,7 +13,16 @@ import torch
 from jaxtyping import Int64
 from torch import Tensor
 
-from ..core import Expression, plans, require_bool, require_choice, require_expression, require_int, tokens_text
+from ..core import (
+    Expression,
+    plans,
+    require_bool,
+    require_choice,
+    require_expression,
+    require_int,
+    tokens_format,
+    tokens_text,
+)
 from ..planning import layout
 from ._cells import Cells, count_cells, window_slots
 from ._picture import round_places
@@ -206,7 +215,8 @@ def _grid_for(window: Sequence[range], canvas: _Canvas, lines: int) -> Grid:
     A character is about twice as high as wide. Where the window is small each pair is a cell.
     """
     queries, keys = map(len, window)
-    margin = max(map(len, _round_slots(window[0], lines // _TICK_ROWS).values()), default=0)
+    rows, _ = _labels(window, (lines, canvas.columns))
+    margin = max(map(len, rows.values()), default=0)
     most = canvas.columns - margin - _FRAME
     if queries <= lines and keys <= most:
         return Grid(queries, keys, width=2 if 2 * keys <= most else 1)
@@ -224,18 +234,21 @@ def _even(slots: int, most: int) -> int:
     return next((cells for cells in range(min(most, slots), least - 1, -1) if slots % cells == 0), min(most, slots))
 
 
-def _round_slots(window: range, most: int) -> dict[int, str]:
-    """About so many round slots of the window, and how they are written."""
-    places = round_places(window, most)
-    text = tokens_text if places.step % 1024 == 0 else "{:,}".format
-    return {slot: text(slot) for slot in places if slot in window}
+def _labels(window: Sequence[range], size: tuple[int, int]) -> tuple[dict[int, str], dict[int, str]]:
+    """Labels of round slots of queries and of keys, both in one unit, for a map of `size`, (lines, columns)."""
+    most = size[0] // _TICK_ROWS, size[1] // _TICK_COLUMNS
+    sides = [
+        [slot for slot in round_places(slots, number) if slot in slots]
+        for slots, number in zip(window, most, strict=True)
+    ]
+    text = tokens_format([slot for side in sides for slot in side])
+    rows, columns = ({slot: text(slot) for slot in side} for side in sides)
+    return rows, columns
 
 
-def _ticks(window: range, edges: Tensor, most: int) -> list[tuple[int, str]]:
-    """(cell, label) of round slots."""
-    slots = _round_slots(window, most)
-    cells = torch.searchsorted(edges, torch.tensor(list(slots), dtype=torch.int64), right=True) - 1
-    return list(zip(cells.tolist(), slots.values(), strict=True))
+def _by_cell(labels: dict[int, str], edges: Tensor) -> list[tuple[int, str]]:
+    cells = torch.searchsorted(edges, torch.tensor(list(labels), dtype=torch.int64), right=True) - 1
+    return list(zip(cells.tolist(), labels.values(), strict=True))
 
 
 def _labels_above(marks: Sequence[tuple[int, str]], width: int, columns: int) -> tuple[str, list[int]]:
@@ -254,11 +267,10 @@ def _drawn(cells: Cells, grid: Grid, canvas: _Canvas) -> list[str]:
     levels, number = levels_of(cells, color=canvas.color)
     body = _halves(levels, number) if grid.halves else _whole(levels, number, grid.width, canvas)
     inner, high = grid.columns * grid.width, 2 if grid.halves else 1
-    rows = _ticks(cells.window[0], cells.row_edges, max(1, len(body) // _TICK_ROWS))
-    columns = _ticks(cells.window[1], cells.column_edges, max(1, inner // _TICK_COLUMNS))
-    by_line = {cell // high: label for cell, label in reversed(rows)}
+    rows, columns = _labels(cells.window, (len(body), inner))
+    by_line = {cell // high: label for cell, label in reversed(_by_cell(rows, cells.row_edges))}
     margin = max(map(len, by_line.values()), default=0)
-    above, marked = _labels_above(columns, grid.width, canvas.columns - margin - 2)
+    above, marked = _labels_above(_by_cell(columns, cells.column_edges), grid.width, canvas.columns - margin - 2)
     dash, bar, tick, notch, corners = ("─", "│", "┤", "┴", "┌┐└┘") if canvas.shapes else ("-", "|", "+", "+", "++++")
     border = "".join(notch if column in marked else dash for column in range(inner))
     lines = [f"{'':{margin}}  {above}".rstrip(), f"{'':{margin}} {corners[0]}{border}{corners[1]}"]

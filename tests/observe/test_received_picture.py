@@ -5,6 +5,8 @@ import sys
 import matplotlib
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
 import flexdilated as fd
 
@@ -92,9 +94,61 @@ def test_many_tokens_and_heads_share_columns_and_a_curve():
     received = torch.rand(1, 9, 4096, dtype=torch.float64) + 0.1
     strip, curves = fd.plot_attention_received(received).axes[:2]
     assert strip.images[0].get_array().shape == (9, 1024, 4)
+    assert strip.get_yticks().tolist() == [0, 2, 4, 6, 8]
+    assert fd.plot_attention_received(received[:, :1]).axes[0].get_yticks().tolist() == [0]
     (line,) = curves.lines
     torch.testing.assert_close(torch.from_numpy(line.get_ydata()), received[0].mean(0).view(1024, 4).mean(1))
     assert curves.get_xlabel() == "token, means over 4.0 neighbours"
+
+
+def test_the_sequence_begins_at_the_offset_of_its_keys():
+    figure = fd.plot_attention_received(torch.rand(1, 2, 1024) + 0.1, k_offset=3072)
+    strip, curves = figure.axes[:2]
+    assert strip.images[0].get_extent()[:2] == list(curves.get_xlim()) == [3072, 4096]
+    assert list(curves.lines[0].get_xdata()[[0, -1]]) == [3072.5, 4095.5]
+    slots = curves.get_xticks()
+    assert [label.get_text() for label in curves.get_xticklabels()] == [f"{int(slot):,}" for slot in slots]
+    assert (slots[0], slots[-1]) == (3072, 4096)
+
+
+def test_global_tokens_do_not_flatten_the_curves():
+    """The others' tenfold differences take up most of the height, whatever one token got; tiny values do not either."""
+    received = torch.full((1, 1, 100), 0.1, dtype=torch.float64)
+    received[..., 50:] = 1.0
+    received[..., :3] = torch.tensor([90.0, 0.0, 1e-30])
+    curves = fd.plot_attention_received(received).axes[1]
+    place = curves.transAxes.inverted().transform(curves.transData.transform([(10, 0.1), (60, 1.0), (0, 90.0)]))[:, 1]
+    assert place[1] - place[0] > 0.1
+    assert 0 < place[0] < place[2] < 1
+    assert curves.get_ylim()[0] > 1e-5
+    assert torch.isfinite(torch.from_numpy(curves.get_yticks())).all()
+
+
+numbers = st.builds(lambda digits, power: digits * 10.0**power, st.floats(1, 10), st.integers(-40, 40))
+
+
+@given(numbers, st.one_of(st.just(1.0), st.floats(1, 1.1), st.floats(1, 1e4), numbers), st.integers(0, 2))
+def test_scales_have_two_ticks_at_least(least, ratio, zeros):
+    """Of the colours and of the curves, each named by what it is, at any range of values."""
+    values = torch.tensor([least, least * ratio] * 3 + [0.0] * zeros, dtype=torch.float64)
+    figure = fd.plot_attention_received(values[None, None])
+    figure.draw_without_rendering()
+    (bar,) = [axes for axes in figure.axes if axes.get_ylabel() == "attention received" and not axes.lines]
+    for axes in (bar, figure.axes[1]):
+        low, high = axes.get_ylim()
+        ticks = axes.get_yticks().tolist()
+        assert low * 0.999 <= min(ticks) <= max(ticks) <= high * 1.001
+        labels = [float(label.get_text().replace(",", "")) for label in axes.get_yticklabels()]
+        assert 2 <= len(set(ticks)) == len(ticks) <= 9
+        assert labels == pytest.approx(ticks, rel=1e-6)
+        assert len(set(labels)) == len(labels)
+
+
+def test_both_sides_of_a_map_are_written_alike():
+    coordinates = torch.tensor([[10_000_000.0, 0.25], [10_000_512.0, 300.5]])
+    axes = fd.plot_attention_received(torch.ones(1, 1, 2), coordinates=coordinates).axes[0]
+    for axis in (axes.xaxis, axes.yaxis):
+        assert axis.get_major_formatter().format_ticks([0.25, 10_000_512.0]) == ["0.25", "10,000,512"]
 
 
 def test_nothing_received_is_drawn_too(tmp_path):

@@ -304,7 +304,7 @@ function fillForm({ elements }, { data, head, order, block, sharding }) {
 
 /** What a pattern is called, how large it is, and which of the controls mean anything for it. */
 function describePage(data) {
-  const [queries, keys] = [data.num_queries, data.num_keys].map(shortTokens);
+  const [queries, keys] = [data.num_queries, data.num_keys].map((each) => shortTokens(each));
   const sizes = queries === keys ? `${queries} tokens` : `${queries} queries, ${keys} keys`;
   const at = (name) => document.getElementById(name);
   at("pattern").textContent = at("pattern").title = data.phrase; // the header shows two lines of it

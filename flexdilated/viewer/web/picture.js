@@ -238,7 +238,7 @@ function drawRuler(context, view, palette, across) {
     context.fillStyle = palette.css("--line");
     rectangle(at, -6, 1, 6);
     context.fillStyle = palette.css("--muted");
-    const label = step < 1024 ? grouped(slot) : shortTokens(slot); // one unit for all ticks
+    const label = shortTokens(slot, step); // one unit for the ticks of both sides, whose step is one
     const end = at > pixels - 24;
     context.textAlign = !across || end ? "right" : at < 24 && label.length > 3 ? "left" : "center";
     context.textBaseline = across ? "middle" : at < 6 ? "top" : end ? "bottom" : "middle";

@@ -8,11 +8,10 @@ const clamp = (value, least, most) => Math.min(Math.max(value, least), most);
 const grouped = (number) => number.toLocaleString("en-US");
 const plural = (number, word) => `${grouped(number)} ${word}${number === 1 ? "" : "s"}`;
 
-/** Tokens on a ruler: in K of 1,024 and M of 1,048,576 where they are whole, as everywhere in the library. */
-function shortTokens(number) {
-  if (number && number % 1048576 === 0) return `${grouped(number / 1048576)}M`;
-  if (number && number % 1024 === 0) return `${grouped(number / 1024)}K`;
-  return grouped(number);
+/** Tokens in the largest unit that divides `step`: M of 1,048,576, K of 1,024 or 1, as everywhere in the library. */
+function shortTokens(number, step = number) {
+  const [unit, name] = [[1048576, "M"], [1024, "K"], [1, ""]].find(([size]) => step % size === 0);
+  return number ? `${grouped(number / unit)}${name}` : "0";
 }
 
 function bytesText(size) {

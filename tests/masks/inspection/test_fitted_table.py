@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+import flexdilated as fd
 from bench._catalogue import ENTRIES
 from flexdilated import masks
 from flexdilated.cli import main
 from flexdilated.masks.inspection._fitted_table import fitted_facts, fitted_table
 from tests.support import commands
 
-_LEAST = 30  # two columns stay together: 14 characters of each, and what is between them
-words = st.text("abc(,)=1 ", max_size=60).map(lambda text: " ".join(text.split()))
+_LEAST = 30
+words = st.text("abc(,)[]=1 ", max_size=60).map(lambda text: " ".join(text.split()))
 
 
 @st.composite
@@ -23,13 +26,41 @@ def tables(draw: st.DrawFn) -> tuple[list[list[str]], list[str]]:
     return draw(st.lists(row, min_size=1, max_size=4)), draw(row)
 
 
+def atoms(text):
+    """Words and numbers of a text, which no line may split."""
+    return re.findall(r"(?:[^\s,()\[\]|]|(?<=\d),(?=\d))+", text)
+
+
 @given(tables(), st.integers(24, 200))
 def test_no_line_is_longer_and_no_character_is_lost(table, columns):
     rows, headers = table
     text = fitted_table(rows, headers, columns=columns)
-    assert max(map(len, text.splitlines())) <= max(columns, _LEAST)
+    longest = max(map(len, atoms(" ".join(cell for row in (headers, *rows) for cell in row))), default=0)
+    assert max(map(len, text.splitlines())) <= max(columns, _LEAST, 2 * longest + 12)
     for character in "abc(,)=1":
         assert text.count(character) >= sum(cell.count(character) for row in (headers, *rows) for cell in row)
+
+
+@given(tables(), st.integers(24, 200), st.sampled_from([1, 1_048_576]))
+def test_no_word_or_number_is_split(table, columns, number):
+    rows, headers = table
+    rows = [[f"{cell} {number:,}" for cell in row] for row in rows]
+    whole = {atom for row in (headers, *rows) for cell in row for atom in atoms(cell)}
+    for text in (
+        fitted_table(rows, headers, columns=columns),
+        fitted_facts(list(zip(headers, rows[0], strict=True)), columns=columns),
+    ):
+        assert {atom for atom in atoms(text) if set(atom) != {"-"}} <= whole
+
+
+@pytest.mark.parametrize("columns", range(40, 201, 20))
+@pytest.mark.parametrize("entry", ENTRIES[::7], ids=lambda entry: entry.name)
+def test_plans_split_no_word_of_a_pattern(entry, columns):
+    report = fd.plan(entry.pattern(576), 576, num_heads=entry.num_heads, layers=1)
+    whole = {atom for each in (repr(entry.pattern(576)), *(term.rule for term in report.terms)) for atom in atoms(each)}
+    printed = atoms(report.to_text(columns=columns))
+    cut = {atom for atom in printed if any(atom != each and each.startswith(atom) for each in whole if len(atom) > 3)}
+    assert cut <= whole | {"block", "blocks", "head", "heads", "token", "tokens"}, cut
 
 
 def test_a_table_that_fits_is_left_alone():

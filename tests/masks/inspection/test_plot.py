@@ -281,13 +281,34 @@ def test_titles_and_ticks() -> None:
         repr(LONGNET),
         "1M tokens, head 2 of 4, a cell is 2K × 2K pairs",
     ]
-    assert [label.get_text() for label in figure.axes[0].get_xticklabels()] == ["0", "256K", "512K", "768K", "1M"]
+    assert [label.get_text() for label in figure.axes[0].get_xticklabels()] == ["0", "256K", "512K", "768K", "1,024K"]
     assert list(figure.axes[0].get_yticks()) == [0, 1 << 18, 1 << 19, 3 << 18, 1 << 20]
     window = range(526_288, 526_384)
     axes = masks.plot(LONGNET, 1 << 20, num_heads=4, queries=window, keys=window, size=384).axes[0]
     assert [label.get_text() for label in axes.get_xticklabels()] == [f"526,{at}" for at in (300, 320, 340, 360, 380)]
     assert [text.get_text() for text in masks.plot(WINDOW, 9, title="A window").texts] == ["A window", "9 tokens"]
     assert not masks.plot(WINDOW, 9, title="").texts
+
+
+@given(st.data())
+def test_both_axes_have_one_unit(data) -> None:
+    """Of 1, 1,024 and 1,048,576 tokens, and so that each label is its slot; also where N is not M."""
+    sizes = st.one_of(st.sampled_from([1, 1000, 1024, 4096, 1 << 20]), st.integers(1, 1 << 21))
+    num_tokens, num_keys = data.draw(sizes), data.draw(sizes)
+    axes = masks.plot(WINDOW, num_tokens, num_keys=num_keys, size=data.draw(st.sampled_from([64, 384]))).axes[0]
+    slots = [*axes.get_yticks(), *axes.get_xticks()]
+    labels = [label.get_text() for label in (*axes.get_yticklabels(), *axes.get_xticklabels())]
+    assert_one_unit(labels, slots)
+
+
+def assert_one_unit(labels, slots) -> None:
+    sizes = {"": 1, "K": 1 << 10, "M": 1 << 20}
+    units = {label.lstrip("0123456789,") for label in labels if label != "0"}
+    assert len(units) <= 1, labels
+    size = sizes[units.pop()] if units else 1
+    assert [size * int(label.strip("KM").replace(",", "")) for label in labels] == [int(slot) for slot in slots]
+    larger = [each for each in sizes.values() if each > size]
+    assert not any(all(slot % each == 0 for slot in slots) for each in larger) or not any(slots), labels
 
 
 def saved(figure, kind: str) -> bytes:

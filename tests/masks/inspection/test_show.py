@@ -154,6 +154,18 @@ def test_it_fits_the_terminal(turn, question, monkeypatch):
         assert len(lines) >= 0.8 * height or len(inside[0]) >= 0.6 * columns
 
 
+@given(st.integers(1, 1 << 21), st.integers(1, 1 << 21), st.integers(24, 120))
+def test_both_axes_have_one_unit(num_queries, num_keys, columns) -> None:
+    window = {"queries": range(num_queries), "keys": range(num_keys)}
+    picture = masks.show(masks.causal(), 1 << 21, **window, size=(columns, 24), ascii=True)
+    assert max(map(len, picture.lines)) <= columns
+    frame = next(index for index, line in enumerate(picture.lines) if re.search("[+][+-]+[+]$", line))
+    beside = [line.split("+")[0] for line in picture.lines[frame + 1 :] if re.match(" *[0-9]", line) and "+" in line]
+    labels = re.findall(r"[0-9,]+[KM]?", " ".join([picture.lines[frame - 1], *beside]))
+    assert "0" in labels
+    assert len({label.lstrip("0123456789,") for label in labels if label != "0"}) <= 1, labels
+
+
 def test_halves_of_lines_are_cells(monkeypatch):
     """Upper and lower colour of each character, decoded, are the levels of two rows."""
     pattern = masks.parse("longnet((60, 300), (1, 7)) & causal()")
