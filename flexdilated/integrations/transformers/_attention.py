@@ -19,7 +19,7 @@ from ...engines import ScoreMod
 from ...masks import Mixture, Pattern, causal, documents, every, visible_keys
 from ...masks.patterns import names
 from ...selection import SelectedAttention
-from ._cache import layer_of
+from ._cache import Given, given_of
 from ._layers import Patterns, choose, give, layer_pattern
 from ._mask_functions import Reading, all_of, read
 
@@ -171,16 +171,17 @@ def attention(
             f"the model caps its scores, which no kernel on CPU does; got softcap={softcap}. On an accelerator it "
             "works; on CPU attn_implementation='eager' does it, or config.attn_logit_softcapping = None leaves it out"
         )
+    given = given_of(key)
     if attention_mask is None:
-        attention_mask = _without_mask(module, query, key, is_causal)
+        attention_mask = _without_mask(module, query, given, is_causal)
     assert isinstance(attention_mask, Visibility)
     pattern, replaces = layer_pattern(module)
     if isinstance(pattern, SelectedAttention):
         return _selected(pattern, attention_mask, replaces, query, key, value, scaling, softcap, s_aux), None
     rule = attention_mask.rule(pattern, replaces=replaces)
-    held = layer_of(key)
-    if held is not None:
-        return held.attend(query, key, value, rule, scaling, s_aux).transpose(1, 2), None
+    if given is not None:
+        _require_own_queries(given, module, attention_mask, query)
+        return given.layer.attend(given, query, key, value, rule, scaling, s_aux).transpose(1, 2), None
     out = attend(
         query,
         key,
@@ -210,7 +211,7 @@ def _selected(
 ) -> Float[Tensor, "B N H D"]:
     """A layer that chooses its keys: of all keys so far, which come whole and are pooled anew at each call."""
     own, begun = layer.selector, position("q_offset", mask.q_offset)
-    if layer_of(k) is not None or mask.kv_offset:
+    if given_of(k) is not None or mask.kv_offset:
         raise ValueError("a layer that selects blocks needs all keys: leave the cache to transformers, a DynamicCache")
     if softcap is not None:
         raise ValueError(f"a layer that selects blocks takes no capped scores; got softcap={softcap}")
@@ -235,12 +236,23 @@ def _selected(
     return layer(q, k, v, enable_gqa=True, within=rule, **options).transpose(1, 2)
 
 
-def _without_mask(module: nn.Module, query: Tensor, key: Tensor, is_causal: bool | None) -> Visibility:
+def _without_mask(module: nn.Module, query: Tensor, given: Given | None, is_causal: bool | None) -> Visibility:
     """Models that make no mask: in order, or all to all, as with "sdpa"."""
     if is_causal is None:
         is_causal = getattr(module, "is_causal", True)
-    order = causal() if is_causal and query.shape[2] > 1 else None
-    return Visibility(Reading(order, None, None, {}), None, 0, 0)
+    order = causal() if is_causal and (given is not None or query.shape[2] > 1) else None
+    return Visibility(Reading(order, None, None, {}), None, 0 if given is None else given.tokens.start, 0)
+
+
+def _require_own_queries(given: Given, module: nn.Module, mask: Visibility, query: Tensor) -> None:
+    """Keys of a `FlexdilatedCache` are read by queries of the same tokens, as in causal self-attention."""
+    tokens = range(mask.q_offset, mask.q_offset + query.shape[2])
+    if tokens != given.tokens or given.update != given.layer.num_updates or not getattr(module, "is_causal", True):
+        raise ValueError(
+            "a FlexdilatedCache holds the keys of causal self-attention, for queries of the tokens that came last; got "
+            f"{type(module).__name__} with queries {tokens} over keys of {given.tokens}. In an encoder-decoder give "
+            "EncoderDecoderCache(FlexdilatedCache(), DynamicCache()); else leave the cache to transformers"
+        )
 
 
 def _softcap(most: float) -> ScoreMod:
