@@ -68,7 +68,7 @@ def set_pattern(
     layers, chosen, compose = choose(inner, pattern, compose)
     register(name)
     inner.set_attn_implementation(name)
-    give(inner, layers, chosen, compose)
+    give(inner, layers, chosen, compose, name)
 
 
 @dataclass(frozen=True, eq=False)
