@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -11,7 +11,7 @@ from jaxtyping import Bool, Float
 from torch import Tensor, nn
 from torch.nn.functional import pad
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
-from transformers.masking_utils import causal_mask_function
+from transformers.masking_utils import causal_mask_function, find_packed_sequence_indices
 
 from ..._attend import attend
 from ..._validate import position
@@ -21,7 +21,7 @@ from ...masks.patterns import names
 from ...selection import SelectedAttention
 from ._cache import Given, given_of
 from ._layers import Patterns, choose, give, layer_pattern
-from ._mask_functions import Reading, all_of, read
+from ._mask_functions import PACKED, Reading, all_of, read
 
 # B batch entries, H query heads, G key/value heads, N queries, M keys, D head dim, L positions
 
@@ -77,13 +77,16 @@ class Visibility:
 
     reading: the model's rule, and where positions begin to count. unpadded: the keys within a document that padding
     leaves, as a pattern; None where it leaves all. Both name run-time tensors of theirs in `reading.tensors`. Queries
-    stand from q_offset on, keys from kv_offset on.
+    stand from q_offset on, keys from kv_offset on. num_keys: where no attention_mask was given, which position_ids
+    are then read for; None otherwise.
     """
 
     reading: Reading
     unpadded: Pattern | None
     q_offset: int | Tensor
     kv_offset: int
+    num_keys: int | None = None
+    packed: list[tuple[Tensor, Visibility]] = field(default_factory=list)  # with the position_ids of this pass
 
     # Models look at a mask that is handed over ready-made for its number of dims, and may ask for a contiguous one.
     ndim = 4
@@ -122,7 +125,44 @@ def visibility(
     tensors |= {name: _on_host(x) for name, x in reading.tensors.items()}
     if isinstance(q_offset, Tensor):  # the cache's own counter, which it raises before attention is called
         q_offset = position("q_offset", q_offset)
-    return Visibility(replace(reading, tensors=tensors), unpadded, q_offset, kv_offset)
+    num_keys = kv_length if attention_mask is None and isinstance(q_offset, int) else None
+    return Visibility(replace(reading, tensors=tensors), unpadded, q_offset, kv_offset, num_keys)
+
+
+def _with_packing(mask: Visibility, position_ids: Tensor | None, query: Tensor) -> Visibility:
+    """The mask, within the documents that position_ids begin: transformers reads them only where there is no cache.
+
+    Raises ValueError for positions behind those of a cache, whose keys do not say in which document they are.
+    """
+    if mask.num_keys is None or PACKED in mask.reading.tensors or position_ids is None:
+        return mask
+    if position_ids.shape[1:] != query.shape[2:3]:
+        return mask
+    for seen, found in mask.packed:
+        if seen is position_ids:
+            return found
+    documents_of = find_packed_sequence_indices(_on_host(position_ids).expand(len(query), -1))
+    found = mask
+    if mask.q_offset:
+        _refuse_packed_steps(mask, position_ids, documents_of)
+    elif documents_of is not None:
+        ids = pad(documents_of, (0, mask.num_keys - documents_of.shape[1]), value=-1)
+        begun = replace(mask.reading, begin=documents(PACKED), tensors={**mask.reading.tensors, PACKED: ids})
+        found = replace(mask, reading=begun)
+    mask.packed.append((position_ids, found))
+    return found
+
+
+def _refuse_packed_steps(mask: Visibility, position_ids: Tensor, documents_of: Tensor | None) -> None:
+    if torch.compiler.is_compiling():
+        return
+    first = _on_host(position_ids)[:, 0]
+    if documents_of is not None or bool(((first >= 0) & (first < mask.q_offset)).any()):
+        raise ValueError(
+            f"position_ids begin a document after the first of {mask.q_offset} tokens in the cache, whose keys do not "
+            "say in which document they are: pass all tokens in one call, with use_cache=False; or, to attend to all "
+            "keys whatever the positions, an attention_mask of ones"
+        )
 
 
 def _on_host(x: Tensor) -> Tensor:
@@ -175,6 +215,8 @@ def attention(
     if attention_mask is None:
         attention_mask = _without_mask(module, query, given, is_causal)
     assert isinstance(attention_mask, Visibility)
+    if getattr(module, "is_causal", True):
+        attention_mask = _with_packing(attention_mask, options.get("position_ids"), query)
     pattern, replaces = layer_pattern(module)
     if isinstance(pattern, SelectedAttention):
         return _selected(pattern, attention_mask, replaces, query, key, value, scaling, softcap, s_aux), None
