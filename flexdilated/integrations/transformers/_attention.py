@@ -22,6 +22,7 @@ from ...selection import SelectedAttention
 from ._cache import Given, given_of
 from ._layers import Patterns, choose, give, layer_pattern
 from ._mask_functions import PACKED, Reading, all_of, read
+from ._packing import note_positions, watch_packing
 
 # B batch entries, H query heads, G key/value heads, N queries, M keys, D head dim, L positions
 
@@ -69,6 +70,7 @@ def set_pattern(
     register(name)
     inner.set_attn_implementation(name)
     give(inner, layers, chosen, compose, name)
+    watch_packing(inner)
 
 
 @dataclass(frozen=True, eq=False)
@@ -216,6 +218,7 @@ def attention(
         attention_mask = _without_mask(module, query, given, is_causal)
     assert isinstance(attention_mask, Visibility)
     if getattr(module, "is_causal", True):
+        note_positions(module, options.get("position_ids"))
         attention_mask = _with_packing(attention_mask, options.get("position_ids"), query)
     pattern, replaces = layer_pattern(module)
     if isinstance(pattern, SelectedAttention):

@@ -130,6 +130,26 @@ def test_packed_is_separate(name: str, cached: bool) -> None:
 
 
 @torch.no_grad()
+def test_models_whose_layers_get_no_positions() -> None:
+    """Packed rows are what they are apart without a cache, and are refused with one."""
+    model, sizes = model_of("llama4"), [13, 1, 36]
+    set_pattern(model, LONGNET)
+    positions = torch.cat([torch.arange(size) for size in sizes])[None]
+    apart = [model(part).logits for part in tokens()[:1].split(sizes, dim=1)]
+    packed = model(tokens()[:1], position_ids=positions, use_cache=False).logits
+    torch.testing.assert_close(packed, torch.cat(apart, dim=1), rtol=0, atol=1e-5)
+    ones, in_order = torch.ones(1, 50, dtype=torch.long), torch.arange(50)[None]
+    for args, options in (
+        ((tokens()[:1],), {"position_ids": positions}),
+        ((tokens()[:1], None, positions), {"return_dict": False}),
+    ):
+        with pytest.raises(ValueError, match=r"Llama4ForCausalLM does not hand on .*: call it with use_cache=False"):
+            model(*args, **options)
+    model(tokens()[:1], position_ids=positions, attention_mask=ones)
+    model(tokens()[:1], position_ids=in_order)
+
+
+@torch.no_grad()
 def test_rows_are_packed_each_in_its_way() -> None:
     """An attention_mask says that there is but one."""
     model, sizes = model_of("llama"), ([13, 1, 36], [50])
