@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from copy import copy
+from functools import cache
 from typing import NamedTuple
 
 import torch
@@ -219,3 +220,10 @@ def refuse_gradients(*tensors: Tensor | None) -> None:
     refuse_transforms("KVCache", tensors)
     if torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors):
         raise ValueError("a cache passes no gradient on, and an input requires one: call it under torch.no_grad()")
+
+
+@cache
+def stay_out_of_graphs(kind: type, *methods: str) -> None:
+    """Let torch.compile break its graph at these methods, once there is an object: this imports the whole compiler."""
+    for name in methods:
+        setattr(kind, name, torch.compiler.disable(getattr(kind, name), reason="a cache changes with every call"))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from functools import cache
 from typing import Self
 
 import torch
@@ -16,7 +15,7 @@ from .._validate import check_sinks, check_tensors
 from ..engines import MOST_ROWS, with_sinks
 from ..masks import Mixture, Pattern
 from ..masks.core import bytes_text, require_int, shortened
-from ._held_keys import HeldKeys, refuse_gradients
+from ._held_keys import HeldKeys, refuse_gradients, stay_out_of_graphs
 from ._reader import Reader
 
 # B batch, H query heads, G key/value heads, N new tokens, M tokens held, D head dim, C batch entries chosen
@@ -48,7 +47,7 @@ class KVCache:
     """
 
     def __new__(cls, *args: object, **options: object) -> Self:
-        _stay_out_of_graphs()  # here, and not in __init__, which unpickling does not call
+        stay_out_of_graphs(KVCache, "attend", "append")  # not in __init__, which unpickling does not call
         return super().__new__(cls)
 
     def __init__(
@@ -214,11 +213,3 @@ class KVCache:
         own = f"{shortened(repr(self.pattern), _SHOWN)}, num_heads={self.num_heads}, engine={self.engine!r}"
         held = f"{self._seen:,} tokens seen, {self.num_kept:,} keys kept in {bytes_text(self.nbytes)}"
         return f"{type(self).__name__}({own}: {held})"
-
-
-@cache
-def _stay_out_of_graphs() -> None:
-    """Let torch.compile break its graph at a cache, from the first one on: asking for it imports the whole compiler."""
-    for name in ("attend", "append"):
-        method = getattr(KVCache, name)
-        setattr(KVCache, name, torch.compiler.disable(method, reason="a cache changes with every call"))

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
-from jaxtyping import Bool, Float
+from jaxtyping import Bool, Float, Int64
 from torch import Tensor, nn
 from torch.nn.functional import pad
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
@@ -22,7 +22,7 @@ from ...selection import SelectedAttention
 from ._cache import Given, given_of
 from ._layers import Patterns, choose, give, layer_pattern
 from ._mask_functions import PACKED, Reading, all_of, read
-from ._packing import note_positions, watch_packing
+from ._packing import note_positions, refuse_packed, watch_packing
 
 # B batch entries, H query heads, G key/value heads, N queries, M keys, D head dim, L positions
 
@@ -131,40 +131,36 @@ def visibility(
     return Visibility(replace(reading, tensors=tensors), unpadded, q_offset, kv_offset, num_keys)
 
 
-def _with_packing(mask: Visibility, position_ids: Tensor | None, query: Tensor) -> Visibility:
-    """The mask, within the documents that position_ids begin: transformers reads them only where there is no cache.
+def _unread(module: nn.Module, mask: Visibility, position_ids: Tensor | None, query: Tensor) -> Tensor | None:
+    """position_ids, if they may begin documents: transformers reads them only where there is no cache."""
+    if not getattr(module, "is_causal", True):
+        return None
+    note_positions(module, position_ids)
+    if position_ids is None or mask.num_keys is None or PACKED in mask.reading.tensors:
+        return None
+    return position_ids if position_ids.shape[1:] == query.shape[2:3] else None
 
-    Raises ValueError for positions behind those of a cache, whose keys do not say in which document they are.
-    """
-    if mask.num_keys is None or PACKED in mask.reading.tensors or position_ids is None:
-        return mask
-    if position_ids.shape[1:] != query.shape[2:3]:
-        return mask
-    for seen, found in mask.packed:
+
+def _with_packing(mask: Visibility, position_ids: Tensor, query: Tensor) -> Visibility:
+    """The mask within the documents that position_ids begin; ValueError if those may begin among a cache's keys."""
+    for seen, found in mask.packed:  # by another layer
         if seen is position_ids:
             return found
-    documents_of = find_packed_sequence_indices(_on_host(position_ids).expand(len(query), -1))
-    found = mask
-    if mask.q_offset:
-        _refuse_packed_steps(mask, position_ids, documents_of)
-    elif documents_of is not None:
-        ids = pad(documents_of, (0, mask.num_keys - documents_of.shape[1]), value=-1)
-        begun = replace(mask.reading, begin=documents(PACKED), tensors={**mask.reading.tensors, PACKED: ids})
-        found = replace(mask, reading=begun)
+    found, positions = mask, _on_host(position_ids)
+    if not mask.q_offset:
+        found = _within_documents(mask, find_packed_sequence_indices(positions.expand(len(query), -1)))
+    elif not torch.compiler.is_compiling():
+        refuse_packed(positions, mask.q_offset)
     mask.packed.append((position_ids, found))
     return found
 
 
-def _refuse_packed_steps(mask: Visibility, position_ids: Tensor, documents_of: Tensor | None) -> None:
-    if torch.compiler.is_compiling():
-        return
-    first = _on_host(position_ids)[:, 0]
-    if documents_of is not None or bool(((first >= 0) & (first < mask.q_offset)).any()):
-        raise ValueError(
-            f"position_ids begin a document after the first of {mask.q_offset} tokens in the cache, whose keys do not "
-            "say in which document they are: pass all tokens in one call, with use_cache=False; or, to attend to all "
-            "keys whatever the positions, an attention_mask of ones"
-        )
+def _within_documents(mask: Visibility, ids: Int64[Tensor, "B N"] | None) -> Visibility:
+    if ids is None:
+        return mask
+    assert mask.num_keys is not None
+    tensors = {**mask.reading.tensors, PACKED: pad(ids, (0, mask.num_keys - ids.shape[1]), value=-1)}
+    return replace(mask, reading=replace(mask.reading, begin=documents(PACKED), tensors=tensors))
 
 
 def _on_host(x: Tensor) -> Tensor:
@@ -217,16 +213,27 @@ def attention(
     if attention_mask is None:
         attention_mask = _without_mask(module, query, given, is_causal)
     assert isinstance(attention_mask, Visibility)
-    if getattr(module, "is_causal", True):
-        note_positions(module, options.get("position_ids"))
-        attention_mask = _with_packing(attention_mask, options.get("position_ids"), query)
+    positions = _unread(module, attention_mask, options.get("position_ids"), query)
+    if positions is not None and given is None:
+        attention_mask = _with_packing(attention_mask, positions, query)
     pattern, replaces = layer_pattern(module)
     if isinstance(pattern, SelectedAttention):
         return _selected(pattern, attention_mask, replaces, query, key, value, scaling, softcap, s_aux), None
     rule = attention_mask.rule(pattern, replaces=replaces)
     if given is not None:
-        _require_own_queries(given, module, attention_mask, query)
-        return given.layer.attend(given, query, key, value, rule, scaling, s_aux).transpose(1, 2), None
+        out = given.layer.attend(
+            given,
+            query,
+            key,
+            value,
+            rule,
+            scale=scaling,
+            sinks=s_aux,
+            module=module,
+            q_offset=attention_mask.q_offset,
+            position_ids=positions,
+        )
+        return out.transpose(1, 2), None
     out = attend(
         query,
         key,
@@ -287,17 +294,6 @@ def _without_mask(module: nn.Module, query: Tensor, given: Given | None, is_caus
         is_causal = getattr(module, "is_causal", True)
     order = causal() if is_causal and (given is not None or query.shape[2] > 1) else None
     return Visibility(Reading(order, None, None, {}), None, 0 if given is None else given.tokens.start, 0)
-
-
-def _require_own_queries(given: Given, module: nn.Module, mask: Visibility, query: Tensor) -> None:
-    """Keys of a `FlexdilatedCache` are read by queries of the same tokens, as in causal self-attention."""
-    tokens = range(mask.q_offset, mask.q_offset + query.shape[2])
-    if tokens != given.tokens or given.update != given.layer.num_updates or not getattr(module, "is_causal", True):
-        raise ValueError(
-            "a FlexdilatedCache holds the keys of causal self-attention, for queries of the tokens that came last; got "
-            f"{type(module).__name__} with queries {tokens} over keys of {given.tokens}. In an encoder-decoder give "
-            "EncoderDecoderCache(FlexdilatedCache(), DynamicCache()); else leave the cache to transformers"
-        )
 
 
 def _softcap(most: float) -> ScoreMod:

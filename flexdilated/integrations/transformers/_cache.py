@@ -10,7 +10,7 @@ from weakref import finalize
 
 import torch
 from jaxtyping import Float, Int64
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import DynamicCache, PreTrainedConfig
 from transformers.cache_utils import (
     Cache,
@@ -24,12 +24,13 @@ from transformers.cache_utils import (
 
 from ..._attend import autocast
 from ..._validate import check_sinks, check_tensors
-from ...decoding import HeldKeys, Reader, refuse_gradients
+from ...decoding import HeldKeys, Reader, refuse_gradients, stay_out_of_graphs
 from ...engines import MOST_ROWS, with_sinks
 from ...masks import Mixture, Pattern, causal
 from ...masks.core import require_int
 from ...masks.needs import RowSource
 from ...masks.patterns import names
+from ._packing import refuse_packed
 
 # B batch entries, H query heads, G key/value heads, N new tokens, M tokens held, D head dim
 
@@ -113,6 +114,7 @@ class _Layer(CacheLayerMixin):
 
     def __init__(self, undo: int) -> None:
         super().__init__()
+        stay_out_of_graphs(_Layer, "update", "attend")
         self.undo, self.num_updates = undo, 0
         self._forget()
 
@@ -166,10 +168,20 @@ class _Layer(CacheLayerMixin):
         k: Float[Tensor, "B G M D"],
         v: Float[Tensor, "B G M D"],
         rule: Pattern | Mixture,
+        *,
         scale: float | None,
         sinks: Float[Tensor, " H"] | None,
+        module: nn.Module,
+        q_offset: int,
+        position_ids: Tensor | None,
     ) -> Float[Tensor, "B H N D"]:
-        """Attention of the new tokens over all that they see of the keys returned for them."""
+        """Attention of the new tokens over all that they see of the keys returned for them.
+
+        module: the model's, which attends. position_ids: (B, N), if they may begin documents, which is refused.
+        """
+        _require_own_queries(given, module, range(q_offset, q_offset + q.shape[2]))
+        if position_ids is not None:
+            refuse_packed(position_ids, given.tokens.start)
         q, k, v = autocast(q, k, v)
         check_tensors(q, k, v, enable_gqa=True)
         check_sinks(sinks, q)
@@ -189,8 +201,8 @@ class _Layer(CacheLayerMixin):
             if names(rule):
                 raise ValueError(
                     "a FlexdilatedCache takes batches in which one rule holds for all rows; here it depends on "
-                    f"{', '.join(map(repr, names(rule)))}. Generate from rows of one length, without padding or "
-                    "packing, or leave the cache to transformers"
+                    f"{', '.join(map(repr, names(rule)))}. Generate from rows of one length, without padding, or "
+                    "leave the cache to transformers"
                 )
             reader = Reader(rule, num_heads=num_heads, scale=scale)
             assert self.held is not None
@@ -331,3 +343,13 @@ def _not_served(kind: str) -> ValueError:
 def _sources(readers: dict[Any, Reader]) -> list[RowSource]:
     """The rules by which keys are kept; one that sees all where nothing is known."""
     return [source for reader in readers.values() for source in reader.sources] or _EVERYTHING
+
+
+def _require_own_queries(given: Given, module: nn.Module, queries: range) -> None:
+    """Keys are read by queries of the same tokens, as in causal self-attention."""
+    if queries != given.tokens or given.update != given.layer.num_updates or not getattr(module, "is_causal", True):
+        raise ValueError(
+            "a FlexdilatedCache holds the keys of causal self-attention, for queries of the tokens that came last; got "
+            f"{type(module).__name__} with queries {queries} over keys of {given.tokens}. In an encoder-decoder give "
+            "EncoderDecoderCache(FlexdilatedCache(), DynamicCache()); else leave the cache to transformers"
+        )

@@ -1,4 +1,4 @@
-"""A check for models that do not hand position_ids to their layers, and make a cache, with which packing is lost."""
+"""Refusals of packed position_ids, where a cache has keys, or a model does not hand them to its layers."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from inspect import signature
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from transformers import Cache, PreTrainedModel
 from transformers.masking_utils import find_packed_sequence_indices
 
@@ -31,13 +31,24 @@ def _refuse_lost_packing(model: nn.Module, args: tuple[Any, ...], kwargs: dict[s
     given = signature(model.forward).bind_partial(*args, **kwargs).arguments if args else kwargs
     given = {**given, **given.get("kwargs", {})}
     positions = given.get("position_ids")
-    if not isinstance(positions, torch.Tensor) or positions.dim() != 2 or given.get("attention_mask") is not None:
+    if not isinstance(positions, Tensor) or positions.dim() != 2 or given.get("attention_mask") is not None:
         return
     cached = any(isinstance(each, Cache) for each in (output.values() if isinstance(output, dict) else output))
     unread = any(getattr(layer, _UNREAD, False) for layer in model.modules())
     if cached and unread and find_packed_sequence_indices(positions) is not None:
-        raise ValueError(
-            f"position_ids begin several documents in a row, which {type(model).__name__} does not hand on to its "
-            "layers where it makes a cache: call it with use_cache=False; or, to attend to all keys whatever the "
-            "positions, with an attention_mask of ones"
-        )
+        raise _lost(f"{type(model).__name__} does not hand them to its layers where it makes a cache")
+
+
+def refuse_packed(position_ids: Tensor, seen: int) -> None:
+    """Raise ValueError for positions (B, N) that begin a document in the row, or after the first of the tokens seen."""
+    first = position_ids[:, 0]
+    before = bool(((first >= 0) & (first < seen)).any())
+    if before or find_packed_sequence_indices(position_ids) is not None:
+        raise _lost("keys of a cache do not say to which one they belong")
+
+
+def _lost(reason: str) -> ValueError:
+    return ValueError(
+        f"position_ids begin several documents in a row, and {reason}: call the model on whole rows with "
+        "use_cache=False; or, to attend to all keys whatever the positions, with an attention_mask of ones"
+    )

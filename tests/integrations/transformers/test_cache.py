@@ -79,6 +79,15 @@ def test_steps_equal_one_pass() -> None:
 
 
 @torch.no_grad()
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::UserWarning")
+def test_compiled_models_break_their_graph_at_it() -> None:
+    model, rows, cache = model_with("llama", "longnet"), tokens(), FlexdilatedCache()
+    want, compiled = model(rows, use_cache=False).logits, torch.compile(model, backend="eager")
+    found = [compiled(part, past_key_values=cache).logits for part in rows.split([20, 1, 1, 28], dim=1)]
+    torch.testing.assert_close(torch.cat(found, dim=1), want, rtol=0, atol=1e-5)
+
+
+@torch.no_grad()
 def test_entries_and_tokens_of_a_cache() -> None:
     model, rows, cache = model_with("llama", "longnet"), tokens(), FlexdilatedCache()
     model(rows[:, :30], past_key_values=cache)

@@ -143,7 +143,7 @@ def test_models_whose_layers_get_no_positions() -> None:
         ((tokens()[:1],), {"position_ids": positions}),
         ((tokens()[:1], None, positions), {"return_dict": False}),
     ):
-        with pytest.raises(ValueError, match=r"Llama4ForCausalLM does not hand on .*: call it with use_cache=False"):
+        with pytest.raises(ValueError, match=r"Llama4ForCausalLM does not hand them .* with use_cache=False"):
             model(*args, **options)
     model(tokens()[:1], position_ids=positions, attention_mask=ones)
     model(tokens()[:1], position_ids=in_order)
@@ -173,9 +173,9 @@ def test_packed_steps_over_a_cache_are_refused(begins: list[int]) -> None:
     model, cache = model_of("llama"), DynamicCache()
     set_pattern(model, LONGNET)
     model(tokens(), past_key_values=cache)
-    with pytest.raises(ValueError, match=r"begin a document after the first of 50 tokens .* with use_cache=False"):
+    with pytest.raises(ValueError, match=r"several documents .* keys of a cache do not say .* with use_cache=False"):
         model(tokens()[:, :5], position_ids=torch.tensor([begins]), past_key_values=cache)
-    with pytest.raises(ValueError, match="here it depends on 'packed'"):
+    with pytest.raises(ValueError, match="keys of a cache do not say to which one"):
         model(tokens(), position_ids=torch.arange(50)[None] % 20, past_key_values=FlexdilatedCache())
     cache, mask = DynamicCache(), torch.ones(2, 55, dtype=torch.long)
     model(tokens(), past_key_values=cache)
