@@ -85,7 +85,7 @@ class Visibility:
 
     reading: Reading
     unpadded: Pattern | None
-    q_offset: int | Tensor
+    q_offset: int
     kv_offset: int
     num_keys: int | None = None
     packed: list[tuple[Tensor, Visibility]] = field(default_factory=list)  # with the position_ids of this pass

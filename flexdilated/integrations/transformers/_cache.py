@@ -128,7 +128,7 @@ class _Layer(CacheLayerMixin):
         """Nothing is known of rules before attention is called."""
         self.is_initialized = True
 
-    def update(self, key_states: Tensor, value_states: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
+    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         """Append keys and values, (B, G, N, D), and return all that are held, (B, G, M, D)."""
         if self.held is not None and not self.readers:
             raise ValueError(
@@ -295,7 +295,7 @@ class _LayerWithStates(LinearAttentionLayer, _Layer):
         _Layer.__init__(self, undo)
         LinearAttentionLayer.__init__(self, number_of_states=number_of_states)
 
-    def lazy_initialization(self, *keys: Tensor, **states: Any) -> None:
+    def lazy_initialization(self, *keys: Any, **states: Any) -> None:
         """As of keys and values, or of states, which come by name."""
         if states:
             LinearAttentionLayer.lazy_initialization(self, **states)
@@ -307,7 +307,7 @@ class _LayerWithStates(LinearAttentionLayer, _Layer):
         LinearAttentionLayer.reset(self)
         _Layer.reset(self)
 
-    def reorder_cache(self, beam_idx: Int64[Tensor, " B"]) -> None:
+    def reorder_cache(self, beam_idx: Any) -> None:
         """Go on with these batch entries."""
         LinearAttentionLayer.reorder_cache(self, beam_idx)
         _Layer.reorder_cache(self, beam_idx)

@@ -82,8 +82,8 @@ def give(model: PreTrainedModel, layers: list[nn.Module], chosen: list[Any], com
     """
     for layer, own in zip(layers, chosen, strict=True):
         setattr(layer, _OWN, (own, compose == "replace"))
-    written = {_KEY: {"compose": compose, "patterns": [None if own is None else _text(own) for own in chosen]}}
-    written["attn_implementation"] = name
+    patterns = [None if own is None else _text(own) for own in chosen]
+    written = {_KEY: {"compose": compose, "patterns": patterns}, "attn_implementation": name}
     for config in {id(each): each for each in (model.config, *(layer.config for layer in layers))}.values():
         for key, value in written.items():
             if any(own is not None for own in chosen):
