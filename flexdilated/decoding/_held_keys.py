@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from copy import copy
+from functools import cache
 from typing import NamedTuple
 
 import torch
 from jaxtyping import Float, Int64
 from torch import Tensor
 
+from ..engines import refuse_transforms
 from ..masks.core import plans, within
 from ..masks.needs import FOREVER, RowSource, visible
 
@@ -41,7 +43,8 @@ class HeldKeys:
 
     def __init__(
         self,
-        like: Float[Tensor, "B G N D"],
+        keys: Float[Tensor, "B G N D"],
+        values: Float[Tensor, "B G N D"],
         sources: Sequence[RowSource],
         *,
         capacity: int | None = None,
@@ -49,7 +52,7 @@ class HeldKeys:
     ) -> None:
         self.sources, self.capacity, self.undo = sources, capacity, undo
         num_slots = _LEAST_SLOTS if capacity is None else capacity
-        self.keys, self.values = _buffer(like, num_slots), _buffer(like, num_slots)
+        self.keys, self.values = _buffer(keys, num_slots), _buffer(values, num_slots)
         self.runs: list[Run] = []
 
     @property
@@ -116,6 +119,25 @@ class HeldKeys:
         other.runs = list(self.runs)
         return other
 
+    def check_continues(self, k: Float[Tensor, "B G N D"]) -> None:
+        """Raise ValueError unless k has the sizes, dtype and device of the keys held."""
+
+        def traits(x: Tensor) -> str:
+            batch, heads, _, head_dim = x.shape
+            return f"batch {batch}, {heads} key/value heads, head dim {head_dim}, {x.dtype} on {x.device}"
+
+        if traits(self.keys) != traits(k):
+            raise ValueError(f"the next tokens must continue those before, {traits(self.keys)}; got {traits(k)}")
+
+    def take_back(self, position: int, seen: int) -> None:
+        """Forget the tokens from `position` on. Raises ValueError, and changes nothing, if evicted keys are needed."""
+        if self.lacks(position):
+            raise ValueError(
+                f"the cache holds no longer what queries from position {position} on may see; it can take back "
+                f"undo={self.undo} tokens for certain, and {seen} were seen. Make it with a larger undo"
+            )
+        self.drop_from(position)
+
     def drop_from(self, position: int) -> None:
         """Forget the keys at `position` and after."""
         while self.runs and self.runs[-1].stop > position:
@@ -144,14 +166,16 @@ class HeldKeys:
         return positions + shifts[torch.searchsorted(firsts, positions, right=True) - 1]
 
     @plans
-    def visible(self, query: int, num_queries: int = FOREVER) -> list[range]:
+    def visible(
+        self, query: int, num_queries: int = FOREVER, sources: Sequence[RowSource] | None = None
+    ) -> list[range]:
         """Runs of the positions held, those apart that none of the queries from `query` on can see.
 
-        By pages: a run may hold a few others.
+        By pages: a run may hold a few others. sources: rules of these queries, if not all of the cache's.
         """
         pages = [page for run in self.runs for page in _pages(run.first, run.stop)]
         kept: list[range] = []
-        for page, seen in zip(pages, self._seen_from(pages, query, num_queries), strict=True):
+        for page, seen in zip(pages, self._seen_from(pages, query, num_queries, sources), strict=True):
             if seen and kept and kept[-1].stop == page.start:
                 kept[-1] = range(kept[-1].start, page.stop)
             elif seen:
@@ -159,18 +183,20 @@ class HeldKeys:
         return kept
 
     @plans
-    def lacks(self, query: int) -> bool:
+    def lacks(self, query: int, sources: Sequence[RowSource] | None = None) -> bool:
         """Whether a key before `query` is evicted that queries from there on may see, as far as bounds tell."""
         ends = [0, *(run.stop for run in self.runs)]
         starts = [*(run.first for run in self.runs), query]
         gaps = (_pages(end, min(start, query)) for end, start in zip(ends, starts, strict=True) if end < query)
-        return any(self._seen_from([page for pages in gaps for page in pages], query, FOREVER))
+        return any(self._seen_from([page for pages in gaps for page in pages], query, FOREVER, sources))
 
-    def _seen_from(self, pages: Sequence[range], query: int, num_queries: int) -> list[bool]:
+    def _seen_from(
+        self, pages: Sequence[range], query: int, num_queries: int, sources: Sequence[RowSource] | None
+    ) -> list[bool]:
         """Whether queries from `query` on can see a key of each page."""
         firsts = torch.tensor([page.start for page in pages], dtype=torch.int64)
         lengths = torch.tensor([len(page) for page in pages], dtype=torch.int64)
-        return visible(self.sources, firsts, lengths, query, num_queries).tolist()
+        return visible(self.sources if sources is None else sources, firsts, lengths, query, num_queries).tolist()
 
 
 def _buffer(like: Tensor, num_slots: int) -> Tensor:
@@ -187,3 +213,17 @@ def _pages(first: int, stop: int) -> list[range]:
 
 def _with_room(live: int) -> int:
     return max(_LEAST_SLOTS, 2 * live)
+
+
+def refuse_gradients(*tensors: Tensor | None) -> None:
+    """Raise ValueError where torch would record a call with these tensors."""
+    refuse_transforms("KVCache", tensors)
+    if torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors):
+        raise ValueError("a cache passes no gradient on, and an input requires one: call it under torch.no_grad()")
+
+
+@cache
+def stay_out_of_graphs(kind: type, *methods: str) -> None:
+    """Let torch.compile break its graph at these methods, once there is an object: this imports the whole compiler."""
+    for name in methods:
+        setattr(kind, name, torch.compiler.disable(getattr(kind, name), reason="a cache changes with every call"))

@@ -178,7 +178,7 @@ class SelectedCache(KVCache):
         self._require_row(self._seen, "append whole rows")
         tokens = slice(0, held.num_used)
         k, v = held.keys[:, :, tokens], held.values[:, :, tokens]
-        scale = resolve_scale(self._scale, q.shape[-1])
+        scale = resolve_scale(self._reader.scale, q.shape[-1])
         with torch.no_grad():
             blocks, scores, running = advance(self.selector, self._running, q, k, scale)
             options = {"scale": scale, "q_offset": self._seen, "engine": self.engine}

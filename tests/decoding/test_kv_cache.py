@@ -13,7 +13,7 @@ from torch.testing import assert_close
 
 import flexdilated as fd
 from flexdilated import masks
-from flexdilated.decoding import _held_keys, _kv_cache
+from flexdilated.decoding import _held_keys, _kv_cache, _reader
 from flexdilated.engines.rows._row_attention import matrix_forward
 from tests.support import oracle, strategies
 from tests.support.agreement import TIGHT
@@ -41,7 +41,8 @@ UNBOUNDED = {
 def tiny_sizes(*, page: int, least_slots: int, rows: int):
     """Keys are evicted after a few tokens, in pages of a few; short chunks take either way."""
     held = mock.patch.multiple(_held_keys, _PAGE=page, _LEAST_SLOTS=least_slots)
-    with held, mock.patch.multiple(_kv_cache, MOST_ROWS=rows, _APPENDED_AT_ONCE=7):
+    portions = mock.patch.multiple(_kv_cache, MOST_ROWS=rows, _APPENDED_AT_ONCE=7)
+    with held, portions, mock.patch.object(_reader, "MOST_ROWS", rows):
         yield
 
 
@@ -275,7 +276,7 @@ def test_a_call_that_fails_leaves_no_trace(seen, monkeypatch) -> None:
     first = decode(cache, *(x[:, :, :seen] for x in (q, k, v)), (seen,))
     for name, stop in (("row_forward", seen + 1), ("attend", 60)):
         with monkeypatch.context() as patch:
-            patch.setattr(_kv_cache, name, mock.Mock(side_effect=KeyboardInterrupt))
+            patch.setattr(_reader, name, mock.Mock(side_effect=KeyboardInterrupt))
             with pytest.raises(KeyboardInterrupt):
                 cache.attend(*(x[:, :, seen:stop] for x in (q, k, v)))
         assert cache.num_tokens == cache.num_kept == seen

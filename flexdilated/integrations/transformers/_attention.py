@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
-from jaxtyping import Bool, Float
+from jaxtyping import Bool, Float, Int64
 from torch import Tensor, nn
 from torch.nn.functional import pad
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
-from transformers.masking_utils import causal_mask_function
+from transformers.masking_utils import causal_mask_function, find_packed_sequence_indices
 
 from ..._attend import attend
 from ..._validate import position
@@ -19,9 +19,10 @@ from ...engines import ScoreMod
 from ...masks import Mixture, Pattern, causal, documents, every, visible_keys
 from ...masks.patterns import names
 from ...selection import SelectedAttention
-from ._cache import layer_of
+from ._cache import Given, given_of
 from ._layers import Patterns, choose, give, layer_pattern
-from ._mask_functions import Reading, all_of, read
+from ._mask_functions import PACKED, Reading, all_of, read
+from ._packing import note_positions, refuse_packed, watch_packing
 
 # B batch entries, H query heads, G key/value heads, N queries, M keys, D head dim, L positions
 
@@ -68,7 +69,8 @@ def set_pattern(
     layers, chosen, compose = choose(inner, pattern, compose)
     register(name)
     inner.set_attn_implementation(name)
-    give(inner, layers, chosen, compose)
+    give(inner, layers, chosen, compose, name)
+    watch_packing(inner)
 
 
 @dataclass(frozen=True, eq=False)
@@ -77,13 +79,16 @@ class Visibility:
 
     reading: the model's rule, and where positions begin to count. unpadded: the keys within a document that padding
     leaves, as a pattern; None where it leaves all. Both name run-time tensors of theirs in `reading.tensors`. Queries
-    stand from q_offset on, keys from kv_offset on.
+    stand from q_offset on, keys from kv_offset on. num_keys: where no attention_mask was given, which position_ids
+    are then read for; None otherwise.
     """
 
     reading: Reading
     unpadded: Pattern | None
-    q_offset: int | Tensor
+    q_offset: int
     kv_offset: int
+    num_keys: int | None = None
+    packed: list[tuple[Tensor, Visibility]] = field(default_factory=list)  # with the position_ids of this pass
 
     # Models look at a mask that is handed over ready-made for its number of dims, and may ask for a contiguous one.
     ndim = 4
@@ -122,7 +127,40 @@ def visibility(
     tensors |= {name: _on_host(x) for name, x in reading.tensors.items()}
     if isinstance(q_offset, Tensor):  # the cache's own counter, which it raises before attention is called
         q_offset = position("q_offset", q_offset)
-    return Visibility(replace(reading, tensors=tensors), unpadded, q_offset, kv_offset)
+    num_keys = kv_length if attention_mask is None and isinstance(q_offset, int) else None
+    return Visibility(replace(reading, tensors=tensors), unpadded, q_offset, kv_offset, num_keys)
+
+
+def _unread(module: nn.Module, mask: Visibility, position_ids: Tensor | None, query: Tensor) -> Tensor | None:
+    """position_ids, if they may begin documents: transformers reads them only where there is no cache."""
+    if not getattr(module, "is_causal", True):
+        return None
+    note_positions(module, position_ids)
+    if position_ids is None or mask.num_keys is None or PACKED in mask.reading.tensors:
+        return None
+    return position_ids if position_ids.shape[1:] == query.shape[2:3] else None
+
+
+def _with_packing(mask: Visibility, position_ids: Tensor, query: Tensor) -> Visibility:
+    """The mask within the documents that position_ids begin; ValueError if those may begin among a cache's keys."""
+    for seen, found in mask.packed:  # by another layer
+        if seen is position_ids:
+            return found
+    found, positions = mask, _on_host(position_ids)
+    if not mask.q_offset:
+        found = _within_documents(mask, find_packed_sequence_indices(positions.expand(len(query), -1)))
+    elif not torch.compiler.is_compiling():
+        refuse_packed(positions, mask.q_offset)
+    mask.packed.append((position_ids, found))
+    return found
+
+
+def _within_documents(mask: Visibility, ids: Int64[Tensor, "B N"] | None) -> Visibility:
+    if ids is None:
+        return mask
+    assert mask.num_keys is not None
+    tensors = {**mask.reading.tensors, PACKED: pad(ids, (0, mask.num_keys - ids.shape[1]), value=-1)}
+    return replace(mask, reading=replace(mask.reading, begin=documents(PACKED), tensors=tensors))
 
 
 def _on_host(x: Tensor) -> Tensor:
@@ -171,16 +209,31 @@ def attention(
             f"the model caps its scores, which no kernel on CPU does; got softcap={softcap}. On an accelerator it "
             "works; on CPU attn_implementation='eager' does it, or config.attn_logit_softcapping = None leaves it out"
         )
+    given = given_of(key)
     if attention_mask is None:
-        attention_mask = _without_mask(module, query, key, is_causal)
+        attention_mask = _without_mask(module, query, given, is_causal)
     assert isinstance(attention_mask, Visibility)
+    positions = _unread(module, attention_mask, options.get("position_ids"), query)
+    if positions is not None and given is None:
+        attention_mask = _with_packing(attention_mask, positions, query)
     pattern, replaces = layer_pattern(module)
     if isinstance(pattern, SelectedAttention):
         return _selected(pattern, attention_mask, replaces, query, key, value, scaling, softcap, s_aux), None
     rule = attention_mask.rule(pattern, replaces=replaces)
-    held = layer_of(key)
-    if held is not None:
-        return held.attend(query, key, value, rule, scaling, s_aux).transpose(1, 2), None
+    if given is not None:
+        out = given.layer.attend(
+            given,
+            query,
+            key,
+            value,
+            rule,
+            scale=scaling,
+            sinks=s_aux,
+            module=module,
+            q_offset=attention_mask.q_offset,
+            position_ids=positions,
+        )
+        return out.transpose(1, 2), None
     out = attend(
         query,
         key,
@@ -210,7 +263,7 @@ def _selected(
 ) -> Float[Tensor, "B N H D"]:
     """A layer that chooses its keys: of all keys so far, which come whole and are pooled anew at each call."""
     own, begun = layer.selector, position("q_offset", mask.q_offset)
-    if layer_of(k) is not None or mask.kv_offset:
+    if given_of(k) is not None or mask.kv_offset:
         raise ValueError("a layer that selects blocks needs all keys: leave the cache to transformers, a DynamicCache")
     if softcap is not None:
         raise ValueError(f"a layer that selects blocks takes no capped scores; got softcap={softcap}")
@@ -235,12 +288,12 @@ def _selected(
     return layer(q, k, v, enable_gqa=True, within=rule, **options).transpose(1, 2)
 
 
-def _without_mask(module: nn.Module, query: Tensor, key: Tensor, is_causal: bool | None) -> Visibility:
+def _without_mask(module: nn.Module, query: Tensor, given: Given | None, is_causal: bool | None) -> Visibility:
     """Models that make no mask: in order, or all to all, as with "sdpa"."""
     if is_causal is None:
         is_causal = getattr(module, "is_causal", True)
-    order = causal() if is_causal and query.shape[2] > 1 else None
-    return Visibility(Reading(order, None, None, {}), None, 0, 0)
+    order = causal() if is_causal and (given is not None or query.shape[2] > 1) else None
+    return Visibility(Reading(order, None, None, {}), None, 0 if given is None else given.tokens.start, 0)
 
 
 def _softcap(most: float) -> ScoreMod:

@@ -2,44 +2,111 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import wraps
 from typing import Any
+from weakref import finalize
 
 import torch
 from jaxtyping import Float, Int64
-from torch import Tensor
-from transformers.cache_utils import Cache, CacheLayerMixin
+from torch import Tensor, nn
+from transformers import DynamicCache, PreTrainedConfig
+from transformers.cache_utils import (
+    Cache,
+    CacheLayerMixin,
+    DummyLayer,
+    DynamicLayer,
+    DynamicSlidingWindowLayer,
+    LinearAttentionAndFullAttentionLayer,
+    LinearAttentionLayer,
+)
 
-from ...decoding import KVCache
-from ...masks import Mixture, Pattern
+from ..._attend import autocast
+from ..._validate import check_sinks, check_tensors
+from ...decoding import HeldKeys, Reader, refuse_gradients, stay_out_of_graphs
+from ...engines import MOST_ROWS, with_sinks
+from ...masks import Mixture, Pattern, causal
+from ...masks.core import require_int
+from ...masks.needs import RowSource
 from ...masks.patterns import names
+from ._packing import refuse_packed
 
 # B batch entries, H query heads, G key/value heads, N new tokens, M tokens held, D head dim
 
-_LAYER = "_flexdilated_layer"  # of the keys that a layer hands to attention
+_GIVEN = "_flexdilated_given"  # of the keys that a layer hands out
 _UNDO = 64
+_EVERYTHING = [RowSource(causal(), 0, 1)]
+
+
+def _of_known_layers(method: Callable[..., Any]) -> Callable[..., Any]:
+    """A method of layers that hold states in place of keys, which are there only if the config told of them."""
+
+    @wraps(method)
+    def checked(self: Cache, *args: Any, **kwargs: Any) -> Any:
+        if self.layer_class_to_replicate is not None:
+            raise ValueError(
+                "a FlexdilatedCache learns from the model's config which layers hold the states of linear attention or "
+                "convolutions in place of keys: FlexdilatedCache(model.config)"
+            )
+        return method(self, *args, **kwargs)
+
+    return checked
 
 
 class FlexdilatedCache(Cache):
-    """Keys and values of a model's layers, each in a `KVCache` of its layer's rule.
+    """Keys and values of a model's attention layers, each holding what the rules that read its keys can see.
 
     For models whose attention is this library's: `generate(past_key_values=FlexdilatedCache())`. Keys that no later
     query can see are evicted, so that a pattern that looks back over a bounded number of tokens keeps memory bounded,
-    however many are generated; a step computes the pairs of its own row.
+    however many are generated; a step computes the pairs of its own row. In an encoder-decoder it holds the keys of
+    self-attention: `EncoderDecoderCache(FlexdilatedCache(), DynamicCache())`.
 
+    config: the model's. Needed for models with linear attention or convolutions, whose layers get the caches that
+    transformers has for them.
     undo: tokens that `crop` can take back, as assisted generation and prompt lookup do with what they drafted.
 
     For inference, and for batches whose rows have no padding: all rows stand at one position. Raises ValueError where a
-    layer's rule lets a query see later keys, for padding, and where attention is another library's.
+    layer's rule lets a query see later keys, for padding and packed sequences, where attention is another library's,
+    and for models that compute keys from what a cache returns, as from latents; these take a `DynamicCache`.
 
     >>> model.generate(tokens, past_key_values=FlexdilatedCache(), max_new_tokens=100_000)  # doctest: +SKIP
     """
 
-    def __init__(self, *, undo: int = _UNDO) -> None:
-        super().__init__(layer_class_to_replicate=lambda: _Layer(undo))  # type: ignore[arg-type]
+    get_conv_state = _of_known_layers(Cache.get_conv_state)
+    update_conv_state = _of_known_layers(Cache.update_conv_state)
+    get_recurrent_state = _of_known_layers(Cache.get_recurrent_state)
+    update_recurrent_state = _of_known_layers(Cache.update_recurrent_state)
+    has_previous_state = _of_known_layers(Cache.has_previous_state)
+
+    def __init__(self, config: PreTrainedConfig | None = None, *, undo: int = _UNDO) -> None:
+        require_int("undo", undo, minimum=0)
+        if config is None:
+            super().__init__(layer_class_to_replicate=lambda: _Layer(undo))  # type: ignore[arg-type]
+        else:
+            super().__init__(layers=[_as_ours(layer, undo) for layer in DynamicCache(config=config).layers])
+
+    def update_indexer(self, *_: Any, **__: Any) -> Tensor:
+        """Not served."""
+        raise _not_served("DynamicIndexedLayer")
+
+
+@dataclass(frozen=True, eq=False)
+class Given:
+    """Attribute of the keys that a layer returned: the layer, its new tokens' positions, and the update's number."""
+
+    layer: _Layer
+    tokens: range
+    update: int
+
+
+def given_of(keys: Tensor) -> Given | None:
+    """What these keys are to a `FlexdilatedCache`, if one returned them."""
+    return getattr(keys, _GIVEN, None)
 
 
 class _Layer(CacheLayerMixin):
-    """One layer's keys: the new ones come by `update`, and are held once attention has been computed with them."""
+    """One layer's keys. They enter by `update`, and are read by as many rules as attend before the next one."""
 
     is_compileable = False
     is_croppable = True
@@ -47,53 +114,115 @@ class _Layer(CacheLayerMixin):
 
     def __init__(self, undo: int) -> None:
         super().__init__()
-        self.undo = undo
-        self.cache: KVCache | None = None
-        self.rule: Pattern | Mixture | None = None
-        self.came: Tensor | None = None
+        stay_out_of_graphs(_Layer, "update", "attend")
+        self.undo, self.num_updates = undo, 0
+        self._forget()
+
+    def _forget(self) -> None:
+        self.held: HeldKeys | None = None
+        self.num_tokens = 0
+        self.readers: dict[Any, Reader] = {}  # of the last update's keys, by rule
+        self.known: dict[Any, Reader] = {}  # of the keys before
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
-        """Nothing is known of the rule before attention is called."""
+        """Nothing is known of rules before attention is called."""
         self.is_initialized = True
 
-    def update(self, key_states: Tensor, value_states: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
-        """The new keys and values themselves, (B, G, N, D): attention finds this layer by them."""
-        if self.came is not None:
+    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        """Append keys and values, (B, G, N, D), and return all that are held, (B, G, M, D)."""
+        if self.held is not None and not self.readers:
             raise ValueError(
-                "a FlexdilatedCache goes with flexdilated's attention, which has not been called since the last tokens "
-                "came: call flexdilated.integrations.transformers.set_pattern(model)"
+                "a FlexdilatedCache serves attention of flexdilated that reads keys as the cache returned them, and "
+                "none has read those of the last tokens. Where the model computes keys from what a cache returns, as "
+                "from latents, leave the cache to transformers, a DynamicCache; where attention is another library's, "
+                "call flexdilated.integrations.transformers.set_pattern(model)"
             )
-        self.lazy_initialization(key_states, value_states)
-        self.came = key_states = key_states.view_as(key_states)  # an object of its own
-        setattr(key_states, _LAYER, self)
-        return key_states, value_states
+        _, k, v = autocast(key_states, key_states, value_states)
+        refuse_gradients(k, v)
+        if self.held is None:
+            self.held = HeldKeys(k, v, _EVERYTHING, undo=self.undo)
+        else:
+            self.held.check_continues(k)
+            self.held.sources = _sources(self.readers)
+        self.lazy_initialization(k, v)
+        self.known, self.readers = self.readers, {}
+        self.held.append(k, v, self.num_tokens)
+        given = Given(self, range(self.num_tokens, self.num_tokens + k.shape[2]), self.num_updates + 1)
+        self.num_tokens, self.num_updates = given.tokens.stop, given.update
+        keys, values = self._views(self.held)
+        setattr(keys, _GIVEN, given)
+        if k.shape[2] > MOST_ROWS:
+            # Once nobody has the keys, all rules that read them are known.
+            finalize(given, _Layer._shrink, self, given.update).atexit = False
+        return keys, values
+
+    def _shrink(self, update: int) -> None:
+        if update == self.num_updates and self.held is not None and self.readers:
+            self.held.sources = _sources(self.known | self.readers)
+            self.held.shrink(self.num_tokens)
 
     def attend(
         self,
+        given: Given,
         q: Float[Tensor, "B H N D"],
-        k: Float[Tensor, "B G N D"],
-        v: Float[Tensor, "B G N D"],
+        k: Float[Tensor, "B G M D"],
+        v: Float[Tensor, "B G M D"],
         rule: Pattern | Mixture,
+        *,
         scale: float | None,
         sinks: Float[Tensor, " H"] | None,
+        module: nn.Module,
+        q_offset: int,
+        position_ids: Tensor | None,
     ) -> Float[Tensor, "B H N D"]:
-        """Attention of the new tokens over all that they see."""
-        if self.cache is None or rule != self.rule:
+        """Attention of the new tokens over all that they see of the keys returned for them.
+
+        module: the model's, which attends. position_ids: (B, N), if they may begin documents, which is refused.
+        """
+        _require_own_queries(given, module, range(q_offset, q_offset + q.shape[2]))
+        if position_ids is not None:
+            refuse_packed(position_ids, given.tokens.start)
+        q, k, v = autocast(q, k, v)
+        check_tensors(q, k, v, enable_gqa=True)
+        check_sinks(sinks, q)
+        refuse_gradients(q, k, v, sinks)
+        assert self.held is not None
+        reader = self._reader(rule, q.shape[1], scale, given.tokens)
+        out, lse = reader.attend(q, k, v, first=given.tokens.start, held=self.held)
+        if sinks is not None:
+            out, _ = with_sinks(out, lse, sinks)
+        return out.to(q.dtype)
+
+    def _reader(self, rule: Pattern | Mixture, num_heads: int, scale: float | None, tokens: range) -> Reader:
+        """The reader of a rule; ValueError where keys that it sees were evicted, as no reader before saw them."""
+        key = rule, num_heads, scale
+        reader = self.readers.get(key) or self.known.get(key)
+        if reader is None:
             if names(rule):
                 raise ValueError(
-                    "a FlexdilatedCache takes rows without padding, which all stand at one position: generate from "
-                    "rows of one length, or leave the cache to transformers"
+                    "a FlexdilatedCache takes batches in which one rule holds for all rows; here it depends on "
+                    f"{', '.join(map(repr, names(rule)))}. Generate from rows of one length, without padding, or "
+                    "leave the cache to transformers"
                 )
-            if self.get_seq_length():
-                raise ValueError(f"the layer's rule changed from {self.rule!r} to {rule!r} while its cache holds keys")
-            self.cache, self.rule = KVCache(rule, num_heads=q.shape[1], scale=scale, undo=self.undo), rule
-        self.came = None
-        return self.cache.attend(q, k, v, sinks=sinks)
+            reader = Reader(rule, num_heads=num_heads, scale=scale)
+            assert self.held is not None
+            if self.held.lacks(tokens.start, reader.sources):
+                raise ValueError(
+                    f"the layer's keys were evicted by the rules that read them so far, and {rule!r} sees more of "
+                    "them: begin with a new FlexdilatedCache"
+                )
+        reader.check_tokens(tokens)
+        self.readers[key] = reader
+        return reader
+
+    @staticmethod
+    def _views(held: HeldKeys) -> tuple[Tensor, Tensor]:
+        return held.keys[:, :, : held.num_used], held.values[:, :, : held.num_used]
 
     @property
     def keys(self) -> Tensor | None:
         """The keys that are held, (B, G, M, D)."""
-        return None if self.cache is None else self.cache.held()[1]
+        return None if self.held is None else self._views(self.held)[0]
 
     @keys.setter
     def keys(self, value: None) -> None:  # pyright: ignore[reportIncompatibleVariableOverride]
@@ -102,7 +231,7 @@ class _Layer(CacheLayerMixin):
     @property
     def values(self) -> Tensor | None:
         """The values that are held, (B, G, M, D)."""
-        return None if self.cache is None else self.cache.held()[2]
+        return None if self.held is None else self._views(self.held)[1]
 
     @values.setter
     def values(self, value: None) -> None:  # pyright: ignore[reportIncompatibleVariableOverride]
@@ -110,11 +239,11 @@ class _Layer(CacheLayerMixin):
 
     def get_seq_length(self) -> int:
         """Tokens seen."""
-        return 0 if self.cache is None else self.cache.num_tokens
+        return self.num_tokens
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        """(the new tokens, the position of the first): attention gets no others."""
-        return query_length, self.get_seq_length()
+        """(the new tokens, the position of the first): where the others are, attention knows from the keys."""
+        return query_length, self.num_tokens
 
     def get_max_length(self) -> int:
         """No bound."""
@@ -125,36 +254,102 @@ class _Layer(CacheLayerMixin):
 
     def crop(self, tokens_to_remove: int) -> None:
         """Take back the last tokens, given as a negative number."""
-        if tokens_to_remove > 0:
-            raise ValueError(f"tokens_to_remove must be 0 or negative; got {tokens_to_remove}")
-        if self.cache is not None:
-            self.cache.crop(self.cache.num_tokens + tokens_to_remove)
+        if tokens_to_remove > 0 or -tokens_to_remove > self.num_tokens:
+            raise ValueError(
+                f"tokens_to_remove must be 0 or negative, and at least -{self.num_tokens}; got {tokens_to_remove}"
+            )
+        if self.held is not None:
+            self.held.sources = _sources(self.known | self.readers)
+            self.held.take_back(self.num_tokens + tokens_to_remove, self.num_tokens)
+            self.num_tokens += tokens_to_remove
 
     def reset(self) -> None:
         """Forget all tokens."""
-        self.came = None
-        if self.cache is not None:
-            self.cache.reset()
+        self._forget()
 
     def reorder_cache(self, beam_idx: Int64[Tensor, " B"]) -> None:
         """Go on with these batch entries."""
-        if self.cache is not None:
-            self.cache.select(beam_idx)
+        if self.held is not None:
+            self.held.select(beam_idx.long())
 
     def batch_select_indices(self, indices: Tensor) -> None:
         """Go on with these batch entries."""
         self.reorder_cache(indices)
 
     def batch_repeat_interleave(self, repeats: int) -> None:
-        """Go on with so many copies of each batch entry."""
-        if self.cache is not None and self.keys is not None:
-            self.cache.select(torch.arange(len(self.keys)).repeat_interleave(repeats))
+        """Go on with this number of copies of each batch entry."""
+        if self.held is not None:
+            self.held.select(torch.arange(len(self.held.keys)).repeat_interleave(repeats))
 
     def offload(self) -> None:
         """Keys stay where they are."""
         raise ValueError("a FlexdilatedCache is not offloaded: it holds the keys that are needed alone")
 
 
-def layer_of(keys: Tensor) -> _Layer | None:
-    """The layer of a `FlexdilatedCache` that handed over these keys, if one did."""
-    return getattr(keys, _LAYER, None)
+class _LayerWithStates(LinearAttentionLayer, _Layer):
+    """A layer that has linear attention or convolutions and attention."""
+
+    is_compileable = False
+
+    def __init__(self, undo: int, number_of_states: int) -> None:
+        _Layer.__init__(self, undo)
+        LinearAttentionLayer.__init__(self, number_of_states=number_of_states)
+
+    def lazy_initialization(self, *keys: Any, **states: Any) -> None:
+        """As of keys and values, or of states, which come by name."""
+        if states:
+            LinearAttentionLayer.lazy_initialization(self, **states)
+        else:
+            _Layer.lazy_initialization(self, *keys)
+
+    def reset(self) -> None:
+        """Forget all tokens."""
+        LinearAttentionLayer.reset(self)
+        _Layer.reset(self)
+
+    def reorder_cache(self, beam_idx: Any) -> None:
+        """Go on with these batch entries."""
+        LinearAttentionLayer.reorder_cache(self, beam_idx)
+        _Layer.reorder_cache(self, beam_idx)
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """Take back the last tokens, given as a negative number."""
+        LinearAttentionLayer.crop(self, tokens_to_remove)
+        _Layer.crop(self, tokens_to_remove)
+
+    def offload(self) -> None:
+        """Keys stay where they are."""
+        _Layer.offload(self)
+
+
+def _as_ours(layer: Any, undo: int) -> Any:
+    """The layer in place of one of transformers, from whose config it was made."""
+    if type(layer) in (DynamicLayer, DynamicSlidingWindowLayer):
+        return _Layer(undo)
+    if type(layer) in (LinearAttentionLayer, DummyLayer):
+        return layer
+    if type(layer) is LinearAttentionAndFullAttentionLayer:
+        return _LayerWithStates(undo, layer.number_of_states)
+    raise _not_served(type(layer).__name__)
+
+
+def _not_served(kind: str) -> ValueError:
+    return ValueError(
+        f"a FlexdilatedCache holds keys and values, and states of linear attention; the model needs a {kind}. Leave "
+        "the cache to transformers, a DynamicCache"
+    )
+
+
+def _sources(readers: dict[Any, Reader]) -> list[RowSource]:
+    """The rules by which keys are kept; one that sees all where nothing is known."""
+    return [source for reader in readers.values() for source in reader.sources] or _EVERYTHING
+
+
+def _require_own_queries(given: Given, module: nn.Module, queries: range) -> None:
+    """Keys are read by queries of the same tokens, as in causal self-attention."""
+    if queries != given.tokens or given.update != given.layer.num_updates or not getattr(module, "is_causal", True):
+        raise ValueError(
+            "a FlexdilatedCache holds the keys of causal self-attention, for queries of the tokens that came last; got "
+            f"{type(module).__name__} with queries {queries} over keys of {given.tokens}. In an encoder-decoder give "
+            "EncoderDecoderCache(FlexdilatedCache(), DynamicCache()); else leave the cache to transformers"
+        )

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from inspect import unwrap
 from typing import Any
+from warnings import warn
 
 from torch import nn
 from transformers import PreTrainedModel
@@ -73,13 +74,35 @@ def choose(model: nn.Module, pattern: Patterns | None, compose: str) -> tuple[li
     return layers, chosen, require_choice("compose", compose, _COMPOSE)
 
 
-def give(model: PreTrainedModel, layers: list[nn.Module], chosen: list[Any], compose: str) -> None:
-    """Set the patterns of layers, and write them into the configs that say how these are made."""
+def give(model: PreTrainedModel, layers: list[nn.Module], chosen: list[Any], compose: str, name: str) -> None:
+    """Set the patterns of layers, and write them and the implementation's name into the configs of these.
+
+    transformers saves no `_attn_implementation`, but reads `attn_implementation`, and refuses a name that is not
+    registered: a process that knows nothing of the patterns cannot load the model as a dense one.
+    """
     for layer, own in zip(layers, chosen, strict=True):
         setattr(layer, _OWN, (own, compose == "replace"))
-    written = {"compose": compose, "patterns": [None if own is None else _text(own) for own in chosen]}
+    patterns = [None if own is None else _text(own) for own in chosen]
+    written = {_KEY: {"compose": compose, "patterns": patterns}, "attn_implementation": name}
     for config in {id(each): each for each in (model.config, *(layer.config for layer in layers))}.values():
-        setattr(config, _KEY, written)
+        for key, value in written.items():
+            if any(own is not None for own in chosen):
+                setattr(config, key, value)
+            else:
+                vars(config).pop(key, None)
+    if _warn_of_adapters not in model._state_dict_pre_hooks.values():
+        model.register_state_dict_pre_hook(_warn_of_adapters)
+
+
+def _warn_of_adapters(model: nn.Module, prefix: str, _: bool) -> None:
+    """PEFT takes a state dict to save its adapters, without the base model's config."""
+    adapted = ".base_model." in f".{prefix}" or getattr(model, "_hf_peft_config_loaded", False)
+    if adapted and hasattr(model.config, _KEY):
+        warn(
+            "a folder of adapters holds nothing of the patterns of their base model, and loads without: save the base "
+            "model too, or call flexdilated.integrations.transformers.set_pattern with the patterns once it is loaded",
+            stacklevel=2,
+        )
 
 
 def _check(number: int, layer: nn.Module, pattern: Any) -> None:

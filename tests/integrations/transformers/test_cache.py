@@ -2,13 +2,21 @@
 
 from __future__ import annotations
 
+from itertools import accumulate
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from transformers import DynamicCache
 
-from flexdilated import masks
+from flexdilated import attend, masks
+from flexdilated.decoding import _held_keys
 from flexdilated.integrations.transformers import FlexdilatedCache, set_pattern
+from flexdilated.integrations.transformers._attention import Visibility, attention
+from flexdilated.integrations.transformers._mask_functions import Reading
 
 from .models import model_of, tokens
 
@@ -54,7 +62,8 @@ def test_memory_stays_bounded() -> None:
     """A window keeps its keys, and the tokens that may be taken back, in whole pages."""
     model, cache, most = model_with("llama", "window"), FlexdilatedCache(undo=8), 0
     for begin in range(0, 600, 6):
-        model((tokens(1, 6) + begin) % 97, past_key_values=cache, position_ids=torch.arange(6)[None])
+        seen = {"past_key_values": cache, "attention_mask": torch.ones(1, begin + 6, dtype=torch.long)}
+        model((tokens(1, 6) + begin) % 97, position_ids=torch.arange(6)[None], **seen)
         most = max(most, cache.layers[0].keys.shape[2])
     assert cache.get_seq_length() == 600
     assert most <= 2 * (8 + 8 + 128)
@@ -67,6 +76,15 @@ def test_steps_equal_one_pass() -> None:
     found = [model(part, past_key_values=cache).logits for part in rows.split([20, 1, 1, 9, 1, 18], dim=1)]
     torch.testing.assert_close(torch.cat(found, dim=1), want, rtol=0, atol=1e-5)
     assert cache.layers[1].values.shape == (2, 2, 50, 16)
+
+
+@torch.no_grad()
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::UserWarning")
+def test_compiled_models_break_their_graph_at_it() -> None:
+    model, rows, cache = model_with("llama", "longnet"), tokens(), FlexdilatedCache()
+    want, compiled = model(rows, use_cache=False).logits, torch.compile(model, backend="eager")
+    found = [compiled(part, past_key_values=cache).logits for part in rows.split([20, 1, 1, 28], dim=1)]
+    torch.testing.assert_close(torch.cat(found, dim=1), want, rtol=0, atol=1e-5)
 
 
 @torch.no_grad()
@@ -88,17 +106,79 @@ def test_entries_and_tokens_of_a_cache() -> None:
 
 
 @torch.no_grad()
+def test_a_new_rule_reads_what_is_held() -> None:
+    """A pattern that is changed between steps sees all keys while they are held, and is refused once they are not."""
+    model, own, ours = model_with("llama", "longnet"), DynamicCache(), FlexdilatedCache(undo=0)
+    for pattern in (masks.local_window(left=7, right=0), masks.longnet((4, 32), (1, 4)), masks.causal()):
+        set_pattern(model, pattern)
+        want, got = (model(tokens(), past_key_values=cache).logits for cache in (own, ours))
+        torch.testing.assert_close(got, want, rtol=0, atol=1e-5)
+    set_pattern(model, masks.local_window(left=7, right=0))
+    for _ in range(10):
+        model(tokens(), past_key_values=ours)
+    set_pattern(model, masks.causal())
+    with pytest.raises(ValueError, match=r"keys were evicted by the rules that read them so far, and causal\(\) sees"):
+        model(tokens(), past_key_values=ours)
+
+
+@torch.no_grad()
+def test_a_prefill_holds_what_its_layer_needs() -> None:
+    """Each layer lets go of the keys of a long prefill before the next one begins."""
+    model, cache, held = model_with("llama", "window"), FlexdilatedCache(undo=0), []
+    last = model.model.layers[1]
+    last.register_forward_pre_hook(lambda *_: held.append(cache.layers[0].held.nbytes))
+    model(tokens(1, 250).repeat(1, 20), past_key_values=cache)
+    one = 2 * 2 * 16 * 4  # bytes of a token's keys and values
+    assert held == [256 * one]
+    assert cache.layers[1].held.nbytes == 256 * one
+
+
+BOUNDED = [
+    masks.local_window(left=5, right=0),
+    masks.longnet((4, 32), (1, 4)) & masks.causal(),
+    masks.strided(7) & masks.local_window(left=40, right=0) | masks.first_tokens(2) & masks.causal(),
+    masks.chunked(16) & masks.causal(),
+    masks.per_head([masks.local_window(left=3, right=0), masks.causal()] * 2),
+]
+
+
+@given(data=st.data())
+@settings(max_examples=25)
+@torch.no_grad()
+def test_keys_that_several_rules_read(data: st.DataObject) -> None:
+    """Once and again, by one rule or more, with values made of those returned: each is attention over all tokens."""
+    rules = data.draw(st.lists(st.sampled_from(BOUNDED), min_size=1, max_size=3))
+    chunks = data.draw(st.lists(st.integers(1, 30), min_size=1, max_size=12))
+    taken = data.draw(st.integers(0, 3))
+    q, k, v = torch.randn(3, 2, 4, sum(chunks), 16, generator=torch.Generator().manual_seed(0))
+    k, v = k[:, :2], v[:, :2]
+    whole = [attend(q, k, x, rule, enable_gqa=True) for rule in rules for x in (v, v.flip(1))]
+    cache, module, page = FlexdilatedCache(undo=taken), torch.nn.Identity(), data.draw(st.integers(1, 8))
+
+    def step(new: slice) -> None:
+        keys, values = cache.update(k[:, :, new], v[:, :, new], 0)
+        masked = [Visibility(Reading(rule, None, None, {}), None, new.start, 0) for rule in rules]
+        calls = [(x, mask) for mask in masked for x in (values, values.flip(1))]
+        for (x, mask), want in zip(calls, whole, strict=True):
+            got, _ = attention(module, q[:, :, new], keys, x, mask)
+            torch.testing.assert_close(got.transpose(1, 2), want[:, :, new], rtol=0, atol=1e-5)
+
+    with mock.patch.multiple(_held_keys, _PAGE=page, _LEAST_SLOTS=page):
+        for stop, size in zip(accumulate(chunks), chunks, strict=True):
+            step(slice(stop - size, stop))
+            back = min(taken, stop)
+            if back:  # the last tokens once more
+                cache.crop(-back)
+                step(slice(stop - back, stop))
+
+
+@torch.no_grad()
 def test_what_it_refuses() -> None:
     model = model_with("llama", "longnet")
     mask = torch.ones(2, 50, dtype=torch.long)
     mask[1, :9] = 0
-    with pytest.raises(ValueError, match="takes rows without padding"):
+    with pytest.raises(ValueError, match="one rule holds for all rows; here it depends on 'padding'"):
         model(tokens(), attention_mask=mask, past_key_values=FlexdilatedCache())
-    cache = FlexdilatedCache()
-    model(tokens(), past_key_values=cache)
-    set_pattern(model, masks.local_window(left=3, right=0))
-    with pytest.raises(ValueError, match="layer's rule changed from longnet"):
-        model(tokens(), past_key_values=cache)
     set_pattern(model, masks.local_window(left=3, right=3), compose="replace")
     with pytest.raises(ValueError, match="a cache needs a causal pattern"):
         model(tokens(), past_key_values=FlexdilatedCache())
@@ -107,9 +187,9 @@ def test_what_it_refuses() -> None:
     model.set_attn_implementation("sdpa")
     cache = FlexdilatedCache()
     model(tokens(), past_key_values=cache)
-    with pytest.raises(ValueError, match="goes with flexdilated's attention, which has not been called"):
+    with pytest.raises(ValueError, match="none has read those of the last tokens"):
         model(tokens(), past_key_values=cache)
-    with pytest.raises(ValueError, match="tokens_to_remove must be 0 or negative; got 1"):
+    with pytest.raises(ValueError, match="tokens_to_remove must be 0 or negative, and at least -50; got 1"):
         cache.crop(1)
 
 

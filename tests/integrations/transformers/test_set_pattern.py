@@ -113,8 +113,10 @@ def test_one_graph_for_all_values() -> None:
     positions = torch.cat([torch.arange(20), torch.arange(30)]).expand(2, -1)
     compiled = torch.compile(model, fullgraph=True, backend="eager")
     with torch.no_grad():
-        got, want = (run(tokens(), position_ids=positions, use_cache=False).logits for run in (compiled, model))
-    torch.testing.assert_close(got, want, rtol=0, atol=1e-5)
+        for cached in (False, True):
+            packed = {"position_ids": positions, "use_cache": cached}
+            got, want = (run(tokens(), **packed).logits for run in (compiled, model))
+            torch.testing.assert_close(got, want, rtol=0, atol=1e-5)
     assert fd.compilations().graph_breaks == before.graph_breaks
 
 

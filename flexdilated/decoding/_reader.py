@@ -1,0 +1,177 @@
+"""Attention by one rule over keys that are held: few queries row by row, many by an engine."""
+
+from __future__ import annotations
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from .._attend import attend
+from .._engines import check_engine
+from .._validate import resolve_scale
+from ..engines import (
+    MOST_ROWS,
+    Branch,
+    GroupedBranch,
+    branch_rules,
+    group_heads,
+    merge,
+    row_forward,
+    row_parts,
+    sum_dtype,
+)
+from ..masks import Bound, Mixture, Pattern, causal
+from ..masks.core import common_period, require_expression, require_int
+from ..masks.needs import FOREVER, RowSource, causal_by_form, later_pair
+from ..masks.patterns import names
+from ._held_keys import HeldKeys
+
+# B batch, H query heads, G key/value heads, N new tokens, S slots, D head dim
+
+
+class Reader:
+    """One causal rule, and attention from consecutive queries over the keys that it sees.
+
+    sources: the rule of each head, from which `HeldKeys` tells the keys to keep.
+    num_heads, scale, engine, head_offset, num_heads_global: as in `KVCache`.
+
+    Raises ValueError or TypeError for a pattern in which a query sees a later key, and for one with run-time tensors.
+    """
+
+    def __init__(
+        self,
+        pattern: Pattern | Mixture,
+        *,
+        num_heads: int,
+        scale: float | None = None,
+        engine: str | None = None,
+        head_offset: int = 0,
+        num_heads_global: int | None = None,
+    ) -> None:
+        _check_pattern(pattern)
+        check_engine(engine)
+        require_int("num_heads", num_heads, minimum=1)
+        require_int("head_offset", head_offset, minimum=0)
+        total = head_offset + num_heads if num_heads_global is None else num_heads_global
+        # Bound by hand: a cache has no number of tokens yet for `bind` to check.
+        Bound(pattern, 1, 1, num_heads, head_offset, total, 0, 0, 1)
+        self.num_heads, self.engine = num_heads, engine
+        self._head_offset, self._num_heads_global = head_offset, total
+        self.scale = None if scale is None else resolve_scale(scale, head_dim=1)
+        where = {"num_heads": num_heads, "head_offset": head_offset, "num_heads_global": total}
+        _check_causal(pattern, _sources(branch_rules(pattern, **where)))
+        # A search that found no later key is no proof; the intersection changes nothing, or makes it true.
+        proven = all(map(causal_by_form, pattern.branches()))
+        self.pattern: Pattern | Mixture = pattern if proven else pattern & causal()
+        self._branches = branch_rules(self.pattern, **where)
+        self.sources = _sources(self._branches)
+        self._period = common_period(self.pattern.branches())
+        self._limited = [leaf for leaf in pattern.leaves() if type(leaf).check_tokens is not Pattern.check_tokens]
+        self._groups: dict[tuple[int, torch.device], tuple[GroupedBranch, ...]] = {}
+
+    def check_tokens(self, queries: range) -> None:
+        """Raise ValueError for queries at positions that the pattern does not take, whatever keys there are."""
+        for leaf in self._limited:
+            # A rule may name keys that are yet to come; what no keys make right is an error.
+            if not _accepts(leaf, queries, range(FOREVER)):
+                leaf.check_tokens(queries, range(queries.stop))
+
+    def attend(
+        self,
+        q: Float[Tensor, "B H N D"],
+        k: Float[Tensor, "B G S D"],
+        v: Float[Tensor, "B G S D"],
+        *,
+        first: int,
+        held: HeldKeys,
+    ) -> tuple[Float[Tensor, "B H N D"], Float[Tensor, "B H N"]]:
+        """(output, natural lse) of queries at `first` and after; k and v are in the slots of `held`."""
+        compute = self._rows if q.shape[2] <= MOST_ROWS else self._chunk
+        return compute(q, k, v, first, held)
+
+    def _rows(self, q: Tensor, k: Tensor, v: Tensor, first: int, held: HeldKeys) -> tuple[Tensor, Tensor]:
+        """Queries over the keys that they see, a few at a time."""
+        found, scale = [], resolve_scale(self.scale, q.shape[-1])
+        for few in q.split(MOST_ROWS, dim=2):
+            queries = range(first, first + few.shape[2])
+            parts = row_parts(self._grouped(k), queries, range(queries.stop), held)
+            found.append(row_forward(parts, few, k, v, scale))
+            first = queries.stop
+        outs, lses = zip(*found, strict=True)
+        return torch.cat(outs, dim=2), torch.cat(lses, dim=2)
+
+    def _grouped(self, k: Tensor) -> tuple[GroupedBranch, ...]:
+        where = k.shape[1], k.device
+        if where not in self._groups:
+            self._groups[where] = group_heads(
+                self._branches, num_heads=self.num_heads, num_kv_heads=k.shape[1], device=k.device
+            )
+        return self._groups[where]
+
+    def _chunk(self, q: Tensor, k: Tensor, v: Tensor, first: int, held: HeldKeys) -> tuple[Tensor, Tensor]:
+        """Many queries, over each run of keys that some of them see, by an engine."""
+        queries = range(first, first + q.shape[2])
+        runs = held.visible(queries.start, len(queries), self.sources)
+        if not all(_accepts(self.pattern, queries, run) for run in runs):
+            return self._rows(q, k, v, first, held)  # some patterns insist on all keys that they name
+        if not runs:
+            wide = sum_dtype(q)
+            return torch.zeros_like(q), q.new_full(q.shape[:3], -torch.inf, dtype=wide)
+        out, lse = self._attend_run(q, k, v, first, runs[0], held)
+        for run in runs[1:]:
+            out, lse = merge(out.to(lse.dtype), lse, *self._attend_run(q, k, v, first, run, held))
+        return out, lse
+
+    def _attend_run(
+        self, q: Tensor, k: Tensor, v: Tensor, first: int, run: range, held: HeldKeys
+    ) -> tuple[Tensor, Tensor]:
+        (slots,) = held.slices(run)
+        # Shifted together by a multiple of the period, equal calls share one plan.
+        earliest = min(run.start, first)
+        shift = earliest - earliest % self._period if self._period else 0
+        return attend(
+            q,
+            k[:, :, slots],
+            v[:, :, slots],
+            self.pattern,
+            scale=self.scale,
+            enable_gqa=True,
+            q_offset=first - shift,
+            k_offset=run.start - shift,
+            engine=self.engine,
+            head_offset=self._head_offset,
+            num_heads_global=self._num_heads_global,
+            return_lse=True,
+        )
+
+
+def _check_pattern(pattern: Pattern | Mixture) -> None:
+    require_expression(pattern)
+    if names(pattern):
+        raise ValueError(
+            "a cache needs a pattern without run-time tensors, which are of one call and its tokens; "
+            f"got one with {', '.join(map(repr, names(pattern)))}"
+        )
+
+
+def _sources(branches: tuple[Branch, ...]) -> list[RowSource]:
+    return [rule.source for branch in branches for rule in branch.rules]
+
+
+def _check_causal(pattern: Pattern | Mixture, sources: list[RowSource]) -> None:
+    for source in sources:
+        pair = later_pair(source)
+        if pair is not None:
+            raise ValueError(
+                "a cache needs a causal pattern, in which no query sees a later key; here query "
+                f"{pair[0]} sees key {pair[1]}: take pattern & masks.causal(). Got {pattern!r}"
+            )
+
+
+def _accepts(pattern: Pattern | Mixture, queries: range, keys: range) -> bool:
+    """Whether the pattern can be bound to queries and keys at these positions."""
+    try:
+        pattern.check_tokens(queries, keys)
+    except ValueError:
+        return False
+    return True

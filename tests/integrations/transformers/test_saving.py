@@ -1,0 +1,159 @@
+"""A saved pattern is attended by after loading, or loading fails: in a process with this library and in one without."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+
+from flexdilated import masks
+from flexdilated.integrations.transformers import attention_layers, set_pattern
+from flexdilated.integrations.transformers._layers import layer_pattern
+
+from .models import model_of, tokens
+
+WINDOW = masks.local_window(left=2, right=0)
+REFUSED = 'Specified `attn_implementation="flexdilated"` is not supported'
+_SIZES = {"hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 4}
+
+
+def llava() -> Any:
+    """Its text config holds the pattern."""
+    text = transformers.LlamaConfig(**_SIZES, vocab_size=97, num_hidden_layers=2, num_key_value_heads=2)
+    vision = transformers.CLIPVisionConfig(**_SIZES, image_size=16, patch_size=4, num_hidden_layers=2)
+    config = transformers.LlavaConfig(text_config=text, vision_config=vision, image_token_index=60)
+    model = transformers.LlavaForConditionalGeneration(config)
+    set_pattern(model, {3: WINDOW})
+    return model
+
+
+def bart() -> Any:
+    heads = {"encoder_attention_heads": 4, "decoder_attention_heads": 4, "encoder_ffn_dim": 64, "decoder_ffn_dim": 64}
+    config = transformers.BartConfig(vocab_size=97, d_model=32, encoder_layers=1, decoder_layers=1, **heads)
+    model = transformers.BartForConditionalGeneration(config)
+    set_pattern(model, lambda layer: WINDOW if layer.is_causal else None)
+    return model
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model in each folder, and the logits of one of them in a file."""
+    folder, model = tmp_path_factory.mktemp("saved"), model_of("llama")
+    set_pattern(model, {1: WINDOW})
+    with torch.no_grad():
+        torch.save(model(tokens()).logits, folder / "logits")
+    for name, each in {"llama": model, "llava": llava(), "bart": bart()}.items():
+        each.save_pretrained(folder / name)
+    return folder
+
+
+def run(script: str, folder: Path) -> list[str]:
+    """What a new process prints."""
+    begin = f"import sys; sys.path[:] = {sys.path!r}\nfolder = {str(folder)!r}\n"
+    return subprocess.run(
+        [sys.executable, "-c", begin + script], check=True, capture_output=True, text=True
+    ).stdout.splitlines()
+
+
+def test_without_this_library_loading_fails(folders: Path) -> None:
+    """By any class, also the text model of a composite one."""
+    script = """
+import transformers
+for kind, name in (
+    ("AutoModel", "llama"), ("AutoModelForCausalLM", "llama"), ("LlamaForCausalLM", "llama"),
+    ("AutoModelForImageTextToText", "llava"), ("LlamaForCausalLM", "llava"), ("AutoModelForSeq2SeqLM", "bart"),
+):
+    try:
+        getattr(transformers, kind).from_pretrained(f"{folder}/{name}")
+    except ValueError as error:
+        print(error)
+print("flexdilated" in sys.modules)
+"""
+    *said, imported = run(script, folders)
+    assert len(said) == 6
+    assert all(each.startswith(REFUSED) for each in said)
+    assert imported == "False"
+
+
+def test_with_this_library_it_attends_by_the_pattern(folders: Path) -> None:
+    """Registered, it loads, and asks for set_pattern at the first pass; then its logits are those before saving."""
+    script = """
+import torch
+from transformers import AutoModelForCausalLM
+from flexdilated.integrations.transformers import register, set_pattern
+tokens = torch.randint(3, 97, (2, 50), generator=torch.Generator().manual_seed(1))
+def tried(call):
+    try:
+        return call()
+    except ValueError as error:
+        print(error)
+load = lambda: AutoModelForCausalLM.from_pretrained(f"{folder}/llama")
+tried(load)
+register()
+model = load()
+tried(lambda: model(tokens))
+set_pattern(model)
+with torch.no_grad():
+    print(torch.equal(model(tokens).logits, torch.load(f"{folder}/logits")))
+model.save_pretrained(f"{folder}/again")
+"""
+    unregistered, without, equal = run(script, folders)
+    assert unregistered.startswith(REFUSED)
+    assert "call flexdilated.integrations.transformers.set_pattern(model)" in without
+    assert equal == "True"
+    first, again = (json.loads((folders / name / "config.json").read_text()) for name in ("llama", "again"))
+    assert again == first
+
+
+@pytest.mark.parametrize("made", [llava, bart])
+def test_a_composite_model_gets_its_patterns_back(folders: Path, made: Any) -> None:
+    model = made()
+    loaded = type(model).from_pretrained(folders / made.__name__)
+    with pytest.raises(ValueError, match=r"call flexdilated\.integrations\.transformers\.set_pattern"):
+        layer_pattern(attention_layers(loaded)[0])
+    set_pattern(loaded)
+    want, found = ([layer_pattern(each) for each in attention_layers(x)] for x in (model, loaded))
+    assert found == want
+    assert sum(own is not None for own, _ in found) == 1
+
+
+def test_no_pattern_leaves_nothing_to_load(tmp_path: Path) -> None:
+    """A model whose patterns were taken away is saved as the dense model that it is."""
+    model = model_of("llama")
+    before = model.config.to_dict()
+    set_pattern(model, WINDOW)
+    set_pattern(model, {})
+    assert model.config.to_dict() == before
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
+@pytest.mark.parametrize("first", ["pattern", "adapter"])
+@pytest.mark.parametrize("own", [False, True])
+def test_a_folder_of_adapters_says_that_it_has_no_pattern(tmp_path: Path, first: str, own: bool) -> None:
+    """Of PEFT's model around it, and of transformers' own adapters; a whole model is saved without a word."""
+    from peft import LoraConfig, get_peft_model
+
+    model, config = model_of("llama"), LoraConfig(target_modules=["q_proj"])
+    if first == "pattern":
+        set_pattern(model, WINDOW)
+    adapted = model if own else get_peft_model(model, config)
+    if own:
+        model.add_adapter(config)
+    if first == "adapter":
+        set_pattern(adapted, WINDOW)
+    with pytest.warns(UserWarning, match="a folder of adapters holds nothing of the patterns of their base model"):
+        adapted.save_pretrained(tmp_path / "adapters")
+    set_pattern(adapted, {})
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        adapted.save_pretrained(tmp_path / "dense")
+        whole = model_of("llama")
+        set_pattern(whole, WINDOW)
+        whole.save_pretrained(tmp_path / "whole")
