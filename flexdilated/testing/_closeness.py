@@ -204,6 +204,7 @@ def assert_attention_close(
 
     Each number has a budget of its own: what rounding in the dtype of q may change it by, to first order, or the
     error that `scaled_dot_product_attention` makes in that row in the same dtype, whichever is larger, times `margin`.
+    In bfloat16 and float16 sums must be kept in float32: scores, weights and results may be rounded, independently.
     A row without keys must have output 0 and lse -inf, exactly. gradients: those of q, k and v too, of a fixed
     functional of `out` (and `lse`), which must then come from them by autograd; the graph is kept. The rest is as in
     `attend`; G may divide H. The definition takes memory for all N x M pairs: for tests.
