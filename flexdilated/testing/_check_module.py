@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 import textwrap
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from time import monotonic
 from typing import Any, Literal
 
 import torch
 from tabulate import tabulate
 
 from ..masks import Mixture, Pattern
-from ..masks.core import require_expression, require_int
+from ..masks.core import require_expression, require_int, shortened
 from ..masks.patterns import names
 from ._closeness import AS_IF, expected, likely_mistake
-from ._inputs import lengths_for, takes
+from ._inputs import LONG_LENGTHS, lengths_for, takes
 from ._leak_checks import check_batch, check_causality, check_isolation, check_packing, check_padding
 from ._module import Calls, DoesNotApply, Failure, Subject
 from ._problem import tokens
@@ -31,6 +32,9 @@ from ._value_checks import check_agreement, check_coverage, check_empty_rows, ch
 
 Verdict = Literal["passed", "failed", "does not apply", "skipped"]
 _WIDTH = 88  # the table has 120 columns
+_ERROR_LINES = 8
+_DETAIL_LINES = (10, 3, 3, 3)  # of the first failures, below the table
+_LONGEST_LINE = 240
 
 
 @dataclass(frozen=True)
@@ -63,6 +67,7 @@ class ModuleReport:
     module: str
     pattern: str
     sizes: str
+    lengths: str
     results: tuple[CheckResult, ...]
 
     @property
@@ -89,15 +94,25 @@ class ModuleReport:
             (result.name, result.verdict.upper() if result.verdict == "failed" else result.verdict, _first(result))
             for result in self.results
         ]
-        head = f"{self.module}, claimed to be {self.pattern}, {self.sizes}: {verdict}"
+        claim = shortened(self.pattern, _LONGEST_LINE)
+        head = f"{self.module}, claimed to be {claim}, {self.sizes}: {verdict}\n{self.lengths}"
         parts = [head, tabulate(table, headers=("check", "verdict", "detail"), maxcolwidths=[None, None, _WIDTH])]
-        parts += [f"{result.name}: {result.detail}" for result in self.failures if "\n" in result.detail]
+        long = [result for result in self.failures if "\n" in result.detail]
+        shown = zip(long, _DETAIL_LINES, strict=False)
+        parts += [f"{result.name}: {_cut(result.detail, most)}" for result, most in shown]
         return "\n\n".join(parts)
 
 
 def _first(result: CheckResult) -> str:
     """The first line; the others stand below the table."""
-    return textwrap.shorten(result.detail.partition("\n")[0], 3 * _WIDTH)
+    return textwrap.shorten(result.detail.partition("\n")[0], 2 * _WIDTH)
+
+
+def _cut(text: str, most_lines: int) -> str:
+    """At most so many lines, none of them long; the number of those left out follows."""
+    lines = text.splitlines()
+    more = [f"... and {len(lines) - most_lines} more lines"] if len(lines) > most_lines else []
+    return "\n".join([*(shortened(line, _LONGEST_LINE) for line in lines[:most_lines]), *more])
 
 
 MODULE_CHECKS: dict[str, Callable[[Subject], str]] = {
@@ -123,8 +138,10 @@ MODULE_CHECKS: dict[str, Callable[[Subject], str]] = {
 
 # Slow checks, each at one or few of the lengths, which its detail names.
 _ON_SOME_LENGTHS = ("compile", "recompilation", "ranks", "state dict")
+_AT_LONG_LENGTHS = ("agreement", "half precision")  # of which the second has gradients, too
+_MAX_TOKENS = 40
+_SHRINK_S = 5.0  # for one check; a call of the module that has begun ends
 _PAIRED = 12
-_MOST_LINES = 8
 
 
 def check_attention_module(factory: Callable[[], Any], pattern: Pattern | Mixture, **options: Any) -> ModuleReport:
@@ -147,7 +164,7 @@ def examine_attention_module(
     num_heads: int = 4,
     num_kv_heads: int | None = None,
     head_dim: int = 8,
-    max_tokens: int = 40,
+    max_tokens: int | None = None,
     lengths: Sequence[int] | None = None,
     examples: int = 16,
     calls: Calls | None = None,
@@ -164,12 +181,13 @@ def examine_attention_module(
         h // (H / G).
     num_heads, num_kv_heads, head_dim: H, G (None: H) and D of the tensors it gets.
     max_tokens, examples: it is called at no more than so many lengths up to so many tokens: small ones, those
-        around multiples of the pattern's own numbers, 64, 65, 128, 129 and so on. lengths: these lengths instead.
+        around multiples of the pattern's own numbers, 64, 65, 128, 129 and so on. max_tokens=None: up to 40 tokens, and
+        in agreement and half precision at a few up to 257, which the report names. lengths: these lengths instead.
     checks: the names of those to run, None for all (`MODULE_CHECKS`); skip: of those to leave out.
 
     Each check takes the lengths in rising order, so what it reports is the shortest case that fails among them, and
-    where lengths are not given, among all. A module that raises fails the check that called it. The definition that all
-    is held to is dense and in float64; budgets are those of `assert_attention_close`.
+    where lengths are not given, the shortest that is found in 5 seconds. A module that raises fails the check that
+    called it. The definition is dense and in float64; budgets are those of `assert_attention_close`.
 
     >>> report = testing.examine_attention_module(lambda: fd.BlockSparseAttention(masks.causal()), masks.causal())
     >>> report.passed
@@ -178,7 +196,8 @@ def examine_attention_module(
     require_expression(pattern)
     if not callable(factory):
         raise TypeError(f"factory must be a function that makes the module; got {factory!r:.80}")
-    for name, value in (("num_heads", num_heads), ("head_dim", head_dim), ("max_tokens", max_tokens)):
+    most = _MAX_TOKENS if max_tokens is None else max_tokens
+    for name, value in (("num_heads", num_heads), ("head_dim", head_dim), ("max_tokens", most)):
         require_int(name, value, minimum=1)
     require_int("examples", examples, minimum=2)
     require_int("seed", seed, minimum=0)
@@ -195,7 +214,7 @@ def examine_attention_module(
         )
     chosen = _chosen(checks, skip)
     if lengths is None:
-        tried = lengths_for(pattern, num_heads, max_tokens=max_tokens, examples=examples)
+        tried = lengths_for(pattern, num_heads, max_tokens=most, examples=examples)
     else:
         tried = tuple(sorted({require_int(f"lengths[{i}]", n, minimum=1) for i, n in enumerate(lengths)}))
         if not tried:
@@ -203,9 +222,21 @@ def examine_attention_module(
     calls = Calls() if calls is None else calls
     where = torch.device(device)
     subject = Subject(factory, pattern, calls, num_heads, groups, head_dim, tried, dtype, where, seed)
-    results = tuple(_result(name, subject, shrink=lengths is None) for name in chosen)
+    long = LONG_LENGTHS if max_tokens is None and lengths is None else ()
+    longer = replace(subject, lengths=(*tried, *(length for length in long if takes(pattern, num_heads, length))))
+    subjects = {name: longer if name in _AT_LONG_LENGTHS else subject for name in chosen}
+    results = tuple(_result(name, each, shrink=lengths is None) for name, each in subjects.items())
     sizes = f"H={num_heads}, G={groups}, D={head_dim}, N up to {tried[-1]}, {str(dtype).removeprefix('torch.')}"
-    return ModuleReport(_name(subject), repr(pattern), sizes, results)
+    return ModuleReport(_name(subject), repr(pattern), sizes, _lengths_text(subjects, tried), results)
+
+
+def _lengths_text(subjects: Mapping[str, Subject], tried: tuple[int, ...]) -> str:
+    """Lengths that were drawn for all checks, and for some of them."""
+    names = [name for name, subject in subjects.items() if subject.lengths != tried]
+    text = f"lengths drawn: {', '.join(map(str, tried))}"
+    if names:
+        text += f"; in {', '.join(names)} also {', '.join(map(str, subjects[names[0]].lengths[len(tried) :]))}"
+    return textwrap.fill(text, _WIDTH + 32)
 
 
 def _chosen(checks: Sequence[str] | None, skip: Sequence[str]) -> list[str]:
@@ -239,7 +270,9 @@ def _run(name: str, subject: Subject) -> str:
     except (DoesNotApply, Failure):
         raise
     except Exception as error:  # whatever the module raises is what it does wrong
-        raise Failure(f"{_at(name, subject.lengths)}raises {type(error).__name__}: {_first_lines(error)}") from error
+        raise Failure(
+            f"{_at(name, subject.lengths)}raises {type(error).__name__}: {_cut(str(error), _ERROR_LINES)}"
+        ) from error
 
 
 def _at(name: str, lengths: tuple[int, ...]) -> str:
@@ -247,13 +280,6 @@ def _at(name: str, lengths: tuple[int, ...]) -> str:
     if len(lengths) == 1 and name not in _ON_SOME_LENGTHS:
         return f"{tokens(lengths[0])}: "
     return f"{lengths[0]} and {tokens(lengths[1])}: " if name == "lengths" and len(lengths) == 2 else ""
-
-
-def _first_lines(error: Exception) -> str:
-    """Its first lines: some errors bring pages."""
-    lines = str(error).splitlines()
-    more = [f"... and {len(lines) - _MOST_LINES} more lines"] if len(lines) > _MOST_LINES else []
-    return "\n".join([*lines[:_MOST_LINES], *more])
 
 
 def _with_mistake(detail: str, subject: Subject) -> str:
@@ -270,19 +296,36 @@ def _with_mistake(detail: str, subject: Subject) -> str:
 
 
 def _smaller(name: str, subject: Subject) -> str | None:
-    """The detail of the shortest case that fails, if one with a length (or two) of its own does."""
+    """The detail of the shortest case that was found to fail in _SHRINK_S, if one with a length (or two) does."""
     if name in _ON_SOME_LENGTHS:
         return None
-    top = subject.lengths[-1]
-    taken = [length for length in range(1, top + 1) if takes(subject.pattern, subject.num_heads, length)]
-    tried: list[tuple[int, ...]] = [(length,) for length in taken]
+    until, found = monotonic() + _SHRINK_S, {}
+
+    def fails(*lengths: int) -> bool:
+        if lengths not in found and monotonic() < until:
+            found[lengths] = _detail(name, replace(subject, lengths=lengths))
+        return found.get(lengths) is not None
+
+    taken = [n for n in range(1, subject.lengths[-1] + 1) if takes(subject.pattern, subject.num_heads, n)]
     if name == "lengths":
-        tried = [(shorter, longer) for longer in taken[:_PAIRED] for shorter in taken if shorter < longer]
-    for lengths in tried:
-        try:
-            _run(name, replace(subject, lengths=lengths))
-        except DoesNotApply:
-            continue
-        except Failure as failure:
-            return str(failure)
+        pairs = ((shorter, longer) for longer in taken[:_PAIRED] for shorter in taken if shorter < longer)
+        return found[pair] if (pair := next((pair for pair in pairs if fails(*pair)), None)) else None
+    best = next((length for length in subject.lengths if fails(length)), None)
+    if best is None:
+        return None
+    passed = max((length for length in subject.lengths if length < best), default=0)
+    while between := [length for length in taken if passed < length < best]:
+        middle = between[len(between) // 2]
+        passed, best = (passed, middle) if fails(middle) else (middle, best)
+    return found[next((length for length in taken if length < best and fails(length)), best),]
+
+
+def _detail(name: str, subject: Subject) -> str | None:
+    """How the check fails; None where it passes, or does not apply."""
+    try:
+        _run(name, subject)
+    except DoesNotApply:
+        return None
+    except Failure as failure:
+        return str(failure)
     return None

@@ -37,23 +37,32 @@ def expected(
     out, lse = wide.attention()
     found = {"out": out.detach(), "lse": lse.detach()}
     plain = _plain_attention(problem, gradients=gradients and not through_lse)
-    where = {"gradients": gradients, "through_lse": through_lse}
-    limits = _first_order(wide, out.detach(), lse.detach(), torch.finfo(problem.q.dtype), **where)
     if gradients:
         outputs, sent = (out, lse), cotangents(out, lse, through_lse=through_lse)
-        found |= dict(
-            zip(("dq", "dk", "dv"), torch.autograd.grad(outputs, (wide.q, wide.k, wide.v), sent), strict=True)
-        )
-    # What is kept in the dtype is a whole number of its smallest steps; where nothing takes part it is exactly 0.
-    step = torch.finfo(problem.q.dtype).eps * torch.finfo(problem.q.dtype).smallest_normal
-    limits = {name: limit + step * (limit > 0) for name, limit in limits.items()}
+        grads = torch.autograd.grad(outputs, (wide.q, wide.k, wide.v), sent)
+        found |= dict(zip(("dq", "dk", "dv"), grads, strict=True))
+    with torch.no_grad():
+        limits = _limits(wide, found, problem.q.dtype, through_lse=through_lse)
     return {name: _limited(name, value, limits[name], plain, margin) for name, value in found.items()}
 
 
+def _limits(wide: Problem, found: Mapping[str, Tensor], dtype: torch.dtype, *, through_lse: bool) -> dict[str, Tensor]:
+    parts, own = _Parts.of(wide, found["out"], found["lse"], through_lse=through_lse), torch.finfo(dtype)
+    summed = torch.finfo(torch.float32) if dtype.itemsize == 2 else own
+    limits = _summation_limits(parts, summed, gradients="dq" in found)
+    if dtype.itemsize == 2:
+        rounded = _rounding_limits(parts, own, found)
+        limits = {name: limit + rounded[name] for name, limit in limits.items()}
+    # What is kept in the dtype is a whole number of its smallest steps; where nothing takes part it is exactly 0.
+    step = own.eps * own.smallest_normal
+    return {name: limit + step * (limit > 0) for name, limit in limits.items()}
+
+
 def cotangents(out: Tensor, lse: Tensor, *, through_lse: bool = True) -> tuple[Tensor, Tensor]:
-    """Fixed gradients to send back, in float64 on the CPU's generator; none through the lse of a row without keys."""
+    """Fixed gradients to send back, float64, numbers of every dtype; none through the lse of a row without keys."""
     generator = torch.Generator("cpu").manual_seed(1)
-    grad_out, grad_lse = (torch.randn(x.shape, generator=generator, dtype=torch.float64) for x in (out, lse))
+    drawn = (torch.randn(x.shape, generator=generator, dtype=torch.float64) for x in (out, lse))
+    grad_out, grad_lse = ((16 * x).round() / 16 for x in drawn)
     grad_out, grad_lse = grad_out.to(out.device), grad_lse.to(lse.device) * through_lse
     return grad_out, grad_lse.masked_fill(lse.detach() == -torch.inf, 0.0)
 
@@ -66,29 +75,79 @@ def _limited(name: str, value: Tensor, limit: Tensor, plain: dict[str, Tensor], 
     return Expected(name, value, margin * limit, error)
 
 
-def _first_order(
-    wide: Problem, out: Tensor, lse: Tensor, dtype: torch.finfo, *, gradients: bool, through_lse: bool
-) -> dict[str, Tensor]:
-    """The limits of the numbers that are computed in a dtype. Weights below its normal numbers may vanish."""
-    with torch.no_grad():
-        times = wide.times()
-        q, k, v = wide.q.abs(), wide.for_query_heads(wide.k).abs(), wide.for_query_heads(wide.v).abs()
-        scores = wide.scores()
-        sizes = torch.maximum((q @ k.mT) * abs(wide.scale), scores.abs())
+@dataclass(frozen=True, eq=False)
+class _Parts:
+    """What limits are made of, in float64: absolute q, k and v of query heads; scores (B, H, N, M) and weights."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    times: Tensor
+    scores: Tensor
+    weights: Tensor
+    out: Tensor
+    lse: Tensor  # 0 where a row has no keys
+    grad_out: Tensor
+    grad_lse: Tensor
+    scale: float
+    num_kv_heads: int
+
+    @classmethod
+    def of(cls, wide: Problem, out: Tensor, lse: Tensor, *, through_lse: bool) -> _Parts:
+        times, scores = wide.times(), wide.scores()
         finite = lse.masked_fill(lse == -torch.inf, 0.0)
-        loose = 1.0 + sizes.masked_fill(times == 0, 0.0).amax(-1) + finite.abs()
         # A score that is hidden may be of any size: only those that take part are looked at.
         weights = times * (scores.masked_fill(times == 0, -torch.inf) - finite[..., None]).exp()
-        errors = dtype.eps * loose[..., None] * weights + max(dtype.smallest_normal, _VANISHED) * (times > 0).double()
-        limits = {"out": errors @ v, "lse": dtype.eps * loose}
-        if gradients:
-            grad_out, grad_lse = (x.abs() for x in cotangents(out, lse, through_lse=through_lse))
-            inner = grad_out @ v.mT + (grad_out * (weights @ v)).sum(-1, keepdim=True) + grad_lse[..., None]
-            pulls = errors * inner * abs(wide.scale)
-            limits["dq"] = pulls @ k
-            limits["dk"] = _summed(pulls.mT @ q, wide.k.shape[1])
-            limits["dv"] = _summed(errors.mT @ grad_out, wide.k.shape[1])
+        q, k, v = wide.q.abs(), wide.for_query_heads(wide.k).abs(), wide.for_query_heads(wide.v).abs()
+        sent = (x.abs() for x in cotangents(out, lse, through_lse=through_lse))
+        heads = wide.k.shape[1]
+        return cls(q, k, v, times, scores, weights, out.abs(), finite, *sent, abs(wide.scale), heads)
+
+
+def _summation_limits(parts: _Parts, dtype: torch.finfo, *, gradients: bool) -> dict[str, Tensor]:
+    """Largest errors, to first order, of numbers that are computed and added up in a dtype.
+
+    Weights below its normal numbers may vanish.
+    """
+    sizes = torch.maximum((parts.q @ parts.k.mT) * parts.scale, parts.scores.abs())
+    loose = 1.0 + sizes.masked_fill(parts.times == 0, 0.0).amax(-1) + parts.lse.abs()
+    vanished = max(dtype.smallest_normal, _VANISHED) * (parts.times > 0).double()
+    errors = dtype.eps * loose[..., None] * parts.weights + vanished
+    limits = {"out": errors @ parts.v, "lse": dtype.eps * loose}
+    if gradients:
+        sent = (parts.grad_out * (parts.weights @ parts.v)).sum(-1, keepdim=True)
+        pulls = errors * (parts.grad_out @ parts.v.mT + sent + parts.grad_lse[..., None]) * parts.scale
+        limits["dq"] = pulls @ parts.k
+        limits["dk"] = _summed(pulls.mT @ parts.q, parts.num_kv_heads)
+        limits["dv"] = _summed(errors.mT @ parts.grad_out, parts.num_kv_heads)
     return limits
+
+
+def _rounding_limits(parts: _Parts, dtype: torch.finfo, found: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Errors of scores, weights and results that are each rounded to a half dtype, and added up in a wider one.
+
+    Roundings are independent: those of a sum add up as the root of their squares, and not with the number of keys.
+    """
+    unit = dtype.eps / 2
+    sizes = torch.maximum(_root(parts.q, parts.k.mT) * parts.scale, parts.scores.abs())
+    sizes = sizes.masked_fill(parts.times == 0, 0.0)
+    errors = unit * (1.0 + sizes) * parts.weights + dtype.eps * dtype.smallest_normal * (parts.times > 0)
+    limits = {name: unit * value.abs() for name, value in found.items()}
+    limits["out"] = limits["out"] + _root(errors, parts.v)
+    limits["lse"] = unit * (parts.lse.abs() + (parts.weights * sizes).sum(-1))
+    if "dq" in found:
+        sent = (parts.grad_out * (parts.out + _root(parts.weights, parts.v))).norm(dim=-1, keepdim=True)
+        inner = _root(parts.grad_out, parts.v.mT) + sent + parts.grad_lse[..., None]
+        pulls = errors * inner * parts.scale
+        limits["dq"] = limits["dq"] + _root(pulls, parts.k) + unit * sent * parts.scale * (parts.weights @ parts.k)
+        limits["dk"] = limits["dk"] + _summed(_root(pulls.mT, parts.q), parts.num_kv_heads)
+        limits["dv"] = limits["dv"] + _summed(_root(errors.mT, parts.grad_out), parts.num_kv_heads)
+    return limits
+
+
+def _root(a: Tensor, b: Tensor) -> Tensor:
+    """The matrix product with a root of squares in place of each sum."""
+    return (a.square() @ b.square()).sqrt()
 
 
 def _summed(x: Tensor, num_kv_heads: int) -> Tensor:
@@ -145,6 +204,7 @@ def assert_attention_close(
 
     Each number has a budget of its own: what rounding in the dtype of q may change it by, to first order, or the
     error that `scaled_dot_product_attention` makes in that row in the same dtype, whichever is larger, times `margin`.
+    In bfloat16 and float16 sums must be kept in float32: scores, weights and results may be rounded, independently.
     A row without keys must have output 0 and lse -inf, exactly. gradients: those of q, k and v too, of a fixed
     functional of `out` (and `lse`), which must then come from them by autograd; the graph is kept. The rest is as in
     `attend`; G may divide H. The definition takes memory for all N x M pairs: for tests.

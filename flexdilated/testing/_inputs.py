@@ -49,6 +49,7 @@ def _numbers(value: object) -> list[int]:
     return [number for number in several if isinstance(number, int) and not isinstance(number, bool)]
 
 
+LONG_LENGTHS = (65, 128, 257)  # of blocks that kernels work in: the last one whole, or with one token in it
 _BLOCKS = (64, 128, 256, 512, 1024)  # that kernels work in: the last one whole, or with one token in it
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -13,12 +13,13 @@ from torch import Tensor, nn
 
 from ..masks import Mixture, Pattern
 from ..masks.core import require_choice
-from ._closeness import check_result, expected, hold
+from ._closeness import Expected, check_result, expected, hold
 from ._inputs import KINDS, values
 from ._problem import Problem
 
 # B batch, H query heads, G key/value heads, N tokens, D head dim
 
+_GRADIENTS = ("dq", "dk", "dv")
 Result = Any  # out, or a tuple of which the first is out
 
 
@@ -189,20 +190,35 @@ def hold_rows(
     where: str, problem: Problem, out: Tensor, lse: Tensor | None = None, *, rows: Tensor | None = None
 ) -> None:
     """Failure where a row that has keys, of `rows` (B, H, N) if they are given, is not what the definition says."""
-    truth, seen = expected(problem), (problem.times() > 0).any(-1)
-    rows = seen if rows is None else seen & rows
-    with failing(where):
-        hold(problem, "out", out, truth["out"], rows=rows)
-        if lse is not None:
-            hold(problem, "lse", lse, truth["lse"], rows=rows)
+    _hold(where, problem, expected(problem), {"out": out, "lse": lse}, rows=rows)
 
 
 def hold_gradients(where: str, problem: Problem, grads: Iterable[Tensor], *, through_lse: bool = False) -> None:
     """Failure where those of q, k and v, for the fixed `cotangents`, are not the definition's."""
     truth = expected(problem, gradients=True, through_lse=through_lse)
+    _hold(where, problem, truth, dict(zip(_GRADIENTS, grads, strict=True)))
+
+
+def hold_all(where: str, problem: Problem, out: Tensor, grads: Sequence[Tensor]) -> None:
+    """`hold_rows` and, where there are gradients, `hold_gradients`, with the definition computed once."""
+    found = {"out": out, **dict(zip(_GRADIENTS, grads, strict=False))}
+    _hold(where, problem, expected(problem, gradients=bool(grads)), found)
+
+
+def _hold(
+    where: str,
+    problem: Problem,
+    truth: Mapping[str, Expected],
+    found: Mapping[str, Tensor | None],
+    *,
+    rows: Tensor | None = None,
+) -> None:
+    seen = (problem.times() > 0).any(-1)
+    rows = seen if rows is None else seen & rows
     with failing(where):
-        for name, grad in zip(("dq", "dk", "dv"), grads, strict=True):
-            hold(problem, name, grad, truth[name])
+        for name, x in found.items():
+            if x is not None:
+                hold(problem, name, x, truth[name], rows=None if name in _GRADIENTS else rows)
 
 
 @contextmanager

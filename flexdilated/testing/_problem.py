@@ -12,7 +12,7 @@ from torch import Tensor
 from .._validate import check_score_mod, check_sinks, check_sizes, check_tensors, check_zero_keys, resolve_scale
 from ..engines import ScoreMod, modified_scores, multiplicity, reference_attention, with_zero_keys
 from ..masks import Bound, Mixture, Pattern
-from ..masks.core import Extent, require_expression
+from ..masks.core import Extent, require_expression, shortened
 
 # B batch, H query heads, G key/value heads, N queries, M keys, D head dim
 
@@ -99,6 +99,7 @@ class Problem:
 
 
 _RUNS = 8
+_SHOWN = 200
 _BRANCHES = 6
 
 
@@ -142,7 +143,7 @@ def branch_lines(problem: Problem, b: int, h: int, q: int) -> list[str]:
         bound = replace(problem.bound, pattern=branch)
         allowed = multiplicity(bound, problem.q.device).expand(problem.q.shape[0], -1, -1, -1)[b, h, q]
         label = "keys" if len(branches) == 1 else f"branch {index}"
-        lines.append(f"{label:<9} {runs(allowed.nonzero().flatten().tolist())}: {branch!r}")
+        lines.append(f"{label:<9} {runs(allowed.nonzero().flatten().tolist())}: {shortened(repr(branch), _SHOWN)}")
     if len(branches) > _BRANCHES:
         lines.append(f"          and {len(branches) - _BRANCHES} branches more")
     return lines

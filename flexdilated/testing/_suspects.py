@@ -142,8 +142,9 @@ def _moved(times: Tensor, dim: int, step: int) -> Tensor:
 
 def _by_row(problem: Problem, places: Tensor, rows: _Rows) -> Iterator[tuple[str, int]]:
     """Mistakes that differ by row: one key too few or too many, padding that takes part, a factor."""
+    times, scores = problem.times(), problem.scores()
     for step, what in ((-1, "counts once less than it should"), (1, "counts once more than it should")):
-        keys = [_one_key(problem, place, step, rows.one(index)) for index, place in enumerate(places)]
+        keys = [_one_key(problem, times, scores, place, step, rows.one(i)) for i, place in enumerate(places)]
         if keys[0] is None:
             continue
         shift = problem.bound.k_offset - problem.bound.q_offset
@@ -156,13 +157,15 @@ def _by_row(problem: Problem, places: Tensor, rows: _Rows) -> Iterator[tuple[str
     yield from _shrunk_rows(problem, places, rows)
 
 
-def _one_key(problem: Problem, place: Tensor, step: int, row: _Rows) -> int | None:
+def _one_key(
+    problem: Problem, all_times: Tensor, all_scores: Tensor, place: Tensor, step: int, row: _Rows
+) -> int | None:
     """The key that, counted once less or more, makes the row what was found."""
     b, h, q = place.tolist()
-    times, scores = problem.times()[b, h, q], problem.scores()[b, h, q]
+    times, scores = all_times[b, h, q], all_scores[b, h, q]
     table = times + step * torch.eye(len(times), dtype=times.dtype, device=times.device)
     sink = None if problem.sinks is None else problem.sinks[h]
-    out = _softmax(table, scores.expand_as(table), sink) @ problem.for_query_heads(problem.v)[b, h]
+    out = _softmax(table, scores.expand_as(table), sink) @ problem.v[b, h * problem.v.shape[1] // problem.q.shape[1]]
     close = row.accounted_for(out) & (table >= 0).all(-1)
     return int(close.nonzero()[0]) if close.any() else None
 

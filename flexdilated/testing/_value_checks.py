@@ -9,7 +9,7 @@ from torch import Tensor
 
 from ._closeness import expected, gradients_of
 from ._inputs import KINDS
-from ._module import DoesNotApply, Failure, Subject, failing, hold_gradients, hold_rows
+from ._module import DoesNotApply, Failure, Subject, failing, hold_all, hold_gradients, hold_rows
 from ._problem import number, tokens
 
 
@@ -127,15 +127,17 @@ def check_gradients(subject: Subject) -> str:
 
 
 def check_half_precision(subject: Subject) -> str:
-    """bfloat16 and float16: within what rounding to these may change, and in the dtype that came in."""
+    """bfloat16 and float16: output and gradients within what rounding to these may change, in the same dtype."""
     for dtype in (torch.bfloat16, torch.float16):
         half = replace(subject, dtype=dtype)
         for length in half.spread:
-            q, k, v = half.inputs(length)
+            q, k, v = (x.requires_grad_() for x in half.inputs(length, batch=1))
             out, _ = half.run(half.module(), q, k, v)
             if out.dtype != dtype:
                 raise Failure(f"the output must have the dtype of q, {dtype}; got {out.dtype}")
-            hold_rows(f"{tokens(length)} in {str(dtype).removeprefix('torch.')}", half.problem(q, k, v), out)
+            problem = half.problem(q, k, v)
+            grads = gradients_of(problem, out, None) if out.requires_grad else ()
+            hold_all(f"{tokens(length)} in {str(dtype).removeprefix('torch.')}", problem, out, grads)
     return f"bfloat16 and float16, {_lengths(subject, subject.spread)}: within what rounding to them accounts for"
 
 

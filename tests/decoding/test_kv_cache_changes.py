@@ -39,6 +39,23 @@ def test_tokens_taken_back(data: st.DataObject) -> None:
     assert_close(torch.cat(outs, dim=2), oracle.attention(q, k, v, case.counts())[0], **TIGHT)
 
 
+@given(data=st.data())
+def test_undo_can_take_back_as_many_tokens_at_any_time(data: st.DataObject) -> None:
+    """Draft after draft over a small window, whether a full buffer evicts or the end of a chunk does."""
+    pattern = masks.local_window(left=data.draw(st.integers(0, 8)), right=0)
+    undo, chunks = data.draw(st.integers(1, 12)), data.draw(st.sampled_from([(1,), (2,), (1, 9)]))
+    sizes = {name: data.draw(st.sampled_from([1, 2, 5])) for name in ("page", "least_slots", "rows")}
+    q, k, v = draw_tensors(N=40, B=1)
+    cache, found = fd.KVCache(pattern, num_heads=4, undo=undo), []
+    with tiny_sizes(**sizes):
+        while cache.num_tokens < 40:
+            begin, taken = cache.num_tokens, data.draw(st.integers(1, undo))
+            decode(cache, *(torch.zeros_like(x[:, :, :undo]) for x in (q, k, v)), chunks)
+            cache.crop(begin)
+            found.append(decode(cache, *(x[:, :, begin : begin + taken] for x in (q, k, v)), chunks))
+    assert_close(torch.cat(found, dim=2), fd.attend(q, k, v, pattern, enable_gqa=True), **TIGHT)
+
+
 @pytest.mark.parametrize("name", ["window", "streaming", "longnet"])
 def test_what_undo_keeps(name: str) -> None:
     """Draft after draft, at the cache's own sizes, far beyond the look-back."""

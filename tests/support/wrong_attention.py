@@ -5,8 +5,10 @@ Each takes q (B, H, N, D), k and v (B, G, N, D). `Dense(rule)` is right; a rule 
 
 from __future__ import annotations
 
+import functools
 import os
 import time
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -192,6 +194,58 @@ class WideHalf(Dense):
 
     def forward(self, q, k, v):
         return super().forward(q.float(), k.float(), v.float())
+
+
+def running_sum(parts: Iterable[Tensor], dtype: torch.dtype) -> Tensor:
+    """Each partial sum rounded to the dtype; the last one, in float32."""
+    return functools.reduce(lambda total, part: (total + part).to(dtype), parts, torch.zeros((), dtype=dtype)).float()
+
+
+class WideSums(Dense):
+    """Right: weights and sums in float32, and the output in the dtype that came in."""
+
+    def forward(self, q, k, v):
+        k, v = (self.expand(x, q.shape[1]) for x in (k, v))
+        scores = self.scores(q.float(), k.float()).masked_fill(self.times(q, k) == 0, -torch.inf)
+        return self.summed(scores, v.float(), q.dtype).to(q.dtype)
+
+    def summed(self, scores, v, dtype):
+        weights = (scores - scores.amax(-1, keepdim=True)).exp()
+        return self.numerator(weights, v, dtype) / self.denominator(weights, dtype)[..., None]
+
+    def numerator(self, weights, v, dtype):
+        return weights @ v
+
+    def denominator(self, weights, dtype):
+        return weights.sum(-1)
+
+
+class HalfDenominators(WideSums):
+    """The denominator is summed in the dtype that came in."""
+
+    def denominator(self, weights, dtype):
+        return running_sum(weights.unbind(-1), dtype)
+
+
+class HalfOutputs(WideSums):
+    """The output is accumulated in the dtype that came in."""
+
+    def numerator(self, weights, v, dtype):
+        return running_sum((w @ x for w, x in zip(weights.split(1, -1), v.split(1, 2), strict=True)), dtype)
+
+
+class HalfMerge(WideSums):
+    """Blocks of 16 keys are merged by an lse that is kept in the dtype that came in."""
+
+    def summed(self, scores, v, dtype):
+        blocks = list(zip(scores.split(16, -1), v.split(16, 2), strict=True))
+        out, lse = torch.zeros_like(v), scores.new_full(scores.shape[:-1], -torch.inf)
+        for block, values in blocks:
+            new = block.logsumexp(-1)
+            both = torch.logaddexp(lse, new).to(dtype).float()
+            share, weights = (x - both[..., None] for x in (lse[..., None], block))
+            out, lse = share.exp() * out + weights.exp() @ values, both
+        return out
 
 
 class GrowingState(Dense):

@@ -1,11 +1,20 @@
 """check_attention_module: each wrong module fails the check that is about its mistake, in the shortest case."""
 
+import time
+
 import pytest
 import torch
+from torch.nn.attention.flex_attention import flex_attention
 
 import flexdilated as fd
 from flexdilated import masks
-from flexdilated.testing import Calls, check_attention_module, examine_attention_module
+from flexdilated.testing import (
+    Calls,
+    _check_module,
+    assert_attention_close,
+    check_attention_module,
+    examine_attention_module,
+)
 from tests.support import oracle, wrong_attention
 
 COMPILING = ("compile", "recompilation", "ranks")
@@ -36,7 +45,13 @@ WRONG = {
         "nothing is written: zeros",
     ),
     "zero padding": ("ZeroPadding", SEGMENTS, {"agreement"}, {"isolation"}, "keys more, of score 0 and value 0"),
-    "detached merge": ("DetachedMerge", SPARSE, {"gradients"}, {"agreement", "coverage"}, "dq is wrong"),
+    "detached merge": (
+        "DetachedMerge",
+        SPARSE,
+        {"gradients", "half precision"},
+        {"agreement", "coverage"},
+        "dq is wrong",
+    ),
     "summed merge": ("SummedMerge", SPARSE, {"agreement"}, {"isolation"}, "results are summed"),
     "causal forgotten": ("Dense", (CAUSAL[0], [oracle.every()]), {"causality"}, {"lengths"}, "is hidden from query"),
     "other shards": ("OtherShards", CAUSAL, {"coverage"}, {"causality"}, "is allowed and takes no part"),
@@ -70,7 +85,9 @@ def test_a_mistake_fails_its_check(mistake) -> None:
     assert all(report[check].verdict == "passed" for check in passing), str(report)
     assert words in str(report)
     if mistake in ONE_CHECK:
-        assert failed - ({"gradients"} if mistake == "NaN on empty rows" else set()) == failing, str(report)
+        assert failed - ({"gradients", "half precision"} if mistake == "NaN on empty rows" else set()) == failing, str(
+            report
+        )
 
 
 @pytest.mark.parametrize(("claim", "heads"), [(WINDOW, {"num_kv_heads": 2}), (SPARSE, {}), (SEGMENTS, {}), (GAPS, {})])
@@ -85,6 +102,51 @@ def test_a_failed_check_raises_with_the_report() -> None:
     with pytest.raises(AssertionError, match="checks failed") as caught:
         check_attention_module(lambda: wrong_attention.CausalLeak(*WINDOW[1]), WINDOW[0], **options)
     assert str(caught.value) == str(report)
+
+
+@pytest.mark.parametrize("name", ["HalfDenominators", "HalfOutputs", "HalfMerge"])
+def test_sums_in_half_precision_fail(name) -> None:
+    """Each is right in float32. With output alone too, over a few hundred tokens, where plain attention passes."""
+    module, checks = getattr(wrong_attention, name)(*CAUSAL[1]), ["agreement", "half precision"]
+    report = examine_attention_module(lambda: module, CAUSAL[0], checks=checks)
+    assert [result.name for result in report.failures] == ["half precision"], str(report)
+    with torch.no_grad():
+        q, k, v = torch.randn(3, 1, 2, 700, 16, generator=torch.Generator().manual_seed(0)).bfloat16()
+        right = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+        assert_attention_close(right, q, k, v, CAUSAL[0])
+        assert_attention_close(wrong_attention.WideSums(*CAUSAL[1])(q, k, v), q, k, v, CAUSAL[0])
+        with pytest.raises(AssertionError, match="out is wrong"):
+            assert_attention_close(module(q, k, v), q, k, v, CAUSAL[0])
+
+
+def by_flex(q, k, v):
+    return flex_attention(q, k, v, score_mod=lambda s, b, h, i, j: torch.where(i >= j, s, -torch.inf), enable_gqa=True)
+
+
+def by_sdpa(q, k, v):
+    return torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+
+
+RIGHT = {
+    "sdpa": by_sdpa,
+    "flex": by_flex,
+    "attend": lambda q, k, v: fd.attend(q, k, v, CAUSAL[0], enable_gqa=True),
+    "wide sums": wrong_attention.WideSums(*CAUSAL[1]),
+    "weights in half precision": wrong_attention.Dense(*CAUSAL[1]),
+}
+
+
+@pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
+@pytest.mark.parametrize("name", RIGHT)
+def test_right_modules_in_half_precision_pass(name) -> None:
+    """By no chance do they fail: few numbers in a row, that cancel, are where a budget may be too small."""
+    for seed in range(60):
+        dtype, tokens, dim = (torch.bfloat16, torch.float16)[seed % 2], (3, 20, 67)[seed % 3], (1, 4, 16)[seed // 3 % 3]
+        generator = torch.Generator().manual_seed(seed)
+        q, k, v = (torch.randn(2, heads, tokens, dim, generator=generator).to(dtype) for heads in (4, 2, 2))
+        backward = name != "flex"  # which has none on the CPU
+        q, k, v = (x.requires_grad_(backward) for x in (q, k, v))
+        assert_attention_close(RIGHT[name](q, k, v), q, k, v, CAUSAL[0], gradients=backward)
 
 
 def no_mask(module, q, k, v, hidden):
@@ -167,6 +229,46 @@ def test_what_fails_is_the_shortest_case() -> None:
     )
     assert all(result.detail.startswith("6 tokens") for result in report.failures), str(report)
     assert len(report.failures) == 3
+
+
+class LateLeak(wrong_attention.Dense):
+    """Sees all keys in sequences of more than 64 tokens, if their number is no multiple of 64."""
+
+    def times(self, q, k):
+        times = super().times(q, k)
+        return torch.ones_like(times) if q.shape[2] > 64 and q.shape[2] % 64 else times
+
+
+def test_a_mistake_beyond_64_tokens_is_found_and_said_in_short(monkeypatch) -> None:
+    """By default, and where all checks are longer: in bounded time and on one page."""
+    report = examine_attention_module(lambda: LateLeak(*CAUSAL[1]), CAUSAL[0], checks=["agreement", "coverage"])
+    assert report["agreement"].detail.startswith("65 tokens, ordinary values: out is wrong")
+    assert report["coverage"].verdict == "passed"
+    assert report.lengths == "lengths drawn: 1, 2, 3, 4, 5, 7, 39, 40; in agreement also 65, 128, 257"
+    monkeypatch.setattr(_check_module, "_SHRINK_S", 1.0)
+    begin = time.monotonic()
+    options = {"max_tokens": 140, "examples": 4, "skip": (*COMPILING, "lengths")}
+    report = examine_attention_module(lambda: LateLeak(*CAUSAL[1]), CAUSAL[0], **options)
+    assert time.monotonic() - begin < 60
+    assert {result.name for result in report.failures} >= {"agreement", "coverage", "causality", "gradients"}
+    assert len(str(report).splitlines()) < 60
+
+
+def test_shrinking_ends(monkeypatch) -> None:
+    """With no time at all, the first case that failed is reported."""
+    monkeypatch.setattr(_check_module, "_SHRINK_S", 0.0)
+    options = {"max_tokens": 40, "examples": 2, "checks": ["agreement", "lengths"]}
+    report = examine_attention_module(lambda: wrong_attention.Dense(oracle.every()), CAUSAL[0], **options)
+    assert report["agreement"].detail.startswith("40 tokens")
+
+
+def test_a_module_that_raises_pages_is_said_in_short() -> None:
+    def failing(q, k, v):
+        raise ValueError("\n".join([repr(torch.randn(20, 20))] * 4) + "x" * 10_000)
+
+    text = str(examine_attention_module(lambda: failing, CAUSAL[0], skip=COMPILING))
+    assert len(text.splitlines()) < 60
+    assert max(map(len, text.splitlines())) < 300
 
 
 def test_a_module_that_raises_fails() -> None:
