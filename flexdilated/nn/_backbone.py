@@ -237,8 +237,8 @@ class LongNetBackbone(Pretrained):
                 x = self.embedding(x)
             except IndexError as error:
                 raise ValueError(
-                    f"tokens must be at least 0 and below vocab_size={self.embedding.num_embeddings}, and padding any "
-                    f"of them, with a key_padding_mask; got {int(x.min())} to {int(x.max())}"
+                    f"tokens must be at least 0 and below vocab_size={self.embedding.num_embeddings} (padding, too, "
+                    f"with a key_padding_mask); got {int(x.min())} to {int(x.max())}"
                 ) from error
         if self.positions is not None:
             x = x + self.positions(positions)
