@@ -40,7 +40,13 @@ def check_tensors(q: Tensor, k: Tensor, v: Tensor, *, enable_gqa: bool) -> None:
 
 
 def require_dense(name: str, tensor: Tensor) -> None:
-    """Raise ValueError for a nested, sparse or opaque tensor."""
+    """Raise ValueError for a nested, sparse, opaque or distributed tensor."""
+    if type(tensor).__name__ == "DTensor":  # by its name, as importing it imports torch.distributed
+        raise ValueError(
+            f"{name} must be a plain tensor, this rank's part of the DTensor: {name}.to_local(), with head_offset= and "
+            "num_heads_global= where heads are sharded; where tokens are, give the parts to "
+            f"flexdilated.distributed.attend(..., mesh=); got placements {tensor.placements}"  # type: ignore[attr-defined]
+        )
     if not tensor.is_nested and tensor.layout != torch.strided:
         raise ValueError(f"{name} must be a dense tensor, such as {name}.to_dense(); got layout {tensor.layout}")
     if tensor.is_nested:
@@ -57,6 +63,7 @@ def check_sinks(sinks: object, q: Tensor) -> None:
         return
     if not isinstance(sinks, Tensor):
         raise TypeError(f"sinks must be a tensor or None; got {type(sinks).__name__}")
+    require_dense("sinks", sinks)
     if sinks.dtype not in _DTYPES:
         raise TypeError(f"sinks must be float32, bfloat16, float16 or float64; got {sinks.dtype}")
     if sinks.shape != q.shape[1:2]:

@@ -136,8 +136,8 @@ class LongNetBackbone(Pretrained):
         the first token; with a mesh it is the mask of the whole sequence. With `caches`, from `new_caches`, the
         tokens follow those that went through them before. memory: what every token attends to, of a model with
         memory_dim; memory_padding_mask: True for those of its tokens to which none may.
-        Raises ValueError or TypeError for another shape, dtype or device; a token outside the vocabulary raises
-        IndexError, or what the device makes of it, when it is embedded.
+        Raises ValueError or TypeError for another shape, dtype or device, and for a token outside the vocabulary: on
+        an accelerator and in a compiled graph this raises what the device makes of it.
         """
         if caches is not None and key_padding_mask is not None:
             raise ValueError("caches know no padding: give the real tokens alone, without key_padding_mask")
@@ -198,12 +198,13 @@ class LongNetBackbone(Pretrained):
             positions, x = torch.arange(first, first + num_tokens, device=tokens.device), tokens
         else:
             positions, x = layout.positions(tokens.device), layout.apply(tokens, dim=1)
-        x = self._embedded(x, positions, first + num_tokens)
+        self.config.check_num_tokens(first + num_tokens)
+        x = self._embedded(x, positions)
         pattern = on_host(without_padding(self.pattern, padding, (tokens.shape[0], num_tokens)))
         visible = None
         if padding is not None and self._selects:
             visible = on_host(without_padding(masks.every(), padding, (tokens.shape[0], num_tokens)))
-        told = turns(self.config, positions, first + num_tokens, x.dtype)
+        told = turns(self.config, positions, x.dtype)
         again = caches is None and self.config.checkpoint and torch.is_grad_enabled()
         draws = self.training and bool(self.config.dropout or self.config.drop_path)
         for index, block in enumerate(self.blocks):
@@ -229,12 +230,17 @@ class LongNetBackbone(Pretrained):
         assert isinstance(block, Block)
         return block
 
-    def _embedded(self, x: Tensor, positions: Tensor, end: int) -> Tensor:
-        """Tokens as vectors, with learned positions, all below `end`."""
-        x = x if self.embedding is None else self.embedding(x)
+    def _embedded(self, x: Tensor, positions: Tensor) -> Tensor:
+        """Tokens as vectors, with learned positions."""
+        if self.embedding is not None:
+            try:
+                x = self.embedding(x)
+            except IndexError as error:
+                raise ValueError(
+                    f"tokens must be at least 0 and below vocab_size={self.embedding.num_embeddings} (padding, too, "
+                    f"with a key_padding_mask); got {int(x.min())} to {int(x.max())}"
+                ) from error
         if self.positions is not None:
-            if end > self.positions.num_embeddings:
-                raise ValueError(f"the model has {self.positions.num_embeddings} learned positions; got {end} tokens")
             x = x + self.positions(positions)
         return F.dropout(x, self.config.dropout, self.training)
 

@@ -66,7 +66,6 @@ def generate(
     `next_logits` is called with consecutive tokens, the prompt in chunks first, and returns the logits of what
     follows the last; it remembers what came before. After its first `stop` a sequence has nothing else.
     """
-    require_int("max_new_tokens", max_new_tokens, minimum=0)
     require_int("prefill_chunk", prefill_chunk, minimum=1)
     if stop is not None:
         require_int("stop", stop, minimum=0)

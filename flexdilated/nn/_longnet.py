@@ -67,7 +67,8 @@ class LongNet(LongNetBackbone):
         token after which a sequence has nothing else; once all have drawn it the result ends. prefill_chunk: tokens of
         the prompt that go through the model at once, which bounds memory. memory, memory_padding_mask: as in a call.
 
-        Raises ValueError or TypeError for a model that is not causal or has no vocabulary, and for bad values.
+        Raises ValueError or TypeError, before any token is drawn, for a model that is not causal or has no vocabulary,
+        for more tokens than it has positions, and for bad values.
         """
         if self.config.vocab_size is None or not self.config.causal:
             raise ValueError(
@@ -78,6 +79,10 @@ class LongNet(LongNetBackbone):
         self._check(tokens)
         if not tokens.shape[1]:
             raise ValueError(f"generate needs a token to begin with; got shape {tuple(tokens.shape)}")
+        require_int("max_new_tokens", max_new_tokens, minimum=0)
+        if max_new_tokens:
+            of = f": {tokens.shape[1]} of the prompt, and all but the last of max_new_tokens={max_new_tokens}"
+            self.config.check_num_tokens(tokens.shape[1] + max_new_tokens - 1, of)
         sampling = Sampling(temperature=temperature, top_k=top_k, top_p=top_p, generator=generator)
         caches, read = self.new_caches(), self.read(memory, memory_padding_mask)
 

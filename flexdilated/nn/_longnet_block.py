@@ -16,7 +16,7 @@ from .._over_ranks import OverRanks
 from ..decoding import KVCache
 from ..masks import Layout, Mixture, Pattern
 from ..selection import SelectedAttention
-from ._longnet_config import LongNetConfig
+from ._longnet_config import XPOS_SPAN, LongNetConfig
 
 # B batch, N tokens, M tokens of the memory, E embed dim, H query heads, G key/value heads, D head dim
 
@@ -221,7 +221,6 @@ def _joined(out: Float[Tensor, "B H N D"], inner_norm: nn.Module | None) -> Floa
 RotaryTable = tuple[Float[Tensor, "N D"], Float[Tensor, "N D"]]
 
 _GAMMA = 0.4  # of xPos
-_SPAN = 126  # scales of xPos: its least factor to the power of half of them is near float32's smallest number
 
 
 class Turns(NamedTuple):
@@ -242,11 +241,11 @@ class Turns(NamedTuple):
         return (q * self.decay).to(q.dtype), (k / self.decay).to(k.dtype)
 
 
-def turns(config: LongNetConfig, positions: Int64[Tensor, " N"], end: int, dtype: torch.dtype) -> Turns | None:
-    """Those of tokens at these positions, all below `end`; None for a model that does not turn queries and keys.
+def turns(config: LongNetConfig, positions: Int64[Tensor, " N"], dtype: torch.dtype) -> Turns | None:
+    """Those of tokens at these positions; None for a model that does not turn queries and keys.
 
     xPos multiplies queries by ζ^(n/s) and divides keys by it, ζ a factor for each pair of channels and s its scale; the
-    exponents are counted from the middle of the span that float32 allows. Raises ValueError beyond it.
+    exponents are counted from the middle of the span that float32 allows.
     Source: xPos, arXiv 2212.10554, section 2.
     """
     if config.position not in ("rotary", "xpos"):
@@ -254,13 +253,8 @@ def turns(config: LongNetConfig, positions: Int64[Tensor, " N"], end: int, dtype
     table = rotary_table(positions, head_dim=config.head_dim, base=config.rotary_base, dtype=dtype)
     if config.position == "rotary":
         return Turns(table)
-    if end > _SPAN * config.xpos_scale:
-        raise ValueError(
-            f"xPos reaches {_SPAN * config.xpos_scale} tokens with xpos_scale={config.xpos_scale}: raise it, or take "
-            f"position='rotary'; got {end} tokens"
-        )
     pairs = torch.arange(0, config.head_dim, 2, device=positions.device, dtype=torch.float64) / config.head_dim
-    exponents = positions.double() / config.xpos_scale - _SPAN / 2
+    exponents = positions.double() / config.xpos_scale - XPOS_SPAN / 2
     decay = ((pairs + _GAMMA) / (1 + _GAMMA)) ** exponents[:, None, None]
     return Turns(table, torch.cat((decay, decay), dim=-1).to(table[0].dtype))
 

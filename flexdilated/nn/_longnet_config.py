@@ -79,6 +79,7 @@ class SelectedLayers:
 LAYOUTS = ("auto", "natural", "residue")
 NORMS = ("layer", "rms")
 POSITIONS = ("rotary", "xpos", "learned")
+XPOS_SPAN = 126  # scales of xPos: its least factor to the power of half of them is near float32's smallest number
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -218,6 +219,19 @@ class LongNetConfig:
             raise ValueError(
                 "max_positions is the number of learned positions, and position='learned' needs it; got "
                 f"position={self.position!r}, max_positions={self.max_positions}"
+            )
+
+    def check_num_tokens(self, num_tokens: int, of: str = "") -> None:
+        """Raise ValueError for a sequence of more tokens than there are positions; of: what they are, for the error."""
+        if self.max_positions is not None and num_tokens > self.max_positions:
+            raise ValueError(
+                f"the model has {self.max_positions} learned positions: make it with more max_positions, or take "
+                f"position='rotary'; got {num_tokens} tokens{of}"
+            )
+        if self.position == "xpos" and num_tokens > XPOS_SPAN * self.xpos_scale:
+            raise ValueError(
+                f"xPos reaches {XPOS_SPAN * self.xpos_scale} tokens with xpos_scale={self.xpos_scale}: raise it, or "
+                f"take position='rotary'; got {num_tokens} tokens{of}"
             )
 
     @property

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from dataclasses import asdict, fields
 from importlib import import_module
 from inspect import signature
@@ -49,6 +50,12 @@ class Pretrained(nn.Module):
         store.save_file({name: each.contiguous() for name, each in self.state_dict().items()}, place / _WEIGHTS)
         written = {"model": type(self).__name__, "arguments": arguments}
         (place / _CONFIG).write_text(json.dumps(written, indent=2) + "\n", encoding="utf-8")
+
+    def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
+        """As torch's; ValueError for weights that a wrapper named, with the way to strip its prefix."""
+        if strict:
+            _check_prefix(self, state_dict)
+        return super().load_state_dict(state_dict, strict, assign)
 
     @classmethod
     def from_pretrained(
@@ -110,6 +117,7 @@ def _config(data: dict[str, Any], path: Path) -> LongNetConfig:
 
 def _check(model: nn.Module, weights: dict[str, torch.Tensor]) -> None:
     """Raise ValueError that names all weights which are missing, unknown or of another shape."""
+    _check_prefix(model, weights)
     expected = {name: tuple(each.shape) for name, each in model.state_dict().items()}
     wrong = [f"{name} is missing" for name in expected if name not in weights]
     wrong += [f"{name} is unknown" for name in weights if name not in expected]
@@ -120,3 +128,15 @@ def _check(model: nn.Module, weights: dict[str, torch.Tensor]) -> None:
     ]
     if wrong:
         raise ValueError(f"weights must be those of the configuration; {'; '.join(wrong)}")
+
+
+def _check_prefix(model: nn.Module, weights: Mapping[str, Any]) -> None:
+    """Raise ValueError where all weights have the names of the model's behind one prefix."""
+    name = next(iter(model.state_dict()))
+    found = next((each for each in weights if each.endswith(f".{name}")), "")
+    prefix = found.removesuffix(name)
+    if prefix and all(each.startswith(prefix) for each in weights):
+        raise ValueError(
+            f"weights must have the model's own names; here each begins with {prefix!r}, as a module around the model "
+            f"adds it: load {{name.removeprefix({prefix!r}): each for name, each in weights.items()}}"
+        )

@@ -70,13 +70,14 @@ def _scored(
             operands = part.of_queries(q), part.of_keys(k), tuple(map(part.of_keys, pools))
             scores = scorer.scores(*operands, part.rule, own, rows, portion.rows, lists)
         else:
-            scores = at_lists(part.of_queries(given)[:, :, portion.rows.start : portion.rows.stop], lists)
+            here = for_heads(given[:, :, portion.rows.start : portion.rows.stop], q.shape[1])
+            scores = at_lists(part.of_queries(here), lists)
         found.append((scores, _candidates(own, lists, scores, only_whole=given is not None)))
     if len(found) == 1:
         scores, candidates = found[0]
     else:
         scores, candidates = (_assembled(parts, [each[i] for each in found], q.shape[:2]) for i in (0, 1))
-    return _by_table(call, Scored(scores, candidates), call.tables(q, k))
+    return _by_table(call, Scored(scores, candidates), call.tables(q, k), (q if given is None else given).shape[1])
 
 
 def _candidates(boxes: Boxes, lists: Tensor | None, scores: Tensor, *, only_whole: bool) -> Bool[Tensor, "b h n L"]:
@@ -95,14 +96,16 @@ def _assembled(parts: list[HeadPart], found: list[Tensor], shape: Sequence[int])
     return whole
 
 
-def _by_table(call: SelectionCall, scored: Scored, tables: int) -> Scored:
-    """What heads that share a table think of each block together."""
+def _by_table(call: SelectionCall, scored: Scored, tables: int, own: int) -> Scored:
+    """The scores of heads that share a table as one; own: the number of heads that have scores of their own."""
     scores, candidates = scored
     if tables == scores.shape[1]:
         return scored
     able = candidates.unflatten(1, (tables, -1))
     if call.kind == "top_k" and call.scorer not in LOGS:
-        return Scored(scores.masked_fill(~candidates, 0.0).unflatten(1, (tables, -1)).sum(2), able.any(2))
+        counted = candidates.unflatten(1, (own, -1)).any(2)
+        once = scores.unflatten(1, (own, -1))[:, :, 0].masked_fill(~counted, 0.0)
+        return Scored(once.unflatten(1, (tables, -1)).sum(2), able.any(2))
     logs = scores
     if call.kind in ("top_p", "threshold"):
         total = masked_lse(scores, candidates)

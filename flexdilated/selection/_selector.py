@@ -72,7 +72,7 @@ class BlockSelector(nn.Module):
     always: a set pattern that is read in any case, such as masks.chunked(block) | masks.first_tokens(block).
     share: "head", a table for each query head (T = H); "group", one for those of a key/value head (T = G), by the sum
         of their scores (NSA, arXiv 2502.11089), which for TopP, Threshold and scores that are logarithms is the mean
-        of their shares; "all", one for all heads (T = 1).
+        of their shares; "all", one for all heads (T = 1). A module's scores for G heads count once each.
     coarse: a selector of larger blocks and rows, multiples of these, with as many tables or fewer. The choice is then
         among the blocks within its choice, and pools of these alone are scored. It gets the same q and k.
     query_summary: what a row of more than one query looks with: "mean", the mean of its queries that see a key, and
@@ -219,8 +219,8 @@ class BlockSelector(nn.Module):
         bindings: list[Tensor],
         call: SelectionCall,
         pools: Pools | None = None,
-    ) -> Float[Tensor, "B H R C"]:
-        """The module's scores of all blocks. What hidden tokens hold does not come to it, unless it is in `pools`."""
+    ) -> Float[Tensor, "B X R C"]:
+        """The module's scores of all blocks, X = H or G. Hidden tokens are zeros to it, unless `pools` are given."""
         sees, seen = selection_sides(q.detach(), k.detach(), bindings, *call)
         rows = call.rows(q, k)
         queries = summaries(q, rows, range(rows.number), sees)
@@ -241,8 +241,7 @@ class BlockSelector(nn.Module):
             )
         if not scores.is_floating_point():
             raise TypeError(f"a module that scores must return floating-point scores; got {scores.dtype}")
-        scores = scores.to(torch.promote_types(scores.dtype, sum_dtype(q)))
-        return scores if scores.shape[1] == q.shape[1] else scores.repeat_interleave(q.shape[1] // k.shape[1], 1)
+        return scores.to(torch.promote_types(scores.dtype, sum_dtype(q)))
 
     def call(self, rule: Pattern, q_offset: int, scale: float) -> SelectionCall:
         """A call as plain values; rule: what holds in it."""

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import MISSING, dataclass, field, fields, replace
 from functools import cached_property
 from operator import index
-from typing import TYPE_CHECKING, Any, ClassVar, TypeVar, dataclass_transform
+from typing import TYPE_CHECKING, Any, ClassVar, NoReturn, TypeVar, dataclass_transform
 
 import torch
 from torch import Tensor
@@ -103,6 +103,13 @@ class Expression:
         if any(part.pads for part in inner):
             self.take_padding()
         object.__setattr__(self, "text", self.write())
+
+    def __bool__(self) -> NoReturn:
+        """Raise TypeError: `p and q` would be `q`, and `not p` False."""
+        raise TypeError(
+            f"a pattern is neither true nor false: combine patterns by `&`, `|` and `~`, not by `and`, `or` and `not`, "
+            f"and test for one by `is None`; got {self!r:.200}"
+        )
 
     def direct_parts(self) -> tuple[Pattern, ...]:
         """The patterns that this one is directly made of."""

@@ -182,3 +182,19 @@ def test_caches_that_do_not_fit() -> None:
         model(prompt_of(), caches=caches)
     with pytest.raises(ValueError, match=r"call it under torch.no_grad\(\)"):
         model(prompt_of(), caches=model.new_caches())
+
+
+@pytest.mark.parametrize(
+    "config", [{"position": "learned", "max_positions": 126}, {"position": "xpos", "xpos_scale": 1}]
+)
+@pytest.mark.parametrize("prompt", [1, 100, 126, 127])
+def test_positions_are_counted_before_the_first_pass(config, prompt) -> None:
+    """As many tokens as fit are drawn, the last of which is not read; one more raises, and nothing has run."""
+    model, passes = model_of(replace(TINY, **config), torch.float32), []
+    model.blocks[0].register_forward_hook(lambda *_: passes.append(1))
+    fit = 127 - prompt
+    assert model.generate(prompt_of(1, prompt), max_new_tokens=fit).shape == (1, 127)
+    passes.clear()
+    with pytest.raises(ValueError, match=rf"got 127 tokens: {prompt} of the prompt, .* max_new_tokens={fit + 1}"):
+        model.generate(prompt_of(1, prompt), max_new_tokens=fit + 1, stop=3)
+    assert not passes

@@ -219,3 +219,31 @@ def test_without_safetensors_it_says_what_to_install(tmp_path, monkeypatch):
 def test_bad_arguments(call, error, message):
     with pytest.raises(error, match=message):
         call()
+
+
+@pytest.mark.parametrize("prefix", ["module.", "_orig_mod.", "model.backbone.", "model._orig_mod."])
+def test_weights_that_a_wrapper_named(prefix, tmp_path) -> None:
+    """The error says how to strip the prefix, which then loads; a prefix of some weights alone is torch's error."""
+    model = fd.LongNet(TINY)
+    named = {f"{prefix}{name}": each for name, each in model.state_dict().items()}
+    says = f"each begins with '{prefix}', .*: load {{name.removeprefix"
+    with pytest.raises(ValueError, match=says):
+        model.load_state_dict(named)
+    model.load_state_dict({name.removeprefix(prefix): each for name, each in named.items()})
+    model.save_pretrained(tmp_path)
+    save_file(named, tmp_path / "model.safetensors")
+    with pytest.raises(ValueError, match=says):
+        fd.LongNet.from_pretrained(tmp_path)
+    named["norm.weight"] = named.pop(f"{prefix}norm.weight")
+    with pytest.raises(RuntimeError, match="Missing key"):
+        model.load_state_dict(named)
+    assert model.load_state_dict(named, strict=False).unexpected_keys
+
+
+@pytest.mark.parametrize(("bad", "says"), [(-1, "-1 to 3"), (TINY.vocab_size, f"0 to {TINY.vocab_size}")])
+def test_a_token_outside_of_the_vocabulary(bad, says) -> None:
+    model, tokens = fd.LongNet(TINY), torch.tensor([[0, 3, bad, 2]])
+    with pytest.raises(ValueError, match=rf"at least 0 and below vocab_size={TINY.vocab_size} .*; got {says}"):
+        model(tokens)
+    compiled = torch.compile(model, backend="eager", fullgraph=True)
+    torch.testing.assert_close(compiled(tokens.clamp(0, 3)), model(tokens.clamp(0, 3)))

@@ -91,8 +91,7 @@ def test_the_gate_scores_and_chooses_as_seer_attention_does(size, block, group, 
             chosen = found.blocks[b, table, row].tolist()
             assert set(chosen) - {-1} == expected
             worth = scores[table, row, [j for j in chosen if j >= 0]]
-            # A group's score is added over its query heads by the selector, once for each.
-            assert_close(found.scores[b, table, row, : len(worth)], worth * (H // G if group else 1))
+            assert_close(found.scores[b, table, row, : len(worth)], worth)
 
 
 @pytest.mark.parametrize("share", ["head", "group"])
@@ -236,6 +235,31 @@ def test_coarse_to_fine_knows_no_later_token() -> None:
     first = attention(*(x[:, :, :23] for x in (q, k, v)), enable_gqa=True)
     second = attention(q[:, :, 23:], k, v, enable_gqa=True, q_offset=23)
     assert_close(torch.cat([first, second], 2), whole)
+
+
+@pytest.mark.parametrize("sizes", [(0, 5, 5), (2, 0, 5), (2, 5, 0), (2, 5, 1), (0, 0, 0)])
+def test_empty_inputs_of_all_recipes(sizes) -> None:
+    """No batch entries, queries or keys: the output has its shape, and is 0 for queries without keys, as gradients."""
+    B, N, M = sizes
+    q, k, v, x = (torch.randn(B, *rest).requires_grad_() for rest in ((4, N, 8), (2, M, 8), (2, M, 8), (N, 6)))
+    native = recipes.NativeSparseAttention(6, 8, 4, 2, length=4, stride=2, block=4, top=3, window=3)
+    outs = [native(x, q, k.expand(3, *k.shape), v.expand(3, *v.shape))]
+    outs.append(recipes.CoarseToFineAttention(block=4, top=2)(q, k, v, enable_gqa=True))
+    forward_only = [
+        recipes.moba(block=4, top=2),
+        recipes.quest(budget=8, block=4),
+        recipes.seer_attention(recipes.SeerGate(8, 4, 2, block=4), choose=fd.TopK(2)),
+        recipes.seer_attention_r(recipes.SeerGate(8, 4, 2, block=4, share="group"), choose=fd.TopK(2)),
+        recipes.xattention(block=8, threshold=0.5, most=2),
+    ]
+    with torch.no_grad():
+        outs += [fd.SelectedAttention(each)(q, k, v, enable_gqa=True) for each in forward_only]
+    for out in outs:
+        assert out.shape == (B, 4, N, 8)
+        assert out.isfinite().all()
+        assert M or not out.any()
+    grads = torch.autograd.grad(outs[0].sum() + outs[1].sum(), (q, k, v))
+    assert all(grad.isfinite().all() for grad in grads)
 
 
 class All(torch.nn.Module):

@@ -86,15 +86,16 @@ class Gate(nn.Module):
         return (groups @ keys.unsqueeze(2).mT).flatten(1, 2)
 
 
+@pytest.mark.parametrize("share", ["head", "group", "all"])
 @pytest.mark.parametrize("per_group", [False, True])
 @pytest.mark.parametrize("query_block", [1, 4])
-def test_a_module_scores_whole_blocks(per_group: bool, query_block: int) -> None:
+def test_a_module_scores_whole_blocks(share: str, per_group: bool, query_block: int) -> None:
     """The same as a selection by hand of its scores; the module learns from the scores of the chosen."""
     torch.manual_seed(0)
     q, k = torch.randn(2, 4, 22, 8, dtype=torch.float64), torch.randn(2, 2, 22, 8, dtype=torch.float64)
     gate = Gate(8, per_group=per_group)
     options = {"block": 4, "choose": fd.TopK(2), "query_block": query_block, "query_summary": "first"}
-    selector = fd.BlockSelector(**options, scorer=gate, always=masks.chunked(4))
+    selector = fd.BlockSelector(**options, scorer=gate, always=masks.chunked(4), share=share)
     found = selector(q, k)
     blocks = [k[:, :, at : at + 4] for at in range(0, 22, 4)]
     pools = Pools(
@@ -104,7 +105,10 @@ def test_a_module_scores_whole_blocks(per_group: bool, query_block: int) -> None
         )
     )
     scores = gate(q[:, :, ::query_block], pools)
-    scores = scores.repeat_interleave(2, 1) if per_group else scores
+    if share == "head":
+        scores = scores.repeat_interleave(2, 1) if per_group else scores
+    else:  # each head's own scores once: the module's, summed where heads share a table
+        scores = scores.unflatten(1, (2 if share == "group" else 1, -1)).sum(2)
     for r in range(found.blocks.shape[2]):
         past = r * query_block // 4
         best = scores[:, :, r, :past].sort(dim=-1, descending=True)

@@ -168,6 +168,12 @@ def check_shards(q: Tensor, k: Tensor, v: Tensor, *, ranks: Ranks, sharding: Sha
     check_sharding(sharding, ranks)
     check_device(ranks, q)
     length = sharding.length(ranks.rank)
+    if q.shape[2] != k.shape[2]:
+        raise ValueError(
+            "q, k and v must be this rank's shards of one sequence; to attend to another one, gather its keys, as "
+            "flexdilated.attend(q, unshard(k, mesh), unshard(v, mesh), pattern, q_offset=position of this rank's first "
+            f"query); got {q.shape[2]} queries and {k.shape[2]} keys"
+        )
     if not q.shape[2] == k.shape[2] == length:
         raise ValueError(
             f"q, k and v must be this rank's shard: the sharding gives rank {ranks.rank} of {ranks.size} {length} "

@@ -43,6 +43,7 @@ _NOT_IN_ATTEND = {
 }
 _NOT_IN_LAYERS = {
     "rel_pos": f"the position bias of its layers (ALiBi, T5's and the like) {_BIAS}",
+    "polar_pos_emb": "polar_pos_emb gives queries and keys twice the width of values",
     "residual_attn": f"residual_attn hands on {_WEIGHTS}",
     "cross_residual_attn": f"cross_residual_attn hands on {_WEIGHTS}",
 }

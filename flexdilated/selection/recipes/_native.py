@@ -125,6 +125,8 @@ class NativeSparseAttention(nn.Module):
         count = -(-num_keys // self.block)
         number, each = q.shape[2], q.shape[0] * q.shape[1] * max(1, keys.shape[2])
         blocks = torch.full((*keys.shape[:2], number, self.top), -1, device=q.device)
+        if not num_keys or not each:
+            return blocks
         ids = torch.arange(count, device=q.device)
         wide = sum_dtype(q)
         for at in range(0, number, step := max(1, _AT_ONCE // each)):

@@ -45,7 +45,7 @@ class CustomRule:
         if device.type == "cpu":
             return self.function
         if device not in self.elsewhere:
-            self.elsewhere[device], _, _ = snapshot(self.function, device)
+            self.elsewhere[device], _ = snapshot(self.function, device)
         return self.elsewhere[device]
 
 
@@ -144,13 +144,13 @@ def custom(fn: MaskMod | BlockMask, *, classify: Classify | None = None, period:
     if period is not None:
         require_int("period", period, minimum=1)
     parts = [snapshot(function, torch.device("cpu")) for function in given if function is not None]
-    digest = "+".join([part for _, part, _ in parts] + ([] if period is None else [f"period {period}"]))
+    digest = "+".join([part for _, part in parts] + ([] if period is None else [f"period {period}"]))
     with _rules_lock:
         known = _rules.get(digest)
     if known is not None:
         return Custom(known)
     function, classes = parts[0][0], parts[1][0] if len(parts) > 1 else None
-    rule = CustomRule(digest, function, classes, period, check_mask_mod(function, parts[0][2]), given)
+    rule = CustomRule(digest, function, classes, period, check_mask_mod(function, parts[0][1]), given)
     if classes is not None:
         check_classify(rule.name, classes)
     if period is not None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import types
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import product
 from typing import Any
@@ -16,6 +16,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 
 from ...core import EMPTY, FULL, PARTIAL
+from ._function_snapshot import snapshot
 
 _MAKER = "def make(window): return lambda b, h, q, k: q - k < window"
 _HEADS = (3, 2, 1)
@@ -102,19 +103,21 @@ def _require_function(what: str, value: object, takes: str, how: str = "") -> ty
     return value
 
 
-def check_mask_mod(function: types.FunctionType, captured: Sequence[Tensor]) -> Traits:
-    """Evaluate the function on small grids; ValueError or TypeError, naming the rule it breaks, if it breaks one."""
+def check_mask_mod(function: types.FunctionType, digest: str) -> Traits:
+    """Evaluate the function on small grids; ValueError or TypeError, naming the rule it breaks, if it breaks one.
+
+    digest: of the function before it was called.
+    """
     before = torch.get_rng_state()
     try:
-        return _check(function, captured)
+        return _check(function, digest)
     except (TypeError, ValueError):
         torch.set_rng_state(before)  # a function that draws random numbers is refused and leaves no trace
         raise
 
 
-def _check(function: types.FunctionType, captured: Sequence[Tensor]) -> Traits:
-    name, versions = function.__qualname__, [tensor._version for tensor in captured]
-    grid = _largest_grid(function)
+def _check(function: types.FunctionType, digest: str) -> Traits:
+    name, grid = function.__qualname__, _largest_grid(function)
     before = [part.clone() for part in grid]
     with _Watch(grid[0], grid[1]) as watch:
         result = _call(function, grid)
@@ -122,7 +125,7 @@ def _check(function: types.FunctionType, captured: Sequence[Tensor]) -> Traits:
     if watch.reaches("b", result):
         rule = f"the custom function {name!r} must not depend on the batch entry b: block lists serve all of them"
         raise ValueError(f"{rule}; for rules by batch entry use run-time tensors, such as masks.documents")
-    if not all(map(torch.equal, before, grid)) or versions != [tensor._version for tensor in captured]:
+    if not all(map(torch.equal, before, grid)) or snapshot(function, torch.device("cpu"))[1] != digest:
         raise ValueError(f"the custom function {name!r} must not change its arguments or what it captured")
     if not torch.equal(result, _call(function, grid)):
         raise ValueError(f"the custom function {name!r} must be a rule; two calls with the same positions differ")

@@ -14,26 +14,39 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import Buffer, Parameter
 
 from ...core import content_digest
 
 # What is plain data: its repr tells two values apart.
-_PLAIN = (type(None), bool, int, float, complex, str, bytes, range, slice, type(Ellipsis))
+_PLAIN = (type(None), bool, int, float, complex, str, bytes, range, type(Ellipsis))
 _TORCH_PLAIN = (torch.dtype, torch.device, torch.layout, torch.memory_format)
-# Modules whose contents do not change while a process runs.
-_FIXED_MODULES = ("torch", "math", "operator", "_operator", "builtins")
 _ADVICE = "hand over numbers, strings, tensors, containers of these or plain functions instead"
+
+# The built-in names that a function may use: those that compute from their arguments and look up nothing by its name.
+_COMPUTING = """abs all any bool bytes callable complex dict divmod enumerate filter float frozenset int isinstance iter
+len list map max min next pow print range reversed round set slice sorted str sum tuple zip"""
+_BUILTINS = {name: getattr(builtins, name) for name in _COMPUTING.split()} | {
+    name: value
+    for name, value in vars(builtins).items()
+    if isinstance(value, type) and issubclass(value, BaseException)
+}
+# Functions written in Python that compute from their arguments alone; any other is read as a function of the caller is.
+_FIXED_FUNCTIONS = ("torch._tensor", "torch.functional", "torch.nn.functional", "torch.nn.attention.flex_attention")
+_FIXED_CLASSES = ("torch", "torch._C", "math", "operator")
+# They read attributes by names that the code does not show, or a file.
+_BY_NAME = ("attrgetter", "methodcaller", "from_file")
 
 Identity = Any  # nested lists of strings: what json.dumps writes in one way only
 Reads = Set[tuple[str, ...]]
 
 
-def snapshot(function: types.FunctionType, device: torch.device) -> tuple[types.FunctionType, str, list[Tensor]]:
-    """(a copy of the function and of all it reads, its digest, the tensors that the copy holds on this device).
+def snapshot(function: types.FunctionType, device: torch.device) -> tuple[types.FunctionType, str]:
+    """(a copy of the function and of all it reads, with its tensors on this device; its digest).
 
     Equal digests mean equal functions. Names of functions and variables and the place in a file do not count;
     code, constants, defaults, captured values and globals do. Raises TypeError for values without a lasting
-    identity, and for code that assigns what it captured.
+    identity, for code that assigns what it captured, and for code that imports or finds values by name.
     """
     reader = _Reader(function.__qualname__, device)
     try:
@@ -42,7 +55,7 @@ def snapshot(function: types.FunctionType, device: torch.device) -> tuple[types.
     except RecursionError:
         rule = f"the custom function {function.__qualname__!r} must read values whose contents identify it"
         raise TypeError(f"{rule}; it reads a container that holds itself or nests too deep") from None
-    return copy, digest, reader.tensors
+    return copy, digest
 
 
 @dataclass
@@ -51,7 +64,6 @@ class _Reader:
 
     name: str
     device: torch.device
-    tensors: list[Tensor] = field(default_factory=list)
     seen: dict[int, tuple[int, types.FunctionType]] = field(default_factory=dict)
 
     def function(self, function: types.FunctionType) -> tuple[Identity, types.FunctionType]:
@@ -59,7 +71,7 @@ class _Reader:
             number, copy = self.seen[id(function)]
             return ["again", number], copy
         code, cells = function.__code__, function.__closure__ or ()
-        self._check_assignments(code)
+        self._check_code(function)
         scope: dict[str, Any] = {"__builtins__": builtins}
         copy = types.FunctionType(code, scope, function.__name__, None, tuple(types.CellType() for _ in cells))
         copy.__qualname__ = function.__qualname__
@@ -88,6 +100,8 @@ class _Reader:
             return self._sequence(value, what)
         if kind is dict:
             return self._mapping(value, what)
+        if kind is slice:
+            return self._sequence((value.start, value.stop, value.step), what)[0], value
         if kind is types.CodeType:
             return self._code(value), value
         if isinstance(value, Tensor):
@@ -97,10 +111,12 @@ class _Reader:
             return ["fixed", fixed], value
         if isinstance(value, types.FunctionType):
             return self.function(value)
-        if isinstance(value, types.ModuleType) and reads and () not in reads:
-            return self._module(value, what, reads)
+        if isinstance(value, types.ModuleType | types.SimpleNamespace) and reads and () not in reads:
+            return self._attributes(value, what, reads)
         rule = f"the custom function {self.name!r} must read values whose contents identify it: {_ADVICE}"
-        raise TypeError(f"{rule}; {what} is of type {kind.__name__}")
+        names = ", ".join(repr(".".join(each)) for each in sorted(reads) if each)
+        before = f": read its {names} before the function, and use the value there" if names else ""
+        raise TypeError(f"{rule}; {what} is of type {kind.__name__}{before}")
 
     def _code(self, code: types.CodeType) -> Identity:
         """The code without the names of the function and the places of its lines."""
@@ -109,12 +125,12 @@ class _Reader:
         constants = [self.value(constant, "a constant")[0] for constant in code.co_consts]
         return ["code", code.co_code.hex(), code.co_exceptiontable.hex(), counts, variables, code.co_names, constants]
 
-    def _module(self, module: types.ModuleType, what: str, reads: Reads) -> tuple[Identity, types.SimpleNamespace]:
-        """The attributes that the code reads from a module, in place of the module."""
+    def _attributes(self, value: Any, what: str, reads: Reads) -> tuple[Identity, types.SimpleNamespace]:
+        """The attributes that the code reads from a module or namespace, in its place."""
         identities, copy = [], types.SimpleNamespace()
-        for name in sorted({first for first, *_ in reads}):
+        for name in sorted({first for first, *_ in reads if hasattr(value, first)}):
             rests = {tuple(rest) for first, *rest in reads if first == name}
-            identity, attribute = self.value(getattr(module, name), f"{name!r} of {what}", rests)
+            identity, attribute = self.value(getattr(value, name), f"{name!r} of {what}", rests)
             identities.append([name, identity])
             setattr(copy, name, attribute)
         return ["attributes", *identities], copy
@@ -135,22 +151,43 @@ class _Reader:
         return ["dict", keys, values], dict(zip(copied_keys, copied_values, strict=True))
 
     def _tensor(self, value: Tensor, what: str) -> tuple[Identity, Tensor]:
-        if value.layout != torch.strided or value.is_quantized or value.device.type == "meta":
-            raise TypeError(f"the custom function {self.name!r} needs plain dense tensors; {what} is {value.layout}")
+        plain = type(value) in (Tensor, Parameter, Buffer) and value.layout == torch.strided and not value.is_quantized
+        if not plain or value.device.type == "meta":
+            raise TypeError(f"the custom function {self.name!r} needs plain dense tensors; {what} is {_kind(value)}")
         with torch.inference_mode(False):
             value = value.detach().resolve_conj().resolve_neg()
             copy = value.to(self.device, copy=True, memory_format=torch.contiguous_format)
-        self.tensors.append(copy)
         content = content_digest(copy if copy.device.type == "cpu" else value.cpu().contiguous())
         return ["tensor", str(copy.dtype), list(copy.shape), content], copy
 
-    def _check_assignments(self, code: types.CodeType) -> None:
-        for inner in _codes(code):
-            for step in dis.get_instructions(inner):
-                captured = step.opname in ("STORE_DEREF", "DELETE_DEREF") and step.argval in code.co_freevars
-                if captured or step.opname in ("STORE_GLOBAL", "DELETE_GLOBAL"):
-                    rule = f"the custom function {self.name!r} must be a rule and not keep state"
-                    raise TypeError(f"{rule}; it assigns {step.argval!r}, which it captured")
+    def _check_code(self, function: types.FunctionType) -> None:
+        """Refuse code that assigns what it captured, or reads what its variables do not show."""
+        rule, code = f"the custom function {self.name!r} must", function.__code__
+        for step in (step for inner in _codes(code) for step in dis.get_instructions(inner)):
+            captured = step.opname in ("STORE_DEREF", "DELETE_DEREF") and step.argval in code.co_freevars
+            if captured or step.opname in ("STORE_GLOBAL", "DELETE_GLOBAL"):
+                raise TypeError(f"{rule} be a rule and not keep state; it assigns {step.argval!r}, which it captured")
+            if hidden := _hidden(step, function.__globals__.keys()):
+                raise TypeError(
+                    f"{rule} read values from its variables: import and look up before the function, and use the "
+                    f"value there; {function.__qualname__!r} {hidden}"
+                )
+
+
+def _hidden(step: dis.Instruction, known: Set[str]) -> str:
+    """How an instruction reads a value that no variable shows, or ""."""
+    if step.opname == "IMPORT_NAME":
+        return f"imports {step.argval!r}"
+    if "ATTR" in step.opname or step.opname == "LOAD_METHOD":
+        return f"reads the attribute {step.argval!r}" if str(step.argval).startswith("__") else ""
+    if "GLOBAL" in step.opname or step.opname == "LOAD_NAME":
+        is_hidden = step.argval not in known and step.argval not in _BUILTINS and hasattr(builtins, step.argval)
+        return f"uses {step.argval!r}" if is_hidden else ""
+    return ""
+
+
+def _kind(tensor: Tensor) -> str:
+    return f"a {type(tensor).__name__} of {tensor.layout} on {tensor.device.type}"
 
 
 def _contents(cell: types.CellType) -> Any:
@@ -181,22 +218,32 @@ def _reads(code: types.CodeType, load: str) -> dict[str, set[tuple[str, ...]]]:
 
 
 def _fixed_name(value: Any) -> str | None:
-    """A lasting name of what Python and torch define, None for everything else."""
-    if isinstance(value, types.ModuleType):
-        module, name = value.__name__, ""
-    elif isinstance(value, types.BuiltinFunctionType):
-        # torch.where has no module, but hangs on a class that has one; [].append belongs to a list.
-        owner = value.__self__
-        if not isinstance(owner, type | types.ModuleType | None):
-            return None
-        module = owner.__module__ if isinstance(owner, type) else value.__module__ or ""
-        name = value.__qualname__
-    elif isinstance(value, types.FunctionType) and (value.__closure__ or "<locals>" in value.__qualname__):
-        return None  # such as torch's and_masks(a, b): what it is lies in what it captured
-    elif isinstance(value, type | types.FunctionType):
-        module, name = value.__module__ or "", value.__qualname__
-    elif isinstance(value, torch._ops.OpOverload | torch._ops.OpOverloadPacket):
+    """A lasting name of what Python and torch define, if it computes from its arguments alone; None for all else."""
+    name = getattr(value, "__qualname__", "")
+    if isinstance(value, torch._ops.OpOverload | torch._ops.OpOverloadPacket):
         module, name = "torch", str(value)
+        fixed = name.partition(".")[0] in ("aten", "prims")
+    elif isinstance(value, types.BuiltinFunctionType):
+        module = _home(value)
+        # Functions of torch._C itself tell of torch's modes; those of its submodules compute.
+        fixed = module in ("torch", "math", "_operator") or module.startswith("torch._C._")
+    elif isinstance(value, types.FunctionType):
+        module = value.__module__ or ""
+        # What torch's and_masks(a, b) is lies in what it captured.
+        fixed = module in _FIXED_FUNCTIONS and not value.__closure__ and "<locals>" not in name
+    elif isinstance(value, type):
+        module, fixed = value.__module__, value.__module__ in _FIXED_CLASSES
     else:
         return None
-    return f"{module}:{name}" if module.partition(".")[0] in _FIXED_MODULES else None
+    if module == "builtins":
+        fixed = _BUILTINS.get(name) is value or "." in name
+    return f"{module}:{name}" if fixed and name.rpartition(".")[2] not in _BY_NAME else None
+
+
+def _home(function: types.BuiltinFunctionType) -> str:
+    """The module of a built-in function, or of the class that has it; "" for a method of a value."""
+    owner = function.__self__
+    if isinstance(owner, types.ModuleType):
+        return owner.__name__
+    # torch.where has no owner.
+    return (function.__module__ or "") if owner is None else owner.__module__ if isinstance(owner, type) else ""

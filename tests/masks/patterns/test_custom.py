@@ -15,7 +15,6 @@ from flexdilated import masks
 from flexdilated.masks.blocks import _blocks
 from flexdilated.masks.blocks._blocks import Blocks, build_blocks
 from flexdilated.masks.blocks._estimate import estimate_blocks
-from flexdilated.masks.patterns.custom._function_checks import check_mask_mod
 from flexdilated.masks.planning.lowering._ways import shared_terms
 from flexdilated.testing._vocabulary import classify_window, lattice, same_kind, window_by_head
 from tests.support.agreement import assert_agrees
@@ -224,6 +223,5 @@ def test_what_it_captured_follows_the_device():
 @pytest.mark.filterwarnings("ignore:To copy construct from a tensor")
 def test_a_head_that_becomes_a_new_tensor_is_followed() -> None:
     """It hands its value on in second place, after a tensor of which only the kind counts."""
-    found = check_mask_mod(lambda b, h, q, k: q.new_tensor(h) + 0 * q >= k, ())
-    assert found.uses_head
-    assert not check_mask_mod(lambda b, h, q, k: h.new_tensor(3) + 0 * q >= k, ()).uses_head
+    assert masks.custom(lambda b, h, q, k: q.new_tensor(h) + 0 * q >= k).rule.traits.uses_head
+    assert not masks.custom(lambda b, h, q, k: h.new_tensor(3) + 0 * q >= k).rule.traits.uses_head

@@ -34,6 +34,9 @@ class Callable:
         return q < k
 
 
+HOLDER = Callable()
+
+
 def counting():
     calls = 0
 
@@ -43,6 +46,22 @@ def counting():
         return q < k + calls
 
     return function
+
+
+def appending():
+    calls = []
+
+    def function(b, h, q, k):
+        calls.append(1)
+        return q < k + (len(calls) > 1000)
+
+    return function
+
+
+def imports(b, h, q, k):
+    from tests.support.custom_rules import WIDTH
+
+    return q - k < WIDTH
 
 
 def captures(value):
@@ -81,6 +100,16 @@ def captures(value):
         (lambda b, h, q, k: q.add_(1) < k, ValueError, "must not change its arguments"),
         (lambda b, h, q, k: TABLE.add_(1)[q % 6] < k, ValueError, "or what it captured"),
         (counting(), TypeError, "not keep state; it assigns 'calls'"),
+        (appending(), ValueError, "or what it captured"),
+        (
+            imports,
+            TypeError,
+            "import and look up before the function, .*; 'imports' imports 'tests.support",
+        ),
+        (composed(imports), TypeError, "<lambda>' must read values from its variables: .*; 'imports' imports"),
+        (lambda b, h, q, k: q < getattr(LIST, "x"), TypeError, "look up before the function.* uses 'getattr'"),  # noqa: B009
+        (lambda b, h, q, k: q < q.__class__.x, TypeError, "look up before the function.* attribute '__class__'"),
+        (lambda b, h, q, k: HOLDER.width > q, TypeError, "of type Callable: read its 'width' before the function"),
         (lambda b, h, q, k: TABLE[b] == q, ValueError, "must not depend on the batch entry b.*documents"),
         (lambda b, h, q, k: (q + b * 0) < k, ValueError, "must not depend on the batch entry b"),
         (lambda b, h, q, k: q < 1 // 0, ValueError, "failed on 3 x 17 x 16 .*ZeroDivisionError"),

@@ -4,18 +4,22 @@ from __future__ import annotations
 
 import copy
 import gc
+import math
+import operator
 import pickle
 import subprocess
 import sys
 import types
 import weakref
 
+import numpy
 import pytest
 import torch
 from torch.nn.attention.flex_attention import and_masks, create_block_mask, or_masks
 
 import flexdilated as fd
 from flexdilated import masks
+from flexdilated.masks.patterns.custom._function_snapshot import snapshot
 from flexdilated.testing._vocabulary import classify_window, same_kind, window_by_head
 from tests.support import custom_rules
 from tests.support.custom_rules import TABLE, WIDTH, by_global, diagonal, window
@@ -218,3 +222,123 @@ def test_what_is_read_of_a_module_within_a_module_takes_part() -> None:
     assert len({rule.text for rule in rules}) == 3
     blocks = masks.block_mask(rules[2], 16, num_heads=1, block_size=4)
     assert int(blocks.kv_num_blocks.sum() + blocks.full_kv_num_blocks.sum()) == 14
+
+
+# Where a width may stand, and an expression that reads it there.
+_SOURCES = {
+    "a global": "WIDTH",
+    "a module": "conf.WIDTH",
+    "a module of a module": "outer.conf.WIDTH",
+    "a namespace": "space.WIDTH",
+    "an object": "box.WIDTH",
+    "a class": "Box.WIDTH",
+    "a property": "box.width",
+    "a dict": "table['WIDTH']",
+    "a list": "some[0]",
+    "an array": "array[0]",
+    "a tensor": "tensor[0]",
+    "a slice": "part.start",
+    "a tensor in a slice": "long.start[1000]",
+    "an attribute of a function": "helper.WIDTH",
+    "an attribute of a tensor": "tensor.WIDTH",
+    "an attribute of torch": "torch.WIDTH",
+    "a name in a module": "getattr(conf, 'WIDTH')",
+    "a getter": "operator.attrgetter('WIDTH')(conf)",
+    "sys.modules": "sys.modules['drawn_conf'].WIDTH",
+    "the sys of torch": "torch.sys.modules['drawn_conf'].WIDTH",
+    "an import by name": "__import__('drawn_conf').WIDTH",
+    "a text": "eval('WIDTH')",
+    "its globals": "globals()['WIDTH']",
+    "the globals of a function": "helper.__globals__['WIDTH']",
+    "an import": "imported()",
+    "a module that is chosen": "(conf if some else space).WIDTH",
+    "a default": "with_default()",
+    "a variable that another function binds": "bound()",
+    "a mode of torch": "(3 if torch.get_default_dtype() == torch.float32 else 5)",
+}
+# How a function comes to read it.
+_WAYS = {
+    "in its body": "def rule(b, h, q, k): return q - k < {0}",
+    "in a comprehension": "def rule(b, h, q, k): return sum([q - k == i for i in range(-40, {0})]) > 0",
+    "in a generator": "def rule(b, h, q, k): return sum(q - k < {0} for _ in range(2)) == 2",
+    "in a function of it": "def rule(b, h, q, k): return (lambda x: x < {0})(q - k)",
+    "in a function that it calls": "def below(x): return x < {0}\ndef rule(b, h, q, k): return below(q - k)",
+    "by a variable of its own": "def rule(b, h, q, k):\n    width = {0}\n    return q - k < width",
+    "when it is made": "width = {0}\ndef rule(b, h, q, k): return q - k < width",
+    "by a cell": "def make():\n    width = {0}\n    return lambda b, h, q, k: q - k < width\nrule = make()",
+}
+_HELPERS = """
+def helper(x): return x
+def imported():
+    from drawn_conf import WIDTH
+    return WIDTH
+def make():
+    width = WIDTH
+    return lambda: width
+bound = make()
+def with_default(width=WIDTH): return width
+class Box:
+    width = property(lambda self: conf.WIDTH)
+"""
+
+
+@pytest.mark.parametrize("source", _SOURCES)
+def test_a_rule_that_reads_a_changed_value_is_another_pattern(source, monkeypatch):
+    """Wherever the value stands, the patterns before and after the change differ, or the function is refused."""
+
+    def made(way, width):
+        conf, long = types.ModuleType("drawn_conf"), torch.arange(2000)
+        conf.WIDTH, long[1000] = width, width
+        monkeypatch.setitem(sys.modules, "drawn_conf", conf)
+        monkeypatch.setattr(torch, "WIDTH", width, raising=False)
+        scope = {"torch": torch, "sys": sys, "operator": operator, "conf": conf, "WIDTH": width}
+        scope |= {"some": [width], "table": {"WIDTH": width}, "array": numpy.array([width])}
+        scope |= {"tensor": torch.tensor([width]), "part": slice(width, 9), "long": slice(long, None)}
+        scope |= {name: types.SimpleNamespace(conf=conf, WIDTH=width) for name in ("outer", "space")}
+        exec(_HELPERS, scope)
+        scope["Box"].WIDTH = scope["helper"].WIDTH = scope["tensor"].WIDTH = width
+        scope["box"] = scope["Box"]()
+        exec(_WAYS[way].format(_SOURCES[source]), scope)
+        return masks.custom(scope["rule"])
+
+    q, k = torch.arange(40)[:, None], torch.arange(40)
+    default = torch.get_default_dtype()
+    for way in _WAYS:
+        try:
+            before = made(way, 3)
+            torch.set_default_dtype(torch.float64)
+            after = made(way, 5)
+        except (TypeError, ValueError):
+            continue
+        finally:
+            torch.set_default_dtype(default)
+        assert before != after
+        for pattern, width in ((before, 3), (after, 5)):
+            assert torch.equal(pattern.rule.function(0, 0, q, k), q - k < width)
+
+
+def test_what_a_rule_may_read_is_taken():
+    """The sources above that are known by their contents, and functions and methods of torch."""
+    conf, table = types.SimpleNamespace(WIDTH=3, inner=types.SimpleNamespace(WIDTH=3)), {"WIDTH": 3}
+    rules = [
+        lambda b, h, q, k: q - k < conf.WIDTH,
+        lambda b, h, q, k: q - k < conf.inner.WIDTH,
+        lambda b, h, q, k: q - k < table["WIDTH"],
+        lambda b, h, q, k: torch.where(q - k < 3, True, False),
+        lambda b, h, q, k: torch.nn.functional.relu(q - k - 2) == 0,
+        lambda b, h, q, k: torch.Tensor.clamp(q - k, min=2) == 2,
+        lambda b, h, q, k: torch.ops.aten.lt.Scalar(q - k, 3),
+        lambda b, h, q, k: torch.special.expm1((q - k - 3).double()) < 0,
+        lambda b, h, q, k: operator.lt(q - k, math.floor(math.pi)),
+        lambda b, h, q, k: (q - k).to(torch.int64).clamp(max=torch.iinfo(torch.int32).max) < 3,
+        lambda b, h, q, k: sum([q - k == i for i in range(-40, 3)]) > 0,
+        lambda b, h, q, k: (q - k < 3) if torch.is_tensor(q) else q > k,
+    ]
+    expected = masks.block_mask(masks.local_window(left=2, right=40), 40, num_heads=1, block_size=1).to_dense()
+    for rule in rules:
+        pattern = masks.custom(rule)
+        assert torch.equal(masks.block_mask(pattern, 40, num_heads=1, block_size=1).to_dense(), expected)
+        again, digest = snapshot(pattern.rule.function, torch.device("cpu"))  # as for another device
+        assert digest == pattern.rule.digest
+        at = torch.arange(40)
+        assert torch.equal(again(at, at, at[:, None], at), expected[0, 0].bool())
