@@ -99,9 +99,10 @@ class _Parts:
         # A score that is hidden may be of any size: only those that take part are looked at.
         weights = times * (scores.masked_fill(times == 0, -torch.inf) - finite[..., None]).exp()
         q, k, v = wide.q.abs(), wide.for_query_heads(wide.k).abs(), wide.for_query_heads(wide.v).abs()
-        sent = (x.abs() for x in cotangents(out, lse, through_lse=through_lse))
-        heads = wide.k.shape[1]
-        return cls(q, k, v, times, scores, weights, out.abs(), finite, *sent, abs(wide.scale), heads)
+        grad_out, grad_lse = cotangents(out, lse, through_lse=through_lse)
+        sent = {"grad_out": grad_out.abs(), "grad_lse": grad_lse.abs()}
+        sizes = {"scale": abs(wide.scale), "num_kv_heads": wide.k.shape[1]}
+        return cls(q, k, v, times, scores, weights, out.abs(), finite, **sent, **sizes)
 
 
 def _summation_limits(parts: _Parts, dtype: torch.finfo, *, gradients: bool) -> dict[str, Tensor]:
