@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 from base64 import b64encode
 from hashlib import sha256
 from html import escape
@@ -25,6 +26,7 @@ from ..masks.core import (
     shortened,
 )
 from ..masks.orders import residue_rate
+from ..masks.text import parse
 from ._ranks import Ranks, ranks_data
 from ._traced_rule import Program, traced_rule
 
@@ -93,6 +95,7 @@ def _data(pattern: Expression, bound: Bound) -> dict[str, Any]:
     pairs = zip(pattern.unpadded.branches(), bound.pattern.branches(), strict=True)
     return {
         "phrase": shortened(pattern.phrase().text, _LONGEST_PATTERN),
+        "command": _command(pattern, bound),
         "num_queries": bound.num_queries,
         "num_keys": bound.num_keys,
         "num_heads": bound.num_heads,
@@ -100,6 +103,20 @@ def _data(pattern: Expression, bound: Bound) -> dict[str, Any]:
         "branches": [traced_rule(program, written, branch, bound.num_heads) for written, branch in pairs],
         "program": program.to_data(),
     }
+
+
+def _command(pattern: Expression, bound: Bound) -> str | None:
+    """The command that gives the reasons for a pair, without the pair; None where no command can name the pattern."""
+    text = repr(pattern)
+    try:
+        same = len(text) <= _LONGEST_PATTERN and parse(text) == pattern
+    except ValueError:  # a custom function, or a table that is not written out
+        return None
+    if not same or pattern.varies or not bound.is_self_attention:
+        return None
+    return shlex.join(
+        ["python", "-m", "flexdilated", "explain", text, "-n", str(bound.num_queries), "--heads", str(bound.num_heads)]
+    )
 
 
 def _tiles(bound: Bound, first_head: int) -> dict[str, Any]:

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import re
+import shlex
 
 import pytest
 import torch
 
-from flexdilated import masks
+from flexdilated import cli, masks
 from flexdilated.distributed import Sharding
 from flexdilated.distributed.counts._tokens import token_counts
 from flexdilated.viewer import Ranks, page
@@ -263,3 +264,21 @@ def test_the_page_may_not_ask_a_network(browser, tmp_path):
     assert tab.evaluate("fetch('https://127.0.0.1:9/').then(() => 'reached', (error) => String(error))") != "reached"
     assert any("Content Security Policy" in fault for fault in tab.faults)
     tab.close()
+
+
+def test_the_page_names_the_command_that_gives_the_reasons(show, capsys):
+    tab = show(LONGNET, 20_000, num_heads=4, link="q=4990&k=4090&span=30&head=1&block=0")
+    tab.evaluate(GO_TO.format(5001, 4097))
+    program, *words = shlex.split(tab.evaluate("document.querySelector('.command').textContent"))
+    assert [program, *words[:2]] == ["python", "-m", "flexdilated"]
+    assert cli.main(words[2:]) == 0
+    assert capsys.readouterr().out.startswith("query 5001, key 4097, head 1 of 4: allowed, 2 times\n")
+
+
+def test_patterns_that_no_command_can_name_have_none(show):
+    written = masks.custom(lambda b, h, q, k: q >= k)
+    for pattern in (written, LONGNET & masks.documents(DOCUMENTS), LONGNET):
+        tab = show(pattern, 3_000, num_keys=3_000 + (pattern is LONGNET))
+        tab.evaluate(GO_TO.format(5, 4))
+        assert "query 5, key 4" in tab.evaluate("document.getElementById('reasons').innerText")
+        assert tab.evaluate("document.querySelector('.command')") is None

@@ -42,7 +42,16 @@ function showReasons(state, palette) {
     element("p", { className: `verdict ${allowed ? "yes" : "no"}`, textContent: verdict }),
     ...notes.filter(Boolean).map((note) => element("p", { className: "note", textContent: note })),
     element("ol", { className: "branches" }, ...items),
+    ...commandFor(state),
   );
+}
+
+/** The command that says in numbers why, where there is one. */
+function commandFor({ data, queries, keys, cursor, head }) {
+  if (!data.command) return [];
+  const pair = `--query ${queries.position(cursor.q)} --key ${keys.position(cursor.k)} --head ${head}`;
+  const line = element("code", { className: "command", textContent: `${data.command} ${pair}` });
+  return [element("p", { className: "note" }, "The reasons, in numbers: ", line)];
 }
 
 function reasonItem({ phrase, allowed, parts }) {
