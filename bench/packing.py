@@ -44,6 +44,31 @@ def many_documents(lengths: tuple[int, ...] = (1, 4, 17, 128), size: Size = Size
         yield Row(f"{what}, planned anew: time over chunks", target, ratio(new, written), (new, written))
 
 
+@measure("C17", size=Size(2048, num_heads=1, repeats=1))
+def factors_of_unions(size: Size = Size(65536, num_heads=4, repeats=5)) -> Iterator[Row]:
+    """Does a run-time tensor over a union of windows leave it as fast as it is without?
+
+    Forward and backward of a window and a dilated window, as planned and planned anew, over the rule without.
+    """
+    tokens, problem = size.num_tokens, Problem.draw(size)
+    union = masks.local_window(left=256, right=256) | masks.dilated_window(left=64, right=64, rate=64)
+    real, documents = tokens - tokens // 64, torch.arange(tokens) * 4 // tokens
+    rules = {
+        "without": union,
+        "lengths": union & masks.lengths(torch.tensor(real)),
+        "visible keys": union & masks.visible_keys(torch.arange(tokens) % 10 > 0),
+        "documents": union & masks.documents(documents),
+        "per document": union.per_document(documents),
+    }
+    jobs = [training_job(name, attention_by(rule), problem) for name, rule in rules.items()]
+    anew = [replace(job, name=f"{job.name}, planned anew", prepare=lambda _: masks.cache().clear()) for job in jobs]
+    for what, target, timed in (("known", at_most(1.3, "×"), jobs), ("anew", at_most(2, "×"), anew)):
+        without, *found = interleave(tuple(timed), repeats=size.repeats)
+        for each in found:
+            name = f"{size}, union of windows, forward + backward, {each.name}: time over the rule without ({what})"
+            yield Row(name, target, ratio(each, without), (each, without))
+
+
 def _check_alone(attention: Attention, problem: Problem) -> None:
     """Raise AssertionError unless each token sees itself alone: out is v, dv is grad, dq and dk are 0.
 

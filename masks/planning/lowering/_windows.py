@@ -120,11 +120,14 @@ def _cuts(rule: Pattern) -> Iterator[_TableCut]:
             counted = {cut.from_start for cut in cuts} - {None}
             if len(cuts) == len(of_parts) and len(counted) <= 1:
                 rests = tuple(cut.rest for cut in cuts)
-                if isinstance(rule, Or):
-                    rest = Every() if Every() in rests else Or.of(*rests)
-                else:
-                    rest = type(rule)(rests)
-                yield _TableCut(rest, table, *(counted or {None}))
+                yield _TableCut(_composed(rule, rests), table, *(counted or {None}))
+
+
+def _composed(rule: Or | PerHead | HeadGroups, parts: tuple[Pattern, ...]) -> Pattern:
+    """The same of other parts."""
+    if not isinstance(rule, Or):
+        return type(rule)(parts)
+    return Every() if Every() in parts else Or.of(*parts)
 
 
 def _queries(bound: Bound) -> range:

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch import Tensor
 from torch.testing import assert_close
 
 from flexdilated import masks
@@ -25,22 +25,22 @@ from tests.support.run_time_strategies import packed_cases
 LOCAL, CAUSAL = masks.local_window(left=3, right=2), masks.causal()
 SPARSE = masks.dilated_window(left=2, right=1, rate=4)
 FIXED = masks.fixed(4) | masks.dilated(8, 2)
-FORMS: dict[str, Callable[[Any], masks.Pattern]] = {
-    "union": lambda t: (LOCAL | SPARSE) & t,
-    "distributed": lambda t: (LOCAL & t) | (SPARSE & t),
-    "of unions": lambda t: (LOCAL | SPARSE) & (CAUSAL | masks.strided(2)) & t,
-    "with a period": lambda t: (LOCAL | FIXED) & t,
-    "one part": lambda t: (LOCAL & t) | SPARSE,
-    "by head": lambda t: masks.per_head([(LOCAL | SPARSE) & t, FIXED & t]),
-    "twice": lambda t: (LOCAL | SPARSE) & t & masks.visible_keys("seen"),
-    "of keys": lambda t: (LOCAL | FIXED) & masks.visible_keys("seen"),
+FORMS: dict[str, Callable[[masks.Pattern, Tensor], masks.Pattern]] = {
+    "union": lambda t, seen: (LOCAL | SPARSE) & t,
+    "distributed": lambda t, seen: (LOCAL & t) | (SPARSE & t),
+    "of unions": lambda t, seen: (LOCAL | SPARSE) & (CAUSAL | masks.strided(2)) & t,
+    "with a period": lambda t, seen: (LOCAL | FIXED) & t,
+    "one part": lambda t, seen: (LOCAL & t) | SPARSE,
+    "by head": lambda t, seen: masks.per_head([(LOCAL | SPARSE) & t, FIXED & t]),
+    "twice": lambda t, seen: (LOCAL | SPARSE) & t & masks.visible_keys(seen),
+    "of keys": lambda t, seen: (LOCAL | FIXED) & masks.visible_keys(seen),
 }
-ANEW: dict[str, Callable[[Any], masks.Pattern]] = {
-    "anew": lambda t: (LOCAL | FIXED).per_document(t),
-    "each anew": lambda t: LOCAL.per_document(t) | (FIXED.per_document(t) & CAUSAL),
-    "anew and cut": lambda t: (LOCAL & t) | FIXED.per_document(t),
-    "anew and not": lambda t: (FIXED & t) | FIXED.per_document(t),
-    "a grid a document": lambda t: masks.neighborhood((4, 4), 1).per_document(t),
+ANEW: dict[str, Callable[[masks.Pattern, Tensor], masks.Pattern]] = {
+    "anew": lambda t, seen: (LOCAL | FIXED).per_document(t),
+    "each anew": lambda t, seen: LOCAL.per_document(t) | (FIXED.per_document(t) & CAUSAL),
+    "anew and cut": lambda t, seen: (LOCAL & t) | FIXED.per_document(t),
+    "anew and not": lambda t, seen: (FIXED & t) | FIXED.per_document(t),
+    "a grid a document": lambda t, seen: masks.neighborhood((4, 4), 1).per_document(t),
 }
 
 
@@ -78,11 +78,8 @@ def test_out_lse_and_gradients_are_the_dense_rule(data, form, turn):
         ids = data.draw(packings(num_tokens, 2), label="ids")
     length = torch.tensor(data.draw(st.integers(0, num_tokens), label="length"))
     table = masks.documents(ids) if form in ANEW or data.draw(st.booleans()) else masks.lengths(length)
-    pattern = (FORMS | ANEW)[form](table)
     seen = torch.arange(num_tokens) % data.draw(st.sampled_from([3, 11, 64]), label="hidden") != 1
-    bindings = {"seen": seen}
-    pattern = pattern.map_leaves(lambda leaf: masks.visible_keys(seen, name="seen") if leaf.leaves() and
-                                 getattr(leaf, "name", None) in bindings else leaf)  # fmt: skip
+    pattern = (FORMS | ANEW)[form](table, seen)
     x = [randn(2, heads, num_tokens, 8, order=(0, 1, 2, 3)) for heads in (2, 1, 1)]
     with ways_in_turn(turn):
         found = results(x, pattern, None)
@@ -129,9 +126,9 @@ def test_a_run_time_factor_leaves_every_way_open(name, factor):
 
 
 def test_grids_are_tiled_in_each_document():
-    """Packed images: each in tiles, as one term."""
-    found = planned(masks.neighborhood((64, 64), 3).per_document(torch.arange(N) // 4096), N)
-    (term,) = found.terms
+    """Packed grids: each in tiles, as one term."""
+    grid, tokens = masks.neighborhood((16, 32, 32), 3), 1 << 14
+    (term,) = planned(grid.per_document(torch.arange(2 * tokens) // tokens), 2 * tokens).terms
+    (alone,) = planned(grid, tokens).terms
     assert isinstance(term.q, Folded)
-    assert term.folds == 4
-    assert found.cost.computed_pairs == 4 * planned(masks.neighborhood((64, 64), 3), 4096).cost.computed_pairs
+    assert (term.q.order, term.folds, term.block_side) == (alone.q, 2, alone.block_side)
