@@ -61,11 +61,7 @@ def cold_plans(
     cases = [("window, dilated window and global tokens", union, tokens) for tokens in union_tokens]
     cases.append(("3-D neighbourhood", masks.neighborhood(grid, min(3, (min(grid) - 1) // 2)), prod(grid)))
     for (name, pattern, tokens), target in zip(cases, (0.5, 2, 1), strict=True):
-
-        def clear(_: None) -> None:
-            masks.cache().clear()
-
-        job = Job(name, lambda _, rule=pattern, size=tokens: planned_call(rule, 4, size), prepare=clear)
+        job = Job(name, lambda _, rule=pattern, size=tokens: planned_call(rule, 4, size), masks.cache().clear)
         (cold,) = interleave((job,), repeats=repeats)
         yield Row(f"{tokens_text(tokens)}: cold plan of {name}", at_most(target, "s"), cold.median_s, (cold,))
 
