@@ -224,7 +224,8 @@ class Neighborhood(Pattern):
     def _count(self, box: Box) -> Bounds:
         even = fits(box.q.step, self.grid) and fits(box.k.step, self.grid)
         sides = [side if even else hull(side) for side in (box.q, box.k)]
-        bounds = self.count_pairs(*(rectangles_of(side, self.grid) for side in sides), len(box.head))
+        q, k = (rectangles_of(side, self.grid) for side in sides)
+        bounds = self.count_pairs(q, k, len(box.head))
         # The hull of a progression holds other tokens too.
         return bounds if even else Bounds(torch.zeros_like(bounds.low), bounds.high.minimum(box.area))
 
@@ -238,7 +239,8 @@ class Neighborhood(Pattern):
     def likeness(self, box: Box, *, num_heads: int) -> tuple[Tensor, ...]:
         if not (fits(box.q.step, self.grid) and fits(box.k.step, self.grid)):
             return super().likeness(box, num_heads=num_heads)
-        return self.likeness_of(*(rectangles_of(side, self.grid) for side in (box.q, box.k)), box)
+        q, k = (rectangles_of(side, self.grid) for side in (box.q, box.k))
+        return self.likeness_of(q, k, box)
 
     def likeness_of(self, q: Rectangles, k: Rectangles, box: Box) -> tuple[Tensor, ...]:
         """As `likeness`, of boxes whose sides are these rectangles: where each is one, by where that lies."""

@@ -18,6 +18,7 @@ from flexdilated.masks.orders import Folded
 from flexdilated.masks.planning import _options
 from flexdilated.masks.planning._planner import Plan, plan
 from flexdilated.masks.planning.lowering import _windows
+from tests.masks.blocks.test_packed_blocks import assert_same
 from tests.masks.planning.test_many_documents import packings, randn, results
 from tests.masks.planning.test_planner import weight_of_all
 from tests.support.run_time_strategies import packed_cases
@@ -132,3 +133,4 @@ def test_grids_are_tiled_in_each_document():
     (alone,) = planned(grid, tokens).terms
     assert isinstance(term.q, Folded)
     assert (term.q.order, term.folds, term.block_side) == (alone.q, 2, alone.block_side)
+    assert_same(term.moved(7, 7).blocks(128, 128), alone.blocks(128, 128))
