@@ -1,6 +1,7 @@
 """Planning: how long a plan that is there takes, what plans compute, and whether they choose the fastest way."""
 
 from collections.abc import Callable, Iterator
+from math import prod
 from typing import Any
 
 import torch
@@ -48,6 +49,21 @@ def plan_lookup(
         each = Timing("one look-up", tuple(seconds / lookups for seconds in together.seconds))
         what = f"{spec.label}, {size}, {heads} heads: look-up of {name}"
         yield Row(what, at_most(20, "µs"), each.median_s * 1e6, (each,), {"lookups_a_repeat": lookups})
+
+
+@measure("C18", union_tokens=(1024, 2048), grid=(4, 8, 8), repeats=1)
+def cold_plans(
+    union_tokens: tuple[int, ...] = (65536, 1 << 20), grid: tuple[int, ...] = (16, 32, 32), repeats: int = 3
+) -> Iterator[Row]:
+    """How long does a first call wait for its plan, with nothing cached: plan, block lists and calls, of 4 heads?"""
+    union = masks.local_window(left=256, right=256) | masks.dilated_window(left=64, right=64, rate=64)
+    union = union | masks.global_tokens(16)
+    cases = [("window, dilated window and global tokens", union, tokens) for tokens in union_tokens]
+    cases.append(("3-D neighbourhood", masks.neighborhood(grid, min(3, (min(grid) - 1) // 2)), prod(grid)))
+    for (name, pattern, tokens), target in zip(cases, (0.5, 2, 1), strict=True):
+        job = Job(name, lambda _, rule=pattern, size=tokens: planned_call(rule, 4, size), masks.cache().clear)
+        (cold,) = interleave((job,), repeats=repeats)
+        yield Row(f"{tokens_text(tokens)}: cold plan of {name}", at_most(target, "s"), cold.median_s, (cold,))
 
 
 @measure("C12", specs=(LONGNET_4, PAPER_5, GIGAPATH_5), num_tokens=(4096, 16384), num_heads=4)

@@ -1,4 +1,4 @@
-"""The masks of partial blocks: each distinct one once, found where the rule's period does not tell it already."""
+"""The masks of partial blocks: each distinct one once, found where the rule does not tell it already."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import torch
 from jaxtyping import Bool, Float, Int64
 from torch import Tensor
 
-from ..masks.blocks import Blocks, Rule, evaluate
+from ..masks.blocks import Blocks, Rule, alike, evaluate
 
 # n problems, E listed blocks, U distinct masks
 
@@ -20,7 +20,8 @@ def distinct_masks(rule: Rule, blocks: Blocks) -> tuple[Int64[Tensor, " E"], Boo
     limit = _MASK_BYTES // distinct[0].nbytes
     known: dict[int, int] = {}
     codes: list[int] = []
-    looked_at, look_of = _repeats(rule, blocks, partial)
+    look_of, first = alike(rule, blocks.places(partial), blocks.shape)
+    looked_at = partial[first]
     for tiles in evaluate(rule, blocks.places(looked_at), blocks.shape):
         found = _fingerprints(tiles).tolist()
         for index, code in enumerate(found):
@@ -44,23 +45,6 @@ def random_numbers(shape: tuple[int, ...]) -> Int64[Tensor, "..."]:
     """64-bit numbers, the same at every call: sums of them tell sets apart."""
     bounds = torch.iinfo(torch.int64)
     return torch.randint(bounds.min, bounds.max, shape, generator=torch.Generator().manual_seed(0))
-
-
-def _repeats(rule: Rule, blocks: Blocks, partial: Int64[Tensor, " n"]) -> tuple[Int64[Tensor, " d"], Tensor]:
-    """(blocks to look at, which of these each partial block repeats), as the rule's period tells."""
-    period = rule.pattern.period()
-    if period is None or len(rule.q.starts) > 1 or len(rule.k.starts) > 1:
-        return partial, torch.arange(len(partial))
-    table, row, column = (x.long() for x in blocks.places(partial))
-    q_slot, k_slot = row * blocks.q_block, column * blocks.k_block
-    q, k = rule.q.position(table, q_slot), rule.k.position(table, k_slot)
-    # At the ends a block is cut short.
-    height = (blocks.num_q_slots - q_slot).clamp(max=blocks.q_block)
-    width = (blocks.num_k_slots - k_slot).clamp(max=blocks.k_block)
-    look, look_of = torch.stack([table, q - k, q % period, height, width], dim=1).unique(dim=0, return_inverse=True)
-    first = torch.full((len(look),), len(partial))
-    first.scatter_reduce_(0, look_of, torch.arange(len(partial)), "amin")
-    return partial[first], look_of
 
 
 def _fingerprints(tiles: Bool[Tensor, "n q_block k_block"]) -> Int64[Tensor, " n"]:

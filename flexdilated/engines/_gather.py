@@ -10,7 +10,7 @@ import torch
 from jaxtyping import Bool, Float, Int32, Int64, Shaped
 from torch import Tensor
 
-from ..masks.orders import Compact, Layout, Listed, Permutation, Placement
+from ..masks.orders import Compact, Folded, Layout, Listed, Permutation, Placement
 from ..masks.planning import Plan, Term
 
 # B batch, X heads of a tensor, H heads of a term, F folds, S slots, N tokens, D head dim
@@ -198,10 +198,12 @@ class Picked:
 Side = Strands | Whole | Picked
 
 
-def side_of(layout: Compact | Permutation, given: Layout, heads: tuple[int, ...]) -> Side:
+def side_of(layout: Compact | Permutation | Folded, given: Layout, heads: tuple[int, ...]) -> Side:
     """How a tensor's tokens, ordered as `given`, become a term's; `heads` are the tensor's heads it uses."""
     if isinstance(layout, Permutation):
         return Whole(layout, given, heads)
+    if isinstance(layout, Folded):
+        return Picked(_once(heads), layout.tokens().int())
     if layout.fold_starts is None:
         return Strands(layout, _runs(heads, layout.starts))
     if len(set(layout.starts)) > 1:
@@ -288,21 +290,21 @@ def _placed_keys(term: Term, placement: Placement, groups: int) -> Strands | Pic
     Where all query heads of all key/value heads see the same slots, each of these is there once.
     """
     every = term.heads == tuple(range(len(term.heads))) and len(term.heads) % groups == 0
-    alike = isinstance(term.k, Listed) or (isinstance(term.k, Compact) and len(set(term.k.starts)) == 1)
+    alike = isinstance(term.k, Listed | Folded) or (isinstance(term.k, Compact) and len(set(term.k.starts)) == 1)
     heads = term.heads[::groups] if every and alike else term.heads
     kv_heads = tuple(head // groups for head in heads)
     return _side(term.k, heads, kv_heads, lambda head, tokens: placement.key_slots(head).of(tokens))
 
 
 def _side(
-    layout: Compact | Permutation | Listed, heads: tuple[int, ...], tensor_heads: tuple[int, ...], locate: Locate
+    layout: Compact | Permutation | Listed | Folded,
+    heads: tuple[int, ...],
+    tensor_heads: tuple[int, ...],
+    locate: Locate,
 ) -> Strands | Picked:
     """Strided views where the tokens of all heads stand at one stride, else an index."""
-    if isinstance(layout, Compact):
-        tokens = layout.tokens()[: len(heads)]
-    else:
-        assert isinstance(layout, Listed)
-        tokens = layout.positions().expand(len(heads), 1, -1)
+    tokens = layout.tokens()
+    tokens = tokens[: len(heads)] if isinstance(layout, Compact) else tokens.expand(len(heads), -1, -1)
     found: dict[tuple[int, int], Tensor] = {}
     for index, head in enumerate(tensor_heads):
         key = (head, int(tokens[index, 0, 0]))  # heads of a term differ in where they start alone

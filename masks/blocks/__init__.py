@@ -5,7 +5,6 @@ from ._blocks import (
     UNKNOWN,
     Blocks,
     PackedBlocks,
-    Places,
     build_blocks,
     count_pairs,
     evaluate,
@@ -15,5 +14,5 @@ from ._blocks import (
 from ._diagonals import settle_by_diagonals
 from ._estimate import ListedBlocks, estimate_blocks
 from ._query_pairs import pairs_of_queries
-from ._rule import Rule, allowed_pairs
+from ._rule import Places, Rule, alike, allowed_pairs
 from ._tables import table_bytes, to_block_mask

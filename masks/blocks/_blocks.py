@@ -7,15 +7,14 @@ import zlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
-from typing import NamedTuple
 
 import torch
-from jaxtyping import Bool, Int32, Int64, Shaped
+from jaxtyping import Bool, Int32, Int64
 from torch import Tensor
 
 from ._cover import find_leaves
 from ._quadtree import Leaves, Slots
-from ._rule import Rule
+from ._rule import Places, Rule, alike
 
 # T tables (one for each distinct head), E listed blocks
 
@@ -27,14 +26,6 @@ _LISTED_AT_ONCE = 1 << 19  # listed blocks that are packed, or put into tables, 
 UNKNOWN = -1
 _LEVEL = 1  # of zlib; higher levels take several times as long and save little
 LISTED_BYTES = 17  # of each block in `Blocks`: four int32 and a bool
-
-
-class Places(NamedTuple):
-    """Where n blocks lie."""
-
-    table: Shaped[Tensor, " n"]
-    row: Shaped[Tensor, " n"]
-    column: Shaped[Tensor, " n"]
 
 
 @dataclass(frozen=True)
@@ -216,13 +207,14 @@ def _list(rule: Rule, found: list[Leaves], shape: tuple[int, int, int, int], set
 
 
 def count_pairs(rule: Rule, places: Places, shape: tuple[int, int, int, int]) -> Int64[Tensor, " n"]:
-    """Allowed pairs of each block, counted one by one, a bounded number of cells at a time."""
+    """Allowed pairs of each block: of one of each kind counted one by one, a bounded number of cells at a time."""
+    number, one_of_each = alike(rule, places, shape)
     # Into one tensor: small results kept between large temporaries would fragment the heap.
-    counts, begin = torch.zeros(len(places.table), dtype=torch.int64), 0
-    for mask in evaluate(rule, places, shape):
+    counts, begin = torch.zeros(len(one_of_each), dtype=torch.int64), 0
+    for mask in evaluate(rule, Places(*(each[one_of_each] for each in places)), shape):
         counts[begin : begin + len(mask)] = mask.sum((1, 2))
         begin += len(mask)
-    return counts
+    return counts[number]
 
 
 def evaluate(

@@ -8,10 +8,10 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from ._blocks import Places, evaluate, join_leaves
+from ._blocks import evaluate, join_leaves
 from ._cover import leaves_everywhere
 from ._quadtree import Slots
-from ._rule import Rule
+from ._rule import Places, Rule
 
 _SAMPLED_BLOCKS = 1 << 14  # blocks looked at, beside those of the first rows
 _FEW_CELLS = 1 << 16  # of all blocks and tables: looked at one by one, which is then faster than bounds are

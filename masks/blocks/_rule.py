@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
+from jaxtyping import Shaped
 from torch import Tensor
 
-from ..core import Box, Pattern, Progression
+from ..core import Box, Pattern, Progression, numbered
 from ..orders import Pieces
 
 
@@ -109,6 +111,42 @@ def span(pieces: Pieces, table: Tensor, run: Run) -> Progression:
     index = run.start - pieces.starts[run.piece]
     index = index if run.stride is None else index // run.stride
     return Progression(pieces.firsts[table, run.piece] + pieces.step * index, pieces.step, run.count)
+
+
+class Places(NamedTuple):
+    """Where n blocks lie."""
+
+    table: Shaped[Tensor, " n"]
+    row: Shaped[Tensor, " n"]
+    column: Shaped[Tensor, " n"]
+
+
+def alike(rule: Rule, places: Places, shape: tuple[int, int, int, int]) -> tuple[Tensor, Tensor]:
+    """(the number of each block, an index of a block of each number): blocks of a number allow the same places.
+
+    Blocks that reach into several runs of slots are each for themselves. `shape`: query slots, key slots, query side
+    of a block, key side.
+    """
+    num_q, num_k, q_block, k_block = shape
+    table, row, column = (each.long() for each in places)
+    q, k = _run_of(rule.q, row * q_block, num_q, q_block), _run_of(rule.k, column * k_block, num_k, k_block)
+    alone = torch.ones_like(table) if q is None or k is None else ((q.piece < 0) | (k.piece < 0)).long()
+    together = (alone == 0).nonzero().squeeze(1)
+    columns = [table, torch.cumsum(alone, 0) * alone]
+    if q is not None and k is not None and len(together):
+        box = rule.boxes(Nodes(table, q, k).select(together))
+        numbers = (box.q.count, box.k.count, *rule.pattern.likeness(box, num_heads=rule.num_heads))
+        columns += [torch.zeros_like(table).index_copy_(0, together, number) for number in numbers]
+    return numbered(*columns)
+
+
+def _run_of(pieces: Pieces, start: Tensor, slots: int, side: int) -> Run | None:
+    """The slots of each block, which has piece -1 where it reaches into several; None for runs with strides."""
+    if pieces.strides is not None:
+        return None
+    count = (slots - start).clamp(max=side)
+    first, last = (torch.searchsorted(pieces.starts, slot, right=True) - 1 for slot in (start, start + count - 1))
+    return Run(torch.where(first == last, first, -1), start, count)
 
 
 def enumerated(counts: Tensor) -> tuple[Tensor, Tensor]:

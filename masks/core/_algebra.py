@@ -35,6 +35,11 @@ class Composite(Pattern):
     def period(self) -> int | None:
         return common_period(self.parts)
 
+    def likeness(self, box: Box, *, num_heads: int) -> tuple[Tensor, ...]:
+        if self.period() is not None:
+            return super().likeness(box, num_heads=num_heads)
+        return tuple(each for part in self.parts for each in part.likeness(box, num_heads=num_heads))
+
     def rates(self) -> tuple[int, ...]:
         return tuple(rate for part in self.parts for rate in part.rates())
 
@@ -279,6 +284,9 @@ class Not(OnePart):
 
     def map_parts(self, change: Callable[[Pattern], Pattern]) -> Any:
         return ~change(self.part)
+
+    def likeness(self, box: Box, *, num_heads: int) -> tuple[Tensor, ...]:
+        return self.part.likeness(box, num_heads=num_heads)
 
     def period(self) -> int | None:
         return self.part.period()

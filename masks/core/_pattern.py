@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from ._bound import Extent
-from ._box import Bounds, Box, Squares
+from ._box import Bounds, Box, Counts, Squares
 from ._check import instead_of_pattern
 from ._expression import KINDS, Expression, pattern_kind
 from ._ranges import Ranges
@@ -64,6 +64,16 @@ class Pattern(Expression):
     def count(self, box: Box, *, num_heads: int) -> Bounds:
         """Sound bounds on the number of allowed pairs in each box."""
         raise NotImplementedError
+
+    def likeness(self, box: Box, *, num_heads: int) -> tuple[Counts, ...]:
+        """Numbers of each box: boxes of one head, shape and steps in which they agree allow the same places."""
+        bounds, period = self.count(box, num_heads=num_heads), self.period()
+        q, k = box.q.first, box.k.first
+        at, ahead = (q, k) if period is None else (q % period, k - q)
+        # Negative where bounds tell: the numbers of places are not.
+        none, every = bounds.high == 0, bounds.low == box.area
+        at = torch.where(none, -1, torch.where(every, -2, at))
+        return at, torch.where(none | every, 0, ahead)
 
     def reason(self, pair: Pair) -> Reason:
         """Whether one pair is allowed and why, stated in plain numbers for people; by default the key's distance."""

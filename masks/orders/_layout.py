@@ -81,6 +81,11 @@ class _SharedOrder:
         """The same as a progression for each of these heads, where that is what it is."""
         return Compact(heads, (0,) * len(heads), 1, self.num_slots, 1, self.num_slots) if self.is_natural else None
 
+    def repeated(self, heads: tuple[int, ...], moves: Int64[Tensor, " n"]) -> Compact | Folded:
+        """For these heads the same again for each of these numbers of tokens, so far further on."""
+        compact = self.as_compact(heads)
+        return Folded(self, FoldStarts(moves)) if compact is None else compact.repeated(heads, moves)
+
 
 class Permutation(_SharedOrder):
     """An order of all tokens."""
@@ -266,7 +271,7 @@ class Compact:
             fold_starts=None if even else FoldStarts(tokens - first),
         )
 
-    def repeated(self, moves: Int64[Tensor, " n"]) -> Compact:
+    def repeated(self, heads: tuple[int, ...], moves: Int64[Tensor, " n"]) -> Compact:
         """All folds again for each of these numbers of tokens, so far further on."""
         return self.at_folds((moves[:, None] + self.fold_tokens()).flatten())
 
@@ -303,7 +308,53 @@ class Compact:
         return starts + self.fold_tokens(device)[:, None] + torch.arange(self.num_slots, device=device) * self.step
 
 
-Order = Permutation | Listed | Compact
+@dataclass(frozen=True)
+class Folded(_SharedOrder):
+    """An order of some tokens again and again: slot s of fold f holds token starts[f] + order.positions()[s]."""
+
+    order: _SharedOrder
+    starts: FoldStarts
+    is_copied = True
+
+    @property
+    def folds(self) -> int:  # type: ignore[override]
+        return len(self.starts.tokens)
+
+    @property
+    def num_slots(self) -> int:
+        return self.order.num_slots
+
+    @property
+    def first(self) -> int:
+        """How far the tokens of fold 0 lie beyond those of the order."""
+        return int(self.starts.tokens[0])
+
+    def positions(self, device: torch.device | str | None = None) -> Int64[Tensor, " S"]:
+        """The token index that stands in each slot of fold 0."""
+        return self.order.positions(device) + self.first
+
+    def tokens(self, device: torch.device | str | None = None) -> Int64[Tensor, "1 folds S"]:
+        """The token index in each slot, of every head."""
+        return (self.starts.tokens.to(device or "cpu")[:, None] + self.order.positions(device))[None]
+
+    def end(self, filled: int) -> int:
+        """One past the last token of fold 0, also of so many slots more, which fill up a last block."""
+        return self.order.end(filled) + self.first
+
+    def repeated(self, heads: tuple[int, ...], moves: Int64[Tensor, " n"]) -> Folded:
+        """All folds again for each of these numbers of tokens, so far further on."""
+        return replace(self, starts=FoldStarts((moves[:, None] + self.starts.tokens).flatten()))
+
+    def pieces(self, origin: int) -> Pieces:
+        """The slots of fold 0 as runs of progressions; token 0 stands at position `origin`."""
+        return self.order.pieces(origin + self.first)
+
+    def in_pieces(self, rule: Pattern, origin: int) -> tuple[Pattern, Pieces]:
+        """(a rule, the slots of fold 0 as runs of what it takes for positions)."""
+        return self.order.in_pieces(rule, origin + self.first)
+
+
+Order = Permutation | Listed | Compact | Folded
 
 
 def residue_rate(branch: Pattern, most: int) -> int:

@@ -12,20 +12,12 @@ from jaxtyping import Int64
 from torch import Tensor
 
 from ..core import Bounds, Box, MaskMod, Pattern, Progression, require_int
-from ..patterns import Neighborhood, Rectangle, select
+from ..patterns import Neighborhood, Rectangle, Rectangles, joined, select
 from ._layout import Layout, Permutation, Pieces
 
 # N tokens, S slots, n runs of slots, R rectangles
 
 _RUNS_AT_ONCE = 1 << 14  # boxes whose rectangles are held together: bounds the memory
-
-
-@dataclass(frozen=True)
-class Rectangles:
-    """R rectangles of a grid, and the number of the run to which each belongs."""
-
-    run: Int64[Tensor, " R"]
-    sides: Rectangle
 
 
 @dataclass(frozen=True)
@@ -92,7 +84,7 @@ class Tiling(Permutation):
             whole, rest = _cut(rest, axis, unit)
             found.append(whole)
         runs, boxes = zip(*((part.run, part.sides) for part in found), strict=True)
-        return Rectangles(torch.cat(runs), _joined(*boxes))
+        return Rectangles(torch.cat(runs), joined(*boxes))
 
     def _digits(self) -> Iterator[tuple[int, int]]:
         """(axis, length of a child along it) from the outermost digit of a slot to the innermost."""
@@ -137,7 +129,7 @@ def _cut(runs: _Runs, axis: int, unit: int) -> tuple[Rectangles, _Runs]:
         torch.cat([ends.run, beginnings.run]),
         torch.cat([ends.start, beginnings.start]),
         torch.cat([ends.stop, beginnings.stop]),
-        _joined(ends.box, beginnings.box),
+        joined(ends.box, beginnings.box),
     )
     return Rectangles(runs.run[whole], select(boxes, whole)), rest
 
@@ -158,13 +150,6 @@ def _children(box: Rectangle, axis: int, unit: int, begin: Tensor, end: Tensor) 
     side = box[axis]
     part = Progression(side.first + unit * begin, 1, torch.minimum(unit * end, side.count) - unit * begin)
     return (*box[:axis], part, *box[axis + 1 :])
-
-
-def _joined(*boxes: Rectangle) -> Rectangle:
-    return tuple(
-        Progression(torch.cat([side.first for side in sides]), 1, torch.cat([side.count for side in sides]))
-        for sides in zip(*boxes, strict=True)
-    )
 
 
 @dataclass(frozen=True)
@@ -188,24 +173,15 @@ class Tiled(Pattern):
         low, high = torch.zeros_like(box.area), torch.zeros_like(box.area)
         for part in torch.arange(len(box.head)).split(_RUNS_AT_ONCE):
             q, k = (self._rectangles(side.select(part)) for side in (box.q, box.k))
-            q_index, k_index = _pairs(q.run, k.run, len(part))
-            bounds = self.rule.count_rectangles(select(q.sides, q_index), select(k.sides, k_index))
-            run = part[q.run[q_index]]
-            low.index_add_(0, run, bounds.low)
-            high.index_add_(0, run, bounds.high)
+            bounds = self.rule.count_pairs(q, k, len(part))
+            low[part], high[part] = bounds.low, bounds.high
         return Bounds(low, high)
+
+    def likeness(self, box: Box, *, num_heads: int) -> tuple[Tensor, ...]:
+        return self.rule.likeness_of(self._rectangles(box.q), self._rectangles(box.k), box)
 
     def _rectangles(self, runs: Progression) -> Rectangles:
         return self.order.rectangles(runs.first, runs.first + runs.count)
-
-
-def _pairs(q_run: Tensor, k_run: Tensor, num_runs: int) -> tuple[Tensor, Tensor]:
-    """Every pair of a query side's rectangle and a key side's of the same run, as indices of both."""
-    k_order, k_number = k_run.argsort(), torch.bincount(k_run, minlength=num_runs)
-    k_first, partners = (k_number.cumsum(0) - k_number)[q_run], k_number[q_run]
-    q_index = torch.repeat_interleave(partners)
-    nth = torch.arange(len(q_index)) - (partners.cumsum(0) - partners)[q_index]
-    return q_index, k_order[k_first[q_index] + nth]
 
 
 def _at_slots(inner: MaskMod, positions: Tensor) -> MaskMod:

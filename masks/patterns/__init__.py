@@ -5,7 +5,7 @@ from ._band import Band, Causal, LocalWindow, Strided, causal, dilated_window, l
 from ._block_list import BlockList, block_list
 from ._blockwise import Blockwise, blockwise
 from ._dilated import Dilated, chunked, dilated, longnet
-from ._grid import Axis, Rectangle, select
+from ._grid import Axis, Rectangle, Rectangles, joined, select
 from ._marked_tokens import GlobalTokens, MarkedTokens, first_tokens, fixed, global_tokens, landmark_tokens, prefix_lm
 from ._neighborhood import Neighborhood, neighborhood
 from ._per_document import PerDocument

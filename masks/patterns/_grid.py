@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import reduce
 from math import gcd, prod
 
 import torch
+from jaxtyping import Bool, Int64
 from torch import Tensor
 
 from ..core import (
@@ -71,6 +73,46 @@ def select(rectangle: Rectangle, index: Tensor) -> Rectangle:
     return tuple(side.select(index) for side in rectangle)
 
 
+@dataclass(frozen=True)
+class Rectangles:
+    """R rectangles of a grid, none of them empty, and the number of the run of positions to which each belongs."""
+
+    run: Int64[Tensor, " R"]
+    sides: Rectangle
+
+    def alone(self, number: int) -> tuple[Int64[Tensor, " n"], Bool[Tensor, " n"]]:
+        """(a rectangle of each of so many runs, whether it is the only one)."""
+        first = torch.zeros(number, dtype=torch.int64).scatter_(0, self.run, torch.arange(len(self.run)))
+        return first, self.run.bincount(minlength=number) == 1
+
+
+def rectangles_of(progression: Progression, grid: tuple[int, ...]) -> Rectangles:
+    """The rectangles of progressions of a step that fits."""
+    run, sides = torch.arange(len(progression.first)), []
+    for part in rectangles(progression, grid):
+        held = reduce(torch.logical_and, (side.count > 0 for side in part)).nonzero().squeeze(1)
+        sides.append((run[held], select(part, held)))
+    runs, found = zip(*sides, strict=True)
+    return Rectangles(torch.cat(runs), joined(*found))
+
+
+def joined(*boxes: Rectangle) -> Rectangle:
+    """Rectangles one after the other; along an axis all have one step."""
+    return tuple(
+        Progression(torch.cat([side.first for side in sides]), sides[0].step, torch.cat([side.count for side in sides]))
+        for sides in zip(*boxes, strict=True)
+    )
+
+
+def pairs_of(q_run: Tensor, k_run: Tensor, number: int) -> tuple[Tensor, Tensor]:
+    """Every pair of a query side's rectangle and a key side's of the same of so many runs, as indices of both."""
+    k_order, k_number = k_run.argsort(), torch.bincount(k_run, minlength=number)
+    k_first, partners = (k_number.cumsum(0) - k_number)[q_run], k_number[q_run]
+    q_index = torch.repeat_interleave(partners)
+    nth = torch.arange(len(q_index)) - (partners.cumsum(0) - partners)[q_index]
+    return q_index, k_order[k_first[q_index] + nth]
+
+
 def _coordinates(row: Tensor, grid: list[int]) -> Rectangle:
     """One row's coordinates along the outer axes; beyond the grid they go on along the outermost."""
     one = torch.ones_like(row)
@@ -122,6 +164,16 @@ class Axis:
             bounds = self._count_in_class(box, self._held(residue))
             low, high = low + bounds.low, high + bounds.high
         return Bounds(low, high)
+
+    def likeness(self, q: Progression, k: Progression) -> tuple[Tensor, Tensor]:
+        """Numbers of n places of queries and keys: runs of equal lengths in which they agree have the same pairs.
+
+        Where no window is shifted only the distance counts, and the query's place in its group.
+        """
+        inner = q.first >= (self.lead + self.stride - 1) * self.rate
+        inner &= self.length - 1 - q.last >= (self.size - self.lead - 1) * self.rate
+        place = torch.where(inner, self.length + q.first % (self.rate * self.stride), q.first)
+        return place, k.first - q.first
 
     def _held(self, residue: int) -> int:
         """Places of a class."""

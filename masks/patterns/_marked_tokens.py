@@ -104,6 +104,12 @@ class MarkedTokens(Pattern):
         pairs = box.area - queries * keys
         return Bounds(pairs, pairs)
 
+    def likeness(self, box: Box, *, num_heads: int) -> tuple[Counts, ...]:
+        sides = [box.q] * self.rows + [box.k] * self.columns
+        period = self.period()
+        # Without a period the marked ones come first.
+        return tuple(self.count_marked(side) if period is None else side.first % period for side in sides)
+
     def reason(self, pair: Pair) -> Reason:
         sides = [(pair.the_query, pair.query)] * self.rows + [(pair.the_key, pair.key)] * self.columns
         allowed = any(self.marked(range(position, position + 1)) for _, position in sides)

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import field
 from functools import reduce
-from itertools import product
 from math import gcd, prod
 from typing import Any
 
@@ -34,10 +33,11 @@ from ..core import (
     span,
     within,
 )
-from ._grid import Axis, Rectangle, fits, hull, rectangles, select
+from ._grid import Axis, Rectangle, Rectangles, fits, hull, pairs_of, rectangles_of, select
 
 _SEQUENCES = (list, tuple)
 _FEW_PAIRS = 1 << 16  # so many are looked at one by one sooner than counted
+_BOXES_AT_ONCE = 1 << 14  # whose rectangles are held together: bounds the memory
 _MOST_RUNS = 1 << 10  # of a window that is listed run by run
 _OPTIONAL = {"optional": True}
 _LEAST = {"grid": 1, "radius": 0, "kernel_size": 1, "rate": 1, "stride": 1}
@@ -218,17 +218,40 @@ class Neighborhood(Pattern):
             pairs = torch.zeros_like(box.area)
             look_at_pairs(self, Owned(torch.arange(len(pairs)), box), pairs)
             return Bounds(pairs, pairs)
+        counted = [self._count(box.select(part)) for part in torch.arange(len(box.head)).split(_BOXES_AT_ONCE)]
+        return Bounds(*(torch.cat([getattr(each, side) for each in counted]) for side in ("low", "high")))
+
+    def _count(self, box: Box) -> Bounds:
         even = fits(box.q.step, self.grid) and fits(box.k.step, self.grid)
-        q, k = (box.q, box.k) if even else (hull(box.q), hull(box.k))
-        low, high = torch.zeros_like(box.area), torch.zeros_like(box.area)
-        sides = [[(part, _holds(part)) for part in rectangles(side, self.grid)] for side in (q, k)]
-        for (queries, q_holds), (keys, k_holds) in product(*sides):
-            where = (q_holds & k_holds).nonzero().squeeze(1)
-            bounds = self.count_rectangles(select(queries, where), select(keys, where))
-            low[where] += bounds.low
-            high[where] += bounds.high
+        sides = [side if even else hull(side) for side in (box.q, box.k)]
+        q, k = (rectangles_of(side, self.grid) for side in sides)
+        bounds = self.count_pairs(q, k, len(box.head))
         # The hull of a progression holds other tokens too.
-        return Bounds(low, high) if even else Bounds(torch.zeros_like(low), high.minimum(box.area))
+        return bounds if even else Bounds(torch.zeros_like(bounds.low), bounds.high.minimum(box.area))
+
+    def count_pairs(self, q: Rectangles, k: Rectangles, number: int) -> Bounds:
+        """Pairs of the rectangles of the queries with those of the keys, of so many boxes."""
+        q_index, k_index = pairs_of(q.run, k.run, number)
+        bounds = self.count_rectangles(select(q.sides, q_index), select(k.sides, k_index))
+        none = torch.zeros(number, dtype=torch.int64)
+        return Bounds(*(none.index_add(0, q.run[q_index], each) for each in (bounds.low, bounds.high)))
+
+    def likeness(self, box: Box, *, num_heads: int) -> tuple[Tensor, ...]:
+        if not (fits(box.q.step, self.grid) and fits(box.k.step, self.grid)):
+            return super().likeness(box, num_heads=num_heads)
+        q, k = (rectangles_of(side, self.grid) for side in (box.q, box.k))
+        return self.likeness_of(q, k, box)
+
+    def likeness_of(self, q: Rectangles, k: Rectangles, box: Box) -> tuple[Tensor, ...]:
+        """As `likeness`, of boxes whose sides are these rectangles: where each is one, by where that lies."""
+        (q_of, q_one), (k_of, k_one) = q.alone(len(box.head)), k.alone(len(box.head))
+        one = q_one & k_one
+        columns = [torch.where(one, -1, place) for place in (box.q.first, box.k.first)]
+        for queries, keys, axis in zip(select(q.sides, q_of), select(k.sides, k_of), self.axes, strict=True):
+            columns += [
+                torch.where(one, number, 0) for number in (*axis.likeness(queries, keys), queries.count, keys.count)
+            ]
+        return tuple(columns)
 
     def count_rectangles(self, queries: Rectangle, keys: Rectangle) -> Bounds:
         """Pairs of two rectangles of the grid, axis by axis: the counts multiply."""
@@ -323,11 +346,6 @@ def _point(places: Sequence[int]) -> str:
 def _steps(window: range) -> str:
     ends = span(window.start, window[-1] + 1)
     return ends if window.step == 1 or len(window) == 1 else f"{ends} in steps of {window.step}"
-
-
-def _holds(rectangle: Rectangle) -> Tensor:
-    """Which rectangles hold any token."""
-    return reduce(torch.logical_and, (side.count > 0 for side in rectangle))
 
 
 def _in_window(device: torch.device, num_tokens: int, pitch_of_axis: int, axis: Axis) -> MaskMod:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
@@ -15,7 +15,7 @@ from .lowering._nested import chains, nested_terms
 from .lowering._shared_lists import padded_terms
 from .lowering._term import Term
 from .lowering._ways import masked_term, split_causal, ways
-from .lowering._windows import window_terms
+from .lowering._windows import Cut, window_terms
 from .machine._machine import Machine
 
 # Each part of a union is lowered without the parts before it: many parts make rules that are slow to evaluate.
@@ -78,10 +78,21 @@ def options_of(
 ) -> tuple[Option, ...]:
     """Every way that is worth weighing, the cheapest first."""
     costs = machine, Layout(bound.num_queries), operands
-    cut = window_terms(branch, times, bound, any_number=allowed.any_windows) if allowed.windows else None
+    cut = Cut.of(branch, bound) if allowed.windows else None
     if cut is not None:
-        options = [Option(branch, times, "windows", tuple(cut), *costs, shares_rows=True)]
-        return _in_order([*options, *_under_mask(options, bound, allowed)])
+        rest = cut.over_all(bound)
+        if rest is not None:
+            found = options_of(rest, times, bound, machine, allowed, operands)
+            return tuple(replace(option, branch=branch) for option in found)
+        inside = replace(allowed, masks=False)  # terms of one window are repeated for those like it
+
+        def weighed(rest: Pattern, part: Bound) -> tuple[Term, ...]:
+            return options_of(rest, times, part, machine, inside, operands)[0].terms
+
+        terms = window_terms(cut, times, bound, weighed, any_number=allowed.any_windows)
+        if terms is not None:
+            options = [Option(branch, times, "windows", tuple(terms), *costs, shares_rows=True)]
+            return _in_order([*options, *_under_mask(options, bound, allowed)])
     if allowed.lists_only and (padded := padded_terms(branch, times, bound)) is not None:
         # Whatever the length: another choice for some of them would be another program to compile.
         return (Option(branch, times, "padded", tuple(padded), *costs),)
@@ -228,9 +239,18 @@ def _disjoint_terms(
     parts = sorted(branch.alternatives(), key=lambda part: (part.period() is None, part.period() or 0, part.spacing()))
     if not 1 < len(parts) <= _MAX_PARTS:
         return None
-    alone = replace(allowed, shared_rows=False, windows=False, masks=False)
-    rests = [And.of(part, *(~before for before in parts[:index])) for index, part in enumerate(parts)]
-    return tuple(term for rest in rests for term in options_of(rest, times, bound, machine, alone, operands)[0].terms)
+    alone = replace(allowed, shared_rows=False, masks=False)
+    found = (options_of(rest, times, bound, machine, alone, operands)[0] for rest in _rests(parts))
+    return tuple(term for option in found for term in option.terms)
+
+
+def _rests(parts: Sequence[Pattern]) -> Iterator[Pattern]:
+    """Each part without the pairs of those before it, which are checked by what they do not share with it."""
+    for index, part in enumerate(parts):
+        own = part.factors()
+        others = [[factor for factor in before.factors() if factor not in own] for before in parts[:index]]
+        if all(others):
+            yield And.of(*own, *(~And.of(*factors) for factors in others))
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,7 @@ from dataclasses import replace
 import torch
 
 from ..core import Bound, Expression, within
-from ..orders import Compact, Layout, Listed, Part, Placement
+from ..orders import Compact, Folded, Layout, Listed, Part, Placement
 from ._cost import Operands
 from ._options import ANYTHING, Allowed, Option
 from ._planner import Plan, plan
@@ -71,9 +71,9 @@ def _over_all_runs(
 
 def _placed(term: Term, part: Part, placement: Placement) -> Term:
     """The term over the device's own queries, and keys by their positions."""
-    both_compact = isinstance(term.q, Compact) and isinstance(term.k, Compact)
+    in_folds = isinstance(term.q, Compact | Folded) and isinstance(term.k, Compact | Folded)
     natural = isinstance(term.q, Layout) and term.q.is_natural
-    if isinstance(term, PaddedTerm) or both_compact or (natural and part.gapless):
+    if isinstance(term, PaddedTerm) or in_folds or (natural and part.gapless):
         return term.moved(part.q_token, part.span.start)
     # An order of all tokens: without the keys that are not there. A tiling is left for the natural order.
     rate = term.q.rate if isinstance(term.q, Layout) else 1

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from ...blocks import Blocks, ListedBlocks, Rule, build_blocks, estimate_blocks, repeat_blocks
 from ...core import Bound, MaskMod, Pattern, index_dtype
-from ...orders import Compact, Layout, Order, Pieces
+from ...orders import Compact, Folded, Layout, Order, Pieces
 from ...patterns import tables
 from ._weights import PairWeights, Weights
 
@@ -154,11 +154,12 @@ class Term:
 
     def repeated(self, q_tokens: Int64[Tensor, " n"], k_tokens: Int64[Tensor, " n"]) -> Term:
         """The same n times, as folds, over tokens that lie so far further on, where the rule is the same."""
-        q, k = (side.as_compact(self.heads) for side in (self.q, self.k))
-        assert q is not None and k is not None, "what is repeated lies in natural order or in progressions"  # noqa: PT018
         offsets = self.q_offset - int(q_tokens[0]), self.k_offset - int(k_tokens[0])
-        moved = {"q": q.repeated(q_tokens), "k": k.repeated(k_tokens)}
-        return replace(self, **moved, q_offset=offsets[0], k_offset=offsets[1])
+        moved = {"q": self.q.repeated(self.heads, q_tokens), "k": self.k.repeated(self.heads, k_tokens)}
+        found = replace(self, **moved, q_offset=offsets[0], k_offset=offsets[1])
+        if "listed_blocks" in vars(self):  # counting them is what takes time in planning
+            vars(found)["listed_blocks"] = ListedBlocks(*(number * len(q_tokens) for number in self.listed_blocks))
+        return found
 
     def moved(self, q_tokens: int, k_tokens: int) -> Term:
         """The same over tokens that lie further on, at the same positions."""
@@ -169,13 +170,22 @@ class Term:
 
         Terms that differ in where they lie, and not in what they look like there, have one in common.
         """
+        if isinstance(self.q, Folded) and isinstance(self.k, Folded):
+            offsets = self.q_offset + self.q.first, self.k_offset + self.k.first
+            shift = self._shift(min(offsets))
+            sides = {"q": self.q.order, "k": self.k.order}
+            return replace(self, **sides, multiplicity=1, q_offset=offsets[0] - shift, k_offset=offsets[1] - shift)
         if not isinstance(self.q, Compact) or not isinstance(self.k, Compact):
             return self
-        period = self.rule.period()
         least = min(min(self.q.starts) + self.q_offset, min(self.k.starts) + self.k_offset)
-        shift = 0 if period is None else least // period * period
+        shift = self._shift(least)
         q, k = self.q.alone(self.q_offset - shift), self.k.alone(self.k_offset - shift)
         return replace(self, multiplicity=1, q=q, k=k, q_offset=0, k_offset=0, weights=None)
+
+    def _shift(self, position: int) -> int:
+        """How far a position may move down, by the rule's period."""
+        period = self.rule.period()
+        return 0 if period is None else position // period * period
 
     def blocks(self, q_block: int, k_block: int, *, settle: bool = True) -> Blocks:
         """The block lists over the slots of one fold, with a table for each distinct head."""

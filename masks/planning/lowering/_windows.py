@@ -5,20 +5,23 @@ Windows in which the rule looks the same are the folds of one term, so terms are
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from math import isqrt
 from typing import Any
 
 import torch
 
-from ...core import And, Bound, Expression, Pattern
+from ...core import And, Bound, Every, Expression, HeadGroups, Or, Pattern, PerHead
 from ...patterns import PADDING, Causal, KeySet, LocalWindow, PerDocument, Spans, Table, Windows, tables
 from ._term import Term
 from ._ways import compact_terms, shared_terms
 
 _ENOUGH_SLOTS = 4096  # of all heads: larger windows are read where they lie, as a call costs less than their copies
+_WORTH_WEIGHING = 1024  # tokens of a window: in smaller ones the ways differ by less than it takes to weigh them
 _MOST_LISTS = 32  # of blocks, each planned by itself: more are dearer than one over all tokens
+
+Weighed = Callable[[Pattern, Bound], Sequence[Term]]  # terms of a rule over a part: those of the cheapest way
 
 
 @dataclass(frozen=True)
@@ -28,28 +31,49 @@ class Cut:
     rest: Pattern
     windows: Windows
 
-
-def window_terms(branch: Pattern, multiplicity: int, bound: Bound, *, any_number: bool = False) -> list[Term] | None:
-    """Terms for the windows into which a run-time table cuts a branch; None for other branches.
-
-    None as well for windows of too many kinds, unless `any_number` will do: more than there can be lengths, as windows
-    differ in where they begin; or more with lists of blocks than are planned one by one.
-    """
-    queries = range(bound.q_offset, bound.q_offset + bound.num_queries)
-    keys = range(bound.k_offset, bound.k_offset + bound.num_keys)
-    cut = _cut(branch, max(queries.stop, keys.stop))
-    if cut is None:
+    @classmethod
+    def of(cls, branch: Pattern, bound: Bound) -> Cut | None:
+        """The windows, within a bound's queries and keys, into which a run-time table cuts a branch."""
+        for cut in _cuts(branch):
+            windows = cut.table.windows(bound.num_positions)
+            if windows is not None:
+                windows = windows.from_start() if cut.from_start else windows
+                return cls(cut.rest, windows.within(_queries(bound), _keys(bound)))
         return None
-    windows, period = cut.windows.within(queries, keys), cut.rest.period()
-    kinds = windows.kinds(period)
-    if len(kinds) > _MOST_LISTS + isqrt(2 * max(len(queries), len(keys))) and not any_number:
+
+    def over_all(self, bound: Bound) -> Pattern | None:
+        """The rest, where there is one window of all queries and keys, in which it counts as outside; else None."""
+        if len(self.windows) != 1:
+            return None
+        rest, part = _part(self.rest, bound, self.windows)
+        return rest if part == replace(bound, pattern=rest) else None
+
+
+def window_terms(
+    cut: Cut,
+    multiplicity: int,
+    bound: Bound,
+    weighed: Weighed,
+    *,
+    any_number: bool = False,
+) -> list[Term] | None:
+    """Terms for windows, those of large ones as they are `weighed`; None where they would be too many.
+
+    Unless `any_number` will do, that is windows of more kinds than there can be lengths, as windows differ in where
+    they begin; or of more kinds with lists of blocks than are planned one by one.
+    """
+    kinds = cut.windows.kinds(cut.rest.period())
+    if len(kinds) > _MOST_LISTS + isqrt(2 * max(bound.num_queries, bound.num_keys)) and not any_number:
         return None
     terms: list[Term] = []
     lists = 0
     for index in kinds:
-        alike = windows.select(index)
-        rest, part = _part(cut.rest, bound, alike, int(alike.select(slice(1)).counted_from(period)))
-        lowered = _lower(rest, multiplicity, part, any_number=any_number)
+        alike = cut.windows.select(index)
+        rest, part = _part(cut.rest, bound, alike)
+        if max(part.num_queries, part.num_keys) > _WORTH_WEIGHING:
+            lowered = weighed(rest, part)
+        else:
+            lowered = _lower(rest, multiplicity, part, weighed, any_number=any_number)
         lists += any(term.shape == "blocks" for term in lowered)
         if lists > _MOST_LISTS and not any_number:
             return None
@@ -59,24 +83,65 @@ def window_terms(branch: Pattern, multiplicity: int, bound: Bound, *, any_number
     return terms
 
 
-def _cut(branch: Pattern, num_positions: int) -> Cut | None:
-    factors = branch.factors()
-    for factor in factors:
-        rest = And.of(*(each for each in factors if each != factor))
-        if isinstance(factor, Table):
-            windows = factor.windows(num_positions)
-            if windows is not None:
-                return Cut(rest, windows)
-        # A rule of distances is the same counted from anywhere.
-        if isinstance(factor, PerDocument) and isinstance(factor.spans, Spans) and rest.period() == 1:
-            inner = And.of(factor.part, *(each for each in factors if each != factor))
-            return Cut(inner, factor.spans.windows(num_positions).from_start())
-    return None
+@dataclass(frozen=True)
+class _TableCut:
+    """A rule that is `rest` where a table allows a pair.
+
+    `from_start`: whether the rest counts from where a document begins; None where that makes no difference.
+    """
+
+    rest: Pattern
+    table: Table
+    from_start: bool | None
+
+    def beside(self, others: Sequence[Pattern]) -> _TableCut | None:
+        """The same in an intersection with other rules, which count from 0."""
+        free = all(each.period() == 1 for each in others)
+        if self.from_start and not free:
+            return None
+        parts = (each for each in (self.rest, *others) if each != Every())
+        return replace(self, rest=And.of(*parts), from_start=self.from_start if free else False)
 
 
-def _part(rest: Pattern, bound: Bound, windows: Windows, origin: int) -> tuple[Pattern, Bound]:
+def _cuts(rule: Pattern) -> Iterator[_TableCut]:
+    """Every table outside of which a rule has no pairs, also where each part of a union or each head has it."""
+    if isinstance(rule, Table):
+        yield _TableCut(Every(), rule, None)
+    elif isinstance(rule, PerDocument) and isinstance(rule.spans, Spans):
+        yield _TableCut(rule.part, rule.spans, None if rule.part.period() == 1 else True)
+    elif isinstance(rule, And):
+        for part in rule.parts:
+            others = [each for each in rule.parts if each != part]
+            yield from (found for cut in _cuts(part) if (found := cut.beside(others)) is not None)
+    elif isinstance(rule, Or | PerHead | HeadGroups):
+        of_parts = [{cut.table: cut for cut in _cuts(part)} for part in rule.parts]
+        for table in of_parts[0]:
+            cuts = [of_part[table] for of_part in of_parts if table in of_part]
+            counted = {cut.from_start for cut in cuts} - {None}
+            if len(cuts) == len(of_parts) and len(counted) <= 1:
+                rests = tuple(cut.rest for cut in cuts)
+                yield _TableCut(_composed(rule, rests), table, *(counted or {None}))
+
+
+def _composed(rule: Or | PerHead | HeadGroups, parts: tuple[Pattern, ...]) -> Pattern:
+    """The same of other parts."""
+    if not isinstance(rule, Or):
+        return type(rule)(parts)
+    return Every() if Every() in parts else Or.of(*parts)
+
+
+def _queries(bound: Bound) -> range:
+    return range(bound.q_offset, bound.q_offset + bound.num_queries)
+
+
+def _keys(bound: Bound) -> range:
+    return range(bound.k_offset, bound.k_offset + bound.num_keys)
+
+
+def _part(rest: Pattern, bound: Bound, windows: Windows) -> tuple[Pattern, Bound]:
     """The rest over the first window, at positions as low as its period allows."""
     first = windows.select(slice(1))
+    origin = int(first.counted_from(rest.period()))
     q, k = (range(int(a), int(b)) for a, b in ((first.q_start, first.q_stop), (first.k_start, first.k_stop)))
     sizes = {"num_queries": len(q), "num_keys": len(k), "q_offset": q.start - origin, "k_offset": k.start - origin}
     plainest = _plainest(rest, q, k)
@@ -96,10 +161,11 @@ def _plainest(rest: Pattern, q: range, k: range) -> Pattern:
     return And.of(*kept)
 
 
-def _lower(rest: Pattern, multiplicity: int, part: Bound, *, any_number: bool) -> list[Term]:
+def _lower(rest: Pattern, multiplicity: int, part: Bound, weighed: Weighed, *, any_number: bool) -> Sequence[Term]:
     """The cheapest way that needs no weighing: windows again, compact, or as given."""
-    cut = window_terms(rest, multiplicity, part, any_number=any_number)
-    for terms in (cut, compact_terms(rest, multiplicity, part) if cut is None else None):
+    cut = Cut.of(rest, part)
+    again = None if cut is None else window_terms(cut, multiplicity, part, weighed, any_number=any_number)
+    for terms in (again, compact_terms(rest, multiplicity, part) if again is None else None):
         if terms is not None:
             return terms
     return shared_terms(rest, multiplicity, part, 1)
