@@ -41,19 +41,22 @@ def check_tensors(q: Tensor, k: Tensor, v: Tensor, *, enable_gqa: bool) -> None:
     """q (B, H, N, D) and k, v (B, Hkv, M, D) must fit together."""
     for name, tensor in (("q", q), ("k", k), ("v", v)):
         if not isinstance(tensor, Tensor):
-            raise TypeError(f"{name} must be a tensor, such as torch.as_tensor({name}); got {type(tensor).__name__}")
+            as_tensor = f": torch.as_tensor({name}) makes one" if type(tensor).__name__ in ("ndarray", "list") else ""
+            raise TypeError(f"{name} must be a tensor; got {type(tensor).__name__}{as_tensor}")
         require_dense(name, tensor)
         if tensor.dim() != 4:
+            split = f"{name}.unflatten(-1, (heads, -1)).transpose(1, 2)"
+            advice = (
+                f": {name}[None] adds a batch; heads side by side are split by {split}" if tensor.dim() == 3 else ""
+            )
             raise ValueError(
-                f"{name} must have the 4 dims (batch, heads, tokens, head dim): {name}[None] adds a batch, and heads that "
-                f"are side by side become a dim by {name}.unflatten(-1, (heads, -1)).transpose(1, 2); got {_shape(tensor)}"
+                f"{name} must have the 4 dims (batch, heads, tokens, head dim); got {_shape(tensor)}{advice}"
             )
         if tensor.dtype not in _DTYPES:
-            raise TypeError(f"{name} must be float32, bfloat16, float16 or float64, by {name}.to; got {tensor.dtype}")
+            raise TypeError(f"{name} must be float32, bfloat16, float16 or float64; got {tensor.dtype}")
     if not q.dtype == k.dtype == v.dtype:
-        raise ValueError(
-            f"q, k and v must have one dtype, by k.to(q.dtype) or under autocast; got {q.dtype}, {k.dtype} and {v.dtype}"
-        )
+        dtypes = f"{q.dtype}, {k.dtype} and {v.dtype}"
+        raise ValueError(f"q, k and v must have one dtype; got {dtypes}: cast them, or call under torch.autocast")
     if not q.device == k.device == v.device:
         raise ValueError(f"q, k and v must be on one device; got {q.device}, {k.device} and {v.device}")
     if k.shape != v.shape:
@@ -155,16 +158,11 @@ def check_dropout(dropout_p: float) -> None:
 
 
 def _check_heads(num_heads: int, num_kv_heads: int, enable_gqa: bool) -> None:
+    came = f"got {num_heads} and {num_kv_heads}, in dim 1: x.transpose(1, 2) puts heads there that follow the tokens"
     if num_heads % max(1, num_kv_heads) or (num_heads and not num_kv_heads):
-        raise ValueError(
-            f"the query heads must be a multiple of the key/value heads, both in dim 1 (x.transpose(1, 2) puts heads "
-            f"there that follow the tokens); got {num_heads} and {num_kv_heads}"
-        )
+        raise ValueError(f"the query heads must be a multiple of the key/value heads; {came}")
     if num_heads != num_kv_heads and not enable_gqa:
-        raise ValueError(
-            "unequal query and key/value heads, in dim 1, need enable_gqa=True (x.transpose(1, 2) puts heads there that "
-            f"follow the tokens); got {num_heads} and {num_kv_heads}"
-        )
+        raise ValueError(f"unequal query and key/value heads need enable_gqa=True; {came}")
 
 
 def resolve_scale(scale: float | None, head_dim: int) -> float:

@@ -69,7 +69,7 @@ def advises(*, keywords: Mapping[str, str], positional: str = "") -> Callable[[_
         @wraps(function)
         def advised(*args: Any, **named: Any) -> Any:
             if args and positional:
-                raise TypeError(f"{function.__name__} takes its arguments by name: {positional}; got {args!r:.80}")
+                raise TypeError(f"{function.__name__} has no positional arguments: {positional}; got {args!r:.80}")
             for name in named:
                 if name in keywords:
                     raise TypeError(f"{function.__name__} has no {name}: {keywords[name]}")
@@ -85,7 +85,7 @@ def instead_of_pattern(value: object) -> str:
     if value is None:
         return ": masks.every() is dense attention"
     if isinstance(value, str):
-        return f", {value!r:.80}: masks.parse reads text, as masks.parse('causal()')"
+        return ": masks.parse reads a pattern from text, as masks.parse('causal()')"
     if isinstance(value, list | tuple):
         return ": join patterns by `|`, `&` or `+`, or give one to each head by masks.per_head(patterns)"
     if type(value).__name__ == "BlockMask":
