@@ -25,7 +25,7 @@ from ..core import (
     require_int,
 )
 
-_SIZES = dict.fromkeys(
+_SIZES: dict[str, str] = dict.fromkeys(
     ("window", "window_size", "size", "radius"), "give left= and right=, in tokens beside the query's"
 )
 
