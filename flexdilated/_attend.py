@@ -11,6 +11,7 @@ from torch import Tensor
 
 from ._engines import choose_engine
 from ._validate import (
+    OTHER_KEYWORDS,
     check_dropout,
     check_layout,
     check_score_mod,
@@ -35,7 +36,7 @@ from .engines import (
     transformed_tiles,
 )
 from .masks import Layout, Mixture, Pattern
-from .masks.core import plans, require_bool, require_expression
+from .masks.core import advises, plans, require_bool, require_expression
 from .masks.planning import block_sides
 from .tuning import autotune as measure_call
 
@@ -92,6 +93,7 @@ def attend(
 ) -> tuple[Float[Tensor, "B H N D"], Float[Tensor, "B H N"]]: ...
 
 
+@advises(keywords=OTHER_KEYWORDS)
 def attend(
     q: Float[Tensor, "B H N D"],
     k: Float[Tensor, "B G M D"],

@@ -13,6 +13,27 @@ from .masks.core import LARGEST, Expression, require_int
 from .masks.patterns import SelectedBlocks, missing, names, require_values, run_time_leaves
 from .masks.text import read_text
 
+_CAUSAL = "write `pattern & masks.causal()`, or masks.causal() as the pattern"
+_MATRIX = (
+    "a matrix becomes a pattern by masks.custom(lambda b, h, q, k: mask[q, k]), padding by masks.visible_keys(real)"
+)
+_PADDING = "write `pattern & masks.visible_keys(~key_padding_mask)`, or masks.lengths(lengths)"
+_WINDOW = "write `pattern & masks.local_window(left=, right=)`"
+_SCALE = "the factor on scores is scale="
+# Keywords of other attention functions: what to write for them here.
+OTHER_KEYWORDS = {
+    **dict.fromkeys(("is_causal", "causal"), _CAUSAL),
+    **dict.fromkeys(("attn_mask", "mask", "attention_mask", "attn_bias"), _MATRIX),
+    **dict.fromkeys(("mask_mod", "block_mask"), "give it as the pattern, masks.custom(mask_mod)"),
+    **dict.fromkeys(("key_padding_mask", "padding_mask"), _PADDING),
+    **dict.fromkeys(("window", "window_size"), _WINDOW),
+    **dict.fromkeys(("sm_scale", "softmax_scale"), _SCALE),
+    "dropout": "attention weights are never formed: apply torch.nn.functional.dropout to the output",
+    "need_weights": "attention weights are never formed: return_lse=True gives their denominators",
+    "kernel_options": "engine= and block_size= choose what computes",
+    "deterministic": "torch.use_deterministic_algorithms holds here, too",
+}
+
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 
@@ -20,14 +41,22 @@ def check_tensors(q: Tensor, k: Tensor, v: Tensor, *, enable_gqa: bool) -> None:
     """q (B, H, N, D) and k, v (B, Hkv, M, D) must fit together."""
     for name, tensor in (("q", q), ("k", k), ("v", v)):
         if not isinstance(tensor, Tensor):
-            raise TypeError(f"{name} must be a tensor; got {type(tensor).__name__}")
+            as_tensor = f": torch.as_tensor({name}) makes one" if type(tensor).__name__ in ("ndarray", "list") else ""
+            raise TypeError(f"{name} must be a tensor; got {type(tensor).__name__}{as_tensor}")
         require_dense(name, tensor)
         if tensor.dim() != 4:
-            raise ValueError(f"{name} must have the 4 dims (batch, heads, tokens, head dim); got {_shape(tensor)}")
+            split = f"{name}.unflatten(-1, (heads, -1)).transpose(1, 2)"
+            advice = (
+                f": {name}[None] adds a batch; heads side by side are split by {split}" if tensor.dim() == 3 else ""
+            )
+            raise ValueError(
+                f"{name} must have the 4 dims (batch, heads, tokens, head dim); got {_shape(tensor)}{advice}"
+            )
         if tensor.dtype not in _DTYPES:
             raise TypeError(f"{name} must be float32, bfloat16, float16 or float64; got {tensor.dtype}")
     if not q.dtype == k.dtype == v.dtype:
-        raise ValueError(f"q, k and v must have one dtype; got {q.dtype}, {k.dtype} and {v.dtype}")
+        dtypes = f"{q.dtype}, {k.dtype} and {v.dtype}"
+        raise ValueError(f"q, k and v must have one dtype; got {dtypes}: cast them, or call under torch.autocast")
     if not q.device == k.device == v.device:
         raise ValueError(f"q, k and v must be on one device; got {q.device}, {k.device} and {v.device}")
     if k.shape != v.shape:
@@ -129,12 +158,11 @@ def check_dropout(dropout_p: float) -> None:
 
 
 def _check_heads(num_heads: int, num_kv_heads: int, enable_gqa: bool) -> None:
+    came = f"got {num_heads} and {num_kv_heads}, in dim 1: x.transpose(1, 2) puts heads there that follow the tokens"
     if num_heads % max(1, num_kv_heads) or (num_heads and not num_kv_heads):
-        raise ValueError(
-            f"the query heads must be a multiple of the key/value heads; got {num_heads} and {num_kv_heads}"
-        )
+        raise ValueError(f"the query heads must be a multiple of the key/value heads; {came}")
     if num_heads != num_kv_heads and not enable_gqa:
-        raise ValueError(f"unequal query and key/value heads need enable_gqa=True; got {num_heads} and {num_kv_heads}")
+        raise ValueError(f"unequal query and key/value heads need enable_gqa=True; {came}")
 
 
 def resolve_scale(scale: float | None, head_dim: int) -> float:

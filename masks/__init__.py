@@ -16,6 +16,8 @@ float64.
     inspection  describe, explain, plot, show
 """
 
+from typing import NoReturn as _NoReturn
+
 from . import recipes
 from .core import EMPTY, FULL, PARTIAL, Bound, Mixture, Pattern, every, full, head_groups, per_head
 from .inspection import describe, explain, plot, show
@@ -99,3 +101,37 @@ __all__ = [
     "to_json",
     "visible_keys",
 ]
+
+# What other libraries call a pattern that is here.
+_ELSEWHERE = {
+    "sliding_window": "local_window(left=, right=)",
+    "window": "local_window(left=, right=)",
+    "local": "local_window(left=, right=)",
+    "band": "local_window(left=, right=)",
+    "dense": "every()",
+    "all": "every()",
+    "none": "every()",
+    "noop": "every()",
+    "sinks": "first_tokens(count)",
+    "attention_sinks": "first_tokens(count)",
+    "padding": "lengths(tensor) or visible_keys(mask)",
+    "padding_mask": "lengths(tensor) or visible_keys(mask)",
+    "key_padding_mask": "visible_keys(~key_padding_mask)",
+    "document": "documents(ids)",
+    "packed": "documents(ids)",
+    "block_sparse": "block_list(rows, block=)",
+    "random": "random_blocks(num_tokens)",
+    "prefix": "prefix_lm(prefix)",
+    "block_causal": "blockwise(causal(), block)",
+    "bigbird": "recipes.bigbird(...)",
+    "longformer": "recipes.longformer(...)",
+}
+
+
+def __getattr__(name: str) -> _NoReturn:
+    """AttributeError, with the pattern that the name is likely to mean."""
+    from difflib import get_close_matches
+
+    near = [_ELSEWHERE[name]] if name in _ELSEWHERE else get_close_matches(name, __all__, 3)
+    meant = f": write {' or '.join(f'masks.{each}' for each in near)}" if near else ""
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}{meant}")

@@ -13,10 +13,10 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from .._attend import autocast
 from .._engines import choose_engine
-from .._validate import check_sinks, check_sizes, resolve_scale, run_time_tensors
+from .._validate import OTHER_KEYWORDS, check_sinks, check_sizes, resolve_scale, run_time_tensors
 from ..engines import nothing, padded_rows, placed_engine
 from ..masks import Mixture, Pattern
-from ..masks.core import require_bool, require_choice, require_expression
+from ..masks.core import advises, require_bool, require_choice, require_expression
 from ..masks.planning import block_sides
 from ..masks.text import read_text
 from .counts import Schedule, choose_schedule
@@ -81,6 +81,7 @@ def attend(
 ) -> tuple[Float[Tensor, "B H L D"], Float[Tensor, "B H L"]]: ...
 
 
+@advises(keywords=OTHER_KEYWORDS)
 def attend(
     q: Float[Tensor, "B H L D"],
     k: Float[Tensor, "B G L D"],

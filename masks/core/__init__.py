@@ -32,7 +32,7 @@ from ._box_parts import (
     numbered,
     residue_factors,
 )
-from ._check import LARGEST, require_below, require_bool, require_choice, require_finite, require_int, shown
+from ._check import LARGEST, advises, require_below, require_bool, require_choice, require_finite, require_int, shown
 from ._expression import CONSTRUCTORS, DEEPEST, KINDS, constructor, pattern_kind
 from ._pattern import (
     Expression,

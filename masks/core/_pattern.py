@@ -255,7 +255,9 @@ def require_expression(value: object) -> Expression:
 def require_set_patterns(what: str, parts: object, *, least: int) -> None:
     """Raise TypeError or ValueError unless the parts are a tuple of at least so many set patterns."""
     if not isinstance(parts, tuple) or not all(isinstance(part, Pattern) for part in parts):
-        raise TypeError(f"{what} takes set patterns, in a tuple; got {parts!r:.200}")
+        sums = isinstance(parts, tuple) and any(isinstance(part, Mixture) for part in parts)
+        advice = ": for mixtures add up one choice for each branch, as per_head(first) + per_head(second)"
+        raise TypeError(f"{what} takes set patterns, in a tuple; got {parts!r:.200}{advice if sums else ''}")
     if len(parts) < least:
         alone = ": a set pattern alone stands for itself" if least > 1 else ""
         raise ValueError(f"{what} takes at least {least} set pattern{'s' * (least > 1)}{alone}; got {parts!r:.200}")

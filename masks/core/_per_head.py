@@ -70,7 +70,8 @@ class PerHead(_HeadChoice):
 
     def check_heads(self, num_heads: int) -> None:
         if num_heads != len(self.parts):
-            raise ValueError(f"per_head needs one pattern a head; got {len(self.parts)} for {num_heads} heads")
+            came = f"got {len(self.parts)} for {num_heads} heads"
+            raise ValueError(f"per_head needs one pattern a head; {came}: masks.head_groups takes one a group of them")
         super().check_heads(num_heads)
 
 

@@ -213,7 +213,9 @@ def window_slots(name: str, window: object, size: int) -> range:
     """The window itself, or for None all `size` slots. Raises ValueError for what is no run of them."""
     window = range(size) if window is None else window
     if not isinstance(window, range) or window.step != 1 or not 0 <= window.start < window.stop <= size:
-        raise ValueError(f"{name} must be a range of step 1 within 0 to {size}, and not empty; got {name}={window!r}")
+        advice = "" if isinstance(window, range) else ": write range(start, stop)"
+        rule = f"{name} must be a range of step 1 within 0 to {size}, and not empty"
+        raise ValueError(f"{rule}; got {name}={window!r}{advice}")
     return window
 
 

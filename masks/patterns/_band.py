@@ -13,6 +13,7 @@ from ..core import (
     Pattern,
     Ranges,
     Reason,
+    advises,
     as_ranges,
     both,
     both_bounds,
@@ -22,6 +23,10 @@ from ..core import (
     parameters,
     pattern_kind,
     require_int,
+)
+
+_SIZES: dict[str, str] = dict.fromkeys(
+    ("window", "window_size", "size", "radius"), "give left= and right=, in tokens beside the query's"
 )
 
 
@@ -160,6 +165,7 @@ class DilatedWindow(Band):
 
 
 @constructor
+@advises(keywords={}, positional="a pattern has no size, it is masks.causal() for every length")
 def causal() -> Pattern:
     """Each query sees the keys at its own position and before.
 
@@ -170,6 +176,7 @@ def causal() -> Pattern:
 
 
 @constructor
+@advises(keywords=_SIZES, positional="masks.local_window(left=63, right=0) is the query's own key and 63 before it")
 def local_window(*, left: int, right: int) -> Pattern:
     """Each query sees `left` keys before its position, its own, and `right` keys after. Radii in tokens, >= 0.
 
@@ -193,6 +200,7 @@ def strided(stride: int) -> Pattern:
 
 
 @constructor
+@advises(keywords=_SIZES, positional="masks.dilated_window(left=63, right=0, rate=2)")
 def dilated_window(*, left: int, right: int, rate: int) -> Pattern:
     """Each query sees `left` keys before its position, its own, and `right` keys after, `rate` tokens apart.
 
