@@ -5,8 +5,8 @@ from typing import Any
 
 import torch
 
-import flexdilated as fd
 from flexdilated import masks
+from flexdilated.decoding import Reader
 
 from ._checks import assert_near
 from ._jobs import Job, interleave, ratio, tokens_text
@@ -70,7 +70,6 @@ def llama_step(
 def _filled(cache: Any, pattern: masks.Pattern | masks.Mixture, k: torch.Tensor, v: torch.Tensor) -> Any:
     """A layer of the cache that has seen these keys and values."""
     layer = cache.layer_class_to_replicate()
-    layer.cache = fd.KVCache(pattern, num_heads=k.shape[1], scale=k.shape[-1] ** -0.5, undo=layer.undo)
-    layer.cache.append(k, v)
-    layer.rule = pattern
+    layer.update(k, v)
+    layer.readers[pattern] = Reader(pattern, num_heads=k.shape[1])  # as if it had attended
     return layer

@@ -160,8 +160,8 @@ def _measure(name: str, pattern: masks.Pattern | masks.Mixture, size: Size, seco
 def _chosen(found: Trials, planned: Plan) -> list[Trialled]:
     """The trials of what the planner takes: one of all branches together, or one a branch."""
     chosen = [options[0] for options in planned.options]
-    if planned.together is not None and chosen[0] is planned.together:
-        return [each for each in found.all if each.branch is None and each.option.layout != BRANCH_BY_BRANCH]
+    if chosen[0] in planned.together:
+        return [each for each in found.all if each.branch is None and way_of(each.option) == way_of(chosen[0])]
     return [
         each
         for index, option in enumerate(chosen)

@@ -6,6 +6,8 @@ from tests.support.planted_bugs import Bug, Look, nothing_kept
 from tests.support.planted_bugs_in_engines import IN_ENGINES
 from tests.support.planted_bugs_in_patterns import IN_PATTERNS
 
+pytestmark = pytest.mark.usefixtures("without_masks")
+
 passed: set[Look] = set()
 
 

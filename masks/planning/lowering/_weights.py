@@ -10,7 +10,7 @@ from jaxtyping import Float, Int64
 from torch import Tensor
 
 from ...blocks import allowed_pairs
-from ...core import Bound
+from ...core import Bound, plans
 from ...plan_cache import cache
 
 # H heads, Q query slots, K key slots, P slots of a period
@@ -84,6 +84,7 @@ class CountedPairs:
         first = self.bound.head_offset + heads.start
         return CountedPairs(replace(self.bound, num_heads=len(heads), head_offset=first))
 
+    @plans
     def counts(self) -> Int64[Tensor, "H Q K"]:
         bound = self.bound
         heads = torch.arange(bound.num_heads)[:, None, None] + bound.head_offset
