@@ -15,7 +15,7 @@ from ..engines import refuse_transforms
 from ..masks.core import plans, within
 from ..masks.needs import FOREVER, RowSource, visible
 
-# B batch, G key/value heads, N tokens, D head dim, S slots, C batch entries chosen
+# B batch, G key/value heads, N tokens, D head dim of keys, E of values, S slots, C batch entries chosen
 
 
 class Run(NamedTuple):
@@ -44,7 +44,7 @@ class HeldKeys:
     def __init__(
         self,
         keys: Float[Tensor, "B G N D"],
-        values: Float[Tensor, "B G N D"],
+        values: Float[Tensor, "B G N E"],
         sources: Sequence[RowSource],
         *,
         capacity: int | None = None,
@@ -67,7 +67,7 @@ class HeldKeys:
     def num_used(self) -> int:
         return self.runs[-1].slot + self.runs[-1].length if self.runs else 0
 
-    def append(self, k: Float[Tensor, "B G N D"], v: Float[Tensor, "B G N D"], first: int) -> None:
+    def append(self, k: Float[Tensor, "B G N D"], v: Float[Tensor, "B G N E"], first: int) -> None:
         """Hold the keys of the tokens from `first` on, and of none that was appended there before.
 
         Raises ValueError where they and those still visible exceed the capacity.

@@ -193,6 +193,21 @@ def test_what_it_refuses() -> None:
         cache.crop(1)
 
 
+@torch.no_grad()
+@pytest.mark.parametrize("queries", [slice(3, 6), slice(0, 6)])
+def test_queries_of_other_tokens_are_refused(queries: slice) -> None:
+    """Such as those of a second model that drafts over these keys; and keys of an update before the last one."""
+    cache, x = FlexdilatedCache(), torch.randn(1, 4, 10, 16)
+    mask = Visibility(Reading(masks.causal(), None, None, {}), None, queries.start, 0)
+    keys, values = cache.update(x[:, :, :6], x[:, :, :6], 0)
+    with_own = Visibility(Reading(masks.causal(), None, None, {}), None, 0, 0)
+    attention(torch.nn.Identity(), x[:, :, :6], keys, values, with_own)
+    if queries.start == 0:
+        cache.update(x[:, :, 6:], x[:, :, 6:], 0)
+    with pytest.raises(ValueError, match=r"for queries of the tokens that came last; got Identity with queries"):
+        attention(torch.nn.Identity(), x[:, :, queries], keys, values, mask)
+
+
 def test_gradients_do_not_go_through_it() -> None:
     model = model_with("llama", "longnet")
     with pytest.raises(ValueError, match="a cache passes no gradient on"):

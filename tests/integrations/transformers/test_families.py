@@ -167,7 +167,7 @@ def test_rows_are_packed_each_in_its_way() -> None:
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("begins", [[0] * 5, [36, 37, 38, 0, 1]])
+@pytest.mark.parametrize("begins", [[0] * 5, [36, 37, 38, 0, 1], [36, 37, 38, 39, 40]])
 def test_packed_steps_over_a_cache_are_refused(begins: list[int]) -> None:
     """Its keys are of any document; positions that go on, and an attention_mask, are as ever."""
     model, cache = model_of("llama"), DynamicCache()
