@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from ..core import plans
 from ..orders import Compact, Layout, Padded, Permutation
 from .lowering._term import Term
 from .machine._machine import Machine
@@ -52,6 +53,7 @@ class Cost:
     seconds: float
 
 
+@plans
 def cost_of(terms: Sequence[Term], machine: Machine, given: Layout, operands: Operands) -> Cost:
     """What the terms cost for one batch entry, for tokens that come in the order `given`.
 

@@ -12,14 +12,13 @@ from bench import _guard
 from bench.__main__ import main
 from bench._guard import BOUND, RECORDED, check, read
 from bench._guard_cases import CASES, Pair
-from flexdilated.decoding import Reader
 from flexdilated.masks.plan_cache._cache import Cache
 
 # Three times, not twice: other tests share the machine, and make either side of a ratio up to 1.3 times as slow.
 TIMES = 3
 
 # Of some cases what they spend their time in, beside what the cache builds.
-SLOWED = {"small_call": [(fd, "attend")], "mask_build": [], "decoding": [(Reader, "_rows")]}
+SLOWED = {"small_call": [(fd, "attend")], "mask_build": [], "decoding": [(fd.KVCache, "attend")]}
 
 
 def slow_down(monkeypatch: pytest.MonkeyPatch, name: str) -> None:

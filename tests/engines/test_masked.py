@@ -122,3 +122,19 @@ def test_plan_and_describe_say_so():
     assert described.useful_pairs == useful_pairs([16, 32], [1, 2], num_heads=8, N=64, causal=True)
     (term,) = fd.plan(SHORT["causal LongNet"], 64, num_heads=8).terms
     assert (term.layout, term.shape) == ("masked", "masked")
+
+
+@pytest.mark.parametrize("pattern", [MIXTURE & masks.causal(), SHORT["window"]], ids=str)
+def test_later_keys_may_have_infinite_scores(pattern):
+    """As with xPos, whose queries shrink and keys grow: what a rule hides is never asked for by a causal one."""
+    generator = torch.Generator().manual_seed(0)
+    grown = 10 ** torch.linspace(-30, 30, 60)[:, None]
+    q, k, v = torch.randn(3, 1, 4, 60, 16, generator=generator).unbind()
+    leaves = [(q.abs() / grown).requires_grad_(), (k.abs() * grown).requires_grad_(), v.requires_grad_()]
+    assert (leaves[0].detach() @ leaves[1].detach().mT).isinf().any()
+    program = make_program(under_mask(bound_of(pattern, 60, heads=4)), Layout(60), num_kv_heads=4)
+    out = RunPlan.apply(program, *leaves)[0]
+    exact = fd.attend(*leaves, pattern, scale=0.5, engine="reference")
+    torch.testing.assert_close(out, exact)
+    grads = (torch.autograd.grad(each.square().sum(), leaves[2])[0] for each in (out, exact))
+    torch.testing.assert_close(*grads, rtol=1e-4, atol=1e-5)

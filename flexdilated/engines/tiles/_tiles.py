@@ -13,7 +13,7 @@ from torch import Tensor
 from ...masks import cache
 from ...masks.core import Bound
 from ...masks.orders import Compact, Layout, Placement
-from ...masks.planning import SLOTS_AT_ONCE, Plan, Term
+from ...masks.planning import SLOTS_AT_ONCE, CountedPairs, Plan, Term
 from .._gather import Picked, Side, Whole, claim_rows, term_sides
 from .._merge import WholeRows, add_sinks, sum_dtype
 from .._operands import Hidden, hidden_of_term, readable
@@ -44,7 +44,7 @@ class Step:
         if self.calls is not None:
             out, lse = _tile_blocks.forward(x, self.calls, scale=scale)
         else:
-            out, lse = _kernel.forward(x, scale=scale, is_causal=self.term.shape == "causal", bias=self._bias(x))
+            out, lse = _kernel.forward(x, scale=scale, is_causal=self._is_causal, bias=self._bias(x))
         lse = self.hidden.clear_queries(lse, dim=3, value=-torch.inf)
         return out, lse + log(self.term.multiplicity) if self.term.multiplicity > 1 else lse
 
@@ -57,7 +57,7 @@ class Step:
         if self.calls is not None:
             dq, dk, dv = _tile_blocks.backward(x, self.calls, grad_out, out, lse, scale=scale)
         else:
-            options = {"scale": scale, "is_causal": self.term.shape == "causal", "bias": self._bias(x)}
+            options = {"scale": scale, "is_causal": self._is_causal, "bias": self._bias(x)}
             dq, dk, dv = _kernel.backward(x, grad_out, out, lse, **options)
         return dq, self.hidden.clear_keys(dk, dim=3), self.hidden.clear_keys(dv, dim=3)
 
@@ -65,6 +65,12 @@ class Step:
         """The operands with nothing in hidden slots that a kernel could spread."""
         k, v = (self.hidden.clear_keys(part, dim=3) for part in (x.k, x.v))
         return Operands(self.hidden.clear_queries(x.q, dim=3), k, v)
+
+    @property
+    def _is_causal(self) -> bool:
+        """Whether the kernel is to hide later keys itself: a mask, which is added, makes NaN of an infinite score."""
+        weights = self.term.weights
+        return self.term.shape == "causal" or (isinstance(weights, CountedPairs) and weights.is_causal)
 
     def _bias(self, x: Operands) -> Tensor | None:
         return self.term.bias(sum_dtype(x.q))

@@ -94,6 +94,12 @@ class CountedPairs:
             total += allowed_pairs(branch, bound.num_heads_global, heads, q, k)
         return total
 
+    @cached_property
+    @plans
+    def is_causal(self) -> bool:
+        """Whether no pair has its key slot after its query slot."""
+        return not bool(self.counts().triu(1).any())
+
     def counted(self, num_queries: int, num_keys: int) -> int:
         """All pairs of all heads, each as often as it counts."""
         return int(self.counts().sum())
@@ -107,6 +113,7 @@ class CountedPairs:
             pattern=self.bound.pattern,
         )
 
+    @plans
     def _bias(self, dtype: torch.dtype) -> Tensor:
         counts = self.counts()
         alike = bool((counts == counts[:1]).all())
