@@ -105,7 +105,8 @@ def test_the_sequence_begins_at_the_offset_of_its_keys():
     figure = fd.plot_attention_received(torch.rand(1, 2, 1024) + 0.1, k_offset=3072)
     strip, curves = figure.axes[:2]
     assert strip.images[0].get_extent()[:2] == list(curves.get_xlim()) == [3072, 4096]
-    assert list(curves.lines[0].get_xdata()[[0, -1]]) == [3072.5, 4095.5]
+    places = torch.as_tensor(curves.lines[0].get_xdata())
+    assert places[[0, -1]].tolist() == [3072.5, 4095.5]
     slots = curves.get_xticks()
     assert [label.get_text() for label in curves.get_xticklabels()] == [f"{int(slot):,}" for slot in slots]
     assert (slots[0], slots[-1]) == (3072, 4096)

@@ -78,11 +78,9 @@ def written(model: Any, cache: Any = None, **options: Any) -> torch.Tensor:
 def test_tokens_are_those_of_the_model(name: str, pattern: str) -> None:
     """Without a pattern those that the model writes with its own attention; with one those of whole passes."""
     model = model_of(name)
-    if pattern == "none":
-        want = written(model)
+    own = written(model)
     set_pattern(model, PATTERNS[pattern])
-    if pattern != "none":
-        want = written(model, use_cache=False)
+    want = own if pattern == "none" else written(model, use_cache=False)
     cache = FlexdilatedCache(model.config, undo=0)
     assert torch.equal(written(model, cache), want)
     assert torch.equal(written(model, cache.__class__(model.config), num_beams=2), written(model, num_beams=2))
