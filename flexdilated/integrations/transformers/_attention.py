@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -16,16 +16,18 @@ from transformers.masking_utils import causal_mask_function
 from ..._attend import attend
 from ..._validate import position
 from ...engines import ScoreMod
-from ...masks import Mixture, Pattern, causal, documents, every, visible_keys
+from ...masks import Mixture, Pattern, documents, every, visible_keys
 from ...masks.patterns import names
 from ...selection import SelectedAttention
-from ._cache import layer_of
+from ._cache import hand_to, layer_of
 from ._layers import Patterns, choose, give, layer_pattern
 from ._mask_functions import Reading, all_of, read
+from ._served import dropout_remedy, dropout_settings, require_served
 
 # B batch entries, H query heads, G key/value heads, N queries, M keys, D head dim, L positions
 
 _PADDING, _UNPADDED = "padding", "unpadded"
+_HIDDEN = -1e4  # what models add to the scores of hidden keys, or less
 
 
 def register(name: str = "flexdilated") -> None:
@@ -66,24 +68,30 @@ def set_pattern(
     if inner is None:
         raise TypeError(f"model must be a PreTrainedModel of transformers, or hold one; got {type(model).__name__}")
     layers, chosen, compose = choose(inner, pattern, compose)
+    require_served(inner, layers)
     register(name)
     inner.set_attn_implementation(name)
     give(inner, layers, chosen, compose)
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(eq=False)
 class Visibility:
     """In place of a mask: who may attend to whom, besides what a layer's own pattern says.
 
-    reading: the model's rule, and where positions begin to count. unpadded: the keys within a document that padding
-    leaves, as a pattern; None where it leaves all. Both name run-time tensors of theirs in `reading.tensors`. Queries
-    stand from q_offset on, keys from kv_offset on.
+    function: the model's rule, None for all pairs. begin: the documents from whose first token positions count.
+    unpadded: the keys within a document that padding leaves, as a pattern; None where it leaves all. tensors: the
+    run-time tensors of both. Queries stand from q_offset on, keys from kv_offset on. shape: of the mask that it
+    replaces, (B, 1, N, M).
     """
 
-    reading: Reading
+    function: Callable[..., Any] | None
+    begin: Pattern | None
     unpadded: Pattern | None
+    tensors: dict[str, Tensor]
     q_offset: int | Tensor
     kv_offset: int
+    shape: tuple[int, int, int, int]
+    _reading: Reading | None = field(default=None, init=False)
 
     # Models look at a mask that is handed over ready-made for its number of dims, and may ask for a contiguous one.
     ndim = 4
@@ -91,6 +99,15 @@ class Visibility:
     def contiguous(self) -> Visibility:
         """Itself: there is nothing to move."""
         return self
+
+    @property
+    def reading(self) -> Reading:
+        """The model's rule as patterns, read when the first layer attends by it: a model may make masks of no layer."""
+        if self._reading is None:
+            found = Reading(None, self.begin, None, {}) if self.function is None else read(self.function, self.begin)
+            tables = {name: _on_host(x) for name, x in found.tensors.items()}
+            self._reading = replace(found, tensors=self.tensors | tables)
+        return self._reading
 
     def rule(self, pattern: Pattern | Mixture | None, *, replaces: bool) -> Pattern | Mixture:
         """The rule of a layer with this pattern of its own, which may replace the model's, but not padding."""
@@ -108,7 +125,7 @@ def visibility(
     kv_length: int,
     q_offset: int | Tensor = 0,
     kv_offset: int = 0,
-    mask_function: Callable[..., Any] = causal_mask_function,
+    mask_function: Callable[..., Any] | None = causal_mask_function,
     attention_mask: Tensor | Visibility | None = None,
     **_: Any,
 ) -> Visibility:
@@ -118,11 +135,10 @@ def visibility(
     begin, unpadded, tensors = None, None, {}
     if attention_mask is not None:
         begin, unpadded, tensors = _padding(_on_host(attention_mask), kv_offset + kv_length)
-    reading = read(mask_function, begin)
-    tensors |= {name: _on_host(x) for name, x in reading.tensors.items()}
     if isinstance(q_offset, Tensor):  # the cache's own counter, which it raises before attention is called
         q_offset = position("q_offset", q_offset)
-    return Visibility(replace(reading, tensors=tensors), unpadded, q_offset, kv_offset)
+    shape = (batch_size, 1, q_length, kv_length)
+    return Visibility(mask_function, begin, unpadded, tensors, q_offset, kv_offset, shape)
 
 
 def _on_host(x: Tensor) -> Tensor:
@@ -163,17 +179,19 @@ def attention(
 ) -> tuple[Float[Tensor, "B N H D"], None]:
     """transformers' attention function: (output, None for the weights, which are never formed).
 
-    Raises ValueError for dropout, a ready-made mask, an additive position bias, and weights that are asked for.
+    Raises ValueError for dropout, a ready-made mask that hides more than keys, an additive position bias, and
+    weights that are asked for.
     """
-    _refuse_what_is_missing(dropout, attention_mask, position_bias, options)
-    if softcap is not None and query.device.type == "cpu":
-        raise ValueError(
-            f"the model caps its scores, which no kernel on CPU does; got softcap={softcap}. On an accelerator it "
-            "works; on CPU attn_implementation='eager' does it, or config.attn_logit_softcapping = None leaves it out"
-        )
+    _refuse_what_is_missing(module, dropout, position_bias, options)
     if attention_mask is None:
         attention_mask = _without_mask(module, query, key, is_causal)
-    assert isinstance(attention_mask, Visibility)
+    elif isinstance(attention_mask, Tensor):
+        visible = _visible_keys(attention_mask)
+        attention_mask = visibility(
+            len(query), query.shape[2], key.shape[2], 0, 0, None, visible.expand(len(query), -1)
+        )
+    if query.shape[-1] != value.shape[-1]:
+        return _of_one_width(module, query, key, value, attention_mask, scaling, softcap, s_aux)
     pattern, replaces = layer_pattern(module)
     if isinstance(pattern, SelectedAttention):
         return _selected(pattern, attention_mask, replaces, query, key, value, scaling, softcap, s_aux), None
@@ -189,12 +207,34 @@ def attention(
         scale=scaling,
         enable_gqa=True,
         score_mod=None if softcap is None else _softcap(softcap),
+        # The other engines on CPU take no score_mod in training; transformers' own way, eager, forms all scores as well.
+        engine="reference" if softcap is not None and query.device.type == "cpu" else None,
         sinks=s_aux,
         bindings={name: attention_mask.reading.tensors[name] for name in names(rule)},
         q_offset=attention_mask.q_offset,
         k_offset=attention_mask.kv_offset,
     )
     return out.transpose(1, 2), None
+
+
+def _of_one_width(
+    module: nn.Module,
+    q: Float[Tensor, "B H N D"],
+    k: Float[Tensor, "B G M D"],
+    v: Float[Tensor, "B G M E"],
+    mask: Visibility,
+    scale: float | None,
+    softcap: float | None,
+    sinks: Tensor | None,
+) -> tuple[Float[Tensor, "B N H E"], None]:
+    """Attention over values of another width than keys, as latent attention has them: the narrower get zeros."""
+    scale = q.shape[-1] ** -0.5 if scale is None else scale
+    width = max(q.shape[-1], v.shape[-1])
+    wide = [pad(x, (0, width - x.shape[-1])) for x in (q, k, v)]
+    if (held := layer_of(k)) is not None:
+        hand_to(wide[1], held)
+    out, _ = attention(module, *wide, mask, scaling=scale, softcap=softcap, s_aux=sinks)
+    return out[..., : v.shape[-1]], None
 
 
 def _selected(
@@ -239,8 +279,24 @@ def _without_mask(module: nn.Module, query: Tensor, key: Tensor, is_causal: bool
     """Models that make no mask: in order, or all to all, as with "sdpa"."""
     if is_causal is None:
         is_causal = getattr(module, "is_causal", True)
-    order = causal() if is_causal and query.shape[2] > 1 else None
-    return Visibility(Reading(order, None, None, {}), None, 0, 0)
+    function = causal_mask_function if is_causal and query.shape[2] > 1 else None
+    return visibility(len(query), query.shape[2], key.shape[2], mask_function=function)
+
+
+def _visible_keys(mask: Tensor) -> Bool[Tensor, "B M"]:
+    """The keys that a ready-made mask (B or 1, 1, 1, M) leaves: it holds booleans, or is added to scores."""
+    said = (
+        "flexdilated takes the attention_mask (batch, tokens) of a tokenizer, one that only hides keys, and rules as "
+        f"patterns; got a ready-made mask of shape {tuple(mask.shape)}"
+    )
+    if mask.dim() != 4 or mask.shape[1:3] != (1, 1):
+        raise ValueError(f"{said}. Give the pattern to set_pattern(model, pattern)")
+    if mask.dtype == torch.bool:
+        return mask[:, 0, 0]
+    visible = mask[:, 0, 0] == 0
+    if not bool((visible | (mask[:, 0, 0] <= _HIDDEN)).all()):
+        raise ValueError(f"{said}, which adds other numbers than 0 and less than {_HIDDEN:g} to scores")
+    return visible
 
 
 def _softcap(most: float) -> ScoreMod:
@@ -252,16 +308,11 @@ def _softcap(most: float) -> ScoreMod:
     return capped
 
 
-def _refuse_what_is_missing(dropout: float, mask: object, position_bias: object, options: dict[str, Any]) -> None:
+def _refuse_what_is_missing(module: nn.Module, dropout: float, position_bias: object, options: dict[str, Any]) -> None:
     if dropout > 0:
         raise ValueError(
-            f"flexdilated forms no attention weights to drop from; got dropout={dropout}. Set the model's attention "
-            "dropout to 0 before it is made: config.attention_dropout, or attention_probs_dropout_prob, = 0.0"
-        )
-    if isinstance(mask, Tensor):
-        raise ValueError(
-            f"flexdilated takes the attention_mask (batch, tokens) of a tokenizer, and rules as patterns; got a "
-            f"ready-made mask of shape {tuple(mask.shape)}. Give the pattern to set_pattern(model, pattern)"
+            f"flexdilated forms no attention weights to drop from; got dropout={dropout}. "
+            f"{dropout_remedy(module, dropout_settings(module))}"
         )
     if position_bias is not None:
         raise ValueError("flexdilated adds no position bias to scores, as T5 does; attn_implementation='sdpa' does")

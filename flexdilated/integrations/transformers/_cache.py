@@ -158,3 +158,8 @@ class _Layer(CacheLayerMixin):
 def layer_of(keys: Tensor) -> _Layer | None:
     """The layer of a `FlexdilatedCache` that handed over these keys, if one did."""
     return getattr(keys, _LAYER, None)
+
+
+def hand_to(keys: Tensor, layer: _Layer) -> None:
+    """Let these keys stand for those that the layer handed over."""
+    setattr(keys, _LAYER, layer)
