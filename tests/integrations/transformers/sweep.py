@@ -1,6 +1,9 @@
-"""Hold set_pattern to every family of transformers; a family's outcome is one line of a file, so that runs go on.
+"""Hold set_pattern to every family of transformers, and write docs/integrations/transformers_families.md.
 
-python -m tests.integrations.transformers.sweep build/families.json [family ...]
+    python -m tests.integrations.transformers.sweep [class ...]
+
+The outcomes are kept in families.json, one class after another: a run does the classes that are not in it, or those
+that are named.
 """
 
 from __future__ import annotations
@@ -23,7 +26,21 @@ from flexdilated.integrations.transformers import set_pattern
 
 from .tiny import LENGTH, families, inputs_of, liven, tiny_model
 
+FAMILIES = Path(__file__).with_name("families.json")
+PAGE = Path(__file__).parents[3] / "docs" / "integrations" / "transformers_families.md"
 _SECONDS = 90
+_WAYS = ("plain", "padded", "training", "dynamic", "static")
+_INTRODUCTION = """# Families of transformers
+
+Every class that `AutoModelForCausalLM`, `AutoModelForMaskedLM`, `AutoModelForSeq2SeqLM`, `AutoModel` and those of images and
+speech make, as a tiny model with random weights, of transformers {version}. `python -m
+tests.integrations.transformers.sweep` finds this out and writes this page.
+
+A model that is served gives, after `set_pattern(model, {{}})`, the outputs of its own attention to 1e-4 of the largest value:
+plain, with padding on the right, in training (the gradients too, to 1e-3), and the same greedy tokens over a dynamic and
+a static cache; and it runs with a local window. "–" is what the model does not do with its own attention, or does not have.
+A model that is not served is refused by `set_pattern`, which changes nothing then.
+"""
 
 
 class Late(Exception):
@@ -161,8 +178,34 @@ def far_gradients(got: Any, want: Any) -> float:
     )])  # fmt: skip
 
 
-def main(path: Path, chosen: list[str]) -> None:
-    known = json.loads(path.read_text()) if path.exists() else {}
+def results() -> dict[str, dict[str, Any]]:
+    return json.loads(FAMILIES.read_text(encoding="utf-8")) if FAMILIES.exists() else {}
+
+
+def page(found: dict[str, dict[str, Any]]) -> str:
+    """The tables of what is served, refused and not built."""
+    by_outcome: dict[str, dict[str, dict[str, Any]]] = {}
+    for name, row in sorted(found.items()):
+        by_outcome.setdefault(row["outcome"], {})[name] = row
+    counts = ", ".join(f"{len(rows)} {outcome}" for outcome, rows in sorted(by_outcome.items()))
+    lines = [_INTRODUCTION.format(version=transformers.__version__), f"Classes: {counts}.", "", "## Served", ""]
+    lines += [f"| class | {' | '.join(_WAYS)} |", f"|---|{'---|' * len(_WAYS)}"]
+    for name, row in by_outcome.pop("serves", {}).items():
+        lines.append(f"| {name} | {' | '.join(row[way] if row.get(way) == 'yes' else '–' for way in _WAYS)} |")
+    for outcome, rows in sorted(by_outcome.items()):
+        lines += ["", f"## {outcome.capitalize()}", "", "| class | why |", "|---|---|"]
+        lines += [f"| {name} | {_cell(row['why'].replace(f'{name} ', '', 1))} |" for name, row in rows.items()]
+    return "\n".join(lines) + "\n"
+
+
+def _cell(text: str) -> str:
+    short = " ".join(text.split())
+    short = short if len(short) <= 200 else f"{short[:200]}…"
+    return "`" + short.replace("`", "'").replace("|", "/") + "`"
+
+
+def main(chosen: list[str]) -> None:
+    known = results()
 
     def too_long(*_: Any) -> None:
         raise TimeoutError(f"over {_SECONDS} s")
@@ -181,9 +224,10 @@ def main(path: Path, chosen: list[str]) -> None:
             row = {"outcome": "sweep failed", "why": f"{type(error).__name__}: {str(error)[:300]}"}
         signal.alarm(0)
         known[class_name] = {"family": model_type, "kind": kind, **row}
-        path.write_text(json.dumps(known, indent=1))
+        FAMILIES.write_text(json.dumps(known, indent=1) + "\n", encoding="utf-8")
         print(class_name, row["outcome"], row.get("why", "")[:200], flush=True)
+    PAGE.write_text(page(known), encoding="utf-8")
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), sys.argv[2:])
+    main(sys.argv[1:])
