@@ -207,7 +207,7 @@ def attention(
         scale=scaling,
         enable_gqa=True,
         score_mod=None if softcap is None else _softcap(softcap),
-        # The other engines on CPU take no score_mod in training; transformers' own way, eager, forms all scores as well.
+        # The other engines on CPU do not train with a score_mod; eager, transformers' own way, forms all scores too.
         engine="reference" if softcap is not None and query.device.type == "cpu" else None,
         sinks=s_aux,
         bindings={name: attention_mask.reading.tensors[name] for name in names(rule)},

@@ -10,9 +10,12 @@ from textwrap import dedent
 from typing import Any
 
 from torch import nn
+from transformers import PreTrainedModel
 
 _MASK, _MERGED = "attention_mask", {"merged_attention_mask"}
 _OWN_ATTENTION = {"longformer": "longformer(radius, num_global)", "big_bird": "bigbird(num_tokens)"}
+# Of the images of a batch in one row; and a window that depends on the length of the prompt.
+_MAKE_MASKS = {"PixtralVisionModel", "UnlimitedOcrTextModel"}
 _SDPA = "attn_implementation='sdpa' or 'eager' serves it"
 
 
@@ -30,8 +33,8 @@ def require_served(model: nn.Module, layers: Sequence[nn.Module]) -> None:
     for path, module in model.named_modules():
         if module not in layers and _reads_masks(type(module)):
             raise ValueError(
-                f"{name} cannot be served: {path}, {type(module).__name__}, computes attention itself, from a mask of "
-                f"queries and keys that flexdilated does not make; {_SDPA}"
+                f"{name} cannot be served: {path}, {type(module).__name__}, computes with a mask of "
+                f"queries and keys, which flexdilated does not make; {_SDPA}"
             )
     if model.training:
         for layer in layers:
@@ -72,11 +75,9 @@ def dropout_remedy(layer: nn.Module, settings: Sequence[str]) -> str:
     values = {_value(layer, name) for name in settings}
     keys = [key for key, value in vars(config).items() if "drop" in key and value in values] if config else []
     keys = [key for key in keys if "att" in key] or keys
-    by_config = (
-        f"Set config.{' or config.'.join(keys)} = 0.0 before the model is made, or, on this" if keys else "On this"
-    )
+    before = f"Set config.{' or config.'.join(keys)} = 0.0 before the model is made, or, on" if keys else "On"
     loop = "; ".join(f"layer.{name} = 0.0" for name in settings)
-    return f"{by_config} model: `for layer in attention_layers(model): {loop}`."
+    return f"{before} this model: `for layer in attention_layers(model): {loop}`."
 
 
 def _value(layer: Any, name: str) -> float | None:
@@ -119,6 +120,19 @@ def _only_hands_over(mask: ast.expr, arguments: set[str]) -> bool:
 
 @cache
 def _reads_masks(kind: type[nn.Module]) -> bool:
-    """A class of attention that is no client of the registry: it takes a mask and forms weights."""
+    """A part of a model that needs the values of the mask, and is no client of the registry.
+
+    It is given the mask and forms weights or looks at the mask's dtype, or it is known to make a mask of its own.
+    """
     forward = unwrap(kind.forward)
-    return _MASK in signature(forward).parameters and "softmax" in forward.__code__.co_names
+    if kind.__name__ in _MAKE_MASKS:
+        return True
+    if _MASK not in signature(forward).parameters or issubclass(kind, PreTrainedModel):
+        return False
+    return "softmax" in forward.__code__.co_names or any(
+        isinstance(node, ast.Attribute) and node.attr == "dtype" and _is_mask(node.value) for node in _nodes(kind)
+    )
+
+
+def _is_mask(node: ast.expr) -> bool:
+    return isinstance(node, ast.Name) and node.id == _MASK

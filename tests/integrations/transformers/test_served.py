@@ -42,7 +42,7 @@ def test_served(class_name: str) -> None:
         ("DogeForCausalLM", r"DogeAttention, makes or changes the mask.*attn_implementation='sdpa' or 'eager' serves"),
         ("DeepseekV32ForCausalLM", "DeepseekV32Attention, makes or changes the mask"),
         ("T5ForConditionalGeneration", "T5Attention, adds a position bias to scores; attn_implementation='sdpa'"),
-        ("GitForCausalLM", "GitSelfAttention, computes attention itself"),
+        ("GitForCausalLM", "GitSelfAttention, computes with a mask of queries and keys"),
         ("T5Gemma2ForConditionalGeneration", "T5Gemma2MergedAttention, makes or changes the mask"),
         ("BloomForCausalLM", "own code: attn_implementation='sdpa' or 'eager' keeps it, or call flexdilated.attend"),
         ("LongformerForMaskedLM", r"masks\.recipes\.longformer\(radius, num_global\) makes its pattern for any model"),

@@ -57,7 +57,27 @@ _SIZES: dict[str, int] = {
 _SPECIAL = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "decoder_start_token_id": 1}
 _LAYERS = {name for name, size in _SIZES.items() if "layers" in name or name in ("n_layer", "depth")}
 
-_MORE: dict[str, dict[str, Any]] = {}
+# Made for the family's own number of layers or channels: the config makes them anew.
+_DROPPED = ("per_layer_config", "out_features", "out_indices", "num_attention_heads_per_layer")
+
+_MORE: dict[str, dict[str, Any]] = {
+    "bamba": {"mamba_n_heads": 4, "mamba_d_head": 16},
+    "granitemoehybrid": {"mamba_n_heads": 4, "mamba_d_head": 16},
+    "codegen": {"rotary_dim": 4},
+    "gptj": {"rotary_dim": 4},
+    "hunyuan_v1_dense": {"head_dim": 8},
+    "hunyuan_v1_moe": {"head_dim": 8},
+    "ministral": {"head_dim": 8},
+    "nemotron": {"head_dim": 8, "num_key_value_heads": 2},
+    "gemma3n_text": {"intermediate_size": 48},
+    "gemma4_text": {"layer_types": ["sliding_attention", "full_attention"] * 2, "num_hidden_layers": 4,
+                    "num_kv_shared_layers": 2, "vocab_size_per_layer_input": VOCABULARY},
+    "gpt_neo": {"attention_types": [[["global", "local"], 1]]},
+    "jamba": {"num_hidden_layers": 8},
+    "deepseek_v2": {"topk_method": "greedy"},
+    "mamba2": {"num_heads": 4, "head_dim": 16},
+    "xlnet": {"d_head": 8},
+}  # fmt: skip
 
 
 def families() -> Iterator[tuple[str, str, str]]:
@@ -88,6 +108,8 @@ def _shrunk(whole: dict[str, Any]) -> dict[str, Any]:
         elif isinstance(value, list) and value and isinstance(value[0], str) and len(value) == num_layers:
             kinds = list(dict.fromkeys(value))
             small[name] = [kinds[i % len(kinds)] for i in range(max(2, len(kinds)))]
+        elif name in _DROPPED:
+            continue
         elif isinstance(value, float) and ("drop" in name or name.endswith("mask_time_prob")):
             small[name] = 0.0
         elif name in _SPECIAL:
