@@ -16,17 +16,19 @@ from transformers.masking_utils import causal_mask_function, find_packed_sequenc
 from ..._attend import attend
 from ..._validate import position
 from ...engines import ScoreMod
-from ...masks import Mixture, Pattern, causal, documents, every, visible_keys
+from ...masks import Mixture, Pattern, documents, every, visible_keys
 from ...masks.patterns import names
 from ...selection import SelectedAttention
-from ._cache import Given, given_of
+from ._cache import Given, given_of, hand_on
 from ._layers import Patterns, choose, give, layer_pattern
 from ._mask_functions import PACKED, Reading, all_of, read
 from ._packing import note_positions, refuse_packed, watch_packing
+from ._served import KEEP, dropout_remedy, dropout_settings, require_served
 
 # B batch entries, H query heads, G key/value heads, N queries, M keys, D head dim, L positions
 
 _PADDING, _UNPADDED = "padding", "unpadded"
+_HIDDEN = -1e4  # what models add to the scores of hidden keys, or less
 
 
 def register(name: str = "flexdilated") -> None:
@@ -59,7 +61,8 @@ def set_pattern(
     name: the `attn_implementation` to register and to set.
 
     Raises ValueError, before anything is changed, for a pattern that does not fit the heads of a layer or has run-time
-    tensors, for numbers of no layer, and for models that do not ask transformers for their attention function.
+    tensors, for numbers of no layer, for models that do not ask transformers for their attention function, that change
+    their masks or add position biases to scores, and for models in training mode that drop attention weights.
 
     >>> set_pattern(model, masks.longnet((2048, 8192), (1, 4)))  # doctest: +SKIP
     """
@@ -67,28 +70,33 @@ def set_pattern(
     if inner is None:
         raise TypeError(f"model must be a PreTrainedModel of transformers, or hold one; got {type(model).__name__}")
     layers, chosen, compose = choose(inner, pattern, compose)
+    require_served(inner, layers)
     register(name)
     inner.set_attn_implementation(name)
     give(inner, layers, chosen, compose, name)
     watch_packing(inner)
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(eq=False)
 class Visibility:
     """In place of a mask: who may attend to whom, besides what a layer's own pattern says.
 
-    reading: the model's rule, and where positions begin to count. unpadded: the keys within a document that padding
-    leaves, as a pattern; None where it leaves all. Both name run-time tensors of theirs in `reading.tensors`. Queries
-    stand from q_offset on, keys from kv_offset on. num_keys: where no attention_mask was given, which position_ids
-    are then read for; None otherwise.
+    function: the model's rule, None for all pairs. begin: the documents from whose first token positions count.
+    unpadded: the keys within a document that padding leaves, as a pattern; None where it leaves all. tensors: the
+    run-time tensors of both. Queries stand from q_offset on, keys from kv_offset on. shape: of the mask that it
+    replaces, (B, 1, N, M). may_be_packed: no attention_mask was given; position_ids are then read for documents.
     """
 
-    reading: Reading
+    function: Callable[..., Any] | None
+    begin: Pattern | None
     unpadded: Pattern | None
-    q_offset: int
+    tensors: dict[str, Tensor]
+    q_offset: int | Tensor
     kv_offset: int
-    num_keys: int | None = None
+    shape: tuple[int, int, int, int]
+    may_be_packed: bool = False
     packed: list[tuple[Tensor, Visibility]] = field(default_factory=list)  # with the position_ids of this pass
+    _reading: Reading | None = field(default=None, init=False)
 
     # Models look at a mask that is handed over ready-made for its number of dims, and may ask for a contiguous one.
     ndim = 4
@@ -96,6 +104,23 @@ class Visibility:
     def contiguous(self) -> Visibility:
         """Itself: there is nothing to move."""
         return self
+
+    def __getitem__(self, index: tuple[slice, slice, slice, slice]) -> Visibility:
+        """Of all batch entries, consecutive queries and keys from the first on, as models cut their masks."""
+        batch, heads, queries, keys = (one.indices(size) for one, size in zip(index, self.shape, strict=True))
+        if (batch, heads, queries[2], keys[0], keys[2]) != ((0, self.shape[0], 1), (0, 1, 1), 1, 0, 1):
+            raise ValueError(f"flexdilated makes no mask of which these could be taken: {index}; {KEEP} takes any")
+        shape = (*self.shape[:2], len(range(*queries)), len(range(*keys)))
+        return replace(self, q_offset=self.q_offset + queries[0], shape=shape, packed=[])
+
+    @property
+    def reading(self) -> Reading:
+        """The model's rule as patterns, read when the first layer attends by it: a model may make masks of no layer."""
+        if self._reading is None:
+            found = Reading(None, self.begin, None, {}) if self.function is None else read(self.function, self.begin)
+            tables = {name: _on_host(x) for name, x in found.tensors.items()}
+            self._reading = replace(found, tensors=self.tensors | tables)
+        return self._reading
 
     def rule(self, pattern: Pattern | Mixture | None, *, replaces: bool) -> Pattern | Mixture:
         """The rule of a layer with this pattern of its own, which may replace the model's, but not padding."""
@@ -113,7 +138,7 @@ def visibility(
     kv_length: int,
     q_offset: int | Tensor = 0,
     kv_offset: int = 0,
-    mask_function: Callable[..., Any] = causal_mask_function,
+    mask_function: Callable[..., Any] | None = causal_mask_function,
     attention_mask: Tensor | Visibility | None = None,
     **_: Any,
 ) -> Visibility:
@@ -123,12 +148,11 @@ def visibility(
     begin, unpadded, tensors = None, None, {}
     if attention_mask is not None:
         begin, unpadded, tensors = _padding(_on_host(attention_mask), kv_offset + kv_length)
-    reading = read(mask_function, begin)
-    tensors |= {name: _on_host(x) for name, x in reading.tensors.items()}
     if isinstance(q_offset, Tensor):  # the cache's own counter, which it raises before attention is called
         q_offset = position("q_offset", q_offset)
-    num_keys = kv_length if attention_mask is None and isinstance(q_offset, int) else None
-    return Visibility(replace(reading, tensors=tensors), unpadded, q_offset, kv_offset, num_keys)
+    shape = (batch_size, 1, q_length, kv_length)
+    packed = attention_mask is None and isinstance(q_offset, int)
+    return Visibility(mask_function, begin, unpadded, tensors, q_offset, kv_offset, shape, packed)
 
 
 def _unread(module: nn.Module, mask: Visibility, position_ids: Tensor | None, query: Tensor) -> Tensor | None:
@@ -136,7 +160,7 @@ def _unread(module: nn.Module, mask: Visibility, position_ids: Tensor | None, qu
     if not getattr(module, "is_causal", True):
         return None
     note_positions(module, position_ids)
-    if position_ids is None or mask.num_keys is None or PACKED in mask.reading.tensors:
+    if position_ids is None or not mask.may_be_packed or PACKED in mask.reading.tensors:
         return None
     return position_ids if position_ids.shape[1:] == query.shape[2:3] else None
 
@@ -158,9 +182,8 @@ def _with_packing(mask: Visibility, position_ids: Tensor, query: Tensor) -> Visi
 def _within_documents(mask: Visibility, ids: Int64[Tensor, "B N"] | None) -> Visibility:
     if ids is None:
         return mask
-    assert mask.num_keys is not None
-    tensors = {**mask.reading.tensors, PACKED: pad(ids, (0, mask.num_keys - ids.shape[1]), value=-1)}
-    return replace(mask, reading=replace(mask.reading, begin=documents(PACKED), tensors=tensors))
+    tensors = {**mask.tensors, PACKED: pad(ids, (0, mask.shape[3] - ids.shape[1]), value=-1)}
+    return replace(mask, begin=documents(PACKED), tensors=tensors)
 
 
 def _on_host(x: Tensor) -> Tensor:
@@ -201,18 +224,23 @@ def attention(
 ) -> tuple[Float[Tensor, "B N H D"], None]:
     """transformers' attention function: (output, None for the weights, which are never formed).
 
-    Raises ValueError for dropout, a ready-made mask, an additive position bias, and weights that are asked for.
+    Raises ValueError for dropout, a ready-made mask that hides more than keys, an additive position bias, and
+    weights that are asked for.
     """
-    _refuse_what_is_missing(dropout, attention_mask, position_bias, options)
-    if softcap is not None and query.device.type == "cpu":
-        raise ValueError(
-            f"the model caps its scores, which no kernel on CPU does; got softcap={softcap}. On an accelerator it "
-            "works; on CPU attn_implementation='eager' does it, or config.attn_logit_softcapping = None leaves it out"
-        )
+    _refuse_what_is_missing(module, dropout, position_bias, options)
+    if query.shape[-1] != value.shape[-1]:
+        scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
+        wide = _of_one_width(query, key, value)
+        out, _ = attention(module, *wide, attention_mask, 0.0, scaling, is_causal, softcap, s_aux, **options)
+        return out[..., : value.shape[-1]], None
     given = given_of(key)
     if attention_mask is None:
-        attention_mask = _without_mask(module, query, given, is_causal)
-    assert isinstance(attention_mask, Visibility)
+        attention_mask = _without_mask(module, query, key, given, is_causal)
+    elif isinstance(attention_mask, Tensor):
+        visible = _visible_keys(attention_mask)
+        attention_mask = visibility(
+            len(query), query.shape[2], key.shape[2], 0, 0, None, visible.expand(len(query), -1)
+        )
     positions = _unread(module, attention_mask, options.get("position_ids"), query)
     if positions is not None and given is None:
         attention_mask = _with_packing(attention_mask, positions, query)
@@ -221,6 +249,11 @@ def attention(
         return _selected(pattern, attention_mask, replaces, query, key, value, scaling, softcap, s_aux), None
     rule = attention_mask.rule(pattern, replaces=replaces)
     if given is not None:
+        if softcap is not None:
+            raise ValueError(
+                f"a FlexdilatedCache takes no capped scores; got softcap={softcap}. Leave the cache to transformers, a "
+                "DynamicCache"
+            )
         out = given.layer.attend(
             given,
             query,
@@ -242,12 +275,25 @@ def attention(
         scale=scaling,
         enable_gqa=True,
         score_mod=None if softcap is None else _softcap(softcap),
+        # The other engines on CPU do not train with a score_mod; eager, transformers' own way, forms all scores too.
+        engine="reference" if softcap is not None and query.device.type == "cpu" else None,
         sinks=s_aux,
         bindings={name: attention_mask.reading.tensors[name] for name in names(rule)},
         q_offset=attention_mask.q_offset,
         k_offset=attention_mask.kv_offset,
     )
     return out.transpose(1, 2), None
+
+
+def _of_one_width(
+    q: Float[Tensor, "B H N D"], k: Float[Tensor, "B G M D"], v: Float[Tensor, "B G M E"]
+) -> tuple[Float[Tensor, "B H N W"], Float[Tensor, "B G M W"], Float[Tensor, "B G M W"]]:
+    """Zeros behind the narrower ones, where values are of another width than keys, as in latent attention."""
+    width = max(q.shape[-1], v.shape[-1])
+    wide_q, wide_k, wide_v = (pad(x, (0, width - x.shape[-1])) for x in (q, k, v))
+    if (given := given_of(k)) is not None:
+        hand_on(wide_k, given)
+    return wide_q, wide_k, wide_v
 
 
 def _selected(
@@ -288,12 +334,31 @@ def _selected(
     return layer(q, k, v, enable_gqa=True, within=rule, **options).transpose(1, 2)
 
 
-def _without_mask(module: nn.Module, query: Tensor, given: Given | None, is_causal: bool | None) -> Visibility:
+def _without_mask(
+    module: nn.Module, query: Tensor, key: Tensor, given: Given | None, is_causal: bool | None
+) -> Visibility:
     """Models that make no mask: in order, or all to all, as with "sdpa"."""
     if is_causal is None:
         is_causal = getattr(module, "is_causal", True)
-    order = causal() if is_causal and (given is not None or query.shape[2] > 1) else None
-    return Visibility(Reading(order, None, None, {}), None, 0 if given is None else given.tokens.start, 0)
+    function = causal_mask_function if is_causal and (given is not None or query.shape[2] > 1) else None
+    begun, shape = 0 if given is None else given.tokens.start, (len(query), 1, query.shape[2], key.shape[2])
+    return Visibility(function, None, None, {}, begun, 0, shape)
+
+
+def _visible_keys(mask: Tensor) -> Bool[Tensor, "B M"]:
+    """The keys that a ready-made mask (B or 1, 1, 1, M) leaves: it holds booleans, or is added to scores."""
+    said = (
+        "flexdilated takes the attention_mask (batch, tokens) of a tokenizer, one that only hides keys, and rules as "
+        f"patterns; got a ready-made mask of shape {tuple(mask.shape)}"
+    )
+    if mask.dim() != 4 or mask.shape[1:3] != (1, 1):
+        raise ValueError(f"{said}. Give the pattern to set_pattern(model, pattern)")
+    if mask.dtype == torch.bool:
+        return mask[:, 0, 0]
+    visible = mask[:, 0, 0] == 0
+    if not bool((visible | (mask[:, 0, 0] <= _HIDDEN)).all()):
+        raise ValueError(f"{said}, which adds other numbers than 0 and less than {_HIDDEN:g} to scores")
+    return visible
 
 
 def _softcap(most: float) -> ScoreMod:
@@ -305,16 +370,11 @@ def _softcap(most: float) -> ScoreMod:
     return capped
 
 
-def _refuse_what_is_missing(dropout: float, mask: object, position_bias: object, options: dict[str, Any]) -> None:
+def _refuse_what_is_missing(module: nn.Module, dropout: float, position_bias: object, options: dict[str, Any]) -> None:
     if dropout > 0:
         raise ValueError(
-            f"flexdilated forms no attention weights to drop from; got dropout={dropout}. Set the model's attention "
-            "dropout to 0 before it is made: config.attention_dropout, or attention_probs_dropout_prob, = 0.0"
-        )
-    if isinstance(mask, Tensor):
-        raise ValueError(
-            f"flexdilated takes the attention_mask (batch, tokens) of a tokenizer, and rules as patterns; got a "
-            f"ready-made mask of shape {tuple(mask.shape)}. Give the pattern to set_pattern(model, pattern)"
+            f"flexdilated forms no attention weights to drop from; got dropout={dropout}. "
+            f"{dropout_remedy(module, dropout_settings(module))}"
         )
     if position_bias is not None:
         raise ValueError("flexdilated adds no position bias to scores, as T5 does; attn_implementation='sdpa' does")

@@ -105,6 +105,11 @@ def given_of(keys: Tensor) -> Given | None:
     return getattr(keys, _GIVEN, None)
 
 
+def hand_on(keys: Tensor, given: Given) -> None:
+    """Let these keys, such as padded ones, stand for those that a `FlexdilatedCache` returned."""
+    setattr(keys, _GIVEN, given)
+
+
 class _Layer(CacheLayerMixin):
     """One layer's keys. They enter by `update`, and are read by as many rules as attend before the next one."""
 
@@ -150,7 +155,7 @@ class _Layer(CacheLayerMixin):
         given = Given(self, range(self.num_tokens, self.num_tokens + k.shape[2]), self.num_updates + 1)
         self.num_tokens, self.num_updates = given.tokens.stop, given.update
         keys, values = self._views(self.held)
-        setattr(keys, _GIVEN, given)
+        hand_on(keys, given)
         if k.shape[2] > MOST_ROWS:
             # Once nobody has the keys, all rules that read them are known.
             finalize(given, _Layer._shrink, self, given.update).atexit = False

@@ -48,10 +48,6 @@ def layer_pattern(layer: nn.Module) -> tuple[Expression | None, bool]:
 def choose(model: nn.Module, pattern: Patterns | None, compose: str) -> tuple[list[nn.Module], list[Any], str]:
     """(the attention layers, the pattern of each, how it composes), checked; those of the config for None."""
     layers = attention_layers(model)
-    if not layers:
-        raise ValueError(
-            f"{type(model).__name__} has no layer that asks transformers' registry of attention functions for its own"
-        )
     if pattern is None:
         chosen, compose = _stored(model, len(layers))
     elif isinstance(pattern, Mapping):

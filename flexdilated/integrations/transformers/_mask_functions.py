@@ -178,6 +178,19 @@ class _Distance:
     def __lt__(self, most: Any) -> _Rule:
         return self <= _integer(most) - 1
 
+    def __ge__(self, least: Any) -> _Rule:
+        if self.either_way:
+            _refuse("it asks whether positions are far apart")
+        return -self <= -_integer(least)
+
+    def __gt__(self, least: Any) -> _Rule:
+        return self >= _integer(least) + 1
+
+    def __neg__(self) -> _Distance:
+        if self.either_way:
+            _refuse("it reckons with how far positions are apart")
+        return _Distance(self.since, self.of)
+
 
 @dataclass(frozen=True, eq=False)
 class _Chunk:
@@ -263,15 +276,21 @@ def all_of(patterns: Sequence[Pattern | Mixture | None]) -> Any:
 
 def _band(least: int | None, most: int | None) -> Pattern | None:
     """The pairs whose distance key - query lies between the limits; None without a limit."""
-    if least is None and most is None:
-        return None
-    if (least or 0) > 0 or (most or 0) < 0:
-        _refuse(f"it lets keys be from {least} to {most} tokens after the query")
-    if least is None:
-        return causal() | local_window(left=0, right=most) if most else causal()
-    if most is None:
-        return local_window(left=-least, right=0) | ~causal()
-    return local_window(left=-least, right=most)
+    if least is not None and most is not None and least <= 0 <= most:
+        return local_window(left=-least, right=most)
+    return all_of([None if most is None else _up_to(most), None if least is None else _from(least)])
+
+
+def _up_to(most: int) -> Pattern:
+    """The pairs whose distance key - query is at most this."""
+    if most < 0:
+        return causal() & ~local_window(left=-most - 1, right=0)
+    return causal() | local_window(left=0, right=most) if most else causal()
+
+
+def _from(least: int) -> Pattern:
+    """The pairs whose distance key - query is at least this."""
+    return ~_up_to(least - 1) if least > 0 else local_window(left=-least, right=0) | ~causal()
 
 
 def _integer(value: Any) -> int:

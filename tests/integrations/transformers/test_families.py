@@ -7,10 +7,9 @@ import torch
 from torch import Tensor
 from transformers import DynamicCache, StaticCache
 
-import flexdilated as fd
 from flexdilated import masks
 from flexdilated.integrations.transformers import FlexdilatedCache, attention_layers, set_pattern
-from flexdilated.integrations.transformers._attention import _softcap, attention
+from flexdilated.integrations.transformers._attention import attention
 
 from .models import DECODERS, FAMILIES, NUM_HEADS, batch_of, model_of, real_logits, tokens
 
@@ -56,14 +55,34 @@ def test_equals_sdpa(name: str, padding: str | None) -> None:
 
 
 def test_a_soft_cap_is_that_of_gemma() -> None:
-    """As a score_mod, which kernels on CPU do not take: the model itself says so there."""
     q, k, v = torch.randn(3, 1, 2, 9, 16)
-    capped = fd.attend(q, k, v, masks.causal(), score_mod=_softcap(0.5), engine="reference")
+    capped, _ = attention(torch.nn.Identity(), q, k, v, None, softcap=0.5)
     scores = 0.5 * torch.tanh(q @ k.mT / 4 / 0.5)
     weights = scores.masked_fill(torch.ones(9, 9).triu(1).bool(), -torch.inf).softmax(-1)
-    torch.testing.assert_close(capped, weights @ v, rtol=0, atol=1e-6)
-    with pytest.raises(ValueError, match=r"caps its scores, which no kernel on CPU does; got softcap=0\.5"):
-        attention(torch.nn.Identity(), q, k, v, None, softcap=0.5)
+    torch.testing.assert_close(capped.transpose(1, 2), weights @ v, rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize(("keys", "values"), [(16, 10), (10, 16)])
+def test_values_of_another_width(keys: int, values: int) -> None:
+    """The scale is that of the keys as they came."""
+    q, k = torch.randn(2, 1, 2, 9, keys)
+    v = torch.randn(1, 2, 9, values)
+    got, _ = attention(torch.nn.Identity(), q, k, v, None)
+    want = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+    torch.testing.assert_close(got.transpose(1, 2), want, rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize("entries", [1, 2])
+@pytest.mark.parametrize("added", [True, False])
+def test_a_ready_made_mask_that_hides_keys(entries: int, added: bool) -> None:
+    q, k, v = torch.randn(3, 2, 2, 9, 16)
+    visible = torch.rand(entries, 1, 1, 9) < 0.6
+    visible[..., 4] = True
+    given = torch.zeros(visible.shape).masked_fill(~visible, -1e4) if added else visible
+    got, _ = attention(torch.nn.Identity(), q, k, v, given)
+    want = torch.nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=visible)
+    rows = visible[:, 0, 0].expand(2, -1)
+    torch.testing.assert_close(got[rows], want.transpose(1, 2)[rows], rtol=0, atol=1e-5)
 
 
 def dense(pattern, num_tokens: int) -> Tensor:

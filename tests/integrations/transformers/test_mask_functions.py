@@ -126,11 +126,18 @@ def test_chunks_begin_with_the_first_token(size: int, padded: int) -> None:
     assert torch.equal(as_read(chunks, begin), evaluated(chunks) & real)
 
 
-def test_a_row_beyond_the_diagonal() -> None:
-    def earlier_or_one_after(b, h, q, k):
-        return (k - 1 <= q) & (q < k + 5)
+distances = st.integers(-_LENGTH - 2, _LENGTH + 2)
 
-    assert torch.equal(as_read(earlier_or_one_after), evaluated(earlier_or_one_after))
+
+@given(distances, distances)
+def test_limits_of_the_distance(one: int, other: int) -> None:
+    """On either side of the diagonal, also where no pair is left."""
+    for rule in (
+        lambda b, h, q, k: (k + one <= q) & (q < k + other),
+        lambda b, h, q, k: (q - k >= one) & (q - k < other),
+        lambda b, h, q, k: ((q - k > one) & (k - q <= 0)) | ((q - k < 0) & (-(q - k) < other)),
+    ):
+        assert torch.equal(as_read(rule), evaluated(rule))
 
 
 @pytest.mark.parametrize(
@@ -138,7 +145,8 @@ def test_a_row_beyond_the_diagonal() -> None:
     [
         (lambda b, h, q, k: q * 2 >= k, "unsupported operand"),
         (lambda b, h, q, k: (q % 4 == 0) & (k <= q), "unsupported operand"),
-        (lambda b, h, q, k: k < q, "from None to -1 tokens after the query"),
+        (lambda b, h, q, k: abs(q - k) >= 3, "far apart"),
+        (lambda b, h, q, k: -abs(q - k) < 3, "how far positions are apart"),
         (lambda b, h, q, k: q >= 3, "a number other than 0"),
         (lambda b, h, q, k: q > 3, "above a number"),
         (lambda b, h, q, k: q <= q + 1, "none of the other side"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import re
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ from torch import nn
 
 import flexdilated as fd
 from flexdilated import masks
-from flexdilated.integrations.transformers import set_pattern
+from flexdilated.integrations.transformers import attention_layers, set_pattern
 
 from .models import NUM_HEADS, batch_of, model_of, real_logits, tokens
 
@@ -157,8 +158,32 @@ def test_calls_that_it_does_not_serve() -> None:
         model(tokens(), output_attentions=True)
     with pytest.raises(ValueError, match=r"got a ready-made mask of shape \(2, 1, 50, 50\)"):
         model(tokens(), attention_mask=torch.ones(2, 1, 50, 50, dtype=torch.bool))
-    dropping = model_of("llama", attention_dropout=0.1).train()
-    set_pattern(dropping, LONGNET)
-    with pytest.raises(ValueError, match=r"no attention weights to drop from; got dropout=0\.1"):
-        dropping(tokens())
-    dropping.eval()(tokens())
+    with pytest.raises(ValueError, match=r"which adds other numbers than 0 and less than"):
+        model(tokens(), attention_mask=torch.full((2, 1, 1, 50), -1.0))
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "key", "attribute"),
+    [
+        ("llama", {"attention_dropout": 0.1}, "attention_dropout", "attention_dropout"),
+        ("gpt2", {"attn_pdrop": 0.1}, "attn_pdrop", "attn_dropout.p"),
+        ("bert", {"attention_probs_dropout_prob": 0.1}, "attention_probs_dropout_prob", "dropout.p"),
+        ("vit", {"attention_probs_dropout_prob": 0.1}, "attention_probs_dropout_prob", None),
+        ("whisper", {"attention_dropout": 0.1}, "attention_dropout", "dropout"),
+    ],
+)
+def test_the_remedy_for_dropout_trains(name: str, options: dict[str, float], key: str, attribute: str | None) -> None:
+    """As soon as a pattern is given to a model that trains, and at the step of one that is trained only later."""
+    model, batch = model_of(name, **options), batch_of(name)
+    set_pattern(model, {})
+    model(**batch)
+    model.train()
+    for late in (lambda: model(**batch), lambda: set_pattern(model, {})):
+        with pytest.raises(ValueError, match=rf"no attention weights to drop from.*config\.{key} = 0\.0") as error:
+            late()
+    remedy = re.search("`(.*)`", str(error.value))[1]
+    assert attribute is None or remedy.endswith(f"layer.{attribute} = 0.0")
+    exec(remedy, {"attention_layers": attention_layers, "model": model})
+    set_pattern(model, {})
+    next(iter(model(**batch).values())).pow(2).sum().backward()
+    assert any(bool(x.grad.any()) for x in model.parameters() if x.grad is not None)

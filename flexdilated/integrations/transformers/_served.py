@@ -1,0 +1,140 @@
+"""Which models can be served: read from the source of their layers' forward, before any of them is called."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator, Sequence
+from functools import cache
+from inspect import getsource, signature, unwrap
+from textwrap import dedent
+from typing import Any
+
+from torch import nn
+from transformers import PreTrainedModel
+
+_MASK, _MERGED = "attention_mask", {"merged_attention_mask"}
+_OWN_ATTENTION = {"longformer": "longformer(radius, num_global)", "big_bird": "bigbird(num_tokens)"}
+# Of the images of a batch in one row; and a window that depends on the length of the prompt.
+_MAKE_MASKS = {"PixtralVisionModel", "UnlimitedOcrTextModel"}
+KEEP = "attn_implementation='sdpa' or 'eager'"
+
+
+def require_served(model: nn.Module, layers: Sequence[nn.Module]) -> None:
+    """Raise ValueError, with the remedy, for a model whose attention this library would not compute correctly."""
+    name = type(model).__name__
+    if not layers:
+        raise ValueError(
+            f"{name} has no layer that asks transformers' registry of attention functions for its own. "
+            f"{_without_registry(model)}"
+        )
+    for number, layer in enumerate(layers):
+        if reason := _reason(type(layer)):
+            raise ValueError(
+                f"{name} cannot be served: layer {number}, {type(layer).__name__}, {reason}; {KEEP} serves it"
+            )
+    for path, module in model.named_modules():
+        if module not in layers and _reads_masks(type(module)):
+            raise ValueError(
+                f"{name} cannot be served: {path}, {type(module).__name__}, computes with a mask of "
+                f"queries and keys, which flexdilated does not make; {KEEP} serves it"
+            )
+    if model.training:
+        for layer in layers:
+            if found := dropout_settings(layer):
+                raise ValueError(
+                    f"{name} is in training mode, and flexdilated forms no attention weights to drop from. "
+                    f"{dropout_remedy(layer, found)} For inference call model.eval() first"
+                )
+
+
+def _without_registry(model: nn.Module) -> str:
+    recipe = next((made for key, made in _OWN_ATTENTION.items() if key in type(model).__module__), None)
+    if recipe is None:
+        return f"Its attention is its own code: {KEEP} keeps it, or call flexdilated.attend in it"
+    return (
+        f"Its sparse attention is its own code. flexdilated.masks.recipes.{recipe} makes its pattern for any "
+        "model that set_pattern takes, such as a BertModel or RobertaModel"
+    )
+
+
+def dropout_settings(layer: nn.Module) -> list[str]:
+    """Attributes of a layer above 0 by which it drops attention weights, as `attn_dropout.p` is written."""
+    return [name for name in _dropout_names(type(layer)) if (_value(layer, name) or 0) > 0]
+
+
+@cache
+def _dropout_names(kind: type[nn.Module]) -> list[str]:
+    """Attributes that forward hands to the attention function as its dropout."""
+    handed = [node.value for node in _nodes(kind) if isinstance(node, ast.keyword) and node.arg == "dropout"]
+    names = [ast.unparse(each) for value in handed for each in ast.walk(value) if isinstance(each, ast.Attribute)]
+    longest = [name for name in names if not any(other.startswith(f"{name}.") for other in names)]
+    return [name.removeprefix("self.") for name in longest if name.startswith("self.") and "drop" in name]
+
+
+def dropout_remedy(layer: nn.Module, settings: Sequence[str]) -> str:
+    """How to train without dropout of attention weights: by the config, and on a model that is already made."""
+    config = getattr(layer, "config", None)
+    values = {_value(layer, name) for name in settings}
+    keys = [key for key, value in vars(config).items() if "drop" in key and value in values] if config else []
+    keys = [key for key in keys if "att" in key] or keys
+    before = f"Set config.{' or config.'.join(keys)} = 0.0 before the model is made, or, on" if keys else "On"
+    loop = "; ".join(f"layer.{name} = 0.0" for name in settings)
+    return f"{before} this model: `for layer in attention_layers(model): {loop}`."
+
+
+def _value(layer: Any, name: str) -> float | None:
+    for part in name.split("."):
+        layer = getattr(layer, part, None)
+    return layer
+
+
+def _nodes(kind: type[nn.Module]) -> Iterator[ast.AST]:
+    return ast.walk(ast.parse(dedent(getsource(unwrap(kind.forward)))))
+
+
+@cache
+def _reason(kind: type[nn.Module]) -> str | None:
+    """Why a class of layers cannot be served."""
+    arguments = set(signature(unwrap(kind.forward)).parameters)
+    for node in _nodes(kind):
+        match node:
+            case ast.keyword(arg="position_bias"):
+                return "adds a position bias to scores"
+            case ast.Call(func=ast.Name(id=name)) if "attention" in name:
+                masks = [each.value for each in node.keywords if each.arg == _MASK] + node.args[4:5]
+            case ast.Assign(targets=[ast.Name(id="attention_mask")]):
+                masks = [node.value]
+            case ast.Subscript(value=ast.Name(id="attention_mask")):
+                masks = [node]
+            case _:
+                continue
+        if not all(_only_hands_over(each, arguments) for each in masks):
+            return "makes or changes the mask of queries and keys itself"
+    return None
+
+
+def _only_hands_over(mask: ast.expr, arguments: set[str]) -> bool:
+    """None, or a mask that forward is given, or one of two; merged ones the model makes of two masks."""
+    if isinstance(mask, ast.IfExp):
+        return _only_hands_over(mask.body, arguments) and _only_hands_over(mask.orelse, arguments)
+    return isinstance(mask, ast.Constant) or (isinstance(mask, ast.Name) and mask.id in arguments - _MERGED)
+
+
+@cache
+def _reads_masks(kind: type[nn.Module]) -> bool:
+    """A part of a model that needs the values of the mask, and is no client of the registry.
+
+    It is given the mask and forms weights or looks at the mask's dtype, or it is known to make a mask of its own.
+    """
+    forward = unwrap(kind.forward)
+    if kind.__name__ in _MAKE_MASKS:
+        return True
+    if _MASK not in signature(forward).parameters or issubclass(kind, PreTrainedModel):
+        return False
+    return "softmax" in forward.__code__.co_names or any(
+        isinstance(node, ast.Attribute) and node.attr == "dtype" and _is_mask(node.value) for node in _nodes(kind)
+    )
+
+
+def _is_mask(node: ast.expr) -> bool:
+    return isinstance(node, ast.Name) and node.id == _MASK
