@@ -22,7 +22,7 @@ from ...selection import SelectedAttention
 from ._cache import hand_to, layer_of
 from ._layers import Patterns, choose, give, layer_pattern
 from ._mask_functions import Reading, all_of, read
-from ._served import dropout_remedy, dropout_settings, require_served
+from ._served import KEEP, dropout_remedy, dropout_settings, require_served
 
 # B batch entries, H query heads, G key/value heads, N queries, M keys, D head dim, L positions
 
@@ -60,7 +60,8 @@ def set_pattern(
     name: the `attn_implementation` to register and to set.
 
     Raises ValueError, before anything is changed, for a pattern that does not fit the heads of a layer or has run-time
-    tensors, for numbers of no layer, and for models that do not ask transformers for their attention function.
+    tensors, for numbers of no layer, for models that do not ask transformers for their attention function, that change
+    their masks or add position biases to scores, and for models in training mode that drop attention weights.
 
     >>> set_pattern(model, masks.longnet((2048, 8192), (1, 4)))  # doctest: +SKIP
     """
@@ -99,6 +100,14 @@ class Visibility:
     def contiguous(self) -> Visibility:
         """Itself: there is nothing to move."""
         return self
+
+    def __getitem__(self, index: tuple[slice, slice, slice, slice]) -> Visibility:
+        """Of all batch entries, consecutive queries and keys from the first on, as models cut their masks."""
+        batch, heads, queries, keys = (one.indices(size) for one, size in zip(index, self.shape, strict=True))
+        if (batch, heads, queries[2], keys[0], keys[2]) != ((0, self.shape[0], 1), (0, 1, 1), 1, 0, 1):
+            raise ValueError(f"flexdilated makes no mask of which these could be taken: {index}; {KEEP} takes any")
+        shape = (*self.shape[:2], len(range(*queries)), len(range(*keys)))
+        return replace(self, q_offset=self.q_offset + queries[0], shape=shape)
 
     @property
     def reading(self) -> Reading:
@@ -230,10 +239,10 @@ def _of_one_width(
     """Attention over values of another width than keys, as latent attention has them: the narrower get zeros."""
     scale = q.shape[-1] ** -0.5 if scale is None else scale
     width = max(q.shape[-1], v.shape[-1])
-    wide = [pad(x, (0, width - x.shape[-1])) for x in (q, k, v)]
+    q, keys, values = (pad(x, (0, width - x.shape[-1])) for x in (q, k, v))
     if (held := layer_of(k)) is not None:
-        hand_to(wide[1], held)
-    out, _ = attention(module, *wide, mask, scaling=scale, softcap=softcap, s_aux=sinks)
+        hand_to(keys, held)
+    out, _ = attention(module, q, keys, values, mask, scaling=scale, softcap=softcap, s_aux=sinks)
     return out[..., : v.shape[-1]], None
 
 

@@ -16,7 +16,7 @@ _MASK, _MERGED = "attention_mask", {"merged_attention_mask"}
 _OWN_ATTENTION = {"longformer": "longformer(radius, num_global)", "big_bird": "bigbird(num_tokens)"}
 # Of the images of a batch in one row; and a window that depends on the length of the prompt.
 _MAKE_MASKS = {"PixtralVisionModel", "UnlimitedOcrTextModel"}
-_SDPA = "attn_implementation='sdpa' or 'eager' serves it"
+KEEP = "attn_implementation='sdpa' or 'eager'"
 
 
 def require_served(model: nn.Module, layers: Sequence[nn.Module]) -> None:
@@ -29,12 +29,14 @@ def require_served(model: nn.Module, layers: Sequence[nn.Module]) -> None:
         )
     for number, layer in enumerate(layers):
         if reason := _reason(type(layer)):
-            raise ValueError(f"{name} cannot be served: layer {number}, {type(layer).__name__}, {reason}; {_SDPA}")
+            raise ValueError(
+                f"{name} cannot be served: layer {number}, {type(layer).__name__}, {reason}; {KEEP} serves it"
+            )
     for path, module in model.named_modules():
         if module not in layers and _reads_masks(type(module)):
             raise ValueError(
                 f"{name} cannot be served: {path}, {type(module).__name__}, computes with a mask of "
-                f"queries and keys, which flexdilated does not make; {_SDPA}"
+                f"queries and keys, which flexdilated does not make; {KEEP} serves it"
             )
     if model.training:
         for layer in layers:
@@ -48,7 +50,7 @@ def require_served(model: nn.Module, layers: Sequence[nn.Module]) -> None:
 def _without_registry(model: nn.Module) -> str:
     recipe = next((made for key, made in _OWN_ATTENTION.items() if key in type(model).__module__), None)
     if recipe is None:
-        return f"Its attention is its own code: {_SDPA.split(' serves')[0]} keeps it, or call flexdilated.attend in it"
+        return f"Its attention is its own code: {KEEP} keeps it, or call flexdilated.attend in it"
     return (
         f"Its sparse attention is its own code. flexdilated.masks.recipes.{recipe} makes its pattern for any "
         "model that set_pattern takes, such as a BertModel or RobertaModel"

@@ -181,10 +181,12 @@ def examine(model_type: str, class_name: str, kind: str) -> dict[str, Any]:
 def far_gradients(got: Any, want: Any) -> float:
     if got[1].keys() != want[1].keys():
         return float("inf")
-    largest = max((float(x.abs().max()) for x in want[1].values()), default=1.0)
-    return max([distance(got[0], want[0]), *(
-        0.1 * float((got[1][n] - x).abs().max()) / max(float(x.abs().max()), 1e-3 * largest) for n, x in want[1].items()
-    )])  # fmt: skip
+    grads = {name: x for name, x in want[1].items() if x.numel()}
+    largest = max((float(x.abs().max()) for x in grads.values()), default=1.0)
+    far = [distance(got[0], want[0])]
+    for name, x in grads.items():
+        far.append(0.1 * float((got[1][name] - x).abs().max()) / max(float(x.abs().max()), 1e-3 * largest))
+    return max(far)
 
 
 def results() -> dict[str, dict[str, Any]]:

@@ -24,6 +24,7 @@ _BY_CLASS = {class_name: (model_type, kind) for model_type, kind, class_name in 
         "Gemma2ForCausalLM",  # capped scores
         "BertLMHeadModel",  # a mask made once more of one that is there
         "LayoutLMForMaskedLM",  # a padding mask of its own
+        "Gemma4ForCausalLM",  # rows taken from its mask
         "BartForConditionalGeneration",
     ],
 )
