@@ -157,7 +157,7 @@ def test_keys_that_several_rules_read(data: st.DataObject) -> None:
 
     def step(new: slice) -> None:
         keys, values = cache.update(k[:, :, new], v[:, :, new], 0)
-        masked = [Visibility(Reading(rule, None, None, {}), None, new.start, 0) for rule in rules]
+        masked = [mask_of(rule, new) for rule in rules]
         calls = [(x, mask) for mask in masked for x in (values, values.flip(1))]
         for (x, mask), want in zip(calls, whole, strict=True):
             got, _ = attention(module, q[:, :, new], keys, x, mask)
@@ -170,6 +170,13 @@ def test_keys_that_several_rules_read(data: st.DataObject) -> None:
             if back:  # the last tokens once more
                 cache.crop(-back)
                 step(slice(stop - back, stop))
+
+
+def mask_of(rule: masks.Pattern | masks.Mixture, queries: slice) -> Visibility:
+    """What a model with this rule hands to its layers."""
+    made = Visibility(None, None, None, {}, queries.start, 0, (1, 1, queries.stop - queries.start, queries.stop))
+    made._reading = Reading(rule, None, None, {})
+    return made
 
 
 @torch.no_grad()
@@ -198,10 +205,9 @@ def test_what_it_refuses() -> None:
 def test_queries_of_other_tokens_are_refused(queries: slice) -> None:
     """Such as those of a second model that drafts over these keys; and keys of an update before the last one."""
     cache, x = FlexdilatedCache(), torch.randn(1, 4, 10, 16)
-    mask = Visibility(Reading(masks.causal(), None, None, {}), None, queries.start, 0)
+    mask = mask_of(masks.causal(), queries)
     keys, values = cache.update(x[:, :, :6], x[:, :, :6], 0)
-    with_own = Visibility(Reading(masks.causal(), None, None, {}), None, 0, 0)
-    attention(torch.nn.Identity(), x[:, :, :6], keys, values, with_own)
+    attention(torch.nn.Identity(), x[:, :, :6], keys, values, mask_of(masks.causal(), slice(0, 6)))
     if queries.start == 0:
         cache.update(x[:, :, 6:], x[:, :, 6:], 0)
     with pytest.raises(ValueError, match=r"for queries of the tokens that came last; got Identity with queries"):
