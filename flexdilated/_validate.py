@@ -59,6 +59,12 @@ def check_tensors(q: Tensor, k: Tensor, v: Tensor, *, enable_gqa: bool) -> None:
         raise ValueError(f"q, k and v must have one dtype; got {dtypes}: cast them, or call under torch.autocast")
     if not q.device == k.device == v.device:
         raise ValueError(f"q, k and v must be on one device; got {q.device}, {k.device} and {v.device}")
+    if k.shape[:3] == v.shape[:3] and k.shape[3] != v.shape[3]:
+        wide, narrow = ("k", "v") if k.shape[3] > v.shape[3] else ("v", "q and k")
+        raise ValueError(
+            f"k and v must have one head dim: pad {narrow} with zeros to that of {wide} by torch.nn.functional.pad, keep "
+            f"scale=q.shape[-1] ** -0.5 of the q before it, and cut the output; got {_shape(k)} and {_shape(v)}"
+        )
     if k.shape != v.shape:
         raise ValueError(f"k and v must have one shape; got {_shape(k)} and {_shape(v)}")
     if q.shape[0] != k.shape[0] or q.shape[3] != k.shape[3]:
