@@ -62,8 +62,8 @@ def check_tensors(q: Tensor, k: Tensor, v: Tensor, *, enable_gqa: bool) -> None:
     if k.shape[:3] == v.shape[:3] and k.shape[3] != v.shape[3]:
         wide, narrow = ("k", "v") if k.shape[3] > v.shape[3] else ("v", "q and k")
         raise ValueError(
-            f"k and v must have one head dim: pad {narrow} with zeros to that of {wide} by torch.nn.functional.pad, keep "
-            f"scale=q.shape[-1] ** -0.5 of the q before it, and cut the output; got {_shape(k)} and {_shape(v)}"
+            f"k and v must have one head dim: pad {narrow} with zeros to that of {wide} by torch.nn.functional.pad, "
+            f"keep scale=q.shape[-1] ** -0.5 of the q before it, and cut the output; got {_shape(k)} and {_shape(v)}"
         )
     if k.shape != v.shape:
         raise ValueError(f"k and v must have one shape; got {_shape(k)} and {_shape(v)}")
