@@ -154,6 +154,8 @@ def attend(
     torch.Size([1, 4, 256, 64])
     >>> out, lse = fd.attend(q, k, v, pattern, return_lse=True)
     """
+    if isinstance(q, Pattern | Mixture):
+        raise TypeError("attend takes (q, k, v, pattern), the pattern last; got a pattern as q")
     require_expression(pattern)
     q, k, v = autocast(q, k, v)
     check_tensors(q, k, v, enable_gqa=enable_gqa)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Self
+from typing import Any, Self
 
 import torch
 from jaxtyping import Float, Int64
@@ -76,6 +76,10 @@ class KVCache:
         self._keeping = self._reader.sources
         self.pattern, self.num_heads, self.engine, self.capacity = self._reader.pattern, num_heads, engine, capacity
         self.reset()
+
+    def __getattr__(self, name: str) -> Any:
+        here = "cache.attend(q, k, v) appends the new tokens and attends, cache.append(k, v) only appends"
+        raise AttributeError(f"a KVCache has no {name}" + (f": {here}" if name in ("update", "forward") else ""))
 
     def reset(self) -> None:
         """Forget all tokens, and with them the sizes."""

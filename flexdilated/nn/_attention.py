@@ -16,7 +16,7 @@ from .._over_ranks import engine_text, over_ranks, pattern_text, ranks_text
 from .._validate import check_tensors, resolve_scale
 from ..engines import ScoreMod
 from ..masks import Mixture, Pattern
-from ..masks.core import require_bool, require_expression, require_int
+from ..masks.core import advises, require_bool, require_expression, require_int
 from ..masks.planning import block_sides
 from ._call_masks import without_padding
 
@@ -159,6 +159,17 @@ def dilated_pattern(
     return pattern & masks.causal() if causal else pattern
 
 
+_OF_MULTIHEAD = {
+    **dict.fromkeys(
+        ("embed_dim", "num_heads"),
+        "it has no projections and takes q, k and v: with them, "
+        "fd.MultiheadDilatedAttention(embed_dim, num_heads, segment_lengths, dilation_rates)",
+    ),
+    "is_causal": "write causal=True",
+    "pattern": "fd.BlockSparseAttention(pattern) takes any",
+}
+
+
 class DilatedAttention(BlockSparseAttention):
     """Attention by LongNet's branches (segment length, dilation rate), causal or not: (q, k, v) -> out.
 
@@ -171,6 +182,7 @@ class DilatedAttention(BlockSparseAttention):
     torch.Size([1, 4, 256, 64])
     """
 
+    @advises(keywords=_OF_MULTIHEAD)
     def __init__(
         self,
         segment_lengths: Sequence[int],

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import fields
 from typing import Any
 
 import torch
@@ -9,7 +10,7 @@ from jaxtyping import Bool, Float, Int64
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from ..masks.core import require_choice, require_int
+from ..masks.core import advises, require_choice, require_int
 from ._backbone import LongNetBackbone
 from ._generate import Sampling, generate
 from ._longnet_block import residual_scales
@@ -34,6 +35,13 @@ class LongNet(LongNetBackbone):
     torch.Size([1, 300, 256])
     """
 
+    @advises(
+        keywords=dict.fromkeys(
+            (*(each.name for each in fields(LongNetConfig)), "dim", "heads", "num_layers"),
+            "it takes a configuration, fd.LongNet(fd.LongNetConfig(vocab_size=256, embed_dim=512, depth=12, "
+            "num_heads=8, segment_lengths=(2048, 4096), dilation_rates=(1, 2)))",
+        )
+    )
     def __init__(self, config: LongNetConfig, **options: Any) -> None:
         super().__init__(config, **options)
         self.head: nn.Linear | None = None

@@ -14,7 +14,7 @@ from .._attend import attend, autocast_dtype
 from .._engines import check_engine
 from .._over_ranks import engine_text, over_ranks, pattern_text, ranks_text
 from .._validate import require_dense
-from ..masks.core import require_bool, require_finite, require_int
+from ..masks.core import advises, require_bool, require_finite, require_int
 from ._attention import dilated_pattern
 from ._call_masks import require_causal_mask, without_padding
 
@@ -143,6 +143,13 @@ class MultiheadDilatedAttention(MultiheadProjections):
     torch.Size([1, 256, 64])
     """
 
+    @advises(
+        keywords={
+            "pattern": "fd.convert(nn.MultiheadAttention(embed_dim, num_heads), pattern) takes any, and so does "
+            "fd.BlockSparseAttention(pattern), of q, k and v",
+            "is_causal": "write causal=True",
+        }
+    )
     def __init__(
         self,
         embed_dim: int,

@@ -194,8 +194,11 @@ def examine_attention_module(
     True
     """
     require_expression(pattern)
-    if not callable(factory):
-        raise TypeError(f"factory must be a function that makes the module; got {factory!r:.80}")
+    if isinstance(factory, torch.nn.Module) or not callable(factory):
+        raise TypeError(
+            "factory must be a function that makes the module, such as lambda: MyAttention(64); got "
+            f"{shortened(repr(factory), 80)}"
+        )
     most = _MAX_TOKENS if max_tokens is None else max_tokens
     for name, value in (("num_heads", num_heads), ("head_dim", head_dim), ("max_tokens", most)):
         require_int(name, value, minimum=1)

@@ -72,7 +72,8 @@ def advises(*, keywords: Mapping[str, str], positional: str = "") -> Callable[[_
                 raise TypeError(f"{function.__name__} has no positional arguments: {positional}; got {args!r:.80}")
             for name in named:
                 if name in keywords:
-                    raise TypeError(f"{function.__name__} has no {name}: {keywords[name]}")
+                    called = function.__qualname__.removesuffix(".__init__")
+                    raise TypeError(f"{called} has no {name}: {keywords[name]}")
             return function(*args, **named)
 
         return advised  # type: ignore[return-value]

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from ..core import (
     Expression,
+    advises,
     plans,
     require_bool,
     require_choice,
@@ -123,6 +124,7 @@ class HeatMap:
 
 
 @plans
+@advises(keywords=dict.fromkeys(("seq_len", "length", "n", "tokens"), "write num_tokens=4096"))
 def show(
     pattern: Expression,
     num_tokens: int,

@@ -21,6 +21,7 @@ from ..core import (
     Progression,
     Ranges,
     Reason,
+    advises,
     among,
     call,
     clip,
@@ -208,6 +209,12 @@ class ZeroPadded(Dilated):
         return self.joint_phrase([self]) or super().phrase()
 
 
+_TORCHSCALE = {
+    **dict.fromkeys(("segment_length", "segments"), "write segment_lengths=(2048, 4096)"),
+    **dict.fromkeys(("dilated_ratio", "dilation_rate", "rates"), "write dilation_rates=(1, 2)"),
+}
+
+
 @constructor
 def dilated(segment: int, rate: int, offset: int | str = 0) -> Pattern:
     """Every `rate`-th token of each `segment`, from `offset` on, attends to the others of its segment.
@@ -236,6 +243,7 @@ def chunked(size: int) -> Pattern:
 
 
 @constructor
+@advises(keywords=_TORCHSCALE)
 def longnet(
     segment_lengths: Sequence[int],
     dilation_rates: Sequence[int],

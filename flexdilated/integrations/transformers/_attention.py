@@ -66,9 +66,14 @@ def set_pattern(
 
     >>> set_pattern(model, masks.longnet((2048, 8192), (1, 4)))  # doctest: +SKIP
     """
-    inner = next((each for each in model.modules() if isinstance(each, PreTrainedModel)), None)
+    inner = None
+    if isinstance(model, nn.Module):
+        inner = next((each for each in model.modules() if isinstance(each, PreTrainedModel)), None)
     if inner is None:
-        raise TypeError(f"model must be a PreTrainedModel of transformers, or hold one; got {type(model).__name__}")
+        raise TypeError(
+            "set_pattern takes (model, pattern), where model is a PreTrainedModel of transformers or holds one; got "
+            f"{type(model).__name__}"
+        )
     layers, chosen, compose = choose(inner, pattern, compose)
     require_served(inner, layers)
     register(name)
