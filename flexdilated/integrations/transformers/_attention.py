@@ -96,7 +96,7 @@ class Visibility:
     begin: Pattern | None
     unpadded: Pattern | None
     tensors: dict[str, Tensor]
-    q_offset: int | Tensor
+    q_offset: int
     kv_offset: int
     shape: tuple[int, int, int, int]
     may_be_packed: bool = False
