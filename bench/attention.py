@@ -75,7 +75,7 @@ def short_sequences(
 ) -> Iterator[Row]:
     """Is an eager call over few tokens, whose plan is cached, about as quick as dense attention?
 
-    Forward, against causal SDPA, or against a third of 0.5 ms where SDPA takes less. A run makes so many calls.
+    Forward, against causal SDPA, or against a third of 0.5 ms where SDPA takes less. A run makes `calls` calls.
     """
     for num_tokens in lengths:
         short = replace(size, num_tokens=num_tokens)

@@ -146,7 +146,7 @@ def _steps(spec: LongNet, lengths: Lengths, backend: str) -> dict[str, Steps]:
 
 
 class _Run:
-    """A compiled layer of its own, and what its steps took."""
+    """A separate compiled layer, with the seconds and compilations of each step."""
 
     def __init__(self, spec: LongNet, lengths: Lengths, backend: str, way: str) -> None:
         own = Layer.forward.__code__.replace(co_name=f"forward_{list(WAYS).index(way)}")

@@ -326,7 +326,7 @@ class Folded(_SharedOrder):
 
     @property
     def first(self) -> int:
-        """How far the tokens of fold 0 lie beyond those of the order."""
+        """Offset of fold 0's tokens from the order's own."""
         return int(self.starts.tokens[0])
 
     def positions(self, device: torch.device | str | None = None) -> Int64[Tensor, " S"]:

@@ -106,7 +106,7 @@ def given_of(keys: Tensor) -> Given | None:
 
 
 def hand_on(keys: Tensor, given: Given) -> None:
-    """Let these keys, such as padded ones, stand for those that a `FlexdilatedCache` returned."""
+    """Mark keys, such as padded copies, as the ones that a `FlexdilatedCache` returned."""
     setattr(keys, _GIVEN, given)
 
 

@@ -57,7 +57,7 @@ def window_terms(
     *,
     any_number: bool = False,
 ) -> list[Term] | None:
-    """Terms for windows, those of large ones as they are `weighed`; None where they would be too many.
+    """Terms for windows, large windows by the planner's choice `weighed`; None above the limit on terms.
 
     Unless `any_number` will do, that is windows of more kinds than there can be lengths, as windows differ in where
     they begin; or of more kinds with lists of blocks than are planned one by one.
