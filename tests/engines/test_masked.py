@@ -138,3 +138,12 @@ def test_later_keys_may_have_infinite_scores(pattern):
     torch.testing.assert_close(out, exact)
     grads = (torch.autograd.grad(each.square().sum(), leaves[2])[0] for each in (out, exact))
     torch.testing.assert_close(*grads, rtol=1e-4, atol=1e-5)
+
+
+def test_the_table_has_the_dtype_of_sums():
+    """Of one pattern both are kept."""
+    term = masked_term(MIXTURE, 1, bound_of(MIXTURE, 40))
+    for dtype in (torch.float32, torch.float64):
+        largest = term.bias(dtype).max()
+        assert torch.equal(largest, torch.tensor(2, dtype=dtype).log())
+        assert largest.dtype == dtype
