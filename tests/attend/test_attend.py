@@ -59,7 +59,7 @@ def refused(error: type[Exception], says: str, *given, **options) -> None:
         (
             changed(2, lambda v: v[:, :, 1:]),
             ValueError,
-            r"one head dim; got \(1, 4, 12, 8\) and \(1, 4, 11, 8\)",
+            r"one shape; got \(1, 4, 12, 8\) and \(1, 4, 11, 8\)",
         ),
         (changed(0, lambda q: q.expand(2, -1, -1, -1)), ValueError, "agree in batch"),
         (changed(0, lambda q: q[..., :4]), ValueError, "agree in batch and head dim"),
