@@ -105,7 +105,7 @@ def joined(*boxes: Rectangle) -> Rectangle:
 
 
 def pairs_of(q_run: Tensor, k_run: Tensor, number: int) -> tuple[Tensor, Tensor]:
-    """Every pair of a query side's rectangle and a key side's of the same of so many runs, as indices of both."""
+    """Indices of every pair of a query rectangle and a key rectangle of one run, of `number` runs."""
     k_order, k_number = k_run.argsort(), torch.bincount(k_run, minlength=number)
     k_first, partners = (k_number.cumsum(0) - k_number)[q_run], k_number[q_run]
     q_index = torch.repeat_interleave(partners)

@@ -230,7 +230,7 @@ class Neighborhood(Pattern):
         return bounds if even else Bounds(torch.zeros_like(bounds.low), bounds.high.minimum(box.area))
 
     def count_pairs(self, q: Rectangles, k: Rectangles, number: int) -> Bounds:
-        """Pairs of the rectangles of the queries with those of the keys, of so many boxes."""
+        """Bounds on the allowed pairs between query and key rectangles, for each of `number` boxes."""
         q_index, k_index = pairs_of(q.run, k.run, number)
         bounds = self.count_rectangles(select(q.sides, q_index), select(k.sides, k_index))
         none = torch.zeros(number, dtype=torch.int64)
