@@ -24,7 +24,8 @@ _MAX_PARTS = 6
 _MOST_MASKED_PAIRS = 1 << 20
 # Blocks of another side gain at most this factor over blocks of 128: options that cost more than that are not tried.
 _WORTH_OTHER_BLOCKS = 2
-# A smaller gain is within the error of the estimate: then the block side stays as it is.
+# A smaller gain is within the error of the estimate: then the block side stays as it is, and nothing is listed that
+# can be computed without.
 _CLEARLY = 0.95
 
 
@@ -166,7 +167,7 @@ def _in_best_blocks(options: list[Option]) -> tuple[Option, ...]:
     """
     ruled_out = _ruled_out(options)
     weighed = [option for option in options if option not in ruled_out]
-    least = min(option.cost.seconds for option in weighed)
+    least = min(map(_weight, weighed))
     for index, option in enumerate(weighed):
         # "disjoint" has chosen part by part.
         if _is_listed(option) and option.layout != "disjoint" and option.cost.seconds <= _WORTH_OTHER_BLOCKS * least:
@@ -177,7 +178,12 @@ def _in_best_blocks(options: list[Option]) -> tuple[Option, ...]:
 
 
 def _in_order(options: Sequence[Option]) -> tuple[Option, ...]:
-    return tuple(sorted(options, key=lambda option: option.cost.seconds))
+    return tuple(sorted(options, key=_weight))
+
+
+def _weight(option: Option) -> float:
+    """Its seconds, raised where it has lists, which take time and memory to make."""
+    return option.cost.seconds / _CLEARLY if _is_listed(option) else option.cost.seconds
 
 
 def _other_sides(option: Option, least: float) -> list[int]:
@@ -187,7 +193,10 @@ def _other_sides(option: Option, least: float) -> list[int]:
         side
         for side in machine.sides
         if side < own
-        or (side > own and least_seconds_in_larger(side, option.cost, option.terms, machine, option.operands) < least)
+        or (
+            side > own
+            and least_seconds_in_larger(side, option.cost, option.terms, machine, option.operands) < _CLEARLY * least
+        )
     ]
 
 
@@ -204,7 +213,7 @@ def _ruled_out(options: list[Option]) -> list[Option]:
     if not plain:
         return []
     wanted = sum(term.counted_pairs() // term.multiplicity for term in plain[0].terms)
-    least = min(option.cost.seconds for option in plain)
+    least = _CLEARLY * min(option.cost.seconds for option in plain)
     return [
         option
         for option in options
