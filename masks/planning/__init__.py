@@ -2,7 +2,7 @@
 
 from ._block_mask import block_mask, block_sides, bound_blocks, entry_terms, layout, term_blocks, term_mask
 from ._cost import SLOTS_AT_ONCE, Operands, computed_pairs, cost_of
-from ._options import ANYTHING, Allowed, Candidates, Choice, in_other_blocks, way_of
+from ._options import ANYTHING, Allowed, Candidates, Choice, in_other_blocks, takes_mask, way_of
 from ._placed import plan_at
 from ._planner import Option, Plan, plan, recommended_layout
 from ._snapped import Snapped, snapped
@@ -15,6 +15,7 @@ from .lowering import (
     compact_terms,
     one_after_another,
     shared_terms,
+    without_scattered_keys,
 )
 from .machine import (
     ACCELERATOR,

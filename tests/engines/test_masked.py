@@ -13,7 +13,7 @@ from flexdilated.engines.kernels import _kernel
 from flexdilated.engines.tiles import _tile_blocks, _tiles_op
 from flexdilated.engines.tiles._tiles import make_program
 from flexdilated.masks import Bound, Layout
-from flexdilated.masks.planning import _options
+from flexdilated.masks.planning import Allowed, _options
 from flexdilated.masks.planning._planner import Plan, plan
 from flexdilated.masks.planning.lowering._ways import masked_term
 from tests.attend.test_hidden_values import BAD, assert_nothing_spreads, with_sinks
@@ -108,7 +108,7 @@ def test_where_no_mask_is_taken(monkeypatch):
     assert "masked" not in layouts(window, most + 1)
     assert "masked" not in layouts(masks.causal(), 64)
     assert "masked" not in layouts(masks.chunked(16), 64)
-    planned = _tiles_op.plan_tiles(bound_of(window, 64), Layout(64), "cpu", blocks_wanted=True)
+    planned = _tiles_op.plan_tiles(bound_of(window, 64), Layout(64), "cpu", allowed=Allowed(masks=False))
     assert {term.shape for term in planned.terms} == {"blocks"}
 
 

@@ -6,9 +6,10 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Bool, Float, Shaped
 from torch import Tensor
 
+from .._distinct_masks import added
 from .._operands import readable
 from . import _kernel_cuda
 
@@ -23,11 +24,15 @@ _Problem = tuple[Tensor, Tensor, Tensor]
 
 @dataclass(frozen=True)
 class Operands:
-    """q, k, v of (batch, heads, folds, slots, head dim); key/value heads divide query heads when folds is 1."""
+    """q, k, v of (batch, heads, folds, slots, head dim); key/value heads divide query heads when folds is 1.
+
+    Keys that are not `visible`, on CPU only, hold 0 and are seen by none; None: all are.
+    """
 
     q: Float[Tensor, "B H F Q D"]
     k: Float[Tensor, "B G F K D"]
     v: Float[Tensor, "B G F K D"]
+    visible: Bool[Tensor, "B G F K"] | None = None
 
 
 def forward(
@@ -35,9 +40,10 @@ def forward(
 ) -> tuple[Float[Tensor, "B H F Q D"], Float[Tensor, "B H F Q"]]:
     """(out, natural lse in float32) of every fold, dense or with slots k <= q; `bias` is added to the scores."""
     fold = _Folding.of(x)
-    parts = (fold.enter(part) for part in (x.q, x.k, x.v))
-    out, lse = flash_forward(*parts, scale=scale, is_causal=is_causal, mask=fold.mask(bias))
-    return fold.leave(out), fold.leave(lse)
+    blind, mask = _blind(x, is_causal=is_causal), fold.mask(x, bias)
+    parts = (fold.enter(part) for part in (filled(x.q, blind), x.k, x.v))
+    out, lse = flash_forward(*parts, scale=scale, is_causal=is_causal, mask=mask)
+    return fold.leave(out), filled(fold.leave(lse), blind, -torch.inf)
 
 
 def backward(
@@ -52,8 +58,10 @@ def backward(
 ) -> _Problem:
     """(dq, dk, dv). With the out and lse of a whole softmax these are this part's share of its gradients."""
     fold = _Folding.of(x)
-    parts = (fold.enter(part) for part in (grad_out, x.q, x.k, x.v, out, lse))
-    grads = flash_backward(*parts, scale=scale, is_causal=is_causal, mask=fold.mask(bias))
+    blind, mask = _blind(x, is_causal=is_causal), fold.mask(x, bias)
+    grad_out, q, out = (filled(part, blind) for part in (grad_out, x.q, out))
+    parts = (fold.enter(part) for part in (grad_out, q, x.k, x.v, out, filled(lse, blind, torch.inf)))
+    grads = flash_backward(*parts, scale=scale, is_causal=is_causal, mask=mask)
     return fold.leave(grads[0]), fold.leave(grads[1]), fold.leave(grads[2])
 
 
@@ -86,11 +94,34 @@ class _Folding:
             return x.unflatten(0, (self.batch, self.folds)).transpose(1, 2)
         return x.squeeze(1).unflatten(0, (self.batch, -1, self.folds))
 
-    def mask(self, bias: Float[Tensor, "#H #Q K"] | None) -> Tensor | None:
-        """The mask of the kernel's problems that adds a number to the scores of every fold."""
+    def mask(self, x: Operands, bias: Float[Tensor, "#H #Q K"] | None) -> Tensor | None:
+        """The mask of the kernel's problems: what is added to the scores of every fold, or hides keys."""
+        if x.visible is not None:
+            assert bias is None, "where keys are hidden, nothing else is added"
+            rows = self.enter(added(x.visible, x.q.dtype))
+            return rows.repeat_interleave(x.q.shape[1] // x.k.shape[1], dim=1).unsqueeze(2)
         if bias is None or self.keep_heads or len(bias) == 1:
             return None if bias is None else bias[None]
         return bias[None, :, None].expand(self.batch, -1, self.folds, -1, -1).flatten(0, 2).unsqueeze(1)
+
+
+def _blind(x: Operands, *, is_causal: bool) -> Bool[Tensor, "B H F #Q"] | None:
+    """Queries that see no visible key; None where each sees one, or all keys are visible."""
+    if x.visible is None:
+        return None
+    if is_causal:
+        last = torch.arange(x.q.shape[3]).clamp(max=x.k.shape[3] - 1)
+        blind = x.visible.cumsum(-1)[..., last] == 0
+    else:
+        blind = ~x.visible.any(-1, keepdim=True)
+    return blind.repeat_interleave(x.q.shape[1] // x.k.shape[1], dim=1) if bool(blind.any()) else None
+
+
+def filled(x: Shaped[Tensor, "*rows"], blind: Bool[Tensor, "..."] | None, value: float = 0.0) -> Tensor:
+    """x, of one number or a vector a query, with a value in the rows of queries that see nothing."""
+    if blind is None:
+        return x
+    return x.masked_fill(blind if blind.dim() == x.dim() else blind.unsqueeze(-1), value)
 
 
 def flash_forward(

@@ -6,12 +6,13 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Bool, Float
 from torch import Tensor
 from torch.nn.functional import pad
 
+from .._distinct_masks import added
 from .._merge import sum_dtype
-from ..kernels._kernel import Operands, flash_backward, flash_forward
+from ..kernels._kernel import Operands, filled, flash_backward, flash_forward
 from ._tile_calls import Call, Calls
 
 # B batch, H query heads, G key/value heads, F folds, Q query slots, K key slots, D head dim
@@ -25,12 +26,16 @@ _Index = tuple[int, int | slice, int | slice]
 
 @dataclass(frozen=True)
 class _Portion:
-    """A call, for some heads or folds: `at_q` finds them among the queries', `at_k` among the keys'."""
+    """A call, for some heads or folds: `at_q` finds them among the queries', `at_k` among the keys'.
+
+    `blind` queries see no visible key.
+    """
 
     call: Call
     at_q: _Index
     at_k: _Index
-    mask: Float[Tensor, "#n 1 Q K"] | None
+    mask: Float[Tensor, "#n 1 #Q K"] | None
+    blind: Bool[Tensor, "n 1 #Q"] | None
 
 
 def forward(x: Operands, calls: Calls, *, scale: float) -> tuple[Float[Tensor, "B H F Q D"], Float[Tensor, "B H F Q"]]:
@@ -42,7 +47,9 @@ def forward(x: Operands, calls: Calls, *, scale: float) -> tuple[Float[Tensor, "
         queries, keys = each.call.queries, each.call.keys
         tile_q = queries.of(q[each.at_q])
         tile_k, tile_v = (_problems(keys.of(part[each.at_k])) for part in (k, v))
-        part, part_lse = flash_forward(_problems(tile_q), tile_k, tile_v, scale=scale, mask=each.mask)
+        few_q = filled(_problems(tile_q), each.blind)
+        part, part_lse = flash_forward(few_q, tile_k, tile_v, scale=scale, mask=each.mask)
+        part_lse = filled(part_lse, each.blind, -torch.inf)
         part, part_lse = part.reshape(tile_q.shape), part_lse.reshape(tile_q.shape[:-1])
         queries.put(out[each.at_q], part)
         queries.put(lse[each.at_q], part_lse)
@@ -60,11 +67,11 @@ def backward(
         queries, keys = each.call.queries, each.call.keys
         tile_grad, tile_q, tile_out = (queries.of(part[each.at_q]) for part in (grad_out, q, out))
         tile_k, tile_v = (keys.of(part[each.at_k]) for part in (k, v))
-        row_lse = _problems(queries.of(lse[each.at_q]))
+        row_lse = filled(_problems(queries.of(lse[each.at_q])), each.blind, torch.inf)
+        few_grad, few_q, few_out = (filled(_problems(part), each.blind) for part in (tile_grad, tile_q, tile_out))
         grad_q, grad_k, grad_v = flash_backward(
-            _problems(tile_grad), _problems(tile_q), _problems(tile_k), _problems(tile_v), _problems(tile_out),
-            row_lse, scale=scale, mask=each.mask,
-        )  # fmt: skip
+            few_grad, few_q, _problems(tile_k), _problems(tile_v), few_out, row_lse, scale=scale, mask=each.mask
+        )
         queries.put(dq[each.at_q], grad_q.reshape(tile_q.shape))
         keys.add(dk[each.at_k], grad_k.reshape(tile_k.shape))
         keys.add(dv[each.at_k], grad_v.reshape(tile_v.shape))
@@ -73,18 +80,25 @@ def backward(
 
 def _portions(x: Operands, calls: Calls) -> Iterator[_Portion]:
     """All calls for all heads; a mask is made once for those that share it."""
+    hidden = None if x.visible is None else _padded(added(x.visible, x.q.dtype), calls.key_slots)
     for call in calls.calls:
         own_masks = call.masks is not None and len(call.masks) > 1
         mask = None if own_masks else calls.mask_of(call, x.q.dtype)
-        mask_row = call.queries.length if own_masks else 0
+        mask_row = call.queries.length if own_masks or (hidden is not None and call.masks is not None) else 0
         bytes_each = (2 * x.q.shape[-1] + mask_row) * call.keys.length * x.q.element_size()
         for part in call.parts(max(1, GATHERED_BYTES // bytes_each)):
             if own_masks:
                 mask = calls.mask_of(part, x.q.dtype)
             together = max(1, _PAIRS_AT_ONCE // (len(part.row) * part.num_pairs))
             for at_q, at_k in _places(x, calls.heads[call.table], together):
-                added = None if mask is None else _repeated(mask, times=x.q[at_q].shape[0])
-                yield _Portion(part, at_q, at_k, added)
+                many = None if mask is None else _repeated(mask, times=x.q[at_q].shape[0])
+                if hidden is None:
+                    yield _Portion(part, at_q, at_k, many, None)
+                    continue
+                rows = _problems(part.keys.of(hidden[at_k])).unsqueeze(2)
+                many = rows if many is None else many + rows
+                blind = many.amax(-1) == -torch.inf
+                yield _Portion(part, at_q, at_k, many, blind if bool(blind.any()) else None)
 
 
 def _places(x: Operands, heads: tuple[int, ...], together: int) -> Iterator[tuple[_Index, _Index]]:
@@ -124,4 +138,5 @@ def _problems(tiles: Tensor) -> Tensor:
 
 
 def _padded(x: Tensor, slots: int) -> Tensor:
-    return x if x.shape[3] == slots else pad(x, (0, 0, 0, slots - x.shape[3]))
+    """(B, G, F, K, ...) with zeros in slots after the last key."""
+    return x if x.shape[3] == slots else pad(x, (0, 0) * (x.dim() - 4) + (0, slots - x.shape[3]))

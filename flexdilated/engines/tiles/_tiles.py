@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from math import log
 
 import torch
-from jaxtyping import Float, Shaped
+from jaxtyping import Bool, Float, Shaped
 from torch import Tensor
 
 from ...masks import cache
@@ -64,7 +64,7 @@ class Step:
     def _clear(self, x: Operands) -> Operands:
         """The operands with nothing in hidden slots that a kernel could spread."""
         k, v = (self.hidden.clear_keys(part, dim=3) for part in (x.k, x.v))
-        return Operands(self.hidden.clear_queries(x.q, dim=3), k, v)
+        return Operands(self.hidden.clear_queries(x.q, dim=3), k, v, x.visible)
 
     @property
     def _is_causal(self) -> bool:
@@ -81,13 +81,14 @@ class Program:
     """A plan made ready for tensors of some head counts, in the order in which they are given.
 
     Steps that reach every query come first, and steps over the same keys one after the other. `complete`: the
-    fresh steps reach every row.
+    fresh steps reach every row. Only keys that are `visible` take part, whatever the plan says; None: all.
     """
 
     given: Layout
     layout: Layout
     steps: tuple[Step, ...]
     complete: bool
+    visible: Bool[Tensor, "#B M"] | None = None
 
     @property
     def nbytes(self) -> int:
@@ -168,7 +169,7 @@ def run_forward(
 ) -> tuple[Float[Tensor, "B H N D"], Float[Tensor, "B H N"]]:
     """(out in q's dtype and memory format, lse in float32 or wider); `wide` leaves out as it is summed."""
     like = q
-    q, k, v = (_enter(program, readable(x)) for x in (q, k, v))
+    q, k, v = (_enter(program, readable(x)) for x in (q, _clear_keys(program, k), _clear_keys(program, v)))
     sums: tuple[Tensor, Tensor] | None = None
     for step, operands in _operands(program, q, k, v):
         part = step.forward(operands, scale)
@@ -197,6 +198,10 @@ class Some:
     """Neighbours whose rules are equal."""
 
     rows: slice
+
+    def rows_of(self, table: Shaped[Tensor, "#B L"]) -> Shaped[Tensor, "#b L"]:
+        """Their rows of a table of all entries, or its one row."""
+        return table if len(table) == 1 else table[self.rows]
 
     def of(self, x: Shaped[Tensor, "B H N ..."]) -> Shaped[Tensor, "b H N ..."]:
         return x[self.rows]
@@ -241,7 +246,7 @@ def run_backward(
 
     They have the dtype and memory format of q, k and v; `wide` leaves them as they are summed.
     """
-    operands, grad_out, out = whole.with_column(q, k, v)
+    operands, grad_out, out = whole.with_column(q, _clear_keys(program, k), _clear_keys(program, v))
     operands = tuple(_enter(program, readable(x)) for x in operands)
     grad_out, out, lse = (_enter(program, x) for x in (readable(grad_out), readable(out), whole.lse))
     totals: list[Tensor | None] = [None, None, None]
@@ -256,17 +261,26 @@ def run_backward(
         _leave(program, _nothing(x)[0] if total is None else total)[..., : q.shape[-1]]
         for total, x in zip(totals, operands, strict=True)
     )
+    dk, dv = _clear_keys(program, dk), _clear_keys(program, dv)
     return (dq, dk, dv) if wide else (as_given(dq, q), as_given(dk, k), as_given(dv, v))
 
 
 def _operands(program: Program, q: Tensor, k: Tensor, v: Tensor) -> Iterator[tuple[Step, Operands]]:
     """Each step with its operands; neighbours over the same keys share the copy."""
+    visible = None
+    if program.visible is not None:
+        visible = _enter(program, program.visible[:, None].expand(len(k), k.shape[1], -1))
     side, keys = None, None
     for step in program.steps:
         if keys is None or step.keys != side:
             side, keys = step.keys, None  # the copy before goes first
-            keys = step.keys.take(k), step.keys.take(v)
+            keys = step.keys.take(k), step.keys.take(v), None if visible is None else step.keys.take(visible)
         yield step, Operands(step.queries.take(q), *keys)
+
+
+def _clear_keys(program: Program, x: Tensor) -> Tensor:
+    """x, of a row for each key, with 0 for keys that are not visible: a kernel would spread what they hold."""
+    return x if program.visible is None else x.masked_fill(~program.visible[:, None, :, None], 0)
 
 
 def _start(side: Side, slots: Tensor, x: Tensor) -> Tensor | None:

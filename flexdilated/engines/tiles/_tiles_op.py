@@ -14,6 +14,7 @@ from ...masks.core import Bound, Expression
 from ...masks.orders import Placement
 from ...masks.patterns import alike, tables
 from ...masks.planning import (
+    ANYTHING,
     SLOTS_AT_ONCE,
     Allowed,
     Choice,
@@ -23,6 +24,8 @@ from ...masks.planning import (
     machine_of,
     one_after_another,
     plan,
+    takes_mask,
+    without_scattered_keys,
 )
 from ...masks.text import read_text
 from .._call_key import CallKey
@@ -39,6 +42,7 @@ from ._tiles import Entries, Packed, Program, Some, as_given, make_program, rows
 _Parts = tuple[Part, ...]
 _Runs = Program | QueryRows | _Parts
 
+_NO_WEIGHTS = Allowed(key_weights=False)  # what hides keys is added to the scores in their place
 _CUDA_SLOTS_AT_ONCE = 1 << 18  # copies that fill the machine, and are small beside its memory
 
 
@@ -54,17 +58,14 @@ def plan_tiles(
     choice: Choice | None = None,
     operands: Operands | None = None,
     *,
-    blocks_wanted: bool = False,
+    allowed: Allowed = ANYTHING,
 ) -> Plan:
-    """The plan for tokens that come in this layout; on CPU it follows a choice.
-
-    blocks_wanted: the caller asked for blocks of some side; few tokens then get no mask in their place.
+    """The plan for tokens that come in this layout; on CPU it follows a choice, in ways that are allowed.
 
     On CUDA the cheapest of those ways whose terms are all dense or causal: there are no kernels for lists of blocks.
     Raises ValueError where a branch has no such way.
     """
     if kind == "cpu":
-        allowed = Allowed(masks=not blocks_wanted)
         return plan(bound, layout=layout, allowed=allowed, choice=choice, operands=operands)
     best = plan(bound, device=kind, allowed=Allowed(any_windows=True, key_weights=False), operands=operands)
     chosen = tuple(_plain_first(options, kind) for options in best.options)
@@ -269,15 +270,24 @@ def _programs(
     if not bindings:
         return [(Some(slice(None)), program_of(key, None, kind, choice, operands, written=written))]
     rule = key.kept_rules(bindings)
-    packed = _packed(key, rule, batch)
+    packed, allowed, visible = _packed(key, rule, batch), ANYTHING, None
     if packed is not None:
         key, groups = packed
     else:
+        hides = kind == "cpu" and choice is None and not key.placement and not takes_mask(key.bound(rule), ANYTHING)
+        apart = without_scattered_keys(rule) if hides else None
+        if apart is not None:
+            rule, allowed = apart[0], _NO_WEIGHTS
+            visible = apart[1].rows[:, key.k_offset : key.k_offset + key.num_keys]
         groups = [(Some(rows), of_rows) for rows, of_rows in alike(rule, batch)]
-    return [
-        (entries, program_of(key._replace(pattern=each.text), each, kind, choice, operands, written=written))
-        for entries, each in groups
-    ]
+    found = []
+    for entries, each in groups:
+        own = key._replace(pattern=each.text)
+        program = program_of(own, each, kind, choice, operands, written=written, allowed=allowed)
+        if visible is not None and isinstance(entries, Some):
+            program = replace(program, visible=entries.rows_of(visible))
+        found.append((entries, program))
+    return found
 
 
 def _packed(key: CallKey, rule: Expression, batch: int) -> tuple[CallKey, list[tuple[Entries, Expression]]] | None:
@@ -295,17 +305,28 @@ def _packed(key: CallKey, rule: Expression, batch: int) -> tuple[CallKey, list[t
 
 
 def program_of(
-    key: CallKey, rule: Expression | None, kind: str, choice: Choice | None, operands: Operands | None, *, written: str
+    key: CallKey,
+    rule: Expression | None,
+    kind: str,
+    choice: Choice | None,
+    operands: Operands | None,
+    *,
+    written: str,
+    allowed: Allowed = ANYTHING,
 ) -> Program:
-    """The cached program for these sizes on a kind of device; `written` is the pattern as the caller has it."""
+    """The cached program for these sizes on a kind of device; `written` is the pattern as the caller has it.
+
+    Where the caller asks for blocks of some side, few tokens get no mask in their place.
+    """
+    allowed = replace(allowed, masks=not key.block_size)
 
     def build() -> Program:
         sizes = {"num_kv_heads": key.num_kv_heads, "block_size": key.block_size, **portions_on(kind)}
         if key.placement:
             planned = key.plan(rule, operands=operands)
             return make_program(planned, key.layout, placement=Placement.read(key.placement), **sizes)
-        planned = plan_tiles(key.bound(rule), key.layout, kind, choice, operands, blocks_wanted=bool(key.block_size))
+        planned = plan_tiles(key.bound(rule), key.layout, kind, choice, operands, allowed=allowed)
         return make_program(planned, key.layout, **sizes)
 
-    name = ("tiles", key, kind, machine_of(kind).text, choice, operands)
+    name = ("tiles", key, kind, machine_of(kind).text, choice, operands, allowed)
     return cache().get(name, build, lambda program: program.nbytes, pattern=written)

@@ -4,4 +4,4 @@ from ._shared_lists import IntervalTerm, PaddedTerm, SharedListTerm, interval_te
 from ._term import Term
 from ._ways import compact_terms, shared_terms
 from ._weights import CountedPairs
-from ._windows import one_after_another
+from ._windows import one_after_another, without_scattered_keys

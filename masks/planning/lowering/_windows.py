@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from ...core import And, Bound, Every, Expression, HeadGroups, Or, Pattern, PerHead
+from ...core import And, Bound, Every, Expression, HeadGroups, Mixture, Or, Pattern, PerHead
 from ...patterns import PADDING, Causal, KeySet, LocalWindow, PerDocument, Spans, Table, Windows, tables
 from ._term import Term
 from ._ways import compact_terms, shared_terms
@@ -199,6 +199,21 @@ def one_after_another(pattern: Expression, num_tokens: int, batch: int) -> Any:
         return type(leaf).of(rows.reshape(1, -1), leaf.reach)
 
     return pattern.map_leaves(joined)
+
+
+def without_scattered_keys(pattern: Expression) -> tuple[Expression, KeySet] | None:
+    """(the rule without them, keys of which it sees some here and there); None where it names none such.
+
+    Every branch must name them. Their tables have rows of all batch entries, and nothing of the rest depends on them.
+    """
+    if pattern.pads:
+        return None
+    branches = pattern.branches()
+    of_branches = [{cut.table: cut.rest for cut in _cuts(branch)} for branch in branches]
+    for table in of_branches[0]:
+        if isinstance(table, KeySet) and all(table in found for found in of_branches) and table.are_scattered:
+            return Mixture.of(*(found[table] for found in of_branches)), table
+    return None
 
 
 def _is_one(branch: Pattern, num_tokens: int) -> bool:

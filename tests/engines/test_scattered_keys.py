@@ -1,0 +1,120 @@
+"""Keys that are hidden here and there: computed by the program of the rule without them, whatever their values."""
+
+from unittest.mock import Mock
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+import flexdilated as fd
+from flexdilated import masks
+from flexdilated.engines.tiles import _tiles_op
+from flexdilated.masks.patterns.run_time._visible_keys import KeySet
+from flexdilated.masks.planning.lowering._windows import without_scattered_keys
+from tests.attend.test_hidden_values import BAD, assert_nothing_spreads, with_sinks
+from tests.support.agreement import assert_agrees
+from tests.support.run_time_strategies import packed_cases
+from tests.support.strategies import tensors
+
+TOKENS = 6000
+EVERY_TENTH = torch.arange(TOKENS) % 10 > 0
+
+
+@pytest.fixture
+def always_apart(without_masks, monkeypatch):
+    """Keys are hidden apart from the rule however few they are, and in calls of any number of queries."""
+    monkeypatch.setattr(KeySet, "are_scattered", True)
+    monkeypatch.setattr(_tiles_op, "takes_rows", lambda key: False)
+    monkeypatch.setattr(_tiles_op, "_packed", lambda *_: None)
+
+
+@st.composite
+def scattered(draw):
+    """(a drawn pattern & visible keys of each batch entry or of all, its counts, its tensors, offsets)."""
+    packed = draw(packed_cases())
+    positions = packed.k_offset + packed.num_keys
+    longest = max(packed.q_offset + packed.num_queries, positions)
+    entries = draw(st.sampled_from([1, packed.batch]))
+    marks = st.lists(st.booleans(), min_size=longest, max_size=longest)
+    visible = torch.tensor([draw(marks)[:positions] for _ in range(entries)])
+    counts = packed.counts * visible[:, None, None, packed.k_offset :]
+    drawn = with_sinks(draw(tensors(packed, batch=packed.batch)), draw(st.booleans()))
+    return packed.pattern & masks.visible_keys(visible, name="present"), counts, drawn, packed.offsets
+
+
+def attention(pattern, offsets):
+    def attend(q, k, v, sinks=None):
+        options = {"enable_gqa": True, "return_lse": True, "engine": "tiles", "sinks": sinks}
+        return fd.attend(q, k, v, pattern, **options, **offsets)
+
+    return attend
+
+
+@pytest.mark.usefixtures("always_apart")
+class TestApart:
+    @given(scattered())
+    def test_any_pattern_is_the_oracle(self, case):
+        pattern, counts, drawn, offsets = case
+        assert_agrees(attention(pattern, offsets), drawn, counts)
+
+    @given(scattered(), BAD)
+    def test_hidden_slots_reach_nothing(self, case, value):
+        pattern, counts, drawn, offsets = case
+        assert_nothing_spreads(attention(pattern, offsets), drawn, counts, value)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize(
+    "pattern",
+    [
+        masks.causal(),
+        masks.local_window(left=300, right=20) | masks.dilated_window(left=8, right=8, rate=64),
+        masks.longnet((512, 1024), (1, 2)) & masks.causal(),
+    ],
+    ids=str,
+)
+def test_half_precision(pattern, dtype):
+    q, k, v = (torch.randn(2, heads, 1500, 16).to(dtype) for heads in (4, 2, 2))
+    rule = pattern & masks.visible_keys(torch.rand(2, 1500) < 0.6)
+    found, exact = (fd.attend(q, k, v, rule, enable_gqa=True, engine=engine) for engine in ("tiles", "reference"))
+    torch.testing.assert_close(found, exact, rtol=0, atol=4 * torch.finfo(dtype).eps)
+
+
+def test_new_keys_need_no_new_program(monkeypatch):
+    made = Mock(wraps=_tiles_op.make_program)
+    monkeypatch.setattr(_tiles_op, "make_program", made)
+    masks.cache().clear()
+    q = torch.randn(2, 1, TOKENS, 16)
+    for visible in (EVERY_TENTH, *(torch.rand(3, 2, TOKENS) < 0.5)):
+        fd.attend(q, q, q, masks.local_window(left=200, right=0) & masks.visible_keys(visible))
+    assert made.call_count == 1
+
+
+def key_table(visible):
+    return KeySet.of(visible[None])
+
+
+@pytest.mark.parametrize(
+    ("visible", "scattered"),
+    [
+        (EVERY_TENTH, True),
+        (torch.arange(TOKENS) % 10 == 0, True),  # few keys, of which every block has some
+        (torch.arange(TOKENS) < 4000, False),  # padding
+        (torch.arange(TOKENS) % 1000 > 0, False),  # some runs
+        ((torch.arange(TOKENS) % 10 > 0) & (torch.arange(TOKENS) < 4000), False),  # a third of the blocks is empty
+        (torch.ones(TOKENS, dtype=torch.bool), False),
+    ],
+)
+def test_what_is_scattered(visible, scattered):
+    assert key_table(visible).are_scattered == scattered
+
+
+def test_only_keys_that_all_branches_name_are_taken_out():
+    table, window = key_table(EVERY_TENTH), masks.local_window(left=3, right=0)
+    causal = masks.causal()
+    assert without_scattered_keys((window | causal) & table) == (window | causal, table)
+    assert without_scattered_keys((window & table) + (causal & table)) == (window + causal, table)
+    assert without_scattered_keys(table) == (masks.every(), table)
+    for rule in (window | table, (window & table) + causal, window & ~table, window):
+        assert without_scattered_keys(rule) is None
