@@ -91,6 +91,7 @@ def _constants(works: Mapping[str, _Work], timed: Mapping[str, Times], device: t
         bytes_per_s=rate("copies"),
         launch_s=1 / rate("launch"),
         backward_ratio=max(timed["dense, forward and backward"].median_s / timed["dense"].median_s - 1, 0.1),
+        calls_a_list=builtin.calls_a_list,
         source=f"measured on {MachineKey.of(device.type)}",
     )
 

@@ -61,7 +61,7 @@ def cost_of(terms: Sequence[Term], machine: Machine, given: Layout, operands: Op
     """
     work = [_work(term, machine) for term in terms]
     moved = sum(_moved_rows(term, given, operands.groups) for term in terms) * operands.row_bytes
-    launches = sum(_launches(term) for term in terms)
+    launches = sum(_launches(term, machine.calls_a_list) for term in terms)
     seconds = operands.flops * sum(at_rate for _, at_rate in work)
     seconds += moved / machine.bytes_per_s + launches * machine.launch_s
     return Cost(sum(pairs for pairs, _ in work), moved, launches, seconds)
@@ -73,7 +73,7 @@ def least_seconds(
     """What block lists cost at least that hold these pairs and nothing else, at the fastest rate of any side."""
     fastest = max(max(rates.runs_flops_per_s, rates.plain_flops_per_s) for rates in machine.blocks)
     moved = sum(_moved_rows(term, given, operands.groups) for term in terms) * operands.row_bytes
-    launches = sum(_launches(term) for term in terms)
+    launches = sum(_launches(term, machine.calls_a_list) for term in terms)
     return operands.flops * wanted_pairs / fastest + moved / machine.bytes_per_s + launches * machine.launch_s
 
 
@@ -103,10 +103,10 @@ def _work(term: Term, machine: Machine) -> tuple[int, float]:
     return round(runs + plain + masked), slowness
 
 
-def _launches(term: Term) -> int:
-    """Kernel calls: one for each table of a list of blocks, or for each portion of copies that a dense kernel gets."""
+def _launches(term: Term, calls_a_list: int) -> int:
+    """Kernel calls: some for each table of a list of blocks, or one for each portion of copies for a dense kernel."""
     if term.shape == "blocks":
-        return max(term.tables()) + 1
+        return calls_a_list * (max(term.tables()) + 1)
     if not isinstance(term.q, Compact) or not term.q.is_copied:
         return 1
     return -(-term.q.num_slots * term.folds * len(term.heads) // SLOTS_AT_ONCE)

@@ -41,7 +41,8 @@ class Machine:
     dense_flops_per_s: attention over all pairs. causal_flops_per_s: over slots k <= q, by the pairs in blocks of
     128 on and below the diagonal. blocks: lists of blocks, by their side, the smallest first; the planner
     weighs these sides. bytes_per_s: gathering and merging. launch_s: a call. backward_ratio: the time of a backward
-    over that of its forward. source: where they come from, which makes no difference.
+    over that of its forward. calls_a_list: what a table of blocks takes beside its pairs, in calls, as rows of other
+    shapes are calls of their own and gather what they read. source: where they come from, which makes no difference.
 
     Raises ValueError for what is no positive finite number.
 
@@ -54,6 +55,7 @@ class Machine:
     bytes_per_s: float
     launch_s: float
     backward_ratio: float
+    calls_a_list: int = 1
     source: str = field(default=BUILTIN, compare=False)
 
     def __post_init__(self) -> None:
@@ -99,6 +101,7 @@ CPU = Machine(
     bytes_per_s=9e9,
     launch_s=65e-6,
     backward_ratio=2.6,
+    calls_a_list=4,
 )
 # The one side that FlexAttention's kernels take on all accelerators.
 ACCELERATOR = Machine(
