@@ -83,7 +83,7 @@ class KeySet(Table):
         return Bounds(torch.where(every, box.area, 0), high)
 
     def reason(self, pair: Pair) -> Reason:
-        allowed = bool(self.only_row[pair.key])
+        allowed = bool(pair.entry(self.only_row, pair.key))
         return Reason(self, allowed, f"{pair.the_key} is {'visible' if allowed else 'hidden'}")
 
     def windows(self, num_positions: int) -> Windows | None:
