@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from itertools import accumulate
+from random import Random
 from typing import Any
 from unittest import mock
 
@@ -13,8 +14,8 @@ from hypothesis import strategies as st
 from transformers import DynamicCache
 
 from flexdilated import attend, masks
-from flexdilated.decoding import _held_keys
-from flexdilated.integrations.transformers import FlexdilatedCache, set_pattern
+from flexdilated.decoding import _held_keys, _reader
+from flexdilated.integrations.transformers import FlexdilatedCache, _cache, set_pattern
 from flexdilated.integrations.transformers._attention import Visibility, attention
 from flexdilated.integrations.transformers._mask_functions import Reading
 
@@ -170,6 +171,41 @@ def test_keys_that_several_rules_read(data: st.DataObject) -> None:
             if back:  # the last tokens once more
                 cache.crop(-back)
                 step(slice(stop - back, stop))
+
+
+@given(random=st.randoms(use_true_random=True))
+@settings(max_examples=40)
+@torch.no_grad()
+def test_rules_that_change_while_tokens_are_taken_back(random: Random) -> None:
+    """Each output is attention over all tokens, or the cache says that it evicted keys and holds what it held."""
+    rules = [masks.local_window(left=random.randint(*ends), right=0) for ends in ((0, 3), (4, 12))]
+    undo, page, rows = random.randint(0, 8), random.randint(1, 4), random.choice([1, 16])
+    q, k, v = torch.randn(3, 1, 4, 160, 16, generator=torch.Generator().manual_seed(0))
+    whole = [attend(q, k, v, rule) for rule in rules]
+    cache, used, stop, number = FlexdilatedCache(undo=undo), set(), 0, 0
+    small = mock.patch.multiple(_held_keys, _PAGE=page, _LEAST_SLOTS=page)
+    with small, mock.patch.object(_reader, "MOST_ROWS", rows), mock.patch.object(_cache, "MOST_ROWS", rows):
+        for _ in range(40):
+            number ^= random.random() < 0.25
+            new = slice(stop, stop + random.randint(1, 4))
+            keys, values = cache.update(k[:, :, new], v[:, :, new], 0)
+            try:
+                got, _ = attention(torch.nn.Identity(), q[:, :, new], keys, values, mask_of(rules[number], new))
+            except ValueError as error:
+                assert "begin with a new FlexdilatedCache" in str(error)  # noqa: PT017
+                assert used - {number}
+                cache, used, stop = FlexdilatedCache(undo=undo), set(), 0
+                continue
+            torch.testing.assert_close(got.transpose(1, 2), whole[number][:, :, new], rtol=0, atol=1e-5)
+            used.add(number)
+            stop = new.stop
+            back = min(stop, random.randint(1, 12)) if random.random() < 0.3 else 0
+            try:
+                cache.crop(-back)
+                stop -= back
+            except ValueError:
+                assert back > undo or len(used) > 1
+            assert cache.get_seq_length() == stop
 
 
 def mask_of(rule: masks.Pattern | masks.Mixture, queries: slice) -> Visibility:
