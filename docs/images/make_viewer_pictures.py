@@ -28,14 +28,14 @@ def main() -> None:
     assert found, "the pictures are drawn with chromium: make browser"
     wide = masks.longnet([2048, 32768, 262144, 1048576], [1, 16, 128, 512]) & masks.causal()
     ranks = Ranks(num_ranks=8, dtype=torch.bfloat16)
-    close = masks.longnet([2048, 4096, 8192, 16384, 32768], [1, 2, 4, 8, 16]) & masks.causal()
+    close = masks.longnet([2048, 8192, 32768], [1, 4, 16]) & masks.causal()
     with TemporaryDirectory() as folder, Browser(found) as browser:
         file = Path(folder) / "page.html"
         sizes = {"num_tokens": 1 << 20, "num_heads": 8, "title": "LongNet at a million tokens"}
         file.write_text(page(wide, **sizes, ranks=ranks), "utf-8")
         draw(browser, f"{file.as_uri()}#{EVERYTHING}", "viewer", dark=False)
         file.write_text(page(close, **sizes), "utf-8")
-        draw(browser, f"{file.as_uri()}#{PAIRS}", "viewer_pairs", dark=True, held=(32785, 32769))
+        draw(browser, f"{file.as_uri()}#{PAIRS}", "viewer_pairs", dark=True, held=(32785, 32773))
 
 
 def draw(browser: Browser, address: str, name: str, *, dark: bool, held: tuple[int, int] | None = None) -> None:

@@ -28,7 +28,8 @@ from ..masks.core import (
 from ..masks.orders import residue_rate
 from ..masks.text import parse
 from ._ranks import Ranks, ranks_data
-from ._traced_rule import Program, traced_rule
+from ._traced_reason import traced_rule
+from ._traced_rule import Program
 
 LARGEST_PAGE = 4_000_000  # bytes
 _MOST_RESIDUES = 4096  # more classes than a screen has pixels would be drawn as noise

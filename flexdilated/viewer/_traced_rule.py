@@ -15,11 +15,10 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from ..masks.core import Composite, HeadGroups, Not, Pattern, PerHead, shortened
+from ..masks.core import Pattern
 
 MOST_ENTRIES = 1 << 24  # of all tables: the page holds them in memory
 _EXACT = 2**52  # the page computes in doubles, whose quotients have the right floor below this
-_LONGEST_PHRASE = 160
 
 # Operations by torch's names: the page's name, and the largest magnitude of a result by those of the operands.
 _OPERATIONS: dict[str, tuple[str, Callable[..., int]]] = {
@@ -64,11 +63,11 @@ class Program:
         self._known: dict[tuple[Any, ...], int] = {}
         self._most = [size - 1 for size in self.sizes]
 
-    def rule(self, pattern: Pattern, num_heads: int) -> int:
-        """The node that says whether the pattern allows a pair."""
+    def rule(self, pattern: Pattern, num_heads: int, nodes: tuple[int, int, int]) -> int:
+        """The node that says whether the pattern allows the pair of a head, a query and a key."""
         mask_mod = pattern.mask_mod(num_heads=num_heads, device=torch.device("cpu"))
         zeros = [torch.zeros(1, dtype=torch.int64, device="cpu") for _ in range(4)]
-        with _Recorder(self, zeros[1:], repr(pattern)) as recorder:
+        with _Recorder(self, list(zip(nodes, zeros[1:], strict=True)), repr(pattern)) as recorder:
             return recorder.node(mask_mod(*zeros))
 
     def add(self, most: int, *node: Any) -> int:
@@ -80,45 +79,52 @@ class Program:
         return self._known[node]
 
     def operation(self, name: str, *operands: int) -> int:
-        page_name, most = _OPERATIONS[name]
-        return self.add(most(*(self._most[each] for each in operands)), page_name, *operands)
+        page_name, most_of = _OPERATIONS[name]
+        most = most_of(*(self._most[each] for each in operands))
+        if name == "floor_divide" and self.nodes[operands[1]][0] == "const":
+            most = self._most[operands[0]] // max(1, self._most[operands[1]]) + 1
+        return self.add(most, page_name, *operands)
 
     def constant(self, value: float | bool) -> int:
         if isinstance(value, float) and not value.is_integer():
-            raise _UnsupportedError(f"the number {value}")
+            raise UnsupportedError(f"the number {value}")
         return self.add(abs(int(value)), "const", int(value))
 
     def lookup(self, table: Tensor, indices: list[int]) -> int:
         number = next((n for n, each in enumerate(self.tables) if _are_equal(each, table)), len(self.tables))
         if number == len(self.tables):
-            self.tables.append(table)
-            if sum(each.numel() for each in self.tables) > MOST_ENTRIES:
+            if sum(each.numel() for each in (*self.tables, table)) > MOST_ENTRIES:
                 raise ValueError(
                     f"a page holds tables of at most {MOST_ENTRIES:,} entries; got more: take fewer tokens or heads"
                 )
+            self.tables.append(table)
         return self.add(int(table.long().abs().max()), "at", number, *indices)
+
+    def most(self, node: int) -> int:
+        """The largest distance of a node's values from zero."""
+        return self._most[node]
 
     def require_exact(self, node: int, dtype: torch.dtype) -> None:
         limit = 1 if dtype == torch.bool else min(torch.iinfo(dtype).max, _EXACT)
         if self._most[node] > limit:
-            raise _UnsupportedError(f"numbers that may exceed {limit:,}")
+            raise UnsupportedError(f"numbers that may exceed {limit:,}")
 
     def to_data(self) -> dict[str, Any]:
         """Plain data; tables as runs of equal entries."""
         return {"nodes": self.nodes, "tables": [_table_data(table) for table in self.tables]}
 
 
-class _UnsupportedError(Exception):
-    """What a rule does that the page cannot."""
+class UnsupportedError(Exception):
+    """What a rule or a reason does that the page cannot."""
 
 
 class _Recorder(TorchDispatchMode):
     """Writes each operation on a traced tensor into a program; all others are computed at once."""
 
-    def __init__(self, program: Program, inputs: list[Tensor], name: str) -> None:
+    def __init__(self, program: Program, inputs: list[tuple[int, Tensor]], name: str) -> None:
         super().__init__()
         self.program, self.name = program, name
-        self.traced = {id(tensor): (node, tensor) for node, tensor in enumerate(inputs)}
+        self.traced = {id(tensor): (node, tensor) for node, tensor in inputs}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
@@ -128,12 +134,12 @@ class _Recorder(TorchDispatchMode):
             return result
         try:
             if not isinstance(result, Tensor):
-                raise _UnsupportedError("a decision by values")
+                raise UnsupportedError("a decision by values")
             if result.dtype.is_floating_point or result.dtype.is_complex:
-                raise _UnsupportedError(f"{name} in {result.dtype}")
+                raise UnsupportedError(f"{name} in {result.dtype}")
             node = self._node(name, args, kwargs or {}, result)
             self.program.require_exact(node, result.dtype)
-        except _UnsupportedError as error:
+        except UnsupportedError as error:
             raise ValueError(f"a page evaluates rules of {_SUPPORTED}; got {error} in {self.name}") from None
         self.traced[id(result)] = node, result
         return result
@@ -155,9 +161,9 @@ class _Recorder(TorchDispatchMode):
         if name == "rsub":
             name, args = "sub", (args[1], args[0])
         if options.get("alpha", 1) != 1:
-            raise _UnsupportedError(f"{name} with alpha")
+            raise UnsupportedError(f"{name} with alpha")
         if name not in _OPERATIONS:
-            raise _UnsupportedError(name)
+            raise UnsupportedError(name)
         if result.dtype == torch.bool:  # bits of booleans are 0 and 1
             name = name.replace("bitwise", "logical")
         nodes = [self.node(each) for each in args]
@@ -181,32 +187,14 @@ class _Recorder(TorchDispatchMode):
             return self.traced[id(value)][0]
         if isinstance(value, Tensor):
             if value.numel() != 1:
-                raise _UnsupportedError(f"a tensor of shape {tuple(value.shape)} among single pairs")
+                raise UnsupportedError(f"a tensor of shape {tuple(value.shape)} among single pairs")
             value = value.item()
         return self.program.constant(value)
 
     def _lookup(self, table: Tensor, indices: list[Tensor | None]) -> int:
         if id(table) in self.traced or len(indices) != table.dim() or any(index is None for index in indices):
-            raise _UnsupportedError("an index of some dims only")
+            raise UnsupportedError("an index of some dims only")
         return self.program.lookup(table, [self.node(index) for index in indices])
-
-
-def traced_rule(program: Program, written: Pattern, bound: Pattern, num_heads: int) -> dict[str, Any]:
-    """A pattern's node and its spelling, and those of its parts; `heads` are those that a part is for.
-
-    `written` names its run-time tensors; in `bound`, otherwise alike, are their values. Parts that count positions
-    anew, as in `blockwise` and `per_document`, are not told apart.
-    """
-    phrase = shortened(written.phrase().text, _LONGEST_PHRASE)
-    rule: dict[str, Any] = {"phrase": phrase, "node": program.rule(bound, num_heads), "parts": []}
-    if isinstance(bound, Not | Composite):
-        pairs = zip(written.direct_parts(), bound.direct_parts(), strict=True)
-        rule["parts"] = [traced_rule(program, *pair, num_heads) for pair in pairs]
-    if isinstance(bound, PerHead | HeadGroups):
-        choice = bound.choice(num_heads)
-        for index, part in enumerate(rule["parts"]):
-            part["heads"] = [head for head, chosen in enumerate(choice) if chosen == index]
-    return rule
 
 
 def _are_equal(one: Tensor, other: Tensor) -> bool:

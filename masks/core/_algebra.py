@@ -172,7 +172,7 @@ class And(_Combination):
         return lcm(*(part.spacing() for part in self.parts))
 
     def reason(self, pair: Pair) -> Reason:
-        parts = tuple(part.reason(pair) for part in self.parts)
+        parts = tuple(map(pair.reason_of, self.parts))
         against = [index for index, part in enumerate(parts, 1) if not part.allowed]
         text = _among("forbidden", against, parts) if against else f"all {len(parts)} parts allow it"
         return Reason(self, not against, text, parts)
@@ -220,7 +220,7 @@ class Or(_Combination):
         return gcd(*(part.spacing() for part in self.parts))
 
     def reason(self, pair: Pair) -> Reason:
-        parts = tuple(part.reason(pair) for part in self.parts)
+        parts = tuple(map(pair.reason_of, self.parts))
         by = [index for index, part in enumerate(parts, 1) if part.allowed]
         text = _among("allowed", by, parts) if by else f"none of {len(parts)} parts allows it"
         return Reason(self, bool(by), text, parts)
@@ -279,7 +279,7 @@ class Not(OnePart):
         return Bounds(box.area - inner.high, box.area - inner.low)
 
     def reason(self, pair: Pair) -> Reason:
-        inner = self.part.reason(pair)
+        inner = pair.reason_of(self.part)
         return Reason(self, not inner.allowed, f"its part {'allows' if inner.allowed else 'forbids'} it", (inner,))
 
     def map_parts(self, change: Callable[[Pattern], Pattern]) -> Any:

@@ -77,8 +77,7 @@ class Pattern(Expression):
 
     def reason(self, pair: Pair) -> Reason:
         """Whether one pair is allowed and why, stated in plain numbers for people; by default the key's distance."""
-        mod, at = self.mask_mod(num_heads=pair.num_heads, device=torch.device("cpu")), pair.indices()
-        return Reason(self, bool(mod(*at)), pair.distance)
+        return Reason(self, pair.allowed_by(self), pair.distance)
 
     def factors(self) -> tuple[Pattern, ...]:
         """The patterns whose intersection this is."""

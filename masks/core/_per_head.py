@@ -57,7 +57,7 @@ class _HeadChoice(Composite):
         first, number = choice.index(chosen), choice.count(chosen)
         others = f", as heads {span(first, first + number)} do" if number > 1 else ""
         text = f"head {pair.head} follows part {chosen + 1} of {len(self.parts)}{others}"
-        inner = self.parts[chosen].reason(pair)
+        inner = pair.reason_of(self.parts[chosen])
         return Reason(self, inner.allowed, text, (inner,))
 
 

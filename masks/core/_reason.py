@@ -7,10 +7,11 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
+from jaxtyping import Shaped
 from torch import Tensor
 
 if TYPE_CHECKING:
-    from ._pattern import Expression
+    from ._pattern import Expression, Pattern
 
 _MOST_LISTED = 8
 _INDENT = "  "
@@ -33,9 +34,19 @@ class Pair:
         """The same pair as a rule meets it that counts otherwise."""
         return replace(self, query=query, key=key, unit=unit)
 
-    def indices(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """The pair as a mask_mod takes it."""
-        return tuple(torch.tensor(number, device="cpu") for number in (0, self.head, self.query, self.key))  # type: ignore[return-value]
+    def reason_of(self, part: Pattern) -> Reason:
+        """What a part of the rule says of the pair. Reasons ask the pair, so that the viewer can trace them."""
+        return part.reason(self)
+
+    def allowed_by(self, pattern: Pattern) -> bool:
+        """Whether the pattern's mask_mod is true."""
+        cpu = torch.device("cpu")
+        mod = pattern.mask_mod(num_heads=self.num_heads, device=cpu)
+        return bool(mod(*(torch.tensor(number, device=cpu) for number in (0, self.head, self.query, self.key))))
+
+    def entry(self, table: Shaped[Tensor, " L"], place: int) -> int:
+        """A number that a table holds."""
+        return int(table[place])
 
     @property
     def the_query(self) -> str:

@@ -98,7 +98,7 @@ class After(OnePart):
     def reason(self, pair: Pair) -> Reason:
         if before := pair.those(lambda position: position < self.start, f"before position {self.start}"):
             return Reason(self, False, before)
-        inner = self.part.reason(pair.counted("place", pair.query - self.start, pair.key - self.start))
+        inner = pair.counted("place", pair.query - self.start, pair.key - self.start).reason_of(self.part)
         says = f"counted from {self.start}, the pair is {'allowed' if inner.allowed else 'forbidden'}"
         return Reason(self, inner.allowed, says, (inner,))
 

@@ -88,7 +88,7 @@ class Blockwise(OnePart):
 
     def reason(self, pair: Pair) -> Reason:
         row, column = pair.query // self.block, pair.key // self.block
-        inner = self.part.reason(pair.counted("block", row, column))
+        inner = pair.counted("block", row, column).reason_of(self.part)
         where = f"{pair.the_query} is in block {row} of {self.block}, {pair.the_key} in block {column}"
         return Reason(self, inner.allowed, where, (inner,))
 

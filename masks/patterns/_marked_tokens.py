@@ -112,7 +112,8 @@ class MarkedTokens(Pattern):
 
     def reason(self, pair: Pair) -> Reason:
         sides = [(pair.the_query, pair.query)] * self.rows + [(pair.the_key, pair.key)] * self.columns
-        allowed = any(self.marked(range(position, position + 1)) for _, position in sides)
+        marked = self.is_marked(torch.device("cpu"))
+        allowed = any(bool(marked(position)) for _, position in sides)
         return Reason(self, allowed, " and ".join(f"{name} is {self.described(position)}" for name, position in sides))
 
     def period(self) -> int | None:

@@ -109,11 +109,11 @@ class PerDocument(OnePart):
 
     def reason(self, pair: Pair) -> Reason:
         spans = self._resolved()
-        together = spans.reason(pair)
+        together = pair.reason_of(spans)
         if not together.allowed:
             return Reason(self, False, "forbidden across documents", (together,))
-        start = int(spans.only_row[pair.query])
-        inner = self.part.reason(pair.counted("place", pair.query - start, pair.key - start))
+        start = spans.start_of(pair, pair.query)
+        inner = pair.counted("place", pair.query - start, pair.key - start).reason_of(self.part)
         says = f"counted from {start}, where their document begins, the pair is"
         return Reason(self, inner.allowed, f"{says} {'allowed' if inner.allowed else 'forbidden'}", (together, inner))
 

@@ -94,7 +94,7 @@ class RandomBlocks(TableRule):
             return Reason(self, False, beyond)
         head = pair.head if self.head is None else self.head
         row, column = pair.query // self.block, pair.key // self.block
-        drawn = _row(self.num_blocks, self.drawn, self.seed, head, row).tolist()
+        drawn = _row(self.num_blocks, self.drawn, self.seed, int(head), int(row)).tolist()
         text = f"{pair.the_query} is in block {row}, which drew key blocks {listing(drawn)} for head {head}"
         return Reason(self, column in drawn, f"{text}; {pair.the_key} is in block {column}")
 

@@ -173,8 +173,9 @@ def test_a_pair_is_explained(show):
     assert "the key comes 904 tokens before the query" in said
     shown = "[...document.querySelectorAll('.branches > li')].map((item) => item.innerText)"
     assert [" ".join(text.split()) for text in tab.evaluate(shown)] == [
-        f"{mark} {segment} & causal() {mark} {segment} ✓ causal()"
-        for mark, segment in zip("✗✓✓", [repr(branch.parts[0]) for branch in LONGNET.branches()], strict=True)
+        f"{mark} {both!r} {why.text} {mark} {both.parts[0]!r} {why.parts[0].text} ✓ causal() {why.parts[1].text}"
+        for mark, both in zip("✗✓✓", LONGNET.branches(), strict=True)
+        for why in [masks.explain(both, query=5001, key=4097, head=1, num_heads=4)]
     ]
     tab.evaluate(GO_TO.format(4097, 5001))
     said = tab.evaluate("document.getElementById('reasons').innerText")
@@ -197,7 +198,7 @@ def test_parts_for_other_heads_are_left_out(show):
     tab = show(heads, 600, num_heads=2, link="q=90&k=90&span=30&head=1&block=0")
     tab.evaluate(GO_TO.format(100, 107))
     (said,) = tab.evaluate("[...document.querySelectorAll('.branches ul')].map((list) => list.innerText)")
-    assert said.split() == ["✓", "strided(7)"]
+    assert said.split("\n") == ["✓", "strided(7)", "key 107 is 7 tokens after query 100, 1 times 7"]
 
 
 def pixel_of(tab: Tab, query: int, key: int) -> tuple[float, float]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import pytest
@@ -23,22 +23,28 @@ from tests.support.strategies import cases
 pytestmark = pytest.mark.slow
 LARGEST = 2**31 - 1
 CPU = torch.device("cpu")
+READS_LISTS = {"random_blocks", "block_list", "selected_blocks", "neighborhood"}  # the page may not give their reasons
 
-# For each head and window: how many branches allow each pair, and which pairs each part of a rule allows.
+# For each head and window: how many branches allow each pair, and which pairs each branch allows.
 ASKED = """
 (({ data, heads, windows }) => {
   const program = programOf(data.program);
-  const partsOf = (rule) => [rule.node, ...rule.parts.flatMap(partsOf)];
-  const nodes = data.branches.flatMap(partsOf);
+  const nodes = data.branches.map(({ node }) => node);
   const needed = neededFor(program, nodes);
-  const branches = data.branches.map(({ node }) => nodes.indexOf(node));
   return heads.map((head) => windows.map(([q, k]) => {
     const found = evaluate(program, nodes, needed, head, Float64Array.from(q), Float64Array.from(k));
     return {
-      counts: [...found[0]].map((_, pair) => branches.reduce((sum, branch) => sum + found[branch][pair], 0)),
-      parts: found.map((allowed) => allowed.join("")),
+      counts: [...found[0]].map((_, pair) => found.reduce((sum, allowed) => sum + allowed[pair], 0)),
+      branches: found.map((allowed) => allowed.join("")),
     };
   }));
+})
+"""
+# What the page says of each (head, query, key).
+SAID = """
+(({ data, pairs }) => {
+  const program = programOf(data.program);
+  return pairs.map(([head, q, k]) => answersFor({ data, program, head }, q, k));
 })
 """
 
@@ -58,27 +64,48 @@ def asked(tab: Tab, data: dict[str, Any], heads: Iterable[int], *windows: tuple[
     return tab.evaluate(f"{ASKED}({json.dumps({'data': data, 'heads': list(heads), 'windows': lists})})")
 
 
-def parts_of(rule: Any, num_heads: int) -> list[Any]:
-    """A branch and the parts that the page explains, as the page lists them."""
-    from flexdilated.masks.core._algebra import Composite, Not
-
-    inner = rule.direct_parts() if isinstance(rule, Not | Composite) else ()
-    return [rule, *(each for part in inner for each in parts_of(part, num_heads))]
-
-
 def hold_window(tab: Tab, pattern: Any, sizes: tuple[int, int, int], heads: list[int], *windows: tuple) -> None:
-    """Branches and their parts, against `mask_mod`, where queries meet keys at these positions."""
+    """Branches, against `mask_mod`, where queries meet keys at these positions; and some of their reasons."""
     num_heads, num_queries, num_keys = sizes
     bound = pattern.bind(num_heads=num_heads, num_queries=num_queries, num_keys=num_keys).entry(0)
-    found = asked(tab, _data(pattern, bound), heads, *windows)
-    rules = [part for branch in bound.pattern.branches() for part in parts_of(branch, num_heads)]
+    data = _data(pattern, bound)
+    found = asked(tab, data, heads, *windows)
+    rules = list(bound.pattern.branches())
     mods = [rule.mask_mod(num_heads=num_heads, device=CPU) for rule in rules]
     for head, by_window in zip(heads, found, strict=True):
         for (q, k), answer in zip(windows, by_window, strict=True):
             zero = torch.zeros(len(q), len(k), dtype=torch.int64)
-            for rule, mod, allowed in zip(rules, mods, answer["parts"], strict=True):
+            for rule, mod, allowed in zip(rules, mods, answer["branches"], strict=True):
                 truth = mod(zero, zero + head, q[:, None] + zero, k[None, :] + zero)
                 assert allowed == "".join("01"[each] for each in truth.flatten().tolist()), (rule, head)
+    pairs = [(head, int(q[at]), int(k[at])) for head in heads for q, k in windows for at in range(0, len(q), 4)]
+    hold_reasons(tab, pattern, data, pairs)
+
+
+def hold_reasons(
+    tab: Tab, pattern: Any, data: dict[str, Any], pairs: list[tuple[int, int, int]], batch: int = 0
+) -> None:
+    """The page explains pairs as `explain` does."""
+    sizes = {"num_tokens": data["num_queries"], "num_keys": data["num_keys"]} if pattern.varies else {}
+    for (head, query, key), found in zip(pairs, said(tab, data, pairs), strict=True):
+        why = masks.explain(pattern, query=query, key=key, head=head, num_heads=data["num_heads"], batch=batch, **sizes)
+        branches = why.parts if isinstance(pattern, masks.Mixture) else (why.reason,)
+        for each in zip(found, branches, strict=True):
+            hold_reason(*each)
+
+
+def said(tab: Tab, data: dict[str, Any], pairs: list[tuple[int, int, int]]) -> list[list[dict[str, Any]]]:
+    return tab.evaluate(f"{SAID}({json.dumps({'data': data, 'pairs': pairs})})")
+
+
+def hold_reason(found: dict[str, Any], reason: Any) -> None:
+    assert found["allowed"] == reason.allowed, (found, reason)
+    if not found["text"]:
+        assert reason.pattern.kind in READS_LISTS or len(reason.parts) > 8, reason
+        return
+    assert (found["text"], found["phrase"][:100]) == (reason.text, repr(reason.pattern)[:100])
+    for each in zip(found["parts"], reason.parts, strict=True):
+        hold_reason(*each)
 
 
 def drawn_windows(tokens: int, generator: torch.Generator, number: int, side: int) -> list[tuple]:
@@ -104,8 +131,10 @@ def test_rules_of_drawn_expressions(tab, data):
     sizes = {"num_queries": case.q_offset + case.num_queries, "num_keys": case.k_offset + case.num_keys}
     bound = case.twin.pattern.bind(num_heads=case.num_heads_global, **sizes)
     q, k = range(case.q_offset, sizes["num_queries"]), range(case.k_offset, sizes["num_keys"])
-    found = asked(tab, _data(case.twin.pattern, bound), case.heads, (q, k))
+    page_data = _data(case.twin.pattern, bound)
+    found = asked(tab, page_data, case.heads, (q, k))
     assert [each["counts"] for (each,) in found] == [dense.flatten().tolist() for dense in case.counts()]
+    hold_reasons(tab, case.twin.pattern, page_data, drawn_pairs(data, case.heads, q, k))
 
 
 @many
@@ -117,8 +146,15 @@ def test_rules_with_run_time_tensors(tab, data):
     entries = case.pattern.resolve(case.pattern.given_tensors(), Extent(queries, keys)).num_entries()
     batch = data.draw(st.integers(0, entries - 1))
     bound = case.pattern.bind(num_heads=heads, num_queries=queries, num_keys=keys).entry(batch)
-    found = asked(tab, _data(case.pattern, bound), range(heads), (range(queries), range(keys)))
+    page_data = _data(case.pattern, bound)
+    found = asked(tab, page_data, range(heads), (range(queries), range(keys)))
     assert [each["counts"] for (each,) in found] == [dense.flatten().tolist() for dense in case.counts[batch]]
+    hold_reasons(tab, case.pattern, page_data, drawn_pairs(data, range(heads), range(queries), range(keys)), batch)
+
+
+def drawn_pairs(data: st.DataObject, *sides: Sequence[int]) -> list[tuple[int, int, int]]:
+    """Some (head, query, key)."""
+    return data.draw(st.lists(st.tuples(*map(st.sampled_from, sides)), min_size=6, max_size=6))
 
 
 @pytest.mark.parametrize("entry", ENTRIES, ids=lambda entry: entry.name)
@@ -200,17 +236,6 @@ def test_functions_that_a_page_does_not_evaluate(function, says):
     with pytest.raises(ValueError, match="a page evaluates rules of integer and boolean arithmetic") as raised:
         page(masks.custom(function), 1 << 20, num_heads=2)
     assert says in str(raised.value)
-
-
-def test_parts_are_named_as_written_and_those_of_other_heads_are_marked():
-    groups = masks.head_groups([masks.causal(), masks.documents([0, 0, 1], name="ids") & ~masks.strided(2)])
-    bound = groups.bind(num_heads=3, num_queries=3, num_keys=3)
-    (branch,) = _data(groups, bound)["branches"]
-    assert branch["phrase"] == repr(groups)
-    first, second = branch["parts"]
-    assert (first["phrase"], first["heads"], first["parts"]) == ("causal()", [0, 1], [])
-    assert (second["heads"], [part["phrase"] for part in second["parts"]]) == ([2], ["documents('ids')", "~strided(2)"])
-    assert [part["phrase"] for part in second["parts"][1]["parts"]] == ["strided(2)"]
 
 
 TILED = {

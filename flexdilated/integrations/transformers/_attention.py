@@ -20,7 +20,7 @@ from ...masks import Mixture, Pattern, documents, every, visible_keys
 from ...masks.patterns import names
 from ...selection import SelectedAttention
 from ._cache import Given, given_of, hand_on
-from ._layers import Patterns, choose, give, layer_pattern
+from ._layers import Patterns, choose, give, keep_refusals, layer_pattern
 from ._mask_functions import PACKED, Reading, all_of, read
 from ._packing import note_positions, refuse_packed, watch_packing
 from ._served import KEEP, dropout_remedy, dropout_settings, require_served
@@ -34,13 +34,15 @@ _HIDDEN = -1e4  # what models add to the scores of hidden keys, or less
 def register(name: str = "flexdilated") -> None:
     """Make this library's attention an `attn_implementation` of transformers, under this name; `set_pattern` does too.
 
-    A model that is loaded with that name, or switched to it, computes what it does with "sdpa".
+    A model that is loaded with that name, or switched to it, computes what it does with "sdpa". From here on, configs
+    that hold patterns are saved with the name of their implementation, however the model was loaded.
 
     >>> fd.integrations.transformers.register()  # doctest: +SKIP
     >>> model = AutoModel.from_pretrained(path, attn_implementation="flexdilated")  # doctest: +SKIP
     """
     AttentionInterface.register(name, attention)
     AttentionMaskInterface.register(name, visibility)
+    keep_refusals()
 
 
 def set_pattern(

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from functools import wraps
 from inspect import unwrap
 from typing import Any
 from warnings import warn
 
 from torch import nn
-from transformers import PreTrainedModel
+from transformers import PreTrainedConfig, PreTrainedModel
 
 from ...masks import Mixture, Pattern, from_json, to_json
 from ...masks.core import require_choice
@@ -20,6 +21,7 @@ Patterns = Expression | Mapping[int, Expression | None] | Callable[[nn.Module], 
 
 _REGISTRY = "ALL_ATTENTION_FUNCTIONS"
 _KEY = "flexdilated_patterns"  # of a config
+_IMPLEMENTATION = "attn_implementation"  # as a config is written, and read
 _OWN = "_flexdilated_pattern"
 _COMPOSE = ("and", "replace")
 
@@ -79,7 +81,7 @@ def give(model: PreTrainedModel, layers: list[nn.Module], chosen: list[Any], com
     for layer, own in zip(layers, chosen, strict=True):
         setattr(layer, _OWN, (own, compose == "replace"))
     patterns = [None if own is None else _text(own) for own in chosen]
-    written = {_KEY: {"compose": compose, "patterns": patterns}, "attn_implementation": name}
+    written = {_KEY: {"compose": compose, "name": name, "patterns": patterns}, _IMPLEMENTATION: name}
     for config in {id(each): each for each in (model.config, *(layer.config for layer in layers))}.values():
         for key, value in written.items():
             if any(own is not None for own in chosen):
@@ -88,6 +90,27 @@ def give(model: PreTrainedModel, layers: list[nn.Module], chosen: list[Any], com
                 vars(config).pop(key, None)
     if _warn_of_adapters not in model._state_dict_pre_hooks.values():
         model.register_state_dict_pre_hook(_warn_of_adapters)
+
+
+def keep_refusals() -> None:
+    """Let each config that holds patterns be written with the implementation's name.
+
+    transformers takes the name out of a config that it reads, whichever implementation is chosen then: without this,
+    a model that is loaded, and saved before `set_pattern`, would next be loaded as a dense one.
+    """
+    plain = PreTrainedConfig.to_dict
+    if hasattr(plain, _KEY):
+        return
+
+    @wraps(plain)
+    def to_dict(self: PreTrainedConfig) -> dict[str, Any]:
+        written = plain(self)
+        if isinstance(stored := written.get(_KEY), dict):
+            written.setdefault(_IMPLEMENTATION, stored.get("name", "flexdilated"))
+        return written
+
+    setattr(to_dict, _KEY, True)
+    PreTrainedConfig.to_dict = to_dict
 
 
 def _warn_of_adapters(model: nn.Module, prefix: str, _: bool) -> None:

@@ -46,19 +46,20 @@ function showReasons(state, palette) {
   );
 }
 
-/** The command that says in numbers why, where there is one. */
+/** The command that explains the pair, where one can name the pattern. */
 function commandFor({ data, queries, keys, cursor, head }) {
   if (!data.command) return [];
   const pair = `--query ${queries.position(cursor.q)} --key ${keys.position(cursor.k)} --head ${head}`;
   const line = element("code", { className: "command", textContent: `${data.command} ${pair}` });
-  return [element("p", { className: "note" }, "The reasons, in numbers: ", line)];
+  return [element("p", { className: "note" }, "The same with the blocks that hold the pair: ", line)];
 }
 
-function reasonItem({ phrase, allowed, parts }) {
+function reasonItem({ phrase, allowed, text, parts }) {
   const [kind, textContent, title] = allowed ? ["yes", "✓ ", "allowed"] : ["no", "✗ ", "not allowed"];
   const mark = element("span", { className: `mark ${kind}`, textContent, title });
   const code = element("code", { textContent: phrase });
   const item = element("li", {}, element("div", { className: "rule" }, mark, code));
+  if (text) item.append(element("div", { className: "why", textContent: text }));
   if (parts.length) item.append(element("ul", {}, ...parts.map(reasonItem)));
   return item;
 }
@@ -87,13 +88,17 @@ function reasonsFor(state) {
   };
 }
 
-/** Whether each branch allows a pair, and each part of it that is for this head. */
+/** Whether each branch allows a pair and why, and the same of the parts that decide it. */
 function answersFor({ data, program, head }, q, k) {
-  const answer = ({ phrase, node, parts }) => {
+  const valueOf = (node) => {
     const needed = neededFor(program, [node]);
-    const [[found]] = evaluate(program, [node], needed, head, Float64Array.of(q), Float64Array.of(k));
-    const here = parts.filter(({ heads }) => heads?.includes(head) ?? true);
-    return { phrase, allowed: found === 1, parts: here.map(answer) };
+    return evaluate(program, [node], needed, head, Float64Array.of(q), Float64Array.of(k))[0][0];
+  };
+  const answer = ({ phrase, node, reason, parts }) => {
+    let said = reason;
+    while ("node" in said) said = valueOf(said.node) ? said.yes : said.no;
+    const text = said.text?.map((piece) => (typeof piece === "number" ? valueOf(piece) : piece)).join("") ?? "";
+    return { phrase, allowed: valueOf(node) === 1, text, parts: said.parts.map((part) => answer(parts[part])) };
   };
   return data.branches.map(answer);
 }

@@ -100,7 +100,7 @@ class Custom(Pattern):
     def reason(self, pair: Pair) -> Reason:
         where = f"head {pair.head if self.head is None else self.head}, {pair.the_query} and {pair.the_key}"
         try:
-            answer = super().reason(pair).allowed
+            answer = pair.allowed_by(self)
         except IndexError as error:
             raise ValueError(f"{self!r} has no answer for {where}: {error}") from error
         return Reason(self, answer, f"the function {self.rule.name} says {answer} for {where}")

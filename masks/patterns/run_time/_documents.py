@@ -84,6 +84,12 @@ class Spans(Table):
         return (ends - sizes)[real], ends[real]
 
     @cached_property
+    def _numbers(self) -> Int64[Tensor, " L"]:
+        """The span of each position of a single row, or PADDING."""
+        is_start = self.only_row == torch.arange(self.rows.shape[1])
+        return (is_start.cumsum(0) - 1).masked_fill(self.only_row == PADDING, PADDING)
+
+    @cached_property
     def longest(self) -> int:
         """Positions of the longest span of any row."""
         length = torch.arange(self.rows.shape[1]) + 1 - self.rows
@@ -117,11 +123,19 @@ class Spans(Table):
         return count_runs(number, box.area, pairs_in)
 
     def reason(self, pair: Pair) -> Reason:
-        if padding := pair.those(lambda position: int(self.only_row[position]) == PADDING, "padding"):
+        if padding := pair.those(lambda position: pair.entry(self._numbers, position) == PADDING, "padding"):
             return Reason(self, False, padding)
-        of_query, of_key = (int(torch.searchsorted(self.stops, at, right=True)) for at in (pair.query, pair.key))
-        where = pair.in_runs("document", of_query, of_key, lambda at: (int(self.starts[at]), int(self.stops[at])))
+        of_query, of_key = (pair.entry(self._numbers, position) for position in (pair.query, pair.key))
+
+        def edges(number: int) -> tuple[int, int]:
+            return pair.entry(self.starts, number), pair.entry(self.stops, number)
+
+        where = pair.in_runs("document", of_query, of_key, edges)
         return Reason(self, of_query == of_key, where)
+
+    def start_of(self, pair: Pair, position: int) -> int:
+        """Where the span of one of the pair's positions starts, if it is not padding."""
+        return pair.entry(self.starts, pair.entry(self._numbers, position))
 
     def windows(self, num_positions: int) -> Windows:
         return Windows.squares(self.starts, self.stops)

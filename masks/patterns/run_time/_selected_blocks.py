@@ -183,7 +183,7 @@ class SelectedTable(Table):
         table, row = self._table_of(pair.head, pair.num_heads), pair.query // self.block[0]
         column = pair.key // self.block[1]
         inside = 0 <= row - self.first < self.rows.shape[2]
-        seen = self.only_row[table, row - self.first].tolist() if inside else []
+        seen = self.only_row[int(table), int(row - self.first)].tolist() if inside else []
         names = [block for block in seen if block < NOTHING]
         whose = f" of table {table}" if self.rows.shape[1] > 1 else ""
         where = f"whose row{whose} names key blocks {listing(names)}" if inside else "which has no row"

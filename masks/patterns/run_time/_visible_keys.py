@@ -92,7 +92,7 @@ class KeySet(Table):
         return int(edges.max()) > 2 * _MAX_WINDOWS and float(filled.any(2).float().mean()) > 1 - _MOST_EMPTY
 
     def reason(self, pair: Pair) -> Reason:
-        allowed = bool(self.only_row[pair.key])
+        allowed = bool(pair.entry(self.only_row, pair.key))
         return Reason(self, allowed, f"{pair.the_key} is {'visible' if allowed else 'hidden'}")
 
     def windows(self, num_positions: int) -> Windows | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from itertools import accumulate
+from random import Random
 from typing import Any
 from unittest import mock
 
@@ -13,8 +14,8 @@ from hypothesis import strategies as st
 from transformers import DynamicCache
 
 from flexdilated import attend, masks
-from flexdilated.decoding import _held_keys
-from flexdilated.integrations.transformers import FlexdilatedCache, set_pattern
+from flexdilated.decoding import _held_keys, _reader
+from flexdilated.integrations.transformers import FlexdilatedCache, _cache, set_pattern
 from flexdilated.integrations.transformers._attention import Visibility, attention
 from flexdilated.integrations.transformers._mask_functions import Reading
 
@@ -146,21 +147,25 @@ BOUNDED = [
 @settings(max_examples=25)
 @torch.no_grad()
 def test_keys_that_several_rules_read(data: st.DataObject) -> None:
-    """Once and again, by one rule or more, with values made of those returned: each is attention over all tokens."""
+    """By one rule or more, each twice, with values made of those returned and another scale: attention over all."""
     rules = data.draw(st.lists(st.sampled_from(BOUNDED), min_size=1, max_size=3))
     chunks = data.draw(st.lists(st.integers(1, 30), min_size=1, max_size=12))
     taken = data.draw(st.integers(0, 3))
     q, k, v = torch.randn(3, 2, 4, sum(chunks), 16, generator=torch.Generator().manual_seed(0))
     k, v = k[:, :2], v[:, :2]
-    whole = [attend(q, k, x, rule, enable_gqa=True) for rule in rules for x in (v, v.flip(1))]
+
+    def read(values: torch.Tensor) -> list[tuple[torch.Tensor, float]]:
+        return [(values, 0.9), (values.flip(1), 0.1)]
+
+    whole = [attend(q, k, x, rule, scale=scale, enable_gqa=True) for rule in rules for x, scale in read(v)]
     cache, module, page = FlexdilatedCache(undo=taken), torch.nn.Identity(), data.draw(st.integers(1, 8))
 
     def step(new: slice) -> None:
         keys, values = cache.update(k[:, :, new], v[:, :, new], 0)
         masked = [mask_of(rule, new) for rule in rules]
-        calls = [(x, mask) for mask in masked for x in (values, values.flip(1))]
-        for (x, mask), want in zip(calls, whole, strict=True):
-            got, _ = attention(module, q[:, :, new], keys, x, mask)
+        calls = [(*each, mask) for mask in masked for each in read(values)]
+        for (x, scale, mask), want in zip(calls, whole, strict=True):
+            got, _ = attention(module, q[:, :, new], keys, x, mask, scaling=scale)
             torch.testing.assert_close(got.transpose(1, 2), want[:, :, new], rtol=0, atol=1e-5)
 
     with mock.patch.multiple(_held_keys, _PAGE=page, _LEAST_SLOTS=page):
@@ -170,6 +175,43 @@ def test_keys_that_several_rules_read(data: st.DataObject) -> None:
             if back:  # the last tokens once more
                 cache.crop(-back)
                 step(slice(stop - back, stop))
+
+
+@given(random=st.randoms(use_true_random=True))
+@settings(max_examples=40)
+@torch.no_grad()
+def test_rules_that_change_while_tokens_are_taken_back(random: Random) -> None:
+    """Each output is attention over all tokens, or the cache says that it evicted keys and holds what it held."""
+    rules = [masks.local_window(left=random.randint(*ends), right=0) for ends in ((0, 3), (4, 12))]
+    undo, page, rows = random.randint(0, 8), random.randint(1, 4), random.choice([1, 16])
+    q, k, v = torch.randn(3, 1, 4, 160, 16, generator=torch.Generator().manual_seed(0))
+    whole = [attend(q, k, v, rule) for rule in rules]
+    cache, used, stop, number = FlexdilatedCache(undo=undo), set(), 0, 0
+    small = mock.patch.multiple(_held_keys, _PAGE=page, _LEAST_SLOTS=page)
+    with small, mock.patch.object(_reader, "MOST_ROWS", rows), mock.patch.object(_cache, "MOST_ROWS", rows):
+        for _ in range(40):
+            number ^= random.random() < 0.25
+            size = random.randint(1, 4)
+            new = slice(stop, stop + size)
+            keys, values = cache.update(k[:, :, new], v[:, :, new], 0)
+            try:
+                got, _ = attention(torch.nn.Identity(), q[:, :, new], keys, values, mask_of(rules[number], new))
+            except ValueError as error:
+                assert "begin with a new FlexdilatedCache" in str(error)  # noqa: PT017
+                assert used - {number}
+                cache, used, stop = FlexdilatedCache(undo=undo), set(), 0
+                continue
+            torch.testing.assert_close(got.transpose(1, 2), whole[number][:, :, new], rtol=0, atol=1e-5)
+            del keys, values  # after which the cache lets go of what a chunk took
+            used.add(number)
+            stop = new.stop
+            back = min(stop, random.randint(1, 12)) if random.random() < 0.3 else 0
+            try:
+                cache.crop(-back)
+                stop -= back
+            except ValueError:
+                assert back > undo or (back > size and len(used) > 1)
+            assert cache.get_seq_length() == stop
 
 
 def mask_of(rule: masks.Pattern | masks.Mixture, queries: slice) -> Visibility:

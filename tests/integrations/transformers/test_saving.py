@@ -114,6 +114,42 @@ model.save_pretrained(f"{folder}/again")
     assert again == first
 
 
+def test_a_model_that_is_saved_before_its_patterns_are_set_keeps_the_refusal(folders: Path) -> None:
+    """Loaded as it asks or as a dense one; the file is the same then, also of a composite model."""
+    script = """
+import transformers
+from flexdilated.integrations.transformers import register
+register()
+register()
+for number, (kind, name, how) in enumerate((
+    ("AutoModelForCausalLM", "llama", {}),
+    ("AutoModelForCausalLM", "llama", {"attn_implementation": "sdpa"}),
+    ("AutoModelForImageTextToText", "llava", {"attn_implementation": "eager"}),
+)):
+    model = getattr(transformers, kind).from_pretrained(f"{folder}/{name}", **how)
+    model.save_pretrained(f"{folder}/unset-{number}")
+    print(model.config._attn_implementation)
+"""
+    assert run(script, folders) == ["flexdilated", "sdpa", "eager"]
+    for number, name in enumerate(("llama", "llama", "llava")):
+        first, again = (json.loads((folders / each / "config.json").read_text()) for each in (name, f"unset-{number}"))
+        for part in (None, "text_config", "vision_config") if name == "llava" else (None,):
+            whole, kept = (each if part is None else each[part] for each in (first, again))
+            assert kept["attn_implementation"] == "flexdilated"
+            assert kept["flexdilated_patterns"] == whole["flexdilated_patterns"]
+    script = """
+import transformers
+for kind, number in (("AutoModelForCausalLM", 0), ("LlamaForCausalLM", 1), ("AutoModelForImageTextToText", 2)):
+    try:
+        getattr(transformers, kind).from_pretrained(f"{folder}/unset-{number}")
+    except ValueError as error:
+        print(error)
+"""
+    said = run(script, folders)
+    assert len(said) == 3
+    assert all(each.startswith(REFUSED) for each in said)
+
+
 @pytest.mark.parametrize("made", [llava, bart])
 def test_a_composite_model_gets_its_patterns_back(folders: Path, made: Any) -> None:
     model = made()
