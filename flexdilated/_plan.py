@@ -12,10 +12,14 @@ from tabulate import tabulate
 
 from .engines import allowed_on
 from .masks.core import (
+    HEADS,
+    LENGTH,
     Expression,
     Mixture,
+    advises,
     bytes_text,
     plans,
+    renamed,
     require_bool,
     require_choice,
     require_expression,
@@ -199,6 +203,7 @@ class PlanReport(PlanSize):
 
 
 @plans
+@advises(keywords=renamed(num_tokens=LENGTH, num_heads=HEADS))
 def plan(
     pattern: Expression,
     num_tokens: int,

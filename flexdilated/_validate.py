@@ -4,12 +4,14 @@ from collections.abc import Mapping
 from functools import lru_cache
 from sys import float_info
 from types import FunctionType
+from warnings import warn
 
 import torch
 from torch import Tensor
 
 from .masks import Layout, Mixture, Pattern
-from .masks.core import LARGEST, Expression, require_int
+from .masks.core import LARGEST, Expression, renamed, require_int
+from .masks.needs import causal_by_form
 from .masks.patterns import SelectedBlocks, missing, names, require_values, run_time_leaves
 from .masks.text import read_text
 
@@ -28,12 +30,14 @@ OTHER_KEYWORDS = {
     **dict.fromkeys(("key_padding_mask", "padding_mask"), _PADDING),
     **dict.fromkeys(("window", "window_size"), _WINDOW),
     **dict.fromkeys(("sm_scale", "softmax_scale"), _SCALE),
+    **renamed(num_heads_global="num_heads", q_offset="offset position start_pos cache_position"),
     "dropout": "attention weights are never formed: apply torch.nn.functional.dropout to the output",
     "need_weights": "attention weights are never formed: return_lse=True gives their denominators",
     "kernel_options": "engine= and block_size= choose what computes",
     "deterministic": "torch.use_deterministic_algorithms holds here, too",
 }
 
+_MANY_HEADS = 256  # more than models have
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 
@@ -72,6 +76,12 @@ def check_tensors(q: Tensor, k: Tensor, v: Tensor, *, enable_gqa: bool) -> None:
     if q.shape[3] == 0:
         raise ValueError(f"the head dim must be at least 1; got q {_shape(q)}")
     _check_heads(q.shape[1], k.shape[1], enable_gqa)
+    if q.shape[1] > max(_MANY_HEADS, q.shape[2]) and not torch.compiler.is_compiling():
+        warn(
+            f"q has {q.shape[1]} heads of {q.shape[2]} tokens, in the order (batch, heads, tokens, head dim): where "
+            "tokens come before heads, give q, k and v as x.transpose(1, 2)",
+            stacklevel=4,
+        )
 
 
 def require_dense(name: str, tensor: Tensor) -> None:
@@ -149,6 +159,16 @@ def check_zero_keys(
         raise ValueError(
             "padding='zeros' is made for a whole sequence: give all its keys, and queries at their positions; got "
             f"{queries} queries from {q_offset} on and {keys} keys from {k_offset} on"
+        )
+
+
+def check_last_keys(pattern: Expression, queries: int, keys: int) -> None:
+    """Fewer queries than keys of a causal pattern, without a position, are likely to be the last tokens."""
+    if not torch.compiler.is_compiling() and 0 < queries < keys and all(map(causal_by_form, pattern.branches())):
+        raise ValueError(
+            f"fewer queries than keys need the position of the first under a causal pattern: write "
+            f"q_offset={keys - queries} for the last tokens, or q_offset=0 for the first, which see no key from "
+            f"{queries} on; got {queries} queries and {keys} keys"
         )
 
 

@@ -20,6 +20,7 @@ from typing import NoReturn as _NoReturn
 
 from . import recipes
 from .core import EMPTY, FULL, PARTIAL, Bound, Mixture, Pattern, every, full, head_groups, per_head
+from .core import no_such_name as _no_such_name
 from .inspection import describe, explain, plot, show
 from .orders import Layout
 from .patterns import PerDocument as _PerDocument
@@ -130,8 +131,4 @@ _ELSEWHERE = {
 
 def __getattr__(name: str) -> _NoReturn:
     """AttributeError, with the pattern that the name is likely to mean."""
-    from difflib import get_close_matches
-
-    near = [_ELSEWHERE[name]] if name in _ELSEWHERE else get_close_matches(name, __all__, 3)
-    meant = f": write {' or '.join(f'masks.{each}' for each in near)}" if near else ""
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}{meant}")
+    raise AttributeError(_no_such_name(__name__, name, __all__, _ELSEWHERE, "masks."))

@@ -11,10 +11,10 @@ from jaxtyping import Float, Int64
 from torch import Tensor
 
 from .._attend import autocast
-from .._validate import check_sinks, check_tensors
+from .._validate import OTHER_KEYWORDS, check_sinks, check_tensors
 from ..engines import MOST_ROWS, with_sinks
 from ..masks import Mixture, Pattern
-from ..masks.core import bytes_text, require_int, shortened
+from ..masks.core import HEADS, advises, bytes_text, renamed, require_int, shortened
 from ._held_keys import HeldKeys, refuse_gradients, stay_out_of_graphs
 from ._reader import Reader
 
@@ -22,6 +22,9 @@ from ._reader import Reader
 
 _APPENDED_AT_ONCE = 4096  # tokens without queries are taken in portions, and evicted in between
 _SHOWN = 400  # characters of a pattern in a repr
+
+
+_A_CACHE = "write fd.KVCache(pattern, num_heads=8), one for each layer"
 
 
 class KVCache:
@@ -50,6 +53,7 @@ class KVCache:
         stay_out_of_graphs(KVCache, "attend", "append")  # not in __init__, which unpickling does not call
         return super().__new__(cls)
 
+    @advises(keywords=renamed(num_heads=HEADS, capacity="max_length max_seq_len max_cache_len"), how=_A_CACHE)
     def __init__(
         self,
         pattern: Pattern | Mixture,
@@ -101,6 +105,7 @@ class KVCache:
         """Bytes of the buffers of keys and values, with their room for more."""
         return 0 if self._held is None else self._held.nbytes
 
+    @advises(keywords=OTHER_KEYWORDS, how="write cache.attend(q, k, v), of the new tokens")
     def attend(
         self,
         q: Float[Tensor, "B H N D"],
@@ -126,6 +131,7 @@ class KVCache:
             held.shrink(self._seen)
         return out.to(q.dtype)
 
+    @advises(how="write cache.append(k, v), of the new tokens")
     def append(self, k: Float[Tensor, "B G N D"], v: Float[Tensor, "B G N D"]) -> None:
         """Append the next N tokens, whose own outputs are not wanted."""
         _, k, v = autocast(k, k, v)

@@ -16,6 +16,7 @@ from ..core import (
     Pair,
     Pattern,
     Reason,
+    advises,
     plans,
     require_below,
     require_expression,
@@ -125,6 +126,7 @@ class Explanation:
 
 
 @plans
+@advises(how="write masks.explain(pattern, query=5, key=2)")
 def explain(
     pattern: Expression,
     *,

@@ -165,7 +165,7 @@ class DilatedWindow(Band):
 
 
 @constructor
-@advises(keywords={}, positional="a pattern has no size, it is masks.causal() for every length")
+@advises(how="a pattern has no size, it is masks.causal() for every length")
 def causal() -> Pattern:
     """Each query sees the keys at its own position and before.
 
@@ -176,7 +176,7 @@ def causal() -> Pattern:
 
 
 @constructor
-@advises(keywords=_SIZES, positional="masks.local_window(left=63, right=0) is the query's own key and 63 before it")
+@advises(keywords=_SIZES, how="masks.local_window(left=63, right=0) is the query's own key and 63 before it")
 def local_window(*, left: int, right: int) -> Pattern:
     """Each query sees `left` keys before its position, its own, and `right` keys after. Radii in tokens, >= 0.
 
@@ -200,7 +200,7 @@ def strided(stride: int) -> Pattern:
 
 
 @constructor
-@advises(keywords=_SIZES, positional="masks.dilated_window(left=63, right=0, rate=2)")
+@advises(keywords=_SIZES, how="masks.dilated_window(left=63, right=0, rate=2)")
 def dilated_window(*, left: int, right: int, rate: int) -> Pattern:
     """Each query sees `left` keys before its position, its own, and `right` keys after, `rate` tokens apart.
 

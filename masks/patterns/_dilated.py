@@ -209,9 +209,10 @@ class ZeroPadded(Dilated):
         return self.joint_phrase([self]) or super().phrase()
 
 
-_TORCHSCALE = {
-    **dict.fromkeys(("segment_length", "segments"), "write segment_lengths=(2048, 4096)"),
-    **dict.fromkeys(("dilated_ratio", "dilation_rate", "rates"), "write dilation_rates=(1, 2)"),
+# By which other libraries know the branches.
+OF_BRANCHES = {
+    **dict.fromkeys(("segment_length", "segments", "segment_sizes"), "write segment_lengths=(2048, 4096)"),
+    **dict.fromkeys(("dilated_ratio", "dilation_rate", "dilations", "rates"), "write dilation_rates=(1, 2)"),
 }
 
 
@@ -243,7 +244,10 @@ def chunked(size: int) -> Pattern:
 
 
 @constructor
-@advises(keywords=_TORCHSCALE)
+@advises(
+    keywords=OF_BRANCHES,
+    how="write masks.longnet((2048, 8192), (1, 4)), a segment length and a dilation rate for each branch",
+)
 def longnet(
     segment_lengths: Sequence[int],
     dilation_rates: Sequence[int],
@@ -272,7 +276,8 @@ def longnet(
     """
     for name, value in (("segment_lengths", segment_lengths), ("dilation_rates", dilation_rates)):
         if not isinstance(value, Sequence) or isinstance(value, str):
-            raise TypeError(f"{name} must be a sequence of integers; got {name}={value!r}")
+            alone = f": write {name}=({value},)" if isinstance(value, int) else ""
+            raise TypeError(f"{name} must be a sequence of integers; got {name}={value!r}{alone}")
         for branch, entry in enumerate(value):
             require_int(f"{name}[{branch}]", entry, minimum=1)
     segments, rates = tuple(segment_lengths), tuple(dilation_rates)

@@ -9,6 +9,7 @@ from typing import Any, NoReturn
 from torch import nn
 
 from ...masks import Mixture, Pattern
+from ...masks.core import advises
 from ...masks.patterns import names
 from . import _timm, _torch, _x_transformers
 from ._found import Found, Left, Replaced, Report
@@ -24,6 +25,7 @@ _LOOKED_FOR = (
 _NAMED_SO = re.compile("Attention|Attn")
 
 
+@advises(how="write fd.convert(model, pattern)")
 def convert(model: nn.Module, pattern: Expression | Chosen | None) -> Report:
     """Let the attention modules of a model attend by a pattern, in place; None gives them their own attention back.
 

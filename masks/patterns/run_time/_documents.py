@@ -19,12 +19,14 @@ from ...core import (
     Pattern,
     Progression,
     Reason,
+    advises,
     clip,
     constructor,
     count_runs,
     index_dtype,
     parameters,
     pattern_kind,
+    renamed,
     require_choice,
     require_int,
 )
@@ -199,6 +201,10 @@ class Lengths(RunTime):
 
 
 @constructor
+@advises(
+    keywords=renamed(ids="document_ids doc_ids seq_ids segment_ids documents"),
+    how="write masks.documents(ids), the number of its document for each token",
+)
 def documents(ids: Any, *, longest: int | None = None, name: str = "documents") -> Pattern:
     """Each token sees the tokens of its own document.
 
@@ -215,6 +221,7 @@ def documents(ids: Any, *, longest: int | None = None, name: str = "documents") 
 
 
 @constructor
+@advises(how="write masks.lengths(lengths), the number of real tokens of each batch entry")
 def lengths(lengths: Any, *, padding: str = "right", name: str = "lengths") -> Pattern:
     """Real tokens see each other; padding neither sees nor is seen.
 
