@@ -96,7 +96,7 @@ def attend(
 
 @advises(
     keywords=OTHER_KEYWORDS,
-    how="write fd.attend(q, k, v, pattern), where fd.masks.causal() is a pattern and fd.masks.every() dense attention",
+    how="write fd.attend(q, k, v, fd.masks.causal()), or another pattern",
 )
 def attend(
     q: Float[Tensor, "B H N D"],

@@ -223,6 +223,7 @@ class DilatedAttention(BlockSparseAttention):
         super().__init__(pattern, scale=scale, enable_gqa=enable_gqa, engine=engine, autotune=autotune)
 
 
+@advises()
 class RingDilatedAttention(BlockSparseAttention):
     """`DilatedAttention` of a sequence that lies on the ranks of a mesh: this rank's q, k and v in, its output out.
 
@@ -262,6 +263,7 @@ class RingDilatedAttention(BlockSparseAttention):
         super().__init__(pattern, mesh=mesh, **options)
 
 
+@advises()
 class HeadParallelDilatedAttention(BlockSparseAttention):
     """`DilatedAttention` of a sequence that lies on the ranks of a mesh: each rank computes all of it for some heads.
 

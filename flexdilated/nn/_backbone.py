@@ -17,7 +17,7 @@ from .._over_ranks import engine_text, over_ranks, pattern_text, ranks_text
 from .._validate import require_dense
 from ..decoding import KVCache
 from ..masks import Layout, Mixture, Pattern
-from ..masks.core import require_int
+from ..masks.core import advises, require_int
 from ..masks.patterns import on_host
 from ..selection import SelectedAttention
 from ._call_masks import without_padding
@@ -41,6 +41,7 @@ class Memory(NamedTuple):
     pattern: Pattern | Mixture
 
 
+@advises()
 class LongNetBackbone(Pretrained):
     """Dilated attention in every block: features of tokens, or of embedded inputs.
 

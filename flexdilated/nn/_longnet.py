@@ -112,6 +112,7 @@ class LongNet(LongNetBackbone):
         return x if self.embedding is None else F.linear(x, self.embedding.weight)
 
 
+@advises()
 class LongNetClassifier(Pretrained):
     """A LongNet with one vector of outputs a sequence: logits of classes, or numbers to regress.
 
@@ -170,6 +171,7 @@ class LongNetClassifier(Pretrained):
         return x[torch.arange(len(x), device=x.device), chosen]
 
 
+@advises()
 class LongNetEncoderDecoder(Pretrained):
     """From one sequence to another: the decoder's blocks attend to its own tokens and to all that the encoder made.
 

@@ -25,6 +25,7 @@ from ..selection import BlockSelector, SelectedAttention, TopK
 from ._attention import dilated_pattern
 
 
+@advises()
 @dataclass(frozen=True, kw_only=True)
 class SelectedLayers:
     """Layers of a LongNet that read the blocks which score best, in place of its branches.
@@ -107,7 +108,7 @@ OTHER_NAMES = {
         rotary_base="rope_theta",
         max_positions="max_position_embeddings",
     ),
-    **dict.fromkeys(LENGTH.split(), "a model has no length: it takes any number of tokens"),
+    **dict.fromkeys(LENGTH.split(), "a model takes any number of tokens"),
     **OF_BRANCHES,
     "pattern": "the branches are its pattern, segment_lengths=(2048, 4096) and dilation_rates=(1, 2)",
 }

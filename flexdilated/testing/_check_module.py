@@ -12,7 +12,7 @@ import torch
 from tabulate import tabulate
 
 from ..masks import Mixture, Pattern
-from ..masks.core import require_expression, require_int, shortened
+from ..masks.core import advises, require_expression, require_int, shortened
 from ..masks.patterns import names
 from ._closeness import AS_IF, expected, likely_mistake
 from ._inputs import LONG_LENGTHS, lengths_for, takes
@@ -149,6 +149,7 @@ _CALLED_SO = (
 )
 
 
+@advises()
 def check_attention_module(factory: Callable[[], Any], pattern: Pattern | Mixture, **options: Any) -> ModuleReport:
     """As `examine_attention_module`, but raises AssertionError, with the report, if a check fails.
 
@@ -162,6 +163,7 @@ def check_attention_module(factory: Callable[[], Any], pattern: Pattern | Mixtur
     return report
 
 
+@advises()
 def examine_attention_module(
     factory: Callable[[], Any],
     pattern: Pattern | Mixture,

@@ -34,6 +34,7 @@ _PADDING, _UNPADDED = "padding", "unpadded"
 _HIDDEN = -1e4  # what models add to the scores of hidden keys, or less
 
 
+@advises()
 def register(name: str = "flexdilated") -> None:
     """Make this library's attention an `attn_implementation` of transformers, under this name; `set_pattern` does too.
 
