@@ -203,7 +203,7 @@ class PlanReport(PlanSize):
 
 
 @plans
-@advises(keywords=renamed(num_tokens=LENGTH, num_heads=HEADS))
+@advises(keywords=renamed(num_tokens=LENGTH, num_heads=HEADS, batch="batch_size", layers="depth num_layers"))
 def plan(
     pattern: Expression,
     num_tokens: int,

@@ -30,10 +30,18 @@ OTHER_KEYWORDS = {
     **dict.fromkeys(("key_padding_mask", "padding_mask"), _PADDING),
     **dict.fromkeys(("window", "window_size"), _WINDOW),
     **dict.fromkeys(("sm_scale", "softmax_scale"), _SCALE),
-    **renamed(num_heads_global="num_heads", q_offset="offset position start_pos cache_position"),
+    **renamed(
+        q="query Q queries",
+        k="key K keys",
+        v="value V values",
+        num_heads_global="num_heads",
+        q_offset="offset position start_pos cache_position",
+    ),
     "dropout": "attention weights are never formed: apply torch.nn.functional.dropout to the output",
     "need_weights": "attention weights are never formed: return_lse=True gives their denominators",
     "kernel_options": "engine= and block_size= choose what computes",
+    **dict.fromkeys(("device", "dtype"), "q, k and v say it"),
+    "batch_first": "q, k and v are (batch, heads, tokens, head dim)",
     "deterministic": "torch.use_deterministic_algorithms holds here, too",
 }
 
@@ -49,15 +57,15 @@ def check_tensors(q: Tensor, k: Tensor, v: Tensor, *, enable_gqa: bool) -> None:
             raise TypeError(f"{name} must be a tensor; got {type(tensor).__name__}{as_tensor}")
         require_dense(name, tensor)
         if tensor.dim() != 4:
-            split = f"{name}.unflatten(-1, (heads, -1)).transpose(1, 2)"
-            advice = (
-                f": {name}[None] adds a batch; heads side by side are split by {split}" if tensor.dim() == 3 else ""
-            )
+            split = f"{name}.unflatten(-1, (heads, -1)).transpose(-3, -2)"
+            advice = f"; heads side by side are split by {split}" if tensor.dim() in (2, 3) else ""
+            advice = f": {name}[None] adds a batch{advice}" if advice else ""
             raise ValueError(
                 f"{name} must have the 4 dims (batch, heads, tokens, head dim); got {_shape(tensor)}{advice}"
             )
         if tensor.dtype not in _DTYPES:
-            raise TypeError(f"{name} must be float32, bfloat16, float16 or float64; got {tensor.dtype}")
+            whole = "" if tensor.is_floating_point() else f": {name}.float(), or the projection of token numbers"
+            raise TypeError(f"{name} must be float32, bfloat16, float16 or float64; got {tensor.dtype}{whole}")
     if not q.dtype == k.dtype == v.dtype:
         dtypes = f"{q.dtype}, {k.dtype} and {v.dtype}"
         raise ValueError(f"q, k and v must have one dtype; got {dtypes}: cast them, or call under torch.autocast")

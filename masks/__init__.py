@@ -106,6 +106,9 @@ __all__ = [
 # What other libraries call a pattern that is here.
 _ELSEWHERE = {
     "sliding_window": "local_window(left=, right=)",
+    "sliding_window_causal": "local_window(left=, right=0)",
+    "causal_sliding_window": "local_window(left=, right=0)",
+    "dilated_attention": "longnet(segment_lengths, dilation_rates)",
     "window": "local_window(left=, right=)",
     "local": "local_window(left=, right=)",
     "band": "local_window(left=, right=)",

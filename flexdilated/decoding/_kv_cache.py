@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any, Self
+from typing import Any, NoReturn, Self
 
 import torch
 from jaxtyping import Float, Int64
@@ -24,6 +24,13 @@ _APPENDED_AT_ONCE = 4096  # tokens without queries are taken in portions, and ev
 _SHOWN = 400  # characters of a pattern in a repr
 
 
+_ADDS = "cache.attend(q, k, v) appends the new tokens and attends, cache.append(k, v) only appends"
+_ASKED = {
+    **dict.fromkeys(("update", "forward"), _ADDS),
+    **dict.fromkeys(("get_seq_length", "seq_len", "length", "size"), "cache.num_tokens is the number of tokens seen"),
+    **dict.fromkeys(("clear", "empty"), "cache.reset() forgets all tokens"),
+    **dict.fromkeys(("keys", "values", "k", "v", "key_cache"), "cache.held() is (positions, keys, values)"),
+}
 _A_CACHE = "write fd.KVCache(pattern, num_heads=8), one for each layer"
 
 
@@ -82,8 +89,11 @@ class KVCache:
         self.reset()
 
     def __getattr__(self, name: str) -> Any:
-        here = "cache.attend(q, k, v) appends the new tokens and attends, cache.append(k, v) only appends"
-        raise AttributeError(f"a KVCache has no {name}" + (f": {here}" if name in ("update", "forward") else ""))
+        raise AttributeError(f"a KVCache has no {name}" + (f": {_ASKED[name]}" if name in _ASKED else ""))
+
+    def __call__(self, *args: object, **named: object) -> NoReturn:
+        """Raise TypeError: it is no module."""
+        raise TypeError(f"a KVCache is no function: {_ADDS}")
 
     def reset(self) -> None:
         """Forget all tokens, and with them the sizes."""

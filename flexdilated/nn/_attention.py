@@ -37,6 +37,7 @@ _OF_MODULES = {
         "fd.MultiheadDilatedAttention(embed_dim, num_heads, segment_lengths, dilation_rates)",
     ),
     "dropout": "attention weights are never formed: apply nn.Dropout to the output",
+    "batch_first": "q, k and v are (batch, heads, tokens, head dim)",
 }
 _OF_DILATED = {
     **_OF_MODULES,

@@ -1,6 +1,6 @@
 """What every pattern is made of: Pattern, Mixture and Bound, their algebra, boxes and progressions, ranges, checks."""
 
-from ._advice import HEADS, LENGTH, WIDTH, advises, no_such_name, renamed
+from ._advice import HEADS, LENGTH, OF_PATTERNS, WIDTH, advises, instead_of_pattern, no_such_name, renamed
 from ._algebra import And, Composite, Every, Not, OnePart, Or, both, both_bounds, common_period, every, full
 from ._ambient import own_modes, plans
 from ._bound import EMPTY, FULL, PARTIAL, Bound, Extent

@@ -12,6 +12,7 @@ from torch import Tensor
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 
+_NEAR = 0.75  # of difflib: num_heads and heads, which differ in meaning, have 0.71
 # How a user names the rooms; the first that holds a function is its own.
 _ROOMS = {
     "flexdilated.masks.recipes": "masks.recipes.",
@@ -24,20 +25,23 @@ _ROOMS = {
 
 # Names by which a pattern is asked for what a function makes of it.
 _ASKED = {
-    **{name: f"masks.{name}(pattern, num_tokens)" for name in ("describe", "layout", "plot", "show")},
-    **dict.fromkeys(("draw", "visualize", "print"), "masks.show(pattern, num_tokens)"),
-    **dict.fromkeys(("density", "sparsity", "num_pairs", "cost"), "masks.describe(pattern, num_tokens)"),
-    **dict.fromkeys(("block_mask", "to_block_mask"), "masks.block_mask(pattern, num_tokens, num_heads=8)"),
-    **dict.fromkeys(("to_json", "json", "dumps", "serialize", "to_dict"), "masks.to_json(pattern)"),
-    **dict.fromkeys(("attend", "forward", "apply"), "fd.attend(q, k, v, pattern)"),
+    **{name: f"write masks.{name}(pattern, num_tokens)" for name in ("describe", "layout", "plot", "show")},
+    **dict.fromkeys(("draw", "visualize", "print"), "write masks.show(pattern, num_tokens)"),
+    **dict.fromkeys(("density", "sparsity", "num_pairs", "cost"), "write masks.describe(pattern, num_tokens)"),
+    **dict.fromkeys(("block_mask", "to_block_mask"), "write masks.block_mask(pattern, num_tokens, num_heads=8)"),
+    **dict.fromkeys(("to_json", "json", "dumps", "serialize", "to_dict"), "write masks.to_json(pattern)"),
+    **dict.fromkeys(("attend", "forward", "apply"), "write fd.attend(q, k, v, pattern)"),
+    **dict.fromkeys(
+        ("to", "cuda", "cpu", "device", "dtype"), "a pattern has no device and no dtype, and goes with any q"
+    ),
     **dict.fromkeys(
         ("to_dense", "dense", "mask", "to_mask", "matrix", "to_tensor", "numpy", "materialize", "mask_fn"),
-        "pattern.bind(num_heads=1, num_queries=n, num_keys=n).mask_mod()(0, 0, positions[:, None], positions), where "
-        "positions = torch.arange(n)",
+        "write pattern.bind(num_heads=1, num_queries=n, num_keys=n).mask_mod()(0, 0, places[:, None], places), where "
+        "places = torch.arange(n)",
     ),
-    "explain": "masks.explain(pattern, query=, key=)",
-    "plan": "fd.plan(pattern, num_tokens)",
-    "snapped": "masks.snapped(pattern)",
+    "explain": "write masks.explain(pattern, query=, key=)",
+    "plan": "write fd.plan(pattern, num_tokens)",
+    "snapped": "write masks.snapped(pattern)",
 }
 
 
@@ -76,7 +80,7 @@ class _Parameters(NamedTuple):
 
     def no_such(self, name: str, known: Mapping[str, str]) -> str:
         names = self.placed + self.by_name
-        near = get_close_matches(name, names, 1)
+        near = get_close_matches(name, names, 1, _NEAR)
         meant = f"write {near[0]}=" if near else f"it takes {', '.join(names) or 'nothing'}"
         return f"{self.called} has no {name}: {known.get(name, meant)}"
 
@@ -119,9 +123,10 @@ def advises(*, keywords: Mapping[str, str] | None = None, how: str = "") -> Call
                     raise TypeError(its.no_such(name, known))
             if len(args) > most:
                 raise TypeError(its.too_many(args[own:], how))
-            for name in needed[len(args) - own :] + needed_by_name:
-                if name not in named:
-                    raise TypeError(its.missing(len(args) - own, named, how))
+            if needed_by_name or len(args) < own + len(needed):
+                for name in needed[len(args) - own :] + needed_by_name:
+                    if name not in named:
+                        raise TypeError(its.missing(len(args) - own, named, how))
             return function(*args, **named)
 
         advised.is_advised = True  # type: ignore[attr-defined]
@@ -136,6 +141,15 @@ HEADS = "heads n_heads n_head nhead num_attention_heads H"
 WIDTH = "dim d_model hidden_size n_embd model_dim embed_size embedding_dim"
 
 
+# What the functions that make patterns are asked for, and have not.
+OF_PATTERNS = {
+    **dict.fromkeys(("causal", "is_causal"), "write pattern & masks.causal()"),
+    **dict.fromkeys(("num_heads", *HEADS.split()), "a pattern goes with as many heads as q has"),
+    **dict.fromkeys(LENGTH.split(), "a pattern goes with as many tokens as q and k have"),
+    **dict.fromkeys(("device", "dtype"), "a pattern has none, and goes with any q"),
+}
+
+
 def renamed(**names: str) -> dict[str, str]:
     """Texts for `advises`: what to write for the names, parted by spaces, by which others know each parameter."""
     return {other: f"write {name}=" for name, others in names.items() for other in others.split()}
@@ -143,14 +157,14 @@ def renamed(**names: str) -> dict[str, str]:
 
 def no_such_name(module: str, name: str, known: Iterable[str], elsewhere: Mapping[str, str], prefix: str) -> str:
     """An AttributeError's text, with what the name is likely to mean: an entry of `elsewhere`, or the nearest known."""
-    near = [elsewhere[name]] if name in elsewhere else get_close_matches(name, known, 3)
+    near = [elsewhere[name]] if name in elsewhere else get_close_matches(name, known, 2)
     meant = f": write {' or '.join(f'{prefix}{each}' for each in near)}" if near else ""
     return f"module {module!r} has no attribute {name!r}{meant}"
 
 
 def no_such_attribute(kind: str, name: str) -> str:
     """An AttributeError's text, with the function that makes of a pattern what the name asks for."""
-    return f"{kind!r} object has no attribute {name!r}" + (f": write {_ASKED[name]}" if name in _ASKED else "")
+    return f"{kind!r} object has no attribute {name!r}" + (f": {_ASKED[name]}" if name in _ASKED else "")
 
 
 def no_operand(operator: str, value: object) -> str:

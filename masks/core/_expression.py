@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, NoReturn, TypeVar, dataclass_tr
 import torch
 from torch import Tensor
 
-from ._advice import advises, no_operand, no_such_attribute
+from ._advice import OF_PATTERNS, advises, no_operand, no_such_attribute
 from ._ambient import plans
 from ._bound import Bound, Extent
 from ._spelling import Phrase, call, shortened
@@ -64,7 +64,7 @@ def constructor(function: _Function) -> _Function:
     Wrong calls of it say what to write: see `advises`, whose own texts go below this decorator.
     """
     _require_free(function.__name__, CONSTRUCTORS.get(function.__name__), function)
-    made = advises()(function)
+    made = advises(keywords=OF_PATTERNS)(function)
     CONSTRUCTORS[function.__name__] = made
     return made
 

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from ..core import (
+    OF_PATTERNS,
     Bounds,
     Box,
     MaskMod,
@@ -22,12 +23,15 @@ from ..core import (
     count_multiples,
     parameters,
     pattern_kind,
+    renamed,
     require_int,
 )
 
-_SIZES: dict[str, str] = dict.fromkeys(
-    ("window", "window_size", "size", "radius"), "give left= and right=, in tokens beside the query's"
-)
+_SIZES = {
+    **OF_PATTERNS,
+    **dict.fromkeys(("window", "window_size", "size", "radius"), "give left= and right=, in tokens beside the query's"),
+    **renamed(left="before lookback past left_window", right="after lookahead future right_window"),
+}
 
 
 class Band(Pattern):

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from ..core import (
+    OF_PATTERNS,
     Bounds,
     Box,
     Counts,
@@ -245,7 +246,7 @@ def chunked(size: int) -> Pattern:
 
 @constructor
 @advises(
-    keywords=OF_BRANCHES,
+    keywords=OF_PATTERNS | OF_BRANCHES,
     how="write masks.longnet((2048, 8192), (1, 4)), a segment length and a dilation rate for each branch",
 )
 def longnet(
@@ -277,6 +278,7 @@ def longnet(
     for name, value in (("segment_lengths", segment_lengths), ("dilation_rates", dilation_rates)):
         if not isinstance(value, Sequence) or isinstance(value, str):
             alone = f": write {name}=({value},)" if isinstance(value, int) else ""
+            alone = f": write {name}={name}.tolist()" if hasattr(value, "tolist") else alone
             raise TypeError(f"{name} must be a sequence of integers; got {name}={value!r}{alone}")
         for branch, entry in enumerate(value):
             require_int(f"{name}[{branch}]", entry, minimum=1)

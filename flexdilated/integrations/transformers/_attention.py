@@ -78,6 +78,7 @@ def set_pattern(
         raise TypeError(
             "set_pattern takes (model, pattern), where model is a PreTrainedModel of transformers or holds one; got "
             f"{type(model).__name__}"
+            + (": fd.convert(model, pattern) takes it" if isinstance(model, nn.Module) else "")
         )
     layers, chosen, compose = choose(inner, pattern, compose)
     require_served(inner, layers)

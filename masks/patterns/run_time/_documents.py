@@ -10,6 +10,7 @@ from jaxtyping import Int32, Int64
 from torch import Tensor
 
 from ...core import (
+    OF_PATTERNS,
     Bounds,
     Box,
     Counts,
@@ -202,7 +203,7 @@ class Lengths(RunTime):
 
 @constructor
 @advises(
-    keywords=renamed(ids="document_ids doc_ids seq_ids segment_ids documents"),
+    keywords=OF_PATTERNS | renamed(ids="document_ids doc_ids seq_ids segment_ids documents"),
     how="write masks.documents(ids), the number of its document for each token",
 )
 def documents(ids: Any, *, longest: int | None = None, name: str = "documents") -> Pattern:
