@@ -73,10 +73,10 @@ profile_process()
 
 
 def __getattr__(name: str) -> Any:
-    """`convert`, `distributed`, `integrations` and `testing` are imported when they are first asked for."""
+    """`convert`, `distributed`, `integrations`, `testing` and `viewer` are imported when they are first asked for."""
     if name == "convert":
         return import_module(".integrations.convert", __name__).convert
-    if name in ("distributed", "integrations", "testing"):
+    if name in ("distributed", "integrations", "testing", "viewer"):
         return import_module(f".{name}", __name__)
     raise AttributeError(no_such_name(__name__, name, __all__, _elsewhere(), "fd."))
 
@@ -87,4 +87,7 @@ def _elsewhere() -> dict[str, str]:
     found |= {name: f"masks.recipes.{name}" for name in masks.recipes.__all__}
     found |= dict.fromkeys(("attention", "flex_attention", "scaled_dot_product_attention", "sdpa"), "attend")
     found |= {"set_pattern": "integrations.transformers.set_pattern"}
+    found |= dict.fromkeys(("LongNetForCausalLM", "LongNetLM", "LongNetModel"), "LongNet(config)")
+    found |= {"SlideEncoder": "integrations.torchscale.SlideEncoder", "version": "__version__"}
+    found |= {name: f"integrations.{name}" for name in ("torchscale", "transformers")}
     return found | {name: f"testing.{name}" for name in ("check_attention_module", "check_pattern")}

@@ -167,6 +167,7 @@ def attend(
     check_sinks(sinks, q)
     check_score_mod(score_mod)
     check_dropout(dropout_p)
+    require_bool("return_lse", return_lse)
     if q_offset is None:
         check_last_keys(pattern, q.shape[2], k.shape[2])
         q_offset = 0

@@ -34,13 +34,21 @@ OTHER_KEYWORDS = {
         q="query Q queries",
         k="key K keys",
         v="value V values",
+        enable_gqa="gqa is_gqa",
+        return_lse="lse need_lse",
+        block_size="block",
+        engine="backend implementation attn_implementation",
         num_heads_global="num_heads",
         q_offset="offset position start_pos cache_position",
     ),
     "dropout": "attention weights are never formed: apply torch.nn.functional.dropout to the output",
+    "bias": "a score_mod adds one, lambda score, b, h, q_idx, k_idx: score + bias[h, q_idx, k_idx]",
+    "cache": "write cache.attend(q, k, v), of an fd.KVCache",
+    "mesh": "fd.distributed.attend(q, k, v, pattern, mesh=mesh) takes one",
     "need_weights": "attention weights are never formed: return_lse=True gives their denominators",
     "kernel_options": "engine= and block_size= choose what computes",
     **dict.fromkeys(("device", "dtype"), "q, k and v say it"),
+    **dict.fromkeys(("segment_lengths", "dilation_rates"), "write masks.longnet(segment_lengths, dilation_rates)"),
     "batch_first": "q, k and v are (batch, heads, tokens, head dim)",
     "deterministic": "torch.use_deterministic_algorithms holds here, too",
 }
@@ -64,8 +72,9 @@ def check_tensors(q: Tensor, k: Tensor, v: Tensor, *, enable_gqa: bool) -> None:
                 f"{name} must have the 4 dims (batch, heads, tokens, head dim); got {_shape(tensor)}{advice}"
             )
         if tensor.dtype not in _DTYPES:
-            whole = "" if tensor.is_floating_point() else f": {name}.float(), or the projection of token numbers"
-            raise TypeError(f"{name} must be float32, bfloat16, float16 or float64; got {tensor.dtype}{whole}")
+            whole = not (tensor.is_floating_point() or tensor.is_complex())
+            came = f"{tensor.dtype}: {name}.float(), or the projection of token numbers" if whole else tensor.dtype
+            raise TypeError(f"{name} must be float32, bfloat16, float16 or float64; got {came}")
     if not q.dtype == k.dtype == v.dtype:
         dtypes = f"{q.dtype}, {k.dtype} and {v.dtype}"
         raise ValueError(f"q, k and v must have one dtype; got {dtypes}: cast them, or call under torch.autocast")
@@ -78,7 +87,8 @@ def check_tensors(q: Tensor, k: Tensor, v: Tensor, *, enable_gqa: bool) -> None:
             f"keep scale=q.shape[-1] ** -0.5 of the q before it, and cut the output; got {_shape(k)} and {_shape(v)}"
         )
     if k.shape != v.shape:
-        raise ValueError(f"k and v must have one shape; got {_shape(k)} and {_shape(v)}")
+        turned = ": give k as v is, not transposed" if k.shape == v.transpose(-2, -1).shape else ""
+        raise ValueError(f"k and v must have one shape; got {_shape(k)} and {_shape(v)}{turned}")
     if q.shape[0] != k.shape[0] or q.shape[3] != k.shape[3]:
         raise ValueError(f"q, k and v must agree in batch and head dim; got q {_shape(q)} and k {_shape(k)}")
     if q.shape[3] == 0:

@@ -7,8 +7,9 @@ with `causal()`.
 from collections.abc import Sequence
 from functools import reduce
 from operator import or_
+from typing import NoReturn
 
-from .core import CONSTRUCTORS, Pattern, advises, every, require_int
+from .core import CONSTRUCTORS, Pattern, advises, every, no_such_name, renamed, require_int
 from .patterns import (
     blockwise,
     causal,
@@ -38,7 +39,7 @@ __all__ = [
 _ALL_BLOCKS = -1
 
 
-@advises()
+@advises(keywords=renamed(radius="window window_size"))
 def longformer(radius: int, num_global: int, *, rate: int = 1) -> Pattern:
     """A sliding window, and global tokens that see and are seen by all.
 
@@ -92,7 +93,7 @@ def sparse_transformer_fixed(stride: int, *, summary: int = 1) -> Pattern:
     return (chunked(stride) | fixed(stride, summary=summary)) & causal()
 
 
-@advises()
+@advises(keywords=renamed(recent="window window_size", num_sinks="sinks"))
 def streaming_llm(recent: int, *, num_sinks: int = 4) -> Pattern:
     """The first few keys for ever, and the latest; causal.
 
@@ -186,3 +187,8 @@ def _level(place: int, level: Sequence[int], block: int) -> Pattern:
 
 
 CONSTRUCTORS |= {f"recipes.{name}": globals()[name] for name in __all__}
+
+
+def __getattr__(name: str) -> NoReturn:
+    """AttributeError, with the recipe that the name is likely to mean."""
+    raise AttributeError(no_such_name(__name__, name, __all__, {}, "masks.recipes."))

@@ -31,13 +31,13 @@ if TYPE_CHECKING:
 
 
 _OF_MODULES = {
+    **OTHER_KEYWORDS,
     **dict.fromkeys(
         f"{WIDTH} embed_dim num_heads {HEADS}".split(),
         "it has no projections and takes q, k and v: with them, "
         "fd.MultiheadDilatedAttention(embed_dim, num_heads, segment_lengths, dilation_rates)",
     ),
-    "dropout": "attention weights are never formed: apply nn.Dropout to the output",
-    "batch_first": "q, k and v are (batch, heads, tokens, head dim)",
+    **dict.fromkeys(("dropout", "dropout_p"), "attention weights are never formed: apply nn.Dropout to the output"),
 }
 _OF_DILATED = {
     **_OF_MODULES,
@@ -77,7 +77,7 @@ class BlockSparseAttention(nn.Module):
 
     @advises(
         keywords=_OF_MODULES | {"segment_lengths": "fd.DilatedAttention(segment_lengths, dilation_rates) takes them"},
-        how="write fd.BlockSparseAttention(pattern), where fd.masks.causal() is a pattern",
+        how="write fd.BlockSparseAttention(pattern); fd.DilatedAttention takes segment lengths and dilation rates",
     )
     def __init__(
         self,

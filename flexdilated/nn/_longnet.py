@@ -54,7 +54,10 @@ class LongNet(LongNetBackbone):
             nn.init.normal_(self.head.weight, std=0.1 * config.embed_dim**-0.5)  # logits near 0
 
     @advises(
-        keywords=renamed(max_new_tokens="max_length max_tokens num_tokens length", stop="eos_token_id eos"),
+        keywords={
+            **renamed(max_new_tokens="max_length max_tokens num_tokens length", stop="eos_token_id eos"),
+            "do_sample": "temperature=0 takes the most likely token",
+        },
         how="write model.generate(tokens, max_new_tokens=100)",
     )
     @torch.no_grad()
@@ -112,7 +115,7 @@ class LongNet(LongNetBackbone):
         return x if self.embedding is None else F.linear(x, self.embedding.weight)
 
 
-@advises()
+@advises(keywords=renamed(num_outputs="num_classes num_labels"))
 class LongNetClassifier(Pretrained):
     """A LongNet with one vector of outputs a sequence: logits of classes, or numbers to regress.
 

@@ -206,7 +206,7 @@ class LongNetConfig:
             raise ValueError("tie_embeddings needs a token embedding; got tie_embeddings=True, vocab_size=None")
         for name in ("segment_lengths", "dilation_rates"):
             if not isinstance(getattr(self, name), Sequence):
-                raise TypeError(f"{name} must be a sequence of integers; got {getattr(self, name)!r}")
+                raise TypeError(f"{name} must be a sequence of integers, such as (2048,); got {getattr(self, name)!r}")
             object.__setattr__(self, name, tuple(getattr(self, name)))
         self.pattern.check_heads(self.num_heads)
         self._check_selection()

@@ -224,7 +224,12 @@ class MultiheadDilatedAttention(MultiheadProjections):
             nn.init.zeros_(self.in_proj_bias)
             nn.init.zeros_(self.out_proj.bias)
 
-    @advises(how="write layer(x, x, x)[0]")
+    @advises(
+        keywords=renamed(
+            attn_mask="mask src_mask", key_padding_mask="padding_mask src_key_padding_mask attention_mask"
+        ),
+        how="write layer(x, x, x)[0]",
+    )
     def forward(
         self,
         query: Float[Tensor, "*batch E"],

@@ -28,12 +28,12 @@ _ASKED = {
     **{name: f"write masks.{name}(pattern, num_tokens)" for name in ("describe", "layout", "plot", "show")},
     **dict.fromkeys(("draw", "visualize", "print"), "write masks.show(pattern, num_tokens)"),
     **dict.fromkeys(("density", "sparsity", "num_pairs", "cost"), "write masks.describe(pattern, num_tokens)"),
-    **dict.fromkeys(("block_mask", "to_block_mask"), "write masks.block_mask(pattern, num_tokens, num_heads=8)"),
+    **dict.fromkeys(
+        ("block_mask", "to_block_mask", "BLOCK_SIZE"), "write masks.block_mask(pattern, num_tokens, num_heads=8)"
+    ),
     **dict.fromkeys(("to_json", "json", "dumps", "serialize", "to_dict"), "write masks.to_json(pattern)"),
     **dict.fromkeys(("attend", "forward", "apply"), "write fd.attend(q, k, v, pattern)"),
-    **dict.fromkeys(
-        ("to", "cuda", "cpu", "device", "dtype"), "a pattern has no device and no dtype, and goes with any q"
-    ),
+    **dict.fromkeys(("to", "cuda", "cpu", "device", "dtype"), "a pattern has no device or dtype: it goes with any q"),
     **dict.fromkeys(
         ("to_dense", "dense", "mask", "to_mask", "matrix", "to_tensor", "numpy", "materialize", "mask_fn"),
         "write pattern.bind(num_heads=1, num_queries=n, num_keys=n).mask_mod()(0, 0, places[:, None], places), where "
@@ -146,7 +146,7 @@ OF_PATTERNS = {
     **dict.fromkeys(("causal", "is_causal"), "write pattern & masks.causal()"),
     **dict.fromkeys(("num_heads", *HEADS.split()), "a pattern goes with as many heads as q has"),
     **dict.fromkeys(LENGTH.split(), "a pattern goes with as many tokens as q and k have"),
-    **dict.fromkeys(("device", "dtype"), "a pattern has none, and goes with any q"),
+    **dict.fromkeys(("device", "dtype"), "a pattern has no device or dtype: it goes with any q"),
 }
 
 
@@ -157,7 +157,7 @@ def renamed(**names: str) -> dict[str, str]:
 
 def no_such_name(module: str, name: str, known: Iterable[str], elsewhere: Mapping[str, str], prefix: str) -> str:
     """An AttributeError's text, with what the name is likely to mean: an entry of `elsewhere`, or the nearest known."""
-    near = [elsewhere[name]] if name in elsewhere else get_close_matches(name, known, 2)
+    near = [elsewhere[name]] if name in elsewhere else get_close_matches(name, known, 2, 0.7)
     meant = f": write {' or '.join(f'{prefix}{each}' for each in near)}" if near else ""
     return f"module {module!r} has no attribute {name!r}{meant}"
 
@@ -175,6 +175,10 @@ def no_operand(operator: str, value: object) -> str:
 
 def instead_of_pattern(value: object) -> str:
     """The end of an error: what to write for other ways to say who attends to whom."""
+    if hasattr(getattr(value, "pattern", None), "branches"):
+        return ": give its .pattern"
+    if type(value).__name__ == "Layout":
+        return ": it goes into layout=, beside a pattern"
     if value is None:
         return ": masks.every() is dense attention"
     if isinstance(value, bool):

@@ -18,6 +18,7 @@ from ..core import (
     Reason,
     advises,
     plans,
+    renamed,
     require_below,
     require_expression,
     require_int,
@@ -126,7 +127,7 @@ class Explanation:
 
 
 @plans
-@advises(how="write masks.explain(pattern, query=5, key=2)")
+@advises(keywords=renamed(query="q row i", key="k column j"), how="write masks.explain(pattern, query=5, key=2)")
 def explain(
     pattern: Expression,
     *,

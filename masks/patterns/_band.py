@@ -30,6 +30,7 @@ from ..core import (
 _SIZES = {
     **OF_PATTERNS,
     **dict.fromkeys(("window", "window_size", "size", "radius"), "give left= and right=, in tokens beside the query's"),
+    **dict.fromkeys(("dilation", "rate"), "masks.dilated_window(left=63, right=0, rate=2) has one"),
     **renamed(left="before lookback past left_window", right="after lookahead future right_window"),
 }
 
@@ -169,7 +170,10 @@ class DilatedWindow(Band):
 
 
 @constructor
-@advises(how="a pattern has no size, it is masks.causal() for every length")
+@advises(
+    keywords=dict.fromkeys(("window", "window_size", "left", "right"), "write masks.local_window(left=63, right=0)"),
+    how="a pattern has no size, it is masks.causal() for every length",
+)
 def causal() -> Pattern:
     """Each query sees the keys at its own position and before.
 

@@ -31,6 +31,7 @@ from ..core import (
     count_runs,
     parameters,
     pattern_kind,
+    renamed,
     require_choice,
     require_int,
 )
@@ -218,6 +219,10 @@ OF_BRANCHES = {
 
 
 @constructor
+@advises(
+    keywords=OF_PATTERNS
+    | renamed(segment="segment_length segment_len window", rate="dilation dilation_rate dilated_ratio")
+)
 def dilated(segment: int, rate: int, offset: int | str = 0) -> Pattern:
     """Every `rate`-th token of each `segment`, from `offset` on, attends to the others of its segment.
 

@@ -203,7 +203,14 @@ class Lengths(RunTime):
 
 @constructor
 @advises(
-    keywords=OF_PATTERNS | renamed(ids="document_ids doc_ids seq_ids segment_ids documents"),
+    keywords={
+        **OF_PATTERNS,
+        **renamed(ids="document_ids doc_ids seq_ids segment_ids documents"),
+        **dict.fromkeys(
+            ("lengths", "cu_seqlens", "seqlens"),
+            "write masks.documents(torch.arange(len(lengths)).repeat_interleave(lengths)), lengths a tensor",
+        ),
+    },
     how="write masks.documents(ids), the number of its document for each token",
 )
 def documents(ids: Any, *, longest: int | None = None, name: str = "documents") -> Pattern:
@@ -222,7 +229,10 @@ def documents(ids: Any, *, longest: int | None = None, name: str = "documents") 
 
 
 @constructor
-@advises(how="write masks.lengths(lengths), the number of real tokens of each batch entry")
+@advises(
+    keywords=OF_PATTERNS | {"key_padding_mask": "write masks.visible_keys(~key_padding_mask)"},
+    how="write masks.lengths(lengths), the number of real tokens of each batch entry",
+)
 def lengths(lengths: Any, *, padding: str = "right", name: str = "lengths") -> Pattern:
     """Real tokens see each other; padding neither sees nor is seen.
 
