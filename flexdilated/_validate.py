@@ -43,6 +43,7 @@ OTHER_KEYWORDS = {
     ),
     "dropout": "attention weights are never formed: apply torch.nn.functional.dropout to the output",
     "bias": "a score_mod adds one, lambda score, b, h, q_idx, k_idx: score + bias[h, q_idx, k_idx]",
+    "num_kv_heads": "k and v may have fewer heads with enable_gqa=True",
     "cache": "write cache.attend(q, k, v), of an fd.KVCache",
     "mesh": "fd.distributed.attend(q, k, v, pattern, mesh=mesh) takes one",
     "need_weights": "attention weights are never formed: return_lse=True gives their denominators",
@@ -94,7 +95,7 @@ def check_tensors(q: Tensor, k: Tensor, v: Tensor, *, enable_gqa: bool) -> None:
     if q.shape[3] == 0:
         raise ValueError(f"the head dim must be at least 1; got q {_shape(q)}")
     _check_heads(q.shape[1], k.shape[1], enable_gqa)
-    if q.shape[1] > max(_MANY_HEADS, q.shape[2]) and not torch.compiler.is_compiling():
+    if not torch.compiler.is_compiling() and q.shape[1] > max(_MANY_HEADS, q.shape[2]):
         warn(
             f"q has {q.shape[1]} heads of {q.shape[2]} tokens, in the order (batch, heads, tokens, head dim): where "
             "tokens come before heads, give q, k and v as x.transpose(1, 2)",

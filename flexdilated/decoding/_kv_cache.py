@@ -26,7 +26,7 @@ _SHOWN = 400  # characters of a pattern in a repr
 
 _ADDS = "cache.attend(q, k, v) appends the new tokens and attends, cache.append(k, v) only appends"
 _ASKED = {
-    **dict.fromkeys(("update", "forward"), _ADDS),
+    **dict.fromkeys(("update", "forward", "step", "decode"), _ADDS),
     **dict.fromkeys(("get_seq_length", "seq_len", "length", "size"), "cache.num_tokens is the number of tokens seen"),
     **dict.fromkeys(("clear", "empty"), "cache.reset() forgets all tokens"),
     **dict.fromkeys(("keys", "values", "k", "v", "key_cache"), "cache.held() is (positions, keys, values)"),
@@ -60,7 +60,9 @@ class KVCache:
         stay_out_of_graphs(KVCache, "attend", "append")  # not in __init__, which unpickling does not call
         return super().__new__(cls)
 
-    @advises(keywords=renamed(num_heads=HEADS, capacity="max_length max_seq_len max_cache_len"), how=_A_CACHE)
+    @advises(
+        keywords=renamed(num_heads=HEADS, capacity="max_length max_len max_seq_len max_cache_len size"), how=_A_CACHE
+    )
     def __init__(
         self,
         pattern: Pattern | Mixture,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
+from warnings import warn
 
 import torch
 from jaxtyping import Float
@@ -23,6 +24,8 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
     from ..distributed import Sharding
+
+_LARGE_BATCH = 256  # of sequences of few tokens each: with more it is likely that the dims are swapped
 
 # B batch, H heads, N queries, M keys, E embed dim, K key dim, V value dim, D head dim
 
@@ -96,6 +99,8 @@ class MultiheadProjections(nn.Module):
                 )
             self._check_kind(name, x)
         _check_fit(query, key, value, batch_dim=0 if self.batch_first else 1)
+        if not self.batch_first and not torch.compiler.is_compiling():
+            _warn_of_order(query)
 
     def _check_kind(self, name: str, x: Tensor) -> None:
         """Device as the parameters'; dtype too, unless autocast is there to convert it."""
@@ -104,6 +109,15 @@ class MultiheadProjections(nn.Module):
             raise ValueError(f"{name} must be on the module's device {weight.device}; got {x.device}")
         if x.dtype != weight.dtype and autocast_dtype(x.device) is None:
             raise ValueError(f"{name} must have the module's dtype {weight.dtype}; got {x.dtype}")
+
+
+def _warn_of_order(query: Tensor) -> None:
+    if query.dim() == 3 and query.shape[1] > max(_LARGE_BATCH, 32 * query.shape[0]):
+        warn(
+            f"query has {query.shape[0]} tokens in each of {query.shape[1]} batch entries, in the order (tokens, "
+            "batch, width): inputs of (batch, tokens, width) need batch_first=True",
+            stacklevel=5,
+        )
 
 
 def refuse_weights(need_weights: bool) -> None:

@@ -39,6 +39,7 @@ _ASKED = {
         "write pattern.bind(num_heads=1, num_queries=n, num_keys=n).mask_mod()(0, 0, places[:, None], places), where "
         "places = torch.arange(n)",
     ),
+    "causal": "write pattern & masks.causal()",
     "explain": "write masks.explain(pattern, query=, key=)",
     "plan": "write fd.plan(pattern, num_tokens)",
     "snapped": "write masks.snapped(pattern)",

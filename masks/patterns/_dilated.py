@@ -213,7 +213,7 @@ class ZeroPadded(Dilated):
 
 # By which other libraries know the branches.
 OF_BRANCHES = {
-    **dict.fromkeys(("segment_length", "segments", "segment_sizes"), "write segment_lengths=(2048, 4096)"),
+    **dict.fromkeys(("segment_length", "segments", "segment_sizes", "lengths"), "write segment_lengths=(2048, 4096)"),
     **dict.fromkeys(("dilated_ratio", "dilation_rate", "dilations", "rates"), "write dilation_rates=(1, 2)"),
 }
 
