@@ -13,5 +13,7 @@ __all__ = ["BufferPool", "Sharding", "Traffic", "attend", "pool", "shard", "traf
 
 def __getattr__(name: str) -> _NoReturn:
     """AttributeError, with the name that is likely to be meant."""
-    elsewhere = dict.fromkeys(("ring_attention", "context_parallel", "ulysses"), "attend(q, k, v, pattern, mesh=)")
+    elsewhere: dict[str, str] = dict.fromkeys(
+        ("ring_attention", "context_parallel", "ulysses"), "attend(q, k, v, pattern, mesh=)"
+    )
     raise AttributeError(_no_such_name(__name__, name, __all__, elsewhere, "fd.distributed."))

@@ -17,7 +17,9 @@ _LEAST = {"transformers": 5}  # the major version whose names are used; what is 
 def __getattr__(name: str) -> Any:
     """The module of a library. Raises ImportError where that is needed, and missing or too old."""
     if name not in __all__:
-        elsewhere = dict.fromkeys(("hf", "huggingface", "set_pattern"), "transformers.set_pattern(model, pattern)")
+        elsewhere: dict[str, str] = dict.fromkeys(
+            ("hf", "huggingface", "set_pattern"), "transformers.set_pattern(model, pattern)"
+        )
         raise AttributeError(no_such_name(__name__, name, __all__, elsewhere, "fd.integrations."))
     if name in _LEAST:
         _require(name)
