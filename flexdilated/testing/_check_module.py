@@ -303,7 +303,8 @@ def _with_mistake(detail: str, subject: Subject) -> str:
     try:
         likely = likely_mistake(problem, subject.run(subject.module(), q, k, v)[0], truth, rows=rows)
     except Exception:  # a module that raises here has said so
-        return f"{detail}{_CALLED_SO}" if subject.calls.layout == "BHND" else detail
+        always = detail.startswith(f"{tokens(subject.lengths[0])}: raises")
+        return f"{detail}{_CALLED_SO}" if always and subject.calls.layout == "BHND" else detail
     return f"{detail.partition(AS_IF)[0]}{AS_IF}{likely}, at {tokens(length)}" if likely else detail
 
 
