@@ -7,6 +7,7 @@ from . import masks, schedules
 from ._attend import attend
 from ._plan import plan
 from .decoding import KVCache
+from .masks.core import no_such_name
 from .memory import max_batch
 from .nn import (
     BlockSparseAttention,
@@ -72,9 +73,21 @@ profile_process()
 
 
 def __getattr__(name: str) -> Any:
-    """`convert`, `distributed`, `integrations` and `testing` are imported when they are first asked for."""
+    """`convert`, `distributed`, `integrations`, `testing` and `viewer` are imported when they are first asked for."""
     if name == "convert":
         return import_module(".integrations.convert", __name__).convert
-    if name in ("distributed", "integrations", "testing"):
+    if name in ("distributed", "integrations", "testing", "viewer"):
         return import_module(f".{name}", __name__)
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    raise AttributeError(no_such_name(__name__, name, __all__, _elsewhere(), "fd."))
+
+
+def _elsewhere() -> dict[str, str]:
+    """Names that are looked for here: those of rooms, and those of other libraries."""
+    found = {name: f"masks.{name}" for name in masks.__all__}
+    found |= {name: f"masks.recipes.{name}" for name in masks.recipes.__all__}
+    found |= dict.fromkeys(("attention", "flex_attention", "scaled_dot_product_attention", "sdpa"), "attend")
+    found |= {"set_pattern": "integrations.transformers.set_pattern"}
+    found |= dict.fromkeys(("LongNetForCausalLM", "LongNetLM", "LongNetModel"), "LongNet(config)")
+    found |= {"SlideEncoder": "integrations.torchscale.SlideEncoder", "version": "__version__"}
+    found |= {name: f"integrations.{name}" for name in ("torchscale", "transformers")}
+    return found | {name: f"testing.{name}" for name in ("check_attention_module", "check_pattern")}

@@ -13,6 +13,7 @@ from ._engines import choose_engine
 from ._validate import (
     OTHER_KEYWORDS,
     check_dropout,
+    check_last_keys,
     check_layout,
     check_score_mod,
     check_sinks,
@@ -56,7 +57,7 @@ def attend(
     score_mod: ScoreMod | None = None,
     sinks: Float[Tensor, " H"] | None = None,
     bindings: Mapping[str, Tensor] | None = None,
-    q_offset: int | Tensor = 0,
+    q_offset: int | Tensor | None = None,
     k_offset: int | Tensor = 0,
     head_offset: int = 0,
     num_heads_global: int | None = None,
@@ -81,7 +82,7 @@ def attend(
     score_mod: ScoreMod | None = None,
     sinks: Float[Tensor, " H"] | None = None,
     bindings: Mapping[str, Tensor] | None = None,
-    q_offset: int | Tensor = 0,
+    q_offset: int | Tensor | None = None,
     k_offset: int | Tensor = 0,
     head_offset: int = 0,
     num_heads_global: int | None = None,
@@ -93,7 +94,10 @@ def attend(
 ) -> tuple[Float[Tensor, "B H N D"], Float[Tensor, "B H N"]]: ...
 
 
-@advises(keywords=OTHER_KEYWORDS)
+@advises(
+    keywords=OTHER_KEYWORDS,
+    how="write fd.attend(q, k, v, fd.masks.causal()), or another pattern",
+)
 def attend(
     q: Float[Tensor, "B H N D"],
     k: Float[Tensor, "B G M D"],
@@ -106,7 +110,7 @@ def attend(
     score_mod: ScoreMod | None = None,
     sinks: Float[Tensor, " H"] | None = None,
     bindings: Mapping[str, Tensor] | None = None,
-    q_offset: int | Tensor = 0,
+    q_offset: int | Tensor | None = None,
     k_offset: int | Tensor = 0,
     head_offset: int = 0,
     num_heads_global: int | None = None,
@@ -133,7 +137,8 @@ def attend(
     sinks: a logit for each head of q, of any float dtype: one more term exp(sink) in every row's softmax
         denominator, with value 0. A row without keys then has output 0 and its sink for lse.
     bindings: run-time tensors that the pattern names and does not carry, such as {"documents": ids}.
-    q_offset: position of query 0, for queries that follow tokens already seen.
+    q_offset: position of query 0, for queries that follow tokens already seen; None is 0, and a ValueError where a
+        causal pattern then sees none of the last keys.
     k_offset: position of key 0, for keys that are not the first of their sequence. Either may be an integer tensor of
         shape (), which is read on the host at every call; a number is not.
     head_offset, num_heads_global: which of all heads these are, where heads live on several devices.
@@ -162,6 +167,10 @@ def attend(
     check_sinks(sinks, q)
     check_score_mod(score_mod)
     check_dropout(dropout_p)
+    require_bool("return_lse", return_lse)
+    if q_offset is None:
+        check_last_keys(pattern, q.shape[2], k.shape[2])
+        q_offset = 0
     where: dict[str, Any] = {"q_offset": position("q_offset", q_offset), "k_offset": position("k_offset", k_offset)}
     check_zero_keys(pattern, score_mod, q.shape[2], k.shape[2], **where)
     where |= {"head_offset": head_offset, "num_heads_global": num_heads_global}

@@ -12,10 +12,14 @@ from tabulate import tabulate
 
 from .engines import allowed_on
 from .masks.core import (
+    HEADS,
+    LENGTH,
     Expression,
     Mixture,
+    advises,
     bytes_text,
     plans,
+    renamed,
     require_bool,
     require_choice,
     require_expression,
@@ -199,6 +203,7 @@ class PlanReport(PlanSize):
 
 
 @plans
+@advises(keywords=renamed(num_tokens=LENGTH, num_heads=HEADS, batch="batch_size", layers="depth num_layers"))
 def plan(
     pattern: Expression,
     num_tokens: int,
@@ -225,6 +230,7 @@ def plan(
     Raises ValueError or TypeError for sizes that do not fit together, for a pattern that does not bind to them, that
     lacks run-time tensors or has those of several batch entries, and for more blocks than can be listed.
     """
+    require_int("num_tokens", num_tokens, minimum=1)
     bound = require_expression(pattern).bind(num_heads=num_heads, num_queries=num_tokens, num_keys=num_tokens)
     if bound.pattern.num_entries() > 1:
         raise ValueError(

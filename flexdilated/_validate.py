@@ -4,12 +4,14 @@ from collections.abc import Mapping
 from functools import lru_cache
 from sys import float_info
 from types import FunctionType
+from warnings import warn
 
 import torch
 from torch import Tensor
 
 from .masks import Layout, Mixture, Pattern
-from .masks.core import LARGEST, Expression, require_int
+from .masks.core import LARGEST, Expression, renamed, require_int
+from .masks.needs import causal_by_form
 from .masks.patterns import SelectedBlocks, missing, names, require_values, run_time_leaves
 from .masks.text import read_text
 
@@ -28,12 +30,31 @@ OTHER_KEYWORDS = {
     **dict.fromkeys(("key_padding_mask", "padding_mask"), _PADDING),
     **dict.fromkeys(("window", "window_size"), _WINDOW),
     **dict.fromkeys(("sm_scale", "softmax_scale"), _SCALE),
+    **renamed(
+        q="query Q queries",
+        k="key K keys",
+        v="value V values",
+        enable_gqa="gqa is_gqa",
+        return_lse="lse need_lse",
+        block_size="block",
+        engine="backend implementation attn_implementation",
+        num_heads_global="num_heads",
+        q_offset="offset position start_pos cache_position",
+    ),
     "dropout": "attention weights are never formed: apply torch.nn.functional.dropout to the output",
+    "bias": "a score_mod adds one, lambda score, b, h, q_idx, k_idx: score + bias[h, q_idx, k_idx]",
+    "num_kv_heads": "k and v may have fewer heads with enable_gqa=True",
+    "cache": "write cache.attend(q, k, v), of an fd.KVCache",
+    "mesh": "fd.distributed.attend(q, k, v, pattern, mesh=mesh) takes one",
     "need_weights": "attention weights are never formed: return_lse=True gives their denominators",
     "kernel_options": "engine= and block_size= choose what computes",
+    **dict.fromkeys(("device", "dtype"), "q, k and v say it"),
+    **dict.fromkeys(("segment_lengths", "dilation_rates"), "write masks.longnet(segment_lengths, dilation_rates)"),
+    "batch_first": "q, k and v are (batch, heads, tokens, head dim)",
     "deterministic": "torch.use_deterministic_algorithms holds here, too",
 }
 
+_MANY_HEADS = 256  # more than models have
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 
@@ -45,15 +66,16 @@ def check_tensors(q: Tensor, k: Tensor, v: Tensor, *, enable_gqa: bool) -> None:
             raise TypeError(f"{name} must be a tensor; got {type(tensor).__name__}{as_tensor}")
         require_dense(name, tensor)
         if tensor.dim() != 4:
-            split = f"{name}.unflatten(-1, (heads, -1)).transpose(1, 2)"
-            advice = (
-                f": {name}[None] adds a batch; heads side by side are split by {split}" if tensor.dim() == 3 else ""
-            )
+            split = f"{name}.unflatten(-1, (heads, -1)).transpose(-3, -2)"
+            advice = f"; heads side by side are split by {split}" if tensor.dim() in (2, 3) else ""
+            advice = f": {name}[None] adds a batch{advice}" if advice else ""
             raise ValueError(
                 f"{name} must have the 4 dims (batch, heads, tokens, head dim); got {_shape(tensor)}{advice}"
             )
         if tensor.dtype not in _DTYPES:
-            raise TypeError(f"{name} must be float32, bfloat16, float16 or float64; got {tensor.dtype}")
+            whole = not (tensor.is_floating_point() or tensor.is_complex())
+            came = f"{tensor.dtype}: {name}.float(), or the projection of token numbers" if whole else tensor.dtype
+            raise TypeError(f"{name} must be float32, bfloat16, float16 or float64; got {came}")
     if not q.dtype == k.dtype == v.dtype:
         dtypes = f"{q.dtype}, {k.dtype} and {v.dtype}"
         raise ValueError(f"q, k and v must have one dtype; got {dtypes}: cast them, or call under torch.autocast")
@@ -66,12 +88,19 @@ def check_tensors(q: Tensor, k: Tensor, v: Tensor, *, enable_gqa: bool) -> None:
             f"keep scale=q.shape[-1] ** -0.5 of the q before it, and cut the output; got {_shape(k)} and {_shape(v)}"
         )
     if k.shape != v.shape:
-        raise ValueError(f"k and v must have one shape; got {_shape(k)} and {_shape(v)}")
+        turned = ": give k as v is, not transposed" if k.shape == v.transpose(-2, -1).shape else ""
+        raise ValueError(f"k and v must have one shape; got {_shape(k)} and {_shape(v)}{turned}")
     if q.shape[0] != k.shape[0] or q.shape[3] != k.shape[3]:
         raise ValueError(f"q, k and v must agree in batch and head dim; got q {_shape(q)} and k {_shape(k)}")
     if q.shape[3] == 0:
         raise ValueError(f"the head dim must be at least 1; got q {_shape(q)}")
     _check_heads(q.shape[1], k.shape[1], enable_gqa)
+    if not torch.compiler.is_compiling() and q.shape[1] > max(_MANY_HEADS, q.shape[2]):
+        warn(
+            f"q has {q.shape[1]} heads of {q.shape[2]} tokens, in the order (batch, heads, tokens, head dim): where "
+            "tokens come before heads, give q, k and v as x.transpose(1, 2)",
+            stacklevel=4,
+        )
 
 
 def require_dense(name: str, tensor: Tensor) -> None:
@@ -149,6 +178,16 @@ def check_zero_keys(
         raise ValueError(
             "padding='zeros' is made for a whole sequence: give all its keys, and queries at their positions; got "
             f"{queries} queries from {q_offset} on and {keys} keys from {k_offset} on"
+        )
+
+
+def check_last_keys(pattern: Expression, queries: int, keys: int) -> None:
+    """Fewer queries than keys of a causal pattern, without a position, are likely to be the last tokens."""
+    if not torch.compiler.is_compiling() and 0 < queries < keys and all(map(causal_by_form, pattern.branches())):
+        raise ValueError(
+            f"fewer queries than keys need the position of the first under a causal pattern: write "
+            f"q_offset={keys - queries} for the last tokens, or q_offset=0 for the first, which see no key from "
+            f"{queries} on; got {queries} queries and {keys} keys"
         )
 
 

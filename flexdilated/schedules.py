@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from math import floor, pi, sin
 
-from .masks.core import require_choice, require_int
+from .masks.core import advises, require_choice, require_int
 
 __all__ = ["Schedule", "cosine", "cubic", "linear"]
 
@@ -61,6 +61,7 @@ class Schedule:
         return self.start + (2 * (self.end - self.start) * level + last) // (2 * last)
 
 
+@advises()
 def linear(start: int, end: int, steps: int, *, begin: int = 0, widths: int = 8) -> Schedule:
     """From `start` to `end` at a constant rate: start until step `begin`, end from step begin + steps on.
 
@@ -75,6 +76,7 @@ def linear(start: int, end: int, steps: int, *, begin: int = 0, widths: int = 8)
     return Schedule("linear", start, end, steps, begin, widths)
 
 
+@advises()
 def cosine(start: int, end: int, steps: int, *, begin: int = 0, widths: int = 8) -> Schedule:
     """From `start` to `end` along half a period of a cosine, slow at both ends: RigL's annealing, arXiv 1911.11134.
 
@@ -87,6 +89,7 @@ def cosine(start: int, end: int, steps: int, *, begin: int = 0, widths: int = 8)
     return Schedule("cosine", start, end, steps, begin, widths)
 
 
+@advises()
 def cubic(start: int, end: int, steps: int, *, begin: int = 0, widths: int = 8) -> Schedule:
     """From `start` to `end`, fast at first: end + (start - end) * (1 - t)^3 with t = (step - begin) / steps.
 

@@ -20,6 +20,7 @@ from typing import NoReturn as _NoReturn
 
 from . import recipes
 from .core import EMPTY, FULL, PARTIAL, Bound, Mixture, Pattern, every, full, head_groups, per_head
+from .core import no_such_name as _no_such_name
 from .inspection import describe, explain, plot, show
 from .orders import Layout
 from .patterns import PerDocument as _PerDocument
@@ -105,6 +106,9 @@ __all__ = [
 # What other libraries call a pattern that is here.
 _ELSEWHERE = {
     "sliding_window": "local_window(left=, right=)",
+    "sliding_window_causal": "local_window(left=, right=0)",
+    "causal_sliding_window": "local_window(left=, right=0)",
+    "dilated_attention": "longnet(segment_lengths, dilation_rates)",
     "window": "local_window(left=, right=)",
     "local": "local_window(left=, right=)",
     "band": "local_window(left=, right=)",
@@ -130,8 +134,4 @@ _ELSEWHERE = {
 
 def __getattr__(name: str) -> _NoReturn:
     """AttributeError, with the pattern that the name is likely to mean."""
-    from difflib import get_close_matches
-
-    near = [_ELSEWHERE[name]] if name in _ELSEWHERE else get_close_matches(name, __all__, 3)
-    meant = f": write {' or '.join(f'masks.{each}' for each in near)}" if near else ""
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}{meant}")
+    raise AttributeError(_no_such_name(__name__, name, __all__, _ELSEWHERE, "masks."))

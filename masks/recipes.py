@@ -7,8 +7,9 @@ with `causal()`.
 from collections.abc import Sequence
 from functools import reduce
 from operator import or_
+from typing import NoReturn
 
-from .core import CONSTRUCTORS, Pattern, every, require_int
+from .core import CONSTRUCTORS, Pattern, advises, every, no_such_name, renamed, require_int
 from .patterns import (
     blockwise,
     causal,
@@ -38,6 +39,7 @@ __all__ = [
 _ALL_BLOCKS = -1
 
 
+@advises(keywords=renamed(radius="window window_size"))
 def longformer(radius: int, num_global: int, *, rate: int = 1) -> Pattern:
     """A sliding window, and global tokens that see and are seen by all.
 
@@ -51,6 +53,7 @@ def longformer(radius: int, num_global: int, *, rate: int = 1) -> Pattern:
     return dilated_window(left=radius, right=radius, rate=rate) | global_tokens(num_global)
 
 
+@advises()
 def bigbird(
     num_tokens: int, *, block: int = 64, radius: int = 1, num_global: int = 2, num_random: int = 3, seed: int = 0
 ) -> Pattern:
@@ -69,6 +72,7 @@ def bigbird(
     return regular | random_blocks(num_tokens, block=block, count=num_random, seed=seed)
 
 
+@advises()
 def sparse_transformer_strided(stride: int) -> Pattern:
     """The last `stride` keys, and every `stride`-th key before; causal.
 
@@ -78,6 +82,7 @@ def sparse_transformer_strided(stride: int) -> Pattern:
     return (local_window(left=require_int("stride", stride, minimum=1), right=0) | strided(stride)) & causal()
 
 
+@advises()
 def sparse_transformer_fixed(stride: int, *, summary: int = 1) -> Pattern:
     """The query's own block, and the last keys of every block before; causal.
 
@@ -88,6 +93,7 @@ def sparse_transformer_fixed(stride: int, *, summary: int = 1) -> Pattern:
     return (chunked(stride) | fixed(stride, summary=summary)) & causal()
 
 
+@advises(keywords=renamed(recent="window window_size", num_sinks="sinks"))
 def streaming_llm(recent: int, *, num_sinks: int = 4) -> Pattern:
     """The first few keys for ever, and the latest; causal.
 
@@ -100,6 +106,7 @@ def streaming_llm(recent: int, *, num_sinks: int = 4) -> Pattern:
     return (first_tokens(num_sinks) | local_window(left=recent - 1, right=0)) & causal()
 
 
+@advises()
 def darcstar_local_window(*, local_window_size: int = 512, block_size: int = 128) -> Pattern:
     """Blocks near the query's own: `local_window` of dilated-attention-pytorch (the DarcStar fork).
 
@@ -110,6 +117,7 @@ def darcstar_local_window(*, local_window_size: int = 512, block_size: int = 128
     return blockwise(local_window(left=radius, right=radius), block_size)
 
 
+@advises()
 def darcstar_dilated_sparse(dilation_rates: Sequence[int], *, block_size: int = 128) -> Pattern:
     """The query's own block and those at some distances: `dilated_sparse` of dilated-attention-pytorch (DarcStar).
 
@@ -121,6 +129,7 @@ def darcstar_dilated_sparse(dilation_rates: Sequence[int], *, block_size: int = 
     return blockwise(reduce(or_, [dilated_window(left=1, right=1, rate=step) for step in steps[:3]]), block_size)
 
 
+@advises()
 def darcstar_global_local(*, global_tokens: int = 64, local_window_size: int = 512, block_size: int = 128) -> Pattern:
     """Blocks near the query's own and the first ones: `global_local` of dilated-attention-pytorch (DarcStar).
 
@@ -133,6 +142,7 @@ def darcstar_global_local(*, global_tokens: int = 64, local_window_size: int = 5
     return blockwise(window | first_tokens(first // block_size) if first >= block_size else window, block_size)
 
 
+@advises()
 def darcstar_hierarchical(
     levels: Sequence[Sequence[int]] = ((64, 256), (256, 1024), (1024, -1)), *, block_size: int = 64
 ) -> Pattern:
@@ -177,3 +187,8 @@ def _level(place: int, level: Sequence[int], block: int) -> Pattern:
 
 
 CONSTRUCTORS |= {f"recipes.{name}": globals()[name] for name in __all__}
+
+
+def __getattr__(name: str) -> NoReturn:
+    """AttributeError, with the recipe that the name is likely to mean."""
+    raise AttributeError(no_such_name(__name__, name, __all__, {}, "masks.recipes."))

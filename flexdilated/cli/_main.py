@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
+from difflib import get_close_matches
 
 from .. import __version__
 from . import _check, _demo, _doctor, _explain, _plan, _show, _tune
@@ -20,6 +21,18 @@ _COMMANDS = {
     "demo": ("train a small LongNet on Python's own source text", _demo),
     "doctor": ("say what works on this machine, and what is missing", _doctor),
 }
+# What else one may call them.
+_ELSEWHERE = {
+    **dict.fromkeys(("plot", "draw", "describe", "mask", "view", "print"), "show"),
+    "why": "explain",
+    **dict.fromkeys(("cost", "memory", "fits", "layout"), "plan"),
+    **dict.fromkeys(("test", "verify", "validate"), "check"),
+    **dict.fromkeys(("bench", "benchmark", "autotune", "measure"), "tune"),
+    **dict.fromkeys(("train", "example"), "demo"),
+    **dict.fromkeys(("info", "env", "status", "devices"), "doctor"),
+    "help": "--help",
+    "version": "--version",
+}
 _INTERRUPTED = 130  # what shells report of a process that SIGINT ended
 
 
@@ -33,6 +46,7 @@ def main(arguments: Sequence[str] | None = None, *, program: str = "flexdilated"
 
 def _run(arguments: Sequence[str] | None, program: str) -> int:
     try:
+        _require_command(sys.argv[1:] if arguments is None else arguments)
         options = _parser(program).parse_args(arguments)
         require_open()
         return options.command(options)
@@ -48,6 +62,16 @@ def _run(arguments: Sequence[str] | None, program: str) -> int:
     except KeyboardInterrupt:
         print("\nstopped; a checkpoint written so far stays", file=sys.stderr)
         return _INTERRUPTED
+
+
+def _require_command(arguments: Sequence[str]) -> None:
+    """Raise UsageError, with the command that is likely to be meant, where the first argument is none."""
+    name = arguments[0] if arguments else "-"
+    if name.startswith("-") or name in _COMMANDS:
+        return
+    near = [_ELSEWHERE[name]] if name in _ELSEWHERE else get_close_matches(name, _COMMANDS, 1)
+    meant = f"did you mean {near[0]}? " if near else ""
+    raise UsageError(f"no command is called {name[:64]!r}: {meant}There are {', '.join(_COMMANDS)}")
 
 
 def _parser(program: str) -> CommandParser:

@@ -4,17 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any, Self
+from typing import Any, NoReturn, Self
 
 import torch
 from jaxtyping import Float, Int64
 from torch import Tensor
 
 from .._attend import autocast
-from .._validate import check_sinks, check_tensors
+from .._validate import OTHER_KEYWORDS, check_sinks, check_tensors
 from ..engines import MOST_ROWS, with_sinks
 from ..masks import Mixture, Pattern
-from ..masks.core import bytes_text, require_int, shortened
+from ..masks.core import HEADS, advises, bytes_text, renamed, require_int, shortened
 from ._held_keys import HeldKeys, refuse_gradients, stay_out_of_graphs
 from ._reader import Reader
 
@@ -22,6 +22,16 @@ from ._reader import Reader
 
 _APPENDED_AT_ONCE = 4096  # tokens without queries are taken in portions, and evicted in between
 _SHOWN = 400  # characters of a pattern in a repr
+
+
+_ADDS = "cache.attend(q, k, v) appends the new tokens and attends, cache.append(k, v) only appends"
+_ASKED = {
+    **dict.fromkeys(("update", "forward", "step", "decode"), _ADDS),
+    **dict.fromkeys(("get_seq_length", "seq_len", "length", "size"), "cache.num_tokens is the number of tokens seen"),
+    **dict.fromkeys(("clear", "empty"), "cache.reset() forgets all tokens"),
+    **dict.fromkeys(("keys", "values", "k", "v", "key_cache"), "cache.held() is (positions, keys, values)"),
+}
+_A_CACHE = "write fd.KVCache(pattern, num_heads=8), one for each layer"
 
 
 class KVCache:
@@ -50,6 +60,9 @@ class KVCache:
         stay_out_of_graphs(KVCache, "attend", "append")  # not in __init__, which unpickling does not call
         return super().__new__(cls)
 
+    @advises(
+        keywords=renamed(num_heads=HEADS, capacity="max_length max_len max_seq_len max_cache_len size"), how=_A_CACHE
+    )
     def __init__(
         self,
         pattern: Pattern | Mixture,
@@ -78,8 +91,11 @@ class KVCache:
         self.reset()
 
     def __getattr__(self, name: str) -> Any:
-        here = "cache.attend(q, k, v) appends the new tokens and attends, cache.append(k, v) only appends"
-        raise AttributeError(f"a KVCache has no {name}" + (f": {here}" if name in ("update", "forward") else ""))
+        raise AttributeError(f"a KVCache has no {name}" + (f": {_ASKED[name]}" if name in _ASKED else ""))
+
+    def __call__(self, *args: object, **named: object) -> NoReturn:
+        """Raise TypeError: it is no module."""
+        raise TypeError(f"a KVCache is no function: {_ADDS}")
 
     def reset(self) -> None:
         """Forget all tokens, and with them the sizes."""
@@ -101,6 +117,7 @@ class KVCache:
         """Bytes of the buffers of keys and values, with their room for more."""
         return 0 if self._held is None else self._held.nbytes
 
+    @advises(keywords=OTHER_KEYWORDS, how="write cache.attend(q, k, v), of the new tokens")
     def attend(
         self,
         q: Float[Tensor, "B H N D"],
@@ -126,6 +143,7 @@ class KVCache:
             held.shrink(self._seen)
         return out.to(q.dtype)
 
+    @advises(how="write cache.append(k, v), of the new tokens")
     def append(self, k: Float[Tensor, "B G N D"], v: Float[Tensor, "B G N D"]) -> None:
         """Append the next N tokens, whose own outputs are not wanted."""
         _, k, v = autocast(k, k, v)

@@ -1,8 +1,19 @@
 """Attention over sequences that lie on many ranks, on torch.distributed."""
 
+from typing import NoReturn as _NoReturn
+
+from ..masks.core import no_such_name as _no_such_name
 from ._attend import attend
 from .group import Sharding, Traffic, shard, traffic, unshard
 from .wire import BufferPool
 from .wire import pool_for as pool
 
 __all__ = ["BufferPool", "Sharding", "Traffic", "attend", "pool", "shard", "traffic", "unshard"]
+
+
+def __getattr__(name: str) -> _NoReturn:
+    """AttributeError, with the name that is likely to be meant."""
+    elsewhere: dict[str, str] = dict.fromkeys(
+        ("ring_attention", "context_parallel", "ulysses"), "attend(q, k, v, pattern, mesh=)"
+    )
+    raise AttributeError(_no_such_name(__name__, name, __all__, elsewhere, "fd.distributed."))

@@ -4,6 +4,8 @@ from importlib import import_module
 from importlib.metadata import PackageNotFoundError, version
 from typing import TYPE_CHECKING, Any
 
+from ..masks.core import no_such_name
+
 if TYPE_CHECKING:
     from . import torchscale, transformers
 
@@ -15,7 +17,10 @@ _LEAST = {"transformers": 5}  # the major version whose names are used; what is 
 def __getattr__(name: str) -> Any:
     """The module of a library. Raises ImportError where that is needed, and missing or too old."""
     if name not in __all__:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        elsewhere: dict[str, str] = dict.fromkeys(
+            ("hf", "huggingface", "set_pattern"), "transformers.set_pattern(model, pattern)"
+        )
+        raise AttributeError(no_such_name(__name__, name, __all__, elsewhere, "fd.integrations."))
     if name in _LEAST:
         _require(name)
     return import_module(f".{name}", __name__)

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import torch
 
-from ..masks.core import bytes_text, require_int
+from ..masks.core import advises, bytes_text, require_int
 from ._free_memory import free_bytes, held_bytes, peak_bytes
 
 _SHARE = 0.8  # of what is free, where no budget is given
@@ -41,6 +41,7 @@ class MaxBatch:
         return "n = {}: {} at the peak, {} predicted, of {}".format(self.n, *bytes_of)
 
 
+@advises(how="write fd.max_batch(lambda n: train_step(batch[:n]), most=64)")
 def max_batch(
     step: Callable[[int], object],
     *,

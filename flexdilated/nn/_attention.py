@@ -13,10 +13,11 @@ from .. import masks
 from .._attend import attend, autocast
 from .._engines import check_engine
 from .._over_ranks import engine_text, over_ranks, pattern_text, ranks_text
-from .._validate import check_tensors, resolve_scale
+from .._validate import OTHER_KEYWORDS, check_tensors, resolve_scale
 from ..engines import ScoreMod
 from ..masks import Mixture, Pattern
-from ..masks.core import advises, require_bool, require_expression, require_int
+from ..masks.core import HEADS, WIDTH, advises, require_bool, require_expression, require_int
+from ..masks.patterns import OF_BRANCHES
 from ..masks.planning import block_sides
 from ._call_masks import without_padding
 
@@ -27,6 +28,27 @@ if TYPE_CHECKING:
     from ..distributed.wire import CodecChoice, PoolChoice
 
 # B batch, H query heads, G key/value heads, N queries, M keys, D head dim
+
+
+_OF_MODULES = {
+    **OTHER_KEYWORDS,
+    **dict.fromkeys(
+        f"{WIDTH} embed_dim num_heads {HEADS}".split(),
+        "it has no projections and takes q, k and v: with them, "
+        "fd.MultiheadDilatedAttention(embed_dim, num_heads, segment_lengths, dilation_rates)",
+    ),
+    **dict.fromkeys(("dropout", "dropout_p"), "attention weights are never formed: apply nn.Dropout to the output"),
+}
+_OF_DILATED = {
+    **_OF_MODULES,
+    **OF_BRANCHES,
+    "is_causal": "write causal=True",
+    "pattern": "fd.BlockSparseAttention(pattern) takes any",
+}
+_BRANCHES = (
+    "write fd.DilatedAttention((2048, 8192), (1, 4)), a segment length and a dilation rate for each branch; "
+    "fd.BlockSparseAttention(pattern) takes any pattern"
+)
 
 
 class BlockSparseAttention(nn.Module):
@@ -53,6 +75,10 @@ class BlockSparseAttention(nn.Module):
 
     sinks: nn.Parameter | None
 
+    @advises(
+        keywords=_OF_MODULES | {"segment_lengths": "fd.DilatedAttention(segment_lengths, dilation_rates) takes them"},
+        how="write fd.BlockSparseAttention(pattern); fd.DilatedAttention takes segment lengths and dilation rates",
+    )
     def __init__(
         self,
         pattern: Pattern | Mixture,
@@ -89,6 +115,7 @@ class BlockSparseAttention(nn.Module):
             )
         self.register_parameter("sinks", _sinks(pattern, require_bool("sinks", sinks), num_heads))
 
+    @advises(keywords=OTHER_KEYWORDS, how="write layer(q, k, v)")
     def forward(
         self,
         q: Float[Tensor, "B H N D"],
@@ -98,7 +125,7 @@ class BlockSparseAttention(nn.Module):
         score_mod: ScoreMod | None = None,
         bindings: Mapping[str, Tensor] | None = None,
         key_padding_mask: Bool[Tensor, "B M"] | None = None,
-        q_offset: int | Tensor = 0,
+        q_offset: int | Tensor | None = None,
         k_offset: int = 0,
         head_offset: int = 0,
         num_heads_global: int | None = None,
@@ -153,21 +180,18 @@ def dilated_pattern(
     offsets: str,
     heads: str,
 ) -> Pattern | Mixture:
-    """`masks.longnet` of these branches, restricted to keys at or before the query where causal."""
+    """`masks.longnet` of these branches, restricted to keys at or before the query where causal.
+
+    Raises ValueError where all rates exceed their segments, as where the two are swapped: no token sees another.
+    """
     require_bool("causal", causal)
     pattern = masks.longnet(segment_lengths, dilation_rates, offsets=offsets, heads=heads)
+    if all(rate > segment for segment, rate in zip(segment_lengths, dilation_rates, strict=True)):
+        raise ValueError(
+            "a branch needs a rate of at most its segment length, or no token sees another: segment lengths come "
+            f"first; got segment_lengths={tuple(segment_lengths)} and dilation_rates={tuple(dilation_rates)}"
+        )
     return pattern & masks.causal() if causal else pattern
-
-
-_OF_MULTIHEAD = {
-    **dict.fromkeys(
-        ("embed_dim", "num_heads"),
-        "it has no projections and takes q, k and v: with them, "
-        "fd.MultiheadDilatedAttention(embed_dim, num_heads, segment_lengths, dilation_rates)",
-    ),
-    "is_causal": "write causal=True",
-    "pattern": "fd.BlockSparseAttention(pattern) takes any",
-}
 
 
 class DilatedAttention(BlockSparseAttention):
@@ -182,7 +206,7 @@ class DilatedAttention(BlockSparseAttention):
     torch.Size([1, 4, 256, 64])
     """
 
-    @advises(keywords=_OF_MULTIHEAD)
+    @advises(keywords=_OF_DILATED, how=_BRANCHES)
     def __init__(
         self,
         segment_lengths: Sequence[int],
@@ -200,6 +224,7 @@ class DilatedAttention(BlockSparseAttention):
         super().__init__(pattern, scale=scale, enable_gqa=enable_gqa, engine=engine, autotune=autotune)
 
 
+@advises()
 class RingDilatedAttention(BlockSparseAttention):
     """`DilatedAttention` of a sequence that lies on the ranks of a mesh: this rank's q, k and v in, its output out.
 
@@ -239,6 +264,7 @@ class RingDilatedAttention(BlockSparseAttention):
         super().__init__(pattern, mesh=mesh, **options)
 
 
+@advises()
 class HeadParallelDilatedAttention(BlockSparseAttention):
     """`DilatedAttention` of a sequence that lies on the ranks of a mesh: each rank computes all of it for some heads.
 

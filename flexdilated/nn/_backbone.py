@@ -17,7 +17,7 @@ from .._over_ranks import engine_text, over_ranks, pattern_text, ranks_text
 from .._validate import require_dense
 from ..decoding import KVCache
 from ..masks import Layout, Mixture, Pattern
-from ..masks.core import require_int
+from ..masks.core import advises, renamed, require_int
 from ..masks.patterns import on_host
 from ..selection import SelectedAttention
 from ._call_masks import without_padding
@@ -41,6 +41,7 @@ class Memory(NamedTuple):
     pattern: Pattern | Mixture
 
 
+@advises()
 class LongNetBackbone(Pretrained):
     """Dilated attention in every block: features of tokens, or of embedded inputs.
 
@@ -81,7 +82,8 @@ class LongNetBackbone(Pretrained):
     ) -> None:
         super().__init__()
         if not isinstance(config, LongNetConfig):
-            raise TypeError(f"config must be a LongNetConfig; got {type(config).__name__}")
+            made = ": fd.LongNetConfig(**config) makes one" if isinstance(config, dict) else ""
+            raise TypeError(f"config must be a LongNetConfig; got {type(config).__name__}{made}")
         self.config, self.pattern = config, config.pattern
         self.over_ranks = over_ranks(
             mesh, schedule=schedule, sharding=sharding, codec=codec, error_bound=error_bound, pool=pool
@@ -120,6 +122,15 @@ class LongNetBackbone(Pretrained):
         if self.positions is not None:
             nn.init.normal_(self.positions.weight, std=0.02)
 
+    @advises(
+        keywords={
+            **renamed(tokens="input_ids inputs x input_embeds inputs_embeds", caches="past_key_values cache"),
+            **dict.fromkeys(("attention_mask", "mask"), "write key_padding_mask=attention_mask == 0"),
+            "labels": "write F.cross_entropy(model(tokens)[:, :-1].flatten(0, 1), tokens[:, 1:].flatten())",
+            "use_cache": "write caches=model.new_caches(), and the same ones at the next call",
+        },
+        how="write model(tokens)",
+    )
     def forward(
         self,
         tokens: Int64[Tensor, "B N"] | Float[Tensor, "B N E"],
@@ -275,7 +286,8 @@ class LongNetBackbone(Pretrained):
 
     def _check(self, tokens: Tensor) -> None:
         if not isinstance(tokens, Tensor):
-            raise TypeError(f"the input must be a tensor; got {type(tokens).__name__}")
+            made = ": torch.tensor([tokens]) makes one of a batch of 1" if isinstance(tokens, list) else ""
+            raise TypeError(f"the input must be a tensor; got {type(tokens).__name__}{made}")
         require_dense("the input", tokens)
         weight = self._block(0).qkv.weight
         device, shape, E = weight.device, tuple(tokens.shape), self.config.embed_dim
@@ -286,10 +298,13 @@ class LongNetBackbone(Pretrained):
         else:
             fits, rule = tokens.dim() == 3 and shape[-1] == E, f"(batch, tokens, {E})"
         if not fits:
-            raise ValueError(f"the input must have shape {rule}; got {shape}")
+            advice = ": tokens[None] adds a batch" if tokens.dim() == len(rule.split(",")) - 1 else ""
+            if self.embedding is not None and tokens.dim() == 3:
+                advice = ": a model of embedded inputs has vocab_size=None"
+            raise ValueError(f"the input must have shape {rule}; got {shape}{advice}")
         if self.embedding is not None:
             if tokens.dtype != torch.int64:
-                raise TypeError(f"tokens must be int64; got {tokens.dtype}")
+                raise TypeError(f"tokens must be int64; got {tokens.dtype}: tokens.long() makes them so")
         elif tokens.dtype != weight.dtype and autocast_dtype(device) is None:
             raise TypeError(f"the input must have the model's dtype {weight.dtype}; got {tokens.dtype}")
 

@@ -10,7 +10,7 @@ from ..masks import Mixture, Pattern, visible_keys
 
 
 def without_padding(
-    pattern: Pattern | Mixture, mask: object, shape: tuple[int, ...], *, k_offset: int = 0
+    pattern: Pattern | Mixture, mask: object, shape: tuple[int, ...], *, k_offset: int = 0, batch_first: bool = True
 ) -> Pattern | Mixture:
     """The pattern without the keys that a padding mask of this shape marks; all of it where the mask is None.
 
@@ -25,7 +25,10 @@ def without_padding(
             f"key_padding_mask must hold booleans, True for keys to leave out, or floats, -inf for them; got {kind}"
         )
     if tuple(mask.shape) != shape:
-        raise ValueError(f"key_padding_mask must have shape {shape}, one entry for each key; got {tuple(mask.shape)}")
+        came = f"got {tuple(mask.shape)}"
+        if not batch_first and tuple(mask.shape) == shape[::-1]:
+            came += ": inputs of (batch, tokens, width) need batch_first=True"
+        raise ValueError(f"key_padding_mask must have shape {shape}, one entry for each key; {came}")
     visible = ~mask if mask.dtype == torch.bool else mask
     return pattern & visible_keys(pad(visible, (k_offset, 0)) if k_offset else visible, name="key_padding")
 
@@ -34,7 +37,7 @@ def require_causal_mask(
     mask: object,
     shape: tuple[int, int],
     *,
-    instead: str = "for another rule call flexdilated.attend with `pattern & other`",
+    instead: str,
 ) -> None:
     """Raise ValueError unless the mask hides exactly the later keys, as `generate_square_subsequent_mask` does.
 

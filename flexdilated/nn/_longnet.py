@@ -10,15 +10,19 @@ from jaxtyping import Bool, Float, Int64
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from ..masks.core import advises, require_choice, require_int
+from ..masks.core import advises, renamed, require_choice, require_int
 from ._backbone import LongNetBackbone
 from ._generate import Sampling, generate
 from ._longnet_block import residual_scales
-from ._longnet_config import LongNetConfig
+from ._longnet_config import OTHER_NAMES, LongNetConfig
 from ._pretrained import Pretrained
 
 # B batch, N tokens, M tokens of the source, E embed dim, V vocabulary, C outputs
 
+_OF_CONFIG = (
+    "it takes a configuration, fd.LongNet(fd.LongNetConfig(vocab_size=256, embed_dim=512, depth=12, num_heads=8, "
+    "segment_lengths=(2048, 4096), dilation_rates=(1, 2)))"
+)
 POOLINGS = ("mean", "first", "last")
 
 
@@ -36,11 +40,8 @@ class LongNet(LongNetBackbone):
     """
 
     @advises(
-        keywords=dict.fromkeys(
-            (*(each.name for each in fields(LongNetConfig)), "dim", "heads", "num_layers"),
-            "it takes a configuration, fd.LongNet(fd.LongNetConfig(vocab_size=256, embed_dim=512, depth=12, "
-            "num_heads=8, segment_lengths=(2048, 4096), dilation_rates=(1, 2)))",
-        )
+        keywords=dict.fromkeys((*(each.name for each in fields(LongNetConfig)), *OTHER_NAMES), _OF_CONFIG),
+        how=_OF_CONFIG,
     )
     def __init__(self, config: LongNetConfig, **options: Any) -> None:
         super().__init__(config, **options)
@@ -52,6 +53,13 @@ class LongNet(LongNetBackbone):
             )
             nn.init.normal_(self.head.weight, std=0.1 * config.embed_dim**-0.5)  # logits near 0
 
+    @advises(
+        keywords={
+            **renamed(max_new_tokens="max_length max_tokens num_tokens length", stop="eos_token_id eos"),
+            "do_sample": "temperature=0 takes the most likely token",
+        },
+        how="write model.generate(tokens, max_new_tokens=100)",
+    )
     @torch.no_grad()
     def generate(
         self,
@@ -107,6 +115,7 @@ class LongNet(LongNetBackbone):
         return x if self.embedding is None else F.linear(x, self.embedding.weight)
 
 
+@advises(keywords=renamed(num_outputs="num_classes num_labels"))
 class LongNetClassifier(Pretrained):
     """A LongNet with one vector of outputs a sequence: logits of classes, or numbers to regress.
 
@@ -165,6 +174,7 @@ class LongNetClassifier(Pretrained):
         return x[torch.arange(len(x), device=x.device), chosen]
 
 
+@advises()
 class LongNetEncoderDecoder(Pretrained):
     """From one sequence to another: the decoder's blocks attend to its own tokens and to all that the encoder made.
 

@@ -9,11 +9,23 @@ from .. import masks
 from .._engines import check_engine
 from .._over_ranks import OverRanks
 from ..masks import Mixture, Pattern
-from ..masks.core import require_bool, require_choice, require_finite, require_int
+from ..masks.core import (
+    HEADS,
+    LENGTH,
+    WIDTH,
+    advises,
+    renamed,
+    require_bool,
+    require_choice,
+    require_finite,
+    require_int,
+)
+from ..masks.patterns import OF_BRANCHES
 from ..selection import BlockSelector, SelectedAttention, TopK
 from ._attention import dilated_pattern
 
 
+@advises()
 @dataclass(frozen=True, kw_only=True)
 class SelectedLayers:
     """Layers of a LongNet that read the blocks which score best, in place of its branches.
@@ -82,6 +94,31 @@ POSITIONS = ("rotary", "xpos", "learned")
 XPOS_SPAN = 126  # scales of xPos: its least factor to the power of half of them is near float32's smallest number
 
 
+OTHER_NAMES = {
+    **renamed(
+        embed_dim=WIDTH,
+        depth="num_layers n_layer n_layers num_hidden_layers layers",
+        num_heads=HEADS,
+        num_kv_heads="num_key_value_heads n_kv_heads kv_heads",
+        vocab_size="num_tokens n_vocab vocab",
+        ffn_dim="hidden_dim intermediate_size dim_feedforward mlp_dim ff_dim",
+        causal="is_causal",
+        norm="norm_type",
+        tie_embeddings="tie_word_embeddings weight_tying",
+        rotary_base="rope_theta",
+        max_positions="max_position_embeddings",
+    ),
+    **dict.fromkeys(LENGTH.split(), "a model takes any number of tokens"),
+    **OF_BRANCHES,
+    "pattern": "the branches are its pattern, segment_lengths=(2048, 4096) and dilation_rates=(1, 2)",
+}
+
+
+@advises(
+    keywords=OTHER_NAMES,
+    how="write fd.LongNetConfig(vocab_size=256, embed_dim=512, depth=12, num_heads=8, "
+    "segment_lengths=(2048, 4096), dilation_rates=(1, 2))",
+)
 @dataclass(frozen=True, kw_only=True)
 class LongNetConfig:
     """Sizes and choices of a LongNet; plain data, so `dataclasses.asdict` and `LongNetConfig(**data)` invert.
@@ -169,7 +206,7 @@ class LongNetConfig:
             raise ValueError("tie_embeddings needs a token embedding; got tie_embeddings=True, vocab_size=None")
         for name in ("segment_lengths", "dilation_rates"):
             if not isinstance(getattr(self, name), Sequence):
-                raise TypeError(f"{name} must be a sequence of integers; got {getattr(self, name)!r}")
+                raise TypeError(f"{name} must be a sequence of integers, such as (2048,); got {getattr(self, name)!r}")
             object.__setattr__(self, name, tuple(getattr(self, name)))
         self.pattern.check_heads(self.num_heads)
         self._check_selection()

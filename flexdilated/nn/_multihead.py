@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
+from warnings import warn
 
 import torch
 from jaxtyping import Float
@@ -14,7 +15,8 @@ from .._attend import attend, autocast_dtype
 from .._engines import check_engine
 from .._over_ranks import engine_text, over_ranks, pattern_text, ranks_text
 from .._validate import require_dense
-from ..masks.core import advises, require_bool, require_finite, require_int
+from ..masks.core import HEADS, WIDTH, advises, renamed, require_bool, require_finite, require_int
+from ..masks.patterns import OF_BRANCHES
 from ._attention import dilated_pattern
 from ._call_masks import require_causal_mask, without_padding
 
@@ -22,6 +24,8 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
     from ..distributed import Sharding
+
+_LARGE_BATCH = 256  # of sequences of few tokens each: with more it is likely that the dims are swapped
 
 # B batch, H heads, N queries, M keys, E embed dim, K key dim, V value dim, D head dim
 
@@ -95,6 +99,8 @@ class MultiheadProjections(nn.Module):
                 )
             self._check_kind(name, x)
         _check_fit(query, key, value, batch_dim=0 if self.batch_first else 1)
+        if not self.batch_first and not torch.compiler.is_compiling():
+            _warn_of_order(query)
 
     def _check_kind(self, name: str, x: Tensor) -> None:
         """Device as the parameters'; dtype too, unless autocast is there to convert it."""
@@ -103,6 +109,15 @@ class MultiheadProjections(nn.Module):
             raise ValueError(f"{name} must be on the module's device {weight.device}; got {x.device}")
         if x.dtype != weight.dtype and autocast_dtype(x.device) is None:
             raise ValueError(f"{name} must have the module's dtype {weight.dtype}; got {x.dtype}")
+
+
+def _warn_of_order(query: Tensor) -> None:
+    if query.dim() == 3 and query.shape[1] > max(_LARGE_BATCH, 32 * query.shape[0]):
+        warn(
+            f"query has {query.shape[0]} tokens in each of {query.shape[1]} batch entries, in the order (tokens, "
+            "batch, width): inputs of (batch, tokens, width) need batch_first=True",
+            stacklevel=5,
+        )
 
 
 def refuse_weights(need_weights: bool) -> None:
@@ -121,7 +136,12 @@ def _check_fit(query: Tensor, key: Tensor, value: Tensor, *, batch_dim: int) -> 
     if key.shape[:-1] != value.shape[:-1]:
         raise ValueError(f"key and value must agree in tokens and batch; {shapes}")
     if query.dim() == 3 and query.shape[batch_dim] != key.shape[batch_dim]:
-        raise ValueError(f"query and key must have one batch size, in dim {batch_dim}; {shapes}")
+        order = "" if batch_dim == 0 else ": inputs of (batch, tokens, width) need batch_first=True"
+        raise ValueError(f"query and key must have one batch size, in dim {batch_dim}; {shapes}{order}")
+
+
+_INSTEAD = "for another rule call flexdilated.attend with `pattern & other`"
+_TOKENS_FIRST = ", and for inputs of (batch, tokens, width) make the module with batch_first=True"
 
 
 class MultiheadDilatedAttention(MultiheadProjections):
@@ -148,7 +168,11 @@ class MultiheadDilatedAttention(MultiheadProjections):
             "pattern": "fd.convert(nn.MultiheadAttention(embed_dim, num_heads), pattern) takes any, and so does "
             "fd.BlockSparseAttention(pattern), of q, k and v",
             "is_causal": "write causal=True",
-        }
+            **renamed(embed_dim=WIDTH, num_heads=HEADS),
+            **OF_BRANCHES,
+        },
+        how="write fd.MultiheadDilatedAttention(512, 8, (2048, 8192), (1, 4), batch_first=True): width, heads, and a "
+        "segment length and a dilation rate for each branch",
     )
     def __init__(
         self,
@@ -214,6 +238,12 @@ class MultiheadDilatedAttention(MultiheadProjections):
             nn.init.zeros_(self.in_proj_bias)
             nn.init.zeros_(self.out_proj.bias)
 
+    @advises(
+        keywords=renamed(
+            attn_mask="mask src_mask", key_padding_mask="padding_mask src_key_padding_mask attention_mask"
+        ),
+        how="write layer(x, x, x)[0]",
+    )
     def forward(
         self,
         query: Float[Tensor, "*batch E"],
@@ -243,9 +273,9 @@ class MultiheadDilatedAttention(MultiheadProjections):
             tokens = self.over_ranks.sharding_of(tokens).num_tokens
         num_queries = q.shape[2] if self.over_ranks is None else tokens
         self._check_order(require_bool("is_causal", is_causal), attn_mask, (num_queries, tokens))
-        pattern = without_padding(self.pattern, key_padding_mask, (*batch, tokens))
+        pattern = without_padding(self.pattern, key_padding_mask, (*batch, tokens), batch_first=self.batch_first)
         if self.over_ranks is None:
-            out = attend(q, k, v, pattern, engine=self.engine)
+            out = attend(q, k, v, pattern, q_offset=0, engine=self.engine)
         else:
             out = self.over_ranks.attend(q, k, v, pattern, engine=self.engine)
         return self.joined(out, query.dim()), None
@@ -253,7 +283,7 @@ class MultiheadDilatedAttention(MultiheadProjections):
     def _check_order(self, is_causal: bool, attn_mask: object, shape: tuple[int, int]) -> None:
         """A causal call needs a causal module; the mask beside it says the same once more."""
         if attn_mask is not None:
-            require_causal_mask(attn_mask, shape)
+            require_causal_mask(attn_mask, shape, instead=_INSTEAD if self.batch_first else _INSTEAD + _TOKENS_FIRST)
         if not self.causal and (is_causal or attn_mask is not None):
             came = "is_causal=True" if is_causal else "a causal attn_mask"
             raise ValueError(f"a causal call needs a module that is made with causal=True; got {came}")

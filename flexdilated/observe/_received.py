@@ -14,11 +14,12 @@ from .._engines import choose_engine
 from .._validate import check_lse, check_tensors
 from ..engines import refuse_transforms, sum_dtype, tiles_backward
 from ..masks import Layout, Mixture, Pattern
-from ..masks.core import require_expression
+from ..masks.core import advises, require_expression
 
 # B batch, H query heads, G key/value heads, N queries, M keys, D head dim
 
 
+@advises()
 def attention_received(
     q: Float[Tensor, "B H N D"],
     k: Float[Tensor, "B G M D"],

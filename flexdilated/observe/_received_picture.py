@@ -10,7 +10,7 @@ from jaxtyping import Float, Shaped
 from torch import Tensor
 from torch.nn.functional import adaptive_avg_pool1d
 
-from ..masks.core import require_below, require_int, tokens_format
+from ..masks.core import advises, require_below, require_int, tokens_format
 from ..masks.inspection import round_places
 
 if TYPE_CHECKING:
@@ -33,6 +33,7 @@ _LEAST, _MOST = 1e-30, 1e30  # drawn values; others are drawn as these
 _DEEPEST = 1e6  # the curves show what is down to so much below their top
 
 
+@advises()
 def plot_attention_received(
     received: Float[Tensor, "B H M"],
     *,

@@ -16,7 +16,7 @@ from .._validate import check_lse, check_tensors, resolve_scale
 from ..engines import CallKey, refuse_transforms, sum_dtype
 from ..masks import Bound, Mixture, Pattern
 from ..masks.blocks import Blocks
-from ..masks.core import Expression, plans, require_expression
+from ..masks.core import Expression, advises, plans, require_expression
 from ..masks.patterns import alike
 from ..masks.planning import block_sides, bound_blocks, shared_terms, term_blocks
 
@@ -28,6 +28,7 @@ _CELLS = 1 << 22  # pairs of all batch entries and heads that are computed at on
 
 
 @torch.no_grad()
+@advises()
 def block_mass(
     q: Float[Tensor, "B H N D"],
     k: Float[Tensor, "B G M D"],
@@ -94,6 +95,7 @@ def block_mass(
 
 
 @torch.no_grad()
+@advises()
 def pooled_scores(
     q: Float[Tensor, "B H N D"],
     k: Float[Tensor, "B G M D"],

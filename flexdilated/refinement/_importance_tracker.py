@@ -9,11 +9,12 @@ import torch.distributed as dist
 from jaxtyping import Float, Int64
 from torch import Tensor, nn
 
-from ..masks.core import require_finite, require_int
+from ..masks.core import advises, require_finite, require_int
 
 # H heads, R rows and C columns of blocks
 
 
+@advises()
 class ImportanceTracker(nn.Module):
     """A moving average of block mass (`fd.block_mass`), one number for each head, block of queries and block of keys.
 

@@ -9,7 +9,7 @@ from jaxtyping import Bool, Float, Int64
 from torch import Tensor
 
 from ..masks import Pattern, block_list, cache
-from ..masks.core import plans, require_int
+from ..masks.core import advises, plans, require_int
 from ..masks.patterns import BlockList
 from ..masks.planning import bound_blocks, shared_terms
 
@@ -26,6 +26,7 @@ class Refinement(NamedTuple):
 
 @plans
 @torch.no_grad()
+@advises()
 def refine(
     pattern: Pattern,
     importance: Float[Tensor, "H R C"],

@@ -9,11 +9,12 @@ import torch
 from jaxtyping import Bool, Float, Int64
 from torch import Tensor
 
-from ..masks.core import require_choice, require_finite, require_int
+from ..masks.core import advises, require_choice, require_finite, require_int
 
 # B batch, T tables, n rows, L blocks to choose from, most: the width of a table
 
 
+@advises()
 @dataclass(frozen=True)
 class TopK:
     """The k candidates of highest score; all of them where there are fewer.
@@ -42,6 +43,7 @@ class TopK:
         return 0.0
 
 
+@advises()
 @dataclass(frozen=True)
 class TopP:
     """The fewest candidates whose shares of the softmax over the row's candidates add up to p at least.
@@ -79,6 +81,7 @@ class TopP:
         return self.p
 
 
+@advises()
 @dataclass(frozen=True)
 class Threshold:
     """Every candidate whose share of the softmax over the row's candidates is at least t.

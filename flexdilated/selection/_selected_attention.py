@@ -15,7 +15,7 @@ from .._over_ranks import over_ranks
 from .._validate import check_sinks, check_tensors, resolve_scale
 from ..engines import merge, sum_dtype, with_sinks
 from ..masks import Pattern
-from ..masks.core import require_choice, require_int
+from ..masks.core import advises, require_choice, require_int
 from ._choose import masked_lse
 from ._reading import Reading, Runs, joined, runs_over
 from ._select_op import select_blocks
@@ -33,6 +33,7 @@ if TYPE_CHECKING:
 _GRADIENTS = ("none", "bias", "distill")
 
 
+@advises()
 class SelectedAttention(nn.Module):
     """Attention over the blocks that a selector chooses: (q, k, v) -> out.
 

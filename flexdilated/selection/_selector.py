@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from .._validate import check_tensors, resolve_scale, run_time_tensors
 from ..engines import sum_dtype
 from ..masks import Pattern, causal
-from ..masks.core import Extent, every, require_bool, require_choice, require_int
+from ..masks.core import Extent, advises, every, require_bool, require_choice, require_int
 from ..masks.needs import RowSource, later_pair
 from ..masks.patterns import RunTime, blank, names, run_time_leaves
 from ._call import SelectionCall
@@ -52,6 +52,7 @@ class Selection(NamedTuple):
     cut: Float[Tensor, ""]
 
 
+@advises()
 class BlockSelector(nn.Module):
     """Scores blocks of keys for each block of queries, and chooses some: (q, k) -> Selection.
 

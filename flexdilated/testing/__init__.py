@@ -6,6 +6,7 @@
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from ..masks.core import no_such_name
 from ._check_module import MODULE_CHECKS, CheckResult, ModuleReport, check_attention_module, examine_attention_module
 from ._check_pattern import check_pattern
 from ._closeness import assert_attention_close
@@ -34,4 +35,4 @@ def __getattr__(name: str) -> Any:
     """`strategies` is imported when it is first asked for."""
     if name == "strategies":
         return import_module(".strategies", __name__)
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    raise AttributeError(no_such_name(__name__, name, __all__, {}, "testing."))

@@ -12,7 +12,7 @@ import torch
 from tabulate import tabulate
 
 from ..masks import Mixture, Pattern
-from ..masks.core import require_expression, require_int, shortened
+from ..masks.core import advises, require_expression, require_int, shortened
 from ..masks.patterns import names
 from ._closeness import AS_IF, expected, likely_mistake
 from ._inputs import LONG_LENGTHS, lengths_for, takes
@@ -143,7 +143,13 @@ _MAX_TOKENS = 40
 _SHRINK_S = 5.0  # for one check; a call of the module that has begun ends
 _PAIRED = 12
 
+_CALLED_SO = (
+    "; called with q, k and v of (batch, heads, tokens, head dim): a module of (batch, tokens, width) takes "
+    "calls=testing.Calls(layout='BNE'), and identity_projections for its projections"
+)
 
+
+@advises()
 def check_attention_module(factory: Callable[[], Any], pattern: Pattern | Mixture, **options: Any) -> ModuleReport:
     """As `examine_attention_module`, but raises AssertionError, with the report, if a check fails.
 
@@ -157,6 +163,7 @@ def check_attention_module(factory: Callable[[], Any], pattern: Pattern | Mixtur
     return report
 
 
+@advises()
 def examine_attention_module(
     factory: Callable[[], Any],
     pattern: Pattern | Mixture,
@@ -245,7 +252,9 @@ def _lengths_text(subjects: Mapping[str, Subject], tried: tuple[int, ...]) -> st
 def _chosen(checks: Sequence[str] | None, skip: Sequence[str]) -> list[str]:
     for given, listed in (("checks", checks or ()), ("skip", skip)):
         if isinstance(listed, str):
-            raise TypeError(f"{given} must be a sequence of names; got the string {listed!r}")
+            raise TypeError(
+                f"{given} must be a sequence of names; got the string {listed!r}: write {given}=[{listed!r}]"
+            )
         unknown = [name for name in listed if name not in MODULE_CHECKS]
         if unknown:
             raise ValueError(f"{given} must be of {', '.join(map(repr, MODULE_CHECKS))}; got {unknown[0]!r}")
@@ -294,7 +303,8 @@ def _with_mistake(detail: str, subject: Subject) -> str:
     try:
         likely = likely_mistake(problem, subject.run(subject.module(), q, k, v)[0], truth, rows=rows)
     except Exception:  # a module that raises here has said so
-        return detail
+        always = detail.startswith(f"{tokens(subject.lengths[0])}: raises")
+        return f"{detail}{_CALLED_SO}" if always and subject.calls.layout == "BHND" else detail
     return f"{detail.partition(AS_IF)[0]}{AS_IF}{likely}, at {tokens(length)}" if likely else detail
 
 

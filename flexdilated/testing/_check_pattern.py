@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ..masks import Layout, Mixture, Pattern, from_json, to_json
 from ..masks.blocks import UNKNOWN, Blocks
-from ..masks.core import Bound, require_expression, require_int
+from ..masks.core import Bound, advises, require_expression, require_int
 from ..masks.orders import residue_rate
 from ..masks.patterns import names
 from ..masks.planning import shared_terms
@@ -24,6 +24,7 @@ _RATES = (1, 1, 2, 3, 5)
 _TRIES = 50
 
 
+@advises()
 def check_pattern(
     pattern: Pattern | Mixture, *, num_heads: int = 4, max_tokens: int = 96, examples: int = 100, seed: int = 0
 ) -> None:

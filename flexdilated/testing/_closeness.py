@@ -11,7 +11,7 @@ from torch.nn.functional import pad, scaled_dot_product_attention
 
 from ..engines import ScoreMod
 from ..masks import Mixture, Pattern
-from ..masks.core import require_bool, require_finite
+from ..masks.core import advises, require_bool, require_finite
 from ._problem import Problem, branch_lines, number, rough, runs
 from ._suspects import explain
 
@@ -186,6 +186,7 @@ AS_IF = "\n  as if     "
 # B batch, H query heads, G key/value heads, N queries, M keys, D head dim
 
 
+@advises()
 def assert_attention_close(
     out: Tensor,
     q: Tensor,

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from ..masks import Mixture, Pattern
-from ..masks.core import require_choice
+from ..masks.core import advises, require_choice
 from ._closeness import Expected, check_result, expected, hold
 from ._inputs import KINDS, values
 from ._problem import Problem
@@ -28,6 +28,7 @@ def plainly(module: Callable[..., Result], q: Tensor, k: Tensor, v: Tensor) -> R
     return module(q, k, v)
 
 
+@advises()
 @dataclass(frozen=True)
 class Calls:
     """How a module is called: functions that take the module, and q, k and v in `layout`.
@@ -79,6 +80,7 @@ class Calls:
         return (x.unflatten(2, (num_heads, -1)) if self.layout == "BNE" else x).transpose(1, 2)
 
 
+@advises()
 def identity_projections(module: nn.Module) -> nn.Module:
     """Set the projections of a module shaped like `nn.MultiheadAttention` to the identity, in place; returns it.
 

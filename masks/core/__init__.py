@@ -1,5 +1,6 @@
 """What every pattern is made of: Pattern, Mixture and Bound, their algebra, boxes and progressions, ranges, checks."""
 
+from ._advice import HEADS, LENGTH, OF_PATTERNS, WIDTH, advises, instead_of_pattern, no_such_name, renamed
 from ._algebra import And, Composite, Every, Not, OnePart, Or, both, both_bounds, common_period, every, full
 from ._ambient import own_modes, plans
 from ._bound import EMPTY, FULL, PARTIAL, Bound, Extent
@@ -32,7 +33,7 @@ from ._box_parts import (
     numbered,
     residue_factors,
 )
-from ._check import LARGEST, advises, require_below, require_bool, require_choice, require_finite, require_int, shown
+from ._check import LARGEST, require_below, require_bool, require_choice, require_finite, require_int, shown
 from ._expression import CONSTRUCTORS, DEEPEST, KINDS, constructor, pattern_kind
 from ._pattern import (
     Expression,

@@ -1,16 +1,11 @@
 """Checks on parameters, with errors that state the rule and the value."""
 
 import sys
-from collections.abc import Callable, Mapping
-from functools import wraps
-from typing import Any, TypeVar
 
-from torch import SymInt, Tensor
+from torch import SymInt
 
 # Kernels count positions in int32. The product of two such numbers, and any position plus it, fits into int64.
 LARGEST = 2**31 - 1
-
-_Function = TypeVar("_Function", bound=Callable[..., Any])
 
 
 def require_int(name: str, value: object, *, minimum: int, maximum: int = LARGEST) -> int:
@@ -57,47 +52,6 @@ def require_finite(name: str, value: object) -> float:
     if not abs(value) <= sys.float_info.max:
         raise ValueError(f"{name} must be finite; got {name}={shown(value)}")
     return float(value)
-
-
-def advises(*, keywords: Mapping[str, str], positional: str = "") -> Callable[[_Function], _Function]:
-    """Make a function answer these keywords, which it does not have, by a TypeError with the text for each.
-
-    positional: the text for positional arguments, of a function that has none.
-    """
-
-    def advising(function: _Function) -> _Function:
-        @wraps(function)
-        def advised(*args: Any, **named: Any) -> Any:
-            if args and positional:
-                raise TypeError(f"{function.__name__} has no positional arguments: {positional}; got {args!r:.80}")
-            for name in named:
-                if name in keywords:
-                    called = function.__qualname__.removesuffix(".__init__")
-                    raise TypeError(f"{called} has no {name}: {keywords[name]}")
-            return function(*args, **named)
-
-        return advised  # type: ignore[return-value]
-
-    return advising
-
-
-def instead_of_pattern(value: object) -> str:
-    """The end of an error: what to write for other ways to say who attends to whom."""
-    if value is None:
-        return ": masks.every() is dense attention"
-    if isinstance(value, str):
-        return ": masks.parse reads a pattern from text, as masks.parse('causal()')"
-    if isinstance(value, list | tuple):
-        return ": join patterns by `|`, `&` or `+`, or give one to each head by masks.per_head(patterns)"
-    if type(value).__name__ == "BlockMask":
-        return ": give it to masks.custom, which reads its function, as masks.custom(block_mask)"
-    if isinstance(value, Tensor) or type(value).__name__ == "ndarray":
-        return ": give masks.custom a function that reads it as a tensor, masks.custom(lambda b, h, q, k: mask[q, k])"
-    if not callable(value) or isinstance(value, type):
-        return ""
-    if getattr(value, "__module__", "").startswith("flexdilated.masks"):
-        return f": call it, as masks.{getattr(value, '__name__', '')}(...)"
-    return ": give it to masks.custom, as masks.custom(fn)"
 
 
 def shown(value: object) -> str:

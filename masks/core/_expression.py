@@ -6,12 +6,14 @@ import json
 from collections.abc import Callable, Mapping
 from dataclasses import MISSING, dataclass, field, fields, replace
 from functools import cached_property
+from inspect import signature
 from operator import index
 from typing import TYPE_CHECKING, Any, ClassVar, NoReturn, TypeVar, dataclass_transform
 
 import torch
 from torch import Tensor
 
+from ._advice import OF_PATTERNS, advises, no_operand, no_such_attribute
 from ._ambient import plans
 from ._bound import Bound, Extent
 from ._spelling import Phrase, call, shortened
@@ -57,10 +59,14 @@ def pattern_kind(kind: str, *, positional: int | None = None) -> Callable[[_Clas
 
 
 def constructor(function: _Function) -> _Function:
-    """Let expressions call a function by its name. Raises ValueError for a name that another function has."""
+    """Let expressions call a function by its name. Raises ValueError for a name that another function has.
+
+    Wrong calls of it say what to write: see `advises`, whose own texts go below this decorator.
+    """
     _require_free(function.__name__, CONSTRUCTORS.get(function.__name__), function)
-    CONSTRUCTORS[function.__name__] = function
-    return function
+    made = advises(keywords=OF_PATTERNS)(function)
+    CONSTRUCTORS[function.__name__] = made
+    return made
 
 
 def _require_free(name: str, known: Any, new: Any) -> None:
@@ -110,6 +116,33 @@ class Expression:
             f"a pattern is neither true nor false: combine patterns by `&`, `|` and `~`, not by `and`, `or` and `not`, "
             f"and test for one by `is None`; got {self!r:.200}"
         )
+
+    def __call__(self, *args: object, **named: object) -> NoReturn:
+        """Raise TypeError: a pattern is a value."""
+        raise TypeError(
+            "a pattern is a value and no function: fd.attend(q, k, v, pattern) attends by it, and "
+            "masks.block_mask(pattern, num_tokens, num_heads=8) makes a BlockMask"
+        )
+
+    # That of a mask function: create_block_mask then calls it, and shows the error.
+    __call__.__signature__ = signature(lambda self, b, h, q, k: None)  # type: ignore[attr-defined]
+
+    if not TYPE_CHECKING:  # a checker is to find names that are not there
+
+        def __getattr__(self, name: str) -> NoReturn:
+            raise AttributeError(no_such_attribute(type(self).__name__, name))
+
+    def __rand__(self, other: object) -> NoReturn:
+        raise TypeError(no_operand("&", other))
+
+    def __ror__(self, other: object) -> NoReturn:
+        raise TypeError(no_operand("|", other))
+
+    def __radd__(self, other: object) -> NoReturn:
+        raise TypeError(no_operand("+", other))
+
+    def __sub__(self, other: object) -> NoReturn:
+        raise TypeError("patterns have no -: write pattern & ~other")
 
     def direct_parts(self) -> tuple[Pattern, ...]:
         """The patterns that this one is directly made of."""
@@ -298,7 +331,7 @@ class Expression:
 
     def __add__(self, other: object) -> Mixture:
         if not isinstance(other, Expression):
-            return NotImplemented
+            raise TypeError(no_operand("+", other))
         return KINDS["mixture"](self.branches() + other.branches())
 
 

@@ -12,9 +12,9 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
+from ._advice import instead_of_pattern, no_operand
 from ._bound import Extent
 from ._box import Bounds, Box, Counts, Squares
-from ._check import instead_of_pattern
 from ._expression import KINDS, Expression, pattern_kind
 from ._ranges import Ranges
 from ._reason import Pair, Reason
@@ -169,12 +169,16 @@ class Pattern(Expression):
     def __and__(self, other: Expression) -> Any:
         if isinstance(other, Mixture):
             return other & self
-        return KINDS["and"].of(self, other) if isinstance(other, Pattern) else NotImplemented
+        if not isinstance(other, Pattern):
+            raise TypeError(no_operand("&", other))
+        return KINDS["and"].of(self, other)
 
     def __or__(self, other: Expression) -> Pattern:
         if isinstance(other, Mixture):
             raise TypeError(_needs_set("|", self, other))
-        return KINDS["or"].of(self, other) if isinstance(other, Pattern) else NotImplemented
+        if not isinstance(other, Pattern):
+            raise TypeError(no_operand("|", other))
+        return KINDS["or"].of(self, other)
 
     def __invert__(self) -> Pattern:
         return KINDS["not"](self)
@@ -233,11 +237,11 @@ class Mixture(Expression):
         if isinstance(other, Mixture):
             raise TypeError(_needs_set("&", self, other))
         if not isinstance(other, Pattern):
-            return NotImplemented
+            raise TypeError(no_operand("&", other))
         return self.map_parts(lambda part: part & other)
 
     def __or__(self, other: Expression) -> Mixture:
-        raise TypeError(_needs_set("|", self, other))
+        raise TypeError(_needs_set("|", self, other) if isinstance(other, Expression) else no_operand("|", other))
 
     def __invert__(self) -> Mixture:
         raise TypeError(f"~ needs a set pattern, where a pair is allowed or not; got the mixture {self!r}")

@@ -7,6 +7,7 @@ from functools import reduce
 import torch
 from torch import Tensor
 
+from ._advice import advises
 from ._algebra import Composite, either
 from ._box import Bounds, Box, Squares
 from ._expression import constructor, pattern_kind
@@ -96,6 +97,7 @@ class HeadGroups(_HeadChoice):
 
 
 @constructor
+@advises(how="write masks.per_head([first, second]), a list with a pattern for each head")
 def per_head(patterns: Sequence[Pattern]) -> Pattern:
     """Head h follows patterns[h]: one set pattern for each head, counted over all devices.
 
@@ -106,6 +108,7 @@ def per_head(patterns: Sequence[Pattern]) -> Pattern:
 
 
 @constructor
+@advises(how="write masks.head_groups([first, second]), a list with a pattern for each group")
 def head_groups(patterns: Sequence[Pattern]) -> Pattern:
     """Consecutive groups of heads follow one pattern each; where they do not divide, the first have one head more.
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from ..core import Bound, Expression, plans, require_expression, require_int
+from ..core import HEADS, LENGTH, Bound, Expression, advises, plans, renamed, require_expression, require_int
 from ..planning import Operands, Option, Plan, plan
 from ._description_text import description_data, description_text
 from ._gaps import Gaps, gaps_of
@@ -199,6 +199,7 @@ class Description:
 
 
 @plans
+@advises(keywords=renamed(num_queries=LENGTH, num_heads=HEADS))
 def describe(
     pattern: Expression,
     num_queries: int,

@@ -16,7 +16,9 @@ from ..core import (
     Pair,
     Pattern,
     Reason,
+    advises,
     plans,
+    renamed,
     require_below,
     require_expression,
     require_int,
@@ -125,6 +127,7 @@ class Explanation:
 
 
 @plans
+@advises(keywords=renamed(query="q row i", key="k column j"), how="write masks.explain(pattern, query=5, key=2)")
 def explain(
     pattern: Expression,
     *,

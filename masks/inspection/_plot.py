@@ -5,7 +5,19 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from ..core import Expression, plans, require_below, require_bool, require_choice, require_expression, require_int
+from ..core import (
+    HEADS,
+    LENGTH,
+    Expression,
+    advises,
+    plans,
+    renamed,
+    require_below,
+    require_bool,
+    require_choice,
+    require_expression,
+    require_int,
+)
 from ..planning import block_sides
 from ._picture import BY_BLOCK, BY_BRANCH, Picture, window_of
 
@@ -17,6 +29,10 @@ _MOST_PANELS, _MOST_PIXELS = 32, 2048
 
 
 @plans
+@advises(
+    keywords=renamed(num_tokens=LENGTH, num_heads=HEADS),
+    how="write masks.plot(pattern, num_tokens).savefig('pattern.png')",
+)
 def plot(
     pattern: Expression,
     num_tokens: int,

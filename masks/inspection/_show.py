@@ -14,9 +14,12 @@ from jaxtyping import Int64
 from torch import Tensor
 
 from ..core import (
+    HEADS,
+    LENGTH,
     Expression,
     advises,
     plans,
+    renamed,
     require_bool,
     require_choice,
     require_expression,
@@ -124,7 +127,7 @@ class HeatMap:
 
 
 @plans
-@advises(keywords=dict.fromkeys(("seq_len", "length", "n", "tokens"), "write num_tokens=4096"))
+@advises(keywords=renamed(num_tokens=LENGTH, num_heads=HEADS))
 def show(
     pattern: Expression,
     num_tokens: int,

@@ -14,7 +14,7 @@ from torch import Tensor
 from ..blocks import Rule, build_blocks
 from ..core import And, Box, Or, Pattern, Progression, Ranges, intersect, plans, union_of
 from ..orders import Layout
-from ..patterns import Causal
+from ..patterns import Band, Causal
 from ._key_query import KeyQuery
 from ._needs import keys_of_any
 
@@ -176,9 +176,9 @@ def later_pair(source: RowSource) -> tuple[int, int] | None:
 
 
 def causal_by_form(rule: Pattern) -> bool:
-    """Whether the rule is causal because it is an intersection with causal order, or a union of such."""
+    """Whether the rule is causal order or a window up to the query, an intersection with one, or a union of such."""
     if isinstance(rule, And):
         return any(causal_by_form(part) for part in rule.parts)
     if isinstance(rule, Or):
         return all(causal_by_form(part) for part in rule.parts)
-    return isinstance(rule, Causal)
+    return isinstance(rule, Band) and rule.most is not None and rule.most <= 0

@@ -4,7 +4,7 @@ from ._after import After
 from ._band import Band, Causal, LocalWindow, Strided, causal, dilated_window, local_window, strided
 from ._block_list import BlockList, block_list
 from ._blockwise import Blockwise, blockwise
-from ._dilated import Dilated, chunked, dilated, longnet
+from ._dilated import OF_BRANCHES, Dilated, chunked, dilated, longnet
 from ._grid import Axis, Rectangle, Rectangles, joined, select
 from ._marked_tokens import GlobalTokens, MarkedTokens, first_tokens, fixed, global_tokens, landmark_tokens, prefix_lm
 from ._neighborhood import Neighborhood, neighborhood

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from ..core import (
+    OF_PATTERNS,
     Bounds,
     Box,
     MaskMod,
@@ -22,12 +23,16 @@ from ..core import (
     count_multiples,
     parameters,
     pattern_kind,
+    renamed,
     require_int,
 )
 
-_SIZES: dict[str, str] = dict.fromkeys(
-    ("window", "window_size", "size", "radius"), "give left= and right=, in tokens beside the query's"
-)
+_SIZES = {
+    **OF_PATTERNS,
+    **dict.fromkeys(("window", "window_size", "size", "radius"), "give left= and right=, in tokens beside the query's"),
+    **dict.fromkeys(("dilation", "rate"), "masks.dilated_window(left=63, right=0, rate=2) has one"),
+    **renamed(left="before lookback past left_window", right="after lookahead future right_window"),
+}
 
 
 class Band(Pattern):
@@ -165,7 +170,10 @@ class DilatedWindow(Band):
 
 
 @constructor
-@advises(keywords={}, positional="a pattern has no size, it is masks.causal() for every length")
+@advises(
+    keywords=dict.fromkeys(("window", "window_size", "left", "right"), "write masks.local_window(left=63, right=0)"),
+    how="a pattern has no size, it is masks.causal() for every length",
+)
 def causal() -> Pattern:
     """Each query sees the keys at its own position and before.
 
@@ -176,7 +184,7 @@ def causal() -> Pattern:
 
 
 @constructor
-@advises(keywords=_SIZES, positional="masks.local_window(left=63, right=0) is the query's own key and 63 before it")
+@advises(keywords=_SIZES, how="masks.local_window(left=63, right=0) is the query's own key and 63 before it")
 def local_window(*, left: int, right: int) -> Pattern:
     """Each query sees `left` keys before its position, its own, and `right` keys after. Radii in tokens, >= 0.
 
@@ -200,7 +208,7 @@ def strided(stride: int) -> Pattern:
 
 
 @constructor
-@advises(keywords=_SIZES, positional="masks.dilated_window(left=63, right=0, rate=2)")
+@advises(keywords=_SIZES, how="masks.dilated_window(left=63, right=0, rate=2)")
 def dilated_window(*, left: int, right: int, rate: int) -> Pattern:
     """Each query sees `left` keys before its position, its own, and `right` keys after, `rate` tokens apart.
 

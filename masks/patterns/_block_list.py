@@ -11,10 +11,12 @@ import torch
 from torch import Tensor
 
 from ..core import (
+    OF_PATTERNS,
     Pair,
     Pattern,
     Ranges,
     Reason,
+    advises,
     constructor,
     listing,
     pattern_kind,
@@ -111,6 +113,7 @@ class BlockList(TableRule):
 
 
 @constructor
+@advises(keywords=OF_PATTERNS, how="write masks.block_list(rows, block=128)")
 def block_list(rows: Sequence[Any] | Tensor, *, block: int) -> Pattern:
     """Queries of block i see the key blocks that rows[i] names. Blocks have `block` tokens; number 0 is the first.
 

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from ..core import (
+    OF_PATTERNS,
     Bounds,
     Box,
     Counts,
@@ -30,6 +31,7 @@ from ..core import (
     count_runs,
     parameters,
     pattern_kind,
+    renamed,
     require_choice,
     require_int,
 )
@@ -209,13 +211,18 @@ class ZeroPadded(Dilated):
         return self.joint_phrase([self]) or super().phrase()
 
 
-_TORCHSCALE = {
-    **dict.fromkeys(("segment_length", "segments"), "write segment_lengths=(2048, 4096)"),
-    **dict.fromkeys(("dilated_ratio", "dilation_rate", "rates"), "write dilation_rates=(1, 2)"),
+# By which other libraries know the branches.
+OF_BRANCHES = {
+    **dict.fromkeys(("segment_length", "segments", "segment_sizes", "lengths"), "write segment_lengths=(2048, 4096)"),
+    **dict.fromkeys(("dilated_ratio", "dilation_rate", "dilations", "rates"), "write dilation_rates=(1, 2)"),
 }
 
 
 @constructor
+@advises(
+    keywords=OF_PATTERNS
+    | renamed(segment="segment_length segment_len window", rate="dilation dilation_rate dilated_ratio")
+)
 def dilated(segment: int, rate: int, offset: int | str = 0) -> Pattern:
     """Every `rate`-th token of each `segment`, from `offset` on, attends to the others of its segment.
 
@@ -243,7 +250,10 @@ def chunked(size: int) -> Pattern:
 
 
 @constructor
-@advises(keywords=_TORCHSCALE)
+@advises(
+    keywords=OF_PATTERNS | OF_BRANCHES,
+    how="write masks.longnet((2048, 8192), (1, 4)), a segment length and a dilation rate for each branch",
+)
 def longnet(
     segment_lengths: Sequence[int],
     dilation_rates: Sequence[int],
@@ -272,7 +282,9 @@ def longnet(
     """
     for name, value in (("segment_lengths", segment_lengths), ("dilation_rates", dilation_rates)):
         if not isinstance(value, Sequence) or isinstance(value, str):
-            raise TypeError(f"{name} must be a sequence of integers; got {name}={value!r}")
+            alone = f": write {name}=({value},)" if isinstance(value, int) else ""
+            alone = f": write {name}={name}.tolist()" if hasattr(value, "tolist") else alone
+            raise TypeError(f"{name} must be a sequence of integers; got {name}={value!r}{alone}")
         for branch, entry in enumerate(value):
             require_int(f"{name}[{branch}]", entry, minimum=1)
     segments, rates = tuple(segment_lengths), tuple(dilation_rates)

@@ -1,9 +1,10 @@
 """Marked tokens: some positions see every token, are seen by every token, or both."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from ..core import (
     Bounds,
@@ -208,6 +209,12 @@ def global_tokens(count: int, *, rows: bool = True, columns: bool = True) -> Pat
     >>> masks.describe(masks.global_tokens(1), 8).useful_pairs  # row 0 and column 0
     15
     """
+    if isinstance(count, Sequence | Tensor):
+        raise TypeError(
+            "count must be a number, as global tokens are the first ones: others are "
+            "masks.custom(lambda b, h, q, k: is_global[q] | is_global[k]), is_global a tensor of booleans; "
+            f"got count={count!r:.80}"
+        )
     return GlobalTokens(require_int("count", count, minimum=1), rows, columns)
 
 

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from ..core import (
     LARGEST,
+    OF_PATTERNS,
     Bounds,
     Box,
     MaskMod,
@@ -21,6 +22,7 @@ from ..core import (
     Pattern,
     Ranges,
     Reason,
+    advises,
     among,
     both,
     constructor,
@@ -265,6 +267,7 @@ class Neighborhood(Pattern):
 
 
 @constructor
+@advises(keywords=OF_PATTERNS, how="write masks.neighborhood((height, width), radius)")
 def neighborhood(
     grid: Sequence[int],
     radius: int | Sequence[int] | None = None,

@@ -9,7 +9,7 @@ import torch
 from torch.nn.attention.flex_attention import BlockMask
 
 from ..blocks import Blocks, PackedBlocks, join_blocks, table_bytes, to_block_mask
-from ..core import Bound, Expression, plans, require_expression, require_int
+from ..core import HEADS, LENGTH, Bound, Expression, advises, plans, renamed, require_expression, require_int
 from ..orders import Layout, residue_rate
 from ..plan_cache import cache
 from .lowering._term import Term
@@ -19,6 +19,7 @@ _LARGEST_SIDE = 1 << 15  # pairs of a block are counted in int32
 
 
 @plans
+@advises(keywords=renamed(num_queries=LENGTH, num_heads=HEADS))
 def block_mask(
     pattern: Expression,
     num_queries: int,
@@ -120,6 +121,7 @@ def block_sides(block_size: int | tuple[int, int]) -> tuple[int, int]:
     return rows, columns
 
 
+@advises(keywords=renamed(num_tokens=LENGTH))
 def layout(pattern: Expression, num_tokens: int) -> Layout:
     """The residue-major order of this pattern: its rate is the least common multiple of the dilation rates.
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from ..core import Bound, Expression, plans
+from ..core import Bound, Expression, advises, plans
 from ..orders import Compact, Layout, residue_rate
 from ..plan_cache import cache, debug_wanted, in_line, log
 from ..text import read_text
@@ -97,6 +97,7 @@ def plan(
     )
 
 
+@advises()
 def recommended_layout(
     pattern: Expression, num_tokens: int, *, num_heads: int, device: torch.device | str = "cpu"
 ) -> Layout | None:

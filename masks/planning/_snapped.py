@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-from ..core import Mixture, Not, Pattern, require_expression
+from ..core import Mixture, Not, Pattern, advises, require_expression
 from ._block_mask import block_sides
 
 
@@ -15,6 +15,7 @@ class Snapped(NamedTuple):
     changes: tuple[str, ...]
 
 
+@advises()
 def snapped(pattern: Pattern | Mixture, block: int | tuple[int, int] = 128) -> Snapped:
     """The pattern with its sizes rounded up to whole blocks, in which kernels compute; and what was changed.
 

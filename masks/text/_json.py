@@ -3,9 +3,10 @@
 import json
 from typing import Any, NoReturn
 
-from ..core import DEEPEST, KINDS, QUOTED, Expression, Mixture, Pattern, require_expression, shortened
+from ..core import DEEPEST, KINDS, QUOTED, Expression, Mixture, Pattern, advises, require_expression, shortened
 
 
+@advises()
 def to_json(pattern: Expression) -> str:
     """Canonical JSON of a pattern or mixture; `from_json` gives an equal value back.
 
@@ -20,6 +21,7 @@ def to_json(pattern: Expression) -> str:
     return text
 
 
+@advises()
 def from_json(text: str) -> Pattern | Mixture:
     """The pattern or mixture that `to_json` wrote. Raises ValueError for anything else, naming the fault.
 

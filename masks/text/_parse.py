@@ -11,7 +11,7 @@ from difflib import get_close_matches
 from functools import reduce
 from typing import Any
 
-from ..core import CONSTRUCTORS, CUT, DEEPEST, LONGEST, QUOTED, Expression, Mixture, Pattern, shortened
+from ..core import CONSTRUCTORS, CUT, DEEPEST, LONGEST, QUOTED, Expression, Mixture, Pattern, advises, shortened
 
 _METHODS = ("after", "per_document")
 _PREFIX = "masks."
@@ -25,6 +25,7 @@ _WORDS = re.compile(rf"{_STRINGS}|[A-Za-z_]\w*|(\d[\w.]*)|([(\[])|([)\]])", re.A
 _INTEGER = re.compile(r"\d+(_\d+)*", re.ASCII)
 
 
+@advises()
 def parse(text: str) -> Pattern | Mixture:
     """The pattern or mixture that an expression such as `longnet([2048, 4096], [1, 2]) & causal()` names.
 

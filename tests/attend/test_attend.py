@@ -73,6 +73,27 @@ def test_bad_tensors(given, error, says):
     refused(error, says, *given, PATTERN)
 
 
+def test_more_heads_than_models_have_are_likely_to_be_tokens():
+    """It warns: some pack a batch into the heads."""
+    q, k, v = (x.transpose(1, 2) for x in tensors(N=300, M=300))
+    with pytest.warns(UserWarning, match=r"q has 300 heads of 4 tokens, .* as x\.transpose\(1, 2\)"):
+        fd.attend(q, k, v, PATTERN)
+    q, k, v = tensors(H=300, G=300, N=300, M=300, D=1)
+    fd.attend(q, k, v, PATTERN)  # as many tokens
+
+
+def test_few_causal_queries_say_where_they_are():
+    """q_offset=0 is the answer None has elsewhere; what is not causal, and more queries, need none."""
+    q, k, v = tensors(N=3, dtype=torch.float64)
+    with pytest.raises(ValueError, match="write q_offset=9 for the last tokens, or q_offset=0 for the first"):
+        fd.attend(q, k, v, PATTERN & masks.causal())
+    first = fd.attend(q, k, v, PATTERN & masks.causal(), q_offset=0)
+    assert_close(first, fd.attend(q, k[:, :, :3], v[:, :, :3], PATTERN & masks.causal()), **TIGHT)
+    for pattern in (PATTERN, masks.prefix_lm(2), masks.local_window(left=2, right=1)):
+        assert_close(fd.attend(q, k, v, pattern), fd.attend(q, k, v, pattern, q_offset=0), rtol=0, atol=0)
+    fd.attend(k, q, q, masks.causal())
+
+
 def test_sparse_tensors_are_refused():
     q, k, v = tensors()
     with pytest.raises(ValueError, match=r"q must be a dense tensor, such as q\.to_dense\(\)"):

@@ -164,10 +164,10 @@ def test_blocks_layouts_self_attention_and_more_queries_are_planned() -> None:
     """What asks for blocks or an order of tokens gets them; and self-attention, whose sizes come again, has a plan."""
     few, same, more = drawn(MOST_ROWS, 40), drawn(MOST_ROWS, MOST_ROWS), drawn(MOST_ROWS + 1, 40)
     for call in (
-        lambda: fd.attend(*few, LONGNET_4, block_size=8),
+        lambda: fd.attend(*few, LONGNET_4, block_size=8, q_offset=0),
         lambda: fd.attend(*same, LONGNET_4, layout=masks.Layout(MOST_ROWS, 2)),
         lambda: fd.attend(*same, LONGNET_4),
-        lambda: fd.attend(*more, LONGNET_4),
+        lambda: fd.attend(*more, LONGNET_4, q_offset=0),
     ):
         with mock.patch("flexdilated.engines.tiles._tiles_op.make_program", side_effect=RuntimeError("planned")):
             masks.cache().clear()

@@ -134,7 +134,7 @@ def test_over_many_blocks(name: str, N: int, dtype: torch.dtype):
     counts = fd.engines._reference.multiplicity(bound, CPU)
 
     def attend(q: Tensor, k: Tensor, v: Tensor):
-        return fd.attend(q, k, v, pattern, enable_gqa=True, return_lse=True)
+        return fd.attend(q, k, v, pattern, q_offset=0, enable_gqa=True, return_lse=True)
 
     queries = ~(counts > 0).any(3).expand(2, 2, N)
     keys = ~(counts > 0).any(2).any(1, keepdim=True).expand(2, 1, M)

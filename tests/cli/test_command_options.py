@@ -151,6 +151,17 @@ def test_bad_values_end_in_a_status(command: str, data, capsys) -> None:
     assert status != 2 or ("error: " in said and printed == "[]")
 
 
+@pytest.mark.parametrize(
+    ("name", "meant"),
+    [("plot", "did you mean show? "), ("shwo", "did you mean show? "), ("help", "did you mean --help? "), ("x", "")],
+)
+def test_unknown_commands_name_those_there_are(name: str, meant: str, capsys) -> None:
+    assert main([name, "causal()", "-n", "16"]) == 2
+    said = capsys.readouterr().err
+    commands = "show, explain, plan, check, tune, demo, doctor"
+    assert said.endswith(f"error: no command is called {name!r}: {meant}There are {commands}\n")
+
+
 def test_unknown_options_name_the_command(capsys) -> None:
     with pytest.raises(SystemExit, match="2"):
         main(["plan", "causal()", "--colour", "never"])

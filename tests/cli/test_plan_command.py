@@ -155,7 +155,7 @@ def test_fd_plan_takes_run_time_tensors_of_one_entry() -> None:
 @pytest.mark.parametrize(
     ("options", "error", "says"),
     [
-        ({"num_tokens": 0}, ValueError, "num_queries must be at least 1"),
+        ({"num_tokens": 0}, ValueError, "num_tokens must be at least 1"),
         ({"num_heads": 0}, ValueError, "num_heads must be at least 1"),
         ({"num_heads": 8, "num_kv_heads": 3}, ValueError, "num_kv_heads must divide num_heads; got 3 and 8"),
         ({"head_dim": 0}, ValueError, "head_dim must be at least 1"),

@@ -81,6 +81,16 @@ def test_any_padding_mask_is_torchs(batch_first, batch, num_keys):
     assert_same_function(ours, torchs, tensors, padding=added)
 
 
+def test_many_sequences_of_few_tokens_are_likely_to_be_swapped():
+    """It warns: they may be meant."""
+    x = torch.randn(2, 300, 16)
+    with pytest.warns(UserWarning, match=r"query has 2 tokens in each of 300 batch entries.* need batch_first=True"):
+        fd.MultiheadDilatedAttention(16, 4, [8], [1])(x, x, x)
+    fd.MultiheadDilatedAttention(16, 4, [8], [1], batch_first=True)(x, x, x)
+    few = x[:, :64]
+    fd.MultiheadDilatedAttention(16, 4, [8], [1])(few, few, few)
+
+
 def test_padding_with_branches_and_causal_order():
     """A key that is left out is out of every branch; a query without any gets zeros into its projection."""
     segments, rates = (3, 8, 64), (1, 2, 3)

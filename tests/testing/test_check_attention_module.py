@@ -284,6 +284,16 @@ def test_a_report_fits_the_page() -> None:
     assert text.endswith("\nand another\n... and 33 more lines")
 
 
+def test_a_module_with_projections_is_told_how_it_was_called() -> None:
+    report = examine_attention_module(
+        lambda: fd.MultiheadDilatedAttention(32, 4, [8], [1], batch_first=True),
+        masks.longnet([8], [1]),
+        checks=["agreement"],
+    )
+    assert "got (2, 4, 1, 8); called with q, k and v of (batch, heads, tokens, head dim)" in report["agreement"].detail
+    assert "takes calls=testing.Calls(layout='BNE')" in report["agreement"].detail
+
+
 @pytest.mark.parametrize("given", [{"seed": "x"}, {"dtype": torch.int64}, {"dtype": "float32"}])
 def test_settings_of_the_wrong_kind(given) -> None:
     with pytest.raises(TypeError, match=f"^{next(iter(given))} must be"):

@@ -12,12 +12,13 @@ import torch
 from jaxtyping import Int64
 from torch import Tensor
 
-from ...masks.core import Ranges, require_choice, require_int
+from ...masks.core import Ranges, advises, require_choice, require_int
 
 Order = Literal["contiguous", "zigzag"]
 _ORDERS: tuple[Order, ...] = get_args(Order)
 
 
+@advises()
 @dataclass(frozen=True)
 class Sharding:
     """The positions 0 ... num_tokens - 1, each held by one of num_ranks ranks.

@@ -10,7 +10,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from ..._validate import check_tensors
 from ...engines import own_op
-from ...masks.core import Ranges, require_int
+from ...masks.core import Ranges, advises, require_int
 from ._agreement import check_agreement, check_device
 from ._messages import Message, post
 from ._ranks import Ranks, group_of
@@ -19,6 +19,7 @@ from ._sharding import Sharding
 # B batch, H query heads, G key/value heads, L tokens of this rank's shard, D head dim
 
 
+@advises()
 def shard(x: Tensor, mesh: DeviceMesh, sharding: Sharding | None = None, *, dim: int = 2) -> Tensor:
     """This rank's tokens of x, a copy: x must be the same on all ranks, with all N tokens along dim. Nothing is sent.
 
@@ -39,6 +40,7 @@ def shard(x: Tensor, mesh: DeviceMesh, sharding: Sharding | None = None, *, dim:
     return torch.cat([x.narrow(dim, run.start, len(run)) for run in runs], dim)
 
 
+@advises()
 def unshard(x: Tensor, mesh: DeviceMesh, sharding: Sharding | None = None, *, dim: int = 2) -> Tensor:
     """All N tokens in the order of their positions, on every rank, from each rank's shard x, L tokens along dim.
 

@@ -9,6 +9,7 @@ from typing import Any, NoReturn
 from torch import nn
 
 from ...masks import Mixture, Pattern
+from ...masks.core import advises, instead_of_pattern
 from ...masks.patterns import names
 from . import _timm, _torch, _x_transformers
 from ._found import Found, Left, Replaced, Report
@@ -24,6 +25,7 @@ _LOOKED_FOR = (
 _NAMED_SO = re.compile("Attention|Attn")
 
 
+@advises(how="write fd.convert(model, pattern)")
 def convert(model: nn.Module, pattern: Expression | Chosen | None) -> Report:
     """Let the attention modules of a model attend by a pattern, in place; None gives them their own attention back.
 
@@ -58,10 +60,11 @@ def convert(model: nn.Module, pattern: Expression | Chosen | None) -> Report:
     >>> fd.convert(model, vit)  # doctest: +SKIP
     """
     if not isinstance(model, nn.Module):
-        raise TypeError(f"model must be a torch.nn.Module; got {type(model).__name__}")
+        raise TypeError(f"convert takes (model, pattern), where model is a torch.nn.Module; got {type(model).__name__}")
     if not (pattern is None or isinstance(pattern, Expression) or callable(pattern)):
         raise TypeError(
-            f"pattern must be a pattern, a function (name, module) -> pattern or None, or None; got {pattern!r}"
+            f"pattern must be a pattern, a function (name, module) -> pattern or None, or None; got {pattern!r:.80}"
+            f"{instead_of_pattern(pattern)}"
         )
     found = _attentions(model)
     chosen = [_choice(each, pattern) for each in found]

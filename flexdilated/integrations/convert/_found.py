@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING, NoReturn
 
 from tabulate import tabulate
 from torch import nn
@@ -66,12 +67,24 @@ class Left:
     reason: str
 
 
+_IN_PLACE = "convert(model, pattern) changes the model in place, so go on with the model"
+
+
 @dataclass(frozen=True)
 class Report:
     """What `convert` replaced and what it left, in the order of `model.named_modules()`; printed as two tables."""
 
     replaced: tuple[Replaced, ...]
     left: tuple[Left, ...]
+
+    def __call__(self, *args: object, **named: object) -> NoReturn:
+        """Raise TypeError: it is no model."""
+        raise TypeError(f"a report of convert is no model: {_IN_PLACE}")
+
+    if not TYPE_CHECKING:  # a checker is to find names that are not there
+
+        def __getattr__(self, name: str) -> NoReturn:
+            raise AttributeError(f"a report of convert has no {name}: {_IN_PLACE}")
 
     def __str__(self) -> str:
         done = [(each.name, each.kind, each.num_heads, shortened(repr(each.pattern))) for each in self.replaced]

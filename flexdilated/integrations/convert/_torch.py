@@ -44,8 +44,8 @@ class MultiheadAttention(MultiheadProjections, Converted):
             pattern = with_causal_mask(pattern, attn_mask, (q.shape[2], k.shape[2]))
         elif is_causal:
             pattern = pattern & causal()
-        pattern = without_padding(pattern, key_padding_mask, self.key_shape(key))
-        return self.joined(attend(q, k, v, pattern), query.dim()), None
+        pattern = without_padding(pattern, key_padding_mask, self.key_shape(key), batch_first=self.batch_first)
+        return self.joined(attend(q, k, v, pattern, q_offset=0), query.dim()), None
 
 
 class TransformerEncoder(Converted):

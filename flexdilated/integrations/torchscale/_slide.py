@@ -95,6 +95,11 @@ class SlideEncoder(nn.Module):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
+        if not isinstance(config, SlideEncoderConfig | None):
+            raise TypeError(
+                "config must be a SlideEncoderConfig or None; SlideEncoder.from_checkpoint(torch.load(path)) takes "
+                f"weights; got {type(config).__name__}"
+            )
         self.config = config = SlideEncoderConfig() if config is None else config
         how: dict[str, Any] = {"device": device, "dtype": dtype}
         E = config.encoder.embed_dim

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from jaxtyping import Bool, Float, Int64
@@ -17,6 +17,7 @@ from ..._attend import attend
 from ..._validate import position
 from ...engines import ScoreMod
 from ...masks import Mixture, Pattern, documents, every, visible_keys
+from ...masks.core import advises
 from ...masks.patterns import names
 from ...selection import SelectedAttention
 from ._cache import Given, given_of, hand_on
@@ -27,10 +28,13 @@ from ._served import KEEP, dropout_remedy, dropout_settings, require_served
 
 # B batch entries, H query heads, G key/value heads, N queries, M keys, D head dim, L positions
 
+_Model = TypeVar("_Model", bound=nn.Module)
+
 _PADDING, _UNPADDED = "padding", "unpadded"
 _HIDDEN = -1e4  # what models add to the scores of hidden keys, or less
 
 
+@advises()
 def register(name: str = "flexdilated") -> None:
     """Make this library's attention an `attn_implementation` of transformers, under this name; `set_pattern` does too.
 
@@ -45,10 +49,11 @@ def register(name: str = "flexdilated") -> None:
     keep_refusals()
 
 
+@advises(how="write set_pattern(model, pattern)")
 def set_pattern(
-    model: nn.Module, pattern: Patterns | None = None, *, compose: str = "and", name: str = "flexdilated"
-) -> None:
-    """Give the attention layers of a model patterns, and let this library compute attention.
+    model: _Model, pattern: Patterns | None = None, *, compose: str = "and", name: str = "flexdilated"
+) -> _Model:
+    """Give the attention layers of a model patterns, in place, and let this library compute attention; the same model.
 
     model: a `PreTrainedModel`, or a module around one, as PEFT's are.
     pattern: one for all layers; or a mapping from the number of a layer, counted over the attention layers in the order
@@ -75,6 +80,7 @@ def set_pattern(
         raise TypeError(
             "set_pattern takes (model, pattern), where model is a PreTrainedModel of transformers or holds one; got "
             f"{type(model).__name__}"
+            + (": fd.convert(model, pattern) takes it" if isinstance(model, nn.Module) else "")
         )
     layers, chosen, compose = choose(inner, pattern, compose)
     require_served(inner, layers)
@@ -82,6 +88,7 @@ def set_pattern(
     inner.set_attn_implementation(name)
     give(inner, layers, chosen, compose, name)
     watch_packing(inner)
+    return model
 
 
 @dataclass(eq=False)

@@ -12,7 +12,7 @@ from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from ...masks import Mixture, Pattern, from_json, to_json
-from ...masks.core import require_choice
+from ...masks.core import advises, require_choice
 from ...masks.patterns import names
 from ...selection import SelectedAttention
 
@@ -26,6 +26,7 @@ _OWN = "_flexdilated_pattern"
 _COMPOSE = ("and", "replace")
 
 
+@advises()
 def attention_layers(model: nn.Module) -> list[nn.Module]:
     """The modules of a model that ask transformers' registry for their attention function, in order."""
     return [module for module in model.modules() if _REGISTRY in unwrap(type(module).forward).__code__.co_names]

@@ -13,7 +13,7 @@ from ..._validate import check_tensors
 from ...engines import sum_dtype
 from ...masks import causal as causal_pattern
 from ...masks import chunked, every, selected_blocks
-from ...masks.core import require_bool, require_int
+from ...masks.core import advises, require_bool, require_int
 from .._choose import TopK
 from .._selector import BlockSelector
 from ._windows import WindowsBefore
@@ -21,6 +21,7 @@ from ._windows import WindowsBefore
 # B batch, H query heads, G key/value heads, N queries, M keys, D head dim
 
 
+@advises()
 class CoarseToFineAttention(nn.Module):
     """Attention to single keys of `top` blocks, and to all other blocks by their means; it has no parameters.
 

@@ -11,7 +11,7 @@ from ..._attend import attend
 from ..._validate import check_tensors, resolve_scale
 from ...engines import sum_dtype
 from ...masks import causal, local_window, selected_blocks
-from ...masks.core import require_int
+from ...masks.core import advises, require_int
 from .._choose import choose
 from ._windows import WindowsBefore
 
@@ -20,6 +20,7 @@ from ._windows import WindowsBefore
 _AT_ONCE = 1 << 22  # scores of compressed keys
 
 
+@advises()
 class NativeSparseAttention(nn.Module):
     """NSA: sigmoid gates weigh attention to compressed keys, to the blocks that it points to, and to a window.
 

@@ -7,7 +7,7 @@ from jaxtyping import Float, Int64
 from torch import Tensor, nn
 
 from ...masks import Pattern, causal, chunked, first_tokens
-from ...masks.core import require_choice, require_finite, require_int
+from ...masks.core import advises, require_choice, require_finite, require_int
 from .._choose import Threshold, TopK, TopP, require_share
 from .._pools import Pools
 from .._selector import BlockSelector
@@ -16,6 +16,7 @@ from .._selector import BlockSelector
 # E gate dim
 
 
+@advises()
 def moba(*, block: int = 512, top: int = 3, within: Pattern = causal()) -> BlockSelector:  # noqa: B008 (frozen)
     """Mixture of Block Attention: each query of each head reads its own block and the best of those before.
 
@@ -37,6 +38,7 @@ def moba(*, block: int = 512, top: int = 3, within: Pattern = causal()) -> Block
     return BlockSelector(block=block, choose=TopK(top - 1), within=within, always=chunked(block))
 
 
+@advises()
 def quest(*, budget: int, block: int = 16, within: Pattern = causal()) -> BlockSelector:  # noqa: B008 (frozen)
     """Quest: each query of each head reads the last page and the pages whose scores could be highest.
 
@@ -63,6 +65,7 @@ def quest(*, budget: int, block: int = 16, within: Pattern = causal()) -> BlockS
     return BlockSelector(block=block, scorer="minmax", choose=choose, within=within, always=chunked(block))
 
 
+@advises()
 def xattention(
     *,
     most: int,
@@ -107,6 +110,7 @@ def xattention(
     )
 
 
+@advises()
 def seer_attention(
     gate: SeerGate,
     *,
@@ -136,6 +140,7 @@ def seer_attention(
     return BlockSelector(block=gate.block, query_block=rows, scorer=gate, choose=choose, **options)
 
 
+@advises()
 def seer_attention_r(
     gate: SeerGate,
     *,
@@ -174,6 +179,7 @@ def _require_gate(gate: object, *, share: str) -> None:
 _SHARES = ("head", "group")
 
 
+@advises()
 class SeerGate(nn.Module):
     """Scores blocks of keys for rows of queries: RoPE(W_q query) · RoPE(W_k [greatest, least, mean] keys) / sqrt(dim).
 

@@ -11,7 +11,21 @@ from weakref import WeakValueDictionary
 import torch
 from torch.nn.attention.flex_attention import BlockMask
 
-from ...core import EMPTY, FULL, Bounds, Box, MaskMod, Pair, Pattern, Phrase, Reason, pattern_kind, require_int
+from ...core import (
+    EMPTY,
+    FULL,
+    Bounds,
+    Box,
+    MaskMod,
+    Pair,
+    Pattern,
+    Phrase,
+    Reason,
+    advises,
+    pattern_kind,
+    renamed,
+    require_int,
+)
 from ._function_checks import (
     Classify,
     Traits,
@@ -122,6 +136,7 @@ class Custom(Pattern):
         return _unpickle, (*self.rule.given, self.rule.period, self.head, self.rule.digest)
 
 
+@advises(keywords=renamed(fn="mask_mod function f mask_fn"), how="write masks.custom(lambda b, h, q, k: q - k < 64)")
 def custom(fn: MaskMod | BlockMask, *, classify: Classify | None = None, period: int | None = None) -> Pattern:
     """The pairs for which a FlexAttention mask_mod `fn(b, h, q, k)` is true, over positions and global heads.
 

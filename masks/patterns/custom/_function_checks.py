@@ -15,7 +15,7 @@ from torch.nn.attention.flex_attention import BlockMask, noop_mask
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 
-from ...core import EMPTY, FULL, PARTIAL
+from ...core import EMPTY, FULL, PARTIAL, instead_of_pattern
 from ._function_snapshot import snapshot
 
 _MAKER = "def make(window): return lambda b, h, q, k: q - k < window"
@@ -94,7 +94,8 @@ def require_classify(classify: object) -> types.FunctionType:
 
 def _require_function(what: str, value: object, takes: str, how: str = "") -> types.FunctionType:
     if not isinstance(value, types.FunctionType):
-        raise TypeError(f"{what} must be a plain function of {takes}{how}; got {type(value).__name__}")
+        advice = instead_of_pattern(value) if how and not callable(value) else ""
+        raise TypeError(f"{what} must be a plain function of {takes}{how}; got {type(value).__name__}{advice}")
     code = value.__code__
     variable = bool(code.co_flags & (inspect.CO_VARARGS | inspect.CO_VARKEYWORDS))
     if variable or code.co_argcount != takes.count(",") + 1 or code.co_kwonlyargcount:

@@ -10,6 +10,7 @@ from jaxtyping import Int32, Int64
 from torch import Tensor
 
 from ...core import (
+    OF_PATTERNS,
     Bounds,
     Box,
     Counts,
@@ -19,12 +20,14 @@ from ...core import (
     Pattern,
     Progression,
     Reason,
+    advises,
     clip,
     constructor,
     count_runs,
     index_dtype,
     parameters,
     pattern_kind,
+    renamed,
     require_choice,
     require_int,
 )
@@ -213,6 +216,17 @@ class Lengths(RunTime):
 
 
 @constructor
+@advises(
+    keywords={
+        **OF_PATTERNS,
+        **renamed(ids="document_ids doc_ids seq_ids segment_ids documents"),
+        **dict.fromkeys(
+            ("lengths", "cu_seqlens", "seqlens"),
+            "write masks.documents(torch.arange(len(lengths)).repeat_interleave(lengths)), lengths a tensor",
+        ),
+    },
+    how="write masks.documents(ids), the number of its document for each token",
+)
 def documents(ids: Any, *, longest: int | None = None, name: str = "documents") -> Pattern:
     """Each token sees the tokens of its own document.
 
@@ -229,6 +243,10 @@ def documents(ids: Any, *, longest: int | None = None, name: str = "documents") 
 
 
 @constructor
+@advises(
+    keywords=OF_PATTERNS | {"key_padding_mask": "write masks.visible_keys(~key_padding_mask)"},
+    how="write masks.lengths(lengths), the number of real tokens of each batch entry",
+)
 def lengths(lengths: Any, *, padding: str = "right", name: str = "lengths") -> Pattern:
     """Real tokens see each other; padding neither sees nor is seen.
 

@@ -9,7 +9,20 @@ import torch
 from jaxtyping import Bool, Int64
 from torch import Tensor
 
-from ...core import Bounds, Box, Extent, MaskMod, Pair, Pattern, Reason, constructor, pattern_kind
+from ...core import (
+    OF_PATTERNS,
+    Bounds,
+    Box,
+    Extent,
+    MaskMod,
+    Pair,
+    Pattern,
+    Reason,
+    advises,
+    constructor,
+    pattern_kind,
+    renamed,
+)
 from ._run_time import RunTime, Table, Windows, of_tensor
 
 # B batch entries, L positions
@@ -27,7 +40,7 @@ class VisibleKeys(RunTime):
         if not (tensor.dtype == torch.bool or tensor.is_floating_point()):
             raise TypeError(
                 "visible keys must be booleans, True where a key may be seen, or floats, 0 there and -inf elsewhere; "
-                f"got {tensor.dtype}"
+                f"got {tensor.dtype}: mask.bool() makes them of 0 and 1"
             )
         if tensor.dim() not in (1, 2) or tensor.shape[-1] != extent.keys:
             raise ValueError(
@@ -48,7 +61,8 @@ def _unhidden(added: Tensor) -> Tensor:
     visible = added == 0
     other = added[~(visible | (added == -torch.inf))]
     if len(other):
-        raise ValueError(f"visible keys as floats must be 0, or -inf for hidden ones; got {float(other[0])}")
+        came = f"{float(other[0])}{': mask.bool() makes booleans of 0 and 1' if other[0] == 1 else ''}"
+        raise ValueError(f"visible keys as floats must be 0, or -inf for hidden ones; got {came}")
     return visible
 
 
@@ -105,6 +119,14 @@ class KeySet(Table):
 
 
 @constructor
+@advises(
+    keywords={
+        **OF_PATTERNS,
+        **renamed(visible="mask attention_mask visible_mask"),
+        "key_padding_mask": "write masks.visible_keys(~key_padding_mask)",
+    },
+    how="write masks.visible_keys(visible), True for each key to be seen",
+)
 def visible_keys(visible: Any, *, name: str = "visible_keys") -> Pattern:
     """Each query sees the keys that are marked True.
 

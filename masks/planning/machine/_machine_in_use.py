@@ -9,6 +9,7 @@ from pathlib import Path
 
 import torch
 
+from ...core import advises
 from ._machine import ACCELERATOR, BUILTIN, CPU, Machine
 from ._machine_file import MachineKey, read_machine, stored_path
 
@@ -47,6 +48,7 @@ def machine_of(kind: str) -> Machine:
     return found
 
 
+@advises()
 def set_machine(value: Machine | str | os.PathLike[str] | None, *, device: torch.device | str = "cpu") -> None:
     """Plan with these constants, or with those of a file, on this kind of device from now on; None: as before.
 

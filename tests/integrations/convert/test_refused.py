@@ -191,7 +191,7 @@ def test_bad_arguments_change_nothing() -> None:
     ]:
         with pytest.raises(error, match=said):
             fd.convert(model, pattern)
-    with pytest.raises(TypeError, match=r"model must be a torch\.nn\.Module; got list"):
+    with pytest.raises(TypeError, match=r"model is a torch\.nn\.Module; got list"):
         fd.convert([model], WINDOW)
     with pytest.raises(ValueError, match="Linear has no attention module that convert can replace"):
         fd.convert(nn.Linear(2, 2), WINDOW)

@@ -27,7 +27,7 @@ def logits(model) -> torch.Tensor:
 
 def test_layers_by_number_and_by_function() -> None:
     model = model_of("llama")
-    set_pattern(model, {1: NARROW})
+    assert set_pattern(model, {1: NARROW}) is model
     by_number = logits(model)
     set_pattern(model, lambda layer: NARROW if layer.layer_idx == 1 else None)
     assert torch.equal(logits(model), by_number)

@@ -1,0 +1,199 @@
+"""What to write instead: for calls that a function does not take, for names that a module lacks, for no patterns."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from difflib import get_close_matches
+from functools import wraps
+from inspect import CO_VARARGS, CO_VARKEYWORDS, unwrap
+from typing import Any, NamedTuple, TypeVar
+
+from torch import Tensor
+
+_Function = TypeVar("_Function", bound=Callable[..., Any])
+
+_NEAR = 0.75  # of difflib: num_heads and heads, which differ in meaning, have 0.71
+# How a user names the rooms; the first that holds a function is its own.
+_ROOMS = {
+    "flexdilated.masks.recipes": "masks.recipes.",
+    "flexdilated.masks": "masks.",
+    **{f"flexdilated.{room}": f"fd.{room}." for room in ("distributed", "testing", "selection.recipes", "schedules")},
+    "flexdilated.integrations.transformers": "fd.integrations.transformers.",
+    "flexdilated": "fd.",
+}
+
+
+# Names by which a pattern is asked for what a function makes of it.
+_ASKED = {
+    **{name: f"write masks.{name}(pattern, num_tokens)" for name in ("describe", "layout", "plot", "show")},
+    **dict.fromkeys(("draw", "visualize", "print"), "write masks.show(pattern, num_tokens)"),
+    **dict.fromkeys(("density", "sparsity", "num_pairs", "cost"), "write masks.describe(pattern, num_tokens)"),
+    **dict.fromkeys(
+        ("block_mask", "to_block_mask", "BLOCK_SIZE"), "write masks.block_mask(pattern, num_tokens, num_heads=8)"
+    ),
+    **dict.fromkeys(("to_json", "json", "dumps", "serialize", "to_dict"), "write masks.to_json(pattern)"),
+    **dict.fromkeys(("attend", "forward", "apply"), "write fd.attend(q, k, v, pattern)"),
+    **dict.fromkeys(("to", "cuda", "cpu", "device", "dtype"), "a pattern has no device or dtype: it goes with any q"),
+    **dict.fromkeys(
+        ("to_dense", "dense", "mask", "to_mask", "matrix", "to_tensor", "numpy", "materialize", "mask_fn"),
+        "write pattern.bind(num_heads=1, num_queries=n, num_keys=n).mask_mod()(0, 0, places[:, None], places), where "
+        "places = torch.arange(n)",
+    ),
+    "causal": "write pattern & masks.causal()",
+    "explain": "write masks.explain(pattern, query=, key=)",
+    "plan": "write fd.plan(pattern, num_tokens)",
+    "snapped": "write masks.snapped(pattern)",
+}
+
+
+class _Parameters(NamedTuple):
+    """What a function takes, without the `own` first parameter, self: its names, and how it is written."""
+
+    called: str
+    path: str
+    own: int
+    placed: tuple[str, ...]
+    by_name: tuple[str, ...]
+    needed: tuple[str, ...]
+    needed_by_name: tuple[str, ...]
+    flags: int
+
+    @classmethod
+    def of(cls, function: Any) -> _Parameters:
+        plain = unwrap(function)
+        code, called = plain.__code__, plain.__qualname__.removesuffix(".__init__")
+        own = int(code.co_varnames[:1] == ("self",))
+        placed = code.co_varnames[own : code.co_argcount]
+        by_name = code.co_varnames[code.co_argcount : code.co_argcount + code.co_kwonlyargcount]
+        needed = placed[: len(placed) - len(plain.__defaults__ or ())]
+        needed_by_name = tuple(name for name in by_name if name not in (plain.__kwdefaults__ or ()))
+        room = next((room for room in _ROOMS if plain.__module__.startswith(room)), "")
+        return cls(called, _ROOMS.get(room, "") + called, own, placed, by_name, needed, needed_by_name, code.co_flags)
+
+    @property
+    def most(self) -> int:
+        """Positional arguments that it takes, self among them."""
+        return 1 << 31 if self.flags & CO_VARARGS else self.own + len(self.placed)
+
+    @property
+    def written(self) -> str:
+        return f"write {self.path}({', '.join((*self.needed, *(f'{name}=' for name in self.needed_by_name)))})"
+
+    def no_such(self, name: str, known: Mapping[str, str]) -> str:
+        names = self.placed + self.by_name
+        near = get_close_matches(name, names, 1, _NEAR)
+        meant = f"write {near[0]}=" if near else f"it takes {', '.join(names) or 'nothing'}"
+        return f"{self.called} has no {name}: {known.get(name, meant)}"
+
+    def too_many(self, args: tuple[object, ...], how: str) -> str:
+        takes = f"takes {', '.join(self.placed)} by position" if self.placed else "has no positional arguments"
+        if self.placed and self.by_name:
+            takes += f", and by name {', '.join(self.by_name)}"
+        came = f"{args[len(self.placed) :]!r:.80}{' besides' if self.placed else ''}"
+        return f"{self.called} {takes}: {how or self.written}; got {came}"
+
+    def missing(self, given: int, named: Mapping[str, object], how: str) -> str:
+        *others, last = [name for name in self.needed[given:] + self.needed_by_name if name not in named]
+        lacks = f"{', '.join(others)} and {last}" if others else last
+        return f"{self.called} needs {lacks}: {how or self.written}"
+
+
+def advises(*, keywords: Mapping[str, str] | None = None, how: str = "") -> Callable[[_Function], _Function]:
+    """Let a function, or a class, answer a call that it does not take by a TypeError that says what to write.
+
+    keywords: texts for keywords that it does not have; for others the nearest of those it has is named, or all are.
+    how: how to call it, for arguments that are missing or too many; by default the call with all that it needs. A
+    function that is advised already stays as it is.
+    """
+
+    def advising(function: Any) -> Any:
+        if isinstance(function, type):
+            function.__init__ = advising(function.__init__)
+            return function
+        if hasattr(function, "is_advised"):
+            return function
+        its = _Parameters.of(function)
+        own, most, needed, needed_by_name = its.own, its.most, its.needed, its.needed_by_name
+        names, takes_any = frozenset(its.placed + its.by_name), bool(its.flags & CO_VARKEYWORDS)
+        known = {name: text for name, text in (keywords or {}).items() if name not in names}
+
+        @wraps(function)
+        def advised(*args: Any, **named: Any) -> Any:
+            for name in named:
+                if name in known or not (takes_any or name in names):
+                    raise TypeError(its.no_such(name, known))
+            if len(args) > most:
+                raise TypeError(its.too_many(args[own:], how))
+            if needed_by_name or len(args) < own + len(needed):
+                for name in needed[len(args) - own :] + needed_by_name:
+                    if name not in named:
+                        raise TypeError(its.missing(len(args) - own, named, how))
+            return function(*args, **named)
+
+        advised.is_advised = True  # type: ignore[attr-defined]
+        return advised
+
+    return advising
+
+
+# By which other libraries know a length, heads and a width.
+LENGTH = "seq_len seqlen seq_length sequence_length max_seq_len length n N tokens num_tokens q_len Q_LEN"
+HEADS = "heads n_heads n_head nhead num_attention_heads H"
+WIDTH = "dim d_model hidden_size n_embd model_dim embed_size embedding_dim"
+
+
+# What the functions that make patterns are asked for, and have not.
+OF_PATTERNS = {
+    **dict.fromkeys(("causal", "is_causal"), "write pattern & masks.causal()"),
+    **dict.fromkeys(("num_heads", *HEADS.split()), "a pattern goes with as many heads as q has"),
+    **dict.fromkeys(LENGTH.split(), "a pattern goes with as many tokens as q and k have"),
+    **dict.fromkeys(("device", "dtype"), "a pattern has no device or dtype: it goes with any q"),
+}
+
+
+def renamed(**names: str) -> dict[str, str]:
+    """Texts for `advises`: what to write for the names, parted by spaces, by which others know each parameter."""
+    return {other: f"write {name}=" for name, others in names.items() for other in others.split()}
+
+
+def no_such_name(module: str, name: str, known: Iterable[str], elsewhere: Mapping[str, str], prefix: str) -> str:
+    """An AttributeError's text, with what the name is likely to mean: an entry of `elsewhere`, or the nearest known."""
+    near = [elsewhere[name]] if name in elsewhere else get_close_matches(name, known, 2, 0.7)
+    meant = f": write {' or '.join(f'{prefix}{each}' for each in near)}" if near else ""
+    return f"module {module!r} has no attribute {name!r}{meant}"
+
+
+def no_such_attribute(kind: str, name: str) -> str:
+    """An AttributeError's text, with the function that makes of a pattern what the name asks for."""
+    return f"{kind!r} object has no attribute {name!r}" + (f": {_ASKED[name]}" if name in _ASKED else "")
+
+
+def no_operand(operator: str, value: object) -> str:
+    """A TypeError's text for what no operator joins with a pattern."""
+    sums = ": sum(patterns[1:], patterns[0]) adds up a list" if operator == "+" and value == 0 else ""
+    return f"{operator} takes patterns; got {type(value).__name__}{sums or instead_of_pattern(value)}"
+
+
+def instead_of_pattern(value: object) -> str:
+    """The end of an error: what to write for other ways to say who attends to whom."""
+    if hasattr(getattr(value, "pattern", None), "branches"):
+        return ": give its .pattern"
+    if type(value).__name__ == "Layout":
+        return ": it goes into layout=, beside a pattern"
+    if value is None:
+        return ": masks.every() is dense attention"
+    if isinstance(value, bool):
+        return ": masks.every() allows all pairs, and ~masks.every() none"
+    if isinstance(value, str):
+        return ": masks.parse reads a pattern from text, as masks.parse('causal()')"
+    if isinstance(value, list | tuple):
+        return ": join patterns by `|`, `&` or `+`, or give one to each head by masks.per_head(patterns)"
+    if type(value).__name__ == "BlockMask":
+        return ": give it to masks.custom, which reads its function, as masks.custom(block_mask)"
+    if isinstance(value, Tensor) or type(value).__name__ == "ndarray":
+        return ": give masks.custom a function that reads it as a tensor, masks.custom(lambda b, h, q, k: mask[q, k])"
+    if not callable(value) or isinstance(value, type):
+        return ""
+    if getattr(value, "__module__", "").startswith("flexdilated.masks"):
+        return f": call it, as masks.{getattr(value, '__name__', '')}(...)"
+    return ": give it to masks.custom, as masks.custom(fn)"

@@ -1,0 +1,58 @@
+"""Wrong calls of public functions and classes are answered by what to write."""
+
+import inspect
+from typing import Any
+
+import pytest
+
+import flexdilated as fd
+from flexdilated import masks
+
+# Made by the library, or called without arguments.
+_MADE_HERE = {"Bound", "Layout", "Machine", "BlockRates", "Mixture", "Pattern", "Selection"}
+_BARE = {"cache", "compilations", "machine", "stats"}
+ROOMS = {"fd": fd, "masks": masks, "masks.recipes": masks.recipes, "fd.selection.recipes": fd.selection.recipes}
+CALLED = {
+    f"{room}.{name}": value
+    for room, module in ROOMS.items()
+    for name in module.__all__
+    if callable(value := getattr(module, name)) and name not in _MADE_HERE | _BARE
+}
+
+
+@pytest.mark.parametrize("name", CALLED)
+def test_an_unknown_keyword_is_answered(name: str) -> None:
+    with pytest.raises(TypeError, match=r"has no no_such_option: (it takes|write) |^LongNet needs config: "):
+        CALLED[name](no_such_option=1)
+
+
+@pytest.mark.parametrize("name", CALLED)
+def test_missing_arguments_are_named_with_a_call_that_has_them(name: str) -> None:
+    function: Any = CALLED[name]
+    parameters = inspect.signature(function).parameters.values()
+    needed = [
+        each.name
+        for each in parameters
+        if each.default is each.empty and each.kind not in (each.VAR_KEYWORD, each.VAR_POSITIONAL)
+    ]
+    if not needed:
+        return
+    with pytest.raises(TypeError) as caught:
+        function()
+    lacks, _, write = str(caught.value).partition(": ")
+    *others, last = needed
+    assert lacks.endswith(f"needs {', '.join(others)} and {last}" if others else f"needs {last}")
+    assert "(" in write
+
+
+def test_the_nearest_keyword_is_named() -> None:
+    with pytest.raises(TypeError, match=r"^longnet has no segment_lenghts: write segment_lengths=$"):
+        masks.longnet(segment_lenghts=[8], dilation_rates=[1])  # pyright: ignore[reportCallIssue]
+
+
+def test_names_of_other_libraries_do_not_hide_parameters() -> None:
+    """`heads` is what others call num_heads, and an option of LongNetConfig."""
+    with pytest.raises(ValueError, match="heads must be one of 'all', 'grouped'; got heads=4"):
+        masks.longnet([8], [1], heads=4)  # pyright: ignore[reportArgumentType]
+    sizes = {"vocab_size": 8, "embed_dim": 8, "depth": 1, "num_heads": 2}
+    assert fd.LongNetConfig(**sizes, segment_lengths=[8], dilation_rates=[1], heads="grouped").heads == "grouped"
