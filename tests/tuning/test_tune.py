@@ -102,7 +102,9 @@ def test_every_way_is_measured_and_predicted(pattern, backward):
     names = [name for name, _, _ in found]
     assert len(set(names)) == len(names)
     if pattern is MIXTURE:
-        assert {"branch 1: compact", "branch 1: natural", "branch 2: compact", "nested"} <= {name.partition(",")[0] for name in names}
+        assert {"branch 1: compact", "branch 1: natural", "branch 2: compact", "nested"} <= {
+            name.partition(",")[0] for name in names
+        }
         assert any(name.startswith(BRANCH_BY_BRANCH) for name in names)
     if pattern is WINDOW:
         assert set(names) == {"masked", "natural", "natural, blocks of 64", "natural, blocks of 256"}
