@@ -113,7 +113,7 @@ def options_of(
 
 def _under_mask(options: Sequence[Option], bound: Bound, allowed: Allowed) -> list[Option]:
     """One more way, under a mask, for a branch that is no single kernel call without one."""
-    if not takes_mask(bound, allowed) or any(len(each.terms) == 1 and not _is_listed(each) for each in options):
+    if not takes_mask(*_sizes(bound), allowed) or any(len(each.terms) == 1 and not _is_listed(each) for each in options):
         return []
     first = options[0]
     return [masked_option(first.branch, first.multiplicity, bound, first.machine, first.given, first.operands)]
@@ -145,11 +145,14 @@ def masked_option(pattern: Expression, times: int, bound: Bound, *costs: Any) ->
     return Option(pattern, times, "masked", (masked_term(pattern, times, bound),), *costs)
 
 
-def takes_mask(bound: Bound, allowed: Allowed) -> bool:
+def takes_mask(num_heads: int, num_queries: int, num_keys: int, allowed: Allowed = ANYTHING) -> bool:
     """Whether all pairs are few enough for a mask."""
-    pairs = bound.num_heads * bound.num_queries * bound.num_keys
     offered = allowed.masks and allowed.key_weights and not allowed.lists_only
-    return offered and pairs <= _MOST_MASKED_PAIRS
+    return offered and num_heads * num_queries * num_keys <= _MOST_MASKED_PAIRS
+
+
+def _sizes(bound: Bound) -> tuple[int, int, int]:
+    return bound.num_heads, bound.num_queries, bound.num_keys
 
 
 def in_blocks_of(option: Option, side: int) -> Option:
@@ -286,7 +289,7 @@ class Candidates:
         ways = tuple(options_of(branch, times, bound, machine, allowed, operands) for branch, times in branches.items())
         cheapest = {branch: options[0] for branch, options in zip(branches, ways, strict=True)}
         together = [nested_option(cheapest, bound, machine, allowed, operands)]
-        if len(branches) > 1 and takes_mask(bound, allowed):
+        if len(branches) > 1 and takes_mask(*_sizes(bound), allowed):
             together.append(masked_option(bound.pattern, 1, bound, machine, Layout(bound.num_queries), operands))
         found = [option for option in together if option is not None]
         return cls(ways, _in_order(found))

@@ -274,8 +274,8 @@ def _programs(
     if packed is not None:
         key, groups = packed
     else:
-        hides = kind == "cpu" and choice is None and not key.placement and not takes_mask(key.bound(rule), ANYTHING)
-        apart = without_scattered_keys(rule) if hides else None
+        many = not takes_mask(key.num_heads, key.num_queries, key.num_keys)
+        apart = without_scattered_keys(rule) if many and kind == "cpu" and not (choice or key.placement) else None
         if apart is not None:
             rule, allowed = apart[0], _NO_WEIGHTS
             visible = apart[1].rows[:, key.k_offset : key.k_offset + key.num_keys]
