@@ -113,7 +113,8 @@ def options_of(
 
 def _under_mask(options: Sequence[Option], bound: Bound, allowed: Allowed) -> list[Option]:
     """One more way, under a mask, for a branch that is no single kernel call without one."""
-    if not takes_mask(*_sizes(bound), allowed) or any(len(each.terms) == 1 and not _is_listed(each) for each in options):
+    plainly = any(len(each.terms) == 1 and not _is_listed(each) for each in options)
+    if plainly or not takes_mask(*_sizes(bound), allowed):
         return []
     first = options[0]
     return [masked_option(first.branch, first.multiplicity, bound, first.machine, first.given, first.operands)]

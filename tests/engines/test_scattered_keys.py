@@ -81,6 +81,14 @@ def test_half_precision(pattern, dtype):
     torch.testing.assert_close(found, exact, rtol=0, atol=4 * torch.finfo(dtype).eps)
 
 
+@pytest.mark.parametrize("rate", [2, 64])
+def test_tokens_in_another_order(rate):
+    x, visible, order = torch.randn(3, 2, 1, TOKENS, 8), torch.rand(2, TOKENS) < 0.5, masks.Layout(TOKENS, rate)
+    rule = (masks.local_window(left=100, right=0) | masks.strided(64) & masks.causal()) & masks.visible_keys(visible)
+    found = order.invert(fd.attend(*order.apply(x), rule, layout=order))
+    torch.testing.assert_close(found, fd.attend(*x, rule), rtol=1e-4, atol=1e-5)
+
+
 def test_new_keys_need_no_new_program(monkeypatch):
     made = Mock(wraps=_tiles_op.make_program)
     monkeypatch.setattr(_tiles_op, "make_program", made)

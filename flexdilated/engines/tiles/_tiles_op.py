@@ -278,7 +278,8 @@ def _programs(
         apart = without_scattered_keys(rule) if many and kind == "cpu" and not (choice or key.placement) else None
         if apart is not None:
             rule, allowed = apart[0], _NO_WEIGHTS
-            visible = apart[1].rows[:, key.k_offset : key.k_offset + key.num_keys]
+            rows = apart[1].rows[:, key.k_offset : key.k_offset + key.num_keys]
+            visible = Layout(key.num_keys, key.rate).apply(rows, dim=1)
         groups = [(Some(rows), of_rows) for rows, of_rows in alike(rule, batch)]
     found = []
     for entries, each in groups:
