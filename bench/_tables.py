@@ -142,6 +142,7 @@ def lengths(document: Document) -> str:
         f"the {found['steps_that_nowhere_compile']} steps that nowhere compile": lambda each: seconds(
             each[1]["seconds_of_steps_that_nowhere_compile"]
         ),
+        "these again": lambda each: seconds(each[1]["seconds_of_these_again"]),
     }
     name = before(":")(document["rows"][0])
     return f"{table(found['ways'].items(), columns)}\n\n{name}: {condition(document)}"

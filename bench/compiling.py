@@ -4,7 +4,7 @@ import os
 import subprocess
 import sys
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import compress
 from random import Random
@@ -70,9 +70,13 @@ class Layer(nn.Module):
 
 @dataclass(frozen=True)
 class Steps:
-    """What came of a way to deal with lengths: seconds of each step, and whether it compiled something."""
+    """What came of a way to deal with lengths: seconds of each step, and whether it compiled something.
+
+    again: seconds of the same steps once more, when every length is known.
+    """
 
     seconds: tuple[float, ...]
+    again: tuple[float, ...]
     compiled: tuple[bool, ...]
     compilations: int
     not_compiled: int
@@ -101,7 +105,8 @@ def changing_lengths(
 
     The ways take turns in one process, which starts with nothing compiled and no plan. Padding is on the right,
     where a causal pattern needs no mask. A step is a forward and a backward; checks are not timed. Of the ways to
-    pad, the last row takes the faster one. Its bound says that a plan for a new length costs half a step at most.
+    pad, the last rows take the faster one. A bound of 1.5 says that a plan for a new length costs half a step at most;
+    the last row is of the same steps once more, which need no plan.
     """
     name = f"{spec.label}, {lengths.num_lengths} random lengths, compiled training step"
     found: dict[str, Steps] = run_apart(_steps, spec, lengths, backend)
@@ -111,38 +116,47 @@ def changing_lengths(
             "compilations": steps.compilations,
             "seconds_of_all_steps": sum(steps.seconds),
             "seconds_of_steps_that_nowhere_compile": sum(compress(steps.seconds, ready)),
+            "seconds_of_these_again": sum(compress(steps.again, ready)),
         }
         for way, steps in found.items()
     }
     drawn, (dynamic, *_) = lengths.drawn(), found.values()
-    later = [Timing(way, tuple(compress(steps.seconds, ready))) for way, steps in found.items()]
-    best = min(later, key=lambda timing: sum(timing.seconds))
-    slower = sum(later[0].seconds) / sum(best.seconds) if any(ready) else torch.nan
     detail = {"lengths": drawn, "steps_that_nowhere_compile": sum(ready), "ways": ways}
     bound, left = at_most(len(set(map(power_of_two, drawn)))), sum(steps.not_compiled for steps in found.values())
     return [
         Row(f"{name}: compilations, at most one a power of two", bound, dynamic.compilations, detail=detail),
         Row(f"{name}: graph breaks and frames left to eager", at_most(0), left, detail=dynamic.detail),
-        Row(
+        _beside_padded(
             f"{name}: once compiled, time of steps of ever new lengths over that of padded ones",
-            at_most(1.5),
-            slower,
-            (later[0], best) if any(ready) else (),
+            {way: compress(steps.seconds, ready) for way, steps in found.items()},
+        ),
+        _beside_padded(
+            f"{name}: the same steps once more, over padded ones",
+            {way: compress(steps.again, ready) for way, steps in found.items()},
         ),
     ]
 
 
+def _beside_padded(what: str, steps: Mapping[str, Iterable[float]]) -> Row:
+    """The first way over the fastest of all."""
+    first, *others = (Timing(way, tuple(seconds)) for way, seconds in steps.items())
+    if not first.seconds:
+        return Row(what, at_most(1.5), torch.nan)
+    best = min((first, *others), key=lambda timing: sum(timing.seconds))
+    return Row(what, at_most(1.5), sum(first.seconds) / sum(best.seconds), (first, best))
+
+
 def _steps(spec: LongNet, lengths: Lengths, backend: str) -> dict[str, Steps]:
-    """A step of each way in turn at each length, raised as the way has it."""
+    """A step of each way in turn at each length, raised as the way has it; then all of them again."""
     with TemporaryDirectory() as folder:
         os.environ["TORCHINDUCTOR_CACHE_DIR"] = folder
         runs = {way: _Run(spec, lengths, backend, way) for way in WAYS}
         order = list(runs)
-        for length in lengths.drawn():
+        for length in 2 * lengths.drawn():
             for way in order:
                 runs[way].step(length)
             order.append(order.pop(0))
-    return {way: run.steps() for way, run in runs.items()}
+    return {way: run.steps(lengths.num_lengths) for way, run in runs.items()}
 
 
 class _Run:
@@ -182,10 +196,13 @@ class _Run:
             _check(self.layer, x, loss)
         self.optimizer.step()
 
-    def steps(self) -> Steps:
+    def steps(self, number: int) -> Steps:
+        """Of so many steps, which were all taken twice."""
+        seconds, again = tuple(self.seconds[:number]), tuple(self.seconds[number:])
+        compiled = tuple(map(bool, self.graphs[:number]))
         left = self.breaks.total() + self.frames["total"] - self.frames["ok"]
         detail = {"graph_breaks": dict(self.breaks), "frames": dict(self.frames)}
-        return Steps(tuple(self.seconds), tuple(map(bool, self.graphs)), sum(self.graphs), left, detail)
+        return Steps(seconds, again, compiled, sum(self.graphs), left, detail)
 
 
 def _check(layer: Layer, x: Tensor, loss: Tensor) -> None:

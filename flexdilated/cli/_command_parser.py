@@ -56,7 +56,8 @@ class CommandParser(argparse.ArgumentParser):
         """Raises UsageError for arguments that do not go together; others that are wrong end with the usage."""
         found, rest = super().parse_known_args(args, namespace)
         if rest:
-            self.error(f"unrecognized arguments: {' '.join(rest)}")
+            options = ", ".join(shown for shown in self._shown.values() if shown.startswith("--"))
+            self.error(f"unrecognized arguments: {' '.join(rest)}" + (f"; there are {options}" if options else ""))
         given = [name for name in self.relations if hasattr(found, name)]
         for name, value in self._unless_given.items():
             if name not in given:

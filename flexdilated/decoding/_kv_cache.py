@@ -28,6 +28,10 @@ _ADDS = "cache.attend(q, k, v) appends the new tokens and attends, cache.append(
 _ASKED = {
     **dict.fromkeys(("update", "forward", "step", "decode"), _ADDS),
     **dict.fromkeys(("get_seq_length", "seq_len", "length", "size"), "cache.num_tokens is the number of tokens seen"),
+    **dict.fromkeys(
+        ("is_compileable", "layers", "max_cache_len", "get_max_cache_shape", "is_initialized", "get_mask_sizes"),
+        "for models of transformers there is fd.integrations.transformers.FlexdilatedCache(model.config)",
+    ),
     **dict.fromkeys(("clear", "empty"), "cache.reset() forgets all tokens"),
     **dict.fromkeys(("keys", "values", "k", "v", "key_cache"), "cache.held() is (positions, keys, values)"),
 }

@@ -191,6 +191,9 @@ def instead_of_pattern(value: object) -> str:
     if type(value).__name__ == "BlockMask":
         return ": give it to masks.custom, which reads its function, as masks.custom(block_mask)"
     if isinstance(value, Tensor) or type(value).__name__ == "ndarray":
+        shape = tuple(value.shape)  # type: ignore[union-attr]
+        if len(shape) == 1 or (len(shape) == 2 and shape[0] != shape[1]):
+            return ": a mask of keys, (batch, keys), is masks.visible_keys(mask), True where a key may be seen"
         return ": give masks.custom a function that reads it as a tensor, masks.custom(lambda b, h, q, k: mask[q, k])"
     if not callable(value) or isinstance(value, type):
         return ""

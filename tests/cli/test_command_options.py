@@ -168,3 +168,9 @@ def test_unknown_options_name_the_command(capsys) -> None:
     said = capsys.readouterr().err
     assert said.startswith("usage: flexdilated plan")
     assert "--colour never" in said
+
+
+def test_unknown_options_name_those_there_are(capsys) -> None:
+    with pytest.raises(SystemExit):
+        main(["show", "causal()", "--seq-len", "16"])
+    assert "unrecognized arguments: --seq-len 16; there are --tokens, --heads" in capsys.readouterr().err

@@ -9,6 +9,12 @@ from torch import Tensor, nn
 _MOST_NAMED = 12
 
 
+def require_weights(name: str, value: object) -> None:
+    """Raise TypeError unless it maps names, as to weights."""
+    if not isinstance(value, Mapping):
+        raise TypeError(f"{name} must be what torch.load(path, weights_only=True) gives; got {type(value).__name__}")
+
+
 def load(module: nn.Module, state_dict: Mapping[str, Tensor]) -> None:
     """Load all parameters. Raises ValueError, before anything changes, naming missing, foreign and misshapen keys."""
     own = module.state_dict()

@@ -11,7 +11,7 @@ from jaxtyping import Float, Shaped
 from torch import Tensor, nn
 
 from ...masks.core import require_choice, require_int
-from ._checkpoint import load
+from ._checkpoint import load, require_weights
 from ._config import LongNetEncoderConfig
 from ._encoder import LongNetEncoder
 
@@ -120,6 +120,7 @@ class SlideEncoder(nn.Module):
 
         Raises ValueError that names all keys which are missing, foreign or of another shape.
         """
+        require_weights("checkpoint", checkpoint)
         config = SlideEncoderConfig() if config is None else config
         layers = replace(config.encoder, **{"padding": "zeros", **changes})
         model = cls(replace(config, encoder=layers))

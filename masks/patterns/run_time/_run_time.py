@@ -335,6 +335,10 @@ def integers(name: str, tensor: Tensor, dims: tuple[int, ...]) -> Tensor:
     if tensor.dtype == torch.bool or tensor.is_floating_point() or tensor.is_complex():
         raise TypeError(f"{name} must hold integers; got a tensor of {tensor.dtype}")
     if tensor.dim() not in dims:
-        shapes = " or ".join({0: "()", 1: "(tokens,)", 2: "(batch, tokens)"}[dim] for dim in dims)
-        raise ValueError(f"{name} must have shape {shapes}; got {tuple(tensor.shape)}")
+        one = "(batch,)" if 0 in dims else "(tokens,)"
+        shapes = " or ".join({0: "()", 1: one, 2: "(batch, tokens)"}[dim] for dim in dims)
+        meant = (
+            ": a mask of tokens goes into masks.visible_keys(mask.bool())" if 0 in dims and tensor.dim() == 2 else ""
+        )
+        raise ValueError(f"{name} must have shape {shapes}; got {tuple(tensor.shape)}{meant}")
     return tensor.detach().to("cpu", torch.int64)
