@@ -64,13 +64,27 @@ class TestApart:
         assert_nothing_spreads(attention(pattern, offsets), drawn, counts, value)
 
 
+@pytest.mark.parametrize("rule", [masks.causal(), masks.local_window(left=300, right=300)], ids=str)
+def test_keys_that_are_hidden_have_no_gradient(rule):
+    """Whatever the queries hold."""
+    q, k, v = (torch.randn(1, 2, 1500, 16) for _ in range(3))
+    q[:, :, 700] = torch.nan
+    visible = torch.rand(1500) < 0.6
+    k, v = k.requires_grad_(), v.requires_grad_()
+    fd.attend(q, k, v, rule & masks.visible_keys(visible)).sum().backward()
+    for grad in (k.grad, v.grad):
+        assert grad is not None
+        assert grad[:, :, ~visible].eq(0).all()
+        assert grad[:, :, visible].isnan().any()
+
+
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 @pytest.mark.parametrize(
     "pattern",
     [
         masks.causal(),
         masks.local_window(left=300, right=20) | masks.dilated_window(left=8, right=8, rate=64),
-        masks.longnet((512, 1024), (1, 2)) & masks.causal(),
+        masks.longnet((512, 1024), (1, 2), padding="zeros") & masks.causal(),
     ],
     ids=str,
 )

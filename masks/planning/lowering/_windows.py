@@ -206,10 +206,7 @@ def without_scattered_keys(pattern: Expression) -> tuple[Expression, KeySet] | N
 
     Every branch must name them. Their tables have rows of all batch entries, and nothing of the rest depends on them.
     """
-    if pattern.pads:
-        return None
-    branches = pattern.branches()
-    of_branches = [{cut.table: cut.rest for cut in _cuts(branch)} for branch in branches]
+    of_branches = [{cut.table: cut.rest for cut in _cuts(branch)} for branch in pattern.branches()]
     for table in of_branches[0]:
         if isinstance(table, KeySet) and all(table in found for found in of_branches) and table.are_scattered:
             return Mixture.of(*(found[table] for found in of_branches)), table
