@@ -9,6 +9,7 @@ from inspect import CO_VARARGS, CO_VARKEYWORDS, unwrap
 from typing import Any, NamedTuple, TypeVar
 
 from torch import Tensor
+from torch.compiler import is_compiling
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 
@@ -81,7 +82,8 @@ class _Parameters(NamedTuple):
 
     def no_such(self, name: str, known: Mapping[str, str]) -> str:
         names = self.placed + self.by_name
-        near = get_close_matches(name, names, 1, _NEAR)
+        # torch.compile, which traces this, cannot trace the search.
+        near = [] if name in known or is_compiling() else get_close_matches(name, names, 1, _NEAR)
         meant = f"write {near[0]}=" if near else f"it takes {', '.join(names) or 'nothing'}"
         return f"{self.called} has no {name}: {known.get(name, meant)}"
 

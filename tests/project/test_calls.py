@@ -4,6 +4,7 @@ import inspect
 from typing import Any
 
 import pytest
+import torch
 
 import flexdilated as fd
 from flexdilated import masks
@@ -56,3 +57,13 @@ def test_names_of_other_libraries_do_not_hide_parameters() -> None:
         masks.longnet([8], [1], heads=4)  # pyright: ignore[reportArgumentType]
     sizes = {"vocab_size": 8, "embed_dim": 8, "depth": 1, "num_heads": 2}
     assert fd.LongNetConfig(**sizes, segment_lengths=[8], dilation_rates=[1], heads="grouped").heads == "grouped"
+
+
+@pytest.mark.parametrize("keyword", ["is_causal", "scael"])
+def test_a_compiled_graph_keeps_the_text(keyword):
+    q = torch.randn(1, 2, 16, 16)
+    attend = torch.compile(
+        lambda q: fd.attend(q, q, q, masks.causal(), **{keyword: True}), fullgraph=True, backend="eager"
+    )
+    with pytest.raises(torch._dynamo.exc.Unsupported, match=f"attend has no {keyword}"):
+        attend(q)
