@@ -42,7 +42,6 @@ from ._tiles import Entries, Packed, Program, Some, as_given, make_program, rows
 _Parts = tuple[Part, ...]
 _Runs = Program | QueryRows | _Parts
 
-_NO_WEIGHTS = Allowed(key_weights=False)  # what hides keys is added to the scores in their place
 _CUDA_SLOTS_AT_ONCE = 1 << 18  # copies that fill the machine, and are small beside its memory
 
 
@@ -270,21 +269,21 @@ def _programs(
     if not bindings:
         return [(Some(slice(None)), program_of(key, None, kind, choice, operands, written=written))]
     rule = key.kept_rules(bindings)
-    packed, allowed, visible = _packed(key, rule, batch), ANYTHING, None
+    packed, visible = _packed(key, rule, batch), None
     if packed is not None:
         key, groups = packed
     else:
         many = not takes_mask(key.num_heads, key.num_queries, key.num_keys)
         apart = without_scattered_keys(rule) if many and kind == "cpu" and not (choice or key.placement) else None
         if apart is not None:
-            rule, allowed = apart[0], _NO_WEIGHTS
+            rule = apart[0]
             rows = apart[1].rows[:, key.k_offset : key.k_offset + key.num_keys]
             visible = Layout(key.num_keys, key.rate).apply(rows, dim=1)
         groups = [(Some(rows), of_rows) for rows, of_rows in alike(rule, batch)]
     found = []
     for entries, each in groups:
         own = key._replace(pattern=each.text)
-        program = program_of(own, each, kind, choice, operands, written=written, allowed=allowed)
+        program = program_of(own, each, kind, choice, operands, written=written, hides_keys=visible is not None)
         if visible is not None and isinstance(entries, Some):
             program = replace(program, visible=entries.rows_of(visible))
         found.append((entries, program))
@@ -313,15 +312,16 @@ def program_of(
     operands: Operands | None,
     *,
     written: str,
-    allowed: Allowed = ANYTHING,
+    hides_keys: bool = False,
 ) -> Program:
     """The cached program for these sizes on a kind of device; `written` is the pattern as the caller has it.
 
-    Where the caller asks for blocks of some side, few tokens get no mask in their place.
+    hides_keys: some keys will be hidden by what is added to the scores, where weights would be added otherwise.
     """
-    allowed = replace(allowed, masks=not key.block_size)
 
     def build() -> Program:
+        # Where blocks of some side are asked for, few tokens get no mask in their place.
+        allowed = Allowed(masks=not key.block_size, key_weights=not hides_keys)
         sizes = {"num_kv_heads": key.num_kv_heads, "block_size": key.block_size, **portions_on(kind)}
         if key.placement:
             planned = key.plan(rule, operands=operands)
@@ -329,5 +329,5 @@ def program_of(
         planned = plan_tiles(key.bound(rule), key.layout, kind, choice, operands, allowed=allowed)
         return make_program(planned, key.layout, **sizes)
 
-    name = ("tiles", key, kind, machine_of(kind).text, choice, operands, allowed)
+    name = ("tiles", key, kind, machine_of(kind).text, choice, operands, hides_keys)
     return cache().get(name, build, lambda program: program.nbytes, pattern=written)
