@@ -72,7 +72,7 @@ class Layer(nn.Module):
 class Steps:
     """What came of a way to deal with lengths: seconds of each step, and whether it compiled something.
 
-    again: seconds of the same steps once more, when every length is known.
+    again: seconds of a second pass over the lengths, when all of them are known.
     """
 
     seconds: tuple[float, ...]
@@ -106,7 +106,7 @@ def changing_lengths(
     The ways take turns in one process, which starts with nothing compiled and no plan. Padding is on the right,
     where a causal pattern needs no mask. A step is a forward and a backward; checks are not timed. Of the ways to
     pad, the last rows take the faster one. A bound of 1.5 says that a plan for a new length costs half a step at most;
-    the last row is of the same steps once more, which need no plan.
+    the last row is of a second pass over the lengths, which needs no plan.
     """
     name = f"{spec.label}, {lengths.num_lengths} random lengths, compiled training step"
     found: dict[str, Steps] = run_apart(_steps, spec, lengths, backend)
@@ -197,7 +197,7 @@ class _Run:
         self.optimizer.step()
 
     def steps(self, number: int) -> Steps:
-        """Of so many steps, which were all taken twice."""
+        """The result of `number` steps, each taken twice."""
         seconds, again = tuple(self.seconds[:number]), tuple(self.seconds[number:])
         compiled = tuple(map(bool, self.graphs[:number]))
         left = self.breaks.total() + self.frames["total"] - self.frames["ok"]

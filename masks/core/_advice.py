@@ -24,7 +24,7 @@ _ROOMS = {
 }
 
 
-# Names by which a pattern is asked for what a function makes of it.
+# Attributes that users look for on a pattern, and the function to call instead.
 _ASKED = {
     **{name: f"write masks.{name}(pattern, num_tokens)" for name in ("describe", "layout", "plot", "show")},
     **dict.fromkeys(("draw", "visualize", "print"), "write masks.show(pattern, num_tokens)"),

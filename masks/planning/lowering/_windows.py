@@ -202,9 +202,9 @@ def one_after_another(pattern: Expression, num_tokens: int, batch: int) -> Any:
 
 
 def without_scattered_keys(pattern: Expression) -> tuple[Expression, KeySet] | None:
-    """(the rule without them, keys of which it sees some here and there); None where it names none such.
+    """(the rule without a table of scattered keys, that table); None where no such table is a factor of all branches.
 
-    Every branch must name them. Their tables have rows of all batch entries, and nothing of the rest depends on them.
+    The table has rows of all batch entries.
     """
     of_branches = [{cut.table: cut.rest for cut in _cuts(branch)} for branch in pattern.branches()]
     for table in of_branches[0]:
