@@ -55,14 +55,15 @@ def batch_of(name: str) -> dict[str, Tensor]:
     mask = torch.ones_like(ids)
     mask[1, :2] = 0
     pixels = torch.randn(2, 3, 16, 16, generator=generator)
-    found = {"input_ids": ids, "attention_mask": mask, "pixel_values": pixels}
+    found = {"input_ids": ids, "attention_mask": mask, "pixel_values": pixels.double()}
     return found | ({"token_type_ids": (ids == IMAGE).long()} if name == "gemma3" else {})
 
 
 @pytest.mark.parametrize("name", MODELS)
 def test_whole_models_equal_sdpa(name) -> None:
     torch.manual_seed(0)
-    model, batch = MODELS[name][0](), batch_of(name)
+    # In float64: gradients of Gemma's projector reach 2,000, where float32 leaves digits to the kernels and the processor.
+    model, batch = MODELS[name][0]().double(), batch_of(name)
     found = []
     for implementation in ("sdpa", "flexdilated"):
         if implementation == "sdpa":
@@ -76,8 +77,8 @@ def test_whole_models_equal_sdpa(name) -> None:
         tokens = model.generate(**batch, max_new_tokens=6, do_sample=False)
         found.append((logits.detach(), gradients, tokens))
     (want, slopes, text), (logits, gradients, tokens) = found
-    torch.testing.assert_close(logits, want, rtol=0, atol=1e-5)
-    torch.testing.assert_close(gradients, slopes, rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(logits, want, rtol=0, atol=1e-10)
+    torch.testing.assert_close(gradients, slopes, rtol=1e-10, atol=1e-10)
     assert torch.equal(tokens, text)
 
 
