@@ -1,10 +1,14 @@
 # Every target sets up what it needs by itself, in .venv. Needed beforehand: make and Python 3.11 or newer.
 # Arguments pass through: make test ARGS="-k layout"    make demo ARGS="--steps 5"    make PYTHON=python3.13 test
 
+# Another torch has an environment of its own, of gigabytes:    make test TORCH=2.15.0
+
 PYTHON ?= python3
 ARGS ?=
+PINNED := $(shell sed -n 's/^torch==//p' constraints.txt)
+TORCH ?= $(PINNED)
 
-VENV := .venv
+VENV := .venv$(if $(filter-out $(PINNED),$(TORCH)),-$(TORCH))
 PY := $(VENV)/bin/python
 READY := $(VENV)/.ready
 TRITON := $(VENV)/triton
@@ -14,7 +18,7 @@ RELEASE := $(VENV)/release
 # Build isolation would install a torch of its own choice; `setuptools` comes from the constraints instead. Modules are compiled
 # when they are first imported: of 17,000 most never are.
 PIP := $(PY) -m pip install --no-compile
-INSTALL := $(PIP) --quiet --constraint constraints.txt --no-build-isolation
+INSTALL := $(PIP) --quiet --constraint $(VENV)/constraints.txt --no-build-isolation
 
 # The workers share the cores, so each runs torch and the C++ compiler on one thread; that the compiler has the vectors of the
 # processor is taken for granted, as building a program for each kind of them takes ten seconds.
@@ -48,8 +52,8 @@ browser:  ## Install chromium for the viewer's tests, on Debian and its like and
 test: $(VENV)/.test $(VISION)/.ready  ## Run the tests
 	$(PYTEST) $(ARGS)
 
-# Triton lies beside the other packages, where only these two processes look for it. Where there is none for this machine,
-# the tests are skipped and say so (pytest's status 5). Whether kernels are interpreted or compiled is decided when Triton is imported.
+# Triton lies beside the other packages, where only these two processes look for it, unless torch is a build for CUDA and has
+# brought its own. Where there is none for this machine, the tests are skipped and say so (pytest's status 5). Whether kernels are interpreted or compiled is decided when Triton is imported.
 test-kernels: $(VENV)/.test $(TRITON)/.ready  ## Run the kernels made for an H200 without one; all of them by ARGS=--all
 	$(KERNELS) TRITON_INTERPRET=1 $(PYTEST) tests/interpreted/test_kernels.py $(ARGS) || [ $$? -eq 5 ]
 	$(KERNELS) TRITON_INTERPRET=0 $(PYTEST) tests/interpreted/test_code.py tests/interpreted/test_program.py $(ARGS) || [ $$? -eq 5 ]
@@ -89,8 +93,8 @@ clean:  ## Remove builds and caches; .venv and demo-out/ stay
 $(TRITON)/.ready: $(READY) tests/interpreted/constraints.txt
 	rm -rf $(TRITON)
 	@mkdir -p $(TRITON)
-	@$(PIP) --quiet --no-deps --target $(TRITON) --requirement tests/interpreted/constraints.txt \
-		&& touch $@ || echo "Triton was not installed: the tests of its kernels will be skipped."
+	@{ $(PY) -c 'import triton' 2>/dev/null \
+		|| $(PIP) --quiet --no-deps --target $(TRITON) --requirement tests/interpreted/constraints.txt; } && touch $@ || echo "Triton was not installed: the tests of its kernels will be skipped."
 
 # timm and torchvision, whose import fails beside a torch without CUDA: tests/support/vision.py says what the tests do. Beside
 # them lies dilated-attention-pytorch, whose xformers would bring another torch.
@@ -117,8 +121,9 @@ $(READY): constraints.txt
 		echo "Name another one: make PYTHON=python3.13 ..."; exit 1; }
 	@echo "Setting up $(VENV): a few minutes, once."
 	$(PYTHON) -m venv --clear $(VENV)
-	$(PIP) --constraint constraints.txt torch==2.13.0
-	$(PIP) --quiet --constraint constraints.txt setuptools wheel
+	sed 's/^torch==.*/torch==$(TORCH)/' constraints.txt >$(VENV)/constraints.txt
+	$(PIP) --constraint $(VENV)/constraints.txt torch
+	$(PIP) --quiet --constraint $(VENV)/constraints.txt setuptools wheel
 	@touch $@
 
 # The second half: the project, editable, with one extra. What cannot be resolved fails in the dry run, with nothing

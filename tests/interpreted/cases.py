@@ -38,7 +38,8 @@ class Case:
     """One call of attend, forward and backward, over at least 3 x 3 blocks that end in the middle of one.
 
     text: the pattern, in the words of the catalogue and of `words`. run_time: the tensors handed over with the call.
-    rate: above 1 q, k and v come in residue order. lacks: kinds of blocks that such a pattern has none of.
+    rate: above 1 q, k and v come in residue order. block: the sides of its blocks, which attend otherwise chooses.
+    lacks: kinds of blocks that such a pattern has none of.
     """
 
     name: str
@@ -55,6 +56,7 @@ class Case:
     has_sinks: bool = False
     has_score_mod: bool = False
     rate: int = 1
+    block: int | None = None
     in_graph: bool = False
     trains: bool = True
     lacks: tuple[str, ...] = ()
@@ -86,6 +88,7 @@ class Case:
         pattern, bindings = self.pattern(), self.bindings("cuda")
         order = fd.masks.Layout(self.tokens, self.rate) if self.rate > 1 else None
         fixed: dict[str, Any] = {"enable_gqa": self.kv_heads is not None, "q_offset": self.q_offset, "layout": order}
+        fixed["block_size"] = self.block
 
         def attend(leaves: Results) -> tuple[Tensor, Tensor]:
             options = fixed | ({"bindings": bindings} if bindings else {})
@@ -106,7 +109,7 @@ class Case:
         where = {"q_offset": self.q_offset, "k_offset": 0, "head_offset": 0, "num_heads_global": None}
         options: dict[str, Any] = {"scale": None, "bindings": self.bindings("cuda"), "layout": layout}
         q, k = leaves["q"], leaves["k"]
-        call, tensors, _ = planned_call(q, k, self.pattern(), block_size=None, **options, **where)
+        call, tensors, _ = planned_call(q, k, self.pattern(), block_size=self.block, **options, **where)
         if tensors:
             return run_time_program(call, q.device, tensors, len(q), call.operands(q))
         return static_program(call, q.device, operands=call.operands(q))

@@ -1,7 +1,11 @@
-// A device "cuda:0" that is memory of the host, for CPU builds of torch. Operators copy their operands to the CPU.
+// A device "cuda:0" that is memory of the host. Operators copy their operands to the CPU, those that a build of torch for
+// CUDA has kernels for as well.
+#include <cstring>
 #include <new>
+#include <set>
 
 #include <ATen/EmptyTensor.h>
+#include <ATen/core/dispatch/Dispatcher.h>
 #include <ATen/detail/CUDAHooksInterface.h>
 #include <ATen/native/CPUFallback.h>
 #include <ATen/ops/_local_scalar_dense_native.h>
@@ -25,9 +29,13 @@ using Maybe = std::optional<T>;
 const at::Device kDevice(at::kCUDA, 0);
 const c10::Stream kStream(c10::Stream::DEFAULT, kDevice);
 
+// Behind each buffer lie bytes that are NaN as numbers of any kind: a kernel that reads beyond the end is seen.
+constexpr size_t kBehind = 1 << 18;
+
 struct Memory final : c10::Allocator {
   c10::DataPtr allocate(size_t bytes) override {
-    auto data = c10::GetCPUAllocator()->allocate(bytes);
+    auto data = c10::GetCPUAllocator()->allocate(bytes + kBehind);
+    std::memset(static_cast<char*>(data.get()) + bytes, 0xff, kBehind);
     data.unsafe_set_device(kDevice);
     return data;
   }
@@ -100,14 +108,26 @@ void any_other(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
   at::native::cpu_fallback(op, stack);
 }
 
-C10_REGISTER_GUARD_IMPL(CUDA, Guard)
-
-TORCH_LIBRARY_IMPL(_, CUDA, m) { m.fallback(torch::CppFunction::makeFromBoxedFunction<&any_other>()); }
-
-TORCH_LIBRARY_IMPL(aten, CUDA, m) {
-  c10::SetAllocator(at::kCUDA, &memory);
-  // torch has made its own hooks, those of a build without CUDA, and gives out references to them.
+void install() {
+  static Guard guard;
+  c10::impl::registerDeviceGuard(at::kCUDA, &guard);
+  c10::SetAllocator(at::kCUDA, &memory, /*priority=*/255);
+  // torch has made its own hooks and gives out references to them.
   new (const_cast<at::CUDAHooksInterface*>(&at::detail::getCUDAHooks())) Hooks();
+
+  static torch::Library every(torch::Library::IMPL, "_", c10::DispatchKey::CUDA, __FILE__, __LINE__);
+  every.fallback(torch::CppFunction::makeFromBoxedFunction<&any_other>());
+
+  static torch::Library m(torch::Library::IMPL, "aten", c10::DispatchKey::CUDA, __FILE__, __LINE__);
+  const std::set<std::string> own = {
+      "empty.memory_format", "empty_strided", "copy_", "_copy_from_and_resize", "_local_scalar_dense", "resize_",
+      "set_.source_Storage", "set_.source_Storage_storage_offset", "as_strided", "view", "_reshape_alias"};
+  // A fallback serves those alone that have no kernel.
+  for (const auto& name : c10::Dispatcher::singleton().getAllOpNamesForDispatchKey(c10::DispatchKey::CUDA)) {
+    if (name.name.rfind("aten::", 0) != 0) continue;
+    const auto full = name.name.substr(6) + (name.overload_name.empty() ? "" : "." + name.overload_name);
+    if (!own.count(full)) m.impl(full.c_str(), torch::CppFunction::makeFromBoxedFunction<&any_other>());
+  }
   m.impl("empty.memory_format", empty);
   m.impl("empty_strided", empty_strided);
   m.impl("copy_", copy_);
@@ -123,4 +143,5 @@ TORCH_LIBRARY_IMPL(aten, CUDA, m) {
 
 }  // namespace
 
+extern "C" void install_device() { install(); }
 extern "C" long host_reads() { return reads; }

@@ -1,8 +1,9 @@
 """A "cuda" device without a GPU: the memory is the host's, the kernels that Inductor makes for it are real.
 
-It needs a CPU build of torch, and Triton. In a process that has it, tensors can be on "cuda": torch's own operators
-copy them to the CPU and back, and torch.compile lowers for an H200. Triton's kernels run in Triton's interpreter where
-TRITON_INTERPRET=1 was set before Triton was imported; otherwise they are made and not run. `CALLED` holds them.
+It needs Triton; torch may be a build for CPUs or for CUDA. In a process that has it, tensors can be on "cuda": torch's
+own operators copy them to the CPU and back, and torch.compile lowers for an H200. Triton's kernels run in Triton's
+interpreter where TRITON_INTERPRET=1 was set before Triton was imported; otherwise they are made and not run. `CALLED`
+holds them.
 Nothing of the library is replaced. What is replaced of torch is private: the versions are pinned in constraints.txt.
 """
 
@@ -69,6 +70,7 @@ _ANSWERS: dict[str, Any] = {
     "get_rng_state": torch.zeros(16, dtype=torch.uint8),
     "is_available": True,
     "is_bf16_supported": True,
+    "is_current_stream_capturing": False,
     "is_initialized": True,
     "set_device": None,
     "set_rng_state": None,
@@ -88,7 +90,7 @@ def require(*, interpreted: bool) -> None:
     why = {
         "runs in a process of its own: make test-kernels": os.environ.get("TRITON_INTERPRET") != str(int(interpreted)),
         "Triton is not installed": importlib.util.find_spec("triton") is None,
-        "a build of torch for CUDA has no emulated device": torch.version.cuda and not _installed,
+        "there is a CUDA device": torch.cuda.is_available() and not _installed,
         f"no C++ compiler {compiler}": shutil.which(compiler) is None,
     }
     for reason, applies in why.items():
@@ -123,6 +125,7 @@ def describe(device: SimpleNamespace) -> None:
 
 def _install() -> None:
     _installed.append(ctypes.CDLL(str(_built())))
+    _installed[0].install_device()
     for name, answer in _ANSWERS.items():
         _answer(name, answer)
     describe(H200)

@@ -157,4 +157,16 @@ FEATURES = (
     ),
     Case("heads of 128, float32", "masks.causal()", 400, head_dim=128, dtype="float32"),
     Case("heads of 128", "masks.causal()", 400, head_dim=128),
+    # Lengths of whole tiles that are no whole blocks: the last tile of the last block lies beyond the tokens.
+    Case("blocks of 256", "masks.causal()", 640, block=256),
+    Case("blocks of 256, all pairs", "masks.every()", 640, block=256, dtype="float32", lacks=("empty",)),
+    Case("blocks of 256, mixture", f"{_LONGNET} & masks.causal()", 640, heads=2, block=256, has_sinks=True),
+    Case(
+        "selected blocks of 256 keys",
+        "masks.selected_blocks(chosen(num_tokens, (128, 256), 2), block=(128, 256), most=2) & masks.causal()",
+        640,
+        heads=2,
+        kv_heads=1,
+        lacks=("ragged",),
+    ),
 )

@@ -15,6 +15,7 @@ import flexdilated as fd
 from bench._catalogue import ENTRIES
 from flexdilated.distributed import Sharding
 from flexdilated.engines import PlacedCall
+from flexdilated.engines.flex import _program as flex_program
 from flexdilated.masks.orders import Placement
 from tests.interpreted.cases import KINDS, Case, blocks, in_graph, results, shares
 from tests.interpreted.emulated_cuda import CALLED, is_template, require
@@ -42,6 +43,9 @@ QUICK = {
     "blocks of 64 queries, in documents, sinks, in a graph",
     "one query, eager",
     "heads of 128, float32, in a graph",
+    "blocks of 256, all pairs, eager",
+    "blocks of 256, in a graph",
+    "selected blocks of 256 keys, in a graph",
 }
 
 
@@ -74,6 +78,23 @@ def test_kernels_match_the_definition(case: Case, record_property) -> None:
     figures = {"shares": {name: round(each, 3) for name, each in share.items()}, "blocks": there}
     figures |= {"dtype": case.dtype, "head_dim": case.head_dim, "cpu_s": round(process_time() - start, 1)}
     record_property(f"{NAME}: {case}", figures)
+
+
+@pytest.mark.parametrize(
+    "case", [Case("causal", "masks.causal()", 640), in_graph(Case("causal", "masks.causal()", 640))], ids=str
+)
+def test_blocks_larger_than_tiles_end_with_the_tokens(case: Case, monkeypatch) -> None:
+    """Where block lists are long attend takes larger blocks: here those of a few numbers, else of 131,200 tokens."""
+    monkeypatch.setattr(flex_program, "_MOST_NUMBERS", 40)
+    fd.masks.cache().clear()
+    try:
+        leaves = {name: leaf.to("cuda") for name, leaf in case.leaves().items()}
+        (step,) = case.program(leaves).steps
+        assert step.structure.sides == (256, 256)
+        share = shares(case, results(case.attention(), leaves, case.trains))
+    finally:
+        fd.masks.cache().clear()
+    assert not {name: each for name, each in share.items() if not each <= 1}
 
 
 @pytest.mark.parametrize(("table", "wrong"), [("kv_indices", "out"), ("full_q_indices", "dk")])

@@ -15,21 +15,19 @@ import torch
 import torch.fx.experimental._config as shapes_config
 from jaxtyping import Float
 from torch import Tensor
-from torch.nn.attention.flex_attention import AuxRequest, BlockMask, flex_attention
+from torch.nn.attention.flex_attention import flex_attention
 from torch.nn.functional import pad
 
 from .._merge import nothing, sum_dtype
 from .._operands import within_reach
 from .._ops import own_op
 from .._score_mod import ScoreMod, plain_values
+from ._kernel_call import Kernel, are_whole_blocks, call_kernel
 from ._program import FlexProgram, FlexStep, Tables, tables_of, unpacked
 from ._slots import Rows, Side, Slots
 from ._traced import let_trace
 
 # B batch, H query heads, G key/value heads, N queries, M keys, D head dim
-
-Kernel = Callable[..., Any]
-_TILE = 128
 
 # Functions made to compile, by device type.
 _made: Counter[str] = Counter()
@@ -60,7 +58,8 @@ def run_flex(
     needs_lse = return_lse or program.shares_rows or sinks is not None or q.device.type != "cpu"
     if kernel is None and not torch.compiler.is_compiling():
         call = compiled_flex(program.structure, q.device)
-        kind = kind_of(q, k, v, sinks, score_mod, scale, needs_lse), _fill_tiles(q, k)
+        sides = [step.structure.sides for step in program.steps]
+        kind = kind_of(q, k, v, sinks, score_mod, scale, needs_lse, sides)
         tables = program.packed, program.sizes
         out, lse = call(kind)(program.steps, tables, program.enter, q, k, v, sinks, score_mod, repr(scale), needs_lse)
     else:
@@ -70,16 +69,25 @@ def run_flex(
     return out, lse if return_lse else None
 
 
-def _fill_tiles(q: Tensor, k: Tensor) -> bool:
-    """Whether queries and keys are whole tiles of the kernels, which then check no ends: another function."""
-    return q.shape[2] % _TILE == 0 and k.shape[2] % _TILE == 0
-
-
 def kind_of(
-    q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, score_mod: ScoreMod | None, scale: float, needs_lse: bool
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    sinks: Tensor | None,
+    score_mod: ScoreMod | None,
+    scale: float,
+    needs_lse: bool,
+    blocks: Sequence[tuple[int, int]],
 ) -> Hashable:
-    """What of a call compiles anew: on CPU sizes too, as dynamic ones can generate C++ there that does not build."""
-    sizes = (q.shape, k.shape) if q.device.type == "cpu" else (q.shape[0] == 1, q.shape[1], k.shape[1], q.shape[3])
+    """What of a call compiles anew: on CPU sizes too, as dynamic ones can generate C++ there that does not build.
+
+    blocks: the sides of the blocks of each kernel.
+    """
+    if q.device.type == "cpu":
+        sizes: Hashable = (q.shape, k.shape)
+    else:
+        whole = [are_whole_blocks((q.shape[2], k.shape[2]), sides) for sides in blocks]
+        sizes = (q.shape[0] == 1, q.shape[1], k.shape[1], q.shape[3], *whole)
     recorded = [torch.is_grad_enabled() and x.requires_grad for x in (q, k, v)]
     modes = torch.is_grad_enabled(), torch.is_inference_mode_enabled(), needs_lse, sinks is None
     return (sizes, q.dtype, scale, *recorded, *modes, plain_values(score_mod))
@@ -260,24 +268,24 @@ def _attend(
     q = hidden.clear_queries(queries.take(q, q_rows, q_start, rows * structure.sides[0]), dim=2)
     k, v = (hidden.clear_keys(keys.take(x, k_rows, k_start, columns * structure.sides[1]), dim=2) for x in (k, v))
     q, k, v = within_reach(q), within_reach(k), within_reach(v)
-    lengths = (q.shape[2], k.shape[2])
-    numbers: dict[str, Any] = {"seq_lengths": lengths, "BLOCK_SIZE": structure.sides, **tables}
-    mask = BlockMask(**numbers, mask_mod=step.mask.mask_mod)
-    options: dict[str, Any] = {"block_mask": mask, "scale": scale, "enable_gqa": q.shape[1] != k.shape[1]}
-    chosen: dict[str, Any] = {}
-    if q.device.type != "cpu" and _fill_tiles(q, k):
-        chosen["IS_DIVISIBLE"] = True  # which inductor sees of sizes that are no symbols alone
-    if structure.warps and q.dtype.itemsize == 2 and q.shape[3] <= 64:
-        chosen["fwd_num_warps"] = structure.warps
-    if chosen:
-        options["kernel_options"] = chosen
-    if score_mod is not None:
-        options["score_mod"] = step.indices.at_positions(score_mod)
-    if not needs_lse:
-        return hidden.clear_queries(kernel(q, k, v, **options), dim=2), None
-    out, aux = kernel(q, k, v, **options, return_aux=AuxRequest(lse=True))
-    lse = aux.lse if structure.multiplicity == 1 else aux.lse + log(structure.multiplicity)
-    return hidden.clear_queries(out, dim=2), hidden.clear_queries(lse, dim=2, value=-torch.inf)
+    out, lse = call_kernel(
+        kernel,
+        q,
+        k,
+        v,
+        tables,
+        step.mask.mask_mod,
+        sides=structure.sides,
+        scale=scale,
+        score_mod=None if score_mod is None else step.indices.at_positions(score_mod),
+        needs_lse=needs_lse,
+        warps=structure.warps,
+    )
+    out = hidden.clear_queries(out, dim=2)
+    if lse is None:
+        return out, None
+    lse = lse if structure.multiplicity == 1 else lse + log(structure.multiplicity)
+    return out, hidden.clear_queries(lse, dim=2, value=-torch.inf)
 
 
 def flex_in_graph(q, k, v, **options):

@@ -13,19 +13,17 @@ from typing import Any, NamedTuple
 import torch
 from jaxtyping import Bool, Float, Int32, Int64
 from torch import Tensor
-from torch.nn.attention.flex_attention import AuxRequest, BlockMask
 from torch.nn.functional import pad
 
 from ...masks.core import MaskMod
 from .._merge import shares_of, sum_dtype
 from .._score_mod import ScoreMod, new_score
+from ._kernel_call import Kernel, call_kernel
 
 # B batch, H query heads, G key/value heads, N queries, M keys, D head dim
 # R rows of `unit` queries, W entries of a row, C key blocks, S tiles of gathered rows, P places in them
 
 TILE = 128  # queries and keys of the largest tile of any kernel, which must divide a block
-
-Kernel = Callable[..., Any]
 
 
 def unit_of(block: tuple[int, int], q_offset: int) -> int | None:
@@ -59,6 +57,11 @@ class SelectedBlocksOf(torch.nn.Module):
         self.q_block, self.k_block = block
         self.unit, self.most = unit, most
         self.tables, self.heads, self.kv_heads = heads
+
+    @property
+    def sides(self) -> tuple[int, int]:
+        """Those of the kernel's blocks: gathered rows, and keys of smaller blocks, come by whole tiles."""
+        return (TILE, max(self.k_block, TILE)) if self.unit else (self.q_block, self.k_block)
 
     @property
     def numbers(self) -> tuple[int, ...]:
@@ -196,7 +199,7 @@ def _places(block: Int64[Tensor, "B H RW"], named: Bool[Tensor, "B H RW"], block
 
 def _tables_of_tiles(of: SelectedBlocksOf, at: Places) -> dict[str, Tensor]:
     """The tables by which each tile of places sees one block of keys, or the one that holds its smaller block."""
-    joined, blocks, tiles = max(of.k_block, TILE) // of.k_block, at.number.shape[2], at.block.shape[2]
+    joined, blocks, tiles = of.sides[1] // of.k_block, at.number.shape[2], at.block.shape[2]
     number = pad(at.number, (0, -blocks % joined)).unflatten(2, (-1, joined)).sum(-1)
     begin = number.cumsum(-1) - number
     there = at.block < blocks
@@ -242,14 +245,11 @@ def _run(
         assert score_mod is not None
         return new_score(score_mod(score, b, h + where.head, query_at(b, h, query), key + where.key))
 
-    sides = (TILE, max(of.k_block, TILE)) if of.unit else (of.q_block, of.k_block)
-    numbers: dict[str, Any] = {"seq_lengths": (q.shape[2], k.shape[2]), "BLOCK_SIZE": sides, **tables}
-    mask = BlockMask(**numbers, mask_mod=mask_mod)
-    options: dict[str, Any] = {"block_mask": mask, "scale": scale, "enable_gqa": q.shape[1] != k.shape[1]}
-    if score_mod is not None:
-        options["score_mod"] = scored
-    out, aux = kernel(q, k, v, **options, return_aux=AuxRequest(lse=True))
-    return torch.where((aux.lse == -torch.inf)[..., None], 0.0, out), aux.lse
+    tables = {name: each.contiguous() for name, each in tables.items()}
+    new_scores = None if score_mod is None else scored
+    out, lse = call_kernel(kernel, q, k, v, tables, mask_mod, sides=of.sides, scale=scale, score_mod=new_scores)
+    assert lse is not None
+    return torch.where((lse == -torch.inf)[..., None], 0.0, out), lse
 
 
 class _Gathered(torch.autograd.Function):

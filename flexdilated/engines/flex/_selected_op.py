@@ -165,7 +165,7 @@ def selected_flex(
         )
     found = prepared(key, q.device, bindings)
     call = compiled_flex(_structure(found), q.device, _call_selected)  # type: ignore[arg-type]
-    run = call(kind_of(q, k, v, None, score_mod, scale, True))
+    run = call(kind_of(q, k, v, None, score_mod, scale, True, [found.of.sides]))
     rows = _rows_of(table, found)
     return run(found.of, found.rest, found.where, rows, found.classes, q, k, v, score_mod, repr(scale))
 

@@ -62,7 +62,7 @@ def batch_of(name: str) -> dict[str, Tensor]:
 @pytest.mark.parametrize("name", MODELS)
 def test_whole_models_equal_sdpa(name) -> None:
     torch.manual_seed(0)
-    # In float64: gradients of Gemma's projector reach 2,000, where float32 leaves digits to the kernels and the processor.
+    # In float64: gradients of Gemma's projector reach 2,000, of which float32 has too few digits.
     model, batch = MODELS[name][0]().double(), batch_of(name)
     found = []
     for implementation in ("sdpa", "flexdilated"):
