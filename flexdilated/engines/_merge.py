@@ -46,8 +46,8 @@ def shares_of(lses: Float[Tensor, "..."], dim: int) -> tuple[Float[Tensor, "..."
     weights = (lses - top).exp()
     total = weights.sum(dim, keepdim=True)
     empty = total == 0
-    # Not clamped to the 1 that the sum is at least where there is a key: what a clamp's gradient is at its bound, where a
-    # row with one part alone is, depends on the version of torch.
+    # Not clamped to the 1 that the sum is at least where there is a key: what a clamp's gradient is at its bound, where
+    # a row of one part alone is, depends on the version of torch.
     some = torch.where(empty, 1.0, total)
     lse = torch.where(empty, -torch.inf, some.log() + top)
     return weights / some, lse.squeeze(dim)
