@@ -338,6 +338,26 @@ def counted(document: Document) -> str:
     return with_condition(markdown(lines, ("", "cases", "target", "found")), document)
 
 
+def versions(document: Document) -> str:
+    """A line for each torch that the suite was run with."""
+    lines = []
+    for torch_version, case in document["cases"].items():
+        packages, left_out = case["packages"], sum(case["left_out"].values())
+        lines.append(
+            (
+                torch_version,
+                f"CUDA {case['cuda']}" if case["cuda"] else "CPU",
+                packages["transformers"] or "—",
+                case["versions"]["python"],
+                case["date"][:10],
+                f"{case['passed']:,}",
+                str(len(case["failed"])),
+                str(left_out),
+            )
+        )
+    return markdown(lines, ("torch", "build", "transformers", "Python", "run", "passed", "failed", "left out"))
+
+
 def code(document: Document) -> str:
     """Of each device and head dim the bytes that the patterns' kernels spill: the median, and the most."""
     found: dict[tuple[str, str], dict[str, Figures]] = {}

@@ -11,7 +11,7 @@ from pytest_flexdilated import register_profiles
 from tests.support.shape_checks import checked_on_import
 
 # Named, as a checkout need not be installed; where it is, the plugin has the same name and is there once.
-pytest_plugins = ["pytest_flexdilated", "pytester"]
+pytest_plugins = ["pytest_flexdilated", "pytester", "tests.support.record_versions"]
 
 # Every call is checked against its annotations, shapes included. Not here: what torch.compile traces (the
 # check would break the graph), the custom op (its schema is read from plain annotations), and what callers'

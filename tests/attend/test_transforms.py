@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable
 from functools import cache, partial
 from itertools import cycle
@@ -24,14 +23,11 @@ from flexdilated import distributed, masks
 from tests.support.ranks import on_ranks
 
 # What torch's own rules use.
-pytestmark = [
-    pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated:DeprecationWarning"),
-    pytest.mark.filterwarnings("ignore:Attempted to insert a get_attr Node:UserWarning"),
-]
+pytestmark = pytest.mark.filterwarnings("ignore:Attempted to insert a get_attr Node:UserWarning")
 
 H, N, D = 2, 5, 3
 PATTERN = masks.local_window(left=2, right=0) | masks.first_tokens(1)
-REMEDY = r"engine='reference'"
+REMEDY = r"engine=\\*'reference\\*'"  # Dynamo may quote an error within its own
 
 Function = Callable[[Tensor], Tensor]
 
@@ -222,7 +218,7 @@ def test_a_dual_tensor_that_enters_a_compiled_function_is_refused(backend: str) 
     torch.compiler.reset()
     compiled = torch.compile(of_argument("sinks", fd.attend), fullgraph=True, backend=backend)
     compiled(tensors()["sinks"])
-    with pytest.raises(Exception, match=REMEDY):
+    with pytest.raises(Exception, match=f"{REMEDY}|tensors that carry a forward-mode AD tangent"):  # since torch 2.15
         by_dual(compiled, tensors()["sinks"])
 
 
@@ -291,9 +287,7 @@ def over_ranks(schedule: str, cases: list[tuple[str, str]]) -> list[str]:
             return str(error)
         return "no error"
 
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "`torch.jit.script` is deprecated")
-        return [said(way, name) for way, name in cases]
+    return [said(way, name) for way, name in cases]
 
 
 @pytest.mark.parametrize("schedule", ["exchange", "ring", "heads"])

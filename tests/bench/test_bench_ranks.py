@@ -127,7 +127,8 @@ def rank_and_sum(mesh, each: int) -> tuple[int, int]:
 @pytest.mark.slow
 def test_collectives_are_seen_below_an_operator() -> None:
     for calls in on_ranks(2, collectives):
-        assert calls == {"allgather_": 2, "alltoall_base_": 1, "barrier": 1}
+        gathers = "_allgather_base_" if "_allgather_base_" in calls else "allgather_"  # since torch 2.15
+        assert calls == {gathers: 2, "alltoall_base_": 1, "barrier": 1}
 
 
 @pytest.mark.slow

@@ -48,18 +48,17 @@ H200 = SimpleNamespace(
     shared_memory_per_multiprocessor=233_472,
 )
 
-A100 = SimpleNamespace(
-    **{
-        **vars(H200),
-        "name": "NVIDIA A100",
-        "major": 8,
-        "multi_processor_count": 108,
-        "total_memory": 80_000_000_000,
-        "L2_cache_size": 41_943_040,
-        "shared_memory_per_block_optin": 166_912,
-        "shared_memory_per_multiprocessor": 167_936,
-    }
-)
+
+def _unlike_h200(name: str, major: int, sms: int, gigabytes: int, l2_mib: int, shared: int) -> SimpleNamespace:
+    """Another NVIDIA device; shared: bytes of shared memory that a block may have."""
+    other = {"name": f"NVIDIA {name}", "major": major, "multi_processor_count": sms, "L2_cache_size": l2_mib << 20}
+    other |= {"total_memory": gigabytes * 10**9, "shared_memory_per_block_optin": shared}
+    return SimpleNamespace(**{**vars(H200), **other, "shared_memory_per_multiprocessor": shared + 1024})
+
+
+A100 = _unlike_h200("A100", 8, 108, 80, 40, 166_912)
+B200 = _unlike_h200("B200", 10, 148, 180, 126, 232_448)
+RTX_5090 = _unlike_h200("GeForce RTX 5090", 12, 170, 32, 96, 101_376)
 
 _ANSWERS: dict[str, Any] = {
     "_exchange_device": 0,

@@ -26,9 +26,6 @@ from tests.support.agreement import gradients
 
 require(interpreted=True)
 
-# torch's own tracer looks at `grad` of what it traces.
-pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
-
 NAME = "interpreted_kernels"
 # One of each structure of kernels and of what is around them; the features meet in pairs.
 QUICK = {

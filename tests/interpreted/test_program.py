@@ -28,9 +28,6 @@ from tests.support.ladders import LONGNET_4, LONGNET_5
 
 require(interpreted=False)
 
-# torch's own tracer looks at `grad` of what it traces.
-pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
-
 NAME = "flex_program"
 K = 1024
 

@@ -57,7 +57,9 @@ def _carry_out(order: Order) -> Any:
     function, args = pickle.loads(order.call)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        warnings.filterwarnings("ignore", "`torch.jit.script_method` is", DeprecationWarning)
+        # As pyproject.toml has it.
+        warnings.filterwarnings("ignore", "`torch.jit.script")
+        warnings.filterwarnings("ignore", "The .grad attribute of a Tensor that is not a leaf", UserWarning)
         distributed.init_process_group(
             "gloo",
             init_method=f"file://{order.store}",
@@ -77,7 +79,9 @@ def set_group_timeout(seconds: float) -> None:
     from torch import distributed
 
     distributed.barrier()
-    distributed.distributed_c10d._set_pg_timeout(timedelta(seconds=seconds), distributed.group.WORLD)
+    # Public from torch 2.15 on.
+    set_timeout = getattr(distributed, "set_timeout", None) or distributed.distributed_c10d._set_pg_timeout
+    set_timeout(timedelta(seconds=seconds), distributed.group.WORLD)
 
 
 def _die_with_the_parent() -> None:

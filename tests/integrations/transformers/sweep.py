@@ -193,13 +193,13 @@ def results() -> dict[str, dict[str, Any]]:
     return json.loads(FAMILIES.read_text(encoding="utf-8")) if FAMILIES.exists() else {}
 
 
-def page(found: dict[str, dict[str, Any]]) -> str:
-    """The tables of what is served, refused and not built."""
+def page(found: dict[str, dict[str, Any]], version: str = transformers.__version__) -> str:
+    """The tables of what is served, refused and not built by this version of transformers."""
     by_outcome: dict[str, dict[str, dict[str, Any]]] = {}
     for name, row in sorted(found.items()):
         by_outcome.setdefault(row["outcome"], {})[name] = row
     counts = ", ".join(f"{len(rows)} {outcome}" for outcome, rows in sorted(by_outcome.items()))
-    lines = [_INTRODUCTION.format(version=transformers.__version__), f"Classes: {counts}.", "", "## Served", ""]
+    lines = [_INTRODUCTION.format(version=version), f"Classes: {counts}.", "", "## Served", ""]
     lines += [f"| class | {' | '.join(_WAYS)} |", f"|---|{'---|' * len(_WAYS)}"]
     for name, row in by_outcome.pop("serves", {}).items():
         lines.append(f"| {name} | {' | '.join(row[way] if row.get(way) == 'yes' else '–' for way in _WAYS)} |")
