@@ -57,10 +57,11 @@ def _of_known_layers(method: Callable[..., Any]) -> Callable[..., Any]:
 class FlexdilatedCache(Cache):
     """Keys and values of a model's attention layers, each holding what the rules that read its keys can see.
 
-    For models whose attention is this library's: `generate(past_key_values=FlexdilatedCache())`. Keys that no later
-    query can see are evicted, so that a pattern that looks back over a bounded number of tokens keeps memory bounded,
-    however many are generated; a step computes the pairs of its own row. In an encoder-decoder it holds the keys of
-    self-attention: `EncoderDecoderCache(FlexdilatedCache(), DynamicCache())`.
+    For models whose attention is this library's: `generate(past_key_values=FlexdilatedCache())`, from transformers 5.24
+    on `generate(cache=FlexdilatedCache())`. Keys that no later query can see are evicted, so that a pattern that looks
+    back over a bounded number of tokens keeps memory bounded, however many are generated; a step computes the pairs of
+    its own row. In an encoder-decoder it holds the keys of self-attention: `EncoderDecoderCache(FlexdilatedCache(),
+    DynamicCache())`.
 
     config: the model's. Needed for models with linear attention or convolutions, whose layers get the caches that
     transformers has for them.
