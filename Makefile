@@ -1,7 +1,6 @@
 # Every target sets up what it needs by itself, in .venv. Needed beforehand: make and Python 3.11 or newer.
 # Arguments pass through: make test ARGS="-k layout"    make demo ARGS="--steps 5"    make PYTHON=python3.13 test
-
-# Another torch has an environment of its own, of gigabytes:    make test TORCH=2.15.0
+# Another torch gets an environment of its own, of gigabytes: make test TORCH=2.15.0
 
 PYTHON ?= python3
 ARGS ?=
@@ -52,8 +51,9 @@ browser:  ## Install chromium for the viewer's tests, on Debian and its like and
 test: $(VENV)/.test $(VISION)/.ready  ## Run the tests
 	$(PYTEST) $(ARGS)
 
-# Triton lies beside the other packages, where only these two processes look for it, unless torch is a build for CUDA and has
-# brought its own. Where there is none for this machine, the tests are skipped and say so (pytest's status 5). Whether kernels are interpreted or compiled is decided when Triton is imported.
+# Triton lies beside the other packages, where only these two processes look for it, unless a build of torch for CUDA has brought
+# its own. Where there is none for this machine, the tests are skipped and say so (pytest's status 5). Whether kernels are
+# interpreted or compiled is decided when Triton is imported.
 test-kernels: $(VENV)/.test $(TRITON)/.ready  ## Run the kernels made for an H200 without one; all of them by ARGS=--all
 	$(KERNELS) TRITON_INTERPRET=1 $(PYTEST) tests/interpreted/test_kernels.py $(ARGS) || [ $$? -eq 5 ]
 	$(KERNELS) TRITON_INTERPRET=0 $(PYTEST) tests/interpreted/test_code.py tests/interpreted/test_program.py $(ARGS) || [ $$? -eq 5 ]
@@ -93,8 +93,9 @@ clean:  ## Remove builds and caches; .venv and demo-out/ stay
 $(TRITON)/.ready: $(READY) tests/interpreted/constraints.txt
 	rm -rf $(TRITON)
 	@mkdir -p $(TRITON)
-	@{ $(PY) -c 'import triton' 2>/dev/null \
-		|| $(PIP) --quiet --no-deps --target $(TRITON) --requirement tests/interpreted/constraints.txt; } && touch $@ || echo "Triton was not installed: the tests of its kernels will be skipped."
+	@$(PY) -c 'import triton' 2>/dev/null && touch $@ \
+		|| $(PIP) --quiet --no-deps --target $(TRITON) --requirement tests/interpreted/constraints.txt && touch $@ \
+		|| echo "Triton was not installed: the tests of its kernels will be skipped."
 
 # timm and torchvision, whose import fails beside a torch without CUDA: tests/support/vision.py says what the tests do. Beside
 # them lies dilated-attention-pytorch, whose xformers would bring another torch.
@@ -114,14 +115,15 @@ $(RELEASE)/.ready: $(READY) .ci/constraints.txt
 	$(PIP) --quiet --no-deps --target $(RELEASE) --requirement .ci/constraints.txt
 	@touch $@
 
-# The first half of the set-up: an environment with the pinned torch and nothing that could choose another.
+# The first half of the set-up: an environment with one torch and nothing that could choose another. Some releases of torch
+# ask for an older setuptools than the pinned one.
 $(READY): constraints.txt
 	@$(PYTHON) -c 'import sys, venv, ensurepip; sys.exit(sys.version_info < (3, 11))' || { \
 		echo "flexdilated needs Python 3.11 or newer, with its venv module; '$(PYTHON)' is: $$($(PYTHON) --version 2>&1)."; \
 		echo "Name another one: make PYTHON=python3.13 ..."; exit 1; }
 	@echo "Setting up $(VENV): a few minutes, once."
 	$(PYTHON) -m venv --clear $(VENV)
-	sed 's/^torch==.*/torch==$(TORCH)/' constraints.txt >$(VENV)/constraints.txt
+	sed $(if $(filter $(PINNED),$(TORCH)),,-e '/^setuptools==/d') -e 's/^torch==.*/torch==$(TORCH)/' constraints.txt >$(VENV)/constraints.txt
 	$(PIP) --constraint $(VENV)/constraints.txt torch
 	$(PIP) --quiet --constraint $(VENV)/constraints.txt setuptools wheel
 	@touch $@

@@ -112,7 +112,7 @@ _RECIPES = (
     ("CoarseToFineAttention",),
 )
 PAGES: dict[Path, dict[str, Part]] = {
-    Path("README.md"): {"sizes": sizes, "missed": missed},
+    Path("README.md"): {"sizes": sizes, "missed": missed, **_from("versions", versions=_tables.versions)},
     _DOCS / "catalogue.md": {
         **_from("catalogue", all_patterns=_catalogue_table),
         **{entry.kind: _section_of(entry.kind) for entry in ENTRIES},
@@ -153,6 +153,7 @@ PAGES: dict[Path, dict[str, Part]] = {
     },
     _HOWTO / "slide_encoder.md": _from("received", received=_tables.received),
     _CONTRIBUTING / "benchmarks.md": {"cases": _cases},
+    _CONTRIBUTING / "tests.md": _from("versions", versions=_tables.versions, left_out=_tables.left_out),
     _CONTRIBUTING / "kernels.md": {
         **_from("interpreted_kernels", interpreted=_tables.interpreted),
         **_from("kernel_code", code=_tables.code),

@@ -358,6 +358,14 @@ def versions(document: Document) -> str:
     return markdown(lines, ("torch", "build", "transformers", "Python", "run", "passed", "failed", "left out"))
 
 
+def left_out(document: Document) -> str:
+    """Why tests were left out, and how many with each torch."""
+    counts = {torch_version: case["left_out"] for torch_version, case in document["cases"].items()}
+    reasons = dict.fromkeys(reason for reasons in counts.values() for reason in reasons)
+    lines = [(reason, *(str(own.get(reason, "")) for own in counts.values())) for reason in reasons]
+    return markdown(lines, ("left out", *counts))
+
+
 def code(document: Document) -> str:
     """Of each device and head dim the bytes that the patterns' kernels spill: the median, and the most."""
     found: dict[tuple[str, str], dict[str, Figures]] = {}
