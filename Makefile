@@ -124,8 +124,7 @@ $(READY): constraints.txt
 	@echo "Setting up $(VENV): a few minutes, once."
 	$(PYTHON) -m venv --clear $(VENV)
 	sed $(if $(filter $(PINNED),$(TORCH)),,-e '/^setuptools==/d') -e 's/^torch==.*/torch==$(TORCH)/' constraints.txt >$(VENV)/constraints.txt
-	$(PIP) --constraint $(VENV)/constraints.txt torch
-	$(PIP) --quiet --constraint $(VENV)/constraints.txt setuptools wheel
+	$(PIP) --constraint $(VENV)/constraints.txt torch 'setuptools>=77.0.3' wheel
 	@touch $@
 
 # The second half: the project, editable, with one extra. What cannot be resolved fails in the dry run, with nothing
