@@ -91,7 +91,7 @@ def _bound(name: str, values: Tensor) -> Callable[[str], dict[str, Any]]:
 
 @cache
 def cases() -> Mapping[str, tuple[partial[None], ...]]:
-    """The odd ones, and every pattern of the catalogue."""
+    """The odd ones, those first that are most likely to go wrong on a device, and every pattern of the catalogue."""
     exact, causal_rule = torch.float32, masks.causal()
     window, narrow = masks.local_window(left=100, right=37), masks.local_window(left=9, right=0)
     longnet = masks.longnet(segment_lengths=(64, 256), dilation_rates=(1, 4))
@@ -99,8 +99,12 @@ def cases() -> Mapping[str, tuple[partial[None], ...]]:
     causal = longnet & causal_rule
     both_kinds = (masks.local_window(left=300, right=300) | masks.global_tokens(130)) & causal_rule
     padded, anew = longnet & masks.lengths("lengths"), causal.per_document("ids")
+    chosen, blocks = masks.selected_blocks("chosen", block=(128, 256), most=2), torch.tensor([[0, -1], [0, 1], [1, -1]])
+    chosen, blocks = chosen & causal_rule, blocks.repeat_interleave(2, 0)[None, :5]
     packed = [torch.arange(len(each)).repeat_interleave(torch.tensor(each)) for each in ((1, 150, 249), (300, 100))]
     odd = {
+        "blocks larger than tiles, whole tiles": _call(causal_rule, 640, given=lambda _: {"block_size": 256}),
+        "selected blocks": _call(chosen, 640, given=_bound("chosen", blocks)),
         "window, odd length": _call(window, 400, exact),
         "causal, head dim 128": _call(causal_rule, 300, head_dim=128),
         "blocks of tokens": _call(masks.blockwise(masks.local_window(left=2, right=1), 128), 640),

@@ -13,6 +13,7 @@ from torch import Tensor
 
 import flexdilated as fd
 from bench._catalogue import ENTRIES
+from bench.device import cases as device_cases
 from flexdilated.distributed import Sharding
 from flexdilated.engines import PlacedCall
 from flexdilated.engines.flex import _program as flex_program
@@ -157,6 +158,24 @@ def test_a_turn_of_a_ring() -> None:
     computed, known = ((*attend(*leaves), *gradients(attend, leaves)) for attend in (on_device, dense))
     for found, truth in zip(computed, known, strict=True):
         torch.testing.assert_close(found, truth, rtol=1e-4, atol=1e-5)
+
+
+FIRST = ("blocks larger than tiles, whole tiles", "selected blocks")
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=() if name in FIRST else pytest.mark.thorough)
+        for name in device_cases()
+        if "catalogue" not in name
+    ],
+)
+def test_what_a_device_is_asked_first(name: str) -> None:
+    """The correctness cases of `bench/h200.sh`, in float16 for bfloat16, which the interpreter has not."""
+    for call in device_cases()[name]:
+        half = {"dtype": torch.float16} if call.keywords["dtype"] == torch.bfloat16 else {}
+        call("flex", "cuda", **half)
 
 
 @pytest.mark.thorough
