@@ -10,6 +10,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from ._engines import choose_engine
+from ._torch_private import graph_constant
 from ._validate import (
     OTHER_KEYWORDS,
     check_dropout,
@@ -244,12 +245,10 @@ def autocast_dtype(device: torch.device) -> torch.dtype | None:
     return torch.get_autocast_dtype(device.type)
 
 
+@graph_constant
 def _knows_autocast(kind: str) -> bool:
     """A constant of graphs, as torch 2.11 cannot trace the question."""
     return torch.amp.is_autocast_available(kind)
-
-
-_knows_autocast._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def _pad(out: Tensor, lse: Tensor, pattern: Pattern | Mixture, call: CallKey) -> tuple[Tensor, Tensor]:

@@ -9,6 +9,7 @@ from warnings import warn
 import torch
 from torch import Tensor
 
+from ._torch_private import check, graph_constant
 from .masks import Layout, Mixture, Pattern
 from .masks.core import LARGEST, Expression, renamed, require_int
 from .masks.needs import causal_by_form
@@ -233,8 +234,8 @@ def position(name: str, value: object) -> int:
     number = value.item()
     assert isinstance(number, int)
     if torch.compiler.is_compiling():  # what the checks ask of it, where its value is not known
-        torch._check(number >= 0)
-        torch._check(number <= LARGEST)
+        check(number >= 0)
+        check(number <= LARGEST)
     return number
 
 
@@ -292,10 +293,12 @@ def run_time_tensors(
     return [given[name] if name in stay else given[name].cpu() for name in needed] if has_values else []
 
 
+@graph_constant  # tracing through every part of a pattern takes longer than all the other checks together
 def _needed(pattern: str) -> tuple[str, ...]:
     return names(read_text(pattern))
 
 
+@graph_constant
 def _staying(pattern: str) -> tuple[str, ...]:
     """The tensors whose values the host has no use for."""
     return _tables_of_blocks(pattern) if '"kind":"selected_blocks"' in pattern else ()
@@ -304,11 +307,6 @@ def _staying(pattern: str) -> tuple[str, ...]:
 @lru_cache(maxsize=256)
 def _tables_of_blocks(pattern: str) -> tuple[str, ...]:
     return tuple(leaf.name for leaf in run_time_leaves(read_text(pattern)) if isinstance(leaf, SelectedBlocks))
-
-
-_staying._dynamo_marked_constant = True  # type: ignore[attr-defined]
-# Tracing through every part of a pattern takes longer than all the other checks together.
-_needed._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def check_layout(layout: Layout | None, q: Tensor, k: Tensor) -> None:

@@ -13,6 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from .._attend import autocast
 from .._engines import choose_engine
+from .._torch_private import graph_constant
 from .._validate import OTHER_KEYWORDS, check_sinks, check_sizes, resolve_scale, run_time_tensors
 from ..engines import nothing, padded_rows, placed_engine
 from ..masks import Mixture, Pattern
@@ -217,6 +218,7 @@ def _facts(
     )
 
 
+@graph_constant
 def _agree(name: str, size: int, rank: int, device_type: str, facts: tuple[tuple[str, object], ...]) -> None:
     check_agreement(Ranks(name, size, rank, device_type), _named_facts(facts))
 
@@ -263,10 +265,6 @@ def _best(
     return choose_schedule(whole_rule(pattern.text, bindings, sharding.num_tokens), sharding, **given).name
 
 
+@graph_constant
 def _counted(pattern: str, sharding: tuple[int, ...], sizes: tuple[tuple[str, Any], ...]) -> Schedule:
     return choose_schedule(read_text(pattern), Sharding.of(sharding), **dict(sizes)).name
-
-
-# What torch.compile takes for constants of the graph: the check is made, and the schedule chosen, while it traces.
-_agree._dynamo_marked_constant = True  # type: ignore[attr-defined]
-_counted._dynamo_marked_constant = True  # type: ignore[attr-defined]

@@ -4,6 +4,7 @@ from ._call_key import CallKey
 from ._gather import merge_, side_of
 from ._merge import WholeRows, add_sinks, merge, nothing, padded_rows, sum_dtype, with_sinks, with_zero_keys
 from ._ops import (
+    autograd_on,
     copies,
     flat_op,
     is_transformed,

@@ -3,32 +3,36 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from inspect import Parameter, signature
 from typing import TYPE_CHECKING, Any, NoReturn, get_args, get_origin, get_type_hints
 
 import torch
 from torch import Tensor
-from torch._C._functorch import is_batchedtensor, peek_interpreter_stack
-from torch._library.autograd import make_autograd_impl
 from torch.autograd import forward_ad
 
+from .. import _torch_private
+from .._torch_private import (
+    graph_constant,
+    in_forward_mode,
+    is_batchedtensor,
+    make_autograd_impl,
+    peek_interpreter_stack,
+)
 from ..masks.text import kept_functions
 from ._merge import WholeRows, sinks_gradient
 
 if TYPE_CHECKING:
-    from torch._library.custom_ops import CustomOpDef
-
+    from torch.library import CustomOpDef  # pyright: ignore[reportPrivateImportUsage]
 
 REMEDY = "engine='reference' has (in attend: dense, small inputs, eagerly, one rank)"
 
 
+@graph_constant
 def is_transformed() -> bool:
     """Whether a level of forward mode or of torch.func is open: where none is, no tensor can be in one."""
-    return forward_ad._current_level >= 0 or peek_interpreter_stack() is not None
-
-
-is_transformed._dynamo_marked_constant = True  # type: ignore[attr-defined]
+    return in_forward_mode() or peek_interpreter_stack() is not None
 
 
 def refuse_transforms(what: str, inputs: Iterable[Any]) -> None:
@@ -39,7 +43,7 @@ def refuse_transforms(what: str, inputs: Iterable[Any]) -> None:
     for x in tensors_in(inputs):
         if is_batchedtensor(x):
             refuse_vmap()
-        if torch._VF._unpack_dual(x, level=0).tangent is not None:
+        if forward_ad.unpack_dual(x).tangent is not None:
             raise ValueError(f"{what} has no forward-mode derivative; {REMEDY}")
         if in_func and x.requires_grad:
             raise ValueError(
@@ -86,17 +90,18 @@ def own_op(name: str) -> Callable[[Callable[..., Any]], CustomOpDef]:
         first, *others = torch.library.infer_schema(function, mutates_args=()).split(", ")
         schema = ", ".join([first, *(each.replace("[] ", "[]? ") for each in others)])
         op = torch.library.custom_op(name, computed, mutates_args=(), schema=schema)
-        recorded = make_autograd_impl(op._opoverload, op)
+        own = name.removeprefix("flexdilated::")
+        recorded = make_autograd_impl(getattr(torch.ops.flexdilated, own).default, op)
 
         def checked(keyset: Any, *arguments: Any) -> Any:
-            refuse_transforms(op._opoverload._opname, arguments)
+            refuse_transforms(own, arguments)
             return recorded(keyset, *arguments)
 
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", "(?s).*Overriding a previously registered kernel", UserWarning)
-            _library.impl(op._opoverload._opname, checked, "Autograd", with_keyset=True, allow_override=True)
+            _library.impl(own, checked, "Autograd", with_keyset=True, allow_override=True)
         op.register_vmap(refuse_vmap)
-        _library.impl(op._opoverload._opname, refuse_vmap, "Batched")  # as autograd maps, not torch.func
+        _library.impl(own, refuse_vmap, "Batched")  # as autograd maps, not torch.func
         return op
 
     return make
@@ -169,6 +174,21 @@ def set_gradient(op: CustomOpDef, backward_op: CustomOpDef, *, refusal: str, ove
 
     op.register_autograd(backward, setup_context=remember)
     backward_op.register_autograd(refuse(refusal))
+
+
+@contextmanager
+def autograd_on() -> Iterator[None]:
+    """Operations record for autograd as they do outside of an op; `torch.enable_grad` alone does nothing in one.
+
+    An op's kernel runs without autograd's dispatch keys, since the op as a whole has a derivative of its own. Where
+    it calls what has its backward from autograd, it needs them.
+    """
+    keys, excluded = _torch_private.DispatchKey, _torch_private.dispatch_tls_local_exclude_set()
+    for key in (keys.AutogradFunctionality, keys.AutogradOther, keys.AutogradNestedTensor):
+        excluded = excluded.remove(key)
+    included = _torch_private.dispatch_tls_local_include_set()
+    with _torch_private.ForceDispatchKeyGuard(included, excluded), torch.enable_grad():
+        yield
 
 
 def copies(bindings: Sequence[Tensor]) -> list[Tensor]:

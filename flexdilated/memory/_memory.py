@@ -10,9 +10,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_map_only
 
+from .._torch_private import TorchDispatchMode, tree_map_only
 from ..engines import (
     GATHERED_BYTES,
     CallKey,
@@ -85,7 +84,7 @@ class LiveBytes(TorchDispatchMode):
 
     def _hold(self, x: Tensor) -> None:
         storage = x.untyped_storage()
-        key = storage._cdata
+        key = id(storage)  # one object as long as the storage is there
         if key not in self._known:
             self._known[key] = storage.nbytes()
             self._count(storage.nbytes())

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from .._torch_private import assert_async
 from ..masks import Mixture, Pattern, visible_keys
 
 
@@ -56,6 +57,6 @@ def require_causal_mask(
     is_causal = (mask == (later if mask.dtype == torch.bool else torch.where(later, -torch.inf, 0.0))).all()
     message = f"{rule}; {instead}. Got a mask that hides other pairs, or adds to scores"
     if torch.compiler.is_compiling():
-        torch.ops.aten._assert_async.msg(is_causal, message)
+        assert_async(is_causal, message)
     elif not is_causal:
         raise ValueError(message)

@@ -14,6 +14,7 @@ from torch.nn import functional as F
 from .._attend import attend, autocast_dtype
 from .._engines import check_engine
 from .._over_ranks import engine_text, over_ranks, pattern_text, ranks_text
+from .._torch_private import OrdinaryPath
 from .._validate import require_dense
 from ..masks.core import HEADS, WIDTH, advises, renamed, require_bool, require_finite, require_int
 from ..masks.patterns import OF_BRANCHES
@@ -30,7 +31,7 @@ _LARGE_BATCH = 256  # of sequences of few tokens each: with more it is likely th
 # B batch, H heads, N queries, M keys, E embed dim, K key dim, V value dim, D head dim
 
 
-class MultiheadProjections(nn.Module):
+class MultiheadProjections(OrdinaryPath):
     """Inputs to heads and back, by the parameters and sizes of an `nn.MultiheadAttention`, checked."""
 
     embed_dim: int
@@ -45,15 +46,6 @@ class MultiheadProjections(nn.Module):
     v_proj_weight: nn.Parameter | None
     in_proj_bias: nn.Parameter | None
     out_proj: nn.Linear
-
-    @property
-    def _qkv_same_embed_dim(self) -> bool:
-        """False, whatever an instance says.
-
-        In eval without gradients `nn.TransformerEncoderLayer` runs its own dense kernel on the weights of `self_attn`
-        and never calls it. This makes it, and `nn.TransformerEncoder`, take the ordinary path instead.
-        """
-        return False
 
     def heads_of(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Float[Tensor, "B H N D"], ...]:
         """q, k and v, projected; a batch of one for inputs without. Raises for inputs that do not fit."""

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
 from tabulate import tabulate
 
+from .._torch_private import compiler_records
 from ..engines import num_flex_functions
 
 # Names under which torch adds up its seconds: of what runs forward, and of backwards that it compiles later.
@@ -99,18 +99,16 @@ def compilations() -> Compilations:
 
     >>> compilations = fd.compilations()  # print it
     """
-    # Whoever has compiled something has imported this: nobody else has to wait a second for it.
-    found = sys.modules.get("torch._dynamo.utils")
+    found = compiler_records()
     if found is None:
         return Compilations(0, 0, 0.0, (), 0, num_flex_functions(), ())
-    counters: Mapping[str, Mapping[str, int]] = found.counters
+    counters, seconds, records = found
     frames = counters.get("frames", {})
     breaks = sorted(counters.get("graph_break", {}).items(), key=lambda item: -item[1])
-    records = found.get_compilation_metrics()
     return Compilations(
         graphs=counters.get("stats", {}).get("unique_graphs", 0),
         found_on_disk=counters.get("aot_autograd", {}).get("autograd_cache_hit", 0),
-        seconds=sum(sum(found.compilation_time_metrics.get(name, ())) for name in _TIMED),
+        seconds=sum(sum(seconds.get(name, ())) for name in _TIMED),
         graph_breaks=tuple(breaks),
         left_to_eager=frames.get("total", 0) - frames.get("ok", 0),
         flex_functions=num_flex_functions(),

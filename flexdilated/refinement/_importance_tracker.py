@@ -9,6 +9,7 @@ import torch.distributed as dist
 from jaxtyping import Float, Int64
 from torch import Tensor, nn
 
+from .._torch_private import apply
 from ..masks.core import advises, require_finite, require_int
 
 # H heads, R rows and C columns of blocks
@@ -123,7 +124,7 @@ class ImportanceTracker(nn.Module):
 
     def _apply(self, fn: Any, recurse: bool = True) -> Any:
         self._settle()  # what arrives is on the device where the buffers are now
-        return super()._apply(fn, recurse)
+        return apply(self, fn, recurse)
 
     def __getstate__(self) -> dict[str, Any]:
         self._settle()

@@ -8,8 +8,8 @@ from typing import NamedTuple
 import torch
 from jaxtyping import Bool, Int32, Int64, UInt8
 from torch import Tensor
-from torch.utils._pytree import tree_leaves, tree_map_only
 
+from .._torch_private import tree_leaves, tree_map_only
 from ..masks import Pattern, cache
 from ..masks.blocks import allowed_pairs
 from ..masks.core import And, Box, Progression, plans

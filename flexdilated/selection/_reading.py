@@ -12,6 +12,7 @@ from torch import Tensor
 
 from .._attend import attend
 from .._over_ranks import OverRanks
+from .._torch_private import graph_constant
 from .._validate import run_time_tensors
 from ..engines import merge
 from ..masks import Pattern, selected_blocks
@@ -189,6 +190,7 @@ def runs_over(
     return Runs(starts, lengths, over, sharding)
 
 
+@graph_constant
 def _agreed(
     place: tuple[str, int, int, str], numbers: tuple[int, ...], side: int, facts: tuple[tuple[str, object], ...]
 ) -> tuple[tuple[int, ...], tuple[int, ...]]:
@@ -207,9 +209,6 @@ def _agreed(
         )
     runs = sharding.ranges(ranks.rank) or (range(0),)
     return tuple(run.start for run in runs), tuple(map(len, runs))
-
-
-_agreed._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def joined(found: Sequence[tuple[Selection, Reading, Tensor]], k: Float[Tensor, "B G M D"]) -> Selection:

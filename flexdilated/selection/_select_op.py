@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
 from math import log
 from typing import NamedTuple
 
@@ -11,7 +10,7 @@ import torch
 from jaxtyping import Bool, Float, Int64
 from torch import Tensor
 
-from ..engines import copies, flat_op, no_gradients, refuse, sum_dtype
+from ..engines import autograd_on, copies, flat_op, no_gradients, refuse, sum_dtype
 from ..masks.text import kept_functions
 from ._boxes import NOTHING, PARTIAL_VIEW, UNCHOSEN, Boxes, Rows, boxes_of
 from ._call import HeadPart, SelectionCall, parts_of
@@ -191,7 +190,7 @@ def select_blocks_backward(
     for portion in _portions(call, q, k, coarse):
         boxes = [boxes_of(part.rule, rows, portion.rows, q.device) for part in parts]
         at = places[:, :, portion.rows.start : portion.rows.stop]
-        with _recording(), torch.autocast(q.device.type, enabled=False):
+        with autograd_on(), torch.autocast(q.device.type, enabled=False):
             shown = _cleared(parts, boxes, portion.rows, rows, *leaves) if given is None else (q, k)
             pools = Scorer(call.scorer, call.scale, call.stride).pools(shown[1], call.block)
             scores = _scored(call, parts, boxes, portion, *shown, pools, None if given is None else leaves[0]).scores
@@ -242,16 +241,6 @@ def sides(
         if seen is not None:
             seen[part.entries, part.key_heads] |= seen.new_ones(()) if own.seen is None else own.seen
     return sees, seen
-
-
-@contextmanager
-def _recording() -> Iterator[None]:
-    """Autograd within an op: its kernels run below autograd, whose keys are excluded there."""
-    excluded = torch._C._dispatch_tls_local_exclude_set()
-    for key in (torch._C.DispatchKey.AutogradFunctionality, torch._C.DispatchKey.AutogradOther):
-        excluded = excluded.remove(key)
-    with torch._C._ForceDispatchKeyGuard(torch._C._dispatch_tls_local_include_set(), excluded), torch.enable_grad():
-        yield
 
 
 def _remember(ctx, inputs, output) -> None:

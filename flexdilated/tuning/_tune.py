@@ -12,8 +12,8 @@ from time import perf_counter
 import torch
 from jaxtyping import Float
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensor
 
+from .. import _torch_private
 from ..engines import (
     CallKey,
     TuningKey,
@@ -313,7 +313,7 @@ def autotune(call: CallKey, q: Tensor, k: Tensor, v: Tensor, *, engine: str, has
         raise ValueError(f"autotune needs tokens in natural order; got a layout of rate {call.rate}")
     if has_bindings:
         raise ValueError("autotune needs a pattern without run-time tensors: each batch of these is another rule")
-    if torch.compiler.is_compiling() or isinstance(q, FakeTensor):
+    if torch.compiler.is_compiling() or isinstance(q, _torch_private.FakeTensor):
         return
     backward = torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v))
     chosen(call, q)  # what is stored counts as measured

@@ -13,8 +13,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
+from .._torch_private import TorchDispatchMode, to_copy, unsafe_view
 from ..masks.core import Pattern
 
 MOST_ENTRIES = 1 << 24  # of all tables: the page holds them in memory
@@ -42,8 +42,8 @@ _OPERATIONS: dict[str, tuple[str, Callable[..., int]]] = {
     **{name: (name, lambda a, b: 1) for name in ("eq", "ne", "lt", "le", "gt", "ge")},
 }
 # What gives a single element as it came, with a type or shape of its own.
-_SAME = ("alias", "clone", "detach", "expand", "lift_fresh", "reshape", "squeeze", "unsqueeze", "view", "_to_copy",
-         "_unsafe_view", "positive")  # fmt: skip
+_SAME = ("alias", "clone", "detach", "expand", "lift_fresh", "reshape", "squeeze", "unsqueeze", "view", "positive",
+         to_copy.__name__, unsafe_view.__name__)  # fmt: skip
 _NEW = ("zeros_like", "ones_like", "full_like", "empty_like", "new_zeros", "new_ones", "new_full")
 _SUPPORTED = (
     "integer and boolean arithmetic (+, -, *, **, //, %, <<, >>, abs, minimum, maximum, clamp), comparisons, "
@@ -129,7 +129,8 @@ class _Recorder(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
         flat = [each for arg in args for each in (arg if isinstance(arg, list | tuple) else [arg])]
-        name = str(func._schema.name).removeprefix("aten::").removesuffix("_" if func._schema.is_mutable else "")
+        name = func.name().removeprefix("aten::").partition(".")[0]
+        name = name if name.endswith("__") else name.removesuffix("_")  # in place
         if name in _NEW or not any(id(each) in self.traced for each in flat):
             return result
         try:

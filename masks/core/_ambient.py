@@ -8,10 +8,16 @@ from functools import wraps
 from typing import ParamSpec, TypeVar
 
 import torch
-from torch._C._functorch import peek_interpreter_stack
-from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
-from torch._ops import _len_torch_dispatch_stack_pre_dispatch
-from torch.utils._python_dispatch import _disable_current_modes
+
+from ..._torch_private import (
+    DisableTorchFunction,
+    disable_current_modes,
+    len_torch_dispatch_stack,
+    len_torch_dispatch_stack_pre_dispatch,
+    len_torch_function_stack,
+    peek_interpreter_stack,
+    temporarily_clear_interpreter_stack,
+)
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -25,9 +31,9 @@ def own_modes() -> Iterator[None]:
     """
     with ExitStack() as stack:
         stack.enter_context(torch.inference_mode(False))
-        stack.enter_context(torch._C.DisableTorchFunction())
+        stack.enter_context(DisableTorchFunction())
         if _has_dispatch_modes():
-            stack.enter_context(_disable_current_modes())  # which imports the compiler's tracing
+            stack.enter_context(disable_current_modes())  # which imports the compiler's tracing
         if peek_interpreter_stack() is not None:
             stack.enter_context(temporarily_clear_interpreter_stack())
         yield
@@ -38,7 +44,7 @@ def plans(function: Callable[P, T]) -> Callable[P, T]:
 
     @wraps(function)
     def planned(*args: P.args, **kwargs: P.kwargs) -> T:
-        if torch._C._len_torch_function_stack() or _has_dispatch_modes() or _in_other_levels():
+        if len_torch_function_stack() or _has_dispatch_modes() or _in_other_levels():
             with own_modes():
                 return function(*args, **kwargs)
         return function(*args, **kwargs)
@@ -47,7 +53,7 @@ def plans(function: Callable[P, T]) -> Callable[P, T]:
 
 
 def _has_dispatch_modes() -> bool:
-    return torch._C._len_torch_dispatch_stack() > 0 or _len_torch_dispatch_stack_pre_dispatch() > 0
+    return len_torch_dispatch_stack() > 0 or len_torch_dispatch_stack_pre_dispatch() > 0
 
 
 def _in_other_levels() -> bool:

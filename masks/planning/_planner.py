@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
+from ..._torch_private import graph_constant
 from ..core import Bound, Expression, advises, plans
 from ..orders import Compact, Layout, residue_rate
 from ..plan_cache import cache, debug_wanted, in_line, log
@@ -124,17 +125,14 @@ def recommended_layout(
     return None if rate == 1 else Layout(num_tokens, rate)
 
 
+@graph_constant
 def _is_fixed(pattern: str) -> bool:
     return not read_text(pattern).varies
 
 
+@graph_constant
 def _rate_of_text(pattern: str, num_tokens: int, num_heads: int, kind: str) -> int:
     return _recommended_rate(read_text(pattern), num_tokens, num_heads, kind)
-
-
-# What torch.compiler.assume_constant_result sets; calling it would import the whole compiler with this package.
-_is_fixed._dynamo_marked_constant = True  # type: ignore[attr-defined]
-_rate_of_text._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 @plans

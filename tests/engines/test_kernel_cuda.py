@@ -36,9 +36,9 @@ def kernel(request, monkeypatch) -> Iterator[Kernel]:
     """Every call goes to the stand-in of one CUDA kernel."""
     monkeypatch.setattr(_kernel, "_is_here", lambda x: False)
     monkeypatch.setattr(_kernel_cuda, "choose", lambda *_: request.param)
-    monkeypatch.setattr(_kernel_cuda, "_aten", StandIns())
+    monkeypatch.setattr(_kernel_cuda, "_torch_private", StandIns())
     yield request.param
-    (forward,) = [name for name in _kernel_cuda._aten.calls if not name.endswith("backward")]
+    (forward,) = [name for name in _kernel_cuda._torch_private.calls if not name.endswith("backward")]
     assert {"flash": "flash", "cuDNN": "cudnn", "memory-efficient": "efficient"}[request.param.name] in forward
 
 
@@ -250,7 +250,7 @@ def test_a_kernel_is_asked_for_the_fewest_keys_it_will_see(monkeypatch):
         return KERNELS[0]
 
     monkeypatch.setattr(_kernel_cuda, "choose", ask)
-    monkeypatch.setattr(_kernel_cuda, "_aten", StandIns())
+    monkeypatch.setattr(_kernel_cuda, "_torch_private", StandIns())
     for queries, keys, is_causal in ((1, 6, True), (6, 1, True), (1, 6, False), (4, 4, True)):
         q, k = torch.randn(1, 1, queries, 8), torch.randn(1, 1, keys, 8)
         _kernel_cuda.forward(q, k, k, scale=1.0, is_causal=is_causal)

@@ -23,7 +23,7 @@ ROOT = Path(__file__).resolve().parents[2]
 # Lowest first: a room imports from those before it, at the top of a file or inside a function, and from the room
 # itself, not from its files. `root` is the package's own `__init__`, from which the commands import as users do.
 ROOMS = [
-    *("masks.core", "masks.patterns", "masks.recipes", "masks.text", "masks.orders", "masks.blocks"),
+    *("_torch_private", "masks.core", "masks.patterns", "masks.recipes", "masks.text", "masks.orders", "masks.blocks"),
     *("masks.plan_cache", "masks.planning", "masks.needs", "masks.inspection", "masks"),
     *("schedules", "_validate", "engines", "_engines", "tuning", "memory", "_attend", "decoding", "observe"),
     *("refinement", "distributed.group", "distributed.wire", "distributed.counts", "distributed.exchange"),

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map_only
+
+from flexdilated._torch_private import NAMES
 
 # B batch, H heads, Q queries, K keys, D head dim
 
@@ -14,23 +18,18 @@ MOST_PROBLEMS = 65535  # of a launch grid
 
 
 class StandIns:
-    """What `torch.ops.aten` is to the CUDA kernels. `calls` counts those of each operator."""
+    """What `_torch_private` is to the CUDA kernels. `calls` counts those of each operator."""
 
     def __init__(self) -> None:
         self.calls: dict[str, int] = {}
 
-    def __getattr__(self, name: str) -> Any:
-        return _Operator(name, self)
+    def __getattr__(self, name: str) -> Callable[..., Any]:
+        return partial(self._call, name)
 
-
-class _Operator:
-    def __init__(self, name: str, owner: StandIns) -> None:
-        self.name, self.owner = name, owner
-
-    def default(self, *args: Any, **options: Any) -> Any:
+    def _call(self, name: str, *args: Any, **options: Any) -> Any:
         """The result by definition; the real operator says on meta tensors what shapes it has."""
-        self.owner.calls[self.name] = self.owner.calls.get(self.name, 0) + 1
-        operator = getattr(torch.ops.aten, self.name).default
+        self.calls[name] = self.calls.get(name, 0) + 1
+        operator = NAMES[name].find()
         promised = operator(*tree_map_only(Tensor, _to_meta, args), **options)
         named = {argument.name: value for argument, value in zip(operator._schema.arguments, args, strict=False)}
         found = (_backward if "grad_out" in named or "grad_out_" in named else _forward)(named | options)

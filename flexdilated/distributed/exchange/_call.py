@@ -11,6 +11,7 @@ import torch.distributed as dist
 from jaxtyping import Float
 from torch import Tensor
 
+from ..._torch_private import graph_constant
 from ...engines import CallKey, WholeRows, add_sinks, flex, merge_
 from ...masks.orders import Placement
 from ..group import (
@@ -168,17 +169,15 @@ def _room(k: Tensor, v: Tensor, num_keys: int) -> Pair:
     return k.new_empty(*k.shape[:2], num_keys, k.shape[3]), v.new_empty(*v.shape[:2], num_keys, v.shape[3])
 
 
+# Where keys lie is a constant of a compiled graph. Such a function takes a call only as a plain tuple, and what it
+# returns must be one too: torch 2.11 cannot unpack a named tuple that it got as a constant.
+@graph_constant
 def _key(
     values: tuple[Any, ...], num_heads: int, num_kv_heads: int, num_queries: int, bindings: list[Tensor]
 ) -> tuple[Any, ...]:
     call = ExchangeCall(*values)
     plan = call.plan(num_heads, num_kv_heads, bindings)
     return tuple(call.placed(plan.both).key(num_heads, num_kv_heads, num_queries, plan.both.num_keys))
-
-
-# Where keys lie is a constant of a compiled graph. Such a function takes a call only as a plain tuple, and what it
-# returns must be one too: torch 2.11 cannot unpack a named tuple that it got as a constant.
-_key._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 @contextmanager

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 from torch.distributed import DistError, DistNetworkError, ProcessGroup, get_backend_config
 
+from ..._torch_private import graph_constant
 from ...masks.core import Expression
 from ...masks.patterns import names
 from ._ranks import Ranks, group_of, timeout_of
@@ -104,13 +105,10 @@ def check_device(ranks: Ranks, tensor: Tensor) -> None:
         )
 
 
+@graph_constant  # torch.compile cannot trace the look-up of a group
 def _backends(group: str) -> str:
     """What serves which kind of device: "cpu:gloo,cuda:nccl"."""
     return get_backend_config(group_of(group))
-
-
-# torch.compile takes it as a constant, as it does the ranks: it cannot trace the look-up of a group.
-_backends._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def _digest(x: Tensor) -> str:

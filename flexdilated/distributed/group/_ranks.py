@@ -8,7 +8,8 @@ from datetime import timedelta
 import torch
 from torch.distributed import ProcessGroup, default_pg_timeout
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.distributed_c10d import _resolve_process_group  # type: ignore[attr-defined]
+
+from ... import _torch_private
 
 
 @dataclass(frozen=True)
@@ -52,7 +53,7 @@ class Ranks:
 def group_of(name: str) -> ProcessGroup:
     """The process group of ranks that were made in this process."""
     try:
-        return _resolve_process_group(name)  # type: ignore[arg-type]
+        return _torch_private.resolve_process_group(name)
     except RuntimeError as error:
         message = f"the process group {name!r} was not made in this process, or has been destroyed"
         raise RuntimeError(message) from error
@@ -61,7 +62,7 @@ def group_of(name: str) -> ProcessGroup:
 def timeout_of(ranks: Ranks) -> timedelta:
     """How long a transfer may take; torch's default where the backend of this kind of device does not say."""
     try:
-        backend = group_of(ranks.name)._get_backend(torch.device(ranks.device_type))
+        backend = _torch_private.get_backend(group_of(ranks.name), torch.device(ranks.device_type))
     except RuntimeError:  # the group has no backend for it, which `check_device` answers
         return default_pg_timeout
-    return getattr(getattr(backend, "options", None), "_timeout", default_pg_timeout)
+    return _torch_private.timeout_of(backend) or default_pg_timeout

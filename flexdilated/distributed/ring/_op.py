@@ -5,14 +5,10 @@ It is opaque to torch.compile, which sees its shapes and its gradient.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
-
 import torch
-from torch import _C, Tensor
-from torch._C import DispatchKey
+from torch import Tensor
 
-from ...engines import WholeRows, add_sinks, flat_op, merge_, set_gradient
+from ...engines import WholeRows, add_sinks, autograd_on, flat_op, merge_, set_gradient
 from ..group import PlainCall, as_promised, empty_rows
 from ._plan import RingCall
 from ._transfers import Gradients, Shard, rotate
@@ -129,20 +125,3 @@ def run_backward(call: RingCall, q: Tensor, k: Tensor, v: Tensor, whole: WholeRo
     finally:
         gradients.close()
     return as_promised(dq, q), as_promised(dk, k), as_promised(dv, v)
-
-
-_KEYS = (DispatchKey.AutogradFunctionality, DispatchKey.AutogradOther, DispatchKey.AutogradNestedTensor)
-
-
-@contextmanager
-def autograd_on() -> Iterator[None]:
-    """Operations record for autograd as they do outside of an op; `torch.enable_grad` alone does nothing in one.
-
-    An op's kernel runs without autograd's dispatch keys, since the op as a whole has a derivative of its own. Where
-    it calls an engine whose backward is autograd's, it needs them.
-    """
-    excluded = _C._dispatch_tls_local_exclude_set()
-    for key in _KEYS:
-        excluded = excluded.remove(key)
-    with _C._ForceDispatchKeyGuard(_C._dispatch_tls_local_include_set(), excluded), torch.enable_grad():
-        yield

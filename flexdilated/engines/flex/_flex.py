@@ -12,12 +12,12 @@ from types import FunctionType
 from typing import Any
 
 import torch
-import torch.fx.experimental._config as shapes_config
 from jaxtyping import Float
 from torch import Tensor
 from torch.nn.attention.flex_attention import flex_attention
 from torch.nn.functional import pad
 
+from ..._torch_private import equal_sizes_apart
 from .._merge import nothing, sum_dtype
 from .._operands import within_reach
 from .._ops import own_op
@@ -137,12 +137,8 @@ def _compiled(device: torch.device, function: FunctionType) -> Kernel:
     compiled = torch.compile(own, fullgraph=True, dynamic=True, options=options)
 
     def call(*arguments: Any) -> Any:
-        # Sizes that happen to be equal are not made one.
-        before, shapes_config.use_duck_shape = shapes_config.use_duck_shape, False
-        try:
+        with equal_sizes_apart():
             return compiled(*arguments)
-        finally:
-            shapes_config.use_duck_shape = before
 
     return call
 

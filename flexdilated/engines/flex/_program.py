@@ -13,8 +13,8 @@ from jaxtyping import Int32
 from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask
 from torch.nn.functional import pad
-from torch.utils._python_dispatch import TorchDispatchMode
 
+from ..._torch_private import TorchDispatchMode
 from ...masks import Layout, cache
 from ...masks.blocks import join_blocks, table_bytes, to_block_mask
 from ...masks.core import Every, MaskMod

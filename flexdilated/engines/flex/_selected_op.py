@@ -11,6 +11,7 @@ import torch
 from jaxtyping import Int8, Int64
 from torch import Tensor
 
+from ..._torch_private import graph_constant
 from ...masks import cache
 from ...masks.core import Bound, Box, MaskMod, Pattern, Progression, own_modes
 from ...masks.patterns import Rows, blank, names, require_row, require_tables, tables
@@ -40,6 +41,7 @@ class Parts(NamedTuple):
     names: tuple[str, ...]  # by the whole pattern
 
 
+@graph_constant
 def parts_of(text: str) -> Parts | None:
     """How a pattern is parted, if it is."""
     return _parts_of(text)
@@ -53,9 +55,6 @@ def _parts_of(text: str) -> Parts | None:
     leaf, others = selection.leaf, selection.others
     beside = ("", ()) if others is None else (others.text, names(others))
     return Parts(leaf.name, leaf.block, leaf.most, *beside, names(read_text(text)))
-
-
-parts_of._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def takes_table(parts: Parts, key: CallKey) -> bool:

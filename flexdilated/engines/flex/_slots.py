@@ -14,6 +14,7 @@ import torch
 from jaxtyping import Int32, Int64, Shaped
 from torch import Tensor
 
+from ... import _torch_private
 from ...masks.core import index_dtype
 from ...masks.orders import Layout, Order, Padded, Placement
 from ...masks.planning import IntervalTerm, PaddedTerm, Plan, Term
@@ -291,7 +292,7 @@ def _rows(heads: tuple[int, ...] | None, num_heads: int, device: torch.device, *
 def _fixed(x: Tensor) -> None:
     """Say that no other length makes it another size."""
     if x.device.type != "cpu":
-        torch._dynamo.mark_static(x)
+        _torch_private.mark_static(x)
 
 
 def _located(positions: Int64[Tensor, "H S"], kv_heads: Sequence[int], placement: Placement) -> Int64[Tensor, "H S"]:

@@ -9,6 +9,7 @@ import torch
 from jaxtyping import Bool, Float, Shaped
 from torch import Tensor
 
+from ... import _torch_private
 from .._distinct_masks import added
 from .._operands import readable
 from . import _kernel_cuda
@@ -140,9 +141,7 @@ def flash_forward(
     if not _is_here(q):
         assert mask is None
         return _kernel_cuda.forward(q, k, v, scale=scale, is_causal=is_causal)
-    return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
-        q, k, v, 0.0, is_causal, attn_mask=mask, scale=scale
-    )
+    return _torch_private.flash_attention_for_cpu(q, k, v, 0.0, is_causal, attn_mask=mask, scale=scale)
 
 
 def flash_backward(
@@ -213,7 +212,7 @@ def _backward_on_cpu(
     is_causal: bool,
     scale: float,
 ) -> _Problem:
-    return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
+    return _torch_private.flash_attention_for_cpu_backward(
         grad_out, q, k, v, out, lse, 0.0, is_causal, attn_mask=mask, scale=scale
     )
 

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from ... import _torch_private
+
 # B batch, H query heads, G key/value heads, Q queries, K keys, D head dim
 
-_aten: Any = torch.ops.aten
 _PROBLEMS_AT_ONCE = 1 << 15  # batch and heads are dims of the launch grid, which ends at 65535
 _DIM_STEP, _ALIGNED_BYTES = 8, 16  # the kernels load 16 bytes at once
 _LSE_STEP = 32  # the memory-efficient kernels pad rows of the lse
@@ -159,7 +159,7 @@ def _loadable(x: Tensor) -> Tensor:
 
 
 def _flash_forward(q: Tensor, k: Tensor, v: Tensor, scale: float, is_causal: bool) -> tuple[Tensor, Tensor]:
-    out, lse, *_ = _aten._scaled_dot_product_flash_attention.default(q, k, v, 0.0, is_causal, False, scale=scale)
+    out, lse, *_ = _torch_private.flash_attention(q, k, v, 0.0, is_causal, False, scale=scale)
     return out, lse
 
 
@@ -167,7 +167,7 @@ def _flash_backward(
     grad_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, scale: float, is_causal: bool
 ) -> _Problem:
     seed, offset = q.new_empty(2, dtype=torch.uint64), q.new_empty((), dtype=torch.uint64)  # read for dropout only
-    return _aten._scaled_dot_product_flash_attention_backward.default(
+    return _torch_private.flash_attention_backward(
         grad_out, q, k, v, out, lse.contiguous(), None, None, q.shape[2], k.shape[2], 0.0, is_causal, seed, offset,
         scale=scale,
     )  # fmt: skip
@@ -178,9 +178,7 @@ def _flash_backward(
 
 def _cudnn_forward(q: Tensor, k: Tensor, v: Tensor, scale: float, is_causal: bool) -> tuple[Tensor, Tensor]:
     one_head = (x.flatten(0, 1).unsqueeze(1) for x in (q, k, v))
-    out, lse, *_ = _aten._scaled_dot_product_cudnn_attention.default(
-        *one_head, None, True, 0.0, is_causal, False, scale=scale
-    )
+    out, lse, *_ = _torch_private.cudnn_attention(*one_head, None, True, 0.0, is_causal, False, scale=scale)
     return out.view(q.shape), lse.view(q.shape[:3])
 
 
@@ -190,16 +188,14 @@ def _cudnn_backward(
     one_head = (x.flatten(0, 1).unsqueeze(1) for x in (grad_out, q, k, v, out))
     stats = lse.flatten(0, 1)[:, None, :, None].contiguous()
     seed, offset = (q.new_empty((), dtype=torch.int64) for _ in range(2))  # read for dropout only
-    dq, dk, dv = _aten._scaled_dot_product_cudnn_attention_backward.default(
+    dq, dk, dv = _torch_private.cudnn_attention_backward(
         *one_head, stats, seed, offset, None, None, None, q.shape[2], k.shape[2], 0.0, is_causal, scale=scale
     )
     return dq.view(q.shape), dk.view(k.shape), dv.view(v.shape)
 
 
 def _efficient_forward(q: Tensor, k: Tensor, v: Tensor, scale: float, is_causal: bool) -> tuple[Tensor, Tensor]:
-    out, lse, *_ = _aten._scaled_dot_product_efficient_attention.default(
-        q, k, v, None, True, 0.0, is_causal, scale=scale
-    )
+    out, lse, *_ = _torch_private.efficient_attention(q, k, v, None, True, 0.0, is_causal, scale=scale)
     return out, lse[..., : q.shape[2]]
 
 
@@ -208,7 +204,7 @@ def _efficient_backward(
 ) -> _Problem:
     padded = pad(lse, (0, -lse.shape[2] % _LSE_STEP), value=torch.inf).contiguous()
     seed, offset = (q.new_empty((), dtype=torch.int64) for _ in range(2))  # read for dropout only
-    dq, dk, dv, _ = _aten._scaled_dot_product_efficient_attention_backward.default(
+    dq, dk, dv, _ = _torch_private.efficient_attention_backward(
         grad_out, q, k, v, None, out, padded, seed, offset, 0.0, [True, True, True, False], is_causal, scale=scale
     )
     return dq, dk, dv

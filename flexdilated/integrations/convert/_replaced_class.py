@@ -4,9 +4,8 @@ Why the class, and neither an instance attribute `forward` nor a new child: the 
 parameters, names in the `state_dict` and references to it hold, and so does isinstance. torch.compile guards on a
 module's type, so that a compiled model takes notice. FSDP's `fully_shard` exchanges classes as well, and the two stack.
 A `forward` in the instance's `__dict__` is bound to one object, which copies and pickles must untangle; a new child
-loses hooks and references. And a property of the subclass hides an attribute of the instance, such as torch's
-`_qkv_same_embed_dim`, without touching it, so that all is given back by the class: the one thing added is
-`_flexdilated`, which deepcopy and pickle carry.
+loses hooks and references. And a property of the subclass hides an attribute of the instance without touching it, so
+that all is given back by the class: the one thing added is `_flexdilated`, which deepcopy and pickle carry.
 """
 
 from __future__ import annotations

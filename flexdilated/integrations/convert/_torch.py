@@ -87,6 +87,6 @@ def _refused(module: nn.MultiheadAttention) -> str:
 def _cross(name: str, module: nn.MultiheadAttention, above: list[nn.Module]) -> str:
     if above and isinstance(above[-1], nn.TransformerDecoderLayer) and name.endswith("multihead_attn"):
         return "cross-attention of a decoder layer"
-    if not module.__dict__["_qkv_same_embed_dim"]:
+    if not module.kdim == module.vdim == module.embed_dim:
         return "its keys or values have another width: cross-attention"
     return ""

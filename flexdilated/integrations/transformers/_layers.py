@@ -23,6 +23,7 @@ _REGISTRY = "ALL_ATTENTION_FUNCTIONS"
 _KEY = "flexdilated_patterns"  # of a config
 _IMPLEMENTATION = "attn_implementation"  # as a config is written, and read
 _OWN = "_flexdilated_pattern"
+_WARNS = "_flexdilated_warns_of_adapters"
 _COMPOSE = ("and", "replace")
 
 
@@ -89,8 +90,9 @@ def give(model: PreTrainedModel, layers: list[nn.Module], chosen: list[Any], com
                 setattr(config, key, value)
             else:
                 vars(config).pop(key, None)
-    if _warn_of_adapters not in model._state_dict_pre_hooks.values():
+    if not getattr(model, _WARNS, False):
         model.register_state_dict_pre_hook(_warn_of_adapters)
+        setattr(model, _WARNS, True)
 
 
 def keep_refusals() -> None:

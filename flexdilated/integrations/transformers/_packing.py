@@ -11,6 +11,7 @@ from transformers import Cache, PreTrainedModel
 from transformers.masking_utils import find_packed_sequence_indices
 
 _UNREAD = "_flexdilated_reads_no_positions"
+_WATCHED = "_flexdilated_refuses_lost_packing"
 
 
 def note_positions(layer: nn.Module, position_ids: object) -> None:
@@ -21,8 +22,9 @@ def note_positions(layer: nn.Module, position_ids: object) -> None:
 
 def watch_packing(model: PreTrainedModel) -> None:
     """Let a pass raise ValueError whose packed position_ids neither transformers nor attention has seen."""
-    if _refuse_lost_packing not in model._forward_hooks.values():
+    if not getattr(model, _WATCHED, False):
         model.register_forward_hook(_refuse_lost_packing, with_kwargs=True)
+        setattr(model, _WATCHED, True)
 
 
 def _refuse_lost_packing(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask, noop_mask
 from torch.overrides import TorchFunctionMode
-from torch.utils._pytree import tree_leaves
 
+from ...._torch_private import tree_leaves
 from ...core import EMPTY, FULL, PARTIAL, instead_of_pattern
 from ._function_snapshot import snapshot
 

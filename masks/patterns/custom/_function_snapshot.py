@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 from torch.nn import Buffer, Parameter
 
+from ...._torch_private import builtin_module, tensor_module
 from ...core import content_digest
 
 # What is plain data: its repr tells two values apart.
@@ -32,8 +33,12 @@ _BUILTINS = {name: getattr(builtins, name) for name in _COMPUTING.split()} | {
     if isinstance(value, type) and issubclass(value, BaseException)
 }
 # Functions written in Python that compute from their arguments alone; any other is read as a function of the caller is.
-_FIXED_FUNCTIONS = ("torch._tensor", "torch.functional", "torch.nn.functional", "torch.nn.attention.flex_attention")
-_FIXED_CLASSES = ("torch", "torch._C", "math", "operator")
+_FIXED_FUNCTIONS = (
+    *(tensor_module.__name__, "torch.functional", "torch.nn.functional"),
+    "torch.nn.attention.flex_attention",
+)
+_FIXED_CLASSES = ("torch", builtin_module.__name__, "math", "operator")
+_OPERATORS = type(torch.ops.aten.add), type(torch.ops.aten.add.Tensor)
 # They read attributes by names that the code does not show, or a file.
 _BY_NAME = ("attrgetter", "methodcaller", "from_file")
 
@@ -220,13 +225,13 @@ def _reads(code: types.CodeType, load: str) -> dict[str, set[tuple[str, ...]]]:
 def _fixed_name(value: Any) -> str | None:
     """A lasting name of what Python and torch define, if it computes from its arguments alone; None for all else."""
     name = getattr(value, "__qualname__", "")
-    if isinstance(value, torch._ops.OpOverload | torch._ops.OpOverloadPacket):
+    if isinstance(value, _OPERATORS):
         module, name = "torch", str(value)
         fixed = name.partition(".")[0] in ("aten", "prims")
     elif isinstance(value, types.BuiltinFunctionType):
         module = _home(value)
-        # Functions of torch._C itself tell of torch's modes; those of its submodules compute.
-        fixed = module in ("torch", "math", "_operator") or module.startswith("torch._C._")
+        # Functions of the module itself tell of torch's modes; those of its submodules compute.
+        fixed = module in ("torch", "math", "_operator") or module.startswith(f"{builtin_module.__name__}._")
     elif isinstance(value, types.FunctionType):
         module = value.__module__ or ""
         # What torch's and_masks(a, b) is lies in what it captured.

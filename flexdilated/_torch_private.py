@@ -1,0 +1,287 @@
+"""Torch's private names that this package uses: here, and in no other file.
+
+Other files import a name from here, or, where only some calls need it, read it as an attribute of this module. It is
+looked up in torch then, so that nothing is imported early. Where the installed torch lacks it, that is an ImportError
+that says what to do, and not an AttributeError inside a call. docs/contributing/private_names.md shows the table.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import timedelta
+from pkgutil import resolve_name
+from typing import Any, TypeVar
+
+import torch
+from torch import nn
+from torch.autograd import forward_ad
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+
+def _marked() -> bool:
+    return torch.compiler.assume_constant_result(lambda: None)._dynamo_marked_constant
+
+
+def _asked_by_encoder_layers() -> str:
+    """The attribute of self_attn, by name, as `nn.TransformerEncoderLayer` reads it."""
+    names = nn.TransformerEncoderLayer.forward.__code__.co_names
+    if "_qkv_same_embed_dim" not in names:
+        raise AttributeError("_qkv_same_embed_dim")
+    return "_qkv_same_embed_dim"
+
+
+@dataclass(frozen=True)
+class Name:
+    """A private name of torch.
+
+    path: "module:attributes", or of something that cannot be looked up by a path, with `probe` to look for it.
+    use: what it is for. error: when an ImportError is raised where torch lacks it. instead: what to do then besides
+    installing another torch. public: the path of a public name in newer torch, which comes first. absent: what
+    happens where no error is raised. seen: versions of torch in which it means this.
+    """
+
+    path: str
+    use: str
+    error: str = "flexdilated is imported"
+    instead: str = ""
+    public: str = ""
+    absent: str = ""
+    probe: Callable[[], object] | None = None
+    seen: tuple[str, ...] = ("2.13.0", "2.15.0")
+
+    @property
+    def dotted(self) -> str:
+        return self.path.replace(":", ".")
+
+    @property
+    def without(self) -> str:
+        """What happens where torch lacks it."""
+        first = f"`{self.public.replace(':', '.')}`, which is taken where torch has it; else " if self.public else ""
+        return self.absent or f"{first}ImportError when {self.error}"
+
+    def find(self) -> Any:
+        """The object of the public name, or of the private one. Raises ImportError where torch has neither."""
+        for path in (self.public, self.path):
+            try:
+                if path:
+                    return self.probe() if self.probe else resolve_name(path)
+            except (ImportError, AttributeError):
+                continue
+        raise self.missing()
+
+    def missing(self) -> ImportError:
+        return ImportError(
+            f"torch {torch.__version__} has no {self.dotted}, which flexdilated needs: it {self.use}. "
+            f"Install torch 2.11 to 2.15{self.instead and f', or {self.instead}'}"
+        )
+
+
+def _kernel(operator: str, where: str) -> Name:
+    use = f"computes {'the gradient of attention' if '_backward' in operator else 'attention with its lse'} on {where}"
+    others = "" if where == "CPU" else "switch this kernel off by torch.nn.attention.sdpa_kernel, or "
+    return Name(
+        f"torch:ops.aten._scaled_dot_product_{operator}",
+        use,
+        f"engine 'tiles' calls this kernel on {where}",
+        f"{others}call with engine='flex'",
+    )
+
+
+_RECORDED = "the backward of a selection or of a ring runs"
+_COUNTED = "`fd.compilations` is called after a compilation"
+_ACCELERATED = "engine 'flex' runs on an accelerator"
+_RANKS = "flexdilated.distributed is used"
+
+NAMES = {
+    # Modes and transforms around a call
+    "peek_interpreter_stack": Name(
+        "torch._C._functorch:peek_interpreter_stack", "tells whether a transform of torch.func is open"
+    ),
+    "temporarily_clear_interpreter_stack": Name(
+        "torch._functorch.pyfunctorch:temporarily_clear_interpreter_stack",
+        "suspends the transforms of torch.func while a plan is made",
+    ),
+    "is_batchedtensor": Name("torch._C._functorch:is_batchedtensor", "tells whether torch.vmap maps a tensor"),
+    "forward_level": Name(
+        "torch.autograd.forward_ad:_current_level", "tells whether forward-mode AD is on", "attention is called"
+    ),
+    "len_torch_function_stack": Name("torch._C:_len_torch_function_stack", "counts the TorchFunctionModes that are on"),
+    "len_torch_dispatch_stack": Name("torch._C:_len_torch_dispatch_stack", "counts the TorchDispatchModes that are on"),
+    "len_torch_dispatch_stack_pre_dispatch": Name(
+        "torch._ops:_len_torch_dispatch_stack_pre_dispatch", "counts the modes of torch.export that are on"
+    ),
+    "disable_current_modes": Name(
+        "torch.utils._python_dispatch:_disable_current_modes", "suspends TorchDispatchModes while a plan is made"
+    ),
+    "DisableTorchFunction": Name(
+        "torch._C:DisableTorchFunction", "suspends default devices and other TorchFunctionModes while a plan is made"
+    ),
+    "TorchDispatchMode": Name(
+        "torch.utils._python_dispatch:TorchDispatchMode", "sees each operation, to count memory and to trace rules"
+    ),
+    "tree_leaves": Name("torch.utils._pytree:tree_leaves", "lists the tensors in nested arguments"),
+    "tree_map_only": Name("torch.utils._pytree:tree_map_only", "moves the tensors in nested arguments"),
+    # Operators of this package
+    "make_autograd_impl": Name(
+        "torch._library.autograd:make_autograd_impl", "makes the kernel by which an own operator is recorded"
+    ),
+    "DispatchKey": Name("torch._C:DispatchKey", "names the keys of autograd, to record in an operator", _RECORDED),
+    "dispatch_tls_local_exclude_set": Name(
+        "torch._C:_dispatch_tls_local_exclude_set",
+        "holds the keys that are off, to record in an operator",
+        _RECORDED,
+    ),
+    "dispatch_tls_local_include_set": Name(
+        "torch._C:_dispatch_tls_local_include_set",
+        "holds the keys that are on, to record in an operator",
+        _RECORDED,
+    ),
+    "ForceDispatchKeyGuard": Name(
+        "torch._C:_ForceDispatchKeyGuard", "turns the keys of autograd on, to record in an operator", _RECORDED
+    ),
+    # Kernels
+    "flash_attention_for_cpu": _kernel("flash_attention_for_cpu", "CPU"),
+    "flash_attention_for_cpu_backward": _kernel("flash_attention_for_cpu_backward", "CPU"),
+    "flash_attention": _kernel("flash_attention.default", "CUDA"),
+    "flash_attention_backward": _kernel("flash_attention_backward.default", "CUDA"),
+    "cudnn_attention": _kernel("cudnn_attention.default", "CUDA"),
+    "cudnn_attention_backward": _kernel("cudnn_attention_backward.default", "CUDA"),
+    "efficient_attention": _kernel("efficient_attention.default", "CUDA"),
+    "efficient_attention_backward": _kernel("efficient_attention_backward.default", "CUDA"),
+    # torch.compile
+    "check": Name("torch:_check", "bounds a number that a compiled graph reads from a tensor"),
+    "assert_async": Name("torch:ops.aten._assert_async.msg", "checks the values of a mask when a compiled graph runs"),
+    "marked_constant": Name(
+        "torch:compiler.assume_constant_result._dynamo_marked_constant",
+        "makes results constants of a graph as assume_constant_result does, which would import the compiler",
+        absent="the graph breaks at such a function; with fullgraph=True that is an error of torch.compile",
+        probe=_marked,
+    ),
+    "mark_static": Name("torch._dynamo:mark_static", "keeps sizes constant in a compiled program", _ACCELERATED),
+    "duck_shape": Name(
+        "torch.fx.experimental._config:use_duck_shape",
+        "tells equal sizes of a compiled program apart",
+        _ACCELERATED,
+    ),
+    "FakeTensor": Name(
+        "torch._subclasses.fake_tensor:FakeTensor",
+        "tells that a tensor has no values, so that nothing is measured",
+        "a call asks for autotune",
+        "call without autotune",
+    ),
+    "counters": Name("torch._dynamo.utils:counters", "counts graphs and graph breaks", _COUNTED),
+    "compilation_time_metrics": Name(
+        "torch._dynamo.utils:compilation_time_metrics", "holds the seconds of each", _COUNTED
+    ),
+    "get_compilation_metrics": Name("torch._dynamo.utils:get_compilation_metrics", "lists the compilations", _COUNTED),
+    # Ranks
+    "resolve_process_group": Name(
+        "torch.distributed.distributed_c10d:_resolve_process_group", "finds a process group by its name", _RANKS
+    ),
+    "get_backend": Name(
+        "torch.distributed:ProcessGroup._get_backend",
+        "gives the backend of a process group on a device",
+        _RANKS,
+        public="torch.distributed:ProcessGroup.get_backend",
+    ),
+    "timeout": Name(
+        "torch._C._distributed_c10d:Backend.Options._timeout",
+        "bounds how long a transfer may take",
+        absent="`torch.distributed.default_pg_timeout` is taken",
+    ),
+    # Modules
+    "apply": Name("torch.nn:Module._apply", "tells ImportanceTracker that its buffers are about to move"),
+    "qkv_same_embed_dim": Name(
+        "torch.nn:MultiheadAttention._qkv_same_embed_dim",
+        "keeps nn.TransformerEncoderLayer from running its own dense kernel",
+        probe=_asked_by_encoder_layers,
+    ),
+    # Functions by the modules that torch defines them in
+    "tensor_module": Name("torch:_tensor", "names the module of Tensor's methods, which custom functions may call"),
+    "builtin_module": Name("torch:_C", "names the module of torch's built-in functions, which custom ones may call"),
+    "to_copy": Name("torch:ops.aten._to_copy", "converts, in rules that the viewer traces", "the viewer is imported"),
+    "unsafe_view": Name(
+        "torch:ops.aten._unsafe_view", "reshapes, in rules that the viewer traces", "the viewer is imported"
+    ),
+}
+
+
+def __getattr__(name: str) -> Any:
+    """A name of the table. It is looked up once."""
+    if name not in NAMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    found = globals()[name] = NAMES[name].find()
+    return found
+
+
+# Values that change are read where they are each time.
+
+
+def in_forward_mode() -> bool:
+    """True inside forward-mode AD, torch.func.jvp included."""
+    try:
+        return forward_ad._current_level >= 0
+    except AttributeError:
+        raise NAMES["forward_level"].missing() from None
+
+
+@contextmanager
+def equal_sizes_apart() -> Iterator[None]:
+    """Within it torch.compile does not take sizes that happen to be equal for one."""
+    before = NAMES["duck_shape"].find()
+    config = sys.modules["torch.fx.experimental._config"]
+    config.use_duck_shape = False  # type: ignore[attr-defined]
+    try:
+        yield
+    finally:
+        config.use_duck_shape = before  # type: ignore[attr-defined]
+
+
+def compiler_records() -> tuple[Mapping[str, Mapping[str, int]], Mapping[str, list[float]], list[Any]] | None:
+    """torch.compile's (counters, seconds by the name of a phase, compilations); None where it was never imported.
+
+    Whoever has compiled something has imported it: nobody else has to wait a second for it.
+    """
+    if "torch._dynamo.utils" not in sys.modules:
+        return None
+    counters, seconds, compilations = (
+        NAMES[name].find() for name in ("counters", "compilation_time_metrics", "get_compilation_metrics")
+    )
+    return counters, seconds, compilations()
+
+
+def timeout_of(backend: object) -> timedelta | None:
+    """How long a transfer of a process group's backend may take, where it says."""
+    return getattr(getattr(backend, "options", None), "_timeout", None)
+
+
+# Names that torch looks for in what it is given.
+
+
+def graph_constant(function: F) -> F:
+    """The function, whose results torch.compile takes for constants of the graph: it runs while the graph is traced.
+
+    Arguments and results must be plain values.
+    """
+    function._dynamo_marked_constant = True  # type: ignore[attr-defined]
+    return function
+
+
+class OrdinaryPath(nn.Module):
+    """Attention that `nn.TransformerEncoderLayer`, and `nn.TransformerEncoder`, call as a module.
+
+    In eval without gradients the layer otherwise runs its own dense kernel on the weights of its `self_attn`.
+    """
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        NAMES["qkv_same_embed_dim"].find()
+        super().__init_subclass__(**kwargs)
+
+    @property
+    def _qkv_same_embed_dim(self) -> bool:
+        """False, whatever an instance says."""
+        return False
