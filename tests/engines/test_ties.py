@@ -14,12 +14,15 @@ from torch.nn import functional as F
 from torch.testing import assert_close
 
 import flexdilated as fd
+from flexdilated._validate import run_time_tensors
 from flexdilated.engines._merge import merge, shares_of, with_sinks, with_zero_keys
-from tests.engines.test_flex import attend_by, call_key
+from flexdilated.engines.flex._flex_op import run_time_program
+from tests.engines.test_flex import CPU, around_dense, attend_by, call_key
+from tests.engines.test_run_time_flex import entry_by_entry, key_of
 from tests.engines.test_selected_flex import attend_by_table, tables
 from tests.support import twins
 from tests.support.agreement import TIGHT, assert_agrees, gradients_of
-from tests.support.run_time_strategies import Packed
+from tests.support.run_time_strategies import Packed, packed_cases
 from tests.support.strategies import Case, block_sides, cases, sinks
 from tests.support.ties import NoTies, tied
 
@@ -66,9 +69,10 @@ def watched(case: Case | Packed, attend: Callable, drawn: tuple[Tensor, ...], **
     assert_agrees(under_watch, drawn, counts, scale=0.5, **features)
 
 
-def drawn_inputs(data: st.DataObject, case: Case) -> tuple[Tensor, ...]:
+def drawn_inputs(data: st.DataObject, case: Case | Packed) -> tuple[Tensor, ...]:
     """q, k, v of grouped heads, and half of the time sinks."""
     seed, batch = data.draw(st.integers(0, 99)), data.draw(st.integers(1, 2))
+    batch = case.batch if isinstance(case, Packed) else batch
     groups = data.draw(st.sampled_from([n for n in range(1, case.num_heads + 1) if case.num_heads % n == 0]))
     sides = (case.num_heads, case.num_queries), (groups, case.num_keys), (groups, case.num_keys)
     qkv = tuple(tied(batch, *side, 3, seed=seed + place) for place, side in enumerate(sides))
@@ -95,6 +99,23 @@ def test_flex(data, case, side):
     watched(case, attend_by(call_key(case, drawn[1].shape[1], side), 0.5), drawn)
 
 
+@pytest.mark.parametrize("engine", ["reference", "tiles", "flex"])
+@settings(max_examples=12)
+@given(data=st.data(), packed=packed_cases(), side=block_sides)
+def test_run_time_tensors(engine, packed, data, side):
+    """Documents, padding and tables, some of which leave rows empty."""
+
+    def attend(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None = None) -> Any:
+        if engine == "flex":
+            bindings = run_time_tensors(packed.pattern, None)
+            program = run_time_program(key_of(packed, k.shape[1], side), CPU, bindings, packed.batch)
+            return around_dense(program, 0.5, kernel=entry_by_entry)(q, k, v, sinks)
+        options = {"scale": 0.5, "enable_gqa": True, "engine": engine, "return_lse": True, "sinks": sinks}
+        return fd.attend(q, k, v, packed.pattern, **options, q_offset=packed.q_offset, k_offset=packed.k_offset)
+
+    watched(packed, attend, drawn_inputs(data, packed))
+
+
 @settings(max_examples=12)
 @given(drawn=tables(), seed=st.integers(0, 99))
 def test_selected_blocks_on_flex(drawn, seed):
@@ -112,7 +133,7 @@ def test_a_score_mod(engine):
     def score_mod(score, b, h, q, k):
         return torch.tanh(score) * (q - k)
 
-    def attend(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    def attend(q: Tensor, k: Tensor, v: Tensor) -> Any:
         if engine == "flex":
             return attend_by(call_key(case, 2, 4), 0.5, score_mod=score_mod)(q, k, v)
         options = {"scale": 0.5, "engine": engine, "return_lse": True, "score_mod": score_mod}
