@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -34,10 +35,23 @@ def mean_of(k: Float[Tensor, "B G M D"], block: int) -> Float[Tensor, "B G C D"]
 
 
 def ends_of(k: Float[Tensor, "B G M D"], block: int) -> tuple[Float[Tensor, "B G C D"], Float[Tensor, "B G C D"]]:
-    """The least and the greatest of each channel over the keys of each block."""
+    """The least and the greatest of each channel over the keys of each block; equal keys share its gradient equally."""
     parts = _blocks(k, block)
-    least, greatest = (torch.cat([reduce(part, 3) for part in parts], 2) for reduce in (torch.amin, torch.amax))
-    return least.to(sum_dtype(k)), greatest.to(sum_dtype(k))
+    least, greatest = (torch.cat([end_of(part, 3, reduce) for part in parts], 2) for reduce in (torch.amin, torch.amax))
+    return least, greatest
+
+
+def end_of(x: Tensor, dim: int, reduce: Callable[..., Tensor]) -> Tensor:
+    """`torch.amin` or `torch.amax` in float32 or wider; ends that are equal share the gradient equally.
+
+    So `amax` does, too, but a release of torch may change what it does with ties.
+    """
+    if not (x.requires_grad and torch.is_grad_enabled()):
+        return reduce(x, dim).to(sum_dtype(x))
+    end = reduce(x.detach(), dim, keepdim=True)
+    at = x == end
+    mean = torch.where(at, x, 0.0).sum(dim, dtype=sum_dtype(x)) / at.sum(dim)  # the end, but for rounding
+    return end.squeeze(dim) + (mean - mean.detach())
 
 
 def _blocks(k: Tensor, block: int) -> list[Tensor]:

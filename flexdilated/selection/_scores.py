@@ -11,7 +11,7 @@ from torch.nn.functional import pad
 
 from ._boxes import Boxes, HeadRule, OwnPools, Rows, found_in
 from ._choose import masked_lse
-from ._pools import ends_of, in_rows, mean_of, summaries
+from ._pools import end_of, ends_of, in_rows, mean_of, summaries
 
 # b batch entries, h query heads, g key/value heads, N queries, M keys, C blocks of keys, n rows, L blocks to choose
 # from, o boxes with pools of their own, p pieces of w such boxes, D head dim
@@ -60,7 +60,7 @@ class Scorer:
 
     def _parts_of(self, queries: Tensor) -> tuple[Tensor, ...]:
         """What meets each pool: sum_d max(q_d * greatest_d, q_d * least_d) goes by the sign of q_d."""
-        return (queries,) if self.name == "mean" else (queries.clamp(max=0), queries.clamp(min=0))
+        return (queries,) if self.name == "mean" else _by_sign(queries)
 
     def _own(
         self, queries: Float[Tensor, "b h n D"], k: Float[Tensor, "b g M D"], own: OwnPools, block: int
@@ -81,14 +81,24 @@ class Scorer:
             else:
                 hidden = ~mask[..., None]
                 least, greatest = (
-                    reduce(keys.unsqueeze(3).masked_fill(hidden, value), 4).unsqueeze(2)
+                    end_of(keys.unsqueeze(3).masked_fill(hidden, value), 4, reduce).unsqueeze(2)
                     for reduce, value in ((torch.amin, torch.inf), (torch.amax, -torch.inf))
                 )
                 blind = ~mask.any(-1, keepdim=True)  # in the padding of a piece
                 least, greatest = least.masked_fill(blind, 0.0), greatest.masked_fill(blind, 0.0)
-                scores = (rows.clamp(max=0) * least + rows.clamp(min=0) * greatest).sum(-1)
+                negative, positive = _by_sign(rows)
+                scores = (negative * least + positive * greatest).sum(-1)
             found.append(scores.flatten(1, 2).flatten(2))
         return torch.cat(found, 2)[:, :, own.at]
+
+
+def _by_sign(q: Tensor) -> tuple[Tensor, Tensor]:
+    """(negative, positive) numbers of q, 0 elsewhere.
+
+    A 0 is in both, each with half its gradient: where max(q * greatest, q * least) bends, its derivative is their mean.
+    """
+    halved = torch.where(q == 0, 0.5 * q, q)
+    return halved.masked_fill(q > 0, 0.0), halved.masked_fill(q < 0, 0.0)
 
 
 def at_lists(scores: Float[Tensor, "b h n C"], lists: Int64[Tensor, "b x n L"] | None) -> Float[Tensor, "b h n L"]:

@@ -67,7 +67,8 @@ class BlockSelector(nn.Module):
         the rows' queries (B, H, R, D) and a NamedTuple of pools (mean, least, greatest), each (B, G, C, D), and
         returns scores (B, H or G, R, C). Blocks that a row sees in part are no candidates then: `always` has to
         allow them where they are to be read. One with `takes_positions = True` also gets the position at which each
-        row begins, int64 (R,).
+        row begins, int64 (R,). Equal keys share the gradient of a least or greatest equally, and q_d = 0 has the mean
+        of min_d and max_d.
     choose: `TopK`, `TopP` or `Threshold`.
     within: the set pattern that the attention keeps to; rows see through it, and pools leave out what they do not see.
     always: a set pattern that is read in any case, such as masks.chunked(block) | masks.first_tokens(block).

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from unittest import mock
 
 import torch
@@ -59,29 +60,34 @@ def classes_of(case: Packed, rule: masks.Pattern, block: tuple[int, int], rows: 
     return (1 + whole.int()).view(1, rows, columns)
 
 
+def attend_by_table(
+    case: Packed, block: tuple[int, int], rows: Tensor, *, known: bool = False
+) -> Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]:
+    """The engine around a dense kernel of 8 x 8 tiles; known: with the classes of rows and blocks that are tiles."""
+    parted = selection_of(case.pattern)
+    assert parted is not None
+    rest = parted.rest
+
+    def attend(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        with mock.patch.object(_selected_flex, "TILE", 8):
+            unit = unit_of(block, case.q_offset)
+            assert unit is not None
+            of = SelectedBlocksOf(block, unit, rows.shape[-1], (rows.shape[1], case.num_heads, k.shape[1]))
+            places = map(torch.tensor, (0, case.q_offset, case.k_offset))
+            where = Where(*places, case.q_offset % block[0])
+            rule = rest.mask_mod(num_heads=case.num_heads, device=CPU)
+            classes = classes_of(case, rest, block, rows.shape[2]) if known and unit == 0 else None
+            own = rows - case.k_offset // block[1]
+            return attend_selected(of, rule, where, own, classes, q, k, v, None, 0.5, entry_by_entry)
+
+    return attend
+
+
 @given(drawn=tables(), known=st.booleans(), data=st.data())
 def test_the_engine_around_the_kernel_is_the_oracle(drawn, known: bool, data: st.DataObject):
     case, block, rows = drawn
-    parted = selection_of(case.pattern)
-    assert parted is not None
     qkv = data.draw(tensors(case, batch=case.batch))
-
-    with mock.patch.object(_selected_flex, "TILE", 8):
-        unit = unit_of(block, case.q_offset)
-        assert unit is not None
-        heads = rows.shape[1], case.num_heads, qkv[1].shape[1]
-        of = SelectedBlocksOf(block, unit, rows.shape[-1], heads)
-        where = Where(
-            torch.tensor(0), torch.tensor(case.q_offset), torch.tensor(case.k_offset), case.q_offset % block[0]
-        )
-        rest = parted.rest.mask_mod(num_heads=case.num_heads, device=CPU)
-        own = rows - case.k_offset // block[1]
-        classes = classes_of(case, parted.rest, block, rows.shape[2]) if known and unit == 0 else None
-
-        def attend(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-            return attend_selected(of, rest, where, own, classes, q, k, v, None, 0.5, entry_by_entry)
-
-        assert_agrees(attend, qkv, case.counts, scale=0.5)
+    assert_agrees(attend_by_table(case, block, rows, known=known), qkv, case.counts, scale=0.5)
 
 
 def test_what_the_kernels_take():

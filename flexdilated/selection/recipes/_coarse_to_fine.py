@@ -102,7 +102,7 @@ def _joined(
     """(output, lse) of both parts in one softmax, less what is in both."""
     outs, lses = zip(fine, pooled, twice, strict=True)
     # A row without keys has lse -inf in all of them, and keeps output 0.
-    top = torch.maximum(lses[0], lses[1]).detach().clamp(min=torch.finfo(lses[0].dtype).min)
+    top = torch.maximum(lses[0].detach(), lses[1].detach()).clamp(min=torch.finfo(lses[0].dtype).min)
     one, other, less = ((lse - top).exp().unsqueeze(-1) for lse in lses)
     total = one + other - less
     out = one * outs[0] + other * outs[1] - less * outs[2]
