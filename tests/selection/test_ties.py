@@ -30,7 +30,7 @@ from tests.support.ties import NoTies, tied
 @pytest.fixture(autouse=True, scope="module")
 def watched_op() -> Iterator[None]:
     """The op of a choice differentiates its scores under the watch, too."""
-    recording = _select_op._recording
+    recording = _select_op.autograd_on
 
     @contextmanager
     def watched() -> Iterator[None]:
@@ -38,7 +38,7 @@ def watched_op() -> Iterator[None]:
             yield
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(_select_op, "_recording", watched)
+        patch.setattr(_select_op, "autograd_on", watched)
         yield
 
 
