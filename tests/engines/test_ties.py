@@ -59,7 +59,7 @@ def test_the_watch_sees(name):
 
 
 def watched(case: Case | Packed, attend: Callable, drawn: tuple[Tensor, ...], **features: Any) -> None:
-    """The forward under the watch, and the oracle's results and gradients, of which it has smooth ones at ties."""
+    """Runs the forward under the watch; compares its results and gradients with the oracle, which is smooth at ties."""
 
     def under_watch(*tensors: Tensor) -> tuple[Tensor, Tensor]:
         with NoTies():
@@ -169,7 +169,7 @@ LSES = st.sampled_from([-torch.inf, -torch.inf, 0.0, 0.0, 1.0, -40.0])
 @pytest.mark.parametrize("join", [by_shares, by_merges])
 @given(lses=st.lists(st.lists(LSES, min_size=3, max_size=3), min_size=6, max_size=6), seed=st.integers(0, 99))
 def test_joined_parts(join, lses, seed):
-    """One part alone, equal ones, none: value and gradients are those of the softmax over the parts."""
+    """Rows of one part, of equal parts and of none: a dense softmax over the parts gives equal values and gradients."""
     drawn = torch.tensor(lses, dtype=torch.float64).T
     absent, leaves = drawn == -torch.inf, (tied(3, 6, 2, seed=seed), drawn.nan_to_num(neginf=0.0).requires_grad_())
 

@@ -19,7 +19,7 @@ SIZES: dict[str, Any] = {
 
 
 def finite_gradients(module: nn.Module, *inputs: Tensor, **options: Any) -> None:
-    """Those of a call under the watch, where every weight of the module is -1, 0 or 1."""
+    """Calls the module under the watch, with all weights -1, 0 or 1, and asserts that its gradients are finite."""
     generator = torch.Generator().manual_seed(0)
     with torch.no_grad():
         for weight in module.parameters():

@@ -77,7 +77,7 @@ def bound_of(query: Tensor, keys: Tensor) -> Tensor:
 @settings(max_examples=30)
 @given(cases(scorers=("minmax",)), st.integers(0, 99))
 def test_the_gradient_of_a_bound_at_ties(case: Case, seed: int) -> None:
-    """Repeated keys and queries of 0, in whole blocks and in those that a row sees in part."""
+    """Repeated keys and queries of 0, in whole blocks and in blocks that a row sees in part."""
     case = trained(replace(of_ties(case, seed), options=case.options | {"share": "head"}))
     found, own, within = watched(case.run), case.selector, case.table(case.selector.within)
     q, k = case.q, case.k.repeat_interleave(case.q.shape[1] // case.k.shape[1], 1)
@@ -138,7 +138,7 @@ def test_equal_ends_of_a_block_share_a_gradient(dtype: torch.dtype) -> None:
 @settings(max_examples=10)
 @given(sizes(), st.sampled_from([1, 2, 4]), st.integers(1, 3), st.booleans(), st.integers(0, 99))
 def test_coarse_to_fine(size, block: int, top: int, causal: bool, seed: int) -> None:
-    """Parts with equal lse; and of means that are exact, equal ones in both, the plain statement chooses the same."""
+    """Parts with equal lse. Means of 1, 2 or 4 keys are exact, so the plain statement meets the ties of float32."""
     H, G, N, offset = size
     shapes, options = ((2, H, N, 4), *[(2, G, offset + N, 4)] * 2), {"block": block, "top": top, "causal": causal}
     leaves = [tied(*shape, seed=seed + place) for place, shape in enumerate(shapes)]

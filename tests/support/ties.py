@@ -39,8 +39,6 @@ def tied(*shape: int, seed: int, **options: Any) -> Tensor:
 
 
 def _at(*bounds: str, fixed: Sequence[float] = ()) -> Callable[..., bool]:
-    """Whether a number is at one of the bounds, which are arguments of these names or fixed."""
-
     def is_tied(self: Tensor, **given: Any) -> bool:
         listed = [*fixed, *(given[name] for name in bounds if given.get(name) is not None)]
         return any(bool((self == bound).any()) for bound in listed)
@@ -53,8 +51,6 @@ def _pairs(self: Tensor, other: Tensor, **_: Any) -> bool:
 
 
 def _ends(*reductions: Callable[..., Tensor]) -> Callable[..., bool]:
-    """Whether the end of a line, or of two tensors, is there twice."""
-
     def is_tied(self: Tensor, dim: Any = (), other: Tensor | None = None, **_: Any) -> bool:
         if other is not None:
             return _pairs(self, other)
