@@ -1,5 +1,6 @@
 """The roofline: how much of the machine's matmul rate useful work gets, and what takes the rest of the time."""
 
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -227,7 +228,10 @@ def parts_of(prepare: Callable[[], Any], work: Callable[[Any], object], *, runs:
 
 def _profiled(given: Any, work: Callable[[Any], object]) -> tuple[float, Mapping[str, float]]:
     """(seconds, shares) of one run."""
-    with profile(activities=[ProfilerActivity.CPU]) as profiled:
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", ".*Profiler clears events", UserWarning)  # torch 2.11 says so at every use
+        profiled = profile(activities=[ProfilerActivity.CPU])
+    with profiled:
         start = perf_counter()
         work(given)
         whole = perf_counter() - start

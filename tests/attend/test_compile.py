@@ -151,7 +151,8 @@ def test_patterns_are_built_in_a_graph_from_a_size_that_varies(graphs):
     def attend(x: Tensor) -> Tensor:
         n = x.shape[2]
         pattern = masks.local_window(left=n // 2, right=0) + masks.longnet([n // 4, n // 2], [1, 2])
-        pattern += masks.strided(n // 4) + (masks.global_tokens(n // 4) & masks.causal()) + masks.chunked(n // 4)
+        pattern = pattern + masks.strided(n // 4) + (masks.global_tokens(n // 4) & masks.causal())
+        pattern = pattern + masks.chunked(n // 4)  # torch 2.11 traces no +=
         return fd.attend(x, x, x, pattern + (masks.prefix_lm(n // 4) | masks.dilated(segment=n // 2, rate=2)))
 
     compiled = torch.compile(attend, fullgraph=True, dynamic=True, backend=graphs)
@@ -239,5 +240,6 @@ def test_what_one_process_compiles_runs_in_another(tmp_path, capsys):
     torch.compiler.reset()
     counters.clear()
     clear_compilation_metrics()
-    exec(COMPILES, {"scale": scale})
+    with torch._inductor.config.patch({"aot_inductor.metadata": {}}):  # which packing left, a part of the keys on disk
+        exec(COMPILES, {"scale": scale})
     assert capsys.readouterr().out == "1 1\n"
