@@ -230,11 +230,10 @@ def _profiled(given: Any, work: Callable[[Any], object]) -> tuple[float, Mapping
     """(seconds, shares) of one run."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", ".*Profiler clears events", UserWarning)  # torch 2.11 says so at every use
-        profiled = profile(activities=[ProfilerActivity.CPU])
-    with profiled:
-        start = perf_counter()
-        work(given)
-        whole = perf_counter() - start
+        with profile(activities=[ProfilerActivity.CPU]) as profiled:
+            start = perf_counter()
+            work(given)
+            whole = perf_counter() - start
     seconds = dict.fromkeys(_KINDS, 0.0)
     for event in profiled.key_averages():
         kind = _kind(event.key)

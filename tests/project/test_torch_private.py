@@ -256,7 +256,8 @@ torch._dynamo.reset()
 try:
     torch.compile(call, backend="eager", fullgraph=True)(q)
 except torch._dynamo.exc.Unsupported as error:
-    assert "_needed(" in str(error), error
+    # Torch 2.11 names what it meets first within the call.
+    assert "_needed(" in str(error) or "_is_autocast_available" in str(error), error
 else:
     raise AssertionError("no graph break")
 """
