@@ -79,7 +79,7 @@ def test_the_engine_around_the_kernel_is_the_oracle(drawn, known: bool, data: st
         classes = classes_of(case, parted.rest, block, rows.shape[2]) if known and unit == 0 else None
 
         def attend(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-            return attend_selected(of, rest, where, own, classes, q, k, v, None, 0.5, entry_by_entry)
+            return attend_selected(of, rest, where, own, classes, q, k, v, None, 0.5, "", entry_by_entry)
 
         assert_agrees(attend, qkv, case.counts, scale=0.5)
 
