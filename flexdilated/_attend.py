@@ -204,7 +204,7 @@ def attend(
     elif chosen in ("flex", "flash"):
         if chosen == "flash":
             given = (*given, (BACKEND, "FLASH"))
-            call = call._replace(block_size=call.block_size or flash_sides(q.device, int(q.shape[-1])))
+            call = call._replace(block_size=call.block_size or flash_sides(q.device, q.shape[-1]))
         features["kernel_options"] = options_text(given)
         out, lse = flex(q, k, v, tensors, call, scale=factor, return_lse=needs_lse, **features)
     else:

@@ -112,18 +112,29 @@ def _flash_cannot(
     first: tuple[int, int, int],
     sides: tuple[int, ...],
 ) -> str | None:
-    reason = flash_cannot(q.device, q.dtype, int(q.shape[-1]), tuple(sides))
-    if reason is not None or not torch.is_grad_enabled():
+    reason = flash_cannot(q.device, q.dtype, q.shape[-1], sides)
+    if reason is not None:
         return reason
-    if score_mod is not None and probe(score_mod, q, *first).requires_grad:
-        return (
-            "flash has no gradient of tensors that score_mod uses; engine='flex' serves it, or detach them, or use "
-            "torch.no_grad()"
-        )
-    is_strict = not torch.is_deterministic_algorithms_warn_only_enabled()
-    if is_strict and torch.are_deterministic_algorithms_enabled() and any(x.requires_grad for x in (q, k, v)):
+    if score_mod is not None and _has_gradient(score_mod, q, first):  # without a gradient, too, torch refuses it
+        return "flash takes no score_mod of tensors that require a gradient: detach them, or engine='flex' serves it"
+    recorded = [torch.is_grad_enabled() and x.requires_grad for x in (q, k, v)]
+    if any(recorded) and not recorded[0]:  # torch drops the kernel with the result that nobody asks for
+        return "flash has gradients of k and v only where q wants one: q.requires_grad_(), or engine='flex' serves it"
+    if any(recorded) and _is_deterministic():
         return "torch.use_deterministic_algorithms is on, and flash has no deterministic backward; engine='flex' has"
     return None
+
+
+def _has_gradient(score_mod: ScoreMod, q: Tensor, first: tuple[int, int, int]) -> bool:
+    with torch.inference_mode(False), torch.enable_grad():
+        return probe(score_mod, q, *first).requires_grad
+
+
+def _is_deterministic() -> bool:
+    return torch.are_deterministic_algorithms_enabled() and not torch.is_deterministic_algorithms_warn_only_enabled()
+
+
+_is_deterministic._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def _flex_cannot(

@@ -82,8 +82,8 @@ def test_dtypes(device, dtype, instead):
 def test_head_dims(device, major, most):
     device.capability = (major, 0)
     assert cannot(head_dim=most) is None
-    for head_dim in (most + 8, 20):
-        rule = f"flash takes head dims that are multiples of 8, up to {most} on capability {major}.x; got {head_dim}"
+    for head_dim in (most + 8, 20, 8):
+        rule = f"flash takes head dims that are multiples of 8, 16 to {most} on capability {major}.x; got {head_dim}"
         assert cannot(head_dim=head_dim) == f"{rule}: pad q, k and v with zeros and keep the scale, or engine='flex'"
 
 
@@ -94,7 +94,7 @@ def test_head_dims(device, major, most):
         ((9, 0), 192, (128, 96), [(256, 96)], [(128, 128), (128, 192)]),
         ((9, 0), 256, (128, 64), [(256, 64)], [(128, 128)]),
         ((10, 0), 128, (256, 128), [(512, 128), (256, 256)], [(128, 128), (256, 64)]),
-        ((10, 3), 8, (256, 128), [(256, 384)], [(384, 128)]),
+        ((10, 3), 16, (256, 128), [(256, 384)], [(384, 128)]),
     ],
 )
 def test_sides_of_blocks(device, capability, head_dim, own, others, wrong):
@@ -106,7 +106,7 @@ def test_sides_of_blocks(device, capability, head_dim, own, others, wrong):
     for sides in wrong:
         assert cannot(head_dim=head_dim, sides=sides) == (
             f"flash takes blocks of a multiple of {own[0]} queries by {keys} keys on capability {capability[0]}.x "
-            f"at head dim {head_dim}; got {sides[0]} by {sides[1]}: leave block_size out, or take engine='flex'"
+            f"at head dim {head_dim}; got {sides[0]} by {sides[1]}: take such blocks, or engine='flex'"
         )
 
 
@@ -124,8 +124,19 @@ def test_gradients(served):
     def sloped(score, b, h, q_idx, k_idx):
         return score + slopes[h] * (q_idx - k_idx)
 
-    with pytest.raises(ValueError, match="flash has no gradient of tensors that score_mod uses; engine='flex'"):
-        fd.attend(q, q, q, masks.causal(), engine="flash", score_mod=sloped)
+    for context in (torch.enable_grad, torch.no_grad, torch.inference_mode):
+        with (
+            context(),
+            pytest.raises(ValueError, match="flash takes no score_mod of tensors that require a"),
+        ):
+            fd.attend(q, q, q, masks.causal(), engine="flash", score_mod=sloped)
+    wants = q.clone().requires_grad_()
+    options: dict[str, Any] = {"score_mod": None, "first": (0, 0, 0), "sinks": None, "return_lse": True}
+    for k, v in ((wants, q), (q, wants)):
+        with pytest.raises(ValueError, match=r"only where q wants one: q.requires_grad_\(\), or engine='flex'"):
+            _engines.choose_engine("flash", q, k, v, masks.causal(), **options)
+        with torch.no_grad():
+            assert _engines.choose_engine("flash", q, k, v, masks.causal(), **options) == "flash"
     assert _chosen(q.requires_grad_()) == "flash"
     try:
         torch.use_deterministic_algorithms(True)

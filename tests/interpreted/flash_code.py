@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import argparse
 import functools
-import importlib
+import importlib.util
 import json
 import os
 import subprocess
@@ -218,7 +218,7 @@ def main() -> int:
     parser.add_argument("--again", action="store_true", help="also what is recorded")
     parser.add_argument("--lower", action="store_true", help="compile no kernel, record nothing: torch's part alone")
     given = parser.parse_args()
-    if importlib.util.find_spec("flash_attn") is None:  # FlashAttention 4 is `flash_attn.cute`
+    if importlib.util.find_spec("flash_attn") is None:
         print("flash-attn-4 is not installed: nothing is compiled")
         return 0
     arch = os.environ.get("FLASH_ATTENTION_ARCH")

@@ -169,7 +169,7 @@ def _check_table(q: Tensor, key: CallKey) -> None:
     if table is None or not takes_table(table, key):
         return
     sides = sides_of_table(table.block, unit_of(table.block, key.q_offset) or 0)
-    reason = flash_cannot(q.device, q.dtype, int(q.shape[3]), sides)
+    reason = flash_cannot(q.device, q.dtype, q.shape[3], sides)
     if reason is not None:
         raise ValueError(f"selected blocks of {table.block}: {reason}")
 
