@@ -93,6 +93,8 @@ class Compiled(list[str]):
 
     def install(self) -> None:
         interface: Any = importlib.import_module("flash_attn.cute.interface")
+        # What kernels for Blackwell ask of a device, of which there is none.
+        importlib.import_module("cutlass.utils").HardwareInfo = _Hardware
         interface._flash_attn_fwd = self._instead_of(interface._flash_attn_fwd, "forward")
         interface._flash_attn_bwd = self._instead_of(interface._flash_attn_bwd, "backward")
 
@@ -110,6 +112,16 @@ class Compiled(list[str]):
             return None if what == "forward" else tuple(torch.empty_like(x) for x in (q, k, v))
 
         return call
+
+
+class _Hardware:
+    """A B200's numbers of multiprocessors and of clusters at once."""
+
+    def get_device_multiprocessor_count(self) -> int:
+        return 148
+
+    def get_max_active_clusters(self, cluster_size: int) -> int:
+        return 148 // cluster_size
 
 
 def _fake(x: Any) -> Any:
