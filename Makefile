@@ -11,6 +11,7 @@ VENV := .venv$(if $(filter-out $(PINNED),$(TORCH)),-$(TORCH))
 PY := $(VENV)/bin/python
 READY := $(VENV)/.ready
 TRITON := $(VENV)/triton
+FLASH := $(VENV)/flash
 VISION := $(VENV)/vision
 SITE := $(VENV)/docs
 RELEASE := $(VENV)/release
@@ -31,7 +32,7 @@ export TORCHINDUCTOR_CACHE_DIR := $(CURDIR)/build/inductor
 export PYTHONDONTWRITEBYTECODE :=
 
 .DEFAULT_GOAL := help
-.PHONY: help demo browser test test-kernels guard bench lint format types docs pictures release clean
+.PHONY: help demo browser test test-kernels test-flash guard bench lint format types docs pictures release clean
 # One environment serves every target: two installs at once would break it.
 .NOTPARALLEL:
 .SUFFIXES:
@@ -57,6 +58,10 @@ test: $(VENV)/.test $(VISION)/.ready  ## Run the tests
 test-kernels: $(VENV)/.test $(TRITON)/.ready  ## Run the kernels made for an H200 without one; all of them by ARGS=--all
 	$(KERNELS) TRITON_INTERPRET=1 $(PYTEST) tests/interpreted/test_kernels.py $(ARGS) || [ $$? -eq 5 ]
 	$(KERNELS) TRITON_INTERPRET=0 $(PYTEST) tests/interpreted/test_code.py tests/interpreted/test_program.py $(ARGS) || [ $$? -eq 5 ]
+
+# FlashAttention's kernels are compiled for devices that are not there, for minutes each; cases that are recorded are left out.
+test-flash: $(VENV)/.test $(FLASH)/.ready  ## Compile the kernels of engine "flash" without a device, with TORCH=2.15.0 or later
+	PYTHONPATH=$(FLASH):$(FLASH)/nvidia_cutlass_dsl/dsl_packages $(PY) -m tests.interpreted.flash_code $(ARGS)
 
 guard: $(VENV)/.test  ## See within seconds whether anything became twice as slow
 	$(PY) -m bench guard $(ARGS)
@@ -96,6 +101,11 @@ $(TRITON)/.ready: $(READY) tests/interpreted/constraints.txt
 	@$(PY) -c 'import triton' 2>/dev/null && touch $@ \
 		|| $(PIP) --quiet --no-deps --target $(TRITON) --requirement tests/interpreted/constraints.txt && touch $@ \
 		|| echo "Triton was not installed: the tests of its kernels will be skipped."
+
+$(FLASH)/.ready: $(READY) tests/interpreted/flash_constraints.txt
+	rm -rf $(FLASH)
+	$(PIP) --quiet --no-deps --target $(FLASH) --requirement tests/interpreted/flash_constraints.txt
+	@touch $@
 
 # timm and torchvision, whose import fails beside a torch without CUDA: tests/support/vision.py says what the tests do. Beside
 # them lies dilated-attention-pytorch, whose xformers would bring another torch.

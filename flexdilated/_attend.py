@@ -14,6 +14,7 @@ from ._torch_private import graph_constant
 from ._validate import (
     OTHER_KEYWORDS,
     check_dropout,
+    check_kernel_options,
     check_last_keys,
     check_layout,
     check_score_mod,
@@ -26,11 +27,14 @@ from ._validate import (
     run_time_tensors,
 )
 from .engines import (
+    BACKEND,
     CallKey,
     ScoreMod,
+    flash_sides,
     flex,
     is_transformed,
     nothing,
+    options_text,
     padded_rows,
     reference_attention,
     sum_dtype,
@@ -65,6 +69,7 @@ def attend(
     layout: Layout | None = None,
     engine: str | None = None,
     block_size: int | tuple[int, int] | None = None,
+    kernel_options: Mapping[str, bool | int | float | str] | None = None,
     autotune: bool = False,
     return_lse: Literal[False] = False,
 ) -> Float[Tensor, "B H N D"]: ...
@@ -90,6 +95,7 @@ def attend(
     layout: Layout | None = None,
     engine: str | None = None,
     block_size: int | tuple[int, int] | None = None,
+    kernel_options: Mapping[str, bool | int | float | str] | None = None,
     autotune: bool = False,
     return_lse: Literal[True],
 ) -> tuple[Float[Tensor, "B H N D"], Float[Tensor, "B H N"]]: ...
@@ -118,6 +124,7 @@ def attend(
     layout: Layout | None = None,
     engine: str | None = None,
     block_size: int | tuple[int, int] | None = None,
+    kernel_options: Mapping[str, bool | int | float | str] | None = None,
     autotune: bool = False,
     return_lse: bool = False,
 ) -> Float[Tensor, "B H N D"] | tuple[Float[Tensor, "B H N D"], Float[Tensor, "B H N"]]:
@@ -145,10 +152,14 @@ def attend(
     head_offset, num_heads_global: which of all heads these are, where heads live on several devices.
     layout: q, k, v come in this order of tokens, and so does the output.
     engine: "tiles" (CPU; on CUDA branches that are dense or causal), "flex" (accelerators; on CPU one set pattern,
-        inference) or "reference" (dense, in float64). None takes tiles on CPU and flex elsewhere. A named engine
-        that cannot serve the call raises.
+        inference), "flash" (the package flash-attn-4 on NVIDIA's Hopper and Blackwell, in half precision) or
+        "reference" (dense, in float64). None takes tiles on CPU and flex elsewhere. A named engine that cannot serve
+        the call raises.
     block_size: side of the blocks of block lists, or (query side, key side). None takes what suits the pattern on
-        CPU, and 128 elsewhere.
+        CPU, what the device's kernels need with "flash", and 128 elsewhere.
+    kernel_options: what flex_attention takes by this name, such as {"BLOCK_M": 64}, for engines "flex" and "flash":
+        plain values, handed over unchecked. Not among them are BACKEND, which engine chooses, and what the block
+        lists and lengths of the call determine.
     autotune: measure, at the first call of this kind, the ways to compute it, and take the fastest from now on,
         in calls without it as well. Inside torch.compile nothing is measured, and what was found is used.
 
@@ -177,9 +188,11 @@ def attend(
     where |= {"head_offset": head_offset, "num_heads_global": num_heads_global}
     options: dict[str, Any] = {"scale": scale, "bindings": bindings, "layout": layout, "block_size": block_size}
     call, tensors, factor = planned_call(q, k, pattern, **options, **where)
-    features = {"score_mod": score_mod, "sinks": sinks}
+    features: dict[str, Any] = {"score_mod": score_mod, "sinks": sinks}
     needs_lse = return_lse or pattern.pads
-    chosen = choose_engine(engine, q, k, v, pattern, first=call.first, return_lse=needs_lse, **features)
+    how: dict[str, Any] = {"first": call.first, "return_lse": needs_lse, "sides": call.block_size}
+    chosen = choose_engine(engine, q, k, v, pattern, **how, **features)
+    given = check_kernel_options(kernel_options, (engine or "flex") if q.is_meta else chosen)
     if require_bool("autotune", autotune) and not torch.compiler.is_compiling() and not q.is_meta:
         measure_call(call, q, k, v, engine=chosen, has_bindings=bool(tensors))
     if 0 in q.shape or 0 in k.shape:
@@ -189,7 +202,11 @@ def attend(
             out, lse = transformed_tiles(q, k, v, sinks, tensors, call, factor)
         else:
             out, lse = tiles(q, k, v, sinks, tensors, *call, factor)
-    elif chosen == "flex":
+    elif chosen in ("flex", "flash"):
+        if chosen == "flash":
+            given = (*given, (BACKEND, "FLASH"))
+            call = call._replace(block_size=call.block_size or flash_sides(q.device, q.shape[-1]))
+        features["kernel_options"] = options_text(given)
         out, lse = flex(q, k, v, tensors, call, scale=factor, return_lse=needs_lse, **features)
     else:
         out, lse = _reference(q, k, v, tensors, call, scale=factor, **features)

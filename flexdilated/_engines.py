@@ -7,11 +7,12 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-from .engines import ScoreMod, is_transformed, missing_compiler, own_op, probe
+from ._torch_private import graph_constant
+from .engines import ScoreMod, flash_cannot, is_transformed, missing_compiler, own_op, probe
 from .masks import Mixture, Pattern
 from .masks.plan_cache import debug_wanted, in_line, log
 
-ENGINES = ("flex", "tiles", "reference")
+ENGINES = ("flex", "flash", "tiles", "reference")
 _MIN_FLEX_HEAD_DIM = 16  # FlexAttention's Triton kernels
 
 
@@ -32,10 +33,12 @@ def choose_engine(
     first: tuple[int, int, int],
     sinks: Tensor | None,
     return_lse: bool,
+    sides: tuple[int, ...] = (),
 ) -> str:
     """The engine for a call: the one named, or tiles on CPU and flex elsewhere.
 
-    `first` is the global head and the positions of the first head, query and key.
+    `first` is the global head and the positions of the first head, query and key; `sides` are those of blocks, if they
+    were given.
     Raises ValueError if it cannot serve the call, naming those that can.
     """
     check_engine(engine)
@@ -47,10 +50,13 @@ def choose_engine(
         reason = "reference runs eagerly only; engine='tiles' (on CPU) and 'flex' compile"
     elif chosen == "tiles":
         reason = _tiles_cannot(q, score_mod)
-    elif chosen == "flex":
+    elif chosen in ("flex", "flash"):
         if is_transformed():
             _check_flex([q, k, v, *_others(sinks, score_mod, q, first)])
-        reason = _flex_cannot(q, k, v, pattern, score_mod, first, sinks, return_lse)
+        if chosen == "flex":
+            reason = _flex_cannot(q, k, v, pattern, score_mod, first, sinks, return_lse)
+        else:
+            reason = _flash_cannot(q, k, v, score_mod, first, sides)
     if reason is not None:
         raise ValueError(reason)
     # Not while a graph is traced: logging would break it.
@@ -97,6 +103,37 @@ def _tiles_cannot(q: Tensor, score_mod: ScoreMod | None) -> str | None:
         serve = "engine='flex' (on CPU: inference with one set pattern) and engine='reference' serve it"
         return f"tiles runs kernels that take no score_mod; {serve}"
     return None
+
+
+def _flash_cannot(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    score_mod: ScoreMod | None,
+    first: tuple[int, int, int],
+    sides: tuple[int, ...],
+) -> str | None:
+    reason = flash_cannot(q.device, q.dtype, q.shape[-1], sides)
+    if reason is not None:
+        return reason
+    if score_mod is not None and _has_gradient(score_mod, q, first):  # without a gradient, too, torch refuses it
+        return "flash takes no score_mod of tensors that require a gradient: detach them, or engine='flex' serves it"
+    recorded = [torch.is_grad_enabled() and x.requires_grad for x in (q, k, v)]
+    if any(recorded) and not recorded[0]:  # torch drops the kernel with the result that nobody asks for
+        return "flash has gradients of k and v only where q wants one: q.requires_grad_(), or engine='flex' serves it"
+    if any(recorded) and _is_deterministic():
+        return "torch.use_deterministic_algorithms is on, and flash has no deterministic backward; engine='flex' has"
+    return None
+
+
+def _has_gradient(score_mod: ScoreMod, q: Tensor, first: tuple[int, int, int]) -> bool:
+    with torch.inference_mode(False), torch.enable_grad():
+        return probe(score_mod, q, *first).requires_grad
+
+
+@graph_constant
+def _is_deterministic() -> bool:
+    return torch.are_deterministic_algorithms_enabled() and not torch.is_deterministic_algorithms_warn_only_enabled()
 
 
 def _flex_cannot(

@@ -48,12 +48,16 @@ OTHER_KEYWORDS = {
     "cache": "write cache.attend(q, k, v), of an fd.KVCache",
     "mesh": "fd.distributed.attend(q, k, v, pattern, mesh=mesh) takes one",
     "need_weights": "attention weights are never formed: return_lse=True gives their denominators",
-    "kernel_options": "engine= and block_size= choose what computes",
+    "kernel_options": "flexdilated.attend takes them; engine= and block_size= choose what computes",
     **dict.fromkeys(("device", "dtype"), "q, k and v say it"),
     **dict.fromkeys(("segment_lengths", "dilation_rates"), "write masks.longnet(segment_lengths, dilation_rates)"),
     "batch_first": "q, k and v are (batch, heads, tokens, head dim)",
     "deterministic": "torch.use_deterministic_algorithms holds here, too",
 }
+
+# Of FlexAttention's kernel options those that block lists, lengths and results of a call determine.
+_DETERMINED = ("SPARSE_Q_BLOCK_SIZE", "SPARSE_KV_BLOCK_SIZE", "HAS_FULL_BLOCKS", "IS_DIVISIBLE", "GQA_SHARED_HEADS")
+_DETERMINED += ("OUTPUT_LOGSUMEXP", "OUTPUT_MAX", "SM_SCALE", "FORCE_USE_FLEX_ATTENTION")
 
 _MANY_HEADS = 256  # more than models have
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
@@ -120,6 +124,25 @@ def require_dense(name: str, tensor: Tensor) -> None:
             "key_padding_mask, or pack them and take masks.documents. Where torch's encoder made it, build "
             "nn.TransformerEncoder(..., enable_nested_tensor=False), or set use_nested_tensor = False on it"
         )
+
+
+def check_kernel_options(options: object, engine: str) -> tuple[tuple[str, bool | int | float | str], ...]:
+    """FlexAttention's own options as pairs, if there are any: plain values, for engines that call it."""
+    if options is None:
+        return ()
+    if not isinstance(options, Mapping):
+        raise TypeError(f"kernel_options must be a mapping of names to plain values; got {type(options).__name__}")
+    if engine not in ("flex", "flash"):
+        raise ValueError(f"kernel_options are for engines 'flex' and 'flash', which call FlexAttention; got {engine=}")
+    for name, value in options.items():
+        if not isinstance(name, str) or not isinstance(value, bool | int | float | str):
+            came = f"{name!r}: {type(value).__name__}"
+            raise TypeError(f"kernel_options must hold plain values (bool, int, float, str) by name; got {came}")
+        if name == "BACKEND":
+            raise ValueError(f"engine='flash' or 'flex' chooses the backend; got kernel_options with BACKEND={value!r}")
+        if name.removeprefix("fwd_").removeprefix("bwd_") in _DETERMINED:
+            raise ValueError(f"kernel_options may not hold {name}, which the call determines; block_size= sets blocks")
+    return tuple(options.items())
 
 
 def check_sinks(sinks: object, q: Tensor) -> None:

@@ -136,7 +136,7 @@ def _flash_attention() -> list[Finding]:
     importable = "flash_attn.cute is importable" if is_there else "no flash_attn.cute"
     return [
         ("flash attention on cuda", f"{current() or 'FA2'} is active{known}"),
-        ("FLASH backend of flex", f"{importable}; it serves CUDA only, where kernel_options ask for it"),
+        ("FLASH backend of flex", f"{importable}; engine='flash' asks for it, on CUDA only"),
     ]
 
 

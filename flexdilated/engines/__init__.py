@@ -20,14 +20,18 @@ from ._reference import modified_scores, multiplicity, reference_attention
 from ._score_mod import ScoreMod, probe
 from ._tuned import TuningKey, TuningResult, chosen, num_measured, remember, result_of
 from .flex import (
+    BACKEND,
     FlexProgram,
     FlexSide,
     FlexStep,
     allowed_on,
+    flash_cannot,
+    flash_sides,
     flex,
     make_flex_program,
     missing_compiler,
     num_flex_functions,
+    options_text,
     run_flex,
 )
 from .rows import MOST_ROWS, Branch, GroupedBranch, branch_rules, group_heads, row_forward, row_parts

@@ -76,8 +76,8 @@ class PlacedCall:
 
 def placed_engine(engine: str, device: torch.device) -> str:
     """The engine, if it serves tokens at stated positions; ValueError otherwise."""
-    if engine == "reference":
-        raise ValueError("engine='reference' runs whole sequences; 'tiles' (on CPU) and 'flex' run parts of one")
+    if engine in ("reference", "flash"):
+        raise ValueError(f"{engine=} runs whole sequences; 'tiles' (on CPU) and 'flex' run parts of one")
     if engine == "tiles" and device.type != "cpu":
         raise ValueError(f"tiles runs parts of a sequence on CPU only; got {device}. engine='flex' serves it")
     return engine

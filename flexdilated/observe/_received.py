@@ -65,6 +65,8 @@ def attention_received(
     call, tensors, factor = planned_call(q, k, pattern, scale=scale, bindings=bindings, **options)
     if engine == "flex" and q.device.type == "cpu":
         raise ValueError("attention_received needs a backward, and flex has none on CPU; engine='tiles' serves it")
+    if engine == "flash":
+        raise ValueError("attention_received is a gradient of v alone, which flash has not; engine='flex' serves it")
     chosen = choose_engine(engine, q, k, k, pattern, first=call.first, return_lse=True, score_mod=None, sinks=None)
     refuse_transforms("attention_received", (q, k, lse))
     q, k, lse = q.detach(), k.detach(), lse.detach().to(sum_dtype(q))

@@ -52,14 +52,15 @@ class BlockTable:
     def mask_mod(self, table_of_head: Tensor, device: torch.device) -> MaskMod:
         """Closure (b, h, q, k) -> bool for heads that follow these tables, whose sides must be equal."""
         _, rows, width = self.entries.shape
-        height, block, limit = parameters(device, rows, self.block, self.limit)
+        # No arithmetic of captured numbers alone: FlexAttention's FLASH backend cannot lower it.
+        last_row, block, limit = parameters(device, rows - 1, self.block, self.limit)
         listed = (_compared if width <= _COMPARED else _halved)(self.entries.flatten(0, 1), device)
-        tables = table_of_head.to(device, index_dtype(device, 0, self.entries.numel()))
+        first_line = (table_of_head * rows).to(device, index_dtype(device, 0, self.entries.numel()))
 
         def seen(b, h, q, k):
             row = q // block
-            line = tables[h] * height + torch.minimum(row, height - 1)
-            return listed(line, (row < height) & (q < limit), torch.where(k < limit, k // block, -1))
+            line = first_line[h] + torch.minimum(row, last_row)
+            return listed(line, (row <= last_row) & (q < limit), torch.where(k < limit, k // block, -1))
 
         return seen
 

@@ -200,10 +200,11 @@ class Neighborhood(Pattern):
                 queries, keys = queries - query * pitch, keys - key * pitch
                 own, held = query, length
                 if is_dilated:
-                    held = (length - 1 - query % rate) // rate + 1  # tokens of the query's class
+                    held = (length - query % rate - 1) // rate + 1  # tokens of the query's class
                     own = query // rate
                 group = own // stride * stride if is_grouped else own
-                begin = torch.minimum((group - lead).clamp(min=0), held - (2 * lead + 1 if is_centred else size))
+                beyond = held - lead - lead - 1 if is_centred else held - size
+                begin = torch.minimum((group - lead).clamp(min=0), beyond)
                 if is_causal:
                     end = own if ends_at_query else begin + size - 1
                     last = last + (query % rate * spacing + end if is_dilated else end) * unit
@@ -353,17 +354,18 @@ def _steps(window: range) -> str:
 
 def _in_window(device: torch.device, num_tokens: int, pitch_of_axis: int, axis: Axis) -> MaskMod:
     """Along one axis. Keys beyond the grid stand before all windows; windows of queries beyond it behind all keys."""
+    apart = -(-axis.length // axis.rate)  # the places of two classes
     numbers = num_tokens, pitch_of_axis, axis.length, axis.size, axis.rate, axis.stride, axis.lead
     tokens, pitch, length, size, rate, stride, lead = parameters(device, *numbers)
+    spacing, beyond = parameters(device, apart, axis.rate * apart)
     is_grouped, is_causal = axis.stride > 1, axis.is_causal
 
     def near(b, h, q, k):
         query, key = q // pitch % length, k // pitch % length
-        spacing = (length - 1) // rate + 1  # of the places of two classes
-        held = (length - 1 - query % rate) // rate + 1  # tokens of the query's class
+        held = (length - query % rate - 1) // rate + 1  # tokens of the query's class
         group = query // rate // stride * stride if is_grouped else query // rate
         first = torch.minimum((group - lead).clamp(min=0), held - size)
-        first = torch.where(q < tokens, query % rate * spacing + first, rate * spacing)
+        first = torch.where(q < tokens, query % rate * spacing + first, beyond)
         place = torch.where(k < tokens, key % rate * spacing + key // rate, -1)
         seen = (first <= place) & (place < first + size)
         return seen & (key <= query) if is_causal else seen

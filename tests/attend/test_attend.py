@@ -123,7 +123,7 @@ def test_sparse_tensors_are_refused():
         ({"block_size": (128, 0)}, ValueError, "block_size"),
         ({"block_size": (128,)}, ValueError, "block_size"),
         ({"block_size": 64.0}, TypeError, "block_size"),
-        ({"engine": "fast"}, ValueError, "None or one of 'flex', 'tiles', 'reference'; got engine='fast'"),
+        ({"engine": "fast"}, ValueError, "None or one of 'flex', 'flash', 'tiles', 'reference'; got engine='fast'"),
         ({"engine": 1}, ValueError, "got engine=1"),
         ({"dropout_p": 0.1}, ValueError, "dropout_p"),
     ],

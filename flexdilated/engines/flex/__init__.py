@@ -1,7 +1,9 @@
 """The engine of FlexAttention: the terms of a plan as calls with block masks."""
 
+from ._flash import flash_cannot, flash_sides
 from ._flex import merge_parts, missing_compiler, num_flex_functions, run_flex
 from ._flex_op import allowed_on, flex
+from ._kernel_call import BACKEND, options_text
 from ._program import FlexProgram, FlexStep, make_flex_program
 from ._slots import Side as FlexSide
 from ._traced import let_trace

@@ -43,11 +43,12 @@ def run_flex(
     return_lse: bool,
     score_mod: ScoreMod | None = None,
     sinks: Float[Tensor, " H"] | None = None,
+    kernel_options: str = "",
     kernel: Kernel | None = None,
 ) -> tuple[Float[Tensor, "B H N D"], Float[Tensor, "B H N"] | None]:
     """(out, lse if asked for), by one function that is compiled for this structure; inside a graph, as part of it.
 
-    `kernel` stands in for flex_attention; then nothing is compiled.
+    kernel_options: as `options_text` writes them. `kernel` stands in for flex_attention; then nothing is compiled.
     """
     if not program.steps:
         out, lse = nothing(q, k, v, sinks)
@@ -59,12 +60,12 @@ def run_flex(
     if kernel is None and not torch.compiler.is_compiling():
         call = compiled_flex(program.structure, q.device)
         sides = [step.structure.sides for step in program.steps]
-        kind = kind_of(q, k, v, sinks, score_mod, scale, needs_lse, sides)
-        tables = program.packed, program.sizes
-        out, lse = call(kind)(program.steps, tables, program.enter, q, k, v, sinks, score_mod, repr(scale), needs_lse)
+        kind = kind_of(q, k, v, sinks, score_mod, scale, needs_lse, sides, kernel_options)
+        tables, options = (program.packed, program.sizes), (repr(scale), needs_lse, kernel_options)
+        out, lse = call(kind)(program.steps, tables, program.enter, q, k, v, sinks, score_mod, *options)
     else:
         found = [tables_of(step) for step in program.steps]
-        options = (scale, needs_lse, kernel or flex_in_graph)
+        options = (scale, needs_lse, kernel_options, kernel or flex_in_graph)
         out, lse = _run(program.steps, found, program.enter, q, k, v, sinks, score_mod, *options)
     return out, lse if return_lse else None
 
@@ -78,6 +79,7 @@ def kind_of(
     scale: float,
     needs_lse: bool,
     blocks: Sequence[tuple[int, int]],
+    kernel_options: str,
 ) -> Hashable:
     """What of a call compiles anew: on CPU sizes too, as dynamic ones can generate C++ there that does not build.
 
@@ -90,7 +92,7 @@ def kind_of(
         sizes = (q.shape[0] == 1, q.shape[1], k.shape[1], q.shape[3], *whole)
     recorded = [torch.is_grad_enabled() and x.requires_grad for x in (q, k, v)]
     modes = torch.is_grad_enabled(), torch.is_inference_mode_enabled(), needs_lse, sinks is None
-    return (sizes, q.dtype, scale, *recorded, *modes, plain_values(score_mod))
+    return (sizes, q.dtype, scale, kernel_options, *recorded, *modes, plain_values(score_mod))
 
 
 @lru_cache(maxsize=256)
@@ -162,14 +164,15 @@ def require_compiling() -> None:
         )
 
 
-def _call_program(steps, tables, enter, q, k, v, sinks, score_mod, scale, needs_lse):
+def _call_program(steps, tables, enter, q, k, v, sinks, score_mod, scale, needs_lse, kernel_options):
     require_compiling()
     packed, sizes = tables
     if packed is None:
         found = [tables_of(step) for step in steps]
     else:
         found = unpacked(packed, [step.structure.lead for step in steps], sizes)
-    return _run(steps, found, enter, q, k, v, sinks, score_mod, float(scale), needs_lse, flex_in_graph)
+    options = (float(scale), needs_lse, kernel_options, flex_in_graph)
+    return _run(steps, found, enter, q, k, v, sinks, score_mod, *options)
 
 
 def _run(
@@ -183,6 +186,7 @@ def _run(
     score_mod: ScoreMod | None,
     scale: float,
     needs_lse: bool,
+    kernel_options: str,
     kernel: Kernel,
 ) -> tuple[Tensor, Tensor | None]:
     """Each term's operands, its kernel, and one merge of them all."""
@@ -195,7 +199,7 @@ def _run(
         k, v = (keys.slots.take(x, keys.rows, 0, k.shape[2]) for x in (k, v))
     parts, lses = [], []
     for step, own in zip(steps, tables, strict=True):
-        part, lse = _attend(step, own, q, k, v, score_mod, scale, needs_lse, kernel)
+        part, lse = _attend(step, own, q, k, v, score_mod, scale, needs_lse, kernel_options, kernel)
         parts.append((step.structure.queries, step.queries.rows, step.queries.start, part))
         lses.append(lse)
     if needs_lse:
@@ -255,6 +259,7 @@ def _attend(
     score_mod: ScoreMod | None,
     scale: float,
     needs_lse: bool,
+    kernel_options: str,
     kernel: Kernel,
 ) -> tuple[Tensor, Tensor | None]:
     structure, hidden = step.structure, step.hidden
@@ -276,6 +281,7 @@ def _attend(
         score_mod=None if score_mod is None else step.indices.at_positions(score_mod),
         needs_lse=needs_lse,
         warps=structure.warps,
+        kernel_options=kernel_options,
     )
     out = hidden.clear_queries(out, dim=2)
     if lse is None:

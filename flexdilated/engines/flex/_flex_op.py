@@ -21,9 +21,11 @@ from .._operands import MOST_ELEMENTS, Hidden, readable
 from .._ops import flat_op
 from .._score_mod import ScoreMod
 from .._tuned import chosen
+from ._flash import flash_cannot
 from ._flex import run_flex
+from ._kernel_call import is_flash
 from ._program import TABLES, FlexProgram, FlexStep, list_width, make_flex_program, mask_of, tables_of
-from ._selected_flex import copies_of
+from ._selected_flex import copies_of, sides_of_table, unit_of
 from ._selected_op import Parts, parts_of, selected_flex, takes_table
 from ._traced import MAKERS, traced
 
@@ -161,6 +163,17 @@ def _check_sides(q: Tensor, key: CallKey) -> None:
         )
 
 
+def _check_table(q: Tensor, key: CallKey) -> None:
+    """FlashAttention takes no other blocks, whoever chose them."""
+    table = parts_of(key.pattern)
+    if table is None or not takes_table(table, key):
+        return
+    sides = sides_of_table(table.block, unit_of(table.block, key.q_offset) or 0)
+    reason = flash_cannot(q.device, q.dtype, q.shape[3], sides)
+    if reason is not None:
+        raise ValueError(f"selected blocks of {table.block}: {reason}")
+
+
 def kv_head_parts(q: Tensor, k: Tensor, copies: int = 1) -> list[range]:
     """Key/value heads to compute together, so that no tensor of theirs or of their query heads is too large.
 
@@ -204,17 +217,23 @@ def flex(
     score_mod: ScoreMod | None,
     sinks: Tensor | None,
     return_lse: bool,
+    kernel_options: str = "",
 ) -> tuple[Tensor, Tensor | None]:
     """(out, lse if asked for). Works eagerly, where each term is compiled alone, and under fullgraph=True.
 
-    Raises ValueError for tensors and block sides that its kernels do not take.
+    kernel_options: as `options_text` writes them. Raises ValueError for tensors and block sides that its kernels do
+    not take.
     """
-    _check_sides(q, key)
+    if is_flash(kernel_options):
+        _check_table(q, key)
+    else:
+        _check_sides(q, key)
     if q.device.type == "cpu":
         # FlexAttention refuses here whatever requires a gradient, even under torch.no_grad().
         q, k, v = q.detach(), k.detach(), v.detach()
     q, k, v = readable(q), readable(k), readable(v)
-    options = {"scale": scale, "score_mod": score_mod, "return_lse": return_lse}
+    options: dict[str, Any] = {"scale": scale, "score_mod": score_mod, "return_lse": return_lse}
+    options["kernel_options"] = kernel_options
     table = None if q.device.type == "cpu" else parts_of(key.pattern)
     sizes = key.num_queries, key.num_keys
     copies = 1 if table is None else copies_of(table.block, key.q_offset, table.most, sizes)
@@ -259,7 +278,7 @@ def _with_table(
     **options: Any,
 ) -> tuple[Tensor, Tensor]:
     """The blocks that a table names, joined with what the pattern allows without it."""
-    how = {name: options[name] for name in ("scale", "score_mod")}
+    how = {name: options[name] for name in ("scale", "score_mod", "kernel_options")}
     out, lse = selected_flex(q, k, v, bindings, table, key, **how)
     if table.others:
         needed = [bindings[table.names.index(name)] for name in table.needed]

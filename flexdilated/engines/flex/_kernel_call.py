@@ -1,14 +1,17 @@
-"""The one call of FlexAttention: block tables and a mask as a BlockMask, and the options of its Triton kernels."""
+"""The one call of FlexAttention: block tables and a mask as a BlockMask, and the options of its kernels."""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
+from functools import lru_cache
 from typing import Any
 
 from jaxtyping import Float
 from torch import Tensor
 from torch.nn.attention.flex_attention import AuxRequest, BlockMask
 
+from ..._torch_private import graph_constant
 from ...masks.core import MaskMod
 from .._score_mod import ScoreMod
 from ._program import Tables
@@ -16,6 +19,9 @@ from ._program import Tables
 # B batch, H query heads, G key/value heads, N queries, M keys, D head dim
 
 Kernel = Callable[..., Any]
+Options = tuple[tuple[str, bool | int | float | str], ...]
+
+BACKEND = "BACKEND"  # the option by which engine "flash" asks for its kernels
 
 
 def call_kernel(
@@ -31,19 +37,26 @@ def call_kernel(
     score_mod: ScoreMod | None,
     needs_lse: bool = True,
     warps: int = 0,
+    kernel_options: str = "",
 ) -> tuple[Float[Tensor, "B H N D"], Float[Tensor, "B H N"] | None]:
     """(out, natural lse if it is needed) of `kernel`, which is called as flex_attention is.
 
     tables: on accelerators their numbers have to lie one after the other, which nothing checks. sides: of the blocks.
-    warps: of the forward kernel in half precision up to head dim 64; 0 for torch's own choice.
+    warps: of the forward kernel in half precision up to head dim 64; 0 for torch's own choice. kernel_options: as
+    `options_text` writes them.
     """
+    own: dict[str, Any] = dict(_options_of(kernel_options))
+    if is_flash(kernel_options):
+        tables = _as_wide_as_rows(tables)
+    elif q.device.type != "cpu":
+        own = {**_triton_options(q, k, sides, warps), **own}
     numbers: dict[str, Any] = {"seq_lengths": (q.shape[2], k.shape[2]), "BLOCK_SIZE": sides, **tables}
     mask = BlockMask(**numbers, mask_mod=mask_mod)
     options: dict[str, Any] = {"block_mask": mask, "scale": scale, "enable_gqa": q.shape[1] != k.shape[1]}
     if score_mod is not None:
         options["score_mod"] = score_mod
-    if q.device.type != "cpu":
-        options["kernel_options"] = _kernel_options(q, k, sides, warps)
+    if own:
+        options["kernel_options"] = own
     if not needs_lse:
         return kernel(q, k, v, **options), None
     out, aux = kernel(q, k, v, **options, return_aux=AuxRequest(lse=True))
@@ -55,10 +68,38 @@ def are_whole_blocks(lengths: tuple[int, int], sides: tuple[int, int]) -> bool:
     return all(length % side == 0 for length, side in zip(lengths, sides, strict=True))
 
 
-def _kernel_options(q: Tensor, k: Tensor, sides: tuple[int, int], warps: int) -> dict[str, bool | int]:
+def _triton_options(q: Tensor, k: Tensor, sides: tuple[int, int], warps: int) -> dict[str, bool | int]:
     # Not left to torch, which sees no divisor of lengths that are symbols, and before 2.14 asks for multiples of 128 of
     # the others: the last tiles of a larger block may lie beyond the tokens all the same.
     options: dict[str, bool | int] = {"IS_DIVISIBLE": are_whole_blocks((q.shape[2], k.shape[2]), sides)}
     if warps and q.dtype.itemsize == 2 and q.shape[3] <= 64:
         options["fwd_num_warps"] = warps
     return options
+
+
+def _as_wide_as_rows(tables: Tables) -> Tables:
+    """FlashAttention refuses lists with room for more blocks than a row has: those of one block have room for two."""
+    rows, columns = tables["kv_num_blocks"].shape[2], tables["q_num_blocks"].shape[2]
+    single = {"kv_indices": columns == 1, "q_indices": rows == 1}
+    return {name: each[..., :1] if single.get(name.removeprefix("full_")) else each for name, each in tables.items()}
+
+
+def is_flash(kernel_options: str) -> bool:
+    """Whether FlashAttention's kernels are asked for."""
+    return BACKEND in dict(_options_of(kernel_options))
+
+
+@graph_constant
+def options_text(options: Options) -> str:
+    """Options as text, in which form ops and compiled functions take them; "" for none."""
+    return json.dumps(dict(sorted(options))) if options else ""
+
+
+@lru_cache(maxsize=64)
+def _read(text: str) -> Options:
+    return tuple(json.loads(text).items()) if text else ()
+
+
+@graph_constant
+def _options_of(text: str) -> Options:
+    return _read(text)

@@ -39,6 +39,11 @@ def unit_of(block: tuple[int, int], q_offset: int) -> int | None:
     return 1
 
 
+def sides_of_table(block: tuple[int, int], unit: int) -> tuple[int, int]:
+    """Those of the kernel's blocks: gathered rows, and keys of smaller blocks, come by whole tiles."""
+    return (TILE, max(block[1], TILE)) if unit else block
+
+
 def copies_of(block: tuple[int, int], q_offset: int, most: int, sizes: tuple[int, int]) -> int:
     """How many times the queries are there where they are gathered, for so many queries and keys."""
     unit = unit_of(block, q_offset)
@@ -60,8 +65,8 @@ class SelectedBlocksOf(torch.nn.Module):
 
     @property
     def sides(self) -> tuple[int, int]:
-        """Those of the kernel's blocks: gathered rows, and keys of smaller blocks, come by whole tiles."""
-        return (TILE, max(self.k_block, TILE)) if self.unit else (self.q_block, self.k_block)
+        """Those of the kernel's blocks."""
+        return sides_of_table((self.q_block, self.k_block), self.unit)
 
     @property
     def numbers(self) -> tuple[int, ...]:
@@ -93,6 +98,7 @@ def attend_selected(
     v: Float[Tensor, "B G M D"],
     score_mod: ScoreMod | None,
     scale: float,
+    kernel_options: str,
     kernel: Kernel,
 ) -> tuple[Float[Tensor, "B H N D"], Float[Tensor, "B H N"]]:
     """(out in the dtype of sums, natural lse) of the pairs that the table names and `rest` allows.
@@ -107,9 +113,8 @@ def attend_selected(
     named = (rows >= 0) & (rows < blocks) & ~again
     rows = torch.where(named, rows, 0)
     if not unit:
-        out, lse = _run(
-            of, _tables_of_rows(rows, named, classes, blocks), rest, where, q, k, v, score_mod, scale, kernel
-        )
+        tables = _tables_of_rows(rows, named, classes, blocks)
+        out, lse = _run(of, tables, rest, where, q, k, v, score_mod, scale, kernel_options, kernel)
         return out.to(sum_dtype(q)), lse
     if unit != of.q_block:
         row = (where.row + torch.arange(tokens, device=q.device)) // of.q_block
@@ -128,7 +133,8 @@ def attend_selected(
         return (own_row[b, h, place // unit] >= 0) & (key // of.k_block == own_block[b, h, place // unit])
 
     tables = _tables_of_tiles(of, at)
-    out, lse = _run(of, tables, rest, where, own, k, v, score_mod, scale, kernel, position, inside)
+    how = (score_mod, scale, kernel_options, kernel)
+    out, lse = _run(of, tables, rest, where, own, k, v, *how, position, inside)
     parts = out.unflatten(2, (-1, unit)).flatten(3)
     parts = gathered(parts, at.place, at.pair[..., None]).unflatten(2, (-1, of.most)).unflatten(4, (unit, -1))
     lses = gathered(lse.unflatten(2, (-1, unit)), at.place, at.pair[..., None]).unflatten(2, (-1, of.most))
@@ -228,6 +234,7 @@ def _run(
     v: Tensor,
     score_mod: ScoreMod | None,
     scale: float,
+    kernel_options: str,
     kernel: Kernel,
     position: Callable[[Any, Any, Any], Any] | None = None,
     inside: MaskMod | None = None,
@@ -247,7 +254,8 @@ def _run(
 
     tables = {name: each.contiguous() for name, each in tables.items()}
     new_scores = None if score_mod is None else scored
-    out, lse = call_kernel(kernel, q, k, v, tables, mask_mod, sides=of.sides, scale=scale, score_mod=new_scores)
+    how = {"sides": of.sides, "scale": scale, "score_mod": new_scores, "kernel_options": kernel_options}
+    out, lse = call_kernel(kernel, q, k, v, tables, mask_mod, **how)
     assert lse is not None
     return torch.where((lse == -torch.inf)[..., None], 0.0, out), lse
 

@@ -150,6 +150,7 @@ def selected_flex(
     *,
     scale: float,
     score_mod: ScoreMod | None,
+    kernel_options: str,
 ) -> tuple[Tensor, Tensor]:
     """(out, lse) of the table's pairs; works eagerly, where it is compiled alone, and under fullgraph=True."""
     table = bindings[parts.names.index(parts.leaf)].to(q.device)
@@ -159,14 +160,13 @@ def selected_flex(
             for held, rows in zip(found.held, _held_rows(q, bindings, *key), strict=True):
                 held.rows = rows
         rows = _rows_of(table, found)
-        return attend_selected(
-            found.of, found.rest, found.where, rows, found.classes, q, k, v, score_mod, scale, flex_in_graph
-        )
+        how = (score_mod, scale, kernel_options, flex_in_graph)
+        return attend_selected(found.of, found.rest, found.where, rows, found.classes, q, k, v, *how)
     found = prepared(key, q.device, bindings)
     call = compiled_flex(_structure(found), q.device, _call_selected)  # type: ignore[arg-type]
-    run = call(kind_of(q, k, v, None, score_mod, scale, True, [found.of.sides]))
-    rows = _rows_of(table, found)
-    return run(found.of, found.rest, found.where, rows, found.classes, q, k, v, score_mod, repr(scale))
+    run = call(kind_of(q, k, v, None, score_mod, scale, True, [found.of.sides], kernel_options))
+    rows, how = _rows_of(table, found), (score_mod, repr(scale), kernel_options)
+    return run(found.of, found.rest, found.where, rows, found.classes, q, k, v, *how)
 
 
 def _rows_of(table: Int64[Tensor, "*b T R W"], found: Prepared) -> Int64[Tensor, "b t R W"]:
@@ -181,9 +181,10 @@ def _structure(found: Prepared) -> Hashable:
     return plain_values(found.rest, _DEPTH), found.of.numbers, found.classes is None, found.where.row
 
 
-def _call_selected(of, rest, where, rows, classes, q, k, v, score_mod, scale):
+def _call_selected(of, rest, where, rows, classes, q, k, v, score_mod, scale, kernel_options):
     require_compiling()
-    return attend_selected(of, rest, where, rows, classes, q, k, v, score_mod, float(scale), flex_in_graph)
+    how = (score_mod, float(scale), kernel_options, flex_in_graph)
+    return attend_selected(of, rest, where, rows, classes, q, k, v, *how)
 
 
 MAKERS["selected"] = lambda key, q, bindings: prepared(key, q.device, bindings, blank_rest=True)

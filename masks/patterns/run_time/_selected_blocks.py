@@ -147,14 +147,14 @@ class SelectedTable(Table):
     def mask_mod(self, *, num_heads: int, device: torch.device) -> MaskMod:
         held, step = self.on(device), self.batch_step(device)
         tables, height, width = self.rows.shape[1:]
-        numbers = (num_heads // tables, tables, height, *self.block, self.first)
-        per_table, tables, rows, q_block, k_block, first = parameters(device, *numbers)
+        numbers = (num_heads // tables, tables, height, height - 1, *self.block, self.first)
+        per_table, tables, rows, last_row, q_block, k_block, first = parameters(device, *numbers)
         named = by_halving(width, device)
 
         def seen(b, h, q, k):
             row, column = q // q_block - first, k // k_block
-            line = (b * step * tables + h // per_table) * rows + torch.minimum(row.clamp(min=0), rows - 1)
-            return named(held.rows, line, column) & (row >= 0) & (row < rows)
+            line = (b * step * tables + h // per_table) * rows + torch.minimum(row.clamp(min=0), last_row)
+            return named(held.rows, line, column) & (row >= 0) & (row <= last_row)
 
         return seen
 

@@ -1,0 +1,297 @@
+"""Engine "flash" without FlashAttention: what it refuses, in which blocks it computes, what FlexAttention is handed."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.torch_version import TorchVersion
+
+import flexdilated as fd
+from bench._catalogue import ENTRIES
+from flexdilated import _attend, _engines, masks
+from flexdilated._attend import planned_call
+from flexdilated.engines.flex import _flash, _flex_op
+from flexdilated.engines.flex._flex import kind_of
+from flexdilated.engines.flex._kernel_call import call_kernel, options_text
+from flexdilated.masks import Pattern
+from tests.engines.test_flex import attend_by, call_key, dense_flex
+from tests.support.agreement import assert_agrees
+from tests.support.strategies import cases, tensors
+
+CUDA = torch.device("cuda")
+FLASH = options_text((("BACKEND", "FLASH"),))
+
+
+@pytest.fixture
+def device(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
+    """An NVIDIA H200 with everything that the engine needs; each may be changed."""
+    found = SimpleNamespace(capability=(9, 0), package="4.0.0b36")
+    monkeypatch.setattr(torch, "__version__", TorchVersion("2.15.0"))
+    monkeypatch.setattr(torch.version, "hip", None)
+    monkeypatch.setattr(_flash, "_package", lambda: found.package)
+    monkeypatch.setattr(_flash, "_capability", lambda _: found.capability)
+    return found
+
+
+def cannot(dtype: torch.dtype = torch.bfloat16, head_dim: int = 64, sides: tuple[int, ...] = ()) -> str | None:
+    return _flash.flash_cannot(CUDA, dtype, head_dim, sides)
+
+
+def test_devices_and_packages(device, monkeypatch):
+    assert cannot() is None
+    device.capability = (12, 0)
+    assert cannot() == (
+        "flash has kernels with block lists for compute capability 9.x, 10.x, 11.x; got 12.0. engine='flex' serves it"
+    )
+    device.package = "4.0.0b16"
+    how = "pip install --pre \"flash-attn-4>=4.0.0b17\". engine='flex' serves it"
+    assert cannot() == f"flash needs the package flash-attn-4, 4.0.0b17 or later; got 4.0.0b16: {how}"
+    device.package = None
+    assert cannot() == f"flash needs the package flash-attn-4, 4.0.0b17 or later; it is not installed: {how}"
+    monkeypatch.setattr(torch, "__version__", TorchVersion("2.13.1"))
+    assert cannot() == "flash needs torch 2.14 or later; got 2.13.1. engine='flex' serves it"
+    monkeypatch.setattr(torch.version, "hip", "7.0")
+    assert cannot() == "flash runs on NVIDIA devices; got tensors on cuda. engine=None takes an engine that runs there"
+
+
+@pytest.mark.parametrize("package", ["4.0.0b17", "4.0.0", "4.1"])
+def test_packages_that_serve(device, package):
+    device.package = package
+    assert cannot() is None
+
+
+@pytest.mark.parametrize(("dtype", "instead"), [(torch.float32, "flex"), (torch.float64, "reference")])
+def test_dtypes(device, dtype, instead):
+    assert cannot(torch.float16) is None
+    came = f"flash has kernels for float16 and bfloat16; got {dtype}. engine={instead!r} serves it"
+    assert cannot(dtype) == came
+
+
+@pytest.mark.parametrize(("major", "most"), [(9, 256), (10, 128), (11, 128)])
+def test_head_dims(device, major, most):
+    device.capability = (major, 0)
+    assert cannot(head_dim=most) is None
+    for head_dim in (most + 8, 20, 8):
+        rule = f"flash takes head dims that are multiples of 8, 16 to {most} on capability {major}.x; got {head_dim}"
+        assert cannot(head_dim=head_dim) == f"{rule}: pad q, k and v with zeros and keep the scale, or engine='flex'"
+
+
+@pytest.mark.parametrize(
+    ("capability", "head_dim", "own", "others", "wrong"),
+    [
+        ((9, 0), 64, (128, 128), [(256, 128), (384, 128)], [(64, 128), (128, 256), (128, 64)]),
+        ((9, 0), 192, (128, 96), [(256, 96)], [(128, 128), (128, 192)]),
+        ((9, 0), 256, (128, 64), [(256, 64)], [(128, 128)]),
+        ((10, 0), 128, (256, 128), [(512, 128), (256, 256)], [(128, 128), (256, 64)]),
+        ((10, 3), 16, (256, 128), [(256, 384)], [(384, 128)]),
+    ],
+)
+def test_sides_of_blocks(device, capability, head_dim, own, others, wrong):
+    device.capability = capability
+    assert _flash.flash_sides(CUDA, head_dim) == own
+    for sides in (own, *others):
+        assert cannot(head_dim=head_dim, sides=sides) is None
+    keys = f"{own[1]}" if capability[0] == 9 else f"a multiple of {own[1]}"
+    for sides in wrong:
+        assert cannot(head_dim=head_dim, sides=sides) == (
+            f"flash takes blocks of a multiple of {own[0]} queries by {keys} keys on capability {capability[0]}.x "
+            f"at head dim {head_dim}; got {sides[0]} by {sides[1]}: take such blocks, or engine='flex'"
+        )
+
+
+@pytest.fixture
+def served(device, monkeypatch):
+    """Tensors on the CPU pass for some that the engine takes."""
+    monkeypatch.setattr(_engines, "flash_cannot", lambda *_: None)
+    return device
+
+
+def test_gradients(served):
+    q = torch.randn(1, 2, 8, 8)
+    slopes = torch.ones(2, requires_grad=True)
+
+    def sloped(score, b, h, q_idx, k_idx):
+        return score + slopes[h] * (q_idx - k_idx)
+
+    for context in (torch.enable_grad, torch.no_grad, torch.inference_mode):
+        with (
+            context(),
+            pytest.raises(ValueError, match="flash takes no score_mod of tensors that require a"),
+        ):
+            fd.attend(q, q, q, masks.causal(), engine="flash", score_mod=sloped)
+    wants = q.clone().requires_grad_()
+    options: dict[str, Any] = {"score_mod": None, "first": (0, 0, 0), "sinks": None, "return_lse": True}
+    for k, v in ((wants, q), (q, wants)):
+        with pytest.raises(ValueError, match=r"only where q wants one: q.requires_grad_\(\), or engine='flex'"):
+            _engines.choose_engine("flash", q, k, v, masks.causal(), **options)
+        with torch.no_grad():
+            assert _engines.choose_engine("flash", q, k, v, masks.causal(), **options) == "flash"
+    assert _chosen(q.requires_grad_()) == "flash"
+    try:
+        torch.use_deterministic_algorithms(True)
+        with pytest.raises(ValueError, match="on, and flash has no deterministic backward; engine='flex' has"):
+            _chosen(q)
+        assert _chosen(q.detach()) == "flash"
+        torch.use_deterministic_algorithms(True, warn_only=True)
+        assert _chosen(q) == "flash"
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
+def _chosen(q: Tensor, engine: str | None = "flash") -> str:
+    options: dict[str, Any] = {"score_mod": None, "first": (0, 0, 0), "sinks": None, "return_lse": True}
+    return _engines.choose_engine(engine, q, q, q, masks.causal(), **options)
+
+
+def test_by_name_only(served):
+    assert _chosen(torch.randn(1, 1, 4, 8), None) == "tiles"
+    elsewhere: Any = SimpleNamespace(is_meta=False, device=CUDA, dtype=torch.bfloat16, shape=(1, 1, 4, 64))
+    assert _chosen(elsewhere, None) == "flex"
+
+
+@pytest.mark.parametrize(("capability", "given", "sides"), [
+    ((9, 0), None, (128, 128)), ((10, 0), None, (256, 128)), ((10, 0), (512, 128), (512, 128))
+])  # fmt: skip
+def test_a_call_has_the_blocks_of_its_device(served, capability, given, sides):
+    served.capability = capability
+    q = torch.randn(1, 1, 8, 64)
+    with patch.object(_attend, "flex", return_value=(q, None)) as flex:
+        fd.attend(q, q, q, masks.causal(), engine="flash", block_size=given, kernel_options={"NAME": 2})
+    assert flex.call_args.args[4].block_size == sides
+    assert json.loads(flex.call_args.kwargs["kernel_options"]) == {"BACKEND": "FLASH", "NAME": 2}
+
+
+def test_tables_of_selected_blocks_have_to_fit(served):
+    q = torch.randn(1, 1, 300, 64)
+    chosen = torch.zeros(1, 3, 1, dtype=torch.int64)
+    pattern = masks.selected_blocks("chosen", block=(128, 256), most=1)
+    with (
+        patch.object(_flex_op, "flash_cannot", wraps=lambda *given: cannot(sides=given[3])),
+        pytest.raises(ValueError, match=r"selected blocks of \(128, 256\): flash takes blocks .* got 128 by 256"),
+    ):
+        fd.attend(q, q, q, pattern, engine="flash", bindings={"chosen": chosen})
+
+
+def test_it_runs_whole_sequences(served):
+    from flexdilated.engines import placed_engine
+
+    with pytest.raises(ValueError, match="engine='flash' runs whole sequences; 'tiles'"):
+        placed_engine("flash", CUDA)
+    q = torch.randn(1, 1, 8, 8)
+    with pytest.raises(ValueError, match=r"autotune chooses .* got engine='flash', which it does not time"):
+        fd.attend(q, q, q, masks.causal(), engine="flash", autotune=True)
+
+
+def _handed(kernel_options: str, tokens: int, width: int) -> dict[str, Any]:
+    """What FlexAttention is called with beyond the CPU, by tables that list so many blocks."""
+    found: dict[str, Any] = {}
+
+    def kernel(q: Tensor, k: Tensor, v: Tensor, **options: Any):
+        found.update(options)
+        return q, SimpleNamespace(lse=q[..., 0])
+
+    q, blocks = torch.empty(1, 1, tokens, 64, dtype=torch.bfloat16, device="meta"), -(-tokens // 128)
+    tables = {}
+    for prefix in ("kv", "full_kv", "q", "full_q"):
+        tables[f"{prefix}_num_blocks"] = torch.zeros(1, 1, blocks, dtype=torch.int32, device="meta")
+        tables[f"{prefix}_indices"] = torch.zeros(1, 1, blocks, width, dtype=torch.int32, device="meta")
+    options: dict[str, Any] = {"sides": (128, 128), "scale": 1.0, "score_mod": None, "warps": 8}
+    call_kernel(kernel, q, q, q, tables, lambda b, h, q, k: q >= k, kernel_options=kernel_options, **options)
+    return found
+
+
+def test_flash_is_handed_no_option_of_triton():
+    assert _handed(FLASH, 300, 2)["kernel_options"] == {"BACKEND": "FLASH"}
+    assert _handed("", 300, 2)["kernel_options"] == {"IS_DIVISIBLE": False, "fwd_num_warps": 8}
+    given = options_text((("fwd_num_warps", 4),))
+    assert _handed(given, 256, 2)["kernel_options"] == {"IS_DIVISIBLE": True, "fwd_num_warps": 4}
+
+
+@pytest.mark.parametrize("name", ["kv_indices", "full_kv_indices", "q_indices", "full_q_indices"])
+def test_lists_of_flash_are_no_longer_than_rows(name):
+    """FlashAttention raises for others."""
+    assert getattr(_handed(FLASH, 100, 2)["block_mask"], name).shape[-1] == 1
+    assert getattr(_handed(FLASH, 300, 2)["block_mask"], name).shape[-1] == 2
+    assert getattr(_handed("", 100, 2)["block_mask"], name).shape[-1] == 2
+
+
+@given(st.data())
+def test_the_engine_around_the_kernel_is_the_oracle(data):
+    case = data.draw(cases())
+    drawn = data.draw(tensors(case))
+    seen = []
+
+    def kernel(*given: Any, kernel_options: dict[str, Any], **options: Any):
+        seen.append(kernel_options)
+        return dense_flex(*given, **options)
+
+    key = call_key(case, drawn[1].shape[1], 128)._replace(block_size=(256, 128))
+    assert_agrees(attend_by(key, 0.5, kernel_options=FLASH, kernel=kernel), drawn, case.counts(), scale=0.5)
+    assert all(each == {"BACKEND": "FLASH"} for each in seen)
+
+
+def test_options_make_another_compiled_function():
+    q = torch.empty(1, 1, 4, 64)
+    kinds = {kind_of(q, q, q, None, None, 1.0, True, [(128, 128)], text) for text in ("", FLASH, '{"BLOCK_M": 64}')}
+    assert len(kinds) == 3
+
+
+def test_options_reach_the_graph_of_a_caller():
+    """As constants, in a graph without breaks."""
+    found = []
+
+    def backend(graph: Any, _: Any) -> Callable[..., Any]:
+        calls = [node for node in graph.graph.nodes if "flex_attention" in node.name and len(node.args) > 6]
+        found.extend(node.args[6] for node in calls)
+        return graph.forward
+
+    q = torch.randn(1, 1, 40, 32)
+    options = {"engine": "flex", "kernel_options": {"PRESCALE_QK": True, "num_warps": 4}}
+    compiled = torch.compile(lambda q: fd.attend(q, q, q, masks.causal(), **options), backend=backend, fullgraph=True)
+    with torch.no_grad():
+        torch.testing.assert_close(compiled(q), fd.attend(q, q, q, masks.causal()))
+    (seen,) = found
+    assert (seen["PRESCALE_QK"], seen["num_warps"]) == (True, 4)
+
+
+GRIDS = (
+    masks.neighborhood((2, 300), kernel_size=(2, 298), stride=(1, 45), causal=(True, False)),
+    masks.neighborhood((600,), kernel_size=280, rate=2, stride=31, causal=True),
+    masks.neighborhood((1 << 11, 1 << 11, 1 << 6), 3),  # numbers of more than 32 bits
+)
+
+
+@pytest.mark.parametrize("entry", [*ENTRIES, *GRIDS], ids=str)
+def test_functions_of_masks_keep_to_what_flash_can_lower(entry):
+    """No arithmetic of a captured tensor and a plain number, which has no index in it."""
+    rule, heads = entry, 2
+    if not isinstance(entry, Pattern):
+        heads = max(2, entry.num_heads)
+        q = torch.empty(1, heads, 8192, 8)
+        nowhere: dict[str, Any] = dict.fromkeys(("scale", "bindings", "layout", "block_size", "num_heads_global"))
+        pattern = entry.pattern(8192)  # has to live on
+        call, found, _ = planned_call(q, q, pattern, q_offset=0, k_offset=0, head_offset=0, **nowhere)
+        rule = call.rules(found)
+    for branch in rule.branches():
+        mod = branch.mask_mod(num_heads=heads, device=torch.device("meta"))
+        index = torch.empty(1, dtype=torch.int32, device="meta")
+        nodes = make_fx(mod)(index, index, index, index).graph.nodes
+        for node in nodes:
+            if node.all_input_nodes and all(given.op == "get_attr" for given in node.all_input_nodes):
+                assert not any(isinstance(x, int | float) for x in node.args), node.format_node()
+
+
+def test_the_page_has_every_engine():
+    page = Path(__file__).parents[2].joinpath("docs/concepts/engines.md").read_text(encoding="utf-8")
+    assert [name for name in _engines.ENGINES if f"\n| `{name}` |" not in page] == []
