@@ -51,7 +51,7 @@ class Name:
     public: str = ""
     absent: str = ""
     probe: Callable[[], object] | None = None
-    seen: tuple[str, ...] = ("2.13.0", "2.15.0")
+    seen: tuple[str, ...] = ("2.11.0", "2.13.0", "2.15.0")
 
     @property
     def dotted(self) -> str:
