@@ -13,7 +13,7 @@ import pytest
 import torch
 import transformers
 from transformers.integrations.peft import MIN_PEFT_VERSION
-from transformers.utils import check_peft_version
+from transformers.utils.peft_utils import check_peft_version
 
 from flexdilated import masks
 from flexdilated.integrations.transformers import attention_layers, set_pattern
