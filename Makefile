@@ -18,7 +18,8 @@ RELEASE := $(VENV)/release
 # Build isolation would install a torch of its own choice; `setuptools` comes from the constraints instead. Modules are compiled
 # when they are first imported: of 17,000 most never are.
 PIP := $(PY) -m pip install --no-compile
-INSTALL := $(PIP) --quiet --constraint $(VENV)/constraints.txt --no-build-isolation
+CONSTRAINTS := build/constraints-$(TORCH).txt
+INSTALL := $(PIP) --quiet --constraint $(CONSTRAINTS) --no-build-isolation
 
 # The workers share the cores, so each runs torch and the C++ compiler on one thread; that the compiler has the vectors of the
 # processor is taken for granted, as building a program for each kind of them takes ten seconds.
@@ -125,16 +126,19 @@ $(RELEASE)/.ready: $(READY) .ci/constraints.txt
 	$(PIP) --quiet --no-deps --target $(RELEASE) --requirement .ci/constraints.txt
 	@touch $@
 
-# The first half of the set-up: an environment with one torch and nothing that could choose another. Some releases of torch
-# ask for an older setuptools than the pinned one.
-$(READY): constraints.txt
+# Some releases of torch ask for an older setuptools than the pinned one.
+$(CONSTRAINTS): constraints.txt
+	@mkdir -p $(@D)
+	@sed $(if $(filter $(PINNED),$(TORCH)),,-e '/^setuptools==/d') -e 's/^torch==.*/torch==$(TORCH)/' $< >$@
+
+# The first half of the set-up: an environment with one torch and nothing that could choose another.
+$(READY): constraints.txt | $(CONSTRAINTS)
 	@$(PYTHON) -c 'import sys, venv, ensurepip; sys.exit(sys.version_info < (3, 11))' || { \
 		echo "flexdilated needs Python 3.11 or newer, with its venv module; '$(PYTHON)' is: $$($(PYTHON) --version 2>&1)."; \
 		echo "Name another one: make PYTHON=python3.13 ..."; exit 1; }
 	@echo "Setting up $(VENV): a few minutes, once."
 	$(PYTHON) -m venv --clear $(VENV)
-	sed $(if $(filter $(PINNED),$(TORCH)),,-e '/^setuptools==/d') -e 's/^torch==.*/torch==$(TORCH)/' constraints.txt >$(VENV)/constraints.txt
-	$(PIP) --constraint $(VENV)/constraints.txt torch 'setuptools>=77.0.3' wheel
+	$(PIP) --constraint $(CONSTRAINTS) torch 'setuptools>=77.0.3' wheel
 	@touch $@
 
 # The second half: the project, editable, with one extra. What cannot be resolved fails in the dry run, with nothing
@@ -142,7 +146,7 @@ $(READY): constraints.txt
 # instead of a half-written one. `mv` keeps its time. An extra holds others, which need no install of their own.
 WITH_dev := .test .demo
 WITH_test := .demo
-$(VENV)/.demo $(VENV)/.test $(VENV)/.dev: $(VENV)/.%: $(READY) pyproject.toml
+$(VENV)/.demo $(VENV)/.test $(VENV)/.dev: $(VENV)/.%: $(READY) pyproject.toml | $(CONSTRAINTS)
 	@$(INSTALL) --dry-run --editable '.[$*]'
 	@mv $(READY) $(READY).installing
 	$(INSTALL) --editable '.[$*]'

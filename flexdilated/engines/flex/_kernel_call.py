@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
-from functools import lru_cache
 from typing import Any
 
 from jaxtyping import Float
@@ -95,11 +94,6 @@ def options_text(options: Options) -> str:
     return json.dumps(dict(sorted(options))) if options else ""
 
 
-@lru_cache(maxsize=64)
-def _read(text: str) -> Options:
-    return tuple(json.loads(text).items()) if text else ()
-
-
 @graph_constant
 def _options_of(text: str) -> Options:
-    return _read(text)
+    return tuple(json.loads(text).items()) if text else ()
