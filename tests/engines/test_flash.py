@@ -194,7 +194,7 @@ def test_it_runs_whole_sequences(served):
 
 
 def _handed(kernel_options: str, tokens: int, width: int) -> dict[str, Any]:
-    """What FlexAttention is called with beyond the CPU, by tables that list so many blocks."""
+    """What FlexAttention is called with on an accelerator, by tables that list this number of blocks."""
     found: dict[str, Any] = {}
 
     def kernel(q: Tensor, k: Tensor, v: Tensor, **options: Any):

@@ -81,9 +81,9 @@ def kind_of(
     blocks: Sequence[tuple[int, int]],
     kernel_options: str,
 ) -> Hashable:
-    """What of a call compiles anew: on CPU sizes too, as dynamic ones can generate C++ there that does not build.
+    """The key of the function compiled for a call. On CPU it holds all sizes: C++ for dynamic ones may fail to build.
 
-    blocks: the sides of the blocks of each kernel.
+    blocks: the (query, key) block sides of each kernel.
     """
     if q.device.type == "cpu":
         sizes: Hashable = (q.shape, k.shape)

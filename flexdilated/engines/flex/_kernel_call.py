@@ -40,7 +40,7 @@ def call_kernel(
 ) -> tuple[Float[Tensor, "B H N D"], Float[Tensor, "B H N"] | None]:
     """(out, natural lse if it is needed) of `kernel`, which is called as flex_attention is.
 
-    tables: on accelerators their numbers have to lie one after the other, which nothing checks. sides: of the blocks.
+    tables: contiguous on accelerators, whose kernels assume it and check nothing. sides: of the blocks.
     warps: of the forward kernel in half precision up to head dim 64; 0 for torch's own choice. kernel_options: as
     `options_text` writes them.
     """
@@ -68,8 +68,8 @@ def are_whole_blocks(lengths: tuple[int, int], sides: tuple[int, int]) -> bool:
 
 
 def _triton_options(q: Tensor, k: Tensor, sides: tuple[int, int], warps: int) -> dict[str, bool | int]:
-    # Not left to torch, which sees no divisor of lengths that are symbols, and before 2.14 asks for multiples of 128 of
-    # the others: the last tiles of a larger block may lie beyond the tokens all the same.
+    # Not left to torch: of symbolic lengths it knows no divisor, and before 2.14 it takes a multiple of 128 for whole
+    # blocks, although the last block, if larger, has tiles beyond the tokens.
     options: dict[str, bool | int] = {"IS_DIVISIBLE": are_whole_blocks((q.shape[2], k.shape[2]), sides)}
     if warps and q.dtype.itemsize == 2 and q.shape[3] <= 64:
         options["fwd_num_warps"] = warps
