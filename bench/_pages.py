@@ -157,6 +157,7 @@ PAGES: dict[Path, dict[str, Part]] = {
     _CONTRIBUTING / "kernels.md": {
         **_from("interpreted_kernels", interpreted=_tables.interpreted),
         **_from("kernel_code", code=_tables.code),
+        **_from("kernel_code_torch_2.15.0", newest_code=_tables.code),
         **_from("flex_program", program=_tables.counted),
         **_from("flex_bytes", moved=_tables.counted),
     },

@@ -18,6 +18,7 @@ from torch.nn.attention import SDPBackend
 
 import flexdilated as fd
 from flexdilated import masks
+from flexdilated.engines import flash_cannot
 
 from ._catalogue import ENTRIES, PICTURED
 from ._checks import HALF_TOLERANCE, Comparison, Contestant, Part, check_call, compare
@@ -34,6 +35,7 @@ Document = dict[str, Any]
 Found = Iterator[Row | Gap]
 
 K = 1024
+HEAD_DIM = 128
 OURS = "flexdilated"
 
 
@@ -51,13 +53,16 @@ class Device:
 
     @property
     def engines(self) -> tuple[str, ...]:
-        """Those that train here, the default first."""
-        return ("flex", "tiles") if self.is_cuda else ("tiles",)
+        """Those that train here, the default first, and "flash" where the device and what is installed serve it."""
+        if not self.is_cuda:
+            return ("tiles",)
+        cannot = flash_cannot(torch.device(self.name), torch.bfloat16, HEAD_DIM)
+        return ("flex", "tiles") if cannot else ("flex", "flash", "tiles")
 
     def size(self, num_tokens: int, num_heads: int = 16, repeats: int = 5) -> Size:
         if self.small:
             return Size(max(512, num_tokens // 512), num_heads=4, head_dim=16, repeats=1)
-        return Size(num_tokens, num_heads, head_dim=128, repeats=1 if self.rehearsing else repeats)
+        return Size(num_tokens, num_heads, head_dim=HEAD_DIM, repeats=1 if self.rehearsing else repeats)
 
     def longnet(self, causal: bool) -> LongNet:
         spec = LONGNET_5.shrunk(64) if self.small else LONGNET_5
@@ -137,19 +142,24 @@ def cases() -> Mapping[str, tuple[partial[None], ...]]:
     }
 
 
-def judge(name: str, at: Device) -> Iterator[Document]:
-    """What is wrong with a case, engine by engine; an engine that says that it does not serve it is not wrong."""
-    case, engines = cases()[name], at.engines
-    if any(call.keywords.keys() & {"how", "given"} for call in case):
+def judged(name: str, at: Device) -> tuple[str, ...]:
+    """The engines that are asked a case. "tiles" is asked plain calls alone where it is not the default."""
+    default, *others = at.engines
+    if any(call.keywords.keys() & {"how", "given"} for call in cases()[name]):
         # On CPU what trains takes no score_mod.
-        engines = ("reference",) if name == "score_mod" and not at.is_cuda else engines[:1]
-    for engine in engines:
-        try:
-            for call in case:
-                call(engine, at.name)
-        except Exception as error:
-            if engine == engines[0] or not isinstance(error, ValueError):
-                yield _gap(f"{name}, {engine}", f"{type(error).__name__}: {error}")
+        default = "reference" if name == "score_mod" and not at.is_cuda else default
+        others = [engine for engine in others if engine != "tiles"]
+    return (default, *others)
+
+
+def judge(name: str, at: Device, engine: str) -> Iterator[Document]:
+    """What is wrong with a case in an engine. One that is not the default may say that it does not serve the case."""
+    try:
+        for call in cases()[name]:
+            call(engine, at.name)
+    except Exception as error:
+        if engine == judged(name, at)[0] or not isinstance(error, ValueError):
+            yield _gap(f"{name}, {engine}", f"{type(error).__name__}: {error}")
 
 
 # The rows: each function measures one line of the table below, engine by engine where several can.
@@ -169,9 +179,12 @@ def rates(at: Device, target: Target, part: Part, causal: bool) -> Found:
     spec, size = at.longnet(causal), at.size(128 * K)
     everything = dense(size.num_tokens, causal=causal)
     for engine in at.engines:
-        flex, problem = engine == "flex", at.draw(size)
-        peer = "dense FlexAttention" if flex else "dense SDPA"
-        theirs = flex_in_order(masks.causal() if causal else None) if flex else dense_attention(causal=causal)
+        problem, flash = at.draw(size), engine == "flash"
+        if engine == "tiles":
+            peer, theirs = "dense SDPA", dense_attention(causal=causal)
+        else:
+            peer = f"dense FlexAttention{', FLASH' if flash else ''}"
+            theirs = flex_in_order(masks.causal() if causal else None, flash=flash)
         found = at.race(part, size, [Contestant(peer, theirs, problem, everything), _ours(engine, spec, problem)])
         work = {peer: _flops(everything, size, part), OURS: _flops(spec, size, part)}
         what = f"{spec.label}, {size}, {part}, {engine}: useful-FLOP rate over {peer}'s"
@@ -196,13 +209,15 @@ def window(at: Device, target: Target, name: str, left: int, right: int, block: 
     kernels = {"flash SDPA": SDPBackend.FLASH_ATTENTION} | (
         {"cuDNN SDPA": SDPBackend.CUDNN_ATTENTION} if at.is_cuda else {}
     )
-    problem, engine = at.draw(size), at.engines[0]
+    problem, (default, *others) = at.draw(size), at.engines
+    engines = [default, *(engine for engine in others if engine != "tiles")]
     peers = [Contestant(peer, on_kernel(kernel, causal=False), problem, everything) for peer, kernel in kernels.items()]
-    found = at.race("forward", size, [*peers, _ours(engine, own, problem)])
+    found = at.race("forward", size, [*peers, *(_ours(engine, own, problem, engine) for engine in engines)])
     fastest = min(kernels, key=found.median_s)
-    work = {OURS: _flops(own, size, "forward"), fastest: _flops(everything, size, "forward")}
-    what = f"{name}, {size}, forward, {engine}: useful-FLOP rate over the fastest dense SDPA's"
-    yield found.row(what, target, OURS, fastest, work)
+    for engine in engines:
+        work = {engine: _flops(own, size, "forward"), fastest: _flops(everything, size, "forward")}
+        what = f"{name}, {size}, forward, {engine}: useful-FLOP rate over the fastest dense SDPA's"
+        yield found.row(what, target, engine, fastest, work)
 
 
 def gathers_and_merge(at: Device, *targets: Target) -> Found:
@@ -354,6 +369,11 @@ def rehearse(row: DeviceRow, line: tuple[Any, ...], at: Device) -> Iterator[Docu
     yield from ()
 
 
+def asked_on(at: Device) -> list[tuple[str, str]]:
+    """Every (case, engine) of the device, which must not be asked by the process that starts all others."""
+    return [(name, engine) for name in cases() for engine in judged(name, at)]
+
+
 def measure_all(at: Device, names: Sequence[str], keep: Callable[[Document], None], *, limit_s: float) -> None:
     """Hand over a document for each name; that of a row again after every line of it."""
     start, factor = perf_counter(), 1 if at.is_cuda else 30  # a CPU that others share builds C++ slowly
@@ -371,17 +391,17 @@ def measure_all(at: Device, names: Sequence[str], keep: Callable[[Document], Non
             say(f"{what}: {error}")
             yield _gap(what, str(error))
 
-    jobs = [(name, 120, judge, name, at) for name in cases() if CORRECTNESS in names]
-    num_cases = len(jobs)
+    asked = run_apart(asked_on, at) if CORRECTNESS in names else []
+    jobs: list[tuple[Any, ...]] = [(f"{name}, {engine}", 120, judge, name, at, engine) for name, engine in asked]
     if at.is_cuda:
         jobs += [(row.name, 150, rehearse, row, line, at) for row in rows for line in row.lines if row.rehearsed]
-    # Odd cases first, then rehearsals, which take longest; the catalogue has what is left of the time.
-    jobs.sort(key=lambda job: ("catalogue" in job[0], job[2] is rehearse))
+    # Odd cases first, then rehearsals, which take longest; the catalogue has what is left of the time; last is "flash".
+    jobs.sort(key=lambda job: ("catalogue" in job[0], job[2] is rehearse, "flash" in job))
     with ThreadPoolExecutor(16 if at.is_cuda else 2) as pool:  # compilation keeps them busy, not the device
         ended = list(pool.map(lambda job: (job[2], list(apart(job[0], job[1], 0.55, *job[2:]))), jobs))
     if CORRECTNESS in names:
         wrong = [line for function, found in ended if function is judge for line in found]
-        first = Row(f"odd cases that are wrong or gave nothing, of {num_cases}", _NONE_WRONG, len(wrong)).to_data()
+        first = Row(f"odd cases that are wrong or gave nothing, of {len(asked)}", _NONE_WRONG, len(wrong)).to_data()
         seconds = perf_counter() - start
         keep({"name": CORRECTNESS, "question": QUESTION, "rows": [first, *wrong], "seconds": seconds, **shared})
     for row in rows:

@@ -11,6 +11,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex_attention
 from torch.nn.functional import scaled_dot_product_attention
 
+from flexdilated.engines import flash_sides
 from flexdilated.masks import Pattern, block_mask
 
 from ._jobs import Attention
@@ -75,13 +76,20 @@ def on_kernel(kernel: SDPBackend, *, causal: bool) -> Attention:
     return attend
 
 
-def flex_in_order(pattern: Pattern | None) -> Attention:
-    """Compiled FlexAttention in the order of the tokens, with a pattern's block mask or without any."""
+def flex_in_order(pattern: Pattern | None, *, flash: bool = False) -> Attention:
+    """Compiled FlexAttention in the order of the tokens, with a pattern's block mask or without any.
+
+    flash: on FlashAttention's kernels, in blocks that these take.
+    """
+    options = {"BACKEND": "FLASH"} if flash else None
 
     def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        sizes = {"num_heads": q.shape[1], "device": q.device}
-        mask = None if pattern is None else block_mask(pattern, q.shape[2], k.shape[2], **sizes)
-        return _compiled_flex()(q, k, v, block_mask=mask)
+        mask = None
+        if pattern is not None:
+            side = flash_sides(q.device, q.shape[3]) if flash else 128
+            sizes = {"num_heads": q.shape[1], "device": q.device, "block_size": side}
+            mask = block_mask(pattern, q.shape[2], k.shape[2], **sizes)
+        return _compiled_flex()(q, k, v, block_mask=mask, kernel_options=options)
 
     return attend
 

@@ -38,16 +38,17 @@ def readable(x: Shaped[Tensor, "... D"]) -> Shaped[Tensor, "... D"]:
     return x if is_row and apart else x.contiguous()
 
 
-# Kernels compiled for accelerators take offsets in 32 bits, up to torch 2.13 at least; beyond, they would wrap.
+# Kernels compiled for accelerators take offsets in 32 bits before torch 2.15; beyond, they would wrap.
 MOST_ELEMENTS = (1 << 31) - 1
+_FAR_REACHING = torch.__version__ >= "2.15"
 
 
-def within_reach(x: Shaped[Tensor, "..."]) -> Shaped[Tensor, "..."]:
+def within_reach(x: Shaped[Tensor, "..."], *, is_flash: bool) -> Shaped[Tensor, "..."]:
     """x for a compiled kernel: copied where its last element lies further than such a kernel counts.
 
     So do the values of a fused projection of a million tokens, although they are few enough.
     """
-    if x.device.type == "cpu":
+    if x.device.type == "cpu" or (_FAR_REACHING and not is_flash):
         return x
     last = sum((size - 1) * stride for size, stride in zip(x.shape, x.stride(), strict=True))
     return x if last < MOST_ELEMENTS else x.contiguous()

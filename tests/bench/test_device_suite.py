@@ -21,7 +21,7 @@ from bench._measures import Row, Target, at_least, at_most
 from bench._processes import DiedApart
 from bench._rank_steps import InTurn, stretches
 from bench._rules import GIGAPATH_5, LONGNET_5, LongNet
-from bench.device import CODES, NAMES, ROWS, Device, DeviceRow, cases, judge
+from bench.device import CODES, NAMES, ROWS, Device, DeviceRow, asked_on, cases, judge, judged
 from bench.peers import cpu_flash
 from tests.support.compilers import nothing_is_built  # noqa: F401  (a fixture)
 
@@ -38,7 +38,7 @@ TRIED = [name for name in cases() if "catalogue" not in name or name.partition("
 @pytest.mark.slow
 @pytest.mark.parametrize("name", TRIED)
 def test_every_odd_case_is_right_on_cpu(name) -> None:
-    assert list(judge(name, HERE)) == []
+    assert [wrong for engine in judged(name, HERE) for wrong in judge(name, HERE, engine)] == []
 
 
 @pytest.fixture
@@ -54,7 +54,8 @@ def in_this_process(monkeypatch):
     monkeypatch.setattr(device, "run_apart", lambda function, *args: function(*args))
     monkeypatch.setattr(device, "each_apart", lambda function, *args, limit_s: function(*args))
     monkeypatch.setattr(device, "cases", lambda: dict.fromkeys(("one token", "no pair at all")))
-    monkeypatch.setattr(device, "judge", lambda name, at: iter(()))
+    monkeypatch.setattr(device, "judged", lambda name, at: at.engines)
+    monkeypatch.setattr(device, "judge", lambda name, at, engine: iter(()))
 
 
 @pytest.mark.slow
@@ -185,7 +186,7 @@ def distorted(change):
 def test_odd_cases_see_a_wrong_kernel(monkeypatch, case, change) -> None:
     """Half precision, too."""
     monkeypatch.setattr(_checks.fd, "attend", distorted(change))
-    (found,) = judge(case, HERE)
+    (found,) = judge(case, HERE, "tiles")
     assert found["measure"] == f"{case}, tiles"
     assert "AssertionError" in found["detail"]["reason"]
 
@@ -194,17 +195,22 @@ def test_an_engine_may_refuse_a_case(monkeypatch) -> None:
     """On CPU FlexAttention refuses mixtures: no fault where it is not the default, and one where it is."""
     for engines, wrong in ((("tiles", "flex"), 0), (("flex", "tiles"), 1)):
         monkeypatch.setattr(Device, "engines", engines)
-        assert len(list(judge("mixture, head dim 48", HERE))) == wrong
+        assert len(list(judge("mixture, head dim 48", HERE, "flex"))) == wrong
 
 
-def test_what_is_no_plain_call_runs_in_the_default_engine_alone(monkeypatch) -> None:
-    calls = []
-    monkeypatch.setattr(Device, "engines", ("flex", "tiles"))
-    call = partial(lambda engine, device, **options: calls.append(engine))
-    tried = {"plain": (call,), "odd": (partial(call, given=None),)}
-    monkeypatch.setattr(device, "cases", lambda: tried)
-    assert [*judge("odd", HERE), *judge("plain", HERE)] == []
-    assert calls == ["flex", "flex", "tiles"]
+def test_tiles_are_asked_plain_calls_alone(monkeypatch) -> None:
+    """FlexAttention is asked all of them, on both of its backends."""
+    call = partial(lambda engine, device: None)
+    monkeypatch.setattr(device, "cases", lambda: {"plain": (call,), "odd": (partial(call, given=None),)})
+    monkeypatch.setattr(Device, "engines", ("flex", "flash", "tiles"))
+    plain = [("plain", engine) for engine in ("flex", "flash", "tiles")]
+    assert asked_on(HERE) == [*plain, ("odd", "flex"), ("odd", "flash")]
+
+
+def test_flash_is_tried_where_it_is_served(monkeypatch) -> None:
+    for reason, engines in ((None, ("flex", "flash", "tiles")), ("flash needs torch 2.14", ("flex", "tiles"))):
+        monkeypatch.setattr(device, "flash_cannot", lambda *_, reason=reason: reason)
+        assert Device("cuda").engines == engines
 
 
 REACHING = [LONGNET_5.shrunk(256), LONGNET_5.shrunk(256).as_causal(), GIGAPATH_5.shrunk(256)]

@@ -21,7 +21,8 @@ import flexdilated as fd
 from bench._catalogue import ENTRIES
 from flexdilated import _attend, _engines, masks
 from flexdilated._attend import planned_call
-from flexdilated.engines.flex import _flash, _flex_op
+from flexdilated.engines.flex import _flash, _flex_op, _kernel_call
+from flexdilated.engines.flex._capability import NOT_NVIDIA, capability
 from flexdilated.engines.flex._flex import kind_of
 from flexdilated.engines.flex._kernel_call import call_kernel, options_text
 from flexdilated.masks import Pattern
@@ -38,14 +39,21 @@ def device(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
     """An NVIDIA H200 with everything that the engine needs; each may be changed."""
     found = SimpleNamespace(capability=(9, 0), package="4.0.0b36")
     monkeypatch.setattr(torch, "__version__", TorchVersion("2.15.0"))
-    monkeypatch.setattr(torch.version, "hip", None)
     monkeypatch.setattr(_flash, "_package", lambda: found.package)
-    monkeypatch.setattr(_flash, "_capability", lambda _: found.capability)
+    monkeypatch.setattr(_flash, "capability", lambda _: found.capability)
     return found
 
 
 def cannot(dtype: torch.dtype = torch.bfloat16, head_dim: int = 64, sides: tuple[int, ...] = ()) -> str | None:
     return _flash.flash_cannot(CUDA, dtype, head_dim, sides)
+
+
+def test_capability_is_that_of_nvidia_alone(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (9, 4))
+    monkeypatch.setattr(torch.version, "hip", None)
+    assert (capability(CUDA), capability(torch.device("cpu"))) == ((9, 4), NOT_NVIDIA)
+    monkeypatch.setattr(torch.version, "hip", "7.0")
+    assert capability(CUDA) == NOT_NVIDIA
 
 
 def test_devices_and_packages(device, monkeypatch):
@@ -61,7 +69,7 @@ def test_devices_and_packages(device, monkeypatch):
     assert cannot() == f"flash needs the package flash-attn-4, 4.0.0b17 or later; it is not installed: {how}"
     monkeypatch.setattr(torch, "__version__", TorchVersion("2.13.1"))
     assert cannot() == "flash needs torch 2.14 or later; got 2.13.1. engine='flex' serves it"
-    monkeypatch.setattr(torch.version, "hip", "7.0")
+    device.capability = NOT_NVIDIA
     assert cannot() == "flash runs on NVIDIA devices; got tensors on cuda. engine=None takes an engine that runs there"
 
 
@@ -193,7 +201,9 @@ def test_it_runs_whole_sequences(served):
         fd.attend(q, q, q, masks.causal(), engine="flash", autotune=True)
 
 
-def _handed(kernel_options: str, tokens: int, width: int) -> dict[str, Any]:
+def _handed(
+    kernel_options: str, tokens: int, width: int, *, head_dim: int = 64, is_complex: bool = True
+) -> dict[str, Any]:
     """What FlexAttention is called with on an accelerator, by tables that list this number of blocks."""
     found: dict[str, Any] = {}
 
@@ -201,12 +211,12 @@ def _handed(kernel_options: str, tokens: int, width: int) -> dict[str, Any]:
         found.update(options)
         return q, SimpleNamespace(lse=q[..., 0])
 
-    q, blocks = torch.empty(1, 1, tokens, 64, dtype=torch.bfloat16, device="meta"), -(-tokens // 128)
+    q, blocks = torch.empty(1, 1, tokens, head_dim, dtype=torch.bfloat16, device="meta"), -(-tokens // 128)
     tables = {}
     for prefix in ("kv", "full_kv", "q", "full_q"):
         tables[f"{prefix}_num_blocks"] = torch.zeros(1, 1, blocks, dtype=torch.int32, device="meta")
         tables[f"{prefix}_indices"] = torch.zeros(1, 1, blocks, width, dtype=torch.int32, device="meta")
-    options: dict[str, Any] = {"sides": (128, 128), "scale": 1.0, "score_mod": None, "warps": 8}
+    options: dict[str, Any] = {"sides": (128, 128), "scale": 1.0, "score_mod": None, "is_complex": is_complex}
     call_kernel(kernel, q, q, q, tables, lambda b, h, q, k: q >= k, kernel_options=kernel_options, **options)
     return found
 
@@ -216,6 +226,26 @@ def test_flash_is_handed_no_option_of_triton():
     assert _handed("", 300, 2)["kernel_options"] == {"IS_DIVISIBLE": False, "fwd_num_warps": 8}
     given = options_text((("fwd_num_warps", 4),))
     assert _handed(given, 256, 2)["kernel_options"] == {"IS_DIVISIBLE": True, "fwd_num_warps": 4}
+    given = options_text((("num_warps", 4),))
+    assert _handed(given, 256, 2)["kernel_options"] == {"IS_DIVISIBLE": True, "num_warps": 4}
+
+
+@pytest.mark.parametrize(
+    ("device", "head_dim", "simple", "more"),
+    [
+        ((9, 0), 64, {}, {"fwd_num_warps": 8}),
+        ((9, 0), 128, {}, {}),
+        ((10, 0), 64, {}, {"fwd_num_warps": 8}),
+        ((10, 3), 72, {"bwd_num_warps": 8}, {"fwd_BLOCK_N": 64}),
+        ((12, 0), 128, {"bwd_num_warps": 8}, {"fwd_BLOCK_N": 64}),
+        ((10, 0), 136, {}, {}),
+    ],
+)
+def test_kernels_have_registers_enough(monkeypatch, device, head_dim, simple, more):
+    monkeypatch.setattr(_kernel_call, "capability", lambda _: device)
+    for is_complex, options in ((False, simple), (True, simple | more)):
+        found = _handed("", 300, 2, head_dim=head_dim, is_complex=is_complex)["kernel_options"]
+        assert found == {"IS_DIVISIBLE": False, **options}
 
 
 @pytest.mark.parametrize("name", ["kv_indices", "full_kv_indices", "q_indices", "full_q_indices"])

@@ -8,6 +8,7 @@ from unittest.mock import patch
 
 import pytest
 import torch
+import torch._inductor.config as inductor_config
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
@@ -159,14 +160,18 @@ UNION_RULE = oracle.both(oracle.either(oracle.dilated(64, 1, 0), oracle.dilated(
 
 @pytest.mark.slow
 def test_built_by_inductor():
-    """Queries straight from a Linear, planned while tracing; full blocks, partial ones, and some left out."""
+    """Planned while tracing: queries straight from a Linear, keys and values views of one buffer; relu comes after.
+
+    torch's template for CPU fails on the first and on the last; of the views it reads what lies elsewhere.
+    """
     torch.manual_seed(0)
-    project = torch.nn.Linear(8, (4 + 2 + 2) * 24).requires_grad_(False)
+    project = [torch.nn.Linear(8, 4 * 24).requires_grad_(False) for _ in range(2)]
     pattern, x = masks.local_window(left=300, right=20), torch.randn(1, 296, 8)
 
     def model(x: Tensor, engine: str) -> Tensor:
-        q, k, v = project(x).unflatten(-1, (8, 24)).transpose(1, 2).split([4, 2, 2], 1)
-        return fd.attend(q, k, v, pattern, engine=engine, enable_gqa=True)
+        q, both = (each(x).unflatten(-1, (4, 24)).transpose(1, 2) for each in project)
+        k, v = (2 * both).chunk(2, 1)
+        return fd.attend(q, k, v, pattern, engine=engine, enable_gqa=True).relu()
 
     out = torch.compile(model, fullgraph=True, dynamic=False)(x, "flex")
     torch.testing.assert_close(out, model(x, "reference"))
@@ -174,12 +179,14 @@ def test_built_by_inductor():
 
 @pytest.mark.slow
 def test_narrow_heads_read_no_keys_of_the_next_head():
-    """With vectors of 8 floats, torch's template multiplied 16 keys where 8 were left (40 = 2 * 16 + 8)."""
+    """With vectors of 8 floats, torch (2.11 to 2.15) multiplies 16 keys where 8 are left (40 = 2 * 16 + 8)."""
     q, k, v = (torch.randn(1, heads, 40, 8) for heads in (4, 2, 2))
     k[:, 1] *= 1e4
     pattern = masks.local_window(left=20, right=20)
-    out, expected = (fd.attend(q, k, v, pattern, engine=engine, enable_gqa=True) for engine in ("flex", "reference"))
-    torch.testing.assert_close(out, expected)
+    torch.compiler.reset()
+    with inductor_config.patch({"cpp.simdlen": 256}):
+        out = fd.attend(q, k, v, pattern, engine="flex", enable_gqa=True)
+    torch.testing.assert_close(out, fd.attend(q, k, v, pattern, engine="reference", enable_gqa=True))
 
 
 def test_block_mask_of_a_user():

@@ -12,6 +12,7 @@ from torch.testing import assert_close
 
 import flexdilated as fd
 from flexdilated import masks
+from flexdilated.engines import _operands
 from flexdilated.engines._call_key import CallKey
 from flexdilated.engines._operands import within_reach
 from flexdilated.engines.flex import _flex, _flex_op
@@ -47,11 +48,12 @@ def test_one_head_that_is_too_large():
         kv_head_parts(on_meta(128, 1, 1, 16), on_meta(128, 1, 1 << 20, 16))
 
 
-def test_views_that_reach_too_far_are_copied():
+def test_views_that_reach_too_far_are_copied(monkeypatch):
     """Of two batch entries the second one's heads lie behind all heads of the first; a projection holds q, k and v."""
+    monkeypatch.setattr(_operands, "_FAR_REACHING", False)
     q = on_meta(2, 16, 1 << 20, 128)
-    assert within_reach(heads_of_part(q, range(3, 6), 16)).is_contiguous()
-    assert within_reach(heads_of_part(q[:1], range(3, 6), 16)).storage_offset() == 3 << 27
+    assert within_reach(heads_of_part(q, range(3, 6), 16), is_flash=False).is_contiguous()
+    assert within_reach(heads_of_part(q[:1], range(3, 6), 16), is_flash=False).storage_offset() == 3 << 27
     sizes = {"vocab_size": 8, "embed_dim": 1024, "depth": 1, "num_heads": 8}
     config = fd.LongNetConfig(**sizes, segment_lengths=(2048,), dilation_rates=(1,))
     model = fd.LongNet(config).to("meta", torch.bfloat16)
@@ -60,7 +62,10 @@ def test_views_that_reach_too_far_are_copied():
         patch.setattr("flexdilated.nn._longnet_block.attend", lambda *qkv, **_: (handed.extend(qkv[:3]), qkv[0])[1])
         model(torch.zeros(1, 1 << 20, dtype=torch.int64, device="meta"))
     assert max(map(reach, handed)) > 1 << 31, "or this test needs another model"
-    assert max(reach(within_reach(x)) for x in handed) < 1 << 31
+    assert max(reach(within_reach(x, is_flash=False)) for x in handed) < 1 << 31
+    monkeypatch.setattr(_operands, "_FAR_REACHING", True)
+    assert all(within_reach(x, is_flash=False) is x for x in handed)
+    assert max(reach(within_reach(x, is_flash=True)) for x in handed) < 1 << 31
 
 
 def reach(x: Tensor) -> int:
@@ -69,7 +74,7 @@ def reach(x: Tensor) -> int:
 
 def test_every_operand_of_a_kernel_is_within_reach(monkeypatch):
     checked: list[Tensor] = []
-    monkeypatch.setattr(_flex, "within_reach", lambda x: (checked.append(x), x)[1])
+    monkeypatch.setattr(_flex, "within_reach", lambda x, **_: (checked.append(x), x)[1])
     key = CallKey(PATTERN.text, 2, 2, 50, 50, 0, 0, 0, 2, 1, (16, 16))
     program = _flex_op.static_program(key, torch.device("cpu"))
     handed: list[Tensor] = []

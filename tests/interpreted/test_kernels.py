@@ -160,6 +160,27 @@ def test_a_turn_of_a_ring() -> None:
         torch.testing.assert_close(found, truth, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.thorough
+@pytest.mark.parametrize("axis", [0, 1, 2])
+def test_elements_that_lie_far_apart(axis: int) -> None:
+    """By 2**31 and more: entries of a batch, heads, tokens. The values of a fused projection may be such."""
+    shape = [1, 1, 200, 32]
+    shape[axis] = max(2, shape[axis])
+    apart, strides = -(-(1 << 31) // (shape[axis] - 1)), [*torch.empty(shape).stride()]
+    strides[axis] = apart
+    near = [torch.randn(shape).half().double().requires_grad_() for _ in range(3)]
+    room = near[0].numel()
+    memory = torch.empty((shape[axis] - 1) * apart + 3 * room, dtype=torch.float16, device="cuda")
+    far = [memory.as_strided(shape, strides, each * room) for each in range(3)]
+    for x, values in zip(far, near, strict=True):
+        x.copy_(values.detach()).requires_grad_()
+
+    out, known = (fd.attend(*x, fd.masks.causal(), engine=engine) for x, engine in ((far, "flex"), (near, "reference")))
+    grads = torch.autograd.grad(out, far, torch.ones_like(out))
+    for found, truth in zip((out, *grads), (known, *torch.autograd.grad(known.sum(), near)), strict=True):
+        torch.testing.assert_close(found.cpu().double(), truth, rtol=0, atol=4e-3)
+
+
 FIRST = ("blocks larger than tiles, whole tiles", "selected blocks")
 
 

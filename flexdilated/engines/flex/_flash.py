@@ -9,6 +9,7 @@ import torch
 from torch.torch_version import TorchVersion
 
 from ..._torch_private import graph_constant
+from ._capability import NOT_NVIDIA, capability
 
 PACKAGE, OLDEST_PACKAGE = "flash-attn-4", "4.0.0b17"  # from which on functions may capture numbers
 _OLDEST_TORCH = "2.14"  # before, block lists were ignored under a mask that is true everywhere
@@ -26,7 +27,7 @@ _SIDES = {
 
 def flash_sides(device: torch.device, head_dim: int) -> tuple[int, int]:
     """The sides of the smallest blocks that the kernels take on this device."""
-    return next(sides for most, sides in _SIDES[_major(device)] if head_dim <= most)
+    return next(sides for most, sides in _SIDES[capability(device)[0]] if head_dim <= most)
 
 
 def flash_cannot(device: torch.device, dtype: torch.dtype, head_dim: int, sides: tuple[int, ...] = ()) -> str | None:
@@ -37,7 +38,7 @@ def flash_cannot(device: torch.device, dtype: torch.dtype, head_dim: int, sides:
     reason = _lacking(device, dtype)
     if reason is not None:
         return reason
-    major = _major(device)
+    major, _ = capability(device)
     most, _ = _SIDES[major][-1]
     if head_dim % _ALIGNED or not _LEAST <= head_dim <= most:
         rule = f"flash takes head dims that are multiples of {_ALIGNED}, {_LEAST} to {most} on capability {major}.x"
@@ -54,7 +55,7 @@ def flash_cannot(device: torch.device, dtype: torch.dtype, head_dim: int, sides:
 @graph_constant
 def _lacking(device: torch.device, dtype: torch.dtype) -> str | None:
     """Why no such tensors are served on this device, a constant of graphs."""
-    if device.type != "cuda" or torch.version.hip:
+    if capability(device) == NOT_NVIDIA:
         return f"flash runs on NVIDIA devices; got tensors on {device}. engine=None takes an engine that runs there"
     serves = f"engine={'reference' if dtype == torch.float64 else 'flex'!r} serves it"
     if torch.__version__ < _OLDEST_TORCH:
@@ -64,26 +65,17 @@ def _lacking(device: torch.device, dtype: torch.dtype) -> str | None:
         came = "it is not installed" if found is None else f"got {found}"
         how = f'pip install --pre "{PACKAGE}>={OLDEST_PACKAGE}"'
         return f"flash needs the package {PACKAGE}, {OLDEST_PACKAGE} or later; {came}: {how}. {serves}"
-    if _major(device) not in _SIDES:
-        able, got = ", ".join(f"{each}.x" for each in _SIDES), ".".join(map(str, _capability(device)))
+    if capability(device)[0] not in _SIDES:
+        able, got = ", ".join(f"{each}.x" for each in _SIDES), ".".join(map(str, capability(device)))
         return f"flash has kernels with block lists for compute capability {able}; got {got}. {serves}"
     if dtype not in (torch.float16, torch.bfloat16):
         return f"flash has kernels for float16 and bfloat16; got {dtype}. {serves}"
     return None
 
 
-@graph_constant
-def _major(device: torch.device) -> int:
-    return _capability(device)[0]
-
-
 def _fit(sides: tuple[int, ...], own: tuple[int, int], major: int) -> bool:
     keys_fit = sides[1] == own[1] if major == 9 else sides[1] % own[1] == 0
     return sides[0] % own[0] == 0 and keys_fit
-
-
-def _capability(device: torch.device) -> tuple[int, int]:
-    return torch.cuda.get_device_capability(device)
 
 
 @cache

@@ -22,7 +22,7 @@ from .._merge import nothing, sum_dtype
 from .._operands import within_reach
 from .._ops import own_op
 from .._score_mod import ScoreMod, plain_values
-from ._kernel_call import Kernel, are_whole_blocks, call_kernel
+from ._kernel_call import Kernel, are_whole_blocks, call_kernel, is_flash
 from ._program import FlexProgram, FlexStep, Tables, tables_of, unpacked
 from ._slots import Rows, Side, Slots
 from ._traced import let_trace
@@ -117,8 +117,9 @@ def compiled_flex(
 def _widened(x: Tensor) -> Tensor:
     """For CPU kernels: head dims below 24 are filled up with zeros.
 
-    For fewer, torch 2.13's template multiplies 16 keys at once where a ragged end leaves any multiple of its vectors'
-    length: it reads beyond the keys and writes over the maxima of the first queries, whose results become 0 or NaN.
+    For fewer, torch's template (2.11 to 2.15) multiplies 16 keys at once where a ragged end leaves any multiple of its
+    vectors' length, such as 8 floats: it reads beyond the keys and writes over the maxima of the first queries, whose
+    results become 0 or NaN.
     """
     return pad(x, (0, 24 - x.shape[-1])) if x.shape[-1] < 24 else x
 
@@ -268,7 +269,7 @@ def _attend(
     # Results of hidden slots are cleared as well, so that no gradient of theirs, which may be NaN, enters the kernel.
     q = hidden.clear_queries(queries.take(q, q_rows, q_start, rows * structure.sides[0]), dim=2)
     k, v = (hidden.clear_keys(keys.take(x, k_rows, k_start, columns * structure.sides[1]), dim=2) for x in (k, v))
-    q, k, v = within_reach(q), within_reach(k), within_reach(v)
+    q, k, v = (within_reach(x, is_flash=is_flash(kernel_options)) for x in (q, k, v))
     out, lse = call_kernel(
         kernel,
         q,
@@ -280,7 +281,7 @@ def _attend(
         scale=scale,
         score_mod=None if score_mod is None else step.indices.at_positions(score_mod),
         needs_lse=needs_lse,
-        warps=structure.warps,
+        is_complex=structure.is_complex,
         kernel_options=kernel_options,
     )
     out = hidden.clear_queries(out, dim=2)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from jaxtyping import Float
@@ -13,6 +13,7 @@ from torch.nn.attention.flex_attention import AuxRequest, BlockMask
 from ..._torch_private import graph_constant
 from ...masks.core import MaskMod
 from .._score_mod import ScoreMod
+from ._capability import BLACKWELL, capability
 from ._program import Tables
 
 # B batch, H query heads, G key/value heads, N queries, M keys, D head dim
@@ -35,20 +36,23 @@ def call_kernel(
     scale: float,
     score_mod: ScoreMod | None,
     needs_lse: bool = True,
-    warps: int = 0,
+    is_complex: bool = False,
     kernel_options: str = "",
 ) -> tuple[Float[Tensor, "B H N D"], Float[Tensor, "B H N"] | None]:
     """(out, natural lse if it is needed) of `kernel`, which is called as flex_attention is.
 
-    tables: contiguous on accelerators, whose kernels assume it and check nothing. sides: of the blocks.
-    warps: of the forward kernel in half precision up to head dim 64; 0 for torch's own choice. kernel_options: as
-    `options_text` writes them.
+    tables: contiguous on accelerators, whose kernels assume it and check nothing. sides: of the blocks. is_complex: the
+    mask has many operations. kernel_options: as `options_text` writes them.
     """
     own: dict[str, Any] = dict(_options_of(kernel_options))
     if is_flash(kernel_options):
         tables = _as_wide_as_rows(tables)
     elif q.device.type != "cpu":
-        own = {**_triton_options(q, k, sides, warps), **own}
+        own = {
+            "IS_DIVISIBLE": are_whole_blocks((q.shape[2], k.shape[2]), sides),
+            **_for_registers(q, is_complex, own),
+            **own,
+        }
     numbers: dict[str, Any] = {"seq_lengths": (q.shape[2], k.shape[2]), "BLOCK_SIZE": sides, **tables}
     mask = BlockMask(**numbers, mask_mod=mask_mod)
     options: dict[str, Any] = {"block_mask": mask, "scale": scale, "enable_gqa": q.shape[1] != k.shape[1]}
@@ -63,17 +67,26 @@ def call_kernel(
 
 
 def are_whole_blocks(lengths: tuple[int, int], sides: tuple[int, int]) -> bool:
-    """Whether so many queries and keys fill blocks of these sides: kernels then need not check where tokens end."""
+    """Whether so many queries and keys fill blocks of these sides: kernels then need not check where tokens end.
+
+    Not left to torch: of symbolic lengths it knows no divisor, and before 2.14 it takes a multiple of 128 for whole
+    blocks, although the last block, if larger, has tiles beyond the tokens.
+    """
     return all(length % side == 0 for length, side in zip(lengths, sides, strict=True))
 
 
-def _triton_options(q: Tensor, k: Tensor, sides: tuple[int, int], warps: int) -> dict[str, bool | int]:
-    # Not left to torch: of symbolic lengths it knows no divisor, and before 2.14 it takes a multiple of 128 for whole
-    # blocks, although the last block, if larger, has tiles beyond the tokens.
-    options: dict[str, bool | int] = {"IS_DIVISIBLE": are_whole_blocks((q.shape[2], k.shape[2]), sides)}
-    if warps and q.dtype.itemsize == 2 and q.shape[3] <= 64:
-        options["fwd_num_warps"] = warps
-    return options
+def _for_registers(q: Tensor, is_complex: bool, given: Mapping[str, Any]) -> dict[str, int]:
+    """Options of kernels in half precision that torch gives too few registers: more warps, or a smaller tile.
+
+    The backward on Blackwell has the tiles of Hopper, where torch gives it eight warps. given: by the caller, whose
+    options for both kernels come before those for one.
+    """
+    head_dim, options = q.shape[3], {}
+    if q.dtype.itemsize == 2 and head_dim <= 64:
+        options = {"fwd_num_warps": 8} if is_complex else {}
+    elif q.dtype.itemsize == 2 and head_dim <= 128 and capability(q.device) >= BLACKWELL:
+        options = {"bwd_num_warps": 8} | ({"fwd_BLOCK_N": 64} if is_complex else {})
+    return {name: value for name, value in options.items() if name.partition("_")[2] not in given}
 
 
 def _as_wide_as_rows(tables: Tables) -> Tables:

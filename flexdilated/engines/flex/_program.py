@@ -23,6 +23,7 @@ from ...masks.patterns import Rows, tables
 from ...masks.planning import Plan, Term, bound_blocks, term_blocks
 from .._operands import Hidden, hidden_of_blocks
 from .._score_mod import Indices, indices_of, plain_values
+from ._capability import HOPPER, capability
 from ._slots import Side, Slots, in_order, sides_of
 
 # N queries, M keys
@@ -33,7 +34,7 @@ Tables = dict[str, Tensor]
 _DEPTH = 64  # of functions within functions: patterns of patterns
 _SIDE = 128  # of blocks: the largest tile of any kernel
 _MOST_NUMBERS = 1 << 22  # in the block lists of a term
-_SIMPLE = 12  # operations of a mask up to which torch's own number of warps has registers enough
+_SIMPLE = 9  # operations of a mask up to which kernels have registers enough
 
 TABLES = ("kv_num_blocks", "kv_indices", "full_kv_num_blocks", "full_kv_indices")
 TABLES += ("q_num_blocks", "q_indices", "full_q_num_blocks", "full_q_indices")
@@ -50,19 +51,19 @@ class Structure(torch.nn.Module):
         multiplicity: int,
         lead: Lead,
         heads: Lead,
-        warps: int,
+        is_complex: bool,
     ) -> None:
         super().__init__()
         self.queries, self.keys, self.sides, self.multiplicity = queries, keys, sides, multiplicity
         self.lead = lead  # of the block tables: batch entries and heads
         self.heads = heads  # of tensors: of queries and of keys
-        self.warps = warps  # of the forward kernel at small head dims; 0: as torch chooses
+        self.is_complex = is_complex  # the mask has many operations
 
     @property
     def numbers(self) -> Hashable:
         """What makes it another one."""
         slots = (each for side in (self.queries, self.keys) for each in (side.kind, side.numbers))
-        return (*slots, self.sides, self.multiplicity, self.lead, self.heads, self.warps)
+        return (*slots, self.sides, self.multiplicity, self.lead, self.heads, self.is_complex)
 
 
 @dataclass(frozen=True, eq=False)
@@ -243,22 +244,22 @@ def _step(
     hidden = hidden_of_blocks(term, blocks).on(device)
     held = tuple(table.on(device) for table in tables(term.rule))
     lead = (mask.kv_num_blocks.shape[0], mask.kv_num_blocks.shape[1])
-    warps = _warps(mask.mask_mod, device)
-    structure = Structure(sides[0].slots, sides[1].slots, block_size, term.multiplicity, lead, heads, warps)
+    is_complex = _is_complex(mask.mask_mod, device)
+    structure = Structure(sides[0].slots, sides[1].slots, block_size, term.multiplicity, lead, heads, is_complex)
     return FlexStep(mask, hidden, term, held, indices_of(term, device), *sides, structure)
 
 
-def _warps(mask_mod: MaskMod, device: torch.device) -> int:
-    """On Hopper and later torch gives a tile of 128 x 128 four warps, whose registers its scores fill.
+def _is_complex(mask_mod: MaskMod, device: torch.device) -> bool:
+    """Whether a kernel of torch's choice for a mask of few operations spills registers to memory, by the kilobyte.
 
-    What a mask needs beside them is spilled to memory, kilobytes of it for one of many operations.
+    On Hopper and later, whose tiles are of 128 x 128 scores.
     """
-    if device.type != "cuda" or torch.version.hip or torch.cuda.get_device_capability(device) < (9, 0):
-        return 0
+    if capability(device) < HOPPER:
+        return False
     zero = torch.zeros((), dtype=torch.int32, device=device)
     with _Counted() as counted:
         mask_mod(zero, zero, zero, zero)
-    return 8 if counted.operations > _SIMPLE else 0
+    return counted.operations > _SIMPLE
 
 
 class _Counted(TorchDispatchMode):

@@ -1,0 +1,15 @@
+"""What NVIDIA calls a device's compute capability, by which its kernels are chosen."""
+
+import torch
+
+from ..._torch_private import graph_constant
+
+NOT_NVIDIA, HOPPER, BLACKWELL = (0, 0), (9, 0), (10, 0)
+
+
+@graph_constant
+def capability(device: torch.device) -> tuple[int, int]:
+    """(major, minor); NOT_NVIDIA, which is less than all others, for every other device."""
+    if device.type != "cuda" or torch.version.hip:
+        return NOT_NVIDIA
+    return torch.cuda.get_device_capability(device)
