@@ -10,6 +10,7 @@ from torch import Tensor
 from ._torch_private import graph_constant
 from .engines import ScoreMod, flash_cannot, is_transformed, missing_compiler, own_op, probe
 from .masks import Mixture, Pattern
+from .masks.core import device_kind
 from .masks.plan_cache import debug_wanted, in_line, log
 
 ENGINES = ("flex", "flash", "tiles", "reference")
@@ -44,7 +45,7 @@ def choose_engine(
     check_engine(engine)
     if q.is_meta:
         return "tiles"  # shapes and dtypes, which its op tells for all engines
-    chosen = engine or ("tiles" if q.device.type == "cpu" else "flex")
+    chosen = engine or device_kind(q.device).engine
     reason = None
     if chosen == "reference" and torch.compiler.is_compiling():
         reason = "reference runs eagerly only; engine='tiles' (on CPU) and 'flex' compile"
@@ -95,9 +96,10 @@ def _(inputs):
 
 
 def _tiles_cannot(q: Tensor, score_mod: ScoreMod | None) -> str | None:
-    if q.device.type not in ("cpu", "cuda"):
+    kind = device_kind(q.device)
+    if not (kind.on_host or kind.is_cuda):
         return f"tiles runs ATen's kernels on CPU and CUDA; got tensors on {q.device}. engine='flex' serves them"
-    if q.device.type == "cuda" and q.dtype == torch.float64:
+    if kind.is_cuda and q.dtype == torch.float64:
         return "tiles has no float64 kernels on cuda; engine='reference' serves float64"
     if score_mod is not None:
         serve = "engine='flex' (on CPU: inference with one set pattern) and engine='reference' serve it"
@@ -149,7 +151,7 @@ def _flex_cannot(
     if q.dtype == torch.float64:
         able = "engine='tiles' (on CPU) and 'reference' serve" if score_mod is None else "engine='reference' serves"
         return f"flex has no float64 kernels; {able} float64"
-    if q.device.type != "cpu":
+    if device_kind(q.device).flex_trains:
         if q.shape[-1] < _MIN_FLEX_HEAD_DIM:
             rule = f"flex needs a head dim of at least {_MIN_FLEX_HEAD_DIM} on {q.device.type}"
             return f"{rule}; got {q.shape[-1]}. engine='reference' serves it"

@@ -10,6 +10,8 @@ from types import ModuleType
 
 import torch
 
+from ..masks.core import device_kind
+
 # package -> the extra that installs it, and what its absence costs
 EXTRAS = {
     "tqdm": ("demo", "plain lines instead of a progress bar"),
@@ -46,7 +48,7 @@ def available_devices() -> tuple[str, ...]:
 
 def num_devices(kind: str) -> int:
     """How many of a kind that is available."""
-    return 1 if kind == "cpu" else torch.accelerator.device_count()
+    return 1 if device_kind(kind).on_host else torch.accelerator.device_count()
 
 
 @contextmanager

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ..masks import Layout, cache
-from ..masks.core import Bound, Expression, Extent, content_digest, plans
+from ..masks.core import Bound, Expression, Extent, content_digest, device_kind, plans
 from ..masks.orders import Placement
 from ..masks.patterns import blank, names, tables
 from ..masks.planning import ANYTHING, Allowed, Choice, Operands, Plan, plan, plan_at
@@ -78,7 +78,7 @@ class CallKey(NamedTuple):
 
     def kept_rules(self, bindings: Sequence[Tensor]) -> Expression:
         """The same, kept in the cache by the contents of the tensors where these are on the CPU and small."""
-        if sum(x.nbytes for x in bindings) > _FEW_BYTES or any(x.device.type != "cpu" for x in bindings):
+        if sum(x.nbytes for x in bindings) > _FEW_BYTES or not all(device_kind(x.device).on_host for x in bindings):
             return self.rules(bindings)
         return cache().get(
             ("rule", self.pattern, self.extent, *map(_content, bindings)),

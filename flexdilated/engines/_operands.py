@@ -16,6 +16,7 @@ from jaxtyping import Bool, Int32, Int64, Shaped
 from torch import Tensor
 
 from ..masks.blocks import Blocks, Rule, evaluate
+from ..masks.core import device_kind
 from ..masks.planning import CountedPairs, SharedListTerm, Term, entry_terms
 from ._distinct_masks import distinct_masks
 
@@ -48,7 +49,7 @@ def within_reach(x: Shaped[Tensor, "..."], *, is_flash: bool) -> Shaped[Tensor, 
 
     So do the values of a fused projection of a million tokens, although they are few enough.
     """
-    if x.device.type == "cpu" or (_FAR_REACHING and not is_flash):
+    if not device_kind(x.device).flex_trains or (_FAR_REACHING and not is_flash):
         return x
     last = sum((size - 1) * stride for size, stride in zip(x.shape, x.stride(), strict=True))
     return x if last < MOST_ELEMENTS else x.contiguous()

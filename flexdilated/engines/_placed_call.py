@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from ..masks.core import device_kind
 from ..masks.orders import Placement
 from ._call_key import CallKey
 from ._merge import WholeRows
@@ -78,6 +79,6 @@ def placed_engine(engine: str, device: torch.device) -> str:
     """The engine, if it serves tokens at stated positions; ValueError otherwise."""
     if engine in ("reference", "flash"):
         raise ValueError(f"{engine=} runs whole sequences; 'tiles' (on CPU) and 'flex' run parts of one")
-    if engine == "tiles" and device.type != "cpu":
+    if engine == "tiles" and not device_kind(device).on_host:
         raise ValueError(f"tiles runs parts of a sequence on CPU only; got {device}. engine='flex' serves it")
     return engine

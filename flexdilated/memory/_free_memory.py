@@ -8,6 +8,8 @@ from pathlib import Path
 
 import torch
 
+from ..masks.core import device_kind
+
 _ROOT = Path("/")
 _PEAK = "VmHWM"  # the mark that writing 5 to clear_refs sets back to what is resident now
 # Of a control group: its limit, what it uses, and how much of that can be dropped.
@@ -21,7 +23,7 @@ def free_bytes(device: torch.device) -> int:
     On CPU the least of what the machine has available and what each limit of its control groups leaves. Raises
     ValueError where the system does not tell.
     """
-    if device.type == "cuda":
+    if device_kind(device).is_cuda:
         free, _ = torch.cuda.mem_get_info(device)
         return free + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
     return min([_field(_ROOT / "proc/meminfo", "MemAvailable"), *_left_by_groups()])
@@ -29,7 +31,7 @@ def free_bytes(device: torch.device) -> int:
 
 def held_bytes(device: torch.device) -> int:
     """Bytes that this process holds now: allocated by tensors on CUDA, resident in memory on CPU."""
-    if device.type == "cuda":
+    if device_kind(device).is_cuda:
         return torch.cuda.memory_allocated(device)
     _give_back()
     return _field(_ROOT / "proc/self/status", "VmRSS")
@@ -37,7 +39,7 @@ def held_bytes(device: torch.device) -> int:
 
 def peak_bytes(work: Callable[[], object], device: torch.device) -> int:
     """The most bytes that this process holds at once while it works, what it held before included."""
-    if device.type == "cuda":
+    if device_kind(device).is_cuda:
         torch.cuda.synchronize(device)
         torch.cuda.reset_peak_memory_stats(device)
         work()

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import torch
 
-from ..masks.core import advises, bytes_text, require_int
+from ..masks.core import advises, bytes_text, device_kind, require_int
 from ._free_memory import free_bytes, held_bytes, peak_bytes
 
 _SHARE = 0.8  # of what is free, where no budget is given
@@ -148,7 +148,7 @@ def _peak(step: Callable[[int], object], n: int, device: torch.device) -> int | 
         found = None
     # Out of the handler: what failed is no longer held by the error's frames.
     gc.collect()
-    if device.type == "cuda":
+    if device_kind(device).is_cuda:
         torch.cuda.empty_cache()
     return found
 
@@ -168,8 +168,9 @@ def _checked_device(device: torch.device | str | None) -> torch.device:
     if device is None:
         device = "cuda" if torch.cuda.is_available() else "cpu"
     found = torch.device(device)
-    if found.type not in ("cpu", "cuda"):
+    kind = device_kind(found)
+    if not (kind.on_host or kind.is_cuda):
         raise ValueError(f"device must be 'cpu' or a CUDA device, whose peaks are known; got {found}")
-    if found.type == "cuda" and found.index is None:
+    if kind.is_cuda and found.index is None:
         return torch.device("cuda", torch.cuda.current_device())
     return found

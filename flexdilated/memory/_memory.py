@@ -25,7 +25,7 @@ from ..engines import (
     run_forward,
     tensors_in,
 )
-from ..masks.core import Expression, require_int
+from ..masks.core import Expression, device_kind, require_int
 from ..masks.patterns import names
 from ..masks.planning import ANYTHING, Choice, Operands, plan, way_of
 from ._flex_memory import Attention, flex_attention_of
@@ -203,7 +203,7 @@ def _key(pattern: Expression, size: AttentionSize) -> CallKey:
 
 def _choice(pattern: Expression, size: AttentionSize, device: str) -> Choice:
     """The ways in which a call of this size is computed."""
-    allowed = ANYTHING if device == "cpu" else allowed_on(torch.device(device))
+    allowed = ANYTHING if device_kind(device).on_host else allowed_on(torch.device(device))
     best = plan(_key(pattern, size).bound(pattern), device=device, allowed=allowed, operands=size.operands)
     together = len(best.options) < len(set(pattern.branches()))
     return Choice(together, tuple(way_of(options[0]) for options in best.options))
@@ -211,7 +211,7 @@ def _choice(pattern: Expression, size: AttentionSize, device: str) -> Choice:
 
 def _dry_run(pattern: Expression, size: AttentionSize, device: str, choice: Choice | None = None) -> AttentionMemory:
     key = _key(pattern, size)
-    if device == "cpu":
+    if device_kind(device).on_host:
         key_bytes = 2 * size.batch * size.head_dim * size.dtype.itemsize
         attention, tables = tiles_attention_of(key, pattern, size.operands, key_bytes=key_bytes, choice=choice)
     else:

@@ -14,7 +14,7 @@ from .._engines import choose_engine
 from .._validate import check_lse, check_tensors
 from ..engines import refuse_transforms, sum_dtype, tiles_backward
 from ..masks import Layout, Mixture, Pattern
-from ..masks.core import advises, require_expression
+from ..masks.core import advises, device_kind, require_expression
 
 # B batch, H query heads, G key/value heads, N queries, M keys, D head dim
 
@@ -63,7 +63,7 @@ def attention_received(
     where = {"q_offset": q_offset, "k_offset": k_offset, "head_offset": head_offset}
     options = {**where, "num_heads_global": num_heads_global, "layout": layout, "block_size": block_size}
     call, tensors, factor = planned_call(q, k, pattern, scale=scale, bindings=bindings, **options)
-    if engine == "flex" and q.device.type == "cpu":
+    if engine == "flex" and not device_kind(q.device).flex_trains:
         raise ValueError("attention_received needs a backward, and flex has none on CPU; engine='tiles' serves it")
     if engine == "flash":
         raise ValueError("attention_received is a gradient of v alone, which flash has not; engine='flex' serves it")
@@ -85,7 +85,7 @@ def _by_tiles(q: Tensor, k: Tensor, lse: Tensor, bindings: list[Tensor], *option
     """
     wide = sum_dtype(q)
     # Keys that are wider than queries have gradients as wide; they are read in the queries' dtype.
-    q, k = (q.to(wide) if q.device.type == "cpu" else q), k.to(wide)
+    q, k = (q.to(wide) if device_kind(q.device).on_host else q), k.to(wide)
     out = torch.zeros_like(q)
     found = [
         _columns(tiles_backward(cotangent, None, q, k, k, out, lse, bindings, *options)[2], members)

@@ -12,7 +12,7 @@ from torch import Tensor
 from .._torch_private import tree_leaves, tree_map_only
 from ..masks import Pattern, cache
 from ..masks.blocks import allowed_pairs
-from ..masks.core import And, Box, Progression, plans
+from ..masks.core import And, Box, Progression, device_kind, plans
 
 # M keys, C blocks of keys, n rows, x listed boxes, o boxes with pools of their own, p pieces of w such boxes
 
@@ -94,7 +94,7 @@ class HeadRule(NamedTuple):
         return seen if self.always is None else seen & ~self._holds(self.always, q, k)
 
     def _holds(self, pattern: Pattern, q: Tensor, k: Tensor) -> Tensor:
-        if q.device.type == "cpu":
+        if device_kind(q.device).on_host:
             return allowed_pairs(pattern, self.num_heads, torch.tensor(self.head), q, k)
         mod = pattern.mask_mod(num_heads=self.num_heads, device=q.device)
         head = torch.full((), self.head, device=q.device)
@@ -170,7 +170,7 @@ def boxes_of(rule: HeadRule, rows: Rows, part: range, device: torch.device) -> B
         return plans(built)().on(device)
     key = ("selection_boxes", rule.text, rule.head, rule.num_heads, rows, part)
     found = cache().get(key, built, lambda boxes: boxes.nbytes, pattern=rule.within)
-    if device.type == "cpu":
+    if device_kind(device).on_host:
         return found
     return cache().get((*key, device), lambda: found.on(device), lambda x: x.nbytes, pattern=rule.within, device=device)
 

@@ -29,7 +29,7 @@ from ..engines import (
     run_flex,
     run_forward,
 )
-from ..masks.core import Bound
+from ..masks.core import Bound, device_kind
 from ..masks.orders import Layout
 from ..masks.plan_cache import PatternText, debug_wanted
 from ..masks.planning import (
@@ -165,7 +165,7 @@ def _seconds(run: Run, device: torch.device) -> float:
 
 
 def _wait(device: torch.device) -> None:
-    if device.type == "cuda":
+    if device_kind(device).is_cuda:
         torch.cuda.synchronize(device)
 
 
@@ -238,7 +238,7 @@ def measure(
     is tried. Raises RuntimeError where two options differ in their results.
     """
     device = x.q.device
-    engine = engine or ("tiles" if device.type == "cpu" else "flex")
+    engine = engine or device_kind(device).engine
     stand = _Stand(bound, x, backward, engine, block_size, seconds)
     allowed = Allowed(masks=not block_size) if engine == "tiles" else allowed_on(device)
     candidates = Candidates.of(bound, machine_of(device.type), allowed, x.operands)

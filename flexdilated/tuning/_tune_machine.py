@@ -10,11 +10,10 @@ from datetime import UTC, datetime
 import torch
 
 from ..engines import side_of
-from ..masks.core import Bound, Pattern, every
+from ..masks.core import Bound, Pattern, device_kind, every
 from ..masks.orders import Compact, Layout
 from ..masks.patterns import causal, dilated, local_window, neighborhood, random_blocks
 from ..masks.planning import (
-    ACCELERATOR,
     CPU,
     BlockRates,
     Machine,
@@ -26,6 +25,7 @@ from ..masks.planning import (
     computed_pairs,
     shared_terms,
 )
+from ..masks.planning.machine import builtin_machine
 from ._tune import Inputs, Run, Times, interleave, trial
 
 _HEAD_DIM = 64
@@ -50,7 +50,7 @@ ON_CPU, ON_ACCELERATOR = Sizes(8192, 2, 1024), Sizes(32768, 16, 4096)
 
 def usual_dtype(kind: str) -> torch.dtype:
     """In which constants of this kind of device are measured, as plans take them: those of `Operands.usual_on`."""
-    return torch.float32 if kind == "cpu" else torch.bfloat16
+    return device_kind(kind).dtype
 
 
 @dataclass(frozen=True)
@@ -68,7 +68,7 @@ def measure_machine(device: torch.device, *, seconds: float, sizes: Sizes | None
     CPU nor CUDA.
     """
     key = MachineKey.of(device.type)
-    works = _works(device, sizes or (ON_CPU if device.type == "cpu" else ON_ACCELERATOR))
+    works = _works(device, sizes or (ON_CPU if device_kind(device).on_host else ON_ACCELERATOR))
     for work in works.values():
         work.run()  # compiles, and fills caches
     timed = dict(zip(works, interleave([w.run for w in works.values()], seconds=seconds, device=device), strict=True))
@@ -79,7 +79,7 @@ def measure_machine(device: torch.device, *, seconds: float, sizes: Sizes | None
 
 
 def _constants(works: Mapping[str, _Work], timed: Mapping[str, Times], device: torch.device) -> Machine:
-    builtin = CPU if device.type == "cpu" else ACCELERATOR
+    builtin = builtin_machine(device.type)
 
     def rate(name: str) -> float:
         return works[name].amount / timed[name].median_s
@@ -97,7 +97,7 @@ def _constants(works: Mapping[str, _Work], timed: Mapping[str, Times], device: t
 
 
 def _works(device: torch.device, sizes: Sizes) -> dict[str, _Work]:
-    builtin = CPU if device.type == "cpu" else ACCELERATOR
+    builtin = builtin_machine(device.type)
     tokens, few = sizes.num_tokens, sizes.num_tokens // 2
     window = local_window(left=sizes.listed_keys - 1, right=0)
     works = {
@@ -132,7 +132,7 @@ def _attention(
     shape = {"num_kv_heads": sizes.num_heads, "head_dim": _HEAD_DIM, "dtype": usual_dtype(device.type)}
     x = Inputs.of(bound, **shape, device=device)
     option = Option(pattern, 1, "natural", (term,), CPU, order, x.operands)
-    engine = "tiles" if device.type == "cpu" else "flex"
+    engine = device_kind(device).engine
     alone = Plan(bound, order, (term,), ((option,),))
     run = trial(alone, x, engine=engine, backward=backward, block_size=(block, block))
     _check(bound, x, run)

@@ -7,7 +7,7 @@ from jaxtyping import Int32, Int64, Shaped
 from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask
 
-from ..core import MaskMod
+from ..core import MaskMod, device_kind
 from ._blocks import Blocks
 
 # B batch entries (1 where they share all tables), H mask heads (1 if all heads share a table), L = B * H lists
@@ -58,7 +58,7 @@ def _side(
     """(partial counts, partial indices, full counts, full indices); lists run along `major`."""
     counts = _counts(blocks, major, shape[0])
     widths = [max(1, int(count.max())) for count in counts]
-    if device.type != "cpu":
+    if device_kind(device).flex_trains:
         # torch 2.11's Triton kernels read the full table with the partial table's shape and strides.
         widths = [max(widths)] * 2
     result: list[Tensor] = []
@@ -68,7 +68,7 @@ def _side(
         num = _per_head(blocks, count.int().unsqueeze(-1)).squeeze(-1)
         result += [
             num.to(device),
-            _full_width(per_head, shape[1]) if device.type == "cpu" else per_head.to(device),
+            per_head.to(device) if device_kind(device).flex_trains else _full_width(per_head, shape[1]),
         ]
     return result[0], result[1], result[2], result[3]
 

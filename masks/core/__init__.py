@@ -34,6 +34,7 @@ from ._box_parts import (
     residue_factors,
 )
 from ._check import LARGEST, require_below, require_bool, require_choice, require_finite, require_int, shown
+from ._devices import TILE, device_kind
 from ._expression import CONSTRUCTORS, DEEPEST, KINDS, constructor, pattern_kind
 from ._pattern import (
     Expression,

@@ -15,6 +15,7 @@ from torch import Tensor
 from ._advice import instead_of_pattern, no_operand
 from ._bound import Extent
 from ._box import Bounds, Box, Counts, Squares
+from ._devices import device_kind
 from ._expression import KINDS, Expression, pattern_kind
 from ._ranges import Ranges
 from ._reason import Pair, Reason
@@ -30,7 +31,7 @@ def index_dtype(device: torch.device, least: int, most: int) -> torch.dtype:
 
     Kernels count in 32 bits; one number of 64 makes them compute all that follows in 64, with twice the registers.
     """
-    return torch.int32 if device.type != "cpu" and least >= _LEAST and most <= _MOST else torch.int64
+    return torch.int32 if device_kind(device).flex_trains and least >= _LEAST and most <= _MOST else torch.int64
 
 
 def parameters(device: torch.device, *numbers: int) -> list[Tensor]:

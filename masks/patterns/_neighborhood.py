@@ -26,6 +26,7 @@ from ..core import (
     among,
     both,
     constructor,
+    device_kind,
     listing,
     look_at_pairs,
     parameters,
@@ -161,7 +162,7 @@ class Neighborhood(Pattern):
             )
 
     def mask_mod(self, *, num_heads: int, device: torch.device) -> MaskMod:
-        packed = self.packed(device) if device.type != "cpu" else None
+        packed = self.packed(device) if device_kind(device).flex_trains else None
         if packed is not None:
             return packed
         axes = zip(self._pitches, self.axes, strict=True)

@@ -9,7 +9,18 @@ import torch
 from torch.nn.attention.flex_attention import BlockMask
 
 from ..blocks import Blocks, PackedBlocks, join_blocks, table_bytes, to_block_mask
-from ..core import HEADS, LENGTH, Bound, Expression, advises, plans, renamed, require_expression, require_int
+from ..core import (
+    HEADS,
+    LENGTH,
+    Bound,
+    Expression,
+    advises,
+    device_kind,
+    plans,
+    renamed,
+    require_expression,
+    require_int,
+)
 from ..orders import Layout, residue_rate
 from ..plan_cache import cache
 from .lowering._term import Term
@@ -107,7 +118,7 @@ def entry_terms(term: Term) -> list[Term]:
 
 def _indexed(device: torch.device) -> torch.device:
     """The device with its number: `cuda` alone means another one after `torch.cuda.set_device`."""
-    return device if device.type == "cpu" else torch.empty(0, device=device).device
+    return device if device_kind(device).on_host else torch.empty(0, device=device).device
 
 
 def block_sides(block_size: int | tuple[int, int]) -> tuple[int, int]:

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from ..core import plans
+from ..core import device_kind, plans
 from ..orders import Compact, Layout, Padded, Permutation
 from .lowering._term import Term
 from .machine._machine import Machine
@@ -27,7 +27,7 @@ class Operands(NamedTuple):
     @staticmethod
     def usual_on(kind: str) -> Operands:
         """Where nothing is known of a call: float32 on CPU and half precision elsewhere, as constants are measured."""
-        return _SINGLE if kind == "cpu" else _HALF
+        return _SINGLE if device_kind(kind).on_host else _HALF
 
     @property
     def flops(self) -> int:

@@ -104,7 +104,7 @@ def test_lists_are_short_in_blocks_that_fit(data, smallest, most):
     case = data.draw(cases())
     drawn = data.draw(tensors(case))
     key = call_key(case, drawn[1].shape[1], 1)
-    with patch.object(_program, "_SIDE", smallest), patch.object(_program, "_MOST_NUMBERS", most):
+    with patch.object(_program, "TILE", smallest), patch.object(_program, "_MOST_NUMBERS", most):
         program = static_program(key._replace(block_size=()), CPU)
         for step in program.steps:
             side = step.structure.sides[0]

@@ -141,6 +141,24 @@ def test_rooms_import_from_rooms_and_not_from_their_files() -> None:
     assert {each for each in inner if not re.match(r"\S+\.cli\.\w+ imports flexdilated\.testing\.", each)} == set()
 
 
+_KINDS = frozenset(("cpu", "cuda", "meta", "mps", "xpu"))
+
+
+def kinds_compared(code: ast.AST) -> list[int]:
+    """Lines that compare something with the name of a kind of devices, or with several."""
+    found = []
+    for node in ast.walk(code):
+        sides = [node.left, *node.comparators] if isinstance(node, ast.Compare) else []
+        constants = [part for side in sides for part in (side, *getattr(side, "elts", ()))]
+        found += [node.lineno for part in constants if isinstance(part, ast.Constant) and part.value in _KINDS]
+    return found
+
+
+def test_kinds_of_devices_are_told_apart_in_one_place() -> None:
+    assert kinds_compared(ast.parse('x.device.type == "cpu" or kind in ("cuda", "xpu")')) == [1, 1, 1]
+    assert {module: lines for module, file in SOURCES.items() if (lines := kinds_compared(tree(file)))} == {}
+
+
 def test_modules_import_each_other_in_no_circle() -> None:
     below = {module: {name for name in imports(module, file) if name in SOURCES} for module, file in SOURCES.items()}
     list(TopologicalSorter(below).static_order())

@@ -10,7 +10,7 @@ import torch
 from jaxtyping import Int64
 from torch import Tensor
 
-from ...masks.core import Expression, Ranges, require_expression
+from ...masks.core import Expression, Ranges, device_kind, require_expression
 from ...masks.orders import Placement
 from ...masks.plan_cache import cache
 from ..counts import KVNeeds
@@ -32,7 +32,7 @@ class Rows:
     index: Int64[Tensor, " R"]
 
     def to(self, device: torch.device) -> Rows:
-        return self if device.type == "cpu" else Rows(self.heads.to(device), self.index.to(device))
+        return self if device_kind(device).on_host else Rows(self.heads.to(device), self.index.to(device))
 
 
 @dataclass(frozen=True)

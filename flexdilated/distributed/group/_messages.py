@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import DistError
 
+from ...masks.core import device_kind
 from ._agreement import begun_elsewhere
 from ._ranks import Ranks, group_of, timeout_of
 from ._traffic import Role, record
@@ -41,7 +42,7 @@ class Posted:
 
     def drop(self) -> None:
         """Give up what is still on its way, after a failure: the memory may go, or serve others, afterwards."""
-        if self.ranks.device_type != "cpu":
+        if not device_kind(self.ranks.device_type).on_host:
             # The device may still write there. Whatever uses that memory next has to queue up behind it.
             with suppress(dist.DistError):
                 self.wait_for_all()

@@ -3,6 +3,7 @@
 import torch
 
 from ..._torch_private import graph_constant
+from ...masks.core import device_kind
 
 NOT_NVIDIA, HOPPER, BLACKWELL = (0, 0), (9, 0), (10, 0)
 
@@ -10,6 +11,6 @@ NOT_NVIDIA, HOPPER, BLACKWELL = (0, 0), (9, 0), (10, 0)
 @graph_constant
 def capability(device: torch.device) -> tuple[int, int]:
     """(major, minor); NOT_NVIDIA, which is less than all others, for every other device."""
-    if device.type != "cuda" or torch.version.hip:
+    if not device_kind(device).is_cuda or torch.version.hip:
         return NOT_NVIDIA
     return torch.cuda.get_device_capability(device)

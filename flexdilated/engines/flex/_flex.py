@@ -18,6 +18,7 @@ from torch.nn.attention.flex_attention import flex_attention
 from torch.nn.functional import pad
 
 from ..._torch_private import equal_sizes_apart
+from ...masks.core import device_kind
 from .._merge import nothing, sum_dtype
 from .._operands import within_reach
 from .._ops import own_op
@@ -53,10 +54,10 @@ def run_flex(
     if not program.steps:
         out, lse = nothing(q, k, v, sinks)
         return out, lse if return_lse else None
-    if q.device.type == "cpu" and kernel is None:
+    if kernel is None and not device_kind(q.device).flex_trains:
         q, k = _widened(q), _widened(k)
     # There is no lse on CPU. Elsewhere one more of it costs next to nothing, and one more function much.
-    needs_lse = return_lse or program.shares_rows or sinks is not None or q.device.type != "cpu"
+    needs_lse = return_lse or program.shares_rows or sinks is not None or device_kind(q.device).flex_trains
     if kernel is None and not torch.compiler.is_compiling():
         call = compiled_flex(program.structure, q.device)
         sides = [step.structure.sides for step in program.steps]
@@ -85,7 +86,7 @@ def kind_of(
 
     blocks: the (query, key) block sides of each kernel.
     """
-    if q.device.type == "cpu":
+    if not device_kind(q.device).flex_trains:
         sizes: Hashable = (q.shape, k.shape)
     else:
         whole = [are_whole_blocks((q.shape[2], k.shape[2]), sides) for sides in blocks]
@@ -134,7 +135,7 @@ def _compiled(device: torch.device, function: FunctionType) -> Kernel:
     _made[device.type] += 1
     code = function.__code__.replace(co_name=f"flex_attention_{_made.total()}_on_{device.type}")
     own = FunctionType(code, function.__globals__, code.co_name)
-    if device.type == "cpu":
+    if not device_kind(device).flex_trains:
         return torch.compile(own, fullgraph=True, dynamic=False)
     options = {"combo_kernels": True, "guard_filter_fn": _to_be_checked}
     compiled = torch.compile(own, fullgraph=True, dynamic=True, options=options)
@@ -292,7 +293,7 @@ def _attend(
 
 
 def flex_in_graph(q, k, v, **options):
-    if q.device.type != "cpu":
+    if device_kind(q.device).flex_trains:
         return flex_attention(q, k, v, **options)
     # The CPU kernel takes whole buffers, and nothing that comes after it may be fused with it.
     return _own_buffer(flex_attention(*(_own_buffer(x) for x in (q, k, v)), **options))

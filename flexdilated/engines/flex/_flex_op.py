@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from ...masks import cache
-from ...masks.core import Expression, own_modes
+from ...masks.core import TILE, Expression, device_kind, own_modes
 from ...masks.orders import Placement
 from ...masks.patterns import tables
 from ...masks.planning import Allowed, Choice, Operands, Plan, machine_of
@@ -46,7 +46,7 @@ def static_program(
 
 def allowed_on(device: torch.device) -> Allowed:
     """What terms the engine runs: those that share rows are merged by their lse, which there is none of on CPU."""
-    return Allowed(shared_rows=device.type != "cpu", windows=False, key_weights=False, lists_only=True)
+    return Allowed(shared_rows=device_kind(device).flex_trains, windows=False, key_weights=False, lists_only=True)
 
 
 def run_time_program(
@@ -151,14 +151,10 @@ def _hidden_sides(step: FlexStep) -> tuple[Tensor, ...]:
     )
 
 
-# In half precision kernels for accelerators have tiles of up to so many rows, which must divide a block.
-_LARGEST_TILE = 128
-
-
 def _check_sides(q: Tensor, key: CallKey) -> None:
-    if q.device.type != "cpu" and q.dtype.itemsize == 2 and any(side % _LARGEST_TILE for side in key.block_size):
+    if device_kind(q.device).flex_trains and q.dtype.itemsize == 2 and any(side % TILE for side in key.block_size):
         raise ValueError(
-            f"flex on {q.device.type} takes blocks whose sides are multiples of {_LARGEST_TILE} for {q.dtype}, as its "
+            f"flex on {q.device.type} takes blocks whose sides are multiples of {TILE} for {q.dtype}, as its "
             f"kernels' tiles have to divide them; got block_size={key.block_size}"
         )
 
@@ -181,7 +177,7 @@ def kv_head_parts(q: Tensor, k: Tensor, copies: int = 1) -> list[range]:
     """
     kv_heads = k.shape[1]
     each = max(q.numel() // kv_heads * copies, k.numel() // kv_heads)
-    if q.device.type == "cpu" or each * kv_heads <= MOST_ELEMENTS:
+    if not device_kind(q.device).flex_trains or each * kv_heads <= MOST_ELEMENTS:
         return [range(kv_heads)]
     if each > MOST_ELEMENTS:
         raise ValueError(
@@ -228,13 +224,13 @@ def flex(
         _check_table(q, key)
     else:
         _check_sides(q, key)
-    if q.device.type == "cpu":
+    if not device_kind(q.device).flex_trains:
         # FlexAttention refuses here whatever requires a gradient, even under torch.no_grad().
         q, k, v = q.detach(), k.detach(), v.detach()
     q, k, v = readable(q), readable(k), readable(v)
     options: dict[str, Any] = {"scale": scale, "score_mod": score_mod, "return_lse": return_lse}
     options["kernel_options"] = kernel_options
-    table = None if q.device.type == "cpu" else parts_of(key.pattern)
+    table = parts_of(key.pattern) if device_kind(q.device).flex_trains else None
     sizes = key.num_queries, key.num_keys
     copies = 1 if table is None else copies_of(table.block, key.q_offset, table.most, sizes)
     parts = kv_head_parts(q, k, copies)
@@ -252,7 +248,7 @@ def flex(
 def _flex(
     q: Tensor, k: Tensor, v: Tensor, bindings: list[Tensor], key: CallKey, **options: Any
 ) -> tuple[Tensor, Tensor | None]:
-    table = None if q.device.type == "cpu" else parts_of(key.pattern)
+    table = parts_of(key.pattern) if device_kind(q.device).flex_trains else None
     if table is not None and takes_table(table, key):
         return _with_table(q, k, v, bindings, key, table, **options)
     if torch.compiler.is_compiling():

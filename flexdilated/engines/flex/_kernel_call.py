@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import AuxRequest, BlockMask
 
 from ..._torch_private import graph_constant
-from ...masks.core import MaskMod
+from ...masks.core import MaskMod, device_kind
 from .._score_mod import ScoreMod
 from ._capability import BLACKWELL, capability
 from ._program import Tables
@@ -47,7 +47,7 @@ def call_kernel(
     own: dict[str, Any] = dict(_options_of(kernel_options))
     if is_flash(kernel_options):
         tables = _as_wide_as_rows(tables)
-    elif q.device.type != "cpu":
+    elif device_kind(q.device).flex_trains:
         own = {
             "IS_DIVISIBLE": are_whole_blocks((q.shape[2], k.shape[2]), sides),
             **_for_registers(q, is_complex, own),

@@ -17,7 +17,7 @@ from torch.nn.functional import pad
 from ..._torch_private import TorchDispatchMode
 from ...masks import Layout, cache
 from ...masks.blocks import join_blocks, table_bytes, to_block_mask
-from ...masks.core import Every, MaskMod
+from ...masks.core import TILE, Every, MaskMod, device_kind
 from ...masks.orders import Placement
 from ...masks.patterns import Rows, tables
 from ...masks.planning import Plan, Term, bound_blocks, term_blocks
@@ -32,7 +32,6 @@ Lead = tuple[int, int]
 Tables = dict[str, Tensor]
 
 _DEPTH = 64  # of functions within functions: patterns of patterns
-_SIDE = 128  # of blocks: the largest tile of any kernel
 _MOST_NUMBERS = 1 << 22  # in the block lists of a term
 _SIMPLE = 9  # operations of a mask up to which kernels have registers enough
 
@@ -140,7 +139,7 @@ def make_flex_program(
         sides = sides_of(term, plan, groups, placement, device)
         steps.append(_step(term, plan, sides, (plan.bound.num_heads, num_kv_heads), block, device))
     packed, sizes = None, ()
-    if device.type != "cpu" and steps:
+    if device_kind(device).flex_trains and steps:
         tables = [_at_least_two(tables_of(step)) for step in steps]
         packed = torch.cat([each.flatten() for own in tables for each in own.values()])
         sizes = tuple(size for own in tables for size in _sizes(own))
@@ -166,19 +165,19 @@ def sides_that_fit(term: Term) -> tuple[int, int]:
         numbers = 2 * lists * (rows * min(by_row, columns) + columns * min(by_column, rows))
         return numbers <= _MOST_NUMBERS
 
-    side = _SIDE
+    side = TILE
     while not are_short(side, term.k.num_slots, term.q.num_slots):
         side *= 2
-    if side > _SIDE:
+    if side > TILE:
         by_row, by_column = _longest_lists(term.in_blocks_of(side, side), (side, side))
-        while side > _SIDE and are_short(side // 2, 2 * by_row, 2 * by_column):
+        while side > TILE and are_short(side // 2, 2 * by_row, 2 * by_column):
             side, by_row, by_column = side // 2, 2 * by_row, 2 * by_column
     return side, side
 
 
 def list_width(term: Term, sides: tuple[int, int], device: torch.device) -> tuple[int, int]:
     """(longest list of a row, of a column) that a term's tables may need, whatever the run-time values."""
-    return _full_lists(term, sides) if device.type == "cpu" else _longest_lists(term, sides)
+    return _longest_lists(term, sides) if device_kind(device).flex_trains else _full_lists(term, sides)
 
 
 def _full_lists(term: Term, sides: tuple[int, int]) -> tuple[int, int]:

@@ -15,15 +15,13 @@ from jaxtyping import Bool, Float, Int32, Int64
 from torch import Tensor
 from torch.nn.functional import pad
 
-from ...masks.core import MaskMod
+from ...masks.core import TILE, MaskMod
 from .._merge import shares_of, sum_dtype
 from .._score_mod import ScoreMod, new_score
 from ._kernel_call import Kernel, call_kernel
 
 # B batch, H query heads, G key/value heads, N queries, M keys, D head dim
 # R rows of `unit` queries, W entries of a row, C key blocks, S tiles of gathered rows, P places in them
-
-TILE = 128  # queries and keys of the largest tile of any kernel, which must divide a block
 
 
 def unit_of(block: tuple[int, int], q_offset: int) -> int | None:

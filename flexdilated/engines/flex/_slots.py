@@ -15,7 +15,7 @@ from jaxtyping import Int32, Int64, Shaped
 from torch import Tensor
 
 from ... import _torch_private
-from ...masks.core import index_dtype
+from ...masks.core import device_kind, index_dtype
 from ...masks.orders import Layout, Order, Padded, Placement
 from ...masks.planning import IntervalTerm, PaddedTerm, Plan, Term
 from .._merge import sum_dtype
@@ -291,7 +291,7 @@ def _rows(heads: tuple[int, ...] | None, num_heads: int, device: torch.device, *
 
 def _fixed(x: Tensor) -> None:
     """Say that no other length makes it another size."""
-    if x.device.type != "cpu":
+    if device_kind(x.device).flex_trains:
         _torch_private.mark_static(x)
 
 

@@ -10,6 +10,7 @@ from jaxtyping import Bool, Float, Shaped
 from torch import Tensor
 
 from ... import _torch_private
+from ...masks.core import device_kind
 from .._distinct_masks import added
 from .._operands import readable
 from . import _kernel_cuda
@@ -219,7 +220,7 @@ def _backward_on_cpu(
 
 def _is_here(x: Tensor) -> bool:
     """Whether the CPU's kernels run it, or would if there were values."""
-    return x.device.type in ("cpu", "meta")
+    return device_kind(x.device).runs_cpu_kernels
 
 
 def _positive(scale: float, needed: bool) -> tuple[float, float]:

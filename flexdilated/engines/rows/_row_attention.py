@@ -9,6 +9,7 @@ import torch
 from jaxtyping import Bool, Float, Int64, Shaped
 from torch import Tensor
 
+from ...masks.core import device_kind
 from ...masks.needs import RowSource
 from .._merge import WholeRows, shares_of, sum_dtype
 from ..kernels._kernel import flash_forward
@@ -125,7 +126,7 @@ def row_backward(
 
 def _attend(part: Part, q: Tensor, k: Tensor, v: Tensor, scale: float) -> tuple[Tensor, Tensor]:
     rows, keys, values, bias = part.of_rows(q), part.of_keys(k), part.of_keys(v), part.bias(q)
-    if q.device.type == "cpu":
+    if device_kind(q.device).on_host:
         out, lse = flash_forward(rows, keys, values, scale=scale, mask=None if bias is None else bias[None, None])
         if bias is not None:  # the kernel gives 0 as the lse of a row without keys
             lse = lse.masked_fill(bias.amax(1) == -torch.inf, -torch.inf)

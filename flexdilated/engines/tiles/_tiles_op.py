@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from ...masks import Layout, cache
-from ...masks.core import Bound, Expression
+from ...masks.core import Bound, Expression, device_kind
 from ...masks.orders import Placement
 from ...masks.patterns import alike, tables
 from ...masks.planning import (
@@ -47,7 +47,7 @@ _CUDA_SLOTS_AT_ONCE = 1 << 18  # copies that fill the machine, and are small bes
 
 def portions_on(kind: str) -> dict[str, int]:
     """How a program's copies are portioned there, where it is not as on CPU."""
-    return {} if kind == "cpu" else {"slots_at_once": _CUDA_SLOTS_AT_ONCE}
+    return {} if device_kind(kind).on_host else {"slots_at_once": _CUDA_SLOTS_AT_ONCE}
 
 
 def plan_tiles(
@@ -64,7 +64,7 @@ def plan_tiles(
     On CUDA the cheapest of those ways whose terms are all dense or causal: there are no kernels for lists of blocks.
     Raises ValueError where a branch has no such way.
     """
-    if kind == "cpu":
+    if device_kind(kind).on_host:
         return plan(bound, layout=layout, allowed=allowed, choice=choice, operands=operands)
     best = plan(bound, device=kind, allowed=Allowed(any_windows=True, key_weights=False), operands=operands)
     chosen = tuple(_plain_first(options, kind) for options in best.options)
@@ -250,7 +250,7 @@ def _programs_for(
         others = None if selection.others is None else without_table(key, selection, bindings)
         return [(Some(some), each) for some, each in zip(entries, rows, strict=True)], others
     choice = chosen(key, q)
-    if not takes_rows(key) or q.device.type != "cpu" or choice is not None:
+    if not takes_rows(key) or not device_kind(q.device).on_host or choice is not None:
         return _programs(key, bindings, q.shape[0], q.device.type, choice, key.operands(q)), None
     rules = alike(key.rules(bindings), q.shape[0]) if bindings else [(slice(None), None)]
     return [(Some(rows), parts_of_call(key, rule, q.device)) for rows, rule in rules], None
@@ -274,7 +274,8 @@ def _programs(
         key, groups = packed
     else:
         many = not takes_mask(key.num_heads, key.num_queries, key.num_keys)
-        apart = without_scattered_keys(rule) if many and kind == "cpu" and not (choice or key.placement) else None
+        splits = many and device_kind(kind).on_host and not (choice or key.placement)
+        apart = without_scattered_keys(rule) if splits else None
         if apart is not None:
             rule = apart[0]
             rows = apart[1].rows[:, key.k_offset : key.k_offset + key.num_keys]

@@ -22,6 +22,7 @@ from ...core import (
     Phrase,
     Reason,
     advises,
+    device_kind,
     pattern_kind,
     renamed,
     require_int,
@@ -56,7 +57,7 @@ class CustomRule:
 
     def on(self, device: torch.device) -> types.FunctionType:
         """The function with what it captured on this device."""
-        if device.type == "cpu":
+        if device_kind(device).on_host:
             return self.function
         if device not in self.elsewhere:
             self.elsewhere[device], _ = snapshot(self.function, device)
@@ -101,7 +102,7 @@ class Custom(Pattern):
             mod = _over_pairs(mod)
         if self.head is not None:
             mod = _of_head(mod, torch.tensor(self.head, device=device))
-        return mod if device.type == "cpu" else _in_64_bits(mod)
+        return _in_64_bits(mod) if device_kind(device).flex_trains else mod
 
     def count(self, box: Box, *, num_heads: int) -> Bounds:
         area, classify = box.area, self.rule.classify

@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.nn import Buffer, Parameter
 
 from ...._torch_private import builtin_module, tensor_module
-from ...core import content_digest
+from ...core import content_digest, device_kind
 
 # What is plain data: its repr tells two values apart.
 _PLAIN = (type(None), bool, int, float, complex, str, bytes, range, type(Ellipsis))
@@ -157,12 +157,12 @@ class _Reader:
 
     def _tensor(self, value: Tensor, what: str) -> tuple[Identity, Tensor]:
         plain = type(value) in (Tensor, Parameter, Buffer) and value.layout == torch.strided and not value.is_quantized
-        if not plain or value.device.type == "meta":
+        if not plain or value.is_meta:
             raise TypeError(f"the custom function {self.name!r} needs plain dense tensors; {what} is {_kind(value)}")
         with torch.inference_mode(False):
             value = value.detach().resolve_conj().resolve_neg()
             copy = value.to(self.device, copy=True, memory_format=torch.contiguous_format)
-        content = content_digest(copy if copy.device.type == "cpu" else value.cpu().contiguous())
+        content = content_digest(copy if device_kind(copy.device).on_host else value.cpu().contiguous())
         return ["tensor", str(copy.dtype), list(copy.shape), content], copy
 
     def _check_code(self, function: types.FunctionType) -> None:

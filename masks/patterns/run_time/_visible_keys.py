@@ -11,6 +11,7 @@ from torch import Tensor
 
 from ...core import (
     OF_PATTERNS,
+    TILE,
     Bounds,
     Box,
     Extent,
@@ -28,7 +29,6 @@ from ._run_time import RunTime, Table, Windows, of_tensor
 # B batch entries, L positions
 
 _MAX_WINDOWS = 32  # more runs of keys than this cost more one by one than as one list of blocks
-_BLOCK = 128  # keys that a kernel reads together
 _MOST_EMPTY = 0.25  # of the blocks: leaving out more of them by lists is worth what masks cost
 
 
@@ -102,7 +102,7 @@ class KeySet(Table):
     def are_scattered(self) -> bool:
         """Whether keys are hidden here and there: no lists of blocks leave out many of them."""
         edges = torch.nn.functional.pad(self.rows, (1, 1)).diff(dim=1).sum(1)
-        filled = torch.nn.functional.pad(self.rows, (0, -self.rows.shape[1] % _BLOCK)).unflatten(1, (-1, _BLOCK))
+        filled = torch.nn.functional.pad(self.rows, (0, -self.rows.shape[1] % TILE)).unflatten(1, (-1, TILE))
         return int(edges.max()) > 2 * _MAX_WINDOWS and float(filled.any(2).float().mean()) > 1 - _MOST_EMPTY
 
     def reason(self, pair: Pair) -> Reason:

@@ -16,7 +16,7 @@ from jaxtyping import Bool, Int64
 from torch import Tensor
 
 from ...blocks import UNKNOWN, Blocks, ListedBlocks
-from ...core import And, Bound, Every, MaskMod, Pattern, Ranges, index_dtype
+from ...core import And, Bound, Every, MaskMod, Pattern, Ranges, device_kind, index_dtype
 from ...orders import Held, Padded, Placement
 from ...patterns import Band, Causal, Dilated
 from ._term import Term
@@ -146,7 +146,7 @@ class PaddedTerm(SharedListTerm):
         dtype = index_dtype(device, 0, (last + 2) * width)
         limits = (first[:, 0], each, last * width + past[:, last])
         # On accelerators a constant of the kernel, which belongs to such segments anyway.
-        size = width if device.type != "cpu" else torch.tensor(width)
+        size = width if device_kind(device).flex_trains else torch.tensor(width)
         return _of_segments(size, *(limit.to(device, dtype) for limit in limits), is_causal=self.is_causal)
 
 

@@ -12,7 +12,7 @@ from jaxtyping import Float, Int64
 from torch import Tensor
 
 from ...blocks import Blocks, ListedBlocks, Rule, build_blocks, estimate_blocks, repeat_blocks
-from ...core import Bound, MaskMod, Pattern, index_dtype
+from ...core import TILE, Bound, MaskMod, Pattern, index_dtype
 from ...orders import Compact, Folded, Layout, Order, Pieces
 from ...patterns import tables
 from ._weights import PairWeights, Weights
@@ -44,7 +44,7 @@ class Term:
     q_offset: int
     k_offset: int
     weights: Weights | None = None
-    block_side: int = 128
+    block_side: int = TILE
 
     @classmethod
     def of(

@@ -9,13 +9,12 @@ from math import prod
 
 import torch
 
-from ...core import And, Bound, Every, Expression, Pattern, within
+from ...core import TILE, And, Bound, Every, Expression, Pattern, within
 from ...orders import Compact, Layout, Tiling, residue_rate
 from ...patterns import Axis, Causal, Dilated, Neighborhood, Strided
 from ._term import Shape, Term
 from ._weights import CountedPairs
 
-_TILE_TOKENS = 128  # a tile is a block, where tiles of that size divide the grid
 # A shared permutation with more classes than this leaves no runs worth a block.
 MAX_RESIDUE_RATE = 256
 
@@ -209,8 +208,8 @@ def best_tiles(rule: Neighborhood) -> list[tuple[int, ...]]:
     Sides are powers of two, and a tile holds as many tokens as such tiles in this grid can, up to a block's.
     Where sides do not divide the grid, blocks lie across tiles.
     """
-    sides = ([1 << power for power in range(min(length, _TILE_TOKENS).bit_length())] for length in rule.grid)
-    tiles = [tile for tile in product(*sides) if prod(tile) <= _TILE_TOKENS]
+    sides = ([1 << power for power in range(min(length, TILE).bit_length())] for length in rule.grid)
+    tiles = [tile for tile in product(*sides) if prod(tile) <= TILE]
     most = max(map(prod, tiles))
     best = sorted((tile for tile in tiles if prod(tile) == most), key=lambda tile: _reached(rule, tile))
     divides = all(length % side == 0 for length, side in zip(rule.grid, best[0], strict=True))

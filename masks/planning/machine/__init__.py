@@ -1,6 +1,6 @@
 """The constants of a machine from which costs are predicted."""
 
-from ._machine import ACCELERATOR, BUILTIN, CPU, BlockRates, Machine
+from ._machine import ACCELERATOR, BUILTIN, CPU, BlockRates, Machine, builtin_machine
 from ._machine_file import MachineKey, Measured, stored_path, write_json
 from ._machine_in_use import (
     VARIABLE,

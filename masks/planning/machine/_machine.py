@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
 from typing import Any
 
-from ...core import shown
+from ...core import TILE, device_kind, shown
 
 BUILTIN = "builtin"
 
@@ -107,8 +107,13 @@ CPU = Machine(
 ACCELERATOR = Machine(
     dense_flops_per_s=400e12,
     causal_flops_per_s=400e12,
-    blocks=(BlockRates(128, 400e12, 400e12, 400e12),),
+    blocks=(BlockRates(TILE, 400e12, 400e12, 400e12),),
     bytes_per_s=3e12,
     launch_s=20e-6,
     backward_ratio=2.5,
 )
+
+
+def builtin_machine(kind: str) -> Machine:
+    """The constants that come with the library for this kind of device."""
+    return CPU if device_kind(kind).on_host else ACCELERATOR

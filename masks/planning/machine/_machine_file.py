@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 
+from ...core import device_kind
 from ...text import read_json
 from ._machine import NUMBERS, BlockRates, Machine
 
@@ -44,10 +45,10 @@ class MachineKey:
     @classmethod
     def of(cls, kind: str) -> MachineKey:
         """This machine's: the CPU with its present number of threads, or the present CUDA device."""
-        if kind == "cpu":
+        if device_kind(kind).on_host:
             capability = torch.backends.cpu.get_cpu_capability()
             return cls(kind, _cpu_name(), capability, str(torch.__version__), torch.get_num_threads())
-        if kind == "cuda":
+        if device_kind(kind).is_cuda:
             major, minor = torch.cuda.get_device_capability()
             return cls(kind, torch.cuda.get_device_name(), f"{major}.{minor}", str(torch.__version__), 0)
         raise ValueError(f"constants can be measured on cpu and cuda; got a device of type {kind!r}")

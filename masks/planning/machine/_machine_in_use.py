@@ -9,8 +9,8 @@ from pathlib import Path
 
 import torch
 
-from ...core import advises
-from ._machine import ACCELERATOR, BUILTIN, CPU, Machine
+from ...core import advises, device_kind
+from ._machine import BUILTIN, Machine, builtin_machine
 from ._machine_file import MachineKey, read_machine, stored_path
 
 VARIABLE = "FLEXDILATED_MACHINE"
@@ -32,7 +32,7 @@ def machine(device: torch.device | str = "cpu") -> Machine:
     >>> masks.machine().source
     'builtin'
     """
-    return machine_of(device if isinstance(device, str) and device == "cpu" else torch.device(device).type)
+    return machine_of(torch.device(device).type)
 
 
 def machine_of(kind: str) -> Machine:
@@ -40,7 +40,7 @@ def machine_of(kind: str) -> Machine:
     given = _given.get(kind)
     if given is not None:
         return given
-    slot = (kind, torch.get_num_threads() if kind == "cpu" else 0)
+    slot = (kind, torch.get_num_threads() if device_kind(kind).on_host else 0)
     found = _found.get(slot)
     if found is None:
         with _lock:
@@ -87,7 +87,7 @@ def machine_from_environment() -> str:
 
 
 def _find(kind: str) -> Machine:
-    builtin = CPU if kind == "cpu" else ACCELERATOR
+    builtin = builtin_machine(kind)
     named = os.environ.get(VARIABLE)
     if named == BUILTIN:
         return builtin
@@ -103,7 +103,7 @@ def _find(kind: str) -> Machine:
 
 def _stored(kind: str) -> Machine | None:
     """What `tune` stored for this very device; None where it stored nothing that can be used, which is logged."""
-    if kind not in ("cpu", "cuda") or (kind == "cuda" and not torch.cuda.is_available()):
+    if not (device_kind(kind).on_host or (device_kind(kind).is_cuda and torch.cuda.is_available())):
         return None  # a machine may plan for a kind of device that it lacks
     key = MachineKey.of(kind)
     path = stored_path(key)
