@@ -24,7 +24,7 @@ OPTIONS: dict[str, dict[str, list[str]]] = {
         **PATTERN, "head": ["--head", "1"], "order": ["--order", "residue"], "rows": ["--rows", "3:45"],
         "cols": ["--cols", "2:46"], "cells": ["--cells", "3x5"], "batch": ["--batch", "1"],
         "color": ["--color", "always"], "brief": ["--brief"], "json": ["--json"], "plot": ["--plot", "out.png"],
-        "html": ["--html", "out.html"], "ranks": ["--ranks", "4"], "sharding": ["--sharding", "zigzag"],
+        "html": ["--html", "out.html"],
     },
     "explain": {
         **PATTERN, "query": ["--query", "21"], "key": ["--key", "4"], "head": ["--head", "1"],
