@@ -270,10 +270,10 @@ def plan(
         >>> report = fd.plan(masks.longnet((2048, 8192), (1, 4)) & masks.causal(), 1 << 20, num_heads=8)
         >>> peak = report.attention_memory.training_peak  # bytes
 
-    With `ranks`, 1 to 4096, what is returned is the load of each rank in `distributed.attend` over that many: tuples
-    with an entry a rank, `received_forward` and `received_backward` in bytes and the (query, key) `pairs` that it
-    computes; `max_over_mean` of each; and `to_data()`. These are exact, and need no process group. `order` is that of
-    a `distributed.Sharding` without shard_lengths; `schedule` and `codec` are those of `distributed.attend`, without
+    With `ranks`, from 1 to 4096, the result is the load of each rank of `distributed.attend` instead, counted exactly
+    and without a process group: tuples with one entry a rank, `received_forward` and `received_backward` in bytes and
+    `pairs`, the (query, key) pairs computed; `max_over_mean` of each; and `to_data()`. `order` is that of a
+    `distributed.Sharding` without shard_lengths; `schedule` and `codec` are those of `distributed.attend`, without
     codec "auto". `device`, `layers` and `measure` must then be left out.
 
         >>> loads = fd.plan(masks.longnet((64, 256), (1, 4)) & masks.causal(), 1024, ranks=4, order='zigzag')

@@ -50,13 +50,8 @@ def add_arguments(parser: CommandParser) -> None:
     head_dim = "(64, or E / H where --embed-dim is given)"
     add("--head-dim", type=int, least=1, most=1 << 16, metavar="D", help=head_dim)
     add("--dtype", choices=tuple(DTYPES), default="fp32", help="of tensors and weights (%(default)s)")
-    add(
-        "--device",
-        choices=("cpu", "cuda"),
-        default="cpu",
-        excludes=("ranks",),
-        help="cuda is predicted, and needs none (%(default)s)",
-    )
+    device = "cuda is predicted, and needs none (%(default)s)"
+    add("--device", choices=("cpu", "cuda"), default="cpu", excludes=("ranks",), help=device)
     add("--batch", type=int, default=1, least=1, most=1 << 16, metavar="B", help="sequences at once (%(default)s)")
     layers, embed_dim = "of the LongNet whose memory is predicted (12)", "of that LongNet (H * D)"
     add("--layers", type=int, least=1, most=LARGEST, metavar="L", excludes=("ranks",), help=layers)
