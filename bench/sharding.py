@@ -11,7 +11,8 @@ from torch import Tensor
 
 from flexdilated import masks
 from flexdilated.distributed import Sharding
-from flexdilated.distributed.counts._tokens import token_counts, work_of_ranks
+from flexdilated.distributed.counts._schedule import token_counts
+from flexdilated.distributed.counts._tokens import work_of_ranks
 from flexdilated.distributed.group._sharding import Order
 
 from ._jobs import Size, tokens_text
@@ -74,7 +75,8 @@ def counted_row(spec: LongNet, num_tokens: int, num_ranks: int, heads: Sequence[
     for order, each in product(_ORDERS, heads):
         least = least_received(spec, num_tokens, shard_ranges(num_tokens, num_ranks, order), each)
         sharding = Sharding(num_tokens, num_ranks, order=order)
-        counts = token_counts(spec.pattern(), sharding, num_heads=each.num_heads, num_kv_heads=each.num_kv_heads)
+        sizes = {"num_heads": each.num_heads, "num_kv_heads": each.num_kv_heads}
+        counts = token_counts(spec.pattern(), sharding, **sizes)["exchange"]
         all_gather = (num_tokens - num_tokens // num_ranks) * each.num_kv_heads
         cases[f"{order}, {each.num_heads} heads, {each.num_kv_heads} of keys"] = {
             "ratio": _worst(counts.fill_diagonal_(0).sum(1).tolist(), least),

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, fields
-from typing import Any
+from typing import TYPE_CHECKING, Any, overload
 
 import torch
 from tabulate import tabulate
@@ -34,6 +34,11 @@ from .masks.planning import plan as plan_terms
 from .memory import AttentionMemory, AttentionSize, attention_memory
 from .nn import ModelMemory, ModelSize, attention_size, model_memory
 from .tuning import measure_options
+
+if TYPE_CHECKING:
+    from .distributed.counts import RankLoads, ScheduleName
+    from .distributed.group import Order
+    from .distributed.wire import CodecName
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 _MIN_FLEX_HEAD_DIM = 16
@@ -202,6 +207,40 @@ class PlanReport(PlanSize):
         return self.to_text()
 
 
+@overload
+def plan(
+    pattern: Expression,
+    num_tokens: int,
+    *,
+    num_heads: int = 1,
+    num_kv_heads: int | None = None,
+    head_dim: int = 64,
+    dtype: torch.dtype = torch.float32,
+    device: str = "cpu",
+    batch: int = 1,
+    layers: int = 12,
+    measure: bool = False,
+    ranks: None = None,
+) -> PlanReport: ...
+
+
+@overload
+def plan(
+    pattern: Expression,
+    num_tokens: int,
+    *,
+    num_heads: int = 1,
+    num_kv_heads: int | None = None,
+    head_dim: int = 64,
+    dtype: torch.dtype = torch.float32,
+    batch: int = 1,
+    ranks: int,
+    order: Order = "contiguous",
+    schedule: ScheduleName = "auto",
+    codec: CodecName | None = None,
+) -> RankLoads: ...
+
+
 @plans
 @advises(keywords=renamed(num_tokens=LENGTH, num_heads=HEADS, batch="batch_size", layers="depth num_layers"))
 def plan(
@@ -216,7 +255,11 @@ def plan(
     batch: int = 1,
     layers: int = 12,
     measure: bool = False,
-) -> PlanReport:
+    ranks: int | None = None,
+    order: Order = "contiguous",
+    schedule: ScheduleName = "auto",
+    codec: CodecName | None = None,
+) -> PlanReport | RankLoads:
     """How attention by this pattern is computed at a size, what else was weighed, and what it holds in memory.
 
     Print what it returns. `num_kv_heads`, key/value heads, is a divisor of num_heads, which it is by default; `dtype`
@@ -227,9 +270,26 @@ def plan(
         >>> report = fd.plan(masks.longnet((2048, 8192), (1, 4)) & masks.causal(), 1 << 20, num_heads=8)
         >>> peak = report.attention_memory.training_peak  # bytes
 
+    With `ranks`, from 1 to 4096, the result is the load of each rank of `distributed.attend` instead, counted exactly
+    and without a process group: tuples with one entry a rank, `received_forward` and `received_backward` in bytes and
+    `pairs`, the (query, key) pairs computed; `max_over_mean` of each; and `to_data()`. `order` is that of a
+    `distributed.Sharding` without shard_lengths; `schedule` and `codec` are those of `distributed.attend`, without
+    codec "auto". `device`, `layers` and `measure` must then be left out.
+
+        >>> loads = fd.plan(masks.longnet((64, 256), (1, 4)) & masks.causal(), 1024, ranks=4, order='zigzag')
+        >>> loads.max_over_mean['pairs']
+        1.0
+
     Raises ValueError or TypeError for sizes that do not fit together, for a pattern that does not bind to them, that
-    lacks run-time tensors or has those of several batch entries, and for more blocks than can be listed.
+    lacks run-time tensors or has those of several batch entries, for more blocks than can be listed, and for arguments
+    that have no effect together.
     """
+    one = {"device": device != "cpu", "layers": layers != 12, "measure": measure}
+    many = {"order": order != "contiguous", "schedule": schedule != "auto", "codec": codec is not None}
+    for name, is_given in (many if ranks is None else one).items():
+        if is_given:
+            instead = "without ranks: give ranks=" if ranks is None else "with ranks: leave it out"
+            raise ValueError(f"{name} has no effect {instead}")
     require_int("num_tokens", num_tokens, minimum=1)
     bound = require_expression(pattern).bind(num_heads=num_heads, num_queries=num_tokens, num_keys=num_tokens)
     if bound.pattern.num_entries() > 1:
@@ -249,9 +309,21 @@ def plan(
         layers=layers,
         embed_dim=num_heads * head_dim,
     )
+    if ranks is not None:
+        return loads(size, ranks, order=order, schedule=schedule, codec=codec)
     if require_bool("measure", measure) and device != "cpu":
         raise ValueError(f"measure times the CPU of this machine; got {device=}")
     return report(size, measure=measure)
+
+
+def loads(size: PlanSize, ranks: int, *, order: Order, schedule: ScheduleName, codec: CodecName | None) -> RankLoads:
+    """The load of each rank. Raises ValueError where the pattern does not bind, and for a choice that is none."""
+    from .distributed.counts import MOST_RANKS, rank_loads
+    from .distributed.group import Sharding
+
+    require_int("ranks", ranks, minimum=1, maximum=MOST_RANKS)
+    sharding = Sharding(size.num_tokens, ranks, order)
+    return rank_loads(size.pattern, sharding, size.attention(size.num_tokens), schedule=schedule, codec=codec)
 
 
 def report(size: PlanSize, *, measure: bool) -> PlanReport:

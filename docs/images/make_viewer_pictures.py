@@ -7,19 +7,18 @@ import sys
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-import torch
 from PIL import Image
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))  # the browser is driven as in the tests
 
 from flexdilated import masks  # noqa: E402
-from flexdilated.viewer import Ranks, page  # noqa: E402
+from flexdilated.viewer import page  # noqa: E402
 from tests.support.browser import Browser, find_browser  # noqa: E402
 
 WINDOW = {"width": 1280, "height": 900}
-EVERYTHING = "q=0&k=0&span=1048576&head=0&order=natural&block=128&ranks=contiguous"
-PAIRS = "q=32756&k=32744&span=34&head=1&order=natural&block=128&ranks=off"
+EVERYTHING = "q=0&k=0&span=1048576&head=0&order=natural&block=128"
+PAIRS = "q=32756&k=32744&span=34&head=1&order=natural&block=128"
 
 
 def main() -> None:
@@ -27,12 +26,11 @@ def main() -> None:
     found = find_browser()
     assert found, "the pictures are drawn with chromium: make browser"
     wide = masks.longnet([2048, 32768, 262144, 1048576], [1, 16, 128, 512]) & masks.causal()
-    ranks = Ranks(num_ranks=8, dtype=torch.bfloat16)
     close = masks.longnet([2048, 8192, 32768], [1, 4, 16]) & masks.causal()
     with TemporaryDirectory() as folder, Browser(found) as browser:
         file = Path(folder) / "page.html"
         sizes = {"num_tokens": 1 << 20, "num_heads": 8, "title": "LongNet at a million tokens"}
-        file.write_text(page(wide, **sizes, ranks=ranks), "utf-8")
+        file.write_text(page(wide, **sizes), "utf-8")
         draw(browser, f"{file.as_uri()}#{EVERYTHING}", "viewer", dark=False)
         file.write_text(page(close, **sizes), "utf-8")
         draw(browser, f"{file.as_uri()}#{PAIRS}", "viewer_pairs", dark=True, held=(32785, 32773))

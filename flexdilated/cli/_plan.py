@@ -7,20 +7,21 @@ import json
 import sys
 from collections.abc import Callable, Sequence
 from functools import cache, partial
-from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 from tabulate import tabulate
 
-from .._plan import DTYPES, PlanSize, heads_text, report
+from .._plan import DTYPES, PlanSize, heads_text, loads, report
+from ..distributed.counts import MOST_RANKS, SCHEDULES
+from ..distributed.group import ORDERS
+from ..distributed.wire import CodecName
 from ..masks.core import LARGEST, Expression
 from ..memory import LARGEST_RUN, AttentionMemory, attention_memory
 from ..nn import ModelMemory, attention_size, model_memory
 from ._command_parser import CommandParser, UsageError
 from ._output import terminal_of
 from ._pattern import MOST_HEADS, add_pattern_arguments, asked_from, most_tokens, one_rule, refusals
-from ._plan_ranks import CODECS, MOST_RANKS, plan_ranks
-from ._sizes import bytes_text, parse_bytes, parse_seconds, parse_speed, tokens_text
+from ._sizes import bytes_text, parse_bytes, tokens_text
 
 Peak = Callable[[int], int]
 
@@ -41,7 +42,7 @@ def add_arguments(parser: CommandParser) -> None:
     parser.description = (
         "How a pattern is computed at a size: the terms chosen, the ways weighed, pairs, FLOPs and memory. With "
         "--budget the longest sequence that fits, in inference and in training, with checkpointing and without. With "
-        "--ranks what many ranks would send each other, compute and hold; nothing is started for it."
+        "--ranks the bytes that each of many ranks receives and the pairs that it computes; nothing is started for it."
     )
     add_pattern_arguments(parser, no_size=("budget",))
     add = parser.argument
@@ -49,7 +50,8 @@ def add_arguments(parser: CommandParser) -> None:
     head_dim = "(64, or E / H where --embed-dim is given)"
     add("--head-dim", type=int, least=1, most=1 << 16, metavar="D", help=head_dim)
     add("--dtype", choices=tuple(DTYPES), default="fp32", help="of tensors and weights (%(default)s)")
-    add("--device", choices=("cpu", "cuda"), default="cpu", help="cuda is predicted, and needs none (%(default)s)")
+    device = "cuda is predicted, and needs none (%(default)s)"
+    add("--device", choices=("cpu", "cuda"), default="cpu", excludes=("ranks",), help=device)
     add("--batch", type=int, default=1, least=1, most=1 << 16, metavar="B", help="sequences at once (%(default)s)")
     layers, embed_dim = "of the LongNet whose memory is predicted (12)", "of that LongNet (H * D)"
     add("--layers", type=int, least=1, most=LARGEST, metavar="L", excludes=("ranks",), help=layers)
@@ -66,27 +68,24 @@ def add_arguments(parser: CommandParser) -> None:
 
 def _add_ranks(parser: CommandParser) -> None:
     add = partial(parser.argument, group=parser.add_argument_group("many ranks"))
-    ranks, latency = f"ranks that share the sequence, {MOST_RANKS} at most", "of each message, such as 5us (0)"
+    ranks = f"ranks that share the sequence, {MOST_RANKS} at most"
     add("--ranks", type=int, least=1, most=MOST_RANKS, metavar="W", help=ranks)
-    order = "which tokens a rank holds (contiguous)"
-    add("--sharding", choices=("contiguous", "zigzag"), needs=("ranks",), help=order)
-    codec = "of keys and values on their way (none)"
-    add("--codec", choices=tuple(CODECS), needs=("ranks",), help=codec)
-    link = "what a rank sends, and receives, a second, such as 50GB/s: predicts times"
-    add("--link", type=parse_speed, metavar="SPEED", needs=("ranks",), help=link)
-    node = "consecutive ranks with links of that speed (all)"
-    add("--ranks-per-node", type=int, least=1, metavar="R", needs=("link", "link_between"), help=node)
-    between = "the same to ranks of other nodes"
-    add("--link-between", type=parse_speed, metavar="SPEED", needs=("link", "ranks_per_node"), help=between)
-    add("--latency", type=parse_seconds, default=0.0, metavar="TIME", needs=("link",), help=latency)
-    add("--picture", type=Path, metavar="FILE", needs=("ranks",), help="draw who gets what from whom as a .png")
+    order = "which tokens a rank holds (%(default)s)"
+    add("--order", choices=ORDERS, default="contiguous", needs=("ranks",), help=order)
+    schedule = "how keys and values come to the ranks that need them (%(default)s)"
+    add("--schedule", choices=SCHEDULES, default="auto", needs=("ranks",), help=schedule)
+    codec = "of keys and values on the wire (none: as they are)"
+    add("--codec", choices=get_args(CodecName), needs=("ranks",), help=codec)
 
 
 def plan(options: argparse.Namespace) -> int:
     """Print the plan, or what fits into the budget. Raises UsageError for sizes at which the pattern has no meaning."""
-    if options.ranks is not None:
-        return plan_ranks(options, size_from(options))
     size = size_from(options)
+    if options.ranks is not None:
+        with refusals():
+            counted = loads(size, options.ranks, order=options.order, schedule=options.schedule, codec=options.codec)
+        print(_json(counted.to_data()) if options.json else counted)
+        return 0
     if options.budget is not None:
         budgets = BUDGETS if options.budget == _TABLE else (parse_bytes(options.budget),)
         with refusals():

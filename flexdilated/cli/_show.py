@@ -12,7 +12,7 @@ from pathlib import Path
 
 from .. import masks
 from ..masks.inspection import MOST_CELLS, MOST_DESCRIBED, Description, describe
-from ..viewer import Ranks, page
+from ..viewer import page
 from ._command_parser import CommandParser, UsageError
 from ._output import COLOR_CHOICES, replace, require_file, terminal_of
 from ._pattern import AskedPattern, add_pattern_arguments, asked_from, refusals
@@ -46,9 +46,6 @@ def add_arguments(parser: CommandParser) -> None:
     add("--json", action="store_true", excludes=files[1:], help="print plain data: the cells, and what describe tells")
     add("--plot", type=Path, metavar="FILE", excludes=("html",), help="draw the window as a .png or .svg instead")
     add("--html", type=Path, metavar="FILE", help="write a page to zoom and pan in instead")
-    add("--ranks", type=int, metavar="W", needs=("html",), help="what so many ranks would send each other")
-    sharding = "which tokens a rank holds (contiguous)"
-    add("--sharding", choices=("contiguous", "zigzag"), needs=("ranks",), help=sharding)
     parser.set_defaults(command=show)
 
 
@@ -64,9 +61,7 @@ def show(options: argparse.Namespace) -> int:
     window = {"queries": rows, "keys": columns, "order": options.order}
     with refusals():
         if options.html:
-            sharding = options.sharding or "contiguous"
-            ranks = None if options.ranks is None else Ranks(num_ranks=options.ranks, sharding=sharding)
-            _write(options.html, page(asked.pattern, **sizes, ranks=ranks).encode())
+            _write(options.html, page(asked.pattern, **sizes).encode())
         elif options.plot:
             buffer = BytesIO()
             masks.plot(asked.pattern, **sizes, **window).savefig(buffer, format=options.plot.suffix[1:].lower())

@@ -7,14 +7,12 @@ from collections.abc import Mapping
 from fractions import Fraction
 
 from ..masks.core import bytes_text as bytes_text
-from ..masks.core import seconds_text as seconds_text
 from ..masks.core import tokens_text as tokens_text
 from ._command_parser import UsageError
 
 _BYTES = {"B": 1} | {f"{letter}{middle}B": (1024 if middle else 1000) ** power
                      for power, letter in enumerate("KMGT", start=1) for middle in ("", "i")}  # fmt: skip
 _TOKENS = {"": 1, "K": 1 << 10, "M": 1 << 20}
-_SECONDS = {unit: Fraction(1, size) for unit, size in (("ns", 10**9), ("us", 10**6), ("ms", 10**3), ("s", 1))}
 _NUMBER = re.compile(r"(?P<number>[0-9]+(?:\.[0-9]+)?)\s*(?P<unit>[A-Za-z]*)", re.ASCII)
 
 
@@ -42,24 +40,7 @@ def tokens_of(text: str) -> int | None:
     return None if number is None or number.denominator > 1 else int(number)
 
 
-def parse_speed(text: str) -> float:
-    """Bytes a second of "50GB/s". Raises UsageError for anything else."""
-    amount, slash, second = text.strip().rpartition("/")
-    number = _parse(amount, _BYTES) if slash and second.strip() == "s" else None
-    if not number:
-        raise UsageError(f"a link's speed must be a number above 0 with a unit a second, such as 50GB/s; got {text!r}")
-    return float(number)
-
-
-def parse_seconds(text: str) -> float:
-    """Seconds of "5us", "0.2ms" or "1s". Raises UsageError for anything else."""
-    number = _parse(text.replace("\u00b5", "u"), _SECONDS)
-    if number is None:
-        raise UsageError(f"a latency must be a number with a unit, one of {', '.join(_SECONDS)}; got {text!r}")
-    return float(number)
-
-
-def _parse(text: str, units: Mapping[str, int | Fraction]) -> Fraction | None:
+def _parse(text: str, units: Mapping[str, int]) -> Fraction | None:
     """Number times unit, in any case; None for what is no such thing."""
     found, sizes = _NUMBER.fullmatch(text.strip()), {name.lower(): size for name, size in units.items()}
     if found is None or found["unit"].lower() not in sizes or len(found["number"]) > 20:

@@ -20,16 +20,13 @@ from ..masks import Mixture, Pattern
 from ..masks.core import advises, require_bool, require_choice, require_expression
 from ..masks.planning import block_sides
 from ..masks.text import read_text
-from .counts import Schedule, choose_schedule
+from .counts import SCHEDULES, Schedule, ScheduleName, choose_schedule
 from .exchange import exchange
 from .group import PlainCall, Ranks, Sharding, check_agreement, check_shards, equal_shards, values_of, whole_rule
 from .ring import ring_op
 from .wire import CodecChoice, PoolChoice, check_codec, codec_named, name_of
 
 # B batch, H query heads, G key/value heads, L tokens of this rank's shard, D head dim
-
-ScheduleName = Literal["auto", "exchange", "ring"]
-_SCHEDULES = ("auto", "exchange", "ring")
 
 
 @overload
@@ -129,7 +126,7 @@ def attend(
     torch.Size([1, 4, 256, 64])
     """
     require_expression(pattern)
-    require_choice("schedule", schedule, _SCHEDULES)
+    require_choice("schedule", schedule, SCHEDULES)
     require_bool("enable_gqa", enable_gqa)
     require_bool("return_lse", return_lse)
     q, k, v = autocast(q, k, v)

@@ -27,7 +27,6 @@ from ..masks.core import (
 )
 from ..masks.orders import residue_rate
 from ..masks.text import parse
-from ._ranks import Ranks, ranks_data
 from ._traced_reason import traced_rule
 from ._traced_rule import Program
 
@@ -48,17 +47,16 @@ def page(
     num_keys: int | None = None,
     head: int = 0,
     batch: int = 0,
-    ranks: Ranks | None = None,
     title: str | None = None,
 ) -> str:
     """One HTML file, for a browser without a network: the pattern over `num_tokens` queries, at any scale.
 
     `num_keys` defaults to as many keys as queries. `head` is the global head that it shows first, and `batch` the
-    entry whose run-time tensors it holds. `ranks` adds who holds which tokens, and the bytes between ranks.
+    entry whose run-time tensors it holds.
 
-    Raises ValueError for sizes that the pattern does not bind to; for a head, a batch entry or ranks that do not fit;
-    for a custom function that does more than compare whole numbers and read tables; and for a page above 4 MB, whose
-    tables are too large to embed.
+    Raises ValueError for sizes that the pattern does not bind to; for a head or a batch entry that is not there; for a
+    custom function that does more than compare whole numbers and read tables; and for a page above 4 MB, whose tables
+    are too large to embed.
 
     >>> html = viewer.page(masks.longnet((64, 256), (1, 4)), 4096, num_heads=4)
     """
@@ -68,7 +66,6 @@ def page(
     if not isinstance(title, str | None):
         raise TypeError(f"title must be a string or None; got {title!r:.80}")
     data = {"head": head, **_data(pattern, bound), "tiles": _tiles(bound, head)}
-    data["ranks"] = None if ranks is None else ranks_data(bound, ranks)
     text = _assembled(data, "Who attends to whom" if title is None else title)
     size = len(text.encode())
     if size > LARGEST_PAGE:

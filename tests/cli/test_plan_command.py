@@ -14,6 +14,7 @@ from flexdilated.cli._command_parser import UsageError
 from flexdilated.cli._plan import BUDGETS, longest, longest_bound, rounded, slope
 from flexdilated.cli._sizes import bytes_text, parse_bytes, parse_tokens, tokens_text
 from flexdilated.engines.kernels import _kernel
+from flexdilated.masks.core import seconds_text
 from flexdilated.masks.inspection._describe import MOST_DESCRIBED
 from flexdilated.memory._memory import NOWHERE, AttentionSize, LiveBytes, attention_memory
 from flexdilated.nn._model_memory import model_memory
@@ -253,6 +254,9 @@ def test_sizes_as_people_write_them() -> None:
     assert [tokens_text(number) for number in (0, 1000, 4096, 3 << 20)] == ["0", "1,000", "4K", "3M"]
     assert [bytes_text(number) for number in (0, 999, 1024, 1 << 30, 141 << 30, 1 << 50)] == [
         "0 B", "999 B", "1 KiB", "1 GiB", "141 GiB", "1,024 TiB",
+    ]  # fmt: skip
+    assert [seconds_text(number) for number in (0, 2.5e-6, 1e-3, 0.1234, 1, 4321)] == [
+        "0 us", "2.5 us", "1 ms", "123 ms", "1 s", "4,321 s",
     ]  # fmt: skip
 
 

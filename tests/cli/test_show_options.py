@@ -39,7 +39,7 @@ def test_the_command_prints_the_map_and_the_numbers(capsys):
 def test_a_page(tmp_path, capsys):
     path = tmp_path / "out.html"
     question = ["show", "longnet((64, 256), (1, 4)) & causal()", "-n", "4K", "--html", str(path)]
-    assert main([*question, "--ranks", "4", "--sharding", "zigzag"]) == 0
+    assert main(question) == 0
     assert capsys.readouterr().out == f"wrote {path}: {path.stat().st_size:,} bytes\n"
     assert path.read_text(encoding="utf-8").lower().startswith("<!doctype html>")
 
@@ -85,7 +85,6 @@ BAD = {
     "causal() --plot out.gif": "--plot writes .png or .svg files; got out.gif",
     "causal() --html out.txt": "--html writes .html or .htm files; got out.txt",
     "causal() --html nowhere/out.html": "--html must be in a folder that exists; got nowhere/out.html",
-    "causal() --html out.html --ranks 0": "num_ranks must be at least 1",
     "causal(": "'(' was never closed; at column 7",
     "none.json": "PATTERN must be an expression or a file that can be read",
     "causal() --heads 2147483647": "--heads must be at most 4096; got 2147483647",

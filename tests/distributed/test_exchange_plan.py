@@ -13,8 +13,7 @@ from torch import Tensor
 from flexdilated import masks
 from flexdilated.distributed import Sharding
 from flexdilated.distributed.counts import _chunks, _dilated, _tokens
-from flexdilated.distributed.counts._schedule import choose_schedule
-from flexdilated.distributed.counts._tokens import token_counts
+from flexdilated.distributed.counts._schedule import choose_schedule, token_counts
 from flexdilated.distributed.exchange._plan import ExchangePlan, local_indices
 from flexdilated.masks.core._bound import Extent
 from flexdilated.masks.needs._needs import needed_keys
@@ -59,6 +58,10 @@ def needed_by_rank(pairs: Tensor, sharding: Sharding) -> Tensor:
     return torch.stack([pairs[:, sharding.positions(rank)].any(1) for rank in range(sharding.num_ranks)], 1)
 
 
+def exchange_counts(*args, **sizes) -> Tensor:
+    return token_counts(*args, **sizes)["exchange"]
+
+
 def minimum(needed: Tensor, sharding: Sharding) -> Tensor:
     """(W, W): (KV head, token) pairs that each target needs of each source; nothing of itself."""
     ranks = range(sharding.num_ranks)
@@ -96,7 +99,7 @@ def check_minimum(many: Many) -> None:
     for at_once in (_chunks._MOST_COUNTS, 1):
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(_chunks, "_MOST_COUNTS", at_once)
-            counts = token_counts(many.twin.pattern, sharding, **many.sizes)
+            counts = exchange_counts(many.twin.pattern, sharding, **many.sizes)
         assert counts.dtype == torch.int64
         assert torch.equal(counts, minimum(needed, sharding))
 
@@ -128,7 +131,7 @@ def test_counts_in_closed_form(many: Many):
     ):
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(module, name, value)
-            assert torch.equal(token_counts(many.twin.pattern, many.sharding, **many.sizes), expected)
+            assert torch.equal(exchange_counts(many.twin.pattern, many.sharding, **many.sizes), expected)
 
 
 def check_sender_and_receiver_agree(many: Many) -> None:
@@ -182,7 +185,7 @@ def test_run_time_patterns(packed: Packed, data):
     pattern = packed.pattern.resolve(packed.pattern.given_tensors(), Extent(N, N))
     sharding = data.draw(shardings(N, max_ranks=7))
     needed = needed_by_rank(packed.counts.sum(0), sharding)
-    counts = token_counts(pattern, sharding, num_heads=packed.num_heads, num_kv_heads=packed.num_heads)
+    counts = exchange_counts(pattern, sharding, num_heads=packed.num_heads, num_kv_heads=packed.num_heads)
     assert torch.equal(counts, minimum(needed, sharding))
 
 
@@ -196,11 +199,11 @@ def test_longnet_of_a_million_tokens_on_eight_ranks():
     which 1,280 are the same.
     """
     sharding = Sharding(1 << 20, 8)
-    full = token_counts(LADDER, sharding, num_heads=16, num_kv_heads=16)
+    full = exchange_counts(LADDER, sharding, num_heads=16, num_kv_heads=16)
     assert full.sum(1).tolist() == [16 * 3072] * 8
-    causal = token_counts(LADDER & masks.causal(), sharding, num_heads=16, num_kv_heads=16)
+    causal = exchange_counts(LADDER & masks.causal(), sharding, num_heads=16, num_kv_heads=16)
     assert causal.sum(1).tolist() == [16 * each for each in (0, 1024, 1024, 2048, 1024, 2048, 2048, 3072)]
-    widest = [token_counts(branch, sharding, num_heads=1, num_kv_heads=1)[0].sum() for branch in LADDER.parts[-3:]]
+    widest = [exchange_counts(branch, sharding, num_heads=1, num_kv_heads=1)[0].sum() for branch in LADDER.parts[-3:]]
     assert [int(each) for each in widest] == [1024, 1536, 1792]
 
 
@@ -216,7 +219,7 @@ def test_longnet_of_a_million_tokens_on_eight_ranks():
 def test_counts_of_many_ranks(pattern, order):
     """Forty million tokens on 200 ranks, where chunks begin anywhere: pairs drawn at random, and neighbours."""
     sharding = Sharding(40_000_007, 200, order)
-    counts = token_counts(pattern, sharding, num_heads=4, num_kv_heads=2)
+    counts = exchange_counts(pattern, sharding, num_heads=4, num_kv_heads=2)
     generator = torch.Generator().manual_seed(0)
     pairs = torch.randint(200, (20, 2), generator=generator)
     near = torch.arange(20)[:, None] * 10 + torch.tensor([1, 0])
@@ -238,7 +241,7 @@ def test_counts_of_many_ranks(pattern, order):
 def test_offsets_differ_where_segments_do_not_begin_at_multiples_of_a_rate():
     """Chunks do, and one branch's segments of 7 do not: heads 0 and 1 then need different numbers of tokens."""
     pattern = masks.longnet([4, 7, 28], [1, 1, 4], offsets="contiguous")
-    counts = token_counts(pattern, Sharding(180, 2, "contiguous", [20, 160]), num_heads=2, num_kv_heads=2)
+    counts = exchange_counts(pattern, Sharding(180, 2, "contiguous", [20, 160]), num_heads=2, num_kv_heads=2)
     assert counts.tolist() == [[0, 5], [20, 0]]
 
 
@@ -254,10 +257,10 @@ def test_heads_that_share_a_kv_head_share_its_tokens():
     """Sixteen offsets in groups of four: four times the tokens of a head, sent once a group."""
     sharding = Sharding(1 << 12, 4)
     pattern = masks.longnet([1 << 12], [16])
-    grouped = token_counts(pattern, sharding, num_heads=16, num_kv_heads=4)
-    assert torch.equal(grouped, token_counts(pattern, sharding, num_heads=16, num_kv_heads=16))
-    same = token_counts(masks.causal(), sharding, num_heads=16, num_kv_heads=4)
-    assert torch.equal(same, token_counts(masks.causal(), sharding, num_heads=4, num_kv_heads=4))
+    grouped = exchange_counts(pattern, sharding, num_heads=16, num_kv_heads=4)
+    assert torch.equal(grouped, exchange_counts(pattern, sharding, num_heads=16, num_kv_heads=16))
+    same = exchange_counts(masks.causal(), sharding, num_heads=16, num_kv_heads=4)
+    assert torch.equal(same, exchange_counts(masks.causal(), sharding, num_heads=4, num_kv_heads=4))
 
 
 def test_plans_come_from_the_cache():
@@ -300,4 +303,4 @@ def test_errors_name_the_rule(error, message, changed):
         ExchangePlan.of(pattern, sharding, rank, **values)
     if "rank" not in changed:
         with pytest.raises(error, match=message):
-            token_counts(pattern, sharding, **values)
+            exchange_counts(pattern, sharding, **values)

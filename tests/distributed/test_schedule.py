@@ -65,8 +65,8 @@ def test_memory_is_weighed_against_bytes_and_one_sentence_says_why(sizes, name, 
 
 def test_a_choice_is_made_once(monkeypatch) -> None:
     calls = []
-    count = module.tokens_by_chunk
-    monkeypatch.setattr(module, "tokens_by_chunk", lambda *args, **sizes: calls.append(args) or count(*args, **sizes))
+    count = module.token_counts
+    monkeypatch.setattr(module, "token_counts", lambda *args, **sizes: calls.append(args) or count(*args, **sizes))
     masks.cache().clear()
     first = choose_schedule(LONGNET, Sharding(512, 4), **SIZES)
     assert choose_schedule(LONGNET, Sharding(512, 4), **SIZES) == first

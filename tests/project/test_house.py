@@ -52,7 +52,7 @@ flexdilated.distributed: BufferPool Sharding Traffic attend pool shard traffic u
 flexdilated.schedules: Schedule cosine cubic linear
 flexdilated.selection.recipes: CoarseToFineAttention NativeSparseAttention SeerGate moba quest seer_attention
     seer_attention_r xattention
-flexdilated.viewer: Ranks page
+flexdilated.viewer: page
 flexdilated.testing: Calls CheckResult MEMORY_LAYOUTS MODULE_CHECKS ModuleReport assert_attention_close
     check_attention_module check_pattern examine_attention_module identity_projections laid_out
 flexdilated.masks: BlockRates Bound EMPTY FULL Layout Machine Mixture PARTIAL Pattern block_mask cache custom describe

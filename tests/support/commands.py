@@ -24,7 +24,7 @@ OPTIONS: dict[str, dict[str, list[str]]] = {
         **PATTERN, "head": ["--head", "1"], "order": ["--order", "residue"], "rows": ["--rows", "3:45"],
         "cols": ["--cols", "2:46"], "cells": ["--cells", "3x5"], "batch": ["--batch", "1"],
         "color": ["--color", "always"], "brief": ["--brief"], "json": ["--json"], "plot": ["--plot", "out.png"],
-        "html": ["--html", "out.html"], "ranks": ["--ranks", "4"], "sharding": ["--sharding", "zigzag"],
+        "html": ["--html", "out.html"],
     },
     "explain": {
         **PATTERN, "query": ["--query", "21"], "key": ["--key", "4"], "head": ["--head", "1"],
@@ -34,10 +34,8 @@ OPTIONS: dict[str, dict[str, list[str]]] = {
         **PATTERN, "bind": ["--bind", "d=30"], "kv_heads": ["--kv-heads", "2"], "head_dim": ["--head-dim", "32"],
         "dtype": ["--dtype", "bf16"], "device": ["--device", "cuda"], "batch": ["--batch", "3"],
         "layers": ["--layers", "2"], "embed_dim": ["--embed-dim", "768"], "budget": ["--budget", "1GiB"],
-        "measure": ["--measure"], "json": ["--json"], "ranks": ["--ranks", "3"], "sharding": ["--sharding", "zigzag"],
-        "codec": ["--codec", "int8"], "link": ["--link", "50GB/s"], "ranks_per_node": ["--ranks-per-node", "2"],
-        "link_between": ["--link-between", "1GB/s"], "latency": ["--latency", "5us"],
-        "picture": ["--picture", "out.png"],
+        "measure": ["--measure"], "json": ["--json"], "ranks": ["--ranks", "3"], "order": ["--order", "zigzag"],
+        "schedule": ["--schedule", "ring"], "codec": ["--codec", "int8"],
     },
     "check": {
         "examples": ["--examples", "3"], "heads": ["--heads", "2"], "max_tokens": ["--max-tokens", "9"],
@@ -115,7 +113,6 @@ def make_light(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("flexdilated.cli._doctor.doctor", lambda: print("doctor") or 0)
     make_memory_up(monkeypatch)
     monkeypatch.setattr("flexdilated._plan.measure_options", lambda *given, **named: [(f"{given}", 1.0, 1.0)])
-    monkeypatch.setattr("flexdilated.cli._plan_ranks.save_traffic_picture", _save_picture)
     monkeypatch.setattr("flexdilated.masks.plot", _Told)
     monkeypatch.setattr("flexdilated.cli._show.describe", _Told)
     monkeypatch.setattr("flexdilated.cli._check._steps", _steps)
@@ -137,7 +134,6 @@ def make_memory_up(monkeypatch: pytest.MonkeyPatch) -> None:
     for module in ("flexdilated.cli._plan", "flexdilated._plan"):
         monkeypatch.setattr(f"{module}.attention_memory", memory_of_call)
         monkeypatch.setattr(f"{module}.model_memory", _memory_of_model)
-    monkeypatch.setattr("flexdilated.cli._simulation.attention_memory", memory_of_call)
 
 
 def memory_of_call(pattern: Any, size: AttentionSize, *, device: str = "cpu") -> AttentionMemory:
@@ -170,10 +166,6 @@ class _Told:
 
     def savefig(self, buffer: Any, **how: Any) -> None:
         buffer.write(f"{self._text} {how}".encode())
-
-
-def _save_picture(path: Path, shown: Any, *, title: str) -> None:
-    path.write_text(f"{shown} {title}", encoding="utf-8")
 
 
 def _steps(pattern: Any, **asked: Any) -> Iterator[tuple[int, str]]:

@@ -9,9 +9,7 @@ import pytest
 import torch
 
 from flexdilated import cli, masks
-from flexdilated.distributed import Sharding
-from flexdilated.distributed.counts._tokens import token_counts
-from flexdilated.viewer import Ranks, page
+from flexdilated.viewer import page
 from tests.support.browser import Tab
 from tests.support.viewer_pages import Shown, hold, look, sampled
 
@@ -115,7 +113,7 @@ def test_controls_choose_head_order_and_blocks(show):
     assert tab.evaluate("[viewer.state.head, viewer.state.order, viewer.state.block]") == [2, "residue", 512]
     tab.wait("location.hash.slice(1) === linkOf(viewer.state)")
     link = tab.evaluate("location.hash")
-    assert re.fullmatch(r"#q=0&k=-?\d+&span=20000&head=2&order=residue&block=512&ranks=off", link)
+    assert re.fullmatch(r"#q=0&k=-?\d+&span=20000&head=2&order=residue&block=512", link)
     box = tab.evaluate(PLACE.format("[data-press=in]"))
     before = tab.evaluate("viewer.state.view.scale")
     tab.click(box[0] + 8, box[1] + 8)
@@ -143,7 +141,7 @@ def test_branches_can_be_hidden(show):
 
 
 def test_a_link_restores_what_was_seen(show):
-    link = "q=1000&k=900&span=700&head=3&order=residue&block=64&ranks=off"
+    link = "q=1000&k=900&span=700&head=3&order=residue&block=64"
     first = show(LONGNET, 20_000, num_heads=4, link=link, window=SMALL)
     assert first.evaluate("location.hash") == f"#{link}"
     picture = first.evaluate("viewer.canvas.toDataURL()")
@@ -156,7 +154,7 @@ def test_a_link_restores_what_was_seen(show):
 
 
 def test_a_link_that_makes_no_sense_is_left_out(show):
-    link = "q=x&k=&span=nan&head=99&order=upside&block=-1&ranks=many"
+    link = "q=x&k=&span=nan&head=99&order=upside&block=-1"
     tab = show(LONGNET, 5_000, num_heads=4, link=link, window=SMALL)
     for link in ("span=0", "span=1e300&q=9e99", "%%%"):
         assert tab.evaluate("[viewer.state.head, viewer.state.order, viewer.state.block]") == [0, "natural", 128]
@@ -215,35 +213,6 @@ def choose(tab: Tab, field: str, value: str) -> None:
     change = "dispatchEvent(new Event('change', { bubbles: true }))"
     tab.evaluate(f"(() => {{ const it = viewer.form.elements.{field}; it.value = '{value}'; it.{change}; }})()")
     tab.settle()
-
-
-def test_ranks_and_their_bytes(show):
-    """Those of both shardings; drawn in natural order, and named for a pair in both orders."""
-    ranks = Ranks(num_ranks=4, sharding="zigzag", num_kv_heads=2, head_dim=32, dtype=torch.bfloat16)
-    tab = show(LONGNET, 20_000, num_heads=4, ranks=ranks, window=SMALL)
-    assert tab.evaluate("viewer.state.sharding") == "zigzag"
-    choose(tab, "ranks", "off")
-    pictures = {tab.evaluate("viewer.canvas.toDataURL()")}
-    for sharding in ("contiguous", "zigzag"):
-        choose(tab, "ranks", sharding)
-        pictures.add(tab.evaluate("viewer.canvas.toDataURL()"))
-        held = Sharding(20_000, 4, sharding)
-        counts = token_counts(LONGNET, held, num_heads=4, num_kv_heads=2)
-        for rank in (2, 0):
-            query = held.ranges(rank)[-1].stop - 1
-            tab.evaluate(GO_TO.format(query, held.ranges(0)[0].start + 1))
-            size = int(counts[2, 0]) * 128
-            much = f"{tab.evaluate(f'bytesText({size})')} of keys and values" if size else "nothing"
-            receives = f"the query lies on rank 2, which receives {much} from the key's rank 0"
-            said = tab.evaluate("document.getElementById('reasons').innerText")
-            assert (receives if rank else "query and key both lie on rank 0") in said
-        look(tab, "span=20000")
-    assert len(pictures) == 3
-    assert tab.evaluate("document.getElementById('rank-note').textContent === viewer.state.data.ranks.note")
-    look(tab, "order=residue")
-    assert "drawn in natural order" in tab.evaluate("document.getElementById('rank-note').textContent")
-    sizes = "[0, 1023, 1024, 1536, 102400, 5 * 2 ** 50].map(bytesText)"
-    assert tab.evaluate(sizes) == ["0 B", "1,023 B", "1 KiB", "1.5 KiB", "100 KiB", "5,120 TiB"]
 
 
 def test_narrow_windows_and_the_dark(show):

@@ -12,10 +12,8 @@ import pytest
 import torch
 
 from flexdilated import masks
-from flexdilated.distributed import Sharding
-from flexdilated.viewer import Ranks, _page, _traced_rule, page
+from flexdilated.viewer import _page, _traced_rule, page
 from flexdilated.viewer._page import LARGEST_PAGE
-from tests.support import oracle
 
 LONGNET = masks.longnet([2048, 4096, 8192, 16384, 32768], [1, 2, 4, 8, 16]) & masks.causal()
 
@@ -26,7 +24,7 @@ def data_of(text: str) -> dict:
 
 
 def test_a_page_is_one_small_file_that_asks_for_nothing():
-    text = page(LONGNET, 1 << 20, num_heads=8, ranks=Ranks(num_ranks=32))
+    text = page(LONGNET, 1 << 20, num_heads=8)
     assert len(text.encode()) < 150_000 < LARGEST_PAGE == 4_000_000
     assert "{{" not in re.sub(r"<script>.*</script>", "", text, flags=re.DOTALL)
     assert not re.search(r"(src|href)=|@import|url\(|https?:", text)
@@ -46,8 +44,8 @@ def test_the_title_is_text_and_nothing_else():
 
 def test_the_data_is_the_traced_pattern_and_its_sizes():
     data = data_of(page(LONGNET, 5000, num_heads=8, num_keys=7000, head=3))
-    sizes = [data[name] for name in ("num_queries", "num_keys", "num_heads", "head", "residue", "ranks")]
-    assert sizes == [5000, 7000, 8, 3, 16, None]
+    sizes = [data[name] for name in ("num_queries", "num_keys", "num_heads", "head", "residue")]
+    assert sizes == [5000, 7000, 8, 3, 16]
     assert [branch["phrase"] for branch in data["branches"]] == [repr(branch) for branch in LONGNET.branches()]
     small = data_of(page(masks.causal() & ~masks.strided(2), 8))
     nodes = [["head"], ["query"], ["key"], ["le", 2, 1], ["sub", 1, 2], ["const", 2], ["mod", 4, 5], ["const", 0],
@@ -108,35 +106,6 @@ def test_only_orders_that_are_a_change_are_offered():
     assert data_of(page(masks.strided(65_537) | masks.strided(65_539), 100_000))["residue"] is None
 
 
-def test_ranks_see_the_batch_entry_that_is_shown():
-    ids = torch.tensor([[0] * 16, [0] * 8 + [1] * 8])
-    for entry, size in ((0, 8 * 2 * 64 * 4), (1, 0)):
-        told = data_of(page(masks.documents(ids), 16, batch=entry, ranks=Ranks(num_ranks=2)))["ranks"]
-        assert told["shardings"]["contiguous"]["received"] == [[0, size], [size, 0]]
-
-
-@pytest.mark.parametrize("sharding", ["contiguous", "zigzag"])
-def test_bytes_between_ranks_are_those_of_the_dense_rule(sharding):
-    tokens, heads, kv_heads = 61, 4, 2
-    pattern = masks.longnet([8, 32], [1, 4]) & masks.causal()
-    rule = oracle.both(oracle.longnet([8, 32], [1, 4], offsets="interleaved", heads="all"), oracle.causal())
-    ranks = Ranks(num_ranks=4, sharding=sharding, num_kv_heads=kv_heads, head_dim=5, dtype=torch.float16, batch=3)
-    told = data_of(page(pattern, tokens, num_heads=heads, ranks=ranks))["ranks"]
-    assert told["first"] == sharding
-    everything = torch.arange(tokens)
-    seen = oracle.counts(rule, range(heads), heads, everything, everything) > 0
-    needed = seen.view(kv_heads, heads // kv_heads, tokens, tokens).any(1)  # of each KV head, by its query heads
-    for order in ("contiguous", "zigzag"):
-        held = Sharding(tokens, 4, order)
-        for target in range(4):
-            runs = [[run.start, run.stop] for run in held.ranges(target)]
-            assert told["shardings"][order]["runs"][target] == runs
-            for source in range(4):
-                keys = needed[:, held.positions(target)].any(1)[:, held.positions(source)]
-                size = 0 if target == source else int(keys.sum()) * 2 * 3 * 5 * 2
-                assert told["shardings"][order]["received"][target][source] == size
-
-
 def test_a_page_that_is_too_large_is_refused(monkeypatch):
     noise = torch.randint(0, 2, (400_000,), generator=torch.Generator().manual_seed(0)) > 0
     monkeypatch.setattr(_page, "LARGEST_PAGE", 120_000)
@@ -168,15 +137,7 @@ def test_tables_that_are_too_large_are_refused(monkeypatch):
         (lambda: page(masks.documents("ids"), 3), "the pattern needs the run-time tensor 'ids'"),
         (lambda: page(masks.documents([0, 0, 1]), 4), "document ids must be one for each of the 4 positions"),
         (lambda: page(masks.per_head([masks.causal()] * 3), 8, num_heads=2), "got 3 for 2 heads"),
-        (lambda: page(masks.causal(), 8, num_keys=9, ranks=Ranks(num_ranks=2)), "ranks share one sequence"),
-        (lambda: page(masks.causal(), 8, ranks=4), "ranks must be a Ranks(num_ranks=...) or None; got 4"),
         (lambda: page(masks.causal(), 8, title=b"x"), "title must be a string or None; got b'x'"),
-        (lambda: page(masks.causal(), 8, num_heads=3, ranks=Ranks(num_ranks=2, num_kv_heads=2)), "must divide"),
-        (lambda: Ranks(num_ranks=0), "num_ranks must be at least 1"),
-        (lambda: Ranks(num_ranks=129), "num_ranks must be at most 128; got num_ranks=129"),
-        (lambda: Ranks(num_ranks=2, sharding="striped"), "sharding must be one of 'contiguous', 'zigzag'"),
-        (lambda: Ranks(num_ranks=2, head_dim=0), "head_dim must be at least 1"),
-        (lambda: Ranks(num_ranks=2, dtype=torch.int8), "rows must be float64, float32, bfloat16 or float16"),
     ],
 )  # fmt: skip
 def test_what_does_not_fit_is_refused(make, says):

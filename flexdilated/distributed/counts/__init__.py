@@ -1,27 +1,19 @@
-"""What ranks need of each other, counted for all ranks at once and without their plans, and the schedule that follows.
+"""What ranks need of each other, counted for all ranks at once: their loads, and the schedule that follows.
 
 Closed forms for dilated branches, exact needs of each rank for all others.
 """
 
-from ._schedule import (
-    Schedule,
-    ScheduleChoice,
-    choice_of,
-    choose_schedule,
-    held_in_ring,
-    ring_tokens,
-)
-from ._tokens import KVNeeds, token_counts, tokens_by_chunk, work_of_ranks
+from ._loads import MOST_RANKS, RankLoads, rank_loads
+from ._schedule import SCHEDULES, Schedule, ScheduleName, choose_schedule
+from ._tokens import KVNeeds
 
 __all__ = [
+    "MOST_RANKS",
+    "SCHEDULES",
     "KVNeeds",
+    "RankLoads",
     "Schedule",
-    "ScheduleChoice",
-    "choice_of",
+    "ScheduleName",
     "choose_schedule",
-    "held_in_ring",
-    "ring_tokens",
-    "token_counts",
-    "tokens_by_chunk",
-    "work_of_ranks",
+    "rank_loads",
 ]

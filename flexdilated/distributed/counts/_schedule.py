@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal, get_args
 
 import torch
 from jaxtyping import Int64
@@ -12,12 +13,14 @@ from torch import Tensor
 from ...masks.core import Expression, bytes_text
 from ...masks.plan_cache import PatternText, cache, log
 from ..group import Sharding
-from ._chunks import Chunks
 from ._tokens import tokens_by_chunk
 
-# W ranks, R groups of them, n chunks
+# W ranks
 
 Schedule = Literal["exchange", "ring"]
+ScheduleName = Literal["auto", "exchange", "ring"]
+SCHEDULES: tuple[ScheduleName, ...] = get_args(ScheduleName)
+_SHARDS_HELD = 2  # by a ring: the one that is computed with, and the one on its way
 
 
 @dataclass(frozen=True)
@@ -34,6 +37,19 @@ class ScheduleChoice:
     ring_bytes: int
     exchange_memory: int
     ring_memory: int
+
+
+def token_counts(
+    pattern: Expression, sharding: Sharding, *, num_kv_heads: int, **heads: Any
+) -> dict[Schedule, Int64[Tensor, "W W"]]:
+    """By schedule, entry (i, j): tokens that rank i receives from rank j in the forward, summed over KV heads.
+
+    An exchange sends the tokens that rank i needs, as `ExchangePlan.of` plans for these arguments; a ring sends the
+    whole of each run of positions in which rank i needs a token. Raises the errors of `tokens_by_chunk`.
+    """
+    needed, chunks = tokens_by_chunk(pattern, sharding, num_kv_heads=num_kv_heads, **heads)
+    whole = torch.where(needed > 0, num_kv_heads * chunks.length, 0)
+    return {"exchange": chunks.by_source(needed), "ring": chunks.by_source(whole)}
 
 
 def choose_schedule(
@@ -66,9 +82,8 @@ def choose_schedule(
     sent = held if wire_row_bytes is None else 2 * batch * wire_row_bytes
 
     def build() -> ScheduleChoice:
-        needed, chunks = tokens_by_chunk(rule, sharding, num_kv_heads=num_kv_heads, **heads)
-        shards = ring_tokens(needed, chunks, num_kv_heads=num_kv_heads)
-        found = choice_of(chunks.by_source(needed), shards, held_bytes=held, sent_bytes=sent)
+        counts = token_counts(rule, sharding, num_kv_heads=num_kv_heads, **heads)
+        found = choice_of(counts, held_bytes=held, sent_bytes=sent)
         log.debug("schedule %r for %s, %s: %s", found.name, PatternText(rule.text), sharding, found.reason)
         return found
 
@@ -76,15 +91,12 @@ def choose_schedule(
     return cache().get(key, build, lambda choice: 512, pattern=rule)
 
 
-def choice_of(
-    needed: Int64[Tensor, "W W"], shards: Int64[Tensor, "W W"], *, held_bytes: int, sent_bytes: int
-) -> ScheduleChoice:
-    """The choice where rank i gets needed[i, j] tokens of rank j in an exchange, and shards[i, j] in a ring.
-
-    A token of a KV head has so many bytes as it is held, and as it is sent.
-    """
-    exchanged, ringed, kept = (int(each.max()) for each in (needed.sum(1), shards.sum(1), held_in_ring(shards)))
-    return _choose(exchanged * sent_bytes, ringed * sent_bytes, exchanged * held_bytes, kept * held_bytes)
+def choice_of(counts: Mapping[Schedule, Int64[Tensor, "W W"]], *, held_bytes: int, sent_bytes: int) -> ScheduleChoice:
+    """The choice by `token_counts`; held_bytes, sent_bytes: of one token in one KV head, as held and on the wire."""
+    ring = counts["ring"]
+    kept = ring.topk(min(_SHARDS_HELD, len(ring)), dim=1).values.sum(1)
+    exchanged, ringed, held = (int(each.max()) for each in (counts["exchange"].sum(1), ring.sum(1), kept))
+    return _choose(exchanged * sent_bytes, ringed * sent_bytes, exchanged * held_bytes, held * held_bytes)
 
 
 def _choose(exchange_bytes: int, ring_bytes: int, exchange_memory: int, ring_memory: int) -> ScheduleChoice:
@@ -103,16 +115,3 @@ def _choose(exchange_bytes: int, ring_bytes: int, exchange_memory: int, ring_mem
     ring += f", and holds {bytes_text(ring_memory)} at a time"
     instead = f"it would receive {bytes_text(exchange_bytes)} in an exchange, and hold it all"
     return ScheduleChoice("ring", f"a rank {ring}; {instead}", *numbers)
-
-
-_SHARDS_HELD = 2  # by a ring: the one that is computed with, and the one on its way
-
-
-def ring_tokens(needed: Int64[Tensor, "W n"], chunks: Chunks, *, num_kv_heads: int) -> Int64[Tensor, "W W"]:
-    """Whole chunks, of which something is needed by these numbers of tokens."""
-    return chunks.by_source(torch.where(needed > 0, num_kv_heads * chunks.length, 0))
-
-
-def held_in_ring(tokens: Int64[Tensor, "W W"]) -> Int64[Tensor, " W"]:
-    """The two largest that come of one rank each."""
-    return tokens.topk(min(_SHARDS_HELD, len(tokens)), dim=1).values.sum(1)

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 from jaxtyping import Int64
@@ -20,16 +19,6 @@ from ._chunks import Chunks
 from ._dilated import as_branches, dilated_tokens
 
 # W ranks, n chunks
-
-
-def token_counts(pattern: Expression, sharding: Sharding, **heads: Any) -> Int64[Tensor, "W W"]:
-    """Entry (i, j): how many tokens rank i receives from rank j in an exchange, summed over KV heads.
-
-    The sums of the plans that `ExchangePlan.of` makes for these arguments, which are those of `tokens_by_chunk`; it
-    raises the same errors.
-    """
-    tokens, chunks = tokens_by_chunk(pattern, sharding, **heads)
-    return chunks.by_source(tokens)
 
 
 def tokens_by_chunk(

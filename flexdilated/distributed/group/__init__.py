@@ -7,11 +7,12 @@ from ._agreement import check_agreement, values_of
 from ._call import PlainCall, as_promised, empty_rows, whole_rule
 from ._messages import Message, Posted, communicating, post
 from ._ranks import Ranks, group_of
-from ._sharding import Order, Sharding
+from ._sharding import ORDERS, Order, Sharding
 from ._shards import check_sharding, check_shards, equal_shards, shard, unshard
 from ._traffic import Role, Traffic, record, traffic
 
 __all__ = [
+    "ORDERS",
     "Message",
     "Order",
     "PlainCall",

@@ -15,7 +15,7 @@ from torch import Tensor
 from ...masks.core import Ranges, advises, require_choice, require_int
 
 Order = Literal["contiguous", "zigzag"]
-_ORDERS: tuple[Order, ...] = get_args(Order)
+ORDERS: tuple[Order, ...] = get_args(Order)
 
 
 @advises()
@@ -47,7 +47,7 @@ class Sharding:
     def __post_init__(self) -> None:
         require_int("num_tokens", self.num_tokens, minimum=1)
         require_int("num_ranks", self.num_ranks, minimum=1)
-        require_choice("order", self.order, _ORDERS)
+        require_choice("order", self.order, ORDERS)
         lengths = self._equal_lengths() if self.shard_lengths is None else self._checked_lengths(self.shard_lengths)
         object.__setattr__(self, "shard_lengths", lengths)
         object.__setattr__(self, "_starts", tuple(accumulate(self._chunk_lengths(), initial=0)))
@@ -56,11 +56,11 @@ class Sharding:
     def of(cls, numbers: Sequence[int]) -> Sharding:
         """The sharding that these `numbers()` stand for."""
         num_tokens, order, *lengths = map(int, numbers)
-        return cls(num_tokens, len(lengths), _ORDERS[order], lengths)
+        return cls(num_tokens, len(lengths), ORDERS[order], lengths)
 
     def numbers(self) -> tuple[int, ...]:
         """All of it as integers, for a custom op; `of` reads them."""
-        return (index(self.num_tokens), _ORDERS.index(self.order), *[index(length) for length in self.lengths])
+        return (index(self.num_tokens), ORDERS.index(self.order), *[index(length) for length in self.lengths])
 
     @property
     def lengths(self) -> tuple[int, ...]:

@@ -25,7 +25,6 @@ class App {
       head: data.head,
       order: "natural",
       block: 128,
-      sharding: data.ranks?.first ?? null,
       shown: data.branches.map(() => true),
       cursor: null,
       pinned: false,
@@ -136,10 +135,7 @@ class App {
 
   /** The line below the picture: its scale, and how far it has come. */
   report() {
-    const { view, image, order, data, sharding } = this.state;
-    const note = document.getElementById("rank-note");
-    note.hidden = !sharding;
-    if (sharding) note.textContent = order === "natural" ? data.ranks.note : "Ranks are drawn in natural order.";
+    const { view, image, order } = this.state;
     const [tokens, pixels] = [grouped(Math.round(view.scale)), Math.round(1 / view.scale)];
     const size = view.scale > 1 ? `1 pixel is ${tokens} tokens a side` : `1 token is ${plural(pixels, "pixel")}`;
     const slots = order === "residue" ? " · rulers count slots" : "";
@@ -270,7 +266,7 @@ function pressKey(event, app) {
 /** The form above the picture: its fields show the state, and change it. */
 function listenToForm(form, app) {
   const { state } = app;
-  const { head, block, ranks, query, key } = form.elements;
+  const { head, block, query, key } = form.elements;
   form.addEventListener("submit", (event) => {
     event.preventDefault();
     app.goTo(Number(query.value || NaN), Number(key.value || NaN));
@@ -281,8 +277,7 @@ function listenToForm(form, app) {
     if (chosen >= 0 && chosen < state.data.num_heads) state.head = chosen;
     if (target.name === "order") Object.assign(state, { order: target.value, cursor: null, pinned: false });
     state.block = Number(block.value);
-    if (state.data.ranks) state.sharding = ranks.value === "off" ? null : ranks.value;
-    if (target === block || target === ranks) app.viewChanged();
+    if (target === block) app.viewChanged();
     else app.settingsChanged();
   });
   const press = (name, action) => form.querySelector(`[data-press=${name}]`).addEventListener("click", action);
@@ -292,14 +287,13 @@ function listenToForm(form, app) {
 }
 
 /** What the fields show. */
-function fillForm({ elements }, { data, head, order, block, sharding }) {
+function fillForm({ elements }, { data, head, order, block }) {
   elements.head.value = String(head);
   elements.head.max = String(data.num_heads - 1);
   elements.order.value = order;
   const isOffered = [...elements.block.options].some((option) => Number(option.value) === block);
   if (!isOffered) elements.block.add(new Option(grouped(block), String(block)));
   elements.block.value = String(block);
-  if (data.ranks) elements.ranks.value = sharding ?? "off";
 }
 
 /** What a pattern is called, how large it is, and which of the controls mean anything for it. */
@@ -312,7 +306,6 @@ function describePage(data) {
   at("residue").textContent = `residue, R = ${data.residue}`;
   at("heads").hidden = data.num_heads === 1;
   at("orders").hidden = !data.residue;
-  at("rank-choice").hidden = !data.ranks;
   at("often").hidden = data.branches.length < 2;
 }
 

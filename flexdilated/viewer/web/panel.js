@@ -81,7 +81,6 @@ function reasonsFor(state) {
       k === q ? "the key is the query itself" : before,
       order === "residue" ? slots : "",
       data.num_heads > 1 ? `head ${head} of ${data.num_heads}` : "",
-      rankNote(state, q, k),
       cellNote(state),
     ],
     branches,
@@ -101,17 +100,6 @@ function answersFor({ data, program, head }, q, k) {
     return { phrase, allowed: valueOf(node) === 1, text, parts: said.parts.map((part) => answer(parts[part])) };
   };
   return data.branches.map(answer);
-}
-
-function rankNote({ data, sharding: name }, q, k) {
-  const sharding = data.ranks?.shardings[name];
-  if (!sharding) return "";
-  const holds = (position) => ([start, stop]) => position >= start && position < stop;
-  const [target, source] = [q, k].map((position) => sharding.runs.findIndex((runs) => runs.some(holds(position))));
-  if (target === source) return `query and key both lie on rank ${target}`;
-  const bytes = sharding.received[target][source];
-  const much = bytes ? `${bytesText(bytes)} of keys and values` : "nothing";
-  return `the query lies on rank ${target}, which receives ${much} from the key's rank ${source}`;
 }
 
 /** How full the cell under the pair is, marked where it is a sample; nothing where it is one pair, or not drawn yet. */

@@ -1,4 +1,4 @@
-// The picture on its canvas: cells in the branches' colours, grids, ranks, rulers and the pair that is explained.
+// The picture on its canvas: cells in the branches' colours, grids, rulers and the pair that is explained.
 
 const RULER = { left: 72, top: 30 };
 const STRIPES_FROM = 7; // pixels a pair: branches stand beside each other instead of mixed
@@ -6,9 +6,6 @@ const GRID_FROM = 7; // pixels a block
 const TICK_EVERY = 90; // pixels, about
 const PALEST = 0.2; // the shade of a cell with a single pair among millions: thin windows stay visible
 const DARKEST_MIX = 0.6;
-const NAMED_TILE = [38, 26]; // pixels that a tile of two ranks needs to be written in
-const SMALLEST_TILE = 10;
-const [LETTER, SMALLEST_FONT] = [0.68, 8]; // the width of a letter in heights; pixels
 
 /** The colours of the page's theme, as [red, green, blue]. */
 function paletteOf(branches) {
@@ -86,7 +83,6 @@ function drawAll(context, state, palette) {
   for (const each of [state.before, image]) if (each) placeImage(context, view, each);
   if (view.scale < 1 / STRIPES_FROM) drawPairs(context, state, palette);
   drawBlocks(context, state, palette);
-  drawRanks(context, state, palette);
   drawCursor(context, state, palette);
   context.restore();
   drawRuler(context, view, palette, true);
@@ -127,12 +123,12 @@ function drawBlocks(context, { view, order, queries, keys, block }, palette) {
   if (!block) return;
   const right = Math.min(view.k + view.width * view.scale, view.numKeys);
   const bottom = Math.min(view.q + view.height * view.scale, view.numQueries);
-  const lines = (across, down) => drawLines(context, view, across, down, palette.css("--grid"), 1);
+  context.fillStyle = palette.css("--grid");
   if (block / view.scale >= GRID_FROM) {
-    lines(multiplesIn(view.k, right, block), multiplesIn(view.q, bottom, block));
+    drawLines(context, view, multiplesIn(view.k, right, block), multiplesIn(view.q, bottom, block));
   }
   if (order === "residue" && view.numKeys / keys.rate / view.scale >= GRID_FROM) {
-    lines(keys.starts().slice(1), queries.starts().slice(1));
+    drawLines(context, view, keys.starts().slice(1), queries.starts().slice(1));
   }
 }
 
@@ -142,65 +138,13 @@ function multiplesIn(start, stop, step) {
 }
 
 /** Lines at these keys and queries, sharp on whole pixels. */
-function drawLines(context, view, keys, queries, colour, width) {
-  context.fillStyle = colour;
+function drawLines(context, view, keys, queries) {
   const [left, top] = view.pixelOf({ q: 0, k: 0 }).map((edge) => Math.max(0, edge));
   const end = view.pixelOf({ q: view.numQueries, k: view.numKeys });
   const [right, bottom] = [Math.min(view.width, end[0]), Math.min(view.height, end[1])];
-  const at = (tokens) => Math.round(tokens / view.scale - width / 2);
-  for (const key of keys) context.fillRect(at(key - view.k), top, width, bottom - top);
-  for (const query of queries) context.fillRect(left, at(query - view.q), right - left, width);
-}
-
-/** What ranks hold and receive, in the order of the text; residue order cuts every class into as many runs. */
-function drawnSharding({ data, order, sharding }) {
-  return order === "natural" ? data.ranks?.shardings[sharding] ?? null : null;
-}
-
-/** Borders between ranks, and the bytes that one receives from another. */
-function drawRanks(context, state, palette) {
-  const { view } = state;
-  const sharding = drawnSharding(state);
-  if (!sharding) return;
-  const runs = sharding.runs.flatMap((held, rank) => held.map(([start, stop]) => ({ start, stop, rank })));
-  const most = Math.max(1, ...sharding.received.flat());
-  for (const row of runs) {
-    for (const column of runs) {
-      const [x, y] = view.pixelOf({ q: row.start, k: column.start });
-      const [right, bottom] = view.pixelOf({ q: row.stop, k: column.stop });
-      const box = [Math.max(x, 0), Math.max(y, 0), Math.min(right, view.width), Math.min(bottom, view.height)];
-      const isSeen = Math.min(right - x, bottom - y) >= SMALLEST_TILE && box[2] > box[0] && box[3] > box[1];
-      const bytes = sharding.received[row.rank][column.rank];
-      if (isSeen) drawTile(context, palette, box, bytes, most, row.rank, column.rank);
-    }
-  }
-  const starts = runs.map(({ start }) => start).filter((start) => start > 0);
-  drawLines(context, view, starts, starts, palette.css("--rank-line"), 2);
-}
-
-/** A wash that says how many bytes, on a scale of powers of two, and where there is room the bytes in words. */
-function drawTile(context, palette, [left, top, right, bottom], bytes, most, target, source) {
-  if (bytes) {
-    context.globalAlpha = 0.03 + 0.12 * Math.max(0, 1 + Math.log2(bytes / most) / 12);
-    context.fillStyle = palette.css("--ink");
-    context.fillRect(left, top, right - left, bottom - top);
-    context.globalAlpha = 1;
-  }
-  const lines = bytes ? [`${target} ← ${source}`, bytesText(bytes)] : target === source ? [`rank ${target}`] : [];
-  const size = Math.min(12, (right - left) / (LETTER * Math.max(...lines.map((line) => line.length))));
-  if (right - left < NAMED_TILE[0] || bottom - top < NAMED_TILE[1] || !lines.length || size < SMALLEST_FONT) return;
-  // A rank's own name stands in a corner: most patterns are densest along the diagonal.
-  const [x, y] = bytes ? [(left + right) / 2, (top + bottom) / 2] : [right - 2.4 * size, top + size];
-  context.font = `600 ${size}px ${palette.css("--font")}`;
-  const width = Math.max(...lines.map((line) => context.measureText(line).width)) + size / 2;
-  const height = 1.2 * size * lines.length + 2;
-  context.fillStyle = palette.css("--label");
-  context.beginPath();
-  context.roundRect(x - width / 2, y - height / 2, width, height, 5);
-  context.fill();
-  context.fillStyle = palette.css("--ink");
-  [context.textAlign, context.textBaseline] = ["center", "middle"];
-  lines.forEach((line, index) => context.fillText(line, x, y + 1.2 * size * (index - (lines.length - 1) / 2)));
+  const at = (tokens) => Math.round(tokens / view.scale - 0.5);
+  for (const key of keys) context.fillRect(at(key - view.k), top, 1, bottom - top);
+  for (const query of queries) context.fillRect(left, at(query - view.q), right - left, 1);
 }
 
 function drawCursor(context, { view, cursor, pinned }, palette) {

@@ -14,13 +14,6 @@ function shortTokens(number, step = number) {
   return number ? `${grouped(number / unit)}${name}` : "0";
 }
 
-function bytesText(size) {
-  const power = size ? Math.min(4, quotient(Math.log2(size), 10)) : 0;
-  const number = size / 1024 ** power;
-  const rounded = power && number < 99.95 ? Number(number.toFixed(1)) : Math.round(number);
-  return `${grouped(rounded)} ${["B", "KiB", "MiB", "GiB", "TiB"][power]}`;
-}
-
 /** A share of all pairs: percent, or one in so many where percent would be a row of zeros; above 1 in a mixture. */
 function shareText(share) {
   if (share > 1) return `${Number(share.toPrecision(3))} times all`;
@@ -118,11 +111,10 @@ function cellEdges(start, scale, pixels, tokens) {
 }
 
 /** What is seen, as the part of the address after #: whoever opens the link sees the same. */
-function linkOf({ view, head, order, block, sharding }) {
+function linkOf({ view, head, order, block }) {
   const tidy = (number) => String(Number(number.toFixed(view.scale < 1 ? 2 : 0)));
   const place = { q: tidy(view.q), k: tidy(view.k), span: tidy(view.span) };
-  const values = { ...place, head, order, block, ranks: sharding ?? "off" };
-  return Object.entries(values).map(([name, value]) => `${name}=${value}`).join("&");
+  return Object.entries({ ...place, head, order, block }).map(([name, value]) => `${name}=${value}`).join("&");
 }
 
 /** Take from a link what makes sense here: a number out of range, or a word that is none, is left out. */
@@ -137,8 +129,6 @@ function followLink(text, state) {
   state.block = Math.floor(number("block", 0, 2 ** 31) ?? state.block);
   const order = values.get("order");
   if (order === "natural" || (order === "residue" && data.residue)) state.order = order;
-  if (values.get("ranks") === "off") state.sharding = null;
-  if (data.ranks?.shardings[values.get("ranks")]) state.sharding = values.get("ranks");
   view.showWhole();
   const span = number("span", 2 ** -10, 2 ** 32);
   const [q, k] = ["q", "k"].map((name) => number(name, -(2 ** 32), 2 ** 32) ?? 0);
