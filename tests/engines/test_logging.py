@@ -9,7 +9,6 @@ import torch
 
 import flexdilated as fd
 from flexdilated import _engines, masks
-from flexdilated.distributed import BufferPool
 from flexdilated.distributed.counts._schedule import choose_schedule
 from flexdilated.masks.plan_cache import _cache
 from flexdilated.masks.plan_cache._cache import Cache
@@ -139,20 +138,6 @@ def test_a_build_that_fails(told) -> None:
     assert told() == ["failed to build table of longnet((16, 64), (1, 4)) & causal(): ZeroDivisionError"]
 
 
-def test_buffers_come_and_go(told) -> None:
-    pool = BufferPool("cpu", threshold_bytes=0, budget_bytes=4096)
-    for size in (1024, 1024, 4096):
-        pool.lease((size,), torch.uint8).release()
-    pool.release()
-    name = pool.name
-    assert told() == [
-        f"{name} allocated 1 KiB on cpu: no idle buffer has that size",
-        f"{name} released 1 KiB on cpu, as its budget was exceeded",
-        f"{name} allocated 4 KiB on cpu: no idle buffer has that size",
-        f"{name} released 4 KiB on cpu, as asked to release them",
-    ]
-
-
 def test_the_schedule_and_its_reason(told, own_cache) -> None:
     sizes = {"num_heads": 4, "num_kv_heads": 2, "head_dim": 16, "dtype": torch.float32}
     sharding = fd.distributed.Sharding(128, 2)
@@ -164,18 +149,17 @@ def test_nothing_is_told_where_debug_is_off(caplog, own_cache) -> None:
     with caplog.at_level(logging.INFO, logger="flexdilated"):
         fd.attend(*qkv(), LONGNET)
         own_cache.budget_entries = 1
-        BufferPool("cpu", threshold_bytes=0).lease((8,), torch.float32).release()
     assert caplog.records == []
     assert not own_cache._deferred._records  # and nothing waits to be told
 
 
-def test_whoever_handles_a_line_may_use_the_cache_and_the_pool(own_cache) -> None:
+def test_whoever_handles_a_line_may_use_the_cache(own_cache) -> None:
     """No line is told under a lock: a handler that asks for statistics, or has something built, gets its answer."""
-    pool, seen = BufferPool("cpu", threshold_bytes=0, budget_bytes=64), []
+    seen = []
 
     class Curious(logging.Handler):
         def emit(self, record: logging.LogRecord) -> None:
-            seen.append((record.getMessage(), own_cache.stats().entries, pool.statistics.allocated_bytes, repr(pool)))
+            seen.append((record.getMessage(), own_cache.stats().entries))
             own_cache.get("asked by the handler", lambda: 1, lambda _: 1)
 
     logger, handler = logging.getLogger("flexdilated"), Curious()
@@ -184,7 +168,7 @@ def test_whoever_handles_a_line_may_use_the_cache_and_the_pool(own_cache) -> Non
     logger.addHandler(handler)
     logger.setLevel(logging.DEBUG)
     try:
-        worker = threading.Thread(target=lambda: _stir(own_cache, pool), daemon=True)
+        worker = threading.Thread(target=lambda: _stir(own_cache), daemon=True)
         worker.start()
         worker.join(250)
         assert not worker.is_alive(), "deadlock"
@@ -192,17 +176,16 @@ def test_whoever_handles_a_line_may_use_the_cache_and_the_pool(own_cache) -> Non
         logger.removeHandler(handler)
         logger.setLevel(before)
     told = " ".join(line for line, *_ in seen)
-    assert all(word in told for word in ("planned", "built", "evicted", "dropped", "allocated", "released"))
+    assert all(word in told for word in ("planned", "built", "evicted", "dropped"))
 
 
-def _stir(cache: Cache, pool: BufferPool) -> None:
+def _stir(cache: Cache) -> None:
     fd.attend(*qkv(), LONGNET)
     cache.budget_entries = 2
     with cache.pin() as pins:
         fd.attend(*qkv(tokens=60), masks.causal())
     pins.release()
     cache.forget(masks.causal())
-    pool.lease((256,), torch.uint8).release()
     cache.clear()
 
 

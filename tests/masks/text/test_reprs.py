@@ -102,8 +102,8 @@ def test_a_key_value_cache() -> None:
 
 
 def test_a_pool() -> None:
-    pool = BufferPool("cpu", threshold_bytes=1024, budget_bytes=1 << 20, debug=True)
-    own = f"BufferPool({pool.name}, cpu, leases from 1 KiB, budget 1 MiB, debug: holds "
+    pool = BufferPool("cpu", threshold_bytes=1024, budget_bytes=1 << 20)
+    own = f"BufferPool({pool.name}, cpu, leases from 1 KiB, budget 1 MiB: holds "
     assert repr(pool) == f"{own}0 B, of which 0 B are leased)"
     lease = pool.lease((2000,), torch.uint8)
     assert repr(pool) == f"{own}2 KiB, of which 1.95 KiB are leased)"
