@@ -150,8 +150,8 @@ class BufferPool:
     def __repr__(self) -> str:
         least = "never leases" if self.threshold_bytes == maxsize else f"leases from {bytes_text(self.threshold_bytes)}"
         budget = "" if self.budget_bytes is None else f", budget {bytes_text(self.budget_bytes)}"
-        held, leased = map(bytes_text, (self.statistics.allocated_bytes, self.statistics.leased_bytes))
-        where = self.device or "any device"
+        where, now = self.device or "any device", self.statistics
+        held, leased = bytes_text(now.allocated_bytes), bytes_text(now.leased_bytes)
         return f"BufferPool({self.name}, {where}, {least}{budget}: holds {held}, of which {leased} are leased)"
 
     def _measure(self) -> PoolStatistics:
@@ -169,8 +169,9 @@ class BufferPool:
             if self._idle[index][:3] == bucket:
                 return self._idle.pop(index)
         self._shrink(num_bytes)
+        buffer = (*bucket, torch.UntypedStorage(num_bytes, device=device))
         self._counts.num_allocations += 1
-        return (*bucket, torch.UntypedStorage(num_bytes, device=device))
+        return buffer
 
     def _take_back(self, lease: Lease) -> None:
         with self._lock:
