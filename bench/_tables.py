@@ -254,10 +254,7 @@ def single_buffers(document: Document) -> str:
         "made by torch": lambda each: f"{1e6 * each['made_s']:,.0f} µs",
         "time saved": lambda each: f"{100 * (1 - each['leased_s'] / each['made_s']):+.0f} %",
     }
-    from_there = found["break_even_bytes"]
-    pays = f"from {bytes_text(from_there)}" if from_there <= 1 << 26 else "at no size up to 64 MiB"
-    told = f'By its own, quicker measurement there, "auto" leased {pays}.'
-    return with_condition(f"{table(found['sizes'][::2], columns)}\n\n{told}", document)
+    return with_condition(table(found["sizes"][::2], columns), document)
 
 
 def codec_bytes(document: Document) -> str:

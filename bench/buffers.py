@@ -24,7 +24,7 @@ from flexdilated.distributed.wire._codec import (
     codec_named,
     row_peak,
 )
-from flexdilated.distributed.wire._pool import break_even_bytes, lease_from
+from flexdilated.distributed.wire._pool import lease_from
 
 from ._checks import relative_error
 from ._jobs import Job, Problem, Size, interleave, peak_here
@@ -158,9 +158,8 @@ def pool(
     saved = {size: _saved(made.median_s, leased.median_s) for size, (leased, made) in found.items()}
     largest = max(buffer_bytes)
     each = [{"bytes": size, "leased_s": a.median_s, "made_s": b.median_s} for size, (a, b) in found.items()]
-    detail = {"break_even_bytes": break_even_bytes(_CPU), "sizes": each}
     what = f"a buffer of {largest >> 20} MiB, written once: time saved by a lease"
-    yield Row(what, at_least(0, "%"), saved[largest], found[largest], detail)
+    yield Row(what, at_least(0, "%"), saved[largest], found[largest], {"sizes": each})
     for claim, size in ((PLAIN_TEMPORARIES, 8 << 20), (IMPROVED_TEMPORARIES, 16 << 20)):
         yield claim.row(saved[size], found[size])
     claims: dict[Schedule, Claim] = {"exchange": SPARSE_RING_TIME, "ring": RING_TIME}
@@ -187,7 +186,7 @@ def _lease_and_make(num_bytes: int, repeats: int) -> tuple[Timing, Timing]:
     pool = BufferPool(_CPU, threshold_bytes=0)
 
     def touch(lessor: BufferPool | None) -> None:
-        with lease_from(lessor, (num_bytes,), torch.uint8, _CPU, role="keys") as buffer:
+        with lease_from(lessor, (num_bytes,), torch.uint8, _CPU) as buffer:
             buffer.zero_()
 
     jobs = Job(WITH, lambda _: touch(pool)), Job(WITHOUT, lambda _: touch(None))

@@ -31,7 +31,7 @@ from ..engines import (
 )
 from ..masks.core import Bound, device_kind
 from ..masks.orders import Layout
-from ..masks.plan_cache import PatternText, debug_wanted
+from ..masks.plan_cache import debug_wanted, pattern_text
 from ..masks.planning import (
     Allowed,
     Candidates,
@@ -333,5 +333,5 @@ def keep(key: TuningKey, found: Trials, *, backward: bool) -> Path | None:
     if debug_wanted():
         times = ", ".join(f"{each.name} {1e3 * each.times.median_s:.3g} ms" for each in found.all)
         what = f"{key.call.num_heads:,} heads, {key.call.num_queries:,} queries, {key.call.num_keys:,} keys"
-        _log.debug("autotune measured %s, %s: %s", PatternText(key.call.pattern), what, times)
+        _log.debug("autotune measured %s, %s: %s", pattern_text(key.call.pattern), what, times)
     return remember(key, TuningResult(found.choice, backward))

@@ -1,13 +1,44 @@
-"""What the cache did and holds, as numbers and as a table."""
+"""Budgets and statistics of the cache."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import os
 from dataclasses import dataclass
 
 from tabulate import tabulate
 
-from ._cache_store import Entry, Limits
+BYTES_VARIABLE, ENTRIES_VARIABLE = "FLEXDILATED_CACHE_BYTES", "FLEXDILATED_CACHE_ENTRIES"
+# What Python adds to an entry is not counted in bytes: some kB, so this bounds it to about a hundred MB.
+DEFAULT_ENTRIES = 1 << 14
+_MOST_DIGITS = 18  # more than any machine has bytes
+
+
+@dataclass(frozen=True)
+class Limits:
+    """Most bytes and most entries held; 0 of either holds nothing."""
+
+    bytes: int
+    entries: int
+
+    def __post_init__(self) -> None:
+        for unit, value in (("bytes", self.bytes), ("entries", self.entries)):
+            if isinstance(value, bool) or not isinstance(value, int) or value < 0:
+                raise ValueError(f"budget_{unit} must be a number of {unit}, 0 or more; got {value!r}")
+
+
+def bytes_from_environment() -> int:
+    return _read(BYTES_VARIABLE, "bytes", 1 << 30)
+
+
+def entries_from_environment() -> int:
+    return _read(ENTRIES_VARIABLE, "entries", DEFAULT_ENTRIES)
+
+
+def _read(variable: str, unit: str, default: int) -> int:
+    text = os.environ.get(variable, str(default))
+    if not text.isascii() or not text.isdigit() or len(text) > _MOST_DIGITS:
+        raise ValueError(f"{variable} must be a whole number of {unit}, such as {default}; got {text!r:.40}")
+    return int(text)
 
 
 @dataclass(frozen=True)
@@ -18,19 +49,13 @@ class Holding:
     entries: int
     bytes: int
 
-    @classmethod
-    def of(cls, name: str, entries: Iterable[Entry]) -> Holding:
-        sizes = [entry.nbytes for entry in entries]
-        return cls(name, len(sizes), sum(sizes))
-
 
 @dataclass(frozen=True)
 class CacheStats:
     """Look-ups since the last `clear`, and what is held now.
 
     A hit found its value, or another thread building it. `build_seconds` counts a build within a build once.
-    `masters` are plans and block lists, on the CPU; `copies` are the tables made of them, one holding a
-    device; `pinned` are those of both that stay.
+    `masters` are plans and block lists, on the CPU; `copies` are the tables made of them, one holding a device.
     """
 
     hits: int
@@ -39,26 +64,7 @@ class CacheStats:
     build_seconds: float
     masters: Holding
     copies: tuple[Holding, ...]
-    pinned: Holding
     limits: Limits
-
-    @classmethod
-    def of(
-        cls, hits: int, misses: int, evictions: int, build_seconds: float, held: list[Entry], limits: Limits
-    ) -> CacheStats:
-        """From the counts, and all entries."""
-        devices = sorted({str(entry.device) for entry in held if entry.device is not None})
-        copies = {device: [entry for entry in held if str(entry.device) == device] for device in devices}
-        return cls(
-            hits,
-            misses,
-            evictions,
-            build_seconds,
-            Holding.of("masters", (entry for entry in held if entry.device is None)),
-            tuple(Holding.of(f"copies on {device}", entries) for device, entries in copies.items()),
-            Holding.of("pinned", (entry for entry in held if entry.pins)),
-            limits,
-        )
 
     @property
     def entries(self) -> int:
@@ -77,23 +83,16 @@ class CacheStats:
 
     def __str__(self) -> str:
         """Two tables: what was looked up, and what is held."""
-        lookups = [
-            ("hits", f"{self.hits:,}"),
-            ("misses", f"{self.misses:,}"),
-            ("hit rate", f"{self.hit_rate:.1%}"),
-            ("evictions", f"{self.evictions:,}"),
-            ("time to build", f"{1e3 * self.build_seconds:,.1f} ms"),
-        ]
-        total = Holding("all", self.entries, self.bytes)
-        budget = Holding("budget", self.limits.entries, self.limits.bytes)
-        held = [
-            (holding.name, f"{holding.entries:,}", f"{holding.bytes:,}")
-            for holding in (self.masters, *self.copies, total, self.pinned, budget)
-        ]
+        lookups = {
+            "hits": f"{self.hits:,}",
+            "misses": f"{self.misses:,}",
+            "hit rate": f"{self.hit_rate:.1%}",
+            "evictions": f"{self.evictions:,}",
+            "time to build": f"{1e3 * self.build_seconds:,.1f} ms",
+        }
+        total, budget = Holding("all", self.entries, self.bytes), self.limits
+        held = [(each.name, f"{each.entries:,}", f"{each.bytes:,}") for each in (self.masters, *self.copies, total)]
+        held.append(("budget", f"{budget.entries:,}", f"{budget.bytes:,}"))
         right = ("left", "right", "right")
-        return "\n\n".join(
-            (
-                tabulate(lookups, tablefmt="plain", disable_numparse=True, colalign=right[:2]),
-                tabulate(held, ("held", "entries", "bytes"), disable_numparse=True, colalign=right),
-            )
-        )
+        above = tabulate(lookups.items(), tablefmt="plain", disable_numparse=True, colalign=right[:2])
+        return f"{above}\n\n{tabulate(held, ('held', 'entries', 'bytes'), disable_numparse=True, colalign=right)}"

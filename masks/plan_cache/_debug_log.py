@@ -4,11 +4,8 @@ from __future__ import annotations
 
 import json
 import logging
-from collections import deque
-from collections.abc import Hashable
-from dataclasses import dataclass
 
-from ..core import bytes_text, shortened
+from ..core import shortened
 from ..text import read_text
 
 log = logging.getLogger("flexdilated")
@@ -20,63 +17,16 @@ def debug_wanted() -> bool:
     return log.isEnabledFor(logging.DEBUG)
 
 
-class DeferredLog:
-    """Records queued under a lock, emitted after its release: a handler of a record may want the same lock."""
-
-    def __init__(self) -> None:
-        self._records: deque[tuple[str, tuple[object, ...]]] = deque()
-
-    def queue(self, line: str, *values: object) -> None:
-        """Keep a line, with values as `logging` takes them, if anything listens."""
-        if debug_wanted():
-            self._records.append((line, values))
-
-    def emit(self) -> None:
-        """Emit what was queued by any thread, each record once. Not to be called under the lock."""
-        while self._records:
-            try:
-                line, values = self._records.popleft()
-            except IndexError:  # another thread took the last one
-                return
-            log.debug(line, *values)
-
-
-@dataclass(frozen=True)
-class PatternText:
-    """A pattern's text, or several of them one after the other, of which the first is shown as an expression."""
-
-    text: str
-
-    def __str__(self) -> str:
-        text = self.text.strip()
-        if not text:
-            return "any pattern"
-        try:
-            _, end = json.JSONDecoder().raw_decode(text)
-            return in_line(read_text(text[:end]))
-        except (ValueError, RecursionError):  # of a function that is gone, or of one that nests too deep
-            return in_line(text)
-
-
-@dataclass(frozen=True)
-class KeyName:
-    """The key of something built: its first word."""
-
-    key: Hashable
-
-    def __str__(self) -> str:
-        first = self.key[0] if isinstance(self.key, tuple) and self.key else self.key
-        return str(first).replace("_", " ")
-
-
-@dataclass(frozen=True)
-class ByteSize:
-    """A number of bytes, as people read it."""
-
-    nbytes: int
-
-    def __str__(self) -> str:
-        return bytes_text(self.nbytes)
+def pattern_text(text: str) -> str:
+    """The first of the pattern texts that stand one after the other, as an expression, shortened."""
+    text = text.strip()
+    if not text:
+        return "any pattern"
+    try:
+        _, end = json.JSONDecoder().raw_decode(text)
+        return in_line(read_text(text[:end]))
+    except (ValueError, RecursionError):  # of a function that is gone, or of one that nests too deep
+        return in_line(text)
 
 
 def in_line(value: object) -> str:

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from flexdilated.cli import _demo_model, _demo_training, main
-from flexdilated.masks.plan_cache._cache_store import bytes_from_environment
+from flexdilated.masks.plan_cache import bytes_from_environment
 from tests.support.commands import parsers
 
 FILES = ["checkpoint.pt", "loss.png", "mask.png", "report.json"]

@@ -11,7 +11,7 @@ from jaxtyping import Int64
 from torch import Tensor
 
 from ...masks.core import Expression, bytes_text
-from ...masks.plan_cache import PatternText, cache, log
+from ...masks.plan_cache import cache, debug_wanted, log, pattern_text
 from ..group import Sharding
 from ._tokens import tokens_by_chunk
 
@@ -84,7 +84,8 @@ def choose_schedule(
     def build() -> ScheduleChoice:
         counts = token_counts(rule, sharding, num_kv_heads=num_kv_heads, **heads)
         found = choice_of(counts, held_bytes=held, sent_bytes=sent)
-        log.debug("schedule %r for %s, %s: %s", found.name, PatternText(rule.text), sharding, found.reason)
+        if debug_wanted():
+            log.debug("schedule %r for %s, %s: %s", found.name, pattern_text(rule.text), sharding, found.reason)
         return found
 
     key = ("schedule", rule.text, sharding.numbers(), num_kv_heads, *heads.values(), held, sent)

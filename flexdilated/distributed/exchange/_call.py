@@ -200,7 +200,7 @@ def _swapping(
     dtype, device = rows[0].dtype, rows[0].device
     each = (len(rows), batch, codec.row_bytes(head_dim, dtype))
     leases = [
-        lease_from(pool_named(pool, device), (sum(numbers), *each), torch.uint8, device, role=role)
+        lease_from(pool_named(pool, device), (sum(numbers), *each), torch.uint8, device)
         for numbers in (num_sent, num_received)
     ]
     begun: list[dist.Work] = []

@@ -69,7 +69,7 @@ class Gradients:
         """
         self.settle()
         send = [(_written(grad, self._codec), turn.source) for grad in grads]
-        lease = _room(self._call, "gradients", self._codec, len(turn.sent), self.dk)
+        lease = _room(self._call, self._codec, len(turn.sent), self.dk)
         receive = [(x, turn.target) for x in lease.tensor if x.numel()]
         self._begun = turn, _begin(self._call, "gradients", lease, send=send, receive=receive)
 
@@ -79,7 +79,7 @@ class Gradients:
             return
         turn, transfer = self._begun
         transfer.posted.wait_for_all()
-        with _read(self._call, transfer, self._codec, "gradients", self.dk, self.dk.dtype) as came:
+        with _read(self._call, transfer, self._codec, self.dk, self.dk.dtype) as came:
             for total, grad in zip((self.dk, self.dv), came, strict=True):
                 total[:, :, turn.sent.slice] += grad
         self._begun = None
@@ -105,14 +105,14 @@ class _Transfer:
 
 def _show(call: RingCall, turn: Turn, transfer: _Transfer, like: Tensor, visit: Callable[[Shard], None]) -> None:
     """Visit what has come. No name of it is left afterwards: a tensor lives as long as one."""
-    lease = _read(call, transfer, call.codec, "keys", like, call.dtype)
+    lease = _read(call, transfer, call.codec, like, call.dtype)
     with lease:
         visit(Shard(turn, turn.received, *lease.tensor))
 
 
 def _send_keys(call: RingCall, turn: Turn, mine: Sequence[Tensor], like: Tensor) -> _Transfer:
     """Begin to send what a turn's target needs of this rank's keys and values, and to receive what comes in it."""
-    lease = _room(call, "keys", call.codec, len(turn.received), like)
+    lease = _room(call, call.codec, len(turn.received), like)
     send = [(row, turn.target) for x in mine for row in _messages(x[:, :, turn.sent.slice], len(call.own))]
     length = call.sharding.length(turn.source)
     receive = [(row, turn.source) for x in lease.tensor for row in _messages(x, length)]
@@ -141,21 +141,21 @@ def _written(x: Tensor, codec: Codec) -> Tensor:
     return x.contiguous() if codec.name is None else codec.encode(x).contiguous()
 
 
-def _room(call: RingCall, role: Role, codec: Codec, num_tokens: int, like: Tensor) -> Lease:
+def _room(call: RingCall, codec: Codec, num_tokens: int, like: Tensor) -> Lease:
     """Memory for two tensors of so many tokens, as they are written."""
     shape = (2, *like.shape[:2], num_tokens)
     if codec.name is None:
-        return lease_from(call.pool, (*shape, like.shape[3]), like.dtype, like.device, role=role)
+        return lease_from(call.pool, (*shape, like.shape[3]), like.dtype, like.device)
     width = codec.row_bytes(like.shape[3], like.dtype)
-    return lease_from(call.pool, (*shape, width), torch.uint8, like.device, role=role)
+    return lease_from(call.pool, (*shape, width), torch.uint8, like.device)
 
 
-def _read(call: RingCall, transfer: _Transfer, codec: Codec, role: Role, like: Tensor, dtype: torch.dtype) -> Lease:
+def _read(call: RingCall, transfer: _Transfer, codec: Codec, like: Tensor, dtype: torch.dtype) -> Lease:
     """What has come, (2, B, G, S, D) in this dtype; the memory of what was written goes, where that is another."""
     if codec.name is None and dtype == like.dtype:
         return transfer.lease
     wire, head_dim = transfer.lease.tensor, like.shape[3]
-    lease = lease_from(call.pool, (*wire.shape[:-1], head_dim), dtype, like.device, role=role)
+    lease = lease_from(call.pool, (*wire.shape[:-1], head_dim), dtype, like.device)
     if codec.name is None:
         lease.tensor.copy_(wire)
     else:

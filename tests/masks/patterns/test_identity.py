@@ -173,7 +173,7 @@ def test_what_is_forgotten_is_gone(packed: Packed, call: str, data) -> None:
         with suppress(ValueError):  # not every call takes every tensor; what it had built goes as well
             build(packed, call)
         cache.forget(forgotten)
-        assert not len(cache._store)
+        assert not len(cache._entries)
 
 
 @pytest.mark.parametrize("join", [lambda a, b: a & b, lambda a, b: a | b], ids=["and", "or"])
@@ -184,7 +184,7 @@ def test_a_part_that_a_larger_whole_takes_in_is_forgotten(join) -> None:
         masks.cache().clear()
         fd.attend(*torch.randn(3, 1, 2, 40, 4), whole)
         assert masks.cache().forget(part) > 0
-        assert not len(masks.cache()._store)
+        assert not len(masks.cache()._entries)
 
 
 def build(packed: Packed, call: str) -> None:

@@ -102,8 +102,8 @@ def test_a_key_value_cache() -> None:
 
 
 def test_a_pool() -> None:
-    pool = BufferPool("cpu", threshold_bytes=1024, budget_bytes=1 << 20, debug=True)
-    own = f"BufferPool({pool.name}, cpu, leases from 1 KiB, budget 1 MiB, debug: holds "
+    pool = BufferPool("cpu", threshold_bytes=1024, budget_bytes=1 << 20)
+    own = f"BufferPool({pool.name}, cpu, leases from 1 KiB, budget 1 MiB: holds "
     assert repr(pool) == f"{own}0 B, of which 0 B are leased)"
     lease = pool.lease((2000,), torch.uint8)
     assert repr(pool) == f"{own}2 KiB, of which 1.95 KiB are leased)"
@@ -116,13 +116,11 @@ def test_a_pool() -> None:
     assert repr(BufferPool().lease((3,), torch.float32)) == "Lease((3,), torch.float32, of torch)"
 
 
-def test_the_cache_and_its_pins() -> None:
+def test_the_cache() -> None:
     cache = type(masks.cache())(1 << 20, 10)
     assert repr(cache) == "Cache(0 of 10 entries, 0 B of 1 MiB)"
-    with cache.pin() as pins:
-        cache.get("a", lambda: None, lambda _: 2048)
+    cache.get("a", lambda: None, lambda _: 2048)
     assert repr(cache) == "Cache(1 of 10 entries, 2 KiB of 1 MiB)"
-    assert repr(pins) == "Pins(1 entries)"
 
 
 def test_a_plan() -> None:
