@@ -18,6 +18,7 @@ from .masks.core import (
     Mixture,
     advises,
     bytes_text,
+    device_kind,
     plans,
     renamed,
     require_bool,
@@ -75,7 +76,7 @@ class PlanSize:
         if self.dtype not in DTYPES.values():
             raise ValueError(f"dtype must be one of {', '.join(map(str, DTYPES.values()))}; got {self.dtype!r:.80}")
         require_choice("device", self.device, ("cpu", "cuda"))
-        if self.device != "cpu" and self.head_dim < _MIN_FLEX_HEAD_DIM:
+        if device_kind(self.device).flex_trains and self.head_dim < _MIN_FLEX_HEAD_DIM:
             raise ValueError(
                 f"flex needs a head dim of at least {_MIN_FLEX_HEAD_DIM} on {self.device}; got {self.head_dim}"
             )
@@ -284,7 +285,7 @@ def plan(
     lacks run-time tensors or has those of several batch entries, for more blocks than can be listed, and for arguments
     that have no effect together.
     """
-    one = {"device": device != "cpu", "layers": layers != 12, "measure": measure}
+    one = {"device": not device_kind(device).on_host, "layers": layers != 12, "measure": measure}
     many = {"order": order != "contiguous", "schedule": schedule != "auto", "codec": codec is not None}
     for name, is_given in (many if ranks is None else one).items():
         if is_given:
@@ -311,7 +312,7 @@ def plan(
     )
     if ranks is not None:
         return loads(size, ranks, order=order, schedule=schedule, codec=codec)
-    if require_bool("measure", measure) and device != "cpu":
+    if require_bool("measure", measure) and not device_kind(device).on_host:
         raise ValueError(f"measure times the CPU of this machine; got {device=}")
     return report(size, measure=measure)
 
@@ -330,7 +331,7 @@ def report(size: PlanSize, *, measure: bool) -> PlanReport:
     """The plan at this size. Raises ValueError where the pattern does not bind or blocks are too many."""
     tokens = {"num_queries": size.num_tokens, "num_keys": size.num_tokens}
     bound = size.pattern.bind(num_heads=size.num_heads, **tokens)
-    allowed = ANYTHING if size.device == "cpu" else allowed_on(torch.device(size.device))
+    allowed = ANYTHING if device_kind(size.device).on_host else allowed_on(torch.device(size.device))
     asked = size.attention(size.num_tokens)
     best = plan_terms(bound, device=size.device, allowed=allowed, operands=asked.operands)
     described = describe_plan(best, head_dim=size.head_dim)
@@ -343,7 +344,7 @@ def report(size: PlanSize, *, measure: bool) -> PlanReport:
         timed = measure_options(bound, size.device, size.dtype, size.head_dim, size.num_kv_heads, backward=False)
     return PlanReport(
         **{each.name: getattr(size, each.name) for each in fields(PlanSize)},
-        engine="tiles" if size.device == "cpu" else "flex",
+        engine=device_kind(size.device).engine,
         useful_pairs=size.batch * described.useful_pairs,
         computed_pairs=size.batch * described.computed_pairs,
         all_pairs=size.batch * described.all_pairs,
