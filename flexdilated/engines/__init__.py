@@ -1,4 +1,4 @@
-"""What computes attention: a plan made ready for a device, its operands, gathering and merging, ops, the reference."""
+"""Engines, which compute attention: programs of a plan on a device, gathers, lse merges, custom ops, the reference."""
 
 from ._call_key import CallKey
 from ._gather import merge_, side_of
