@@ -319,7 +319,7 @@ class QueryRows:
             yield [owner], place[at].clamp(min=0), column.clamp(min=0), place[at], seen
 
     def _grouped(self, sets: range, queries: range) -> Iterator[_Calls]:
-        """Yield problems of one key block and up to _MOST_ROWS queries that select it: full blocks, then partial ones."""
+        """Yield problems of one key block with up to _MOST_ROWS queries that select it: full, then partial blocks."""
         table, row = sets.start // len(sets), self._row_of_query[queries.start : queries.stop]
         column, whole = self.column[table, row], self._whole[table, row]
         there = column >= 0

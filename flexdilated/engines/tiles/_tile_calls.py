@@ -140,8 +140,8 @@ class Calls:
     """All calls of a block list.
 
     shape: query slots, key slots, query side and key side of a block. heads: the heads of each table. complete: every
-    query is in a problem. key_slots: slots to which keys are padded. masks: distinct masks, the full block's first; None
-    if they are too large to keep and are evaluated per call. hidden: slots that are read although they are in no pair.
+    query is in a problem. key_slots: slots to which keys are padded. masks: distinct masks, that of a full block first;
+    None if they are too large to keep and are evaluated per call. hidden: slots that are read but are in no pair.
     """
 
     rule: Rule

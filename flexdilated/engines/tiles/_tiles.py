@@ -110,8 +110,8 @@ def make_program(
 ) -> Program:
     """Build the steps of a plan: the gather of each term's operands, and its block lists and kernel calls.
 
-    block_size: sides of blocks; empty for each term's default. slots_at_once: terms whose operands are copied are split,
-    where possible, into terms of at most this many slots. placement: required by a plan made for a placement.
+    block_size: sides of blocks; empty for each term's default. slots_at_once: terms whose operands are copied are
+    split, where possible, into terms of at most this many slots. placement: that of the plan, if it has one.
     """
     groups = plan.bound.num_heads // num_kv_heads
     terms = [part for whole in plan.terms for part in _in_portions(whole, slots_at_once)]

@@ -110,7 +110,7 @@ def attention(
     *,
     wide: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    """(out, lse) of a call; out in the dtype of q, or, if `wide`, in the dtype of lse."""
+    """(out, lse) of a call; out is in the dtype of q or, if `wide`, of lse."""
     programs, others = _programs_for(key, bindings, q)
     own_sinks = sinks if others is None else None
     out, lse = _run(programs, q, k, v, own_sinks, scale, wide=wide or others is not None)
@@ -187,7 +187,7 @@ def gradients(
     *,
     wide: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """(dq, dk, dv) of a call, in the dtypes of q, k and v, or, if `wide`, in the dtype of lse."""
+    """(dq, dk, dv) of a call in the dtypes of q, k and v; if `wide`, in the dtype of lse."""
     programs, others = _programs_for(key, bindings, q)
     found = _run_backward(programs, q, k, v, whole, scale, wide=wide or others is not None)
     if others is None:
@@ -317,8 +317,8 @@ def program_of(
 ) -> Program:
     """Cached program for these sizes on a kind of device.
 
-    written: text of the caller's pattern, under which the cache files the program. hides_keys: an additive mask will hide
-    keys, so the plan may not use key weights, which are additive too.
+    written: text of the caller's pattern, under which the cache files the program. hides_keys: an additive mask will
+    hide keys, so the plan may not use key weights, which are additive too.
     """
 
     def build() -> Program:
