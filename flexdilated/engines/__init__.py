@@ -1,4 +1,4 @@
-"""Engines, which compute attention: programs of a plan on a device, gathers, lse merges, custom ops, the reference."""
+"""Engines, which compute attention from a plan: programs, gathers, lse merges, custom ops and the dense reference."""
 
 from ._call_key import CallKey
 from ._gather import merge_, side_of
