@@ -18,7 +18,7 @@ from ..masks.planning import Plan, Term
 
 @dataclass(frozen=True)
 class Run:
-    """Heads begin to end - 1 of a term: heads first, first + step, ... of a tensor, all from token `start`."""
+    """Heads begin to end - 1 of a term are heads first, first + step, ... of a tensor; slot 0 is token `start`."""
 
     begin: int
     end: int

@@ -46,7 +46,7 @@ _FAR_REACHING = torch.__version__ >= "2.15"
 def within_reach(x: Shaped[Tensor, "..."], *, is_flash: bool) -> Shaped[Tensor, "..."]:
     """x for a compiled kernel, copied if its last element is at an offset of 2**31 - 1 or more.
 
-    A view into a larger tensor can be, such as the values of a fused projection of a million tokens.
+    This happens to views of larger tensors, such as the values of a fused projection of a million tokens.
     """
     if not device_kind(x.device).flex_trains or (_FAR_REACHING and not is_flash):
         return x
@@ -66,7 +66,6 @@ class Hidden:
         return sum(side.nbytes for side in (self.queries, self.keys) if side is not None)
 
     def on(self, device: torch.device) -> Hidden:
-        """Copy to another device."""
         return Hidden(*(None if side is None else side.to(device) for side in (self.queries, self.keys)))
 
     def clear_queries(self, x: Shaped[Tensor, "B H *F Q ..."], *, dim: int, value: float = 0.0) -> Tensor:
@@ -90,7 +89,7 @@ def _cleared(x: Tensor, hidden: Bool[Tensor, "E X S"] | None, dim: int, value: f
 def hidden_slots(
     rule: Rule, blocks: Blocks, ids: Int64[Tensor, " n"], masks: Bool[Tensor, "U q_block k_block"] | None
 ) -> Hidden:
-    """Hidden slots in the listed blocks, with their masks; slots in no listed block are read by no kernel."""
+    """Hidden slots in listed blocks, the only slots that kernels read; ids and masks: as from `distinct_masks`."""
     row = blocks.table.long() * blocks.num_rows + blocks.row
     column = blocks.table.long() * blocks.num_columns + blocks.column
     seen_q = torch.zeros(blocks.num_tables * blocks.num_rows, blocks.q_block, dtype=torch.int32)

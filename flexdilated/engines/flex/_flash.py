@@ -80,7 +80,6 @@ def _fit(sides: tuple[int, ...], own: tuple[int, int], major: int) -> bool:
 
 @cache
 def _package() -> str | None:
-    """Version of the package, or None."""
     try:
         return metadata.version(PACKAGE)
     except metadata.PackageNotFoundError:

@@ -148,7 +148,7 @@ def _compiled(device: torch.device, function: FunctionType) -> Kernel:
 
 
 def _to_be_checked(guards: Sequence[Any]) -> list[bool]:
-    """Drop guards on the numbers of a program's modules: they are part of the structure, the key of the function."""
+    """False for guards on numbers of a program's modules, which are part of the function's key; True for others."""
     modules = "L['steps']", "L['enter']", "L['of']"
     return [
         not (guard.orig_guard.source.is_unspecialized_nn_module() and guard.name.startswith(modules))

@@ -69,8 +69,8 @@ def call_kernel(
 def are_whole_blocks(lengths: tuple[int, int], sides: tuple[int, int]) -> bool:
     """True if both lengths are multiples of the block sides; kernels then need no bounds checks.
 
-    torch's own check fails: it knows no divisor of symbolic lengths, and before 2.14 it tests for multiples of 128,
-    although the last of larger blocks then has tiles beyond the tokens.
+    torch's own check does not suffice: it knows no divisor of symbolic lengths, and before 2.14 it tests for multiples
+    of 128, although the last of larger blocks then has tiles beyond the tokens.
     """
     return all(length % side == 0 for length, side in zip(lengths, sides, strict=True))
 

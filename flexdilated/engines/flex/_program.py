@@ -91,8 +91,9 @@ class FlexStep:
 class FlexProgram:
     """An executable plan on one device.
 
-    enter: gathers of queries and keys into the plan's order; None if tensors are in that order. packed: concatenated
-    block tables of all steps, on accelerators. sizes: (rows, columns, row list width, column list width) of each step.
+    shares_rows: some rows are computed by several steps. enter: gathers of queries and keys into the plan's order; None
+    if tensors are in that order. packed: concatenated block tables of all steps, on accelerators. sizes: (rows,
+    columns, row list width, column list width) of each step.
     """
 
     steps: tuple[FlexStep, ...]

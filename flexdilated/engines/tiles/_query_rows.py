@@ -31,7 +31,7 @@ from ._tile_blocks import GATHERED_BYTES
 
 _MANY_QUERIES = 16  # query block side from which a row of the table is one problem
 _FEW_QUERIES = 16  # queries of a call up to which grouping by key block gains nothing
-_FEW_KEYS = 8  # key block side up to which it gains nothing
+_FEW_KEYS = 8  # key block side up to which grouping by key block gains nothing
 _READS_OF_A_COPY = 2  # memory accesses per key that is copied into blocks: a read and a write
 _MOST_ROWS = 128  # query rows of a problem
 _PARTS_BYTES = 128 << 20  # partial outputs held until they are merged

@@ -94,7 +94,7 @@ def tiles(
 ) -> tuple[Tensor, Tensor]:
     """(out, lse) of a call; the plan is looked up at run time, so other sizes need no retracing.
 
-    k and v are cast to the dtype of q. Wider k and v have wider gradients, not rounded before the caller adds to them.
+    k and v are cast to the dtype of q. Gradients of wider k and v are in their dtype, unrounded for further sums.
     """
     return attention(call, q, k.to(q.dtype), v.to(q.dtype), sinks, bindings, scale)
 
@@ -292,7 +292,7 @@ def _programs(
 
 
 def _packed(key: CallKey, rule: Expression, batch: int) -> tuple[CallKey, list[tuple[Entries, Expression]]] | None:
-    """(key, groups) of all batch entries as one sequence, if they are too short for a program each; else None."""
+    """(key, groups) of all batch entries as one sequence, if each has few tokens and they can be joined; else None."""
     tokens = key.num_queries
     rule.require_entries(batch)
     is_whole = tokens == key.num_keys and not (key.q_offset or key.k_offset or key.placement)
