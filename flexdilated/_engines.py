@@ -59,7 +59,7 @@ def choose_engine(
             reason = _flash_cannot(q, k, v, score_mod, first, sides)
     if reason is not None:
         raise ValueError(reason)
-    # Not while a graph is traced: logging would break it.
+    # Not in a trace: logging would break the graph.
     if not torch.compiler.is_compiling() and debug_wanted():
         why = f"the default on {q.device.type}" if engine is None else "as the caller names it"
         _tell(f"engine {chosen!r}, {why}: {_call_text(q, k, pattern)}")
@@ -117,10 +117,10 @@ def _flash_cannot(
     reason = flash_cannot(q.device, q.dtype, q.shape[-1], sides)
     if reason is not None:
         return reason
-    if score_mod is not None and _has_gradient(score_mod, q, first):  # without a gradient, too, torch refuses it
+    if score_mod is not None and _has_gradient(score_mod, q, first):  # torch refuses it even if no gradient is needed
         return "flash takes no score_mod of tensors that require a gradient: detach them, or engine='flex' serves it"
     recorded = [torch.is_grad_enabled() and x.requires_grad for x in (q, k, v)]
-    if any(recorded) and not recorded[0]:  # torch drops the kernel with the result that nobody asks for
+    if any(recorded) and not recorded[0]:  # torch eliminates the backward kernel with the unused gradient of q
         return "flash has gradients of k and v only where q wants one: q.requires_grad_(), or engine='flex' serves it"
     if any(recorded) and _is_deterministic():
         return "torch.use_deterministic_algorithms is on, and flash has no deterministic backward; engine='flex' has"
