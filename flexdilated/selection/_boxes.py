@@ -107,7 +107,7 @@ class OwnPools(NamedTuple):
     """Candidates with hidden keys, which need separate pools, in padded groups of one key block each.
 
     place: row * C + block of each box, ascending. at: index of each box in the flattened groups. block: of each group.
-    mask: keys of the block that the row sees.
+    row: of each box. mask: keys of the block that the row sees.
     """
 
     place: Int64[Tensor, " o"]

@@ -170,7 +170,7 @@ def _mass(scorer: Scorer, q: Tensor, k: Tensor, rule: HeadRule, rows: Rows, part
 def _antidiagonal(
     scorer: Scorer, q: Tensor, k: Tensor, rule: HeadRule, rows: Rows, part: range
 ) -> Float[Tensor, "b h n C"]:
-    """log of each block's share, as `_mass`, of stride x stride tiles; their score is the mean of an antidiagonal."""
+    """Log shares as from `_mass`, over stride x stride tiles; a tile's score is the mean of its antidiagonal."""
     stride = scorer.stride
     queries = in_rows(q, rows, part).flatten(2, 3)
     keys = pad(k.to(queries.dtype), (0, 0, 0, rows.blocks * rows.block - k.shape[2]))

@@ -57,8 +57,8 @@ class SelectedAttention(nn.Module):
     mesh: ranks over which the sequence is sharded, a DeviceMesh of one dimension. q, k, v and the output are then this
         rank's tokens, at the positions that `sharding` gives it (None: equally many tokens on each rank, in order).
         The choice equals the choice of a single rank with all tokens. Keys and values are all-gathered; the backward
-        returns their gradients to their ranks. Each contiguous run of a rank's positions must begin at the begin of a
-        row of queries, and a module must score each block and row independently, as in a cache. bindings and `within`
+        returns their gradients to their ranks. Each contiguous run of a rank's positions must start where a row of
+        queries starts, and a module must score each block and row independently, as in a cache. bindings and `within`
         are of the whole sequence.
 
     `torch.utils.checkpoint` recomputes the choice in the backward by equal operations on equal inputs: the choice is
@@ -267,7 +267,7 @@ def distill_loss(
     bindings: Mapping[str, Tensor] | None,
     within: Pattern | None,
 ) -> tuple[Float[Tensor, ""], Int64[Tensor, ""]]:
-    """(sum over rows of KL(block mass ‖ softmax of the module's scores) over the candidates, number of such rows).
+    """(sum over rows of KL(block mass ‖ softmax of the module's scores) over the candidates, number of these rows).
 
     exact: q and k of the attention, which may differ from the module's q and k; all come without gradients. Rows
     without candidates, or whose candidates' mass underflows, are left out.

@@ -21,8 +21,8 @@ from ._scores import Scorer
 from ._select_op import choose_blocks
 from ._selector import BlockSelector, is_causal
 
-# B batch, H query heads, G key/value heads, N queries, M keys, D head dim, T tables, R rows, C blocks of keys; in
-# `select`, C selected batch entries
+# B batch, H query heads, G key/value heads, N queries, M keys, D head dim, T tables, R rows, C blocks of keys, and in
+# `select` C selected batch entries
 
 
 class Running(NamedTuple):

@@ -71,7 +71,7 @@ class BlockSelector(nn.Module):
             (B, G, C, D), and returns scores (B, H or G, R, C). With `takes_positions = True` it also gets the position
             at which each row begins, int64 (R,). Blocks of which a row sees only some keys are then no candidates; to
             attend to them, include them in `always`.
-             that are equal in a minimum or maximum share its gradient equally.
+        Keys with equal minima or maxima share the gradient of a pool equally.
     choose: `TopK`, `TopP` or `Threshold`.
     within: a set pattern, the mask of the attention; a row's scores ignore the keys that it hides.
     always: a set pattern of pairs that are attended to without being chosen, such as

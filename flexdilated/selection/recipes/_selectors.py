@@ -24,8 +24,8 @@ def moba(*, block: int = 512, top: int = 3, within: Pattern = causal()) -> Block
     the highest scores are chosen, or all if there are fewer. The own block is read up to the query.
 
     block: tokens of a block; the paper uses 512 with top=3, 2048 with top=3 and 4096 with top=12. top: blocks that are
-    read, the own block included; at least 2. within: the mask of the attention, causal() and other patterns that hide
-    keys.
+    read, the own block included; at least 2. within: the mask of the attention: causal(), or its intersection with
+    patterns that hide further keys.
 
     Raises TypeError or ValueError for other values.
     Source: MoBA, arXiv 2502.13189, section 2.2.
@@ -45,8 +45,8 @@ def quest(*, budget: int, block: int = 16, within: Pattern = causal()) -> BlockS
 
     A page is a block of keys. Its score is sum_d max(q_d · min_d, q_d · max_d), with the minimum and maximum of each
     channel over its keys: an upper bound of the scores of its keys. The last page is the query's own.
-    The paper uses it in decoding, with one query at a time, and leaves the first two layers dense. Here several queries
-    each choose in this way.
+    The paper uses it in decoding, with one query at a time, and leaves the first two layers dense. With several
+    queries, each chooses separately.
 
     budget: keys that are read, a multiple of `block` and at least two blocks, the last page included. The paper uses
     256 to 4096. block: keys of a page. within: as in `moba`.
