@@ -19,7 +19,7 @@ from ._tile_calls import Call, Calls
 # X heads or folds that run together, n problems
 
 GATHERED_BYTES = 8 << 20  # keys, values, masks or their gradients of a kernel call: these stay in a CPU cache
-_PAIRS_AT_ONCE = 1 << 20  # pairs that occupy all threads of a kernel: with fewer per head, heads are batched
+_PAIRS_AT_ONCE = 1 << 20  # pairs that keep a kernel busy: with fewer per head, heads are batched
 
 _Index = tuple[int, int | slice, int | slice]
 
