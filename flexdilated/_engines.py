@@ -1,4 +1,4 @@
-"""Which engine serves a call, and why another cannot. Nothing falls back silently."""
+"""Choice of the engine for a call, and the reasons that an engine cannot serve one. No silent fallback."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _MIN_FLEX_HEAD_DIM = 16  # FlexAttention's Triton kernels
 
 
 def check_engine(engine: object) -> None:
-    """Raise ValueError unless engine is None or a name of one."""
+    """Raise ValueError unless `engine` is None or the name of an engine."""
     if engine is not None and engine not in ENGINES:
         raise ValueError(f"engine must be None or one of {', '.join(map(repr, ENGINES))}; got {engine=}")
 
@@ -36,15 +36,14 @@ def choose_engine(
     return_lse: bool,
     sides: tuple[int, ...] = (),
 ) -> str:
-    """The engine for a call: the one named, or tiles on CPU and flex elsewhere.
+    """The engine for a call: `engine`, or by default tiles on CPU and flex elsewhere.
 
-    `first` is the global head and the positions of the first head, query and key; `sides` are those of blocks, if they
-    were given.
-    Raises ValueError if it cannot serve the call, naming those that can.
+    first: global index of the first head, positions of the first query and key. sides: requested block sides, if any.
+    Raises ValueError if the engine cannot serve the call, and names an engine that can.
     """
     check_engine(engine)
     if q.is_meta:
-        return "tiles"  # shapes and dtypes, which its op tells for all engines
+        return "tiles"  # meta tensors need only shapes and dtypes, which are equal in all engines
     chosen = engine or device_kind(q.device).engine
     reason = None
     if chosen == "reference" and torch.compiler.is_compiling():
@@ -60,7 +59,7 @@ def choose_engine(
             reason = _flash_cannot(q, k, v, score_mod, first, sides)
     if reason is not None:
         raise ValueError(reason)
-    # Not while a graph is traced: logging would break it.
+    # Not in a trace: logging would break the graph.
     if not torch.compiler.is_compiling() and debug_wanted():
         why = f"the default on {q.device.type}" if engine is None else "as the caller names it"
         _tell(f"engine {chosen!r}, {why}: {_call_text(q, k, pattern)}")
@@ -69,7 +68,7 @@ def choose_engine(
 
 @lru_cache(maxsize=4096)
 def _tell(line: str) -> None:
-    """Once for calls that are alike: every layer of every step would say the same."""
+    """Log each distinct line once: every layer of every step would repeat it."""
     log.debug(line)
 
 
@@ -79,14 +78,14 @@ def _call_text(q: Tensor, k: Tensor, pattern: Pattern | Mixture) -> str:
 
 
 def _others(sinks: Tensor | None, score_mod: ScoreMod | None, q: Tensor, first: tuple[int, int, int]) -> list[Tensor]:
-    """What else a derivative may come through: sinks, and whatever a score is made of."""
+    """Further tensors through which a derivative may pass: sinks, and the result of score_mod."""
     found = [] if sinks is None else [sinks]
     return found if score_mod is None else [*found, probe(score_mod, q, *first)]
 
 
 @own_op("flexdilated::flex")
 def _check_flex(inputs: list[Tensor]) -> Tensor:
-    """Nothing: as any op it refuses the derivatives that it does not have, also where it is traced."""
+    """No-op that, as every op here, refuses forward-mode and torch.func derivatives, also in a trace."""
     return inputs[0].new_empty(0)
 
 
@@ -118,10 +117,10 @@ def _flash_cannot(
     reason = flash_cannot(q.device, q.dtype, q.shape[-1], sides)
     if reason is not None:
         return reason
-    if score_mod is not None and _has_gradient(score_mod, q, first):  # without a gradient, too, torch refuses it
+    if score_mod is not None and _has_gradient(score_mod, q, first):  # torch refuses it even if no gradient is needed
         return "flash takes no score_mod of tensors that require a gradient: detach them, or engine='flex' serves it"
     recorded = [torch.is_grad_enabled() and x.requires_grad for x in (q, k, v)]
-    if any(recorded) and not recorded[0]:  # torch drops the kernel with the result that nobody asks for
+    if any(recorded) and not recorded[0]:  # torch eliminates the backward kernel with the unused gradient of q
         return "flash has gradients of k and v only where q wants one: q.requires_grad_(), or engine='flex' serves it"
     if any(recorded) and _is_deterministic():
         return "torch.use_deterministic_algorithms is on, and flash has no deterministic backward; engine='flex' has"

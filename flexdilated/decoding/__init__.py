@@ -1,4 +1,4 @@
-"""Keys and values of tokens so far, and attention from new ones over them."""
+"""Caches of the keys and values of past tokens, and attention from new tokens over them."""
 
 from ._held_keys import HeldKeys, refuse_gradients, stay_out_of_graphs
 from ._kv_cache import KVCache

@@ -1,4 +1,4 @@
-"""The keys that later queries can still see, side by side in a buffer; the others are evicted."""
+"""HeldKeys: a buffer of the keys and values that later queries can see; other keys are evicted."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from ..engines import refuse_transforms
 from ..masks.core import plans, within
 from ..masks.needs import FOREVER, RowSource, visible
 
-# B batch, G key/value heads, N tokens, D head dim of keys, E of values, S slots, C batch entries chosen
+# B batch, G key/value heads, N tokens, D head dim of keys, E of values, S slots, C selected batch entries
 
 
 class Run(NamedTuple):
-    """Keys at positions [first, first + length), in slots from `slot` on."""
+    """Keys at positions [first, first + length), in slots [slot, slot + length)."""
 
     first: int
     slot: int
@@ -35,10 +35,11 @@ _LEAST_SLOTS = 256
 
 
 class HeldKeys:
-    """The keys of consecutive tokens, found again as views: a range of positions is one slice a run.
+    """Buffer of the keys and values of past tokens; a range of positions is read as one view per run.
 
-    The buffer is packed when it is full: each token is moved about once. `sources` hold the rule of every head;
-    `capacity` fixes the slots; what queries up to `undo` tokens before the next can see is kept, too.
+    A full buffer is packed: evicted keys are dropped, and each token is moved about once. sources: the rules of all
+    heads. capacity: fixed number of slots; None to grow. undo: keys that queries up to `undo` tokens back can see are
+    kept, too.
     """
 
     def __init__(
@@ -68,11 +69,11 @@ class HeldKeys:
         return self.runs[-1].slot + self.runs[-1].length if self.runs else 0
 
     def append(self, k: Float[Tensor, "B G N D"], v: Float[Tensor, "B G N E"], first: int) -> None:
-        """Hold the keys of the tokens from `first` on, and of none that was appended there before.
+        """Append the keys and values of tokens at positions from `first`, in place of any that were there.
 
-        Raises ValueError where they and those still visible exceed the capacity.
+        Raises ValueError if the new keys and the keys that are still visible exceed the capacity.
         """
-        self.drop_from(first)  # of a call that was broken off
+        self.drop_from(first)  # keys of an interrupted call
         room = k.shape[2]
         if self.num_slots - self.num_used < room:
             kept = self.visible(max(0, first - self.undo))
@@ -86,7 +87,7 @@ class HeldKeys:
         self._write(k, v, first)
 
     def _write(self, k: Tensor, v: Tensor, first: int) -> None:
-        """Into the slots behind the last run, where there is room."""
+        """Write k and v after the last used slot, where there must be room."""
         slot, length = self.num_used, k.shape[2]
         self.keys[:, :, slot : slot + length] = k
         self.values[:, :, slot : slot + length] = v
@@ -96,7 +97,7 @@ class HeldKeys:
         self.runs.append(Run(first, slot, length))
 
     def _pack(self, kept: Sequence[range], num_slots: int) -> None:
-        """Keep the keys of these runs of positions only, in a buffer of this size."""
+        """Move the keys at these ranges of positions to a new buffer of num_slots, and drop all other keys."""
         old_keys, old_values, old = self.keys, self.values, [self.slices(positions) for positions in kept]
         self.keys, self.values, self.runs = _buffer(old_keys, num_slots), _buffer(old_values, num_slots), []
         for positions, slices in zip(kept, old, strict=True):
@@ -106,7 +107,7 @@ class HeldKeys:
                 first += part.stop - part.start
 
     def shrink(self, query: int) -> None:
-        """Give back what a large chunk took, if queries from `query` on see little of it."""
+        """Shrink the buffer if queries from position `query` can see less than about a quarter of its slots."""
         if self.capacity is None and self.num_slots > _LEAST_SLOTS:
             kept = self.visible(max(0, query - self.undo))
             num_slots = _with_room(sum(map(len, kept)))
@@ -114,13 +115,13 @@ class HeldKeys:
                 self._pack(kept, num_slots)
 
     def snapshot(self) -> HeldKeys:
-        """What is held now: the same buffers, in which this one may write behind it."""
+        """Copy of the current state that shares the buffers; later appends write only to slots after its runs."""
         other = copy(self)
         other.runs = list(self.runs)
         return other
 
     def check_continues(self, k: Float[Tensor, "B G N D"]) -> None:
-        """Raise ValueError unless k has the sizes, dtype and device of the keys held."""
+        """Raise ValueError unless k has the batch, heads, head dim, dtype and device of the held keys."""
 
         def traits(x: Tensor) -> str:
             batch, heads, _, head_dim = x.shape
@@ -130,7 +131,7 @@ class HeldKeys:
             raise ValueError(f"the next tokens must continue those before, {traits(self.keys)}; got {traits(k)}")
 
     def take_back(self, position: int, seen: int) -> None:
-        """Forget the tokens from `position` on. Raises ValueError, and changes nothing, if evicted keys are needed."""
+        """Drop the tokens from `position`. Raises ValueError, and changes nothing, if evicted keys are needed."""
         if self.lacks(position):
             raise ValueError(
                 f"the cache holds no longer what queries from position {position} on may see; it can take back "
@@ -139,18 +140,18 @@ class HeldKeys:
         self.drop_from(position)
 
     def drop_from(self, position: int) -> None:
-        """Forget the keys at `position` and after."""
+        """Drop the keys at `position` and later."""
         while self.runs and self.runs[-1].stop > position:
             last = self.runs.pop()
             if last.first < position:
                 self.runs.append(Run(last.first, last.slot, position - last.first))
 
     def select(self, entries: Int64[Tensor, " C"]) -> None:
-        """Keep these batch entries, in this order, each as often as it is named."""
+        """Select batch entries by index, in this order; indices may repeat."""
         self.keys, self.values = (x.index_select(0, entries.to(x.device)) for x in (self.keys, self.values))
 
     def slices(self, positions: range) -> list[slice]:
-        """The slots of an ascending range of positions that are all held."""
+        """Slices of the slots of an ascending range of positions, all of which must be held."""
         found = []
         for run in self.runs:
             held = within(positions, run.first, run.stop)
@@ -160,7 +161,7 @@ class HeldKeys:
         return found
 
     def slots(self, positions: Int64[Tensor, " n"]) -> Int64[Tensor, " n"]:
-        """The slots of positions that are all held."""
+        """Slots of positions, all of which must be held."""
         firsts = torch.tensor([run.first for run in self.runs])
         shifts = torch.tensor([run.slot - run.first for run in self.runs])
         return positions + shifts[torch.searchsorted(firsts, positions, right=True) - 1]
@@ -169,9 +170,9 @@ class HeldKeys:
     def visible(
         self, query: int, num_queries: int = FOREVER, sources: Sequence[RowSource] | None = None
     ) -> list[range]:
-        """Runs of the positions held, those apart that none of the queries from `query` on can see.
+        """Ranges of held positions that one of the queries at [query, query + num_queries) can see.
 
-        By pages: a run may hold a few others. sources: rules of these queries, if not all of the cache's.
+        In whole pages, so a range may include a few invisible keys. sources: rules of these queries; None for all.
         """
         pages = [page for run in self.runs for page in _pages(run.first, run.stop)]
         kept: list[range] = []
@@ -184,7 +185,7 @@ class HeldKeys:
 
     @plans
     def lacks(self, query: int, sources: Sequence[RowSource] | None = None) -> bool:
-        """Whether a key before `query` is evicted that queries from there on may see, as far as bounds tell."""
+        """True if queries from position `query` may, by bounds, see an evicted key before it."""
         ends = [0, *(run.stop for run in self.runs)]
         starts = [*(run.first for run in self.runs), query]
         gaps = (_pages(end, min(start, query)) for end, start in zip(ends, starts, strict=True) if end < query)
@@ -193,7 +194,7 @@ class HeldKeys:
     def _seen_from(
         self, pages: Sequence[range], query: int, num_queries: int, sources: Sequence[RowSource] | None
     ) -> list[bool]:
-        """Whether queries from `query` on can see a key of each page."""
+        """For each page, True if one of the queries from position `query` can see a key of it."""
         firsts = torch.tensor([page.start for page in pages], dtype=torch.int64)
         lengths = torch.tensor([len(page) for page in pages], dtype=torch.int64)
         return visible(self.sources if sources is None else sources, firsts, lengths, query, num_queries).tolist()
@@ -201,7 +202,7 @@ class HeldKeys:
 
 def _buffer(like: Tensor, num_slots: int) -> Tensor:
     batch, heads, _, head_dim = like.shape
-    # Inside inference mode too: a buffer made there could not be written to outside.
+    # A normal tensor also inside inference mode, as an inference tensor cannot be written to outside of it.
     with torch.inference_mode(False):
         return torch.empty(batch, heads, num_slots, head_dim, dtype=like.dtype, device=like.device)
 
@@ -216,7 +217,7 @@ def _with_room(live: int) -> int:
 
 
 def refuse_gradients(*tensors: Tensor | None) -> None:
-    """Raise ValueError where torch would record a call with these tensors."""
+    """Raise ValueError if a call with these tensors would need a derivative."""
     refuse_transforms("KVCache", tensors)
     if torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors):
         raise ValueError("a cache passes no gradient on, and an input requires one: call it under torch.no_grad()")
@@ -224,6 +225,6 @@ def refuse_gradients(*tensors: Tensor | None) -> None:
 
 @cache
 def stay_out_of_graphs(kind: type, *methods: str) -> None:
-    """Let torch.compile break its graph at these methods, once there is an object: this imports the whole compiler."""
+    """Make torch.compile break its graph at these methods. Called by instances, as it imports the whole compiler."""
     for name in methods:
         setattr(kind, name, torch.compiler.disable(getattr(kind, name), reason="a cache changes with every call"))

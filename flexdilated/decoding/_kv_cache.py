@@ -18,9 +18,9 @@ from ..masks.core import HEADS, advises, bytes_text, renamed, require_int, short
 from ._held_keys import HeldKeys, refuse_gradients, stay_out_of_graphs
 from ._reader import Reader
 
-# B batch, H query heads, G key/value heads, N new tokens, M tokens held, D head dim, C batch entries chosen
+# B batch, H query heads, G key/value heads, N new tokens, M held tokens, D head dim, C selected batch entries
 
-_APPENDED_AT_ONCE = 4096  # tokens without queries are taken in portions, and evicted in between
+_APPENDED_AT_ONCE = 4096  # tokens without queries are appended in chunks, with eviction after each
 _SHOWN = 400  # characters of a pattern in a repr
 
 
@@ -39,21 +39,21 @@ _A_CACHE = "write fd.KVCache(pattern, num_heads=8), one for each layer"
 
 
 class KVCache:
-    """The keys and values that later queries of a causal pattern can see; one cache a layer.
+    """Keys and values that later queries of a causal pattern can see, for decoding; one cache per layer.
 
-    `attend` takes the next tokens, any number of them, and returns what one pass over all tokens would. Keys
-    that no later query can see are evicted: with bounded look-back the cache stays within about twice the keys
-    that are visible, however many tokens pass. All entries of a batch stand at the same position. Sizes, dtype
-    and device are those of the first tokens.
+    `attend` takes the next tokens, any number of them, and returns their output as in a single pass over all tokens.
+    Keys that no later query can see are evicted: with bounded look-back the cache has at most about twice the
+    visible keys, for any number of tokens. All batch entries have equal positions. The first tokens set sizes, dtype
+    and device.
 
     num_heads: query heads on this device.
-    capacity: most keys held at once, allocated with the first tokens; None means as many as it takes.
-    undo: how many of the last tokens `crop` may take back: keys that only these see are kept for so long.
-    scale, engine, head_offset, num_heads_global: as in `attend`; an engine computes chunks of more than 16
-        tokens, and fewer need none.
+    capacity: most keys in the cache, allocated with the first tokens; None to grow as needed.
+    undo: number of latest tokens that `crop` can always remove; keys that only these see are kept that long.
+    scale, engine, head_offset, num_heads_global: as in `attend`; the engine computes chunks of more than 16 tokens,
+        smaller chunks need no engine.
 
-    For inference: nothing here is differentiable. Raises ValueError or TypeError for a pattern in which a query
-    sees a later key, for one with run-time tensors, and for tensors that do not continue those before.
+    For inference only: not differentiable. Raises ValueError or TypeError for a pattern in which a query sees a later
+    key, for a pattern with run-time tensors, and for tensors that do not fit the previous tokens.
 
     >>> cache = fd.KVCache(masks.local_window(left=127, right=0), num_heads=4)
     >>> cache.attend(*torch.randn(3, 1, 4, 100, 64)).shape  # the first tokens, then the next ones
@@ -61,7 +61,7 @@ class KVCache:
     """
 
     def __new__(cls, *args: object, **options: object) -> Self:
-        stay_out_of_graphs(KVCache, "attend", "append")  # not in __init__, which unpickling does not call
+        stay_out_of_graphs(KVCache, "attend", "append")  # in __new__, as unpickling does not call __init__
         return super().__new__(cls)
 
     @advises(
@@ -98,27 +98,27 @@ class KVCache:
         raise AttributeError(f"a KVCache has no {name}" + (f": {_ASKED[name]}" if name in _ASKED else ""))
 
     def __call__(self, *args: object, **named: object) -> NoReturn:
-        """Raise TypeError: it is no module."""
+        """Raise TypeError: a cache is not callable."""
         raise TypeError(f"a KVCache is no function: {_ADDS}")
 
     def reset(self) -> None:
-        """Forget all tokens, and with them the sizes."""
+        """Forget all tokens, and the sizes, dtype and device that they set."""
         self._held: HeldKeys | None = None
         self._seen = 0
 
     @property
     def num_tokens(self) -> int:
-        """Tokens seen, which is the position of the next one."""
+        """Number of tokens seen: the position of the next token."""
         return self._seen
 
     @property
     def num_kept(self) -> int:
-        """Keys held at the moment, evicted ones not counted."""
+        """Number of keys in the cache now, without evicted keys."""
         return 0 if self._held is None else self._held.num_used
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the buffers of keys and values, with their room for more."""
+        """Bytes of the buffers of keys and values, unused slots included."""
         return 0 if self._held is None else self._held.nbytes
 
     @advises(keywords=OTHER_KEYWORDS, how="write cache.attend(q, k, v), of the new tokens")
@@ -130,7 +130,7 @@ class KVCache:
         *,
         sinks: Float[Tensor, " H"] | None = None,
     ) -> Float[Tensor, "B H N D"]:
-        """Append the next N tokens, and attend from each of them over all it sees. G may be a divisor of H."""
+        """Append the next N tokens, and attend from each of them over all keys that it sees. G must divide H."""
         q, k, v = autocast(q, k, v)
         self._check(q, k, v)
         check_sinks(sinks, q)
@@ -149,7 +149,7 @@ class KVCache:
 
     @advises(how="write cache.append(k, v), of the new tokens")
     def append(self, k: Float[Tensor, "B G N D"], v: Float[Tensor, "B G N D"]) -> None:
-        """Append the next N tokens, whose own outputs are not wanted."""
+        """Append the next N tokens without computing their output."""
         _, k, v = autocast(k, k, v)
         self._check(None, k, v)
         refuse_gradients(k, v)
@@ -162,10 +162,10 @@ class KVCache:
                 held.shrink(self._seen)
 
     def crop(self, num_tokens: int) -> None:
-        """Take back all tokens but the first `num_tokens`: what follows attends as if the others had not been there.
+        """Remove all tokens except the first `num_tokens`, as if the removed tokens had not been appended.
 
-        Raises ValueError, and changes nothing, for more tokens than were seen, and where keys are evicted that queries
-        from there on may see: no more than `undo` tokens can be taken back for certain.
+        Raises ValueError, and changes nothing, for more tokens than were seen, and if queries from position num_tokens
+        may see evicted keys; removing the last `undo` tokens or fewer always works.
         """
         require_int("num_tokens", num_tokens, minimum=0, maximum=self._seen)
         if self._held is None:
@@ -174,9 +174,9 @@ class KVCache:
         self._seen = num_tokens
 
     def select(self, entries: Int64[Tensor, " C"]) -> None:
-        """Go on with these entries of the batch, in this order, each as often as it is named: after a step of beams.
+        """Select batch entries by index, in this order; indices may repeat, as after a step of beam search.
 
-        entries: integers of shape (C,) in [0, batch). Raises TypeError or ValueError for anything else.
+        entries: integers of shape (C,) in [0, batch). Raises TypeError or ValueError for other values.
         """
         if not isinstance(entries, Tensor) or entries.dtype not in (torch.int32, torch.int64) or entries.dim() != 1:
             raise TypeError(f"entries must be a tensor of integers of shape (C,); got {entries!r:.80}")
@@ -188,9 +188,9 @@ class KVCache:
         self._held.select(entries.long())
 
     def held(self) -> tuple[Int64[Tensor, " M"], Float[Tensor, "B G M D"], Float[Tensor, "B G M D"]]:
-        """(positions, keys, values) of the tokens whose keys are held, ascending; keys and values are views.
+        """(positions, keys, values) of the tokens in the cache, in ascending order; keys and values are views.
 
-        Raises ValueError where no token was seen: nothing is known of sizes then.
+        Raises ValueError before the first token, when sizes are unknown.
         """
         if self._held is None:
             raise ValueError("a cache that has seen no tokens holds no keys")
@@ -201,7 +201,7 @@ class KVCache:
 
     @contextmanager
     def _as_before_on_error(self) -> Iterator[None]:
-        """A call that raises leaves the cache as it was: what it wrote lies behind what was held, or in new buffers."""
+        """Restore the cache if the body raises: it writes only to slots after the held keys, or to new buffers."""
         before = None if self._held is None else self._held.snapshot(), self._seen
         try:
             yield
@@ -210,7 +210,7 @@ class KVCache:
             raise
 
     def _take(self, k: Tensor, v: Tensor) -> HeldKeys:
-        """Hold the next tokens' keys. The tokens count as seen once the call is done."""
+        """Append the next tokens' keys and values; the caller counts the tokens as seen when it has finished."""
         if self._held is None:
             self._held = HeldKeys(k, v, self._keeping, capacity=self.capacity, undo=self.undo)
         self._held.append(k, v, self._seen)
@@ -220,7 +220,7 @@ class KVCache:
         return self._reader.attend(q, held.keys, held.values, first=self._seen, held=held)
 
     def _check(self, q: Tensor | None, k: Tensor, v: Tensor) -> None:
-        for name, x in (("k", k), ("v", v)):  # without q, errors must not speak of it
+        for name, x in (("k", k), ("v", v)):  # without q, errors must not mention it
             if not isinstance(x, Tensor):
                 raise TypeError(f"{name} must be a tensor; got {type(x).__name__}")
         check_tensors(k if q is None else q, k, v, enable_gqa=True)

@@ -1,4 +1,4 @@
-"""Attention by one rule over keys that are held: few queries row by row, many by an engine."""
+"""Reader: attention from new tokens over held keys, without a plan for few queries, by an engine for many."""
 
 from __future__ import annotations
 
@@ -30,9 +30,9 @@ from ._held_keys import HeldKeys
 
 
 class Reader:
-    """One causal rule, and attention from consecutive queries over the keys that it sees.
+    """A causal pattern, and attention by it from consecutive queries over held keys.
 
-    sources: the rule of each head, from which `HeldKeys` tells the keys to keep.
+    sources: the distinct rules of the heads, by which `HeldKeys` decides which keys to keep.
     num_heads, scale, engine, head_offset, num_heads_global: as in `KVCache`.
 
     Raises ValueError or TypeError for a pattern in which a query sees a later key, and for one with run-time tensors.
@@ -53,14 +53,14 @@ class Reader:
         require_int("num_heads", num_heads, minimum=1)
         require_int("head_offset", head_offset, minimum=0)
         total = head_offset + num_heads if num_heads_global is None else num_heads_global
-        # Bound by hand: a cache has no number of tokens yet for `bind` to check.
+        # Checks the head counts; `bind` would also check a number of tokens, which is unknown yet.
         Bound(pattern, 1, 1, num_heads, head_offset, total, 0, 0, 1)
         self.num_heads, self.engine = num_heads, engine
         self._head_offset, self._num_heads_global = head_offset, total
         self.scale = None if scale is None else resolve_scale(scale, head_dim=1)
         where = {"num_heads": num_heads, "head_offset": head_offset, "num_heads_global": total}
         _check_causal(pattern, _sources(branch_rules(pattern, **where)))
-        # A search that found no later key is no proof; the intersection changes nothing, or makes it true.
+        # The search for a later key is no proof of causality. Intersecting with causal() makes it certain.
         proven = all(map(causal_by_form, pattern.branches()))
         self.pattern: Pattern | Mixture = pattern if proven else pattern & causal()
         self._branches = branch_rules(self.pattern, **where)
@@ -70,9 +70,9 @@ class Reader:
         self._groups: dict[tuple[int, torch.device], tuple[GroupedBranch, ...]] = {}
 
     def check_tokens(self, queries: range) -> None:
-        """Raise ValueError for queries at positions that the pattern does not take, whatever keys there are."""
+        """Raise ValueError for queries at positions that the pattern does not accept with any number of keys."""
         for leaf in self._limited:
-            # A rule may name keys that are yet to come; what no keys make right is an error.
+            # A rule may need keys that are appended later: it is an error only if no number of keys would do.
             if not _accepts(leaf, queries, range(FOREVER)):
                 leaf.check_tokens(queries, range(queries.stop))
 
@@ -85,12 +85,12 @@ class Reader:
         first: int,
         held: HeldKeys,
     ) -> tuple[Float[Tensor, "B H N D"], Float[Tensor, "B H N"]]:
-        """(output, natural lse) of queries at `first` and after; k and v are in the slots of `held`."""
+        """(output, natural lse) of queries at positions from `first`; k and v are indexed by the slots of `held`."""
         compute = self._rows if q.shape[2] <= MOST_ROWS else self._chunk
         return compute(q, k, v, first, held)
 
     def _rows(self, q: Tensor, k: Tensor, v: Tensor, first: int, held: HeldKeys) -> tuple[Tensor, Tensor]:
-        """Queries over the keys that they see, a few at a time."""
+        """Attend without a plan, in chunks of MOST_ROWS queries."""
         found, scale = [], resolve_scale(self.scale, q.shape[-1])
         for few in q.split(MOST_ROWS, dim=2):
             queries = range(first, first + few.shape[2])
@@ -109,11 +109,11 @@ class Reader:
         return self._groups[where]
 
     def _chunk(self, q: Tensor, k: Tensor, v: Tensor, first: int, held: HeldKeys) -> tuple[Tensor, Tensor]:
-        """Many queries, over each run of keys that some of them see, by an engine."""
+        """Attend by an engine over each run of visible keys, and merge."""
         queries = range(first, first + q.shape[2])
         runs = held.visible(queries.start, len(queries), self.sources)
         if not all(_accepts(self.pattern, queries, run) for run in runs):
-            return self._rows(q, k, v, first, held)  # some patterns insist on all keys that they name
+            return self._rows(q, k, v, first, held)  # some patterns refuse runs without all keys that they name
         if not runs:
             wide = sum_dtype(q)
             return torch.zeros_like(q), q.new_full(q.shape[:3], -torch.inf, dtype=wide)
@@ -126,7 +126,7 @@ class Reader:
         self, q: Tensor, k: Tensor, v: Tensor, first: int, run: range, held: HeldKeys
     ) -> tuple[Tensor, Tensor]:
         (slots,) = held.slices(run)
-        # Shifted together by a multiple of the period, equal calls share one plan.
+        # Positions are shifted by a multiple of the pattern's period, so that equal calls share one plan.
         earliest = min(run.start, first)
         shift = earliest - earliest % self._period if self._period else 0
         return attend(
@@ -169,7 +169,7 @@ def _check_causal(pattern: Pattern | Mixture, sources: list[RowSource]) -> None:
 
 
 def _accepts(pattern: Pattern | Mixture, queries: range, keys: range) -> bool:
-    """Whether the pattern can be bound to queries and keys at these positions."""
+    """True if the pattern can be bound to queries and keys at these positions."""
     try:
         pattern.check_tokens(queries, keys)
     except ValueError:

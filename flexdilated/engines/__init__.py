@@ -1,4 +1,4 @@
-"""What computes attention: a plan made ready for a device, its operands, gathering and merging, ops, the reference."""
+"""Engines, which compute attention from a plan: programs, gathers, lse merges, custom ops and the dense reference."""
 
 from ._call_key import CallKey
 from ._gather import merge_, side_of

@@ -1,4 +1,4 @@
-"""CallKey: everything a program depends on besides the tensors' values, as plain data."""
+"""CallKey: the pattern and sizes of a call, on which its program depends, as plain data."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from ..masks.patterns import blank, names, tables
 from ..masks.planning import ANYTHING, Allowed, Choice, Operands, Plan, plan, plan_at
 from ..masks.text import read_text
 
-_FEW_BYTES = 1 << 14  # of run-time tensors, whose digest takes less time than what is made of them
+_FEW_BYTES = 1 << 14  # run-time tensors up to this size are digested faster than resolved
 
 
 class CallKey(NamedTuple):
-    """One call's pattern (as JSON) and sizes.
+    """Pattern (as JSON) and sizes of one call.
 
-    `rate` is that of the layout in which its tokens come. `block_size` is two sides, or nothing where each term
-    takes its own. `placement` is the text of one, where tokens stand at stated positions; offsets are then 0.
+    rate: that of the tokens' Layout, 1 for tokens in order. block_size: (query side, key side); empty for each term's
+    default. placement: text of a Placement, which gives each token's position (offsets are then 0); "" for none.
     """
 
     pattern: str
@@ -40,44 +40,44 @@ class CallKey(NamedTuple):
 
     @classmethod
     def of(cls, pattern: str, *fields: Any) -> CallKey:
-        """From an op's arguments: tracing hands over sizes that are no plain integers, and the block size as a list."""
+        """From an op's arguments, which in a trace have symbolic sizes and the block size as a list."""
         *numbers, block_size, placement = fields if isinstance(fields[-1], str) else (*fields, "")
         return cls._make((pattern, *map(int, numbers), tuple(block_size), placement))
 
     @property
     def first(self) -> tuple[int, int, int]:
-        """The global head and the positions of the first head, query and key."""
+        """(global index of the first head, position of the first query, position of the first key)."""
         return self.head_offset, self.q_offset, self.k_offset
 
     @property
     def sides(self) -> tuple[int, int] | None:
-        """The sides of blocks that were asked for, if any."""
+        """Requested (query side, key side) of blocks; None for the default."""
         return None if not self.block_size else (self.block_size[0], self.block_size[1])
 
     @property
     def layout(self) -> Layout:
-        """The order of the queries."""
+        """Token order of the queries."""
         return Layout(self.num_queries, self.rate)
 
     @property
     def extent(self) -> Extent:
-        """Where the positions of queries and keys end."""
+        """End of the positions of queries and of keys."""
         if self.placement:
             end = Placement.read(self.placement).end
             return Extent(end, end)
         return Extent(self.q_offset + self.num_queries, self.k_offset + self.num_keys)
 
     def rules(self, bindings: Sequence[Tensor]) -> Expression:
-        """The pattern, with the values of its run-time tensors in place; these come in the order of their names.
+        """The pattern resolved with the values of its run-time tensors, which are sorted by name.
 
-        The values are those of now: no call relies on what an earlier one read, as neither a tensor's identity nor its
-        version tells that it was written to (collectives, `.data`, NumPy and kernels of others count no version).
+        Every call reads the values again: neither identity nor version shows every write to a tensor (collectives,
+        `.data`, NumPy and third-party kernels do not increment the version).
         """
         pattern = read_text(self.pattern)
         return pattern.resolve(dict(zip(names(pattern), bindings, strict=True)), self.extent)
 
     def kept_rules(self, bindings: Sequence[Tensor]) -> Expression:
-        """The same, kept in the cache by the contents of the tensors where these are on the CPU and small."""
+        """As `rules`, cached by the digest of the tensors if they are on the CPU and small."""
         if sum(x.nbytes for x in bindings) > _FEW_BYTES or not all(device_kind(x.device).on_host for x in bindings):
             return self.rules(bindings)
         return cache().get(
@@ -88,12 +88,12 @@ class CallKey(NamedTuple):
         )
 
     def blank(self, bindings: Sequence[Tensor]) -> Expression:
-        """The pattern with run-time tables of these tensors' shapes, the same for all their values."""
+        """The pattern with blank run-time tables: it depends on the shapes of the tensors, not on their values."""
         pattern = read_text(self.pattern)
         return blank(pattern, dict(zip(names(pattern), bindings, strict=True)), self.extent)
 
     def bound(self, rule: Expression | None = None) -> Bound:
-        """The pattern, or what its run-time tensors make of it, with its sizes."""
+        """Bind `rule`, or the pattern if None, to the sizes of the call."""
         return (read_text(self.pattern) if rule is None else rule).bind(
             num_heads=self.num_heads,
             num_queries=self.num_queries,
@@ -105,7 +105,7 @@ class CallKey(NamedTuple):
         )
 
     def operands(self, q: Tensor) -> Operands:
-        """What of such a call's tensors its plan depends on."""
+        """Element size, head dim and query heads per key/value head, on which a plan's costs depend."""
         return Operands(q.element_size(), int(q.shape[-1]), self.num_heads // self.num_kv_heads)
 
     def plan(
@@ -117,7 +117,7 @@ class CallKey(NamedTuple):
         choice: Choice | None = None,
         operands: Operands | None = None,
     ) -> Plan:
-        """How the pattern, or what its run-time tensors make of it, is computed on this kind of device."""
+        """Plan of `rule`, or of the pattern if None, on this kind of device."""
         how: dict[str, Any] = {"device": device, "allowed": allowed, "operands": operands}
         if not self.placement:
             return plan(self.bound(rule), layout=self.layout, choice=choice, **how)
@@ -133,5 +133,5 @@ class CallKey(NamedTuple):
 
 @plans
 def _content(x: Tensor) -> tuple[torch.dtype, torch.Size, str]:
-    """Plain data: equal for tensors of equal values."""
+    """(dtype, shape, digest of the values)."""
     return x.dtype, x.shape, content_digest(x.detach().contiguous())

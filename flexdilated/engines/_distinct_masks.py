@@ -1,4 +1,4 @@
-"""The masks of partial blocks: each distinct one once, found where the rule does not tell it already."""
+"""Masks of partial blocks, deduplicated; blocks that the rule shows to be alike are evaluated once."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from ..masks.blocks import Blocks, Rule, alike, evaluate
 
 # n problems, E listed blocks, U distinct masks
 
-_MASK_BYTES = 64 << 20  # distinct masks kept; beyond, masks are evaluated at each call
+_MASK_BYTES = 64 << 20  # most bytes of distinct masks that are kept; above, each call evaluates its masks
 
 
 def distinct_masks(rule: Rule, blocks: Blocks) -> tuple[Int64[Tensor, " E"], Bool[Tensor, "U q_block k_block"] | None]:
-    """(mask of each block, the distinct masks); mask 0 allows every pair. No masks where they would not fit."""
+    """(mask index of each block, distinct masks); mask 0 allows every pair. None for masks above _MASK_BYTES."""
     partial = (~blocks.full).nonzero().squeeze(1)
     distinct = [torch.ones(1, blocks.q_block, blocks.k_block, dtype=torch.bool)]
     limit = _MASK_BYTES // distinct[0].nbytes
@@ -37,16 +37,16 @@ def distinct_masks(rule: Rule, blocks: Blocks) -> tuple[Int64[Tensor, " E"], Boo
 
 
 def added(allowed: Bool[Tensor, "..."], dtype: torch.dtype) -> Float[Tensor, "..."]:
-    """What the kernels add to scores: 0 where a pair is allowed, -inf elsewhere."""
+    """Additive mask for the kernels: 0 where a pair is allowed, -inf elsewhere."""
     return torch.where(allowed, torch.zeros((), dtype=dtype), torch.full((), -torch.inf, dtype=dtype))
 
 
 def random_numbers(shape: tuple[int, ...]) -> Int64[Tensor, "..."]:
-    """64-bit numbers, the same at every call: sums of them tell sets apart."""
+    """64-bit random numbers from a fixed seed; sums of them are fingerprints of sets."""
     bounds = torch.iinfo(torch.int64)
     return torch.randint(bounds.min, bounds.max, shape, generator=torch.Generator().manual_seed(0))
 
 
 def _fingerprints(tiles: Bool[Tensor, "n q_block k_block"]) -> Int64[Tensor, " n"]:
-    """64-bit sums of one random number a cell: equal masks agree, others do but once in 2^64 pairs."""
+    """64-bit fingerprint of each mask; unequal masks collide once in 2^64 pairs."""
     return torch.where(tiles, random_numbers(tiles.shape[1:]), 0).sum((1, 2))

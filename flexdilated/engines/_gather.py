@@ -1,4 +1,4 @@
-"""Moving tokens between the input's order and a term's: gather, scatter-add, and merge in place."""
+"""Moves tokens between a tensor and the slots of a term: gather, scatter-add and in-place merge."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from ..masks.planning import Plan, Term
 
 @dataclass(frozen=True)
 class Run:
-    """Heads begin to end - 1 of a term are heads first, first + step, ... of a tensor and start at one token."""
+    """Heads begin to end - 1 of a term are heads first, first + step, ... of a tensor; slot 0 is token `start`."""
 
     begin: int
     end: int
@@ -27,19 +27,19 @@ class Run:
     start: int
 
     def alone(self, place: int) -> Run:
-        """One head of the run."""
+        """The run of the single head `place` of the term."""
         return Run(place, place + 1, self.first + (place - self.begin) * self.step, 1, self.start)
 
 
 @dataclass(frozen=True)
 class Strands:
-    """One side of a compact term: which tokens of which heads of a tensor are its slots."""
+    """One side of a compact term, whose slots are strided views of a tensor."""
 
     layout: Compact
     runs: tuple[Run, ...]
 
     def view(self, x: Shaped[Tensor, "B X N ..."], run: Run) -> Shaped[Tensor, "B h F S ..."]:
-        """The slots of one run of heads, as a view of x. Heads with step 0 share their memory."""
+        """View of x with the slots of one run of heads; with step 0 the heads share memory."""
         layout = self.layout
         rest, rest_stride = x.shape[3:], x.stride()[3:]
         batch, head, token = x.stride()[:3]
@@ -50,7 +50,7 @@ class Strands:
         )
 
     def take(self, x: Shaped[Tensor, "B X N ..."]) -> Shaped[Tensor, "B H F S ..."]:
-        """The slots of all heads: a view where one exists, else a copy in the order of the slots."""
+        """The slots of all heads: a view where strides allow it, else a copy."""
         if len(self.runs) == 1 and self.layout.step == 1:
             return self.view(x, self.runs[0])
         shape = (x.shape[0], len(self.layout.heads), self.layout.folds, self.layout.num_slots, *x.shape[3:])
@@ -60,7 +60,7 @@ class Strands:
         return slots
 
     def all_tokens(self, slots: Shaped[Tensor, "B H F S ..."], heads: int, tokens: int) -> Tensor | None:
-        """The slots as (B, heads, tokens, ...) without a scatter, if they are every token of every head in order."""
+        """The slots as (B, heads, tokens, ...), if they are all tokens of all heads in order; else None."""
         return slots.flatten(2, 3) if self.every(heads, tokens) else None
 
     def every(self, heads: int, tokens: int) -> bool:
@@ -82,7 +82,7 @@ class Strands:
             self.view(x, run).copy_(slots[:, run.begin : run.end])
 
     def claim(self, reached: Bool[Tensor, "1 X N"]) -> bool:
-        """Mark these tokens as reached; whether none of them was."""
+        """Mark these tokens as reached; True if none of them was reached before."""
         views = [self.view(reached, run) for run in self.runs]
         fresh = not any(bool(view.any()) for view in views)
         for view in views:
@@ -104,7 +104,7 @@ class Strands:
 
 @dataclass(frozen=True)
 class Whole:
-    """One side of a term over all tokens, in the order of the input or a permutation of it."""
+    """One side of a term over all tokens, in the given order or a permutation of it."""
 
     layout: Permutation
     given: Layout
@@ -139,9 +139,9 @@ class Whole:
 
 @dataclass(frozen=True, eq=False)
 class Picked:
-    """One side of a term by index: slot s of fold f of head h is token index[h, f, s] of head heads[h] of a tensor.
+    """One side of a term by index: slot (h, f, s) is token index[h, f, s] of head heads[h] of a tensor.
 
-    An index with one entry serves all heads.
+    An index of a single head serves all heads.
     """
 
     heads: tuple[int, ...]
@@ -152,7 +152,7 @@ class Picked:
         return self.index.nbytes
 
     def take(self, x: Shaped[Tensor, "B X N ..."]) -> Shaped[Tensor, "B H F S ..."]:
-        """The slots, copied."""
+        """Gather the slots into a new tensor."""
         taken = [few.index_select(2, index) for few, index, _ in self._parts(x)]
         return (taken[0] if len(taken) == 1 else torch.cat(taken, dim=1)).unflatten(2, self.index.shape[1:])
 
@@ -173,7 +173,7 @@ class Picked:
             few.index_copy_(2, index, slots[:, own].flatten(2, 3).to(x.dtype))
 
     def claim(self, reached: Bool[Tensor, "1 X N"]) -> bool:
-        """Mark these tokens as reached; whether none of them was."""
+        """Mark these tokens as reached; True if none of them was reached before."""
         before = self.take(reached)
         self.put(reached, torch.ones_like(before))
         return not bool(before.any())
@@ -186,10 +186,10 @@ class Picked:
         self.put(lse, sums[1])
 
     def _parts(self, x: Shaped[Tensor, "B X N ..."]) -> Iterator[tuple[Tensor, Int64[Tensor, " n"], slice]]:
-        """(some heads of x, as a view; the tokens of each; which heads of the term they are)."""
+        """Yield (view of some heads of x, their token index, the term's heads that they are)."""
         index = self.index.to(x.device, torch.int64).flatten(1)
         for run in _runs(self.heads, tuple(range(len(self.heads))) if len(index) > 1 else (0,) * len(self.heads)):
-            # Heads that are there more than once have no view that can be written to.
+            # A view of repeated heads (step 0) cannot be written to.
             for few in [run] if run.step > 0 else [run.alone(place) for place in range(run.begin, run.end)]:
                 some = slice(few.first, few.first + (few.end - few.begin - 1) * few.step + 1, few.step)
                 yield x[:, some], index[few.begin if len(index) > 1 else 0], slice(few.begin, few.end)
@@ -199,7 +199,7 @@ Side = Strands | Whole | Picked
 
 
 def side_of(layout: Compact | Permutation | Folded, given: Layout, heads: tuple[int, ...]) -> Side:
-    """How a tensor's tokens, ordered as `given`, become a term's; `heads` are the tensor's heads it uses."""
+    """Side of a term over a tensor with tokens in the order `given`; heads[h]: the tensor's head for term head h."""
     if isinstance(layout, Permutation):
         return Whole(layout, given, heads)
     if isinstance(layout, Folded):
@@ -212,14 +212,14 @@ def side_of(layout: Compact | Permutation | Folded, given: Layout, heads: tuple[
 
 
 def _once(heads: tuple[int, ...]) -> tuple[int, ...]:
-    """Each head once where all are there equally often, one after the other: kernels serve groups of query heads."""
+    """Distinct heads if each is repeated equally often in sequence, as kernels serve groups of query heads."""
     distinct = tuple(dict.fromkeys(heads))
     times = len(heads) // len(distinct)
     return distinct if heads == tuple(head for head in distinct for _ in range(times)) else heads
 
 
 def claim_rows(sides: Sequence[Side], heads: int, tokens: int) -> tuple[tuple[bool, ...], bool]:
-    """(whether each side, in this order, is the first to reach any of its rows, whether those that are reach all)."""
+    """(fresh, complete): fresh[i] if no earlier side reaches a row of side i; complete if these reach all rows."""
     reached, reached_first = torch.zeros(2, 1, heads, tokens, dtype=torch.bool)
     fresh = []
     for each in sides:
@@ -232,10 +232,10 @@ def claim_rows(sides: Sequence[Side], heads: int, tokens: int) -> tuple[tuple[bo
 def merge_(
     out: Float[Tensor, "*rows D"], lse: Float[Tensor, "*rows"], part: Float[Tensor, "*rows D"], part_lse: Tensor
 ) -> None:
-    """Merge a part into (out, lse) in place: one softmax over both, a key that is in both counts twice.
+    """Merge a part into (out, lse) in place: one softmax over both; a key that is in both counts twice.
 
-    The part's share is sigmoid(part_lse - lse), which neither overflows nor divides; where the part is empty
-    (lse -inf) nothing changes, empty on both sides stays output 0, lse -inf.
+    The part's share is sigmoid(part_lse - lse), which neither overflows nor divides. Rows with part_lse -inf do not
+    change; rows without keys keep output 0 and lse -inf.
     Source: LongNet, arXiv 2307.02486, eq. 10.
     """
     share = torch.sigmoid(part_lse - lse).masked_fill_(part_lse == -torch.inf, 0.0)
@@ -244,7 +244,7 @@ def merge_(
 
 
 def _select_tokens(x: Shaped[Tensor, "B X N ..."], index: Int64[Tensor, " S"]) -> Shaped[Tensor, "B X S ..."]:
-    """The tokens at an index, in all heads. Along a first dim PyTorch moves all numbers of a token at once."""
+    """index_select of tokens in all heads, along a flattened first dim: there PyTorch copies a whole token at once."""
     if not x.is_contiguous():
         return x.index_select(2, index)
     heads = torch.arange(x.shape[0] * x.shape[1], device=x.device)[:, None] * x.shape[2]
@@ -252,7 +252,7 @@ def _select_tokens(x: Shaped[Tensor, "B X N ..."], index: Int64[Tensor, " S"]) -
 
 
 def _runs(heads: tuple[int, ...], starts: tuple[int, ...]) -> tuple[Run, ...]:
-    """Cut the heads of a term into the longest runs that one strided view can cover."""
+    """Cut the heads of a term into the longest runs that a single strided view covers."""
     runs: list[Run] = []
     begin = 0
     steps = [after - before for before, after in pairwise(heads)]
@@ -266,16 +266,16 @@ def _runs(heads: tuple[int, ...], starts: tuple[int, ...]) -> tuple[Run, ...]:
     return tuple(runs)
 
 
-Locate = Callable[[int, Int64[Tensor, "..."]], Int64[Tensor, "..."]]  # (head, tokens) -> where they stand in a tensor
+Locate = Callable[[int, Int64[Tensor, "..."]], Int64[Tensor, "..."]]  # (head, tokens) -> their slots in a tensor
 
 
 def term_sides(term: Term, plan: Plan, groups: int, placement: Placement | None) -> tuple[Side, Side]:
-    """Where a term's queries and keys lie in tensors of all tokens, or of those that are held.
+    """(query side, key side) of a term in tensors of all tokens, or of the tokens of a placement.
 
     `groups` query heads share a key/value head.
     """
     if placement is not None:
-        queries = _side(term.q, term.heads, term.heads, lambda head, tokens: tokens)  # counted as q holds them
+        queries = _side(term.q, term.heads, term.heads, lambda head, tokens: tokens)  # a placed term counts rows of q
         return queries, _placed_keys(term, placement, groups)
     assert not isinstance(term.q, Listed)
     assert not isinstance(term.k, Listed)
@@ -285,9 +285,9 @@ def term_sides(term: Term, plan: Plan, groups: int, placement: Placement | None)
 
 
 def _placed_keys(term: Term, placement: Placement, groups: int) -> Strands | Picked:
-    """The side of a term's keys, which are counted by position.
+    """Side of a placed term's keys, which are given by position.
 
-    Where all query heads of all key/value heads see the same slots, each of these is there once.
+    If all query heads see equal slots, each key/value head is gathered once.
     """
     every = term.heads == tuple(range(len(term.heads))) and len(term.heads) % groups == 0
     alike = isinstance(term.k, Listed | Folded) or (isinstance(term.k, Compact) and len(set(term.k.starts)) == 1)
@@ -302,12 +302,12 @@ def _side(
     tensor_heads: tuple[int, ...],
     locate: Locate,
 ) -> Strands | Picked:
-    """Strided views where the tokens of all heads stand at one stride, else an index."""
+    """Strided views if the tokens of all heads have one stride in the tensor, else an index."""
     tokens = layout.tokens()
     tokens = tokens[: len(heads)] if isinstance(layout, Compact) else tokens.expand(len(heads), -1, -1)
     found: dict[tuple[int, int], Tensor] = {}
     for index, head in enumerate(tensor_heads):
-        key = (head, int(tokens[index, 0, 0]))  # heads of a term differ in where they start alone
+        key = (head, int(tokens[index, 0, 0]))  # heads of a term differ only in their first token
         if key not in found:
             found[key] = locate(head, tokens[index])
     slots = torch.stack([found[head, int(tokens[index, 0, 0])] for index, head in enumerate(tensor_heads)])
@@ -320,7 +320,7 @@ def _side(
 
 
 def _strided(slots: Int64[Tensor, "H F S"], heads: tuple[int, ...]) -> Compact | None:
-    """The same as one progression a head, folded; None where it is none."""
+    """The slots as one folded arithmetic progression per head; None if they are not."""
     _, folds, length = slots.shape
     step = int(slots[0, 0, 1] - slots[0, 0, 0]) if length > 1 else 1
     stride = int(slots[0, 1, 0] - slots[0, 0, 0]) if folds > 1 else 0

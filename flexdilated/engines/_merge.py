@@ -1,4 +1,4 @@
-"""Joining softmax parts, and attention sinks: a logit without a key in each row's softmax denominator."""
+"""Merges of softmax parts by lse, and attention sinks: one logit per head, without a key, in the softmax."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ def sum_dtype(x: Tensor) -> torch.dtype:
 def merge(
     out: Float[Tensor, "*rows D"], lse: Float[Tensor, "*rows"], part: Float[Tensor, "*rows D"], part_lse: Tensor
 ) -> tuple[Float[Tensor, "*rows D"], Float[Tensor, "*rows"]]:
-    """(out, lse) with one more part over the same queries; a key that is in both counts twice.
+    """Merge (out, lse) with (part, part_lse) over equal queries; a key that is in both counts twice.
 
-    A row without keys on either side gives output 0 and lse -inf, with gradient 0. lses are natural logs.
+    A row without keys in both has output 0, lse -inf and gradient 0. lses are natural logs.
     Source: LongNet, arXiv 2307.02486, eq. 10.
     """
     absent = part_lse == -torch.inf
-    # Two infinities would make NaN, also in gradients that are not used: both are replaced before the arithmetic.
+    # inf - inf is NaN, also in gradients of unused branches, so infinities are replaced before the arithmetic.
     gap = torch.where(absent, 0.0, part_lse) - torch.where(absent, 0.0, lse)
     share = torch.where(absent, 0.0, torch.sigmoid(gap))
     both = torch.logaddexp(torch.where(absent, 0.0, lse), torch.where(absent, 0.0, part_lse))
@@ -37,17 +37,17 @@ def merge(
 
 
 def shares_of(lses: Float[Tensor, "..."], dim: int) -> tuple[Float[Tensor, "..."], Float[Tensor, "..."]]:
-    """(the share of each part along `dim` in one softmax over all of them, the lse of all).
+    """(softmax of the parts' lses along `dim`, logsumexp of them).
 
-    Of a row without keys all shares are 0 and the lse is -inf, with gradient 0.
+    A row without keys has shares 0 and lse -inf, with gradient 0.
     """
-    # Clamped, rows without keys have weights 0 over a sum of 0, and no difference of infinities.
+    # The clamp gives rows without keys weights 0 and a sum of 0, without inf - inf.
     top = lses.detach().amax(dim, keepdim=True).clamp(min=torch.finfo(lses.dtype).min)
     weights = (lses - top).exp()
     total = weights.sum(dim, keepdim=True)
     empty = total == 0
-    # Not clamped to the 1 that the sum is at least where there is a key: what a clamp's gradient is at its bound, where
-    # a row of one part alone is, depends on the version of torch.
+    # No total.clamp(min=1), although the sum is at least 1 where there is a key: rows with a single part are at that
+    # bound, where the gradient of clamp depends on the version of torch.
     some = torch.where(empty, 1.0, total)
     lse = torch.where(empty, -torch.inf, some.log() + top)
     return weights / some, lse.squeeze(dim)
@@ -56,21 +56,21 @@ def shares_of(lses: Float[Tensor, "..."], dim: int) -> tuple[Float[Tensor, "..."
 def with_sinks(
     out: Float[Tensor, "B H N D"], lse: Float[Tensor, "B H N"], sinks: Float[Tensor, " H"]
 ) -> tuple[Float[Tensor, "B H N D"], Float[Tensor, "B H N"]]:
-    """(out, lse) with each row's sink in its softmax: a part with output 0 and the sink for its lse."""
+    """(out, lse) with each row's sink in its softmax: merged with a part of output 0 whose lse is the sink."""
     return _with_scores(out, lse, sinks.to(lse.dtype)[:, None])
 
 
 def with_zero_keys(
     out: Float[Tensor, "B H N D"], lse: Float[Tensor, "B H N"], count: Int64[Tensor, "H N"]
 ) -> tuple[Float[Tensor, "B H N D"], Float[Tensor, "B H N"]]:
-    """(out, lse) with so many more keys of score 0 and value 0 in each row, which the padding of a pattern gives it."""
+    """(out, lse) with `count` more keys of score 0 and value 0 in each row: a pattern's zero padding."""
     return _with_scores(out, lse, count.to(lse.dtype).log())
 
 
 def _with_scores(out: Tensor, lse: Tensor, scores: Tensor) -> tuple[Tensor, Tensor]:
-    """(out, lse) with one more key of this score, or -inf for none, and of value 0 in each row.
+    """(out, lse) with one more key of this score and value 0 in each row; no key where the score is -inf.
 
-    Not by `merge`, whose share of the other part, where that is nearly all, leaves few digits of the rest.
+    `merge` would lose precision in out where the added key's share is near 1.
     """
     none = scores == -torch.inf
     finite, scores = lse.masked_fill(none, 0.0), scores.masked_fill(none, 0.0)
@@ -88,9 +88,9 @@ def padded_rows(
     num_heads: int,
     num_tokens: int,
 ) -> tuple[Float[Tensor, "B H N D"], Float[Tensor, "B H N"]]:
-    """(out, lse) with the pattern's zero keys, of rows at these positions of a whole sequence of num_tokens.
+    """(out, lse) with the pattern's zero keys in each row.
 
-    num_heads: all heads there are, of which out has those from head_offset on.
+    positions: of the rows, in a sequence of num_tokens. num_heads: heads on all devices; out's begin at head_offset.
     """
     heads = torch.arange(out.shape[1], device=out.device)[:, None] + head_offset
     return with_zero_keys(out, lse, pattern.zero_keys(heads, positions, num_heads=num_heads, num_tokens=num_tokens))
@@ -99,7 +99,7 @@ def padded_rows(
 def nothing(
     q: Float[Tensor, "B H N D"], k: Float[Tensor, "B G M D"], v: Float[Tensor, "B G M D"], sinks: Tensor | None
 ) -> tuple[Float[Tensor, "B H N D"], Float[Tensor, "B H N"]]:
-    """(out, lse) where no row has a key, or there is no row: functions of the inputs; q, k and v have gradient 0."""
+    """(out, lse) of rows without keys, or of no rows, still functions of the inputs: q, k and v get gradient 0."""
     everywhere = torch.ones((), dtype=torch.bool, device=q.device)
     zero = sum(x.masked_fill(everywhere, 0.0).sum() for x in (k, v, *(() if sinks is None else (sinks,))))
     out = q.masked_fill(everywhere, 0.0) + zero
@@ -110,16 +110,16 @@ def nothing(
 def add_sinks(
     out: Float[Tensor, "B H N D"], lse: Float[Tensor, "B H N"], sinks: Float[Tensor, " H"]
 ) -> tuple[Float[Tensor, "B H N D"], Float[Tensor, "B H N"]]:
-    """The same without autograd, in the memory of `out`."""
+    """As `with_sinks`, without autograd; out is modified in place."""
     joined = torch.logaddexp(lse, sinks.to(lse.dtype)[:, None])
-    # A row without keys keeps nothing; its difference may be that of two infinities.
+    # A row without keys keeps output 0; lse - joined may be -inf - (-inf).
     kept = (lse - joined).exp().masked_fill(lse == -torch.inf, 0.0)
     return out.mul_(kept[..., None]), joined
 
 
 @dataclass(frozen=True)
 class WholeRows:
-    """Rows over all their keys: out, lse, and the gradients that came in."""
+    """Rows over all their keys: out, lse and their incoming gradients."""
 
     out: Float[Tensor, "B H N D"]
     lse: Float[Tensor, "B H N"]
@@ -127,17 +127,16 @@ class WholeRows:
     grad_lse: Float[Tensor, "B H N"] | None
 
     def delta(self) -> Float[Tensor, "B H N"]:
-        """The gradient of a score is its weight times (grad_out · value - delta)."""
+        """delta = grad_out · out - grad_lse; a score's gradient is its weight * (grad_out · value - delta)."""
         delta = _dot(self.grad_out, self.out, self.lse.dtype)
         return delta if self.grad_lse is None else delta - self.grad_lse
 
     def with_column(
         self, q: Tensor, k: Tensor, v: Tensor
     ) -> tuple[tuple[Tensor, Tensor, Tensor], Tensor, Float[Tensor, "B H N E"]]:
-        """((q, k, v), gradient of out, out) for kernels that subtract delta = sum(grad_out * out) from each row.
+        """((q, k, v), grad_out, out) for kernels that compute delta = sum(grad_out * out) themselves.
 
-        A gradient of lse belongs there as delta - grad_lse, which one more column with grad_out = 1, out = -grad_lse
-        brings in.
+        A gradient of lse needs delta - grad_lse instead: one more column, with grad_out 1 and out -grad_lse, adds it.
         """
         if self.grad_lse is None:
             return (q, k, v), self.grad_out, self.out
@@ -145,9 +144,10 @@ class WholeRows:
         return (pad(q, (0, 1)), pad(k, (0, 1)), pad(v, (0, 1))), pad(self.grad_out, (0, 1), value=1.0), out
 
     def gradients_of(self, part: Tensor, part_lse: Tensor) -> tuple[Tensor, Tensor]:
-        """The gradients of (out, lse) of a part of the keys, whose weight in a row is exp(its lse - lse).
+        """Gradients of (part, part_lse), the attention over some of the keys, from the gradients of the whole rows.
 
-        Its lse moves out by weight * (part - out), and lse by weight.
+        The part's weight in a row is exp(part_lse - lse); d out / d part_lse = weight * (part - out), and
+        d lse / d part_lse = weight.
         """
         absent = part_lse == -torch.inf
         weight = torch.where(absent, 0.0, (part_lse - torch.where(absent, 0.0, self.lse)).exp())
@@ -156,17 +156,17 @@ class WholeRows:
 
 
 def _dot(x: Tensor, y: Tensor, dtype: torch.dtype) -> Tensor:
-    """The product of each two rows, in a type that is wide enough for it."""
+    """Row-wise dot product in `dtype`."""
     return (x.to(dtype) * y).sum(-1)
 
 
 def sinks_gradient(sinks: Float[Tensor, " H"], whole: WholeRows) -> Float[Tensor, " H"]:
-    """Gradient of the sinks, from rows of which they are part.
+    """Gradient of the sinks that are part of these rows.
 
-    A sink has weight exp(sink - lse) and value 0, so like any score it gets that weight times
+    A sink has weight exp(sink - lse) and value 0; like any score, its gradient is this weight times
     (grad_out · value - grad_out · out + grad_lse).
     """
-    # A row without keys has output 0, whatever its gradient holds.
+    # A row without keys has output 0, so a NaN in its gradient must not count.
     delta = replace(whole, grad_out=whole.grad_out.masked_fill(whole.out == 0, 0.0)).delta()
     weight = (sinks.to(delta.dtype)[:, None] - whole.lse.masked_fill(whole.lse == -torch.inf, torch.inf)).exp()
     return -(weight * delta).sum((0, 2)).to(sinks.dtype)

@@ -1,9 +1,8 @@
-"""Operands as kernels may read them: rows side by side in memory, and nothing in hidden slots.
+"""Operands in the form that kernels need: rows contiguous in memory, hidden slots zeroed.
 
-Hidden are queries of a term that see no key, and keys that no query sees: what they hold reaches nothing. Kernels
-compute whole blocks, in which a weight of 0 times NaN is NaN, so hidden slots are cleared before. A key that some
-queries of its block see and others do not is beyond that, as it is in `scaled_dot_product_attention`: a NaN there
-reaches rows of the whole block.
+Hidden slots are queries of a term that see no key, and keys that no query sees; their values must not affect a result.
+Kernels compute whole blocks, in which a weight of 0 times NaN is NaN, so hidden slots are zeroed first. A NaN in a
+key that only some queries of its block see still spreads to the block's rows, as in `scaled_dot_product_attention`.
 """
 
 from __future__ import annotations
@@ -20,16 +19,16 @@ from ..masks.core import device_kind
 from ..masks.planning import CountedPairs, SharedListTerm, Term, entry_terms
 from ._distinct_masks import distinct_masks
 
-# E batch entries that differ, X heads of a term or 1 for all, Q query slots, K key slots, n blocks, U distinct masks
+# E batch entries or 1 for all, X heads of a term or 1 for all, Q query slots, K key slots, n blocks, U distinct masks
 
 _AT_ONCE = 1 << 14  # blocks whose rows and columns are marked at once
 
 
 def readable(x: Shaped[Tensor, "... D"]) -> Shaped[Tensor, "... D"]:
-    """x with the numbers of a row side by side in memory: kernels rely on that, and few of them check it.
+    """x with each row contiguous and no rows that overlap: kernels rely on it, and few of them check.
 
-    A copy where x lies otherwise, which happens after `transpose`, `stack(..., -1)`, `expand` and steps over channels,
-    or where rows share memory, as those of `unfold` do.
+    Copies x if its channels are strided (after `transpose`, `stack(..., -1)`, `expand` or a slice with a step) or its
+    rows share memory (after `unfold`).
     """
     x = x.resolve_neg()
     if x.is_contiguous():  # the usual case, and the quickest to check
@@ -45,9 +44,9 @@ _FAR_REACHING = torch.__version__ >= "2.15"
 
 
 def within_reach(x: Shaped[Tensor, "..."], *, is_flash: bool) -> Shaped[Tensor, "..."]:
-    """x for a compiled kernel: copied where its last element lies further than such a kernel counts.
+    """x for a compiled kernel, copied if its last element is at an offset of 2**31 - 1 or more.
 
-    So do the values of a fused projection of a million tokens, although they are few enough.
+    This happens to views of larger tensors, such as the values of a fused projection of a million tokens.
     """
     if not device_kind(x.device).flex_trains or (_FAR_REACHING and not is_flash):
         return x
@@ -57,7 +56,7 @@ def within_reach(x: Shaped[Tensor, "..."], *, is_flash: bool) -> Shaped[Tensor, 
 
 @dataclass(frozen=True, eq=False)
 class Hidden:
-    """The hidden slots of a term, for each query head; None where a side has none."""
+    """Hidden slots of a term for each query head; None for a side without any."""
 
     queries: Bool[Tensor, "E X Q"] | None
     keys: Bool[Tensor, "E X K"] | None
@@ -67,15 +66,14 @@ class Hidden:
         return sum(side.nbytes for side in (self.queries, self.keys) if side is not None)
 
     def on(self, device: torch.device) -> Hidden:
-        """The same on another device."""
         return Hidden(*(None if side is None else side.to(device) for side in (self.queries, self.keys)))
 
     def clear_queries(self, x: Shaped[Tensor, "B H *F Q ..."], *, dim: int, value: float = 0.0) -> Tensor:
-        """x, which has a row for each query along `dim`, with a value in the hidden rows."""
+        """Fill the hidden queries of x, which are along `dim`, with `value`."""
         return _cleared(x, self.queries, dim, value)
 
     def clear_keys(self, x: Shaped[Tensor, "B G *F K ..."], *, dim: int) -> Tensor:
-        """x, which has a row for each key along `dim`, with 0 in rows hidden from all heads of a key/value head."""
+        """Zero the keys of x, which are along `dim`, that are hidden from all query heads of their key/value head."""
         return _cleared(x, self.keys, dim, 0.0)
 
 
@@ -91,13 +89,13 @@ def _cleared(x: Tensor, hidden: Bool[Tensor, "E X S"] | None, dim: int, value: f
 def hidden_slots(
     rule: Rule, blocks: Blocks, ids: Int64[Tensor, " n"], masks: Bool[Tensor, "U q_block k_block"] | None
 ) -> Hidden:
-    """The hidden slots of a rule in its listed blocks, whose masks these are; no kernel reads slots in no block."""
+    """Hidden slots in listed blocks, the only slots that kernels read; ids and masks: as from `distinct_masks`."""
     row = blocks.table.long() * blocks.num_rows + blocks.row
     column = blocks.table.long() * blocks.num_columns + blocks.column
     seen_q = torch.zeros(blocks.num_tables * blocks.num_rows, blocks.q_block, dtype=torch.int32)
     seen_k = torch.zeros(blocks.num_tables * blocks.num_columns, blocks.k_block, dtype=torch.int32)
     seen_q[row[blocks.full]], seen_k[column[blocks.full]] = 1, 1
-    # Where a full block tells all there is to know, others need no look.
+    # Blocks whose row and column each have a full block need no evaluation.
     doubtful = (~blocks.full & ~((seen_q[row, 0] > 0) & (seen_k[column, 0] > 0))).nonzero().squeeze(1)
     for some, by_row, by_column in _marks(rule, blocks, doubtful, ids, masks):
         seen_q.index_add_(0, row[some], by_row.int())
@@ -111,7 +109,7 @@ def hidden_slots(
 def _unseen(
     seen: Int32[Tensor, "R side"], places: Int64[Tensor, " n"], num_tables: int, heads: list[int], slots: int
 ) -> Bool[Tensor, "1 X S"] | None:
-    """Slots in blocks that some table lists, in no pair of a head's table; None where no table lists such a block."""
+    """Slots in a block that some table lists, but in no pair of the head's table; None if no listed block has any."""
     listed = torch.zeros(len(seen), 1, dtype=torch.bool)
     listed[places] = True
     unseen = (seen == 0).unflatten(0, (num_tables, -1))
@@ -122,7 +120,7 @@ def _unseen(
 
 
 def hidden_of_blocks(term: Term, blocks: Sequence[Blocks]) -> Hidden:
-    """The hidden slots of a term from its blocks for each batch entry."""
+    """Hidden slots of a term, from its blocks for each batch entry."""
     if isinstance(term, SharedListTerm):
         return Hidden(*term.hidden())
     found = [
@@ -136,7 +134,7 @@ def hidden_of_blocks(term: Term, blocks: Sequence[Blocks]) -> Hidden:
 
 
 def _joined(sides: Sequence[Tensor | None], heads: int, slots: int) -> Tensor | None:
-    """One side over all batch entries."""
+    """Concatenate one side over batch entries; None if all are None."""
     if all(side is None for side in sides):
         return None
     none = torch.zeros(1, heads, slots, dtype=torch.bool)
@@ -144,7 +142,7 @@ def _joined(sides: Sequence[Tensor | None], heads: int, slots: int) -> Tensor | 
 
 
 def hidden_of_term(term: Term) -> Hidden:
-    """The hidden slots of a term without block lists: keys after the last query, and slots without a pair in a mask."""
+    """Hidden slots of a term without block lists: causal keys after the last query, empty lines of a mask."""
     if isinstance(term.weights, CountedPairs):
         seen = term.weights.counts() > 0
         return Hidden(_some(~seen.any(2)), _some(~seen.any(1)))
@@ -160,7 +158,7 @@ def _some(hidden: Bool[Tensor, "H S"]) -> Bool[Tensor, "1 H S"] | None:
 def _marks(
     rule: Rule, blocks: Blocks, index: Int64[Tensor, " n"], ids: Tensor, masks: Tensor | None
 ) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
-    """(some of these blocks, which of their rows have a pair, which of their columns have one)."""
+    """Yield (some of the blocks, their rows with a pair, their columns with a pair)."""
     if masks is None:
         begin = 0
         for tiles in evaluate(rule, blocks.places(index), blocks.shape):

@@ -1,4 +1,4 @@
-"""Custom ops of this package: what all of them do alike, ops of one call as plain values, and attention's gradient."""
+"""Custom ops of this package: their common checks, ops with a call's fields as arguments, and attention's gradient."""
 
 from __future__ import annotations
 
@@ -31,12 +31,12 @@ REMEDY = "engine='reference' has (in attend: dense, small inputs, eagerly, one r
 
 @graph_constant
 def is_transformed() -> bool:
-    """Whether a level of forward mode or of torch.func is open: where none is, no tensor can be in one."""
+    """True inside a torch.func transform or forward-mode AD; elsewhere no tensor needs a check."""
     return in_forward_mode() or peek_interpreter_stack() is not None
 
 
 def refuse_transforms(what: str, inputs: Iterable[Any]) -> None:
-    """Raise ValueError where a derivative that `what` does not have would come through one of its inputs."""
+    """Raise ValueError if an input is vmapped, has a tangent, or needs a gradient inside torch.func."""
     if not is_transformed():
         return
     in_func = peek_interpreter_stack() is not None
@@ -52,14 +52,14 @@ def refuse_transforms(what: str, inputs: Iterable[Any]) -> None:
 
 
 def refuse_vmap(*_: Any) -> NoReturn:
-    """The batching rule of an op that has none."""
+    """Batching rule of an op that does not support vmap: raises ValueError."""
     raise ValueError(
         f"no rule maps it over a dim, as torch.vmap asks: q, k and v have dims for batch and heads; {REMEDY}"
     )
 
 
 def tensors_in(values: Iterable[Any]) -> Iterable[Tensor]:
-    """The tensors among an operator's arguments or results, those in lists as well."""
+    """Yield the tensors among an op's arguments or results, also from lists and tuples."""
     for x in values:
         if isinstance(x, Tensor):
             yield x
@@ -71,11 +71,11 @@ _library = torch.library.Library("flexdilated", "FRAGMENT")
 
 
 def own_op(name: str) -> Callable[[Callable[..., Any]], CustomOpDef]:
-    """Makes a functional op: `torch.library.custom_op` whose outputs are no views, and which drops no derivative.
+    """Makes a functional op: `torch.library.custom_op` that returns no views and loses no derivative silently.
 
-    autograd lets nobody write into a view among several outputs. A custom op passes no tangent on, and in
-    `torch.func` neither a gradient nor a mapped dim: each is an error, eagerly and where a graph is traced.
-    AOTInductor's packages hand None over for an empty list: lists may be None, but for the first argument, by which
+    Views: autograd forbids in-place writes to a view among several outputs. Derivatives: a custom op would ignore
+    tangents, and inside `torch.func` gradients and mapped dims; each raises an error here, eagerly and in a trace.
+    List arguments may be None, which AOTInductor packages pass for an empty list, except the first argument, by which
     torch finds the kernel.
     """
 
@@ -101,17 +101,17 @@ def own_op(name: str) -> Callable[[Callable[..., Any]], CustomOpDef]:
             warnings.filterwarnings("ignore", "(?s).*Overriding a previously registered kernel", UserWarning)
             _library.impl(own, checked, "Autograd", with_keyset=True, allow_override=True)
         op.register_vmap(refuse_vmap)
-        _library.impl(own, refuse_vmap, "Batched")  # as autograd maps, not torch.func
+        _library.impl(own, refuse_vmap, "Batched")  # the legacy vmap of autograd; torch.func uses the rule above
         return op
 
     return make
 
 
 def flat_op(name: str) -> Callable[[Callable[..., Any]], CustomOpDef]:
-    """Makes an op of a function one of whose arguments is a named tuple: in its place the op takes the tuple's fields.
+    """Makes an op of a function with one named tuple argument, in place of which the op takes the tuple's fields.
 
-    Such an op is called with `*call`. The function gets what the tuple's class makes of the fields by `of`, as an op
-    hands over lists for tuples, and where it is traced sizes that are no plain integers.
+    Such an op is called with `*call`. The function gets the tuple from its class's `of`, which converts lists back to
+    tuples and symbolic sizes to integers.
     """
 
     def make(function: Callable[..., Any]) -> CustomOpDef:
@@ -131,7 +131,7 @@ def flat_op(name: str) -> Callable[[Callable[..., Any]], CustomOpDef]:
 
 
 def _fields(kind: type) -> list[Parameter]:
-    """A named tuple's fields as parameters, of types that a schema can have."""
+    """Fields of a named tuple as parameters with types that an op schema supports."""
     return [
         Parameter(
             name,
@@ -143,12 +143,12 @@ def _fields(kind: type) -> list[Parameter]:
 
 
 def set_gradient(op: CustomOpDef, backward_op: CustomOpDef, *, refusal: str, over_ranks: bool = False) -> None:
-    """Makes `backward_op` the gradient of `op`, and a RuntimeError with these words the gradient of that.
+    """Registers `backward_op` as the gradient of `op`; a second derivative raises RuntimeError(refusal).
 
-    op: (q, k, v, sinks, bindings, *options) to (out, lse, *kept), of which the last are for the backward alone; the
-    first option is the pattern in JSON. backward_op: (grad_out, grad_lse, q, k, v, out, lse, *kept, bindings, *options)
-    to (dq, dk, dv). over_ranks: other ranks wait for what this one sends, so that it runs its backward although nothing
-    came in.
+    op: (q, k, v, sinks, bindings, *options) -> (out, lse, *kept); `kept` is for the backward only, and the first option
+    is the pattern in JSON.
+    backward_op: (grad_out, grad_lse, q, k, v, out, lse, *kept, bindings, *options) -> (dq, dk, dv).
+    over_ranks: run the backward even without an incoming gradient, as other ranks wait for data from this one.
     """
 
     def remember(ctx, inputs, output) -> None:
@@ -178,10 +178,10 @@ def set_gradient(op: CustomOpDef, backward_op: CustomOpDef, *, refusal: str, ove
 
 @contextmanager
 def autograd_on() -> Iterator[None]:
-    """Operations record for autograd as they do outside of an op; `torch.enable_grad` alone does nothing in one.
+    """Let autograd record inside a custom op's kernel, where `torch.enable_grad` alone has no effect.
 
-    An op's kernel runs without autograd's dispatch keys, since the op as a whole has a derivative of its own. Where
-    it calls what has its backward from autograd, it needs them.
+    A kernel runs without autograd's dispatch keys, as the op registers its own backward. It needs them to
+    differentiate torch operations inside the kernel.
     """
     keys, excluded = _torch_private.DispatchKey, _torch_private.dispatch_tls_local_exclude_set()
     for key in (keys.AutogradFunctionality, keys.AutogradOther, keys.AutogradNestedTensor):
@@ -192,18 +192,18 @@ def autograd_on() -> Iterator[None]:
 
 
 def copies(bindings: Sequence[Tensor]) -> list[Tensor]:
-    """Run-time tensors as a forward read them, for its backward: what writes to them may count no version."""
+    """Copies of run-time tensors for the backward, as writes to the originals may not increment their version."""
     return [x.detach().clone() for x in bindings]
 
 
 def no_gradients(bindings: Sequence[Tensor], options: Sequence[Any]) -> tuple[Any, ...]:
-    """What stands for the gradients of an op's run-time tensors and plain values."""
-    # An empty list, such as a block size that was left open, counts as a list of tensors there.
+    """Empty gradients of an op's run-time tensors and plain values."""
+    # autograd takes an empty list, such as a default block size, for a list of tensors, whose gradient is a list.
     return [None] * len(bindings), *([] if isinstance(option, list) and not option else None for option in options)
 
 
 def refuse(words: str) -> Callable[..., NoReturn]:
-    """The gradient of an op that has none."""
+    """Backward of an op without a gradient: raises RuntimeError(words)."""
 
     def backward(ctx, *grads) -> NoReturn:
         raise RuntimeError(words)

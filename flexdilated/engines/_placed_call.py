@@ -1,4 +1,4 @@
-"""PlacedCall: attention of queries and keys that stand at stated positions, for a part of a sequence."""
+"""PlacedCall: attention over part of a sequence, with the positions of its queries and keys in a Placement."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from .tiles._tiles_op import attention, gradients, tiles
 
 @dataclass(frozen=True)
 class PlacedCall:
-    """What a call is besides its q, k, v, sinks and run-time tensors, as plain values."""
+    """Plain values of a call: everything but q, k, v, sinks and run-time tensors."""
 
     pattern: str
     placement: Placement
@@ -40,7 +40,7 @@ class PlacedCall:
         return_lse: bool = True,
         wide: bool = False,
     ) -> tuple[Tensor, Tensor | None]:
-        """(out, lse if asked for); with `wide`, which has no gradient, out may come wider than q, as it is summed."""
+        """(out, lse or None). With `wide`, which has no gradient, tiles returns out in the dtype of lse."""
         if self.engine == "tiles" and wide:
             return attention(self._key(q, k), q, k, v, sinks, bindings, self.scale, wide=True)
         if self.engine == "tiles":
@@ -51,9 +51,9 @@ class PlacedCall:
     def backward(
         self, q: Tensor, k: Tensor, v: Tensor, bindings: list[Tensor], whole: WholeRows
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """(dq, dk, dv) of a part of the keys of `whole`, the rows' outcome over all keys.
+        """(dq, dk, dv) of attention over these keys, which are a part of the keys of the rows in `whole`.
 
-        The gradients of all parts add up to those of the whole; tiles gives them in float32 or wider.
+        The gradients of all parts sum to the gradients of the whole; tiles returns them in float32 or wider.
         """
         if self.engine == "tiles":
             return gradients(self._key(q, k), q, k, v, bindings, whole, self.scale, wide=True)
@@ -66,7 +66,7 @@ class PlacedCall:
         return dq, dk, dv
 
     def key(self, num_heads: int, num_kv_heads: int, num_queries: int, num_keys: int) -> CallKey:
-        """The call with these sizes."""
+        """CallKey of the call for these sizes."""
         heads = (self.head_offset, self.num_heads_global)
         sizes = (num_heads, num_kv_heads, num_queries, num_keys)
         return CallKey(self.pattern, *sizes, 0, 0, *heads, 1, self.sides, self.placement.text)
@@ -76,7 +76,7 @@ class PlacedCall:
 
 
 def placed_engine(engine: str, device: torch.device) -> str:
-    """The engine, if it serves tokens at stated positions; ValueError otherwise."""
+    """Return the engine if it supports a Placement on this device; otherwise raise ValueError."""
     if engine in ("reference", "flash"):
         raise ValueError(f"{engine=} runs whole sequences; 'tiles' (on CPU) and 'flex' run parts of one")
     if engine == "tiles" and not device_kind(device).on_host:

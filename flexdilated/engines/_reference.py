@@ -1,4 +1,4 @@
-"""The dense oracle: attention as the definition says it, in float64 with an N x M matrix. For tests and tiny inputs."""
+"""The dense reference: attention by its definition, in float64 with an N x M matrix. For tests and small inputs."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from ._score_mod import ScoreMod, new_score
 
 
 def multiplicity(bound: Bound, device: torch.device) -> Int64[Tensor, "B H N M"]:
-    """How many branches allow each pair; one batch entry where all are alike."""
+    """Number of branches that allow each pair; B = 1 if all batch entries have one rule."""
     b, h, q, k = _places(bound, device)
     shape = (bound.pattern.num_entries(), bound.num_heads, bound.num_queries, bound.num_keys)
     total = torch.zeros(shape, dtype=torch.int64, device=device)
@@ -37,7 +37,7 @@ def _places(bound: Bound, device: torch.device) -> tuple[Tensor, Tensor, Tensor,
 
 
 def modified_scores(scores: Float[Tensor, "B H N M"], score_mod: ScoreMod, bound: Bound) -> Float[Tensor, "B H N M"]:
-    """score_mod of every score, of which it sees one at a time, as in FlexAttention."""
+    """Apply score_mod to every score, one at a time, as FlexAttention does."""
 
     def each(*one: Tensor) -> Tensor:
         return new_score(score_mod(*one))
@@ -57,11 +57,11 @@ def reference_attention(
     score_mod: ScoreMod | None = None,
     sinks: Float[Tensor, " H"] | None = None,
 ) -> tuple[Float[Tensor, "B H N D"], Float[Tensor, "B H N"]]:
-    """One softmax over the multiset union, in float64; out in q's dtype, lse in float64.
+    """One softmax over the multiset union of branches, in float64; out in q's dtype, lse in float64.
 
-    A sink is a key more with its head's logit for score and value 0. Differentiable as often as wanted.
-    Rows without keys (and sink) give output 0 and lse -inf. What such rows hold, and keys that no query sees, reaches
-    nothing: a weight of 0 times NaN would be NaN.
+    A sink is one more key, with the head's sink as its score and value 0. Differentiable any number of times.
+    Rows without keys (and sink) have output 0 and lse -inf. Queries without keys, and keys that no query sees, are
+    zeroed first, so that a NaN in them has no effect.
     """
     bound = replace(bound, batch=q.shape[0])
     times = multiplicity(bound, q.device)
@@ -77,7 +77,7 @@ def reference_attention(
         column = sinks.double()[:, None, None].expand(*scores.shape[:3], 1)
         scores, values = torch.cat([scores, column], -1), pad(values, (0, 0, 0, 1))
     empty = (scores == -torch.inf).all(-1)
-    # A row without keys has no softmax, and none of its NaN gradients: its weights come out 0 all the same.
+    # Rows without keys are kept out of logsumexp, whose gradient would be NaN; their weights, exp(-inf), are 0 anyway.
     lse = scores.masked_fill(empty[..., None], 0.0).logsumexp(-1)
     weights = (scores - lse[..., None]).exp()
     out = hidden.clear_queries(weights @ values, dim=2)

@@ -1,4 +1,4 @@
-"""score_mod: a caller's function of scores, called with what a term's indices stand for."""
+"""score_mod: a caller's function of scores, called with global heads and positions in place of a term's indices."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ ScoreMod = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]
 
 @dataclass(frozen=True, eq=False)
 class Indices:
-    """What a term's (batch, head, query, key) indices stand for: batch entry, global head and positions.
+    """Map of a term's (batch, head, query, key) indices to batch entry, global head and positions.
 
-    `translate` makes of a score_mod and these numbers one that a term's indices go into.
+    translate(score_mod, *numbers) is a score_mod that takes a term's indices.
     """
 
     translate: Callable[..., ScoreMod]
@@ -30,7 +30,7 @@ class Indices:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of what grows with tokens or heads."""
+        """Bytes of the tensors that grow with tokens or heads."""
         return sum(each.nbytes for each in self.numbers if each.dim())
 
     def at_positions(self, score_mod: ScoreMod) -> ScoreMod:
@@ -38,7 +38,7 @@ class Indices:
 
 
 def new_score(found: object) -> Tensor:
-    """What a score_mod made of one score; TypeError or ValueError unless it is one score."""
+    """Return the result of a score_mod; TypeError or ValueError unless it is a tensor of shape ()."""
     if not isinstance(found, Tensor):
         raise TypeError(f"score_mod must return the new score, a tensor; got {type(found).__name__}")
     if found.dim() != 0:
@@ -47,13 +47,13 @@ def new_score(found: object) -> Tensor:
 
 
 def probe(score_mod: ScoreMod, q: Tensor, head: int, q_position: int, k_position: int) -> Tensor:
-    """score_mod of one score, 0."""
+    """Call score_mod with a score of 0, for batch entry 0, to check its result."""
     indices = (torch.tensor(index, device=q.device) for index in (0, head, q_position, k_position))
     return new_score(score_mod(q.new_zeros(()), *indices))
 
 
 def indices_of(term: Term, device: torch.device) -> Indices:
-    """What the indices of a term stand for."""
+    """The map of a term's indices, in its most compact form."""
 
     def scalar(value: int) -> Tensor:
         return torch.tensor(value, device=device)
@@ -74,7 +74,7 @@ def indices_of(term: Term, device: torch.device) -> Indices:
     return Indices(in_order, (heads, *positions))
 
 
-# FlexAttention wants one plain closure, with its parameters in tensors.
+# FlexAttention takes a plain closure; its parameters are tensors so that other values need no recompilation.
 
 
 def in_order(
@@ -83,7 +83,7 @@ def in_order(
     q_positions: Int64[Tensor, "H S"],
     k_positions: Int64[Tensor, "H S"],
 ) -> ScoreMod:
-    """For a term's heads, and slots in any order of the tokens."""
+    """score_mod of a term whose slots have their positions listed."""
 
     def at_positions(score, b, h, q, k):
         return new_score(score_mod(score, b, heads[h], q_positions[h, q], k_positions[h, k]))
@@ -104,7 +104,7 @@ def in_segments(
     k_first: Tensor,
     k_last: Tensor,
 ) -> ScoreMod:
-    """For padded segments; slots that hold nothing stand at positions that exist, for the tables of a caller."""
+    """score_mod of padded segments; positions of padding slots are clamped, so that they can index tables."""
 
     def at_positions(score, b, h, q, k):
         q_position = q_starts[h] + q // width * segment + q % width * step
@@ -119,7 +119,7 @@ def in_segments(
 def shifted(
     score_mod: ScoreMod, heads: Int64[Tensor, " H"], q_offset: Int64[Tensor, ""], k_offset: Int64[Tensor, ""]
 ) -> ScoreMod:
-    """For a term's heads, and tokens in the natural order."""
+    """score_mod of a term over all tokens in order."""
 
     def at_positions(score, b, h, q, k):
         return new_score(score_mod(score, b, heads[h], q + q_offset, k + k_offset))
@@ -128,9 +128,9 @@ def shifted(
 
 
 def plain_values(x: object, depth: int = 4) -> Hashable:
-    """The code of a function and the numbers and texts that it captured, which tracing makes constants of its graph.
+    """Code of a function with its captured numbers and strings, which are constants in a traced graph.
 
-    Of what lies deeper, and of tensors and other objects, the type alone.
+    Tensors, other objects and values nested deeper than `depth` count by type alone.
     """
     if x is None or isinstance(x, int | float | str):
         return x

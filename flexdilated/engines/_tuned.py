@@ -1,4 +1,4 @@
-"""The fastest measured way of each call: kept for the process, and stored beside the constants of the device."""
+"""Fastest measured Choice of each call: kept for the process, and stored in a file next to the device's constants."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _log = logging.getLogger("flexdilated")
 
 
 class TuningKey(NamedTuple):
-    """What a measurement depends on: the call, the kind of device, the dtype and the head dim."""
+    """Key of a measurement: the call, the kind of device, the dtype and the head dim."""
 
     call: CallKey
     kind: str
@@ -28,11 +28,11 @@ class TuningKey(NamedTuple):
 
     @classmethod
     def of(cls, call: CallKey, q: Tensor) -> TuningKey:
-        return cls(call, q.device.type, str(q.dtype), int(q.shape[-1]))  # tracing may leave it open
+        return cls(call, q.device.type, str(q.dtype), int(q.shape[-1]))  # symbolic in a trace
 
 
 class TuningResult(NamedTuple):
-    """The fastest way, and whether the backward was measured too."""
+    """Fastest choice; `backward`: the measurement included the backward."""
 
     choice: Choice
     backward: bool
@@ -44,7 +44,7 @@ _sources: set[str] = set()
 
 
 def chosen(call: CallKey, q: Tensor) -> Choice | None:
-    """The fastest measured way of such a call; None where nothing was measured."""
+    """The fastest measured choice for a call; None if it was not measured."""
     source = machine_of(q.device.type).source
     if source not in _sources:
         _load(source)
@@ -53,12 +53,12 @@ def chosen(call: CallKey, q: Tensor) -> Choice | None:
 
 
 def result_of(key: TuningKey) -> TuningResult | None:
-    """What was measured, or read from the store, for such a call."""
+    """The measured or stored result, or None."""
     return _results.get(key)
 
 
 def remember(key: TuningKey, result: TuningResult) -> Path | None:
-    """Compute such calls in this way from now on; returns the file where that is stored, if there is one."""
+    """Use this result for the call from now on; returns the path of the stored choices, or None if not stored."""
     with _lock:
         _results[key] = result
     path = choices_path(machine_of(key.kind).source)
@@ -72,25 +72,25 @@ def remember(key: TuningKey, result: TuningResult) -> Path | None:
 
 
 def forget_choices() -> None:
-    """Forget every result; what is stored is read anew."""
+    """Forget every result; stored choices are read again when needed."""
     with _lock:
         _results.clear()
         _sources.clear()
 
 
 def num_measured() -> int:
-    """The number of calls whose way was measured, stored ones included as far as they were read."""
+    """Number of calls with a result, including the stored results read so far."""
     return len(_results)
 
 
 def choices_path(source: str) -> Path | None:
-    """Beside the file of the constants in use; None where these come from no file."""
+    """Path of the choices, next to the file of constants in use; None for built-in constants."""
     path = Path(source)
     return path.with_suffix(".choices.json") if source != BUILTIN and path.is_file() else None
 
 
 def _load(source: str) -> None:
-    """Read the choices beside a file of constants, once. What is no such file is not used, which is logged."""
+    """Read the choices stored with a file of constants, once; an invalid file is logged and ignored."""
     path, read = choices_path(source), {}
     if path is not None and path.is_file():
         try:

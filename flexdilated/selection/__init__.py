@@ -1,9 +1,8 @@
-"""Selection: which blocks of keys each block of queries reads, chosen from the data.
+"""Selection: data-dependent choice of the key blocks that each block of queries attends to.
 
-`_boxes` knows what a row may choose from, `_pools` and `_scores` how much a block is worth to it, `_choose` picks;
-`_select_op` is all of it in one op, `_selector` the module. `_selected_attention` attends to what is chosen, and
-`_distill` teaches a module to choose; `_selected_cache` does so token by token. `recipes` has what was published, by
-name.
+`_boxes` finds the candidate blocks of each row of queries, `_pools` and `_scores` score them, `_choose` takes the best.
+`_select_op` is these steps as one op, and `_selector` the module. `_selected_attention` attends to the chosen blocks
+and has the distillation loss; `_selected_cache` does so token by token. `recipes` has published methods by name.
 """
 
 from . import recipes

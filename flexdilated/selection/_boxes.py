@@ -1,4 +1,4 @@
-"""Boxes: a row of queries by a block of keys. Which of them a row may choose, and what it sees there, from the rule."""
+"""Boxes, each a row of queries by a block of keys: from the rule, the candidates of a row and what it sees in them."""
 
 from __future__ import annotations
 
@@ -14,20 +14,22 @@ from ..masks import Pattern, cache
 from ..masks.blocks import allowed_pairs
 from ..masks.core import And, Box, Progression, device_kind, plans
 
-# M keys, C blocks of keys, n rows, x listed boxes, o boxes with pools of their own, p pieces of w such boxes
+# M keys, C blocks of keys, n rows, x listed boxes, o boxes with separate pools, p groups of w such boxes
 
-# What a box is to its row. All but the first two are listed.
+# State of a box. NOTHING: choosing it adds no pair. PLAIN: a candidate that adds all its pairs. WHOLE: a candidate that
+# adds some pairs, with all keys visible. PARTIAL_VIEW: a candidate with hidden keys. UNCHOSEN: no candidate, although
+# it would add pairs. The last three are listed.
 NOTHING, PLAIN, WHOLE, PARTIAL_VIEW, UNCHOSEN = range(5)
 
 _CELLS = 1 << 20  # pairs evaluated at once
-_WIDEST = 64  # boxes of one block that are scored by one product
-_KEPT = 1 << 26  # boxes of a rule that are kept; those of more are built at each call
+_WIDEST = 64  # most boxes of one block that are scored by one product
+_KEPT = 1 << 26  # most boxes of a rule that are cached; above, each call builds them
 
 
 class Rows(NamedTuple):
-    """The rows of a call: blocks of `query_block` positions, the first and the last cut to its queries.
+    """Rows of a call: blocks of `query_block` positions; the first and last may be cut off by the call's queries.
 
-    whole: whether a row looks with all of its queries, or with its first alone.
+    whole: a row is scored by all its queries; otherwise by its first.
     """
 
     num_queries: int
@@ -39,7 +41,7 @@ class Rows(NamedTuple):
 
     @property
     def lead(self) -> int:
-        """Positions of the first row before query 0."""
+        """Number of positions of the first row before query 0."""
         return self.q_offset % self.query_block
 
     @property
@@ -51,25 +53,25 @@ class Rows(NamedTuple):
         return -(-self.num_keys // self.block)
 
     def queries_of(self, part: range) -> tuple[Int64[Tensor, " n"], Int64[Tensor, " n"]]:
-        """(first position, number) of the queries of some rows."""
+        """(first position, number) of each row's queries."""
         begin = torch.arange(part.start, part.stop) * self.query_block - self.lead
         first, stop = begin.clamp(min=0), (begin + self.query_block).clamp(max=self.num_queries)
         return first + self.q_offset, stop - first
 
     def keys_of(self) -> tuple[Int64[Tensor, " C"], Int64[Tensor, " C"]]:
-        """(first position, number) of the keys of each block."""
+        """(first position, number) of each block's keys."""
         first = torch.arange(self.blocks) * self.block
         return first, (self.num_keys - first).clamp(max=self.block)
 
     def portions(self, numbers: int) -> Iterator[range]:
-        """The rows, some at a time: so that so many numbers a row take some MiB, and masks of pairs some more."""
+        """Yield chunks of rows that bound memory: `numbers` values per row to some MiB, masks of pairs to some more."""
         most = min((1 << 20) // max(numbers, self.blocks), (1 << 25) // self.num_keys)
         step = 1 << max(0, most.bit_length() - 1)
         yield from (range(at, min(at + step, self.number)) for at in range(0, self.number, step))
 
 
 class HeadRule(NamedTuple):
-    """The rule of one batch entry and head: what may be seen, and what of it is read anyway."""
+    """Rule of one batch entry and head: the pairs that may be attended to, and among them the pairs that always are."""
 
     within: Pattern
     always: Pattern | None
@@ -78,7 +80,7 @@ class HeadRule(NamedTuple):
 
     @property
     def rest(self) -> Pattern:
-        """What is read only if it is chosen."""
+        """Pairs that are attended to only if their block is chosen: within & ~always."""
         return self.within if self.always is None else And.of(self.within, ~self.always)
 
     @property
@@ -86,11 +88,11 @@ class HeadRule(NamedTuple):
         return self.within.text + ("" if self.always is None else self.always.text)
 
     def sees(self, q: Tensor, k: Tensor) -> Tensor:
-        """Whether `within` allows a pair, over broadcast positions."""
+        """Mask of the pairs that `within` allows, over broadcast positions."""
         return self._holds(self.within, q, k)
 
     def leaves(self, q: Tensor, k: Tensor, seen: Tensor) -> Tensor:
-        """Which of the pairs that are seen `always` leaves open."""
+        """Mask of the `seen` pairs that `always` does not allow."""
         return seen if self.always is None else seen & ~self._holds(self.always, q, k)
 
     def _holds(self, pattern: Pattern, q: Tensor, k: Tensor) -> Tensor:
@@ -102,9 +104,10 @@ class HeadRule(NamedTuple):
 
 
 class OwnPools(NamedTuple):
-    """Boxes that a row sees in part, in pieces of one block each; `at` says where in the pieces each box lies.
+    """Candidates with hidden keys, which need separate pools, in padded groups of one key block each.
 
-    place: row * C + block, ascending. mask: which keys of the block the row sees.
+    place: row * C + block of each box, ascending. at: index of each box in the flattened groups. block: of each group.
+    row: of each box. mask: keys of the block that the row sees.
     """
 
     place: Int64[Tensor, " o"]
@@ -115,11 +118,11 @@ class OwnPools(NamedTuple):
 
 
 class Boxes(NamedTuple):
-    """The boxes of some rows under one rule. Rows are counted from the first of them.
+    """Boxes of a chunk of rows under one rule; row 0 is the first of the chunk.
 
-    state: see the names above. place, gain: of listed boxes, row * C + block, ascending, and the pairs that choosing
-    one adds. sees: which queries of a row see a key; seen: which keys a row sees; None for all. pairs: all that
-    `within` allows; open: of these, those that are read only if they are chosen.
+    state: see the constants above. place: row * C + block of each listed box, ascending. gain: pairs that choosing
+    each listed box adds. sees: queries of each row that see a key; seen: keys that some row sees; None for all. pairs:
+    number of pairs that `within` allows; open: number of them that are attended to only if chosen.
     """
 
     state: UInt8[Tensor, "n C"]
@@ -136,11 +139,10 @@ class Boxes(NamedTuple):
         return sum(x.nbytes for x in tree_leaves(self) if isinstance(x, Tensor))
 
     def on(self, device: torch.device) -> Boxes:
-        """The same on another device."""
         return tree_map_only(Tensor, lambda x: x.to(device), self)
 
     def gains(self, rows: Rows, part: range, blocks: Int64[Tensor, "B T n most"]) -> Int64[Tensor, "B T n most"]:
-        """The pairs that reading these blocks adds for one head; 0 for -1."""
+        """Number of pairs that each chosen block adds for one head; 0 for block -1."""
         row = torch.arange(len(part), device=blocks.device)[:, None]
         queries, keys = rows.queries_of(part)[1].to(blocks.device), rows.keys_of()[1].to(blocks.device)
         known = blocks.clamp(min=0)
@@ -155,13 +157,13 @@ class Boxes(NamedTuple):
 def found_in(
     ascending: Int64[Tensor, " x"], places: Int64[Tensor, "*some"]
 ) -> tuple[Int64[Tensor, "*some"], Bool[Tensor, "*some"]]:
-    """(where in the ascending numbers, whether it is one of them) of each place; the numbers must be some."""
+    """(index in `ascending`, True if present) of each place; `ascending` must not be empty."""
     at = torch.searchsorted(ascending, places).clamp(max=len(ascending) - 1)
     return at, ascending[at] == places
 
 
 def boxes_of(rule: HeadRule, rows: Rows, part: range, device: torch.device) -> Boxes:
-    """The boxes of some rows, from the cache where those of all rows together are not too many."""
+    """Boxes of some rows; cached unless the boxes of all rows exceed _KEPT."""
 
     def built() -> Boxes:
         return _build(rule, rows, part)
@@ -176,7 +178,11 @@ def boxes_of(rule: HeadRule, rows: Rows, part: range, device: torch.device) -> B
 
 
 class _Evaluated(NamedTuple):
-    """Of boxes that bounds do not settle: where, what their rows see, and what could be chosen."""
+    """Boxes that bounds do not decide, evaluated pair by pair.
+
+    pairs: number that `within` allows; gain: number of them that `always` does not allow. view: keys that the row
+    sees. queries: queries that see a key.
+    """
 
     row: Int64[Tensor, " x"]
     block: Int64[Tensor, " x"]
@@ -188,7 +194,7 @@ class _Evaluated(NamedTuple):
 
 
 def _build(rule: HeadRule, rows: Rows, part: range) -> Boxes:
-    """By bounds where they are certain, pair by pair elsewhere."""
+    """Classify boxes by bounds where these decide, pair by pair elsewhere."""
     (q_first, q_count), (k_first, k_count) = rows.queries_of(part), rows.keys_of()
     n, C = len(part), rows.blocks
     r, j = torch.arange(n).repeat_interleave(C), torch.arange(C).repeat(n)
@@ -238,7 +244,7 @@ def _evaluate(rule: HeadRule, rows: Rows, box: Box, r: Tensor, j: Tensor) -> _Ev
 def _sides(
     rows: Rows, part: range, whole: Bool[Tensor, "n C"], some: _Evaluated
 ) -> tuple[Bool[Tensor, "n query_block"] | None, Bool[Tensor, " M"] | None]:
-    """Which queries see a key, and which keys some row sees; None for all."""
+    """(queries of each row that see a key, keys that some row sees); None for all."""
     num_queries, num_keys = rows.queries_of(part)[1], rows.keys_of()[1]
     queries = whole.any(1).long()[:, None].repeat(1, rows.query_block)
     queries.index_add_(0, some.row, some.queries.long())
@@ -246,7 +252,7 @@ def _sides(
     keys.index_add_(0, some.block, some.view.long())
     inside = torch.arange(rows.query_block) < num_queries[:, None]
     shown = (queries > 0) & inside
-    if rows.whole and rows.lead and part.start == 0:  # the row's first query stands behind its start
+    if rows.whole and rows.lead and part.start == 0:  # query 0 is at index `lead` of the first row
         shown[0] = shown[0].roll(rows.lead)
         inside[0] = inside[0].roll(rows.lead)
     looked = slice(None) if rows.whole else slice(0, 1)
@@ -256,7 +262,7 @@ def _sides(
 
 
 def _own_pools(some: _Evaluated, partial: Int64[Tensor, " o"], C: int) -> OwnPools:
-    """The partial boxes block by block, at most so many in a piece; pieces that are not full are padded."""
+    """Group partial boxes by block, at most _WIDEST to a group, and pad the groups."""
     row, block = some.row[partial], some.block[partial]
     order = (block * (int(row.max()) + 1) + row).argsort()
     blocks, number = block[order].unique_consecutive(return_counts=True)

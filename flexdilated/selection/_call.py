@@ -1,4 +1,4 @@
-"""SelectionCall: a call of a selector as plain values, and the rules by which its heads and batch entries choose."""
+"""SelectionCall: a call of a selector as plain values, and the rules of its heads and batch entries."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from ._boxes import HeadRule, Rows
 
 
 class SelectionCall(NamedTuple):
-    """What a choice depends on beside the tensors: patterns as JSON ("" for no `always`), and plain values.
+    """Arguments of a choice except tensors; patterns as JSON, "" for no `always`.
 
-    coarse_block, coarse_query_block: sides of the coarse choice's blocks; 0 without one.
+    coarse_block, coarse_query_block: block sides of the coarse selector; 0 without one.
     """
 
     within: str
@@ -40,27 +40,26 @@ class SelectionCall(NamedTuple):
 
     @classmethod
     def of(cls, *fields: Any) -> SelectionCall:
-        """From an op's arguments; tracing hands over sizes that are no plain integers."""
+        """From an op's arguments, which in a trace have symbolic sizes."""
         hints = cls.__annotations__
         return cls._make(int(x) if hints[name] == "int" else x for name, x in zip(cls._fields, fields, strict=True))
 
     def rows(self, q: Tensor, k: Tensor) -> Rows:
-        """The rows of the call."""
         return Rows(q.shape[2], k.shape[2], self.q_offset, self.block, self.query_block, self.whole)
 
     def tables(self, q: Tensor, k: Tensor) -> int:
-        """T, the tables of each batch entry."""
+        """T, the number of tables of each batch entry."""
         return {"head": q.shape[1], "group": k.shape[1], "all": 1}[self.share]
 
     def both(self, bindings: Sequence[Tensor], extent: Extent) -> Pattern | Mixture:
-        """`within`, and `always` behind it, with the values of run-time tensors in the order of their names."""
+        """Mixture of `within` and then `always`, resolved with run-time tensors, which are sorted by name."""
         patterns: list[Any] = [read_text(text) for text in (self.within, self.always) if text]
         both = Mixture.of(*patterns)
         return both.resolve(dict(zip(names(both), bindings, strict=True)), extent)
 
 
 class HeadPart(NamedTuple):
-    """Batch entries and heads that one rule serves, with the key/value heads that these read."""
+    """Batch entries and query heads with one rule, and the key/value heads that they read."""
 
     entries: slice
     heads: slice
@@ -74,7 +73,7 @@ class HeadPart(NamedTuple):
         return x[self.entries, self.key_heads]
 
     def shared(self, x: Tensor, heads: int) -> Tensor:
-        """Its part of what groups of all `heads` share."""
+        """The part of x for these entries and heads; dim 1 of x has one entry per group of the `heads` heads."""
         own = x[self.entries]
         if self.heads == slice(None):
             return own
@@ -84,7 +83,7 @@ class HeadPart(NamedTuple):
 
 @plans
 def parts_of(call: SelectionCall, bindings: Sequence[Tensor], q: Tensor, k: Tensor) -> list[HeadPart]:
-    """The rules of a call. Raises ValueError where a pattern does not fit its sizes, or tensors are missing."""
+    """Rules of a call. Raises ValueError if a pattern does not fit the sizes, or tensors are missing."""
     batch, heads, groups = q.shape[0], q.shape[1], k.shape[1]
     extent = Extent(call.q_offset + q.shape[2], k.shape[2])
     sizes = {"num_heads": heads, "num_queries": q.shape[2], "num_keys": k.shape[2], "q_offset": call.q_offset}

@@ -1,4 +1,4 @@
-"""Choosing: the best blocks of each row, by number, by their share of a softmax, or by a least share."""
+"""Choice of the best blocks of each row: by number, by cumulative share of a softmax, or by minimum share."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from ..masks.core import advises, require_choice, require_finite, require_int
 @advises()
 @dataclass(frozen=True)
 class TopK:
-    """The k candidates of highest score; all of them where there are fewer.
+    """Choose the k candidates with the highest scores, or all candidates if there are fewer.
 
-    k: at least 1, the width of the table. Raises TypeError or ValueError for another.
+    k: at least 1; the width of the table. Raises TypeError or ValueError for other values.
 
     >>> fd.TopK(8).most
     8
@@ -39,20 +39,20 @@ class TopK:
 
     @property
     def amount(self) -> float:
-        """No share of the softmax is asked for."""
+        """0: there is no minimum share."""
         return 0.0
 
 
 @advises()
 @dataclass(frozen=True)
 class TopP:
-    """The fewest candidates whose shares of the softmax over the row's candidates add up to p at least.
+    """Choose the fewest candidates whose shares of the softmax over the row's candidates sum to at least p.
 
-    p: above 0, at most 1; with 1 every candidate is chosen. most: width of the table; of a choice that is longer the
-    least shares are left out, and the row counts in `Selection.cut`.
-    of: "candidates", as said; or "row": shares of all the attention of the row, and blocks that are no candidates,
-    since `always` covers them, count towards p, as in XAttention. For the scorers "mass" and "antidiagonal", whose
-    scores are such shares, in a selector without `coarse`.
+    p: above 0, at most 1; with 1 every candidate is chosen. most: width of the table; a longer choice loses its
+    smallest shares, and the row counts in `Selection.cut`.
+    of: "candidates", shares of the softmax over candidates; or "row", shares of the row's whole attention, in which
+    blocks that `always` covers count towards p, as in XAttention. "row" needs the scorer "mass" or "antidiagonal",
+    whose scores are logarithms of such shares, and a selector without `coarse`.
 
     Raises TypeError or ValueError for other values.
     Source: XAttention, arXiv 2503.16428, and FlexPrefill, arXiv 2502.20766.
@@ -72,7 +72,7 @@ class TopP:
 
     @property
     def kind(self) -> str:
-        """What it is called in calls."""
+        """Name in a SelectionCall."""
         return "top_p" if self.of == "candidates" else "top_p_of_row"
 
     @property
@@ -84,10 +84,10 @@ class TopP:
 @advises()
 @dataclass(frozen=True)
 class Threshold:
-    """Every candidate whose share of the softmax over the row's candidates is at least t.
+    """Choose every candidate whose share of the softmax over the row's candidates is at least t.
 
-    t: above 0, at most 1. most: width of the table; of a choice that is longer the least shares are left out, and the
-    row counts in `Selection.cut`. Raises TypeError or ValueError for other values.
+    t: above 0, at most 1. most: width of the table; a longer choice loses its smallest shares, and the row counts in
+    `Selection.cut`. Raises TypeError or ValueError for other values.
     Source: SeerAttention, arXiv 2410.13276.
 
     >>> fd.Threshold(0.02, most=16)
@@ -105,7 +105,7 @@ class Threshold:
 
     @property
     def amount(self) -> float:
-        """The least share."""
+        """The minimum share."""
         return self.t
 
 
@@ -116,14 +116,14 @@ def require_share(name: str, value: object) -> None:
 
 
 class Chosen(NamedTuple):
-    """What rows chose: places among what they could choose from, -1 for none, and how many rows were cut."""
+    """Chosen indices into L, padded with -1, and the number of rows whose choice was cut to `most`."""
 
     places: Int64[Tensor, "B T n most"]
     cut: Int64[Tensor, ""]
 
 
-_NONE = -1e300  # below every float32, so of no candidate
-_TIES = (1 << 29) - 1  # the bits of a float64 that no float32 has
+_NONE = -1e300  # below every float32: marks entries that are no candidates
+_TIES = (1 << 29) - 1  # mantissa bits that float64 has and float32 lacks
 
 
 def choose(
@@ -135,9 +135,9 @@ def choose(
     amount: float,
     most: int,
 ) -> Chosen:
-    """The best candidates of each row, the best first; of equal scores the one of lower id first.
+    """Choose the best candidates of each row, in descending order of score; among equal scores lower ids come first.
 
-    Scores are compared in float32. One that is no number counts as the least there is.
+    Scores are compared in float32; NaN counts as the lowest score.
     """
     keys = _ordered(scores, ids).masked_fill(~candidates, _NONE)
     best, places = keys.topk(min(most, keys.shape[-1]))
@@ -145,7 +145,7 @@ def choose(
     if kind != "top_k":
         total = masked_lse(scores, candidates)
         covered = torch.zeros_like(total)
-        if kind == "top_p_of_row":  # scores are shares of the row already
+        if kind == "top_p_of_row":  # scores are logs of shares of the row already
             covered, total = (1 - total.exp()).clamp(min=0.0), covered
         # A row without candidates has total -inf, and nothing to keep.
         least = total.clamp(min=torch.finfo(scores.dtype).min).unsqueeze(-1)
@@ -167,10 +167,7 @@ def choose(
 
 
 def masked_lse(scores: Float[Tensor, "*rows L"], where: Bool[Tensor, "..."]) -> Float[Tensor, "*rows"]:
-    """log of the sum of exp(score) over some places of each row; -inf, with gradient 0, where there are none.
-
-    where: the places, which broadcast over the scores.
-    """
+    """logsumexp of the scores where `where`, which broadcasts, is true; -inf, with gradient 0, if it is nowhere."""
     shown = scores.masked_fill(~where, -torch.inf)
     top = shown.detach().amax(-1, keepdim=True).clamp(min=torch.finfo(scores.dtype).min)
     total = (shown - top).exp().sum(-1)
@@ -179,12 +176,12 @@ def masked_lse(scores: Float[Tensor, "*rows L"], where: Bool[Tensor, "..."]) -> 
 
 
 def _ordered(scores: Tensor, ids: Tensor) -> Float[Tensor, "B T n L"]:
-    """float64 numbers in the order of the scores in float32, in which no two ids are equal: lower ids stand higher.
+    """float64 sort keys: ordered as the scores in float32, and among equal scores larger for lower ids.
 
-    A float32 as a float64 ends in bits of 0. These hold the id: `topk` promises no order among equal numbers, and a
-    choice that depends on it could change with what other rows hold.
+    A float32 converted to float64 ends in zero bits, into which the id is written. `topk` promises no order among equal
+    numbers, so a choice among ties could otherwise depend on the values of other rows.
     """
     most = torch.finfo(torch.float32).max
-    rounded = scores.float().nan_to_num(nan=-most, posinf=most, neginf=-most) + 0.0  # which makes -0 to 0
+    rounded = scores.float().nan_to_num(nan=-most, posinf=most, neginf=-most) + 0.0  # + 0.0 turns -0 into 0
     bits = rounded.double().view(torch.int64)
     return (bits | torch.where(rounded < 0, ids, _TIES - ids)).view(torch.float64)

@@ -1,4 +1,4 @@
-"""Pools: what is known of a block of keys without looking at each; and what is known of a row of queries."""
+"""Pools: the mean, minimum and maximum of the keys of a block; and the query that summarises a row of queries."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from ._boxes import Rows
 
 
 class Pools(NamedTuple):
-    """Over the keys of each block, in float32 or wider: their mean, and the least and the greatest of each channel."""
+    """Mean, minimum and maximum of each channel over the keys of each block, in float32 or wider."""
 
     mean: Float[Tensor, "B G C D"]
     least: Float[Tensor, "B G C D"]
@@ -25,37 +25,37 @@ class Pools(NamedTuple):
 
 
 def pools_of(k: Float[Tensor, "B G M D"], block: int) -> Pools:
-    """The pools of every block of keys; the last may hold fewer."""
+    """Pools of every block of keys; the last block may have fewer keys."""
     return Pools(mean_of(k, block), *ends_of(k, block))
 
 
 def mean_of(k: Float[Tensor, "B G M D"], block: int) -> Float[Tensor, "B G C D"]:
-    """The mean key of each block."""
+    """Mean key of each block."""
     return torch.cat([part.mean(3, dtype=sum_dtype(k)) for part in _blocks(k, block)], 2)
 
 
 def ends_of(k: Float[Tensor, "B G M D"], block: int) -> tuple[Float[Tensor, "B G C D"], Float[Tensor, "B G C D"]]:
-    """The least and the greatest of each channel over the keys of each block; equal keys share its gradient equally."""
+    """(minimum, maximum) of each channel over the keys of each block; equal keys share a gradient equally."""
     parts = _blocks(k, block)
     least, greatest = (torch.cat([end_of(part, 3, reduce) for part in parts], 2) for reduce in (torch.amin, torch.amax))
     return least, greatest
 
 
 def end_of(x: Tensor, dim: int, reduce: Callable[..., Tensor]) -> Tensor:
-    """`torch.amin` or `torch.amax` in float32 or wider; ends that are equal share the gradient equally.
+    """`torch.amin` or `torch.amax` in float32 or wider; tied elements share the gradient equally.
 
-    So `amax` does, too, but a release of torch may change what it does with ties.
+    torch's own gradient does so, too, but its rule for ties may change between versions.
     """
     if not (x.requires_grad and torch.is_grad_enabled()):
         return reduce(x, dim).to(sum_dtype(x))
     end = reduce(x.detach(), dim, keepdim=True)
     at = x == end
-    mean = torch.where(at, x, 0.0).sum(dim, dtype=sum_dtype(x)) / at.sum(dim)  # the end, but for rounding
+    mean = torch.where(at, x, 0.0).sum(dim, dtype=sum_dtype(x)) / at.sum(dim)  # equals the end up to rounding
     return end.squeeze(dim) + (mean - mean.detach())
 
 
 def _blocks(k: Tensor, block: int) -> list[Tensor]:
-    """The whole blocks, and the last one if it is shorter."""
+    """[whole blocks (B, G, C, block, D)], and the shorter last block as a second tensor, if any."""
     whole = k.shape[2] // block
     parts = [k[:, :, : whole * block].unflatten(2, (whole, block))] if whole else []
     return parts if whole * block == k.shape[2] else [*parts, k[:, :, whole * block :].unsqueeze(2)]
@@ -64,9 +64,9 @@ def _blocks(k: Tensor, block: int) -> list[Tensor]:
 def summaries(
     q: Float[Tensor, "B H N D"], rows: Rows, part: range, sees: Bool[Tensor, "#B #H n query_block"] | None
 ) -> Float[Tensor, "B H n D"]:
-    """One query for each of some rows: the first, or the mean of those that see a key; 0 where none does.
+    """One query for each of some rows: its first, or the mean of its queries that see a key; 0 if none of them does.
 
-    sees: which queries see a key; None where each does.
+    sees: mask of queries that see a key; None if all do.
     """
     if not rows.whole:
         at = (torch.arange(part.start, part.stop, device=q.device) * rows.query_block - rows.lead).clamp(min=0)
@@ -80,7 +80,7 @@ def summaries(
 
 
 def in_rows(q: Float[Tensor, "B H N D"], rows: Rows, part: range) -> Float[Tensor, "B H n query_block D"]:
-    """The queries of some rows, in float32 or wider; 0 where a row is cut by the ends of the call."""
+    """Queries of some rows, in float32 or wider, padded with 0 where a row extends beyond the call's queries."""
     start, stop = (edge * rows.query_block - rows.lead for edge in (part.start, part.stop))
     shown = q[:, :, max(start, 0) : min(stop, q.shape[2])].to(sum_dtype(q))
     if shown.shape[2] != stop - start:

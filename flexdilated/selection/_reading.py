@@ -1,4 +1,4 @@
-"""Reading: attention over what a selector chose, as calls of `attend` around a table; and where its queries stand."""
+"""Reading: attention over chosen blocks, as calls of `attend` with a table; Runs: positions of sharded queries."""
 
 from __future__ import annotations
 
@@ -27,10 +27,10 @@ if TYPE_CHECKING:
 
 
 class Reading(NamedTuple):
-    """What reads a choice: patterns around a table, and the options of its calls.
+    """Attention to a choice: patterns with a run-time table, and the options of `attend`.
 
-    rule: what holds in the call. beyond: what `always` does not allow; None without it. table: the name of the table,
-    which is that of no other tensor.
+    rule: the pairs that the call allows. beyond: ~always; None without `always`. table: name of the table among the
+    run-time tensors. bindings: the other run-time tensors.
     """
 
     rule: Pattern
@@ -59,17 +59,17 @@ class Reading(NamedTuple):
 
     @property
     def always(self) -> Pattern:
-        """What is read in any case."""
+        """Pairs that are attended to without being chosen: always & rule, or `rule` if the selector has no `always`."""
         return self.rule if self.own.always is None else self.own.always & self.rule
 
     @property
     def read(self) -> Pattern:
-        """(chosen | always) & within."""
+        """All attended pairs: (chosen | always) & rule."""
         chosen = self._leaf(self.own.choose.most)
         return (chosen if self.own.always is None else chosen | self.own.always) & self.rule
 
     def added(self, most: int) -> Pattern:
-        """What is read because it is chosen, by a table of this width."""
+        """Pairs that are attended to only by choice: chosen & ~always & rule, with `most` blocks per row."""
         chosen = self._leaf(most) & self.rule
         return chosen if self.beyond is None else chosen & self.beyond
 
@@ -77,7 +77,7 @@ class Reading(NamedTuple):
         return selected_blocks(self.table, block=(self.own.query_block, self.own.block), most=most)
 
     def pairs(self, q: Float[Tensor, "B H N D"], k: Float[Tensor, "B G M D"]) -> Int64[Tensor, ""]:
-        """How many pairs `rule` allows, over all heads and batch entries: what a density is a share of."""
+        """Number of pairs that `rule` allows, over all heads and batch entries: the denominator of a density."""
         call = self.own.call(self.rule, self.options["q_offset"], 1.0)
         both = self.own.with_always(self.rule)
         return selection_pairs(q, k, run_time_tensors(both, self.bindings, has_values=not q.is_meta), *call)
@@ -85,7 +85,7 @@ class Reading(NamedTuple):
     def attend(
         self, q: Tensor, k: Tensor, v: Tensor, pattern: Pattern, blocks: Int64[Tensor, "B T R most"] | None = None
     ) -> tuple[Float[Tensor, "B H N D"], Float[Tensor, "B H N"]]:
-        """(out in the dtype of lse, lse) over a pattern, and a table where it names one."""
+        """(out in the dtype of lse, lse) over a pattern; blocks: the table, if the pattern has one."""
         known = names(pattern)
         bindings = {name: x for name, x in self.bindings.items() if name in known}
         bindings |= {} if blocks is None else {self.table: blocks}
@@ -100,7 +100,7 @@ class Reading(NamedTuple):
         blocks: Int64[Tensor, "B T R most"],
         scores: Float[Tensor, "B T R most"] | None,
     ) -> tuple[Float[Tensor, "B H N D"], Float[Tensor, "B H N"]]:
-        """(out, lse) over what `added` allows; with scores each block's logits are raised by its own."""
+        """(out, lse) over the pairs of `added`; the score of a block, if given, is added to its logits."""
         if scores is None:
             return self.attend(q, k, v, self.added(blocks.shape[-1]), blocks)
         biases = self._of_queries(scores.masked_fill(blocks < 0, 0.0), q)
@@ -114,16 +114,16 @@ class Reading(NamedTuple):
         return out, lse
 
     def _of_queries(self, scores: Float[Tensor, "B T R most"], q: Tensor) -> Float[Tensor, "B H N most"]:
-        """The scores of each query's row, for each head."""
+        """Scores of each query's row, for each head."""
         side, first = self.own.query_block, self.options["q_offset"]
         row = (torch.arange(q.shape[2], device=q.device) + first % side) // side
         return scores.repeat_interleave(q.shape[1] // scores.shape[1], 1)[:, :, row]
 
 
 class Runs(NamedTuple):
-    """The queries of a call, cut where their positions do not go on: run i has lengths[i] of them from starts[i] on.
+    """Runs of queries at consecutive positions: run i has lengths[i] queries from position starts[i].
 
-    over, sharding: the ranks whose keys these queries choose from; None where the call has them all.
+    over, sharding: the ranks that hold the keys; None if this call has all keys.
     """
 
     starts: Sequence[int]
@@ -132,11 +132,11 @@ class Runs(NamedTuple):
     sharding: Sharding | None = None
 
     def parts(self, q: Float[Tensor, "B H L D"]) -> list[tuple[int, Tensor]]:
-        """(position of the first, queries) of each run."""
+        """(first position, queries) of each run."""
         return list(zip(self.starts, [q] if len(self.starts) == 1 else q.split(self.lengths, 2), strict=True))
 
     def whole(self, *keys: Float[Tensor, "B G L D"]) -> tuple[Float[Tensor, "B G M D"], ...]:
-        """The keys, or keys and values, of all ranks: in one gather, so that the ranks' backwards meet in one, too."""
+        """All-gather keys, or keys and values, over ranks, in one collective so that the backward has one, too."""
         if self.over is None:
             return keys
         from ..distributed import unshard
@@ -144,7 +144,7 @@ class Runs(NamedTuple):
         return unshard(torch.stack(keys), self.over.mesh, self.sharding, dim=3).unbind()
 
     def total(self, number: Int64[Tensor, ""]) -> Int64[Tensor, ""]:
-        """The sum over the ranks."""
+        """Sum over ranks."""
         if self.over is None:
             return number
         from ..distributed import unshard
@@ -165,9 +165,9 @@ def runs_over(
     within: Pattern | None,
     gradient: str,
 ) -> Runs:
-    """The runs of this rank's queries, after the checks that need no other rank's tokens.
+    """Runs of this rank's queries, after checks that send no tokens.
 
-    Raises ValueError, on all ranks, where their calls differ, or where a rank's positions begin within a row.
+    Raises ValueError on all ranks if their calls differ or a run of any rank begins within a row.
     """
     from ..distributed.group import check_shards
 
@@ -185,7 +185,7 @@ def runs_over(
     )
     place = (ranks.name, ranks.size, ranks.rank, ranks.device_type)
     agreed = _agreed(place, sharding.numbers(), selector.largest_row, facts)
-    # What torch.compile takes for a constant has no type there before it is asked for its integers.
+    # In a trace the result of a graph constant has no type until its integers are read.
     starts, lengths = ([index(number) for number in numbers] for numbers in agreed)
     return Runs(starts, lengths, over, sharding)
 
@@ -194,7 +194,7 @@ def runs_over(
 def _agreed(
     place: tuple[str, int, int, str], numbers: tuple[int, ...], side: int, facts: tuple[tuple[str, object], ...]
 ) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """(starts, lengths) of the runs of this rank; a rank without tokens has one run of none."""
+    """(starts, lengths) of this rank's runs; a rank without tokens has one run of length 0."""
     from ..distributed.group import Ranks, Sharding, check_agreement
 
     ranks, sharding = Ranks(*place), Sharding.of(numbers)
@@ -212,7 +212,7 @@ def _agreed(
 
 
 def joined(found: Sequence[tuple[Selection, Reading, Tensor]], k: Float[Tensor, "B G M D"]) -> Selection:
-    """The choices of runs as one, each given with its reading and its queries."""
+    """Concatenate the selections of runs, each with its Reading and queries; density and cut are weighted means."""
     if len(found) == 1:
         return found[0][0]
     chosen = [each for each, _, _ in found]

@@ -1,4 +1,4 @@
-"""Scores: how much each block of keys is worth to a row, by its pools or by exact shares of attention."""
+"""Scores of key blocks for rows of queries: by pools of the keys, or by shares of attention."""
 
 from __future__ import annotations
 
@@ -14,22 +14,22 @@ from ._choose import masked_lse
 from ._pools import end_of, ends_of, in_rows, mean_of, summaries
 
 # b batch entries, h query heads, g key/value heads, N queries, M keys, C blocks of keys, n rows, L blocks to choose
-# from, o boxes with pools of their own, p pieces of w such boxes, D head dim
+# from, o boxes with separate pools, p groups of w such boxes, D head dim
 
-LOGS = ("mass", "antidiagonal")  # whose scores are logarithms of shares
-_AT_ONCE = 1 << 21  # numbers
+LOGS = ("mass", "antidiagonal")  # scorers whose scores are logarithms of shares
+_AT_ONCE = 1 << 21  # most numbers of an intermediate tensor
 
 
 @dataclass(frozen=True)
 class Scorer:
-    """How blocks are scored, the same for all rows and heads of a call."""
+    """A named score with its scale and stride, for all rows and heads of a call."""
 
     name: str
     scale: float
     stride: int
 
     def pools(self, k: Float[Tensor, "b g M D"], block: int) -> tuple[Float[Tensor, "b g C D"], ...]:
-        """What is made of the keys once for all rows."""
+        """The pools that the score needs, computed once for all rows."""
         if self.name == "mean":
             return (mean_of(k, block),)
         return ends_of(k, block) if self.name == "minmax" else ()
@@ -45,7 +45,7 @@ class Scorer:
         part: range,
         lists: Int64[Tensor, "b x n L"] | None,
     ) -> Float[Tensor, "b h n L"]:
-        """The scores of some rows over all blocks, or over those listed; no number has a meaning at no candidate."""
+        """Scores of some rows over all blocks, or over the listed blocks; only candidates' scores are defined."""
         if self.name in LOGS:
             exact = _mass if self.name == "mass" else _antidiagonal
             found = [exact(self, q, k, rule, rows, few) for few in _few_rows(q, rows, part, self.stride)]
@@ -59,13 +59,13 @@ class Scorer:
         return _put(scores, self._own(queries, k, boxes.own, rows.block), boxes.own, rows, lists)
 
     def _parts_of(self, queries: Tensor) -> tuple[Tensor, ...]:
-        """What meets each pool: sum_d max(q_d * greatest_d, q_d * least_d) goes by the sign of q_d."""
+        """The factor of each pool; in sum_d max(q_d * greatest_d, q_d * least_d) the sign of q_d decides the pool."""
         return (queries,) if self.name == "mean" else _by_sign(queries)
 
     def _own(
         self, queries: Float[Tensor, "b h n D"], k: Float[Tensor, "b g M D"], own: OwnPools, block: int
     ) -> Float[Tensor, "b h o"]:
-        """The scores of boxes that a row sees in part, by pools over the keys that it sees."""
+        """Scores of boxes with hidden keys, by pools over the visible keys."""
         p, w = own.row.shape
         wide = k.shape[3] if self.name == "minmax" else queries.shape[1]
         few = max(1, _AT_ONCE // (k.shape[0] * w * block * wide))
@@ -84,7 +84,7 @@ class Scorer:
                     end_of(keys.unsqueeze(3).masked_fill(hidden, value), 4, reduce).unsqueeze(2)
                     for reduce, value in ((torch.amin, torch.inf), (torch.amax, -torch.inf))
                 )
-                blind = ~mask.any(-1, keepdim=True)  # in the padding of a piece
+                blind = ~mask.any(-1, keepdim=True)  # padding of a group
                 least, greatest = least.masked_fill(blind, 0.0), greatest.masked_fill(blind, 0.0)
                 negative, positive = _by_sign(rows)
                 scores = (negative * least + positive * greatest).sum(-1)
@@ -93,23 +93,24 @@ class Scorer:
 
 
 def _by_sign(q: Tensor) -> tuple[Tensor, Tensor]:
-    """(negative, positive) numbers of q, 0 elsewhere.
+    """(negative part, positive part) of q.
 
-    A 0 is in both, each with half its gradient: where max(q * greatest, q * least) bends, its derivative is their mean.
+    A zero of q is in both parts, with half the gradient in each: the derivative of max(q * greatest, q * least) there
+    is the mean of greatest and least.
     """
     halved = torch.where(q == 0, 0.5 * q, q)
     return halved.masked_fill(q > 0, 0.0), halved.masked_fill(q < 0, 0.0)
 
 
 def at_lists(scores: Float[Tensor, "b h n C"], lists: Int64[Tensor, "b x n L"] | None) -> Float[Tensor, "b h n L"]:
-    """Of the scores of all blocks those that are listed."""
+    """Gather the scores of the listed blocks."""
     return (
         scores if lists is None else scores.gather(-1, for_heads(lists, scores.shape[1]).clamp(0, scores.shape[-1] - 1))
     )
 
 
 def for_heads(x: Tensor, heads: int) -> Tensor:
-    """What groups of heads share, for each head."""
+    """Expand dim 1 from groups of heads to heads."""
     if x.shape[1] == 1:
         return x.expand(-1, heads, *x.shape[2:])
     return x if x.shape[1] == heads else x.repeat_interleave(heads // x.shape[1], 1)
@@ -122,7 +123,7 @@ def _put(
     rows: Rows,
     lists: Int64[Tensor, "b x n L"] | None,
 ) -> Float[Tensor, "b h n L"]:
-    """The scores with those of boxes of their own in place."""
+    """Replace the scores of boxes with hidden keys by `own`."""
     if lists is None:
         return scores.flatten(2).index_copy(2, boxes.place, own).view_as(scores)
     row = torch.arange(lists.shape[2], device=lists.device)[:, None]
@@ -131,7 +132,7 @@ def _put(
 
 
 def _products(q: Float[Tensor, "b h n D"], k: Float[Tensor, "b g m D"]) -> Float[Tensor, "b h n m"]:
-    """Every query by every key of its head."""
+    """Dot products of every query with every key of its key/value head."""
     groups = q.unflatten(1, (k.shape[1], -1)).flatten(2, 3)
     return (groups @ k.to(q.dtype).mT).view(*q.shape[:3], k.shape[2])
 
@@ -139,7 +140,7 @@ def _products(q: Float[Tensor, "b h n D"], k: Float[Tensor, "b g m D"]) -> Float
 def _listed(
     q: Float[Tensor, "b h n D"], pool: Float[Tensor, "b g C D"], lists: Int64[Tensor, "b x n L"]
 ) -> Float[Tensor, "b h n L"]:
-    """Every query by the listed pools of its head; gathered are these alone."""
+    """Dot products of every query with the listed pools of its key/value head, which are gathered."""
     lists = for_heads(lists, max(lists.shape[1], pool.shape[1]))
     heads = for_heads(pool, lists.shape[1])
     at = lists.clamp(0, pool.shape[2] - 1).flatten(2)[..., None].expand(-1, -1, -1, q.shape[3])
@@ -148,14 +149,14 @@ def _listed(
 
 
 def _few_rows(q: Tensor, rows: Rows, part: range, stride: int) -> list[range]:
-    """Some rows at a time, for scores of single keys, or of tiles of them."""
+    """Chunks of rows that bound the scores of single keys, or of stride x stride tiles."""
     each = q.shape[0] * q.shape[1] * (rows.query_block if rows.whole else 1) * rows.num_keys // stride**2
     few = max(1, _AT_ONCE // max(1, each))
     return [range(at, min(at + few, part.stop)) for at in range(part.start, part.stop, few)]
 
 
 def _mass(scorer: Scorer, q: Tensor, k: Tensor, rule: HeadRule, rows: Rows, part: range) -> Float[Tensor, "b h n C"]:
-    """Logarithms of the mean share that the row's queries give to each block, of a softmax over all keys they see."""
+    """log of each block's share of a softmax over all visible keys, averaged over the row's queries."""
     if rows.whole:
         queries = in_rows(q, rows, part).flatten(2, 3)
         positions, group = _positions(rows, part, 0, 1, q.device), rows.query_block
@@ -169,7 +170,7 @@ def _mass(scorer: Scorer, q: Tensor, k: Tensor, rule: HeadRule, rows: Rows, part
 def _antidiagonal(
     scorer: Scorer, q: Tensor, k: Tensor, rule: HeadRule, rows: Rows, part: range
 ) -> Float[Tensor, "b h n C"]:
-    """The same of tiles of stride x stride pairs, each with the mean score of its antidiagonal's allowed pairs."""
+    """Log shares as from `_mass`, over stride x stride tiles; a tile's score is the mean of its antidiagonal."""
     stride = scorer.stride
     queries = in_rows(q, rows, part).flatten(2, 3)
     keys = pad(k.to(queries.dtype), (0, 0, 0, rows.blocks * rows.block - k.shape[2]))
@@ -186,14 +187,14 @@ def _antidiagonal(
 
 
 def _positions(rows: Rows, part: range, step: int, stride: int, device: torch.device) -> Int64[Tensor, " n"]:
-    """Positions of every stride-th query of whole rows, also where a row is cut."""
+    """Positions of every stride-th query from `step`, as if no row were cut off."""
     start = rows.q_offset - rows.lead
     first, stop = (start + edge * rows.query_block for edge in (part.start, part.stop))
     return torch.arange(first + step, stop, stride, device=device)
 
 
 def _sees(rule: HeadRule, rows: Rows, queries: Int64[Tensor, " n"], keys: Int64[Tensor, " m"]) -> Bool[Tensor, "n m"]:
-    """Whether `within` allows each pair of the call; False for positions that the call does not have."""
+    """Mask of the pairs that `within` allows; False for positions outside the call."""
     last = rows.q_offset + rows.num_queries - 1
     inside = ((queries >= rows.q_offset) & (queries <= last))[:, None] & (keys < rows.num_keys)
     q, k = queries.clamp(rows.q_offset, last)[:, None], keys.clamp(max=rows.num_keys - 1)
@@ -203,9 +204,9 @@ def _sees(rule: HeadRule, rows: Rows, queries: Int64[Tensor, " n"], keys: Int64[
 def _shares(
     scores: Float[Tensor, "b h m t"], shown: Bool[Tensor, "m t"], per: int, group: int
 ) -> Float[Tensor, "b h n C"]:
-    """Logarithms of each block's share of a softmax over what is shown, meant over the `group` lines of a row.
+    """log of each block's share of the softmax over `shown` entries, averaged over the `group` lines of a row.
 
-    A block has `per` columns. Lines that show nothing are left out.
+    per: columns of a block. Lines without shown entries are left out of the mean.
     """
     blocks = masked_lse(scores.unflatten(-1, (-1, per)), shown.unflatten(-1, (-1, per)))
     total = masked_lse(blocks, blocks > -torch.inf)

@@ -1,4 +1,4 @@
-"""The op that scores and chooses: opaque to torch.compile, which sees its shapes and the gradient of its scores."""
+"""The op that scores and chooses; torch.compile traces only its shapes and the gradient of its scores."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ from ._scores import LOGS, Scorer, at_lists, for_heads
 
 
 class Scored(NamedTuple):
-    """What the tables of some rows may choose from, and how much it is worth."""
+    """Scores and candidates of some rows for each table."""
 
     scores: Float[Tensor, "B T n L"]
     candidates: Bool[Tensor, "B T n L"]
 
 
 class _Portion(NamedTuple):
-    """Some rows of a call, and the blocks that a coarse choice left them; None for all."""
+    """Some rows of a call; lists: the blocks within the coarse choice, -1 for none; None for all blocks."""
 
     rows: range
     lists: Int64[Tensor, "B x n L"] | None
@@ -60,7 +60,7 @@ def _scored(
     pools: tuple[Tensor, ...],
     given: Tensor | None,
 ) -> Scored:
-    """The scores of some rows for each table."""
+    """Scores of the portion's rows for each table; given: a module's scores."""
     rows, scorer = call.rows(q, k), Scorer(call.scorer, call.scale, call.stride)
     found = []
     for part, own in zip(parts, boxes, strict=True):
@@ -96,7 +96,7 @@ def _assembled(parts: list[HeadPart], found: list[Tensor], shape: Sequence[int])
 
 
 def _by_table(call: SelectionCall, scored: Scored, tables: int, own: int) -> Scored:
-    """The scores of heads that share a table as one; own: the number of heads that have scores of their own."""
+    """Combine the scores of heads that share a table; own: number of heads with separate scores, H or G."""
     scores, candidates = scored
     if tables == scores.shape[1]:
         return scored
@@ -122,9 +122,9 @@ def choose_blocks(
     call: SelectionCall,
     pools: tuple[Tensor, ...] | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """(blocks, their places among what could be chosen, their scores, density, cut) of a call, some rows at a time.
+    """(chosen blocks, their indices into L, their scores, density, cut) of a call, computed in chunks of rows.
 
-    pools: of the keys, as the scorer makes them, where they are known.
+    given: a module's scores. pools: `Scorer.pools` of the keys, if known.
     """
     rows, parts, tables = call.rows(q, k), parts_of(call, bindings, q, k), call.tables(q, k)
     shape = (q.shape[0], tables, rows.number, call.most)
@@ -159,13 +159,13 @@ def choose_blocks(
 def select_blocks(
     q: Tensor, k: Tensor, given: Tensor | None, coarse: Tensor | None, bindings: list[Tensor], call: SelectionCall
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """`choose_blocks`; what its rows may choose from is looked up when the op runs, so any size needs no retracing."""
+    """`choose_blocks` as an op; boxes are looked up at run time, so other sizes need no retracing."""
     return choose_blocks(q, k, given, coarse, bindings, call)
 
 
 @select_blocks.register_fake
 def _(q, k, given, coarse, bindings, *options):
-    call = SelectionCall._make(options)  # its sizes may be those of no call in particular
+    call = SelectionCall._make(options)  # its sizes may be symbolic
     shape = (q.shape[0], call.tables(q, k), call.rows(q, k).number, call.most)
     blocks, places = (q.new_empty(shape, dtype=torch.int64) for _ in range(2))
     found = q.new_empty(shape, dtype=sum_dtype(q))
@@ -183,7 +183,7 @@ def select_blocks_backward(
     bindings: list[Tensor],
     call: SelectionCall,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The gradients of the chosen scores: of q and k, or of the scores that were given; others are empty."""
+    """(dq, dk, dgiven) from the gradient of the chosen scores; tensors of shape (0,) for unused ones."""
     rows, parts = call.rows(q, k), parts_of(call, bindings, q, k)
     leaves = [x.detach().requires_grad_() for x in ((q, k) if given is None else (given,))]
     totals = [torch.zeros_like(x, dtype=sum_dtype(x)) for x in leaves]
@@ -214,7 +214,7 @@ def _(grad, q, k, given, coarse, places, bindings, *options):
 def _cleared(
     parts: list[HeadPart], boxes: list[Boxes], some: range, rows: Rows, q: Tensor, k: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """q and k with 0 where no row of these sees a key, and where none sees it: 0 times NaN would be a gradient."""
+    """Zero queries that see no key and keys that no row sees: their NaN, times 0, would reach a gradient."""
     sees, seen = sides(parts, boxes, rows, some, q, k)
     if sees is not None:
         start = some.start * rows.query_block - rows.lead
@@ -228,7 +228,7 @@ def _cleared(
 def sides(
     parts: list[HeadPart], boxes: list[Boxes], rows: Rows, some: range, q: Tensor, k: Tensor
 ) -> tuple[Bool[Tensor, "B H n query_block"] | None, Bool[Tensor, "B G M"] | None]:
-    """(which queries of some rows see a key, which keys any of these rows sees); None for all of them."""
+    """(mask of the queries that see a key, mask of the keys that one of the rows sees); None for all."""
     sees = seen = None
     if any(own.sees is not None for own in boxes):
         sees = torch.ones(*q.shape[:2], len(some), rows.query_block, dtype=torch.bool, device=q.device)
@@ -266,10 +266,10 @@ select_blocks_backward.register_autograd(refuse("the scores of a selection have 
 
 @flat_op("flexdilated::selection_sides")
 def selection_sides(q: Tensor, k: Tensor, bindings: list[Tensor], call: SelectionCall) -> tuple[Tensor, Tensor]:
-    """Booleans: which queries of each row see a key, (B, H, R, query_block), and which keys a row sees, (B, G, M)."""
+    """(mask (B, H, R, query_block) of queries that see a key, mask (B, G, M) of keys that some row sees)."""
     rows, parts = call.rows(q, k), parts_of(call, bindings, q, k)
     places = torch.arange(rows.number * rows.query_block, device=q.device) - rows.lead
-    # Of rows that are cut; one that looks with its first query does so with the first that there is.
+    # False outside the call's queries; but a row scored by its first query uses the first query in the call.
     inside = ((places >= 0) & (places < rows.num_queries)) | (not rows.whole)
     sees = inside.view(rows.number, rows.query_block).repeat(*q.shape[:2], 1, 1)
     seen = torch.zeros(*k.shape[:3], dtype=torch.bool, device=k.device)
@@ -291,7 +291,7 @@ def _(q, k, bindings, *options):
 
 @flat_op("flexdilated::selection_pairs")
 def selection_pairs(q: Tensor, k: Tensor, bindings: list[Tensor], call: SelectionCall) -> Tensor:
-    """int64 (): the pairs that `within` allows, over all heads and batch entries."""
+    """Number of pairs that `within` allows, over all heads and batch entries, as int64 of shape ()."""
     if 0 in q.shape or 0 in k.shape:
         return torch.zeros((), dtype=torch.int64, device=q.device)
     rows, number = call.rows(q, k), 0

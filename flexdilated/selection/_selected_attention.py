@@ -1,4 +1,4 @@
-"""SelectedAttention: choose blocks from the data, and attend to them; by a bias or a loss the choice is trained."""
+"""SelectedAttention: attention to blocks chosen from the data, with a choice trained by a bias or a loss."""
 
 from __future__ import annotations
 
@@ -37,32 +37,33 @@ _GRADIENTS = ("none", "bias", "distill")
 class SelectedAttention(nn.Module):
     """Attention over the blocks that a selector chooses: (q, k, v) -> out.
 
-    It attends to (chosen | always) & within, exactly, with exact gradients to q, k and v for what was chosen; the
-    backward is that of the forward's choice. A query without keys gets output 0.
+    Attends to the pairs of (chosen | always) & within. For the chosen blocks the output is exact, and so are the
+    gradients of q, k and v. A query without keys has output 0.
 
-    selector: the `BlockSelector` that chooses, within and beside its own patterns.
-    gradient: how the choice itself is trained.
+    selector: the `BlockSelector` that chooses; its `within` and `always` apply to the attention, too.
+    gradient: how the choice is trained.
         "none": not at all.
-        "bias": by its scores, which are added to the logits. With s(r, b) the selector's score of block b for the row
-            r of query i (of the table that serves the head), the weight of key j is
+        "bias": by its scores, which are added to the logits. Let s(r, b) be the selector's score of block b for the row
+            r of query i, in the table of the head. The weight of key j is
                 exp(scale * q_i · k_j + bias_ij) / sum over j' of exp(scale * q_i · k_j' + bias_ij'),
-            bias_ij = s(r, b) where j lies in a chosen block b and `always` does not allow (i, j), else 0, over the
-            pairs of (chosen | always) & within. Gradients reach q and k through the scores too, or, where a module
-            scores, its parameters, q and k through its own operations. Each place of the table is one call of
-            `attend` whose lse gets the score, and the calls are joined by lse: time and memory are those of `most`
-            narrow tables. What is computed is another attention than without the bias, in inference as well.
-        "distill": by `distill_loss`, a term for the caller to add; the selector's scorer must be a module. What is
-            computed is that of "none".
+            over the pairs of (chosen | always) & within; bias_ij = s(r, b) if j is in a chosen block b and `always`
+            does not allow (i, j), else 0. Gradients reach q and k through the scores, too; a module that scores passes
+            them to its parameters, q and k. Each column of the table is one call of `attend`, to whose lse the score is
+            added, and the calls are merged by lse: time and memory of `most` calls with one block per row. The bias
+            changes the output, in inference as well.
+        "distill": by `distill_loss`, which the caller adds to its loss; the selector's scorer must be a module. The
+            output is that of "none".
     engine: as in `attend`.
-    mesh: the ranks over which the sequence lies, a DeviceMesh of one dimension. q, k, v and the output are then this
-        rank's tokens, at the positions that `sharding` gives it (None: as many on each rank, in order), and the choice
-        is that of one rank with all tokens. Every rank gets all keys and values, and in the backward sends their
-        gradients back. Each run of a rank's positions must begin where a row of queries begins, and a module must score
-        block by block and row by row, as in a cache. bindings and `within` are of the whole sequence.
+    mesh: ranks over which the sequence is sharded, a DeviceMesh of one dimension. q, k, v and the output are then this
+        rank's tokens, at the positions that `sharding` gives it (None: equally many tokens on each rank, in order).
+        The choice equals the choice of a single rank with all tokens. Keys and values are all-gathered; the backward
+        returns their gradients to their ranks. Each contiguous run of a rank's positions must start where a row of
+        queries starts, and a module must score each block and row independently, as in a cache. bindings and `within`
+        are of the whole sequence.
 
-    Under `torch.utils.checkpoint` the choice is made again in the backward, from the same numbers by the same
-    operations, so it is the same where the forward before it is deterministic; to keep the first one, save the op
-    torch.ops.flexdilated.select_blocks by a policy of selective checkpointing.
+    `torch.utils.checkpoint` recomputes the choice in the backward by equal operations on equal inputs: the choice is
+    equal if the forward is deterministic. To reuse the first choice instead, save the op
+    torch.ops.flexdilated.select_blocks in a policy of selective checkpointing.
 
     Raises TypeError or ValueError for other values, for gradient="distill" without a module, and for a sharding
     without a mesh.
@@ -95,7 +96,7 @@ class SelectedAttention(nn.Module):
         check_engine(engine)
         self.selector, self.engine = selector, engine
         self.over_ranks = over_ranks(mesh, schedule="auto", sharding=sharding)
-        self.beyond = None if selector.always is None else ~selector.always  # here, as no graph traces ~
+        self.beyond = None if selector.always is None else ~selector.always  # here, as torch.compile cannot trace ~
 
     def forward(
         self,
@@ -111,14 +112,14 @@ class SelectedAttention(nn.Module):
         sinks: Float[Tensor, " H"] | None = None,
         return_selection: bool = False,
     ) -> Float[Tensor, "B H N D"] | tuple[Float[Tensor, "B H N D"], Selection]:
-        """Query i stands at position q_offset + i, key j at j; with a mesh both where the sharding has them.
+        """Query i has position q_offset + i and key j position j; with a mesh, the positions of the sharding.
 
-        enable_gqa, scale, sinks: as in `attend`; the scale is that of the scorer, too. bindings, within: as in the
-        selector. return_selection: (out, the `Selection`), whose scores have a gradient with "bias" alone. With a mesh
-        its rows are those of this rank's tokens, in their order, and so are density and cut.
+        enable_gqa, scale, sinks: as in `attend`; the scorer uses the scale, too. bindings, within: as in the selector.
+        return_selection: return (out, `Selection`); its scores have a gradient only with "bias". With a mesh the
+        selection has the rows of this rank's tokens, in their order, and their density and cut.
 
-        Raises ValueError or TypeError, before any work, for inputs that do not fit together; with a mesh before
-        anything is sent where all ranks can tell: where their calls differ, or a run begins within a row.
+        Raises ValueError or TypeError, before any work, for inputs that do not fit together. With a mesh it raises on
+        all ranks, before any communication of tensors, if their calls differ or a run begins within a row.
         """
         q, k, v = autocast(q, k, v)
         runs = self._runs(q, k, v, enable_gqa=enable_gqa, scale=scale, q_offset=q_offset, within=within)
@@ -141,7 +142,7 @@ class SelectedAttention(nn.Module):
     ) -> Float[Tensor, "B H N D"]:
         if 0 in q.shape or 0 in k.shape:
             out, lse = call.attend(q, k, v, call.rule)
-            if self.gradient == "bias":  # a parameter without a gradient is one that DDP waits for
+            if self.gradient == "bias":  # DDP would wait for a parameter without a gradient
                 out = sum((x.sum() * 0.0 for x in self.selector.parameters()), out)
         elif self.gradient == "bias":
             out, lse = call.chosen(q, k, v, found.blocks, found.scores)
@@ -152,7 +153,7 @@ class SelectedAttention(nn.Module):
         return out if sinks is None else with_sinks(out, lse, sinks)[0]
 
     def _runs(self, q: Tensor, k: Tensor, v: Tensor, **call: Any) -> Runs:
-        """Where the queries stand, and which ranks have the keys; after checks."""
+        """Check the inputs; returns the positions of the queries and the ranks that have the keys."""
         if self.over_ranks is not None:
             return runs_over(self.over_ranks, self.selector, q, k, v, gradient=self.gradient, **call)
         check_tensors(q, k, v, enable_gqa=call["enable_gqa"])
@@ -170,21 +171,21 @@ class SelectedAttention(nn.Module):
         within: Pattern | None = None,
         teacher: tuple[Float[Tensor, "B H N D"], Float[Tensor, "B G M D"]] | None = None,
     ) -> Float[Tensor, ""]:
-        """KL(p ‖ softmax(s)) of each row over its candidates, in nats; the mean over rows that have some.
+        """KL(p ‖ softmax(s)) of each row over its candidates, in nats: the mean over the rows with candidates.
 
-        With a mesh it is this rank's share of that mean, over the rows of all ranks: the ranks' losses, and their
-        gradients, add up to those of one rank.
+        With a mesh it is this rank's term of the mean over the rows of all ranks: the sum over ranks of the losses, and
+        of their gradients, equals the result of a single rank.
 
-        s are the scores of the selector's module, and p the blocks' exact shares of the row's attention (those of
-        scorer="mass", computed in portions), normalised over the candidates and without a gradient: the loss reaches
-        the module's parameters alone. A coarse selector restricts the candidates, and is taught by a module of its own.
-        SeerAttention's target is instead the greatest weight in a block, normalised (arXiv 2410.13276, 2506.08889);
-        the sum is taken here because it is what leaving the block out costs, and what scorer="mass" ranks by.
+        s: the scores of the selector's module. p: the exact share of the row's attention in each block (as
+        scorer="mass", computed in chunks), normalised over the candidates, without a gradient: the loss trains only the
+        module's parameters. A coarse selector restricts the candidates; this loss does not train it. The target in
+        SeerAttention is the maximum weight in a block, normalised (arXiv 2410.13276, 2506.08889). Here it is the sum,
+        the weight that is lost with the block, by which scorer="mass" ranks, too.
 
-        teacher: the q and k of the attention, of the same shapes, where the module gets others: a gate with a rotary
-        embedding of its own gets them before the model's. Heads that share a table have the mean of their shares on
-        both sides. Other arguments as in `forward`. Raises ValueError for a module that was not made with
-        gradient="distill", for a teacher of other shapes, and as `forward` does.
+        teacher: q and k of the attention, in equal shapes, if they differ from the q and k that the module gets: a gate
+        with a separate rotary embedding gets them before the model's. Heads that share a table use the mean of their
+        shares, in p and in the softmax. Other arguments are as in `forward`. Raises ValueError for another `gradient`
+        than "distill", for a teacher of other shapes, and as `forward` does.
 
         >>> class Gate(torch.nn.Module):
         ...     def __init__(self):
@@ -216,17 +217,18 @@ class SelectedAttention(nn.Module):
         return torch.stack(lacks).sum() / runs.total(torch.stack(taught).sum()).clamp(min=1)
 
     def cache(self, *, num_heads: int, capacity: int | None = None, scale: float | None = None) -> SelectedCache:
-        """A `KVCache` for the next tokens of a sequence, which choose and attend as one pass over all would.
+        """A `KVCache` for decoding; it chooses and attends as a single pass over all tokens would.
 
-        It holds every key, as any may be chosen later, and the pools of their blocks, which grow with the keys: a step
-        pools the block that it writes in, and no other. `attend` takes chunks of any size, also within a row of several
-        queries, which then reads what the row's first query chose. `crop` goes back to anywhere but into such a row
-        before the last. A module that scores must do so block by block and row by row, from the pools alone.
+        It keeps all keys, as later queries may choose any of them, and the pools of their blocks; a step recomputes
+        only the pool of the block that it appends to. `attend` takes chunks of any size. A chunk may begin within a row
+        of several queries, and then uses the choice of the row's first query. `crop` accepts any position except one
+        within such a row before the last row. A module that scores must score each block and row independently, from
+        the pools alone.
 
-        num_heads: query heads. capacity, scale: as in `KVCache`. Raises ValueError for a selector that looks ahead
-        (future_in_choice=True), for a `within` that is not causal or has run-time tensors, and for a module that
-        scores where `always` leaves some of a query's own block open: it judges whole blocks, and that one is growing;
-        and with a mesh.
+        num_heads: query heads. capacity, scale: as in `KVCache`. Raises ValueError for a selector with
+        future_in_choice=True, for a `within` that is not causal or has run-time tensors, with a mesh, and for a module
+        that scores unless `always` covers each query's own block, since a module scores whole blocks and that block is
+        still incomplete.
 
         >>> selector = fd.BlockSelector(block=32, choose=fd.TopK(2), always=masks.chunked(32))
         >>> cache = fd.SelectedAttention(selector).cache(num_heads=4)
@@ -265,18 +267,17 @@ def distill_loss(
     bindings: Mapping[str, Tensor] | None,
     within: Pattern | None,
 ) -> tuple[Float[Tensor, ""], Int64[Tensor, ""]]:
-    """(KL(block mass ‖ softmax of the module's scores) over the candidates of a row, summed over rows, their number).
+    """(sum over rows of KL(block mass ‖ softmax of the module's scores) over the candidates, number of these rows).
 
-    exact: the q and k of the attention, where the module may get others. The loss reaches the module alone, as no q and
-    k that come here require a gradient. Rows without candidates, or whose candidates have no mass that a float holds,
-    teach nothing.
+    exact: q and k of the attention, which may differ from the module's q and k; all come without gradients. Rows
+    without candidates, or whose candidates' mass underflows, are left out.
     """
     if 0 in q.shape or 0 in k.shape:
         zero = q.new_zeros((), dtype=sum_dtype(q))
         return sum((x.sum() * 0.0 for x in selector.parameters()), zero), zero.long()
     coarse, tensors, call = selector.prepared(q, k, scale=scale, q_offset=q_offset, bindings=bindings, within=within)
     num_blocks = call.rows(q, k).blocks
-    # All candidates, each with its score; heads that share a table have the mean of their shares.
+    # kind "top_p" with amount 1 chooses all candidates, and gives heads that share a table the mean of their shares.
     call = call._replace(most=num_blocks, amount=1.0, kind="top_p")
     student = selector.selected(q, k, coarse, tensors, call)
     with torch.no_grad():
@@ -289,13 +290,13 @@ def distill_loss(
         shares = target.exp()
     scores = _by_block(student, num_blocks)
     own = scores - masked_lse(scores, candidates).masked_fill(~candidates.any(-1), 0.0).unsqueeze(-1)
-    # A share of 0 has no part in the sum, whatever its logarithm is.
+    # 0 * log 0 counts as 0.
     lacks = torch.where(shares > 0, shares * (target.masked_fill(shares == 0, 0.0) - own), 0.0)
     return lacks.sum(), taught.sum()
 
 
 def _by_block(found: Selection, num_blocks: int) -> Float[Tensor, "B T R C"]:
-    """The score of each block; -inf where it is no candidate."""
+    """Score of every block; -inf for blocks that are no candidates."""
     columns = found.scores.new_full((*found.scores.shape[:3], num_blocks + 1), -torch.inf)
     at = torch.where(found.blocks < 0, num_blocks, found.blocks)
     return columns.scatter(-1, at, found.scores)[..., :num_blocks]

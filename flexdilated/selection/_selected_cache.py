@@ -1,4 +1,4 @@
-"""SelectedCache: a KVCache whose next tokens choose among all keys so far, by pools that grow with these."""
+"""SelectedCache: a KVCache whose queries choose among the blocks of all keys so far, by incremental pools."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ from ._scores import Scorer
 from ._select_op import choose_blocks
 from ._selector import BlockSelector, is_causal
 
-# B batch, H query heads, G key/value heads, N queries, M keys, D head dim, T tables, R rows, C blocks of keys; in
-# `select` batch entries chosen
+# B batch, H query heads, G key/value heads, N queries, M keys, D head dim, T tables, R rows, C blocks of keys, and in
+# `select` C selected batch entries
 
 
 class Running(NamedTuple):
-    """What a selector knows after some tokens.
+    """State of a selector after some tokens.
 
-    pools: of the blocks of the first `tokens` keys. row: the last row that chose; blocks and scores are its choice.
+    pools: of the blocks of the first `tokens` keys. row: the last row with a choice; blocks, scores: its choice.
     """
 
     tokens: int
@@ -44,12 +44,12 @@ class Running(NamedTuple):
         return own + (0 if self.coarse is None else self.coarse.nbytes)
 
     def cut(self, tokens: int) -> Running:
-        """After fewer tokens: of keys that come then nothing is known."""
+        """State with at most `tokens` keys in the pools."""
         coarse = None if self.coarse is None else self.coarse.cut(tokens)
         return self._replace(tokens=min(tokens, self.tokens), coarse=coarse)
 
     def select(self, entries: Int64[Tensor, " C"]) -> Running:
-        """Of these batch entries."""
+        """State of these batch entries."""
         at = entries.to(self.blocks.device)
         pools = tuple(pool.index_select(0, at) for pool in self.pools)
         coarse = None if self.coarse is None else self.coarse.select(entries)
@@ -58,7 +58,7 @@ class Running(NamedTuple):
 
 
 def knows_row(selector: BlockSelector, known: Running | None, position: int) -> bool:
-    """Whether queries from this position on begin a row, or go on in the one that chose last."""
+    """True if the position begins a row, or is within the row whose choice is known."""
     begun = position % selector.query_block
     if begun and (known is None or known.row != position // selector.query_block):
         return False
@@ -73,14 +73,14 @@ def advance(
     k: Float[Tensor, "B G M D"],
     scale: float,
 ) -> tuple[Int64[Tensor, "B T R most"], Float[Tensor, "B T R most"], Running]:
-    """(blocks, scores, what is known then) of the rows of the next queries; k holds all keys up to theirs."""
+    """(blocks, scores, new state) for the rows of the next queries; k has all keys, the queries' own included."""
     first = k.shape[2] - q.shape[2]
     coarse = inner = None
     if selector.coarse is not None:
         coarse, _, inner = advance(selector.coarse, None if known is None else known.coarse, q, k, scale)
     pools = _pools(selector, known, k)
     side = selector.query_block
-    late = min(-first % side, q.shape[2])  # queries whose row has chosen
+    late = min(-first % side, q.shape[2])  # queries of a row with a known choice
     found = [] if not late or known is None else [(known.blocks, known.scores)]
     if late < q.shape[2]:
         if selector.coarse is not None and coarse is not None:
@@ -112,7 +112,7 @@ def _choice(
 def _pools(
     selector: BlockSelector, known: Running | None, k: Float[Tensor, "B G M D"]
 ) -> tuple[Float[Tensor, "B G C D"], ...]:
-    """The pools of all keys: those of blocks that were full are there, the one that was not is made anew."""
+    """Pools of all keys: pools of complete blocks are reused, the pool of the incomplete block is recomputed."""
     done = 0 if known is None else known.tokens // selector.block
     new = k[:, :, done * selector.block :]
     if isinstance(selector.scorer, nn.Module):
@@ -124,13 +124,13 @@ def _pools(
     return tuple(torch.cat([old[:, :, :done], more], 2) for old, more in zip(known.pools, made, strict=True))
 
 
-_TRIED = 2048  # positions among which a module's own blocks are looked at
+_TRIED = 2048  # positions that `_reads_own_blocks` checks
 
 
 class SelectedCache(KVCache):
-    """The cache of a `SelectedAttention`, as its `cache` makes and describes it.
+    """The cache that `SelectedAttention.cache` returns and describes.
 
-    Its pattern is what is read without being chosen. What is chosen is read beside it, and the parts joined by lse.
+    Its `pattern` has the pairs that are attended to without a choice; chosen pairs are a second part, merged by lse.
     """
 
     def __init__(
@@ -146,17 +146,17 @@ class SelectedCache(KVCache):
         self.selector, self._beyond, self._biased = selector, beyond, biased
 
     def reset(self) -> None:
-        """Forget all tokens, and with them the sizes."""
+        """Forget all tokens, and the sizes, dtype and device that they set."""
         super().reset()
         self._running: Running | None = None
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the buffers of keys and values, with their room for more, and of the pools."""
+        """Bytes of the buffers of keys and values, unused slots included, and of the pools."""
         return super().nbytes + (0 if self._running is None else self._running.nbytes)
 
     def crop(self, num_tokens: int) -> None:
-        """As in `KVCache`; also for a position within a row of several queries, if it is not the last one."""
+        """As in `KVCache`; also raises ValueError for a position within a row of queries before the last row."""
         require_int("num_tokens", num_tokens, minimum=0, maximum=self._seen)
         self._require_row(num_tokens, "crop to a position where a row begins, or within the last row")
         super().crop(num_tokens)
@@ -192,7 +192,7 @@ class SelectedCache(KVCache):
 
 
 def _check(selector: BlockSelector, num_heads: int) -> None:
-    """Raise ValueError for a selector whose choices later tokens change, or that needs tensors of a call."""
+    """Raise ValueError for a selector whose choice depends on later tokens or on run-time tensors."""
     if selector.future_in_choice:
         raise ValueError(
             "a cache chooses before later tokens are there: give the selector query_summary='first' in place of "
@@ -218,7 +218,7 @@ def _check(selector: BlockSelector, num_heads: int) -> None:
 
 
 def _reads_own_blocks(selector: BlockSelector, num_heads: int) -> bool:
-    """Whether `always` has all that queries see of the blocks that they stand in, among the first positions."""
+    """True if `always` has all pairs of `within` between a query and its own block, among the first positions."""
     at = torch.arange(_TRIED)
     q, k = at[:, None], at[None, :]
     own = (q // selector.block == k // selector.block) & (k <= q)

@@ -1,4 +1,4 @@
-"""BlockSelector: a module that chooses, from q and k, which blocks of keys each block of queries reads."""
+"""BlockSelector: a module that chooses from q and k the key blocks that each block of queries attends to."""
 
 from __future__ import annotations
 
@@ -26,20 +26,20 @@ from ._select_op import select_blocks, selection_sides
 _SCORERS = ("mean", "minmax", "antidiagonal", "mass")
 _SHARES = ("all", "group", "head")  # from one table to many
 _STRIDE = 8
-_TRIED = 2048  # positions among which `later_pair` looks
-_MOST_HEADS = 256  # tried where a pattern has rules for a certain number of heads alone
+_TRIED = 2048  # positions that `later_pair` searches
+_MOST_HEADS = 256  # largest number of heads that is tried for a pattern that fits only certain numbers
 
 
 class Selection(NamedTuple):
-    """What a `BlockSelector` chose: a table of blocks of keys for each row of queries.
+    """Result of a `BlockSelector`: tables of chosen key blocks for each row of queries.
 
-    blocks: int64 (B, T, R, most), the chosen blocks, the best first; -1 for none, at the end of a row. Table t serves
-    the query heads h with h * T // H == t. Row r holds the queries at positions from (q_offset // query_block + r) *
-    query_block on, query_block of them, cut to those of the call. Block j holds the keys from j * block on.
-    scores: float32, or float64 for float64 inputs, (B, T, R, most), of the chosen; -inf for none. Differentiable where
-    q, k or a module's parameters require it; the blocks are those of the forward.
-    density: shape (), the share of the pairs that `within` allows which the attention reads, `always` included, over
-    all heads and batch entries. cut: shape (), the share of rows, over all tables, whose choice was cut at `most`.
+    blocks: int64 (B, T, R, most), the chosen blocks of each row in descending order of score, padded with -1. Table t
+    serves the query heads h with h * T // H == t. Row r has the call's queries among the query_block positions from
+    (q_offset // query_block + r) * query_block; block j has the keys from j * block.
+    scores: (B, T, R, most), float32, or float64 for float64 inputs; scores of the chosen blocks, padded with -inf.
+    Differentiable if q, k or a module's parameters require a gradient; the choice itself is not.
+    density: shape (), the attended pairs, by choice or by `always`, divided by the pairs that `within` allows, over all
+    heads and batch entries. cut: shape (), the share of rows, over all tables, whose choice was cut to `most` blocks.
 
     >>> q, k = torch.randn(2, 1, 4, 256, 64)
     >>> fd.BlockSelector(block=32, choose=fd.TopK(2))(q, k).blocks.shape
@@ -56,35 +56,40 @@ class Selection(NamedTuple):
 class BlockSelector(nn.Module):
     """Scores blocks of keys for each block of queries, and chooses some: (q, k) -> Selection.
 
-    What reads the choice attends to (chosen | always) & within. A block is a candidate for a row where the row sees a
-    pair of `within` there that `always` does not allow; budgets count beyond `always`.
+    The attention that uses the choice is over (chosen | always) & within. A block is a candidate for a row if the row
+    sees a pair there that `within` allows and `always` does not; budgets do not count the blocks of `always`.
 
-    block, query_block: tokens of a block of keys, and of a row of queries, counted from position 0.
-    scorer: "mean", q · mean(K) of the block (MoBA, arXiv 2502.13189); "minmax", the bound sum_d max(q_d min_d, q_d
-        max_d) of the block's scores (Quest, arXiv 2406.10774); "antidiagonal", the share of the row's attention as
-        sums over antidiagonals of tiles estimate it (XAttention, arXiv 2503.16428); "mass", the exact share, at the
-        price of dense attention's scores. The scores of the last two are logarithms of shares. Or a module: it gets
-        the rows' queries (B, H, R, D) and a NamedTuple of pools (mean, least, greatest), each (B, G, C, D), and
-        returns scores (B, H or G, R, C). Blocks that a row sees in part are no candidates then: `always` has to
-        allow them where they are to be read. One with `takes_positions = True` also gets the position at which each
-        row begins, int64 (R,). Equal keys share the gradient of a least or greatest equally, and q_d = 0 has the mean
-        of min_d and max_d.
+    block, query_block: tokens of a block of keys, and of a row of queries, from position 0.
+    scorer: name of a score, or a module.
+        "mean": q · mean(K) of the block (MoBA, arXiv 2502.13189).
+        "minmax": the bound sum_d max(q_d min_d, q_d max_d) of the block's scores (Quest, arXiv 2406.10774). At
+            q_d = 0 its gradient is the mean of min_d and max_d.
+        "antidiagonal": log of the block's share of the row's attention, estimated by sums over antidiagonals of tiles
+            (XAttention, arXiv 2503.16428).
+        "mass": log of the exact share, which costs the scores of dense attention.
+        A module: it gets one query per row (B, H, R, D) and a NamedTuple of pools (mean, least, greatest), each
+            (B, G, C, D), and returns scores (B, H or G, R, C). With `takes_positions = True` it also gets the position
+            at which each row begins, int64 (R,). Blocks of which a row sees only some keys are then no candidates; to
+            attend to them, include them in `always`.
+        Keys with equal minima or maxima share the gradient of a pool equally.
     choose: `TopK`, `TopP` or `Threshold`.
-    within: the set pattern that the attention keeps to; rows see through it, and pools leave out what they do not see.
-    always: a set pattern that is read in any case, such as masks.chunked(block) | masks.first_tokens(block).
-    share: "head", a table for each query head (T = H); "group", one for those of a key/value head (T = G), by the sum
-        of their scores (NSA, arXiv 2502.11089), which for TopP, Threshold and scores that are logarithms is the mean
-        of their shares; "all", one for all heads (T = 1). A module's scores for G heads count once each.
-    coarse: a selector of larger blocks and rows, multiples of these, with as many tables or fewer. The choice is then
-        among the blocks within its choice, and pools of these alone are scored. It gets the same q and k.
-    query_summary: what a row of more than one query looks with: "mean", the mean of its queries that see a key, and
-        all keys that any of them sees; or "first", the row's first query, and the keys that this one sees. Where
-        `within` is causal, "mean" would tell the first queries of later ones: it needs future_in_choice=True.
-    future_in_choice: rows of a causal `within` look with all of their queries. For prefill: q and k must require no
-        gradient, a choice depends on later tokens of its row, and decoding chooses otherwise.
-    stride: tokens of a side of the antidiagonal's tiles, a divisor of block and query_block; 8 unless given.
+    within: a set pattern, the mask of the attention; a row's scores ignore the keys that it hides.
+    always: a set pattern of pairs that are attended to without being chosen, such as
+        masks.chunked(block) | masks.first_tokens(block).
+    share: "head", one table per query head (T = H); "group", one per key/value head (T = G), by the sum of its query
+        heads' scores (NSA, arXiv 2502.11089), or for TopP, Threshold and scores that are logarithms, by the mean of
+        their shares; "all", one table for all heads (T = 1). Scores (B, G, R, C) of a module count once per key/value
+        head.
+    coarse: a selector with multiples of this block and query_block, and at most as many tables. Only the blocks within
+        its choice are scored and chosen from. It gets this selector's q and k.
+    query_summary: the query that represents a row of several. "mean": the mean of its queries that see a key; the row
+        sees every key that one of them sees. "first": its first query; the row sees the keys of this query. With a
+        causal `within`, "mean" leaks later queries into the choice of earlier ones, and needs future_in_choice=True.
+    future_in_choice: allow "mean" with a causal `within`. For prefill: q and k must not require a gradient, a choice
+        depends on later tokens of its row, and decoding would choose other blocks.
+    stride: side of the tiles of "antidiagonal" in tokens, a divisor of block and query_block; 8 by default.
 
-    Raises ValueError or TypeError for values outside of this.
+    Raises ValueError or TypeError for other values.
 
     >>> q, k = torch.randn(2, 1, 4, 256, 64)
     >>> selector = fd.BlockSelector(block=32, choose=fd.TopK(2), always=masks.chunked(32))
@@ -143,13 +148,14 @@ class BlockSelector(nn.Module):
         bindings: Mapping[str, Tensor] | None = None,
         within: Pattern | None = None,
     ) -> Selection:
-        """Query i stands at position q_offset + i, key j at j; query head h reads key/value head h // (H / G).
+        """Query i has position q_offset + i, key j position j; query head h reads key/value head h // (H / G).
 
-        scale: factor on the scores, as in `attend`, 1 / sqrt(D) by default; a module's are taken as they are.
-        bindings: run-time tensors that the patterns of this selector, or of its coarse one, name and do not carry.
-        within: a set pattern that holds beside this selector's own in this call, such as the padding of a batch.
-        A row that starts before q_offset chooses by its queries of this call alone: give whole rows where parts of a
-        sequence must choose as the whole does.
+        scale: factor on the scores, as in `attend`, 1 / sqrt(D) by default; a module's scores are not scaled.
+        bindings: the run-time tensors that the patterns of this selector and of its coarse selector name but do not
+        carry.
+        within: a set pattern for this call, intersected with the selector's `within`, such as the padding of a batch.
+        A row that begins before q_offset is scored by its queries in this call only: pass whole rows if chunks of a
+        sequence must choose as the whole sequence does.
 
         Raises ValueError or TypeError, before any work, for inputs that do not fit together.
         """
@@ -171,11 +177,11 @@ class BlockSelector(nn.Module):
         return self.selected(q, k, coarse, own, call)
 
     def rule(self, within: Pattern | None) -> Pattern:
-        """What holds in a call: this selector's `within`, and that of the call."""
+        """Intersection of the selector's `within` and the call's."""
         return self.within if within is None else self.within & _set_pattern("within", within)
 
     def with_always(self, rule: Pattern) -> Pattern:
-        """Of which `bindings` may name the run-time tensors: what holds in a call, and what is read in any case."""
+        """`rule` | `always`: the pattern whose run-time tensors `bindings` may name."""
         return rule if self.always is None else rule | self.always
 
     def prepared(
@@ -188,13 +194,13 @@ class BlockSelector(nn.Module):
         bindings: Mapping[str, Tensor] | None,
         within: Pattern | None,
     ) -> tuple[Int64[Tensor, "B T R most"] | None, list[Tensor], SelectionCall]:
-        """(the coarse choice, the run-time tensors, plain values) of a checked call; coarse choices are made."""
+        """(blocks chosen by the coarse selector, run-time tensors, plain values) of a checked call."""
         coarse = None
         if self.coarse is not None:
             inner = None if bindings is None else _of_names(bindings, self.coarse._names)
             options = {"scale": scale, "q_offset": q_offset, "bindings": inner, "within": within}
             coarse = self.coarse(q, k, **options).blocks
-            # Its tensors are not ours; a name that neither knows stays, and is refused.
+            # Drop tensors that only the coarse selector names; a name that neither knows is kept, and refused below.
             bindings = (
                 None if bindings is None else _of_names(bindings, (set(bindings) - self._names) | self._own_names)
             )
@@ -205,7 +211,7 @@ class BlockSelector(nn.Module):
     def selected(
         self, q: Tensor, k: Tensor, coarse: Tensor | None, bindings: list[Tensor], call: SelectionCall
     ) -> Selection:
-        """The choice of a call as `prepared` makes it."""
+        """Selection for a call from `prepared`."""
         given = None
         if isinstance(self.scorer, nn.Module):
             given = self.by_module(self.scorer, q, k, bindings, call)
@@ -222,7 +228,7 @@ class BlockSelector(nn.Module):
         call: SelectionCall,
         pools: Pools | None = None,
     ) -> Float[Tensor, "B X R C"]:
-        """The module's scores of all blocks, X = H or G. Hidden tokens are zeros to it, unless `pools` are given."""
+        """The module's scores of all blocks, X = H or G. Without `pools`, hidden keys are pooled as zeros."""
         sees, seen = selection_sides(q.detach(), k.detach(), bindings, *call)
         rows = call.rows(q, k)
         queries = summaries(q, rows, range(rows.number), sees)
@@ -246,7 +252,7 @@ class BlockSelector(nn.Module):
         return scores.to(torch.promote_types(scores.dtype, sum_dtype(q)))
 
     def call(self, rule: Pattern, q_offset: int, scale: float) -> SelectionCall:
-        """A call as plain values; rule: what holds in it."""
+        """A call as plain values; rule: the result of `rule` for the call."""
         coarse = self.coarse
         return SelectionCall(
             rule.text,
@@ -275,7 +281,7 @@ class BlockSelector(nn.Module):
 
     @property
     def largest_row(self) -> int:
-        """Queries of the largest rows that choose together, those of coarse choices among them."""
+        """Largest query_block of this selector and its coarse selectors."""
         return self.query_block if self.coarse is None else self.coarse.largest_row
 
     @property
@@ -333,11 +339,11 @@ class BlockSelector(nn.Module):
 
 
 def is_causal(pattern: Pattern) -> bool:
-    """Whether no later key is known to be allowed: then a choice must not know of later tokens.
+    """True if no query is found that sees a later key; a choice must then not depend on later tokens.
 
-    Looked at are the first 2,048 positions, with run-time tensors at the values that allow the most.
+    Searches the first 2,048 positions, with the values of run-time tensors that allow the most pairs.
     """
-    # A table of blocks may name any of them; other tensors have a number for each position, or one.
+    # A table of selected blocks may have any block; other run-time tensors have one number, or one per position.
     most = pattern.map_leaves(lambda leaf: every() if isinstance(leaf, RunTime) and leaf.num_dims > 1 else leaf)
     shapes = {leaf.name: torch.zeros((_TRIED,) * leaf.num_dims) for leaf in run_time_leaves(most)}
     most = blank(most, shapes, Extent(_TRIED, _TRIED))

@@ -1,4 +1,4 @@
-"""The engine of FlexAttention: the terms of a plan as calls with block masks."""
+"""The flex engine: the terms of a plan as calls of FlexAttention with BlockMasks."""
 
 from ._flash import flash_cannot, flash_sides
 from ._flex import merge_parts, missing_compiler, num_flex_functions, run_flex

@@ -1,4 +1,4 @@
-"""What NVIDIA calls a device's compute capability, by which its kernels are chosen."""
+"""CUDA compute capability, by which kernels are chosen."""
 
 import torch
 
@@ -10,7 +10,7 @@ NOT_NVIDIA, HOPPER, BLACKWELL = (0, 0), (9, 0), (10, 0)
 
 @graph_constant
 def capability(device: torch.device) -> tuple[int, int]:
-    """(major, minor); NOT_NVIDIA, which is less than all others, for every other device."""
+    """(major, minor) compute capability; NOT_NVIDIA, less than any other, for devices of other vendors and CPUs."""
     if not device_kind(device).is_cuda or torch.version.hip:
         return NOT_NVIDIA
     return torch.cuda.get_device_capability(device)

@@ -1,4 +1,4 @@
-"""The FLASH backend of FlexAttention, FlashAttention 4's CuTe kernels: the blocks they take, what they cannot do."""
+"""Limits of the FLASH backend of FlexAttention, the CuTe kernels of FlashAttention 4: block sides and inputs."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from torch.torch_version import TorchVersion
 from ..._torch_private import graph_constant
 from ._capability import NOT_NVIDIA, capability
 
-PACKAGE, OLDEST_PACKAGE = "flash-attn-4", "4.0.0b17"  # from which on functions may capture numbers
+PACKAGE, OLDEST_PACKAGE = "flash-attn-4", "4.0.0b17"  # the first version whose functions may capture numbers
 _OLDEST_TORCH = "2.14"  # before, block lists were ignored under a mask that is true everywhere
 _ALIGNED = 8  # half-precision numbers in 16 bytes
-_LEAST = 16  # head dim of FlexAttention on accelerators
+_LEAST = 16  # smallest head dim of FlexAttention on accelerators
 
-# By major compute capability, for head dims up to the first number the sides of blocks, of queries and of keys: those
-# of the kernels' tiles, forward and backward. From Blackwell on a block of keys may have several tiles.
+# Major compute capability -> (largest head dim, (query side, key side)): the smallest blocks that are whole tiles of
+# the forward and the backward kernel. On Blackwell and later a block may have several tiles of keys.
 _SIDES = {
     9: ((128, (128, 128)), (192, (128, 96)), (256, (128, 64))),
     10: ((128, (256, 128)),),
@@ -26,14 +26,14 @@ _SIDES = {
 
 
 def flash_sides(device: torch.device, head_dim: int) -> tuple[int, int]:
-    """The sides of the smallest blocks that the kernels take on this device."""
+    """Sides of the smallest blocks that the kernels support on this device."""
     return next(sides for most, sides in _SIDES[capability(device)[0]] if head_dim <= most)
 
 
 def flash_cannot(device: torch.device, dtype: torch.dtype, head_dim: int, sides: tuple[int, ...] = ()) -> str | None:
-    """Why engine "flash" cannot serve such tensors in blocks of these sides, and what can; or None.
+    """Reason that engine "flash" cannot serve such tensors and block sides, with an alternative; None if it can.
 
-    sides: none where they are left to the engine.
+    sides: empty for the engine's default.
     """
     reason = _lacking(device, dtype)
     if reason is not None:
@@ -54,7 +54,7 @@ def flash_cannot(device: torch.device, dtype: torch.dtype, head_dim: int, sides:
 
 @graph_constant
 def _lacking(device: torch.device, dtype: torch.dtype) -> str | None:
-    """Why no such tensors are served on this device, a constant of graphs."""
+    """Reason that this dtype is not supported on this device or with the installed packages; None if it is."""
     if capability(device) == NOT_NVIDIA:
         return f"flash runs on NVIDIA devices; got tensors on {device}. engine=None takes an engine that runs there"
     serves = f"engine={'reference' if dtype == torch.float64 else 'flex'!r} serves it"
@@ -80,7 +80,6 @@ def _fit(sides: tuple[int, ...], own: tuple[int, int], major: int) -> bool:
 
 @cache
 def _package() -> str | None:
-    """The package's version, if it is installed."""
     try:
         return metadata.version(PACKAGE)
     except metadata.PackageNotFoundError:

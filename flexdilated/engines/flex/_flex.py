@@ -1,4 +1,4 @@
-"""The flex engine: a plan as one program of gathers, FlexAttention with the plan's BlockMasks, and one merge."""
+"""The flex engine: runs a plan as gathers, FlexAttention with the plan's BlockMasks, and one merge by lse."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from ._traced import let_trace
 
 # B batch, H query heads, G key/value heads, N queries, M keys, D head dim
 
-# Functions made to compile, by device type.
+# Number of functions passed to torch.compile, by device type.
 _made: Counter[str] = Counter()
 
 
@@ -47,16 +47,16 @@ def run_flex(
     kernel_options: str = "",
     kernel: Kernel | None = None,
 ) -> tuple[Float[Tensor, "B H N D"], Float[Tensor, "B H N"] | None]:
-    """(out, lse if asked for), by one function that is compiled for this structure; inside a graph, as part of it.
+    """(out, lse or None), by a function compiled for the program's structure; in a traced graph, as part of the graph.
 
-    kernel_options: as `options_text` writes them. `kernel` stands in for flex_attention; then nothing is compiled.
+    kernel_options: as from `options_text`. kernel: a replacement for flex_attention, called without compilation.
     """
     if not program.steps:
         out, lse = nothing(q, k, v, sinks)
         return out, lse if return_lse else None
     if kernel is None and not device_kind(q.device).flex_trains:
         q, k = _widened(q), _widened(k)
-    # There is no lse on CPU. Elsewhere one more of it costs next to nothing, and one more function much.
+    # FlexAttention has no lse on CPU. Elsewhere an unused lse is cheap, while a second compiled function is not.
     needs_lse = return_lse or program.shares_rows or sinks is not None or device_kind(q.device).flex_trains
     if kernel is None and not torch.compiler.is_compiling():
         call = compiled_flex(program.structure, q.device)
@@ -82,9 +82,9 @@ def kind_of(
     blocks: Sequence[tuple[int, int]],
     kernel_options: str,
 ) -> Hashable:
-    """The key of the function compiled for a call. On CPU it holds all sizes: C++ for dynamic ones may fail to build.
+    """Recompilation key of a call. On CPU it has all sizes, as C++ code for dynamic sizes may fail to compile.
 
-    blocks: the (query, key) block sides of each kernel.
+    blocks: (query side, key side) of the blocks of each kernel.
     """
     if not device_kind(q.device).flex_trains:
         sizes: Hashable = (q.shape, k.shape)
@@ -100,12 +100,12 @@ def kind_of(
 def compiled_flex(
     structure: Hashable, device: torch.device, function: FunctionType | None = None
 ) -> Callable[[Hashable], Kernel]:
-    """The compiled functions of programs of this structure, one for each kind of call; the latest are kept.
+    """Map of `kind_of` to the compiled function for programs of this structure; an LRU cache keeps both.
 
-    function: what is compiled, in place of that of programs.
+    function: compiled instead of the function that runs a program.
 
-    torch counts recompilations by code object and, past a limit that all callers of it share, gives up. So each has
-    its own.
+    Each compiled function has a separate code object: torch counts recompilations per code object and stops compiling
+    at a limit, which all callers of the code would share.
     """
 
     @lru_cache(maxsize=64)
@@ -116,17 +116,17 @@ def compiled_flex(
 
 
 def _widened(x: Tensor) -> Tensor:
-    """For CPU kernels: head dims below 24 are filled up with zeros.
+    """Pad head dims below 24 with zeros, for CPU kernels.
 
-    For fewer, torch's template (2.11 to 2.15) multiplies 16 keys at once where a ragged end leaves any multiple of its
-    vectors' length, such as 8 floats: it reads beyond the keys and writes over the maxima of the first queries, whose
-    results become 0 or NaN.
+    For smaller head dims torch's template (2.11 to 2.15) multiplies 16 keys at once even if a partial block ends at a
+    smaller multiple of the vector length, such as 8 floats: it reads beyond the keys and overwrites the maxima of the
+    first queries, whose results become 0 or NaN.
     """
     return pad(x, (0, 24 - x.shape[-1])) if x.shape[-1] < 24 else x
 
 
 def num_flex_functions() -> int:
-    """How many functions have been made to compile so far."""
+    """Number of functions passed to torch.compile so far."""
     return _made.total()
 
 
@@ -148,7 +148,7 @@ def _compiled(device: torch.device, function: FunctionType) -> Kernel:
 
 
 def _to_be_checked(guards: Sequence[Any]) -> list[bool]:
-    """Not the numbers of a program's modules: the function belongs to a structure, which they are."""
+    """False for guards on numbers of a program's modules, which are part of the function's key; True for others."""
     modules = "L['steps']", "L['enter']", "L['of']"
     return [
         not (guard.orig_guard.source.is_unspecialized_nn_module() and guard.name.startswith(modules))
@@ -157,7 +157,7 @@ def _to_be_checked(guards: Sequence[Any]) -> list[bool]:
 
 
 def require_compiling() -> None:
-    """Raise RuntimeError where a function that was to be compiled runs as it is."""
+    """Raise RuntimeError if a function meant for torch.compile runs uncompiled."""
     if not torch.compiler.is_compiling():
         raise RuntimeError(
             "engine 'flex' needs torch.compile, which is switched off here or gave up (TORCH_COMPILE_DISABLE, "
@@ -191,8 +191,8 @@ def _run(
     kernel_options: str,
     kernel: Kernel,
 ) -> tuple[Tensor, Tensor | None]:
-    """Each term's operands, its kernel, and one merge of them all."""
-    if (q.shape[1], k.shape[1]) != steps[0].structure.heads:  # which makes them constants of a graph
+    """Gather each term's operands, run its kernel, and merge all terms."""
+    if (q.shape[1], k.shape[1]) != steps[0].structure.heads:  # the check makes head counts constants of the graph
         raise ValueError(f"the program is for {steps[0].structure.heads} heads; got {q.shape[1]} and {k.shape[1]}")
     tokens, dtype = q.shape[2], q.dtype
     if enter is not None:
@@ -221,7 +221,7 @@ Part = tuple[Slots, Rows, int, Float[Tensor, "B H S D"]]
 def merge_parts(
     parts: Sequence[Part], lses: Sequence[Float[Tensor, "B H S"]], sinks: Float[Tensor, " H"] | None, tokens: int
 ) -> tuple[Float[Tensor, "B H N D"], Float[Tensor, "B H N"]]:
-    """One softmax over all parts of each row and its sink; a row without any has output 0 and lse -inf.
+    """(out, lse) of one softmax over all parts of each row and its sink; an empty row has output 0 and lse -inf.
 
     Source: LongNet, arXiv 2307.02486, eq. 10.
     """
@@ -267,7 +267,7 @@ def _attend(
     structure, hidden = step.structure, step.hidden
     rows, columns = tables["kv_num_blocks"].shape[2], tables["q_num_blocks"].shape[2]
     (queries, q_rows, q_start), (keys, k_rows, k_start) = step.queries, step.keys
-    # Results of hidden slots are cleared as well, so that no gradient of theirs, which may be NaN, enters the kernel.
+    # Results of hidden slots are cleared too, so that no gradient of them, which may be NaN, reaches the kernel.
     q = hidden.clear_queries(queries.take(q, q_rows, q_start, rows * structure.sides[0]), dim=2)
     k, v = (hidden.clear_keys(keys.take(x, k_rows, k_start, columns * structure.sides[1]), dim=2) for x in (k, v))
     q, k, v = (within_reach(x, is_flash=is_flash(kernel_options)) for x in (q, k, v))
@@ -295,7 +295,7 @@ def _attend(
 def flex_in_graph(q, k, v, **options):
     if device_kind(q.device).flex_trains:
         return flex_attention(q, k, v, **options)
-    # The CPU kernel takes whole buffers, and nothing that comes after it may be fused with it.
+    # The CPU kernel needs whole buffers as inputs, and no later operation may be fused with it.
     return _own_buffer(flex_attention(*(_own_buffer(x) for x in (q, k, v)), **options))
 
 
@@ -311,7 +311,7 @@ def _(x):
 
 
 def missing_compiler() -> str | None:
-    """What stops inductor from building CPU kernels: no C++ compiler by the names it looks for, or None."""
+    """Reason that inductor cannot build CPU kernels, a missing C++ compiler; None if one is found."""
     names = [os.environ["CXX"]] if os.environ.get("CXX") else ["g++", "clang++", "c++"]
     found = any(shutil.which(name) for name in names)
     return None if found else f"no C++ compiler found (looked for {', '.join(names)})"

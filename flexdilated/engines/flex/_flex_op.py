@@ -1,4 +1,4 @@
-"""The flex engine's entry: its program from the cache, or, inside torch.compile, from a store the trace can read."""
+"""Entry of the flex engine: takes the program from the cache or, inside torch.compile, from a traceable store."""
 
 from __future__ import annotations
 
@@ -35,8 +35,8 @@ from ._traced import MAKERS, traced
 def static_program(
     key: CallKey, device: torch.device, choice: Choice | None = None, operands: Operands | None = None
 ) -> FlexProgram:
-    """The program of a pattern without run-time tensors, as a measurement chose it or as the planner does."""
-    allowed = replace(allowed_on(device), residues=not key.placement)  # queries at stated positions stay in order
+    """Program of a pattern without run-time tensors, by a measured choice if one is given."""
+    allowed = replace(allowed_on(device), residues=not key.placement)  # queries of a placement stay in order
 
     def planned() -> Plan:
         return key.plan(device=device, allowed=allowed, choice=choice, operands=operands)
@@ -45,14 +45,14 @@ def static_program(
 
 
 def allowed_on(device: torch.device) -> Allowed:
-    """What terms the engine runs: those that share rows are merged by their lse, which there is none of on CPU."""
+    """Terms that the engine can run: on CPU, where FlexAttention returns no lse for a merge, terms share no rows."""
     return Allowed(shared_rows=device_kind(device).flex_trains, windows=False, key_weights=False, lists_only=True)
 
 
 def run_time_program(
     key: CallKey, device: torch.device, bindings: Sequence[Tensor], batch: int, operands: Operands | None = None
 ) -> FlexProgram:
-    """The program for these values of the run-time tensors, with the steps of `blank_program`."""
+    """Program for these values of the run-time tensors, with the steps of `blank_program`."""
     rule = key.rules(bindings)
     rule.require_entries(batch)
 
@@ -69,7 +69,7 @@ def run_time_program(
 def blank_program(
     key: CallKey, device: torch.device, bindings: Sequence[Tensor], batch: int, operands: Operands | None = None
 ) -> FlexProgram:
-    """The program that all values of tensors of these shapes share, but for its tables."""
+    """Program for all values of run-time tensors of these shapes; only its tables depend on the values."""
     blank = key.blank(bindings)
     blank.require_entries(batch)
     return _cached(key, blank.text, device, lambda: _blank_plan(key, device, blank, operands), None, operands)
@@ -88,7 +88,7 @@ def _cached(
     choice: Choice | None,
     operands: Operands | None,
 ) -> FlexProgram:
-    """The program of a rule, kept under its text and forgotten with the pattern as it was written."""
+    """Cached program of a rule; the key has the rule's text, and the cache files it under the caller's pattern."""
 
     def build() -> FlexProgram:
         placement = Placement.read(key.placement) if key.placement else None
@@ -101,7 +101,7 @@ def _cached(
 
 @flat_op("flexdilated::run_time_tables")
 def run_time_tables(q: Tensor, bindings: list[Tensor], key: CallKey) -> list[Tensor]:
-    """For each step of the program its block tables, as in BlockMask, run-time tables' rows, what it hides."""
+    """For each step of the program: block tables as in BlockMask, rows of run-time tables, hidden slots."""
     program = run_time_program(key, q.device, bindings, len(q), key.operands(q))
     return [x.clone() if x.shape[-1] == width else pad(x, (0, width - x.shape[-1])) for x, width in _widths(program)]
 
@@ -116,7 +116,7 @@ def _(q, bindings, *key):
 
 
 def _widths(program: FlexProgram) -> Iterator[tuple[Tensor, int]]:
-    """What of a program depends on values, and how long its last dim is in a graph: lists of blocks for all values."""
+    """Yield each value-dependent tensor of a program with its padded width, which is enough for all values."""
     for step in program.steps:
         device = step.mask.kv_num_blocks.device
         by_row, by_column = list_width(step.term, step.structure.sides, device)
@@ -128,7 +128,7 @@ def _widths(program: FlexProgram) -> Iterator[tuple[Tensor, int]]:
 
 
 def with_tables(program: FlexProgram, found: Sequence[Tensor]) -> FlexProgram:
-    """The program with other tables, as `run_time_tables` returned them; traced by torch.compile."""
+    """The program with the tables from `run_time_tables`; traceable by torch.compile."""
     steps, following = [], iter(found)
     for step in program.steps:
         mask = mask_of(step, {name: next(following) for name in TABLES})
@@ -142,7 +142,7 @@ def with_tables(program: FlexProgram, found: Sequence[Tensor]) -> FlexProgram:
 
 
 def _hidden_sides(step: FlexStep) -> tuple[Tensor, ...]:
-    """The hidden slots of a step whose rule has run-time tables, of queries and of keys: one shape for all values."""
+    """Masks of hidden queries and keys, in one shape for all values; none for a step without run-time tables."""
     lead, device = step.mask.kv_num_blocks.shape[:2], step.mask.kv_num_blocks.device
     sides = ((step.hidden.queries, step.term.q.num_slots), (step.hidden.keys, step.term.k.num_slots))
     return tuple(
@@ -160,7 +160,7 @@ def _check_sides(q: Tensor, key: CallKey) -> None:
 
 
 def _check_table(q: Tensor, key: CallKey) -> None:
-    """FlashAttention takes no other blocks, whoever chose them."""
+    """Raise ValueError for selected blocks that FlashAttention's kernels do not support."""
     table = parts_of(key.pattern)
     if table is None or not takes_table(table, key):
         return
@@ -171,9 +171,9 @@ def _check_table(q: Tensor, key: CallKey) -> None:
 
 
 def kv_head_parts(q: Tensor, k: Tensor, copies: int = 1) -> list[range]:
-    """Key/value heads to compute together, so that no tensor of theirs or of their query heads is too large.
+    """Ranges of key/value heads small enough that no tensor of them or their query heads exceeds MOST_ELEMENTS.
 
-    copies: how many times the queries are there. Raises ValueError where a single head's are too many.
+    copies: query copies per query. Raises ValueError if a single key/value head exceeds it.
     """
     kv_heads = k.shape[1]
     each = max(q.numel() // kv_heads * copies, k.numel() // kv_heads)
@@ -190,14 +190,14 @@ def kv_head_parts(q: Tensor, k: Tensor, copies: int = 1) -> list[range]:
 
 
 def key_of_part(key: CallKey, part: range) -> CallKey:
-    """The call's key for these key/value heads and their query heads."""
+    """Key of the call for some key/value heads and their query heads."""
     groups = key.num_heads // key.num_kv_heads
     sizes = {"num_heads": len(part) * groups, "num_kv_heads": len(part)}
     return key._replace(**sizes, head_offset=key.head_offset + part.start * groups)
 
 
 def heads_of_part(x: Tensor, part: range, kv_heads: int) -> Tensor:
-    """These heads of (B, X, N, D), or of one number a head, as a view."""
+    """View of these heads of x: (B, X, N, D), or one number per head."""
     each = x.shape[-3 if x.dim() == 4 else 0] // kv_heads
     return x.narrow(1 if x.dim() == 4 else 0, part.start * each, len(part) * each)
 
@@ -215,17 +215,17 @@ def flex(
     return_lse: bool,
     kernel_options: str = "",
 ) -> tuple[Tensor, Tensor | None]:
-    """(out, lse if asked for). Works eagerly, where each term is compiled alone, and under fullgraph=True.
+    """(out, lse or None), eagerly or under torch.compile(fullgraph=True).
 
-    kernel_options: as `options_text` writes them. Raises ValueError for tensors and block sides that its kernels do
-    not take.
+    kernel_options: as from `options_text`. Raises ValueError for tensors and block sides that its kernels do not
+    support.
     """
     if is_flash(kernel_options):
         _check_table(q, key)
     else:
         _check_sides(q, key)
     if not device_kind(q.device).flex_trains:
-        # FlexAttention refuses here whatever requires a gradient, even under torch.no_grad().
+        # On CPU FlexAttention refuses inputs that require a gradient, even under torch.no_grad().
         q, k, v = q.detach(), k.detach(), v.detach()
     q, k, v = readable(q), readable(k), readable(v)
     options: dict[str, Any] = {"scale": scale, "score_mod": score_mod, "return_lse": return_lse}
@@ -273,7 +273,7 @@ def _with_table(
     sinks: Tensor | None,
     **options: Any,
 ) -> tuple[Tensor, Tensor]:
-    """The blocks that a table names, joined with what the pattern allows without it."""
+    """(out, lse) over the table's selected blocks, merged with the pairs that the pattern allows without the table."""
     how = {name: options[name] for name in ("scale", "score_mod", "kernel_options")}
     out, lse = selected_flex(q, k, v, bindings, table, key, **how)
     if table.others:

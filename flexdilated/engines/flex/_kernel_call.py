@@ -1,4 +1,4 @@
-"""The one call of FlexAttention: block tables and a mask as a BlockMask, and the options of its kernels."""
+"""Calls of FlexAttention: block tables and a mask as a BlockMask, and the kernel options."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from ._program import Tables
 Kernel = Callable[..., Any]
 Options = tuple[tuple[str, bool | int | float | str], ...]
 
-BACKEND = "BACKEND"  # the option by which engine "flash" asks for its kernels
+BACKEND = "BACKEND"  # the option by which engine "flash" selects its kernels
 
 
 def call_kernel(
@@ -39,10 +39,10 @@ def call_kernel(
     is_complex: bool = False,
     kernel_options: str = "",
 ) -> tuple[Float[Tensor, "B H N D"], Float[Tensor, "B H N"] | None]:
-    """(out, natural lse if it is needed) of `kernel`, which is called as flex_attention is.
+    """(out, natural lse or None) of `kernel`, which has the signature of flex_attention.
 
-    tables: contiguous on accelerators, whose kernels assume it and check nothing. sides: of the blocks. is_complex: the
-    mask has many operations. kernel_options: as `options_text` writes them.
+    tables: contiguous on accelerators, whose kernels require it and do not check. sides: (query side, key side) of the
+    blocks. is_complex: the mask has many operations. kernel_options: as from `options_text`.
     """
     own: dict[str, Any] = dict(_options_of(kernel_options))
     if is_flash(kernel_options):
@@ -67,19 +67,19 @@ def call_kernel(
 
 
 def are_whole_blocks(lengths: tuple[int, int], sides: tuple[int, int]) -> bool:
-    """Whether so many queries and keys fill blocks of these sides: kernels then need not check where tokens end.
+    """True if both lengths are multiples of the block sides; kernels then need no bounds checks.
 
-    Not left to torch: of symbolic lengths it knows no divisor, and before 2.14 it takes a multiple of 128 for whole
-    blocks, although the last block, if larger, has tiles beyond the tokens.
+    torch's own check does not suffice: it knows no divisor of symbolic lengths, and before 2.14 it tests for multiples
+    of 128, although the last of larger blocks then has tiles beyond the tokens.
     """
     return all(length % side == 0 for length, side in zip(lengths, sides, strict=True))
 
 
 def _for_registers(q: Tensor, is_complex: bool, given: Mapping[str, Any]) -> dict[str, int]:
-    """Options of kernels in half precision that torch gives too few registers: more warps, or a smaller tile.
+    """Options for half-precision kernels with too few registers by torch's defaults: more warps, or a smaller tile.
 
-    The backward on Blackwell has the tiles of Hopper, where torch gives it eight warps. given: by the caller, whose
-    options for both kernels come before those for one.
+    The backward on Blackwell has the tiles of Hopper, where torch's default is eight warps. given: the caller's
+    options; an option for both kernels there overrides one for a single kernel here.
     """
     head_dim, options = q.shape[3], {}
     if q.dtype.itemsize == 2 and head_dim <= 64:
@@ -90,20 +90,20 @@ def _for_registers(q: Tensor, is_complex: bool, given: Mapping[str, Any]) -> dic
 
 
 def _as_wide_as_rows(tables: Tables) -> Tables:
-    """FlashAttention refuses lists with room for more blocks than a row has: those of one block have room for two."""
+    """Cut lists of rows with a single block to width 1: they are padded to 2, which FlashAttention refuses."""
     rows, columns = tables["kv_num_blocks"].shape[2], tables["q_num_blocks"].shape[2]
     single = {"kv_indices": columns == 1, "q_indices": rows == 1}
     return {name: each[..., :1] if single.get(name.removeprefix("full_")) else each for name, each in tables.items()}
 
 
 def is_flash(kernel_options: str) -> bool:
-    """Whether FlashAttention's kernels are asked for."""
+    """True if the options select FlashAttention's kernels."""
     return BACKEND in dict(_options_of(kernel_options))
 
 
 @graph_constant
 def options_text(options: Options) -> str:
-    """Options as text, in which form ops and compiled functions take them; "" for none."""
+    """Options as JSON, the form that ops and compiled functions take; "" for none."""
     return json.dumps(dict(sorted(options))) if options else ""
 
 

@@ -1,4 +1,4 @@
-"""A plan made ready for one device: block tables, where operands lie, and what programs of all lengths share."""
+"""Programs: a plan on one device as block tables and gathers, with a structure that does not depend on lengths."""
 
 from __future__ import annotations
 
@@ -31,16 +31,16 @@ from ._slots import Side, Slots, in_order, sides_of
 Lead = tuple[int, int]
 Tables = dict[str, Tensor]
 
-_DEPTH = 64  # of functions within functions: patterns of patterns
-_MOST_NUMBERS = 1 << 22  # in the block lists of a term
-_SIMPLE = 9  # operations of a mask up to which kernels have registers enough
+_DEPTH = 64  # most levels of nested functions: patterns of patterns
+_MOST_NUMBERS = 1 << 22  # most numbers in the block lists of a term
+_SIMPLE = 9  # most operations of a mask for which kernels have enough registers
 
 TABLES = ("kv_num_blocks", "kv_indices", "full_kv_num_blocks", "full_kv_indices")
 TABLES += ("q_num_blocks", "q_indices", "full_q_num_blocks", "full_q_indices")
 
 
 class Structure(torch.nn.Module):
-    """What of a term is the same for every length: a module's numbers are constants of a graph that serves them all."""
+    """Length-independent part of a term. A module, as compiled graphs have the numbers of modules as constants."""
 
     def __init__(
         self,
@@ -54,22 +54,22 @@ class Structure(torch.nn.Module):
     ) -> None:
         super().__init__()
         self.queries, self.keys, self.sides, self.multiplicity = queries, keys, sides, multiplicity
-        self.lead = lead  # of the block tables: batch entries and heads
-        self.heads = heads  # of tensors: of queries and of keys
+        self.lead = lead  # (batch entries, heads) of the block tables
+        self.heads = heads  # (query heads, key/value heads) of the tensors
         self.is_complex = is_complex  # the mask has many operations
 
     @property
     def numbers(self) -> Hashable:
-        """What makes it another one."""
+        """All values, as a key by which structures are compared."""
         slots = (each for side in (self.queries, self.keys) for each in (side.kind, side.numbers))
         return (*slots, self.sides, self.multiplicity, self.lead, self.heads, self.is_complex)
 
 
 @dataclass(frozen=True, eq=False)
 class FlexStep:
-    """One term ready to run: its BlockMask, and where its operands are read and its rows put back.
+    """One executable term: its BlockMask and the gathers of its operands.
 
-    `hidden` are the slots that its kernels read although they take part in no pair.
+    hidden: slots that its kernels read although they are in no pair. held: run-time tables of the mask.
     """
 
     mask: BlockMask
@@ -83,16 +83,17 @@ class FlexStep:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of what tells rows, positions and hidden slots."""
+        """Bytes of gather indices, positions and hidden slots."""
         return self.indices.nbytes + self.queries.rows.nbytes + self.keys.rows.nbytes + self.hidden.nbytes
 
 
 @dataclass(frozen=True, eq=False)
 class FlexProgram:
-    """A plan made ready for one device.
+    """An executable plan on one device.
 
-    `enter` are queries and keys in the plan's order, where that is not the input's. On accelerators `packed` holds
-    the block tables of all steps one after the other, and `sizes` the rows, columns and widths of each.
+    shares_rows: some rows are computed by several steps. enter: gathers of queries and keys into the plan's order; None
+    if tensors are in that order. packed: concatenated block tables of all steps, on accelerators. sizes: (rows,
+    columns, row list width, column list width) of each step.
     """
 
     steps: tuple[FlexStep, ...]
@@ -110,9 +111,9 @@ class FlexProgram:
 
     @cached_property
     def structure(self) -> Hashable:
-        """What programs have in common that run as one compiled function, whatever their lengths and patterns' numbers.
+        """Key of the compiled function: equal for programs that differ only in lengths and in their patterns' numbers.
 
-        Numbers of patterns are in tensors; what their functions captured besides is a constant of a graph.
+        Numbers of patterns are in tensors; other values that mask functions capture are graph constants and in the key.
         """
         steps = ((plain_values(step.mask.mask_mod, _DEPTH), step.structure.numbers) for step in self.steps)
         return self.enter is None, *steps
@@ -127,9 +128,9 @@ def make_flex_program(
     device: torch.device,
     placement: Placement | None = None,
 ) -> FlexProgram:
-    """Build each term's BlockMask, in blocks of these sides or of such that lists are short, and the rows it reads.
+    """Build each term's BlockMask and gathers.
 
-    A placed plan comes with its `placement`.
+    block_size: sides of blocks; None for the smallest that keep block lists short. placement: that of the plan, if any.
     """
     groups = plan.bound.num_heads // num_kv_heads
     steps = []
@@ -153,10 +154,10 @@ def make_flex_program(
 
 
 def sides_that_fit(term: Term) -> tuple[int, int]:
-    """The smallest block sides that keep a term's lists short: those of a long causal sequence would fill gigabytes.
+    """The smallest block sides that keep a term's block lists short: lists of long sequences can fill gigabytes.
 
-    They are measured in blocks so large that even full lists are short. In blocks of half the side a list is at most
-    twice as long.
+    The search begins with blocks so large that even full lists are short, and halves the side while the lists, at most
+    twice as long after each halving, stay short.
     """
     lists = term.rule.num_entries() * (len(term.heads) if len(set(term.tables())) > 1 else 1)
 
@@ -176,12 +177,12 @@ def sides_that_fit(term: Term) -> tuple[int, int]:
 
 
 def list_width(term: Term, sides: tuple[int, int], device: torch.device) -> tuple[int, int]:
-    """(longest list of a row, of a column) that a term's tables may need, whatever the run-time values."""
+    """(longest list of a row, of a column) that a term's tables may need for any run-time values."""
     return _longest_lists(term, sides) if device_kind(device).flex_trains else _full_lists(term, sides)
 
 
 def _full_lists(term: Term, sides: tuple[int, int]) -> tuple[int, int]:
-    """Blocks in a row and in a column."""
+    """(number of blocks in a row, in a column)."""
     return -(-term.k.num_slots // sides[1]), -(-term.q.num_slots // sides[0])
 
 
@@ -201,7 +202,7 @@ def _longest_lists(term: Term, sides: tuple[int, int]) -> tuple[int, int]:
 
 
 def _at_least_two(tables: Tables) -> Tables:
-    """Block tables whose lists have room for two: a graph compiled for any length would take one for a constant."""
+    """Pad block lists to at least 2 entries: torch.compile takes a dim of size 1 for a constant."""
     return {
         name: pad(each, (0, 1)) if name.endswith("indices") and each.shape[-1] == 1 else each
         for name, each in tables.items()
@@ -209,13 +210,13 @@ def _at_least_two(tables: Tables) -> Tables:
 
 
 def _sizes(tables: Tables) -> tuple[int, int, int, int]:
-    """(rows, columns, length of a row's list, of a column's); lists of full blocks are as long as others."""
+    """(rows, columns, width of row lists, width of column lists); full and partial lists have equal widths."""
     by_row, by_column = tables["kv_indices"].shape, tables["q_indices"].shape
     return by_row[2], by_column[2], by_row[3], by_column[3]
 
 
 def unpacked(packed: Tensor, leads: Sequence[Lead], sizes: Sequence[int]) -> list[Tables]:
-    """The block tables of each step, as views."""
+    """Views of `packed`: the block tables of each step."""
     found, begin = [], 0
     for index, lead in enumerate(leads):
         rows, columns, by_row, by_column = sizes[4 * index : 4 * index + 4]
@@ -230,7 +231,7 @@ def unpacked(packed: Tensor, leads: Sequence[Lead], sizes: Sequence[int]) -> lis
 
 
 def mask_of(step: FlexStep, tables: Tables) -> BlockMask:
-    """The step's mask with these block tables; traced by torch.compile."""
+    """The step's BlockMask with other block tables; traceable by torch.compile."""
     numbers: dict[str, Any] = {"seq_lengths": step.mask.seq_lengths, "BLOCK_SIZE": step.mask.BLOCK_SIZE, **tables}
     return BlockMask(**numbers, mask_mod=step.mask.mask_mod)
 
@@ -249,9 +250,9 @@ def _step(
 
 
 def _is_complex(mask_mod: MaskMod, device: torch.device) -> bool:
-    """Whether a kernel of torch's choice for a mask of few operations spills registers to memory, by the kilobyte.
+    """True if the mask has too many operations for torch's default options: kernels would spill many registers.
 
-    On Hopper and later, whose tiles are of 128 x 128 scores.
+    Only on Hopper and later, where tiles have 128 x 128 scores.
     """
     if capability(device) < HOPPER:
         return False
@@ -262,7 +263,7 @@ def _is_complex(mask_mod: MaskMod, device: torch.device) -> bool:
 
 
 class _Counted(TorchDispatchMode):
-    """Counts the operations that run."""
+    """Counts dispatched operations."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,8 +1,8 @@
-"""Selected blocks on the flex engine: block tables made in the graph of the table that came with the call.
+"""Selected blocks on the flex engine: the graph computes block tables from the call's table of selected blocks.
 
-Rows of whole tiles are rows of a BlockMask. Smaller ones, down to a choice for each query, are gathered: a row once for
-each block that it names, those of one block one after the other from the start of a tile on, joined by lse. Sizes are
-those of the table's shape, so that no value reaches the host.
+A table row of whole tiles is a row of a BlockMask. Smaller rows, down to a single query, are gathered: a row is copied
+once for each block that it selects, copies are sorted by block, each block's copies begin at a tile, and the results
+are merged by lse. All sizes follow from the table's shape, so no value is copied to the host.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from .._score_mod import ScoreMod, new_score
 from ._kernel_call import Kernel, call_kernel
 
 # B batch, H query heads, G key/value heads, N queries, M keys, D head dim
-# R rows of `unit` queries, W entries of a row, C key blocks, S tiles of gathered rows, P places in them
+# R rows of `unit` queries, W entries of a row, C key blocks, S tiles of gathered rows, P places for rows in all tiles
 
 
 def unit_of(block: tuple[int, int], q_offset: int) -> int | None:
-    """Queries that are gathered together; 0 where rows are whole tiles; None where the kernels' tiles do not fit."""
+    """Queries of a gathered row; 0 if rows are whole tiles, not gathered; None if the kernels' tiles do not fit."""
     q_block, k_block = block
     if k_block % TILE and TILE % k_block:
         return None
@@ -38,12 +38,12 @@ def unit_of(block: tuple[int, int], q_offset: int) -> int | None:
 
 
 def sides_of_table(block: tuple[int, int], unit: int) -> tuple[int, int]:
-    """Those of the kernel's blocks: gathered rows, and keys of smaller blocks, come by whole tiles."""
+    """Sides of the kernel's blocks: at least a tile if rows are gathered."""
     return (TILE, max(block[1], TILE)) if unit else block
 
 
 def copies_of(block: tuple[int, int], q_offset: int, most: int, sizes: tuple[int, int]) -> int:
-    """How many times the queries are there where they are gathered, for so many queries and keys."""
+    """Number of query copies, rounded up; 1 if rows are not gathered. sizes: (queries, keys)."""
     unit = unit_of(block, q_offset)
     if not unit:
         return 1
@@ -53,7 +53,7 @@ def copies_of(block: tuple[int, int], q_offset: int, most: int, sizes: tuple[int
 
 
 class SelectedBlocksOf(torch.nn.Module):
-    """What is the same for every length: a module's numbers are constants of a graph that serves them all."""
+    """Length-independent sizes. It is a module because a compiled graph has a module's numbers as constants."""
 
     def __init__(self, block: tuple[int, int], unit: int, most: int, heads: tuple[int, int, int]) -> None:
         super().__init__()
@@ -63,19 +63,19 @@ class SelectedBlocksOf(torch.nn.Module):
 
     @property
     def sides(self) -> tuple[int, int]:
-        """Those of the kernel's blocks."""
+        """Sides of the kernel's blocks."""
         return sides_of_table((self.q_block, self.k_block), self.unit)
 
     @property
     def numbers(self) -> tuple[int, ...]:
-        """What makes it another one."""
+        """All values, as a key by which instances are compared."""
         return (self.q_block, self.k_block, self.unit, self.most, self.tables, self.heads, self.kv_heads)
 
 
 class Where(NamedTuple):
-    """The first head and the positions of the first query and key, as tensors; where in its row the first query is.
+    """Offsets of a call: global index of the first head, positions of the first query and key, as tensors.
 
-    tables: the table of each head; empty where there are as many, in order, or one for as many neighbours each.
+    row: index of the first query in its table row. tables: table of each head; empty if they are all tables in order.
     """
 
     head: Int64[Tensor, ""]
@@ -99,10 +99,10 @@ def attend_selected(
     kernel_options: str,
     kernel: Kernel,
 ) -> tuple[Float[Tensor, "B H N D"], Float[Tensor, "B H N"]]:
-    """(out in the dtype of sums, natural lse) of the pairs that the table names and `rest` allows.
+    """(out in float32 or wider, natural lse) over the pairs that are in selected blocks and that `rest` allows.
 
-    rows: blocks of keys, counted from the call's first, for each row from that of the first query on.
-    classes: of rows and blocks that are tiles: 2 where `rest` allows every pair; None where that is not known.
+    rows: selected key blocks, block 0 with the call's first key, of each table row, row 0 with its first query.
+    classes: for rows and blocks of whole tiles, 2 where `rest` allows every pair, else 1; None if not known.
     """
     blocks, tokens, unit = -(-k.shape[2] // of.k_block), q.shape[2], of.unit
     rows = rows.repeat_interleave(q.shape[1] // rows.shape[1], 1).expand(q.shape[0], -1, -1, -1)
@@ -147,7 +147,7 @@ def _tables_of_rows(
     classes: Int32[Tensor, "h R C"] | None,
     columns: int,
 ) -> dict[str, Tensor]:
-    """The tables of a BlockMask whose rows are these, whole tiles."""
+    """Block tables of a BlockMask with these rows of whole tiles."""
     full = torch.zeros_like(named)
     if classes is not None:
         head = torch.arange(rows.shape[1], device=rows.device)[:, None, None] % classes.shape[0]
@@ -166,10 +166,10 @@ def _tables_of_rows(
 
 
 class Places(NamedTuple):
-    """Pairs of a row and a block that it names, sorted by block, those of each block from the start of a tile on.
+    """Places of the (row, selected block) pairs, sorted by block; the pairs of each block begin at a tile.
 
-    place: of each pair, -1 for none; pair: in each place, -1 for none; block: of each tile, `blocks` for none; begin
-    and number: each block's tiles.
+    place: place of each pair, -1 for none. pair: pair in each place, -1 for none. block: block of each tile, C for
+    none. begin, number: first tile and number of tiles of each block.
     """
 
     place: Int32[Tensor, "B H RW"]
@@ -189,10 +189,10 @@ def _places(block: Int64[Tensor, "B H RW"], named: Bool[Tensor, "B H RW"], block
     end = number.cumsum(-1)
     begin, tiles = end - number, -(-pairs // height) + blocks
     rank = torch.arange(pairs, device=device) - before.gather(2, ordered)
-    # Those that name nothing share one place more, behind all others.
+    # Empty entries share one extra place after the last tile.
     first = pad(begin * height, (0, 1), value=0).gather(2, ordered)
     there = torch.where(ordered < blocks, first + rank, tiles * height)
-    # Of 32 bits: inductor leaves scatters of 64 to another kernel.
+    # int32, as inductor passes int64 scatters to a fallback kernel.
     place = torch.full(there.shape, -1, dtype=torch.int32, device=device)
     place = place.scatter(2, order, torch.where(ordered < blocks, there, -1).int())
     pair = torch.full((*lead, tiles * height + 1), -1, dtype=torch.int32, device=device)
@@ -202,7 +202,7 @@ def _places(block: Int64[Tensor, "B H RW"], named: Bool[Tensor, "B H RW"], block
 
 
 def _tables_of_tiles(of: SelectedBlocksOf, at: Places) -> dict[str, Tensor]:
-    """The tables by which each tile of places sees one block of keys, or the one that holds its smaller block."""
+    """Block tables in which each tile of places sees the kernel's block that contains its key block."""
     joined, blocks, tiles = of.sides[1] // of.k_block, at.number.shape[2], at.block.shape[2]
     number = pad(at.number, (0, -blocks % joined)).unflatten(2, (-1, joined)).sum(-1)
     begin = number.cumsum(-1) - number
@@ -237,7 +237,7 @@ def _run(
     position: Callable[[Any, Any, Any], Any] | None = None,
     inside: MaskMod | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """(out, lse) of the kernel; where queries are gathered, `position` is theirs, and `inside` the pairs to compute."""
+    """(out, lse) of the kernel. position: position of a gathered query; inside: mask of its selected pairs."""
 
     def query_at(b, h, query):
         return query + where.query if position is None else position(b, h, query)
@@ -259,9 +259,9 @@ def _run(
 
 
 class _Gathered(torch.autograd.Function):
-    """Rows of x by number, 0 for a number below 0; `inverse` names the results that each row of x went to.
+    """Gather of rows of x by index, 0 for a negative index.
 
-    So the gradient is a gather as well.
+    inverse: the results to which each row of x is copied, so that the gradient is a gather, too.
     """
 
     @staticmethod

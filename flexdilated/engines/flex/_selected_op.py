@@ -1,4 +1,4 @@
-"""Calls with a table of selected blocks: what does not depend on the table prepared, compiled or traced beside it."""
+"""Calls with a table of selected blocks: prepares and caches their table-independent parts, eagerly or in a trace."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ from ._traced import MAKERS, traced
 
 # T tables, R rows of query blocks, C key blocks
 
-_DEPTH = 64  # of functions within functions: patterns of patterns
-_MOST_CLASSES = 1 << 24  # of rows and blocks whose pairs are known to be all allowed; beyond, the rule is asked
+_DEPTH = 64  # most levels of nested functions: patterns of patterns
+_MOST_CLASSES = 1 << 24  # most (row, block) pairs that are classified in advance; above, kernels evaluate the rule
 
 
 class Parts(NamedTuple):
@@ -37,13 +37,13 @@ class Parts(NamedTuple):
     block: tuple[int, int]
     most: int
     others: str
-    needed: tuple[str, ...]  # by the others
-    names: tuple[str, ...]  # by the whole pattern
+    needed: tuple[str, ...]  # run-time tensors of `others`
+    names: tuple[str, ...]  # run-time tensors of the whole pattern
 
 
 @graph_constant
 def parts_of(text: str) -> Parts | None:
-    """How a pattern is parted, if it is."""
+    """Split of a pattern into its table and its other pairs; None if it has no such table."""
     return _parts_of(text)
 
 
@@ -58,7 +58,7 @@ def _parts_of(text: str) -> Parts | None:
 
 
 def takes_table(parts: Parts, key: CallKey) -> bool:
-    """Whether the kernels take the blocks as they are, of tokens in order."""
+    """True if kernels support the table's blocks and the call's tokens are in order."""
     q_block, k_block = parts.block
     in_order = not key.placement and key.rate == 1 and key.k_offset % k_block == 0
     return in_order and unit_of((q_block, k_block), key.q_offset) is not None
@@ -66,14 +66,14 @@ def takes_table(parts: Parts, key: CallKey) -> bool:
 
 @dataclass(frozen=True, eq=False)
 class Prepared:
-    """What of such a call the table has no part in."""
+    """Table-independent parts of a call."""
 
     of: SelectedBlocksOf
     rest: MaskMod
     held: tuple[Rows, ...]
     where: Where
     classes: Int8[Tensor, "h R C"] | None
-    skipped: int  # rows of the table before that of the first query
+    skipped: int  # rows of the table before the first query's row
 
     @property
     def nbytes(self) -> int:
@@ -81,7 +81,10 @@ class Prepared:
 
 
 def prepared(key: CallKey, device: torch.device, bindings: Sequence[Tensor], *, blank_rest: bool = False) -> Prepared:
-    """From the cache where the rest has no run-time tensors; `blank_rest` leaves their values open."""
+    """Parts of a call that do not depend on its table; cached if its other patterns have no run-time tensors.
+
+    blank_rest: use blank tables in place of the values of these tensors, for a trace.
+    """
     selection = selection_in(key)
     assert selection is not None
     leaf, rest = selection.leaf, selection.rest
@@ -113,14 +116,14 @@ def prepared(key: CallKey, device: torch.device, bindings: Sequence[Tensor], *, 
 
 
 def _tables_of(key: CallKey, count: int) -> tuple[int, ...]:
-    """The table of each of this device's heads; none where they are as many, in order."""
+    """Table of each of this device's heads; empty if these are all tables in order."""
     heads = range(key.head_offset, key.head_offset + key.num_heads)
     own = tuple(head * count // key.num_heads_global for head in heads)
     return () if own == tuple(range(count)) else own
 
 
 def _classes(key: CallKey, rule: Pattern, block: tuple[int, int], device: torch.device) -> Tensor | None:
-    """2 where a row and a block, both whole, allow every pair, else 1; None where they are too many to tell."""
+    """2 for a whole row and block in which every pair is allowed, else 1; None above _MOST_CLASSES entries."""
     rows, columns = -(-key.num_queries // block[0]), -(-key.num_keys // block[1])
     bound: Bound = key.bound(rule)
     heads = [head + key.head_offset for head in range(key.num_heads)]
@@ -152,7 +155,7 @@ def selected_flex(
     score_mod: ScoreMod | None,
     kernel_options: str,
 ) -> tuple[Tensor, Tensor]:
-    """(out, lse) of the table's pairs; works eagerly, where it is compiled alone, and under fullgraph=True."""
+    """(out, lse) over the table's pairs, eagerly by a separately compiled function, or under fullgraph=True."""
     table = bindings[parts.names.index(parts.leaf)].to(q.device)
     if torch.compiler.is_compiling():
         found: Prepared = traced("selected", q, bindings, key)
@@ -170,7 +173,7 @@ def selected_flex(
 
 
 def _rows_of(table: Int64[Tensor, "*b T R W"], found: Prepared) -> Int64[Tensor, "b t R W"]:
-    """The rows of the call's queries for its heads, blocks counted from its first key."""
+    """Table rows of the call's queries and heads; block 0 has the call's first key."""
     rows = (table if table.dim() == 4 else table[None])[:, :, found.skipped :].long()
     own = found.where.tables
     rows = rows[:, list(own)] if own else rows
@@ -192,7 +195,7 @@ MAKERS["selected"] = lambda key, q, bindings: prepared(key, q.device, bindings, 
 
 @flat_op("flexdilated::selected_rows")
 def _held_rows(q: Tensor, bindings: list[Tensor], key: CallKey) -> list[Tensor]:
-    """The rows of the run-time tables of the rest, for these values."""
+    """Rows of the other run-time tables of the pattern, for these values."""
     return [held.rows.clone() for held in prepared(key, q.device, bindings).held]
 
 

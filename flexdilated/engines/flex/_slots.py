@@ -1,7 +1,7 @@
-"""A term's slots and the tokens of a tensor, each read where the other holds it: index arithmetic, or an index.
+"""Gathers between tokens of a tensor and slots of a term, by index arithmetic or by an index tensor.
 
-A token has at most one slot in a term, so the gradient of a gather is the gather by the inverse, never a scatter. All
-is plain torch, for inductor to fuse; what defines a pattern is a constant of a graph, what depends on lengths is not.
+A token has at most one slot in a term, so the gradient of a gather is the gather by the inverse, never a scatter.
+Plain torch throughout, for inductor to fuse. Numbers of a pattern are graph constants; lengths are dynamic.
 """
 
 from __future__ import annotations
@@ -20,17 +20,17 @@ from ...masks.orders import Layout, Order, Padded, Placement
 from ...masks.planning import IntervalTerm, PaddedTerm, Plan, Term
 from .._merge import sum_dtype
 
-# B batch, X heads of a tensor, H heads of a term, S slots, N tokens, D head dim; `groups` heads of a term read one head
+# B batch, X heads of a tensor, H heads of a term, S slots, N tokens, D head dim; `groups` term heads per tensor head
 
 _Numbers = tuple[int, ...]
 
 
 class Rows(NamedTuple):
-    """The tables of a side: what of it depends on heads, or is no arithmetic.
+    """Index tensors of a side.
 
-    heads: the head of each of the term's heads, counted over query heads; places: where each of those is among the
-    term's, or -1. Both None where these are all of them in order. offsets: of arithmetic, each head's first place.
-    listed: the token of each slot, inverse: the slot of each token of each of all heads; -1 for none.
+    heads: query head of each term head. places: term head of each query head, -1 for none. Both None if the term has
+    all query heads in order. offsets: each term head's offset in a segment, for kind "segments". listed: token of each
+    slot. inverse: slot of each token of every query head. Both are for kind "index", with -1 for none.
     """
 
     heads: Int32[Tensor, " H"] | None = None
@@ -45,10 +45,10 @@ class Rows(NamedTuple):
 
 
 class Slots(torch.nn.Module):
-    """One side of a term. A module's numbers are constants of a graph that is compiled for any length.
+    """Gather of one side of a term. It is a module because a compiled graph has a module's numbers as constants.
 
-    kind: "all", every token in its own slot; "heads", the same of some heads; "segments", by the arithmetic of
-    `Padded`; "index". numbers: groups, step, segment, width.
+    kind: "all", slot i is token i; "heads", slot i is token i of some heads; "segments", by the arithmetic of `Padded`;
+    "index", by index tensors. numbers: (groups, step, segment, width), or (groups,) except for "segments".
     """
 
     def __init__(self, kind: str, *numbers: int) -> None:
@@ -56,7 +56,10 @@ class Slots(torch.nn.Module):
         self.kind, self.numbers = kind, numbers
 
     def take(self, x: Shaped[Tensor, "B X N ..."], rows: Rows, start: int, slots: int) -> Shaped[Tensor, "B H S ..."]:
-        """The slots, 0 where they hold nothing. By arithmetic there are so many; segment 0 begins at token `start`."""
+        """Gather slots from tokens; padding slots are 0.
+
+        start: token at which segment 0 begins. slots: number of slots, for kind "segments".
+        """
         if self.kind == "index":
             assert rows.listed is not None
             slots = rows.listed.shape[1]
@@ -65,12 +68,12 @@ class Slots(torch.nn.Module):
         return x if self.kind == "all" else moved(x, True, self.kind, self.numbers, start, slots, 0.0, *rows)
 
     def put(self, x: Shaped[Tensor, "B H S ..."], rows: Rows, start: int, tokens: int, empty: float) -> Tensor:
-        """The tokens of all query heads, `empty` where they have no slot."""
+        """Gather `tokens` tokens of every query head from slots; tokens without a slot are `empty`."""
         return x if self.kind == "all" else moved(x, False, self.kind, self.numbers, start, tokens, empty, *rows)
 
 
 class Side(NamedTuple):
-    """How one side of a term is read: its arithmetic, tables and the token at which segment 0 begins."""
+    """Gather of one side of a term: arithmetic, index tensors, and the token at which segment 0 begins."""
 
     slots: Slots
     rows: Rows
@@ -79,7 +82,7 @@ class Side(NamedTuple):
 
 @dataclass(frozen=True)
 class _At:
-    """Slots and tokens of one side, by index tensors of both. Where several heads of a term read one, `groups` do."""
+    """Index maps between slots and tokens of one side; `groups` consecutive heads of a term read one tensor head."""
 
     kind: str
     numbers: _Numbers
@@ -87,7 +90,7 @@ class _At:
     rows: Rows
 
     def tokens(self, head: Tensor, slot: Tensor) -> tuple[Tensor, Tensor | None]:
-        """(the token in each slot of each head, whether there is one: None for everywhere)."""
+        """(token of each slot of each head, mask of slots with a token; None for all)."""
         if self.kind == "heads":
             return slot, None
         if self.kind == "index":
@@ -99,7 +102,7 @@ class _At:
         return self.start + slot // width * segment + place, place < segment
 
     def slots(self, head: Tensor, token: Tensor) -> tuple[Tensor, Tensor | None]:
-        """(the slot of each token of all heads, whether it has one: None for everywhere)."""
+        """(slot of each token of every query head, mask of tokens with a slot; None for all)."""
         if self.kind == "heads":
             return token, None
         if self.kind == "index":
@@ -113,13 +116,13 @@ class _At:
         return ahead // segment * width + place // step, active
 
     def source(self, head: Tensor) -> Tensor:
-        """The tensor's head that each of the term's heads reads."""
+        """Tensor head that each term head reads."""
         groups = self.numbers[0]
         head = head if self.rows.heads is None else self.rows.heads[head]
         return head if groups == 1 else head // groups
 
     def place(self, head: Tensor) -> tuple[Tensor, Tensor | None]:
-        """(where each of all query heads is among the term's, whether it is)."""
+        """(term head of each query head, mask of query heads in the term; None for all)."""
         if self.rows.places is None:
             return head, None
         place = self.rows.places[head]
@@ -127,10 +130,10 @@ class _At:
 
 
 def _grid(x: Tensor, heads: int, length: int, begin: int) -> tuple[Tensor, Tensor]:
-    """Heads (heads, 1) and indices (length).
+    """(heads of shape (heads, 1), indices of shape (length,)).
 
-    A backward's `begin` is 1: as the forward's, they would be found to be the same, saved and read, in place of
-    arithmetic in a kernel's registers.
+    The forward passes begin=0 and the backward 1: equal expressions would be merged in the joint graph, saved to memory
+    and read again, where arithmetic in registers is cheaper.
     """
     dtype = index_dtype(x.device, 0, 0)
     head = torch.arange(begin, heads + begin, device=x.device, dtype=dtype) - begin
@@ -169,7 +172,7 @@ def _read(x: Tensor, head: Tensor, index: Tensor, there: Tensor | None, empty: f
 
 
 class _Moved(torch.autograd.Function):
-    """What is at the tokens to a side's slots, or the other way; the gradient goes back by the inverse."""
+    """Gather of slots from tokens, or of tokens from slots; the gradient is the inverse gather."""
 
     @staticmethod
     def forward(
@@ -201,7 +204,7 @@ def moved(x, to_slots, kind, numbers, start, length, empty, *rows):
 def sides_of(
     term: Term, plan: Plan, groups: int, placement: Placement | None, device: torch.device
 ) -> tuple[Side, Side]:
-    """How a term's queries and keys are read in tensors of all tokens, or of those that are held.
+    """(query side, key side) of a term in tensors of all tokens, or of the tokens of a placement.
 
     `groups` query heads share a key/value head.
     """
@@ -223,7 +226,7 @@ def sides_of(
 
 
 def in_order(given: Layout, device: torch.device) -> Side:
-    """How tokens that come in this order are read in the natural one."""
+    """Side that gathers tokens given in this order into natural order."""
     rows = Rows(listed=given.slots(device)[None].int(), inverse=given.positions(device)[None].int())
     return Side(Slots("index", 1), rows, 0)
 
@@ -258,7 +261,7 @@ def _by_index(
     num_tokens: int,
     device: torch.device,
 ) -> Side:
-    """By the token of each slot, -1 for none; where all heads of a group read alike, once for these."""
+    """Side by index; index: token of each slot, -1 for none. Heads of a group with equal rows are gathered once."""
     alike = index if len(index) == 1 or bool((index != index[:1]).any()) else index[:1]
     if heads is None and groups > 1:
         of_group = alike.unflatten(0, (-1, groups)) if len(alike) > 1 else alike[None]
@@ -290,16 +293,16 @@ def _rows(heads: tuple[int, ...] | None, num_heads: int, device: torch.device, *
 
 
 def _fixed(x: Tensor) -> None:
-    """Say that no other length makes it another size."""
+    """Mark the sizes of x as static for torch.compile: they do not depend on sequence lengths."""
     if device_kind(x.device).flex_trains:
         _torch_private.mark_static(x)
 
 
 def _located(positions: Int64[Tensor, "H S"], kv_heads: Sequence[int], placement: Placement) -> Int64[Tensor, "H S"]:
-    """The token of each position in its head's keys; -1 for positions that are not held."""
+    """Slot of each position in its head's keys; -1 for positions that are not in the placement."""
     found: dict[tuple[int, int], Tensor] = {}
     for row, head in zip(positions, kv_heads, strict=True):
-        key = (head, int(row[0]))  # heads of a term differ in where they start alone
+        key = (head, int(row[0]))  # heads of a term differ only in their first position
         if key not in found:
             held = placement.key_slots(head)
             found[key] = torch.where(torch.isin(row, held.position), held.of(row), -1)

@@ -1,4 +1,4 @@
-"""What a trace needs beside what it can trace: a store that it can read, and functions that it takes as they are."""
+"""Support for torch.compile: a store of objects that a trace can read, and functions that it must not trace into."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from ._slots import moved
 
 
 class Traced:
-    """What compiled graphs refer to, each an attribute: a trace reads those of a dict but once.
+    """Store of the objects that compiled graphs use, as attributes: a trace reads the entries of a dict only once.
 
-    A graph reads its tables from here, at every run. The oldest go first; a graph whose program has gone is traced
-    anew.
+    A graph reads its tables from here at every run. The oldest are evicted first; a graph whose program was evicted is
+    traced again.
     """
 
 
@@ -28,9 +28,9 @@ _MOST_TRACED = 256
 
 
 def traced_name(what: str, key: CallKey, bindings: Sequence[Tensor], q: Tensor) -> str:
-    """An attribute's name, of all that it depends on, as a string: a trace takes no tuple for the name of one.
+    """Attribute name for a call: a string, as a trace does not support tuples here, of all that the object depends on.
 
-    Sizes are made numbers: one that a graph has left open would be written as a symbol by the op's shape rule.
+    Sizes are converted to numbers, as a fake implementation would format a dynamic size as a symbol.
     """
     _, *numbers, block_size, placement = key
     shapes = [size for each in bindings for size in (each.dim(), *[int(n) for n in each.shape])]
@@ -38,14 +38,14 @@ def traced_name(what: str, key: CallKey, bindings: Sequence[Tensor], q: Tensor) 
     return f"{what} {q.device.type} {sizes} {placement} {key.pattern}"
 
 
-# By name, (call, q, bindings) -> what a trace reads of such a call, with the values of run-time tensors left open.
+# By name, (call, q, bindings) -> the object for a trace of the call, independent of the values of run-time tensors.
 MAKERS: dict[str, Callable[[CallKey, Tensor, list[Tensor]], Any]] = {}
 
 
 def traced(what: str, q: Tensor, bindings: list[Tensor], key: CallKey) -> Any:
-    """What the maker of this name makes of a call that is traced.
+    """The object that MAKERS[what] builds for a traced call.
 
-    Tracing can read an attribute but not build a plan; an op's shape rule runs while tracing, and can.
+    A trace can read an attribute but not build a plan; the fake implementation of an op runs during tracing and can.
     """
     _prepare(q, bindings, what, *key)
     return getattr(Traced, traced_name(what, key, bindings, q))
@@ -53,7 +53,7 @@ def traced(what: str, q: Tensor, bindings: list[Tensor], key: CallKey) -> Any:
 
 @flat_op("flexdilated::prepare")
 def _prepare(q: Tensor, bindings: list[Tensor], what: str, key: CallKey) -> Tensor:
-    """Nothing at run time; while tracing, its shape rule puts what is made where the trace finds it."""
+    """No-op at run time; during tracing its fake implementation stores the object in `Traced`."""
     return q.new_empty(0)
 
 
@@ -74,9 +74,10 @@ def _(q, bindings, what, *key):
 
 @cache
 def let_trace() -> None:
-    """To be called before a graph is traced: an autograd.Function is then taken as it is, by the functions around it.
+    """Put `moved` and `gathered` into graphs untraced; call it before a graph is traced.
 
-    Tracing into one fails where kernels' own graphs follow. Not at import, as that would import the whole compiler.
+    Tracing into their autograd.Function fails if subgraphs of kernels follow. Not done at import, as it imports the
+    whole compiler.
     """
     for function in (moved, gathered):
         torch.compiler.allow_in_graph(function)

@@ -1,1 +1,1 @@
-"""Kernels of torch that compute one part, a file for each family of devices."""
+"""ATen's attention kernels, on the CPU and on CUDA."""

@@ -17,10 +17,10 @@ from . import _kernel_cuda
 
 # B batch, H query heads, G key/value heads, F folds, Q queries, K keys, D head dim
 
-_LEAST_SCALE = torch.finfo(torch.float32).tiny  # the kernels hold the scale in float32; below, scores are 0
-_ROWS_OF_LARGE_BLOCKS = 768  # from which the backward on CPU works on 256 rows at a time, below on 64 or 32
-_FLOAT32_BYTES = 8 << 20  # copies in float32 that are held at once: what stays in a cache
-_ENOUGH = 2  # calls of those copies
+_LEAST_SCALE = torch.finfo(torch.float32).tiny  # the kernels keep the scale in float32; for a smaller one, scores are 0
+_ROWS_OF_LARGE_BLOCKS = 768  # rows from which the backward on CPU has blocks of 256 rows; below, of 64 or 32
+_FLOAT32_BYTES = 8 << 20  # float32 copies that exist at one time: they stay in a CPU cache
+_ENOUGH = 2  # chunks that are run on the meta device: memory does not change after the second
 _Problem = tuple[Tensor, Tensor, Tensor]
 
 
@@ -28,7 +28,7 @@ _Problem = tuple[Tensor, Tensor, Tensor]
 class Operands:
     """q, k, v of (batch, heads, folds, slots, head dim); key/value heads divide query heads when folds is 1.
 
-    Keys that are not `visible`, on CPU only, hold 0 and are seen by none; None: all are.
+    visible: keys that may be attended to, on CPU only; other keys must hold 0. None: all keys.
     """
 
     q: Float[Tensor, "B H F Q D"]
@@ -40,7 +40,7 @@ class Operands:
 def forward(
     x: Operands, *, scale: float, is_causal: bool, bias: Float[Tensor, "#H #Q K"] | None = None
 ) -> tuple[Float[Tensor, "B H F Q D"], Float[Tensor, "B H F Q"]]:
-    """(out, natural lse in float32) of every fold, dense or with slots k <= q; `bias` is added to the scores."""
+    """(out, natural lse in float32) of each fold, dense or causal by slots; `bias` is added to the scores."""
     fold = _Folding.of(x)
     blind, mask = _blind(x, is_causal=is_causal), fold.mask(x, bias)
     parts = (fold.enter(part) for part in (filled(x.q, blind), x.k, x.v))
@@ -58,7 +58,7 @@ def backward(
     is_causal: bool,
     bias: Float[Tensor, "#H #Q K"] | None = None,
 ) -> _Problem:
-    """(dq, dk, dv). With the out and lse of a whole softmax these are this part's share of its gradients."""
+    """(dq, dk, dv). If out and lse are of a softmax over more keys, these are the gradients through these keys."""
     fold = _Folding.of(x)
     blind, mask = _blind(x, is_causal=is_causal), fold.mask(x, bias)
     grad_out, q, out = (filled(part, blind) for part in (grad_out, x.q, out))
@@ -69,10 +69,10 @@ def backward(
 
 @dataclass(frozen=True)
 class _Folding:
-    """How batch, heads and folds become the kernel's two leading dims, without a copy where strides allow.
+    """Maps batch, heads and folds to the kernel's two leading dims, without a copy where strides allow it.
 
-    Tokens outermost (a transposed (B, N, H, D)), grouped key/value heads, or folds that are not all of one batch
-    entry's tokens: (B * F, H). Otherwise (B * H * F, 1), whose output comes back with each head's tokens contiguous.
+    (B * F, H) for tokens outermost (a transposed (B, N, H, D)), for grouped key/value heads, and for folds of a single
+    batch entry that leave tokens over. Otherwise (B * H * F, 1), whose output has each head's tokens contiguous.
     """
 
     batch: int
@@ -84,7 +84,7 @@ class _Folding:
         grouped = x.k.shape[1] != x.q.shape[1]
         batch, heads, folds = x.q.shape[:3]
         tokens_outermost = heads > 1 and x.q.stride(1) < x.q.stride(3)
-        # Folds that leave tokens over become one dim with their heads by a copy only; alone, one batch entry's do not.
+        # Folds that leave tokens over can be flattened with heads only by a copy, but with a batch of 1 as a view.
         leave_some = batch == 1 and heads > 1 and folds > 1 and x.q.stride(1) != folds * x.q.stride(2)
         return cls(batch, folds, grouped or tokens_outermost or leave_some)
 
@@ -97,7 +97,7 @@ class _Folding:
         return x.squeeze(1).unflatten(0, (self.batch, -1, self.folds))
 
     def mask(self, x: Operands, bias: Float[Tensor, "#H #Q K"] | None) -> Tensor | None:
-        """The mask of the kernel's problems: what is added to the scores of every fold, or hides keys."""
+        """Additive mask in the kernel's dims: the bias of every fold, or -inf for invisible keys."""
         if x.visible is not None:
             assert bias is None, "where keys are hidden, nothing else is added"
             rows = self.enter(added(x.visible, x.q.dtype))
@@ -108,7 +108,7 @@ class _Folding:
 
 
 def _blind(x: Operands, *, is_causal: bool) -> Bool[Tensor, "B H F #Q"] | None:
-    """Queries that see no visible key; None where each sees one, or all keys are visible."""
+    """Queries that see no visible key; None if every query sees one."""
     if x.visible is None:
         return None
     if is_causal:
@@ -120,7 +120,7 @@ def _blind(x: Operands, *, is_causal: bool) -> Bool[Tensor, "B H F #Q"] | None:
 
 
 def filled(x: Shaped[Tensor, "*rows"], blind: Bool[Tensor, "..."] | None, value: float = 0.0) -> Tensor:
-    """x, of one number or a vector a query, with a value in the rows of queries that see nothing."""
+    """Fill the rows of blind queries with `value`; x has one number or one vector per query."""
     if blind is None:
         return x
     return x.masked_fill(blind if blind.dim() == x.dim() else blind.unsqueeze(-1), value)
@@ -173,10 +173,10 @@ def flash_backward(
 
 
 def _is_better_in_float32(q: Float[Tensor, "B H Q D"]) -> bool:
-    """Whether the backward on CPU is slow in q's dtype, or rounds more often than it has to.
+    """True where float32 makes the backward on CPU faster or more accurate.
 
-    PyTorch's kernel for float16 is slow. Each adds dk and dv up in q's dtype, block of rows by block of rows, and with
-    few rows blocks are smaller: the error of bfloat16 grows, while its kernel is no faster than that of float32.
+    PyTorch's kernel for float16 is slow. Its kernels sum dk and dv over blocks of rows in q's dtype; with few rows the
+    blocks are smaller, so bfloat16 is rounded more often, while its kernel is no faster than float32.
     """
     return q.dtype == torch.float16 or (q.dtype == torch.bfloat16 and q.shape[2] < _ROWS_OF_LARGE_BLOCKS)
 
@@ -184,12 +184,12 @@ def _is_better_in_float32(q: Float[Tensor, "B H Q D"]) -> bool:
 def _backward_in_float32(
     grad_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, mask: Tensor | None, **options: Any
 ) -> _Problem:
-    """The same, a few problems at a time, so that what is copied is little."""
+    """Backward in float32, in chunks of the batch that bound the memory of the copies."""
     grads = tuple(torch.empty_like(x, dtype=torch.float32) for x in (q, k, v))
     numbers = 3 * q[:1].numel() + 2 * k[:1].numel()
     at_once = max(1, _FLOAT32_BYTES // (4 * numbers))
     begins = range(0, len(q), at_once)
-    if q.is_meta:  # what is held is the same from the second on, and values there are none
+    if q.is_meta:  # only memory matters, and it does not change after the second chunk
         begins = begins[:_ENOUGH]
     for begin in begins:
         some = slice(begin, begin + at_once)
@@ -219,12 +219,12 @@ def _backward_on_cpu(
 
 
 def _is_here(x: Tensor) -> bool:
-    """Whether the CPU's kernels run it, or would if there were values."""
+    """True for devices whose calls go to the CPU kernels, the meta device included."""
     return device_kind(x.device).runs_cpu_kernels
 
 
 def _positive(scale: float, needed: bool) -> tuple[float, float]:
-    """(factor on q, scale above 0) with the same scores: kernels that hide keys by -inf do so before they scale."""
+    """(factor on q, scale > 0) that give equal scores: kernels that hide keys by -inf do so before they scale."""
     if not needed or scale >= _LEAST_SCALE:
         return 1.0, scale
     return (-1.0, -scale) if scale <= -_LEAST_SCALE else (0.0, 1.0)

@@ -1,4 +1,4 @@
-"""ATen's attention kernels on CUDA, dense or causal: flash, cuDNN and memory-efficient, called in one way."""
+"""ATen's attention kernels on CUDA, dense or causal: flash, cuDNN and memory-efficient, under one interface."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from ... import _torch_private
 
 # B batch, H query heads, G key/value heads, Q queries, K keys, D head dim
 
-_PROBLEMS_AT_ONCE = 1 << 15  # batch and heads are dims of the launch grid, which ends at 65535
+_PROBLEMS_AT_ONCE = 1 << 15  # batch and heads are dims of the launch grid, which are at most 65535
 _DIM_STEP, _ALIGNED_BYTES = 8, 16  # the kernels load 16 bytes at once
 _LSE_STEP = 32  # the memory-efficient kernels pad rows of the lse
 _HOPPER, _LAST_UNSOUND_CUDNN = (9, 0), 91500
@@ -26,11 +26,12 @@ _HALVES = (torch.float16, torch.bfloat16)
 class Kernel:
     """One of ATen's kernels.
 
-    `forward` takes (q, k, v, scale, is_causal) and gives (out, natural lse); `backward` takes (grad_out, q, k, v,
-    out, lse, scale, is_causal) and gives (dq, dk, dv), for any out and lse of its rows: it recomputes weights as
-    exp(score - lse), and delta from out. Operands have equal heads and a head dim that is a multiple of 8; a causal
-    problem has as many queries as keys. `switch` tells whether `scaled_dot_product_attention` may use the kernel, and
-    `most_dim` the largest head dim on devices of a capability. These limits are those of torch's own sdp_utils.cpp.
+    forward: (q, k, v, scale, is_causal) -> (out, natural lse).
+    backward: (grad_out, q, k, v, out, lse, scale, is_causal) -> (dq, dk, dv). out and lse may be of a softmax over more
+    keys, as weights are recomputed as exp(score - lse), and delta from out.
+    Operands have equal head counts and a head dim that is a multiple of 8; a causal problem is square.
+    switch: True if torch lets `scaled_dot_product_attention` use the kernel. most_dim: capability -> largest head dim.
+    The limits are taken from torch's sdp_utils.cpp.
     """
 
     name: str
@@ -48,9 +49,9 @@ class Kernel:
 
 
 def choose(dtype: torch.dtype, head_dim: int, num_keys: int, device: torch.device) -> Kernel:
-    """The preferred kernel that serves, of those that torch's switches leave on: see torch.nn.attention.sdpa_kernel.
+    """The preferred kernel that supports these sizes and is enabled (see torch.nn.attention.sdpa_kernel).
 
-    Raises ValueError where none does.
+    Raises ValueError if no kernel does.
     """
     capability = torch.cuda.get_device_capability(device)
     for kernel in _preferred(capability):
@@ -64,9 +65,10 @@ def choose(dtype: torch.dtype, head_dim: int, num_keys: int, device: torch.devic
 
 
 def _preferred(capability: tuple[int, int]) -> tuple[Kernel, ...]:
-    """All kernels, the first to try first: from Hopper on cuDNN, as torch prefers it there (its sdp_utils.cpp).
+    """All kernels in order of preference: cuDNN first on Hopper and later, as in torch (its sdp_utils.cpp).
 
-    Like torch not up to cuDNN 9.15.0, whose kernels fail on lengths that are no multiples of 128: pytorch#169849.
+    As in torch, cuDNN up to 9.15.0 is not preferred: its kernels fail on lengths that are not multiples of 128, see
+    pytorch#169849.
     """
     flash, cudnn, efficient = KERNELS
     is_sound = (torch.backends.cudnn.version() or 0) > _LAST_UNSOUND_CUDNN
@@ -89,7 +91,7 @@ def forward(q: Tensor, k: Tensor, v: Tensor, *, scale: float, is_causal: bool) -
 def backward(
     grad_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, *, scale: float, is_causal: bool
 ) -> _Problem:
-    """(dq, dk, dv) for the out and lse of these rows, which may be those of a larger softmax."""
+    """(dq, dk, dv); out and lse of the rows may be of a softmax over more keys."""
     kernel, dim, groups = _kernel_of(q, k, is_causal), q.shape[-1], q.shape[1] // k.shape[1]
     k, v = _per_query_head(k, q), _per_query_head(v, q)
     grad_out, q, k, v, out = (_loadable(x) for x in (grad_out, q, k, v, out))
@@ -114,13 +116,13 @@ def backward(
 
 
 def _kernel_of(q: Tensor, k: Tensor, is_causal: bool) -> Kernel:
-    """What serves all problems that `_squares` makes of these."""
+    """A kernel that supports every problem of `_squares`."""
     least = min(keys.stop for _, keys, _ in _squares(q.shape[2], k.shape[2], is_causal))
     return choose(q.dtype, q.shape[-1], least, q.device)
 
 
 def _squares(queries: int, keys: int, is_causal: bool) -> Iterator[tuple[slice, slice, bool]]:
-    """(queries, keys, causal) of problems the kernels agree on: they differ on causal ones that are not square."""
+    """Yield (queries, keys, causal) of a causal square and dense rows, as kernels disagree on causal non-squares."""
     square = min(queries, keys) if is_causal else 0
     if square:
         yield slice(0, square), slice(0, square), True
@@ -129,7 +131,7 @@ def _squares(queries: int, keys: int, is_causal: bool) -> Iterator[tuple[slice, 
 
 
 def _in_batches(call: Callable[..., tuple[Tensor, ...]], *operands: Tensor) -> tuple[Tensor, ...]:
-    """The call, in portions of the batch that a launch can count."""
+    """Run `call` on chunks of the batch that fit the launch grid."""
     at_once = max(1, _PROBLEMS_AT_ONCE // operands[0].shape[1])
     if len(operands[0]) <= at_once:
         return call(*operands)
@@ -143,13 +145,13 @@ def _per_query_head(x: Tensor, q: Tensor) -> Tensor:
 
 
 def _per_key_head(x: Tensor, groups: int) -> Tensor:
-    """The gradient of what `_per_query_head` repeated, summed in float32 or wider."""
+    """Sum gradients of the heads that `_per_query_head` repeated, in float32 or wider."""
     wide = torch.promote_types(x.dtype, torch.float32)
     return x if groups == 1 else x.unflatten(1, (-1, groups)).sum(2, dtype=wide).to(x.dtype)
 
 
 def _loadable(x: Tensor) -> Tensor:
-    """x with a head dim that the kernels take, and rows that begin where they can load; padding is 0."""
+    """x with the head dim padded with zeros to a multiple of 8, and rows aligned to 16 bytes."""
     missing = -x.shape[-1] % _DIM_STEP
     if missing:
         return pad(x, (0, missing))
@@ -173,7 +175,7 @@ def _flash_backward(
     )  # fmt: skip
 
 
-# cuDNN orders its lse, in some versions, as its operands are; with heads in the batch there is one order.
+# Some versions of cuDNN return the lse with the strides of the operands; with one head the layout is unambiguous.
 
 
 def _cudnn_forward(q: Tensor, k: Tensor, v: Tensor, scale: float, is_causal: bool) -> tuple[Tensor, Tensor]:
@@ -211,7 +213,7 @@ def _efficient_backward(
 
 
 def _flash_dims(capability: tuple[int, int]) -> int:
-    # Its backward at larger head dims needs the shared memory of the data centre's devices.
+    # For larger head dims its backward needs the shared memory of data-centre devices.
     return 0 if capability < (8, 0) else 256 if capability == (8, 0) or capability[0] in (9, 10) else 192
 
 
@@ -224,7 +226,7 @@ def _efficient_dims(capability: tuple[int, int]) -> int:
 
 
 def _cudnn_switch() -> bool:
-    """cuDNN's backward is not deterministic."""
+    """cuDNN is enabled and torch does not require determinism, which its backward lacks."""
     strict = torch.are_deterministic_algorithms_enabled() and not torch.is_deterministic_algorithms_warn_only_enabled()
     return torch.backends.cuda.cudnn_sdp_enabled() and not strict
 

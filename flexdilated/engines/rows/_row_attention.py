@@ -1,4 +1,4 @@
-"""Attention of a few query rows: each group of heads over the keys that it sees, joined by lse; exact gradients."""
+"""Attention of a few query rows: each group of heads over its visible keys, merged by lse; exact gradients."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from .._merge import WholeRows, shares_of, sum_dtype
 from ..kernels._kernel import flash_forward
 
 # B batch, H query heads, G key/value heads, N queries, S slots, D head dim
-# Of a part: g key/value heads, R rows at each of them (query heads × queries), n keys
+# in a part: g key/value heads, R rows per key/value head (query heads × queries), n keys
 
 Selection = slice | Int64[Tensor, " n"]
 
 
 @dataclass(frozen=True)
 class HeadGroup:
-    """Query heads that see the same keys: `per_key_head` of them for each of some key/value heads, in order."""
+    """Query heads with one rule: `per_key_head` of them for each of `key_heads`, in order."""
 
     source: RowSource
     queries: Selection
@@ -32,9 +32,10 @@ class HeadGroup:
 
 @dataclass(frozen=True)
 class Part:
-    """A group's attention from some rows over keys in some slots; parts of one `level` share no head.
+    """Attention of some rows of a head group over keys in some slots.
 
-    pairs: which row of a head sees which key; None where each sees all. blind: rows that see none of them, if any.
+    pairs: mask of visible (row, key) pairs; None if all are. blind: rows that see no key of the part; None if there is
+    none. level: parts of one level have no head in common, so they share an output buffer.
     """
 
     group: HeadGroup
@@ -46,9 +47,9 @@ class Part:
     log_weight: float
 
     def of_rows(self, x: Shaped[Tensor, "B H N ..."], *, empty: float = 0.0) -> Shaped[Tensor, "B g R ..."]:
-        """The rows at each key/value head: those of one query head after those of the other.
+        """Rows of each key/value head: its query heads' rows, concatenated.
 
-        Blind ones have a value in place of their own, which could be NaN.
+        Blind rows are filled with `empty`, as their values could be NaN.
         """
         heads = x[:, self.group.queries, self.rows]
         if self.blind is not None:
@@ -56,7 +57,7 @@ class Part:
         return heads.unflatten(1, (-1, self.group.per_key_head)).flatten(2, 3)
 
     def to_heads(self, x: Shaped[Tensor, "B g R ..."]) -> Shaped[Tensor, "B h rows ..."]:
-        """The other way: the rows of each query head."""
+        """Inverse of `of_rows`: the rows of each query head."""
         return x.unflatten(2, (self.group.per_key_head, -1)).flatten(1, 2)
 
     def of_keys(self, x: Float[Tensor, "B G S D"]) -> Float[Tensor, "B g n D"]:
@@ -73,7 +74,7 @@ class Part:
             heads.index_add_(2, self.slots.to(grad.device), grad)
 
     def bias(self, like: Tensor) -> Float[Tensor, "R n"] | None:
-        """What hides keys from rows, -inf, added to the scores."""
+        """Additive mask, -inf for hidden pairs; None if every pair is visible."""
         if self.pairs is None:
             return None
         shown = torch.zeros(self.pairs.shape, dtype=sum_dtype(like), device=like.device)
@@ -143,7 +144,7 @@ def matrix_forward(
     scale: float,
     bias: Float[Tensor, "R n"] | None = None,
 ) -> tuple[Float[Tensor, "B g R D"], Float[Tensor, "B g R"]]:
-    """(out, natural lse) by two matrix products, in float32 or wider: for a few rows on any device."""
+    """(out, natural lse) in float32 or wider, by two matrix products: for a few rows on any device."""
     scores = _scores(q, k, scale, bias)
     lse = scores.logsumexp(-1)
     weights = (scores - lse.clamp(min=torch.finfo(lse.dtype).min).unsqueeze(-1)).exp_()
@@ -161,7 +162,7 @@ def matrix_backward(
     scale: float,
     bias: Float[Tensor, "R n"] | None = None,
 ) -> tuple[Float[Tensor, "B g R D"], Float[Tensor, "B g n D"], Float[Tensor, "B g n D"]]:
-    """(dq, dk, dv) in the dtype of the lse, where a score's gradient is weight * (grad_out · value - delta).
+    """(dq, dk, dv) in the dtype of the lse; a score's gradient is weight * (grad_out · value - delta).
 
     A row whose lse is +inf has weight 0 everywhere.
     """
@@ -172,5 +173,5 @@ def matrix_backward(
 
 
 def _scores(q: Tensor, k: Tensor, scale: float, bias: Tensor | None) -> Float[Tensor, "B g R n"]:
-    scores = (q.to(sum_dtype(q)) @ k.to(sum_dtype(k)).mT) * scale  # rounded as in the kernel, whose lse may come in
+    scores = (q.to(sum_dtype(q)) @ k.to(sum_dtype(k)).mT) * scale  # rounded as in the kernel that computed the lse
     return scores if bias is None else scores + bias

@@ -1,4 +1,4 @@
-"""Calls of few queries, which need no plan: each group of heads, the rows among them that see keys, and these keys."""
+"""Calls of few queries, computed without a plan: head groups, the rows that see keys, and the keys they see."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from ._row_attention import HeadGroup, Part, Selection
 
 @dataclass(frozen=True)
 class HeadRule:
-    """One head's rule, shared by these heads of this device."""
+    """A rule and the heads of this device that have it."""
 
     source: RowSource
     heads: tuple[int, ...]
@@ -30,14 +30,14 @@ class HeadRule:
 
 @dataclass(frozen=True)
 class Branch:
-    """The rules of one branch, which part the heads among them; a pair counts exp(log_weight) times."""
+    """Rules of one branch, which partition the heads; a pair counts exp(log_weight) times."""
 
     rules: tuple[HeadRule, ...]
     log_weight: float
 
 
 def branch_rules(pattern: Expression, *, num_heads: int, head_offset: int, num_heads_global: int) -> tuple[Branch, ...]:
-    """Each distinct branch, its heads sorted by rule."""
+    """Distinct branches of a pattern, with heads grouped by rule."""
     branches = []
     for branch, times in Counter(pattern.branches()).items():
         members: dict[Pattern, list[int]] = {}
@@ -53,7 +53,7 @@ def branch_rules(pattern: Expression, *, num_heads: int, head_offset: int, num_h
 
 @dataclass(frozen=True)
 class GroupedBranch:
-    """A branch's heads, in groups that see the same keys and are computed at once."""
+    """Heads of a branch in groups; a group sees one set of keys and is computed in one call."""
 
     groups: tuple[HeadGroup, ...]
     log_weight: float
@@ -62,7 +62,7 @@ class GroupedBranch:
 def group_heads(
     branches: tuple[Branch, ...], *, num_heads: int, num_kv_heads: int, device: torch.device
 ) -> tuple[GroupedBranch, ...]:
-    """The groups of each branch, once the key/value heads are known."""
+    """Split the rules of each branch into groups for this number of key/value heads."""
     return tuple(
         GroupedBranch(
             tuple(group for rule in branch.rules for group in _groups(rule, num_heads, num_kv_heads, device)),
@@ -73,7 +73,7 @@ def group_heads(
 
 
 def _groups(rule: HeadRule, num_heads: int, num_kv_heads: int, device: torch.device) -> Iterator[HeadGroup]:
-    """The rule's heads, those apart that have another number of companions at their key/value head."""
+    """Yield groups with equally many of the rule's heads per key/value head and evenly spaced key/value heads."""
     shared = num_heads // num_kv_heads
     queries: dict[int, list[int]] = {}
     for head in rule.heads:
@@ -88,7 +88,7 @@ def _groups(rule: HeadRule, num_heads: int, num_kv_heads: int, device: torch.dev
 
 
 def _progressions(numbers: list[int]) -> list[range]:
-    """Ascending numbers as one progression, or one by one."""
+    """Ascending numbers as one arithmetic progression, else one range per number."""
     step = numbers[1] - numbers[0] if len(numbers) > 1 else 1
     whole = range(numbers[0], numbers[-1] + 1, step)
     return [whole] if list(whole) == numbers else [range(number, number + 1) for number in numbers]
@@ -103,30 +103,30 @@ def _slice(numbers: range) -> slice:
     return slice(numbers.start, numbers.stop, numbers.step)
 
 
-MOST_ROWS = 16  # queries of a call that is computed without a plan
-_MOST_VIEWS = 4  # keys in more ranges than this are gathered
+MOST_ROWS = 16  # most queries of a call that is computed without a plan
+_MOST_VIEWS = 4  # most ranges of keys that are read as views; more are gathered by index
 _GROUP_BYTES = 1000
 
 
 def takes_rows(key: CallKey) -> bool:
-    """Whether a call is computed row by row: few queries, other tokens than the keys, and no blocks asked for.
+    """True for calls that need no plan: few queries in order, not self-attention, no requested block size.
 
-    Self-attention comes at the same sizes again, for which its plan is kept, and that is then the faster way.
+    Self-attention repeats its sizes, so its plan is found in the cache, and is then faster.
     """
     few = key.num_queries <= MOST_ROWS and key.rate == 1 and not key.block_size and not key.placement
     return few and (key.num_queries, key.q_offset) != (key.num_keys, key.k_offset)
 
 
 def parts_of_call(key: CallKey, rule: Expression | None, device: torch.device) -> tuple[Part, ...]:
-    """A call's pattern, or what its run-time tensors make of it, over its queries and keys.
+    """Parts of `rule`, or of the call's pattern if None, over the call's queries and keys.
 
-    What is cached is the same for all offsets and numbers of tokens; what is made of run-time tensors is not kept.
+    Head groups of a pattern are cached for all offsets and lengths; a `rule` from run-time tensors is not cached.
     """
 
     def build() -> tuple[Expression, tuple[GroupedBranch, ...]]:
         read = read_text(key.pattern) if rule is None else rule
         where = {"head_offset": key.head_offset, "num_heads_global": key.num_heads_global}
-        # Of the rule as it is: what a bound one draws ends with the positions of its call.
+        # From the unbound rule: the random draws of a bound one end with the positions of its call.
         branches = branch_rules(read, num_heads=key.num_heads, **where)
         return read, group_heads(branches, num_heads=key.num_heads, num_kv_heads=key.num_kv_heads, device=device)
 
@@ -147,20 +147,20 @@ def _rules_bytes(rules: tuple[Expression, tuple[GroupedBranch, ...]]) -> int:
 
 
 class Slots(Protocol):
-    """Where keys at some positions lie."""
+    """Map of key positions to slots of a tensor."""
 
     def slices(self, positions: range) -> list[slice]:
-        """Of a range of positions."""
+        """Slots of a range of positions, as slices."""
         ...
 
     def slots(self, positions: Tensor) -> Tensor:
-        """Of positions one by one."""
+        """Slot of each position."""
         ...
 
 
 @dataclass(frozen=True)
 class _InOrder:
-    """Keys that lie one after the other, the first of them at this position."""
+    """Slots of keys at consecutive positions from `first`."""
 
     first: int
 
@@ -173,7 +173,7 @@ class _InOrder:
 
 @plans
 def row_parts(branches: Sequence[GroupedBranch], queries: range, keys: range, store: Slots) -> tuple[Part, ...]:
-    """The attention of queries over keys, both runs of positions, of which those that are seen lie in the store."""
+    """Parts for queries and keys at these positions; every visible key must be in `store`."""
     parts: list[Part] = []
     level = 0
     for branch in branches:
@@ -189,7 +189,7 @@ def row_parts(branches: Sequence[GroupedBranch], queries: range, keys: range, st
 
 
 def _parts(group: HeadGroup, seen: Seen, store: Slots, level: int, log_weight: float) -> list[Part]:
-    """A few views of the keys, or all of them by number."""
+    """Parts over a few views of the visible keys, or a single part that gathers them by index."""
     slots, lengths = _selections(seen.keys, store)
     pairs = [None] * len(slots) if seen.pairs is None else seen.pairs.split(lengths, 1)
     rows = slice(seen.rows.start, seen.rows.stop, seen.rows.step)
@@ -200,13 +200,13 @@ def _parts(group: HeadGroup, seen: Seen, store: Slots, level: int, log_weight: f
 
 
 def _blind(pairs: Bool[Tensor, "rows n"] | None) -> Bool[Tensor, " rows"] | None:
-    """Rows without a pair, if there are any."""
+    """Mask of the rows without a pair; None if every row has one."""
     blind = None if pairs is None else ~pairs.any(1)
     return None if blind is None or not bool(blind.any()) else blind
 
 
 def _selections(keys: Keys, store: Slots) -> tuple[list[Selection], list[int]]:
-    """Slots of these keys, and how many there are in each selection."""
+    """(selections of the keys' slots, number of keys in each)."""
     if isinstance(keys, Tensor):
         return [store.slots(keys)], [len(keys)]
     views = [view for each in keys for view in store.slices(each)]
@@ -214,5 +214,5 @@ def _selections(keys: Keys, store: Slots) -> tuple[list[Selection], list[int]]:
     assert sum(lengths) == sum(map(len, keys)), "key evicted"
     if len(views) > _MOST_VIEWS:
         return [positions([range(view.start, view.stop, view.step) for view in views])], [sum(lengths)]
-    # Of one key the step means nothing; in strides of memory a large one would overflow.
+    # A slice of one key gets step 1: a large step could overflow as a memory stride.
     return [slice(x.start, x.start + 1) if n == 1 else x for x, n in zip(views, lengths, strict=True)], lengths

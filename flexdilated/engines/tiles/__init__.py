@@ -1,4 +1,4 @@
-"""The engine of tiles: the terms of a plan as calls of dense kernels."""
+"""The tiles engine: the terms of a plan as calls of dense attention kernels."""
 
 from ._tile_blocks import GATHERED_BYTES
 from ._tile_calls import Calls

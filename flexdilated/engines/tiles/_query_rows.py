@@ -1,6 +1,6 @@
-"""Rows of queries and the blocks of keys that a table names for them: gathered row by row, or queries grouped by block.
+"""Attention over tables of selected key blocks: keys gathered for each query row, or queries grouped by key block.
 
-No plan is made of a table's values, and none is kept.
+Runs directly on the table, without a plan; nothing that depends on its values is cached.
 """
 
 from __future__ import annotations
@@ -26,26 +26,26 @@ from ..kernels._kernel import flash_backward, flash_forward
 from ._tile_blocks import GATHERED_BYTES
 
 # H query heads, G key/value heads, T tables, N queries, M keys, D head dim, W entries of a row, C blocks of K keys
-# X sets of g query heads, those that share a table and a key/value head
+# X sets of g query heads that share a table and a key/value head
 # n problems: Q queries, g rows each, over L blocks
 
-_MANY_QUERIES = 16  # of a row, from which it is computed by itself
-_FEW_QUERIES = 16  # up to which, and of blocks with so few keys, nothing is gained by grouping
-_FEW_KEYS = 8
-_READS_OF_A_COPY = 2  # of a key that is laid out in a block: read and written
-_MOST_ROWS = 128  # of a problem
-_PARTS_BYTES = 128 << 20  # of results that wait to be joined
+_MANY_QUERIES = 16  # query block side from which a row of the table is one problem
+_FEW_QUERIES = 16  # queries of a call up to which grouping by key block gains nothing
+_FEW_KEYS = 8  # key block side up to which grouping by key block gains nothing
+_READS_OF_A_COPY = 2  # memory accesses per key that is copied into blocks: a read and a write
+_MOST_ROWS = 128  # query rows of a problem
+_PARTS_BYTES = 128 << 20  # partial outputs held until they are merged
 _CELLS = 1 << 18  # pairs evaluated at once
 
-_Blocks = tuple[Tensor, Tensor]  # keys and values, of (G, C, K, D); or, to read few of them, of (G, M, D)
-# Sets that do the same; queries, blocks and places of problems; 2 where a query sees a whole block, 1 where it may see
-# some of it, 0 where there is none, or None where all are seen.
+_Blocks = tuple[Tensor, Tensor]  # keys and values: (G, C, K, D) in blocks, or (G, M, D) where few are read
+# (for each head set with these problems, its index per problem; queries, blocks and places of the problems; visibility
+# of each block: 2 all pairs, 1 by the rule, 0 no block; None: all pairs of every block).
 _Calls = tuple[list[Tensor], Tensor, Tensor, Tensor, Tensor | None]
 
 
 @plans
 def selected_rows(key: CallKey, selection: Selection, bindings: Sequence[Tensor], batch: int) -> list[QueryRows]:
-    """What computes the pairs of the table and the rest, for each batch entry, or for all where they are alike."""
+    """One QueryRows for each batch entry, or one for all entries if they have equal tables and rules."""
     leaf, rest = selection.leaf, selection.rest
     (table,) = tensors_of(key, leaf, bindings)
     rows, first = leaf.rows(table, key.extent)
@@ -61,10 +61,10 @@ def selected_rows(key: CallKey, selection: Selection, bindings: Sequence[Tensor]
 
 @dataclass(frozen=True, eq=False)
 class Problems:
-    """Calls of one shape: queries of a set of heads over blocks of keys.
+    """n problems of equal shape: queries of a head set over a list of key blocks.
 
-    place: where in the set's results each query's goes, counted over queries and entries; -1 where there is no query.
-    shown: which query sees which key; None where each sees all.
+    place: index of each query's result in the set's flattened (queries, entries); -1 for padding.
+    shown: mask of visible (query, key) pairs; None if every query sees every key.
     """
 
     set: Int64[Tensor, " n"]
@@ -77,7 +77,7 @@ class Problems:
         return picked(x, self.set[:, None] * x.shape[1] + self.query)
 
     def places(self, begin: Int64[Tensor, " n"], index: Int64[Tensor, "n Q"]) -> tuple[Tensor, Tensor | slice]:
-        """(what each problem's index is from its beginning on, which of all queries), of queries that there are."""
+        """(flat index begin + index of each query that is not padding, selector of these queries)."""
         place = (begin[:, None] + index).flatten()
         if int(self.place.min()) >= 0:
             return place, slice(None)
@@ -88,7 +88,7 @@ class Problems:
         return None if self.shown is None else added(self.shown, dtype).repeat_interleave(groups, 1).unsqueeze(1)
 
     def clear_rows(self, x: Shaped[Tensor, "n 1 Qg ..."], groups: int, value: float) -> Tensor:
-        """x with a value in rows that see nothing here, or are none."""
+        """Fill masked and padding rows of x with `value`."""
         if self.shown is None and int(self.place.min()) >= 0:
             return x
         blind = self.place < 0 if self.shown is None else (self.place < 0) | ~self.shown.any(2)
@@ -97,16 +97,16 @@ class Problems:
         )
 
     def clear_keys(self, x: Float[Tensor, "n 1 LK D"]) -> Tensor:
-        """x with 0 where no query of the problem sees the key."""
+        """Zero the keys that no query of the problem sees."""
         return x if self.shown is None else x.masked_fill(~self.shown.any(1)[:, None, :, None], 0.0)
 
 
 @dataclass(frozen=True, eq=False)
 class QueryRows:
-    """The blocks that a table names for a call, without those in which the rest of the rule has no pair.
+    """Key blocks that a table selects for a call, without blocks in which `rule`, the pattern less the table, is empty.
 
-    Entry w of row r of table t names key block column[t, r, w] of the call's, or -1; `full`: all its pairs count. Row 0
-    is about the block of the call's first query, column 0 about that of its first key.
+    column[t, r, w] is the key block in entry w of row r of table t, -1 for none; full[t, r, w]: `rule` allows all its
+    pairs. Row 0 is the query block of the call's first query, block 0 has the call's first key.
     """
 
     key: CallKey
@@ -119,7 +119,7 @@ class QueryRows:
     def of(
         cls, key: CallKey, rule: Pattern, rows: Int64[Tensor, "T R W"], block: tuple[int, int], first: int
     ) -> QueryRows:
-        """rows: ascending, from query block `first` on."""
+        """rows: ascending key blocks of each query block; row 0 is query block `first`."""
         q_block, k_block = block
         require_tables(len(rows), key.num_heads_global)
         require_row(q_block, first, rows.shape[1], key.q_offset)
@@ -180,7 +180,7 @@ class QueryRows:
         self, q: Float[Tensor, "b H N D"], k: Float[Tensor, "b G M D"], v: Float[Tensor, "b G M D"], whole: WholeRows,
         scale: float,
     ) -> tuple[Float[Tensor, "b H N D"], Float[Tensor, "b G M D"], Float[Tensor, "b G M D"]]:  # fmt: skip
-        """(dq, dk, dv) in float32 or wider, of rows whose out and lse over all their keys are `whole`."""
+        """(dq, dk, dv) in float32 or wider; `whole` has each row's out and lse over all its keys."""
         (q, k, v), grad_out, out = whole.with_column(q, k, v)
         lse = whole.lse.masked_fill(whole.lse == -torch.inf, torch.inf)
         found = [
@@ -218,19 +218,19 @@ class QueryRows:
 
     @cached_property
     def _unit(self) -> int:
-        """Queries that share a row, and are computed together."""
+        """Consecutive queries of one table row that a gathered problem computes together."""
         side = self.block[0]
         return side if side >= _MANY_QUERIES and self.key.q_offset % side == 0 else 1
 
     @cached_property
     def _gathers(self) -> bool:
-        """Whether keys are gathered row by row."""
+        """True: gather keys for each row; False: group queries by key block."""
         few = self.key.num_queries <= _FEW_QUERIES or self.block[1] <= _FEW_KEYS
         return few or self._unit > 1
 
     @cached_property
     def _reads_few(self) -> bool:
-        """Whether rows read so few keys that to lay out all in blocks would be more, as in a step of decoding."""
+        """True where copying all keys into blocks costs more than the rows read, as in a decoding step."""
         key, (_, rows, entries) = self.key, self.column.shape
         read = self._num_sets * rows * entries * self.block[1]
         return self._gathers and _READS_OF_A_COPY * read <= key.num_kv_heads * key.num_keys
@@ -246,11 +246,11 @@ class QueryRows:
         return picked(x, self._key_head(each.set)[:, None] * x.shape[1] + each.block)
 
     def _few_keys(self, each: Problems, x: Float[Tensor, "G M D"]) -> Float[Tensor, "n 1 LK D"]:
-        """The same of keys that are not laid out in blocks, one by one; beyond the last it is the last again."""
+        """Gather keys without a copy in blocks; slots after the last key repeat the last key."""
         side = self.block[1]
         at = (each.block[..., None] * side + torch.arange(side)).flatten(1).clamp(max=x.shape[1] - 1)
         x = x if x.stride(2) == 1 and x.stride(1) else x.contiguous()
-        # Rows, of all heads, a unit apart: index_select copies each at once.
+        # A 2-D view with one row every `unit` elements, over all heads: index_select copies each row at once.
         unit = gcd(*x.stride()[:2])
         last = sum((size - 1) * stride for size, stride in zip(x.shape[:2], x.stride()[:2], strict=True))
         rows = x.as_strided((last // unit + 1, x.shape[2]), (unit, 1))
@@ -276,11 +276,11 @@ class QueryRows:
 
     @cached_property
     def _whole(self) -> Bool[Tensor, "T R W"]:
-        """Whether the queries of a row see all keys of a block that is not cut off."""
+        """Full entries whose block is not cut off by the end of the keys."""
         return self.full & ((self.column + 1) * self.block[1] <= self.key.num_keys)
 
     def _portions(self, rows: Float[Tensor, "X N g D"]) -> Iterator[tuple[range, range]]:
-        """(sets, queries) whose results wait to be joined: those that share a table, and so many that these are few."""
+        """(sets, queries) of chunks that bound unmerged results; the sets of a chunk share a table."""
         queries = rows.shape[1]
         if self._gathers:
             yield range(self._num_sets), range(queries)
@@ -293,7 +293,7 @@ class QueryRows:
                 yield range(first, first + sets), range(begin, min(begin + at_once, queries))
 
     def _problems(self, sets: range, queries: range, rows: Float[Tensor, "X N g D"]) -> Iterator[Problems]:
-        """The calls of some queries of some sets."""
+        """Yield the problems of these sets and queries, in chunks of at most GATHERED_BYTES."""
         for owners, query, block, place, seen in self._gathered() if self._gathers else self._grouped(sets, queries):
             bytes_each = block.shape[1] * self.block[1] * (2 * rows.shape[3] + query.shape[1] * rows.shape[2])
             at_once = max(1, GATHERED_BYTES // (bytes_each * rows.element_size()))
@@ -304,7 +304,7 @@ class QueryRows:
                     yield Problems(owner[some], query[some], block[some], place[some], shown)
 
     def _gathered(self) -> Iterator[_Calls]:
-        """Each row over its blocks: those that see them whole, and others."""
+        """Yield one problem per row over all its blocks: rows without a mask, then masked rows."""
         tables = torch.arange(self._num_sets) * self._num_tables // self._num_sets
         row = self._row_of_query[:: self._unit]
         query = torch.arange(len(row))[:, None] * self._unit + torch.arange(self._unit)
@@ -319,7 +319,7 @@ class QueryRows:
             yield [owner], place[at].clamp(min=0), column.clamp(min=0), place[at], seen
 
     def _grouped(self, sets: range, queries: range) -> Iterator[_Calls]:
-        """Queries that name a block, over it: those that see it whole, and those that see it in part."""
+        """Yield problems of one key block with up to _MOST_ROWS queries that select it: full, then partial blocks."""
         table, row = sets.start // len(sets), self._row_of_query[queries.start : queries.stop]
         column, whole = self.column[table, row], self._whole[table, row]
         there = column >= 0
@@ -362,19 +362,19 @@ class QueryRows:
 
 
 def picked(x: Shaped[Tensor, "X S ..."], index: Int64[Tensor, "n L"]) -> Shaped[Tensor, "n 1 ..."]:
-    """What is listed for each problem, one after the other: index counts over the first two dims."""
+    """Gather the index's entries of x, flattened over its first two dims, and concatenate them for each problem."""
     found = x.flatten(0, 1).index_select(0, index.flatten())
     return found.unflatten(0, index.shape).flatten(1, 2).unsqueeze(1)
 
 
 def _within(begin: Tensor, length: int, first: int, number: int) -> tuple[Tensor, Tensor]:
-    """(first, how many) of the positions from `begin` on that lie among `number` from `first` on."""
+    """(start, length) of the intersection of [begin, begin + length) and [first, first + number)."""
     start, stop = begin.clamp(min=first), (begin + length).clamp(max=first + number)
     return start, (stop - start).clamp(min=0)
 
 
 def _of_heads(key: CallKey, rule: Pattern, rows: Int64[Tensor, "T R W"]) -> Int64[Tensor, "t R W"]:
-    """The tables of this device's heads: as they are where each serves as many heads whose rule is one, or by head."""
+    """Tables of this device's heads: shared if each serves equally many heads of one rule, else one per head."""
     heads = range(key.head_offset, key.head_offset + key.num_heads)
     tables = [head * len(rows) // key.num_heads_global for head in heads]
     used = range(tables[0], tables[-1] + 1)

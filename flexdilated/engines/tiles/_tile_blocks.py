@@ -1,4 +1,4 @@
-"""Running block lists: each call's queries and keys as views or gathered blocks, the kernel, its rows put back."""
+"""Runs block lists: per call, a view or gather of queries and keys, the kernel, and the write of its rows."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ from ._tile_calls import Call, Calls
 # B batch, H query heads, G key/value heads, F folds, Q query slots, K key slots, D head dim
 # X heads or folds that run together, n problems
 
-GATHERED_BYTES = 8 << 20  # keys, values, masks or their gradients held at once: what stays in a cache
-_PAIRS_AT_ONCE = 1 << 20  # pairs that keep a kernel busy: with fewer in a head, heads run together
+GATHERED_BYTES = 8 << 20  # keys, values, masks or their gradients of a kernel call: these stay in a CPU cache
+_PAIRS_AT_ONCE = 1 << 20  # pairs that keep a kernel busy: with fewer per head, heads are batched
 
 _Index = tuple[int, int | slice, int | slice]
 
 
 @dataclass(frozen=True)
 class _Portion:
-    """A call, for some heads or folds: `at_q` finds them among the queries', `at_k` among the keys'.
+    """A call for some heads or folds: at_q and at_k index them in the operands of queries and of keys.
 
-    `blind` queries see no visible key.
+    blind: queries that see no visible key.
     """
 
     call: Call
@@ -39,7 +39,7 @@ class _Portion:
 
 
 def forward(x: Operands, calls: Calls, *, scale: float) -> tuple[Float[Tensor, "B H F Q D"], Float[Tensor, "B H F Q"]]:
-    """(out, lse); rows in no list give output 0 and lse -inf, and hidden ones, which must hold 0, lse 0."""
+    """(out, lse). Rows in no list have output 0 and lse -inf; hidden rows, which must hold 0, have lse 0."""
     q, k, v = x.q, _padded(x.k, calls.key_slots), _padded(x.v, calls.key_slots)
     out = torch.empty_like(q) if calls.complete else torch.zeros_like(q)
     lse = q.new_full(q.shape[:-1], -torch.inf, dtype=sum_dtype(q))
@@ -79,7 +79,7 @@ def backward(
 
 
 def _portions(x: Operands, calls: Calls) -> Iterator[_Portion]:
-    """All calls for all heads; a mask is made once for those that share it."""
+    """Yield every call for every head; heads share the masks of a call."""
     hidden = None if x.visible is None else _padded(added(x.visible, x.q.dtype), calls.key_slots)
     for call in calls.calls:
         own_masks = call.masks is not None and len(call.masks) > 1
@@ -102,7 +102,7 @@ def _portions(x: Operands, calls: Calls) -> Iterator[_Portion]:
 
 
 def _places(x: Operands, heads: tuple[int, ...], together: int) -> Iterator[tuple[_Index, _Index]]:
-    """Where these heads lie in every batch entry: some folds of a head at a time, or some heads that have one fold."""
+    """Yield (query index, key index) per batch entry: up to `together` folds of a head, or heads with a single fold."""
     groups, folds = x.q.shape[1] // x.k.shape[1], x.q.shape[2]
     for batch in range(x.q.shape[0]):
         if folds > 1 or groups > 1:
@@ -116,7 +116,7 @@ def _places(x: Operands, heads: tuple[int, ...], together: int) -> Iterator[tupl
 
 
 def _evenly_spaced(heads: tuple[int, ...], most: int) -> Iterator[slice]:
-    """Runs of at most `most` ascending heads at one distance, as those of one offset are."""
+    """Cut ascending heads into evenly spaced runs of at most `most`, each a slice."""
     begin = 0
     while begin < len(heads):
         step = heads[begin + 1] - heads[begin] if begin + 1 < min(len(heads), begin + most) else 1
@@ -128,15 +128,15 @@ def _evenly_spaced(heads: tuple[int, ...], most: int) -> Iterator[slice]:
 
 
 def _repeated(mask: Float[Tensor, "m Q K"], *, times: int) -> Float[Tensor, "n 1 Q K"]:
-    """The masks of a head's problems for those of several heads."""
+    """Repeat the masks of a head's problems for `times` heads."""
     return (mask if len(mask) == 1 or times == 1 else mask.repeat(times, 1, 1)).unsqueeze(1)
 
 
 def _problems(tiles: Tensor) -> Tensor:
-    """(X, n, slots, ...) as the kernel's batch; one head each, whose output comes back contiguous."""
+    """(X, n, slots, ...) as (X * n, 1, slots, ...): with one head the kernel's output is contiguous."""
     return tiles.flatten(0, 1).unsqueeze(1)
 
 
 def _padded(x: Tensor, slots: int) -> Tensor:
-    """(B, G, F, K, ...) with zeros in slots after the last key."""
+    """Pad (B, G, F, K, ...) with zeros to K = slots."""
     return x if x.shape[3] == slots else pad(x, (0, 0) * (x.dim() - 4) + (0, slots - x.shape[3]))

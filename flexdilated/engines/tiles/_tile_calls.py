@@ -1,4 +1,4 @@
-"""Block lists as kernel calls: a tile of query slots against its keys is a problem, equal problems are one call."""
+"""Block lists as kernel calls: a problem is one tile of query slots with its keys; a call batches equal problems."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from .._operands import Hidden, hidden_slots
 
 @dataclass(frozen=True)
 class Even:
-    """Stretch i holds the slots from start + i * step on; stretches may overlap, and with step 0 are the same."""
+    """Stretch i: `length` slots from start + i * step. Stretches may overlap; with step 0 all are equal."""
 
     start: int
     step: int
@@ -32,7 +32,7 @@ class Even:
         return replace(self, start=self.start + begin * self.step, count=min(end, self.count) - begin)
 
     def of(self, x: Shaped[Tensor, "X S ..."]) -> Shaped[Tensor, "X n L ..."]:
-        """The stretches, as a view of x."""
+        """View of x with one row per stretch."""
         if self.step == 0:
             one = x[:, None, self.start : self.start + self.length]
             return one.expand(-1, self.count, *one.shape[2:])
@@ -47,7 +47,7 @@ class Even:
         if self.step == 0:
             x[:, self.start : self.start + self.length].add_(part.sum(1))
             return
-        # Pieces of one step's length from the same place of each stretch do not overlap.
+        # Pieces of at most `step` slots at one offset in every stretch do not overlap.
         for begin in range(0, self.length, self.step):
             width = min(self.step, self.length - begin)
             piece = Even(self.start + begin, self.step, self.count, width)
@@ -56,7 +56,7 @@ class Even:
 
 @dataclass(frozen=True)
 class Listed:
-    """Stretch i is the blocks[i] of `side` slots one after the other, cut off at `length` slots."""
+    """Stretch i: the blocks[i] of `side` slots, concatenated and cut off at `length` slots."""
 
     blocks: Int[Tensor, "n L"]
     side: int
@@ -66,7 +66,7 @@ class Listed:
         return replace(self, blocks=self.blocks[begin:end])
 
     def of(self, x: Shaped[Tensor, "X S ..."]) -> Shaped[Tensor, "X n L ..."]:
-        """The stretches, gathered; listed blocks must be whole in x."""
+        """Gather the stretches; every listed block must be complete in x."""
         picked = self._cut(x).index_select(1, self.blocks.flatten())
         return picked.unflatten(1, self.blocks.shape).flatten(2, 3)[:, :, : self.length]
 
@@ -82,7 +82,7 @@ class Listed:
         self._cut(x).index_add_(1, self.blocks.flatten(), self._cut(part.flatten(1, 2)).to(x.dtype))
 
     def _cut(self, x: Tensor) -> Tensor:
-        """Slots by block: one entry of an index moves a whole block."""
+        """View of x in blocks, so that one index entry moves a whole block."""
         return x[:, : x.shape[1] // self.side * self.side].unflatten(1, (-1, self.side))
 
 
@@ -90,25 +90,25 @@ Stretches = Even | Listed
 
 
 def evenly(starts: list[int] | Tensor, length: int) -> Even | None:
-    """The stretches from these starts on, if they are evenly spaced and none comes before its predecessor."""
+    """Stretches that begin at `starts`, if these are evenly spaced and do not descend, else None."""
     begins = torch.as_tensor(starts).long()
     gaps = begins.diff().unique()
     if len(gaps) > 1 or (len(gaps) and int(gaps) < 0):
         return None
-    # A single stretch is its own next.
+    # A single stretch has no gap; its length serves as the step.
     return Even(int(begins[0]), int(gaps) if len(gaps) else length, len(begins), length)
 
 
 _MAX_JOINED_SLOTS = 1024  # taller problems gain no speed and split badly over threads
-_LEAST_PAIRS = 1 << 20  # a call that pays for itself: some milliseconds of a kernel, beside 100 us of Python
+_LEAST_PAIRS = 1 << 20  # smallest call worth its overhead: milliseconds of kernel time for 100 us of Python
 
 
 @dataclass(frozen=True)
 class Call:
-    """n problems of one shape in a table: a stretch of query slots against a stretch of key slots each.
+    """n problems of equal shape in one table: each a stretch of query slots with a stretch of key slots.
 
-    `row` and `columns` are the blocks they are made of. `masks` picks a mask for each block, in one row where all
-    problems have the same; None: every pair.
+    row and columns: the block row and block columns of each problem. masks: index of each block's mask, in a single row
+    if all problems share masks; None: every pair is allowed.
     """
 
     table: int
@@ -120,11 +120,11 @@ class Call:
 
     @property
     def num_pairs(self) -> int:
-        """Pairs that a problem computes."""
+        """Pairs that one problem computes."""
         return self.queries.length * self.keys.length
 
     def parts(self, at_once: int) -> Iterator[Call]:
-        """The same in calls of at most so many problems."""
+        """Split into calls of at most `at_once` problems."""
         for begin in range(0, len(self.row), at_once):
             end = begin + at_once
             own_masks = self.masks is not None and len(self.masks) > 1
@@ -137,11 +137,11 @@ class Call:
 
 @dataclass(frozen=True)
 class Calls:
-    """All calls of a block list of this shape: query slots, key slots, query side of a block, key side.
+    """All calls of a block list.
 
-    `heads` gives the heads of each table. `complete`: every query is in a problem. `key_slots`: how many the keys
-    must be padded to. `masks[0]` is the mask of a full block; None where masks would not fit. `hidden` are the slots
-    that a call reads although they take part in no pair.
+    shape: query slots, key slots, query side and key side of a block. heads: the heads of each table. complete: every
+    query is in a problem. key_slots: slots to which keys are padded. masks: distinct masks, that of a full block first;
+    None if they are too large to keep and are evaluated per call. hidden: slots that are read but are in no pair.
     """
 
     rule: Rule
@@ -159,7 +159,7 @@ class Calls:
         return sum(x.nbytes for x in (*numbers, self.masks, self.hidden) if x is not None)
 
     def mask_of(self, call: Call, dtype: torch.dtype) -> Float[Tensor, "m Q K"] | None:
-        """What is added to the scores of each problem, or of all; None for nothing."""
+        """Additive mask of each problem, or one for all; None if every pair is allowed."""
         if call.masks is None:
             return None
         if self.masks is None:
@@ -168,7 +168,7 @@ class Calls:
             distinct, which = call.masks.flatten().unique(return_inverse=True)
             tiles = self.masks[distinct]
         which = which.view(call.masks.shape)
-        # Row by row of the blocks side by side, so that nothing is moved twice.
+        # Gathered by query row across the blocks of a list: a single copy gives the layout of the mask.
         rows = which[:, None] * tiles.shape[1] + torch.arange(call.queries.length)[:, None]
         mask = added(tiles, dtype).flatten(0, 1).index_select(0, rows.flatten()).view(*rows.shape[:2], -1)
         return mask[:, :, : call.keys.length]
@@ -181,7 +181,7 @@ class Calls:
 
 
 def plan_calls(term: Term, blocks: Blocks) -> Calls:
-    """The calls that compute a term's block lists, with the masks of its partial blocks."""
+    """Kernel calls for a term's block lists, with the masks of its partial blocks."""
     rule = term.table_rule()
     ids, masks = distinct_masks(rule, blocks)
     lists = _join_rows(_lists(blocks, ids, told_apart=masks is not None), blocks)
@@ -199,9 +199,9 @@ def plan_calls(term: Term, blocks: Blocks) -> Calls:
 
 @dataclass(frozen=True)
 class _Lists:
-    """The non-empty lists of a Blocks: entries begin to begin + length - 1 are the columns of a row of a table.
+    """The non-empty block lists: entries begin to begin + length - 1 of a Blocks are the columns of one table row.
 
-    `code` is the same for lists of a length whose masks are the same.
+    code: fingerprint of the list's masks; equal for lists of one length with equal masks.
     """
 
     table: Int64[Tensor, " m"]
@@ -230,18 +230,18 @@ def _lists(blocks: Blocks, ids: Int64[Tensor, " E"], *, told_apart: bool) -> _Li
 
 
 def _codes(ids: Int64[Tensor, " E"], length: Int64[Tensor, " m"]) -> Int64[Tensor, " m"]:
-    """A 64-bit number for each list of ids: equal lists agree, others of their length do but once in 2^57 pairs."""
+    """64-bit fingerprint of each list of ids; unequal lists of a length collide once in 2^57 pairs."""
     if not len(ids):
         return length
     place = torch.arange(len(ids)) - (length.cumsum(0) - length).repeat_interleave(length)
     numbers = random_numbers((int(ids.max()) + 1 + int(length.max()),))
-    # A factor for each place that is as random as the ids' own: any regular one has lists that add up to the same.
+    # Random factors for places as well as for ids: regular factors would give unequal lists equal sums.
     of_place, of_id = numbers.split([int(length.max()), int(ids.max()) + 1])
     return _sum_by_list(of_place[place] * of_id[ids], length)
 
 
 def _join_rows(lists: _Lists, blocks: Blocks) -> _Lists:
-    """Make one taller problem of neighbouring rows whose lists are equal and need no mask."""
+    """Join neighbouring rows with equal lists and no mask into one taller problem."""
     numbers = random_numbers((blocks.num_columns,))
     contents = _sum_by_list(numbers[blocks.column.long()], lists.length)
     follows = torch.zeros_like(lists.masked)
@@ -266,7 +266,7 @@ def _sum_by_list(values: Int64[Tensor, " E"], length: Int64[Tensor, " m"]) -> In
 
 
 def _grouped(lists: _Lists, blocks: Blocks, ids: Int64[Tensor, " E"]) -> Iterator[Call]:
-    """The calls: first of problems with the same masks, as far as these are enough for a call; then of the others."""
+    """Yield calls: first groups with equal masks that are large enough for a call, then groups of equal shape."""
     shape = [lists.table, lists.num_queries, lists.length, lists.num_keys, lists.masked.long()]
     left = torch.arange(len(lists.row))
     for key in ([*shape, lists.code], shape):
@@ -289,7 +289,7 @@ def _grouped(lists: _Lists, blocks: Blocks, ids: Int64[Tensor, " E"]) -> Iterato
 
 
 def _equal(key: Int64[Tensor, "n c"]) -> tuple[Int64[Tensor, " g"], ...]:
-    """Indices of equal rows, ascending, a tensor for each distinct one."""
+    """Ascending indices of equal rows: one tensor per distinct row."""
     if not len(key):
         return ()
     _, group, sizes = key.unique(dim=0, return_inverse=True, return_counts=True)
@@ -297,14 +297,14 @@ def _equal(key: Int64[Tensor, "n c"]) -> tuple[Int64[Tensor, " g"], ...]:
 
 
 def _even_runs(row: Int64[Tensor, " n"], columns: Int32[Tensor, "n L"], least: int) -> Iterator[Int64[Tensor, " m"]]:
-    """Problems whose queries and keys lie evenly, for each run of at least so many; then all others together."""
+    """Yield each run of at least `least` problems with evenly spaced queries and keys, then all other problems."""
     first = columns[:, 0].long()
     unbroken = columns[:, -1].long() - first == columns.shape[1] - 1
     gap = torch.stack([row.diff(), first.diff()], 1)
     steady = unbroken[1:] & unbroken[:-1] & (gap[:, 1] >= 0)
     changes = torch.ones(len(gap) + 1, dtype=torch.bool)
     changes[1:-1] = ~(steady[1:] & steady[:-1] & (gap[1:] == gap[:-1]).all(1))
-    # The gap before a problem says which run it is in; where there is none, the gap after it.
+    # The gap before a problem decides its run; without a steady gap before it, the gap after it does.
     after = changes.cumsum(0)
     before = torch.cat([torch.tensor([0]), after[:-1]])
     no_before, some_after = torch.cat([torch.tensor([True]), ~steady]), torch.cat([steady, torch.tensor([False])])

@@ -1,4 +1,4 @@
-"""The tiles engine: a plan run term by term through ATen's flash kernels, merged by lse; exact gradients."""
+"""The tiles engine: runs a plan term by term in ATen's flash kernels and merges by lse; exact gradients."""
 
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ from ._tile_calls import Calls, plan_calls
 
 @dataclass(frozen=True, eq=False)
 class Step:
-    """One term ready to run: where its operands lie, and its calls if it is a list of blocks.
+    """One executable term: how its operands are gathered, and the kernel calls of its block list, if it has one.
 
-    A `fresh` step is the first to reach its rows.
+    fresh: no earlier step writes to its rows.
     """
 
     term: Term
@@ -62,13 +62,13 @@ class Step:
         return dq, self.hidden.clear_keys(dk, dim=3), self.hidden.clear_keys(dv, dim=3)
 
     def _clear(self, x: Operands) -> Operands:
-        """The operands with nothing in hidden slots that a kernel could spread."""
+        """Zero the hidden slots: kernels compute whole blocks and would spread a NaN."""
         k, v = (self.hidden.clear_keys(part, dim=3) for part in (x.k, x.v))
         return Operands(self.hidden.clear_queries(x.q, dim=3), k, v, x.visible)
 
     @property
     def _is_causal(self) -> bool:
-        """Whether the kernel is to hide later keys itself: a mask, which is added, makes NaN of an infinite score."""
+        """True to use the kernel's causal mode: an additive mask would turn an infinite score into NaN."""
         weights = self.term.weights
         return self.term.shape == "causal" or (isinstance(weights, CountedPairs) and weights.is_causal)
 
@@ -78,10 +78,11 @@ class Step:
 
 @dataclass(frozen=True)
 class Program:
-    """A plan made ready for tensors of some head counts, in the order in which they are given.
+    """An executable plan for given numbers of heads.
 
-    Steps that reach every query come first, and steps over the same keys one after the other. `complete`: the
-    fresh steps reach every row. Only keys that are `visible` take part, whatever the plan says; None: all.
+    given: token order of the tensors. layout: token order of the plan. steps: steps over every query first, then by
+    keys. complete: the fresh steps write every row. visible: mask of keys, applied in addition to the plan's rule;
+    None: all keys.
     """
 
     given: Layout
@@ -92,7 +93,7 @@ class Program:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of block lists and of what is picked by index."""
+        """Bytes of the block lists and gather indices, and 1000 per step."""
         sides = (side for step in self.steps for side in (step.queries, step.keys) if isinstance(side, Picked))
         lists = sum(step.calls.nbytes for step in self.steps if step.calls is not None)
         return 1000 * len(self.steps) + lists + sum(side.nbytes for side in sides)
@@ -107,10 +108,10 @@ def make_program(
     slots_at_once: int = SLOTS_AT_ONCE,
     placement: Placement | None = None,
 ) -> Program:
-    """Lay out each term's operands and, where it needs them, its block lists and calls.
+    """Build the steps of a plan: the gather of each term's operands, and its block lists and kernel calls.
 
-    Blocks have sides `block_size`, or those of their term. Operands that are copies are made for `slots_at_once`
-    slots at a time, as far as a term can be parted. A placed plan comes with its `placement`.
+    block_size: sides of blocks; empty for each term's default. slots_at_once: terms whose operands are copied are
+    split, where possible, into terms of at most this many slots. placement: that of the plan, if it has one.
     """
     groups = plan.bound.num_heads // num_kv_heads
     terms = [part for whole in plan.terms for part in _in_portions(whole, slots_at_once)]
@@ -130,7 +131,7 @@ def _step(term: Term, queries: Side, keys: Side, block_size: tuple[int, ...], fr
 
 
 def _in_order(laid_out: list[tuple[Side, Side, Term]], bound: Bound) -> list[tuple[Side, Side, Term]]:
-    """Where a sum can start first, then by keys: those of one step may serve the next."""
+    """Sort steps over every query first, so that a sum can start from their result; then by keys, to share copies."""
     seen: dict[Side, int] = {}
     places = [seen.setdefault(keys, len(seen)) for _, keys, _ in laid_out]
 
@@ -141,7 +142,7 @@ def _in_order(laid_out: list[tuple[Side, Side, Term]], bound: Bound) -> list[tup
 
 
 def _calls(term: Term, block_size: tuple[int, ...]) -> Calls:
-    """The cached calls of a term; terms that lie elsewhere and look alike, such as equal documents, share them."""
+    """Cached calls of a term, shared by all translated copies of it, such as documents of equal length."""
     alike = term.at_origin()
     q_block, k_block = block_size or (term.block_side, term.block_side)
     return cache().get(
@@ -152,7 +153,7 @@ def _calls(term: Term, block_size: tuple[int, ...]) -> Calls:
 
 
 def _in_portions(term: Term, most_slots: int) -> tuple[Term, ...]:
-    """A term whose operands are copies, in smaller terms, so that the copies of all need not exist at once."""
+    """Split a term whose operands are copied, to bound the memory of the copies."""
     copied = isinstance(term.q, Compact) and term.q.is_copied
     return term.portions(most_slots) if copied else (term,)
 
@@ -167,7 +168,7 @@ def run_forward(
     *,
     wide: bool = False,
 ) -> tuple[Float[Tensor, "B H N D"], Float[Tensor, "B H N"]]:
-    """(out in q's dtype and memory format, lse in float32 or wider); `wide` leaves out as it is summed."""
+    """(out in q's dtype and memory format, lse in float32 or wider); `wide` keeps out in the dtype of lse."""
     like = q
     q, k, v = (_enter(program, readable(x)) for x in (q, _clear_keys(program, k), _clear_keys(program, v)))
     sums: tuple[Tensor, Tensor] | None = None
@@ -180,14 +181,14 @@ def run_forward(
                 continue
             sums = _empty(q) if program.complete else _nothing(q)
         if step.fresh:
-            assert not isinstance(step.queries, Whole)  # it is the sum itself where it is first to reach its rows
+            assert not isinstance(step.queries, Whole)  # a fresh Whole comes first, and its result is the sum
             step.queries.put(sums[0], part[0])
             step.queries.put(sums[1], part[1])
         else:
             step.queries.merge(*sums, *part)
     out, lse = _nothing(q) if sums is None else sums
     if sinks is not None:
-        # Whole rows are scaled: the backward, which is fed this out and this lse, needs to know no more of sinks.
+        # A sink scales whole rows, so the backward, which gets this out and lse, needs no sinks.
         out, lse = add_sinks(out, lse, sinks)
     out, lse = _leave(program, out), _leave(program, lse).contiguous()
     return out if wide else as_given(out, like), lse
@@ -195,25 +196,25 @@ def run_forward(
 
 @dataclass(frozen=True)
 class Some:
-    """Neighbours whose rules are equal."""
+    """Consecutive batch entries with equal rules."""
 
     rows: slice
 
     def rows_of(self, table: Shaped[Tensor, "#B L"]) -> Shaped[Tensor, "#b L"]:
-        """Their rows of a table of all entries, or its one row."""
+        """Rows of these entries in a table of all entries; a single row serves all."""
         return table if len(table) == 1 else table[self.rows]
 
     def of(self, x: Shaped[Tensor, "B H N ..."]) -> Shaped[Tensor, "b H N ..."]:
         return x[self.rows]
 
     def put(self, x: Shaped[Tensor, "B H N ..."], part: Shaped[Tensor, "b H N ..."]) -> None:
-        """Write their part of x, in place."""
+        """Write these entries of x, in place."""
         x[self.rows] = part
 
 
 @dataclass(frozen=True)
 class Packed:
-    """All entries, each head's tokens of one after those of the other."""
+    """All batch entries as one sequence: each head's tokens concatenated in batch order."""
 
     def of(self, x: Shaped[Tensor, "B H N ..."]) -> Shaped[Tensor, "1 H n ..."]:
         return x.transpose(0, 1).flatten(1, 2).unsqueeze(0)
@@ -227,7 +228,7 @@ Entries = Some | Packed
 
 
 def rows_of(entries: Entries, whole: WholeRows) -> WholeRows:
-    """The rows of some batch entries."""
+    """Select batch entries of `whole`."""
     grad_lse = None if whole.grad_lse is None else entries.of(whole.grad_lse)
     return WholeRows(entries.of(whole.out), entries.of(whole.lse), entries.of(whole.grad_out), grad_lse)
 
@@ -242,9 +243,9 @@ def run_backward(
     *,
     wide: bool = False,
 ) -> tuple[Float[Tensor, "B H N D"], Float[Tensor, "B G M D"], Float[Tensor, "B G M D"]]:
-    """(dq, dk, dv): each term's own backward, fed the out and lse of the whole.
+    """(dq, dk, dv): the sum of each term's backward, which gets out and lse of the whole rows.
 
-    They have the dtype and memory format of q, k and v; `wide` leaves them as they are summed.
+    They have the dtype and memory format of q, k and v; `wide` keeps them in the dtype of lse.
     """
     operands, grad_out, out = whole.with_column(q, _clear_keys(program, k), _clear_keys(program, v))
     operands = tuple(_enter(program, readable(x)) for x in operands)
@@ -266,37 +267,37 @@ def run_backward(
 
 
 def _operands(program: Program, q: Tensor, k: Tensor, v: Tensor) -> Iterator[tuple[Step, Operands]]:
-    """Each step with its operands; neighbours over the same keys share the copy."""
+    """Yield each step with its operands; consecutive steps over equal keys share one copy."""
     visible = None
     if program.visible is not None:
         visible = _enter(program, program.visible[:, None].expand(len(k), k.shape[1], -1))
     side, keys = None, None
     for step in program.steps:
         if keys is None or step.keys != side:
-            side, keys = step.keys, None  # the copy before goes first
+            side, keys = step.keys, None  # frees the previous copy before the next one is made
             keys = step.keys.take(k), step.keys.take(v), None if visible is None else step.keys.take(visible)
         yield step, Operands(step.queries.take(q), *keys)
 
 
 def _clear_keys(program: Program, x: Tensor) -> Tensor:
-    """x, of a row for each key, with 0 for keys that are not visible: a kernel would spread what they hold."""
+    """Zero the rows of invisible keys: a weight of 0 times NaN is NaN in a kernel."""
     return x if program.visible is None else x.masked_fill(~program.visible[:, None, :, None], 0)
 
 
 def _start(side: Side, slots: Tensor, x: Tensor) -> Tensor | None:
-    """A sum's first part as the sum itself, if it reaches every token; it is then widened, not copied."""
+    """The first part as the sum itself, widened instead of scattered, if it covers every token; else None."""
     tokens = side.all_tokens(slots, x.shape[1], x.shape[2])
     return None if tokens is None else tokens.to(sum_dtype(x))
 
 
 def _empty(x: Tensor) -> tuple[Tensor, Tensor]:
-    """Room for (out, lse) that steps will fill."""
+    """Uninitialised (out, lse)."""
     wide = sum_dtype(x)
     return torch.empty_like(x, dtype=wide), x.new_empty(x.shape[:3], dtype=wide)
 
 
 def _nothing(x: Tensor) -> tuple[Tensor, Tensor]:
-    """(zeros, lse -inf): the sum over no part."""
+    """(out 0, lse -inf): the merge of no parts."""
     out = torch.zeros_like(x, dtype=sum_dtype(x))
     return out, out.new_full(x.shape[:3], -torch.inf)
 
@@ -312,7 +313,7 @@ def _accumulate(total: Tensor | None, grad: Tensor, side: Side, x: Tensor) -> Te
 
 
 def _enter(program: Program, x: Tensor) -> Tensor:
-    """From the order given to the plan's."""
+    """Reorder tokens from the given order to the plan's."""
     return x if program.given == program.layout else Layout(x.shape[2], program.given.rate).invert(x, dim=2)
 
 
@@ -321,7 +322,7 @@ def _leave(program: Program, x: Tensor) -> Tensor:
 
 
 def as_given(x: Tensor, like: Tensor) -> Tensor:
-    """x in the dtype and memory format of `like`: what the op's shape rule promises."""
+    """x in the dtype and memory format of `like`, as the op's fake implementation declares."""
     strides = torch.empty_like(like, device="meta").stride()
     lies = all(size == 1 or has == wants for size, has, wants in zip(x.shape, x.stride(), strides, strict=True))
     # A kernel's stride of a dim of size 1 may be any number.

@@ -1,4 +1,4 @@
-"""The tiles engine as a custom op: opaque to torch.compile, which sees its shapes and its gradient."""
+"""The tiles engine as a custom op: torch.compile traces only its shapes and its gradient."""
 
 from __future__ import annotations
 
@@ -42,11 +42,11 @@ from ._tiles import Entries, Packed, Program, Some, as_given, make_program, rows
 _Parts = tuple[Part, ...]
 _Runs = Program | QueryRows | _Parts
 
-_CUDA_SLOTS_AT_ONCE = 1 << 18  # copies that fill the machine, and are small beside its memory
+_CUDA_SLOTS_AT_ONCE = 1 << 18  # copied slots that occupy the device and are a small share of its memory
 
 
 def portions_on(kind: str) -> dict[str, int]:
-    """How a program's copies are portioned there, where it is not as on CPU."""
+    """Options of make_program that bound the copies on this kind of device; none on CPU, which has the defaults."""
     return {} if device_kind(kind).on_host else {"slots_at_once": _CUDA_SLOTS_AT_ONCE}
 
 
@@ -59,10 +59,10 @@ def plan_tiles(
     *,
     allowed: Allowed = ANYTHING,
 ) -> Plan:
-    """The plan for tokens that come in this layout; on CPU it follows a choice, in ways that are allowed.
+    """Plan for tokens in the order of `layout`. On CPU: as `choice` says, or the cheapest of the `allowed` options.
 
-    On CUDA the cheapest of those ways whose terms are all dense or causal: there are no kernels for lists of blocks.
-    Raises ValueError where a branch has no such way.
+    On CUDA: the cheapest options whose terms are all dense or causal, as tiles has no kernels for block lists there.
+    Raises ValueError for a branch without such an option.
     """
     if device_kind(kind).on_host:
         return plan(bound, layout=layout, allowed=allowed, choice=choice, operands=operands)
@@ -72,7 +72,7 @@ def plan_tiles(
 
 
 def _plain_first(options: tuple[Option, ...], kind: str) -> tuple[Option, ...]:
-    """The options with the cheapest one in front that lists no blocks."""
+    """Move the cheapest option without block lists to the front; ValueError if every option has one."""
     for index, option in enumerate(options):
         if all(term.shape in ("dense", "causal") for term in option.terms):
             return (option, *options[:index], *options[index + 1 :])
@@ -92,9 +92,9 @@ def tiles(
     call: CallKey,
     scale: float,
 ) -> tuple[Tensor, Tensor]:
-    """(out, lse) of a call; the plan is looked up when the op runs, so any size needs no retracing.
+    """(out, lse) of a call; the plan is looked up at run time, so other sizes need no retracing.
 
-    k and v are read in the dtype of q. Where they come wider, their gradients do: as these are summed, for more sums.
+    k and v are cast to the dtype of q. Gradients of wider k and v are in their dtype, unrounded for further sums.
     """
     return attention(call, q, k.to(q.dtype), v.to(q.dtype), sinks, bindings, scale)
 
@@ -110,7 +110,7 @@ def attention(
     *,
     wide: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    """(out, lse) of a call; out in the dtype of q, or as wide as it is summed."""
+    """(out, lse) of a call; out is in the dtype of q or, if `wide`, of lse."""
     programs, others = _programs_for(key, bindings, q)
     own_sinks = sinks if others is None else None
     out, lse = _run(programs, q, k, v, own_sinks, scale, wide=wide or others is not None)
@@ -151,8 +151,8 @@ def _forward(
 
 @tiles.register_fake
 def _(q, k, v, sinks, bindings, *options):
-    call = CallKey._make(options[:-1])  # its sizes may be those of no call in particular
-    read_text(call.pattern).check_heads(int(call.num_heads_global))  # where it is traced `attend` leaves it to this
+    call = CallKey._make(options[:-1])  # its sizes may be symbolic
+    read_text(call.pattern).check_heads(int(call.num_heads_global))  # `attend` does not check it in a trace
     lse = q.new_empty(q.shape[:3], dtype=sum_dtype(q))
     return torch.empty_like(q), lse
 
@@ -170,7 +170,7 @@ def tiles_backward(
     call: CallKey,
     scale: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """(dq, dk, dv) of `tiles`, each in the dtype of what it is the gradient of."""
+    """(dq, dk, dv) of `tiles`, in the dtypes of q, k and v."""
     whole, keys = WholeRows(out, lse, grad_out, grad_lse), (k.to(q.dtype), v.to(q.dtype))
     dq, dk, dv = gradients(call, q, *keys, bindings, whole, scale, wide=k.dtype != q.dtype)
     return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype)
@@ -187,7 +187,7 @@ def gradients(
     *,
     wide: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """(dq, dk, dv) of a call, in the dtype of q, k and v, or as wide as they are summed."""
+    """(dq, dk, dv) of a call in the dtypes of q, k and v; if `wide`, in the dtype of lse."""
     programs, others = _programs_for(key, bindings, q)
     found = _run_backward(programs, q, k, v, whole, scale, wide=wide or others is not None)
     if others is None:
@@ -239,9 +239,9 @@ set_gradient(
 def _programs_for(
     key: CallKey, bindings: list[Tensor], q: Tensor
 ) -> tuple[Sequence[tuple[Entries, _Runs]], tuple[CallKey, list[Tensor]] | None]:
-    """(batch entries and how they are computed, the call of the pairs that are not among these, if there is one).
+    """(batch entries with their executable, (key, bindings) of a call for the remaining pairs, or None).
 
-    Blocks that a table names are computed as they are, and so are a few rows; the rest by a program.
+    The executable is QueryRows for tables of selected blocks, parts for few queries on CPU, otherwise a Program.
     """
     selection = selection_in(key)
     if selection is not None:
@@ -264,7 +264,7 @@ def _programs(
     choice: Choice | None = None,
     operands: Operands | None = None,
 ) -> list[tuple[Entries, Program]]:
-    """(batch entries, their program): one for all, unless run-time tensors tell entries apart."""
+    """(batch entries, their program): one for all entries unless run-time tensors give them different rules."""
     written = key.pattern
     if not bindings:
         return [(Some(slice(None)), program_of(key, None, kind, choice, operands, written=written))]
@@ -292,7 +292,7 @@ def _programs(
 
 
 def _packed(key: CallKey, rule: Expression, batch: int) -> tuple[CallKey, list[tuple[Entries, Expression]]] | None:
-    """All batch entries as one sequence, where each is of few tokens that see each other: too short for a program."""
+    """(key, groups) of all batch entries as one sequence, if each has few tokens and they can be joined; else None."""
     tokens = key.num_queries
     rule.require_entries(batch)
     is_whole = tokens == key.num_keys and not (key.q_offset or key.k_offset or key.placement)
@@ -315,13 +315,14 @@ def program_of(
     written: str,
     hides_keys: bool = False,
 ) -> Program:
-    """The cached program for these sizes on a kind of device; `written` is the pattern as the caller has it.
+    """Cached program for these sizes on a kind of device.
 
-    hides_keys: some keys will be hidden by what is added to the scores, where weights would be added otherwise.
+    written: text of the caller's pattern, under which the cache files the program. hides_keys: an additive mask will
+    hide keys, so the plan may not use key weights, which are additive too.
     """
 
     def build() -> Program:
-        # Where blocks of some side are asked for, few tokens get no mask in their place.
+        # With a requested block size, short sequences use block lists too, not one dense mask.
         allowed = Allowed(masks=not key.block_size, key_weights=not hides_keys)
         sizes = {"num_kv_heads": key.num_kv_heads, "block_size": key.block_size, **portions_on(kind)}
         if key.placement:

@@ -1,4 +1,4 @@
-"""The tiles engine inside torch.func: gradients as functions, and mapped dims that are folded into the batch."""
+"""The tiles engine inside torch.func: gradients as autograd Functions; vmapped dims are folded into the batch."""
 
 from __future__ import annotations
 
@@ -28,9 +28,9 @@ def transformed_tiles(
     call: CallKey,
     scale: float,
 ) -> tuple[Float[Tensor, "B H N D"], Float[Tensor, "B H N"]]:
-    """(out, lse) of `tiles` inside torch.func: `grad`, `vjp`, `jacrev`, `vmap` and what these compose.
+    """(out, lse) of `tiles` inside torch.func: `grad`, `vjp`, `jacrev`, `vmap` and their compositions.
 
-    Raises ValueError for forward mode, and where run-time tensors are mapped.
+    Raises ValueError for forward mode and for vmapped run-time tensors.
     """
     out, lse = _Attention.apply(q, k, v, call, scale, *bindings)
     return (out, lse) if sinks is None else with_sinks(out, lse, sinks)
@@ -91,7 +91,7 @@ class _Gradients(torch.autograd.Function):
 def _folded(
     function: type[torch.autograd.Function], number: int, size: int, in_dims: Sequence[Any], arguments: Sequence[Any]
 ) -> tuple[tuple[Tensor, ...], tuple[int, ...]]:
-    """The function of all entries of a mapped dim, as so many times the batch; the first `number` are tensors."""
+    """Apply `function` with the mapped dim folded into the batch; the first `number` arguments are mapped tensors."""
     call, scale, *bindings = arguments[number:]
     if any(dim is not None for dim in in_dims[number + 2 :]):
         raise ValueError(f"run-time tensors are the same for all that torch.vmap maps; {REMEDY}")

@@ -1,7 +1,7 @@
-"""Named recipes: the published ways to let attention follow the data, with their defaults.
+"""Named recipes: published methods of data-dependent attention, with their defaults.
 
-Those that only choose are functions that return a `BlockSelector`; those that compute more than attention over chosen
-blocks are modules, `NativeSparseAttention` and `CoarseToFineAttention`.
+Methods that only choose blocks are functions that return a `BlockSelector`. Methods that compute more than attention
+over chosen blocks are modules: `NativeSparseAttention` and `CoarseToFineAttention`.
 """
 
 from ._coarse_to_fine import CoarseToFineAttention

@@ -1,4 +1,4 @@
-"""Coarse to fine: every block of keys in attention, most of them by their mean, a few key by key."""
+"""Coarse to fine: attention to every block of keys, most by their mean, a few key by key."""
 
 from __future__ import annotations
 
@@ -25,25 +25,26 @@ from ._windows import WindowsBefore
 class CoarseToFineAttention(nn.Module):
     """Attention to single keys of `top` blocks, and to all other blocks by their means; it has no parameters.
 
-    For a query, with scores s, one softmax has these terms:
+    The softmax of a query, with scores s, has these terms:
 
-    * each key of the `top` blocks of highest score q · mean(K): exp(s), with its value; under `causal` these are blocks
-      before the query's own, whose keys up to the query are terms besides;
-    * each other whole block, under `causal` if it ends before the query's own begins: block * exp(s of its mean key),
-      with its mean value. It counts as many keys as it has, all at their mean.
+    * each key of the `top` blocks with the highest score q · mean(K): exp(s), with its value. With `causal` these
+      blocks are before the query's own block, whose keys up to the query are terms, too;
+    * each other whole block (with `causal`, each before the query's own): block * exp(score of its mean key), with its
+      mean value, as if all its keys and values were equal to their means.
 
-    A last block of fewer than `block` keys is never pooled: who may see its keys reads each.
+    A last block of fewer than `block` keys is never pooled: each of its keys is a term.
 
-    It equals dense attention where keys are constant within blocks, and where `top` is all blocks. The second sum is
-    computed over all blocks, and those that are read key by key are taken out again. That is stable: by Jensen's
-    inequality a block's sum over keys is at least its pooled term, so what is left never is a small difference.
+    The result equals dense attention if keys are constant within blocks, or if `top` covers all blocks. The second sum
+    is computed over all blocks, and the terms of the `top` blocks are subtracted. This is numerically stable: by
+    Jensen's inequality a block's sum over keys is at least its pooled term, so no small difference remains.
 
-    block: tokens of a block. top: blocks that a query reads key by key. causal: whether later keys are hidden.
-    Gradients are exact for the blocks chosen, through the means too; the choice itself has none. A query's work is that
-    of M / block + (top + 1) * block keys, and of the scores of M / block blocks by which they are chosen.
+    block: tokens of a block. top: blocks that a query reads key by key. causal: hide later keys.
+    Gradients are exact for the chosen blocks, and pass through the means; the choice has no gradient. The cost of a
+    query is that of M / block + (top + 1) * block keys, and of M / block scores for the choice.
 
     Raises TypeError or ValueError for other values.
-    Source: the rule is this library's; MRA, arXiv 2207.10284, refines pooled attention so, with queries pooled as well.
+    Source: the rule is this library's; MRA, arXiv 2207.10284, refines pooled attention in a similar way, but pools
+    queries as well.
 
     >>> q, k, v = torch.randn(3, 1, 4, 256, 64)
     >>> attention = fd.selection.recipes.CoarseToFineAttention(block=32, top=2)
@@ -71,7 +72,7 @@ class CoarseToFineAttention(nn.Module):
         enable_gqa: bool = False,
         q_offset: int = 0,
     ) -> Float[Tensor, "B H N D"]:
-        """Query i stands at position q_offset + i, key j at j; the others are as in `attend`.
+        """Query i has position q_offset + i, key j position j; other arguments are as in `attend`.
 
         Raises ValueError or TypeError, before any work, for inputs that do not fit together.
         """
@@ -99,9 +100,9 @@ class CoarseToFineAttention(nn.Module):
 def _joined(
     fine: tuple[Tensor, Tensor], pooled: tuple[Tensor, Tensor], twice: tuple[Tensor, Tensor]
 ) -> Float[Tensor, "B H N D"]:
-    """(output, lse) of both parts in one softmax, less what is in both."""
+    """Output of one softmax over `fine` and `pooled` less `twice`, each (output, lse)."""
     outs, lses = zip(fine, pooled, twice, strict=True)
-    # A row without keys has lse -inf in all of them, and keeps output 0.
+    # A row without keys has lse -inf in all three parts and keeps output 0.
     top = torch.maximum(lses[0].detach(), lses[1].detach()).clamp(min=torch.finfo(lses[0].dtype).min)
     one, other, less = ((lse - top).exp().unsqueeze(-1) for lse in lses)
     total = one + other - less

@@ -1,4 +1,4 @@
-"""Native sparse attention: compressed keys, blocks that these point to, and a window, under gates."""
+"""Native sparse attention: gated attention to compressed keys, to selected blocks, and to a window."""
 
 from __future__ import annotations
 
@@ -17,28 +17,30 @@ from ._windows import WindowsBefore
 
 # B batch, H query heads, G key/value heads, N queries, M keys, W windows, C blocks of keys, D head dim, E embedding dim
 
-_AT_ONCE = 1 << 22  # scores of compressed keys
+_AT_ONCE = 1 << 22  # most scores of compressed keys in memory
 
 
 @advises()
 class NativeSparseAttention(nn.Module):
-    """NSA: sigmoid gates weigh attention to compressed keys, to the blocks that it points to, and to a window.
+    """NSA: sigmoid gates weigh attention to compressed keys, to the blocks that it selects, and to a window.
 
-    1. Compressed: window i of `length` keys from i * stride on becomes one key and one value, by an MLP on the window's
-       tokens, each with a learned vector for its place added. Query t sees it iff t >= i * stride + length - 1.
-    2. Selected: blocks of `block` keys. Block j scores, for the query heads of a key/value head together,
-       sum_{m < block/stride} sum_{n < length/stride} p[(block/stride) j - m - n], with p the query's shares in 1 and
-       indices from 1, as the paper has them: each window that reaches into the block counts once for each `stride` keys
-       of it there. The `first` blocks and the `local` latest, the query's own among them, are always chosen; `top` in
-       all, and all where there are fewer.
+    1. Compressed: window i of `length` keys from i * stride becomes one key and one value, by an MLP on the window's
+       tokens, to each of which a learned position vector is added. Query t sees window i iff
+       t >= i * stride + length - 1.
+    2. Selected: blocks of `block` keys. For the query heads of a key/value head together, block j has the score
+       sum_{m < block/stride} sum_{n < length/stride} p[(block/stride) j - m - n], where p are the query's weights in
+       branch 1, and indices begin at 1, as in the paper: a window that overlaps the block counts once for each `stride`
+       keys of the overlap. The first `first` blocks and the last `local` blocks up to the query's own are always
+       chosen; `top` blocks in total, or all if there are fewer.
     3. Window: the last `window` keys, the query's own position included.
 
-    A head's output is sum_c g_c · out_c with g = sigmoid(linear(x)), three gates a head and query. Learned are the
-    MLPs, through 1, and the gates; no gradient goes through the choice. Rotary embedding is the caller's.
+    A head's output is sum_c g_c · out_c with g = sigmoid(linear(x)), three gates per head and query. The MLPs are
+    trained through branch 1, and the gates directly; no gradient passes through the choice. The caller applies a rotary
+    embedding.
 
-    embed_dim: E, of what the gates look at. head_dim, num_heads, num_kv_heads: of the attention; num_kv_heads divides
-    num_heads, and is as many if not given. length, stride, block: `stride` divides both others. top: at least first +
-    local; first, local: at least 0 and 1. window: at least 1.
+    embed_dim: E, the size of the gates' input. head_dim, num_heads, num_kv_heads: of the attention; num_kv_heads
+    divides num_heads, and equals it by default. length, stride, block: `stride` divides length and block. top: at least
+    first + local; first: at least 0; local: at least 1. window: at least 1.
 
     Raises TypeError or ValueError for other values.
     Source: NSA, arXiv 2502.11089, section 3, equations 5 to 12.
@@ -95,10 +97,10 @@ class NativeSparseAttention(nn.Module):
         scale: float | None = None,
         q_offset: int = 0,
     ) -> Float[Tensor, "B H N D"]:
-        """k and v are those of the branches: compressed, selected, window. One for all is k.expand(3, *k.shape).
+        """k and v of the three branches: compressed, selected, window. To use one k for all: k.expand(3, *k.shape).
 
-        x: what the gates look at, a token for each query. scale: factor on scores, 1 / sqrt(D) by default. Query i
-        stands at position q_offset + i, key j at j. Raises ValueError or TypeError for inputs that do not fit.
+        x: input of the gates, one token per query. scale: factor on scores, 1 / sqrt(D) by default. Query i has
+        position q_offset + i, key j position j. Raises ValueError or TypeError for inputs that do not fit.
         """
         self._check(x, q, k, v)
         require_int("q_offset", q_offset, minimum=0)
@@ -122,7 +124,7 @@ class NativeSparseAttention(nn.Module):
         scale: float,
         q_offset: int,
     ) -> Int64[Tensor, "B G N top"]:
-        """The blocks of each query, some queries at a time, from the shares that the compressed branch has."""
+        """Chosen blocks of each query, by its weights in the compressed branch, in chunks of queries."""
         count = -(-num_keys // self.block)
         number, each = q.shape[2], q.shape[0] * q.shape[1] * max(1, keys.shape[2])
         blocks = torch.full((*keys.shape[:2], number, self.top), -1, device=q.device)
@@ -150,15 +152,15 @@ class NativeSparseAttention(nn.Module):
         count: int,
         scale: float,
     ) -> Float[Tensor, "B G n C"]:
-        """What the heads of each key/value head think of each block together."""
+        """Score of each block: the sum over the query heads of a key/value head."""
         scores = scale * (q.unflatten(1, (keys.shape[1], -1)) @ keys.unsqueeze(2).mT)
         begins = torch.arange(keys.shape[2], device=q.device) * self.stride
         sees = position >= begins + self.length - 1
-        # Rows that see no window have lse -inf, and no share.
+        # Rows that see no window have lse -inf and weights 0.
         shares = (scores - lse.unflatten(1, scores.shape[1:3]).unsqueeze(-1)).masked_fill(~sees, -torch.inf).exp()
         total = shares.sum(2)
         per, reach = self.block // self.stride, self.length // self.stride
-        # How many strides of a window lie in the block, from the first window that reaches into it to the last.
+        # For each window that overlaps a block, in order: the number of its strides in the block.
         weights = conv1d(total.new_ones(1, 1, per), total.new_ones(1, 1, reach), padding=reach - 1)
         lined = pad(total.flatten(0, 2).unsqueeze(1), (reach - 1, count * per - keys.shape[2]))
         return conv1d(lined, weights, stride=per).view(*total.shape[:3], count)
@@ -186,7 +188,7 @@ class NativeSparseAttention(nn.Module):
 
 
 class _Compression(nn.Module):
-    """A key for each whole window of keys, the same MLP for all heads; values alike."""
+    """Compresses each whole window of keys, or of values, into one by an MLP that all heads share."""
 
     def __init__(self, head_dim: int, length: int, stride: int) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Recipes that choose blocks: each is a BlockSelector with the settings of a paper; and the gate of SeerAttention."""
+"""Recipes that choose blocks: BlockSelectors with the settings of papers; and the gate of SeerAttention."""
 
 from __future__ import annotations
 
@@ -18,13 +18,14 @@ from .._selector import BlockSelector
 
 @advises()
 def moba(*, block: int = 512, top: int = 3, within: Pattern = causal()) -> BlockSelector:  # noqa: B008 (frozen)
-    """Mixture of Block Attention: each query of each head reads its own block and the best of those before.
+    """Mixture of Block Attention: each query of each head reads its own block and the best earlier blocks.
 
-    The score of a block is q · mean of its keys, in float32; of the blocks before the query's own the `top` - 1 of
-    highest score are chosen, and all where there are fewer. The own block is read up to the query.
+    The score of a block is q · mean of its keys, in float32. Of the blocks before the query's own, the `top` - 1 with
+    the highest scores are chosen, or all if there are fewer. The own block is read up to the query.
 
-    block: tokens of a block; the paper takes 512 with top=3, 2048 with 3 and 4096 with 12. top: blocks that are read,
-    the own one included, so at least 2. within: the rule that holds in any case, causal() and whatever else hides keys.
+    block: tokens of a block; the paper uses 512 with top=3, 2048 with top=3 and 4096 with top=12. top: blocks that are
+    read, the own block included; at least 2. within: the mask of the attention: causal(), or its intersection with
+    patterns that hide further keys.
 
     Raises TypeError or ValueError for other values.
     Source: MoBA, arXiv 2502.13189, section 2.2.
@@ -40,14 +41,15 @@ def moba(*, block: int = 512, top: int = 3, within: Pattern = causal()) -> Block
 
 @advises()
 def quest(*, budget: int, block: int = 16, within: Pattern = causal()) -> BlockSelector:  # noqa: B008 (frozen)
-    """Quest: each query of each head reads the last page and the pages whose scores could be highest.
+    """Quest: each query of each head reads the last page and the pages with the highest upper bounds of scores.
 
-    A page is a block of keys. Its score is sum_d max(q_d · min_d, q_d · max_d) over the least and the greatest of each
-    channel of its keys, which no score of a key in it exceeds. The last page is the one in which the query stands.
-    The paper decodes so, one query at a time, and leaves the first two layers dense; more queries choose alike.
+    A page is a block of keys. Its score is sum_d max(q_d · min_d, q_d · max_d), with the minimum and maximum of each
+    channel over its keys: an upper bound of the scores of its keys. The last page is the query's own.
+    The paper uses it in decoding, with one query at a time, and leaves the first two layers dense. With several
+    queries, each chooses separately.
 
-    budget: keys that are read, a multiple of `block` and at least two blocks; the last page counts as one of them. The
-    paper takes 256 to 4096. block: keys of a page. within: as in `moba`.
+    budget: keys that are read, a multiple of `block` and at least two blocks, the last page included. The paper uses
+    256 to 4096. block: keys of a page. within: as in `moba`.
 
     Raises TypeError or ValueError for other values.
     Source: Quest, arXiv 2406.10774, algorithm 1; its code counts the last page in the budget.
@@ -74,20 +76,20 @@ def xattention(
     threshold: float = 0.9,
     within: Pattern = causal(),  # noqa: B008 (frozen)
 ) -> BlockSelector:
-    """XAttention: a block of queries reads the fewest blocks of keys that hold most of its attention, as estimated.
+    """XAttention: a block of queries reads the fewest key blocks with most of its attention, by an estimate.
 
-    Tiles of stride × stride pairs stand for the mean score of their antidiagonal; a softmax over the tiles of a line,
-    summed over the tiles of a block, gives the block's share, and the mean over the lines its score. The first block
-    and the query's own are read in any case and count; of others the highest shares are added until all reach
-    `threshold`. Pairs that `within` hides are left out of antidiagonals; the paper's code leaves those of tiles on the
-    diagonal in.
+    The score of a tile of stride × stride pairs is the mean score of its antidiagonal. A softmax over each line of
+    tiles, summed over the tiles of a block, is the block's share in that line, and the mean over lines is the block's
+    share. The first block and the query's own are always read, and their shares count; other blocks are added in
+    descending order of share until the sum reaches `threshold`. Pairs that `within` hides are left out of
+    antidiagonals; the paper's code keeps them in tiles on the diagonal.
 
-    For prefill alone, since queries of a block choose together (`future_in_choice`). Random queries and keys attend
-    everywhere, so that `threshold` takes nearly all blocks: try it on those of a model.
+    For prefill only, as the queries of a block choose together (`future_in_choice`). Random queries and keys attend
+    everywhere, so `threshold` chooses nearly all blocks: test it on the queries and keys of a model.
 
-    most: width of the table, which the paper does not bound; `Selection.cut` tells how many rows wanted more. block:
-    tokens of a block, of queries and of keys, a multiple of `stride`: 8 or 16 in the paper. threshold: above 0, at
-    most 1. within: as in `moba`.
+    most: width of the table, which the paper does not bound; `Selection.cut` is the share of rows that needed more.
+    block: tokens of a block of queries and of keys, a multiple of `stride`. stride: 8 or 16 in the paper. threshold:
+    above 0, at most 1. within: as in `moba`.
 
     Raises TypeError or ValueError for other values.
     Source: XAttention, arXiv 2503.16428, section 2 and algorithm 1.
@@ -117,13 +119,13 @@ def seer_attention(
     choose: TopK | TopP | Threshold,
     within: Pattern = causal(),  # noqa: B008 (frozen)
 ) -> BlockSelector:
-    """SeerAttention: a trained gate chooses for blocks of queries; prefill alone.
+    """SeerAttention: a trained gate chooses key blocks for blocks of queries; for prefill only.
 
-    The gate gets the mean query of each block of `gate.block` queries and the greatest, least and mean of each block of
-    as many keys, and scores them. The own block is read in any case. q and k are those before rotary embedding: the
-    gate has its own. `SelectedAttention.distill_loss` trains it.
+    The gate scores the mean query of each block of `gate.block` queries with the maximum, minimum and mean of each
+    block of `gate.block` keys. The own block is always read. Pass q and k before the model's rotary embedding, as the
+    gate applies its own. `SelectedAttention.distill_loss` trains it.
 
-    gate: a `SeerGate` for each head. choose: the paper takes a threshold or a share of all blocks:
+    gate: a `SeerGate` with share="head". choose: the paper uses a threshold or a fixed share of the blocks:
     fd.Threshold(t, most=) or fd.TopK(k). within: as in `moba`.
 
     Raises TypeError for a gate of another kind, and ValueError for one with share="group".
@@ -147,12 +149,12 @@ def seer_attention_r(
     choose: TopK | TopP | Threshold,
     within: Pattern = causal(),  # noqa: B008 (frozen)
 ) -> BlockSelector:
-    """SeerAttention-R: a trained gate chooses for each query, alike for the query heads of a key/value head.
+    """SeerAttention-R: a trained gate chooses for each query; the query heads of a key/value head share the choice.
 
-    As `seer_attention`, without pooling of queries, so that decoding chooses as training does.
+    As `seer_attention`, but without pooling of queries, so that decoding chooses as training does.
 
-    gate: a `SeerGate` with share="group". choose: the paper takes a budget, fd.TopK(budget // block - 1) beside the own
-    block, or a threshold. within: as in `moba`.
+    gate: a `SeerGate` with share="group". choose: the paper uses a threshold, or a budget that includes the own block:
+    fd.TopK(budget // block - 1). within: as in `moba`.
 
     Raises TypeError for a gate of another kind, and ValueError for one with share="head".
     Source: SeerAttention-R, arXiv 2506.08889, section 2.
@@ -183,14 +185,14 @@ _SHARES = ("head", "group")
 class SeerGate(nn.Module):
     """Scores blocks of keys for rows of queries: RoPE(W_q query) · RoPE(W_k [greatest, least, mean] keys) / sqrt(dim).
 
-    A scorer for `BlockSelector`, as `seer_attention` and `seer_attention_r` build them. Each head has its own weights.
-    The rotary embedding counts tokens: a row stands where it begins, a block at its first key. So queries and keys come
-    before the model's own rotary embedding.
+    A scorer for `BlockSelector`, used by `seer_attention` and `seer_attention_r`. Each head has separate weights. RoPE
+    uses the position of the first token of a row, and of the first key of a block. Pass queries and keys before the
+    model's own rotary embedding.
 
-    head_dim, num_heads, num_kv_heads: of the attention; num_kv_heads divides num_heads, and is as many if not given.
+    head_dim, num_heads, num_kv_heads: of the attention; num_kv_heads divides num_heads, and equals it by default.
     block: tokens of a block of keys, as in the selector. dim: of the gate, even; 128 in the paper.
-    share: "head", a score for each query head; "group", one for those of a key/value head, whose projected queries are
-    added up, as in SeerAttention-R. base: of the rotary embedding.
+    share: "head", one score per query head; "group", one per key/value head, for the sum of its projected queries, as
+    in SeerAttention-R. base: of the rotary embedding.
 
     Raises TypeError or ValueError for other values.
     Source: SeerAttention, arXiv 2410.13276, section 3.1, and SeerAttention-R, arXiv 2506.08889.
@@ -231,7 +233,7 @@ class SeerGate(nn.Module):
     def forward(
         self, queries: Float[Tensor, "B H R D"], pools: Pools, positions: Int64[Tensor, " R"]
     ) -> Float[Tensor, "B T R C"]:
-        """Scores of all blocks, T = H or, with share="group", T = G; `positions` are those at which rows begin."""
+        """Scores of all blocks; T = H or, with share="group", T = G. positions: the first position of each row."""
         expected, came = (len(self.query), len(self.key)), (queries.shape[1], pools.mean.shape[1])
         if came != expected:
             raise ValueError(f"the gate serves {expected[0]} heads and {expected[1]} key/value heads; got {came}")
@@ -250,7 +252,7 @@ class SeerGate(nn.Module):
 
 
 def _turned(x: Float[Tensor, "... n E"], positions: Int64[Tensor, " n"], base: float) -> Float[Tensor, "... n E"]:
-    """Rotary embedding: channel i and channel i + E/2 are turned by position * base^(-2 i / E)."""
+    """Rotary embedding: channels i and i + E/2 are rotated by the angle position * base^(-2 i / E)."""
     half = x.shape[-1] // 2
     rates = base ** (-torch.arange(half, dtype=torch.float64, device=x.device) / half)
     angles = positions[:, None] * rates

@@ -1,4 +1,4 @@
-"""Windows of keys: who sees one that stands for several keys, which ends somewhere before the query."""
+"""Windows of keys: the pattern by which a query sees a pooled key whose window ends before the query."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from ...masks import EMPTY, FULL, PARTIAL, custom
 
 
 class WindowsBefore:
-    """Window i is seen from position i * stride + reach on: `pattern` has it, between queries and windows.
+    """`pattern` over (query position, window): window i is visible from position i * stride + reach.
 
-    With its bounds: of a box of pairs the first query with the last window decides whether it is full, and the last
-    query with the first window whether it is empty. A module holds this, since a function that captured numbers cannot
-    be pickled, and torch.compile reads a pattern that is there, but makes none of a function.
+    It has bounds for boxes: a box is full if its first query sees its last window, and empty if its last query does not
+    see its first window. Modules keep an instance of this class, because a function that captures numbers cannot be
+    pickled, and because torch.compile can read an existing pattern but not build one from a function.
     """
 
     def __init__(self, stride: int, reach: int) -> None:
