@@ -29,7 +29,7 @@ from ._diagonals import settle_by_diagonals
 
 _CELL_SIDE = 64  # boxes up to this side are evaluated pair by pair
 _FRONTIER = 1 << 16  # boxes counted together
-_MOST_CLASSES = 1 << 20  # residue classes into which boxes are cut together
+_MOST_CLASSES = 1 << 20  # residue classes into which boxes are cut at once
 _LONGEST = 1 << 20  # longest side of a box that is settled by its diagonals
 
 
