@@ -113,7 +113,7 @@ def build_blocks(rule: Rule, *, q_block: int, k_block: int, settle: bool = True)
 
 
 def repeat_blocks(blocks: Blocks, *, classes: int, times: int) -> Blocks:
-    """Block list of `times` copies of this square along the diagonal; `classes`: residue classes of the slots."""
+    """Block list of `times` copies of a square list along the diagonal, within each of `classes` residue classes."""
 
     def spread(index: Tensor, total: int) -> Tensor:
         each = total // classes

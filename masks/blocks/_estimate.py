@@ -31,9 +31,9 @@ class ListedBlocks(NamedTuple):
 
 
 def estimate_blocks(rule: Rule, *, q_block: int, k_block: int) -> ListedBlocks:
-    """Mean over tables, from evenly sampled rows and tables. Undecided blocks count, so the estimate is biased upwards.
+    """Mean numbers over tables, from evenly sampled rows and tables. Undecided blocks count: the bias is upwards.
 
-    With few pairs in all, the count is exact.
+    With few pairs in all, the counts are exact.
     """
     shape = (int(rule.q.lengths.sum()), int(rule.k.lengths.sum()), q_block, k_block)
     rows, columns = -(-shape[0] // q_block), -(-shape[1] // k_block)

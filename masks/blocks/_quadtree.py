@@ -136,7 +136,6 @@ def _halves(run: Run, block: int) -> tuple[Tensor, Run]:
 
 
 def join_nodes(parts: Sequence[Nodes]) -> Nodes:
-    """Concatenate nodes."""
     if len(parts) == 1:
         return parts[0]
     q, k = (join_runs([getattr(part, side) for part in parts]) for side in ("q", "k"))

@@ -64,7 +64,7 @@ def pairs_of_queries(
 
 
 def _kinds(columns: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
-    """(an index of each distinct row, the number of each row's distinct row). Faster than sorting whole rows."""
+    """(index of one row of each kind, kind of each row); equal rows are a kind. Faster than sorting whole rows."""
     kind = torch.zeros_like(columns[0])
     for column in columns:
         values, place = column.unique(return_inverse=True)
