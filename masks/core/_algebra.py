@@ -57,7 +57,7 @@ class OnePart(Pattern):
             raise TypeError(f"{self.kind} needs a set pattern; got {self.part!r}")
         if self.recounts and any(
             leaf.is_run_time for leaf in self.part.leaves()
-        ):  # not `varies`: a graph takes no lock
+        ):  # not `varies`, which is cached under a lock: a graph cannot take it
             raise ValueError(
                 f"{self.kind} needs a pattern without run-time tensors, which go by token: intersect the result with "
                 f"their pattern instead; got {self.part!r}"
@@ -100,7 +100,7 @@ class _Combination(Composite):
         if any(isinstance(part, type(self)) for part in self.parts):
             raise ValueError(f"{kind!r} takes the parts of an inner {kind!r} as its own; got {self.parts!r:.200}")
         if len({part.text for part in self.parts}) < len(self.parts):
-            self.given_tensors()  # where the parts differ in a tensor that they carry, it names that
+            self.given_tensors()  # raises an error that names a carried tensor in which the parts differ
             raise ValueError(f"{kind!r} takes each part once, and a tensor once by its name; got {self.parts!r:.200}")
         super().__post_init__()
 

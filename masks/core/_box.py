@@ -100,7 +100,7 @@ def clip(progression: Progression, start: Counts | int, stop: Counts | int) -> P
 
 
 def count_within(progression: Progression, start: Tensor | int, stop: Tensor | int) -> Tensor:
-    """Number of terms of each progression in [start, stop); bounds of shape (m, n) give m counts each."""
+    """Number of terms of each progression in [start, stop); start and stop may have rows, one for each interval."""
     step, count = progression.step, progression.count
     before, behind = (
         (edge - progression.first + (step - 1)).div(step, rounding_mode="floor").clamp(min=0).minimum(count)

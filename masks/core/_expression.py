@@ -222,12 +222,12 @@ class Expression:
         return self.map_parts(lambda part: part.map_leaves(change)) if self.direct_parts() else change(self)
 
     def below(self, positions: int) -> Any:
-        """The rule for positions below this number; no more are drawn."""
+        """The rule for positions below this number, for which alone random parts are drawn."""
         return self.map_leaves(lambda leaf: leaf.below(positions)) if self.draws else self
 
     @cached_property
     def draws(self) -> bool:
-        """True if a leaf draws something for each position."""
+        """True if a leaf draws at random for its positions."""
         return any(type(leaf).below is not Expression.below for leaf in self.leaves())
 
     @cached_property

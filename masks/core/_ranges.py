@@ -154,7 +154,6 @@ def _disjoint(runs: list[range], steps: list[range]) -> list[range]:
 
 
 def _without(piece: range, other: range) -> Iterator[range]:
-    """Positions of `piece` that are not in `other`."""
     both = intersect(piece, other)
     if not both:
         yield piece
