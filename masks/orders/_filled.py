@@ -74,7 +74,7 @@ class Padded:
 
 @dataclass(frozen=True)
 class Held:
-    """The positions of some runs at every `step`-th place of a segment from an offset on, ascending.
+    """Positions of some runs with position mod segment mod step equal to an offset, ascending.
 
     Heads with equal offset and runs share a row: `rows` has the row of each head, `offsets` and `runs` have an entry
     for each row. Slots past the end of a row are empty. The number of slots is a multiple of `side`, at least two

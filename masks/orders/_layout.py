@@ -51,7 +51,7 @@ class _SharedOrder:
 
     @property
     def num_slots(self) -> int:
-        raise NotImplementedError  # every order states its own
+        raise NotImplementedError  # defined by each order
 
     def positions(self, device: torch.device | str | None = None) -> Int64[Tensor, " S"]:
         """Token in each slot."""
@@ -115,8 +115,8 @@ class Permutation(_SharedOrder):
 class Layout(Permutation):
     """Residue-major order, shared by all heads: tokens sorted by (index mod rate, index div rate).
 
-    A pure permutation of any number of tokens, without padding; rate 1 is the natural order. Rates that
-    divide `rate` find the tokens of one residue class in runs of consecutive slots.
+    A pure permutation of any number of tokens, without padding; rate 1 is the natural order. For
+    divisors of `rate`, too, the tokens of one residue class are in runs of consecutive slots.
 
     >>> masks.Layout(8, 2).apply(torch.arange(8), dim=0)
     tensor([0, 2, 4, 6, 1, 3, 5, 7])
