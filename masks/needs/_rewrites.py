@@ -151,7 +151,6 @@ def _visible(keys: KeySet, found: list[range]) -> list[range]:
 
 
 def _alternatives(factor: Pattern, rest: KeyQuery) -> Parts | None:
-    """Split a union."""
     if isinstance(factor, Or):
         return _same([rest.of(*rest.factors, part) for part in factor.parts])
     if isinstance(factor, Not) and isinstance(factor.part, And):
@@ -182,7 +181,6 @@ def _all_moved(distance: int, keys: list[range]) -> list[range]:
 
 
 def _common_spans(spans: Spans, wanted: KeyQuery) -> Iterator[range]:
-    """Spans that may hold both a query and a key."""
     begin, end = _overlap(wanted)
     first = int(torch.searchsorted(spans.stops, begin, right=True))
     last = int(torch.searchsorted(spans.starts, end))

@@ -51,7 +51,7 @@ class RowSource:
     num_heads: int
 
     def seen(self, queries: range, keys: range) -> Seen | None:
-        """Keys that some of a few queries see; None if there are none. Both arguments are runs of positions."""
+        """Keys that some of a few queries see; None if no query sees a key. Both arguments are runs of positions."""
         listed: list[Ranges] = []
         for query in queries:
             row = self.rule.row(query, keys)
