@@ -114,7 +114,7 @@ def _launches(term: Term, calls_a_list: int) -> int:
 
 
 def _moved_rows(term: Term, given: Layout, groups: int) -> int:
-    """Rows of q, k, v copied into the term's order and of out copied back; 0 if tokens are given in that order."""
+    """Rows read and written to gather q, k, v and merge out; tokens given in the term's order need no gather."""
     if isinstance(term.q, Permutation):
         queries = keys = 0 if term.q == given else 2 * term.q.num_slots
     else:
@@ -124,7 +124,7 @@ def _moved_rows(term: Term, given: Layout, groups: int) -> int:
 
 
 def _gathered_heads(term: Term, groups: int) -> int:
-    """Heads whose keys are copied: key/value heads if their query heads see equal slots, not by strides."""
+    """Number of heads whose keys are copied: key/value heads if all heads gather equal slots, else query heads."""
     if isinstance(term.k, Compact | Padded):
         starts = term.k.starts if isinstance(term.k, Compact) else term.k.offsets
         if len(set(starts)) > 1 or (isinstance(term.k, Compact) and term.k.fold_starts is None):

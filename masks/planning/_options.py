@@ -112,7 +112,7 @@ def options_of(
 
 
 def _under_mask(options: Sequence[Option], bound: Bound, allowed: Allowed) -> list[Option]:
-    """Option under a mask, for a branch that needs block lists or several kernel calls without one."""
+    """[option under a mask], for a branch that needs block lists or several kernel calls without one; else []."""
     plainly = any(len(each.terms) == 1 and not _is_listed(each) for each in options)
     if plainly or not takes_mask(*_sizes(bound), allowed):
         return []
@@ -258,7 +258,7 @@ def _disjoint_terms(
 
 
 def _rests(parts: Sequence[Pattern]) -> Iterator[Pattern]:
-    """Each part without the pairs of earlier parts, whose factors shared with it need no check."""
+    """Yield each part without the pairs of earlier parts; factors that both share are not checked again."""
     for index, part in enumerate(parts):
         own = part.factors()
         others = [[factor for factor in before.factors() if factor not in own] for before in parts[:index]]

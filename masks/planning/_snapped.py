@@ -24,7 +24,7 @@ def snapped(pattern: Pattern | Mixture, block: int | tuple[int, int] = 128) -> S
     * `dilated`, `chunked`, `longnet`: segments up to a multiple of rate * side, so that segment / rate tokens fill
       whole blocks; rates and offsets stay. Segments that are no multiple of their rate are unchanged.
     * `blockwise`: blocks up to a multiple of the side. Longer segments and blocks begin at other tokens: there are
-      more pairs in total, but single pairs may be lost. Whole segments and blocks have no overcompute.
+      more pairs in total, but single pairs may be lost. Segments and blocks in whole blocks have no overcompute.
     * `selected_blocks`: sides up to one that divides the kernel's or is a multiple of it, for which tables are then
       made; unchanged if it carries its table.
     * `block_list`: unchanged, if its side divides the kernel's or is a multiple of it; else a ValueError.

@@ -14,7 +14,8 @@ from ...patterns import Causal, Dilated
 from ._term import Term
 from ._weights import KeyWeights, PairWeights
 
-# The number of terms grows with the ratio of neighbouring segment lengths and rates; above this they are too small.
+# The number of terms grows with the ratio of neighbouring segment lengths and rates; above this, terms are too many
+# and too small.
 _MAX_RATIO = 4
 # Ratio of the last rate to the first: the side of tables of weights.
 _MAX_PERIOD = 64

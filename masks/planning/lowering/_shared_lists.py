@@ -37,7 +37,7 @@ class SharedListTerm(Term):
 
     def pairs_of_heads(self) -> Int64[Tensor, " H"]:
         """Number of pairs of each head, without multiplicity."""
-        raise NotImplementedError  # every such term states its own
+        raise NotImplementedError  # defined by each kind of term
 
     def counted_pairs(self) -> int:
         """Number of pairs over all heads, with multiplicity."""
@@ -205,7 +205,7 @@ def padded_terms(branch: Pattern, multiplicity: int, bound: Bound, *, side: int 
 
 
 def _sides(offsets: tuple[int, ...], segment: int, rate: int, bound: Bound) -> tuple[Padded, Padded] | None:
-    """(queries, keys) of the segments that have both; None if no segment has."""
+    """(queries, keys) of the segments that have both; None if no segment has both."""
     begins = bound.q_offset, bound.k_offset
     ends = begins[0] + bound.num_queries, begins[1] + bound.num_keys
     first, past = max(begins) // segment, (min(ends) - 1) // segment + 1

@@ -168,7 +168,7 @@ class Term:
     def at_origin(self) -> Term:
         """Term with equal block lists at the lowest positions that the rule's period allows.
 
-        Terms that differ by a shift of whole periods give equal results, which share cached lists.
+        Terms that differ by a shift of whole periods have an equal result, and so share cached calls.
         """
         if isinstance(self.q, Folded) and isinstance(self.k, Folded):
             offsets = self.q_offset + self.q.first, self.k_offset + self.k.first

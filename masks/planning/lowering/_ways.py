@@ -15,7 +15,7 @@ from ...patterns import Axis, Causal, Dilated, Neighborhood, Strided
 from ._term import Shape, Term
 from ._weights import CountedPairs
 
-# With more residue classes than this, runs of a shared permutation are much shorter than a block.
+# With more residue classes than this, a shared permutation has no runs long enough for a block.
 MAX_RESIDUE_RATE = 256
 
 

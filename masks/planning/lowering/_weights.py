@@ -69,7 +69,7 @@ class PairWeights:
 
     @cached_property
     def _least_shifted(self) -> tuple[_Table, int]:
-        """(smallest shift of the table, the shift): heads of other offsets share it, and one strip holds all shifts."""
+        """(smallest of the shifted tables, its shift), which heads of other offsets share; one strip has all shifts."""
         return min((_shifted(self.table, shift), shift) for shift in range(len(self.table)))
 
 

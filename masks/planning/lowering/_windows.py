@@ -124,7 +124,6 @@ def _cuts(rule: Pattern) -> Iterator[_TableCut]:
 
 
 def _composed(rule: Or | PerHead | HeadGroups, parts: tuple[Pattern, ...]) -> Pattern:
-    """Replace the parts of a rule."""
     if not isinstance(rule, Or):
         return type(rule)(parts)
     return Every() if Every() in parts else Or.of(*parts)

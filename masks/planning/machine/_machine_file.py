@@ -54,6 +54,7 @@ class MachineKey:
         raise ValueError(f"constants can be measured on cpu and cuda; got a device of type {kind!r}")
 
     def to_data(self) -> dict[str, Any]:
+        """Plain data for JSON."""
         return asdict(self)
 
     def __str__(self) -> str:
