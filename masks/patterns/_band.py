@@ -40,7 +40,7 @@ class Band(Pattern):
 
     def limits(self) -> tuple[int | None, int | None, int]:
         """(least, most, step)."""
-        raise NotImplementedError  # every kind has its own
+        raise NotImplementedError  # defined by each kind
 
     @property
     def least(self) -> int | None:

@@ -130,7 +130,7 @@ class Axis:
     `is_causal` the leader is the last query of the group, its window ends at itself, and each query sees the keys of
     the window up to its own place. Otherwise the leader is the middle of the group (of two the later one), with
     size // 2 keys of its window before it. Windows that would cross an end of the class are shifted inwards. NATTEN's
-    causal windows start at the class instead: an equal rule, as a query sees no key after itself.
+    causal windows begin with the first key of the class instead: an equal rule, as a query sees no later key.
     """
 
     length: int

@@ -35,7 +35,7 @@ _Test = Callable[[Any], Any]
 
 
 class MarkedTokens(Pattern):
-    """Allowed iff the query (`rows`) or the key (`columns`) is marked, a t with first <= t mod period < stop."""
+    """Allowed iff the query (`rows`) or the key (`columns`) is at a marked position t: first <= t mod period < stop."""
 
     rows: bool
     columns: bool
@@ -50,7 +50,7 @@ class MarkedTokens(Pattern):
 
     def marks(self) -> tuple[int | None, int, int]:
         """(period, first, stop), where first is 0 or stop is the period; without a period, first is 0."""
-        raise NotImplementedError  # every kind marks its own
+        raise NotImplementedError  # defined by each kind
 
     def described(self, position: int) -> str:
         """Text on whether a position is marked, to follow "is"."""

@@ -300,7 +300,7 @@ def neighborhood(
 
     In row-major order a block of tokens covers one row or few, so small windows leave most of a block
     unused. `attend` therefore sorts the tokens of a whole grid into tiles of a block each, where that pays;
-    `describe` reports the overcompute. It does not with `& causal()` or other patterns, or with fewer tokens.
+    `describe` reports the overcompute. With `& causal()` or other patterns, or fewer tokens, the order stays row-major.
 
     Raises ValueError for a window of kernel_size * rate tokens that exceeds its axis, a stride above its kernel size,
     both or none of radius and kernel_size, a radius with a causal axis, negative radii, and for other numbers below 1;

@@ -77,7 +77,7 @@ class RunTime(Pattern):
 
     def table(self, tensor: Tensor, extent: Extent) -> Table:
         """The rule with this tensor's values, checked, over the positions of a call."""
-        raise NotImplementedError  # every run-time pattern knows its own
+        raise NotImplementedError  # defined by each run-time pattern
 
     def widest(self, shape: tuple[int, ...], extent: Extent) -> Tensor:
         """A tensor of this shape that allows the most pairs: the basis of plans while values are unknown."""
@@ -136,7 +136,7 @@ class Windows:
         return self.origin + ahead // period * period
 
     def kinds(self, period: int | None) -> tuple[Int64[Tensor, " n"], ...]:
-        """Windows grouped by equal rules of this period: an ascending index for each kind, ordered by first window."""
+        """Group windows with equal rules of this period: an ascending index for each kind, ordered by first window."""
         start, queries = self.counted_from(period), self.q_stop - self.q_start
         ahead, keys = self.k_start - self.q_start, self.k_stop - self.k_start
         kind, _ = numbered(queries, keys - queries, ahead, self.q_start - start)
@@ -182,7 +182,7 @@ class Table(Pattern):
 
     def _described(self) -> str:
         """Short text on the contents of the rows."""
-        raise NotImplementedError  # every table knows its own
+        raise NotImplementedError  # defined by each table
 
     def on(self, device: torch.device) -> Rows:
         """The rows on a device, shared by all closures there."""
