@@ -18,23 +18,23 @@ from ._rule import Places, Rule, alike
 
 # T tables (one for each distinct head), E listed blocks
 
-_CELLS = 1 << 18  # pairs evaluated at once when blocks are settled: what stays in a cache
+_CELLS = 1 << 18  # pairs evaluated at once when blocks are settled: fits a cache
 _SLOTS_AT_ONCE = 1 << 17  # small tables are built together: fewer, larger tensor operations
-_LEAVES_AT_ONCE = 1 << 21  # parts of blocks held at once: then those of one block are added up
-_DOUBTS_AT_ONCE = 1 << 17  # undecided blocks held at once: beyond, fewer rows are built at a time
-_LISTED_AT_ONCE = 1 << 19  # listed blocks that are packed, or put into tables, at once
+_LEAVES_AT_ONCE = 1 << 21  # leaves held at once: beyond, they are summed by block
+_DOUBTS_AT_ONCE = 1 << 17  # undecided blocks held at once: beyond, tables and rows are built in halves
+_LISTED_AT_ONCE = 1 << 19  # listed blocks packed, or put into tables, at once
 UNKNOWN = -1
 _LEVEL = 1  # of zlib; higher levels take several times as long and save little
-LISTED_BYTES = 17  # of each block in `Blocks`: four int32 and a bool
+LISTED_BYTES = 17  # per block of `Blocks`: four int32 and a bool
 
 
 @dataclass(frozen=True)
 class Blocks:
     """The non-empty blocks of T tables, sorted by (table, row, column).
 
-    Row r covers the query slots from r * q_block on, column c the key slots from c * k_block on. `full`
-    blocks are whole and allow every pair. `pairs` counts a block's allowed pairs where that is known, else
-    UNKNOWN. `heads` gives the table of each head.
+    Row r covers the query slots from r * q_block on, column c the key slots from c * k_block on. `full`: all
+    q_block * k_block pairs exist and are allowed. `pairs`: number of allowed pairs of a block, or UNKNOWN.
+    `heads`: the table of each head.
     """
 
     num_q_slots: int
@@ -66,11 +66,11 @@ class Blocks:
         return max(self.heads) + 1
 
     def places(self, index: Int64[Tensor, " n"]) -> Places:
-        """Where the blocks at these indices lie."""
+        """Table, row and column of the blocks at these indices."""
         return Places(self.table[index], self.row[index], self.column[index])
 
     def portions(self) -> list[tuple[range, slice]]:
-        """Runs of tables and where their blocks are listed: a bounded number of blocks each, or one table's."""
+        """Split into (range of tables, slice of the list), of at most `_LISTED_AT_ONCE` blocks or one table each."""
         after = torch.arange(1, self.num_tables + 1, dtype=torch.int32)
         stops = torch.searchsorted(self.table.contiguous(), after).tolist()
         found, first, begin, end = [], 0, 0, 0
@@ -82,7 +82,7 @@ class Blocks:
         return [*found, (range(first, self.num_tables), slice(begin, end))]
 
     def with_heads(self, heads: tuple[int, ...]) -> Blocks:
-        """The same tables, given to other heads."""
+        """Replace the table of each head."""
         return replace(self, heads=heads)
 
     @property
@@ -91,12 +91,13 @@ class Blocks:
 
 
 def build_blocks(rule: Rule, *, q_block: int, k_block: int, settle: bool = True) -> Blocks:
-    """The non-empty blocks of a rule, without looking at single pairs where bounds decide.
+    """List the non-empty blocks of a rule; single pairs are evaluated only where bounds do not decide.
 
-    With settle=True the list is exact: blocks on which the bounds leave a doubt are evaluated, just those.
+    With settle=True the list is exact: blocks that the bounds leave undecided, and only these, are evaluated.
     With settle=False a listed block may hold no pair, and a full one may be listed as partial.
+
     Time grows with the number of blocks that bounds cannot rule out, memory with the number listed: where a
-    rule has parts without bounds, a range of block rows is settled before the next is looked at.
+    rule has parts without bounds, block rows are settled range by range.
     """
     num_q, num_k = int(rule.q.lengths.sum()), int(rule.k.lengths.sum())
     at_once = max(1, _SLOTS_AT_ONCE // max(num_q, num_k))
@@ -112,7 +113,7 @@ def build_blocks(rule: Rule, *, q_block: int, k_block: int, settle: bool = True)
 
 
 def repeat_blocks(blocks: Blocks, *, classes: int, times: int) -> Blocks:
-    """The blocks of `times` squares like this one, side by side within each residue class of the slots."""
+    """Block list of `times` copies of a square list along the diagonal, within each of `classes` residue classes."""
 
     def spread(index: Tensor, total: int) -> Tensor:
         each = total // classes
@@ -138,9 +139,9 @@ def repeat_blocks(blocks: Blocks, *, classes: int, times: int) -> Blocks:
 
 
 def join_blocks(parts: Sequence[Blocks]) -> Blocks:
-    """The lists of several rules of one shape, one rule's heads after the other's.
+    """Concatenate block lists of one shape; heads follow the order of `parts`.
 
-    A rule whose heads all share a table counts as one head, if that is so for every rule.
+    If in every part all heads share one table, each part counts as one head.
     """
     if len(parts) == 1:
         return parts[0]
@@ -158,7 +159,7 @@ def join_blocks(parts: Sequence[Blocks]) -> Blocks:
 def _build(
     rule: Rule, tables: range, rows: range, shape: tuple[int, int, int, int], settle: bool
 ) -> Iterator[tuple[Tensor, ...]]:
-    """The listed blocks of some tables and block rows in order, in parts that leave few doubts to hold at once."""
+    """Yield the listed blocks in order; halves tables, then block rows, while too many blocks are undecided."""
     found = _look(rule, tables, rows, shape, settle)
     if found is not None:
         yield _list(rule, found, shape, settle)
@@ -171,7 +172,7 @@ def _build(
 def _look(
     rule: Rule, tables: range, rows: range, shape: tuple[int, int, int, int], settle: bool
 ) -> list[Leaves] | None:
-    """What the quadtree finds; None if it leaves too many doubts and the range can be halved."""
+    """Leaves of the quadtree; None if more than `_DOUBTS_AT_ONCE` are undecided and the range can be halved."""
     _, _, q_block, k_block = shape
     found, held, doubts, may_stop = [], 0, 0, settle and len(tables) * len(rows) > 1
     for leaves in find_leaves(rule, tables, Slots.of_rows(rows, q_block), q_block, k_block):
@@ -207,7 +208,7 @@ def _list(rule: Rule, found: list[Leaves], shape: tuple[int, int, int, int], set
 
 
 def count_pairs(rule: Rule, places: Places, shape: tuple[int, int, int, int]) -> Int64[Tensor, " n"]:
-    """Allowed pairs of each block: of one of each kind counted one by one, a bounded number of cells at a time."""
+    """Number of allowed pairs of each block; of blocks that are alike only one is evaluated."""
     number, one_of_each = alike(rule, places, shape)
     # Into one tensor: small results kept between large temporaries would fragment the heap.
     counts, begin = torch.zeros(len(one_of_each), dtype=torch.int64), 0
@@ -220,7 +221,7 @@ def count_pairs(rule: Rule, places: Places, shape: tuple[int, int, int, int]) ->
 def evaluate(
     rule: Rule, places: Places, shape: tuple[int, int, int, int]
 ) -> Iterator[Bool[Tensor, "n q_block k_block"]]:
-    """The rule on every pair of the given blocks, in order, some blocks at a time; False beyond the last slot."""
+    """Evaluate the rule on every pair of these blocks, a chunk of blocks at a time; False beyond the last slot."""
     num_q, num_k, q_block, k_block = shape
     for part in torch.arange(len(places.table)).split(max(1, _CELLS // (q_block * k_block))):
         q = (places.row[part, None].long() * q_block + torch.arange(q_block))[:, :, None]
@@ -231,7 +232,7 @@ def evaluate(
 
 
 def join_leaves(found: list[Leaves], shape: tuple[int, int, int, int]) -> Leaves:
-    """Sorted by (table, row, column), with those of one block added up."""
+    """Sort leaves by (table, row, column) and sum the leaves of each block."""
     table, row, column, low, high = (
         torch.cat([getattr(leaves, name) for leaves in found]) for name in ("table", "row", "column", "low", "high")
     )
@@ -246,10 +247,10 @@ def join_leaves(found: list[Leaves], shape: tuple[int, int, int, int]) -> Leaves
 
 @dataclass(frozen=True)
 class PackedBlocks:
-    """Block lists as compressed bytes; `unpack` gives them back as they were.
+    """Block lists as compressed bytes; `unpack` restores them exactly.
 
-    A block is stored as its distance from the one before it, in the order of the lists. Patterns repeat along
-    the sequence, and so do these distances: zlib finds that. Lists drawn at random shrink least.
+    A block is stored as its distance from the previous block of the list. Patterns repeat along the sequence, and
+    so do these distances, which zlib compresses. Randomly drawn lists shrink least.
     """
 
     shape: tuple[int, int, int, int]
@@ -278,14 +279,14 @@ class PackedBlocks:
 
 
 def _written(blocks: Blocks, part: slice) -> bytes:
-    """A part of the list as bytes: steps, pairs, and whether blocks are full."""
+    """Serialize a part of the list: distances, pair counts and `full`."""
     key = (blocks.table[part].long() * blocks.num_rows + blocks.row[part]) * blocks.num_columns + blocks.column[part]
     steps = key.diff(prepend=key.new_zeros(1))
     return b"".join(map(_bytes_of, (steps, blocks.pairs[part], blocks.full[part])))
 
 
 def _read(written: bytes, blocks: Blocks, part: slice) -> None:
-    """Put a part of the list, as `_written` gave it, in its place."""
+    """Write the bytes of `_written` back into this part of `blocks`."""
     data, length = bytearray(zlib.decompress(written)), part.stop - part.start
     line, column = _divmod(_tensor(data, torch.int64, 0, length).cumsum(0), blocks.num_columns)
     blocks.table[part], blocks.row[part] = _divmod(line, blocks.num_rows)
@@ -295,13 +296,13 @@ def _read(written: bytes, blocks: Blocks, part: slice) -> None:
 
 
 def _bytes_of(x: Tensor) -> bytes:
-    """The bytes of a tensor, without asking for numpy."""
+    """Bytes of a tensor, without numpy."""
     x = x.contiguous()
     return ctypes.string_at(x.data_ptr(), x.nbytes)
 
 
 def _tensor(data: bytearray, dtype: torch.dtype, begin: int, length: int) -> Tensor:
-    if length == 0:  # torch.frombuffer refuses an empty stretch
+    if length == 0:  # torch.frombuffer refuses an empty buffer
         return torch.zeros(0, dtype=dtype)
     return torch.frombuffer(data, dtype=dtype, count=length, offset=begin)
 

@@ -1,8 +1,8 @@
-"""Where to look for blocks: in the squares that tables list, where a rule has tables, else in pairs of runs of slots.
+"""Roots of the search for blocks: squares that a pattern lists, else pairs of runs of slots.
 
-Positions of a run are a progression, and bounds are computed for pairs of runs. In an order of residue classes there
-may be as many runs as tokens: most pairs of them are ruled out by the rule's spacing, modulo which the positions of a
-pair agree, and by bounds on each run with all of the other side.
+Positions of a run are a progression, and bounds are computed for pairs of runs. In residue-major order there may be as
+many runs as tokens. Most pairs of runs are ruled out by the rule's spacing, modulo which query and key of a pair agree,
+and by bounds on each run against the whole other side.
 """
 
 from __future__ import annotations
@@ -22,17 +22,17 @@ from ._rule import Nodes, Rule, Run, enumerated, span
 
 _MOST_ALTERNATIVES = 16
 _MOST_LEAVES = 1 << 20
-_ALL_PAIRS = 1 << 12  # of runs: computing bounds for so many is faster than ruling some out
-_FEW_PAIRS = 1 << 16  # of classes: so many are searched as they are
+_ALL_PAIRS = 1 << 12  # pairs of runs: up to this many, computing bounds is faster than ruling some out
+_FEW_PAIRS = 1 << 16  # pairs of residue classes: up to this many are searched directly
 _NODES_AT_ONCE = 1 << 20
 
 
 def find_leaves(rule: Rule, tables: Sequence[int], slots: Slots, q_block: int, k_block: int) -> Iterator[Leaves]:
-    """The leaves of some tables and query slots.
+    """Yield the leaves of some tables and query slots.
 
-    For pairs that lie scattered, a descent from the root looks at many boxes each: where a table lists squares
-    that hold them, it begins with those. Of a union, the parts with and without such squares find their blocks
-    apart, and the whole is then counted on these blocks only, unless they are many.
+    If pairs are scattered, a descent from the root classifies many boxes. Where the pattern lists squares that hold
+    its pairs, the descent starts from these. The parts of a union with squares and the parts without are searched
+    separately; the whole rule is then counted on the blocks found, unless these are too many.
     """
     parts = _alternatives(rule.pattern) if _in_order(rule) else []
     covered = {part: squares for part in parts if (squares := _covering(rule, part, tables)) is not None}
@@ -46,10 +46,10 @@ def find_leaves(rule: Rule, tables: Sequence[int], slots: Slots, q_block: int, k
 
 
 def leaves_everywhere(rule: Rule, tables: Sequence[int], slots: Slots, q_block: int, k_block: int) -> Iterator[Leaves]:
-    """The same without squares.
+    """Yield the leaves of some tables and query slots, without listed squares.
 
-    In an order of very many residue classes all parts of a union find their blocks apart: each part has its own
-    pairs of classes that can meet.
+    With very many pairs of residue classes, the parts of a union are searched separately: each part rules out other
+    pairs of classes.
     """
     if not has_many_pairs(rule, tables, slots):
         yield from descend(rule, roots(rule, tables, slots), q_block, k_block)
@@ -62,7 +62,7 @@ def leaves_everywhere(rule: Rule, tables: Sequence[int], slots: Slots, q_block: 
 def _together(
     rule: Rule, found: list[Iterator[Leaves]], whole: Iterator[Leaves], q_block: int, k_block: int
 ) -> Iterator[Leaves]:
-    """The leaves of the rule on the blocks of its parts; those of the `whole` where that are too many blocks."""
+    """Leaves of the rule on the blocks that its parts find; leaves of `whole` if these blocks are too many."""
     if len(found) == 1:
         yield from found[0]
         return
@@ -72,7 +72,7 @@ def _together(
 
 
 def _alternatives(pattern: Pattern) -> list[Pattern]:
-    """Patterns whose union this is, unions inside intersections drawn out; itself alone where they would be many."""
+    """Patterns whose union is this pattern, with `&` distributed over `|`; [pattern] if they would be too many."""
     found = list(islice(_split(pattern), _MOST_ALTERNATIVES + 1))
     return found if len(found) <= _MOST_ALTERNATIVES else [pattern]
 
@@ -86,12 +86,12 @@ def _split(pattern: Pattern) -> Iterator[Pattern]:
 
 
 def _in_order(rule: Rule) -> bool:
-    """Whether slots are positions, counted from where they begin."""
+    """True if each side is one run of consecutive positions."""
     return all(len(side.starts) == 1 and side.step == 1 for side in (rule.q, rule.k))
 
 
 def _covering(rule: Rule, pattern: Pattern, tables: Sequence[int]) -> Nodes | None:
-    """Nodes that hold all of the pattern's pairs, each once; None if it lists no squares for one of the tables."""
+    """Nodes of listed squares that hold each pair of the pattern once; None if a table has no list of squares."""
     listed = [pattern.squares(rule.heads[table], rule.num_heads) for table in tables]
     known = [squares for squares in listed if squares is not None]
     if len(known) < len(tables):
@@ -107,19 +107,19 @@ def _nodes(rule: Rule, table: int, squares: Squares) -> Nodes:
 
 
 def _run(pieces: Pieces, table: int, first: Tensor, length: int) -> Run:
-    """The slots of positions from `first` on, as far as there are any."""
+    """Slots of positions first to first + length - 1, clipped to existing slots."""
     begin, last = first - pieces.firsts[table, 0], int(pieces.lengths[0])
     start = begin.clamp(0, last)
     return Run(torch.zeros_like(begin), start, (begin + length).clamp(0, last) - start)
 
 
 def _if_few(found: Iterable[Leaves], rows: int, columns: int) -> Tensor | None:
-    """The numbers of their blocks, table by table and row by row; None if they are too many to look at again."""
+    """Flat (table, row, column) indices of the blocks of these leaves; None if more than `_MOST_LEAVES`."""
     key, new, number = torch.zeros(0, dtype=torch.int64), [], 0
     for leaves in found:
         new.append((leaves.table * rows + leaves.row) * columns + leaves.column)
         number += len(leaves.row)
-        if number > _MOST_LEAVES:  # parts of blocks that are listed already count no more
+        if number > _MOST_LEAVES:  # a block counts once, however many leaves it has
             key, new, number = torch.cat([key, *new]).unique(), [], 0
             if len(key) > _MOST_LEAVES:
                 return None
@@ -128,7 +128,7 @@ def _if_few(found: Iterable[Leaves], rows: int, columns: int) -> Tensor | None:
 
 @dataclass(frozen=True)
 class Meeting:
-    """The runs of one table that may meet: q run i with partners[i] runs of k, order[begin[i]] and those after it."""
+    """Pairs of runs of one table: query run i with the key runs order[begin[i] : begin[i] + partners[i]]."""
 
     table: int
     q: Run
@@ -139,7 +139,7 @@ class Meeting:
 
     @classmethod
     def of(cls, rule: Rule, pattern: Pattern, table: int, q: Run, k: Run) -> Meeting:
-        """All but those that the spacing of a part of the rule rules out."""
+        """All pairs of runs that the rule's spacing does not rule out."""
         own = pattern.for_head(rule.heads[table], rule.num_heads)
         classes = gcd(rule.q.step, rule.k.step, own.spacing())
         q_class, k_class = (side.firsts[table, run.piece] % classes for side, run in ((rule.q, q), (rule.k, k)))
@@ -158,7 +158,7 @@ class Meeting:
 
 
 def roots(rule: Rule, tables: Sequence[int], slots: Slots) -> Nodes:
-    """The pairs of runs, within these query slots, that may hold pairs."""
+    """Nodes for the pairs of runs, within these query slots, that may hold allowed pairs."""
     _, q = runs_in(rule.q, slots)
     k = Run.of(rule.k)
     if len(q.start) * len(k.start) <= _ALL_PAIRS:
@@ -169,7 +169,7 @@ def roots(rule: Rule, tables: Sequence[int], slots: Slots) -> Nodes:
 
 
 def has_many_pairs(rule: Rule, tables: Sequence[int], slots: Slots) -> bool:
-    """Whether the rule has runs other than residue classes, and the pairs of classes are many."""
+    """True if the rule has `rows` and more than `_FEW_PAIRS` pairs of runs remain after the spacing test."""
     if rule.rows is None:
         return False
     _, q = runs_in(rule.q, slots)
@@ -179,7 +179,7 @@ def has_many_pairs(rule: Rule, tables: Sequence[int], slots: Slots) -> bool:
 def descend_classes(
     rule: Rule, part: Pattern, tables: Sequence[int], slots: Slots, q_block: int, k_block: int
 ) -> Iterator[Leaves]:
-    """The leaves of a part of the rule, over classes or over rows of them, whichever are fewer pairs."""
+    """Leaves of a part of the rule, over residue classes or over rows: the choice with fewer pairs of runs."""
     assert rule.rows is not None
     ways = []
     for each in (replace(rule, pattern=part, rows=None), replace(rule.rows, pattern=part)):
@@ -194,7 +194,7 @@ def descend_classes(
 
 
 def descend_blocks(rule: Rule, key: Tensor, shape: tuple[int, int], q_block: int, k_block: int) -> Iterator[Leaves]:
-    """The leaves of these blocks, numbered table by table and row by row."""
+    """Leaves of the blocks with these flat (table, row, column) indices."""
     rows, columns = shape
     rule = _shorter(rule, q_block, k_block)
     q, k = (_in_blocks(*side) for side in ((rule.q, rows, q_block), (rule.k, columns, k_block)))
@@ -210,7 +210,7 @@ def descend_blocks(rule: Rule, key: Tensor, shape: tuple[int, int], q_block: int
 
 @dataclass(frozen=True)
 class _InBlocks:
-    """What of runs lies in each block of a side: number[i] of them, from begin[i] on."""
+    """Runs cut at the block boundaries of a side: block i has number[i] parts, from index begin[i] on."""
 
     run: Run
     begin: Tensor
@@ -225,9 +225,9 @@ def _in_blocks(pieces: Pieces, blocks: int, block: int) -> _InBlocks:
 
 
 def runs_in(pieces: Pieces, slots: Slots) -> tuple[Tensor, Run]:
-    """What of each piece lies in each stretch of slots, and the number of the stretch."""
+    """(interval, part) for each non-empty intersection of a piece with an interval of slots."""
     first, last = slots.first, slots.last
-    if pieces.strides is None:  # of runs one after the other only some lie in a stretch
+    if pieces.strides is None:  # consecutive runs: an interval touches only a few
         begin = torch.searchsorted(pieces.starts, first, right=True) - 1
         stretch, nth = enumerated(torch.searchsorted(pieces.starts, last) - begin)
         piece = begin[stretch] + nth
@@ -239,7 +239,7 @@ def runs_in(pieces: Pieces, slots: Slots) -> tuple[Tensor, Run]:
 
 
 def _that_see(rule: Rule, table: int, q: Run, k: Run, *, by_query: bool) -> Run:
-    """The runs of queries that may see any key, or those of keys that any query may see."""
+    """Query runs that may see any key, or key runs that any query may see."""
     own, other = (q, rule.k) if by_query else (k, rule.q)
     number = torch.full_like(own.piece, table)
     first = other.firsts[table]
@@ -252,7 +252,7 @@ def _that_see(rule: Rule, table: int, q: Run, k: Run, *, by_query: bool) -> Run:
 
 
 def _shorter(rule: Rule, q_block: int, k_block: int) -> Rule:
-    """Classes, or rows of them: of whichever fewer pairs lie in a block."""
+    """The rule over residue classes or over rows: the choice with fewer pairs of runs in a block."""
     if rule.rows is None:
         return rule
     classes = _most_in_block(rule.q, q_block) * _most_in_block(rule.k, k_block)

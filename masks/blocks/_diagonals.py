@@ -1,4 +1,4 @@
-"""Diagonals: where a rule allows all of a diagonal or nothing of it, a look at each diagonal counts a box exactly."""
+"""Exact counts of boxes on whose diagonals a rule allows all pairs or none: one evaluation per diagonal."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from torch import Tensor
 
 from ..core import Bounds, Box, Composite, Counts, MaskMod, Not, Pattern
 
-_LOOKS = 1 << 21  # diagonals looked at together: bounds the memory
+_LOOKS = 1 << 21  # diagonals evaluated together: bounds the memory
 
 
 def settle_by_diagonals(pattern: Pattern, box: Box, bounds: Bounds, *, num_heads: int, where: Tensor) -> Bounds:
-    """The bounds, made exact for those boxes of `where` that they leave in doubt and that diagonals decide."""
+    """Make the bounds exact for the undecided boxes of `where` on which the pattern repeats along diagonals."""
     doubtful = (where & (bounds.low < bounds.high)).nonzero().squeeze(1)
     if not len(doubtful) or box.q.step != box.k.step or not _any_repeats(pattern, box.k.step):
         return bounds
@@ -26,9 +26,9 @@ def settle_by_diagonals(pattern: Pattern, box: Box, bounds: Bounds, *, num_heads
 
 
 def count_by_lag(mask_mod: MaskMod, box: Box) -> Counts:
-    """Allowed pairs of each box of equal steps, for a rule that repeats along the box's diagonals.
+    """Number of allowed pairs of each box of equal steps, for a rule that repeats along the box's diagonals.
 
-    The lag is key index - query index: one for each diagonal.
+    A diagonal is the pairs of one lag, key index - query index.
     """
     assert box.q.step == box.k.step
     lag = torch.arange(1 - int(box.q.count.max()), int(box.k.count.max()))
@@ -46,13 +46,13 @@ def _look(mask_mod: MaskMod, box: Box, lag: Tensor) -> Counts:
 
 
 def _any_repeats(pattern: Pattern, step: int) -> bool:
-    """Whether a part repeats along diagonals at all: where each is all or nothing, their bounds leave no doubt."""
+    """True if a part repeats along diagonals; without one, diagonals settle nothing that bounds leave undecided."""
     periods = (part.period() for part in _atoms(pattern))
     return any(period is not None and step % period == 0 for period in periods)
 
 
 def _repeats(pattern: Pattern, box: Box, num_heads: int) -> Tensor:
-    """On which boxes each part of the pattern repeats: by its period, or as it is all or nothing there."""
+    """True for boxes on which each part repeats along diagonals, or allows all pairs or none."""
     repeats = torch.ones_like(box.head, dtype=torch.bool)
     for part in dict.fromkeys(_atoms(pattern)):
         period = part.period()
@@ -63,7 +63,7 @@ def _repeats(pattern: Pattern, box: Box, num_heads: int) -> Tensor:
 
 
 def _atoms(pattern: Pattern) -> Iterator[Pattern]:
-    """What the pattern is composed of. Whatever moves the positions of its parts is an atom itself."""
+    """Yield the patterns that `&`, `|` and `~` combine; a pattern that renumbers its part's positions is one atom."""
     if isinstance(pattern, Composite):
         for part in pattern.parts:
             yield from _atoms(part)

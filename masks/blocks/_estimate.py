@@ -1,4 +1,4 @@
-"""Estimates: about how many blocks a rule lists, from a sample of its rows; what the planner weighs."""
+"""Estimated number of blocks that a rule lists, from a sample of its rows; the planner compares these."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from ._cover import leaves_everywhere
 from ._quadtree import Slots
 from ._rule import Places, Rule
 
-_SAMPLED_BLOCKS = 1 << 14  # blocks looked at, beside those of the first rows
-_FEW_CELLS = 1 << 16  # of all blocks and tables: looked at one by one, which is then faster than bounds are
-_FIRST_ROWS = 4  # global tokens there may see everyone: each stands for itself alone
+_SAMPLED_BLOCKS = 1 << 14  # blocks sampled in addition to the first rows
+_FEW_CELLS = 1 << 16  # pairs in all blocks and tables: up to this many are evaluated, faster than bounds
+_FIRST_ROWS = 4  # always sampled: global tokens there may see all keys
 
 
 class ListedBlocks(NamedTuple):
-    """Blocks that a table lists: in rows of neighbouring blocks, and of the others in rows without and with a mask."""
+    """Blocks of a table: in rows of adjacent blocks (`runs`), in other rows without and with a partial block."""
 
     runs: float
     plain: float
@@ -31,9 +31,9 @@ class ListedBlocks(NamedTuple):
 
 
 def estimate_blocks(rule: Rule, *, q_block: int, k_block: int) -> ListedBlocks:
-    """The mean over tables, from evenly sampled rows and tables; doubtful blocks count, so it is rather too high.
+    """Mean numbers over tables, from evenly sampled rows and tables. Undecided blocks count: the bias is upwards.
 
-    Of few cells, it is counted.
+    With few pairs in all, the counts are exact.
     """
     shape = (int(rule.q.lengths.sum()), int(rule.k.lengths.sum()), q_block, k_block)
     rows, columns = -(-shape[0] // q_block), -(-shape[1] // k_block)
@@ -48,7 +48,7 @@ def estimate_blocks(rule: Rule, *, q_block: int, k_block: int) -> ListedBlocks:
 
 
 def _counted(rule: Rule, rows: int, columns: int, shape: tuple[int, int, int, int]) -> ListedBlocks:
-    """The same of all rows and tables, pair by pair."""
+    """Exact counts over all rows and tables, by evaluating every pair."""
     num_q, num_k, q_block, k_block = shape
     everywhere = torch.cartesian_prod(torch.arange(len(rule.heads)), torch.arange(rows), torch.arange(columns))
     places = Places(*everywhere.unbind(1))
@@ -64,11 +64,11 @@ def _counted(rule: Rule, rows: int, columns: int, shape: tuple[int, int, int, in
 
 
 def _rows_of(rule: Rule, tables: Tensor, sampled: Tensor, shape: tuple[int, int, int, int]) -> tuple[Tensor, ...]:
-    """(table and row in one number, blocks listed, whether they are neighbours, whether any is partial) by row."""
+    """(table * rows + row, number of blocks, True if adjacent, True if any is partial) of each row with blocks."""
     num_q, num_k, q_block, k_block = shape
     rows = -(-num_q // q_block)
     slots = Slots.of_rows(range(rows) if len(sampled) == rows else sampled, q_block)
-    # A block that pieces share has a leaf for each, and is full where these together are.
+    # Leaves of one block are summed before the test for a full block.
     found = join_leaves(list(leaves_everywhere(rule, tables.tolist(), slots, q_block, k_block)), shape)
     height = (num_q - found.row * q_block).clamp(max=q_block)
     width = (num_k - found.column * k_block).clamp(max=k_block)
@@ -80,7 +80,7 @@ def _rows_of(rule: Rule, tables: Tensor, sampled: Tensor, shape: tuple[int, int,
 
 
 def _evenly(size: int, number: int) -> Tensor:
-    """At most `number` of the indices below `size`: one from each equal stretch, at places that no period shares."""
+    """At most `number` indices below `size`: one from each equal interval, at offsets that follow no period."""
     if size <= number:
         return torch.arange(size)
     stretch = torch.arange(number, dtype=torch.float64)

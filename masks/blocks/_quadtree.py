@@ -1,4 +1,4 @@
-"""The quadtree: which blocks of the slot matrix can hold allowed pairs, from bounds on ever smaller boxes."""
+"""Quadtree search for the blocks of the slot matrix that can hold allowed pairs, by bounds on ever smaller boxes."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from torch import Tensor
 from ._diagonals import settle_by_diagonals
 from ._rule import Nodes, Rule, Run, enumerated
 
-_FRONTIER = 1 << 18  # nodes classified at once: bounds the builder's memory
-_FEW_BLOCKS = 1 << 12  # bounds for so many single blocks are faster than halving level by level
+_FRONTIER = 1 << 18  # nodes classified per step: bounds the builder's memory
+_FEW_BLOCKS = 1 << 12  # nodes with at most this many blocks in total are cut into single blocks: faster than halving
 
 
 @dataclass(frozen=True)
 class Leaves:
-    """Parts of blocks: a block that several pieces share has one leaf for each pair of pieces."""
+    """Parts of blocks with bounds on their allowed pairs; a block of several pairs of runs has a leaf for each."""
 
     table: Tensor
     row: Tensor
@@ -28,33 +28,33 @@ class Leaves:
 
 @dataclass(frozen=True)
 class Slots:
-    """Stretches of query slots, from each first to the slot before each last."""
+    """Intervals of query slots, first to last - 1 each."""
 
     first: Tensor
     last: Tensor
 
     @classmethod
     def of_rows(cls, rows: range | Tensor, q_block: int) -> Slots:
-        """A range of block rows as one stretch, or each of some."""
+        """One interval for a range of block rows; one for each block row of a tensor."""
         if isinstance(rows, range):
             return cls(torch.tensor([rows.start * q_block]), torch.tensor([rows.stop * q_block]))
         return cls(rows * q_block, (rows + 1) * q_block)
 
     def of_runs(self, run: Run) -> tuple[Tensor, Run]:
-        """What of runs lies in each stretch, and the number of the run that it is a part of."""
+        """(index of the run, part) for each non-empty intersection of a run with an interval."""
         each, stretch = torch.cartesian_prod(torch.arange(len(run.start)), torch.arange(len(self.first))).unbind(1)
         cut = run.select(each).within(self.first[stretch], self.last[stretch])
         held = (cut.count > 0).nonzero().squeeze(1)
         return each[held], cut.select(held)
 
     def of_nodes(self, nodes: Nodes) -> Nodes:
-        """The parts of the nodes that lie in the stretches."""
+        """Cut the query runs of nodes to the intervals; drop empty parts."""
         each, q = self.of_runs(nodes.q)
         return Nodes(nodes.table[each], q, nodes.k.select(each))
 
 
 def descend(rule: Rule, roots: Nodes, q_block: int, k_block: int) -> Iterator[Leaves]:
-    """The leaves of these nodes that can hold pairs; a node that is full is not looked into."""
+    """Yield the leaves of these nodes that can hold pairs; a full node is expanded into its blocks without a search."""
     stack = list(_chunks(roots))
     while stack:
         nodes = stack.pop()
@@ -93,14 +93,14 @@ def _chunks(nodes: Nodes) -> Iterator[Nodes]:
 
 
 def _expand(nodes: Nodes, q_block: int, k_block: int) -> Leaves:
-    """All blocks of nodes that are full."""
+    """One leaf for each block of nodes whose pairs are all allowed."""
     single = single_blocks(nodes, q_block, k_block)
     area = single.q.count * single.k.count
     return Leaves(single.table, single.q.start // q_block, single.k.start // k_block, area, area)
 
 
 def single_blocks(nodes: Nodes, q_block: int, k_block: int) -> Nodes:
-    """The parts of the nodes that lie in one block each."""
+    """Cut nodes at all block boundaries; drop empty parts."""
     width = nodes.k.num_blocks(k_block)
     sizes = nodes.q.num_blocks(q_block) * width
     node, index = enumerated(sizes)
@@ -113,7 +113,7 @@ def single_blocks(nodes: Nodes, q_block: int, k_block: int) -> Nodes:
 
 
 def _nth_block(run: Run, index: Tensor, block: int) -> Run:
-    """What of each run lies in the block of this number, counted from its first; strides may leap over it."""
+    """Slots of each run in its index-th block; empty where the stride skips that block."""
     first = (run.start // block + index) * block
     return run.within(first, first + block)
 
@@ -136,7 +136,6 @@ def _halves(run: Run, block: int) -> tuple[Tensor, Run]:
 
 
 def join_nodes(parts: Sequence[Nodes]) -> Nodes:
-    """One after the other."""
     if len(parts) == 1:
         return parts[0]
     q, k = (join_runs([getattr(part, side) for part in parts]) for side in ("q", "k"))
@@ -144,7 +143,7 @@ def join_nodes(parts: Sequence[Nodes]) -> Nodes:
 
 
 def join_runs(runs: Sequence[Run]) -> Run:
-    """One after the other; all or none have strides."""
+    """Concatenate runs; all or none of them have strides."""
     strides = [run.stride for run in runs if run.stride is not None]
     piece, start, count = (torch.cat([getattr(run, name) for run in runs]) for name in ("piece", "start", "count"))
     return Run(piece, start, count, torch.cat(strides) if strides else None)

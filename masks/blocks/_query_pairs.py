@@ -1,4 +1,4 @@
-"""Pairs of queries: how many keys runs of queries see in all, exactly; what repeats in a rule is counted once."""
+"""Exact numbers of allowed pairs of runs of queries; repeating parts of a rule are counted once."""
 
 from __future__ import annotations
 
@@ -27,18 +27,18 @@ from ._diagonals import settle_by_diagonals
 
 # n runs of queries
 
-_CELL_SIDE = 64  # boxes up to this side are looked at pair by pair
+_CELL_SIDE = 64  # boxes up to this side are evaluated pair by pair
 _FRONTIER = 1 << 16  # boxes counted together
-_MOST_CLASSES = 1 << 20  # into which boxes are cut together
-_LONGEST = 1 << 20  # side of a box whose diagonals are looked at together
+_MOST_CLASSES = 1 << 20  # residue classes into which boxes are cut at once
+_LONGEST = 1 << 20  # longest side of a box that is settled by its diagonals
 
 
 def pairs_of_queries(
     rule: Pattern, start: Int64[Tensor, " n"], stop: Int64[Tensor, " n"], num_tokens: int
 ) -> Int64[Tensor, " n"]:
-    """Allowed pairs of the queries [start, stop) of each run with the keys [0, num_tokens), of a rule for one head.
+    """Allowed pairs of the queries [start, stop) of each run with the keys [0, num_tokens), for the rule of one head.
 
-    Where no pair leaves its period, whole periods are counted once, wherever they lie.
+    Where no pair leaves its period, whole periods are counted once.
     """
     period = rule.period() if rule.confined() else None
     rows = num_tokens if period is None else min(period, num_tokens)
@@ -53,7 +53,7 @@ def pairs_of_queries(
     )
     run = torch.arange(len(start)).repeat(len(parts))
     held = ((end > begin) & (times > 0)).nonzero().squeeze(1)
-    # All periods look like the first, as far as there are tokens.
+    # Each period equals the first, cut at num_tokens.
     keys = (num_tokens - index * rows).clamp(max=rows)
     begin, count, keys = begin[held], (end - begin)[held], keys[held]
     one_of_each, kind = _kinds((begin, count, keys))
@@ -64,7 +64,7 @@ def pairs_of_queries(
 
 
 def _kinds(columns: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
-    """(an index of each distinct row, which of these each row is like). Sorting whole rows takes far longer."""
+    """(index of one row of each kind, kind of each row); equal rows are a kind. Faster than sorting whole rows."""
     kind = torch.zeros_like(columns[0])
     for column in columns:
         values, place = column.unique(return_inverse=True)
@@ -74,11 +74,11 @@ def _kinds(columns: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
 
 
 def exact_pairs(rule: Pattern, box: Box) -> Counts:
-    """Allowed pairs of each box of step 1, of a rule for one head.
+    """Number of allowed pairs of each box of step 1, for the rule of one head.
 
-    What bounds leave in doubt is cut: into residue classes, in which dilated rules are dense, and then into halves.
-    Boxes about as long as wide are settled by their diagonals where the rule repeats along them, small ones pair by
-    pair.
+    Boxes that bounds leave undecided are cut into residue classes, in which dilated rules are dense, then into halves.
+    Boxes with sides within a factor of 2 are settled by their diagonals where the rule repeats along them, small ones
+    pair by pair.
     """
     pairs = torch.zeros_like(box.area)
     together, apart = residue_factors(rule)
@@ -98,7 +98,7 @@ def exact_pairs(rule: Pattern, box: Box) -> Counts:
 
 
 def _settle(rule: Pattern, owned: Owned, pairs: Counts, *, by_diagonals: bool = False) -> Owned:
-    """Add up what is certain; returns the others."""
+    """Add exact counts to `pairs`; return the undecided boxes."""
     box = owned.box
     bounds = rule.count(box, num_heads=1)
     if by_diagonals:
@@ -111,7 +111,7 @@ def _settle(rule: Pattern, owned: Owned, pairs: Counts, *, by_diagonals: bool = 
 
 
 def _settle_all(rule: Pattern, owned: Owned, pairs: Counts) -> Owned:
-    """The same, with all diagonals and small boxes besides. Boxes of about one size have as many diagonals."""
+    """Settle by bounds, diagonals and, if small, by pairs; grouped by size, as boxes of one size share diagonals."""
     left = join([_settle(rule, part, pairs, by_diagonals=True) for part in by_size(owned)])
     small = torch.maximum(left.box.q.count, left.box.k.count) <= _CELL_SIDE
     look_at_pairs(rule, left.select(small.nonzero().squeeze(1)), pairs)

@@ -1,4 +1,4 @@
-"""Rule: a pattern over the slots of two layouts, as boxes for the builder and elementwise to settle a block."""
+"""Rule: a pattern over the slots of two layouts, as boxes for the quadtree and pair by pair to settle a block."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from ..orders import Pieces
 class Run:
     """Parts of runs of slots, for n nodes: `count` slots from `start` on within one piece.
 
-    `stride` slots lie from one to the next; None where they are neighbours everywhere.
+    `stride`: distance of consecutive slots; None if it is 1 everywhere.
     """
 
     piece: Tensor
@@ -40,11 +40,11 @@ class Run:
         return self.start + (self.count - 1 if self.stride is None else (self.count - 1) * self.stride)
 
     def num_blocks(self, block: int) -> Tensor:
-        """Blocks from that of the first slot to that of the last."""
+        """Number of blocks from the first slot's to the last slot's."""
         return self.last // block - self.start // block + 1
 
     def split(self, slot: Tensor) -> tuple[Run, Run]:
-        """What lies before a slot of each, and what lies from it on; either may be empty."""
+        """The parts of each run before a slot and from it on; either may be empty."""
         ahead, stride = slot - self.start, self.stride
         number = ahead if stride is None else (ahead + stride - 1) // stride
         number = number.clamp(min=0).minimum(self.count)
@@ -52,7 +52,7 @@ class Run:
         return Run(self.piece, self.start, number, stride), Run(self.piece, begin, self.count - number, stride)
 
     def within(self, first: Tensor, last: Tensor) -> Run:
-        """What of each lies in slots first to last - 1; may be empty."""
+        """The part of each run in slots first to last - 1; may be empty."""
         return self.split(last)[0].split(first)[1]
 
 
@@ -71,10 +71,10 @@ class Nodes:
 
 @dataclass(frozen=True)
 class Rule:
-    """A pattern over the slots of two layouts: what the builder classifies and settles.
+    """A pattern over the slots of two layouts.
 
-    `heads` are the global heads that need a table each; `q` and `k` hold a row of firsts for each of them. `rows` is
-    the same in other pieces, where an order of many short residue classes has them.
+    `heads`: a global head for each table; `q` and `k` have a row of `firsts` for each of them. `rows`: this rule with
+    slots cut into runs of neighbouring tokens, where the order has many short residue classes.
     """
 
     pattern: Pattern
@@ -89,14 +89,14 @@ class Rule:
         return Box(heads[nodes.table], span(self.q, nodes.table, nodes.q), span(self.k, nodes.table, nodes.k))
 
     def allowed(self, table: Tensor, q_slot: Tensor, k_slot: Tensor) -> Tensor:
-        """The rule elementwise, over broadcast tables and slots; ValueError where a table in it ends too early."""
+        """Evaluate the rule on broadcast tables and slots; ValueError if a table in the pattern is too short."""
         heads = torch.tensor(self.heads)[table]
         q, k = self.q.position(table, q_slot), self.k.position(table, k_slot)
         return allowed_pairs(self.pattern, self.num_heads, heads, q, k)
 
 
 def allowed_pairs(pattern: Pattern, num_heads: int, heads: Tensor, q: Tensor, k: Tensor) -> Tensor:
-    """A pattern elementwise, over broadcast global heads and positions; ValueError where a table in it ends early."""
+    """Evaluate a pattern on broadcast global heads and positions; ValueError if a table in it is too short."""
     mod = pattern.mask_mod(num_heads=num_heads, device=torch.device("cpu"))
     try:
         return mod(torch.zeros_like(heads), heads, q, k)
@@ -114,7 +114,7 @@ def span(pieces: Pieces, table: Tensor, run: Run) -> Progression:
 
 
 class Places(NamedTuple):
-    """Where n blocks lie."""
+    """Table, row and column of n blocks."""
 
     table: Shaped[Tensor, " n"]
     row: Shaped[Tensor, " n"]
@@ -122,10 +122,10 @@ class Places(NamedTuple):
 
 
 def alike(rule: Rule, places: Places, shape: tuple[int, int, int, int]) -> tuple[Tensor, Tensor]:
-    """(the number of each block, an index of a block of each number): blocks of a number allow the same places.
+    """(class of each block, index of one block of each class): blocks of a class allow equal pairs of slots.
 
-    Blocks that reach into several runs of slots are each for themselves. `shape`: query slots, key slots, query side
-    of a block, key side.
+    A block that touches several runs of slots has a class alone. `shape`: query slots, key slots, query side of a
+    block, key side.
     """
     num_q, num_k, q_block, k_block = shape
     table, row, column = (each.long() for each in places)
@@ -141,7 +141,7 @@ def alike(rule: Rule, places: Places, shape: tuple[int, int, int, int]) -> tuple
 
 
 def _run_of(pieces: Pieces, start: Tensor, slots: int, side: int) -> Run | None:
-    """The slots of each block, which has piece -1 where it reaches into several; None for runs with strides."""
+    """Slots of each block, with piece -1 where the block touches several; None for runs with strides."""
     if pieces.strides is not None:
         return None
     count = (slots - start).clamp(max=side)

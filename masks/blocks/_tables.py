@@ -17,11 +17,11 @@ from ._blocks import Blocks
 def to_block_mask(blocks: Blocks, mask_mod: MaskMod, device: torch.device, *, batch: int = 1) -> BlockMask:
     """A BlockMask with both tables, key side and query side, built without a dense table in between.
 
-    With batch > 1 the heads of `blocks` are those of each batch entry in turn.
+    With batch > 1, `blocks` has all heads of entry 0, then all of entry 1, and so on.
 
     On CPU an index table has full width, as the compiled kernel there demands, but its rows overlap in
     memory: entries past a row's count are the next rows' and hold valid block numbers. Elsewhere tables
-    end at the longest row.
+    are as wide as the longest row.
     """
     rows, columns = blocks.num_rows, blocks.num_columns
     by_row = _side(blocks, blocks.row, blocks.column, (rows, columns), device)
@@ -74,7 +74,7 @@ def _side(
 
 
 def _counts(blocks: Blocks, major: Int32[Tensor, " E"], rows: int) -> list[Int64[Tensor, "T R"]]:
-    """The entries of each list: of partial blocks, and of full ones."""
+    """Length of each list: of partial blocks, then of full ones."""
     counts = [torch.zeros(blocks.num_tables, rows, dtype=torch.int64) for _ in range(2)]
     for tables, part in blocks.portions():
         lines = (blocks.table[part].long() - tables.start) * rows + major[part]
@@ -93,7 +93,7 @@ def _indices(
     width: int,
     shape: tuple[int, int],
 ) -> Int32[Tensor, "T R W"]:
-    """Each list's entries side by side, in a storage with room to be read at full width."""
+    """Block numbers of each list, padded with zeros; the storage allows reading the last row at full width."""
     storage = torch.zeros(count.numel() * width + shape[1] - width, dtype=torch.int32)
     table = storage[: count.numel() * width].view(*count.shape, width)
     for tables, part in blocks.portions():
@@ -115,7 +115,7 @@ def _by_entry(table: Shaped[Tensor, "L ..."], batch: int) -> Shaped[Tensor, "B H
 
 
 def _per_head(blocks: Blocks, tables: Shaped[Tensor, "T R W"]) -> Shaped[Tensor, "L R W"]:
-    """A table for each mask head: the same tensor where that is what it holds, one head where all share."""
+    """One table for each mask head, or one for all heads; not copied if table i belongs to head i."""
     if blocks.num_tables == 1 or blocks.heads == tuple(range(blocks.num_tables)):
         return tables
     heads, (_, rows, width) = torch.tensor(blocks.heads), tables.shape
@@ -125,6 +125,6 @@ def _per_head(blocks: Blocks, tables: Shaped[Tensor, "T R W"]) -> Shaped[Tensor,
 
 
 def _full_width(table: Int32[Tensor, "L R W"], columns: int) -> Int32[Tensor, "L R C"]:
-    """Rows as long as there are columns, each running on into the next rows' entries."""
+    """View rows at full width: each continues into the next rows' entries."""
     lists, rows, width = table.shape
     return table.as_strided((lists, rows, columns), (rows * width, width, 1))

@@ -1,4 +1,4 @@
-"""What every pattern is made of: Pattern, Mixture and Bound, their algebra, boxes and progressions, ranges, checks."""
+"""Core of patterns: Pattern, Mixture and Bound, set algebra, boxes, ranges and checks."""
 
 from ._advice import HEADS, LENGTH, OF_PATTERNS, WIDTH, advises, instead_of_pattern, no_such_name, renamed
 from ._algebra import And, Composite, Every, Not, OnePart, Or, both, both_bounds, common_period, every, full

@@ -1,4 +1,4 @@
-"""What to write instead: for calls that a function does not take, for names that a module lacks, for no patterns."""
+"""Advice in errors: what to write instead of a call that a function rejects, an unknown name, or a non-pattern."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from torch.compiler import is_compiling
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 
-_NEAR = 0.75  # of difflib: num_heads and heads, which differ in meaning, have 0.71
-# How a user names the rooms; the first that holds a function is its own.
+_NEAR = 0.75  # difflib cutoff: num_heads and heads, which differ in meaning, score 0.71
+# Public prefixes of modules; the first match applies.
 _ROOMS = {
     "flexdilated.masks.recipes": "masks.recipes.",
     "flexdilated.masks": "masks.",
@@ -24,7 +24,7 @@ _ROOMS = {
 }
 
 
-# Attributes that users look for on a pattern, and the function to call instead.
+# Attributes that users try on a pattern, with the advice for each.
 _ASKED = {
     **{name: f"write masks.{name}(pattern, num_tokens)" for name in ("describe", "layout", "plot", "show")},
     **dict.fromkeys(("draw", "visualize", "print"), "write masks.show(pattern, num_tokens)"),
@@ -48,7 +48,7 @@ _ASKED = {
 
 
 class _Parameters(NamedTuple):
-    """What a function takes, without the `own` first parameter, self: its names, and how it is written."""
+    """Parameters of a function. `own`: 1 for a method, whose `self` the other fields leave out."""
 
     called: str
     path: str
@@ -73,7 +73,7 @@ class _Parameters(NamedTuple):
 
     @property
     def most(self) -> int:
-        """Positional arguments that it takes, self among them."""
+        """Maximum number of positional arguments, including self."""
         return 1 << 31 if self.flags & CO_VARARGS else self.own + len(self.placed)
 
     @property
@@ -101,11 +101,11 @@ class _Parameters(NamedTuple):
 
 
 def advises(*, keywords: Mapping[str, str] | None = None, how: str = "") -> Callable[[_Function], _Function]:
-    """Let a function, or a class, answer a call that it does not take by a TypeError that says what to write.
+    """Make a function or class raise a TypeError that says what to write if a call does not fit its parameters.
 
-    keywords: texts for keywords that it does not have; for others the nearest of those it has is named, or all are.
-    how: how to call it, for arguments that are missing or too many; by default the call with all that it needs. A
-    function that is advised already stays as it is.
+    keywords: texts for certain unknown keywords; for others the text names the closest parameter, or all of them.
+    how: how to call it, if arguments are missing or too many; by default the call with all required arguments. A
+    function that is already decorated is returned unchanged.
     """
 
     def advising(function: Any) -> Any:
@@ -138,13 +138,13 @@ def advises(*, keywords: Mapping[str, str] | None = None, how: str = "") -> Call
     return advising
 
 
-# By which other libraries know a length, heads and a width.
+# Other libraries' names of a length, heads and a width.
 LENGTH = "seq_len seqlen seq_length sequence_length max_seq_len length n N tokens num_tokens q_len Q_LEN"
 HEADS = "heads n_heads n_head nhead num_attention_heads H"
 WIDTH = "dim d_model hidden_size n_embd model_dim embed_size embedding_dim"
 
 
-# What the functions that make patterns are asked for, and have not.
+# Keywords that users try on constructors of patterns, which have none of them.
 OF_PATTERNS = {
     **dict.fromkeys(("causal", "is_causal"), "write pattern & masks.causal()"),
     **dict.fromkeys(("num_heads", *HEADS.split()), "a pattern goes with as many heads as q has"),
@@ -154,30 +154,30 @@ OF_PATTERNS = {
 
 
 def renamed(**names: str) -> dict[str, str]:
-    """Texts for `advises`: what to write for the names, parted by spaces, by which others know each parameter."""
+    """Texts for `advises`: each parameter with the names, separated by spaces, that other libraries use for it."""
     return {other: f"write {name}=" for name, others in names.items() for other in others.split()}
 
 
 def no_such_name(module: str, name: str, known: Iterable[str], elsewhere: Mapping[str, str], prefix: str) -> str:
-    """An AttributeError's text, with what the name is likely to mean: an entry of `elsewhere`, or the nearest known."""
+    """Text of an AttributeError that names an entry of `elsewhere`, or the closest known names."""
     near = [elsewhere[name]] if name in elsewhere else get_close_matches(name, known, 2, 0.7)
     meant = f": write {' or '.join(f'{prefix}{each}' for each in near)}" if near else ""
     return f"module {module!r} has no attribute {name!r}{meant}"
 
 
 def no_such_attribute(kind: str, name: str) -> str:
-    """An AttributeError's text, with the function that makes of a pattern what the name asks for."""
+    """Text of an AttributeError, with the function to call instead of a known attribute."""
     return f"{kind!r} object has no attribute {name!r}" + (f": {_ASKED[name]}" if name in _ASKED else "")
 
 
 def no_operand(operator: str, value: object) -> str:
-    """A TypeError's text for what no operator joins with a pattern."""
+    """Text of a TypeError for an operand that is no pattern."""
     sums = ": sum(patterns[1:], patterns[0]) adds up a list" if operator == "+" and value == 0 else ""
     return f"{operator} takes patterns; got {type(value).__name__}{sums or instead_of_pattern(value)}"
 
 
 def instead_of_pattern(value: object) -> str:
-    """The end of an error: what to write for other ways to say who attends to whom."""
+    """End of an error text: what to write for a mask in another form, such as a tensor, a function or a string."""
     if hasattr(getattr(value, "pattern", None), "branches"):
         return ": give its .pattern"
     if type(value).__name__ == "Layout":

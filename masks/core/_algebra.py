@@ -22,7 +22,7 @@ from ._spelling import AND, NOT, OR, Phrase, chain
 
 @dataclass(frozen=True)
 class Composite(Pattern):
-    """A pattern of parts, which repeats where they all do."""
+    """A pattern of parts; its period is the least common period of the parts."""
 
     parts: tuple[Pattern, ...]
 
@@ -46,7 +46,7 @@ class Composite(Pattern):
 
 @dataclass(frozen=True)
 class OnePart(Pattern):
-    """A pattern of one part. One that `recounts` hands its part other numbers than the positions of tokens."""
+    """A pattern of one part. `recounts`: the part gets other numbers than the positions of tokens."""
 
     recounts: ClassVar[bool] = True
 
@@ -57,7 +57,7 @@ class OnePart(Pattern):
             raise TypeError(f"{self.kind} needs a set pattern; got {self.part!r}")
         if self.recounts and any(
             leaf.is_run_time for leaf in self.part.leaves()
-        ):  # not `varies`: a graph takes no lock
+        ):  # not `varies`, which is cached under a lock: a graph cannot take it
             raise ValueError(
                 f"{self.kind} needs a pattern without run-time tensors, which go by token: intersect the result with "
                 f"their pattern instead; got {self.part!r}"
@@ -72,7 +72,7 @@ class OnePart(Pattern):
 
 
 def common_period(parts: tuple[Pattern, ...]) -> int | None:
-    """The least shift that leaves every part as it is, or None; None too where no sequence is as long."""
+    """Least shift that leaves every part unchanged; None if a part has no period, or for a shift above `LARGEST`."""
     periods = [part.period() for part in parts]
     known = [period for period in periods if period is not None]
     least = reduce(lcm, known, 1)
@@ -87,7 +87,7 @@ class _Combination(Composite):
 
     @classmethod
     def of(cls, *parts: Pattern) -> Pattern:
-        """Combine, with nested combinations of the same kind flattened and repeats dropped; `And.of()` is `every`."""
+        """Combine; flattens nested combinations of this class and drops repeats. `And.of()` is `every`."""
         flat = [inner for part in parts for inner in (part.parts if isinstance(part, cls) else (part,))]
         unique = tuple(dict.fromkeys(flat))
         if not unique and cls is And:
@@ -100,7 +100,7 @@ class _Combination(Composite):
         if any(isinstance(part, type(self)) for part in self.parts):
             raise ValueError(f"{kind!r} takes the parts of an inner {kind!r} as its own; got {self.parts!r:.200}")
         if len({part.text for part in self.parts}) < len(self.parts):
-            self.given_tensors()  # where the parts differ in a tensor that they carry, it names that
+            self.given_tensors()  # raises an error that names a carried tensor in which the parts differ
             raise ValueError(f"{kind!r} takes each part once, and a tensor once by its name; got {self.parts!r:.200}")
         super().__post_init__()
 
@@ -128,7 +128,7 @@ def either(first: MaskMod, second: MaskMod) -> MaskMod:
 
 
 def both_bounds(a: Bounds, b: Bounds, area: Tensor) -> Bounds:
-    """Bounds on the pairs that two rules allow both, of boxes of this area."""
+    """Bounds on the pairs that both rules allow, for boxes of this area."""
     return Bounds((a.low + b.low - area).clamp(min=0), torch.minimum(a.high, b.high))
 
 
@@ -146,7 +146,7 @@ class And(_Combination):
 
     @classmethod
     def of(cls, *parts: Pattern) -> Pattern:
-        """As for any combination. Causal order hides zero keys of padding, which stand behind all tokens."""
+        """As for any combination; causal order drops zero keys of padding, which come after all tokens."""
         if any(part.pads for part in parts):
             causal = any(isinstance(factor, KINDS["causal"]) for part in parts for factor in part.factors())
             parts = tuple(part.unpadded for part in parts) if causal else parts
@@ -156,7 +156,7 @@ class And(_Combination):
         return self.parts
 
     def alternatives(self) -> tuple[Pattern, ...]:
-        """By the first part that is a union: (a | b) & c is a & c or b & c."""
+        """Distribute over the first part that is a union: (a | b) & c becomes a & c and b & c."""
         union = next((part for part in self.parts if len(part.alternatives()) > 1), None)
         others = [part for part in self.parts if part != union]
         return (self,) if union is None else tuple(And.of(part, *others) for part in union.alternatives())
@@ -197,9 +197,9 @@ class Or(_Combination):
 
     @classmethod
     def without_shared_factors(cls, parts: tuple[Pattern, ...]) -> Pattern:
-        """The union of the parts, with factors that all of them share drawn out.
+        """Union of the parts, with the factors that all of them share taken out.
 
-        (a & c) | (b & c) becomes (a | b) & c, on which bounds are exact more often; not where that nests too deep.
+        (a & c) | (b & c) becomes (a | b) & c, on which bounds are exact more often; unchanged if that nests too deep.
         """
         factors = [part.factors() for part in parts]
         shared = tuple(factor for factor in factors[0] if all(factor in others for others in factors[1:]))
@@ -232,7 +232,7 @@ class Or(_Combination):
 
 @pattern_kind("every")
 class Every(Pattern):
-    """All pairs: what is left of an intersection without parts."""
+    """All pairs: the intersection of no parts."""
 
     def snapped(self, q_side: int, k_side: int) -> Pattern:
         return self
@@ -300,7 +300,7 @@ class Not(OnePart):
 
 @constructor
 def every() -> Pattern:
-    """Each query sees every key: dense attention, and the whole that complements are taken from.
+    """Each query sees every key: dense attention, the set that complements refer to.
 
     >>> masks.describe(masks.every(), 4).useful_pairs
     16
@@ -310,7 +310,7 @@ def every() -> Pattern:
 
 @constructor
 def full() -> Pattern:
-    """The same as `every()`, by the name that full attention goes by.
+    """Another name of `every()`, for full attention.
 
     >>> masks.full()
     every()

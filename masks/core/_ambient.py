@@ -1,4 +1,4 @@
-"""PyTorch modes that are active around a call, such as fake tensors or tracing: plans are made outside of them."""
+"""Suspension of PyTorch modes that are active around a call, such as fake tensors or tracing, for planning."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ T = TypeVar("T")
 
 @contextmanager
 def own_modes() -> Iterator[None]:
-    """Tensors are plain ones with values, on the CPU unless a call names a device, and fit for training.
+    """Suspend fake, tracing and other modes, default devices, levels of torch.func and inference mode.
 
-    Suspended are fake, tracing and other modes, default devices, the levels of torch.func and inference mode.
+    Tensors made inside have values, are on the CPU unless a call names a device, and work with autograd.
     """
     with ExitStack() as stack:
         stack.enter_context(torch.inference_mode(False))
@@ -40,7 +40,7 @@ def own_modes() -> Iterator[None]:
 
 
 def plans(function: Callable[P, T]) -> Callable[P, T]:
-    """The function, under `own_modes` where another mode is on: for what plans, not for what computes with tensors."""
+    """Run a function under `own_modes` if a mode is active. For functions that plan, not for tensor computation."""
 
     @wraps(function)
     def planned(*args: P.args, **kwargs: P.kwargs) -> T:

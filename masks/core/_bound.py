@@ -1,4 +1,4 @@
-"""Bound: a pattern with its sizes, and the three faces of its rule."""
+"""Bound: a pattern with its sizes; its rule elementwise, over boxes, and as a cache key."""
 
 from __future__ import annotations
 
@@ -25,16 +25,16 @@ class Extent(NamedTuple):
 
     @property
     def tokens(self) -> int:
-        """Positions that queries or keys reach."""
+        """Number of positions up to the last query or key."""
         return max(self)
 
 
 @dataclass(frozen=True)
 class Bound:
-    """A pattern or mixture bound to sizes. Query i stands at position q_offset + i, key j at k_offset + j.
+    """A pattern or mixture bound to sizes. Query i is at position q_offset + i, key j at k_offset + j.
 
-    The rule has three faces: `mask_mod`, elementwise and exact; `classify`, sound over boxes; `key`, plain
-    data for caches. For a mixture `mask_mod` and `classify` speak of the union of its branches.
+    The rule has three forms: `mask_mod`, elementwise and exact; `classify`, sound over boxes; `key`, plain
+    data for caches. For a mixture `mask_mod` and `classify` use the union of its branches.
 
     >>> bound = masks.causal().bind(num_heads=1, num_queries=4, num_keys=4)
     >>> bound.mask_mod()(*torch.tensor([0, 0, 2, 3]))  # batch, head, query, key
@@ -67,7 +67,7 @@ class Bound:
 
     @property
     def union(self) -> Pattern:
-        """The pairs with any weight at all, as one set pattern."""
+        """Pairs of nonzero weight, as one set pattern."""
         return self.pattern.union
 
     @property
@@ -77,11 +77,11 @@ class Bound:
 
     @property
     def is_self_attention(self) -> bool:
-        """Whether queries and keys are the same tokens."""
+        """True if queries and keys have equal positions."""
         return (self.num_queries, self.q_offset) == (self.num_keys, self.k_offset)
 
     def entry(self, batch: int) -> Bound:
-        """The same for one batch entry, with its own rows of run-time tensors."""
+        """The bound of one batch entry, with its rows of run-time tensors."""
         return replace(self, pattern=self.pattern.entry(batch), batch=1)
 
     def key(self) -> tuple[str | int, ...]:
@@ -102,7 +102,7 @@ class Bound:
     def count(self, box: Box) -> Bounds:
         """Sound bounds on the allowed pairs of each box; boxes hold global heads and positions.
 
-        Boxes know no batch: where run-time tensors differ by batch entry, ask the bound of one `entry`.
+        Boxes have no batch index: if run-time tensors differ by batch entry, use the bound of one `entry`.
         """
         return self.union.count(box, num_heads=self.num_heads_global)
 

@@ -1,4 +1,4 @@
-"""Boxes: products of two arithmetic progressions of token positions, and how many pairs of some distances they hold."""
+"""Boxes: products of two arithmetic progressions of positions, and counts of their pairs by distance."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -16,7 +16,7 @@ EXACT_RUNS = 8
 
 @dataclass(frozen=True)
 class Progression:
-    """n arithmetic progressions of positions that share one step: first, first + step, ... (count terms each)."""
+    """n arithmetic progressions of positions with one step: first, first + step, ... (count terms each)."""
 
     first: Counts
     step: int
@@ -32,7 +32,7 @@ class Progression:
 
 @dataclass(frozen=True)
 class Box:
-    """n boxes: every pair of a query position and a key position; head is the global head of each."""
+    """n boxes: all pairs of a query position and a key position; `head`: global head of each box."""
 
     head: Counts
     q: Progression
@@ -64,14 +64,14 @@ class Bounds:
 
 
 def count_residue(progression: Progression, modulus: int, residue: Counts) -> Counts:
-    """How many terms of each progression are congruent to `residue` (one a progression) modulo `modulus`."""
+    """Number of terms of each progression that are congruent to `residue` (one a progression) modulo `modulus`."""
     if progression.step % modulus == 0:  # all terms share a residue
         return torch.where(progression.first.remainder(modulus) == residue.remainder(modulus), progression.count, 0)
     return _in_class(progression, modulus, residue)[1]
 
 
 def terms_of_class(progression: Progression, modulus: int, residue: int) -> Progression:
-    """The terms congruent to `residue` modulo `modulus`, by their number floor(term / modulus) in that class."""
+    """Terms congruent to `residue` modulo `modulus`, each as floor(term / modulus)."""
     if modulus == 1:
         return progression
     index, count = _in_class(progression, modulus, torch.full_like(progression.first, residue))
@@ -80,7 +80,7 @@ def terms_of_class(progression: Progression, modulus: int, residue: int) -> Prog
 
 
 def _in_class(progression: Progression, modulus: int, residue: Counts) -> tuple[Counts, Counts]:
-    """(index of the first term congruent to `residue` modulo `modulus`, how many there are)."""
+    """(index of the first term congruent to `residue` modulo `modulus`, number of such terms)."""
     divisor = gcd(progression.step, modulus)
     period = modulus // divisor
     distance = torch.remainder(residue - progression.first, modulus)
@@ -91,7 +91,7 @@ def _in_class(progression: Progression, modulus: int, residue: Counts) -> tuple[
 
 
 def clip(progression: Progression, start: Counts | int, stop: Counts | int) -> Progression:
-    """The terms that lie in [start, stop), as progressions of the same step (count 0 where none does)."""
+    """Terms in [start, stop), as progressions of unchanged step; count 0 if empty."""
     step = progression.step
     skipped = (start - progression.first + step - 1).div(step, rounding_mode="floor").clamp(min=0)
     end = (stop - 1 - progression.first).div(step, rounding_mode="floor") + 1
@@ -100,7 +100,7 @@ def clip(progression: Progression, start: Counts | int, stop: Counts | int) -> P
 
 
 def count_within(progression: Progression, start: Tensor | int, stop: Tensor | int) -> Tensor:
-    """How many terms of each progression lie in [start, stop), also of several such runs for each, in rows."""
+    """Number of terms of each progression in [start, stop); start and stop may have rows, one for each interval."""
     step, count = progression.step, progression.count
     before, behind = (
         (edge - progression.first + (step - 1)).div(step, rounding_mode="floor").clamp(min=0).minimum(count)
@@ -112,7 +112,7 @@ def count_within(progression: Progression, start: Tensor | int, stop: Tensor | i
 def count_runs(number: Counts, area: Counts, pairs_in: Callable[[int], Counts]) -> Bounds:
     """Bounds on the pairs of boxes over `number` runs of positions each, such as segments that see themselves.
 
-    `pairs_in(i)` counts those in the i-th run of each box. For more than EXACT_RUNS runs the bounds are 0 and the area.
+    `pairs_in(i)` counts the pairs in the i-th run of each box. Above EXACT_RUNS runs the bounds are 0 and the area.
     """
     pairs = torch.zeros_like(number)
     for index in range(min(int(number.max()), EXACT_RUNS) if len(number) else 0):
@@ -122,11 +122,11 @@ def count_runs(number: Counts, area: Counts, pairs_in: Callable[[int], Counts]) 
 
 
 def count_between(box: Box, least: int | None, most: int | None) -> Bounds:
-    """Pairs whose key position - query position lies between the two, ends included; None sets no limit."""
+    """Pairs with least <= key position - query position <= most; None sets no limit."""
     none, every = torch.zeros_like(box.area), box.area
     reached = Bounds(every, every) if most is None else count_below(box, most)
     missed = Bounds(none, none) if least is None else count_below(box, least - 1)
-    # The difference is exact where both are; bounds that straddle can only be widened.
+    # Exact where both counts are exact, else sound.
     return Bounds((reached.low - missed.high).clamp(min=0), reached.high - missed.low)
 
 
@@ -151,7 +151,7 @@ def count_below(box: Box, shift: int) -> Bounds:
 def count_multiples(box: Box, rate: int, *, reach: tuple[int, int] | None = None) -> Bounds:
     """Pairs with key position - query position a multiple of `rate`: exact for equal steps, else bounds.
 
-    `reach` limits the distance to [least, most], and is for equal steps only.
+    `reach` limits the distance to [least, most]; for equal steps only.
     """
     if box.q.step == box.k.step:
         pairs = _count_exactly(box, rate, reach)
@@ -162,7 +162,7 @@ def count_multiples(box: Box, rate: int, *, reach: tuple[int, int] | None = None
 
 
 def _count_exactly(box: Box, rate: int, reach: tuple[int, int] | None) -> Counts:
-    """A pair's distance is shift + step * lag, where lag is key index - query index: count the lags that fit."""
+    """Count pairs by lag, key index - query index: the distance of a pair is shift + step * lag."""
     step, shift, columns = box.k.step, box.k.first - box.q.first, box.k.count
     divisor = gcd(step, rate)
     period = rate // divisor
@@ -178,15 +178,15 @@ def _count_exactly(box: Box, rate: int, reach: tuple[int, int] | None) -> Counts
 
 
 def _lags_up_to(most: Tensor, residue: Tensor, period: int, box: Box) -> Counts:
-    """Pairs of indices whose lag is at most `most` and congruent to `residue` modulo `period`.
+    """Number of pairs of indices with lag at most `most` and congruent to `residue` modulo `period`.
 
-    Over the lags of a box, its pairs make a trapezoid, a sum of ramps: lag + rows, less lag, less lag + rows - columns,
-    each where it is positive. The trapezoid ends at columns - 1, which `most` must not exceed.
+    The number of pairs of a box as a function of the lag is a trapezoid, a sum of ramps: lag + rows, minus lag, minus
+    lag + rows - columns, each where it is positive. It ends at lag columns - 1, which `most` must not exceed.
     """
     rows, columns = box.q.count, box.k.count
     top = most - (most - residue).remainder(period)
 
-    def total(height: Tensor) -> Tensor:  # height + (height - period) + ..., as long as that is positive
+    def total(height: Tensor) -> Tensor:  # height + (height - period) + ..., positive terms only
         height = height.clamp(min=0)
         further = height // period
         return (further + 1) * height - period * (further * (further + 1) // 2)
@@ -195,7 +195,7 @@ def _lags_up_to(most: Tensor, residue: Tensor, period: int, box: Box) -> Counts:
 
 
 def _partners(box: Box, rate: int) -> Bounds:
-    """Bounds from the queries' side: each query that fits some key fits every so many-th of them."""
+    """Bounds from the queries: a query that fits one key fits every (rate / gcd(step, rate))-th key."""
     divisor = gcd(box.k.step, rate)
     every = rate // divisor
     fitting = count_residue(box.q, divisor, box.k.first)

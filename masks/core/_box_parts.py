@@ -1,4 +1,4 @@
-"""Parts of boxes: cut into residue classes and halves, each with the number of the box that it is a part of."""
+"""Parts of boxes: residue classes and halves, each with the index of its box."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from torch import Tensor
 from ._box import Box, Counts, Progression
 from ._pattern import Pattern
 
-_CELLS = 1 << 20  # pairs looked at together
-_MOST_CLASSES = 1 << 6  # a side, into which a box is cut where each class of queries may see each of keys
-_SMALL = 1 << 6  # factors below are split off one by one, what is left is one factor
-_BEYOND = 1 << 33  # no two positions are as far apart
+_CELLS = 1 << 20  # pairs evaluated together
+_MOST_CLASSES = 1 << 6  # most residue classes if any class of queries may see any class of keys
+_SMALL = 1 << 6  # prime factors below this are split off one by one; the cofactor stays whole
+_BEYOND = 1 << 33  # above the distance of any two positions
 
 
 @dataclass(frozen=True)
 class Owned:
-    """Parts of boxes, and the number of the box that each is a part of."""
+    """Parts of boxes, with the index of each part's box."""
 
     owner: Tensor
     box: Box
@@ -33,10 +33,10 @@ class Owned:
 
 
 def residue_factors(rule: Pattern) -> tuple[list[int], list[int]]:
-    """Factors by which positions are cut into residue classes.
+    """(together, apart): factors by which positions are cut into residue classes.
 
-    The first are those of the rule's spacing, where a query's class tells that of its keys; the others what its rates
-    have beside, unless that makes many classes, or diagonals settle a rule of distances sooner.
+    together: factors of the rule's spacing; queries of one class see keys of one class only. apart: further factors of
+    its rates, unless they give too many classes or the rule is one of distances, which diagonals settle faster.
     """
     spacing = min(rule.spacing(), _BEYOND)
     others = lcm(spacing, *rule.rates()) // spacing
@@ -44,7 +44,7 @@ def residue_factors(rule: Pattern) -> tuple[list[int], list[int]]:
 
 
 def _factors(number: int) -> list[int]:
-    """Its small prime factors, ascending, and what is left of it."""
+    """Prime factors below `_SMALL`, ascending, then the cofactor if it is not 1."""
     found = []
     for factor in range(2, _SMALL):
         while number % factor == 0:
@@ -54,15 +54,15 @@ def _factors(number: int) -> list[int]:
 
 
 def num_classes(owned: Owned, factor: int, together: bool) -> int:
-    """Parts into which `cut_classes` cuts each box: a class for each remainder, but no more than there are terms."""
+    """Number of parts into which `cut_classes` cuts each box: a class for each remainder, at most one for each term."""
     queries, keys = (min(factor, int(side.count.max())) if len(owned) else 1 for side in (owned.box.q, owned.box.k))
     return queries if together else queries * keys
 
 
 def cut_classes(owned: Owned, factor: int, together: bool) -> Owned:
-    """The boxes of every factor-th term of each side.
+    """Boxes of every factor-th term of each side.
 
-    With `together` only those whose queries and keys agree modulo the new step, as they do modulo the old one.
+    With `together`, only boxes whose queries and keys agree modulo the new step; they agree modulo the old one.
     """
     if not len(owned):
         return owned
@@ -77,26 +77,26 @@ def cut_classes(owned: Owned, factor: int, together: bool) -> Owned:
 
 
 def _every(progression: Progression, factor: int, begin: Tensor) -> Progression:
-    """Every factor-th term, from the term of this index on."""
+    """Every factor-th term, from index `begin` on."""
     count = (progression.count - begin + factor - 1).div(factor, rounding_mode="floor").clamp(min=0)
     return Progression(progression.first + progression.step * begin, progression.step * factor, count)
 
 
 def few_at_once(owned: Owned, most: int) -> Iterator[Owned]:
-    """The same in portions."""
+    """Split into chunks of at most `most` parts."""
     for part in torch.arange(len(owned)).split(most) if len(owned) else ():
         yield owned.select(part)
 
 
 def by_size(owned: Owned) -> Iterator[Owned]:
-    """The same in portions of boxes of about one size."""
+    """Split into groups of similar size: the longer sides differ by a factor below 2."""
     size = torch.maximum(owned.box.q.count, owned.box.k.count).double().log2().long()
     for each in size.unique().tolist():
         yield owned.select(size == each)
 
 
 def halves(owned: Owned, period: int = 1) -> Owned:
-    """Each box cut in two across its longer side, at a multiple of the period near the middle if there is one."""
+    """Cut each box in two across its longer side, if possible at a multiple of `period` near the middle."""
     q, k = owned.box.q, owned.box.k
     cut_q = q.count >= k.count
     q_half, k_half = torch.where(cut_q, _middle(q, period), q.count), torch.where(cut_q, k.count, _middle(k, period))
@@ -106,7 +106,7 @@ def halves(owned: Owned, period: int = 1) -> Owned:
 
 
 def _middle(progression: Progression, period: int) -> Tensor:
-    """How many terms lie below a multiple of the period near the middle; half of them if that is none or all."""
+    """Number of terms below a multiple of `period` near the middle; half of the terms if that leaves a side empty."""
     first, step, half = progression.first, progression.step, progression.count // 2
     border = (first + step * half + period - 1) // period * period
     for place in ((border - first + step - 1) // step, (border - period - first + step - 1) // step):
@@ -115,26 +115,26 @@ def _middle(progression: Progression, period: int) -> Tensor:
 
 
 def distinct_boxes(box: Box, period: int) -> tuple[Tensor, Box]:
-    """Boxes of head 0 of which no two are shifts of each other by a period, and for each box the one it is like."""
+    """(number of each box, boxes by number), of head 0: boxes equal up to shifts by multiples of `period` share one."""
     place = box.q.first.remainder(period)
     columns = (place, box.k.first - box.q.first, box.q.count, box.k.count)
     alike, which = numbered(*columns)
     place, ahead, q_count, k_count = (column[which] for column in columns)
-    # As far to the left as positions allow.
+    # The smallest shift without negative positions.
     start = place + ((-place - ahead).clamp(min=0) + period - 1) // period * period
     q = Progression(start, box.q.step, q_count)
     return alike, Box(torch.zeros_like(place), q, Progression(start + ahead, box.k.step, k_count))
 
 
 def numbered(*columns: Tensor) -> tuple[Tensor, Tensor]:
-    """(the number of each row of these columns, equal for equal rows and ascending; the index of a row of each number).
+    """(number of each row of these columns, equal for equal rows and ascending; index of one row of each number).
 
-    Sorting single numbers takes a fraction of the time of `unique(dim=0)`.
+    Much faster than `unique(dim=0)`, as it sorts single numbers.
     """
     number = torch.zeros_like(columns[0])
     if not len(number):
         return number, number
-    below = 1  # what all numbers are below
+    below = 1  # exclusive bound of all numbers
     for column in columns:
         column = column - column.min()
         if below * (int(column.max()) + 1) >= 1 << 62:
@@ -147,12 +147,12 @@ def numbered(*columns: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def join(parts: Sequence[Owned]) -> Owned:
-    """Parts of one step, one after the other; at least one."""
+    """Concatenate parts of one step; at least one."""
     return Owned(torch.cat([each.owner for each in parts]), join_boxes([each.box for each in parts]))
 
 
 def join_boxes(boxes: Sequence[Box]) -> Box:
-    """Boxes of one step, one after the other."""
+    """Concatenate boxes of one step."""
     q, k = (
         Progression(torch.cat([each.first for each in sides]), sides[0].step, torch.cat([each.count for each in sides]))
         for sides in ([box.q for box in boxes], [box.k for box in boxes])
@@ -161,7 +161,7 @@ def join_boxes(boxes: Sequence[Box]) -> Box:
 
 
 def look_at_pairs(rule: Pattern, owned: Owned, pairs: Counts) -> None:
-    """Add to each box's pairs those of its parts, counted one by one; parts of about one size take the least time."""
+    """Add the allowed pairs of each part to its box's entry of `pairs`, pair by pair; fastest for parts of one size."""
     if not len(owned):
         return
     mask_mod = rule.mask_mod(num_heads=1, device=torch.device("cpu"))

@@ -1,4 +1,4 @@
-"""What differs between kinds of devices: the only place where their names are compared."""
+"""Properties of device kinds: the only module that compares their names."""
 
 from __future__ import annotations
 
@@ -6,17 +6,17 @@ from dataclasses import dataclass, replace
 
 import torch
 
-TILE = 128  # queries, and keys, of the largest tile of any kernel: it has to divide the blocks of accelerators
+TILE = 128  # side of the largest tile of any kernel; must divide the sides of blocks on accelerators
 
 
 @dataclass(frozen=True)
 class DeviceKind:
     """How a kind of device computes attention.
 
-    engine: of calls that name none. dtype: of calls of which nothing is known. on_host: tensors are in the host's
-    memory, so that reading a value waits for no kernel. runs_cpu_kernels: also without values, on "meta". is_cuda:
-    torch.cuda tells its memory and its name. flex_trains: FlexAttention's kernels have an lse and a backward, read
-    block lists of any width, count in 32 bits and serve all lengths; those on CPU do none of it.
+    engine: default engine of a call. dtype: default dtype if nothing is known of a call. on_host: tensors are in host
+    memory, so reading a value waits for no kernel. runs_cpu_kernels: runs CPU kernels; "meta" does so without values.
+    is_cuda: torch.cuda reports its memory and name. flex_trains: FlexAttention's kernels have an lse and a backward,
+    read block lists of any width, index in 32 bits and accept all lengths; the CPU kernels do none of this.
     """
 
     engine: str
@@ -37,5 +37,5 @@ _KINDS = {
 
 
 def device_kind(device: torch.device | str) -> DeviceKind:
-    """The kind of a device, or of the devices with this name."""
+    """The kind of a device or of a device type."""
     return _KINDS.get(device if isinstance(device, str) else device.type, _ACCELERATOR)

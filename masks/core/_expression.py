@@ -1,4 +1,4 @@
-"""Expression: what patterns and mixtures share, and the registry of their kinds."""
+"""Expression: the base of patterns and mixtures, and the registry of their kinds."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ if TYPE_CHECKING:
 _Class = TypeVar("_Class", bound=type)
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 
-# What JSON, expressions and the operators know patterns by: each class by its kind, each constructor by its name.
+# Registry for JSON, parsing and the operators: classes by kind, constructors by name.
 KINDS: dict[str, type[Any]] = {}
 CONSTRUCTORS: dict[str, Callable[..., Any]] = {}
 
-DEEPEST = 32  # levels: all that walks through a pattern, here or in pickle and copy, fits Python's stack
+DEEPEST = 32  # levels: recursion through a pattern, also in pickle and copy, fits Python's stack
 _FLATTER = "a chain of one operator, such as a | b | c, is one level"
 
 
@@ -36,9 +36,9 @@ _FLATTER = "a chain of one operator, such as a | b | c, is one level"
 def pattern_kind(kind: str, *, positional: int | None = None) -> Callable[[_Class], _Class]:
     """Make a class a frozen dataclass, whose JSON names this kind and the fields.
 
-    A field with metadata={"name": ...} goes by another name there; one with metadata={"stored": False} is left out,
-    and one with metadata={"optional": True} where it has its default.
-    `positional` fields are printed without their names, by default one that has no default and is alone in that.
+    A field with metadata={"name": ...} is stored under that name; {"stored": False} omits a field, {"optional": True}
+    omits it at its default value.
+    `positional`: number of fields printed without names; by default 1 if exactly one field has no default, else 0.
     Raises ValueError for a kind that another class has.
     """
 
@@ -59,9 +59,9 @@ def pattern_kind(kind: str, *, positional: int | None = None) -> Callable[[_Clas
 
 
 def constructor(function: _Function) -> _Function:
-    """Let expressions call a function by its name. Raises ValueError for a name that another function has.
+    """Register a function for use in expressions. Raises ValueError for a name that another function has.
 
-    Wrong calls of it say what to write: see `advises`, whose own texts go below this decorator.
+    Wrong calls raise errors that say what to write: see `advises`. To give other texts, apply `advises` below this.
     """
     _require_free(function.__name__, CONSTRUCTORS.get(function.__name__), function)
     made = advises(keywords=OF_PATTERNS)(function)
@@ -70,18 +70,18 @@ def constructor(function: _Function) -> _Function:
 
 
 def _require_free(name: str, known: Any, new: Any) -> None:
-    """A definition that is run again, as in a notebook, takes the place of the earlier one."""
+    """Raise ValueError if another definition has the name; a definition that is run again replaces the earlier one."""
     if known is not None and (known.__module__, known.__qualname__) != (new.__module__, new.__qualname__):
         raise ValueError(f"{name!r} is taken by {known.__module__}.{known.__qualname__}: choose another name")
 
 
 class Expression:
-    """What patterns and mixtures share: plain data, a stable text, sums, and binding to sizes.
+    """Base of patterns and mixtures: plain data, a stable text, sums, and binding to sizes.
 
     `text` is canonical JSON, computed once on construction; equal texts mean equal patterns. The repr is the
-    expression that builds the value, which `parse` reads. `depth` counts the levels of patterns in patterns; one of
-    more than 32 is a ValueError, so that whatever can be made can be stored, copied, printed and computed.
-    `pads` says whether its rows see zero keys of padding, which are no pairs: see `zero_keys`.
+    expression that builds the value, which `parse` reads. `depth` is the number of nested levels; above 32 construction
+    raises ValueError, so that every pattern can be stored, copied, printed and computed.
+    `pads`: True if rows see zero keys of padding, which are no pairs: see `zero_keys`.
     """
 
     text: str
@@ -94,7 +94,7 @@ class Expression:
     positional: ClassVar[int] = 0
 
     def __init_subclass__(cls) -> None:
-        # A dataclass writes a repr of its own, unless its class has one already.
+        # A dataclass generates a repr unless the class defines one.
         if "__repr__" not in vars(cls):
             cls.__repr__ = Expression.__repr__
 
@@ -124,10 +124,10 @@ class Expression:
             "masks.block_mask(pattern, num_tokens, num_heads=8) makes a BlockMask"
         )
 
-    # That of a mask function: create_block_mask then calls it, and shows the error.
+    # Signature of a mask_mod: create_block_mask then calls it and shows this error.
     __call__.__signature__ = signature(lambda self, b, h, q, k: None)  # type: ignore[attr-defined]
 
-    if not TYPE_CHECKING:  # a checker is to find names that are not there
+    if not TYPE_CHECKING:  # so that type checkers report unknown names
 
         def __getattr__(self, name: str) -> NoReturn:
             raise AttributeError(no_such_attribute(type(self).__name__, name))
@@ -145,11 +145,11 @@ class Expression:
         raise TypeError("patterns have no -: write pattern & ~other")
 
     def direct_parts(self) -> tuple[Pattern, ...]:
-        """The patterns that this one is directly made of."""
+        """Patterns that this one combines directly."""
         return ()
 
     def take_padding(self) -> None:
-        """What becomes of zero keys of padding that parts have: only a sum keeps their meaning."""
+        """Handle parts with zero keys of padding: ValueError, except for a sum, which keeps their meaning."""
         raise ValueError(
             "padding='zeros' goes with `+`, and with `& causal()`, which hides the zero keys: what else is made of "
             f"such a pattern has no published meaning, so give longnet no padding; got it in {self.kind!r}"
@@ -157,14 +157,14 @@ class Expression:
 
     @property
     def unpadded(self) -> Any:
-        """The same pairs, without zero keys of padding."""
+        """This expression without zero keys of padding; its pairs are unchanged."""
         return self
 
     def zero_keys(self, head: Tensor, query: Tensor, *, num_heads: int, num_tokens: int) -> Tensor:
-        """How many zero keys of padding, of score 0 and value 0, each query of each head sees, as int64.
+        """Number of zero keys of padding, of score 0 and value 0, that each query of each head sees, as int64.
 
-        head, query: global heads, of num_heads, and positions, below num_tokens, which broadcast against each other.
-        num_tokens: the whole sequence, for which the padding is made.
+        head, query: global heads, below num_heads, and positions, below num_tokens; they broadcast against each other.
+        num_tokens: length of the whole sequence, which determines the padding.
         """
         return torch.zeros_like(head + query)
 
@@ -178,11 +178,11 @@ class Expression:
 
     @classmethod
     def from_data(cls, data: dict[str, Any]) -> Any:
-        """The value with these parameters, as `to_data` names them; parts are patterns already."""
+        """Construct from parameters named as in `to_data`; parts are patterns already."""
         return cls(**{field: data[name] for name, field in cls.stored.items() if name in data})
 
     def parameters(self) -> dict[str, Any]:
-        """All that the rule depends on beside its kind, by the names it is stored under; without optional defaults."""
+        """Parameters of the rule by their stored names, without optional ones at their defaults."""
         found = {name: getattr(self, field) for name, field in self.stored.items()}
         for name in self.optional:
             if found[name] == self.defaults[self.stored[name]]:
@@ -190,7 +190,7 @@ class Expression:
         return found
 
     def phrase(self) -> Phrase:
-        """How the value is written: its kind, called with its parameters; those at their defaults are left out."""
+        """Text of the expression: the kind, called with all parameters that differ from their defaults."""
         names = list(self.stored)
         values = [getattr(self, self.stored[name]) for name in names[: self.positional]]
         named = {
@@ -201,42 +201,42 @@ class Expression:
         return call(self.kind, *values, **named)
 
     def branches(self) -> tuple[Pattern, ...]:
-        """The set patterns whose multiset sum this is, one entry for each time a branch counts."""
+        """Set patterns whose multiset sum this is; a branch that counts m times occurs m times."""
         raise NotImplementedError  # Pattern and Mixture
 
     @property
     def union(self) -> Pattern:
-        """The pairs with any weight at all, as one set pattern."""
+        """Pairs of nonzero weight, as one set pattern."""
         raise NotImplementedError
 
     def map_parts(self, change: Callable[[Pattern], Pattern]) -> Any:
-        """The same composition of changed parts; a pattern that has none is left as it is."""
+        """Apply `change` to each direct part; without parts, return self."""
         return self
 
     def leaves(self) -> tuple[Pattern, ...]:
-        """The patterns without parts that this is composed of, each use of one."""
+        """The patterns without parts in this expression, one entry for each use."""
         return tuple(leaf for part in self.direct_parts() for leaf in part.leaves()) or (self,)  # type: ignore[return-value]
 
     def map_leaves(self, change: Callable[[Any], Pattern]) -> Any:
-        """The same composition of changed leaves."""
+        """Apply `change` to each leaf."""
         return self.map_parts(lambda part: part.map_leaves(change)) if self.direct_parts() else change(self)
 
     def below(self, positions: int) -> Any:
-        """The same rule where all positions are below this number: no more is drawn."""
+        """The rule for positions below this number, for which alone random parts are drawn."""
         return self.map_leaves(lambda leaf: leaf.below(positions)) if self.draws else self
 
     @cached_property
     def draws(self) -> bool:
-        """Whether something is drawn for each position."""
+        """True if a leaf draws at random for its positions."""
         return any(type(leaf).below is not Expression.below for leaf in self.leaves())
 
     @cached_property
     def varies(self) -> bool:
-        """Whether run-time tensors take part, by name or with their values in place."""
+        """True if the expression has run-time tensors, by name or with values."""
         return any(leaf.is_run_time for leaf in self.leaves())
 
     def given_tensors(self) -> dict[str, Tensor]:
-        """The run-time tensors that the expression carries, by name. Raises ValueError where two go by one name."""
+        """Run-time tensors that the expression carries, by name. Raises ValueError if two share a name."""
         found: dict[str, Tensor] = {}
         for name, tensor in (pair for leaf in self.leaves() for pair in leaf.carried().items()):
             if found.setdefault(name, tensor) is not tensor:
@@ -248,7 +248,7 @@ class Expression:
 
     @plans
     def resolve(self, tensors: Mapping[str, Tensor], extent: Extent) -> Any:
-        """The expression with run-time tensors' values in place. Raises ValueError for one that is missing or unfit."""
+        """Insert the values of run-time tensors. Raises ValueError for one that is missing or does not fit."""
         if not self.varies:
             return self
         of_run_time = dict.fromkeys(leaf for leaf in self.leaves() if leaf.is_run_time)
@@ -256,15 +256,15 @@ class Expression:
         return self.map_leaves(lambda leaf: resolved[leaf] if leaf.is_run_time else leaf)
 
     def entry(self, batch: int) -> Any:
-        """The resolved expression of one batch entry."""
+        """Resolved expression of one batch entry."""
         return self.map_leaves(lambda leaf: leaf.of_entry(batch)) if self.varies else self
 
     def num_entries(self) -> int:
-        """Batch entries that the resolved expression tells apart; 1 if all are alike."""
+        """Number of distinct batch entries of the resolved expression; 1 if all are equal."""
         return max([leaf.entries for leaf in self.leaves()]) if self.varies else 1
 
     def require_entries(self, batch: int) -> None:
-        """Raise ValueError unless each run-time table of the resolved expression serves this many batch entries."""
+        """Raise ValueError unless each run-time table of the resolved expression has one row or `batch` rows."""
         for leaf in self.leaves() if self.varies else ():
             if leaf.entries not in (1, batch):
                 raise ValueError(
@@ -294,12 +294,12 @@ class Expression:
         k_offset: int = 0,
         batch: int = 1,
     ) -> Bound:
-        """The expression with its sizes. Heads are global: this device holds `num_heads` from `head_offset` on.
+        """Bind the expression to sizes. Heads are global: this device holds `num_heads` from `head_offset` on.
 
         Query i has position q_offset + i; key j has position k_offset + j. `num_heads_global` defaults to
-        head_offset + num_heads. Tensors that the pattern carries are read now. Zero keys of padding are no pairs, and
-        left out. Raises ValueError for sizes below 1, heads the pattern has no rule for, and tensors that are missing
-        or do not fit.
+        head_offset + num_heads. Tensors that the pattern carries are read now. Zero keys of padding are no pairs
+        and are dropped. Raises ValueError for sizes below 1, heads the pattern has no rule for, and tensors that are
+        missing or do not fit.
         """
         total = head_offset + num_heads if num_heads_global is None else num_heads_global
         rule = self.unpadded
@@ -311,19 +311,19 @@ class Expression:
         return replace(bound, pattern=bound.pattern.below(bound.num_positions)) if rule.draws else bound
 
     def per_document(self, documents: Any) -> Any:
-        """The rule counted anew from the start of each document, and no pair across documents.
+        """The rule with positions counted from the start of each document, and no pair across documents.
 
         documents: what `masks.documents` takes, or a pattern from `masks.documents` or `masks.lengths`.
-        Packed sequences then attend as they would apart. For a mixture it is each branch that starts anew.
+        Packed sequences then attend as separate ones do. For a mixture this holds for each branch.
         """
         return KINDS["per_document"].of(self, documents)
 
     def after(self, start: int) -> Any:
-        """The rule counted from position `start` on; no token before it sees a key, and none sees it.
+        """The rule with positions counted from `start` on; tokens before it see no key, and no query sees them.
 
-        For what stands before the tokens that the rule is about, such as a class token and registers, which another
-        pattern serves. For a mixture it is each branch that starts there. Raises ValueError for a start below 0 and
-        for a pattern with run-time tensors, which may be intersected with the result instead.
+        For tokens in front of the sequence, such as a class token and registers, which another pattern covers. For a
+        mixture this holds for each branch. Raises ValueError for a start below 0 and for a pattern with run-time
+        tensors, which may be intersected with the result instead.
 
         >>> vit = masks.neighborhood((14, 14), 2).after(1) | masks.global_tokens(1)
         """
@@ -336,7 +336,7 @@ class Expression:
 
 
 def _canonical(value: Any) -> str:
-    """JSON without spaces and with sorted keys; written here, as a compiled graph may build patterns."""
+    """JSON without spaces and with sorted keys; without the json module, as a compiled graph may build patterns."""
     if isinstance(value, Expression):
         return value.text
     if isinstance(value, dict):
@@ -349,4 +349,4 @@ def _canonical(value: Any) -> str:
         return "null"
     if isinstance(value, bool):
         return "true" if value else "false"
-    return str(index(value))  # a size that a graph has left open becomes a constant of it
+    return str(index(value))  # specializes a dynamic size of a graph

@@ -1,4 +1,4 @@
-"""Pattern: who attends to whom, as a value free of sizes; and Mixture, a multiset sum of patterns."""
+"""Pattern: which query sees which key, independent of sizes; and Mixture, a multiset sum of patterns."""
 
 from __future__ import annotations
 
@@ -27,9 +27,10 @@ _LEAST, _MOST = -(1 << 31), (1 << 31) - 1
 
 
 def index_dtype(device: torch.device, least: int, most: int) -> torch.dtype:
-    """The dtype of whole numbers in this range: int32 on accelerators where they fit.
+    """Dtype of integers in this range: int32 on accelerators where they fit, else int64.
 
-    Kernels count in 32 bits; one number of 64 makes them compute all that follows in 64, with twice the registers.
+    Kernels index in 32 bits; a 64-bit number makes them compute all that depends on it in 64 bits, with twice the
+    registers.
     """
     return torch.int32 if device_kind(device).flex_trains and least >= _LEAST and most <= _MOST else torch.int64
 
@@ -40,7 +41,7 @@ def parameters(device: torch.device, *numbers: int) -> list[Tensor]:
 
 
 def content_digest(tensor: Tensor) -> str:
-    """A digest of the bytes of a contiguous tensor on the CPU; kinds and shapes do not count."""
+    """Digest of the bytes of a contiguous CPU tensor; dtype and shape are not included."""
     content = (c_char * tensor.nbytes).from_address(tensor.data_ptr()) if tensor.nbytes else b""
     return sha256(content).hexdigest()
 
@@ -48,18 +49,18 @@ def content_digest(tensor: Tensor) -> str:
 class Pattern(Expression):
     """A set of (head, query, key) triples: a pair is allowed or it is not.
 
-    A subclass is a frozen dataclass that states the rule twice, held together by a property test:
-    `mask_mod` elementwise, the whole truth, and `count`, sound bounds over boxes. All else has a default.
+    A subclass is a frozen dataclass that states the rule twice, checked against each other by a property test:
+    `mask_mod`, elementwise and exact, and `count`, sound bounds over boxes. Other methods have defaults.
 
     >>> (masks.local_window(left=127, right=0) | masks.first_tokens(4)) & masks.causal()
     (local_window(left=127, right=0) | first_tokens(4)) & causal()
     """
 
     is_run_time: ClassVar[bool] = False
-    entries: int = 1  # batch entries that the rule tells apart
+    entries: int = 1  # number of distinct batch entries
 
     def mask_mod(self, *, num_heads: int, device: torch.device) -> MaskMod:
-        """Closure (b, h, q, k) -> bool over *positions* and global heads; parameters ride in tensors."""
+        """Closure (b, h, q, k) -> bool over *positions* and global heads; parameters are tensors."""
         raise NotImplementedError
 
     def count(self, box: Box, *, num_heads: int) -> Bounds:
@@ -67,33 +68,33 @@ class Pattern(Expression):
         raise NotImplementedError
 
     def likeness(self, box: Box, *, num_heads: int) -> tuple[Counts, ...]:
-        """Numbers of each box: boxes of one head, shape and steps in which they agree allow the same places."""
+        """Numbers of each box: boxes of one head, shape and steps with equal numbers allow equal pairs of indices."""
         bounds, period = self.count(box, num_heads=num_heads), self.period()
         q, k = box.q.first, box.k.first
         at, ahead = (q, k) if period is None else (q % period, k - q)
-        # Negative where bounds tell: the numbers of places are not.
+        # Negative where bounds decide; positions are not.
         none, every = bounds.high == 0, bounds.low == box.area
         at = torch.where(none, -1, torch.where(every, -2, at))
         return at, torch.where(none | every, 0, ahead)
 
     def reason(self, pair: Pair) -> Reason:
-        """Whether one pair is allowed and why, stated in plain numbers for people; by default the key's distance."""
+        """Why one pair is allowed or not, in plain numbers for people; by default the key's distance."""
         return Reason(self, pair.allowed_by(self), pair.distance)
 
     def factors(self) -> tuple[Pattern, ...]:
-        """The patterns whose intersection this is."""
+        """Patterns whose intersection this is."""
         return (self,)
 
     def alternatives(self) -> tuple[Pattern, ...]:
-        """The patterns whose union this is."""
+        """Patterns whose union this is."""
         return (self,)
 
     def origin(self) -> Hashable:
-        """What neighbouring branches must share to be printed as one, such as a `longnet`; None: each for itself."""
+        """Key shared by neighbouring branches that are printed as one, such as a `longnet`; None: print separately."""
         return None
 
     def joint_phrase(self, branches: Sequence[Any], *, grouped: bool = False) -> Phrase | None:
-        """How branches of one origin are written as one: a mixture, or groups of heads; None: not at all."""
+        """Text of branches of one origin, as a mixture or as groups of heads; None: print separately."""
         return None
 
     def carried(self) -> dict[str, Tensor]:
@@ -101,62 +102,62 @@ class Pattern(Expression):
         return {}
 
     def resolved(self, tensors: Mapping[str, Tensor], extent: Extent) -> Pattern:
-        """A leaf with its run-time tensor's values in place."""
+        """A leaf with the values of its run-time tensor."""
         return self
 
     def of_entry(self, batch: int) -> Pattern:
-        """A leaf as one batch entry has it."""
+        """A leaf for one batch entry."""
         return self
 
     def for_head(self, head: int, num_heads: int) -> Pattern:
-        """The same rule for one head, with every choice by head resolved."""
+        """The rule of one head, with every choice by head resolved."""
         rule = self._rules_of_heads.get((head, num_heads))
         if rule is None:
             rule = self.map_parts(lambda part: part.for_head(head, num_heads))
-            if rule is not self:  # which would keep itself, and its tensors, alive
+            if rule is not self:  # a reference to itself would keep its tensors alive
                 self._rules_of_heads[head, num_heads] = rule
         return rule
 
     @cached_property
     def _rules_of_heads(self) -> dict[tuple[int, int], Pattern]:
-        """Those that were asked for: every plan asks, and to combine rules takes longer than to look one up."""
+        """Cache of `for_head`: every plan needs these rules, and combining them takes longer than a look-up."""
         return {}
 
     def period(self) -> int | None:
-        """A shift of query and key together that leaves the rule as it is; 1 for any shift, None for no shift."""
+        """Shift of query and key together that leaves the rule unchanged; 1 for any shift, None for no shift."""
         return None
 
     def confined(self) -> bool:
-        """Whether no allowed pair crosses a multiple of the period: the rule is then copies of one square."""
+        """True if no allowed pair crosses a multiple of the period: the rule is then copies of one square."""
         return False
 
     def rates(self) -> tuple[int, ...]:
-        """The dilation rates that the rule uses."""
+        """Dilation rates of the rule."""
         return ()
 
     def superset(self) -> Pattern:
-        """A pattern that allows at least these pairs, whatever the values of run-time tensors."""
+        """A pattern that allows at least these pairs for any values of run-time tensors."""
         return self.map_parts(lambda part: part.superset())
 
     def spacing(self) -> int:
-        """A number that divides the distance of every allowed pair; 1 where no more is known."""
+        """A divisor of the distance of every allowed pair; 1 if no other is known."""
         return 1
 
     def row(self, query: int, keys: range) -> Ranges | None:
-        """Which of a run of keys one query sees, of a rule for one head; None where that has no closed form.
+        """Keys of a run that one query sees, for the rule of one head; None without a closed form.
 
-        At most as many ranges as keys; the work depends on the number of keys, not on their positions.
+        At most len(keys) ranges; the work depends on the number of keys, not on their positions.
         """
         return None
 
     def squares(self, head: int, num_heads: int) -> Squares | None:
-        """Squares outside of which the head has no pair, of a rule that lists some; None for other rules."""
+        """Squares that hold all pairs of the head, if the rule lists squares; else None."""
         return None
 
     def snapped(self, q_side: int, k_side: int) -> Pattern | None:
-        """A leaf with its sizes rounded up, so that it fills blocks of these sides; None where there is no rule for it.
+        """A leaf with its sizes rounded up, so that it fills blocks of these sides; None if no rounding is defined.
 
-        Itself where its sizes fit, or it has none. Raises ValueError where rounding would change what was chosen.
+        Itself if its sizes fit, or it has none. Raises ValueError if rounding would change what was chosen.
         """
         return None
 
@@ -199,7 +200,7 @@ class Mixture(Expression):
 
     @classmethod
     def of(cls, *parts: Pattern) -> Pattern | Mixture:
-        """The sum of some set patterns; one alone is its own sum."""
+        """Sum of set patterns; a single one is returned unchanged."""
         return parts[0] if len(parts) == 1 else cls(parts)
 
     def __post_init__(self) -> None:
@@ -225,7 +226,7 @@ class Mixture(Expression):
 
     @property
     def union(self) -> Pattern:
-        """The pairs with any weight at all, as one set pattern."""
+        """Pairs of nonzero weight, as one set pattern."""
         return KINDS["or"].without_shared_factors(tuple(part.unpadded for part in self.parts))
 
     def branches(self) -> tuple[Pattern, ...]:
@@ -249,7 +250,7 @@ class Mixture(Expression):
 
 
 def require_expression(value: object) -> Expression:
-    """The value itself, if it is a pattern or mixture; TypeError otherwise."""
+    """Return the value if it is a pattern or mixture; raise TypeError otherwise."""
     if not isinstance(value, Expression):
         came = f"{type(value).__name__}{instead_of_pattern(value)}"
         raise TypeError(f"pattern must be a pattern or mixture from flexdilated.masks; got {came}")
@@ -257,7 +258,7 @@ def require_expression(value: object) -> Expression:
 
 
 def require_set_patterns(what: str, parts: object, *, least: int) -> None:
-    """Raise TypeError or ValueError unless the parts are a tuple of at least so many set patterns."""
+    """Raise TypeError or ValueError unless the parts are a tuple of at least `least` set patterns."""
     if not isinstance(parts, tuple) or not all(isinstance(part, Pattern) for part in parts):
         sums = isinstance(parts, tuple) and any(isinstance(part, Mixture) for part in parts)
         advice = ": for mixtures add up one choice for each branch, as per_head(first) + per_head(second)"
@@ -268,7 +269,7 @@ def require_set_patterns(what: str, parts: object, *, least: int) -> None:
 
 
 def sum_phrase(parts: Sequence[Pattern]) -> Phrase:
-    """The sum of the branches; neighbours that one constructor made, with what is intersected with them, as one."""
+    """Text of a sum; consecutive branches of one constructor, with equal further factors, are written as one call."""
 
     def shared(part: Pattern) -> Hashable:
         first, *rest = part.factors()

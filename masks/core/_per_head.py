@@ -23,7 +23,7 @@ class _HeadChoice(Composite):
         super().__post_init__()
 
     def choice(self, num_heads: int) -> list[int]:
-        """The part of each global head."""
+        """Index of the part of each global head."""
         raise NotImplementedError
 
     def for_head(self, head: int, num_heads: int) -> Pattern:
@@ -78,7 +78,7 @@ class PerHead(_HeadChoice):
 
 @pattern_kind("head_groups")
 class HeadGroups(_HeadChoice):
-    """Consecutive groups of heads, one a part; where the heads do not divide, the first groups get one more."""
+    """Consecutive groups of heads, one a part; if they do not divide evenly, the first groups have one head more."""
 
     def phrase(self) -> Phrase:
         origins = {part.origin() for part in self.parts}
@@ -110,7 +110,7 @@ def per_head(patterns: Sequence[Pattern]) -> Pattern:
 @constructor
 @advises(how="write masks.head_groups([first, second]), a list with a pattern for each group")
 def head_groups(patterns: Sequence[Pattern]) -> Pattern:
-    """Consecutive groups of heads follow one pattern each; where they do not divide, the first have one head more.
+    """Consecutive groups of heads follow one pattern each; if they do not divide evenly, the first have one head more.
 
     >>> masks.head_groups([masks.causal(), masks.every()])
     head_groups((causal(), every()))

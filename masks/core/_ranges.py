@@ -1,4 +1,4 @@
-"""Ranges of positions: what a row's keys are in closed form, how they intersect, and their unions in few ranges."""
+"""Ranges of positions: the keys of a row in closed form, intersections, and unions in few ranges."""
 
 from __future__ import annotations
 
@@ -10,28 +10,28 @@ import torch
 from jaxtyping import Int64
 from torch import Tensor
 
-Ranges = tuple[range, ...]  # of steps above 0, none of them empty, no two with a position in common
+Ranges = tuple[range, ...]  # steps above 0, non-empty, disjoint
 
-_MOST_MEETINGS = 1 << 14  # of one range with another: milliseconds
-# So many comparisons of one range with another take longer than a look at every position.
+_MOST_MEETINGS = 1 << 14  # intersections of two ranges: milliseconds
+# With more comparisons of two ranges, listing all positions is faster.
 _MOST_COMPARISONS = 1 << 16
-# So few positions are looked at one by one as well: short ranges go together in more ways than long ones.
+# Up to this many positions are also regrouped one by one: short ranges combine in more ways than long ones.
 _FEW_POSITIONS = 1 << 10
 
 
 def as_ranges(keys: range) -> Ranges:
-    """One range as a set of positions, which has no empty ranges."""
+    """The range as a set of positions: () if it is empty."""
     return (keys,) if keys else ()
 
 
 def within(keys: range, start: int, stop: int) -> range:
-    """The positions of an ascending range that lie in [start, stop)."""
+    """Positions of an ascending range in [start, stop)."""
     skipped = max(0, -(-(start - keys.start) // keys.step))
     return range(keys.start + skipped * keys.step, min(keys.stop, stop), keys.step)
 
 
 def intersect(left: range, right: range) -> range:
-    """The positions of both ascending ranges."""
+    """Positions in both ascending ranges."""
     if right.step == 1:
         return within(left, right.start, right.stop)
     if left.step == 1:
@@ -47,23 +47,23 @@ def intersect(left: range, right: range) -> range:
 
 
 def among(listed: Iterable[range], keys: range) -> Ranges:
-    """The positions of ranges without overlap that are also among `keys`."""
+    """Positions of disjoint ranges that are also in `keys`."""
     return tuple(both for each in listed if (both := intersect(each, keys)))
 
 
 def intersect_all(left: Ranges, right: Ranges) -> Ranges | None:
-    """The positions of both sets; None where too many ranges meet."""
+    """Positions in both sets; None if there are too many pairs of ranges."""
     if len(left) * len(right) > _MOST_MEETINGS:
         return None
     return tuple(both for a in left for b in right if (both := intersect(a, b)))
 
 
 def unite(ranges: Ranges) -> Ranges | None:
-    """The positions of any of these ranges, each once; None for many ranges, or if longer steps overlap."""
+    """Union of ranges as disjoint ranges; None for too many ranges, or if steps above 1 overlap."""
     if len(ranges) ** 2 > _MOST_MEETINGS:
         return None
     joined: list[range] = []
-    for keys in sorted(ranges, key=lambda keys: keys.step):  # runs first: they can be cut out of what follows
+    for keys in sorted(ranges, key=lambda keys: keys.step):  # runs first: they can be cut out of later ranges
         rest = [keys]
         for earlier in joined:
             if earlier.step == 1:
@@ -75,10 +75,9 @@ def unite(ranges: Ranges) -> Ranges | None:
 
 
 def union_of(ranges: Iterable[range]) -> Ranges:
-    """The positions of any of these ranges as ranges without overlap, by their first positions.
+    """Union of ranges as disjoint ranges, ascending by their first positions.
 
-    Positions next to each other become one run. The same positions may come out as other ranges where they came
-    in as others, and always in the same way where they came in the same.
+    Adjacent positions become one run. Equal arguments give equal ranges; equal positions in other ranges may not.
     """
     runs, steps = _by_kind(ranges)
     runs = _joined_runs(runs)
@@ -93,7 +92,7 @@ def union_of(ranges: Iterable[range]) -> Ranges:
 
 
 def ranges_of(positions: Int64[Tensor, " n"]) -> Ranges:
-    """Ascending positions, cut into ranges wherever the distance to the next one changes; runs are left whole."""
+    """Cut ascending positions into ranges where the distance to the next one changes; runs are left whole."""
     if not len(positions):
         return ()
     distances = positions.diff().unique_consecutive(return_counts=True)
@@ -102,7 +101,7 @@ def ranges_of(positions: Int64[Tensor, " n"]) -> Ranges:
     at, taken = int(positions[0]), False
     for step, number, following in zip(steps, times, [*steps, 0][1:], strict=True):
         end = at + step * number
-        # A stretch of one distance is no range yet, and a run begins with what ends the stretch before.
+        # A distance that occurs once, or before a run, leaves its last position to the next range.
         left = step > 1 and (number == 1 or following == 1)
         first, last = at + step * taken, end - step * left
         if first <= last:
@@ -112,7 +111,7 @@ def ranges_of(positions: Int64[Tensor, " n"]) -> Ranges:
 
 
 def joined_intervals(begin: Int64[Tensor, " n"], end: Int64[Tensor, " n"]) -> tuple[Tensor, Tensor]:
-    """What n intervals [begin, end) cover, as intervals in ascending order that do not touch."""
+    """Union of n intervals [begin, end), as ascending intervals that do not touch."""
     begin, order = begin.sort()
     reach = end[order].cummax(0).values
     first = (torch.nn.functional.pad(reach[:-1], (1, 0), value=-(1 << 62))[: len(begin)] < begin).nonzero().squeeze(1)
@@ -121,7 +120,7 @@ def joined_intervals(begin: Int64[Tensor, " n"], end: Int64[Tensor, " n"]) -> tu
 
 
 def _by_kind(ranges: Iterable[range]) -> tuple[list[range], list[range]]:
-    """Runs of neighbours, to which single positions belong, and what has greater steps."""
+    """(runs of step 1 and single positions, ranges of greater steps)."""
     runs, steps = [], []
     for each in dict.fromkeys(ranges):
         if len(each) == 1:
@@ -132,7 +131,7 @@ def _by_kind(ranges: Iterable[range]) -> tuple[list[range], list[range]]:
 
 
 def _joined_runs(runs: list[range]) -> list[range]:
-    """Runs in ascending order, with those that overlap or touch as one."""
+    """Merge runs that overlap or touch; ascending."""
     joined: list[range] = []
     for run in sorted(runs, key=lambda run: run.start):
         if joined and run.start <= joined[-1].stop:
@@ -143,7 +142,7 @@ def _joined_runs(runs: list[range]) -> list[range]:
 
 
 def _disjoint(runs: list[range], steps: list[range]) -> list[range]:
-    """The runs, and what each progression holds beside them and beside the progressions of smaller steps."""
+    """Runs, and each progression without the positions of runs and of earlier progressions (of smaller steps)."""
     parts = list(runs)
     for each in sorted(steps, key=lambda each: (each.step, each.start)):
         rest = [each]
@@ -155,12 +154,11 @@ def _disjoint(runs: list[range], steps: list[range]) -> list[range]:
 
 
 def _without(piece: range, other: range) -> Iterator[range]:
-    """The positions of a range that another one lacks."""
     both = intersect(piece, other)
     if not both:
         yield piece
         return
-    # A single position in common has no step of its own.
+    # The step of a single common position has no meaning.
     times = both.step // piece.step if len(both) > 1 else 1
     parts = [within(piece, piece.start, both.start), within(piece, both[-1] + 1, piece.stop)]
     parts += [range(both.start + shift * piece.step, both[-1], both.step) for shift in range(1, times)]
@@ -168,7 +166,7 @@ def _without(piece: range, other: range) -> Iterator[range]:
 
 
 def _joined(parts: Sequence[range]) -> list[range]:
-    """The same positions, with ranges that go on in each other, or fill each other's gaps, as one."""
+    """Merge ranges that continue each other or fill each other's gaps."""
     runs, steps = _by_kind(parts)
     joined = list(runs)
     for step, group in groupby(sorted(steps, key=lambda each: (each.step, each.start)), key=lambda each: each.step):
@@ -178,7 +176,7 @@ def _joined(parts: Sequence[range]) -> list[range]:
 
 
 def _continued(ranges: list[range]) -> list[range]:
-    """Ranges of one step without overlap, with those that begin where another ends as one."""
+    """Merge disjoint ranges of one step where one begins at the end of another."""
     by_end: dict[int, range] = {}
     for each in ranges:  # in ascending order of their first positions
         before = by_end.pop(each.start, None)
@@ -188,7 +186,7 @@ def _continued(ranges: list[range]) -> list[range]:
 
 
 def _interleaved(ranges: list[range], step: int) -> list[range]:
-    """Ranges of one step that fill each other's gaps evenly, as one of a smaller step where all of them reach."""
+    """Merge ranges of one step that fill each other's gaps evenly into one of a smaller step, where all of them run."""
     residues = sorted({each.start % step for each in ranges})
     gap = step // len(residues)
     evenly = step % len(residues) == 0 and all(b - a == gap for a, b in pairwise(residues))

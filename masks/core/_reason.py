@@ -1,4 +1,4 @@
-"""Reason: whether a rule allows a pair and why, in one plain line with numbers, beside the reasons of its parts."""
+"""Reason: whether a rule allows a pair and why, in one plain line with numbers, with the reasons of its parts."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ if TYPE_CHECKING:
 _MOST_LISTED = 8
 _INDENT = "  "
 
-# What a rule counts as positions: tokens; blocks of tokens; or the places of tokens within their document.
+# Unit of a rule's positions: tokens, blocks of tokens, or places of tokens in their document.
 Unit = Literal["token", "block", "place"]
 
 
 @dataclass(frozen=True)
 class Pair:
-    """The pair that a reason speaks of: positions of a query and a key, for one of `num_heads` global heads."""
+    """The pair that a reason is about: positions of a query and a key, for one of `num_heads` global heads."""
 
     query: int
     key: int
@@ -31,21 +31,21 @@ class Pair:
     unit: Unit = "token"
 
     def counted(self, unit: Unit, query: int, key: int) -> Pair:
-        """The same pair as a rule meets it that counts otherwise."""
+        """The pair with the positions of a rule that uses another unit."""
         return replace(self, query=query, key=key, unit=unit)
 
     def reason_of(self, part: Pattern) -> Reason:
-        """What a part of the rule says of the pair. Reasons ask the pair, so that the viewer can trace them."""
+        """Reason of a part of the rule for this pair; a method of the pair, so that the viewer can trace it."""
         return part.reason(self)
 
     def allowed_by(self, pattern: Pattern) -> bool:
-        """Whether the pattern's mask_mod is true."""
+        """Value of the pattern's mask_mod at this pair."""
         cpu = torch.device("cpu")
         mod = pattern.mask_mod(num_heads=self.num_heads, device=cpu)
         return bool(mod(*(torch.tensor(number, device=cpu) for number in (0, self.head, self.query, self.key))))
 
     def entry(self, table: Shaped[Tensor, " L"], place: int) -> int:
-        """A number that a table holds."""
+        """An entry of a table."""
         return int(table[place])
 
     @property
@@ -58,20 +58,20 @@ class Pair:
 
     @property
     def distance(self) -> str:
-        """How far the key stands from the query, as a clause."""
+        """Distance of the key from the query, as a clause."""
         if self.key == self.query:
             return f"{self.the_key} is the query's own"
         side = "before" if self.key < self.query else "after"
         return f"{self.the_key} is {self._measured(abs(self.query - self.key))} {side} {self.the_query}"
 
     def those(self, holds: Callable[[int], bool], what: str) -> str | None:
-        """The sides at whose positions this holds, as a clause that says what they are; None if it holds at neither."""
+        """Clause that the sides whose positions satisfy `holds` are `what`; None if neither side does."""
         sides = ((self.the_query, self.query), (self.the_key, self.key))
         names = [name for name, position in sides if holds(position)]
         return f"{' and '.join(names)} {'are' if len(names) > 1 else 'is'} {what}" if names else None
 
     def in_runs(self, kind: str, of_query: int, of_key: int, edges: Callable[[int], tuple[int, int]]) -> str:
-        """In which of the runs of positions, such as segments, the two lie, as a clause."""
+        """Clause that names the runs of positions, such as segments, of the query and the key."""
         query, key = (f"{kind} {index} ({span(*edges(index))})" for index in (of_query, of_key))
         if of_query == of_key:
             return f"both are in {query}"
@@ -87,7 +87,7 @@ class Pair:
 
 @dataclass(frozen=True)
 class Reason:
-    """What one rule says of a pair; `parts` are the reasons of the rules inside that decide it."""
+    """Verdict of one rule on a pair; `parts`: reasons of the inner rules that decide it."""
 
     pattern: Expression
     allowed: bool
@@ -95,7 +95,7 @@ class Reason:
     parts: tuple[Reason, ...] = ()
 
     def lines(self, depth: int = 0, width: int = 60) -> list[str]:
-        """The tree as indented lines, patterns cut to a width."""
+        """The tree as indented lines, patterns cut to `width` characters."""
         written = repr(self.pattern)
         written = written if len(written) <= width else f"{written[: width - 3]}..."
         line = f"{_INDENT * depth}{'yes' if self.allowed else 'no':<3}  {written}: {self.text}"
@@ -108,12 +108,12 @@ class Reason:
 
 
 def span(start: int, stop: int) -> str:
-    """A run of positions by its two ends."""
+    """Text of a run of positions: its first and last."""
     return f"{start} to {stop - 1}" if stop - start > 1 else f"{start}"
 
 
 def listing(numbers: Sequence[int]) -> str:
-    """Numbers as words; of many, the first few and how many there are."""
+    """Text of numbers; a long list is cut to its first few and the number of further ones."""
     if not numbers:
         return "none"
     if len(numbers) > _MOST_LISTED:

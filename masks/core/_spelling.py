@@ -1,4 +1,4 @@
-"""How patterns are written: as the expressions that build them, with no more parentheses than needed; and numbers."""
+"""Text of patterns, as the expressions that build them with minimal parentheses; and text of numbers."""
 
 from __future__ import annotations
 
@@ -13,30 +13,30 @@ _OPERATORS = {OR: " | ", AND: " & ", SUM: " + "}
 # A longer text is cut: nobody reads it, and a table of blocks would fill the screen.
 LONGEST = 4096
 CUT = "…"
-QUOTED = 1000  # characters of what another error says
+QUOTED = 1000  # characters quoted from another error
 _LAST_WORD = re.compile(r"[^\s,()\[\]]+$")
 
 
 @dataclass(frozen=True)
 class Phrase:
-    """An expression as text, and how tightly its outermost operator binds."""
+    """Text of an expression, with the precedence of its outermost operator."""
 
     text: str
     binding: int = CALL
 
     def inside(self, binding: int) -> str:
-        """The text as an operand where everything looser than `binding` needs parentheses."""
+        """Text as an operand, in parentheses if its operator is looser than `binding`."""
         return self.text if self.binding >= binding else f"({self.text})"
 
 
 def call(name: str, /, *values: object, **named: object) -> Phrase:
-    """A call of the constructor of that name."""
+    """Phrase of a call of this constructor."""
     arguments = [*map(repr, values), *(f"{key}={value!r}" for key, value in named.items())]
     return Phrase(f"{name}({', '.join(arguments)})")
 
 
 def chain(phrases: Iterable[Phrase], operator: int) -> Phrase:
-    """The phrases joined by one operator; a single one stands alone."""
+    """Phrases joined by one operator; a single one is returned unchanged."""
     first, *others = phrases
     if not others:
         return first
@@ -44,7 +44,7 @@ def chain(phrases: Iterable[Phrase], operator: int) -> Phrase:
 
 
 def shortened(text: str, longest: int = LONGEST) -> str:
-    """The text itself, or its whole words among its first `longest` characters and the mark that it was cut."""
+    """The text, or the whole words of its first `longest` characters and a mark that it was cut."""
     if len(text) <= longest:
         return text
     words = _LAST_WORD.sub("", text[: longest + 1])[:longest]
@@ -67,7 +67,7 @@ def seconds_text(number: float) -> str:
 
 
 def tokens_format(numbers: Collection[int]) -> Callable[[int], str]:
-    """Text of any of these numbers of tokens, in one unit: the largest of 1M, 1K and 1 that divides them all."""
+    """Formatter of these numbers of tokens in one unit: the largest of 1M, 1K and 1 that divides them all."""
     units = (("M", 1 << 20), ("K", 1 << 10))
     divides = ((unit, size) for unit, size in units if all(number % size == 0 for number in numbers))
     unit, size = next(divides, ("", 1))

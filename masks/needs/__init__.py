@@ -1,4 +1,4 @@
-"""Which keys some queries need: for ranks, for decoding, for what a cache may drop."""
+"""Keys that some queries need: for ranks, decoding and cache eviction."""
 
 from ._key_query import KeyQuery, moved
 from ._needs import keys_of_any, needed_keys, rules_of_heads

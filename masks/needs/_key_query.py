@@ -1,4 +1,4 @@
-"""KeyQuery: which of some keys does any of some queries attend to, under the AND of some rules."""
+"""KeyQuery: the question which keys any of some queries attends to, under the AND of some rules."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from ..core import And, Pattern, intersect
 
 @dataclass(frozen=True)
 class KeyQuery:
-    """Which of `keys` does any of `queries` attend to under the AND of `factors`, each of them a rule for one head.
+    """Which of `keys` does any of `queries` attend to under the AND of `factors`, each of them a rule for one head?
 
-    `head` is a global head that follows the rules.
+    `head`: a global head that follows the rules.
     """
 
     factors: tuple[Pattern, ...]
@@ -33,11 +33,11 @@ class KeyQuery:
         return And.of(*self.factors)
 
     def of(self, *factors: Pattern) -> KeyQuery:
-        """The same of other rules."""
+        """Replace the rules."""
         return KeyQuery(tuple(dict.fromkeys(factors)), self.queries, self.keys, self.head, self.num_heads)
 
     def within(self, queries: range, keys: range) -> KeyQuery:
-        """The same of those queries and keys that are among these."""
+        """Restrict to queries and keys in these ranges."""
         both = intersect(self.queries, queries), intersect(self.keys, keys)
         return KeyQuery(self.factors, *both, self.head, self.num_heads)
 
@@ -48,14 +48,14 @@ class KeyQuery:
         return replace(self, keys=intersect(self.keys, keys))
 
     def allows(self, q: Tensor, k: Tensor) -> Tensor:
-        """The rule pair by pair, over broadcast positions; ValueError where a table in it ends too early."""
+        """Evaluate the rule on broadcast positions; ValueError if a table in it is too short."""
         return allowed_pairs(self.rule, self.num_heads, torch.tensor(self.head), q, k)
 
     def counted_from(self, start: int) -> KeyQuery:
-        """The same where the rules count positions from `start`, at or before the first query and the first key."""
+        """Renumber positions from `start`, which is at or before the first query and the first key."""
         return replace(self, queries=moved(self.queries, -start), keys=moved(self.keys, -start))
 
 
 def moved(positions: range, distance: int) -> range:
-    """The positions that lie `distance` further on."""
+    """Shift positions by `distance`."""
     return range(positions.start + distance, positions.stop + distance, positions.step)

@@ -1,6 +1,6 @@
-"""Needs: exactly which keys some queries may attend to, without looking at pairs where the rule has a form.
+"""Needs: the exact keys that some queries may attend to, in closed form where a rewrite fits the rule.
 
-Rules that no rewrite fits are searched by bounds: over lags for rules of distances, else over boxes.
+Other rules are searched by bounds: over lags if only the distance counts, else over boxes.
 """
 
 from __future__ import annotations
@@ -32,13 +32,13 @@ from ..orders import residue_rate
 from ._key_query import KeyQuery
 from ._rewrites import rewritten
 
-_MOST_PIECES = 1 << 16  # pairs of residue classes that a search begins with at most
+_MOST_PIECES = 1 << 16  # most pairs of residue classes at the start of a search
 _FRONTIER = 1 << 17  # boxes counted together: bounds the memory
-_SIDE = 16  # a box of at most so many queries and keys is looked at pair by pair
-_FEW_PAIRS = 1 << 16  # of all queries and keys: so many are looked at sooner than bounds are computed
-_LOOKS = 1 << 13  # boxes looked at together
-_MOST_CLASSES = 1 << 9  # residue classes of keys that are searched by distance, one by one
-_CUTS = 8  # parts into which an interval of lags is cut that is left in doubt
+_SIDE = 16  # boxes of at most this many queries and keys are evaluated pair by pair
+_FEW_PAIRS = 1 << 16  # queries × keys: up to this many, evaluating each pair is faster than bounds
+_LOOKS = 1 << 13  # boxes evaluated together
+_MOST_CLASSES = 1 << 9  # most residue classes of keys that are searched by distance
+_CUTS = 8  # parts into which an undecided interval of lags is cut
 
 
 def needed_keys(
@@ -46,10 +46,10 @@ def needed_keys(
 ) -> Ranges:
     """The positions among `keys` that some position of `queries` may attend to in some of these global heads.
 
-    Exactly these: for a mixture those of any branch, and with run-time tensors those of any batch entry, whose
-    values must be in place. The ranges do not overlap; the same arguments give the same ranges, in ascending order
-    of their first positions. Raises ValueError for heads outside [0, num_heads_global), heads for which the pattern
-    has no rule, and run-time tensors without values.
+    Exact: the union over the branches of a mixture and, with run-time tensors, over batch entries; their values must be
+    in place. The ranges do not overlap and ascend by their first positions; equal arguments give equal ranges. Raises
+    ValueError for heads outside [0, num_heads_global), heads for which the pattern has no rule, and run-time tensors
+    without values.
     """
     require_expression(pattern).check_heads(require_int("num_heads_global", num_heads_global, minimum=1))
     rules = rules_of_heads(pattern, heads, num_heads_global)
@@ -61,12 +61,12 @@ def needed_keys(
 
 
 def keys_of_any(questions: Iterable[KeyQuery]) -> Ranges:
-    """The keys that answer any of these questions, as `needed_keys` gives them."""
+    """Union of the keys that answer these questions, in the form of `needed_keys`."""
     return union_of(found for wanted in questions for found in keys_seen(wanted))
 
 
 def rules_of_heads(pattern: Expression, heads: Iterable[int], num_heads: int) -> dict[Pattern, int]:
-    """The distinct rules of these heads, of all branches and batch entries, each with a head that follows it."""
+    """Distinct rules of these heads, over branches and batch entries, each with one head that follows it."""
     rules: dict[Pattern, int] = {}
     for head in heads:
         require_int("heads", head, minimum=0, maximum=num_heads - 1)
@@ -77,7 +77,7 @@ def rules_of_heads(pattern: Expression, heads: Iterable[int], num_heads: int) ->
 
 
 def keys_seen(wanted: KeyQuery) -> list[range]:
-    """The answer as ranges that may overlap."""
+    """Answer the question, as ranges that may overlap."""
     if wanted.is_empty:
         return []
     if not wanted.factors:
@@ -90,7 +90,7 @@ def keys_seen(wanted: KeyQuery) -> list[range]:
 
 
 def found_by_boxes(wanted: KeyQuery) -> list[range]:
-    """The keys that see some query, by bounds on ever smaller boxes; what they leave in doubt is evaluated by pair."""
+    """Keys that some query sees, by bounds on ever smaller boxes; small undecided boxes are evaluated pair by pair."""
     if len(wanted.queries) * len(wanted.keys) <= _FEW_PAIRS:
         q, k = (torch.arange(side.start, side.stop, side.step) for side in (wanted.queries, wanted.keys))
         return list(ranges_of(k[wanted.allows(q[:, None], k).any(0)]))
@@ -98,7 +98,7 @@ def found_by_boxes(wanted: KeyQuery) -> list[range]:
     step, firsts, counts = stack[0].k.step, [], []
     while stack:
         boxes = stack.pop()
-        if len(boxes.head) > _FRONTIER:  # boxes with the same keys stay together as far as may be
+        if len(boxes.head) > _FRONTIER:  # sorted: boxes with equal keys mostly stay together
             stack += [boxes.select(half) for half in boxes.k.first.argsort(stable=True).tensor_split(2)]
             continue
         seen, boxes = _decide(wanted, boxes)
@@ -112,7 +112,7 @@ def found_by_boxes(wanted: KeyQuery) -> list[range]:
 
 
 def _roots(wanted: KeyQuery) -> Box:
-    """The boxes to begin with: squares that the rule lists; else in residue classes, where a dilated rule is dense."""
+    """Initial boxes: squares that the rule lists, else pairs of residue classes, in which a dilated rule is dense."""
     squares = wanted.rule.squares(wanted.head, wanted.num_heads)
     sides = [_progression(side) for side in (wanted.queries, wanted.keys)]
     if squares is not None:
@@ -134,7 +134,7 @@ def _progression(positions: range) -> Progression:
 
 
 def _classes(sides: list[Progression], rate: int) -> list[Progression]:
-    """Both sides by their residue modulo a rate; as they are where that makes too many classes."""
+    """Split both sides by residue modulo `rate`; unsplit if the pairs of classes exceed `_MOST_PIECES`."""
     cycles = [min(rate // gcd(rate, side.step), int(side.count)) for side in sides]
     if cycles[0] * cycles[1] > _MOST_PIECES:
         return sides
@@ -147,9 +147,9 @@ def _classes(sides: list[Progression], rate: int) -> list[Progression]:
 
 
 def _decide(wanted: KeyQuery, boxes: Box) -> tuple[Box, Box]:
-    """(boxes of which each key sees a query, boxes of whose keys that is not known)."""
+    """(boxes of which every key is seen by a query, boxes with undecided keys)."""
     bounds = wanted.rule.count(boxes, num_heads=wanted.num_heads)
-    # A key that sees no query misses all of them.
+    # A key that no query sees accounts for q.count forbidden pairs.
     seen = boxes.area - bounds.low < boxes.q.count
     runs, number = _key_runs(boxes)
     known = torch.zeros(runs, dtype=torch.bool).index_fill(0, number[seen], True)
@@ -157,21 +157,21 @@ def _decide(wanted: KeyQuery, boxes: Box) -> tuple[Box, Box]:
 
 
 def _key_runs(boxes: Box) -> tuple[int, Tensor]:
-    """How many different runs of keys the boxes have, and the number of each box's run."""
+    """(number of distinct runs of keys, the run of each box)."""
     longest = int(boxes.k.count.max()) + 1 if len(boxes.head) else 1
     runs, number = (boxes.k.first * longest + boxes.k.count).unique(return_inverse=True)
     return len(runs), number
 
 
 def _split(boxes: Box) -> Box:
-    """Halve each side that is long, so that boxes with the same keys go on having the same keys."""
+    """Halve sides longer than `_SIDE`; runs of keys that boxes share stay shared."""
     box, q = _halved(boxes.q)
     part, k = _halved(boxes.k.select(box))
     return Box(boxes.head[box][part], q.select(part), k)
 
 
 def _halved(side: Progression) -> tuple[Tensor, Progression]:
-    """(which it comes from, it) of the halves of long progressions, and of the others as they are."""
+    """(index of the original, part): progressions longer than `_SIDE` in halves, shorter ones whole."""
     half = torch.where(side.count > _SIDE, (side.count + 1) // 2, side.count)
     cut = (half < side.count).nonzero().squeeze(1)
     first = torch.cat([side.first, (side.first + side.step * half)[cut]])
@@ -180,7 +180,7 @@ def _halved(side: Progression) -> tuple[Tensor, Progression]:
 
 
 def _look(wanted: KeyQuery, boxes: Box) -> Tensor:
-    """The keys of small boxes that see a query, pair by pair."""
+    """Keys of small boxes that some query sees, pair by pair."""
     runs, number = _key_runs(boxes)
     first, count = (torch.zeros(runs, dtype=torch.int64) for _ in range(2))
     first[number], count[number] = boxes.k.first, boxes.k.count
@@ -188,7 +188,7 @@ def _look(wanted: KeyQuery, boxes: Box) -> Tensor:
     open_keys = place < count[:, None]
     seen = torch.zeros(runs, _SIDE, dtype=torch.bool)
     turn = _turns(number, runs)
-    # In rounds: a few of the boxes with the same keys often show all of them.
+    # In rounds of doubling size: a few boxes often settle all keys of a run.
     begin, rounds = 0, 1
     while len(turn):
         now = (turn >= begin) & (turn < begin + rounds)
@@ -204,7 +204,7 @@ def _look(wanted: KeyQuery, boxes: Box) -> Tensor:
 
 
 def _turns(number: Tensor, runs: int) -> Tensor:
-    """For each box how many boxes with the same keys come before it."""
+    """Number of earlier boxes with the run of keys of each box."""
     order = number.argsort(stable=True)
     counts = torch.bincount(number, minlength=runs)
     turn = torch.empty_like(number)
@@ -213,20 +213,20 @@ def _turns(number: Tensor, runs: int) -> Tensor:
 
 
 def _pairs(wanted: KeyQuery, boxes: Box) -> Tensor:
-    """(n, _SIDE, _SIDE): which pairs of each box are allowed."""
+    """(n, _SIDE, _SIDE): True where a pair of a box is allowed."""
     place = torch.arange(_SIDE)
     in_q, in_k = (place < count[:, None] for count in (boxes.q.count, boxes.k.count))
-    # Places beyond a box stand for its first position.
+    # Places beyond a box repeat its first position; the result masks them.
     q = boxes.q.first[:, None] + boxes.q.step * place * in_q
     k = boxes.k.first[:, None] + boxes.k.step * place * in_k
     return wanted.allows(q[:, :, None], k[:, None, :]) & in_q[:, :, None] & in_k[:, None, :]
 
 
 def _ranges(first: Tensor, count: Tensor, step: int) -> list[range]:
-    """What these progressions of one step cover, as ranges."""
+    """Union of progressions of one step, as ranges."""
     if not len(first):
         return []
-    # One line for all residue classes, far enough apart that they do not touch.
+    # All residue classes on one axis, with gaps between them.
     length = int((first // step + count).max()) + 1
     place = first % step * length + first // step
     begin, end = joined_intervals(place, place + count)
@@ -235,7 +235,7 @@ def _ranges(first: Tensor, count: Tensor, step: int) -> list[range]:
 
 
 def found_by_distance(wanted: KeyQuery) -> list[range] | None:
-    """The keys that see some query, as ranges; None for rules that look at more than the distance."""
+    """Keys that some query sees, as ranges; None if more than the distance counts, or classes are too many."""
     step = wanted.queries.step if len(wanted.queries) > 1 else 1
     classes = step // gcd(step, wanted.keys.step)
     if common_period(wanted.factors) != 1 or classes > _MOST_CLASSES:
@@ -249,7 +249,7 @@ def found_by_distance(wanted: KeyQuery) -> list[range] | None:
 
 
 def _in_steps_of_queries(wanted: KeyQuery, keys: range) -> list[range]:
-    """Key j sees query i by their lag j - i: key j sees some of n queries iff one of the n lags up to j is allowed."""
+    """Keys that some of n queries sees; key j is seen iff one of the lags j - n + 1 to j is allowed."""
     begin, end = _Lags(wanted, keys).counted()
     runs = zip(begin.tolist(), (end + (len(wanted.queries) - 1)).tolist(), strict=True)
     held = (intersect(range(*run), range(len(keys))) for run in runs)
@@ -257,21 +257,21 @@ def _in_steps_of_queries(wanted: KeyQuery, keys: range) -> list[range]:
 
 
 class _Lags:
-    """The lags between n queries and m keys of the same step, and which of them a rule allows."""
+    """Lags between n queries and m keys of equal step, and the lags that a rule allows."""
 
     def __init__(self, wanted: KeyQuery, keys: range) -> None:
         self.wanted, self.step = wanted, keys.step
         self.lags = range(1 - len(wanted.queries), len(keys))
-        # A query so far on that no lag leads to a position below 0.
+        # A query position for which no lag gives a negative key position.
         shift = keys.start - wanted.queries.start
         self.query = max(0, -(shift + self.step * self.lags.start))
         self.first_key = self.query + shift
 
     def counted(self) -> tuple[Tensor, Tensor]:
-        """Intervals [begin, end) of lags that may count as allowed: by each of them a key sees some query.
+        """Intervals [begin, end) of lags that count as allowed.
 
-        Those are the allowed lags. Where n lags in a row hold two of them, all lags between count as well: a key
-        that would see a query by one of those sees another by one of the two.
+        These are the allowed lags, and all lags between two allowed ones at most n apart: a key with a lag between them
+        also has one of the two.
         """
         n = len(self.wanted.queries)
         found: list[tuple[Tensor, Tensor]] = []
@@ -299,14 +299,14 @@ class _Lags:
 
 
 def _between(begin: Tensor, end: Tensor, n: int) -> tuple[Tensor, Tensor]:
-    """The lags between the allowed ones of intervals that hold one each, if n + 1 lags span both intervals."""
+    """Lags between intervals that n + 1 lags span; each interval holds an allowed lag."""
     last = torch.searchsorted(end, begin + (n + 1), right=True) - 1
     first = (last > torch.arange(len(last))).nonzero().squeeze(1)
     return end[first] - 1, begin[last[first]] + 1
 
 
 def _inside(begin: Tensor, end: Tensor, run_begin: Tensor, run_end: Tensor) -> Tensor:
-    """Which intervals lie in one of some runs, which are in ascending order."""
+    """True for intervals within one of some ascending runs."""
     if not len(run_begin):
         return torch.zeros_like(begin, dtype=torch.bool)
     run = torch.searchsorted(run_begin, begin, right=True) - 1
@@ -314,7 +314,7 @@ def _inside(begin: Tensor, end: Tensor, run_begin: Tensor, run_end: Tensor) -> T
 
 
 def _cut(begin: Tensor, end: Tensor) -> tuple[Tensor, Tensor]:
-    """Each interval in parts of equal length, as far as it goes."""
+    """Cut each interval into at most `_CUTS` parts of about equal length."""
     edges = begin[:, None] + (end - begin)[:, None] * torch.arange(_CUTS + 1) // _CUTS
     first, last = edges[:, :-1].flatten(), edges[:, 1:].flatten()
     held = first < last

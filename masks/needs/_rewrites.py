@@ -1,4 +1,4 @@
-"""Rewrites: a key query as key queries of fewer queries and keys, under fewer rules, by the form of one rule."""
+"""Rewrites of a key query into key queries of fewer queries, keys or rules, by the form of one rule."""
 
 from __future__ import annotations
 
@@ -26,17 +26,17 @@ from ..patterns import (
 from ._key_query import KeyQuery, moved
 
 Restore = Callable[[list[range]], list[range]]
-Parts = list[tuple[KeyQuery, Restore]]  # key queries, and what makes of their answers some of the answer
+Parts = list[tuple[KeyQuery, Restore]]  # key queries, each with the map from its answer to part of the whole answer
 _Rectangle = tuple[range, ...]  # places along each axis of a grid, the outermost first
 
-# Of segments that repeat one is rewritten for all; others one by one, up to so many.
+# Segments that repeat are rewritten once for all; up to these numbers, segments are rewritten one by one.
 _FEW_SEGMENTS = 4
 _MOST_SEGMENTS = 1 << 12
 _ALL = range(1 << 62)
 
 
 def rewritten(wanted: KeyQuery) -> Parts | None:
-    """Key queries whose answers together are the answer; None where no rule has a form that helps."""
+    """Key queries whose answers together are the answer; None if no rewrite fits a rule."""
     rests = [(factor, wanted.of(*(other for other in wanted.factors if other != factor))) for factor in wanted.factors]
     for rewrite in (
         _plainer,
@@ -58,7 +58,7 @@ def rewritten(wanted: KeyQuery) -> Parts | None:
 
 
 def _plainer(factor: Pattern, rest: KeyQuery) -> Parts | None:
-    """Rules that are intersections by another name."""
+    """Drop `every()`, flatten `&`, resolve `~`."""
     if isinstance(factor, Every):
         return _same([rest])
     if isinstance(factor, And):
@@ -82,7 +82,7 @@ def _complement(part: Pattern, rest: KeyQuery) -> Parts | None:
 
 
 def _one_sided(factor: Pattern, rest: KeyQuery) -> Parts | None:
-    """Rules of the query alone, or of the key alone."""
+    """Apply a rule of the query alone, or of the key alone."""
     if isinstance(factor, KeySet):
         return [(rest, partial(_visible, factor))]
     if isinstance(factor, MarkedTokens) and factor.rows != factor.columns:
@@ -92,7 +92,7 @@ def _one_sided(factor: Pattern, rest: KeyQuery) -> Parts | None:
 
 
 def _one_residue(factor: Pattern, rest: KeyQuery) -> Parts | None:
-    """A band of steps around queries that all agree modulo the step: keys that agree with them, in a band without."""
+    """Apply a band of steps to queries that agree modulo the step: keys of their residue, in a band without steps."""
     if not isinstance(factor, Band) or factor.step == 1 or (len(rest.queries) > 1 and rest.queries.step % factor.step):
         return None
     near = rest.to_keys(range(rest.queries.start % factor.step, _ALL.stop, factor.step))
@@ -102,7 +102,7 @@ def _one_residue(factor: Pattern, rest: KeyQuery) -> Parts | None:
 
 
 def _near(factor: Pattern, rest: KeyQuery) -> Parts | None:
-    """Causal order and windows: where not all queries and keys are near enough, or all are, or nothing else counts."""
+    """Causal order and windows: merge two, restrict queries and keys to their reach, drop one that excludes no key."""
     if not isinstance(factor, Band) or factor.step > 1:
         return None
     left = _ALL.stop if factor.least is None else -factor.least
@@ -126,7 +126,7 @@ def _near(factor: Pattern, rest: KeyQuery) -> Parts | None:
 
 
 def _joint_window(one: Band, other: Band) -> Pattern | None:
-    """The intersection of two bands, if it is a window."""
+    """Intersection of two bands if it is a window, else None."""
     least = max((side for side in (one.least, other.least) if side is not None), default=None)
     most = min((side for side in (one.most, other.most) if side is not None), default=None)
     if least is None or most is None or not least <= 0 <= most:
@@ -151,7 +151,6 @@ def _visible(keys: KeySet, found: list[range]) -> list[range]:
 
 
 def _alternatives(factor: Pattern, rest: KeyQuery) -> Parts | None:
-    """Rules that are unions."""
     if isinstance(factor, Or):
         return _same([rest.of(*rest.factors, part) for part in factor.parts])
     if isinstance(factor, Not) and isinstance(factor.part, And):
@@ -164,10 +163,10 @@ def _alternatives(factor: Pattern, rest: KeyQuery) -> Parts | None:
 
 
 def _spans(factor: Pattern, rest: KeyQuery) -> Parts | None:
-    """Rules that hold within spans of positions."""
+    """Restrict to each span, for a rule within spans of positions."""
     if isinstance(factor, Spans):
         return _same([rest.within(span, span) for span in _common_spans(factor, rest)])
-    # Rules of distances are the same counted from anywhere.
+    # Rules of distances do not depend on the origin.
     if isinstance(factor, PerDocument) and isinstance(factor.spans, Spans) and common_period(rest.factors) == 1:
         inner = rest.of(*rest.factors, factor.part)
         return [
@@ -182,7 +181,6 @@ def _all_moved(distance: int, keys: list[range]) -> list[range]:
 
 
 def _common_spans(spans: Spans, wanted: KeyQuery) -> Iterator[range]:
-    """The spans that may hold both a query and a key."""
     begin, end = _overlap(wanted)
     first = int(torch.searchsorted(spans.stops, begin, right=True))
     last = int(torch.searchsorted(spans.starts, end))
@@ -191,12 +189,12 @@ def _common_spans(spans: Spans, wanted: KeyQuery) -> Iterator[range]:
 
 
 def _few_segments(factor: Pattern, rest: KeyQuery) -> Parts | None:
-    """A dilated rule of which few segments hold both queries and keys."""
+    """Restrict to each segment of a dilated rule, if few segments hold both queries and keys."""
     return _one_by_one(factor, rest, _FEW_SEGMENTS)
 
 
 def _segments(factor: Pattern, rest: KeyQuery) -> Parts | None:
-    """A dilated rule of which many segments hold both queries and keys; those between the outermost two repeat."""
+    """Restrict to the segments of a dilated rule; segments between the outermost two repeat and are rewritten once."""
     if not isinstance(factor, Dilated):
         return None
     period = common_period(rest.factors) if rest.factors else 1
@@ -216,7 +214,7 @@ def _one_by_one(factor: Pattern, rest: KeyQuery, most: int) -> Parts | None:
 
 
 def _common_segments(factor: Dilated, wanted: KeyQuery) -> range:
-    """The segments that lie between the outermost queries as well as between the outermost keys."""
+    """Segments in the overlap of queries and keys."""
     begin, end = _overlap(wanted)
     return range(begin // factor.segment, (end - 1) // factor.segment + 1)
 
@@ -229,7 +227,7 @@ def _in_segment(factor: Dilated, wanted: KeyQuery, segment: int) -> KeyQuery:
 
 
 def _repeated(times: int, stride: int, keys: list[range]) -> list[range]:
-    """The ranges of one segment in each of so many."""
+    """Copies of the ranges of one segment, `times` of them, `stride` apart."""
     ranges: list[range] = []
     for each in keys:
         if len(each) * each.step == stride:
@@ -242,7 +240,7 @@ def _repeated(times: int, stride: int, keys: list[range]) -> list[range]:
 
 
 def _blocks(factor: Pattern, rest: KeyQuery) -> Parts | None:
-    """A rule over blocks, alone: queries leave out no block between their outermost two, or meet each once."""
+    """Rewrite a lone rule over blocks to block numbers, if queries skip no block or are whole blocks apart."""
     if not isinstance(factor, Blockwise) or rest.factors:
         return None
     block, step = factor.block, rest.queries.step
@@ -256,7 +254,7 @@ def _blocks(factor: Pattern, rest: KeyQuery) -> Parts | None:
 
 
 def _of_blocks(block: int, keys: range, found: list[range]) -> list[range]:
-    """Those of the keys that lie in blocks of these numbers."""
+    """The given keys that are in blocks of these numbers."""
     ranges: list[range] = []
     for each in found:
         if each.step == 1:
@@ -269,26 +267,26 @@ def _of_blocks(block: int, keys: range, found: list[range]) -> list[range]:
 
 
 def _grid(factor: Pattern, rest: KeyQuery) -> Parts | None:
-    """A neighbourhood alone, around a run of queries: then all that is left is the keys."""
+    """Restrict the keys to the windows of a lone neighbourhood, for a run of queries; no rule remains."""
     if not isinstance(factor, Neighborhood) or rest.factors or rest.queries.step > 1:
         return None
     return _same([rest.to_keys(keys) for keys in _seen_around(factor, rest.queries)])
 
 
 def _seen_around(pattern: Neighborhood, queries: range) -> list[range]:
-    """The keys that some query of a run sees; the parts of one rectangle may overlap those of another."""
+    """Keys that some query of a run sees; the ranges of different rectangles may overlap."""
     strides = [prod(pattern.grid[axis + 1 :]) for axis in range(len(pattern.grid))]
     run = range(queries.start, min(queries.stop, prod(pattern.grid)))
     found: list[range] = []
     for rectangle in _rectangles(run, strides):
-        # The rule is one of each axis, and a rectangle has every combination of its places.
+        # The rule is separable by axis, and a rectangle has every combination of its places.
         along = [_windows(places, axis) for places, axis in zip(rectangle, pattern.axes, strict=True)]
         found += _combined(along, strides)
     return found
 
 
 def _rectangles(run: range, strides: Sequence[int]) -> Iterator[_Rectangle]:
-    """A run of tokens in row-major order as rectangles: a last part of a row, whole rows, a first part of one."""
+    """Split a run of tokens in row-major order into rectangles: end of a row, whole rows, beginning of a row."""
     if not run:
         return
     stride, *inner = strides
@@ -312,7 +310,7 @@ def _in_row(row: int, run: range, strides: Sequence[int]) -> Iterator[_Rectangle
 
 
 def _windows(places: range, axis: Axis) -> Ranges:
-    """The places along an axis that lie in the window of one of these: by residue, the first window to the last."""
+    """Union of the windows of these places along an axis: for each residue, from the first window to the last."""
     found = []
     for first in places[: axis.rate]:
         last = first + (places[-1] - first) // axis.rate * axis.rate
@@ -321,7 +319,7 @@ def _windows(places: range, axis: Axis) -> Ranges:
 
 
 def _combined(along: Sequence[Ranges], strides: Sequence[int]) -> list[range]:
-    """The tokens whose place along each axis is one of these."""
+    """Tokens whose place along each axis is one of these."""
     *outer, found = along
     for rows, stride in zip(reversed(outer), reversed(strides[:-1]), strict=True):
         if found == (range(stride),):
@@ -337,7 +335,7 @@ def _ones(rows: range) -> Iterator[range]:
 
 
 def _overlap(wanted: KeyQuery) -> tuple[int, int]:
-    """The positions that lie between the outermost queries as well as between the outermost keys."""
+    """[begin, end): the positions between the outermost queries and between the outermost keys."""
     queries, keys = wanted.queries, wanted.keys
     return max(queries.start, keys.start), min(queries[-1], keys[-1]) + 1
 

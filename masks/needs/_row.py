@@ -1,4 +1,4 @@
-"""What decoding needs of a rule: the keys that a few queries see, those that later ones can, whether it is causal."""
+"""Needs of decoding: the keys that a few queries see, the keys that later queries may see, whether a rule is causal."""
 
 from __future__ import annotations
 
@@ -22,19 +22,19 @@ from ._needs import keys_of_any
 
 Keys = Ranges | Int64[Tensor, " n"]  # ranges in closed form, or single positions
 
-_FEW_PAIRS = 1 << 20  # of a rule without a closed form: so many are evaluated sooner than bounds are
-FOREVER = 1 << 30  # queries to come, where their number is not known
-_TRIED = 2048  # positions over which a rule is searched for a pair ahead whose form does not tell
+_FEW_PAIRS = 1 << 20  # of a rule without a closed form: up to this many, evaluation is faster than bounds
+FOREVER = 1 << 30  # number of future queries if it is unknown
+_TRIED = 2048  # positions searched for a key after its query, if the form of the rule does not decide
 _BLOCK = 64
-_MOST_MEETINGS = 1 << 9  # of a row's range with one of all keys: for more, pairs are evaluated one by one
+_MOST_MEETINGS = 1 << 9  # comparisons of a row's range with a range of all keys; beyond, pairs are evaluated
 
 
 @dataclass(frozen=True)
 class Seen:
     """The keys that some of a few queries see, each once, and which query sees which.
 
-    rows: indices of queries; those left out see nothing. keys: positions. pairs: for each of the rows whether it sees
-    each key, in the order of these; None where every row sees every key.
+    rows: indices of queries; queries left out see no key. keys: positions. pairs: True where a row sees a key, in the
+    order of `rows` and `keys`; None if every row sees every key.
     """
 
     rows: range
@@ -51,7 +51,7 @@ class RowSource:
     num_heads: int
 
     def seen(self, queries: range, keys: range) -> Seen | None:
-        """Which of these keys some of a few queries see; None if there is none. Both are runs of positions."""
+        """Keys that some of a few queries see; None if no query sees a key. Both arguments are runs of positions."""
         listed: list[Ranges] = []
         for query in queries:
             row = self.rule.row(query, keys)
@@ -61,7 +61,7 @@ class RowSource:
         return self._among(queries, listed)
 
     def _among(self, queries: range, listed: Sequence[Ranges]) -> Seen | None:
-        """Each query sees the keys that are listed for it."""
+        """Seen keys, where listed[i] holds the keys of query i."""
         rows = _hull([index for index, row in enumerate(listed) if row])
         if not rows:
             return None
@@ -74,7 +74,7 @@ class RowSource:
         return Seen(rows, every, self._allowed(queries[rows.start : rows.stop : rows.step], positions(every)))
 
     def _searched(self, queries: range, keys: range) -> Seen | None:
-        """Pair by pair, where there are few, and otherwise by bounds."""
+        """Seen keys of a rule without a closed form: by pairs if these are few, else by bounds."""
         if len(queries) * len(keys) > _FEW_PAIRS:
             found = keys_of_any([KeyQuery((self.rule,), queries, keys, self.head, self.num_heads)])
             if not found:
@@ -91,19 +91,18 @@ class RowSource:
         return Seen(rows, places, None if bool(pairs.all()) else pairs) if rows else None
 
     def _allowed(self, queries: range, keys: Int64[Tensor, " n"]) -> Bool[Tensor, "N n"]:
-        """The rule pair by pair."""
         wanted = KeyQuery((self.rule,), queries, range(0), self.head, self.num_heads)
         return wanted.allows(positions([queries])[:, None], keys)
 
 
 def positions(ranges: Sequence[range]) -> Int64[Tensor, " n"]:
-    """One range after the other."""
+    """Concatenate ranges."""
     parts = [torch.arange(each.start, each.stop, each.step) for each in ranges]
     return parts[0] if len(parts) == 1 else torch.cat(parts)
 
 
 def _hull(indices: Sequence[int]) -> range:
-    """Ascending numbers, and as few others as make them one range."""
+    """The smallest range that contains these ascending numbers."""
     if not indices:
         return range(0)
     step = reduce(gcd, (index - indices[0] for index in indices[1:]), 0)
@@ -111,7 +110,7 @@ def _hull(indices: Sequence[int]) -> range:
 
 
 def _union(ranges: Iterable[range]) -> Ranges:
-    """The positions of any of these ranges; those of one rule's rows mostly go on in each other."""
+    """Union of ranges; first joins ranges of equal step and residue that touch, as rows of one rule mostly do."""
     joined: dict[tuple[int, int], range] = {}
     rest: list[range] = []
     for each in sorted(ranges, key=lambda each: each.start):
@@ -126,7 +125,7 @@ def _union(ranges: Iterable[range]) -> Ranges:
 
 
 def _pairs(rows: Sequence[Ranges], every: Ranges) -> Bool[Tensor, "N n"]:
-    """Which of the keys each row lists."""
+    """True where a row lists a key."""
     pairs = torch.zeros(len(rows), sum(map(len, every)), dtype=torch.bool)
     begin = 0
     for part in every:
@@ -146,7 +145,7 @@ def visible(
     query: int,
     num_queries: int,
 ) -> Bool[Tensor, " R"]:
-    """Whether any of the queries from `query` on may see a key of each run, by any of the rules; False is certain."""
+    """True for runs with a key that some query from `query` on may see, by any of the rules; False is certain."""
     seen = torch.zeros(len(firsts), dtype=torch.bool)
     for source in sources:
         left = (~seen).nonzero().squeeze(1)
@@ -161,7 +160,7 @@ def visible(
 
 @plans
 def later_pair(source: RowSource) -> tuple[int, int] | None:
-    """A query and a later key that it sees; None if there is none among the first 2048 positions."""
+    """A query and a later key that it sees; None if the first 2048 positions have no such pair."""
     if causal_by_form(source.rule):
         return None
     tokens = Layout(_TRIED).pieces(0)
@@ -176,7 +175,7 @@ def later_pair(source: RowSource) -> tuple[int, int] | None:
 
 
 def causal_by_form(rule: Pattern) -> bool:
-    """Whether the rule is causal order or a window up to the query, an intersection with one, or a union of such."""
+    """True for causal order, a window up to the query, an intersection with either, or a union of such rules."""
     if isinstance(rule, And):
         return any(causal_by_form(part) for part in rule.parts)
     if isinstance(rule, Or):

@@ -1,4 +1,4 @@
-"""Filled: the active tokens of segments in slots that are filled up to whole blocks, some of which hold nothing."""
+"""Padded orders: the active tokens of segments in whole blocks of slots, some of which are empty."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ from ..core import Ranges
 class Padded:
     """Every `step`-th token of each segment, from each head's offset on, in `width` slots a segment.
 
-    Slot s of head i holds token start + f * segment + offsets[i] + p * step, where f, p = divmod(s, width): if that
-    lies in segment f and is one of tokens `begin` to `end` - 1, the first of which lies in segment 0. Other slots hold
-    nothing. `width` and all slots are whole blocks of `side`, at least two: a graph compiled for any number of them
-    would take one for a constant.
+    Slot s of head i holds token t = start + f * segment + offsets[i] + p * step, where f, p = divmod(s, width), if t is
+    in segment f and begin <= t < end; else the slot is empty. Token `begin` is in segment 0. `width` and the number of
+    slots are multiples of `side`, and there are at least two blocks: a graph compiled for a dynamic number of blocks
+    would specialize on one.
     """
 
     offsets: tuple[int, ...]
@@ -38,7 +38,7 @@ class Padded:
     is_copied = True
 
     def in_blocks_of(self, side: int) -> Padded:
-        """The same with each segment filled up to whole blocks of this side."""
+        """Pad each segment to whole blocks of this side."""
         return replace(self, width=-(-self.segment // (self.step * side)) * side, side=side)
 
     @property
@@ -47,13 +47,13 @@ class Padded:
 
     @property
     def num_slots(self) -> int:
-        """Up to the block of the last that holds a token of any head."""
+        """Slots up to the last block that holds a token of any head; at least two blocks."""
         last = self.num_segments - 1
         held = last * self.width + int(self.held()[1][:, last].max())
         return max(2, -(-held // self.side)) * self.side
 
     def held(self) -> tuple[Int64[Tensor, "H F"], Int64[Tensor, "H F"]]:
-        """Of each head and segment the first place p that holds a token, and one past the last."""
+        """(first place p that holds a token, one past the last) of each head and segment."""
         start = self.start + torch.arange(self.num_segments) * self.segment
         first = start + torch.tensor(self.offsets)[:, None]
         last = (start + self.segment).clamp(max=self.end)
@@ -61,24 +61,24 @@ class Padded:
         return (((self.begin - first).clamp(min=0) + self.step - 1) // self.step).minimum(past), past
 
     def tokens(self, device: torch.device | str | None = None) -> Int64[Tensor, "H 1 S"]:
-        """The token in each slot; -1 where there is none."""
+        """Token in each slot; -1 if empty."""
         slot = torch.arange(self.num_slots, device=device)
         place = torch.tensor(self.offsets, device=device)[:, None] + slot % self.width * self.step
         token = self.start + slot // self.width * self.segment + place
         return torch.where((place < self.segment) & (token >= self.begin) & (token < self.end), token, -1)[:, None]
 
     def moved(self, tokens: int) -> Padded:
-        """The same over tokens that lie so far further on."""
+        """Shift by a number of tokens."""
         return replace(self, start=self.start + tokens, begin=self.begin + tokens, end=self.end + tokens)
 
 
 @dataclass(frozen=True)
 class Held:
-    """The positions of some runs at every `step`-th place of a segment from an offset on, ascending.
+    """Positions of some runs with position mod segment mod step equal to an offset, ascending.
 
-    Heads of the same offset and runs share a row of them; `rows` has that of each head, `offsets` and `runs` are those
-    of each row. Slots beyond a row's last hold nothing; all of them are whole blocks of `side`, at least two: a graph
-    compiled for any number of them would take one for a constant.
+    Heads with equal offset and runs share a row: `rows` has the row of each head, `offsets` and `runs` have an entry
+    for each row. Slots past the end of a row are empty. The number of slots is a multiple of `side`, at least two
+    blocks: a graph compiled for a dynamic number of blocks would specialize on one.
     """
 
     offsets: tuple[int, ...]
@@ -92,7 +92,7 @@ class Held:
     is_copied = True
 
     def in_blocks_of(self, side: int) -> Held:
-        """The same, filled up to whole blocks of this side."""
+        """Pad to whole blocks of this side."""
         return replace(self, side=side)
 
     @property
@@ -101,13 +101,13 @@ class Held:
 
     @cached_property
     def positions(self) -> Int64[Tensor, "T S"]:
-        """The position in each slot of each row; -1 where there is none."""
+        """Position in each slot of each row; -1 if empty."""
         rows = [self._active(*row) for row in zip(self.offsets, self.runs, strict=True)]
         slots = max(2, -(-max(map(len, rows)) // self.side)) * self.side
         return torch.stack([pad(row, (0, slots - len(row)), value=-1) for row in rows])
 
     def tokens(self, device: torch.device | str | None = None) -> Int64[Tensor, "H 1 S"]:
-        """The position in each slot of each head, of the one fold; -1 where there is none."""
+        """Position in each slot of each head, in a single fold; -1 if empty."""
         return self.positions[list(self.rows), None].to(device or "cpu")
 
     def _active(self, offset: int, runs: Ranges) -> Int64[Tensor, " n"]:

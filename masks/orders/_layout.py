@@ -1,4 +1,4 @@
-"""Orders: which token of each head stands in which slot, of all tokens or of some."""
+"""Orders: the token in each slot, for each head; of all tokens or of some."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ from ..core import Pattern, require_int
 class Pieces:
     """Slots cut into runs whose positions are progressions of one step.
 
-    Run p holds lengths[p] slots from starts[p] on, every one of them, or every strides[p]-th; for table t the position
-    of its slot number i is firsts[t, p] + step * i. Runs of a stride above 1 come in groups of that many, which begin
-    at neighbouring slots and together leave out none.
+    Run p has lengths[p] slots: starts[p], starts[p] + strides[p] and so on, with stride 1 if `strides` is None. In
+    table t its i-th slot holds position firsts[t, p] + step * i. Runs of stride n > 1 come in groups of n, which start
+    at consecutive slots and together fill all slots of the group.
     """
 
     starts: Int64[Tensor, " P"]
@@ -33,7 +33,7 @@ class Pieces:
         """Position of each slot in the order of each table."""
         piece = torch.searchsorted(self.starts, slot, right=True) - 1
         index = slot - self.starts[piece]
-        if self.strides is not None:  # beyond the last start of a group its runs take turns
+        if self.strides is not None:  # past the last start of a group, its runs alternate
             stride = self.strides[piece]
             piece, index = piece - (stride - 1) + (index - 1) % stride, (index + stride - 1) // stride
         return self.firsts[table, piece] + self.step * index
@@ -46,43 +46,43 @@ class _SharedOrder:
 
     @property
     def is_natural(self) -> bool:
-        """Whether every token stands in its own slot."""
+        """True if slot s holds token s."""
         return False
 
     @property
     def num_slots(self) -> int:
-        raise NotImplementedError  # every order states its own
+        raise NotImplementedError  # defined by each order
 
     def positions(self, device: torch.device | str | None = None) -> Int64[Tensor, " S"]:
-        """The token index that stands in each slot."""
+        """Token in each slot."""
         raise NotImplementedError
 
     def tokens(self, device: torch.device | str | None = None) -> Int64[Tensor, "1 1 S"]:
-        """The token index in each slot, of every head and fold."""
+        """Token in each slot, of every head and fold."""
         return self.positions(device)[None, None]
 
     def end(self, filled: int) -> int:
-        """One past the last token of fold 0, also of so many slots more, which fill up a last block."""
+        """One past the last token of fold 0, including `filled` more slots that pad the last block."""
         return self.num_slots + filled
 
     def start_of(self, index: int) -> int:
-        """How far one head's tokens lie beyond those of another: not at all."""
+        """Token offset of a head: 0, as all heads share the tokens."""
         return 0
 
     def pieces(self, origin: int) -> Pieces:
-        """The slots as runs of progressions; token 0 stands at position `origin`."""
+        """Slots as runs of progressions; token 0 has position `origin`."""
         raise NotImplementedError
 
     def in_pieces(self, rule: Pattern, origin: int) -> tuple[Pattern, Pieces]:
-        """(a rule, the slots as runs of what it takes for positions); the rule itself where these are few."""
+        """(rule, slots as runs of its positions); an order of many short runs may return an equal rule over slots."""
         return rule, self.pieces(origin)
 
     def as_compact(self, heads: tuple[int, ...]) -> Compact | None:
-        """The same as a progression for each of these heads, where that is what it is."""
+        """Equal Compact for these heads; None if the tokens are not a progression."""
         return Compact(heads, (0,) * len(heads), 1, self.num_slots, 1, self.num_slots) if self.is_natural else None
 
     def repeated(self, heads: tuple[int, ...], moves: Int64[Tensor, " n"]) -> Compact | Folded:
-        """For these heads the same again for each of these numbers of tokens, so far further on."""
+        """Copies of this order for these heads, as folds: one shifted by each of `moves` tokens."""
         compact = self.as_compact(heads)
         return Folded(self, FoldStarts(moves)) if compact is None else compact.repeated(heads, moves)
 
@@ -90,10 +90,10 @@ class _SharedOrder:
 class Permutation(_SharedOrder):
     """An order of all tokens."""
 
-    is_copied = False  # unless tokens are given in another order, which only the caller knows
+    is_copied = False  # unless the caller's tokens are in another order
 
     def slots(self, device: torch.device | str | None = None) -> Int64[Tensor, " N"]:
-        """The slot in which each token stands: the inverse of `positions`."""
+        """Slot of each token: the inverse of `positions`."""
         raise NotImplementedError
 
     def apply(self, x: Shaped[Tensor, "..."], dim: int = -2) -> Shaped[Tensor, "..."]:
@@ -115,8 +115,8 @@ class Permutation(_SharedOrder):
 class Layout(Permutation):
     """Residue-major order, shared by all heads: tokens sorted by (index mod rate, index div rate).
 
-    A pure permutation of any number of tokens, without padding; rate 1 is the natural order. Rates that
-    divide `rate` find the tokens of one residue class in runs of consecutive slots.
+    A pure permutation of any number of tokens, without padding; rate 1 is the natural order. For
+    divisors of `rate`, too, the tokens of one residue class are in runs of consecutive slots.
 
     >>> masks.Layout(8, 2).apply(torch.arange(8), dim=0)
     tensor([0, 2, 4, 6, 1, 3, 5, 7])
@@ -138,7 +138,7 @@ class Layout(Permutation):
         return self.rate == 1
 
     def positions(self, device: torch.device | str | None = None) -> Int64[Tensor, " S"]:
-        """The token index that stands in each slot."""
+        """Token in each slot."""
         slot = torch.arange(self.num_tokens, device=device)
         # The first `longer` residue classes have one token more. No data-dependent shape: this is traced.
         each, longer = self.num_tokens // self.rate, self.num_tokens % self.rate
@@ -147,26 +147,26 @@ class Layout(Permutation):
         return residue + self.rate * (slot - residue * each - residue.clamp(max=longer))
 
     def slots(self, device: torch.device | str | None = None) -> Int64[Tensor, " N"]:
-        """The slot in which each token stands: the inverse of `positions`."""
+        """Slot of each token: the inverse of `positions`."""
         return self.slot_of(torch.arange(self.num_tokens, device=device))
 
     def slot_of(self, token: Int64[Tensor, "..."]) -> Int64[Tensor, "..."]:
-        """The slot of each of some tokens."""
+        """Slot of each of these tokens."""
         residue = token % self.rate
         each, longer = self.num_tokens // self.rate, self.num_tokens % self.rate
         return residue * each + residue.clamp(max=longer) + token // self.rate
 
     def pieces(self, origin: int) -> Pieces:
-        """One run for each residue class; token 0 stands at position `origin`."""
+        """One run for each residue class; token 0 has position `origin`."""
         classes = torch.arange(min(self.rate, self.num_tokens))
         lengths = (self.num_tokens - 1 - classes) // self.rate + 1
         starts = lengths.cumsum(0) - lengths
         return Pieces(starts, lengths, (classes + origin)[None], self.rate)
 
     def rows(self, origin: int) -> Pieces:
-        """The same slots as runs of neighbouring tokens: the first tokens of all classes, the second, and so on.
+        """The slots as runs of neighbouring tokens: the first tokens of all classes, the second, and so on.
 
-        Few where classes are many and short. Classes with one token more than others make a group of their own.
+        Few runs where classes are many and short. Classes with one token more than others form a separate group.
         """
         each, longer = divmod(self.num_tokens, self.rate)
         groups = [
@@ -183,7 +183,7 @@ class Layout(Permutation):
 
 @dataclass(frozen=True)
 class Listed(_SharedOrder):
-    """Some tokens, the same of every head: slot s holds the s-th token of the runs, one after the other.
+    """Some tokens, equal for all heads: slot s holds the s-th token of the concatenated runs.
 
     All runs have one step.
     """
@@ -200,19 +200,19 @@ class Listed(_SharedOrder):
 
     @property
     def is_copied(self) -> bool:
-        """Whether tokens do not lie side by side."""
+        """True if the tokens are not contiguous."""
         return self.step > 1
 
     def end(self, filled: int) -> int:
-        """One past the last token that is listed: none stands in a slot beyond."""
+        """One past the last listed token; slots beyond are empty."""
         return max(run.stop for run in self.runs)
 
     def positions(self, device: torch.device | str | None = None) -> Int64[Tensor, " S"]:
-        """The token index that stands in each slot."""
+        """Token in each slot."""
         return torch.cat([torch.arange(run.start, run.stop, run.step, device=device) for run in self.runs])
 
     def pieces(self, origin: int) -> Pieces:
-        """The runs; token 0 stands at position `origin`."""
+        """The runs; token 0 has position `origin`."""
         lengths = torch.tensor([len(run) for run in self.runs])
         firsts = torch.tensor([[run.start for run in self.runs]]) + origin
         return Pieces(lengths.cumsum(0) - lengths, lengths, firsts, self.step)
@@ -220,18 +220,18 @@ class Listed(_SharedOrder):
 
 @dataclass(frozen=True, eq=False)
 class FoldStarts:
-    """How far each fold begins after the first one, where folds are not evenly spaced; equal only to itself."""
+    """Token offset of each fold from the first one, where folds are not evenly spaced; equal only to itself."""
 
     tokens: Int64[Tensor, " folds"]
 
 
 @dataclass(frozen=True)
 class Compact:
-    """The tokens that are active for a head, gathered: one progression a head, folded over segments.
+    """The active tokens of each head, gathered: one progression a head, repeated over folds, such as segments.
 
-    Slot s of fold f of head heads[i] holds token starts[i] + f * fold_stride + s * step; with `fold_starts` the
-    folds begin there instead. All heads have the same number of slots; heads with another number are in a Compact of
-    their own.
+    Slot s of fold f of head heads[i] holds token starts[i] + f * fold_stride + s * step; with `fold_starts`,
+    fold_starts.tokens[f] replaces f * fold_stride. All heads have `num_slots` slots; heads with another number are in
+    another Compact.
     """
 
     heads: tuple[int, ...]
@@ -245,21 +245,21 @@ class Compact:
 
     @property
     def is_copied(self) -> bool:
-        """Whether no strided view has a fold's tokens, and each fold after the other, side by side."""
+        """True if the tokens, fold by fold, are not a strided view."""
         return self.step > 1 or self.fold_starts is not None
 
     def end(self, filled: int) -> int:
-        """One past the last token of fold 0, also of so many slots more, which fill up a last block."""
+        """One past the last token of fold 0, including `filled` more slots that pad the last block."""
         return max(self.starts) + (self.num_slots + filled) * self.step
 
     def fold_tokens(self, device: torch.device | str | None = None) -> Int64[Tensor, " folds"]:
-        """How far each fold begins after the first one."""
+        """Token offset of each fold from the first one."""
         if self.fold_starts is not None:
             return self.fold_starts.tokens.to(device)
         return torch.arange(self.folds, device=device) * self.fold_stride
 
     def at_folds(self, tokens: Int64[Tensor, " folds"]) -> Compact:
-        """Fold 0 again so many tokens further on, for each of some folds; by strides where they are evenly spaced."""
+        """Copies of fold 0, one shifted by each of `tokens`; with `fold_stride` if these are evenly spaced."""
         first, gaps = int(tokens[0]), tokens.diff()
         stride = int(gaps[0]) if len(gaps) else self.num_slots
         even = not bool((gaps != stride).any())
@@ -272,21 +272,21 @@ class Compact:
         )
 
     def repeated(self, heads: tuple[int, ...], moves: Int64[Tensor, " n"]) -> Compact:
-        """All folds again for each of these numbers of tokens, so far further on."""
+        """Copies of all folds, one shifted by each of `moves` tokens."""
         return self.at_folds((moves[:, None] + self.fold_tokens()).flatten())
 
     def portion(self, heads: slice, folds: range) -> Compact:
-        """The same for some of the heads and some consecutive folds."""
+        """Restrict to some heads and consecutive folds."""
         some = replace(self, heads=self.heads[heads], starts=self.starts[heads])
         return some.at_folds(self.fold_tokens()[folds.start : folds.stop])
 
     def alone(self, shift: int) -> Compact:
-        """Fold 0, over tokens that lie `shift` further on."""
+        """Fold 0, shifted by `shift` tokens."""
         starts = tuple(start + shift for start in self.starts)
         return replace(self, starts=starts, folds=1, fold_stride=0, fold_starts=None)
 
     def pieces(self, origin: int) -> Pieces:
-        """One run a head: the slots of fold 0; token 0 stands at position `origin`."""
+        """One run a head: the slots of fold 0; token 0 has position `origin`."""
         firsts = torch.tensor(self.starts)[:, None] + origin
         return Pieces(torch.tensor([0]), torch.tensor([self.num_slots]), firsts, self.step)
 
@@ -299,18 +299,18 @@ class Compact:
         return rule, self.pieces(origin)
 
     def as_compact(self, heads: tuple[int, ...]) -> Compact:
-        """Itself, which holds a progression for each of its heads."""
+        """Self: it has a progression for each of its heads."""
         return self
 
     def tokens(self, device: torch.device | str | None = None) -> Int64[Tensor, "heads folds S"]:
-        """The token index in each slot."""
+        """Token in each slot."""
         starts = torch.tensor(self.starts, device=device)[:, None, None]
         return starts + self.fold_tokens(device)[:, None] + torch.arange(self.num_slots, device=device) * self.step
 
 
 @dataclass(frozen=True)
 class Folded(_SharedOrder):
-    """An order of some tokens again and again: slot s of fold f holds token starts[f] + order.positions()[s]."""
+    """Shifted copies of an order: slot s of fold f holds token starts.tokens[f] + order.positions()[s]."""
 
     order: _SharedOrder
     starts: FoldStarts
@@ -326,31 +326,31 @@ class Folded(_SharedOrder):
 
     @property
     def first(self) -> int:
-        """Offset of fold 0's tokens from the order's own."""
+        """Token offset of fold 0."""
         return int(self.starts.tokens[0])
 
     def positions(self, device: torch.device | str | None = None) -> Int64[Tensor, " S"]:
-        """The token index that stands in each slot of fold 0."""
+        """Token in each slot of fold 0."""
         return self.order.positions(device) + self.first
 
     def tokens(self, device: torch.device | str | None = None) -> Int64[Tensor, "1 folds S"]:
-        """The token index in each slot, of every head."""
+        """Token in each slot, of every head."""
         return (self.starts.tokens.to(device or "cpu")[:, None] + self.order.positions(device))[None]
 
     def end(self, filled: int) -> int:
-        """One past the last token of fold 0, also of so many slots more, which fill up a last block."""
+        """One past the last token of fold 0, including `filled` more slots that pad the last block."""
         return self.order.end(filled) + self.first
 
     def repeated(self, heads: tuple[int, ...], moves: Int64[Tensor, " n"]) -> Folded:
-        """All folds again for each of these numbers of tokens, so far further on."""
+        """Copies of all folds, one shifted by each of `moves` tokens."""
         return replace(self, starts=FoldStarts((moves[:, None] + self.starts.tokens).flatten()))
 
     def pieces(self, origin: int) -> Pieces:
-        """The slots of fold 0 as runs of progressions; token 0 stands at position `origin`."""
+        """The slots of fold 0 as runs of progressions; token 0 has position `origin`."""
         return self.order.pieces(origin + self.first)
 
     def in_pieces(self, rule: Pattern, origin: int) -> tuple[Pattern, Pieces]:
-        """(a rule, the slots of fold 0 as runs of what it takes for positions)."""
+        """(rule, slots of fold 0 as runs of its positions)."""
         return self.order.in_pieces(rule, origin + self.first)
 
 
@@ -358,9 +358,9 @@ Order = Permutation | Listed | Compact | Folded
 
 
 def residue_rate(branch: Pattern, most: int) -> int:
-    """The rate, at most `most`, of a residue-major order in which dilated factors find their tokens in runs.
+    """Rate, at most `most`, of a residue-major order in which tokens of dilated factors are in runs.
 
-    The least common multiple of the factors' rates, in ascending order, without those that would take it beyond `most`.
+    Least common multiple of the factors' rates in ascending order; a rate that would raise it above `most` is skipped.
     """
     common = 1
     for rate in sorted(set(branch.rates())):

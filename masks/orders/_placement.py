@@ -1,4 +1,4 @@
-"""Placement: at which positions the tokens of q, k and v stand, where a device holds parts of a sequence."""
+"""Placement: positions of the tokens of q, k and v on a device that holds parts of a sequence."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from ..core import LARGEST, Ranges, among, within
 
 
 class Part(NamedTuple):
-    """Queries that stand side by side, with the keys they are computed with.
+    """A run of queries with the keys they are computed with.
 
-    The first query is token `q_token`. `span` reaches over the positions of the keys; `gapless`: a key stands at each.
+    The first query is token `q_token`. `span`: interval of the keys' positions; `gapless`: there is a key at each.
     """
 
     queries: range
@@ -30,13 +30,12 @@ class Part(NamedTuple):
 
 @dataclass(frozen=True)
 class Placement:
-    """Query token i stands at the i-th position of `queries`, key token j of a head at the j-th of its `keys`.
+    """Positions of local tokens: query token i is at the i-th position of `queries`, key token j at the j-th of `keys`.
 
-    `keys` has one entry for all key/value heads, or one for each. With `complete` no other key may be attended to,
-    by the rule, from any of the queries: what lies between the keys then needs no looking at. But where no key stands
-    in a run of the queries, its positions are left out. Else the keys are the same for all heads and stand in runs of
-    step 1, and those that are missing are left out. Run-time tensors have values for `num_tokens` positions; 0 stands
-    for one past the last that is here.
+    `keys` has one entry for all key/value heads, or one for each. With `complete` the rule allows no query a key that
+    is absent, so gaps between the keys need no mask; only runs of queries that contain no key are excluded from the
+    keys. Otherwise the keys are in runs of step 1, equal for all heads, and absent keys are excluded. Run-time tensors
+    have values for `num_tokens` positions; 0 means one past the last position of a query or key.
     """
 
     queries: Ranges
@@ -55,7 +54,7 @@ class Placement:
 
     @cached_property
     def text(self) -> str:
-        """Plain data, from which `read` makes an equal placement."""
+        """JSON text; `read` restores an equal placement."""
         queries = [[run.start, run.stop] for run in self.queries]
         keys = [[[run.start, run.stop, run.step] for run in side] for side in self.keys]
         return json.dumps([queries, keys, int(self.complete), self.num_tokens], separators=(",", ":"))
@@ -63,7 +62,7 @@ class Placement:
     @staticmethod
     @lru_cache(maxsize=256)
     def read(text: str) -> Placement:
-        """The placement of this text."""
+        """Placement of a `text`."""
         queries, keys, complete, num_tokens = json.loads(text)
         sides = tuple(tuple(range(*run) for run in side) for side in keys)
         return Placement(tuple(range(*run) for run in queries), sides, bool(complete), num_tokens)
@@ -74,17 +73,17 @@ class Placement:
 
     @property
     def num_keys(self) -> int:
-        """Key tokens of the head that has most."""
+        """Largest number of key tokens of a head."""
         return max(sum(map(len, side)) for side in self.keys)
 
     @property
     def end(self) -> int:
-        """One past the last position that run-time tensors know."""
+        """One past the last position for which run-time tensors have values."""
         sides = (self.queries, *self.keys)
         return self.num_tokens or 1 + max((run[-1] for side in sides for run in side), default=0)
 
     def parts(self) -> Iterator[Part]:
-        """All queries with all keys, each pair once."""
+        """Split into parts that hold each pair of a query and a key once."""
         tokens = accumulate(map(len, self.queries), initial=0)
         for queries, token in zip(self.queries, tokens, strict=False):
             for span, gapless in self._spans():
@@ -104,7 +103,7 @@ class Placement:
         return spans
 
     def stretches(self, span: range, gap: int) -> list[range]:
-        """Runs of step 1 within the span that hold every key of any head, parted where more than `gap` hold none."""
+        """Runs of step 1 within the span that hold the keys of all heads, split at gaps of over `gap` positions."""
         runs = {run for side in self.keys for run in side}
         pieces = [range(run.start, run[-1] + 1) for run in runs if run.step <= gap]
         pieces += [range(position, position + 1) for run in runs if run.step > gap for position in run]
@@ -120,23 +119,23 @@ class Placement:
         return joined
 
     def key_slots(self, head: int) -> HeldSlots:
-        """Where the keys of a head stand in its tensor."""
+        """Slots of a head's keys in its tensor."""
         return _slots(self.keys[head if len(self.keys) > 1 else 0])
 
     def query_slots(self) -> HeldSlots:
-        """Where the queries stand in their tensor."""
+        """Slots of the queries in their tensor."""
         return _slots(self.queries)
 
 
 @dataclass(frozen=True, eq=False)
 class HeldSlots:
-    """The slot of each position that is held: `position` ascending, with its `slot`."""
+    """Slot of each local token: `position` ascending, with its `slot`."""
 
     position: Int64[Tensor, " n"]
     slot: Int64[Tensor, " n"]
 
     def of(self, positions: Int64[Tensor, "..."]) -> Int64[Tensor, "..."]:
-        """The slot of each position; any slot for those that are not held, which no query may attend to."""
+        """Slot of each position; an arbitrary slot for absent positions, which no query may attend to."""
         if not len(self.position):
             return torch.zeros_like(positions)
         return self.slot[torch.searchsorted(self.position, positions).clamp(max=len(self.position) - 1)]

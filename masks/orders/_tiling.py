@@ -1,4 +1,4 @@
-"""Tilings: the tokens of a grid in compact tiles, one tile after the other, and a neighbourhood over their slots."""
+"""Tilings: orders of a grid's tokens tile by tile, and a neighbourhood over their slots."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class Tiling(Permutation):
     """Tiles of a grid in row-major order, and within each tile its tokens in row-major order.
 
     A pure permutation of the tokens of the whole grid, without padding: where a tile's side does not divide
-    an axis, the last tiles along that axis are smaller. Positions are those of the grid in row-major order.
+    an axis, the last tiles along that axis are smaller. Positions number the grid in row-major order.
     """
 
     grid: tuple[int, ...]
@@ -44,14 +44,14 @@ class Tiling(Permutation):
 
     @property
     def is_natural(self) -> bool:
-        """Whether tiles follow each other as rows do: parts of one line, or whole ones side by side."""
+        """True if the order is row-major: tiles are parts of one line, or span all inner axes."""
         pairs = list(zip(self.tile, self.grid, strict=True))
         before = [all(min(pair) == 1 for pair in pairs[:axis]) for axis in range(len(pairs))]
         after = [all(side >= length for side, length in pairs[axis + 1 :]) for axis in range(len(pairs))]
         return any(map(min, before, after))
 
     def positions(self, device: torch.device | str | None = None) -> Int64[Tensor, " S"]:
-        """The token index that stands in each slot."""
+        """Token in each slot."""
         slot = torch.arange(self.num_slots, device=device)
         box = self._everywhere(slot)
         for axis, unit in self._digits():
@@ -61,7 +61,7 @@ class Tiling(Permutation):
         return sum((side.first * stride for side, stride in self._strided(box)), torch.zeros_like(slot))
 
     def slots(self, device: torch.device | str | None = None) -> Int64[Tensor, " N"]:
-        """The slot in which each token stands: the inverse of `positions`."""
+        """Slot of each token: the inverse of `positions`."""
         token = torch.arange(self.num_slots, device=device)
         slot, box = torch.zeros_like(token), self._everywhere(token)
         places = [token // stride % length for length, (_, stride) in zip(self.grid, self._strided(box), strict=True)]
@@ -71,13 +71,13 @@ class Tiling(Permutation):
         return slot
 
     def in_pieces(self, rule: Pattern, origin: int) -> tuple[Pattern, Pieces]:
-        """The rule over slots: positions come in runs as short as a tile is wide, slots are one run."""
+        """(the rule over slots, one run of slots): in positions, runs would be as short as a tile is wide."""
         assert isinstance(rule, Neighborhood)
         assert origin == 0, "a tiling orders the whole grid"
         return Tiled(rule, self), Layout(self.num_slots).pieces(0)
 
     def rectangles(self, start: Int64[Tensor, " n"], stop: Int64[Tensor, " n"]) -> Rectangles:
-        """The tokens in slots start to stop - 1 of n runs as rectangles, none of them empty."""
+        """Cut the tokens in slots start to stop - 1 of n runs into non-empty rectangles."""
         rest = _Runs(torch.arange(len(start)), start, stop, self._everywhere(start)).select(start < stop)
         found = []
         for axis, unit in self._digits():
@@ -87,7 +87,7 @@ class Tiling(Permutation):
         return Rectangles(torch.cat(runs), joined(*boxes))
 
     def _digits(self) -> Iterator[tuple[int, int]]:
-        """(axis, length of a child along it) from the outermost digit of a slot to the innermost."""
+        """Yield (axis, length of a child along it) from the outermost digit of a slot to the innermost."""
         yield from enumerate(self.tile)
         yield from ((axis, 1) for axis in range(len(self.tile)))
 
@@ -95,13 +95,13 @@ class Tiling(Permutation):
         return tuple(Progression(torch.zeros_like(like), 1, torch.full_like(like, length)) for length in self.grid)
 
     def _strided(self, box: Rectangle) -> list[tuple[Progression, int]]:
-        """Each axis of a rectangle, with the distance of neighbours along it in row-major order."""
+        """Each axis of a rectangle with its row-major stride."""
         return [(side, prod(self.grid[axis + 1 :])) for axis, side in enumerate(box)]
 
 
 @dataclass(frozen=True)
 class _Runs:
-    """Parts of the runs, none of them empty: slots start to stop - 1, counted from the first of their rectangle."""
+    """Non-empty parts of runs: slots start to stop - 1, counted from the first slot of their rectangle."""
 
     run: Tensor
     start: Tensor
@@ -113,10 +113,10 @@ class _Runs:
 
 
 def _cut(runs: _Runs, axis: int, unit: int) -> tuple[Rectangles, _Runs]:
-    """The whole children of which the runs consist, and what is left of them, within one child each.
+    """Split runs into their whole children and the parts left, each within one child.
 
-    A run is the end of a child, whole children, and the beginning of another, for which a smaller last child
-    counts even where it is whole; or it lies inside one child.
+    A run is the end of a child, whole children, and the beginning of another child; or it is inside one child. A
+    smaller last child counts as a beginning even if it is whole.
     """
     size = unit * _others(runs.box, axis)
     begin, end = -(-runs.start // size), runs.stop // size
@@ -135,18 +135,18 @@ def _cut(runs: _Runs, axis: int, unit: int) -> tuple[Rectangles, _Runs]:
 
 
 def _inside(runs: _Runs, child: Tensor, size: Tensor, axis: int, unit: int) -> _Runs:
-    """What of each run lies in the child of this number."""
+    """The part of each run in the child of this number."""
     start, stop = (runs.start - child * size).clamp(min=0), torch.minimum(runs.stop - child * size, size)
     return _Runs(runs.run, start, stop, _children(runs.box, axis, unit, child, child + 1))
 
 
 def _others(box: Rectangle, axis: int) -> Tensor:
-    """Tokens of the rectangle for each place along an axis."""
+    """Tokens of the rectangle at each place along an axis."""
     return prod((side.count for side in (*box[:axis], *box[axis + 1 :])), start=torch.ones_like(box[axis].count))
 
 
 def _children(box: Rectangle, axis: int, unit: int, begin: Tensor, end: Tensor) -> Rectangle:
-    """Children begin to end - 1 of each rectangle, cut along an axis at multiples of `unit` from where it begins."""
+    """Children begin to end - 1 of each rectangle, cut along an axis at multiples of `unit` from its first place."""
     side = box[axis]
     part = Progression(side.first + unit * begin, 1, torch.minimum(unit * end, side.count) - unit * begin)
     return (*box[:axis], part, *box[axis + 1 :])
@@ -154,9 +154,9 @@ def _children(box: Rectangle, axis: int, unit: int, begin: Tensor, end: Tensor) 
 
 @dataclass(frozen=True)
 class Tiled(Pattern):
-    """The rule over slots in place of positions. It stands in no expression: terms keep the neighbourhood itself."""
+    """A neighbourhood over slots instead of positions. It is in no expression: terms keep the neighbourhood."""
 
-    kind = "tiled"  # of no constructor and no JSON
+    kind = "tiled"  # without constructor and JSON
 
     rule: Neighborhood
     order: Tiling

@@ -1,4 +1,4 @@
-"""The patterns, a file for each family; a new one is one more file here."""
+"""Patterns, one file for each family."""
 
 from ._after import After
 from ._band import Band, Causal, LocalWindow, Strided, causal, dilated_window, local_window, strided

@@ -1,4 +1,4 @@
-"""After: a pattern over the tokens from one position on, as behind a class token or registers."""
+"""After: a pattern over the tokens from one position on, for example after a class token or registers."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ from ..core import (
 
 @pattern_kind("after")
 class After(OnePart):
-    """Allowed iff neither position lies before `start` and `part` allows them counted from there."""
+    """Allowed iff both positions are at least `start` and `part` allows them counted from `start`."""
 
     start: int
 
@@ -110,9 +110,9 @@ def _after(part: Pattern, start: int) -> Pattern:
 def count_from(
     part: Pattern, head: Counts, q: Progression, k: Progression, *, start: Counts | int, num_heads: int
 ) -> Bounds:
-    """Bounds on the pairs of boxes, some of them empty, of a rule that is counted from `start` on."""
+    """Bounds on the pairs of boxes, some of them empty, of a rule that counts positions from `start`."""
     held = (q.count > 0) & (k.count > 0)
-    # A part's bounds hold for boxes that are not empty.
+    # `count` needs boxes that are not empty.
     q, k = (Progression((side.first - start).clamp(min=0), side.step, side.count.clamp(min=1)) for side in (q, k))
     bounds = part.count(Box(head, q, k), num_heads=num_heads)
     return Bounds(torch.where(held, bounds.low, 0), torch.where(held, bounds.high, 0))

@@ -1,4 +1,4 @@
-"""Bands: rules of the distance from query to key alone, such as causal order, windows and strides."""
+"""Bands: rules that depend only on the distance from query to key, such as causal order, windows and strides."""
 
 from math import gcd
 
@@ -40,7 +40,7 @@ class Band(Pattern):
 
     def limits(self) -> tuple[int | None, int | None, int]:
         """(least, most, step)."""
-        raise NotImplementedError  # every kind has its own
+        raise NotImplementedError  # defined by each kind
 
     @property
     def least(self) -> int | None:
@@ -129,7 +129,7 @@ class LocalWindow(Band):
         return -self.left, self.right, 1
 
     def snapped(self, q_side: int, k_side: int) -> Pattern:
-        """Each radius up to one less than a multiple of what divides both sides: the same blocks hold all pairs."""
+        """Round radii that are no multiple of gcd(q_side, k_side) up to a multiple minus 1; no block is added."""
         side = gcd(q_side, k_side)
         left, right = (
             reach if reach % side == 0 else -(-reach // side) * side - 1 for reach in (self.left, self.right)
@@ -139,7 +139,7 @@ class LocalWindow(Band):
 
 @pattern_kind("strided")
 class Strided(Band):
-    """Allowed iff (query - key) mod stride == 0. Tokens then fall into `stride` classes that see themselves."""
+    """Allowed iff (query - key) mod stride == 0. Tokens form `stride` residue classes; each sees only itself."""
 
     stride: int
 
@@ -162,7 +162,7 @@ class DilatedWindow(Band):
     def __post_init__(self) -> None:
         require_int("left", self.left, minimum=0)
         require_int("right", self.right, minimum=0)
-        require_int("rate", self.rate, minimum=2)  # of rate 1 is LocalWindow
+        require_int("rate", self.rate, minimum=2)  # rate 1 is LocalWindow
         super().__post_init__()
 
     def limits(self) -> tuple[int, int, int]:

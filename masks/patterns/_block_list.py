@@ -1,4 +1,4 @@
-"""Block list: tables that say outright which blocks of keys each block of queries sees."""
+"""Block list: explicit tables of the key blocks that each query block sees."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ _SEQUENCES = (list, tuple, range)
 class BlockList(TableRule):
     """Allowed iff the row of the query's block names the key's block.
 
-    `rows` is one table of rows for all heads, or one for each global head. Rows are kept in ascending order.
+    `rows` is one table of rows for all heads, or one for each global head. Rows are stored in ascending order.
     """
 
     rows: tuple[Any, ...]
@@ -45,16 +45,16 @@ class BlockList(TableRule):
         super().__post_init__()
 
     def __hash__(self) -> int:
-        return hash(self.text)  # a text remembers its hash; nested tuples would be walked each time
+        return hash(self.text)  # a str caches its hash, a nested tuple does not
 
     def write(self) -> str:
-        # Large tables again: what Python writes for nested tuples is JSON but for brackets, commas and spaces.
+        # Fast for large tables: str() of nested tuples is JSON except for brackets, commas and spaces.
         rows = str(self.rows).replace(" ", "").replace(",)", "]").replace("(", "[").replace(")", "]")
         return f'{{"block":{self.block},"kind":"block_list","rows":{rows}}}'
 
     @classmethod
     def from_data(cls, data: dict[str, Any]) -> BlockList:
-        """With rows in ascending order only, as they are stored."""
+        """Construct from stored data; ValueError for rows that are not in ascending order."""
         made, rows = cls(data["rows"], data["block"]), data["rows"]
         given, kept = (rows, made.rows) if made.by_head else ([rows], (made.rows,))
         pairs = (pair for tables in zip(given, kept, strict=True) for pair in zip(*tables, strict=True))
@@ -70,7 +70,7 @@ class BlockList(TableRule):
         return _of_head(self, head) if self.by_head else self
 
     def snapped(self, q_side: int, k_side: int) -> Pattern:
-        """Itself; ValueError for blocks that neither fit into blocks of these sides nor are made of such."""
+        """Return self; ValueError unless the block side divides these sides or is a multiple of them."""
         if any(self.block % side and side % self.block for side in (q_side, k_side)):
             raise ValueError(
                 "a block_list names blocks of its own, which cannot be rounded: list blocks whose side divides those "
@@ -117,7 +117,7 @@ class BlockList(TableRule):
 def block_list(rows: Sequence[Any] | Tensor, *, block: int) -> Pattern:
     """Queries of block i see the key blocks that rows[i] names. Blocks have `block` tokens; number 0 is the first.
 
-    For a table a head, give a sequence of such tables, one for each head counted over all devices. A tensor
+    For a table for each head, give a sequence of tables, one for each head over all devices. A tensor
     works too: integers of shape (rows, blocks) or (heads, rows, blocks), or booleans of these shapes, True
     where a row sees the key block of that column. Queries beyond the last row see nothing.
 
@@ -132,7 +132,7 @@ def block_list(rows: Sequence[Any] | Tensor, *, block: int) -> Pattern:
 
 
 def _listed(rows: Tensor) -> list[Any]:
-    """A tensor as nested lists of block numbers."""
+    """Convert a tensor to nested lists of block numbers."""
     if rows.dtype.is_floating_point or rows.dtype.is_complex:
         raise TypeError(f"a tensor of rows must hold integers or booleans; got {rows.dtype}")
     if rows.dim() not in (2, 3):
@@ -166,7 +166,7 @@ def _checked_table(table: Any, name: str) -> tuple[tuple[int, ...], ...]:
 def _checked_row(row: Any, name: str) -> tuple[int, ...]:
     if not isinstance(row, _SEQUENCES) or _is_table(row):
         raise TypeError(_uneven(name, row))
-    # Tables can be large: entries are looked at one by one only to say what is wrong with them.
+    # Tables can be large: entries are checked one by one only to report an error.
     if row and not (set(map(type, row)) == {int} and min(row) >= 0 and max(row) < NOTHING):
         for place, entry in enumerate(row):
             if require_int(f"{name}[{place}]", entry, minimum=0) >= NOTHING:

@@ -1,4 +1,4 @@
-"""Tables of key blocks: which blocks of keys each block of queries sees, looked up by pair and counted in boxes."""
+"""Tables of the key blocks that each query block sees: look-up by pair, and counts in boxes."""
 
 from __future__ import annotations
 
@@ -28,20 +28,19 @@ from ..core import (
 # T tables, R rows of query blocks, W entries of the longest row, rounded up to a power of two
 
 NOTHING = 1 << 30  # pads short rows: a key block that no sequence reaches
-_COMPARED = 8  # entries of a row up to which each is compared
+_COMPARED = 8  # rows of at most this many entries are compared entry by entry
 _EXACT_ROWS = 8  # a box over more rows than this is bounded by the picture
 _PICTURE_CELLS = 1 << 24  # of all tables together: bounds their memory
 _ENTRIES_AT_ONCE = 1 << 20
 
-Listed = Callable[[Tensor, Tensor, Tensor], Tensor]  # whether a row of a table, if it is in use, names a key block
+Listed = Callable[[Tensor, Tensor, Tensor], Tensor]  # (line, inside, column): True if the row names the key block
 
 
 @dataclass(frozen=True, eq=False)
 class BlockTable:
-    """entries[t, r] are the key blocks that query block r sees in table t, ascending, padded with NOTHING.
+    """entries[t, r]: the key blocks that query block r sees in table t, ascending, padded with NOTHING.
 
-    Blocks of keys have `block` tokens each, those of queries `q_block`. Queries and keys at positions from `limit` on
-    neither see nor are seen.
+    Key blocks have `block` tokens, query blocks `q_block`. Positions from `limit` on are in no pair.
     """
 
     entries: Tensor  # int64, (T, R, W)
@@ -50,7 +49,7 @@ class BlockTable:
     limit: int
 
     def mask_mod(self, table_of_head: Tensor, device: torch.device) -> MaskMod:
-        """Closure (b, h, q, k) -> bool for heads that follow these tables, whose sides must be equal."""
+        """Closure (b, h, q, k) -> bool for heads that follow these tables; block sides must be equal."""
         _, rows, width = self.entries.shape
         # No arithmetic of captured numbers alone: FlexAttention's FLASH backend cannot lower it.
         last_row, block, limit = parameters(device, rows - 1, self.block, self.limit)
@@ -78,12 +77,12 @@ class BlockTable:
         return Bounds(low, high)
 
     def squares(self, table: int) -> Squares:
-        """The listed pairs of blocks of one table, whose sides must be equal."""
+        """Listed pairs of blocks of one table; block sides must be equal."""
         row, place = (self.entries[table] < NOTHING).nonzero().unbind(1)
         return Squares(row * self.block, self.entries[table, row, place] * self.block, self.block)
 
     def row(self, table: int, query: int, keys: range) -> Ranges:
-        """Which of a run of keys one query sees, adjacent blocks as one run."""
+        """Keys of a run that one query sees; adjacent blocks become one range."""
         row = query // self.q_block
         if query >= self.limit or row >= self.entries.shape[1]:
             return ()
@@ -91,7 +90,7 @@ class BlockTable:
         return keys_of_blocks(listed, self.block, within(keys, 0, self.limit))
 
     def _count_entries(self, box: Box, rows: Tensor) -> Tensor:
-        """Row by row and entry by entry."""
+        """Exact counts, row by row and entry by entry."""
         pairs = torch.zeros_like(box.area)
         first, height = box.q.first // self.q_block, self.entries.shape[1]
         for row in (first + step for step in range(int(rows.max()) if len(rows) else 0)):
@@ -101,7 +100,7 @@ class BlockTable:
         return pairs
 
     def _count_cells(self, box: Box) -> Bounds:
-        """From the number of entries in all cells of the picture that a box touches."""
+        """Bounds from the number of entries in all cells of the picture that a box touches."""
         cell, sums = self._picture
         height, width = cell * self.q_block, cell * self.block
         top, bottom = box.q.first // height, box.q.last // height + 1
@@ -117,7 +116,7 @@ class BlockTable:
 
     @cached_property
     def _picture(self) -> tuple[int, Tensor]:
-        """(blocks along a cell's side, entries in all cells above and to the left of each corner)."""
+        """(blocks along a cell's side, number of entries above and to the left of each cell corner)."""
         tables, rows, _ = self.entries.shape
         listed = self.entries < NOTHING
         columns = int(self.entries[listed].max()) + 1 if listed.any() else 1
@@ -132,7 +131,7 @@ class BlockTable:
 
 
 def _compared(entries: Tensor, device: torch.device) -> Listed:
-    """Each of a few entries in turn. They are those of a query: a kernel reads them once for all its keys."""
+    """Compare each of a few entries. They depend on the query only: a kernel loads them once for all its keys."""
     used = entries[:, : max(1, int((entries < NOTHING).sum(1).max()))]
     places = used.to(device, index_dtype(device, 0, NOTHING)).unbind(1)
 
@@ -152,9 +151,9 @@ def _halved(entries: Tensor, device: torch.device) -> Listed:
 
 
 def by_halving(width: int, device: torch.device) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
-    """Whether a line of ascending entries, a power of two of them, names a column; as (entries, line, column) -> bool.
+    """Binary search for a column in a line of ascending entries, 2**n of them: (entries, line, column) -> bool.
 
-    The line is halved until `place` is at the only entry that can be the column.
+    `place` is narrowed to the only entry that can equal the column.
     """
     halves = parameters(device, *(1 << bit for bit in reversed(range(width.bit_length() - 1))))
 
@@ -172,11 +171,11 @@ class TableRule(Pattern):
 
     @property
     def by_head(self) -> bool:
-        """Whether each global head has a table of its own."""
+        """True if each global head has a separate table."""
         raise NotImplementedError
 
     def table(self, num_heads: int) -> BlockTable:
-        """The tables, one or as many as heads."""
+        """The tables: one for all heads, or one for each."""
         raise NotImplementedError
 
     def table_of_head(self, num_heads: int) -> Tensor:
@@ -193,7 +192,7 @@ class TableRule(Pattern):
 
 
 def keys_of_blocks(blocks: Iterable[int], block: int, keys: range) -> Ranges:
-    """Which of a run of keys lie in these blocks, adjacent ones as one run."""
+    """Keys of a run that are in these blocks; adjacent blocks become one range."""
     seen = set(blocks)
     firsts = sorted(number for number in seen if number - 1 not in seen)
     lasts = sorted(number for number in seen if number + 1 not in seen)
@@ -201,6 +200,6 @@ def keys_of_blocks(blocks: Iterable[int], block: int, keys: range) -> Ranges:
 
 
 def padded(entries: Tensor) -> Tensor:
-    """Rows of ascending entries, filled up to a power of two with NOTHING."""
+    """Pad rows of ascending entries with NOTHING to a power of two."""
     width = 1 << max(0, entries.shape[-1] - 1).bit_length()
     return torch.nn.functional.pad(entries, (0, width - entries.shape[-1]), value=NOTHING)

@@ -29,7 +29,7 @@ from ..core import (
 
 @pattern_kind("blockwise", positional=2)
 class Blockwise(OnePart):
-    """Allowed iff `part` allows the query's block and the key's block: position t lies in block floor(t / block)."""
+    """Allowed iff `part` allows the query's block and the key's block: position t is in block floor(t / block)."""
 
     block: int
 
@@ -49,13 +49,13 @@ class Blockwise(OnePart):
         )
 
     def snapped(self, q_side: int, k_side: int) -> Pattern:
-        """Blocks up to a multiple of both sides."""
+        """Round the block up to a multiple of both sides."""
         whole = lcm(q_side, k_side)
         return replace(self, block=-(-self.block // whole) * whole)
 
     def period(self) -> int | None:
         shift = self.part.period()
-        # A longer one has no use: no sequence is as long.
+        # A longer period exceeds every sequence.
         return None if shift is None or shift * self.block > LARGEST else shift * self.block
 
     def confined(self) -> bool:
@@ -93,7 +93,7 @@ class Blockwise(OnePart):
         return Reason(self, inner.allowed, where, (inner,))
 
     def _count_coarsely(self, box: Box, num_heads: int) -> Bounds:
-        """From all blocks that lie between the ends of a box, and the most pairs of it that one of them may hold."""
+        """Bounds from all blocks between the ends of a box, and the most pairs of the box in one pair of blocks."""
         sides = [_span(side, self.block) for side in (box.q, box.k)]
         blocks, area = Box(box.head, *sides), box.area
         most = torch.ones_like(area)
@@ -108,8 +108,8 @@ class Blockwise(OnePart):
 def blockwise(pattern: Pattern, block: int) -> Pattern:
     """The pattern over blocks of `block` tokens: a pair is allowed where the pattern allows its blocks' numbers.
 
-    All parameters of the pattern count blocks then: `blockwise(local_window(left=1, right=1), 64)` sees the
-    query's own block of 64 tokens, the one before and the one after, whole. Raises ValueError for a block below
+    All parameters of the pattern then count blocks: with `blockwise(local_window(left=1, right=1), 64)` a query sees
+    all of its block of 64 tokens, the previous one and the next one. Raises ValueError for a block below
     1, and for a pattern with run-time tensors, which may be intersected with the result instead.
 
     >>> masks.describe(masks.blockwise(masks.causal(), 64), 128).useful_pairs  # 3 blocks of 64 x 64
@@ -119,10 +119,10 @@ def blockwise(pattern: Pattern, block: int) -> Pattern:
 
 
 def _runs(terms: Progression, block: int) -> list[tuple[Progression, Counts]]:
-    """The blocks of each progression in runs, with the number of terms that each block of a run holds.
+    """Blocks of each progression as runs, with the number of terms in each block of a run.
 
-    The blocks of a run that holds none have no meaning. No runs where the step fits neither into blocks nor the
-    other way round: blocks in a row then hold now one term more, now one less.
+    Where that number is 0, the blocks of a run have no meaning. No runs unless the step divides the block or is a
+    multiple of it: consecutive blocks would hold different numbers of terms.
     """
     if terms.step % block == 0:
         blocks = Progression(terms.first // block, terms.step // block, terms.count)
@@ -132,7 +132,7 @@ def _runs(terms: Progression, block: int) -> list[tuple[Progression, Counts]]:
     span, full = _span(terms, block), torch.full_like(terms.count, block // terms.step)
     in_first = terms.count.minimum((block - 1 - terms.first % block) // terms.step + 1)
     in_last = torch.where(span.count > 1, terms.last % block // terms.step + 1, in_first)
-    # Most boxes begin and end where blocks do: those are one run. The ends of others stand apart.
+    # Most boxes begin and end at block boundaries and are one run. Partial first and last blocks are separate runs.
     cut_first, cut_last = in_first < full, (in_last < full) & (span.count > 1)
     number = span.count - cut_first.long() - cut_last.long()
     whole = Progression(span.first + cut_first, 1, number.clamp(min=1))
@@ -145,13 +145,13 @@ def _runs(terms: Progression, block: int) -> list[tuple[Progression, Counts]]:
 
 
 def _span(terms: Progression, block: int) -> Progression:
-    """All blocks from that of the first term to that of the last."""
+    """All blocks from the first term's to the last term's."""
     first = terms.first // block
     return Progression(first, 1, terms.last // block - first + 1)
 
 
 def _tokens(blocks: range, block: int) -> list[range]:
-    """The tokens of these blocks, in as few ranges as there may be."""
+    """Tokens of these blocks, in as few ranges as possible."""
     if blocks.step == 1:
         return [range(blocks.start * block, blocks.stop * block)]
     if len(blocks) <= block:

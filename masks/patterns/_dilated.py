@@ -1,4 +1,4 @@
-"""Dilated segments: every rate-th token of a segment attends within its segment; and LongNet's branches of them."""
+"""Dilated segments: every rate-th token of a segment attends within its segment; and LongNet's branches."""
 
 from collections.abc import Hashable, Sequence
 from dataclasses import replace
@@ -45,9 +45,9 @@ PADDINGS = ("zeros",)
 
 @pattern_kind("dilated", positional=2)
 class Dilated(Pattern):
-    """Allowed iff both positions lie in one segment and both are active: (t mod segment) mod rate == offset.
+    """Allowed iff both positions are in one segment and both are active: (t mod segment) mod rate == offset.
 
-    `offset` is a number, or the rule that gives one to each global head h of H: "interleaved" is
+    `offset` is a number, or a rule that gives one to each global head h of H: "interleaved" is
     h mod rate (LongNet, arXiv 2307.02486, eq. 13), "contiguous" is floor(h / ceil(H / rate)) (torchscale).
     """
 
@@ -77,7 +77,7 @@ class Dilated(Pattern):
         return call("longnet", tuple(each.segment for each in branches), tuple(each.rate for each in branches), **named)
 
     def offset_of(self, head: _Heads, num_heads: int) -> _Heads | int:
-        """The offset of a global head, or of each of a tensor of them."""
+        """Offset of a global head, or of each head in a tensor."""
         if isinstance(self.offset, int):
             return self.offset
         if self.offset == "interleaved":
@@ -88,9 +88,9 @@ class Dilated(Pattern):
         return Dilated(self.segment, self.rate, self.offset_of(head, num_heads))
 
     def snapped(self, q_side: int, k_side: int) -> Pattern | None:
-        """Segments up to a multiple of the rate and both sides: each class of places then fills whole blocks.
+        """Round the segment up to a multiple of the rate and both sides: each residue class then fills whole blocks.
 
-        Only where the rate divides the segment: others have more active tokens than segments of equal classes.
+        None unless the rate divides the segment: the residue classes of other segments differ in length.
         """
         whole = lcm(q_side, k_side) * self.rate
         return None if self.segment % self.rate else replace(self, segment=-(-self.segment // whole) * whole)
@@ -159,7 +159,7 @@ class Dilated(Pattern):
         return Reason(self, query == key == offset, f"{where}, {active}: {found}")
 
     def _hits(self, progression: Progression, begin: Counts) -> Counts:
-        """Active terms of progressions that lie within one segment, whose first active position is `begin`."""
+        """Number of active terms of progressions within one segment, whose first active position is `begin`."""
         return progression.count if self.rate == 1 else count_residue(progression, self.rate, begin)
 
     def _segments(self, progression: Progression) -> tuple[Counts, Counts]:
@@ -171,11 +171,11 @@ class Dilated(Pattern):
 
 @pattern_kind("zero_padded", positional=2)
 class ZeroPadded(Dilated):
-    """The pairs of `Dilated`, in a branch that is padded as torchscale's encoder pads it.
+    """The pairs of `Dilated`, in a branch that is padded as in torchscale's encoder.
 
-    A segment has w = min(segment, N) tokens. The sequence is filled up with zeros to a multiple of w, then each segment
-    to a multiple of the rate; a head's part of a segment thus has ceil(w / rate) slots. Those that hold no token are
-    keys of score 0 and value 0 for all its queries.
+    A segment has w = min(segment, N) tokens. The sequence is padded with zeros to a multiple of w, then each segment to
+    a multiple of the rate; a head's part of a segment thus has ceil(w / rate) slots. Slots without a token are keys of
+    score 0 and value 0 for all queries of the segment.
     """
 
     pads = True
@@ -186,7 +186,7 @@ class ZeroPadded(Dilated):
         super().__post_init__()
 
     def snapped(self, q_side: int, k_side: int) -> None:
-        return None  # the zeros are those of its segments
+        return None  # another segment would have other zeros
 
     @property
     def unpadded(self) -> Dilated:
@@ -211,7 +211,7 @@ class ZeroPadded(Dilated):
         return self.joint_phrase([self]) or super().phrase()
 
 
-# By which other libraries know the branches.
+# Other libraries' names of the branches' parameters.
 OF_BRANCHES = {
     **dict.fromkeys(("segment_length", "segments", "segment_sizes", "lengths"), "write segment_lengths=(2048, 4096)"),
     **dict.fromkeys(("dilated_ratio", "dilation_rate", "dilations", "rates"), "write dilation_rates=(1, 2)"),
@@ -224,10 +224,10 @@ OF_BRANCHES = {
     | renamed(segment="segment_length segment_len window", rate="dilation dilation_rate dilated_ratio")
 )
 def dilated(segment: int, rate: int, offset: int | str = 0) -> Pattern:
-    """Every `rate`-th token of each `segment`, from `offset` on, attends to the others of its segment.
+    """Every `rate`-th token of each `segment`, from `offset` on, attends to all such tokens of its segment.
 
-    An offset that is a string is one of `longnet`'s rules, "interleaved" or "contiguous", by which each head has
-    its own. Any rate fits any segment: the last active token of a segment need not leave room for another.
+    A string offset is one of `longnet`'s rules, "interleaved" or "contiguous", which give each head an offset.
+    The rate need not divide the segment.
     Raises ValueError for segment or rate below 1, for an offset outside [0, rate) and for an unknown rule.
 
     >>> masks.explain(masks.dilated(8, 2), query=0, key=6).allowed  # in segment 0, a multiple of 2 apart
@@ -240,8 +240,7 @@ def dilated(segment: int, rate: int, offset: int | str = 0) -> Pattern:
 def chunked(size: int) -> Pattern:
     """Chunks of `size` tokens that see themselves, each both ways: a block-diagonal mask.
 
-    The same as `dilated(size, 1)`. The last chunk is as long as there are tokens. Raises ValueError for a size
-    below 1.
+    Equals `dilated(size, 1)`. The last chunk may be shorter. Raises ValueError for a size below 1.
 
     >>> masks.describe(masks.chunked(4), 8).useful_pairs  # 2 chunks of 4 x 4
     32
@@ -270,9 +269,9 @@ def longnet(
     `per_head` gives that). offsets="interleaved": head h starts at
     h mod rate (eq. 13); "contiguous": at floor(h / ceil(H / rate)), which torchscale's checkpoints expect.
 
-    padding="zeros" makes what torchscale's encoder computes: zeros fill up the last segment, and each segment to a
-    multiple of the rate, and take part in the softmax as keys of score 0 and value 0. They are no pairs: `attend` adds
-    them to its rows. It goes with `+`, and with `& causal()`, which hides them and so drops the padding.
+    padding="zeros" computes what torchscale's encoder does: zeros pad the last segment, and each segment to a multiple
+    of the rate, and take part in the softmax as keys of score 0 and value 0. They are no pairs: `attend` adds them to
+    its rows. It can be combined by `+`, and by `& causal()`, which hides the zeros and so drops the padding.
 
     Raises ValueError for lists that are empty or of unequal length, values below 1, unknown rules, and padding in
     groups of heads.

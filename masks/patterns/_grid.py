@@ -1,4 +1,4 @@
-"""Token grids in row-major order: positions as rectangles of coordinates, and the windows along an axis, counted."""
+"""Token grids in row-major order: positions as rectangles of coordinates, and counts of windows along an axis."""
 
 from __future__ import annotations
 
@@ -22,15 +22,15 @@ from ..core import (
     terms_of_class,
 )
 
-_MOST_CLASSES = 64  # of places, or of queries by their place in a group, that are counted one by one
-_FEW_CLASSES = 3  # a whole number of groups takes as many sums
+_MOST_CLASSES = 64  # of places, or of queries by place in a group: up to this many are counted exactly
+_FEW_CLASSES = 3  # counting whole groups takes this many sums
 
 # One progression for each axis of the grid, the outermost first: their product.
 Rectangle = tuple[Progression, ...]
 
 
 def fits(step: int, grid: tuple[int, ...]) -> bool:
-    """Whether progressions of this step fall into rectangles: the step goes through rows evenly, or over whole rows."""
+    """True if progressions of this step split into rectangles: the step divides a row, or is a number of whole rows."""
     inner = grid[-1]
     if len(grid) == 1 or inner % step == 0:
         return True
@@ -43,9 +43,9 @@ def hull(progression: Progression) -> Progression:
 
 
 def rectangles(progression: Progression, grid: tuple[int, ...]) -> Iterator[Rectangle]:
-    """Rectangles whose terms together are those of the progressions, of a step that fits; some may be empty.
+    """Split progressions, of a step that `fits`, into rectangles; some may be empty.
 
-    A row-major run is the rest of a row, whole rows, and the beginning of another row.
+    A row-major run is the end of a row, whole rows, and the beginning of another row.
     """
     *outer, inner = grid
     step, first, count = progression.step, progression.first, progression.count
@@ -75,19 +75,19 @@ def select(rectangle: Rectangle, index: Tensor) -> Rectangle:
 
 @dataclass(frozen=True)
 class Rectangles:
-    """R rectangles of a grid, none of them empty, and the number of the run of positions to which each belongs."""
+    """R non-empty rectangles of a grid, with the index of the run of positions that each is part of."""
 
     run: Int64[Tensor, " R"]
     sides: Rectangle
 
     def alone(self, number: int) -> tuple[Int64[Tensor, " n"], Bool[Tensor, " n"]]:
-        """(a rectangle of each of so many runs, whether it is the only one)."""
+        """(index of a rectangle of each of `number` runs, True if it is the only one of its run)."""
         first = torch.zeros(number, dtype=torch.int64).scatter_(0, self.run, torch.arange(len(self.run)))
         return first, self.run.bincount(minlength=number) == 1
 
 
 def rectangles_of(progression: Progression, grid: tuple[int, ...]) -> Rectangles:
-    """The rectangles of progressions of a step that fits."""
+    """Rectangles of progressions, of a step that `fits`."""
     run, sides = torch.arange(len(progression.first)), []
     for part in rectangles(progression, grid):
         held = reduce(torch.logical_and, (side.count > 0 for side in part)).nonzero().squeeze(1)
@@ -97,7 +97,7 @@ def rectangles_of(progression: Progression, grid: tuple[int, ...]) -> Rectangles
 
 
 def joined(*boxes: Rectangle) -> Rectangle:
-    """Rectangles one after the other; along an axis all have one step."""
+    """Concatenate rectangles; along an axis all have one step."""
     return tuple(
         Progression(torch.cat([side.first for side in sides]), sides[0].step, torch.cat([side.count for side in sides]))
         for sides in zip(*boxes, strict=True)
@@ -114,7 +114,7 @@ def pairs_of(q_run: Tensor, k_run: Tensor, number: int) -> tuple[Tensor, Tensor]
 
 
 def _coordinates(row: Tensor, grid: list[int]) -> Rectangle:
-    """One row's coordinates along the outer axes; beyond the grid they go on along the outermost."""
+    """Coordinates of rows along the outer axes; beyond the grid the outermost coordinate keeps growing."""
     one = torch.ones_like(row)
     coordinates = [row // prod(grid[axis + 1 :]) for axis in range(len(grid))]
     inner = [coordinate % length for coordinate, length in zip(coordinates[1:], grid[1:], strict=True)]
@@ -125,12 +125,12 @@ def _coordinates(row: Tensor, grid: list[int]) -> Rectangle:
 class Axis:
     """One axis of a grid and the windows along it, of `size` keys each.
 
-    Tokens of one residue modulo `rate` are a class, numbered from 0, and see each other only. `stride` queries in a
-    row of a class are a group, and have one window: that of a leader among them. With `is_causal` the leader is the
-    last of the group, its window ends with it, and each query sees what of it is not after itself. Else the leader is
-    the middle of the group, of two the later one; before it are size // 2 keys of its window, after it the others.
-    Windows that would reach over an end of the class are shifted inwards; NATTEN's causal ones begin with the class
-    instead, which is the same to a query that sees no key after itself.
+    Tokens of one residue modulo `rate` are a class; they are numbered from 0 in it and see only their class. Each
+    `stride` consecutive queries of a class are a group with one window, the window of the group's leader. With
+    `is_causal` the leader is the last query of the group, its window ends at itself, and each query sees the keys of
+    the window up to its own place. Otherwise the leader is the middle of the group (of two the later one), with
+    size // 2 keys of its window before it. Windows that would cross an end of the class are shifted inwards. NATTEN's
+    causal windows begin with the first key of the class instead: an equal rule, as a query sees no later key.
     """
 
     length: int
@@ -141,18 +141,18 @@ class Axis:
 
     @property
     def lead(self) -> int:
-        """Keys of a window before its group's first query, in numbers of the class. At least 0, as stride <= size."""
+        """Keys of a window before its group's first query, counted within the class. At least 0, as stride <= size."""
         return self.size - self.stride if self.is_causal else self.size // 2 - self.stride // 2
 
     def window(self, place: int) -> range:
-        """The places that a query at this place sees."""
+        """Places that a query at this place sees."""
         number, residue = divmod(place, self.rate)
         begin = min(max(number // self.stride * self.stride - self.lead, 0), self._held(residue) - self.size)
         stop = number + 1 if self.is_causal else begin + self.size
         return range(residue + self.rate * begin, residue + self.rate * (stop - 1) + 1, self.rate)
 
     def count(self, head: Tensor, q: Progression, k: Progression) -> Bounds:
-        """Pairs of places, each n progressions, whose key lies in the query's window. Progressions may be empty.
+        """Bounds on pairs of places, n progressions a side, with the key in the query's window; some may be empty.
 
         Exact for equal steps, with up to 64 classes of places, and of queries by their place in a group.
         """
@@ -166,9 +166,9 @@ class Axis:
         return Bounds(low, high)
 
     def likeness(self, q: Progression, k: Progression) -> tuple[Tensor, Tensor]:
-        """Numbers of n places of queries and keys: runs of equal lengths in which they agree have the same pairs.
+        """Numbers of n places of queries and keys: runs of equal lengths with equal numbers have equal pairs.
 
-        Where no window is shifted only the distance counts, and the query's place in its group.
+        If no window is shifted, only the distance and the query's place in its group count.
         """
         inner = q.first >= (self.lead + self.stride - 1) * self.rate
         inner &= self.length - 1 - q.last >= (self.size - self.lead - 1) * self.rate
@@ -176,11 +176,11 @@ class Axis:
         return place, k.first - q.first
 
     def _held(self, residue: int) -> int:
-        """Places of a class."""
+        """Number of places in a class."""
         return (self.length - 1 - residue) // self.rate + 1
 
     def _count_by_distance(self, head: Tensor, q: Progression, k: Progression) -> Bounds:
-        """Keys of the class at distances that all groups see, wherever windows are; and at those that any may see."""
+        """Bounds by distance: at least the keys that all queries see, at most the keys that any query may see."""
         box = Box(head, *(clip(side, 0, self.length) for side in (q, k)))
         if q.step != k.step:
             return Bounds(torch.zeros_like(q.first), count_multiples(box, self.rate).high)
@@ -193,7 +193,7 @@ class Axis:
         return Bounds(near.low, far.high)
 
     def _count_in_class(self, box: Box, held: int) -> Bounds:
-        """A window holds the keys before its end, less those before its begin, and both are sums over the groups."""
+        """Count keys before the ends of windows minus keys before their beginnings, each summed over the groups."""
         q, k = clip(box.q, 0, held), clip(box.k, 0, held)
         groups = list(self._groups(q))
         unlike = q.step != k.step if self.is_causal else any(first.step % k.step for first, _ in groups)
@@ -210,10 +210,10 @@ class Axis:
         return Bounds(pairs, pairs)
 
     def _groups(self, q: Progression) -> Iterator[tuple[Progression, Tensor | int]]:
-        """The first numbers of the queries' groups as progressions, and how often each counts; none for many classes.
+        """First numbers of the queries' groups as progressions, with multiplicity; none for too many classes.
 
-        Either each class of queries that steps over whole groups; or all groups, less what of the first and the last
-        are no terms.
+        Either one progression for each class of queries that steps over whole groups; or all groups, minus the places
+        of the first and the last group that are no terms.
         """
         stride, cycle = self.stride, self.stride // gcd(self.stride, q.step)
         if q.step * cycle == stride and cycle > _FEW_CLASSES:
@@ -227,7 +227,7 @@ class Axis:
                 yield Progression(first, q.step * cycle, (q.count - index + cycle - 1) // cycle), 1
 
     def _count_by_ends(self, q: Progression, k: Progression, held: int) -> Bounds:
-        """No window begins or ends before that of the first query, or after that of the last one."""
+        """Bounds from the windows of the first and the last query: all windows begin and end between theirs."""
         begin, last = (
             (end // self.stride * self.stride - self.lead).clamp(min=0, max=held - self.size)
             for end in (q.first, q.last)
@@ -238,7 +238,7 @@ class Axis:
 
 
 def _keys_before(groups: Progression, ahead: int, k: Progression, least: Tensor | int, most: Tensor) -> Tensor:
-    """Over the groups, how many keys are before their first number + `ahead`, summed; for each at least and at most."""
+    """Sum over the groups of the number of keys before first number + `ahead`, clipped to [least, most] for each."""
     step, count = groups.step // k.step, groups.count
     first = (groups.first + ahead - k.first + k.step - 1).div(k.step, rounding_mode="floor")
     fewer, further = (

@@ -35,7 +35,7 @@ _Test = Callable[[Any], Any]
 
 
 class MarkedTokens(Pattern):
-    """Allowed iff the query (`rows`) or the key (`columns`) is marked, a t with first <= t mod period < stop."""
+    """Allowed iff the query (`rows`) or the key (`columns`) is at a marked position t: first <= t mod period < stop."""
 
     rows: bool
     columns: bool
@@ -50,14 +50,14 @@ class MarkedTokens(Pattern):
 
     def marks(self) -> tuple[int | None, int, int]:
         """(period, first, stop), where first is 0 or stop is the period; without a period, first is 0."""
-        raise NotImplementedError  # every kind marks its own
+        raise NotImplementedError  # defined by each kind
 
     def described(self, position: int) -> str:
-        """Whether a position is marked, as words after "is"."""
+        """Text on whether a position is marked, to follow "is"."""
         raise NotImplementedError
 
     def is_marked(self, device: torch.device) -> _Test:
-        """Whether each of some positions is marked."""
+        """Function from positions to booleans: True where marked."""
         period, first, stop = self.marks()
         edge, every = parameters(device, first or stop, period or 1)
         if period is None:
@@ -65,7 +65,7 @@ class MarkedTokens(Pattern):
         return (lambda t: t % every >= edge) if first else lambda t: t % every < edge
 
     def count_marked(self, progression: Progression) -> Counts:
-        """Marked positions of each progression."""
+        """Number of marked positions of each progression."""
         period, first, stop = self.marks()
         if period is None:
             return count_within(progression, 0, stop)
@@ -79,12 +79,12 @@ class MarkedTokens(Pattern):
         return before - behind
 
     def marked(self, positions: range) -> Ranges:
-        """Those of a run of positions that are marked."""
+        """Marked positions of a run."""
         period, first, stop = self.marks()
         if period is None:
             return as_ranges(range(positions.start, min(stop, positions.stop)))
         blocks = range(positions.start // period * period, positions.stop, period)
-        if stop - first <= len(blocks):  # as few ranges as there may be
+        if stop - first <= len(blocks):  # as few ranges as possible
             ranges = [range(blocks.start + place, positions.stop, period) for place in range(first, stop)]
         else:
             ranges = [range(block + first, block + stop) for block in blocks]
@@ -99,7 +99,7 @@ class MarkedTokens(Pattern):
         return lambda b, h, q, k: marked(k) & (q == q)
 
     def count(self, box: Box, *, num_heads: int) -> Bounds:
-        # Pairs outside are those of a query and a key that both count for nothing.
+        # A pair is forbidden iff neither its query, with `rows`, nor its key, with `columns`, is marked.
         queries = box.q.count - self.count_marked(box.q) if self.rows else box.q.count
         keys = box.k.count - self.count_marked(box.k) if self.columns else box.k.count
         pairs = box.area - queries * keys
@@ -108,7 +108,7 @@ class MarkedTokens(Pattern):
     def likeness(self, box: Box, *, num_heads: int) -> tuple[Counts, ...]:
         sides = [box.q] * self.rows + [box.k] * self.columns
         period = self.period()
-        # Without a period the marked ones come first.
+        # Without a period, marked positions come first.
         return tuple(self.count_marked(side) if period is None else side.first % period for side in sides)
 
     def reason(self, pair: Pair) -> Reason:
@@ -121,7 +121,7 @@ class MarkedTokens(Pattern):
         return self.marks()[0]
 
     def rates(self) -> tuple[int, ...]:
-        # In residue-major order of this rate all tokens at one place of their periods stand side by side.
+        # In residue-major order of this rate all tokens at one place of their periods are adjacent.
         period, _, _ = self.marks()
         return () if period is None else (period,)
 
@@ -234,7 +234,7 @@ def first_tokens(count: int) -> Pattern:
 def prefix_lm(prefix: int) -> Pattern:
     """The first `prefix` tokens see each other both ways; later ones see the keys at their position and before.
 
-    The same as `causal() | first_tokens(prefix)`. Source: T5, arXiv 1910.10683, section 3.2.1. Raises
+    Equals `causal() | first_tokens(prefix)`. Source: T5, arXiv 1910.10683, section 3.2.1. Raises
     ValueError for a prefix below 1.
 
     >>> masks.describe(masks.prefix_lm(2), 4).useful_pairs
@@ -270,13 +270,13 @@ def fixed(stride: int, *, summary: int = 1) -> Pattern:
 
 
 def sum_of_quotients(number: Counts, step: int, first: Counts, modulus: int) -> Counts:
-    """The sum of floor((first + step * i) / modulus) over i < number, for first >= 0; by Euclid's steps."""
+    """Sum of floor((first + step * i) / modulus) over i < number, for first >= 0; by Euclid's algorithm."""
     total = torch.zeros_like(first)
     while True:
         total += number * (number - 1) // 2 * (step // modulus) + number * (first // modulus)
         step, first = step % modulus, first % modulus
         if step == 0:
             return total
-        # Count the same lattice points along the other axis, where fewer are left.
+        # Count these lattice points along the other axis, which has fewer.
         top = first + step * number
         number, first, step, modulus = top // modulus, top % modulus, modulus, step

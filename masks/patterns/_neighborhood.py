@@ -39,20 +39,20 @@ from ..core import (
 from ._grid import Axis, Rectangle, Rectangles, fits, hull, pairs_of, rectangles_of, select
 
 _SEQUENCES = (list, tuple)
-_FEW_PAIRS = 1 << 16  # so many are looked at one by one sooner than counted
-_BOXES_AT_ONCE = 1 << 14  # whose rectangles are held together: bounds the memory
-_MOST_RUNS = 1 << 10  # of a window that is listed run by run
+_FEW_PAIRS = 1 << 16  # up to this many are evaluated, which is faster than counting
+_BOXES_AT_ONCE = 1 << 14  # boxes whose rectangles are held at once: bounds the memory
+_MOST_RUNS = 1 << 10  # most runs of a window that is listed run by run
 _OPTIONAL = {"optional": True}
 _LEAST = {"grid": 1, "radius": 0, "kernel_size": 1, "rate": 1, "stride": 1}
 
 
 @pattern_kind("neighborhood")
 class Neighborhood(Pattern):
-    """Allowed iff along each axis of the grid the key lies in the query's window, as `Axis` has it.
+    """Allowed iff along each axis of the grid the key is in the query's window, as `Axis` defines it.
 
-    Tokens are in row-major order; one entry for each axis. Each rule is written in one way: with a radius where all
-    windows have one, 2 * radius + 1 tokens and no causal order, otherwise with kernel sizes; strides of 1 along all
-    axes and no causal axis are None.
+    Tokens are in row-major order; one entry for each axis. Fields are normalized, so equal rules are equal patterns:
+    `radius` if all windows have 2 * radius + 1 tokens and no axis is causal, else `kernel_size`; `stride` is None if
+    it is 1 along all axes, `causal` is None if no axis is causal.
     """
 
     grid: tuple[int, ...]
@@ -88,7 +88,7 @@ class Neighborhood(Pattern):
         object.__setattr__(self, name, value)
 
     def _settle(self) -> None:
-        """Write the rule in the one way that it has."""
+        """Normalize the fields, so that equal rules are equal."""
         if self.stride is not None and max(self.stride) == 1:
             self._set("stride", None)
         if self.causal is not None and not any(self.causal):
@@ -104,14 +104,14 @@ class Neighborhood(Pattern):
 
     @property
     def axes(self) -> list[Axis]:
-        """The outermost first."""
+        """The axes, outermost first."""
         none = (None,) * len(self.grid)
         sizes = self.kernel_size or [2 * radius + 1 for radius in self.radius or ()]
         along = zip(self.grid, sizes, self.rate, self.stride or none, self.causal or none, strict=True)
         return [Axis(length, size, rate, stride or 1, bool(causal)) for length, size, rate, stride, causal in along]
 
     def rates(self) -> tuple[int, ...]:
-        # Residue classes of positions are those of the innermost axis where they fit its rows.
+        # Residue classes of positions are classes of the innermost axis if the rate fits its rows.
         return (self.rate[-1],) if fits(self.rate[-1], self.grid) else ()
 
     def spacing(self) -> int:
@@ -123,7 +123,7 @@ class Neighborhood(Pattern):
         places = zip(self._coordinates(query), self.axes, strict=True)
         *outer, inner = (axis.window(place) for place, axis in places)
         starts = [0]
-        for places, pitch in zip(outer, self._pitches, strict=False):  # of the rows that hold any of the keys
+        for places, pitch in zip(outer, self._pitches, strict=False):  # starts of the rows that hold any of the keys
             starts = [
                 start + place * pitch
                 for start in starts
@@ -149,7 +149,7 @@ class Neighborhood(Pattern):
 
     @property
     def _pitches(self) -> list[int]:
-        """Tokens from one place along an axis to the next."""
+        """Number of tokens between neighbouring places along each axis."""
         return [prod(self.grid[axis + 1 :]) for axis in range(len(self.grid))]
 
     def check_tokens(self, queries: range, keys: range) -> None:
@@ -169,18 +169,18 @@ class Neighborhood(Pattern):
         return reduce(both, (_in_window(device, prod(self.grid), pitch, axis) for pitch, axis in axes))
 
     def packed(self, device: torch.device) -> MaskMod | None:
-        """The rule for kernels; None where its numbers exceed 32 bits.
+        """The rule for kernels; None if its numbers exceed 32 bits.
 
-        A token's places on all axes are the fields of one number, each below a bit that subtraction borrows from. So
-        one comparison a pair answers for the ends of the window on every axis. Each more would cost a kernel
-        registers, which it has not. An axis is counted residue class by residue class, from 1; 0 is beyond the grid.
+        A token's places on all axes are fields of one integer, each below a guard bit from which subtraction borrows.
+        One comparison for each pair then tests both ends of the window on every axis; more comparisons would exceed a
+        kernel's registers. An axis is numbered residue class by residue class, from 1; 0 is beyond the grid.
         """
         axes, shift, guards, ones, window = [], 0, 0, 0, 0
         for pitch, axis in zip(self._pitches, self.axes, strict=True):
-            spacing = -(-axis.length // axis.rate)  # of the places of two classes
+            spacing = -(-axis.length // axis.rate)  # distance of the places of two classes
             bits = (axis.rate * spacing + axis.size + 1).bit_length()
             numbers = (pitch, axis.length, axis.lead, axis.rate, spacing, 1 << shift, axis.size, axis.stride)
-            # A window with as much before its query as after it is measured by that half: a number less to hold.
+            # A centred window needs its half only: one number less to hold.
             is_centred = axis == Axis(axis.length, 2 * axis.lead + 1, axis.rate)
             kinds = axis.rate > 1, axis.stride > 1, is_centred, axis.is_causal
             axes.append((*parameters(device, *numbers), *kinds))
@@ -230,7 +230,7 @@ class Neighborhood(Pattern):
         sides = [side if even else hull(side) for side in (box.q, box.k)]
         q, k = (rectangles_of(side, self.grid) for side in sides)
         bounds = self.count_pairs(q, k, len(box.head))
-        # The hull of a progression holds other tokens too.
+        # The hull of a progression contains other tokens, too.
         return bounds if even else Bounds(torch.zeros_like(bounds.low), bounds.high.minimum(box.area))
 
     def count_pairs(self, q: Rectangles, k: Rectangles, number: int) -> Bounds:
@@ -247,7 +247,7 @@ class Neighborhood(Pattern):
         return self.likeness_of(q, k, box)
 
     def likeness_of(self, q: Rectangles, k: Rectangles, box: Box) -> tuple[Tensor, ...]:
-        """As `likeness`, of boxes whose sides are these rectangles: where each is one, by where that lies."""
+        """`likeness` of boxes with these rectangles; by position if a side is more than one rectangle."""
         (q_of, q_one), (k_of, k_one) = q.alone(len(box.head)), k.alone(len(box.head))
         one = q_one & k_one
         columns = [torch.where(one, -1, place) for place in (box.q.first, box.k.first)]
@@ -258,7 +258,7 @@ class Neighborhood(Pattern):
         return tuple(columns)
 
     def count_rectangles(self, queries: Rectangle, keys: Rectangle) -> Bounds:
-        """Pairs of two rectangles of the grid, axis by axis: the counts multiply."""
+        """Bounds on the pairs of two rectangles of the grid: the product of the bounds along each axis."""
         low, high = (torch.ones_like(queries[0].first) for _ in range(2))
         for q, k, axis in zip(queries, keys, self.axes, strict=True):
             near = (high > 0).nonzero().squeeze(1)
@@ -281,26 +281,26 @@ def neighborhood(
 ) -> Pattern:
     """Each query of a token grid sees the `kernel_size` tokens an axis around its own place, `rate` apart.
 
-    grid: 1, 2 or 3 axis lengths (a sequence, an image or slide, a video); tokens are in row-major order. All else is
-    one value, or one an axis. kernel_size: tokens in a window; or, in its place, radius, for 2 * radius + 1 tokens.
-    rate: NATTEN's dilation. stride: queries that share a window. causal: whether no key after the query is seen.
+    grid: 1, 2 or 3 axis lengths (a sequence, an image or slide, a video); tokens are in row-major order. Other
+    arguments are one value, or one for each axis. kernel_size: tokens in a window; or radius, for 2 * radius + 1
+    tokens. rate: NATTEN's dilation. stride: queries that share a window. causal: True hides keys after the query.
 
     Along an axis of length n, for the query at x:
 
-    * The window is [x - kernel_size // 2, x + (kernel_size - 1) // 2]: an even one has one key more before than after.
-      Over an end of the axis it is shifted inwards, so every query sees equally many keys.
-    * stride: each `stride` tokens from 0 on are a group, which has the window of its leader x // stride * stride +
+    * The window is [x - kernel_size // 2, x + (kernel_size - 1) // 2]: an even size has one more key before than after.
+      At an end of the axis it is shifted inwards, so every query sees equally many keys.
+    * stride: each `stride` tokens from 0 on are a group, with the window of its leader x // stride * stride +
       stride // 2 (of two in the middle the later one), or n - 1 if a last, short group ends before it.
     * causal: the window is [x - kernel_size + 1, x] without keys before 0, and is not shifted. With a stride the
       leader is the last of the group, and each query sees the keys of the leader's window up to itself.
-    * rate: all of this holds among the tokens of each residue modulo rate, counted from 0.
+    * rate: these rules apply within each residue class modulo rate, with places numbered from 0.
 
     Source: NATTEN, arXiv 2204.07143; with rates, arXiv 2209.15001; with strides, Generalized Neighborhood Attention,
-    arXiv 2504.16922; the rule is that of NATTEN's csrc/include/natten/cuda/reference/mask.hpp (version 0.21).
+    arXiv 2504.16922; the rule follows NATTEN's csrc/include/natten/cuda/reference/mask.hpp (version 0.21).
 
     In row-major order a block of tokens covers one row or few, so small windows leave most of a block
     unused. `attend` therefore sorts the tokens of a whole grid into tiles of a block each, where that pays;
-    `describe` says how much is left. In `& causal()` or with other patterns, or fewer tokens, it does not.
+    `describe` reports the overcompute. With `& causal()` or other patterns, or fewer tokens, the order stays row-major.
 
     Raises ValueError for a window of kernel_size * rate tokens that exceeds its axis, a stride above its kernel size,
     both or none of radius and kernel_size, a radius with a causal axis, negative radii, and for other numbers below 1;
@@ -354,8 +354,8 @@ def _steps(window: range) -> str:
 
 
 def _in_window(device: torch.device, num_tokens: int, pitch_of_axis: int, axis: Axis) -> MaskMod:
-    """Along one axis. Keys beyond the grid stand before all windows; windows of queries beyond it behind all keys."""
-    apart = -(-axis.length // axis.rate)  # the places of two classes
+    """Rule along one axis. Keys beyond the grid are before all windows, windows of queries beyond it after all keys."""
+    apart = -(-axis.length // axis.rate)  # distance of the places of two classes
     numbers = num_tokens, pitch_of_axis, axis.length, axis.size, axis.rate, axis.stride, axis.lead
     tokens, pitch, length, size, rate, stride, lead = parameters(device, *numbers)
     spacing, beyond = parameters(device, apart, axis.rate * apart)

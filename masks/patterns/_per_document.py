@@ -1,4 +1,4 @@
-"""Per document: a pattern that starts anew in each document, so that packed equals separate."""
+"""Per document: a pattern whose positions restart in each document, so that packed equals separate attention."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ from .run_time._documents import documents as documents_pattern
 
 @pattern_kind("per_document")
 class PerDocument(OnePart):
-    """Allowed iff both positions lie in one span and `part` allows them counted from the span's start.
+    """Allowed iff both positions are in one span and `part` allows them counted from the span's start.
 
     `spans` is a run-time pattern of documents or lengths, and Spans once its values are known.
     """
@@ -70,7 +70,7 @@ class PerDocument(OnePart):
         return Phrase(f"{inner.inside(CALL)}.per_document({self.spans.phrase().text})")
 
     def superset(self) -> Pattern:
-        # A rule of distances is the same counted from anywhere.
+        # A rule of distances does not depend on the origin.
         return And.of(self.part, self.spans.superset()) if self.part.period() == 1 else self.spans.superset()
 
     def map_parts(self, change: Callable[[Pattern], Pattern]) -> Any:
@@ -89,8 +89,8 @@ class PerDocument(OnePart):
 
         def from_start(b, h, q, k):
             starts, row = held.rows, b * step
-            q_start, k_start = starts[row, q], starts[row, k + length]  # padding as such differs in them
-            # Each side is counted from its own start: a position before another document's would be no position.
+            q_start, k_start = starts[row, q], starts[row, k + length]  # padding differs between them
+            # Count each side from its own start: another document's start could give a negative position.
             allowed = inner(b, h, q - q_start.clamp(min=0), k - k_start.clamp(min=0))
             return (q_start == k_start) & allowed
 
@@ -118,14 +118,14 @@ class PerDocument(OnePart):
         return Reason(self, inner.allowed, f"{says} {'allowed' if inner.allowed else 'forbidden'}", (together, inner))
 
     def _count_within(self, spans: Spans, box: Box, span: Counts, num_heads: int) -> Bounds:
-        """Bounds on the pairs that lie in one span of each box, counted from its start."""
+        """Bounds on the pairs within one span of each box, counted from its start."""
         start = spans.starts[span]
         sides = (spans.within(side, span) for side in (box.q, box.k))
         return count_from(self.part, box.head, *sides, start=start, num_heads=num_heads)
 
     def _resolved(self) -> Spans:
         if not isinstance(self.spans, Spans):
-            # A run-time pattern without its values: the same error as anywhere else.
+            # Raises the usual error of a run-time pattern without values.
             self.spans.mask_mod(num_heads=1, device=torch.device("cpu"))
         assert isinstance(self.spans, Spans)
         return self.spans

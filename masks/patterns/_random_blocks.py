@@ -1,4 +1,4 @@
-"""Random blocks: each block of queries sees a few blocks of keys, drawn the same way on every machine."""
+"""Random blocks: each block of queries sees a few blocks of keys, drawn reproducibly on every machine."""
 
 from __future__ import annotations
 
@@ -27,16 +27,16 @@ _TABLES_KEPT = 8
 _ROWS_KEPT = 64  # of the heads of a decoding step
 _LARGEST_SEED = 2**63 - 1
 _MOST_DRAWN = 1 << 25  # blocks in one table: a quarter of a gigabyte, in seconds
-_DRAWN_AHEAD = 1 << 20  # blocks drawn at least, where it is not known how many positions there are
+_DRAWN_AHEAD = 1 << 20  # fewest blocks drawn if the number of positions is unknown
 _DRAWN_AT_ONCE = 1 << 21  # bounds the memory of a draw
 
 
 @pattern_kind("random_blocks", positional=1)
 class RandomBlocks(TableRule):
-    """Allowed iff the query's block drew the key's block, and both positions lie below `num_tokens`.
+    """Allowed iff the query's block drew the key's block, and both positions are below `num_tokens`.
 
-    Each global head draws for itself; with `head` all of them see what that one drew. `positions` is how many of the
-    tokens are in use, None for all: no more blocks of queries are drawn than these fill.
+    Each global head has a separate draw; with `head` all heads use the draw of that one. `positions`: number of tokens
+    in use, None for all; only query blocks of these are drawn.
     """
 
     num_tokens: int
@@ -62,7 +62,7 @@ class RandomBlocks(TableRule):
 
     @property
     def num_blocks(self) -> int:
-        """The blocks of `num_tokens` tokens, the last of which may be shorter."""
+        """Number of blocks in `num_tokens` tokens; the last may be shorter."""
         return -(-self.num_tokens // self.block)
 
     def for_head(self, head: int, num_heads: int) -> Pattern:
@@ -80,7 +80,7 @@ class RandomBlocks(TableRule):
 
     def count(self, box: Box, *, num_heads: int) -> Bounds:
         rows = self._rows()
-        if self.positions is None and len(box.head):  # of queries that may go on forever, the rest stays in doubt
+        if self.positions is None and len(box.head):  # unknown number of queries: further rows stay undecided
             needed = int(box.q.first.max()) // self.block + 1
             rows = min(rows, max(_power_of_two(needed), _DRAWN_AHEAD // self.drawn))
         bounds = self._table(num_heads, rows).count(self.table_of_head(num_heads)[box.head], box)
@@ -99,7 +99,7 @@ class RandomBlocks(TableRule):
         return Reason(self, column in drawn, f"{text}; {pair.the_key} is in block {column}")
 
     def _rows(self) -> int:
-        """The blocks of queries that are in use."""
+        """Number of query blocks in use."""
         return self.num_blocks if self.positions is None else min(self.num_blocks, -(-self.positions // self.block))
 
     def _table(self, num_heads: int, rows: int) -> BlockTable:
@@ -129,17 +129,17 @@ def random_blocks(
 ) -> Pattern:
     """Each head and each block of `block` queries sees `count` distinct blocks of keys, drawn at random.
 
-    With `head` all heads see what that one drew.
+    With `head` all heads use the draw of that one.
 
-    Blocks are those of `num_tokens` tokens; positions beyond neither see nor are seen. The draw depends on
-    the numbers given here and on the global head alone, so all ranks, platforms and versions agree on it:
-    hash the seed, the head, the block row and the number of the draw, one after the other, with splitmix64
-    (Steele, Lea and Flood, "Fast splittable pseudorandom number generators", 2014), scale its upper 32 bits,
-    and sample without replacement by Floyd's method. Source: BigBird, arXiv 2007.14062, section 2.
+    Blocks cover `num_tokens` tokens; positions beyond neither see nor are seen. The draw depends only on these
+    arguments and on the global head, so all ranks, platforms and versions agree on it: hash the seed, the head,
+    the block row and the number of the draw, in this order, with splitmix64 (Steele, Lea and Flood,
+    "Fast splittable pseudorandom number generators", 2014), scale its upper 32 bits, and sample without replacement
+    by Floyd's method. Source: BigBird, arXiv 2007.14062, section 2.
 
-    Kernels compute whole blocks of their own side, 128 by default: a `block` that is a multiple of it wastes
-    nothing. Raises ValueError for numbers below 1, a seed outside [0, 2**63), and a count above the number of
-    blocks. Only the blocks of those queries are drawn that a call has; more than 2**25 in all are a ValueError.
+    Kernels compute whole blocks, of side 128 by default: a `block` that is a multiple of it has no overcompute.
+    Raises ValueError for numbers below 1, a seed outside [0, 2**63), and a count above the number of blocks. Blocks
+    are drawn only for the queries of a call; more than 2**25 in all raise ValueError.
 
     >>> masks.describe(masks.random_blocks(1024, block=64, count=3), 1024).useful_pairs  # 16 rows of 3 blocks
     196608
@@ -168,9 +168,9 @@ def _draw(num_blocks: int, drawn: int, seed: int, heads: range, rows: range) -> 
 def _sampled(state: Tensor, num_blocks: int, drawn: int) -> Tensor:
     """(rows, drawn): distinct blocks for each state, ascending.
 
-    Floyd's method: for each of the last `drawn` blocks draw one up to it; where that is taken already, take the
-    block itself. A draw is taken if an earlier draw is the same, or if it is one of the last blocks and that block
-    itself was taken for its own draw: a chain that leads to ever earlier draws, followed in steps that double.
+    Floyd's method: for each of the last `drawn` blocks draw one up to it; if that is already taken, take the block
+    itself. A draw is taken if it equals an earlier draw, or if it is one of the last blocks and that block was itself
+    taken at its own draw: a chain of earlier draws, followed in doubling steps.
     """
     index, first = torch.arange(drawn), num_blocks - drawn
     last = first + index
@@ -191,7 +191,7 @@ def _sampled(state: Tensor, num_blocks: int, drawn: int) -> Tensor:
 
 
 def _power_of_two(number: int) -> int:
-    """The least that is not below a number from 1 on."""
+    """Least power of two that is not below `number`, for number >= 1."""
     return 1 << (number - 1).bit_length()
 
 
@@ -204,5 +204,5 @@ def _mixed(state: Tensor) -> Tensor:
 
 
 def _shifted_right(bits: Tensor, places: int) -> Tensor:
-    """A shift that fills with zeros, as for unsigned numbers."""
+    """Logical shift: fills with zeros, as for unsigned integers."""
     return (bits >> places) & ((1 << (64 - places)) - 1)

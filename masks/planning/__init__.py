@@ -1,4 +1,4 @@
-"""How a pattern is computed: the options, what each costs, the choice; and its BlockMask."""
+"""Planning: the options to compute a pattern, their costs, the choice; and its BlockMask."""
 
 from ._block_mask import block_mask, block_sides, bound_blocks, entry_terms, layout, term_blocks, term_mask
 from ._cost import SLOTS_AT_ONCE, Operands, computed_pairs, cost_of

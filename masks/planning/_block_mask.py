@@ -1,4 +1,4 @@
-"""block_mask and layout: what FlexAttention users call."""
+"""block_mask and layout: the functions for users of FlexAttention."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def block_mask(
 ) -> BlockMask:
     """The pattern as a BlockMask for `flex_attention`, built from closed forms and cached.
 
-    Its block lists are exactly those of `create_block_mask`; no N x M object is made on the way. A mixture
+    Its block lists equal the result of `create_block_mask`; no N x M tensor is built. A mixture
     gives the mask of its union: pairs that count more than once need `attend`. With `layout` rows and
     columns are slots: permute q, k and v by `layout.apply` and the output by `layout.invert`.
     num_keys is num_queries by default; block_size is one side or (query side, key side). Raises ValueError for a
@@ -86,13 +86,13 @@ def block_mask(
 
 
 def term_mask(term: Term, bound: Bound, *, device: torch.device, block_size: tuple[int, int]) -> BlockMask:
-    """A new BlockMask of one term of a bound pattern, over its slots, from the cached block lists."""
+    """A new BlockMask of one term of a bound pattern, over its slots, from cached block lists."""
     blocks = join_blocks(bound_blocks(term, bound, block_size))
     return to_block_mask(blocks, term.mask_mod(device), device, batch=term.rule.num_entries())
 
 
 def bound_blocks(term: Term, bound: Bound, block_size: tuple[int, int]) -> list[Blocks]:
-    """The cached block lists of one term of a bound pattern, for each batch entry that run-time tables tell apart."""
+    """Cached block lists of one term of a bound pattern, one for each distinct batch entry of run-time tables."""
     packed = cache().get(
         ("blocks", bound.key(), term, block_size),
         lambda: [PackedBlocks.pack(each) for each in _entries_blocks(term, block_size)],
@@ -103,7 +103,7 @@ def bound_blocks(term: Term, bound: Bound, block_size: tuple[int, int]) -> list[
 
 
 def term_blocks(term: Term, block_size: tuple[int, int]) -> Blocks:
-    """The term's block lists; where run-time tables differ by batch entry, those of one entry after the other."""
+    """Block lists of the term; if run-time tables differ by batch entry, concatenated over entries."""
     return join_blocks(list(_entries_blocks(term, block_size)))
 
 
@@ -112,12 +112,12 @@ def _entries_blocks(term: Term, block_size: tuple[int, int]) -> Iterator[Blocks]
 
 
 def entry_terms(term: Term) -> list[Term]:
-    """The term of each batch entry that run-time tables tell apart."""
+    """The term of each distinct batch entry of run-time tables."""
     return [replace(term, rule=term.rule.entry(index)) for index in range(term.rule.num_entries())]
 
 
 def _indexed(device: torch.device) -> torch.device:
-    """The device with its number: `cuda` alone means another one after `torch.cuda.set_device`."""
+    """The device with its index: plain `cuda` changes its meaning with `torch.cuda.set_device`."""
     return device if device_kind(device).on_host else torch.empty(0, device=device).device
 
 
@@ -134,10 +134,10 @@ def block_sides(block_size: int | tuple[int, int]) -> tuple[int, int]:
 
 @advises(keywords=renamed(num_tokens=LENGTH))
 def layout(pattern: Expression, num_tokens: int) -> Layout:
-    """The residue-major order of this pattern: its rate is the least common multiple of the dilation rates.
+    """The residue-major order of this pattern; its rate is the least common multiple of the dilation rates.
 
-    A pattern without dilation gets the natural order (rate 1). More residue classes than tokens order nothing: a rate
-    that would take the common multiple beyond `num_tokens` is left out, the smallest rates come first.
+    A pattern without dilation gets the natural order (rate 1). More residue classes than tokens have no effect: rates
+    are taken in ascending order, and a rate that would raise the common multiple above `num_tokens` is skipped.
 
     >>> masks.layout(masks.longnet((64, 256), (1, 4)), 256)
     Layout(num_tokens=256, rate=4)

@@ -1,4 +1,4 @@
-"""The planner's cost model: what a list of terms computes and moves, and how long that should take."""
+"""Cost model of the planner: pairs computed and bytes moved by a list of terms, and predicted seconds."""
 
 from __future__ import annotations
 
@@ -11,13 +11,14 @@ from ..orders import Compact, Layout, Padded, Permutation
 from .lowering._term import Term
 from .machine._machine import Machine
 
-SLOTS_AT_ONCE = 1 << 14  # of a term's copies: enough for a kernel to share among cores, small beside the inputs
+SLOTS_AT_ONCE = 1 << 14  # of a term's copies: enough to share among cores, few compared with the inputs
 
 
 class Operands(NamedTuple):
-    """What of a call's tensors costs depend on: bytes of a number, head dim, query heads that share a key/value head.
+    """Properties of a call's tensors on which costs depend.
 
-    These are also what plans are kept by, so dtypes of one size share them.
+    element_bytes: bytes of a number. head_dim. groups: query heads for each key/value head. Also part of the key of
+    cached plans, so dtypes of one size share plans.
     """
 
     element_bytes: int = 4
@@ -26,17 +27,17 @@ class Operands(NamedTuple):
 
     @staticmethod
     def usual_on(kind: str) -> Operands:
-        """Where nothing is known of a call: float32 on CPU and half precision elsewhere, as constants are measured."""
+        """Default for unknown calls: float32 on CPU and half precision elsewhere, as in the measured constants."""
         return _SINGLE if device_kind(kind).on_host else _HALF
 
     @property
     def flops(self) -> int:
-        """Of a pair."""
+        """FLOP of one pair."""
         return 4 * self.head_dim
 
     @property
     def row_bytes(self) -> int:
-        """Of one head's row of a token."""
+        """Bytes of a token's row of one head."""
         return self.head_dim * self.element_bytes
 
 
@@ -45,7 +46,7 @@ _SINGLE, _HALF = Operands(), Operands(element_bytes=2)
 
 @dataclass(frozen=True)
 class Cost:
-    """Work of a forward pass: pairs in listed blocks over all heads, bytes moved to gather and merge, kernels."""
+    """Work of a forward pass: pairs in listed blocks over all heads, bytes moved by gather and merge, launches."""
 
     computed_pairs: int
     gather_bytes: int
@@ -55,9 +56,9 @@ class Cost:
 
 @plans
 def cost_of(terms: Sequence[Term], machine: Machine, given: Layout, operands: Operands) -> Cost:
-    """What the terms cost for one batch entry, for tokens that come in the order `given`.
+    """Cost of the terms for one batch entry, for tokens in the order `given`.
 
-    The machine's rates are those of one head dim and dtype; they are taken to hold for others.
+    The machine's rates were measured at one head dim and dtype, and are used for all.
     """
     work = [_work(term, machine) for term in terms]
     moved = sum(_moved_rows(term, given, operands.groups) for term in terms) * operands.row_bytes
@@ -70,7 +71,7 @@ def cost_of(terms: Sequence[Term], machine: Machine, given: Layout, operands: Op
 def least_seconds(
     terms: Sequence[Term], wanted_pairs: float, machine: Machine, given: Layout, operands: Operands
 ) -> float:
-    """What block lists cost at least that hold these pairs and nothing else, at the fastest rate of any side."""
+    """Lower bound on the cost of block lists that hold exactly these pairs, at the fastest rate of any block side."""
     fastest = max(max(rates.runs_flops_per_s, rates.plain_flops_per_s) for rates in machine.blocks)
     moved = sum(_moved_rows(term, given, operands.groups) for term in terms) * operands.row_bytes
     launches = sum(_launches(term, machine.calls_a_list) for term in terms)
@@ -80,7 +81,7 @@ def least_seconds(
 def least_seconds_in_larger(
     side: int, cost: Cost, terms: Sequence[Term], machine: Machine, operands: Operands
 ) -> float:
-    """What terms of this cost cost at least in blocks of a larger side, which hold all that is computed now."""
+    """Lower bound on the cost of these terms in blocks of a larger side, which hold all pairs computed now."""
     rates = machine.rates(side)
     fastest = max(rates.runs_flops_per_s, rates.plain_flops_per_s)
     work = [_work(term, machine) for term in terms if term.shape == "blocks"]
@@ -93,7 +94,7 @@ def computed_pairs(term: Term) -> int:
 
 
 def _work(term: Term, machine: Machine) -> tuple[int, float]:
-    """(computed pairs, the sum of these over the rate of each)."""
+    """(computed pairs, sum of pairs / rate)."""
     runs, plain, masked = (blocks * term.block_side**2 for blocks in term.listed_blocks)
     if term.shape == "blocks":
         rates = machine.rates(term.block_side)
@@ -104,7 +105,7 @@ def _work(term: Term, machine: Machine) -> tuple[int, float]:
 
 
 def _launches(term: Term, calls_a_list: int) -> int:
-    """Kernel calls: some for each table of a list of blocks, or one for each portion of copies for a dense kernel."""
+    """Number of kernel calls: some for each table of block lists; one for each chunk of copies for a dense kernel."""
     if term.shape == "blocks":
         return calls_a_list * (max(term.tables()) + 1)
     if not isinstance(term.q, Compact) or not term.q.is_copied:
@@ -113,7 +114,7 @@ def _launches(term: Term, calls_a_list: int) -> int:
 
 
 def _moved_rows(term: Term, given: Layout, groups: int) -> int:
-    """Rows copied of q, k, v into the term's layout and of out back, where the tokens are not given in that order."""
+    """Rows read and written to gather q, k, v and merge out; tokens given in the term's order need no gather."""
     if isinstance(term.q, Permutation):
         queries = keys = 0 if term.q == given else 2 * term.q.num_slots
     else:
@@ -123,7 +124,7 @@ def _moved_rows(term: Term, given: Layout, groups: int) -> int:
 
 
 def _gathered_heads(term: Term, groups: int) -> int:
-    """Heads for which keys are copied: key/value heads where their query heads see the same slots, by no strides."""
+    """Number of heads whose keys are copied: key/value heads if all heads gather equal slots, else query heads."""
     if isinstance(term.k, Compact | Padded):
         starts = term.k.starts if isinstance(term.k, Compact) else term.k.offsets
         if len(set(starts)) > 1 or (isinstance(term.k, Compact) and term.k.fold_starts is None):

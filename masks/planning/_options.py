@@ -1,4 +1,4 @@
-"""Options: the ways to compute a branch, or all branches together, each with its terms and its cost."""
+"""Options: the ways to compute a branch, or all branches together, with their terms and costs."""
 
 from __future__ import annotations
 
@@ -22,21 +22,21 @@ from .machine._machine import Machine
 _MAX_PARTS = 6
 # Pairs of all heads under one mask, which is kept with the plan.
 _MOST_MASKED_PAIRS = 1 << 20
-# Blocks of another side gain at most this factor over blocks of 128: options that cost more than that are not tried.
+# Blocks of another side gain at most this factor over blocks of 128: costlier options are not tried in them.
 _WORTH_OTHER_BLOCKS = 2
-# A smaller gain is within the error of the estimate: then the block side stays as it is, and nothing is listed that
-# can be computed without.
+# A smaller gain is within the error of the estimate: the block side then stays, and terms without block lists are
+# preferred.
 _CLEARLY = 0.95
 
 
 @dataclass(frozen=True)
 class Allowed:
-    """What an engine can run.
+    """Terms that an engine can run.
 
-    Terms that share rows (it merges by lse), terms of their own for documents of each kind, any number of these where
-    lists of blocks would be cheaper, keys with weights, all pairs of few tokens under a mask, all tokens in
-    residue-major order. `lists_only`: it runs all terms as lists of blocks, dilated segments too, each branch as one
-    over the active tokens of all of them.
+    shared_rows: several terms for one row, merged by lse. windows: separate terms for each kind of document;
+    any_windows: also for many kinds, where one block list would be cheaper. key_weights: weighted keys. masks: all
+    pairs of few tokens under a mask. residues: all tokens in residue-major order. lists_only: all terms as block lists,
+    for dilated segments one list of each branch over the active tokens of all segments.
     """
 
     shared_rows: bool = True
@@ -53,10 +53,10 @@ ANYTHING = Allowed()
 
 @dataclass(frozen=True)
 class Option:
-    """One way to compute a branch, or a mixture, that counts `multiplicity` times: a layout's name and its terms.
+    """One way to compute a branch or mixture that counts `multiplicity` times: a layout's name and its terms.
 
-    With `shares_rows` several terms compute the same rows, and an engine must merge them by their lse. `machine` is
-    asked about the cost, for `operands` whose tokens come in the order `given`.
+    With `shares_rows` several terms compute one row, and an engine must merge them by lse. The cost is that on
+    `machine`, for `operands` whose tokens come in the order `given`.
     """
 
     branch: Expression
@@ -70,14 +70,14 @@ class Option:
 
     @cached_property
     def cost(self) -> Cost:
-        """What the terms compute and move."""
+        """Computed pairs, bytes and seconds of the terms."""
         return cost_of(self.terms, self.machine, self.given, self.operands)
 
 
 def options_of(
     branch: Pattern, times: int, bound: Bound, machine: Machine, allowed: Allowed, operands: Operands
 ) -> tuple[Option, ...]:
-    """Every way that is worth weighing, the cheapest first."""
+    """All options that are compared for a branch, cheapest first."""
     costs = machine, Layout(bound.num_queries), operands
     cut = Cut.of(branch, bound) if allowed.windows else None
     if cut is not None:
@@ -85,7 +85,7 @@ def options_of(
         if rest is not None:
             found = options_of(rest, times, bound, machine, allowed, operands)
             return tuple(replace(option, branch=branch) for option in found)
-        inside = replace(allowed, masks=False)  # terms of one window are repeated for those like it
+        inside = replace(allowed, masks=False)  # terms of one window are repeated for equal windows
 
         def weighed(rest: Pattern, part: Bound) -> tuple[Term, ...]:
             return options_of(rest, times, part, machine, inside, operands)[0].terms
@@ -95,7 +95,7 @@ def options_of(
             options = [Option(branch, times, "windows", tuple(terms), *costs, shares_rows=True)]
             return _in_order([*options, *_under_mask(options, bound, allowed)])
     if allowed.lists_only and (padded := padded_terms(branch, times, bound)) is not None:
-        # Whatever the length: another choice for some of them would be another program to compile.
+        # For all lengths: a choice by length would compile another program.
         return (Option(branch, times, "padded", tuple(padded), *costs),)
     found = ways(branch, times, bound, residues=allowed.residues, gathered=not allowed.lists_only)
     options = [Option(branch, times, name, tuple(terms), *costs) for name, terms in found.items()]
@@ -112,7 +112,7 @@ def options_of(
 
 
 def _under_mask(options: Sequence[Option], bound: Bound, allowed: Allowed) -> list[Option]:
-    """One more way, under a mask, for a branch that is no single kernel call without one."""
+    """[option under a mask], for a branch that needs block lists or several kernel calls without one; else []."""
     plainly = any(len(each.terms) == 1 and not _is_listed(each) for each in options)
     if plainly or not takes_mask(*_sizes(bound), allowed):
         return []
@@ -123,9 +123,9 @@ def _under_mask(options: Sequence[Option], bound: Bound, allowed: Allowed) -> li
 def nested_option(
     apart: Mapping[Pattern, Option], bound: Bound, machine: Machine, allowed: Allowed, operands: Operands
 ) -> Option | None:
-    """All branches of a mixture, those that nest together, and the others as they are chosen `apart`.
+    """All branches of a mixture: branches that nest as joint terms, others as chosen in `apart`.
 
-    Pairs that nested branches share are computed once. None where no two branches nest.
+    Pairs that nested branches share are computed once. None if no two branches nest.
     """
     if not (allowed.shared_rows and allowed.key_weights):
         return None
@@ -142,12 +142,12 @@ def nested_option(
 
 
 def masked_option(pattern: Expression, times: int, bound: Bound, *costs: Any) -> Option:
-    """All pairs of few tokens in one kernel call, under a mask that says how often each counts."""
+    """All pairs of few tokens in one kernel call, under a mask with the multiplicity of each pair."""
     return Option(pattern, times, "masked", (masked_term(pattern, times, bound),), *costs)
 
 
 def takes_mask(num_heads: int, num_queries: int, num_keys: int, allowed: Allowed = ANYTHING) -> bool:
-    """Whether all pairs are few enough for a mask."""
+    """True if masks are allowed and all pairs are few enough for one."""
     offered = allowed.masks and allowed.key_weights and not allowed.lists_only
     return offered and num_heads * num_queries * num_keys <= _MOST_MASKED_PAIRS
 
@@ -157,23 +157,23 @@ def _sizes(bound: Bound) -> tuple[int, int, int]:
 
 
 def in_blocks_of(option: Option, side: int) -> Option:
-    """The option with all that it lists in blocks of this side."""
+    """The option with all its block lists in blocks of this side."""
     if all(term.block_side == side for term in option.terms if term.shape == "blocks"):
-        return option  # whose cost may be known
+        return option  # keeps a cost that is already computed
     terms = (replace(term, block_side=side) if term.shape == "blocks" else term for term in option.terms)
     return replace(option, terms=tuple(terms))
 
 
 def _in_best_blocks(options: list[Option]) -> tuple[Option, ...]:
-    """The options, the cheapest first, each that may be the cheapest with the block side that suits it best.
+    """Options, cheapest first; options near the minimum are tried in blocks of other sides.
 
-    Options that cannot be the cheapest come last, and their cost is not computed.
+    Options that cannot be the cheapest come last, without their cost.
     """
     ruled_out = _ruled_out(options)
     weighed = [option for option in options if option not in ruled_out]
     least = min(map(_weight, weighed))
     for index, option in enumerate(weighed):
-        # "disjoint" has chosen part by part.
+        # "disjoint" chose the side of each part.
         if _is_listed(option) and option.layout != "disjoint" and option.cost.seconds <= _WORTH_OTHER_BLOCKS * least:
             others = (in_blocks_of(option, side) for side in _other_sides(option, least))
             best = min(others, key=lambda each: each.cost.seconds, default=option)
@@ -186,12 +186,12 @@ def _in_order(options: Sequence[Option]) -> tuple[Option, ...]:
 
 
 def _weight(option: Option) -> float:
-    """Its seconds, raised where it has lists, which take time and memory to make."""
+    """Seconds, raised for block lists, which take time and memory to build."""
     return option.cost.seconds / _CLEARLY if _is_listed(option) else option.cost.seconds
 
 
 def _other_sides(option: Option, least: float) -> list[int]:
-    """The sides other than 128 in whose blocks an option may cost less than `least` seconds."""
+    """Block sides other than 128 in which an option may cost less than `least` seconds."""
     machine, own = option.machine, Term.block_side
     return [
         side
@@ -209,9 +209,9 @@ def _is_listed(option: Option) -> bool:
 
 
 def _ruled_out(options: list[Option]) -> list[Option]:
-    """Those with block lists whose lower-bound cost exceeds that of the cheapest option without lists.
+    """Options with block lists whose lower bound on cost exceeds the cheapest option without lists.
 
-    The bound takes no count of blocks, which is what takes time in planning.
+    The bound needs no count of blocks, the slow part of planning.
     """
     plain = [option for option in options if not _is_listed(option)]
     if not plain:
@@ -230,9 +230,9 @@ def _ruled_out(options: list[Option]) -> list[Option]:
 
 
 def _fullest(option: Option, plain: Option) -> float:
-    """The largest share of a block's pairs that the rule can allow.
+    """Upper bound on the share of a block's pairs that the rule allows.
 
-    In natural order a query sees only every `step`-th key of a block, where that is the step of the option without
+    In natural order a query sees only every `step`-th key of a block, where `step` is the step of the option without
     lists.
     """
     if any(term.q != option.given for term in option.terms):
@@ -244,10 +244,10 @@ def _fullest(option: Option, plain: Option) -> float:
 def _disjoint_terms(
     branch: Pattern, times: int, bound: Bound, machine: Machine, allowed: Allowed, operands: Operands
 ) -> tuple[Term, ...] | None:
-    """Terms for a union: each part in the layout that suits it, without the pairs of the parts before it.
+    """Terms for a union: each part in its best layout, without the pairs of earlier parts.
 
-    Every pair then counts once. Parts that repeat most often go first: they are cheap to leave out of the
-    others, and what they are left out of keeps repeating.
+    Every pair then counts once. Parts with short periods come first: they are cheap to exclude from other parts, which
+    stay periodic.
     """
     parts = sorted(branch.alternatives(), key=lambda part: (part.period() is None, part.period() or 0, part.spacing()))
     if not 1 < len(parts) <= _MAX_PARTS:
@@ -258,7 +258,7 @@ def _disjoint_terms(
 
 
 def _rests(parts: Sequence[Pattern]) -> Iterator[Pattern]:
-    """Each part without the pairs of those before it, which are checked by what they do not share with it."""
+    """Yield each part without the pairs of earlier parts; factors that both share are not checked again."""
     for index, part in enumerate(parts):
         own = part.factors()
         others = [[factor for factor in before.factors() if factor not in own] for before in parts[:index]]
@@ -268,9 +268,9 @@ def _rests(parts: Sequence[Pattern]) -> Iterator[Pattern]:
 
 @dataclass(frozen=True)
 class Choice:
-    """For each distinct branch the name of its layout and the sides of its block lists, or all branches together.
+    """Layout name and block sides for each distinct branch, or for all branches together.
 
-    A name that does not occur among a pattern's options is no error: the planner then decides itself.
+    A name that is not among a pattern's options is no error: the planner then decides itself.
     """
 
     together: bool
@@ -279,7 +279,7 @@ class Choice:
 
 @dataclass(frozen=True)
 class Candidates:
-    """All ways of computing a pattern, the cheapest first: of each distinct branch, and of all branches together."""
+    """Options of each distinct branch, and of all branches together; cheapest first."""
 
     branches: tuple[tuple[Option, ...], ...]
     together: tuple[Option, ...]
@@ -296,7 +296,7 @@ class Candidates:
         return cls(ways, _in_order(found))
 
     def chosen(self, choice: Choice) -> tuple[tuple[Option, ...], ...] | None:
-        """The options of each group of terms with the chosen one in front; None where the choice does not fit."""
+        """The options of each group of terms with the chosen one first; None if the choice does not fit."""
         groups = self.branches
         if choice.together:
             groups = (self.together,) if self.together else ()
@@ -307,12 +307,12 @@ class Candidates:
 
 
 def way_of(option: Option) -> tuple[str, tuple[int, ...]]:
-    """What names an option in a Choice."""
+    """(layout, block sides): the name of an option in a Choice."""
     return option.layout, tuple(term.block_side for term in option.terms if term.shape == "blocks")
 
 
 def in_other_blocks(option: Option) -> tuple[Option, ...]:
-    """The option, and the same with all block lists in blocks of each other side that is weighed on its machine."""
+    """The option, and its variants with all block lists in each other block side of its machine."""
     others = (in_blocks_of(option, side) for side in option.machine.sides)
     return (option, *(each for each in others if way_of(each) != way_of(option)))
 

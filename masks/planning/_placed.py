@@ -1,4 +1,4 @@
-"""Placed plans: the planner's choice for tokens that stand at stated positions."""
+"""Placed plans: the planner's choice for tokens at given positions."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from ._planner import Plan, plan
 from .lowering import PaddedTerm, Term, interval_terms
 from .machine import machine_of
 
-_GAP = 128  # missing keys over which a run of keys goes on: no more than a block
+_GAP = 128  # longest gap of absent keys inside a run of keys: one block
 
 
 def plan_at(
@@ -29,18 +29,18 @@ def plan_at(
     allowed: Allowed = ANYTHING,
     operands: Operands | None = None,
 ) -> Plan:
-    """Terms whose queries are tokens of a device's own q, and whose keys are counted by position.
+    """Plan whose queries are tokens of a device's q, and whose keys are numbered by position.
 
-    The bound of the plan has the device's own sizes. Keys of a term that are not among the placement's are hidden by
+    The bound of the plan has the sizes of the device. Keys of a term that are absent from the placement are hidden by
     its rule.
     """
-    # A part is bound without `bind`, which refuses rules that name tokens beyond its own: those of the whole count.
+    # Not `bind`, which rejects rules that name tokens beyond the part: tokens of the whole sequence are valid.
     rule.check_tokens(range(placement.end), range(placement.end))
     heads = (num_heads, head_offset, num_heads_global)
     whole = Bound(rule, placement.num_queries, max(1, placement.num_keys), *heads, 0, 0, batch=1)
     if allowed.lists_only and (over_all := _over_all_runs(whole, placement, device, operands)) is not None:
         return over_all
-    allowed = replace(allowed, masks=False)  # placed terms are moved, and lack keys
+    allowed = replace(allowed, masks=False)  # placed terms are shifted, and keys are absent
     terms: list[Term] = []
     weighed: dict[range, tuple[tuple[Option, ...], ...]] = {}
     for part in placement.parts():
@@ -50,14 +50,14 @@ def plan_at(
         terms += [_placed(term, part, placement) for term in best.terms]
         weighed[part.queries] = weighed.get(part.queries, ()) + best.options
     plans = [Plan(whole, Layout(placement.num_queries), tuple(terms), options) for options in weighed.values()]
-    # Runs of queries share no rows; what is weighed for one stands for all, but for whether terms are to be merged.
+    # Runs of queries share no rows. Options of one run represent all; prefer a run whose terms need a merge.
     return max(plans, key=lambda each: each.shares_rows, default=Plan(whole, Layout(placement.num_queries), (), ()))
 
 
 def _over_all_runs(
     bound: Bound, placement: Placement, device: torch.device | str, operands: Operands | None
 ) -> Plan | None:
-    """Each branch as lists over all runs at once, however many they are; None where a branch has no such form."""
+    """Plan of block lists over all runs at once, for any number of runs; None if a branch has no such form."""
     options, layout = [], Layout(placement.num_queries)
     kind = torch.device(device).type
     costs = machine_of(kind), layout, operands or Operands.usual_on(kind)
@@ -70,12 +70,12 @@ def _over_all_runs(
 
 
 def _placed(term: Term, part: Part, placement: Placement) -> Term:
-    """The term over the device's own queries, and keys by their positions."""
+    """The term over the device's queries, with keys by position."""
     in_folds = isinstance(term.q, Compact | Folded) and isinstance(term.k, Compact | Folded)
     natural = isinstance(term.q, Layout) and term.q.is_natural
     if isinstance(term, PaddedTerm) or in_folds or (natural and part.gapless):
         return term.moved(part.q_token, part.span.start)
-    # An order of all tokens: without the keys that are not there. A tiling is left for the natural order.
+    # An order of all tokens: drop absent keys. A tiling becomes the natural order.
     rate = term.q.rate if isinstance(term.q, Layout) else 1
     tokens = part.queries.start - part.q_token
     queries = _by_residue([range(part.q_token, part.q_token + len(part.queries))], rate)
@@ -84,7 +84,7 @@ def _placed(term: Term, part: Part, placement: Placement) -> Term:
 
 
 def _by_residue(stretches: list[range], rate: int) -> tuple[range, ...]:
-    """The numbers of all stretches, first those that the rate divides, then those that leave 1, and so on."""
+    """Numbers of all intervals, sorted into runs by residue modulo `rate`."""
     runs = (
         within(range(residue, stretch.stop, rate), stretch.start, stretch.stop)
         for residue in range(rate)

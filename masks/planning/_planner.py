@@ -1,4 +1,4 @@
-"""The planner: which terms compute a pattern, chosen by cost among its layouts."""
+"""Planner: chooses the terms that compute a pattern, by cost among its layouts."""
 
 from __future__ import annotations
 
@@ -19,16 +19,16 @@ from .lowering._ways import MAX_RESIDUE_RATE, shared_terms
 from .machine._machine import Machine
 from .machine._machine_in_use import machine_of
 
-_MOST_BRANCHES = 8  # that have lines of their own in the log
+_MOST_BRANCHES = 8  # logged one by one
 
 
 @dataclass(frozen=True)
 class Plan:
-    """How a bound pattern is computed: the terms to run and merge, and what they were chosen from.
+    """How a bound pattern is computed: the terms to run and merge, and the options they were chosen from.
 
-    `layout` is the order in which the terms expect q, k and v; `options` holds, for each distinct branch,
-    every way that was weighed, the chosen one first. Where all branches are computed together there is one
-    such tuple for all of them; `together` holds the ways in which they could have been, the cheapest first.
+    `layout` is the order in which the terms expect q, k and v. `options` holds for each distinct branch every option
+    compared, the chosen one first; if all branches are computed together, it has one tuple for all of them. `together`
+    holds the options for all branches together, cheapest first.
     """
 
     bound: Bound
@@ -41,17 +41,17 @@ class Plan:
     def of(
         cls, bound: Bound, layout: Layout, options: tuple[tuple[Option, ...], ...], together: tuple[Option, ...] = ()
     ) -> Plan:
-        """The plan of the first of each tuple of options."""
+        """The plan that takes the first of each tuple of options."""
         return cls(bound, layout, tuple(term for first, *_ in options for term in first.terms), options, together)
 
     @property
     def shares_rows(self) -> bool:
-        """Whether several terms compute the same rows."""
+        """True if several terms compute one row."""
         return len(self.options) > 1 or any(options[0].shares_rows for options in self.options)
 
     @property
     def cost(self) -> Cost:
-        """The sum over the chosen options."""
+        """Sum over the chosen options."""
         chosen = [options[0].cost for options in self.options]
         return Cost(
             sum(cost.computed_pairs for cost in chosen),
@@ -62,7 +62,7 @@ class Plan:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the plan itself, which holds no tables: a few numbers a head and term, two an uneven fold."""
+        """Bytes of the plan, which holds no tables: a few numbers for each head and term, two for each uneven fold."""
         terms = [term for options in self.options for option in options for term in option.terms]
         uneven = (term for term in terms if isinstance(term.q, Compact) and term.q.fold_starts is not None)
         return sum(200 + 24 * len(term.heads) for term in terms) + sum(16 * term.folds for term in uneven)
@@ -81,12 +81,11 @@ def plan(
     choice: Choice | None = None,
     operands: Operands | None = None,
 ) -> Plan:
-    """The cached plan of a bound pattern on this kind of device, among the ways that an engine is `allowed`.
+    """The cached plan of a bound pattern on this kind of device, from the terms that an engine is `allowed`.
 
-    Costs are those for `operands`, or for such as are usual on the device.
-    With `layout` the inputs arrive in that order: the plan then either runs in it, or, where that is
-    cheaper with the copies counted, in the natural order; `Plan.layout` says which. A `choice` is followed in the
-    natural order, in place of the predicted costs.
+    Costs are for `operands`; by default for the device's usual ones.
+    With `layout` the inputs come in that order: the plan then runs in it or, if that is cheaper including the copies,
+    in the natural order; see `Plan.layout`. A `choice` replaces the predicted costs in the natural order.
     """
     kind = torch.device(device).type
     machine, operands = machine_of(kind), operands or Operands.usual_on(kind)
@@ -102,12 +101,12 @@ def plan(
 def recommended_layout(
     pattern: Expression, num_tokens: int, *, num_heads: int, device: torch.device | str = "cpu"
 ) -> Layout | None:
-    """The layout in which a whole model should hold its tokens for this pattern; None for the natural order.
+    """The layout in which a whole model should keep its tokens for this pattern; None for the natural order.
 
-    Tensors that the pattern carries are read now: other values may have another answer. Where they differ by batch
-    entry, costs are summed over the entries that differ. Inside torch.compile the
-    answer is a constant of the graph, for the number of tokens it was traced with. Raises ValueError for run-time
-    tensors that are missing or do not fit, and there for any.
+    Tensors that the pattern carries are read now; other values may give another result. If they differ by batch entry,
+    costs are summed over distinct entries. Inside torch.compile the result is a constant of the graph, for the number
+    of tokens at tracing. Raises ValueError for run-time tensors that are missing or do not fit, and inside
+    torch.compile for any.
 
     >>> masks.recommended_layout(masks.causal(), 1024, num_heads=4) is None  # natural order is best
     True
@@ -166,14 +165,14 @@ def _plan(
     if layout is None or layout.rate == 1:
         return natural
     in_layout = _in_layout(bound, machine, layout, operands)
-    # Bytes read and written to bring q, k, v into the natural order and out back.
+    # Bytes read and written to copy q, k, v into the natural order and out back.
     rows = bound.num_queries * bound.num_heads + bound.num_keys * bound.num_heads // operands.groups
     copied = 4 * rows * operands.row_bytes
     return in_layout if in_layout.cost.seconds <= natural.cost.seconds + copied / machine.bytes_per_s else natural
 
 
 def _in_natural_order(bound: Bound, candidates: Candidates, choice: Choice | None) -> Plan:
-    """The chosen ways where a choice fits; else the cheapest for each branch, or for all branches together."""
+    """Plan of the choice if it fits; else the cheapest options by branch, or for all branches together."""
     layout, together = Layout(bound.num_queries), candidates.together
     chosen = None if choice is None else candidates.chosen(choice)
     if chosen is not None:
@@ -188,7 +187,7 @@ def _in_natural_order(bound: Bound, candidates: Candidates, choice: Choice | Non
 
 
 def _in_layout(bound: Bound, machine: Machine, layout: Layout, operands: Operands) -> Plan:
-    """Every branch as block lists over the order in which the inputs already are."""
+    """Plan of every branch as block lists over the order in which the inputs come."""
     name = f"residue {layout.rate}, as given"
     costs = machine, layout, operands
     options = (
@@ -199,7 +198,7 @@ def _in_layout(bound: Bound, machine: Machine, layout: Layout, operands: Operand
 
 
 def _logged(plan: Plan, kind: str, choice: Choice | None) -> Plan:
-    """The plan, once it is logged for which kind of device it was made and what each branch was weighed against."""
+    """Log the plan, its kind of device and the options compared; return it."""
     if not debug_wanted():
         return plan
     measured = choice is not None and choice.ways == tuple(way_of(options[0]) for options in plan.options)
@@ -212,7 +211,7 @@ def _logged(plan: Plan, kind: str, choice: Choice | None) -> Plan:
 
 
 def _log_order(bound: Bound, residue: Plan, natural: Plan) -> None:
-    """Log what a whole model's tokens in residue order, and in the natural one, were predicted to cost."""
+    """Log the predicted costs of a whole model's tokens in residue order and in natural order."""
     if debug_wanted():
         times = (residue.layout.rate, *(1e3 * each.cost.seconds for each in (residue, natural)))
         log.debug("weighed %s: all tokens in residues of %d %.3g ms, in order %.3g ms", _bound_text(bound), *times)
@@ -231,5 +230,5 @@ def _ways(plan: Plan) -> str:
 
 
 def _way(option: Option) -> str:
-    """The layout, and the time predicted where it is known already: counting blocks is what takes time."""
+    """Layout, with the predicted time only if it is computed already: counting blocks is slow."""
     return f"{option.layout} ({1e3 * option.cost.seconds:.3g} ms)" if "cost" in vars(option) else option.layout

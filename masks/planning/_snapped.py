@@ -9,7 +9,7 @@ from ._block_mask import block_sides
 
 
 class Snapped(NamedTuple):
-    """A pattern in whole blocks, and a line for each part that was changed, or left as it is for want of a rule."""
+    """A pattern in whole blocks, and a line for each part that was changed, or kept because no rounding is defined."""
 
     pattern: Any
     changes: tuple[str, ...]
@@ -17,24 +17,25 @@ class Snapped(NamedTuple):
 
 @advises()
 def snapped(pattern: Pattern | Mixture, block: int | tuple[int, int] = 128) -> Snapped:
-    """The pattern with its sizes rounded up to whole blocks, in which kernels compute; and what was changed.
+    """The pattern with its sizes rounded up to whole blocks, in which kernels compute; and the changes.
 
-    * `local_window`: left and right go up to a multiple of the side less 1, the query's own key being one of the
-      window; a multiple of the side stays. The blocks computed are the same, and all pairs stay allowed.
+    * `local_window`: left and right go up to a multiple of the side minus 1, as the window includes the query's own
+      key; a multiple of the side stays. The computed blocks do not change, and all pairs stay allowed.
     * `dilated`, `chunked`, `longnet`: segments up to a multiple of rate * side, so that segment / rate tokens fill
-      whole blocks; rates and offsets stay. Segments that are no multiple of their rate are left as they are.
-    * `blockwise`: blocks up to a multiple of the side. Longer segments and blocks begin at other tokens: on the whole
-      there are more pairs, and a single one may go. Nothing is wasted on those that are whole.
-    * `selected_blocks`: sides up to one that divides the kernel's or is a multiple of it, for whoever makes the tables
-      to choose in; as it is where it carries its table.
-    * `block_list`: as it is, if its side divides the kernel's or is a multiple of it; else a ValueError.
+      whole blocks; rates and offsets stay. Segments that are no multiple of their rate are unchanged.
+    * `blockwise`: blocks up to a multiple of the side. Longer segments and blocks begin at other tokens: there are
+      more pairs in total, but single pairs may be lost. Segments and blocks in whole blocks have no overcompute.
+    * `selected_blocks`: sides up to one that divides the kernel's or is a multiple of it, for which tables are then
+      made; unchanged if it carries its table.
+    * `block_list`: unchanged, if its side divides the kernel's or is a multiple of it; else a ValueError.
 
     `&`, `|`, `+`, choices by head, `after` and `per_document` are changed in their parts. `causal` and `every` have no
-    sizes. All else is left as it is, and a line says so; so is what stands under `~`, as more pairs there are fewer
-    outside.
+    sizes. Other patterns are unchanged, with a line that says so; also patterns under `~`, where rounding up would
+    allow fewer pairs.
 
-    block: the side of the kernels' blocks, or (query side, key side); windows then go by what divides both, the rest by
-        what both divide. Raises ValueError for sides outside 1 to 32,768 and for sizes that would exceed 2^31 - 1.
+    block: the side of the kernels' blocks, or (query side, key side); windows then use their greatest common
+        divisor, other patterns their least common multiple. Raises ValueError for sides outside 1 to 32,768 and for
+        sizes that would exceed 2^31 - 1.
 
     >>> found = masks.snapped(masks.local_window(left=1000, right=0) & masks.causal(), 128)
     >>> found.pattern

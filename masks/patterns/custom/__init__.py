@@ -1,3 +1,3 @@
-"""Patterns from functions of a caller, known by their code and what they captured."""
+"""Patterns from functions of a caller, identified by their code and captured values."""
 
 from ._custom import custom

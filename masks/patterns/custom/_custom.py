@@ -1,4 +1,4 @@
-"""Custom patterns: any FlexAttention mask_mod as a set pattern, known by its code and what it captured."""
+"""Custom patterns: any FlexAttention mask_mod as a set pattern, identified by its code and captured values."""
 
 from __future__ import annotations
 
@@ -41,14 +41,14 @@ from ._function_snapshot import snapshot
 
 @dataclass(eq=False)
 class CustomRule:
-    """A checked function with its classify and period: one object for each digest, so identity is equality."""
+    """A checked function with its classify and period; one object for each digest, so identity is equality."""
 
     digest: str
-    function: Any  # of type FunctionType, which checkers of types take for a method
+    function: Any  # a FunctionType, which type checkers take for a method
     classify: Any  # a function or None
     period: int | None
     traits: Traits
-    given: tuple[types.FunctionType, types.FunctionType | None]  # as they came: what pickle looks up by name
+    given: tuple[types.FunctionType, types.FunctionType | None]  # the caller's functions, which pickle looks up by name
     elsewhere: dict[torch.device, types.FunctionType] = field(default_factory=dict)
 
     @property
@@ -56,7 +56,7 @@ class CustomRule:
         return self.function.__qualname__.rpartition(".")[2]
 
     def on(self, device: torch.device) -> types.FunctionType:
-        """The function with what it captured on this device."""
+        """The function with its captured tensors on this device."""
         if device_kind(device).on_host:
             return self.function
         if device not in self.elsewhere:
@@ -64,14 +64,14 @@ class CustomRule:
         return self.elsewhere[device]
 
 
-# Live rules by digest: what the text of a pattern refers to. Patterns, and so cached plans, keep them alive.
+# Live rules by digest, to which the text of a pattern refers. Patterns and cached plans keep them alive.
 _rules: WeakValueDictionary[str, CustomRule] = WeakValueDictionary()
 _rules_lock = Lock()
 
 
 @pattern_kind("custom")
 class Custom(Pattern):
-    """Allowed iff the function says so; for one head where `head` is given."""
+    """Allowed iff the function returns True; called for head `head` if that is given."""
 
     rule: CustomRule
     head: int | None = None
@@ -84,7 +84,7 @@ class Custom(Pattern):
 
     @classmethod
     def from_data(cls, data: dict[str, Any]) -> Pattern:
-        """The pattern that a text of this process names; ValueError if its function is gone."""
+        """The pattern that a text of this process names; ValueError if its function no longer exists."""
         digest, head = data.get("function"), data.get("head")
         with _rules_lock:
             rule = _rules.get(digest) if isinstance(digest, str) else None
@@ -141,14 +141,14 @@ class Custom(Pattern):
 def custom(fn: MaskMod | BlockMask, *, classify: Classify | None = None, period: int | None = None) -> Pattern:
     """The pairs for which a FlexAttention mask_mod `fn(b, h, q, k)` is true, over positions and global heads.
 
-    `fn` is evaluated pair by pair wherever bounds leave a doubt: everywhere, unless it stands in an intersection
-    or comes with `classify(head, q_first, q_last, k_first, k_last)`. That gets int64 tensors of n boxes, queries
+    `fn` is evaluated pair by pair where bounds do not decide: everywhere, unless it is in an intersection or has
+    `classify(head, q_first, q_last, k_first, k_last)`. `classify` gets int64 tensors of n boxes, queries
     q_first to q_last and keys k_first to k_last, ends included, and returns an integer tensor of n: masks.EMPTY
     (no pair of the box is allowed), masks.FULL (every pair) or masks.PARTIAL (neither is certain). A wrong EMPTY
-    or FULL loses or adds pairs; `flexdilated.testing.check_pattern` finds it. `period` says by what shift of
-    query and key together the rule repeats: 1 if only their distance counts.
+    or FULL loses or adds pairs; `flexdilated.testing.check_pattern` finds it. `period`: shift of
+    query and key together by which the rule repeats, 1 if only their distance counts.
 
-    A BlockMask stands for the function that it was made from: its lists of blocks and its length are made anew.
+    A BlockMask is used for its mask_mod only: its block lists and its length are ignored.
 
     Equal code with equal captured values is an equal pattern. What a function captured is copied now; later
     changes have no effect. Raises TypeError or ValueError if `fn` is no plain elementwise rule.
@@ -185,7 +185,7 @@ def _unpickle(fn: MaskMod, classify: Classify | None, period: int | None, head: 
 
 
 def _check_period(rule: CustomRule, period: int) -> None:
-    """The period on a small grid, as far as what the function captured reaches."""
+    """Raise ValueError if the function does not repeat on a small grid; no check if captured tensors are too short."""
     h, t = torch.arange(3, device="cpu")[:, None, None], torch.arange(16, device="cpu")
     b = torch.zeros((), dtype=torch.int64, device="cpu")
     try:
@@ -203,10 +203,10 @@ def _of_head(mod: MaskMod, head: torch.Tensor) -> MaskMod:
 
 
 def _in_64_bits(mod: MaskMod) -> MaskMod:
-    """What a function computes of positions may be larger than they are."""
+    """Pass int64 positions, as values computed from them may exceed int32."""
     return lambda b, h, q, k: mod(b, h, q.long(), k.long())
 
 
 def _over_pairs(inner: MaskMod) -> MaskMod:
-    """For functions of the query alone or of the key alone: a result for every pair."""
+    """Broadcast the result of a function of the query alone or the key alone to all pairs."""
     return lambda b, h, q, k: inner(b, h, q, k) & (q == q) & (k == k)

@@ -1,4 +1,4 @@
-"""Does a function work as a mask_mod, or as a classify? Found out on small grids, with an error for each fault."""
+"""Checks of mask_mod and classify functions on small grids, with an error for each fault."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ _MAKER = "def make(window): return lambda b, h, q, k: q - k < window"
 _HEADS = (3, 2, 1)
 _TOKENS = (17, 9, 5, 3, 2, 1)
 _POINTS = 40
-# What turns a tensor's values into Python's: then the rule is no longer one expression for all positions.
+# Methods that convert tensor values to Python values: a rule that calls one is not elementwise.
 _READS_VALUES = {
     *("__bool__", "__int__", "__float__", "__complex__", "__index__", "__contains__", "__array__"),
     *("item", "tolist", "numpy", "is_nonzero", "equal", "allclose"),
 }
 
-# What takes the shape of its first argument, and none of its values.
+# Functions that use the shape of their first argument, and not its values.
 _SHAPED_ALIKE = {
     *("new_empty", "new_full", "new_ones", "new_tensor", "new_zeros"),
     *("empty_like", "full_like", "ones_like", "zeros_like"),
@@ -40,7 +40,7 @@ Classify = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]
 
 @dataclass(frozen=True)
 class Traits:
-    """What the grids showed: whether the rule reads the head, and whether its result has a place for every pair."""
+    """Results of the checks: whether the rule reads the head, and whether its result has an entry for every pair."""
 
     uses_head: bool
     covers_pairs: bool
@@ -51,7 +51,7 @@ class _ReadsValuesError(Exception):
 
 
 class _Watch(TorchFunctionMode):
-    """Follows two tensors through a function: everything computed from them is marked, too."""
+    """Track the tensors b and h through a function: all tensors computed from them are marked, too."""
 
     def __init__(self, b: Tensor, h: Tensor) -> None:
         super().__init__()
@@ -73,7 +73,7 @@ class _Watch(TorchFunctionMode):
 
 
 def require_mask_mod(function: object) -> types.FunctionType:
-    """The value itself, if it is a plain function of (b, h, q, k), or a BlockMask's function; TypeError otherwise."""
+    """Return a plain function of (b, h, q, k), or that of a BlockMask; raise TypeError otherwise."""
     if isinstance(function, BlockMask):
         function = function.mask_mod
         if function is noop_mask:
@@ -88,7 +88,7 @@ def require_mask_mod(function: object) -> types.FunctionType:
 
 
 def require_classify(classify: object) -> types.FunctionType:
-    """The value itself, if it is a plain function of five arguments; TypeError otherwise."""
+    """Return the value if it is a plain function of five arguments; raise TypeError otherwise."""
     return _require_function("classify", classify, "(head, q_first, q_last, k_first, k_last)")
 
 
@@ -105,7 +105,7 @@ def _require_function(what: str, value: object, takes: str, how: str = "") -> ty
 
 
 def check_mask_mod(function: types.FunctionType, digest: str) -> Traits:
-    """Evaluate the function on small grids; ValueError or TypeError, naming the rule it breaks, if it breaks one.
+    """Evaluate the function on small grids; raise ValueError or TypeError that names the requirement it violates.
 
     digest: of the function before it was called.
     """
@@ -113,7 +113,7 @@ def check_mask_mod(function: types.FunctionType, digest: str) -> Traits:
     try:
         return _check(function, digest)
     except (TypeError, ValueError):
-        torch.set_rng_state(before)  # a function that draws random numbers is refused and leaves no trace
+        torch.set_rng_state(before)  # a function that draws random numbers is rejected; undo its draws
         raise
 
 
@@ -135,7 +135,7 @@ def _check(function: types.FunctionType, digest: str) -> Traits:
 
 
 def _largest_grid(function: types.FunctionType) -> Grid:
-    """Positions from 0 on, fewer where what the function captured does not reach as far."""
+    """Positions from 0 on: the largest grid that captured tensors cover."""
     grid = _grid(_HEADS[0], _TOKENS[0])
     for tokens, heads in product(_TOKENS, _HEADS):
         grid = _grid(heads, tokens)
@@ -150,7 +150,7 @@ def _largest_grid(function: types.FunctionType) -> Grid:
 
 
 def _grid(heads: int, tokens: int) -> Grid:
-    """Two batch entries, some heads, and unequal numbers of queries and keys where that leaves more than one."""
+    """Two batch entries, `heads` heads, and unequal numbers of queries and keys if there are more than two tokens."""
     b, h = torch.arange(2, device="cpu"), torch.arange(heads, device="cpu")
     q, k = torch.arange(tokens, device="cpu"), torch.arange(tokens - (tokens > 2), device="cpu")
     return b[:, None, None, None], h[:, None, None], q[:, None], k
@@ -192,7 +192,7 @@ def _check_result(name: str, result: Any, grid: Grid) -> None:
 
 
 def _check_elementwise(function: types.FunctionType, grid: Grid, result: Tensor) -> None:
-    """The same answers for the cells in a row, in another order, one by one, and for int32 positions."""
+    """Raise unless answers are equal for shuffled cells in a row, for single cells, and for int32 positions."""
     cells = torch.stack([part.expand(_shape(grid)).flatten() for part in grid])
     order = torch.randperm(cells.shape[1], generator=torch.Generator("cpu").manual_seed(0), device="cpu")
     cells, answers = cells[:, order], result.flatten()[order]
@@ -224,7 +224,7 @@ def _is_one_of(tensor: Tensor, marked: list[Tensor]) -> bool:
 
 
 def classes_of(name: str, classify: Classify, boxes: tuple[Tensor, ...]) -> Tensor:
-    """The verdicts on n boxes, checked for their form."""
+    """Classes of n boxes; raises unless they have the required form."""
     head, q_first, q_last, k_first, k_last = boxes
     try:
         verdict = classify(*boxes)
@@ -246,7 +246,7 @@ def classes_of(name: str, classify: Classify, boxes: tuple[Tensor, ...]) -> Tens
 
 
 def check_classify(name: str, classify: Classify) -> None:
-    """The form of the verdicts on one box and on several."""
+    """Raise unless the classes of boxes have the required form, and are equal for single boxes and several at once."""
     first, last = torch.tensor([0, 0, 4, 9], device="cpu"), torch.tensor([0, 3, 7, 15], device="cpu")
     q, k = torch.cartesian_prod(torch.arange(4, device="cpu"), torch.arange(4, device="cpu")).unbind(1)
     boxes = (torch.zeros_like(q), first[q], last[q], first[k], last[k])

@@ -1,4 +1,4 @@
-"""What a function is: a digest of its code and of all that it reads, and a copy that later changes do not reach."""
+"""Snapshot of a function: a digest of its code and of all that it reads, and a copy that is safe from later changes."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ from torch.nn import Buffer, Parameter
 from ...._torch_private import builtin_module, tensor_module
 from ...core import content_digest, device_kind
 
-# What is plain data: its repr tells two values apart.
+# Plain data: different values have different reprs.
 _PLAIN = (type(None), bool, int, float, complex, str, bytes, range, type(Ellipsis))
 _TORCH_PLAIN = (torch.dtype, torch.device, torch.layout, torch.memory_format)
 _ADVICE = "hand over numbers, strings, tensors, containers of these or plain functions instead"
 
-# The built-in names that a function may use: those that compute from their arguments and look up nothing by its name.
+# Built-in names that a function may use: they compute from their arguments and look up nothing by name.
 _COMPUTING = """abs all any bool bytes callable complex dict divmod enumerate filter float frozenset int isinstance iter
 len list map max min next pow print range reversed round set slice sorted str sum tuple zip"""
 _BUILTINS = {name: getattr(builtins, name) for name in _COMPUTING.split()} | {
@@ -32,22 +32,22 @@ _BUILTINS = {name: getattr(builtins, name) for name in _COMPUTING.split()} | {
     for name, value in vars(builtins).items()
     if isinstance(value, type) and issubclass(value, BaseException)
 }
-# Functions written in Python that compute from their arguments alone; any other is read as a function of the caller is.
+# Python functions that compute from their arguments alone; others are read like functions of the caller.
 _FIXED_FUNCTIONS = (
     *(tensor_module.__name__, "torch.functional", "torch.nn.functional"),
     "torch.nn.attention.flex_attention",
 )
 _FIXED_CLASSES = ("torch", builtin_module.__name__, "math", "operator")
 _OPERATORS = type(torch.ops.aten.add), type(torch.ops.aten.add.Tensor)
-# They read attributes by names that the code does not show, or a file.
+# These read a file, or attributes by names that are not in the code.
 _BY_NAME = ("attrgetter", "methodcaller", "from_file")
 
-Identity = Any  # nested lists of strings: what json.dumps writes in one way only
+Identity = Any  # nested lists of strings, for which json.dumps is unambiguous
 Reads = Set[tuple[str, ...]]
 
 
 def snapshot(function: types.FunctionType, device: torch.device) -> tuple[types.FunctionType, str]:
-    """(a copy of the function and of all it reads, with its tensors on this device; its digest).
+    """(copy of the function and of all it reads, with its tensors on this device; its digest).
 
     Equal digests mean equal functions. Names of functions and variables and the place in a file do not count;
     code, constants, defaults, captured values and globals do. Raises TypeError for values without a lasting
@@ -65,7 +65,7 @@ def snapshot(function: types.FunctionType, device: torch.device) -> tuple[types.
 
 @dataclass
 class _Reader:
-    """One walk over a function and what it reads: each value gives its identity and its copy."""
+    """One walk over a function and the values it reads; each value gives an identity and a copy."""
 
     name: str
     device: torch.device
@@ -97,7 +97,7 @@ class _Reader:
         return ["function", *parts, identity], copy
 
     def value(self, value: Any, what: str, reads: Reads = frozenset()) -> tuple[Identity, Any]:
-        """A value's identity and copy; `reads` are the attributes that the code takes from it at once."""
+        """(identity, copy) of a value; `reads`: chains of attributes that the code loads from it."""
         kind = type(value)
         if kind in _PLAIN or isinstance(value, _TORCH_PLAIN):
             return [kind.__name__, repr(value)], value
@@ -124,14 +124,14 @@ class _Reader:
         raise TypeError(f"{rule}; {what} is of type {kind.__name__}{before}")
 
     def _code(self, code: types.CodeType) -> Identity:
-        """The code without the names of the function and the places of its lines."""
+        """Identity of code, without the function's name and line numbers."""
         counts = (code.co_argcount, code.co_posonlyargcount, code.co_kwonlyargcount, code.co_flags)
         variables = (code.co_nlocals, len(code.co_freevars), len(code.co_cellvars))
         constants = [self.value(constant, "a constant")[0] for constant in code.co_consts]
         return ["code", code.co_code.hex(), code.co_exceptiontable.hex(), counts, variables, code.co_names, constants]
 
     def _attributes(self, value: Any, what: str, reads: Reads) -> tuple[Identity, types.SimpleNamespace]:
-        """The attributes that the code reads from a module or namespace, in its place."""
+        """Namespace of the attributes that the code reads from a module or namespace, as its replacement."""
         identities, copy = [], types.SimpleNamespace()
         for name in sorted({first for first, *_ in reads if hasattr(value, first)}):
             rests = {tuple(rest) for first, *rest in reads if first == name}
@@ -166,7 +166,7 @@ class _Reader:
         return ["tensor", str(copy.dtype), list(copy.shape), content], copy
 
     def _check_code(self, function: types.FunctionType) -> None:
-        """Refuse code that assigns what it captured, or reads what its variables do not show."""
+        """Raise TypeError for code that assigns what it captured, or reads values that are not in its variables."""
         rule, code = f"the custom function {self.name!r} must", function.__code__
         for step in (step for inner in _codes(code) for step in dis.get_instructions(inner)):
             captured = step.opname in ("STORE_DEREF", "DELETE_DEREF") and step.argval in code.co_freevars
@@ -180,7 +180,7 @@ class _Reader:
 
 
 def _hidden(step: dis.Instruction, known: Set[str]) -> str:
-    """How an instruction reads a value that no variable shows, or ""."""
+    """Clause on a value that an instruction reads and that is in no variable, else ""."""
     if step.opname == "IMPORT_NAME":
         return f"imports {step.argval!r}"
     if "ATTR" in step.opname or step.opname == "LOAD_METHOD":
@@ -203,7 +203,7 @@ def _contents(cell: types.CellType) -> Any:
 
 
 def _codes(code: types.CodeType) -> Iterator[types.CodeType]:
-    """A function's code, and that of the functions it defines."""
+    """Yield a function's code, and the code of functions that it defines."""
     yield code
     for constant in code.co_consts:
         if isinstance(constant, types.CodeType):
@@ -211,7 +211,7 @@ def _codes(code: types.CodeType) -> Iterator[types.CodeType]:
 
 
 def _reads(code: types.CodeType, load: str) -> dict[str, set[tuple[str, ...]]]:
-    """The variables that the code loads so, and for each the chains of attributes that follow: () for none."""
+    """Variables that the code loads by `load`, each with the chains of attributes that follow; () for none."""
     reads: dict[str, set[tuple[str, ...]]] = {}
     for inner in _codes(code):
         steps = list(dis.get_instructions(inner))
@@ -223,18 +223,18 @@ def _reads(code: types.CodeType, load: str) -> dict[str, set[tuple[str, ...]]]:
 
 
 def _fixed_name(value: Any) -> str | None:
-    """A lasting name of what Python and torch define, if it computes from its arguments alone; None for all else."""
+    """Lasting name of a Python or torch object that computes from its arguments alone; None for other objects."""
     name = getattr(value, "__qualname__", "")
     if isinstance(value, _OPERATORS):
         module, name = "torch", str(value)
         fixed = name.partition(".")[0] in ("aten", "prims")
     elif isinstance(value, types.BuiltinFunctionType):
         module = _home(value)
-        # Functions of the module itself tell of torch's modes; those of its submodules compute.
+        # Functions of the module itself query torch's modes; functions of its submodules compute.
         fixed = module in ("torch", "math", "_operator") or module.startswith(f"{builtin_module.__name__}._")
     elif isinstance(value, types.FunctionType):
         module = value.__module__ or ""
-        # What torch's and_masks(a, b) is lies in what it captured.
+        # A closure, such as torch's and_masks(a, b), is defined by its captured values.
         fixed = module in _FIXED_FUNCTIONS and not value.__closure__ and "<locals>" not in name
     elif isinstance(value, type):
         module, fixed = value.__module__, value.__module__ in _FIXED_CLASSES
@@ -246,7 +246,7 @@ def _fixed_name(value: Any) -> str | None:
 
 
 def _home(function: types.BuiltinFunctionType) -> str:
-    """The module of a built-in function, or of the class that has it; "" for a method of a value."""
+    """Module of a built-in function, or of its class; "" for a method of a value."""
     owner = function.__self__
     if isinstance(owner, types.ModuleType):
         return owner.__name__

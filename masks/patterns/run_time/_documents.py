@@ -40,7 +40,7 @@ SIDES = ("right", "left")
 
 
 class Spans(Table):
-    """Allowed iff both positions lie in one span. Row b, entry t: where the span of position t starts, or PADDING."""
+    """Allowed iff both positions are in one span. rows[b, t]: start of the span of position t, or PADDING."""
 
     kind = "spans table"
 
@@ -62,16 +62,16 @@ class Spans(Table):
         return same_span
 
     def copied_to(self, device: torch.device) -> Int64[Tensor, "B 2*L"] | Int32[Tensor, "B 2*L"]:
-        """The start of each position's span as a query, and, L columns on, as a key: padding as such differs in them.
+        """Start of each position's span, as a query and, L columns on, as a key; padding differs between the two.
 
-        One comparison then answers for a pair. Each more would cost a kernel registers, which it has not.
+        One comparison for each pair then suffices; more would exceed a kernel's registers.
         """
         rows = torch.cat([self.rows, self.rows.masked_fill(self.rows == PADDING, PADDING - 1)], dim=1)
         return rows.to(device, index_dtype(device, PADDING - 1, rows.shape[1]), copy=True)
 
     @cached_property
     def starts(self) -> Int64[Tensor, " S"]:
-        """The first position of each span of a single row."""
+        """First position of each span of a single row."""
         return self._edges[0]
 
     @cached_property
@@ -88,18 +88,18 @@ class Spans(Table):
 
     @cached_property
     def _numbers(self) -> Int64[Tensor, " L"]:
-        """The span of each position of a single row, or PADDING."""
+        """Span of each position of a single row, or PADDING."""
         is_start = self.only_row == torch.arange(self.rows.shape[1])
         return (is_start.cumsum(0) - 1).masked_fill(self.only_row == PADDING, PADDING)
 
     @cached_property
     def longest(self) -> int:
-        """Positions of the longest span of any row."""
+        """Length of the longest span of any row."""
         length = torch.arange(self.rows.shape[1]) + 1 - self.rows
         return int(length.masked_fill(self.rows == PADDING, 0).max())
 
     def reached(self, progression: Progression) -> tuple[Counts, Counts]:
-        """(first, last) span that each progression may touch; first > last where it lies between two."""
+        """(first, last) span that each progression may touch; first > last if it is between two spans."""
         first = torch.searchsorted(self.stops, progression.first, right=True)
         return first, torch.searchsorted(self.starts, progression.last, right=True) - 1
 
@@ -110,7 +110,7 @@ class Spans(Table):
         return first, (torch.minimum(q_last, k_last) + 1 - first).clamp(min=0)
 
     def within(self, progression: Progression, span: Counts) -> Progression:
-        """The terms that lie in the span of each progression; spans beyond the last hold nothing."""
+        """Terms in the span of each progression; none for spans beyond the last."""
         if not len(self.starts):
             return Progression(progression.first, progression.step, torch.zeros_like(progression.count))
         known = span.clamp(max=len(self.starts) - 1)
@@ -137,7 +137,7 @@ class Spans(Table):
         return Reason(self, of_query == of_key, where)
 
     def start_of(self, pair: Pair, position: int) -> int:
-        """Where the span of one of the pair's positions starts, if it is not padding."""
+        """Start of the span of one of the pair's positions, which is not padding."""
         return pair.entry(self.starts, pair.entry(self._numbers, position))
 
     def windows(self, num_positions: int) -> Windows:
@@ -148,8 +148,8 @@ class Spans(Table):
 class Documents(RunTime):
     """Allowed iff query and key belong to one document, by the document id of each position.
 
-    A document is one run of positions; ids grow from one to the next. A negative id marks padding, which sees
-    nothing and is not seen.
+    A document is one run of positions; ids grow from one to the next. A negative id marks padding, which neither sees
+    nor is seen.
     """
 
     longest: int | None = None
@@ -178,7 +178,7 @@ class Documents(RunTime):
         return Spans.of(starts, reach=self.longest - 1)
 
     def widest(self, shape: tuple[int, ...], extent: Extent) -> Tensor:
-        """Documents as long as may be."""
+        """Ids of documents of the greatest possible length."""
         position = torch.ones(shape, dtype=torch.int64).cumsum(-1) - 1
         return position // (self.longest or extent.tokens)
 
@@ -211,7 +211,7 @@ class Lengths(RunTime):
         return Spans.of(torch.where(real, start, PADDING))
 
     def widest(self, shape: tuple[int, ...], extent: Extent) -> Tensor:
-        """No padding."""
+        """Lengths without padding."""
         return torch.full(shape, extent.tokens)
 
 
@@ -228,13 +228,13 @@ class Lengths(RunTime):
     how="write masks.documents(ids), the number of its document for each token",
 )
 def documents(ids: Any, *, longest: int | None = None, name: str = "documents") -> Pattern:
-    """Each token sees the tokens of its own document.
+    """Each token sees the tokens of its document.
 
     ids: integers of shape (tokens,) or (batch, tokens), a document's id for each position, growing from one
     document to the next; negative for padding. Or a string, the name under which `attend(bindings=)` passes them.
-    Other values need no new compilation. `p & documents(ids)` cuts p at the borders; `p.per_document(ids)`
-    starts it anew in each document. longest: a bound on the tokens of a document, which keeps the block tables
-    of compiled graphs narrow; a longer one raises.
+    New values do not recompile. `p & documents(ids)` cuts p at the borders; `p.per_document(ids)` also counts
+    positions from the start of each document. longest: a bound on the tokens of a document, which keeps the block
+    tables of compiled graphs narrow; a longer document raises ValueError.
 
     >>> masks.describe(masks.documents([0, 0, 1, 1]), 4).useful_pairs  # 2 documents of 2 x 2
     8
@@ -251,8 +251,8 @@ def lengths(lengths: Any, *, padding: str = "right", name: str = "lengths") -> P
     """Real tokens see each other; padding neither sees nor is seen.
 
     lengths: integers of shape (batch,) or (), real tokens of each batch entry, from 0 to the number of
-    positions. Or a string, the name under which `attend(bindings=)` passes them. padding: the side on which
-    the padding lies. With padding on the left, `p.per_document(lengths(n, padding="left"))` counts positions
+    positions. Or a string, the name under which `attend(bindings=)` passes them. padding: the side of the
+    padding. With padding on the left, `p.per_document(lengths(n, padding="left"))` counts positions
     from the first real token, so that padded equals unpadded for every p.
 
     >>> masks.describe(masks.lengths([3]), 4).useful_pairs
@@ -262,7 +262,7 @@ def lengths(lengths: Any, *, padding: str = "right", name: str = "lengths") -> P
 
 
 def _check_sorted(ids: Tensor, begins: Tensor) -> None:
-    """The ids of documents grow, whatever padding lies between them."""
+    """Raise ValueError unless the ids of documents grow; padding may be between them."""
     real = ids >= 0
     highest = torch.where(real, ids, -1).cummax(1).values
     before = torch.nn.functional.pad(highest[:, :-1], (1, 0), value=-1)

@@ -1,4 +1,4 @@
-"""Run-time tensors: parts of a rule that are known only when it runs, such as document ids, by name until then."""
+"""Run-time tensors: parts of a rule whose values come with a call, such as document ids; until then by name."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from .._band import local_window
 
 @dataclass(frozen=True, eq=False)
 class Given:
-    """A tensor as part of a value: equal only to itself."""
+    """A tensor as part of a value; equal only to itself."""
 
     tensor: Tensor
 
@@ -45,10 +45,10 @@ class Given:
 
 @dataclass(frozen=True)
 class RunTime(Pattern):
-    """A rule that needs the tensor of this name: carried along in `given`, or handed over with the call.
+    """A rule that needs the tensor of this name: carried in `given`, or passed with the call.
 
-    Its text holds the name and not the values, so new values neither trace nor compile anew. `table` turns
-    the tensor into the rule itself.
+    Its text holds the name and not the values, so new values neither retrace nor recompile. `table` turns the tensor
+    into the rule itself.
     """
 
     is_run_time = True
@@ -63,7 +63,7 @@ class RunTime(Pattern):
         super().__post_init__()
 
     def differs_by_entry(self, tensor: Tensor) -> bool:
-        """Whether a tensor of this name has a row for each batch entry."""
+        """True if a tensor of this name has a row for each batch entry."""
         return tensor.dim() > self.num_dims and len(tensor) > 1
 
     def carried(self) -> dict[str, Tensor]:
@@ -77,10 +77,10 @@ class RunTime(Pattern):
 
     def table(self, tensor: Tensor, extent: Extent) -> Table:
         """The rule with this tensor's values, checked, over the positions of a call."""
-        raise NotImplementedError  # every run-time pattern knows its own
+        raise NotImplementedError  # defined by each run-time pattern
 
     def widest(self, shape: tuple[int, ...], extent: Extent) -> Tensor:
-        """A tensor of this shape that allows the most pairs: what is planned for where no values are known yet."""
+        """A tensor of this shape that allows the most pairs: the basis of plans while values are unknown."""
         raise NotImplementedError
 
     def mask_mod(self, *, num_heads: int, device: torch.device) -> MaskMod:
@@ -95,7 +95,7 @@ class RunTime(Pattern):
 
 @dataclass(frozen=True)
 class Windows:
-    """Rectangles without overlap: queries q_start[i] to q_stop[i] - 1 with keys k_start[i] to k_stop[i] - 1.
+    """Disjoint rectangles: queries q_start[i] to q_stop[i] - 1 with keys k_start[i] to k_stop[i] - 1.
 
     `origin` is the position from which the rule inside counts.
     """
@@ -118,25 +118,25 @@ class Windows:
         return Windows(*(getattr(self, field.name)[index] for field in fields(self)))
 
     def from_start(self) -> Windows:
-        """The same, with a rule that counts from where the queries begin."""
+        """The windows with a rule that counts from their first queries."""
         return Windows(self.q_start, self.q_stop, self.k_start, self.k_stop, self.q_start)
 
     def within(self, queries: range, keys: range) -> Windows:
-        """What lies in these ranges, without windows that are left empty."""
+        """Clip to these ranges and drop empty windows."""
         q_start, q_stop = (edge.clamp(queries.start, queries.stop) for edge in (self.q_start, self.q_stop))
         k_start, k_stop = (edge.clamp(keys.start, keys.stop) for edge in (self.k_start, self.k_stop))
         cut = Windows(q_start, q_stop, k_start, k_stop, self.origin)
         return cut.select((q_start < q_stop) & (k_start < k_stop))
 
     def counted_from(self, period: int | None) -> Int64[Tensor, " W"]:
-        """The position from which the rule may count as well, so that no window lies a period or more behind it."""
+        """Equivalent origins, shifted by whole periods: each window begins less than a period after its origin."""
         if period is None:
             return self.origin
         ahead = torch.minimum(self.q_start, self.k_start) - self.origin
         return self.origin + ahead // period * period
 
     def kinds(self, period: int | None) -> tuple[Int64[Tensor, " n"], ...]:
-        """The windows in which a rule of this period looks the same: an ascending index for each kind, by its first."""
+        """Group windows with equal rules of this period: an ascending index for each kind, ordered by first window."""
         start, queries = self.counted_from(period), self.q_stop - self.q_start
         ahead, keys = self.k_start - self.q_start, self.k_stop - self.k_start
         kind, _ = numbered(queries, keys - queries, ahead, self.q_start - start)
@@ -148,9 +148,9 @@ class Windows:
 class Table(Pattern):
     """A rule in a CPU tensor, one row for each batch entry or one for all; equal rows of one source are equal rules.
 
-    Bounds, which know no batch, are those of a table with one row: see `entry`. `reach` is a distance that
-    allowed pairs are declared to keep. A table that is not `known` stands for all values of its shape. `source` is the
-    pattern whose values these are, without its tensor; None where it does not matter.
+    Bounds have no batch index and need a table of one row: see `entry`. `reach`: declared largest distance of allowed
+    pairs. A table that is not `known` represents all values of its shape. `source`: the pattern whose values these are,
+    without its tensor; None where it does not matter.
     """
 
     is_run_time = True
@@ -170,7 +170,7 @@ class Table(Pattern):
 
     @classmethod
     def of(cls, rows: Tensor, reach: int | None = None) -> Self:
-        """The rule of these rows, which must not change any more."""
+        """The rule of these rows, which must not change afterwards."""
         rows = rows.contiguous()
         return cls(rows, f"{tuple(rows.shape)} {content_digest(rows)}", reach)
 
@@ -181,21 +181,21 @@ class Table(Pattern):
         return Phrase(f"<{self._described()}>" if self.known else f"<{self.digest}>")
 
     def _described(self) -> str:
-        """What the rows hold, in a few words."""
-        raise NotImplementedError  # every table knows its own
+        """Short text on the contents of the rows."""
+        raise NotImplementedError  # defined by each table
 
     def on(self, device: torch.device) -> Rows:
-        """The rows on a device, in the one place from which all closures there read them."""
+        """The rows on a device, shared by all closures there."""
         if device not in self.held:
             self.held.setdefault(device, Rows(self.copied_to(device)))
         return self.held[device]
 
     def copied_to(self, device: torch.device) -> Tensor:
-        """What closures on a device read of the rows."""
+        """The form of the rows that closures on a device read."""
         return self.rows.to(device, copy=True)
 
     def batch_step(self, device: torch.device) -> Tensor:
-        """1 where each batch entry has a row, 0 where all share one: row = b * step."""
+        """1 if each batch entry has a row, 0 if all share one: row = b * step."""
         (step,) = parameters(device, int(len(self.rows) > 1))
         return step
 
@@ -210,7 +210,7 @@ class Table(Pattern):
 
     @property
     def only_row(self) -> Shaped[Tensor, " L"]:
-        """The row of all batch entries. Raises ValueError where they differ."""
+        """The row of all batch entries. Raises ValueError if they differ."""
         if len(self.rows) != 1 and not bool((self.rows == self.rows[:1]).all()):
             raise ValueError(
                 "bounds and block counts are those of one batch entry: give the run-time tensor of that one, such as "
@@ -222,36 +222,36 @@ class Table(Pattern):
         return every() if self.reach is None else local_window(left=self.reach, right=self.reach)
 
     def windows(self, num_positions: int) -> Windows | None:
-        """Rectangles without overlap that hold all allowed pairs and no others; None if they are too many."""
+        """Disjoint rectangles that hold exactly the allowed pairs; None if they are too many."""
         return None
 
 
 class Rows:
-    """The rows that a closure reads: a compiled graph puts those of its call there."""
+    """The rows that a closure reads; a compiled graph replaces them by the rows of its call."""
 
     def __init__(self, rows: Tensor) -> None:
         self.rows = rows
 
 
 def names(pattern: Expression) -> tuple[str, ...]:
-    """The run-time tensors that a pattern needs, sorted by name."""
+    """Names of the run-time tensors that a pattern needs, sorted."""
     return tuple(sorted({leaf.name for leaf in run_time_leaves(pattern)}))
 
 
 def run_time_leaves(pattern: Expression) -> tuple[RunTime, ...]:
-    """Every use of a run-time tensor."""
+    """Leaves with run-time tensors, one for each use."""
     return tuple(leaf for leaf in pattern.leaves() if isinstance(leaf, RunTime))
 
 
 def named(leaf: Pattern) -> Pattern:
-    """A leaf as its text has it: run-time tensors by name, whether it carries them, has their values or lacks both."""
+    """The leaf in the form of its text: run-time tensors by name, with or without tensor or values."""
     if isinstance(leaf, Table):
         return leaf if leaf.source is None else leaf.source
     return replace(leaf, given=None) if isinstance(leaf, RunTime) else leaf
 
 
 def on_host(pattern: Any) -> Any:
-    """The pattern with the tensors that it carries on the CPU: read from a device once for all calls that get it."""
+    """Copy the tensors that the pattern carries to the CPU, once for all calls that use the result."""
     found = {name: Given(x if x.is_meta else x.cpu()) for name, x in pattern.given_tensors().items()}
     if not found:
         return pattern
@@ -259,12 +259,12 @@ def on_host(pattern: Any) -> Any:
 
 
 def as_written(pattern: Expression) -> Expression:
-    """The pattern as its caller wrote it, but for tensors that it carries: what `cache().forget` knows it by."""
+    """The pattern as its caller wrote it, without the tensors that it carries: the key for `cache().forget`."""
     return pattern.map_leaves(named) if pattern.varies else pattern
 
 
 def blank(pattern: Expression, tensors: Mapping[str, Tensor], extent: Extent) -> Any:
-    """The pattern with tables as tensors of these shapes make them, distinguished by their names and not by values."""
+    """The pattern with tables for tensors of these shapes, distinguished by name and not by values."""
 
     def with_any(leaf: Pattern) -> Pattern:
         if not isinstance(leaf, RunTime):
@@ -278,7 +278,7 @@ def blank(pattern: Expression, tensors: Mapping[str, Tensor], extent: Extent) ->
 
 
 def alike(pattern: Expression, batch: int) -> list[tuple[slice, Expression]]:
-    """(batch entries, their rule) for each run of neighbours whose rows are equal. Raises ValueError for other rows."""
+    """(batch entries, their rule) for each run of entries with equal rows. ValueError for a wrong number of rows."""
     pattern.require_entries(batch)
     if pattern.num_entries() == 1:
         return [(slice(None), pattern)]
@@ -298,7 +298,7 @@ def tables(pattern: Expression) -> tuple[Table, ...]:
 
 
 def of_tensor(kind: type[RunTime], tensor: Any, name: str, **options: Any) -> Pattern:
-    """A run-time pattern from a tensor (or what makes one), or from the name under which a call will pass it."""
+    """A run-time pattern from a tensor (or a value that converts to one), or from the name under which it is passed."""
     if isinstance(tensor, str):
         return kind(tensor, **options)
     if isinstance(tensor, Tensor):
@@ -320,7 +320,7 @@ def missing(name: str) -> str:
 
 
 def require_values(name: str, tensor: Any) -> Tensor:
-    """The tensor itself, if it is a dense one that has values."""
+    """Return the tensor if it is dense and has values; raise otherwise."""
     if not isinstance(tensor, Tensor):
         raise TypeError(f"bindings must hold tensors; got {type(tensor).__name__} for {name!r}")
     if tensor.is_nested or tensor.is_quantized or tensor.layout != torch.strided or tensor.is_meta:
@@ -331,7 +331,7 @@ def require_values(name: str, tensor: Any) -> Tensor:
 
 
 def integers(name: str, tensor: Tensor, dims: tuple[int, ...]) -> Tensor:
-    """The tensor on the CPU in int64, if it holds integers in one of these numbers of dims."""
+    """Return the tensor on the CPU in int64 if it holds integers in one of these numbers of dims; raise otherwise."""
     if tensor.dtype == torch.bool or tensor.is_floating_point() or tensor.is_complex():
         raise TypeError(f"{name} must hold integers; got a tensor of {tensor.dtype}")
     if tensor.dim() not in dims:

@@ -1,4 +1,4 @@
-"""Selected blocks: which blocks of keys each block of queries sees, in a table that comes with the call."""
+"""Selected blocks: the key blocks that each query block sees, in a table that comes with the call."""
 
 from __future__ import annotations
 
@@ -39,12 +39,12 @@ from ._run_time import RunTime, Table, of_tensor
 
 # B batch entries, T tables, R rows of query blocks, W entries of a row
 
-_NONE = -1  # fills up rows that name fewer blocks
+_NONE = -1  # pads rows that name fewer blocks
 
 
 @pattern_kind("selected_blocks", positional=1)
 class SelectedBlocks(RunTime):
-    """Allowed iff the row of the query's block names the key's block, in the table of its heads."""
+    """Allowed iff the row of the query's block names the key's block, in the table of its head."""
 
     num_dims = 3
 
@@ -60,9 +60,9 @@ class SelectedBlocks(RunTime):
         return call(self.kind, self.name, block=self.block, most=self.most)
 
     def snapped(self, q_side: int, k_side: int) -> SelectedBlocks | None:
-        """Sides up to one that divides the kernels' or is a multiple of it; a choice for each query stays one."""
+        """Round each side up to a divisor or a multiple of the kernels' side; 1 stays. None if it carries a table."""
         if self.given is not None:
-            return None  # its numbers are of its own blocks
+            return None  # its block numbers refer to the present sides
         q_block, k_block = (_whole(own, side) for own, side in zip(self.block, (q_side, k_side), strict=True))
         return replace(self, block=(q_block, k_block))
 
@@ -71,7 +71,7 @@ class SelectedBlocks(RunTime):
         return SelectedTable.of(padded(rows), self.block, first)
 
     def rows(self, tensor: Tensor, extent: Extent) -> tuple[Int64[Tensor, "B T R W"], int]:
-        """(rows in ascending order, a block once, NOTHING for none; the query block that the first row is about)."""
+        """(rows in ascending order without repeats, padded with NOTHING; query block of the first row)."""
         first = self.first_row(tensor, extent)
         rows = _canonical(tensor.detach().to("cpu", torch.int64))
         rows = rows if rows.dim() == 4 else rows[None]
@@ -87,7 +87,7 @@ class SelectedBlocks(RunTime):
         return rows, first
 
     def first_row(self, tensor: Tensor, extent: Extent) -> int:
-        """The query block that the first row is about; an error where the table has not its shape."""
+        """Query block of the first row; raises for a table of another dtype or shape."""
         if tensor.dtype == torch.bool or tensor.is_floating_point() or tensor.is_complex():
             raise TypeError(f"selected blocks must be integers; got a tensor of {tensor.dtype}")
         if tensor.dim() not in (3, 4) or tensor.shape[-1] != self.most or 0 in tensor.shape:
@@ -111,7 +111,7 @@ class SelectedBlocks(RunTime):
 
 @dataclass(frozen=True, eq=False)
 class SelectedTable(Table):
-    """Row r of table t names the key blocks that query block first + r sees; T tables serve as many heads each."""
+    """Row r of table t names the key blocks that query block first + r sees; each table serves num_heads / T heads."""
 
     kind = "selected blocks table"
 
@@ -159,13 +159,13 @@ class SelectedTable(Table):
         return seen
 
     def copied_to(self, device: torch.device) -> Tensor:
-        """The rows of all tables and batch entries one below the other."""
+        """Rows of all tables and batch entries, flattened into lines."""
         lines = self.rows.flatten(0, 2)
         return lines.to(device, index_dtype(device, 0, max(NOTHING, lines.numel())), copy=True)
 
     @cached_property
     def _table(self) -> BlockTable:
-        """Counted from the first row on."""
+        """Block table whose positions count from the first row."""
         rows = self.only_row
         listed = rows[rows < NOTHING]
         columns = int(listed.max()) + 1 if len(listed) else 1
@@ -200,7 +200,7 @@ class SelectedTable(Table):
 
 
 def require_tables(tables: int, num_heads: int) -> None:
-    """Raise ValueError unless each table serves as many heads."""
+    """Raise ValueError unless the number of tables divides the number of heads."""
     if num_heads % tables:
         raise ValueError(
             f"selected blocks must have one table, or as many as divide the heads; got {tables} for {num_heads} heads"
@@ -208,7 +208,7 @@ def require_tables(tables: int, num_heads: int) -> None:
 
 
 def require_row(side: int, first: int, rows: int, query: int) -> None:
-    """Raise ValueError unless the first row is about the query at this position, or one before it."""
+    """Raise ValueError unless the first row is for the block of the query at this position, or an earlier block."""
     if query < first * side:
         raise ValueError(
             f"selected blocks must have a row for each block of {side} queries; got {rows} rows, the first for "
@@ -217,19 +217,19 @@ def require_row(side: int, first: int, rows: int, query: int) -> None:
 
 
 def _canonical(rows: Int64[Tensor, "... W"]) -> Int64[Tensor, "... W"]:
-    """Rows in ascending order, a block once, NOTHING in place of what is below 0."""
+    """Sort rows, drop repeats, and replace negative entries by NOTHING."""
     rows = torch.where(rows < 0, NOTHING, rows).sort(-1).values
     again = rows[..., 1:] == rows[..., :-1]
     return torch.cat([rows[..., :1], rows[..., 1:].masked_fill(again, NOTHING)], -1).sort(-1).values
 
 
 def _whole(own: int, side: int) -> int:
-    """The least number from `own` on that divides `side` or is a multiple of it."""
+    """Least number from `own` on that divides `side` or is a multiple of it."""
     return next(size for size in range(own, own + side) if size % side == 0 or side % size == 0)
 
 
 def _sides(block: Any) -> tuple[int, int]:
-    """(side of blocks of queries, of keys)."""
+    """(side of query blocks, side of key blocks)."""
     sides = tuple(block) if isinstance(block, tuple | list) else (block, block)
     if len(sides) != 2:
         raise ValueError(f"block must be one side or (side of query blocks, of key blocks); got {block=}")
@@ -238,19 +238,18 @@ def _sides(block: Any) -> tuple[int, int]:
 
 @constructor
 def selected_blocks(blocks: Any, *, block: int | tuple[int, int], most: int, name: str = "selected_blocks") -> Pattern:
-    """Queries see the blocks of keys that their row of a table names: a choice that was made from the data.
+    """Queries see the blocks of keys that their row of a table names, chosen from the data.
 
     blocks: integers of shape (tables, rows, most) or (batch, tables, rows, most): the blocks of keys that each block of
     queries sees, in any order; -1 for none, and a block named twice counts once. `tables` divides the heads: one for
-    all, one for each key/value head or one for each head. The last row is about the block of the last query, so that
-    a call which continues a sequence brings rows for its own queries alone. Or a string, the name under which
+    all, one for each key/value head or one for each head. The last row is for the block of the last query, so a
+    call that continues a sequence needs rows for its own queries only. Or a string, the name under which
     `attend(bindings=)` passes them.
     block: tokens of a block, or (tokens of a block of queries, of a block of keys); block 0 begins at position 0.
     most: the width of the table.
 
-    In `(selected_blocks(...) | always) & within`, or with less of it, `attend` takes the table as it is: another choice
-    is neither planned nor compiled anew. Elsewhere, as under `~` or in two places, the pattern is planned for its
-    values.
+    In `(selected_blocks(...) | always) & within`, or a part of this, `attend` reads the table directly: new values need
+    no planning and no compilation. Elsewhere, as under `~` or in two places, the pattern is planned for its values.
 
     >>> chosen = torch.tensor([[[0, -1], [0, 1]]])
     >>> masks.describe(masks.selected_blocks(chosen, block=64, most=2), 128).useful_pairs  # 3 blocks of 64 x 64
@@ -261,7 +260,7 @@ def selected_blocks(blocks: Any, *, block: int | tuple[int, int], most: int, nam
 
 @dataclass(frozen=True)
 class Selection:
-    """Pairs of `others`, with their multiplicity, and pairs that both the table and `rest` allow; a pair is in one."""
+    """A split pattern: pairs of `others`, with multiplicity, and, disjoint, pairs that the table and `rest` allow."""
 
     leaf: SelectedBlocks
     rest: Pattern
@@ -269,7 +268,7 @@ class Selection:
 
 
 def selection_of(pattern: Expression) -> Selection | None:
-    """How the pattern is parted, where one table of selected blocks takes part by `|`, `&` and `+` alone."""
+    """Split a pattern with one table of selected blocks under `|`, `&` and `+` only; None for other patterns."""
     branches = pattern.branches()
     chosen = [index for index, branch in enumerate(branches) if _uses(branch)]
     if len(chosen) != 1:

@@ -28,8 +28,8 @@ from ._run_time import RunTime, Table, Windows, of_tensor
 
 # B batch entries, L positions
 
-_MAX_WINDOWS = 32  # more runs of keys than this cost more one by one than as one list of blocks
-_MOST_EMPTY = 0.25  # of the blocks: leaving out more of them by lists is worth what masks cost
+_MAX_WINDOWS = 32  # runs of keys: more cost more one by one than as one block list
+_MOST_EMPTY = 0.25  # share of empty blocks: above, skipping them by block lists saves more than masks cost
 
 
 @pattern_kind("visible_keys")
@@ -48,16 +48,16 @@ class VisibleKeys(RunTime):
                 f"0 to that of the last key, k_offset included; got {tuple(tensor.shape)}"
             )
         marks = torch.atleast_2d(tensor.detach().cpu())
-        # A copy: the caller may change the tensor, and what was made of these values must stay as it is.
+        # A copy: later changes of the caller's tensor must not change the rule.
         return KeySet.of(marks.clone() if marks.dtype == torch.bool else _unhidden(marks))
 
     def widest(self, shape: tuple[int, ...], extent: Extent) -> Tensor:
-        """Every key."""
+        """Mask with all keys visible."""
         return torch.ones(shape, dtype=torch.bool)
 
 
 def _unhidden(added: Tensor) -> Tensor:
-    """Where nothing is added to the scores."""
+    """True where 0 is added to the scores, False for -inf; ValueError for other values."""
     visible = added == 0
     other = added[~(visible | (added == -torch.inf))]
     if len(other):
@@ -84,7 +84,7 @@ class KeySet(Table):
 
     @cached_property
     def _before(self) -> Int64[Tensor, " L+1"]:
-        """How many keys before each position are visible."""
+        """Number of visible keys before each position."""
         return torch.nn.functional.pad(self.only_row.long().cumsum(0), (1, 0))
 
     def count(self, box: Box, *, num_heads: int) -> Bounds:
@@ -100,7 +100,7 @@ class KeySet(Table):
 
     @property
     def are_scattered(self) -> bool:
-        """Whether keys are hidden here and there: no lists of blocks leave out many of them."""
+        """True if hidden keys are scattered over many runs, so that block lists would skip few blocks."""
         edges = torch.nn.functional.pad(self.rows, (1, 1)).diff(dim=1).sum(1)
         filled = torch.nn.functional.pad(self.rows, (0, -self.rows.shape[1] % TILE)).unflatten(1, (-1, TILE))
         return int(edges.max()) > 2 * _MAX_WINDOWS and float(filled.any(2).float().mean()) > 1 - _MOST_EMPTY
@@ -130,10 +130,9 @@ class KeySet(Table):
 def visible_keys(visible: Any, *, name: str = "visible_keys") -> Pattern:
     """Each query sees the keys that are marked True.
 
-    visible: booleans of shape (positions,) or (batch, positions), one for each position from 0 to that of the last
-    key: k_offset more than there are keys, where the first key stands at k_offset. That is `~key_padding_mask` in
-    torch's convention, the attention_mask in that of transformers. Or floats, 0 for True and -inf for False. Or a
-    string, the name under which `attend(bindings=)` passes them.
+    visible: booleans of shape (positions,) or (batch, positions), one for each position from 0 to the last key, thus
+    k_offset + num_keys of them. It is `~key_padding_mask` in torch's convention, the attention_mask in transformers'.
+    Or floats, 0 for True and -inf for False. Or a string, the name under which `attend(bindings=)` passes them.
 
     >>> masks.describe(masks.visible_keys([True, False, True]), 3).useful_pairs
     6

@@ -1,4 +1,4 @@
-"""What a plan is made of: a branch as terms in some order of tokens."""
+"""Lowering: a branch as terms, each in some order of tokens."""
 
 from ._shared_lists import IntervalTerm, PaddedTerm, SharedListTerm, interval_terms, padded_terms
 from ._term import Term

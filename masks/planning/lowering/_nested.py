@@ -1,4 +1,4 @@
-"""Nested lowering: the pairs that several dilated branches share, computed once and weighted by how many do."""
+"""Nested lowering: pairs that several dilated branches share, computed once and weighted by the number of branches."""
 
 from __future__ import annotations
 
@@ -14,17 +14,18 @@ from ...patterns import Causal, Dilated
 from ._term import Term
 from ._weights import KeyWeights, PairWeights
 
-# Terms grow with the ratio of neighbouring segment lengths and rates; beyond this they are too many and too small.
+# The number of terms grows with the ratio of neighbouring segment lengths and rates; above this, terms are too many
+# and too small.
 _MAX_RATIO = 4
-# Active tokens of the first branch for one of the last: weights are tables of so many rows and columns.
+# Ratio of the last rate to the first: the side of tables of weights.
 _MAX_PERIOD = 64
-# Rows that share the keys up to the last of them. Half of their number is computed for nothing in each row; fewer
-# rows than this run slower.
+# Rows of a strip, which all compute the keys up to the strip's last row: on average half this number of keys too many
+# for each row. Shorter strips run slower.
 _STRIP_ROWS = 256
 
 
 def chains(branches: Mapping[Pattern, int], bound: Bound) -> list[dict[Pattern, int]]:
-    """The branches in groups that nest, as few as a greedy choice finds; the others alone."""
+    """Group branches that nest, greedily into few groups; a branch that nests with no other is a group alone."""
     groups: list[dict[Pattern, int]] = []
     for branch, times in sorted(branches.items(), key=lambda item: _size(item[0])):
         for group in groups:
@@ -39,10 +40,10 @@ def chains(branches: Mapping[Pattern, int], bound: Bound) -> list[dict[Pattern, 
 def nested_terms(branches: Mapping[Pattern, int], bound: Bound) -> list[Term]:
     """Terms that compute every allowed pair once, with the number of branches that allow it as its weight.
 
-    `branches` are one of the `chains`: dilated segments that nest. Segment lengths and rates divide the next ones,
-    and a token that is active in a branch is active in all before it. Then a token has a level, the last branch in
-    which it is active, and a pair a branch in which its tokens first lie in one segment; it counts in the branches
-    from that one to the lower of its two levels.
+    `branches` is one of the `chains`: dilated segments that nest. Each segment length and rate divides the next, and a
+    token that is active in a branch is active in all earlier ones. The level of a token is the last branch in which it
+    is active. The branches that allow a pair are those from the first with both tokens in one segment up to the lower
+    of their levels.
     """
     chain = _Chain.of(branches, bound)
     assert chain is not None
@@ -65,7 +66,7 @@ def _size(branch: Pattern) -> tuple[int, int]:
 
 @dataclass(frozen=True)
 class _Chain:
-    """Branches from the shortest segments to the longest; `rest` is what they all check besides."""
+    """Branches from the shortest segments to the longest; `rest` is the other factor, common to all branches."""
 
     bases: tuple[Dilated, ...]
     times: tuple[int, ...]
@@ -85,13 +86,13 @@ class _Chain:
 
     @cached_property
     def offsets(self) -> tuple[tuple[int, ...], ...]:
-        """For each of the device's heads its offset in each branch."""
+        """Offset of each of the device's heads in each branch."""
         first, num_heads = self.bound.head_offset, self.bound.num_heads_global
         heads = range(first, first + self.bound.num_heads)
         return tuple(tuple(base.offset_of(head, num_heads) for base in self.bases) for head in heads)
 
     def _nests(self) -> bool:
-        # Every segment begins at a multiple of the largest rate: levels are the same wherever a segment lies.
+        # Every segment begins at a multiple of the largest rate, so all segments have equal levels.
         shortest, longest = self.bases[0], self.bases[-1]
         if shortest.segment % longest.rate or longest.rate // shortest.rate > _MAX_PERIOD:
             return False
@@ -106,7 +107,7 @@ class _Chain:
         )
 
     def table(self, offsets: tuple[int, ...]) -> PairWeights:
-        """How often pairs of one of the shortest segments count: the branches in which both tokens are active."""
+        """Weights of pairs within a shortest segment: the number of branches in which both tokens are active."""
         step = self.bases[0].rate
         tokens = range(offsets[0], offsets[0] + self.bases[-1].rate, step)
         branches = list(zip(self.bases, offsets, self.times, strict=True))
@@ -114,9 +115,9 @@ class _Chain:
         return PairWeights(tuple(tuple(sum(map(min, q, k)) for k in active) for q in active))
 
     def exactly(self, level: int) -> tuple[int, range]:
-        """(branch, phases): the tokens of exactly this level lie these phases after its active ones, at its rate.
+        """(branch, phases): tokens of exactly this level follow the branch's active tokens by a phase, at its rate.
 
-        Those are the tokens of the last branch, or the ones between the active tokens of the next branch.
+        The last level: tokens of the last branch. Other levels: tokens between the active tokens of the next branch.
         """
         if level + 1 == len(self.bases):
             return level, range(1)
@@ -124,9 +125,10 @@ class _Chain:
         return level + 1, range(own, upper, own)
 
     def weights(self, first: int, level: int, offsets: tuple[int, ...]) -> tuple[int, ...]:
-        """How often pairs count whose queries have this level and which first meet in branch `first`.
+        """Weights of keys, for queries of this level and pairs that first meet in branch `first`.
 
-        One period over the keys that are active in that branch: the branches up to `level` in which each is, too.
+        One period over the keys active in that branch: the number of branches from `first` to `level` in which a key is
+        active.
         """
         step, last = self.bases[first].rate, self.bases[level].rate
         keys = (offsets[first] + index * step for index in range(last // step))
@@ -138,7 +140,7 @@ class _Chain:
 
 @dataclass(frozen=True)
 class _Rectangle:
-    """Queries by keys, both ranges of tokens counted from `start`; again in each of `folds` segments `stride` apart."""
+    """Queries × keys, both ranges of tokens counted from `start`; repeated in `folds` segments, `stride` apart."""
 
     start: int
     folds: int
@@ -148,7 +150,7 @@ class _Rectangle:
 
 
 def _split(branch: Pattern) -> tuple[Dilated | None, Pattern]:
-    """(the dilated segments, the rest) of a branch whose rest is all pairs or the past."""
+    """(dilated segments, other factor) if the other factor is all pairs or causal order; else (None, branch)."""
     factors = branch.factors()
     bases = [factor for factor in factors if isinstance(factor, Dilated)]
     rest = [factor for factor in factors if not isinstance(factor, Dilated)]
@@ -157,7 +159,7 @@ def _split(branch: Pattern) -> tuple[Dilated | None, Pattern]:
 
 
 def _segments(length: int, num_tokens: int) -> Iterator[tuple[int, int, int]]:
-    """(first token, number, length) of the whole segments, and of the shorter last one."""
+    """Yield (first token, number, length) for the whole segments, and for the shorter last one."""
     whole, tail = divmod(num_tokens, length)
     if whole:
         yield 0, whole, length
@@ -166,7 +168,7 @@ def _segments(length: int, num_tokens: int) -> Iterator[tuple[int, int, int]]:
 
 
 def _strips(chain: _Chain) -> Iterator[Term]:
-    """The pairs of each shortest segment with k <= q: runs of queries, each with all keys up to its last."""
+    """Causal pairs within each shortest segment: strips of queries, each with all keys up to its last query."""
     base, bound = chain.bases[0], chain.bound
     tables = [chain.table(offsets) for offsets in chain.offsets]
     for start, folds, length in _segments(base.segment, bound.num_keys):
@@ -187,7 +189,7 @@ def _strips(chain: _Chain) -> Iterator[Term]:
 
 
 def _rectangles(chain: _Chain, index: int) -> Iterator[_Rectangle]:
-    """The pairs of one segment of branch `index` that lie in no segment of the branch before it, if there is one."""
+    """Pairs within a segment of branch `index` that are in no segment of the previous branch."""
     whole = chain.bases[index].segment
     if index == 0:
         for start, folds, length in _segments(whole, chain.bound.num_keys):
@@ -204,9 +206,9 @@ def _rectangles(chain: _Chain, index: int) -> Iterator[_Rectangle]:
 
 
 def _terms(chain: _Chain, index: int, rectangle: _Rectangle, weights: list[list[tuple[int, ...]]]) -> Iterator[Term]:
-    """The terms of pairs that first meet in branch `index`: one for each level of the queries and size of a head.
+    """Terms of pairs that first meet in branch `index`: one for each level of the queries and size of a head.
 
-    `weights` are those of the keys, for each level from `index` on and each head.
+    `weights`: of the keys, for each level from `index` on and each head.
     """
     for level, of_heads in enumerate(weights, index):
         upper, phases = chain.exactly(level)
@@ -224,7 +226,7 @@ def _terms(chain: _Chain, index: int, rectangle: _Rectangle, weights: list[list[
 
 
 class _Member(NamedTuple):
-    """A head of a term: where its keys and queries begin, and how often each key counts. Equal keys sort together."""
+    """A head of a term: its first key and query, and the weights of its keys. Heads with equal keys sort together."""
 
     k_start: int
     head: int
@@ -233,7 +235,7 @@ class _Member(NamedTuple):
 
 
 def _active(tokens: range, offset: int, rate: int) -> tuple[int, int]:
-    """(first, number) of the tokens that are `offset` modulo the rate."""
+    """(first, number) of the tokens that are congruent to `offset` modulo the rate."""
     first = tokens.start + (offset - tokens.start) % rate
     return first, max(0, -(-(tokens.stop - first) // rate))
 

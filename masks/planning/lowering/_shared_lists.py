@@ -1,7 +1,7 @@
-"""Lists that all heads share: a branch as one list of blocks over the active tokens of all its segments.
+"""Terms with one block list for all heads, over the active tokens of all segments of a branch.
 
-For engines whose kernels take lists of blocks: one term a branch, the same of every length, and over the tokens that a
-device holds however many runs of positions these are.
+For engines whose kernels take block lists: one term a branch for every length, and for any number of runs of positions
+that a device holds.
 """
 
 from __future__ import annotations
@@ -26,32 +26,32 @@ from ._ways import split_dilated
 
 
 class SharedListTerm(Term):
-    """All heads share one table: a block is listed where any of them has a pair in it, and full where all fill it."""
+    """All heads share one table: a block is listed if any head has a pair in it, and full if all heads fill it."""
 
     @cached_property
     def listed_blocks(self) -> ListedBlocks:
-        """Blocks over all heads."""
+        """Number of blocks over all heads."""
         found = cast(Any, self.in_blocks_of(self.block_side, self.block_side))._listed(self.block_side, self.block_side)
         full, partial = (int(each.sum()) * len(self.heads) for each in found)
         return ListedBlocks(0, full, partial)
 
     def pairs_of_heads(self) -> Int64[Tensor, " H"]:
-        """The pairs of each head, each once."""
-        raise NotImplementedError  # every such term states its own
+        """Number of pairs of each head, without multiplicity."""
+        raise NotImplementedError  # defined by each kind of term
 
     def counted_pairs(self) -> int:
-        """Pairs over all heads, each as often as it counts."""
+        """Number of pairs over all heads, with multiplicity."""
         return self.multiplicity * int(self.pairs_of_heads().sum())
 
     def tables(self) -> tuple[int, ...]:
         return (0,) * len(self.heads)
 
     def hidden(self) -> tuple[Bool[Tensor, "1 H S"] | None, Bool[Tensor, "1 H S"] | None]:
-        """The slots of tokens that are in no pair, of queries and of keys; None where a side has none."""
+        """(queries, keys): True at the slots of tokens that are in no pair; None for a side without such tokens."""
         raise NotImplementedError
 
     def blocks(self, q_block: int, k_block: int, *, settle: bool = True) -> Blocks:
-        """The block list over all slots; segments must be filled up to such blocks."""
+        """The block list over all slots; segments must be padded to blocks of these sides."""
         full, partial = self._listed(q_block, k_block)
         segment, row, column = (full | partial).nonzero().unbind(1)
         rows, columns = full.shape[1:]
@@ -61,15 +61,15 @@ class SharedListTerm(Term):
         return Blocks(*shape, self.tables(), table, *places, full[segment, row, column], unknown)
 
     def _listed(self, q_block: int, k_block: int) -> tuple[Bool[Tensor, "F R C"], Bool[Tensor, "F R C"]]:
-        """Which blocks of each segment are full, and which are partial; of all slots together where it has no slots."""
+        """(full, partial) blocks of each segment; an order without segments counts as one."""
         raise NotImplementedError
 
 
 class PaddedTerm(SharedListTerm):
-    """Each segment's active tokens with those of the same segment: all of them, or with slots k <= q.
+    """Active tokens of each segment with each other: all pairs, or pairs with slots k <= q.
 
-    All heads share one table: a block is listed where any of them has a pair in it, and full where the keys of all
-    heads fill it and every query of it sees them.
+    All heads share one table: a block is listed if any head has a pair in it, and full if the keys of all heads fill it
+    and all its queries see them.
     """
 
     q: Padded  # pyright: ignore[reportIncompatibleVariableOverride]
@@ -80,19 +80,19 @@ class PaddedTerm(SharedListTerm):
         return isinstance(self.rule, Causal)
 
     def in_blocks_of(self, q_block: int, k_block: int) -> PaddedTerm:
-        """The same with segments filled up to whole blocks of these sides."""
+        """Pad segments to whole blocks of these sides."""
         side = lcm(q_block, k_block)
         return replace(self, q=self.q.in_blocks_of(side), k=self.k.in_blocks_of(side))
 
     def pairs_of_heads(self) -> Int64[Tensor, " H"]:
-        """The pairs of each head, each once."""
+        """Number of pairs of each head, without multiplicity."""
         (q_first, q_past), (k_first, k_past) = self.q.held(), self.k.held()
         keys = k_past - k_first
         if not self.is_causal:
             return ((q_past - q_first) * keys).sum(1)
 
         def before(place: Int64[Tensor, "H F"]) -> Int64[Tensor, "H F"]:
-            """Of the queries before a place: each next one sees a key more, and at last all."""
+            """Pairs of the queries before `place`: each query sees one key more than the previous one, up to all."""
             growing = (place - k_first).clamp(min=0).minimum(keys)
             return growing * (growing + 1) // 2 + keys * (place - k_past).clamp(min=0)
 
@@ -103,7 +103,7 @@ class PaddedTerm(SharedListTerm):
         return replace(self, q=q, k=k, q_offset=self.q_offset - q_tokens, k_offset=self.k_offset - k_tokens)
 
     def _listed(self, q_block: int, k_block: int) -> tuple[Bool[Tensor, "F R C"], Bool[Tensor, "F R C"]]:
-        """Which blocks of each segment are full, and which are partial."""
+        """(full, partial) blocks of each segment."""
         (q_first, q_past), (k_first, k_past) = self.q.held(), self.k.held()
         row = torch.arange(self.q.width // q_block)[:, None] * q_block
         column = torch.arange(self.k.width // k_block) * k_block
@@ -121,7 +121,7 @@ class PaddedTerm(SharedListTerm):
         return listed & whole, listed & ~whole
 
     def hidden(self) -> tuple[Bool[Tensor, "1 H S"] | None, Bool[Tensor, "1 H S"] | None]:
-        """The slots of tokens that are in no pair, of queries and of keys; None where a side has none."""
+        """(queries, keys): True at the slots of tokens that are in no pair; None for a side without such tokens."""
         (q_first, q_past), (k_first, k_past) = self.q.held(), self.k.held()
         no_queries, no_keys = q_first >= q_past, k_first >= k_past
         lonely_q = torch.where(no_keys, q_past, k_first.minimum(q_past) if self.is_causal else q_first)
@@ -139,13 +139,13 @@ class PaddedTerm(SharedListTerm):
         return ((place >= first[:, segment]) & (place < past[:, segment]))[None]
 
     def mask_mod(self, device: torch.device) -> MaskMod:
-        """Closure (b, h, q slot, k slot) -> bool over the term's own heads; true of all slots of queries."""
+        """Closure (b, h, q slot, k slot) -> bool over the term's own heads; empty query slots are not masked."""
         (first, past), width = self.k.held(), self.k.width
         last = self.k.num_segments - 1
         each = (torch.tensor([self.k.segment - offset for offset in self.k.offsets]) + self.k.step - 1) // self.k.step
         dtype = index_dtype(device, 0, (last + 2) * width)
         limits = (first[:, 0], each, last * width + past[:, last])
-        # On accelerators a constant of the kernel, which belongs to such segments anyway.
+        # On accelerators a constant of the kernel, which is compiled for these segments anyway.
         size = width if device_kind(device).flex_trains else torch.tensor(width)
         return _of_segments(size, *(limit.to(device, dtype) for limit in limits), is_causal=self.is_causal)
 
@@ -158,10 +158,10 @@ def _of_segments(
     *,
     is_causal: bool,
 ) -> MaskMod:
-    """Of keys in the segment of the query those that hold a token; of these, where asked for, the past.
+    """Mask of keys in the query's segment that hold a token; with `is_causal` only slots k <= q.
 
-    Of each head the first slot that holds one, how many of a segment's do, and one past the last of all. An interval
-    for each query: what depends on pairs is compared twice, and takes few registers.
+    begins, counts, ends: for each head the first slot with a token, the slots with tokens in a segment, and one past
+    the last slot with a token. An interval for each query takes two comparisons a pair, and few registers.
     """
 
     def seen(b, h, q, k):
@@ -178,10 +178,10 @@ def _of_segments(
 
 
 def padded_terms(branch: Pattern, multiplicity: int, bound: Bound, *, side: int = Term.block_side) -> list[Term] | None:
-    """One term for all heads with the same segments, rates and rule within; None if a head's rule has no such form.
+    """One term for all heads with equal segments, rates and inner rule; None if a head's rule has no such form.
 
-    A head's rule must be dilated segments, of every key or of the past, and their active tokens must fill so few blocks
-    of this side that at most half of the pairs are computed that are in natural order: whatever the number of tokens.
+    A head's rule must be dilated segments with all pairs or causal order. Padded to blocks of this side, the active
+    tokens of a segment must have at most half of the segment's pairs. The number of tokens does not matter.
     """
     groups: dict[tuple[Pattern, int, int], list[tuple[int, int]]] = {}
     for head in range(bound.num_heads):
@@ -205,7 +205,7 @@ def padded_terms(branch: Pattern, multiplicity: int, bound: Bound, *, side: int 
 
 
 def _sides(offsets: tuple[int, ...], segment: int, rate: int, bound: Bound) -> tuple[Padded, Padded] | None:
-    """The queries and the keys of the segments that have both."""
+    """(queries, keys) of the segments that have both; None if no segment has both."""
     begins = bound.q_offset, bound.k_offset
     ends = begins[0] + bound.num_queries, begins[1] + bound.num_keys
     first, past = max(begins) // segment, (min(ends) - 1) // segment + 1
@@ -218,19 +218,19 @@ def _sides(offsets: tuple[int, ...], segment: int, rate: int, bound: Bound) -> t
         )
         for begin, end in zip(begins, ends, strict=True)
     )  # fmt: skip
-    # Where no token of either side is active nothing is to be computed.
+    # Nothing to compute if a side has no active token.
     return (q, k) if all(bool((side.held()[1] > side.held()[0]).any()) for side in (q, k)) else None
 
 
 class IntervalTerm(SharedListTerm):
-    """Each query with the keys from one slot to another. Tokens are counted by position, of queries and of keys."""
+    """Each query with the keys in one interval of slots. Tokens are numbered by position, of queries and of keys."""
 
     q: Held  # pyright: ignore[reportIncompatibleVariableOverride]
     k: Held  # pyright: ignore[reportIncompatibleVariableOverride]
 
     @cached_property
     def limits(self) -> tuple[Int64[Tensor, "T Q"], Int64[Tensor, "T Q"]]:
-        """Of each query of each row the slot of its first key, and one past its last; twice the same if it has none."""
+        """(low, high) for each query of each row: its keys are in slots low to high - 1; low == high if it has none."""
         queries, keys = self.q.positions, self.k.positions
         first, past = _interval(self.rule.factors(), queries)
         known = torch.where(keys < 0, torch.iinfo(torch.int64).max, keys)
@@ -241,12 +241,12 @@ class IntervalTerm(SharedListTerm):
         return replace(self, q=self.q.in_blocks_of(q_block), k=self.k.in_blocks_of(k_block))
 
     def pairs_of_heads(self) -> Int64[Tensor, " H"]:
-        """The pairs of each head, each once."""
+        """Number of pairs of each head, without multiplicity."""
         low, high = self.limits
         return (high - low).sum(1)[list(self.q.rows)]
 
     def _listed(self, q_block: int, k_block: int) -> tuple[Bool[Tensor, "1 R C"], Bool[Tensor, "1 R C"]]:
-        """Which blocks are full, and which are partial."""
+        """(full, partial) blocks, all slots as one segment."""
         low, high = self.limits
         rows, columns = -(-low.shape[1] // q_block), -(-self.k.num_slots // k_block)
         some = high > low
@@ -257,7 +257,7 @@ class IntervalTerm(SharedListTerm):
         touched.index_put_((row, (high[some] - 1) // k_block + 1), -one, accumulate=True)
         latest = torch.zeros(rows * q_block, dtype=torch.int64)
         latest[: low.shape[1]] = low.amax(0)
-        soonest = torch.zeros(rows * q_block, dtype=torch.int64)  # of slots beyond the last: no block is full for them
+        soonest = torch.zeros(rows * q_block, dtype=torch.int64)  # 0 beyond the last slot: no block is full there
         soonest[: low.shape[1]] = high.amin(0)
         latest, soonest = latest.view(rows, -1).amax(1), soonest.view(rows, -1).amin(1)
         begin = torch.arange(columns) * k_block
@@ -265,7 +265,7 @@ class IntervalTerm(SharedListTerm):
         return full[None], ((touched.cumsum(1)[:, :-1] > 0) & ~full)[None]
 
     def hidden(self) -> tuple[Bool[Tensor, "1 H Q"] | None, Bool[Tensor, "1 H K"] | None]:
-        """The slots of tokens that are in no pair, of queries and of keys; None where a side has none."""
+        """(queries, keys): True at the slots of tokens that are in no pair; None for a side without such tokens."""
         low, high = self.limits
         steps = torch.zeros(len(low), self.k.num_slots + 1, dtype=torch.int64)
         one = (high > low).long()
@@ -291,9 +291,9 @@ def _between(rows: Int64[Tensor, " H"], low: Int64[Tensor, "T Q"], high: Int64[T
 
 
 def interval_terms(branch: Pattern, multiplicity: int, bound: Bound, placement: Placement) -> list[Term] | None:
-    """One term for all heads with the same segments, rates and rule; None if the rule of a head has no such form.
+    """One term for all heads with equal segments, rates and rule; None if a head's rule has no such form.
 
-    A head's rule must be an intersection of bands without steps and of dilated segments, one of these with a rate.
+    A head's rule must be an intersection of bands without steps and of dilated segments, at most one of rate above 1.
     """
     groups: dict[tuple[Pattern, int, int], dict[int, tuple[int, Ranges]]] = {}
     of_head = placement.keys
@@ -304,7 +304,7 @@ def interval_terms(branch: Pattern, multiplicity: int, bound: Bound, placement: 
             return None
         base = sparse[0] if sparse else Dilated(1, 1, 0)
         assert isinstance(base.offset, int), "a rule for one head has its offset resolved"
-        # What is left of a dilated segment once its active tokens are chosen.
+        # With the active tokens selected, a dilated factor reduces to its segments.
         left = And.of(*(Dilated(base.segment, 1, 0) if each == base else each for each in factors))
         row = base.offset, of_head[head * len(of_head) // bound.num_heads]
         groups.setdefault((left, base.segment, base.rate), {})[head] = row
@@ -325,7 +325,7 @@ def _is_interval(factor: Pattern) -> bool:
 
 
 def _interval(factors: tuple[Pattern, ...], query: Int64[Tensor, "H Q"]) -> tuple[Tensor, Tensor]:
-    """The first position that each query may see, and one past the last."""
+    """(first position that each query may see, one past the last)."""
     first, past = torch.zeros_like(query), torch.full_like(query, torch.iinfo(torch.int64).max)
     for factor in factors:
         if isinstance(factor, Dilated):

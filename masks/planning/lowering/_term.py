@@ -18,7 +18,7 @@ from ...patterns import tables
 from ._weights import PairWeights, Weights
 
 _LARGEST_SIDE = 1 << 15  # of a block
-_MANY_CLASSES = 1 << 8  # of an order: with as many or more, pairs of them may be more than blocks
+_MANY_CLASSES = 1 << 8  # residue classes of an order: from here on, pairs of classes may outnumber blocks
 Shape = Literal["dense", "causal", "strip", "masked", "blocks"]
 
 
@@ -26,11 +26,11 @@ Shape = Literal["dense", "causal", "strip", "masked", "blocks"]
 class Term:
     """Some heads of one branch over a layout of the queries and one of the keys.
 
-    `rule` is what the layout leaves to check. A folded term repeats the rule of fold 0. `shape` names
-    structure that a kernel can use: all pairs; slots k <= q; the same where the queries are the last of the
-    key slots (a strip); all pairs under a mask; or a list of blocks, of the side `block_side` where none is asked
-    for. `heads` are this device's query heads; query token i stands at position q_offset + i, key token j at
-    k_offset + j. A pair of the term counts `multiplicity` times, and with `weights` that often times its weight.
+    `rule`: the pairs allowed within the layout. A folded term repeats the rule of fold 0. `shape` names structure that
+    a kernel can use: "dense", all pairs; "causal", slots k <= q; "strip", causal with the queries at the last of the
+    key slots; "masked", all pairs under a mask; "blocks", a block list, by default of side `block_side`. `heads`: this
+    device's query heads. Query token i is at position q_offset + i, key token j at k_offset + j. A pair counts
+    `multiplicity` times, multiplied by its weight if there are `weights`.
     """
 
     rule: Pattern
@@ -59,7 +59,7 @@ class Term:
         heads: tuple[int, ...],
         weights: Weights | None = None,
     ) -> Term:
-        """A term of some heads of a bound pattern, over its queries and keys."""
+        """Term of some heads of a bound pattern, over its queries and keys."""
         numbers = multiplicity, heads, bound.head_offset, bound.num_heads_global
         return cls(rule, shape, *numbers, q, k, bound.q_offset, bound.k_offset, weights)
 
@@ -68,11 +68,11 @@ class Term:
         return self.q.folds
 
     def in_blocks_of(self, q_block: int, k_block: int) -> Term:
-        """The same with slots for whole blocks of these sides, where the order fills blocks up."""
+        """Pad to whole blocks of these sides, if the order has padding; else return self."""
         return self
 
     def portions(self, most_slots: int) -> tuple[Term, ...]:
-        """The same in terms of at most `most_slots` slots a side, as far as heads and folds can be parted."""
+        """Split into terms of at most `most_slots` slots a side, as far as heads and folds can be split."""
         if not isinstance(self.q, Compact) or not isinstance(self.k, Compact):
             return (self,)
         slots = max(self.q.num_slots, self.k.num_slots)
@@ -93,11 +93,11 @@ class Term:
         )
 
     def bias(self, dtype: torch.dtype) -> Float[Tensor, "#H #Q K"] | None:
-        """What the weights add to the scores of a fold, -inf for hidden keys; None for a term without weights."""
+        """Log of the weights, added to the scores of a fold, -inf for hidden keys; None for a term without weights."""
         return None if self.weights is None else self.weights.bias(self.q.num_slots, self.k.num_slots, dtype)
 
     def counted_pairs(self) -> int:
-        """Pairs of a term without block lists, over its heads and folds, each as often as it counts."""
+        """Number of pairs of a term without block lists, over heads and folds, with multiplicity and weights."""
         queries, keys, heads = self.q.num_slots, self.k.num_slots, len(self.heads)
         if self.weights is not None:
             pairs = self.weights.counted(queries, keys) * (heads if isinstance(self.weights, PairWeights) else 1)
@@ -111,9 +111,9 @@ class Term:
 
     @cached_property
     def listed_blocks(self) -> ListedBlocks:
-        """Blocks over all heads and folds: an estimate for block lists, made once for all that weigh the term.
+        """Number of blocks over all heads and folds; for block lists an estimate, computed once a term.
 
-        Where run-time tables differ by batch entry, the first stands for all.
+        If run-time tables differ by batch entry, the first entry represents all.
         """
         problems = len(self.heads) * self.folds
         rows, columns = (-(-side.num_slots // self.block_side) for side in (self.q, self.k))
@@ -126,19 +126,19 @@ class Term:
         return ListedBlocks(*(blocks * problems for blocks in found))
 
     def tables(self) -> tuple[int, ...]:
-        """The table of each head: heads whose rule over slots is the same share one."""
+        """Table of each head; heads with equal rules over slots share one."""
         seen: dict[object, int] = {}
         return tuple(seen.setdefault(self._identity(index), len(seen)) for index in range(len(self.heads)))
 
     def _identity(self, index: int) -> object:
-        """What a head's table depends on."""
+        """Key of a head's table: heads with equal keys share it."""
         starts = [side.start_of(index) for side in (self.q, self.k)]
         if self.rule.period() == 1:  # only the distance counts
             starts = [starts[1] - starts[0], 0]
         return (self.rule.for_head(self.heads[index] + self.head_offset, self.num_heads_global), *starts)
 
     def table_rule(self) -> Rule:
-        """The rule over slots, once a table."""
+        """The rule over slots, with one head for each table."""
         tables = self.tables()
         return self._slot_rule(tuple(tables.index(table) for table in range(max(tables) + 1)))
 
@@ -153,22 +153,22 @@ class Term:
         return replace(rule, rows=replace(rule, q=_select(q, distinct), k=_select(k, distinct)))
 
     def repeated(self, q_tokens: Int64[Tensor, " n"], k_tokens: Int64[Tensor, " n"]) -> Term:
-        """The same n times, as folds, over tokens that lie so far further on, where the rule is the same."""
+        """n copies as folds, shifted by these numbers of tokens; the rule must be equal at all shifts."""
         offsets = self.q_offset - int(q_tokens[0]), self.k_offset - int(k_tokens[0])
         moved = {"q": self.q.repeated(self.heads, q_tokens), "k": self.k.repeated(self.heads, k_tokens)}
         found = replace(self, **moved, q_offset=offsets[0], k_offset=offsets[1])
-        if "listed_blocks" in vars(self):  # counting them is what takes time in planning
+        if "listed_blocks" in vars(self):  # counting blocks is the slow part of planning
             vars(found)["listed_blocks"] = ListedBlocks(*(number * len(q_tokens) for number in self.listed_blocks))
         return found
 
     def moved(self, q_tokens: int, k_tokens: int) -> Term:
-        """The same over tokens that lie further on, at the same positions."""
+        """Renumber tokens by these shifts; positions are unchanged."""
         return self.repeated(torch.tensor([q_tokens]), torch.tensor([k_tokens]))
 
     def at_origin(self) -> Term:
-        """A term with the same block lists at positions as low as the rule's period allows.
+        """Term with equal block lists at the lowest positions that the rule's period allows.
 
-        Terms that differ in where they lie, and not in what they look like there, have one in common.
+        Terms that differ by a shift of whole periods have an equal result, and so share cached calls.
         """
         if isinstance(self.q, Folded) and isinstance(self.k, Folded):
             offsets = self.q_offset + self.q.first, self.k_offset + self.k.first
@@ -183,12 +183,12 @@ class Term:
         return replace(self, multiplicity=1, q=q, k=k, q_offset=0, k_offset=0, weights=None)
 
     def _shift(self, position: int) -> int:
-        """How far a position may move down, by the rule's period."""
+        """Largest multiple of the rule's period up to `position`; 0 without a period."""
         period = self.rule.period()
         return 0 if period is None else position // period * period
 
     def blocks(self, q_block: int, k_block: int, *, settle: bool = True) -> Blocks:
-        """The block lists over the slots of one fold, with a table for each distinct head."""
+        """Block lists over the slots of one fold, with a table for each distinct head."""
         square = self._square(q_block, k_block)
         if square is not None:
             return repeat_blocks(
@@ -200,7 +200,7 @@ class Term:
         return built.with_heads(self.tables())
 
     def _square(self, q_block: int, k_block: int) -> Term | None:
-        """The term over one period, where all its blocks are copies of that one's; None where they are not."""
+        """The term over one period, if its blocks are copies of the blocks of one period; else None."""
         period = self.rule.period()
         if not isinstance(self.q, Layout) or self.q != self.k or period is None:
             return None
@@ -231,7 +231,7 @@ class Term:
 
 
 def _select(pieces: Pieces, tables: tuple[int, ...]) -> Pieces:
-    """The firsts of some heads; a shared layout has one row for all of them."""
+    """Firsts of some heads; a shared layout has one row for all of them."""
     shared = len(pieces.firsts) == 1
     firsts = pieces.firsts.expand(len(tables), -1) if shared else pieces.firsts[list(tables)]
     return replace(pieces, firsts=firsts)

@@ -1,4 +1,4 @@
-"""The ways to compute one branch: over all tokens in some order, over those that can meet, or in tiles of a grid."""
+"""Ways to compute one branch: over all tokens in some order, over tokens that can meet, or in tiles of a grid."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ from ...patterns import Axis, Causal, Dilated, Neighborhood, Strided
 from ._term import Shape, Term
 from ._weights import CountedPairs
 
-# A shared permutation with more classes than this leaves no runs worth a block.
+# With more residue classes than this, a shared permutation has no runs long enough for a block.
 MAX_RESIDUE_RATE = 256
 
 
 def ways(
     branch: Pattern, multiplicity: int, bound: Bound, *, residues: bool, gathered: bool = True
 ) -> dict[str, list[Term]]:
-    """Each layout in which a branch can be computed at once, by its name, with its terms.
+    """Layouts in which a branch can be computed at once, by name, with their terms.
 
-    Without `residues` none of all tokens in another order, without `gathered` none of the active tokens of each head.
+    Without `residues` no other order of all tokens; without `gathered` no terms over the active tokens of each head.
     """
-    # Of a union each part is weighed in an order of its own; one that suits all has few classes.
+    # Parts of a union are also tried in separate orders; an order for all parts must have few classes.
     most = bound.num_queries // 2 if len(branch.alternatives()) == 1 else min(MAX_RESIDUE_RATE, bound.num_queries)
     rate = residue_rate(branch, max(1, most)) if residues else 1
     found = {"natural": shared_terms(branch, multiplicity, bound, 1)}
@@ -48,7 +48,7 @@ def shared_terms(branch: Pattern, multiplicity: int, bound: Bound, rate: int) ->
 
 
 def masked_term(pattern: Expression, multiplicity: int, bound: Bound) -> Term:
-    """All pairs of all heads at once; the mask says how many branches of the pattern allow each."""
+    """All pairs of all heads at once, under a mask with the number of branches that allow each."""
     orders = Layout(bound.num_queries), Layout(bound.num_keys)
     weights = CountedPairs(replace(bound, pattern=pattern))
     term = Term.of(
@@ -58,10 +58,10 @@ def masked_term(pattern: Expression, multiplicity: int, bound: Bound) -> Term:
 
 
 def compact_terms(branch: Pattern, multiplicity: int, bound: Bound) -> list[Term] | None:
-    """Terms over the active tokens of each head, equal parts folded; None if a head's rule has no such form.
+    """Terms over the active tokens of each head, equal parts as folds; None if a head's rule has no such form.
 
-    A head's rule must be an intersection with a dilated factor whose segments repeat the other factors, or a
-    rule of distances that are all multiples of one spacing.
+    A head's rule must be an intersection with a dilated factor whose segment is a multiple of the other factors'
+    period, or a rule of distances that are all multiples of one spacing.
     """
     groups: dict[tuple[Pattern, _Strand], list[tuple[int, int, int]]] = {}
     for head in range(bound.num_heads):
@@ -71,7 +71,7 @@ def compact_terms(branch: Pattern, multiplicity: int, bound: Bound) -> list[Term
             base, rest = split
             strands = _segments(base, bound)
         elif 1 < rule.spacing() <= min(bound.num_queries, bound.num_keys) and rule.period() == 1:
-            # Residue classes do not meet, and the rule is the same in each: without what keeps them apart.
+            # Residue classes share no pairs and have equal rules: drop the factor that separates them.
             rest = And.of(*(factor for factor in rule.factors() if not isinstance(factor, Strided)))
             strands = _residue_classes(rule.spacing(), bound)
         else:
@@ -83,9 +83,9 @@ def compact_terms(branch: Pattern, multiplicity: int, bound: Bound) -> list[Term
 
 @dataclass(frozen=True)
 class _Strand:
-    """What heads must share to be computed in one term: which folds, and how many active tokens in each.
+    """Properties that heads of one term share: the folds, and the number of active tokens in each.
 
-    `place` tells apart strands whose folds lie elsewhere.
+    `place` distinguishes strands whose folds are elsewhere.
     """
 
     place: int
@@ -99,7 +99,7 @@ class _Strand:
 def _compact_term(
     rule: Pattern, strand: _Strand, members: list[tuple[int, int, int]], multiplicity: int, bound: Bound
 ) -> Term:
-    # Heads of one offset side by side: a kernel's operands are gathered in runs of heads.
+    # Heads of one offset are adjacent: a kernel's operands are gathered in runs of heads.
     heads, q_starts, k_starts = zip(*sorted(members, key=lambda member: (member[2], member[0])), strict=True)
     aligned = strand.num_queries == strand.num_keys and all(
         q + bound.q_offset == k + bound.k_offset for q, k in zip(q_starts, k_starts, strict=True)
@@ -113,7 +113,7 @@ def _compact_term(
 
 
 def split_dilated(rule: Pattern) -> tuple[Dilated, Pattern] | None:
-    """(the dilated factor that prunes most, the rest), if the rest repeats from segment to segment."""
+    """(the dilated factor that prunes most, the other factors), if the latter repeat in every segment; else None."""
     factors = rule.factors()
     bases = sorted(
         (factor for factor in factors if isinstance(factor, Dilated)), key=lambda base: base.segment / base.rate**2
@@ -127,7 +127,7 @@ def split_dilated(rule: Pattern) -> tuple[Dilated, Pattern] | None:
 
 
 def _segments(base: Dilated, bound: Bound) -> Iterator[tuple[_Strand, int, int]]:
-    """(strand, first query index, first key index) of each run of equal segments with any active pair."""
+    """Yield (strand, first query index, first key index) for each run of equal segments with any active pair."""
     assert isinstance(base.offset, int), "a rule for one head has its offset resolved"
     segment = base.segment
     q_begin, k_begin = bound.q_offset, bound.k_offset
@@ -151,7 +151,7 @@ def _segments(base: Dilated, bound: Bound) -> Iterator[tuple[_Strand, int, int]]
 
 
 def _residue_classes(spacing: int, bound: Bound) -> Iterator[tuple[_Strand, int, int]]:
-    """(strand, first query index, first key index) of each run of classes with equal numbers of tokens."""
+    """Yield (strand, first query index, first key index) for each run of classes with equal numbers of tokens."""
     lead = (bound.q_offset - bound.k_offset) % spacing  # of key indices over query indices, modulo the spacing
     edges = {0, spacing, bound.num_queries % spacing, -lead % spacing, (bound.num_keys - lead) % spacing}
     for begin, end in pairwise(sorted(edges)):
@@ -162,7 +162,7 @@ def _residue_classes(spacing: int, bound: Bound) -> Iterator[tuple[_Strand, int,
 
 
 def split_causal(terms: Sequence[Term]) -> tuple[Term, ...] | None:
-    """The same pairs without block lists where the rule is causal; None if no term is of that kind."""
+    """Split causal terms with block lists into terms without; None if no term can be split."""
     parts = [_parts(term) for term in terms]
     if all(found is None for found in parts):
         return None
@@ -184,7 +184,7 @@ def _parts(term: Term) -> tuple[Term, ...] | None:
     before = replace(term, rule=Every(), shape="dense", q=q, k=replace(k, num_slots=min(seen, k.num_slots)))
     if seen >= k.num_slots:
         return (before,)
-    # Keys after the last query are seen by none, and a triangle has as many keys as queries.
+    # No query sees keys after the last query; a triangle needs as many keys as queries.
     if k.num_slots - seen < q.num_slots:
         return None
     starts = tuple(start + seen * k.step for start in k.starts)
@@ -193,7 +193,7 @@ def _parts(term: Term) -> tuple[Term, ...] | None:
 
 
 def tiled_terms(branch: Pattern, multiplicity: int, bound: Bound) -> dict[tuple[int, ...], list[Term]]:
-    """For each tile worth weighing, one term for all heads: where the branch is a neighbourhood of its whole grid."""
+    """One term for all heads for each tile to compare, if the branch is a neighbourhood over its whole grid."""
     everywhere = bound.num_queries == bound.num_keys and bound.q_offset == bound.k_offset == 0
     if not isinstance(branch, Neighborhood) or not everywhere or bound.num_queries != prod(branch.grid):
         return {}
@@ -203,10 +203,10 @@ def tiled_terms(branch: Pattern, multiplicity: int, bound: Bound) -> dict[tuple[
 
 
 def best_tiles(rule: Neighborhood) -> list[tuple[int, ...]]:
-    """The tile whose windows reach over the fewest tokens in tiles; and the next best, where that is no exact count.
+    """The tile whose windows touch the fewest tokens in tiles; also the second best if that count is not exact.
 
-    Sides are powers of two, and a tile holds as many tokens as such tiles in this grid can, up to a block's.
-    Where sides do not divide the grid, blocks lie across tiles.
+    Sides are powers of two, and a tile has as many tokens as such tiles in this grid can have, up to a block's. If
+    sides do not divide the grid, blocks cross tiles, and the count is not exact.
     """
     sides = ([1 << power for power in range(min(length, TILE).bit_length())] for length in rule.grid)
     tiles = [tile for tile in product(*sides) if prod(tile) <= TILE]
@@ -217,7 +217,7 @@ def best_tiles(rule: Neighborhood) -> list[tuple[int, ...]]:
 
 
 def _reached(rule: Neighborhood, tile: tuple[int, ...]) -> int:
-    """Pairs of a query and a token of any tile that some window of the query's tile touches."""
+    """Number of pairs of a query and a token in any tile that a window of the query's tile touches."""
     return prod(_reached_along(axis, side) for side, axis in zip(tile, rule.axes, strict=True))
 
 
@@ -225,7 +225,7 @@ def _reached_along(axis: Axis, side: int) -> int:
     first = torch.arange(0, axis.length, side)
     last = (first + side).clamp(max=axis.length) - 1
     before, window = axis.lead * axis.rate, axis.size * axis.rate
-    # From the first queries of their groups; classes in between are not told apart.
+    # Windows of the first queries of groups; residue classes in between are not distinguished.
     begin, end = (place - place // axis.rate % axis.stride * axis.rate - before for place in (first, last))
     low = begin.clamp(0, axis.length - window) // side * side
     stop = last if axis.is_causal else (end + window - axis.rate).clamp(window - 1, axis.length - 1)

@@ -1,4 +1,4 @@
-"""Weights: how often the pairs of one term count, and what that adds to their scores."""
+"""Weights: multiplicities of the pairs of one term, and the bias that they add to the scores."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _Table = tuple[tuple[int, ...], ...]
 
 @dataclass(frozen=True)
 class KeyWeights:
-    """A pair counts as often as its key slot says: for each head one period, repeated over the slots."""
+    """Weight of a pair by its key slot: for each head one period, repeated over the slots."""
 
     periods: tuple[tuple[int, ...], ...]
 
@@ -28,20 +28,20 @@ class KeyWeights:
         return KeyWeights(self.periods[some])
 
     def counted(self, num_queries: int, num_keys: int) -> int:
-        """All pairs of all heads, each as often as it counts."""
+        """Sum of the weights over all pairs of all heads."""
         return num_queries * int(_repeated(torch.tensor(self.periods), num_keys).sum())
 
     def bias(self, num_queries: int, num_keys: int, dtype: torch.dtype) -> Float[Tensor, "H 1 K"]:
-        """The log of the weights."""
+        """Log of the weights."""
         return _repeated(torch.tensor(self.periods, dtype=dtype).log(), num_keys)[:, None]
 
 
 @dataclass(frozen=True)
 class PairWeights:
-    """Pairs with slots k <= q, where the queries are the last of the key slots, count as often as a table says.
+    """Weight of a pair by a table, for slots k <= q where the queries are the last of the key slots.
 
-    The table has a row for each query slot and a column for each key slot, both modulo the period; the first
-    query slot stands at a multiple of the period. All heads share it.
+    The table has a row for each query slot and a column for each key slot, both modulo the period; the first query slot
+    is at a multiple of the period. All heads share it.
     """
 
     table: _Table
@@ -50,12 +50,12 @@ class PairWeights:
         return self
 
     def counted(self, num_queries: int, num_keys: int) -> int:
-        """All pairs of one head, each as often as it counts."""
+        """Sum of the weights over all pairs of one head."""
         table, (q, k) = torch.tensor(self.table), _strip(num_queries, num_keys - num_queries, num_queries)
         return int((table[q % len(table)][:, k % len(table)] * (k <= q[:, None])).sum())
 
     def bias(self, num_queries: int, num_keys: int, dtype: torch.dtype) -> Float[Tensor, "1 Q K"]:
-        """The log of the weights, -inf for keys after the query: a view of memory that many strips share."""
+        """Log of the weights, -inf for keys after the query: a view of memory that many strips share."""
         period, lead = len(self.table), num_keys - num_queries
         table, shift = self._least_shifted
         rows, before = _power_of_two(num_queries), _power_of_two(lead) if lead else 0
@@ -69,13 +69,13 @@ class PairWeights:
 
     @cached_property
     def _least_shifted(self) -> tuple[_Table, int]:
-        """(the table shifted, by how much): heads of other offsets share it, and one strip holds all shifts."""
+        """(smallest of the shifted tables, its shift), which heads of other offsets share; one strip has all shifts."""
         return min((_shifted(self.table, shift), shift) for shift in range(len(self.table)))
 
 
 @dataclass(frozen=True)
 class CountedPairs:
-    """A pair counts as often as the branches of a bound pattern allow it, by a table of all pairs of few tokens."""
+    """Weight of a pair: the number of branches of a bound pattern that allow it, as a table of few tokens' pairs."""
 
     bound: Bound
 
@@ -97,15 +97,15 @@ class CountedPairs:
     @cached_property
     @plans
     def is_causal(self) -> bool:
-        """Whether no pair has its key slot after its query slot."""
+        """True if no pair has its key slot after its query slot."""
         return not bool(self.counts().triu(1).any())
 
     def counted(self, num_queries: int, num_keys: int) -> int:
-        """All pairs of all heads, each as often as it counts."""
+        """Sum of the counts over all pairs of all heads."""
         return int(self.counts().sum())
 
     def bias(self, num_queries: int, num_keys: int, dtype: torch.dtype) -> Float[Tensor, "#H Q K"]:
-        """The log of the counts, -inf for 0; one table where it is that of all heads."""
+        """Log of the counts, -inf for 0; of one head if all heads have equal counts."""
         return cache().get(
             ("counted pairs", self.bound.key(), dtype),
             lambda: self._bias(dtype),
@@ -128,7 +128,7 @@ def _repeated(periods: Tensor, slots: int) -> Tensor:
 
 
 def _strip(rows: int, before: int, columns: int) -> tuple[Int64[Tensor, " rows"], Int64[Tensor, " all"]]:
-    """Query slots from 0 on, and key slots from `before` slots earlier on."""
+    """Query slots from 0 on, and key slots from `-before` on."""
     return torch.arange(rows), torch.arange(-before, columns)
 
 
@@ -139,11 +139,11 @@ def _bias_of_strip(table: Tensor, rows: int, before: int, columns: int, dtype: t
 
 
 def _shifted(table: _Table, shift: int) -> _Table:
-    """The table whose entry (q + shift, k + shift) is this one's at (q, k)."""
+    """The table with entry (q + shift, k + shift) equal to entry (q, k) of this one."""
     rows = table[-shift:] + table[:-shift] if shift else table
     return tuple(row[-shift:] + row[:-shift] if shift else row for row in rows)
 
 
 def _power_of_two(number: int) -> int:
-    """The least power of two that is no smaller: few sizes of what is kept serve all."""
+    """Least power of two that is not smaller: rounded sizes share cached tensors."""
     return 1 << (number - 1).bit_length()

@@ -1,6 +1,6 @@
 """Lowering along run-time spans: a branch as terms inside each document, each padded sequence, each run of keys.
 
-Windows in which the rule looks the same are the folds of one term, so terms are as many as there are kinds of windows.
+Windows with equal rules are the folds of one term, so there are as many terms as kinds of windows.
 """
 
 from __future__ import annotations
@@ -17,23 +17,23 @@ from ...patterns import PADDING, Causal, KeySet, LocalWindow, PerDocument, Spans
 from ._term import Term
 from ._ways import compact_terms, shared_terms
 
-_ENOUGH_SLOTS = 4096  # of all heads: larger windows are read where they lie, as a call costs less than their copies
-_WORTH_WEIGHING = 1024  # tokens of a window: in smaller ones the ways differ by less than it takes to weigh them
-_MOST_LISTS = 32  # of blocks, each planned by itself: more are dearer than one over all tokens
+_ENOUGH_SLOTS = 4096  # of all heads: larger windows are read in place, as a call costs less than their copies
+_WORTH_WEIGHING = 1024  # tokens of a window: in smaller ones options differ by less than the cost of comparing them
+_MOST_LISTS = 32  # block lists, each planned separately: more than this cost more than one over all tokens
 
-Weighed = Callable[[Pattern, Bound], Sequence[Term]]  # terms of a rule over a part: those of the cheapest way
+Weighed = Callable[[Pattern, Bound], Sequence[Term]]  # terms of a rule over a part, by its cheapest option
 
 
 @dataclass(frozen=True)
 class Cut:
-    """A branch that is `rest` inside each of some windows without overlap, and nothing outside."""
+    """A branch that equals `rest` inside each of some disjoint windows, and allows no pair outside."""
 
     rest: Pattern
     windows: Windows
 
     @classmethod
     def of(cls, branch: Pattern, bound: Bound) -> Cut | None:
-        """The windows, within a bound's queries and keys, into which a run-time table cuts a branch."""
+        """Windows within a bound's queries and keys into which a run-time table cuts a branch; None without a table."""
         for cut in _cuts(branch):
             windows = cut.table.windows(bound.num_positions)
             if windows is not None:
@@ -42,7 +42,7 @@ class Cut:
         return None
 
     def over_all(self, bound: Bound) -> Pattern | None:
-        """The rest, where there is one window of all queries and keys, in which it counts as outside; else None."""
+        """`rest`, if one window holds all queries and keys and numbers positions as the bound does; else None."""
         if len(self.windows) != 1:
             return None
         rest, part = _part(self.rest, bound, self.windows)
@@ -59,8 +59,8 @@ def window_terms(
 ) -> list[Term] | None:
     """Terms for windows, large windows by the planner's choice `weighed`; None above the limit on terms.
 
-    Unless `any_number` will do, that is windows of more kinds than there can be lengths, as windows differ in where
-    they begin; or of more kinds with lists of blocks than are planned one by one.
+    Limits unless `any_number`: as many kinds of windows as there can be distinct lengths, plus `_MOST_LISTS` (more
+    kinds occur if windows differ in where they begin); and `_MOST_LISTS` kinds with block lists.
     """
     kinds = cut.windows.kinds(cut.rest.period())
     if len(kinds) > _MOST_LISTS + isqrt(2 * max(bound.num_queries, bound.num_keys)) and not any_number:
@@ -85,9 +85,9 @@ def window_terms(
 
 @dataclass(frozen=True)
 class _TableCut:
-    """A rule that is `rest` where a table allows a pair.
+    """A rule that equals `rest` where a table allows a pair.
 
-    `from_start`: whether the rest counts from where a document begins; None where that makes no difference.
+    `from_start`: True if `rest` counts positions from the start of a document; None if the origin has no effect.
     """
 
     rest: Pattern
@@ -95,7 +95,7 @@ class _TableCut:
     from_start: bool | None
 
     def beside(self, others: Sequence[Pattern]) -> _TableCut | None:
-        """The same in an intersection with other rules, which count from 0."""
+        """The cut of an intersection with other rules, which count from 0; None if both depend on their origins."""
         free = all(each.period() == 1 for each in others)
         if self.from_start and not free:
             return None
@@ -104,7 +104,7 @@ class _TableCut:
 
 
 def _cuts(rule: Pattern) -> Iterator[_TableCut]:
-    """Every table outside of which a rule has no pairs, also where each part of a union or each head has it."""
+    """Yield tables outside of which a rule has no pairs, also tables common to all parts of a union or all heads."""
     if isinstance(rule, Table):
         yield _TableCut(Every(), rule, None)
     elif isinstance(rule, PerDocument) and isinstance(rule.spans, Spans):
@@ -124,7 +124,6 @@ def _cuts(rule: Pattern) -> Iterator[_TableCut]:
 
 
 def _composed(rule: Or | PerHead | HeadGroups, parts: tuple[Pattern, ...]) -> Pattern:
-    """The same of other parts."""
     if not isinstance(rule, Or):
         return type(rule)(parts)
     return Every() if Every() in parts else Or.of(*parts)
@@ -139,7 +138,7 @@ def _keys(bound: Bound) -> range:
 
 
 def _part(rest: Pattern, bound: Bound, windows: Windows) -> tuple[Pattern, Bound]:
-    """The rest over the first window, at positions as low as its period allows."""
+    """`rest` over the first window, at the lowest positions that its period allows."""
     first = windows.select(slice(1))
     origin = int(first.counted_from(rest.period()))
     q, k = (range(int(a), int(b)) for a, b in ((first.q_start, first.q_stop), (first.k_start, first.k_stop)))
@@ -149,7 +148,7 @@ def _part(rest: Pattern, bound: Bound, windows: Windows) -> tuple[Pattern, Bound
 
 
 def _plainest(rest: Pattern, q: range, k: range) -> Pattern:
-    """The same rule over these positions, without windows that reach beyond them: those need no block lists."""
+    """An equal rule over these positions, without windows that reach beyond them and would need block lists."""
     kept = []
     for factor in rest.factors():
         if isinstance(factor, LocalWindow) and factor.left >= q.stop - 1 - k.start:
@@ -162,7 +161,7 @@ def _plainest(rest: Pattern, q: range, k: range) -> Pattern:
 
 
 def _lower(rest: Pattern, multiplicity: int, part: Bound, weighed: Weighed, *, any_number: bool) -> Sequence[Term]:
-    """The cheapest way that needs no weighing: windows again, compact, or as given."""
+    """Terms without a comparison of costs: by windows again, else compact, else in natural order."""
     cut = Cut.of(rest, part)
     again = None if cut is None else window_terms(cut, multiplicity, part, weighed, any_number=any_number)
     for terms in (again, compact_terms(rest, multiplicity, part) if again is None else None):
@@ -172,7 +171,7 @@ def _lower(rest: Pattern, multiplicity: int, part: Bound, weighed: Weighed, *, a
 
 
 def _together(alike: Windows, num_heads: int) -> Iterator[Windows]:
-    """All of them as the folds of one term, or, where they are large and lie unevenly, one by one."""
+    """All windows as the folds of one term; large, unevenly spaced windows one by one."""
     starts = alike.q_start
     uneven = bool((starts.diff() != starts.diff()[:1]).any())
     length = max(int(alike.q_stop[0] - starts[0]), int(alike.k_stop[0] - alike.k_start[0]))
@@ -183,9 +182,9 @@ def _together(alike: Windows, num_heads: int) -> Iterator[Windows]:
 
 
 def one_after_another(pattern: Expression, num_tokens: int, batch: int) -> Any:
-    """The rule of all batch entries of so many tokens, one after the other; None where it is no rule of one sequence.
+    """Rule of all batch entries of `num_tokens` each, concatenated; None if it is no rule of one sequence.
 
-    Documents keep entries apart, and the rest must repeat from entry to entry.
+    Documents separate the entries, and other factors must repeat from entry to entry.
     """
     if not all(_is_one(branch, num_tokens) for branch in pattern.branches()):
         return None
@@ -202,7 +201,7 @@ def one_after_another(pattern: Expression, num_tokens: int, batch: int) -> Any:
 
 
 def without_scattered_keys(pattern: Expression) -> tuple[Expression, KeySet] | None:
-    """(the rule without a table of scattered keys, that table); None where no such table is a factor of all branches.
+    """(the rule without a table of scattered keys, that table); None if no such table is a factor of all branches.
 
     The table has rows of all batch entries.
     """

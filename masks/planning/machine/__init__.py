@@ -1,4 +1,4 @@
-"""The constants of a machine from which costs are predicted."""
+"""Machine constants, from which costs are predicted."""
 
 from ._machine import ACCELERATOR, BUILTIN, CPU, BlockRates, Machine, builtin_machine
 from ._machine_file import MachineKey, Measured, stored_path, write_json

@@ -1,4 +1,4 @@
-"""Machine: the constants of a device that the cost model divides by."""
+"""Machine: the device constants of the cost model."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ BUILTIN = "builtin"
 
 @dataclass(frozen=True)
 class BlockRates:
-    """FLOP/s of lists of blocks of one side.
+    """FLOP/s of block lists of one side.
 
-    Of rows that list neighbouring blocks; and of others where all blocks are full, and where a mask is needed.
+    runs: rows of adjacent blocks. plain: other rows whose blocks are all full. masked: other rows that need a mask.
 
     >>> [rates.side for rates in masks.machine().blocks]
     [64, 128, 256]
@@ -35,16 +35,16 @@ class BlockRates:
 
 @dataclass(frozen=True)
 class Machine:
-    """Constants of a device: forward rates at head dim 64, copies, and what a kernel call costs.
+    """Constants of a device: forward rates at head dim 64, copy rate, and overhead of a kernel call.
 
-    Rates are those of float32 on CPU and of bfloat16 on accelerators; they are taken to hold for other dtypes.
+    Rates are for float32 on CPU and bfloat16 on accelerators, and are used for all dtypes.
     dense_flops_per_s: attention over all pairs. causal_flops_per_s: over slots k <= q, by the pairs in blocks of
-    128 on and below the diagonal. blocks: lists of blocks, by their side, the smallest first; the planner
-    weighs these sides. bytes_per_s: gathering and merging. launch_s: a call. backward_ratio: the time of a backward
-    over that of its forward. calls_a_list: what a table of blocks takes beside its pairs, in calls, as rows of other
-    shapes are calls of their own and gather what they read. source: where they come from, which makes no difference.
+    128 on and below the diagonal. blocks: rates of block lists by side, ascending; the planner compares these sides.
+    bytes_per_s: gather and merge. launch_s: seconds of a kernel call. backward_ratio: time of a backward over its
+    forward. calls_a_list: overhead of a table of blocks, in calls, as rows of another shape are separate calls and
+    gather their keys. source: origin of the constants, ignored in comparisons.
 
-    Raises ValueError for what is no positive finite number.
+    Raises ValueError unless all numbers are positive and finite.
 
     >>> machine = masks.machine()
     """
@@ -66,11 +66,11 @@ class Machine:
 
     @property
     def sides(self) -> tuple[int, ...]:
-        """The block sides that are weighed."""
+        """Block sides that the planner compares."""
         return tuple(each.side for each in self.blocks)
 
     def rates(self, side: int) -> BlockRates:
-        """The rates of blocks of this side, or of the nearest that was measured."""
+        """Rates of blocks of this side, or of the nearest measured side."""
         return min(self.blocks, key=lambda each: abs(each.side - side))
 
     @cached_property
@@ -89,7 +89,7 @@ def _require_positive(value: Any, *names: str) -> None:
             raise ValueError(f"{name} must be a positive finite number; got {name}={shown(number)}")
 
 
-# Orders of magnitude are enough where nothing was measured: the options differ by factors.
+# Without measurement, orders of magnitude are enough: the options differ by factors.
 CPU = Machine(
     dense_flops_per_s=85e9,
     causal_flops_per_s=77e9,
@@ -103,7 +103,7 @@ CPU = Machine(
     backward_ratio=2.6,
     calls_a_list=4,
 )
-# The one side that FlexAttention's kernels take on all accelerators.
+# The only block side that FlexAttention's kernels accept on all accelerators.
 ACCELERATOR = Machine(
     dense_flops_per_s=400e12,
     causal_flops_per_s=400e12,
@@ -115,5 +115,5 @@ ACCELERATOR = Machine(
 
 
 def builtin_machine(kind: str) -> Machine:
-    """The constants that come with the library for this kind of device."""
+    """The library's built-in constants for this kind of device."""
     return CPU if device_kind(kind).on_host else ACCELERATOR

@@ -1,4 +1,4 @@
-"""Files of machine constants: JSON with what they were measured on, when, and how far the runs lay apart."""
+"""Files of machine constants: JSON with the device measured, the date, and the spread of the runs."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ _FIELDS = {"format", "version", "measured_on", "date", "versions", "constants", 
 
 @dataclass(frozen=True)
 class MachineKey:
-    """What constants were measured on; on another device, torch or number of threads they say nothing.
+    """Device, torch and threads for which constants were measured; they are not valid for others.
 
-    A device type with its name and capability, torch's version, and the CPU threads (0 on accelerators).
+    kind, name, capability: of the device. torch: version. threads: CPU threads, 0 on accelerators.
     """
 
     kind: str
@@ -44,7 +44,7 @@ class MachineKey:
 
     @classmethod
     def of(cls, kind: str) -> MachineKey:
-        """This machine's: the CPU with its present number of threads, or the present CUDA device."""
+        """Key of this machine: the CPU with its present number of threads, or the present CUDA device."""
         if device_kind(kind).on_host:
             capability = torch.backends.cpu.get_cpu_capability()
             return cls(kind, _cpu_name(), capability, str(torch.__version__), torch.get_num_threads())
@@ -54,7 +54,7 @@ class MachineKey:
         raise ValueError(f"constants can be measured on cpu and cuda; got a device of type {kind!r}")
 
     def to_data(self) -> dict[str, Any]:
-        """As plain data."""
+        """Plain data for JSON."""
         return asdict(self)
 
     def __str__(self) -> str:
@@ -64,7 +64,7 @@ class MachineKey:
 
 @dataclass(frozen=True)
 class Measured:
-    """Constants with what they were measured on, when, and with which versions; `spread`: slowest run over fastest."""
+    """Constants with the key, date and versions of their measurement; `spread`: slowest run over fastest."""
 
     key: MachineKey
     machine: Machine
@@ -73,7 +73,7 @@ class Measured:
     spread: Mapping[str, float]
 
     def to_data(self) -> dict[str, Any]:
-        """As plain data, in the order in which people read it."""
+        """Plain data for JSON, in reading order."""
         constants: dict[str, Any] = {name: getattr(self.machine, name) for name in NUMBERS}
         constants["blocks"] = [asdict(rates) for rates in self.machine.blocks]
         return {
@@ -88,7 +88,7 @@ class Measured:
 
 
 def stored_path(key: MachineKey) -> Path | None:
-    """Where this device's constants are stored, in the user's cache directory; None without platformdirs."""
+    """Path of this device's constants in the user's cache directory; None without platformdirs."""
     try:
         from platformdirs import user_cache_path
     except ImportError:
@@ -98,7 +98,7 @@ def stored_path(key: MachineKey) -> Path | None:
 
 
 def read_machine(path: Path) -> tuple[MachineKey, Machine]:
-    """(what they were measured on, the constants). Raises ValueError where the file does not hold exactly that."""
+    """(key of the measurement, constants). Raises ValueError if the file cannot be read or has another content."""
     try:
         data = read_json(path.read_bytes())
     except OSError as error:
@@ -112,7 +112,7 @@ def read_machine(path: Path) -> tuple[MachineKey, Machine]:
 
 
 def write_json(path: Path, data: object) -> None:
-    """Write the file atomically: a concurrent reader sees the old one or the new one."""
+    """Write the file atomically: a concurrent reader sees the old or the new version."""
     path.parent.mkdir(parents=True, exist_ok=True)
     handle, partial = tempfile.mkstemp(dir=path.parent, prefix=f".{path.stem}.", suffix=".partial")
     try:
@@ -139,7 +139,7 @@ def _parse(data: Any, source: str) -> tuple[MachineKey, Machine]:
 
 @cache
 def _cpu_name() -> str:
-    """The model name, from /proc/cpuinfo where there is one."""
+    """Model name from /proc/cpuinfo, else from `platform`."""
     try:
         lines = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines()
     except OSError:

@@ -1,4 +1,4 @@
-"""Which machine constants are in use: those given, those measured and stored, or those that come along."""
+"""Machine constants in use: set by the user, measured and stored, or built in."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ _found: dict[_Slot, Machine] = {}  # by kind and threads; read once
 
 
 def machine(device: torch.device | str = "cpu") -> Machine:
-    """The constants with which plans for this kind of device are made.
+    """The constants used in plans for this kind of device.
 
-    Those of `set_machine`; else of the file that FLEXDILATED_MACHINE names; else those that `python -m
-    flexdilated tune` stored for this device, torch and number of threads; else those that come with the library.
-    Raises ValueError where FLEXDILATED_MACHINE names no file of constants.
+    The first of: constants of `set_machine`; the file that FLEXDILATED_MACHINE names; constants that `python -m
+    flexdilated tune` stored for this device, torch and number of threads; built-in constants.
+    Raises ValueError if FLEXDILATED_MACHINE names no file of constants.
 
     >>> masks.machine().source
     'builtin'
@@ -36,7 +36,7 @@ def machine(device: torch.device | str = "cpu") -> Machine:
 
 
 def machine_of(kind: str) -> Machine:
-    """`machine` of a kind of device, for look-ups."""
+    """`machine` by kind of device."""
     given = _given.get(kind)
     if given is not None:
         return given
@@ -50,9 +50,9 @@ def machine_of(kind: str) -> Machine:
 
 @advises()
 def set_machine(value: Machine | str | os.PathLike[str] | None, *, device: torch.device | str = "cpu") -> None:
-    """Plan with these constants, or with those of a file, on this kind of device from now on; None: as before.
+    """Use these constants, or a file's, for plans on this kind of device from now on; None restores the default.
 
-    Plans made with other constants are not used any more. Raises ValueError for a file that holds none for it.
+    Plans made with other constants are no longer used. Raises ValueError for a file without constants for this kind.
 
     >>> masks.set_machine(None)  # the built-in constants, or those that `tune` stored
     """
@@ -66,20 +66,20 @@ def set_machine(value: Machine | str | os.PathLike[str] | None, *, device: torch
 
 
 def forget_machines() -> None:
-    """Read stored constants anew when they are next asked for."""
+    """Drop stored constants, so that they are read again at the next use."""
     with _lock:
         _found.clear()
 
 
 def sources_in_use() -> dict[str, str]:
-    """By kind of device, where the constants come from with which plans were made so far."""
+    """Source of the constants of plans made so far, by kind of device."""
     threads = torch.get_num_threads()
     found = {kind: each.source for (kind, of), each in _found.copy().items() if of in (0, threads)}
     return found | {kind: each.source for kind, each in _given.copy().items()}
 
 
 def machine_from_environment() -> str:
-    """What FLEXDILATED_MACHINE says, checked; ValueError where it names no file of constants."""
+    """Value of FLEXDILATED_MACHINE; ValueError if it names no file of constants."""
     named = os.environ.get(VARIABLE, BUILTIN)
     if named != BUILTIN:
         _read(Path(named))
@@ -102,9 +102,9 @@ def _find(kind: str) -> Machine:
 
 
 def _stored(kind: str) -> Machine | None:
-    """What `tune` stored for this very device; None where it stored nothing that can be used, which is logged."""
+    """Constants that `tune` stored for this very device; None if none are usable, logged if some were stored."""
     if not (device_kind(kind).on_host or (device_kind(kind).is_cuda and torch.cuda.is_available())):
-        return None  # a machine may plan for a kind of device that it lacks
+        return None  # plans may be made for a device that is not present
     key = MachineKey.of(kind)
     path = stored_path(key)
     if path is None or not path.is_file():
