@@ -110,7 +110,7 @@ def _distinct(groups: Sequence[tuple[tuple[Branch, ...], int]], chunks: Chunks) 
     """Merge groups that have equal counts into one, adding their multiplicities.
 
     If chunks and segments all begin at multiples of a number, offsets between two consecutive multiples of it give
-    equal counts, provided that the same branches contain each other's tokens.
+    equal counts, provided that in both groups the branches with nested classes are equal.
     """
     segments = {branch.segment for group, _ in groups for branch in group}
     common = gcd(*segments, *chunks.start.tolist(), *chunks.stop.tolist())

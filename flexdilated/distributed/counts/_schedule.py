@@ -72,7 +72,7 @@ def choose_schedule(
     more memory, or if it needs m times the memory and receives at most 1/m of the bytes. wire_row_bytes: bytes of one
     encoded row of K or V; None: head_dim numbers of `dtype`.
 
-    The result depends on the arguments alone, so all ranks choose the same schedule. It is cached.
+    The result depends on the arguments alone, so all ranks choose one schedule. It is cached.
     Raises ValueError if the pattern does not bind to the sharding's tokens and these heads.
     """
     heads = {"num_heads": num_heads, "head_offset": head_offset, "num_heads_global": num_heads_global}

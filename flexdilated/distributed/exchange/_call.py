@@ -164,7 +164,7 @@ def _wide(x: Tensor) -> torch.dtype:
 
 
 def _computed_in(q: Tensor, plan: ExchangePlan) -> torch.dtype:
-    """float32 or wider if parts are merged: CPU kernels round results to the dtype of q, which would round each part."""
+    """float32 or wider if parts are merged, because CPU kernels would round each part to the dtype of q."""
     return _wide(q) if plan.others.num_keys else q.dtype
 
 

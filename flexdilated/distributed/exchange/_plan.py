@@ -41,7 +41,7 @@ class ExchangePlan:
 
     received[source][g]: positions on rank `source` whose key and value this rank needs in KV head g, because some of
     its queries, in some query head of group g, may attend to them. sent[target][g]: positions of this rank that
-    `target` needs. A token counts once per KV head; entries of a rank for itself are empty. Messages order tokens by
+    `target` needs. A token counts once per KV head; the entry of a rank's own index is empty. Messages order tokens by
     (KV head, token) of these ranges.
 
     Received rows go into one tensor, head by head, padded to the longest head; padding is never read.

@@ -1,4 +1,4 @@
-"""Traffic: what this process has sent and received, counted by what it was."""
+"""Traffic: bytes that this process has sent and received, by purpose."""
 
 from __future__ import annotations
 
