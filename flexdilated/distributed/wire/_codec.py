@@ -123,7 +123,7 @@ def choose_codec(
     """The codec with the fewest bytes that keeps |decoded − row| / |row| within the bound for each row of all ranks.
 
     All ranks must call it, with equal bound and dtype, and get one answer: they compare one number, in one
-    collective of 8 bytes, which is skipped if the bound rules out int8 for any rows. ranks=None: this process alone.
+    collective of 8 bytes, skipped if the bound rules out int8 for all rows. ranks=None: this process alone.
     Rows that are not finite, or beyond float32's range, are sent unchanged.
     """
     wider = k.dtype.itemsize > torch.bfloat16.itemsize
