@@ -140,8 +140,8 @@ def attend(
     dropout_p: must be 0.
     scale: factor on the scores; 1 / sqrt(D) by default.
     enable_gqa: G may be a divisor of H; query head h reads key/value head h // (H / G).
-    score_mod: a plain function (score, b, h, q_idx, k_idx) -> score of each scaled score, as in FlexAttention. h is
-        a global head; q_idx and k_idx are positions, for any offsets and layout.
+    score_mod: a plain function (score, b, h, q_idx, k_idx) -> score, applied to each scaled score, as in
+        FlexAttention. h is a global head; q_idx and k_idx are positions, with any offsets and layout.
     sinks: a logit for each head of q, of any float dtype, which adds a term exp(sink), with value 0, to every row's
         softmax denominator. A row without keys then has output 0, and its sink as lse.
     bindings: run-time tensors that the pattern names and does not carry, such as {"documents": ids}.

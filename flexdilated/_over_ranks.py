@@ -1,4 +1,4 @@
-"""Common to modules: attention over the ranks of a mesh, and parts of their repr."""
+"""Shared by modules: attention over the ranks of a mesh, and parts of their repr."""
 
 from __future__ import annotations
 

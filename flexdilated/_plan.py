@@ -49,7 +49,7 @@ _WIDEST_RULE = 60
 
 @dataclass(frozen=True, kw_only=True)
 class PlanSize:
-    """A pattern and the sizes at which it is planned; layers and embed_dim are those of a LongNet that uses it.
+    """A pattern and the sizes at which it is planned; layers and embed_dim belong to a LongNet that uses it.
 
     `pattern` includes the values of its run-time tensors. Raises ValueError or TypeError for sizes that do not fit
     together.

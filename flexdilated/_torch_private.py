@@ -41,8 +41,7 @@ class Name:
     path: "module:attributes"; for names that cannot be looked up by path, `probe` looks for them. use: its purpose.
     error: when an ImportError is raised if torch lacks it. instead: a remedy other than installing another torch.
     public: path of a public name in newer torch, which is tried first. absent: the behaviour without it, if no error is
-    raised.
-    seen: versions of torch in which it has this meaning.
+    raised. seen: versions of torch in which it has this meaning.
     """
 
     path: str

@@ -110,8 +110,8 @@ def attend(
 
     mesh: one dimension, over the ranks that share the sequence; take it from a larger mesh as mesh["its name"].
     sharding: which rank holds which positions; None: contiguous shards of equal length.
-    schedule: "exchange" sends each key only to the ranks that need it, in one all-to-all; "ring" passes whole shards
-        and holds at most two at a time. "auto" chooses by counted bytes and memory.
+    schedule: "exchange" sends each key only to the ranks that need it, in one all-to-all; "ring" sends whole shards,
+        of which a rank holds at most two. "auto" chooses by counted bytes and memory.
     codec: encoding of keys and values in messages: None (their dtype), "bf16", "int8" (one scale a token), or "auto",
         the narrowest that keeps each row within `error_bound`, for one small collective a call. Gradients are sent in
         bf16 or wider.

@@ -27,8 +27,7 @@ class MaxBatch:
     """The largest `n` that fits, and the evidence; all bytes are on top of what was held at the start.
 
     predicted: peak of a step of n by the line through the probes. measured: peak of one that was run. budget: the
-    bound.
-    trials: all measured steps, the probes first.
+    bound. trials: all measured steps, the probes first.
     """
 
     n: int

@@ -48,7 +48,7 @@ class LiveBytes(TorchDispatchMode):
     """Counts each storage that an operation returns until it is freed; views cost nothing.
 
     live, peak: in bytes. Allocations inside a kernel are counted only for operators in `hidden`. On tensors of device
-    "meta", which have sizes and no memory, the counts are those of a run on CPU; tensors with values may be mixed in.
+    "meta", which have sizes and no memory, the counts equal a run on CPU; tensors with values may be mixed in.
     """
 
     def __init__(self, *held: Tensor, hidden: Mapping[object, Hidden] | None = None) -> None:
@@ -136,9 +136,9 @@ class AttentionSize:
 class AttentionMemory:
     """Bytes of one call; each peak counts everything alive, including the call's inputs.
 
-    queries: q, and also out. keys: k and v together. lse: of all rows. kept: what training keeps from the forward for
-    the backward, including q, k, v, out and lse. inference_peak: of a forward that keeps nothing. forward_peak: of a
-    forward in training. backward_peak: from the gradient of out to those of q, k and v. tables: the plan's lists, which
+    queries: q; out has as many. keys: k and v together. lse: of all rows. kept: what training keeps from the forward
+    for the backward, including q, k, v, out and lse. inference_peak: of a forward that keeps nothing. forward_peak: of
+    a forward in training. backward_peak: from the gradient of out to dq, dk and dv. tables: the plan's lists, which
     stay in the cache and are not in the peaks.
     """
 
@@ -214,7 +214,7 @@ def _dry_run(pattern: Expression, size: AttentionSize, device: str, choice: Choi
         attention, tables = tiles_attention_of(key, pattern, size.operands, key_bytes=key_bytes, choice=choice)
     else:
         attention, tables = flex_attention_of(key, pattern, size.operands, device=device, choice=choice)
-    with NOWHERE:  # not the engine, whose work on tables is done, because it depends on their values
+    with NOWHERE:  # inputs only: the engine's decisions depend on the values in its tables
         q, k, v = (_empty(heads, size) for heads in (size.num_heads, size.kv_heads, size.kv_heads))
     return _measure(attention, q, k, v, tables)
 

@@ -1,4 +1,4 @@
-"""Memory of a LongNet of a given size, in training and inference, from a run of its own code on meta tensors."""
+"""Memory of a LongNet of a given size, in training and inference, from a run of the model's code on meta tensors."""
 
 from __future__ import annotations
 

@@ -80,7 +80,7 @@ def attention_received(
 
 
 def _by_tiles(q: Tensor, k: Tensor, lse: Tensor, bindings: list[Tensor], *options: Any) -> Tensor:
-    """By the backward op of `attend`, which uses the given lse.
+    """Call the backward op of `attend` with the given lse.
 
     The gradient of v depends on neither out nor v, so out is 0 and k is passed as v.
     """
@@ -98,7 +98,7 @@ def _by_tiles(q: Tensor, k: Tensor, lse: Tensor, bindings: list[Tensor], *option
 def _by_autograd(
     q: Tensor, k: Tensor, lse: Tensor, pattern: Pattern | Mixture, *, engine: str, **options: Any
 ) -> Tensor:
-    """By autograd through `attend`; rescales from its lse, which covers only these keys and no sinks."""
+    """Differentiate `attend`, whose lse covers only these keys and no sinks; rescale the shares to the given lse."""
     wide = sum_dtype(q)
     with torch.inference_mode(False), torch.enable_grad():
         q, k, lse = (x.clone() if x.is_inference() else x for x in (q, k, lse))

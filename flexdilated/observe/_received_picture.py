@@ -158,7 +158,7 @@ def _grid(places: Tensor) -> tuple[Tensor, Tensor] | None:
 
 
 def _shades(values: Tensor) -> ScalarMappable:
-    """Colour map from the first percentile of the values above 0 to their maximum."""
+    """Colour map from the 1st to the 99th percentile of the values above 0."""
     from matplotlib.cm import ScalarMappable
     from matplotlib.colors import LogNorm
 

@@ -56,7 +56,7 @@ def block_mass(
     block: tokens of a block, or (of queries, of keys). Block i starts at position i * block, as in
         `masks.block_list`. The first row is the block of query 0's position, the first column that of key 0's.
 
-    Computes only blocks in which the pattern has pairs, in portions; it makes no N x M matrix, only one of blocks.
+    Computes only blocks in which the pattern has pairs, in portions, without an N x M matrix.
     The result is float32, or float64 for float64 inputs, and has no gradient. Call it outside torch.compile.
 
     Raises ValueError or TypeError, before any work, for inputs that do not fit together.

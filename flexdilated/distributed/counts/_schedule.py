@@ -65,12 +65,11 @@ def choose_schedule(
     batch: int = 1,
     wire_row_bytes: int | None = None,
 ) -> ScheduleChoice:
-    """The exchange, unless its memory exceeds the ring's by a larger factor than the ring's traffic exceeds its own.
+    """Choose the exchange unless exchange_memory / ring_memory > ring_bytes / exchange_bytes.
 
     The exchange receives exactly the keys that a rank's queries need, and holds all of them. The ring receives each
-    needed run of a shard whole, and holds two shards. So the exchange never receives more. It is chosen if it needs no
-    more memory, or if it needs m times the memory and receives at most 1/m of the bytes. wire_row_bytes: bytes of one
-    encoded row of K or V; None: head_dim numbers of `dtype`.
+    needed run of a shard whole, and holds two shards. So the exchange never receives more, but may hold more.
+    wire_row_bytes: bytes of one encoded row of K or V; None: head_dim numbers of `dtype`.
 
     The result depends on the arguments alone, so all ranks choose one schedule. It is cached.
     Raises ValueError if the pattern does not bind to the sharding's tokens and these heads.

@@ -94,7 +94,7 @@ def _(q, k, v, dk, dv, bindings, *options):
 
 
 def _empty_keys(q: Tensor, k: Tensor, bindings: list[Tensor], call: ExchangeCall, *, own: bool) -> Pair:
-    """Fake received (k, v), after own keys if `own`; with run-time tensors their number is a data-dependent size."""
+    """Fake (k, v) received, preceded by this rank's if `own`; run-time tensors make their number data-dependent."""
     if bindings:
         num_keys = torch.library.get_ctx().new_dynamic_size()
     else:

@@ -33,6 +33,7 @@ class Sharding:
     one token more. In zigzag order a rank's two chunks are halves of its shard; of an odd number the first half has one
     token more. After construction the field always holds the lengths, so two shardings are equal if they have one order
     and assign equal positions to all ranks.
+
     >>> fd.distributed.Sharding(10, 4, 'zigzag')
     Sharding(num_tokens=10, num_ranks=4, order='zigzag', shard_lengths=(3, 3, 2, 2))
     """

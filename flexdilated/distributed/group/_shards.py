@@ -49,7 +49,7 @@ def unshard(x: Tensor, mesh: DeviceMesh, sharding: Sharding | None = None, *, di
 
     Gradients are of the sum of all ranks' losses, as in `shard`: x.grad is the sum over ranks of the gradients of these
     tokens, in float32 or wider, in the order of the ranks. So every rank must run the backward. If all W ranks compute
-    the same loss from the whole, that sum is W times its gradient: divide by W, or let DDP do it.
+    one loss from the whole, that sum is W times its gradient: divide by W, or let DDP do it.
 
     Raises ValueError on all ranks if their arguments differ, and torch.distributed.DistError if another rank fails.
 

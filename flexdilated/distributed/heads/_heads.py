@@ -56,7 +56,7 @@ class HeadSplit:
         return tuple(range(heads[0] // group, heads[-1] // group + 1) for heads in self.queries)
 
     def read_by(self, rank: int) -> list[int]:
-        """For each query head of a rank, the key/value head that it reads, as an index into the rank's heads."""
+        """For each query head of a rank, the index of its key/value head within `keys[rank]`."""
         group, first = self.num_heads // self.num_kv_heads, self.keys[rank].start
         return [head // group - first for head in self.queries[rank]]
 

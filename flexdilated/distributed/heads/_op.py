@@ -54,7 +54,7 @@ def heads_to_tokens(
 ) -> list[Tensor]:
     """Inverse of `tokens_to_heads`: from (B, Y, N, D) to (B, X, L, D); num_heads holds X of each tensor.
 
-    A head that several ranks have is summed over them, in float32 or wider and in the order of the ranks.
+    If several ranks have one head, their tensors are summed, in float32 or wider and in the order of the ranks.
     """
     rank, split, tensors = _read(heads, sharding, group)
     dtype, length = wholes[0].dtype, split.length(rank)

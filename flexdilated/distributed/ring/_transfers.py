@@ -1,4 +1,4 @@
-"""What moves in a ring: keys and values to those who need them, and their gradients back."""
+"""Transfers of a ring: keys and values to the ranks that need them, and their gradients back."""
 
 from __future__ import annotations
 

@@ -84,7 +84,7 @@ class BufferPool:
 
     device: of all buffers; None serves any device. threshold_bytes: smaller tensors are allocated by torch, without a
     lease. budget_bytes: bound on held memory. Above it idle buffers are freed, least recently returned first; leases
-    are always served, and a buffer over the budget is freed on return.
+    are always served, and a buffer that exceeds the budget is freed on return.
 
     >>> pool = fd.distributed.BufferPool('cpu', threshold_bytes=1 << 16)
     """
