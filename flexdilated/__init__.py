@@ -73,7 +73,7 @@ profile_process()
 
 
 def __getattr__(name: str) -> Any:
-    """`convert`, `distributed`, `integrations`, `testing` and `viewer` are imported when they are first asked for."""
+    """Import `convert`, `distributed`, `integrations`, `testing` or `viewer` on first access."""
     if name == "convert":
         return import_module(".integrations.convert", __name__).convert
     if name in ("distributed", "integrations", "testing", "viewer"):
@@ -82,7 +82,7 @@ def __getattr__(name: str) -> Any:
 
 
 def _elsewhere() -> dict[str, str]:
-    """Names that are looked for here: those of rooms, and those of other libraries."""
+    """Names that callers may look for in this module, and where they are: in rooms, or under another library's name."""
     found = {name: f"masks.{name}" for name in masks.__all__}
     found |= {name: f"masks.recipes.{name}" for name in masks.recipes.__all__}
     found |= dict.fromkeys(("attention", "flex_attention", "scaled_dot_product_attention", "sdpa"), "attend")

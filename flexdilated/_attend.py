@@ -130,38 +130,38 @@ def attend(
 ) -> Float[Tensor, "B H N D"] | tuple[Float[Tensor, "B H N D"], Float[Tensor, "B H N"]]:
     """Attention over the pairs that `pattern` allows: exact, differentiable, without an N x M matrix.
 
-    Where the pattern pads with zeros (`masks.longnet`), each row's softmax has its zero keys too: k and v must then be
+    If the pattern pads with zeros (`masks.longnet`), each row's softmax includes its zero keys; then k and v must be
     the whole sequence, and q tokens of it.
 
-    A row without keys gives output 0 and lse -inf. The lse is the natural log of the softmax denominator, in
-    float32 (float64 for float64 inputs), and differentiable. Under autocast q, k and v are cast as
-    `scaled_dot_product_attention` casts them.
+    A row without keys has output 0 and lse -inf. The lse is the natural log of the softmax denominator, in
+    float32 (float64 for float64 inputs), and differentiable. Under autocast q, k and v are cast as in
+    `scaled_dot_product_attention`.
 
-    dropout_p: 0; anything above is refused.
+    dropout_p: must be 0.
     scale: factor on the scores; 1 / sqrt(D) by default.
     enable_gqa: G may be a divisor of H; query head h reads key/value head h // (H / G).
-    score_mod: a plain function (score, b, h, q_idx, k_idx) -> score, as FlexAttention's, of each scaled score. h is
-        a global head, and q_idx and k_idx are positions, whatever the offsets and the layout are.
-    sinks: a logit for each head of q, of any float dtype: one more term exp(sink) in every row's softmax
-        denominator, with value 0. A row without keys then has output 0 and its sink for lse.
+    score_mod: a plain function (score, b, h, q_idx, k_idx) -> score, applied to each scaled score, as in
+        FlexAttention. h is a global head; q_idx and k_idx are positions, with any offsets and layout.
+    sinks: a logit for each head of q, of any float dtype, which adds a term exp(sink), with value 0, to every row's
+        softmax denominator. A row without keys then has output 0, and its sink as lse.
     bindings: run-time tensors that the pattern names and does not carry, such as {"documents": ids}.
-    q_offset: position of query 0, for queries that follow tokens already seen; None is 0, and a ValueError where a
-        causal pattern then sees none of the last keys.
-    k_offset: position of key 0, for keys that are not the first of their sequence. Either may be an integer tensor of
-        shape (), which is read on the host at every call; a number is not.
-    head_offset, num_heads_global: which of all heads these are, where heads live on several devices.
-    layout: q, k, v come in this order of tokens, and so does the output.
+    q_offset: position of query 0, for queries that follow earlier tokens. None is 0, and raises ValueError for fewer
+        queries than keys under a causal pattern.
+    k_offset: position of key 0, for keys that are not the first of their sequence. Either offset may be an integer
+        tensor of shape (), which is read on the host at every call; a number needs no such read.
+    head_offset, num_heads_global: index of head 0 among all heads, and their number, for heads on several devices.
+    layout: order of the tokens in q, k and v, and in the output.
     engine: "tiles" (CPU; on CUDA branches that are dense or causal), "flex" (accelerators; on CPU one set pattern,
         inference), "flash" (the package flash-attn-4 on NVIDIA's Hopper and Blackwell, in half precision) or
         "reference" (dense, in float64). None takes tiles on CPU and flex elsewhere. A named engine that cannot serve
         the call raises.
-    block_size: side of the blocks of block lists, or (query side, key side). None takes what suits the pattern on
-        CPU, what the device's kernels need with "flash", and 128 elsewhere.
-    kernel_options: what flex_attention takes by this name, such as {"BLOCK_M": 64}, for engines "flex" and "flash":
-        plain values, handed over unchecked. Not among them are BACKEND, which engine chooses, and what the block
-        lists and lengths of the call determine.
-    autotune: measure, at the first call of this kind, the ways to compute it, and take the fastest from now on,
-        in calls without it as well. Inside torch.compile nothing is measured, and what was found is used.
+    block_size: side of the blocks in block lists, or (query side, key side). None: on CPU chosen for the pattern, with
+        "flash" the side that the device's kernels need, and otherwise 128.
+    kernel_options: options of flex_attention, such as {"BLOCK_M": 64}, for engines "flex" and "flash": plain values,
+        passed on unchecked. Excluded are BACKEND, which engine determines, and options that the block lists and lengths
+        of the call determine.
+    autotune: measure the options for this call the first time, and use the fastest from now on, also in calls
+        without autotune. Inside torch.compile nothing is measured, and earlier results are used.
 
     Raises ValueError or TypeError, before any work, for inputs that do not fit together.
 
@@ -230,7 +230,7 @@ def planned_call(
     block_size: int | tuple[int, int] | None,
     **where: Any,
 ) -> tuple[CallKey, list[Tensor], float]:
-    """(the call as plain values, its run-time tensors in the order of their names, the scale), after checks.
+    """(the call as plain values, its run-time tensors ordered by name, the scale), after checks.
 
     where: q_offset, k_offset, head_offset and num_heads_global, as in `attend`.
     """
@@ -245,9 +245,9 @@ def planned_call(
 
 
 def autocast(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """q, k and v as autocast, where it is on, wants them: float64 stays."""
+    """q, k and v in the dtype of autocast, if it is enabled; float64 is kept."""
     if not (isinstance(q, Tensor) and isinstance(k, Tensor) and isinstance(v, Tensor)):
-        return q, k, v  # what is no tensor is answered by the checks
+        return q, k, v  # later checks refuse other types
     dtype = autocast_dtype(q.device)
     if dtype is None:
         return q, k, v
@@ -256,7 +256,7 @@ def autocast(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def autocast_dtype(device: torch.device) -> torch.dtype | None:
-    """What autocast, where it is on for this kind of device, casts to."""
+    """The dtype of autocast if it is enabled on this kind of device, else None."""
     if not _knows_autocast(device.type) or not torch.is_autocast_enabled(device.type):
         return None
     return torch.get_autocast_dtype(device.type)
@@ -264,12 +264,12 @@ def autocast_dtype(device: torch.device) -> torch.dtype | None:
 
 @graph_constant
 def _knows_autocast(kind: str) -> bool:
-    """A constant of graphs, as torch 2.11 cannot trace the question."""
+    """A constant of graphs, because torch 2.11 cannot trace this query."""
     return torch.amp.is_autocast_available(kind)
 
 
 def _pad(out: Tensor, lse: Tensor, pattern: Pattern | Mixture, call: CallKey) -> tuple[Tensor, Tensor]:
-    """The rows with the zero keys that the pattern's padding gives them."""
+    """Include the zero keys of the pattern's padding in each row."""
     slots = torch.arange(call.num_queries, device=out.device) if call.rate == 1 else call.layout.positions(out.device)
     sizes = {"num_heads": call.num_heads_global, "num_tokens": call.num_keys}
     return padded_rows(out, lse, pattern, slots + call.q_offset, head_offset=call.head_offset, **sizes)
@@ -280,6 +280,6 @@ def _reference(
 ) -> tuple[Tensor, Tensor]:
     queries, keys = key.layout, Layout(key.num_keys, key.rate)
     natural = queries.invert(q), keys.invert(k), keys.invert(v)
-    bound = plans(key.bound)(key.rules(bindings))  # which reads values of run-time tensors
+    bound = plans(key.bound)(key.rules(bindings))  # reads values of run-time tensors
     out, lse = reference_attention(*natural, bound, **features)
     return queries.apply(out), queries.apply(lse, dim=-1).to(sum_dtype(q))

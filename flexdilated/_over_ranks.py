@@ -1,4 +1,4 @@
-"""What modules have in common: how their attention runs over ranks, and what they say of themselves in a repr."""
+"""Shared by modules: attention over the ranks of a mesh, and parts of their repr."""
 
 from __future__ import annotations
 
@@ -29,13 +29,13 @@ SCHEDULES = ("auto", "exchange", "ring", "heads")
 
 @dataclass(frozen=True)
 class OverRanks:
-    """The mesh of a module and how its ranks share the work; a value, made once.
+    """The mesh of a module and the distribution of its work over ranks; an immutable value.
 
-    mesh: a DeviceMesh of one dimension. schedule: as in `distributed.attend`, or "heads": each rank takes the whole
-    sequence of some heads. sharding: which rank holds which tokens, the same in every call; None: in each call as many
-    on every rank, in order. codec, error_bound, pool: as in `distributed.attend`; none of them goes with "heads".
+    mesh: a DeviceMesh of one dimension. schedule: as in `distributed.attend`, or "heads": each rank attends over the
+    whole sequence for some heads. sharding: which rank holds which tokens, in every call; None: contiguous shards of
+    equal length, in each call. codec, error_bound, pool: as in `distributed.attend`; not available with "heads".
 
-    It pickles, and is then the place of the process that reads it, which must have made the same mesh.
+    A pickle restores it with the rank of the process that reads it, which must have made an equal mesh.
     """
 
     mesh: DeviceMesh
@@ -69,13 +69,13 @@ class OverRanks:
         return self
 
     def sharding_of(self, length: int) -> Sharding:
-        """Where the tokens of a call are in which this rank has `length` of them."""
+        """The sharding of a call in which this rank has `length` tokens."""
         from .distributed.group import equal_shards
 
         return equal_shards(length, self.ranks) if self.sharding is None else self.sharding
 
     def positions(self, length: int, device: torch.device) -> Int64[Tensor, " L"]:
-        """Where in the sequence this rank's tokens stand. Raises ValueError unless it has as many as `length`."""
+        """Positions of this rank's tokens in the sequence. Raises ValueError if the sharding gives another length."""
         sharding, rank = self.sharding_of(length), self.ranks.rank
         if sharding.length(rank) != length:
             raise ValueError(
@@ -95,14 +95,14 @@ class OverRanks:
         bindings: Mapping[str, Tensor] | None = None,
         **options: Any,
     ) -> Float[Tensor, "B H L D"]:
-        """This rank's part of attention over the whole sequence; options as in `attend`."""
+        """Attention over the whole sequence for this rank's tokens; options as in `attend`."""
         sharding = self.sharding_of(q.shape[2])
         if self.schedule == "heads":
             from .distributed.heads import attend_heads
 
             options |= {"ranks": self.ranks, "sharding": sharding, "score_mod": score_mod, "bindings": bindings}
             out = attend_heads(q, k, v, pattern, **options)
-            assert isinstance(out, Tensor)  # no lse was asked for
+            assert isinstance(out, Tensor)  # return_lse is not set
             return out
         from .distributed import attend
 
@@ -114,7 +114,7 @@ class OverRanks:
 
     @property
     def mesh_text(self) -> str:
-        """The mesh, as a repr shows it."""
+        """The mesh as text for a repr."""
         named = f" of axis {self.mesh.mesh_dim_names[0]!r}" if self.mesh.mesh_dim_names else ""
         return f"mesh={self.ranks.size} rank{'' if self.ranks.size == 1 else 's'}{named}"
 
@@ -126,7 +126,7 @@ class OverRanks:
 
 
 def over_ranks(mesh: DeviceMesh | None, *, schedule: str, **rest: Any) -> OverRanks | None:
-    """How a module with these arguments runs: None without a mesh, which the others need."""
+    """OverRanks of a module with these arguments; None without a mesh, in which case other arguments are refused."""
     if mesh is not None:
         return OverRanks(mesh, schedule, **rest)
     require_choice("schedule", schedule, SCHEDULES)
@@ -136,19 +136,19 @@ def over_ranks(mesh: DeviceMesh | None, *, schedule: str, **rest: Any) -> OverRa
     return None
 
 
-LONGEST = 400  # characters of a pattern: a module stands among others
+LONGEST = 400  # characters of a pattern, so that a repr of several modules stays readable
 
 
 def pattern_text(pattern: Pattern | Mixture) -> str:
-    """The expression, or its beginning."""
+    """Text of the expression, cut to LONGEST characters."""
     return shortened(repr(pattern), LONGEST)
 
 
 def engine_text(engine: str | None) -> str:
-    """The engine, and what None stands for."""
+    """The engine as text, with the default explained for None."""
     return f"engine={engine!r}{' (tiles on CPU, flex elsewhere)' if engine is None else ''}"
 
 
 def ranks_text(over_ranks: OverRanks | None) -> str:
-    """The mesh with schedule and pool, to go behind all else; nothing without one."""
+    """Text of the mesh, schedule and pool, to append to a repr; "" without a mesh."""
     return "" if over_ranks is None else f", {over_ranks}"

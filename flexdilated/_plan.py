@@ -1,4 +1,4 @@
-"""plan: how a pattern is computed at a size, what else was weighed, and what attention and a model hold in memory."""
+"""plan: the chosen way to compute a pattern at a size, the alternatives, and memory of attention and of a model."""
 
 from __future__ import annotations
 
@@ -49,10 +49,10 @@ _WIDEST_RULE = 60
 
 @dataclass(frozen=True, kw_only=True)
 class PlanSize:
-    """A pattern and the sizes at which it is planned; layers and embed_dim are those of a LongNet around it.
+    """A pattern and the sizes at which it is planned; layers and embed_dim belong to a LongNet that uses it.
 
-    `pattern` holds the values of its run-time tensors as part of its rule. Raises ValueError or TypeError for sizes
-    that do not fit together.
+    `pattern` includes the values of its run-time tensors. Raises ValueError or TypeError for sizes that do not fit
+    together.
     """
 
     pattern: Expression
@@ -86,22 +86,22 @@ class PlanSize:
         return next(name for name, dtype in DTYPES.items() if dtype == self.dtype)
 
     def attention(self, num_tokens: int) -> AttentionSize:
-        """A call of `attend` of these sizes, at so many tokens."""
+        """Sizes of a call of `attend` with num_tokens tokens."""
         return AttentionSize(num_tokens, self.num_heads, self.head_dim, self.dtype, self.batch, self.num_kv_heads)
 
     @property
     def model(self) -> ModelSize:
-        """A LongNet around it."""
+        """Sizes of a LongNet that uses the pattern."""
         kv_heads = None if self.num_kv_heads == self.num_heads else self.num_kv_heads
         return ModelSize(self.embed_dim, self.layers, self.num_heads, self.dtype, self.batch, kv_heads)
 
 
 @dataclass(frozen=True)
 class PlannedTerm:
-    """Terms of a chosen way that differ in where they lie alone, `terms` of them.
+    """Equal terms of a chosen option, of which there are `terms`; they differ only in their positions.
 
-    branch: counted from 1, or "all" where one way computes all of a mixture. times: how often its pairs count. folds
-    problems a head, each of so many queries and keys.
+    branch: counted from 1, or "all" if one option computes a whole mixture. times: multiplicity of its pairs. folds:
+    problems per head, each of `queries` by `keys`.
     """
 
     branch: int | str
@@ -118,7 +118,7 @@ class PlannedTerm:
 
 @dataclass(frozen=True)
 class WeighedOption:
-    """A way to compute a branch, or with branch "all" a whole mixture, and what the cost model predicts of it."""
+    """An option for a branch (or, with branch "all", for a whole mixture), with the cost model's predictions."""
 
     branch: int | str
     layout: str
@@ -131,7 +131,7 @@ class WeighedOption:
 
 @dataclass(frozen=True)
 class MeasuredOption:
-    """The forward of a way, on this machine."""
+    """Predicted and measured seconds of an option's forward, on this machine."""
 
     option: str
     predicted_s: float
@@ -140,11 +140,11 @@ class MeasuredOption:
 
 @dataclass(frozen=True, kw_only=True)
 class PlanReport(PlanSize):
-    """How attention is computed, and what it takes; the str is tables in lines of 80 characters.
+    """How attention is computed, and its cost; `str` returns tables in lines of 80 characters.
 
     Pairs and FLOPs are over all heads and batch entries. block_list_bytes: of the lists that stay in the cache.
-    attention_memory: one call of `attend`. model_memory, checkpointed_memory: a LongNet of `layers` layers around it,
-    without vocabulary, in training without and with gradient checkpointing. measured: empty unless asked for.
+    attention_memory: one call of `attend`. model_memory, checkpointed_memory: a LongNet of `layers` layers with this
+    attention and no vocabulary, in training without and with gradient checkpointing. measured: empty unless requested.
     """
 
     engine: str
@@ -162,7 +162,7 @@ class PlanReport(PlanSize):
     checkpointed_memory: ModelMemory
 
     def to_data(self) -> dict[str, Any]:
-        """The same as plain data for JSON."""
+        """Plain data for JSON."""
         names = ("num_tokens", "num_heads", "num_kv_heads", "head_dim", "batch")
         work = ("engine", "useful_pairs", "computed_pairs", "all_pairs", "forward_flops", "backward_flops")
         return {
@@ -197,7 +197,7 @@ class PlanReport(PlanSize):
         }
 
     def to_text(self, *, columns: int = 80) -> str:
-        """Tables in lines of at most so many characters, or 30 if it is fewer."""
+        """Tables in lines of at most `columns` characters, and at least 30."""
         parts = [fitted_facts(_facts(self), columns=columns), "How it is computed", _terms_table(self.terms, columns)]
         parts += ["What was weighed", _options_table(self.options, columns)]
         if self.measured:
@@ -261,29 +261,29 @@ def plan(
     schedule: ScheduleName = "auto",
     codec: CodecName | None = None,
 ) -> PlanReport | RankLoads:
-    """How attention by this pattern is computed at a size, what else was weighed, and what it holds in memory.
+    """Plan attention by this pattern at a size: the chosen way, the alternatives with predicted times, and memory.
 
-    Print what it returns. `num_kv_heads`, key/value heads, is a divisor of num_heads, which it is by default; `dtype`
-    is of tensors and weights, float32, bfloat16 or float16. On device "cuda" all is predicted, and needs none. `layers`
-    is of the LongNet whose memory is counted besides, of width num_heads * head_dim. With `measure` the ways to
-    compute it are timed on this machine's CPU. Nothing else is computed.
+    Print the result. num_kv_heads: key/value heads, a divisor of num_heads; None: num_heads. dtype: of tensors and
+    weights, float32, bfloat16 or float16. device: "cpu" or "cuda"; "cuda" is predicted, without a GPU. layers: of the
+    LongNet whose memory is also counted, of width num_heads * head_dim. measure: time the options on this machine's
+    CPU; otherwise nothing is computed.
 
         >>> report = fd.plan(masks.longnet((2048, 8192), (1, 4)) & masks.causal(), 1 << 20, num_heads=8)
         >>> peak = report.attention_memory.training_peak  # bytes
 
-    With `ranks`, from 1 to 4096, the result is the load of each rank of `distributed.attend` instead, counted exactly
-    and without a process group: tuples with one entry a rank, `received_forward` and `received_backward` in bytes and
-    `pairs`, the (query, key) pairs computed; `max_over_mean` of each; and `to_data()`. `order` is that of a
-    `distributed.Sharding` without shard_lengths; `schedule` and `codec` are those of `distributed.attend`, without
-    codec "auto". `device`, `layers` and `measure` must then be left out.
+    With `ranks`, from 1 to 4096, the result is instead the load of each rank of `distributed.attend`, counted exactly
+    and without a process group: `received_forward` and `received_backward` in bytes, and `pairs`, the (query, key)
+    pairs computed, each a tuple with one entry per rank; their `max_over_mean`; and `to_data()`. order: as in
+    `distributed.Sharding`, without shard_lengths. schedule, codec: as in `distributed.attend`, without codec "auto".
+    `device`, `layers` and `measure` must then be left out.
 
         >>> loads = fd.plan(masks.longnet((64, 256), (1, 4)) & masks.causal(), 1024, ranks=4, order='zigzag')
         >>> loads.max_over_mean['pairs']
         1.0
 
-    Raises ValueError or TypeError for sizes that do not fit together, for a pattern that does not bind to them, that
-    lacks run-time tensors or has those of several batch entries, for more blocks than can be listed, and for arguments
-    that have no effect together.
+    Raises ValueError or TypeError for sizes that do not fit together, for a pattern that does not bind to them, lacks
+    run-time tensors or has run-time tensors of several batch entries, for more blocks than can be listed, and for
+    arguments that have no effect together.
     """
     one = {"device": not device_kind(device).on_host, "layers": layers != 12, "measure": measure}
     many = {"order": order != "contiguous", "schedule": schedule != "auto", "codec": codec is not None}
@@ -318,7 +318,7 @@ def plan(
 
 
 def loads(size: PlanSize, ranks: int, *, order: Order, schedule: ScheduleName, codec: CodecName | None) -> RankLoads:
-    """The load of each rank. Raises ValueError where the pattern does not bind, and for a choice that is none."""
+    """Load of each rank. Raises ValueError if the pattern does not bind, or for an invalid schedule or codec."""
     from .distributed.counts import MOST_RANKS, rank_loads
     from .distributed.group import Sharding
 
@@ -328,7 +328,7 @@ def loads(size: PlanSize, ranks: int, *, order: Order, schedule: ScheduleName, c
 
 
 def report(size: PlanSize, *, measure: bool) -> PlanReport:
-    """The plan at this size. Raises ValueError where the pattern does not bind or blocks are too many."""
+    """The plan at this size. Raises ValueError if the pattern does not bind or has too many blocks."""
     tokens = {"num_queries": size.num_tokens, "num_keys": size.num_tokens}
     bound = size.pattern.bind(num_heads=size.num_heads, **tokens)
     allowed = ANYTHING if device_kind(size.device).on_host else allowed_on(torch.device(size.device))
@@ -365,7 +365,7 @@ def report(size: PlanSize, *, measure: bool) -> PlanReport:
 
 
 def _terms(best: Plan) -> list[PlannedTerm]:
-    """The terms of each branch's choice; those that differ in where they lie alone are one, with their number."""
+    """Terms of each branch's chosen option; terms that differ only in positions are counted as one entry."""
     found: list[PlannedTerm] = []
     for number, (chosen, *_) in enumerate(best.options, start=1):
         alike = Counter(map(_term, chosen.terms))
@@ -379,7 +379,7 @@ def _term(term: Term) -> tuple[str, str, int, int, int, int, int]:
 
 
 def _branch(number: int, option: Option) -> int | str:
-    """The number of an option's branch, or that it computes all of a mixture."""
+    """Number of an option's branch, or "all" if it computes a whole mixture."""
     return "all" if isinstance(option.branch, Mixture) else number
 
 
@@ -405,7 +405,7 @@ def _facts(found: PlanReport) -> list[tuple[str, str]]:
 
 
 def size_text(size: PlanSize) -> str:
-    """Tokens, heads, head dim, dtype and batch in a line."""
+    """Tokens, heads, head dim, dtype and batch as one line."""
     batch = f", batch {size.batch}" if size.batch > 1 else ""
     return (
         f"{tokens_text(size.num_tokens)} tokens, {heads_text(size)}, head dim {size.head_dim}, {size.dtype_name}{batch}"
@@ -413,7 +413,7 @@ def size_text(size: PlanSize) -> str:
 
 
 def heads_text(size: PlanSize) -> str:
-    """Query heads, and key/value heads where they are fewer."""
+    """Number of query heads, and of key/value heads if they are fewer."""
     return f"{size.num_heads} heads" + (f" over {size.num_kv_heads}" if size.num_kv_heads != size.num_heads else "")
 
 

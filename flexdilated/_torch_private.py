@@ -1,8 +1,8 @@
-"""Torch's private names that this package uses: here, and in no other file.
+"""All of torch's private names that this package uses; no other file uses any.
 
-Other files import a name from here, or, where only some calls need it, read it as an attribute of this module. It is
-looked up in torch then, so that nothing is imported early. Where the installed torch lacks it, that is an ImportError
-that says what to do, and not an AttributeError inside a call. docs/contributing/private_names.md shows the table.
+Other files import a name from here or, if only some calls need it, read it as an attribute of this module, which looks
+it up in torch at that moment, so nothing is imported early. If the installed torch lacks it, that raises an ImportError
+with a remedy, instead of an AttributeError inside a call. docs/contributing/private_names.md shows the table.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ def _marked() -> bool:
 
 
 def _asked_by_encoder_layers() -> str:
-    """The attribute of self_attn, by name, as `nn.TransformerEncoderLayer` reads it."""
+    """Name of the attribute of self_attn that `nn.TransformerEncoderLayer` reads."""
     names = nn.TransformerEncoderLayer.forward.__code__.co_names
     if "_qkv_same_embed_dim" not in names:
         raise AttributeError("_qkv_same_embed_dim")
@@ -38,10 +38,10 @@ def _asked_by_encoder_layers() -> str:
 class Name:
     """A private name of torch.
 
-    path: "module:attributes", or of something that cannot be looked up by a path, with `probe` to look for it.
-    use: what it is for. error: when an ImportError is raised where torch lacks it. instead: what to do then besides
-    installing another torch. public: the path of a public name in newer torch, which comes first. absent: what
-    happens where no error is raised. seen: versions of torch in which it means this.
+    path: "module:attributes"; for names that cannot be looked up by path, `probe` looks for them. use: its purpose.
+    error: when an ImportError is raised if torch lacks it. instead: a remedy other than installing another torch.
+    public: path of a public name in newer torch, which is tried first. absent: the behaviour without it, if no error is
+    raised. seen: versions of torch in which it has this meaning.
     """
 
     path: str
@@ -59,12 +59,12 @@ class Name:
 
     @property
     def without(self) -> str:
-        """What happens where torch lacks it."""
+        """Text on the behaviour if torch lacks it."""
         first = f"`{self.public.replace(':', '.')}`, which is taken where torch has it; else " if self.public else ""
         return self.absent or f"{first}ImportError when {self.error}"
 
     def find(self) -> Any:
-        """The object of the public name, or of the private one. Raises ImportError where torch has neither."""
+        """The object under the public or the private name. Raises ImportError if torch has neither."""
         for path in (self.public, self.path):
             try:
                 if path:
@@ -211,14 +211,14 @@ NAMES = {
 
 
 def __getattr__(name: str) -> Any:
-    """A name of the table. It is looked up once."""
+    """Look up a name of the table, once."""
     if name not in NAMES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     found = globals()[name] = NAMES[name].find()
     return found
 
 
-# Values that change are read where they are each time.
+# Values that change are read at each use.
 
 
 def in_forward_mode() -> bool:
@@ -231,7 +231,7 @@ def in_forward_mode() -> bool:
 
 @contextmanager
 def equal_sizes_apart() -> Iterator[None]:
-    """Within it torch.compile does not take sizes that happen to be equal for one."""
+    """Context in which torch.compile does not identify symbolic sizes that happen to be equal."""
     before = NAMES["duck_shape"].find()
     config = sys.modules["torch.fx.experimental._config"]
     config.use_duck_shape = False  # type: ignore[attr-defined]
@@ -242,9 +242,9 @@ def equal_sizes_apart() -> Iterator[None]:
 
 
 def compiler_records() -> tuple[Mapping[str, Mapping[str, int]], Mapping[str, list[float]], list[Any]] | None:
-    """torch.compile's (counters, seconds by the name of a phase, compilations); None where it was never imported.
+    """torch.compile's (counters, seconds by phase, compilations); None if it was never imported.
 
-    Whoever has compiled something has imported it: nobody else has to wait a second for it.
+    Code that has compiled something has imported it; other processes are spared an import of a second.
     """
     if "torch._dynamo.utils" not in sys.modules:
         return None
@@ -255,15 +255,15 @@ def compiler_records() -> tuple[Mapping[str, Mapping[str, int]], Mapping[str, li
 
 
 def timeout_of(backend: object) -> timedelta | None:
-    """How long a transfer of a process group's backend may take, where it says."""
+    """Timeout of transfers in a process group's backend, if it has one."""
     return getattr(getattr(backend, "options", None), "_timeout", None)
 
 
-# Names that torch looks for in what it is given.
+# Attributes that torch looks for on objects.
 
 
 def graph_constant(function: F) -> F:
-    """The function, whose results torch.compile takes for constants of the graph: it runs while the graph is traced.
+    """Mark `function` so that torch.compile runs it while tracing, and treats its results as constants of the graph.
 
     Arguments and results must be plain values.
     """
@@ -272,9 +272,9 @@ def graph_constant(function: F) -> F:
 
 
 class OrdinaryPath(nn.Module):
-    """Attention that `nn.TransformerEncoderLayer`, and `nn.TransformerEncoder`, call as a module.
+    """Attention that `nn.TransformerEncoderLayer` and `nn.TransformerEncoder` call as a module.
 
-    In eval without gradients the layer otherwise runs its own dense kernel on the weights of its `self_attn`.
+    Without it, the layer in eval mode without gradients runs its own dense kernel on the weights of its `self_attn`.
     """
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
@@ -283,5 +283,5 @@ class OrdinaryPath(nn.Module):
 
     @property
     def _qkv_same_embed_dim(self) -> bool:
-        """False, whatever an instance says."""
+        """False, on every instance."""
         return False

@@ -23,7 +23,7 @@ _MATRIX = (
 _PADDING = "write `pattern & masks.visible_keys(~key_padding_mask)`, or masks.lengths(lengths)"
 _WINDOW = "write `pattern & masks.local_window(left=, right=)`"
 _SCALE = "the factor on scores is scale="
-# Keywords of other attention functions: what to write for them here.
+# Keywords of other attention functions, and what to write here instead.
 OTHER_KEYWORDS = {
     **dict.fromkeys(("is_causal", "causal"), _CAUSAL),
     **dict.fromkeys(("attn_mask", "mask", "attention_mask", "attn_bias"), _MATRIX),
@@ -55,7 +55,7 @@ OTHER_KEYWORDS = {
     "deterministic": "torch.use_deterministic_algorithms holds here, too",
 }
 
-# Of FlexAttention's kernel options those that block lists, lengths and results of a call determine.
+# FlexAttention's kernel options that are determined by block lists, lengths and results of a call.
 _DETERMINED = ("SPARSE_Q_BLOCK_SIZE", "SPARSE_KV_BLOCK_SIZE", "HAS_FULL_BLOCKS", "IS_DIVISIBLE", "GQA_SHARED_HEADS")
 _DETERMINED += ("OUTPUT_LOGSUMEXP", "OUTPUT_MAX", "SM_SCALE", "FORCE_USE_FLEX_ATTENTION")
 
@@ -64,7 +64,7 @@ _DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 
 def check_tensors(q: Tensor, k: Tensor, v: Tensor, *, enable_gqa: bool) -> None:
-    """q (B, H, N, D) and k, v (B, Hkv, M, D) must fit together."""
+    """Check that q (B, H, N, D) and k, v (B, Hkv, M, D) fit together."""
     for name, tensor in (("q", q), ("k", k), ("v", v)):
         if not isinstance(tensor, Tensor):
             as_tensor = f": torch.as_tensor({name}) makes one" if type(tensor).__name__ in ("ndarray", "list") else ""
@@ -110,7 +110,7 @@ def check_tensors(q: Tensor, k: Tensor, v: Tensor, *, enable_gqa: bool) -> None:
 
 def require_dense(name: str, tensor: Tensor) -> None:
     """Raise ValueError for a nested, sparse, opaque or distributed tensor."""
-    if type(tensor).__name__ == "DTensor":  # by its name, as importing it imports torch.distributed
+    if type(tensor).__name__ == "DTensor":  # by name, because importing the class imports torch.distributed
         raise ValueError(
             f"{name} must be a plain tensor, this rank's part of the DTensor: {name}.to_local(), with head_offset= and "
             "num_heads_global= where heads are sharded; where tokens are, give the parts to "
@@ -127,7 +127,7 @@ def require_dense(name: str, tensor: Tensor) -> None:
 
 
 def check_kernel_options(options: object, engine: str) -> tuple[tuple[str, bool | int | float | str], ...]:
-    """FlexAttention's own options as pairs, if there are any: plain values, for engines that call it."""
+    """FlexAttention's own options as (name, plain value) pairs, () for none; only for engines that call it."""
     if options is None:
         return ()
     if not isinstance(options, Mapping):
@@ -146,7 +146,7 @@ def check_kernel_options(options: object, engine: str) -> tuple[tuple[str, bool 
 
 
 def check_sinks(sinks: object, q: Tensor) -> None:
-    """sinks are None, or one float logit for each head of q, on its device."""
+    """sinks must be None, or one float logit for each head of q, on its device."""
     if sinks is None:
         return
     if not isinstance(sinks, Tensor):
@@ -161,7 +161,7 @@ def check_sinks(sinks: object, q: Tensor) -> None:
 
 
 def check_lse(lse: object, q: Tensor) -> None:
-    """One number for each query and head, as wide as `attend` gives it."""
+    """lse must have one number per query and head, in the dtype that `attend` returns."""
     if not isinstance(lse, Tensor):
         raise TypeError(f"lse must be the tensor that attend(..., return_lse=True) gives; got {type(lse).__name__}")
     if lse.dtype not in (torch.float32, torch.float64):
@@ -173,7 +173,7 @@ def check_lse(lse: object, q: Tensor) -> None:
 
 
 def check_score_mod(score_mod: object) -> None:
-    """score_mod is None, or a plain function of 5 arguments without defaults."""
+    """score_mod must be None, or a plain function of 5 arguments without defaults."""
     if score_mod is None:
         return
     if not isinstance(score_mod, FunctionType):
@@ -182,7 +182,7 @@ def check_score_mod(score_mod: object) -> None:
             f"got {type(score_mod).__name__}"
         )
     if score_mod.__defaults__:
-        # torch 2.11 does not see that a default has changed, and goes on with the one it compiled first.
+        # torch 2.11 does not guard on a changed default: it keeps running the graph compiled with the first one.
         raise ValueError("score_mod must have no defaults: capture the value from the surrounding function instead")
     code = score_mod.__code__
     if code.co_argcount != 5 or code.co_kwonlyargcount:
@@ -193,7 +193,7 @@ def check_score_mod(score_mod: object) -> None:
 def check_zero_keys(
     pattern: Expression, score_mod: object, queries: int = 0, keys: int = 0, *, q_offset: int = 0, k_offset: int = 0
 ) -> None:
-    """A pattern that pads with zeros takes a whole sequence of keys, queries of it, and no score_mod."""
+    """A pattern that pads with zeros requires the whole sequence of keys, queries within it, and no score_mod."""
     if not pattern.pads:
         return
     if score_mod is not None:
@@ -206,7 +206,7 @@ def check_zero_keys(
 
 
 def check_last_keys(pattern: Expression, queries: int, keys: int) -> None:
-    """Fewer queries than keys of a causal pattern, without a position, are likely to be the last tokens."""
+    """Refuse fewer queries than keys without q_offset under a causal pattern: they are likely to be the last tokens."""
     if not torch.compiler.is_compiling() and 0 < queries < keys and all(map(causal_by_form, pattern.branches())):
         raise ValueError(
             f"fewer queries than keys need the position of the first under a causal pattern: write "
@@ -216,7 +216,7 @@ def check_last_keys(pattern: Expression, queries: int, keys: int) -> None:
 
 
 def check_dropout(dropout_p: float) -> None:
-    """Dropout of attention weights is not available."""
+    """dropout_p must be 0: attention weights, to which it would apply, are never formed."""
     if isinstance(dropout_p, bool) or not isinstance(dropout_p, int | float):
         raise TypeError(f"dropout_p must be a real number; got {dropout_p!r}")
     if dropout_p != 0:
@@ -240,13 +240,13 @@ def resolve_scale(scale: float | None, head_dim: int) -> float:
         return head_dim**-0.5
     if isinstance(scale, bool) or not isinstance(scale, int | float):
         raise TypeError(f"scale must be a real number or None; got {scale!r}")
-    if not -float_info.max <= scale <= float_info.max:  # torch.compile can trace it for a scale that varies
+    if not -float_info.max <= scale <= float_info.max:  # torch.compile can trace this comparison for a varying scale
         raise ValueError(f"scale must be finite; got {scale=}")
     return float(scale)
 
 
 def position(name: str, value: object) -> int:
-    """An offset as `check_sizes` takes it: a number, or what an integer tensor of shape () holds, read on the host."""
+    """An offset as an integer for `check_sizes`: the value of an integer tensor of shape () is read on the host."""
     if not isinstance(value, Tensor):
         return value  # type: ignore[return-value]
     if value.dim() or value.is_floating_point() or value.is_complex() or value.dtype == torch.bool:
@@ -256,7 +256,7 @@ def position(name: str, value: object) -> int:
         )
     number = value.item()
     assert isinstance(number, int)
-    if torch.compiler.is_compiling():  # what the checks ask of it, where its value is not known
+    if torch.compiler.is_compiling():  # tells the compiler what the later checks require of an unknown value
         check(number >= 0)
         check(number <= LARGEST)
     return number
@@ -282,7 +282,7 @@ def check_sizes(
         raise ValueError(
             f"num_heads_global must count all heads: {head_offset=} and {q.shape[1]} heads of q exceed {heads}"
         )
-    if not torch.compiler.is_compiling():  # there the op's shape rule checks the pattern, untraced
+    if not torch.compiler.is_compiling():  # in a trace the op's shape rule checks the pattern, outside the graph
         pattern.check_heads(heads)
     return heads
 
@@ -290,10 +290,10 @@ def check_sizes(
 def run_time_tensors(
     pattern: Pattern | Mixture, bindings: Mapping[str, Tensor] | None, *, has_values: bool = True
 ) -> list[Tensor]:
-    """The tensors that a pattern needs when it runs, in the order of their names: those it carries and those given.
+    """Run-time tensors of a pattern, carried by it or given in bindings, ordered by name.
 
-    They come to the host here, once a call; those that lie there are not read from a device at all. Tables of selected
-    blocks stay where they are. A call of meta tensors, which has no values, needs none of these tensors either.
+    They are copied to the host here, once per call; tensors on the host cause no device read. Tables of selected blocks
+    stay on their device. has_values: False for a call of meta tensors, which needs no run-time tensors.
     """
     if bindings is not None and not isinstance(bindings, Mapping):
         raise TypeError(f"bindings must map names to tensors; got {type(bindings).__name__}")
@@ -316,14 +316,14 @@ def run_time_tensors(
     return [given[name] if name in stay else given[name].cpu() for name in needed] if has_values else []
 
 
-@graph_constant  # tracing through every part of a pattern takes longer than all the other checks together
+@graph_constant  # tracing through every part of a pattern takes longer than all other checks together
 def _needed(pattern: str) -> tuple[str, ...]:
     return names(read_text(pattern))
 
 
 @graph_constant
 def _staying(pattern: str) -> tuple[str, ...]:
-    """The tensors whose values the host has no use for."""
+    """Names of tensors whose values the host does not need."""
     return _tables_of_blocks(pattern) if '"kind":"selected_blocks"' in pattern else ()
 
 
@@ -333,7 +333,7 @@ def _tables_of_blocks(pattern: str) -> tuple[str, ...]:
 
 
 def check_layout(layout: Layout | None, q: Tensor, k: Tensor) -> None:
-    """A layout must be made for the tokens of q, which must be as many as those of k."""
+    """Check that a layout is for the number of tokens of q, and that k has equally many."""
     if layout is None:
         return
     if not isinstance(layout, Layout):

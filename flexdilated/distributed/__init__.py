@@ -1,4 +1,4 @@
-"""Attention over sequences that lie on many ranks, on torch.distributed."""
+"""Attention over sequences whose tokens are distributed over ranks, on torch.distributed."""
 
 from typing import NoReturn as _NoReturn
 

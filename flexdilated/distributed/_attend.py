@@ -1,4 +1,4 @@
-"""attend: attention over a sequence whose tokens lie on many ranks."""
+"""attend: attention over a sequence whose tokens are distributed over ranks."""
 
 from __future__ import annotations
 
@@ -102,24 +102,26 @@ def attend(
     block_size: int | tuple[int, int] | None = None,
     return_lse: bool = False,
 ) -> Float[Tensor, "B H L D"] | tuple[Float[Tensor, "B H L D"], Float[Tensor, "B H L"]]:
-    """`flexdilated.attend` over all ranks' tokens: this rank's rows of what one rank with all tokens would compute.
+    """`flexdilated.attend` over the tokens of all ranks; returns the rows of this rank's queries.
 
-    q, k, v are this rank's shard. All ranks of the mesh must make the same call, and the same backward; the first call
-    of its kind compares what they ask for. Each rank's loss counts once: gradients of k and v come from all ranks'.
+    q, k, v are this rank's shard. Every rank of the mesh must make this call with equal arguments, and run its
+    backward; the first call with these arguments compares them between ranks. Gradients are of the sum of all ranks'
+    losses.
 
-    mesh: one dimension, that of the ranks that share the sequence; of a larger mesh give mesh["its name"].
-    sharding: who holds which positions; contiguous shards of equal length by default.
-    schedule: "exchange" sends each key to just the ranks that need it, all at once; "ring" brings whole shards one
-        after the other, and holds two. "auto" counts bytes and memory.
-    codec: how keys and values travel: None as they are, "bf16", "int8" (a scale a token), or "auto", the narrowest with
-        rows exact to `error_bound`, which costs one small collective a call. Gradients travel in bf16 at least.
-    pool: where buffers for what travels come from: None, a `BufferPool`, or "auto", the device's own.
-    bindings: run-time tensors of the whole sequence, the same on all ranks.
+    mesh: one dimension, over the ranks that share the sequence; take it from a larger mesh as mesh["its name"].
+    sharding: which rank holds which positions; None: contiguous shards of equal length.
+    schedule: "exchange" sends each key only to the ranks that need it, in one all-to-all; "ring" sends whole shards,
+        of which a rank holds at most two. "auto" chooses by counted bytes and memory.
+    codec: encoding of keys and values in messages: None (their dtype), "bf16", "int8" (one scale a token), or "auto",
+        the narrowest that keeps each row within `error_bound`, for one small collective a call. Gradients are sent in
+        bf16 or wider.
+    pool: source of message buffers: None (torch allocates), a `BufferPool`, or "auto", this device's default pool.
+    bindings: run-time tensors of the whole sequence, equal on all ranks.
     scale, enable_gqa, sinks, head_offset, num_heads_global, engine, block_size, return_lse: as in `flexdilated.attend`;
-        the gradient of sinks is this rank's rows' share.
+        the gradient of sinks is the share of this rank's rows.
 
-    Raises ValueError or TypeError, before anything is sent, for inputs that do not fit together, and on all ranks where
-    they disagree; torch.distributed.DistError, within the process group's timeout, where a rank dies or hangs.
+    Raises ValueError or TypeError, before anything is sent, for invalid arguments, and ValueError on all ranks if their
+    arguments differ; torch.distributed.DistError, within the process group's timeout, if a rank dies or hangs.
 
     >>> q, k, v = torch.randn(3, 1, 4, 256, 64)
     >>> fd.distributed.attend(q, k, v, masks.causal(), mesh=mesh).shape  # this rank's tokens
@@ -132,7 +134,7 @@ def attend(
     q, k, v = autocast(q, k, v)
     ranks = Ranks.of(mesh)
     shards = sharding
-    if shards is None:  # of what is no such tensor any will do: `check_shards` raises
+    if shards is None:  # any sharding will do for an invalid q: `check_shards` raises
         shards = equal_shards(q.shape[2] if isinstance(q, Tensor) and q.dim() == 4 else 1, ranks)
     check_shards(q, k, v, ranks=ranks, sharding=shards, enable_gqa=enable_gqa)
     check_sinks(sinks, q)
@@ -159,14 +161,14 @@ def attend(
         group=ranks.name,
         codec=codec,
         error_bound=0.0 if error_bound is None else error_bound,
-        pool=name_of(pool),  # raises for anything else, before anything is sent
+        pool=name_of(pool),  # raises for an invalid pool, before anything is sent
     )
     facts = _facts(q, k, v, sinks, schedule, pattern.text, call)
     if torch.compiler.is_compiling():
         _agree(ranks.name, ranks.size, ranks.rank, ranks.device_type, facts)
     else:
         check_agreement(ranks, _named_facts(facts), once=lambda: values_of(pattern, tensors))
-    if 0 in q.shape[:2]:  # on all ranks, so nobody waits
+    if 0 in q.shape[:2]:  # on all ranks, so no rank waits
         out, lse = nothing(q, k, v, sinks)
     elif chosen == "ring":
         out, lse = ring_op(q, k, v, sinks, tensors, *call)
@@ -191,9 +193,9 @@ def _facts(
     pattern: str,
     call: PlainCall,
 ) -> tuple[tuple[str, object], ...]:
-    """What all ranks must have alike for their messages to fit, as plain values.
+    """Call arguments that must be equal on all ranks, as hashable values.
 
-    Sizes become constants where torch.compile traces them: a graph is made for one size, as messages are.
+    Sizes become constants under torch.compile: a graph serves one size, because messages have fixed sizes.
     """
     wanted = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in (q, k, v, sinks))
     return (
@@ -221,7 +223,7 @@ def _agree(name: str, size: int, rank: int, device_type: str, facts: tuple[tuple
 
 
 def _named_facts(facts: tuple[tuple[str, object], ...]) -> dict[str, object]:
-    """The facts as people read them."""
+    """`facts` for error messages: the sharding as a `Sharding`, not as integers."""
     named = dict(facts)
     numbers = named["sharding"]
     assert isinstance(numbers, tuple)
@@ -238,8 +240,8 @@ def _best(
     num_heads_global: int,
     codec: CodecChoice,
 ) -> Schedule:
-    """The schedule that counting bytes and memory finds best."""
-    coded = codec_named(None if codec == "auto" else codec)  # what "auto" will find is not known yet
+    """Schedule that `choose_schedule` picks, computed once per graph under torch.compile."""
+    coded = codec_named(None if codec == "auto" else codec)  # the codec that "auto" will choose is not known yet
     head_dim = index(q.shape[3])
     sizes = (
         ("num_heads", index(q.shape[1])),

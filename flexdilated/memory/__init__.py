@@ -1,4 +1,4 @@
-"""What a call holds in memory, predicted; and what fits, found by steps that are run."""
+"""Memory of a call, predicted; and the largest size that fits, found by running steps."""
 
 from ._max_batch import MaxBatch, Trial, max_batch
 from ._memory import (

@@ -1,4 +1,4 @@
-"""What the flex engine's compiled program allocates: its gathers, kernels and merge over tensors without memory."""
+"""Allocations of the flex engine's compiled program: its gathers, kernels and merge, run on meta tensors."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from ..masks.planning import Choice, Operands, plan
 
 # B batch, H query heads of a term, G its key/value heads, N tokens, S slots, D head dim
 
-_PLAIN_MERGE = 2  # parts that Inductor joins without a sum of its own in float32
+_PLAIN_MERGE = 2  # parts up to which Inductor merges without a separate float32 sum
 
 Attention = Callable[..., tuple[Tensor, Tensor]]  # (q, k, v) -> (out, lse)
 
@@ -23,10 +23,10 @@ Attention = Callable[..., tuple[Tensor, Tensor]]  # (q, k, v) -> (out, lse)
 def flex_attention_of(
     key: CallKey, rule: Expression, operands: Operands, *, device: str, choice: Choice | None = None
 ) -> tuple[Attention, int]:
-    """(q, k, v) -> (out, lse), which allocates what the compiled program does; and the bytes of the program's tables.
+    """(a function (q, k, v) -> (out, lse) with the allocations of the compiled program, bytes of the program's tables).
 
-    Inductor fuses all that is around attention: a gather makes one tensor, and so does a merge. The plan is that of the
-    device; tables and rows are built on the CPU, where no such device is needed.
+    Inductor fuses everything around attention: a gather makes one tensor, and so does a merge. The plan is for
+    `device`; tables and rows are built on the CPU, so no such device is needed.
     """
     how = {"device": device, "allowed": allowed_on(torch.device(device)), "choice": choice, "operands": operands}
     best = plan(key.bound(rule), **how)
@@ -46,7 +46,7 @@ def _attention(program: FlexProgram, q: Tensor, k: Tensor, v: Tensor) -> tuple[T
 
 
 def _parts(steps: Sequence[FlexStep], q: Tensor, k: Tensor, v: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
-    """(out, lse) of each step. Inductor gathers for two steps at once: operands of the next are there as well."""
+    """(out, lse) of each step. Inductor gathers for two steps at once, so the next step's operands are alive too."""
     later = _operands(steps[0], q, k, v)
     for following in (*steps[1:], None):
         operands, later = later, () if following is None else _operands(following, q, k, v)
@@ -65,7 +65,7 @@ def _operands(step: FlexStep, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, 
 
 
 def _gathered(side: FlexSide, x: Float[Tensor, "B X N D"], slots: int, cleared: bool) -> Float[Tensor, "B H S D"]:
-    """One side of a term as its kernel reads it: the tensor itself where every token is a slot and none is cleared."""
+    """One side of a term as its kernel reads it: x itself if every token is a slot and none is cleared."""
     kind, rows = side.slots.kind, side.rows
     if kind == "all":
         return _Gather.apply(x, x.shape) if cleared else x
@@ -87,7 +87,7 @@ class _Gather(torch.autograd.Function):
 
 
 class _Kernel(torch.autograd.Function):
-    """What FlexAttention keeps and returns: out as q lies, lse in float32, and in the backward delta besides."""
+    """Allocations of FlexAttention: out with the strides of q, float32 lse, and delta in the backward."""
 
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
@@ -106,10 +106,10 @@ class _Kernel(torch.autograd.Function):
 
 
 class _Merge(torch.autograd.Function):
-    """The result of all rows. For the backward it keeps the rows of each part that is gathered, where others join it.
+    """The merged rows. For the backward it keeps the rows of each gathered part, if there are several parts.
 
-    Of more than two parts it keeps a sum in float32 as well, and its backward has such rows for each gathered part:
-    there Inductor makes kernels of their own for them.
+    For more than two parts it also keeps a float32 sum, and its backward has float32 rows for each gathered part,
+    because Inductor makes separate kernels for them.
     """
 
     @staticmethod

@@ -1,4 +1,4 @@
-"""How much memory is free, and the most that a call holds: on CPU as Linux tells it, on CUDA as the allocator does."""
+"""Free memory, and the peak of a call: on CPU as Linux reports them, on CUDA as the allocator does."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ import torch
 from ..masks.core import device_kind
 
 _ROOT = Path("/")
-_PEAK = "VmHWM"  # the mark that writing 5 to clear_refs sets back to what is resident now
-# Of a control group: its limit, what it uses, and how much of that can be dropped.
+_PEAK = "VmHWM"  # high-water mark of resident memory; writing 5 to clear_refs resets it to the current value
+# Files of a control group: its limit, its usage, and the field of memory.stat with the droppable part.
 _VERSION_1 = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
 _VERSION_2 = ("memory.max", "memory.current", "inactive_file")
 
 
 def free_bytes(device: torch.device) -> int:
-    """Bytes that this process can still take: on CUDA with what its allocator holds unused.
+    """Bytes that this process can still allocate; on CUDA including unused memory in its allocator.
 
-    On CPU the least of what the machine has available and what each limit of its control groups leaves. Raises
-    ValueError where the system does not tell.
+    On CPU the minimum of the machine's available memory and what the limits of its control groups leave. Raises
+    ValueError if the system does not report it.
     """
     if device_kind(device).is_cuda:
         free, _ = torch.cuda.mem_get_info(device)
@@ -30,7 +30,7 @@ def free_bytes(device: torch.device) -> int:
 
 
 def held_bytes(device: torch.device) -> int:
-    """Bytes that this process holds now: allocated by tensors on CUDA, resident in memory on CPU."""
+    """Current bytes of this process: allocated by tensors on CUDA, resident on CPU."""
     if device_kind(device).is_cuda:
         return torch.cuda.memory_allocated(device)
     _give_back()
@@ -38,7 +38,7 @@ def held_bytes(device: torch.device) -> int:
 
 
 def peak_bytes(work: Callable[[], object], device: torch.device) -> int:
-    """The most bytes that this process holds at once while it works, what it held before included."""
+    """Peak bytes of this process during `work`, including what was held before."""
     if device_kind(device).is_cuda:
         torch.cuda.synchronize(device)
         torch.cuda.reset_peak_memory_stats(device)
@@ -56,14 +56,14 @@ def peak_bytes(work: Callable[[], object], device: torch.device) -> int:
 
 
 def _give_back() -> None:
-    """Make glibc return pages that it keeps for later, which would count as held; other libraries keep few."""
+    """Make glibc return freed pages that it keeps, which would count as held; other libraries keep few."""
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
     if trim is not None:
         trim(0)
 
 
 def _field(file: Path, name: str) -> int:
-    """A field of a file of /proc, in bytes."""
+    """A field of a file in /proc, in bytes."""
     try:
         lines = file.read_text(encoding="utf-8").splitlines()
     except OSError as error:
@@ -75,9 +75,9 @@ def _field(file: Path, name: str) -> int:
 
 
 def _left_by_groups() -> Iterator[int]:
-    """What the limit of each control group around this process leaves, of both versions of Linux's interface.
+    """Bytes left under the limit of each control group around this process, in both versions of Linux's interface.
 
-    Pages of files that can be dropped count as free, as they do in MemAvailable.
+    Droppable pages of files count as free, as in MemAvailable.
     """
     file = _ROOT / "proc/self/cgroup"
     for line in file.read_text(encoding="utf-8").splitlines() if file.exists() else ():
@@ -94,7 +94,7 @@ def _left_by_groups() -> Iterator[int]:
 
 
 def _left_by_group(group: Path, limit: str, usage: str, droppable: str) -> Iterator[int]:
-    """Nothing where the group has no limit, or is not shown to this process."""
+    """Bytes left under the limit of `group`; nothing if it has no limit or is not visible to this process."""
     try:
         most, used = (group / limit).read_text().strip(), int((group / usage).read_text())
         stat = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())

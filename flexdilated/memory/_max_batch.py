@@ -11,12 +11,12 @@ import torch
 from ..masks.core import advises, bytes_text, device_kind, require_int
 from ._free_memory import free_bytes, held_bytes, peak_bytes
 
-_SHARE = 0.8  # of what is free, where no budget is given
+_SHARE = 0.8  # of free memory, if no budget is given
 
 
 @dataclass(frozen=True)
 class Trial:
-    """One step that was run: of what size, and the most bytes that it held; None where it ran out of memory."""
+    """One step that was run: its size, and its peak bytes; None if it ran out of memory."""
 
     n: int
     peak: int | None
@@ -24,10 +24,10 @@ class Trial:
 
 @dataclass(frozen=True)
 class MaxBatch:
-    """The largest `n` that fits, and what it rests on; all bytes are those on top of what was held at the start.
+    """The largest `n` that fits, and the evidence; all bytes are on top of what was held at the start.
 
-    predicted: the peak of a step of n by the line through the probes. measured: that of one that was run. budget: what
-    it was to fit into. trials: all steps that were measured, the probes first.
+    predicted: peak of a step of n by the line through the probes. measured: peak of one that was run. budget: the
+    bound. trials: all measured steps, the probes first.
     """
 
     n: int
@@ -50,27 +50,26 @@ def max_batch(
     probes: Sequence[int] = (1, 2),
     device: torch.device | str | None = None,
 ) -> MaxBatch:
-    """The largest n, at most `most`, for which `step(n)` stays within the budget: of a batch, or of a length.
+    """Find the largest n, at most `most`, for which `step(n)` stays within the budget; n is a batch size or a length.
 
-    The smaller probe runs once unmeasured, as first steps make states of optimizers, plans and compiled code; then both
-    are measured. A line through them, peak = a + b * n, names the largest n that should fit; a real step verifies it.
-    One that does not fit is answered by the middle between it and the largest step that did, until none is left
-    between. Where memory does not grow from probe to probe, `most` is tried at once. With lengths, take probes so
-    large that the pattern's segments fit in: memory grows in proportion to the tokens from there on.
+    The smaller probe first runs unmeasured, because first steps create optimizer states, plans and compiled code. Then
+    both probes are measured. The line through them, peak = a + b * n, predicts the largest n that fits, and a real step
+    verifies it. If that step does not fit, the midpoint to the largest step that fitted is tried, and so on by
+    bisection. If memory does not grow between the probes, `most` is tried at once. For lengths, choose probes longer
+    than the pattern's segments, from where memory grows in proportion to the tokens.
 
-    step: runs one whole step for n, such as forward, backward and the optimizer's; what it returns is dropped. It must
-        leave nothing behind that grows with n, and may run for any n up to `most`.
-    budget: bytes that a step may hold on top of what is held at the call; None takes 80 % of what is free then. On CUDA
-        that is what the device has free and what the allocator keeps unused; on CPU what Linux tells to be available,
-        within the limits of the process's control groups.
+    step: runs one whole step for n, such as forward, backward and the optimizer's; its result is dropped. It must
+        leave no memory behind that grows with n, and may run for any n up to `most`.
+    budget: bytes that a step may hold on top of what is held at the call; None takes 80 % of the memory free then. On
+        CUDA free memory is that of the device and the unused part of the allocator's; on CPU the available memory that
+        Linux reports, within the limits of the process's control groups.
     probes: two sizes, ascending; one above `most` is not run.
-    device: "cpu" or a CUDA device; None takes the current CUDA device where there is one. On CUDA a peak is what the
-        allocator gave out, and a step that runs out of memory counts as one that does not fit. On CPU a peak is
-        resident memory of the whole process, by Linux's own mark: what other threads take meanwhile counts, and so do
-        pages that glibc keeps within a step. Where a step exceeds the machine's memory, Linux may end the process: the
-        80 % are to prevent that.
+    device: "cpu" or a CUDA device; None takes the current CUDA device, if any. On CUDA a peak is that of the allocator,
+        and a step that runs out of memory does not fit. On CPU a peak is resident memory of the whole process by
+        Linux's high-water mark, so it includes other threads and pages that glibc keeps within a step. If a step
+        exceeds the machine's memory, Linux may end the process; the 80 % are to prevent that.
 
-    Raises ValueError for a budget, probes or devices that cannot be, and if not even the smaller probe fits.
+    Raises ValueError for an invalid budget, probes or device, and if not even the smaller probe fits.
 
     >>> found = fd.max_batch(lambda n: torch.ones(n, 1 << 24), most=4, budget=1 << 28, device="cpu")  # 64 MiB each
     >>> 3 <= found.n <= 4
@@ -113,7 +112,7 @@ def max_batch(
 
 @dataclass(frozen=True)
 class _Line:
-    """Bytes by size: at `n` they are `peak`, and each unit more takes `each`."""
+    """Line of bytes by size: `peak` at size `n`, and `each` more per unit."""
 
     n: int
     peak: int
@@ -121,7 +120,7 @@ class _Line:
 
     @classmethod
     def through(cls, trials: Sequence[Trial]) -> _Line:
-        """Through the two probes; flat where there is but one."""
+        """Line through the two probes; flat for one probe."""
         first, last = trials[0], trials[-1]
         assert first.peak is not None, "the smaller probe fits"
         if last.peak is None or last.n == first.n:
@@ -132,21 +131,21 @@ class _Line:
         return round(self.peak + self.each * (n - self.n))
 
     def largest(self, budget: int) -> int:
-        """The largest size within the budget; any where nothing grows."""
+        """Largest size within the budget; unbounded if the line does not grow."""
         return self.n + int((budget - self.peak) / self.each) if self.each else torch.iinfo(torch.int64).max
 
 
 def _peak(step: Callable[[int], object], n: int, device: torch.device) -> int | None:
-    """The most bytes held during a step; None where it runs out of memory."""
+    """Peak bytes of a step; None if it runs out of memory."""
     try:
         found = peak_bytes(lambda: step(n), device)
     except (torch.OutOfMemoryError, MemoryError):
         found = None
     except RuntimeError as error:
-        if "DefaultCPUAllocator: can't allocate memory" not in str(error):  # torch has no class of its own for it
+        if "DefaultCPUAllocator: can't allocate memory" not in str(error):  # torch has no specific class for it
             raise
         found = None
-    # Out of the handler: what failed is no longer held by the error's frames.
+    # Outside the handler: the error's frames no longer hold the failed step's tensors.
     gc.collect()
     if device_kind(device).is_cuda:
         torch.cuda.empty_cache()
@@ -154,7 +153,7 @@ def _peak(step: Callable[[int], object], n: int, device: torch.device) -> int | 
 
 
 def _checked_probes(probes: Sequence[int], most: int) -> list[int]:
-    """One or two sizes, none above `most`."""
+    """The probes that do not exceed `most`, one or two."""
     if not isinstance(probes, Sequence) or isinstance(probes, str) or len(probes) != 2:
         raise ValueError(f"probes must be two sizes, such as (1, 2); got {probes!r:.80}")
     first, second = (require_int(f"probes[{place}]", n, minimum=1) for place, n in enumerate(probes))
@@ -164,7 +163,7 @@ def _checked_probes(probes: Sequence[int], most: int) -> list[int]:
 
 
 def _checked_device(device: torch.device | str | None) -> torch.device:
-    """A CPU or CUDA device, with its number."""
+    """A CPU or CUDA device with its index."""
     if device is None:
         device = "cuda" if torch.cuda.is_available() else "cpu"
     found = torch.device(device)

@@ -1,4 +1,4 @@
-"""What one attention call holds in memory: counted by runs over tensors without memory."""
+"""Memory of one attention call, counted in runs on meta tensors."""
 
 from __future__ import annotations
 
@@ -35,9 +35,9 @@ from ._flex_memory import Attention, flex_attention_of
 
 @dataclass(frozen=True)
 class Hidden:
-    """Bytes of an operator that shows only its results.
+    """Bytes of an operator of which only the results are visible.
 
-    `work` are alive while it runs, besides its inputs; `kept` stay as long as its last result does.
+    work: alive while it runs, without its inputs. kept: alive as long as its last result.
     """
 
     work: int
@@ -45,11 +45,10 @@ class Hidden:
 
 
 class LiveBytes(TorchDispatchMode):
-    """Counts each storage that an operation returns, from then until it is freed; views cost nothing.
+    """Counts each storage that an operation returns until it is freed; views cost nothing.
 
-    `live` and `peak` are in bytes. What a kernel allocates inside is not seen, but for operators in `hidden`.
-    Over tensors of device "meta", which have sizes and no memory, the counts are those of a run on CPU; tensors with
-    values may take part.
+    live, peak: in bytes. Allocations inside a kernel are counted only for operators in `hidden`. On tensors of device
+    "meta", which have sizes and no memory, the counts equal a run on CPU; tensors with values may be mixed in.
     """
 
     def __init__(self, *held: Tensor, hidden: Mapping[object, Hidden] | None = None) -> None:
@@ -69,7 +68,7 @@ class LiveBytes(TorchDispatchMode):
             args, kwargs = tree_map_only(Tensor, lambda x: x.to(NOWHERE), (args, kwargs))
         results = func(*args, **kwargs)
         if func is torch.ops.aten.empty_like.default and kwargs.get("device") == NOWHERE:
-            return results  # the engine asks for strides alone
+            return results  # the engine needs only its strides
         tensors = list(tensors_in((results,)))
         for x in tensors:
             self._hold(x)
@@ -79,12 +78,12 @@ class LiveBytes(TorchDispatchMode):
         return results
 
     def restart(self) -> None:
-        """Forget the peak so far."""
+        """Reset the peak to the bytes alive now."""
         self.peak = self.live
 
     def _hold(self, x: Tensor) -> None:
         storage = x.untyped_storage()
-        key = id(storage)  # one object as long as the storage is there
+        key = id(storage)  # stays valid while the storage exists
         if key not in self._known:
             self._known[key] = storage.nbytes()
             self._count(storage.nbytes())
@@ -98,7 +97,7 @@ class LiveBytes(TorchDispatchMode):
         self.peak = max(self.peak, self.live)
 
 
-NOWHERE = torch.device("meta")  # tensors there have sizes and no memory
+NOWHERE = torch.device("meta")  # its tensors have sizes and no memory
 
 
 def nbytes(*tensors: Tensor) -> int:
@@ -106,14 +105,14 @@ def nbytes(*tensors: Tensor) -> int:
     return sum(x.numel() * x.element_size() for x in tensors)
 
 
-# Beyond, every part grows in proportion to the tokens: whole tensors do, and what is gathered at once has a bound.
+# For more tokens every count is linear in the tokens: whole tensors are, and gathers are bounded.
 LARGEST_RUN = 1 << 20
-_SAME_ENDING = 1 << 15  # what a segment cut short at the end costs is the same for tokens that differ by this
+_SAME_ENDING = 1 << 15  # lengths that differ by a multiple of it have equal cost for a last, shorter segment
 
 
 @dataclass(frozen=True)
 class AttentionSize:
-    """Sizes of a self-attention call. `tokens_outermost`: (B, N, H, D) in memory, as a projection leaves them."""
+    """Sizes of a self-attention call. tokens_outermost: (B, N, H, D) in memory, as a projection returns them."""
 
     num_tokens: int
     num_heads: int
@@ -129,18 +128,18 @@ class AttentionSize:
 
     @property
     def operands(self) -> Operands:
-        """What the plan of such a call depends on."""
+        """The parameters on which the plan of this call depends."""
         return Operands(self.dtype.itemsize, self.head_dim, self.num_heads // self.kv_heads)
 
 
 @dataclass(frozen=True)
 class AttentionMemory:
-    """Bytes of one call; each peak is of all that is alive, the call's inputs included.
+    """Bytes of one call; each peak counts everything alive, including the call's inputs.
 
-    queries: q, and as many out. keys: k and v together. lse: that of every row. kept: what training keeps from the
-    forward for the backward, q, k, v, out and lse included. inference_peak: a forward that keeps nothing.
-    forward_peak: one that keeps. backward_peak: from the gradient of out to those of q, k and v. tables: the plan's
-    lists, which stay in the cache and are in no peak.
+    queries: q; out has as many. keys: k and v together. lse: of all rows. kept: what training keeps from the forward
+    for the backward, including q, k, v, out and lse. inference_peak: of a forward that keeps nothing. forward_peak: of
+    a forward in training. backward_peak: from the gradient of out to dq, dk and dv. tables: the plan's lists, which
+    stay in the cache and are not in the peaks.
     """
 
     queries: int
@@ -167,7 +166,7 @@ class AttentionMemory:
         return max(self.forward_peak, self.backward_peak)
 
     def at(self, num_tokens: int, other: AttentionMemory, tokens: tuple[int, int]) -> AttentionMemory:
-        """On the line through this and another, which are at these two numbers of tokens."""
+        """Linear interpolation between this and `other`, which are for the two numbers in `tokens`."""
         share = (num_tokens - tokens[0]) / (tokens[1] - tokens[0])
         pairs = {field.name: (getattr(self, field.name), getattr(other, field.name)) for field in fields(self)}
         return AttentionMemory(**{name: round(a + share * (b - a)) for name, (a, b) in pairs.items()})
@@ -176,11 +175,10 @@ class AttentionMemory:
 def attention_memory(pattern: Expression, size: AttentionSize, *, device: str = "cpu") -> AttentionMemory:
     """Memory of `attend` on this kind of device with its default engine: tiles on "cpu", flex elsewhere.
 
-    Up to 1,048,576 tokens a call runs once at that size, over tensors without memory, tiles by the engine's own code,
-    flex by what its compiled program allocates; all that it holds is counted. Beyond, parts go on growing as they do
-    up to there. What kernels allocate inside is not counted: on CPU a few MB a thread. Nothing is computed, and no
-    accelerator is needed.
-    Raises ValueError for a pattern that needs run-time tensors, and for what does not bind.
+    Up to 1,048,576 tokens it runs the call once on meta tensors and counts what is alive: tiles by the engine's own
+    code, flex by the allocations of its compiled program. Beyond, it extrapolates linearly. Allocations inside kernels
+    are not counted; on CPU they are a few MB per thread. Nothing is computed, and no accelerator is needed.
+    Raises ValueError for a pattern that needs run-time tensors, or does not bind.
     """
     missing = names(pattern)
     if missing:
@@ -190,7 +188,7 @@ def attention_memory(pattern: Expression, size: AttentionSize, *, device: str = 
         return _dry_run(pattern, size, device)
     ending = size.num_tokens % _SAME_ENDING
     tokens = LARGEST_RUN // 2 + ending, LARGEST_RUN + ending
-    choice = _choice(pattern, size, device)  # fewer tokens may be planned in other ways
+    choice = _choice(pattern, size, device)  # fewer tokens may be planned differently
     smaller, larger = (_dry_run(pattern, replace(size, num_tokens=number), device, choice) for number in tokens)
     return smaller.at(size.num_tokens, larger, tokens)
 
@@ -202,7 +200,7 @@ def _key(pattern: Expression, size: AttentionSize) -> CallKey:
 
 
 def _choice(pattern: Expression, size: AttentionSize, device: str) -> Choice:
-    """The ways in which a call of this size is computed."""
+    """The options that the planner chooses for a call of this size."""
     allowed = ANYTHING if device_kind(device).on_host else allowed_on(torch.device(device))
     best = plan(_key(pattern, size).bound(pattern), device=device, allowed=allowed, operands=size.operands)
     together = len(best.options) < len(set(pattern.branches()))
@@ -216,7 +214,7 @@ def _dry_run(pattern: Expression, size: AttentionSize, device: str, choice: Choi
         attention, tables = tiles_attention_of(key, pattern, size.operands, key_bytes=key_bytes, choice=choice)
     else:
         attention, tables = flex_attention_of(key, pattern, size.operands, device=device, choice=choice)
-    with NOWHERE:  # not the engine: what it does with its tables alone is done, as it decides by their values
+    with NOWHERE:  # inputs only: the engine's decisions depend on the values in its tables
         q, k, v = (_empty(heads, size) for heads in (size.num_heads, size.kv_heads, size.kv_heads))
     return _measure(attention, q, k, v, tables)
 
@@ -243,18 +241,18 @@ def _empty(heads: int, size: AttentionSize) -> Tensor:
     return torch.empty(shape, dtype=size.dtype)
 
 
-# Enough of what repeats: this many steps of a kind, so that one has neighbours on both sides, and twice the problems
-# of a call that the engine gathers at once.
+# Enough to represent repeated steps: three of a kind, so that one has neighbours on both sides, and twice the problems
+# that the engine gathers at once.
 _STEPS, _GATHERED_BYTES = 3, 2 * GATHERED_BYTES
 
 
 def tiles_attention_of(
     key: CallKey, rule: Expression, operands: Operands, *, key_bytes: int, choice: Choice | None = None
 ) -> tuple[Callable[..., tuple[Tensor, Tensor]], int]:
-    """(q, k, v) -> (out, lse) by the engine's own steps, without its operator around them; and its tables' bytes.
+    """(a function (q, k, v) -> (out, lse) by the engine's own steps, without its operator; bytes of its tables).
 
-    `key_bytes` are those of a key and its value over the batch. Of steps that are alike only a few are taken, as
-    what they hold is freed before others of their kind begin.
+    key_bytes: of a key and its value over the batch. Of equal steps only a few are run, because each frees its memory
+    before the next one starts.
     """
     program = program_of(key, rule, "cpu", choice, operands, written=key.pattern)
     few = _few_of_each_kind(program, key_bytes)
@@ -262,7 +260,7 @@ def tiles_attention_of(
 
 
 class _Tiles(torch.autograd.Function):
-    """Keeps what the operator keeps."""
+    """Saves the tensors that the operator saves."""
 
     @staticmethod
     def forward(ctx, q: Tensor, k: Tensor, v: Tensor, program: Program) -> tuple[Tensor, Tensor]:
@@ -291,7 +289,7 @@ def _few_of_each_kind(program: Program, key_bytes: int) -> Program:
 
 
 def _kind(step: Step) -> object:
-    """Sizes of all that a step allocates."""
+    """The sizes that determine a step's allocations."""
     term = step.term
     sizes = len(term.heads), term.folds, term.q.num_slots, term.k.num_slots
     return term.shape, sizes, term.multiplicity, step.fresh, type(step.queries), id(step.calls)

@@ -1,4 +1,4 @@
-"""Attention by any pattern, and by LongNet's, on one device or over the ranks of a mesh: modules of q, k and v."""
+"""Attention modules of q, k and v, by any pattern or by LongNet's, on one device or over the ranks of a mesh."""
 
 from __future__ import annotations
 
@@ -54,18 +54,18 @@ _BRANCHES = (
 class BlockSparseAttention(nn.Module):
     """Attention over the pairs that `pattern` allows: (q, k, v) -> out.
 
-    The module holds its pattern, a value free of sizes, and no plan: it works at any number of heads and
+    The module holds only its pattern, a value without sizes, and no plan, so it serves any number of heads and
     tokens, and pickles, copies and moves like any module. `pattern` may be read, and used with `attend`.
 
-    sinks: True adds a parameter of that name, a logit for each of num_heads heads of q, 0 at first: one more term
-    exp(sink) in every softmax denominator. scale, enable_gqa, engine, block_size, autotune: as in `attend`.
-    Bad values raise ValueError or TypeError.
+    sinks: True adds a parameter of that name: a logit for each of num_heads heads of q, initially 0, which adds a term
+    exp(sink) to every softmax denominator. scale, enable_gqa, engine, block_size, autotune: as in `attend`.
+    Invalid values raise ValueError or TypeError.
 
-    mesh: the ranks over which the sequence lies, a DeviceMesh of one dimension. q, k, v and the output are then this
-    rank's tokens, at the positions that `sharding` gives it (None: as many on each rank, in order), and a padding mask
-    and bindings are of the whole sequence. schedule: "exchange", "ring", "auto" of these two, or "heads", each rank the
-    whole sequence of some heads. codec, error_bound, pool: as in `distributed.attend`. The ranks' gradients of `sinks`
-    add up.
+    mesh: the ranks that share the sequence, a DeviceMesh of one dimension. q, k, v and the output are then this rank's
+    tokens, at the positions that `sharding` assigns to it (None: contiguous shards of equal length); a padding mask and
+    bindings are for the whole sequence. schedule: "exchange", "ring", "auto" to choose between these two, or "heads":
+    each rank attends over the whole sequence for some heads. codec, error_bound, pool: as in `distributed.attend`. The
+    gradients of `sinks` must be summed over the ranks.
 
     >>> q, k, v = torch.randn(3, 1, 4, 256, 64)
     >>> layer = fd.BlockSparseAttention(masks.local_window(left=31, right=0))
@@ -130,10 +130,10 @@ class BlockSparseAttention(nn.Module):
         head_offset: int = 0,
         num_heads_global: int | None = None,
     ) -> Float[Tensor, "B H N D"]:
-        """Query i stands at position q_offset + i, key j at k_offset + j. A query without keys gets output 0.
+        """Query i has position q_offset + i, key j position k_offset + j. A query without keys gets output 0.
 
-        score_mod, bindings: as in `attend`; so are head_offset and num_heads_global, where heads live on several
-        devices. key_padding_mask: True for keys to leave out.
+        score_mod, bindings: as in `attend`; so are head_offset and num_heads_global, for heads on several devices.
+        key_padding_mask: True for keys to hide.
         """
         pattern = self.pattern
         if key_padding_mask is not None:
@@ -180,9 +180,9 @@ def dilated_pattern(
     offsets: str,
     heads: str,
 ) -> Pattern | Mixture:
-    """`masks.longnet` of these branches, restricted to keys at or before the query where causal.
+    """`masks.longnet` with these branches, intersected with the causal pattern if `causal`.
 
-    Raises ValueError where all rates exceed their segments, as where the two are swapped: no token sees another.
+    Raises ValueError if every rate exceeds its segment, as when the two are swapped: no token would see another one.
     """
     require_bool("causal", causal)
     pattern = masks.longnet(segment_lengths, dilation_rates, offsets=offsets, heads=heads)
@@ -197,8 +197,8 @@ def dilated_pattern(
 class DilatedAttention(BlockSparseAttention):
     """Attention by LongNet's branches (segment length, dilation rate), causal or not: (q, k, v) -> out.
 
-    A query whose head is in no branch at its position gets output 0. offsets, heads: as in `masks.longnet`. The
-    rest, and the call, are those of `BlockSparseAttention`.
+    A query whose head is in no branch at its position gets output 0. offsets, heads: as in `masks.longnet`. Other
+    arguments, and the call: as in `BlockSparseAttention`.
 
     >>> q, k, v = torch.randn(3, 1, 4, 256, 64)
     >>> layer = fd.DilatedAttention((64, 256), (1, 4), causal=True)
@@ -226,11 +226,12 @@ class DilatedAttention(BlockSparseAttention):
 
 @advises()
 class RingDilatedAttention(BlockSparseAttention):
-    """`DilatedAttention` of a sequence that lies on the ranks of a mesh: this rank's q, k and v in, its output out.
+    """`DilatedAttention` over a sequence that is distributed over the ranks of a mesh; keys are sent to the queries.
 
-    Keys and values come to the queries: each rank gets those that its queries need, at once (schedule="exchange") or
-    rank by rank while it computes ("ring"); "auto" takes what the bytes and the memory are in favour of. mesh,
-    sharding, codec, error_bound, pool: as in `BlockSparseAttention`; the rest as in `DilatedAttention`.
+    Takes this rank's q, k and v, and returns its output. Each rank receives the keys and values that its queries need,
+    in one all-to-all (schedule="exchange") or rank by rank while it computes ("ring"); "auto" chooses by counted bytes
+    and memory. mesh, sharding, codec, error_bound, pool: as in `BlockSparseAttention`; other arguments as in
+    `DilatedAttention`.
 
     >>> q, k, v = torch.randn(3, 1, 4, 256, 64)
     >>> fd.RingDilatedAttention((64, 256), (1, 4), mesh=mesh)(q, k, v).shape  # this rank's tokens
@@ -266,12 +267,12 @@ class RingDilatedAttention(BlockSparseAttention):
 
 @advises()
 class HeadParallelDilatedAttention(BlockSparseAttention):
-    """`DilatedAttention` of a sequence that lies on the ranks of a mesh: each rank computes all of it for some heads.
+    """`DilatedAttention` over a sequence that is distributed over the ranks of a mesh; heads are divided over ranks.
 
-    One all-to-all brings the tokens together, another takes the output apart. The number of query heads must be a
-    multiple of the number of ranks; key/value heads may be fewer, and go to every rank that reads them. Dilation
-    offsets are those of the head among all heads, so W ranks give the result of one. mesh, sharding: as in
-    `BlockSparseAttention`; the rest as in `DilatedAttention`.
+    One all-to-all gives each rank the whole sequence for some heads, another returns the output to the tokens' ranks.
+    The number of query heads must be a multiple of the number of ranks; there may be fewer key/value heads, which are
+    sent to every rank that reads them. Dilation offsets depend on the global head, so the result does not depend on the
+    number of ranks. mesh, sharding: as in `BlockSparseAttention`; other arguments as in `DilatedAttention`.
 
     >>> q, k, v = torch.randn(3, 1, 4, 256, 64)
     >>> fd.HeadParallelDilatedAttention((64, 256), (1, 4), mesh=mesh)(q, k, v).shape  # this rank's tokens

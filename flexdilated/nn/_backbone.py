@@ -1,4 +1,4 @@
-"""The body of every LongNet: embeddings, blocks of dilated attention, and the last norm."""
+"""The common part of LongNet models: embeddings, blocks of dilated attention, and the last norm."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
 
 class Memory(NamedTuple):
-    """Another sequence as the blocks read it: keys and values of each, and which of them a token sees."""
+    """Another sequence as the blocks read it: its keys and values for each block, and the pattern of visible ones."""
 
     blocks: list[KeysValues]
     pattern: Pattern | Mixture
@@ -45,18 +45,18 @@ class Memory(NamedTuple):
 class LongNetBackbone(Pretrained):
     """Dilated attention in every block: features of tokens, or of embedded inputs.
 
-    Each block sees the segments of all branches, so cost grows linearly with the number of tokens while paths
-    between any two tokens of a segment stay logarithmic in it. Any number of tokens, 1 included. With
-    `config.layout` other than "natural" the tokens are permuted once at the input and back once at the
-    output, for the whole model. Source: LongNet, arXiv 2307.02486.
+    Each block has all branches, so cost grows linearly with the number of tokens, while the path between any two tokens
+    of a segment has a length logarithmic in the segment. Takes any number of tokens from 1. With `config.layout` other
+    than "natural", the tokens are permuted once at the input of the model and back once at its output.
+    Source: LongNet, arXiv 2307.02486.
 
-    mesh: the ranks over which every sequence lies. Each gives its tokens, maybe none, and gets their features;
-    everything but attention needs no other rank. The tokens then stay in their order, as with layout="natural".
-    The parameters' gradients are of this rank's tokens: those of all ranks add up. schedule, sharding, codec,
-    error_bound, pool: as in `BlockSparseAttention`. Layers that choose their keys gather all of them instead, whatever
-    the schedule is, and take no codec. The state_dict is that of a model without a mesh.
-    memory_dim: the width of another sequence, to which every block attends as well. scales: (factor of x in the blocks'
-    sums, gain of the weights that write to them), where they are not those of a stack by itself.
+    mesh: the ranks that share every sequence. Each rank passes its tokens, possibly none, and gets their features;
+    only attention communicates. The tokens then stay in their order, as with layout="natural". Gradients of parameters
+    are for this rank's tokens; sum them over the ranks. schedule, sharding, codec, error_bound, pool: as in
+    `BlockSparseAttention`; but layers that choose their keys gather all keys for any schedule, and take no codec. The
+    state_dict is that of a model without a mesh.
+    memory_dim: width of another sequence, to which every block also attends. scales: (factor of x in the residual sums,
+    gain of the weights that write to the sums); None: the scales of a stack without encoder or decoder.
 
     >>> config = fd.LongNetConfig(
     ...     vocab_size=256, embed_dim=64, depth=2, num_heads=4, segment_lengths=(64, 256), dilation_rates=(1, 4)
@@ -115,7 +115,7 @@ class LongNetBackbone(Pretrained):
         return {"config": self.config}
 
     def reset_parameters(self) -> None:
-        """Embeddings of variance 1, or 1 / E where they are the output projection too; learned positions near 0."""
+        """Embeddings with variance 1, or 1 / E if they are also the output projection; learned positions near 0."""
         E = self.config.embed_dim
         if self.embedding is not None:
             nn.init.normal_(self.embedding.weight, std=E**-0.5 if self.config.tie_embeddings else 1.0)
@@ -142,13 +142,13 @@ class LongNetBackbone(Pretrained):
     ) -> Float[Tensor, "B N out"]:
         """Features (B, N, E) of tokens in [0, vocab_size), or of embedded inputs with vocab_size=None.
 
-        A `LongNet` gives logits (B, N, vocab_size) of the next tokens, or features where it has no vocabulary.
-        key_padding_mask: True for tokens to which no token may attend; pad on the right, as positions count from
-        the first token; with a mesh it is the mask of the whole sequence. With `caches`, from `new_caches`, the
-        tokens follow those that went through them before. memory: what every token attends to, of a model with
-        memory_dim; memory_padding_mask: True for those of its tokens to which none may.
-        Raises ValueError or TypeError for another shape, dtype or device, and for a token outside the vocabulary: on
-        an accelerator and in a compiled graph this raises what the device makes of it.
+        A `LongNet` returns logits (B, N, vocab_size) of the next tokens, or features if it has no vocabulary.
+        key_padding_mask: True for tokens to which no token may attend; pad on the right, because positions count from
+        the first token; with a mesh it is the mask of the whole sequence. caches: from `new_caches`; the tokens follow
+        the tokens of earlier calls with them. memory: the sequence to which every token also attends, in a model with
+        memory_dim; memory_padding_mask: True for its tokens to which no token may attend.
+        Raises ValueError or TypeError for another shape, dtype or device, and for a token outside the vocabulary; on
+        an accelerator, and in a compiled graph, such a token causes the device's own error.
         """
         if caches is not None and key_padding_mask is not None:
             raise ValueError("caches know no padding: give the real tokens alone, without key_padding_mask")
@@ -156,11 +156,11 @@ class LongNetBackbone(Pretrained):
         return self._outputs(x)
 
     def _outputs(self, x: Float[Tensor, "... E"]) -> Tensor:
-        """What a call gives of the features."""
+        """Output of a call from its features; subclasses override it."""
         return x
 
     def new_caches(self, *, capacity: int | None = None) -> list[KVCache]:
-        """Empty caches, one a block, for the tokens of a batch to go through in order. For a causal model.
+        """Empty caches, one per block, for tokens of a batch that are passed in order. For a causal model.
 
         capacity: as in `KVCache`.
         """
@@ -175,7 +175,7 @@ class LongNetBackbone(Pretrained):
         ]
 
     def read(self, memory: Tensor | None, padding: Tensor | None = None) -> Memory | None:
-        """What the blocks attend to of a memory (B, M, E_memory), for `features`; None for none."""
+        """Keys, values and visible keys of a memory (B, M, E_memory), for `features`; None for no memory."""
         if (memory is None) != (self.memory_dim is None):
             raise ValueError(
                 "a model made with memory_dim needs a memory, and another takes none; got "
@@ -196,7 +196,7 @@ class LongNetBackbone(Pretrained):
         padding: Tensor | None = None,
         memory: Memory | None = None,
     ) -> Float[Tensor, "B N E"]:
-        """What the last norm gives, in the order of the tokens; `forward` says what the arguments are."""
+        """Output of the last norm, in the order of the tokens; arguments as in `forward`."""
         self._check(tokens)
         self._check_caches(caches)
         num_tokens = tokens.shape[1]
@@ -227,7 +227,7 @@ class LongNetBackbone(Pretrained):
 
     @property
     def _selects(self) -> bool:
-        """Whether a block chooses its keys from the data, by the configuration or since it was made."""
+        """True if any block chooses its keys from the data, by the configuration or by later assignment."""
         return any(self._block(index).selected is not None for index in range(len(self.blocks)))
 
     def _selection(self, index: int) -> SelectedAttention | None:
@@ -242,7 +242,7 @@ class LongNetBackbone(Pretrained):
         return block
 
     def _embedded(self, x: Tensor, positions: Tensor) -> Tensor:
-        """Tokens as vectors, with learned positions."""
+        """Tokens as vectors, with learned positions if the model has them."""
         if self.embedding is not None:
             try:
                 x = self.embedding(x)
@@ -256,12 +256,12 @@ class LongNetBackbone(Pretrained):
         return F.dropout(x, self.config.dropout, self.training)
 
     def _layout(self, num_tokens: int, device: torch.device) -> Layout | None:
-        """The model's token order at this length; None for the natural one."""
+        """The model's token order at this length; None for the natural order."""
         if self.config.layout == "natural" or self.over_ranks is not None or self._selects:
             return None
         if self.config.layout == "residue":
             return masks.Layout(num_tokens, self.residue_rate)
-        # Asked at the longest segment, not at num_tokens: one answer for every length compiles once.
+        # Decided for the longest segment, not for num_tokens: equal answers for all lengths avoid recompilation.
         longest = max(self.config.segment_lengths)
         best = masks.recommended_layout(self.pattern, longest, num_heads=self.config.num_heads, device=device)
         return None if best is None else masks.Layout(num_tokens, best.rate)

@@ -1,4 +1,4 @@
-"""Masks as torch's modules hand them over: keys that a call leaves out, and the causal mask beside is_causal=True."""
+"""Masks in the form of torch's modules: key padding, and the causal mask that accompanies is_causal=True."""
 
 from __future__ import annotations
 
@@ -13,10 +13,11 @@ from ..masks import Mixture, Pattern, visible_keys
 def without_padding(
     pattern: Pattern | Mixture, mask: object, shape: tuple[int, ...], *, k_offset: int = 0, batch_first: bool = True
 ) -> Pattern | Mixture:
-    """The pattern without the keys that a padding mask of this shape marks; all of it where the mask is None.
+    """The pattern without the keys that a padding mask of this shape marks; unchanged if the mask is None.
 
-    The mask holds booleans, True for keys to leave out, or floats, 0 and -inf for them: encoders of torch make
-    these of those. Its first key stands at position k_offset. Raises TypeError or ValueError for anything else.
+    The mask is boolean, True for keys to hide, or float, -inf for keys to hide and 0 for others; torch's encoders
+    convert the first form to the second. Its first key has position k_offset. Raises TypeError or ValueError for
+    anything else.
     """
     if mask is None:
         return pattern
@@ -42,8 +43,9 @@ def require_causal_mask(
 ) -> None:
     """Raise ValueError unless the mask hides exactly the later keys, as `generate_square_subsequent_mask` does.
 
-    It holds booleans, True for pairs to hide, or floats, -inf for them and 0 for others. In a graph its values are
-    checked when it runs, with a RuntimeError; on the meta device there are none. instead: what an error tells to do.
+    The mask is boolean, True for pairs to hide, or float, -inf for pairs to hide and 0 for others. In a compiled graph
+    the values are checked at run time, with a RuntimeError; on the meta device they are not checked. instead: advice
+    for the error message.
     """
     rule = "attn_mask must be None, or exactly torch's causal mask, as the pattern says who attends to whom"
     kind = mask.dtype if isinstance(mask, Tensor) else type(mask).__name__

@@ -1,4 +1,4 @@
-"""Generation: one token after the other, drawn from a model's logits of the next."""
+"""Generation: tokens drawn one at a time from a model's logits of the next token."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ NextLogits = Callable[[Int64[Tensor, "B N"]], Float[Tensor, "B V"]]
 
 @dataclass(frozen=True, kw_only=True)
 class Sampling:
-    """How the next token is drawn from its logits, as in `LongNet.generate`; checked once."""
+    """How the next token is drawn from its logits, as in `LongNet.generate`; validated on construction."""
 
     temperature: float = 1.0
     top_k: int | None = None
@@ -34,12 +34,12 @@ class Sampling:
             raise ValueError(f"top_p must be above 0 and at most 1; got top_p={self.top_p}")
 
     def draw(self, logits: Float[Tensor, "B V"]) -> Int64[Tensor, " B"]:
-        """One token for each sequence."""
+        """Draw one token per sequence."""
         if self.temperature == 0:
             return logits.argmax(-1)
         wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
         likely, tokens = wide.sort(dim=-1, descending=True)
-        # Taken from the largest, logits do not overflow however small the temperature is.
+        # Subtracting the largest logit avoids overflow at any temperature.
         temperature = max(self.temperature, torch.finfo(wide.dtype).tiny)
         probabilities = ((likely - likely[:, :1]) / temperature).softmax(-1)
         if self.top_k is not None:
@@ -61,10 +61,10 @@ def generate(
     stop: int | None = None,
     prefill_chunk: int = 8192,
 ) -> Int64[Tensor, "B new"]:
-    """The tokens that follow, at most `max_new_tokens`; fewer if every sequence has drawn `stop` before.
+    """Draw the following tokens, at most `max_new_tokens`; fewer if every sequence has drawn `stop` before.
 
-    `next_logits` is called with consecutive tokens, the prompt in chunks first, and returns the logits of what
-    follows the last; it remembers what came before. After its first `stop` a sequence has nothing else.
+    next_logits: called with consecutive tokens, first with the prompt in chunks; returns the logits of the token after
+    them, and keeps earlier tokens in its own state. After its first `stop` a sequence contains only `stop`.
     """
     require_int("prefill_chunk", prefill_chunk, minimum=1)
     if stop is not None:

@@ -1,4 +1,4 @@
-"""LongNet models: with logits of the next token, with one output a sequence, and from one sequence to another."""
+"""LongNet models: with logits of the next token, with one output per sequence, and from one sequence to another."""
 
 from __future__ import annotations
 
@@ -27,10 +27,10 @@ POOLINGS = ("mean", "first", "last")
 
 
 class LongNet(LongNetBackbone):
-    """A LongNet with one projection to logits: a language model, or features where config.vocab_size is None.
+    """A LongNet with one projection to logits: a language model; it returns features if config.vocab_size is None.
 
-    A call takes what `LongNetBackbone` takes, and gives logits (B, N, V) for tokens in [0, vocab_size).
-    options: as in `LongNetBackbone`, of which this is one. Source: LongNet, arXiv 2307.02486.
+    A call takes the arguments of `LongNetBackbone`, and returns logits (B, N, V) for tokens in [0, vocab_size).
+    options: as in `LongNetBackbone`. Source: LongNet, arXiv 2307.02486.
 
     >>> config = fd.LongNetConfig(
     ...     vocab_size=256, embed_dim=64, depth=2, num_heads=4, segment_lengths=(64, 256), dilation_rates=(1, 4)
@@ -75,16 +75,17 @@ class LongNet(LongNetBackbone):
         memory: Float[Tensor, "B M E_memory"] | None = None,
         memory_padding_mask: Bool[Tensor, "B M"] | None = None,
     ) -> Int64[Tensor, "B N_plus_new"]:
-        """The tokens and what follows them, drawn one by one from the model's logits.
+        """The tokens and their continuation, drawn token by token from the model's logits.
 
-        temperature: the logits' divisor; 0 takes the most likely token. top_k, top_p: only the k most likely
-        tokens, only the most likely ones that together reach probability p; both may be given, and the most likely
-        token always stays. generator: the source of randomness, on the model's device; None is torch's own. stop: a
-        token after which a sequence has nothing else; once all have drawn it the result ends. prefill_chunk: tokens of
-        the prompt that go through the model at once, which bounds memory. memory, memory_padding_mask: as in a call.
+        temperature: divisor of the logits; 0 takes the most likely token. top_k: only the k most likely tokens. top_p:
+        only the most likely tokens that together reach probability p. Both may be given, and the most likely token
+        always remains. generator: source of randomness, on the model's device; None is torch's default. stop: a token
+        that ends a sequence, whose later tokens are all `stop`; once all sequences have drawn it, the result ends.
+        prefill_chunk: tokens of the prompt per forward pass, which bounds memory. memory, memory_padding_mask: as in a
+        call.
 
         Raises ValueError or TypeError, before any token is drawn, for a model that is not causal or has no vocabulary,
-        for more tokens than it has positions, and for bad values.
+        for more tokens than it has positions, and for invalid values.
         """
         if self.config.vocab_size is None or not self.config.causal:
             raise ValueError(
@@ -109,7 +110,7 @@ class LongNet(LongNetBackbone):
         return torch.cat([tokens, generate(next_logits, tokens, sampling, stop=stop, **options)], dim=1)
 
     def _outputs(self, x: Float[Tensor, "... E"]) -> Tensor:
-        """Logits, or the features of a model without a vocabulary."""
+        """Logits; features for a model without a vocabulary."""
         if self.head is not None:
             return self.head(x)
         return x if self.embedding is None else F.linear(x, self.embedding.weight)
@@ -117,10 +118,10 @@ class LongNet(LongNetBackbone):
 
 @advises(keywords=renamed(num_outputs="num_classes num_labels"))
 class LongNetClassifier(Pretrained):
-    """A LongNet with one vector of outputs a sequence: logits of classes, or numbers to regress.
+    """A LongNet with one output vector per sequence: logits of classes, or numbers to regress.
 
-    num_outputs: classes, or numbers. pooling: "mean" over the tokens that are no padding, or the "first" or the "last"
-    of them.
+    num_outputs: number of classes, or of numbers. pooling: over tokens that are not padding: their "mean", or the
+    "first" or "last" of them.
 
     >>> config = fd.LongNetConfig(
     ...     vocab_size=None, embed_dim=64, depth=2, num_heads=4, segment_lengths=(64, 256), dilation_rates=(1, 4)
@@ -155,7 +156,7 @@ class LongNetClassifier(Pretrained):
         *,
         key_padding_mask: Bool[Tensor, "B N"] | None = None,
     ) -> Float[Tensor, "B C"]:
-        """The outputs of sequences of at least one token that is no padding; the mask as in `LongNetBackbone`."""
+        """Outputs of sequences, each with at least one token that is not padding; mask as in `LongNetBackbone`."""
         x = self.backbone(tokens, key_padding_mask=key_padding_mask)
         if not x.shape[1]:
             raise ValueError(f"a sequence needs a token to be pooled; got shape {tuple(tokens.shape)}")
@@ -166,7 +167,7 @@ class LongNetClassifier(Pretrained):
             return x.mean(1) if self.pooling == "mean" else x[:, 0 if self.pooling == "first" else -1]
         real = ~padding if padding.dtype == torch.bool else padding == 0
         if self.pooling == "mean":
-            # Padding's features are left out by a choice, as 0 times what they hold may be NaN.
+            # Padding is masked by selection: multiplied by 0, features that are NaN would stay NaN.
             total = torch.where(real[..., None], x, 0).sum(1)
             return total / real.sum(1, keepdim=True).clamp(min=1).to(x.dtype)
         place = torch.arange(x.shape[1], device=x.device)
@@ -176,10 +177,10 @@ class LongNetClassifier(Pretrained):
 
 @advises()
 class LongNetEncoderDecoder(Pretrained):
-    """From one sequence to another: the decoder's blocks attend to its own tokens and to all that the encoder made.
+    """From one sequence to another: the decoder's blocks attend to its own tokens and to the encoder's features.
 
-    encoder, decoder: their configurations; the encoder's is not causal, the decoder's is and has a vocabulary. Both
-    attend by their branches; to the encoder's features each token of the decoder attends fully.
+    encoder, decoder: their configurations; the encoder is not causal, the decoder is and has a vocabulary. Both attend
+    by their branches; every token of the decoder attends to all features of the encoder.
     Source: Attention Is All You Need, arXiv 1706.03762, section 3.2.3.
 
     >>> sizes = {"embed_dim": 64, "depth": 2, "num_heads": 4, "segment_lengths": (64, 256), "dilation_rates": (1, 4)}
@@ -222,7 +223,7 @@ class LongNetEncoderDecoder(Pretrained):
         source_padding_mask: Bool[Tensor, "B M"] | None = None,
         key_padding_mask: Bool[Tensor, "B N"] | None = None,
     ) -> Float[Tensor, "B N V"]:
-        """Logits of what follows each of the decoder's tokens; masks are True for tokens to which none may attend."""
+        """Logits of the token after each of the decoder's tokens; masks are True for tokens that no token sees."""
         memory = self.encoder(source, key_padding_mask=source_padding_mask)
         given = {"memory": memory, "memory_padding_mask": source_padding_mask}
         return self.decoder(tokens, key_padding_mask=key_padding_mask, **given)
@@ -236,7 +237,7 @@ class LongNetEncoderDecoder(Pretrained):
         source_padding_mask: Bool[Tensor, "B M"] | None = None,
         **options: Any,
     ) -> Int64[Tensor, "B N_plus_new"]:
-        """The tokens and what follows them, given the source, which is encoded once; options: of `LongNet.generate`."""
+        """The tokens and their continuation, given the source, encoded once; options: as in `LongNet.generate`."""
         memory = self.encoder(source, key_padding_mask=source_padding_mask)
         given = {"memory": memory, "memory_padding_mask": source_padding_mask}
         return self.decoder.generate(tokens, **given, **options)

@@ -1,4 +1,4 @@
-"""One transformer block of LongNet: attention, attention to a memory where there is one, and a feed-forward."""
+"""One transformer block of LongNet: attention, optional attention to a memory, and a feed-forward."""
 
 from __future__ import annotations
 
@@ -25,15 +25,15 @@ KeysValues = tuple[Float[Tensor, "B G M D"], Float[Tensor, "B G M D"]]
 
 
 class Block(nn.Module):
-    """x + attention(norm(x)), then x + feed_forward(norm(x)); tokens in the order of `layout` throughout.
+    """x + attention(norm(x)), then x + feed_forward(norm(x)); tokens are in the order of `layout` throughout.
 
-    Between the two, with `memory_dim`, x + attention to a memory of that width. With config.deepnorm each is
+    With `memory_dim`, x + attention to a memory of that width comes between the two. With config.deepnorm each half is
     norm(a * x + half(x)). Queries, keys and values come from one projection. LayerNorm without bias is one fused kernel
     on CPU too, where RMSNorm is several.
 
-    selected: the attention that chooses its keys from the data, in place of the pattern; None for the pattern.
-    scales: (a, the gain of the weights that write to the sums), of `residual_scales`. drop_path: probability, in
-    training, that a sequence goes by each half.
+    selected: the attention that chooses its keys from the data, instead of the pattern; None to use the pattern.
+    scales: (a, gain of the weights that write to the sums), from `residual_scales`. drop_path: probability, in
+    training, that a sequence skips each half.
     """
 
     def __init__(
@@ -52,7 +52,7 @@ class Block(nn.Module):
         self.num_heads, self.kv_heads, self.head_dim = config.num_heads, config.kv_heads, config.head_dim
         self.engine, self.over_ranks, self.deepnorm = config.engine, over_ranks, config.deepnorm
         self.residual, self.gain = residual_scales(config) if scales is None else scales
-        # Only where the norms' place says so: else the first projections have their full variance.
+        # Only if the norms' placement calls for it; otherwise the first projections have full variance.
         self.inner_gain = self.gain if config.deepnorm or config.subln else 1.0
         self.dropout, self.drop_path, self.selected = config.dropout, drop_path, selected
         E, hidden, kv_dim = config.embed_dim, config.hidden_dim, 2 * config.kv_heads * config.head_dim
@@ -75,9 +75,9 @@ class Block(nn.Module):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Weights of variance 1 / fan-in, those that write to the sums by the gain of the scales; biases 0.
+        """Weights with variance 1 / fan-in, biases 0; weights that write to the sums have the gain of the scales.
 
-        By default the residual stream's variance then grows by a constant over the whole model, at any depth.
+        By default the variance of the residual stream then grows by a constant over the whole model, at any depth.
         """
         kv_dim = self.kv_heads * self.head_dim
         for linear, gain in (
@@ -104,10 +104,10 @@ class Block(nn.Module):
         memory_pattern: Pattern | Mixture | None = None,
         visible: Pattern | None = None,
     ) -> Float[Tensor, "B N E"]:
-        """With a cache the tokens follow those it has seen; over ranks they are this rank's.
+        """Output of the block; with a cache the tokens follow the cached ones, and over ranks they are this rank's.
 
-        memory: what `keys_values` made of it; each token sees of it what `memory_pattern` allows. visible: what padding
-        leaves, for a selection; it is in the pattern already.
+        memory: from `keys_values`; each token sees the part that `memory_pattern` allows. visible: keys that padding
+        does not hide, for a selection only, because the pattern already excludes padding.
         """
         x = self._add(x, self.attention_norm, lambda y: self._attend(y, turns, pattern, layout, cache, visible))
         if memory is not None and memory_pattern is not None:
@@ -116,7 +116,7 @@ class Block(nn.Module):
         return self._add(x, self.ffn_norm, self._feed_forward)
 
     def keys_values(self, memory: Float[Tensor, "B M E_memory"]) -> KeysValues:
-        """Keys and values of the memory, which serve every token of this block."""
+        """Keys and values of the memory, used for all tokens of this block."""
         assert self.memory_kv is not None
         k, v = self.memory_kv(memory).unflatten(-1, (2 * self.kv_heads, self.head_dim)).transpose(1, 2).chunk(2, dim=1)
         return k, v
@@ -154,7 +154,7 @@ class Block(nn.Module):
         return self.attention_out(_joined(out, self.attention_inner_norm))
 
     def _check_ranks(self, selected: SelectedAttention) -> None:
-        """One that was assigned would take this rank's tokens for all of them, or for others."""
+        """Raise ValueError unless an assigned selection has the model's mesh and sharding, which define positions."""
         ours, theirs = (
             None if over is None else (over.ranks, over.sharding) for over in (self.over_ranks, selected.over_ranks)
         )
@@ -186,7 +186,7 @@ def norm(
     device: torch.device | str | None = None,
     dtype: torch.dtype | None = None,
 ) -> nn.Module:
-    """The model's kind of norm, over the embedding dim or `width` numbers."""
+    """Norm of the kind in the configuration, over `width` numbers; None: over the embedding dim."""
     width = config.embed_dim if width is None else width
     if config.norm == "rms":
         return nn.RMSNorm(width, device=device, dtype=dtype)
@@ -196,9 +196,10 @@ def norm(
 def residual_scales(
     config: LongNetConfig, *, decoder_depth: int | None = None, encoder_depth: int | None = None
 ) -> tuple[float, float]:
-    """(the factor of x in the sums, the gain of the weights that write to them), of a stack of blocks.
+    """(factor of x in the residual sums, gain of the weights that write to the sums) for a stack of blocks.
 
-    decoder_depth: where the stack is an encoder, of the decoder that reads it; encoder_depth: the other way round.
+    decoder_depth: for an encoder, depth of the decoder that reads it. encoder_depth: for a decoder, depth of its
+    encoder.
     Sources: DeepNet, arXiv 2203.00555, figure 2; Magneto, arXiv 2210.06423, section 2.3.
     """
     depth = config.depth
@@ -208,7 +209,7 @@ def residual_scales(
         size = (depth**4 * decoder_depth) ** (1 / 16)
         gain = (log(3 * decoder_depth) * log(2 * depth) / 3) ** 0.5
         return (0.81 * size, 0.87 / size) if config.deepnorm else (1.0, gain)
-    halves = 2 if encoder_depth is None else 3  # of a block
+    halves = 2 if encoder_depth is None else 3  # per block
     deep = (halves * depth) ** 0.25, (4 * halves * depth) ** -0.25
     return deep if config.deepnorm else (1.0, log(halves * depth) ** 0.5)
 
@@ -220,11 +221,11 @@ def _joined(out: Float[Tensor, "B H N D"], inner_norm: nn.Module | None) -> Floa
 
 RotaryTable = tuple[Float[Tensor, "N D"], Float[Tensor, "N D"]]
 
-_GAMMA = 0.4  # of xPos
+_GAMMA = 0.4  # as in xPos
 
 
 class Turns(NamedTuple):
-    """What turns queries and keys, made once for all layers of a forward pass."""
+    """Rotary and xPos factors of queries and keys, computed once for all layers of a forward pass."""
 
     table: RotaryTable
     decay: Float[Tensor, "N 1 D"] | None = None
@@ -232,7 +233,7 @@ class Turns(NamedTuple):
     def apply(
         self, qk: Float[Tensor, "B N HG D"], num_heads: int, kv_heads: int
     ) -> tuple[Float[Tensor, "B N H D"], Float[Tensor, "B N G D"]]:
-        """Queries and keys, side by side, at their positions."""
+        """Split into queries and keys, rotated and scaled by position."""
         q, k = rotate(qk, self.table).split((num_heads, kv_heads), dim=2)
         if self.decay is None:
             return q, k
@@ -242,10 +243,10 @@ class Turns(NamedTuple):
 
 
 def turns(config: LongNetConfig, positions: Int64[Tensor, " N"], dtype: torch.dtype) -> Turns | None:
-    """Those of tokens at these positions; None for a model that does not turn queries and keys.
+    """Rotary and xPos factors at these positions; None for a model with neither.
 
-    xPos multiplies queries by ζ^(n/s) and divides keys by it, ζ a factor for each pair of channels and s its scale; the
-    exponents are counted from the middle of the span that float32 allows.
+    xPos multiplies queries by ζ^(n/s) and divides keys by it, with ζ a factor per pair of channels and s its scale; the
+    exponents are counted from the middle of the range that float32 allows.
     Source: xPos, arXiv 2212.10554, section 2.
     """
     if config.position not in ("rotary", "xpos"):
@@ -260,10 +261,10 @@ def turns(config: LongNetConfig, positions: Int64[Tensor, " N"], dtype: torch.dt
 
 
 def rotary_table(positions: Int64[Tensor, " N"], *, head_dim: int, base: float, dtype: torch.dtype) -> RotaryTable:
-    """Cosines and signed sines for `rotate`: channels i and i + D/2 turn by position * base^(-2i/D).
+    """Cosines and signed sines for `rotate`: channels i and i + D/2 rotate by position * base^(-2i/D).
 
-    The table is float32, or float64 for features of that `dtype`.
-    Angles are formed in float64: in float32 an angle near position 1,000,000 is off by 0.03 radians.
+    The table is float32, or float64 for features of that `dtype`. Angles are computed in float64, because in float32
+    the error near position 1,000,000 is 0.03 radians.
     Source: RoFormer, arXiv 2104.09864, eq. 34, with the two channels of a pair half a head apart.
     """
     exponents = torch.arange(0, head_dim, 2, device=positions.device, dtype=torch.float64) / head_dim
@@ -273,6 +274,6 @@ def rotary_table(positions: Int64[Tensor, " N"], *, head_dim: int, base: float, 
 
 
 def rotate(x: Float[Tensor, "B N H D"], table: RotaryTable) -> Float[Tensor, "B N H D"]:
-    """Turn every head's channels by its token's angles; computed in the table's dtype, returned in x's."""
+    """Rotate the channels of every head by the token's angles; computed in the table's dtype, returned in x's."""
     cos, signed_sin = (part[:, None, :] for part in table)
     return torch.addcmul(x * cos, x.roll(x.shape[-1] // 2, dims=-1), signed_sin).to(x.dtype)

@@ -1,4 +1,4 @@
-"""LongNetConfig: the sizes and choices of a LongNet model, checked once."""
+"""LongNetConfig: the sizes and options of a LongNet model, validated on construction."""
 
 from __future__ import annotations
 
@@ -28,11 +28,11 @@ from ._attention import dilated_pattern
 @advises()
 @dataclass(frozen=True, kw_only=True)
 class SelectedLayers:
-    """Layers of a LongNet that read the blocks which score best, in place of its branches.
+    """Layers of a LongNet that attend to the blocks with the best scores, instead of its branches.
 
-    block, scorer, share, query_block: as in `BlockSelector`, whose `within` is the model's causal order or its lack;
-        rows of a causal model choose by their first query. scorer: the name of one. most: as in `TopK`.
-    always: what a query reads in any case, as `masks.parse` reads it; None for the block it stands in.
+    block, scorer, share, query_block: as in `BlockSelector`, whose `within` follows from the model being causal or not;
+        query blocks of a causal model choose by their first query. scorer: its name. most: as in `TopK`.
+    always: keys that every query reads, in the text form of `masks.parse`; None: the block of the query.
     gradient: "none" or "bias", as in `SelectedAttention`.
     layers: numbers of the layers, from 0; None for all.
 
@@ -91,7 +91,7 @@ class SelectedLayers:
 LAYOUTS = ("auto", "natural", "residue")
 NORMS = ("layer", "rms")
 POSITIONS = ("rotary", "xpos", "learned")
-XPOS_SPAN = 126  # scales of xPos: its least factor to the power of half of them is near float32's smallest number
+XPOS_SPAN = 126  # in units of xpos_scale: the least factor to the power of half of it is near float32's smallest number
 
 
 OTHER_NAMES = {
@@ -121,34 +121,33 @@ OTHER_NAMES = {
 )
 @dataclass(frozen=True, kw_only=True)
 class LongNetConfig:
-    """Sizes and choices of a LongNet; plain data, so `dataclasses.asdict` and `LongNetConfig(**data)` invert.
+    """Sizes and options of a LongNet as plain data: `LongNetConfig(**data)` inverts `dataclasses.asdict`.
 
-    vocab_size: tokens in, logits out; None for embedded input, with features out.
+    vocab_size: tokens in, logits out; None for embedded inputs, with features out.
     segment_lengths, dilation_rates, offsets, heads: the branches, as in `masks.longnet`.
     ffn_dim: hidden width of the feed-forward; None means 4 * embed_dim.
     num_kv_heads: key/value heads, shared by num_heads / num_kv_heads query heads each; None means num_heads.
-    position: "rotary" (RoFormer, arXiv 2104.09864); "xpos", the same with scores that decay with distance
-        (arXiv 2212.10554), for up to 126 * xpos_scale tokens; "learned", a vector for each of max_positions positions
-        is added to the embeddings; None, as for inputs that hold their positions.
+    position: "rotary" (RoFormer, arXiv 2104.09864); "xpos": rotary with scores that decay with distance
+        (arXiv 2212.10554), for up to 126 * xpos_scale tokens; "learned": a vector for each of max_positions positions
+        is added to the embeddings; None, as for inputs that include their positions.
     rotary_base: base of the rotary wavelengths; raise it with the context.
     xpos_scale: tokens over which xpos decays by its least factor once, 512 in the paper.
-    bias: whether projections and norms have biases. norm: "layer" or "rms", before each half of a block.
-    subln: one more norm before each half's last projection, and the gain of Magneto, arXiv 2210.06423.
-    deepnorm: norms behind the sums instead of before the halves, with DeepNet's scales, arXiv 2203.00555; no last norm.
-    dropout: probability of zeroing a number of the embeddings and of what a half adds, in training; attention weights,
-        which are never formed, have none. drop_path: probability of leaving out the last block's halves for a
+    bias: True gives projections and norms biases. norm: "layer" or "rms", before each half of a block.
+    subln: a further norm before the last projection of each half, and the gain of Magneto, arXiv 2210.06423.
+    deepnorm: norms after the sums instead of before the halves, with DeepNet's scales, arXiv 2203.00555; no last norm.
+    dropout: probability of zeroing a number of the embeddings and of each half's output, in training; attention
+        weights, which are never formed, have none. drop_path: probability of skipping the last block's halves for a
         sequence, in training; it rises linearly from 0 in the first block (arXiv 1603.09382).
     tie_embeddings: the output projection is the transposed token embedding.
-    layout: order of the tokens between the model's input and output, invisible in its results. "natural": as
-    given; "residue": one permutation at the input and its inverse at the output, under which dilated
-    branches are dense; "auto": whichever the planner finds cheaper on the device, at the length of the
-    longest segment.
+    layout: order of the tokens inside the model, which does not affect its results. "natural": unchanged; "residue":
+        one permutation at the input and its inverse at the output, under which dilated branches are dense; "auto": the
+        order that the planner predicts cheaper on the device, at the length of the longest segment.
     checkpoint: keep only the blocks' inputs in training and run each block again in the backward.
     engine: as in `attend`.
-    selection: layers that choose their keys from the data, as `SelectedLayers` or the same as a mapping; they attend to
-        no branches. The tokens then keep their natural order; over ranks these layers gather all keys.
+    selection: layers that choose their keys from the data, as `SelectedLayers` or a mapping of its fields; they do not
+        use the branches. The tokens then keep their natural order; over ranks these layers gather all keys.
 
-    Raises ValueError or TypeError for sizes and choices that do not fit together.
+    Raises ValueError or TypeError for sizes and options that do not fit together.
 
     >>> config = fd.LongNetConfig(
     ...     vocab_size=256, embed_dim=64, depth=2, num_heads=4, segment_lengths=(64, 256), dilation_rates=(1, 4)
@@ -227,7 +226,7 @@ class LongNetConfig:
             raise ValueError(f"layers of the selection must be below depth={self.depth}; got {self.selection.layers}")
 
     def selects(self, layer: int) -> bool:
-        """Whether this layer chooses its keys from the data."""
+        """True for a layer that chooses its keys from the data."""
         return self.selection is not None and (self.selection.layers is None or layer in self.selection.layers)
 
     def _check_heads(self) -> None:
@@ -259,7 +258,7 @@ class LongNetConfig:
             )
 
     def check_num_tokens(self, num_tokens: int, of: str = "") -> None:
-        """Raise ValueError for a sequence of more tokens than there are positions; of: what they are, for the error."""
+        """Raise ValueError for a sequence of more tokens than positions; of: describes the tokens in the error."""
         if self.max_positions is not None and num_tokens > self.max_positions:
             raise ValueError(
                 f"the model has {self.max_positions} learned positions: make it with more max_positions, or take "
@@ -285,6 +284,6 @@ class LongNetConfig:
 
     @property
     def pattern(self) -> Pattern | Mixture:
-        """Who attends to whom, in every layer."""
+        """The pattern of every layer."""
         options = {"causal": self.causal, "offsets": self.offsets, "heads": self.heads}
         return dilated_pattern(self.segment_lengths, self.dilation_rates, **options)

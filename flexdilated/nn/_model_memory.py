@@ -1,4 +1,4 @@
-"""What a LongNet of some size holds in memory, in training and without: its own code, run without memory."""
+"""Memory of a LongNet of a given size, in training and inference, from a run of the model's code on meta tensors."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from ._longnet_config import LongNetConfig
 
 @dataclass(frozen=True)
 class ModelSize:
-    """A LongNet's sizes beside its pattern: embedded tokens in, features out, feed-forwards of 4 * embed_dim."""
+    """Sizes of a LongNet without its pattern: embedded tokens in, features out, feed-forwards of 4 * embed_dim."""
 
     embed_dim: int
     depth: int
@@ -35,11 +35,11 @@ class ModelSize:
 
 @dataclass(frozen=True)
 class ModelMemory:
-    """Bytes; each peak is of all that is alive at once.
+    """Bytes; each peak counts everything alive at one time.
 
-    weights: the parameters; their gradients are as large. optimizer: AdamW's two moments, in the weights' dtype.
-    inference_peak: a forward without gradients, weights and input included. step_peak: a forward and a backward, with
-    input, weights, their gradients and the gradient of the features. training_peak: that with the optimizer's state.
+    weights: the parameters; their gradients have equal size. optimizer: AdamW's two moments, in the weights' dtype.
+    inference_peak: a forward without gradients, including weights and input. step_peak: a forward and a backward,
+    including input, weights, their gradients and the gradient of the features. training_peak: step_peak plus optimizer.
     """
 
     weights: int
@@ -56,7 +56,7 @@ class ModelMemory:
 
 
 def longnet_around(pattern: Pattern | Mixture, size: ModelSize, *, checkpoint: bool) -> LongNet:
-    """A LongNet whose blocks attend by this pattern, tokens in natural order."""
+    """A LongNet whose blocks attend by this pattern, with tokens in natural order."""
     config = LongNetConfig(
         vocab_size=None,
         embed_dim=size.embed_dim,
@@ -75,16 +75,16 @@ def longnet_around(pattern: Pattern | Mixture, size: ModelSize, *, checkpoint: b
 
 
 def training_step(model: LongNet, x: Tensor) -> Tensor:
-    """A forward, and the backward of the features' mean square; returns the features."""
+    """Run a forward, and the backward of the features' mean square; returns the features."""
     features = model(x)
     features.backward(features.detach() * (2 / features.numel()))
     return features
 
 
 def model_memory(size: ModelSize, num_tokens: int, attention: AttentionMemory, *, checkpoint: bool) -> ModelMemory:
-    """Memory of a LongNet in which one attention call of `attention_size` takes so much.
+    """Memory of a LongNet; `attention` is that of one call of `attention_size`.
 
-    The model's code runs once over tensors without memory. Nothing is computed.
+    Runs the model's code once on meta tensors. Nothing is computed.
     """
     with NOWHERE:
         model = longnet_around(masks.every(), size, checkpoint=checkpoint)
@@ -98,21 +98,21 @@ def model_memory(size: ModelSize, num_tokens: int, attention: AttentionMemory, *
 
 
 def attention_size(size: ModelSize, num_tokens: int) -> AttentionSize:
-    """That of the attention calls in the model: q, k and v come from projections of its tokens."""
+    """Size of the attention calls in the model, whose q, k and v come from projections of its tokens."""
     return AttentionSize(
         num_tokens, size.num_heads, size.head_dim, size.dtype, size.batch, size.num_kv_heads, tokens_outermost=True
     )
 
 
 def _inside_inference(attention: AttentionMemory) -> Mapping[object, Hidden]:
-    """What the attention operator holds besides its inputs."""
+    """Bytes that the attention operator allocates in inference, without its inputs."""
     return {torch.ops.flexdilated.tiles.default: Hidden(attention.inference_peak - attention.inputs)}
 
 
 def _inside_training(attention: AttentionMemory) -> Mapping[object, Hidden]:
-    """The same, and what is kept for the backward besides inputs and results."""
+    """Bytes that the attention operators allocate in training, and that they keep for the backward."""
     forward = Hidden(attention.forward_peak - attention.inputs, attention.kept - attention.shown)
-    # The gradient that comes in is as large as q.
+    # The incoming gradient has the size of q.
     backward = Hidden(attention.backward_peak - attention.kept - attention.queries)
     return {
         torch.ops.flexdilated.tiles.default: forward,

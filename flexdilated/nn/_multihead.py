@@ -1,4 +1,4 @@
-"""MultiheadDilatedAttention: `nn.MultiheadAttention` with LongNet's pattern in place of the dense one."""
+"""MultiheadDilatedAttention: `nn.MultiheadAttention` with LongNet's pattern instead of dense attention."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ if TYPE_CHECKING:
 
     from ..distributed import Sharding
 
-_LARGE_BATCH = 256  # of sequences of few tokens each: with more it is likely that the dims are swapped
+_LARGE_BATCH = 256  # of short sequences; larger batches suggest that the two dims are swapped
 
 # B batch, H heads, N queries, M keys, E embed dim, K key dim, V value dim, D head dim
 
 
 class MultiheadProjections(OrdinaryPath):
-    """Inputs to heads and back, by the parameters and sizes of an `nn.MultiheadAttention`, checked."""
+    """Projections from inputs to heads and back, with the parameters and sizes of an `nn.MultiheadAttention`."""
 
     embed_dim: int
     num_heads: int
@@ -48,17 +48,17 @@ class MultiheadProjections(OrdinaryPath):
     out_proj: nn.Linear
 
     def heads_of(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Float[Tensor, "B H N D"], ...]:
-        """q, k and v, projected; a batch of one for inputs without. Raises for inputs that do not fit."""
+        """(q, k, v), projected; unbatched inputs get a batch of 1. Raises for inputs that do not fit."""
         self._check_inputs(query, key, value)
         q, k, v = (self._split_heads(x) for x in self._project(query, key, value))
         return q, k, v
 
     def key_shape(self, key: Tensor) -> tuple[int, ...]:
-        """(B, M), or (M,) without a batch: the shape of a padding mask."""
+        """Shape of a padding mask: (B, M), or (M,) for unbatched keys."""
         return tuple(key.shape[:-1] if self.batch_first or key.dim() == 2 else key.shape[1::-1])
 
     def joined(self, out: Float[Tensor, "B H N D"], dims: int) -> Tensor:
-        """The output projection of all heads, in the form of the query, which has this many dims."""
+        """Output projection of all heads, with `dims` dimensions, in the layout of the query."""
         if dims == 2:
             return self.out_proj(out.squeeze(0).transpose(0, 1).flatten(-2))
         return self.out_proj((out.transpose(1, 2) if self.batch_first else out.permute(2, 0, 1, 3)).flatten(-2))
@@ -95,7 +95,7 @@ class MultiheadProjections(OrdinaryPath):
             _warn_of_order(query)
 
     def _check_kind(self, name: str, x: Tensor) -> None:
-        """Device as the parameters'; dtype too, unless autocast is there to convert it."""
+        """Check the device against the parameters, and the dtype too, unless autocast converts it."""
         weight = self.out_proj.weight
         if x.device != weight.device:
             raise ValueError(f"{name} must be on the module's device {weight.device}; got {x.device}")
@@ -113,7 +113,7 @@ def _warn_of_order(query: Tensor) -> None:
 
 
 def refuse_weights(need_weights: bool) -> None:
-    """Raise ValueError where a call asks for attention weights."""
+    """Raise ValueError if a call requests attention weights."""
     if require_bool("need_weights", need_weights):
         raise ValueError(
             "need_weights must be False, as attention weights are never formed: for a small input, read the "
@@ -139,15 +139,15 @@ _TOKENS_FIRST = ", and for inputs of (batch, tokens, width) make the module with
 class MultiheadDilatedAttention(MultiheadProjections):
     """Projections, dilated attention, output projection; parameters as in `nn.MultiheadAttention`.
 
-    `state_dict` loads from and into an `nn.MultiheadAttention` of the same sizes, and equal seeds give equal
-    parameters. With one branch that spans the sequence (segment_lengths=[N], dilation_rates=[1]) the two
-    are the same function. offsets, heads: as in `masks.longnet`; engine: as in `attend`.
+    Its `state_dict` is interchangeable with that of an `nn.MultiheadAttention` with equal sizes, and equal seeds give
+    equal parameters. With one branch that spans the sequence (segment_lengths=[N], dilation_rates=[1]) the two modules
+    compute one function. offsets, heads: as in `masks.longnet`; engine: as in `attend`.
 
     mesh, schedule, sharding: as in `BlockSparseAttention`. The tokens of query, key and value are then this rank's, and
-    key_padding_mask is of the whole sequence. The `state_dict` is that of a module without a mesh.
+    key_padding_mask is for the whole sequence. The `state_dict` is that of a module without a mesh.
 
     Not available, each a ValueError that names the remedy: dropout above 0, add_bias_kv, add_zero_attn.
-    Inside `nn.TransformerEncoderLayer` the module is called in every mode, its fused inference path included.
+    Inside `nn.TransformerEncoderLayer` the module is always called, instead of the layer's fused inference path.
 
     >>> layer = fd.MultiheadDilatedAttention(64, 4, (64, 256), (1, 4), batch_first=True)
     >>> x = torch.randn(1, 256, 64)
@@ -247,16 +247,16 @@ class MultiheadDilatedAttention(MultiheadProjections):
         average_attn_weights: bool = True,
         is_causal: bool = False,
     ) -> tuple[Float[Tensor, "*batch E"], None]:
-        """The attended values, in the shape of query, and None for the weights, which are never formed.
+        """(attended values in the shape of query, None): attention weights are never formed.
 
         Shapes: (N, B, E), or (B, N, E) with batch_first, or (N, E) unbatched; key and value likewise with M,
-        kdim and vdim. is_causal=True needs a module made with causal=True, and no mask. attn_mask: None, or exactly the
-        causal mask of torch, (N, M) booleans or floats, beside which that module computes what it does without.
-        key_padding_mask: booleans (B, M), or (M,) unbatched, True for keys to leave out, or floats, 0 and -inf
-        for them. A query that is left without keys attends to nothing, where torch has NaN. Positions stay as
-        they are: with padding on the left, segments begin in the padding. average_attn_weights says how weights
-        are returned, so it changes nothing here. Raises ValueError for need_weights, for any other attn_mask (in a
-        compiled graph RuntimeError, when it runs), and for inputs that do not fit.
+        kdim and vdim. is_causal=True needs a module with causal=True. attn_mask: None, or, for such a module, exactly
+        torch's causal mask, (N, M) booleans or floats, which changes nothing.
+        key_padding_mask: booleans (B, M), or (M,) unbatched, True for keys to hide, or floats, -inf for keys to hide
+        and 0 for others. A query without visible keys gets attention output 0, where torch has NaN. Positions include
+        padding: with padding on the left, segments begin in the padding. average_attn_weights affects only returned
+        weights, so it has no effect here. Raises ValueError for need_weights, for any other attn_mask (RuntimeError at
+        run time in a compiled graph), and for inputs that do not fit.
         """
         refuse_weights(need_weights)
         q, k, v = self.heads_of(query, key, value)
@@ -273,7 +273,7 @@ class MultiheadDilatedAttention(MultiheadProjections):
         return self.joined(out, query.dim()), None
 
     def _check_order(self, is_causal: bool, attn_mask: object, shape: tuple[int, int]) -> None:
-        """A causal call needs a causal module; the mask beside it says the same once more."""
+        """A causal call requires a causal module; a mask, if any, must be the causal one."""
         if attn_mask is not None:
             require_causal_mask(attn_mask, shape, instead=_INSTEAD if self.batch_first else _INSTEAD + _TOKENS_FIRST)
         if not self.causal and (is_causal or attn_mask is not None):

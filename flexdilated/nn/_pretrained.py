@@ -1,4 +1,4 @@
-"""Models in a folder: what they were made of as JSON, their weights as safetensors."""
+"""Models in a folder: configurations as JSON, weights as safetensors."""
 
 from __future__ import annotations
 
@@ -19,16 +19,16 @@ _CONFIG, _WEIGHTS = "config.json", "model.safetensors"
 
 
 class Pretrained(nn.Module):
-    """`save_pretrained` and `from_pretrained`, of a model that says what it was made of."""
+    """`save_pretrained` and `from_pretrained`, for a model that implements `made_of`."""
 
     def made_of(self) -> dict[str, Any]:
-        """The arguments of its configuration, by name: configurations, and plain data."""
-        raise NotImplementedError  # every model has its own
+        """Constructor arguments to save, by name: configurations and plain data."""
+        raise NotImplementedError  # every model overrides it
 
     def save_pretrained(self, folder: str | Path) -> None:
-        """Write the model into a folder, which is made if need be: config.json and model.safetensors.
+        """Write config.json and model.safetensors into a folder, which is created if needed.
 
-        The weights are those of the state_dict, in their dtype. What a call runs on (mesh, device) is not written.
+        The weights are the state_dict, in its dtype. Where a call runs (mesh, device) is not saved.
         Raises ImportError without safetensors (pip install 'flexdilated[pretrained]').
 
         >>> import tempfile
@@ -52,7 +52,7 @@ class Pretrained(nn.Module):
         (place / _CONFIG).write_text(json.dumps(written, indent=2) + "\n", encoding="utf-8")
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
-        """As torch's; ValueError for weights that a wrapper named, with the way to strip its prefix."""
+        """As in torch; ValueError for weights with a wrapper's prefix, with the way to strip it."""
         if strict:
             _check_prefix(self, state_dict)
         return super().load_state_dict(state_dict, strict, assign)
@@ -68,9 +68,9 @@ class Pretrained(nn.Module):
     ) -> Self:
         """The model that `save_pretrained` wrote into a folder, in evaluation mode.
 
-        device, dtype: of its weights; None keeps the dtype that was written. options: what else the model may be made
-        with, such as a mesh. Raises FileNotFoundError for a folder without the two files, ValueError for one of
-        another model, for a configuration this version does not know, and for weights that are missing, unknown or of
+        device, dtype: of its weights; dtype None keeps the saved dtype. options: further constructor arguments, such as
+        a mesh. Raises FileNotFoundError for a folder without the two files, ValueError for a folder of another model
+        class, for a configuration that this version does not know, and for weights that are missing, unknown or of
         another shape, all of which it names; ImportError without safetensors.
         """
         store, place = _safetensors(), Path(folder)
@@ -94,7 +94,7 @@ def _safetensors() -> Any:
 
 
 def _read(cls: type[nn.Module], path: Path) -> dict[str, Any]:
-    """The arguments that a file holds for this class."""
+    """The constructor arguments in a file, checked to be for this class."""
     try:
         written = json.loads(path.read_text(encoding="utf-8"))
         name, arguments = written["model"], dict(written["arguments"])
@@ -131,7 +131,7 @@ def _check(model: nn.Module, weights: dict[str, torch.Tensor]) -> None:
 
 
 def _check_prefix(model: nn.Module, weights: Mapping[str, Any]) -> None:
-    """Raise ValueError where all weights have the names of the model's behind one prefix."""
+    """Raise ValueError if all weights have the model's names with one common prefix."""
     name = next(iter(model.state_dict()))
     found = next((each for each in weights if each.endswith(f".{name}")), "")
     prefix = found.removesuffix(name)

@@ -1,4 +1,4 @@
-"""What happened: compilations, profiles, statistics, attention received."""
+"""Observation of a process: compilations, profiles, statistics, and attention received."""
 
 from ._compilations import compilations
 from ._profile import VARIABLE, folder_from_environment, profile_process

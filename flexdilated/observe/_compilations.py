@@ -1,4 +1,4 @@
-"""What torch.compile has done in this process: graphs, compilations again, graph breaks, frames it gave up."""
+"""Record of torch.compile in this process: graphs, recompilations, graph breaks, and frames left to eager."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ from tabulate import tabulate
 from .._torch_private import compiler_records
 from ..engines import num_flex_functions
 
-# Names under which torch adds up its seconds: of what runs forward, and of backwards that it compiles later.
+# Names under which torch sums its seconds: compilation of forward frames, and of backwards compiled later.
 _TIMED = ("_compile.compile_inner", "backward._backward_impl")
-_SHOWN = 100  # characters of a reason
+_SHOWN = 100  # characters of a reason that are shown
 
 
 @dataclass(frozen=True)
 class Compilation:
-    """One function that torch compiled, or tried to.
+    """One function that torch compiled, or tried to compile.
 
-    `reason` says why what was compiled before did not serve, None for the first time; `failure` says why torch
-    gave up, None where it did not.
+    reason: why earlier compilations did not serve; None for the first one. failure: why torch gave up; None if it did
+    not.
     """
 
     function: str
@@ -32,16 +32,16 @@ class Compilation:
 
 @dataclass(frozen=True)
 class Compilations:
-    """torch.compile in this process, whoever called it, since it started or its counters were cleared.
+    """Record of torch.compile in this process, for all callers, since it started or its counters were cleared.
 
-    graphs: compiled, forward and backward as one. found_on_disk: of these, taken from torch's cache of an earlier
-        process.
+    graphs: compiled, counting forward and backward as one. found_on_disk: number of these loaded from torch's cache of
+        an earlier process.
     seconds: spent on compiling.
     graph_breaks: (reason, times), the most frequent first.
-    left_to_eager: times that torch gave a function up, which then runs as it is written. Past `recompile_limit`
-        compilations of one function it does that too.
-    flex_functions: those that engine "flex", called eagerly, has had compiled. It never runs one uncompiled.
-    latest: what torch remembers of the compilations one by one: the last 64 of them.
+    left_to_eager: how often torch gave up compiling a function, which then runs eagerly. That includes functions that
+        exceed `recompile_limit`.
+    flex_functions: functions compiled for eager calls of engine "flex", which never runs uncompiled.
+    latest: the last 64 compilations, which is what torch remembers.
     """
 
     graphs: int
@@ -54,21 +54,21 @@ class Compilations:
 
     @property
     def num_graph_breaks(self) -> int:
-        """All of them, for whatever reason."""
+        """Number of graph breaks, summed over reasons."""
         return sum(times for _, times in self.graph_breaks)
 
     @property
     def recompilations(self) -> tuple[Compilation, ...]:
-        """Those of the latest that compiled a function again."""
+        """Entries of `latest` that recompiled a function."""
         return tuple(each for each in self.latest if each.reason is not None and each.failure is None)
 
     @property
     def failures(self) -> tuple[Compilation, ...]:
-        """Those of the latest that torch gave up."""
+        """Entries of `latest` in which torch gave up."""
         return tuple(each for each in self.latest if each.failure is not None)
 
     def __str__(self) -> str:
-        """A table of the numbers, and one of the reasons if there are any."""
+        """A table of the numbers, and a table of the reasons if any."""
         return "\n\n".join(text for text in (self.numbers(), self._reasons()) if text)
 
     def numbers(self) -> str:
@@ -92,10 +92,10 @@ class Compilations:
 
 
 def compilations() -> Compilations:
-    """What torch.compile has done so far in this process.
+    """Record of torch.compile in this process so far.
 
-    Reads torch's own counters, which other code may clear; `torch._dynamo.utils.counters.clear()` starts the
-    counts anew, but for the seconds, the flex functions and the latest.
+    Reads torch's own counters, which other code may clear; `torch._dynamo.utils.counters.clear()` resets all counts
+    except seconds, flex_functions and latest.
 
     >>> compilations = fd.compilations()  # print it
     """
@@ -117,7 +117,7 @@ def compilations() -> Compilations:
 
 
 def _latest(records: list[Any]) -> Iterator[Compilation]:
-    """torch names a function where it compiles it; where it gives one up, the time before tells the name."""
+    """torch records a function's name when it compiles it, not when it gives up, so names come from earlier records."""
     names: dict[str, str] = {}
     for record in records:
         if record.co_name:
@@ -128,11 +128,11 @@ def _latest(records: list[Any]) -> Iterator[Compilation]:
 
 
 def _frame(record: Any) -> str:
-    """Which function: an id such as "3/1" is its number, and how often it was compiled before."""
+    """Number of the function: its compile id without the count of compilations, "3" for "3/1"."""
     return (record.compile_id or "").rpartition("/")[0]
 
 
 def _short(reason: str | None) -> str:
-    """The first line, cut to what a terminal shows."""
+    """First line, cut to _SHOWN characters."""
     line = (reason or "").partition("\n")[0]
     return line if len(line) <= _SHOWN else f"{line[: _SHOWN - 1]}…"

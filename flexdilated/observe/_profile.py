@@ -1,4 +1,4 @@
-"""Profiles: with FLEXDILATED_PROFILE=folder, a process that imports flexdilated writes what torch did in it."""
+"""Profiles: with FLEXDILATED_PROFILE=folder, a process that imports flexdilated writes a profile of torch's work."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from torch.profiler import ProfilerActivity, profile
 from ..masks.core import bytes_text
 
 VARIABLE = "FLEXDILATED_PROFILE"
-_ROWS = 50  # of a table
+_ROWS = 50  # shown of a table
 
 
 def folder_from_environment() -> Path | None:
-    """The folder that FLEXDILATED_PROFILE names, which need not be there yet; None where it names none.
+    """The folder in FLEXDILATED_PROFILE, which need not exist yet; None if the variable is not set.
 
-    Raises ValueError for what is no folder, and for one that cannot be made or written to.
+    Raises ValueError if it is not a folder, or cannot be made or written to.
     """
     named = os.environ.get(VARIABLE)
     if not named:
@@ -32,9 +32,9 @@ def folder_from_environment() -> Path | None:
 
 
 def profile_process() -> None:
-    """Record from here to the end of the process, if the variable asks for it. ValueError for a bad folder.
+    """Profile from now to the end of the process, if the variable is set. Raises ValueError for a bad folder.
 
-    What the main thread runs is recorded, with its backward passes. torch has one profiler a process.
+    Records the work of the main thread and its backward passes. torch allows one profiler per process.
     """
     folder = folder_from_environment()
     if folder is None:
@@ -49,7 +49,7 @@ def profile_process() -> None:
 
 
 def _write(folder: Path, profiler: profile, seconds: float) -> None:
-    """`PID.trace.json.gz`, and `PID.txt`: peaks of memory, and operators by time and by memory."""
+    """Write `PID.trace.json.gz`, and `PID.txt` with peaks of memory, and operators by time and by memory."""
     profiler.stop()
     profiler.export_chrome_trace(str(folder / f"{os.getpid()}.trace.json.gz"))
     operators, on_device = profiler.key_averages(), torch.accelerator.is_available()
@@ -61,7 +61,7 @@ def _write(folder: Path, profiler: profile, seconds: float) -> None:
 
 
 def _peaks(on_device: bool) -> str:
-    """The most memory that was held at once: of the process, as Linux counts it, and of the accelerator's tensors."""
+    """Peaks of memory: of the process, as Linux counts it, and of tensors on the accelerator."""
     status = Path("/proc/self/status")
     lines = status.read_text(encoding="utf-8").splitlines() if status.exists() else []
     peaks = [("resident", 1024 * int(line.split()[1])) for line in lines if line.startswith("VmHWM:")]

@@ -1,4 +1,4 @@
-"""attention_received: how much attention each key got, as the gradient of v for a cotangent of ones."""
+"""attention_received: attention that each key receives, computed as the gradient of v for a cotangent of ones."""
 
 from __future__ import annotations
 
@@ -37,15 +37,16 @@ def attention_received(
     engine: str | None = None,
     block_size: int | tuple[int, int] | None = None,
 ) -> Float[Tensor, "B H M"]:
-    """How much attention each key got: over all queries the sum of multiplicity * exp(score - lse), a query head each.
+    """Attention that each key receives: sum over queries of multiplicity * exp(score - lse), per query head.
 
-    lse is what `attend(q, k, v, pattern, return_lse=True)` gives, and the other arguments are those of that call. A
-    query shares 1 among its keys, and nothing where its lse is -inf: a head's entries add up to the number of its
-    queries that have keys, less what sinks and zero keys took, which the lse counts. With the lse of more keys than
-    these, the result is what these got.
+    lse: as `attend(q, k, v, pattern, return_lse=True)` returns it; other arguments: as in that call. A query
+    distributes 1 over its keys, and nothing if its lse is -inf. So a head's entries sum to the number of its queries
+    with keys, less the share of sinks and zero keys, which the lse includes. If the lse covers more keys than k, the
+    result is the share of the keys in k.
 
-    Takes as much memory as a backward pass, and no N x M matrix. float32, or float64 for float64 inputs; no gradient
-    flows through it. On CPU half precision runs in float32; on accelerators engine="flex" rounds the result to it.
+    Uses as much memory as a backward pass, and no N x M matrix. The result is float32, or float64 for float64 inputs,
+    and has no gradient. On CPU half precision is computed in float32; on accelerators engine="flex" rounds the result
+    to half.
 
     engine: as in `attend`, except that "flex" has no backward on CPU. block_size: as in `attend`.
 
@@ -79,12 +80,12 @@ def attention_received(
 
 
 def _by_tiles(q: Tensor, k: Tensor, lse: Tensor, bindings: list[Tensor], *options: Any) -> Tensor:
-    """From the op that is the backward of `attend`, which takes the rows' lse as it is given.
+    """Call the backward op of `attend` with the given lse.
 
-    With an out of 0 no row has anything to share among its scores, and v takes no part in its own gradient.
+    The gradient of v depends on neither out nor v, so out is 0 and k is passed as v.
     """
     wide = sum_dtype(q)
-    # Keys that are wider than queries have gradients as wide; they are read in the queries' dtype.
+    # Gradients of keys wider than queries are as wide; the op reads the keys in the queries' dtype.
     q, k = (q.to(wide) if device_kind(q.device).on_host else q), k.to(wide)
     out = torch.zeros_like(q)
     found = [
@@ -97,12 +98,12 @@ def _by_tiles(q: Tensor, k: Tensor, lse: Tensor, bindings: list[Tensor], *option
 def _by_autograd(
     q: Tensor, k: Tensor, lse: Tensor, pattern: Pattern | Mixture, *, engine: str, **options: Any
 ) -> Tensor:
-    """Through a call of `attend`, whose own lse is that of these keys, without sinks."""
+    """Differentiate `attend`, whose lse covers only these keys and no sinks; rescale the shares to the given lse."""
     wide = sum_dtype(q)
     with torch.inference_mode(False), torch.enable_grad():
         q, k, lse = (x.clone() if x.is_inference() else x for x in (q, k, lse))
         if engine == "reference":
-            q, k = q.double(), k.double()  # as it computes; its answer would come rounded to their dtype
+            q, k = q.double(), k.double()  # else the engine would round its float64 result to their dtype
         v = torch.zeros_like(k).requires_grad_()
         out, own = attend(q, k, v, pattern, enable_gqa=True, engine=engine, return_lse=True, **options)
         none = (own == -torch.inf) | (lse == -torch.inf)
@@ -115,9 +116,9 @@ def _by_autograd(
 
 
 def _cotangents(q: Tensor, num_kv_heads: int) -> Iterator[tuple[range, Tensor]]:
-    """(members of each group of query heads, gradient of their out): a one in the column that is the member's own.
+    """(members of each group of query heads, cotangent of out): for each member, ones in a separate column.
 
-    The gradient of v is summed over the group of a key/value head, and each member's share stands in its column.
+    The gradient of v is summed over the group of a key/value head; separate columns keep the members' shares apart.
     """
     dim, group = q.shape[3], q.shape[1] // num_kv_heads
     member, column = torch.arange(q.shape[1], device=q.device) % group, torch.arange(dim, device=q.device)

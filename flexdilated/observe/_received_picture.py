@@ -1,4 +1,4 @@
-"""The attention that tokens received as a picture: over the sequence, or over the places of tokens in a plane."""
+"""Pictures of the attention that tokens received: along the sequence, or at the coordinates of tokens in a plane."""
 
 from __future__ import annotations
 
@@ -21,16 +21,16 @@ if TYPE_CHECKING:
 
 # B batch, H query heads, M keys, Y rows and X columns of a grid
 
-_MOST_COLUMNS = 1024  # of a strip: more tokens than these share a column
-_MOST_HEADS = 8  # that are drawn one by one beside their mean
-_MOST_CELLS = 1 << 22  # of a grid of places; with more they are drawn as points
+_MOST_COLUMNS = 1024  # of a strip; with more tokens, neighbours share a column
+_MOST_HEADS = 8  # up to which heads are also drawn separately, next to their mean
+_MOST_CELLS = 1 << 22  # of a grid; larger grids are drawn as points
 _COLOURS = "viridis"
 _NOTHING = (0.85, 0.85, 0.85, 1.0)
 _LABEL = "attention received"
 _MOST_TICKS = 9  # of a scale of attention
 _NARROW = 1.01  # ratio of its ends below which values count as one
-_LEAST, _MOST = 1e-30, 1e30  # drawn values; others are drawn as these
-_DEEPEST = 1e6  # the curves show what is down to so much below their top
+_LEAST, _MOST = 1e-30, 1e30  # range of drawn values; values outside are clamped
+_DEEPEST = 1e6  # ratio of a curve's top to the least value shown
 
 
 @advises()
@@ -42,13 +42,13 @@ def plot_attention_received(
     k_offset: int = 0,
     title: str | None = None,
 ) -> Figure:
-    """Draw what `attention_received` gives, of one batch entry, as a matplotlib figure: `figure.savefig(path)`.
+    """Draw the result of `attention_received` for one batch entry, as a matplotlib figure: `figure.savefig(path)`.
 
-    Without coordinates: a strip a head over the sequence, and curves, of neighbours' means where tokens are many.
-    `k_offset` is the position of the first key, as in the call of `attend`. With coordinates, the (x, y) of each token,
-    such as those of a slide's tiles: a map of the mean over heads, and of each head where there are at most 8; x grows
-    to the right, y downwards, and places without a token stay white. Colours and curves are on logarithmic scales;
-    where a token got nothing, the colour is grey and a curve has a gap.
+    Without coordinates: one strip per head along the sequence, and curves, averaged over neighbours for many tokens.
+    k_offset: position of the first key, as in the call of `attend`. With coordinates, the (x, y) of each token, such as
+    the tiles of a slide: a map of the mean over heads, and one per head for at most 8 heads; x grows to the right, y
+    downwards, and positions without a token stay white. Colours and curves have logarithmic scales; tokens that
+    received nothing are grey, and gaps in the curves.
 
     Raises ValueError or TypeError for tensors of other shapes, and ImportError without matplotlib.
 
@@ -92,7 +92,7 @@ def _over_the_sequence(heads: Tensor, first: int, title: str | None) -> Figure:
 
 
 def _scale_curves(curves: Axes) -> None:
-    """A logarithmic scale over what is above 0: on a linear one, global tokens would flatten the rest."""
+    """Set a logarithmic scale over values above 0; on a linear one, global tokens would flatten all others."""
     drawn = torch.cat([torch.as_tensor(line.get_ydata()) for line in curves.lines])
     some = drawn[drawn > 0].clamp(_LEAST, _MOST)
     if not len(some):
@@ -143,7 +143,7 @@ def _draw_map(axes: Axes, colours: Tensor, places: Tensor, grid: tuple[Tensor, T
 
 
 def _grid(places: Tensor) -> tuple[Tensor, Tensor] | None:
-    """(column and row of each place, distance of neighbours along x and y) of places on a grid; None for others."""
+    """(column and row of each token, grid steps along x and y) if coordinates form a grid; else None."""
     steps = []
     for along in places.T:
         gaps = along.unique().diff()
@@ -158,7 +158,7 @@ def _grid(places: Tensor) -> tuple[Tensor, Tensor] | None:
 
 
 def _shades(values: Tensor) -> ScalarMappable:
-    """Colours from the hundredth of the values above 0 that got least to that which got most."""
+    """Colour map from the 1st to the 99th percentile of the values above 0."""
     from matplotlib.cm import ScalarMappable
     from matplotlib.colors import LogNorm
 
@@ -168,7 +168,7 @@ def _shades(values: Tensor) -> ScalarMappable:
 
 
 def _apart(least: float, most: float) -> tuple[float, float]:
-    """Ends of a scale: a factor of 4 apart where values are as good as equal."""
+    """Ends of a scale; widened to a factor of 4 if values are nearly equal."""
     return (least, most) if most >= _NARROW * least else (least / 2, least * 2)
 
 
@@ -179,7 +179,7 @@ def _add_bar(figure: Figure, shades: ScalarMappable, axes: list[Axes]) -> None:
 
 
 def scale_ticks(least: float, most: float) -> list[float]:
-    """Two to nine round numbers of a logarithmic scale: 1, 2, 5 of each decade; decades; or steps of one length.
+    """Two to nine round numbers of a logarithmic scale: 1, 2, 5 of each decade; decades; or equal steps.
 
     `most` is at least 1.01 times `least`, which is above 0.
     """
@@ -196,21 +196,21 @@ def scale_ticks(least: float, most: float) -> list[float]:
 
 
 def plain_numbers() -> Formatter:
-    """Formatter of ticks without an offset or a power of ten that is common to the axis."""
+    """Formatter of ticks without an offset or a common power of ten."""
     from matplotlib.ticker import FuncFormatter
 
     return FuncFormatter(lambda value, _: f"{value:,.10g}")
 
 
 def _coloured(values: Tensor, shades: ScalarMappable) -> Tensor:
-    """The colour of each value, as red, green, blue and opacity."""
+    """RGBA colour of each value."""
     colours = torch.from_numpy(shades.to_rgba(values.clamp(min=torch.finfo(values.dtype).tiny).numpy()))
     colours[values == 0] = torch.tensor(_NOTHING, dtype=colours.dtype)
     return colours
 
 
 def _heads(received: object, batch: int) -> Tensor:
-    """(H, M) in float64 on the CPU, of one batch entry."""
+    """Attention of one batch entry, (H, M), in float64 on the CPU."""
     if not isinstance(received, Tensor):
         raise TypeError(f"received must be a tensor from attention_received; got {type(received).__name__}")
     if received.dim() != 3 or 0 in received.shape:
@@ -223,7 +223,7 @@ def _heads(received: object, batch: int) -> Tensor:
 
 
 def _places(coordinates: object, tokens: int) -> Tensor:
-    """(M, 2) in float64 on the CPU."""
+    """Coordinates, (M, 2), in float64 on the CPU."""
     if not isinstance(coordinates, Tensor):
         raise TypeError(f"coordinates must be a tensor; got {type(coordinates).__name__}")
     if coordinates.shape != (tokens, 2):

@@ -1,4 +1,4 @@
-"""stats: the plan cache, the pools, the compilations and where plans come from, as one value."""
+"""stats: the plan cache, the pools, the compilations and the sources of plans, as one value."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ from ..masks.plan_cache import CacheStats
 from ..masks.planning import sources_in_use
 from ._compilations import Compilations, compilations
 
-# Imported by whoever has made a pool: nobody else has to wait for it.
+# Read from sys.modules: only a process that has imported it can have pools, and others should not load it.
 _POOL_MODULE = "flexdilated.distributed.wire._pool"
 
 
 @dataclass(frozen=True)
 class PoolStats:
-    """A `distributed.BufferPool` that is alive: its settings, and what it holds and has leased since its last reset.
+    """Settings and statistics of a live `distributed.BufferPool`, since its last reset.
 
-    threshold_bytes: the least that it leases; None: it never does. budget_bytes: None where it has none. The rest as
-    in its `statistics`.
+    threshold_bytes: least size that it leases; None: it never leases. budget_bytes: None for no budget. Other fields:
+    as in its `statistics`.
     """
 
     name: str
@@ -45,12 +45,12 @@ class PoolStats:
 
 @dataclass(frozen=True)
 class Stats:
-    """What the library holds and has done in this process; print it for tables.
+    """State and history of the library in this process; print it for tables.
 
-    Its table of compilations has the numbers alone: that of `fd.compilations()` has their reasons, too.
+    Its table of compilations has the numbers only; `fd.compilations()` also has the reasons.
 
-    cache: of plans and tables. pools: those alive. compilations: of torch.compile, whoever called it. constants: (kind
-    of device, source) of the machine constants with which plans were made. measured: calls for which `autotune` chose.
+    cache: of plans and tables. pools: all live pools. compilations: of torch.compile, for all callers. constants: (kind
+    of device, source) of the machine constants used in plans. measured: calls for which `autotune` chose.
     """
 
     cache: CacheStats
@@ -60,11 +60,11 @@ class Stats:
     measured: int
 
     def to_data(self) -> dict[str, Any]:
-        """The same as dictionaries, lists, numbers and text, which JSON takes."""
+        """Dictionaries, lists, numbers and text, for JSON."""
         return json.loads(json.dumps(asdict(self)))
 
     def __str__(self) -> str:
-        """A part for each, under its name; text in the order of the fields."""
+        """One section per field, under its name, in the order of the fields."""
         parts = {
             "Plan cache": str(self.cache),
             "Buffer pools": _pool_table(self.pools),
@@ -75,9 +75,9 @@ class Stats:
 
 
 def stats() -> Stats:
-    """Cache, pools and compilations of this process at this moment, and where its plans come from.
+    """Cache, pools, compilations and sources of plans of this process at this moment.
 
-    Nothing is built, imported or measured for it. Raises ValueError where the cache's variables cannot be read.
+    Builds, imports and measures nothing. Raises ValueError if the cache's environment variables are invalid.
 
     >>> stats = fd.stats()  # print it
     """
@@ -86,7 +86,7 @@ def stats() -> Stats:
 
 def _pools() -> Iterable[PoolStats]:
     module = sys.modules.get(_POOL_MODULE)
-    # The references are copied in one step: pools come and go in other threads.
+    # The references are copied in one step, because other threads create and free pools.
     found = () if module is None else (reference() for reference in module.named.valuerefs())
     for pool in (pool for pool in found if pool is not None):
         now = pool.statistics

@@ -1,4 +1,4 @@
-"""What each block of queries gives each block of keys: exactly, from the lse of a call, and by pooled scores."""
+"""Attention mass of each pair of a query block and a key block: exact, from the lse of a call, or by pooled scores."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ from ..masks.planning import block_sides, bound_blocks, shared_terms, term_block
 
 # B batch, H query heads, G key/value heads, N queries, M keys, D head dim, R rows and C columns of blocks
 
-_Allowed = Callable[[Tensor, Tensor], Tensor]  # of positions of queries and of keys
+_Allowed = Callable[[Tensor, Tensor], Tensor]  # (query positions, key positions) -> allowed pairs
 
-_CELLS = 1 << 22  # pairs of all batch entries and heads that are computed at once
+_CELLS = 1 << 22  # pairs computed at once, over all batch entries and heads
 
 
 @torch.no_grad()
@@ -44,21 +44,20 @@ def block_mass(
     head_offset: int = 0,
     num_heads_global: int | None = None,
 ) -> Float[Tensor, "H R C"]:
-    """The share of its attention that each block of queries gives each block of keys, a head each.
+    """Mean share of attention that each block of queries gives to each block of keys, per head.
 
-    Of a query the share is the sum over the block's keys of multiplicity * exp(score - lse); of a block of queries it
-    is the mean over all of them, in all batch entries, whose lse is above -inf. So a row adds up to 1, less what
-    sinks and zero keys of padding took, which the lse counts, and to 0 where no query has keys. For batch entries
-    apart, call it for each.
+    The share of one query is the sum over the block's keys of multiplicity * exp(score - lse). A block of queries has
+    the mean of the shares of its queries with lse > -inf, over all batch entries. So a row sums to 1, less the share of
+    sinks and of zero keys of padding, which the lse includes; it sums to 0 if no query has keys. For separate batch
+    entries, call it once per entry.
 
-    lse is what `attend(q, k, v, pattern, return_lse=True)` gives, and scale, enable_gqa, bindings, offsets and heads
-    are those of that call. Without the offsets of a part of the keys, the shares are of all that the lse counts.
-    block: tokens of a block, or (of queries, of keys). Block i holds the positions from i * block on, as in
+    lse: as `attend(q, k, v, pattern, return_lse=True)` returns it. scale, enable_gqa, bindings, offsets and heads: as
+    in that call. If k is part of the keys of the lse, shares are relative to all keys in the lse.
+    block: tokens of a block, or (of queries, of keys). Block i starts at position i * block, as in
         `masks.block_list`. The first row is the block of query 0's position, the first column that of key 0's.
 
-    Only blocks in which the pattern has pairs are computed, some at a time; no N x M matrix is made, but one of blocks.
-    float32, or float64 for float64 inputs; sums are as wide. No gradient flows through it. Call it outside of
-    torch.compile.
+    Computes only blocks in which the pattern has pairs, in portions, without an N x M matrix.
+    The result is float32, or float64 for float64 inputs, and has no gradient. Call it outside torch.compile.
 
     Raises ValueError or TypeError, before any work, for inputs that do not fit together.
 
@@ -105,15 +104,16 @@ def pooled_scores(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> Float[Tensor, "H R C"]:
-    """How promising each block of keys is for each block of queries: the mean score of all their pairs, a head each.
+    """Mean score of all pairs of each query block and each key block, per head: an estimate for unlisted blocks.
 
-    It is scale * mean of q * mean of k, so no pair is formed, and blocks count whether a pattern has them or not. The
-    mean is over batch entries, too. With `lse`, that of a call with the present pattern, scores are taken less the
-    mean lse of the block's queries that have keys, which makes rows comparable: where all queries have keys, exp of it,
-    times the keys of the block, is at most the mass that the block would add. Rows without such queries are -inf then.
+    Computed as scale * (mean of q) * (mean of k), so no pairs are formed, and for all blocks, in a pattern or not. It
+    is also the mean over batch entries. With `lse`, of a call with the current pattern, the mean lse of the block's
+    queries with keys is subtracted, which makes rows comparable: if all queries have keys, exp(score) times the number
+    of keys in the block is a lower bound of the mass that the block would add. Rows whose queries all have no keys are
+    then -inf.
 
     block: tokens of a block, or (of queries, of keys); the last block may be shorter. scale and enable_gqa: as in
-    `attend`. float32, or float64 for float64 inputs. No gradient flows through it.
+    `attend`. The result is float32, or float64 for float64 inputs, and has no gradient.
 
     Raises ValueError or TypeError for inputs that do not fit together.
 
@@ -142,7 +142,7 @@ def pooled_scores(
 
 @dataclass(frozen=True)
 class _Side:
-    """Tokens from position `offset` on, in blocks of `side` positions that begin at multiples of it."""
+    """Tokens from position `offset` on, in blocks of `side` positions that start at multiples of `side`."""
 
     offset: int
     tokens: int
@@ -150,7 +150,7 @@ class _Side:
 
     @property
     def ahead(self) -> int:
-        """Positions of the first block that lie before the first token."""
+        """Number of positions of the first block before the first token."""
         return self.offset % self.side
 
     @property
@@ -158,22 +158,22 @@ class _Side:
         return -(-(self.ahead + self.tokens) // self.side)
 
     def cut(self, x: Float[Tensor, "B X N D"], fill: float = 0.0) -> Float[Tensor, "B X R S D"]:
-        """The tokens by block, with places that hold none filled up."""
+        """Tokens by block, with `fill` at positions without a token."""
         behind = self.blocks * self.side - self.ahead - self.tokens
         padded = pad(x, (0, 0, self.ahead, behind), value=fill) if self.ahead or behind else x
         return padded.unflatten(2, (self.blocks, self.side))
 
     def mean(self, x: Float[Tensor, "B X N D"]) -> Float[Tensor, "B X R D"]:
-        """Of the tokens of each block."""
+        """Mean over the tokens of each block."""
         return self.cut(x).sum(3) / self.cut(torch.ones_like(x[:1, :1, :, :1])).sum(3)
 
     def positions(self, block: Int64[Tensor, " n"], places: range) -> Int64[Tensor, "n S"]:
-        """Of some places of these blocks."""
+        """Positions at the offsets `places` within these blocks."""
         within = torch.arange(places.start, places.stop, device=block.device)
         return self.offset - self.ahead + block[:, None] * self.side + within
 
     def holds(self, position: Tensor) -> Tensor:
-        """Which positions are those of a token."""
+        """True at positions that have a token."""
         return (position >= self.offset) & (position < self.offset + self.tokens)
 
     def clamp(self, position: Tensor) -> Tensor:
@@ -182,7 +182,7 @@ class _Side:
 
 @dataclass(frozen=True)
 class _Operands:
-    """Tensors of some batch entries, by block. `shifts` is their lse, and inf for what has no keys or is no query."""
+    """Tensors of some batch entries, by block. shifts: lse; inf for queries without keys and padding."""
 
     q: Float[Tensor, "B H R S D"]
     k: Float[Tensor, "B G C T D"]
@@ -198,14 +198,14 @@ def _rules(call: CallKey, tensors: list[Tensor], batch: int) -> list[tuple[slice
 
 
 def _in_whole_blocks(bound: Bound, rows: _Side, columns: _Side) -> Bound:
-    """The same from where blocks begin; only their tokens will count."""
+    """`bound` extended to whole blocks; pairs at positions without a token are masked later."""
     sizes = {"num_queries": rows.ahead + rows.tokens, "num_keys": columns.ahead + columns.tokens}
     return replace(bound, q_offset=rows.offset - rows.ahead, k_offset=columns.offset - columns.ahead, **sizes)
 
 
 @plans
 def _listed(bound: Bound, sides: tuple[int, int]) -> Blocks:
-    """The blocks in which a branch has pairs; kept where they do not depend on what came with the call."""
+    """Blocks in which a branch has pairs; cached unless they depend on run-time tensors."""
     (term,) = shared_terms(bound.union, 1, bound, 1)
     if bound.pattern.varies:
         return term_blocks(term, sides)
@@ -214,7 +214,7 @@ def _listed(bound: Bound, sides: tuple[int, int]) -> Blocks:
 
 
 def _add_branch(mass: Float[Tensor, "H R C"], times: int, bound: Bound, blocks: Blocks, given: _Operands) -> None:
-    """Add what queries give the keys of one branch, a table of blocks after the other."""
+    """Add the mass of one branch, for one table of blocks at a time."""
     mod = bound.union.mask_mod(num_heads=bound.num_heads_global, device=mass.device)
     none = torch.zeros((), dtype=torch.int64, device=mass.device)
     for table in range(blocks.num_tables):
@@ -233,7 +233,7 @@ def _add_branch(mass: Float[Tensor, "H R C"], times: int, bound: Bound, blocks: 
 def _shares(
     given: _Operands, heads: Tensor, row: Tensor, column: Tensor, rule: _Allowed | None
 ) -> Float[Tensor, "h n"]:
-    """The sum over the queries of some blocks, and over batch entries, of their shares; heads have one rule."""
+    """Shares of some blocks, summed over their queries and the batch entries; all `heads` have one rule."""
     groups = given.q.shape[1] // given.k.shape[1]
     wide = given.shifts.dtype
     keys = given.k[:, (heads // groups)[:, None], column].to(wide)
@@ -245,7 +245,7 @@ def _shares(
         places = range(begin, min(begin + strip, given.rows.side))
         queries, shifts = (x[:, heads[:, None], row, places.start : places.stop] for x in (given.q, given.shifts))
         allowed = seen
-        if rule is not None:  # places that hold no query have the nearest one's keys, and shift inf
+        if rule is not None:  # positions without a query take the nearest query's keys, and have shift inf
             query = given.rows.positions(row, places)[:, :, None]
             allowed = seen & rule(given.rows.clamp(query), given.columns.clamp(key))
         with torch.autocast(keys.device.type, enabled=False):

@@ -1,4 +1,4 @@
-"""ImportanceTracker: the moving average of what each block gets, the same on all ranks."""
+"""ImportanceTracker: moving average of the attention mass of each block, equal on all ranks."""
 
 from __future__ import annotations
 
@@ -17,21 +17,21 @@ from ..masks.core import advises, require_finite, require_int
 
 @advises()
 class ImportanceTracker(nn.Module):
-    """A moving average of block mass (`fd.block_mass`), one number for each head, block of queries and block of keys.
+    """Moving average of block mass (`fd.block_mass`), one number per head, query block and key block.
 
-    After updates m_1 to m_t a block's importance is sum of decay^(t-i) * m_i over sum of decay^(t-i): the mean of what
-    it got, the latest counting most, without a bias towards 0 at the start. Of a block that was restarted, only updates
-    since then count; without any it is 0.
+    After updates m_1 to m_t, importance is sum of decay^(t-i) * m_i over sum of decay^(t-i): a weighted mean in which
+    later updates count more, without a bias towards 0 at the start. For a block that was restarted, only later updates
+    count; without any, its importance is 0.
 
     num_heads, rows, columns: the shape of the mass.
-    decay: from 0, the latest alone, to below 1.
-    group: a process group whose ranks average their mass; None, the default, is this rank alone. The all-reduce begins
-        with `update` and is waited for where the average is next needed. All ranks then hold bitwise the same average,
-        and what `fd.refine` makes of it is the same pattern on all of them: refine at the same steps. Ranks must make
-        the same updates and restarts, in the same order.
-    device: of the buffers, in float32.
+    decay: in [0, 1); 0 keeps only the latest update.
+    group: a process group whose ranks average their mass; None, the default, is this rank alone. `update` starts the
+        all-reduce, and the next use of the average waits for it. All ranks then have a bitwise equal average, from
+        which `fd.refine` gives all of them one pattern, if they refine at equal steps. Ranks must make equal sequences
+        of updates and restarts.
+    device: of the buffers, which are float32.
 
-    `state_dict` holds `average` and `weight`, so that a run goes on exactly as it would have.
+    `state_dict` holds `average` and `weight`, from which a run continues exactly.
     Raises ValueError or TypeError for sizes below 1 and a decay outside [0, 1).
 
     >>> tracker = fd.ImportanceTracker(1, 1, 2, decay=0.5)
@@ -73,7 +73,7 @@ class ImportanceTracker(nn.Module):
 
     @torch.no_grad()
     def update(self, mass: Float[Tensor, "H R C"]) -> None:
-        """Take in the mass of one step, which may be changed afterwards. Nothing is waited for but the update before.
+        """Add the mass of one step; the tensor may be changed afterwards. Waits only for the previous update.
 
         Raises ValueError for another shape or device.
         """
@@ -92,15 +92,15 @@ class ImportanceTracker(nn.Module):
 
     @torch.no_grad()
     def importance(self) -> Float[Tensor, "H R C"]:
-        """The mean of what each block got, float32; a new tensor. Waits for the update on its way."""
+        """Weighted mean mass of each block, float32, in a new tensor. Waits for a pending update."""
         self._settle()
         return torch.where(self.weight > 0, self.average / self.weight, 0.0)
 
     @torch.no_grad()
     def restart(self, blocks: Int64[Tensor, "n 3"]) -> None:
-        """Forget what some blocks got: (head, row, column) of each, such as `grown` of what `fd.refine` returns.
+        """Forget the updates of blocks, rows (head, row, column), such as `grown` in the result of `fd.refine`.
 
-        A block that is new in the pattern is so judged by what it gets from now on, and not by its time outside.
+        A block that enters the pattern is then judged only by updates from now on.
         """
         self._settle()
         head, row, column = blocks.to(self.average.device).unbind(1)
@@ -116,14 +116,14 @@ class ImportanceTracker(nn.Module):
         self.weight.mul_(self.decay).add_(1 - self.decay)
 
     def _settle(self) -> None:
-        """Take in what is on its way from other ranks."""
+        """Wait for the pending update and add it."""
         if self._arriving is not None:
             (work, total), self._arriving = self._arriving, None
             work.wait()
             self._take(total / dist.get_world_size(self.group))
 
     def _apply(self, fn: Any, recurse: bool = True) -> Any:
-        self._settle()  # what arrives is on the device where the buffers are now
+        self._settle()  # before the buffers move: the pending update is on their current device
         return apply(self, fn, recurse)
 
     def __getstate__(self) -> dict[str, Any]:
@@ -132,5 +132,5 @@ class ImportanceTracker(nn.Module):
 
 
 def _settled(tracker: Any, *_: object) -> None:
-    """A hook before the state is read or replaced."""
+    """Hook: finish the pending update before the state is read or replaced."""
     tracker._settle()

@@ -1,4 +1,4 @@
-"""refine: in each head the blocks that get least go, and the most promising ones come."""
+"""refine: in each head, replace the blocks with least attention mass by the unlisted blocks with highest scores."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from ..masks.planning import bound_blocks, shared_terms
 
 
 class Refinement(NamedTuple):
-    """A refined pattern, and what moved: (head, row, column) of each block that went and of each that came."""
+    """A refined pattern, and (head, row, column) of each block that was dropped and of each that was added."""
 
     pattern: Pattern
     dropped: Int64[Tensor, "n 3"]
@@ -36,27 +36,27 @@ def refine(
     within: Pattern | None = None,
     keep: Pattern | None = None,
 ) -> Refinement:
-    """Exchange at most `moves` blocks in each head: those listed that get least for those unlisted that score most.
+    """In each head, replace up to `moves` listed blocks of least importance by the unlisted blocks of highest score.
 
-    Each head lists as many blocks as before. The rule is RigL's (arXiv 1911.11134, section 3): drop by least
-    magnitude, grow by largest gradient; here by least attention mass, and by largest score. Where blocks are equal, the
-    one of the lower row goes or comes first, then the one of the lower column. The answer depends on the arguments
-    alone, so that ranks which hold the same ones go on with the same pattern.
+    Each head keeps its number of blocks. The rule is RigL's (arXiv 1911.11134, section 3), which drops by least
+    magnitude and grows by largest gradient; here by least attention mass and by largest score. Ties are resolved by
+    lower row, then lower column. The result depends on the arguments alone, so ranks with equal arguments get equal
+    patterns.
 
-    pattern: from `masks.block_list`, with a table for each head. Intersect it with the rest, such as `causal()`, where
-        it is used, and refine it alone.
-    importance: what each block gets, such as `ImportanceTracker.importance()`; read for listed blocks.
-    scores: how promising each block is, such as `fd.pooled_scores`; read for unlisted ones. -inf: never to come.
-    moves: from 0 on; fewer are made where fewer blocks may go or come.
-    within: blocks in which this pattern has no pair never come; None allows all.
-    keep: blocks in which this pattern has a pair never go. Of each row its most massive block does not go, either: a
-        row that sees anything goes on to see something.
+    pattern: from `masks.block_list`, with one table per head. Refine it alone, and intersect it with other patterns,
+        such as `causal()`, where it is used.
+    importance: mass of each block, such as `ImportanceTracker.importance()`; read for listed blocks.
+    scores: estimate for each block, such as `fd.pooled_scores`; read for unlisted blocks. -inf: never added.
+    moves: at least 0; fewer are made if fewer blocks can be dropped or added.
+    within: blocks in which this pattern has no pair are never added; None allows all.
+    keep: blocks in which this pattern has a pair are never dropped. Nor is the most important block of each row, so a
+        row with blocks keeps at least one.
 
-    Both patterns are asked for R and C whole blocks of the list's side. What the cache holds for the old pattern, and
-    for all in which it is a part, is dropped if anything moved: `masks.cache().forget(pattern)`.
+    within and keep are evaluated for R and C whole blocks of the list's side. If any block moved, cache entries of the
+    old pattern, and of all patterns that contain it, are dropped: `masks.cache().forget(pattern)`.
 
-    Raises TypeError for a pattern of another kind, and ValueError for tables that are not one a head, for tensors of
-    other shapes or with NaN, and for patterns that do not fit so many heads and tokens.
+    Raises TypeError for a pattern of another kind, and ValueError unless it has one table per head, for tensors of
+    other shapes or with NaN, and for patterns that do not fit this number of heads and tokens.
 
     >>> listed = masks.block_list([[[0], [0, 1], [0, 1, 2]]], block=64)  # one head
     >>> importance = torch.tensor([[[1.0, 0.0, 0.0], [0.4, 0.6, 0.0], [0.1, 0.2, 0.7]]])
@@ -86,7 +86,7 @@ def refine(
 
 
 def _listed(pattern: object, importance: Tensor) -> Bool[Tensor, "H R C"]:
-    """Which blocks the pattern lists, after checks on both."""
+    """True for blocks that the pattern lists; checks pattern and importance."""
     if not isinstance(pattern, BlockList):
         raise TypeError(
             "pattern must be what masks.block_list makes; refine it alone and intersect with the rest where it is "
@@ -126,13 +126,13 @@ def _check_numbers(name: str, x: object, shape: tuple[int, ...]) -> None:
 
 
 def _most_massive(mass: Tensor, listed: Tensor) -> Bool[Tensor, "H R C"]:
-    """The block of each row that gets most, the first of equal ones."""
+    """True for the listed block of each row with most mass; the first of equal ones."""
     best = mass.masked_fill(~listed, -torch.inf).argmax(-1, keepdim=True)
     return torch.zeros_like(listed).scatter_(-1, best, True) & listed
 
 
 def _touched(name: str, pattern: object, listed: Tensor, block: int) -> Bool[Tensor, "H R C"]:
-    """The blocks in which a pattern has a pair."""
+    """True for blocks in which a pattern has a pair."""
     if not isinstance(pattern, Pattern):
         raise TypeError(f"{name} must be a set pattern or None; got {pattern!r:.80}")
     heads, rows, columns = listed.shape
@@ -147,7 +147,7 @@ def _touched(name: str, pattern: object, listed: Tensor, block: int) -> Bool[Ten
 
 
 def _first(among: Tensor, key: Tensor, number: Tensor) -> Bool[Tensor, "H R C"]:
-    """In each head so many blocks of some, those of the lowest keys; of equal ones those that stand first."""
+    """True for the `number` blocks of `among` with the lowest keys in each head; ties by position."""
     order = key.masked_fill(~among, torch.inf).flatten(1).sort(dim=1, stable=True).indices
     chosen = torch.arange(order.shape[1]) < number[:, None]
     return torch.zeros_like(chosen).scatter_(1, order, chosen).view_as(among)

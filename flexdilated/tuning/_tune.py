@@ -1,4 +1,4 @@
-"""Measuring the ways to compute a pattern: each one's predicted and measured time, and which is the fastest."""
+"""Measuring the options for a pattern: predicted and measured time of each, and the fastest."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ _TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-3, torch.float16: 2e-2, tor
 
 @dataclass(frozen=True, eq=False)
 class Inputs:
-    """What is attended over, and the gradient of the output."""
+    """q, k, v, and the gradient of the output."""
 
     q: Float[Tensor, "B H N D"]
     k: Float[Tensor, "B G M D"]
@@ -63,7 +63,7 @@ class Inputs:
     def of(
         cls, bound: Bound, *, num_kv_heads: int, head_dim: int, dtype: torch.dtype, device: torch.device, batch: int = 1
     ) -> Inputs:
-        """Drawn from a seed of their own: torch's generators stay as they are."""
+        """Random inputs from a private seed; torch's generators are not advanced."""
         generator = torch.Generator().manual_seed(0)
         queries, keys = (bound.num_heads, bound.num_queries), (num_kv_heads, bound.num_keys)
         drawn = (torch.randn(batch, *size, head_dim, generator=generator) for size in (queries, keys, keys, queries))
@@ -71,12 +71,12 @@ class Inputs:
 
     @classmethod
     def like(cls, q: Tensor, k: Tensor, v: Tensor) -> Inputs:
-        """A call's own tensors; what stands for the gradient makes no difference to its time."""
+        """A call's own tensors; any gradient of the output will do, because its values do not affect the time."""
         return cls(q.detach(), k.detach(), v.detach(), q.detach())
 
     @property
     def operands(self) -> Operands:
-        """What predictions depend on."""
+        """The parameters on which predictions depend."""
         return Operands(self.q.element_size(), self.q.shape[-1], self.q.shape[1] // self.k.shape[1])
 
 
@@ -92,7 +92,7 @@ class Times:
 
     @property
     def spread(self) -> float:
-        """The slowest round over the fastest."""
+        """Time of the slowest round over that of the fastest."""
         return max(self.seconds) / min(self.seconds)
 
 
@@ -100,7 +100,7 @@ Run = Callable[[], tuple[Tensor, ...]]
 
 
 def trial(plan: Plan, x: Inputs, *, engine: str, backward: bool, block_size: tuple[int, ...] = ()) -> Run:
-    """A function that runs the plan: to the output, or with `backward` to the output and dq, dk, dv."""
+    """A function that runs the plan: returns out, or with `backward` (out, dq, dk, dv)."""
     if engine == "flex":
         return _compiled(plan, x, backward, block_size)
     return _tiled(plan, x, backward, block_size)
@@ -135,7 +135,7 @@ def _tiled(plan: Plan, x: Inputs, backward: bool, block_size: tuple[int, ...]) -
 
 
 def check_alike(runs: Sequence[Run], dtype: torch.dtype) -> None:
-    """Run each once; RuntimeError where one's results are not those of the first, to the precision of their dtype."""
+    """Run each once; RuntimeError unless all results equal the first one's, to the precision of their dtype."""
     first: tuple[Tensor, ...] | None = None
     for run in runs:
         found = run()
@@ -148,7 +148,7 @@ def check_alike(runs: Sequence[Run], dtype: torch.dtype) -> None:
 
 
 def interleave(runs: Sequence[Run], *, seconds: float, device: torch.device) -> list[Times]:
-    """Time the runs in turn, round after round: 3 rounds, and more up to 15 while `seconds` last."""
+    """Time the runs alternately: 3 rounds, and up to 15 while `seconds` last."""
     rounds: list[list[float]] = []
     begin = perf_counter()
     while len(rounds) < _LEAST_ROUNDS or (len(rounds) < _MOST_ROUNDS and perf_counter() - begin < seconds):
@@ -170,12 +170,12 @@ def _wait(device: torch.device) -> None:
 
 
 BRANCH_BY_BRANCH = "branch by branch"
-WORTH_MEASURING = 4.0  # times the cheapest prediction
+WORTH_MEASURING = 4.0  # factor over the cheapest prediction up to which options are measured
 
 
 @dataclass(frozen=True)
 class Trialled:
-    """One option with what was predicted of it and what it took. `branch` counts from 0; None: all branches."""
+    """An option with its predicted and measured time. branch: counts from 0; None: all branches together."""
 
     branch: int | None
     option: Option
@@ -184,20 +184,20 @@ class Trialled:
 
     @property
     def name(self) -> str:
-        """The layout, with the side of its blocks where that is not 128."""
+        """The layout, with the block side unless it is 128."""
         sides = sorted(set(way_of(self.option)[1]))
         return self.option.layout + (f", blocks of {'/'.join(map(str, sides))}" if sides not in ([], [128]) else "")
 
 
 @dataclass(frozen=True)
 class Trials:
-    """All that was measured of a pattern, and the ways that won."""
+    """All measurements of a pattern, and the options chosen."""
 
     all: tuple[Trialled, ...]
     choice: Choice
 
     def won(self, each: Trialled) -> bool:
-        """Whether this is a way that was chosen; where branches are computed together, theirs are none."""
+        """True for a chosen option; if branches are computed together, options of single branches are not."""
         if each.branch is None:
             apart = each.option.layout == BRANCH_BY_BRANCH
             return not self.choice.together if apart else self.choice.ways == (way_of(each.option),)
@@ -212,10 +212,10 @@ def measure_options(
     num_kv_heads: int,
     backward: bool,
 ) -> list[tuple[str, float, float]]:
-    """(option, predicted seconds, measured seconds) of each way to compute a pattern that may be the fastest.
+    """(option, predicted seconds, measured seconds) of each option that may be the fastest.
 
-    Forward, or with `backward` forward and backward, of one batch entry. For a mixture an option's name says
-    which branch it computes.
+    Times are of the forward, or with `backward` of forward and backward, of one batch entry. For a mixture, an option's
+    name includes its branch.
     """
     x = Inputs.of(bound, num_kv_heads=num_kv_heads, head_dim=head_dim, dtype=dtype, device=torch.device(device))
     found = measure(bound, x, backward=backward)
@@ -232,10 +232,10 @@ def measure(
     block_size: tuple[int, ...] = (),
     seconds: float = 1.0,
 ) -> Trials:
-    """Run the options that are predicted within 4 times of the cheapest, branch by branch, and then together.
+    """Run the options predicted within 4 times of the cheapest, for each branch, and then for all branches together.
 
-    `seconds` is how long the rounds of each branch may take beyond the first three. With a `block_size` no other
-    is tried. Raises RuntimeError where two options differ in their results.
+    seconds: time for the rounds of each branch beyond the first three. block_size: the only one tried, if given. Raises
+    RuntimeError if two options differ in their results.
     """
     device = x.q.device
     engine = engine or device_kind(device).engine
@@ -259,7 +259,7 @@ def measure(
 
 @dataclass(frozen=True)
 class _Stand:
-    """Where options of one pattern are run side by side."""
+    """Settings under which options of one pattern are timed against each other."""
 
     bound: Bound
     x: Inputs
@@ -269,7 +269,7 @@ class _Stand:
     seconds: float
 
     def time(self, branch: int | None, options: Sequence[Option]) -> list[Trialled]:
-        """Each option's times, after a look at whether they agree."""
+        """Times of each option, after a check that their results agree."""
         runs = [self._run(option) for option in options]
         check_alike(runs, self.x.q.dtype)
         times = interleave(runs, seconds=self.seconds, device=self.x.q.device)
@@ -277,7 +277,7 @@ class _Stand:
         return [Trialled(branch, *each) for each in zip(options, predicted, times, strict=True)]
 
     def worth_measuring(self, options: tuple[Option, ...]) -> list[Option]:
-        """The options that may be the fastest, in blocks of all sides that may be."""
+        """Options that may be the fastest, with all allowed block sides."""
         other_sides = self.engine == "tiles" and not self.block_size
         every = [each for option in options for each in (in_other_blocks(option) if other_sides else (option,))]
         least = min(each.cost.seconds for each in every)
@@ -289,7 +289,7 @@ class _Stand:
 
 
 def predicted_seconds(option: Option, x: Inputs, *, backward: bool) -> float:
-    """The cost model's time for tensors like these, with which the option was made."""
+    """Time predicted by the cost model for inputs of this batch size."""
     forward = option.cost.seconds * len(x.q)
     return forward * (1 + option.machine.backward_ratio) if backward else forward
 
@@ -302,10 +302,10 @@ _log = logging.getLogger("flexdilated")
 
 
 def autotune(call: CallKey, q: Tensor, k: Tensor, v: Tensor, *, engine: str, has_bindings: bool) -> None:
-    """Measure the ways to compute this call, unless that was done, and remember the fastest.
+    """Measure the options for this call, unless a result is stored, and store the fastest.
 
-    Measured is forward and backward where q, k or v wants a gradient, else forward. Nothing is measured inside a graph
-    that is being traced. Raises ValueError for what cannot be tuned, RuntimeError where two ways disagree.
+    Measures forward and backward if q, k or v requires a gradient, else forward. Measures nothing while a graph is
+    traced. Raises ValueError for calls that cannot be tuned, RuntimeError if two options disagree.
     """
     if engine not in ("tiles", "flex"):
         raise ValueError(
@@ -318,7 +318,7 @@ def autotune(call: CallKey, q: Tensor, k: Tensor, v: Tensor, *, engine: str, has
     if torch.compiler.is_compiling() or isinstance(q, _torch_private.FakeTensor):
         return
     backward = torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v))
-    chosen(call, q)  # what is stored counts as measured
+    chosen(call, q)  # loads a stored result, if any
     key = TuningKey.of(call, q)
     known = result_of(key)
     if known is None or (backward and not known.backward):
@@ -329,7 +329,7 @@ def autotune(call: CallKey, q: Tensor, k: Tensor, v: Tensor, *, engine: str, has
 
 
 def keep(key: TuningKey, found: Trials, *, backward: bool) -> Path | None:
-    """Compute such calls in the fastest way found from now on; returns the file where it is stored, if any."""
+    """Use the fastest option for such calls from now on; returns the file where it is stored, if any."""
     if debug_wanted():
         times = ", ".join(f"{each.name} {1e3 * each.times.median_s:.3g} ms" for each in found.all)
         what = f"{key.call.num_heads:,} heads, {key.call.num_queries:,} queries, {key.call.num_keys:,} keys"

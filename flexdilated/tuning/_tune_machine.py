@@ -1,4 +1,4 @@
-"""Measuring a device's constants: small problems, each of which is nearly all of one kind of work."""
+"""Measuring a device's constants with small problems, each dominated by one kind of work."""
 
 from __future__ import annotations
 
@@ -32,13 +32,13 @@ _HEAD_DIM = 64
 KINDS = ("neighbouring", "plain", "masked")  # in the order of the rates in BlockRates
 _CHECKED_ROWS = 16
 _LAUNCHES = 50
-# Relative; what is further from the definition is wrong, not rounded.
+# Relative; a larger deviation from the definition is an error, not rounding.
 _LARGEST_ERROR = {torch.float32: 1e-3, torch.bfloat16: 2e-2}
 
 
 @dataclass(frozen=True)
 class Sizes:
-    """How large the problems are: tokens and heads of block lists; dense ones have half the tokens; keys of a list."""
+    """Sizes of the problems: tokens and heads for block lists, half the tokens for dense ones, and keys per list."""
 
     num_tokens: int
     num_heads: int
@@ -49,13 +49,13 @@ ON_CPU, ON_ACCELERATOR = Sizes(8192, 2, 1024), Sizes(32768, 16, 4096)
 
 
 def usual_dtype(kind: str) -> torch.dtype:
-    """In which constants of this kind of device are measured, as plans take them: those of `Operands.usual_on`."""
+    """The dtype in which constants of this kind of device are measured, as in `Operands.usual_on`."""
     return device_kind(kind).dtype
 
 
 @dataclass(frozen=True)
 class _Work:
-    """A run, and how much of its kind of work it does: FLOP, bytes or calls."""
+    """A run, and its amount of work: FLOP, bytes or calls."""
 
     run: Run
     amount: float
@@ -64,8 +64,8 @@ class _Work:
 def measure_machine(device: torch.device, *, seconds: float, sizes: Sizes | None = None) -> Measured:
     """The constants of this device with their spread; `seconds` bounds the timed rounds beyond the first three.
 
-    Raises RuntimeError where an output is not what the definition gives, ValueError for a device that is neither a
-    CPU nor CUDA.
+    Raises RuntimeError if an output differs from the definition, ValueError for a device that is neither a CPU nor
+    CUDA.
     """
     key = MachineKey.of(device.type)
     works = _works(device, sizes or (ON_CPU if device_kind(device).on_host else ON_ACCELERATOR))
@@ -116,7 +116,7 @@ def _works(device: torch.device, sizes: Sizes) -> dict[str, _Work]:
 
 
 def _scattered(tokens: int, block: int) -> Pattern:
-    """Partial blocks in several places of each row: windows in a grid whose rows are some blocks wide."""
+    """Partial blocks in several parts of each row: windows in a grid whose rows are several blocks wide."""
     width = min(4 * block, tokens // 8)
     return neighborhood((tokens // width, width), (3, width // 16))
 
@@ -124,7 +124,7 @@ def _scattered(tokens: int, block: int) -> Pattern:
 def _attention(
     pattern: Pattern, tokens: int, sizes: Sizes, device: torch.device, *, block: int = 128, backward: bool = False
 ) -> _Work:
-    """The pattern in natural order, checked; its amount of work is FLOP of the forward as the cost model counts."""
+    """Attention by the pattern in natural order, checked; work is the forward's FLOP as the cost model counts them."""
     bound = pattern.bind(num_heads=sizes.num_heads, num_queries=tokens, num_keys=tokens)
     (term,) = shared_terms(pattern, 1, bound, 1)
     term = replace(term, block_side=block)
@@ -140,7 +140,7 @@ def _attention(
 
 
 def _check(bound: Bound, x: Inputs, run: Run) -> None:
-    """Raise RuntimeError unless the output of some rows is that of the definition in float64."""
+    """Raise RuntimeError unless some rows of the output agree with the definition in float64."""
     rows = torch.linspace(0, bound.num_queries - 1, _CHECKED_ROWS).long()
     head, key = torch.arange(bound.num_heads)[:, None, None], torch.arange(bound.num_keys)[None, None, :]
     allowed = bound.mask_mod()(torch.tensor(0), head, rows[None, :, None], key)
@@ -153,7 +153,7 @@ def _check(bound: Bound, x: Inputs, run: Run) -> None:
 
 
 def _launches(device: torch.device) -> _Work:
-    """A kernel on next to nothing, over and over."""
+    """Many launches of a kernel with almost no work."""
     alone = _attention(every(), 16, Sizes(16, 1, 16), device)
 
     def run() -> tuple[torch.Tensor, ...]:
@@ -163,7 +163,7 @@ def _launches(device: torch.device) -> _Work:
 
 
 def _copies(tokens: int, num_heads: int, device: torch.device) -> _Work:
-    """Gathering one branch's q, k and v, and merging its output: a token in 4 of each segment."""
+    """Gather one branch's q, k and v, and merge its output, for one token in 4 of each segment."""
     bound = dilated(tokens, 4).bind(num_heads=num_heads, num_queries=tokens, num_keys=tokens)
     terms = compact_terms(dilated(tokens, 4), 1, bound) or []
     sides = [side_of(term.q, Layout(tokens), term.heads) for term in terms if isinstance(term.q, Compact)]

@@ -1,6 +1,6 @@
-"""What ranks need of each other, counted for all ranks at once: their loads, and the schedule that follows.
+"""Counts for all ranks at once: keys that each rank needs, loads of ranks, and the schedule chosen by them.
 
-Closed forms for dilated branches, exact needs of each rank for all others.
+Dilated branches are counted in closed form, other patterns from the exact needs of each rank.
 """
 
 from ._loads import MOST_RANKS, RankLoads, rank_loads

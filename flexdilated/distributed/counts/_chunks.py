@@ -14,12 +14,12 @@ from ..group import Sharding
 
 # n chunks, W ranks, T turns (a rank's first chunk, its second)
 
-_MOST_COUNTS = 1 << 20  # of a range in a chunk, at once: bounds the memory
+_MOST_COUNTS = 1 << 20  # entries of a (chunk, range) table computed at once: bounds its memory
 
 
 @dataclass(frozen=True, eq=False)
 class Chunks:
-    """Chunk i holds the positions from start[i] to stop[i] - 1 and lies on rank[i]; none is empty."""
+    """Nonempty runs of positions: chunk i is [start[i], stop[i]), held by rank[i]."""
 
     start: Int64[Tensor, " n"]
     stop: Int64[Tensor, " n"]
@@ -42,7 +42,7 @@ class Chunks:
 
     @cached_property
     def by_turn(self) -> Int64[Tensor, "T W"]:
-        """The number of each rank's first chunk, and of its second if any rank has two; -1 where it has none."""
+        """Index of each rank's first chunk, and of its second if any rank has two; -1 for a missing chunk."""
         turns = torch.full((2, self.num_ranks), -1)
         order = self.rank.argsort(stable=True)
         again = torch.zeros_like(order)
@@ -51,12 +51,12 @@ class Chunks:
         return turns if bool(again.any()) else turns[:1]
 
     def by_source(self, tokens: Int64[Tensor, "W n"]) -> Int64[Tensor, "W W"]:
-        """Sums over the chunks of each rank; nothing of itself."""
+        """Sum over the chunks of each source rank; the diagonal is 0."""
         counts = torch.zeros(self.num_ranks, self.num_ranks, dtype=torch.int64)
         return counts.index_add_(1, self.rank, tokens).fill_diagonal_(0)
 
     def holding(self, positions: Ranges) -> Int64[Tensor, " n"]:
-        """How many of these positions each chunk holds."""
+        """Number of these positions in each chunk."""
         first, stop, step = torch.tensor([(run.start, run.stop, run.step) for run in positions] or [(0, 0, 1)]).T
         counts = torch.zeros(len(self), dtype=torch.int64)
         for some in torch.arange(len(first)).split(max(1, _MOST_COUNTS // len(self))):

@@ -1,8 +1,9 @@
 """Token counts of dilated branches in closed form, for all pairs of a rank and a chunk at once.
 
-A segment that holds tokens of two chunks holds all that lies between: of the chunk that comes first an end, of the
-other a beginning. Where rates divide their segments, a branch's active tokens are one residue class of all positions,
-so what a rank needs of a chunk is a union of such classes, each of them at the chunk's beginning, its end, or both.
+A segment that contains tokens of two chunks contains all positions between them: the end of the earlier chunk and the
+beginning of the later one. If rates divide their segments, the active tokens of a branch are one residue class of all
+positions. So the keys that a rank needs in a chunk are a union of residue classes, each restricted to the beginning of
+the chunk, its end, or both.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from ._chunks import Chunks
 
 # W ranks, R some of them, n chunks, T turns (a rank's first chunk, its second)
 
-_MOST_VALUES = 1 << 18  # pairs of a rank and a chunk that are counted together, so that they stay in the cache
+_MOST_VALUES = 1 << 18  # (rank, chunk) pairs counted at once, so that they fit the cache
 
 
 @dataclass(frozen=True)
@@ -58,7 +59,7 @@ def _as_branch(rule: Pattern) -> Branch | None:
 
 
 def dilated_tokens(groups: Sequence[tuple[tuple[Branch, ...], int]], chunks: Chunks) -> Int64[Tensor, "W n"]:
-    """Tokens that each rank needs of each chunk, summed over groups of branches, each as often as it counts."""
+    """Number of tokens that each rank needs in each chunk, summed over (group of branches, multiplicity)."""
     tokens = torch.zeros(chunks.num_ranks, len(chunks), dtype=torch.int64)
     for group, times in _distinct(groups, chunks):
         for ranks in torch.arange(chunks.num_ranks).split(max(1, _MOST_VALUES // len(chunks))):
@@ -67,14 +68,14 @@ def dilated_tokens(groups: Sequence[tuple[tuple[Branch, ...], int]], chunks: Chu
 
 
 def _of_group(group: tuple[Branch, ...], chunks: Chunks, turns: Int64[Tensor, "T R"]) -> Int64[Tensor, "R n"]:
-    """What ranks with these chunks need, of each chunk: finer classes less the coarser ones that hold them."""
+    """Tokens of each chunk that these ranks need; each branch adds only tokens that no branch of smaller rate has."""
     total = torch.zeros(turns.shape[1], len(chunks), dtype=torch.int64)
     covered: list[tuple[Tensor, Tensor]] = []
     for index, branch in enumerate(group):
         head, tail = _reached(branch, chunks, turns)
         _, *holders = _lineage(group, index)
         known_head, known_tail = covered[holders[0]] if holders else (chunks.start, chunks.stop)
-        # At the beginning up to `head` and at the end from `tail` on, less what is known.
+        # Count the beginning of each chunk up to `head` and its end from `tail`, less tokens that are already counted.
         total += _count(branch, known_head, torch.minimum(head, known_tail))
         total += _count(branch, torch.maximum(torch.maximum(tail, head), known_head), known_tail)
         covered.append((torch.maximum(head, known_head), torch.minimum(tail, known_tail)))
@@ -84,16 +85,16 @@ def _of_group(group: tuple[Branch, ...], chunks: Chunks, turns: Int64[Tensor, "T
 def _reached(
     branch: Branch, chunks: Chunks, turns: Int64[Tensor, "T R"]
 ) -> tuple[Int64[Tensor, "R n"], Int64[Tensor, "R n"]]:
-    """(where the beginning of a chunk ends that earlier queries need, where the end begins that later ones need).
+    """(end of the part at a chunk's beginning that earlier queries need, start of the part at its end for later ones).
 
-    Queries reach back to where their first segment begins and, unless causal, on to where their last one ends; if one
-    of them is active there.
+    Queries need keys back to the start of their first segment and, unless causal, up to the end of their last one, if
+    one of the queries in that segment is active.
     """
     begin, end = chunks.start // branch.segment * branch.segment, -(-chunks.stop // branch.segment) * branch.segment
     nowhere = int(chunks.stop[-1])
     looks_back = _count(branch, chunks.start, torch.minimum(chunks.stop, begin + branch.segment)) > 0
     looks_on = _count(branch, torch.maximum(chunks.start, end - branch.segment), chunks.stop) > 0
-    # One more, at -1, for ranks without a chunk.
+    # The last entry, which index -1 selects, is for ranks without a chunk.
     back_to = torch.cat([torch.where(looks_back, begin, nowhere), torch.tensor([nowhere])])
     on_to = torch.cat([torch.where(looks_on, end, 0) * (not branch.causal), torch.tensor([0])])
     head, tail = chunks.start, chunks.stop
@@ -106,10 +107,10 @@ def _reached(
 
 
 def _distinct(groups: Sequence[tuple[tuple[Branch, ...], int]], chunks: Chunks) -> list[tuple[tuple[Branch, ...], int]]:
-    """One group for all that have the same counts.
+    """Merge groups that have equal counts into one, adding their multiplicities.
 
-    Where all chunks and segments begin at multiples of a number, offsets between the same two multiples of it are as
-    good as equal, except for which branches hold each other's tokens.
+    If chunks and segments all begin at multiples of a number, offsets between two consecutive multiples of it give
+    equal counts, provided that in both groups the branches with nested classes are equal.
     """
     segments = {branch.segment for group, _ in groups for branch in group}
     common = gcd(*segments, *chunks.start.tolist(), *chunks.stop.tolist())
@@ -124,9 +125,9 @@ def _distinct(groups: Sequence[tuple[tuple[Branch, ...], int]], chunks: Chunks) 
 
 
 def _lineage(group: tuple[Branch, ...], index: int) -> list[int]:
-    """This branch, the last one before it whose class of positions holds its own, the last such of that one, ...
+    """This branch, then the last earlier branch whose residue class contains its class, and so on.
 
-    Those are all before it that do: each rate divides the next.
+    That lists every earlier branch whose class contains it, because each rate divides the next.
     """
     lineage = [index]
     for at in range(index - 1, -1, -1):
@@ -136,13 +137,13 @@ def _lineage(group: tuple[Branch, ...], index: int) -> list[int]:
 
 
 def _count(branch: Branch, begin: Tensor, end: Tensor) -> Tensor:
-    """Active positions in [begin, end); 0 where it ends before it begins."""
+    """Number of active positions in [begin, end); 0 if end <= begin."""
     before, upto = (_quotient(edge - (1 + branch.offset), branch.rate) for edge in (begin, end))
     return (upto - before).clamp_(min=0)
 
 
 def _quotient(number: Tensor, divisor: int) -> Tensor:
-    """Rounded down. Dividing integers takes several times as long as shifting them."""
+    """Floor division; by a power of two it shifts, which is several times as fast."""
     if divisor & (divisor - 1):
         return number.div(divisor, rounding_mode="floor")
     return number >> divisor.bit_length() - 1

@@ -20,12 +20,12 @@ _WIDEST = 70  # characters of a fact
 
 @dataclass(frozen=True, kw_only=True)
 class RankLoads:
-    """The load of each rank in a call of `distributed.attend` and its backward; the str is a table.
+    """The load of each rank in a call of `distributed.attend` and its backward; `str` returns a table.
 
-    Entry i of a tuple is of rank i. received_forward: bytes of other ranks' keys and values. received_backward: bytes
-    of the gradients of its own keys and values, and in a ring of the keys and values once more. pairs: (query, key)
+    Entry i of a tuple is for rank i. received_forward: bytes of other ranks' keys and values. received_backward: bytes
+    of the gradients of this rank's keys and values; a ring receives the keys and values again. pairs: (query, key)
     pairs over all heads and batch entries, counted once for each branch that allows them. reason: why schedule "auto"
-    chose this schedule; None where it was named.
+    chose this schedule; None if the caller named it.
     """
 
     pattern: Expression
@@ -48,7 +48,7 @@ class RankLoads:
         return {name: getattr(self, name) for name in names}
 
     def to_data(self) -> dict[str, Any]:
-        """Plain data for JSON; received is in bytes."""
+        """Plain data for JSON; received_forward and received_backward are in bytes."""
         columns = {"tokens": self.sharding.lengths, **self._columns}
         return {
             "pattern": repr(self.pattern),
@@ -91,9 +91,9 @@ def rank_loads(
     schedule: ScheduleName = "auto",
     codec: CodecName | None = None,
 ) -> RankLoads:
-    """Count the loads of a call of this size, that of one device with all tokens of the sharding.
+    """Count the loads of each rank in a call; `size` is that of one device with all tokens of the sharding.
 
-    Raises ValueError for another schedule or codec, for a codec that does not write the dtype, and where the pattern
+    Raises ValueError for an unknown schedule or codec, for a codec that cannot encode the dtype, and if the pattern
     does not bind to the size.
     """
     require_choice("schedule", schedule, SCHEDULES)

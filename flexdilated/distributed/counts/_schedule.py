@@ -1,4 +1,4 @@
-"""Schedule: whether keys come in one exchange or shard by shard in a ring, by counted bytes and memory."""
+"""Choice between one exchange and a ring of shards, by counted bytes and memory."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ from ._tokens import tokens_by_chunk
 Schedule = Literal["exchange", "ring"]
 ScheduleName = Literal["auto", "exchange", "ring"]
 SCHEDULES: tuple[ScheduleName, ...] = get_args(ScheduleName)
-_SHARDS_HELD = 2  # by a ring: the one that is computed with, and the one on its way
+_SHARDS_HELD = 2  # by a ring: the current shard and the one in transfer
 
 
 @dataclass(frozen=True)
 class ScheduleChoice:
-    """A schedule, why it is taken, and what each of the two costs the rank that receives most, in bytes.
+    """A schedule, the reason for it, and the cost of both schedules on the most loaded rank, in bytes.
 
-    exchange_bytes and ring_bytes are received, as they are on the wire; exchange_memory and ring_memory are held of
-    other ranks' keys and values at one time.
+    exchange_bytes and ring_bytes: received, as encoded. exchange_memory and ring_memory: peak memory of other ranks'
+    keys and values.
     """
 
     name: Schedule
@@ -44,8 +44,8 @@ def token_counts(
 ) -> dict[Schedule, Int64[Tensor, "W W"]]:
     """By schedule, entry (i, j): tokens that rank i receives from rank j in the forward, summed over KV heads.
 
-    An exchange sends the tokens that rank i needs, as `ExchangePlan.of` plans for these arguments; a ring sends the
-    whole of each run of positions in which rank i needs a token. Raises the errors of `tokens_by_chunk`.
+    An exchange sends the tokens that rank i needs, as in `ExchangePlan.of` for these arguments; a ring sends each run
+    of positions whole if rank i needs a token of it. Raises the errors of `tokens_by_chunk`.
     """
     needed, chunks = tokens_by_chunk(pattern, sharding, num_kv_heads=num_kv_heads, **heads)
     whole = torch.where(needed > 0, num_kv_heads * chunks.length, 0)
@@ -65,19 +65,18 @@ def choose_schedule(
     batch: int = 1,
     wire_row_bytes: int | None = None,
 ) -> ScheduleChoice:
-    """The exchange, unless it holds more times what the ring does than the ring receives more than it.
+    """Choose the exchange unless exchange_memory / ring_memory > ring_bytes / exchange_bytes.
 
-    The exchange receives exactly what a rank's queries need, and holds it all. The ring receives whole every run of a
-    shard of which something is needed, and holds two shards. So the exchange never receives more; it is taken where
-    it holds no more either, and where it holds m times as much if it receives at most an m-th. `wire_row_bytes` are
-    those of one row of K or V as it is sent, if that is not as it is held.
+    The exchange receives exactly the keys that a rank's queries need, and holds all of them. The ring receives each
+    needed run of a shard whole, and holds two shards. So the exchange never receives more, but may hold more.
+    wire_row_bytes: bytes of one encoded row of K or V; None: head_dim numbers of `dtype`.
 
-    A function of its arguments alone, so that all ranks choose alike, and kept in the cache.
-    Raises ValueError where the pattern does not bind to the sharding's tokens and these heads.
+    The result depends on the arguments alone, so all ranks choose one schedule. It is cached.
+    Raises ValueError if the pattern does not bind to the sharding's tokens and these heads.
     """
     heads = {"num_heads": num_heads, "head_offset": head_offset, "num_heads_global": num_heads_global}
     tokens = sharding.num_tokens
-    rule = pattern.bind(num_queries=tokens, num_keys=tokens, **heads).pattern  # with the values of run-time tensors
+    rule = pattern.bind(num_queries=tokens, num_keys=tokens, **heads).pattern  # includes the values of run-time tensors
     held = 2 * batch * head_dim * dtype.itemsize
     sent = held if wire_row_bytes is None else 2 * batch * wire_row_bytes
 
@@ -93,7 +92,7 @@ def choose_schedule(
 
 
 def choice_of(counts: Mapping[Schedule, Int64[Tensor, "W W"]], *, held_bytes: int, sent_bytes: int) -> ScheduleChoice:
-    """The choice by `token_counts`; held_bytes, sent_bytes: of one token in one KV head, as held and on the wire."""
+    """Choice by `token_counts`; held_bytes and sent_bytes: of one token in one KV head, decoded and encoded."""
     ring = counts["ring"]
     kept = ring.topk(min(_SHARDS_HELD, len(ring)), dim=1).values.sum(1)
     exchanged, ringed, held = (int(each.max()) for each in (counts["exchange"].sum(1), ring.sum(1), kept))

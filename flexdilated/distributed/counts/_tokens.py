@@ -1,4 +1,4 @@
-"""Tokens that each rank needs of each other, and the pairs that it computes, counted for all ranks at once."""
+"""Tokens that each rank needs from each other rank, and pairs that it computes, counted for all ranks at once."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def tokens_by_chunk(
     head_offset: int = 0,
     num_heads_global: int | None = None,
 ) -> tuple[Int64[Tensor, "W n"], Chunks]:
-    """(how many tokens of each chunk each rank needs, the chunks); those that a rank has itself mean nothing."""
+    """(tokens of each chunk that each rank needs, the chunks); counts of a rank's own chunks are undefined."""
     needs = KVNeeds.of(pattern, sharding.num_tokens, num_heads, num_kv_heads, head_offset, num_heads_global)
     chunks = Chunks.of(sharding)
     groups = Counter(needs.groups)
@@ -43,7 +43,7 @@ def tokens_by_chunk(
 
 
 def _of_group(group: tuple[HeadRule, ...], needs: KVNeeds, sharding: Sharding, chunks: Chunks) -> Int64[Tensor, "W n"]:
-    """For one KV head: what each rank needs of the whole sequence, counted by chunk."""
+    """Number of tokens of each chunk that each rank needs in one KV head with this group of rules."""
     tokens = torch.zeros(sharding.num_ranks, len(chunks), dtype=torch.int64)
     for rank in range(sharding.num_ranks):
         queries = [(rule, run) for rule in group for run in sharding.ranges(rank)]
@@ -52,12 +52,12 @@ def _of_group(group: tuple[HeadRule, ...], needs: KVNeeds, sharding: Sharding, c
     return tokens
 
 
-HeadRule = tuple[Pattern, int]  # a rule for one head, and a head that follows it
+HeadRule = tuple[Pattern, int]  # a rule for one head, and the index of a head that follows it
 
 
 @dataclass(frozen=True, eq=False)
 class KVNeeds:
-    """The keys that queries need in each of this device's KV heads, by the rules of its group of query heads."""
+    """Keys that queries need in each KV head of this device, by the rules of the query heads in its group."""
 
     num_heads_global: int
     groups: tuple[tuple[HeadRule, ...], ...]  # the distinct rules of each KV head's query heads
@@ -73,7 +73,7 @@ class KVNeeds:
         head_offset: int,
         num_heads_global: int | None,
     ) -> KVNeeds:
-        """Raises ValueError for sizes that do not fit each other, or the pattern, and for tensors without values."""
+        """Raises ValueError for inconsistent sizes, sizes that the pattern refuses, and unbound run-time tensors."""
         for leaf in run_time_leaves(require_expression(pattern)):
             raise ValueError(missing(leaf.name))
         require_int("num_heads", num_heads, minimum=1)
@@ -91,21 +91,21 @@ class KVNeeds:
         pattern.check_tokens(range(num_tokens), range(num_tokens))
         size = num_heads // num_kv_heads
         firsts = range(head_offset, head_offset + num_heads, size)
-        # Groups with the same rules are equal: each rule goes with the first of all heads that follows it.
+        # Groups with equal rules must compare equal: each rule is paired with the first head of all that follows it.
         follower = rules_of_heads(pattern, range(head_offset, head_offset + num_heads), total)
         rules = (rules_of_heads(pattern, range(at, at + size), total) for at in firsts)
         groups = tuple(tuple((rule, follower[rule]) for rule in each) for each in rules)
         return cls(total, groups)
 
     def by_head(self, queries: Ranges, keys: Ranges) -> tuple[Ranges, ...]:
-        """For each KV head the positions among the keys that some of the queries need."""
+        """For each KV head, the positions among `keys` that some of `queries` need."""
         if not queries or not keys:
             return ((),) * len(self.groups)
         return tuple(self.of_any([(rule, run) for rule in rules for run in queries], keys) for rules in self.groups)
 
     def of_any(self, runs: Sequence[tuple[HeadRule, range]], keys: Ranges) -> Ranges:
-        """The positions among some keys that some of these queries need, each run of them by a rule of its own."""
-        # Where all rules repeat after a shift, so do the needs.
+        """Positions among `keys` that some of these queries need; each run of queries has its own rule."""
+        # If all rules have a common period, so have the needs: shift by a multiple of it, so that results are reused.
         period = common_period(tuple(rule for (rule, _), _ in runs))
         least = min(keys[0].start, *(queries.start for _, queries in runs))
         shift = 0 if period is None else least // period * period
@@ -127,9 +127,10 @@ def work_of_ranks(
     head_offset: int = 0,
     num_heads_global: int | None = None,
 ) -> Int64[Tensor, " W"]:
-    """(query, key, head) pairs of each rank's queries, counted once for each branch that allows them.
+    """Number of (query, key, head) pairs of each rank's queries, counted once for each branch that allows them.
 
-    Over the batch entries that the pattern's tensors tell apart. Raises ValueError where the pattern does not bind.
+    If run-time tensors give batch entries different rules, all entries are counted. Raises ValueError if the pattern
+    does not bind.
     """
     tokens = sharding.num_tokens
     heads = {"num_heads": num_heads, "head_offset": head_offset, "num_heads_global": num_heads_global}

@@ -1,6 +1,6 @@
 """The exchange: every rank receives the keys that its queries need, and no others, in one all-to-all.
 
-The plan says which rows, the call moves them and attends, the op is what autograd and torch.compile see.
+_plan: the rows to send. _call: their transfer, and attention. _op: the ops for autograd and torch.compile.
 """
 
 from ._op import exchange

@@ -1,4 +1,4 @@
-"""A call of the exchange on this rank: the transfers of rows, and attention to own and received keys."""
+"""One call of the exchange on this rank: transfers of rows, and attention to own and received keys."""
 
 from __future__ import annotations
 
@@ -29,18 +29,18 @@ from ..group import (
 from ..wire import Codec, codec_for, gradient_codec, lease_from, pool_named
 from ._plan import ExchangePlan
 
-# B batch, G key/value heads, D head dim, S rows sent, R rows received, or of what comes to one head
+# B batch, G key/value heads, D head dim, S rows sent, R rows received (in one key/value head, where G is a dim)
 
 Pair = tuple[Tensor, Tensor]
 
 
 class ExchangeCall(PlainCall):
-    """The passes of a call of the exchange on this rank."""
+    """Forward and backward of an exchange call on this rank."""
 
     __slots__ = ()
 
     def plan(self, num_heads: int, num_kv_heads: int, bindings: Sequence[Tensor]) -> ExchangePlan:
-        """Which rows go where, for these values of the run-time tensors."""
+        """Plan of the rows to send and to receive, for these values of the run-time tensors."""
         heads = {"head_offset": self.head_offset, "num_heads_global": self.num_heads_global}
         split, rank = Sharding.of(self.sharding), group_of(self.group).rank()
         rule = whole_rule(self.pattern, bindings, split.num_tokens)
@@ -49,7 +49,7 @@ class ExchangeCall(PlainCall):
     def forward(
         self, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, bindings: list[Tensor]
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """(out, lse, and the others' keys and values); these are on their way while it attends to this rank's own."""
+        """(out, lse, received k, received v); overlaps the transfer of keys with attention to this rank's keys."""
         plan = self.plan(q.shape[1], k.shape[1], bindings)
         dtype, others = _computed_in(q, plan), _room(k, v, plan.others.num_keys)
 
@@ -70,7 +70,7 @@ class ExchangeCall(PlainCall):
     def backward(
         self, q: Tensor, k: Tensor, v: Tensor, others: Pair, bindings: list[Tensor], whole: WholeRows
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """(dq, dk, dv): the gradients of the others' keys are on their way back while it computes those of its own."""
+        """(dq, dk, dv); overlaps the transfer of received keys' gradients with the gradients of this rank's keys."""
         plan = self.plan(q.shape[1], k.shape[1], bindings)
         dtype, wide = _computed_in(q, plan), _wide(q)
         rows = WholeRows(whole.out.to(dtype), whole.lse, whole.grad_out.to(dtype), whole.grad_lse)
@@ -88,7 +88,7 @@ class ExchangeCall(PlainCall):
         return as_promised(dq.add_(of_queries), q), as_promised(dk, k), as_promised(dv, v)
 
     def bring(self, k: Tensor, v: Tensor, plan: ExchangePlan) -> Pair:
-        """This rank's keys and values, and after them those of other ranks that its queries need."""
+        """(k, v) of this rank followed by the keys and values that its queries need from other ranks."""
         found, own = _room(k, v, plan.both.num_keys), k.shape[2]
         with self._sending_keys(k, v, plan) as receive:
             for whole, x in zip(found, (k, v), strict=True):
@@ -97,7 +97,10 @@ class ExchangeCall(PlainCall):
         return found
 
     def give_back(self, own_k: Tensor, own_v: Tensor, dk: Tensor, dv: Tensor, plan: ExchangePlan) -> Pair:
-        """The gradients of this rank's own k and v, from those of own and received keys and what other ranks send."""
+        """(dk, dv) of this rank's keys, summed over ranks.
+
+        dk, dv: gradients of `bring`'s result, own keys first. The gradients of received keys go back to their owners.
+        """
         own = own_k.shape[2]
         with self._sending_gradients([x[:, :, own:] for x in (dk, dv)], own_k, own_v, plan) as add_received:
             totals = dk[:, :, :own].to(_wide(dk), copy=True), dv[:, :, :own].to(_wide(dv), copy=True)
@@ -108,7 +111,7 @@ class ExchangeCall(PlainCall):
     def _sending_keys(
         self, k: Tensor, v: Tensor, plan: ExchangePlan
     ) -> Iterator[Callable[[Sequence[Float[Tensor, "B G R D"]]], None]]:
-        """While this rank's keys and values are on their way; what it gives waits for the others', and puts them."""
+        """Send keys and values on entry; yields a function that waits for the received rows and writes them."""
         ranks, (sent, received) = Ranks.named(self.group, k.device.type), plan.rows(k.device)
         codec = codec_for(self.codec, self.error_bound, k, v, ranks)
 
@@ -124,9 +127,9 @@ class ExchangeCall(PlainCall):
     def _sending_gradients(
         self, grads: Sequence[Float[Tensor, "B G R D"]], k: Tensor, v: Tensor, plan: ExchangePlan
     ) -> Iterator[Callable[[Tensor, Tensor], None]]:
-        """While those of the others' keys and values are on their way; what it gives waits for those of this rank's.
+        """Send gradients of received keys on entry; yields a function that waits for the gradients of this rank's keys.
 
-        They are added, in place and in the order of the ranks, to sums in float32 or wider.
+        The function adds them in place, in the order of the ranks, to sums in float32 or wider.
         """
         ranks, (sent, received) = Ranks.named(self.group, k.device.type), plan.rows(k.device)
         codec = gradient_codec(codec_for(self.codec, self.error_bound, k, v, ranks), grads[0].dtype)
@@ -135,21 +138,21 @@ class ExchangeCall(PlainCall):
             heads, tokens = (index.split(plan.num_sent) for index in (sent.heads, sent.index))
             for total, x in zip((dk, dv), arrived(), strict=True):
                 for head, token, part in zip(heads, tokens, x.split(plan.num_sent, dim=1), strict=True):
-                    total[:, head, token] += part  # a rank sends one row a token and head
+                    total[:, head, token] += part  # a rank sends at most one row per token and head: no repeated index
 
         numbers, how = (plan.num_received, plan.num_sent), (ranks, codec, self.pool)
         rows = [x[:, received.heads, received.index] for x in grads]
         with _swapping(rows, *numbers, *how, role="gradients") as arrived:
-            del grads, rows  # they go while this rank computes with its own keys
+            del grads, rows  # free their memory while this rank computes with its own keys
             yield add_received
 
     def traced(
         self, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, bindings: list[Tensor], *, return_lse: bool
     ) -> tuple[Tensor, Tensor | None]:
-        """(out, lse if asked for) where torch.compile follows the engine: only the transfer of keys is an op."""
+        """(out, lse if requested) for engines that torch.compile traces: only the transfer of keys is an op."""
         k_all, v_all = torch.ops.flexdilated.exchange_keys(q, k, v, bindings, *self)
         if not q.shape[2]:
-            nothing = k_all.sum() + v_all.sum()  # the backward of every rank has to come to the exchange
+            nothing = k_all.sum() + v_all.sum()  # makes every rank's backward take part in the exchange
             return q + nothing, q.sum(-1).to(_wide(q)) + nothing
         key = CallKey(*_key(tuple(self), q.shape[1], k.shape[1], q.shape[2], bindings))
         options = {"scale": self.scale, "score_mod": None, "sinks": sinks, "return_lse": return_lse}
@@ -161,7 +164,7 @@ def _wide(x: Tensor) -> torch.dtype:
 
 
 def _computed_in(q: Tensor, plan: ExchangePlan) -> torch.dtype:
-    """The CPU's kernels round what they give to the type of what they get, and parts are not to be rounded each."""
+    """float32 or wider if parts are merged, because CPU kernels would round each part to the dtype of q."""
     return _wide(q) if plan.others.num_keys else q.dtype
 
 
@@ -169,8 +172,8 @@ def _room(k: Tensor, v: Tensor, num_keys: int) -> Pair:
     return k.new_empty(*k.shape[:2], num_keys, k.shape[3]), v.new_empty(*v.shape[:2], num_keys, v.shape[3])
 
 
-# Where keys lie is a constant of a compiled graph. Such a function takes a call only as a plain tuple, and what it
-# returns must be one too: torch 2.11 cannot unpack a named tuple that it got as a constant.
+# The placement of keys is a constant of a compiled graph. A `graph_constant` takes and returns plain tuples only:
+# torch 2.11 cannot unpack a named tuple that is a constant.
 @graph_constant
 def _key(
     values: tuple[Any, ...], num_heads: int, num_kv_heads: int, num_queries: int, bindings: list[Tensor]
@@ -191,10 +194,10 @@ def _swapping(
     *,
     role: Role,
 ) -> Iterator[Callable[[], list[Float[Tensor, "B R D"]]]]:
-    """While rows of keys and of values go and others come, in one all-to-all; the numbers are by rank.
+    """Start one all-to-all of rows of keys and values; yields a function that waits for it and returns received rows.
 
-    What it gives waits for those that come, once. Memory is held until nothing is on its way, also where the block
-    raises: until the others have sent theirs, or the process group's timeout.
+    num_sent and num_received count rows by rank. The function may be called once. Buffers are held until the transfer
+    ends, also if the block raises: until the other ranks have sent their rows, or the process group's timeout.
     """
     batch, _, head_dim = rows[0].shape
     dtype, device = rows[0].dtype, rows[0].device
@@ -222,11 +225,11 @@ def _swapping(
             work = dist.all_to_all_single(received, sent, *splits, group=group, async_op=True)
         assert work is not None
         begun.append(work)
-        del rows, work, sent, received  # nothing but the leases holds memory during what follows
+        del rows, work, sent, received  # so that only the leases hold memory while the caller computes
         yield arrived
     finally:
         for work in begun:
-            with suppress(RuntimeError):  # another error is on its way to the caller
+            with suppress(RuntimeError):  # another error already propagates to the caller
                 work.wait()
         for lease in leases:
             lease.release()

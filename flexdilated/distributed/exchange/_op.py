@@ -1,4 +1,4 @@
-"""The exchange as custom ops: as a whole for tiles, the transfer of keys alone for engines that trace."""
+"""The exchange as custom ops: a whole call for tiles, only the transfer of keys for engines that are traced."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def exchange_op(
     bindings: list[Tensor],
     call: ExchangeCall,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """(out, lse) of this rank's queries over the keys of all ranks; and the keys and values that came from others."""
+    """(out, lse, received k, received v) of this rank's queries over the keys of all ranks."""
     return call.forward(q, k, v, sinks, bindings)
 
 
@@ -47,7 +47,7 @@ def exchange_backward_op(
     bindings: list[Tensor],
     call: ExchangeCall,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """(dq, dk, dv) of this rank's own tensors, with the others' keys and values that the forward returned."""
+    """(dq, dk, dv) of this rank's tensors; k_others and v_others are the received keys that the forward returned."""
     return call.backward(q, k, v, (k_others, v_others), bindings, WholeRows(out, lse, grad_out, grad_lse))
 
 
@@ -64,7 +64,7 @@ def exchange_keys_op(
     bindings: list[Tensor],
     call: ExchangeCall,
 ) -> tuple[Tensor, Tensor]:
-    """(k, v) with those that the queries need of other ranks; of q only its shape is used."""
+    """(k, v) of this rank followed by the received ones that its queries need; of q only the shape is used."""
     return call.bring(k, v, call.plan(q.shape[1], k.shape[1], bindings))
 
 
@@ -83,7 +83,7 @@ def exchange_keys_backward_op(
     bindings: list[Tensor],
     call: ExchangeCall,
 ) -> tuple[Tensor, Tensor]:
-    """The gradients of this rank's own k and v from those of own and received ones."""
+    """(dk, dv) of this rank's keys, from the gradients of own and received keys."""
     found = call.give_back(k, v, dk, dv, call.plan(q.shape[1], k.shape[1], bindings))
     return found[0].to(dk.dtype), found[1].to(dv.dtype)
 
@@ -94,7 +94,7 @@ def _(q, k, v, dk, dv, bindings, *options):
 
 
 def _empty_keys(q: Tensor, k: Tensor, bindings: list[Tensor], call: ExchangeCall, *, own: bool) -> Pair:
-    """Received keys and values, with `own` after own ones; their number depends on the values of run-time tensors."""
+    """Fake (k, v) received, preceded by this rank's if `own`; run-time tensors make their number data-dependent."""
     if bindings:
         num_keys = torch.library.get_ctx().new_dynamic_size()
     else:
@@ -133,14 +133,14 @@ def exchange(
     *,
     return_lse: bool,
 ) -> tuple[Float[Tensor, "B H L D"], Float[Tensor, "B H L"] | None]:
-    """(out, lse if asked for) of this rank's queries over all ranks' keys; all take part, and in the backward too.
+    """(out, lse if requested) of this rank's queries over all ranks' keys; every rank must call it, and its backward.
 
-    `bindings` are the pattern's run-time tensors, of the whole sequence, in the order of their names. One all-to-all
-    brings each (key/value head, token) that some query of this rank may attend to; the backward sends their gradients
-    back in another, and owners add them up in float32 or wider. With tiles all of it is one op, which computes with
-    this rank's own keys during either transfer; other engines are traced, and only the transfers are ops.
+    bindings: the pattern's run-time tensors, for the whole sequence, ordered by name. One all-to-all brings each
+    (key/value head, token) that some query of this rank may attend to; in the backward another returns the gradients,
+    which the owners add up in float32 or wider. With tiles the call is one op, which overlaps each transfer with work
+    on this rank's keys; other engines are traced, and only the transfers are ops.
 
-    Raises ValueError where the engine cannot serve the call, and torch.distributed.DistError where another rank fails.
+    Raises ValueError if the engine cannot serve the call, torch.distributed.DistError if another rank fails.
     """
     if call.engine != "tiles":
         return ExchangeCall(*call).traced(q, k, v, sinks, bindings, return_lse=return_lse)

@@ -1,4 +1,4 @@
-"""The exchange plan: which rows each rank sends to each other, from pattern and sharding alone, and where they lie."""
+"""The exchange plan: rows that each rank sends to each other rank, and their positions, from pattern and sharding."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ Tokens = tuple[tuple[Ranges, ...], ...]  # by rank, by KV head: positions
 
 @dataclass(frozen=True)
 class Rows:
-    """The rows that go or come, in the order in which they stand on the wire: (rank, KV head, token).
+    """Rows in one direction, in their order in the message: by (rank, KV head, token).
 
-    index: of each row its place among this rank's own tokens, or among those that its head receives.
+    index: for each row, its local token index on this rank, or its index among the tokens received in its head.
     """
 
     heads: Int64[Tensor, " R"]
@@ -37,15 +37,14 @@ class Rows:
 
 @dataclass(frozen=True)
 class ExchangePlan:
-    """What one rank receives and sends; all ranks compute each other's plans, and they agree to the order.
+    """Rows that one rank receives and sends; the plans of all ranks agree on the rows and on their order.
 
-    received[source][g] are the positions, held by `source`, of the tokens whose key and value this rank needs in KV
-    head g: some of its queries, in some query head of that group, may attend to them. sent[target][g] are those of
-    its own that `target` needs. A token that several query heads of a group need counts once. Of itself a rank needs
-    nothing. On the wire tokens stand in the order (KV head, token) of these ranges.
+    received[source][g]: positions on rank `source` whose key and value this rank needs in KV head g, because some of
+    its queries, in some query head of group g, may attend to them. sent[target][g]: positions of this rank that
+    `target` needs. A token counts once per KV head; the entry of a rank's own index is empty. Messages order tokens by
+    (KV head, token) of these ranges.
 
-    What a rank receives stands in one tensor, head by head. Heads that receive less than others have room to spare at
-    the end, which nobody reads.
+    Received rows go into one tensor, head by head, padded to the longest head; padding is never read.
     """
 
     received: Tokens
@@ -66,11 +65,11 @@ class ExchangePlan:
         head_offset: int = 0,
         num_heads_global: int | None = None,
     ) -> ExchangePlan:
-        """The plan of one rank, from the cache if it is there.
+        """Cached plan of one rank.
 
-        Run-time tensors must have their values in place. Raises ValueError for query heads that do not divide into
-        the KV heads or do not lie within num_heads_global, for a rank outside [0, num_ranks), and where the pattern has
-        no rule for these heads or tokens.
+        The pattern must hold the values of its run-time tensors. Raises ValueError if num_kv_heads does not divide
+        num_heads, if the heads exceed num_heads_global, for a rank outside [0, num_ranks), and if the pattern has no
+        rule for these heads or tokens.
         """
         sizes = (num_heads, num_kv_heads, head_offset, num_heads_global)
 
@@ -82,27 +81,27 @@ class ExchangePlan:
 
     @property
     def num_received(self) -> tuple[int, ...]:
-        """Rows from each source."""
+        """Number of rows received from each rank."""
         return tuple(_number(keys) for keys in self.received)
 
     @property
     def num_sent(self) -> tuple[int, ...]:
-        """Rows to each target."""
+        """Number of rows sent to each rank."""
         return tuple(_number(keys) for keys in self.sent)
 
     @cached_property
     def own(self) -> Placement:
-        """Where the queries and this rank's own keys come from."""
+        """Positions of the queries and of this rank's keys."""
         return Placement(self.local, (self.local,), complete=False, num_tokens=self.num_tokens)
 
     @cached_property
     def others(self) -> Placement:
-        """Where the queries and, by KV head, the received keys come from."""
+        """Positions of the queries and, by KV head, of the received keys."""
         return self._placed_after(())
 
     @cached_property
     def both(self) -> Placement:
-        """Where the queries and, by KV head, the own keys and after them the received ones come from."""
+        """Positions of the queries and, by KV head, of own keys followed by received keys."""
         return self._placed_after(self.local)
 
     def _placed_after(self, first: Ranges) -> Placement:
@@ -111,7 +110,7 @@ class ExchangePlan:
         return Placement(self.local, keys, complete=True, num_tokens=self.num_tokens)
 
     def rows(self, device: torch.device) -> tuple[Rows, Rows]:
-        """(rows sent, among this rank's tokens; rows received, among those received) on a device, kept there."""
+        """(rows sent, rows received) with their indices on `device`, cached."""
         if device not in self._on:
             self._on[device] = self._sent_rows.to(device), self._received_rows.to(device)
         return self._on[device]
@@ -124,14 +123,14 @@ class ExchangePlan:
     @cached_property
     def _received_rows(self) -> Rows:
         counts = _counts(self.received)
-        first = counts.cumsum(0) - counts  # after what a head has of earlier ranks
+        first = counts.cumsum(0) - counts  # offset of each rank's rows within its head
         each = counts.flatten()
         row = torch.arange(int(each.sum())) - (each.cumsum(0) - each).repeat_interleave(each)
         return Rows(_heads_of(counts), first.flatten().repeat_interleave(each) + row)
 
 
 def local_indices(held: Ranges, positions: Ranges) -> Int64[Tensor, " n"]:
-    """Where each of these positions, one range after the other, stands among those of some ascending runs."""
+    """Local index of each position, range by range, on a rank that holds the ascending ranges `held`."""
     if not positions:
         return torch.empty(0, dtype=torch.int64)
     wanted = torch.cat([torch.arange(each.start, each.stop, each.step) for each in positions])
@@ -150,7 +149,7 @@ def _built(needs: KVNeeds, sharding: Sharding, rank: int) -> ExchangePlan:
 
 
 def _pair(sharding: Sharding, target: int, source: int) -> tuple[Ranges, Ranges]:
-    """The positions of the target's queries and those of the source's keys; none where they are the same rank."""
+    """(query positions of the target, key positions of the source); both empty if they are one rank."""
     return (sharding.ranges(target), sharding.ranges(source)) if target != source else ((), ())
 
 
@@ -168,7 +167,7 @@ def _number(keys: Sequence[Ranges]) -> int:
 
 
 def _nbytes(plan: ExchangePlan) -> int:
-    """About what ranges and tuples take, twice where a placement holds them too, and two indices a row."""
+    """Estimated bytes of a plan: ranges (twice, because placements copy them), tuples, and two int64 indices a row."""
     ranges = sum(len(keys) for side in (plan.received, plan.sent) for by_head in side for keys in by_head)
     tuples = sum(len(by_head) + 1 for side in (plan.received, plan.sent) for by_head in side)
     return 320 * ranges + 64 * tuples + 16 * (sum(plan.num_sent) + sum(plan.num_received))

@@ -1,6 +1,6 @@
-"""The ranks of a mesh: who holds which tokens, whether all make the same call, messages and their counts, shards.
+"""The ranks of a mesh: shardings, the check that all ranks make the same call, messages and their counts, shards.
 
-Every rank computes everyone's plan, so the ranks first agree on the call; a peer that fails is an error on all others.
+Every rank computes the plans of all ranks, so they first compare their calls; a failing rank raises an error on all.
 """
 
 from ._agreement import check_agreement, values_of

@@ -1,8 +1,8 @@
 """The check at set-up that all ranks make the same call.
 
-Every rank computes everyone's plan, so ranks that disagree send what nobody expects, which gloo answers by ending the
-process and NCCL by waiting. The check goes through the group's key-value store, not through a collective: a rank that
-checks what the others do not never meets their transfers, and both sides end within the group's timeout.
+Every rank computes the plans of all ranks. If their arguments differ, their messages do not match, upon which gloo ends
+the process and NCCL waits. The check uses the group's key-value store, not a collective: a rank in a check cannot be
+matched with another rank's transfers, and both ranks end within the group's timeout.
 """
 
 from __future__ import annotations
@@ -26,20 +26,20 @@ from ...masks.patterns import names
 from ._ranks import Ranks, group_of, timeout_of
 from ._traffic import record
 
-_ADDRESS = re.compile(r" at 0x[0-9a-fA-F]+")  # of a function, say: it differs from process to process
+_ADDRESS = re.compile(r" at 0x[0-9a-fA-F]+")  # as in the repr of a function: it differs between processes
 _AGREED = "agreed"
 
 
 @dataclass
 class _Checks:
-    """What a group's ranks have compared so far: the digests agreed on, and the number of checks, failed ones too."""
+    """Checks made so far by a group: the digests agreed on, and the number of checks, including failed ones."""
 
     agreed: set[str] = field(default_factory=set)
     count: int = 0
 
     @property
     def next_place(self) -> str:
-        """Where in the store the next check takes place; checks are numbered, as all ranks make the same ones."""
+        """Prefix of the next check's keys in the store; every rank makes every check, so their numbers agree."""
         return f"flexdilated/agreement/{self.count}"
 
 
@@ -49,12 +49,12 @@ _checks: WeakKeyDictionary[ProcessGroup, _Checks] = WeakKeyDictionary()
 def check_agreement(
     ranks: Ranks, facts: Mapping[str, object], once: Callable[[], Mapping[str, object]] | None = None
 ) -> None:
-    """Compare the facts of all ranks, the first time that these facts come; afterwards it costs a look-up.
+    """Compare facts between ranks when they first occur; facts that have been agreed on cost one look-up.
 
-    facts: names and hashable values; what counts is how a value is written (`repr`). once: more facts, which are slow
-    to find, or may change later, and are compared that first time only. Every rank must come here in the same order.
-    Raises ValueError, on all ranks, which says which facts differ and who has what; DistError if not all ranks have
-    come within the group's timeout.
+    facts: names and hashable values, compared by `repr`. once: returns further facts that are slow to compute or may
+    change later; they are compared only that first time. All ranks must make equal checks in one order.
+    Raises ValueError on all ranks, with the facts that differ and the values of each rank; DistError if some rank does
+    not make the check within the group's timeout.
     """
     group = group_of(ranks.name)
     checks = _checks.setdefault(group, _Checks())
@@ -77,25 +77,25 @@ def check_agreement(
 
 
 def values_of(pattern: Expression, tensors: Sequence[Tensor]) -> dict[str, object]:
-    """Digests of the values of a pattern's run-time tensors, which come in the order of their names."""
+    """Digests of the values of a pattern's run-time tensors; `tensors` are ordered by name."""
     return {f"run-time tensor {name!r}": _digest(x) for name, x in zip(names(pattern), tensors, strict=True)}
 
 
 def begun_elsewhere(ranks: Ranks) -> str:
-    """Which ranks are at a check that this rank has not come to, and with which facts: one sentence, or ""."""
+    """One sentence on the ranks that wait at a check that this rank has not reached, with their facts; "" if none."""
     group = group_of(ranks.name)
     place = _checks.setdefault(group, _Checks()).next_place
     store = group.get_group_store()
     try:
         there = [rank for rank in ranks.others if store.check([f"{place}/{rank}"])]
         calls = [f"rank {rank}: {as_call(store.get(f'{place}/{rank}').decode())}" for rank in there]
-    except RuntimeError:  # the process that keeps the store may be the one that died
+    except RuntimeError:  # the process that serves the store may be the one that died
         return ""
     return f"Meanwhile other ranks have begun a call with other arguments ({'; '.join(calls)})." if calls else ""
 
 
 def check_device(ranks: Ranks, tensor: Tensor) -> None:
-    """Raises ValueError if the ranks cannot send this tensor, because of where it lies."""
+    """Raises ValueError if the ranks cannot send this tensor from its device."""
     config = _backends(ranks.name)
     kinds = [part.partition(":")[0] for part in config.split(",")]
     if tensor.device.type != ranks.device_type or tensor.device.type not in kinds:
@@ -107,7 +107,7 @@ def check_device(ranks: Ranks, tensor: Tensor) -> None:
 
 @graph_constant  # torch.compile cannot trace the look-up of a group
 def _backends(group: str) -> str:
-    """What serves which kind of device: "cpu:gloo,cuda:nccl"."""
+    """Backend of each kind of device, such as "cpu:gloo,cuda:nccl"."""
     return get_backend_config(group_of(group))
 
 
@@ -118,13 +118,13 @@ def _digest(x: Tensor) -> str:
 
 @lru_cache(maxsize=1024)
 def _written(facts: tuple[tuple[str, object], ...]) -> tuple[str, str]:
-    """A digest of the facts, and the facts themselves as text."""
+    """(digest of the facts, the facts as JSON)."""
     text = json.dumps({name: _ADDRESS.sub("", repr(value)) for name, value in facts})
     return blake2b(text.encode(), digest_size=16).hexdigest(), text
 
 
 def _verdict(ranks: Ranks, place: str, digest: str, written: str) -> str:
-    """All ranks' verdict: each posts its facts, and the last to come compares, so a rank's share is a few requests."""
+    """The verdict for all ranks: each posts its facts and the last compares, so a rank makes only a few requests."""
     store = group_of(ranks.name).get_group_store()
     store.set(f"{place}/{ranks.rank}", written)
     store.add(f"{place}/{digest}", 1)
@@ -147,7 +147,7 @@ def _wait_for_verdict(ranks: Ranks, place: str, written: str) -> None:
     timeout = timeout_of(ranks)
     try:
         group_of(ranks.name).get_group_store().wait([f"{place}/verdict"], timeout)
-    except RuntimeError as error:  # a FileStore has no class of its own for it
+    except RuntimeError as error:  # FileStore raises no specific class on timeout
         raise DistError(
             f"rank {ranks.rank} of {ranks.size}: the check that all ranks make the same call failed: "
             f"{_who_is_absent(ranks, place)} did not answer within the timeout of the process group, "
@@ -165,11 +165,11 @@ def _who_is_absent(ranks: Ranks, place: str) -> str:
     return named(absent) or "a rank that came"
 
 
-_SHOWN = 8  # values, or runs of ranks: where every rank of many has its own, a few say enough
+_SHOWN = 8  # values, or runs of ranks, in a message, in case many ranks differ
 
 
 def disagreement(facts: Sequence[dict[str, str]]) -> str:
-    """Which facts differ, and which ranks have what; facts[rank] holds what the rank has written, by name."""
+    """Error text on facts that differ and the ranks with each value; facts[rank] maps names to that rank's values."""
     differing = []
     for name in dict.fromkeys(name for has in facts for name in has):
         holders: defaultdict[str, list[int]] = defaultdict(list)
@@ -181,14 +181,14 @@ def disagreement(facts: Sequence[dict[str, str]]) -> str:
 
 
 def _who_has_what(holders: dict[str, list[int]]) -> str:
-    """The majority first."""
+    """Text of the values and the ranks that have them, most frequent value first."""
     ordered = sorted(holders.items(), key=lambda holder: -len(holder[1]))
     shown = [f"{named(who)} {'has' if len(who) == 1 else 'have'} {value}" for value, who in ordered[:_SHOWN]]
     return "; ".join(shown + [f"{len(ordered) - _SHOWN} more values"] * (len(ordered) > _SHOWN))
 
 
 def named(ranks: Sequence[int]) -> str:
-    """Ascending ranks in words, runs of them as such: "ranks 0 to 2, 5"; "" if there are none."""
+    """Text of ascending ranks with runs joined, such as "ranks 0 to 2, 5"; "" for no ranks."""
     runs: list[list[int]] = []
     for rank in ranks:
         if runs and rank == runs[-1][-1] + 1:
@@ -201,5 +201,5 @@ def named(ranks: Sequence[int]) -> str:
 
 
 def as_call(facts: str) -> str:
-    """Written facts as keywords: "num_tokens=8, dtype=torch.float32"."""
+    """Facts in JSON as keyword arguments, such as "num_tokens=8, dtype=torch.float32"."""
     return ", ".join(f"{name}={value}" for name, value in json.loads(facts).items())

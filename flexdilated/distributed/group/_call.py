@@ -1,4 +1,4 @@
-"""A call over ranks besides its tensors: plain values for a custom op, and the rule of the whole sequence."""
+"""A call over ranks without its tensors: plain values for a custom op, and the rule of the whole sequence."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from ...masks.text import read_text
 
 
 class PlainCall(NamedTuple):
-    """Plain values, checked, and the same on all ranks but for the pool.
+    """Validated arguments of a call as plain values; only `pool` may differ between ranks.
 
-    `pattern` is JSON, `block_size` two sides or none, `sharding` its numbers; `error_bound` is 0 where there is none,
-    and `pool` the name of one, or "".
+    pattern: in JSON. block_size: two sides, or () for none. sharding: `Sharding.numbers()`. error_bound: 0 for none.
+    pool: name of a pool, or "".
     """
 
     pattern: str
@@ -35,7 +35,7 @@ class PlainCall(NamedTuple):
 
     @classmethod
     def of(cls, *values: Any) -> Self:
-        """From an op's arguments: tracing hands over sizes that are no plain integers, and tuples come as lists."""
+        """From an op's arguments, in which tracing replaces integers by symbolic sizes and tuples by lists."""
         call = cls._make(values)
         return call._replace(
             head_offset=int(call.head_offset),
@@ -45,33 +45,33 @@ class PlainCall(NamedTuple):
         )
 
     def rows_of(self, q: Tensor) -> tuple[Tensor, Tensor]:
-        """(out, lse) for an op's shape rule, which checks the heads too: `attend` leaves that to it while it traces."""
+        """Empty (out, lse), as an op's shape rule; checks the heads too, which `attend` skips in a trace."""
         read_text(self.pattern).check_heads(self.num_heads_global)
         return empty_rows(q)
 
     def placed(self, placement: Placement) -> PlacedCall:
-        """Attention of this rank's queries to the keys that lie as the placement says."""
+        """Attention of this rank's queries to keys at the positions of `placement`."""
         where = (self.head_offset, self.num_heads_global)
         return PlacedCall(self.pattern, placement, self.scale, *where, self.engine, self.block_size)
 
 
 def empty_rows(q: Tensor) -> tuple[Tensor, Tensor]:
-    """Room for out (B, H, L, D) and lse (B, H, L), in float32 or wider."""
+    """Uninitialised out (B, H, L, D) in the dtype of q, and lse (B, H, L) in float32 or wider."""
     return torch.empty_like(q), q.new_empty(q.shape[:3], dtype=torch.promote_types(q.dtype, torch.float32))
 
 
 def as_promised(x: Tensor, like: Tensor) -> Tensor:
-    """x in the dtype and memory format of `like`: what the shape rules of ops promise."""
+    """x in the dtype and memory format of `like`, as the shape rules of ops declare."""
     promised = torch.empty_like(like)
     return x if x.dtype == like.dtype and x.stride() == promised.stride() else promised.copy_(x)
 
 
 def whole_rule(pattern: str, bindings: Sequence[Tensor], num_tokens: int) -> Expression:
-    """The pattern, in JSON, with the values of its run-time tensors in place; these come in the order of their names.
+    """The pattern, in JSON, with its run-time tensors replaced by their values; `bindings` are ordered by name.
 
-    They are read at each call: only its values show whether a tensor has changed.
+    The values are read at each call, because a tensor may have changed in place.
     """
     if not bindings:
         return read_text(pattern)
-    # Of a call only its pattern and its extent make the rule.
+    # The rule depends only on the pattern and the number of tokens, so the other fields are placeholders.
     return CallKey(pattern, 1, 1, num_tokens, num_tokens, 0, 0, 0, 1, 1, ()).rules(bindings)

@@ -1,4 +1,4 @@
-"""Messages between ranks: posted together, waited for later, counted; and what is raised when a peer fails."""
+"""Messages between ranks: posted in groups, waited for later, counted; and the error raised when a peer fails."""
 
 from __future__ import annotations
 
@@ -17,36 +17,36 @@ from ._agreement import begun_elsewhere
 from ._ranks import Ranks, group_of, timeout_of
 from ._traffic import Role, record
 
-Message = tuple[Tensor, int]  # contiguous, and the rank to which it goes or from which it comes
+Message = tuple[Tensor, int]  # (contiguous tensor, peer rank)
 
 
 @dataclass
 class Posted:
-    """Messages on their way. What is sent must not change, and what comes must not be read, until it was waited for."""
+    """Messages in transfer. Until waited for, sent tensors must not change and received ones must not be read."""
 
     role: Role
     ranks: Ranks
-    sent: list[Tensor]  # held until it is gone
+    sent: list[Tensor]  # kept alive until sent
     arriving: list[dist.Work] = field(default_factory=list)
     leaving: list[dist.Work] = field(default_factory=list)
 
     def wait(self) -> None:
-        """Until what comes is there."""
+        """Wait for the received messages."""
         self._wait(self.arriving)
 
     def wait_for_all(self) -> None:
-        """Until what goes is gone, too."""
+        """Wait for the received and the sent messages."""
         self._wait(self.arriving)
         self._wait(self.leaving)
         self.sent.clear()
 
     def drop(self) -> None:
-        """Give up what is still on its way, after a failure: the memory may go, or serve others, afterwards."""
+        """Abandon pending transfers after a failure; afterwards their memory may be freed or reused."""
         if not device_kind(self.ranks.device_type).on_host:
-            # The device may still write there. Whatever uses that memory next has to queue up behind it.
+            # The device may still write there, so later uses of that memory must be ordered after the transfers.
             with suppress(dist.DistError):
                 self.wait_for_all()
-        # gloo writes only into what somebody holds the work of.
+        # gloo writes only while a reference to the work exists.
         self.arriving.clear()
         self.leaving.clear()
         self.sent.clear()
@@ -59,7 +59,7 @@ class Posted:
 
 
 def post(role: Role, ranks: Ranks, *, send: Sequence[Message] = (), receive: Sequence[Message] = ()) -> Posted:
-    """Send and receive as one group. Between two ranks messages arrive in the order in which they were posted."""
+    """Send and receive as one group. Messages between two ranks arrive in the order in which they were posted."""
     posted, group = Posted(role, ranks, [x for x, _ in send]), group_of(ranks.name)
     operations = [dist.P2POp(dist.isend, x, group=group, group_peer=peer) for x, peer in send]
     operations += [dist.P2POp(dist.irecv, x, group=group, group_peer=peer) for x, peer in receive]
@@ -69,7 +69,7 @@ def post(role: Role, ranks: Ranks, *, send: Sequence[Message] = (), receive: Seq
         works = dist.batch_isend_irecv(operations)
     if len(works) == len(operations):
         posted.leaving, posted.arriving = works[: len(send)], works[len(send) :]
-    else:  # the backend runs the group as one
+    else:  # the backend runs the group as one operation
         posted.arriving = works
     for x, _ in send:
         record(role, sent=x.nbytes)
@@ -84,18 +84,18 @@ def _named(role: Role) -> str:
 
 @contextmanager
 def communicating(what: str, ranks: Ranks) -> Iterator[None]:
-    """Around transfers, and the waits for them, and nothing else: a failure says what failed, where and when.
+    """Wrap only transfers and waits for them: turns a failure into an error with the rank, the transfer and the time.
 
-    what: the transfer, as the subject of a sentence: "the exchange of keys". Raises torch.distributed.DistError, which
-    is a RuntimeError, for what gloo and NCCL raise when a peer has died or is not heard of within the group's timeout.
-    (Where NCCL does not block on a wait, which is its default, its watchdog ends the process instead.)
+    what: the transfer as the subject of a sentence, such as "the exchange of keys". Raises torch.distributed.DistError,
+    a RuntimeError, for the errors of gloo and NCCL when a peer has died or sends nothing within the group's timeout.
+    (By default NCCL does not block in a wait; then its watchdog ends the process instead.)
     """
     start = time.monotonic()
     try:
         yield
     except torch.OutOfMemoryError:
         raise
-    except RuntimeError as error:  # what gloo raises has no class of its own
+    except RuntimeError as error:  # gloo raises no specific class
         elapsed_s = time.monotonic() - start
         raise DistError(
             f"rank {ranks.rank} of {ranks.size}: {what} failed after {elapsed_s:.1f} s; the timeout of the process "

@@ -1,4 +1,4 @@
-"""Ranks: one axis of a DeviceMesh as plain values, which a custom op and a compiled graph can hold."""
+"""Ranks: one axis of a DeviceMesh as plain values, for custom ops and compiled graphs."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from ... import _torch_private
 
 @dataclass(frozen=True)
 class Ranks:
-    """A process group's name, the number of its ranks, this process's place among them, and the kind of device."""
+    """Name of a process group, number of its ranks, rank of this process in it, and kind of device."""
 
     name: str
     size: int
@@ -23,7 +23,7 @@ class Ranks:
 
     @classmethod
     def of(cls, mesh: object) -> Ranks:
-        """The ranks of a mesh of one dimension. Raises TypeError or ValueError for anything else."""
+        """The ranks of a mesh with one dimension. Raises TypeError or ValueError for anything else."""
         if not isinstance(mesh, DeviceMesh):
             raise TypeError(f"mesh must be a torch.distributed DeviceMesh; got {type(mesh).__name__}")
         if mesh.ndim != 1:
@@ -40,7 +40,7 @@ class Ranks:
 
     @classmethod
     def named(cls, name: str, device_type: str) -> Ranks:
-        """The ranks of a process group, which an op is given by name."""
+        """The ranks of the process group `name`, which is how ops refer to a group."""
         group = group_of(name)
         return cls(name, group.size(), group.rank(), device_type)
 
@@ -51,7 +51,7 @@ class Ranks:
 
 
 def group_of(name: str) -> ProcessGroup:
-    """The process group of ranks that were made in this process."""
+    """The process group of this name. Raises RuntimeError if this process has not made it."""
     try:
         return _torch_private.resolve_process_group(name)
     except RuntimeError as error:
@@ -60,9 +60,9 @@ def group_of(name: str) -> ProcessGroup:
 
 
 def timeout_of(ranks: Ranks) -> timedelta:
-    """How long a transfer may take; torch's default where the backend of this kind of device does not say."""
+    """Timeout of a transfer; torch's default if the backend for this kind of device has none."""
     try:
         backend = _torch_private.get_backend(group_of(ranks.name), torch.device(ranks.device_type))
-    except RuntimeError:  # the group has no backend for it, which `check_device` answers
+    except RuntimeError:  # no backend for this kind: `check_device` raises a better error
         return default_pg_timeout
     return _torch_private.timeout_of(backend) or default_pg_timeout

@@ -21,18 +21,18 @@ ORDERS: tuple[Order, ...] = get_args(Order)
 @advises()
 @dataclass(frozen=True)
 class Sharding:
-    """The positions 0 ... num_tokens - 1, each held by one of num_ranks ranks.
+    """Assigns each of the positions 0 ... num_tokens - 1 to one of num_ranks ranks.
 
-    A rank's tokens lie in ascending order of their positions: its local token i is the i-th position of `ranges(rank)`.
+    A rank's tokens are in ascending order of position: its local token i is the i-th position of `ranges(rank)`.
 
-    order: "contiguous" gives each rank one run, rank by rank. "zigzag" cuts the sequence into 2 * num_ranks chunks, and
-    rank r holds the chunks r and 2 * num_ranks - 1 - r, which balances the work of a causal pattern: whoever holds an
-    early chunk, with few keys, holds a late one too.
+    order: "contiguous" gives each rank one run, in the order of the ranks. "zigzag" cuts the sequence into 2 *
+    num_ranks chunks, and rank r holds the chunks r and 2 * num_ranks - 1 - r. That balances the work of a causal
+    pattern: a rank with an early chunk, whose queries have few keys, also has a late one.
 
-    shard_lengths: the number of tokens of each rank; 0 is a rank with none. None: as equal as can be, where the first
-    runs (or chunks) have the one token more. A rank's two chunks in zigzag order are halves of its shard; of an odd
-    number the first half has the one token more. Afterwards the field always holds the lengths, so that two shardings
-    are equal if all ranks hold the same positions in both by the same order.
+    shard_lengths: number of tokens of each rank; may be 0. None: as equal as possible; the first runs (or chunks) have
+    one token more. In zigzag order a rank's two chunks are halves of its shard; of an odd number the first half has one
+    token more. After construction the field always holds the lengths, so two shardings are equal if they have one order
+    and assign equal positions to all ranks.
 
     >>> fd.distributed.Sharding(10, 4, 'zigzag')
     Sharding(num_tokens=10, num_ranks=4, order='zigzag', shard_lengths=(3, 3, 2, 2))
@@ -54,26 +54,26 @@ class Sharding:
 
     @classmethod
     def of(cls, numbers: Sequence[int]) -> Sharding:
-        """The sharding that these `numbers()` stand for."""
+        """The inverse of `numbers`."""
         num_tokens, order, *lengths = map(int, numbers)
         return cls(num_tokens, len(lengths), ORDERS[order], lengths)
 
     def numbers(self) -> tuple[int, ...]:
-        """All of it as integers, for a custom op; `of` reads them."""
+        """All fields as integers, for a custom op; `of` reads them."""
         return (index(self.num_tokens), ORDERS.index(self.order), *[index(length) for length in self.lengths])
 
     @property
     def lengths(self) -> tuple[int, ...]:
-        """The number of tokens that each rank holds."""
+        """Number of tokens of each rank."""
         assert isinstance(self.shard_lengths, tuple)
         return self.shard_lengths
 
     def length(self, rank: int) -> int:
-        """The number of tokens that this rank holds."""
+        """Number of tokens of this rank."""
         return self.lengths[self._checked(rank)]
 
     def ranges(self, rank: int) -> Ranges:
-        """The positions that this rank holds: one or two runs in ascending order, or () if it holds none."""
+        """Positions of this rank: one or two ascending runs, or () for no tokens."""
         chunks = [self._chunk(self._checked(rank))]
         if self.order == "zigzag":
             chunks.append(self._chunk(2 * self.num_ranks - 1 - rank))
@@ -82,7 +82,7 @@ class Sharding:
         return tuple(chunk for chunk in chunks if chunk)
 
     def positions(self, rank: int, device: torch.device | str | None = None) -> Int64[Tensor, " L"]:
-        """The position of each of this rank's tokens, as rotary embeddings need them."""
+        """Position of each of this rank's tokens, as rotary embeddings need them."""
         runs = [torch.arange(run.start, run.stop, device=device) for run in self.ranges(rank)]
         return torch.cat(runs) if runs else torch.empty(0, dtype=torch.int64, device=device)
 

@@ -1,4 +1,4 @@
-"""Shards: from a tensor that every rank has to this rank's tokens of it and back, and checks on shards of q, k, v."""
+"""Shards: select this rank's tokens of a whole tensor, gather shards into a whole, and check shards of q, k, v."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ from ._sharding import Sharding
 
 @advises()
 def shard(x: Tensor, mesh: DeviceMesh, sharding: Sharding | None = None, *, dim: int = 2) -> Tensor:
-    """This rank's tokens of x, a copy: x must be the same on all ranks, with all N tokens along dim. Nothing is sent.
+    """Copy this rank's tokens of x, which must be equal on all ranks and have all N tokens along dim. Sends nothing.
 
-    mesh: of one dimension. sharding: None stands for `Sharding(N, W)`, over the W ranks of the mesh.
+    mesh: one dimension. sharding: None means `Sharding(N, W)` over the W ranks of the mesh.
 
-    Gradients are those of the sum of all ranks' losses, with each rank's x a variable of its own: x.grad holds the
-    gradient of this rank's tokens, and 0 for the others. Summed over the ranks it is the gradient of the one x, and so
-    are the gradients of parameters before it: DDP sums them (and divides by W).
+    Gradients are of the sum of all ranks' losses, and each rank's x is a separate variable: x.grad is the gradient of
+    this rank's tokens, and 0 for other tokens. Its sum over the ranks is the gradient of the shared x. That holds for
+    parameters before x too: DDP sums their gradients (and divides by W).
 
     >>> x = fd.distributed.shard(torch.randn(1, 4, 256, 64), mesh)
     """
@@ -42,16 +42,16 @@ def shard(x: Tensor, mesh: DeviceMesh, sharding: Sharding | None = None, *, dim:
 
 @advises()
 def unshard(x: Tensor, mesh: DeviceMesh, sharding: Sharding | None = None, *, dim: int = 2) -> Tensor:
-    """All N tokens in the order of their positions, on every rank, from each rank's shard x, L tokens along dim.
+    """Gather all N tokens in the order of their positions, on every rank; x is this rank's shard, L tokens along dim.
 
-    mesh: of one dimension. sharding: None stands for equal shards, `Sharding(W * L, W)`. The ranks' x have one dtype,
-    and apart from dim one shape; a rank may hold no token.
+    mesh: one dimension. sharding: None means equal shards, `Sharding(W * L, W)`. All ranks must have one dtype, and one
+    shape except along dim; a rank may have no tokens.
 
-    Gradients are those of the sum of all ranks' losses, as `shard`'s are: x.grad is the sum of what all ranks have for
-    these tokens, taken in float32 or wider, in the order of the ranks. So every rank has to go backward. Where all W
-    ranks compute the same loss from the whole, the sum is W times its gradient: divide by W, or let DDP do it.
+    Gradients are of the sum of all ranks' losses, as in `shard`: x.grad is the sum over ranks of the gradients of these
+    tokens, in float32 or wider, in the order of the ranks. So every rank must run the backward. If all W ranks compute
+    one loss from the whole, that sum is W times its gradient: divide by W, or let DDP do it.
 
-    Raises ValueError, on all ranks, if they disagree, and torch.distributed.DistError if another rank fails.
+    Raises ValueError on all ranks if their arguments differ, and torch.distributed.DistError if another rank fails.
 
     >>> fd.distributed.unshard(torch.randn(1, 4, 256, 64), mesh).shape
     torch.Size([1, 4, 256, 64])
@@ -70,7 +70,7 @@ def unshard(x: Tensor, mesh: DeviceMesh, sharding: Sharding | None = None, *, di
 
 
 def _checked_dim(x: object, dim: int) -> int:
-    """Counted from the front."""
+    """`dim` counted from the front, after checks."""
     if not isinstance(x, Tensor):
         raise TypeError(f"x must be a tensor; got {type(x).__name__}")
     if x.dim() == 0:
@@ -80,7 +80,7 @@ def _checked_dim(x: object, dim: int) -> int:
 
 @own_op("flexdilated::all_tokens")
 def all_tokens(x: Tensor, dim: int, sharding: list[int], group: str) -> Tensor:
-    """The whole sequence along dim, in order, from this rank's tokens and the others'."""
+    """The whole sequence along dim, in order of position, from all ranks' shards."""
     split, ranks = Sharding.of(sharding), Ranks.named(group, x.device.type)
     _check(ranks, "unshard", x, dim, split)
     own = x.movedim(dim, 0).contiguous()
@@ -98,7 +98,7 @@ def all_tokens(x: Tensor, dim: int, sharding: list[int], group: str) -> Tensor:
 
 @own_op("flexdilated::own_tokens_sum")
 def own_tokens_sum(whole: Tensor, dim: int, sharding: list[int], group: str) -> Tensor:
-    """This rank's tokens of the sum of all ranks' wholes, added in the order of the ranks."""
+    """Sum over ranks of their `whole`, for this rank's tokens only; added in the order of the ranks."""
     split, ranks = Sharding.of(sharding), Ranks.named(group, whole.device.type)
     _check(ranks, "the gradient of unshard", whole, dim, split)
     rows = whole.movedim(dim, 0).contiguous()
@@ -140,18 +140,18 @@ own_tokens_sum.register_autograd(
 
 
 def _check(ranks: Ranks, call: str, x: Tensor, dim: int, split: Sharding) -> None:
-    """What the ranks must have alike for their messages to fit."""
+    """Check that the ranks' messages will match."""
     others = (*x.shape[:dim], *x.shape[dim + 1 :])
     check_agreement(ranks, {"call": call, "sharding": split, "dim": dim, "other dims": others, "dtype": x.dtype})
 
 
 def _cut(rows: Tensor, runs: Ranges) -> tuple[Tensor, ...]:
-    """A rank's rows, run by run: what travels is one run, as it has one place in the whole."""
+    """A rank's rows, run by run: a message has one run, which is contiguous in the whole."""
     return rows.split([len(run) for run in runs])
 
 
 def _swap(ranks: Ranks, *, send: list[Message], receive: list[Message]) -> None:
-    """All messages at once; empty ones are left out, on both sides."""
+    """Exchange all messages at once; skips empty ones on both sides."""
     posted = post(
         "shards",
         ranks,
@@ -165,7 +165,7 @@ def _swap(ranks: Ranks, *, send: list[Message], receive: list[Message]) -> None:
 
 
 def check_shards(q: Tensor, k: Tensor, v: Tensor, *, ranks: Ranks, sharding: Sharding, enable_gqa: bool) -> None:
-    """q (B, H, L, D) and k, v (B, G, L, D) must fit together, the ranks, and the sharding; L may be 0."""
+    """Check that q (B, H, L, D) and k, v (B, G, L, D) fit each other, the ranks and the sharding; L may be 0."""
     check_tensors(*_with_a_token(q, k, v), enable_gqa=enable_gqa)
     check_sharding(sharding, ranks)
     check_device(ranks, q)
@@ -184,7 +184,7 @@ def check_shards(q: Tensor, k: Tensor, v: Tensor, *, ranks: Ranks, sharding: Sha
 
 
 def check_sharding(sharding: object, ranks: Ranks) -> Sharding:
-    """The sharding itself, if it is one over these ranks."""
+    """The sharding, if it is one over these ranks; else TypeError or ValueError."""
     if not isinstance(sharding, Sharding):
         raise TypeError(f"sharding must be a flexdilated.distributed.Sharding or None; got {type(sharding).__name__}")
     if sharding.num_ranks != ranks.size:
@@ -193,15 +193,15 @@ def check_sharding(sharding: object, ranks: Ranks) -> Sharding:
 
 
 def equal_shards(length: int, ranks: Ranks) -> Sharding:
-    """The sharding that None stands for, where this rank has so many tokens: all ranks have as many, in order."""
-    length = index(length)  # a constant of a compiled graph
+    """The default sharding: contiguous, with `length` tokens on every rank."""
+    length = index(length)  # a constant in a compiled graph
     if not length:
         raise ValueError("without a sharding all ranks hold as many tokens; a rank without any needs a `Sharding`")
     return Sharding(length * ranks.size, ranks.size)
 
 
 def _with_a_token(*tensors: Tensor) -> tuple[Tensor, ...]:
-    """The same, or, of a shard without tokens, what it would be with one: only attention itself needs tokens."""
+    """The tensors; if the shard is empty, placeholders with one token, because `check_tensors` requires tokens."""
     if any(not isinstance(x, Tensor) or x.dim() != 4 or x.shape[2] for x in tensors):
         return tensors
     return tuple(x.new_empty(*x.shape[:2], 1, x.shape[3]) for x in tensors)

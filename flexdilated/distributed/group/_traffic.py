@@ -1,4 +1,4 @@
-"""Traffic: what this process has sent and received, counted by what it was."""
+"""Traffic: bytes that this process has sent and received, by purpose."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ Role = Literal["keys", "gradients", "heads", "shards", "set-up"]
 
 @dataclass
 class Traffic:
-    """Bytes of payload to and from other ranks, and transfers, by role, since the process began or since `reset`.
+    """Payload bytes sent and received, and number of transfers, by role, since the process began or since `reset`.
 
-    keys: K and V on their way to queries. gradients: of K and V on their way back. heads: what head parallelism
-    exchanges. shards: `shard` and `unshard`, and so all that a `SelectedAttention` gathers. set-up: the check that all
-    ranks agree. A transfer is one collective, or one message to or from another rank.
+    keys: K and V sent to queries. gradients: of K and V, sent back. heads: exchanges of head parallelism. shards:
+    `unshard` and its gradient, and so the gathers of a `SelectedAttention`. set-up: the check that all ranks agree, and
+    the choice of codec "auto". A transfer is one collective, or one message to or from another rank.
 
     >>> sent = fd.distributed.traffic().sent  # bytes, by role
     """

@@ -1,6 +1,6 @@
-"""Head parallelism: each rank takes the whole sequence of some heads, in two all-to-alls.
+"""Head parallelism: each rank attends over the whole sequence for some heads; two all-to-alls redistribute.
 
-The ops that move tokens and heads are each other's gradient.
+The op from tokens to heads and the op from heads to tokens are each other's gradient.
 """
 
 from ._heads import attend_heads

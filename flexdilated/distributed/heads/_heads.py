@@ -1,4 +1,4 @@
-"""Head parallelism: each rank gets the whole sequence of some heads, attends, and hands the tokens back."""
+"""Head parallelism: each rank receives the whole sequence of some heads, attends, and returns the tokens."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ from ._op import encoded, heads_to_tokens, tokens_to_heads
 
 @dataclass(frozen=True)
 class HeadSplit:
-    """Which heads each rank computes: H / W query heads, and the key/value heads that these read.
+    """Heads of each rank: H / W query heads, and the key/value heads that they read.
 
-    With fewer key/value heads than ranks, several ranks have one of them. Raises ValueError unless W divides H.
+    With fewer key/value heads than ranks, several ranks share one. Raises ValueError unless W divides H.
     """
 
     num_heads: int
@@ -45,18 +45,18 @@ class HeadSplit:
 
     @property
     def queries(self) -> tuple[range, ...]:
-        """The query heads of each rank."""
+        """Query heads of each rank."""
         share = self.num_heads // self.num_ranks
         return tuple(range(rank * share, (rank + 1) * share) for rank in range(self.num_ranks))
 
     @property
     def keys(self) -> tuple[range, ...]:
-        """The key/value heads of each rank."""
+        """Key/value heads of each rank."""
         group = self.num_heads // self.num_kv_heads
         return tuple(range(heads[0] // group, heads[-1] // group + 1) for heads in self.queries)
 
     def read_by(self, rank: int) -> list[int]:
-        """For each query head of a rank, the key/value head that it reads, counted from the rank's first."""
+        """For each query head of a rank, the index of its key/value head within `keys[rank]`."""
         group, first = self.num_heads // self.num_kv_heads, self.keys[rank].start
         return [head // group - first for head in self.queries[rank]]
 
@@ -80,12 +80,12 @@ def attend_heads(
     block_size: int | tuple[int, int] | None = None,
     return_lse: bool = False,
 ) -> Float[Tensor, "B H L D"] | tuple[Float[Tensor, "B H L D"], Float[Tensor, "B H L"]]:
-    """`attend` of a sequence whose tokens lie on the ranks as `sharding` says: this rank's tokens in, and out.
+    """`attend` over a sequence distributed as `sharding` says; takes this rank's tokens and returns their rows.
 
-    Two all-to-alls, and two in the backward; a rank computes the whole sequence of H / W heads, so any pattern and
-    engine serve, and the work is as balanced as the heads' rules are alike. Bindings and padding are of the whole
-    sequence, sinks of all heads of q; head_offset counts heads of other devices, as in `attend`. The ranks' gradients
-    of sinks add up to the whole. Raises ValueError unless W divides H.
+    Uses two all-to-alls, and two in the backward. A rank computes H / W heads over the whole sequence, so any pattern
+    and engine serve; the load is balanced if the rules of the heads have equal work. Bindings and padding are for the
+    whole sequence, sinks for all heads of q; head_offset counts heads of other devices, as in `attend`. The gradients
+    of sinks must be summed over the ranks. Raises ValueError unless W divides H.
     """
     padded = require_expression(pattern)
     pattern, needs_lse = pattern.unpadded, return_lse or pattern.pads
@@ -95,7 +95,7 @@ def attend_heads(
     check_zero_keys(padded, score_mod)
     heads = check_sizes(pattern, q, q_offset=0, k_offset=0, head_offset=head_offset, num_heads_global=num_heads_global)
     tensors = run_time_tensors(pattern, bindings)
-    if 0 in q.shape[:2]:  # on all ranks, so nobody waits
+    if 0 in q.shape[:2]:  # on all ranks, so no rank waits
         out, lse = nothing(q, k, v, sinks)
         return (out, lse) if return_lse else out
     split = HeadSplit(q.shape[1], k.shape[1], ranks.size)
@@ -107,7 +107,7 @@ def attend_heads(
     q, k, v = tokens_to_heads([q, k, v], taken, numbers, ranks.name, pattern.text, chosen == "tiles")
     k, v = (_as_read(x, split.read_by(ranks.rank)) for x in (k, v))
     lse: Tensor | None = None
-    if chosen == "tiles":  # as `attend` calls it, but keys and values may come in float32, so that their gradients do
+    if chosen == "tiles":  # as in `attend`, but keys and values may be float32, so that their gradients are
         sides = () if block_size is None else block_sides(block_size)
         sizes = (q.shape[1], k.shape[1], q.shape[2], k.shape[2])
         call = CallKey(pattern.text, *sizes, 0, 0, first[0], heads, 1, sides)
@@ -130,7 +130,7 @@ def attend_heads(
 
 
 def _as_read(x: Tensor, read: list[int]) -> Tensor:
-    """Key/value heads as `attend` reads them: as they are if each serves as many query heads, else one for each."""
+    """Key/value heads for `attend`: unchanged if each serves equally many query heads, else one copy a query head."""
     if len({read.count(head) for head in read}) == 1:
         return x
     return torch.stack([x[:, head] for head in read], dim=1)

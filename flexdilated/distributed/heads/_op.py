@@ -1,4 +1,4 @@
-"""From shards of tokens with all heads to whole sequences of some heads, and back: ops, each the other's gradient."""
+"""Ops from shards of tokens with all heads to whole sequences of some heads, and back; each is the other's gradient."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from torch import Tensor
 from ...engines import own_op
 from ..group import Ranks, Sharding, check_agreement, communicating, group_of, record
 
-# B batch, X all heads of a tensor, Y those that come to this rank, L tokens of its shard, N of all, D head dim
+# B batch, X all heads of a tensor, Y heads that this rank receives, L tokens of its shard, N all tokens, D head dim
 
-Takers = tuple[range, ...]  # the heads of one tensor that each rank takes
-Pieces = list[list[Tensor]]  # parts of this rank's tensors as views, for each other rank and for itself
+Takers = tuple[range, ...]  # by rank: the heads of one tensor that it receives
+Pieces = list[list[Tensor]]  # by rank: views into this rank's tensors
 
 
 def encoded(tensors: Sequence[Takers]) -> list[int]:
-    """Heads as numbers, which is what an op takes: of each tensor and rank the first and the one after the last."""
+    """Heads as integers for an op: (start, stop) for each tensor and rank."""
     return [bound for takers in tensors for heads in takers for bound in (heads.start, heads.stop)]
 
 
@@ -28,11 +28,11 @@ def encoded(tensors: Sequence[Takers]) -> list[int]:
 def tokens_to_heads(
     shards: list[Tensor], heads: list[int], sharding: list[int], group: str, pattern: str, widen: bool
 ) -> list[Tensor]:
-    """Of each (B, X, L, D), this rank's tokens: all ranks' tokens, in their natural order, of its heads (B, Y, N, D).
+    """From (B, X, L, D), all heads of this rank's tokens, to (B, Y, N, D), this rank's heads of all tokens, in order.
 
-    The tensors have one dtype and travel in one all-to-all; a head goes to every rank that takes it. With a pattern, in
-    JSON, the ranks first make sure that they make the same call. With `widen`, tensors of which several ranks take one
-    head come in float32 or wider, and so do their gradients go back, where they are added up.
+    The tensors have one dtype and are sent in one all-to-all; a head goes to every rank that takes it. If `pattern`, in
+    JSON, is not empty, the ranks first check that they make the same call. With `widen`, tensors whose heads go to
+    several ranks are returned in float32 or wider, so that their gradients are sent and summed in that dtype.
     """
     rank, split, tensors = _read(heads, sharding, group)
     if pattern:
@@ -52,9 +52,9 @@ def _(shards, heads, sharding, group, pattern, widen):
 def heads_to_tokens(
     wholes: list[Tensor], heads: list[int], num_heads: list[int], sharding: list[int], group: str
 ) -> list[Tensor]:
-    """The way back: of each (B, Y, N, D) this rank's tokens of all heads, (B, X, L, D); num_heads holds each X.
+    """Inverse of `tokens_to_heads`: from (B, Y, N, D) to (B, X, L, D); num_heads holds X of each tensor.
 
-    What several ranks have of one head is added up, in float32 or wider and in the order of the ranks.
+    If several ranks have one head, their tensors are summed, in float32 or wider and in the order of the ranks.
     """
     rank, split, tensors = _read(heads, sharding, group)
     dtype, length = wholes[0].dtype, split.length(rank)
@@ -83,7 +83,7 @@ def _shards_backward(ctx, grads):
     size = len(heads) // len(grads)
     taken = [heads[first : first + size] for first in range(0, len(heads), size)]
     returned = {}
-    for dtype in dict.fromkeys(grad.dtype for grad in grads):  # one transfer of each
+    for dtype in dict.fromkeys(grad.dtype for grad in grads):  # one transfer per dtype
         some = [index for index, grad in enumerate(grads) if grad.dtype == dtype]
         bounds = [bound for index in some for bound in taken[index]]
         num_heads = [ctx.num_heads[index] for index in some]
@@ -106,7 +106,7 @@ heads_to_tokens.register_autograd(_wholes_backward, setup_context=_remember_whol
 
 
 def _read(heads: list[int], sharding: list[int], group: str) -> tuple[int, Sharding, tuple[Takers, ...]]:
-    """This rank's place, and what the numbers stand for."""
+    """(this rank, the sharding, the heads of each tensor by rank)."""
     return group_of(group).rank(), *_decoded(tuple(map(int, heads)), tuple(map(int, sharding)))
 
 
@@ -119,7 +119,7 @@ def _decoded(heads: tuple[int, ...], sharding: tuple[int, ...]) -> tuple[Shardin
 
 
 def _facts(shards: Sequence[Tensor], split: Sharding, pattern: str) -> dict[str, object]:
-    """What all ranks must have alike for their messages to fit."""
+    """Call arguments that must be equal on all ranks for their messages to match."""
     batch, heads, _, head_dim = shards[0].shape
     return {
         "schedule": "heads",
@@ -134,14 +134,14 @@ def _facts(shards: Sequence[Tensor], split: Sharding, pattern: str) -> dict[str,
 
 
 def _whole(shard: Tensor, takers: Takers, split: Sharding, rank: int, widen: bool) -> Tensor:
-    """Room for all tokens of this rank's heads."""
+    """Uninitialised tensor for all tokens of this rank's heads."""
     shared = sum(map(len, takers)) > shard.shape[1]
     dtype = torch.promote_types(shard.dtype, torch.float32) if widen and shared else shard.dtype
     return shard.new_empty(shard.shape[0], len(takers[rank]), split.num_tokens, shard.shape[3], dtype=dtype)
 
 
 def _of_shards(shards: Sequence[Tensor], tensors: Sequence[Takers], split: Sharding, rank: int) -> Pieces:
-    """For each rank: the heads that it takes of this rank's tokens, range by range."""
+    """For each rank: the heads that it takes, of this rank's tokens, range by range."""
     bounds = [0, *accumulate(map(len, split.ranges(rank)))]
     return [
         [
@@ -154,14 +154,14 @@ def _of_shards(shards: Sequence[Tensor], tensors: Sequence[Takers], split: Shard
 
 
 def _of_wholes(wholes: Sequence[Tensor], split: Sharding) -> Pieces:
-    """For each rank: its tokens of this rank's heads, range by range."""
+    """For each rank: its tokens, of this rank's heads, range by range."""
     return [
         [x[:, :, run.start : run.stop] for x in wholes for run in split.ranges(peer)] for peer in range(split.num_ranks)
     ]
 
 
 def _swap(sources: Pieces, targets: Pieces, *, like: Tensor, group: str, add: bool) -> None:
-    """Copy the pieces for each rank to its targets, or add them there, in the order of the ranks: one all-to-all."""
+    """Send each rank its sources in one all-to-all; copy what arrives to the targets, or add it in rank order."""
     ranks = Ranks.named(group, like.device.type)
     sizes, expected = (
         [0 if peer == ranks.rank else sum(piece.numel() for piece in pieces) for peer, pieces in enumerate(side)]
@@ -181,7 +181,7 @@ def _swap(sources: Pieces, targets: Pieces, *, like: Tensor, group: str, add: bo
 
 
 def _cut(flat: Tensor, pieces: Sequence[Tensor]) -> Iterator[tuple[Tensor, Tensor]]:
-    """Each piece with its part of a flat tensor, in the piece's shape; nothing where there is no flat tensor."""
+    """Pair each piece with its part of a flat tensor, in the piece's shape; nothing if `flat` is empty."""
     if flat.numel():
         for part, piece in zip(flat.split([piece.numel() for piece in pieces]), pieces, strict=True):
             yield part.view(piece.shape), piece

@@ -1,6 +1,6 @@
-"""The ring: keys and values travel shard by shard, while a rank attends to those that are there.
+"""The ring: keys and values travel shard by shard, while a rank attends to the shard that it has received.
 
-The plan says whose shard comes in which turn, the transfers move it, the op is what autograd and torch.compile see.
+_plan: the shards of each turn. _transfers: their transfer. _op: the op for autograd and torch.compile.
 """
 
 from ._op import ring_op

@@ -1,6 +1,6 @@
-"""The ring as a custom op: attention over all ranks' tokens, whose keys and values come to a rank shard by shard.
+"""The ring as a custom op: attention over all ranks' tokens, whose keys and values arrive shard by shard.
 
-It is opaque to torch.compile, which sees its shapes and its gradient.
+It is opaque to torch.compile, which traces only its shapes and its gradient.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ def ring_op(
     bindings: list[Tensor],
     call: PlainCall,
 ) -> tuple[Tensor, Tensor]:
-    """(out, lse) of this rank's queries over the keys of all ranks; every rank takes part, and in the backward too.
+    """(out, lse) of this rank's queries over the keys of all ranks; every rank must call it, and its backward.
 
-    `bindings` are the pattern's run-time tensors, of the whole sequence, in the order of their names. A shard goes
-    straight from its owner to each rank that needs a key of it, while that rank computes with the one before; in the
-    backward it goes again, and its gradients come back. The ranks' gradients of sinks add up to the whole.
+    bindings: the pattern's run-time tensors, for the whole sequence, ordered by name. Each shard is sent directly from
+    its owner to every rank that needs a key of it, while that rank computes with the previous shard. The backward sends
+    it again, and its gradients return to the owner. The gradients of sinks must be summed over the ranks.
 
-    Two other ranks' shards are held at most. Sums are kept in float32 or wider, and added in one order. Codec "auto"
-    keeps its error bound, for one collective of 8 bytes in each pass. Raises torch.distributed.DistError where another
+    A rank holds at most two shards of other ranks. Sums are in float32 or wider and in a fixed order. Codec "auto"
+    keeps its error bound, for one collective of 8 bytes in each pass. Raises torch.distributed.DistError if another
     rank fails.
     """
     return run_forward(RingCall.of(call, q, k, v, bindings), q, k, v, sinks)
@@ -53,7 +53,7 @@ def ring_backward_op(
     bindings: list[Tensor],
     call: PlainCall,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """(dq, dk, dv) of `ring_op`, from the out and lse over all keys."""
+    """(dq, dk, dv) of `ring_op`, from out and lse over all keys."""
     return run_backward(RingCall.of(call, q, k, v, bindings), q, k, v, WholeRows(out, lse, grad_out, grad_lse))
 
 
@@ -71,8 +71,8 @@ set_gradient(
 
 
 def run_forward(call: RingCall, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None) -> tuple[Tensor, Tensor]:
-    """(out (B, H, L, D) in q's dtype, lse (B, H, L)); the sums over shards are kept in float32 or wider."""
-    if not len(call.own):  # nobody sends to a rank without queries, nor waits for one without keys
+    """(out (B, H, L, D) in q's dtype, lse (B, H, L)); sums over shards are in float32 or wider."""
+    if not len(call.own):  # no other rank sends to a rank without tokens, or waits for it
         return empty_rows(q)
     wide = torch.promote_types(q.dtype, torch.float32)
     queries = q.to(call.dtype)
@@ -97,7 +97,7 @@ def run_forward(call: RingCall, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor |
 
 
 def run_backward(call: RingCall, q: Tensor, k: Tensor, v: Tensor, whole: WholeRows) -> tuple[Tensor, Tensor, Tensor]:
-    """(dq, dk, dv): the shards come again, and the gradients of each go straight back to its owner."""
+    """(dq, dk, dv); receives the shards again, and sends the gradients of each directly to its owner."""
     if not len(call.own):
         return torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
     wide = torch.promote_types(q.dtype, torch.float32)

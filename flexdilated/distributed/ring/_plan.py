@@ -1,4 +1,4 @@
-"""The ring of one rank: whose keys come to it turn by turn, to whom its own go, and its call without tensors."""
+"""The ring of one rank: the shards that it receives and sends in each turn, and its call without tensors."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from ..wire import BufferPool, Codec, codec_for, pool_named
 
 @dataclass(frozen=True)
 class Part:
-    """Consecutive tokens of a rank's shard, and their positions; none where nothing is needed."""
+    """Consecutive tokens of a rank's shard, and their positions; empty if no token is needed."""
 
     tokens: range
     positions: Ranges
@@ -30,15 +30,16 @@ class Part:
 
     @property
     def slice(self) -> slice:
-        """The tokens as an index."""
+        """Slice of the local tokens."""
         return slice(self.tokens.start, self.tokens.stop)
 
 
 @dataclass(frozen=True)
 class Turn:
-    """One turn of a ring for one rank: what comes from `source` and what goes to `target`, and then the other way.
+    """One turn of a ring for one rank: it receives from `source` and sends to `target`.
 
-    In the backward the gradients of what came go back to `source`, and those of what went come from `target`.
+    The backward reverses both: gradients of received keys go back to `source`, gradients of sent keys come from
+    `target`.
     """
 
     source: int
@@ -50,11 +51,11 @@ class Turn:
 def turns_of(
     rule: Expression, sharding: Sharding, rank: int, *, heads: range, num_heads_global: int
 ) -> tuple[Turn, ...]:
-    """A rank's turns with the W - 1 others, kept in the cache.
+    """Cached turns of a rank with the W - 1 other ranks.
 
-    Of a shard those runs travel of which some query of the receiver needs a key, whole. Both sides decide that by
-    themselves, from the pattern (with the values of its run-time tensors in place) and the sharding; `heads` are
-    global query heads.
+    A run of a shard is sent whole if some query of the receiver needs a key of it. Both sides decide that
+    independently, from the sharding and the pattern, which must hold the values of its run-time tensors. heads: global
+    query heads.
     """
 
     def build() -> tuple[Turn, ...]:
@@ -74,9 +75,9 @@ def turns_of(
 
 
 def _steps(num_ranks: int) -> Iterator[int]:
-    """Nearest neighbours first: where only they need each other's keys, their turns follow each other and overlap.
+    """Ring steps, nearest neighbours first: if only neighbours need each other's keys, their turns overlap.
 
-    All ranks take the steps in one order, without which messages between three of them could wait in a circle.
+    All ranks take the steps in one order; otherwise messages between three ranks could deadlock.
     """
     for step in range(1, num_ranks // 2 + 1):
         yield step
@@ -85,7 +86,7 @@ def _steps(num_ranks: int) -> Iterator[int]:
 
 
 def _needed_part(needs: KVNeeds, sharding: Sharding, holder: int, receiver: int) -> Part:
-    """The runs of the holder's shard of which the receiver needs a key: consecutive, as a shard has two at most."""
+    """Runs of the holder's shard in which the receiver needs a key; adjacent, because a shard has at most two runs."""
     queries = sharding.ranges(receiver)
     needed, first = [], 0
     for run in sharding.ranges(holder):
@@ -98,9 +99,9 @@ def _needed_part(needs: KVNeeds, sharding: Sharding, holder: int, receiver: int)
 
 @dataclass(frozen=True, eq=False)
 class RingCall:
-    """A call with what its names stand for: ranks, shards, codec, pool; and its run-time tensors and heads.
+    """A call with its names resolved to ranks, sharding, codec and pool, and its run-time tensors and heads.
 
-    `dtype` is that in which a shard is computed with.
+    dtype: in which attention to a shard is computed.
     """
 
     plain: PlainCall
@@ -121,8 +122,8 @@ class RingCall:
             Sharding.of(plain.sharding),
             bindings,
             q.shape[1],
-            # The CPU's kernels round what they give to the type of what they get, a time for each shard. They take as
-            # long in float32 as in bfloat16.
+            # CPU kernels round results to the dtype of their operands, here once per shard; float32 avoids that and is
+            # as fast as bfloat16.
             torch.promote_types(q.dtype, torch.float32) if plain.engine == "tiles" else q.dtype,
             codec_for(plain.codec, plain.error_bound, k, v, ranks),
             pool_named(plain.pool, q.device),
@@ -141,6 +142,6 @@ class RingCall:
         return Part(range(self.sharding.length(self.ranks.rank)), self.sharding.ranges(self.ranks.rank))
 
     def with_keys_of(self, part: Part) -> PlacedCall:
-        """Attention of this rank's queries to these keys."""
+        """Attention of this rank's queries to the keys of `part`."""
         tokens = self.sharding.num_tokens
         return self.plain.placed(Placement(self.own.positions, (part.positions,), complete=False, num_tokens=tokens))

@@ -1,4 +1,4 @@
-"""What moves in a ring: keys and values to those who need them, and their gradients back."""
+"""Transfers of a ring: keys and values to the ranks that need them, and their gradients back."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from ._plan import Part, RingCall, Turn
 
 @dataclass(frozen=True)
 class Shard:
-    """Keys and values (B, G, S, D) that are here now, of the tokens of `part`; this rank's own have no turn.
+    """Keys and values (B, G, S, D) of the tokens of `part`, in the dtype of the computation.
 
-    They have the dtype in which the call computes.
+    turn: None for this rank's shard.
     """
 
     turn: Turn | None
@@ -29,10 +29,10 @@ class Shard:
 
 
 def rotate(call: RingCall, k: Tensor, v: Tensor, visit: Callable[[Shard], None]) -> None:
-    """Show this rank's own shard, then turn by turn what comes; what comes next is on its way meanwhile.
+    """Visit this rank's shard, then the received part of each turn, while the next turn's transfer runs.
 
-    A turn in which nothing comes shows an empty part. What came goes after its visit: the shards of two other ranks
-    are held at most.
+    A turn that receives nothing visits an empty part. Received keys are freed after their visit, so at most two shards
+    of other ranks are held.
     """
     mine = [_written(x, call.codec) for x in (k, v)] if any(len(turn.sent) for turn in call.turns) else [k, v]
     begun: list[_Transfer] = []
@@ -51,21 +51,18 @@ def rotate(call: RingCall, k: Tensor, v: Tensor, visit: Callable[[Shard], None])
 
 
 class Gradients:
-    """The gradients of this rank's keys and values; others send what they computed with them.
-
-    What comes is added turn by turn.
-    """
+    """Gradients of this rank's keys and values; adds the gradients from other ranks turn by turn."""
 
     def __init__(self, call: RingCall, dk: Tensor, dv: Tensor) -> None:
-        """dk, dv (B, G, L, D) of this rank's own queries: what comes is added to them, in place."""
+        """dk, dv (B, G, L, D): gradients from this rank's queries; received gradients are added to them in place."""
         self._call, self.dk, self.dv = call, dk, dv
         self._codec = gradient_codec(call.codec, dk.dtype)
         self._begun: tuple[Turn, _Transfer] | None = None
 
     def exchange(self, turn: Turn, grads: Sequence[Tensor]) -> None:
-        """Begin to send the gradients of what came in a turn back, and to receive those of what went.
+        """Start to send the gradients of the keys received in `turn`, and to receive gradients of keys sent in it.
 
-        The turn before ends first: what one turn sends, and what comes in it, is held at most.
+        Settles the previous turn first, so that buffers of at most one turn are held.
         """
         self.settle()
         send = [(_written(grad, self._codec), turn.source) for grad in grads]
@@ -74,7 +71,7 @@ class Gradients:
         self._begun = turn, _begin(self._call, "gradients", lease, send=send, receive=receive)
 
     def settle(self) -> None:
-        """Wait for what is on its way, and add what came."""
+        """Wait for the pending transfer and add the gradients received."""
         if self._begun is None:
             return
         turn, transfer = self._begun
@@ -85,7 +82,7 @@ class Gradients:
         self._begun = None
 
     def close(self) -> None:
-        """Give up what is still on its way."""
+        """Abandon the pending transfer, if any."""
         if self._begun is not None:
             self._begun[1].give_up()
         self._begun = None
@@ -93,7 +90,7 @@ class Gradients:
 
 @dataclass(frozen=True)
 class _Transfer:
-    """Messages on their way, and the memory for what comes, (2, B, G, S, ...), as it is written."""
+    """Pending messages, and the buffer for received rows, (2, B, G, S, ...), encoded."""
 
     posted: Posted
     lease: Lease
@@ -104,14 +101,14 @@ class _Transfer:
 
 
 def _show(call: RingCall, turn: Turn, transfer: _Transfer, like: Tensor, visit: Callable[[Shard], None]) -> None:
-    """Visit what has come. No name of it is left afterwards: a tensor lives as long as one."""
+    """Visit the received shard. Leaves no reference to its tensors, so that they can be freed."""
     lease = _read(call, transfer, call.codec, like, call.dtype)
     with lease:
         visit(Shard(turn, turn.received, *lease.tensor))
 
 
 def _send_keys(call: RingCall, turn: Turn, mine: Sequence[Tensor], like: Tensor) -> _Transfer:
-    """Begin to send what a turn's target needs of this rank's keys and values, and to receive what comes in it."""
+    """Start to send the keys and values that the turn's target needs, and to receive from its source."""
     lease = _room(call, call.codec, len(turn.received), like)
     send = [(row, turn.target) for x in mine for row in _messages(x[:, :, turn.sent.slice], len(call.own))]
     length = call.sharding.length(turn.source)
@@ -120,7 +117,7 @@ def _send_keys(call: RingCall, turn: Turn, mine: Sequence[Tensor], like: Tensor)
 
 
 def _messages(x: Tensor, length: int) -> Sequence[Tensor]:
-    """x (B, G, S, ...) as contiguous tensors: one if it is a whole shard, else one a head, which needs no copy."""
+    """x (B, G, S, ...) as contiguous tensors: one if it is a whole shard, else one per batch entry and head (views)."""
     if not x.numel():
         return ()
     return (x,) if x.shape[2] == length else x.flatten(0, 1).unbind()
@@ -137,12 +134,12 @@ def _begin(
 
 
 def _written(x: Tensor, codec: Codec) -> Tensor:
-    """x as it is sent: contiguous."""
+    """x encoded and contiguous."""
     return x.contiguous() if codec.name is None else codec.encode(x).contiguous()
 
 
 def _room(call: RingCall, codec: Codec, num_tokens: int, like: Tensor) -> Lease:
-    """Memory for two tensors of so many tokens, as they are written."""
+    """Lease of a buffer for encoded keys and values of num_tokens tokens."""
     shape = (2, *like.shape[:2], num_tokens)
     if codec.name is None:
         return lease_from(call.pool, (*shape, like.shape[3]), like.dtype, like.device)
@@ -151,7 +148,7 @@ def _room(call: RingCall, codec: Codec, num_tokens: int, like: Tensor) -> Lease:
 
 
 def _read(call: RingCall, transfer: _Transfer, codec: Codec, like: Tensor, dtype: torch.dtype) -> Lease:
-    """What has come, (2, B, G, S, D) in this dtype; the memory of what was written goes, where that is another."""
+    """Received rows, decoded: (2, B, G, S, D) in `dtype`; if that needs another buffer, the encoded one is released."""
     if codec.name is None and dtype == like.dtype:
         return transfer.lease
     wire, head_dim = transfer.lease.tensor, like.shape[3]

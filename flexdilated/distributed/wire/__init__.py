@@ -1,4 +1,4 @@
-"""How rows travel: the codecs that write them, and the pools of buffers that they travel in.
+"""Encoding of rows in messages (codecs), and buffers for messages (pools).
 
 A row is one head's key or value for one token. Codecs have no state; a pool leases a buffer to one tensor at a time.
 """

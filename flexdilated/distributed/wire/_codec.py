@@ -1,4 +1,4 @@
-"""Codecs: how rows of keys and values are written in a message, and codec "auto", the narrowest that keeps a bound.
+"""Codecs: encodings of rows of keys and values in a message; codec "auto" is the narrowest that keeps an error bound.
 
 A row is one head's vector for one token. The ranks choose together, from the range of their rows.
 """
@@ -16,39 +16,39 @@ from torch import Tensor
 
 from ..group import Ranks, group_of, record
 
-# B batch, G key/value heads, L tokens here, D numbers in a row, R bytes of it in a message
+# B batch, G key/value heads, L tokens of this rank, D numbers in a row, R bytes of an encoded row
 
 CodecName = Literal["bf16", "int8"]
 CodecChoice = CodecName | Literal["auto"] | None
 
 _DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
-_LEVELS = 127  # of an int8 to either side of 0: symmetric, so that a row and its negative have the same error
+_LEVELS = 127  # largest int8 level; symmetric, so that a row and its negative have equal errors
 _SCALE_BYTES = 4
 _FLOAT32 = torch.finfo(torch.float32)
 
-# Bounds on |decoded − row| / |row|. int8: half a scale, with what float32 rounds, over a row whose numbers all have one
-# magnitude; as many times that as the row's peak otherwise.
+# Bounds on |decoded − row| / |row|. int8: half a scale, including float32 rounding, for a row whose numbers all have
+# one magnitude; multiply by `row_peak` for other rows.
 BF16_ERROR = 2.0**-8
 INT8_ERROR = 0.50001 / 127
 
 
 @dataclass(frozen=True)
 class Codec:
-    """How rows are written, each as equally many bytes. No gradient passes through.
+    """Encoding of rows in equally many bytes each. No gradient passes through.
 
-    None: as they are. "bf16": rounded to nearest, within 2⁻⁸ of a normal number; above 3.39e38 infinite; refused for
-    float16, which is more exact. "int8": one byte a number, within half of the row's scale, which is float32: its
-    largest magnitude over 127. A row that is not finite, or with a scale beyond float32, comes back NaN as a whole.
+    None: unchanged. "bf16": rounded to nearest, within 2⁻⁸ of a normal number; infinite above 3.39e38; refused for
+    float16, which is more precise. "int8": one byte a number and one float32 scale a row, its largest magnitude over
+    127; errors are at most half a scale. A row that is not finite, or whose scale exceeds float32, decodes to NaN.
     """
 
     name: CodecName | None
 
     def row_bytes(self, head_dim: int, dtype: torch.dtype) -> int:
-        """Bytes of a row of `head_dim` numbers of this dtype."""
+        """Bytes of an encoded row of `head_dim` numbers of this dtype."""
         return _SCALE_BYTES + head_dim if self.name == "int8" else head_dim * self._written(dtype).itemsize
 
     def check(self, dtype: torch.dtype) -> None:
-        """Raises TypeError for a dtype that no codec writes, and ValueError for one that this codec does not."""
+        """Raises TypeError for a dtype that no codec encodes, ValueError for one that this codec does not encode."""
         if dtype not in _DTYPES:
             raise TypeError(f"rows must be float64, float32, bfloat16 or float16; got {dtype}")
         if self.name == "bf16" and dtype == torch.float16:
@@ -56,14 +56,15 @@ class Codec:
 
     @torch.no_grad()
     def encode(self, x: Float[Tensor, "... D"], out: UInt8[Tensor, "... R"] | None = None) -> UInt8[Tensor, "... R"]:
-        """The bytes of the rows, in `out` if given: any strides. Without it they may share memory with x."""
+        """Encoded rows, in `out` (any strides) if given; otherwise the result may share memory with x."""
         if self.name != "int8":
             wire = _viewed(x.to(self._written(x.dtype)).contiguous(), torch.uint8)
             return wire if out is None else out.copy_(wire)
         if out is None:
             out = torch.empty((*x.shape[:-1], _SCALE_BYTES + x.shape[-1]), dtype=torch.uint8, device=x.device)
         rows, largest = _magnitudes(x)
-        # At least a normal number: a row of zeros needs no case of its own, and some devices take subnormals for 0.
+        # A scale of at least the smallest normal number: rows of 0 need no special case, and some devices flush
+        # subnormals.
         scale = (largest / _LEVELS).float().clamp_min_(_FLOAT32.tiny)
         scale = scale.where(scale.isfinite(), math.nan)
         out[..., :_SCALE_BYTES] = _viewed(scale, torch.uint8)
@@ -75,14 +76,14 @@ class Codec:
     def decode(
         self, wire: UInt8[Tensor, "... R"], head_dim: int, dtype: torch.dtype, out: Float[Tensor, "... D"] | None = None
     ) -> Float[Tensor, "... D"]:
-        """The rows of head_dim and dtype that were written, in `out` if given: any strides, any floating dtype."""
+        """Decoded rows; head_dim and dtype as before encoding. `out`: any strides, any floating dtype."""
         assert wire.shape[-1] == self.row_bytes(head_dim, dtype), f"{head_dim} numbers of {dtype} are no {wire.shape}"
         if out is None:
             out = torch.empty((*wire.shape[:-1], head_dim), dtype=dtype, device=wire.device)
         if self.name != "int8":
             return out.copy_(_viewed(wire, self._written(dtype)))
         scale = _viewed(wire[..., :_SCALE_BYTES], torch.float32)
-        # The product is float32, where both factors are exact, whatever `out` is.
+        # The product is computed in float32, in which both factors are exact, for any dtype of `out`.
         return torch.mul(wire[..., _SCALE_BYTES:].view(torch.int8), scale, out=out)
 
     def _written(self, dtype: torch.dtype) -> torch.dtype:
@@ -90,23 +91,22 @@ class Codec:
 
 
 def codec_named(name: str | None) -> Codec:
-    """The codec of this name; None: rows as they are. Raises ValueError for any other name."""
+    """The codec of this name; None: rows unchanged. Raises ValueError for any other name."""
     if name is None or name == "bf16" or name == "int8":
         return Codec(name)
     raise ValueError(f"codec must be None, {', '.join(map(repr, get_args(CodecName)))} or 'auto'; got {name!r}")
 
 
 def gradient_codec(codec: Codec, dtype: torch.dtype) -> Codec:
-    """How gradients of rows go back that came by this codec: never below bf16.
+    """Codec for the gradients of rows that were sent with `codec`: unchanged if the rows were, otherwise at least bf16.
 
-    As they are, where the rows came as they are; where they did not, as bf16 if they are wider than that. Whoever
-    gets them adds them up in float32 or wider.
+    Gradients wider than bf16 become bf16; narrower ones stay unchanged. Receivers sum them in float32 or wider.
     """
     return Codec("bf16" if codec.name is not None and dtype.itemsize > torch.bfloat16.itemsize else None)
 
 
 def check_codec(codec: CodecChoice, error_bound: float | None, dtype: torch.dtype) -> None:
-    """Raises ValueError or TypeError for a choice that is none, and for rows that it cannot write."""
+    """Raises ValueError or TypeError for an invalid choice, and for rows that the codec cannot encode."""
     if codec is not None and not isinstance(codec, str):
         raise TypeError(f"codec must be a name or None; got {type(codec).__name__}")
     if codec == "auto" and not (isinstance(error_bound, int | float) and 0 < error_bound < 1):
@@ -120,14 +120,14 @@ def check_codec(codec: CodecChoice, error_bound: float | None, dtype: torch.dtyp
 def choose_codec(
     k: Float[Tensor, "B G L D"], v: Float[Tensor, "B G L D"], error_bound: float, ranks: Ranks | None = None
 ) -> Codec:
-    """The codec with the fewest bytes that keeps each row of all ranks within the bound on |decoded − row| / |row|.
+    """The codec with the fewest bytes that keeps |decoded − row| / |row| within the bound for each row of all ranks.
 
-    All ranks must call it, with the same bound and dtype, and get the same answer: they compare one number, in one
-    collective of 8 bytes, unless int8 could not keep the bound whatever the rows. ranks=None: this process alone. A row
-    that is not finite, or beyond float32's range, is sent as it is.
+    All ranks must call it, with equal bound and dtype, and get one answer: they compare one number, in one
+    collective of 8 bytes, skipped if the bound rules out int8 for all rows. ranks=None: this process alone.
+    Rows that are not finite, or beyond float32's range, are sent unchanged.
     """
     wider = k.dtype.itemsize > torch.bfloat16.itemsize
-    rounding = 0.0 if wider else torch.finfo(k.dtype).eps / 2  # what is decoded is of this dtype again
+    rounding = 0.0 if wider else torch.finfo(k.dtype).eps / 2  # decoding rounds to this dtype again
     largest_peak, peak = (error_bound - rounding) / INT8_ERROR, 1.0
     if largest_peak >= 1:
         peak = max(row_peak(k), row_peak(v))
@@ -144,16 +144,16 @@ def choose_codec(
 def codec_for(
     name: str | None, error_bound: float, k: Float[Tensor, "B G L D"], v: Float[Tensor, "B G L D"], ranks: Ranks
 ) -> Codec:
-    """The codec of this name, or the one that "auto" finds; rows that are bfloat16 need none that writes bfloat16."""
+    """The codec of this name, or the choice of "auto"; "bf16" has no effect on rows in bfloat16."""
     if name == "auto":
         return choose_codec(k, v, error_bound, ranks)
     return codec_named(None if name == "bf16" and k.dtype == torch.bfloat16 else name)
 
 
 def row_peak(x: Float[Tensor, "... D"]) -> float:
-    """The largest magnitude in a row over the row's root mean square, in the row where that is most; 1 without rows.
+    """Largest ratio, over all rows, of a row's largest magnitude to its root mean square; 1 for no rows.
 
-    Infinite where a row is not finite, or so small or large that its scale as int8 is no normal number of float32.
+    Infinite if a row is not finite, or if its int8 scale is not a normal float32.
     """
     if x.numel() == 0:
         return 1.0
@@ -164,14 +164,14 @@ def row_peak(x: Float[Tensor, "... D"]) -> float:
 
 
 def _magnitudes(x: Float[Tensor, "... D"]) -> tuple[Float[Tensor, "... D"], Float[Tensor, "... 1"]]:
-    """The rows in float32 or wider, and the largest magnitude in each."""
+    """(the rows in float32 or wider, the largest magnitude in each row)."""
     rows = x if x.dtype == torch.float64 else x.float()
     low, high = rows.aminmax(dim=-1, keepdim=True)
     return rows, torch.maximum(-low, high)
 
 
 def _viewed(x: Tensor, dtype: torch.dtype) -> Tensor:
-    """The bytes of each row as numbers, or the other way about; copied where numbers of this dtype cannot lie."""
+    """Reinterpret the bytes of each row as `dtype`; copies if strides or offset are not aligned to it."""
     *strides, step = x.stride()
     if step != 1 or any(number % dtype.itemsize for number in (*strides, x.storage_offset())):
         x = x.clone(memory_format=torch.contiguous_format)

@@ -17,8 +17,8 @@ from torch import Tensor
 
 from ...masks.core import bytes_text, device_kind
 
-_Buffer = tuple[int, torch.device, Any, torch.UntypedStorage]  # bytes, device, and stream, on which work is ordered
-_AUTO_THRESHOLD_BYTES = {"cpu": 1 << 24}  # from there a lease saves a tenth of the time: bench/results/pool.json
+_Buffer = tuple[int, torch.device, Any, torch.UntypedStorage]  # bytes, device, stream that orders its uses, storage
+_AUTO_THRESHOLD_BYTES = {"cpu": 1 << 24}  # from this size a lease saves a tenth of the time: bench/results/pool.json
 _numbers = count()
 _of_devices: dict[torch.device, BufferPool] = {}
 named: WeakValueDictionary[str, BufferPool] = WeakValueDictionary()
@@ -26,10 +26,10 @@ named: WeakValueDictionary[str, BufferPool] = WeakValueDictionary()
 
 @dataclass
 class PoolStatistics:
-    """Bytes are those of now, except the peaks; counts and peaks begin with the pool, or at its last `reset`.
+    """Current bytes and their peaks, and counts; counts and peaks start with the pool or at its last `reset`.
 
     allocated_bytes: held, leased and idle. leased_bytes: requested by open leases. num_allocations: leases that needed
-    new memory. num_plain: tensors that torch made instead of a lease. reuse_rate: share of leases without new memory.
+    new memory. num_plain: tensors that torch allocated without a lease. reuse_rate: share of leases without new memory.
     """
 
     allocated_bytes: int = 0
@@ -47,9 +47,9 @@ class PoolStatistics:
 
 
 class Lease:
-    """A tensor that is the caller's until `release`, or until the end of a `with` block, which gives the tensor.
+    """A tensor that the caller may use until `release`, or until the end of a `with` block, which yields the tensor.
 
-    A lease that is lost without an end takes its buffer out of the pool: somebody may hold the tensor.
+    If a lease is garbage-collected before its release, its buffer leaves the pool, as its tensor may still be in use.
     """
 
     def __init__(self, tensor: Tensor, pool: BufferPool | None = None) -> None:
@@ -63,7 +63,7 @@ class Lease:
         return self._tensor
 
     def release(self) -> None:
-        """Return the buffer, once. Its uses must be ordered before what comes next on the current stream."""
+        """Return the buffer, once. Its uses must be ordered before later work on the current stream."""
         if self._pool is not None:
             self._pool._take_back(self)
         self._tensor = None
@@ -80,11 +80,11 @@ class Lease:
 
 
 class BufferPool:
-    """Leases of buffers in buckets of powers of two bytes; thread-safe; it holds nothing until the first lease.
+    """Leases of buffers whose sizes are powers of two bytes. Thread-safe; holds no memory before the first lease.
 
-    device: of all its buffers; None serves any. Tensors under `threshold_bytes` torch makes, as without a pool.
-    `budget_bytes` bounds what is held: idle buffers go, those returned longest ago first; a lease is always served, and
-    its buffer not kept where it is over the budget.
+    device: of all buffers; None serves any device. threshold_bytes: smaller tensors are allocated by torch, without a
+    lease. budget_bytes: bound on held memory. Above it idle buffers are freed, least recently returned first; leases
+    are always served, and a buffer that exceeds the budget is freed on return.
 
     >>> pool = fd.distributed.BufferPool('cpu', threshold_bytes=1 << 16)
     """
@@ -99,15 +99,15 @@ class BufferPool:
         for name, number in (("threshold_bytes", threshold_bytes), ("budget_bytes", budget_bytes)):
             if number is not None and (not isinstance(number, int) or number < 0):
                 raise ValueError(f"{name} must be an integer, at least 0; got {number!r}")
-        self.device = None if device is None else torch.empty(0, device=device).device  # with an index
+        self.device = None if device is None else torch.empty(0, device=device).device  # resolves the device index
         self.threshold_bytes, self.budget_bytes, self.name = threshold_bytes, budget_bytes, f"pool {next(_numbers)}"
         self._lock, self._counts = Lock(), PoolStatistics()
-        self._idle: list[_Buffer] = []  # in the order of their return
+        self._idle: list[_Buffer] = []  # in order of return
         self._open: WeakKeyDictionary[Lease, _Buffer] = WeakKeyDictionary()
         named[self.name] = self
 
     def lease(self, shape: Sequence[int], dtype: torch.dtype, device: torch.device | str | None = None) -> Lease:
-        """A contiguous tensor that is not initialised; device=None: the pool's, or torch's default.
+        """Lease of a contiguous uninitialised tensor; device=None: the pool's device, or torch's default.
 
         Raises ValueError for a device that is not the pool's.
         """
@@ -120,31 +120,31 @@ class BufferPool:
                 self._counts.num_plain += 1
                 return Lease(torch.empty(tuple(shape), dtype=dtype, device=tensor.device))
             buffer = self._buffer(1 << (num_bytes - 1).bit_length(), tensor.device)
-            lease = Lease(tensor.set_(buffer[-1], 0, torch.Size(shape)), self)  # no view of an earlier lease's tensor
+            lease = Lease(tensor.set_(buffer[-1], 0, torch.Size(shape)), self)  # a new Tensor object for each lease
             self._open[lease] = buffer
             self._counts.num_leases += 1
             self._measure()
         return lease
 
     def release(self) -> None:
-        """Give all idle buffers back to torch."""
+        """Free all idle buffers."""
         with self._lock:
             self._idle.clear()
 
     def reset(self) -> None:
-        """Count from 0 again; peaks begin at what is held and leased now. Buffers stay."""
+        """Restart the counts at 0 and the peaks at the bytes held and leased now. Keeps the buffers."""
         with self._lock:
             self._counts = PoolStatistics()
             self._measure()
 
     @property
     def statistics(self) -> PoolStatistics:
-        """As of now; what comes later does not change it."""
+        """A snapshot of the statistics."""
         with self._lock:
             return replace(self._measure())
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """A copy, as of a module that has a pool, is an empty pool with the same settings."""
+        """Copies and pickles, as of a module that has a pool, are empty pools with equal settings."""
         return partial(BufferPool, threshold_bytes=self.threshold_bytes, budget_bytes=self.budget_bytes), (self.device,)
 
     def __repr__(self) -> str:
@@ -165,7 +165,7 @@ class BufferPool:
 
     def _buffer(self, num_bytes: int, device: torch.device) -> _Buffer:
         bucket = (num_bytes, device, _current_stream(device))
-        for index in reversed(range(len(self._idle))):  # the latest return is the likeliest to be in the CPU's cache
+        for index in reversed(range(len(self._idle))):  # the latest return is the most likely to be in the CPU's cache
             if self._idle[index][:3] == bucket:
                 return self._idle.pop(index)
         self._shrink(num_bytes)
@@ -176,7 +176,7 @@ class BufferPool:
     def _take_back(self, lease: Lease) -> None:
         with self._lock:
             buffer = self._open.pop(lease, None)
-            if buffer is not None:  # else it has come back already
+            if buffer is not None:  # else it has been returned already
                 _, device, own, _ = buffer
                 if own != (stream := _current_stream(device)):
                     own.wait_stream(stream)
@@ -184,7 +184,7 @@ class BufferPool:
                 self._shrink(0)
 
     def _shrink(self, coming_bytes: int) -> None:
-        """Drop idle buffers until the budget holds what there is and what comes, as far as they reach."""
+        """Free idle buffers until held and coming bytes fit the budget, or none is left."""
         limit = self.budget_bytes
         while limit is not None and self._idle and self._measure().allocated_bytes + coming_bytes > limit:
             del self._idle[0]
@@ -195,7 +195,7 @@ def _current_stream(device: torch.device) -> Any:
 
 
 def _is_capturing(device: torch.device) -> bool:
-    """A captured graph replays on the addresses it has seen: they must be its own, never a pool's."""
+    """True during CUDA graph capture: a graph replays on its captured addresses, which a pool must not reuse."""
     return device_kind(device).is_cuda and torch.cuda.is_current_stream_capturing()
 
 
@@ -203,7 +203,7 @@ PoolChoice = BufferPool | Literal["auto"] | None
 
 
 def name_of(pool: PoolChoice) -> str:
-    """The argument `pool` of a call as a custom op can take it. Raises TypeError for anything else."""
+    """The argument `pool` as text for a custom op. Raises TypeError for an invalid one."""
     if isinstance(pool, BufferPool):
         return pool.name
     if pool is not None and pool != "auto":
@@ -212,7 +212,7 @@ def name_of(pool: PoolChoice) -> str:
 
 
 def pool_named(name: str, device: torch.device) -> BufferPool | None:
-    """The pool that `name_of` named. Raises RuntimeError where it is no more, as in a graph that has outlived it."""
+    """The pool that `name_of` named. Raises RuntimeError if it is gone, as in a graph that outlives its pool."""
     if name in ("", "auto"):
         return pool_for(device) if name else None
     pool = named.get(name)
@@ -222,7 +222,7 @@ def pool_named(name: str, device: torch.device) -> BufferPool | None:
 
 
 def pool_for(device: torch.device | str) -> BufferPool:
-    """The one pool of this device in this process: from 16 MiB on CPU; elsewhere it never leases.
+    """The shared pool of this device in this process; on CPU it leases from 16 MiB, on other devices never.
 
     >>> pool = fd.distributed.pool('cpu')
     """
@@ -232,5 +232,5 @@ def pool_for(device: torch.device | str) -> BufferPool:
 
 
 def lease_from(pool: BufferPool | None, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Lease:
-    """A lease of the pool, or, without one, of a tensor that torch makes."""
+    """Lease from the pool, or of a newly allocated tensor if `pool` is None."""
     return pool.lease(shape, dtype, device) if pool else Lease(torch.empty(tuple(shape), dtype=dtype, device=device))
