@@ -44,8 +44,8 @@ def longformer(radius: int, num_global: int, *, rate: int = 1) -> Pattern:
     """A sliding window, and global tokens that attend to all tokens and are attended by all.
 
     radius: keys on each side of the query, half the paper's window size. num_global: number of global tokens, the first
-    of the sequence, such as a classification token; the paper lets the task choose them. rate: dilation of the window;
-    the paper raises it in two heads of its upper layers, for which there is `per_head`.
+    of the sequence, such as a classification token; the paper lets the task choose them. rate: dilation rate of the
+    window; the paper raises it in two heads of its upper layers, see `per_head`.
     Source: Longformer, arXiv 2004.05150, section 3.1.
     """
     require_int("radius", radius, minimum=0)
@@ -74,7 +74,7 @@ def bigbird(
 
 @advises()
 def sparse_transformer_strided(stride: int) -> Pattern:
-    """The last `stride` keys, and every `stride`-th key before; causal.
+    """The last `stride` keys, and every `stride`-th earlier key; causal.
 
     stride: the paper's l, near the square root of the sequence length. Every head has both factors of section 4.3, as
     in the merged head of section 5.1. Source: Sparse Transformer, arXiv 1904.10509.
@@ -109,7 +109,7 @@ def streaming_llm(recent: int, *, num_sinks: int = 4) -> Pattern:
 
 @advises()
 def darcstar_local_window(*, local_window_size: int = 512, block_size: int = 128) -> Pattern:
-    """Blocks near the query's own: `local_window` of dilated-attention-pytorch (the DarcStar fork).
+    """Blocks near the query's block: `local_window` of dilated-attention-pytorch (the DarcStar fork).
 
     block_size: tokens per block. local_window_size: window in tokens; each side has half of it, rounded down to whole
     blocks. Source: `SparsePatternConfig` and `BlockSparseRingDilatedAttention` there.
@@ -132,7 +132,7 @@ def darcstar_dilated_sparse(dilation_rates: Sequence[int], *, block_size: int = 
 
 @advises()
 def darcstar_global_local(*, global_tokens: int = 64, local_window_size: int = 512, block_size: int = 128) -> Pattern:
-    """Blocks near the query's own and the first ones: `global_local` of dilated-attention-pytorch (DarcStar).
+    """Blocks near the query's block, and the first blocks: `global_local` of dilated-attention-pytorch (DarcStar).
 
     global_tokens: number of first tokens that every query sees, rounded down to whole blocks; with the defaults, the
     fork's own, none. As queries these tokens do not see all keys. local_window_size and block_size: as in
@@ -147,7 +147,7 @@ def darcstar_global_local(*, global_tokens: int = 64, local_window_size: int = 5
 def darcstar_hierarchical(
     levels: Sequence[Sequence[int]] = ((64, 256), (256, 1024), (1024, -1)), *, block_size: int = 64
 ) -> Pattern:
-    """Levels of sparser queries that see farther: `hierarchical` of dilated-attention-pytorch (DarcStar).
+    """Levels of windows, wider for sparser queries: `hierarchical` of dilated-attention-pytorch (DarcStar).
 
     levels: (stride, window size) of each level, in tokens. Blocks of queries at multiples of the stride see the blocks
     within half a window on each side, or all blocks for window size -1. Both are rounded down to whole blocks, the

@@ -74,7 +74,7 @@ _STEPS = ((1, 1), (2, 2), (3, 3), (4, 4), (7, 7), (1, 2), (3, 1), (2, 5))
 
 @dataclass(frozen=True)
 class Place:
-    """One box."""
+    """A box, with ranges for queries and keys."""
 
     head: int
     q: range

@@ -1,4 +1,4 @@
-"""check_attention_module: point it at any attention module, and say what it claims to compute."""
+"""check_attention_module: check any attention module against the pattern that it claims to compute."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ class ModuleReport:
 
     @property
     def failures(self) -> tuple[CheckResult, ...]:
-        """The checks that failed."""
+        """Results of the failed checks."""
         return tuple(result for result in self.results if result.verdict == "failed")
 
     def __getitem__(self, name: str) -> CheckResult:

@@ -126,7 +126,7 @@ def _windows(dense: DenseRule, period: int, generator: torch.Generator) -> Itera
     yield heads, whole, whole
     for index in range(_WINDOWS):
         q = int(torch.randint(3 * period, (), generator=generator))
-        if index % 3 == 0:  # around a border
+        if index % 3 == 0:  # around a multiple of the period
             q = max(0, period * (1 + index % 2) - _SIDE // 2)
         near = max(0, q + int(torch.randint(-_SIDE, _SIDE, (), generator=generator)))
         k = near if index % 2 == 0 else int(torch.randint(3 * period, (), generator=generator))

@@ -278,7 +278,7 @@ def set_patterns(
 def mixtures(
     *, num_heads: int = 1, max_number: int = 24, max_positions: int = 128, closures: bool = False
 ) -> st.SearchStrategy[Pattern | Mixture]:
-    """Multiset sums, in which a pair may count several times: LongNets, causal or cut by a set, and sums of two.
+    """Mixtures, in which a pair may count several times: LongNets, also intersected with sets, and sums.
 
     A LongNet of one branch is a set. Arguments as for `patterns`.
     """

@@ -49,7 +49,7 @@ def _numbers(value: object) -> list[int]:
     return [number for number in several if isinstance(number, int) and not isinstance(number, bool)]
 
 
-LONG_LENGTHS = (65, 128, 257)  # with blocks of kernels: the last one whole, or with a single token
+LONG_LENGTHS = (65, 128, 257)  # the last block of a kernel is whole, or has a single token
 _BLOCKS = (64, 128, 256, 512, 1024)  # block sides of kernels, tried with the last block whole or with one token
 
 
@@ -86,7 +86,7 @@ KINDS = ("ordinary values", "large scores", "equal keys", "zeros and -0.0", "one
 def values(
     kind: str, num_heads: int, num_kv_heads: int, num_tokens: int, head_dim: int, *, batch: int, seed: int
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """q, k and v in float64, with values of this kind in KINDS."""
+    """q, k and v in float64, with values of a kind from KINDS."""
     generator = torch.Generator("cpu").manual_seed(seed)
     heads = (num_heads, num_kv_heads, num_kv_heads)
     q, k, v = (

@@ -31,7 +31,7 @@ def plainly(module: Callable[..., Result], q: Tensor, k: Tensor, v: Tensor) -> R
 @advises()
 @dataclass(frozen=True)
 class Calls:
-    """How a module is called: functions that take the module, and q, k and v in `layout`.
+    """Calls of a module under test: functions of the module, and of q, k and v in `layout`.
 
     Each returns the output in that layout, or a tuple that begins with it. In "BHND" and "BNHD" a second tensor of
     shape (B, H, N) is taken as the natural-log lse and checked, except at N = H, where it may be weights. In "BNE"
@@ -82,7 +82,7 @@ class Calls:
 
 @advises()
 def identity_projections(module: nn.Module) -> nn.Module:
-    """Set the projections of a module shaped like `nn.MultiheadAttention` to the identity, in place; returns it.
+    """Set the projections of a module like `nn.MultiheadAttention` to the identity, in place; returns the module.
 
     The module then returns the attention over its arguments query, key and value. It must have the parameters
     in_proj_weight, or q_proj_weight, k_proj_weight and v_proj_weight; in_proj_bias, if any; out_proj, an nn.Linear.

@@ -115,8 +115,6 @@ class _Run:
 
 @dataclass(frozen=True)
 class _TracedPair(Pair):
-    """A pair whose numbers are traced."""
-
     run: Any = None
 
     def reason_of(self, part: Pattern) -> Reason:

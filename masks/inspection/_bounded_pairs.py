@@ -61,7 +61,7 @@ class Budget:
     left: int
 
     def afford(self, boxes: int) -> bool:
-        """True if the budget permits to bound this number of boxes."""
+        """True if the budget permits bounding this number of boxes."""
         return boxes * _COUNT <= self.left
 
     def take(self, wanted: Tensor, each: int) -> Tensor:

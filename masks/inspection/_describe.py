@@ -25,7 +25,7 @@ from ._pair_counts import (
 )
 from ._receptive_field import ReceptiveField, receptive_field_of
 
-MOST_DESCRIBED = 1 << 27  # tokens: a window's blocks then fill about 3 GB
+MOST_DESCRIBED = 1 << 27  # tokens; the block lists of a window then take about 3 GB
 
 
 @dataclass(frozen=True)

@@ -190,7 +190,6 @@ class _Search:
             box = self._box(own.select(rest), other)
 
     def _evaluate(self, own: Progression, other: Progression) -> None:
-        """Evaluate all pairs of small boxes."""
         place = torch.arange(_SIDE)
         token, partner = (side.first[:, None] + place.minimum(side.count[:, None] - 1) for side in (own, other))
         self.lacking[token[self._allowed(token[:, :, None], partner[:, None, :]).any(2)] - self.own.start] = False

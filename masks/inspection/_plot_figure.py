@@ -164,7 +164,7 @@ def draw_image(axes: Axes, colours: Tensor, window: Window) -> None:
 
 
 def draw_grid(axes: Axes, blocks: Blocks, window: Window) -> None:
-    """Lines between blocks, where there is room for them."""
+    """Draw lines between blocks, if blocks have enough pixels."""
     q, k = window.queries, window.keys
     (height, width) = blocks.sides
     if min(q.pixels_of(height), k.pixels_of(width)) < _LEAST_BLOCK:

@@ -238,7 +238,7 @@ def _even(slots: int, most: int) -> int:
 
 
 def _labels(window: Sequence[range], size: tuple[int, int]) -> tuple[dict[int, str], dict[int, str]]:
-    """Labels of round slots of queries and of keys, both in one unit, for a map of `size`, (lines, columns)."""
+    """Labels of round slots of queries and of keys, in one unit, for a map of `size`, (lines, columns)."""
     most = size[0] // _TICK_ROWS, size[1] // _TICK_COLUMNS
     sides = [
         [slot for slot in round_places(slots, number) if slot in slots]

@@ -1,4 +1,4 @@
-"""The cache: one process-wide store of plans and tables, thread-safe, in which each value is built once."""
+"""Process-wide, thread-safe cache of plans and tables; each value is built once."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ class Cache:
 
     @property
     def budget_bytes(self) -> int:
-        """Most bytes held; setting it evicts at once."""
+        """Maximum bytes of all entries; setting it evicts at once."""
         return self._limits.bytes
 
     @budget_bytes.setter
@@ -68,7 +68,7 @@ class Cache:
 
     @property
     def budget_entries(self) -> int:
-        """Most entries held; setting it evicts at once."""
+        """Maximum number of entries; setting it evicts at once."""
         return self._limits.entries
 
     @budget_entries.setter
@@ -138,7 +138,7 @@ class Cache:
         log.debug("entries dropped to clear the cache: %d", dropped)
 
     def stats(self) -> CacheStats:
-        """Counts and sizes at this moment; print them for a table."""
+        """Current counts and sizes; prints as tables."""
         sizes: defaultdict[str, list[int]] = defaultdict(list)
         with self._lock:
             counts, limits = (self._hits, self._misses, self._evictions, self._build_seconds), self._limits

@@ -73,7 +73,7 @@ class CacheStats:
 
     @property
     def bytes(self) -> int:
-        """Bytes of all entries: tensors only, without Python's overhead."""
+        """Bytes of the tables of all entries, without Python's overhead."""
         return self.masters.bytes + sum(holding.bytes for holding in self.copies)
 
     @property

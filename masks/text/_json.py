@@ -1,4 +1,4 @@
-"""Patterns as JSON: what a checkpoint stores and a custom op receives."""
+"""Patterns as JSON, for checkpoints and custom ops."""
 
 import json
 from typing import Any, NoReturn

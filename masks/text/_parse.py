@@ -15,7 +15,7 @@ from ..core import CONSTRUCTORS, CUT, DEEPEST, LONGEST, QUOTED, Expression, Mixt
 
 _METHODS = ("after", "per_document")
 _PREFIX = "masks."
-_MOST_BRACKETS = 2 * DEEPEST + 4  # each level of a pattern is printed with up to two, a block list with four
+_MOST_BRACKETS = 2 * DEEPEST + 4  # printing uses up to two brackets per level, four for a block list
 _LARGEST = 2**63 - 1
 _AROUND = 40  # characters that an error shows before and after its place
 # Permitted text. Each character matches in one way only, so matching takes linear time.
@@ -196,7 +196,7 @@ def _dotted(node: ast.expr) -> str:
 
 
 def _intersect(*parts: Any) -> Expression:
-    """A mixture last: one of many branches then meets the intersection of all sets at once."""
+    """Intersect mixtures last, so that their branches meet the intersection of all sets at once."""
     return reduce(operator.and_, sorted(parts, key=lambda part: isinstance(part, Mixture)))
 
 

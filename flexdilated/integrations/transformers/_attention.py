@@ -97,7 +97,7 @@ class Visibility:
     """Replacement of a mask tensor: the model's rule and padding, without the patterns of layers.
 
     function: the model's rule, None for all pairs. begin: documents; positions count from their first tokens.
-    unpadded: pattern of unpadded keys within a document; None without such padding. tensors: run-time tensors of both.
+    unpadded: pattern of unpadded keys within a document; None if all are unpadded. tensors: run-time tensors of both.
     q_offset, kv_offset: positions of the first query and key. shape: shape of the replaced mask, (B, 1, N, M).
     may_be_packed: no attention_mask was given, so documents are read from position_ids.
     """
@@ -157,7 +157,7 @@ def visibility(
     attention_mask: Tensor | Visibility | None = None,
     **_: Any,
 ) -> Visibility:
-    """transformers' mask function: the model's rule, and padding (B, L), as patterns. No (N, M) tensor is made."""
+    """Mask function for transformers: the model's rule, and padding (B, L), as patterns, without an (N, M) tensor."""
     if isinstance(attention_mask, Visibility):
         return attention_mask  # made earlier; `generate` does so for static caches
     begin, unpadded, tensors = None, None, {}
@@ -237,10 +237,9 @@ def attention(
     position_bias: Tensor | None = None,
     **options: Any,
 ) -> tuple[Float[Tensor, "B N H D"], None]:
-    """transformers' attention function: (output, None for the weights, which are never formed).
+    """Attention function for transformers: (output, None for weights, which are never formed).
 
-    Raises ValueError for dropout, a ready-made mask other than of keys, an additive position bias, and
-    output_attentions=True.
+    Raises ValueError for dropout, a ready-made mask of pairs, an additive position bias, and output_attentions=True.
     """
     _refuse_what_is_missing(module, dropout, position_bias, options)
     if query.shape[-1] != value.shape[-1]:

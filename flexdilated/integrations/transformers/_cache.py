@@ -231,7 +231,7 @@ class _Layer(CacheLayerMixin):
 
     @keys.setter
     def keys(self, value: None) -> None:  # pyright: ignore[reportIncompatibleVariableOverride]
-        """The class below sets none."""
+        """Ignored: CacheLayerMixin assigns None."""
 
     @property
     def values(self) -> Tensor | None:
@@ -240,7 +240,7 @@ class _Layer(CacheLayerMixin):
 
     @values.setter
     def values(self, value: None) -> None:  # pyright: ignore[reportIncompatibleVariableOverride]
-        """The class below sets none."""
+        """Ignored: CacheLayerMixin assigns None."""
 
     def get_seq_length(self) -> int:
         """Number of tokens seen, evicted ones included."""
@@ -258,7 +258,7 @@ class _Layer(CacheLayerMixin):
         """Do nothing, as `undo` tokens are always kept."""
 
     def crop(self, tokens_to_remove: int) -> None:
-        """Take back the last tokens, given as a negative number."""
+        """Remove the last tokens; `tokens_to_remove` is their negative number."""
         if tokens_to_remove > 0 or -tokens_to_remove > self.num_tokens:
             raise ValueError(
                 f"tokens_to_remove must be 0 or negative, and at least -{self.num_tokens}; got {tokens_to_remove}"
@@ -269,30 +269,30 @@ class _Layer(CacheLayerMixin):
             self.num_tokens += tokens_to_remove
 
     def reset(self) -> None:
-        """Forget all tokens."""
+        """Remove all tokens."""
         self._forget()
 
     def reorder_cache(self, beam_idx: Int64[Tensor, " B"]) -> None:
-        """Go on with these batch entries."""
+        """Select these batch entries."""
         if self.held is not None:
             self.held.select(beam_idx.long())
 
     def batch_select_indices(self, indices: Tensor) -> None:
-        """Go on with these batch entries."""
+        """Select these batch entries."""
         self.reorder_cache(indices)
 
     def batch_repeat_interleave(self, repeats: int) -> None:
-        """Go on with this number of copies of each batch entry."""
+        """Repeat each batch entry this number of times."""
         if self.held is not None:
             self.held.select(torch.arange(len(self.held.keys)).repeat_interleave(repeats))
 
     def offload(self) -> None:
-        """Keys stay where they are."""
+        """Raise ValueError, as offloading is not supported."""
         raise ValueError("a FlexdilatedCache is not offloaded: it holds the keys that are needed alone")
 
 
 class _LayerWithStates(LinearAttentionLayer, _Layer):
-    """A layer that has linear attention or convolutions and attention."""
+    """Layer with attention, and with linear attention or convolutions."""
 
     is_compileable = False
 
@@ -308,22 +308,22 @@ class _LayerWithStates(LinearAttentionLayer, _Layer):
             _Layer.lazy_initialization(self, *keys)
 
     def reset(self) -> None:
-        """Forget all tokens."""
+        """Remove all tokens."""
         LinearAttentionLayer.reset(self)
         _Layer.reset(self)
 
     def reorder_cache(self, beam_idx: Any) -> None:
-        """Go on with these batch entries."""
+        """Select these batch entries."""
         LinearAttentionLayer.reorder_cache(self, beam_idx)
         _Layer.reorder_cache(self, beam_idx)
 
     def crop(self, tokens_to_remove: int) -> None:
-        """Take back the last tokens, given as a negative number."""
+        """Remove the last tokens; `tokens_to_remove` is their negative number."""
         LinearAttentionLayer.crop(self, tokens_to_remove)
         _Layer.crop(self, tokens_to_remove)
 
     def offload(self) -> None:
-        """Keys stay where they are."""
+        """Raise ValueError, as offloading is not supported."""
         _Layer.offload(self)
 
 

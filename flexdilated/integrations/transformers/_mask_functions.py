@@ -28,7 +28,8 @@ class Reading:
     """The rule of a mask function, as patterns.
 
     positions: its part on positions, which count from the first token of each document of `begin`, or from 0 if that is
-    None. beside: its part on tables. Each is None without such a part. tensors: run-time tensors of the patterns.
+    None. beside: its part that reads tables. Either is None if the rule has no such part. tensors: run-time tensors of
+    both.
     """
 
     positions: Pattern | None
