@@ -1,4 +1,4 @@
-"""Patterns as text: JSON, and expressions as they are printed."""
+"""Patterns as text: JSON, and printed expressions."""
 
 from ._json import from_json, kept_functions, read_json, read_text, to_json
 from ._parse import parse
