@@ -1,18 +1,18 @@
-"""Attention patterns: values that say who attends to whom, their algebra, layouts and block masks.
+"""Attention patterns: values that define the allowed (query, key) pairs, their algebra, layouts and block masks.
 
-A new pattern is one more file in `patterns`; docs/contributing/adding_a_pattern.md writes one, and what it touches;
-tests/masks/core/test_boxes.py holds its bounds to its pairs, tests/engines/test_tiles.py what is computed with it to
-float64.
+A new pattern is one more file in `patterns`; docs/contributing/adding_a_pattern.md shows how to write one.
+tests/masks/core/test_boxes.py compares its bounds with its pairs; tests/engines/test_tiles.py compares outputs of
+attention with it to float64.
 
-    core        what every pattern is made of: Pattern, Mixture and Bound, algebra, boxes, ranges, checks
+    core        the types of patterns: Pattern, Mixture and Bound, algebra, boxes, ranges, checks
     patterns    the patterns, a file for each family; run_time: with tensors of a call; custom: from functions
     recipes     patterns of published models
     text        JSON, expressions, printing
     orders      orders of tokens: residue-major, tiled, placed
     blocks      a rule over slots, the search for blocks by bounds, block tables
-    plan_cache  what was built is kept, in bounded memory
+    plan_cache  cache of plans and tables, in bounded memory
     planning    options, costs, the choice, BlockMask; lowering: branches as terms; machine: constants for costs
-    needs       which keys some queries need: ranks, decoding, what a cache may drop
+    needs       keys that given queries need: for ranks, decoding, and eviction from a KV cache
     inspection  describe, explain, plot, show
 """
 
@@ -103,7 +103,7 @@ __all__ = [
     "visible_keys",
 ]
 
-# What other libraries call a pattern that is here.
+# Names of our patterns in other libraries.
 _ELSEWHERE = {
     "sliding_window": "local_window(left=, right=)",
     "sliding_window_causal": "local_window(left=, right=0)",
@@ -133,5 +133,5 @@ _ELSEWHERE = {
 
 
 def __getattr__(name: str) -> _NoReturn:
-    """AttributeError, with the pattern that the name is likely to mean."""
+    """Raise AttributeError that suggests the closest pattern."""
     raise AttributeError(_no_such_name(__name__, name, __all__, _ELSEWHERE, "masks."))

@@ -1,7 +1,7 @@
-"""Named recipes: patterns of published models, each composed in a line from the constructors of this package.
+"""Named recipes: patterns of published models, each composed from the constructors of this package.
 
-A recipe returns a plain pattern, which prints as its composition. None is causal unless its source is: intersect
-with `causal()`.
+A recipe returns a plain pattern, which prints as its composition. A recipe is causal only if its source is; otherwise
+intersect it with `causal()`.
 """
 
 from collections.abc import Sequence
@@ -41,11 +41,11 @@ _ALL_BLOCKS = -1
 
 @advises(keywords=renamed(radius="window window_size"))
 def longformer(radius: int, num_global: int, *, rate: int = 1) -> Pattern:
-    """A sliding window, and global tokens that see and are seen by all.
+    """A sliding window, and global tokens that attend to all tokens and are attended by all.
 
-    radius: keys on each side of the query, half the paper's window size. num_global: the first so many tokens are
-    global, as a classification token is; the paper lets the task choose them. rate: tokens from one key of the
-    window to the next; the paper raises it in two heads of its upper layers, for which there is `per_head`.
+    radius: keys on each side of the query, half the paper's window size. num_global: number of global tokens, the first
+    of the sequence, such as a classification token; the paper lets the task choose them. rate: dilation rate of the
+    window; the paper raises it in two heads of its upper layers, see `per_head`.
     Source: Longformer, arXiv 2004.05150, section 3.1.
     """
     require_int("radius", radius, minimum=0)
@@ -59,11 +59,11 @@ def bigbird(
 ) -> Pattern:
     """Window, global and random blocks.
 
-    num_tokens: the length of the sequence, over which blocks are drawn. block: tokens a block. radius: blocks on
-    each side of the query's own. num_global: the first so many blocks see and are seen by all (the paper's internal
-    transformer construction). num_random: blocks that each block of queries draws, in each head, among all
-    blocks: some may be seen already, where the paper's code draws among the rest. seed: of the draw.
-    Source: BigBird, arXiv 2007.14062, section 2; the defaults are those of its base models.
+    num_tokens: sequence length, over which blocks are drawn. block: tokens per block. radius: blocks on each side of
+    the query's block. num_global: number of global blocks, the first of the sequence (the paper's internal transformer
+    construction). num_random: blocks drawn for each block of queries in each head. They are drawn among all blocks and
+    may overlap with window and global blocks, which the paper's code excludes. seed: of the draw.
+    Source: BigBird, arXiv 2007.14062, section 2; defaults as in its base models.
     """
     require_int("radius", radius, minimum=0)
     require_int("num_global", num_global, minimum=1)
@@ -74,20 +74,21 @@ def bigbird(
 
 @advises()
 def sparse_transformer_strided(stride: int) -> Pattern:
-    """The last `stride` keys, and every `stride`-th key before; causal.
+    """The last `stride` keys, and every `stride`-th earlier key; causal.
 
-    stride: the paper's l, near the square root of the length. Both factors of its section 4.3 in
-    every head, the merged head of section 5.1. Source: Sparse Transformer, arXiv 1904.10509.
+    stride: the paper's l, near the square root of the sequence length. Every head has both factors of section 4.3, as
+    in the merged head of section 5.1. Source: Sparse Transformer, arXiv 1904.10509.
     """
     return (local_window(left=require_int("stride", stride, minimum=1), right=0) | strided(stride)) & causal()
 
 
 @advises()
 def sparse_transformer_fixed(stride: int, *, summary: int = 1) -> Pattern:
-    """The query's own block, and the last keys of every block before; causal.
+    """The query's block, and the last keys of every earlier block; causal.
 
-    stride: tokens a block, the paper's l. summary: the last so many keys of a block, its c, of 8 to 32. Both
-    factors of section 4.3 in every head, the merged head of section 5.1. Source: Sparse Transformer, arXiv 1904.10509.
+    stride: tokens per block, the paper's l. summary: number of last keys of a block, the paper's c, 8 to 32 there.
+    Every head has both factors of section 4.3, as in the merged head of section 5.1.
+    Source: Sparse Transformer, arXiv 1904.10509.
     """
     require_int("stride", stride, minimum=1)
     return (chunked(stride) | fixed(stride, summary=summary)) & causal()
@@ -95,10 +96,10 @@ def sparse_transformer_fixed(stride: int, *, summary: int = 1) -> Pattern:
 
 @advises(keywords=renamed(recent="window window_size", num_sinks="sinks"))
 def streaming_llm(recent: int, *, num_sinks: int = 4) -> Pattern:
-    """The first few keys for ever, and the latest; causal.
+    """The first few keys and the most recent keys; causal.
 
-    recent: the latest keys in the cache, the query's own among them. num_sinks: the first so many keys, which
-    serve as attention sinks. Positional encodings are another matter: the paper counts them within the cache.
+    recent: number of most recent keys, the query's own included. num_sinks: number of first keys, which serve as
+    attention sinks. Positional encodings are up to the caller: the paper counts positions within the cache.
     Source: StreamingLLM, arXiv 2309.17453, section 3.2.
     """
     require_int("recent", recent, minimum=1)
@@ -108,10 +109,10 @@ def streaming_llm(recent: int, *, num_sinks: int = 4) -> Pattern:
 
 @advises()
 def darcstar_local_window(*, local_window_size: int = 512, block_size: int = 128) -> Pattern:
-    """Blocks near the query's own: `local_window` of dilated-attention-pytorch (the DarcStar fork).
+    """Blocks near the query's block: `local_window` of dilated-attention-pytorch (the DarcStar fork).
 
-    block_size: tokens a block. local_window_size: the window in tokens, of which each side gets half, rounded
-    down to whole blocks. Source: `SparsePatternConfig` and `BlockSparseRingDilatedAttention` there.
+    block_size: tokens per block. local_window_size: window in tokens; each side has half of it, rounded down to whole
+    blocks. Source: `SparsePatternConfig` and `BlockSparseRingDilatedAttention` there.
     """
     radius = _radius(local_window_size, block_size)
     return blockwise(local_window(left=radius, right=radius), block_size)
@@ -119,10 +120,10 @@ def darcstar_local_window(*, local_window_size: int = 512, block_size: int = 128
 
 @advises()
 def darcstar_dilated_sparse(dilation_rates: Sequence[int], *, block_size: int = 128) -> Pattern:
-    """The query's own block and those at some distances: `dilated_sparse` of dilated-attention-pytorch (DarcStar).
+    """The query's block and blocks at some distances: `dilated_sparse` of dilated-attention-pytorch (DarcStar).
 
-    dilation_rates: distances in blocks, before and after; only the first three count, as there. block_size: tokens
-    a block. Source: `BlockSparseRingDilatedAttention` there.
+    dilation_rates: distances in blocks, before and after; as there, only the first three are used. block_size: tokens
+    per block. Source: `BlockSparseRingDilatedAttention` there.
     """
     _require_entries("dilation_rates", dilation_rates, "integer")
     steps = [require_int(f"dilation_rates[{place}]", rate, minimum=1) for place, rate in enumerate(dilation_rates)]
@@ -131,10 +132,10 @@ def darcstar_dilated_sparse(dilation_rates: Sequence[int], *, block_size: int = 
 
 @advises()
 def darcstar_global_local(*, global_tokens: int = 64, local_window_size: int = 512, block_size: int = 128) -> Pattern:
-    """Blocks near the query's own and the first ones: `global_local` of dilated-attention-pytorch (DarcStar).
+    """Blocks near the query's block, and the first blocks: `global_local` of dilated-attention-pytorch (DarcStar).
 
-    global_tokens: every query sees the first so many, rounded down to whole blocks: with the defaults, which are
-    those there, none. They do not see everyone in turn. local_window_size and block_size: as in
+    global_tokens: number of first tokens that every query sees, rounded down to whole blocks; with the defaults, the
+    fork's own, none. As queries these tokens do not see all keys. local_window_size and block_size: as in
     `darcstar_local_window`. Source: `BlockSparseRingDilatedAttention` there.
     """
     radius = _radius(local_window_size, block_size)
@@ -146,11 +147,11 @@ def darcstar_global_local(*, global_tokens: int = 64, local_window_size: int = 5
 def darcstar_hierarchical(
     levels: Sequence[Sequence[int]] = ((64, 256), (256, 1024), (1024, -1)), *, block_size: int = 64
 ) -> Pattern:
-    """Levels of sparser queries that see farther: `hierarchical` of dilated-attention-pytorch (DarcStar).
+    """Levels of windows, wider for sparser queries: `hierarchical` of dilated-attention-pytorch (DarcStar).
 
-    levels: a (stride, window size) each, in tokens. The blocks of queries at multiples of the stride see the blocks
-    within half a window on each side, or all of them if it is -1. Both are rounded down to whole blocks, a stride
-    to no less than one. block_size: tokens a block, on all levels: there a level's own `block_size` has no effect.
+    levels: (stride, window size) of each level, in tokens. Blocks of queries at multiples of the stride see the blocks
+    within half a window on each side, or all blocks for window size -1. Both are rounded down to whole blocks, the
+    stride to at least one. block_size: tokens per block on all levels; there, a level's `block_size` has no effect.
     Source: `HierarchicalConfig` and `BlockSparseHierarchical` there.
     """
     require_int("block_size", block_size, minimum=1)
@@ -171,7 +172,7 @@ def _radius(window_size: int, block_size: int) -> int:
 
 
 def _level(place: int, level: Sequence[int], block: int) -> Pattern:
-    """Over blocks: the queries of one level and what they see."""
+    """Pattern over blocks of one level: its queries and their window."""
     if not isinstance(level, Sequence) or isinstance(level, str):
         raise TypeError(f"levels[{place}] must be a pair (stride, window size); got {level!r}")
     if len(level) != 2:
@@ -182,7 +183,7 @@ def _level(place: int, level: Sequence[int], block: int) -> Pattern:
     step, half = max(1, stride // block), size // block // 2
     queries = every() if step == 1 else landmark_tokens(step, columns=False)
     keys = every() if size == _ALL_BLOCKS else local_window(left=half, right=half)
-    # All queries or all keys need no saying.
+    # every() is left out of an intersection, which then prints shorter.
     return keys if queries == every() else queries if keys == every() else queries & keys
 
 
@@ -190,5 +191,5 @@ CONSTRUCTORS |= {f"recipes.{name}": globals()[name] for name in __all__}
 
 
 def __getattr__(name: str) -> NoReturn:
-    """AttributeError, with the recipe that the name is likely to mean."""
+    """Raise AttributeError that suggests the closest recipe."""
     raise AttributeError(no_such_name(__name__, name, __all__, {}, "masks.recipes."))

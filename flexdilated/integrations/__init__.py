@@ -1,4 +1,4 @@
-"""Other libraries' models with this library's attention: a module for each library, imported when it is asked for."""
+"""Models of other libraries with this library's attention: one module per library, imported on first access."""
 
 from importlib import import_module
 from importlib.metadata import PackageNotFoundError, version
@@ -11,11 +11,11 @@ if TYPE_CHECKING:
 
 __all__ = ["torchscale", "transformers"]
 
-_LEAST = {"transformers": 5}  # the major version whose names are used; what is not here needs no library
+_LEAST = {"transformers": 5}  # minimum major version; libraries not listed need not be installed
 
 
 def __getattr__(name: str) -> Any:
-    """The module of a library. Raises ImportError where that is needed, and missing or too old."""
+    """Import the module of a library. Raises ImportError if that library is needed and missing or too old."""
     if name not in __all__:
         elsewhere: dict[str, str] = dict.fromkeys(
             ("hf", "huggingface", "set_pattern"), "transformers.set_pattern(model, pattern)"

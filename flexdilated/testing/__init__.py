@@ -1,6 +1,6 @@
-"""Checks for patterns and attention modules, of this library or of any other, for use in tests.
+"""Checks for patterns and attention modules, of this library or any other, for use in tests.
 
-`flexdilated.testing.strategies`, which needs hypothesis, is imported when it is first asked for.
+`flexdilated.testing.strategies` needs hypothesis and is imported on first access.
 """
 
 from importlib import import_module
@@ -32,7 +32,7 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    """`strategies` is imported when it is first asked for."""
+    """Import `strategies` on first access."""
     if name == "strategies":
         return import_module(".strategies", __name__)
     raise AttributeError(no_such_name(__name__, name, __all__, {}, "testing."))

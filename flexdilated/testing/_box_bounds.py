@@ -1,4 +1,4 @@
-"""A pattern's rule as a table of all pairs, and the bounds of `count` held to it, box by box."""
+"""Dense table of a pattern's rule, and checks of the bounds of `count` against it, box by box."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _ALONE = 100
 
 @dataclass(frozen=True, eq=False)
 class DenseRule:
-    """A pattern for `num_heads` heads, and which pairs `mask_mod` allows: table[h, q, k]."""
+    """A pattern for `num_heads` heads, and its table[h, q, k] of pairs that `mask_mod` allows."""
 
     pattern: Pattern
     num_heads: int
@@ -40,20 +40,20 @@ class DenseRule:
         return self.table.shape[1]
 
     def for_head(self, head: int) -> DenseRule:
-        """What the pattern's rule for one head must be, whatever head it is asked about."""
+        """`pattern.for_head(head)` with the table that it must have for any head argument."""
         one = self.pattern.for_head(head, self.num_heads)
         return replace(self, pattern=one, table=self.table[head].expand_as(self.table))
 
 
 def ask(pattern: Pattern, num_heads: int, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
-    """The rule elementwise, in the broadcast shape of heads and positions."""
+    """mask_mod of the pattern, in the broadcast shape of heads and positions."""
     mod = pattern.mask_mod(num_heads=num_heads, device=_CPU)
     shape = torch.broadcast_shapes(h.shape, q.shape, k.shape)
     return mod(torch.zeros((), dtype=torch.int64, device=_CPU), h, q, k).expand(shape)
 
 
 def check_elementwise(dense: DenseRule, examples: int, generator: torch.Generator) -> None:
-    """Pairs in a row, and alone, must get the answers that they get in a table."""
+    """mask_mod of single pairs, and of a batch of pairs, must equal the dense table."""
     number = max(examples, _ALONE)
     h = torch.randint(dense.num_heads, (number,), generator=generator, device=_CPU)
     q, k = torch.randint(dense.num_tokens, (2, number), generator=generator, device=_CPU)
@@ -74,7 +74,7 @@ _STEPS = ((1, 1), (2, 2), (3, 3), (4, 4), (7, 7), (1, 2), (3, 1), (2, 5))
 
 @dataclass(frozen=True)
 class Place:
-    """One box."""
+    """A box, with ranges for queries and keys."""
 
     head: int
     q: range
@@ -88,7 +88,7 @@ class Place:
 
     @property
     def size(self) -> tuple[int, int]:
-        """Ranges are simpler than progressions with gaps, then fewer pairs than more."""
+        """Sort key for simplicity: sum of steps, then number of pairs."""
         return self.q.step + self.k.step, len(self.q) * len(self.k)
 
     def smaller(self) -> Iterator[Place]:
@@ -121,7 +121,7 @@ def _span(side: range) -> str:
 
 
 def check_bounds(dense: DenseRule, examples: int, generator: torch.Generator) -> None:
-    """0 <= low <= allowed pairs <= high <= area for every box that is looked at; the smallest that fails is told."""
+    """Require 0 <= low <= allowed pairs <= high <= area for tested boxes; reports the smallest failing box."""
     failures = list(_failures(dense, examples, generator))
     if failures:
         place = min((_shrunk(dense, place) for place in failures), key=lambda place: place.size)
@@ -136,14 +136,14 @@ def check_bounds(dense: DenseRule, examples: int, generator: torch.Generator) ->
 
 
 def _failures(dense: DenseRule, examples: int, generator: torch.Generator) -> Iterator[Place]:
-    """The first failure of each kind of box."""
+    """First failing box of each kind."""
     for box, truth in _all_boxes(dense, examples, generator):
         if wrong := _wrong(dense, box, truth):
             yield _place(box, wrong[0])
 
 
 def _shrunk(dense: DenseRule, place: Place) -> Place:
-    """A box that fails too and of which no smaller one does, as far as so many tries lead."""
+    """Smallest failing box found from `place` in _TRIES tries."""
     tries, ahead = _TRIES, place.smaller()
     while tries and (other := next(ahead, None)):
         tries -= 1
@@ -169,7 +169,7 @@ def _all_boxes(dense: DenseRule, examples: int, generator: torch.Generator) -> I
 
 
 def _blocks(dense: DenseRule, side: int) -> tuple[Box, Tensor]:
-    """Every block of this side of every head, with its allowed pairs; the last ones may be shorter."""
+    """All blocks of this side in all heads, with their numbers of allowed pairs; the last blocks may be shorter."""
     tokens, heads = dense.num_tokens, dense.num_heads
     number = -(-tokens // side)
     padded = torch.zeros(heads, number * side, number * side, dtype=torch.int64)
@@ -181,7 +181,7 @@ def _blocks(dense: DenseRule, side: int) -> tuple[Box, Tensor]:
 
 
 def _drawn(dense: DenseRule, q_step: int, k_step: int, examples: int, generator: torch.Generator) -> tuple[Box, Tensor]:
-    """Progressions of any length, every other one from position 0 or up to the last."""
+    """Random boxes of progressions; a quarter start at position 0, a quarter extend to the last position."""
 
     def draw(step: int) -> Progression:
         first, length = torch.rand(2, examples, generator=generator)

@@ -1,4 +1,4 @@
-"""check_attention_module: point it at any attention module, and say what it claims to compute."""
+"""check_attention_module: check any attention module against the pattern that it claims to compute."""
 
 from __future__ import annotations
 
@@ -33,13 +33,13 @@ from ._value_checks import check_agreement, check_coverage, check_empty_rows, ch
 Verdict = Literal["passed", "failed", "does not apply", "skipped"]
 _WIDTH = 88  # the table has 120 columns
 _ERROR_LINES = 8
-_DETAIL_LINES = (10, 3, 3, 3)  # of the first failures, below the table
+_DETAIL_LINES = (10, 3, 3, 3)  # number of lines of the first failures, below the table
 _LONGEST_LINE = 240
 
 
 @dataclass(frozen=True)
 class CheckResult:
-    """One check: its name, its verdict, and what was tried or, where it failed, the smallest case that fails.
+    """Result of one check: name, verdict, and detail: the tested cases or, after a failure, the smallest failing case.
 
     >>> report = testing.examine_attention_module(
     ...     lambda: fd.BlockSparseAttention(masks.causal()), masks.causal(), checks=['causality']
@@ -55,7 +55,7 @@ class CheckResult:
 
 @dataclass(frozen=True)
 class ModuleReport:
-    """All checks of one module, in the order in which they ran.
+    """Results of all checks of one module, in the order of execution.
 
     >>> report = testing.examine_attention_module(
     ...     lambda: fd.BlockSparseAttention(masks.causal()), masks.causal(), checks=['causality']
@@ -72,12 +72,12 @@ class ModuleReport:
 
     @property
     def passed(self) -> bool:
-        """Whether no check failed."""
+        """True if no check failed."""
         return not self.failures
 
     @property
     def failures(self) -> tuple[CheckResult, ...]:
-        """The checks that failed."""
+        """Results of the failed checks."""
         return tuple(result for result in self.results if result.verdict == "failed")
 
     def __getitem__(self, name: str) -> CheckResult:
@@ -104,12 +104,12 @@ class ModuleReport:
 
 
 def _first(result: CheckResult) -> str:
-    """The first line; the others stand below the table."""
+    """First line of the detail; `ModuleReport` prints further lines below the table."""
     return textwrap.shorten(result.detail.partition("\n")[0], 2 * _WIDTH)
 
 
 def _cut(text: str, most_lines: int) -> str:
-    """At most so many lines, none of them long; the number of those left out follows."""
+    """At most `most_lines` shortened lines, then the number of omitted lines."""
     lines = text.splitlines()
     more = [f"... and {len(lines) - most_lines} more lines"] if len(lines) > most_lines else []
     return "\n".join([*(shortened(line, _LONGEST_LINE) for line in lines[:most_lines]), *more])
@@ -136,11 +136,11 @@ MODULE_CHECKS: dict[str, Callable[[Subject], str]] = {
 }
 
 
-# Slow checks, each at one or few of the lengths, which its detail names.
+# Slow checks, each at one or few lengths, given in its detail.
 _ON_SOME_LENGTHS = ("compile", "recompilation", "ranks", "state dict")
-_AT_LONG_LENGTHS = ("agreement", "half precision")  # of which the second has gradients, too
+_AT_LONG_LENGTHS = ("agreement", "half precision")  # half precision also checks gradients
 _MAX_TOKENS = 40
-_SHRINK_S = 5.0  # for one check; a call of the module that has begun ends
+_SHRINK_S = 5.0  # for one check; a running call of the module is not interrupted
 _PAIRED = 12
 
 _CALLED_SO = (
@@ -151,7 +151,7 @@ _CALLED_SO = (
 
 @advises()
 def check_attention_module(factory: Callable[[], Any], pattern: Pattern | Mixture, **options: Any) -> ModuleReport:
-    """As `examine_attention_module`, but raises AssertionError, with the report, if a check fails.
+    """Like `examine_attention_module`, but raises AssertionError with the report if a check fails.
 
     >>> report = testing.check_attention_module(
     ...     lambda: fd.BlockSparseAttention(masks.causal()), masks.causal(), checks=['coverage', 'causality']
@@ -181,20 +181,21 @@ def examine_attention_module(
     device: torch.device | str = "cpu",
     seed: int = 0,
 ) -> ModuleReport:
-    """Hold an attention module, of this library or of any other, to what it claims to compute; says what was found.
+    """Check an attention module, of this library or any other, against the attention that it claims; return a report.
 
-    factory: makes a module, something to call as `calls` says: by default with q (B, H, N, D), k and v (B, G, N, D).
-    pattern: which pairs its attention is over. Scores are scaled by 1 / sqrt(D), and query head h reads key/value head
+    factory: returns a module, called as `calls` defines: by default with q (B, H, N, D), k and v (B, G, N, D).
+    pattern: the pairs of its attention. Scores are scaled by 1 / sqrt(D), and query head h reads key/value head
         h // (H / G).
-    num_heads, num_kv_heads, head_dim: H, G (None: H) and D of the tensors it gets.
-    max_tokens, examples: it is called at no more than so many lengths up to so many tokens: small ones, those
-        around multiples of the pattern's own numbers, 64, 65, 128, 129 and so on. max_tokens=None: up to 40 tokens, and
-        in agreement and half precision at a few up to 257, which the report names. lengths: these lengths instead.
-    checks: the names of those to run, None for all (`MODULE_CHECKS`); skip: of those to leave out.
+    num_heads, num_kv_heads, head_dim: H, G (None: H) and D of the tensors.
+    max_tokens, examples: the module is called at up to `examples` lengths of up to `max_tokens` tokens: small ones,
+        lengths around multiples of the pattern's numbers, 64, 65, 128, 129 and so on. max_tokens=None: up to 40 tokens,
+        and for agreement and half precision also a few lengths up to 257, listed in the report.
+    lengths: use these lengths instead.
+    checks: names of the checks to run, None for all `MODULE_CHECKS`. skip: names of checks to omit.
 
-    Each check takes the lengths in rising order, so what it reports is the shortest case that fails among them, and
-    where lengths are not given, the shortest that is found in 5 seconds. A module that raises fails the check that
-    called it. The definition is dense and in float64; budgets are those of `assert_attention_close`.
+    Each check runs the lengths in ascending order and reports the shortest failing one; unless `lengths` is given, it
+    searches for a shorter failing length for up to 5 seconds. A check whose call of the module raises fails. The
+    definition is dense, in float64, with the error budgets of `assert_attention_close`.
 
     >>> report = testing.examine_attention_module(lambda: fd.BlockSparseAttention(masks.causal()), masks.causal())
     >>> report.passed
@@ -241,7 +242,7 @@ def examine_attention_module(
 
 
 def _lengths_text(subjects: Mapping[str, Subject], tried: tuple[int, ...]) -> str:
-    """Lengths that were drawn for all checks, and for some of them."""
+    """Text of the lengths for all checks, and of additional lengths for some."""
     names = [name for name, subject in subjects.items() if subject.lengths != tried]
     text = f"lengths drawn: {', '.join(map(str, tried))}"
     if names:
@@ -281,35 +282,35 @@ def _run(name: str, subject: Subject) -> str:
         return MODULE_CHECKS[name](subject)
     except (DoesNotApply, Failure):
         raise
-    except Exception as error:  # whatever the module raises is what it does wrong
+    except Exception as error:  # any error of the module fails the check
         raise Failure(
             f"{_at(name, subject.lengths)}raises {type(error).__name__}: {_cut(str(error), _ERROR_LINES)}"
         ) from error
 
 
 def _at(name: str, lengths: tuple[int, ...]) -> str:
-    """The lengths, for the checks that take all of them."""
+    """Prefix with the lengths, for checks that run at all lengths."""
     if len(lengths) == 1 and name not in _ON_SOME_LENGTHS:
         return f"{tokens(lengths[0])}: "
     return f"{lengths[0]} and {tokens(lengths[1])}: " if name == "lengths" and len(lengths) == 2 else ""
 
 
 def _with_mistake(detail: str, subject: Subject) -> str:
-    """With the mistake named at the longest length, where there are keys enough to tell it from others."""
+    """Detail with the likely mistake, found at the longest length, where mistakes are easiest to distinguish."""
     length = subject.lengths[-1]
     q, k, v = subject.inputs(length)
     problem = subject.problem(q, k, v)
     truth, rows = expected(problem, gradients=False, through_lse=False)["out"], (problem.times() > 0).any(-1)
     try:
         likely = likely_mistake(problem, subject.run(subject.module(), q, k, v)[0], truth, rows=rows)
-    except Exception:  # a module that raises here has said so
+    except Exception:  # the detail already reports an error of the module
         always = detail.startswith(f"{tokens(subject.lengths[0])}: raises")
         return f"{detail}{_CALLED_SO}" if always and subject.calls.layout == "BHND" else detail
     return f"{detail.partition(AS_IF)[0]}{AS_IF}{likely}, at {tokens(length)}" if likely else detail
 
 
 def _smaller(name: str, subject: Subject) -> str | None:
-    """The detail of the shortest case that was found to fail in _SHRINK_S, if one with a length (or two) does."""
+    """Detail of the shortest failing length (or pair of lengths) found within _SHRINK_S, or None."""
     if name in _ON_SOME_LENGTHS:
         return None
     until, found = monotonic() + _SHRINK_S, {}
@@ -334,7 +335,7 @@ def _smaller(name: str, subject: Subject) -> str | None:
 
 
 def _detail(name: str, subject: Subject) -> str | None:
-    """How the check fails; None where it passes, or does not apply."""
+    """Detail of the failure; None if the check passes or does not apply."""
     try:
         _run(name, subject)
     except DoesNotApply:

@@ -1,4 +1,4 @@
-"""check_pattern: does everything that a pattern says of itself agree with its rule, pair by pair?"""
+"""check_pattern: compare a pattern's bounds, block lists, period, for_head and JSON with its mask_mod."""
 
 from __future__ import annotations
 
@@ -28,15 +28,15 @@ _TRIES = 50
 def check_pattern(
     pattern: Pattern | Mixture, *, num_heads: int = 4, max_tokens: int = 96, examples: int = 100, seed: int = 0
 ) -> None:
-    """Hold all that a pattern claims to its `mask_mod`, evaluated densely over positions below `max_tokens`.
+    """Compare a pattern's properties with its `mask_mod`, evaluated densely over positions below `max_tokens`.
 
-    Checked are the bounds of `count` (for custom functions: `classify`) over boxes of one cell, of whole blocks
-    and of drawn progressions, as layouts make them; block lists for odd sizes, unequal block sides and several
-    layouts; `for_head`; `period` and `confined`, also at positions beyond; and that the pattern's JSON gives
-    the pattern back, if it has one. About `examples` boxes are drawn for each pair of steps, from `seed`.
+    It checks the bounds of `count` (for custom functions: `classify`) over boxes of one cell, of whole blocks and of
+    random progressions, as layouts have; block lists for odd sizes, unequal block sides and several layouts;
+    `for_head`; `period` and `confined`, also at larger positions; and the round trip through JSON, if the pattern has
+    one. About `examples` boxes are drawn for each pair of steps, from `seed`.
 
-    Raises AssertionError with the smallest counterexample found, ValueError if the pattern does not take
-    `num_heads`, if a table in it ends before `max_tokens`, or if it has run-time tensors.
+    Raises AssertionError with the smallest counterexample found; ValueError if the pattern does not fit `num_heads`,
+    has a table that ends before `max_tokens`, or has run-time tensors.
 
     >>> testing.check_pattern(masks.strided(4) & masks.causal(), examples=5)
     """
@@ -63,7 +63,7 @@ def check_pattern(
 
 
 def check_for_head(dense: DenseRule, examples: int, generator: torch.Generator) -> None:
-    """`for_head(h)` must be the rule of head h, whatever head it is asked about, and its bounds sound."""
+    """`for_head(h)` must be the rule of head h for any head argument, with correct bounds."""
     for head in range(dense.num_heads):
         one = dense.for_head(head)
         if one.pattern == dense.pattern and (dense.table == dense.table[head]).all():
@@ -79,9 +79,9 @@ def check_for_head(dense: DenseRule, examples: int, generator: torch.Generator) 
 
 
 def check_period(dense: DenseRule, generator: torch.Generator) -> None:
-    """Query and key shifted by the period must get the same answer, near 0 and anywhere in the first periods.
+    """A shift of query and key by the period must not change the rule, near 0 and anywhere in the first periods.
 
-    No allowed pair of a confined rule may cross a multiple of it.
+    No allowed pair of a confined rule may cross a multiple of the period.
     """
     period = dense.pattern.period()
     if period is None:
@@ -107,7 +107,7 @@ def check_period(dense: DenseRule, generator: torch.Generator) -> None:
 
 
 def check_text(pattern: Pattern | Mixture) -> None:
-    """The JSON must give an equal pattern back; to_json may refuse."""
+    """Reading the pattern's JSON must give an equal pattern; to_json may raise TypeError."""
     try:
         text = to_json(pattern)
     except TypeError:
@@ -121,12 +121,12 @@ def check_text(pattern: Pattern | Mixture) -> None:
 
 
 def _windows(dense: DenseRule, period: int, generator: torch.Generator) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
-    """(heads, queries, keys): the whole table, and windows near each other and anywhere in three periods."""
+    """(heads, queries, keys): the whole table, then windows at nearby or random positions in three periods."""
     heads, whole, side = torch.arange(dense.num_heads), torch.arange(dense.num_tokens), torch.arange(_SIDE)
     yield heads, whole, whole
     for index in range(_WINDOWS):
         q = int(torch.randint(3 * period, (), generator=generator))
-        if index % 3 == 0:  # around a border
+        if index % 3 == 0:  # around a multiple of the period
             q = max(0, period * (1 + index % 2) - _SIDE // 2)
         near = max(0, q + int(torch.randint(-_SIDE, _SIDE, (), generator=generator)))
         k = near if index % 2 == 0 else int(torch.randint(3 * period, (), generator=generator))
@@ -134,7 +134,7 @@ def _windows(dense: DenseRule, period: int, generator: torch.Generator) -> Itera
 
 
 def _answers(dense: DenseRule, h: Tensor, q: Tensor, k: Tensor) -> Tensor | None:
-    """The rule over a window; None where a table in it ends before."""
+    """The rule over a window; None if a table of the pattern ends before it."""
     try:
         return ask(dense.pattern, dense.num_heads, h[:, None, None], q[:, None], k)
     except IndexError:
@@ -156,14 +156,14 @@ class _Case:
 
 
 def check_lists(dense: DenseRule, examples: int, generator: torch.Generator) -> None:
-    """Settled lists hold exactly the blocks with pairs, and say truly which are full; unsettled ones hold those."""
+    """Settled lists must have exactly the blocks with pairs and mark full ones; unsettled lists may have more."""
     cases = [_draw(dense, generator) for _ in range(max(8, examples // 5))]
     for case in sorted(cases, key=lambda case: case.num_queries * case.num_keys):
         _check_case(dense, case)
 
 
 def _draw(dense: DenseRule, generator: torch.Generator) -> _Case:
-    """Sizes to which the pattern binds: any, but for rules that hold few, such as grids and tables of blocks."""
+    """Random sizes that the pattern binds to; all tokens if none of _TRIES fits, as for grids and block tables."""
     for _ in range(_TRIES):
         case = _draw_any(dense, generator)
         with suppress(ValueError):
@@ -215,7 +215,7 @@ def _require(dense: DenseRule, case: _Case, wrong: Tensor, truth: Tensor, what: 
 
 
 def _in_blocks(allowed: Tensor, q_block: int, k_block: int) -> Tensor:
-    """(heads, rows, columns): allowed pairs in each block."""
+    """(heads, rows, columns): number of allowed pairs in each block."""
     heads, queries, keys = allowed.shape
     rows, columns = -(-queries // q_block), -(-keys // k_block)
     padded = torch.zeros(heads, rows * q_block, columns * k_block, dtype=torch.int64)

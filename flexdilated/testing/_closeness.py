@@ -1,4 +1,4 @@
-"""assert_attention_close: is this the attention it should be, as exactly as its dtype allows?"""
+"""assert_attention_close: compare an output with the float64 definition, within the rounding errors of its dtype."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from ._problem import Problem, branch_lines, number, rough, runs
 from ._suspects import explain
 
 MARGIN = 4.0
-_VANISHED = 1e-250  # its products with gradients are still numbers of float64
+_VANISHED = 1e-250  # its products with gradients do not underflow in float64
 
 
 @dataclass(frozen=True, eq=False)
 class Expected:
-    """A float64 tensor, how far a result may be from it, and how far plain attention of the dtype is (or None)."""
+    """Float64 value, error budget of a result, and the error of plain attention in the dtype (or None)."""
 
     name: str
     value: Tensor
@@ -32,7 +32,7 @@ class Expected:
 def expected(
     problem: Problem, *, gradients: bool = False, through_lse: bool = False, margin: float = MARGIN
 ) -> dict[str, Expected]:
-    """out and lse, and with `gradients` those of q, k and v: of `cotangents`, through the lse where that is asked."""
+    """Expected out and lse; with `gradients` also dq, dk, dv for `cotangents` of out, and of lse if `through_lse`."""
     wide = problem.wide(requires_grad=gradients)
     out, lse = wide.attention()
     found = {"out": out.detach(), "lse": lse.detach()}
@@ -53,13 +53,13 @@ def _limits(wide: Problem, found: Mapping[str, Tensor], dtype: torch.dtype, *, t
     if dtype.itemsize == 2:
         rounded = _rounding_limits(parts, own, found)
         limits = {name: limit + rounded[name] for name, limit in limits.items()}
-    # What is kept in the dtype is a whole number of its smallest steps; where nothing takes part it is exactly 0.
+    # Add one step of subnormal numbers, as results are rounded to it; without keys they are exactly 0.
     step = own.eps * own.smallest_normal
     return {name: limit + step * (limit > 0) for name, limit in limits.items()}
 
 
 def cotangents(out: Tensor, lse: Tensor, *, through_lse: bool = True) -> tuple[Tensor, Tensor]:
-    """Fixed gradients to send back, float64, numbers of every dtype; none through the lse of a row without keys."""
+    """Fixed float64 gradients of out and lse, exact in every dtype; 0 for the lse of a row without keys."""
     generator = torch.Generator("cpu").manual_seed(1)
     drawn = (torch.randn(x.shape, generator=generator, dtype=torch.float64) for x in (out, lse))
     grad_out, grad_lse = ((16 * x).round() / 16 for x in drawn)
@@ -77,7 +77,7 @@ def _limited(name: str, value: Tensor, limit: Tensor, plain: dict[str, Tensor], 
 
 @dataclass(frozen=True, eq=False)
 class _Parts:
-    """What limits are made of, in float64: absolute q, k and v of query heads; scores (B, H, N, M) and weights."""
+    """Terms of error limits, in float64: absolute q, k and v by query head; scores (B, H, N, M) and weights."""
 
     q: Tensor
     k: Tensor
@@ -96,7 +96,7 @@ class _Parts:
     def of(cls, wide: Problem, out: Tensor, lse: Tensor, *, through_lse: bool) -> _Parts:
         times, scores = wide.times(), wide.scores()
         finite = lse.masked_fill(lse == -torch.inf, 0.0)
-        # A score that is hidden may be of any size: only those that take part are looked at.
+        # Exclude hidden scores, which may have any size.
         weights = times * (scores.masked_fill(times == 0, -torch.inf) - finite[..., None]).exp()
         q, k, v = wide.q.abs(), wide.for_query_heads(wide.k).abs(), wide.for_query_heads(wide.v).abs()
         grad_out, grad_lse = cotangents(out, lse, through_lse=through_lse)
@@ -106,9 +106,9 @@ class _Parts:
 
 
 def _summation_limits(parts: _Parts, dtype: torch.finfo, *, gradients: bool) -> dict[str, Tensor]:
-    """Largest errors, to first order, of numbers that are computed and added up in a dtype.
+    """First-order bounds on errors of computation and summation in a dtype.
 
-    Weights below its normal numbers may vanish.
+    Weights below its normal range may underflow to 0.
     """
     sizes = torch.maximum((parts.q @ parts.k.mT) * parts.scale, parts.scores.abs())
     loose = 1.0 + sizes.masked_fill(parts.times == 0, 0.0).amax(-1) + parts.lse.abs()
@@ -124,14 +124,14 @@ def _summation_limits(parts: _Parts, dtype: torch.finfo, *, gradients: bool) -> 
     return limits
 
 
-# Relative error of the exponentials of torch's CPU kernels in half precision, 5.4e-5 where it was seen, rounded up.
+# Relative error of exp in torch's CPU kernels for half precision: 5.4e-5 as measured, rounded up.
 _EXP_ERROR = 2.0**-14
 
 
 def _rounding_limits(parts: _Parts, dtype: torch.finfo, found: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Errors of scores, weights and results that are each rounded to a half dtype, and added up in a wider one.
+    """Errors of scores, weights and results that are rounded to a half dtype and summed in a wider dtype.
 
-    Roundings are independent: those of a sum add up as the root of their squares, and not with the number of keys.
+    Rounding errors are independent, so the error of a sum is their root sum of squares, not their sum.
     """
     unit = dtype.eps / 2
     sizes = torch.maximum(_root(parts.q, parts.k.mT) * parts.scale, parts.scores.abs())
@@ -151,23 +151,23 @@ def _rounding_limits(parts: _Parts, dtype: torch.finfo, found: Mapping[str, Tens
 
 
 def _root(a: Tensor, b: Tensor) -> Tensor:
-    """The matrix product with a root of squares in place of each sum."""
+    """Matrix product with the root sum of squares in place of each sum."""
     return (a.square() @ b.square()).sqrt()
 
 
 def _summed(x: Tensor, num_kv_heads: int) -> Tensor:
-    """(B, H, M, D) to (B, G, M, D): a key/value head gets what all its query heads send."""
+    """(B, H, M, D) to (B, G, M, D): sum over the query heads of each key/value head."""
     return x.unflatten(1, (num_kv_heads, -1)).sum(2)
 
 
 def _plain_attention(problem: Problem, *, gradients: bool) -> dict[str, Tensor]:
-    """What torch's own dense attention makes of it in the dtype of q; nothing where it cannot say what is meant."""
+    """out, and gradients, of torch's dense attention in the dtype of q; empty with score_mod or sinks."""
     if problem.score_mod is not None or problem.sinks is not None:
         return {}
     leaves = [x.detach().clone().requires_grad_(gradients) for x in (problem.q, problem.k, problem.v)]
     q, k, v = leaves[0], *(problem.for_query_heads(x) for x in leaves[1:])
     times = problem.times()
-    if problem.pattern.pads:  # one more key, that counts as often as there are zero keys
+    if problem.pattern.pads:  # one more key, whose multiplicity is the number of zero keys
         k, v, times = pad(k, (0, 0, 0, 1)), pad(v, (0, 0, 0, 1)), pad(times, (0, 1))
         times[..., -1] = problem.zero_keys()
     empty = (times == 0).all(-1, keepdim=True)
@@ -206,16 +206,16 @@ def assert_attention_close(
     num_heads_global: int | None = None,
     margin: float = MARGIN,
 ) -> None:
-    """Hold `out` (B, H, N, D), and `lse` (B, H, N) where it is given, to the dense definition in float64.
+    """Compare `out` (B, H, N, D), and `lse` (B, H, N) if given, with the dense definition in float64.
 
-    Each number has a budget of its own: what rounding in the dtype of q may change it by, to first order, or the
-    error that `scaled_dot_product_attention` makes in that row in the same dtype, whichever is larger, times `margin`.
-    In bfloat16 and float16 sums must be kept in float32: scores, weights and results may be rounded, independently.
-    A row without keys must have output 0 and lse -inf, exactly. gradients: those of q, k and v too, of a fixed
-    functional of `out` (and `lse`), which must then come from them by autograd; the graph is kept. The rest is as in
-    `attend`; G may divide H. The definition takes memory for all N x M pairs: for tests.
+    The error budget of each number is `margin` times the larger of two errors: the first-order rounding error in the
+    dtype of q, and the error of `scaled_dot_product_attention` in that row in this dtype. In bfloat16 and float16 sums
+    must be in float32; scores, weights and results may be rounded, independently. A row without keys must have output
+    0 and lse -inf, exactly. gradients: also compare gradients of q, k and v for a fixed functional of `out` (and
+    `lse`), which must then depend on q, k and v by autograd; the graph is retained. Other arguments are as in `attend`;
+    G may divide H. The definition needs memory for all N x M pairs, so use small inputs.
 
-    Raises AssertionError that shows the first wrong row, its branches, and which known mistake would account for it.
+    Raises AssertionError that shows the first wrong row, its branches, and the known mistake that explains it, if any.
 
     >>> q, k, v = torch.randn(3, 1, 4, 256, 64)
     >>> testing.assert_attention_close(fd.attend(q, k, v, masks.causal()), q, k, v, masks.causal())
@@ -248,7 +248,7 @@ def assert_attention_close(
 
 
 def hold(problem: Problem, name: str, found: Tensor, truth: Expected, *, rows: Tensor | None = None) -> None:
-    """AssertionError where a number is out of its budget; `rows` (B, H, N): which ones to look at."""
+    """Raise AssertionError if a number exceeds its error budget; `rows` (B, H, N): rows to compare."""
     missed = _missed(found, truth)
     wrong = _wrong_rows(name, missed, rows)
     if wrong.any():
@@ -256,7 +256,7 @@ def hold(problem: Problem, name: str, found: Tensor, truth: Expected, *, rows: T
 
 
 def likely_mistake(problem: Problem, out: Tensor, truth: Expected, *, rows: Tensor) -> str | None:
-    """What would account for the wrong ones of these rows (B, H, N); None without any, and where nothing known does."""
+    """Mistake that explains the wrong rows among `rows` (B, H, N); None without wrong rows or a known mistake."""
     wrong = _wrong_rows("out", _missed(out, truth), rows)
     return explain(problem, out.detach(), truth.budget, wrong) if wrong.any() else None
 
@@ -267,14 +267,14 @@ def _wrong_rows(name: str, missed: Tensor, rows: Tensor | None) -> Tensor:
 
 
 def _missed(found: Tensor, truth: Expected) -> Tensor:
-    """Where a number is out of its budget; NaN always is, and an infinity must be met."""
+    """Mask of numbers that exceed their error budget; NaN always does, and infinities must be equal."""
     found, infinite = found.detach().double(), truth.value.isinf()
     near = (found - truth.value).abs() <= truth.budget
     return torch.where(infinite, found != truth.value, ~near)
 
 
 def gradients_of(problem: Problem, out: Tensor, lse: Tensor | None) -> tuple[Tensor, ...]:
-    """What autograd says, with zeros where nothing flows."""
+    """(dq, dk, dv) by autograd; zeros for an unused input."""
     leaves = (problem.q, problem.k, problem.v)
     if not out.requires_grad:
         raise AssertionError("out does not depend on q, k and v by autograd: it has no gradient")
@@ -288,7 +288,7 @@ def gradients_of(problem: Problem, out: Tensor, lse: Tensor | None) -> tuple[Ten
 
 
 def check_result(name: str, x: object, shape: torch.Size, device: torch.device) -> None:
-    """TypeError where x is no tensor, AssertionError where it is one that cannot be compared."""
+    """Raise TypeError if x is not a tensor, AssertionError for a wrong shape, dtype or device."""
     if not isinstance(x, Tensor):
         raise TypeError(f"{name} must be a tensor; got {type(x).__name__}")
     if x.shape != shape:
@@ -330,7 +330,7 @@ def _report(problem: Problem, name: str, found: Tensor, truth: Expected, missed:
 
 
 def _plain(truth: Expected, place: tuple[int, ...]) -> str:
-    """Said where the budget is that of plain attention."""
+    """Note if the budget comes from plain attention; otherwise empty."""
     error = None if truth.plain_error is None else truth.plain_error[(*place[:3], 0)]
     if error is None or error == 0 or error * MARGIN < truth.budget[place]:
         return ""

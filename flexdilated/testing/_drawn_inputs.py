@@ -1,4 +1,4 @@
-"""Sizes, tensors, packings and shards that hypothesis draws: at the edges, and values that break a careless softmax."""
+"""Hypothesis strategies for sizes, tensors, packings and shards, with edge cases and values that overflow a softmax."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ _ORDERS: list[Literal["contiguous", "zigzag"]] = ["contiguous", "zigzag"]
 
 @st.composite
 def any_of(draw: st.DrawFn, *strategies: st.SearchStrategy) -> Any:
-    """From one of them; one that is named twice is drawn from twice as often, where `one_of` drops the second.
+    """Draw from one of the strategies; a repeated one has a higher probability, while `one_of` drops repetitions.
 
-    The simplest comes first: hypothesis shrinks towards it.
+    The simplest strategy comes first: hypothesis shrinks towards it.
     """
     return draw(draw(st.sampled_from(strategies)))
 
@@ -31,10 +31,10 @@ def any_of(draw: st.DrawFn, *strategies: st.SearchStrategy) -> Any:
 def lengths(
     around: Pattern | Mixture | Iterable[int] = (), *, max_tokens: int = 48, blocks: Iterable[int] = ()
 ) -> st.SearchStrategy[int]:
-    """Numbers of tokens: any, one less, as many or one more than a multiple of an edge, and the smallest and largest.
+    """Numbers of tokens: any, multiples of edges and their neighbours, the smallest and the largest.
 
-    around: edges, or a pattern, whose numbers they are (`edges_of`). blocks: more of them, such as the side of blocks.
-    Half of the lengths lie around edges. They shrink towards 1.
+    around: edges, or a pattern whose numbers are the edges (`edges_of`). blocks: further edges, such as block sides.
+    Half of the lengths are near edges. They shrink towards 1.
     """
     require_int("max_tokens", max_tokens, minimum=1)
     own = edges_of(around) if isinstance(around, Pattern | Mixture) else tuple(around)
@@ -49,8 +49,8 @@ def lengths(
 class AttentionSizes:
     """The sizes of one call: q (batch, num_heads, num_queries, head_dim), k and v (batch, num_kv_heads, num_keys, ...).
 
-    Query i stands at position q_offset + i, key j at k_offset + j. The heads are those from head_offset on of
-    num_heads_global; 0 stands for no more heads than these.
+    Query i has position q_offset + i, key j has k_offset + j. The heads are num_heads of num_heads_global, from
+    head_offset on; num_heads_global=0 is replaced by head_offset + num_heads.
     """
 
     batch: int
@@ -88,12 +88,12 @@ def attention_sizes(
     self_attention: bool = True,
     all_heads: bool = True,
 ) -> AttentionSizes:
-    """Sizes with grouped heads: num_kv_heads divides num_heads. They shrink towards one of everything.
+    """Sizes with grouped heads: num_kv_heads divides num_heads. They shrink towards 1.
 
-    around and blocks: as for `lengths`. num_heads: the pattern's, not any number up to max_heads.
-    self_attention=False: queries may be fewer or more than keys, and both stand anywhere up to max_tokens; where
-    `around` is a pattern, it can be bound to them. all_heads=False: the tensors may hold some of the heads only, as on
-    one device of many.
+    around and blocks: as for `lengths`. num_heads: fixed number of heads; by default any up to max_heads.
+    self_attention=False: numbers of queries and keys may differ, with offsets up to max_tokens; if `around` is a
+    pattern, it can be bound to them. all_heads=False: the tensors may have only some of the heads, as on one of several
+    devices.
     """
     total = draw(st.integers(1, max_heads)) if num_heads is None else require_int("num_heads", num_heads, minimum=1)
     keys = draw(lengths(around, max_tokens=max_tokens, blocks=blocks))
@@ -116,7 +116,7 @@ def attention_sizes(
 
 
 def in_range(bind: Callable[[], object]) -> bool:
-    """Whether a pattern can be bound, as far as it names blocks: those of a list may lie beyond the keys."""
+    """False if `bind` fails because a listed block is out of range; other errors are raised."""
     try:
         bind()
     except ValueError as error:
@@ -126,7 +126,7 @@ def in_range(bind: Callable[[], object]) -> bool:
     return True
 
 
-# The first is the simplest. "ties": equal numbers, so that scores tie; "large": scores of which exp overflows.
+# The first is the simplest. "ties": equal numbers, so equal scores; "large": scores whose exp overflows.
 _VALUES = ("ordinary", "ties", "zeros", "large", "tiny", "one far above")
 _SEEDS = st.integers(0, 1 << 16)
 
@@ -140,10 +140,10 @@ def tensors(
     values: Sequence[str] = _VALUES,
     requires_grad: bool = False,
 ) -> Tensor:
-    """A tensor of this shape: ordinary values, or ties, zeros and -0.0, large or tiny ones, one far above the others.
+    """A tensor of this shape: ordinary values, ties, zeros and -0.0, large or tiny values, or one large outlier.
 
-    Drawn is a kind and a seed, so that a tensor of any size costs as little; they shrink towards ordinary values of
-    seed 0. All values are finite in `dtype`.
+    Only a kind and a seed are drawn, so the cost of a draw does not grow with the size; they shrink towards ordinary
+    values of seed 0. All values are finite in `dtype`.
     """
     require_bool("requires_grad", requires_grad)
     _require_kinds(values)
@@ -177,10 +177,10 @@ def attention_inputs(
     layouts: Sequence[str] = MEMORY_LAYOUTS,
     requires_grad: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """q (B, H, N, D), k and v (B, G, M, D), each with a kind of values and a layout in memory of its own.
+    """q (B, H, N, D), k and v (B, G, M, D), each with an independent kind of values and memory layout.
 
-    layouts: some of those that `flexdilated.testing.laid_out` knows; they shrink towards the first.
-    Of one seed, so that no two of the tensors are equal, however far they shrink.
+    layouts: names for `flexdilated.testing.laid_out`; they shrink towards the first. All three tensors come from one
+    seed, so they differ even when shrunk.
     """
     _require_kinds(values)
     seed = draw(_SEEDS)
@@ -202,7 +202,7 @@ def _require_kinds(values: Sequence[str]) -> None:
 
 @st.composite
 def document_lengths(draw: st.DrawFn, num_tokens: int, *, max_documents: int = 5) -> tuple[int, ...]:
-    """Lengths of documents that fill `num_tokens`. They shrink towards one document."""
+    """Document lengths that sum to `num_tokens`. They shrink towards one document."""
     require_int("num_tokens", num_tokens, minimum=1)
     most = min(require_int("max_documents", max_documents, minimum=1), num_tokens)
     cuts = draw(st.sets(st.integers(1, num_tokens - 1), max_size=most - 1)) if most > 1 else set()
@@ -215,7 +215,7 @@ def document_ids(
 ) -> Tensor:
     """int64 (batch, num_tokens): the document of each position, 0, 1 and so on; -1 for padding, at the end.
 
-    `masks.documents` takes them. They shrink towards one document in every row.
+    For `masks.documents`. They shrink towards one document in every row.
     """
     require_int("batch", batch, minimum=1)
     rows = []
@@ -232,10 +232,10 @@ def document_ids(
 def shardings(
     draw: st.DrawFn, num_tokens: int, *, max_ranks: int = 4, num_ranks: int | None = None, ragged: bool = True
 ) -> Sharding:
-    """How `num_tokens` lie over 1 to max_ranks ranks: in both orders, in shards of any length, empty ones too.
+    """Shardings of `num_tokens` over 1 to max_ranks ranks: both orders, shards of any length, also empty ones.
 
-    num_ranks: over this many, not any number. ragged=False: shards as equal as can be. They shrink towards one rank,
-    and towards equal shards in order.
+    num_ranks: fixed number of ranks. ragged=False: shard lengths as equal as possible. They shrink towards one rank,
+    and towards equal contiguous shards.
     """
     require_int("num_tokens", num_tokens, minimum=1)
     ranks = draw(st.integers(1, max_ranks)) if num_ranks is None else require_int("num_ranks", num_ranks, minimum=1)

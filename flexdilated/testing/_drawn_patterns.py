@@ -1,4 +1,4 @@
-"""Patterns that hypothesis draws: leaves kind by kind, their compositions, LongNets and mixtures."""
+"""Hypothesis strategies for patterns: leaves of each kind, compositions, LongNets and mixtures."""
 
 from __future__ import annotations
 
@@ -14,33 +14,33 @@ from ..masks.core import require_bool, require_int
 from . import _vocabulary
 from ._drawn_inputs import any_of
 
-# words: what has the constructors, such as `_vocabulary`. largest: of the numbers that a pattern is written with.
-# The simplest comes first: hypothesis shrinks towards it.
+# words: object with the constructors, such as `_vocabulary`. largest: largest number in a pattern's arguments.
+# The simplest choice comes first: hypothesis shrinks towards it.
 
 OFFSET_RULES = ("interleaved", "contiguous")
 _SIDES = ((True, True), (True, False), (False, True))  # rows, columns
 
 
 def rates_up_to(largest: int) -> st.SearchStrategy[int]:
-    """Dilation rates, kept small: with one above the tokens nothing happens."""
+    """Dilation rates up to 7; a rate above the number of tokens tests nothing."""
     return st.integers(1, min(7, largest))
 
 
 def windows(words: Any, largest: int) -> st.SearchStrategy:
-    """Local windows, one-sided and empty sides too."""
+    """Local windows, also one-sided or with empty sides."""
     reach = st.integers(0, min(8, largest))
     return st.builds(words.local_window, left=reach, right=reach)
 
 
 def dilated_windows(words: Any, largest: int) -> st.SearchStrategy:
-    """Windows with steps."""
+    """Dilated windows."""
     reach = st.integers(0, min(5, largest))
     return st.builds(words.dilated_window, left=reach, right=reach, rate=rates_up_to(largest))
 
 
 @st.composite
 def dilated(draw: st.DrawFn, words: Any, largest: int) -> Any:
-    """One dilated set, with a fixed offset or one of the two rules of heads."""
+    """One dilated set, with a fixed offset or one of the two offset rules for heads."""
     segment, rate = draw(st.integers(1, largest)), draw(rates_up_to(largest))
     offset = draw(st.sampled_from(["fixed", *OFFSET_RULES, "interleaved"]))
     if offset == "fixed":
@@ -50,7 +50,7 @@ def dilated(draw: st.DrawFn, words: Any, largest: int) -> Any:
 
 @st.composite
 def strided_kinds(draw: st.DrawFn, words: Any, largest: int) -> Any:
-    """The Sparse Transformer's two kinds, and chunks."""
+    """Strided and fixed patterns of the Sparse Transformer, and chunks."""
     kind, stride = draw(st.sampled_from(["strided", "chunked", "fixed"])), draw(st.integers(1, largest))
     if kind == "fixed":
         return words.fixed(stride, summary=draw(st.integers(1, stride)))
@@ -59,7 +59,7 @@ def strided_kinds(draw: st.DrawFn, words: Any, largest: int) -> Any:
 
 @st.composite
 def global_kinds(draw: st.DrawFn, words: Any, largest: int) -> Any:
-    """Global tokens in rows, columns or both, and prefixes."""
+    """Global tokens in rows, columns or both, first tokens, and prefixes."""
     kind = draw(st.sampled_from(["global", "first", "prefix"]))
     count = draw(st.integers(1, largest))
     if kind == "first":
@@ -72,7 +72,7 @@ def global_kinds(draw: st.DrawFn, words: Any, largest: int) -> Any:
 
 @st.composite
 def landmarks(draw: st.DrawFn, words: Any, largest: int) -> Any:
-    """Landmarks in rows, columns or both; one at every position makes all pairs."""
+    """Landmarks in rows, columns or both; stride 1 in both gives `every()`."""
     stride, (rows, columns) = draw(st.integers(1, largest)), draw(st.sampled_from(_SIDES))
     if stride == 1 and rows and columns:
         return words.every()
@@ -81,7 +81,7 @@ def landmarks(draw: st.DrawFn, words: Any, largest: int) -> Any:
 
 @st.composite
 def random_blocks(draw: st.DrawFn, words: Any, largest: int) -> Any:
-    """Over fewer or more tokens than will be there."""
+    """Random blocks over fewer or more tokens than the call has."""
     num_tokens, block = draw(st.integers(1, 4 * largest)), draw(st.integers(1, min(9, largest)))
     count = draw(st.integers(1, min(4, -(-num_tokens // block))))
     seed = draw(st.sampled_from([0, 1, (1 << 63) - 1]))
@@ -90,7 +90,7 @@ def random_blocks(draw: st.DrawFn, words: Any, largest: int) -> Any:
 
 @st.composite
 def block_lists(draw: st.DrawFn, words: Any, largest: int) -> Any:
-    """Rows name blocks up to their own: in range wherever queries and keys are the same tokens."""
+    """Block lists whose rows contain only blocks up to the diagonal, so in range for self-attention."""
     block, height = draw(st.integers(1, min(7, largest))), draw(st.integers(1, min(12, largest)))
     return words.block_list(
         [sorted(draw(st.sets(st.integers(0, row), max_size=6))) for row in range(height)], block=block
@@ -99,7 +99,7 @@ def block_lists(draw: st.DrawFn, words: Any, largest: int) -> Any:
 
 @st.composite
 def large_grids(draw: st.DrawFn, words: Any, min_tokens: int) -> Any:
-    """Grids of 1 to 3 axes with at least so many tokens: beyond a grid's tokens it cannot be bound."""
+    """Neighborhoods on grids of 1 to 3 axes with at least `min_tokens` tokens; a grid binds to no more than it has."""
     inner = draw(st.lists(st.integers(1, 8), max_size=2))
     grid = (-(-min_tokens // prod(inner)) + draw(st.integers(0, 3)), *inner)
     return draw(_neighborhoods_on(words, grid, most=4, max_rate=3))
@@ -107,7 +107,7 @@ def large_grids(draw: st.DrawFn, words: Any, min_tokens: int) -> Any:
 
 @st.composite
 def whole_grids(draw: st.DrawFn, words: Any, max_tokens: int) -> Any:
-    """Small grids of 2 or 3 axes, for which as many tokens as they hold are meant: windows may reach over an axis."""
+    """Neighborhoods on small grids of 2 or 3 axes, to be bound to all tokens; windows may exceed an axis."""
     sides = st.lists(st.integers(1, 7), min_size=2, max_size=3)
     grid = draw(sides.filter(lambda grid: prod(grid) <= max_tokens))
     return draw(_neighborhoods_on(words, grid, most=max(grid), max_rate=2))
@@ -124,7 +124,7 @@ def _neighborhoods_on(draw: st.DrawFn, words: Any, grid: list[int] | tuple[int, 
 
 @st.composite
 def _windows_along(draw: st.DrawFn, length: int, most: int, max_rate: int, centred: bool) -> tuple[int, int, int, bool]:
-    """(kernel size, rate, stride, causal) of one axis; centred: each query is in the middle of its window."""
+    """(kernel size, rate, stride, causal) of one axis; if `centred`, each query is in the middle of its window."""
     rate = draw(st.integers(1, min(max_rate, length)))
     longest = min(2 * most + 1, length // rate)
     if centred:
@@ -135,7 +135,7 @@ def _windows_along(draw: st.DrawFn, length: int, most: int, max_rate: int, centr
 
 @st.composite
 def functions(draw: st.DrawFn, words: Any, largest: int) -> Any:
-    """Closures, as `masks.custom` takes them."""
+    """Patterns of `masks.custom` with closures."""
     kind = draw(st.sampled_from(["lattice", "windows", "classified windows", "kinds"]))
     if kind == "lattice":
         factors = rates_up_to(largest)
@@ -146,15 +146,15 @@ def functions(draw: st.DrawFn, words: Any, largest: int) -> Any:
     return words.custom_windows(widths, classified=kind == "classified windows")
 
 
-# The simplest comes first: hypothesis shrinks towards it.
+# The simplest choice comes first: hypothesis shrinks towards it.
 _COMPOSITIONS = ("leaf", "and", "or", "not", "blockwise", "after", "per_head", "LongNet", "groups", "and", "not")
 
 
 @dataclass(frozen=True)
 class Grammar:
-    """What may be drawn: patterns for so many heads, of numbers up to `max_number`, bound up to `max_positions`.
+    """Limits of drawn patterns: heads, numbers up to `max_number`, bound to at most `max_positions` positions.
 
-    words: what has the constructors; `_vocabulary` says what else it may be.
+    closures: also draw custom functions. words: object with the constructors; see `_vocabulary`.
     """
 
     num_heads: int = 1
@@ -169,33 +169,33 @@ class Grammar:
         require_bool("closures", self.closures)
 
     def leaves(self) -> st.SearchStrategy:
-        """Sets without parts, of every kind."""
+        """Set patterns of every kind, without compositions."""
         return _sets(self, 0)
 
     def sets(self, depth: int = 2) -> st.SearchStrategy:
-        """Sets, composed up to `depth` levels deep."""
+        """Set patterns, composed up to `depth` levels deep."""
         return _sets(self, require_int("depth", depth, minimum=0))
 
     def longnets(
         self, *, heads: Literal["all", "grouped"] = "all", max_branches: int = 4, padding: bool = False
     ) -> st.SearchStrategy:
-        """LongNet's branches, joined in every head, or one for each group of heads; with padding, that of zeros."""
+        """LongNets: all branches in every head, or one for each group of heads; `padding`: with zero padding."""
         return _longnets(self, heads, require_int("max_branches", max_branches, minimum=1), padding)
 
     def mixtures(self) -> st.SearchStrategy:
-        """LongNets, sums, and sums of LongNets and sets."""
+        """LongNets, sums of sets, and sums of LongNets and sets."""
         return _mixtures(self)
 
     def patterns(self, depth: int = 2) -> st.SearchStrategy:
-        """Sets, and somewhat less often mixtures."""
+        """Set patterns, and with lower probability mixtures."""
         sets, mixtures = self.sets(depth), self.mixtures()
         return any_of(sets, mixtures, sets, mixtures, sets)
 
 
-# Hypothesis looks through a strategy when it is first drawn from: one is made, not one a draw.
+# Hypothesis validates each new strategy on its first draw, so strategies are cached.
 @lru_cache(maxsize=64)
 def _sets(grammar: Grammar, depth: int) -> st.SearchStrategy:
-    """Without depth leaves: dilated sets, which most of the library is about, most often, causal order least."""
+    """Set patterns; at depth 0 leaves: dilated sets, the library's main subject, most often, causal order least."""
     if depth:
         return _composed(grammar, depth)
     words, largest = grammar.words, grammar.max_number
@@ -257,14 +257,13 @@ def patterns(
 ) -> st.SearchStrategy[Pattern | Mixture]:
     """Set patterns and mixtures that can be bound to `num_heads` heads and to any number of tokens up to max_positions.
 
-    All kinds there are, in compositions: windows, dilated and strided sets, chunks, global tokens and landmarks, random
-    and listed blocks, neighbourhoods, LongNets. Queries and keys are the same tokens, or there are at least as many
-    keys: a list of blocks may name a block beyond fewer, which is an error (`attention_sizes(pattern)` heeds it).
+    All kinds and their compositions: windows, dilated and strided sets, chunks, global tokens and landmarks, random and
+    listed blocks, neighbourhoods, LongNets. Bind them to at least as many keys as queries: with fewer keys a listed
+    block may be out of range, which is an error (`attention_sizes(pattern)` avoids it).
 
-    max_number: the largest segment, stride, count and so on. depth: how many levels of `&`, `|`, `~`, `per_head`,
-    `head_groups`, `blockwise` and `after` a set may have. max_positions: grids hold at least as many tokens.
-    closures: functions too, as `masks.custom` takes them, which cannot be written down. They shrink towards
-    `masks.causal()`.
+    max_number: largest segment, stride, count and so on. depth: maximum number of nested `&`, `|`, `~`, `per_head`,
+    `head_groups`, `blockwise` and `after` in a set. max_positions: grids have at least this number of tokens.
+    closures: also draw functions for `masks.custom`, which have no JSON. Patterns shrink towards `masks.causal()`.
     """
     return Grammar(num_heads, max_number, max_positions, closures).patterns(depth)
 
@@ -272,16 +271,16 @@ def patterns(
 def set_patterns(
     *, num_heads: int = 1, max_number: int = 24, depth: int = 2, max_positions: int = 128, closures: bool = False
 ) -> st.SearchStrategy[Pattern]:
-    """Patterns in which a pair is allowed or not; the arguments are those of `patterns`."""
+    """Set patterns, without mixtures; arguments as for `patterns`."""
     return Grammar(num_heads, max_number, max_positions, closures).sets(depth)
 
 
 def mixtures(
     *, num_heads: int = 1, max_number: int = 24, max_positions: int = 128, closures: bool = False
 ) -> st.SearchStrategy[Pattern | Mixture]:
-    """Multiset sums, in which a pair may count several times: LongNets, causal or cut by a set, and sums of two.
+    """Mixtures, in which a pair may count several times: LongNets, also intersected with sets, and sums.
 
-    A LongNet of one branch is a set. The arguments are those of `patterns`.
+    A LongNet of one branch is a set. Arguments as for `patterns`.
     """
     return Grammar(num_heads, max_number, max_positions, closures).mixtures()
 
@@ -293,14 +292,14 @@ def longnets(
     heads: Literal["all", "grouped"] = "all",
     padding: bool = False,
 ) -> st.SearchStrategy[Pattern | Mixture]:
-    """LongNet's branches of any segment lengths and rates, both rules of offsets; rates need not divide segments.
+    """LongNets with any segment lengths and rates and both offset rules; rates need not divide segment lengths.
 
-    heads="grouped" needs at least max_branches heads. padding: with that of zeros, which takes heads="all", and whole
-    sequences; `patterns` draws none.
+    heads="grouped" needs at least max_branches heads. padding: with zero padding, which needs heads="all" and whole
+    sequences; `patterns` draws no padding.
     """
     return Grammar(max_number=max_number).longnets(heads=heads, max_branches=max_branches, padding=padding)
 
 
 def neighborhoods(*, max_tokens: int = 48) -> st.SearchStrategy[Pattern]:
-    """Neighbourhoods on grids of 2 or 3 axes that hold up to max_tokens tokens, to be bound to all: `prod(p.grid)`."""
+    """Neighbourhoods on grids of 2 or 3 axes with up to max_tokens tokens; bind them to all `prod(p.grid)` tokens."""
     return whole_grids(_vocabulary, require_int("max_tokens", max_tokens, minimum=1))

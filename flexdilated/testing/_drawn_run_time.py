@@ -13,7 +13,7 @@ from . import _vocabulary
 from ._drawn_inputs import AttentionSizes, any_of, document_ids
 from ._drawn_patterns import Grammar
 
-# The simplest comes first: hypothesis shrinks towards it.
+# The simplest choice comes first: hypothesis shrinks towards it.
 _RUN_TIME_COMPOSITIONS = (
     *("and", "per_document", "or", "without", "both", "and", "per_document", "per_document"),
     *("selected", "selected beside", "selected in documents"),
@@ -23,12 +23,11 @@ _RUN_TIME_COMPOSITIONS = (
 def run_time_patterns(
     sizes: AttentionSizes, *, max_number: int = 24, closures: bool = False
 ) -> st.SearchStrategy[Pattern | Mixture]:
-    """Patterns of `patterns`, cut by the tensors of a batch, united with them, without them, begun anew by documents.
+    """Patterns of `patterns` combined by &, |, & ~ or `per_document` with one or two run-time patterns of a batch.
 
-    Or blocks of keys that a table selects, within a pattern, beside one or both. One tensor or two, with its values in
-    place, as `masks.documents(ids)`, `masks.lengths(lengths)`, `masks.visible_keys(visible)` and
-    `masks.selected_blocks(blocks, ...)` take it; for these sizes: there is an id for each position up to the last
-    query's and key's. They shrink towards `masks.causal() & masks.documents(ids)` of one document.
+    The run-time patterns are `masks.documents(ids)`, `masks.lengths(lengths)`, `masks.visible_keys(visible)` and
+    `masks.selected_blocks(blocks, ...)`, with tensors of values that fit `sizes`: ids cover all positions up to the
+    last query and key. They shrink towards `masks.causal() & masks.documents(ids)` of one document.
     """
     most = max(sizes.q_offset + sizes.num_queries, sizes.k_offset + sizes.num_keys)
     return run_time_compositions(Grammar(sizes.num_heads_global, max_number, most, closures), sizes, _vocabulary)
@@ -36,7 +35,7 @@ def run_time_patterns(
 
 @st.composite
 def run_time_compositions(draw: st.DrawFn, grammar: Grammar, sizes: AttentionSizes, words: Any) -> Any:
-    """As `run_time_patterns`, in the words of a grammar, and these of run-time tensors."""
+    """Like `run_time_patterns`, with patterns of `grammar` and run-time constructors of `words`."""
     positions = max(sizes.q_offset + sizes.num_queries, sizes.k_offset + sizes.num_keys)
     keys = sizes.k_offset + sizes.num_keys
     spans = [_documents(words, sizes.batch, positions), _lengths(words, sizes.batch, positions)]
@@ -62,7 +61,7 @@ def run_time_compositions(draw: st.DrawFn, grammar: Grammar, sizes: AttentionSiz
 
 @st.composite
 def _documents(draw: st.DrawFn, words: Any, batch: int, positions: int) -> Any:
-    """Ids of any numbers that grow; a table for each batch entry, or one for all; padding at the end, and between."""
+    """Ascending ids, by batch entry or for all entries, with padding at the end and between documents."""
     rows = draw(st.sampled_from([1, batch]))
     ids = draw(document_ids(positions, batch=rows, max_documents=draw(st.sampled_from([5, 40]))))
     hidden = draw(st.sampled_from([-1, -1, -1, 0, 1]))
@@ -72,7 +71,7 @@ def _documents(draw: st.DrawFn, words: Any, batch: int, positions: int) -> Any:
 
 
 def _longest(ids: Tensor) -> int:
-    """Tokens of the longest document of any row, at least 1."""
+    """Length of the longest document in any row, at least 1."""
     return max([1, *(int((row == number).sum()) for row in ids for number in row[row >= 0].unique())])
 
 
@@ -91,7 +90,7 @@ def _visible_keys(draw: st.DrawFn, words: Any, batch: int, keys: int) -> Any:
 
 @st.composite
 def _selected_blocks(draw: st.DrawFn, words: Any, sizes: AttentionSizes) -> Any:
-    """Blocks of any sides, a table for all heads or some of them, rows from the first block on or of the queries."""
+    """Tables with any block sides, for all heads or groups of heads; row 0 is block 0 or the first query's block."""
     block = draw(st.integers(1, 20)), draw(st.integers(1, 20))
     stop, heads = sizes.q_offset + sizes.num_queries, sizes.num_heads_global
     first = draw(st.sampled_from([0, sizes.q_offset // block[0]]))

@@ -1,4 +1,4 @@
-"""What modules and calls are tried with: lengths around a pattern's own numbers, kinds of values, memory layouts."""
+"""Inputs for modules and calls: lengths around the numbers of a pattern, kinds of values, memory layouts."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ _NO_LENGTHS = ("seed", "head", "rows")
 
 
 def edges_of(pattern: Pattern | Mixture) -> tuple[int, ...]:
-    """Segments, rates, strides, widths of windows and so on, in ascending order.
+    """Segment lengths, rates, strides, window widths and other lengths of a pattern, in ascending order.
 
-    They are read off the pattern's data; of a function nothing is known but its period.
+    They come from the pattern's data; for a custom function, only the period is known.
     """
     periods = {leaf.period() or 0 for leaf in pattern.leaves() if leaf.to_data()["kind"] == "custom"}
     return tuple(sorted((_edges(pattern.to_data()) | periods) - {0}))
@@ -49,12 +49,12 @@ def _numbers(value: object) -> list[int]:
     return [number for number in several if isinstance(number, int) and not isinstance(number, bool)]
 
 
-LONG_LENGTHS = (65, 128, 257)  # of blocks that kernels work in: the last one whole, or with one token in it
-_BLOCKS = (64, 128, 256, 512, 1024)  # that kernels work in: the last one whole, or with one token in it
+LONG_LENGTHS = (65, 128, 257)  # the last block of a kernel is whole, or has a single token
+_BLOCKS = (64, 128, 256, 512, 1024)  # block sides of kernels, tried with the last block whole or with one token
 
 
 def lengths_for(pattern: Pattern | Mixture, num_heads: int, *, max_tokens: int, examples: int) -> tuple[int, ...]:
-    """Rising lengths that the pattern takes: small ones, around multiples of its numbers, after blocks, the largest."""
+    """Ascending lengths that the pattern takes: small ones, near multiples of its numbers, at blocks, the largest."""
     edges = [edge for edge in edges_of(pattern) if 1 < edge <= max_tokens]
     around = {multiple * edge + step for edge in edges for multiple in (1, 2, 3) for step in (-1, 0, 1)}
     wanted = {1, 2, 3, 4, 5, 7, max_tokens - 1, max_tokens} | around
@@ -71,7 +71,7 @@ def lengths_for(pattern: Pattern | Mixture, num_heads: int, *, max_tokens: int, 
 
 
 def takes(pattern: Pattern | Mixture, num_heads: int, num_tokens: int) -> bool:
-    """Whether the pattern can be bound to so many queries and keys."""
+    """True if the pattern can be bound to `num_tokens` queries and keys."""
     try:
         pattern.bind(num_heads=num_heads, num_queries=num_tokens, num_keys=num_tokens)
     except ValueError:
@@ -79,14 +79,14 @@ def takes(pattern: Pattern | Mixture, num_heads: int, num_tokens: int) -> bool:
     return True
 
 
-# What values a case has. Of every length the first is tried, and one of the others in turn.
+# Kinds of values. Each length is tested with the first kind and, in rotation, a second one.
 KINDS = ("ordinary values", "large scores", "equal keys", "zeros and -0.0", "one key far above the others")
 
 
 def values(
     kind: str, num_heads: int, num_kv_heads: int, num_tokens: int, head_dim: int, *, batch: int, seed: int
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """q, k and v in float64, of a kind of KINDS."""
+    """q, k and v in float64, with values of a kind from KINDS."""
     generator = torch.Generator("cpu").manual_seed(seed)
     heads = (num_heads, num_kv_heads, num_kv_heads)
     q, k, v = (
@@ -104,7 +104,7 @@ def values(
 
 
 def _misaligned(x: Tensor) -> Tensor:
-    """Rows with a gap behind each, which begin five numbers into a buffer."""
+    """Copy of x with a gap after each row, at an offset of five elements in its buffer."""
     *sizes, D = x.shape
     buffer = x.new_full((5 + x[..., 0].numel() * (D + 3),), 7.0)
     room = buffer[5:].view(*sizes, D + 3)[..., :D]
@@ -126,12 +126,12 @@ MEMORY_LAYOUTS = tuple(_LAYOUTS)
 
 
 def laid_out(x: Shaped[Tensor, "B X N D"], layout: str) -> Shaped[Tensor, "B X N D"]:
-    """x in memory as the layout says, cut off from where it came from; "expanded" repeats its first channel.
+    """x, detached, in this memory layout; its values are unchanged, except that "expanded" repeats the first channel.
 
-    "heads first" is contiguous; "tokens first" a transposed projection; "fused" one of three side by side in a token's
-    row; "channels first" the output of a Conv1d; "stacked" one of three along a last dim; "every second" every second
-    channel; "expanded" one channel, with stride 0; "misaligned" rows with gaps, which begin at an odd place.
-    Raises ValueError for another name.
+    "heads first": contiguous. "tokens first": transposed projection. "fused": one of three tensors interleaved by
+    token. "channels first": output of a Conv1d. "stacked": one of three tensors stacked along a last dim. "every
+    second": every second channel. "expanded": one channel with stride 0. "misaligned": gaps between rows, at an odd
+    offset. Raises ValueError for any other name.
 
     >>> testing.laid_out(torch.randn(1, 4, 256, 64), testing.MEMORY_LAYOUTS[1]).stride()
     (65536, 64, 256, 1)

@@ -1,4 +1,4 @@
-"""Does anything reach a query that should not: the future, other keys, padding, other documents, other entries?"""
+"""Checks that no hidden input changes an output: future or hidden keys, padding, other documents or batch entries."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ _KEYS = 6
 
 
 def check_causality(subject: Subject) -> str:
-    """What comes after a query, and is hidden from it, is replaced: its output stays."""
+    """Replacing hidden keys after a query must not change its output."""
     return _check_hidden(subject, "after")
 
 
 def check_isolation(subject: Subject) -> str:
-    """A key at or before a query that is hidden from it is replaced: its output stays."""
+    """Replacing hidden keys at or before a query must not change its output."""
     return _check_hidden(subject, "at or before")
 
 
@@ -40,7 +40,7 @@ def _check_hidden(subject: Subject, where: str) -> str:
 
 
 def _replace_keys(subject: Subject, length: int, hidden: Tensor) -> int:
-    """Outputs looked at, with one key after the other replaced; hidden (H, N, N)."""
+    """Number of compared outputs; replaces up to _KEYS hidden keys, one at a time. hidden: (H, N, N)."""
     q, k, v = subject.inputs(length)
     module = subject.module()
     before, _ = subject.run(module, q, k, v)
@@ -65,7 +65,7 @@ def _replace_keys(subject: Subject, length: int, hidden: Tensor) -> int:
 
 
 def _changed(before: Tensor, after: Tensor, truth: Expected, rows: Tensor) -> Tensor:
-    """(B, H, N): where one of the rows is off from what it was by more than rounding, or was a number and is none."""
+    """(B, H, N): rows that changed by more than rounding, or between a number and NaN."""
     same = ((after - before).detach().double().abs() <= truth.budget) | (before.isnan() & after.isnan())
     return ~same.all(-1) & rows
 
@@ -75,7 +75,7 @@ def _size(before: Tensor, after: Tensor, place: tuple[int, ...]) -> str:
 
 
 def check_padding(subject: Subject) -> str:
-    """Keys that a padding mask hides take no part, and those that are left do, each entry by its own mask."""
+    """Keys hidden by a padding mask must be excluded, all other keys included, by each batch entry's mask."""
     if subject.calls.padded is None:
         raise DoesNotApply("no call with a padding mask is given (Calls.padded)")
     for length in (length for length in subject.lengths if length > 1):
@@ -88,7 +88,7 @@ def check_padding(subject: Subject) -> str:
 
 
 def _padding_masks(length: int, device: torch.device) -> Iterator[tuple[str, Tensor]]:
-    """(what is hidden, (2, N) True where it is)."""
+    """(description, mask (2, N), True for hidden keys)."""
     third, place = max(1, length // 3), torch.arange(length, device=device)
     nothing = torch.zeros(length, dtype=torch.bool, device=device)
     yield f"the last {third} keys of batch 1 hidden", torch.stack([nothing, place >= length - third])
@@ -97,7 +97,7 @@ def _padding_masks(length: int, device: torch.device) -> Iterator[tuple[str, Ten
 
 
 def check_packing(subject: Subject) -> str:
-    """Documents that are packed into one sequence do not see each other, and attend as they should."""
+    """Packed documents must not see each other, and each must have correct outputs."""
     if subject.calls.packed is None:
         raise DoesNotApply("no call with document ids is given (Calls.packed)")
     for length in (length for length in subject.lengths if length > 1):
@@ -113,7 +113,7 @@ def check_packing(subject: Subject) -> str:
 
 
 def check_batch(subject: Subject) -> str:
-    """An entry of a batch is what it is alone."""
+    """Batch entries must be independent."""
     for length in subject.spread:
         q, k, v = subject.inputs(length, batch=3)
         module = subject.module()

@@ -1,4 +1,4 @@
-"""How a module under examination is called, made, and fed with cases of rising length."""
+"""The module under test: its factory, its calls, and inputs of ascending length."""
 
 from __future__ import annotations
 
@@ -24,28 +24,28 @@ Result = Any  # out, or a tuple of which the first is out
 
 
 def plainly(module: Callable[..., Result], q: Tensor, k: Tensor, v: Tensor) -> Result:
-    """The call where nothing else is said."""
+    """Default call of a module."""
     return module(q, k, v)
 
 
 @advises()
 @dataclass(frozen=True)
 class Calls:
-    """How a module is called: functions that take the module, and q, k and v in `layout`.
+    """Calls of a module under test: functions of the module, and of q, k and v in `layout`.
 
-    Each returns the output in that layout, or a tuple of which it is the first. In "BHND" and "BNHD" a second tensor
-    of shape (B, H, N) is taken for the natural-log lse, and checked too, save at N = H, where it may be weights. In
-    "BNE" heads lie side by side, E = H D, as in `nn.MultiheadAttention(batch_first=True)`: its projections must be the
+    Each returns the output in that layout, or a tuple that begins with it. In "BHND" and "BNHD" a second tensor of
+    shape (B, H, N) is taken as the natural-log lse and checked, except at N = H, where it may be weights. In "BNE"
+    heads are concatenated, E = H D, as in `nn.MultiheadAttention(batch_first=True)`; its projections must be the
     identity (`identity_projections`).
 
-    plain: (module, q, k, v). Calls the module with these three.
-    padded: (module, q, k, v, hidden), hidden (B, N) True for keys to leave out.
-    packed: (module, q, k, v, ids), ids (B, N) the document of each position, ascending. `documents` says what is meant:
-        "restart", each document attends as it would apart (`pattern.per_document(ids)`), or "cut", pairs across
-        documents are forbidden (`pattern & masks.documents(ids)`).
-    decoded: (module, q, k, v): what decoding gives, token by token, for all tokens.
-    over_ranks: (mesh) -> the module for a rank of a one-dimensional DeviceMesh, which is then called by `plain` with
-        this rank's tokens, in order; a function of a module's own, as it is pickled.
+    plain: (module, q, k, v).
+    padded: (module, q, k, v, hidden), hidden (B, N) True for keys to exclude.
+    packed: (module, q, k, v, ids), ids (B, N) the document of each position, ascending.
+    documents: "restart", the pattern begins again in each document (`pattern.per_document(ids)`), or "cut", pairs
+        across documents are forbidden (`pattern & masks.documents(ids)`).
+    decoded: (module, q, k, v) -> outputs of all tokens, decoded token by token.
+    over_ranks: (mesh) -> module for a rank of a one-dimensional DeviceMesh; `plain` calls it with the rank's contiguous
+        tokens. It is pickled, so define it at the top level of a file.
 
     >>> calls = testing.Calls(plain=lambda module, q, k, v: module(q, k, v))
     """
@@ -67,14 +67,14 @@ class Calls:
                 raise TypeError(f"{name} must be a function; got {value!r:.80}")
 
     def into_layout(self, x: Tensor) -> Tensor:
-        """(B, H, N, D) as the module takes it."""
+        """x, (B, H, N, D), in the layout of the module."""
         if self.layout == "BHND":
             return x
         x = x.transpose(1, 2)
         return x.flatten(2) if self.layout == "BNE" else x
 
     def out_of_layout(self, x: Tensor, num_heads: int) -> Tensor:
-        """(B, H, N, D) of what the module gives."""
+        """(B, H, N, D) of an output in the layout of the module."""
         if self.layout == "BHND":
             return x
         return (x.unflatten(2, (num_heads, -1)) if self.layout == "BNE" else x).transpose(1, 2)
@@ -82,11 +82,11 @@ class Calls:
 
 @advises()
 def identity_projections(module: nn.Module) -> nn.Module:
-    """Set the projections of a module shaped like `nn.MultiheadAttention` to the identity, in place; returns it.
+    """Set the projections of a module like `nn.MultiheadAttention` to the identity, in place; returns the module.
 
-    The module then maps the query, key and value that it is given to its attention's output. Parameters:
+    The module then returns the attention over its arguments query, key and value. It must have the parameters
     in_proj_weight, or q_proj_weight, k_proj_weight and v_proj_weight; in_proj_bias, if any; out_proj, an nn.Linear.
-    Raises TypeError for another module, and ValueError where key or value have another width than the query.
+    Raises TypeError for a module without them, and ValueError unless query, key and value have equal widths.
 
     >>> layer = testing.identity_projections(torch.nn.MultiheadAttention(64, 4))
     """
@@ -109,16 +109,16 @@ def identity_projections(module: nn.Module) -> nn.Module:
 
 
 class Failure(Exception):
-    """A check failed; the message is the detail."""
+    """A check failed; the message gives the detail."""
 
 
 class DoesNotApply(Exception):
-    """There is nothing for this check to see; the message says why."""
+    """A check does not apply; the message gives the reason."""
 
 
 @dataclass(frozen=True)
 class Subject:
-    """What makes a module, what it claims to compute, and the sizes at which that is looked at."""
+    """Factory of a module, its claimed pattern, and the sizes and lengths of the checks."""
 
     factory: Callable[[], Any]
     pattern: Pattern | Mixture
@@ -132,32 +132,32 @@ class Subject:
     seed: int
 
     def module(self) -> Any:
-        """A new one, in the dtype and on the device of the checks if it is an `nn.Module`."""
+        """New module; an `nn.Module` is moved to the dtype and device of the checks."""
         module = self.factory()
         if not callable(module):
             raise TypeError(f"factory must return something to call; got {type(module).__name__}")
         return module.to(device=self.device, dtype=self.dtype) if isinstance(module, nn.Module) else module
 
     def alike(self, module: Any) -> Any:
-        """A copy that was never called."""
+        """Deep copy of a module."""
         try:
             return copy.deepcopy(module)
-        except Exception as error:  # whatever holds what cannot be copied raises
+        except Exception as error:  # any error of an attribute that cannot be copied
             raise DoesNotApply(f"the module cannot be copied: {type(error).__name__}: {error}") from error
 
     def inputs(self, num_tokens: int, kind: str = KINDS[0], *, batch: int = 2) -> tuple[Tensor, Tensor, Tensor]:
-        """q, k, v of this kind, the same for the same arguments."""
+        """q, k, v with values of this kind; deterministic."""
         heads, seed = (self.num_heads, self.num_kv_heads), self.seed + 1_000 * num_tokens + KINDS.index(kind)
         drawn = values(kind, *heads, num_tokens, self.head_dim, batch=batch, seed=seed)
         q, k, v = (x.to(self.dtype).to(self.device) for x in drawn)
         return q, k, v
 
     def problem(self, q: Tensor, k: Tensor, v: Tensor, pattern: Pattern | Mixture | None = None) -> Problem:
-        """What the module claims to compute of these."""
+        """The claimed attention over q, k and v."""
         return Problem.of(q, k, v, self.pattern if pattern is None else pattern)
 
     def run(self, module: Any, q: Tensor, k: Tensor, v: Tensor, *more: Tensor, call: str = "plain"):
-        """(out (B, H, N, D), lse (B, H, N) or None) of one of the calls."""
+        """(out (B, H, N, D), lse (B, H, N) or None) of the call of this name."""
         calls = self.calls
         function = getattr(calls, call)
         given = calls.into_layout(q)
@@ -165,12 +165,12 @@ class Subject:
         first, *others = result if isinstance(result, tuple | list) and result else (result,)
         out = _compared(first, given)
         lse = next((x for x in others if isinstance(x, Tensor) and x.shape == q.shape[:3]), None)
-        # With as many tokens as heads it may be weights, averaged over heads: (B, N, N).
+        # If N = H, it may be weights averaged over heads, (B, N, N).
         taken = calls.layout != "BNE" and q.shape[1] != q.shape[2]
         return calls.out_of_layout(out, self.num_heads), lse if taken else None
 
     def cases(self) -> Iterator[tuple[int, str]]:
-        """(length, kind of values), in the order of length; all kinds where there is one length only."""
+        """(length, kind of values) in ascending order of length; all kinds if there is a single length."""
         others = KINDS[1:]
         for index, length in enumerate(self.lengths):
             yield length, KINDS[0]
@@ -178,12 +178,12 @@ class Subject:
                 yield length, kind
 
     def table(self, num_tokens: int) -> Tensor:
-        """(H, N, N): how often each pair is allowed; the first batch entry's."""
+        """(H, N, N): multiplicity of each pair, in the first batch entry."""
         return self.problem(*self.inputs(num_tokens, batch=1)).times()[0]
 
     @property
     def spread(self) -> tuple[int, ...]:
-        """A few of the lengths: of the shortest, the longest, and some between."""
+        """At most five of the lengths: about evenly spaced ones, and the longest."""
         step = max(1, len(self.lengths) // 4)
         return tuple(dict.fromkeys((*self.lengths[1::step][:4], self.lengths[-1])))
 
@@ -191,18 +191,18 @@ class Subject:
 def hold_rows(
     where: str, problem: Problem, out: Tensor, lse: Tensor | None = None, *, rows: Tensor | None = None
 ) -> None:
-    """Failure where a row that has keys, of `rows` (B, H, N) if they are given, is not what the definition says."""
+    """Raise Failure if a row with keys, limited to `rows` (B, H, N) if given, differs from the definition."""
     _hold(where, problem, expected(problem), {"out": out, "lse": lse}, rows=rows)
 
 
 def hold_gradients(where: str, problem: Problem, grads: Iterable[Tensor], *, through_lse: bool = False) -> None:
-    """Failure where those of q, k and v, for the fixed `cotangents`, are not the definition's."""
+    """Raise Failure if gradients of q, k and v for `cotangents` differ from the definition."""
     truth = expected(problem, gradients=True, through_lse=through_lse)
     _hold(where, problem, truth, dict(zip(_GRADIENTS, grads, strict=True)))
 
 
 def hold_all(where: str, problem: Problem, out: Tensor, grads: Sequence[Tensor]) -> None:
-    """`hold_rows` and, where there are gradients, `hold_gradients`, with the definition computed once."""
+    """`hold_rows`, and `hold_gradients` if there are gradients; computes the definition once."""
     found = {"out": out, **dict(zip(_GRADIENTS, grads, strict=False))}
     _hold(where, problem, expected(problem, gradients=bool(grads)), found)
 
@@ -225,7 +225,7 @@ def _hold(
 
 @contextmanager
 def failing(where: str) -> Iterator[None]:
-    """An AssertionError becomes the Failure of the check, with where it was."""
+    """Turn an AssertionError into a Failure, with `where` in the message."""
     try:
         yield
     except AssertionError as error:
@@ -233,7 +233,7 @@ def failing(where: str) -> Iterator[None]:
 
 
 def _compared(out: Any, q: Tensor) -> Tensor:
-    """The output, if it can be compared, else Failure; q in the module's layout."""
+    """The output; raises Failure for a wrong type, shape or device. q is in the layout of the module."""
     try:
         check_result("the output", out, q.shape, q.device)
     except (AssertionError, TypeError) as error:

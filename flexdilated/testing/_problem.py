@@ -1,4 +1,4 @@
-"""One call of an attention, its dense definition in float64, and how reports put its numbers, keys and branches."""
+"""One attention call, its dense float64 definition, and texts of its numbers, keys and branches for reports."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ from ..masks.core import Extent, require_expression, shortened
 
 @dataclass(frozen=True, eq=False)
 class Problem:
-    """q (B, H, N, D), k and v (B, G, M, D), and the pairs that take part. Of branches there is one or more.
+    """q (B, H, N, D), k and v (B, G, M, D), and the bound pattern, with one or more branches.
 
-    `pattern` is as it was given, with the zero keys of its padding; `bound` has none.
+    `pattern` is the original pattern, with the zero keys of its padding; `bound` has none.
     """
 
     q: Tensor
@@ -50,7 +50,7 @@ class Problem:
         head_offset: int = 0,
         num_heads_global: int | None = None,
     ) -> Problem:
-        """From what `attend` takes; the same errors."""
+        """Problem of the arguments of `attend`; raises the errors of `attend`."""
         require_expression(pattern)
         check_tensors(q, k, v, enable_gqa=True)
         check_sinks(sinks, q)
@@ -67,7 +67,7 @@ class Problem:
         return cls(q, k, v, bound, pattern, resolve_scale(scale, q.shape[-1]), score_mod, sinks)
 
     def wide(self, *, requires_grad: bool = False) -> Problem:
-        """The same in float64, cut off from where its tensors came from."""
+        """Copy in float64, detached from the graph."""
         q, k, v = (x.detach().double().requires_grad_(requires_grad) for x in (self.q, self.k, self.v))
         return replace(self, q=q, k=k, v=v, sinks=None if self.sinks is None else self.sinks.detach().double())
 
@@ -78,14 +78,14 @@ class Problem:
         return with_zero_keys(out, lse, self.zero_keys()) if self.pattern.pads else (out, lse)
 
     def zero_keys(self) -> Tensor:
-        """(H, N): the zero keys of padding in each row."""
+        """(H, N): number of zero keys of padding in each row."""
         bound, device = self.bound, self.q.device
         heads = torch.arange(bound.num_heads, device=device)[:, None] + bound.head_offset
         queries = torch.arange(bound.num_queries, device=device) + bound.q_offset
         return self.pattern.zero_keys(heads, queries, num_heads=bound.num_heads_global, num_tokens=bound.num_keys)
 
     def times(self) -> Tensor:
-        """(B, H, N, M): how many branches allow each pair."""
+        """(B, H, N, M): number of branches that allow each pair."""
         return multiplicity(self.bound, self.q.device).expand(*self.q.shape[:3], self.k.shape[2])
 
     def for_query_heads(self, x: Tensor) -> Tensor:
@@ -93,7 +93,7 @@ class Problem:
         return x.repeat_interleave(self.q.shape[1] // x.shape[1], dim=1)
 
     def scores(self) -> Tensor:
-        """(B, H, N, M): of all pairs, allowed or not."""
+        """(B, H, N, M): scores of all pairs, allowed or not."""
         scores = (self.q @ self.for_query_heads(self.k).mT) * self.scale
         return scores if self.score_mod is None else modified_scores(scores, self.score_mod, self.bound)
 
@@ -104,22 +104,22 @@ _BRANCHES = 6
 
 
 def number(x: Tensor | float) -> str:
-    """Five digits."""
+    """Text with five digits."""
     return f"{x.detach().item() if isinstance(x, Tensor) else x:.5g}"
 
 
 def rough(x: Tensor) -> str:
-    """Two digits, for an error."""
+    """Text with two digits, for an error."""
     return f"{x.detach().item():.2g}"
 
 
 def tokens(length: int) -> str:
-    """So many tokens."""
+    """Number of tokens as text."""
     return "1 token" if length == 1 else f"{length} tokens"
 
 
 def num_lengths(lengths: Sequence[int]) -> str:
-    """How many there are."""
+    """Number of lengths as text."""
     return "1 length" if len(lengths) == 1 else f"{len(lengths)} lengths"
 
 
@@ -136,7 +136,7 @@ def runs(positions: Sequence[int]) -> str:
 
 
 def branch_lines(problem: Problem, b: int, h: int, q: int) -> list[str]:
-    """The keys that each branch allows this row."""
+    """Lines with the keys that each branch allows for this row."""
     branches = problem.bound.pattern.branches()
     lines = []
     for index, branch in enumerate(branches[:_BRANCHES]):

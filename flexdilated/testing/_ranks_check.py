@@ -1,4 +1,4 @@
-"""Are many ranks one? Two processes hold a part of the tokens each; together they are the definition."""
+"""Check of attention over ranks: two processes with half of the tokens each must match the definition."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
 RANKS = 2
-LIMIT_S = 240.0  # most time for the processes, from their start on
+LIMIT_S = 240.0  # time limit of the processes, from their start
 
-# Tensors go both ways as bytes: otherwise they would be shared with a process that may have ended.
+# Tensors are sent as bytes; shared memory would depend on a process that may have ended.
 
 
 def check_ranks(subject: Subject) -> str:
-    """Two processes with a gloo group, each with its part of the sequence, in order: outputs, and gradients if any."""
+    """Compare outputs, and gradients if any, of two processes in a gloo group, each with half of the sequence."""
     if subject.calls.over_ranks is None:
         raise DoesNotApply("no module over ranks is given (Calls.over_ranks)")
     length = subject.lengths[-1]
@@ -46,10 +46,10 @@ def check_ranks(subject: Subject) -> str:
 
 
 def _sent(subject: Subject) -> bytes:
-    """How the module is called, and for each rank its part of q, k, v and the gradient of the output."""
+    """Pickle of the calls, and for each rank its part of q, k, v and the gradient of the output."""
     q, k, v = subject.inputs(subject.lengths[-1])
     grad, _ = cotangents(q, q[..., 0].double(), through_lse=False)
-    # A plain pickle copies tensors, where the one that processes use would share them.
+    # pickle copies tensors; multiprocessing's pickler would share them.
     parts = list(zip(*(x.cpu().tensor_split(RANKS, dim=2) for x in (q, k, v, grad)), strict=True))
     try:
         return pickle.dumps((replace(subject.calls, padded=None, packed=None, decoded=None), parts))
@@ -58,9 +58,9 @@ def _sent(subject: Subject) -> bytes:
 
 
 def _on_two_processes(sent: bytes) -> list[bytes]:
-    """What each rank answers. Raises Failure where one raises, ends, or does not end within LIMIT_S.
+    """Answers of all ranks. Raises Failure if a rank raises, exits early, or exceeds LIMIT_S.
 
-    No process outlives the call. No port is chosen: the processes meet by a file.
+    No process outlives the call. The rendezvous is a file, so no port is needed.
     """
     with tempfile.TemporaryDirectory() as name:
         folder, end = Path(name), monotonic() + LIMIT_S
@@ -82,9 +82,9 @@ def _on_two_processes(sent: bytes) -> list[bytes]:
 
 
 def _rank(rank: int, folder: Path, sent: bytes, timeout_s: float) -> None:
-    """One process: its answer in a file, or what it raised in another."""
+    """Run one rank; writes its answer or its error to a file."""
     torch.set_num_threads(1)
-    if sys.platform == "linux":  # elsewhere gloo finds the way by the host's name
+    if sys.platform == "linux":  # elsewhere gloo resolves the host name
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     try:
         import torch.distributed as dist
@@ -104,7 +104,7 @@ def _rank(rank: int, folder: Path, sent: bytes, timeout_s: float) -> None:
 
 
 def _own_part(sent: bytes, mesh: DeviceMesh) -> bytes:
-    """On a rank: its part of the tokens through the module; the output and, where there are any, the gradients."""
+    """Pickle of a rank's output and, if it has any, gradients, for its part of the tokens."""
     calls, parts = pickle.loads(sent)
     assert isinstance(calls, Calls)
     assert calls.over_ranks is not None

@@ -1,4 +1,4 @@
-"""What may have gone wrong where an output is wrong: known mistakes, each computed, and compared with the output."""
+"""Diagnosis of a wrong output: compute the outputs of known mistakes and compare them with it."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ _LISTED_BRANCHES = 12
 
 @dataclass(frozen=True, eq=False)
 class _Rows:
-    """Wrong rows (R, D), or one (D).
+    """Wrong rows (R, D), or one row (D).
 
-    found, right: what it is and should be. budget: how far from right is not wrong. allowed: how far from what a
-    mistake gives is that mistake.
+    found, right: actual and correct values. budget: error bound of a correct row. allowed: error bound of a match with
+    the output of a mistake.
     """
 
     found: Tensor
@@ -33,22 +33,22 @@ class _Rows:
     allowed: Tensor
 
     def one(self, index: int) -> _Rows:
-        """Row `index` alone."""
+        """Row `index`."""
         return _Rows(self.found[index], self.right[index], self.budget[index], self.allowed[index])
 
     def accounted_for(self, out: Tensor) -> Tensor:
-        """Which rows of `out`, that of a mistake, are what was found, and would not pass for right."""
+        """Mask of rows where `out`, the output of a mistake, matches `found` and exceeds the budget of `right`."""
         close = ((out - self.found).abs() <= self.allowed).all(-1)
         return close & ((out - self.right).abs() > self.budget).any(-1)
 
 
 def explain(problem: Problem, found: Tensor, budget: Tensor, wrong: Tensor) -> str | None:
-    """The mistake that would account for most wrong rows (B, H, N), at least half, the first included; or None."""
+    """Text of the mistake that explains most wrong rows (B, H, N), the first and at least half; None without one."""
     places = wrong.nonzero()[:_ROWS_LOOKED_AT]
     b, h, q = places.unbind(1)
     wide = problem.wide()
     limit = budget[b, h, q]
-    # A mistake that lets other keys in rounds as their row does, which may be more than the right one.
+    # A mistake that admits other keys may have larger rounding errors than the correct row.
     allowed = 4 * torch.maximum(limit, limit.mean())
     rows = _Rows(found[b, h, q].double(), wide.attention()[0][b, h, q], limit, allowed)
     counts: Counter[str] = Counter()
@@ -66,7 +66,7 @@ def explain(problem: Problem, found: Tensor, budget: Tensor, wrong: Tensor) -> s
 
 
 def _suspects(problem: Problem) -> Iterator[tuple[str, Tensor]]:
-    """(a mistake of a whole module, the output (B, H, N, D) in float64 that a module with this mistake would have)."""
+    """(mistake of a whole module, its output (B, H, N, D) in float64)."""
     scores, values = problem.scores(), problem.for_query_heads(problem.v)
     sinks = problem.sinks
 
@@ -97,7 +97,7 @@ def _suspects(problem: Problem) -> Iterator[tuple[str, Tensor]]:
 
 
 def _other_rules(problem: Problem) -> Iterator[tuple[str, Bound]]:
-    """The pattern without one of its branches, with one twice, and without one operand of its `&`."""
+    """(mistake, bound pattern): a branch omitted, a branch counted twice, or an operand of `&` omitted."""
     bound = problem.bound
     branches = bound.pattern.branches()
     for index, branch in enumerate(branches[:_LISTED_BRANCHES] if len(branches) > 1 else ()):
@@ -119,7 +119,7 @@ def _without(pattern: Expression, operand: Pattern) -> Expression:
 
 
 def _other_tables(times: Tensor) -> Iterator[tuple[str, Tensor]]:
-    """Every key; the rule of a neighbouring query; the rule of another head; causal where it should not be."""
+    """(mistake, multiplicities): all keys, causal order, the rule of a neighbouring query, or of another head."""
     num_heads, num_queries, num_keys = times.shape[1:]
     yield "no mask is applied: every key takes part", torch.ones_like(times)
     if num_queries == num_keys:
@@ -135,13 +135,13 @@ def _other_tables(times: Tensor) -> Iterator[tuple[str, Tensor]]:
 
 
 def _moved(times: Tensor, dim: int, step: int) -> Tensor:
-    """The table one place on, with nothing where it ends."""
+    """Table shifted by `step` along `dim`; zeros enter at the edge."""
     moved = times.roll(step, dim)
     return moved.index_fill(dim, torch.tensor(0 if step > 0 else moved.shape[dim] - 1, device=moved.device), 0)
 
 
 def _by_row(problem: Problem, places: Tensor, rows: _Rows) -> Iterator[tuple[str, int]]:
-    """Mistakes that differ by row: one key too few or too many, padding that takes part, a factor."""
+    """(mistake, number of rows) for mistakes that differ by row: a key too few or too many, padding, a factor."""
     times, scores = problem.times(), problem.scores()
     for step, what in ((-1, "counts once less than it should"), (1, "counts once more than it should")):
         keys = [_one_key(problem, times, scores, place, step, rows.one(i)) for i, place in enumerate(places)]
@@ -160,7 +160,7 @@ def _by_row(problem: Problem, places: Tensor, rows: _Rows) -> Iterator[tuple[str
 def _one_key(
     problem: Problem, all_times: Tensor, all_scores: Tensor, place: Tensor, step: int, row: _Rows
 ) -> int | None:
-    """The key that, counted once less or more, makes the row what was found."""
+    """Key whose multiplicity changed by `step` explains the row; None without one."""
     b, h, q = place.tolist()
     times, scores = all_times[b, h, q], all_scores[b, h, q]
     table = times + step * torch.eye(len(times), dtype=times.dtype, device=times.device)
@@ -171,7 +171,7 @@ def _one_key(
 
 
 def _shrunk_rows(problem: Problem, places: Tensor, rows: _Rows) -> Iterator[tuple[str, int]]:
-    """Rows that are the right ones times a number in (0, 1), such that a whole number of zero keys explains it."""
+    """(mistake, number of rows) for rows proportional to the correct ones: extra zero keys, or a constant factor."""
     b, h, q = places.unbind(1)
     out, lse = rows.right, problem.attention()[1][b, h, q]
     if out.shape[-1] < 2:
@@ -189,13 +189,13 @@ def _shrunk_rows(problem: Problem, places: Tensor, rows: _Rows) -> Iterator[tupl
 
 
 def _factor(factor: float) -> str:
-    """Four digits, and where these are 1.000, of what is left."""
+    """Four digits; near 1, the difference from 1."""
     off = factor - 1
     return f"{factor:.4g}" if abs(off) >= 1e-3 else f"1 {'-' if off < 0 else '+'} {abs(off):.2g}"
 
 
 def _softmax(times: Tensor, scores: Tensor, sinks: Tensor | None) -> Tensor:
-    """Weights of pairs that count `times` times; a row without keys has none."""
+    """Softmax weights of pairs with multiplicities `times`; 0 in a row without keys."""
     logits = scores.masked_fill(times <= 0, -torch.inf)
     top = logits.amax(-1, keepdim=True).nan_to_num(neginf=0.0)
     weights = times.clamp(min=0) * (logits - top).exp()
@@ -206,6 +206,6 @@ def _softmax(times: Tensor, scores: Tensor, sinks: Tensor | None) -> Tensor:
 
 
 def _over_heads(times: Tensor, scores: Tensor) -> Tensor:
-    """Weights that sum to 1 over the heads, not over the keys."""
+    """Softmax weights that sum to 1 over the heads, not over the keys."""
     logits = scores.masked_fill(times == 0, -torch.inf)
     return (logits - logits.logsumexp(1, keepdim=True).nan_to_num(neginf=0.0)).exp()

@@ -1,4 +1,4 @@
-"""Does the module stay right in use? At another length, again, saved and loaded, token by token, compiled."""
+"""Checks of use: several lengths, repeated calls, state_dict, decoding, torch.compile."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from ._problem import num_lengths, number, rough, tokens
 
 
 def check_lengths(subject: Subject) -> str:
-    """A module that was called at other lengths is what a new one is."""
+    """A module after calls at other lengths must equal a new one."""
     used = subject.module()
     new, order = subject.alike(used), _back_and_forth(subject.lengths)
     for before, length in zip((None, *order), order, strict=False):
@@ -45,13 +45,13 @@ def check_lengths(subject: Subject) -> str:
 
 
 def _back_and_forth(lengths: tuple[int, ...]) -> tuple[int, ...]:
-    """The longest, the shortest, the second longest, ...: and up again."""
+    """Lengths alternating from both ends, longest first, then ascending."""
     turns = [length for pair in zip(reversed(lengths), lengths, strict=True) for length in pair]
     return (*turns[: len(lengths) + 1], *lengths)
 
 
 def check_determinism(subject: Subject) -> str:
-    """The same inputs twice give the same bits, and are left as they were."""
+    """Two calls with equal inputs must give identical bits and leave the inputs unchanged."""
     for length, kind in subject.cases():
         inputs = subject.inputs(length, kind)
         given, module = [x.clone() for x in inputs], subject.module()
@@ -71,11 +71,11 @@ def _same_bits(a: Tensor, b: Tensor) -> bool:
 
 
 def check_state_dict(subject: Subject) -> str:
-    """What one module has learnt, another gives after load_state_dict; and use adds nothing to it."""
+    """load_state_dict must reproduce a module's output; a call must not change the names in state_dict."""
     first = subject.module()
     if not isinstance(first, nn.Module):
         raise DoesNotApply(f"{type(first).__name__} is no nn.Module")
-    with torch.no_grad():  # a marked state: what is not in the state_dict does not come along
+    with torch.no_grad():  # distinct parameters, so that state outside the state_dict is noticed
         for parameter in first.parameters():
             parameter.add_(0.01 * torch.arange(parameter.numel(), device=parameter.device).view_as(parameter).cos())
     names = sorted(first.state_dict())
@@ -85,7 +85,7 @@ def check_state_dict(subject: Subject) -> str:
         added = sorted(set(first.state_dict()) ^ set(names))
         raise Failure(f"a call at {tokens(shortest)} changes the names in state_dict: {', '.join(added)}")
     second = subject.module()
-    subject.run(second, *subject.inputs(shortest))  # what is kept of its own parameters would stay
+    subject.run(second, *subject.inputs(shortest))  # so that a cache of its old parameters is noticed
     try:
         second.load_state_dict(first.state_dict())
     except RuntimeError as error:
@@ -99,7 +99,7 @@ def check_state_dict(subject: Subject) -> str:
 
 
 def check_decoding(subject: Subject) -> str:
-    """Token by token, the outputs are those of all tokens at once."""
+    """Decoding token by token must give the outputs of one call with all tokens."""
     if subject.calls.decoded is None:
         raise DoesNotApply("no call that decodes is given (Calls.decoded)")
     for length in subject.lengths:
@@ -110,12 +110,12 @@ def check_decoding(subject: Subject) -> str:
     return f"{num_lengths(subject.lengths)} token by token: as all at once"
 
 
-_GRAPHS = 3  # of one length, of all lengths, and of one token, which torch treats apart
+_GRAPHS = 3  # for the first length, for dynamic lengths, and for one token, which torch specializes
 _numbers = count()
 
 
 def check_compile(subject: Subject) -> str:
-    """fullgraph=True, forward and backward: as eager."""
+    """torch.compile with fullgraph=True must match eager, forward and backward."""
     length = subject.lengths[len(subject.lengths) // 2]
     module = subject.module()
     q, k, v = (x.requires_grad_() for x in subject.inputs(length))
@@ -139,7 +139,7 @@ def check_compile(subject: Subject) -> str:
 
 
 def check_recompilation(subject: Subject) -> str:
-    """Left alone, torch.compile makes a graph for the first length and one for all others."""
+    """torch.compile with default options must make at most _GRAPHS graphs for all lengths."""
     lengths = [length for length in subject.lengths if length > 1][:10]
     if len(lengths) < 2:
         raise DoesNotApply("there are no two lengths above 1 to compare")
@@ -162,7 +162,7 @@ def check_recompilation(subject: Subject) -> str:
 
 
 def _compiled(subject: Subject, module: Any, *, backend: Any) -> Callable[..., Tensor]:
-    """The call as a function with a code object of its own: what else was compiled counts towards no limit."""
+    """Compiled call with a separate code object, so other compilations do not count towards its recompile limit."""
 
     def call(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         return subject.run(module, q, k, v)[0]
@@ -177,6 +177,6 @@ def _traced(call: Callable[[], Tensor], where: str) -> Tensor:
         return call()
     except Failure:
         raise
-    except Exception as error:  # whatever torch's compiler raises: a graph break, a guard, a limit
+    except Exception as error:  # any error of torch's compiler: a graph break, a guard, a limit
         first = str(error).strip().partition("\n")[0]
         raise Failure(f"{where}: torch.compile(fullgraph=True) raises {type(error).__name__}: {first}") from error

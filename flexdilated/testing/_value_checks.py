@@ -1,4 +1,4 @@
-"""Are the values right? Against the definition in float64: outputs, single weights, empty rows, gradients, dtypes."""
+"""Checks of values against the float64 definition: outputs, single weights, empty rows, gradients, dtypes."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from ._problem import number, tokens
 
 
 def check_agreement(subject: Subject) -> str:
-    """Output, and lse where there is one, of every row that has keys."""
+    """Compare the output, and the lse if returned, of every row with keys."""
     for length, kind in subject.cases():
         q, k, v = subject.inputs(length, kind)
         out, lse = subject.run(subject.module(), q, k, v)
@@ -23,7 +23,7 @@ def check_agreement(subject: Subject) -> str:
 
 
 def check_coverage(subject: Subject) -> str:
-    """The weight of every single pair, read off by values that are one-hot."""
+    """Compare the weight of every pair, read by one-hot values."""
     pairs = 0
     for length in subject.spread:
         q, k, _ = subject.inputs(length, batch=1)
@@ -53,7 +53,7 @@ def _weights(subject: Subject, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor, Te
 
 
 def _wrong_pair(times: Tensor, found: Tensor, truth: Tensor, wrong: Tensor) -> str:
-    """A pair too many before one that is missing, and that before one of another weight."""
+    """Text of a wrong pair: preferably a forbidden pair with weight, then a missing pair, then a wrong weight."""
     extra, missing = wrong & (times == 0), wrong & (times > 0) & (found.abs() <= 1e-3 * truth)
     kind = next(kind for kind in (extra, missing, wrong) if kind.any())
     h, q, k = kind.nonzero()[0].tolist()
@@ -69,7 +69,7 @@ def _wrong_pair(times: Tensor, found: Tensor, truth: Tensor, wrong: Tensor) -> s
 
 
 def check_empty_rows(subject: Subject) -> str:
-    """Output 0, lse -inf, and finite gradients, where a query sees no key; also where padding hides all keys."""
+    """A query without keys must have output 0, lse -inf, and finite gradients; also if padding hides all keys."""
     rows = 0
     for length in subject.lengths:
         empty = ~(subject.table(length) > 0).any(-1)
@@ -113,7 +113,7 @@ def _hold_empty(where: str, empty: Tensor, out: Tensor, lse: Tensor | None, leav
 
 
 def check_gradients(subject: Subject) -> str:
-    """Those of q, k and v, through the lse too where there is one; exactly 0 for a key that nobody sees."""
+    """Compare gradients of q, k and v, also through the lse if returned; exactly 0 for a key that no query sees."""
     for length, kind in [(length, KINDS[index % 2]) for index, length in enumerate(subject.lengths)]:
         q, k, v = (x.requires_grad_() for x in subject.inputs(length, kind))
         out, lse = subject.run(subject.module(), q, k, v)
@@ -127,7 +127,7 @@ def check_gradients(subject: Subject) -> str:
 
 
 def check_half_precision(subject: Subject) -> str:
-    """bfloat16 and float16: output and gradients within what rounding to these may change, in the same dtype."""
+    """In bfloat16 and float16, output and gradients must be within rounding errors, the output in the dtype of q."""
     for dtype in (torch.bfloat16, torch.float16):
         half = replace(subject, dtype=dtype)
         for length in half.spread:

@@ -1,8 +1,7 @@
-"""What drawn patterns are written with: the constructors of `masks`, and functions for `custom`.
+"""Constructors for drawn patterns: all of `masks`, and functions for `custom`.
 
-Another module with the same names draws the same in its own values. So a test may draw each pattern together with a
-rule of its own for it: constructors that return pairs of the two, and pairs that have &, |, ~, +, `after` and
-`per_document`.
+A test may replace this module by another with equal names, to draw each pattern together with an independent rule:
+constructors then return (pattern, rule) objects with &, |, ~, +, `after` and `per_document`.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ from ..masks import EMPTY, FULL, PARTIAL, Pattern, custom
 
 
 def __getattr__(name: str) -> Any:
-    """What is not below is a constructor of `masks`."""
+    """Constructor of `masks`, for names not defined here."""
     return getattr(masks, name)
 
 
@@ -28,9 +27,9 @@ def custom_lattice(a: int, b: int, modulus: int) -> Pattern:
 
 
 def custom_windows(widths: Sequence[int], *, classified: bool) -> Pattern:
-    """Head h sees the last widths[h mod len(widths)] keys up to the query's own.
+    """Head h sees the last widths[h mod len(widths)] keys, the query's own included.
 
-    classified: with a function that classifies boxes, and a period.
+    classified: also give a function that classifies boxes, and a period.
     """
     table = torch.tensor(widths)
     if not classified:
@@ -39,12 +38,12 @@ def custom_windows(widths: Sequence[int], *, classified: bool) -> Pattern:
 
 
 def custom_kinds(kinds: Sequence[int]) -> Pattern:
-    """Positions of one kind see each other; kinds repeat."""
+    """Positions of equal kind see each other; kinds repeat."""
     return custom(same_kind(torch.tensor(kinds)), period=len(kinds))
 
 
 def lattice(a: int, b: int, modulus: int):
-    """The function of `custom_lattice`."""
+    """mask_mod of `custom_lattice`."""
 
     def mask_mod(b_, h, q, k):
         return (q * a + k * b) % modulus == 0
@@ -53,7 +52,7 @@ def lattice(a: int, b: int, modulus: int):
 
 
 def window_by_head(widths: Tensor):
-    """The function of `custom_windows`."""
+    """mask_mod of `custom_windows`."""
 
     def mask_mod(b, h, q, k):
         distance = q - k
@@ -63,7 +62,7 @@ def window_by_head(widths: Tensor):
 
 
 def classify_window(widths: Tensor):
-    """What the function of `window_by_head` says of boxes."""
+    """Classifier of boxes for `window_by_head`."""
 
     def classify(head, q_first, q_last, k_first, k_last):
         width = widths[head % len(widths)]
@@ -75,7 +74,7 @@ def classify_window(widths: Tensor):
 
 
 def same_kind(kinds: Tensor):
-    """The function of `custom_kinds`."""
+    """mask_mod of `custom_kinds`."""
     size = len(kinds)
 
     def mask_mod(b, h, q, k):

@@ -1,6 +1,6 @@
 """Hypothesis strategies for attention: patterns, lengths at the edges, sizes, tensors, packings, shards.
 
-Everything drawn shrinks to the small and simple: a causal pattern, one token, one head. `max_...` bound what is drawn.
+Values shrink towards simple ones: a causal pattern, one token, one head. Arguments `max_...` are upper bounds.
 Needs hypothesis: pip install "flexdilated[testing]".
 """
 

@@ -1,4 +1,4 @@
-"""Page: a pattern as one HTML file that draws it at any scale, evaluates its traced rule and explains its pairs."""
+"""Page: a pattern as one HTML file that draws it at any scale, evaluates its traced rule, and explains its pairs."""
 
 from __future__ import annotations
 
@@ -31,11 +31,11 @@ from ._traced_reason import traced_rule
 from ._traced_rule import Program
 
 LARGEST_PAGE = 4_000_000  # bytes
-_MOST_RESIDUES = 4096  # more classes than a screen has pixels would be drawn as noise
+_MOST_RESIDUES = 4096  # more residue classes than screen pixels would look like noise
 _LONGEST_PATTERN = 400
 _TILES = 256  # along each side of the picture
-_MOST_GRIDS = 16  # of tiles, over all branches and heads
-_SCRIPTS = ("view", "program", "density", "picture", "panel", "app")  # each builds on those before it
+_MOST_GRIDS = 16  # grids of tiles, over all branches and heads
+_SCRIPTS = ("view", "program", "density", "picture", "panel", "app")  # in order of dependence
 
 
 @plans
@@ -49,13 +49,12 @@ def page(
     batch: int = 0,
     title: str | None = None,
 ) -> str:
-    """One HTML file, for a browser without a network: the pattern over `num_tokens` queries, at any scale.
+    """One HTML file that shows the pattern over `num_tokens` queries at any scale, in a browser without a network.
 
-    `num_keys` defaults to as many keys as queries. `head` is the global head that it shows first, and `batch` the
-    entry whose run-time tensors it holds.
+    num_keys: by default num_tokens. head: the global head shown first. batch: the batch entry, for run-time tensors.
 
-    Raises ValueError for sizes that the pattern does not bind to; for a head or a batch entry that is not there; for a
-    custom function that does more than compare whole numbers and read tables; and for a page above 4 MB, whose tables
+    Raises ValueError for sizes that the pattern does not bind to, for a head or batch entry out of range, for a custom
+    function with operations beyond integer arithmetic, comparisons and tables, and for a page above 4 MB, whose tables
     are too large to embed.
 
     >>> html = viewer.page(masks.longnet((64, 256), (1, 4)), 4096, num_heads=4)
@@ -77,7 +76,7 @@ def page(
 
 
 def _bound(pattern: Expression, num_queries: int, num_keys: int, num_heads: int, batch: int) -> Bound:
-    """One batch entry of the pattern, with its run-time tensors' values."""
+    """One batch entry of the pattern, bound with the values of its run-time tensors."""
     require_expression(pattern)
     for name, value in (("num_tokens", num_queries), ("num_keys", num_keys), ("num_heads", num_heads)):
         require_int(name, value, minimum=1)
@@ -86,7 +85,7 @@ def _bound(pattern: Expression, num_queries: int, num_keys: int, num_heads: int,
 
 
 def _data(pattern: Expression, bound: Bound) -> dict[str, Any]:
-    """What the page knows of the pattern."""
+    """Data of the pattern for the page."""
     most = min(_MOST_RESIDUES, bound.num_queries, bound.num_keys)
     rate = residue_rate(pattern.union, most)
     program = Program((bound.num_heads, bound.num_queries, bound.num_keys))
@@ -104,7 +103,7 @@ def _data(pattern: Expression, bound: Bound) -> dict[str, Any]:
 
 
 def _command(pattern: Expression, bound: Bound) -> str | None:
-    """The command that gives the reasons for a pair, without the pair; None where no command can name the pattern."""
+    """Command line of `explain` without the pair; None if the pattern cannot be written in a command."""
     text = repr(pattern)
     try:
         same = len(text) <= _LONGEST_PATTERN and parse(text) == pattern
@@ -118,11 +117,10 @@ def _command(pattern: Expression, bound: Bound) -> str | None:
 
 
 def _tiles(bound: Bound, first_head: int) -> dict[str, Any]:
-    """What bounds say of tiles of queries and keys in natural order, so that the page need not look there.
+    """Bounds of tiles of queries and keys in natural order, so that the page need not evaluate their pairs.
 
-    A grid has a number a tile: the share of allowed pairs where it is counted, -1 where some may be allowed, -2 where
-    nothing is known.
-    `grid_of` has a grid for each head of each branch; none for heads beyond the largest number of grids.
+    A grid has one number per tile: the share of allowed pairs if exact, -1 for partial bounds, -2 if the bounds exclude
+    nothing. `grid_of[branch][head]` is the index of a grid; None for heads beyond _MOST_GRIDS grids.
     """
     sides = [max(1, -(-tokens // _TILES)) for tokens in (bound.num_queries, bound.num_keys)]
     grids: dict[Pattern, int] = {}
@@ -130,7 +128,7 @@ def _tiles(bound: Bound, first_head: int) -> dict[str, Any]:
     tiles = []
     for head in sorted(range(bound.num_heads), key=lambda head: head != first_head):
         for branch, rule in enumerate(bound.pattern.branches()):
-            of_head = rule.for_head(head, bound.num_heads)  # many heads share one
+            of_head = rule.for_head(head, bound.num_heads)  # many heads share one rule
             if of_head not in grids and len(grids) < _MOST_GRIDS:
                 grids[of_head] = len(grids)
                 tiles.append(_grid(rule, head, bound, sides))
@@ -155,7 +153,7 @@ def _grid(rule: Pattern, head: int, bound: Bound, sides: list[int]) -> list[floa
 
 
 def _assembled(data: dict[str, Any], title: str) -> str:
-    """The files of `web/` with the data. What may run, and which style holds, is said by their digests alone."""
+    """HTML of the files in `web/` with the data. Its policy permits only its own script and style, by digest."""
     script = f'"use strict";\n{"".join(_text(f"{name}.js") for name in _SCRIPTS)}'
     style = _text("style.css")
     sources = f"script-src {_digest(script)}; style-src {_digest(style)}"

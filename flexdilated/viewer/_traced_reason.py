@@ -1,8 +1,8 @@
-"""Rules with their reasons as the page gives them: `reason` run over a traced pair, once for each way that it decides.
+"""Rules with their reasons for the page: `reason` is run on a traced pair, once for each path through its branches.
 
-A traced reason is a decision, {"node": a truth, "yes": a traced reason, "no": another}, or what is said in the end:
-{"text": words, and the nodes of numbers between them, "parts": which parts of the rule decide}. The text is None where
-a reason reads what the page does not hold.
+A traced reason is a decision tree. An inner node is {"node": a truth value, "yes": a traced reason, "no": another}. A
+leaf is {"text": words alternating with nodes of numbers, "parts": indices of the parts of the rule that decide}. The
+text is None if the reason needs data that the page does not have.
 """
 
 from __future__ import annotations
@@ -18,22 +18,22 @@ from torch import Tensor
 from ..masks.core import And, Or, Pair, Pattern, Reason, shortened
 from ._traced_rule import Program, UnsupportedError
 
-_MOST_WAYS = 256  # through one reason: eight parts, or as many heads
-_MOST_PLACES = 256  # of a list that is read at a traced number
+_MOST_WAYS = 256  # paths through one reason: eight parts, or 256 heads
+_MOST_PLACES = 256  # entries of a list that is indexed by a traced number
 _LONGEST_PHRASE = 160
-_NUMBER = re.compile("\ue000(\\d+)\ue001")  # a node, where its number stands in a text
+_NUMBER = re.compile("\ue000(\\d+)\ue001")  # placeholder of a node's number in a text
 
 
 def traced_rule(program: Program, written: Pattern, bound: Pattern, num_heads: int) -> dict[str, Any]:
-    """A branch as nested plain data: its spelling, its node, its traced reason, and the parts that the reason names.
+    """A branch as nested plain data: its text, its node, its traced reason, and the parts that the reason names.
 
-    `written` names its run-time tensors; in `bound`, otherwise alike, are their values.
+    `written` has the names of run-time tensors, `bound` their values; otherwise they are equal.
     """
     return _Rule(program, written, bound, (0, 1, 2), Pair(0, 0, 0, num_heads)).to_data()
 
 
 class _Rule:
-    """A rule and the nodes of the head, query and key that it meets; `asked` has their unit, and no numbers."""
+    """A rule and the nodes of its head, query and key; `asked` has their unit, its numbers are unused."""
 
     def __init__(
         self, program: Program, written: Pattern, bound: Pattern, nodes: tuple[int, int, int], asked: Pair
@@ -56,7 +56,7 @@ class _Rule:
         return {"phrase": phrase, "node": self.node, "reason": reason, "parts": parts}
 
     def _reason(self, *answers: bool) -> dict[str, Any]:
-        """The reason where the first decisions have these answers."""
+        """Traced reason for these answers of the first decisions."""
         self._ways += 1
         if self._ways > _MOST_WAYS:
             raise UnsupportedError
@@ -71,7 +71,7 @@ class _Rule:
 
 
 class _Run:
-    """One way through a rule's reason: its first decisions are given, all later ones are yes."""
+    """One path through a rule's reason: the first decisions are given, later ones are yes."""
 
     def __init__(self, rule: _Rule, answers: Sequence[bool]) -> None:
         self.rule, self.program = rule, rule.program
@@ -84,7 +84,7 @@ class _Run:
     def said(self) -> dict[str, Any]:
         try:
             pieces = _NUMBER.split(self.rule.bound.reason(self.pair).text)
-        except (UnsupportedError, IndexError):  # an index beyond a list: no pair takes this way
+        except (UnsupportedError, IndexError):  # an index out of range: no pair takes this path
             return {"text": None, "parts": []}
         text = [int(piece) if place % 2 else piece for place, piece in enumerate(pieces)]
         return {"text": text, "parts": self.named}
@@ -94,7 +94,7 @@ class _Run:
         return self.decisions.setdefault(node, self.answers[place] if place < len(self.answers) else True)
 
     def part(self, bound: Pattern, pair: _TracedPair) -> _Rule:
-        """A part of the rule, for the pair as the part meets it; the text names it."""
+        """The traced rule of a part, for the pair as the part receives it; recorded as named."""
         nodes = (self.node(pair.head), self.node(pair.query), self.node(pair.key))
         parts, at = self.rule.parts, (id(bound), nodes, pair.unit)
         if at not in parts:
@@ -115,8 +115,6 @@ class _Run:
 
 @dataclass(frozen=True)
 class _TracedPair(Pair):
-    """A pair whose numbers are traced."""
-
     run: Any = None
 
     def reason_of(self, part: Pattern) -> Reason:
@@ -131,7 +129,7 @@ class _TracedPair(Pair):
             raise UnsupportedError
         try:
             node = self.run.program.lookup(table[None], [self.run.node(0), self.run.node(place)])
-        except ValueError as error:  # beyond what a page holds
+        except ValueError as error:  # table too large for a page
             raise UnsupportedError from error
         return _Number(self.run, node)
 
@@ -145,7 +143,7 @@ def _does(name: str, *, is_truth: bool = False, turned: bool = False) -> Callabl
 
 
 class _Number:
-    """A traced number, or a truth, as a reason computes with it, decides by it and writes it."""
+    """Traced number or truth value; supports the arithmetic, branches and formatting of reasons."""
 
     def __init__(self, run: _Run, node: int, *, is_truth: bool = False) -> None:
         self.run, self.node, self.is_truth = run, node, is_truth
@@ -166,7 +164,7 @@ class _Number:
         return self.run.decide(self.node if self.is_truth else self.run.operation("ne", self, 0))
 
     def __index__(self) -> int:
-        """The value, by a decision for each that it may have; a reason's indices are never negative."""
+        """The value, by one decision for each possible value; indices of reasons are never negative."""
         most = self.run.program.most(self.node)
         if most <= _MOST_PLACES:
             for value in range(most + 1):

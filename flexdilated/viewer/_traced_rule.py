@@ -1,7 +1,7 @@
-"""A rule as the page evaluates it: `mask_mod` traced to a short list of elementwise operations, with its tables.
+"""Rules in the form that the page evaluates: `mask_mod` traced to a list of elementwise operations, with its tables.
 
-A traced value is the number of a node. Nodes 0, 1 and 2 are the head, the query and the key; every other node is
-[operation, operand nodes ...], ["const", number] or ["at", number of a table, index nodes ...]. Equal nodes are one.
+A traced value is the index of a node. Nodes 0, 1 and 2 are the head, the query and the key; every other node is
+[operation, operand nodes ...], ["const", number] or ["at", index of a table, index nodes ...]. Equal nodes are shared.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ from torch import Tensor
 from .._torch_private import TorchDispatchMode, to_copy, unsafe_view
 from ..masks.core import Pattern
 
-MOST_ENTRIES = 1 << 24  # of all tables: the page holds them in memory
-_EXACT = 2**52  # the page computes in doubles, whose quotients have the right floor below this
+MOST_ENTRIES = 1 << 24  # entries of all tables, which the page has in memory
+_EXACT = 2**52  # the page computes in doubles; floors of quotients are exact below this
 
-# Operations by torch's names: the page's name, and the largest magnitude of a result by those of the operands.
+# torch's name of an operation -> (the page's name, maximum magnitude of the result from the operands' magnitudes)
 _OPERATIONS: dict[str, tuple[str, Callable[..., int]]] = {
     "add": ("add", operator.add),
     "sub": ("sub", operator.add),
@@ -41,7 +41,7 @@ _OPERATIONS: dict[str, tuple[str, Callable[..., int]]] = {
     **{f"logical_{name}": (name, lambda *operands: 1) for name in ("and", "or", "xor", "not")},
     **{name: (name, lambda a, b: 1) for name in ("eq", "ne", "lt", "le", "gt", "ge")},
 }
-# What gives a single element as it came, with a type or shape of its own.
+# Operations that keep the value of a single element; they may change its type or shape.
 _SAME = ("alias", "clone", "detach", "expand", "lift_fresh", "reshape", "squeeze", "unsqueeze", "view", "positive",
          to_copy.__name__, unsafe_view.__name__)  # fmt: skip
 _NEW = ("zeros_like", "ones_like", "full_like", "empty_like", "new_zeros", "new_ones", "new_full")
@@ -53,7 +53,7 @@ _SUPPORTED = (
 
 @dataclass
 class Program:
-    """The nodes of all rules of a page, and the tables that they read."""
+    """Nodes of all rules of a page, and the tables that they read."""
 
     sizes: tuple[int, int, int]  # heads, queries, keys
     nodes: list[list[Any]] = field(default_factory=lambda: [["head"], ["query"], ["key"]])
@@ -64,14 +64,14 @@ class Program:
         self._most = [size - 1 for size in self.sizes]
 
     def rule(self, pattern: Pattern, num_heads: int, nodes: tuple[int, int, int]) -> int:
-        """The node that says whether the pattern allows the pair of a head, a query and a key."""
+        """Node that is true if the pattern allows the pair; nodes: head, query and key."""
         mask_mod = pattern.mask_mod(num_heads=num_heads, device=torch.device("cpu"))
         zeros = [torch.zeros(1, dtype=torch.int64, device="cpu") for _ in range(4)]
         with _Recorder(self, list(zip(nodes, zeros[1:], strict=True)), repr(pattern)) as recorder:
             return recorder.node(mask_mod(*zeros))
 
     def add(self, most: int, *node: Any) -> int:
-        """The number of a node whose values are at most `most` from zero."""
+        """Index of a node, added if new; `most` bounds the magnitude of its values."""
         if node not in self._known:
             self._known[node] = len(self.nodes)
             self.nodes.append(list(node))
@@ -101,7 +101,7 @@ class Program:
         return self.add(int(table.long().abs().max()), "at", number, *indices)
 
     def most(self, node: int) -> int:
-        """The largest distance of a node's values from zero."""
+        """Bound on the magnitude of a node's values."""
         return self._most[node]
 
     def require_exact(self, node: int, dtype: torch.dtype) -> None:
@@ -115,11 +115,11 @@ class Program:
 
 
 class UnsupportedError(Exception):
-    """What a rule or a reason does that the page cannot."""
+    """An operation of a rule or reason that the page does not support."""
 
 
 class _Recorder(TorchDispatchMode):
-    """Writes each operation on a traced tensor into a program; all others are computed at once."""
+    """Record each operation on a traced tensor in a program; other operations are only computed."""
 
     def __init__(self, program: Program, inputs: list[tuple[int, Tensor]], name: str) -> None:
         super().__init__()
@@ -174,7 +174,7 @@ class _Recorder(TorchDispatchMode):
         return program.operation(name, *nodes)
 
     def _truth(self, node: int, value: Any) -> int:
-        """1 for what is not 0, as operations on booleans take it."""
+        """Node of a value as 0 or 1, for operations on booleans."""
         is_bool = value.dtype == torch.bool if isinstance(value, Tensor) else isinstance(value, bool)
         return node if is_bool else self.program.operation("ne", node, self.program.constant(0))
 
@@ -183,7 +183,7 @@ class _Recorder(TorchDispatchMode):
         return node if most is None else self.program.operation("minimum", node, self.node(most))
 
     def node(self, value: Any) -> int:
-        """A traced tensor's node, or the constant that a number or another tensor is."""
+        """Node of a traced tensor, or of a number or other single-element tensor as a constant."""
         if id(value) in self.traced:
             return self.traced[id(value)][0]
         if isinstance(value, Tensor):

@@ -1,6 +1,6 @@
-"""Inspecting patterns: `describe` counts what one allows, costs and reaches, `explain` says why a pair is allowed.
+"""Inspect patterns: `describe` gives pairs, costs and receptive field; `explain` says why a pair is allowed or not.
 
-`plot` draws one. `count_cells` counts the pairs of the cells of a grid, within a budget.
+`plot` and `show` draw a pattern. `count_cells` counts the allowed pairs in each cell of a grid, within a budget.
 """
 
 from ._cells import Cells, count_cells

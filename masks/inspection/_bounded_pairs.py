@@ -1,4 +1,4 @@
-"""Bounded pairs: how many pairs of a box a rule allows, as exactly as a budget of evaluations permits."""
+"""Bounds on the number of allowed pairs in boxes, as tight as a budget of evaluations permits."""
 
 from __future__ import annotations
 
@@ -29,15 +29,15 @@ from ..core import (
 _CELL_SIDE = 64  # boxes up to this side are evaluated pair by pair
 _FRONTIER = 1 << 17  # boxes counted together
 _COUNT = 8  # single pairs that take as long as the bounds of a box
-_SAMPLES = 1 << 21  # pairs evaluated where the budget is spent
-_MOST_SAMPLES = 1 << 12  # of them in one box
+_SAMPLES = 1 << 21  # pairs evaluated in all once the budget is spent
+_MOST_SAMPLES = 1 << 12  # of these in one box
 _SAMPLED_AT_ONCE = 1 << 20
 # Steps of a sequence that fills the unit square evenly: Roberts' R2, from the plastic number.
 _ROW_STEP, _COLUMN_STEP = 0.7548776662466927, 0.5698402909980532
 
 
 class PairCounts(NamedTuple):
-    """Allowed pairs of boxes or cells: at least `low`, at most `high`, about `likely`; the same where counted."""
+    """Allowed pairs of boxes or cells: bounds `low` and `high`, estimate `likely`; all three are equal if exact."""
 
     low: Int64[Tensor, "..."]
     high: Int64[Tensor, "..."]
@@ -49,37 +49,36 @@ class PairCounts(NamedTuple):
         return cls(low, high, torch.zeros(number, dtype=torch.float64))
 
     def add(self, owner: Tensor, *found: Tensor) -> None:
-        """Add to each owner's counts those of what it owns: exact ones, or (low, high, likely)."""
+        """Add counts at the indices `owner`: exact ones, or (low, high, likely)."""
         for mine, theirs in zip(self, found if len(found) > 1 else found * 3, strict=True):
             mine.index_add_(0, owner, theirs.to(mine.dtype))
 
 
 @dataclass
 class Budget:
-    """How many evaluations of single pairs, and of what takes as long, are left."""
+    """Remaining budget in evaluations of single pairs, or in work that takes as long."""
 
     left: int
 
     def afford(self, boxes: int) -> bool:
-        """Whether so many boxes can be counted."""
+        """True if the budget permits bounding this number of boxes."""
         return boxes * _COUNT <= self.left
 
     def take(self, wanted: Tensor, each: int) -> Tensor:
-        """Which of the wanted boxes can be settled for `each` evaluations a box, which are taken from the budget."""
+        """Mask of the wanted boxes that fit the budget; takes `each` evaluations a box from it."""
         chosen = wanted & (wanted.cumsum(0) * each <= self.left)
         self.left -= int(chosen.sum()) * each
         return chosen
 
 
 def bounded_pairs(rule: Pattern, box: Box, budget: Budget) -> PairCounts:
-    """Allowed pairs of each box, of a rule for one head; both sides of the boxes have one step.
+    """Count or bound the allowed pairs of each box under a rule for one head; queries and keys have a common step.
 
-    Boxes that bounds leave undecided are cut, all alike, into residue classes and then into halves, until all are
-    decided or the budget is spent. Of parts that stay undecided `likely` is an estimate from a few pairs, evenly
-    placed.
+    Undecided boxes are split into residue classes, then halved, until bounds decide all parts or the budget is spent.
+    For parts that stay undecided, `likely` is estimated from a few evenly spread pairs.
     """
     cuts: list[tuple[int, bool]] = []  # (factor, whether queries and keys agree modulo it)
-    if box.q.step == box.k.step == 1:  # else a layout's classes, in which its rules are dense
+    if box.q.step == box.k.step == 1:  # else residue classes of a layout, in which rules are dense
         together, apart = residue_factors(rule)
         cuts = [*((factor, True) for factor in together), *((factor, False) for factor in apart)]
     found, rest = PairCounts.zeros(len(box.head)), Owned(torch.arange(len(box.head)), box)
@@ -100,7 +99,7 @@ def bounded_pairs(rule: Pattern, box: Box, budget: Budget) -> PairCounts:
 
 
 def settle(rule: Pattern, owned: Owned, found: PairCounts) -> Owned:
-    """Add what bounds decide; returns the others."""
+    """Add the pairs of boxes whose bounds are equal to `found`; returns the undecided boxes."""
     left = [owned.select(torch.arange(0))]
     for few in few_at_once(owned, _FRONTIER):
         left.append(_add_exact(few, rule.count(few.box, num_heads=1), found))
@@ -114,7 +113,7 @@ def _add_exact(owned: Owned, bounds: Bounds, found: PairCounts) -> Owned:
 
 
 def _settle_closely(rule: Pattern, owned: Owned, found: PairCounts, budget: Budget) -> Owned:
-    """The same by all diagonals, and by all pairs of small boxes, within the budget. Boxes of one size cost alike."""
+    """Settle by all diagonals, then by all pairs of small boxes, within the budget. Equal sizes have equal costs."""
     left = []
     for alike in by_size(owned):
         q, k = alike.box.q.count, alike.box.k.count
@@ -134,7 +133,7 @@ def _settle_closely(rule: Pattern, owned: Owned, found: PairCounts, budget: Budg
 
 
 def _sample(rule: Pattern, owned: Owned, found: PairCounts) -> None:
-    """Add bounds, and the share of allowed pairs among some of each box."""
+    """Add the bounds of each box, with `likely` estimated from sampled pairs."""
     if not len(owned):
         return
     samples = min(_MOST_SAMPLES, max(1, _SAMPLES // len(owned)))
@@ -152,11 +151,11 @@ def _sample(rule: Pattern, owned: Owned, found: PairCounts) -> None:
 
 
 def even_places(shape: tuple[int, int], begin: int = 0) -> tuple[Float64[Tensor, "n m"], Float64[Tensor, "n m"]]:
-    """Points that fill the unit square evenly, those of each row and all together: from the `begin`-th on."""
+    """Coordinates of low-discrepancy points in the unit square from the `begin`-th on; each row is spread evenly."""
     number = (begin + torch.arange(shape[0] * shape[1]).view(shape)).double()
     return (number * _ROW_STEP).frac(), (number * _COLUMN_STEP).frac()
 
 
 def _place(count: Counts, share: Tensor) -> Tensor:
-    """The term at this share of each progression."""
+    """Index of the term at this fraction of each progression."""
     return (count[:, None] * share).long().minimum(count[:, None] - 1)

@@ -1,4 +1,4 @@
-"""Cells: how many pairs a pattern allows in each cell of a coarse grid, at any number of tokens."""
+"""Number of allowed pairs in each cell of a coarse grid, at any number of tokens."""
 
 from __future__ import annotations
 
@@ -26,22 +26,22 @@ from ._bounded_pairs import Budget, PairCounts, bounded_pairs, even_places, sett
 
 # R rows, C columns of cells; B branches; P parts of cells
 
-_BUDGET = 1 << 24  # single pairs, and what takes as long
+_BUDGET = 1 << 24  # evaluations of single pairs, or work that takes as long
 _MOST_CELLS = 1 << 22
-_EVERY_PAIR = 1 << 21  # windows of so many pairs are evaluated pair by pair
+_EVERY_PAIR = 1 << 21  # windows up to this number of pairs are evaluated pair by pair
 _MOST_BOXES = 1 << 20
-_MOST_PARTS = 1 << 28  # pairs of parts, of which those that may meet are found
-_SAMPLES, _LEAST_SAMPLES = 1 << 22, 1 << 6  # pairs evaluated where boxes are too many: in all, and in a cell
+_MOST_PARTS = 1 << 28  # pairs of parts that are compared by residue class
+_SAMPLES, _LEAST_SAMPLES = 1 << 22, 1 << 6  # sampled pairs if there are too many boxes: in all, and in a cell
 _PAIRS_AT_ONCE = 1 << 20
 _PARTS_AT_ONCE = 1 << 22
 
 
 @dataclass(frozen=True)
 class Cells:
-    """A window cut into cells: row i holds the query slots row_edges[i] to row_edges[i + 1] - 1, a column keys so.
+    """A window cut into cells: row i has query slots row_edges[i] to row_edges[i + 1] - 1; columns have key slots.
 
-    `total` counts a pair once for each branch that allows it; `branches` has the counts of each branch, in the
-    order of the pattern's own. `area` is the number of pairs of each cell.
+    `area` is the number of pairs of each cell. `total` counts a pair once for each branch that allows it; `branches`
+    has the counts of each branch, in the order of `pattern.branches()`.
     """
 
     window: tuple[range, range]
@@ -53,22 +53,22 @@ class Cells:
 
     @property
     def low(self) -> Int64[Tensor, "R C"]:
-        """Pairs that are allowed at least."""
+        """Lower bound on the allowed pairs."""
         return self.total.low
 
     @property
     def high(self) -> Int64[Tensor, "R C"]:
-        """Pairs that are allowed at most; `low` where the cell is counted."""
+        """Upper bound on the allowed pairs; equal to `low` where the count is exact."""
         return self.total.high
 
     @property
     def likely(self) -> Float64[Tensor, "R C"]:
-        """The count where it is known, else an estimate within the bounds."""
+        """The exact count, or an estimate within the bounds."""
         return self.total.likely
 
     @property
     def exact(self) -> Bool[Tensor, "R C"]:
-        """Which cells are counted."""
+        """True for cells whose count is exact."""
         return self.total.low == self.total.high
 
 
@@ -86,14 +86,16 @@ def count_cells(
     sides: tuple[int, int] = (1, 1),
     order: Layout | None = None,
 ) -> Cells:
-    """Count one head's pairs in the cells of a window, by bounds on whole boxes where they decide.
+    """Count one head's allowed pairs in each cell of a window, by bounds on whole boxes where they are exact.
 
-    The window is of slots, all of them by default: positions in natural order, which is that of `order=None`. With
-    `shape`, (rows, columns), row i begins at slot queries.start + i * len(queries) // rows, columns alike; else cells
-    begin at multiples of `sides`, and those at the borders are cut where the window ends. Time does not grow with the
-    number of tokens, but with that of cells; where exact counts would take long, cells keep bounds that differ, and an
-    estimate. `batch` is the entry meant where run-time tensors have a row for each. Raises ValueError for sizes,
-    windows and shapes that do not fit, and for what the pattern cannot be bound to.
+    queries, keys: the window, in slots of `order`; by default all. order: None for natural order, where slots are
+    positions. shape: (rows, columns); row i begins at slot queries.start + i * len(queries) // rows, columns likewise.
+    sides: without `shape`, cells begin at multiples of these, and the window cuts the cells at its borders. batch: the
+    batch entry, for run-time tensors with a row for each.
+
+    Time grows with the number of cells, not of tokens. Where an exact count would take too long, a cell has unequal
+    bounds and an estimate. Raises ValueError for sizes, windows and shapes that do not fit, and for sizes or heads that
+    the pattern cannot be bound to.
     """
     num_keys = num_tokens if num_keys is None else num_keys
     bound = require_expression(pattern).bind(num_heads=num_heads, num_queries=num_tokens, num_keys=num_keys)
@@ -133,7 +135,7 @@ def _edges_at_multiples(window: range, side: int) -> Int64[Tensor, " cells+1"]:
 
 
 def _count_each(rules: set[Pattern], q: Side, k: Side) -> dict[Pattern, PairCounts]:
-    """Each rule with its share of the budget that is left. Those that meet the fewest classes come first."""
+    """Count each rule with its share of the remaining budget, rules with the largest spacing first."""
     found, left = {}, _BUDGET
     for waiting, rule in enumerate(sorted(rules, key=lambda rule: (-rule.spacing(), rule.text))):
         budget = Budget(left // (len(rules) - waiting))
@@ -144,7 +146,7 @@ def _count_each(rules: set[Pattern], q: Side, k: Side) -> dict[Pattern, PairCoun
 
 
 def _count(rule: Pattern, q: Side, k: Side, budget: Budget) -> PairCounts:
-    """The cells of a branch, as a rule for one head."""
+    """Allowed pairs in each cell under a rule for one head."""
     few = len(q.window) * len(k.window) <= _EVERY_PAIR
     try:
         found = _every_pair(rule, q, k) if few else _by_boxes(rule, q, k, budget)
@@ -155,7 +157,6 @@ def _count(rule: Pattern, q: Side, k: Side, budget: Budget) -> PairCounts:
 
 
 def _every_pair(rule: Pattern, q: Side, k: Side) -> PairCounts:
-    """Each pair of the window evaluated."""
     mask_mod, none = rule.mask_mod(num_heads=1, device=torch.device("cpu")), torch.tensor(0)
     position = [
         side.layout.pieces(0).position(torch.zeros_like(slots), slots)
@@ -171,10 +172,10 @@ def _every_pair(rule: Pattern, q: Side, k: Side) -> PairCounts:
 
 
 def _by_boxes(rule: Pattern, q: Side, k: Side, budget: Budget) -> PairCounts:
-    """Boxes counted by their bounds, undecided ones by parts; boxes that differ by whole periods are counted once."""
+    """Count boxes by bounds, and undecided ones by parts; boxes that differ by whole periods are counted once."""
     (row, queries), (column, keys) = q.parts(), k.parts()
-    # Positions of a part agree modulo its step, and those of a pair modulo the rule's spacing: so parts that meet agree
-    # modulo what divides both.
+    # Positions of a part agree modulo its step; query and key of an allowed pair agree modulo the rule's spacing.
+    # So only parts that agree modulo the gcd of both can have allowed pairs.
     classes = gcd(queries.step, rule.spacing())
     own, theirs = queries.first.remainder(classes), keys.first.remainder(classes)
     boxes = int((torch.bincount(own, minlength=classes) * torch.bincount(theirs, minlength=classes)).sum())
@@ -198,7 +199,7 @@ def _by_boxes(rule: Pattern, q: Side, k: Side, budget: Budget) -> PairCounts:
 
 
 def _sampled(rule: Pattern, q: Side, k: Side) -> PairCounts:
-    """A sample of each cell's pairs, where its positions are too many progressions to be counted as boxes."""
+    """Estimate each cell from sampled pairs, where its positions form too many progressions to count as boxes."""
     mask_mod, none = rule.mask_mod(num_heads=1, device=torch.device("cpu")), torch.tensor(0)
     area = (q.sizes[:, None] * k.sizes).flatten()
     each, share = max(_LEAST_SAMPLES, _SAMPLES // len(area)), []
@@ -210,7 +211,7 @@ def _sampled(rule: Pattern, q: Side, k: Side) -> PairCounts:
 
 
 def window_slots(name: str, window: object, size: int) -> range:
-    """The window itself, or for None all `size` slots. Raises ValueError for what is no run of them."""
+    """The window, or range(size) for None. Raises ValueError unless it is a nonempty range of step 1 within it."""
     window = range(size) if window is None else window
     if not isinstance(window, range) or window.step != 1 or not 0 <= window.start < window.stop <= size:
         advice = "" if isinstance(window, range) else ": write range(start, stop)"
@@ -221,7 +222,7 @@ def window_slots(name: str, window: object, size: int) -> range:
 
 @dataclass(frozen=True)
 class Side:
-    """The queries or the keys of a window: the slots at which cells begin, and their positions as progressions."""
+    """Queries or keys of a window: cell edges in slots, and positions of cells as progressions."""
 
     window: range
     edges: Int64[Tensor, " cells+1"]
@@ -236,13 +237,13 @@ class Side:
         return self.edges.diff()
 
     def positions_at(self, cell: Tensor, share: Tensor) -> Tensor:
-        """Positions of the slots at these shares of cells."""
+        """Positions of the slots at these fractions of cells."""
         size = self.sizes[cell, None]
         slot = self.edges[cell, None] + (size * share).long().minimum(size - 1)
         return self.layout.pieces(0).position(torch.zeros_like(slot), slot)
 
     def parts(self) -> tuple[Int64[Tensor, " P"], Progression]:
-        """Parts of cells whose positions are progressions of one step, and the cell of each."""
+        """(cell of each part, its positions): cells are cut into parts whose positions are progressions of one step."""
         pieces = self.layout.pieces(0)
         inner = pieces.starts[(pieces.starts > self.window.start) & (pieces.starts < self.window.stop)]
         cuts = torch.cat([self.edges, inner]).unique()

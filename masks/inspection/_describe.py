@@ -1,4 +1,4 @@
-"""describe: the pairs that a pattern allows, what computing them costs, and what they reach."""
+"""describe: the allowed pairs of a pattern, the cost to compute them, and the receptive field."""
 
 from __future__ import annotations
 
@@ -25,15 +25,15 @@ from ._pair_counts import (
 )
 from ._receptive_field import ReceptiveField, receptive_field_of
 
-MOST_DESCRIBED = 1 << 27  # tokens: a window's blocks then fill about 3 GB
+MOST_DESCRIBED = 1 << 27  # tokens; the block lists of a window then take about 3 GB
 
 
 @dataclass(frozen=True)
 class BranchDescription:
-    """One distinct branch of a pattern: its pairs over all heads, and the layouts that were compared for it.
+    """One distinct branch of a pattern: its pairs over all heads, and the layouts that the planner compared.
 
-    Where the planner computes all branches together, there is one for all of them. Blocks are those listed, over all
-    heads; the full ones are whole and allow every pair.
+    If the planner computes all branches together, one BranchDescription covers them all. Block counts are of listed
+    blocks, over all heads; full blocks are whole and allow every pair.
     """
 
     pattern: Expression
@@ -53,12 +53,12 @@ class BranchDescription:
 
 @dataclass(frozen=True)
 class Description:
-    """All counts of a pattern bound to sizes, which print as tables.
+    """All counts of a pattern bound to sizes; prints as tables.
 
     Pairs are (query, key) pairs over all heads, counted once for each branch.
-    What follows from the plan is counted at once; `heads`, `branch_shares`, `multiplicity`, `gaps` and
-    `receptive_field` on first use, in seconds at a million tokens. All of it is exact but for `multiplicity` of
-    several branches and `receptive_field`, which are samples at all but a few tokens, and say so.
+    Counts that follow from the plan are computed at once; `heads`, `branch_shares`, `multiplicity`, `gaps` and
+    `receptive_field` on first use, in seconds at a million tokens. All are exact except `multiplicity` of several
+    branches and `receptive_field`: unless there are few tokens, these are sampled, and their `exact` is False.
     """
 
     pattern: Expression
@@ -114,18 +114,18 @@ class Description:
 
     @property
     def partial_blocks(self) -> int:
-        """All other listed blocks."""
+        """Listed blocks that are not full."""
         return sum(branch.partial_blocks for branch in self.branches)
 
     @property
     def table_bytes(self) -> int:
-        """Bytes of the block lists behind the plan."""
+        """Bytes of the plan's block lists."""
         return sum(branch.table_bytes for branch in self.branches)
 
     @cached_property
     @plans
     def heads(self) -> tuple[HeadShare, ...]:
-        """The pairs of each head, and of each branch in it; one entry for all heads that follow the same rules."""
+        """Pairs of each head, in total and by branch; one entry for all heads with equal rules."""
         groups = groups_of(self.bound)
         if len(groups) == len(groups[0].rules) == 1:
             return (HeadShare(groups[0].heads, (self.useful_pairs // self.num_heads,)),)
@@ -134,33 +134,33 @@ class Description:
     @cached_property
     @plans
     def branch_shares(self) -> tuple[BranchShare, ...]:
-        """The pairs of each distinct branch as the pattern states them, whichever way they are computed."""
+        """Pairs of each distinct branch of the pattern, also if branches are computed together."""
         return branch_shares(self.bound, self.heads)
 
     @cached_property
     @plans
     def multiplicity(self) -> Multiplicity:
-        """How many pairs are allowed by exactly so many branches: counted, or estimated with standard errors."""
+        """Number of pairs by the number of branches that allow them: exact, or estimated with standard errors."""
         return multiplicity_of(self.bound, self.branch_shares)
 
     @property
     def distinct_pairs(self) -> int | float:
-        """Pairs that at least one branch allows, each once; an estimate unless `multiplicity.exact`.
+        """Pairs that at least one branch allows, counted once; an estimate unless `multiplicity.exact`.
 
-        Its standard error is that of the pairs that no branch allows.
+        Its standard error is `multiplicity.standard_errors[0]`.
         """
         return self.all_pairs - self.multiplicity.pairs[0]
 
     @cached_property
     @plans
     def gaps(self) -> Gaps | None:
-        """Queries without a key and keys without a query; None where that takes too long to count."""
+        """Queries without a key and keys without a query; None if counting them would take too long."""
         return gaps_of(self.bound)
 
     @cached_property
     @plans
     def zero_keys(self) -> int:
-        """Zero keys of padding over all rows and heads: keys in the softmax of `attend`, and no pairs."""
+        """Zero keys of padding over all rows and heads; `attend` has them in its softmax, pair counts omit them."""
         if not self.pattern.pads:
             return 0
         bound = self.bound
@@ -170,9 +170,9 @@ class Description:
         return sum(int(self.pattern.zero_keys(head, queries, **sizes).sum()) for head in heads)
 
     def receptive_field(self) -> ReceptiveField:
-        """Which tokens each token reaches after how many layers: of all tokens, or of a sample of them.
+        """Number of tokens that a token reaches by number of layers, over all tokens or a sample.
 
-        Raises ValueError if queries and keys are not the same tokens.
+        Raises ValueError unless `is_self_attention`.
         """
         return self._receptive_field
 
@@ -183,15 +183,15 @@ class Description:
 
     @property
     def is_self_attention(self) -> bool:
-        """Whether queries and keys are the same tokens."""
+        """True if queries and keys have equal positions."""
         return self.bound.is_self_attention
 
     def to_data(self) -> dict[str, Any]:
-        """All of it as plain data, for JSON; what is not known is None."""
+        """All numbers as plain data, for JSON; unknown numbers are None."""
         return description_data(self)
 
     def to_text(self, *, columns: int = 80) -> str:
-        """Tables whose lines have at most so many characters, or 30 if it is fewer."""
+        """Tables with lines of at most `columns` characters, or 30 if `columns` is smaller."""
         return description_text(self, columns)
 
     def __str__(self) -> str:
@@ -211,13 +211,13 @@ def describe(
     k_offset: int = 0,
     device: torch.device | str = "cpu",
 ) -> Description:
-    """Count what the pattern allows and what the planner's choice computes, in closed form where there is one.
+    """Count the pairs that the pattern allows and the pairs that the planner's choice computes.
 
-    Of one head, unless `num_heads` says otherwise. Useful pairs count each (query, key) pair once for each branch that
-    allows it. Predicted times are those of the cost model for one forward pass, batch 1, on this kind of device: in
-    float32 on CPU, in half precision elsewhere. Raises ValueError for sizes below 1, for heads that the pattern has no
-    rule for, for run-time tensors that differ by batch entry, and for more than 134,217,728 queries or keys where the
-    planner's choice lists blocks.
+    Counts are in closed form where there is one. Useful pairs count each (query, key) pair once for each branch that
+    allows it. The cost model predicts the time of one forward pass, batch 1, on this kind of device: in float32 on CPU,
+    in half precision elsewhere. Raises ValueError for sizes below 1, for heads that the pattern has no rule for, for
+    run-time tensors that differ by batch entry, and for more than 134,217,728 queries or keys where the planner's
+    choice lists blocks.
 
     >>> masks.describe(masks.local_window(left=127, right=0), 4096).density
     0.030765533447265625
@@ -233,7 +233,7 @@ def describe(
 
 @plans
 def describe_plan(plan: Plan, *, head_dim: int) -> Description:
-    """The same of a plan that was made. Raises ValueError where its lists of blocks would fill the memory."""
+    """Describe an existing plan. Raises ValueError for block lists of more than MOST_DESCRIBED queries or keys."""
     _require_countable(plan)
     bound, branches = plan.bound, tuple(_describe_branch(options) for options in plan.options)
     return Description(bound.pattern, bound.num_queries, bound.num_keys, bound.num_heads, head_dim, branches, bound)
@@ -250,7 +250,7 @@ def _require_countable(plan: Plan) -> None:
 
 
 def _describe_branch(options: tuple[Option, ...]) -> BranchDescription:
-    """Of the option that the planner chose, the first one."""
+    """Counts of the first option, which the planner chose."""
     chosen = options[0]
     counted = zip(TermCount(0, 0, 0, 0, 0), *map(count_term, chosen.terms), strict=True)
     return BranchDescription(chosen.branch, chosen.multiplicity, *map(sum, counted), options=options)

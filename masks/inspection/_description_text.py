@@ -20,7 +20,7 @@ _PLUS_MINUS, _ERROR = " +/- ", " +/- standard error"
 
 
 def description_text(counts: Description, columns: int) -> str:
-    """Tables whose lines have at most so many characters, or 30 if it is fewer."""
+    """Tables with lines of at most `columns` characters, or 30 if `columns` is smaller."""
     parts = [
         fitted_facts(_facts(counts), columns=columns),
         _how_computed(counts, columns),
@@ -80,7 +80,7 @@ def _field_facts(counts: Description) -> list[tuple[str, str]]:
 
 
 def _percent(part: float, whole: float) -> str:
-    """Two decimals, and nothing that is not all as 100 %."""
+    """Share with two decimals; only the whole is 100 %."""
     text = f"{part / max(whole, 1):.2%}"
     return "> 99.99%" if text == "100.00%" and part < whole else text
 
@@ -99,7 +99,7 @@ def _row(branch: BranchDescription, all_pairs: int) -> tuple[str, ...]:
 
 
 def _heads(counts: Description, columns: int) -> str:
-    """The pairs of each head, and the share of each branch in them; nothing where all heads and branches are one."""
+    """Table of pairs by head, with each branch's share; empty for one branch and one kind of head."""
     branches, heads = counts.branch_shares, counts.heads
     if len(branches) == len(heads) == 1:
         return ""
@@ -125,7 +125,7 @@ def _shares(heads: str, pairs: int, all_pairs: int, of_branches: Sequence[int]) 
 
 
 def _multiplicity(counts: Description, columns: int) -> str:
-    """How many pairs how many branches allow, where there is more than one."""
+    """Table of pairs by the number of branches that allow them; empty for one branch."""
     if sum(share.multiplicity for share in counts.branch_shares) == 1:
         return ""
     found, some = counts.multiplicity, max(counts.distinct_pairs, 1)
@@ -140,7 +140,7 @@ def _multiplicity(counts: Description, columns: int) -> str:
 
 
 def _growth(counts: Description, columns: int) -> str:
-    """How the receptive field grows with the number of layers."""
+    """Table of mean receptive field by number of layers; empty without self-attention."""
     field = counts.receptive_field() if counts.is_self_attention else None
     if field is None or not field.growth:
         return ""
@@ -153,7 +153,7 @@ def _growth(counts: Description, columns: int) -> str:
 
 
 def _listed(numbers: Sequence[int]) -> str:
-    """Ascending numbers: runs of one step as their ends."""
+    """Ascending numbers as text; equally spaced ones by their ends."""
     steps = {b - a for a, b in pairwise(numbers)}
     if len(numbers) > 2 and len(steps) == 1:
         first, second, last = numbers[0], numbers[1], numbers[-1]
@@ -163,7 +163,7 @@ def _listed(numbers: Sequence[int]) -> str:
 
 
 def _right(columns: int) -> tuple[str, ...]:
-    """The first column to the left, and so many others to the right."""
+    """Alignments of one left column and `columns` right ones."""
     return ("left", *("right",) * columns)
 
 
@@ -171,7 +171,7 @@ _COUNTS = ("useful_pairs", "computed_pairs", "full_blocks", "partial_blocks", "t
 
 
 def description_data(counts: Description) -> dict[str, Any]:
-    """All numbers of a description, for JSON; None for what is not known or has no meaning."""
+    """All numbers of a description, for JSON; None for unknown or undefined ones."""
     field, multiplicity = counts.receptive_field() if counts.is_self_attention else None, counts.multiplicity
     sizes = ("num_queries", "num_keys", "num_heads", "head_dim", "all_pairs", "zero_keys", "distinct_pairs")
     derived = ("density", "block_density", "forward_flops", "backward_flops")
@@ -203,7 +203,6 @@ def description_data(counts: Description) -> dict[str, Any]:
 
 
 def _computed(branch: BranchDescription) -> dict[str, Any]:
-    """How one branch, or all of them together, are computed."""
     chosen, *others = ({"layout": option.layout, "predicted_s": option.cost.seconds} for option in branch.options)
     counts = {name: getattr(branch, name) for name in ("multiplicity", *_COUNTS)}
     return {"pattern": repr(branch.pattern), **counts, "chosen": chosen, "others": others}

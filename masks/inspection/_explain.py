@@ -1,4 +1,4 @@
-"""explain: why one pair is allowed or not, rule by rule, and which block holds it."""
+"""explain: why one pair is allowed or not, rule by rule, and which block contains it."""
 
 from __future__ import annotations
 
@@ -32,10 +32,10 @@ _PAIRS_AT_ONCE = 1 << 20
 
 @dataclass(frozen=True)
 class BlockOfPair:
-    """The block that holds a pair in one order: residue-major of this rate, or natural for rate 1.
+    """The block that contains a pair in one order: residue-major of this rate, or natural for rate 1.
 
-    It covers `block_pairs` pairs, of which the head allows `allowed_pairs`; kernels skip a block where these are none,
-    and need no mask where they are all.
+    It has `block_pairs` pairs, of which the head allows `allowed_pairs`. Kernels skip a block without allowed pairs,
+    and need no mask for a block whose pairs are all allowed.
     """
 
     rate: int
@@ -52,7 +52,7 @@ class BlockOfPair:
 
     @property
     def computed(self) -> bool:
-        """Whether a list of blocks in this order names the block."""
+        """True if block lists in this order contain the block."""
         return self.allowed_pairs > 0
 
     def to_data(self) -> dict[str, Any]:
@@ -73,11 +73,11 @@ class BlockOfPair:
 
 @dataclass(frozen=True)
 class Explanation:
-    """What a pattern says of one pair, as a tree of reasons, and the blocks that hold the pair.
+    """Why a pattern allows a pair or not, as a tree of reasons, and the blocks that contain the pair.
 
-    `multiplicity` is how many branches allow the pair: 0 or 1 for a set. `standings` are those blocks, in the natural
-    order and in that of `masks.layout`; empty where no number of tokens was given. `zero_keys` is how many zero keys of
-    padding the query's softmax has besides; None where no number of tokens was given. The str is the tree as indented
+    `multiplicity`: number of branches that allow the pair; 0 or 1 for a set. `standings`: the blocks in natural order
+    and in the order of `masks.layout`; empty if the number of tokens is unknown. `zero_keys`: number of zero keys of
+    padding in the query's softmax; None if that depends on an unknown number of tokens. str() is the tree as indented
     lines.
     """
 
@@ -141,14 +141,14 @@ def explain(
     bindings: Mapping[str, Tensor] | None = None,
     block_size: int | tuple[int, int] = 128,
 ) -> Explanation:
-    """Say why the query sees the key, or why not: by each branch and each part, in plain numbers.
+    """Explain why the query sees the key or not, by each branch and each part, with the numbers of the rule.
 
-    query, key: positions. head: one of num_heads global heads. batch: the entry whose run-time tensors are asked.
-    num_tokens: positions of the queries, and of the keys unless num_keys is given. With it the explanation says too
-    in which block the pair lies, in the natural order and in that of `masks.layout`, and how many pairs it holds.
-    A pattern with run-time tensors needs it. bindings: those tensors that the pattern names and does not carry.
+    query, key: positions. head: one of num_heads global heads. batch: the batch entry, for run-time tensors.
+    num_tokens: number of positions of the queries, and of the keys unless num_keys is given. With it the explanation
+    has the block of the pair and its number of allowed pairs, in natural order and in the order of `masks.layout`. A
+    pattern with run-time tensors needs it. bindings: run-time tensors that the pattern names but does not carry.
 
-    Raises ValueError or TypeError for a pair, a head or an entry that there is not, and for tensors that do not fit.
+    Raises ValueError or TypeError for a pair, head or batch entry out of range, and for tensors that do not fit.
 
     >>> print(masks.explain(masks.local_window(left=2, right=0), query=5, key=2))
     query 5, key 2, head 0 of 1: not allowed
@@ -185,7 +185,7 @@ def _zero_keys(rule: Expression, pair: Pair, num_tokens: int | None) -> int | No
 def _blocks_of_pair(
     rule: Expression, pair: Pair, num_queries: int, num_keys: int, block_size: tuple[int, int]
 ) -> tuple[BlockOfPair, ...]:
-    """In the natural order, and for as many keys as queries in the residue-major one, if the rule has rates for it."""
+    """Block in natural order, and in residue-major order if the rule has a rate and num_queries == num_keys."""
     whole = rule.union
     rate = residue_rate(whole, num_queries) if num_queries == num_keys else 1
     rates = (1, rate) if rate > 1 else (1,)
@@ -208,16 +208,16 @@ def _block_of_pair(
 
 
 def _side(layout: Layout, position: int, side: int) -> tuple[int, int, torch.Tensor]:
-    """(slot, number of its block, positions in that block) of one token."""
+    """(slot, block index, positions in that block) of one token."""
     slot = int(layout.slot_of(torch.tensor(position)))
     block = slot // side
     slots = torch.arange(block * side, min((block + 1) * side, layout.num_tokens))
-    # By the runs of its residue classes: nothing here is as long as the sequence.
+    # Positions by runs of residue classes, so no tensor here is as long as the sequence.
     return slot, block, layout.pieces(0).position(torch.tensor(0), slots)
 
 
 def _whole(rule: Expression, branches: tuple[Reason, ...]) -> Reason:
-    """The reason of a set itself; of a mixture how many branches allow the pair."""
+    """Reason of a set; for a mixture, the number of branches that allow the pair."""
     if not isinstance(rule, Mixture):
         return branches[0]
     times = sum(branch.allowed for branch in branches)
@@ -234,7 +234,7 @@ def _rule(
     num_keys: int | None,
     bindings: Mapping[str, Tensor] | None,
 ) -> Expression:
-    """The pattern with run-time tensors' values in place, checked for these sizes as far as they are known."""
+    """Pattern with the values of its run-time tensors; checks heads, and sizes if they are given."""
     tensors = _tensors(pattern, bindings)
     if num_tokens is not None and num_keys is not None:
         rule = pattern.resolve(tensors, Extent(num_tokens, num_keys))
@@ -250,7 +250,7 @@ def _rule(
 
 
 def _tensors(pattern: Expression, bindings: Mapping[str, Tensor] | None) -> dict[str, Tensor]:
-    """The run-time tensors that the pattern carries and those given by name."""
+    """Run-time tensors by name: carried by the pattern or given in `bindings`."""
     if bindings is not None and not isinstance(bindings, Mapping):
         raise TypeError(f"bindings must map names to tensors; got {type(bindings).__name__}")
     carried, given = pattern.given_tensors(), dict(bindings or {})
@@ -263,7 +263,7 @@ def _tensors(pattern: Expression, bindings: Mapping[str, Tensor] | None) -> dict
 
 
 def _as_written(reason: Reason, pattern: Expression) -> Reason:
-    """The same reasons, of the rules as the pattern has them: with run-time tensors by their names."""
+    """Reasons with run-time tensors shown by name, as in the pattern."""
     carried = {leaf.text: leaf for leaf in run_time_leaves(pattern)}
 
     def written(leaf: Pattern) -> Pattern:

@@ -1,4 +1,4 @@
-"""Tables that fit a terminal: cells are wrapped between words, and columns that do not fit follow below."""
+"""Tables that fit a terminal: cells wrap between words, and columns that do not fit follow in further tables."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from collections.abc import Sequence
 
 from tabulate import tabulate
 
-_GAP, _PADDING = 2, 2  # between columns, and what tabulate adds to a heading
-_LEAST = 30  # characters: narrower terminals get lines of as many
+_GAP, _PADDING = 2, 2  # spaces between columns; padding that tabulate adds to a heading
+_LEAST = 30  # characters; least line width, also on narrower terminals
 # A line may end at a space, behind a bracket, or behind a comma that is not part of a number.
 _PIECE = re.compile(r"(?:[^,()\[\]]|(?<=\d),(?=\d))+[,()\[\]]{0,3}|[,()\[\]]")
 
@@ -16,7 +16,7 @@ _PIECE = re.compile(r"(?:[^,()\[\]]|(?<=\d),(?=\d))+[,()\[\]]{0,3}|[,()\[\]]")
 def fitted_table(
     rows: Sequence[Sequence[str]], headers: Sequence[str], *, columns: int, align: Sequence[str] = ()
 ) -> str:
-    """Of at most so many characters a line. Columns that do not fit follow in a table of their own, with the first."""
+    """Table with lines of at most max(columns, 30) characters. Further columns follow in tables with the first one."""
     align = [*align, *["left"] * (len(headers) - len(align))]
     widths = _widths(rows, headers, max(columns, _LEAST))
     fit = next((n for n in range(len(headers), 2, -1) if _total(widths[:n]) <= max(columns, _LEAST)), 2)
@@ -33,13 +33,13 @@ def fitted_table(
 
 
 def fitted_facts(facts: Sequence[tuple[str, str]], *, columns: int) -> str:
-    """A name and what is said of it a row, without headings."""
+    """One (name, text) a row, without headings."""
     room = max(columns, _LEAST) - max(len(name) for name, _ in facts) - _GAP
     return tabulate([(name, _wrapped(said, room)) for name, said in facts], tablefmt="plain", disable_numparse=True)
 
 
 def _widths(rows: Sequence[Sequence[str]], headers: Sequence[str], columns: int) -> list[int]:
-    """Columns give way where that takes fewest lines, down to their longest pieces."""
+    """Column widths: narrow the columns that then need fewest lines, down to their longest unbreakable pieces."""
     cells = list(zip(headers, *rows, strict=True))
     widths = whole = [max([len(title) + _PADDING, *map(len, column)]) for title, *column in cells]
     least = [max([_longest(title) + _PADDING, *map(_longest, column)]) for title, *column in cells]

@@ -14,18 +14,18 @@ from ._pair_counts import Group, groups_of
 
 # N tokens of one side, n of them
 
-_MOST_PAIRS = 1 << 27  # evaluated in all; the bounds of a box take as long as _COUNT of them
+_MOST_PAIRS = 1 << 27  # evaluations in all; the bounds of a box take as long as _COUNT evaluations
 _COUNT = 8
 _AT_ONCE = 1 << 20
-_MOST_BOXES = 1 << 22  # together: bounds the memory
-_NEAREST = 7  # powers of two, as distances from a token to those that it is most likely to see
-_TOGETHER = 64  # neighbours that are ruled out together
+_MOST_BOXES = 1 << 22  # at once; bounds the memory
+_NEAREST = 7  # number of powers of two that are tried as distance between a token and a partner
+_TOGETHER = 64  # adjacent tokens that are ruled out together
 _SIDE = 16  # boxes up to this side are evaluated pair by pair
 
 
 @dataclass(frozen=True)
 class Gap:
-    """Tokens of one side without a pair: in every head, in at least one head, and the first such token of each."""
+    """Number of tokens of one side without a pair, in every head and in at least one head, and the first of each."""
 
     in_every_head: int
     in_some_head: int
@@ -35,14 +35,14 @@ class Gap:
 
 @dataclass(frozen=True)
 class Gaps:
-    """Queries without any key, whose output is 0, and keys without any query; tokens by their index."""
+    """Queries without any key, whose output is 0, and keys without any query; tokens are given by index."""
 
     queries: Gap
     keys: Gap
 
 
 def gaps_of(bound: Bound) -> Gaps | None:
-    """Exact; None where that takes more evaluations than are allowed, as beyond some ten million tokens."""
+    """Exact gaps; None if that takes over _MOST_PAIRS evaluations, as above some ten million tokens."""
     queries = range(bound.q_offset, bound.q_offset + bound.num_queries)
     keys = range(bound.k_offset, bound.k_offset + bound.num_keys)
     groups, budget = groups_of(bound), _Budget(_MOST_PAIRS)
@@ -55,7 +55,7 @@ def gaps_of(bound: Bound) -> Gaps | None:
 def _gap(groups: tuple[Group, ...], own: range, others: range, by_query: bool, budget: _Budget) -> Gap:
     budget.take(len(own))
     in_every, in_some = torch.ones(len(own), dtype=torch.bool), torch.zeros(len(own), dtype=torch.bool)
-    first_rules: dict[Pattern, Bool[Tensor, " N"]] = {}  # which heads often share
+    first_rules: dict[Pattern, Bool[Tensor, " N"]] = {}  # heads often share their first rule
     for group in groups:
         (first, _), *others_of_head = group.rules
         if first not in first_rules:
@@ -71,7 +71,7 @@ def _gap(groups: tuple[Group, ...], own: range, others: range, by_query: bool, b
 
 
 class _TooManyPairsError(Exception):
-    """The budget of evaluations is spent, or boxes are too many to be held."""
+    """The budget of evaluations is spent, or there are too many boxes for the memory."""
 
 
 @dataclass
@@ -86,9 +86,9 @@ class _Budget:
 
 @dataclass
 class _Search:
-    """Which of some tokens have a pair with `others` under a rule for one head; `own` are all queries, or all keys.
+    """Search for tokens of `own` without a pair under a rule for one head; one side is the queries, the other the keys.
 
-    `lacking` are those tokens, by their index; in the end those of them that have no pair.
+    `lacking` marks the tokens of `own` in question, by index; after `run`, only tokens without a pair with `others`.
     """
 
     rule: Pattern
@@ -99,7 +99,7 @@ class _Search:
     lacking: Bool[Tensor, " N"]
 
     def run(self) -> None:
-        """The cheapest first: single pairs show most tokens that have one, bounds most that have none, then boxes."""
+        """Cheapest tests first: single pairs find most tokens with a pair, bounds most tokens without, then boxes."""
         squares = self.rule.squares(0, 1)
         if squares is not None:
             self._search(self._within(squares))
@@ -123,7 +123,7 @@ class _Search:
         self.lacking |= none
 
     def _within(self, squares: Squares) -> Box:
-        """What of the squares, outside of which the rule has no pair, lies in both sides."""
+        """Intersection of the rule's squares with both sides; the rule has no pair outside its squares."""
         firsts = (squares.q_first, squares.k_first) if self.by_query else (squares.k_first, squares.q_first)
         own, other = (
             clip(Progression(first, 1, torch.full_like(first, squares.side)), run.start, run.stop)
@@ -133,7 +133,7 @@ class _Search:
         return box.select(box.area > 0)
 
     def _look_at(self, distance: int) -> bool:
-        """Evaluate pairs of this distance, or the nearest that there are; returns whether many tokens have them."""
+        """Evaluate pairs at this distance, clamped to `others`; returns True if many lacking tokens have one."""
         index = self.lacking.nonzero().squeeze(1)
         for some in index.split(_AT_ONCE):
             token = self.own.start + some
@@ -141,7 +141,7 @@ class _Search:
         return 8 * int(self.lacking[index].sum()) < 7 * len(index)
 
     def _lines(self, together: int) -> Box:
-        """Boxes of all others with runs of neighbours that lack a pair, at most so many a run."""
+        """Boxes of all `others` with runs of at most `together` adjacent lacking tokens."""
         index = self.lacking.nonzero().squeeze(1)
         begins = torch.ones(len(index), dtype=torch.bool)
         begins[1:] = (index.diff() > 1) | (index[1:] % together == 0)
@@ -151,12 +151,12 @@ class _Search:
         return self._box(runs, Progression(start, 1, length))
 
     def _undecided(self, box: Box) -> Box:
-        """Strike the tokens that bounds prove to have a pair; returns the boxes with tokens still in doubt."""
+        """Clear tokens that bounds prove to have a pair; returns the boxes with undecided tokens."""
         self.budget.take(_COUNT * len(box.head))
         if len(box.head) > _MOST_BOXES:
             raise _TooManyPairsError
         bounds, (own, other) = self.rule.count(box, num_heads=1), self._sides(box)
-        full = box.area - bounds.low < other.count  # fewer pairs are hidden than those of one token
+        full = box.area - bounds.low < other.count  # fewer hidden pairs than one token has partners
         self.lacking &= ~self._held(own.select(full))
         box = box.select(~full & (bounds.high > 0))
         own, before = self._sides(box)[0], torch.nn.functional.pad(self.lacking.cumsum(0), (1, 0))
@@ -164,20 +164,20 @@ class _Search:
         return box.select(before[begin + own.count] > before[begin])
 
     def _without_pairs(self, box: Box) -> Bool[Tensor, " N"]:
-        """The lacking tokens that are in none of the undecided boxes; they are struck."""
+        """Lacking tokens in none of the undecided boxes, so without a pair; clears them from `lacking`."""
         none = self.lacking & ~self._held(self._sides(box)[0])
         self.lacking &= ~none
         return none
 
     def _held(self, runs: Progression) -> Bool[Tensor, " N"]:
-        """Which tokens are in any of these runs."""
+        """Mask of the tokens in any of these runs."""
         begin, change = runs.first - self.own.start, torch.zeros(len(self.own) + 1, dtype=torch.int64)
         change.index_add_(0, begin, torch.ones_like(begin))
         change.index_add_(0, begin + runs.count, torch.full_like(begin, -1))
         return change.cumsum(0)[:-1] > 0
 
     def _search(self, box: Box) -> None:
-        """Cut boxes until bounds decide, or until they are small enough to evaluate every pair."""
+        """Halve boxes until bounds decide, or until they are small enough to evaluate every pair."""
         while len(box.head):
             box = self._undecided(box)
             small = torch.maximum(box.q.count, box.k.count) <= _SIDE
@@ -190,13 +190,12 @@ class _Search:
             box = self._box(own.select(rest), other)
 
     def _evaluate(self, own: Progression, other: Progression) -> None:
-        """All pairs of small boxes."""
         place = torch.arange(_SIDE)
         token, partner = (side.first[:, None] + place.minimum(side.count[:, None] - 1) for side in (own, other))
         self.lacking[token[self._allowed(token[:, :, None], partner[:, None, :]).any(2)] - self.own.start] = False
 
     def _allowed(self, token: Tensor, partner: Tensor) -> Tensor:
-        """Pair by pair, over broadcast positions."""
+        """Evaluate the rule at broadcast positions; takes the pairs from the budget."""
         mask_mod, zero = self.rule.mask_mod(num_heads=1, device=torch.device("cpu")), torch.tensor(0)
         allowed = mask_mod(zero, zero, *((token, partner) if self.by_query else (partner, token)))
         self.budget.take(allowed.numel())
@@ -206,12 +205,12 @@ class _Search:
         return Box(torch.zeros_like(own.first), *((own, other) if self.by_query else (other, own)))
 
     def _sides(self, box: Box) -> tuple[Progression, Progression]:
-        """The own side, and the other one."""
+        """Progressions of `own` and of `others`."""
         return (box.q, box.k) if self.by_query else (box.k, box.q)
 
 
 def _halves(runs: Progression, least: int) -> tuple[Int64[Tensor, " n"], Progression]:
-    """(which run it comes from, it) of runs longer than the least cut in two, and of the others as they are."""
+    """(index of the original run, part): runs longer than `least` cut in two, shorter runs unchanged."""
     half = 1 << (runs.count - 1).clamp(min=1).double().log2().long()  # a power of two: blocks stay whole
     half = torch.where(runs.count > least, half, runs.count)
     cut = (half < runs.count).nonzero().squeeze(1)

@@ -1,4 +1,4 @@
-"""How pairs divide over heads and branches, and how many branches allow them."""
+"""Useful pairs by head and branch, and pairs by the number of branches that allow them."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ from ..planning import CountedPairs, PaddedTerm, Term, computed_pairs, plan
 
 # H heads, n queries or blocks
 
-_MOST_PAIRS = 1 << 25  # evaluated for a sample; the keys of a query take as long as _COUNT of them
+_MOST_PAIRS = 1 << 25  # evaluations for a sample; finding the keys of a query takes as long as _COUNT evaluations
 _COUNT = 1 << 12
 _SEED = 0
 
 
 class TermCount(NamedTuple):
-    """Over all heads and folds; useful pairs as often as they count."""
+    """Counts over all heads and folds; useful pairs are multiplied by the term's multiplicity."""
 
     useful_pairs: int
     computed_pairs: int
@@ -36,7 +36,7 @@ class TermCount(NamedTuple):
 
 
 def count_term(term: Term) -> TermCount:
-    """A term's lists are built once more for it, as attention builds them."""
+    """Counts of a term; rebuilds its block lists as attention builds them."""
     if isinstance(term, PaddedTerm):
         full, partial = (round(number) for number in term.listed_blocks[1:])
         lists = (full + partial) // len(term.heads) * LISTED_BYTES
@@ -54,7 +54,7 @@ def count_term(term: Term) -> TermCount:
 
 
 def _listed(term: Term) -> tuple[Blocks, Int64[Tensor, " n"]]:
-    """The blocks of a term, and how many pairs each allows."""
+    """Blocks of a term, and the number of allowed pairs of each."""
     blocks = term.blocks(term.block_side, term.block_side)
     unknown, pairs = (blocks.pairs == UNKNOWN).nonzero().squeeze(1), blocks.pairs.long()
     pairs[unknown] = count_pairs(term.table_rule(), blocks.places(unknown), blocks.shape)
@@ -62,7 +62,7 @@ def _listed(term: Term) -> tuple[Blocks, Int64[Tensor, " n"]]:
 
 
 def _count_plain(term: Term) -> TermCount:
-    """The same for what is no list of blocks: nothing has to be listed to be counted."""
+    """Counts of a term without block lists, in closed form."""
     computed = computed_pairs(term)
     listed, problems = computed // term.block_side**2, len(term.heads) * term.folds
     full = _full_blocks(term) * problems
@@ -71,29 +71,29 @@ def _count_plain(term: Term) -> TermCount:
 
 
 def _full_blocks(term: Term) -> int:
-    """Whole blocks without a hidden pair, of one head and fold."""
+    """Number of whole blocks without a hidden pair, for one head and fold."""
     side = term.block_side
     rows, columns = term.q.num_slots // side, term.k.num_slots // side
     if term.shape == "dense":
         return rows * columns
     lead = term.k.num_slots - term.q.num_slots if term.shape == "strip" else 0
-    # The keys up to a row's first query are seen by all of its queries.
+    # All queries of a row of blocks see the keys up to its first query.
     return sum(min((row * side + lead + 1) // side, columns) for row in range(rows))
 
 
-Rules = tuple[tuple[Pattern, int], ...]  # of one head: the rule of each distinct branch, and how often it counts
+Rules = tuple[tuple[Pattern, int], ...]  # of one head: (rule, multiplicity) of each distinct branch
 
 
 @dataclass(frozen=True)
 class Group:
-    """Heads, of this device and in its count, that all follow the same rules."""
+    """Heads with equal rules; `heads` counts from 0 on this device."""
 
     heads: tuple[int, ...]
     rules: Rules
 
 
 def groups_of(bound: Bound) -> tuple[Group, ...]:
-    """The heads by their rules, in the order of their first heads."""
+    """Heads grouped by equal rules, in the order of their first heads."""
     groups: dict[Rules, list[int]] = {}
     branches = Counter(bound.pattern.branches()).items()
     for head in range(bound.num_heads):
@@ -104,7 +104,7 @@ def groups_of(bound: Bound) -> tuple[Group, ...]:
 
 @dataclass(frozen=True)
 class HeadShare:
-    """Heads that follow the same rules, and the useful pairs of each of them: of all branches, and of each one."""
+    """Heads with equal rules, and each head's useful pairs: in total and by branch."""
 
     heads: tuple[int, ...]
     branch_pairs: tuple[int, ...]
@@ -116,7 +116,7 @@ class HeadShare:
 
 @dataclass(frozen=True)
 class BranchShare:
-    """A distinct branch, how often it counts, and its useful pairs over all heads, as often as they count."""
+    """A distinct branch, its multiplicity, and its useful pairs over all heads, times that multiplicity."""
 
     pattern: Pattern
     multiplicity: int
@@ -124,9 +124,10 @@ class BranchShare:
 
 
 def head_shares(bound: Bound, planned: Mapping[Expression, Sequence[Term]]) -> tuple[HeadShare, ...]:
-    """In the order of the first heads; a branch's pairs count as often as the branch does.
+    """Pairs of each head by branch, times the branch's multiplicity; in the order of the first heads.
 
-    `planned` holds terms of branches; one that it lacks, as it is computed together with others, is planned alone.
+    `planned` maps branches to their terms. A branch that is computed together with others is missing there and is
+    planned alone.
     """
     of_branches = []
     for branch, times in Counter(bound.pattern.branches()).items():
@@ -139,12 +140,12 @@ def head_shares(bound: Bound, planned: Mapping[Expression, Sequence[Term]]) -> t
 
 
 def _pairs_of_each_head(term: Term) -> Int64[Tensor, " H"]:
-    """The pairs of a term that is the only one to count them, each once."""
+    """Pairs of each head in a term, counted once; no other term may count them."""
     if isinstance(term, PaddedTerm):
         return term.pairs_of_heads()
     if isinstance(term.weights, CountedPairs):
         return term.weights.counts().sum((1, 2))
-    if term.shape != "blocks":  # heads then are alike
+    if term.shape != "blocks":  # all heads have equal counts
         each = term.counted_pairs() // (term.multiplicity * len(term.heads))
         return torch.full((len(term.heads),), each)
     blocks, pairs = _listed(term)
@@ -153,7 +154,7 @@ def _pairs_of_each_head(term: Term) -> Int64[Tensor, " H"]:
 
 
 def branch_shares(bound: Bound, heads: tuple[HeadShare, ...]) -> tuple[BranchShare, ...]:
-    """In the order of the pattern."""
+    """Pairs of each distinct branch over all heads, in the order of the pattern."""
     branches = Counter(bound.pattern.branches()).items()
     pairs = (sum(len(share.heads) * share.branch_pairs[index] for share in heads) for index in range(len(branches)))
     return tuple(BranchShare(branch, times, own) for (branch, times), own in zip(branches, pairs, strict=True))
@@ -161,11 +162,11 @@ def branch_shares(bound: Bound, heads: tuple[HeadShare, ...]) -> tuple[BranchSha
 
 @dataclass(frozen=True)
 class Multiplicity:
-    """How many pairs, over all heads, are allowed by exactly so many branches; a branch counts as often as it occurs.
+    """Number of pairs over all heads by the number of branches that allow them; a repeated branch counts repeatedly.
 
-    `pairs` and `standard_errors` are by the number of branches, ascending; 0 has the pairs that no branch allows.
-    `exact` says that the pairs are counted. Otherwise they are estimates without bias, from all keys of so many
-    `queries`, one drawn at random from each of as many equal parts of the sequence.
+    The keys of `pairs` and `standard_errors` are numbers of branches, ascending; 0 is for pairs that no branch allows.
+    `exact`: the pairs are counted. Otherwise they are unbiased estimates from all keys of a sample of `queries`
+    queries, one drawn at random from each of as many equal parts of the sequence.
     """
 
     exact: bool
@@ -175,7 +176,7 @@ class Multiplicity:
 
 
 def multiplicity_of(bound: Bound, shares: tuple[BranchShare, ...]) -> Multiplicity:
-    """Exact for a single distinct branch, and for few tokens, of which all queries are counted."""
+    """Multiplicity of the pairs; exact for a single distinct branch, and where all queries can be counted."""
     if len(shares) == 1:
         (share,) = shares
         pairs = share.pairs // share.multiplicity
@@ -197,7 +198,7 @@ def multiplicity_of(bound: Bound, shares: tuple[BranchShare, ...]) -> Multiplici
 
 
 def _most_queries(bound: Bound, groups: tuple[Group, ...], shares: tuple[BranchShare, ...]) -> int:
-    """All where so many pairs are few; else by about what their keys take, or all keys where a rule is evaluated."""
+    """Number of queries to sample: all if there are few pairs, otherwise as many as the budget permits."""
     keys = range(bound.k_offset, bound.k_offset + bound.num_keys)
     rules = dict.fromkeys(rule for group in groups for rule, _ in group.rules)
     if len(rules) * bound.num_queries * bound.num_keys <= _MOST_PAIRS:
@@ -208,7 +209,7 @@ def _most_queries(bound: Bound, groups: tuple[Group, ...], shares: tuple[BranchS
 
 
 def _of_query(bound: Bound, groups: tuple[Group, ...], query: int) -> Int64[Tensor, " m"]:
-    """The keys of one query by how many branches allow them, over all heads."""
+    """Number of keys of one query over all heads, by the number of branches that allow them."""
     keys = range(bound.k_offset, bound.k_offset + bound.num_keys)
     seen = {rule: _keys_of(rule, query, keys) for group in groups for rule, _ in group.rules}
     found = torch.zeros(1 + sum(times for _, times in groups[0].rules), dtype=torch.int64)
@@ -221,7 +222,7 @@ def _of_query(bound: Bound, groups: tuple[Group, ...], query: int) -> Int64[Tens
 
 
 def _keys_of(rule: Pattern, query: int, keys: range) -> Int64[Tensor, " n"]:
-    """The keys of one query under a rule for one head."""
+    """Key positions that one query sees under a rule for one head."""
     row = rule.row(query, keys)
     if row is not None:
         return positions(row or (range(0),))
@@ -230,7 +231,7 @@ def _keys_of(rule: Pattern, query: int, keys: range) -> Int64[Tensor, " n"]:
 
 
 def drawn_tokens(size: int, most: int) -> list[int]:
-    """All tokens, or `most` of them, one drawn at random from each of as many equal parts; the same ones each time."""
+    """All tokens, or `most`: one drawn at random from each of `most` equal parts, with a fixed seed."""
     if size <= most:
         return list(range(size))
     shares = torch.rand(most, generator=torch.Generator().manual_seed(_SEED), dtype=torch.float64)
@@ -238,6 +239,6 @@ def drawn_tokens(size: int, most: int) -> list[int]:
 
 
 def mean_of(sample: Sequence[int], size: int) -> tuple[float, float]:
-    """(mean, standard error), estimated from what was drawn of so many; of all of them, the error is 0."""
+    """(mean, standard error) from a sample of `size` values; the error is 0 if the sample has all."""
     number = len(sample)
     return fmean(sample), stdev(sample) / sqrt(number) if 1 < number < size else 0.0

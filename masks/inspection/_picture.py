@@ -1,8 +1,8 @@
-"""What a picture of a pattern shows, without drawing it: its window, the cells and blocks of panels, colours, words.
+"""Contents of a picture of a pattern, without drawing: window, cells and blocks of panels, colours, labels.
 
 A branch has a hue, darker where several branches allow a pair, paler where few pairs of a cell are allowed. The hues
-are those that people with any colour vision tell apart. Source: Okabe and Ito, Color Universal Design (2008), without
-black, and without yellow, which is faint on white.
+are distinguishable with any colour vision. Source: Okabe and Ito, Color Universal Design (2008), without black, and
+without yellow, which is faint on white.
 """
 
 from __future__ import annotations
@@ -30,29 +30,29 @@ WHITE, BEIGE = "#ffffff", "#f6ecd9"
 PAIR, PAIR_OF_FULL = "#4292c6", "#08519c"
 GREY = "#9a9a9a"
 _HUES = ("#0072b2", "#cc79a7", "#009e73", "#e69f00", "#56b4e9", "#d55e00")
-# From deep blue over violet to orange, ever lighter: for more branches than there are hues.
+# Deep blue through violet to orange, increasingly light; for more branches than _HUES.
 _SCALE = ("#1a1a7a", "#6a1a9a", "#b12a90", "#df6263", "#f59a3c")
 
 _PALEST, _DECADES = 0.15, 5.0
-_LEANING = 3.0  # times the weight of the next branch
-_DARKER = 0.68  # what is left of the light where twice as many branches allow a pair
-_LONGER = 4  # a window longer than this many times its other side is stretched
+_LEANING = 3.0  # weight of a branch's hue over that of the next branch
+_DARKER = 0.68  # brightness factor for each doubling of the branches that allow a pair
+_LONGER = 4  # aspect ratio above which each side of a window has its own scale
 _TITLE_LINES = 3
-_LONG, _EVEN = 1 << 12, 1 << 6  # windows with ticks at powers of two
-_MOST_TICKS, _TICK_ROOM, _TICK_GAP = 6, 40, 14  # an axis; pixels of a tick of queries, and between labels of keys
+_LONG, _EVEN = 1 << 12, 1 << 6  # windows at least _LONG, or a multiple of _EVEN, have ticks at powers of two
+_MOST_TICKS, _TICK_ROOM, _TICK_GAP = 6, 40, 14  # ticks on an axis; pixels for a query tick, and between key labels
 
 
 @dataclass(frozen=True)
 class Axis:
-    """One side of a window. Cells begin at multiples of `cell`, so that the first and the last may extend beyond it."""
+    """One side of a window. Cells begin at multiples of `cell`, so the first and the last may extend beyond it."""
 
     slots: range
     cell: int
-    pixels: int  # a cell
+    pixels: int  # per cell
 
     @property
     def first(self) -> int:
-        """Where the first cell begins."""
+        """First slot of the first cell."""
         return self.slots.start // self.cell * self.cell
 
     @property
@@ -61,11 +61,11 @@ class Axis:
 
     @property
     def length(self) -> int:
-        """Pixels of the window."""
+        """Length of the window in pixels."""
         return max(1, round(self.pixels_of(len(self.slots))))
 
     def pixels_of(self, slots: int) -> float:
-        """Pixels of so many slots."""
+        """Length of this number of slots in pixels."""
         return slots / self.cell * self.pixels
 
 
@@ -79,7 +79,7 @@ class Window:
 
 @dataclass(frozen=True)
 class Picture:
-    """What is to be drawn: one panel for each head and order, of one window."""
+    """Contents and options of a picture: one panel for each head and order, all of one window."""
 
     pattern: Expression
     num_tokens: int
@@ -104,9 +104,9 @@ def window_of(
     block: tuple[int, int] | None,
     size: int,
 ) -> Window:
-    """A window of about `size` pixels along its longer side, both sides to one scale unless one is far longer.
+    """Window of about `size` pixels along its longer side; one scale for both sides unless one is over 4 times longer.
 
-    Raises ValueError for slots that are not there, and where blocks would be smaller than pixels.
+    Raises ValueError for slots out of range, and where blocks would be smaller than pixels.
     """
     q, k = window_slots("queries", queries, num_queries), window_slots("keys", keys, num_keys)
     sides = (0, 0) if block is None else block
@@ -138,9 +138,9 @@ def _axis(slots: range, scale: int, block: int, size: int) -> Axis:
 
 @dataclass(frozen=True)
 class Blocks:
-    """The blocks that a window touches: EMPTY, PARTIAL or FULL, and how many of their pairs are allowed.
+    """State (EMPTY, PARTIAL or FULL) and number of allowed pairs of the blocks that a window touches.
 
-    As in block lists, a block that ends with the sequence before its side is full is never FULL.
+    As in block lists, a block that the end of the sequence cuts short is never FULL.
     """
 
     state: Int64[Tensor, "U V"]
@@ -156,13 +156,13 @@ class Blocks:
 
     @property
     def useful(self) -> float:
-        """The part of the computed blocks' pairs that is allowed."""
+        """Allowed share of the pairs in computed blocks."""
         return float(self.pairs.sum()) / max(1, int(self.area[self.computed].sum()))
 
 
 @dataclass(frozen=True)
 class Panel:
-    """One head in one order; `shares[b]` counts a pair once for each time its branch is in the pattern."""
+    """One head in one order; `shares[b]`: share of each cell's pairs that branch b allows, times its multiplicity."""
 
     head: int
     order: str
@@ -172,18 +172,18 @@ class Panel:
 
     @property
     def most(self) -> int:
-        """How many branches allow a pair, at most, on the average of a cell."""
+        """Maximum over cells of the mean number of branches that allow a pair, rounded."""
         return int(torch.round(self.shares.sum(0).max()))
 
 
 def drawn_branches(picture: Picture) -> dict[Pattern, int]:
-    """What has a colour of its own, and how often it is in the pattern: distinct branches, or their union."""
+    """Multiplicity of each distinct branch, each with a separate colour; when coloured by block, of their union."""
     branches = picture.pattern.branches()
     return {picture.pattern.union: 1} if picture.color_by == BY_BLOCK else dict(Counter(branches))
 
 
 def panel_of(picture: Picture, head: int, order: str) -> Panel:
-    """Count what the panel shows. Raises ValueError where the pattern has no answer for some of the window."""
+    """Count the pairs of a panel. Raises ValueError if the pattern is undefined in part of the window."""
     window, residue = picture.window, layout(picture.pattern, picture.num_tokens)
     rate = residue.rate if order == "residue" else 1
     sizes = {"num_tokens": picture.num_tokens, "num_keys": picture.num_keys, "num_heads": picture.num_heads}
@@ -213,7 +213,7 @@ def _blocks(cells: Cells, sides: tuple[int, int]) -> Blocks:
 
 
 def hues(count: int) -> Float64[Tensor, "B 3"]:
-    """A colour for each of `count` branches."""
+    """Colours of `count` branches."""
     if count <= len(_HUES):
         return torch.stack([rgb(hue) for hue in _HUES[:count]])
     scale = torch.stack([rgb(colour) for colour in _SCALE])
@@ -223,17 +223,17 @@ def hues(count: int) -> Float64[Tensor, "B 3"]:
 
 
 def rgb(colour: str) -> Float64[Tensor, " 3"]:
-    """#rrggbb as numbers."""
+    """#rrggbb as numbers from 0 to 1."""
     return torch.tensor([int(colour[at : at + 2], 16) for at in (1, 3, 5)], dtype=torch.float64) / 255
 
 
 def paint(panel: Panel, window: Window, colours: Float64[Tensor, "B 3"]) -> Float64[Tensor, "R C 3"]:
-    """The panel's cells, by branch."""
+    """Cell colours by branch."""
     return shade(panel.shares, colours, _ground(panel, window))
 
 
 def paint_blocks(panel: Panel, window: Window) -> Float64[Tensor, "R C 3"]:
-    """The panel's cells, by the block they are in: pairs of full blocks dark, those of partial ones lighter."""
+    """Cell colours by block: pairs of full blocks dark, pairs of partial blocks lighter."""
     assert panel.blocks is not None
     full = torch.stack([rgb(PAIR), rgb(PAIR_OF_FULL)])[(_states(panel.blocks, window) == FULL).long()]
     strength = _strength(panel.shares[0])[..., None]
@@ -243,9 +243,9 @@ def paint_blocks(panel: Panel, window: Window) -> Float64[Tensor, "R C 3"]:
 def shade(
     shares: Float64[Tensor, "B ..."], colours: Float64[Tensor, "B 3"], ground: Float64[Tensor, "... 3"]
 ) -> Float64[Tensor, "... 3"]:
-    """The branches' colours by their shares, pale for a small share of all pairs and dark where branches overlap.
+    """Branch colours mixed by share: pale for a small share of all pairs, dark where branches overlap.
 
-    A mixture leans to the first of its branches: even ones would all be grey.
+    A mixture favours the earlier branches, as equal weights would give grey.
     """
     total = shares.sum(0)
     weights = shares.movedim(0, -1) * _LEANING ** -torch.arange(len(shares), dtype=torch.float64)
@@ -255,20 +255,20 @@ def shade(
 
 
 def _strength(share: Tensor) -> Tensor:
-    """0 without pairs and 1 with all of them; between, equal steps for equal ratios."""
+    """Colour strength: 0 without pairs, 1 for all pairs, logarithmic between."""
     some = (1 + share.clamp(min=1e-12, max=1).log10() / _DECADES).clamp(min=_PALEST)
     return torch.where(share > 0, some, 0.0)
 
 
 def _ground(panel: Panel, window: Window) -> Float64[Tensor, "R C 3"]:
-    """White, and beige in computed blocks."""
+    """Background colours: beige in computed blocks, white elsewhere."""
     if panel.blocks is None:
         return torch.ones(*panel.shares.shape[1:], 3, dtype=torch.float64)
     return torch.stack([rgb(WHITE), rgb(BEIGE)])[(_states(panel.blocks, window) != EMPTY).long()]
 
 
 def _states(blocks: Blocks, window: Window) -> Int64[Tensor, "R C"]:
-    """The state of the block that each cell lies in."""
+    """State of the block that contains each cell."""
     places = []
     for axis, side, first in zip((window.queries, window.keys), blocks.sides, blocks.first, strict=True):
         places.append((axis.first + axis.cell * torch.arange(axis.cells)) // side - first)
@@ -276,7 +276,7 @@ def _states(blocks: Blocks, window: Window) -> Int64[Tensor, "R C"]:
 
 
 def axis_ticks(window: Window, *, letter: float) -> tuple[dict[int, str], dict[int, str]]:
-    """Labels of round slots of queries and of keys, both in one unit; a letter of them is so many pixels wide."""
+    """Labels of round slots of queries and of keys, in one unit; `letter` is the width of a letter in pixels."""
     q, k = window.queries, window.keys
     rows = _ticks(q.slots, max(1, min(_MOST_TICKS, q.length // _TICK_ROOM)))
     most = _MOST_TICKS
@@ -290,7 +290,7 @@ def axis_ticks(window: Window, *, letter: float) -> tuple[dict[int, str], dict[i
 
 
 def _ticks(slots: range, most: int) -> list[int]:
-    """Round places of a window, `most` steps at the most: quarters of it, if they are round, with its ends."""
+    """Ticks with at most `most` steps: quarters of the window, both ends included, if round; otherwise round_places."""
     quarter = len(slots) // 4
     if most >= 4 and quarter and len(slots) % 4 == 0 and slots.start % quarter == 0:
         return list(range(slots.start, slots.stop + 1, quarter))
@@ -298,7 +298,7 @@ def _ticks(slots: range, most: int) -> list[int]:
 
 
 def title_lines(picture: Picture, *, letters: int) -> list[str]:
-    """The title in lines of so many letters, and what is seen, in smaller ones."""
+    """Lines of the title, of at most `letters` letters; then the sizes, in a smaller font."""
     if picture.title is None:
         text = shorten(repr(picture.pattern), _TITLE_LINES * letters - 8, placeholder=" …")
         lines = wrap(text, letters, break_on_hyphens=False)[:_TITLE_LINES]
@@ -309,7 +309,7 @@ def title_lines(picture: Picture, *, letters: int) -> list[str]:
 
 
 def panel_title(picture: Picture, panel: Panel) -> str:
-    """What tells the panel from others, or from the usual."""
+    """Head and order of a panel; omits a single head and a lone natural order."""
     words = [f"head {panel.head}"] if len(picture.heads) > 1 else []
     if len(picture.orders) > 1 or panel.order != "natural":
         words.append(f"residue order, mod {panel.rate}" if panel.order == "residue" else "natural order")
@@ -317,7 +317,7 @@ def panel_title(picture: Picture, panel: Panel) -> str:
 
 
 def counts_text(blocks: Blocks) -> str:
-    """How many blocks are computed, how many of them are full, and how much of them is of use."""
+    """Text: number of computed and of full blocks, and the allowed share of the computed pairs."""
     computed, about = int(blocks.computed.sum()), "" if blocks.exact else "about "
     full = int((blocks.state == FULL).sum())
     of = f"{about}{computed:,} of {blocks.state.numel():,} blocks computed"
@@ -343,9 +343,9 @@ def _sizes_text(picture: Picture) -> str:
 
 
 def round_places(window: range, most: int) -> range:
-    """Multiples of the smallest round step of which at most so many fill the window; its end may be one of them.
+    """Multiples of the smallest round step that divides the window into at most `most` steps; includes a round end.
 
-    Steps are powers of two in windows that are long or a multiple of 64, and 1, 2, 5, 10, 20 and so on in others.
+    Steps are powers of two for windows of at least 4096 slots or a multiple of 64, else 1, 2 or 5 times powers of 10.
     """
     binary = len(window) >= _LONG or len(window) % _EVEN == 0
     powers: Iterable[int] = (1 << power for power in count())

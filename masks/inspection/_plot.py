@@ -1,4 +1,4 @@
-"""plot: a pattern as a picture, any window of any number of tokens."""
+"""plot: draw a pattern as a picture; any window, any number of tokens."""
 
 from __future__ import annotations
 
@@ -50,21 +50,21 @@ def plot(
     title: str | None = None,
     legend: bool = True,
 ) -> Figure:
-    """Draw who attends to whom: queries downwards, keys to the right, one panel for each head and order.
+    """Draw the allowed pairs: queries downwards, keys to the right, one panel for each head and order.
 
-    A branch has a hue; what several allow leans to the first of them, darker with each. A window of at most `size`
-    tokens is drawn pair by pair; of a longer one a cell is that many pairs, and the more of them are allowed, the
-    fuller its colour, on a logarithmic scale. `queries` and `keys` are the window, in slots of the order: positions in
-    "natural" order, and in "residue" order those of `masks.layout`.
+    Each branch has a hue; a pair of several branches is darker, and closest in hue to the first of them. A window of at
+    most `size` tokens is drawn pair by pair. In a longer window a cell covers several pairs, and its colour strength is
+    their allowed share on a logarithmic scale.
 
-    With `block_size`, one side or (query side, key side), masked pairs inside computed blocks are beige, full blocks
-    are framed, and white is never computed; color_by="block" then shows pairs of full blocks dark and others light,
-    whichever branch allows them. `size` is about how many pixels a panel has along its longer side; `legend` includes
-    the counts of blocks. `title` is the expression by default, and "" for none. `batch` is the entry meant where
-    run-time tensors have a row for each.
+    queries, keys: the window, in slots of the order: positions in "natural" order, slots of `masks.layout` in "residue"
+    order. block_size: one side or (query side, key side); masked pairs inside computed blocks are then beige, full
+    blocks are framed, and white is never computed. color_by: "branch", or "block": pairs of full blocks dark, pairs of
+    partial blocks light, for all branches. size: approximate pixels along the longer side of a panel. legend: draw a
+    legend, with block counts. title: by default the expression; "" for none. batch: the batch entry, for run-time
+    tensors with a row for each.
 
-    Returns a matplotlib Figure, made without pyplot: `figure.savefig(path)` writes PNG, SVG or PDF, with the same bytes
-    each time. Raises ImportError without matplotlib, and ValueError or TypeError for what does not fit.
+    Returns a matplotlib Figure, made without pyplot; `figure.savefig(path)` writes PNG, SVG or PDF, reproducibly byte
+    by byte. Raises ImportError without matplotlib, ValueError or TypeError for invalid arguments.
 
     >>> figure = masks.plot(masks.longnet((64, 256), (1, 4)), 256, num_heads=4)
     >>> figure.savefig('pattern.png')
@@ -98,7 +98,7 @@ def plot(
 
 
 def _several(name: str, value: object) -> tuple:
-    """One value or a sequence of them, as a tuple."""
+    """One value, or a sequence of distinct values, as a tuple."""
     several = tuple(value) if isinstance(value, Sequence) and not isinstance(value, str) else (value,)
     if not several or len(set(several)) < len(several):
         raise ValueError(f"{name} must be one value, or several that differ; got {name}={value!r}")

@@ -1,4 +1,4 @@
-"""A picture as a matplotlib figure, laid out in whole pixels: a cell is as many of them everywhere."""
+"""A picture as a matplotlib figure, laid out in whole pixels, so all cells have equal size."""
 
 from __future__ import annotations
 
@@ -41,27 +41,27 @@ from ._picture import (
 )
 
 _DPI = 100
-_LEFT, _RIGHT, _GAP = 36, 24, 22  # beside the tick labels
+_LEFT, _RIGHT, _GAP = 36, 24, 22  # pixels; _LEFT excludes the tick labels
 _BELOW, _EDGE = 46, 8
-_TITLE, _PANEL_TITLE, _LEGEND = 19, 18, 19  # pixels a line
-_LETTER = 8.6  # pixels of a letter of the title, about
+_TITLE, _PANEL_TITLE, _LEGEND = 19, 18, 19  # pixels of a line
+_LETTER = 8.6  # approximate pixels of a letter of the title
 _COLUMNS = 4
 _LEAST = 320  # pixels of a figure with texts
 FRAME = "#333333"
 _GRID, _BORDER = "#d9d9d9", "#999999"
 _LEAST_BLOCK = 12  # pixels, for lines between blocks
 _LEAST_FULL = 4
-_TICK_LETTER = 6.8  # pixels of a letter of tick labels, about
+_TICK_LETTER = 6.8  # approximate pixels of a letter of a tick label
 _LEGEND_LETTER, _SWATCH = 6.6, 42  # pixels
 _MOST_NAMED = 12
 _SHARES = ((0.001, "1 pair in 1,000"), (0.03, "1 in 30"), (1.0, "every pair"))
 
 
 class SameBytes(Figure):
-    """A figure that is saved with the same bytes each time: without a date, and with the same names within an SVG."""
+    """Figure whose files are reproducible byte by byte: no date, and fixed ids within an SVG."""
 
     def savefig(self, fname: Any, **kwargs: Any) -> None:
-        """As in matplotlib; `metadata` beside what keeps the time of writing out."""
+        """Save as matplotlib does, without the date; `metadata` is added and may set one."""
         kind = str(kwargs.get("format") or getattr(fname, "suffix", "") or fname).lower()
         fixed = {"Date": None} if kind.endswith("svg") else {"CreationDate": None} if kind.endswith("pdf") else {}
         metadata = {**fixed, **(kwargs.pop("metadata", None) or {})}
@@ -70,7 +70,7 @@ class SameBytes(Figure):
 
 
 def draw(picture: Picture) -> Figure:
-    """Count and draw all panels, in rows; a row for each head where orders are compared. All sizes are pixels."""
+    """Count and draw all panels in rows; one row for each head if there are several orders. All sizes are pixels."""
     panels = [panel_of(picture, head, order) for head in picture.heads for order in picture.orders]
     window = picture.window
     compared = len(picture.orders) > 1 and len(picture.heads) > 1
@@ -80,7 +80,7 @@ def draw(picture: Picture) -> Figure:
     left = _LEFT + ceil(_TICK_LETTER * max(map(len, rows.values()), default=0))
     across = left + panel_width + _GAP
     of_panels = columns * across - _GAP + _RIGHT
-    aside = max(0, (_LEAST if picture.legend else 0) - of_panels) // 2  # of panels that are narrower than the texts
+    aside = max(0, (_LEAST if picture.legend else 0) - of_panels) // 2  # margin if panels are narrower than texts
     width = of_panels + 2 * aside
     title = title_lines(picture, letters=int(width / _LETTER))
     titles = [_panel_lines(picture, panel) for panel in panels]
@@ -153,7 +153,7 @@ def _add_legend(figure: Figure, entries: Sequence[Patch], columns: int, bottom: 
 
 
 def draw_image(axes: Axes, colours: Tensor, window: Window) -> None:
-    """The cells as an image over their slots; those at the borders are cut where the window ends."""
+    """Draw the cells as an image in slot coordinates; the window clips the cells at its borders."""
     q, k = window.queries, window.keys
     extent = (k.first, k.first + k.cell * k.cells, q.first + q.cell * q.cells, q.first)
     axes.imshow(colours.numpy(), extent=extent, aspect="auto", interpolation="none")
@@ -164,7 +164,7 @@ def draw_image(axes: Axes, colours: Tensor, window: Window) -> None:
 
 
 def draw_grid(axes: Axes, blocks: Blocks, window: Window) -> None:
-    """Lines between blocks, where there is room for them."""
+    """Draw lines between blocks, if blocks have enough pixels."""
     q, k = window.queries, window.keys
     (height, width) = blocks.sides
     if min(q.pixels_of(height), k.pixels_of(width)) < _LEAST_BLOCK:
@@ -175,12 +175,12 @@ def draw_grid(axes: Axes, blocks: Blocks, window: Window) -> None:
 
 
 def _borders(slots: range, side: int) -> range:
-    """Between blocks, inside the window."""
+    """Slots of the borders between blocks, inside the window."""
     return range(-(-(slots.start + 1) // side) * side, slots.stop, side)
 
 
 def draw_frames(axes: Axes, blocks: Blocks, window: Window) -> None:
-    """A line around what is full, where there is room for it."""
+    """Outline the full blocks, if blocks have enough pixels."""
     (height, width), (top, left) = blocks.sides, blocks.first
     if min(window.queries.pixels_of(height), window.keys.pixels_of(width)) < _LEAST_FULL:
         return
@@ -198,7 +198,7 @@ def draw_frames(axes: Axes, blocks: Blocks, window: Window) -> None:
 
 
 def draw_ticks(axes: Axes, window: Window, *, word: str) -> None:
-    """Positions, or slots, of both axes in one unit."""
+    """Label both axes with positions or slots, in one unit."""
     rows, columns = axis_ticks(window, letter=_TICK_LETTER)
     axes.set_yticks(list(rows), list(rows.values()), fontsize=8)
     axes.set_xticks(list(columns), list(columns.values()), fontsize=8)
@@ -208,12 +208,12 @@ def draw_ticks(axes: Axes, window: Window, *, word: str) -> None:
 
 
 def _entry(label: str, colour: Any, frame: str = "#999999") -> Patch:
-    """A label beside the colour that it explains; `frame` is that of its edge."""
+    """Legend entry: a label and its colour; `frame` is the colour of the edge."""
     return Patch(facecolor=colour, edgecolor=frame, linewidth=0.6, label=label)
 
 
 def legends_of(picture: Picture, panels: Sequence[Panel], *, width: int) -> list[list[Patch]]:
-    """Branches by their expressions; then how they overlap, how pale few pairs are, and the blocks."""
+    """Legend entries: branches by expression; then overlaps, shares of pairs, and blocks."""
     by_block = picture.color_by == BY_BLOCK
     branches = [] if by_block else _branches(picture, letters=int((width - _SWATCH) / _LEGEND_LETTER))
     others = [] if by_block else _multiplicity(panels)
@@ -227,7 +227,7 @@ def legends_of(picture: Picture, panels: Sequence[Panel], *, width: int) -> list
 
 
 def _legend_columns(entries: Sequence[Patch], width: int) -> int:
-    """As many as fit, and no more than fill the last one about as well."""
+    """Number of columns that fit, reduced so that all rows are about equally full."""
     longest = max(len(str(entry.get_label())) for entry in entries)
     fitting = int(max(1, min(len(entries), width // (_SWATCH + _LEGEND_LETTER * longest))))
     return ceil(len(entries) / ceil(len(entries) / fitting))
@@ -249,7 +249,7 @@ def _branches(picture: Picture, *, letters: int) -> list[Patch]:
 
 
 def _multiplicity(panels: Sequence[Panel]) -> list[Patch]:
-    """The same grey for one branch, two, and so on: what several allow is darker."""
+    """Entries for pairs in one, two and more branches, in increasingly dark grey."""
     most = max(panel.most for panel in panels)
     if most < 2 or len(panels[0].shares) == 1:
         return []

@@ -1,4 +1,4 @@
-"""Receptive field: how many tokens some tokens reach through the layers of a model."""
+"""Receptive field: number of tokens that a token reaches through the layers of a model."""
 
 from __future__ import annotations
 
@@ -15,24 +15,24 @@ from ._pair_counts import drawn_tokens, groups_of, mean_of
 
 # N tokens
 
-_FEW_TOKENS = 256  # all of them are followed
+_FEW_TOKENS = 256  # up to this number all tokens are followed
 _SAMPLES = 8
 _MOST_LAYERS = 64
-# For the keys of a range of queries in a kind of heads, over all sampled tokens: about a second.
+# Searches for the keys of one range of queries in one group of heads, over all sampled tokens: about a second.
 _MOST_SEARCHES = 1 << 9
 
 
 @dataclass(frozen=True)
 class ReceptiveField:
-    """How many tokens each of the followed `tokens` reaches after some layers of one pattern.
+    """Number of tokens that each of the followed `tokens` reaches, by number of layers with one pattern.
 
-    A token reaches itself, and after each layer all that the tokens reach to which it attends in any head: heads are
-    mixed between layers, and residual connections keep what was reached. `reached` holds for each of the `tokens` how
-    many it reaches after 1, 2, 3, ... layers, itself among them, as long as they grow; `finished` says of each whether
-    that is all it ever reaches. Indices count from the first token.
+    A token reaches itself, and with each layer all tokens that its keys in any head reach: heads are mixed between
+    layers, and residual connections keep the tokens reached before. `reached`: for each of `tokens`, the number that it
+    reaches after 1, 2, 3, ... layers, itself included, while this number grows. `finished`: for each of `tokens`, True
+    if it will reach no more. Indices count from the first token.
 
-    Of up to 256 tokens all are followed: then all that follows is exact. Of more `tokens` is a sample, one drawn at
-    random from each of 8 equal parts.
+    Up to 256 tokens are all followed, and all numbers are exact. Otherwise `tokens` is a sample: one drawn at random
+    from each of 8 equal parts.
     """
 
     num_tokens: int
@@ -42,17 +42,17 @@ class ReceptiveField:
 
     @property
     def exact(self) -> bool:
-        """Whether all tokens were followed until they reach no more."""
+        """True if all tokens were followed until they reach no more."""
         return len(self.tokens) == self.num_tokens and all(self.finished)
 
     @property
     def layers_at_least(self) -> int:
-        """A lower bound on the layers after which no token reaches more; that number itself where `exact`."""
+        """Lower bound on the number of layers after which no token reaches more; equal to it if `exact`."""
         return max(map(len, self.reached))
 
     @property
     def growth(self) -> tuple[tuple[int, float, float], ...]:
-        """(layers, mean number of tokens reached, its standard error), estimated without bias; error 0 where exact."""
+        """(layers, mean number of tokens reached, standard error) by number of layers; unbiased, error 0 if exact."""
         found = []
         for layers in range(1, self.layers_at_least + 1):
             sizes = [[1, *sizes][: layers + 1][-1] for sizes in self.reached]
@@ -60,7 +60,7 @@ class ReceptiveField:
         return tuple(found)
 
     def to_data(self) -> dict[str, Any]:
-        """The same as plain data, for JSON."""
+        """All fields and derived numbers as plain data, for JSON."""
         growth = [
             {"layers": layers, "mean_reached": mean, "standard_error": error} for layers, mean, error in self.growth
         ]
@@ -69,7 +69,7 @@ class ReceptiveField:
 
 
 def receptive_field_of(bound: Bound) -> ReceptiveField:
-    """Raises ValueError if queries and keys are not the same tokens."""
+    """Receptive field of a bound pattern. Raises ValueError unless queries and keys have equal positions."""
     if not bound.is_self_attention:
         raise ValueError(
             "a receptive field needs queries and keys that are the same tokens; got "
@@ -79,7 +79,7 @@ def receptive_field_of(bound: Bound) -> ReceptiveField:
 
 
 def _of_all(bound: Bound) -> ReceptiveField:
-    """By powers of the relation of all tokens."""
+    """Receptive field of all tokens, by powers of the one-layer relation."""
     size = bound.num_queries
     known, reached = torch.eye(size, dtype=torch.float32), torch.zeros(0, size, dtype=torch.int64)
     step = _one_layer_of_all(bound).float()
@@ -90,7 +90,7 @@ def _of_all(bound: Bound) -> ReceptiveField:
 
 
 def _one_layer_of_all(bound: Bound) -> Bool[Tensor, "N N"]:
-    """Which token reaches which in one layer."""
+    """True where a token (row) reaches another (column) in one layer."""
     mask_mod, token = bound.mask_mod(), torch.arange(bound.num_queries)
     found = torch.eye(len(token), dtype=torch.bool)
     for group in groups_of(bound):
@@ -99,7 +99,7 @@ def _one_layer_of_all(bound: Bound) -> Bool[Tensor, "N N"]:
 
 
 def follow_tokens(bound: Bound, number: int) -> ReceptiveField:
-    """Some tokens, one drawn from each of as many equal parts, layer by layer while that takes about a second."""
+    """Follow `number` sampled tokens layer by layer, for at most about a second."""
     tokens = tuple(drawn_tokens(bound.num_queries, number))
     known: list[Ranges] = [(range(bound.q_offset + token, bound.q_offset + token + 1),) for token in tokens]
     reached: list[list[int]] = [[] for _ in tokens]
@@ -119,9 +119,9 @@ def follow_tokens(bound: Bound, number: int) -> ReceptiveField:
 
 
 def _one_layer(bound: Bound, known: Ranges) -> Ranges:
-    """The tokens reached, after one layer more."""
+    """Positions reached after one more layer."""
     keys = (range(bound.k_offset, bound.k_offset + bound.num_keys),)
-    # One head for each set of rules.
+    # One head for each group with equal rules.
     heads = [group.heads[0] + bound.head_offset for group in groups_of(bound)]
     seen = needed_keys(bound.pattern, queries=known, keys=keys, heads=heads, num_heads_global=bound.num_heads_global)
     return union_of([*known, *seen])

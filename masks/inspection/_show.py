@@ -1,4 +1,4 @@
-"""show: a pattern as a heat map of characters, with axes and a legend, any window of any number of tokens."""
+"""show: a pattern as a heat map of characters with axes and a legend; any window, any number of tokens."""
 
 from __future__ import annotations
 
@@ -34,18 +34,18 @@ from ._picture import round_places
 # R rows, C columns
 
 LEAST_COLUMNS, LEAST_LINES = 24, 12
-MOST_CELLS = 1 << 12  # a side
+MOST_CELLS = 1 << 12  # per side
 _MOST_SIZE = 1 << 16  # columns or lines
-_BESIDE, _LEAST_MAP = 7, 4  # lines: pattern, facts, labels, frame, legend and prompt; of the cells
+_BESIDE, _LEAST_MAP = 7, 4  # lines for pattern, facts, labels, frame, legend and prompt; for the cells
 _TICK_ROWS, _TICK_COLUMNS = 3, 7  # lines and columns for each label
-_FRAME = 3  # columns beside the cells and the labels
-_LEAST_SIDE, _LEAST_SHARE = 6, 0.8  # cells; of the cells that fit
+_FRAME = 3  # columns of the frame, between labels and cells
+_LEAST_SIDE, _LEAST_SHARE = 6, 0.8  # number of cells; share of the cells that fit
 _MOST_TIMES, _PLAIN = 9, "\x1b[0m"
 
 
 @dataclass(frozen=True)
 class _Canvas:
-    """Characters a line and lines; whether it shows colors (ANSI, 256 of them) and shapes beyond ASCII."""
+    """Size in characters; `color`: 256 ANSI colors are available, `shapes`: characters beyond ASCII."""
 
     columns: int
     lines: int
@@ -55,12 +55,12 @@ class _Canvas:
 
 @dataclass(frozen=True, eq=False)
 class HeatMap:
-    """One head of a pattern, its pairs counted in cells; the str is the picture.
+    """Allowed pairs of one head of a pattern, counted in cells; str() is the picture.
 
-    rate: of the residue order; 1 in natural order. cells: counts of rows x columns. Row i holds the queries
-    cells.row_edges[i] to cells.row_edges[i + 1] - 1, columns keys so; positions, or slots in residue order. cells.low
-    and cells.high are the least and the most allowed pairs of each, once for each branch that allows them: equal where
-    they are counted. cells.likely is the count, or an estimate within the bounds.
+    rate: rate of the residue order; 1 in natural order. cells: counts of rows x columns. Row i has queries
+    cells.row_edges[i] to cells.row_edges[i + 1] - 1, columns have keys likewise; they are positions, or slots in
+    residue order. cells.low and cells.high bound the allowed pairs of each cell, counted once for each branch that
+    allows them; they are equal if the count is exact. cells.likely is the count, or an estimate within the bounds.
     """
 
     pattern: Expression
@@ -75,7 +75,7 @@ class HeatMap:
 
     @cached_property
     def lines(self) -> tuple[str, ...]:
-        """The lines of the picture."""
+        """Lines of the picture."""
         columns = self._canvas.columns
         above = [shorten(repr(self.pattern), columns, placeholder=" ..."), *self._facts()]
         drawn = [*_drawn(self.cells, self._grid, self._canvas), *_legend(self.cells, self._canvas)]
@@ -85,7 +85,7 @@ class HeatMap:
         return "\n".join(self.lines)
 
     def to_data(self) -> dict[str, Any]:
-        """Plain data for JSON: counts by rows of cells, also of each branch; likely is None where all are counted."""
+        """Plain data for JSON: counts by rows of cells, also of each branch; likely is None if all counts are exact."""
         named = zip(self.pattern.branches(), self.cells.branches, strict=True)
         return {
             "pattern": repr(self.pattern),
@@ -113,7 +113,6 @@ class HeatMap:
         return wrap(facts, self._canvas.columns, break_on_hyphens=False)
 
     def _notes(self) -> list[str]:
-        """What the picture does not say by itself."""
         notes, cells = [], self.cells
         if len(cells.branches) > 1 and bool((cells.area > 1).any()):
             notes.append("A pair counts once for each branch that allows it.")
@@ -143,18 +142,17 @@ def show(
     color: bool = False,
     ascii: bool = False,  # noqa: A002
 ) -> HeatMap:
-    """Draw one head of a pattern in characters: queries down, keys across, a cell the fuller the more it allows.
+    """Draw one head of a pattern in characters: queries down, keys across; denser characters for more allowed pairs.
 
-    Print what it returns. `queries` and `keys` are the window, all of it by default: positions in "natural" order, and
-    in "residue" order slots of `masks.layout`. `size` is (columns, lines) of the terminal in which the picture is to
-    fit, one line left for the prompt; a window that is small enough is drawn pair by pair. `cells`, (rows, columns),
-    cuts the window into so many cells instead, whatever fits. `color` is for terminals with ANSI's 256 colors, `ascii`
-    for those without the characters of box drawings. `head` is one of num_heads; `batch` is the entry meant where
-    run-time tensors have a row for each.
+    Print the returned HeatMap. queries, keys: the window, by default all: positions in "natural" order, slots of
+    `masks.layout` in "residue" order. size: (columns, lines) of the terminal, of which the picture leaves one line for
+    the prompt; a small window is drawn pair by pair. cells: (rows, columns) of the grid, regardless of `size`.
+    color: use 256 ANSI colors. ascii: use no box-drawing characters. head: one of num_heads. batch: the batch entry,
+    for run-time tensors with a row for each.
 
         >>> picture = masks.show(masks.causal(), 1 << 20)  # print it
 
-    Counted are whole boxes by the pattern's bounds, so time does not grow with the number of tokens. Raises ValueError
+    Whole boxes are counted by the pattern's bounds, so time does not grow with the number of tokens. Raises ValueError
     or TypeError for heads, entries, windows and sizes that do not fit, and for tokens that the pattern does not take.
     """
     asked = require_expression(pattern)
@@ -177,7 +175,7 @@ def show(
     if cells is not None:
         rows, columns = _pair("cells", cells, (1, 1), MOST_CELLS)
         return drawn(Grid(min(rows, len(window[0])), min(columns, len(window[1]))))
-    # Lower by what does not fit, as texts are longer here and shorter there. One line is the prompt's.
+    # Reduce the lines of cells until all fits, as texts vary in length. One line is for the prompt.
     free = canvas.lines - 1
     most = free - _BESIDE + 1
     while True:
@@ -195,7 +193,7 @@ def _pair(name: str, value: object, least: tuple[int, int], most: int) -> tuple[
 
 
 def _side(edges: Tensor, one: str, many: str) -> str:
-    """How long cells are: one length, or two that differ by 1."""
+    """Length of the cells: one number, or two that differ by 1."""
     least, most = (int(size) for size in edges.diff().aminmax())
     return f"{tokens_text(least)}{f' to {tokens_text(most)}' if most > least else ''} {one if most == 1 else many}"
 
@@ -215,9 +213,9 @@ class Grid:
 
 
 def _grid_for(window: Sequence[range], canvas: _Canvas, lines: int) -> Grid:
-    """The finest grid of a window that fits into these lines, with cells about as wide as high.
+    """Finest grid of a window that fits into `lines`, with cells about as wide as high.
 
-    A character is about twice as high as wide. Where the window is small each pair is a cell.
+    A character is about twice as high as wide. In a small window each pair is a cell.
     """
     queries, keys = map(len, window)
     rows, _ = _labels(window, (lines, canvas.columns))
@@ -234,13 +232,13 @@ def _grid_for(window: Sequence[range], canvas: _Canvas, lines: int) -> Grid:
 
 
 def _even(slots: int, most: int) -> int:
-    """Cells of one length, if that does not take many fewer: their edges are then those of segments and blocks."""
+    """Number of cells, preferably of equal length, so that their edges are edges of segments and blocks."""
     least = max(1, round(_LEAST_SHARE * most))
     return next((cells for cells in range(min(most, slots), least - 1, -1) if slots % cells == 0), min(most, slots))
 
 
 def _labels(window: Sequence[range], size: tuple[int, int]) -> tuple[dict[int, str], dict[int, str]]:
-    """Labels of round slots of queries and of keys, both in one unit, for a map of `size`, (lines, columns)."""
+    """Labels of round slots of queries and of keys, in one unit, for a map of `size`, (lines, columns)."""
     most = size[0] // _TICK_ROWS, size[1] // _TICK_COLUMNS
     sides = [
         [slot for slot in round_places(slots, number) if slot in slots]
@@ -257,7 +255,7 @@ def _by_cell(labels: dict[int, str], edges: Tensor) -> list[tuple[int, str]]:
 
 
 def _labels_above(marks: Sequence[tuple[int, str]], width: int, columns: int) -> tuple[str, list[int]]:
-    """The labels in a line of at most so many columns, each above its cell, and the columns of those that fit."""
+    """(line of at most `columns` columns with each label above its cell, columns of the labels that fit)."""
     line, shown = "", []
     for cell, label in marks:
         column = cell * width
@@ -268,7 +266,7 @@ def _labels_above(marks: Sequence[tuple[int, str]], width: int, columns: int) ->
 
 
 def _drawn(cells: Cells, grid: Grid, canvas: _Canvas) -> list[str]:
-    """The cells in a frame, labels at its left and above it."""
+    """Lines of the framed cells, with labels at the left and above."""
     levels, number = levels_of(cells, color=canvas.color)
     body = _halves(levels, number) if grid.halves else _whole(levels, number, grid.width, canvas)
     inner, high = grid.columns * grid.width, 2 if grid.halves else 1
@@ -285,7 +283,7 @@ def _drawn(cells: Cells, grid: Grid, canvas: _Canvas) -> list[str]:
 
 
 def _whole(levels: tuple[Level, ...], number: Int64[Tensor, "R C"], width: int, canvas: _Canvas) -> list[str]:
-    """A line for each row."""
+    """One line for each row."""
 
     def text(level: Level, cells: int) -> str:
         shape = level.shape if canvas.shapes else level.ascii
@@ -297,7 +295,7 @@ def _whole(levels: tuple[Level, ...], number: Int64[Tensor, "R C"], width: int, 
 
 
 def _halves(levels: tuple[Level, ...], number: Int64[Tensor, "R C"]) -> list[str]:
-    """A line for two rows: the upper half of a character for the one, the lower half for the other."""
+    """One line for two rows: upper and lower half of each character."""
     rows = [*number.tolist(), [0] * number.shape[1]][: number.shape[0] + number.shape[0] % 2]
     return [
         "".join(_half(levels[upper], levels[lower], len(list(run))) for (upper, lower), run in groupby(pairs))
@@ -315,7 +313,7 @@ def _half(upper: Level, lower: Level, cells: int) -> str:
 
 
 def _legend(cells: Cells, canvas: _Canvas) -> list[str]:
-    """What the levels that occur mean, in as few lines as hold them; cells without a pair are not shown at all."""
+    """Meanings of the levels that occur, in as few lines as possible; omits empty cells."""
     levels, number = levels_of(cells, color=canvas.color)
     used = [levels[index] for index in reversed(number.unique().tolist()) if index]
     many = bool((cells.area > 1).any())
@@ -340,13 +338,12 @@ def _swatch(level: Level, canvas: _Canvas) -> str:
 
 
 def _colored(level: Level, text: str) -> str:
-    """Black on the level's color."""
     return f"\x1b[48;5;{level.color};30m{text}{_PLAIN}"
 
 
 @dataclass(frozen=True)
 class Level:
-    """How full a cell is: a shape, one in plain ASCII, the number of a color of 256, and what it means."""
+    """Share of allowed pairs in a cell: its shape, ASCII shape, ANSI color number, and meaning for the legend."""
 
     shape: str
     ascii: str
@@ -355,14 +352,14 @@ class Level:
 
     @property
     def is_times(self) -> bool:
-        """Whether the shape itself is a number of times."""
+        """True if the shape is a digit: the number of times that pairs count."""
         return self.shape.isdigit()
 
 
 _NONE = Level(" ", " ", 0, "none")
 _UNKNOWN = Level("?", "?", 240, "none found, some possible")
 _ALL = Level("█", "#", 220, "all")
-# The least share of pairs for each level. Colors tell more apart than shapes do.
+# The least share of pairs for each level. More colors than shapes can be distinguished.
 _BY_SHAPE = {
     0.0: Level("·", ".", 60, "less"),
     0.001: Level("░", "-", 26, "0.1%+"),
@@ -380,7 +377,7 @@ _TIMES_COLORS = (209, 203, 197, 198, 199, 164, 128, 92)
 
 
 def levels_of(cells: Cells, *, color: bool) -> tuple[tuple[Level, ...], Int64[Tensor, "R C"]]:
-    """All levels that a picture may show, and the level of each cell by its number among them."""
+    """(all levels that a picture may show, index of each cell's level)."""
     shares = dict(sorted((_BY_COLOR if color else _BY_SHAPE).items()))
     single, mixed = bool((cells.area == 1).all()), len(cells.branches) > 1
     levels = (_NONE, _UNKNOWN, *list(shares.values())[:-1], _full(single, mixed), *_several(single))
@@ -394,7 +391,7 @@ def levels_of(cells: Cells, *, color: bool) -> tuple[tuple[Level, ...], Int64[Te
 
 
 def _full(single: bool, mixed: bool) -> Level:
-    """The level of one for each pair, of cells of a single pair or of many."""
+    """Level of cells in which each pair counts once; `single`: each cell is one pair, `mixed`: several branches."""
     if single:
         return replace(_ALL, meaning="branch", shape="1", ascii="1") if mixed else replace(_ALL, meaning="allowed")
     return replace(_ALL, meaning="once each") if mixed else _ALL

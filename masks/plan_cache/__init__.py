@@ -1,4 +1,4 @@
-"""What was built is kept: plans, block tables and programs, in bounded memory."""
+"""Cache of plans, block tables and programs, in bounded memory."""
 
 from ._cache import cache
 from ._cache_stats import BYTES_VARIABLE, ENTRIES_VARIABLE, CacheStats, bytes_from_environment, entries_from_environment

@@ -1,4 +1,4 @@
-"""The cache: one process-wide store of plans and tables, thread-safe, in which each value is built once."""
+"""Process-wide, thread-safe cache of plans and tables; each value is built once."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ T = TypeVar("T")
 
 @dataclass(eq=False, slots=True)
 class Entry:
-    """A value, with the texts of the patterns it was built for; `device` says that it is a copy there.
+    """A cached value with the texts of its patterns; `device` is None for a master, otherwise the device of a copy.
 
-    `line` has the entries of its kind by last use, the oldest first; by identity, which is quicker than by key.
+    `line`: all masters or all copies, least recently used first. Entries hash by identity, faster than by key.
     """
 
     key: Hashable
@@ -37,7 +37,7 @@ class Entry:
 
 @dataclass(eq=False)
 class _Building:
-    """A value that a thread is building, and others may wait for."""
+    """A value under construction by one thread; other threads wait for `done`."""
 
     pattern: str
     device: torch.device | None
@@ -46,10 +46,10 @@ class _Building:
 
 
 class Cache:
-    """A thread-safe store of built values. Each is built once, however many threads ask at the same time."""
+    """Thread-safe LRU cache of built values; concurrent requests for a key share one build."""
 
     def __init__(self, budget_bytes: int, budget_entries: int = DEFAULT_ENTRIES) -> None:
-        self._lock, self._inside = threading.Lock(), threading.local()  # patterns: of the build of this thread
+        self._lock, self._inside = threading.Lock(), threading.local()  # _inside.patterns: texts of this thread's build
         self._limits, self._bytes = Limits(budget_bytes, budget_entries), 0
         self._entries: dict[Hashable, Entry] = {}
         self._copies: OrderedDict[Entry, None] = OrderedDict()
@@ -59,7 +59,7 @@ class Cache:
 
     @property
     def budget_bytes(self) -> int:
-        """Most bytes held; setting it evicts at once."""
+        """Maximum bytes of all entries; setting it evicts at once."""
         return self._limits.bytes
 
     @budget_bytes.setter
@@ -68,7 +68,7 @@ class Cache:
 
     @property
     def budget_entries(self) -> int:
-        """Most entries held; setting it evicts at once."""
+        """Maximum number of entries; setting it evicts at once."""
         return self._limits.entries
 
     @budget_entries.setter
@@ -84,11 +84,10 @@ class Cache:
         pattern: Expression | str = "",
         device: torch.device | None = None,
     ) -> T:
-        """The value of `key`, built on first use. A value larger than the budget is returned but not kept.
+        """Get the value of `key`, built on first use. A value larger than the budget is returned but not kept.
 
-        `pattern` is the pattern it is built for, or its text as written, beside the patterns of builds that ask for it.
-        `device` says that the value is a copy there, made of values that the cache holds too: copies are the
-        first to go.
+        `pattern`: the pattern of the value, or its text as written; patterns of enclosing builds are added. `device`:
+        the device of the value if it is a copy of cached values; copies are evicted first.
         """
         with self._lock:
             entry = self._entries.get(key)
@@ -110,11 +109,11 @@ class Cache:
         return building.done.result()
 
     def forget(self, pattern: Expression) -> int:
-        """Drop all that was built for a pattern, or for a combination in which it is a part; returns how many.
+        """Drop all values of a pattern and of combinations that contain it; returns the number of dropped values.
 
-        Values still being built for it are not kept, and whoever asks from now on does not get them.
+        Values under construction for it are not kept, and later requests build new ones.
         """
-        # The parts of an intersection or a union stand beside those of a larger one.
+        # A larger intersection or union contains these parts, but not the text of the whole.
         branches = require_expression(pattern).unpadded.branches()
         texts = [_text(part) for branch in branches for part in getattr(branch, "parts", (branch,))]
 
@@ -139,7 +138,7 @@ class Cache:
         log.debug("entries dropped to clear the cache: %d", dropped)
 
     def stats(self) -> CacheStats:
-        """Counts and sizes at this moment; print them for a table."""
+        """Current counts and sizes; prints as tables."""
         sizes: defaultdict[str, list[int]] = defaultdict(list)
         with self._lock:
             counts, limits = (self._hits, self._misses, self._evictions, self._build_seconds), self._limits
@@ -150,7 +149,7 @@ class Cache:
         return CacheStats(*counts, masters, tuple(copies), limits)
 
     def __repr__(self) -> str:
-        """Without the lock, so that a debugger can show a cache that is being changed."""
+        """Takes no lock, so a debugger can show a cache during a change."""
         held = f"{len(self._entries):,} of {self.budget_entries:,} entries"
         return f"Cache({held}, {bytes_text(self._bytes)} of {bytes_text(self.budget_bytes)})"
 
@@ -167,7 +166,7 @@ class Cache:
             line = self._masters if mine.device is None else self._copies
             entry = Entry(key, value, nbytes(value), mine.pattern, mine.device, line)
         except BaseException as error:
-            # Whoever waits for this key gets the same error; the next call may try again.
+            # Waiting threads get this error too; the next call may try again.
             with self._lock:
                 self._end(key, mine)
             mine.done.set_exception(error)
@@ -183,7 +182,7 @@ class Cache:
                 self._entries[key] = entry
                 line[entry] = None
                 self._bytes += entry.nbytes
-            if outer is None:  # a build that is part of no other
+            if outer is None:  # not nested in another build
                 self._build_seconds += seconds
         mine.done.set_result(value)
         why = "" if kept else "; not kept, as it is over the budget or was forgotten meanwhile"
@@ -192,7 +191,7 @@ class Cache:
         return value
 
     def _end(self, key: Hashable, mine: _Building) -> bool:
-        """End a build. False if its value is not to be kept: its pattern was forgotten meanwhile."""
+        """End a build. False if its pattern was forgotten meanwhile, so its value must not be kept."""
         return self._building.get(key) is mine and self._building.pop(key) is mine
 
     def _limit(self, **limits: int) -> None:
@@ -202,7 +201,7 @@ class Cache:
         _tell("evicted", gone, ", used longest ago")
 
     def _evict(self, coming_bytes: int, coming_entries: int) -> list[Entry]:
-        """Make room, copies first."""
+        """Evict entries until the new ones fit, copies first."""
         gone, limits = [], self._limits
         while self._entries and (
             self._bytes + coming_bytes > limits.bytes or len(self._entries) + coming_entries > limits.entries
@@ -218,7 +217,7 @@ class Cache:
 
 
 def _tell(what: str, entries: list[Entry], how: str) -> None:
-    """Not to be called under the lock: a handler of a record may want the same."""
+    """Log entries. Do not call it under the lock: a log handler may use the cache."""
     if entries and debug_wanted():
         for each in entries:
             name = str(each.key[0] if isinstance(each.key, tuple) and each.key else each.key).replace("_", " ")
@@ -229,7 +228,7 @@ def _tell(what: str, entries: list[Entry], how: str) -> None:
 
 
 def _text(pattern: Expression | str) -> str:
-    """The text of a pattern as it was written, with the names of its run-time tensors in place of their values."""
+    """Text of a pattern as written, with names of run-time tensors instead of their values."""
     return pattern if isinstance(pattern, str) else as_written(pattern).text
 
 
@@ -238,9 +237,9 @@ _cache_lock = threading.Lock()
 
 
 def cache() -> Cache:
-    """The process-wide cache. FLEXDILATED_CACHE_BYTES and FLEXDILATED_CACHE_ENTRIES are its first budgets.
+    """The process-wide cache. FLEXDILATED_CACHE_BYTES and FLEXDILATED_CACHE_ENTRIES are its initial budgets.
 
-    They are 1 GiB and 16,384 entries if not set. Raises ValueError if one is not a number.
+    The defaults are 1 GiB and 16,384 entries. Raises ValueError if a variable is not a whole number.
 
     >>> masks.cache().clear()
     """

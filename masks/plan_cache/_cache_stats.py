@@ -8,14 +8,14 @@ from dataclasses import dataclass
 from tabulate import tabulate
 
 BYTES_VARIABLE, ENTRIES_VARIABLE = "FLEXDILATED_CACHE_BYTES", "FLEXDILATED_CACHE_ENTRIES"
-# What Python adds to an entry is not counted in bytes: some kB, so this bounds it to about a hundred MB.
+# Python's overhead per entry, some kB, is not in the byte count; this bounds it to about a hundred MB.
 DEFAULT_ENTRIES = 1 << 14
 _MOST_DIGITS = 18  # more than any machine has bytes
 
 
 @dataclass(frozen=True)
 class Limits:
-    """Most bytes and most entries held; 0 of either holds nothing."""
+    """Maximum bytes and entries; 0 of either disables the cache."""
 
     bytes: int
     entries: int
@@ -43,7 +43,7 @@ def _read(variable: str, unit: str, default: int) -> int:
 
 @dataclass(frozen=True)
 class Holding:
-    """Some entries together, under the name of what they have in common."""
+    """Number and bytes of a group of entries."""
 
     name: str
     entries: int
@@ -52,10 +52,10 @@ class Holding:
 
 @dataclass(frozen=True)
 class CacheStats:
-    """Look-ups since the last `clear`, and what is held now.
+    """Look-ups since the last `clear`, and the current contents.
 
-    A hit found its value, or another thread building it. `build_seconds` counts a build within a build once.
-    `masters` are plans and block lists, on the CPU; `copies` are the tables made of them, one holding a device.
+    A hit found its value, or another thread building it. `build_seconds` counts nested builds once. `masters` are
+    plans and block lists, on the CPU; `copies` are tables made from them, one Holding per device.
     """
 
     hits: int
@@ -68,12 +68,12 @@ class CacheStats:
 
     @property
     def entries(self) -> int:
-        """All entries."""
+        """Number of entries, masters and copies."""
         return self.masters.entries + sum(holding.entries for holding in self.copies)
 
     @property
     def bytes(self) -> int:
-        """Their bytes: those of the tables, without what Python adds."""
+        """Bytes of the tables of all entries, without Python's overhead."""
         return self.masters.bytes + sum(holding.bytes for holding in self.copies)
 
     @property
@@ -82,7 +82,7 @@ class CacheStats:
         return self.hits / max(1, self.hits + self.misses)
 
     def __str__(self) -> str:
-        """Two tables: what was looked up, and what is held."""
+        """Two tables: look-ups, and contents."""
         lookups = {
             "hits": f"{self.hits:,}",
             "misses": f"{self.misses:,}",

@@ -1,4 +1,4 @@
-"""Patterns as JSON: what a checkpoint stores and a custom op receives."""
+"""Patterns as JSON, for checkpoints and custom ops."""
 
 import json
 from typing import Any, NoReturn
@@ -10,7 +10,7 @@ from ..core import DEEPEST, KINDS, QUOTED, Expression, Mixture, Pattern, advises
 def to_json(pattern: Expression) -> str:
     """Canonical JSON of a pattern or mixture; `from_json` gives an equal value back.
 
-    Raises TypeError where a custom function takes part: code has no JSON.
+    Raises TypeError for a pattern with a custom function: code has no JSON.
 
     >>> masks.to_json(masks.causal())
     '{"kind":"causal"}'
@@ -23,7 +23,7 @@ def to_json(pattern: Expression) -> str:
 
 @advises()
 def from_json(text: str) -> Pattern | Mixture:
-    """The pattern or mixture that `to_json` wrote. Raises ValueError for anything else, naming the fault.
+    """Read the pattern or mixture that `to_json` wrote. Raises ValueError for any other text, with the reason.
 
     >>> masks.from_json(masks.to_json(masks.causal()))
     causal()
@@ -35,7 +35,7 @@ def from_json(text: str) -> Pattern | Mixture:
 
 
 def read_text(text: str) -> Pattern | Mixture:
-    """The pattern of a text of this process, in which custom functions are named by their digests."""
+    """Pattern of a JSON text of this process, in which digests name custom functions."""
     if not isinstance(text, str):
         raise TypeError(f"a pattern's JSON must be a string; got {type(text).__name__}")
     try:
@@ -49,7 +49,7 @@ def read_text(text: str) -> Pattern | Mixture:
 
 
 def kept_functions(text: str) -> object:
-    """What to hold on to for as long as this text is in use: the custom functions that it only names."""
+    """Reference that keeps the custom functions of this text alive while the text is in use; None without any."""
     return read_text(text) if _NAMES_A_FUNCTION in text else None
 
 
@@ -86,10 +86,10 @@ def _value(value: Any, field: str, depth: int) -> Any:
 
 
 def read_json(text: str | bytes) -> Any:
-    """The data of a JSON text, bytes in UTF-8, in which each name comes once and each number is finite.
+    """Data of a JSON text (bytes are UTF-8) with unique names in each object and finite numbers.
 
-    Raises ValueError for anything else, also where it nests deeper than Python reads, or has an integer of thousands of
-    digits. How deep the data nest otherwise is for the caller to check, who walks through them.
+    Raises ValueError for any other text, and for nesting or integers beyond the limits of Python's parser. The caller
+    checks other limits on nesting.
     """
     if isinstance(text, bytes):
         text = text.decode("utf-8")
@@ -110,7 +110,7 @@ def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 def _finite(text: str) -> float:
     number = float(text)
-    if number - number:  # of an infinity that is no number
+    if number - number:  # nan if the number is infinite
         raise ValueError(f"a number must be finite; got {text:.80}")
     return number
 

@@ -1,4 +1,4 @@
-"""Patterns from text: Python's own grammar, of which an expression may use a little, and nothing is ever run."""
+"""Patterns from text: a small subset of Python's grammar, parsed without running any code."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from ..core import CONSTRUCTORS, CUT, DEEPEST, LONGEST, QUOTED, Expression, Mixt
 
 _METHODS = ("after", "per_document")
 _PREFIX = "masks."
-_MOST_BRACKETS = 2 * DEEPEST + 4  # each level of a pattern is printed with up to two, a block list with four
+_MOST_BRACKETS = 2 * DEEPEST + 4  # printing uses up to two brackets per level, four for a block list
 _LARGEST = 2**63 - 1
-_AROUND = 40  # characters that an error shows on either side of its place
-# What a text may hold. Each character has one way to match, so the time is in proportion to the text.
+_AROUND = 40  # characters that an error shows before and after its place
+# Permitted text. Each character matches in one way only, so matching takes linear time.
 _STRINGS = r"""'[^'\\\n\ud800-\udfff]*'|"[^"\\\n\ud800-\udfff]*\""""
 _READABLE = re.compile(rf"(?:{_STRINGS}|[\w\s~&|+\-()\[\],=.])*", re.ASCII)
 _WORDS = re.compile(rf"{_STRINGS}|[A-Za-z_]\w*|(\d[\w.]*)|([(\[])|([)\]])", re.ASCII)
@@ -27,12 +27,12 @@ _INTEGER = re.compile(r"\d+(_\d+)*", re.ASCII)
 
 @advises()
 def parse(text: str) -> Pattern | Mixture:
-    """The pattern or mixture that an expression such as `longnet([2048, 4096], [1, 2]) & causal()` names.
+    """Read a pattern or mixture from an expression such as `longnet([2048, 4096], [1, 2]) & causal()`.
 
-    An expression calls the constructors of this package, with arguments by place or by name, and joins patterns
-    by `~`, `+`, `&` and `|` in Python's order of precedence. It is read, never run. Raises ValueError for anything
-    else, with a caret at the place; an expression has at most 4096 characters and nests at most 68 brackets,
-    more than any pattern is printed with.
+    An expression calls the constructors of this package, with positional or keyword arguments, and combines patterns
+    by `~`, `+`, `&` and `|` with Python's precedence. It is parsed, never run. Raises ValueError for any other text,
+    with a caret at the error; an expression has at most 4096 characters and nests at most 68 brackets, more than any
+    printed pattern.
 
     >>> masks.parse('local_window(left=127, right=0) | first_tokens(4)')
     local_window(left=127, right=0) | first_tokens(4)
@@ -48,7 +48,7 @@ def parse(text: str) -> Pattern | Mixture:
 
 
 class _Text:
-    """The text of an expression: what its syntax tree means, and errors that point into it."""
+    """Text of an expression: evaluates its syntax tree, and raises errors that point into the text."""
 
     def __init__(self, text: str) -> None:
         self._text = text
@@ -124,7 +124,7 @@ class _Text:
             raise self._error(at, str(error)) from error
 
     def _called(self, node: ast.Call) -> object:
-        """What the function makes of its arguments, which its signature must take."""
+        """Call the function; errors in its arguments point at its name."""
         name, function = self._function(node.func)
         given = [*node.args, *(each.value for each in node.keywords)]
         names = [str(each.arg) for each in node.keywords]
@@ -143,7 +143,7 @@ class _Text:
             raise self._error_at(node.func, f"{name}: {error}") from error
 
     def _function(self, node: ast.expr) -> tuple[str, Callable[..., object]]:
-        """A constructor, whose name may be dotted and may begin with `masks`, or a method of a pattern."""
+        """(name, function): a constructor, with or without the prefix `masks.`, or a method of a pattern."""
         name = _dotted(node).removeprefix(_PREFIX)
         if name:
             if name not in CONSTRUCTORS:
@@ -158,7 +158,7 @@ class _Text:
         return node.attr, getattr(value, node.attr)
 
     def _index(self, place: int) -> int:
-        """The character at so many UTF-8 bytes into the expression, as syntax trees count."""
+        """Character index of a UTF-8 byte offset; syntax trees have byte offsets."""
         return self._margin + len(self._text[self._margin :].encode()[:place].decode(errors="ignore"))
 
     def _end(self, node: ast.expr) -> int:
@@ -168,7 +168,7 @@ class _Text:
         return self._error(self._index(node.col_offset), says)
 
     def _error(self, at: int, says: str) -> ValueError:
-        """It says what is wrong and shows where: the text around the place, with a caret below it."""
+        """ValueError with the text around the place and a caret below it."""
         begin, end = max(0, at - _AROUND), at + _AROUND
         shown = "".join(character if character.isprintable() else " " for character in self._text[begin:end])
         before, after = CUT if begin else "", CUT if end < len(self._text) else ""
@@ -177,7 +177,7 @@ class _Text:
 
 
 def _chain(node: ast.BinOp) -> Iterator[ast.expr]:
-    """The operands of one operator, from left to right."""
+    """Operands of a chain of one operator, from left to right."""
     right: list[ast.expr] = []
     left: ast.expr = node
     while isinstance(left, ast.BinOp) and type(left.op) is type(node.op):
@@ -187,7 +187,7 @@ def _chain(node: ast.BinOp) -> Iterator[ast.expr]:
 
 
 def _dotted(node: ast.expr) -> str:
-    """A name with the names after its dots; nothing for what else may stand before a dot or a bracket."""
+    """A dotted name; empty for any other expression."""
     words: list[str] = []
     while isinstance(node, ast.Attribute):
         words.append(node.attr)
@@ -196,7 +196,7 @@ def _dotted(node: ast.expr) -> str:
 
 
 def _intersect(*parts: Any) -> Expression:
-    """A mixture last: one of many branches then meets the intersection of all sets at once."""
+    """Intersect mixtures last, so that their branches meet the intersection of all sets at once."""
     return reduce(operator.and_, sorted(parts, key=lambda part: isinstance(part, Mixture)))
 
 
@@ -216,7 +216,7 @@ def _unreadable(character: str) -> str:
 
 
 def _parameters(build: Callable[..., object]) -> str:
-    """The parameters as one writes them, without types."""
+    """Signature without annotations."""
     signature = inspect.signature(build)
     bare = [each.replace(annotation=inspect.Parameter.empty) for each in signature.parameters.values()]
     return str(inspect.Signature(bare))

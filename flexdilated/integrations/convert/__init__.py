@@ -1,7 +1,7 @@
-"""Models of torch, timm and x-transformers: the attention of existing modules replaced in place, and given back.
+"""Models of torch, timm and x-transformers: replace the attention of existing modules in place, and restore it.
 
-One file a library, `_torch`, `_timm` and `_x_transformers`, says which of its modules are served and how, and why
-others are not. None imports its library: a model of it has done so.
+One file per library, `_torch`, `_timm` and `_x_transformers`, defines which of its modules are supported and how, with
+a reason for unsupported ones. These files do not import their library: a model of it has done so.
 """
 
 from ._convert import convert

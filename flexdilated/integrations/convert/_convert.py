@@ -1,4 +1,4 @@
-"""`convert`: every attention module of a model is found and given its pattern, or left with a reason."""
+"""`convert`: give each attention module of a model its pattern, or leave it with a reason."""
 
 from __future__ import annotations
 
@@ -27,21 +27,21 @@ _NAMED_SO = re.compile("Attention|Attn")
 
 @advises(how="write fd.convert(model, pattern)")
 def convert(model: nn.Module, pattern: Expression | Chosen | None) -> Report:
-    """Let the attention modules of a model attend by a pattern, in place; None gives them their own attention back.
+    """Replace the attention of a model's modules by attention with a pattern, in place; None restores the original.
 
-    model: any module that holds `nn.MultiheadAttention`, timm's attention or x-transformers', or is one. Parameters,
-    buffers, names in the `state_dict`, hooks and references stay; deepcopy, pickle and torch.compile go on working.
-    What the model says of a call holds beside the pattern: a causal mask or flag, key padding, caches and memories.
-    pattern: one for all modules; or a function of (name, module), as `model.named_modules()` gives them, that returns
-    the pattern of a module, or None for its own attention; or None for all. Each call states the whole: what was
-    converted before is so only if it is again. Cross-attention is converted only where a function chooses it.
+    model: any module that contains or is `nn.MultiheadAttention`, or attention of timm or x-transformers. Parameters,
+    buffers, names in the `state_dict`, hooks and references are preserved; deepcopy, pickle and torch.compile work.
+    Masks of a call compose with the pattern: a causal mask or flag, key padding, caches and memories.
+    pattern: a pattern for all modules; or a function of (name, module) from `model.named_modules()` that returns the
+    pattern of a module, or None for its original attention; or None for all. Each call replaces earlier ones: modules
+    not converted again get their original attention. Cross-attention is converted only if a function chooses it.
 
     Returns a `Report`, which prints as tables: `replaced` and `left`, each with name and kind, and the reason.
 
-    Raises TypeError for arguments of other types, and ValueError, before anything is changed, for a model with nothing
-    to replace, a pattern that does not fit a module's heads or has run-time tensors, and a module whose class
-    `fully_shard` has replaced since. Calls raise ValueError where they ask for what no pattern does: attention dropout
-    above 0 in training, need_weights=True, masks that are neither causal nor padding.
+    Raises TypeError for arguments of other types. Raises ValueError, before any change, for a model with nothing to
+    replace, a pattern that does not fit a module's heads or has run-time tensors, and a module whose class
+    `fully_shard` has replaced since. Calls of the model raise ValueError for attention dropout above 0 in training,
+    need_weights=True, and masks that are neither causal nor padding.
 
     >>> model = torch.nn.TransformerEncoder(torch.nn.TransformerEncoderLayer(64, 4, batch_first=True), 2)
     >>> print(fd.convert(model.eval(), masks.local_window(left=31, right=31)))
@@ -86,7 +86,7 @@ def convert(model: nn.Module, pattern: Expression | Chosen | None) -> Report:
 
 
 def _attentions(model: nn.Module) -> list[Found]:
-    """The attention modules of a model: those that a library's file knows, and others that are named so."""
+    """Attention modules of a model: known to a library's file, or unknown but with Attention in their class name."""
     found: dict[str, Found] = {}
     named: dict[str, nn.Module] = {}
     for name, module in model.named_modules():
@@ -115,7 +115,7 @@ def _unknown(module: nn.Module) -> str:
 
 
 def _choice(each: Found, pattern: Expression | Chosen | None) -> Expression | str:
-    """The pattern of a module, checked; or why it has none."""
+    """Validated pattern of a module, or the reason why it has none."""
     if each.refused:
         return each.refused
     if pattern is None:
@@ -146,7 +146,7 @@ def _replace(each: Found, given: Given) -> None:
     assert each.inner is not None
     replace_class(each.inner, each.by, given)
     for module, by in each.around:
-        if not isinstance(module, Converted):  # several layers of one encoder
+        if not isinstance(module, Converted):  # converted already for another layer of an encoder
             replace_class(module, by)
 
 

@@ -1,4 +1,4 @@
-"""The attention modules of a model, as the files of the libraries describe them, and what convert did with each."""
+"""Attention modules found in a model, and the report of `convert`."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from ._replaced_class import Converted, original_class
 
 @dataclass(frozen=True, eq=False)
 class Found:
-    """An attention module: its name in the model, its class, and what can become of it.
+    """An attention module: its name in the model, the module, and how it can be converted.
 
-    inner: the module whose class is replaced by `by`; None where `refused` says why none can be. cross: why its keys
-    are not its queries' sequence, so that it is left unless a pattern is chosen for it; "" for self-attention.
-    around: modules that must change with it.
+    inner: the module whose class is replaced by `by`; None if it cannot be converted. refused: the reason for that, or
+    "". cross: why it is cross-attention, which needs a pattern chosen by name; "" for self-attention. around: enclosing
+    modules that must be converted with it.
     """
 
     name: str
@@ -33,24 +33,24 @@ class Found:
 
     @property
     def kind(self) -> str:
-        """The class as its library exports it, such as torch.nn.MultiheadAttention."""
+        """Library and original class, such as torch.MultiheadAttention."""
         return class_name(original_class(self.module))
 
 
 def class_name(of: type) -> str:
-    """The library and the class, without the modules between."""
+    """Library and class name, without the modules between."""
     return f"{of.__module__.partition('.')[0]}.{of.__qualname__}"
 
 
 def ancestors(name: str, model: nn.Module) -> list[nn.Module]:
-    """The modules that hold the one of this name, outermost first."""
+    """Modules that contain the one of this name, outermost first."""
     parts = name.split(".")
     return [model.get_submodule(".".join(parts[:depth])) for depth in range(len(parts))] if name else []
 
 
 @dataclass(frozen=True)
 class Replaced:
-    """An attention module that attends by a pattern: its name in the model, its kind, its heads, the pattern."""
+    """A converted attention module: its name in the model, kind, number of heads, and pattern."""
 
     name: str
     kind: str
@@ -60,7 +60,7 @@ class Replaced:
 
 @dataclass(frozen=True)
 class Left:
-    """An attention module that computes what it did: its name in the model, its kind, and why it was left."""
+    """An attention module that was not converted: its name in the model, kind, and the reason."""
 
     name: str
     kind: str
@@ -72,16 +72,16 @@ _IN_PLACE = "convert(model, pattern) changes the model in place, so go on with t
 
 @dataclass(frozen=True)
 class Report:
-    """What `convert` replaced and what it left, in the order of `model.named_modules()`; printed as two tables."""
+    """Modules that `convert` replaced or left, in the order of `model.named_modules()`; prints as two tables."""
 
     replaced: tuple[Replaced, ...]
     left: tuple[Left, ...]
 
     def __call__(self, *args: object, **named: object) -> NoReturn:
-        """Raise TypeError: it is no model."""
+        """Raise TypeError, as a report is no model."""
         raise TypeError(f"a report of convert is no model: {_IN_PLACE}")
 
-    if not TYPE_CHECKING:  # a checker is to find names that are not there
+    if not TYPE_CHECKING:  # type checkers must still find missing names
 
         def __getattr__(self, name: str) -> NoReturn:
             raise AttributeError(f"a report of convert has no {name}: {_IN_PLACE}")

@@ -1,11 +1,11 @@
-"""A module's class, exchanged for a subclass whose forward attends by a pattern, and back.
+"""Replace a module's class by a subclass whose forward attends by a pattern, and restore it.
 
-Why the class, and neither an instance attribute `forward` nor a new child: the module stays the same object, so hooks,
-parameters, names in the `state_dict` and references to it hold, and so does isinstance. torch.compile guards on a
-module's type, so that a compiled model takes notice. FSDP's `fully_shard` exchanges classes as well, and the two stack.
-A `forward` in the instance's `__dict__` is bound to one object, which copies and pickles must untangle; a new child
-loses hooks and references. And a property of the subclass hides an attribute of the instance without touching it, so
-that all is given back by the class: the one thing added is `_flexdilated`, which deepcopy and pickle carry.
+Reasons to replace the class, not an instance attribute `forward` or a child module: the object is preserved, so hooks,
+parameters, names in the `state_dict`, references and isinstance stay valid. torch.compile guards on a module's type, so
+a compiled model is recompiled. FSDP's `fully_shard` replaces classes too, and both can be combined. A `forward` in the
+instance's `__dict__` is bound to one object, which breaks copies and pickles; a new child loses hooks and references. A
+property of the subclass hides an attribute of the instance without changing it, so restoring the class restores all:
+the only added attribute is `_flexdilated`, which deepcopy and pickle preserve.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from ...masks.core import shortened
 
 @dataclass(frozen=True)
 class Given:
-    """What a module was given: its name in the model, its pattern, and whether that was chosen for this module."""
+    """Settings of a converted module: its name in the model, its pattern; `by_name`: a function chose the pattern."""
 
     name: str
     pattern: Pattern | Mixture
@@ -30,7 +30,7 @@ class Given:
 
 
 class Converted(nn.Module):
-    """Stands before a module's own class. `kind` is the subclass of this one that does."""
+    """Base of converted modules' classes, before their original class. `kind`: the subclass of Converted in use."""
 
     original: ClassVar[type[nn.Module]]
     kind: ClassVar[type[Converted]]
@@ -43,7 +43,7 @@ class Converted(nn.Module):
         return ", ".join(each for each in (own, shortened(repr(self._flexdilated.pattern))) if each)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        """Classes that are made when a model is converted have no name by which pickle could find them."""
+        """Pickle by (kind, original), as pickle cannot find dynamic classes by name."""
         return _empty, (self.kind, self.original), self.__getstate__()
 
 
@@ -59,18 +59,18 @@ def _subclass(kind: type[Converted], original: type[nn.Module]) -> type[Converte
 
 
 def original_class(module: nn.Module) -> type[nn.Module]:
-    """The module's class, or that which was replaced."""
+    """Class of the module before conversion."""
     return module.original if isinstance(module, Converted) else type(module)
 
 
 def replace_class(module: nn.Module, kind: type[Converted], given: Given | None = None) -> None:
-    """Let a module that is not converted behave as `kind` says."""
+    """Convert an unconverted module to a subclass of `kind` and its class."""
     module.__class__ = _subclass(kind, type(module))
     object.__setattr__(module, "_flexdilated", given)
 
 
 def check_restorable(name: str, module: nn.Module) -> None:
-    """Raise ValueError for a module whose class was replaced once more since."""
+    """Raise ValueError for a module whose class was replaced after conversion."""
     if isinstance(module, Converted) and type(module) is not _subclass(module.kind, module.original):
         raise ValueError(
             f"{name} was given another class, {type(module).__name__}, after it was converted: give attention back, or "
@@ -79,7 +79,7 @@ def check_restorable(name: str, module: nn.Module) -> None:
 
 
 def restore_class(module: nn.Module) -> None:
-    """The module as it was before it was converted, where it was."""
+    """Undo the conversion of a module, if it was converted."""
     if isinstance(module, Converted):
         del module._flexdilated
         object.__setattr__(module, "__class__", module.original)

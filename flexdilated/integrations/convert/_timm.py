@@ -1,7 +1,7 @@
-"""timm's attention over one sequence of tokens: its own forward, with `scaled_dot_product_attention` by the pattern.
+"""timm's attention over one sequence of tokens: its forward, with `scaled_dot_product_attention` replaced by `attend`.
 
-So projections, norms of queries and keys, rotary embeddings, gates and grouped keys are the code of the version that is
-installed; only the call between them is replaced.
+So projections, norms of queries and keys, rotary embeddings, gates and grouped keys run the code of the installed
+version; only the attention call is replaced.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from ._found import Found, class_name
 from ._replaced_class import Converted, Given, original_class
 from ._rule import call_rule, check_lengths, refuse_dropout
 
-# Some have moved between versions.
+# Some classes have moved between versions.
 _SERVED = (
     ("timm.layers.attention", "Attention"),
     ("timm.layers.attention", "AttentionRope"),
@@ -44,15 +44,15 @@ _REFUSED = {
 
 
 class ScaledDotProduct(Converted):
-    """A module whose forward calls `scaled_dot_product_attention`, which is by its pattern."""
+    """A module whose forward calls `scaled_dot_product_attention`; the call is computed with the pattern."""
 
     @property
     def fused_attn(self) -> bool:
-        """True: the branch of timm's modules that makes that call."""
+        """True: timm's modules then call `scaled_dot_product_attention`."""
         return True
 
     def forward(self, *args: Any, **options: Any) -> Any:
-        """What the module's own forward takes and returns."""
+        """Run the module's original forward with attention by the pattern."""
         assert self._flexdilated is not None
         served = _ByPattern(self._flexdilated)
         with served:
@@ -66,7 +66,7 @@ class ScaledDotProduct(Converted):
 
 
 class _ByPattern(TorchFunctionMode):
-    """Within it `scaled_dot_product_attention` is `attend`, with the pattern given."""
+    """Mode in which `scaled_dot_product_attention` calls `attend` with the pattern; counts the calls."""
 
     def __init__(self, given: Given) -> None:
         super().__init__()
@@ -102,7 +102,7 @@ def _attended(
 
 
 def find(name: str, module: Any) -> Found | None:
-    """A module of timm that attends, by its class or by that from which it has its forward."""
+    """Attention module of timm, recognized by its forward or by its class name."""
     kind = original_class(module)
     forwards = [getattr(getattr(sys.modules.get(file), own, None), "forward", None) for file, own in _SERVED]
     if kind.forward in forwards:

@@ -1,4 +1,4 @@
-"""`nn.MultiheadAttention`, and what is built of it: torch's encoders and decoders, torchvision's ViT, many others."""
+"""`nn.MultiheadAttention`, as in torch's encoders and decoders, torchvision's ViT and many other models."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from ._rule import check_lengths, refuse_dropout, with_causal_mask
 
 
 class MultiheadAttention(MultiheadProjections, Converted):
-    """`nn.MultiheadAttention` by a pattern; encoder layers call it in every mode (`MultiheadProjections`)."""
+    """`nn.MultiheadAttention` with a pattern; encoder layers call it in all modes, see `MultiheadProjections`."""
 
     dropout: float
 
@@ -28,10 +28,10 @@ class MultiheadAttention(MultiheadProjections, Converted):
         average_attn_weights: bool = True,
         is_causal: bool = False,
     ) -> tuple[Tensor, None]:
-        """The attended values, and None for the weights. A causal attn_mask, or is_causal, composes with the pattern.
+        """(attention output, None for weights). A causal attn_mask, or is_causal, composes with the pattern.
 
-        need_weights is False unless a call says True, which is refused: many callers leave torch's default alone and
-        drop the weights.
+        need_weights defaults to False, unlike in torch, as many callers keep torch's default and discard the weights.
+        Raises ValueError for need_weights=True.
         """
         refuse_weights(need_weights)
         given = self._flexdilated
@@ -49,16 +49,16 @@ class MultiheadAttention(MultiheadProjections, Converted):
 
 
 class TransformerEncoder(Converted):
-    """`nn.TransformerEncoder` that hands its layers padded tensors, where torch makes nested ones in inference."""
+    """`nn.TransformerEncoder` that passes padded tensors to its layers; torch makes nested tensors in inference."""
 
     @property
     def use_nested_tensor(self) -> bool:
-        """False, whatever the instance says."""
+        """False; overrides the attribute of the instance."""
         return False
 
 
 def find(name: str, module: nn.Module, model: nn.Module) -> Found | None:
-    """A module of class `nn.MultiheadAttention`, or of a subclass with the same forward."""
+    """Attention module of class `nn.MultiheadAttention` or a subclass; refused if the subclass overrides forward."""
     if not isinstance(module, nn.MultiheadAttention):
         return None
     above = ancestors(name, model)

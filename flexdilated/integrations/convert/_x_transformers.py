@@ -1,6 +1,6 @@
-"""x-transformers' `Attention`: the attention between its projections, which stands in its submodule `attend`.
+"""x-transformers' `Attention`: replaces its submodule `attend`, the attention between its projections.
 
-Rotary embeddings, norms of queries and keys, value gates, caches and memories are the outer module's and stay.
+Rotary embeddings, norms of queries and keys, value gates, caches and memories belong to the outer module and stay.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from ._rule import call_rule, check_lengths, refuse_dropout
 _WEIGHTS = "attention weights, which are never formed"
 _BIAS = "adds a bias to each pair's score"
 
-# What an `Attention`, its `attend`, and the layers around it must not have: attribute -> why not.
+# Unsupported attributes of an `Attention`, its `attend`, and its enclosing layers: attribute -> reason.
 _NOT_IN_ATTENTION = {
     "num_mem_kv": "num_mem_kv puts keys that have no position before the others",
     "max_attend_past": "max_attend_past is a rule of its own: write it as masks.local_window in the pattern",
@@ -50,7 +50,7 @@ _NOT_IN_LAYERS = {
 
 
 class Attend(Converted):
-    """`Attend` by a pattern; it takes and returns what that does, without similarities and weights."""
+    """`Attend` with a pattern: equal arguments and results, except that similarities and weights are not returned."""
 
     causal: bool
     flash: bool
@@ -72,7 +72,7 @@ class Attend(Converted):
         flash_pack_seq_kwargs: dict[str, Any] | None = None,
         causal: bool | None = None,
     ) -> tuple[Tensor, Any]:
-        """(output, intermediates without weights). Causal queries are the last of their keys: caches and memories."""
+        """(output, intermediates without weights). Causal queries have the last N of M positions, as with a cache."""
         given = self._flexdilated
         assert given is not None
         for name, value in (("attn_bias", attn_bias), ("prev_attn", prev_attn), ("attn_delta", attn_delta)):
@@ -85,7 +85,7 @@ class Attend(Converted):
             check_lengths(given, q.shape[2], k.shape[2])
         mask = mask[:, None, None] if mask is not None and mask.dim() == 2 else mask
         rule = call_rule(given, mask, (q.shape[0], q.shape[2], k.shape[2]), is_causal=is_causal)
-        if 1 < k.shape[1] < q.shape[1]:  # where query head h reads key head h mod G, unlike enable_gqa
+        if 1 < k.shape[1] < q.shape[1]:  # here query head h reads key head h mod G, unlike with enable_gqa
             k, v = (x.repeat(1, q.shape[1] // k.shape[1], 1, 1) for x in (k, v))
         offset = k.shape[2] - q.shape[2] if is_causal else 0
         options: dict[str, Any] = {"scale": self.scale, "sinks": self.head_attn_sink, "q_offset": offset}
@@ -94,7 +94,7 @@ class Attend(Converted):
 
 
 def find(name: str, module: Any, model: nn.Module) -> Found | None:
-    """An `Attention` of x-transformers."""
+    """Attention module of x-transformers."""
     library = sys.modules.get("x_transformers.x_transformers")
     if library is None or not isinstance(module, library.Attention):
         return None
@@ -113,7 +113,7 @@ def find(name: str, module: Any, model: nn.Module) -> Found | None:
 
 
 def _layer_type(module: nn.Module, layers: Any) -> str | None:
-    """What the layers note for one of them: "a" for self-attention, "c" for cross-attention."""
+    """Type of a module in its layers: "a" for self-attention, "c" for cross-attention."""
     held = zip(layers.layer_types, layers.layers, strict=False)
     return next((kind for kind, layer in held if any(each is module for each in layer.modules())), None)
 

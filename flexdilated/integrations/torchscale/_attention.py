@@ -1,4 +1,4 @@
-"""Dilated self-attention with torchscale's parameters, exact or as it is published."""
+"""Dilated self-attention with torchscale's parameters, exact or as published."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class DilatedSelfAttention(nn.Module):
         self.inner_attn_ln = nn.LayerNorm(E, eps=config.norm_eps, device=device, dtype=dtype)
 
     def forward(self, x: Float[Tensor, "B N E"]) -> Float[Tensor, "B N E"]:
-        """What the tokens attend to, in their own shape."""
+        """Attention output of all tokens, after the output projection."""
         q, k, v = self.project(x)
         config, N = self.config, x.shape[1]
         branches = list(zip(config.segment_lengths, config.dilation_rates, strict=True))
@@ -64,7 +64,7 @@ class DilatedSelfAttention(nn.Module):
         return q, k, v
 
     def _shifts(self, segment: int, rate: int, num_tokens: int) -> bool:
-        """Whether torchscale moves a branch's rows: it cuts what segments were padded with behind the last one only."""
+        """True if torchscale shifts rows of a branch: it pads every segment for the rate, but trims only the last."""
         return self.config.padding is not None and num_tokens > segment and segment % rate != 0
 
     def _branch(self, q: Tensor, k: Tensor, v: Tensor, segment: int, rate: int) -> tuple[Tensor, Tensor]:
@@ -73,7 +73,7 @@ class DilatedSelfAttention(nn.Module):
         if not self._shifts(segment, rate, N):
             pattern = longnet((segment,), (rate,), offsets="contiguous", padding=self.config.padding)
             return attend(q, k, v, pattern, engine=engine, return_lse=True)
-        # With every zero a token of its own, no key is missing; row p is then what stands at place p among them.
+        # Zeros are inserted as tokens, so all zero keys take part; output row p is row p of the longer sequence.
         longer = segment + -segment % rate
         q, k, v = (_with_zeros(x, segment, longer) for x in (q, k, v))
         out, lse = attend(q, k, v, dilated(longer, rate, "contiguous"), engine=engine, return_lse=True)
@@ -86,15 +86,15 @@ class DilatedSelfAttention(nn.Module):
 def join(
     parts: list[tuple[Float[Tensor, "B H N D"], Float[Tensor, "B H N"]]], *, detached: bool
 ) -> Float[Tensor, "B H N D"]:
-    """Outputs of branches, weighted by their softmax denominators; detached: the weights have no gradient."""
+    """Sum of branch outputs, weighted by their softmax denominators; detached: no gradient through the weights."""
     outs, lses = (torch.stack(each) for each in zip(*parts, strict=True))
     lses = lses.detach() if detached else lses
-    none = (lses == -torch.inf).all(0)  # rows of no branch: their outputs are 0, and no weights are to be NaN
+    none = (lses == -torch.inf).all(0)  # rows without keys in any branch: outputs are 0, and weights must not be NaN
     weights = lses.masked_fill(none, 0.0).softmax(0)
     return (weights.unsqueeze(-1).to(outs.dtype) * outs).sum(0)
 
 
 def _with_zeros(x: Float[Tensor, "B H N D"], segment: int, longer: int) -> Float[Tensor, "B H M D"]:
-    """Whole segments, the last one filled up with zeros, and each of them made longer by zeros."""
+    """Pad the sequence to whole segments, then each segment to length `longer`, with zeros."""
     x = pad(x, (0, 0, 0, -x.shape[2] % segment)).unflatten(2, (-1, segment))
     return pad(x, (0, 0, 0, longer - segment)).flatten(2, 3)

@@ -1,4 +1,4 @@
-"""Parameters of a checkpoint into a module, or one error that names all that does not fit."""
+"""Load parameters of a checkpoint into a module; one error names all keys that do not fit."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ _MOST_NAMED = 12
 
 
 def require_weights(name: str, value: object) -> None:
-    """Raise TypeError unless it maps names, as to weights."""
+    """Raise TypeError unless value is a mapping."""
     if not isinstance(value, Mapping):
         raise TypeError(f"{name} must be what torch.load(path, weights_only=True) gives; got {type(value).__name__}")
 
 
 def load(module: nn.Module, state_dict: Mapping[str, Tensor]) -> None:
-    """Load all parameters. Raises ValueError, before anything changes, naming missing, foreign and misshapen keys."""
+    """Load all parameters. Raises ValueError with missing, foreign and misshapen keys before any change."""
     own = module.state_dict()
     sizes = {name: (tuple(state_dict[name].shape), tuple(own[name].shape)) for name in own if name in state_dict}
     faults = {

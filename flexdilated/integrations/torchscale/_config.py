@@ -1,4 +1,4 @@
-"""The sizes of a LongNet encoder, and how torchscale's EncoderConfig names them."""
+"""Configuration of a LongNet encoder, and its translation from torchscale's EncoderConfig."""
 
 from __future__ import annotations
 
@@ -16,16 +16,17 @@ MERGE_GRADS = ("exact", "detached")
 
 @dataclass(frozen=True)
 class LongNetEncoderConfig:
-    """What makes a `LongNetEncoder`: plain data, checked once.
+    """Configuration of a `LongNetEncoder`: plain data, validated on construction.
 
     embed_dim, depth, num_heads, ffn_dim: sizes; ffn_dim None is 4 * embed_dim. num_heads divides embed_dim.
-    segment_lengths, dilation_rates: the branches, in tokens; every head runs all, from contiguous offsets on.
-    padding: None is exact. "zeros" computes what torchscale computes, for its checkpoints: zero keys take part in the
-        softmax, and where a branch has several segments that its rate does not divide, its rows are shifted as there.
-    merge_grad: "exact", or "detached": the weights that join the branches have no gradient, as in torchscale.
-    norm_eps: of all layer norms. final_norm: whether one stands behind the last layer.
-    dropout, activation_dropout: of what each part adds, and inside the feed-forward; in training.
-    drop_path: the share of rows whose last layer is left out in training; it grows linearly from 0 at the first.
+    segment_lengths, dilation_rates: the branches, in tokens; every head has all branches, with contiguous offsets.
+    padding: None is exact. "zeros" reproduces torchscale, for its checkpoints: zero keys take part in the softmax, and
+        rows of a branch are shifted as there if it has several segments and its rate does not divide their length.
+    merge_grad: "exact", or "detached": the weights that merge the branches have no gradient, as in torchscale.
+    norm_eps: epsilon of all layer norms. final_norm: True for a layer norm after the last layer.
+    dropout, activation_dropout: dropout, in training, of each residual branch and inside the feed-forward.
+    drop_path: probability, in training, that a batch entry skips a residual branch of the last layer; it grows linearly
+        from 0 at the first layer.
     engine: as in `attend`.
 
     Raises ValueError or TypeError for values that do not fit together.
@@ -72,16 +73,16 @@ class LongNetEncoderConfig:
 
     @property
     def pattern(self) -> Pattern | Mixture:
-        """Who attends to whom."""
+        """Pattern of all branches."""
         return longnet(self.segment_lengths, self.dilation_rates, offsets="contiguous", padding=self.padding)
 
     @classmethod
     def from_torchscale(cls, config: Mapping[str, Any], **changes: Any) -> Self:
-        """From the names of torchscale's EncoderConfig, whose defaults hold for those left out.
+        """Translate options of torchscale's EncoderConfig; missing options have its defaults.
 
-        config: such as its JSON, or `vars(args)`; segment_length and dilated_ratio may be texts, "[1024, 2048]".
-        changes: fields of this class; padding is "zeros" and merge_grad "exact" unless given.
-        Raises ValueError that names every option which changes what an encoder computes and is not available here.
+        config: options by name, from its JSON or `vars(args)`; segment_length and dilated_ratio may be strings, such as
+        "[1024, 2048]". changes: fields of this class; padding defaults to "zeros" and merge_grad to "exact".
+        Raises ValueError that names every unsupported option that would change the computation.
         """
         given = dict(config)
         refused = [f"{name}={given[name]!r} (available: {_ONLY[name]!r})" for name in _ONLY if _differs(given, name)]
@@ -98,7 +99,7 @@ class LongNetEncoderConfig:
         return cls(**{**fields, **branches, "padding": "zeros", **changes})
 
 
-# Of a field here: the option's name there, and its default.
+# field of our configuration -> (torchscale's option, its default)
 _NAMES: dict[str, tuple[str, Any]] = {
     "embed_dim": ("encoder_embed_dim", 768),
     "num_heads": ("encoder_attention_heads", 12),
@@ -123,8 +124,8 @@ _ONLY: dict[str, Any] = {
     "subln": True,
     "xpos_rel_pos": False,
 }
-# These say how it is computed or initialized, belong to options above, or are overruled by them, as
-# encoder_normalize_before is by subln. block_shift stands in Prov-GigaPath's configs, and nothing there reads it.
+# These affect only execution or initialization, belong to options above, or are overridden by them, as
+# encoder_normalize_before by subln. block_shift is in Prov-GigaPath's configs but unused there.
 _WITHOUT_EFFECT = (
     *("encoder_normalize_before", "vocab_size", "no_output_layer", "rel_pos_buckets", "max_rel_pos", "flash_attention"),
     *("moe_top1_expert", "moe_expert_count", "moe_gating_use_fp32", "moe_eval_capacity_token_fraction", "use_xmoe"),
@@ -140,7 +141,7 @@ def _differs(given: Mapping[str, Any], name: str) -> bool:
 
 
 def _numbers(name: str, value: Any) -> tuple[int, ...]:
-    """A list of integers, or a text of one, as torchscale's command lines have it."""
+    """Integers from a list, or from its text as in torchscale's command lines."""
     try:
         read = literal_eval(value) if isinstance(value, str) else value
         return tuple(map(int, read))

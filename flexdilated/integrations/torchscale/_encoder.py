@@ -19,11 +19,11 @@ from ._config import LongNetEncoderConfig
 
 
 class LongNetEncoder(nn.Module):
-    """Embedded tokens (B, N, E) through all layers; parameters are named as torchscale names them.
+    """Encoder layers over embedded tokens (B, N, E); parameter names are torchscale's.
 
     Without `config.padding` it is LongNet as defined, for new weights: one exact softmax over all branches. With
-    padding="zeros", which `from_torchscale` sets, it computes what torchscale's encoder computes. Weights are drawn as
-    there: Linear's own, where values and feed-forward write to the stream times sqrt(log(2 * depth)).
+    padding="zeros", which `from_torchscale` sets, it reproduces torchscale's encoder. Weights are initialized as there:
+    nn.Linear's initialization, with value, output and feed-forward projections scaled by sqrt(log(2 * depth)).
     Source: microsoft/torchscale, architecture/encoder.py; MAGNETO (sub-LN), arXiv 2210.06423.
 
     >>> from flexdilated.integrations.torchscale import LongNetEncoder
@@ -53,13 +53,13 @@ class LongNetEncoder(nn.Module):
     def from_torchscale(
         cls, config: Mapping[str, Any], state_dict: Mapping[str, Tensor] | None = None, **changes: Any
     ) -> Self:
-        """The encoder of a torchscale config, with these weights if they are given.
+        """Encoder of a torchscale config, with weights if given.
 
-        config: the names of its EncoderConfig, as in its JSON. state_dict: exactly the encoder's parameters; of a model
-        around it, those with its prefix cut off. changes: fields of `LongNetEncoderConfig`, such as padding=None for
-        exact attention, or merge_grad="detached" for torchscale's gradients.
+        config: options of its EncoderConfig, as in its JSON. state_dict: exactly the encoder's parameters; from a
+        checkpoint of a larger model, select them and remove their prefix. changes: fields of `LongNetEncoderConfig`,
+        such as padding=None for exact attention, or merge_grad="detached" for torchscale's gradients.
 
-        Raises ValueError, with all faults by name, for options that are not available and keys that do not fit.
+        Raises ValueError that names all unsupported options, or all keys that do not fit.
         """
         encoder = cls(LongNetEncoderConfig.from_torchscale(config, **changes))
         if state_dict is not None:
@@ -77,7 +77,7 @@ class LongNetEncoder(nn.Module):
     def forward(
         self, x: Float[Tensor, "B N E"], *, all_layers: bool = False
     ) -> Float[Tensor, "B N E"] | tuple[Float[Tensor, "B N E"], ...]:
-        """The tokens' features. all_layers: instead what goes into the first layer and comes out of each, unnormed."""
+        """Features of the tokens. all_layers: return the first layer's input and each layer's output, unnormed."""
         x = self.dropout(x)
         states = [x]
         for layer in self.layers:
@@ -97,9 +97,9 @@ class LongNetEncoder(nn.Module):
 
 
 class EncoderLayer(nn.Module):
-    """x + attention(norm(x)), then x + feed_forward(norm(x)); in training either may be left out for a row.
+    """x + attention(norm(x)), then x + feed_forward(norm(x)); in training, a batch entry may skip either (`drop_path`).
 
-    index: which layer of the encoder it is, from 0 on.
+    index: number of the layer in the encoder, from 0.
 
     >>> from flexdilated.integrations.torchscale import EncoderLayer, LongNetEncoderConfig
     >>> sizes = {"embed_dim": 64, "depth": 2, "num_heads": 4}
@@ -130,7 +130,7 @@ class EncoderLayer(nn.Module):
         return x + self._some_rows(self.ffn(self.final_layer_norm(x)))
 
     def _some_rows(self, x: Float[Tensor, "B N E"]) -> Float[Tensor, "B N E"]:
-        """Stochastic depth: some rows of the batch are 0, the others larger by as much. arXiv 1603.09382."""
+        """Stochastic depth: zero random batch entries, and divide kept ones by their probability. arXiv 1603.09382."""
         if not self.training or self.dropped == 0:
             return x
         kept = torch.empty(x.shape[0], 1, 1, device=x.device, dtype=x.dtype).bernoulli_(1 - self.dropped)

@@ -1,4 +1,4 @@
-"""Prov-GigaPath's slide encoder: features of a slide's tiles and their places in, one embedding out."""
+"""Prov-GigaPath's slide encoder: from features and coordinates of a slide's tiles to one embedding."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ POOLINGS = ("cls", "mean")
 
 
 def slide_segments(max_slide_size: int = 262144, tile_size: int = 256, branches: int = 5) -> tuple[int, ...]:
-    """Prov-GigaPath's segment lengths: powers of 2 at equal steps from 1024 to what the largest slide has of tiles.
+    """Prov-GigaPath's segment lengths: equal steps in log2 from 1024 to the tiles of the largest slide.
 
     max_slide_size, tile_size: sides in pixels. Raises ValueError for slides of fewer than 1024 tiles.
 
@@ -43,11 +43,10 @@ def _as_published() -> LongNetEncoderConfig:
 
 @dataclass(frozen=True)
 class SlideEncoderConfig:
-    """What makes a `SlideEncoder`; by default the published sizes, with exact attention.
+    """Configuration of a `SlideEncoder`; by default the published sizes, with exact attention.
 
-    encoder: its layers. tile_dim: features of a tile. grid_size: tiles along a side of the largest slide that positions
-    tell apart. tile_size: a tile's side in pixels. pooling: "cls", or "mean" over the tiles.
-    norm_eps: of the norm behind the pooling.
+    encoder: its layers. tile_dim: features per tile. grid_size: tiles along each side of the position grid. tile_size:
+    side of a tile in pixels. pooling: "cls", or "mean" over the tiles. norm_eps: epsilon of the norm after pooling.
 
     Raises ValueError or TypeError for values that do not fit together.
 
@@ -72,10 +71,10 @@ class SlideEncoderConfig:
 
 
 class SlideEncoder(nn.Module):
-    """One embedding for each slide, from the features of its tiles and where these lie; parameters as published.
+    """One embedding per slide, from features and coordinates of its tiles; parameters as published.
 
-    A token stands in front of the tiles' projected features, to which 2-D sin-cos positions are added. These are
-    computed from the coordinates: no table of grid_size² rows is kept.
+    The input sequence is a class token, then the projected tile features plus 2-D sin-cos positions. Positions are
+    computed from the coordinates, without a stored table of grid_size² rows.
     Source: prov-gigapath/prov-gigapath, gigapath/slide_encoder.py and pos_embed.py.
 
     >>> from flexdilated.integrations.torchscale import LongNetEncoderConfig, SlideEncoder, SlideEncoderConfig
@@ -113,12 +112,12 @@ class SlideEncoder(nn.Module):
     def from_checkpoint(
         cls, checkpoint: Mapping[str, Any], config: SlideEncoderConfig | None = None, **changes: Any
     ) -> Self:
-        """The encoder with these weights, which computes what it was trained to compute: padding="zeros".
+        """Encoder with published weights, with padding="zeros" as in their training.
 
-        checkpoint: what `torch.load` gives, {"model": state_dict}, or the state_dict. config: the published sizes by
+        checkpoint: result of `torch.load`, {"model": state_dict}, or the state_dict. config: the published sizes by
         default; its padding is set to "zeros". changes: fields of the encoder's config, such as padding=None.
 
-        Raises ValueError that names all keys which are missing, foreign or of another shape.
+        Raises ValueError that names all keys that are missing, foreign or of another shape.
         """
         require_weights("checkpoint", checkpoint)
         config = SlideEncoderConfig() if config is None else config
@@ -129,7 +128,7 @@ class SlideEncoder(nn.Module):
         return model
 
     def reset_parameters(self) -> None:
-        """As published: Xavier-uniform weights without biases, and a small token."""
+        """Initialize as published: Xavier-uniform weights, zero biases, class token with standard deviation 0.02."""
         nn.init.normal_(self.cls_token, std=0.02)
         for module in self.modules():
             if isinstance(module, nn.Linear):
@@ -149,11 +148,11 @@ class SlideEncoder(nn.Module):
     def forward(
         self, tiles: Float[Tensor, "B L C"], coordinates: Shaped[Tensor, "B L 2"], *, all_layers: bool = False
     ) -> Float[Tensor, "B E"] | tuple[Float[Tensor, "B E"], ...]:
-        """The slides' embeddings. coordinates: of each tile's corner in its slide, in pixels.
+        """Embeddings of the slides. coordinates: corner of each tile in its slide, in pixels.
 
-        all_layers: instead an embedding from what goes into the encoder and one from each layer, without the encoder's
-        last norm. Raises ValueError for places beyond the grid (not in compiled graphs, and as published a second
-        coordinate beyond it counts on in the next row).
+        all_layers: return embeddings pooled from the encoder's input and from each layer, without the encoder's last
+        norm. Raises ValueError for tiles outside the grid, except in compiled graphs; as published, a second coordinate
+        that exceeds the grid wraps into the next row.
         """
         x = self.embed(tiles, coordinates)
         if all_layers:
@@ -161,7 +160,7 @@ class SlideEncoder(nn.Module):
         return self._pooled(self.encoder(x))
 
     def embed(self, tiles: Float[Tensor, "B L C"], coordinates: Shaped[Tensor, "B L 2"]) -> Float[Tensor, "B L+1 E"]:
-        """The tokens that go into the encoder: one in front, then the tiles at their places."""
+        """Input of the encoder: the class token, then the projected tiles with positions."""
         if coordinates.shape != (*tiles.shape[:2], 2):
             raise ValueError(
                 f"coordinates must be two for each tile, of shape {(*tiles.shape[:2], 2)}; got those of shape "
@@ -172,7 +171,7 @@ class SlideEncoder(nn.Module):
         return torch.cat((self.cls_token.to(x.dtype).expand(x.shape[0], -1, -1), x), dim=1)
 
     def _positions(self, coordinates: Tensor) -> Float[Tensor, "B L E"]:
-        """The first half of the channels tells the second coordinate, the other half the first one."""
+        """Position embeddings: the second coordinate in the first half of the channels, the first in the other half."""
         grid, quarter = self.config.grid_size, self.config.encoder.embed_dim // 4
         first, second = torch.floor(coordinates / self.config.tile_size).long().unbind(-1)
         place = first * grid + second
@@ -183,7 +182,7 @@ class SlideEncoder(nn.Module):
                     f"tiles must lie on a grid of {grid} x {grid} tiles of {self.config.tile_size} pixels; got places "
                     f"from {int(least)} to {int(most)}, counted along the second coordinate"
                 )
-        # In float64, as published, and one row for each coordinate that there may be.
+        # In float64, as published, with one row per possible coordinate.
         rates = 10000.0 ** -(torch.arange(quarter, dtype=torch.float64, device="cpu") / quarter)
         angles = torch.arange(grid, dtype=torch.float64, device="cpu")[:, None] * rates
         table = torch.cat((angles.sin(), angles.cos()), -1).float().to(coordinates.device)

@@ -1,4 +1,4 @@
-"""Models of transformers: attention and masks as patterns, for models that ask for their attention by name."""
+"""Models of transformers: attention and masks as patterns, for models that use its registry of attention functions."""
 
 from ._attention import register, set_pattern
 from ._cache import FlexdilatedCache

@@ -1,4 +1,4 @@
-"""The two functions that transformers asks for: what may be attended to, made once a forward pass, and attention."""
+"""Mask function, called once per forward pass, and attention function for transformers' registries."""
 
 from __future__ import annotations
 
@@ -31,15 +31,15 @@ from ._served import KEEP, dropout_remedy, dropout_settings, require_served
 _Model = TypeVar("_Model", bound=nn.Module)
 
 _PADDING, _UNPADDED = "padding", "unpadded"
-_HIDDEN = -1e4  # what models add to the scores of hidden keys, or less
+_HIDDEN = -1e4  # models add this, or less, to scores of hidden keys
 
 
 @advises()
 def register(name: str = "flexdilated") -> None:
-    """Make this library's attention an `attn_implementation` of transformers, under this name; `set_pattern` does too.
+    """Register this library's attention as an `attn_implementation` of transformers; `set_pattern` does so too.
 
-    A model that is loaded with that name, or switched to it, computes what it does with "sdpa". From here on, configs
-    that hold patterns are saved with the name of their implementation, however the model was loaded.
+    A model that is loaded with this name, or switched to it, gives the outputs of "sdpa" up to rounding. Configs with
+    patterns are from now on saved with the name of their implementation.
 
     >>> fd.integrations.transformers.register()  # doctest: +SKIP
     >>> model = AutoModel.from_pretrained(path, attn_implementation="flexdilated")  # doctest: +SKIP
@@ -53,23 +53,24 @@ def register(name: str = "flexdilated") -> None:
 def set_pattern(
     model: _Model, pattern: Patterns | None = None, *, compose: str = "and", name: str = "flexdilated"
 ) -> _Model:
-    """Give the attention layers of a model patterns, in place, and let this library compute attention; the same model.
+    """Set patterns on the attention layers of a model, in place, with attention by this library; returns the model.
 
-    model: a `PreTrainedModel`, or a module around one, as PEFT's are.
-    pattern: one for all layers; or a mapping from the number of a layer, counted over the attention layers in the order
-    of `model.modules()`, to its pattern; or a function of a layer's module. Where there is none, or None, a layer keeps
-    the model's rule. Without it the patterns are those of the model's config, in which `save_pretrained` keeps them.
-    compose: "and", the model's rule (causal order, sliding windows, chunks) holds beside the pattern; "replace", the
-    pattern stands in its place. Padding and packing hold either way, and positions count from a row's first token: what
-    a padded row attends to is what it does alone.
-        A `fd.SelectedAttention` stands for a pattern anywhere: the layer chooses its keys from the data, within its
+    model: a `PreTrainedModel`, or a module that contains one, such as PEFT's.
+    pattern: a pattern for all layers; or a mapping from layer number (index into `attention_layers(model)`) to pattern;
+    or a function from a layer's module to its pattern. A layer without a pattern, or with None, keeps the model's rule.
+    By default, patterns come from the model's config, where `save_pretrained` stores them.
+    compose: "and", the intersection of the pattern with the model's rule (causal order, sliding windows, chunks);
+    "replace", the pattern without the model's rule. Padding and packing apply in both cases, and positions count from a
+    row's first token, so a padded row has the outputs of the unpadded row.
+        A `fd.SelectedAttention` may replace any pattern: the layer selects its keys from the data, within its
         selector's rule and, with "and", the model's. Blocks count from the first position of a row, padding included.
-        It is not written into the config, and becomes no part of the model: train a gate's parameters by their own.
+        It is neither written into the config nor registered as a submodule: optimize the parameters of a gate
+        separately.
     name: the `attn_implementation` to register and to set.
 
-    Raises ValueError, before anything is changed, for a pattern that does not fit the heads of a layer or has run-time
-    tensors, for numbers of no layer, for models that do not ask transformers for their attention function, that change
-    their masks or add position biases to scores, and for models in training mode that drop attention weights.
+    Raises ValueError, before any change, for a pattern that does not fit the heads of a layer or has run-time tensors,
+    for unknown layer numbers, for models that do not use transformers' registry of attention functions, change their
+    masks or add position biases to scores, and for models in training mode with attention dropout.
 
     >>> set_pattern(model, masks.longnet((2048, 8192), (1, 4)))  # doctest: +SKIP
     """
@@ -93,12 +94,12 @@ def set_pattern(
 
 @dataclass(eq=False)
 class Visibility:
-    """In place of a mask: who may attend to whom, besides what a layer's own pattern says.
+    """Replacement of a mask tensor: the model's rule and padding, without the patterns of layers.
 
-    function: the model's rule, None for all pairs. begin: the documents from whose first token positions count.
-    unpadded: the keys within a document that padding leaves, as a pattern; None where it leaves all. tensors: the
-    run-time tensors of both. Queries stand from q_offset on, keys from kv_offset on. shape: of the mask that it
-    replaces, (B, 1, N, M). may_be_packed: no attention_mask was given; position_ids are then read for documents.
+    function: the model's rule, None for all pairs. begin: documents; positions count from their first tokens.
+    unpadded: pattern of unpadded keys within a document; None if all are unpadded. tensors: run-time tensors of both.
+    q_offset, kv_offset: positions of the first query and key. shape: shape of the replaced mask, (B, 1, N, M).
+    may_be_packed: no attention_mask was given, so documents are read from position_ids.
     """
 
     function: Callable[..., Any] | None
@@ -109,18 +110,18 @@ class Visibility:
     kv_offset: int
     shape: tuple[int, int, int, int]
     may_be_packed: bool = False
-    packed: list[tuple[Tensor, Visibility]] = field(default_factory=list)  # with the position_ids of this pass
+    packed: list[tuple[Tensor, Visibility]] = field(default_factory=list)  # (position_ids of this pass, mask)
     _reading: Reading | None = field(default=None, init=False)
 
-    # Models look at a mask that is handed over ready-made for its number of dims, and may ask for a contiguous one.
+    # Models read ndim of a ready-made mask, and may call contiguous().
     ndim = 4
 
     def contiguous(self) -> Visibility:
-        """Itself: there is nothing to move."""
+        """Return self; there is no memory to copy."""
         return self
 
     def __getitem__(self, index: tuple[slice, slice, slice, slice]) -> Visibility:
-        """Of all batch entries, consecutive queries and keys from the first on, as models cut their masks."""
+        """Slice as models slice masks: all batch entries, consecutive queries, and keys from the first on."""
         batch, heads, queries, keys = (one.indices(size) for one, size in zip(index, self.shape, strict=True))
         if (batch, heads, queries[2], keys[0], keys[2]) != ((0, self.shape[0], 1), (0, 1, 1), 1, 0, 1):
             raise ValueError(f"flexdilated makes no mask of which these could be taken: {index}; {KEEP} takes any")
@@ -129,7 +130,7 @@ class Visibility:
 
     @property
     def reading(self) -> Reading:
-        """The model's rule as patterns, read when the first layer attends by it: a model may make masks of no layer."""
+        """The model's rule as patterns; read lazily, as a model may make masks that no layer uses."""
         if self._reading is None:
             found = Reading(None, self.begin, None, {}) if self.function is None else read(self.function, self.begin)
             tables = {name: _on_host(x) for name, x in found.tensors.items()}
@@ -137,7 +138,7 @@ class Visibility:
         return self._reading
 
     def rule(self, pattern: Pattern | Mixture | None, *, replaces: bool) -> Pattern | Mixture:
-        """The rule of a layer with this pattern of its own, which may replace the model's, but not padding."""
+        """Rule of a layer with this pattern; `replaces`: it replaces the model's rule, but not padding."""
         model = [] if replaces and pattern is not None else [self.reading.positions]
         found = all_of([pattern, *model])
         if self.reading.begin is not None:
@@ -156,13 +157,13 @@ def visibility(
     attention_mask: Tensor | Visibility | None = None,
     **_: Any,
 ) -> Visibility:
-    """transformers' mask function: the model's rule, and padding (B, L), as patterns. No (N, M) tensor is made."""
+    """Mask function for transformers: the model's rule, and padding (B, L), as patterns, without an (N, M) tensor."""
     if isinstance(attention_mask, Visibility):
-        return attention_mask  # made before: `generate` does so for static caches
+        return attention_mask  # made earlier; `generate` does so for static caches
     begin, unpadded, tensors = None, None, {}
     if attention_mask is not None:
         begin, unpadded, tensors = _padding(_on_host(attention_mask), kv_offset + kv_length)
-    if isinstance(q_offset, Tensor):  # the cache's own counter, which it raises before attention is called
+    if isinstance(q_offset, Tensor):  # the cache's counter, which it increments before attention is called
         q_offset = position("q_offset", q_offset)
     shape = (batch_size, 1, q_length, kv_length)
     packed = attention_mask is None and isinstance(q_offset, int)
@@ -170,7 +171,7 @@ def visibility(
 
 
 def _unread(module: nn.Module, mask: Visibility, position_ids: Tensor | None, query: Tensor) -> Tensor | None:
-    """position_ids, if they may begin documents: transformers reads them only where there is no cache."""
+    """position_ids if they may begin documents, else None; transformers reads them only without a cache."""
     if not getattr(module, "is_causal", True):
         return None
     note_positions(module, position_ids)
@@ -180,8 +181,8 @@ def _unread(module: nn.Module, mask: Visibility, position_ids: Tensor | None, qu
 
 
 def _with_packing(mask: Visibility, position_ids: Tensor, query: Tensor) -> Visibility:
-    """The mask within the documents that position_ids begin; ValueError if those may begin among a cache's keys."""
-    for seen, found in mask.packed:  # by another layer
+    """Mask restricted to the documents of position_ids; ValueError if a document may begin among cached keys."""
+    for seen, found in mask.packed:  # cached by an earlier layer
         if seen is position_ids:
             return found
     found, positions = mask, _on_host(position_ids)
@@ -201,14 +202,14 @@ def _within_documents(mask: Visibility, ids: Int64[Tensor, "B N"] | None) -> Vis
 
 
 def _on_host(x: Tensor) -> Tensor:
-    """Read from a device once for all layers, each of which would read it; in a graph nothing is read."""
+    """Copy to the CPU once, rather than in each layer; in a compiled graph no copy."""
     return x if torch.compiler.is_compiling() else x.cpu()
 
 
 def _padding(visible: Bool[Tensor, "B L"], length: int) -> tuple[Pattern | None, Pattern | None, dict[str, Tensor]]:
-    """(documents that begin with each entry's first token, the keys of them that are visible, their tensors).
+    """(documents from each entry's first token on, pattern of visible keys within them, tensors of both).
 
-    None where there is nothing to hide. In a graph nothing is known of values.
+    A pattern is None if it would hide nothing; in a compiled graph values are unknown, so both patterns are returned.
     """
     visible = pad(visible[:, :length], (0, max(0, length - visible.shape[1])))
     begun = visible.cumsum(1) > 0
@@ -236,10 +237,9 @@ def attention(
     position_bias: Tensor | None = None,
     **options: Any,
 ) -> tuple[Float[Tensor, "B N H D"], None]:
-    """transformers' attention function: (output, None for the weights, which are never formed).
+    """Attention function for transformers: (output, None for weights, which are never formed).
 
-    Raises ValueError for dropout, a ready-made mask that hides more than keys, an additive position bias, and
-    weights that are asked for.
+    Raises ValueError for dropout, a ready-made mask of pairs, an additive position bias, and output_attentions=True.
     """
     _refuse_what_is_missing(module, dropout, position_bias, options)
     if query.shape[-1] != value.shape[-1]:
@@ -289,7 +289,7 @@ def attention(
         scale=scaling,
         enable_gqa=True,
         score_mod=None if softcap is None else _softcap(softcap),
-        # The other engines on CPU do not train with a score_mod; eager, transformers' own way, forms all scores too.
+        # Other engines on CPU do not train with a score_mod; transformers' eager attention forms all scores too.
         engine="reference" if softcap is not None and not device_kind(query.device).flex_trains else None,
         sinks=s_aux,
         bindings={name: attention_mask.reading.tensors[name] for name in names(rule)},
@@ -302,7 +302,7 @@ def attention(
 def _of_one_width(
     q: Float[Tensor, "B H N D"], k: Float[Tensor, "B G M D"], v: Float[Tensor, "B G M E"]
 ) -> tuple[Float[Tensor, "B H N W"], Float[Tensor, "B G M W"], Float[Tensor, "B G M W"]]:
-    """Zeros behind the narrower ones, where values are of another width than keys, as in latent attention."""
+    """q, k and v padded with zeros to one width, as values may differ in width from keys in latent attention."""
     width = max(q.shape[-1], v.shape[-1])
     wide_q, wide_k, wide_v = (pad(x, (0, width - x.shape[-1])) for x in (q, k, v))
     if (given := given_of(k)) is not None:
@@ -321,7 +321,7 @@ def _selected(
     softcap: float | None,
     sinks: Tensor | None,
 ) -> Float[Tensor, "B N H D"]:
-    """A layer that chooses its keys: of all keys so far, which come whole and are pooled anew at each call."""
+    """Attention of a layer that selects blocks of keys; it needs all keys and pools them again in each call."""
     own, begun = layer.selector, position("q_offset", mask.q_offset)
     if given_of(k) is not None or mask.kv_offset:
         raise ValueError("a layer that selects blocks needs all keys: leave the cache to transformers, a DynamicCache")
@@ -338,7 +338,7 @@ def _selected(
             "queries read what the first query of their row chose, which a later call does not know: decode with "
             f"query_block=1; got {side} and queries from position {begun} on"
         )
-    # Its own `within` is there already: every() changes nothing where the model's rule does not hold either.
+    # The layer applies its own `within`; every() adds no constraint if the model's rule is replaced.
     rule = mask.rule(every() if replaces else None, replaces=replaces)
     if isinstance(rule, Mixture):
         raise ValueError(f"a layer that selects blocks needs a model whose rule is a set pattern; got {rule!r}")
@@ -351,7 +351,7 @@ def _selected(
 def _without_mask(
     module: nn.Module, query: Tensor, key: Tensor, given: Given | None, is_causal: bool | None
 ) -> Visibility:
-    """Models that make no mask: in order, or all to all, as with "sdpa"."""
+    """Visibility for models without masks: causal or all pairs, as with "sdpa"."""
     if is_causal is None:
         is_causal = getattr(module, "is_causal", True)
     function = causal_mask_function if is_causal and (given is not None or query.shape[2] > 1) else None
@@ -360,7 +360,7 @@ def _without_mask(
 
 
 def _visible_keys(mask: Tensor) -> Bool[Tensor, "B M"]:
-    """The keys that a ready-made mask (B or 1, 1, 1, M) leaves: it holds booleans, or is added to scores."""
+    """Visible keys of a ready-made mask (B or 1, 1, 1, M), boolean or additive; ValueError for other masks."""
     said = (
         "flexdilated takes the attention_mask (batch, tokens) of a tokenizer, one that only hides keys, and rules as "
         f"patterns; got a ready-made mask of shape {tuple(mask.shape)}"
@@ -376,7 +376,7 @@ def _visible_keys(mask: Tensor) -> Bool[Tensor, "B M"]:
 
 
 def _softcap(most: float) -> ScoreMod:
-    """Scores between -most and most, as Gemma 2 has them."""
+    """score_mod that caps scores at ±most by tanh, as in Gemma 2."""
 
     def capped(score, b, h, q_idx, k_idx):
         return most * torch.tanh(score / most)

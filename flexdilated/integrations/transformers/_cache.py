@@ -1,4 +1,4 @@
-"""A cache of transformers that keeps only the keys that later queries can see, and whose steps cost what these cost."""
+"""KV cache for transformers that evicts keys no later query can see."""
 
 from __future__ import annotations
 
@@ -34,13 +34,13 @@ from ._packing import refuse_packed
 
 # B batch entries, H query heads, G key/value heads, N new tokens, M tokens held, D head dim
 
-_GIVEN = "_flexdilated_given"  # of the keys that a layer hands out
+_GIVEN = "_flexdilated_given"  # attribute of the keys that a layer returns
 _UNDO = 64
 _EVERYTHING = [RowSource(causal(), 0, 1)]
 
 
 def _of_known_layers(method: Callable[..., Any]) -> Callable[..., Any]:
-    """A method of layers that hold states in place of keys, which are there only if the config told of them."""
+    """Wrap a method for layers with states instead of keys; raises ValueError if the cache has no config."""
 
     @wraps(method)
     def checked(self: Cache, *args: Any, **kwargs: Any) -> Any:
@@ -55,21 +55,20 @@ def _of_known_layers(method: Callable[..., Any]) -> Callable[..., Any]:
 
 
 class FlexdilatedCache(Cache):
-    """Keys and values of a model's attention layers, each holding what the rules that read its keys can see.
+    """KV cache of a model's attention layers that keeps only keys that later queries can see.
 
-    For models whose attention is this library's: `generate(past_key_values=FlexdilatedCache())`, from transformers 5.24
-    on `generate(cache=FlexdilatedCache())`. Keys that no later query can see are evicted, so that a pattern that looks
-    back over a bounded number of tokens keeps memory bounded, however many are generated; a step computes the pairs of
-    its own row. In an encoder-decoder it holds the keys of self-attention: `EncoderDecoderCache(FlexdilatedCache(),
-    DynamicCache())`.
+    For models with this library's attention: `generate(past_key_values=FlexdilatedCache())`, from transformers 5.24 on
+    `generate(cache=FlexdilatedCache())`. Keys that no later query can see are evicted, so a pattern with bounded
+    lookback has bounded memory for any number of generated tokens; a step computes only the pairs of its row. In an
+    encoder-decoder it caches self-attention: `EncoderDecoderCache(FlexdilatedCache(), DynamicCache())`.
 
-    config: the model's. Needed for models with linear attention or convolutions, whose layers get the caches that
-    transformers has for them.
-    undo: tokens that `crop` can take back, as assisted generation and prompt lookup do with what they drafted.
+    config: the model's config. Required for models with linear attention or convolutions, whose layers get the caches
+    of transformers.
+    undo: number of last tokens that `crop` can remove, for rejected drafts of assisted generation and prompt lookup.
 
-    For inference, and for batches whose rows have no padding: all rows stand at one position. Raises ValueError where a
-    layer's rule lets a query see later keys, for padding and packed sequences, where attention is another library's,
-    and for models that compute keys from what a cache returns, as from latents; these take a `DynamicCache`.
+    For inference, with batches without padding, so that all rows have equal positions. Raises ValueError if a layer's
+    rule lets a query see later keys, for padding and packed sequences, for attention of another library, and for models
+    that compute keys from the cache's output, such as from latents; use a `DynamicCache` for these.
 
     >>> model.generate(tokens, past_key_values=FlexdilatedCache(), max_new_tokens=100_000)  # doctest: +SKIP
     """
@@ -88,13 +87,13 @@ class FlexdilatedCache(Cache):
             super().__init__(layers=[_as_ours(layer, undo) for layer in DynamicCache(config=config).layers])
 
     def update_indexer(self, *_: Any, **__: Any) -> Tensor:
-        """Not served."""
+        """Raise ValueError, as indexed layers are not supported."""
         raise _not_served("DynamicIndexedLayer")
 
 
 @dataclass(frozen=True, eq=False)
 class Given:
-    """Attribute of the keys that a layer returned: the layer, its new tokens' positions, and the update's number."""
+    """Origin of returned keys, stored as their attribute: layer, positions of the new tokens, number of the update."""
 
     layer: _Layer
     tokens: range
@@ -102,17 +101,17 @@ class Given:
 
 
 def given_of(keys: Tensor) -> Given | None:
-    """What these keys are to a `FlexdilatedCache`, if one returned them."""
+    """Origin of keys that a `FlexdilatedCache` returned, or None."""
     return getattr(keys, _GIVEN, None)
 
 
 def hand_on(keys: Tensor, given: Given) -> None:
-    """Mark keys, such as padded copies, as the ones that a `FlexdilatedCache` returned."""
+    """Mark keys, such as padded copies, as returned by a `FlexdilatedCache`."""
     setattr(keys, _GIVEN, given)
 
 
 class _Layer(CacheLayerMixin):
-    """One layer's keys. They enter by `update`, and are read by as many rules as attend before the next one."""
+    """Keys and values of one layer; `update` appends them, then any number of rules may read them."""
 
     is_compileable = False
     is_croppable = True
@@ -127,15 +126,15 @@ class _Layer(CacheLayerMixin):
     def _forget(self) -> None:
         self.held: HeldKeys | None = None
         self.num_tokens = 0
-        self.readers: dict[Any, Reader] = {}  # of the last update's keys, by rule
-        self.known: dict[Any, Reader] = {}  # of the keys before
+        self.readers: dict[Any, Reader] = {}  # by rule; they read the keys of the last update
+        self.known: dict[Any, Reader] = {}  # readers of the previous update's keys
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
-        """Nothing is known of rules before attention is called."""
+        """Mark as initialized; rules are unknown until attention is called."""
         self.is_initialized = True
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-        """Append keys and values, (B, G, N, D), and return all that are held, (B, G, M, D)."""
+        """Append keys and values, (B, G, N, D), and return all cached ones, (B, G, M, D)."""
         if self.held is not None and not self.readers:
             raise ValueError(
                 "a FlexdilatedCache serves attention of flexdilated that reads keys as the cache returned them, and "
@@ -158,7 +157,7 @@ class _Layer(CacheLayerMixin):
         keys, values = self._views(self.held)
         hand_on(keys, given)
         if k.shape[2] > MOST_ROWS:
-            # Once nobody has the keys, all rules that read them are known.
+            # After the last reference to the keys is gone, all rules that read them are known.
             finalize(given, _Layer._shrink, self, given.update).atexit = False
         return keys, values
 
@@ -181,9 +180,9 @@ class _Layer(CacheLayerMixin):
         q_offset: int,
         position_ids: Tensor | None,
     ) -> Float[Tensor, "B H N D"]:
-        """Attention of the new tokens over all that they see of the keys returned for them.
+        """Attention of the new tokens over the returned keys that they see.
 
-        module: the model's, which attends. position_ids: (B, N), if they may begin documents, which is refused.
+        module: the model's attention module. position_ids: (B, N) if they may begin documents, which raises ValueError.
         """
         _require_own_queries(given, module, range(q_offset, q_offset + q.shape[2]))
         if position_ids is not None:
@@ -200,7 +199,7 @@ class _Layer(CacheLayerMixin):
         return out.to(q.dtype)
 
     def _reader(self, rule: Pattern | Mixture, num_heads: int, scale: float | None, tokens: range) -> Reader:
-        """The reader of a rule; ValueError where keys that it sees were evicted, as no reader before saw them."""
+        """Reader of a rule; raises ValueError if keys that it sees were evicted."""
         key = rule, num_heads, scale
         reader = self.readers.get(key) or self.known.get(key)
         if reader is None:
@@ -227,39 +226,39 @@ class _Layer(CacheLayerMixin):
 
     @property
     def keys(self) -> Tensor | None:
-        """The keys that are held, (B, G, M, D)."""
+        """Cached keys, (B, G, M, D)."""
         return None if self.held is None else self._views(self.held)[0]
 
     @keys.setter
     def keys(self, value: None) -> None:  # pyright: ignore[reportIncompatibleVariableOverride]
-        """The class below sets none."""
+        """Ignored: CacheLayerMixin assigns None."""
 
     @property
     def values(self) -> Tensor | None:
-        """The values that are held, (B, G, M, D)."""
+        """Cached values, (B, G, M, D)."""
         return None if self.held is None else self._views(self.held)[1]
 
     @values.setter
     def values(self, value: None) -> None:  # pyright: ignore[reportIncompatibleVariableOverride]
-        """The class below sets none."""
+        """Ignored: CacheLayerMixin assigns None."""
 
     def get_seq_length(self) -> int:
-        """Tokens seen."""
+        """Number of tokens seen, evicted ones included."""
         return self.num_tokens
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        """(the new tokens, the position of the first): where the others are, attention knows from the keys."""
+        """(number of new tokens, position of the first); attention gets positions of earlier tokens from the keys."""
         return query_length, self.num_tokens
 
     def get_max_length(self) -> int:
-        """No bound."""
+        """-1: no bound."""
         return -1
 
     def activate_past_recording(self) -> None:
-        """`undo` tokens are kept at any time."""
+        """Do nothing, as `undo` tokens are always kept."""
 
     def crop(self, tokens_to_remove: int) -> None:
-        """Take back the last tokens, given as a negative number."""
+        """Remove the last tokens; `tokens_to_remove` is their negative number."""
         if tokens_to_remove > 0 or -tokens_to_remove > self.num_tokens:
             raise ValueError(
                 f"tokens_to_remove must be 0 or negative, and at least -{self.num_tokens}; got {tokens_to_remove}"
@@ -270,30 +269,30 @@ class _Layer(CacheLayerMixin):
             self.num_tokens += tokens_to_remove
 
     def reset(self) -> None:
-        """Forget all tokens."""
+        """Remove all tokens."""
         self._forget()
 
     def reorder_cache(self, beam_idx: Int64[Tensor, " B"]) -> None:
-        """Go on with these batch entries."""
+        """Select these batch entries."""
         if self.held is not None:
             self.held.select(beam_idx.long())
 
     def batch_select_indices(self, indices: Tensor) -> None:
-        """Go on with these batch entries."""
+        """Select these batch entries."""
         self.reorder_cache(indices)
 
     def batch_repeat_interleave(self, repeats: int) -> None:
-        """Go on with this number of copies of each batch entry."""
+        """Repeat each batch entry this number of times."""
         if self.held is not None:
             self.held.select(torch.arange(len(self.held.keys)).repeat_interleave(repeats))
 
     def offload(self) -> None:
-        """Keys stay where they are."""
+        """Raise ValueError, as offloading is not supported."""
         raise ValueError("a FlexdilatedCache is not offloaded: it holds the keys that are needed alone")
 
 
 class _LayerWithStates(LinearAttentionLayer, _Layer):
-    """A layer that has linear attention or convolutions and attention."""
+    """Layer with attention, and with linear attention or convolutions."""
 
     is_compileable = False
 
@@ -302,34 +301,34 @@ class _LayerWithStates(LinearAttentionLayer, _Layer):
         LinearAttentionLayer.__init__(self, number_of_states=number_of_states)
 
     def lazy_initialization(self, *keys: Any, **states: Any) -> None:
-        """As of keys and values, or of states, which come by name."""
+        """Initialize states, given by keyword, or keys and values."""
         if states:
             LinearAttentionLayer.lazy_initialization(self, **states)
         else:
             _Layer.lazy_initialization(self, *keys)
 
     def reset(self) -> None:
-        """Forget all tokens."""
+        """Remove all tokens."""
         LinearAttentionLayer.reset(self)
         _Layer.reset(self)
 
     def reorder_cache(self, beam_idx: Any) -> None:
-        """Go on with these batch entries."""
+        """Select these batch entries."""
         LinearAttentionLayer.reorder_cache(self, beam_idx)
         _Layer.reorder_cache(self, beam_idx)
 
     def crop(self, tokens_to_remove: int) -> None:
-        """Take back the last tokens, given as a negative number."""
+        """Remove the last tokens; `tokens_to_remove` is their negative number."""
         LinearAttentionLayer.crop(self, tokens_to_remove)
         _Layer.crop(self, tokens_to_remove)
 
     def offload(self) -> None:
-        """Keys stay where they are."""
+        """Raise ValueError, as offloading is not supported."""
         _Layer.offload(self)
 
 
 def _as_ours(layer: Any, undo: int) -> Any:
-    """The layer in place of one of transformers, from whose config it was made."""
+    """Our layer in place of a layer of transformers' DynamicCache."""
     if type(layer) in (DynamicLayer, DynamicSlidingWindowLayer):
         return _Layer(undo)
     if type(layer) in (LinearAttentionLayer, DummyLayer):
@@ -347,12 +346,12 @@ def _not_served(kind: str) -> ValueError:
 
 
 def _sources(readers: dict[Any, Reader]) -> list[RowSource]:
-    """The rules by which keys are kept; one that sees all where nothing is known."""
+    """Rules that determine which keys are kept; without readers, a rule that keeps all."""
     return [source for reader in readers.values() for source in reader.sources] or _EVERYTHING
 
 
 def _require_own_queries(given: Given, module: nn.Module, queries: range) -> None:
-    """Keys are read by queries of the same tokens, as in causal self-attention."""
+    """Raise ValueError unless queries are the last update's tokens, as in causal self-attention."""
     if queries != given.tokens or given.update != given.layer.num_updates or not getattr(module, "is_causal", True):
         raise ValueError(
             "a FlexdilatedCache holds the keys of causal self-attention, for queries of the tokens that came last; got "

@@ -1,4 +1,4 @@
-"""A pattern for each attention layer of a model: given to its modules, and written into its config."""
+"""Patterns of a model's attention layers: set on its modules, and written into its config."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ Expression = Pattern | Mixture | SelectedAttention
 Patterns = Expression | Mapping[int, Expression | None] | Callable[[nn.Module], Expression | None]
 
 _REGISTRY = "ALL_ATTENTION_FUNCTIONS"
-_KEY = "flexdilated_patterns"  # of a config
-_IMPLEMENTATION = "attn_implementation"  # as a config is written, and read
+_KEY = "flexdilated_patterns"  # key of a config
+_IMPLEMENTATION = "attn_implementation"  # key in the file of a config
 _OWN = "_flexdilated_pattern"
 _WARNS = "_flexdilated_warns_of_adapters"
 _COMPOSE = ("and", "replace")
@@ -29,14 +29,14 @@ _COMPOSE = ("and", "replace")
 
 @advises()
 def attention_layers(model: nn.Module) -> list[nn.Module]:
-    """The modules of a model that ask transformers' registry for their attention function, in order."""
+    """Modules of a model that use transformers' registry of attention functions, in the order of `model.modules()`."""
     return [module for module in model.modules() if _REGISTRY in unwrap(type(module).forward).__code__.co_names]
 
 
 def layer_pattern(layer: nn.Module) -> tuple[Expression | None, bool]:
-    """(the pattern of a layer, whether it replaces the model's rule); None where the layer has none.
+    """(pattern of a layer or None, True if it replaces the model's rule).
 
-    Raises ValueError where a config that was read from a file holds patterns that nobody has given to the layers.
+    Raises ValueError if a loaded config has patterns that were not yet set on the layers.
     """
     own = getattr(layer, _OWN, None)
     if own is not None:
@@ -50,7 +50,7 @@ def layer_pattern(layer: nn.Module) -> tuple[Expression | None, bool]:
 
 
 def choose(model: nn.Module, pattern: Patterns | None, compose: str) -> tuple[list[nn.Module], list[Any], str]:
-    """(the attention layers, the pattern of each, how it composes), checked; those of the config for None."""
+    """Validated (attention layers, pattern of each, compose); for pattern None, patterns of the config."""
     layers = attention_layers(model)
     if pattern is None:
         chosen, compose = _stored(model, len(layers))
@@ -59,7 +59,7 @@ def choose(model: nn.Module, pattern: Patterns | None, compose: str) -> tuple[li
         if strangers:
             raise ValueError(f"layers are numbered from 0 to {len(layers) - 1}; got {strangers[0]!r}")
         chosen = [pattern.get(number) for number in range(len(layers))]
-    elif isinstance(pattern, Pattern | Mixture | SelectedAttention):  # a module is callable, too
+    elif isinstance(pattern, Pattern | Mixture | SelectedAttention):  # a module is callable too
         chosen = [pattern] * len(layers)
     elif callable(pattern):
         chosen = [pattern(layer) for layer in layers]
@@ -75,10 +75,10 @@ def choose(model: nn.Module, pattern: Patterns | None, compose: str) -> tuple[li
 
 
 def give(model: PreTrainedModel, layers: list[nn.Module], chosen: list[Any], compose: str, name: str) -> None:
-    """Set the patterns of layers, and write them and the implementation's name into the configs of these.
+    """Set the patterns of layers, and write them and the implementation's name into their configs.
 
-    transformers saves no `_attn_implementation`, but reads `attn_implementation`, and refuses a name that is not
-    registered: a process that knows nothing of the patterns cannot load the model as a dense one.
+    transformers does not save `_attn_implementation`, but reads `attn_implementation` and raises for a name that is not
+    registered, so a process without this library cannot load the model with dense attention.
     """
     for layer, own in zip(layers, chosen, strict=True):
         setattr(layer, _OWN, (own, compose == "replace"))
@@ -96,10 +96,10 @@ def give(model: PreTrainedModel, layers: list[nn.Module], chosen: list[Any], com
 
 
 def keep_refusals() -> None:
-    """Let each config that holds patterns be written with the implementation's name.
+    """Patch `PreTrainedConfig.to_dict` to write the implementation's name with every config that has patterns.
 
-    transformers takes the name out of a config that it reads, whichever implementation is chosen then: without this,
-    a model that is loaded, and saved before `set_pattern`, would next be loaded as a dense one.
+    transformers removes the name from a config on reading. Without the patch, a model that is loaded and saved before
+    `set_pattern` would be loaded with dense attention next time.
     """
     plain = PreTrainedConfig.to_dict
     if hasattr(plain, _KEY):
@@ -117,7 +117,7 @@ def keep_refusals() -> None:
 
 
 def _warn_of_adapters(model: nn.Module, prefix: str, _: bool) -> None:
-    """PEFT takes a state dict to save its adapters, without the base model's config."""
+    """Warn on saving adapters: PEFT saves their state dict without the base model's config."""
     adapted = ".base_model." in f".{prefix}" or getattr(model, "_hf_peft_config_loaded", False)
     if adapted and hasattr(model.config, _KEY):
         warn(
@@ -151,7 +151,7 @@ def _check(number: int, layer: nn.Module, pattern: Any) -> None:
 
 
 def _text(pattern: Expression) -> str:
-    """A pattern's JSON; a custom function or a selection has none, and says so when the model is loaded again."""
+    """JSON of a pattern; for custom functions and selections, which have none, the repr, which raises on loading."""
     if isinstance(pattern, SelectedAttention):
         return repr(pattern)
     try:
@@ -161,7 +161,7 @@ def _text(pattern: Expression) -> str:
 
 
 def _stored(model: Any, num_layers: int) -> tuple[list[Any], str]:
-    """(the patterns that a model's config holds, how they compose)."""
+    """(patterns of a model's config, compose)."""
     stored = getattr(model.config, _KEY, None)
     if stored is None:
         raise ValueError("the model's config holds no patterns: give one, set_pattern(model, pattern)")

@@ -1,8 +1,8 @@
-"""What a mask function of transformers says, as a pattern: the function is called with positions that have no values.
+"""Convert a mask function of transformers to a pattern, by calling it with symbolic positions.
 
 transformers composes its rules as functions (batch, head, query, key) -> bool: causal order, windows, chunks, packing,
-groups of image tokens. Here comparisons of positions become bands of distances, what is read from a tensor becomes a
-run-time tensor, and `&` and `|` join them. torch.compile follows all of it.
+groups of image tokens. Here comparisons of positions become bands of distances, look-ups in a tensor become run-time
+tensors, and `&` and `|` combine them. torch.compile can trace all of this.
 """
 
 from __future__ import annotations
@@ -19,16 +19,17 @@ from ...masks import Mixture, Pattern, causal, chunked, documents, every, local_
 
 # B batch entries, L positions
 
-PACKED = "packed"  # the run-time tensor (B, L) that says to which packed sequence a token belongs
+PACKED = "packed"  # name of the run-time tensor (B, L) with the packed sequence of each token
 _GROUPS, _VISIBLE = "groups", "visible"
 
 
 @dataclass(frozen=True, eq=False)
 class Reading:
-    """The rule of a mask function.
+    """The rule of a mask function, as patterns.
 
-    positions: what it says of positions, which count from the begin of each of the documents `begin`, or, where that
-    is None, from 0. beside: what it says by tables. None where it says nothing. tensors: what they name.
+    positions: its part on positions, which count from the first token of each document of `begin`, or from 0 if that is
+    None. beside: its part that reads tables. Either is None if the rule has no such part. tensors: run-time tensors of
+    both.
     """
 
     positions: Pattern | None
@@ -37,7 +38,7 @@ class Reading:
     tensors: dict[str, Tensor]
 
     def whole(self) -> Pattern:
-        """All that it says in one pattern."""
+        """The whole rule as one pattern."""
         positions = self.positions
         if self.begin is not None:
             positions = (every() if positions is None else positions).per_document(self.begin)
@@ -46,9 +47,9 @@ class Reading:
 
 
 def read(function: Callable[..., Any], begin: Pattern | None) -> Reading:
-    """What a mask function says, as patterns; positions count from `begin`, but in packed sequences from theirs.
+    """Patterns of a mask function; positions count from `begin`, or from the start of each packed sequence.
 
-    Raises ValueError for a function that does anything else with positions than the rules of transformers do.
+    Raises ValueError for operations on positions that the rules of transformers do not use.
     """
     with _TablesOfPositions():
         try:
@@ -69,19 +70,19 @@ def _refuse(what: str) -> NoReturn:
 
 
 class _Batch:
-    """The index of a batch entry."""
+    """Symbolic index of a batch entry."""
 
 
 class _Head:
-    """The index of a head, of which no rule of transformers makes use."""
+    """Symbolic index of a head; no rule of transformers uses it."""
 
 
 class _Begin:
-    """The position at which a batch entry's tokens begin: positions count from there in any case."""
+    """Symbolic first position of a batch entry; positions already count from it."""
 
 
 class _TablesOfPositions(TorchFunctionMode):
-    """Reads table[batch, position] and table[batch] of the indices above."""
+    """Handle table[batch, position] and table[batch] with symbolic indices."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is Tensor.__getitem__:
@@ -95,9 +96,9 @@ class _TablesOfPositions(TorchFunctionMode):
 
 @dataclass(frozen=True, eq=False)
 class _Position:
-    """The position of the query or the key, moved by `shift`.
+    """Symbolic position of the query or the key, plus `shift`.
 
-    With a `table` it is what that holds there: a group's id, or the position that the token has in its sequence.
+    With a `table` it is the table's entry at the position: a group id, or the token's position in its sequence.
     """
 
     of_query: bool
@@ -133,7 +134,7 @@ class _Position:
     def __le__(self, other: Any) -> _Rule:
         if not isinstance(other, _Position) or other.of_query == self.of_query:
             _refuse("it compares a position with what is none of the other side")
-        # key + a <= query + b: key - query is at most b - a. query + a <= key + b: it is at least a - b.
+        # key + a <= query + b: key - query is at most b - a. query + a <= key + b: key - query is at least a - b.
         counted = self.table is not None
         if self.of_query:
             return _Rule(least=self.shift - other.shift, counted_anew=counted)
@@ -162,7 +163,7 @@ class _Position:
 
 @dataclass(frozen=True, eq=False)
 class _Distance:
-    """One position less the other, or how far they are apart."""
+    """Signed difference of two positions, or, if `either_way`, its absolute value."""
 
     of: _Position
     since: _Position
@@ -194,7 +195,7 @@ class _Distance:
 
 @dataclass(frozen=True, eq=False)
 class _Chunk:
-    """The number of a position's chunk."""
+    """Chunk index of a position."""
 
     of: _Position
     size: int
@@ -207,10 +208,10 @@ class _Chunk:
 
 @dataclass(frozen=True, eq=False)
 class _Rule:
-    """The pairs that all of these allow; None sets no limit.
+    """Intersection of constraints on pairs; None is no constraint.
 
-    least, most: of the distance key - query. same: a table whose entries are equal, and not negative.
-    counted_anew: positions are those within the groups of `same`.
+    least, most: limits of the distance key - query. same: table with equal, nonnegative entries at query and key.
+    counted_anew: positions count within the groups of `same`.
     """
 
     least: int | None = None
@@ -249,7 +250,7 @@ class _Rule:
         return _Rule(unions=((self, other),))
 
     def reading(self, begin: Pattern | None, tensors: dict[str, Tensor]) -> Reading:
-        """As patterns whose run-time tensors are put into `tensors`."""
+        """The rule as patterns; adds their run-time tensors to `tensors`."""
         if self.nothing:
             _refuse("it allows no pair")
         positions = all_of([_band(self.least, self.most), None if self.chunk is None else chunked(self.chunk)])
@@ -267,7 +268,7 @@ class _Rule:
 
 
 def all_of(patterns: Sequence[Pattern | Mixture | None]) -> Any:
-    """What all patterns allow; None where there is none."""
+    """Intersection of the patterns that are not None; None without any."""
     found = None
     for each in patterns:
         found = each if found is None else found if each is None else found & each
@@ -275,21 +276,21 @@ def all_of(patterns: Sequence[Pattern | Mixture | None]) -> Any:
 
 
 def _band(least: int | None, most: int | None) -> Pattern | None:
-    """The pairs whose distance key - query lies between the limits; None without a limit."""
+    """Pairs with a distance key - query within the limits; None without a limit."""
     if least is not None and most is not None and least <= 0 <= most:
         return local_window(left=-least, right=most)
     return all_of([None if most is None else _up_to(most), None if least is None else _from(least)])
 
 
 def _up_to(most: int) -> Pattern:
-    """The pairs whose distance key - query is at most this."""
+    """Pairs with a distance key - query of at most `most`."""
     if most < 0:
         return causal() & ~local_window(left=-most - 1, right=0)
     return causal() | local_window(left=0, right=most) if most else causal()
 
 
 def _from(least: int) -> Pattern:
-    """The pairs whose distance key - query is at least this."""
+    """Pairs with a distance key - query of at least `least`."""
     return ~_up_to(least - 1) if least > 0 else local_window(left=-least, right=0) | ~causal()
 
 

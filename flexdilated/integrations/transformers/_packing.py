@@ -1,4 +1,4 @@
-"""Refusals of packed position_ids, where a cache has keys, or a model does not hand them to its layers."""
+"""Errors for packed position_ids if a cache has keys, or if a model does not pass them to its layers."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ _WATCHED = "_flexdilated_refuses_lost_packing"
 
 
 def note_positions(layer: nn.Module, position_ids: object) -> None:
-    """Remember whether a layer is given position_ids."""
+    """Record whether a layer receives position_ids."""
     if not torch.compiler.is_compiling():
         setattr(layer, _UNREAD, position_ids is None)
 
 
 def watch_packing(model: PreTrainedModel) -> None:
-    """Let a pass raise ValueError whose packed position_ids neither transformers nor attention has seen."""
+    """Add a hook: a pass raises ValueError if neither transformers nor attention has seen its packed position_ids."""
     if not getattr(model, _WATCHED, False):
         model.register_forward_hook(_refuse_lost_packing, with_kwargs=True)
         setattr(model, _WATCHED, True)
@@ -42,7 +42,7 @@ def _refuse_lost_packing(model: nn.Module, args: tuple[Any, ...], kwargs: dict[s
 
 
 def refuse_packed(position_ids: Tensor, seen: int) -> None:
-    """Raise ValueError for positions (B, N) that begin a document in the row, or after the first of the tokens seen."""
+    """Raise ValueError for positions (B, N) with several documents in a row, or a first position below `seen`."""
     first = position_ids[:, 0]
     before = bool(((first >= 0) & (first < seen)).any())
     if before or find_packed_sequence_indices(position_ids) is not None:

@@ -1,4 +1,4 @@
-"""Which models can be served: read from the source of their layers' forward, before any of them is called."""
+"""Check that a model can be supported, from the source of its layers' forward, before any call."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from transformers import PreTrainedModel
 
 _MASK, _MERGED = "attention_mask", {"merged_attention_mask"}
 _OWN_ATTENTION = {"longformer": "longformer(radius, num_global)", "big_bird": "bigbird(num_tokens)"}
-# Of the images of a batch in one row; and a window that depends on the length of the prompt.
+# Masks over the images of a batch in one row; and a window that depends on the length of the prompt.
 _MAKE_MASKS = {"PixtralVisionModel", "UnlimitedOcrTextModel"}
 KEEP = "attn_implementation='sdpa' or 'eager'"
 
@@ -58,13 +58,13 @@ def _without_registry(model: nn.Module) -> str:
 
 
 def dropout_settings(layer: nn.Module) -> list[str]:
-    """Attributes of a layer above 0 by which it drops attention weights, as `attn_dropout.p` is written."""
+    """Attributes of a layer that set attention dropout above 0, in the form `attn_dropout.p`."""
     return [name for name in _dropout_names(type(layer)) if (_value(layer, name) or 0) > 0]
 
 
 @cache
 def _dropout_names(kind: type[nn.Module]) -> list[str]:
-    """Attributes that forward hands to the attention function as its dropout."""
+    """Attributes that forward passes to the attention function as dropout."""
     handed = [node.value for node in _nodes(kind) if isinstance(node, ast.keyword) and node.arg == "dropout"]
     names = [ast.unparse(each) for value in handed for each in ast.walk(value) if isinstance(each, ast.Attribute)]
     longest = [name for name in names if not any(other.startswith(f"{name}.") for other in names)]
@@ -72,7 +72,7 @@ def _dropout_names(kind: type[nn.Module]) -> list[str]:
 
 
 def dropout_remedy(layer: nn.Module, settings: Sequence[str]) -> str:
-    """How to train without dropout of attention weights: by the config, and on a model that is already made."""
+    """Advice to disable attention dropout, in the config and on an existing model."""
     config = getattr(layer, "config", None)
     values = {_value(layer, name) for name in settings}
     keys = [key for key, value in vars(config).items() if "drop" in key and value in values] if config else []
@@ -94,7 +94,7 @@ def _nodes(kind: type[nn.Module]) -> Iterator[ast.AST]:
 
 @cache
 def _reason(kind: type[nn.Module]) -> str | None:
-    """Why a class of layers cannot be served."""
+    """Reason why a class of layers cannot be supported; None if it can."""
     arguments = set(signature(unwrap(kind.forward)).parameters)
     for node in _nodes(kind):
         match node:
@@ -114,7 +114,7 @@ def _reason(kind: type[nn.Module]) -> str | None:
 
 
 def _only_hands_over(mask: ast.expr, arguments: set[str]) -> bool:
-    """None, or a mask that forward is given, or one of two; merged ones the model makes of two masks."""
+    """True for a constant, an argument of forward, or a choice of these; False for a mask merged by the model."""
     if isinstance(mask, ast.IfExp):
         return _only_hands_over(mask.body, arguments) and _only_hands_over(mask.orelse, arguments)
     return isinstance(mask, ast.Constant) or (isinstance(mask, ast.Name) and mask.id in arguments - _MERGED)
@@ -122,9 +122,9 @@ def _only_hands_over(mask: ast.expr, arguments: set[str]) -> bool:
 
 @cache
 def _reads_masks(kind: type[nn.Module]) -> bool:
-    """A part of a model that needs the values of the mask, and is no client of the registry.
+    """True for a module outside the registry that needs the values of the mask.
 
-    It is given the mask and forms weights or looks at the mask's dtype, or it is known to make a mask of its own.
+    It takes the mask and computes a softmax or reads the mask's dtype, or it is known to build a mask.
     """
     forward = unwrap(kind.forward)
     if kind.__name__ in _MAKE_MASKS:
