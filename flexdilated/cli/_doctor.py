@@ -129,9 +129,9 @@ def _error(engine: str, device: str, dtype: torch.dtype, use: str) -> float:
 def _results(engine: str, device: str, dtype: torch.dtype, use: str) -> list[Tensor]:
     """The output and, in training, the gradients of q, k and v: float64 tensors on the CPU."""
     numbers = torch.randn(4, *_SHAPE, generator=torch.Generator().manual_seed(0))
-    *leaves, grad = numbers.bfloat16().to(device, dtype)  # the same numbers in every dtype
-    leaves = [x.requires_grad_(use == "training") for x in leaves]
-    out = attend(*leaves, _USES[use], engine=engine)
+    q, k, v, grad = numbers.bfloat16().to(device, dtype)  # the same numbers in every dtype
+    leaves = [x.requires_grad_(use == "training") for x in (q, k, v)]
+    out = attend(q, k, v, _USES[use], engine=engine)
     gradients = torch.autograd.grad(out, leaves, grad) if use == "training" else ()
     return [x.detach().cpu().double() for x in (out, *gradients)]
 
