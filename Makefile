@@ -42,7 +42,7 @@ help:  ## Say what there is
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/make \1	\2/p' Makefile
 
 demo: $(VENV)/.demo  ## Train a small LongNet on Python's own source text; results in demo-out/
-	$(PY) -m flexdilated demo $(ARGS)
+	$(PY) docs/examples/train_longnet.py $(ARGS)
 
 # The viewer's tests drive a browser. Where none is found they are skipped, but fail where CI=true.
 browser:  ## Install chromium for the viewer's tests, on Debian and its like and as root; nothing to do where one is found

@@ -13,7 +13,6 @@ from jaxtyping import Bool, Int64
 from torch import Tensor
 
 from flexdilated import masks
-from flexdilated.cli._demo_data import Corpus, load_corpus, validation_windows
 
 from ._byte_models import (
     ByteModel,
@@ -28,6 +27,7 @@ from ._byte_models import (
     trained,
 )
 from ._jobs import Job, interleave, ratio, say
+from ._library_text import LibraryText, library_text, validation_windows
 from ._measures import Row, at_least, at_most, measure
 from ._seeds import beyond
 
@@ -45,7 +45,7 @@ class Examination:
     places: Mapping[str, Bool[Tensor, "W N"]]
 
     @classmethod
-    def of(cls, corpus: Corpus, setting: Setting) -> Examination:
+    def of(cls, corpus: LibraryText, setting: Setting) -> Examination:
         windows = validation_windows(corpus.validation, context=setting.tokens, limit=setting.windows)
         texts = laid_out(windows, setting)
         every = torch.ones(len(texts), setting.tokens, dtype=torch.bool)
@@ -81,7 +81,7 @@ Scores = dict[str, dict[str, list[float]]]  # of a way, at some places, by seed
 
 
 def _learned(
-    ways: Mapping[str, Make], corpus: Corpus, setting: Setting, seeds: int, then: Mapping[str, Make]
+    ways: Mapping[str, Make], corpus: LibraryText, setting: Setting, seeds: int, then: Mapping[str, Make]
 ) -> tuple[Scores, Scores]:
     """Bits of models trained in each way; and of the first of them read in others, where a row of queries ends.
 
@@ -151,7 +151,7 @@ def byte_model(setting: Setting = Setting(), seeds: int = 3) -> Iterator[Row]:
     bytes before stand earlier too, but beyond the window. Then the dense model read in other ways. The row is the lower
     end, with 95 % confidence over paired seeds, of the bits that blocks chosen by mean keys save over the window.
     """
-    corpus = load_corpus(None, context=setting.tokens)
+    corpus = library_text()
     ahead = {"query_block": setting.block, "future_in_choice": True}
     then = {
         "window": static(masks.local_window(left=setting.keys - 1, right=0)),
@@ -176,7 +176,7 @@ def byte_training(setting: Setting = Setting(), seeds: int = 3, coarse: int = 64
     As in `byte_model`, each two of equal keys. Drawn and refined blocks also where the second half of each text repeats
     the first, so that where to look is a matter of position. Rows are lower ends of the bits saved.
     """
-    corpus = load_corpus(None, context=setting.tokens)
+    corpus = library_text()
     drawn, refined = (partial(Listed, setting, refined=each) for each in (False, True))
     fixed, narrowed, flat = "mean keys", "mean keys, narrowing", f"mean keys of {fine}"
     from_coarse = f"mean keys of {coarse}, then of {fine}"

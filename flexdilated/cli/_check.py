@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import sys
 from collections.abc import Iterator
 
 import torch
@@ -64,7 +63,7 @@ def check(options: argparse.Namespace) -> int:
     found: str | None = None
     done = 0
     try:
-        with one_thread(), progress("checking", unit="example", done=0, total=2 * examples, lines=sys.stderr) as bar:
+        with one_thread(), progress("checking", unit="example", total=2 * examples) as bar:
             for step, note in _steps(pattern, examples=examples, **asked):
                 done += step
                 bar.step(done, 2 * examples, note)

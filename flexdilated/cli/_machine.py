@@ -10,13 +10,10 @@ from types import ModuleType
 
 import torch
 
-from ..masks.core import device_kind
-
 # package -> the extra that installs it, and what its absence costs
 EXTRAS = {
-    "tqdm": ("demo", "plain lines instead of a progress bar"),
+    "tqdm": ("testing", "plain lines instead of a progress bar"),
     "matplotlib": ("plot", "no pictures"),
-    "skimage": ("demo", "no slide for `demo slide`"),
     "platformdirs": ("tune", "no measured constants are kept for the next run"),
 }
 
@@ -44,11 +41,6 @@ def available_devices() -> tuple[str, ...]:
     """Kinds of device that this machine and this build of torch can compute on, the CPU first."""
     accelerator = torch.accelerator.current_accelerator(check_available=True)
     return ("cpu",) if accelerator is None else ("cpu", accelerator.type)
-
-
-def num_devices(kind: str) -> int:
-    """How many of a kind that is available."""
-    return 1 if device_kind(kind).on_host else torch.accelerator.device_count()
 
 
 @contextmanager

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from difflib import get_close_matches
 
 from .. import __version__
-from . import _check, _demo, _doctor, _explain, _plan, _show, _tune
+from . import _check, _doctor, _explain, _plan, _show, _tune
 from ._command_parser import CommandParser, UsageError
 from ._output import require_open, tell, written
 
@@ -18,7 +18,6 @@ _COMMANDS = {
     "plan": ("say how a pattern is computed, what it takes, and what fits into memory", _plan),
     "check": ("hold a pattern of yours to its definition, and attend to it", _check),
     "tune": ("measure this device, or the ways to compute one pattern", _tune),
-    "demo": ("train a small LongNet on Python's own source text", _demo),
     "doctor": ("say what works on this machine, and what is missing", _doctor),
 }
 # What else one may call them.
@@ -28,7 +27,6 @@ _ELSEWHERE = {
     **dict.fromkeys(("cost", "memory", "fits", "layout"), "plan"),
     **dict.fromkeys(("test", "verify", "validate"), "check"),
     **dict.fromkeys(("bench", "benchmark", "autotune", "measure"), "tune"),
-    **dict.fromkeys(("train", "example"), "demo"),
     **dict.fromkeys(("info", "env", "status", "devices"), "doctor"),
     "help": "--help",
     "version": "--version",
@@ -60,7 +58,7 @@ def _run(arguments: Sequence[str] | None, program: str) -> int:
         )
         return 2
     except KeyboardInterrupt:
-        print("\nstopped; a checkpoint written so far stays", file=sys.stderr)
+        print("\nstopped", file=sys.stderr)
         return _INTERRUPTED
 
 

@@ -9,7 +9,6 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, redirect_stderr, suppress
 from pathlib import Path
-from tempfile import NamedTemporaryFile
 from time import monotonic
 from typing import NamedTuple, TextIO
 
@@ -103,16 +102,6 @@ def _takes_shapes(stream: TextIO) -> bool:
     return True
 
 
-def prepare(folder: Path) -> None:
-    """Make the folder, and raise UsageError where no file can be written into it."""
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        with NamedTemporaryFile(dir=folder):
-            pass
-    except (OSError, ValueError) as error:
-        raise UsageError(f"--out must be a folder that can be written; {_said(folder, error)}") from None
-
-
 def require_file(flag: str, path: Path | None, kinds: Sequence[str]) -> None:
     """Raise UsageError where a file cannot be of this kind, or not in that folder, or needs matplotlib and lacks it."""
     if path is None:
@@ -158,27 +147,25 @@ def _move_in(path: Path, suffix: str, write: Callable[[Path], object]) -> None:
 class Progress:
     """A bar on standard error where tqdm is installed, a line now and then where it is not."""
 
-    def __init__(self, bar, unit: str, lines: TextIO | None) -> None:
-        self._bar, self._unit, self._lines, self._last = bar, unit, lines, monotonic()
+    def __init__(self, bar, unit: str) -> None:
+        self._bar, self._unit, self._last = bar, unit, monotonic()
 
     def step(self, done: int, total: int, note: str) -> None:
-        """`done` of `total` steps are behind; `total` may change on the way."""
+        """`done` of `total` steps are behind."""
         if self._bar is not None:
-            self._bar.total = total
             self._bar.set_postfix_str(note, refresh=False)
             self._bar.update(done - self._bar.n)
         elif done >= total or monotonic() - self._last >= _SECONDS_BETWEEN_LINES:
             self._last = monotonic()
-            print(f"{self._unit} {done} of {total}: {note}", flush=True, file=self._lines)
+            print(f"{self._unit} {done} of {total}: {note}", flush=True, file=sys.stderr)
 
 
 @contextmanager
-def progress(what: str, *, unit: str, done: int, total: int, lines: TextIO | None = None) -> Iterator[Progress]:
-    """A bar on standard error, or lines on `lines` (None: on standard output)."""
+def progress(what: str, *, unit: str, total: int) -> Iterator[Progress]:
     tqdm = _machine.find("tqdm")
     if tqdm is None:
-        print(_machine.missing_line("tqdm"), file=lines)
-        yield Progress(None, unit, lines)
+        print(_machine.missing_line("tqdm"), file=sys.stderr)
+        yield Progress(None, unit)
         return
-    with tqdm.tqdm(initial=done, total=total, unit=unit, desc=what, dynamic_ncols=True) as bar:
-        yield Progress(bar, unit, lines)
+    with tqdm.tqdm(total=total, unit=unit, desc=what, dynamic_ncols=True) as bar:
+        yield Progress(bar, unit)

@@ -3,7 +3,6 @@
 from ._attention import BlockSparseAttention, DilatedAttention, HeadParallelDilatedAttention, RingDilatedAttention
 from ._backbone import LongNetBackbone
 from ._call_masks import require_causal_mask, without_padding
-from ._generate import Sampling, generate
 from ._longnet import LongNet, LongNetClassifier, LongNetEncoderDecoder
 from ._longnet_config import LongNetConfig, SelectedLayers
 from ._model_memory import ModelMemory, ModelSize, attention_size, model_memory

@@ -3,5 +3,5 @@
 from ._compilations import compilations
 from ._profile import VARIABLE, folder_from_environment, profile_process
 from ._received import attention_received
-from ._received_picture import plain_numbers, plot_attention_received, scale_ticks
+from ._received_picture import plot_attention_received
 from ._stats import stats

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import errno
 import os
+import sys
 from pathlib import Path
 
 import pytest
 
 from flexdilated.cli import main
-from flexdilated.cli._command_parser import UsageError
-from flexdilated.cli._demo_model import ByteModel, model_config
-from flexdilated.cli._demo_training import Run
+from flexdilated.cli._output import replace
 
 COMMANDS = {
     "show": ["show", "causal()", "-n", "64", "--brief"],
@@ -27,8 +26,8 @@ full_disk = pytest.mark.skipif(not Path("/dev/full").exists(), reason="no device
 
 @pytest.fixture(autouse=True)
 def no_compilation(monkeypatch) -> None:
-    """test_doctor.py holds what is compiled."""
-    monkeypatch.setattr("flexdilated.cli._doctor._compiled_trial", lambda: None)
+    """The doctor tries flex, whose compiler takes its time."""
+    monkeypatch.setenv("CXX", "no-such-compiler")
 
 
 def status(command: list[str]) -> int:
@@ -58,7 +57,7 @@ def test_a_reader_that_has_gone_is_no_error(command, monkeypatch, capsys) -> Non
     assert "error" not in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("command", [COMMANDS["show"], COMMANDS["explain"], ["demo"], ["tune"]])
+@pytest.mark.parametrize("command", [COMMANDS["show"], COMMANDS["explain"], COMMANDS["doctor"], ["tune"]])
 def test_a_closed_output_is_refused_before_any_work(command, monkeypatch, capsys) -> None:
     monkeypatch.setattr("sys.stdout", None)
     assert main(command) == 2
@@ -73,6 +72,24 @@ def test_closed_standard_error_does_not_end_in_the_output(monkeypatch, capsys) -
     printed = capsys.readouterr().out
     assert printed.startswith("causal(): no counterexample")
     assert "casual" not in printed
+
+
+def test_ctrl_c_is_one_line(monkeypatch, capsys) -> None:
+    def interrupted() -> int:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("flexdilated.cli._doctor.doctor", interrupted)
+    assert main(["doctor"]) == 130
+    assert capsys.readouterr().err == "\nstopped\n"
+
+
+def test_progress_without_tqdm_is_lines(monkeypatch, capsys) -> None:
+    monkeypatch.setitem(sys.modules, "tqdm", None)
+    assert main(COMMANDS["check"]) == 0
+    said = capsys.readouterr()
+    assert 'pip install "flexdilated[testing]"' in said.err
+    assert said.err.splitlines()[-1].startswith("example 2 of 2: ")
+    assert said.out.startswith("causal(): no counterexample")
 
 
 def test_an_error_that_is_not_of_the_output_stays_one(monkeypatch) -> None:
@@ -105,10 +122,18 @@ def test_a_file_on_a_full_disk_is_named_and_not_left_half(tmp_path, capsys) -> N
     assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.usefixtures("no_space")
-def test_a_checkpoint_on_a_full_disk_is_a_usage_error(tmp_path) -> None:
-    with pytest.raises(UsageError, match=r"checkpoint\.pt: No space left on device"):
-        Run(ByteModel(model_config(2), seed=0), {}).save(tmp_path)
+def test_a_failed_write_leaves_the_old_file(tmp_path) -> None:
+    path = tmp_path / "out.html"
+    path.write_text("old", encoding="utf-8")
+
+    def fail(partial: Path) -> None:
+        partial.write_text("half", encoding="utf-8")
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        replace(path, fail)
+    assert [file.name for file in tmp_path.iterdir()] == ["out.html"]
+    assert path.read_text(encoding="utf-8") == "old"
 
 
 def test_what_a_link_names_is_written_and_the_link_stays(tmp_path) -> None:

@@ -7,7 +7,7 @@ import torch
 from torch.testing import assert_close
 
 import flexdilated as fd
-from flexdilated.nn import Sampling
+from flexdilated.nn._generate import Sampling
 from tests.support.longnet_oracle import TINY
 
 V = TINY.vocab_size

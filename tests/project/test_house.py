@@ -33,7 +33,7 @@ ROOMS = [
 ]
 GROUND = {"torch", "jaxtyping", "tabulate"} | set(sys.stdlib_module_names)
 USERS = {"testing", "viewer", "cli"}
-EXTRAS = {"hypothesis", "matplotlib", "platformdirs", "skimage", "tqdm", "transformers"}
+EXTRAS = {"hypothesis", "matplotlib", "platformdirs", "tqdm", "transformers"}
 # Used where it is installed, and imported when it is needed: the file of measured constants has its place there.
 LATE = {
     "flexdilated.masks.planning.machine._machine_file": {"platformdirs"},

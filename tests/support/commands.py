@@ -47,12 +47,6 @@ OPTIONS: dict[str, dict[str, list[str]]] = {
         "kv_heads": ["--kv-heads", "2"],
         "head_dim": ["--head-dim", "32"], "dtype": ["--dtype", "fp64"], "forward": ["--forward"],
     },
-    "demo": {
-        "context": ["--context", "64"], "steps": ["--steps", "3"], "minutes": ["--minutes", "1"],
-        "seed": ["--seed", "5"], "device": ["--device", "meta"], "out": ["--out", "there"], "data": ["--data", "x"],
-        "resume": ["--resume"], "sample": ["--sample"], "slide": ["slide"],
-    },
-    "doctor": {"verify": ["--verify"], "json": ["--json"]},
 }  # fmt: skip
 # What stands before them. A pattern has run-time tensors where --bind or --batch is asked for, and heads that differ.
 MODULE = """
@@ -74,7 +68,7 @@ def parsers() -> dict[str, CommandParser]:
 
 def first_words(command: str, options: frozenset[str]) -> list[str]:
     """The command, and what it cannot be without."""
-    if command in ("tune", "demo", "doctor"):
+    if command == "tune":
         return [command]
     several = command in ("show", "explain") and options & {"bind", "batch"}
     name = "several" if several else "mine" if "bind" in options else "light" if command == "plan" else "plain"
@@ -106,19 +100,12 @@ def make_light(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """In a folder with a module of patterns; what takes long answers with what it was asked; one parser serves all."""
     monkeypatch.chdir(tmp_path)
     Path("mine.py").write_text(MODULE, encoding="utf-8")
-    # First those that are imported here and take names from the others: later they would keep what is put there.
-    monkeypatch.setattr("flexdilated.cli._demo.run_demo", print)
-    monkeypatch.setattr("flexdilated.cli._demo.demo_slide", lambda options: print(options) or 0)
-    monkeypatch.setattr("flexdilated.cli._doctor.verify", lambda *, as_json: print(f"verify {as_json}") or 0)
-    monkeypatch.setattr("flexdilated.cli._doctor.doctor", lambda: print("doctor") or 0)
     make_memory_up(monkeypatch)
     monkeypatch.setattr("flexdilated._plan.measure_options", lambda *given, **named: [(f"{given}", 1.0, 1.0)])
     monkeypatch.setattr("flexdilated.masks.plot", _Told)
     monkeypatch.setattr("flexdilated.cli._show.describe", _Told)
     monkeypatch.setattr("flexdilated.cli._check._steps", _steps)
-    for module in ("_tune", "_demo"):
-        monkeypatch.setattr(f"flexdilated.cli.{module}.available_devices", lambda: ("cpu", "meta"))
-    monkeypatch.setattr("flexdilated.cli._demo.num_devices", lambda kind: 1)
+    monkeypatch.setattr("flexdilated.cli._tune.available_devices", lambda: ("cpu", "meta"))
     monkeypatch.setattr("flexdilated.cli._tune.measure", _measure)
     monkeypatch.setattr("flexdilated.cli._tune._options_table", str)
     monkeypatch.setattr("flexdilated.cli._tune._remembered", lambda asked, kv_heads, x, *rest, **how: str(x.q.device))
