@@ -133,7 +133,7 @@ class BlockTable:
 def _compared(entries: Tensor, device: torch.device) -> Listed:
     """Compare each of a few entries. They depend on the query only: a kernel loads them once for all its keys."""
     used = entries[:, : max(1, int((entries < NOTHING).sum(1).max()))]
-    places = used.to(device, index_dtype(device, 0, NOTHING)).unbind(1)
+    places = used.T.to(device, index_dtype(device, 0, NOTHING)).contiguous().unbind(0)
 
     def listed(line, inside, column):
         found = torch.where(inside, places[0][line], NOTHING) == column

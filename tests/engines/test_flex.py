@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from types import SimpleNamespace
+from collections.abc import Callable, Iterator
+from types import FunctionType, SimpleNamespace
+from typing import Any
 from unittest.mock import patch
 
 import pytest
@@ -15,12 +16,15 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask, flex_attention
 
 import flexdilated as fd
+from bench._catalogue import ENTRIES
 from flexdilated import masks
+from flexdilated.engines import allowed_on
 from flexdilated.engines._call_key import CallKey
 from flexdilated.engines.flex import _program
 from flexdilated.engines.flex._flex import run_flex
 from flexdilated.engines.flex._flex_op import static_program
 from flexdilated.engines.flex._program import TABLES, FlexProgram, make_flex_program
+from flexdilated.masks import planning
 from tests.support import oracle
 from tests.support.agreement import assert_agrees
 from tests.support.padded import padded_cases, padded_plan
@@ -175,6 +179,26 @@ def test_built_by_inductor():
 
     out = torch.compile(model, fullgraph=True, dynamic=False)(x, "flex")
     torch.testing.assert_close(out, model(x, "reference"))
+
+
+def captured(function: Callable[..., Any]) -> Iterator[Tensor]:
+    """All tensors in the closure of a function, and in those of the functions that it calls."""
+    for cell in function.__closure__ or ():
+        values = cell.cell_contents if isinstance(cell.cell_contents, list | tuple) else [cell.cell_contents]
+        yield from (value for value in values if isinstance(value, Tensor))
+        for value in values:
+            yield from captured(value) if isinstance(value, FunctionType) else ()
+
+
+@pytest.mark.parametrize("entry", ENTRIES, ids=lambda entry: entry.name)
+def test_masks_capture_contiguous_tensors(entry):
+    """torch's kernel for CPU fails on others: the copies that it makes of them are no inputs of its own."""
+    heads, tokens = max(2, entry.num_heads), 8192
+    bound = entry.pattern(tokens).bind(num_heads=heads, num_queries=tokens, num_keys=tokens)
+    masks_of_terms = [term.mask_mod(CPU) for term in planning.plan(bound, allowed=allowed_on(CPU)).terms]
+    found = [tensor for mask in masks_of_terms for tensor in captured(mask)]
+    assert found
+    assert all(tensor.is_contiguous() for tensor in found)
 
 
 @pytest.mark.slow

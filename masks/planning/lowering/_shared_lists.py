@@ -147,7 +147,7 @@ class PaddedTerm(SharedListTerm):
         limits = (first[:, 0], each, last * width + past[:, last])
         # On accelerators a constant of the kernel, which is compiled for these segments anyway.
         size = width if device_kind(device).flex_trains else torch.tensor(width)
-        return _of_segments(size, *(limit.to(device, dtype) for limit in limits), is_causal=self.is_causal)
+        return _of_segments(size, *(limit.to(device, dtype).contiguous() for limit in limits), is_causal=self.is_causal)
 
 
 def _of_segments(
