@@ -156,9 +156,11 @@ PAGES: dict[Path, dict[str, Part]] = {
     _CONTRIBUTING / "tests.md": _from("versions", versions=_tables.versions, left_out=_tables.left_out),
     _CONTRIBUTING / "kernels.md": {
         **_from("interpreted_kernels", interpreted=_tables.interpreted),
+        **_from("interpreted_kernels_torch_2.15.0", newest_interpreted=_tables.interpreted),
         **_from("kernel_code", code=_tables.code),
         **_from("kernel_code_torch_2.15.0", newest_code=_tables.code),
         **_from("flex_program", program=_tables.counted),
         **_from("flex_bytes", moved=_tables.counted),
+        **_from("flex_bytes_torch_2.15.0", newest_moved=_tables.counted),
     },
 }
