@@ -53,7 +53,7 @@ class Device:
 
     @property
     def engines(self) -> tuple[str, ...]:
-        """Those that train here, the default first, and "flash" where the device and what is installed serve it."""
+        """Engines that train here, the default first; "flash" only if device and packages serve it."""
         if not self.is_cuda:
             return ("tiles",)
         cannot = flash_cannot(torch.device(self.name), torch.bfloat16, HEAD_DIM)
@@ -143,7 +143,7 @@ def cases() -> Mapping[str, tuple[partial[None], ...]]:
 
 
 def judged(name: str, at: Device) -> tuple[str, ...]:
-    """The engines that are asked a case. "tiles" is asked plain calls alone where it is not the default."""
+    """Engines that run a case, the default first. "tiles" runs only plain calls if it is not the default."""
     default, *others = at.engines
     if any(call.keywords.keys() & {"how", "given"} for call in cases()[name]):
         # On CPU what trains takes no score_mod.
@@ -153,7 +153,7 @@ def judged(name: str, at: Device) -> tuple[str, ...]:
 
 
 def judge(name: str, at: Device, engine: str) -> Iterator[Document]:
-    """What is wrong with a case in an engine. One that is not the default may say that it does not serve the case."""
+    """Yield the failure of a case in an engine, if any; engines other than the default may refuse by ValueError."""
     try:
         for call in cases()[name]:
             call(engine, at.name)
@@ -370,7 +370,7 @@ def rehearse(row: DeviceRow, line: tuple[Any, ...], at: Device) -> Iterator[Docu
 
 
 def asked_on(at: Device) -> list[tuple[str, str]]:
-    """Every (case, engine) of the device, which must not be asked by the process that starts all others."""
+    """(case, engine) of each check on the device. Not for the process that forks the others: it initializes CUDA."""
     return [(name, engine) for name in cases() for engine in judged(name, at)]
 
 

@@ -48,22 +48,21 @@ _LARGEST_ERROR = {torch.float32: 1e-4, torch.bfloat16: 3e-2}
 def add_arguments(parser: CommandParser) -> None:
     parser.description = (
         "Print versions, devices and optional packages, and try each engine on each device against the reference. "
-        "The exit status is 0 where a device's default engine works, else 1."
+        "The exit status is 0 if the default engine of every device works, else 1."
     )
     parser.set_defaults(command=lambda options: doctor())
 
 
 def doctor() -> int:
-    """Print the findings; 0 where the default engine of a device works, else 1."""
-    variables, all_parse = _variables()
-    trials, works = [], False
+    """Print the findings; 0 if the default engine of every device works and the environment parses, else 1."""
+    trials: list[Finding] = []
+    variables, works = _variables()
     for device in available_devices():
         default = device_kind(device).engine
         for engine in ENGINES:
             is_sound, verdict = _trial(engine, device)
-            works = works or (is_sound and engine == default)
+            works = works and (is_sound or engine != default)
             trials.append((f"{engine} on {device}{', the default' * (engine == default)}", verdict))
-    works = works and all_parse
     findings = [*_versions(), *_installed(), *variables, *trials]
     print(tabulate(findings, tablefmt="plain", disable_numparse=True))
     print("\nAttention works on this machine." if works else "\nAttention does not work on this machine.")

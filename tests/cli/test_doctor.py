@@ -126,6 +126,15 @@ def test_an_engine_that_fails(capsys, monkeypatch) -> None:
     assert printed.endswith("\nAttention does not work on this machine.\n")
 
 
+def test_every_device_has_to_work(capsys, monkeypatch) -> None:
+    """One that fails is no less broken because the CPU works."""
+    monkeypatch.setattr(_doctor, "available_devices", lambda: ("cpu", "cuda"))
+    monkeypatch.setattr(_doctor, "_trial", lambda engine, device: (device == "cpu" or engine != "flex", "tried"))
+    status, printed = examine(capsys)
+    assert status == 1
+    assert "flex on cuda, the default" in printed
+
+
 @pytest.mark.usefixtures("nothing_tried")
 def test_without_extras(capsys, monkeypatch) -> None:
     extras = {"tqdm": "testing", "matplotlib": "plot"}

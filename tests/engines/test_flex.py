@@ -192,7 +192,7 @@ def captured(function: Callable[..., Any]) -> Iterator[Tensor]:
 
 @pytest.mark.parametrize("entry", ENTRIES, ids=lambda entry: entry.name)
 def test_masks_capture_contiguous_tensors(entry):
-    """torch's kernel for CPU fails on others: the copies that it makes of them are no inputs of its own."""
+    """FlexAttention's CPU kernel fails on strided ones: it copies them, and does not list the copies as inputs."""
     heads, tokens = max(2, entry.num_heads), 8192
     bound = entry.pattern(tokens).bind(num_heads=heads, num_queries=tokens, num_keys=tokens)
     masks_of_terms = [term.mask_mod(CPU) for term in planning.plan(bound, allowed=allowed_on(CPU)).terms]
