@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from contextlib import suppress
 from typing import Any
 
 import griffe
@@ -15,27 +14,12 @@ MARGIN = re.compile(r"(\n +.*)\n(?=\S)|\n(?=Raises |Source: )")
 
 
 class Docstrings(griffe.Extension):
-    """Docstrings as Markdown, and functions under their public name where a module has the same."""
+    """Docstrings as Markdown."""
 
     def on_object(self, *, obj: griffe.Object, **_: Any) -> None:
         """Each docstring, when its object is read."""
         if obj.docstring:
             obj.docstring.value = as_markdown(obj.docstring.value)
-
-    def on_package(self, *, pkg: griffe.Module, **_: Any) -> None:
-        """When all is read: `masks.custom` is the function that the module `custom` holds, not that module."""
-        for room in _modules(pkg):
-            for name in map(str, room.exports or ()):
-                # EMPTY, PARTIAL and FULL are assigned together, which griffe does not read.
-                with suppress(KeyError, griffe.AliasResolutionError):
-                    found = room.members[name]
-                    if found.is_alias and found.is_module and name in found.members:
-                        room.set_member(name, griffe.Alias(name, f"{found.canonical_path}.{name}"))
-
-
-def _modules(module: griffe.Module) -> list[griffe.Module]:
-    inner = [each for each in module.members.values() if isinstance(each, griffe.Module)]
-    return [module, *(found for each in inner for found in _modules(each))]
 
 
 def as_markdown(text: str) -> str:

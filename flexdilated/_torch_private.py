@@ -201,8 +201,6 @@ NAMES = {
         probe=_asked_by_encoder_layers,
     ),
     # Functions by the modules that torch defines them in
-    "tensor_module": Name("torch:_tensor", "names the module of Tensor's methods, which custom functions may call"),
-    "builtin_module": Name("torch:_C", "names the module of torch's built-in functions, which custom ones may call"),
     "to_copy": Name("torch:ops.aten._to_copy", "converts, in rules that the viewer traces", "the viewer is imported"),
     "unsafe_view": Name(
         "torch:ops.aten._unsafe_view", "reshapes, in rules that the viewer traces", "the viewer is imported"

@@ -9,7 +9,7 @@ from typing import Any
 from bench._catalogue import ENTRIES
 from flexdilated import masks
 from flexdilated.masks.core._expression import CONSTRUCTORS, KINDS
-from flexdilated.masks.patterns.custom._custom import Custom
+from flexdilated.masks.patterns._custom import Custom
 
 _WHOLE = (0, 1, -1, 2, 7, 128, 2**31 - 1, 2**31, 2**53 + 1, 2**62, 2**63 - 1, 2**63, 2**64, -(2**63), 10**40)
 _VALUES = (*_WHOLE, True, False, None, 0.5, 1e300, "", "left", "interleaved", "\ud800", [], [1], [[0], [1, 0]], {})

@@ -223,5 +223,5 @@ def test_what_it_captured_follows_the_device():
 @pytest.mark.filterwarnings("ignore:To copy construct from a tensor")
 def test_a_head_that_becomes_a_new_tensor_is_followed() -> None:
     """It hands its value on in second place, after a tensor of which only the kind counts."""
-    assert masks.custom(lambda b, h, q, k: q.new_tensor(h) + 0 * q >= k).rule.traits.uses_head
-    assert not masks.custom(lambda b, h, q, k: h.new_tensor(3) + 0 * q >= k).rule.traits.uses_head
+    assert masks.custom(lambda b, h, q, k: q.new_tensor(h) + 0 * q >= k).rule.uses_head
+    assert not masks.custom(lambda b, h, q, k: h.new_tensor(3) + 0 * q >= k).rule.uses_head

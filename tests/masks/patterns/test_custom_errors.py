@@ -109,7 +109,7 @@ def captures(value):
         (composed(imports), TypeError, "<lambda>' must read values from its variables: .*; 'imports' imports"),
         (lambda b, h, q, k: q < getattr(LIST, "x"), TypeError, "look up before the function.* uses 'getattr'"),  # noqa: B009
         (lambda b, h, q, k: q < q.__class__.x, TypeError, "look up before the function.* attribute '__class__'"),
-        (lambda b, h, q, k: HOLDER.width > q, TypeError, "of type Callable: read its 'width' before the function"),
+        (lambda b, h, q, k: HOLDER.width > q, TypeError, "the global 'HOLDER' is of type Callable"),
         (lambda b, h, q, k: TABLE[b] == q, ValueError, "must not depend on the batch entry b.*documents"),
         (lambda b, h, q, k: (q + b * 0) < k, ValueError, "must not depend on the batch entry b"),
         (lambda b, h, q, k: q < 1 // 0, ValueError, "failed on 3 x 17 x 16 .*ZeroDivisionError"),
@@ -120,7 +120,7 @@ def captures(value):
         (captures([1, object()]), TypeError, "an entry of the captured 'value' is of type object"),
         (captures([].append), TypeError, "type builtin"),
         (captures(torch.empty(3, device="meta")), TypeError, "plain dense tensors"),
-        (captures(pytest), TypeError, "the captured 'value' is of type module"),
+        (captures(pytest), TypeError, "the captured 'value' is of type module: read its values before the function"),
         (composed(captures(functools.partial(max, 1))), TypeError, "the captured 'value' is of type partial"),
     ],
 )

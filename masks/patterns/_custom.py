@@ -1,0 +1,418 @@
+"""Custom patterns: any FlexAttention mask_mod as a set pattern, identified by its code and captured values."""
+
+from __future__ import annotations
+
+import inspect
+import types
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from itertools import product
+from threading import Lock
+from typing import Any
+from weakref import WeakValueDictionary
+
+import torch
+from torch import Tensor
+from torch.nn.attention.flex_attention import BlockMask, noop_mask
+from torch.overrides import TorchFunctionMode
+
+from ..._torch_private import tree_leaves
+from ..core import (
+    EMPTY,
+    FULL,
+    PARTIAL,
+    Bounds,
+    Box,
+    MaskMod,
+    Pair,
+    Pattern,
+    Phrase,
+    Reason,
+    advises,
+    device_kind,
+    instead_of_pattern,
+    pattern_kind,
+    renamed,
+    require_int,
+)
+from ._function_identity import copy_and_digest
+
+Grid = tuple[Tensor, ...]  # b, h, q, k
+Classify = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]
+
+_MAKER = "def make(window): return lambda b, h, q, k: q - k < window"
+_HEADS = (3, 2, 1)
+_TOKENS = (17, 9, 5, 3, 2, 1)
+_POINTS = 40
+# Methods that convert tensor values to Python values: a rule that calls one is not elementwise.
+_READS_VALUES = {
+    *("__bool__", "__int__", "__float__", "__complex__", "__index__", "__contains__", "__array__"),
+    *("item", "tolist", "numpy", "is_nonzero", "equal", "allclose"),
+}
+# Functions that use the shape of their first argument, and not its values.
+_SHAPED_ALIKE = {
+    *("new_empty", "new_full", "new_ones", "new_tensor", "new_zeros"),
+    *("empty_like", "full_like", "ones_like", "zeros_like"),
+}
+
+
+@dataclass(eq=False)
+class CustomRule:
+    """A checked function with its classify and period; one object for each digest, so identity is equality."""
+
+    digest: str
+    function: Any  # a FunctionType, which type checkers take for a method
+    classify: Any  # a function or None
+    period: int | None
+    uses_head: bool
+    covers_pairs: bool  # the result has an entry for every query and key
+    given: tuple[types.FunctionType, types.FunctionType | None]  # the caller's functions, which pickle looks up by name
+    elsewhere: dict[torch.device, types.FunctionType] = field(default_factory=dict)
+
+    @property
+    def name(self) -> str:
+        return self.function.__qualname__.rpartition(".")[2]
+
+    def on(self, device: torch.device) -> types.FunctionType:
+        """The function with its captured tensors on this device."""
+        if device_kind(device).on_host:
+            return self.function
+        if device not in self.elsewhere:
+            self.elsewhere[device], _ = copy_and_digest(self.function, device)
+        return self.elsewhere[device]
+
+
+# Live rules by digest, to which the text of a pattern refers. Patterns and cached plans keep them alive.
+_rules: WeakValueDictionary[str, CustomRule] = WeakValueDictionary()
+_rules_lock = Lock()
+
+
+@pattern_kind("custom")
+class Custom(Pattern):
+    """Allowed iff the function returns True; called for head `head` if that is given."""
+
+    rule: CustomRule
+    head: int | None = None
+
+    def __hash__(self) -> int:
+        return hash(self.text)
+
+    def parameters(self) -> dict[str, Any]:
+        return {"function": self.rule.digest, **({} if self.head is None else {"head": self.head})}
+
+    @classmethod
+    def from_data(cls, data: dict[str, Any]) -> Pattern:
+        """The pattern that a text of this process names; ValueError if its function no longer exists."""
+        digest, head = data.get("function"), data.get("head")
+        with _rules_lock:
+            rule = _rules.get(digest) if isinstance(digest, str) else None
+        if rule is None:
+            law = "a custom pattern lives where it was made: keep it for as long as calls and their gradients use it"
+            raise ValueError(f"{law}; no pattern that is alive here has the function {digest!r:.20}")
+        return cls(rule, head)
+
+    def phrase(self) -> Phrase:
+        return Phrase(f"custom({self.rule.name}{'' if self.head is None else f', head={self.head}'})")
+
+    def mask_mod(self, *, num_heads: int, device: torch.device) -> MaskMod:
+        mod: MaskMod = self.rule.on(device)
+        if not self.rule.covers_pairs:
+            mod = _over_pairs(mod)
+        if self.head is not None:
+            mod = _of_head(mod, torch.tensor(self.head, device=device))
+        return _in_64_bits(mod) if device_kind(device).flex_trains else mod
+
+    def count(self, box: Box, *, num_heads: int) -> Bounds:
+        area, classify = box.area, self.rule.classify
+        if classify is None or not len(area):
+            return Bounds(torch.zeros_like(area), area)
+        head = box.head if self.head is None else torch.full_like(box.head, self.head)
+        verdict = _classes(self.rule.name, classify, (head, box.q.first, box.q.last, box.k.first, box.k.last))
+        return Bounds(torch.where(verdict == FULL, area, 0), torch.where(verdict == EMPTY, 0, area))
+
+    def reason(self, pair: Pair) -> Reason:
+        where = f"head {pair.head if self.head is None else self.head}, {pair.the_query} and {pair.the_key}"
+        try:
+            answer = pair.allowed_by(self)
+        except IndexError as error:
+            raise ValueError(f"{self!r} has no answer for {where}: {error}") from error
+        return Reason(self, answer, f"the function {self.rule.name} says {answer} for {where}")
+
+    def for_head(self, head: int, num_heads: int) -> Pattern:
+        fixed = self.head is not None or not self.rule.uses_head
+        return self if fixed else Custom(self.rule, head)
+
+    def period(self) -> int | None:
+        return self.rule.period
+
+    def __copy__(self) -> Custom:
+        return self
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Custom:
+        return self
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _unpickle, (*self.rule.given, self.rule.period, self.head, self.rule.digest)
+
+
+@advises(keywords=renamed(fn="mask_mod function f mask_fn"), how="write masks.custom(lambda b, h, q, k: q - k < 64)")
+def custom(fn: MaskMod | BlockMask, *, classify: Classify | None = None, period: int | None = None) -> Pattern:
+    """The pairs for which a FlexAttention mask_mod `fn(b, h, q, k)` is true, over positions and global heads.
+
+    `fn` is evaluated pair by pair where bounds do not decide: everywhere, unless it is in an intersection or has
+    `classify(head, q_first, q_last, k_first, k_last)`. `classify` gets int64 tensors of n boxes, queries
+    q_first to q_last and keys k_first to k_last, ends included, and returns an integer tensor of n: masks.EMPTY
+    (no pair of the box is allowed), masks.FULL (every pair) or masks.PARTIAL (neither is certain). A wrong EMPTY
+    or FULL loses or adds pairs; `flexdilated.testing.check_pattern` finds it. `period`: shift of
+    query and key together by which the rule repeats, 1 if only their distance counts.
+
+    A BlockMask is used for its mask_mod only: its block lists and its length are ignored.
+
+    Equal code with equal captured values is an equal pattern. Captured values and globals are copied now; later
+    changes have no effect. Attributes that `fn` reads of torch, math, operator and flexdilated count as constants;
+    other modules, and imports or getattr in its body, are refused, as their values cannot be checked. Raises
+    TypeError or ValueError if `fn` is no plain elementwise rule.
+
+    >>> masks.describe(masks.custom(lambda b, h, q, k: (q - k) % 3 == 0), 6).useful_pairs
+    12
+    """
+    takes = "(head, q_first, q_last, k_first, k_last)"
+    given = _require_mask_mod(fn), None if classify is None else _require_function("classify", classify, takes)
+    if period is not None:
+        require_int("period", period, minimum=1)
+    copies = [copy_and_digest(function, torch.device("cpu")) for function in given if function is not None]
+    digest = "+".join([part for _, part in copies] + ([] if period is None else [f"period {period}"]))
+    with _rules_lock:
+        known = _rules.get(digest)
+    if known is not None:
+        return Custom(known)
+    function, classes = copies[0][0], copies[1][0] if classify is not None else None
+    before = torch.get_rng_state()
+    try:
+        uses_head, covers_pairs = _check_mask_mod(function, copies[0][1])
+    except (TypeError, ValueError):
+        torch.set_rng_state(before)  # a function that draws random numbers is rejected; undo its draws
+        raise
+    rule = CustomRule(digest, function, classes, period, uses_head, covers_pairs, given)
+    if classes is not None:
+        _check_classify(rule.name, classes)
+    if period is not None:
+        _check_period(rule, period)
+    with _rules_lock:
+        return Custom(_rules.setdefault(digest, rule))
+
+
+def _unpickle(fn: MaskMod, classify: Classify | None, period: int | None, head: int | None, digest: str) -> Pattern:
+    pattern = custom(fn, classify=classify, period=period)
+    assert isinstance(pattern, Custom)
+    if pattern.rule.digest != digest:
+        rule = "a pickled custom pattern must find the function it was pickled with"
+        raise ValueError(f"{rule}; {pattern.rule.name!r} or what it reads has changed: build the pattern again")
+    return Custom(pattern.rule, head)
+
+
+def _check_period(rule: CustomRule, period: int) -> None:
+    """Raise ValueError if the function does not repeat on a small grid; no check if captured tensors are too short."""
+    h, t = torch.arange(3, device="cpu")[:, None, None], torch.arange(16, device="cpu")
+    b = torch.zeros((), dtype=torch.int64, device="cpu")
+    try:
+        here = rule.function(b, h, t[:, None], t)
+        there = rule.function(b, h, t[:, None] + period, t + period)
+    except IndexError:
+        return
+    if not torch.equal(here, there):
+        claim = f"the custom function {rule.name!r} must repeat after {period=}, query and key shifted together"
+        raise ValueError(f"{claim}; its answers near position 0 and near {period} differ")
+
+
+def _of_head(mod: MaskMod, head: torch.Tensor) -> MaskMod:
+    return lambda b, h, q, k: mod(b, head, q, k)
+
+
+def _in_64_bits(mod: MaskMod) -> MaskMod:
+    """Pass int64 positions, as values computed from them may exceed int32."""
+    return lambda b, h, q, k: mod(b, h, q.long(), k.long())
+
+
+def _over_pairs(inner: MaskMod) -> MaskMod:
+    """Broadcast the result of a function of the query alone or the key alone to all pairs."""
+    return lambda b, h, q, k: inner(b, h, q, k) & (q == q) & (k == k)
+
+
+def _require_mask_mod(function: object) -> types.FunctionType:
+    """Return a plain function of (b, h, q, k), or that of a BlockMask; raise TypeError otherwise."""
+    if isinstance(function, BlockMask):
+        function = function.mask_mod
+        if function is noop_mask:
+            raise TypeError(
+                "a BlockMask is taken for its mask_mod, and this one has lists of blocks alone: give them to "
+                "masks.block_list(rows, block=...)"
+            )
+    if isinstance(function, types.FunctionType) and (function.__defaults__ or function.__kwdefaults__):
+        rule = f"a custom function must have no default arguments, as compilers keep stale ones: write `{_MAKER}`"
+        raise TypeError(f"{rule}; got {function.__qualname__!r}")
+    return _require_function("a custom function", function, "(b, h, q, k)", f", its values captured, as in `{_MAKER}`")
+
+
+def _require_function(what: str, value: object, takes: str, how: str = "") -> types.FunctionType:
+    if not isinstance(value, types.FunctionType):
+        advice = instead_of_pattern(value) if how and not callable(value) else ""
+        raise TypeError(f"{what} must be a plain function of {takes}{how}; got {type(value).__name__}{advice}")
+    code = value.__code__
+    variable = bool(code.co_flags & (inspect.CO_VARARGS | inspect.CO_VARKEYWORDS))
+    if variable or code.co_argcount != takes.count(",") + 1 or code.co_kwonlyargcount:
+        names = (*code.co_varnames[: code.co_argcount + code.co_kwonlyargcount], *["..."] * variable)
+        raise TypeError(f"{what} must take exactly {takes}; got {value.__qualname__!r} with ({', '.join(names)})")
+    return value
+
+
+class _ReadsValuesError(Exception):
+    pass
+
+
+class _Watch(TorchFunctionMode):
+    """Note which of the tensors b and h are computed with, and raise where values of tensors are read."""
+
+    def __init__(self, b: Tensor, h: Tensor) -> None:
+        super().__init__()
+        self._watched = {"b": b, "h": h}
+        self.used: set[str] = set()
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        name = getattr(func, "__name__", "")
+        if name in _READS_VALUES:
+            raise _ReadsValuesError(f"Tensor.{name}")
+        result = func(*args, **(kwargs or {}))
+        if any(isinstance(leaf, Tensor) for leaf in tree_leaves(result)):  # sizes and devices may be read
+            given = tree_leaves((args[1:] if name in _SHAPED_ALIKE else args, kwargs or {}))
+            self.used |= {name for name, x in self._watched.items() if any(leaf is x for leaf in given)}
+        return result
+
+
+def _check_mask_mod(function: types.FunctionType, digest: str) -> tuple[bool, bool]:
+    """(it uses the head, its result has an entry for every pair); raises for the requirement that it violates.
+
+    digest: of the function before it was called.
+    """
+    name, grid = function.__qualname__, _largest_grid(function)
+    shape, before = _shape(grid), [part.clone() for part in grid]
+    with _Watch(grid[0], grid[1]) as watch:
+        result = _call(function, grid)
+    _check_result(name, result, grid)
+    if "b" in watch.used:
+        rule = f"the custom function {name!r} must not depend on the batch entry b: block lists serve all of them"
+        raise ValueError(f"{rule}; for rules by batch entry use run-time tensors, such as masks.documents")
+    if not all(map(torch.equal, before, grid)) or copy_and_digest(function, torch.device("cpu"))[1] != digest:
+        raise ValueError(f"the custom function {name!r} must not change its arguments or what it captured")
+    if not torch.equal(result, _call(function, grid)):
+        raise ValueError(f"the custom function {name!r} must be a rule; two calls with the same positions differ")
+    _check_elementwise(function, grid, result.expand(shape))
+    return "h" in watch.used, (1, 1, *result.shape)[-2:] == shape[-2:]
+
+
+def _largest_grid(function: types.FunctionType) -> Grid:
+    """Positions from 0 on: the largest grid that captured tensors cover.
+
+    Two batch entries, and unequal numbers of queries and keys if there are more than two tokens.
+    """
+    b, h, t = (torch.arange(number, device="cpu") for number in (2, _HEADS[0], _TOKENS[0]))
+    for tokens, heads in product(_TOKENS, _HEADS):
+        grid = b[:, None, None, None], h[:heads, None, None], t[:tokens, None], t[: tokens - (tokens > 2)]
+        try:
+            function(*(part.clone() for part in grid))
+        except IndexError:
+            continue
+        except Exception:  # the checked call reports it
+            pass
+        return tuple(part.clone() for part in grid)
+    return b[:, None, None, None], h[:1, None, None], t[:1, None], t[:1]
+
+
+def _shape(grid: Grid) -> tuple[int, ...]:
+    return tuple(torch.broadcast_shapes(*(part.shape for part in grid)))
+
+
+def _call(function: types.FunctionType, grid: Grid, kind: str = "") -> Any:
+    name = function.__qualname__
+    try:
+        return function(*grid)
+    except _ReadsValuesError as error:
+        rule = f"the custom function {name!r} must not decide by values of tensors (`if`, `and`, `or`, `a < b < c`)"
+        raise ValueError(f"{rule}: write torch.where, or `&`, `|` and `~`; it called {error}") from None
+    except Exception as error:
+        where = " x ".join(str(part.numel()) for part in grid[1:])
+        got = f"{type(error).__name__}: {error}"
+        raise ValueError(
+            f"the custom function {name!r} failed on {where}{kind} heads, queries and keys: {got}"
+        ) from error
+
+
+def _check_result(name: str, result: Any, grid: Grid) -> None:
+    rule = f"the custom function {name!r} must return a bool tensor"
+    if not isinstance(result, Tensor):
+        raise TypeError(f"{rule}; got {type(result).__name__}")
+    if result.dtype != torch.bool:
+        raise TypeError(f"{rule}: end with a comparison; got {result.dtype}")
+    try:
+        fits = torch.broadcast_shapes(result.shape, _shape(grid)) == _shape(grid)
+    except RuntimeError:
+        fits = False
+    if not fits:
+        shapes = ", ".join(str(tuple(part.shape)) for part in grid)
+        got = f"{tuple(result.shape)} for shapes {shapes}"
+        raise ValueError(f"the custom function {name!r} must return the broadcast shape of its arguments; got {got}")
+
+
+def _check_elementwise(function: types.FunctionType, grid: Grid, result: Tensor) -> None:
+    """Raise unless answers are equal for shuffled cells in a row, for single cells, and for int32 positions."""
+    cells = torch.stack([part.expand(_shape(grid)).flatten() for part in grid])
+    order = torch.randperm(cells.shape[1], generator=torch.Generator("cpu").manual_seed(0), device="cpu")
+    cells, answers = cells[:, order], result.flatten()[order]
+    once = "on a grid of positions at once and one by one"
+    for some in (slice(None), *range(min(_POINTS, len(answers)))):
+        _check_same(function, once, cells[:, some], answers[some])
+    _check_same(function, "for int32 positions, which kernels use, and int64", cells.int(), answers)
+
+
+def _check_same(function: types.FunctionType, when: str, cells: Tensor, expected: Tensor) -> None:
+    found = _call(function, cells.unbind(0), " int32" if cells.dtype == torch.int32 else "")
+    fits = isinstance(found, Tensor) and found.shape in (expected.shape, ())
+    differs = (found != expected).flatten().nonzero().flatten().tolist() if fits else [0]
+    if differs:
+        _, head, query, key = cells.reshape(4, -1)[:, differs[0]].tolist()
+        rule = f"the custom function {function.__qualname__!r} must look at each pair by itself"
+        got = f"its answers for head {head}, query {query}, key {key} differ"
+        raise ValueError(f"{rule} and give the same answer {when}; {got}")
+
+
+def _classes(name: str, classify: Classify, boxes: tuple[Tensor, ...]) -> Tensor:
+    """Classes of n boxes; raises unless they have the required form."""
+    head, q_first, q_last, k_first, k_last = boxes
+    try:
+        verdict = classify(*boxes)
+    except Exception as error:
+        where = f"queries {int(q_first.min())} to {int(q_last.max())}, keys {int(k_first.min())} to {int(k_last.max())}"
+        got = f"{type(error).__name__}: {error}"
+        raise ValueError(
+            f"classify of the custom function {name!r} failed on {len(head)} boxes, {where}: {got}"
+        ) from error
+    rule = f"classify of the custom function {name!r} must return an integer tensor with a class for each box"
+    if not isinstance(verdict, Tensor) or verdict.is_floating_point() or verdict.dtype == torch.bool:
+        raise TypeError(f"{rule}; got {verdict.dtype if isinstance(verdict, Tensor) else type(verdict).__name__}")
+    if verdict.shape != head.shape:
+        raise ValueError(f"{rule}; got shape {tuple(verdict.shape)} for {len(head)} boxes")
+    if bool((verdict < EMPTY).any()) or bool((verdict > FULL).any()):
+        choices = f"masks.EMPTY ({EMPTY}), masks.PARTIAL ({PARTIAL}) or masks.FULL ({FULL})"
+        raise ValueError(f"{rule}, {choices}; got {verdict.unique().tolist()[:5]}")
+    return verdict
+
+
+def _check_classify(name: str, classify: Classify) -> None:
+    """Raise unless the classes of boxes have the required form, and are equal for single boxes and several at once."""
+    first, last = torch.tensor([0, 0, 4, 9], device="cpu"), torch.tensor([0, 3, 7, 15], device="cpu")
+    q, k = torch.cartesian_prod(torch.arange(4, device="cpu"), torch.arange(4, device="cpu")).unbind(1)
+    boxes = (torch.zeros_like(q), first[q], last[q], first[k], last[k])
+    together = _classes(name, classify, boxes)
+    alone = [_classes(name, classify, tuple(part[index, None] for part in boxes)) for index in range(len(q))]
+    if not torch.equal(together, torch.cat(alone)):
+        raise ValueError(f"classify of the custom function {name!r} must look at each box by itself; it does not")
