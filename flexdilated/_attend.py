@@ -9,7 +9,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from ._engines import choose_engine
+from ._engines import check_transforms, choose_engine
 from ._torch_private import graph_constant
 from ._validate import (
     OTHER_KEYWORDS,
@@ -39,7 +39,6 @@ from .engines import (
     reference_attention,
     sum_dtype,
     tiles,
-    transformed_tiles,
 )
 from .masks import Layout, Mixture, Pattern
 from .masks.core import advises, plans, require_bool, require_expression
@@ -192,16 +191,15 @@ def attend(
     needs_lse = return_lse or pattern.pads
     how: dict[str, Any] = {"first": call.first, "return_lse": needs_lse, "sides": call.block_size}
     chosen = choose_engine(engine, q, k, v, pattern, **how, **features)
+    if tensors and chosen != "reference" and is_transformed():
+        check_transforms(tensors)  # torch finds no mapped tensor in the optional lists of attention's ops
     given = check_kernel_options(kernel_options, (engine or "flex") if q.is_meta else chosen)
     if require_bool("autotune", autotune) and not torch.compiler.is_compiling() and not q.is_meta:
         measure_call(call, q, k, v, engine=chosen, has_bindings=bool(tensors))
     if 0 in q.shape or 0 in k.shape:
         out, lse = nothing(q, k, v, sinks)
     elif chosen == "tiles":
-        if is_transformed() and not torch.compiler.is_compiling():
-            out, lse = transformed_tiles(q, k, v, sinks, tensors, call, factor)
-        else:
-            out, lse = tiles(q, k, v, sinks, tensors, *call, factor)
+        out, lse = tiles(q, k, v, sinks, tensors, *call, factor)
     elif chosen in ("flex", "flash"):
         if chosen == "flash":
             given = (*given, (BACKEND, "FLASH"))

@@ -52,7 +52,7 @@ def choose_engine(
         reason = _tiles_cannot(q, score_mod)
     elif chosen in ("flex", "flash"):
         if is_transformed():
-            _check_flex([q, k, v, *_others(sinks, score_mod, q, first)])
+            check_transforms([q, k, v, *_others(sinks, score_mod, q, first)])
         if chosen == "flex":
             reason = _flex_cannot(q, k, v, pattern, score_mod, first, sinks, return_lse)
         else:
@@ -84,12 +84,12 @@ def _others(sinks: Tensor | None, score_mod: ScoreMod | None, q: Tensor, first: 
 
 
 @own_op("flexdilated::flex")
-def _check_flex(inputs: list[Tensor]) -> Tensor:
+def check_transforms(inputs: list[Tensor]) -> Tensor:
     """No-op that, as every op here, refuses forward-mode and torch.func derivatives, also in a trace."""
     return inputs[0].new_empty(0)
 
 
-@_check_flex.register_fake
+@check_transforms.register_fake
 def _(inputs):
     return inputs[0].new_empty(0)
 

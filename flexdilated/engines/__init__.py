@@ -46,5 +46,4 @@ from .tiles import (
     run_forward,
     tiles,
     tiles_backward,
-    transformed_tiles,
 )

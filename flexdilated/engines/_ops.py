@@ -26,7 +26,10 @@ from ._merge import WholeRows, sinks_gradient
 if TYPE_CHECKING:
     from torch.library import CustomOpDef  # pyright: ignore[reportPrivateImportUsage]
 
-REMEDY = "engine='reference' has (in attend: dense, small inputs, eagerly, one rank)"
+_NO_TRANSFORMS = (
+    "has no forward mode and no transforms of torch.func (grad, vmap, jvp); "
+    "engine='reference' has them (in attend: dense, small inputs, eagerly, one rank)"
+)
 
 
 @graph_constant
@@ -41,21 +44,13 @@ def refuse_transforms(what: str, inputs: Iterable[Any]) -> None:
         return
     in_func = peek_interpreter_stack() is not None
     for x in tensors_in(inputs):
-        if is_batchedtensor(x):
-            refuse_vmap()
-        if forward_ad.unpack_dual(x).tangent is not None:
-            raise ValueError(f"{what} has no forward-mode derivative; {REMEDY}")
-        if in_func and x.requires_grad:
-            raise ValueError(
-                f"{what} has no gradient in the transforms of torch.func, only in autograd's backward; {REMEDY}"
-            )
+        if is_batchedtensor(x) or forward_ad.unpack_dual(x).tangent is not None or (in_func and x.requires_grad):
+            raise ValueError(f"{what} {_NO_TRANSFORMS}")
 
 
 def refuse_vmap(*_: Any) -> NoReturn:
     """Batching rule of an op that does not support vmap: raises ValueError."""
-    raise ValueError(
-        f"no rule maps it over a dim, as torch.vmap asks: q, k and v have dims for batch and heads; {REMEDY}"
-    )
+    raise ValueError(f"attention {_NO_TRANSFORMS}")
 
 
 def tensors_in(values: Iterable[Any]) -> Iterable[Tensor]:

@@ -4,4 +4,3 @@ from ._tile_blocks import GATHERED_BYTES
 from ._tile_calls import Calls
 from ._tiles import Program, Step, make_program, run_backward, run_forward
 from ._tiles_op import program_of, tiles, tiles_backward
-from ._transformed import transformed_tiles
