@@ -19,9 +19,9 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 import flexdilated as fd
 from flexdilated import masks
 from flexdilated.distributed import Sharding, traffic
+from flexdilated.distributed._heads import attend_heads
 from flexdilated.distributed.group._ranks import Ranks
 from flexdilated.distributed.group._sharding import Order
-from flexdilated.distributed.heads._heads import attend_heads
 from flexdilated.engines import WholeRows
 
 from ._checks import by_definition, relative_error

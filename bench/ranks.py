@@ -15,10 +15,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.profiler import ProfilerActivity, profile
 
 from flexdilated import masks
-from flexdilated.distributed import traffic
+from flexdilated.distributed import _ring, traffic
+from flexdilated.distributed.group._ranks import Role
 from flexdilated.distributed.group._sharding import Order
-from flexdilated.distributed.group._traffic import Role
-from flexdilated.distributed.ring import _transfers
 
 from ._jobs import Size
 from ._measures import Row, at_most, measure
@@ -246,12 +245,12 @@ def held_buffers(*own: Tensor) -> Iterator[Held]:
     """Counts what the ring hands to its messages; the rank's `own` tensors are no buffers."""
     held = Held()
     held.known |= {x.untyped_storage()._cdata for x in own}
-    post = _transfers.post
+    post = _ring.post
 
     def counting(role: Role, *args: Any, send: Any = (), receive: Any = (), **options: Any) -> Any:
         for x, _ in (*send, *receive):
             held.hold(x, role)
         return post(role, *args, send=send, receive=receive, **options)
 
-    with patch.object(_transfers, "post", counting):
+    with patch.object(_ring, "post", counting):
         yield held

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from flexdilated import masks
 from flexdilated.distributed import Sharding
-from flexdilated.distributed.counts._schedule import token_counts
+from flexdilated.distributed.counts._loads import token_counts
 from flexdilated.distributed.counts._tokens import work_of_ranks
 from flexdilated.distributed.group._sharding import Order
 

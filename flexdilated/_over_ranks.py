@@ -98,7 +98,7 @@ class OverRanks:
         """Attention over the whole sequence for this rank's tokens; options as in `attend`."""
         sharding = self.sharding_of(q.shape[2])
         if self.schedule == "heads":
-            from .distributed.heads import attend_heads
+            from .distributed._heads import attend_heads
 
             options |= {"ranks": self.ranks, "sharding": sharding, "score_mod": score_mod, "bindings": bindings}
             out = attend_heads(q, k, v, pattern, **options)

@@ -20,10 +20,10 @@ from ..masks import Mixture, Pattern
 from ..masks.core import advises, require_bool, require_choice, require_expression
 from ..masks.planning import block_sides
 from ..masks.text import read_text
+from ._exchange import exchange
+from ._ring import ring_op
 from .counts import SCHEDULES, Schedule, ScheduleName, choose_schedule
-from .exchange import exchange
 from .group import PlainCall, Ranks, Sharding, check_agreement, check_shards, equal_shards, values_of, whole_rule
-from .ring import ring_op
 from .wire import CodecChoice, PoolChoice, check_codec, codec_named, name_of
 
 # B batch, H query heads, G key/value heads, L tokens of this rank's shard, D head dim

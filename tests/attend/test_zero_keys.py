@@ -178,8 +178,8 @@ def on_each_rank(schedule: str, sharding) -> tuple[torch.Tensor, torch.Tensor]:
     import torch.distributed as dist
     from torch.distributed.device_mesh import init_device_mesh
 
+    from flexdilated.distributed._heads import attend_heads
     from flexdilated.distributed.group import Ranks
-    from flexdilated.distributed.heads import attend_heads
 
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     mine = [x[:, :, sharding.positions(dist.get_rank())] for x in drawn(4, 57)]

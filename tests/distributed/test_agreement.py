@@ -15,9 +15,9 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from flexdilated import masks
 from flexdilated.distributed import Sharding, shard, traffic, unshard
-from flexdilated.distributed.group._agreement import check_agreement, check_device, disagreement, named
+from flexdilated.distributed.group._call import _named, check_agreement, disagreement
 from flexdilated.distributed.group._messages import communicating
-from flexdilated.distributed.group._ranks import Ranks
+from flexdilated.distributed.group._ranks import Ranks, check_device
 from tests.support.rank_worker import set_group_timeout
 from tests.support.ranks import on_ranks, outcomes_on_ranks
 from tests.support.sharded_cases import line
@@ -75,14 +75,15 @@ def four_ranks() -> list[str]:
 
 def test_all_ranks_are_told_who_has_what() -> None:
     head = "all ranks must make the same call; they disagree in"
-    wrong = f"{head} num_tokens: rank 0 has 8; rank 1 has 9"
-    absent = f"{head} dtype: rank 0 has torch.float32; rank 1 has nothing"
+    wrong = f"{head} num_tokens: rank 0 has num_tokens=8; rank 1 has num_tokens=9"
+    absent = f"{head} dtype: rank 0 has dtype=torch.float32; rank 1 has dtype=not given"
     assert on_ranks(2, two_ranks) == [[wrong, "", wrong, "", absent]] * 2
     found = on_ranks(4, four_ranks)
-    pattern = f"{head} pattern: ranks 0, 2, 3 have {masks.causal()!r}; rank 1 has {masks.chunked(4)!r}"
+    pattern = f"{head} pattern: ranks 0, 2, 3 have pattern={masks.causal()!r}; rank 1 has pattern={masks.chunked(4)!r}"
     for rank, told in enumerate(found):
         first = rank // 2 * 2
-        assert told == [pattern, "", f"{head} num_tokens: rank 0 has {first}; rank 1 has {first + 1}"]
+        row = f"{head} num_tokens: rank 0 has num_tokens={first}; rank 1 has num_tokens={first + 1}"
+        assert told == [pattern, "", row]
 
 
 def changes_on_rank_0() -> None:
@@ -237,8 +238,7 @@ def test_a_tensor_must_be_where_the_group_can_send_from() -> None:
 
 
 def test_many_ranks_are_named_in_few_words() -> None:
-    texts = [named(ranks) for ranks in ([3], [0, 1], [0, 1, 2, 5], [])]
-    assert texts == ["rank 3", "ranks 0, 1", "ranks 0 to 2, 5", ""]
-    assert named(range(0, 4096, 2)) == "ranks 0, 2, 4, 6, 8, 10, 12, 14, 2040 more runs"
+    assert [_named(ranks) for ranks in ([3], [0, 1], [])] == ["rank 3", "ranks 0, 1", ""]
+    assert _named(range(0, 4096, 2)) == "ranks 0, 2, 4, 6, 8, 10, 12, 14 and 2040 more"
     text = disagreement([{"num_tokens": str(rank)} for rank in range(4096)])
-    assert text.endswith("rank 7 has 7; 4088 more values")
+    assert text.endswith("rank 7 has num_tokens=7; 4088 more calls")

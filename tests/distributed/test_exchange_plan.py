@@ -12,9 +12,9 @@ from torch import Tensor
 
 from flexdilated import masks
 from flexdilated.distributed import Sharding
-from flexdilated.distributed.counts import _chunks, _dilated, _tokens
-from flexdilated.distributed.counts._schedule import choose_schedule, token_counts
-from flexdilated.distributed.exchange._plan import ExchangePlan, local_indices
+from flexdilated.distributed._exchange_plan import ExchangePlan, local_indices
+from flexdilated.distributed.counts import _tokens
+from flexdilated.distributed.counts._loads import choose_schedule, token_counts
 from flexdilated.masks.core._bound import Extent
 from flexdilated.masks.needs._needs import needed_keys
 from flexdilated.testing.strategies import lengths, shardings
@@ -96,9 +96,9 @@ def check_minimum(many: Many) -> None:
                 positions = [key for each in keys for key in each]
                 held = sharding.positions(source) if source != rank else torch.arange(0)
                 assert sorted(positions) == held[needed[head, rank, held]].tolist()
-    for at_once in (_chunks._MOST_COUNTS, 1):
+    for at_once in (_tokens._MOST_COUNTS, 1):
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(_chunks, "_MOST_COUNTS", at_once)
+            patch.setattr(_tokens, "_MOST_COUNTS", at_once)
             counts = exchange_counts(many.twin.pattern, sharding, **many.sizes)
         assert counts.dtype == torch.int64
         assert torch.equal(counts, minimum(needed, sharding))
@@ -126,7 +126,7 @@ def test_counts_in_closed_form(many: Many):
     expected = minimum(many.needed(), many.sharding)
     for module, name, value in (
         (_tokens, "_of_group", None),
-        (_dilated, "_MOST_VALUES", 0),
+        (_tokens, "_MOST_VALUES", 0),
         (_tokens, "as_branches", lambda _: None),
     ):
         with pytest.MonkeyPatch.context() as patch:

@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 
 from flexdilated import masks
 from flexdilated.distributed import Sharding, traffic
+from flexdilated.distributed._heads import HeadSplit, attend_heads
 from flexdilated.distributed.group._ranks import Ranks
-from flexdilated.distributed.heads._heads import HeadSplit, attend_heads
 from tests.distributed.test_schedules import DRAWN, errors_of, on_one_rank
 from tests.support import oracle
 from tests.support.rank_worker import set_group_timeout

@@ -7,8 +7,8 @@ import torch
 
 from flexdilated import masks
 from flexdilated.distributed import Sharding
-from flexdilated.distributed.counts import _schedule as module
-from flexdilated.distributed.counts._schedule import _choose, choose_schedule
+from flexdilated.distributed.counts import _loads as module
+from flexdilated.distributed.counts._loads import _choose, choose_schedule
 
 # W ranks, H query heads, G key/value heads, N tokens
 

@@ -17,8 +17,8 @@ from torch.testing import assert_close
 
 from flexdilated import attend, masks
 from flexdilated.distributed import Sharding, _attend, traffic
-from flexdilated.distributed.exchange._op import exchange_backward_op, exchange_op
-from flexdilated.distributed.ring._op import ring_backward_op, ring_op
+from flexdilated.distributed._exchange import exchange_backward_op, exchange_op
+from flexdilated.distributed._ring import ring_backward_op, ring_op
 from flexdilated.engines._placed_call import PlacedCall
 from flexdilated.masks.text._json import read_text
 from tests.support import oracle

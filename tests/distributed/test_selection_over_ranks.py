@@ -326,9 +326,9 @@ def test_what_it_refuses_before_anything_is_sent() -> None:
     for found, expected in zip(
         first,
         [
-            f"{agree} most: rank 0 has 2; rank 1 has 3",
-            f"{agree} gradients wanted: rank 0 has True; rank 1 has False",
-            f"{agree} sharding: rank 0 has Sharding(num_tokens=16",
+            f"{agree} most: rank 0 has most=2; rank 1 has most=3",
+            f"{agree} gradients wanted: rank 0 has gradients wanted=True; rank 1 has gradients wanted=False",
+            f"{agree} sharding: rank 0 has sharding=Sharding(num_tokens=16",
             f"{within} at a multiple of 4, the queries of a row: give the sharding shard_lengths of multiples of 4, in "
             "zigzag order of 8; got a run from position 6 on in Sharding(num_tokens=12",
             f"{within} at a multiple of 4, the queries of a row: give the sharding shard_lengths of multiples of 4, in "

@@ -182,10 +182,10 @@ def test_bad_input() -> None:
     for found, expected in zip(
         first,
         [
-            f"{agree} sharding: rank 0 has Sharding(num_tokens=4, num_ranks=2, order='contiguous', "
-            "shard_lengths=(2, 2)); rank 1 has Sharding(num_tokens=6, ",
-            f"{agree} other dims: rank 0 has (1, 1, 2); rank 1 has (1, 2, 2)",
-            f"{agree} dtype: rank 0 has torch.float32; rank 1 has torch.float64",
+            f"{agree} sharding: rank 0 has sharding=Sharding(num_tokens=4, num_ranks=2, order='contiguous', "
+            "shard_lengths=(2, 2)); rank 1 has sharding=Sharding(num_tokens=6, ",
+            f"{agree} other dims: rank 0 has other dims=(1, 1, 2); rank 1 has other dims=(1, 2, 2)",
+            f"{agree} dtype: rank 0 has dtype=torch.float32; rank 1 has dtype=torch.float64",
             "ValueError: the sharding must be over the ranks of the mesh, 2; got 3",
             "TypeError: sharding must be a flexdilated.distributed.Sharding or None; got tuple",
             "TypeError: x must be a tensor; got list",

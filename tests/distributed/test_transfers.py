@@ -17,8 +17,7 @@ from torch.distributed import DistError
 from torch.testing import assert_close
 
 from flexdilated import masks
-from flexdilated.distributed import BufferPool, Sharding
-from flexdilated.distributed.ring import _transfers
+from flexdilated.distributed import BufferPool, Sharding, _ring
 from flexdilated.distributed.wire import Lease
 from flexdilated.distributed.wire._codec import Codec, codec_named, gradient_codec
 from flexdilated.engines._placed_call import PlacedCall
@@ -61,15 +60,13 @@ class Logged:
 
     def __init__(self) -> None:
         self.events: list[str] = []
-        self.originals = dist.all_to_all_single, PlacedCall.forward, PlacedCall.backward, Lease.release, _transfers.post
+        self.originals = dist.all_to_all_single, PlacedCall.forward, PlacedCall.backward, Lease.release, _ring.post
 
     def __enter__(self) -> list[str]:
         transfer, forward, backward, release, post = self.originals
         self.patches = [
             patch.object(dist, "all_to_all_single", lambda *args, **options: self.begun(transfer(*args, **options))),
-            patch.object(
-                _transfers, "post", lambda role, *args, **of: self.logged(f"post {role}", post, role, *args, **of)
-            ),
+            patch.object(_ring, "post", lambda role, *args, **of: self.logged(f"post {role}", post, role, *args, **of)),
             patch.object(PlacedCall, "forward", lambda *args, **options: self.computed(forward, *args, **options)),
             patch.object(PlacedCall, "backward", lambda *args, **options: self.computed(backward, *args, **options)),
             patch.object(Lease, "release", lambda lease: self.logged("release", release, lease)),
@@ -149,7 +146,7 @@ def test_own_keys_wait_for_nobody():
 def held_by(case: ShardedCase) -> dict[str, float]:
     """On a rank: the most that lived at once of what messages carry, in shards; "own" is where its keys come from."""
     live, peak, known = Counter[str](), Counter[str](), set[int]()
-    post = _transfers.post
+    post = _ring.post
 
     def hold(x: Tensor, role: str) -> None:
         storage = x.untyped_storage()
@@ -171,7 +168,7 @@ def held_by(case: ShardedCase) -> dict[str, float]:
             hold(x, "own" if role == "keys" else role)
         return post(role, ranks, send=send, receive=receive)
 
-    with patch.object(_transfers, "post", counting):
+    with patch.object(_ring, "post", counting):
         shares_of(case, **RING)
     assert live.total() == 0, "all that was held must be freed"
     k = case.tensors[1]

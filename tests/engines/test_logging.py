@@ -9,7 +9,7 @@ import torch
 
 import flexdilated as fd
 from flexdilated import _engines, masks
-from flexdilated.distributed.counts._schedule import choose_schedule
+from flexdilated.distributed.counts._loads import choose_schedule
 from flexdilated.masks.plan_cache import _cache
 from flexdilated.masks.plan_cache._cache import Cache
 from flexdilated.masks.plan_cache._debug_log import LONGEST, pattern_text

@@ -18,7 +18,7 @@ from torch._dynamo.utils import counters
 
 import flexdilated as fd
 from flexdilated.distributed import Sharding
-from flexdilated.distributed.ring._plan import turns_of
+from flexdilated.distributed._ring import turns_of
 from flexdilated.engines import PlacedCall, WholeRows
 from flexdilated.masks.orders import Placement
 from flexdilated.memory import AttentionSize, LiveBytes, attention_memory

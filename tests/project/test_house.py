@@ -26,8 +26,9 @@ ROOMS = [
     *("_torch_private", "masks.core", "masks.patterns", "masks.recipes", "masks.text", "masks.orders", "masks.blocks"),
     *("masks.plan_cache", "masks.planning", "masks.needs", "masks.inspection", "masks"),
     *("schedules", "_validate", "engines", "_engines", "tuning", "memory", "_attend", "decoding", "observe"),
-    *("refinement", "distributed.group", "distributed.wire", "distributed.counts", "distributed.exchange"),
-    *("distributed.ring", "distributed.heads", "distributed._attend", "distributed"),
+    *("refinement", "distributed.group", "distributed.wire", "distributed.counts"),
+    *("distributed._exchange_plan", "distributed._exchange", "distributed._ring", "distributed._heads"),
+    *("distributed._attend", "distributed"),
     *("_over_ranks", "selection", "nn", "_plan", "integrations", "root"),
     *("testing", "viewer", "cli", "__main__"),
 ]

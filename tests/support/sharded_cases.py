@@ -16,8 +16,8 @@ from torch.testing import assert_close
 
 from flexdilated import masks
 from flexdilated.distributed import Sharding, attend, traffic
+from flexdilated.distributed._heads import attend_heads
 from flexdilated.distributed.group._ranks import Ranks
-from flexdilated.distributed.heads._heads import attend_heads
 from flexdilated.testing import MEMORY_LAYOUTS, laid_out
 from flexdilated.testing.strategies import shardings
 from tests.support import oracle

@@ -3,8 +3,7 @@
 Dilated branches are counted in closed form, other patterns from the exact needs of each rank.
 """
 
-from ._loads import MOST_RANKS, RankLoads, rank_loads
-from ._schedule import SCHEDULES, Schedule, ScheduleName, choose_schedule
+from ._loads import MOST_RANKS, SCHEDULES, RankLoads, Schedule, ScheduleName, choose_schedule, rank_loads
 from ._tokens import KVNeeds
 
 __all__ = [

@@ -1,18 +1,127 @@
-"""Loads: bytes that each rank receives and pairs that it computes, counted before any rank runs."""
+"""Schedules and loads: the choice between one exchange and a ring, bytes received and pairs computed by each rank.
+
+All are counted before any rank runs.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, get_args
+from typing import Any, Literal, get_args
 
+import torch
+from jaxtyping import Int64
 from tabulate import tabulate
+from torch import Tensor
 
 from ...masks.core import Expression, bytes_text, require_choice, tokens_text
+from ...masks.plan_cache import cache, debug_wanted, log, pattern_text
 from ...memory import AttentionSize
 from ..group import Sharding
 from ..wire import CodecName, codec_named, gradient_codec
-from ._schedule import SCHEDULES, Schedule, ScheduleName, choice_of, token_counts
-from ._tokens import work_of_ranks
+from ._tokens import tokens_by_chunk, work_of_ranks
+
+# W ranks
+
+Schedule = Literal["exchange", "ring"]
+ScheduleName = Literal["auto", "exchange", "ring"]
+SCHEDULES: tuple[ScheduleName, ...] = get_args(ScheduleName)
+_SHARDS_HELD = 2  # by a ring: the current shard and the one in transfer
+
+
+@dataclass(frozen=True)
+class ScheduleChoice:
+    """A schedule, the reason for it, and the cost of both schedules on the most loaded rank, in bytes.
+
+    exchange_bytes and ring_bytes: received, as encoded. exchange_memory and ring_memory: peak memory of other ranks'
+    keys and values.
+    """
+
+    name: Schedule
+    reason: str
+    exchange_bytes: int
+    ring_bytes: int
+    exchange_memory: int
+    ring_memory: int
+
+
+def token_counts(
+    pattern: Expression, sharding: Sharding, *, num_kv_heads: int, **heads: Any
+) -> dict[Schedule, Int64[Tensor, "W W"]]:
+    """By schedule, entry (i, j): tokens that rank i receives from rank j in the forward, summed over KV heads.
+
+    An exchange sends the tokens that rank i needs, as in `ExchangePlan.of` for these arguments; a ring sends each run
+    of positions whole if rank i needs a token of it. Raises the errors of `tokens_by_chunk`.
+    """
+    needed, chunks = tokens_by_chunk(pattern, sharding, num_kv_heads=num_kv_heads, **heads)
+    whole = torch.where(needed > 0, num_kv_heads * chunks.length, 0)
+    return {"exchange": chunks.by_source(needed), "ring": chunks.by_source(whole)}
+
+
+def choose_schedule(
+    pattern: Expression,
+    sharding: Sharding,
+    *,
+    num_heads: int,
+    num_kv_heads: int,
+    head_dim: int,
+    dtype: torch.dtype,
+    head_offset: int = 0,
+    num_heads_global: int | None = None,
+    batch: int = 1,
+    wire_row_bytes: int | None = None,
+) -> ScheduleChoice:
+    """Choose the exchange unless exchange_memory / ring_memory > ring_bytes / exchange_bytes.
+
+    The exchange receives exactly the keys that a rank's queries need, and holds all of them. The ring receives each
+    needed run of a shard whole, and holds two shards. So the exchange never receives more, but may hold more.
+    wire_row_bytes: bytes of one encoded row of K or V; None: head_dim numbers of `dtype`.
+
+    The result depends on the arguments alone, so all ranks choose one schedule. It is cached.
+    Raises ValueError if the pattern does not bind to the sharding's tokens and these heads.
+    """
+    heads = {"num_heads": num_heads, "head_offset": head_offset, "num_heads_global": num_heads_global}
+    tokens = sharding.num_tokens
+    rule = pattern.bind(num_queries=tokens, num_keys=tokens, **heads).pattern  # includes the values of run-time tensors
+    held = 2 * batch * head_dim * dtype.itemsize
+    sent = held if wire_row_bytes is None else 2 * batch * wire_row_bytes
+
+    def build() -> ScheduleChoice:
+        counts = token_counts(rule, sharding, num_kv_heads=num_kv_heads, **heads)
+        found = choice_of(counts, held_bytes=held, sent_bytes=sent)
+        if debug_wanted():
+            log.debug("schedule %r for %s, %s: %s", found.name, pattern_text(rule.text), sharding, found.reason)
+        return found
+
+    key = ("schedule", rule.text, sharding.numbers(), num_kv_heads, *heads.values(), held, sent)
+    return cache().get(key, build, lambda choice: 512, pattern=rule)
+
+
+def choice_of(counts: Mapping[Schedule, Int64[Tensor, "W W"]], *, held_bytes: int, sent_bytes: int) -> ScheduleChoice:
+    """Choice by `token_counts`; held_bytes and sent_bytes: of one token in one KV head, decoded and encoded."""
+    ring = counts["ring"]
+    kept = ring.topk(min(_SHARDS_HELD, len(ring)), dim=1).values.sum(1)
+    exchanged, ringed, held = (int(each.max()) for each in (counts["exchange"].sum(1), ring.sum(1), kept))
+    return _choose(exchanged * sent_bytes, ringed * sent_bytes, exchanged * held_bytes, held * held_bytes)
+
+
+def _choose(exchange_bytes: int, ring_bytes: int, exchange_memory: int, ring_memory: int) -> ScheduleChoice:
+    numbers = exchange_bytes, ring_bytes, exchange_memory, ring_memory
+    if ring_bytes == 0:
+        return ScheduleChoice("exchange", "no rank needs a key of another, so nothing is sent", *numbers)
+    exchange = f"receives at most {bytes_text(exchange_bytes)} of keys and values in an exchange, and holds it all"
+    if exchange_memory <= ring_memory:
+        ring = f"it would receive {bytes_text(ring_bytes)} in a ring and hold {bytes_text(ring_memory)}"
+        return ScheduleChoice("exchange", f"a rank {exchange}; {ring}", *numbers)
+    less, more = ring_bytes / exchange_bytes, exchange_memory / ring_memory
+    if less >= more:
+        ring = f"it would receive {less:.3g} times as much in a ring, to hold {more:.3g} times less"
+        return ScheduleChoice("exchange", f"a rank {exchange}; {ring}", *numbers)
+    ring = f"receives at most {bytes_text(ring_bytes)} of keys and values in a ring"
+    ring += f", and holds {bytes_text(ring_memory)} at a time"
+    instead = f"it would receive {bytes_text(exchange_bytes)} in an exchange, and hold it all"
+    return ScheduleChoice("ring", f"a rank {ring}; {instead}", *numbers)
+
 
 MOST_RANKS = 4096
 _WIDEST = 70  # characters of a fact

@@ -1,24 +1,210 @@
-"""Tokens that each rank needs from each other rank, and pairs that it computes, counted for all ranks at once."""
+"""Tokens that each rank needs from each other rank, and pairs that it computes, counted for all ranks at once.
+
+Chunks: the runs of positions that ranks hold, in the order of the sequence. Dilated branches are counted in closed
+form. A segment that contains tokens of two chunks contains all positions between them: the end of the earlier chunk and
+the beginning of the later one. If rates divide their segments, the active tokens of a branch are one residue class of
+all positions. So the keys that a rank needs in a chunk are a union of residue classes, each restricted to the beginning
+of the chunk, its end, or both.
+"""
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from itertools import pairwise
+from math import gcd
 
 import torch
 from jaxtyping import Int64
 from torch import Tensor
 
 from ...masks.blocks import pairs_of_queries
-from ...masks.core import Expression, Pattern, Ranges, common_period, require_expression, require_int
+from ...masks.core import And, Expression, Pattern, Ranges, common_period, require_expression, require_int
 from ...masks.needs import KeyQuery, keys_of_any, moved, rules_of_heads
-from ...masks.patterns import missing, run_time_leaves
+from ...masks.patterns import Causal, Dilated, missing, run_time_leaves
 from ..group import Sharding
-from ._chunks import Chunks
-from ._dilated import as_branches, dilated_tokens
 
-# W ranks, n chunks
+# W ranks, R some of them, n chunks, T turns (a rank's first chunk, its second)
+
+_MOST_COUNTS = 1 << 20  # entries of a (chunk, range) table computed at once: bounds its memory
+
+
+@dataclass(frozen=True, eq=False)
+class Chunks:
+    """Nonempty runs of positions: chunk i is [start[i], stop[i]), held by rank[i]."""
+
+    start: Int64[Tensor, " n"]
+    stop: Int64[Tensor, " n"]
+    rank: Int64[Tensor, " n"]
+    num_ranks: int
+
+    @classmethod
+    def of(cls, sharding: Sharding) -> Chunks:
+        ranks = range(sharding.num_ranks)
+        runs = sorted((run.start, run.stop, rank) for rank in ranks for run in sharding.ranges(rank))
+        start, stop, rank = torch.tensor(runs, dtype=torch.int64).T.contiguous()
+        return cls(start, stop, rank, sharding.num_ranks)
+
+    def __len__(self) -> int:
+        return len(self.start)
+
+    @cached_property
+    def length(self) -> Int64[Tensor, " n"]:
+        return self.stop - self.start
+
+    @cached_property
+    def by_turn(self) -> Int64[Tensor, "T W"]:
+        """Index of each rank's first chunk, and of its second if any rank has two; -1 for a missing chunk."""
+        turns = torch.full((2, self.num_ranks), -1)
+        order = self.rank.argsort(stable=True)
+        again = torch.zeros_like(order)
+        again[1:] = self.rank[order][1:] == self.rank[order][:-1]
+        turns[again, self.rank[order]] = order
+        return turns if bool(again.any()) else turns[:1]
+
+    def by_source(self, tokens: Int64[Tensor, "W n"]) -> Int64[Tensor, "W W"]:
+        """Sum over the chunks of each source rank; the diagonal is 0."""
+        counts = torch.zeros(self.num_ranks, self.num_ranks, dtype=torch.int64)
+        return counts.index_add_(1, self.rank, tokens).fill_diagonal_(0)
+
+    def holding(self, positions: Ranges) -> Int64[Tensor, " n"]:
+        """Number of these positions in each chunk."""
+        first, stop, step = torch.tensor([(run.start, run.stop, run.step) for run in positions] or [(0, 0, 1)]).T
+        counts = torch.zeros(len(self), dtype=torch.int64)
+        for some in torch.arange(len(first)).split(max(1, _MOST_COUNTS // len(self))):
+            before = []
+            for edge in (self.start, self.stop):
+                span = (edge[:, None].minimum(stop[some]) - first[some]).clamp(min=0)
+                before.append((span + step[some] - 1) // step[some])
+            counts += (before[1] - before[0]).sum(1)
+        return counts
+
+
+_MOST_VALUES = 1 << 18  # (rank, chunk) pairs counted at once, so that they fit the cache
+
+
+@dataclass(frozen=True)
+class Branch:
+    """A dilated rule for one head, causal or not: query and key in one segment, both congruent to the offset."""
+
+    segment: int
+    rate: int
+    offset: int
+    causal: bool
+
+
+def as_branches(rules: Sequence[Pattern]) -> tuple[Branch, ...] | None:
+    """The rules by ascending rates, if each is a dilated branch whose rate divides its segment and the next rate."""
+    branches = [_as_branch(rule) for rule in rules]
+    if None in branches:
+        return None
+    found = sorted((branch for branch in branches if branch is not None), key=lambda branch: branch.rate)
+    fits = all(branch.segment % branch.rate == 0 for branch in found)
+    return tuple(found) if fits and all(b.rate % a.rate == 0 for a, b in pairwise(found)) else None
+
+
+def _as_branch(rule: Pattern) -> Branch | None:
+    factors = rule.parts if isinstance(rule, And) else (rule,)
+    dilated = [factor for factor in factors if isinstance(factor, Dilated)]
+    others = [factor for factor in factors if not isinstance(factor, Dilated)]
+    if len(dilated) != 1 or any(not isinstance(factor, Causal) for factor in others):
+        return None
+    (base,) = dilated
+    assert isinstance(base.offset, int), "a rule for one head has its offset resolved"
+    return Branch(base.segment, base.rate, base.offset, bool(others))
+
+
+def dilated_tokens(groups: Sequence[tuple[tuple[Branch, ...], int]], chunks: Chunks) -> Int64[Tensor, "W n"]:
+    """Number of tokens that each rank needs in each chunk, summed over (group of branches, multiplicity)."""
+    tokens = torch.zeros(chunks.num_ranks, len(chunks), dtype=torch.int64)
+    for group, times in _distinct(groups, chunks):
+        for ranks in torch.arange(chunks.num_ranks).split(max(1, _MOST_VALUES // len(chunks))):
+            tokens[ranks] += times * _of_branches(group, chunks, chunks.by_turn[:, ranks])
+    return tokens
+
+
+def _of_branches(group: tuple[Branch, ...], chunks: Chunks, turns: Int64[Tensor, "T R"]) -> Int64[Tensor, "R n"]:
+    """Tokens of each chunk that these ranks need; each branch adds only tokens that no branch of smaller rate has."""
+    total = torch.zeros(turns.shape[1], len(chunks), dtype=torch.int64)
+    covered: list[tuple[Tensor, Tensor]] = []
+    for index, branch in enumerate(group):
+        head, tail = _reached(branch, chunks, turns)
+        _, *holders = _lineage(group, index)
+        known_head, known_tail = covered[holders[0]] if holders else (chunks.start, chunks.stop)
+        # Count the beginning of each chunk up to `head` and its end from `tail`, less tokens that are already counted.
+        total += _count(branch, known_head, torch.minimum(head, known_tail))
+        total += _count(branch, torch.maximum(torch.maximum(tail, head), known_head), known_tail)
+        covered.append((torch.maximum(head, known_head), torch.minimum(tail, known_tail)))
+    return total
+
+
+def _reached(
+    branch: Branch, chunks: Chunks, turns: Int64[Tensor, "T R"]
+) -> tuple[Int64[Tensor, "R n"], Int64[Tensor, "R n"]]:
+    """(end of the part at a chunk's beginning that earlier queries need, start of the part at its end for later ones).
+
+    Queries need keys back to the start of their first segment and, unless causal, up to the end of their last one, if
+    one of the queries in that segment is active.
+    """
+    begin, end = chunks.start // branch.segment * branch.segment, -(-chunks.stop // branch.segment) * branch.segment
+    nowhere = int(chunks.stop[-1])
+    looks_back = _count(branch, chunks.start, torch.minimum(chunks.stop, begin + branch.segment)) > 0
+    looks_on = _count(branch, torch.maximum(chunks.start, end - branch.segment), chunks.stop) > 0
+    # The last entry, which index -1 selects, is for ranks without a chunk.
+    back_to = torch.cat([torch.where(looks_back, begin, nowhere), torch.tensor([nowhere])])
+    on_to = torch.cat([torch.where(looks_on, end, 0) * (not branch.causal), torch.tensor([0])])
+    head, tail = chunks.start, chunks.stop
+    each = torch.arange(len(chunks))
+    for queries in turns[..., None]:
+        later = torch.where(queries < each, on_to[queries], 0)
+        head = torch.maximum(head, torch.minimum(later, chunks.stop))
+        tail = torch.minimum(tail, torch.maximum(torch.where(queries > each, back_to[queries], nowhere), chunks.start))
+    return head, tail
+
+
+def _distinct(groups: Sequence[tuple[tuple[Branch, ...], int]], chunks: Chunks) -> list[tuple[tuple[Branch, ...], int]]:
+    """Merge groups that have equal counts into one, adding their multiplicities.
+
+    If chunks and segments all begin at multiples of a number, offsets between two consecutive multiples of it give
+    equal counts, provided that in both groups the branches with nested classes are equal.
+    """
+    segments = {branch.segment for group, _ in groups for branch in group}
+    common = gcd(*segments, *chunks.start.tolist(), *chunks.stop.tolist())
+    first: dict[object, tuple[Branch, ...]] = {}
+    times: Counter[object] = Counter()
+    for group, each in groups:
+        coarse = tuple(replace(branch, offset=branch.offset // gcd(branch.rate, common)) for branch in group)
+        key = coarse, tuple(tuple(_lineage(group, index)) for index in range(len(group)))
+        first.setdefault(key, group)
+        times[key] += each
+    return [(first[key], each) for key, each in times.items()]
+
+
+def _lineage(group: tuple[Branch, ...], index: int) -> list[int]:
+    """This branch, then the last earlier branch whose residue class contains its class, and so on.
+
+    That lists every earlier branch whose class contains it, because each rate divides the next.
+    """
+    lineage = [index]
+    for at in range(index - 1, -1, -1):
+        if (group[lineage[-1]].offset - group[at].offset) % group[at].rate == 0:
+            lineage.append(at)
+    return lineage
+
+
+def _count(branch: Branch, begin: Tensor, end: Tensor) -> Tensor:
+    """Number of active positions in [begin, end); 0 if end <= begin."""
+    before, upto = (_quotient(edge - (1 + branch.offset), branch.rate) for edge in (begin, end))
+    return (upto - before).clamp_(min=0)
+
+
+def _quotient(number: Tensor, divisor: int) -> Tensor:
+    """Floor division; by a power of two it shifts, which is several times as fast."""
+    if divisor & (divisor - 1):
+        return number.div(divisor, rounding_mode="floor")
+    return number >> divisor.bit_length() - 1
 
 
 def tokens_by_chunk(

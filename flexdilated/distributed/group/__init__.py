@@ -3,13 +3,10 @@
 Every rank computes the plans of all ranks, so they first compare their calls; a failing rank raises an error on all.
 """
 
-from ._agreement import check_agreement, values_of
-from ._call import PlainCall, as_promised, empty_rows, whole_rule
+from ._call import PlainCall, as_promised, check_agreement, empty_rows, values_of, whole_rule
 from ._messages import Message, Posted, communicating, post
-from ._ranks import Ranks, group_of
-from ._sharding import ORDERS, Order, Sharding
-from ._shards import check_sharding, check_shards, equal_shards, shard, unshard
-from ._traffic import Role, Traffic, record, traffic
+from ._ranks import Ranks, Role, Traffic, group_of, record, traffic
+from ._sharding import ORDERS, Order, Sharding, check_sharding, check_shards, equal_shards, shard, unshard
 
 __all__ = [
     "ORDERS",

@@ -1,17 +1,35 @@
-"""A call over ranks without its tensors: plain values for a custom op, and the rule of the whole sequence."""
+"""A call over ranks as plain values, and the check that all ranks make the same one, before any of them sends.
+
+Every rank computes the plans of all ranks, so with other arguments their messages would not match: gloo then ends the
+process, and NCCL waits. The check goes through the group's key-value store, not a collective: a rank in a check cannot
+be matched with another rank's transfers, and both ranks end within the group's timeout.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import json
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import lru_cache
+from hashlib import blake2b
 from typing import Any, NamedTuple, Self
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
+from torch.distributed import DistError, ProcessGroup
 
 from ...engines import CallKey, PlacedCall
 from ...masks.core import Expression
 from ...masks.orders import Placement
+from ...masks.patterns import names
 from ...masks.text import read_text
+from ._ranks import Ranks, group_of, record, timeout_of
+
+_ADDRESS = re.compile(r" at 0x[0-9a-fA-F]+")  # as in the repr of a function: it differs between processes
+_AGREED = "agreed"
+_SHOWN = 8  # ranks, and calls, that an error names
 
 
 class PlainCall(NamedTuple):
@@ -75,3 +93,133 @@ def whole_rule(pattern: str, bindings: Sequence[Tensor], num_tokens: int) -> Exp
         return read_text(pattern)
     # The rule depends only on the pattern and the number of tokens, so the other fields are placeholders.
     return CallKey(pattern, 1, 1, num_tokens, num_tokens, 0, 0, 0, 1, 1, ()).rules(bindings)
+
+
+@dataclass
+class _Checks:
+    """Digests that a group has agreed on, and the number of its checks, including failed ones."""
+
+    agreed: set[str] = field(default_factory=set)
+    count: int = 0
+
+    @property
+    def next_place(self) -> str:
+        """Prefix of the next check's keys in the store; every rank makes every check, so their numbers agree."""
+        return f"flexdilated/agreement/{self.count}"
+
+
+_checks: WeakKeyDictionary[ProcessGroup, _Checks] = WeakKeyDictionary()
+
+
+def check_agreement(
+    ranks: Ranks, facts: Mapping[str, object], once: Callable[[], Mapping[str, object]] | None = None
+) -> None:
+    """Compare facts between ranks when they first occur; facts that have been agreed on cost one look-up.
+
+    facts: names and hashable values, compared by `repr`. once: returns further facts that are slow to compute or may
+    change later; they are compared only that first time. All ranks must make equal checks in one order.
+    Raises ValueError on all ranks, with the facts that differ and the values of each rank; DistError if some rank does
+    not make the check within the group's timeout.
+    """
+    checks = _checks.setdefault(group_of(ranks.name), _Checks())
+    digest, call = _written(tuple(facts.items()))
+    if ranks.size == 1 or digest in checks.agreed:
+        return
+    place = checks.next_place
+    checks.count += 1
+    first, call = (digest, call) if once is None else _written((*facts.items(), *once().items()))
+    try:
+        verdict = _verdict(ranks, place, first, call)
+    except RuntimeError as error:  # stores raise no specific class
+        limit_s = timeout_of(ranks).total_seconds()
+        raise DistError(
+            f"rank {ranks.rank} of {ranks.size}: the check that all ranks make the same call failed: "
+            f"{_absent(ranks, place)} did not answer within the timeout of the process group, {limit_s:g} s. A peer "
+            f"may have died or hang, or not make this rank's new call: {_as_call(json.loads(call))}"
+        ) from error
+    if verdict != _AGREED:
+        raise ValueError(verdict)
+    checks.agreed.add(digest)
+
+
+def values_of(pattern: Expression, tensors: Sequence[Tensor]) -> dict[str, object]:
+    """Digests of the values of a pattern's run-time tensors; `tensors` are ordered by name."""
+
+    def digest(x: Tensor) -> str:
+        values = x.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
+        return f"{tuple(x.shape)} of {x.dtype} with digest {blake2b(values, digest_size=8).hexdigest()}"
+
+    return {f"run-time tensor {name!r}": digest(x) for name, x in zip(names(pattern), tensors, strict=True)}
+
+
+def begun_elsewhere(ranks: Ranks) -> str:
+    """One sentence on the ranks that wait at a check that this rank has not reached, with their facts; "" if none."""
+    group = group_of(ranks.name)
+    place, store = _checks.setdefault(group, _Checks()).next_place, group.get_group_store()
+    try:
+        there = [rank for rank in ranks.others if store.check([f"{place}/{rank}"])]
+        calls = [f"rank {rank}: {_as_call(json.loads(store.get(f'{place}/{rank}')))}" for rank in there]
+    except RuntimeError:  # the process that serves the store may be the one that died
+        return ""
+    return f"Meanwhile other ranks have begun a call with other arguments ({'; '.join(calls)})." if calls else ""
+
+
+@lru_cache(maxsize=1024)
+def _written(facts: tuple[tuple[str, object], ...]) -> tuple[str, str]:
+    """(digest of the facts, the facts as JSON)."""
+    text = json.dumps({name: _ADDRESS.sub("", repr(value)) for name, value in facts})
+    return blake2b(text.encode(), digest_size=16).hexdigest(), text
+
+
+def _verdict(ranks: Ranks, place: str, digest: str, call: str) -> str:
+    """The verdict for all ranks: each counts its digest, and the last compares, so a rank makes only a few requests."""
+    store = group_of(ranks.name).get_group_store()
+    store.set(f"{place}/{ranks.rank}", call)
+    store.add(f"{place}/{digest}", 1)
+    if store.add(f"{place}/come", 1) == ranks.size:
+        verdict = _AGREED
+        if store.add(f"{place}/{digest}", 0) != ranks.size:
+            verdict = disagreement([json.loads(store.get(f"{place}/{rank}")) for rank in range(ranks.size)])
+        store.set(f"{place}/verdict", verdict)
+    else:
+        store.wait([f"{place}/verdict"], timeout_of(ranks))
+        verdict = store.get(f"{place}/verdict").decode()
+    if store.add(f"{place}/read", 1) == ranks.size and verdict == _AGREED:
+        for key in (*range(ranks.size), digest, "come", "verdict", "read"):
+            store.delete_key(f"{place}/{key}")
+    record("set-up", sent=len(call), received=len(verdict))
+    return verdict
+
+
+def _absent(ranks: Ranks, place: str) -> str:
+    store = group_of(ranks.name).get_group_store()
+    try:
+        return _named([rank for rank in ranks.others if not store.check([f"{place}/{rank}"])]) or "a rank that came"
+    except RuntimeError:
+        return "the process that keeps the group's store"
+
+
+def disagreement(calls: Sequence[dict[str, str]]) -> str:
+    """Error text with the facts that differ, and the ranks with equal ones; calls[rank] maps names to values."""
+    every = dict.fromkeys(name for call in calls for name in call)
+    differing = [name for name in every if len({call.get(name) for call in calls}) > 1]
+    holders: dict[str, list[int]] = {}
+    for rank, call in enumerate(calls):
+        holders.setdefault(_as_call({name: call.get(name, "not given") for name in differing}), []).append(rank)
+    shown = [
+        f"{_named(who)} {'has' if len(who) == 1 else 'have'} {call}" for call, who in list(holders.items())[:_SHOWN]
+    ]
+    more = [f"{len(holders) - _SHOWN} more calls"] * (len(holders) > _SHOWN)
+    return f"all ranks must make the same call; they disagree in {', '.join(differing)}: {'; '.join(shown + more)}"
+
+
+def _named(ranks: Sequence[int]) -> str:
+    """Text such as "ranks 0, 1, 5"; "" for no ranks."""
+    if not ranks:
+        return ""
+    more = f" and {len(ranks) - _SHOWN} more" if len(ranks) > _SHOWN else ""
+    return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks[:_SHOWN]))}{more}"
+
+
+def _as_call(facts: Mapping[str, str]) -> str:
+    return ", ".join(f"{name}={value}" for name, value in facts.items())

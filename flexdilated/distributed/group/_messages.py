@@ -13,9 +13,8 @@ from torch import Tensor
 from torch.distributed import DistError
 
 from ...masks.core import device_kind
-from ._agreement import begun_elsewhere
-from ._ranks import Ranks, group_of, timeout_of
-from ._traffic import Role, record
+from ._call import begun_elsewhere
+from ._ranks import Ranks, Role, group_of, record, timeout_of
 
 Message = tuple[Tensor, int]  # (contiguous tensor, peer rank)
 

@@ -1,15 +1,23 @@
-"""Ranks: one axis of a DeviceMesh as plain values, for custom ops and compiled graphs."""
+"""Ranks: one axis of a DeviceMesh as plain values, for custom ops and compiled graphs; and the bytes that they send."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections import Counter
+from dataclasses import dataclass, field
 from datetime import timedelta
+from threading import Lock
+from typing import Literal, get_args
 
 import torch
-from torch.distributed import ProcessGroup, default_pg_timeout
+from torch import Tensor
+from torch.distributed import ProcessGroup, default_pg_timeout, get_backend_config
 from torch.distributed.device_mesh import DeviceMesh
 
 from ... import _torch_private
+from ..._torch_private import graph_constant
+from ...masks.core import require_choice
+
+Role = Literal["keys", "gradients", "heads", "shards", "set-up"]
 
 
 @dataclass(frozen=True)
@@ -66,3 +74,68 @@ def timeout_of(ranks: Ranks) -> timedelta:
     except RuntimeError:  # no backend for this kind: `check_device` raises a better error
         return default_pg_timeout
     return _torch_private.timeout_of(backend) or default_pg_timeout
+
+
+def check_device(ranks: Ranks, tensor: Tensor) -> None:
+    """Raises ValueError if the ranks cannot send this tensor from its device."""
+    config = _backends(ranks.name)
+    kinds = [part.partition(":")[0] for part in config.split(",")]
+    if tensor.device.type != ranks.device_type or tensor.device.type not in kinds:
+        raise ValueError(
+            f"tensors must be on the mesh's kind of device, and its process group must serve that kind; got a tensor "
+            f"on {tensor.device.type}, a mesh of {ranks.device_type} devices and a process group of {config}"
+        )
+
+
+@graph_constant  # torch.compile cannot trace the look-up of a group
+def _backends(group: str) -> str:
+    """Backend of each kind of device, such as "cpu:gloo,cuda:nccl"."""
+    return get_backend_config(group_of(group))
+
+
+@dataclass
+class Traffic:
+    """Payload bytes sent and received, and number of transfers, by role, since the process began or since `reset`.
+
+    keys: K and V sent to queries. gradients: of K and V, sent back. heads: exchanges of head parallelism. shards:
+    `unshard` and its gradient, and so the gathers of a `SelectedAttention`. set-up: the check that all ranks agree, and
+    the choice of codec "auto". A transfer is one collective, or one message to or from another rank.
+
+    >>> sent = fd.distributed.traffic().sent  # bytes, by role
+    """
+
+    sent: Counter[Role] = field(default_factory=Counter)
+    received: Counter[Role] = field(default_factory=Counter)
+    transfers: Counter[Role] = field(default_factory=Counter)
+    _lock: Lock = field(default_factory=Lock, repr=False, compare=False)
+
+    def reset(self) -> None:
+        """Count from 0 again."""
+        with self._lock:
+            for counter in (self.sent, self.received, self.transfers):
+                counter.clear()
+
+    def add(self, role: Role, sent: int, received: int) -> None:
+        """Count one transfer."""
+        require_choice("role", role, get_args(Role))
+        with self._lock:
+            self.sent[role] += sent
+            self.received[role] += received
+            self.transfers[role] += 1
+
+
+_traffic = Traffic()
+
+
+def traffic() -> Traffic:
+    """The counts of this process.
+
+    >>> print(sum(fd.distributed.traffic().sent.values()), 'bytes')
+    0 bytes
+    """
+    return _traffic
+
+
+def record(role: Role, *, sent: int = 0, received: int = 0) -> None:
+    """Count a transfer of this process, in bytes."""
+    _traffic.add(role, sent, received)

@@ -1,4 +1,4 @@
-"""Sharding: which rank holds which positions of a sequence."""
+"""Sharding: which rank holds which positions of a sequence; shards of tensors, selected, gathered and checked."""
 
 from __future__ import annotations
 
@@ -11,8 +11,16 @@ from typing import Literal, get_args
 import torch
 from jaxtyping import Int64
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
 
+from ..._validate import check_tensors
+from ...engines import own_op
 from ...masks.core import Ranges, advises, require_choice, require_int
+from ._call import check_agreement
+from ._messages import Message, post
+from ._ranks import Ranks, check_device, group_of
+
+# B batch, H query heads, G key/value heads, L tokens of this rank's shard, D head dim
 
 Order = Literal["contiguous", "zigzag"]
 ORDERS: tuple[Order, ...] = get_args(Order)
@@ -119,3 +127,191 @@ class Sharding:
 
     def _checked(self, rank: int) -> int:
         return require_int("rank", rank, minimum=0, maximum=self.num_ranks - 1)
+
+
+@advises()
+def shard(x: Tensor, mesh: DeviceMesh, sharding: Sharding | None = None, *, dim: int = 2) -> Tensor:
+    """Copy this rank's tokens of x, which must be equal on all ranks and have all N tokens along dim. Sends nothing.
+
+    mesh: one dimension. sharding: None means `Sharding(N, W)` over the W ranks of the mesh.
+
+    Gradients are of the sum of all ranks' losses, and each rank's x is a separate variable: x.grad is the gradient of
+    this rank's tokens, and 0 for other tokens. Its sum over the ranks is the gradient of the shared x. That holds for
+    parameters before x too: DDP sums their gradients (and divides by W).
+
+    >>> x = fd.distributed.shard(torch.randn(1, 4, 256, 64), mesh)
+    """
+    ranks = Ranks.of(mesh)
+    dim = _checked_dim(x, dim)
+    split = Sharding(x.shape[dim], ranks.size) if sharding is None else check_sharding(sharding, ranks)
+    if x.shape[dim] != split.num_tokens:
+        raise ValueError(f"x must hold all {split.num_tokens} tokens of the sharding; got {x.shape[dim]} along {dim=}")
+    runs = split.ranges(ranks.rank) or (range(0),)
+    return torch.cat([x.narrow(dim, run.start, len(run)) for run in runs], dim)
+
+
+@advises()
+def unshard(x: Tensor, mesh: DeviceMesh, sharding: Sharding | None = None, *, dim: int = 2) -> Tensor:
+    """Gather all N tokens in the order of their positions, on every rank; x is this rank's shard, L tokens along dim.
+
+    mesh: one dimension. sharding: None means equal shards, `Sharding(W * L, W)`. All ranks must have one dtype, and one
+    shape except along dim; a rank may have no tokens.
+
+    Gradients are of the sum of all ranks' losses, as in `shard`: x.grad is the sum over ranks of the gradients of these
+    tokens, in float32 or wider, in the order of the ranks. So every rank must run the backward. If all W ranks compute
+    one loss from the whole, that sum is W times its gradient: divide by W, or let DDP do it.
+
+    Raises ValueError on all ranks if their arguments differ, and torch.distributed.DistError if another rank fails.
+
+    >>> fd.distributed.unshard(torch.randn(1, 4, 256, 64), mesh).shape
+    torch.Size([1, 4, 256, 64])
+    """
+    ranks = Ranks.of(mesh)
+    dim = _checked_dim(x, dim)
+    check_device(ranks, x)
+    split = equal_shards(x.shape[dim], ranks) if sharding is None else check_sharding(sharding, ranks)
+    length = split.length(ranks.rank)
+    if x.shape[dim] != length:
+        raise ValueError(
+            f"x must be this rank's shard: the sharding gives rank {ranks.rank} of {ranks.size} {length} "
+            f"of {split.num_tokens} tokens; got {x.shape[dim]} along {dim=}"
+        )
+    return all_tokens(x, dim, list(split.numbers()), ranks.name)
+
+
+def _checked_dim(x: object, dim: int) -> int:
+    """`dim` counted from the front, after checks."""
+    if not isinstance(x, Tensor):
+        raise TypeError(f"x must be a tensor; got {type(x).__name__}")
+    if x.dim() == 0:
+        raise ValueError("x must have a dimension of tokens; got a tensor of none")
+    return require_int("dim", dim, minimum=-x.dim(), maximum=x.dim() - 1) % x.dim()
+
+
+@own_op("flexdilated::all_tokens")
+def all_tokens(x: Tensor, dim: int, sharding: list[int], group: str) -> Tensor:
+    """The whole sequence along dim, in order of position, from all ranks' shards."""
+    split, ranks = Sharding.of(sharding), Ranks.named(group, x.device.type)
+    _check(ranks, "unshard", x, dim, split)
+    own = x.movedim(dim, 0).contiguous()
+    whole = own.new_empty(split.num_tokens, *own.shape[1:])
+    runs = split.ranges(ranks.rank)
+    for run, rows in zip(runs, _cut(own, runs), strict=True):
+        whole[run.start : run.stop] = rows
+    _swap(
+        ranks,
+        send=[(rows, peer) for peer in ranks.others for rows in _cut(own, runs)],
+        receive=[(whole[run.start : run.stop], peer) for peer in ranks.others for run in split.ranges(peer)],
+    )
+    return whole.movedim(0, dim).contiguous()
+
+
+@own_op("flexdilated::own_tokens_sum")
+def own_tokens_sum(whole: Tensor, dim: int, sharding: list[int], group: str) -> Tensor:
+    """Sum over ranks of their `whole`, for this rank's tokens only; added in the order of the ranks."""
+    split, ranks = Sharding.of(sharding), Ranks.named(group, whole.device.type)
+    _check(ranks, "the gradient of unshard", whole, dim, split)
+    rows = whole.movedim(dim, 0).contiguous()
+    runs = split.ranges(ranks.rank)
+    own = torch.cat([rows[:0], *(rows[run.start : run.stop] for run in runs)])
+    parts = [own if peer == ranks.rank else torch.empty_like(own) for peer in range(ranks.size)]
+    _swap(
+        ranks,
+        send=[(rows[run.start : run.stop], peer) for peer in ranks.others for run in split.ranges(peer)],
+        receive=[(part, peer) for peer in ranks.others for part in _cut(parts[peer], runs)],
+    )
+    total = torch.zeros_like(own, dtype=torch.promote_types(own.dtype, torch.float32))
+    for part in parts:
+        total += part
+    return total.to(own.dtype).movedim(0, dim).contiguous()
+
+
+@all_tokens.register_fake
+def _(x, dim, sharding, group):
+    return x.new_empty(*x.shape[:dim], Sharding.of(sharding).num_tokens, *x.shape[dim + 1 :])
+
+
+@own_tokens_sum.register_fake
+def _(whole, dim, sharding, group):
+    length = Sharding.of(sharding).length(group_of(group).rank())
+    return whole.new_empty(*whole.shape[:dim], length, *whole.shape[dim + 1 :])
+
+
+def _remember(ctx, inputs, output) -> None:
+    _, *ctx.options = inputs
+
+
+all_tokens.register_autograd(
+    lambda ctx, grad: (own_tokens_sum(grad, *ctx.options), None, None, None), setup_context=_remember
+)
+own_tokens_sum.register_autograd(
+    lambda ctx, grad: (all_tokens(grad, *ctx.options), None, None, None), setup_context=_remember
+)
+
+
+def _check(ranks: Ranks, call: str, x: Tensor, dim: int, split: Sharding) -> None:
+    """Check that the ranks' messages will match."""
+    others = (*x.shape[:dim], *x.shape[dim + 1 :])
+    check_agreement(ranks, {"call": call, "sharding": split, "dim": dim, "other dims": others, "dtype": x.dtype})
+
+
+def _cut(rows: Tensor, runs: Ranges) -> tuple[Tensor, ...]:
+    """A rank's rows, run by run: a message has one run, which is contiguous in the whole."""
+    return rows.split([len(run) for run in runs])
+
+
+def _swap(ranks: Ranks, *, send: list[Message], receive: list[Message]) -> None:
+    """Exchange all messages at once; skips empty ones on both sides."""
+    posted = post(
+        "shards",
+        ranks,
+        send=[(x, peer) for x, peer in send if x.numel()],
+        receive=[(x, peer) for x, peer in receive if x.numel()],
+    )
+    try:
+        posted.wait_for_all()
+    finally:
+        posted.drop()
+
+
+def check_shards(q: Tensor, k: Tensor, v: Tensor, *, ranks: Ranks, sharding: Sharding, enable_gqa: bool) -> None:
+    """Check that q (B, H, L, D) and k, v (B, G, L, D) fit each other, the ranks and the sharding; L may be 0."""
+    check_tensors(*_with_a_token(q, k, v), enable_gqa=enable_gqa)
+    check_sharding(sharding, ranks)
+    check_device(ranks, q)
+    length = sharding.length(ranks.rank)
+    if q.shape[2] != k.shape[2]:
+        raise ValueError(
+            "q, k and v must be this rank's shards of one sequence; to attend to another one, gather its keys, as "
+            "flexdilated.attend(q, unshard(k, mesh), unshard(v, mesh), pattern, q_offset=position of this rank's first "
+            f"query); got {q.shape[2]} queries and {k.shape[2]} keys"
+        )
+    if not q.shape[2] == k.shape[2] == length:
+        raise ValueError(
+            f"q, k and v must be this rank's shard: the sharding gives rank {ranks.rank} of {ranks.size} {length} "
+            f"of {sharding.num_tokens} tokens; got {q.shape[2]} queries and {k.shape[2]} keys"
+        )
+
+
+def check_sharding(sharding: object, ranks: Ranks) -> Sharding:
+    """The sharding, if it is one over these ranks; else TypeError or ValueError."""
+    if not isinstance(sharding, Sharding):
+        raise TypeError(f"sharding must be a flexdilated.distributed.Sharding or None; got {type(sharding).__name__}")
+    if sharding.num_ranks != ranks.size:
+        raise ValueError(f"the sharding must be over the ranks of the mesh, {ranks.size}; got {sharding.num_ranks}")
+    return sharding
+
+
+def equal_shards(length: int, ranks: Ranks) -> Sharding:
+    """The default sharding: contiguous, with `length` tokens on every rank."""
+    length = index(length)  # a constant in a compiled graph
+    if not length:
+        raise ValueError("without a sharding all ranks hold as many tokens; a rank without any needs a `Sharding`")
+    return Sharding(length * ranks.size, ranks.size)
+
+
+def _with_a_token(*tensors: Tensor) -> tuple[Tensor, ...]:
+    """The tensors; if the shard is empty, placeholders with one token, because `check_tensors` requires tokens."""
+    if any(not isinstance(x, Tensor) or x.dim() != 4 or x.shape[2] for x in tensors):
+        return tensors
+    return tuple(x.new_empty(*x.shape[:2], 1, x.shape[3]) for x in tensors)

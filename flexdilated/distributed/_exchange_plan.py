@@ -10,11 +10,11 @@ import torch
 from jaxtyping import Int64
 from torch import Tensor
 
-from ...masks.core import Expression, Ranges, device_kind, require_expression
-from ...masks.orders import Placement
-from ...masks.plan_cache import cache
-from ..counts import KVNeeds
-from ..group import Sharding
+from ..masks.core import Expression, Ranges, device_kind, require_expression
+from ..masks.orders import Placement
+from ..masks.plan_cache import cache
+from .counts import KVNeeds
+from .group import Sharding
 
 # W ranks, S rows sent, R rows received: each a token of one key/value head
 
