@@ -15,7 +15,19 @@ from jaxtyping import Float
 from torch import Tensor
 
 from .._torch_private import graph_constant
-from ..engines import CallKey, WholeRows, add_sinks, copies, flat_op, flex, merge_, no_gradients, refuse, set_gradient
+from ..engines import (
+    CallKey,
+    WholeRows,
+    add_sinks,
+    copies,
+    flat_op,
+    flex,
+    merge_,
+    no_gradients,
+    refuse,
+    set_gradient,
+    sum_dtype,
+)
 from ..masks.core import own_modes
 from ..masks.orders import Placement
 from ._exchange_plan import ExchangePlan
@@ -77,7 +89,7 @@ class ExchangeCall(PlainCall):
     ) -> tuple[Tensor, Tensor, Tensor]:
         """(dq, dk, dv); overlaps the transfer of received keys' gradients with the gradients of this rank's keys."""
         plan = self.plan(q.shape[1], k.shape[1], bindings)
-        dtype, wide = _computed_in(q, plan), _wide(q)
+        dtype, wide = _computed_in(q, plan), sum_dtype(q)
         rows = WholeRows(whole.out.to(dtype), whole.lse, whole.grad_out.to(dtype), whole.grad_lse)
 
         def gradients(placement: Placement, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -108,7 +120,7 @@ class ExchangeCall(PlainCall):
         """
         own = own_k.shape[2]
         with self._sending_gradients([x[:, :, own:] for x in (dk, dv)], own_k, own_v, plan) as add_received:
-            totals = dk[:, :, :own].to(_wide(dk), copy=True), dv[:, :, :own].to(_wide(dv), copy=True)
+            totals = dk[:, :, :own].to(sum_dtype(dk), copy=True), dv[:, :, :own].to(sum_dtype(dv), copy=True)
             add_received(*totals)
         return totals
 
@@ -158,19 +170,15 @@ class ExchangeCall(PlainCall):
         k_all, v_all = torch.ops.flexdilated.exchange_keys(q, k, v, bindings, *self)
         if not q.shape[2]:
             nothing = k_all.sum() + v_all.sum()  # makes every rank's backward take part in the exchange
-            return q + nothing, q.sum(-1).to(_wide(q)) + nothing
+            return q + nothing, q.sum(-1).to(sum_dtype(q)) + nothing
         key = CallKey(*_key(tuple(self), q.shape[1], k.shape[1], q.shape[2], bindings))
         options = {"scale": self.scale, "score_mod": None, "sinks": sinks, "return_lse": return_lse}
         return flex(q, k_all, v_all, bindings, key, **options)
 
 
-def _wide(x: Tensor) -> torch.dtype:
-    return torch.promote_types(x.dtype, torch.float32)
-
-
 def _computed_in(q: Tensor, plan: ExchangePlan) -> torch.dtype:
     """float32 or wider if parts are merged, because CPU kernels would round each part to the dtype of q."""
-    return _wide(q) if plan.others.num_keys else q.dtype
+    return sum_dtype(q) if plan.others.num_keys else q.dtype
 
 
 def _room(k: Tensor, v: Tensor, num_keys: int) -> Pair:

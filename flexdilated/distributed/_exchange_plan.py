@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 
@@ -74,20 +73,22 @@ class ExchangePlan:
         sizes = (num_heads, num_kv_heads, head_offset, num_heads_global)
 
         def build() -> ExchangePlan:
-            return _built(KVNeeds.of(pattern, sharding.num_tokens, *sizes), sharding, rank)
+            needs, own = KVNeeds.of(pattern, sharding.num_tokens, *sizes), sharding.ranges(rank)
+            others = [() if peer == rank else sharding.ranges(peer) for peer in range(sharding.num_ranks)]
+            received = tuple(needs.by_head(own, keys) for keys in others)
+            sent = tuple(needs.by_head(queries, own) for queries in others)
+            return ExchangePlan(received, sent, own, sharding.num_tokens)
 
         key = ("exchange plan", require_expression(pattern).text, sharding, rank, *sizes)
         return cache().get(key, build, _nbytes, pattern=pattern)
 
     @property
     def num_received(self) -> tuple[int, ...]:
-        """Number of rows received from each rank."""
-        return tuple(_number(keys) for keys in self.received)
+        return _numbers(self.received)
 
     @property
     def num_sent(self) -> tuple[int, ...]:
-        """Number of rows sent to each rank."""
-        return tuple(_number(keys) for keys in self.sent)
+        return _numbers(self.sent)
 
     @cached_property
     def own(self) -> Placement:
@@ -141,16 +142,8 @@ def local_indices(held: Ranges, positions: Ranges) -> Int64[Tensor, " n"]:
     return wanted - starts[run] + before[run]
 
 
-def _built(needs: KVNeeds, sharding: Sharding, rank: int) -> ExchangePlan:
-    others = range(sharding.num_ranks)
-    received = tuple(needs.by_head(*_pair(sharding, rank, source)) for source in others)
-    sent = tuple(needs.by_head(*_pair(sharding, target, rank)) for target in others)
-    return ExchangePlan(received, sent, sharding.ranges(rank), sharding.num_tokens)
-
-
-def _pair(sharding: Sharding, target: int, source: int) -> tuple[Ranges, Ranges]:
-    """(query positions of the target, key positions of the source); both empty if they are one rank."""
-    return (sharding.ranges(target), sharding.ranges(source)) if target != source else ((), ())
+def _numbers(tokens: Tokens) -> tuple[int, ...]:
+    return tuple(sum(len(run) for ranges in by_head for run in ranges) for by_head in tokens)
 
 
 def _counts(tokens: Tokens) -> Int64[Tensor, "W G"]:
@@ -160,10 +153,6 @@ def _counts(tokens: Tokens) -> Int64[Tensor, "W G"]:
 def _heads_of(counts: Int64[Tensor, "W G"]) -> Int64[Tensor, " R"]:
     heads = torch.arange(counts.shape[1]).repeat(len(counts))
     return heads.repeat_interleave(counts.flatten())
-
-
-def _number(keys: Sequence[Ranges]) -> int:
-    return sum(len(each) for ranges in keys for each in ranges)
 
 
 def _nbytes(plan: ExchangePlan) -> int:

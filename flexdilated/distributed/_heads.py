@@ -18,7 +18,7 @@ from torch import Tensor
 from .._attend import attend, autocast
 from .._engines import choose_engine
 from .._validate import check_sinks, check_sizes, check_zero_keys, resolve_scale, run_time_tensors
-from ..engines import CallKey, ScoreMod, nothing, own_op, padded_rows, tiles
+from ..engines import CallKey, ScoreMod, nothing, own_op, padded_rows, sum_dtype, tiles
 from ..masks import Mixture, Pattern
 from ..masks.core import require_expression
 from ..masks.planning import block_sides
@@ -51,13 +51,11 @@ class HeadSplit:
 
     @property
     def queries(self) -> tuple[range, ...]:
-        """Query heads of each rank."""
         share = self.num_heads // self.num_ranks
         return tuple(range(rank * share, (rank + 1) * share) for rank in range(self.num_ranks))
 
     @property
     def keys(self) -> tuple[range, ...]:
-        """Key/value heads of each rank."""
         group = self.num_heads // self.num_kv_heads
         return tuple(range(heads[0] // group, heads[-1] // group + 1) for heads in self.queries)
 
@@ -186,7 +184,7 @@ def heads_to_tokens(
     rank, split, tensors = _read(heads, sharding, group)
     dtype, length = wholes[0].dtype, split.length(rank)
     shared = sum(len(taken) for takers in tensors for taken in takers) > sum(num_heads)
-    wide = torch.promote_types(dtype, torch.float32) if shared else dtype
+    wide = sum_dtype(wholes[0]) if shared else dtype
     shards = [
         x.new_zeros(x.shape[0], X, length, x.shape[3], dtype=wide) for x, X in zip(wholes, num_heads, strict=True)
     ]
@@ -263,7 +261,7 @@ def _facts(shards: Sequence[Tensor], split: Sharding, pattern: str) -> dict[str,
 def _whole(shard: Tensor, takers: Takers, split: Sharding, rank: int, widen: bool) -> Tensor:
     """Uninitialised tensor for all tokens of this rank's heads."""
     shared = sum(map(len, takers)) > shard.shape[1]
-    dtype = torch.promote_types(shard.dtype, torch.float32) if widen and shared else shard.dtype
+    dtype = sum_dtype(shard) if widen and shared else shard.dtype
     return shard.new_empty(shard.shape[0], len(takers[rank]), split.num_tokens, shard.shape[3], dtype=dtype)
 
 

@@ -12,7 +12,7 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from ..engines import PlacedCall, WholeRows, add_sinks, autograd_on, flat_op, merge_, set_gradient
+from ..engines import PlacedCall, WholeRows, add_sinks, autograd_on, flat_op, merge_, set_gradient, sum_dtype
 from ..masks.core import Expression, Ranges
 from ..masks.orders import Placement
 from ..masks.plan_cache import cache
@@ -35,7 +35,6 @@ class Part:
 
     @property
     def slice(self) -> slice:
-        """Slice of the local tokens."""
         return slice(self.tokens.start, self.tokens.stop)
 
 
@@ -129,7 +128,7 @@ class RingCall:
             q.shape[1],
             # CPU kernels round results to the dtype of their operands, here once per shard; float32 avoids that and is
             # as fast as bfloat16.
-            torch.promote_types(q.dtype, torch.float32) if plain.engine == "tiles" else q.dtype,
+            sum_dtype(q) if plain.engine == "tiles" else q.dtype,
             codec_for(plain.codec, plain.error_bound, k, v, ranks),
             pool_named(plain.pool, q.device),
         )
@@ -143,7 +142,6 @@ class RingCall:
 
     @cached_property
     def own(self) -> Part:
-        """This rank's shard."""
         return Part(range(self.sharding.length(self.ranks.rank)), self.sharding.ranges(self.ranks.rank))
 
     def with_keys_of(self, part: Part) -> PlacedCall:
@@ -219,7 +217,6 @@ class Gradients:
         self._begun = None
 
     def close(self) -> None:
-        """Abandon the pending transfer, if any."""
         if self._begun is not None:
             self._begun[1].give_up()
         self._begun = None
@@ -271,7 +268,6 @@ def _begin(
 
 
 def _written(x: Tensor, codec: Codec) -> Tensor:
-    """x encoded and contiguous."""
     return x.contiguous() if codec.name is None else codec.encode(x).contiguous()
 
 
@@ -358,7 +354,7 @@ def run_forward(call: RingCall, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor |
     """(out (B, H, L, D) in q's dtype, lse (B, H, L)); sums over shards are in float32 or wider."""
     if not len(call.own):  # no other rank sends to a rank without tokens, or waits for it
         return empty_rows(q)
-    wide = torch.promote_types(q.dtype, torch.float32)
+    wide = sum_dtype(q)
     queries = q.to(call.dtype)
     sums: list[Tensor] = []
 
@@ -384,7 +380,7 @@ def run_backward(call: RingCall, q: Tensor, k: Tensor, v: Tensor, whole: WholeRo
     """(dq, dk, dv); receives the shards again, and sends the gradients of each directly to its owner."""
     if not len(call.own):
         return torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
-    wide = torch.promote_types(q.dtype, torch.float32)
+    wide = sum_dtype(q)
     dq, dk, dv = (torch.zeros_like(x, dtype=wide) for x in (q, k, v))
     gradients = Gradients(call, dk, dv)
     queries = q.to(call.dtype)

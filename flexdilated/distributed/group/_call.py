@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 from torch.distributed import DistError, ProcessGroup
 
-from ...engines import CallKey, PlacedCall
+from ...engines import CallKey, PlacedCall, sum_dtype
 from ...masks.core import Expression
 from ...masks.orders import Placement
 from ...masks.patterns import names
@@ -75,7 +75,7 @@ class PlainCall(NamedTuple):
 
 def empty_rows(q: Tensor) -> tuple[Tensor, Tensor]:
     """Uninitialised out (B, H, L, D) in the dtype of q, and lse (B, H, L) in float32 or wider."""
-    return torch.empty_like(q), q.new_empty(q.shape[:3], dtype=torch.promote_types(q.dtype, torch.float32))
+    return torch.empty_like(q), q.new_empty(q.shape[:3], dtype=sum_dtype(q))
 
 
 def as_promised(x: Tensor, like: Tensor) -> Tensor:

@@ -30,11 +30,9 @@ class Posted:
     leaving: list[dist.Work] = field(default_factory=list)
 
     def wait(self) -> None:
-        """Wait for the received messages."""
         self._wait(self.arriving)
 
     def wait_for_all(self) -> None:
-        """Wait for the received and the sent messages."""
         self._wait(self.arriving)
         self._wait(self.leaving)
         self.sent.clear()

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from ..._validate import check_tensors
-from ...engines import own_op
+from ...engines import own_op, sum_dtype
 from ...masks.core import Ranges, advises, require_choice, require_int
 from ._call import check_agreement
 from ._messages import Message, post
@@ -220,7 +220,7 @@ def own_tokens_sum(whole: Tensor, dim: int, sharding: list[int], group: str) -> 
         send=[(rows[run.start : run.stop], peer) for peer in ranks.others for run in split.ranges(peer)],
         receive=[(part, peer) for peer in ranks.others for part in _cut(parts[peer], runs)],
     )
-    total = torch.zeros_like(own, dtype=torch.promote_types(own.dtype, torch.float32))
+    total = torch.zeros_like(own, dtype=sum_dtype(own))
     for part in parts:
         total += part
     return total.to(own.dtype).movedim(0, dim).contiguous()
