@@ -295,10 +295,10 @@ def _check_mask_mod(function: types.FunctionType, digest: str) -> tuple[bool, bo
     digest: of the function before it was called.
     """
     name, grid = function.__qualname__, _largest_grid(function)
-    shape, before = _shape(grid), [part.clone() for part in grid]
+    before = [part.clone() for part in grid]
     with _Watch(grid[0], grid[1]) as watch:
         result = _call(function, grid)
-    _check_result(name, result, grid)
+    answers = _over_grid(name, result, grid)
     if "b" in watch.used:
         rule = f"the custom function {name!r} must not depend on the batch entry b: block lists serve all of them"
         raise ValueError(f"{rule}; for rules by batch entry use run-time tensors, such as masks.documents")
@@ -306,8 +306,8 @@ def _check_mask_mod(function: types.FunctionType, digest: str) -> tuple[bool, bo
         raise ValueError(f"the custom function {name!r} must not change its arguments or what it captured")
     if not torch.equal(result, _call(function, grid)):
         raise ValueError(f"the custom function {name!r} must be a rule; two calls with the same positions differ")
-    _check_elementwise(function, grid, result.expand(shape))
-    return "h" in watch.used, (1, 1, *result.shape)[-2:] == shape[-2:]
+    _check_elementwise(function, grid, answers)
+    return "h" in watch.used, (1, 1, *result.shape)[-2:] == answers.shape[-2:]
 
 
 def _largest_grid(function: types.FunctionType) -> Grid:
@@ -316,6 +316,7 @@ def _largest_grid(function: types.FunctionType) -> Grid:
     Two batch entries, and unequal numbers of queries and keys if there are more than two tokens.
     """
     b, h, t = (torch.arange(number, device="cpu") for number in (2, _HEADS[0], _TOKENS[0]))
+    grid: Grid = ()
     for tokens, heads in product(_TOKENS, _HEADS):
         grid = b[:, None, None, None], h[:heads, None, None], t[:tokens, None], t[: tokens - (tokens > 2)]
         try:
@@ -324,8 +325,8 @@ def _largest_grid(function: types.FunctionType) -> Grid:
             continue
         except Exception:  # the checked call reports it
             pass
-        return tuple(part.clone() for part in grid)
-    return b[:, None, None, None], h[:1, None, None], t[:1, None], t[:1]
+        break
+    return tuple(part.clone() for part in grid)
 
 
 def _shape(grid: Grid) -> tuple[int, ...]:
@@ -347,20 +348,19 @@ def _call(function: types.FunctionType, grid: Grid, kind: str = "") -> Any:
         ) from error
 
 
-def _check_result(name: str, result: Any, grid: Grid) -> None:
+def _over_grid(name: str, result: Any, grid: Grid) -> Tensor:
+    """The result for every cell of the grid; raises unless it is a bool tensor that broadcasts to the grid."""
     rule = f"the custom function {name!r} must return a bool tensor"
     if not isinstance(result, Tensor):
         raise TypeError(f"{rule}; got {type(result).__name__}")
     if result.dtype != torch.bool:
         raise TypeError(f"{rule}: end with a comparison; got {result.dtype}")
     try:
-        fits = torch.broadcast_shapes(result.shape, _shape(grid)) == _shape(grid)
+        return result.expand(_shape(grid))
     except RuntimeError:
-        fits = False
-    if not fits:
-        shapes = ", ".join(str(tuple(part.shape)) for part in grid)
-        got = f"{tuple(result.shape)} for shapes {shapes}"
-        raise ValueError(f"the custom function {name!r} must return the broadcast shape of its arguments; got {got}")
+        got = f"{tuple(result.shape)} for shapes {', '.join(str(tuple(part.shape)) for part in grid)}"
+        rule = f"the custom function {name!r} must return the broadcast shape of its arguments"
+        raise ValueError(f"{rule}; got {got}") from None
 
 
 def _check_elementwise(function: types.FunctionType, grid: Grid, result: Tensor) -> None:
