@@ -160,6 +160,7 @@ PAGES: dict[Path, dict[str, Part]] = {
         **_from("kernel_code", code=_tables.code),
         **_from("kernel_code_torch_2.15.0", newest_code=_tables.code),
         **_from("flex_program", program=_tables.counted),
+        **_from("flex_program_torch_2.15.0", newest_program=_tables.counted),
         **_from("flex_bytes", moved=_tables.counted),
         **_from("flex_bytes_torch_2.15.0", newest_moved=_tables.counted),
     },

@@ -26,7 +26,7 @@ _CPU = torch.device("cpu")
 def planned_call(pattern: masks.Pattern | masks.Mixture, num_heads: int, num_tokens: int) -> object:
     """What every call of the tiles engine looks up, and plans where it is not there."""
     sizes = (num_heads, num_heads, num_tokens, num_tokens, 0, 0, 0, num_heads, 1)
-    return _programs(CallKey.of(pattern.text, *sizes, [128, 128]), [], 1)[0][1]
+    return _programs(CallKey(pattern.text, *sizes, (128, 128)), [], 1)[0][1]
 
 
 @measure("C6", spec=LONGNET_5.shrunk(32).as_causal(), size=Size(2048, num_heads=16, repeats=3), lookups=100)

@@ -13,8 +13,8 @@ from torch.profiler import ProfilerActivity, profile
 
 import flexdilated as fd
 from flexdilated import masks
-from flexdilated.engines import CallKey, allowed_on, make_flex_program
-from flexdilated.engines.flex import let_trace, merge_parts
+from flexdilated.engines import CallKey, FlexSide, allowed_on, make_flex_program, merge
+from flexdilated.engines.flex import let_trace
 from flexdilated.engines.kernels._kernel import flash_backward, flash_forward
 from flexdilated.masks.planning._planner import plan
 
@@ -265,9 +265,11 @@ def beside_attention(spec: LongNet, problem: Problem) -> tuple[tuple[Job, Job], 
         ]
 
     def merged(parts: list[Tensor], lses: list[Tensor]) -> Tensor:
-        sides = [step.queries for step in steps]
-        placed = [(side.slots, side.rows, side.start, part) for side, part in zip(sides, parts, strict=True)]
-        return merge_parts(placed, lses, None, tokens)[0]
+        def whole(x: Tensor, side: FlexSide, empty: float) -> Tensor:
+            return side.slots.put(x, side.rows, side.start, tokens, empty)
+
+        own = zip(parts, lses, (step.queries for step in steps), strict=True)
+        return merge([(whole(part, side, 0.0), whole(lse, side, -torch.inf)) for part, lse, side in own])[0]
 
     let_trace()
     run_gather, run_merge = torch.compile(gathered, dynamic=False), torch.compile(merged, dynamic=False)
@@ -280,7 +282,7 @@ def beside_attention(spec: LongNet, problem: Problem) -> tuple[tuple[Job, Job], 
         return run_gather(problem.q, problem.k, problem.v)
 
     @torch.no_grad()
-    def merge(_: None) -> Tensor:
+    def join(_: None) -> Tensor:
         return run_merge(parts, lses)
 
-    return (Job("gathers", gather), Job("merges", merge)), sum(x.nbytes for x in gather(None))
+    return (Job("gathers", gather), Job("merges", join)), sum(x.nbytes for x in gather(None))

@@ -26,22 +26,9 @@ from ._validate import (
     resolve_scale,
     run_time_tensors,
 )
-from .engines import (
-    BACKEND,
-    CallKey,
-    ScoreMod,
-    flash_sides,
-    flex,
-    is_transformed,
-    nothing,
-    options_text,
-    padded_rows,
-    reference_attention,
-    sum_dtype,
-    tiles,
-)
+from .engines import CallKey, ScoreMod, is_transformed, padded_rows, run
 from .masks import Layout, Mixture, Pattern
-from .masks.core import advises, plans, require_bool, require_expression
+from .masks.core import advises, require_bool, require_expression
 from .masks.planning import block_sides
 from .tuning import autotune as measure_call
 
@@ -185,29 +172,18 @@ def attend(
     where: dict[str, Any] = {"q_offset": position("q_offset", q_offset), "k_offset": position("k_offset", k_offset)}
     check_zero_keys(pattern, score_mod, q.shape[2], k.shape[2], **where)
     where |= {"head_offset": head_offset, "num_heads_global": num_heads_global}
-    options: dict[str, Any] = {"scale": scale, "bindings": bindings, "layout": layout, "block_size": block_size}
-    call, tensors, factor = planned_call(q, k, pattern, **options, **where)
-    features: dict[str, Any] = {"score_mod": score_mod, "sinks": sinks}
+    where |= {"scale": scale, "bindings": bindings, "layout": layout, "block_size": block_size}
+    call, tensors, factor = planned_call(q, k, pattern, **where)
     needs_lse = return_lse or pattern.pads
     how: dict[str, Any] = {"first": call.first, "return_lse": needs_lse, "sides": call.block_size}
-    chosen = choose_engine(engine, q, k, v, pattern, **how, **features)
+    chosen = choose_engine(engine, q, k, v, pattern, score_mod=score_mod, sinks=sinks, **how)
     if tensors and chosen != "reference" and is_transformed():
         check_transforms(tensors)  # torch finds no mapped tensor in the optional lists of attention's ops
     given = check_kernel_options(kernel_options, (engine or "flex") if q.is_meta else chosen)
     if require_bool("autotune", autotune) and not torch.compiler.is_compiling() and not q.is_meta:
         measure_call(call, q, k, v, engine=chosen, has_bindings=bool(tensors))
-    if 0 in q.shape or 0 in k.shape:
-        out, lse = nothing(q, k, v, sinks)
-    elif chosen == "tiles":
-        out, lse = tiles(q, k, v, sinks, tensors, *call, factor)
-    elif chosen in ("flex", "flash"):
-        if chosen == "flash":
-            given = (*given, (BACKEND, "FLASH"))
-            call = call._replace(block_size=call.block_size or flash_sides(q.device, q.shape[-1]))
-        features["kernel_options"] = options_text(given)
-        out, lse = flex(q, k, v, tensors, call, scale=factor, return_lse=needs_lse, **features)
-    else:
-        out, lse = _reference(q, k, v, tensors, call, scale=factor, **features)
+    options: dict[str, Any] = {"score_mod": score_mod, "return_lse": needs_lse, "kernel_options": given}
+    out, lse = run(chosen, q, k, v, sinks, tensors, call, factor, **options)
     if pattern.pads and 0 not in q.shape:
         assert lse is not None
         out, lse = _pad(out, lse, pattern, call)
@@ -235,10 +211,9 @@ def planned_call(
     heads = check_sizes(pattern, q, **where)
     check_layout(layout, q, k)
     tensors = run_time_tensors(pattern, bindings, has_values=not q.is_meta)
-    sizes = (q.shape[1], k.shape[1], q.shape[2], k.shape[2])
-    first = (where["q_offset"], where["k_offset"], where["head_offset"])
-    rate, sides = 1 if layout is None else layout.rate, () if block_size is None else block_sides(block_size)
-    call = CallKey(pattern.unpadded.text, *sizes, *first, heads, rate, sides)
+    where |= {"num_heads_global": heads, "rate": 1 if layout is None else layout.rate}
+    where["block_size"] = () if block_size is None else block_sides(block_size)
+    call = CallKey.at(q, k, pattern.unpadded.text, **where)
     return call, tensors, resolve_scale(scale, q.shape[-1])
 
 
@@ -271,13 +246,3 @@ def _pad(out: Tensor, lse: Tensor, pattern: Pattern | Mixture, call: CallKey) ->
     slots = torch.arange(call.num_queries, device=out.device) if call.rate == 1 else call.layout.positions(out.device)
     sizes = {"num_heads": call.num_heads_global, "num_tokens": call.num_keys}
     return padded_rows(out, lse, pattern, slots + call.q_offset, head_offset=call.head_offset, **sizes)
-
-
-def _reference(
-    q: Tensor, k: Tensor, v: Tensor, bindings: list[Tensor], key: CallKey, **features: Any
-) -> tuple[Tensor, Tensor]:
-    queries, keys = key.layout, Layout(key.num_keys, key.rate)
-    natural = queries.invert(q), keys.invert(k), keys.invert(v)
-    bound = plans(key.bound)(key.rules(bindings))  # reads values of run-time tensors
-    out, lse = reference_attention(*natural, bound, **features)
-    return queries.apply(out), queries.apply(lse, dim=-1).to(sum_dtype(q))

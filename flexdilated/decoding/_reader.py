@@ -6,18 +6,19 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from .._attend import attend
-from .._engines import check_engine
+from .._engines import check_engine, choose_engine
 from .._validate import resolve_scale
 from ..engines import (
     MOST_ROWS,
     Branch,
+    CallKey,
     GroupedBranch,
     branch_rules,
     group_heads,
     merge,
     row_forward,
     row_parts,
+    run,
     sum_dtype,
 )
 from ..masks import Bound, Mixture, Pattern, causal
@@ -111,38 +112,39 @@ class Reader:
     def _chunk(self, q: Tensor, k: Tensor, v: Tensor, first: int, held: HeldKeys) -> tuple[Tensor, Tensor]:
         """Attend by an engine over each run of visible keys, and merge."""
         queries = range(first, first + q.shape[2])
-        runs = held.visible(queries.start, len(queries), self.sources)
-        if not all(_accepts(self.pattern, queries, run) for run in runs):
+        visible = held.visible(queries.start, len(queries), self.sources)
+        if not all(_accepts(self.pattern, queries, keys) for keys in visible):
             return self._rows(q, k, v, first, held)  # some patterns refuse runs without all keys that they name
-        if not runs:
+        if not visible:
             wide = sum_dtype(q)
             return torch.zeros_like(q), q.new_full(q.shape[:3], -torch.inf, dtype=wide)
-        out, lse = self._attend_run(q, k, v, first, runs[0], held)
-        for run in runs[1:]:
-            out, lse = merge(out.to(lse.dtype), lse, *self._attend_run(q, k, v, first, run, held))
+        out, lse = self._attend_to(q, k, v, first, visible[0], held)
+        for keys in visible[1:]:
+            out, lse = merge([(out.to(lse.dtype), lse), self._attend_to(q, k, v, first, keys, held)])
         return out, lse
 
-    def _attend_run(
-        self, q: Tensor, k: Tensor, v: Tensor, first: int, run: range, held: HeldKeys
+    def _attend_to(
+        self, q: Tensor, k: Tensor, v: Tensor, first: int, keys: range, held: HeldKeys
     ) -> tuple[Tensor, Tensor]:
-        (slots,) = held.slices(run)
+        (slots,) = held.slices(keys)
         # Positions are shifted by a multiple of the pattern's period, so that equal calls share one plan.
-        earliest = min(run.start, first)
+        earliest = min(keys.start, first)
         shift = earliest - earliest % self._period if self._period else 0
-        return attend(
+        k, v = k[:, :, slots], v[:, :, slots]
+        call = CallKey.at(
             q,
-            k[:, :, slots],
-            v[:, :, slots],
-            self.pattern,
-            scale=self.scale,
-            enable_gqa=True,
+            k,
+            self.pattern.text,
             q_offset=first - shift,
-            k_offset=run.start - shift,
-            engine=self.engine,
+            k_offset=keys.start - shift,
             head_offset=self._head_offset,
             num_heads_global=self._num_heads_global,
-            return_lse=True,
         )
+        how = {"score_mod": None, "sinks": None, "return_lse": True}
+        engine = choose_engine(self.engine, q, k, v, self.pattern, first=call.first, **how)
+        out, lse = run(engine, q, k, v, None, [], call, resolve_scale(self.scale, q.shape[-1]))
+        assert lse is not None
+        return out, lse
 
 
 def _check_pattern(pattern: Pattern | Mixture) -> None:

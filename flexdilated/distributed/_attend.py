@@ -171,7 +171,7 @@ def attend(
     if 0 in q.shape[:2]:  # on all ranks, so no rank waits
         out, lse = nothing(q, k, v, sinks)
     elif chosen == "ring":
-        out, lse = ring_op(q, k, v, sinks, tensors, *call)
+        out, lse = ring_op(q, k, v, sinks, tensors, call.constants)
     else:
         out, lse = exchange(q, k, v, sinks, tensors, call, return_lse=needs_lse)
     if pattern.pads and 0 not in q.shape:

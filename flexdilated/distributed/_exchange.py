@@ -20,11 +20,11 @@ from ..engines import (
     WholeRows,
     add_sinks,
     copies,
-    flat_op,
-    flex,
     merge_,
     no_gradients,
+    own_op,
     refuse,
+    run,
     set_gradient,
     sum_dtype,
 )
@@ -167,13 +167,14 @@ class ExchangeCall(PlainCall):
         self, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, bindings: list[Tensor], *, return_lse: bool
     ) -> tuple[Tensor, Tensor | None]:
         """(out, lse if requested) for engines that torch.compile traces: only the transfer of keys is an op."""
-        k_all, v_all = torch.ops.flexdilated.exchange_keys(q, k, v, bindings, *self)
+        k_all, v_all = torch.ops.flexdilated.exchange_keys(q, k, v, bindings, self.constants)
         if not q.shape[2]:
             nothing = k_all.sum() + v_all.sum()  # makes every rank's backward take part in the exchange
             return q + nothing, q.sum(-1).to(sum_dtype(q)) + nothing
-        key = CallKey(*_key(tuple(self), q.shape[1], k.shape[1], q.shape[2], bindings))
-        options = {"scale": self.scale, "score_mod": None, "sinks": sinks, "return_lse": return_lse}
-        return flex(q, k_all, v_all, bindings, key, **options)
+        where = {"head_offset": self.head_offset, "num_heads_global": self.num_heads_global}
+        placement = _placement(tuple(self), q.shape[1], k.shape[1], bindings)
+        call = CallKey.at(q, k_all, self.pattern, **where, block_size=self.block_size, placement=placement)
+        return run(self.engine, q, k_all, v_all, sinks, bindings, call, self.scale, return_lse=return_lse)
 
 
 def _computed_in(q: Tensor, plan: ExchangePlan) -> torch.dtype:
@@ -185,15 +186,11 @@ def _room(k: Tensor, v: Tensor, num_keys: int) -> Pair:
     return k.new_empty(*k.shape[:2], num_keys, k.shape[3]), v.new_empty(*v.shape[:2], num_keys, v.shape[3])
 
 
-# The placement of keys is a constant of a compiled graph. A `graph_constant` takes and returns plain tuples only:
-# torch 2.11 cannot unpack a named tuple that is a constant.
+# A constant of a graph. A `graph_constant` takes plain values: torch 2.11 cannot unpack a named tuple that is one.
 @graph_constant
-def _key(
-    values: tuple[Any, ...], num_heads: int, num_kv_heads: int, num_queries: int, bindings: list[Tensor]
-) -> tuple[Any, ...]:
-    call = ExchangeCall(*values)
-    plan = call.plan(num_heads, num_kv_heads, bindings)
-    return tuple(call.placed(plan.both).key(num_heads, num_kv_heads, num_queries, plan.both.num_keys))
+def _placement(values: tuple[Any, ...], num_heads: int, num_kv_heads: int, bindings: list[Tensor]) -> str:
+    """Placement of this rank's queries, and of its keys followed by those received, as text."""
+    return ExchangeCall(*values).plan(num_heads, num_kv_heads, bindings).both.text
 
 
 @contextmanager
@@ -248,26 +245,29 @@ def _swapping(
             lease.release()
 
 
-@flat_op("flexdilated::exchange_attention")
+@own_op("flexdilated::exchange_attention")
 def exchange_op(
     q: Tensor,
     k: Tensor,
     v: Tensor,
     sinks: Tensor | None,
     bindings: list[Tensor],
-    call: ExchangeCall,
+    constants: str,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """(out, lse, received k, received v) of this rank's queries over the keys of all ranks."""
-    return call.forward(q, k, v, sinks, bindings)
+    """(out, lse, received k, received v) of this rank's queries over the keys of all ranks.
+
+    constants: an `ExchangeCall` as text.
+    """
+    return ExchangeCall.of(constants).forward(q, k, v, sinks, bindings)
 
 
 @exchange_op.register_fake
-def _(q, k, v, sinks, bindings, *options):
-    call = ExchangeCall.of(*options)
+def _(q, k, v, sinks, bindings, constants):
+    call = ExchangeCall.of(constants)
     return *call.rows_of(q), *_empty_keys(q, k, bindings, call, own=False)
 
 
-@flat_op("flexdilated::exchange_attention_backward")
+@own_op("flexdilated::exchange_attention_backward")
 def exchange_backward_op(
     grad_out: Tensor,
     grad_lse: Tensor | None,
@@ -279,10 +279,11 @@ def exchange_backward_op(
     k_others: Tensor,
     v_others: Tensor,
     bindings: list[Tensor],
-    call: ExchangeCall,
+    constants: str,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """(dq, dk, dv) of this rank's tensors; k_others and v_others are the received keys that the forward returned."""
-    return call.backward(q, k, v, (k_others, v_others), bindings, WholeRows(out, lse, grad_out, grad_lse))
+    whole = WholeRows(out, lse, grad_out, grad_lse)
+    return ExchangeCall.of(constants).backward(q, k, v, (k_others, v_others), bindings, whole)
 
 
 @exchange_backward_op.register_fake
@@ -290,24 +291,19 @@ def _(grad_out, grad_lse, q, k, v, *others):
     return torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
 
 
-@flat_op("flexdilated::exchange_keys")
-def exchange_keys_op(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    bindings: list[Tensor],
-    call: ExchangeCall,
-) -> tuple[Tensor, Tensor]:
+@own_op("flexdilated::exchange_keys")
+def exchange_keys_op(q: Tensor, k: Tensor, v: Tensor, bindings: list[Tensor], constants: str) -> tuple[Tensor, Tensor]:
     """(k, v) of this rank followed by the received ones that its queries need; of q only the shape is used."""
+    call = ExchangeCall.of(constants)
     return call.bring(k, v, call.plan(q.shape[1], k.shape[1], bindings))
 
 
 @exchange_keys_op.register_fake
-def _(q, k, v, bindings, *options):
-    return _empty_keys(q, k, bindings, ExchangeCall.of(*options), own=True)
+def _(q, k, v, bindings, constants):
+    return _empty_keys(q, k, bindings, ExchangeCall.of(constants), own=True)
 
 
-@flat_op("flexdilated::exchange_keys_backward")
+@own_op("flexdilated::exchange_keys_backward")
 def exchange_keys_backward_op(
     q: Tensor,
     k: Tensor,
@@ -315,15 +311,16 @@ def exchange_keys_backward_op(
     dk: Tensor,
     dv: Tensor,
     bindings: list[Tensor],
-    call: ExchangeCall,
+    constants: str,
 ) -> tuple[Tensor, Tensor]:
     """(dk, dv) of this rank's keys, from the gradients of own and received keys."""
+    call = ExchangeCall.of(constants)
     found = call.give_back(k, v, dk, dv, call.plan(q.shape[1], k.shape[1], bindings))
     return found[0].to(dk.dtype), found[1].to(dv.dtype)
 
 
 @exchange_keys_backward_op.register_fake
-def _(q, k, v, dk, dv, bindings, *options):
+def _(q, k, v, dk, dv, bindings, constants):
     return torch.empty_like(k, memory_format=torch.contiguous_format), v.new_empty(v.shape)
 
 
@@ -339,15 +336,14 @@ def _empty_keys(q: Tensor, k: Tensor, bindings: list[Tensor], call: ExchangeCall
 
 
 def _setup_keys(ctx, inputs, output) -> None:
-    q, k, v, bindings, *options = inputs
+    q, k, v, bindings, ctx.constants = inputs
     ctx.save_for_backward(q, k, v, *copies(bindings))
-    ctx.options = options
 
 
 def _keys_backward(ctx, dk, dv):
     q, k, v, *bindings = ctx.saved_tensors
-    grads = exchange_keys_backward_op(q, k, v, dk.contiguous(), dv.contiguous(), bindings, *ctx.options)
-    return None, *grads, *no_gradients(bindings, ctx.options)
+    grads = exchange_keys_backward_op(q, k, v, dk.contiguous(), dv.contiguous(), bindings, ctx.constants)
+    return None, *grads, *no_gradients(bindings, [ctx.constants])
 
 
 _REFUSAL = "the exchange has no second derivative; engine='reference' has one, on one rank (dense, small inputs)"
@@ -378,5 +374,5 @@ def exchange(
     """
     if call.engine != "tiles":
         return ExchangeCall(*call).traced(q, k, v, sinks, bindings, return_lse=return_lse)
-    out, lse, _, _ = exchange_op(q, k, v, sinks, bindings, *call)
+    out, lse, _, _ = exchange_op(q, k, v, sinks, bindings, call.constants)
     return out, lse

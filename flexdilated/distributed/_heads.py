@@ -15,10 +15,10 @@ import torch.distributed as dist
 from jaxtyping import Float
 from torch import Tensor
 
-from .._attend import attend, autocast
+from .._attend import autocast
 from .._engines import choose_engine
 from .._validate import check_sinks, check_sizes, check_zero_keys, resolve_scale, run_time_tensors
-from ..engines import CallKey, ScoreMod, nothing, own_op, padded_rows, sum_dtype, tiles
+from ..engines import CallKey, ScoreMod, nothing, own_op, padded_rows, run, sum_dtype
 from ..masks import Mixture, Pattern
 from ..masks.core import require_expression
 from ..masks.planning import block_sides
@@ -110,17 +110,11 @@ def attend_heads(
     taken = encoded([split.queries, split.keys, split.keys])
     q, k, v = tokens_to_heads([q, k, v], taken, numbers, ranks.name, pattern.text, chosen == "tiles")
     k, v = (_as_read(x, split.read_by(ranks.rank)) for x in (k, v))
-    lse: Tensor | None = None
-    if chosen == "tiles":  # as in `attend`, but keys and values may be float32, so that their gradients are
-        sides = () if block_size is None else block_sides(block_size)
-        sizes = (q.shape[1], k.shape[1], q.shape[2], k.shape[2])
-        call = CallKey(pattern.text, *sizes, 0, 0, first[0], heads, 1, sides)
-        out, lse = tiles(q, k, v, options["sinks"], tensors, *call, resolve_scale(scale, q.shape[-1]))
-    else:
-        options |= {"scale": scale, "block_size": block_size, "head_offset": first[0], "num_heads_global": heads}
-        options |= {"engine": chosen, "enable_gqa": True, "bindings": bindings, "return_lse": needs_lse}
-        found = attend(q, k, v, pattern, **options)
-        out, lse = found if needs_lse else (found, None)
+    # Keys and values may be float32, so that their gradients are.
+    sides = () if block_size is None else block_sides(block_size)
+    call = CallKey.at(q, k, pattern.text, head_offset=first[0], num_heads_global=heads, block_size=sides)
+    options |= {"return_lse": needs_lse}
+    out, lse = run(chosen, q, k, v, options.pop("sinks"), tensors, call, resolve_scale(scale, q.shape[-1]), **options)
     back = (encoded([split.queries]), [split.num_heads], numbers, ranks.name)
     (out,) = heads_to_tokens([out], *back)
     if not needs_lse or lse is None:

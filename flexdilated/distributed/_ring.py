@@ -12,7 +12,7 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from ..engines import PlacedCall, WholeRows, add_sinks, autograd_on, flat_op, merge_, set_gradient, sum_dtype
+from ..engines import PlacedCall, WholeRows, add_sinks, autograd_on, merge_, own_op, set_gradient, sum_dtype
 from ..masks.core import Expression, Ranges
 from ..masks.orders import Placement
 from ..masks.plan_cache import cache
@@ -294,34 +294,36 @@ def _read(call: RingCall, transfer: _Transfer, codec: Codec, like: Tensor, dtype
     return lease
 
 
-@flat_op("flexdilated::ring")
+@own_op("flexdilated::ring")
 def ring_op(
     q: Tensor,
     k: Tensor,
     v: Tensor,
     sinks: Tensor | None,
     bindings: list[Tensor],
-    call: PlainCall,
+    constants: str,
 ) -> tuple[Tensor, Tensor]:
     """(out, lse) of this rank's queries over the keys of all ranks; every rank must call it, and its backward.
 
-    bindings: the pattern's run-time tensors, for the whole sequence, ordered by name. Each shard is sent directly from
-    its owner to every rank that needs a key of it, while that rank computes with the previous shard. The backward sends
-    it again, and its gradients return to the owner. The gradients of sinks must be summed over the ranks.
+    bindings: the pattern's run-time tensors, for the whole sequence, ordered by name. constants: a `PlainCall` as text.
+
+    Each shard is sent directly from its owner to every rank that needs a key of it, while that rank computes with the
+    previous shard. The backward sends it again, and its gradients return to the owner. The gradients of sinks must be
+    summed over the ranks.
 
     A rank holds at most two shards of other ranks. Sums are in float32 or wider and in a fixed order. Codec "auto"
     keeps its error bound, for one collective of 8 bytes in each pass. Raises torch.distributed.DistError if another
     rank fails.
     """
-    return run_forward(RingCall.of(call, q, k, v, bindings), q, k, v, sinks)
+    return run_forward(RingCall.of(PlainCall.of(constants), q, k, v, bindings), q, k, v, sinks)
 
 
 @ring_op.register_fake
-def _(q, k, v, sinks, bindings, *options):
-    return PlainCall.of(*options).rows_of(q)
+def _(q, k, v, sinks, bindings, constants):
+    return PlainCall.of(constants).rows_of(q)
 
 
-@flat_op("flexdilated::ring_backward")
+@own_op("flexdilated::ring_backward")
 def ring_backward_op(
     grad_out: Tensor,
     grad_lse: Tensor | None,
@@ -331,10 +333,11 @@ def ring_backward_op(
     out: Tensor,
     lse: Tensor,
     bindings: list[Tensor],
-    call: PlainCall,
+    constants: str,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """(dq, dk, dv) of `ring_op`, from out and lse over all keys."""
-    return run_backward(RingCall.of(call, q, k, v, bindings), q, k, v, WholeRows(out, lse, grad_out, grad_lse))
+    call = RingCall.of(PlainCall.of(constants), q, k, v, bindings)
+    return run_backward(call, q, k, v, WholeRows(out, lse, grad_out, grad_lse))
 
 
 @ring_backward_op.register_fake

@@ -6,17 +6,20 @@ from ._merge import WholeRows, add_sinks, merge, nothing, padded_rows, sum_dtype
 from ._ops import (
     autograd_on,
     copies,
-    flat_op,
+    functions_in,
     is_transformed,
     no_gradients,
     own_op,
+    read_written,
     refuse,
     refuse_transforms,
     set_gradient,
     tensors_in,
+    written,
 )
 from ._placed_call import PlacedCall, placed_engine
 from ._reference import modified_scores, multiplicity, reference_attention
+from ._run import run
 from ._score_mod import ScoreMod, probe
 from ._tuned import TuningKey, TuningResult, chosen, num_measured, remember, result_of
 from .flex import (

@@ -14,6 +14,7 @@ from ..masks.orders import Placement
 from ..masks.patterns import blank, names, tables
 from ..masks.planning import ANYTHING, Allowed, Choice, Operands, Plan, plan, plan_at
 from ..masks.text import read_text
+from ._ops import read_written, written
 
 _FEW_BYTES = 1 << 14  # run-time tensors up to this size are digested faster than resolved
 
@@ -39,10 +40,35 @@ class CallKey(NamedTuple):
     placement: str = ""
 
     @classmethod
-    def of(cls, pattern: str, *fields: Any) -> CallKey:
-        """From an op's arguments, which in a trace have symbolic sizes and the block size as a list."""
-        *numbers, block_size, placement = fields if isinstance(fields[-1], str) else (*fields, "")
-        return cls._make((pattern, *map(int, numbers), tuple(block_size), placement))
+    def at(
+        cls,
+        q: Tensor,
+        k: Tensor,
+        pattern: str,
+        *,
+        num_heads_global: int,
+        head_offset: int = 0,
+        q_offset: int = 0,
+        k_offset: int = 0,
+        rate: int = 1,
+        block_size: tuple[int, ...] = (),
+        placement: str = "",
+    ) -> CallKey:
+        """Call of these tensors."""
+        sizes = (q.shape[1], k.shape[1], q.shape[2], k.shape[2], q_offset, k_offset)
+        return cls(pattern, *sizes, head_offset, num_heads_global, rate, block_size, placement)
+
+    @property
+    def arguments(self) -> tuple[str, int, int]:
+        """(constants of the call as text, q_offset, k_offset): with the tensors' shapes, all that an op needs."""
+        return written((self.pattern, *self[7:])), self.q_offset, self.k_offset
+
+    @classmethod
+    def of(cls, q: Tensor, k: Tensor, constants: str, q_offset: int, k_offset: int) -> CallKey:
+        """From an op's tensors and `arguments`. In a trace this makes symbolic sizes and offsets constants."""
+        pattern, *others = read_written(constants)
+        sizes = (q.shape[1], k.shape[1], q.shape[2], k.shape[2], q_offset, k_offset)
+        return cls._make((pattern, *map(int, sizes), *others))
 
     @property
     def first(self) -> tuple[int, int, int]:
@@ -129,6 +155,12 @@ class CallKey(NamedTuple):
             num_heads_global=self.num_heads_global,
             **how,
         )
+
+
+def check_heads(constants: str) -> None:
+    """Raise ValueError if the pattern is for another number of heads; `attend` does not check that in a trace."""
+    pattern, _, num_heads_global, *_ = read_written(constants)
+    read_text(pattern).check_heads(num_heads_global)
 
 
 @plans

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -19,21 +20,40 @@ def sum_dtype(x: Tensor) -> torch.dtype:
     return torch.promote_types(x.dtype, torch.float32)
 
 
-def merge(
-    out: Float[Tensor, "*rows D"], lse: Float[Tensor, "*rows"], part: Float[Tensor, "*rows D"], part_lse: Tensor
-) -> tuple[Float[Tensor, "*rows D"], Float[Tensor, "*rows"]]:
-    """Merge (out, lse) with (part, part_lse) over equal queries; a key that is in both counts twice.
+Part = tuple[Float[Tensor, "*rows D"], Float[Tensor, "*rows"]]  # (out, natural lse) over some of the keys
 
-    A row without keys in both has output 0, lse -inf and gradient 0. lses are natural logs.
+
+def merge(parts: Sequence[Part], scores: Sequence[Float[Tensor, "#*rows"]] = ()) -> Part:
+    """(out, lse) of one softmax over the keys of all parts and, for each of `scores`, one more key of value 0.
+
+    A key in several parts counts as often. out is summed in float32 or wider and has the dtype of the first part. A row
+    without keys has output 0, lse -inf and gradient 0; a score of -inf adds no key.
     Source: LongNet, arXiv 2307.02486, eq. 10.
     """
-    absent = part_lse == -torch.inf
-    # inf - inf is NaN, also in gradients of unused branches, so infinities are replaced before the arithmetic.
-    gap = torch.where(absent, 0.0, part_lse) - torch.where(absent, 0.0, lse)
-    share = torch.where(absent, 0.0, torch.sigmoid(gap))
-    both = torch.logaddexp(torch.where(absent, 0.0, lse), torch.where(absent, 0.0, part_lse))
-    joined = torch.where(absent, lse, both)
-    return torch.lerp(out, part.to(out.dtype), share.unsqueeze(-1).to(out.dtype)), joined
+    lses = [lse for _, lse in parts]
+    lses += [score.to(lses[0].dtype) for score in scores]
+    if len(lses) == 1:
+        return parts[0]
+    top = lses[0].detach()
+    for lse in lses[1:]:
+        top = torch.maximum(top, lse.detach())
+    top = torch.where(top == -torch.inf, 0.0, top)  # -inf - -inf would be NaN, also in gradients
+    weights = [torch.exp(lse - top) for lse in lses]
+    total = add(weights)
+    empty = total == 0
+    some = torch.where(empty, 1.0, total)
+    out = add(
+        [out.to(sum_dtype(out)) * (weight / some)[..., None] for (out, _), weight in zip(parts, weights, strict=False)]
+    )
+    return out.to(parts[0][0].dtype), torch.where(empty, -torch.inf, top + torch.log(some))
+
+
+def add(terms: Sequence[Tensor]) -> Tensor:
+    """Sum of tensors, without a leading 0, which would be an operation of its own in a graph."""
+    total = terms[0]
+    for each in terms[1:]:
+        total = total + each
+    return total
 
 
 def shares_of(lses: Float[Tensor, "..."], dim: int) -> tuple[Float[Tensor, "..."], Float[Tensor, "..."]]:
@@ -56,26 +76,15 @@ def shares_of(lses: Float[Tensor, "..."], dim: int) -> tuple[Float[Tensor, "..."
 def with_sinks(
     out: Float[Tensor, "B H N D"], lse: Float[Tensor, "B H N"], sinks: Float[Tensor, " H"]
 ) -> tuple[Float[Tensor, "B H N D"], Float[Tensor, "B H N"]]:
-    """(out, lse) with each row's sink in its softmax: merged with a part of output 0 whose lse is the sink."""
-    return _with_scores(out, lse, sinks.to(lse.dtype)[:, None])
+    """(out, lse) with each row's sink in its softmax."""
+    return merge([(out, lse)], [sinks[:, None]])
 
 
 def with_zero_keys(
     out: Float[Tensor, "B H N D"], lse: Float[Tensor, "B H N"], count: Int64[Tensor, "H N"]
 ) -> tuple[Float[Tensor, "B H N D"], Float[Tensor, "B H N"]]:
     """(out, lse) with `count` more keys of score 0 and value 0 in each row: a pattern's zero padding."""
-    return _with_scores(out, lse, count.to(lse.dtype).log())
-
-
-def _with_scores(out: Tensor, lse: Tensor, scores: Tensor) -> tuple[Tensor, Tensor]:
-    """(out, lse) with one more key of this score and value 0 in each row; no key where the score is -inf.
-
-    `merge` would lose precision in out where the added key's share is near 1.
-    """
-    none = scores == -torch.inf
-    finite, scores = lse.masked_fill(none, 0.0), scores.masked_fill(none, 0.0)
-    kept = torch.sigmoid(finite - scores).masked_fill(none, 1.0)
-    return out * kept.unsqueeze(-1).to(out.dtype), torch.where(none, lse, torch.logaddexp(finite, scores))
+    return merge([(out, lse)], [count.to(lse.dtype).log()])
 
 
 def padded_rows(

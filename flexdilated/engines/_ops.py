@@ -1,12 +1,14 @@
-"""Custom ops of this package: their common checks, ops with a call's fields as arguments, and attention's gradient."""
+"""Custom ops of this package: their common checks, a call's constants as text, and attention's gradient."""
 
 from __future__ import annotations
 
 import warnings
+from ast import literal_eval
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from inspect import Parameter, signature
-from typing import TYPE_CHECKING, Any, NoReturn, get_args, get_origin, get_type_hints
+from functools import lru_cache
+from inspect import signature
+from typing import TYPE_CHECKING, Any, NoReturn, get_origin
 
 import torch
 from torch import Tensor
@@ -102,46 +104,27 @@ def own_op(name: str) -> Callable[[Callable[..., Any]], CustomOpDef]:
     return make
 
 
-def flat_op(name: str) -> Callable[[Callable[..., Any]], CustomOpDef]:
-    """Makes an op of a function with one named tuple argument, in place of which the op takes the tuple's fields.
-
-    Such an op is called with `*call`. The function gets the tuple from its class's `of`, which converts lists back to
-    tuples and symbolic sizes to integers.
-    """
-
-    def make(function: Callable[..., Any]) -> CustomOpDef:
-        given = signature(function, eval_str=True)
-        parameters = list(given.parameters.values())
-        begin, kind = next((i, x.annotation) for i, x in enumerate(parameters) if hasattr(x.annotation, "_fields"))
-        end = begin + len(kind._fields)
-
-        def flat(*arguments: Any) -> Any:
-            return function(*arguments[:begin], kind.of(*arguments[begin:end]), *arguments[end:])
-
-        parameters[begin : begin + 1] = _fields(kind)
-        flat.__signature__ = given.replace(parameters=parameters)
-        return own_op(name)(flat)
-
-    return make
+def written(values: Iterable[str | int | float | tuple[int, ...] | None]) -> str:
+    """Plain values of a call as one text, which ops take as an argument: a constant of graphs and exported programs."""
+    return "\n".join([f"{each!r}" for each in values])
 
 
-def _fields(kind: type) -> list[Parameter]:
-    """Fields of a named tuple as parameters with types that an op schema supports."""
-    return [
-        Parameter(
-            name,
-            Parameter.POSITIONAL_OR_KEYWORD,
-            annotation=list[get_args(hint)[0]] if get_origin(hint) is tuple else hint,
-        )
-        for name, hint in get_type_hints(kind).items()
-    ]
+@lru_cache(maxsize=4096)
+def read_written(constants: str) -> tuple[Any, ...]:
+    """The values of a text from `written`."""
+    return tuple(map(literal_eval, constants.split("\n")))
+
+
+def functions_in(constants: str) -> object:
+    """Reference that keeps the custom functions of patterns in these values alive while a graph needs them."""
+    return [kept_functions(each) for each in read_written(constants) if isinstance(each, str)]
 
 
 def set_gradient(op: CustomOpDef, backward_op: CustomOpDef, *, refusal: str, over_ranks: bool = False) -> None:
     """Registers `backward_op` as the gradient of `op`; a second derivative raises RuntimeError(refusal).
 
     op: (q, k, v, sinks, bindings, *options) -> (out, lse, *kept); `kept` is for the backward only, and the first option
-    is the pattern in JSON.
+    is the text of the call's constants.
     backward_op: (grad_out, grad_lse, q, k, v, out, lse, *kept, bindings, *options) -> (dq, dk, dv).
     over_ranks: run the backward even without an incoming gradient, as other ranks wait for data from this one.
     """
@@ -150,7 +133,7 @@ def set_gradient(op: CustomOpDef, backward_op: CustomOpDef, *, refusal: str, ove
         q, k, v, sinks, bindings, *options = inputs
         ctx.save_for_backward(q, k, v, sinks, *output, *copies(bindings))
         ctx.options, ctx.num_outputs = options, len(output)
-        ctx.kept = kept_functions(options[0])
+        ctx.kept = functions_in(options[0])
         ctx.set_materialize_grads(False)
 
     def backward(ctx, grad_out, grad_lse, *_):

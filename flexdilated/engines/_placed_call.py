@@ -11,8 +11,8 @@ from ..masks.core import device_kind
 from ..masks.orders import Placement
 from ._call_key import CallKey
 from ._merge import WholeRows
-from .flex._flex_op import flex
-from .tiles._tiles_op import attention, gradients, tiles
+from ._run import run
+from .tiles._tiles_op import attention, gradients
 
 # B batch, H query heads, G key/value heads, L queries, M keys, D head dim
 
@@ -42,11 +42,8 @@ class PlacedCall:
     ) -> tuple[Tensor, Tensor | None]:
         """(out, lse or None). With `wide`, which has no gradient, tiles returns out in the dtype of lse."""
         if self.engine == "tiles" and wide:
-            return attention(self._key(q, k), q, k, v, sinks, bindings, self.scale, wide=True)
-        if self.engine == "tiles":
-            return tiles(q, k, v, sinks, bindings, *self._key(q, k), self.scale)
-        options = {"scale": self.scale, "score_mod": None, "sinks": sinks, "return_lse": return_lse}
-        return flex(q, k, v, bindings, self._key(q, k), **options)
+            return attention(self.key(q, k), q, k, v, sinks, bindings, self.scale, wide=True)
+        return run(self.engine, q, k, v, sinks, bindings, self.key(q, k), self.scale, return_lse=return_lse)
 
     def backward(
         self, q: Tensor, k: Tensor, v: Tensor, bindings: list[Tensor], whole: WholeRows
@@ -56,7 +53,7 @@ class PlacedCall:
         The gradients of all parts sum to the gradients of the whole; tiles returns them in float32 or wider.
         """
         if self.engine == "tiles":
-            return gradients(self._key(q, k), q, k, v, bindings, whole, self.scale, wide=True)
+            return gradients(self.key(q, k), q, k, v, bindings, whole, self.scale, wide=True)
         with torch.enable_grad():
             q, k, v = (x.detach().requires_grad_() for x in (q, k, v))
             part, part_lse = self.forward(q, k, v, None, bindings)
@@ -65,14 +62,10 @@ class PlacedCall:
         dq, dk, dv = torch.autograd.grad((part, part_lse), (q, k, v), sent)
         return dq, dk, dv
 
-    def key(self, num_heads: int, num_kv_heads: int, num_queries: int, num_keys: int) -> CallKey:
-        """CallKey of the call for these sizes."""
-        heads = (self.head_offset, self.num_heads_global)
-        sizes = (num_heads, num_kv_heads, num_queries, num_keys)
-        return CallKey(self.pattern, *sizes, 0, 0, *heads, 1, self.sides, self.placement.text)
-
-    def _key(self, q: Tensor, k: Tensor) -> CallKey:
-        return self.key(q.shape[1], k.shape[1], q.shape[2], k.shape[2])
+    def key(self, q: Tensor, k: Tensor) -> CallKey:
+        """The call of these tensors."""
+        heads = {"head_offset": self.head_offset, "num_heads_global": self.num_heads_global}
+        return CallKey.at(q, k, self.pattern, **heads, block_size=self.sides, placement=self.placement.text)
 
 
 def placed_engine(engine: str, device: torch.device) -> str:

@@ -125,9 +125,10 @@ def _from_data(data: Any) -> dict[TuningKey, TuningResult]:
     read = {}
     for each in data["choices"]:
         kind, dtype, head_dim = each["at"]
-        pattern, *fields = each["call"]
+        pattern, *numbers, block_size, placement = each["call"]
         ways = tuple((str(layout), tuple(map(int, sides))) for layout, sides in each["ways"])
         choice = Choice(bool(each["together"]), ways)
-        key = TuningKey(CallKey.of(pattern, *fields), str(kind), str(dtype), int(head_dim))
+        call = CallKey._make((str(pattern), *map(int, numbers), tuple(map(int, block_size)), str(placement)))
+        key = TuningKey(call, str(kind), str(dtype), int(head_dim))
         read[key] = TuningResult(choice, bool(each["backward"]))
     return read

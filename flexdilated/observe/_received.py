@@ -74,7 +74,7 @@ def attention_received(
     if 0 in q.shape or 0 in k.shape:
         return lse.new_zeros(q.shape[0], q.shape[1], k.shape[2])
     if chosen == "tiles":
-        return _by_tiles(q, k, lse, tensors, *call, factor)
+        return _by_tiles(q, k, lse, tensors, *call.arguments, factor)
     options |= {"scale": factor, "num_heads_global": call.num_heads_global}
     return _by_autograd(q, k, lse, pattern, bindings=bindings, engine=chosen, **options)
 

@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
+from ..engines import read_written, written
 from ..masks import Mixture, Pattern
 from ..masks.core import Extent, plans
 from ..masks.patterns import alike, names
@@ -35,14 +36,18 @@ class SelectionCall(NamedTuple):
     share: str
     coarse_block: int
     coarse_query_block: int
-    q_offset: int
     scale: float
+    q_offset: int
+
+    @property
+    def arguments(self) -> tuple[str, int]:
+        """(constants of the call as text, q_offset): the arguments of an op."""
+        return written(self[:-1]), self.q_offset
 
     @classmethod
-    def of(cls, *fields: Any) -> SelectionCall:
-        """From an op's arguments, which in a trace have symbolic sizes."""
-        hints = cls.__annotations__
-        return cls._make(int(x) if hints[name] == "int" else x for name, x in zip(cls._fields, fields, strict=True))
+    def of(cls, constants: str, q_offset: int) -> SelectionCall:
+        """From an op's arguments; in a trace q_offset is symbolic."""
+        return cls._make((*read_written(constants), q_offset))
 
     def rows(self, q: Tensor, k: Tensor) -> Rows:
         return Rows(q.shape[2], k.shape[2], self.q_offset, self.block, self.query_block, self.whole)

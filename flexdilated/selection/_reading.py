@@ -80,7 +80,7 @@ class Reading(NamedTuple):
         """Number of pairs that `rule` allows, over all heads and batch entries: the denominator of a density."""
         call = self.own.call(self.rule, self.options["q_offset"], 1.0)
         both = self.own.with_always(self.rule)
-        return selection_pairs(q, k, run_time_tensors(both, self.bindings, has_values=not q.is_meta), *call)
+        return selection_pairs(q, k, run_time_tensors(both, self.bindings, has_values=not q.is_meta), *call.arguments)
 
     def attend(
         self, q: Tensor, k: Tensor, v: Tensor, pattern: Pattern, blocks: Int64[Tensor, "B T R most"] | None = None
@@ -108,10 +108,7 @@ class Reading(NamedTuple):
         for place in range(blocks.shape[-1]):
             out, lse = self.attend(q, k, v, one, blocks[..., place : place + 1])
             found.append((out, lse + biases[..., place].to(lse.dtype)))
-        out, lse = found[0]
-        for part in found[1:]:
-            out, lse = merge(out, lse, *part)
-        return out, lse
+        return merge(found)
 
     def _of_queries(self, scores: Float[Tensor, "B T R most"], q: Tensor) -> Float[Tensor, "B H N most"]:
         """Scores of each query's row, for each head."""

@@ -10,8 +10,7 @@ import torch
 from jaxtyping import Bool, Float, Int64
 from torch import Tensor
 
-from ..engines import autograd_on, copies, flat_op, no_gradients, refuse, sum_dtype
-from ..masks.text import kept_functions
+from ..engines import autograd_on, copies, functions_in, no_gradients, own_op, refuse, sum_dtype
 from ._boxes import NOTHING, PARTIAL_VIEW, UNCHOSEN, Boxes, Rows, boxes_of
 from ._call import HeadPart, SelectionCall, parts_of
 from ._choose import choose, masked_lse
@@ -155,24 +154,30 @@ def choose_blocks(
     return blocks, places, found, density, cut.to(found.dtype) / max(1, blocks.shape[:3].numel())
 
 
-@flat_op("flexdilated::select_blocks")
+@own_op("flexdilated::select_blocks")
 def select_blocks(
-    q: Tensor, k: Tensor, given: Tensor | None, coarse: Tensor | None, bindings: list[Tensor], call: SelectionCall
+    q: Tensor,
+    k: Tensor,
+    given: Tensor | None,
+    coarse: Tensor | None,
+    bindings: list[Tensor],
+    constants: str,
+    q_offset: int,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """`choose_blocks` as an op; boxes are looked up at run time, so other sizes need no retracing."""
-    return choose_blocks(q, k, given, coarse, bindings, call)
+    return choose_blocks(q, k, given, coarse, bindings, SelectionCall.of(constants, q_offset))
 
 
 @select_blocks.register_fake
-def _(q, k, given, coarse, bindings, *options):
-    call = SelectionCall._make(options)  # its sizes may be symbolic
+def _(q, k, given, coarse, bindings, *arguments):
+    call = SelectionCall.of(*arguments)
     shape = (q.shape[0], call.tables(q, k), call.rows(q, k).number, call.most)
     blocks, places = (q.new_empty(shape, dtype=torch.int64) for _ in range(2))
     found = q.new_empty(shape, dtype=sum_dtype(q))
     return blocks, places, found, *(found.new_empty(()) for _ in range(2))
 
 
-@flat_op("flexdilated::select_blocks_backward")
+@own_op("flexdilated::select_blocks_backward")
 def select_blocks_backward(
     grad: Tensor,
     q: Tensor,
@@ -181,9 +186,11 @@ def select_blocks_backward(
     coarse: Tensor | None,
     places: Tensor,
     bindings: list[Tensor],
-    call: SelectionCall,
+    constants: str,
+    q_offset: int,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """(dq, dk, dgiven) from the gradient of the chosen scores; tensors of shape (0,) for unused ones."""
+    call = SelectionCall.of(constants, q_offset)
     rows, parts = call.rows(q, k), parts_of(call, bindings, q, k)
     leaves = [x.detach().requires_grad_() for x in ((q, k) if given is None else (given,))]
     totals = [torch.zeros_like(x, dtype=sum_dtype(x)) for x in leaves]
@@ -205,7 +212,7 @@ def select_blocks_backward(
 
 
 @select_blocks_backward.register_fake
-def _(grad, q, k, given, coarse, places, bindings, *options):
+def _(grad, q, k, given, *others):
     if given is None:
         return torch.empty_like(q), torch.empty_like(k), grad.new_empty(0)
     return grad.new_empty(0), grad.new_empty(0), torch.empty_like(given)
@@ -244,19 +251,18 @@ def sides(
 
 
 def _remember(ctx, inputs, output) -> None:
-    q, k, given, coarse, bindings, *options = inputs
+    q, k, given, coarse, bindings, *ctx.arguments = inputs
     ctx.save_for_backward(q, k, given, coarse, output[1], *copies(bindings))
-    ctx.options = options
-    ctx.kept = [kept_functions(text) for text in options[:2] if text]
+    ctx.kept = functions_in(ctx.arguments[0])
     ctx.set_materialize_grads(False)
 
 
 def _backward(ctx, grad_blocks, grad_places, grad_scores, *_):
     q, k, given, coarse, places, *bindings = ctx.saved_tensors
-    without = no_gradients(bindings, ctx.options)
+    without = no_gradients(bindings, ctx.arguments)
     if grad_scores is None:
         return None, None, None, None, *without
-    dq, dk, dgiven = select_blocks_backward(grad_scores, q, k, given, coarse, places, bindings, *ctx.options)
+    dq, dk, dgiven = select_blocks_backward(grad_scores, q, k, given, coarse, places, bindings, *ctx.arguments)
     return (dq, dk, None, None, *without) if given is None else (None, None, dgiven, None, *without)
 
 
@@ -264,9 +270,12 @@ select_blocks.register_autograd(_backward, setup_context=_remember)
 select_blocks_backward.register_autograd(refuse("the scores of a selection have no second derivative"))
 
 
-@flat_op("flexdilated::selection_sides")
-def selection_sides(q: Tensor, k: Tensor, bindings: list[Tensor], call: SelectionCall) -> tuple[Tensor, Tensor]:
+@own_op("flexdilated::selection_sides")
+def selection_sides(
+    q: Tensor, k: Tensor, bindings: list[Tensor], constants: str, q_offset: int
+) -> tuple[Tensor, Tensor]:
     """(mask (B, H, R, query_block) of queries that see a key, mask (B, G, M) of keys that some row sees)."""
+    call = SelectionCall.of(constants, q_offset)
     rows, parts = call.rows(q, k), parts_of(call, bindings, q, k)
     places = torch.arange(rows.number * rows.query_block, device=q.device) - rows.lead
     # False outside the call's queries; but a row scored by its first query uses the first query in the call.
@@ -283,17 +292,18 @@ def selection_sides(q: Tensor, k: Tensor, bindings: list[Tensor], call: Selectio
 
 
 @selection_sides.register_fake
-def _(q, k, bindings, *options):
-    call = SelectionCall._make(options)
+def _(q, k, bindings, *arguments):
+    call = SelectionCall.of(*arguments)
     sees = q.new_empty((*q.shape[:2], call.rows(q, k).number, call.query_block), dtype=torch.bool)
     return sees, k.new_empty(k.shape[:3], dtype=torch.bool)
 
 
-@flat_op("flexdilated::selection_pairs")
-def selection_pairs(q: Tensor, k: Tensor, bindings: list[Tensor], call: SelectionCall) -> Tensor:
+@own_op("flexdilated::selection_pairs")
+def selection_pairs(q: Tensor, k: Tensor, bindings: list[Tensor], constants: str, q_offset: int) -> Tensor:
     """Number of pairs that `within` allows, over all heads and batch entries, as int64 of shape ()."""
     if 0 in q.shape or 0 in k.shape:
         return torch.zeros((), dtype=torch.int64, device=q.device)
+    call = SelectionCall.of(constants, q_offset)
     rows, number = call.rows(q, k), 0
     for part in parts_of(call, bindings, q, k):
         for some in rows.portions(q.shape[0] * q.shape[1] * rows.blocks):
@@ -303,5 +313,5 @@ def selection_pairs(q: Tensor, k: Tensor, bindings: list[Tensor], call: Selectio
 
 
 @selection_pairs.register_fake
-def _(q, k, bindings, *options):
+def _(q, *others):
     return q.new_empty((), dtype=torch.int64)

@@ -147,7 +147,7 @@ class SelectedAttention(nn.Module):
         elif self.gradient == "bias":
             out, lse = call.chosen(q, k, v, found.blocks, found.scores)
             if self.selector.always is not None:
-                out, lse = merge(out, lse, *call.attend(q, k, v, call.always))
+                out, lse = merge([(out, lse), call.attend(q, k, v, call.always)])
         else:
             out, lse = call.attend(q, k, v, call.read, found.blocks)
         return out if sinks is None else with_sinks(out, lse, sinks)[0]
@@ -281,7 +281,7 @@ def distill_loss(
     call = call._replace(most=num_blocks, amount=1.0, kind="top_p")
     student = selector.selected(q, k, coarse, tensors, call)
     with torch.no_grad():
-        blocks, _, mass, *_ = select_blocks(*exact, None, coarse, tensors, *call._replace(scorer="mass"))
+        blocks, _, mass, *_ = select_blocks(*exact, None, coarse, tensors, *call._replace(scorer="mass").arguments)
         candidates = _by_block(student._replace(scores=torch.zeros_like(student.scores)), num_blocks) == 0
         logs = _by_block(Selection(blocks, mass, mass, mass), num_blocks)
         total = masked_lse(logs, candidates)

@@ -186,7 +186,7 @@ class SelectedCache(KVCache):
             out, lse = reading.chosen(q, k, v, blocks, scores if self._biased else None)
             if self.selector.always is not None:
                 kept, kept_lse = super()._compute(q, held)
-                out, lse = merge(out, lse, kept.to(lse.dtype), kept_lse)
+                out, lse = merge([(out, lse), (kept.to(lse.dtype), kept_lse)])
         self._running = running
         return out, lse
 

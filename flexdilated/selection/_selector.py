@@ -216,7 +216,7 @@ class BlockSelector(nn.Module):
         if isinstance(self.scorer, nn.Module):
             given = self.by_module(self.scorer, q, k, bindings, call)
             q, k = q.detach(), k.detach()
-        blocks, _, scores, density, cut = select_blocks(q, k, given, coarse, bindings, *call)
+        blocks, _, scores, density, cut = select_blocks(q, k, given, coarse, bindings, *call.arguments)
         return Selection(blocks, scores, density.detach(), cut.detach())
 
     def by_module(
@@ -229,7 +229,7 @@ class BlockSelector(nn.Module):
         pools: Pools | None = None,
     ) -> Float[Tensor, "B X R C"]:
         """The module's scores of all blocks, X = H or G. Without `pools`, hidden keys are pooled as zeros."""
-        sees, seen = selection_sides(q.detach(), k.detach(), bindings, *call)
+        sees, seen = selection_sides(q.detach(), k.detach(), bindings, *call.arguments)
         rows = call.rows(q, k)
         queries = summaries(q, rows, range(rows.number), sees)
         if pools is None:
@@ -268,8 +268,8 @@ class BlockSelector(nn.Module):
             self.share,
             0 if coarse is None else coarse.block,
             0 if coarse is None else coarse.query_block,
-            q_offset,
             scale,
+            q_offset,
         )
 
     def _nothing(self, call: SelectionCall, q: Tensor, k: Tensor) -> Selection:

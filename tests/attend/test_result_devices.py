@@ -53,7 +53,7 @@ def test_tiles(name: str, with_sinks: bool):
     q, k, v = on_meta(1, 2, 32, 8), on_meta(1, 2, M, 8), on_meta(1, 2, M, 8)
     sinks = on_meta(2) if with_sinks else None
     key = CallKey(PATTERNS[name].text, 2, 2, 32, M, 0, 0, 0, 2, 1, ())
-    options = (*key, 1.0)
+    options = (*key.arguments, 1.0)
     out, lse = tiles._init_fn(q, k, v, sinks, [], *options)
     assert (out.device, lse.device) == (META, META)
     grads = tiles_backward._init_fn(out, torch.empty_like(lse), q, k, v, out, lse, [], *options)

@@ -19,6 +19,7 @@ from flexdilated import attend, masks
 from flexdilated.distributed import Sharding, _attend, traffic
 from flexdilated.distributed._exchange import exchange_backward_op, exchange_op
 from flexdilated.distributed._ring import ring_backward_op, ring_op
+from flexdilated.distributed.group import PlainCall
 from flexdilated.engines._placed_call import PlacedCall
 from flexdilated.masks.text._json import read_text
 from tests.support import oracle
@@ -246,20 +247,22 @@ ALL_CHECKS = ("test_schema", "test_autograd_registration", "test_faketensor", "t
 def checked(case: ShardedCase) -> None:
     """On the only rank: torch's own checks of the ops and their derivatives."""
     group = line().get_group().group_name
-    options = (case.pattern.text, 0.3, 0, 4, "tiles", [], list(case.sharding.numbers()), group, None, 0.0, "")
+    call = PlainCall(case.pattern.text, 0.3, 0, 4, "tiles", (), case.sharding.numbers(), group, None, 0.0, "")
     for op, backward_op in ((ring_op, ring_backward_op), (exchange_op, exchange_backward_op)):
         q, k, v, sinks = (x.clone().requires_grad_() for x in case.tensors)
         heads_inside = q.detach().transpose(1, 2).contiguous().transpose(1, 2).requires_grad_()
         for x, checks in ((q, ALL_CHECKS), (heads_inside, ALL_CHECKS[:3])):
-            torch.library.opcheck(op, (x, k, v, sinks, [], *options), test_utils=checks)
-            found = op(x, k, v, sinks, [], *options)
+            torch.library.opcheck(op, (x, k, v, sinks, [], call.constants), test_utils=checks)
+            found = op(x, k, v, sinks, [], call.constants)
             plain = [each.detach() for each in (*found[:2], x, k, v, *found)]
-            torch.library.opcheck(backward_op, (*plain, [], *options), test_utils=("test_schema", "test_faketensor"))
+            torch.library.opcheck(
+                backward_op, (*plain, [], call.constants), test_utils=("test_schema", "test_faketensor")
+            )
         (grad,) = torch.autograd.grad(found[0].square().sum(), x, create_graph=True)
         with pytest.raises(RuntimeError, match=r"the (ring|exchange) has no second derivative"):
             torch.autograd.grad(grad.sum(), x)
         with torch.no_grad():
-            assert op(q, k, v, sinks, [], *options)[0].grad_fn is None
+            assert op(q, k, v, sinks, [], call.constants)[0].grad_fn is None
 
 
 def test_the_ops_are_what_they_tell_torch():

@@ -19,8 +19,9 @@ from torch.torch_version import TorchVersion
 
 import flexdilated as fd
 from bench._catalogue import ENTRIES
-from flexdilated import _attend, _engines, masks
+from flexdilated import _engines, masks
 from flexdilated._attend import planned_call
+from flexdilated.engines import _run
 from flexdilated.engines.flex import _flash, _flex_op, _kernel_call
 from flexdilated.engines.flex._capability import NOT_NVIDIA, capability
 from flexdilated.engines.flex._flex import kind_of
@@ -174,7 +175,7 @@ def test_by_name_only(served):
 def test_a_call_has_the_blocks_of_its_device(served, capability, given, sides):
     served.capability = capability
     q = torch.randn(1, 1, 8, 64)
-    with patch.object(_attend, "flex", return_value=(q, None)) as flex:
+    with patch.object(_run, "flex", return_value=(q, None)) as flex:
         fd.attend(q, q, q, masks.causal(), engine="flash", block_size=given, kernel_options={"NAME": 2})
     assert flex.call_args.args[4].block_size == sides
     assert json.loads(flex.call_args.kwargs["kernel_options"]) == {"BACKEND": "FLASH", "NAME": 2}

@@ -23,7 +23,7 @@ from flexdilated.engines._call_key import CallKey
 from flexdilated.engines.flex import _program
 from flexdilated.engines.flex._flex import run_flex
 from flexdilated.engines.flex._flex_op import static_program
-from flexdilated.engines.flex._program import TABLES, FlexProgram, make_flex_program
+from flexdilated.engines.flex._program import TABLES, FlexProgram, make_flex_program, sides_that_fit
 from flexdilated.masks import planning
 from tests.support import oracle
 from tests.support.agreement import assert_agrees
@@ -32,7 +32,7 @@ from tests.support.strategies import Case, block_sides, cases, sinks, tensors, w
 
 # B batch, H query heads, G key/value heads, N queries, M keys, D head dim
 
-CPU = torch.device("cpu")
+CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 
 
 def dense_flex(
@@ -117,6 +117,13 @@ def test_lists_are_short_in_blocks_that_fit(data, smallest, most):
             assert side == smallest or side // 2 * len(step.term.heads) < most
         fd.masks.cache().clear()  # programs of such sides are nobody else's
     assert_agrees(around_dense(program, 0.5), drawn, case.counts(), scale=0.5)
+
+
+def test_many_segments_keep_small_blocks():
+    """Each padded segment is blocks of its own: larger ones would make no list shorter."""
+    pattern, N = masks.dilated(256, 2) & masks.causal(), 300_001
+    plan = CallKey(pattern.text, 2, 2, N, N, 0, 0, 0, 2, 1, ()).plan(device=CUDA, allowed=allowed_on(CUDA))
+    assert [sides_that_fit(term) for term in plan.terms] == [(128, 128)] * len(plan.terms)
 
 
 def test_a_million_causal_tokens_have_short_lists():

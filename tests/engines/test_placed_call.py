@@ -115,7 +115,7 @@ def test_partly_overlapping_terms_start_from_nothing():
 def test_flex_around_a_dense_kernel(part: Part, padded: bool, side: int):
     """Rows and keys by index, some of them held, others left out; dilated segments over their active tokens."""
     q, k, _ = part.tensors()
-    key = replace(part.call("flex"), sides=(side, side)).key(q.shape[1], k.shape[1], q.shape[2], k.shape[2])
+    key = replace(part.call("flex"), sides=(side, side)).key(q, k)
     with everything_padded() if padded else nullcontext():
         program = static_program(key, torch.device("cpu"))
     assert_agrees(around_dense(program, 0.5), part.tensors(), part.counts, scale=0.5)

@@ -10,10 +10,9 @@ from torch import Tensor
 
 from flexdilated import masks
 from flexdilated.engines._merge import merge, with_sinks
-from flexdilated.engines.flex._flex import merge_parts
 from flexdilated.engines.flex._flex_op import allowed_on
 from flexdilated.engines.flex._program import make_flex_program
-from flexdilated.engines.flex._slots import Rows, Side, Slots, _by_index, sides_of
+from flexdilated.engines.flex._slots import Rows, Side, _by_index, sides_of
 from flexdilated.masks import Layout
 from flexdilated.masks.planning import plan
 from tests.support.ladders import LONGNET_5
@@ -95,11 +94,11 @@ def test_one_merge_is_merging_one_by_one(num_parts, sinks, through, seed):
         out.masked_fill_(empty[..., None], 0.0)
     logits = torch.tensor([0.3, -torch.inf], dtype=torch.float64)
     leaves = [x.requires_grad_() for x in (*outs, *lses, *([logits] if sinks else []))]
-    everywhere = (Slots("all", 1), Rows(), 0)
-    found = merge_parts([(*everywhere, out) for out in outs], lses, logits if sinks else None, 5)
-    truth = outs[0], lses[0]
-    for out, lse in zip(outs[1:], lses[1:], strict=True):
-        truth = merge(*truth, out, lse)
+    parts = list(zip(outs, lses, strict=True))
+    found = merge(parts, [logits[:, None]] if sinks else [])
+    truth = parts[0]
+    for part in parts[1:]:
+        truth = merge([truth, part])
     truth = with_sinks(*truth, logits) if sinks else truth
     for each, expected in zip(found, truth, strict=True):
         torch.testing.assert_close(each, expected)
@@ -122,9 +121,8 @@ def test_one_merge_is_merging_one_by_one(num_parts, sinks, through, seed):
 def test_sums_over_terms_are_kept_wide():
     """Many small parts beside a large one: bfloat16 would lose them."""
     parts = [torch.full((1, 1, 4, 2), value, dtype=torch.bfloat16) for value in (256.0, *[1.0] * 64)]
-    out, _ = merge_parts([(Slots("all", 1), Rows(), 0, part) for part in parts], [torch.zeros(1, 1, 4)] * 65, None, 4)
-    assert out.dtype == torch.float32
-    torch.testing.assert_close(out, torch.full_like(out, 320 / 65))
+    out, _ = merge([(part, torch.zeros(1, 1, 4)) for part in parts])
+    assert torch.equal(out, torch.full_like(out, 320 / 65))
 
 
 @pytest.mark.parametrize("pattern", [masks.longnet(*LONGNET_5), masks.longnet(*LONGNET_5) & masks.causal()])

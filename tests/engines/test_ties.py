@@ -159,7 +159,7 @@ def by_shares(outs: Tensor, lses: Tensor) -> tuple[Tensor, Tensor]:
 def by_merges(outs: Tensor, lses: Tensor) -> tuple[Tensor, Tensor]:
     out, lse = outs[0], lses[0]
     for part, part_lse in zip(outs[1:], lses[1:], strict=True):
-        out, lse = merge(out, lse, part, part_lse)
+        out, lse = merge([(out, lse), (part, part_lse)])
     return out, lse
 
 

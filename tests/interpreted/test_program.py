@@ -101,7 +101,7 @@ def test_memory_and_launches(pattern: Any) -> None:
     assert 0.9 < found.backward_peak / training.peak < 1.5
     parts = len(pattern.branches())
     assert launches[0] <= 2 * parts + 2, "kernels of the forward"
-    assert launches[1] <= 4 * parts + 3, "kernels of both"
+    assert launches[1] <= 4 * parts + 4, "kernels of both; torch 2.15 does not join those of dk and dv"
 
 
 @contextmanager

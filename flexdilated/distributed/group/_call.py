@@ -13,14 +13,14 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 from hashlib import blake2b
-from typing import Any, NamedTuple, Self
+from typing import NamedTuple, Self
 from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
 from torch.distributed import DistError, ProcessGroup
 
-from ...engines import CallKey, PlacedCall, sum_dtype
+from ...engines import CallKey, PlacedCall, read_written, sum_dtype, written
 from ...masks.core import Expression
 from ...masks.orders import Placement
 from ...masks.patterns import names
@@ -51,16 +51,15 @@ class PlainCall(NamedTuple):
     error_bound: float
     pool: str
 
+    @property
+    def constants(self) -> str:
+        """The values as an op's argument."""
+        return written(self)
+
     @classmethod
-    def of(cls, *values: Any) -> Self:
-        """From an op's arguments, in which tracing replaces integers by symbolic sizes and tuples by lists."""
-        call = cls._make(values)
-        return call._replace(
-            head_offset=int(call.head_offset),
-            num_heads_global=int(call.num_heads_global),
-            block_size=tuple(map(int, call.block_size)),
-            sharding=tuple(map(int, call.sharding)),
-        )
+    def of(cls, constants: str) -> Self:
+        """From an op's argument."""
+        return cls._make(read_written(constants))
 
     def rows_of(self, q: Tensor) -> tuple[Tensor, Tensor]:
         """Empty (out, lse), as an op's shape rule; checks the heads too, which `attend` skips in a trace."""

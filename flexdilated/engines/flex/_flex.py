@@ -19,13 +19,13 @@ from torch.nn.functional import pad
 
 from ..._torch_private import equal_sizes_apart
 from ...masks.core import device_kind
-from .._merge import nothing, sum_dtype
+from .._merge import add, merge, nothing
 from .._operands import within_reach
 from .._ops import own_op
 from .._score_mod import ScoreMod, plain_values
 from ._kernel_call import Kernel, are_whole_blocks, call_kernel, is_flash
 from ._program import FlexProgram, FlexStep, Tables, tables_of, unpacked
-from ._slots import Rows, Side, Slots
+from ._slots import Side
 from ._traced import let_trace
 
 # B batch, H query heads, G key/value heads, N queries, M keys, D head dim
@@ -202,54 +202,19 @@ def _run(
     parts, lses = [], []
     for step, own in zip(steps, tables, strict=True):
         part, lse = _attend(step, own, q, k, v, score_mod, scale, needs_lse, kernel_options, kernel)
-        parts.append((step.structure.queries, step.queries.rows, step.queries.start, part))
-        lses.append(lse)
+        slots, rows, start = step.structure.queries, step.queries.rows, step.queries.start
+        parts.append(slots.put(part, rows, start, tokens, 0.0))
+        if lse is not None:
+            lses.append(slots.put(lse, rows, start, tokens, -torch.inf))
     if needs_lse:
-        out, lse = merge_parts(parts, lses, sinks, tokens)
+        out, lse = merge(list(zip(parts, lses, strict=True)), [] if sinks is None else [sinks[:, None]])
     else:
-        out, lse = _sum([slots.put(part, rows, start, tokens, 0.0) for slots, rows, start, part in parts]), None
+        out, lse = add(parts), None
     if enter is not None:
         slots, rows, _ = enter[0]
         out = slots.put(out, rows, 0, tokens, 0.0)
         lse = None if lse is None else slots.put(lse, rows, 0, tokens, -torch.inf)
     return out.to(dtype), lse
-
-
-Part = tuple[Slots, Rows, int, Float[Tensor, "B H S D"]]
-
-
-def merge_parts(
-    parts: Sequence[Part], lses: Sequence[Float[Tensor, "B H S"]], sinks: Float[Tensor, " H"] | None, tokens: int
-) -> tuple[Float[Tensor, "B H N D"], Float[Tensor, "B H N"]]:
-    """(out, lse) of one softmax over all parts of each row and its sink; an empty row has output 0 and lse -inf.
-
-    Source: LongNet, arXiv 2307.02486, eq. 10.
-    """
-    placed = zip(parts, lses, strict=True)
-    whole = [slots.put(lse, rows, start, tokens, -torch.inf) for (slots, rows, start, _), lse in placed]
-    (slots, rows, start, part), *others = parts
-    if not others and sinks is None:
-        return slots.put(part, rows, start, tokens, 0.0), whole[0]
-    logits = [] if sinks is None else [sinks.to(whole[0].dtype)[:, None]]
-    top = whole[0].detach()
-    for lse in (*whole[1:], *logits):
-        top = torch.maximum(top, lse.detach())
-    top = torch.where(top == -torch.inf, 0.0, top)
-    weights = [torch.exp(lse - top) for lse in (*whole, *logits)]
-    total = _sum(weights)
-    empty = total == 0
-    some = torch.where(empty, 1.0, total)
-    shares = [(weight / some)[..., None] for weight in weights[: len(parts)]]
-    rows_of_parts = [slots.put(part, rows, start, tokens, 0.0) for slots, rows, start, part in parts]
-    out = _sum([x.to(sum_dtype(x)) * share for x, share in zip(rows_of_parts, shares, strict=True)])
-    return out, torch.where(empty, -torch.inf, top + torch.log(some))
-
-
-def _sum(terms: Sequence[Tensor]) -> Tensor:
-    total = terms[0]
-    for each in terms[1:]:
-        total = total + each
-    return total
 
 
 def _attend(

@@ -18,7 +18,7 @@ from ...masks.planning import Allowed, Choice, Operands, Plan, machine_of
 from .._call_key import CallKey
 from .._merge import merge, with_sinks
 from .._operands import MOST_ELEMENTS, Hidden, readable
-from .._ops import flat_op
+from .._ops import own_op
 from .._score_mod import ScoreMod
 from .._tuned import chosen
 from ._flash import flash_cannot
@@ -99,16 +99,19 @@ def _cached(
     return cache().get(name, build, lambda program: program.nbytes, pattern=key.pattern, device=device)
 
 
-@flat_op("flexdilated::run_time_tables")
-def run_time_tables(q: Tensor, bindings: list[Tensor], key: CallKey) -> list[Tensor]:
+@own_op("flexdilated::run_time_tables")
+def run_time_tables(
+    q: Tensor, k: Tensor, bindings: list[Tensor], constants: str, q_offset: int, k_offset: int
+) -> list[Tensor]:
     """For each step of the program: block tables as in BlockMask, rows of run-time tables, hidden slots."""
+    key = CallKey.of(q, k, constants, q_offset, k_offset)
     program = run_time_program(key, q.device, bindings, len(q), key.operands(q))
     return [x.clone() if x.shape[-1] == width else pad(x, (0, width - x.shape[-1])) for x, width in _widths(program)]
 
 
 @run_time_tables.register_fake
-def _(q, bindings, *key):
-    found = CallKey.of(*key)
+def _(q, k, bindings, *arguments):
+    found = CallKey.of(q, k, *arguments)
     with own_modes():
         program = blank_program(found, q.device, bindings, int(q.shape[0]), found.operands(q))
         shapes = [((*x.shape[:-1], width), x.dtype) for x, width in _widths(program)]
@@ -252,8 +255,8 @@ def _flex(
     if table is not None and takes_table(table, key):
         return _with_table(q, k, v, bindings, key, table, **options)
     if torch.compiler.is_compiling():
-        program = traced("program", q, bindings, key)
-        program = with_tables(program, run_time_tables(q, bindings, *key)) if bindings else program
+        program = traced("program", q, k, bindings, key)
+        program = with_tables(program, run_time_tables(q, k, bindings, *key.arguments)) if bindings else program
         return run_flex(program, q, k, v, **options)
     if bindings:
         program = run_time_program(key, q.device, bindings, len(q), key.operands(q))
@@ -281,7 +284,7 @@ def _with_table(
         own = key._replace(pattern=table.others)
         part, part_lse = _flex(q, k, v, needed, own, sinks=None, return_lse=True, **how)
         assert part_lse is not None
-        out, lse = merge(out, lse, part, part_lse)
+        out, lse = merge([(out, lse), (part, part_lse)])
     if sinks is not None:
         out, lse = with_sinks(out, lse, sinks)
     return out.to(q.dtype), lse

@@ -161,13 +161,17 @@ def sides_that_fit(term: Term) -> tuple[int, int]:
     """
     lists = term.rule.num_entries() * (len(term.heads) if len(set(term.tables())) > 1 else 1)
 
+    def full(side: int) -> tuple[int, int]:
+        return _full_lists(term.in_blocks_of(side, side), (side, side))
+
     def are_short(side: int, by_row: int, by_column: int) -> bool:
-        columns, rows = _full_lists(term.in_blocks_of(side, side), (side, side))
+        columns, rows = full(side)
         numbers = 2 * lists * (rows * min(by_row, columns) + columns * min(by_column, rows))
         return numbers <= _MOST_NUMBERS
 
     side = TILE
-    while not are_short(side, term.k.num_slots, term.q.num_slots):
+    # Blocks beyond a segment of a padded term make its lists no shorter.
+    while not are_short(side, term.k.num_slots, term.q.num_slots) and full(2 * side) != full(side):
         side *= 2
     if side > TILE:
         by_row, by_column = _longest_lists(term.in_blocks_of(side, side), (side, side))

@@ -17,7 +17,7 @@ from ...masks.core import Bound, Box, MaskMod, Pattern, Progression, own_modes
 from ...masks.patterns import Rows, blank, names, require_row, require_tables, tables
 from ...masks.text import read_text
 from .._call_key import CallKey
-from .._ops import flat_op
+from .._ops import own_op
 from .._score_mod import ScoreMod, plain_values
 from .._selection import parted, selection_in, tensors_of
 from ._flex import compiled_flex, flex_in_graph, kind_of, require_compiling
@@ -158,9 +158,9 @@ def selected_flex(
     """(out, lse) over the table's pairs, eagerly by a separately compiled function, or under fullgraph=True."""
     table = bindings[parts.names.index(parts.leaf)].to(q.device)
     if torch.compiler.is_compiling():
-        found: Prepared = traced("selected", q, bindings, key)
+        found: Prepared = traced("selected", q, k, bindings, key)
         if found.held:
-            for held, rows in zip(found.held, _held_rows(q, bindings, *key), strict=True):
+            for held, rows in zip(found.held, _held_rows(q, k, bindings, *key.arguments), strict=True):
                 held.rows = rows
         rows = _rows_of(table, found)
         how = (score_mod, scale, kernel_options, flex_in_graph)
@@ -193,15 +193,18 @@ def _call_selected(of, rest, where, rows, classes, q, k, v, score_mod, scale, ke
 MAKERS["selected"] = lambda key, q, bindings: prepared(key, q.device, bindings, blank_rest=True)
 
 
-@flat_op("flexdilated::selected_rows")
-def _held_rows(q: Tensor, bindings: list[Tensor], key: CallKey) -> list[Tensor]:
+@own_op("flexdilated::selected_rows")
+def _held_rows(
+    q: Tensor, k: Tensor, bindings: list[Tensor], constants: str, q_offset: int, k_offset: int
+) -> list[Tensor]:
     """Rows of the other run-time tables of the pattern, for these values."""
+    key = CallKey.of(q, k, constants, q_offset, k_offset)
     return [held.rows.clone() for held in prepared(key, q.device, bindings).held]
 
 
 @_held_rows.register_fake
-def _(q, bindings, *key):
-    found = CallKey.of(*key)
+def _(q, k, bindings, *arguments):
+    found = CallKey.of(q, k, *arguments)
     with own_modes():
         held = prepared(found, q.device, bindings, blank_rest=True).held
         shapes = [(tuple(each.rows.shape), each.rows.dtype) for each in held]

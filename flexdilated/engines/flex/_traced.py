@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ...masks.core import own_modes
 from .._call_key import CallKey
-from .._ops import flat_op
+from .._ops import own_op
 from ._selected_flex import gathered
 from ._slots import moved
 
@@ -32,34 +32,35 @@ def traced_name(what: str, key: CallKey, bindings: Sequence[Tensor], q: Tensor) 
 
     Sizes are converted to numbers, as a fake implementation would format a dynamic size as a symbol.
     """
-    _, *numbers, block_size, placement = key
     shapes = [size for each in bindings for size in (each.dim(), *[int(n) for n in each.shape])]
-    sizes = " ".join([f"{each}" for each in (*numbers, *block_size, *key.operands(q), "tensors", *shapes)])
-    return f"{what} {q.device.type} {sizes} {placement} {key.pattern}"
+    sizes = " ".join([f"{each}" for each in (*key[1:7], *key.operands(q), "tensors", *shapes)])
+    return f"{what} {q.device.type} {sizes} {key.arguments[0]}"
 
 
 # By name, (call, q, bindings) -> the object for a trace of the call, independent of the values of run-time tensors.
 MAKERS: dict[str, Callable[[CallKey, Tensor, list[Tensor]], Any]] = {}
 
 
-def traced(what: str, q: Tensor, bindings: list[Tensor], key: CallKey) -> Any:
+def traced(what: str, q: Tensor, k: Tensor, bindings: list[Tensor], key: CallKey) -> Any:
     """The object that MAKERS[what] builds for a traced call.
 
     A trace can read an attribute but not build a plan; the fake implementation of an op runs during tracing and can.
     """
-    _prepare(q, bindings, what, *key)
+    _prepare(q, k, bindings, what, *key.arguments)
     return getattr(Traced, traced_name(what, key, bindings, q))
 
 
-@flat_op("flexdilated::prepare")
-def _prepare(q: Tensor, bindings: list[Tensor], what: str, key: CallKey) -> Tensor:
+@own_op("flexdilated::prepare")
+def _prepare(
+    q: Tensor, k: Tensor, bindings: list[Tensor], what: str, constants: str, q_offset: int, k_offset: int
+) -> Tensor:
     """No-op at run time; during tracing its fake implementation stores the object in `Traced`."""
     return q.new_empty(0)
 
 
 @_prepare.register_fake
-def _(q, bindings, what, *key):
-    found = CallKey.of(*key)
+def _(q, k, bindings, what, *arguments):
+    found = CallKey.of(q, k, *arguments)
     name = traced_name(what, found, bindings, q)
     let_trace()
     if name not in vars(Traced):

@@ -27,11 +27,10 @@ from ...masks.planning import (
     takes_mask,
     without_scattered_keys,
 )
-from ...masks.text import read_text
-from .._call_key import CallKey
+from .._call_key import CallKey, check_heads
 from .._gather import merge_
 from .._merge import WholeRows, add_sinks, sum_dtype
-from .._ops import flat_op, set_gradient
+from .._ops import own_op, set_gradient
 from .._selection import selection_in, without_table
 from .._tuned import chosen
 from ..rows._row_attention import Part, row_backward, row_forward
@@ -82,20 +81,24 @@ def _plain_first(options: tuple[Option, ...], kind: str) -> tuple[Option, ...]:
     )
 
 
-@flat_op("flexdilated::tiles")
+@own_op("flexdilated::tiles")
 def tiles(
     q: Tensor,
     k: Tensor,
     v: Tensor,
     sinks: Tensor | None,
     bindings: list[Tensor],
-    call: CallKey,
+    constants: str,
+    q_offset: int,
+    k_offset: int,
     scale: float,
 ) -> tuple[Tensor, Tensor]:
     """(out, lse) of a call; the plan is looked up at run time, so other sizes need no retracing.
 
-    k and v are cast to the dtype of q. Gradients of wider k and v are in their dtype, unrounded for further sums.
+    constants, q_offset, k_offset: as from `CallKey.arguments`. k and v are cast to the dtype of q. Gradients of wider k
+    and v are in their dtype, unrounded for further sums.
     """
+    call = CallKey.of(q, k, constants, q_offset, k_offset)
     return attention(call, q, k.to(q.dtype), v.to(q.dtype), sinks, bindings, scale)
 
 
@@ -150,14 +153,13 @@ def _forward(
 
 
 @tiles.register_fake
-def _(q, k, v, sinks, bindings, *options):
-    call = CallKey._make(options[:-1])  # its sizes may be symbolic
-    read_text(call.pattern).check_heads(int(call.num_heads_global))  # `attend` does not check it in a trace
+def _(q, k, v, sinks, bindings, constants, *options):
+    check_heads(constants)
     lse = q.new_empty(q.shape[:3], dtype=sum_dtype(q))
     return torch.empty_like(q), lse
 
 
-@flat_op("flexdilated::tiles_backward")
+@own_op("flexdilated::tiles_backward")
 def tiles_backward(
     grad_out: Tensor,
     grad_lse: Tensor | None,
@@ -167,10 +169,13 @@ def tiles_backward(
     out: Tensor,
     lse: Tensor,
     bindings: list[Tensor],
-    call: CallKey,
+    constants: str,
+    q_offset: int,
+    k_offset: int,
     scale: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """(dq, dk, dv) of `tiles`, in the dtypes of q, k and v."""
+    call = CallKey.of(q, k, constants, q_offset, k_offset)
     whole, keys = WholeRows(out, lse, grad_out, grad_lse), (k.to(q.dtype), v.to(q.dtype))
     dq, dk, dv = gradients(call, q, *keys, bindings, whole, scale, wide=k.dtype != q.dtype)
     return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype)

@@ -135,7 +135,7 @@ def work(monkeypatch: pytest.MonkeyPatch, pattern: masks.Pattern, *, batch: int,
         return run
 
     masks.cache().clear()
-    key = CallKey.of(pattern.text, 1, 1, num_tokens, num_tokens, 0, 0, 0, 1, 1, [])
+    key = CallKey(pattern.text, 1, 1, num_tokens, num_tokens, 0, 0, 0, 1, 1, ())
     bindings = run_time_tensors(pattern, None)
     q, k, v = (torch.zeros(batch, 1, num_tokens, 1) for _ in range(3))
     with monkeypatch.context() as patch:

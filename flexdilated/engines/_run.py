@@ -1,0 +1,65 @@
+"""One call by the chosen engine."""
+
+from __future__ import annotations
+
+from jaxtyping import Float
+from torch import Tensor
+
+from ..masks import Layout
+from ..masks.core import plans
+from ._call_key import CallKey
+from ._merge import nothing, sum_dtype
+from ._reference import reference_attention
+from ._score_mod import ScoreMod
+from .flex import BACKEND, Options, flash_sides, flex, options_text
+from .tiles import tiles
+
+# B batch, H query heads, G key/value heads, N queries, M keys, D head dim
+
+
+def run(
+    engine: str,
+    q: Float[Tensor, "B H N D"],
+    k: Float[Tensor, "B G M D"],
+    v: Float[Tensor, "B G M D"],
+    sinks: Float[Tensor, " H"] | None,
+    bindings: list[Tensor],
+    call: CallKey,
+    scale: float,
+    *,
+    score_mod: ScoreMod | None = None,
+    return_lse: bool = True,
+    kernel_options: Options = (),
+) -> tuple[Float[Tensor, "B H N D"], Float[Tensor, "B H N"] | None]:
+    """(out, lse) of a call that the engine serves; the lse may be None without `return_lse`.
+
+    bindings: the pattern's run-time tensors, ordered by name.
+    """
+    if 0 in q.shape or 0 in k.shape:
+        return nothing(q, k, v, sinks)
+    if engine == "tiles":
+        return tiles(q, k, v, sinks, bindings, *call.arguments, scale)
+    if engine == "reference":
+        return _reference(q, k, v, sinks, bindings, call, scale, score_mod)
+    if engine == "flash":
+        kernel_options = (*kernel_options, (BACKEND, "FLASH"))
+        call = call._replace(block_size=call.block_size or flash_sides(q.device, q.shape[-1]))
+    features = {"score_mod": score_mod, "sinks": sinks, "kernel_options": options_text(kernel_options)}
+    return flex(q, k, v, bindings, call, scale=scale, return_lse=return_lse, **features)
+
+
+def _reference(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    sinks: Tensor | None,
+    bindings: list[Tensor],
+    call: CallKey,
+    scale: float,
+    score_mod: ScoreMod | None,
+) -> tuple[Tensor, Tensor]:
+    queries, keys = call.layout, Layout(call.num_keys, call.rate)
+    natural = queries.invert(q), keys.invert(k), keys.invert(v)
+    bound = plans(call.bound)(call.rules(bindings))  # reads values of run-time tensors
+    out, lse = reference_attention(*natural, bound, scale=scale, score_mod=score_mod, sinks=sinks)
+    return queries.apply(out), queries.apply(lse, dim=-1).to(sum_dtype(q))
