@@ -9,6 +9,7 @@ import torch
 from jaxtyping import Bool, Float64, Int64
 from torch import Tensor
 
+from ..blocks import Budget, PairCounts, bounded_pairs, even_places, settle
 from ..core import (
     Box,
     Expression,
@@ -22,7 +23,6 @@ from ..core import (
     require_int,
 )
 from ..orders import Layout
-from ._bounded_pairs import Budget, PairCounts, bounded_pairs, even_places, settle
 
 # R rows, C columns of cells; B branches; P parts of cells
 
