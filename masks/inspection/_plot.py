@@ -1,13 +1,27 @@
-"""plot: draw a pattern as a picture; any window, any number of tokens."""
+"""plot: draw a pattern as a picture; any window, any number of tokens.
+
+This file decides what is drawn: window, cells and blocks of panels, colours, labels. `_plot_figure` draws it.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from itertools import chain, count
+from math import gcd
+from textwrap import shorten, wrap
 from typing import TYPE_CHECKING
 
+import torch
+from jaxtyping import Bool, Float64, Int64
+from torch import Tensor
+
 from ..core import (
+    EMPTY,
+    FULL,
     HEADS,
     LENGTH,
+    PARTIAL,
     Expression,
     advises,
     plans,
@@ -17,15 +31,27 @@ from ..core import (
     require_choice,
     require_expression,
     require_int,
+    tokens_format,
+    tokens_text,
 )
-from ..planning import block_sides
-from ._picture import BY_BLOCK, BY_BRANCH, Picture, window_of
+from ..planning import block_sides, layout
+from ._cells import Cells, count_cells, window_slots
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-ORDERS = ("natural", "residue")
+# R rows, C columns of cells; U, V rows and columns of blocks; a last axis of 3: red, green, blue
+
+WHITE, BEIGE = "#ffffff", "#f6ecd9"
+PAIR, PAIR_OF_FULL = "#4292c6", "#08519c"
+_ORDERS = ("natural", "residue")
 _MOST_PANELS, _MOST_PIXELS = 32, 2048
+_PALEST, _DECADES = 0.15, 5.0
+_DARKER = 0.68  # brightness factor for each doubling of the branches that allow a pair
+_LONGER = 4  # aspect ratio above which each side of a window has its own scale
+_TITLE_LINES = 3
+_LONG, _EVEN = 1 << 12, 1 << 6  # windows at least _LONG, or a multiple of _EVEN, have ticks at powers of two
+_MOST_TICKS, _TICK_ROOM, _TICK_GAP = 6, 40, 14  # ticks on an axis; pixels for a query tick, and between key labels
 
 
 @plans
@@ -45,23 +71,21 @@ def plot(
     keys: range | None = None,
     order: str | Sequence[str] = "natural",
     block_size: int | tuple[int, int] | None = None,
-    color_by: str = BY_BRANCH,
     size: int = 512,
     title: str | None = None,
     legend: bool = True,
 ) -> Figure:
     """Draw the allowed pairs: queries downwards, keys to the right, one panel for each head and order.
 
-    Each branch has a hue; a pair of several branches is darker, and closest in hue to the first of them. A window of at
-    most `size` tokens is drawn pair by pair. In a longer window a cell covers several pairs, and its colour strength is
-    their allowed share on a logarithmic scale.
+    A pair that several branches allow is darker; `flexdilated.viewer` shows which. A window of at most `size` tokens is
+    drawn pair by pair. In a longer window a cell covers several pairs, and its colour strength is their allowed share
+    on a logarithmic scale.
 
     queries, keys: the window, in slots of the order: positions in "natural" order, slots of `masks.layout` in "residue"
-    order. block_size: one side or (query side, key side); masked pairs inside computed blocks are then beige, full
-    blocks are framed, and white is never computed. color_by: "branch", or "block": pairs of full blocks dark, pairs of
-    partial blocks light, for all branches. size: approximate pixels along the longer side of a panel. legend: draw a
-    legend, with block counts. title: by default the expression; "" for none. batch: the batch entry, for run-time
-    tensors with a row for each.
+    order. block_size: one side or (query side, key side); the pairs of any branch are then dark in full blocks and
+    light in partial ones, masked pairs inside computed blocks are beige, and white is never computed. size: approximate
+    pixels along the longer side of a panel. legend: draw a legend, with block counts. title: by default the expression;
+    "" for none. batch: the batch entry, for run-time tensors with a row for each.
 
     Returns a matplotlib Figure, made without pyplot; `figure.savefig(path)` writes PNG, SVG or PDF, reproducibly byte
     by byte. Raises ImportError without matplotlib, ValueError or TypeError for invalid arguments.
@@ -81,15 +105,18 @@ def plot(
         num_keys=num_keys,
         num_heads=num_heads,
         heads=tuple(require_below("head", each, num_heads, "heads") for each in _several("head", head)),
-        orders=tuple(require_choice("order", each, ORDERS) for each in _several("order", order)),
+        orders=tuple(require_choice("order", each, _ORDERS) for each in _several("order", order)),
         batch=batch,
         window=window_of(num_tokens, num_keys, queries, keys, block=block, size=size),
         block=block,
-        color_by=require_choice("color_by", color_by, (BY_BRANCH, BY_BLOCK)),
         title=title,
         legend=require_bool("legend", legend),
     )
-    _check(picture)
+    panels = len(picture.heads) * len(picture.orders)
+    if panels > _MOST_PANELS:
+        raise ValueError(f"a picture has at most {_MOST_PANELS} panels, one for each head and order; got {panels}")
+    if title is not None and not isinstance(title, str):
+        raise TypeError(f"title must be text or None; got {type(title).__name__}")
     try:
         from ._plot_figure import draw
     except ImportError as error:
@@ -105,11 +132,265 @@ def _several(name: str, value: object) -> tuple:
     return several
 
 
-def _check(picture: Picture) -> None:
-    panels = len(picture.heads) * len(picture.orders)
-    if panels > _MOST_PANELS:
-        raise ValueError(f"a picture has at most {_MOST_PANELS} panels, one for each head and order; got {panels}")
-    if picture.color_by == BY_BLOCK and picture.block is None:
-        raise ValueError('color_by="block" needs block_size; got block_size=None')
-    if picture.title is not None and not isinstance(picture.title, str):
-        raise TypeError(f"title must be text or None; got {type(picture.title).__name__}")
+@dataclass(frozen=True)
+class Axis:
+    """One side of a window. Cells begin at multiples of `cell`, so the first and the last may extend beyond it."""
+
+    slots: range
+    cell: int
+    pixels: int  # per cell
+
+    @property
+    def first(self) -> int:
+        """First slot of the first cell."""
+        return self.slots.start // self.cell * self.cell
+
+    @property
+    def cells(self) -> int:
+        return -((self.first - self.slots.stop) // self.cell)
+
+    @property
+    def length(self) -> int:
+        """Length of the window in pixels."""
+        return max(1, round(self.pixels_of(len(self.slots))))
+
+    def pixels_of(self, slots: int) -> float:
+        """Length of this number of slots in pixels."""
+        return slots / self.cell * self.pixels
+
+
+@dataclass(frozen=True)
+class Window:
+    """The window of a picture: query slots downwards, key slots to the right."""
+
+    queries: Axis
+    keys: Axis
+
+
+@dataclass(frozen=True)
+class Picture:
+    """Contents and options of a picture: one panel for each head and order, all of one window."""
+
+    pattern: Expression
+    num_tokens: int
+    num_keys: int
+    num_heads: int
+    heads: tuple[int, ...]
+    orders: tuple[str, ...]
+    batch: int
+    window: Window
+    block: tuple[int, int] | None
+    title: str | None
+    legend: bool
+
+
+def window_of(
+    num_queries: int,
+    num_keys: int,
+    queries: range | None,
+    keys: range | None,
+    *,
+    block: tuple[int, int] | None,
+    size: int,
+) -> Window:
+    """Window of about `size` pixels along its longer side; one scale for both sides unless one is over 4 times longer.
+
+    Raises ValueError for slots out of range, and where blocks would be smaller than pixels.
+    """
+    q, k = window_slots("queries", queries, num_queries), window_slots("keys", keys, num_keys)
+    sides = (0, 0) if block is None else block
+    longer = max(len(q), len(k))
+    if longer > _LONGER * min(len(q), len(k)):
+        return Window(*(_axis(slots, len(slots), side, size) for slots, side in zip((q, k), sides, strict=True)))
+    return Window(*(_axis(slots, longer, gcd(*sides), size) for slots in (q, k)))
+
+
+def _whole_blocks(slots: range, side: int, limit: int) -> range:
+    """The slots of all blocks that the window touches."""
+    return range(slots.start // side * side, min(limit, -(-slots.stop // side) * side))
+
+
+def _axis(slots: range, scale: int, block: int, size: int) -> Axis:
+    least = -(-scale // size)
+    if not block:
+        cell = 1 << (least - 1).bit_length()
+    else:
+        fitting = [each for each in range(least, block + 1) if block % each == 0]
+        if not fitting:
+            raise ValueError(
+                f"to show {scale} tokens in {size} pixels, block sides must share a divisor of at least {least}; "
+                f"got {block}: take a smaller window, larger blocks or a larger size"
+            )
+        cell = fitting[0]
+    return Axis(slots, cell, max(1, round(size * cell / scale)))
+
+
+@dataclass(frozen=True)
+class WindowBlocks:
+    """State (EMPTY, PARTIAL or FULL) and number of allowed pairs of the blocks that a window touches.
+
+    As in block lists, a block that the end of the sequence cuts short is never FULL.
+    """
+
+    state: Int64[Tensor, "U V"]
+    area: Int64[Tensor, "U V"]
+    pairs: Float64[Tensor, "U V"]
+    sides: tuple[int, int]
+    first: tuple[int, int]  # block row and column of state[0, 0]
+    exact: bool
+
+    @property
+    def computed(self) -> Bool[Tensor, "U V"]:
+        return self.state != EMPTY
+
+    @property
+    def useful(self) -> float:
+        """Allowed share of the pairs in computed blocks."""
+        return float(self.pairs.sum()) / max(1, int(self.area[self.computed].sum()))
+
+
+@dataclass(frozen=True)
+class Panel:
+    """One head in one order; `share`: mean number of branches that allow a pair of each cell, or with blocks any."""
+
+    head: int
+    order: str
+    rate: int
+    share: Float64[Tensor, "R C"]
+    blocks: WindowBlocks | None
+
+
+def panel_of(picture: Picture, head: int, order: str) -> Panel:
+    """Count the pairs of a panel. Raises ValueError if the pattern is undefined in part of the window."""
+    pattern = picture.pattern if picture.block is None else picture.pattern.union
+    residue = layout(picture.pattern, picture.num_tokens)
+    rate = residue.rate if order == "residue" else 1
+    sizes = {"num_tokens": picture.num_tokens, "num_keys": picture.num_keys, "num_heads": picture.num_heads}
+    where = {**sizes, "head": head, "batch": picture.batch, "order": residue if rate > 1 else None}
+    q, k = picture.window.queries, picture.window.keys
+    cells = count_cells(pattern, **where, queries=q.slots, keys=k.slots, sides=(q.cell, k.cell))
+    blocks = None
+    if picture.block is not None:
+        rows = _whole_blocks(q.slots, picture.block[0], picture.num_tokens)
+        columns = _whole_blocks(k.slots, picture.block[1], picture.num_keys)
+        of_blocks = count_cells(pattern, **where, queries=rows, keys=columns, sides=picture.block)
+        blocks = _block_states(of_blocks, picture.block)
+    return Panel(head, order, rate, cells.likely / cells.area, blocks)
+
+
+def _block_states(cells: Cells, sides: tuple[int, int]) -> WindowBlocks:
+    state = torch.full_like(cells.area, PARTIAL)
+    state[cells.likely == 0] = EMPTY
+    state[cells.low == sides[0] * sides[1]] = FULL
+    first = (cells.window[0].start // sides[0], cells.window[1].start // sides[1])
+    return WindowBlocks(state, cells.area, cells.likely, sides, first, bool(cells.exact.all()))
+
+
+def rgb(colour: str) -> Float64[Tensor, " 3"]:
+    """#rrggbb as numbers from 0 to 1."""
+    return torch.tensor([int(colour[at : at + 2], 16) for at in (1, 3, 5)], dtype=torch.float64) / 255
+
+
+def paint(panel: Panel, window: Window) -> Float64[Tensor, "R C 3"]:
+    """Cell colours; with blocks, pairs of full blocks dark, and computed blocks beige where no pair is allowed."""
+    if panel.blocks is None:
+        return shade(panel.share, rgb(PAIR), rgb(WHITE))
+    states = _states(panel.blocks, window)
+    pairs = torch.stack([rgb(PAIR), rgb(PAIR_OF_FULL)])[(states == FULL).long()]
+    return shade(panel.share, pairs, torch.stack([rgb(WHITE), rgb(BEIGE)])[(states != EMPTY).long()])
+
+
+def shade(
+    share: Float64[Tensor, "..."], pairs: Float64[Tensor, "... 3"], ground: Float64[Tensor, "... 3"]
+) -> Float64[Tensor, "... 3"]:
+    """From the ground to the colour of pairs, logarithmic in the share; darker where pairs count more than once."""
+    strength = torch.where(share > 0, (1 + share.clamp(1e-12, 1).log10() / _DECADES).clamp(min=_PALEST), 0.0)
+    darker = _DARKER ** share.clamp(min=1).log2()
+    return ground.lerp(pairs * darker[..., None], strength[..., None])
+
+
+def _states(blocks: WindowBlocks, window: Window) -> Int64[Tensor, "R C"]:
+    """State of the block that contains each cell."""
+    places = []
+    for axis, side, first in zip((window.queries, window.keys), blocks.sides, blocks.first, strict=True):
+        places.append((axis.first + axis.cell * torch.arange(axis.cells)) // side - first)
+    return blocks.state[places[0]][:, places[1]]
+
+
+def axis_ticks(window: Window, *, letter: float) -> tuple[dict[int, str], dict[int, str]]:
+    """Labels of round slots of queries and of keys, in one unit; `letter` is the width of a letter in pixels."""
+    q, k = window.queries, window.keys
+    rows = _ticks(q.slots, max(1, min(_MOST_TICKS, q.length // _TICK_ROOM)))
+    most = _MOST_TICKS
+    while True:
+        columns = _ticks(k.slots, most)
+        text = tokens_format([*rows, *columns])
+        widest = letter * max(map(len, map(text, columns)), default=0)
+        if most == 1 or most * (widest + _TICK_GAP) <= k.length:
+            return {slot: text(slot) for slot in rows}, {slot: text(slot) for slot in columns}
+        most -= 1
+
+
+def _ticks(slots: range, most: int) -> list[int]:
+    """Ticks with at most `most` steps: quarters of the window, both ends included, if round; otherwise round_places."""
+    quarter = len(slots) // 4
+    if most >= 4 and quarter and len(slots) % 4 == 0 and slots.start % quarter == 0:
+        return list(range(slots.start, slots.stop + 1, quarter))
+    return list(round_places(slots, most))
+
+
+def title_lines(picture: Picture, *, letters: int) -> list[str]:
+    """Lines of the title, of at most `letters` letters; then the sizes, in a smaller font."""
+    if picture.title is None:
+        text = shorten(repr(picture.pattern), _TITLE_LINES * letters - 8, placeholder=" …")
+        lines = wrap(text, letters, break_on_hyphens=False)[:_TITLE_LINES]
+    else:
+        lines = [line for part in picture.title.splitlines() for line in wrap(part, letters)]
+    says_sizes = picture.title is None or (lines and picture.legend)
+    return [*lines, *(wrap(_sizes_text(picture), int(letters * 1.15)) if says_sizes else [])]
+
+
+def panel_title(picture: Picture, panel: Panel) -> str:
+    """Head and order of a panel; omits a single head and a lone natural order."""
+    words = [f"head {panel.head}"] if len(picture.heads) > 1 else []
+    if len(picture.orders) > 1 or panel.order != "natural":
+        words.append(f"residue order, mod {panel.rate}" if panel.order == "residue" else "natural order")
+    return ", ".join(words)
+
+
+def counts_text(blocks: WindowBlocks) -> str:
+    """Text: number of computed and of full blocks, and the allowed share of the computed pairs."""
+    computed, about = int(blocks.computed.sum()), "" if blocks.exact else "about "
+    full = int((blocks.state == FULL).sum())
+    of = f"{about}{computed:,} of {blocks.state.numel():,} blocks computed"
+    useful = f"{blocks.useful:.0%}" if blocks.useful >= 0.01 else f"{100 * blocks.useful:.2g}%"
+    return f"{of}, {full:,} full; {about}{useful} of their pairs allowed" if computed else of
+
+
+def _sizes_text(picture: Picture) -> str:
+    window = picture.window
+    sizes = [f"{tokens_text(picture.num_tokens)} token{'s' if picture.num_tokens > 1 else ''}"]
+    if picture.num_keys != picture.num_tokens:
+        sizes = [f"{tokens_text(picture.num_tokens)} queries, {tokens_text(picture.num_keys)} keys"]
+    if picture.num_heads > 1:
+        number, all_heads = len(picture.heads), picture.num_heads
+        some = f"{all_heads} heads" if number == all_heads else f"{number} of {all_heads} heads"
+        sizes.append(f"head {picture.heads[0]} of {all_heads}" if number == 1 else some)
+    if picture.block is not None:
+        sizes.append("blocks of {} × {}".format(*picture.block))
+    if max(window.queries.cell, window.keys.cell) > 1:
+        cell = f"{tokens_text(window.queries.cell)} × {tokens_text(window.keys.cell)}"
+        sizes.append(f"a cell is {cell} pairs")
+    return ", ".join(sizes)
+
+
+def round_places(window: range, most: int) -> range:
+    """Multiples of the smallest round step that divides the window into at most `most` steps; includes a round end.
+
+    Steps are powers of two for windows of at least 4096 slots or a multiple of 64, else 1, 2 or 5 times powers of 10.
+    """
+    binary = len(window) >= _LONG or len(window) % _EVEN == 0
+    powers: Iterable[int] = (1 << power for power in count())
+    tens = chain.from_iterable((10**power, 2 * 10**power, 5 * 10**power) for power in count())
+    step = next(step for step in (powers if binary else tens) if len(window) <= max(most, 1) * step)
+    return range(-(-window.start // step) * step, window.stop + 1, step)

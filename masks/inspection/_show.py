@@ -29,7 +29,7 @@ from ..core import (
 )
 from ..planning import layout
 from ._cells import Cells, count_cells, window_slots
-from ._picture import round_places
+from ._plot import round_places
 
 # R rows, C columns
 

@@ -36,8 +36,6 @@ BAD = {
         ValueError,
         "to show 1048576 tokens in 512 pixels, block sides must share a divisor of at least 2048; got 128: take",
     ),
-    "color_by": ({"color_by": "head"}, ValueError, "color_by must be one of 'branch', 'block'; got color_by='head'"),
-    "blocks unsaid": ({"color_by": "block"}, ValueError, 'color_by="block" needs block_size; got block_size=None'),
     "size": ({"size": 8}, ValueError, "size must be at least 16; got size=8"),
     "batch": ({"batch": 1}, ValueError, "batch must be below the number of batch entries; got batch=1 of 1"),
     "legend": ({"legend": "no"}, TypeError, "legend must be True or False; got legend='no'"),

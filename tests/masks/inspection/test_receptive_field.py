@@ -191,7 +191,7 @@ def test_samples_estimate_without_bias(monkeypatch: pytest.MonkeyPatch, number: 
     bound = (masks.dilated(32, 2) & masks.causal()).bind(num_heads=1, num_queries=64, num_keys=64)
     wanted, found = float(fields(dense(bound))[1].double().sum(1).mean()), []
     for seed in range(60):
-        monkeypatch.setattr("flexdilated.masks.inspection._pair_counts._SEED", seed)
+        monkeypatch.setattr("flexdilated.masks.inspection._receptive_field._SEED", seed)
         growth = follow_tokens(bound, number).growth
         found.append(growth[0][1:] if growth else (1.0, 0.0))  # tokens of odd number reach themselves alone
     means, errors = torch.tensor(found).unbind(1)
