@@ -106,8 +106,8 @@ def count_cells(
     parts = [branch.for_head(head, num_heads) for branch in rule.branches()]
     found = _count_each(set(parts), q, k)
     branches = tuple(found[part] for part in parts)
-    total = (torch.stack(each).sum(0) for each in zip(*branches, strict=True))
-    return Cells((q.window, k.window), q.edges, k.edges, q.sizes[:, None] * k.sizes, *total, branches)
+    low, high, likely = (torch.stack(each).sum(0) for each in zip(*branches, strict=True))
+    return Cells((q.window, k.window), q.edges, k.edges, q.sizes[:, None] * k.sizes, low, high, likely, branches)
 
 
 def _even_edges(name: str, window: range, cells: int) -> Int64[Tensor, " cells+1"]:

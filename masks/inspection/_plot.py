@@ -7,13 +7,14 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import chain, count
 from math import gcd
 from textwrap import shorten, wrap
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
-from jaxtyping import Bool, Float64, Int64
+from jaxtyping import Float64, Int64
 from torch import Tensor
 
 from ..core import (
@@ -159,8 +160,7 @@ class Axis:
         return slots / self.cell * self.pixels
 
 
-@dataclass(frozen=True)
-class Window:
+class Window(NamedTuple):
     """The window of a picture: query slots downwards, key slots to the right."""
 
     queries: Axis
@@ -205,48 +205,52 @@ def window_of(
     return Window(*(_axis(slots, longer, gcd(*sides), size) for slots in (q, k)))
 
 
-def _whole_blocks(slots: range, side: int, limit: int) -> range:
-    """The slots of all blocks that the window touches."""
-    return range(slots.start // side * side, min(limit, -(-slots.stop // side) * side))
-
-
 def _axis(slots: range, scale: int, block: int, size: int) -> Axis:
     least = -(-scale // size)
-    if not block:
-        cell = 1 << (least - 1).bit_length()
-    else:
-        fitting = [each for each in range(least, block + 1) if block % each == 0]
-        if not fitting:
-            raise ValueError(
-                f"to show {scale} tokens in {size} pixels, block sides must share a divisor of at least {least}; "
-                f"got {block}: take a smaller window, larger blocks or a larger size"
-            )
-        cell = fitting[0]
+    fitting = (each for each in range(least, block + 1) if block % each == 0)
+    cell = next(fitting, None) if block else 1 << (least - 1).bit_length()
+    if cell is None:
+        raise ValueError(
+            f"to show {scale} tokens in {size} pixels, block sides must share a divisor of at least {least}; "
+            f"got {block}: take a smaller window, larger blocks or a larger size"
+        )
     return Axis(slots, cell, max(1, round(size * cell / scale)))
 
 
 @dataclass(frozen=True)
 class WindowBlocks:
-    """State (EMPTY, PARTIAL or FULL) and number of allowed pairs of the blocks that a window touches.
+    """The blocks that a window touches: their cells, and their states EMPTY, PARTIAL or FULL.
 
     As in block lists, a block that the end of the sequence cuts short is never FULL.
     """
 
-    state: Int64[Tensor, "U V"]
-    area: Int64[Tensor, "U V"]
-    pairs: Float64[Tensor, "U V"]
+    cells: Cells
     sides: tuple[int, int]
-    first: tuple[int, int]  # block row and column of state[0, 0]
-    exact: bool
 
-    @property
-    def computed(self) -> Bool[Tensor, "U V"]:
-        return self.state != EMPTY
+    @cached_property
+    def state(self) -> Int64[Tensor, "U V"]:
+        state = torch.full_like(self.cells.area, PARTIAL)
+        state[self.cells.likely == 0] = EMPTY
+        state[self.cells.low == self.sides[0] * self.sides[1]] = FULL
+        return state
 
-    @property
-    def useful(self) -> float:
-        """Allowed share of the pairs in computed blocks."""
-        return float(self.pairs.sum()) / max(1, int(self.area[self.computed].sum()))
+    def state_of_cells(self, window: Window) -> Int64[Tensor, "R C"]:
+        """State of the block that contains each cell of a window."""
+        rows, columns = (
+            (axis.first + axis.cell * torch.arange(axis.cells)) // side - slots.start // side
+            for axis, side, slots in zip(window, self.sides, self.cells.window, strict=True)
+        )
+        return self.state[rows][:, columns]
+
+    def __str__(self) -> str:
+        """Number of computed and of full blocks, and the allowed share of the computed pairs."""
+        computed, about = self.state != EMPTY, "" if bool(self.cells.exact.all()) else "about "
+        of = f"{about}{int(computed.sum()):,} of {computed.numel():,} blocks computed"
+        if not bool(computed.any()):
+            return of
+        useful = float(self.cells.likely.sum()) / int(self.cells.area[computed].sum())
+        share = f"{useful:.0%}" if useful >= 0.01 else f"{100 * useful:.2g}%"
+        return f"{of}, {int((self.state == FULL).sum()):,} full; {about}{share} of their pairs allowed"
 
 
 @dataclass(frozen=True)
@@ -267,23 +271,18 @@ def panel_of(picture: Picture, head: int, order: str) -> Panel:
     rate = residue.rate if order == "residue" else 1
     sizes = {"num_tokens": picture.num_tokens, "num_keys": picture.num_keys, "num_heads": picture.num_heads}
     where = {**sizes, "head": head, "batch": picture.batch, "order": residue if rate > 1 else None}
-    q, k = picture.window.queries, picture.window.keys
+    q, k = picture.window
     cells = count_cells(pattern, **where, queries=q.slots, keys=k.slots, sides=(q.cell, k.cell))
     blocks = None
     if picture.block is not None:
-        rows = _whole_blocks(q.slots, picture.block[0], picture.num_tokens)
-        columns = _whole_blocks(k.slots, picture.block[1], picture.num_keys)
+        limits = picture.num_tokens, picture.num_keys
+        rows, columns = (
+            range(axis.slots.start // side * side, min(limit, -(-axis.slots.stop // side) * side))
+            for axis, side, limit in zip((q, k), picture.block, limits, strict=True)
+        )
         of_blocks = count_cells(pattern, **where, queries=rows, keys=columns, sides=picture.block)
-        blocks = _block_states(of_blocks, picture.block)
+        blocks = WindowBlocks(of_blocks, picture.block)
     return Panel(head, order, rate, cells.likely / cells.area, blocks)
-
-
-def _block_states(cells: Cells, sides: tuple[int, int]) -> WindowBlocks:
-    state = torch.full_like(cells.area, PARTIAL)
-    state[cells.likely == 0] = EMPTY
-    state[cells.low == sides[0] * sides[1]] = FULL
-    first = (cells.window[0].start // sides[0], cells.window[1].start // sides[1])
-    return WindowBlocks(state, cells.area, cells.likely, sides, first, bool(cells.exact.all()))
 
 
 def rgb(colour: str) -> Float64[Tensor, " 3"]:
@@ -295,7 +294,7 @@ def paint(panel: Panel, window: Window) -> Float64[Tensor, "R C 3"]:
     """Cell colours; with blocks, pairs of full blocks dark, and computed blocks beige where no pair is allowed."""
     if panel.blocks is None:
         return shade(panel.share, rgb(PAIR), rgb(WHITE))
-    states = _states(panel.blocks, window)
+    states = panel.blocks.state_of_cells(window)
     pairs = torch.stack([rgb(PAIR), rgb(PAIR_OF_FULL)])[(states == FULL).long()]
     return shade(panel.share, pairs, torch.stack([rgb(WHITE), rgb(BEIGE)])[(states != EMPTY).long()])
 
@@ -309,17 +308,9 @@ def shade(
     return ground.lerp(pairs * darker[..., None], strength[..., None])
 
 
-def _states(blocks: WindowBlocks, window: Window) -> Int64[Tensor, "R C"]:
-    """State of the block that contains each cell."""
-    places = []
-    for axis, side, first in zip((window.queries, window.keys), blocks.sides, blocks.first, strict=True):
-        places.append((axis.first + axis.cell * torch.arange(axis.cells)) // side - first)
-    return blocks.state[places[0]][:, places[1]]
-
-
 def axis_ticks(window: Window, *, letter: float) -> tuple[dict[int, str], dict[int, str]]:
     """Labels of round slots of queries and of keys, in one unit; `letter` is the width of a letter in pixels."""
-    q, k = window.queries, window.keys
+    q, k = window
     rows = _ticks(q.slots, max(1, min(_MOST_TICKS, q.length // _TICK_ROOM)))
     most = _MOST_TICKS
     while True:
@@ -358,17 +349,7 @@ def panel_title(picture: Picture, panel: Panel) -> str:
     return ", ".join(words)
 
 
-def counts_text(blocks: WindowBlocks) -> str:
-    """Text: number of computed and of full blocks, and the allowed share of the computed pairs."""
-    computed, about = int(blocks.computed.sum()), "" if blocks.exact else "about "
-    full = int((blocks.state == FULL).sum())
-    of = f"{about}{computed:,} of {blocks.state.numel():,} blocks computed"
-    useful = f"{blocks.useful:.0%}" if blocks.useful >= 0.01 else f"{100 * blocks.useful:.2g}%"
-    return f"{of}, {full:,} full; {about}{useful} of their pairs allowed" if computed else of
-
-
 def _sizes_text(picture: Picture) -> str:
-    window = picture.window
     sizes = [f"{tokens_text(picture.num_tokens)} token{'s' if picture.num_tokens > 1 else ''}"]
     if picture.num_keys != picture.num_tokens:
         sizes = [f"{tokens_text(picture.num_tokens)} queries, {tokens_text(picture.num_keys)} keys"]
@@ -378,9 +359,8 @@ def _sizes_text(picture: Picture) -> str:
         sizes.append(f"head {picture.heads[0]} of {all_heads}" if number == 1 else some)
     if picture.block is not None:
         sizes.append("blocks of {} × {}".format(*picture.block))
-    if max(window.queries.cell, window.keys.cell) > 1:
-        cell = f"{tokens_text(window.queries.cell)} × {tokens_text(window.keys.cell)}"
-        sizes.append(f"a cell is {cell} pairs")
+    if max(axis.cell for axis in picture.window) > 1:
+        sizes.append("a cell is {} × {} pairs".format(*(tokens_text(axis.cell) for axis in picture.window)))
     return ", ".join(sizes)
 
 

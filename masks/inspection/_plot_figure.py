@@ -13,19 +13,16 @@ from matplotlib.axes import Axes
 from matplotlib.collections import LineCollection
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch
-from torch import Tensor
 
 from ._plot import (
     BEIGE,
     PAIR,
     PAIR_OF_FULL,
     WHITE,
+    Axis,
     Panel,
     Picture,
-    Window,
-    WindowBlocks,
     axis_ticks,
-    counts_text,
     paint,
     panel_of,
     panel_title,
@@ -45,6 +42,10 @@ _GRID, _BORDER = "#d9d9d9", "#999999"
 _LEAST_BLOCK = 12  # pixels, for lines between blocks
 _TICK_LETTER = 6.8  # approximate pixels of a letter of a tick label
 _LEGEND_LETTER, _SWATCH = 6.6, 42  # pixels
+_LEGEND_STYLE = {
+    **{"frameon": False, "fontsize": 8.5, "borderpad": 0, "borderaxespad": 0, "handlelength": 1.4},
+    **{"handleheight": 1.0, "columnspacing": 1.6, "labelspacing": 0.45},
+}
 _SHARES = ((0.001, "1 pair in 1,000"), (0.03, "1 in 30"), (1.0, "every pair"))
 
 
@@ -96,7 +97,8 @@ def draw(picture: Picture) -> Figure:
         size, colour = (9, "#555555") if number and line == title[-1] else (10.5, "#000000")
         figure.text(0.5, y, line, ha="center", va="center", fontsize=size, color=colour)
     if entries:
-        _add_legend(figure, entries, legend_columns, _EDGE / 2 / height)
+        place = {"loc": "lower center", "bbox_to_anchor": (0.5, _EDGE / 2 / height), "ncols": legend_columns}
+        figure.legend(handles=entries, **place, **_LEGEND_STYLE)
     return figure
 
 
@@ -104,70 +106,37 @@ def _panel_lines(picture: Picture, panel: Panel) -> list[str]:
     letters = max(20, int(picture.window.keys.length / 6.0))
     lines = [panel_title(picture, panel)] if panel_title(picture, panel) else []
     if picture.legend and panel.blocks is not None:
-        lines += wrap(counts_text(panel.blocks), letters)
+        lines += wrap(str(panel.blocks), letters)
     return lines
 
 
 def _draw_panel(axes: Axes, picture: Picture, panel: Panel) -> None:
-    window = picture.window
-    draw_image(axes, (paint(panel, window) * 255).round().to(torch.uint8), window)
-    if panel.blocks is not None:
-        draw_grid(axes, panel.blocks, window)
-    draw_ticks(axes, window, word="slot" if panel.rate > 1 else "position")
-
-
-def _add_legend(figure: Figure, entries: Sequence[Patch], columns: int, bottom: float) -> None:
-    figure.legend(
-        handles=entries,
-        loc="lower center",
-        bbox_to_anchor=(0.5, bottom),
-        ncols=columns,
-        frameon=False,
-        fontsize=8.5,
-        borderpad=0,
-        borderaxespad=0,
-        handlelength=1.4,
-        handleheight=1.0,
-        columnspacing=1.6,
-        labelspacing=0.45,
-    )
-
-
-def draw_image(axes: Axes, colours: Tensor, window: Window) -> None:
-    """Draw the cells as an image in slot coordinates; the window clips the cells at its borders."""
-    q, k = window.queries, window.keys
+    """Draw the cells as an image in slot coordinates, clipped by the window; lines between blocks; ticks."""
+    q, k = picture.window
     extent = (k.first, k.first + k.cell * k.cells, q.first + q.cell * q.cells, q.first)
+    colours = (paint(panel, picture.window) * 255).round().to(torch.uint8)
     axes.imshow(colours.numpy(), extent=extent, aspect="auto", interpolation="none")
     axes.set_xlim(k.slots.start, k.slots.stop)
     axes.set_ylim(q.slots.stop, q.slots.start)
     axes.spines[:].set_color(_BORDER)
     axes.spines[:].set_linewidth(0.7)
-
-
-def draw_grid(axes: Axes, blocks: WindowBlocks, window: Window) -> None:
-    """Draw lines between blocks, if blocks have enough pixels."""
-    q, k = window.queries, window.keys
-    (height, width) = blocks.sides
-    if min(q.pixels_of(height), k.pixels_of(width)) < _LEAST_BLOCK:
-        return
-    lines = [[(k.slots.start, y), (k.slots.stop, y)] for y in _borders(q.slots, height)]
-    lines += [[(x, q.slots.start), (x, q.slots.stop)] for x in _borders(k.slots, width)]
-    axes.add_collection(LineCollection(lines, colors=_GRID, linewidths=0.4, gid="grid"), autolim=False)
-
-
-def _borders(slots: range, side: int) -> range:
-    """Slots of the borders between blocks, inside the window."""
-    return range(-(-(slots.start + 1) // side) * side, slots.stop, side)
-
-
-def draw_ticks(axes: Axes, window: Window, *, word: str) -> None:
-    """Label both axes with positions or slots, in one unit."""
-    rows, columns = axis_ticks(window, letter=_TICK_LETTER)
+    if picture.block is not None and min(map(Axis.pixels_of, picture.window, picture.block)) >= _LEAST_BLOCK:
+        height, width = picture.block
+        lines = [[(k.slots.start, y), (k.slots.stop, y)] for y in _borders(q.slots, height)]
+        lines += [[(x, q.slots.start), (x, q.slots.stop)] for x in _borders(k.slots, width)]
+        axes.add_collection(LineCollection(lines, colors=_GRID, linewidths=0.4), autolim=False)
+    rows, columns = axis_ticks(picture.window, letter=_TICK_LETTER)
+    word = "slot" if panel.rate > 1 else "position"
     axes.set_yticks(list(rows), list(rows.values()), fontsize=8)
     axes.set_xticks(list(columns), list(columns.values()), fontsize=8)
     axes.set_xlabel(f"key {word}", fontsize=8.5, labelpad=3)
     axes.set_ylabel(f"query {word}", fontsize=8.5, labelpad=3)
     axes.tick_params(length=3, pad=2, color=_BORDER)
+
+
+def _borders(slots: range, side: int) -> range:
+    """Slots of the borders between blocks, inside the window."""
+    return range(-(-(slots.start + 1) // side) * side, slots.stop, side)
 
 
 def _entry(label: str, colour: Any) -> Patch:
@@ -176,7 +145,7 @@ def _entry(label: str, colour: Any) -> Patch:
 
 def legend_of(picture: Picture, panels: Sequence[Panel]) -> list[Patch]:
     """Legend entries: pairs, by blocks or by number of branches; then shares of pairs, and blocks without pairs."""
-    many = max(picture.window.queries.cell, picture.window.keys.cell) > 1
+    many = max(axis.cell for axis in picture.window) > 1
     shares = [_entry(label, _shaded(share)) for share, label in _SHARES] if many else []
     if picture.block is not None:
         pairs = [_entry("pair of a full block", PAIR_OF_FULL), _entry("pair of a partial block", PAIR)]
