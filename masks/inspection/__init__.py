@@ -6,7 +6,7 @@
 from ._cells import Cells, count_cells
 from ._describe import MOST_DESCRIBED, Description, describe, describe_plan
 from ._explain import explain
-from ._plot import plot, round_places
+from ._plot import plot
 from ._receptive_field import ReceptiveField
 from ._show import LEAST_COLUMNS, LEAST_LINES, MOST_CELLS, HeatMap, show
 
@@ -24,6 +24,5 @@ __all__ = [
     "describe_plan",
     "explain",
     "plot",
-    "round_places",
     "show",
 ]

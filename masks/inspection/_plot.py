@@ -5,10 +5,9 @@ This file decides what is drawn: window, cells and blocks of panels, colours, la
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import chain, count
 from math import gcd
 from textwrap import shorten, wrap
 from typing import TYPE_CHECKING, NamedTuple
@@ -32,6 +31,7 @@ from ..core import (
     require_choice,
     require_expression,
     require_int,
+    round_places,
     tokens_format,
     tokens_text,
 )
@@ -51,7 +51,6 @@ _PALEST, _DECADES = 0.15, 5.0
 _DARKER = 0.68  # brightness factor for each doubling of the branches that allow a pair
 _LONGER = 4  # aspect ratio above which each side of a window has its own scale
 _TITLE_LINES = 3
-_LONG, _EVEN = 1 << 12, 1 << 6  # windows at least _LONG, or a multiple of _EVEN, have ticks at powers of two
 _MOST_TICKS, _TICK_ROOM, _TICK_GAP = 6, 40, 14  # ticks on an axis; pixels for a query tick, and between key labels
 
 
@@ -362,15 +361,3 @@ def _sizes_text(picture: Picture) -> str:
     if max(axis.cell for axis in picture.window) > 1:
         sizes.append("a cell is {} × {} pairs".format(*(tokens_text(axis.cell) for axis in picture.window)))
     return ", ".join(sizes)
-
-
-def round_places(window: range, most: int) -> range:
-    """Multiples of the smallest round step that divides the window into at most `most` steps; includes a round end.
-
-    Steps are powers of two for windows of at least 4096 slots or a multiple of 64, else 1, 2 or 5 times powers of 10.
-    """
-    binary = len(window) >= _LONG or len(window) % _EVEN == 0
-    powers: Iterable[int] = (1 << power for power in count())
-    tens = chain.from_iterable((10**power, 2 * 10**power, 5 * 10**power) for power in count())
-    step = next(step for step in (powers if binary else tens) if len(window) <= max(most, 1) * step)
-    return range(-(-window.start // step) * step, window.stop + 1, step)

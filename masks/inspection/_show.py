@@ -24,12 +24,12 @@ from ..core import (
     require_choice,
     require_expression,
     require_int,
+    round_places,
     tokens_format,
     tokens_text,
 )
 from ..planning import layout
 from ._cells import Cells, count_cells, window_slots
-from ._plot import round_places
 
 # R rows, C columns
 

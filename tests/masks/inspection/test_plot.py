@@ -1,7 +1,11 @@
-"""Pictures against the dense rule: each cell's colour, windows, orders, heads, blocks, and what is saved."""
+"""Pictures against the dense rule: each cell's colour, windows, orders, heads, blocks; saved files; the gallery."""
 
+import re
+import sys
 from io import BytesIO
 from math import log2, log10
+from pathlib import Path
+from runpy import run_path
 from xml.etree import ElementTree
 
 import pytest
@@ -12,6 +16,7 @@ from hypothesis import strategies as st
 from flexdilated import masks
 
 matplotlib = pytest.importorskip("matplotlib", reason="draws with matplotlib")
+imread = pytest.importorskip("matplotlib.image", reason="draws with matplotlib").imread
 
 WHITE, BEIGE, LIGHT, DARK = "#ffffff", "#f6ecd9", "#4292c6", "#08519c"
 LONGNET = masks.longnet((16, 32, 64), (1, 2, 4)) & masks.causal()
@@ -288,8 +293,6 @@ def test_svg_is_xml_that_holds_the_cells() -> None:
 
 
 def test_png_pixels_are_the_cells() -> None:
-    from matplotlib.image import imread
-
     figure = masks.plot(LONGNET, 64, num_heads=4, head=(0, 1))
     pixels = (torch.from_numpy(imread(BytesIO(saved(figure, "png"))))[..., :3] * 255).round().long()
     for place, axes in enumerate(figure.axes):
@@ -298,3 +301,77 @@ def test_png_pixels_are_the_cells() -> None:
         cell = 512 // 64
         middles = cell // 2 + cell * torch.arange(64)
         assert torch.equal(pixels[top + middles][:, left + middles], image(figure, place))
+
+
+BAD = {
+    "no tokens": ({"num_tokens": 0}, "num_queries must be at least 1; got num_queries=0"),
+    "second head": ({"head": (0, -1), "num_heads": 2}, "head must be at least 0; got head=-1"),
+    "head as text": ({"head": "0"}, "head must be an integer; got head='0' of type str"),
+    "heads twice": ({"head": (0, 0)}, "head must be one value, or several that differ; got head=(0, 0)"),
+    "keys": ({"keys": range(0, 65)}, "keys must be a range of step 1 within 0 to 64, and not empty; got keys=range(0,"),
+    "block": ({"block_size": 0}, "block_size must be at least 1; got block_size=0"),
+    "blocks": ({"block_size": (8, 8, 8)}, "block_size must be one side or"),
+    "size": ({"size": 8}, "size must be at least 16; got size=8"),
+    "batch": ({"batch": 1}, "batch must be below the number of batch entries; got batch=1 of 1"),
+    "legend": ({"legend": "no"}, "legend must be True or False; got legend='no'"),
+    "unbound": ({"pattern": masks.documents("ids")}, "ids"),
+}
+
+
+@pytest.mark.parametrize(("given", "message"), BAD.values(), ids=BAD)
+def test_bad_input(given: dict, message: str) -> None:
+    given = {"pattern": masks.causal(), "num_tokens": 64, **given}
+    with pytest.raises((ValueError, TypeError), match=re.escape(message)):
+        masks.plot(given.pop("pattern"), given.pop("num_tokens"), **given)
+
+
+def test_without_matplotlib(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delitem(sys.modules, "flexdilated.masks.inspection._plot_figure", raising=False)
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    with pytest.raises(ImportError, match=r'masks.plot draws with matplotlib: pip install "flexdilated\[plot\]"'):
+        masks.plot(masks.causal(), 8)
+
+
+def test_neither_pyplot_nor_settings(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Importing pyplot fails here, and nobody does."""
+    for module in ("_plot", "_plot_figure"):
+        monkeypatch.delitem(sys.modules, f"flexdilated.masks.inspection.{module}", raising=False)
+    monkeypatch.setitem(sys.modules, "matplotlib.pyplot", None)
+    settings = {name: matplotlib.rcParams[name] for name in matplotlib.rcParams if name != "backend"}
+    drawn = BytesIO()
+    masks.plot(masks.causal(), 8).savefig(drawn, format="svg")
+    assert drawn.getvalue().startswith(b"<?xml")
+    assert {name: matplotlib.rcParams[name] for name in settings} == settings
+
+
+DOCS = Path(__file__).resolve().parents[3] / "docs"
+
+
+def test_the_pictures_are_those_that_the_code_draws() -> None:
+    """In the middles of cells, where lines do not reach; letters may differ by the fonts at hand."""
+    pictures = dict(run_path(str(DOCS / "images/make_gallery.py"))["pictures"]())
+    assert set(pictures) == {f"gallery/{path.name}" for path in (DOCS / "images" / "gallery").iterdir()}
+    for name, figure in pictures.items():
+        pixels = (torch.from_numpy(imread(DOCS / "images" / name))[..., :3] * 255).round().long()
+        width, height = (round(float(side) * figure.dpi) for side in figure.get_size_inches())
+        assert pixels.shape[:2] == (height, width), name
+        for axes in figure.axes:
+            assert agreement(pixels, axes) > 0.97, name
+
+
+def agreement(pixels: torch.Tensor, axes) -> float:
+    """How many cells of a panel have their colour in the file."""
+    (drawn,) = axes.images
+    cells = torch.tensor(drawn.get_array().tolist())
+    left, right, bottom, top = drawn.get_extent()
+    x, y = (
+        torch.linspace(first, last, 2 * count + 1)[1::2]
+        for first, last, count in ((left, right, cells.shape[1]), (top, bottom, cells.shape[0]))
+    )
+    box = axes.get_window_extent()
+    (x_first, x_last), (y_last, y_first) = axes.get_xlim(), axes.get_ylim()
+    across = (box.x0 + (x - x_first) / (x_last - x_first) * box.width).long()
+    down = (len(pixels) - box.y1 + (y - y_first) / (y_last - y_first) * box.height).long()
+    inside_x, inside_y = (x > x_first) & (x < x_last), (y > y_first) & (y < y_last)
+    found = pixels[down[inside_y]][:, across[inside_x]]
+    return float((found == cells[inside_y][:, inside_x]).all(-1).double().mean())
