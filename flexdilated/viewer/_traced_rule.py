@@ -235,10 +235,10 @@ class _Rule:
         try:
             reason = self._reason()
         except UnsupportedError:
-            run = _Path(self, ())
+            path = _Path(self, ())
             for part in self.bound.direct_parts() if isinstance(self.bound, And | Or) else ():
-                run.part(part, run.pair)
-            reason = {"text": None, "parts": run.named}
+                path.part(part, path.pair)
+            reason = {"text": None, "parts": path.named}
         parts = [part.to_data() for part in self.parts.values()]
         return {"phrase": phrase, "node": self.node, "reason": reason, "parts": parts}
 
@@ -247,9 +247,9 @@ class _Rule:
         self._ways += 1
         if self._ways > _MOST_WAYS:
             raise UnsupportedError
-        run = _Path(self, answers)
-        found = run.said()
-        decisions = list(run.decisions.items())
+        path = _Path(self, answers)
+        found = path.said()
+        decisions = list(path.decisions.items())
         for depth in reversed(range(len(answers), len(decisions))):
             other = self._reason(*(answer for _, answer in decisions[:depth]), False)
             if other != found:
@@ -302,29 +302,29 @@ class _Path:
 
 @dataclass(frozen=True)
 class _TracedPair(Pair):
-    run: Any = None
+    path: Any = None
 
     def reason_of(self, part: Pattern) -> Reason:
-        return Reason(part, _Number(self.run, self.run.part(part, self).node, is_truth=True), "")  # type: ignore[arg-type]
+        return Reason(part, _Number(self.path, self.path.part(part, self).node, is_truth=True), "")  # type: ignore[arg-type]
 
     def allowed_by(self, pattern: Pattern) -> Any:
-        nodes = tuple(self.run.node(each) for each in (self.head, self.query, self.key))
-        return _Number(self.run, self.run.program.rule(pattern, self.num_heads, nodes), is_truth=True)
+        nodes = tuple(self.path.node(each) for each in (self.head, self.query, self.key))
+        return _Number(self.path, self.path.program.rule(pattern, self.num_heads, nodes), is_truth=True)
 
     def entry(self, table: Tensor, place: Any) -> Any:
         if not len(table):
             raise UnsupportedError
         try:
-            node = self.run.program.lookup(table[None], [self.run.node(0), self.run.node(place)])
+            node = self.path.program.lookup(table[None], [self.path.node(0), self.path.node(place)])
         except ValueError as error:  # table too large for a page
             raise UnsupportedError from error
-        return _Number(self.run, node)
+        return _Number(self.path, node)
 
 
 def _does(name: str, *, is_truth: bool = False, turned: bool = False) -> Callable[..., Any]:
     def method(self: _Number, *other: Any) -> _Number:
         operands = (*other, self) if turned else (self, *other)
-        return _Number(self.run, self.run.operation(name, *operands), is_truth=is_truth)
+        return _Number(self.path, self.path.operation(name, *operands), is_truth=is_truth)
 
     return method
 
@@ -332,8 +332,8 @@ def _does(name: str, *, is_truth: bool = False, turned: bool = False) -> Callabl
 class _Number:
     """Traced number or truth value; supports the arithmetic, branches and formatting of reasons."""
 
-    def __init__(self, run: _Path, node: int, *, is_truth: bool = False) -> None:
-        self.run, self.node, self.is_truth = run, node, is_truth
+    def __init__(self, path: _Path, node: int, *, is_truth: bool = False) -> None:
+        self.path, self.node, self.is_truth = path, node, is_truth
 
     __add__, __radd__ = _does("add"), _does("add", turned=True)
     __sub__, __rsub__ = _does("sub"), _does("sub", turned=True)
@@ -348,11 +348,11 @@ class _Number:
         return self // other, self % other
 
     def __bool__(self) -> bool:
-        return self.run.decide(self.node if self.is_truth else self.run.operation("ne", self, 0))
+        return self.path.decide(self.node if self.is_truth else self.path.operation("ne", self, 0))
 
     def __index__(self) -> int:
         """The value, by one decision for each possible value; indices of reasons are never negative."""
-        most = self.run.program.most[self.node]
+        most = self.path.program.most[self.node]
         if most <= _MOST_PLACES:
             for value in range(most + 1):
                 if self == value:

@@ -80,7 +80,7 @@ def exact_pairs(rule: Pattern, box: Box) -> Counts:
 
 
 def bounded_pairs(rule: Pattern, box: Box, budget: Budget) -> PairCounts:
-    """The same within a budget: undecided boxes have bounds, and an estimate from a few evenly spread pairs."""
+    """Allowed pairs of each box within a budget: undecided boxes have bounds, and an estimate from sampled pairs."""
     return _search(rule, box, budget, _UNLIMITED)
 
 
@@ -88,7 +88,7 @@ def _search(rule: Pattern, box: Box, budget: Budget, at_once: int) -> PairCounts
     """Cut undecided boxes into residue classes, in which dilated rules are dense, then into halves.
 
     Boxes with sides within a factor of 2 are settled by their diagonals where the rule repeats along them, small ones
-    pair by pair. `at_once`: number of boxes that are cut together; the others wait.
+    pair by pair. `at_once`: number of boxes that are cut together.
     """
     found = PairCounts.zeros(len(box.head))
     cuts: list[tuple[int, bool]] = []  # (factor, whether queries and keys agree modulo it)

@@ -110,7 +110,7 @@ def _sizes_by_powers(bound: Bound, tokens: Sequence[int]) -> Iterator[list[int]]
 
 
 def _sizes_by_ranges(bound: Bound, tokens: Sequence[int]) -> Iterator[list[int]]:
-    """The same by ranges of positions, for as many layers as the budget of searches permits."""
+    """Numbers of tokens reached by ranges of positions, for as many layers as the budget of searches permits."""
     heads = [first + bound.head_offset for first, *_ in alike_heads(bound)]
     keys = (range(bound.k_offset, bound.k_offset + bound.num_keys),)
     known: list[Ranges] = [(range(bound.q_offset + token, bound.q_offset + token + 1),) for token in tokens]

@@ -74,9 +74,11 @@ class App {
     const { view } = this.state;
     const [width, height, whole] = [view.width, view.height, view.scale >= view.wholeScale * 0.999];
     this.measure();
-    if (width === view.width && height === view.height) return this.askFrame(); // measuring has cleared the canvas
-    view.show(view.q, view.k, whole ? view.wholeScale : view.scale);
-    this.viewChanged();
+    if (width !== view.width || height !== view.height) {
+      view.show(view.q, view.k, whole ? view.wholeScale : view.scale);
+      this.viewChanged();
+    }
+    drawAll(this.context, this.state, this.palette); // measuring has cleared the canvas
   }
 
   /** Head or order changed. */
