@@ -14,7 +14,7 @@ from matplotlib.collections import LineCollection
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 
-from ._plot import (
+from ._picture import (
     BEIGE,
     PAIR,
     PAIR_OF_FULL,
