@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -196,16 +195,13 @@ def _described(entry: Entry, num_tokens: int) -> dict[str, Any]:
         return found
 
     described = timed("plan", lambda: masks.describe(pattern, num_tokens, num_heads=entry.num_heads))
-    timed("pairs", lambda: (described.heads, described.gaps))
-    overlap = timed("overlap", lambda: described.multiplicity)
+    timed("pairs", lambda: described.heads)
     field = timed("field", described.receptive_field)
     parts = ", ".join(f"{name} {took:.2f} s" for name, took in seconds.items())
     say(f"{entry.name}: {parts}; {field.layers_at_least} layers at least")
     _, mean, error = field.growth[-1] if field.growth else (0, 1.0, 0.0)
     facts = {
         "heads": entry.num_heads,
-        "gaps": described.gaps is not None,
-        "queries": None if overlap.exact else overlap.queries,
         "layers": field.layers_at_least,
         "reached": mean / num_tokens,
         "error": error / num_tokens,
@@ -214,13 +210,11 @@ def _described(entry: Entry, num_tokens: int) -> dict[str, Any]:
 
 
 def check_description(entry: Entry) -> None:
-    """AssertionError unless pairs and multiplicities are those of the masks, over few tokens."""
+    """AssertionError unless the pairs of each head are those of the masks, over few tokens."""
     pattern, heads = entry.pictured(), entry.num_heads
     described = masks.describe(pattern, PICTURED, num_heads=heads)
     branches = [[dense(branch, head, heads, PICTURED).long() for head in range(heads)] for branch in pattern.branches()]
     counts = torch.stack([torch.stack(each) for each in branches]).sum(0)
-    found, numbers = described.multiplicity.pairs, {0: 0} | dict(Counter(counts.flatten().tolist()))
-    assert found == numbers, f"{entry.name}: {found} for {numbers}"
     per_head = {head: share.pairs for share in described.heads for head in share.heads}
     assert per_head == dict(enumerate(counts.sum((1, 2)).tolist())), f"{entry.name}: {per_head}"
 
@@ -256,7 +250,7 @@ def shown_heads(entry: Entry) -> tuple[int, ...]:
 
 def picture(entry: Entry, heads: tuple[int, ...]) -> Figure:
     """The pairs of these heads, and the state of their blocks; of a mixture the pairs of any branch."""
-    given = {"block_size": SIDE, "color_by": "block", "size": _PANEL, "title": "", "legend": False}
+    given = {"block_size": SIDE, "size": _PANEL, "title": "", "legend": False}
     return masks.plot(entry.pictured(), PICTURED, num_heads=entry.num_heads, head=heads, **given)
 
 

@@ -29,7 +29,7 @@ from .masks.core import (
     shortened,
     tokens_text,
 )
-from .masks.inspection import describe_plan, fitted_facts, fitted_table
+from .masks.inspection import describe_plan
 from .masks.planning import ANYTHING, Option, Plan, Term
 from .masks.planning import plan as plan_terms
 from .memory import AttentionMemory, AttentionSize, attention_memory
@@ -44,7 +44,7 @@ if TYPE_CHECKING:
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 _MIN_FLEX_HEAD_DIM = 16
 _MOST_LINES = 24
-_WIDEST_RULE = 60
+_WIDEST_RULE, _WIDEST_FACT = 60, 66  # characters
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -140,7 +140,7 @@ class MeasuredOption:
 
 @dataclass(frozen=True, kw_only=True)
 class PlanReport(PlanSize):
-    """How attention is computed, and its cost; `str` returns tables in lines of 80 characters.
+    """How attention is computed, and its cost; `str` returns tables.
 
     Pairs and FLOPs are over all heads and batch entries. block_list_bytes: of the lists that stay in the cache.
     attention_memory: one call of `attend`. model_memory, checkpointed_memory: a LongNet of `layers` layers with this
@@ -196,16 +196,13 @@ class PlanReport(PlanSize):
             },
         }
 
-    def to_text(self, *, columns: int = 80) -> str:
-        """Tables in lines of at most `columns` characters, and at least 30."""
-        parts = [fitted_facts(_facts(self), columns=columns), "How it is computed", _terms_table(self.terms, columns)]
-        parts += ["What was weighed", _options_table(self.options, columns)]
+    def __str__(self) -> str:
+        facts = tabulate(_facts(self), tablefmt="plain", disable_numparse=True, maxcolwidths=[None, _WIDEST_FACT])
+        parts = [facts, "How it is computed", _terms_table(self.terms)]
+        parts += ["What was weighed", _options_table(self.options)]
         if self.measured:
             parts += ["Forward on this machine", _measured_table(self.measured)]
         return "\n\n".join([*parts, "Memory", _memory_table(self)])
-
-    def __str__(self) -> str:
-        return self.to_text()
 
 
 @overload
@@ -417,7 +414,7 @@ def heads_text(size: PlanSize) -> str:
     return f"{size.num_heads} heads" + (f" over {size.num_kv_heads}" if size.num_kv_heads != size.num_heads else "")
 
 
-def _terms_table(terms: Sequence[PlannedTerm], columns: int) -> str:
+def _terms_table(terms: Sequence[PlannedTerm]) -> str:
     headers = ("branch", "layout", "shape", "rule", "times", "heads", "batch x length", "terms")
     lines = [
         (str(term.branch), term.layout, term.shape, shortened(term.rule, _WIDEST_RULE), str(term.times),
@@ -426,21 +423,21 @@ def _terms_table(terms: Sequence[PlannedTerm], columns: int) -> str:
     ]  # fmt: skip
     more = len(terms) - _MOST_LINES
     rest = f"\n... and {more} more; --json prints all" if more > 0 else ""
-    return fitted_table(lines, headers, columns=columns) + rest
+    return tabulate(lines, headers, disable_numparse=True, maxcolwidths=[None, 16, None, 28]) + rest
 
 
 def _slots(term: PlannedTerm) -> str:
     return f"{term.folds}x{term.queries:,}" + ("" if term.keys == term.queries else f" by {term.keys:,}")
 
 
-def _options_table(options: Sequence[WeighedOption], columns: int) -> str:
+def _options_table(options: Sequence[WeighedOption]) -> str:
     lines = [
         (str(option.branch), option.layout, f"{option.computed_pairs:,}", bytes_text(option.moved_bytes),
          f"{option.launches:,}", seconds_text(option.predicted_s), "chosen" if option.chosen else "")
         for option in options
     ]  # fmt: skip
     headers = ("branch", "layout", "computed pairs", "moved", "launches", "predicted", "")
-    return fitted_table(lines, headers, columns=columns, align=("left", "left", "right", "right", "right", "right"))
+    return tabulate(lines, headers, disable_numparse=True, colalign=("left", "left", *("right",) * 4))
 
 
 def _measured_table(measured: Sequence[MeasuredOption]) -> str:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import sys
 from collections.abc import Callable, Sequence
 from functools import cache, partial
 from typing import Any, get_args
@@ -19,7 +18,6 @@ from ..masks.core import LARGEST, Expression
 from ..memory import LARGEST_RUN, AttentionMemory, attention_memory
 from ..nn import ModelMemory, attention_size, model_memory
 from ._command_parser import CommandParser, UsageError
-from ._output import terminal_of
 from ._pattern import MOST_HEADS, add_pattern_arguments, asked_from, most_tokens, one_rule, refusals
 from ._sizes import bytes_text, parse_bytes, tokens_text
 
@@ -94,7 +92,7 @@ def plan(options: argparse.Namespace) -> int:
         return 0
     with refusals():
         found = report(size, measure=options.measure)
-    print(_json(found.to_data()) if options.json else found.to_text(columns=terminal_of(sys.stdout).columns))
+    print(_json(found.to_data()) if options.json else str(found))
     return 0
 
 

@@ -104,7 +104,7 @@ def _numbers(asked: AskedPattern) -> str:
     described = _described(asked)
     if described is None:
         return f"Density, blocks and work are counted up to {tokens_text(MOST_DESCRIBED)} tokens."
-    return described.to_text(columns=terminal_of(sys.stdout).columns)
+    return str(described)
 
 
 def _write(path: Path, content: bytes) -> None:

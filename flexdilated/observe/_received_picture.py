@@ -10,8 +10,7 @@ from jaxtyping import Float, Shaped
 from torch import Tensor
 from torch.nn.functional import adaptive_avg_pool1d
 
-from ..masks.core import advises, require_below, require_int, tokens_format
-from ..masks.inspection import round_places
+from ..masks.core import advises, require_below, require_int, round_places, tokens_format
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

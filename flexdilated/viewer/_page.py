@@ -27,8 +27,7 @@ from ..masks.core import (
 )
 from ..masks.orders import residue_rate
 from ..masks.text import parse
-from ._traced_reason import traced_rule
-from ._traced_rule import Program
+from ._traced_rule import Program, traced_rule
 
 LARGEST_PAGE = 4_000_000  # bytes
 _MOST_RESIDUES = 4096  # more residue classes than screen pixels would look like noise
@@ -60,7 +59,11 @@ def page(
     >>> html = viewer.page(masks.longnet((64, 256), (1, 4)), 4096, num_heads=4)
     """
     keys = num_tokens if num_keys is None else num_keys
-    bound = _bound(pattern, num_tokens, keys, num_heads, batch)
+    require_expression(pattern)
+    for name, value in (("num_tokens", num_tokens), ("num_keys", keys), ("num_heads", num_heads)):
+        require_int(name, value, minimum=1)
+    bound = pattern.bind(num_heads=num_heads, num_queries=num_tokens, num_keys=keys)
+    bound = bound.entry(require_below("batch", batch, bound.batch, "batch entries"))
     require_below("head", head, num_heads, "heads")
     if not isinstance(title, str | None):
         raise TypeError(f"title must be a string or None; got {title!r:.80}")
@@ -75,17 +78,7 @@ def page(
     return text
 
 
-def _bound(pattern: Expression, num_queries: int, num_keys: int, num_heads: int, batch: int) -> Bound:
-    """One batch entry of the pattern, bound with the values of its run-time tensors."""
-    require_expression(pattern)
-    for name, value in (("num_tokens", num_queries), ("num_keys", num_keys), ("num_heads", num_heads)):
-        require_int(name, value, minimum=1)
-    bound = pattern.bind(num_heads=num_heads, num_queries=num_queries, num_keys=num_keys)
-    return bound.entry(require_below("batch", batch, bound.batch, "batch entries"))
-
-
 def _data(pattern: Expression, bound: Bound) -> dict[str, Any]:
-    """Data of the pattern for the page."""
     most = min(_MOST_RESIDUES, bound.num_queries, bound.num_keys)
     rate = residue_rate(pattern.union, most)
     program = Program((bound.num_heads, bound.num_queries, bound.num_keys))
@@ -144,18 +137,21 @@ def _grid(rule: Pattern, head: int, bound: Bound, sides: list[int]) -> list[floa
     rows = Progression(q, 1, (bound.num_queries - q).clamp(max=sides[0]))
     box = Box(torch.full_like(q, head), rows, Progression(k, 1, (bound.num_keys - k).clamp(max=sides[1])))
     found = rule.count(box, num_heads=bound.num_heads)
-    low, high = found.low, found.high
-    share = torch.where(low == high, low / box.area, torch.where((low == 0) & (high == box.area), -2.0, -1.0))
+    unknown = torch.where((found.low == 0) & (found.high == box.area), -2.0, -1.0)
+    share = torch.where(found.low == found.high, found.low / box.area, unknown)
     share = torch.where((share > 0) & (share < 1), share.clamp(max=0.9999), share)
     values, places = share.double().unique(return_inverse=True)
-    rounded = torch.tensor([float(f"{each:.4g}") for each in values.tolist()], dtype=torch.float64)
-    return rounded[places].tolist()
+    return torch.tensor([float(f"{each:.4g}") for each in values.tolist()], dtype=torch.float64)[places].tolist()
 
 
 def _assembled(data: dict[str, Any], title: str) -> str:
     """HTML of the files in `web/` with the data. Its policy permits only its own script and style, by digest."""
-    script = f'"use strict";\n{"".join(_text(f"{name}.js") for name in _SCRIPTS)}'
-    style = _text("style.css")
+    folder = files("flexdilated.viewer").joinpath("web")
+    html, style, *scripts = (
+        folder.joinpath(name).read_text("utf-8")
+        for name in ("viewer.html", "style.css", *(f"{name}.js" for name in _SCRIPTS))
+    )
+    script = f'"use strict";\n{"".join(scripts)}'
     sources = f"script-src {_digest(script)}; style-src {_digest(style)}"
     packed = compress(json.dumps(data, separators=(",", ":")).encode())
     values = {
@@ -165,13 +161,9 @@ def _assembled(data: dict[str, Any], title: str) -> str:
         "data": b64encode(packed).decode(),
         "script": script,
     }
-    head, *rest = _text("viewer.html").split("{{")
+    head, *rest = html.split("{{")
     parts = (part.partition("}}") for part in rest)
     return head + "".join(values[name] + after for name, _, after in parts)
-
-
-def _text(name: str) -> str:
-    return files("flexdilated.viewer").joinpath("web", name).read_text("utf-8")
 
 
 def _digest(text: str) -> str:

@@ -1,13 +1,20 @@
-"""Rules in the form that the page evaluates: `mask_mod` traced to a list of elementwise operations, with its tables.
+"""Rules and their reasons in the form that the page evaluates.
 
-A traced value is the index of a node. Nodes 0, 1 and 2 are the head, the query and the key; every other node is
-[operation, operand nodes ...], ["const", number] or ["at", index of a table, index nodes ...]. Equal nodes are shared.
+`mask_mod` is traced to a list of elementwise operations, with its tables. A traced value is the index of a node. Nodes
+0, 1 and 2 are the head, the query and the key; every other node is [operation, operand nodes ...], ["const", number] or
+["at", index of a table, index nodes ...]. Equal nodes are shared.
+
+`reason` is run on a traced pair, once for each path through its branches. A traced reason is a decision tree. An inner
+node is {"node": a truth value, "yes": a traced reason, "no": another}. A leaf is {"text": words alternating with nodes
+of numbers, "parts": indices of the parts of the rule that decide}. The text is None if the reason needs data that the
+page does not have.
 """
 
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable
+import re
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -15,10 +22,14 @@ import torch
 from torch import Tensor
 
 from .._torch_private import TorchDispatchMode, to_copy, unsafe_view
-from ..masks.core import Pattern
+from ..masks.core import And, Or, Pair, Pattern, Reason, shortened
 
 MOST_ENTRIES = 1 << 24  # entries of all tables, which the page has in memory
 _EXACT = 2**52  # the page computes in doubles; floors of quotients are exact below this
+_MOST_WAYS = 256  # paths through one reason: eight parts, or 256 heads
+_MOST_PLACES = 256  # entries of a list that is indexed by a traced number
+_LONGEST_PHRASE = 160
+_NUMBER = re.compile("\ue000(\\d+)\ue001")  # placeholder of a node's number in a text
 
 # torch's name of an operation -> (the page's name, maximum magnitude of the result from the operands' magnitudes)
 _OPERATIONS: dict[str, tuple[str, Callable[..., int]]] = {
@@ -61,7 +72,7 @@ class Program:
 
     def __post_init__(self) -> None:
         self._known: dict[tuple[Any, ...], int] = {}
-        self._most = [size - 1 for size in self.sizes]
+        self.most = [size - 1 for size in self.sizes]  # bound on the magnitude of each node's values
 
     def rule(self, pattern: Pattern, num_heads: int, nodes: tuple[int, int, int]) -> int:
         """Node that is true if the pattern allows the pair; nodes: head, query and key."""
@@ -75,14 +86,14 @@ class Program:
         if node not in self._known:
             self._known[node] = len(self.nodes)
             self.nodes.append(list(node))
-            self._most.append(most)
+            self.most.append(most)
         return self._known[node]
 
     def operation(self, name: str, *operands: int) -> int:
         page_name, most_of = _OPERATIONS[name]
-        most = most_of(*(self._most[each] for each in operands))
+        most = most_of(*(self.most[each] for each in operands))
         if name == "floor_divide" and self.nodes[operands[1]][0] == "const":
-            most = self._most[operands[0]] // max(1, self._most[operands[1]]) + 1
+            most = self.most[operands[0]] // max(1, self.most[operands[1]]) + 1
         return self.add(most, page_name, *operands)
 
     def constant(self, value: float | bool) -> int:
@@ -91,8 +102,9 @@ class Program:
         return self.add(abs(int(value)), "const", int(value))
 
     def lookup(self, table: Tensor, indices: list[int]) -> int:
-        number = next((n for n, each in enumerate(self.tables) if _are_equal(each, table)), len(self.tables))
-        if number == len(self.tables):
+        equal = [n for n, each in enumerate(self.tables) if each.dtype == table.dtype and torch.equal(each, table)]
+        number = equal[0] if equal else len(self.tables)
+        if not equal:
             if sum(each.numel() for each in (*self.tables, table)) > MOST_ENTRIES:
                 raise ValueError(
                     f"a page holds tables of at most {MOST_ENTRIES:,} entries; got more: take fewer tokens or heads"
@@ -100,13 +112,9 @@ class Program:
             self.tables.append(table)
         return self.add(int(table.long().abs().max()), "at", number, *indices)
 
-    def most(self, node: int) -> int:
-        """Bound on the magnitude of a node's values."""
-        return self._most[node]
-
     def require_exact(self, node: int, dtype: torch.dtype) -> None:
         limit = 1 if dtype == torch.bool else min(torch.iinfo(dtype).max, _EXACT)
-        if self._most[node] > limit:
+        if self.most[node] > limit:
             raise UnsupportedError(f"numbers that may exceed {limit:,}")
 
     def to_data(self) -> dict[str, Any]:
@@ -198,10 +206,162 @@ class _Recorder(TorchDispatchMode):
         return self.program.lookup(table, [self.node(index) for index in indices])
 
 
-def _are_equal(one: Tensor, other: Tensor) -> bool:
-    return one.shape == other.shape and one.dtype == other.dtype and bool(torch.equal(one, other))
-
-
 def _table_data(table: Tensor) -> dict[str, Any]:
     values, counts = table.flatten().long().unique_consecutive(return_counts=True)
     return {"shape": list(table.shape), "values": values.tolist(), "counts": counts.tolist()}
+
+
+def traced_rule(program: Program, written: Pattern, bound: Pattern, num_heads: int) -> dict[str, Any]:
+    """A branch as nested plain data: its text, its node, its traced reason, and the parts that the reason names.
+
+    `written` has the names of run-time tensors, `bound` their values; otherwise they are equal.
+    """
+    return _Rule(program, written, bound, (0, 1, 2), Pair(0, 0, 0, num_heads)).to_data()
+
+
+class _Rule:
+    """A rule and the nodes of its head, query and key; `asked` has their unit, its numbers are unused."""
+
+    def __init__(
+        self, program: Program, written: Pattern, bound: Pattern, nodes: tuple[int, int, int], asked: Pair
+    ) -> None:
+        self.program, self.written, self.bound, self.nodes, self.asked = program, written, bound, nodes, asked
+        self.node = program.rule(bound, asked.num_heads, nodes)
+        self.parts: dict[tuple[Any, ...], _Rule] = {}
+        self._ways = 0
+
+    def to_data(self) -> dict[str, Any]:
+        phrase = shortened(self.written.phrase().text, _LONGEST_PHRASE)
+        try:
+            reason = self._reason()
+        except UnsupportedError:
+            path = _Path(self, ())
+            for part in self.bound.direct_parts() if isinstance(self.bound, And | Or) else ():
+                path.part(part, path.pair)
+            reason = {"text": None, "parts": path.named}
+        parts = [part.to_data() for part in self.parts.values()]
+        return {"phrase": phrase, "node": self.node, "reason": reason, "parts": parts}
+
+    def _reason(self, *answers: bool) -> dict[str, Any]:
+        """Traced reason for these answers of the first decisions."""
+        self._ways += 1
+        if self._ways > _MOST_WAYS:
+            raise UnsupportedError
+        path = _Path(self, answers)
+        found = path.said()
+        decisions = list(path.decisions.items())
+        for depth in reversed(range(len(answers), len(decisions))):
+            other = self._reason(*(answer for _, answer in decisions[:depth]), False)
+            if other != found:
+                found = {"node": decisions[depth][0], "yes": found, "no": other}
+        return found
+
+
+class _Path:
+    """One path through a rule's reason: the first decisions are given, later ones are yes."""
+
+    def __init__(self, rule: _Rule, answers: Sequence[bool]) -> None:
+        self.rule, self.program = rule, rule.program
+        self.answers = answers
+        self.decisions: dict[int, bool] = {}
+        self.named: list[int] = []
+        head, query, key = (_Number(self, node) for node in rule.nodes)
+        self.pair = _TracedPair(query, key, head, rule.asked.num_heads, rule.asked.unit, self)  # type: ignore[arg-type]
+
+    def said(self) -> dict[str, Any]:
+        try:
+            pieces = _NUMBER.split(self.rule.bound.reason(self.pair).text)
+        except (UnsupportedError, IndexError):  # an index out of range: no pair takes this path
+            return {"text": None, "parts": []}
+        text = [int(piece) if place % 2 else piece for place, piece in enumerate(pieces)]
+        return {"text": text, "parts": self.named}
+
+    def decide(self, node: int) -> bool:
+        place = len(self.decisions)
+        return self.decisions.setdefault(node, self.answers[place] if place < len(self.answers) else True)
+
+    def part(self, bound: Pattern, pair: _TracedPair) -> _Rule:
+        """The traced rule of a part, for the pair as the part receives it; recorded as named."""
+        nodes = (self.node(pair.head), self.node(pair.query), self.node(pair.key))
+        parts, at = self.rule.parts, (id(bound), nodes, pair.unit)
+        if at not in parts:
+            place = next(n for n, each in enumerate(self.rule.bound.direct_parts()) if each is bound)
+            written = self.rule.written.direct_parts()[place]
+            parts[at] = _Rule(self.program, written, bound, nodes, pair.counted(pair.unit, 0, 0))
+        self.named.append(list(parts).index(at))
+        return parts[at]
+
+    def node(self, value: Any) -> int:
+        return value.node if isinstance(value, _Number) else self.program.constant(int(value))
+
+    def operation(self, name: str, *operands: Any) -> int:
+        node = self.program.operation(name, *(self.node(each) for each in operands))
+        self.program.require_exact(node, torch.int64)
+        return node
+
+
+@dataclass(frozen=True)
+class _TracedPair(Pair):
+    path: Any = None
+
+    def reason_of(self, part: Pattern) -> Reason:
+        return Reason(part, _Number(self.path, self.path.part(part, self).node, is_truth=True), "")  # type: ignore[arg-type]
+
+    def allowed_by(self, pattern: Pattern) -> Any:
+        nodes = tuple(self.path.node(each) for each in (self.head, self.query, self.key))
+        return _Number(self.path, self.path.program.rule(pattern, self.num_heads, nodes), is_truth=True)
+
+    def entry(self, table: Tensor, place: Any) -> Any:
+        if not len(table):
+            raise UnsupportedError
+        try:
+            node = self.path.program.lookup(table[None], [self.path.node(0), self.path.node(place)])
+        except ValueError as error:  # table too large for a page
+            raise UnsupportedError from error
+        return _Number(self.path, node)
+
+
+def _does(name: str, *, is_truth: bool = False, turned: bool = False) -> Callable[..., Any]:
+    def method(self: _Number, *other: Any) -> _Number:
+        operands = (*other, self) if turned else (self, *other)
+        return _Number(self.path, self.path.operation(name, *operands), is_truth=is_truth)
+
+    return method
+
+
+class _Number:
+    """Traced number or truth value; supports the arithmetic, branches and formatting of reasons."""
+
+    def __init__(self, path: _Path, node: int, *, is_truth: bool = False) -> None:
+        self.path, self.node, self.is_truth = path, node, is_truth
+
+    __add__, __radd__ = _does("add"), _does("add", turned=True)
+    __sub__, __rsub__ = _does("sub"), _does("sub", turned=True)
+    __mul__, __rmul__ = _does("mul"), _does("mul", turned=True)
+    __floordiv__, __mod__ = _does("floor_divide"), _does("remainder")
+    __neg__, __abs__ = _does("neg"), _does("abs")
+    __eq__, __ne__ = _does("eq", is_truth=True), _does("ne", is_truth=True)  # type: ignore[assignment]
+    __lt__, __le__ = _does("lt", is_truth=True), _does("le", is_truth=True)
+    __gt__, __ge__ = _does("gt", is_truth=True), _does("ge", is_truth=True)
+
+    def __divmod__(self, other: Any) -> tuple[Any, Any]:
+        return self // other, self % other
+
+    def __bool__(self) -> bool:
+        return self.path.decide(self.node if self.is_truth else self.path.operation("ne", self, 0))
+
+    def __index__(self) -> int:
+        """The value, by one decision for each possible value; indices of reasons are never negative."""
+        most = self.path.program.most[self.node]
+        if most <= _MOST_PLACES:
+            for value in range(most + 1):
+                if self == value:
+                    return value
+        raise UnsupportedError
+
+    def __str__(self) -> str:
+        return str(bool(self)) if self.is_truth else f"\ue000{self.node}\ue001"
+
+    def __format__(self, spec: str) -> str:
+        assert not spec, "reasons write whole numbers"
+        return str(self)

@@ -13,6 +13,7 @@ from ._blocks import (
 )
 from ._diagonals import settle_by_diagonals
 from ._estimate import ListedBlocks, estimate_blocks
+from ._pair_search import Budget, PairCounts, bounded_pairs, even_places, settle
 from ._query_pairs import pairs_of_queries
 from ._rule import Places, Rule, alike, allowed_pairs
 from ._tables import table_bytes, to_block_mask

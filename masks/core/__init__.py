@@ -58,6 +58,7 @@ from ._spelling import (
     Phrase,
     bytes_text,
     call,
+    round_places,
     seconds_text,
     shortened,
     tokens_format,

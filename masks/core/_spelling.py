@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
+from itertools import count
 
 # From the loosest to the tightest, as in Python: `+` binds tighter than `&`, and `&` tighter than `|`.
 OR, AND, SUM, NOT, CALL = range(5)
@@ -14,6 +15,7 @@ _OPERATORS = {OR: " | ", AND: " & ", SUM: " + "}
 LONGEST = 4096
 CUT = "…"
 QUOTED = 1000  # characters quoted from another error
+_LONG, _EVEN = 1 << 12, 1 << 6  # windows at least _LONG, or a multiple of _EVEN, have ticks at powers of two
 _LAST_WORD = re.compile(r"[^\s,()\[\]]+$")
 
 
@@ -77,3 +79,15 @@ def tokens_format(numbers: Collection[int]) -> Callable[[int], str]:
 def tokens_text(number: int) -> str:
     """16384 as 16K, 1048576 as 1M; other numbers in full."""
     return tokens_format((number,))(number)
+
+
+def round_places(window: range, most: int) -> range:
+    """Multiples of the smallest round step that divides the window into at most `most` steps; includes a round end.
+
+    Steps are powers of two for windows of at least 4096 slots or a multiple of 64, else 1, 2 or 5 times powers of 10.
+    """
+    binary = len(window) >= _LONG or len(window) % _EVEN == 0
+    base, factors = (2, (1,)) if binary else (10, (1, 2, 5))
+    steps = (factor * base**power for power in count() for factor in factors)
+    step = next(step for step in steps if len(window) <= max(most, 1) * step)
+    return range(-(-window.start // step) * step, window.stop + 1, step)

@@ -6,9 +6,6 @@
 from ._cells import Cells, count_cells
 from ._describe import MOST_DESCRIBED, Description, describe, describe_plan
 from ._explain import explain
-from ._fitted_table import fitted_facts, fitted_table
-from ._pair_counts import Multiplicity
-from ._picture import round_places
 from ._plot import plot
 from ._receptive_field import ReceptiveField
 from ._show import LEAST_COLUMNS, LEAST_LINES, MOST_CELLS, HeatMap, show
@@ -21,15 +18,11 @@ __all__ = [
     "Cells",
     "Description",
     "HeatMap",
-    "Multiplicity",
     "ReceptiveField",
     "count_cells",
     "describe",
     "describe_plan",
     "explain",
-    "fitted_facts",
-    "fitted_table",
     "plot",
-    "round_places",
     "show",
 ]

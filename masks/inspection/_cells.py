@@ -9,6 +9,7 @@ import torch
 from jaxtyping import Bool, Float64, Int64
 from torch import Tensor
 
+from ..blocks import Budget, PairCounts, bounded_pairs, even_places, settle
 from ..core import (
     Box,
     Expression,
@@ -22,7 +23,6 @@ from ..core import (
     require_int,
 )
 from ..orders import Layout
-from ._bounded_pairs import Budget, PairCounts, bounded_pairs, even_places, settle
 
 # R rows, C columns of cells; B branches; P parts of cells
 
@@ -40,36 +40,24 @@ _PARTS_AT_ONCE = 1 << 22
 class Cells:
     """A window cut into cells: row i has query slots row_edges[i] to row_edges[i + 1] - 1; columns have key slots.
 
-    `area` is the number of pairs of each cell. `total` counts a pair once for each branch that allows it; `branches`
-    has the counts of each branch, in the order of `pattern.branches()`.
+    `area` is the number of pairs of each cell, `low` and `high` are bounds on its allowed pairs, counted once for each
+    branch that allows them, and `likely` is an estimate within the bounds; all three are equal where the count is
+    exact. `branches` has the counts of each branch, in the order of `pattern.branches()`.
     """
 
     window: tuple[range, range]
     row_edges: Int64[Tensor, " R+1"]
     column_edges: Int64[Tensor, " C+1"]
     area: Int64[Tensor, "R C"]
-    total: PairCounts
+    low: Int64[Tensor, "R C"]
+    high: Int64[Tensor, "R C"]
+    likely: Float64[Tensor, "R C"]
     branches: tuple[PairCounts, ...]
-
-    @property
-    def low(self) -> Int64[Tensor, "R C"]:
-        """Lower bound on the allowed pairs."""
-        return self.total.low
-
-    @property
-    def high(self) -> Int64[Tensor, "R C"]:
-        """Upper bound on the allowed pairs; equal to `low` where the count is exact."""
-        return self.total.high
-
-    @property
-    def likely(self) -> Float64[Tensor, "R C"]:
-        """The exact count, or an estimate within the bounds."""
-        return self.total.likely
 
     @property
     def exact(self) -> Bool[Tensor, "R C"]:
         """True for cells whose count is exact."""
-        return self.total.low == self.total.high
+        return self.low == self.high
 
 
 def count_cells(
@@ -118,8 +106,8 @@ def count_cells(
     parts = [branch.for_head(head, num_heads) for branch in rule.branches()]
     found = _count_each(set(parts), q, k)
     branches = tuple(found[part] for part in parts)
-    total = PairCounts(*(torch.stack(each).sum(0) for each in zip(*branches, strict=True)))
-    return Cells((q.window, k.window), q.edges, k.edges, q.sizes[:, None] * k.sizes, total, branches)
+    low, high, likely = (torch.stack(each).sum(0) for each in zip(*branches, strict=True))
+    return Cells((q.window, k.window), q.edges, k.edges, q.sizes[:, None] * k.sizes, low, high, likely, branches)
 
 
 def _even_edges(name: str, window: range, cells: int) -> Int64[Tensor, " cells+1"]:
@@ -158,14 +146,11 @@ def _count(rule: Pattern, q: Side, k: Side, budget: Budget) -> PairCounts:
 
 def _every_pair(rule: Pattern, q: Side, k: Side) -> PairCounts:
     mask_mod, none = rule.mask_mod(num_heads=1, device=torch.device("cpu")), torch.tensor(0)
-    position = [
-        side.layout.pieces(0).position(torch.zeros_like(slots), slots)
-        for side, slots in ((side, torch.arange(side.window.start, side.window.stop)) for side in (q, k))
-    ]
+    queries, keys = (side.positions(torch.arange(side.window.start, side.window.stop)) for side in (q, k))
     row, column = (torch.repeat_interleave(side.sizes) for side in (q, k))
     pairs = torch.zeros(q.cells, k.cells, dtype=torch.int64)
     for some in torch.arange(len(row)).split(max(1, _PAIRS_AT_ONCE // len(column))):
-        allowed = mask_mod(none, none, position[0][some, None], position[1][None, :]).expand(len(some), -1)
+        allowed = mask_mod(none, none, queries[some, None], keys[None, :]).expand(len(some), -1)
         columns = torch.zeros(len(some), k.cells, dtype=torch.int64).index_add_(1, column, allowed.long())
         pairs.index_add_(0, row[some], columns)
     return PairCounts(pairs.flatten(), pairs.flatten(), pairs.flatten().double())
@@ -236,11 +221,13 @@ class Side:
     def sizes(self) -> Int64[Tensor, " cells"]:
         return self.edges.diff()
 
+    def positions(self, slots: Tensor) -> Tensor:
+        return self.layout.pieces(0).position(torch.zeros_like(slots), slots)
+
     def positions_at(self, cell: Tensor, share: Tensor) -> Tensor:
         """Positions of the slots at these fractions of cells."""
         size = self.sizes[cell, None]
-        slot = self.edges[cell, None] + (size * share).long().minimum(size - 1)
-        return self.layout.pieces(0).position(torch.zeros_like(slot), slot)
+        return self.positions(self.edges[cell, None] + (size * share).long().minimum(size - 1))
 
     def parts(self) -> tuple[Int64[Tensor, " P"], Progression]:
         """(cell of each part, its positions): cells are cut into parts whose positions are progressions of one step."""
@@ -248,5 +235,4 @@ class Side:
         inner = pieces.starts[(pieces.starts > self.window.start) & (pieces.starts < self.window.stop)]
         cuts = torch.cat([self.edges, inner]).unique()
         start, cell = cuts[:-1], torch.searchsorted(self.edges, cuts[:-1], right=True) - 1
-        first = pieces.position(torch.zeros_like(start), start)
-        return cell, Progression(first, pieces.step, cuts.diff())
+        return cell, Progression(self.positions(start), pieces.step, cuts.diff())

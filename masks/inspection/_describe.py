@@ -2,63 +2,58 @@
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from itertools import pairwise
 from typing import Any
 
 import torch
+from tabulate import tabulate
 
-from ..core import HEADS, LENGTH, Bound, Expression, advises, plans, renamed, require_expression, require_int
-from ..planning import Operands, Option, Plan, plan
-from ._description_text import description_data, description_text
-from ._gaps import Gaps, gaps_of
-from ._pair_counts import (
-    BranchShare,
-    HeadShare,
-    Multiplicity,
-    TermCount,
-    branch_shares,
-    count_term,
-    groups_of,
-    head_shares,
-    multiplicity_of,
+from ..core import (
+    HEADS,
+    LENGTH,
+    Bound,
+    Expression,
+    advises,
+    plans,
+    renamed,
+    require_expression,
+    require_int,
+    seconds_text,
+    shortened,
 )
+from ..planning import Operands, Option, Plan, plan
+from ._pair_counts import COUNTED, BranchShare, HeadShare, PlannedCounts, alike_heads, count_term, head_shares, summed
 from ._receptive_field import ReceptiveField, receptive_field_of
 
 MOST_DESCRIBED = 1 << 27  # tokens; the block lists of a window then take about 3 GB
+_MOST_LINES, _LONGEST_PATTERN = 24, 200
+_FACT_WIDTH, _PATTERN_WIDTH, _LAYOUT_WIDTH = 66, 34, 20  # characters, beyond which cells of tables wrap
 
 
-@dataclass(frozen=True)
-class BranchDescription:
-    """One distinct branch of a pattern: its pairs over all heads, and the layouts that the planner compared.
+@dataclass(frozen=True, kw_only=True)
+class BranchDescription(PlannedCounts):
+    """One distinct branch of a pattern: its counts over all heads, and the layouts that the planner compared.
 
-    If the planner computes all branches together, one BranchDescription covers them all. Block counts are of listed
-    blocks, over all heads; full blocks are whole and allow every pair.
+    If the planner computes all branches together, one BranchDescription covers them all.
     """
 
     pattern: Expression
     multiplicity: int
-    useful_pairs: int
-    computed_pairs: int
-    full_blocks: int
-    partial_blocks: int
-    table_bytes: int
     options: tuple[Option, ...]
 
-    @property
-    def waste(self) -> float:
-        """Computed over useful pairs; infinite for a branch that allows nothing."""
-        return self.computed_pairs / self.useful_pairs if self.useful_pairs else float("inf")
 
-
-@dataclass(frozen=True)
-class Description:
+@dataclass(frozen=True, kw_only=True)
+class Description(PlannedCounts):
     """All counts of a pattern bound to sizes; prints as tables.
 
-    Pairs are (query, key) pairs over all heads, counted once for each branch.
-    Counts that follow from the plan are computed at once; `heads`, `branch_shares`, `multiplicity`, `gaps` and
-    `receptive_field` on first use, in seconds at a million tokens. All are exact except `multiplicity` of several
-    branches and `receptive_field`: unless there are few tokens, these are sampled, and their `exact` is False.
+    Pairs are (query, key) pairs over all heads, counted once for each branch; `describe(pattern.union, ...)` counts
+    pairs of several branches once. Counts that follow from the plan are computed at once; `heads`, `branch_shares` and
+    `receptive_field` on first use, in seconds at a million tokens. All are exact except `receptive_field`: unless there
+    are few tokens, it is sampled, and its `exact` is False.
     """
 
     pattern: Expression
@@ -74,15 +69,6 @@ class Description:
         return self.num_heads * self.num_queries * self.num_keys
 
     @property
-    def useful_pairs(self) -> int:
-        return sum(branch.useful_pairs for branch in self.branches)
-
-    @property
-    def computed_pairs(self) -> int:
-        """Pairs in the listed blocks, in the planner's layouts and block sides."""
-        return sum(branch.computed_pairs for branch in self.branches)
-
-    @property
     def density(self) -> float:
         """Useful pairs over all pairs; may exceed 1 where branches overlap."""
         return self.useful_pairs / self.all_pairs
@@ -91,11 +77,6 @@ class Description:
     def block_density(self) -> float:
         """Computed pairs over all pairs."""
         return self.computed_pairs / self.all_pairs
-
-    @property
-    def waste(self) -> float:
-        """Computed over useful pairs."""
-        return self.computed_pairs / self.useful_pairs if self.useful_pairs else float("inf")
 
     @property
     def forward_flops(self) -> int:
@@ -107,55 +88,21 @@ class Description:
         """10 * head_dim for each useful pair."""
         return 10 * self.head_dim * self.useful_pairs
 
-    @property
-    def full_blocks(self) -> int:
-        """Listed blocks that are whole and allow every pair, in the planner's layouts, over all heads."""
-        return sum(branch.full_blocks for branch in self.branches)
-
-    @property
-    def partial_blocks(self) -> int:
-        """Listed blocks that are not full."""
-        return sum(branch.partial_blocks for branch in self.branches)
-
-    @property
-    def table_bytes(self) -> int:
-        """Bytes of the plan's block lists."""
-        return sum(branch.table_bytes for branch in self.branches)
-
     @cached_property
     @plans
     def heads(self) -> tuple[HeadShare, ...]:
         """Pairs of each head, in total and by branch; one entry for all heads with equal rules."""
-        groups = groups_of(self.bound)
-        if len(groups) == len(groups[0].rules) == 1:
-            return (HeadShare(groups[0].heads, (self.useful_pairs // self.num_heads,)),)
+        if len(alike_heads(self.bound)) == len(set(self.bound.pattern.branches())) == 1:
+            return (HeadShare(tuple(range(self.num_heads)), (self.useful_pairs // self.num_heads,)),)
         return head_shares(self.bound, {branch.pattern: branch.options[0].terms for branch in self.branches})
 
     @cached_property
     @plans
     def branch_shares(self) -> tuple[BranchShare, ...]:
         """Pairs of each distinct branch of the pattern, also if branches are computed together."""
-        return branch_shares(self.bound, self.heads)
-
-    @cached_property
-    @plans
-    def multiplicity(self) -> Multiplicity:
-        """Number of pairs by the number of branches that allow them: exact, or estimated with standard errors."""
-        return multiplicity_of(self.bound, self.branch_shares)
-
-    @property
-    def distinct_pairs(self) -> int | float:
-        """Pairs that at least one branch allows, counted once; an estimate unless `multiplicity.exact`.
-
-        Its standard error is `multiplicity.standard_errors[0]`.
-        """
-        return self.all_pairs - self.multiplicity.pairs[0]
-
-    @cached_property
-    @plans
-    def gaps(self) -> Gaps | None:
-        """Queries without a key and keys without a query; None if counting them would take too long."""
-        return gaps_of(self.bound)
+        branches = Counter(self.bound.pattern.branches()).items()
+        pairs = [sum(len(share.heads) * share.branch_pairs[at] for share in self.heads) for at in range(len(branches))]
+        return tuple(BranchShare(*each, own) for each, own in zip(branches, pairs, strict=True))
 
     @cached_property
     @plans
@@ -187,15 +134,29 @@ class Description:
         return self.bound.is_self_attention
 
     def to_data(self) -> dict[str, Any]:
-        """All numbers as plain data, for JSON; unknown numbers are None."""
-        return description_data(self)
-
-    def to_text(self, *, columns: int = 80) -> str:
-        """Tables with lines of at most `columns` characters, or 30 if `columns` is smaller."""
-        return description_text(self, columns)
+        """All numbers as plain data, for JSON; undefined numbers are None."""
+        sizes = ("num_queries", "num_keys", "num_heads", "head_dim", "all_pairs", "zero_keys")
+        derived = ("density", "block_density", "forward_flops", "backward_flops")
+        return {
+            "pattern": repr(self.pattern),
+            **{name: getattr(self, name) for name in (*sizes, *COUNTED, *derived)},
+            "waste": self.waste if self.useful_pairs else None,
+            "computed": [_computed_data(branch) for branch in self.branches],
+            "branches": [
+                {"pattern": repr(each.pattern), "multiplicity": each.multiplicity, "useful_pairs": each.pairs}
+                for each in self.branch_shares
+            ],
+            "heads": [
+                {"heads": list(each.heads), "pairs_per_head": each.pairs, "branch_pairs": list(each.branch_pairs)}
+                for each in self.heads
+            ],
+            "receptive_field": self.receptive_field().to_data() if self.is_self_attention else None,
+        }
 
     def __str__(self) -> str:
-        return self.to_text()
+        facts = tabulate(_facts(self), tablefmt="plain", disable_numparse=True, maxcolwidths=[None, _FACT_WIDTH])
+        parts = [facts, _branches_table(self), _heads_table(self), _growth_table(self)]
+        return "\n\n".join(part for part in parts if part)
 
 
 @plans
@@ -234,23 +195,123 @@ def describe(
 @plans
 def describe_plan(plan: Plan, *, head_dim: int) -> Description:
     """Describe an existing plan. Raises ValueError for block lists of more than MOST_DESCRIBED queries or keys."""
-    _require_countable(plan)
-    bound, branches = plan.bound, tuple(_describe_branch(options) for options in plan.options)
-    return Description(bound.pattern, bound.num_queries, bound.num_keys, bound.num_heads, head_dim, branches, bound)
-
-
-def _require_countable(plan: Plan) -> None:
-    most = max(plan.bound.num_queries, plan.bound.num_keys)
+    bound, most = plan.bound, max(plan.bound.num_queries, plan.bound.num_keys)
     listed = any(term.shape == "blocks" for chosen, *_ in plan.options for term in chosen.terms)
     if listed and most > MOST_DESCRIBED:
         raise ValueError(
             f"blocks are counted up to {MOST_DESCRIBED} tokens (128M), as their lists fill the memory beyond; "
             f"got {most}"
         )
+    branches = tuple(_describe_branch(options) for options in plan.options)
+    sizes = {name: getattr(bound, name) for name in ("pattern", "num_queries", "num_keys", "num_heads")}
+    return Description(**summed(branches), **sizes, head_dim=head_dim, branches=branches, bound=bound)
 
 
 def _describe_branch(options: tuple[Option, ...]) -> BranchDescription:
     """Counts of the first option, which the planner chose."""
     chosen = options[0]
-    counted = zip(TermCount(0, 0, 0, 0, 0), *map(count_term, chosen.terms), strict=True)
-    return BranchDescription(chosen.branch, chosen.multiplicity, *map(sum, counted), options=options)
+    counts = summed([count_term(term) for term in chosen.terms])
+    return BranchDescription(**counts, pattern=chosen.branch, multiplicity=chosen.multiplicity, options=options)
+
+
+def _computed_data(branch: BranchDescription) -> dict[str, Any]:
+    chosen, *others = ({"layout": option.layout, "predicted_s": option.cost.seconds} for option in branch.options)
+    counts = {name: getattr(branch, name) for name in ("multiplicity", *COUNTED)}
+    return {"pattern": repr(branch.pattern), **counts, "chosen": chosen, "others": others}
+
+
+def _facts(counts: Description) -> list[tuple[str, str]]:
+    tokens = f"{counts.num_queries:,} queries x {counts.num_keys:,} keys"
+    facts = [
+        ("size", f"{tokens} x {counts.num_heads} heads, head dim {counts.head_dim}"),
+        ("density", f"{counts.density:.4%} of pairs, {counts.block_density:.4%} in blocks"),
+        ("pairs", f"{counts.useful_pairs:,} useful, {counts.computed_pairs:,} computed: {counts.waste:.3f} to 1"),
+        ("blocks", f"{counts.full_blocks:,} full, {counts.partial_blocks:,} partial"),
+        ("FLOPs", f"{counts.forward_flops:.3e} forward, {counts.backward_flops:.3e} backward"),
+        ("block lists", f"{counts.table_bytes:,} bytes"),
+    ]
+    if counts.pattern.pads:
+        facts.append(("zero keys", f"{counts.zero_keys:,} of padding, in the softmax besides the pairs"))
+    if counts.is_self_attention:
+        facts.append(("layers", _layers_text(counts.receptive_field())))
+    return facts
+
+
+def _layers_text(field: ReceptiveField) -> str:
+    layers = f"{field.layers_at_least:,} layer{'' if field.layers_at_least == 1 else 's'}"
+    if not field.exact:
+        sample = f"from a sample of {len(field.tokens):,} of {field.num_tokens:,} tokens"
+        return f"at least {layers} until the receptive field saturates, {sample}"
+    return f"after {layers} the receptive field saturates" if field.layers_at_least else "no token reaches another"
+
+
+def _branches_table(counts: Description) -> str:
+    rows = [
+        (
+            shortened(repr(branch.pattern), _LONGEST_PATTERN),
+            str(branch.multiplicity),
+            f"{branch.useful_pairs / counts.all_pairs:.4%}",
+            f"{branch.waste:.3f}",
+            f"{branch.options[0].layout} ({seconds_text(branch.options[0].cost.seconds)})",
+        )
+        for branch in counts.branches
+    ]
+    headers = ("branch", "times", "density", "waste", "layout (predicted)")
+    return tabulate(
+        rows, headers, disable_numparse=True, maxcolwidths=[_PATTERN_WIDTH, None, None, None, _LAYOUT_WIDTH]
+    )
+
+
+def _heads_table(counts: Description) -> str:
+    """Pairs by head, with each branch's share; empty for one branch and one kind of head."""
+    branches, heads = counts.branch_shares, counts.heads
+    if len(branches) == len(heads) == 1:
+        return ""
+    alike: dict[tuple[int, ...], list[int]] = {}
+    for each in heads:
+        alike.setdefault(each.branch_pairs, []).extend(each.heads)
+    several = len(branches) > 1
+    rows = [
+        _share_row(_listed(sorted(numbers)), sum(pairs), counts.useful_pairs, pairs if several else ())
+        for pairs, numbers in list(alike.items())[:_MOST_LINES]
+    ]
+    if several and len(alike) > 1:
+        rows.append(_share_row("all", counts.useful_pairs, counts.useful_pairs, [each.pairs for each in branches]))
+    names = [f"branch {number}" for number in range(1, len(branches) + 1)] if several else []
+    headers = ("heads", "pairs of each", "share of each", *names)
+    table = tabulate(rows, headers, disable_numparse=True, colalign=("left", *("right",) * (len(headers) - 1)))
+    more = len(alike) - _MOST_LINES
+    return table if more <= 0 else f"{table}\n... and {more} more kinds of heads"
+
+
+def _share_row(heads: str, pairs: int, all_pairs: int, of_branches: Sequence[int]) -> tuple[str, ...]:
+    return heads, f"{pairs:,}", _percent(pairs, all_pairs), *(_percent(own, pairs) for own in of_branches)
+
+
+def _percent(part: float, whole: float) -> str:
+    """Share with two decimals; only the whole is 100 %."""
+    text = f"{part / max(whole, 1):.2%}"
+    return "> 99.99%" if text == "100.00%" and part < whole else text
+
+
+def _growth_table(counts: Description) -> str:
+    """Mean receptive field by number of layers; empty without self-attention."""
+    field = counts.receptive_field() if counts.is_self_attention else None
+    if field is None or not field.growth:
+        return ""
+    rows = [
+        (f"{layers:,}", f"{mean:,.1f}{'' if field.exact else f' +/- {error:,.1f}'}")
+        for layers, mean, error in field.growth
+    ]
+    headers = ("layers", f"mean tokens reached{'' if field.exact else ' +/- standard error'}")
+    return tabulate(rows, headers, disable_numparse=True, colalign=("right", "right"))
+
+
+def _listed(numbers: Sequence[int]) -> str:
+    """Ascending numbers as text; equally spaced ones by their ends."""
+    steps = {b - a for a, b in pairwise(numbers)}
+    if len(numbers) > 2 and len(steps) == 1:
+        first, second, last = numbers[0], numbers[1], numbers[-1]
+        return f"{first} to {last}" if steps == {1} else f"{first}, {second}, ..., {last}"
+    shown = [str(number) for number in numbers[:8]]
+    return ", ".join(shown + ["..."] * (len(numbers) > 8))

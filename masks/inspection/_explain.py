@@ -57,18 +57,15 @@ class BlockOfPair:
 
     def to_data(self) -> dict[str, Any]:
         """Plain data for JSON."""
-        slots = {"order": self.order, "rate": self.rate, "query_slot": self.query_slot, "key_slot": self.key_slot}
-        held = {"allowed_pairs": self.allowed_pairs, "block_pairs": self.block_pairs, "computed": self.computed}
-        return {**slots, "block": [self.row, self.column], **held}
+        names = ("order", "rate", "query_slot", "key_slot", "allowed_pairs", "block_pairs", "computed")
+        return {**{name: getattr(self, name) for name in names}, "block": [self.row, self.column]}
 
     def __str__(self) -> str:
         slots = f"residue-major order of rate {self.rate}, slots {self.query_slot} and {self.key_slot}"
         where = f"{'natural order' if self.rate == 1 else slots}: block ({self.row}, {self.column})"
-        if not self.allowed_pairs:
-            return f"{where} allows none of its {self.block_pairs} pairs and is left out"
-        if self.allowed_pairs == self.block_pairs:
-            return f"{where} allows all of its {self.block_pairs} pairs and is computed without a mask"
-        return f"{where} allows {self.allowed_pairs} of its {self.block_pairs} pairs and is computed with a mask"
+        kinds = {0: ("none", "left out"), self.block_pairs: ("all", "computed without a mask")}
+        some, then = kinds.get(self.allowed_pairs, (self.allowed_pairs, "computed with a mask"))
+        return f"{where} allows {some} of its {self.block_pairs} pairs and is {then}"
 
 
 @dataclass(frozen=True)
@@ -106,24 +103,22 @@ class Explanation:
 
     def to_data(self) -> dict[str, Any]:
         """Plain data for JSON."""
-        pair = {"query": self.pair.query, "key": self.pair.key, "head": self.pair.head}
-        where = {**pair, "num_heads": self.pair.num_heads, "batch": self.batch}
-        found = {**where, "multiplicity": self.multiplicity, **self.reason.to_data(), "zero_keys": self.zero_keys}
-        return {**found, "standings": [standing.to_data() for standing in self.standings]}
+        pair = {name: getattr(self.pair, name) for name in ("query", "key", "head", "num_heads")}
+        found = {name: getattr(self, name) for name in ("batch", "multiplicity", "zero_keys")}
+        blocks = [block.to_data() for block in self.standings]
+        return {**pair, **found, **self.reason.to_data(), "standings": blocks}
 
     def __str__(self) -> str:
         entry = f", batch entry {self.batch}" if self.pattern.varies else ""
         asked = f"query {self.pair.query}, key {self.pair.key}, head {self.pair.head} of {self.pair.num_heads}{entry}"
         times = f", {self.multiplicity} times" if self.multiplicity > 1 else ""
         verdict = f"{asked}: {'allowed' if self.allowed else 'not allowed'}{times}"
-        return "\n".join([verdict, *self.reason.lines(), *self._padding(), *map(str, self.standings)])
-
-    def _padding(self) -> list[str]:
-        if not self.pattern.pads:
-            return []
-        seen = "some number of" if self.zero_keys is None else str(self.zero_keys)
-        known = ", which num_tokens tells" if self.zero_keys is None else ""
-        return [f"padding: the softmax of query {self.pair.query} has {seen} zero keys besides{known}"]
+        padding = []
+        if self.pattern.pads:
+            unknown = ("some number of", ", which num_tokens tells")
+            seen, known = unknown if self.zero_keys is None else (self.zero_keys, "")
+            padding = [f"padding: the softmax of query {self.pair.query} has {seen} zero keys besides{known}"]
+        return "\n".join([verdict, *self.reason.lines(), *padding, *map(str, self.standings)])
 
 
 @plans
@@ -168,7 +163,7 @@ def explain(
     rule = rule.entry(batch)
     pair = Pair(query, key, head, num_heads)
     branches = tuple(branch.reason(pair) for branch in rule.branches())
-    places = () if num_tokens is None or keys is None else _blocks_of_pair(rule, pair, num_tokens, keys, sides)
+    places = () if num_tokens is None or keys is None else _blocks_of_pair(rule, pair, (num_tokens, keys), sides)
     found = _as_written(_whole(rule, branches), pattern)
     times = sum(branch.allowed for branch in branches)
     return Explanation(pair, batch, times, found, places, _zero_keys(rule, pair, keys))
@@ -183,23 +178,18 @@ def _zero_keys(rule: Expression, pair: Pair, num_tokens: int | None) -> int | No
 
 
 def _blocks_of_pair(
-    rule: Expression, pair: Pair, num_queries: int, num_keys: int, block_size: tuple[int, int]
+    rule: Expression, pair: Pair, sizes: tuple[int, int], sides: tuple[int, int]
 ) -> tuple[BlockOfPair, ...]:
-    """Block in natural order, and in residue-major order if the rule has a rate and num_queries == num_keys."""
-    whole = rule.union
-    rate = residue_rate(whole, num_queries) if num_queries == num_keys else 1
-    rates = (1, rate) if rate > 1 else (1,)
-    return tuple(_block_of_pair(whole, pair, num_queries, num_keys, block_size, each) for each in rates)
+    """Block in natural order, and in residue-major order if the rule has a rate and as many queries as keys."""
+    rate = residue_rate(rule.union, sizes[0]) if sizes[0] == sizes[1] else 1
+    return tuple(_block_of_pair(rule.union, pair, sizes, sides, each) for each in sorted({1, rate}))
 
 
-def _block_of_pair(
-    rule: Pattern, pair: Pair, num_queries: int, num_keys: int, block_size: tuple[int, int], rate: int
-) -> BlockOfPair:
-    sides = [
-        _side(Layout(size, rate), position, side)
-        for size, position, side in zip((num_queries, num_keys), (pair.query, pair.key), block_size, strict=True)
-    ]
-    (q_slot, row, queries), (k_slot, column, keys) = sides
+def _block_of_pair(rule: Pattern, pair: Pair, sizes: tuple[int, int], sides: tuple[int, int], rate: int) -> BlockOfPair:
+    (q_slot, row, queries), (k_slot, column, keys) = (
+        _block_of_token(Layout(size, rate), position, side)
+        for size, position, side in zip(sizes, (pair.query, pair.key), sides, strict=True)
+    )
     mod = rule.mask_mod(num_heads=pair.num_heads, device=torch.device("cpu"))
     zero, head = torch.tensor(0), torch.tensor(pair.head)
     some = queries.split(max(1, _PAIRS_AT_ONCE // len(keys)))
@@ -207,7 +197,7 @@ def _block_of_pair(
     return BlockOfPair(rate, q_slot, k_slot, row, column, allowed, len(queries) * len(keys))
 
 
-def _side(layout: Layout, position: int, side: int) -> tuple[int, int, torch.Tensor]:
+def _block_of_token(layout: Layout, position: int, side: int) -> tuple[int, int, torch.Tensor]:
     """(slot, block index, positions in that block) of one token."""
     slot = int(layout.slot_of(torch.tensor(position)))
     block = slot // side

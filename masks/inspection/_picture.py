@@ -1,44 +1,29 @@
-"""Contents of a picture of a pattern, without drawing: window, cells and blocks of panels, colours, labels.
-
-A branch has a hue, darker where several branches allow a pair, paler where few pairs of a cell are allowed. The hues
-are distinguishable with any colour vision. Source: Okabe and Ito, Color Universal Design (2008), without black, and
-without yellow, which is faint on white.
-"""
+"""Contents of a picture of a pattern, without drawing: window, cells and blocks of panels, colours, labels."""
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Iterable
 from dataclasses import dataclass
-from itertools import chain, count
+from functools import cached_property
 from math import gcd
 from textwrap import shorten, wrap
+from typing import NamedTuple
 
 import torch
-from jaxtyping import Bool, Float64, Int64
+from jaxtyping import Float64, Int64
 from torch import Tensor
 
-from ..core import EMPTY, FULL, PARTIAL, Expression, Pattern, tokens_format, tokens_text
+from ..core import EMPTY, FULL, PARTIAL, Expression, round_places, tokens_format, tokens_text
 from ..planning import layout
 from ._cells import Cells, count_cells, window_slots
 
-# R rows, C columns of cells; U, V rows and columns of blocks; B distinct branches; a last axis of 3: red, green, blue
-
-BY_BRANCH, BY_BLOCK = "branch", "block"
+# R rows, C columns of cells; U, V rows and columns of blocks; a last axis of 3: red, green, blue
 
 WHITE, BEIGE = "#ffffff", "#f6ecd9"
 PAIR, PAIR_OF_FULL = "#4292c6", "#08519c"
-GREY = "#9a9a9a"
-_HUES = ("#0072b2", "#cc79a7", "#009e73", "#e69f00", "#56b4e9", "#d55e00")
-# Deep blue through violet to orange, increasingly light; for more branches than _HUES.
-_SCALE = ("#1a1a7a", "#6a1a9a", "#b12a90", "#df6263", "#f59a3c")
-
 _PALEST, _DECADES = 0.15, 5.0
-_LEANING = 3.0  # weight of a branch's hue over that of the next branch
 _DARKER = 0.68  # brightness factor for each doubling of the branches that allow a pair
 _LONGER = 4  # aspect ratio above which each side of a window has its own scale
 _TITLE_LINES = 3
-_LONG, _EVEN = 1 << 12, 1 << 6  # windows at least _LONG, or a multiple of _EVEN, have ticks at powers of two
 _MOST_TICKS, _TICK_ROOM, _TICK_GAP = 6, 40, 14  # ticks on an axis; pixels for a query tick, and between key labels
 
 
@@ -69,8 +54,7 @@ class Axis:
         return slots / self.cell * self.pixels
 
 
-@dataclass(frozen=True)
-class Window:
+class Window(NamedTuple):
     """The window of a picture: query slots downwards, key slots to the right."""
 
     queries: Axis
@@ -90,7 +74,6 @@ class Picture:
     batch: int
     window: Window
     block: tuple[int, int] | None
-    color_by: str
     title: str | None
     legend: bool
 
@@ -116,110 +99,84 @@ def window_of(
     return Window(*(_axis(slots, longer, gcd(*sides), size) for slots in (q, k)))
 
 
-def _whole_blocks(slots: range, side: int, limit: int) -> range:
-    """The slots of all blocks that the window touches."""
-    return range(slots.start // side * side, min(limit, -(-slots.stop // side) * side))
-
-
 def _axis(slots: range, scale: int, block: int, size: int) -> Axis:
     least = -(-scale // size)
-    if not block:
-        cell = 1 << (least - 1).bit_length()
-    else:
-        fitting = [each for each in range(least, block + 1) if block % each == 0]
-        if not fitting:
-            raise ValueError(
-                f"to show {scale} tokens in {size} pixels, block sides must share a divisor of at least {least}; "
-                f"got {block}: take a smaller window, larger blocks or a larger size"
-            )
-        cell = fitting[0]
+    fitting = (each for each in range(least, block + 1) if block % each == 0)
+    cell = next(fitting, None) if block else 1 << (least - 1).bit_length()
+    if cell is None:
+        raise ValueError(
+            f"to show {scale} tokens in {size} pixels, block sides must share a divisor of at least {least}; "
+            f"got {block}: take a smaller window, larger blocks or a larger size"
+        )
     return Axis(slots, cell, max(1, round(size * cell / scale)))
 
 
 @dataclass(frozen=True)
-class Blocks:
-    """State (EMPTY, PARTIAL or FULL) and number of allowed pairs of the blocks that a window touches.
+class WindowBlocks:
+    """The blocks that a window touches: their cells, and their states EMPTY, PARTIAL or FULL.
 
     As in block lists, a block that the end of the sequence cuts short is never FULL.
     """
 
-    state: Int64[Tensor, "U V"]
-    area: Int64[Tensor, "U V"]
-    pairs: Float64[Tensor, "U V"]
+    cells: Cells
     sides: tuple[int, int]
-    first: tuple[int, int]  # block row and column of state[0, 0]
-    exact: bool
 
-    @property
-    def computed(self) -> Bool[Tensor, "U V"]:
-        return self.state != EMPTY
+    @cached_property
+    def state(self) -> Int64[Tensor, "U V"]:
+        state = torch.full_like(self.cells.area, PARTIAL)
+        state[self.cells.likely == 0] = EMPTY
+        state[self.cells.low == self.sides[0] * self.sides[1]] = FULL
+        return state
 
-    @property
-    def useful(self) -> float:
-        """Allowed share of the pairs in computed blocks."""
-        return float(self.pairs.sum()) / max(1, int(self.area[self.computed].sum()))
+    def state_of_cells(self, window: Window) -> Int64[Tensor, "R C"]:
+        """State of the block that contains each cell of a window."""
+        rows, columns = (
+            (axis.first + axis.cell * torch.arange(axis.cells)) // side - slots.start // side
+            for axis, side, slots in zip(window, self.sides, self.cells.window, strict=True)
+        )
+        return self.state[rows][:, columns]
+
+    def __str__(self) -> str:
+        """Number of computed and of full blocks, and the allowed share of the computed pairs."""
+        computed, about = self.state != EMPTY, "" if bool(self.cells.exact.all()) else "about "
+        of = f"{about}{int(computed.sum()):,} of {computed.numel():,} blocks computed"
+        if not bool(computed.any()):
+            return of
+        useful = float(self.cells.likely.sum()) / int(self.cells.area[computed].sum())
+        share = f"{useful:.0%}" if useful >= 0.01 else f"{100 * useful:.2g}%"
+        return f"{of}, {int((self.state == FULL).sum()):,} full; {about}{share} of their pairs allowed"
 
 
 @dataclass(frozen=True)
 class Panel:
-    """One head in one order; `shares[b]`: share of each cell's pairs that branch b allows, times its multiplicity."""
+    """One head in one order; `share`: mean number of branches that allow a pair of each cell, or with blocks any."""
 
     head: int
     order: str
     rate: int
-    shares: Float64[Tensor, "B R C"]
-    blocks: Blocks | None
-
-    @property
-    def most(self) -> int:
-        """Maximum over cells of the mean number of branches that allow a pair, rounded."""
-        return int(torch.round(self.shares.sum(0).max()))
-
-
-def drawn_branches(picture: Picture) -> dict[Pattern, int]:
-    """Multiplicity of each distinct branch, each with a separate colour; when coloured by block, of their union."""
-    branches = picture.pattern.branches()
-    return {picture.pattern.union: 1} if picture.color_by == BY_BLOCK else dict(Counter(branches))
+    share: Float64[Tensor, "R C"]
+    blocks: WindowBlocks | None
 
 
 def panel_of(picture: Picture, head: int, order: str) -> Panel:
     """Count the pairs of a panel. Raises ValueError if the pattern is undefined in part of the window."""
-    window, residue = picture.window, layout(picture.pattern, picture.num_tokens)
+    pattern = picture.pattern if picture.block is None else picture.pattern.union
+    residue = layout(picture.pattern, picture.num_tokens)
     rate = residue.rate if order == "residue" else 1
     sizes = {"num_tokens": picture.num_tokens, "num_keys": picture.num_keys, "num_heads": picture.num_heads}
-    where = {"head": head, "batch": picture.batch, "order": residue if rate > 1 else None}
-    q, k = window.queries, window.keys
-    shares = []
-    for branch, times in drawn_branches(picture).items():
-        cells = count_cells(branch, **sizes, **where, queries=q.slots, keys=k.slots, sides=(q.cell, k.cell))
-        shares.append(times * cells.likely / cells.area)
+    where = {**sizes, "head": head, "batch": picture.batch, "order": residue if rate > 1 else None}
+    q, k = picture.window
+    cells = count_cells(pattern, **where, queries=q.slots, keys=k.slots, sides=(q.cell, k.cell))
     blocks = None
     if picture.block is not None:
-        rows = _whole_blocks(q.slots, picture.block[0], picture.num_tokens)
-        columns = _whole_blocks(k.slots, picture.block[1], picture.num_keys)
-        union = picture.pattern.union
-        blocks = _blocks(
-            count_cells(union, **sizes, **where, queries=rows, keys=columns, sides=picture.block), picture.block
+        limits = picture.num_tokens, picture.num_keys
+        rows, columns = (
+            range(axis.slots.start // side * side, min(limit, -(-axis.slots.stop // side) * side))
+            for axis, side, limit in zip((q, k), picture.block, limits, strict=True)
         )
-    return Panel(head, order, rate, torch.stack(shares), blocks)
-
-
-def _blocks(cells: Cells, sides: tuple[int, int]) -> Blocks:
-    state = torch.full_like(cells.area, PARTIAL)
-    state[cells.likely == 0] = EMPTY
-    state[cells.low == sides[0] * sides[1]] = FULL
-    first = (cells.window[0].start // sides[0], cells.window[1].start // sides[1])
-    return Blocks(state, cells.area, cells.likely, sides, first, bool(cells.exact.all()))
-
-
-def hues(count: int) -> Float64[Tensor, "B 3"]:
-    """Colours of `count` branches."""
-    if count <= len(_HUES):
-        return torch.stack([rgb(hue) for hue in _HUES[:count]])
-    scale = torch.stack([rgb(colour) for colour in _SCALE])
-    place = torch.linspace(0, len(scale) - 1, count, dtype=torch.float64)
-    left = place.long().clamp(max=len(scale) - 2)
-    return scale[left].lerp(scale[left + 1], (place - left)[:, None])
+        of_blocks = count_cells(pattern, **where, queries=rows, keys=columns, sides=picture.block)
+        blocks = WindowBlocks(of_blocks, picture.block)
+    return Panel(head, order, rate, cells.likely / cells.area, blocks)
 
 
 def rgb(colour: str) -> Float64[Tensor, " 3"]:
@@ -227,57 +184,27 @@ def rgb(colour: str) -> Float64[Tensor, " 3"]:
     return torch.tensor([int(colour[at : at + 2], 16) for at in (1, 3, 5)], dtype=torch.float64) / 255
 
 
-def paint(panel: Panel, window: Window, colours: Float64[Tensor, "B 3"]) -> Float64[Tensor, "R C 3"]:
-    """Cell colours by branch."""
-    return shade(panel.shares, colours, _ground(panel, window))
-
-
-def paint_blocks(panel: Panel, window: Window) -> Float64[Tensor, "R C 3"]:
-    """Cell colours by block: pairs of full blocks dark, pairs of partial blocks lighter."""
-    assert panel.blocks is not None
-    full = torch.stack([rgb(PAIR), rgb(PAIR_OF_FULL)])[(_states(panel.blocks, window) == FULL).long()]
-    strength = _strength(panel.shares[0])[..., None]
-    return _ground(panel, window).lerp(full, strength)
+def paint(panel: Panel, window: Window) -> Float64[Tensor, "R C 3"]:
+    """Cell colours; with blocks, pairs of full blocks dark, and computed blocks beige where no pair is allowed."""
+    if panel.blocks is None:
+        return shade(panel.share, rgb(PAIR), rgb(WHITE))
+    states = panel.blocks.state_of_cells(window)
+    pairs = torch.stack([rgb(PAIR), rgb(PAIR_OF_FULL)])[(states == FULL).long()]
+    return shade(panel.share, pairs, torch.stack([rgb(WHITE), rgb(BEIGE)])[(states != EMPTY).long()])
 
 
 def shade(
-    shares: Float64[Tensor, "B ..."], colours: Float64[Tensor, "B 3"], ground: Float64[Tensor, "... 3"]
+    share: Float64[Tensor, "..."], pairs: Float64[Tensor, "... 3"], ground: Float64[Tensor, "... 3"]
 ) -> Float64[Tensor, "... 3"]:
-    """Branch colours mixed by share: pale for a small share of all pairs, dark where branches overlap.
-
-    A mixture favours the earlier branches, as equal weights would give grey.
-    """
-    total = shares.sum(0)
-    weights = shares.movedim(0, -1) * _LEANING ** -torch.arange(len(shares), dtype=torch.float64)
-    mixed = (weights @ colours**2) / weights.sum(-1, keepdim=True).clamp(min=torch.finfo(torch.float64).tiny)
-    darker = _DARKER ** total.clamp(min=1).log2()
-    return ground.lerp(mixed.sqrt() * darker[..., None], _strength(total)[..., None])
-
-
-def _strength(share: Tensor) -> Tensor:
-    """Colour strength: 0 without pairs, 1 for all pairs, logarithmic between."""
-    some = (1 + share.clamp(min=1e-12, max=1).log10() / _DECADES).clamp(min=_PALEST)
-    return torch.where(share > 0, some, 0.0)
-
-
-def _ground(panel: Panel, window: Window) -> Float64[Tensor, "R C 3"]:
-    """Background colours: beige in computed blocks, white elsewhere."""
-    if panel.blocks is None:
-        return torch.ones(*panel.shares.shape[1:], 3, dtype=torch.float64)
-    return torch.stack([rgb(WHITE), rgb(BEIGE)])[(_states(panel.blocks, window) != EMPTY).long()]
-
-
-def _states(blocks: Blocks, window: Window) -> Int64[Tensor, "R C"]:
-    """State of the block that contains each cell."""
-    places = []
-    for axis, side, first in zip((window.queries, window.keys), blocks.sides, blocks.first, strict=True):
-        places.append((axis.first + axis.cell * torch.arange(axis.cells)) // side - first)
-    return blocks.state[places[0]][:, places[1]]
+    """From the ground to the colour of pairs, logarithmic in the share; darker where pairs count more than once."""
+    strength = torch.where(share > 0, (1 + share.clamp(1e-12, 1).log10() / _DECADES).clamp(min=_PALEST), 0.0)
+    darker = _DARKER ** share.clamp(min=1).log2()
+    return ground.lerp(pairs * darker[..., None], strength[..., None])
 
 
 def axis_ticks(window: Window, *, letter: float) -> tuple[dict[int, str], dict[int, str]]:
     """Labels of round slots of queries and of keys, in one unit; `letter` is the width of a letter in pixels."""
-    q, k = window.queries, window.keys
+    q, k = window
     rows = _ticks(q.slots, max(1, min(_MOST_TICKS, q.length // _TICK_ROOM)))
     most = _MOST_TICKS
     while True:
@@ -316,17 +243,7 @@ def panel_title(picture: Picture, panel: Panel) -> str:
     return ", ".join(words)
 
 
-def counts_text(blocks: Blocks) -> str:
-    """Text: number of computed and of full blocks, and the allowed share of the computed pairs."""
-    computed, about = int(blocks.computed.sum()), "" if blocks.exact else "about "
-    full = int((blocks.state == FULL).sum())
-    of = f"{about}{computed:,} of {blocks.state.numel():,} blocks computed"
-    useful = f"{blocks.useful:.0%}" if blocks.useful >= 0.01 else f"{100 * blocks.useful:.2g}%"
-    return f"{of}, {full:,} full; {about}{useful} of their pairs allowed" if computed else of
-
-
 def _sizes_text(picture: Picture) -> str:
-    window = picture.window
     sizes = [f"{tokens_text(picture.num_tokens)} token{'s' if picture.num_tokens > 1 else ''}"]
     if picture.num_keys != picture.num_tokens:
         sizes = [f"{tokens_text(picture.num_tokens)} queries, {tokens_text(picture.num_keys)} keys"]
@@ -336,19 +253,6 @@ def _sizes_text(picture: Picture) -> str:
         sizes.append(f"head {picture.heads[0]} of {all_heads}" if number == 1 else some)
     if picture.block is not None:
         sizes.append("blocks of {} × {}".format(*picture.block))
-    if max(window.queries.cell, window.keys.cell) > 1:
-        cell = f"{tokens_text(window.queries.cell)} × {tokens_text(window.keys.cell)}"
-        sizes.append(f"a cell is {cell} pairs")
+    if max(axis.cell for axis in picture.window) > 1:
+        sizes.append("a cell is {} × {} pairs".format(*(tokens_text(axis.cell) for axis in picture.window)))
     return ", ".join(sizes)
-
-
-def round_places(window: range, most: int) -> range:
-    """Multiples of the smallest round step that divides the window into at most `most` steps; includes a round end.
-
-    Steps are powers of two for windows of at least 4096 slots or a multiple of 64, else 1, 2 or 5 times powers of 10.
-    """
-    binary = len(window) >= _LONG or len(window) % _EVEN == 0
-    powers: Iterable[int] = (1 << power for power in count())
-    tens = chain.from_iterable((10**power, 2 * 10**power, 5 * 10**power) for power in count())
-    step = next(step for step in (powers if binary else tens) if len(window) <= max(most, 1) * step)
-    return range(-(-window.start // step) * step, window.stop + 1, step)

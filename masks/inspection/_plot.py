@@ -19,12 +19,12 @@ from ..core import (
     require_int,
 )
 from ..planning import block_sides
-from ._picture import BY_BLOCK, BY_BRANCH, Picture, window_of
+from ._picture import Picture, window_of
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-ORDERS = ("natural", "residue")
+_ORDERS = ("natural", "residue")
 _MOST_PANELS, _MOST_PIXELS = 32, 2048
 
 
@@ -45,23 +45,21 @@ def plot(
     keys: range | None = None,
     order: str | Sequence[str] = "natural",
     block_size: int | tuple[int, int] | None = None,
-    color_by: str = BY_BRANCH,
     size: int = 512,
     title: str | None = None,
     legend: bool = True,
 ) -> Figure:
     """Draw the allowed pairs: queries downwards, keys to the right, one panel for each head and order.
 
-    Each branch has a hue; a pair of several branches is darker, and closest in hue to the first of them. A window of at
-    most `size` tokens is drawn pair by pair. In a longer window a cell covers several pairs, and its colour strength is
-    their allowed share on a logarithmic scale.
+    A pair that several branches allow is darker; `flexdilated.viewer` shows which. A window of at most `size` tokens is
+    drawn pair by pair. In a longer window a cell covers several pairs, and its colour strength is their allowed share
+    on a logarithmic scale.
 
     queries, keys: the window, in slots of the order: positions in "natural" order, slots of `masks.layout` in "residue"
-    order. block_size: one side or (query side, key side); masked pairs inside computed blocks are then beige, full
-    blocks are framed, and white is never computed. color_by: "branch", or "block": pairs of full blocks dark, pairs of
-    partial blocks light, for all branches. size: approximate pixels along the longer side of a panel. legend: draw a
-    legend, with block counts. title: by default the expression; "" for none. batch: the batch entry, for run-time
-    tensors with a row for each.
+    order. block_size: one side or (query side, key side); the pairs of any branch are then dark in full blocks and
+    light in partial ones, masked pairs inside computed blocks are beige, and white is never computed. size: approximate
+    pixels along the longer side of a panel. legend: draw a legend, with block counts. title: by default the expression;
+    "" for none. batch: the batch entry, for run-time tensors with a row for each.
 
     Returns a matplotlib Figure, made without pyplot; `figure.savefig(path)` writes PNG, SVG or PDF, reproducibly byte
     by byte. Raises ImportError without matplotlib, ValueError or TypeError for invalid arguments.
@@ -81,15 +79,18 @@ def plot(
         num_keys=num_keys,
         num_heads=num_heads,
         heads=tuple(require_below("head", each, num_heads, "heads") for each in _several("head", head)),
-        orders=tuple(require_choice("order", each, ORDERS) for each in _several("order", order)),
+        orders=tuple(require_choice("order", each, _ORDERS) for each in _several("order", order)),
         batch=batch,
         window=window_of(num_tokens, num_keys, queries, keys, block=block, size=size),
         block=block,
-        color_by=require_choice("color_by", color_by, (BY_BRANCH, BY_BLOCK)),
         title=title,
         legend=require_bool("legend", legend),
     )
-    _check(picture)
+    panels = len(picture.heads) * len(picture.orders)
+    if panels > _MOST_PANELS:
+        raise ValueError(f"a picture has at most {_MOST_PANELS} panels, one for each head and order; got {panels}")
+    if title is not None and not isinstance(title, str):
+        raise TypeError(f"title must be text or None; got {type(title).__name__}")
     try:
         from ._plot_figure import draw
     except ImportError as error:
@@ -103,13 +104,3 @@ def _several(name: str, value: object) -> tuple:
     if not several or len(set(several)) < len(several):
         raise ValueError(f"{name} must be one value, or several that differ; got {name}={value!r}")
     return several
-
-
-def _check(picture: Picture) -> None:
-    panels = len(picture.heads) * len(picture.orders)
-    if panels > _MOST_PANELS:
-        raise ValueError(f"a picture has at most {_MOST_PANELS} panels, one for each head and order; got {panels}")
-    if picture.color_by == BY_BLOCK and picture.block is None:
-        raise ValueError('color_by="block" needs block_size; got block_size=None')
-    if picture.title is not None and not isinstance(picture.title, str):
-        raise TypeError(f"title must be text or None; got {type(picture.title).__name__}")

@@ -13,26 +13,17 @@ from matplotlib.axes import Axes
 from matplotlib.collections import LineCollection
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch
-from torch import Tensor
 
-from ..core import FULL
 from ._picture import (
     BEIGE,
-    BY_BLOCK,
-    GREY,
     PAIR,
     PAIR_OF_FULL,
     WHITE,
-    Blocks,
+    Axis,
     Panel,
     Picture,
-    Window,
     axis_ticks,
-    counts_text,
-    drawn_branches,
-    hues,
     paint,
-    paint_blocks,
     panel_of,
     panel_title,
     rgb,
@@ -47,13 +38,14 @@ _TITLE, _PANEL_TITLE, _LEGEND = 19, 18, 19  # pixels of a line
 _LETTER = 8.6  # approximate pixels of a letter of the title
 _COLUMNS = 4
 _LEAST = 320  # pixels of a figure with texts
-FRAME = "#333333"
 _GRID, _BORDER = "#d9d9d9", "#999999"
 _LEAST_BLOCK = 12  # pixels, for lines between blocks
-_LEAST_FULL = 4
 _TICK_LETTER = 6.8  # approximate pixels of a letter of a tick label
 _LEGEND_LETTER, _SWATCH = 6.6, 42  # pixels
-_MOST_NAMED = 12
+_LEGEND_STYLE = {
+    **{"frameon": False, "fontsize": 8.5, "borderpad": 0, "borderaxespad": 0, "handlelength": 1.4},
+    **{"handleheight": 1.0, "columnspacing": 1.6, "labelspacing": 0.45},
+}
 _SHARES = ((0.001, "1 pair in 1,000"), (0.03, "1 in 30"), (1.0, "every pair"))
 
 
@@ -84,15 +76,12 @@ def draw(picture: Picture) -> Figure:
     width = of_panels + 2 * aside
     title = title_lines(picture, letters=int(width / _LETTER))
     titles = [_panel_lines(picture, panel) for panel in panels]
-    legends = [
-        (entries, _legend_columns(entries, width))
-        for entries in (legends_of(picture, panels, width=width) if picture.legend else [])
-    ]
-    heights = [ceil(len(entries) / columns) * _LEGEND + 6 for entries, columns in legends]
+    entries = legend_of(picture, panels) if picture.legend else []
+    legend_columns = _legend_columns(entries, width) if entries else 1
     heading = _EDGE + len(title) * _TITLE + (6 if title else 0)
     subheading = max(len(lines) for lines in titles) * _PANEL_TITLE + 8
     down = subheading + panel_height + _BELOW
-    footer = _EDGE // 2 + sum(heights)
+    footer = _EDGE // 2 + (ceil(len(entries) / legend_columns) * _LEGEND + 6 if entries else 0)
     height = heading + ceil(len(panels) / columns) * down + footer
     figure = SameBytes(figsize=(width / _DPI, height / _DPI), dpi=_DPI)
     for place, (panel, lines) in enumerate(zip(panels, titles, strict=True)):
@@ -107,9 +96,9 @@ def draw(picture: Picture) -> Figure:
         y = 1 - (_EDGE + (number + 0.5) * _TITLE) / height
         size, colour = (9, "#555555") if number and line == title[-1] else (10.5, "#000000")
         figure.text(0.5, y, line, ha="center", va="center", fontsize=size, color=colour)
-    for (entries, legend_columns), each in zip(legends, heights, strict=True):
-        footer -= each
-        _add_legend(figure, entries, legend_columns, footer / height)
+    if entries:
+        place = {"loc": "lower center", "bbox_to_anchor": (0.5, _EDGE / 2 / height), "ncols": legend_columns}
+        figure.legend(handles=entries, **place, **_LEGEND_STYLE)
     return figure
 
 
@@ -117,89 +106,27 @@ def _panel_lines(picture: Picture, panel: Panel) -> list[str]:
     letters = max(20, int(picture.window.keys.length / 6.0))
     lines = [panel_title(picture, panel)] if panel_title(picture, panel) else []
     if picture.legend and panel.blocks is not None:
-        lines += wrap(counts_text(panel.blocks), letters)
+        lines += wrap(str(panel.blocks), letters)
     return lines
 
 
 def _draw_panel(axes: Axes, picture: Picture, panel: Panel) -> None:
-    window = picture.window
-    if picture.color_by == BY_BLOCK:
-        colours = paint_blocks(panel, window)
-    else:
-        colours = paint(panel, window, hues(len(drawn_branches(picture))))
-    draw_image(axes, (colours * 255).round().to(torch.uint8), window)
-    if panel.blocks is not None:
-        draw_grid(axes, panel.blocks, window)
-        if picture.color_by != BY_BLOCK:
-            draw_frames(axes, panel.blocks, window)
-    draw_ticks(axes, window, word="slot" if panel.rate > 1 else "position")
-
-
-def _add_legend(figure: Figure, entries: Sequence[Patch], columns: int, bottom: float) -> None:
-    figure.legend(
-        handles=entries,
-        loc="lower center",
-        bbox_to_anchor=(0.5, bottom),
-        ncols=columns,
-        frameon=False,
-        fontsize=8.5,
-        borderpad=0,
-        borderaxespad=0,
-        handlelength=1.4,
-        handleheight=1.0,
-        columnspacing=1.6,
-        labelspacing=0.45,
-    )
-
-
-def draw_image(axes: Axes, colours: Tensor, window: Window) -> None:
-    """Draw the cells as an image in slot coordinates; the window clips the cells at its borders."""
-    q, k = window.queries, window.keys
+    """Draw the cells as an image in slot coordinates, clipped by the window; lines between blocks; ticks."""
+    q, k = picture.window
     extent = (k.first, k.first + k.cell * k.cells, q.first + q.cell * q.cells, q.first)
+    colours = (paint(panel, picture.window) * 255).round().to(torch.uint8)
     axes.imshow(colours.numpy(), extent=extent, aspect="auto", interpolation="none")
     axes.set_xlim(k.slots.start, k.slots.stop)
     axes.set_ylim(q.slots.stop, q.slots.start)
     axes.spines[:].set_color(_BORDER)
     axes.spines[:].set_linewidth(0.7)
-
-
-def draw_grid(axes: Axes, blocks: Blocks, window: Window) -> None:
-    """Draw lines between blocks, if blocks have enough pixels."""
-    q, k = window.queries, window.keys
-    (height, width) = blocks.sides
-    if min(q.pixels_of(height), k.pixels_of(width)) < _LEAST_BLOCK:
-        return
-    lines = [[(k.slots.start, y), (k.slots.stop, y)] for y in _borders(q.slots, height)]
-    lines += [[(x, q.slots.start), (x, q.slots.stop)] for x in _borders(k.slots, width)]
-    axes.add_collection(LineCollection(lines, colors=_GRID, linewidths=0.4, gid="grid"), autolim=False)
-
-
-def _borders(slots: range, side: int) -> range:
-    """Slots of the borders between blocks, inside the window."""
-    return range(-(-(slots.start + 1) // side) * side, slots.stop, side)
-
-
-def draw_frames(axes: Axes, blocks: Blocks, window: Window) -> None:
-    """Outline the full blocks, if blocks have enough pixels."""
-    (height, width), (top, left) = blocks.sides, blocks.first
-    if min(window.queries.pixels_of(height), window.keys.pixels_of(width)) < _LEAST_FULL:
-        return
-    full = (blocks.state == FULL).int()
-    around = full.new_zeros(full.shape[0] + 2, full.shape[1] + 2)
-    around[1:-1, 1:-1] = full
-    lines = []
-    for row, column in around[:, 1:-1].diff(dim=0).nonzero().tolist():
-        y, x = (top + row) * height, (left + column) * width
-        lines.append([(x, y), (x + width, y)])
-    for row, column in around[1:-1].diff(dim=1).nonzero().tolist():
-        y, x = (top + row) * height, (left + column) * width
-        lines.append([(x, y), (x, y + height)])
-    axes.add_collection(LineCollection(lines, colors=FRAME, linewidths=0.6, gid="full"), autolim=False)
-
-
-def draw_ticks(axes: Axes, window: Window, *, word: str) -> None:
-    """Label both axes with positions or slots, in one unit."""
-    rows, columns = axis_ticks(window, letter=_TICK_LETTER)
+    if picture.block is not None and min(map(Axis.pixels_of, picture.window, picture.block)) >= _LEAST_BLOCK:
+        height, width = picture.block
+        lines = [[(k.slots.start, y), (k.slots.stop, y)] for y in _borders(q.slots, height)]
+        lines += [[(x, q.slots.start), (x, q.slots.stop)] for x in _borders(k.slots, width)]
+        axes.add_collection(LineCollection(lines, colors=_GRID, linewidths=0.4), autolim=False)
+    rows, columns = axis_ticks(picture.window, letter=_TICK_LETTER)
+    word = "slot" if panel.rate > 1 else "position"
     axes.set_yticks(list(rows), list(rows.values()), fontsize=8)
     axes.set_xticks(list(columns), list(columns.values()), fontsize=8)
     axes.set_xlabel(f"key {word}", fontsize=8.5, labelpad=3)
@@ -207,23 +134,26 @@ def draw_ticks(axes: Axes, window: Window, *, word: str) -> None:
     axes.tick_params(length=3, pad=2, color=_BORDER)
 
 
-def _entry(label: str, colour: Any, frame: str = "#999999") -> Patch:
-    """Legend entry: a label and its colour; `frame` is the colour of the edge."""
-    return Patch(facecolor=colour, edgecolor=frame, linewidth=0.6, label=label)
+def _borders(slots: range, side: int) -> range:
+    """Slots of the borders between blocks, inside the window."""
+    return range(-(-(slots.start + 1) // side) * side, slots.stop, side)
 
 
-def legends_of(picture: Picture, panels: Sequence[Panel], *, width: int) -> list[list[Patch]]:
-    """Legend entries: branches by expression; then overlaps, shares of pairs, and blocks."""
-    by_block = picture.color_by == BY_BLOCK
-    branches = [] if by_block else _branches(picture, letters=int((width - _SWATCH) / _LEGEND_LETTER))
-    others = [] if by_block else _multiplicity(panels)
-    if max(picture.window.queries.cell, picture.window.keys.cell) > 1:
-        base = rgb(PAIR) if by_block else rgb(GREY)
-        others += [_entry(label, _shaded(share, base)) for share, label in _SHARES]
+def _entry(label: str, colour: Any) -> Patch:
+    return Patch(facecolor=colour, edgecolor=_BORDER, linewidth=0.6, label=label)
+
+
+def legend_of(picture: Picture, panels: Sequence[Panel]) -> list[Patch]:
+    """Legend entries: pairs, by blocks or by number of branches; then shares of pairs, and blocks without pairs."""
+    many = max(axis.cell for axis in picture.window) > 1
+    shares = [_entry(label, _shaded(share)) for share, label in _SHARES] if many else []
     if picture.block is not None:
-        others += _blocks(panels, by_block=by_block)
-    parts = [branches, others] if len(branches) > 1 else [branches + others]
-    return [entries for entries in parts if entries]
+        pairs = [_entry("pair of a full block", PAIR_OF_FULL), _entry("pair of a partial block", PAIR)]
+        return [*pairs, *shares, _entry("computed, no pair", BEIGE), _entry("never computed", WHITE)]
+    most = max(int(torch.round(panel.share.max())) for panel in panels)
+    counts = range(2, most + 1) if most <= 3 else (2, most)
+    several = [_entry(f"pair in {count} branches", _shaded(float(count))) for count in counts]
+    return [*(shares or [_entry("allowed pair", PAIR)]), *several]
 
 
 def _legend_columns(entries: Sequence[Patch], width: int) -> int:
@@ -233,41 +163,5 @@ def _legend_columns(entries: Sequence[Patch], width: int) -> int:
     return ceil(len(entries) / ceil(len(entries) / fitting))
 
 
-def _branches(picture: Picture, *, letters: int) -> list[Patch]:
-    drawn = drawn_branches(picture)
-    colours = hues(len(drawn)).tolist()
-    if len(drawn) == 1:
-        times = next(iter(drawn.values()))
-        return [_entry("allowed pair" if times == 1 else f"pair, allowed {times} times", colours[0])]
-    entries = []
-    for (branch, times), colour in zip(drawn.items(), colours, strict=True):
-        text = repr(branch) if times == 1 else f"{times} × {branch!r}"
-        entries.append(_entry(text if len(text) <= letters else f"{text[: letters - 2]} …", colour))
-    if len(entries) > _MOST_NAMED:
-        entries[_MOST_NAMED - 1 : -1] = [_entry(f"{len(entries) - _MOST_NAMED} between", WHITE, WHITE)]
-    return entries
-
-
-def _multiplicity(panels: Sequence[Panel]) -> list[Patch]:
-    """Entries for pairs in one, two and more branches, in increasingly dark grey."""
-    most = max(panel.most for panel in panels)
-    if most < 2 or len(panels[0].shares) == 1:
-        return []
-    counts = range(1, most + 1) if most <= 3 else (1, 2, most)
-    return [
-        _entry(f"in {count} branch{'es' if count > 1 else ''}", _shaded(float(count), rgb(GREY))) for count in counts
-    ]
-
-
-def _blocks(panels: Sequence[Panel], *, by_block: bool) -> list[Patch]:
-    if by_block:
-        pairs = [_entry("pair of a full block", PAIR_OF_FULL), _entry("pair of a partial block", PAIR)]
-    else:
-        full = any(bool((panel.blocks.state == FULL).any()) for panel in panels if panel.blocks is not None)
-        pairs = [_entry("full blocks", WHITE, FRAME)] if full else []
-    return [*pairs, _entry("computed, no pair", BEIGE), _entry("never computed", WHITE)]
-
-
-def _shaded(share: float, base: torch.Tensor) -> list[float]:
-    white = torch.ones(3, dtype=torch.float64)
-    return shade(torch.tensor([share], dtype=torch.float64), base[None], white).tolist()
+def _shaded(share: float) -> list[float]:
+    return shade(torch.tensor(share, dtype=torch.float64), rgb(PAIR), rgb(WHITE)).tolist()

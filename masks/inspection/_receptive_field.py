@@ -2,21 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
+from math import sqrt
+from statistics import fmean, stdev
 from typing import Any
 
 import torch
-from jaxtyping import Bool
-from torch import Tensor
 
 from ..core import Bound, Ranges, union_of
 from ..needs import needed_keys
-from ._pair_counts import drawn_tokens, groups_of, mean_of
-
-# N tokens
+from ._pair_counts import alike_heads
 
 _FEW_TOKENS = 256  # up to this number all tokens are followed
-_SAMPLES = 8
+_SAMPLES, _SEED = 8, 0
 _MOST_LAYERS = 64
 # Searches for the keys of one range of queries in one group of heads, over all sampled tokens: about a second.
 _MOST_SEARCHES = 1 << 9
@@ -56,7 +55,8 @@ class ReceptiveField:
         found = []
         for layers in range(1, self.layers_at_least + 1):
             sizes = [[1, *sizes][: layers + 1][-1] for sizes in self.reached]
-            found.append((layers, *mean_of(sizes, self.num_tokens)))
+            sampled = 1 < len(sizes) < self.num_tokens
+            found.append((layers, fmean(sizes), stdev(sizes) / sqrt(len(sizes)) if sampled else 0.0))
         return tuple(found)
 
     def to_data(self) -> dict[str, Any]:
@@ -75,53 +75,62 @@ def receptive_field_of(bound: Bound) -> ReceptiveField:
             "a receptive field needs queries and keys that are the same tokens; got "
             f"{bound.num_queries} queries from {bound.q_offset} on and {bound.num_keys} keys from {bound.k_offset} on"
         )
-    return _of_all(bound) if bound.num_queries <= _FEW_TOKENS else follow_tokens(bound, _SAMPLES)
+    few = bound.num_queries <= _FEW_TOKENS
+    return follow_tokens(bound, bound.num_queries if few else _SAMPLES, dense=few)
 
 
-def _of_all(bound: Bound) -> ReceptiveField:
-    """Receptive field of all tokens, by powers of the one-layer relation."""
-    size = bound.num_queries
-    known, reached = torch.eye(size, dtype=torch.float32), torch.zeros(0, size, dtype=torch.int64)
-    step = _one_layer_of_all(bound).float()
-    while not torch.equal(known, further := (known @ step > 0).float()):
-        known, reached = further, torch.cat([reached, further.sum(1).long()[None]])
-    sizes = [list(dict.fromkeys([1, *column]))[1:] for column in reached.T.tolist()]
-    return ReceptiveField(size, tuple(range(size)), tuple(map(tuple, sizes)), (True,) * size)
+def follow_tokens(bound: Bound, number: int, *, dense: bool = False) -> ReceptiveField:
+    """Follow `number` drawn tokens layer by layer until none reaches more.
 
-
-def _one_layer_of_all(bound: Bound) -> Bool[Tensor, "N N"]:
-    """True where a token (row) reaches another (column) in one layer."""
-    mask_mod, token = bound.mask_mod(), torch.arange(bound.num_queries)
-    found = torch.eye(len(token), dtype=torch.bool)
-    for group in groups_of(bound):
-        found |= mask_mod(torch.tensor(0), torch.tensor(group.heads[0]), token[:, None], token)
-    return found
-
-
-def follow_tokens(bound: Bound, number: int) -> ReceptiveField:
-    """Follow `number` sampled tokens layer by layer, for at most about a second."""
-    tokens = tuple(drawn_tokens(bound.num_queries, number))
-    known: list[Ranges] = [(range(bound.q_offset + token, bound.q_offset + token + 1),) for token in tokens]
-    reached: list[list[int]] = [[] for _ in tokens]
-    growing, searches, rules = set(range(len(tokens))), 0, len(groups_of(bound))
-    for _ in range(_MOST_LAYERS):
-        searches += rules * sum(len(known[index]) for index in growing)
-        if not growing or searches > _MOST_SEARCHES:
+    dense: by products of matrices of all tokens by all tokens; otherwise by ranges, for at most about a second.
+    """
+    tokens = _drawn_tokens(bound.num_queries, number)
+    reached: list[list[int]] = [[1] for _ in tokens]
+    growing = set(range(len(tokens)))
+    for sizes in _sizes_by_powers(bound, tokens) if dense else _sizes_by_ranges(bound, tokens):
+        growing = {index for index in growing if sizes[index] > reached[index][-1]}
+        for index in growing:
+            reached[index].append(sizes[index])
+        if not growing:
             break
-        for index in sorted(growing):
-            size, known[index] = sum(map(len, known[index])), _one_layer(bound, known[index])
-            if sum(map(len, known[index])) == size:
-                growing.remove(index)
-            else:
-                reached[index].append(sum(map(len, known[index])))
     finished = tuple(index not in growing for index in range(len(tokens)))
-    return ReceptiveField(bound.num_queries, tokens, tuple(map(tuple, reached)), finished)
+    return ReceptiveField(bound.num_queries, tuple(tokens), tuple(tuple(each[1:]) for each in reached), finished)
 
 
-def _one_layer(bound: Bound, known: Ranges) -> Ranges:
-    """Positions reached after one more layer."""
+def _sizes_by_powers(bound: Bound, tokens: Sequence[int]) -> Iterator[list[int]]:
+    """Number of tokens that each of `tokens` reaches after 1, 2, ... layers, by powers of the one-layer relation."""
+    mask_mod, token = bound.mask_mod(), torch.arange(bound.num_queries)
+    relation = torch.eye(len(token), dtype=torch.bool)
+    for head, *_ in alike_heads(bound):
+        relation |= mask_mod(torch.tensor(0), torch.tensor(head), token[:, None], token)
+    known, step = torch.eye(len(token), dtype=torch.float32)[list(tokens)], relation.float()
+    while True:
+        known = (known @ step > 0).float()
+        yield known.sum(1).long().tolist()
+
+
+def _sizes_by_ranges(bound: Bound, tokens: Sequence[int]) -> Iterator[list[int]]:
+    """Numbers of tokens reached by ranges of positions, for as many layers as the budget of searches permits."""
+    heads = [first + bound.head_offset for first, *_ in alike_heads(bound)]
     keys = (range(bound.k_offset, bound.k_offset + bound.num_keys),)
-    # One head for each group with equal rules.
-    heads = [group.heads[0] + bound.head_offset for group in groups_of(bound)]
-    seen = needed_keys(bound.pattern, queries=known, keys=keys, heads=heads, num_heads_global=bound.num_heads_global)
-    return union_of([*known, *seen])
+    known: list[Ranges] = [(range(bound.q_offset + token, bound.q_offset + token + 1),) for token in tokens]
+    growing, searches = set(range(len(tokens))), 0
+    for _ in range(_MOST_LAYERS):
+        searches += len(heads) * sum(len(known[index]) for index in growing)
+        if searches > _MOST_SEARCHES:
+            return
+        for index in sorted(growing):
+            own = {"queries": known[index], "keys": keys, "heads": heads, "num_heads_global": bound.num_heads_global}
+            further = union_of([*known[index], *needed_keys(bound.pattern, **own)])
+            if sum(map(len, further)) == sum(map(len, known[index])):
+                growing.remove(index)
+            known[index] = further
+        yield [sum(map(len, each)) for each in known]
+
+
+def _drawn_tokens(size: int, most: int) -> list[int]:
+    """All tokens, or `most`: one drawn at random from each of `most` equal parts, with a fixed seed."""
+    if size <= most:
+        return list(range(size))
+    shares = torch.rand(most, generator=torch.Generator().manual_seed(_SEED), dtype=torch.float64)
+    return ((torch.arange(most) + shares) * size / most).long().tolist()

@@ -24,12 +24,12 @@ from ..core import (
     require_choice,
     require_expression,
     require_int,
+    round_places,
     tokens_format,
     tokens_text,
 )
 from ..planning import layout
 from ._cells import Cells, count_cells, window_slots
-from ._picture import round_places
 
 # R rows, C columns
 
@@ -57,10 +57,8 @@ class _Canvas:
 class HeatMap:
     """Allowed pairs of one head of a pattern, counted in cells; str() is the picture.
 
-    rate: rate of the residue order; 1 in natural order. cells: counts of rows x columns. Row i has queries
-    cells.row_edges[i] to cells.row_edges[i + 1] - 1, columns have keys likewise; they are positions, or slots in
-    residue order. cells.low and cells.high bound the allowed pairs of each cell, counted once for each branch that
-    allows them; they are equal if the count is exact. cells.likely is the count, or an estimate within the bounds.
+    rate: rate of the residue order; 1 in natural order. cells: `Cells` of rows x columns, whose edges are positions, or
+    slots in residue order.
     """
 
     pattern: Expression
@@ -89,15 +87,8 @@ class HeatMap:
         named = zip(self.pattern.branches(), self.cells.branches, strict=True)
         return {
             "pattern": repr(self.pattern),
-            "num_tokens": self.num_tokens,
-            "num_heads": self.num_heads,
-            "head": self.head,
-            "order": self.order,
-            "rate": self.rate,
-            "row_edges": self.cells.row_edges.tolist(),
-            "column_edges": self.cells.column_edges.tolist(),
-            "low": self.cells.low.tolist(),
-            "high": self.cells.high.tolist(),
+            **{name: getattr(self, name) for name in ("num_tokens", "num_heads", "head", "order", "rate")},
+            **{name: getattr(self.cells, name).tolist() for name in ("row_edges", "column_edges", "low", "high")},
             "likely": None if bool(self.cells.exact.all()) else self.cells.likely.tolist(),
             "branches": [
                 {"pattern": repr(branch), "low": found.low.tolist(), "high": found.high.tolist()}
@@ -108,9 +99,8 @@ class HeatMap:
     def _facts(self) -> list[str]:
         order = "natural order" if self.order == "natural" else f"residue order mod {self.rate}"
         down, across = _side(self.cells.row_edges, "query", "queries"), _side(self.cells.column_edges, "key", "keys")
-        facts = f"head {self.head} of {self.num_heads}, {tokens_text(self.num_tokens)} tokens, {order}; "
-        facts += f"cells of {down} x {across}"
-        return wrap(facts, self._canvas.columns, break_on_hyphens=False)
+        tokens = f"head {self.head} of {self.num_heads}, {tokens_text(self.num_tokens)} tokens"
+        return wrap(f"{tokens}, {order}; cells of {down} x {across}", self._canvas.columns, break_on_hyphens=False)
 
     def _notes(self) -> list[str]:
         notes, cells = [], self.cells
@@ -118,10 +108,8 @@ class HeatMap:
             notes.append("A pair counts once for each branch that allows it.")
         doubtful = int((~cells.exact).sum())
         if doubtful:
-            notes.append(
-                f"{doubtful:,} of {cells.area.numel():,} cells are estimates within bounds, from a look at some of "
-                "their pairs; the others are counted."
-            )
+            estimates = f"{doubtful:,} of {cells.area.numel():,} cells are estimates within bounds"
+            notes.append(f"{estimates}, from a look at some of their pairs; the others are counted.")
         return [line for note in notes for line in wrap(note, self._canvas.columns)]
 
 
@@ -380,7 +368,7 @@ def levels_of(cells: Cells, *, color: bool) -> tuple[tuple[Level, ...], Int64[Te
     """(all levels that a picture may show, index of each cell's level)."""
     shares = dict(sorted((_BY_COLOR if color else _BY_SHAPE).items()))
     single, mixed = bool((cells.area == 1).all()), len(cells.branches) > 1
-    levels = (_NONE, _UNKNOWN, *list(shares.values())[:-1], _full(single, mixed), *_several(single))
+    levels = (_NONE, _UNKNOWN, *list(shares.values())[:-1], *_levels_by_times(single, mixed))
     share = cells.likely / cells.area
     number = 2 + torch.bucketize(share, torch.tensor(list(shares)[1:], dtype=torch.float64), right=True)
     several = share > 1
@@ -390,21 +378,14 @@ def levels_of(cells: Cells, *, color: bool) -> tuple[tuple[Level, ...], Int64[Te
     return levels, number
 
 
-def _full(single: bool, mixed: bool) -> Level:
-    """Level of cells in which each pair counts once; `single`: each cell is one pair, `mixed`: several branches."""
+def _levels_by_times(single: bool, mixed: bool) -> list[Level]:
+    """Levels of pairs that count once, twice, ...; `single`: each cell is one pair, `mixed`: several branches."""
     if single:
-        return replace(_ALL, meaning="branch", shape="1", ascii="1") if mixed else replace(_ALL, meaning="allowed")
-    return replace(_ALL, meaning="once each") if mixed else _ALL
-
-
-def _several(single: bool) -> tuple[Level, ...]:
-    """Levels of pairs that count more than once."""
-
-    def meaning(times: int) -> str:
-        last = times == _MOST_TIMES
-        if single:
-            return "branches or more" if last else "branches"
-        return f"more than {times - 1} times each" if last else f"{times - 1} to {times} times each"
-
-    shapes = enumerate(_TIMES_COLORS, start=2)
-    return tuple(Level(str(times), str(times), color, meaning(times)) for times, color in shapes)
+        once = Level("1", "1", _ALL.color, "branch") if mixed else replace(_ALL, meaning="allowed")
+        meanings = ["branches"] * (_MOST_TIMES - 2) + ["branches or more"]
+    else:
+        once = replace(_ALL, meaning="once each") if mixed else _ALL
+        meanings = [f"{times - 1} to {times} times each" for times in range(2, _MOST_TIMES)]
+        meanings.append(f"more than {_MOST_TIMES - 1} times each")
+    times = enumerate(zip(_TIMES_COLORS, meanings, strict=True), start=2)
+    return [once, *(Level(str(number), str(number), *each) for number, each in times)]

@@ -145,7 +145,7 @@ class _Told:
         values = [tensor.tolist() for tensor in given[0].given_tensors().values()]
         self._text = f"{given} {named} {values}"
 
-    def to_text(self, *, columns: int) -> str:
+    def __str__(self) -> str:
         return self._text
 
     def to_data(self) -> str:

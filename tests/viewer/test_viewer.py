@@ -162,7 +162,7 @@ def test_a_link_that_makes_no_sense_is_left_out(show):
         look(tab, link)
 
 
-def test_a_pair_is_explained(show):
+def test_a_pair_is_explained_as_by_the_command_that_the_page_names(show, capsys):
     tab = show(LONGNET, 20_000, num_heads=4, link="q=4990&k=4090&span=30&head=1&block=0")
     tab.evaluate(GO_TO.format(5001, 4097))
     said = tab.evaluate("document.getElementById('reasons').innerText")
@@ -179,6 +179,11 @@ def test_a_pair_is_explained(show):
     said = tab.evaluate("document.getElementById('reasons').innerText")
     assert "not allowed" in said
     assert "the key comes 904 tokens after the query" in said
+    tab.evaluate(GO_TO.format(5001, 4097))
+    program, *words = shlex.split(tab.evaluate("document.querySelector('.command').textContent"))
+    assert [program, *words[:2]] == ["python", "-m", "flexdilated"]
+    assert cli.main(words[2:]) == 0
+    assert capsys.readouterr().out.startswith("query 5001, key 4097, head 1 of 4: allowed, 2 times\n")
 
 
 def test_hovering_explains_what_is_under_the_pointer(show):
@@ -234,15 +239,6 @@ def test_the_page_may_not_ask_a_network(browser, tmp_path):
     assert tab.evaluate("fetch('https://127.0.0.1:9/').then(() => 'reached', (error) => String(error))") != "reached"
     assert any("Content Security Policy" in fault for fault in tab.faults)
     tab.close()
-
-
-def test_the_page_names_the_command_that_gives_the_reasons(show, capsys):
-    tab = show(LONGNET, 20_000, num_heads=4, link="q=4990&k=4090&span=30&head=1&block=0")
-    tab.evaluate(GO_TO.format(5001, 4097))
-    program, *words = shlex.split(tab.evaluate("document.querySelector('.command').textContent"))
-    assert [program, *words[:2]] == ["python", "-m", "flexdilated"]
-    assert cli.main(words[2:]) == 0
-    assert capsys.readouterr().out.startswith("query 5001, key 4097, head 1 of 4: allowed, 2 times\n")
 
 
 def test_patterns_that_no_command_can_name_have_none(show):

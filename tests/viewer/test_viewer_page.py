@@ -124,11 +124,9 @@ def test_tables_that_are_too_large_are_refused(monkeypatch):
 @pytest.mark.parametrize(
     ("make", "says"),
     [
-        (lambda: page("causal", 8), "pattern must be a pattern or mixture from flexdilated.masks; got str"),
         (lambda: page(masks.causal(), 0), "num_tokens must be at least 1; got num_tokens=0"),
         (lambda: page(masks.causal(), 2**31), "num_tokens must be at most 2147483647"),
         (lambda: page(masks.causal(), 8, num_heads=0), "num_heads must be at least 1"),
-        (lambda: page(masks.causal(), 8, num_heads=2, head=2), "head must be below the number of heads; got head=2"),
         (lambda: page(masks.causal(), 8, num_keys=0), "num_keys must be at least 1"),
         (
             lambda: page(masks.documents([0, 0, 1]), 3, batch=1),

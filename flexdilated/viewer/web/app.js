@@ -1,7 +1,7 @@
-// The page: its state, a frame at a time what follows from it, and what wheel, pointers, keys and controls change.
+// The page: its state, and what wheel, pointers, keys and controls change. Each change is followed by a frame.
 
 const SLICE = 24; // milliseconds of counting a frame
-const REPAINT = 180; // milliseconds between two looks at a picture that still changes
+const REPAINT = 180; // milliseconds between two paintings of a picture that still changes
 const LINK_AFTER = 200; // milliseconds of rest: browsers refuse addresses that change too often
 const MOST_SHARES = 24e6; // numbers of a picture: on large screens with many branches a cell is several pixels
 const WHEEL = 0.0018; // of a doubling, for one pixel of the wheel
@@ -9,12 +9,13 @@ const NUDGE = 1 / 8; // of the view, for one press of an arrow key
 const CLOSE = 1 / 24; // tokens a pixel at which a pair that is asked for is shown
 const ARROWS = { ArrowUp: [0, -1], ArrowDown: [0, 1], ArrowLeft: [-1, 0], ArrowRight: [1, 0] };
 
+const at = (name) => document.getElementById(name);
+
 class App {
   constructor(data) {
-    this.canvas = document.getElementById("picture");
+    this.canvas = at("picture");
     this.context = this.canvas.getContext("2d");
-    this.form = document.getElementById("controls");
-    this.palette = paletteOf(data.branches.length);
+    this.form = at("controls");
     this.painted = -Infinity;
     this.frameAsked = false;
     this.state = {
@@ -29,7 +30,7 @@ class App {
       cursor: null,
       pinned: false,
       image: null,
-      before: null, // what was seen last, which stands in for cells that are not known yet
+      before: null, // the last picture, drawn where cells are not known yet
       ratio: 1,
     };
     matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => this.setPalette());
@@ -40,6 +41,7 @@ class App {
     new ResizeObserver(() => this.resize()).observe(this.canvas.parentElement);
     listenToCanvas(this.canvas, this);
     listenToForm(this.form, this);
+    this.palette = paletteOf(data.branches.length);
     this.follow(location.hash);
     this.setPalette();
   }
@@ -57,7 +59,7 @@ class App {
     this.settingsChanged();
   }
 
-  /** The canvas fills its place, pixel by pixel of the screen. */
+  /** Fit the canvas into its place, pixel by pixel of the screen. */
   measure() {
     const { state, canvas } = this;
     const { width, height } = canvas.parentElement.getBoundingClientRect();
@@ -72,43 +74,43 @@ class App {
     const { view } = this.state;
     const [width, height, whole] = [view.width, view.height, view.scale >= view.wholeScale * 0.999];
     this.measure();
-    if (width === view.width && height === view.height) return this.askFrame(); // measuring has cleared the canvas
-    view.show(view.q, view.k, whole ? view.wholeScale : view.scale);
-    this.viewChanged();
+    if (width !== view.width || height !== view.height) {
+      view.show(view.q, view.k, whole ? view.wholeScale : view.scale);
+      this.viewChanged();
+    }
+    drawAll(this.context, this.state, this.palette); // measuring has cleared the canvas
   }
 
-  /** Head or order are others. */
+  /** Head or order changed. */
   settingsChanged() {
     const { state } = this;
-    const { data } = state;
-    const rate = state.order === "residue" ? data.residue : 1;
-    state.queries = orderOf(data.num_queries, rate);
-    state.keys = orderOf(data.num_keys, rate);
+    const rate = state.order === "residue" ? state.data.residue : 1;
+    state.queries = orderOf(state.data.num_queries, rate);
+    state.keys = orderOf(state.data.num_keys, rate);
     state.before = state.image = null;
     fillForm(this.form, state);
     this.viewChanged();
   }
 
-  /** Count the cells of what is seen now. */
+  /** Count the cells of the view. */
   viewChanged() {
     const { state } = this;
-    const { view, data } = state;
+    const { view, outputs, data: { tiles } } = state;
     clearTimeout(this.linkTimer);
     this.linkTimer = setTimeout(() => history.replaceState(null, "", `#${linkOf(state)}`), LINK_AFTER);
     if (state.image?.density.isDrawn) state.before = state.image;
-    const side = Math.ceil(Math.sqrt((view.width * view.height * state.outputs.length) / MOST_SHARES));
+    const side = Math.ceil(Math.sqrt((view.width * view.height * outputs.length) / MOST_SHARES));
     const rows = cellEdges(view.q, side * view.scale, Math.ceil(view.height / side), view.numQueries);
     const columns = cellEdges(view.k, side * view.scale, Math.ceil(view.width / side), view.numKeys);
-    state.image = imageOf(new Density({ ...state, tiles: data.tiles, grids: gridsOf(state) }, rows, columns));
+    state.image = imageOf(new Density({ ...state, tiles, grids: gridsOf(state) }, rows, columns));
     this.painted = -Infinity;
     this.explain();
     this.askFrame();
   }
 
   askFrame() {
-    if (this.frameAsked) return;
+    if (!this.frameAsked) requestAnimationFrame(() => this.frame());
     this.frameAsked = true;
-    requestAnimationFrame(() => this.frame());
   }
 
   frame() {
@@ -133,28 +135,28 @@ class App {
     this.askFrame();
   }
 
-  /** The line below the picture: its scale, and how far it has come. */
+  /** Write the scale and the progress below the picture. */
   report() {
     const { view, image, order } = this.state;
     const [tokens, pixels] = [grouped(Math.round(view.scale)), Math.round(1 / view.scale)];
     const size = view.scale > 1 ? `1 pixel is ${tokens} tokens a side` : `1 token is ${plural(pixels, "pixel")}`;
     const slots = order === "residue" ? " · rulers count slots" : "";
     const work = `${image.density.progress}${image.density.finished ? "" : ", in progress"}`;
-    document.getElementById("state").textContent = `${size} · ${work}${slots}`;
+    at("state").textContent = `${size} · ${work}${slots}`;
   }
 
   explain() {
     showReasons(this.state, this.palette);
   }
 
-  /** The pair at hand: under the pointer, or held until it is let go. */
+  /** Set the pair that is explained: the one under the pointer, or a pinned one. */
   setCursor(cursor, pinned) {
     Object.assign(this.state, { cursor, pinned: pinned && cursor !== null });
     this.explain();
     this.askFrame();
   }
 
-  /** Hold a pair of slots; the view follows. */
+  /** Pin a pair of slots; the view follows. */
   hold(q, k, scale = this.state.view.scale) {
     const { view } = this.state;
     const cursor = { q: clamp(q, 0, view.numQueries - 1), k: clamp(k, 0, view.numKeys - 1) };
@@ -163,11 +165,11 @@ class App {
     if (!isSeen || scale !== view.scale) view.centreOn(cursor, scale);
     this.setCursor(cursor, true);
     const { title, verdict, notes } = reasonsFor(this.state);
-    document.getElementById("spoken").textContent = `${title}: ${verdict}. ${notes[0]}.`;
+    at("spoken").textContent = `${title}: ${verdict}. ${notes[0]}.`;
     this.viewChanged();
   }
 
-  /** By one pair, or one pixel where that is more. */
+  /** Move the pinned pair by one pair, or by one pixel if that is more. */
   moveCursor(right, down) {
     const { view, cursor } = this.state;
     const by = Math.max(1, Math.round(view.scale));
@@ -175,7 +177,7 @@ class App {
     this.hold(from.q + down * by, from.k + right * by);
   }
 
-  /** The pair of these positions, close by. */
+  /** Show the pair of these positions from nearby. */
   goTo(query, key) {
     const { view, queries, keys } = this.state;
     if (!Number.isInteger(query) || !Number.isInteger(key)) return;
@@ -183,7 +185,7 @@ class App {
     this.hold(slot(queries, query), slot(keys, key), Math.min(view.scale, CLOSE));
   }
 
-  /** Change the view by one of its own methods. */
+  /** Change the view by one of its methods. */
   look(method, ...how) {
     this.state.view[method](...how);
     this.viewChanged();
@@ -194,14 +196,14 @@ class App {
   }
 }
 
-/** What is known of tiles of each branch for the head: nothing where slots are in another order. */
+/** Tiles of each branch for the head; null in other than the natural order. */
 function gridsOf({ data: { tiles }, head, order }) {
   return tiles.grid_of.map((heads) => (order === "natural" ? tiles.grids[heads[head]] ?? null : null));
 }
 
 function listenToCanvas(canvas, app) {
   const { view } = app.state;
-  const held = new Map(); // pointers that are down, and where they are
+  const held = new Map(); // places of the pointers that are down
   let moved = 0;
   const placeOf = (event) => {
     const box = canvas.getBoundingClientRect();
@@ -212,9 +214,7 @@ function listenToCanvas(canvas, app) {
     const lines = event.deltaMode === WheelEvent.DOM_DELTA_LINE ? 24 : 1;
     app.look("zoomAt", 2 ** (-event.deltaY * lines * WHEEL * (event.ctrlKey ? 4 : 1)), ...placeOf(event));
   }, { passive: false });
-  canvas.addEventListener("keydown", (event) => {
-    if (pressKey(event, app)) event.preventDefault();
-  });
+  canvas.addEventListener("keydown", (event) => pressKey(event, app) && event.preventDefault());
   canvas.addEventListener("pointerdown", (event) => {
     canvas.setPointerCapture(event.pointerId);
     held.set(event.pointerId, placeOf(event));
@@ -224,7 +224,7 @@ function listenToCanvas(canvas, app) {
     const place = placeOf(event);
     if (!held.has(event.pointerId)) return app.state.pinned || app.setCursor(view.slotsAt(...place), false);
     const from = grip(held);
-    moved += Math.hypot(...place.map((at, axis) => at - held.get(event.pointerId)[axis]));
+    moved += Math.hypot(...place.map((to, axis) => to - held.get(event.pointerId)[axis]));
     held.set(event.pointerId, place);
     const to = grip(held);
     view.panBy(from.x - to.x, from.y - to.y);
@@ -240,14 +240,14 @@ function listenToCanvas(canvas, app) {
   canvas.addEventListener("pointerleave", () => held.size || app.state.pinned || app.setCursor(null, false));
 }
 
-/** One pointer drags; two pinch, about the point between them. */
+/** The point between the pointers and their distance: one pointer drags; two pinch about that point. */
 function grip(held) {
   const [first, second = first] = [...held.values()];
   const apart = Math.hypot(first[0] - second[0], first[1] - second[1]);
   return { x: (first[0] + second[0]) / 2, y: (first[1] + second[1]) / 2, apart };
 }
 
-/** Whether the key means anything here. */
+/** Act on a key; false if it has no meaning here. */
 function pressKey(event, app) {
   if (event.ctrlKey || event.metaKey || event.altKey) return false;
   const { view, cursor } = app.state;
@@ -263,7 +263,6 @@ function pressKey(event, app) {
   return true;
 }
 
-/** The form above the picture: its fields show the state, and change it. */
 function listenToForm(form, app) {
   const { state } = app;
   const { head, block, query, key } = form.elements;
@@ -286,7 +285,7 @@ function listenToForm(form, app) {
   press("whole", () => app.look("showWhole"));
 }
 
-/** What the fields show. */
+/** Show the state in the fields. */
 function fillForm({ elements }, { data, head, order, block }) {
   elements.head.value = String(head);
   elements.head.max = String(data.num_heads - 1);
@@ -296,11 +295,10 @@ function fillForm({ elements }, { data, head, order, block }) {
   elements.block.value = String(block);
 }
 
-/** What a pattern is called, how large it is, and which of the controls mean anything for it. */
+/** Write the pattern and its sizes, and hide controls that have no meaning for it. */
 function describePage(data) {
   const [queries, keys] = [data.num_queries, data.num_keys].map((each) => shortTokens(each));
   const sizes = queries === keys ? `${queries} tokens` : `${queries} queries, ${keys} keys`;
-  const at = (name) => document.getElementById(name);
   at("pattern").textContent = at("pattern").title = data.phrase; // the header shows two lines of it
   at("sizes").textContent = `${sizes}, ${plural(data.num_heads, "head")}`;
   at("residue").textContent = `residue, R = ${data.residue}`;
@@ -311,8 +309,7 @@ function describePage(data) {
 
 /** The page's data: JSON that is deflated and written in base64. */
 async function readData() {
-  const text = atob(document.getElementById("data").textContent);
-  const packed = Uint8Array.from(text, (letter) => letter.charCodeAt(0));
+  const packed = Uint8Array.from(atob(at("data").textContent), (letter) => letter.charCodeAt(0));
   const stream = new Blob([packed]).stream().pipeThrough(new DecompressionStream("deflate"));
   return JSON.parse(await new Response(stream).text());
 }

@@ -1,7 +1,6 @@
-// How full each cell of a window is, in slices of time. A cell is a pixel, or one pair where pairs are larger than
-// pixels. All pairs of small cells are evaluated; of larger ones some are sampled, in rounds, and the page says so.
-// Counts of tiles came with the page: where tiles are small on the screen these are drawn, and empty or full ones are
-// never looked into.
+// The share of allowed pairs in each cell of a window, in slices of time. A cell is a pixel, or one pair where pairs are
+// larger. All pairs of small cells are evaluated; larger cells are sampled in rounds, and the page says so. Counts of
+// tiles came with the page: where tiles are small on the screen these are drawn, and empty or full tiles are not sampled.
 
 const COUNTED_SIDE = 8; // tokens: cells up to this side are counted
 const SAMPLES = 4; // along each side of a cell, for each round
@@ -20,27 +19,25 @@ class Density {
     this.cells = this.height * this.width;
     this.share = outputs.map(() => new Float32Array(this.cells).fill(-1)); // what is drawn; -1 for nothing yet
     this.hits = outputs.map(() => new Uint32Array(this.cells));
-    this.certain = outputs.map(() => new Uint8Array(this.cells)); // whether a share is counted
-    const largest = Math.max(largestStep(rows), largestStep(columns));
+    this.certain = outputs.map(() => new Uint8Array(this.cells)); // 1 where the share is counted
+    const largest = Math.max(...[rows, columns].map((edges) =>
+      edges.reduce((most, edge, at) => (at ? Math.max(most, edge - edges[at - 1]) : 0), 0)));
     this.counted = largest <= COUNTED_SIDE;
     this.coarse = largest * TILE_PIXELS >= Math.max(...tiles.sides) && !this.counted;
-    this.rounds = this.counted ? 1 : ROUNDS;
     const each = this.counted ? largest : SAMPLES; // positions along a side of a cell
     this.high = Math.max(1, quotient(PAIRS, each ** 2 * this.width)); // rows of cells at once
-    [this.round, this.top] = [0, 0];
-    this.finished = this.cells === 0;
+    [this.round, this.top, this.finished] = [0, 0, this.cells === 0];
   }
 
   get isDrawn() {
     return this.finished || this.round > 0;
   }
 
-  /** Work until the clock says `deadline`. */
   work(deadline) {
     while (!this.finished && performance.now() < deadline) this.step();
   }
 
-  /** Some rows of cells, once. */
+  /** Count some rows of cells in this round. */
   step() {
     const rows = steps(this.top, Math.min(this.top + this.high, this.height));
     if (this.round === 0) this.readTiles(rows);
@@ -48,10 +45,10 @@ class Density {
     this.top += rows.length;
     if (this.top < this.height) return;
     this.top = 0;
-    this.finished = ++this.round === this.rounds;
+    this.finished = ++this.round === (this.counted ? 1 : ROUNDS);
   }
 
-  /** Cells that their tiles decide; where a tile may hold pairs, a cell is drawn faintly until one is met. */
+  /** Draw cells that their tiles decide; where a tile may hold pairs, a cell is faint until one is found. */
   readTiles(rows) {
     const known = (found) => found === 0 || found === 1 || (found > 0 && this.coarse);
     for (const row of rows) {
@@ -65,7 +62,7 @@ class Density {
     }
   }
 
-  /** The share of pairs in the tiles that a cell touches, on average; else whether something is known of all. */
+  /** The mean share of the tiles that a cell touches; the least of them where some are not counted. */
   tileOf(grid, row, column) {
     const { rows, columns, tiles, keys } = this;
     const [high, wide] = tiles.sides;
@@ -97,7 +94,7 @@ class Density {
         for (const column of open) {
           const cell = row * width + column;
           if (certain[cell]) continue;
-          // No hit is no proof: where a tile may hold pairs, a cell stays as faint as can be seen.
+          // A sample without a hit is no proof: where a tile may hold pairs, the cell stays as faint as can be seen.
           const least = this.counted ? 0 : Math.min(shares[cell], FAINTEST);
           shares[cell] = hits[cell] / this.asked(row, column, this.round + 1) || least;
           certain[cell] = Number(this.counted);
@@ -106,12 +103,11 @@ class Density {
     });
   }
 
-  /** Whether all of a cell is counted. */
   isCertain(cell) {
     return this.certain.every((flags) => flags[cell]);
   }
 
-  /** How many pairs of a cell were evaluated after so many rounds. */
+  /** Number of pairs of a cell that are evaluated in this number of rounds. */
   asked(row, column, rounds = Math.max(1, this.round)) {
     if (!this.counted) return rounds * SAMPLES ** 2;
     return (this.rows[row + 1] - this.rows[row]) * (this.columns[column + 1] - this.columns[column]);
@@ -129,29 +125,20 @@ class Density {
         cells.push(cell);
       }
     }
-    return { positions: Float64Array.from(positions), cells: Int32Array.from(cells) };
+    return { positions: Float64Array.from(positions), cells };
   }
 
-  /** How far the picture has come: what is drawn of it, then what is a sample. 0 % and 100 % mean none and all. */
+  /** Progress of the picture, then the share of cells that are sampled; 0 % and 100 % mean none and all. */
   get progress() {
     if (!this.isDrawn) return `${Math.floor((100 * this.top) / this.height)} % drawn`;
-    if (this.counted) return "counted";
-    this.samples ??= steps(0, this.cells).filter((cell) => !this.isCertain(cell)).length; // known after a round
+    this.samples ??= this.counted ? 0 : steps(0, this.cells).filter((cell) => !this.isCertain(cell)).length;
     if (!this.samples) return "counted";
     const percent = Math.ceil((100 * this.samples) / this.cells);
     return `≈ ${percent} % sampled from ${grouped(this.asked(0, 0))} pairs a pixel`;
   }
 }
 
-function steps(start, stop) {
-  return Array.from({ length: stop - start }, (_, index) => start + index);
-}
-
-function largestStep(edges) {
-  return edges.reduce((most, edge, at) => (at ? Math.max(most, edge - edges[at - 1]) : 0), 0);
-}
-
-/** A number in [0, 1) that belongs to these two: mixed as in the finalizer of MurmurHash3. */
+/** A number in [0, 1) that is a function of these two: mixed as in the finalizer of MurmurHash3. */
 function randomPart(start, index) {
   let mixed = Math.imul(start, 0x9e3779b1) ^ Math.imul(index + 1, 0x85ebca77);
   mixed = Math.imul(mixed ^ (mixed >>> 16), 0x85ebca6b);

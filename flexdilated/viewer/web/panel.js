@@ -1,4 +1,4 @@
-// The column beside the picture: the legend of branches, and what each part of the rule says of the pair at hand.
+// The column beside the picture: the legend of branches, and the reasons of the pair under the cursor.
 
 const HINT = "Point at a pair, or focus the picture and press Shift with an arrow key: it is explained here.";
 
@@ -8,16 +8,18 @@ function element(name, properties = {}, ...children) {
   return made;
 }
 
-/** One line a branch, each with a box that hides it; `changed` is called then. */
+const codeOf = (textContent, className = "") => element("code", { textContent, className });
+const noteOf = (...children) => element("p", { className: "note" }, ...children);
+
+/** One line a branch, each with a box that hides it and calls `changed`. */
 function buildLegend({ data, shown }, palette, changed) {
   const lines = data.branches.map((branch, index) => {
     const box = element("input", { type: "checkbox", checked: shown[index] });
     box.addEventListener("change", () => ((shown[index] = box.checked), changed()));
-    const phrase = element("code", { textContent: branch.phrase });
-    return element("li", {}, element("label", {}, box, swatch(palette, index), phrase));
+    return element("li", {}, element("label", {}, box, swatch(palette, index), codeOf(branch.phrase)));
   });
-  document.getElementById("legend").replaceChildren(...lines);
-  const canvas = document.getElementById("scale");
+  at("legend").replaceChildren(...lines);
+  const canvas = at("scale");
   const context = canvas.getContext("2d");
   for (let x = 0; x < canvas.width; x++) {
     context.fillStyle = `rgb(${colourOf([10 ** (4 * (x / (canvas.width - 1) - 1))], palette).join(" ")})`;
@@ -32,7 +34,7 @@ function swatch(palette, branch) {
 }
 
 function showReasons(state, palette) {
-  const place = document.getElementById("reasons");
+  const place = at("reasons");
   if (!state.cursor) return place.replaceChildren(element("p", { className: "hint", textContent: HINT }));
   const { title, verdict, allowed, notes, branches } = reasonsFor(state);
   const items = branches.map(reasonItem);
@@ -40,31 +42,29 @@ function showReasons(state, palette) {
   place.replaceChildren(
     element("h3", { textContent: title }),
     element("p", { className: `verdict ${allowed ? "yes" : "no"}`, textContent: verdict }),
-    ...notes.filter(Boolean).map((note) => element("p", { className: "note", textContent: note })),
+    ...notes.filter(Boolean).map((note) => noteOf(note)),
     element("ol", { className: "branches" }, ...items),
     ...commandFor(state),
   );
 }
 
-/** The command that explains the pair, where one can name the pattern. */
+/** The command that explains the pair; none for a pattern that no command can name. */
 function commandFor({ data, queries, keys, cursor, head }) {
   if (!data.command) return [];
   const pair = `--query ${queries.position(cursor.q)} --key ${keys.position(cursor.k)} --head ${head}`;
-  const line = element("code", { className: "command", textContent: `${data.command} ${pair}` });
-  return [element("p", { className: "note" }, "The same with the blocks that hold the pair: ", line)];
+  return [noteOf("The same with the blocks that hold the pair: ", codeOf(`${data.command} ${pair}`, "command"))];
 }
 
 function reasonItem({ phrase, allowed, text, parts }) {
   const [kind, textContent, title] = allowed ? ["yes", "✓ ", "allowed"] : ["no", "✗ ", "not allowed"];
   const mark = element("span", { className: `mark ${kind}`, textContent, title });
-  const code = element("code", { textContent: phrase });
-  const item = element("li", {}, element("div", { className: "rule" }, mark, code));
+  const item = element("li", {}, element("div", { className: "rule" }, mark, codeOf(phrase)));
   if (text) item.append(element("div", { className: "why", textContent: text }));
   if (parts.length) item.append(element("ul", {}, ...parts.map(reasonItem)));
   return item;
 }
 
-/** What the page says of the pair at hand, and of the cell it is drawn in. */
+/** Texts about the pair under the cursor, and about its cell. */
 function reasonsFor(state) {
   const { queries, keys, data, cursor, order, head } = state;
   const [q, k] = [queries.position(cursor.q), keys.position(cursor.k)];
@@ -87,7 +87,7 @@ function reasonsFor(state) {
   };
 }
 
-/** Whether each branch allows a pair and why, and the same of the parts that decide it. */
+/** For each branch: whether it allows a pair, why, and the same of the parts that decide. */
 function answersFor({ data, program, head }, q, k) {
   const valueOf = (node) => {
     const needed = neededFor(program, [node]);
@@ -102,7 +102,7 @@ function answersFor({ data, program, head }, q, k) {
   return data.branches.map(answer);
 }
 
-/** How full the cell under the pair is, marked where it is a sample; nothing where it is one pair, or not drawn yet. */
+/** Share of allowed pairs in the cell of the pair, marked if sampled; "" for single pairs and cells not drawn yet. */
 function cellNote({ image: { density }, view, cursor }) {
   const { rows, columns, width, height, share } = density;
   const row = rows.findLastIndex((edge) => edge <= cursor.q);

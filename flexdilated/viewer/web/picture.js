@@ -1,4 +1,4 @@
-// The picture on its canvas: cells in the branches' colours, grids, rulers and the pair that is explained.
+// The picture on its canvas: cells in the branches' colours, grids, rulers and the cursor.
 
 const RULER = { left: 72, top: 30 };
 const STRIPES_FROM = 7; // pixels a pair: branches stand beside each other instead of mixed
@@ -17,9 +17,8 @@ function paletteOf(branches) {
 }
 
 /**
- * The colour of a cell where branch b allows the share densities[b] of its pairs: a hue a branch, mixed where branches
- * meet; the shade says how full. A pair that m branches allow counts m times: from one time a pair on, more of them
- * lead from the hue towards the ink.
+ * The colour of a cell where branch b allows the share densities[b] of its pairs: the mixed hues of the branches, fuller
+ * for a larger share, and from one branch a pair on closer to the ink.
  */
 function colourOf(densities, { paper, ink, hues }) {
   let [total, weight, red, green, blue] = [0, 0, 0, 0, 0];
@@ -44,7 +43,7 @@ function imageOf(density) {
   return { canvas, context: canvas.getContext("2d"), density };
 }
 
-/** All cells as pixels. Those that nothing is known of yet stay transparent. */
+/** Paint all cells as pixels; unknown ones stay transparent. */
 function repaint({ context, density }, palette, shown) {
   const { width, height, cells, share } = density;
   if (!cells) return;
@@ -89,7 +88,7 @@ function drawAll(context, state, palette) {
   drawRuler(context, view, palette, false);
 }
 
-/** An image lies where its slots lie now, whatever was seen when it was begun. */
+/** Draw an image at the place of its slots in the view. */
 function placeImage(context, view, { canvas, density: { rows, columns, width, height } }) {
   if (!width || !height) return;
   const [left, top] = view.pixelOf({ q: rows[0], k: columns[0] });
@@ -100,7 +99,7 @@ function placeImage(context, view, { canvas, density: { rows, columns, width, he
   else context.drawImage(canvas, left, top, right - left, bottom - top);
 }
 
-/** Pairs as squares apart, in stripes where several branches allow one. */
+/** Draw pairs as squares, in stripes where several branches allow one. */
 function drawPairs(context, { view, image: { density }, shown }, palette) {
   const { rows, columns, share, width, height } = density;
   const gap = Math.min(2, 0.1 / view.scale);
@@ -118,7 +117,7 @@ function drawPairs(context, { view, image: { density }, shown }, palette) {
   }
 }
 
-/** Lines between blocks, and where residue classes begin, where there is room for them. */
+/** Draw lines between blocks and between residue classes if they have enough pixels. */
 function drawBlocks(context, { view, order, queries, keys, block }, palette) {
   if (!block) return;
   const right = Math.min(view.k + view.width * view.scale, view.numKeys);

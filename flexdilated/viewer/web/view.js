@@ -1,5 +1,5 @@
-// What part of the matrix is seen, in which order of tokens; and numbers as people read them. Positions reach 2^31 and
-// pairs 2^53: doubles hold them exactly, `|` and `>>` do not.
+// The part of the matrix that is shown, the order of tokens, and numbers as text. Positions reach 2^31 and pairs 2^53:
+// doubles hold them exactly, `|` and `>>` do not.
 
 const LARGEST_PAIR = 64; // pixels a side
 
@@ -7,14 +7,15 @@ const quotient = (a, b) => Math.floor(a / b);
 const clamp = (value, least, most) => Math.min(Math.max(value, least), most);
 const grouped = (number) => number.toLocaleString("en-US");
 const plural = (number, word) => `${grouped(number)} ${word}${number === 1 ? "" : "s"}`;
+const steps = (start, stop) => Array.from({ length: stop - start }, (_, index) => start + index);
 
-/** Tokens in the largest unit that divides `step`: M of 1,048,576, K of 1,024 or 1, as everywhere in the library. */
+/** Tokens in the largest unit that divides `step`: M of 1,048,576, K of 1,024 or 1. */
 function shortTokens(number, step = number) {
   const [unit, name] = [[1048576, "M"], [1024, "K"], [1, ""]].find(([size]) => step % size === 0);
   return number ? `${grouped(number / unit)}${name}` : "0";
 }
 
-/** A share of all pairs: percent, or one in so many where percent would be a row of zeros; above 1 in a mixture. */
+/** A share of all pairs: in percent, or as 1 in n below 0.1 %; above 1 in a mixture. */
 function shareText(share) {
   if (share > 1) return `${Number(share.toPrecision(3))} times all`;
   if (share === 1) return "all";
@@ -23,12 +24,12 @@ function shareText(share) {
 }
 
 /**
- * Which position stands in which slot. Residue-major order of rate R sorts positions by (position mod R, position div
- * R); rate 1 is the natural order. `starts` are the first slots of the residue classes.
+ * Positions of slots. Residue-major order of rate R sorts positions by (position mod R, position div R); rate 1 is the
+ * natural order. `starts` are the first slots of the residue classes.
  */
 function orderOf(numTokens, rate) {
   const each = quotient(numTokens, rate);
-  const longer = numTokens % rate; // so many residue classes, the first ones, have one token more
+  const longer = numTokens % rate; // number of residue classes, the first ones, with one token more
   const border = longer * (each + 1);
   const startOf = (residue) => residue * each + Math.min(residue, longer);
   const classOf = (slot) =>
@@ -38,7 +39,7 @@ function orderOf(numTokens, rate) {
     rate,
     position: (slot) => classOf(slot) + rate * (slot - startOf(classOf(slot))),
     slot: (position) => startOf(position % rate) + quotient(position, rate),
-    starts: () => Array.from({ length: Math.min(rate, numTokens) }, (_, residue) => startOf(residue)),
+    starts: () => steps(0, Math.min(rate, numTokens)).map(startOf),
   };
 }
 
@@ -48,18 +49,13 @@ class View {
     Object.assign(this, { numQueries, numKeys, q: 0, k: 0, scale: 1, width: 1, height: 1 });
   }
 
-  /** The scale at which everything is seen. */
+  /** The scale at which the whole matrix is shown. */
   get wholeScale() {
     return Math.max(this.numQueries / this.height, this.numKeys / this.width, 1 / LARGEST_PAIR);
   }
 
-  /** The tokens along the shorter side: what a link stores, so that it looks alike on other screens. */
-  get span() {
-    return this.scale * Math.min(this.width, this.height);
-  }
-
-  /** To these slots and this scale: within the matrix as far as it fills the view, centred where it does not. */
-  show(q, k, scale) {
+  /** Move to these slots and this scale, within the matrix where it fills the view, centred where it does not. */
+  show(q, k, scale = this.scale) {
     this.scale = clamp(scale, 1 / LARGEST_PAIR, this.wholeScale);
     const inside = (start, tokens, seen) => (seen >= tokens ? (tokens - seen) / 2 : clamp(start, 0, tokens - seen));
     this.q = inside(q, this.numQueries, this.height * this.scale);
@@ -70,14 +66,14 @@ class View {
     this.show(0, 0, this.wholeScale);
   }
 
-  /** Zoom in by a factor above 1, or out, with the slots under pixel (x, y) staying where they are. */
+  /** Zoom in by a factor above 1, or out; the slots under pixel (x, y) keep their place. */
   zoomAt(factor, x, y) {
     const scale = clamp(this.scale / factor, 1 / LARGEST_PAIR, this.wholeScale);
     this.show(this.q + y * (this.scale - scale), this.k + x * (this.scale - scale), scale);
   }
 
   panBy(x, y) {
-    this.show(this.q + y * this.scale, this.k + x * this.scale, this.scale);
+    this.show(this.q + y * this.scale, this.k + x * this.scale);
   }
 
   centreOn({ q, k }, scale = this.scale) {
@@ -97,27 +93,25 @@ class View {
   }
 }
 
-/** Where cells begin along one axis, and the last one's end: a pixel each, or a token each where those are larger. */
+/** First slots of the cells along one axis, and the last one's end: a cell is a pixel, or a token where it is larger. */
 function cellEdges(start, scale, pixels, tokens) {
   const end = Math.min(tokens, Math.ceil(start + pixels * scale));
-  const first = Math.max(0, Math.floor(start));
-  if (scale <= 1) return Float64Array.from({ length: end - first + 1 }, (_, index) => first + index);
+  if (scale <= 1) return Float64Array.from(steps(Math.max(0, Math.floor(start)), end + 1));
   const origin = Math.max(0, start);
   const count = Math.min(pixels, Math.ceil((end - origin) / scale));
-  const edge = (_, index) => Math.min(end, Math.floor(origin + index * scale));
-  const edges = Float64Array.from({ length: count + 1 }, edge);
+  const edges = Float64Array.from(steps(0, count + 1), (index) => Math.min(end, Math.floor(origin + index * scale)));
   // The last pixel may begin where the last but one ends.
   return edges.length > 1 && edges[count] === edges[count - 1] ? edges.subarray(0, count) : edges;
 }
 
-/** What is seen, as the part of the address after #: whoever opens the link sees the same. */
+/** The view as the part of the address after #. `span`, tokens along the shorter side, suits other screens too. */
 function linkOf({ view, head, order, block }) {
   const tidy = (number) => String(Number(number.toFixed(view.scale < 1 ? 2 : 0)));
-  const place = { q: tidy(view.q), k: tidy(view.k), span: tidy(view.span) };
+  const place = { q: tidy(view.q), k: tidy(view.k), span: tidy(view.scale * Math.min(view.width, view.height)) };
   return Object.entries({ ...place, head, order, block }).map(([name, value]) => `${name}=${value}`).join("&");
 }
 
-/** Take from a link what makes sense here: a number out of range, or a word that is none, is left out. */
+/** Set the state from a link; values that are out of range or undefined are ignored. */
 function followLink(text, state) {
   const { data, view } = state;
   const values = new URLSearchParams(text.replace(/^#/, ""));

@@ -14,7 +14,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from flexdilated import masks
-from flexdilated.masks.inspection import _bounded_pairs, _cells
+from flexdilated.masks.blocks import _pair_search
+from flexdilated.masks.inspection import _cells
 from flexdilated.masks.inspection._cells import Cells, count_cells
 from flexdilated.masks.orders._layout import Layout
 from flexdilated.testing._drawn_inputs import in_range
@@ -88,9 +89,9 @@ def counted(way: str) -> Iterator[None]:
         patch.setattr(_cells, "_MOST_BOXES", boxes)
         patch.setattr(_cells, "_PARTS_AT_ONCE", 200)
         patch.setattr(_cells, "_SAMPLES", 500)
-        patch.setattr(_bounded_pairs, "_SAMPLES", 500)
-        patch.setattr(_bounded_pairs, "_CELL_SIDE", side)
-        patch.setattr(_bounded_pairs, "_FRONTIER", 100)
+        patch.setattr(_pair_search, "_SAMPLES", 500)
+        patch.setattr(_pair_search, "_CELL_SIDE", side)
+        patch.setattr(_pair_search, "_FRONTIER", 100)
         yield
 
 

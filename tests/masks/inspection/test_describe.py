@@ -1,17 +1,23 @@
 """describe: its numbers are those of the dense rule, counted pair by pair and block by block."""
 
+import json
+from dataclasses import replace
+
 import pytest
 import torch
-from hypothesis import example, given, settings
+from hypothesis import example, given, reject, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
 from flexdilated import masks
-from flexdilated.masks.inspection._gaps import Gap, Gaps
+from flexdilated.masks.inspection._pair_counts import count_term, head_shares
 from flexdilated.masks.orders._layout import Compact
 from flexdilated.masks.planning.lowering._term import Term
 from tests.support import oracle
-from tests.support.ladders import LADDERS
+from tests.support.irregular import bound_rules, dense, run_rules, stretch_rules, sums_of_runs
+from tests.support.ladders import GIGAPATH_5, LADDERS
+from tests.support.run_time_strategies import Packed, packed_cases
+from tests.support.strategies import Case, cases
 
 pytestmark = pytest.mark.usefixtures("without_masks")
 
@@ -37,18 +43,6 @@ def allowed(pattern: masks.Pattern, N: int, H: int) -> Tensor:
     """(H, N, N) from the closure that FlexAttention gets."""
     rule, tokens = pattern.mask_mod(num_heads=H, device=CPU), torch.arange(N)
     return rule(torch.tensor(0), torch.arange(H)[:, None, None], tokens[:, None], tokens).expand(H, N, N)
-
-
-def histogram(counts: Tensor) -> dict[int, int]:
-    numbers, pairs = counts.unique(return_counts=True)
-    return {0: 0} | dict(zip(numbers.tolist(), pairs.tolist(), strict=True))
-
-
-def gap(empty: Tensor) -> Gap:
-    """Of (H, tokens), True where a token has no pair."""
-    sides = [empty.all(0), empty.any(0)]
-    firsts = [int(side.nonzero()[0]) if bool(side.any()) else None for side in sides]
-    return Gap(*(int(side.sum()) for side in sides), *firsts)
 
 
 def tiles_of(term: Term, pairs: Tensor) -> Tensor:
@@ -84,11 +78,8 @@ def test_every_number_is_counted_pair_by_pair(pattern, N, H):
     for branch, pairs in zip(pattern.branches(), each, strict=True):
         of_branches[branch] += int(pairs.sum())
     assert {share.pattern: share.pairs for share in told.branch_shares} == of_branches
-    assert (told.multiplicity.exact, told.multiplicity.queries) == (True, N)
-    assert told.multiplicity.pairs == histogram(counts)
-    assert set(told.multiplicity.standard_errors.values()) == {0.0}
-    assert told.distinct_pairs == int((counts > 0).sum())
-    assert told.gaps == Gaps(gap((counts == 0).all(2)), gap((counts == 0).all(1)))
+    distinct = masks.describe(pattern.union, N, num_heads=H).useful_pairs
+    assert distinct == int((counts > 0).sum())
 
     blocks, computed = torch.zeros(2, dtype=torch.int64), 0
     for branch in told.branches:
@@ -101,6 +92,95 @@ def test_every_number_is_counted_pair_by_pair(pattern, N, H):
     assert told.computed_pairs == computed
     assert told.waste == (computed / useful if useful else float("inf"))
     assert told.block_density == computed / everything
+
+
+def assert_heads(bound: masks.Bound, counts: Tensor) -> None:
+    """Pairs of each head; counts (H, N, M)."""
+    shares = head_shares(bound, {})
+    found = {head: share.pairs for share in shares for head in share.heads}
+    assert found == dict(enumerate(counts.sum((1, 2)).tolist()))
+
+
+@settings(max_examples=8)
+@given(cases(), st.booleans())
+def test_pairs_of_drawn_patterns(case: Case, same_tokens: bool):
+    """Queries and keys that begin anywhere, also at one place."""
+    if same_tokens:
+        case = replace(case, num_keys=case.num_queries, k_offset=case.q_offset)
+    try:
+        bound = case.bind()
+    except ValueError:  # a table or a grid that names other keys
+        reject()
+    assert_heads(bound, case.counts())
+    if case.num_heads == case.num_heads_global:
+        offsets = {"q_offset": case.q_offset, "k_offset": case.k_offset}
+        told = masks.describe(case.twin.pattern, case.num_queries, case.num_keys, num_heads=case.num_heads, **offsets)
+        assert told.useful_pairs == int(case.counts().sum())
+        assert told.density == float(case.counts().double().mean())
+        json.dumps(told.to_data(), allow_nan=False)
+
+
+@settings(max_examples=8)
+@given(packed_cases(), sums_of_runs() | bound_rules(stretch_rules) | bound_rules(run_rules, visible=True))
+def test_pairs_with_run_time_tensors_and_of_irregular_patterns(packed: Packed, irregular: masks.Bound):
+    """Listed blocks, documents with padding, visible keys and runs of them."""
+    for entry in range(packed.batch):
+        assert_heads(packed.bind().entry(entry), packed.counts[entry])
+    assert_heads(
+        irregular, torch.stack([dense(irregular, each) for each in irregular.pattern.branches()]).long().sum(0)
+    )
+
+
+def test_blocks_of_strips():
+    """Branches that nest run as strips: two rows of blocks with all blocks up to the last of them."""
+    told = masks.describe(masks.longnet([2048, 4096], [1, 4]) & masks.causal(), 8192, num_heads=4)
+    strips, dense = 4 * 4 * 8, 4 * 2  # 4 heads with 4 segments of 8 strips, and with 2 segments' later halves
+    assert told.partial_blocks == strips * 3
+    assert told.full_blocks == 4 * 4 * sum(2 * 2 * row - 3 for row in range(1, 9)) + dense * (512 // 128) ** 2
+    assert told.computed_pairs == 2432 * 128**2
+    assert told.useful_pairs == oracle.useful_pairs([2048, 4096], [1, 4], num_heads=4, N=8192, causal=True)
+
+
+@pytest.mark.parametrize(
+    ("side", "queries", "lead"), [(4, 10, 3), (4, 8, 0), (4, 9, 4), (1, 3, 2), (8, 20, 7), (8, 5, 30)]
+)
+def test_full_blocks_of_a_strip(side: int, queries: int, lead: int):
+    """Of queries that are the last of the keys: blocks that are whole and on or below the diagonal throughout."""
+    q, k = (
+        Compact((0, 1), (start, start + 1), 2, size, 3, 900)
+        for start, size in ((2 * lead, queries), (0, queries + lead))
+    )
+    counted = count_term(Term(masks.causal(), "strip", 1, (0, 1), 0, 2, q, k, 0, 0, block_side=side))
+    allowed = torch.arange(queries + lead) <= torch.arange(queries)[:, None] + lead
+    whole = [
+        bool(block.all()) and block.shape == (side, side)
+        for rows in allowed.split(side)
+        for block in rows.split(side, dim=1)
+    ]
+    assert counted.full_blocks == 2 * 3 * sum(whole)
+    assert counted.full_blocks + counted.partial_blocks == 2 * 3 * len(whole)
+    assert counted.useful_pairs == 2 * 3 * int(allowed.sum())
+
+
+def test_heads_that_follow_one_rule_share_an_entry():
+    told = masks.describe(masks.dilated(1024, 4, offset="interleaved"), 4000, num_heads=6)
+    assert [share.heads for share in told.heads] == [(0, 4), (1, 5), (2,), (3,)]
+    # The last segment has 928 tokens, of which each offset finds 232.
+    assert [share.pairs for share in told.heads] == [3 * 256**2 + 232**2] * 4
+
+
+def test_a_million_tokens():
+    told = masks.describe(masks.longnet(*GIGAPATH_5), 1 << 20, num_heads=4)
+    useful = oracle.useful_pairs(*GIGAPATH_5, num_heads=4, N=1 << 20, causal=False)
+    assert told.useful_pairs == useful == sum(share.pairs * len(share.heads) for share in told.heads)
+
+
+def test_queries_and_keys_that_differ_have_no_field():
+    told = masks.describe(masks.causal(), 8, 16, num_heads=1, q_offset=8)
+    assert "layers" not in str(told)
+    assert told.to_data()["receptive_field"] is None
+    with pytest.raises(ValueError, match="a receptive field needs queries and keys that are the same tokens"):
+        told.receptive_field()
 
 
 @pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
@@ -140,9 +220,26 @@ def test_a_branch_that_counts_twice_is_useful_twice_and_computed_once():
 
 def test_the_text_states_the_numbers():
     """Counted by hand, apart from one another, so that none stands in another's place."""
-    text = masks.describe(masks.causal(), 300, num_heads=2).to_text(columns=200)
+    text = str(masks.describe(masks.causal(), 300, num_heads=2))
     for number in (f"{2 * 45150:,}", f"{2 * 6 * 128**2:,}", f"{150.5 / 300:.4%}", f"{6 * 17:,}", "causal()", "natural"):
         assert number in text
+    told = masks.describe(masks.longnet(*GIGAPATH_5) & masks.causal(), 600, num_heads=2)
+    field = told.receptive_field()
+    counted = (told.full_blocks, told.partial_blocks, *(share.pairs for share in told.heads))
+    assert all(f"{number:,}" in str(told) for number in counted)
+    assert f"at least {field.layers_at_least} layer until the receptive field saturates" in str(told)
+    assert "sample of 8 of 600 tokens" in " ".join(str(told).split())
+    few = masks.describe(told.pattern, 100, num_heads=2)
+    assert f"after {few.receptive_field().layers_at_least} layer" in str(few)
+    assert "sample" not in str(few)
+    assert "no token reaches another" in str(masks.describe(masks.dilated(4, 4), 16, num_heads=1))
+
+
+def test_a_very_long_pattern_is_cut_and_whole_in_data():
+    pattern = masks.block_list([[place] for place in range(200)], block=16)
+    told = masks.describe(pattern, 3200, num_heads=1)
+    assert "…" in str(told)
+    assert told.to_data()["branches"][0]["pattern"] == repr(pattern)
 
 
 def test_nothing_allowed():
@@ -158,7 +255,6 @@ def test_nothing_allowed():
         ({"num_queries": 0}, ValueError, "num_queries=0"),
         ({"num_heads": 0}, ValueError, "num_heads=0"),
         ({"q_offset": -1}, ValueError, "q_offset=-1"),
-        ({"head_dim": 0}, ValueError, "head_dim=0"),
         ({"head_dim": 64.0}, TypeError, "head_dim=64.0"),
     ],
     ids=str,

@@ -1,7 +1,11 @@
-"""Pictures against the dense rule: each cell's colour, windows, orders, heads, blocks, and what is saved."""
+"""Pictures against the dense rule: each cell's colour, windows, orders, heads, blocks; saved files; the gallery."""
 
-from collections import Counter
+import re
+import sys
 from io import BytesIO
+from math import log2, log10
+from pathlib import Path
+from runpy import run_path
 from xml.etree import ElementTree
 
 import pytest
@@ -12,8 +16,8 @@ from hypothesis import strategies as st
 from flexdilated import masks
 
 matplotlib = pytest.importorskip("matplotlib", reason="draws with matplotlib")
+imread = pytest.importorskip("matplotlib.image", reason="draws with matplotlib").imread
 
-HUES = ("#0072b2", "#cc79a7", "#009e73", "#e69f00", "#56b4e9", "#d55e00")
 WHITE, BEIGE, LIGHT, DARK = "#ffffff", "#f6ecd9", "#4292c6", "#08519c"
 LONGNET = masks.longnet((16, 32, 64), (1, 2, 4)) & masks.causal()
 WINDOW = masks.local_window(left=5, right=2)
@@ -51,51 +55,25 @@ def dense(pattern, queries: int, keys: int, head: int = 0, num_heads: int = 4) -
     return torch.stack([mask.expand(queries, keys) for mask in each])
 
 
-def expected(pattern, shares: torch.Tensor, ground: str = WHITE) -> torch.Tensor:
+def expected(shares: torch.Tensor) -> torch.Tensor:
     """The colours of cells by the rule of the docstring, one cell at a time; shares is (branches, rows, columns)."""
-    distinct = list(dict.fromkeys(pattern.branches()))
     result = torch.zeros(*shares.shape[1:], 3, dtype=torch.int64)
     for row in range(shares.shape[1]):
         for column in range(shares.shape[2]):
-            by_branch = Counter()
-            for branch, share in zip(pattern.branches(), shares[:, row, column].tolist(), strict=True):
-                by_branch[distinct.index(branch)] += share
-            total = sum(by_branch.values())
-            shown = colour(ground).double() / 255
+            shown, total = colour(WHITE).double(), float(shares[:, row, column].sum())
             if total:
-                weights = {which: share / 3**which for which, share in by_branch.items()}
-                squares = sum(weight * (colour(HUES[which]) / 255) ** 2 for which, weight in weights.items())
-                hue = (squares / sum(weights.values())).sqrt() * 0.68 ** torch.tensor(max(1, total)).log2()
-                strength = max(0.15, 1 + torch.tensor(min(1, total)).log10().item() / 5)
-                shown = shown + strength * (hue - shown)
-            result[row, column] = (shown * 255).round().long()
+                strength = max(0.15, 1 + log10(min(1, total)) / 5)
+                shown = shown + strength * (colour(LIGHT) * 0.68 ** log2(max(1, total)) - shown)
+            result[row, column] = shown.round().long()
     return result
 
 
 @pytest.mark.parametrize(("pattern", "head"), [(PATTERNS[0], 0), *((pattern, 3) for pattern in PATTERNS)], ids=str)
 def test_every_pair_has_its_colour(pattern, head: int) -> None:
     shown = image(masks.plot(pattern, 24, num_heads=4, head=head))
-    wanted = expected(pattern, dense(pattern, 24, 24, head).double())
+    wanted = expected(dense(pattern, 24, 24, head).double())
     assert (shown - wanted).abs().max() <= 1
     assert torch.equal(is_colour(shown, WHITE), ~dense(pattern, 24, 24, head).any(0))
-
-
-def test_a_branch_alone_has_its_hue_and_overlaps_are_darker() -> None:
-    pattern = masks.local_window(left=8, right=0) + masks.local_window(left=0, right=8)
-    shown = image(masks.plot(pattern, 32))
-    count = dense(pattern, 32, 32).sum(0)
-    below = torch.ones(32, 32).tril(-1).bool()
-    assert torch.equal(is_colour(shown, HUES[0]), (count == 1) & below)
-    assert torch.equal(is_colour(shown, HUES[1]), (count == 1) & ~below)
-    light = shown.sum(-1)
-    assert light[count == 2].max() < light[count == 1].min() < light[count == 0].min()
-
-
-def test_many_branches_have_a_colour_each() -> None:
-    pattern = masks.longnet([4] * 10, range(1, 11))
-    (legend, *_) = masks.plot(pattern, 16).legends
-    colours = {patch.get_facecolor() for patch in legend.get_patches()}
-    assert len(colours) == len(legend.get_patches()) == 10
 
 
 @settings(max_examples=6)
@@ -149,7 +127,7 @@ def test_cells_are_as_full_as_their_share(window: range, cell: int) -> None:
         tiles = mask.double().unflatten(-2, (-1, cell)).unflatten(-1, (-1, cell)).sum((-3, -1))
         return tiles[..., first : last + 1, first : last + 1]
 
-    wanted = expected(pattern, count(padded & inside) / count(inside))
+    wanted = expected(count(padded & inside) / count(inside))
     assert (shown - wanted).abs().max() <= 1
 
 
@@ -174,12 +152,9 @@ def test_blocks_are_those_of_the_block_mask(block_size, tokens: int, order: str)
     pairs = dense(LONGNET, tokens, tokens, 2).any(0)[positions][:, positions]
     given = {"num_heads": 4, "head": 2, "order": order, "block_size": block_size}
 
-    shown = image(masks.plot(LONGNET, tokens, **given))
-    assert torch.equal(is_colour(shown, BEIGE), tokens_of(computed) & ~pairs)
-    assert torch.equal(is_colour(shown, WHITE), ~tokens_of(computed))
-
-    figure = masks.plot(LONGNET, tokens, **given, color_by="block")
+    figure = masks.plot(LONGNET, tokens, **given)
     shown = image(figure)
+    assert torch.equal(is_colour(shown, WHITE), ~tokens_of(computed))
     assert torch.equal(is_colour(shown, DARK), tokens_of(full))
     assert torch.equal(is_colour(shown, LIGHT), pairs & ~tokens_of(full))
     assert torch.equal(is_colour(shown, BEIGE), tokens_of(computed) & ~pairs)
@@ -196,27 +171,10 @@ def test_a_window_within_blocks_shows_the_state_of_the_whole_block() -> None:
     assert bool(is_colour(shown, WHITE).all())
 
 
-def test_full_blocks_are_framed() -> None:
-    """One line for each side of a block that is full on one side of it only."""
-    figure = masks.plot(masks.causal(), 64, block_size=16)
-    frames = [lines for lines in figure.axes[0].collections if lines.get_gid() == "full"]
-    assert len(frames) == 1
-    ends = {tuple(map(tuple, segment.tolist())) for segment in frames[0].get_segments()}
-    full = {(row, column) for row in range(4) for column in range(row)}
-    sides = Counter()
-    for row, column in full:
-        top, left = 16 * row, 16 * column
-        sides[(left, top), (left + 16, top)] += 1
-        sides[(left, top + 16), (left + 16, top + 16)] += 1
-        sides[(left, top), (left, top + 16)] += 1
-        sides[(left + 16, top), (left + 16, top + 16)] += 1
-    assert ends == {side for side, times in sides.items() if times == 1}
-
-
 def test_blocks_of_many_cells() -> None:
     """Cells of 2 x 2 pairs, from the middle of a block on."""
     window = range(24, 280)
-    figure = masks.plot(masks.causal(), 512, queries=window, keys=window, block_size=16, size=128, color_by="block")
+    figure = masks.plot(masks.causal(), 512, queries=window, keys=window, block_size=16, size=128)
     tokens = torch.arange(24, 280, 2)
     row, column = tokens[:, None] // 16, tokens // 16
     assert torch.equal(is_colour(image(figure), WHITE), column > row)
@@ -232,7 +190,7 @@ def test_far_out_in_a_million_tokens() -> None:
     zero = torch.tensor(0)
     shares = [branch.mask_mod(num_heads=8, device=zero.device)(zero, zero + 5, q[:, None], k) for branch in
               pattern.branches()]  # fmt: skip
-    assert (shown - expected(pattern, torch.stack(shares).double())).abs().max() <= 1
+    assert (shown - expected(torch.stack(shares).double())).abs().max() <= 1
 
 
 def test_unequal_sides() -> None:
@@ -258,18 +216,16 @@ def texts(figure) -> list[str]:
     return [text.get_text() for legend in figure.legends for text in legend.get_texts()]
 
 
-def test_the_legend_names_each_branch_by_its_expression() -> None:
+def test_the_legend_names_what_is_drawn() -> None:
     pattern = WINDOW + masks.causal() + WINDOW
-    figure = masks.plot(pattern, 64, block_size=8)
-    assert texts(figure)[:2] == [f"2 × {WINDOW!r}", "causal()"]
-    shown = [patch.get_facecolor()[:3] for patch in figure.legends[0].get_patches()]
-    assert [(255 * torch.tensor(each)).round().long().tolist() for each in shown] == [
-        colour(hue).tolist() for hue in HUES[:2]
-    ]
-    assert "in 3 branches" in texts(figure)
-    assert {"full blocks", "computed, no pair", "never computed"} < {*texts(figure)}
-    assert texts(masks.plot(WINDOW, 64)) == ["allowed pair"]
-    assert "1 in 30" in texts(masks.plot(WINDOW, 6400))
+    figure = masks.plot(pattern, 64)
+    assert texts(figure) == ["allowed pair", "pair in 2 branches", "pair in 3 branches"]
+    drawn = {tuple(each) for each in image(figure).flatten(0, 1).tolist()}
+    patches = figure.legends[0].get_patches()
+    assert drawn == {(255,) * 3, *(tuple(round(255 * part) for part in each.get_facecolor()[:3]) for each in patches)}
+    blocks = ["pair of a full block", "pair of a partial block", "computed, no pair", "never computed"]
+    assert texts(masks.plot(pattern, 64, block_size=8)) == blocks
+    assert texts(masks.plot(WINDOW, 6400)) == ["1 pair in 1,000", "1 in 30", "every pair"]
     assert masks.plot(pattern, 64, legend=False).legends == []
 
 
@@ -337,8 +293,6 @@ def test_svg_is_xml_that_holds_the_cells() -> None:
 
 
 def test_png_pixels_are_the_cells() -> None:
-    from matplotlib.image import imread
-
     figure = masks.plot(LONGNET, 64, num_heads=4, head=(0, 1))
     pixels = (torch.from_numpy(imread(BytesIO(saved(figure, "png"))))[..., :3] * 255).round().long()
     for place, axes in enumerate(figure.axes):
@@ -347,3 +301,77 @@ def test_png_pixels_are_the_cells() -> None:
         cell = 512 // 64
         middles = cell // 2 + cell * torch.arange(64)
         assert torch.equal(pixels[top + middles][:, left + middles], image(figure, place))
+
+
+BAD = {
+    "no tokens": ({"num_tokens": 0}, "num_queries must be at least 1; got num_queries=0"),
+    "second head": ({"head": (0, -1), "num_heads": 2}, "head must be at least 0; got head=-1"),
+    "head as text": ({"head": "0"}, "head must be an integer; got head='0' of type str"),
+    "heads twice": ({"head": (0, 0)}, "head must be one value, or several that differ; got head=(0, 0)"),
+    "keys": ({"keys": range(0, 65)}, "keys must be a range of step 1 within 0 to 64, and not empty; got keys=range(0,"),
+    "block": ({"block_size": 0}, "block_size must be at least 1; got block_size=0"),
+    "blocks": ({"block_size": (8, 8, 8)}, "block_size must be one side or"),
+    "size": ({"size": 8}, "size must be at least 16; got size=8"),
+    "batch": ({"batch": 1}, "batch must be below the number of batch entries; got batch=1 of 1"),
+    "legend": ({"legend": "no"}, "legend must be True or False; got legend='no'"),
+    "unbound": ({"pattern": masks.documents("ids")}, "ids"),
+}
+
+
+@pytest.mark.parametrize(("given", "message"), BAD.values(), ids=BAD)
+def test_bad_input(given: dict, message: str) -> None:
+    given = {"pattern": masks.causal(), "num_tokens": 64, **given}
+    with pytest.raises((ValueError, TypeError), match=re.escape(message)):
+        masks.plot(given.pop("pattern"), given.pop("num_tokens"), **given)
+
+
+def test_without_matplotlib(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delitem(sys.modules, "flexdilated.masks.inspection._plot_figure", raising=False)
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    with pytest.raises(ImportError, match=r'masks.plot draws with matplotlib: pip install "flexdilated\[plot\]"'):
+        masks.plot(masks.causal(), 8)
+
+
+def test_neither_pyplot_nor_settings(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Importing pyplot fails here, and nobody does."""
+    for module in ("_plot", "_plot_figure"):
+        monkeypatch.delitem(sys.modules, f"flexdilated.masks.inspection.{module}", raising=False)
+    monkeypatch.setitem(sys.modules, "matplotlib.pyplot", None)
+    settings = {name: matplotlib.rcParams[name] for name in matplotlib.rcParams if name != "backend"}
+    drawn = BytesIO()
+    masks.plot(masks.causal(), 8).savefig(drawn, format="svg")
+    assert drawn.getvalue().startswith(b"<?xml")
+    assert {name: matplotlib.rcParams[name] for name in settings} == settings
+
+
+DOCS = Path(__file__).resolve().parents[3] / "docs"
+
+
+def test_the_pictures_are_those_that_the_code_draws() -> None:
+    """In the middles of cells, where lines do not reach; letters may differ by the fonts at hand."""
+    pictures = dict(run_path(str(DOCS / "images/make_gallery.py"))["pictures"]())
+    assert set(pictures) == {f"gallery/{path.name}" for path in (DOCS / "images" / "gallery").iterdir()}
+    for name, figure in pictures.items():
+        pixels = (torch.from_numpy(imread(DOCS / "images" / name))[..., :3] * 255).round().long()
+        width, height = (round(float(side) * figure.dpi) for side in figure.get_size_inches())
+        assert pixels.shape[:2] == (height, width), name
+        for axes in figure.axes:
+            assert agreement(pixels, axes) > 0.97, name
+
+
+def agreement(pixels: torch.Tensor, axes) -> float:
+    """How many cells of a panel have their colour in the file."""
+    (drawn,) = axes.images
+    cells = torch.tensor(drawn.get_array().tolist())
+    left, right, bottom, top = drawn.get_extent()
+    x, y = (
+        torch.linspace(first, last, 2 * count + 1)[1::2]
+        for first, last, count in ((left, right, cells.shape[1]), (top, bottom, cells.shape[0]))
+    )
+    box = axes.get_window_extent()
+    (x_first, x_last), (y_last, y_first) = axes.get_xlim(), axes.get_ylim()
+    across = (box.x0 + (x - x_first) / (x_last - x_first) * box.width).long()
+    down = (len(pixels) - box.y1 + (y - y_first) / (y_last - y_first) * box.height).long()
+    inside_x, inside_y = (x > x_first) & (x < x_last), (y > y_first) & (y < y_last)
+    found = pixels[down[inside_y]][:, across[inside_x]]
+    return float((found == cells[inside_y][:, inside_x]).all(-1).double().mean())

@@ -16,7 +16,8 @@ from hypothesis import strategies as st
 
 from flexdilated import masks
 from flexdilated.cli._output import Terminal, terminal_of
-from flexdilated.masks.inspection import _bounded_pairs, _cells
+from flexdilated.masks.blocks import _pair_search
+from flexdilated.masks.inspection import _cells
 from flexdilated.masks.inspection._cells import count_cells
 from flexdilated.masks.inspection._show import levels_of
 from tests.support import oracle
@@ -240,7 +241,7 @@ def test_estimates_are_named(monkeypatch):
     """Cells in doubt are counted in a line of their own; a cell without a hit is not shown as empty."""
     monkeypatch.setattr(_cells, "_EVERY_PAIR", 0)
     monkeypatch.setattr(_cells, "_BUDGET", 0)
-    monkeypatch.setattr(_bounded_pairs, "_SAMPLES", 1)
+    monkeypatch.setattr(_pair_search, "_SAMPLES", 1)
     lines = drawn("global_tokens(8) | random_blocks(4096, block=8, count=1)", "-n", "4096")
     assert re.match("^[0-9,]+ of [0-9,]+ cells are estimates within bounds", lines[-2])
     assert any("?" in row for row in body(lines))

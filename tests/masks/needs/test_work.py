@@ -10,8 +10,9 @@ from hypothesis import strategies as st
 from flexdilated import masks
 from flexdilated.distributed import Sharding
 from flexdilated.distributed.counts._tokens import work_of_ranks
-from flexdilated.masks.blocks import _query_pairs
-from flexdilated.masks.blocks._query_pairs import exact_pairs, pairs_of_queries
+from flexdilated.masks.blocks import _pair_search
+from flexdilated.masks.blocks._pair_search import exact_pairs
+from flexdilated.masks.blocks._query_pairs import pairs_of_queries
 from flexdilated.masks.core._box import Box, Progression
 from flexdilated.testing.strategies import shardings
 from tests.support.strategies import sets, whole_cases
@@ -25,8 +26,8 @@ def steps(request):
     """The sizes at which the count changes its ways, and the same at the sizes of the drawn cases."""
     with pytest.MonkeyPatch.context() as patch:
         if request.param == "in small steps":
-            patch.setattr(_query_pairs, "_CELL_SIDE", 2)
-            patch.setattr(_query_pairs, "_FRONTIER", 5)
+            patch.setattr(_pair_search, "_CELL_SIDE", 2)
+            patch.setattr(_pair_search, "_FRONTIER", 5)
         yield request.param
 
 

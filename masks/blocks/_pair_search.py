@@ -1,4 +1,4 @@
-"""Bounds on the number of allowed pairs in boxes, as tight as a budget of evaluations permits."""
+"""Allowed pairs of boxes: one search by bounds, diagonals and single pairs, exact or within a budget of evaluations."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ import torch
 from jaxtyping import Float64, Int64
 from torch import Tensor
 
-from ..blocks import settle_by_diagonals
 from ..core import (
     Bounds,
     Box,
@@ -25,10 +24,14 @@ from ..core import (
     num_classes,
     residue_factors,
 )
+from ._diagonals import settle_by_diagonals
 
 _CELL_SIDE = 64  # boxes up to this side are evaluated pair by pair
-_FRONTIER = 1 << 17  # boxes counted together
+_FRONTIER = 1 << 16  # boxes counted together
+_MOST_CLASSES = 1 << 20  # residue classes into which boxes are cut at once
+_LONGEST = 1 << 20  # longest side of a box that is settled by its diagonals
 _COUNT = 8  # single pairs that take as long as the bounds of a box
+_UNLIMITED = 1 << 62
 _SAMPLES = 1 << 21  # pairs evaluated in all once the budget is spent
 _MOST_SAMPLES = 1 << 12  # of these in one box
 _SAMPLED_AT_ONCE = 1 << 20
@@ -71,30 +74,44 @@ class Budget:
         return chosen
 
 
-def bounded_pairs(rule: Pattern, box: Box, budget: Budget) -> PairCounts:
-    """Count or bound the allowed pairs of each box under a rule for one head; queries and keys have a common step.
+def exact_pairs(rule: Pattern, box: Box) -> Counts:
+    """Number of allowed pairs of each box, for the rule of one head; queries and keys have a common step."""
+    return _search(rule, box, Budget(_UNLIMITED), _FRONTIER).low
 
-    Undecided boxes are split into residue classes, then halved, until bounds decide all parts or the budget is spent.
-    For parts that stay undecided, `likely` is estimated from a few evenly spread pairs.
+
+def bounded_pairs(rule: Pattern, box: Box, budget: Budget) -> PairCounts:
+    """Allowed pairs of each box within a budget: undecided boxes have bounds, and an estimate from sampled pairs."""
+    return _search(rule, box, budget, _UNLIMITED)
+
+
+def _search(rule: Pattern, box: Box, budget: Budget, at_once: int) -> PairCounts:
+    """Cut undecided boxes into residue classes, in which dilated rules are dense, then into halves.
+
+    Boxes with sides within a factor of 2 are settled by their diagonals where the rule repeats along them, small ones
+    pair by pair. `at_once`: number of boxes that are cut together.
     """
+    found = PairCounts.zeros(len(box.head))
     cuts: list[tuple[int, bool]] = []  # (factor, whether queries and keys agree modulo it)
     if box.q.step == box.k.step == 1:  # else residue classes of a layout, in which rules are dense
         together, apart = residue_factors(rule)
         cuts = [*((factor, True) for factor in together), *((factor, False) for factor in apart)]
-    found, rest = PairCounts.zeros(len(box.head)), Owned(torch.arange(len(box.head)), box)
-    rest = settle(rule, rest, found)
-    while len(rest):
-        budget.left -= len(rest) * _COUNT
-        if cuts and budget.afford(len(rest) * num_classes(rest, *cuts[0])):
-            rest = settle(rule, cut_classes(rest, *cuts.pop(0)), found)
-            continue
-        cuts = []
-        rest = _settle_closely(rule, rest, found, budget)
-        large = torch.maximum(rest.box.q.count, rest.box.k.count) > _CELL_SIDE
-        if not budget.afford(2 * int(large.sum())):
-            large = torch.zeros_like(large)
-        _sample(rule, rest.select((~large).nonzero().squeeze(1)), found)
-        rest = settle(rule, halves(rest.select(large.nonzero().squeeze(1)), rule.period() or 1), found)
+    held = Owned(torch.arange(len(box.head)), box).select((box.area > 0).nonzero().squeeze(1))
+    stack = [(0, part) for part in few_at_once(held, at_once)]
+    while stack:
+        level, part = stack.pop()
+        part = settle(rule, part, found) if level < len(cuts) else part
+        classes = num_classes(part, *cuts[level]) if level < len(cuts) else 0
+        if 0 < classes <= _MOST_CLASSES and budget.afford(len(part) * classes):
+            budget.left -= len(part) * _COUNT
+            parts = [cut_classes(some, *cuts[level]) for some in few_at_once(part, max(1, _MOST_CLASSES // classes))]
+        else:
+            level, rest = len(cuts), _settle_closely(rule, part, found, budget)
+            large = torch.maximum(rest.box.q.count, rest.box.k.count) > _CELL_SIDE
+            if not budget.afford(2 * int(large.sum())):
+                large = torch.zeros_like(large)
+            _sample(rule, rest.select((~large).nonzero().squeeze(1)), found)
+            parts = [halves(rest.select(large.nonzero().squeeze(1)), rule.period() or 1)]
+        stack.extend((level + 1, few) for some in parts for few in few_at_once(some, at_once))
     return found
 
 
@@ -102,31 +119,39 @@ def settle(rule: Pattern, owned: Owned, found: PairCounts) -> Owned:
     """Add the pairs of boxes whose bounds are equal to `found`; returns the undecided boxes."""
     left = [owned.select(torch.arange(0))]
     for few in few_at_once(owned, _FRONTIER):
-        left.append(_add_exact(few, rule.count(few.box, num_heads=1), found))
+        left.append(few.select(_add_exact(few, rule.count(few.box, num_heads=1), found)))
     return join(left)
 
 
-def _add_exact(owned: Owned, bounds: Bounds, found: PairCounts) -> Owned:
+def _add_exact(owned: Owned, bounds: Bounds, found: PairCounts) -> Tensor:
+    """Add equal bounds to `found`; returns the indices of the undecided boxes."""
     exact = bounds.low == bounds.high
     found.add(owned.owner[exact], bounds.low[exact])
-    return owned.select((~exact).nonzero().squeeze(1))
+    return (~exact).nonzero().squeeze(1)
 
 
 def _settle_closely(rule: Pattern, owned: Owned, found: PairCounts, budget: Budget) -> Owned:
-    """Settle by all diagonals, then by all pairs of small boxes, within the budget. Equal sizes have equal costs."""
-    left = []
+    """Settle by bounds, then by all diagonals, then by all pairs of small boxes. Equal sizes have equal costs."""
+    left = [owned.select(torch.arange(0))]
     for alike in by_size(owned):
-        q, k = alike.box.q.count, alike.box.k.count
-        before, each = budget.left, int(q.max()) + int(k.max())
-        where = budget.take(torch.maximum(q, k) <= 2 * torch.minimum(q, k), each)
         bounds = rule.count(alike.box, num_heads=1)
-        rest = _add_exact(alike, settle_by_diagonals(rule, alike.box, bounds, num_heads=1, where=where), found)
-        budget.left = before - (len(alike) - len(rest)) * each
+        doubtful = _add_exact(alike, bounds, found)
+        rest, bounds = alike.select(doubtful), Bounds(bounds.low[doubtful], bounds.high[doubtful])
+        if not len(rest):
+            continue
+        q, k = rest.box.q.count, rest.box.k.count
+        longer, each = torch.maximum(q, k), int(q.max()) + int(k.max())
+        budget.left -= len(rest) * _COUNT
+        before = budget.left
+        where = budget.take((longer <= 2 * torch.minimum(q, k)) & (longer <= _LONGEST), each)
+        doubtful = _add_exact(rest, settle_by_diagonals(rule, rest.box, bounds, num_heads=1, where=where), found)
+        budget.left = before - (len(rest) - len(doubtful)) * each
+        rest = rest.select(doubtful)
         q, k = rest.box.q.count, rest.box.k.count
         small = torch.maximum(q, k) <= _CELL_SIDE
         looked = budget.take(small, int(q.max()) * int(k.max()) if len(rest) else 0)
-        some, pairs = rest.select(looked.nonzero().squeeze(1)), torch.zeros_like(found.low)
-        look_at_pairs(rule, some, pairs)
+        pairs = torch.zeros_like(found.low)
+        look_at_pairs(rule, rest.select(looked.nonzero().squeeze(1)), pairs)
         found.add(torch.arange(len(pairs)), pairs)
         left.append(rest.select((~looked).nonzero().squeeze(1)))
     return join(left)
