@@ -53,6 +53,11 @@ LONG_LENGTHS = (65, 128, 257)  # the last block of a kernel is whole, or has a s
 _BLOCKS = (64, 128, 256, 512, 1024)  # block sides of kernels, tried with the last block whole or with one token
 
 
+def tokens(length: int) -> str:
+    """Number of tokens as text."""
+    return "1 token" if length == 1 else f"{length} tokens"
+
+
 def lengths_for(pattern: Pattern | Mixture, num_heads: int, *, max_tokens: int, examples: int) -> tuple[int, ...]:
     """Ascending lengths that the pattern takes: small ones, near multiples of its numbers, at blocks, the largest."""
     edges = [edge for edge in edges_of(pattern) if 1 < edge <= max_tokens]
