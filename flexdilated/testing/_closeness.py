@@ -55,8 +55,8 @@ def assert_attention_close(
     >>> testing.assert_attention_close(fd.attend(q, k, v, masks.causal()), q, k, v, masks.causal())
     """
     options: dict[str, Any] = {"scale": scale, "score_mod": score_mod, "sinks": sinks, "bindings": bindings}
-    where = {"q_offset": q_offset, "k_offset": k_offset, "head_offset": head_offset}
-    dense = DenseAttention.of(q, k, v, pattern, **options, **where, num_heads_global=num_heads_global)
+    options |= {"q_offset": q_offset, "k_offset": k_offset, "head_offset": head_offset}
+    dense = DenseAttention.of(q, k, v, pattern, **options, num_heads_global=num_heads_global)
     check_result("out", out, q.shape, q.device)
     if lse is not None:
         check_result("lse", lse, q.shape[:3], q.device)

@@ -15,8 +15,8 @@ from flexdilated import masks
 from flexdilated.masks.core._box import Bounds
 from flexdilated.masks.core._pattern import Pattern
 from flexdilated.testing import check_pattern
-from flexdilated.testing._box_bounds import Place
-from flexdilated.testing._vocabulary import classify_window, same_kind, window_by_head
+from flexdilated.testing._check_pattern import BoxRanges
+from flexdilated.testing._drawn_patterns import classify_window, same_kind, window_by_head
 from tests.support.strategies import expressions, functions
 
 QUICK = {"num_heads": 3, "max_tokens": 40, "examples": 10}
@@ -175,7 +175,7 @@ def test_lists_are_checked_by_themselves(monkeypatch):
 
     count = _blocks.count_pairs
     monkeypatch.setattr(_blocks, "count_pairs", lambda *places: (count(*places) - 1).clamp(min=0))
-    with pytest.raises(AssertionError, match=r"block lists must be those of mask_mod; for .* pairs and is"):
+    with pytest.raises(AssertionError, match=r"block lists must agree with mask_mod; for .* pairs and is"):
         check_pattern(masks.custom(same_kind(torch.tensor([0, 1, 2]))), **QUICK)
 
 
@@ -231,7 +231,7 @@ def test_smallest_sizes():
 
 def test_simpler_boxes_are_simpler():
     """What shrinking tries is never larger, so it ends."""
-    place = Place(2, range(9, 19, 3), range(5, 11))
+    place = BoxRanges(2, range(9, 19, 3), range(5, 11))
     for smaller in place.smaller():
         for side, whole in ((smaller.q, place.q), (smaller.k, place.k)):
             assert side[-1] <= whole[-1]
