@@ -202,7 +202,6 @@ class BoxRanges:
         return Box(torch.tensor([self.head]), q, k)
 
     def pairs(self, dense: DenseRule) -> int:
-        """Number of allowed pairs."""
         q, k = (slice(side.start, side.stop, side.step) for side in (self.q, self.k))
         return int(dense.table[self.head, q, k].sum())
 

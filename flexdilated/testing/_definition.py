@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 
 import torch
@@ -188,14 +188,8 @@ def _summation_limits(terms: _Terms, dtype: torch.finfo, *, gradients: bool) -> 
     loose = 1.0 + sizes.masked_fill(terms.times == 0, 0.0).amax(-1) + terms.lse.abs()
     vanished = max(dtype.smallest_normal, _VANISHED) * (terms.times > 0).double()
     errors = dtype.eps * loose[..., None] * terms.weights + vanished
-    limits = {"out": errors @ terms.v, "lse": dtype.eps * loose}
-    if gradients:
-        sent = (terms.grad_out * (terms.weights @ terms.v)).sum(-1, keepdim=True)
-        pulls = errors * (terms.grad_out @ terms.v.mT + sent + terms.grad_lse[..., None]) * terms.scale
-        limits["dq"] = pulls @ terms.k
-        limits["dk"] = _summed(pulls.mT @ terms.q, terms.num_kv_heads)
-        limits["dv"] = _summed(errors.mT @ terms.grad_out, terms.num_kv_heads)
-    return limits
+    sent = (terms.grad_out * (terms.weights @ terms.v)).sum(-1, keepdim=True) if gradients else None
+    return {"lse": dtype.eps * loose} | _propagated(terms, errors, sent, torch.matmul)
 
 
 def _rounding_limits(terms: _Terms, dtype: torch.finfo, values: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -203,20 +197,34 @@ def _rounding_limits(terms: _Terms, dtype: torch.finfo, values: Mapping[str, Ten
 
     Rounding errors are independent, so the error of a sum is their root sum of squares, not their sum.
     """
-    unit = dtype.eps / 2
+    unit, sent = dtype.eps / 2, None
     sizes = torch.maximum(_root(terms.q, terms.k.mT) * terms.scale, terms.scores.abs())
     sizes = sizes.masked_fill(terms.times == 0, 0.0)
     errors = unit * (1.0 + sizes) * terms.weights + dtype.eps * dtype.smallest_normal * (terms.times > 0)
-    limits = {name: unit * value.abs() for name, value in values.items()}
-    limits["out"] = limits["out"] + _root(errors, terms.v)
-    limits["lse"] = _EXP_ERROR + unit * (terms.lse.abs() + (terms.weights * sizes).sum(-1))
     if "dq" in values:
         sent = (terms.grad_out * (terms.out + _root(terms.weights, terms.v))).norm(dim=-1, keepdim=True)
-        inner = _root(terms.grad_out, terms.v.mT) + sent + terms.grad_lse[..., None]
+    limits = _propagated(terms, errors, sent, _root)
+    limits = {name: unit * values[name].abs() + limit for name, limit in limits.items()}
+    if sent is not None:
+        limits["dq"] = limits["dq"] + unit * sent * terms.scale * (terms.weights @ terms.k)
+    lse = _EXP_ERROR + unit * (terms.lse.abs() + (terms.weights * sizes).sum(-1))
+    return {"lse": lse} | limits
+
+
+def _propagated(
+    terms: _Terms, errors: Tensor, sent: Tensor | None, product: Callable[[Tensor, Tensor], Tensor]
+) -> dict[str, Tensor]:
+    """Errors of out, and with `sent` of dq, dk and dv, for errors of the weights; `product` sums over an axis.
+
+    sent (B, H, N, 1): size of the product of grad_out and out.
+    """
+    limits = {"out": product(errors, terms.v)}
+    if sent is not None:
+        inner = product(terms.grad_out, terms.v.mT) + sent + terms.grad_lse[..., None]
         pulls = errors * inner * terms.scale
-        limits["dq"] = limits["dq"] + _root(pulls, terms.k) + unit * sent * terms.scale * (terms.weights @ terms.k)
-        limits["dk"] = limits["dk"] + _summed(_root(pulls.mT, terms.q), terms.num_kv_heads)
-        limits["dv"] = limits["dv"] + _summed(_root(errors.mT, terms.grad_out), terms.num_kv_heads)
+        limits["dq"] = product(pulls, terms.k)
+        limits["dk"] = _summed(product(pulls.mT, terms.q), terms.num_kv_heads)
+        limits["dv"] = _summed(product(errors.mT, terms.grad_out), terms.num_kv_heads)
     return limits
 
 
@@ -226,7 +234,6 @@ def _root(a: Tensor, b: Tensor) -> Tensor:
 
 
 def _summed(x: Tensor, num_kv_heads: int) -> Tensor:
-    """Sum over the query heads of each key/value head."""
     return x.unflatten(1, (num_kv_heads, -1)).sum(2)
 
 

@@ -36,7 +36,6 @@ class Words:
 
     @staticmethod
     def custom_lattice(a: int, b: int, modulus: int) -> Pattern:
-        """Query q sees key k where a q + b k is a multiple of `modulus`."""
         return custom(lattice(a, b, modulus))
 
     @staticmethod
@@ -56,8 +55,6 @@ WORDS = Words()
 
 
 def lattice(a: int, b: int, modulus: int):
-    """mask_mod of `custom_lattice`."""
-
     def mask_mod(b_, h, q, k):
         return (q * a + k * b) % modulus == 0
 
@@ -65,8 +62,6 @@ def lattice(a: int, b: int, modulus: int):
 
 
 def window_by_head(widths: Tensor):
-    """mask_mod of `custom_windows`."""
-
     def mask_mod(b, h, q, k):
         distance = q - k
         return (distance >= 0) & (distance < widths[h % len(widths)])
@@ -75,8 +70,6 @@ def window_by_head(widths: Tensor):
 
 
 def classify_window(widths: Tensor):
-    """Classifier of boxes for `window_by_head`."""
-
     def classify(head, q_first, q_last, k_first, k_last):
         width = widths[head % len(widths)]
         empty = (q_last < k_first) | (q_first - k_last >= width)
@@ -87,7 +80,6 @@ def classify_window(widths: Tensor):
 
 
 def same_kind(kinds: Tensor):
-    """mask_mod of `custom_kinds`."""
     size = len(kinds)
 
     def mask_mod(b, h, q, k):
@@ -102,20 +94,17 @@ def rates_up_to(largest: int) -> st.SearchStrategy[int]:
 
 
 def windows(words: Any, largest: int) -> st.SearchStrategy:
-    """Local windows, also one-sided or with empty sides."""
     reach = st.integers(0, min(8, largest))
     return st.builds(words.local_window, left=reach, right=reach)
 
 
 def dilated_windows(words: Any, largest: int) -> st.SearchStrategy:
-    """Dilated windows."""
     reach = st.integers(0, min(5, largest))
     return st.builds(words.dilated_window, left=reach, right=reach, rate=rates_up_to(largest))
 
 
 @st.composite
 def dilated(draw: st.DrawFn, words: Any, largest: int) -> Any:
-    """One dilated set, with a fixed offset or one of the two offset rules for heads."""
     segment, rate = draw(st.integers(1, largest)), draw(rates_up_to(largest))
     offset = draw(st.sampled_from(["fixed", *OFFSET_RULES, "interleaved"]))
     if offset == "fixed":
@@ -125,7 +114,6 @@ def dilated(draw: st.DrawFn, words: Any, largest: int) -> Any:
 
 @st.composite
 def strided_kinds(draw: st.DrawFn, words: Any, largest: int) -> Any:
-    """Strided and fixed patterns of the Sparse Transformer, and chunks."""
     kind, stride = draw(st.sampled_from(["strided", "chunked", "fixed"])), draw(st.integers(1, largest))
     if kind == "fixed":
         return words.fixed(stride, summary=draw(st.integers(1, stride)))
@@ -134,7 +122,6 @@ def strided_kinds(draw: st.DrawFn, words: Any, largest: int) -> Any:
 
 @st.composite
 def global_kinds(draw: st.DrawFn, words: Any, largest: int) -> Any:
-    """Global tokens in rows, columns or both, first tokens, and prefixes."""
     kind = draw(st.sampled_from(["global", "first", "prefix"]))
     count = draw(st.integers(1, largest))
     if kind == "first":
@@ -210,7 +197,6 @@ def _windows_along(draw: st.DrawFn, length: int, most: int, max_rate: int, centr
 
 @st.composite
 def functions(draw: st.DrawFn, words: Any, largest: int) -> Any:
-    """Patterns of `masks.custom` with closures."""
     kind = draw(st.sampled_from(["lattice", "windows", "classified windows", "kinds"]))
     if kind == "lattice":
         factors = rates_up_to(largest)
@@ -244,25 +230,20 @@ class Grammar:
         require_bool("closures", self.closures)
 
     def leaves(self) -> st.SearchStrategy:
-        """Set patterns of every kind, without compositions."""
         return _sets(self, 0)
 
     def sets(self, depth: int = 2) -> st.SearchStrategy:
-        """Set patterns, composed up to `depth` levels deep."""
         return _sets(self, require_int("depth", depth, minimum=0))
 
     def longnets(
         self, *, heads: Literal["all", "grouped"] = "all", max_branches: int = 4, padding: bool = False
     ) -> st.SearchStrategy:
-        """LongNets: all branches in every head, or one for each group of heads; `padding`: with zero padding."""
         return _longnets(self, heads, require_int("max_branches", max_branches, minimum=1), padding)
 
     def mixtures(self) -> st.SearchStrategy:
-        """LongNets, sums of sets, and sums of LongNets and sets."""
         return _mixtures(self)
 
     def patterns(self, depth: int = 2) -> st.SearchStrategy:
-        """Set patterns, and with lower probability mixtures."""
         sets, mixtures = self.sets(depth), self.mixtures()
         return any_of(sets, mixtures, sets, mixtures, sets)
 
@@ -282,25 +263,19 @@ def _sets(grammar: Grammar, depth: int) -> st.SearchStrategy:
 
 @st.composite
 def _composed(draw: st.DrawFn, grammar: Grammar, depth: int) -> Any:
-    words, part = grammar.words, grammar.sets(depth - 1)
-    kind = draw(st.sampled_from(_COMPOSITIONS))
-    if kind == "leaf":
-        return draw(grammar.leaves())
-    if kind == "and":
-        return draw(part) & draw(part)
-    if kind == "or":
-        return draw(part) | draw(part)
-    if kind == "not":
-        return ~draw(part)
-    if kind == "blockwise":
-        return words.blockwise(draw(part), draw(st.integers(1, min(6, grammar.max_number))))
-    if kind == "after":
-        return draw(part).after(draw(st.integers(0, grammar.max_number)))
-    if kind == "per_head":
-        return words.per_head([draw(part) for _ in range(grammar.num_heads)])
-    if kind == "LongNet":
-        return draw(grammar.longnets(heads="grouped", max_branches=grammar.num_heads))
-    return words.head_groups([draw(part) for _ in range(draw(st.integers(1, grammar.num_heads)))])
+    words, part, number = grammar.words, grammar.sets(depth - 1), grammar.max_number
+    compose = {
+        "leaf": lambda: draw(grammar.leaves()),
+        "and": lambda: draw(part) & draw(part),
+        "or": lambda: draw(part) | draw(part),
+        "not": lambda: ~draw(part),
+        "blockwise": lambda: words.blockwise(draw(part), draw(st.integers(1, min(6, number)))),
+        "after": lambda: draw(part).after(draw(st.integers(0, number))),
+        "per_head": lambda: words.per_head([draw(part) for _ in range(grammar.num_heads)]),
+        "LongNet": lambda: draw(grammar.longnets(heads="grouped", max_branches=grammar.num_heads)),
+        "groups": lambda: words.head_groups([draw(part) for _ in range(draw(st.integers(1, grammar.num_heads)))]),
+    }
+    return compose[draw(st.sampled_from(_COMPOSITIONS))]()
 
 
 @st.composite
@@ -371,7 +346,6 @@ def _documents(draw: st.DrawFn, words: Any, batch: int, positions: int) -> Any:
 
 
 def _longest(ids: Tensor) -> int:
-    """Length of the longest document in any row, at least 1."""
     return max([1, *(int((row == number).sum()) for row in ids for number in row[row >= 0].unique())])
 
 

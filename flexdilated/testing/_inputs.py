@@ -54,7 +54,6 @@ _BLOCKS = (64, 128, 256, 512, 1024)  # block sides of kernels, tried with the la
 
 
 def tokens(length: int) -> str:
-    """Number of tokens as text."""
     return "1 token" if length == 1 else f"{length} tokens"
 
 

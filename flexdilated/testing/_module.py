@@ -24,7 +24,6 @@ Result = Any  # out, or a tuple of which the first is out
 
 
 def plainly(module: Callable[..., Result], q: Tensor, k: Tensor, v: Tensor) -> Result:
-    """Default call of a module."""
     return module(q, k, v)
 
 
@@ -67,7 +66,6 @@ class Calls:
                 raise TypeError(f"{name} must be a function; got {value!r:.80}")
 
     def into_layout(self, x: Tensor) -> Tensor:
-        """x, (B, H, N, D), in the layout of the module."""
         if self.layout == "BHND":
             return x
         x = x.transpose(1, 2)
@@ -221,7 +219,6 @@ class Subject:
         return module.to(device=self.device, dtype=dtype or self.dtype) if isinstance(module, nn.Module) else module
 
     def copied(self, module: Any) -> Any:
-        """Deep copy of a module."""
         try:
             return copy.deepcopy(module)
         except Exception as error:  # any error of an attribute that cannot be copied

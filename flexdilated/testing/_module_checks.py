@@ -275,7 +275,6 @@ def _like_a_new_module(subject: Subject, case: Case) -> int:
 
 
 def _entries_alone(subject: Subject, case: Case) -> int:
-    """Batch entries must be independent."""
     module = subject.module()
     whole, _ = subject.run(module, case)
     for b in range(len(case.q)):
