@@ -391,19 +391,18 @@ def _require_equal(a: Tensor, b: Tensor, what: str) -> None:
         raise Failure(f"{what} by {rough((a - b).abs().amax())}")
 
 
-_KEPT = "unchanged where a key hidden from them"
 _CLOSE = "within rounding of the definition"
 _TABLE = (
     Check("agreement", _all_kinds, equal_the_definition, f"outputs {_CLOSE}", long=True),
     Check("coverage", partial(_some_lengths, batch=1), _weights_of_pairs, "pairs with their weight, or with none"),
     Check(
         *("causality", partial(_hidden_keys, after=True), _unchanged_by_hidden_keys),
-        holds=f"outputs {_KEPT}, after them, is replaced",
+        holds="outputs unchanged where a hidden later key is replaced",
         unless="the pattern hides no key after a query",
     ),
     Check(
         *("isolation", partial(_hidden_keys, after=False), _unchanged_by_hidden_keys),
-        holds=f"outputs {_KEPT}, at or before them, is replaced",
+        holds="outputs unchanged where a hidden earlier key is replaced",
         unless="the pattern hides no key at or before a query",
     ),
     Check(
