@@ -76,10 +76,11 @@ class ModuleReport:
         applied = sum(result.verdict in ("passed", "failed") for result in self.results)
         failed = len(self.failures)
         verdict = f"{failed} of {applied} checks failed" if failed else f"{applied} of {applied} checks passed"
-        table = [
-            (result.name, result.verdict.upper() if result.verdict == "failed" else result.verdict, _first(result))
-            for result in self.results
-        ]
+        table = []
+        for result in self.results:
+            verdict_text = result.verdict.upper() if result.verdict == "failed" else result.verdict
+            first_line = textwrap.shorten(result.detail.partition("\n")[0], 2 * _WIDTH)  # further ones below the table
+            table.append((result.name, verdict_text, first_line))
         claim = shortened(self.pattern, LONGEST_LINE)
         head = f"{self.module}, claimed to be {claim}, {self.sizes}: {verdict}\n{self.lengths}"
         parts = [head, tabulate(table, headers=("check", "verdict", "detail"), maxcolwidths=[None, None, _WIDTH])]
@@ -87,11 +88,6 @@ class ModuleReport:
         shown = zip(long, _DETAIL_LINES, strict=False)
         parts += [f"{result.name}: {cut(result.detail, most)}" for result, most in shown]
         return "\n\n".join(parts)
-
-
-def _first(result: CheckResult) -> str:
-    """First line of the detail; `ModuleReport` prints further lines below the table."""
-    return textwrap.shorten(result.detail.partition("\n")[0], 2 * _WIDTH)
 
 
 _MAX_TOKENS = 40
@@ -235,6 +231,7 @@ def _run(check: Check, subject: Subject) -> str:
             where = f"{case.text}: "
             compared += check.asserts(subject, case)
             lengths.add(case.length)
+            where = ""
     except DoesNotApply:
         raise
     except AssertionError as error:

@@ -1,22 +1,29 @@
-"""assert_attention_close: compare results with the float64 definition, within the rounding errors of their dtype."""
+"""assert_attention_close: compare results with the float64 definition, within the rounding errors of their dtype.
+
+First the comparison and its report, then the dense definition of a call, then the error budget of each number.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad, scaled_dot_product_attention
 
-from ..engines import ScoreMod, multiplicity
-from ..masks import Mixture, Pattern
-from ..masks.core import advises, require_bool, require_finite, shortened, span
-from ._definition import MARGIN, DenseAttention, Expected, cotangents, expected
+from .._validate import check_score_mod, check_sinks, check_sizes, check_tensors, check_zero_keys, resolve_scale
+from ..engines import ScoreMod, modified_scores, multiplicity, reference_attention, with_zero_keys
+from ..masks import Bound, Mixture, Pattern
+from ..masks.core import Extent, advises, require_bool, require_expression, require_finite, shortened, span
 
 # B batch, H query heads, G key/value heads, N queries, M keys, D head dim
 
+MARGIN = 4.0
+_VANISHED = 1e-250  # its products with gradients do not underflow in float64
+_EXP_ERROR = 2.0**-14  # of exp in torch's CPU kernels for half precision: 5.4e-5 as measured, rounded up
 _RUNS, _BRANCHES, _LONGEST = 8, 6, 200  # listed in a report: runs of keys, branches, characters of a branch
 
 
@@ -177,3 +184,240 @@ def number(x: Tensor | float) -> str:
 def rough(x: Tensor) -> str:
     """Text with two digits, for an error."""
     return f"{x.detach().item():.2g}"
+
+
+@dataclass(frozen=True, eq=False)
+class DenseAttention:
+    """q (B, H, N, D), k and v (B, G, M, D), and the bound pattern, with one or more branches.
+
+    `pattern` is the original pattern, with the zero keys of its padding; `bound` has none.
+    """
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    bound: Bound
+    pattern: Pattern | Mixture
+    scale: float
+    score_mod: ScoreMod | None = None
+    sinks: Tensor | None = None
+
+    @classmethod
+    def of(
+        cls,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        pattern: Pattern | Mixture,
+        *,
+        scale: float | None = None,
+        score_mod: ScoreMod | None = None,
+        sinks: Tensor | None = None,
+        bindings: Mapping[str, Tensor] | None = None,
+        q_offset: int = 0,
+        k_offset: int = 0,
+        head_offset: int = 0,
+        num_heads_global: int | None = None,
+    ) -> DenseAttention:
+        """Definition for the arguments of `attend`; raises the errors of `attend`."""
+        require_expression(pattern)
+        check_tensors(q, k, v, enable_gqa=True)
+        check_sinks(sinks, q)
+        check_score_mod(score_mod)
+        where = {"q_offset": q_offset, "k_offset": k_offset, "head_offset": head_offset}
+        heads = check_sizes(pattern, q, **where, num_heads_global=num_heads_global)
+        sizes = {"num_heads": q.shape[1], "num_queries": q.shape[2], "num_keys": k.shape[2], "batch": q.shape[0]}
+        rule = pattern
+        if pattern.varies:
+            tensors = {**pattern.given_tensors(), **(bindings or {})}
+            rule = pattern.resolve(tensors, Extent(q_offset + q.shape[2], k_offset + k.shape[2]))
+        bound = rule.bind(**sizes, **where, num_heads_global=heads)
+        check_zero_keys(pattern, score_mod, q.shape[2], k.shape[2], q_offset=q_offset, k_offset=k_offset)
+        return cls(q, k, v, bound, pattern, resolve_scale(scale, q.shape[-1]), score_mod, sinks)
+
+    def wide(self, *, requires_grad: bool = False) -> DenseAttention:
+        """Copy in float64, detached from the graph."""
+        q, k, v = (x.detach().double().requires_grad_(requires_grad) for x in (self.q, self.k, self.v))
+        return replace(self, q=q, k=k, v=v, sinks=None if self.sinks is None else self.sinks.detach().double())
+
+    def attention(self) -> tuple[Tensor, Tensor]:
+        """(out, lse) by the definition, differentiable."""
+        options = {"scale": self.scale, "score_mod": self.score_mod, "sinks": self.sinks}
+        out, lse = reference_attention(self.q, self.k, self.v, self.bound, **options)
+        return with_zero_keys(out, lse, self.zero_keys()) if self.pattern.pads else (out, lse)
+
+    def zero_keys(self) -> Tensor:
+        """(H, N): number of zero keys of padding in each row."""
+        bound, device = self.bound, self.q.device
+        heads = torch.arange(bound.num_heads, device=device)[:, None] + bound.head_offset
+        queries = torch.arange(bound.num_queries, device=device) + bound.q_offset
+        return self.pattern.zero_keys(heads, queries, num_heads=bound.num_heads_global, num_tokens=bound.num_keys)
+
+    def times(self) -> Tensor:
+        """(B, H, N, M): number of branches that allow each pair."""
+        return multiplicity(self.bound, self.q.device).expand(*self.q.shape[:3], self.k.shape[2])
+
+    def for_query_heads(self, x: Tensor) -> Tensor:
+        """k or v with one head for each query head: h reads h // (H / G)."""
+        return x.repeat_interleave(self.q.shape[1] // x.shape[1], dim=1)
+
+    def scores(self) -> Tensor:
+        """(B, H, N, M): scores of all pairs, allowed or not."""
+        scores = (self.q @ self.for_query_heads(self.k).mT) * self.scale
+        return scores if self.score_mod is None else modified_scores(scores, self.score_mod, self.bound)
+
+
+@dataclass(frozen=True, eq=False)
+class Expected:
+    """Float64 value, error budget of a result, and the error of plain attention in the dtype (or None)."""
+
+    value: Tensor
+    budget: Tensor
+    plain_error: Tensor | None
+
+
+def expected(
+    dense: DenseAttention, *, gradients: bool = False, through_lse: bool = False, margin: float = MARGIN
+) -> dict[str, Expected]:
+    """Expected out and lse; with `gradients` also dq, dk, dv for `cotangents` of out, and of lse if `through_lse`."""
+    wide, own = dense.wide(requires_grad=gradients), torch.finfo(dense.q.dtype)
+    out, lse = wide.attention()
+    values = {"out": out.detach(), "lse": lse.detach()}
+    plain = _plain_attention(dense, gradients=gradients and not through_lse)
+    if gradients:
+        outputs, sent = (out, lse), cotangents(out, lse, through_lse=through_lse)
+        grads = torch.autograd.grad(outputs, (wide.q, wide.k, wide.v), sent)
+        values |= dict(zip(("dq", "dk", "dv"), grads, strict=True))
+    with torch.no_grad():
+        terms = _Terms.of(wide, values["out"], values["lse"], through_lse=through_lse)
+        is_half = dense.q.dtype.itemsize == 2
+        limits = _summation_limits(terms, torch.finfo(torch.float32) if is_half else own, gradients=gradients)
+        rounded = _rounding_limits(terms, own, values) if is_half else {}
+        found = {}
+        for name, value in values.items():
+            limit = limits[name] + rounded.get(name, 0.0)
+            # Add one step of subnormal numbers, as results are rounded to it; without keys they are exactly 0.
+            limit = limit + own.eps * own.smallest_normal * (limit > 0)
+            error = None
+            if name in plain:
+                error = (plain[name].double() - value).abs().amax(-1, keepdim=True).nan_to_num(0.0)
+                limit = torch.maximum(limit, error)
+            found[name] = Expected(value, margin * limit, error)
+    return found
+
+
+def cotangents(out: Tensor, lse: Tensor, *, through_lse: bool = True) -> tuple[Tensor, Tensor]:
+    """Fixed float64 gradients of out and lse, exact in every dtype; 0 for the lse of a row without keys."""
+    generator = torch.Generator("cpu").manual_seed(1)
+    drawn = (torch.randn(x.shape, generator=generator, dtype=torch.float64) for x in (out, lse))
+    grad_out, grad_lse = ((16 * x).round() / 16 for x in drawn)
+    grad_out, grad_lse = grad_out.to(out.device), grad_lse.to(lse.device) * through_lse
+    return grad_out, grad_lse.masked_fill(lse.detach() == -torch.inf, 0.0)
+
+
+@dataclass(frozen=True, eq=False)
+class _Terms:
+    """Terms of error limits, in float64: absolute q, k and v by query head; scores (B, H, N, M) and weights."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    times: Tensor
+    scores: Tensor
+    weights: Tensor
+    out: Tensor
+    lse: Tensor  # 0 where a row has no keys
+    grad_out: Tensor
+    grad_lse: Tensor
+    scale: float
+    num_kv_heads: int
+
+    @classmethod
+    def of(cls, wide: DenseAttention, out: Tensor, lse: Tensor, *, through_lse: bool) -> _Terms:
+        times, scores = wide.times(), wide.scores()
+        finite = lse.masked_fill(lse == -torch.inf, 0.0)
+        # Exclude hidden scores, which may have any size.
+        weights = times * (scores.masked_fill(times == 0, -torch.inf) - finite[..., None]).exp()
+        q, k, v = wide.q.abs(), wide.for_query_heads(wide.k).abs(), wide.for_query_heads(wide.v).abs()
+        grad_out, grad_lse = (x.abs() for x in cotangents(out, lse, through_lse=through_lse))
+        sizes = {"scale": abs(wide.scale), "num_kv_heads": wide.k.shape[1]}
+        return cls(q, k, v, times, scores, weights, out.abs(), finite, grad_out, grad_lse, **sizes)
+
+
+def _summation_limits(terms: _Terms, dtype: torch.finfo, *, gradients: bool) -> dict[str, Tensor]:
+    """First-order bounds on errors of computation and summation in a dtype.
+
+    Weights below its normal range may underflow to 0.
+    """
+    sizes = torch.maximum((terms.q @ terms.k.mT) * terms.scale, terms.scores.abs())
+    loose = 1.0 + sizes.masked_fill(terms.times == 0, 0.0).amax(-1) + terms.lse.abs()
+    vanished = max(dtype.smallest_normal, _VANISHED) * (terms.times > 0).double()
+    errors = dtype.eps * loose[..., None] * terms.weights + vanished
+    sent = (terms.grad_out * (terms.weights @ terms.v)).sum(-1, keepdim=True) if gradients else None
+    return {"lse": dtype.eps * loose} | _propagated(terms, errors, sent, torch.matmul)
+
+
+def _rounding_limits(terms: _Terms, dtype: torch.finfo, values: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Errors of scores, weights and results that are rounded to a half dtype and summed in a wider dtype.
+
+    Rounding errors are independent, so the error of a sum is their root sum of squares, not their sum.
+    """
+    unit, sent = dtype.eps / 2, None
+    sizes = torch.maximum(_root(terms.q, terms.k.mT) * terms.scale, terms.scores.abs())
+    sizes = sizes.masked_fill(terms.times == 0, 0.0)
+    errors = unit * (1.0 + sizes) * terms.weights + dtype.eps * dtype.smallest_normal * (terms.times > 0)
+    if "dq" in values:
+        sent = (terms.grad_out * (terms.out + _root(terms.weights, terms.v))).norm(dim=-1, keepdim=True)
+    limits = _propagated(terms, errors, sent, _root)
+    limits = {name: unit * values[name].abs() + limit for name, limit in limits.items()}
+    if sent is not None:
+        limits["dq"] = limits["dq"] + unit * sent * terms.scale * (terms.weights @ terms.k)
+    lse = _EXP_ERROR + unit * (terms.lse.abs() + (terms.weights * sizes).sum(-1))
+    return {"lse": lse} | limits
+
+
+def _propagated(
+    terms: _Terms, errors: Tensor, sent: Tensor | None, product: Callable[[Tensor, Tensor], Tensor]
+) -> dict[str, Tensor]:
+    """Errors of out, and with `sent` of dq, dk and dv, for errors of the weights; `product` sums over an axis.
+
+    sent (B, H, N, 1): size of the product of grad_out and out.
+    """
+    limits = {"out": product(errors, terms.v)}
+    if sent is not None:
+        inner = product(terms.grad_out, terms.v.mT) + sent + terms.grad_lse[..., None]
+        pulls = errors * inner * terms.scale
+        limits["dq"] = product(pulls, terms.k)
+        limits["dk"] = _summed(product(pulls.mT, terms.q), terms.num_kv_heads)
+        limits["dv"] = _summed(product(errors.mT, terms.grad_out), terms.num_kv_heads)
+    return limits
+
+
+def _root(a: Tensor, b: Tensor) -> Tensor:
+    """Matrix product with the root sum of squares in place of each sum."""
+    return (a.square() @ b.square()).sqrt()
+
+
+def _summed(x: Tensor, num_kv_heads: int) -> Tensor:
+    return x.unflatten(1, (num_kv_heads, -1)).sum(2)
+
+
+def _plain_attention(dense: DenseAttention, *, gradients: bool) -> dict[str, Tensor]:
+    """out, and gradients, of torch's dense attention in the dtype of q; empty with score_mod or sinks."""
+    if dense.score_mod is not None or dense.sinks is not None:
+        return {}
+    leaves = [x.detach().clone().requires_grad_(gradients) for x in (dense.q, dense.k, dense.v)]
+    q, k, v = leaves[0], *(dense.for_query_heads(x) for x in leaves[1:])
+    times = dense.times()
+    if dense.pattern.pads:  # one more key, whose multiplicity is the number of zero keys
+        k, v, times = pad(k, (0, 0, 0, 1)), pad(v, (0, 0, 0, 1)), pad(times, (0, 1))
+        times[..., -1] = dense.zero_keys()
+    empty = (times == 0).all(-1, keepdim=True)
+    bias = times.double().log().masked_fill(empty, 0.0).to(q.dtype)
+    out = scaled_dot_product_attention(q, k, v, attn_mask=bias, scale=dense.scale).masked_fill(empty, 0.0)
+    found = {"out": out.detach()}
+    if gradients:
+        sent, _ = cotangents(out, out.detach()[..., 0].double(), through_lse=False)
+        grads = torch.autograd.grad(out, leaves, sent.to(out.dtype))
+        found |= dict(zip(("dq", "dk", "dv"), grads, strict=True))
+    return found

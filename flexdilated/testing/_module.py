@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -13,8 +13,7 @@ from torch import Tensor, nn
 
 from ..masks import Mixture, Pattern
 from ..masks.core import advises, require_choice, shortened
-from ._closeness import check_result
-from ._definition import DenseAttention
+from ._closeness import DenseAttention, check_result
 from ._inputs import KINDS, tokens, values
 
 # B batch, H query heads, G key/value heads, N tokens, D head dim
@@ -192,14 +191,6 @@ class Subject:
         drawn = values(kind, *heads, length, self.head_dim, batch=batch, seed=seed)
         q, k, v = (x.to(dtype or self.dtype).to(self.device).requires_grad_(requires_grad) for x in drawn)
         return Case(tokens(length) + text, q, k, v, self.pattern if pattern is None else pattern, **more)
-
-    def kinds(self) -> Iterator[tuple[int, str]]:
-        """(length, kind of values) in ascending order of length; all kinds if there is a single length."""
-        others = KINDS[1:]
-        for index, length in enumerate(self.lengths):
-            yield length, KINDS[0]
-            for kind in others if len(self.lengths) == 1 else (others[index % len(others)],):
-                yield length, kind
 
     @property
     def spread(self) -> tuple[int, ...]:

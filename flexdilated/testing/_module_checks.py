@@ -18,8 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from ..masks import documents, visible_keys
-from ._closeness import gradients_of, number, require_close, rough
-from ._definition import expected
+from ._closeness import expected, gradients_of, number, require_close, rough
 from ._inputs import KINDS
 from ._module import Case, DoesNotApply, Failure, Subject
 from ._over_ranks import RANKS, run_over_ranks
@@ -57,8 +56,11 @@ class Check:
 
 
 def _all_kinds(subject: Subject) -> Iterator[Case]:
-    for length, kind in subject.kinds():
-        yield subject.case(length, kind, f", {kind}")
+    """All kinds of values for a single length; for each of several, the first kind and one of the others in turn."""
+    first, *others = KINDS
+    for index, length in enumerate(subject.lengths):
+        for kind in KINDS if len(subject.lengths) == 1 else (first, others[index % len(others)]):
+            yield subject.case(length, kind, f", {kind}")
 
 
 def _with_gradients(subject: Subject) -> Iterator[Case]:
@@ -139,8 +141,9 @@ def _lengths_in_turn(subject: Subject) -> Iterator[Case]:
         yield subject.case(length, text="" if before is None else f" after {before}", modules=(used, new))
 
 
-def _longest(subject: Subject, text: str = "") -> Iterator[Case]:
-    yield subject.case(subject.lengths[-1], text=text)
+def _longest(subject: Subject, *, text: str = "", min_tokens: int = 1) -> Iterator[Case]:
+    if subject.lengths[-1] >= min_tokens:
+        yield subject.case(subject.lengths[-1], text=text)
 
 
 def _compiled_once(subject: Subject) -> Iterator[Case]:
@@ -158,11 +161,6 @@ def _compiled_lengths(subject: Subject) -> Iterator[Case]:
     compiled = _compiled(subject, subject.module(), backend=counting)
     for length in lengths if len(lengths) > 1 else ():
         yield subject.case(length, text=", torch.compile(fullgraph=True)", modules=(compiled, made))
-
-
-def _split_over_ranks(subject: Subject) -> Iterator[Case]:
-    if subject.lengths[-1] >= RANKS:
-        yield from _longest(subject, f" on {RANKS} ranks")
 
 
 # What is asserted.
@@ -429,7 +427,12 @@ _TABLE = (
         unless="there are no two lengths above 1 to compare",
         shrinks=False,
     ),
-    Check("ranks", _split_over_ranks, _like_one_rank, "ranks that equal one", "over_ranks", shrinks=False),
+    Check(
+        *("ranks", partial(_longest, text=f" on {RANKS} ranks", min_tokens=RANKS), _like_one_rank),
+        holds="ranks that equal one",
+        needs="over_ranks",
+        shrinks=False,
+    ),
 )
 
 MODULE_CHECKS = {check.name: check for check in _TABLE}

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.multiprocessing.spawn import ProcessExitedException, ProcessRaisedException, start_processes
 
-from ._definition import cotangents
+from ._closeness import cotangents
 from ._module import Calls, Failure
 
 if TYPE_CHECKING:

@@ -16,7 +16,7 @@ from bench._catalogue import names_for
 from flexdilated._attend import planned_call
 from flexdilated.engines.flex._flex_op import run_time_program, static_program
 from flexdilated.engines.flex._program import FlexProgram
-from flexdilated.testing._definition import DenseAttention, cotangents
+from flexdilated.testing._closeness import DenseAttention, cotangents
 from tests.support import oracle
 
 # B batch, H query heads, G key/value heads, N queries, M keys, D head dim

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.testing import assert_close
 
-from flexdilated.testing._definition import cotangents
+from flexdilated.testing._closeness import cotangents
 from flexdilated.testing._inputs import MEMORY_LAYOUTS, laid_out
 from tests.support import oracle
 
