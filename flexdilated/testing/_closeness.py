@@ -86,7 +86,7 @@ def require_close(
 ) -> None:
     """Raise AssertionError if a number exceeds its error budget.
 
-    through_lse: True if gradients came through the lse, too; by default if there is one. rows (B, H, N): rows of out
+    through_lse: True if gradients came through the lse, too; None: if lse is given. rows (B, H, N): rows of out
     and lse to compare.
     """
     through_lse = lse is not None if through_lse is None else through_lse

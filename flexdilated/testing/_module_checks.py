@@ -56,7 +56,7 @@ class Check:
 
 
 def _all_kinds(subject: Subject) -> Iterator[Case]:
-    """All kinds of values for a single length; for each of several, the first kind and one of the others in turn."""
+    """All kinds of values for a single length; otherwise the first kind and, in rotation, a second one."""
     first, *others = KINDS
     for index, length in enumerate(subject.lengths):
         for kind in KINDS if len(subject.lengths) == 1 else (first, others[index % len(others)]):
