@@ -84,6 +84,13 @@ def test_the_budget_is_tight(dtype) -> None:
     assert "lse is wrong" in found(truth.to(dtype), q, k, v, pattern, lse=lse + 40 * eps * lse.abs().amax() + 40 * eps)
 
 
+def test_the_budget_of_a_single_key_is_tight() -> None:
+    """The output is its value, so the budget is a few rounding errors."""
+    q, k, v = inputs(1)
+    out = fd.attend(q, k, v, WINDOW)
+    assert "out is wrong" in found(out + 2.5e-15 * out.abs().amax(-1, keepdim=True), q, k, v, WINDOW)
+
+
 def test_the_report() -> None:
     """The first wrong row with its keys by branch; the budget is that of q's dtype."""
     q, k, v = inputs()
