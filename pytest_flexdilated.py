@@ -1,7 +1,7 @@
 """A pytest plugin: the option --flexdilated-device with its fixture, and hypothesis profiles.
 
-A module of its own, beside the package: pytest imports it at every start, and it imports neither torch nor flexdilated.
-It is there for every project beside which flexdilated is installed, so it loads no profile, and changes none.
+A top-level module that imports neither torch nor flexdilated, as pytest imports it at every start. It is active in
+every environment with flexdilated, so it loads no profile and changes none.
 PYTEST_DONT_REWRITE: a conftest may import it before pytest does.
 """
 
@@ -15,7 +15,7 @@ import pytest
 if TYPE_CHECKING:
     import torch
 
-# Machines differ in speed and are shared: time is no verdict. `ci` draws the same examples every time.
+# No deadline, as machines differ in speed and are shared. `ci` draws the same examples every time.
 _PROFILES = {
     "dev": {"max_examples": 15},
     "ci": {"max_examples": 60, "derandomize": True},
@@ -33,7 +33,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_configure(config: pytest.Config) -> None:
-    """--hypothesis-profile may name one of ours; it is looked up right after this."""
+    """Register our profiles if --hypothesis-profile names one; hypothesis looks it up after this."""
     name = str(config.getoption("--hypothesis-profile", None))
     if not name.startswith(_PREFIX):
         return
@@ -50,7 +50,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 @pytest.fixture(scope="session")
 def flexdilated_device(request: pytest.FixtureRequest) -> torch.device:
-    """The device that --flexdilated-device names, on which a tensor was made; without one the test is skipped."""
+    """Device of --flexdilated-device; skips the test if a tensor cannot be made on it."""
     import torch
 
     name = str(request.config.getoption("--flexdilated-device"))
@@ -70,7 +70,7 @@ def flexdilated_device(request: pytest.FixtureRequest) -> torch.device:
 def register_profiles(prefix: str = _PREFIX) -> None:
     """Register the hypothesis profiles dev, ci and thorough, under names with this prefix.
 
-    A profile that is there already stays as it is. None is loaded: `settings.load_profile(prefix + "ci")` does.
+    An existing profile is not changed. `settings.load_profile(prefix + "ci")` loads one.
     """
     from hypothesis import HealthCheck, settings
     from hypothesis.errors import InvalidArgument

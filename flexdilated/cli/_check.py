@@ -13,8 +13,7 @@ from .._attend import attend
 from ..masks import Mixture, Pattern
 from ..masks.patterns import names
 from ..testing import Calls, check_attention_module, check_pattern
-from ..testing._inputs import takes
-from ..testing._problem import tokens
+from ..testing._inputs import takes, tokens
 from ._command_parser import CommandParser, UsageError
 from ._machine import one_thread
 from ._output import progress

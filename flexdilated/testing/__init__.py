@@ -7,11 +7,12 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from ..masks.core import no_such_name
-from ._check_module import MODULE_CHECKS, CheckResult, ModuleReport, check_attention_module, examine_attention_module
+from ._check_module import CheckResult, ModuleReport, check_attention_module, examine_attention_module
 from ._check_pattern import check_pattern
 from ._closeness import assert_attention_close
 from ._inputs import MEMORY_LAYOUTS, laid_out
 from ._module import Calls, identity_projections
+from ._module_checks import MODULE_CHECKS
 
 if TYPE_CHECKING:
     from . import strategies as strategies

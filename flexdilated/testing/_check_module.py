@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import textwrap
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from time import monotonic
 from typing import Any, Literal
@@ -14,27 +14,13 @@ from tabulate import tabulate
 from ..masks import Mixture, Pattern
 from ..masks.core import advises, require_expression, require_int, shortened
 from ..masks.patterns import names
-from ._closeness import AS_IF, expected, likely_mistake
-from ._inputs import LONG_LENGTHS, lengths_for, takes
-from ._leak_checks import check_batch, check_causality, check_isolation, check_packing, check_padding
-from ._module import Calls, DoesNotApply, Failure, Subject
-from ._problem import tokens
-from ._ranks_check import check_ranks
-from ._use_checks import (
-    check_compile,
-    check_decoding,
-    check_determinism,
-    check_lengths,
-    check_recompilation,
-    check_state_dict,
-)
-from ._value_checks import check_agreement, check_coverage, check_empty_rows, check_gradients, check_half_precision
+from ._inputs import KINDS, LONG_LENGTHS, lengths_for, takes, tokens
+from ._module import LONGEST_LINE, Calls, DoesNotApply, Failure, Subject, cut, failure
+from ._module_checks import MODULE_CHECKS, Check
 
 Verdict = Literal["passed", "failed", "does not apply", "skipped"]
 _WIDTH = 88  # the table has 120 columns
-_ERROR_LINES = 8
 _DETAIL_LINES = (10, 3, 3, 3)  # number of lines of the first failures, below the table
-_LONGEST_LINE = 240
 
 
 @dataclass(frozen=True)
@@ -90,55 +76,20 @@ class ModuleReport:
         applied = sum(result.verdict in ("passed", "failed") for result in self.results)
         failed = len(self.failures)
         verdict = f"{failed} of {applied} checks failed" if failed else f"{applied} of {applied} checks passed"
-        table = [
-            (result.name, result.verdict.upper() if result.verdict == "failed" else result.verdict, _first(result))
-            for result in self.results
-        ]
-        claim = shortened(self.pattern, _LONGEST_LINE)
+        table = []
+        for result in self.results:
+            verdict_text = result.verdict.upper() if result.verdict == "failed" else result.verdict
+            first_line = textwrap.shorten(result.detail.partition("\n")[0], 2 * _WIDTH)  # further ones below the table
+            table.append((result.name, verdict_text, first_line))
+        claim = shortened(self.pattern, LONGEST_LINE)
         head = f"{self.module}, claimed to be {claim}, {self.sizes}: {verdict}\n{self.lengths}"
         parts = [head, tabulate(table, headers=("check", "verdict", "detail"), maxcolwidths=[None, None, _WIDTH])]
         long = [result for result in self.failures if "\n" in result.detail]
         shown = zip(long, _DETAIL_LINES, strict=False)
-        parts += [f"{result.name}: {_cut(result.detail, most)}" for result, most in shown]
+        parts += [f"{result.name}: {cut(result.detail, most)}" for result, most in shown]
         return "\n\n".join(parts)
 
 
-def _first(result: CheckResult) -> str:
-    """First line of the detail; `ModuleReport` prints further lines below the table."""
-    return textwrap.shorten(result.detail.partition("\n")[0], 2 * _WIDTH)
-
-
-def _cut(text: str, most_lines: int) -> str:
-    """At most `most_lines` shortened lines, then the number of omitted lines."""
-    lines = text.splitlines()
-    more = [f"... and {len(lines) - most_lines} more lines"] if len(lines) > most_lines else []
-    return "\n".join([*(shortened(line, _LONGEST_LINE) for line in lines[:most_lines]), *more])
-
-
-MODULE_CHECKS: dict[str, Callable[[Subject], str]] = {
-    "agreement": check_agreement,
-    "coverage": check_coverage,
-    "causality": check_causality,
-    "isolation": check_isolation,
-    "empty rows": check_empty_rows,
-    "lengths": check_lengths,
-    "batch": check_batch,
-    "determinism": check_determinism,
-    "gradients": check_gradients,
-    "half precision": check_half_precision,
-    "padding": check_padding,
-    "packing": check_packing,
-    "decoding": check_decoding,
-    "state dict": check_state_dict,
-    "compile": check_compile,
-    "recompilation": check_recompilation,
-    "ranks": check_ranks,
-}
-
-
-# Slow checks, each at one or few lengths, given in its detail.
-_ON_SOME_LENGTHS = ("compile", "recompilation", "ranks", "state dict")
-_AT_LONG_LENGTHS = ("agreement", "half precision")  # half precision also checks gradients
 _MAX_TOKENS = 40
 _SHRINK_S = 5.0  # for one check; a running call of the module is not interrupted
 _PAIRED = 12
@@ -223,7 +174,7 @@ def examine_attention_module(
             "the checks draw lengths of their own, to which a run-time tensor does not fit: give the pattern without "
             f"it, and Calls.packed or Calls.padded; got one with {', '.join(map(repr, needed))}"
         )
-    chosen = _chosen(checks, skip)
+    chosen = [MODULE_CHECKS[name] for name in _chosen(checks, skip)]
     if lengths is None:
         tried = lengths_for(pattern, num_heads, max_tokens=most, examples=examples)
     else:
@@ -235,19 +186,15 @@ def examine_attention_module(
     subject = Subject(factory, pattern, calls, num_heads, groups, head_dim, tried, dtype, where, seed)
     long = LONG_LENGTHS if max_tokens is None and lengths is None else ()
     longer = replace(subject, lengths=(*tried, *(length for length in long if takes(pattern, num_heads, length))))
-    subjects = {name: longer if name in _AT_LONG_LENGTHS else subject for name in chosen}
-    results = tuple(_result(name, each, shrink=lengths is None) for name, each in subjects.items())
+    subjects = [longer if check.long else subject for check in chosen]
+    results = tuple(_result(check, each, shrink=lengths is None) for check, each in zip(chosen, subjects, strict=True))
     sizes = f"H={num_heads}, G={groups}, D={head_dim}, N up to {tried[-1]}, {str(dtype).removeprefix('torch.')}"
-    return ModuleReport(_name(subject), repr(pattern), sizes, _lengths_text(subjects, tried), results)
-
-
-def _lengths_text(subjects: Mapping[str, Subject], tried: tuple[int, ...]) -> str:
-    """Text of the lengths for all checks, and of additional lengths for some."""
-    names = [name for name, subject in subjects.items() if subject.lengths != tried]
-    text = f"lengths drawn: {', '.join(map(str, tried))}"
-    if names:
-        text += f"; in {', '.join(names)} also {', '.join(map(str, subjects[names[0]].lengths[len(tried) :]))}"
-    return textwrap.fill(text, _WIDTH + 32)
+    drawn, more = f"lengths drawn: {', '.join(map(str, tried))}", longer.lengths[len(tried) :]
+    if more and (also := [check.name for check in chosen if check.long]):
+        drawn += f"; in {', '.join(also)} also {', '.join(map(str, more))}"
+    module = subject.module()
+    name = getattr(module, "__name__", type(module).__name__)
+    return ModuleReport(name, repr(pattern), sizes, textwrap.fill(drawn, _WIDTH + 32), results)
 
 
 def _chosen(checks: Sequence[str] | None, skip: Sequence[str]) -> list[str]:
@@ -262,66 +209,59 @@ def _chosen(checks: Sequence[str] | None, skip: Sequence[str]) -> list[str]:
     return [name for name in MODULE_CHECKS if (checks is None or name in checks) and name not in skip]
 
 
-def _name(subject: Subject) -> str:
-    module = subject.module()
-    return getattr(module, "__name__", type(module).__name__)
-
-
-def _result(name: str, subject: Subject, *, shrink: bool) -> CheckResult:
+def _result(check: Check, subject: Subject, *, shrink: bool) -> CheckResult:
     try:
-        return CheckResult(name, "passed", _run(name, subject))
+        return CheckResult(check.name, "passed", _run(check, subject))
     except DoesNotApply as reason:
-        return CheckResult(name, "does not apply", str(reason))
-    except Failure as failure:
-        detail = (_smaller(name, subject) if shrink else None) or str(failure)
-        return CheckResult(name, "failed", _with_mistake(detail, subject) if name == "agreement" else detail)
+        return CheckResult(check.name, "does not apply", str(reason))
+    except Failure as found:
+        detail = (shrink and check.shrinks and _smaller(check, subject)) or str(found)
+        always = detail.startswith(f"{subject.case(subject.lengths[0]).text}, {KINDS[0]}: raises")
+        is_unclear = always and check.name == "agreement" and subject.calls.layout == "BHND"
+        return CheckResult(check.name, "failed", detail + _CALLED_SO * is_unclear)
 
 
-def _run(name: str, subject: Subject) -> str:
+def _run(check: Check, subject: Subject) -> str:
+    """Text of a passed check; raises Failure or DoesNotApply."""
+    if getattr(subject.calls, check.needs) is None:
+        raise DoesNotApply(f"no call for it is given (Calls.{check.needs})")
+    compared, lengths, where = 0, set(), ""
     try:
-        return MODULE_CHECKS[name](subject)
-    except (DoesNotApply, Failure):
+        for case in check.draws(subject):
+            where = f"{case.text}: "
+            compared += check.asserts(subject, case)
+            lengths.add(case.length)
+            where = ""
+    except DoesNotApply:
         raise
-    except Exception as error:  # any error of the module fails the check
-        raise Failure(
-            f"{_at(name, subject.lengths)}raises {type(error).__name__}: {_cut(str(error), _ERROR_LINES)}"
-        ) from error
+    except AssertionError as error:
+        raise Failure(f"{where}{error}") from None
+    except Exception as error:  # of the module, its gradients, or torch's compiler
+        raise Failure(f"{where}{failure(error)}") from error
+    if not lengths:
+        raise DoesNotApply(check.unless)
+    first, *others = sorted(lengths)
+    drawn = f"{len(lengths)} lengths from {first} to {others[-1]}" if others else tokens(first)
+    return f"{drawn}: {compared:,} {check.holds}"
 
 
-def _at(name: str, lengths: tuple[int, ...]) -> str:
-    """Prefix with the lengths, for checks that run at all lengths."""
-    if len(lengths) == 1 and name not in _ON_SOME_LENGTHS:
-        return f"{tokens(lengths[0])}: "
-    return f"{lengths[0]} and {tokens(lengths[1])}: " if name == "lengths" and len(lengths) == 2 else ""
-
-
-def _with_mistake(detail: str, subject: Subject) -> str:
-    """Detail with the likely mistake, found at the longest length, where mistakes are easiest to distinguish."""
-    length = subject.lengths[-1]
-    q, k, v = subject.inputs(length)
-    problem = subject.problem(q, k, v)
-    truth, rows = expected(problem, gradients=False, through_lse=False)["out"], (problem.times() > 0).any(-1)
-    try:
-        likely = likely_mistake(problem, subject.run(subject.module(), q, k, v)[0], truth, rows=rows)
-    except Exception:  # the detail already reports an error of the module
-        always = detail.startswith(f"{tokens(subject.lengths[0])}: raises")
-        return f"{detail}{_CALLED_SO}" if always and subject.calls.layout == "BHND" else detail
-    return f"{detail.partition(AS_IF)[0]}{AS_IF}{likely}, at {tokens(length)}" if likely else detail
-
-
-def _smaller(name: str, subject: Subject) -> str | None:
+def _smaller(check: Check, subject: Subject) -> str | None:
     """Detail of the shortest failing length (or pair of lengths) found within _SHRINK_S, or None."""
-    if name in _ON_SOME_LENGTHS:
-        return None
     until, found = monotonic() + _SHRINK_S, {}
 
     def fails(*lengths: int) -> bool:
         if lengths not in found and monotonic() < until:
-            found[lengths] = _detail(name, replace(subject, lengths=lengths))
+            found[lengths] = None
+            try:
+                _run(check, replace(subject, lengths=lengths))
+            except DoesNotApply:
+                pass
+            except Failure as failed:
+                found[lengths] = str(failed)
         return found.get(lengths) is not None
 
     taken = [n for n in range(1, subject.lengths[-1] + 1) if takes(subject.pattern, subject.num_heads, n)]
-    if name == "lengths":
+    if check.name == "lengths":
         pairs = ((shorter, longer) for longer in taken[:_PAIRED] for shorter in taken if shorter < longer)
         return found[pair] if (pair := next((pair for pair in pairs if fails(*pair)), None)) else None
     best = next((length for length in subject.lengths if fails(length)), None)
@@ -332,14 +272,3 @@ def _smaller(name: str, subject: Subject) -> str | None:
         middle = between[len(between) // 2]
         passed, best = (passed, middle) if fails(middle) else (middle, best)
     return found[next((length for length in taken if length < best and fails(length)), best),]
-
-
-def _detail(name: str, subject: Subject) -> str | None:
-    """Detail of the failure; None if the check passes or does not apply."""
-    try:
-        _run(name, subject)
-    except DoesNotApply:
-        return None
-    except Failure as failure:
-        return str(failure)
-    return None

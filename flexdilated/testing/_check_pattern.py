@@ -9,19 +9,22 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from ..masks import Layout, Mixture, Pattern, from_json, to_json
-from ..masks.blocks import UNKNOWN, Blocks
-from ..masks.core import Bound, advises, require_expression, require_int
+from ..masks import Bound, Layout, Mixture, Pattern, from_json, to_json
+from ..masks.blocks import UNKNOWN
+from ..masks.core import Box, Progression, advises, require_expression, require_int
+from ..masks.core import span as span_text
 from ..masks.orders import residue_rate
 from ..masks.patterns import names
 from ..masks.planning import shared_terms
-from ._box_bounds import DenseRule, ask, check_bounds, check_elementwise
 
-_WINDOWS = 24
-_SIDE = 48
-_SIDES = (1, 2, 3, 4, 5, 8, 13, 16)
-_RATES = (1, 1, 2, 3, 5)
-_TRIES = 50
+_CPU = torch.device("cpu")
+_PAIRS_ALONE = 100
+_SHRINK_TRIES = 500
+_WINDOWS, _WINDOW = 24, 48  # number of tested windows of a periodic rule, and their sides
+# (step of queries, step of keys): natural order, layouts of one rate, and two rates
+_STEPS = ((1, 1), (2, 2), (3, 3), (4, 4), (7, 7), (1, 2), (3, 1), (2, 5))
+# Of block lists: block sides, layout rates, and tries to draw sizes that the pattern takes.
+_BLOCK_SIDES, _RATES, _SIZE_TRIES = (1, 2, 3, 4, 5, 8, 13, 16), (1, 1, 2, 3, 5), 50
 
 
 @advises()
@@ -47,38 +50,82 @@ def check_pattern(
     pattern.check_heads(num_heads)
     if needed := names(pattern):
         raise ValueError(
-            "check_pattern draws positions of its own, to which a run-time tensor does not fit: check the pattern "
-            f"without it; got one with {', '.join(map(repr, needed))}"
+            "check_pattern draws positions, to which a run-time tensor does not fit: check the pattern without it; got "
+            f"one with {', '.join(map(repr, needed))}"
         )
     generator = torch.Generator("cpu").manual_seed(seed)
     parts = tuple(dict.fromkeys(pattern.branches()))
     for part in dict.fromkeys((*parts, Mixture.of(*parts).union)):
         dense = DenseRule.of(part, num_heads, max_tokens)
-        check_elementwise(dense, examples, generator)
-        check_bounds(dense, examples, generator)
-        check_for_head(dense, examples, generator)
-        check_period(dense, generator)
-        check_lists(dense, examples, generator)
-    check_text(pattern)
+        _check_elementwise(dense, examples, generator)
+        _check_bounds(dense, examples, generator)
+        _check_for_head(dense, examples, generator)
+        _check_period(dense, generator)
+        _check_lists(dense, examples, generator)
+    _check_text(pattern)
 
 
-def check_for_head(dense: DenseRule, examples: int, generator: torch.Generator) -> None:
+@dataclass(frozen=True, eq=False)
+class DenseRule:
+    """A pattern for `num_heads` heads, and its table[h, q, k] of pairs that `mask_mod` allows."""
+
+    pattern: Pattern
+    num_heads: int
+    table: Tensor
+
+    @classmethod
+    def of(cls, pattern: Pattern, num_heads: int, max_tokens: int) -> DenseRule:
+        heads, tokens = torch.arange(num_heads, device=_CPU), torch.arange(max_tokens, device=_CPU)
+        rule = cls(pattern, num_heads, torch.empty(0))
+        try:
+            return replace(rule, table=rule.ask(heads[:, None, None], tokens[:, None], tokens))
+        except IndexError as error:
+            must = f"{pattern!r} must have an answer for {num_heads} heads and positions below {max_tokens=}"
+            raise ValueError(f"{must}: {error}") from error
+
+    @property
+    def num_tokens(self) -> int:
+        return self.table.shape[1]
+
+    def ask(self, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
+        """mask_mod of the pattern, in the broadcast shape of heads and positions."""
+        mod = self.pattern.mask_mod(num_heads=self.num_heads, device=_CPU)
+        shape = torch.broadcast_shapes(h.shape, q.shape, k.shape)
+        return mod(torch.zeros((), dtype=torch.int64, device=_CPU), h, q, k).expand(shape)
+
+
+def _check_elementwise(dense: DenseRule, examples: int, generator: torch.Generator) -> None:
+    """mask_mod of single pairs, and of a batch of pairs, must equal the dense table."""
+    number = max(examples, _PAIRS_ALONE)
+    h = torch.randint(dense.num_heads, (number,), generator=generator, device=_CPU)
+    q, k = torch.randint(dense.num_tokens, (2, number), generator=generator, device=_CPU)
+    for cell in (slice(None), *range(_PAIRS_ALONE)):
+        found = dense.ask(h[cell], q[cell], k[cell])
+        wrong = (found != dense.table[h, q, k][cell]).flatten().nonzero().flatten().tolist()
+        if wrong:
+            head, query, key = (int(side[cell].flatten()[wrong[0]]) for side in (h, q, k))
+            rule = f"{dense.pattern!r}: mask_mod must look at each pair by itself"
+            raise AssertionError(f"{rule}; for head {head}, query {query}, key {key} it depends on other pairs")
+
+
+def _check_for_head(dense: DenseRule, examples: int, generator: torch.Generator) -> None:
     """`for_head(h)` must be the rule of head h for any head argument, with correct bounds."""
     for head in range(dense.num_heads):
-        one = dense.for_head(head)
-        if one.pattern == dense.pattern and (dense.table == dense.table[head]).all():
+        pattern = dense.pattern.for_head(head, dense.num_heads)
+        if pattern == dense.pattern and (dense.table == dense.table[head]).all():
             continue
-        found = DenseRule.of(one.pattern, dense.num_heads, dense.num_tokens).table
+        one = replace(dense, pattern=pattern, table=dense.table[head].expand_as(dense.table))
+        found = DenseRule.of(pattern, dense.num_heads, dense.num_tokens).table
         wrong = (found != one.table).nonzero().tolist()
         if wrong:
             asked, query, key = wrong[0]
             rule = f"{dense.pattern!r}: for_head({head}) must be the rule of head {head}, for all heads alike"
             got = f"it {'allows' if found[asked, query, key] else 'forbids'} query {query}, key {key}"
             raise AssertionError(f"{rule}; {got} when asked about head {asked}")
-        check_bounds(one, examples, generator)
+        _check_bounds(one, examples, generator)
 
 
-def check_period(dense: DenseRule, generator: torch.Generator) -> None:
+def _check_period(dense: DenseRule, generator: torch.Generator) -> None:
     """A shift of query and key by the period must not change the rule, near 0 and anywhere in the first periods.
 
     No allowed pair of a confined rule may cross a multiple of the period.
@@ -87,26 +134,40 @@ def check_period(dense: DenseRule, generator: torch.Generator) -> None:
     if period is None:
         return
     for h, q, k in _windows(dense, period, generator):
-        here = _answers(dense, h, q, k)
-        if here is None:
-            continue
-        for shift in (period, 2 * period):
-            there = _answers(dense, h, q + shift, k + shift)
-            if there is not None and (here != there).any():
-                head, query, key = (here != there).nonzero()[0].tolist()
+        tables = []
+        with suppress(IndexError):  # a table of the pattern may end before these positions
+            for shift in (0, period, 2 * period):
+                tables.append(dense.ask(h[:, None, None], (q + shift)[:, None], k + shift))
+        for shift, there in zip((period, 2 * period), tables[1:], strict=False):
+            if (tables[0] != there).any():
+                head, query, key = (tables[0] != there).nonzero()[0].tolist()
                 q0, k0 = int(q[query]), int(k[key])
                 rule = f"{dense.pattern!r}: the rule must repeat after its {period=}"
                 pairs = f"query {q0}, key {k0} and query {q0 + shift}, key {k0 + shift}"
                 raise AssertionError(f"{rule}; of {pairs} for head {head} one is allowed, the other is not")
-        crossing = here & (q[:, None] // period != k // period)
-        if dense.pattern.confined() and crossing.any():
-            head, query, key = crossing.nonzero()[0].tolist()
-            where = f"head {head}, query {int(q[query])}, key {int(k[key])} is allowed"
-            rule = f"{dense.pattern!r}: a confined rule must not cross a multiple of its {period=}"
-            raise AssertionError(f"{rule}; {where}")
+        if tables and dense.pattern.confined():
+            crossing = (tables[0] & (q[:, None] // period != k // period)).nonzero().tolist()
+            if crossing:
+                head, query, key = crossing[0]
+                where = f"head {head}, query {int(q[query])}, key {int(k[key])} is allowed"
+                rule = f"{dense.pattern!r}: a confined rule must not cross a multiple of its {period=}"
+                raise AssertionError(f"{rule}; {where}")
 
 
-def check_text(pattern: Pattern | Mixture) -> None:
+def _windows(dense: DenseRule, period: int, generator: torch.Generator) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
+    """(heads, queries, keys): the whole table, then windows at nearby or random positions in three periods."""
+    heads, whole, side = torch.arange(dense.num_heads), torch.arange(dense.num_tokens), torch.arange(_WINDOW)
+    yield heads, whole, whole
+    for index in range(_WINDOWS):
+        q = int(torch.randint(3 * period, (), generator=generator))
+        if index % 3 == 0:  # around a multiple of the period
+            q = max(0, period * (1 + index % 2) - _WINDOW // 2)
+        near = max(0, q + int(torch.randint(-_WINDOW, _WINDOW, (), generator=generator)))
+        k = near if index % 2 == 0 else int(torch.randint(3 * period, (), generator=generator))
+        yield heads, q + side, k + side
+
+
+def _check_text(pattern: Pattern | Mixture) -> None:
     """Reading the pattern's JSON must give an equal pattern; to_json may raise TypeError."""
     try:
         text = to_json(pattern)
@@ -120,29 +181,121 @@ def check_text(pattern: Pattern | Mixture) -> None:
         raise AssertionError(f"{pattern!r}: its JSON must give an equal pattern back; got {again!r} from {text}")
 
 
-def _windows(dense: DenseRule, period: int, generator: torch.Generator) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
-    """(heads, queries, keys): the whole table, then windows at nearby or random positions in three periods."""
-    heads, whole, side = torch.arange(dense.num_heads), torch.arange(dense.num_tokens), torch.arange(_SIDE)
-    yield heads, whole, whole
-    for index in range(_WINDOWS):
-        q = int(torch.randint(3 * period, (), generator=generator))
-        if index % 3 == 0:  # around a multiple of the period
-            q = max(0, period * (1 + index % 2) - _SIDE // 2)
-        near = max(0, q + int(torch.randint(-_SIDE, _SIDE, (), generator=generator)))
-        k = near if index % 2 == 0 else int(torch.randint(3 * period, (), generator=generator))
-        yield heads, q + side, k + side
+@dataclass(frozen=True)
+class BoxRanges:
+    """A box, with ranges for queries and keys."""
+
+    head: int
+    q: range
+    k: range
+
+    @classmethod
+    def of(cls, box: Box, index: int) -> BoxRanges:
+        sides = [(int(side.first[index]), int(side.count[index]), side.step) for side in (box.q, box.k)]
+        q, k = (range(first, first + step * (count - 1) + 1, step) for first, count, step in sides)
+        return cls(int(box.head[index]), q, k)
+
+    def box(self) -> Box:
+        q, k = (
+            Progression(torch.tensor([side.start]), side.step, torch.tensor([len(side)])) for side in (self.q, self.k)
+        )
+        return Box(torch.tensor([self.head]), q, k)
+
+    def pairs(self, dense: DenseRule) -> int:
+        q, k = (slice(side.start, side.stop, side.step) for side in (self.q, self.k))
+        return int(dense.table[self.head, q, k].sum())
+
+    def smaller(self) -> Iterator[BoxRanges]:
+        """Simpler boxes: sides that are shorter from either end, without gaps, or nearer to 0; head 0."""
+        for name, side in (("q", self.q), ("k", self.k)):
+            number, first, step = len(side), side.start, side.step
+            shorter = [n for n in dict.fromkeys((1, number // 2, number - 1)) if 0 < n < number]
+            sides = [part for n in shorter for part in (side[:n], side[number - n :])]
+            sides += [range(first, first + number)] if step > 1 else []
+            nearer = [start for start in dict.fromkeys((0, first // 2, first - 1)) if 0 <= start < first]
+            sides += [range(start, start + step * number, step) for start in nearer]
+            yield from (replace(self, **{name: each}) for each in sides)
+        if self.head:
+            yield replace(self, head=0)
+
+    def __str__(self) -> str:
+        q, k = (
+            span_text(side.start, side[-1] + 1) + (f" in steps of {side.step}" if side.step > 1 else "")
+            for side in (self.q, self.k)
+        )
+        return f"head {self.head}, queries {q}, keys {k}"
 
 
-def _answers(dense: DenseRule, h: Tensor, q: Tensor, k: Tensor) -> Tensor | None:
-    """The rule over a window; None if a table of the pattern ends before it."""
-    try:
-        return ask(dense.pattern, dense.num_heads, h[:, None, None], q[:, None], k)
-    except IndexError:
-        return None
+def _check_bounds(dense: DenseRule, examples: int, generator: torch.Generator) -> None:
+    """Require 0 <= low <= allowed pairs <= high <= area for tested boxes; reports the smallest failing box."""
+    failing = []  # the first of each kind
+    for box, truth in _boxes(dense, examples, generator):
+        if wrong := _wrong(dense, box, truth):
+            failing.append(_shrunk(dense, BoxRanges.of(box, wrong[0])))
+    if failing:
+        place = min(failing, key=lambda each: (each.q.step + each.k.step, len(each.q) * len(each.k)))
+        box = place.box()
+        bounds, area = dense.pattern.count(box, num_heads=dense.num_heads), int(box.area)
+        low, high = int(bounds.low), int(bounds.high)
+        verdict = " (FULL)" if low == area else " (EMPTY)" if high == 0 else ""
+        raise AssertionError(
+            f"{dense.pattern!r}: count must bound the allowed pairs of each box; {place}: {place.pairs(dense)} of "
+            f"{area} pairs are allowed, count says {low} to {high}{verdict}"
+        )
+
+
+def _wrong(dense: DenseRule, box: Box, truth: Tensor) -> list[int]:
+    bounds = dense.pattern.count(box, num_heads=dense.num_heads)
+    wrong = (bounds.low < 0) | (bounds.low > truth) | (truth > bounds.high) | (bounds.high > box.area)
+    return wrong.nonzero().flatten().tolist()
+
+
+def _shrunk(dense: DenseRule, place: BoxRanges) -> BoxRanges:
+    """Smallest failing box found from `place` in _SHRINK_TRIES tries."""
+    tries, ahead = _SHRINK_TRIES, place.smaller()
+    while tries and (other := next(ahead, None)):
+        tries -= 1
+        is_inside = max(other.q[-1], other.k[-1]) < dense.num_tokens
+        if is_inside and _wrong(dense, other.box(), torch.tensor([other.pairs(dense)])):
+            place, ahead = other, other.smaller()
+    return place
+
+
+def _boxes(dense: DenseRule, examples: int, generator: torch.Generator) -> Iterator[tuple[Box, Tensor]]:
+    """(boxes, numbers of their allowed pairs): all blocks of sides 1, 2, 4 and so on; then random progressions.
+
+    Of the progressions, a quarter start at position 0 and a quarter extend to the last position.
+    """
+    tokens, heads, side = dense.num_tokens, dense.num_heads, 1
+    while side <= tokens:
+        truth = _in_blocks(dense.table, side, side)
+        number = truth.shape[1]
+        indices = torch.cartesian_prod(*(torch.arange(size) for size in (heads, number, number)))
+        head, row, column = indices.view(-1, 3).T
+        lengths = (tokens - torch.arange(number) * side).clamp(max=side)
+        q, k = (Progression(index * side, 1, lengths[index]) for index in (row, column))
+        yield Box(head, q, k), truth.flatten()
+        side *= 2
+
+    def draw(step: int) -> Progression:
+        first, length = torch.rand(2, examples, generator=generator)
+        first = (first * tokens).long()
+        first[::4] = 0
+        room = (tokens - 1 - first) // step + 1
+        count = 1 + (length**2 * room).long().clamp(max=room - 1)
+        count[1::4] = room[1::4]
+        return Progression(first, step, count)
+
+    for q_step, k_step in _STEPS:
+        head = torch.randint(heads, (examples,), generator=generator)
+        box = Box(head, draw(q_step), draw(k_step))
+        yield box, torch.tensor([BoxRanges.of(box, index).pairs(dense) for index in range(examples)])
 
 
 @dataclass(frozen=True)
-class _Case:
+class _ListSizes:
+    """Sizes for which block lists are built."""
+
     num_queries: int
     num_keys: int
     q_offset: int
@@ -150,85 +303,71 @@ class _Case:
     k_block: int
     rate: int
 
+    def bind(self, dense: DenseRule) -> Bound:
+        sizes = {"num_queries": self.num_queries, "num_keys": self.num_keys, "q_offset": self.q_offset}
+        return dense.pattern.bind(num_heads=dense.num_heads, **sizes)
+
     def __str__(self) -> str:
         sides = f"blocks of {self.q_block} x {self.k_block}, layout rate {self.rate}"
         return f"{self.num_queries} queries from {self.q_offset} on, {self.num_keys} keys, {sides}"
 
 
-def check_lists(dense: DenseRule, examples: int, generator: torch.Generator) -> None:
+def _check_lists(dense: DenseRule, examples: int, generator: torch.Generator) -> None:
     """Settled lists must have exactly the blocks with pairs and mark full ones; unsettled lists may have more."""
-    cases = [_draw(dense, generator) for _ in range(max(8, examples // 5))]
-    for case in sorted(cases, key=lambda case: case.num_queries * case.num_keys):
-        _check_case(dense, case)
+    drawn = [_draw_sizes(dense, generator) for _ in range(max(8, examples // 5))]
+    for sizes in sorted(drawn, key=lambda sizes: sizes.num_queries * sizes.num_keys):
+        (term,) = shared_terms(dense.pattern, 1, sizes.bind(dense), sizes.rate)
+        q, k = (Layout(size, sizes.rate).positions() for size in (sizes.num_queries, sizes.num_keys))
+        truth = _in_blocks(dense.table[:, q + sizes.q_offset][:, :, k], sizes.q_block, sizes.k_block)
+        whole = truth == sizes.q_block * sizes.k_block
+        for settle in (False, True):
+            blocks = term.blocks(sizes.q_block, sizes.k_block, settle=settle)
+            listed, full, pairs = (torch.zeros(blocks.num_tables, *truth.shape[1:], dtype=torch.int64) for _ in "123")
+            where = (blocks.table.long(), blocks.row.long(), blocks.column.long())
+            listed[where], full[where], pairs[where] = 1, blocks.full.long(), blocks.pairs.long()
+            heads = list(blocks.heads)
+            listed, full, pairs = listed[heads] > 0, full[heads] > 0, pairs[heads]
+            claims = {
+                "is not listed": (truth > 0) & ~listed,
+                "is listed as full": full & ~whole,
+                "is listed with another count": (pairs != truth) & (pairs != UNKNOWN) & listed,
+            }
+            if settle:
+                claims |= {"is listed": listed & (truth == 0), "is not listed as full": whole & ~full}
+            for what, wrong in claims.items():
+                if wrong.any():
+                    head, row, column = wrong.nonzero()[0].tolist()
+                    block = f"block ({row}, {column}) of head {head} has {int(truth[head, row, column])} pairs"
+                    rule = f"{dense.pattern!r}: block lists must agree with mask_mod"
+                    raise AssertionError(f"{rule}; for {sizes}: {block} and {what}")
 
 
-def _draw(dense: DenseRule, generator: torch.Generator) -> _Case:
-    """Random sizes that the pattern binds to; all tokens if none of _TRIES fits, as for grids and block tables."""
-    for _ in range(_TRIES):
-        case = _draw_any(dense, generator)
-        with suppress(ValueError):
-            _bound(dense, case)
-            return case
-    whole = {"num_queries": dense.num_tokens, "num_keys": dense.num_tokens, "q_offset": 0}
-    return replace(_draw_any(dense, generator), **whole)
+def _draw_sizes(dense: DenseRule, generator: torch.Generator) -> _ListSizes:
+    """Random sizes that the pattern binds to; all tokens if none of _SIZE_TRIES fits, as for grids and block tables."""
 
-
-def _bound(dense: DenseRule, case: _Case) -> Bound:
-    sizes = {"num_queries": case.num_queries, "num_keys": case.num_keys, "q_offset": case.q_offset}
-    return dense.pattern.bind(num_heads=dense.num_heads, **sizes)
-
-
-def _draw_any(dense: DenseRule, generator: torch.Generator) -> _Case:
     def below(size: int) -> int:
         return int(torch.randint(size, (), generator=generator))
 
+    def draw() -> _ListSizes:
+        keys, queries = 1 + below(tokens), 1 + below(tokens)
+        is_self = below(2)
+        q_offset = 0 if is_self else below(tokens - queries + 1)
+        sides = _BLOCK_SIDES[below(len(_BLOCK_SIDES))], _BLOCK_SIDES[below(len(_BLOCK_SIDES))]
+        return _ListSizes(keys if is_self else queries, keys, q_offset, *sides, rates[below(len(rates))])
+
     tokens, rates = dense.num_tokens, (*_RATES, residue_rate(dense.pattern, dense.num_tokens))
-    keys, queries = 1 + below(tokens), 1 + below(tokens)
-    if below(2):  # self-attention
-        queries, q_offset = keys, 0
-    else:
-        q_offset = below(tokens - queries + 1)
-    sides = _SIDES[below(len(_SIDES))], _SIDES[below(len(_SIDES))]
-    return _Case(queries, keys, q_offset, *sides, rates[below(len(rates))])
-
-
-def _check_case(dense: DenseRule, case: _Case) -> None:
-    (term,) = shared_terms(dense.pattern, 1, _bound(dense, case), case.rate)
-    q, k = (Layout(size, case.rate).positions() for size in (case.num_queries, case.num_keys))
-    truth = _in_blocks(dense.table[:, q + case.q_offset][:, :, k], case.q_block, case.k_block)
-    whole = truth == case.q_block * case.k_block
-    for settle in (False, True):
-        listed, full, pairs = _as_tables(term.blocks(case.q_block, case.k_block, settle=settle))
-        _require(dense, case, (truth > 0) & ~listed, truth, "is not listed")
-        _require(dense, case, full & ~whole, truth, "is listed as full")
-        _require(dense, case, (pairs != truth) & (pairs != UNKNOWN) & listed, truth, "is listed with another count")
-        if settle:
-            _require(dense, case, listed & (truth == 0), truth, "is listed")
-            _require(dense, case, whole & ~full, truth, "is not listed as full")
-
-
-def _require(dense: DenseRule, case: _Case, wrong: Tensor, truth: Tensor, what: str) -> None:
-    if wrong.any():
-        head, row, column = wrong.nonzero()[0].tolist()
-        block = f"block ({row}, {column}) of head {head} has {int(truth[head, row, column])} pairs and {what}"
-        raise AssertionError(f"{dense.pattern!r}: block lists must be those of mask_mod; for {case}: {block}")
+    for _ in range(_SIZE_TRIES):
+        sizes = draw()
+        with suppress(ValueError):
+            sizes.bind(dense)
+            return sizes
+    return replace(draw(), num_queries=tokens, num_keys=tokens, q_offset=0)
 
 
 def _in_blocks(allowed: Tensor, q_block: int, k_block: int) -> Tensor:
-    """(heads, rows, columns): number of allowed pairs in each block."""
+    """(heads, rows, columns): number of allowed pairs in each block; the last blocks may be shorter."""
     heads, queries, keys = allowed.shape
     rows, columns = -(-queries // q_block), -(-keys // k_block)
     padded = torch.zeros(heads, rows * q_block, columns * k_block, dtype=torch.int64)
     padded[:, :queries, :keys] = allowed
     return padded.view(heads, rows, q_block, columns, k_block).sum((2, 4))
-
-
-def _as_tables(blocks: Blocks) -> tuple[Tensor, Tensor, Tensor]:
-    """(listed, full, pairs) of each head, row and column."""
-    shape = (blocks.num_tables, blocks.num_rows, blocks.num_columns)
-    listed, full = torch.zeros(shape, dtype=torch.bool), torch.zeros(shape, dtype=torch.bool)
-    pairs = torch.zeros(shape, dtype=torch.int64)
-    where = (blocks.table.long(), blocks.row.long(), blocks.column.long())
-    listed[where], full[where], pairs[where] = True, blocks.full, blocks.pairs.long()
-    heads = list(blocks.heads)
-    return listed[heads], full[heads], pairs[heads]

@@ -1,24 +1,91 @@
-"""Hypothesis strategies for patterns: leaves of each kind, compositions, LongNets and mixtures."""
+"""Hypothesis strategies for patterns: leaves of each kind, compositions, LongNets, mixtures, run-time tensors."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from math import prod
 from typing import Any, Literal
 
+import torch
 from hypothesis import strategies as st
+from torch import Tensor
 
-from ..masks import Mixture, Pattern
+from .. import masks
+from ..masks import EMPTY, FULL, PARTIAL, Pattern, custom
 from ..masks.core import require_bool, require_int
-from . import _vocabulary
-from ._drawn_inputs import any_of
+from ._drawn_inputs import AttentionSizes, any_of, document_ids
 
-# words: object with the constructors, such as `_vocabulary`. largest: largest number in a pattern's arguments.
+# words: object with the constructors, such as WORDS. largest: largest number in a pattern's arguments.
 # The simplest choice comes first: hypothesis shrinks towards it.
 
 OFFSET_RULES = ("interleaved", "contiguous")
 _SIDES = ((True, True), (True, False), (False, True))  # rows, columns
+
+
+class Words:
+    """Constructors for drawn patterns: all of `masks`, and functions for `custom`.
+
+    A test may replace WORDS by an object with equal names, to draw each pattern together with an independent rule:
+    constructors then return (pattern, rule) objects with &, |, ~, +, `after` and `per_document`.
+    """
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(masks, name)
+
+    @staticmethod
+    def custom_lattice(a: int, b: int, modulus: int) -> Pattern:
+        return custom(lattice(a, b, modulus))
+
+    @staticmethod
+    def custom_windows(widths: Sequence[int], *, classified: bool) -> Pattern:
+        """Head h sees the last widths[h mod len(widths)] keys; classified: also give `classify` and a period."""
+        table = torch.tensor(widths)
+        claims: dict[str, Any] = {"classify": classify_window(table), "period": 1} if classified else {}
+        return custom(window_by_head(table), **claims)
+
+    @staticmethod
+    def custom_kinds(kinds: Sequence[int]) -> Pattern:
+        """Positions of equal kind see each other; kinds repeat."""
+        return custom(same_kind(torch.tensor(kinds)), period=len(kinds))
+
+
+WORDS = Words()
+
+
+def lattice(a: int, b: int, modulus: int):
+    def mask_mod(b_, h, q, k):
+        return (q * a + k * b) % modulus == 0
+
+    return mask_mod
+
+
+def window_by_head(widths: Tensor):
+    def mask_mod(b, h, q, k):
+        distance = q - k
+        return (distance >= 0) & (distance < widths[h % len(widths)])
+
+    return mask_mod
+
+
+def classify_window(widths: Tensor):
+    def classify(head, q_first, q_last, k_first, k_last):
+        width = widths[head % len(widths)]
+        empty = (q_last < k_first) | (q_first - k_last >= width)
+        full = (q_first >= k_last) & (q_last - k_first < width)
+        return torch.where(full, FULL, torch.where(empty, EMPTY, PARTIAL))
+
+    return classify
+
+
+def same_kind(kinds: Tensor):
+    size = len(kinds)
+
+    def mask_mod(b, h, q, k):
+        return kinds[q % size] == kinds[k % size]
+
+    return mask_mod
 
 
 def rates_up_to(largest: int) -> st.SearchStrategy[int]:
@@ -27,20 +94,17 @@ def rates_up_to(largest: int) -> st.SearchStrategy[int]:
 
 
 def windows(words: Any, largest: int) -> st.SearchStrategy:
-    """Local windows, also one-sided or with empty sides."""
     reach = st.integers(0, min(8, largest))
     return st.builds(words.local_window, left=reach, right=reach)
 
 
 def dilated_windows(words: Any, largest: int) -> st.SearchStrategy:
-    """Dilated windows."""
     reach = st.integers(0, min(5, largest))
     return st.builds(words.dilated_window, left=reach, right=reach, rate=rates_up_to(largest))
 
 
 @st.composite
 def dilated(draw: st.DrawFn, words: Any, largest: int) -> Any:
-    """One dilated set, with a fixed offset or one of the two offset rules for heads."""
     segment, rate = draw(st.integers(1, largest)), draw(rates_up_to(largest))
     offset = draw(st.sampled_from(["fixed", *OFFSET_RULES, "interleaved"]))
     if offset == "fixed":
@@ -50,7 +114,6 @@ def dilated(draw: st.DrawFn, words: Any, largest: int) -> Any:
 
 @st.composite
 def strided_kinds(draw: st.DrawFn, words: Any, largest: int) -> Any:
-    """Strided and fixed patterns of the Sparse Transformer, and chunks."""
     kind, stride = draw(st.sampled_from(["strided", "chunked", "fixed"])), draw(st.integers(1, largest))
     if kind == "fixed":
         return words.fixed(stride, summary=draw(st.integers(1, stride)))
@@ -59,7 +122,6 @@ def strided_kinds(draw: st.DrawFn, words: Any, largest: int) -> Any:
 
 @st.composite
 def global_kinds(draw: st.DrawFn, words: Any, largest: int) -> Any:
-    """Global tokens in rows, columns or both, first tokens, and prefixes."""
     kind = draw(st.sampled_from(["global", "first", "prefix"]))
     count = draw(st.integers(1, largest))
     if kind == "first":
@@ -135,7 +197,6 @@ def _windows_along(draw: st.DrawFn, length: int, most: int, max_rate: int, centr
 
 @st.composite
 def functions(draw: st.DrawFn, words: Any, largest: int) -> Any:
-    """Patterns of `masks.custom` with closures."""
     kind = draw(st.sampled_from(["lattice", "windows", "classified windows", "kinds"]))
     if kind == "lattice":
         factors = rates_up_to(largest)
@@ -154,14 +215,14 @@ _COMPOSITIONS = ("leaf", "and", "or", "not", "blockwise", "after", "per_head", "
 class Grammar:
     """Limits of drawn patterns: heads, numbers up to `max_number`, bound to at most `max_positions` positions.
 
-    closures: also draw custom functions. words: object with the constructors; see `_vocabulary`.
+    closures: also draw custom functions. words: object with the constructors; see `Words`.
     """
 
     num_heads: int = 1
     max_number: int = 24
     max_positions: int = 128
     closures: bool = False
-    words: Any = _vocabulary
+    words: Any = WORDS
 
     def __post_init__(self) -> None:
         for name in ("num_heads", "max_number", "max_positions"):
@@ -169,25 +230,20 @@ class Grammar:
         require_bool("closures", self.closures)
 
     def leaves(self) -> st.SearchStrategy:
-        """Set patterns of every kind, without compositions."""
         return _sets(self, 0)
 
     def sets(self, depth: int = 2) -> st.SearchStrategy:
-        """Set patterns, composed up to `depth` levels deep."""
         return _sets(self, require_int("depth", depth, minimum=0))
 
     def longnets(
         self, *, heads: Literal["all", "grouped"] = "all", max_branches: int = 4, padding: bool = False
     ) -> st.SearchStrategy:
-        """LongNets: all branches in every head, or one for each group of heads; `padding`: with zero padding."""
         return _longnets(self, heads, require_int("max_branches", max_branches, minimum=1), padding)
 
     def mixtures(self) -> st.SearchStrategy:
-        """LongNets, sums of sets, and sums of LongNets and sets."""
         return _mixtures(self)
 
     def patterns(self, depth: int = 2) -> st.SearchStrategy:
-        """Set patterns, and with lower probability mixtures."""
         sets, mixtures = self.sets(depth), self.mixtures()
         return any_of(sets, mixtures, sets, mixtures, sets)
 
@@ -207,25 +263,19 @@ def _sets(grammar: Grammar, depth: int) -> st.SearchStrategy:
 
 @st.composite
 def _composed(draw: st.DrawFn, grammar: Grammar, depth: int) -> Any:
-    words, part = grammar.words, grammar.sets(depth - 1)
-    kind = draw(st.sampled_from(_COMPOSITIONS))
-    if kind == "leaf":
-        return draw(grammar.leaves())
-    if kind == "and":
-        return draw(part) & draw(part)
-    if kind == "or":
-        return draw(part) | draw(part)
-    if kind == "not":
-        return ~draw(part)
-    if kind == "blockwise":
-        return words.blockwise(draw(part), draw(st.integers(1, min(6, grammar.max_number))))
-    if kind == "after":
-        return draw(part).after(draw(st.integers(0, grammar.max_number)))
-    if kind == "per_head":
-        return words.per_head([draw(part) for _ in range(grammar.num_heads)])
-    if kind == "LongNet":
-        return draw(grammar.longnets(heads="grouped", max_branches=grammar.num_heads))
-    return words.head_groups([draw(part) for _ in range(draw(st.integers(1, grammar.num_heads)))])
+    words, part, number = grammar.words, grammar.sets(depth - 1), grammar.max_number
+    compose = {
+        "leaf": lambda: draw(grammar.leaves()),
+        "and": lambda: draw(part) & draw(part),
+        "or": lambda: draw(part) | draw(part),
+        "not": lambda: ~draw(part),
+        "blockwise": lambda: words.blockwise(draw(part), draw(st.integers(1, min(6, number)))),
+        "after": lambda: draw(part).after(draw(st.integers(0, number))),
+        "per_head": lambda: words.per_head([draw(part) for _ in range(grammar.num_heads)]),
+        "LongNet": lambda: draw(grammar.longnets(heads="grouped", max_branches=grammar.num_heads)),
+        "groups": lambda: words.head_groups([draw(part) for _ in range(draw(st.integers(1, grammar.num_heads)))]),
+    }
+    return compose[draw(st.sampled_from(_COMPOSITIONS))]()
 
 
 @st.composite
@@ -252,54 +302,76 @@ def _mixtures(draw: st.DrawFn, grammar: Grammar) -> Any:
     return first + (draw(grammar.sets(1)) if draw(st.booleans()) else first)
 
 
-def patterns(
-    *, num_heads: int = 1, max_number: int = 24, depth: int = 2, max_positions: int = 128, closures: bool = False
-) -> st.SearchStrategy[Pattern | Mixture]:
-    """Set patterns and mixtures that can be bound to `num_heads` heads and to any number of tokens up to max_positions.
-
-    All kinds and their compositions: windows, dilated and strided sets, chunks, global tokens and landmarks, random and
-    listed blocks, neighbourhoods, LongNets. Bind them to at least as many keys as queries: with fewer keys a listed
-    block may be out of range, which is an error (`attention_sizes(pattern)` avoids it).
-
-    max_number: largest segment, stride, count and so on. depth: maximum number of nested `&`, `|`, `~`, `per_head`,
-    `head_groups`, `blockwise` and `after` in a set. max_positions: grids have at least this number of tokens.
-    closures: also draw functions for `masks.custom`, which have no JSON. Patterns shrink towards `masks.causal()`.
-    """
-    return Grammar(num_heads, max_number, max_positions, closures).patterns(depth)
+_RUN_TIME_COMPOSITIONS = (
+    *("and", "per_document", "or", "without", "both", "and", "per_document", "per_document"),
+    *("selected", "selected beside", "selected in documents"),
+)
 
 
-def set_patterns(
-    *, num_heads: int = 1, max_number: int = 24, depth: int = 2, max_positions: int = 128, closures: bool = False
-) -> st.SearchStrategy[Pattern]:
-    """Set patterns, without mixtures; arguments as for `patterns`."""
-    return Grammar(num_heads, max_number, max_positions, closures).sets(depth)
+@st.composite
+def run_time_compositions(draw: st.DrawFn, grammar: Grammar, sizes: AttentionSizes, words: Any) -> Any:
+    """Like `run_time_patterns`, with patterns of `grammar` and run-time constructors of `words`."""
+    positions = max(sizes.q_offset + sizes.num_queries, sizes.k_offset + sizes.num_keys)
+    keys = sizes.k_offset + sizes.num_keys
+    spans = [_documents(words, sizes.batch, positions), _lengths(words, sizes.batch, positions)]
+    seen = _visible_keys(words, sizes.batch, keys)
+    kind = draw(st.sampled_from(_RUN_TIME_COMPOSITIONS))
+    pattern = draw(grammar.patterns() if kind in ("and", "per_document") else grammar.sets())
+    if kind.startswith("selected"):
+        chosen = draw(_selected_blocks(words, sizes))
+        if kind == "selected":
+            return draw(st.sampled_from([chosen, pattern & chosen, pattern | chosen, pattern & ~chosen]))
+        beside = pattern | chosen
+        return draw(grammar.sets()) & beside if kind == "selected beside" else beside & draw(spans[0])
+    if kind == "both":
+        one, other = draw(st.sampled_from([(spans[0], seen), (spans[1], seen), (spans[0], spans[1])]))
+        return pattern & draw(one) & draw(other)
+    if kind == "per_document":
+        return pattern.per_document(draw(any_of(*spans)))
+    given = draw(any_of(spans[0], seen, seen, spans[1], spans[1]))
+    if kind == "and":
+        return pattern & given
+    return pattern | given if kind == "or" else pattern & ~given
 
 
-def mixtures(
-    *, num_heads: int = 1, max_number: int = 24, max_positions: int = 128, closures: bool = False
-) -> st.SearchStrategy[Pattern | Mixture]:
-    """Mixtures, in which a pair may count several times: LongNets, also intersected with sets, and sums.
-
-    A LongNet of one branch is a set. Arguments as for `patterns`.
-    """
-    return Grammar(num_heads, max_number, max_positions, closures).mixtures()
-
-
-def longnets(
-    *,
-    max_branches: int = 4,
-    max_number: int = 24,
-    heads: Literal["all", "grouped"] = "all",
-    padding: bool = False,
-) -> st.SearchStrategy[Pattern | Mixture]:
-    """LongNets with any segment lengths and rates and both offset rules; rates need not divide segment lengths.
-
-    heads="grouped" needs at least max_branches heads. padding: with zero padding, which needs heads="all" and whole
-    sequences; `patterns` draws no padding.
-    """
-    return Grammar(max_number=max_number).longnets(heads=heads, max_branches=max_branches, padding=padding)
+@st.composite
+def _documents(draw: st.DrawFn, words: Any, batch: int, positions: int) -> Any:
+    """Ascending ids, by batch entry or for all entries, with padding at the end and between documents."""
+    rows = draw(st.sampled_from([1, batch]))
+    ids = draw(document_ids(positions, batch=rows, max_documents=draw(st.sampled_from([5, 40]))))
+    hidden = draw(st.sampled_from([-1, -1, -1, 0, 1]))
+    ids = torch.where((ids < 0) | (ids == hidden), -1, draw(st.integers(1, 3)) * ids + draw(st.integers(0, 1)))
+    longest = draw(st.sampled_from([None, _longest(ids), positions]))
+    return words.documents(ids[0] if rows == 1 and draw(st.booleans()) else ids, longest=longest)
 
 
-def neighborhoods(*, max_tokens: int = 48) -> st.SearchStrategy[Pattern]:
-    """Neighbourhoods on grids of 2 or 3 axes with up to max_tokens tokens; bind them to all `prod(p.grid)` tokens."""
-    return whole_grids(_vocabulary, require_int("max_tokens", max_tokens, minimum=1))
+def _longest(ids: Tensor) -> int:
+    return max([1, *(int((row == number).sum()) for row in ids for number in row[row >= 0].unique())])
+
+
+@st.composite
+def _lengths(draw: st.DrawFn, words: Any, batch: int, positions: int) -> Any:
+    numbers = st.lists(st.integers(0, positions), min_size=batch, max_size=batch)
+    return words.lengths(torch.tensor(draw(numbers)), padding=draw(st.sampled_from(["right", "left"])))
+
+
+@st.composite
+def _visible_keys(draw: st.DrawFn, words: Any, batch: int, keys: int) -> Any:
+    rows = draw(st.sampled_from([1, batch]))
+    seen = st.lists(st.booleans(), min_size=keys, max_size=keys)
+    return words.visible_keys(torch.tensor([draw(seen) for _ in range(rows)]))
+
+
+@st.composite
+def _selected_blocks(draw: st.DrawFn, words: Any, sizes: AttentionSizes) -> Any:
+    """Tables with any block sides, for all heads or groups of heads; row 0 is block 0 or the first query's block."""
+    block = draw(st.integers(1, 20)), draw(st.integers(1, 20))
+    stop, heads = sizes.q_offset + sizes.num_queries, sizes.num_heads_global
+    first = draw(st.sampled_from([0, sizes.q_offset // block[0]]))
+    columns = -(-(sizes.k_offset + sizes.num_keys) // block[1])
+    most = draw(st.integers(1, min(columns, 5) + 1))
+    tables = draw(st.sampled_from([number for number in range(1, heads + 1) if heads % number == 0]))
+    shape = draw(st.sampled_from([1, sizes.batch])), tables, -(-stop // block[0]) - first, most
+    entries = st.lists(st.integers(-1, columns - 1), min_size=shape[2] * most, max_size=shape[2] * most)
+    rows = torch.tensor([draw(entries) for _ in range(shape[0] * tables)]).view(shape)
+    return words.selected_blocks(rows[0] if shape[0] == 1 and draw(st.booleans()) else rows, block=block, most=most)

@@ -28,8 +28,12 @@ def edges_of(pattern: Pattern | Mixture) -> tuple[int, ...]:
 
 
 def _edges(data: Mapping[str, Any]) -> set[int]:
-    inner = set().union(*(_edges(part) for part in _parts(data)))
-    own = {number for name, value in data.items() if name not in _NO_LENGTHS for number in _numbers(value)}
+    parts = [*data.get("parts", ()), *(data[name] for name in ("part", "spans") if name in data)]
+    inner = set().union(*map(_edges, parts))
+    several = (
+        value if isinstance(value, list | tuple) else [value] for name, value in data.items() if name not in _NO_LENGTHS
+    )
+    own = {each for values in several for each in values if isinstance(each, int) and not isinstance(each, bool)}
     kind, block = data.get("kind"), data.get("block", 1)
     if kind in ("local_window", "dilated_window"):
         own.add((data["left"] + data["right"]) * data.get("rate", 1) + 1)
@@ -40,17 +44,12 @@ def _edges(data: Mapping[str, Any]) -> set[int]:
     return own | inner | {block * edge for edge in inner}
 
 
-def _parts(data: Mapping[str, Any]) -> list[Mapping[str, Any]]:
-    return [*data.get("parts", ()), *(data[name] for name in ("part", "spans") if name in data)]
-
-
-def _numbers(value: object) -> list[int]:
-    several = value if isinstance(value, list | tuple) else [value]
-    return [number for number in several if isinstance(number, int) and not isinstance(number, bool)]
-
-
 LONG_LENGTHS = (65, 128, 257)  # the last block of a kernel is whole, or has a single token
 _BLOCKS = (64, 128, 256, 512, 1024)  # block sides of kernels, tried with the last block whole or with one token
+
+
+def tokens(length: int) -> str:
+    return "1 token" if length == 1 else f"{length} tokens"
 
 
 def lengths_for(pattern: Pattern | Mixture, num_heads: int, *, max_tokens: int, examples: int) -> tuple[int, ...]:

@@ -1,10 +1,10 @@
-"""The module under test: its factory, its calls, and inputs of ascending length."""
+"""The module under test: how it is made and called, and its cases: inputs of one call."""
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -12,19 +12,17 @@ import torch
 from torch import Tensor, nn
 
 from ..masks import Mixture, Pattern
-from ..masks.core import advises, require_choice
-from ._closeness import Expected, check_result, expected, hold
-from ._inputs import KINDS, values
-from ._problem import Problem
+from ..masks.core import advises, require_choice, shortened
+from ._closeness import DenseAttention, check_result
+from ._inputs import KINDS, tokens, values
 
 # B batch, H query heads, G key/value heads, N tokens, D head dim
 
-_GRADIENTS = ("dq", "dk", "dv")
+_ERROR_LINES, LONGEST_LINE = 8, 240  # lines of an error, and characters of a line in a report
 Result = Any  # out, or a tuple of which the first is out
 
 
 def plainly(module: Callable[..., Result], q: Tensor, k: Tensor, v: Tensor) -> Result:
-    """Default call of a module."""
     return module(q, k, v)
 
 
@@ -67,7 +65,6 @@ class Calls:
                 raise TypeError(f"{name} must be a function; got {value!r:.80}")
 
     def into_layout(self, x: Tensor) -> Tensor:
-        """x, (B, H, N, D), in the layout of the module."""
         if self.layout == "BHND":
             return x
         x = x.transpose(1, 2)
@@ -108,12 +105,58 @@ def identity_projections(module: nn.Module) -> nn.Module:
     return module
 
 
-class Failure(Exception):
+class Failure(AssertionError):
     """A check failed; the message gives the detail."""
+
+
+def failure(error: Exception) -> Failure:
+    """Failure that shows an error of the module."""
+    if isinstance(error, Failure):
+        return error
+    return Failure(f"raises {type(error).__name__}: {cut(str(error), _ERROR_LINES)}")
+
+
+def cut(text: str, max_lines: int) -> str:
+    """At most `max_lines` shortened lines, then the number of omitted lines."""
+    lines = text.splitlines()
+    more = [f"... and {len(lines) - max_lines} more lines"] if len(lines) > max_lines else []
+    return "\n".join([*(shortened(line, LONGEST_LINE) for line in lines[:max_lines]), *more])
 
 
 class DoesNotApply(Exception):
     """A check does not apply; the message gives the reason."""
+
+
+@dataclass(frozen=True, eq=False)
+class Case:
+    """Inputs of one call, and what a check compares.
+
+    call: name of a function of `Calls`, which also gets the tensors `extra`. pattern: claimed pairs of this call.
+    rows (B, H, N), pairs (H, N, N): rows and pairs that the check is about; None: all. modules: the module to call, and
+    others to compare it with; none: a new module.
+    """
+
+    text: str
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    pattern: Pattern | Mixture
+    call: str = "plain"
+    extra: tuple[Tensor, ...] = ()
+    rows: Tensor | None = None
+    pairs: Tensor | None = None
+    modules: tuple[Any, ...] = ()
+
+    @property
+    def length(self) -> int:
+        return self.q.shape[2]
+
+    @property
+    def qkv(self) -> tuple[Tensor, Tensor, Tensor]:
+        return self.q, self.k, self.v
+
+    def definition(self) -> DenseAttention:
+        return DenseAttention.of(*self.qkv, self.pattern)
 
 
 @dataclass(frozen=True)
@@ -131,55 +174,23 @@ class Subject:
     device: torch.device
     seed: int
 
-    def module(self) -> Any:
-        """New module; an `nn.Module` is moved to the dtype and device of the checks."""
-        module = self.factory()
-        if not callable(module):
-            raise TypeError(f"factory must return something to call; got {type(module).__name__}")
-        return module.to(device=self.device, dtype=self.dtype) if isinstance(module, nn.Module) else module
-
-    def alike(self, module: Any) -> Any:
-        """Deep copy of a module."""
-        try:
-            return copy.deepcopy(module)
-        except Exception as error:  # any error of an attribute that cannot be copied
-            raise DoesNotApply(f"the module cannot be copied: {type(error).__name__}: {error}") from error
-
-    def inputs(self, num_tokens: int, kind: str = KINDS[0], *, batch: int = 2) -> tuple[Tensor, Tensor, Tensor]:
-        """q, k, v with values of this kind; deterministic."""
-        heads, seed = (self.num_heads, self.num_kv_heads), self.seed + 1_000 * num_tokens + KINDS.index(kind)
-        drawn = values(kind, *heads, num_tokens, self.head_dim, batch=batch, seed=seed)
-        q, k, v = (x.to(self.dtype).to(self.device) for x in drawn)
-        return q, k, v
-
-    def problem(self, q: Tensor, k: Tensor, v: Tensor, pattern: Pattern | Mixture | None = None) -> Problem:
-        """The claimed attention over q, k and v."""
-        return Problem.of(q, k, v, self.pattern if pattern is None else pattern)
-
-    def run(self, module: Any, q: Tensor, k: Tensor, v: Tensor, *more: Tensor, call: str = "plain"):
-        """(out (B, H, N, D), lse (B, H, N) or None) of the call of this name."""
-        calls = self.calls
-        function = getattr(calls, call)
-        given = calls.into_layout(q)
-        result = function(module, given, *(calls.into_layout(x) for x in (k, v)), *more)
-        first, *others = result if isinstance(result, tuple | list) and result else (result,)
-        out = _compared(first, given)
-        lse = next((x for x in others if isinstance(x, Tensor) and x.shape == q.shape[:3]), None)
-        # If N = H, it may be weights averaged over heads, (B, N, N).
-        taken = calls.layout != "BNE" and q.shape[1] != q.shape[2]
-        return calls.out_of_layout(out, self.num_heads), lse if taken else None
-
-    def cases(self) -> Iterator[tuple[int, str]]:
-        """(length, kind of values) in ascending order of length; all kinds if there is a single length."""
-        others = KINDS[1:]
-        for index, length in enumerate(self.lengths):
-            yield length, KINDS[0]
-            for kind in others if len(self.lengths) == 1 else (others[index % len(others)],):
-                yield length, kind
-
-    def table(self, num_tokens: int) -> Tensor:
-        """(H, N, N): multiplicity of each pair, in the first batch entry."""
-        return self.problem(*self.inputs(num_tokens, batch=1)).times()[0]
+    def case(
+        self,
+        length: int,
+        kind: str = KINDS[0],
+        text: str = "",
+        *,
+        batch: int = 2,
+        dtype: torch.dtype | None = None,
+        requires_grad: bool = False,
+        pattern: Pattern | Mixture | None = None,
+        **more: Any,
+    ) -> Case:
+        """Case with deterministic values of this kind. text: follows the number of tokens in reports."""
+        heads, seed = (self.num_heads, self.num_kv_heads), self.seed + 1_000 * length + KINDS.index(kind)
+        drawn = values(kind, *heads, length, self.head_dim, batch=batch, seed=seed)
+        q, k, v = (x.to(dtype or self.dtype).to(self.device).requires_grad_(requires_grad) for x in drawn)
+        return Case(tokens(length) + text, q, k, v, self.pattern if pattern is None else pattern, **more)
 
     @property
     def spread(self) -> tuple[int, ...]:
@@ -187,55 +198,42 @@ class Subject:
         step = max(1, len(self.lengths) // 4)
         return tuple(dict.fromkeys((*self.lengths[1::step][:4], self.lengths[-1])))
 
+    def times(self, length: int) -> Tensor:
+        """(H, N, N): multiplicity of each pair, in the first batch entry."""
+        return self.case(length, batch=1).definition().times()[0]
 
-def hold_rows(
-    where: str, problem: Problem, out: Tensor, lse: Tensor | None = None, *, rows: Tensor | None = None
-) -> None:
-    """Raise Failure if a row with keys, limited to `rows` (B, H, N) if given, differs from the definition."""
-    _hold(where, problem, expected(problem), {"out": out, "lse": lse}, rows=rows)
+    def module(self, dtype: torch.dtype | None = None) -> Any:
+        """New module; an `nn.Module` is moved to this dtype, or that of the checks, and to their device."""
+        module = self.factory()
+        if not callable(module):
+            raise TypeError(f"factory must return something to call; got {type(module).__name__}")
+        return module.to(device=self.device, dtype=dtype or self.dtype) if isinstance(module, nn.Module) else module
 
+    def copied(self, module: Any) -> Any:
+        try:
+            return copy.deepcopy(module)
+        except Exception as error:  # any error of an attribute that cannot be copied
+            raise DoesNotApply(f"the module cannot be copied: {type(error).__name__}: {error}") from error
 
-def hold_gradients(where: str, problem: Problem, grads: Iterable[Tensor], *, through_lse: bool = False) -> None:
-    """Raise Failure if gradients of q, k and v for `cotangents` differ from the definition."""
-    truth = expected(problem, gradients=True, through_lse=through_lse)
-    _hold(where, problem, truth, dict(zip(_GRADIENTS, grads, strict=True)))
+    def run(self, module: Any, case: Case) -> tuple[Tensor, Tensor | None]:
+        """(out (B, H, N, D), lse (B, H, N) or None) of a call; an error of the module is a Failure."""
+        try:
+            with torch.no_grad() if case.call == "decoded" else nullcontext():
+                return self.output(module, *case.qkv, *case.extra, call=case.call)
+        except Exception as error:
+            raise failure(error) from error
 
-
-def hold_all(where: str, problem: Problem, out: Tensor, grads: Sequence[Tensor]) -> None:
-    """`hold_rows`, and `hold_gradients` if there are gradients; computes the definition once."""
-    found = {"out": out, **dict(zip(_GRADIENTS, grads, strict=False))}
-    _hold(where, problem, expected(problem, gradients=bool(grads)), found)
-
-
-def _hold(
-    where: str,
-    problem: Problem,
-    truth: Mapping[str, Expected],
-    found: Mapping[str, Tensor | None],
-    *,
-    rows: Tensor | None = None,
-) -> None:
-    seen = (problem.times() > 0).any(-1)
-    rows = seen if rows is None else seen & rows
-    with failing(where):
-        for name, x in found.items():
-            if x is not None:
-                hold(problem, name, x, truth[name], rows=None if name in _GRADIENTS else rows)
-
-
-@contextmanager
-def failing(where: str) -> Iterator[None]:
-    """Turn an AssertionError into a Failure, with `where` in the message."""
-    try:
-        yield
-    except AssertionError as error:
-        raise Failure(f"{where}: {error}") from None
-
-
-def _compared(out: Any, q: Tensor) -> Tensor:
-    """The output; raises Failure for a wrong type, shape or device. q is in the layout of the module."""
-    try:
-        check_result("the output", out, q.shape, q.device)
-    except (AssertionError, TypeError) as error:
-        raise Failure(str(error)) from None
-    return out
+    def output(self, module: Any, q: Tensor, k: Tensor, v: Tensor, *extra: Tensor, call: str = "plain"):
+        """Like `run`, for any q, k and v, and with the errors of the module; it can be compiled."""
+        calls = self.calls
+        given = calls.into_layout(q)
+        result = getattr(calls, call)(module, given, calls.into_layout(k), calls.into_layout(v), *extra)
+        first, *others = result if isinstance(result, tuple | list) and result else (result,)
+        try:
+            out = check_result("the output", first, given.shape, q.device)
+        except (AssertionError, TypeError) as error:
+            raise Failure(str(error)) from None
+        lse = next((x for x in others if isinstance(x, Tensor) and x.shape == q.shape[:3]), None)
+        # If N = H, it may be weights averaged over heads, (B, N, N).
+        taken = calls.layout != "BNE" and q.shape[1] != q.shape[2]
+        return calls.out_of_layout(out, self.num_heads), lse if taken else None

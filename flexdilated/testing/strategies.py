@@ -4,6 +4,8 @@ Values shrink towards simple ones: a causal pattern, one token, one head. Argume
 Needs hypothesis: pip install "flexdilated[testing]".
 """
 
+from typing import Literal
+
 try:
     import hypothesis as _hypothesis
 except ImportError as error:
@@ -11,6 +13,10 @@ except ImportError as error:
         'flexdilated.testing.strategies needs hypothesis, which is not installed: pip install "flexdilated[testing]"'
     ) from error
 
+from hypothesis import strategies as _st
+
+from ..masks import Mixture, Pattern
+from ..masks.core import require_int as _require_int
 from ._drawn_inputs import (
     AttentionSizes,
     attention_inputs,
@@ -21,8 +27,10 @@ from ._drawn_inputs import (
     shardings,
     tensors,
 )
-from ._drawn_patterns import longnets, mixtures, neighborhoods, patterns, set_patterns
-from ._drawn_run_time import run_time_patterns
+from ._drawn_patterns import WORDS as _WORDS
+from ._drawn_patterns import Grammar as _Grammar
+from ._drawn_patterns import run_time_compositions as _run_time_compositions
+from ._drawn_patterns import whole_grids as _whole_grids
 from ._inputs import edges_of
 
 __all__ = [
@@ -43,3 +51,69 @@ __all__ = [
     "tensors",
 ]
 del _hypothesis
+
+
+def patterns(
+    *, num_heads: int = 1, max_number: int = 24, depth: int = 2, max_positions: int = 128, closures: bool = False
+) -> _st.SearchStrategy[Pattern | Mixture]:
+    """Set patterns and mixtures that can be bound to `num_heads` heads and to any number of tokens up to max_positions.
+
+    All kinds and their compositions: windows, dilated and strided sets, chunks, global tokens and landmarks, random and
+    listed blocks, neighbourhoods, LongNets. Bind them to at least as many keys as queries: with fewer keys a listed
+    block may be out of range, which is an error (`attention_sizes(pattern)` avoids it).
+
+    max_number: largest segment, stride, count and so on. depth: maximum number of nested `&`, `|`, `~`, `per_head`,
+    `head_groups`, `blockwise` and `after` in a set. max_positions: grids have at least this number of tokens.
+    closures: also draw functions for `masks.custom`, which have no JSON. Patterns shrink towards `masks.causal()`.
+    """
+    return _Grammar(num_heads, max_number, max_positions, closures).patterns(depth)
+
+
+def set_patterns(
+    *, num_heads: int = 1, max_number: int = 24, depth: int = 2, max_positions: int = 128, closures: bool = False
+) -> _st.SearchStrategy[Pattern]:
+    """Set patterns, without mixtures; arguments as for `patterns`."""
+    return _Grammar(num_heads, max_number, max_positions, closures).sets(depth)
+
+
+def mixtures(
+    *, num_heads: int = 1, max_number: int = 24, max_positions: int = 128, closures: bool = False
+) -> _st.SearchStrategy[Pattern | Mixture]:
+    """Mixtures, in which a pair may count several times: LongNets, also intersected with sets, and sums.
+
+    A LongNet of one branch is a set. Arguments as for `patterns`.
+    """
+    return _Grammar(num_heads, max_number, max_positions, closures).mixtures()
+
+
+def longnets(
+    *,
+    max_branches: int = 4,
+    max_number: int = 24,
+    heads: Literal["all", "grouped"] = "all",
+    padding: bool = False,
+) -> _st.SearchStrategy[Pattern | Mixture]:
+    """LongNets with any segment lengths and rates and both offset rules; rates need not divide segment lengths.
+
+    heads="grouped" needs at least max_branches heads. padding: with zero padding, which needs heads="all" and whole
+    sequences; `patterns` draws no padding.
+    """
+    return _Grammar(max_number=max_number).longnets(heads=heads, max_branches=max_branches, padding=padding)
+
+
+def neighborhoods(*, max_tokens: int = 48) -> _st.SearchStrategy[Pattern]:
+    """Neighbourhoods on grids of 2 or 3 axes with up to max_tokens tokens; bind them to all `prod(p.grid)` tokens."""
+    return _whole_grids(_WORDS, _require_int("max_tokens", max_tokens, minimum=1))
+
+
+def run_time_patterns(
+    sizes: AttentionSizes, *, max_number: int = 24, closures: bool = False
+) -> _st.SearchStrategy[Pattern | Mixture]:
+    """Patterns of `patterns` combined by &, |, & ~ or `per_document` with one or two run-time patterns of a batch.
+
+    The run-time patterns are `masks.documents(ids)`, `masks.lengths(lengths)`, `masks.visible_keys(visible)` and
+    `masks.selected_blocks(blocks, ...)`, with tensors of values that fit `sizes`: ids cover all positions up to the
+    last query and key. They shrink towards `masks.causal() & masks.documents(ids)` of one document.
+    """
+    most = max(sizes.q_offset + sizes.num_queries, sizes.k_offset + sizes.num_keys)
+    return _run_time_compositions(_Grammar(sizes.num_heads_global, max_number, most, closures), sizes, _WORDS)

@@ -17,7 +17,7 @@ import flexdilated as fd
 from flexdilated import masks
 from flexdilated.engines.tiles import _query_rows, _tiles_op
 from flexdilated.masks.patterns import selection_of
-from flexdilated.testing._drawn_run_time import _selected_blocks
+from flexdilated.testing._drawn_patterns import _selected_blocks
 from flexdilated.testing.strategies import attention_sizes
 from tests.support import oracle
 from tests.support.agreement import TIGHT, assert_agrees

@@ -133,7 +133,7 @@ def test_an_attend_that_is_wrong(later, monkeypatch, capsys) -> None:
         (["causal()", "--max-tokens", "-3"], "--max-tokens must be at least 1; got -3"),
         (["casual()"], "casual"),
         (["per_head((causal(), causal()))", "--heads", "4"], "per_head needs one pattern a head; got 2 for 4 heads"),
-        (["documents('ids')"], "check_pattern draws positions of its own"),
+        (["documents('ids')"], "check_pattern draws positions, to which"),
         (["no_such.py:p"], "got 'no_such.py', which is no file"),
         (["no_such.json"], "PATTERN must be an expression or a file that can be read"),
     ],

@@ -16,8 +16,7 @@ from bench._catalogue import names_for
 from flexdilated._attend import planned_call
 from flexdilated.engines.flex._flex_op import run_time_program, static_program
 from flexdilated.engines.flex._program import FlexProgram
-from flexdilated.testing._closeness import cotangents
-from flexdilated.testing._problem import Problem
+from flexdilated.testing._closeness import DenseAttention, cotangents
 from tests.support import oracle
 
 # B batch, H query heads, G key/value heads, N queries, M keys, D head dim
@@ -117,7 +116,7 @@ class Case:
     def counts(self, leaves: Results) -> Tensor:
         """(B, H, N, M): how often each pair is allowed, by the dense rule."""
         options: dict[str, Any] = {"bindings": self.bindings("cpu"), "q_offset": self.q_offset}
-        return Problem.of(leaves["q"], leaves["k"], leaves["v"], self.pattern(), **options).times()
+        return DenseAttention.of(leaves["q"], leaves["k"], leaves["v"], self.pattern(), **options).times()
 
     def modify(self, leaves: Results) -> Callable[[Tensor], Tensor]:
         """`score_mod` over all scores."""

@@ -242,7 +242,7 @@ IN_ENGINES = (
     ),
     Bug(
         "query head h reads key/value head h mod G", f"{ENGINES}.tiles._tile_blocks:_places", _heads_modulo,
-        module(WINDOW, "agreement", groups=2), "as if query head h reads key/value head h % G, not h // (H / G)",
+        module(WINDOW, "agreement", groups=2), "out is wrong",
     ),
     Bug(
         "the layout's inverse is the layout", f"{MASKS}.orders._layout:Layout.slots", lambda _: masks.Layout.positions,

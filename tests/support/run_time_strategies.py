@@ -16,7 +16,7 @@ from torch import Tensor
 from flexdilated import masks
 from flexdilated.testing import strategies as fst
 from flexdilated.testing._drawn_inputs import in_range
-from flexdilated.testing._drawn_run_time import run_time_compositions
+from flexdilated.testing._drawn_patterns import run_time_compositions
 from tests.support import oracle
 from tests.support.strategies import grammar
 from tests.support.twins import Twin

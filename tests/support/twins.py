@@ -1,6 +1,6 @@
 """Patterns beside their dense rules: the constructors and operators of `masks`, of both at once.
 
-The names are those of `flexdilated.testing._vocabulary`, so that its strategies draw twins as they draw patterns.
+The names are those of `Words` in `flexdilated.testing`, so that its strategies draw twins as they draw patterns.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from flexdilated import masks
-from flexdilated.testing import _vocabulary
+from flexdilated.testing._drawn_patterns import WORDS
 from flexdilated.testing._inputs import edges_of
 from tests.support import custom_rules, oracle
 
@@ -169,13 +169,13 @@ def _by_head(choose, choose_rule, parts: Sequence[Twin]) -> Twin:
 
 
 def custom_lattice(a: int, b: int, modulus: int) -> Twin:
-    return Twin(_vocabulary.custom_lattice(a, b, modulus), custom_rules.lattice_rule(a, b, modulus), (modulus,))
+    return Twin(WORDS.custom_lattice(a, b, modulus), custom_rules.lattice_rule(a, b, modulus), (modulus,))
 
 
 def custom_windows(widths: Sequence[int], *, classified: bool) -> Twin:
-    pattern = _vocabulary.custom_windows(widths, classified=classified)
+    pattern = WORDS.custom_windows(widths, classified=classified)
     return Twin(pattern, custom_rules.window_rule(widths), tuple(widths))
 
 
 def custom_kinds(kinds: Sequence[int]) -> Twin:
-    return Twin(_vocabulary.custom_kinds(kinds), custom_rules.kind_rule(kinds))
+    return Twin(WORDS.custom_kinds(kinds), custom_rules.kind_rule(kinds))

@@ -1,8 +1,7 @@
-"""check_attention_module: right modules pass, and each wrong one fails the check that is about its mistake."""
+"""check_attention_module: right modules pass, whatever their call; the report, and the lengths that are tried."""
 
-import multiprocessing
-import re
 import threading
+import time
 
 import pytest
 import torch
@@ -12,23 +11,17 @@ from flexdilated import masks
 from flexdilated.testing import (
     MODULE_CHECKS,
     Calls,
-    _ranks_check,
+    _check_module,
     check_attention_module,
     examine_attention_module,
     identity_projections,
 )
-from tests.support import oracle, ranks, wrong_attention
-from tests.support.wrong_attention import (
-    WithoutGradients,
-    ends_on_a_rank,
-    hangs_on_a_rank,
-    over_ranks,
-    raises_on_a_rank,
-    without_ranks,
-)
+from tests.support import oracle, wrong_attention
 
 COMPILING = ("compile", "recompilation", "ranks")
+CAUSAL = masks.causal(), [oracle.causal()]
 WINDOW = masks.local_window(left=2, right=0), [oracle.local_window(2, 0)]
+SMALL = {"max_tokens": 9, "examples": 2, "skip": COMPILING}
 
 
 def by_mask(module, q, k, v, hidden):
@@ -52,20 +45,14 @@ OURS = {
 
 @pytest.mark.parametrize("name", OURS)
 def test_ours_pass(name) -> None:
-    pattern = OURS[name]
-    decoded = one_by_one if name != "per head" else None
+    pattern, decoded = OURS[name], one_by_one if name == "longnet" else None
     calls = Calls(padded=by_mask, packed=packed, decoded=decoded)
-
-    def factory():
-        return fd.BlockSparseAttention(pattern, enable_gqa=True)
-
     report = check_attention_module(
-        factory, pattern, num_kv_heads=2, calls=calls, max_tokens=11, examples=2, skip=COMPILING
+        lambda: fd.BlockSparseAttention(pattern, enable_gqa=True), pattern, num_kv_heads=2, calls=calls, **SMALL
     )
-    applied = [result.name for result in report.results if result.verdict == "passed"]
-    missing = {"causality", "decoding"} & (set() if decoded else {"decoding"})
-    assert set(applied) >= set(MODULE_CHECKS) - set(COMPILING) - missing - {"empty rows"}
-    assert report["empty rows"].verdict == "passed"  # by padding that hides all keys
+    left_out = {result.name for result in report.results if result.verdict == "does not apply"}
+    assert left_out <= {"causality", *(() if decoded else ("decoding",))}  # empty rows: by padding that hides all keys
+    assert {result.name for result in report.results} == set(MODULE_CHECKS) - set(COMPILING)
 
 
 def test_on_the_device(flexdilated_device) -> None:
@@ -80,25 +67,25 @@ def test_on_the_device(flexdilated_device) -> None:
 
 @pytest.mark.slow
 def test_ours_pass_the_slow_checks() -> None:
-    def factory():
-        return fd.BlockSparseAttention(WINDOW[0])
-
-    report = check_attention_module(factory, WINDOW[0], checks=COMPILING)
+    report = check_attention_module(lambda: fd.BlockSparseAttention(WINDOW[0]), WINDOW[0], checks=COMPILING)
     assert [result.verdict for result in report.results] == ["passed", "passed", "does not apply"]
 
 
 def test_multihead_modules_pass() -> None:
     """Projections set to the identity show the attention inside; torch's own gives NaN where all keys are hidden."""
     pattern = masks.longnet([4, 8], [1, 2]) & masks.causal()
-    calls = Calls(layout="BNE", padded=by_mask)
-    options = {"calls": calls, "max_tokens": 9, "examples": 2, "skip": COMPILING}
+    options = {"calls": Calls(layout="BNE", padded=by_mask), **SMALL}
     ours = lambda: fd.MultiheadDilatedAttention(32, 4, [4, 8], [1, 2], causal=True, batch_first=True)  # noqa: E731
     check_attention_module(lambda: identity_projections(ours()), pattern, **options)
     dense = lambda: identity_projections(torch.nn.MultiheadAttention(32, 4, batch_first=True))  # noqa: E731
     report = examine_attention_module(dense, masks.every(), **options)
     assert [result.name for result in report.failures] == ["empty rows"]
-    assert "all of batch 1 hidden by padding" in report["empty rows"].detail
+    assert "all of batch 1 hidden by padding: " in report["empty rows"].detail
     assert "got nan" in report["empty rows"].detail
+    # With projections, and the default call: the report says how the module was called.
+    detail = examine_attention_module(ours, pattern, checks=["agreement"])["agreement"].detail
+    assert "got (2, 4, 1, 8); called with q, k and v of (batch, heads, tokens, head dim)" in detail
+    assert "takes calls=testing.Calls(layout='BNE')" in detail
 
 
 def test_heads_may_come_after_tokens() -> None:
@@ -108,87 +95,65 @@ def test_heads_may_come_after_tokens() -> None:
         def forward(self, q, k, v):
             return super().forward(*(x.transpose(1, 2) for x in (q, k, v))).transpose(1, 2)
 
-    options = {"max_tokens": 9, "examples": 2, "skip": COMPILING}
-    check_attention_module(lambda: TokensFirst(*rules), pattern, calls=Calls(layout="BNHD"), **options)
+    check_attention_module(lambda: TokensFirst(*rules), pattern, calls=Calls(layout="BNHD"), **SMALL)
     report = examine_attention_module(lambda: TokensFirst(*rules), pattern, max_tokens=9, checks=["agreement"])
-    assert "agreement" in {result.name for result in report.failures}
+    assert not report.passed
 
 
-def lse_too(module, q, k, v):
-    return fd.attend(q, k, v, WINDOW[0], return_lse=True)
+SECOND_RESULTS = {
+    "natural": (lambda q, lse: lse, True),
+    "base 2": (lambda q, lse: lse / 0.6931472, False),
+    # Averaged over heads they have the shape of an lse where there are as many tokens as heads.
+    "weights": (lambda q, lse: torch.ones(q.shape[0], q.shape[2], q.shape[2]) / q.shape[2], True),
+}
 
 
-def wrong_lse(module, q, k, v):
-    out, lse = fd.attend(q, k, v, WINDOW[0], return_lse=True)
-    return out, lse / 0.6931472
+@pytest.mark.parametrize("name", SECOND_RESULTS)
+def test_an_lse_is_checked_where_there_is_one(name) -> None:
+    second, is_right = SECOND_RESULTS[name]
+
+    def with_lse(q, k, v):
+        out, lse = fd.attend(q, k, v, WINDOW[0], return_lse=True)
+        return out, second(q, lse)
+
+    checks = ["agreement", "gradients", "half precision"]
+    report = examine_attention_module(lambda: with_lse, WINDOW[0], max_tokens=9, checks=checks)
+    assert [result.verdict for result in report.results] == ["passed" if is_right else "failed"] * 3
+    assert is_right or report["agreement"].detail.startswith("1 token, ordinary values: lse is wrong")
 
 
-def test_an_lse_is_checked_where_there_is_one() -> None:
-    options = {"max_tokens": 9, "checks": ["agreement", "gradients"]}
-    check_attention_module(lambda: print, WINDOW[0], calls=Calls(plain=lse_too), **options)
-    report = examine_attention_module(lambda: print, WINDOW[0], calls=Calls(plain=wrong_lse), **options)
-    assert report["agreement"].detail.startswith("1 token, ordinary values: lse is wrong")
+def test_documents_may_cut_or_restart() -> None:
+    pattern = masks.chunked(3)
+
+    def cut(module, q, k, v, ids):
+        return fd.attend(q, k, v, pattern & masks.documents(ids))
+
+    options = {"max_tokens": 12, "checks": ["packing"]}
+    factory = lambda: fd.BlockSparseAttention(pattern)  # noqa: E731
+    check_attention_module(factory, pattern, calls=Calls(packed=cut, documents="cut"), **options)
+    assert not examine_attention_module(factory, pattern, calls=Calls(packed=cut), **options).passed
 
 
-def found_over_ranks(made, monkeypatch: pytest.MonkeyPatch) -> str:
-    """By processes forked from one that has imported torch, as those of other tests are."""
-    monkeypatch.setattr(multiprocessing, "get_context", lambda method: ranks.context)
-    report = examine_attention_module(
-        lambda: fd.BlockSparseAttention(WINDOW[0], enable_gqa=True),
-        WINDOW[0],
-        num_kv_heads=2,
-        lengths=[30],
-        calls=Calls(over_ranks=made),
-        checks=["ranks"],
-    )
-    return report["ranks"].detail
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("made", "found"),
-    [
-        (over_ranks, "30 tokens on 2 ranks: as on one"),
-        (without_ranks, "30 tokens on 2 ranks: out is wrong"),
-        (WithoutGradients, "30 tokens on 2 ranks: dk is wrong"),
-        (raises_on_a_rank, "rank 1 of 2 raises ZeroDivisionError: by this rank\nand no other"),
-        (ends_on_a_rank, "rank 1 of 2 ended with exit code 7"),
-    ],
-    ids=lambda value: getattr(value, "__name__", ""),
-)
-def test_over_ranks(made, found, monkeypatch) -> None:
-    """Right; without the other rank's keys, without its gradients; one raises, or ends, while the other waits."""
-    assert found_over_ranks(made, monkeypatch).startswith(found)
-
-
-@pytest.mark.slow
-def test_a_rank_that_hangs(monkeypatch) -> None:
-    monkeypatch.setattr(_ranks_check, "LIMIT_S", 2.0)
-    said = found_over_ranks(hangs_on_a_rank, monkeypatch)
-    assert re.fullmatch(r"rank (0|0 and 1) of 2 did not end within 2 s, and was ended", said)
-
-
-def test_a_module_over_ranks_that_cannot_be_sent() -> None:
-    calls = Calls(over_ranks=lambda mesh: mesh)
-    report = examine_attention_module(
-        lambda: fd.BlockSparseAttention(WINDOW[0]), WINDOW[0], calls=calls, checks=["ranks"]
-    )
-    assert report["ranks"].detail.startswith("over_ranks and plain must be functions of a module, to be pickled: ")
+# Lengths.
 
 
 def test_lengths_can_be_given() -> None:
-    """For modules that take only some."""
+    """For modules that take only some; a check that needs two lengths does not apply to one."""
 
     def fours(q, k, v):
         assert q.shape[2] % 4 == 0
         return fd.attend(q, k, v, WINDOW[0])
 
     report = check_attention_module(lambda: fours, WINDOW[0], lengths=[8, 4, 12], skip=COMPILING)
-    assert report["agreement"].detail.startswith("3 lengths from 4 to 12")
+    assert report["agreement"].detail.startswith("3 lengths from 4 to 12: ")
+    one = check_attention_module(lambda: fours, WINDOW[0], lengths=[8], checks=["agreement", "recompilation"])
+    assert [result.verdict for result in one.results] == ["passed", "does not apply"]
+    failed = examine_attention_module(lambda: fours, WINDOW[0], lengths=[8, 9], checks=["agreement"])
+    assert failed["agreement"].detail == "9 tokens, ordinary values: raises AssertionError: assert (9 % 4) == 0"
 
 
 def test_lengths_that_a_pattern_does_not_take_are_not_tried() -> None:
-    """Neither at first nor to find a shorter case: a list of blocks needs those that it names."""
+    """Neither at first nor to find a shorter case: a list of blocks needs those that it names, a grid its tokens."""
     pattern = masks.block_list([[0], [1], [2]], block=2)
 
     class Stale(fd.BlockSparseAttention):
@@ -199,57 +164,13 @@ def test_lengths_that_a_pattern_does_not_take_are_not_tried() -> None:
             self.before = q.shape[2]
             return out * 2 if stale else out
 
-    report = examine_attention_module(
-        lambda: Stale(pattern), pattern, max_tokens=7, checks=["agreement", "lengths", "coverage"]
-    )
+    checks = ["agreement", "lengths", "coverage"]
+    report = examine_attention_module(lambda: Stale(pattern), pattern, max_tokens=7, checks=checks)
     assert [result.name for result in report.failures] == ["lengths"]
     assert "a used module gives" in report["lengths"].detail
-
-
-def test_a_module_that_cannot_be_copied() -> None:
-    class Locked(fd.BlockSparseAttention):
-        def __init__(self, pattern):
-            super().__init__(pattern)
-            self.lock = threading.Lock()
-
-    report = check_attention_module(lambda: Locked(WINDOW[0]), WINDOW[0], max_tokens=6, checks=["lengths", "agreement"])
-    assert report["lengths"].verdict == "does not apply"
-    assert report["lengths"].detail.startswith("the module cannot be copied: TypeError: cannot pickle")
-
-
-def test_a_pattern_of_one_length() -> None:
-    pattern = masks.neighborhood((3, 4), (1, 1))
-    report = check_attention_module(
-        lambda: fd.BlockSparseAttention(pattern), pattern, examples=2, max_tokens=12, skip=COMPILING
-    )
+    grid = masks.neighborhood((3, 4), (1, 1))
+    report = check_attention_module(lambda: fd.BlockSparseAttention(grid), grid, **{**SMALL, "max_tokens": 12})
     assert report["agreement"].verdict == "passed"
-
-
-def test_weights_are_no_lse() -> None:
-    """Averaged over heads they have its shape where there are as many tokens as heads."""
-
-    def with_weights(q, k, v):
-        return fd.attend(q, k, v, WINDOW[0]), torch.ones(q.shape[0], q.shape[2], q.shape[2]) / q.shape[2]
-
-    check_attention_module(lambda: with_weights, WINDOW[0], max_tokens=6, checks=["agreement", "gradients"])
-
-
-@pytest.mark.parametrize(
-    ("broken", "words"),
-    [
-        (lambda out: out > 0, "must be of floating point numbers; got torch.bool"),
-        (lambda out: out.to("meta"), "must be on the device of q, cpu; got meta"),
-        (lambda out: (), "must be a tensor; got tuple"),
-        (lambda out: out[:, :, :0], "must have shape (2, 1, 4, 8); got (2, 1, 0, 8)"),
-    ],
-)
-def test_an_output_that_is_none(broken, words) -> None:
-    def by_tokens(q, k, v):
-        return broken(fd.attend(*(x.transpose(1, 2) for x in (q, k, v)), WINDOW[0]).transpose(1, 2))
-
-    calls = Calls(layout="BNHD")
-    report = examine_attention_module(lambda: by_tokens, WINDOW[0], calls=calls, max_tokens=4, checks=["agreement"])
-    assert report["agreement"].detail == f"the output {words}"
 
 
 def test_a_mistake_after_a_block_is_found() -> None:
@@ -263,19 +184,65 @@ def test_a_mistake_after_a_block_is_found() -> None:
     assert report["causality"].detail.startswith("129 tokens: key 1 is hidden from query 0 of head 0")
 
 
-def test_a_module_that_is_never_the_same_twice() -> None:
-    calls: list[int] = []
+class LateLeak(wrong_attention.Dense):
+    """Sees all keys in sequences of more than `most` tokens, if their number is no multiple of 64."""
 
-    def changing(q, k, v):
-        calls.append(1)
-        return fd.attend(q, k, v, WINDOW[0]) + len(calls)
+    most = 64
 
-    report = examine_attention_module(lambda: changing, WINDOW[0], max_tokens=4, checks=["lengths"])
-    assert report["lengths"].detail.startswith("2 tokens: a new module gives ")
-    assert "kept" not in report["lengths"].detail
+    def times(self, q, k):
+        times = super().times(q, k)
+        return torch.ones_like(times) if q.shape[2] > self.most and q.shape[2] % 64 else times
 
 
-def test_a_report_fits_the_page() -> None:
+def test_the_shortest_failing_case_is_reported(monkeypatch) -> None:
+    """Wrong from 6 tokens on, which is no length that is tried at first; without time to shrink, the first failing."""
+    monkeypatch.setattr(LateLeak, "most", 5)
+    options = {"max_tokens": 32, "examples": 3, "checks": ["agreement", "causality", "coverage"]}
+    report = examine_attention_module(lambda: LateLeak(*WINDOW[1]), WINDOW[0], **options)
+    assert [result.detail[:8] for result in report.failures] == ["6 tokens"] * 3, str(report)
+    monkeypatch.setattr(_check_module, "_SHRINK_S", 0.0)
+    report = examine_attention_module(lambda: LateLeak(*WINDOW[1]), WINDOW[0], **options)
+    assert [result.detail[:8] for result in report.failures] == ["7 tokens"] * 3, str(report)
+
+
+def test_a_mistake_beyond_64_tokens_is_found_and_said_in_short(monkeypatch) -> None:
+    """By default, and where all checks are longer: in bounded time and on one page."""
+    report = examine_attention_module(lambda: LateLeak(*CAUSAL[1]), CAUSAL[0], checks=["agreement", "coverage"])
+    assert report["agreement"].detail.startswith("65 tokens, ordinary values: out is wrong")
+    assert report["coverage"].verdict == "passed"
+    assert report.lengths == "lengths drawn: 1, 2, 3, 4, 5, 7, 39, 40; in agreement also 65, 128, 257"
+    monkeypatch.setattr(_check_module, "_SHRINK_S", 1.0)
+    begin = time.monotonic()
+    options = {"max_tokens": 140, "examples": 4, "skip": (*COMPILING, "lengths")}
+    report = examine_attention_module(lambda: LateLeak(*CAUSAL[1]), CAUSAL[0], **options)
+    assert time.monotonic() - begin < 60
+    assert {result.name for result in report.failures} >= {"agreement", "coverage", "causality", "gradients"}
+    assert len(str(report).splitlines()) < 60
+
+
+# What a report says of modules that fail otherwise than by wrong numbers.
+
+
+def test_a_module_that_raises_fails() -> None:
+    def no_long_ones(q, k, v):
+        if q.shape[2] > 4:
+            raise ValueError("too long")
+        return fd.attend(q, k, v, WINDOW[0])
+
+    report = examine_attention_module(lambda: no_long_ones, WINDOW[0], max_tokens=12, checks=["agreement", "lengths"])
+    assert report["agreement"].detail == "5 tokens, ordinary values: raises ValueError: too long"
+    assert report["lengths"].detail == "5 tokens: raises ValueError: too long"
+    assert str(report).startswith("no_long_ones, claimed to be local_window(left=2, right=0), H=4")
+
+
+def test_pages_of_an_error_are_cut() -> None:
+    def failing(q, k, v):
+        raise ValueError("\n".join([repr(torch.randn(20, 20))] * 4) + "x" * 10_000)
+
+    text = str(examine_attention_module(lambda: failing, CAUSAL[0], skip=COMPILING))
+    assert len(text.splitlines()) < 60
+    assert max(map(len, text.splitlines())) < 300
+
     def wordy(q, k, v):
         raise RuntimeError("a long line of words " * 9 + "\nand another" * 40)
 
@@ -284,14 +251,53 @@ def test_a_report_fits_the_page() -> None:
     assert text.endswith("\nand another\n... and 33 more lines")
 
 
-def test_a_module_with_projections_is_told_how_it_was_called() -> None:
-    report = examine_attention_module(
-        lambda: fd.MultiheadDilatedAttention(32, 4, [8], [1], batch_first=True),
-        masks.longnet([8], [1]),
-        checks=["agreement"],
-    )
-    assert "got (2, 4, 1, 8); called with q, k and v of (batch, heads, tokens, head dim)" in report["agreement"].detail
-    assert "takes calls=testing.Calls(layout='BNE')" in report["agreement"].detail
+def test_a_module_that_cannot_be_copied() -> None:
+    class Locked(fd.BlockSparseAttention):
+        def __init__(self, pattern):
+            super().__init__(pattern)
+            self.lock = threading.Lock()
+
+    report = check_attention_module(lambda: Locked(WINDOW[0]), WINDOW[0], max_tokens=6, checks=["lengths", "agreement"])
+    assert report["lengths"].verdict == "does not apply"
+    assert report["lengths"].detail.startswith("the module cannot be copied: TypeError: cannot pickle")
+
+
+@pytest.mark.parametrize(
+    ("broken", "words"),
+    [
+        (lambda out: out > 0, "must be of floating point numbers; got torch.bool"),
+        (lambda out: out.to("meta"), "must be on the device of q, cpu; got meta"),
+        (lambda out: (), "must be a tensor; got tuple"),
+        (lambda out: out[:, :, :0], "must have shape (2, 1, 4, 8); got (2, 1, 0, 8)"),
+    ],
+    ids=["bool", "meta", "tuple", "shape"],
+)
+def test_an_output_that_is_none(broken, words) -> None:
+    def by_tokens(q, k, v):
+        return broken(fd.attend(*(x.transpose(1, 2) for x in (q, k, v)), WINDOW[0]).transpose(1, 2))
+
+    calls = Calls(layout="BNHD")
+    report = examine_attention_module(lambda: by_tokens, WINDOW[0], calls=calls, max_tokens=4, checks=["agreement"])
+    assert report["agreement"].detail == f"1 token, ordinary values: the output {words}"
+
+
+def test_a_module_that_is_never_the_same_twice() -> None:
+    calls: list[int] = []
+
+    def changing(q, k, v):
+        calls.append(1)
+        return fd.attend(q, k, v, WINDOW[0]) + len(calls)
+
+    report = examine_attention_module(lambda: changing, WINDOW[0], max_tokens=4, checks=["lengths"])
+    assert report["lengths"].detail.startswith("2 tokens: a used module gives ")
+
+
+def test_a_failed_check_raises_with_the_report() -> None:
+    options = {"max_tokens": 6, "checks": ["agreement", "coverage"]}
+    report = examine_attention_module(lambda: wrong_attention.CausalLeak(*WINDOW[1]), WINDOW[0], **options)
+    with pytest.raises(AssertionError, match="checks failed") as caught:
+        check_attention_module(lambda: wrong_attention.CausalLeak(*WINDOW[1]), WINDOW[0], **options)
+    assert str(caught.value) == str(report)
 
 
 @pytest.mark.parametrize("given", [{"seed": "x"}, {"dtype": torch.int64}, {"dtype": "float32"}])

@@ -9,32 +9,26 @@ from typing import Any
 import pytest
 import torch
 from hypothesis import given, settings
+from hypothesis import strategies as st
 
-import flexdilated as fd
 from flexdilated import masks
 from flexdilated.masks.core._box import Bounds
 from flexdilated.masks.core._pattern import Pattern
 from flexdilated.testing import check_pattern
-from flexdilated.testing._box_bounds import Place
-from flexdilated.testing._vocabulary import classify_window, same_kind, window_by_head
+from flexdilated.testing._check_pattern import BoxRanges
+from flexdilated.testing._drawn_patterns import classify_window, same_kind, window_by_head
 from tests.support.strategies import expressions, functions
 
 QUICK = {"num_heads": 3, "max_tokens": 40, "examples": 10}
 
 
-@settings(max_examples=5)
-@given(expressions(3))
+@settings(max_examples=10)
+@given(st.one_of(expressions(3), functions()))
 def test_true_patterns_pass(twin):
     try:
         check_pattern(twin.pattern, num_heads=3, max_tokens=24, examples=4)
     except ValueError as error:  # a table that ends, or one that names blocks beyond the tokens
         assert re.search("out of range|holds .* tokens|has no answer", str(error))  # noqa: PT017
-
-
-@settings(max_examples=5)
-@given(functions())
-def test_true_functions_pass(twin):
-    check_pattern(twin.pattern, num_heads=3, max_tokens=24, examples=4)
 
 
 @dataclass(frozen=True)
@@ -110,12 +104,6 @@ def test_false_claims_are_found(name):
         check_pattern(Claims(inner, false), **QUICK)
 
 
-def test_true_claims_pass_up_to_the_text():
-    """The stand-in itself is found out only where it has no JSON that can be read."""
-    with pytest.raises(AssertionError, match="from_json must read what to_json writes"):
-        check_pattern(Claims(DILATED & BY_HEAD), **QUICK)
-
-
 WIDTHS = torch.tensor([9, 4, 30])
 
 
@@ -151,22 +139,24 @@ def test_wrong_classify_is_found_and_made_small(classify, says):
     with pytest.raises(AssertionError) as caught:
         check_pattern(pattern, **QUICK)
     assert str(caught.value) == f"custom(mask_mod): count must bound the allowed pairs of each box; {says}"
-    masks.custom(window_by_head(WIDTHS), classify=classify_window(WIDTHS))
 
 
-def test_wrong_classify_is_found_inside_a_composition():
-    wrong = masks.custom(window_by_head(WIDTHS), classify=empty_too_soon)
-    with pytest.raises(AssertionError, match="count must bound"):
-        check_pattern(~(wrong & masks.causal()), **QUICK)
-    with pytest.raises(AssertionError, match="count must bound"):
-        check_pattern(masks.longnet([8], [2]) + wrong, **QUICK)
+WRONG = masks.custom(window_by_head(WIDTHS), classify=empty_too_soon)
+LATE = masks.custom(lambda b, h, q, k: (q // 30) == (k // 30), period=1)  # right at the start, where construction looks
 
 
-def test_wrong_period_of_a_function_is_found():
-    """Right at the start, where construction looks, and wrong later."""
-    late = masks.custom(lambda b, h, q, k: (q // 30) == (k // 30), period=1)
-    with pytest.raises(AssertionError, match=r"must repeat after its period=1; of query .* one is allowed"):
-        check_pattern(late, **QUICK)
+@pytest.mark.parametrize(
+    ("pattern", "says"),
+    [
+        (~(WRONG & masks.causal()), "count must bound"),
+        (masks.longnet([8], [2]) + WRONG, "count must bound"),
+        (LATE, r"must repeat after its period=1; of query .* one is allowed"),
+    ],
+    ids=["inside a composition", "inside a mixture", "period of a function"],
+)
+def test_wrong_claims_of_functions_are_found(pattern, says):
+    with pytest.raises(AssertionError, match=says):
+        check_pattern(pattern, **QUICK)
 
 
 def test_lists_are_checked_by_themselves(monkeypatch):
@@ -175,12 +165,14 @@ def test_lists_are_checked_by_themselves(monkeypatch):
 
     count = _blocks.count_pairs
     monkeypatch.setattr(_blocks, "count_pairs", lambda *places: (count(*places) - 1).clamp(min=0))
-    with pytest.raises(AssertionError, match=r"block lists must be those of mask_mod; for .* pairs and is"):
+    with pytest.raises(AssertionError, match=r"block lists must agree with mask_mod; for .* pairs and is"):
         check_pattern(masks.custom(same_kind(torch.tensor([0, 1, 2]))), **QUICK)
 
 
 def test_the_same_seed_draws_the_same():
+    """And the global random state is left alone."""
     drawn: list[list] = []
+    before = torch.get_rng_state()
     for seed in (1, 1, 2):
         seen: list = []
 
@@ -188,15 +180,10 @@ def test_the_same_seed_draws_the_same():
             seen.append(box.q.first.tolist())
             return bounds
 
-        with pytest.raises(AssertionError, match="from_json"):
+        with pytest.raises(AssertionError, match="from_json must read what to_json writes"):
             check_pattern(Claims(CAUSAL, {"count": note}), **QUICK, seed=seed)
         drawn.append(seen)
     assert drawn[0] == drawn[1] != drawn[2]
-
-
-def test_leaves_the_random_state_alone():
-    before = torch.get_rng_state()
-    check_pattern(CAUSAL, **QUICK)
     assert torch.equal(torch.get_rng_state(), before)
 
 
@@ -220,27 +207,19 @@ def test_bad_calls(call, error, says):
         call()
 
 
-def test_tables_are_checked_as_far_as_they_reach():
+def test_edges():
+    """A table is checked as far as it reaches; one token, one box, one head."""
     ids = torch.arange(40) // 7
     check_pattern(masks.custom(lambda b, h, q, k: ids[q] == ids[k]), **QUICK)
-
-
-def test_smallest_sizes():
     check_pattern(masks.longnet([3], [2]) & CAUSAL, num_heads=1, max_tokens=1, examples=1)
 
 
 def test_simpler_boxes_are_simpler():
     """What shrinking tries is never larger, so it ends."""
-    place = Place(2, range(9, 19, 3), range(5, 11))
+    place = BoxRanges(2, range(9, 19, 3), range(5, 11))
     for smaller in place.smaller():
         for side, whole in ((smaller.q, place.q), (smaller.k, place.k)):
             assert side[-1] <= whole[-1]
             assert 0 < len(side) <= len(whole)
         assert smaller != place
     assert str(place) == "head 2, queries 9 to 18 in steps of 3, keys 5 to 10"
-
-
-def test_is_an_attribute_of_the_package():
-    assert fd.testing.check_pattern is check_pattern
-    with pytest.raises(AttributeError, match="no attribute 'tests'"):
-        _ = fd.tests

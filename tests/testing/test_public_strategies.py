@@ -22,16 +22,42 @@ def smallest(strategy, condition=lambda value: True):
     return find(strategy, condition, settings=SEARCH)
 
 
-def test_patterns_shrink() -> None:
-    assert smallest(fst.patterns(num_heads=3)) == masks.causal()
-    assert smallest(fst.set_patterns(), lambda p: p != masks.causal()) == masks.local_window(left=0, right=0)
-    mixture = smallest(fst.mixtures(), lambda p: len(p.branches()) == 2)
-    assert mixture == masks.causal() + masks.causal()
-    assert smallest(fst.set_patterns(), lambda p: "strided" in repr(p)) == masks.strided(1)
-    wide = smallest(fst.set_patterns(), lambda p: getattr(p, "left", 0) >= 3)
-    assert wide == masks.local_window(left=3, right=0)
-    ladder = smallest(fst.longnets(), lambda p: any(branch.segment >= 10 for branch in p.branches()))
-    assert ladder == masks.longnet([10], [1])
+SIZES = fst.AttentionSizes
+SMALLEST = {  # strategy, condition, the smallest value
+    "pattern": (fst.patterns(num_heads=3), None, masks.causal()),
+    "set": (fst.set_patterns(), lambda p: p != masks.causal(), masks.local_window(left=0, right=0)),
+    "mixture": (fst.mixtures(), lambda p: len(p.branches()) == 2, masks.causal() + masks.causal()),
+    "strided": (fst.set_patterns(), lambda p: "strided" in repr(p), masks.strided(1)),
+    "window": (fst.set_patterns(), lambda p: getattr(p, "left", 0) >= 3, masks.local_window(left=3, right=0)),
+    "LongNet": (fst.longnets(), lambda p: any(part.segment >= 10 for part in p.branches()), masks.longnet([10], [1])),
+    "sizes": (fst.attention_sizes(), None, SIZES(1, 1, 1, 1, 1, 1)),
+    "grouped": (fst.attention_sizes(), lambda s: s.num_kv_heads < s.num_heads, SIZES(1, 2, 1, 1, 1, 1)),
+    "heads": (fst.attention_sizes(num_heads=6), lambda s: s.num_kv_heads == 3, SIZES(1, 6, 3, 1, 1, 1)),
+    "some heads": (
+        fst.attention_sizes(all_heads=False),
+        lambda s: s.head_offset > 0,
+        SIZES(1, 1, 1, 1, 1, 1, head_offset=1, num_heads_global=2),
+    ),
+    "documents": (fst.document_lengths(7), None, (7,)),
+    "three documents": (fst.document_lengths(7), lambda held: len(held) == 3, (1, 1, 5)),
+    "ids": (fst.document_ids(4).map(torch.Tensor.tolist), None, [[0, 0, 0, 0]]),
+    "padded ids": (fst.document_ids(4).map(torch.Tensor.tolist), lambda ids: -1 in ids[0], [[0, 0, 0, -1]]),
+    "sharding": (fst.shardings(8), None, distributed.Sharding(8, 1)),
+    "zigzag": (
+        fst.shardings(8),
+        lambda s: s.order == "zigzag" and s.num_ranks > 2,
+        distributed.Sharding(8, 3, "zigzag"),
+    ),
+    "even": (fst.shardings(8, ragged=False), lambda s: s.num_ranks == 3, distributed.Sharding(8, 3)),
+    "length": (fst.lengths(masks.chunked(12), max_tokens=40, blocks=[16]), None, 1),
+    "long": (fst.lengths(masks.chunked(12), max_tokens=40, blocks=[16]), lambda n: n > 20, 21),
+}
+
+
+@pytest.mark.parametrize("name", SMALLEST)
+def test_shrinks(name) -> None:
+    strategy, condition, expected = SMALLEST[name]
+    assert smallest(strategy, condition or (lambda value: True)) == expected
 
 
 @given(st.data())
@@ -110,12 +136,7 @@ def test_edges(pattern, edges) -> None:
     assert fst.edges_of(pattern) == edges
 
 
-def test_lengths() -> None:
-    around = fst.lengths(masks.chunked(12), max_tokens=40, blocks=[16])
-    assert smallest(around) == 1
-    assert smallest(around, lambda n: n > 20) == 21
-    drawn = {smallest(around, lambda n, wanted=wanted: n == wanted) for wanted in (11, 12, 13, 15, 16, 17, 25, 33, 37)}
-    assert len(drawn) == 9
+def test_lengths_lie_around_edges() -> None:
     drawn = set()
 
     @settings(max_examples=100, derandomize=True, database=None)
@@ -125,19 +146,18 @@ def test_lengths() -> None:
 
     draw()
     assert drawn > {237 * times + step for times in (1, 2, 3, 4) for step in (-1, 0, 1)}
+    around = fst.lengths(masks.chunked(12), max_tokens=40, blocks=[16])
+    for wanted in (11, 12, 13, 15, 16, 17, 25, 33, 37):
+        assert smallest(around, lambda n, wanted=wanted: n == wanted) == wanted
 
 
-def test_sizes_shrink_and_fit() -> None:
-    small = smallest(fst.attention_sizes())
-    assert small == fst.AttentionSizes(1, 1, 1, 1, 1, 1)
-    grouped = smallest(fst.attention_sizes(), lambda s: s.num_kv_heads < s.num_heads)
-    assert grouped == fst.AttentionSizes(1, 2, 1, 1, 1, 1)
+def test_queries_and_keys_may_differ() -> None:
     cross = smallest(fst.attention_sizes(self_attention=False), lambda s: s.num_queries != s.num_keys)
     assert {cross.num_queries, cross.num_keys} == {1, 2}
-    assert smallest(fst.attention_sizes(num_heads=6), lambda s: s.num_kv_heads == 3).num_heads == 6
-    some = smallest(fst.attention_sizes(all_heads=False), lambda s: s.head_offset > 0)
-    assert some == fst.AttentionSizes(1, 1, 1, 1, 1, 1, head_offset=1)
-    assert some.places == {"q_offset": 0, "k_offset": 0, "head_offset": 1, "num_heads_global": 2}
+    assert SIZES(1, 1, 1, 1, 1, 1, head_offset=1).places == {
+        **{"q_offset": 0, "k_offset": 0},
+        **{"head_offset": 1, "num_heads_global": 2},
+    }
 
 
 @given(st.data())
@@ -149,26 +169,14 @@ def test_sizes_of_a_list_of_blocks_are_in_range(data) -> None:
     assert bound.num_queries == sizes.num_queries
 
 
-def test_packings_shrink_and_fit() -> None:
-    assert smallest(fst.document_lengths(7)) == (7,)
-    assert smallest(fst.document_lengths(7), lambda held: len(held) == 3) == (1, 1, 5)
-    assert smallest(fst.document_ids(4)).tolist() == [[0, 0, 0, 0]]
-    assert smallest(fst.document_ids(4), lambda ids: (ids < 0).any()).tolist() == [[0, 0, 0, -1]]
-
-
 @given(fst.document_ids(9, batch=2))
 def test_document_ids_are_taken(ids) -> None:
     masks.documents(ids).bind(num_heads=1, num_queries=9, num_keys=9)
 
 
-def test_shardings_shrink_and_fit() -> None:
-    assert smallest(fst.shardings(8)) == distributed.Sharding(8, 1)
+def test_a_shard_may_be_empty() -> None:
     empty = smallest(fst.shardings(8), lambda s: 0 in s.lengths)
     assert (empty.num_ranks, empty.order, sorted(empty.lengths)) == (2, "contiguous", [0, 8])
-    assert smallest(fst.shardings(8), lambda s: s.order == "zigzag" and s.num_ranks > 2) == distributed.Sharding(
-        8, 3, "zigzag"
-    )
-    assert smallest(fst.shardings(8, ragged=False), lambda s: s.num_ranks == 3).lengths == (3, 3, 2)
 
 
 def test_tensors() -> None:

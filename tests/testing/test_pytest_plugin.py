@@ -96,14 +96,12 @@ def test_profiles_that_may_be_named() -> None:
 
 
 def test_profiles() -> None:
+    """A profile that exists is left as it is."""
     register_profiles()
     ci, dev, thorough = (settings.get_profile(f"flexdilated-{name}") for name in ("ci", "dev", "thorough"))
     assert (ci.max_examples, dev.max_examples, thorough.max_examples) == (60, 15, 2000)
     assert (ci.derandomize, dev.derandomize, thorough.derandomize) == (True, False, False)
     assert ci.deadline is dev.deadline is thorough.deadline is None
-
-
-def test_profiles_that_are_there_stay() -> None:
     settings.register_profile("mine-ci", max_examples=3)
     register_profiles("mine-")
     assert settings.get_profile("mine-ci").max_examples == 3

@@ -16,7 +16,7 @@ from flexdilated.masks.blocks import _blocks
 from flexdilated.masks.blocks._blocks import Blocks, build_blocks
 from flexdilated.masks.blocks._estimate import estimate_blocks
 from flexdilated.masks.planning.lowering._ways import shared_terms
-from flexdilated.testing._vocabulary import classify_window, lattice, same_kind, window_by_head
+from flexdilated.testing._drawn_patterns import classify_window, lattice, same_kind, window_by_head
 from tests.support.agreement import assert_agrees
 from tests.support.compilers import without_inductor
 from tests.support.custom_rules import TABLE, by_global, diagonal, window

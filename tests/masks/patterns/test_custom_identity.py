@@ -20,7 +20,7 @@ from torch.nn.attention.flex_attention import and_masks, create_block_mask, or_m
 import flexdilated as fd
 from flexdilated import masks
 from flexdilated.masks.patterns._function_identity import copy_and_digest
-from flexdilated.testing._vocabulary import classify_window, same_kind, window_by_head
+from flexdilated.testing._drawn_patterns import classify_window, same_kind, window_by_head
 from tests.support import custom_rules
 from tests.support.custom_rules import TABLE, WIDTH, by_global, diagonal, window
 

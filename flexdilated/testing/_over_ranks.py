@@ -1,4 +1,4 @@
-"""Check of attention over ranks: two processes with half of the tokens each must match the definition."""
+"""A module over ranks: the outputs and gradients of two processes with half of the tokens each."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from time import monotonic
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import Tensor
 from torch.multiprocessing.spawn import ProcessExitedException, ProcessRaisedException, start_processes
 
 from ._closeness import cotangents
-from ._module import Calls, DoesNotApply, Failure, Subject, hold_gradients, hold_rows
-from ._problem import tokens
+from ._module import Calls, Failure
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -28,33 +28,17 @@ LIMIT_S = 240.0  # time limit of the processes, from their start
 # Tensors are sent as bytes; shared memory would depend on a process that may have ended.
 
 
-def check_ranks(subject: Subject) -> str:
-    """Compare outputs, and gradients if any, of two processes in a gloo group, each with half of the sequence."""
-    if subject.calls.over_ranks is None:
-        raise DoesNotApply("no module over ranks is given (Calls.over_ranks)")
-    length = subject.lengths[-1]
-    if length < RANKS:
-        raise DoesNotApply(f"fewer tokens than ranks; got {length}")
-    where = f"{tokens(length)} on {RANKS} ranks"
-    problem = subject.problem(*subject.inputs(length))
-    parts = map(pickle.loads, _on_two_processes(_sent(subject)))
-    out, *grads = (torch.cat(each, 2).to(subject.device) for each in zip(*parts, strict=True))
-    hold_rows(where, problem, out)
-    if grads:
-        hold_gradients(where, problem, grads)
-    return f"{where}: as on one"
-
-
-def _sent(subject: Subject) -> bytes:
-    """Pickle of the calls, and for each rank its part of q, k, v and the gradient of the output."""
-    q, k, v = subject.inputs(subject.lengths[-1])
+def run_over_ranks(calls: Calls, q: Tensor, k: Tensor, v: Tensor) -> list[Tensor]:
+    """out and, if any, dq, dk and dv for `cotangents` of out: of processes in a gloo group, joined on the CPU."""
     grad, _ = cotangents(q, q[..., 0].double(), through_lse=False)
     # pickle copies tensors; multiprocessing's pickler would share them.
     parts = list(zip(*(x.cpu().tensor_split(RANKS, dim=2) for x in (q, k, v, grad)), strict=True))
     try:
-        return pickle.dumps((replace(subject.calls, padded=None, packed=None, decoded=None), parts))
+        sent = pickle.dumps((replace(calls, padded=None, packed=None, decoded=None), parts))
     except (pickle.PicklingError, AttributeError, TypeError) as error:
         raise Failure(f"over_ranks and plain must be functions of a module, to be pickled: {error}") from None
+    answers = map(pickle.loads, _on_two_processes(sent))
+    return [torch.cat(each, 2) for each in zip(*answers, strict=True)]
 
 
 def _on_two_processes(sent: bytes) -> list[bytes]:
