@@ -183,7 +183,7 @@ def attention_memory(pattern: Expression, size: AttentionSize, *, device: str = 
         return _planned_memory(pattern, size, device)
     ending = size.num_tokens % _SAME_ENDING
     tokens = LARGEST_RUN // 2 + ending, LARGEST_RUN + ending
-    # Fewer tokens may be planned differently: the options are those of the whole length.
+    # Fewer tokens may be planned differently, so the options chosen for the whole length are kept.
     best = plan(_key(pattern, size).bound(pattern), device=device, allowed=_allowed(device), operands=size.operands)
     together = len(best.options) < len(set(pattern.branches()))
     choice = Choice(together, tuple(way_of(options[0]) for options in best.options))
@@ -281,7 +281,7 @@ def _flex_memory(
     whole, arrived = (queries, keys // 2, keys // 2), set()
 
     def arrive(step: _FlexStep, are_copies: bool) -> Iterator[int]:
-        """Gradients of operands, copies or not, become those of v, k and q, or are added to those of other steps."""
+        """Changes in bytes: gradients of operands become gradients of v, k and q, or are added to existing ones."""
         for operand, (count, is_copy) in reversed(list(enumerate(step.operands))):
             if is_copy == are_copies:
                 yield from (whole[operand], -count) if is_copy else ()
