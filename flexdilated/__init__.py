@@ -22,7 +22,7 @@ from .nn import (
     RingDilatedAttention,
     SelectedLayers,
 )
-from .observe import attention_received, compilations, plot_attention_received, profile_process, stats
+from .observe import attention_received, plot_attention_received, profile_process, stats
 from .refinement import ImportanceTracker, block_mass, pooled_scores, refine
 from .selection import BlockSelector, SelectedAttention, Selection, Threshold, TopK, TopP
 
@@ -53,7 +53,6 @@ __all__ = [
     "attend",
     "attention_received",
     "block_mass",
-    "compilations",
     "convert",
     "distributed",
     "integrations",

@@ -8,7 +8,7 @@ with a remedy, instead of an AttributeError inside a call. docs/contributing/pri
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
@@ -92,7 +92,6 @@ def _kernel(operator: str, where: str) -> Name:
 
 
 _RECORDED = "the backward of a selection or of a ring runs"
-_COUNTED = "`fd.compilations` is called after a compilation"
 _ACCELERATED = "engine 'flex' runs on an accelerator"
 _RANKS = "flexdilated.distributed is used"
 
@@ -173,11 +172,6 @@ NAMES = {
         "a call asks for autotune",
         "call without autotune",
     ),
-    "counters": Name("torch._dynamo.utils:counters", "counts graphs and graph breaks", _COUNTED),
-    "compilation_time_metrics": Name(
-        "torch._dynamo.utils:compilation_time_metrics", "holds the seconds of each", _COUNTED
-    ),
-    "get_compilation_metrics": Name("torch._dynamo.utils:get_compilation_metrics", "lists the compilations", _COUNTED),
     # Ranks
     "resolve_process_group": Name(
         "torch.distributed.distributed_c10d:_resolve_process_group", "finds a process group by its name", _RANKS
@@ -237,19 +231,6 @@ def equal_sizes_apart() -> Iterator[None]:
         yield
     finally:
         config.use_duck_shape = before  # type: ignore[attr-defined]
-
-
-def compiler_records() -> tuple[Mapping[str, Mapping[str, int]], Mapping[str, list[float]], list[Any]] | None:
-    """torch.compile's (counters, seconds by phase, compilations); None if it was never imported.
-
-    Code that has compiled something has imported it; other processes are spared an import of a second.
-    """
-    if "torch._dynamo.utils" not in sys.modules:
-        return None
-    counters, seconds, compilations = (
-        NAMES[name].find() for name in ("counters", "compilation_time_metrics", "get_compilation_metrics")
-    )
-    return counters, seconds, compilations()
 
 
 def timeout_of(backend: object) -> timedelta | None:

@@ -33,7 +33,6 @@ from .flex import (
     flex,
     make_flex_program,
     missing_compiler,
-    num_flex_functions,
     options_text,
     run_flex,
 )

@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import ctypes
 import gc
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 
 from ..masks.core import advises, bytes_text, device_kind, require_int
-from ._free_memory import free_bytes, held_bytes, peak_bytes
 
 _SHARE = 0.8  # of free memory, if no budget is given
+_ROOT = Path("/")
+# Files of a control group: its limit, its usage, and the field of memory.stat with the droppable part.
+_VERSION_1 = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
+_VERSION_2 = ("memory.max", "memory.current", "inactive_file")
 
 
 @dataclass(frozen=True)
@@ -79,7 +84,7 @@ def max_batch(
     smallest, *larger = _checked_probes(probes, most)
     where = _checked_device(device)
     gc.collect()
-    free, start = free_bytes(where), held_bytes(where)
+    free, start = free_bytes(where), _held_bytes(where)
     if budget is None:
         budget = int(_SHARE * free)
     elif require_int("budget", budget, minimum=1, maximum=1 << 62) > free:
@@ -100,56 +105,17 @@ def max_batch(
     good, bad = smallest, most + 1
     for n in larger:
         good, bad = (n, bad) if fits(n) else (good, n)
-    line = _Line.through(trials)
-    candidate = min(max(line.largest(budget), good), bad - 1)
+    first, last = trials[0], trials[-1]
+    assert first.peak is not None, "the smaller probe fits"
+    growth = 0.0 if last.peak is None or last.n == first.n else max(0, last.peak - first.peak) / (last.n - first.n)
+    largest = first.n + int((budget - first.peak) / growth) if growth else most
+    candidate = min(max(largest, good), bad - 1)
     good, bad = (candidate, candidate + 1) if candidate == good or fits(candidate) else (good, candidate)
     while bad - good > 1:
         middle = (good + bad) // 2
         good, bad = (middle, bad) if fits(middle) else (good, middle)
     measured = next(trial.peak for trial in reversed(trials) if trial.n == good and trial.peak is not None)
-    return MaxBatch(good, line.at(good), measured, budget, tuple(trials))
-
-
-@dataclass(frozen=True)
-class _Line:
-    """Line of bytes by size: `peak` at size `n`, and `each` more per unit."""
-
-    n: int
-    peak: int
-    each: float
-
-    @classmethod
-    def through(cls, trials: Sequence[Trial]) -> _Line:
-        """Line through the two probes; flat for one probe."""
-        first, last = trials[0], trials[-1]
-        assert first.peak is not None, "the smaller probe fits"
-        if last.peak is None or last.n == first.n:
-            return cls(first.n, first.peak, 0.0)
-        return cls(first.n, first.peak, max(0.0, (last.peak - first.peak) / (last.n - first.n)))
-
-    def at(self, n: int) -> int:
-        return round(self.peak + self.each * (n - self.n))
-
-    def largest(self, budget: int) -> int:
-        """Largest size within the budget; unbounded if the line does not grow."""
-        return self.n + int((budget - self.peak) / self.each) if self.each else torch.iinfo(torch.int64).max
-
-
-def _peak(step: Callable[[int], object], n: int, device: torch.device) -> int | None:
-    """Peak bytes of a step; None if it runs out of memory."""
-    try:
-        found = peak_bytes(lambda: step(n), device)
-    except (torch.OutOfMemoryError, MemoryError):
-        found = None
-    except RuntimeError as error:
-        if "DefaultCPUAllocator: can't allocate memory" not in str(error):  # torch has no specific class for it
-            raise
-        found = None
-    # Outside the handler: the error's frames no longer hold the failed step's tensors.
-    gc.collect()
-    if device_kind(device).is_cuda:
-        torch.cuda.empty_cache()
-    return found
+    return MaxBatch(good, round(first.peak + growth * (good - first.n)), measured, budget, tuple(trials))
 
 
 def _checked_probes(probes: Sequence[int], most: int) -> list[int]:
@@ -173,3 +139,97 @@ def _checked_device(device: torch.device | str | None) -> torch.device:
     if kind.is_cuda and found.index is None:
         return torch.device("cuda", torch.cuda.current_device())
     return found
+
+
+def _peak(step: Callable[[int], object], n: int, device: torch.device) -> int | None:
+    """Peak bytes of this process in a step, including what was held before; None if it runs out of memory.
+
+    On CPU it is Linux's high-water mark of resident memory: writing 5 to clear_refs resets it to the current value.
+    """
+    is_cuda, found = device_kind(device).is_cuda, None
+    if is_cuda:
+        torch.cuda.synchronize(device)
+        torch.cuda.reset_peak_memory_stats(device)
+    else:
+        _return_freed_pages()
+        try:
+            (_ROOT / "proc/self/clear_refs").write_text("5", encoding="utf-8")
+        except OSError as error:
+            raise ValueError(
+                f"peaks on CPU are read from Linux's /proc, where they cannot be reset: {error}"
+            ) from error
+    try:
+        step(n)
+        if is_cuda:
+            torch.cuda.synchronize(device)
+        found = torch.cuda.max_memory_allocated(device) if is_cuda else _field(_ROOT / "proc/self/status", "VmHWM")
+    except (torch.OutOfMemoryError, MemoryError):
+        pass
+    except RuntimeError as error:
+        if "DefaultCPUAllocator: can't allocate memory" not in str(error):  # torch has no specific class for it
+            raise
+    # Outside the handler: the error's frames no longer hold the failed step's tensors.
+    gc.collect()
+    if is_cuda:
+        torch.cuda.empty_cache()
+    return found
+
+
+def _held_bytes(device: torch.device) -> int:
+    """Current bytes of this process: allocated by tensors on CUDA, resident on CPU."""
+    if device_kind(device).is_cuda:
+        return torch.cuda.memory_allocated(device)
+    _return_freed_pages()
+    return _field(_ROOT / "proc/self/status", "VmRSS")
+
+
+def _return_freed_pages() -> None:
+    """Make glibc return freed pages that it keeps, which would count as held; other libraries keep few."""
+    getattr(ctypes.CDLL(None), "malloc_trim", lambda _: None)(0)
+
+
+def free_bytes(device: torch.device) -> int:
+    """Bytes that this process can still allocate; on CUDA including unused memory in its allocator.
+
+    On CPU the minimum of the machine's available memory and what the limits of its control groups leave. Raises
+    ValueError if the system does not report it.
+    """
+    if device_kind(device).is_cuda:
+        free, _ = torch.cuda.mem_get_info(device)
+        return free + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+    return min([_field(_ROOT / "proc/meminfo", "MemAvailable"), *_left_by_groups()])
+
+
+def _field(file: Path, name: str) -> int:
+    """A field of a file in /proc, in bytes."""
+    try:
+        lines = file.read_text(encoding="utf-8").splitlines()
+    except OSError as error:
+        raise ValueError(f"memory on CPU is read from Linux's {file}, which cannot be read: {error}") from error
+    for line in lines:
+        if line.startswith(f"{name}:"):
+            return int(line.split()[1]) * 1024
+    raise ValueError(f"memory on CPU is read from Linux's {file}, which has no field {name} here")
+
+
+def _left_by_groups() -> Iterator[int]:
+    """Bytes left under the limit of each control group around this process, in both versions of Linux's interface.
+
+    Droppable pages of files count as free, as in MemAvailable. Groups that this process cannot see are skipped.
+    """
+    file = _ROOT / "proc/self/cgroup"
+    for line in file.read_text(encoding="utf-8").splitlines() if file.exists() else ():
+        _, controllers, path = line.split(":", 2)
+        if controllers and "memory" not in controllers.split(","):
+            continue
+        top = _ROOT / "sys/fs/cgroup" / ("memory" if controllers else "")
+        limit, usage, droppable = _VERSION_1 if controllers else _VERSION_2
+        inner = top / path.lstrip("/")
+        for group in (each for each in (inner, *inner.parents) if each.is_relative_to(top)):
+            try:
+                most, used = (group / limit).read_text().strip(), int((group / usage).read_text())
+                stat = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())
+            except OSError:
+                continue
+            if most != "max":
+                yield max(0, int(most) - used + int(stat.get(droppable, 0)))

@@ -1,12 +1,13 @@
-"""Memory of one attention call, counted in runs on meta tensors."""
+"""Memory of one attention call, predicted: tiles in a run on meta tensors, flex by its compiled program's buffers."""
 
 from __future__ import annotations
 
 import weakref
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, fields, replace
-from typing import Any
+from itertools import accumulate
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -15,11 +16,12 @@ from .._torch_private import TorchDispatchMode, tree_map_only
 from ..engines import (
     GATHERED_BYTES,
     CallKey,
-    Calls,
+    FlexProgram,
+    FlexStep,
     Program,
-    Step,
     WholeRows,
     allowed_on,
+    make_flex_program,
     program_of,
     run_backward,
     run_forward,
@@ -27,10 +29,17 @@ from ..engines import (
 )
 from ..masks.core import Expression, device_kind, require_int
 from ..masks.patterns import names
-from ..masks.planning import ANYTHING, Choice, Operands, plan, way_of
-from ._flex_memory import Attention, flex_attention_of
+from ..masks.planning import ANYTHING, Allowed, Choice, Operands, plan, way_of
 
-# B batch, H query heads, G key/value heads, N tokens, D head dim
+# B batch, H query heads, G key/value heads, N tokens, S slots, D head dim
+
+NOWHERE = torch.device("meta")  # its tensors have sizes and no memory
+# Longest call that is run on meta tensors. For more tokens every count is linear in the tokens: whole tensors are, and
+# gathers are bounded.
+LARGEST_RUN = 1 << 20
+_SAME_ENDING = 1 << 15  # lengths that differ by a multiple of it have equal cost for a last, shorter segment
+_ALIKE = 3  # steps of a kind that are run, so that one has neighbours on both sides
+_PLAIN_MERGE = 2  # parts up to which Inductor merges without a separate float32 sum
 
 
 @dataclass(frozen=True)
@@ -51,7 +60,7 @@ class LiveBytes(TorchDispatchMode):
     "meta", which have sizes and no memory, the counts equal a run on CPU; tensors with values may be mixed in.
     """
 
-    def __init__(self, *held: Tensor, hidden: Mapping[object, Hidden] | None = None) -> None:
+    def __init__(self, *held: Tensor, hidden: Mapping[Any, Hidden] | None = None) -> None:
         super().__init__()
         self.live = self.peak = 0
         self._hidden = hidden or {}
@@ -60,19 +69,16 @@ class LiveBytes(TorchDispatchMode):
             self._hold(x)
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        hidden = self._hidden.get(func)
-        if hidden is not None:
-            self.peak = max(self.peak, self.live + hidden.work)
-        kwargs = kwargs or {}
+        hidden, kwargs = self._hidden.get(func, Hidden(0)), kwargs or {}
+        self.peak = max(self.peak, self.live + hidden.work)
         if len({x.is_meta for x in tensors_in((*args, *kwargs.values()))}) > 1:
             args, kwargs = tree_map_only(Tensor, lambda x: x.to(NOWHERE), (args, kwargs))
         results = func(*args, **kwargs)
         if func is torch.ops.aten.empty_like.default and kwargs.get("device") == NOWHERE:
             return results  # the engine needs only its strides
-        tensors = list(tensors_in((results,)))
-        for x in tensors:
+        for x in (tensors := list(tensors_in((results,)))):
             self._hold(x)
-        if hidden is not None and hidden.kept:
+        if hidden.kept:
             self._count(hidden.kept)
             weakref.finalize(tensors[-1].untyped_storage(), self._count, -hidden.kept).atexit = False
         return results
@@ -87,27 +93,16 @@ class LiveBytes(TorchDispatchMode):
         if key not in self._known:
             self._known[key] = storage.nbytes()
             self._count(storage.nbytes())
-            weakref.finalize(storage, self._drop, key).atexit = False
-
-    def _drop(self, key: int) -> None:
-        self._count(-self._known.pop(key))
+            weakref.finalize(storage, lambda: self._count(-self._known.pop(key))).atexit = False
 
     def _count(self, number: int) -> None:
         self.live += number
         self.peak = max(self.peak, self.live)
 
 
-NOWHERE = torch.device("meta")  # its tensors have sizes and no memory
-
-
 def nbytes(*tensors: Tensor) -> int:
     """Bytes of the tensors' elements."""
     return sum(x.numel() * x.element_size() for x in tensors)
-
-
-# For more tokens every count is linear in the tokens: whole tensors are, and gathers are bounded.
-LARGEST_RUN = 1 << 20
-_SAME_ENDING = 1 << 15  # lengths that differ by a multiple of it have equal cost for a last, shorter segment
 
 
 @dataclass(frozen=True)
@@ -168,16 +163,16 @@ class AttentionMemory:
     def at(self, num_tokens: int, other: AttentionMemory, tokens: tuple[int, int]) -> AttentionMemory:
         """Linear interpolation between this and `other`, which are for the two numbers in `tokens`."""
         share = (num_tokens - tokens[0]) / (tokens[1] - tokens[0])
-        pairs = {field.name: (getattr(self, field.name), getattr(other, field.name)) for field in fields(self)}
-        return AttentionMemory(**{name: round(a + share * (b - a)) for name, (a, b) in pairs.items()})
+        pairs = ((getattr(self, each.name), getattr(other, each.name)) for each in fields(self))
+        return AttentionMemory(*(round(a + share * (b - a)) for a, b in pairs))
 
 
 def attention_memory(pattern: Expression, size: AttentionSize, *, device: str = "cpu") -> AttentionMemory:
     """Memory of `attend` on this kind of device with its default engine: tiles on "cpu", flex elsewhere.
 
-    Up to 1,048,576 tokens it runs the call once on meta tensors and counts what is alive: tiles by the engine's own
-    code, flex by the allocations of its compiled program. Beyond, it extrapolates linearly. Allocations inside kernels
-    are not counted; on CPU they are a few MB per thread. Nothing is computed, and no accelerator is needed.
+    Up to 1,048,576 tokens it plans the call, and counts what is alive: for tiles in a run of the engine on meta
+    tensors, for flex by the allocations of its compiled program. Beyond, it extrapolates linearly. Allocations inside
+    kernels are not counted; on CPU they are a few MB per thread. Nothing is computed, and no accelerator is needed.
     Raises ValueError for a pattern that needs run-time tensors, or does not bind.
     """
     missing = names(pattern)
@@ -185,11 +180,14 @@ def attention_memory(pattern: Expression, size: AttentionSize, *, device: str = 
         raise ValueError(f"a pattern's memory is known with its values; got one that needs {', '.join(missing)}")
     require_int("num_tokens", size.num_tokens, minimum=1)
     if size.num_tokens <= LARGEST_RUN:
-        return _dry_run(pattern, size, device)
+        return _planned_memory(pattern, size, device)
     ending = size.num_tokens % _SAME_ENDING
     tokens = LARGEST_RUN // 2 + ending, LARGEST_RUN + ending
-    choice = _choice(pattern, size, device)  # fewer tokens may be planned differently
-    smaller, larger = (_dry_run(pattern, replace(size, num_tokens=number), device, choice) for number in tokens)
+    # Fewer tokens may be planned differently, so the options chosen for the whole length are kept.
+    best = plan(_key(pattern, size).bound(pattern), device=device, allowed=_allowed(device), operands=size.operands)
+    together = len(best.options) < len(set(pattern.branches()))
+    choice = Choice(together, tuple(way_of(options[0]) for options in best.options))
+    smaller, larger = (_planned_memory(pattern, replace(size, num_tokens=n), device, choice) for n in tokens)
     return smaller.at(size.num_tokens, larger, tokens)
 
 
@@ -199,102 +197,125 @@ def _key(pattern: Expression, size: AttentionSize) -> CallKey:
     return CallKey(pattern.text, *heads, *tokens, 0, 0, 0, size.num_heads, 1, ())
 
 
-def _choice(pattern: Expression, size: AttentionSize, device: str) -> Choice:
-    """The options that the planner chooses for a call of this size."""
-    allowed = ANYTHING if device_kind(device).on_host else allowed_on(torch.device(device))
-    best = plan(_key(pattern, size).bound(pattern), device=device, allowed=allowed, operands=size.operands)
-    together = len(best.options) < len(set(pattern.branches()))
-    return Choice(together, tuple(way_of(options[0]) for options in best.options))
+def _allowed(device: str) -> Allowed:
+    return ANYTHING if device_kind(device).on_host else allowed_on(torch.device(device))
 
 
-def _dry_run(pattern: Expression, size: AttentionSize, device: str, choice: Choice | None = None) -> AttentionMemory:
-    key = _key(pattern, size)
+def _planned_memory(
+    pattern: Expression, size: AttentionSize, device: str, choice: Choice | None = None
+) -> AttentionMemory:
+    key, row = _key(pattern, size), size.batch * size.num_tokens * size.head_dim * size.dtype.itemsize
+    inputs = size.num_heads * row, 2 * size.kv_heads * row
     if device_kind(device).on_host:
-        key_bytes = 2 * size.batch * size.head_dim * size.dtype.itemsize
-        attention, tables = tiles_attention_of(key, pattern, size.operands, key_bytes=key_bytes, choice=choice)
-    else:
-        attention, tables = flex_attention_of(key, pattern, size.operands, device=device, choice=choice)
-    with NOWHERE:  # inputs only: the engine's decisions depend on the values in its tables
-        q, k, v = (_empty(heads, size) for heads in (size.num_heads, size.kv_heads, size.kv_heads))
-    return _measure(attention, q, k, v, tables)
+        program = program_of(key, pattern, "cpu", choice, size.operands, written=key.pattern)
+        return AttentionMemory(*inputs, *_tiles_memory(program, size), program.nbytes)
+    how = {"device": device, "allowed": _allowed(device), "choice": choice, "operands": size.operands}
+    best, cpu = plan(key.bound(pattern), **how), torch.device("cpu")  # its tables need no accelerator
+    program = make_flex_program(best, key.layout, num_kv_heads=size.kv_heads, block_size=key.sides, device=cpu)
+    lse = 4 * size.batch * size.num_heads * size.num_tokens
+    return AttentionMemory(*inputs, lse, *_flex_memory(program, size, *inputs, lse), program.nbytes)
 
 
-def _measure(attention: Attention, q: Tensor, k: Tensor, v: Tensor, tables: int) -> AttentionMemory:
-    with torch.no_grad(), LiveBytes(q, k, v) as inference:
-        out, lse = attention(q, k, v)
-    rows = nbytes(lse)
-    del out, lse
-    leaves = [x.detach().requires_grad_() for x in (q, k, v)]
-    with LiveBytes(q, k, v) as training:
-        out, _ = attention(*leaves)
-        forward_peak, kept = training.peak, training.live
-        training.restart()
-        torch.autograd.grad(out, leaves, torch.empty_like(out))
-    peaks = inference.peak, forward_peak, training.peak
-    return AttentionMemory(nbytes(q), nbytes(k, v), rows, kept, *peaks, tables)
+def _tiles_memory(program: Program, size: AttentionSize) -> tuple[int, int, int, int, int]:
+    """(lse, kept, inference peak, forward peak, backward peak) of the engine's own code on meta tensors.
 
-
-def _empty(heads: int, size: AttentionSize) -> Tensor:
-    shape = size.batch, heads, size.num_tokens, size.head_dim
-    if size.tokens_outermost:
-        return torch.empty(shape[0], shape[2], shape[1], shape[3], dtype=size.dtype).transpose(1, 2)
-    return torch.empty(shape, dtype=size.dtype)
-
-
-# Enough to represent repeated steps: three of a kind, so that one has neighbours on both sides, and twice the problems
-# that the engine gathers at once.
-_STEPS, _GATHERED_BYTES = 3, 2 * GATHERED_BYTES
-
-
-def tiles_attention_of(
-    key: CallKey, rule: Expression, operands: Operands, *, key_bytes: int, choice: Choice | None = None
-) -> tuple[Callable[..., tuple[Tensor, Tensor]], int]:
-    """(a function (q, k, v) -> (out, lse) by the engine's own steps, without its operator; bytes of its tables).
-
-    key_bytes: of a key and its value over the batch. Of equal steps only a few are run, because each frees its memory
-    before the next one starts.
+    The decisions of the engine depend on the values in its tables, which are on the CPU.
     """
-    program = program_of(key, rule, "cpu", choice, operands, written=key.pattern)
-    few = _few_of_each_kind(program, key_bytes)
-    return lambda q, k, v: _Tiles.apply(q, k, v, few), program.nbytes
-
-
-class _Tiles(torch.autograd.Function):
-    """Saves the tensors that the operator saves."""
-
-    @staticmethod
-    def forward(ctx, q: Tensor, k: Tensor, v: Tensor, program: Program) -> tuple[Tensor, Tensor]:
+    program = _few_of_each_kind(program, 2 * size.batch * size.head_dim * size.dtype.itemsize)
+    order = (0, 2, 1, 3) if size.tokens_outermost else (0, 1, 2, 3)
+    shapes = ((size.batch, X, size.num_tokens, size.head_dim) for X in (size.num_heads, size.kv_heads, size.kv_heads))
+    q, k, v = (torch.empty_permuted(shape, order, dtype=size.dtype, device=NOWHERE) for shape in shapes)
+    with torch.no_grad(), LiveBytes(q, k, v) as counted:
         out, lse = run_forward(program, q, k, v, 1.0)
-        ctx.save_for_backward(q, k, v, out, lse)
-        ctx.program = program
-        ctx.set_materialize_grads(False)
-        return out, lse
-
-    @staticmethod
-    def backward(ctx: Any, *grad_outputs: Any) -> tuple[Tensor | None, ...]:
-        q, k, v, out, lse = ctx.saved_tensors
-        return *run_backward(ctx.program, q, k, v, WholeRows(out, lse, *grad_outputs), 1.0), None
+        forward, kept = counted.peak, counted.live
+        counted.restart()
+        run_backward(program, q, k, v, WholeRows(out, lse, torch.empty_like(out), None), 1.0)
+    return nbytes(lse), kept, forward, forward, counted.peak
 
 
 def _few_of_each_kind(program: Program, key_bytes: int) -> Program:
+    """Enough steps and problems to represent all: each frees its memory before the next one starts.
+
+    key_bytes: of a key and its value over the batch.
+    """
     taken: Counter[object] = Counter()
     steps = []
     for step in program.steps:
-        kind = _kind(step)
+        term, calls = step.term, step.calls
+        sizes = len(term.heads), term.folds, term.q.num_slots, term.k.num_slots
+        kind = term.shape, sizes, term.multiplicity, step.fresh, type(step.queries), id(calls)
         taken[kind] += 1
-        if taken[kind] <= _STEPS:
-            few = None if step.calls is None else _few_problems(step.calls, key_bytes)
-            steps.append(replace(step, calls=few))
+        if taken[kind] <= _ALIKE:
+            if calls is not None:
+                most = ((call, 1 + 2 * GATHERED_BYTES // (call.keys.length * key_bytes)) for call in calls.calls)
+                calls = replace(calls, calls=tuple(next(call.parts(count), call) for call, count in most))
+            steps.append(replace(step, calls=calls))
     return replace(program, steps=tuple(steps))
 
 
-def _kind(step: Step) -> object:
-    """The sizes that determine a step's allocations."""
-    term = step.term
-    sizes = len(term.heads), term.folds, term.q.num_slots, term.k.num_slots
-    return term.shape, sizes, term.multiplicity, step.fresh, type(step.queries), id(step.calls)
+def _flex_memory(
+    program: FlexProgram, size: AttentionSize, queries: int, keys: int, lse: int
+) -> tuple[int, int, int, int]:
+    """(kept, inference peak, forward peak, backward peak) of the compiled program.
+
+    Inductor fuses everything around attention: a gather makes one tensor, and so does a merge; it gathers for two steps
+    at once. FlexAttention makes out and a float32 lse, and delta in the backward. Training keeps all operands and
+    parts, and of several parts the merged rows of each gathered one. For more than two parts it also keeps a float32
+    sum, and its backward has float32 rows for each gathered part, because Inductor makes separate kernels for them.
+    """
+    steps = [_flex_step(step, size) for step in program.steps]
+    copies = [sum(count for count, is_copy in step.operands if is_copy) for step in steps]
+    outs = [step.operands[0][0] for step in steps]
+    parts = [out + step.lse for out, step in zip(outs, steps, strict=True)]
+    is_merged = len(steps) != 1 or steps[0].operands[0][1]
+    merged = queries + lse if is_merged else 0
+    num_gathered = sum(step.queries.slots.kind != "all" for step in program.steps) if len(steps) > 1 else 0
+    wide = queries // size.dtype.itemsize * 4 if num_gathered and len(steps) > _PLAIN_MERGE else 0
+    rows = num_gathered * queries + wide
+    # Changes of the bytes alive, in order; the peak is the largest of their running sums.
+    inference = [queries + keys, *copies[:1]]
+    for index, part in enumerate(parts):
+        inference += [sum(copies[index + 1 : index + 2]), part, -copies[index]]
+    kept = queries + keys + sum(copies) + sum(parts) + merged + rows
+    backward = [kept, queries, *((num_gathered * wide + sum(outs), -num_gathered * wide - rows) if is_merged else ())]
+    whole, arrived = (queries, keys // 2, keys // 2), set()
+
+    def arrive(step: _FlexStep, are_copies: bool) -> Iterator[int]:
+        """Changes in bytes: gradients of operands become gradients of v, k and q, or are added to existing ones."""
+        for operand, (count, is_copy) in reversed(list(enumerate(step.operands))):
+            if is_copy == are_copies:
+                yield from (whole[operand], -count) if is_copy else ()
+                yield from (-whole[operand],) if operand in arrived else ()
+                arrived.add(operand)
+
+    for index, step in reversed(list(enumerate(steps))):
+        freed = copies[index] + (parts[index] + outs[index] if is_merged else 0)
+        backward += [step.lse + sum(count for count, _ in step.operands), -step.lse - freed, *arrive(step, False)]
+        backward += [change for later in steps[index + 1 : index + 2] for change in arrive(later, True)]
+    backward += [change for first in steps[:1] for change in arrive(first, True)]
+    return kept, max(accumulate([*inference, merged])), kept, max(accumulate(backward))
 
 
-def _few_problems(calls: Calls, key_bytes: int) -> Calls:
-    few = (next(call.parts(1 + _GATHERED_BYTES // (call.keys.length * key_bytes)), call) for call in calls.calls)
-    return replace(calls, calls=tuple(few))
+class _FlexStep(NamedTuple):
+    """Bytes of q, k and v as the kernel of a step reads them, each with whether it is a copy; and bytes of its lse."""
+
+    operands: tuple[tuple[int, bool], ...]
+    lse: int
+
+
+def _flex_step(step: FlexStep, size: AttentionSize) -> _FlexStep:
+    """A side is read in place if every token is a slot and none is cleared."""
+    by_column, (q_side, k_side) = step.mask.q_num_blocks, step.structure.sides
+    assert by_column is not None
+    queries = step.queries, size.num_heads, step.mask.kv_num_blocks.shape[2] * q_side, step.hidden.queries
+    keys = step.keys, size.kv_heads, by_column.shape[2] * k_side, step.hidden.keys
+    found = []
+    for (slots, index, _), heads, length, hidden in (queries, keys):
+        if slots.kind != "all":
+            heads = heads * slots.numbers[0] if index.heads is None else len(index.heads)
+        if slots.kind != "segments":
+            length = size.num_tokens if index.listed is None else index.listed.shape[1]
+        found.append((size.batch * heads * length, slots.kind != "all" or hidden is not None))
+    row = size.head_dim * size.dtype.itemsize
+    q, k = ((rows * row, is_copy) for rows, is_copy in found)
+    return _FlexStep((q, k, k), 4 * found[0][0])

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
@@ -86,13 +85,18 @@ def model_memory(size: ModelSize, num_tokens: int, attention: AttentionMemory, *
 
     Runs the model's code once on meta tensors. Nothing is computed.
     """
+    # Bytes inside the attention operators, without their inputs; the incoming gradient has the size of q.
+    forward = Hidden(attention.forward_peak - attention.inputs, attention.kept - attention.shown)
+    backward = Hidden(attention.backward_peak - attention.kept - attention.queries)
+    tiles, tiles_backward = torch.ops.flexdilated.tiles.default, torch.ops.flexdilated.tiles_backward.default
+    alone = {tiles: Hidden(attention.inference_peak - attention.inputs)}
     with NOWHERE:
         model = longnet_around(masks.every(), size, checkpoint=checkpoint)
         weights = list(model.parameters())
         x = torch.empty(size.batch, num_tokens, size.embed_dim, dtype=size.dtype)
-        with torch.no_grad(), LiveBytes(x, *weights, hidden=_inside_inference(attention)) as inference:
+        with torch.no_grad(), LiveBytes(x, *weights, hidden=alone) as inference:
             model(x)
-        with LiveBytes(x, *weights, hidden=_inside_training(attention)) as training:
+        with LiveBytes(x, *weights, hidden={tiles: forward, tiles_backward: backward}) as training:
             training_step(model, x)
     return ModelMemory(nbytes(*weights), inference.peak, training.peak)
 
@@ -102,19 +106,3 @@ def attention_size(size: ModelSize, num_tokens: int) -> AttentionSize:
     return AttentionSize(
         num_tokens, size.num_heads, size.head_dim, size.dtype, size.batch, size.num_kv_heads, tokens_outermost=True
     )
-
-
-def _inside_inference(attention: AttentionMemory) -> Mapping[object, Hidden]:
-    """Bytes that the attention operator allocates in inference, without its inputs."""
-    return {torch.ops.flexdilated.tiles.default: Hidden(attention.inference_peak - attention.inputs)}
-
-
-def _inside_training(attention: AttentionMemory) -> Mapping[object, Hidden]:
-    """Bytes that the attention operators allocate in training, and that they keep for the backward."""
-    forward = Hidden(attention.forward_peak - attention.inputs, attention.kept - attention.shown)
-    # The incoming gradient has the size of q.
-    backward = Hidden(attention.backward_peak - attention.kept - attention.queries)
-    return {
-        torch.ops.flexdilated.tiles.default: forward,
-        torch.ops.flexdilated.tiles_backward.default: backward,
-    }

@@ -1,22 +1,33 @@
-"""attention_received: attention that each key receives, computed as the gradient of v for a cotangent of ones."""
+"""Attention that each key receives, computed as the gradient of v for a cotangent of ones; and a picture of it."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Float, Shaped
 from torch import Tensor
+from torch.nn.functional import adaptive_avg_pool1d
 
 from .._attend import attend, autocast, planned_call
 from .._engines import choose_engine
 from .._validate import check_lse, check_tensors
 from ..engines import refuse_transforms, sum_dtype, tiles_backward
 from ..masks import Layout, Mixture, Pattern
-from ..masks.core import advises, device_kind, require_expression
+from ..masks.core import advises, device_kind, require_below, require_expression, require_int
+
+if TYPE_CHECKING:
+    from matplotlib.cm import ScalarMappable
+    from matplotlib.figure import Figure
 
 # B batch, H query heads, G key/value heads, N queries, M keys, D head dim
+
+_MOST_COLUMNS = 1024  # of a strip; with more tokens, neighbours share a column
+_MOST_HEADS = 8  # up to which heads are also drawn separately, next to their mean
+_MOST_CELLS = 1 << 22  # of a grid; larger grids are drawn as points
+_NOTHING = (0.85, 0.85, 0.85, 1.0)  # colour of tokens that received nothing
+_LABEL = "attention received"
 
 
 @advises()
@@ -129,3 +140,148 @@ def _cotangents(q: Tensor, num_kv_heads: int) -> Iterator[tuple[range, Tensor]]:
 
 def _columns(grad_v: Float[Tensor, "B G M D"], members: range) -> Float[Tensor, "B G C M"]:
     return grad_v[..., : len(members)].transpose(2, 3)
+
+
+@advises()
+def plot_attention_received(
+    received: Float[Tensor, "B H M"],
+    *,
+    coordinates: Shaped[Tensor, "M 2"] | None = None,
+    batch: int = 0,
+    k_offset: int = 0,
+    title: str | None = None,
+) -> Figure:
+    """Draw the result of `attention_received` for one batch entry, as a matplotlib figure: `figure.savefig(path)`.
+
+    Without coordinates: one strip per head along the sequence, and curves, averaged over neighbours for many tokens.
+    k_offset: position of the first key, as in the call of `attend`. With coordinates, the (x, y) of each token, such as
+    the tiles of a slide: a map of the mean over heads, and one per head for at most 8 heads; x grows to the right, y
+    downwards, and positions without a token stay white. Colours and curves have logarithmic scales; tokens that
+    received nothing are grey, and gaps in the curves.
+
+    Raises ValueError or TypeError for tensors of other shapes, and ImportError without matplotlib.
+
+    >>> figure = fd.plot_attention_received(torch.rand(1, 4, 256))
+    >>> figure.savefig('received.png')
+    """
+    if not isinstance(received, Tensor):
+        raise TypeError(f"received must be a tensor from attention_received; got {type(received).__name__}")
+    if received.dim() != 3 or 0 in received.shape:
+        raise ValueError(f"received must have the 3 dims (batch, heads, keys); got {tuple(received.shape)}")
+    require_below("batch", batch, len(received), "batch entries")
+    heads = received[batch].detach().to("cpu", torch.float64)
+    if not heads.isfinite().all() or heads.min() < 0:
+        raise ValueError("received must hold finite numbers of at least 0, as attention_received gives them")
+    require_int("k_offset", k_offset, minimum=0)
+    if coordinates is not None:
+        if k_offset:
+            raise ValueError(f"k_offset is for keys along a sequence, without coordinates; got {k_offset=} and both")
+        if not isinstance(coordinates, Tensor):
+            raise TypeError(f"coordinates must be a tensor; got {type(coordinates).__name__}")
+        if coordinates.shape != (heads.shape[1], 2):
+            got = tuple(coordinates.shape)
+            raise ValueError(f"coordinates must be the (x, y) of each of {heads.shape[1]} keys; got {got}")
+        if not coordinates.isfinite().all():
+            raise ValueError("coordinates must be finite")
+    try:
+        from matplotlib.figure import Figure
+    except ImportError as error:
+        raise ImportError('plot_attention_received needs matplotlib: pip install "flexdilated[plot]"') from error
+    figure = Figure(layout="constrained", dpi=140)
+    if coordinates is None:
+        _draw_sequence(figure, heads, k_offset)
+    else:
+        _draw_maps(figure, heads, coordinates.detach().to("cpu", torch.float64))
+    if title is not None:
+        figure.suptitle(title)
+    return figure
+
+
+def _draw_sequence(figure: Figure, heads: Tensor, first: int) -> None:
+    tokens, columns = heads.shape[1], min(heads.shape[1], _MOST_COLUMNS)
+    drawn, height = adaptive_avg_pool1d(heads[None], columns)[0], 0.6 + 0.22 * min(len(heads), 24)
+    figure.set_size_inches(11, height + 4.4)
+    strip, curves = figure.subplots(2, 1, sharex=True, height_ratios=(height, 2.2))
+    shades = _shades(drawn)
+    extent = (first, first + tokens, len(heads) - 0.5, -0.5)
+    strip.imshow(_coloured(drawn, shades).numpy(), aspect="auto", interpolation="nearest", extent=extent)
+    strip.set_ylabel("head")
+    strip.yaxis.get_major_locator().set_params(integer=True)
+    figure.colorbar(shades, ax=strip, label=_LABEL)
+    middle = (first + (torch.arange(columns) + 0.5) * (tokens / columns)).numpy()
+    if len(heads) <= _MOST_HEADS:
+        for index, head in enumerate(drawn):
+            curves.plot(middle, head.numpy(), linewidth=0.7, alpha=0.7, label=f"head {index}")
+    curves.plot(middle, drawn.mean(0).numpy(), color="black", linewidth=1.4, label=f"mean of {len(heads)} heads")
+    label = "token" if columns == tokens else f"token, means over {tokens / columns:.1f} neighbours"
+    curves.set(xlabel=label, ylabel=_LABEL, xlim=(first, first + tokens))
+    curves.xaxis.set_major_formatter("{x:,.0f}")
+    if drawn.max() > 0:
+        # On a linear scale, global tokens would flatten all other curves; a few tiny values would on a logarithmic one.
+        curves.set_yscale("log", nonpositive="mask")
+        most = float(drawn.max())
+        least, most = _ends(max(float(drawn[drawn > 0].min()), most / 1e6), most)
+        curves.set_ylim(least / 1.2, most * 1.2)
+    curves.legend(loc="upper right", ncols=3, fontsize="small", frameon=False)
+
+
+def _draw_maps(figure: Figure, heads: Tensor, places: Tensor) -> None:
+    panels = {f"mean of {len(heads)} heads" if len(heads) > 1 else "head 0": heads.mean(0)}
+    if 1 < len(heads) <= _MOST_HEADS:
+        panels |= {f"head {index}": head for index, head in enumerate(heads)}
+    rows, columns = -(-len(panels) // 3), min(len(panels), 3)
+    figure.set_size_inches(4.2 * columns + 1.2, 4.0 * rows + 0.4)
+    shades, grid = _shades(torch.stack(list(panels.values()))), _grid(places)
+    all_axes = figure.subplots(rows, columns, squeeze=False).flatten()
+    for axes in all_axes[len(panels) :]:
+        axes.set_axis_off()
+    for axes, (name, values) in zip(all_axes, panels.items(), strict=False):
+        axes.set(title=name, xlabel="x", ylabel="y", aspect="equal")
+        for axis in (axes.xaxis, axes.yaxis):
+            axis.set_major_formatter("{x:,.10g}")
+        colours = _coloured(values, shades)
+        if grid is None:
+            axes.scatter(*places.T.numpy(), c=colours.numpy(), s=6)
+            axes.invert_yaxis()
+            continue
+        cells, step = grid
+        size, least = cells.max(0).values + 1, places.min(0).values
+        picture = torch.zeros(int(size[1]), int(size[0]), 4, dtype=colours.dtype)  # transparent
+        picture[cells[:, 1], cells[:, 0]] = colours
+        (left, top), (right, bottom) = (least - step / 2).tolist(), (least + step * (size - 0.5)).tolist()
+        axes.imshow(picture.numpy(), interpolation="nearest", extent=(left, right, bottom, top))
+    figure.colorbar(shades, ax=list(all_axes), label=_LABEL, shrink=0.9)
+
+
+def _grid(places: Tensor) -> tuple[Tensor, Tensor] | None:
+    """(column and row of each token, grid steps along x and y) if coordinates form a grid; else None."""
+    gaps = [along.unique().diff() for along in places.T]
+    step = torch.stack([each.min() if len(each) else places.new_ones(()) for each in gaps])
+    exact = (places - places.min(0).values) / step
+    cells = exact.round()
+    is_shared = len(cells.unique(dim=0)) < len(cells)
+    if is_shared or (exact - cells).abs().max() > 1e-3 or (cells.max(0).values + 1).prod() > _MOST_CELLS:
+        return None
+    return cells.long(), step
+
+
+def _shades(values: Tensor) -> ScalarMappable:
+    """Logarithmic colours from the 1st to the 99th percentile of the values above 0."""
+    from matplotlib.cm import ScalarMappable
+    from matplotlib.colors import LogNorm
+
+    some = values[values > 0].clamp(1e-30, 1e30)
+    ends = some.quantile(torch.tensor([0.01, 0.99], dtype=some.dtype)).tolist() if len(some) else (1.0, 1.0)
+    return ScalarMappable(LogNorm(*_ends(*ends), clip=True))
+
+
+def _ends(least: float, most: float) -> tuple[float, float]:
+    """Ends of a scale; a factor of 4 apart if the values are nearly equal."""
+    return (least, most) if most >= 1.01 * least else (least / 2, most * 2)
+
+
+def _coloured(values: Tensor, shades: ScalarMappable) -> Tensor:
+    """RGBA colour of each value."""
+    colours = torch.from_numpy(shades.to_rgba(values.clamp(min=torch.finfo(values.dtype).tiny).numpy()))
+    colours[values == 0] = torch.tensor(_NOTHING, dtype=colours.dtype)
+    return colours

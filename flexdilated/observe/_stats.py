@@ -1,4 +1,4 @@
-"""stats: the plan cache, the pools, the compilations and the sources of plans, as one value."""
+"""stats: the plan cache, the pools and the sources of plans, as one value."""
 
 from __future__ import annotations
 
@@ -16,7 +16,6 @@ from ..masks import cache
 from ..masks.core import bytes_text
 from ..masks.plan_cache import CacheStats
 from ..masks.planning import sources_in_use
-from ._compilations import Compilations, compilations
 
 # Read from sys.modules: only a process that has imported it can have pools, and others should not load it.
 _POOL_MODULE = "flexdilated.distributed.wire._pool"
@@ -47,15 +46,12 @@ class PoolStats:
 class Stats:
     """State and history of the library in this process; print it for tables.
 
-    Its table of compilations has the numbers only; `fd.compilations()` also has the reasons.
-
-    cache: of plans and tables. pools: all live pools. compilations: of torch.compile, for all callers. constants: (kind
-    of device, source) of the machine constants used in plans. measured: calls for which `autotune` chose.
+    cache: of plans and tables. pools: all live pools. constants: (kind of device, source) of the machine constants used
+    in plans. measured: calls for which `autotune` chose.
     """
 
     cache: CacheStats
     pools: tuple[PoolStats, ...]
-    compilations: Compilations
     constants: tuple[tuple[str, str], ...]
     measured: int
 
@@ -68,20 +64,19 @@ class Stats:
         parts = {
             "Plan cache": str(self.cache),
             "Buffer pools": _pool_table(self.pools),
-            "Compilations": self.compilations.numbers(),
             "Plans": _plan_sources(self),
         }
         return "\n\n".join(f"{name}\n{indent(text, '  ')}" for name, text in parts.items())
 
 
 def stats() -> Stats:
-    """Cache, pools, compilations and sources of plans of this process at this moment.
+    """Cache, pools and sources of plans of this process at this moment.
 
     Builds, imports and measures nothing. Raises ValueError if the cache's environment variables are invalid.
 
     >>> stats = fd.stats()  # print it
     """
-    return Stats(cache().stats(), tuple(_pools()), compilations(), tuple(sources_in_use().items()), num_measured())
+    return Stats(cache().stats(), tuple(_pools()), tuple(sources_in_use().items()), num_measured())
 
 
 def _pools() -> Iterable[PoolStats]:

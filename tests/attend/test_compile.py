@@ -198,12 +198,12 @@ pattern = fd.masks.longnet([16, 48], [1, 3]) & fd.masks.causal()
 q = torch.randn(1, 2, 40, 16)
 out = torch.compile(lambda q: fd.attend(q, q, q, pattern, scale=scale), fullgraph=True)(q)
 assert torch.equal(out, fd.attend(q, q, q, pattern, scale=scale))
-print(fd.compilations().graphs, fd.compilations().found_on_disk)
+counters = torch._dynamo.utils.counters
+print(counters['stats']['unique_graphs'], counters['aot_autograd']['autograd_cache_hit'])
 """
 ELSEWHERE = f"""
 import sys, flexdilated as fd
-found = fd.compilations()
-print('torch._dynamo' in sys.modules, found.graphs, found.seconds, found.latest)
+print('torch._dynamo' in sys.modules)
 import torch
 run = torch._inductor.aoti_load_package(sys.argv[1])
 torch.save([run(*given) for given in torch.load(sys.argv[2])], sys.argv[3])
@@ -217,7 +217,7 @@ def test_what_one_process_compiles_runs_in_another(tmp_path):
     """A package of AOTInductor serves any batch and length, where flexdilated is imported.
 
     And what the other process compiled, a third one does not: the operator can be part of what torch keeps. Before its
-    first compilation the other one has counted nothing, and not imported the compiler, which takes a second.
+    first compilation the other one has not imported the compiler, which takes a second.
     """
     batch, tokens = torch.export.Dim("batch", min=1, max=64), torch.export.Dim("tokens", min=2, max=1 << 20)
     sizes = (*[{0: batch, 2: tokens}] * 3, {0: batch, 1: tokens})
@@ -233,7 +233,7 @@ def test_what_one_process_compiles_runs_in_another(tmp_path):
     files = package, tmp_path / "given", tmp_path / "found"
     call = [sys.executable, "-W", "ignore", "-c", ELSEWHERE, *files, str(scale)]
     done = subprocess.run(call, capture_output=True, text=True, timeout=300, cwd=Path(__file__).parents[2])
-    assert done.stdout.splitlines() == ["False 0 0.0 ()", "1 0"], done.stderr
+    assert done.stdout.splitlines() == ["False", "1 0"], done.stderr
     for found, each in zip(torch.load(tmp_path / "found"), given, strict=True):
         assert_close(found, Packed()(*each))
     again = subprocess.run(

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import flexdilated as fd
-from flexdilated.memory import _free_memory, max_batch
+from flexdilated.memory import _max_batch, max_batch
 
 needs_proc = pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="peaks on CPU are read from /proc")
 MIB = 1 << 20
@@ -215,12 +215,12 @@ GROUP_1 = {
 )
 def test_free_memory_within_the_groups_limits(tmp_path, monkeypatch, files, expected):
     tree(tmp_path, MEMINFO | files)
-    monkeypatch.setattr(_free_memory, "_ROOT", tmp_path)
-    assert _free_memory.free_bytes(torch.device("cpu")) == expected
+    monkeypatch.setattr(_max_batch, "_ROOT", tmp_path)
+    assert _max_batch.free_bytes(torch.device("cpu")) == expected
 
 
 def test_a_system_that_does_not_tell_is_named(tmp_path, monkeypatch):
-    monkeypatch.setattr(_free_memory, "_ROOT", tmp_path)
+    monkeypatch.setattr(_max_batch, "_ROOT", tmp_path)
 
     def refused(message):
         with pytest.raises(ValueError, match=message):

@@ -174,8 +174,8 @@ def test_beyond_the_largest_run_memory_goes_on_growing(name, device, largest, nu
     size = AttentionSize(num_tokens, 2, 32, torch.float32)
     monkeypatch.setattr(_memory, "LARGEST_RUN", largest)
     sizes: list[int] = []
-    dry_run = _memory._dry_run
-    monkeypatch.setattr(_memory, "_dry_run", lambda *args: (sizes.append(args[1].num_tokens), dry_run(*args))[1])
+    dry_run = _memory._planned_memory
+    monkeypatch.setattr(_memory, "_planned_memory", lambda *args: (sizes.append(args[1].num_tokens), dry_run(*args))[1])
     extended = attention_memory(masks.parse(PATTERNS[name]), size, device=device)
     monkeypatch.setattr(_memory, "LARGEST_RUN", 1 << 21)
     exact = attention_memory(masks.parse(PATTERNS[name]), size, device=device)

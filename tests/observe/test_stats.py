@@ -1,4 +1,4 @@
-"""`fd.stats()`: one value for cache, pools, compilations and the source of plans; what it counts is what happened."""
+"""`fd.stats()`: one value for cache, pools and the source of plans; what it counts is what happened."""
 
 import gc
 import json
@@ -54,14 +54,6 @@ def test_pools_are_those_alive() -> None:
     assert name not in {each.name for each in fd.stats().pools}
 
 
-def test_compilations_are_those_of_the_counter() -> None:
-    before = fd.stats().compilations.graphs
-    torch.compiler.reset()
-    torch.compile(lambda x: x + 1, backend="aot_eager")(torch.ones(3))
-    assert fd.stats().compilations == fd.compilations()
-    assert fd.stats().compilations.graphs == before + 1
-
-
 def test_where_plans_come_from(monkeypatch) -> None:
     fd.attend(*torch.randn(3, 1, 4, 100, 16), PATTERN)
     assert dict(fd.stats().constants)["cpu"] == masks.machine("cpu").source == "builtin"
@@ -90,8 +82,7 @@ def test_it_is_a_value_and_plain_data() -> None:
     assert json.loads(json.dumps(data)) == data
     assert data["cache"]["misses"] == found.cache.misses
     assert data["pools"][-1]["name"] == pool.name
-    assert data["compilations"]["graphs"] == found.compilations.graphs
-    assert list(data) == ["cache", "pools", "compilations", "constants", "measured"]
+    assert list(data) == ["cache", "pools", "constants", "measured"]
 
 
 def test_the_table_says_what_the_value_says() -> None:
@@ -100,7 +91,7 @@ def test_the_table_says_what_the_value_says() -> None:
     text = str(fd.stats())
     lines = [line.split() for line in text.splitlines()]
     assert [line.split()[0] for line in text.splitlines() if line and not line.startswith(" ")] == [
-        *("Plan", "Buffer", "Compilations", "Plans")
+        *("Plan", "Buffer", "Plans")
     ]
     number = pool.name.removeprefix("pool ")
     assert [number, "cpu", "2", "KiB", "1.17", "KiB", "2", "KiB", "1", "0%"] in lines

@@ -11,7 +11,7 @@ from flexdilated import masks
 
 # Made by the library, or called without arguments.
 _MADE_HERE = {"Bound", "Layout", "Machine", "BlockRates", "Mixture", "Pattern", "Selection"}
-_BARE = {"cache", "compilations", "machine", "stats"}
+_BARE = {"cache", "machine", "stats"}
 ROOMS = {"fd": fd, "masks": masks, "masks.recipes": masks.recipes, "fd.selection.recipes": fd.selection.recipes}
 CALLED = {
     f"{room}.{name}": value

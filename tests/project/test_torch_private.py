@@ -242,7 +242,6 @@ kernel.{side}
 """
 _FORWARD, _BACKWARD = "forward(q, q, q, 1.0, False)", "backward(q, q, q, q, q, q[..., 0], 1.0, False)"
 _RECORDED = "from flexdilated.engines import autograd_on\nwith autograd_on(): pass"
-_COMPILATIONS = f"{_CALL}torch._dynamo.utils; fd.compilations()"
 _GROUP = """
 import torch.distributed as dist
 from datetime import timedelta
@@ -283,7 +282,6 @@ _TRIGGERS = {
     "mark_static": f"{_CALL}from flexdilated.engines.flex._slots import _fixed\n_fixed(q.to('meta'))",
     "duck_shape": "from flexdilated.engines.flex._flex import equal_sizes_apart\nwith equal_sizes_apart(): pass",
     "FakeTensor": f"{_CALL}fd.attend(q, q, q, masks.causal(), autotune=True)",
-    **dict.fromkeys(("counters", "compilation_time_metrics", "get_compilation_metrics"), _COMPILATIONS),
     "resolve_process_group": "from flexdilated.distributed.group._ranks import group_of\ngroup_of('0')",
     "get_backend": f"{_GROUP}assert timeout_of(ranks) == timedelta(seconds=77)",
     "timeout": f"{_GROUP}assert timeout_of(ranks) == dist.default_pg_timeout",

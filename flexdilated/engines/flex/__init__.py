@@ -1,7 +1,7 @@
 """The flex engine: the terms of a plan as calls of FlexAttention with BlockMasks."""
 
 from ._flash import flash_cannot, flash_sides
-from ._flex import missing_compiler, num_flex_functions, run_flex
+from ._flex import missing_compiler, run_flex
 from ._flex_op import allowed_on, flex
 from ._kernel_call import BACKEND, Options, options_text
 from ._program import FlexProgram, FlexStep, make_flex_program

@@ -125,11 +125,6 @@ def _widened(x: Tensor) -> Tensor:
     return pad(x, (0, 24 - x.shape[-1])) if x.shape[-1] < 24 else x
 
 
-def num_flex_functions() -> int:
-    """Number of functions passed to torch.compile so far."""
-    return _made.total()
-
-
 def _compiled(device: torch.device, function: FunctionType) -> Kernel:
     let_trace()
     _made[device.type] += 1
