@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from functools import partial
 from math import inf
 from time import perf_counter
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from jaxtyping import Float, Int64
@@ -17,23 +17,11 @@ from torch import Tensor
 import flexdilated as fd
 from flexdilated import masks
 
-from ._jobs import (
-    Attention,
-    Job,
-    Problem,
-    backward_job,
-    forward_job,
-    interleave,
-    say,
-    seconds_on_cuda,
-    training_job,
-)
+from ._jobs import Attention, Job, Part, Problem, attention_job, interleave, say, seconds_on_cuda
 from ._measures import Gap, Row, Target, Timing
 from ._rules import Rule
 
 # H heads, N tokens, D head dim, R sampled query rows; the batch is 1
-
-Part = Literal["forward", "backward", "forward + backward"]
 
 TOLERANCE = 1e-5  # relative, float32: ten times what dense attention itself is off by
 HALF_TOLERANCE = 2e-2  # bfloat16 operands explain some 4e-3
@@ -64,8 +52,7 @@ class Contestant:
             check_training(self.attention, self.problem, self.rule, **options)
 
     def job(self, part: Part) -> Job:
-        make = {"forward": forward_job, "backward": backward_job, "forward + backward": training_job}[part]
-        return make(self.name, self.attention, self.problem)
+        return attention_job(self.name, self.attention, self.problem, part)
 
 
 @dataclass(frozen=True)

@@ -14,17 +14,26 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
+from threading import Lock
 from time import perf_counter, process_time, sleep
 from typing import Any
 
 import torch
 from tabulate import tabulate
+from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
+from torch.testing import assert_close
 
+import flexdilated as fd
+from flexdilated import masks
 from flexdilated.cli._machine import one_thread
 
 from ._compare import at_least_one
-from ._guard_cases import CASES, Pair
+from ._jobs import Attention, Job, Problem, Size, attention_job
 from ._machine import conditions
+from ._rules import LONGNET_4, LongNet, attention_by
+from .peers import block_rows, branch_loop, dense_attention
+from .planning import planned_call
 
 RECORDED = Path("bench/guard.json")
 BOUND = 1.7
@@ -34,6 +43,14 @@ _ROUNDS_A_TRY = 8  # at least
 _SECONDS_A_TRY = 0.6  # at least, and more where rounds take longer
 _SECONDS_BETWEEN = 1.0
 _HEAP_BYTES = 31 << 20  # glibc takes blocks above 32 MiB from the system each time, whatever was freed before
+
+
+@dataclass(frozen=True)
+class Pair:
+    """The library's job, and a plain one."""
+
+    library: Job
+    plain: Job
 
 
 @dataclass
@@ -112,7 +129,9 @@ def read(path: Path) -> Mapping[str, float]:
     except (UnicodeDecodeError, json.JSONDecodeError) as error:
         raise ValueError(f"recorded ratios must be JSON; {path} is not: {error}") from error
     ratios = document.get("ratios") if isinstance(document, dict) else None
-    if not isinstance(ratios, dict) or not all(_is_ratio(value) for value in ratios.values()):
+    if not isinstance(ratios, dict) or not all(
+        type(value) in (int, float) and 0 < value < float("inf") for value in ratios.values()
+    ):
         raise ValueError(f"{path} must hold positive numbers under 'ratios'; got {ratios!r:.80}")
     return ratios
 
@@ -122,6 +141,8 @@ def main(arguments: Sequence[str]) -> int:
     parser = _parser()
     options = parser.parse_args(arguments)
     names = options.cases or list(CASES)
+    if unknown := [name for name in names if name not in CASES]:
+        parser.error(f"a case must be one of {', '.join(CASES)}; got {unknown[0]!r}")
     with _alone():
         if options.record:
             record(names, options.file)
@@ -134,7 +155,11 @@ def main(arguments: Sequence[str]) -> int:
         if missing:
             parser.error(f"{options.file} has no ratio of {', '.join(missing)}; `--record` measures it")
         verdicts = [check(name, CASES[name], recorded=recorded[name], bound=options.bound) for name in names]
-    print(_table(verdicts))
+    lines = [
+        (v.name, f"{v.recorded:.3g}", f"{v.ratio:.3g}", f"{v.ratio / v.recorded:.2f}", v.tries, v.text)
+        for v in verdicts
+    ]
+    print(tabulate(lines, ("case", "recorded", "now", "now / recorded", "tries", ""), disable_numparse=True))
     failed = [verdict.name for verdict in verdicts if verdict.failed]
     if failed:
         print(f"slower than {options.bound} times the recorded ratio: {', '.join(failed)}", file=sys.stderr)
@@ -145,35 +170,13 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m bench guard", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("cases", nargs="*", metavar="CASE", type=_case, help=f"all, or some of {', '.join(CASES)}")
+    parser.add_argument("cases", nargs="*", metavar="CASE", help=f"all, or some of {', '.join(CASES)}")
     parser.add_argument("--record", action="store_true", help="measure, and write the ratios down as those to hold")
     parser.add_argument(
         "--bound", type=at_least_one, default=BOUND, metavar="FACTOR", help=f"times the recorded ratio ({BOUND})"
     )
     parser.add_argument("--file", type=Path, default=RECORDED, metavar="FILE", help=f"recorded ratios ({RECORDED})")
     return parser
-
-
-def _case(text: str) -> str:
-    if text not in CASES:
-        raise argparse.ArgumentTypeError(f"a case must be one of {', '.join(CASES)}; got {text!r}")
-    return text
-
-
-def _is_ratio(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and 0 < value < float("inf")
-
-
-def _table(verdicts: Sequence[Verdict]) -> str:
-    headers = ("case", "recorded", "now", "now / recorded", "tries", "")
-    lines = [
-        (
-            *(each.name, f"{each.recorded:.3g}", f"{each.ratio:.3g}"),
-            *(f"{each.ratio / each.recorded:.2f}", each.tries, each.text),
-        )
-        for each in verdicts
-    ]
-    return tabulate(lines, headers, disable_numparse=True)
 
 
 @contextmanager
@@ -187,3 +190,159 @@ def _alone() -> Iterator[None]:
     torch.empty(_HEAP_BYTES, dtype=torch.uint8)
     with one_thread():
         yield
+
+
+# The cases. The plain jobs use torch and Python alone, the same kernels where there are any: the ratio to them hardly
+# depends on the machine, and nothing in them changes when the library does.
+
+_BLOCK = 128
+_STEPS = 16
+_TRAIN = "forward + backward"
+
+
+def longnet_training() -> Pair:
+    """A causal LongNet, forward and backward, beside a loop over its branches."""
+    spec, problem = _small_longnet(), Problem.draw(Size(1024, num_heads=2, head_dim=32))
+    ours, theirs = spec.attention(), branch_loop(spec)
+    _check_equal(ours, theirs, problem)
+    return Pair(attention_job("library", ours, problem, _TRAIN), attention_job("plain", theirs, problem, _TRAIN))
+
+
+def window_training() -> Pair:
+    """A local window, forward and backward, beside one masked call on gathered keys."""
+    radius, problem = 2 * _BLOCK, Problem.draw(Size(1024, num_heads=1, head_dim=32))
+    rows = problem.q.shape[2] // _BLOCK
+    columns = (torch.arange(rows) - 2).clamp(0, rows - 5)[:, None] + torch.arange(5)
+    keys = (columns[:, :, None] * _BLOCK + torch.arange(_BLOCK)).flatten(1)
+    queries = torch.arange(rows * _BLOCK).view(rows, _BLOCK)
+    allowed = (queries[:, :, None] - keys[:, None, :]).abs() <= radius
+    theirs = block_rows(columns, block=_BLOCK, allowed=allowed)
+    ours = attention_by(masks.local_window(left=radius, right=radius))
+    _check_equal(ours, theirs, problem)
+    return Pair(attention_job("library", ours, problem, _TRAIN), attention_job("plain", theirs, problem, _TRAIN))
+
+
+def block_list_forward() -> Pair:
+    """A list of drawn blocks, forward, beside a call on the gathered blocks."""
+    problem = Problem.draw(Size(2048, num_heads=2, head_dim=32))
+    rows = problem.q.shape[2] // _BLOCK
+    columns = torch.rand(rows, rows, generator=torch.Generator().manual_seed(0)).argsort(1)[:, :6]
+    theirs = block_rows(columns, block=_BLOCK)
+    ours = attention_by(masks.block_list(columns, block=_BLOCK))
+    _check_equal(ours, theirs, problem)
+    return Pair(attention_job("library", ours, problem), attention_job("plain", theirs, problem))
+
+
+def small_call() -> Pair:
+    """Calls so small that what they cost is overhead, beside dense ones."""
+    problem = Problem.draw(Size(64, num_heads=2, head_dim=16))
+    ours, theirs = attention_by(masks.causal()), dense_attention(causal=True)
+    _check_equal(ours, theirs, problem)
+    many = [_repeated(attention) for attention in (ours, theirs)]
+    return Pair(attention_job("library", many[0], problem), attention_job("plain", many[1], problem))
+
+
+def plan_look_up() -> Pair:
+    """What every call looks up, beside look-ups in a dictionary under a lock."""
+    pattern, lock = _small_longnet().pattern(), Lock()
+    text, numbers = pattern.text, (8, 8, 2048, 2048, 0, 0, 0, 8, 1)
+
+    def look_up() -> object:
+        return planned_call(pattern, 8, 2048)
+
+    stored = {(text, *map(int, numbers), (_BLOCK, _BLOCK)): object()}
+
+    def plain() -> object:
+        with lock:
+            return stored.get((text, *map(int, numbers), (_BLOCK, _BLOCK)))
+
+    assert look_up() is look_up()
+    return Pair(_loop("library", look_up, 2000), _loop("plain", plain, 2000))
+
+
+def mask_build() -> Pair:
+    """A block mask with nothing cached, beside a fixed series of small tensor operations."""
+    pattern = _small_longnet().pattern()
+
+    def build(_: None) -> None:
+        masks.cache().clear()
+        masks.block_mask(pattern, 2048, num_heads=4)
+
+    return Pair(Job("library", build), _loop("plain", _small_operations, 2))
+
+
+def planning() -> Pair:
+    """Plan, block lists and calls with nothing cached, beside the same series."""
+    window = masks.causal() & masks.local_window(left=255, right=0)
+    pattern = window | masks.global_tokens(16)
+
+    def build(_: None) -> None:
+        masks.cache().clear()
+        planned_call(pattern, 4, 2048)
+
+    return Pair(Job("library", build), _loop("plain", _small_operations, 2))
+
+
+@torch.no_grad()
+def decoding() -> Pair:
+    """Cached decoding steps of a LongNet, beside dense steps over a buffer of keys and values."""
+    spec, past = _small_longnet(), 1000
+    problem = Problem.draw(Size(past + _STEPS, num_heads=4))
+
+    def filled() -> fd.KVCache:
+        cache = fd.KVCache(spec.pattern(), num_heads=4, capacity=2048)
+        cache.append(problem.k[:, :, :past], problem.v[:, :, :past])
+        return cache
+
+    def steps(cache: fd.KVCache) -> list[Tensor]:
+        tokens = (x[:, :, past:].split(1, dim=2) for x in problem.qkv)
+        return [cache.attend(*token) for token in zip(*tokens, strict=True)]
+
+    def dense_steps(_: None) -> None:
+        keys, values = torch.empty_like(problem.k), torch.empty_like(problem.v)
+        keys[:, :, :past], values[:, :, :past] = problem.k[:, :, :past], problem.v[:, :, :past]
+        for place in range(past, past + _STEPS):
+            keys[:, :, place], values[:, :, place] = problem.k[:, :, place], problem.v[:, :, place]
+            seen = slice(place + 1)
+            scaled_dot_product_attention(problem.q[:, :, place : place + 1], keys[:, :, seen], values[:, :, seen])
+
+    whole = spec.attention()(*problem.qkv)
+    assert_close(torch.cat(steps(filled()), dim=2), whole[:, :, past:], rtol=1e-4, atol=1e-5)
+    return Pair(Job("library", steps, prepare=filled), Job("plain", dense_steps))
+
+
+_ALL = longnet_training, window_training, block_list_forward, small_call, plan_look_up, mask_build, planning, decoding
+CASES: dict[str, Callable[[], Pair]] = {case.__name__: case for case in _ALL}
+
+
+def _small_longnet() -> LongNet:
+    return LongNet("small", LONGNET_4.segment_lengths[:3], LONGNET_4.dilation_rates[:3], causal=True).shrunk(4)
+
+
+def _repeated(attention: Attention) -> Callable[..., Any]:
+    return lambda q, k, v: [attention(q, k, v) for _ in range(100)]
+
+
+def _loop(name: str, function: Callable[[], object], number: int) -> Job:
+    def many(given: None) -> None:
+        for _ in range(number):
+            function()
+
+    return Job(name, many)
+
+
+def _check_equal(ours: Attention, theirs: Attention, problem: Problem) -> None:
+    """The two must compute the same before they are timed."""
+    assert_close(ours(*problem.qkv), theirs(*problem.qkv), rtol=1e-4, atol=1e-5)
+
+
+def _small_operations() -> Tensor:
+    """Comparisons, searches and sorts of small tables, as building has them: about two hundred operations."""
+    total = torch.zeros((), dtype=torch.int64)
+    for rate in range(1, 21):
+        q, k = torch.arange(0, 64 * rate, rate), torch.arange(0, 64 * rate, rate)
+        allowed = (q[:, None] // 64 == k[None, :] // 64) & (k[None, :] <= q[:, None])
+        row, column = allowed.nonzero().unbind(1)
+        kinds, counts = (row - column).unique(return_counts=True)
+        total = total + counts[kinds.argsort()].cumsum(0)[-1] + allowed.sum(1).max()
+    return total

@@ -15,10 +15,11 @@ from bench.__main__ import main
 from bench._checks import by_definition, check_forward, check_training
 from bench._jobs import Job, Problem, Size, interleave, peak_bytes
 from bench._measures import Gap, Measure, Row, Timing, at_least, at_most
+from bench._report import results_page
 from bench._rules import GIGAPATH_5, LONGNET_4, LONGNET_5, PAPER_5, LongNet, Union, dense, longnet_n
 from bench._run import MEASURES
-from bench.block_masks import block_lists
 from bench.peers import block_rows, branch_loop, dense_attention, natural_block_mask
+from bench.planning import block_lists
 
 SIZE = Size(256, num_heads=4, head_dim=16, repeats=1)
 SPECS = [LONGNET_4.shrunk(64), LONGNET_4.shrunk(64).as_causal()]
@@ -183,8 +184,6 @@ def test_names(capsys) -> None:
     assert sorted(codes) == sorted([f"C{n}" for n in range(1, 20) if n != 16] + [f"D{n}" for n in range(1, 7)])
     for code, name in {"C4": "vs_branch_loop", "c14": "few_queries", "D2": "planning_collectives"}.items():
         assert __main__._name(code) == __main__._name(name.upper()) == name
-    with pytest.raises(FileNotFoundError, match="`python -m bench` writes them"):
-        main(["table", "--out", "no_such_folder"])
 
 
 COMPILES = {"changing_lengths": 4, "first_step": 5}
@@ -195,7 +194,7 @@ ELSEWHERE = {"roofline", "accuracy", "catalogue", "rank_accuracy", "ring_memory"
 @pytest.mark.usefixtures("in_this_process")
 @pytest.mark.parametrize("name", [name for name in MEASURES if name not in ELSEWHERE | COMPILES.keys()])
 def test_measure_runs_at_tiny_sizes(name, tmp_path, capsys) -> None:
-    """File, plot, table in the terminal, table in Markdown; numbers in every row."""
+    """File, plot, table in the terminal, page of results; numbers in every row."""
     assert main(["--small", "--out", str(tmp_path), name]) == 0
     table = capsys.readouterr().out
     files = [f"{name}.json", *(["sweep.png"] if name == "sweep" else [])]
@@ -205,17 +204,15 @@ def test_measure_runs_at_tiny_sizes(name, tmp_path, capsys) -> None:
     assert all(row["measure"] in table for row in document["rows"])
     if name == "sweep":
         assert (tmp_path / "sweep.png").read_bytes().startswith(b"\x89PNG")
-
-    assert main(["table", "--out", str(tmp_path)]) == 0
-    markdown = capsys.readouterr().out
-    assert ("| tokens" if name == "sweep" else f"`{tmp_path}/{name}.json`") in markdown
-    assert markdown.rstrip().endswith("tiny sizes.")
+    page = results_page(tmp_path)
+    assert ("| tokens" if name == "sweep" else document["rows"][0]["target"]) in page
+    assert page.rstrip().endswith("tiny sizes.")
 
 
 @pytest.mark.slow
 def test_measures_in_processes_of_their_own(tmp_path, monkeypatch, capsys) -> None:
     """From one command: a file for each, and their rows in one table; one that fails does not stop the others."""
-    names, apart = ["cache", "plan_lookup", "work_balance"], _run.run_apart
+    names, apart = ["cold_plans", "plan_lookup", "work_balance"], _run.run_apart
 
     def fail_or(function, name, small):
         return apart(os._exit, 3) if name == "plan_lookup" else apart(function, name, small)
@@ -226,12 +223,9 @@ def test_measures_in_processes_of_their_own(tmp_path, monkeypatch, capsys) -> No
     assert "plan_lookup failed: the process ended with exit code 3" in err
     assert err.endswith("failed: plan_lookup\n")
     assert "plan_lookup" not in table
-    documents = [json.loads((tmp_path / f"{name}.json").read_text()) for name in ("cache", "work_balance")]
+    documents = [json.loads((tmp_path / f"{name}.json").read_text()) for name in ("cold_plans", "work_balance")]
     assert len([*tmp_path.iterdir()]) == len(documents)
     assert all(row["measure"] in table for document in documents for row in document["rows"])
-    assert main(["table", "--out", str(tmp_path)]) == 0
-    markdown = capsys.readouterr().out
-    assert all(f"`{tmp_path}/{document['name']}.json`" in markdown for document in documents)
 
 
 def check_document(document) -> None:

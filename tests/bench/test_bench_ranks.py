@@ -6,14 +6,13 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from bench import ranks, sharding
+from bench import ranks
 from bench._jobs import Size
 from bench._processes import DiedApart, TookTooLong
 from bench._rank_steps import on_ranks
 from bench._rules import LONGNET_5, LongNet, longnet_n
 from bench._run import MEASURES
-from bench.ranks import Held, counted_calls
-from bench.sharding import Heads, keys_of_queries, least_received, shard_ranges
+from bench.ranks import Heads, Held, counted_calls, keys_of_queries, least_received, shard_ranges
 from flexdilated.distributed import Sharding
 
 ODD = LongNet("odd", (1, 100, 333, 50), (1, 3, 7, 60))  # rates that divide nothing, one above its segment
@@ -51,20 +50,20 @@ def test_keys_of_queries_are_those_of_the_dense_rule(spec) -> None:
 
 def test_a_plan_that_sends_more_or_less_shows(monkeypatch) -> None:
     case = longnet_n(65536).shrunk(16), 4096, 8, (Heads(4, 2),)
-    counts = sharding.token_counts
-    assert sharding.counted_row(*case).measured == 1
+    counts = ranks.token_counts
+    assert ranks.counted_row(*case).measured == 1
     more = lambda *args, **kw: {"exchange": counts(*args, **kw)["exchange"] + 1}  # noqa: E731
-    monkeypatch.setattr(sharding, "token_counts", more)
-    row = sharding.counted_row(*case)
+    monkeypatch.setattr(ranks, "token_counts", more)
+    row = ranks.counted_row(*case)
     assert row.measured > 1
     assert not row.met
 
 
 def test_work_that_is_counted_otherwise_is_refused(monkeypatch) -> None:
-    work = sharding.work_of_ranks
-    monkeypatch.setattr(sharding, "work_of_ranks", lambda *args, **kw: work(*args, **kw) + 1)
+    work = ranks.work_of_ranks
+    monkeypatch.setattr(ranks, "work_of_ranks", lambda *args, **kw: work(*args, **kw) + 1)
     with pytest.raises(AssertionError, match="the library's count must be that of the rule"):
-        list(sharding.work_balance(**MEASURES["work_balance"].small))
+        list(ranks.work_balance(**MEASURES["work_balance"].small))
 
 
 def test_held_elements() -> None:

@@ -10,8 +10,7 @@ import torch
 import flexdilated as fd
 from bench import _guard
 from bench.__main__ import main
-from bench._guard import BOUND, RECORDED, check, read
-from bench._guard_cases import CASES, Pair
+from bench._guard import BOUND, CASES, RECORDED, Pair, check, read
 from flexdilated.masks.plan_cache._cache import Cache
 
 # Three times, not twice: other tests share the machine, and make either side of a ratio up to 1.3 times as slow.

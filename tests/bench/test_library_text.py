@@ -5,7 +5,7 @@ from pathlib import Path
 
 import torch
 
-from bench._library_text import library_text, validation_windows
+from bench._byte_models import library_text, validation_windows
 
 
 def test_a_sixteenth_is_held_out_and_nothing_is_lost() -> None:
