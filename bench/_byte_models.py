@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from hashlib import sha256
-from math import log, sqrt
+from math import inf, log, sqrt
 from os import fsencode
 from pathlib import Path
 from statistics import mean, stdev
@@ -211,22 +211,30 @@ def laid_out(window: Tensor, setting: Setting) -> Int64[Tensor, "B M"]:
 
 
 def trained(make: Make, text: UInt8[Tensor, " bytes"], setting: Setting, seed: int) -> ByteModel:
-    """A model after its steps over windows of the text, drawn as the seed says."""
+    """A model after its steps over windows of the text, drawn from the seed."""
     torch.manual_seed(seed)
-    model = ByteModel(setting, make)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=_RATE)
-    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, _RATE, total_steps=setting.steps)
-    generator = torch.Generator().manual_seed(1000 + seed)
-    for _ in range(setting.steps):
+    model, generator = ByteModel(setting, make), torch.Generator().manual_seed(1000 + seed)
+
+    def loss() -> Tensor:
         begins = torch.randint(len(text) - setting.tokens, (setting.batch, 1), generator=generator)
         window = text[begins + torch.arange(setting.tokens + 1)]
-        loss = model.bits(laid_out(window, setting)).mean() * _BITS
+        return model.bits(laid_out(window, setting)).mean() * _BITS
+
+    fit(model, loss, setting.steps, weight_decay=0.01, clip=1.0)
+    return model.eval()
+
+
+def fit(
+    model: nn.Module, loss: Callable[[], Tensor], steps: int, *, weight_decay: float = 0.0, clip: float = inf
+) -> None:
+    optimizer = torch.optim.AdamW(model.parameters(), lr=_RATE, weight_decay=weight_decay)
+    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, _RATE, total_steps=steps)
+    for _ in range(steps):
         optimizer.zero_grad()
-        loss.backward()
-        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        loss().backward()
+        nn.utils.clip_grad_norm_(model.parameters(), clip)
         optimizer.step()
         schedule.step()
-    return model.eval()
 
 
 # The text

@@ -107,19 +107,18 @@ def compare(
     What raises is left out and reported, what fails its check is timed and reported: figures of a function that
     computes something else are marked, not hidden.
     """
-    clock = seconds_on_cuda if on_cuda else Job.seconds
-    first: dict[str, float] = {}
-    objections: dict[str, str] = {}
-    failed: dict[str, str] = {}
+    clock, first, objections, failed = seconds_on_cuda if on_cuda else Job.seconds, {}, {}, {}
     every = {each.name: each.job(part) for each in contestants} | {job.name: job for job in jobs}
-    checks = {each.name: each.check for each in contestants if tolerance is not None}
+    checks = {} if tolerance is None else {each.name: partial(each.check, tolerance=tolerance) for each in contestants}
     for name, job in every.items():
         start = perf_counter()
         try:
             clock(job)
             first[name] = perf_counter() - start
-            if name in checks and (text := _objection(checks[name], part, tolerance)):
-                objections[name] = text
+            if name in checks:
+                checks[name](part)
+        except AssertionError as error:
+            objections[name] = str(error)
         except (RuntimeError, ValueError, TypeError) as error:
             failed[name] = f"{type(error).__name__}: {error}"
         if on_cuda:
@@ -128,14 +127,6 @@ def compare(
         say(f"{name}: {text.partition(chr(10))[0]}")
     timings = interleave([job for name, job in every.items() if name not in failed], repeats=repeats, seconds=clock)
     return Comparison({timing.name: timing for timing in timings}, first, objections, failed)
-
-
-def _objection(check: Callable[..., None], part: Part, tolerance: float | None) -> str | None:
-    try:
-        check(part, tolerance=tolerance)
-    except AssertionError as error:
-        return str(error)
-    return None
 
 
 def by_definition(
@@ -177,12 +168,7 @@ def check_forward(attention: Attention, problem: Problem, rule: Rule, *, toleran
 
 
 def check_training(
-    attention: Attention,
-    problem: Problem,
-    rule: Rule,
-    *,
-    constant_weights: bool = False,
-    tolerance: float = TOLERANCE,
+    attention: Attention, problem: Problem, rule: Rule, *, constant_weights: bool = False, tolerance: float = TOLERANCE
 ) -> None:
     """Raise AssertionError unless out, dq, dk and dv equal the definition's, by the sampled rows."""
     rows = _sample(problem.q.shape[-2]).to(problem.q.device)

@@ -29,7 +29,7 @@ from flexdilated import masks
 from flexdilated.cli._machine import one_thread
 
 from ._compare import at_least_one
-from ._jobs import Attention, Job, Problem, Size, attention_job
+from ._jobs import Attention, Job, Part, Problem, Size, attention_job
 from ._machine import conditions
 from ._rules import LONGNET_4, LongNet, attention_by
 from .peers import block_rows, branch_loop, dense_attention
@@ -138,7 +138,14 @@ def read(path: Path) -> Mapping[str, float]:
 
 def main(arguments: Sequence[str]) -> int:
     """Exit status: 0, 1 if a case is slower than the bound allows, or 2 for a call or a file that is wrong."""
-    parser = _parser()
+    parser = argparse.ArgumentParser(
+        prog="python -m bench guard", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("cases", nargs="*", metavar="CASE", help=f"all, or some of {', '.join(CASES)}")
+    parser.add_argument("--record", action="store_true", help="measure, and write the ratios down as those to hold")
+    times = f"times the recorded ratio ({BOUND})"
+    parser.add_argument("--bound", type=at_least_one, default=BOUND, metavar="FACTOR", help=times)
+    parser.add_argument("--file", type=Path, default=RECORDED, metavar="FILE", help=f"recorded ratios ({RECORDED})")
     options = parser.parse_args(arguments)
     names = options.cases or list(CASES)
     if unknown := [name for name in names if name not in CASES]:
@@ -166,19 +173,6 @@ def main(arguments: Sequence[str]) -> int:
     return 1 if failed else 0
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="python -m bench guard", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("cases", nargs="*", metavar="CASE", help=f"all, or some of {', '.join(CASES)}")
-    parser.add_argument("--record", action="store_true", help="measure, and write the ratios down as those to hold")
-    parser.add_argument(
-        "--bound", type=at_least_one, default=BOUND, metavar="FACTOR", help=f"times the recorded ratio ({BOUND})"
-    )
-    parser.add_argument("--file", type=Path, default=RECORDED, metavar="FILE", help=f"recorded ratios ({RECORDED})")
-    return parser
-
-
 @contextmanager
 def _alone() -> Iterator[None]:
     """On one thread: more would wait for each other on a shared machine. And with a heap that stays.
@@ -197,15 +191,13 @@ def _alone() -> Iterator[None]:
 
 _BLOCK = 128
 _STEPS = 16
-_TRAIN = "forward + backward"
+_TRAIN: Part = "forward + backward"
 
 
 def longnet_training() -> Pair:
     """A causal LongNet, forward and backward, beside a loop over its branches."""
     spec, problem = _small_longnet(), Problem.draw(Size(1024, num_heads=2, head_dim=32))
-    ours, theirs = spec.attention(), branch_loop(spec)
-    _check_equal(ours, theirs, problem)
-    return Pair(attention_job("library", ours, problem, _TRAIN), attention_job("plain", theirs, problem, _TRAIN))
+    return _attention_pair(spec.attention(), branch_loop(spec), problem, _TRAIN)
 
 
 def window_training() -> Pair:
@@ -217,9 +209,7 @@ def window_training() -> Pair:
     queries = torch.arange(rows * _BLOCK).view(rows, _BLOCK)
     allowed = (queries[:, :, None] - keys[:, None, :]).abs() <= radius
     theirs = block_rows(columns, block=_BLOCK, allowed=allowed)
-    ours = attention_by(masks.local_window(left=radius, right=radius))
-    _check_equal(ours, theirs, problem)
-    return Pair(attention_job("library", ours, problem, _TRAIN), attention_job("plain", theirs, problem, _TRAIN))
+    return _attention_pair(attention_by(masks.local_window(left=radius, right=radius)), theirs, problem, _TRAIN)
 
 
 def block_list_forward() -> Pair:
@@ -227,19 +217,14 @@ def block_list_forward() -> Pair:
     problem = Problem.draw(Size(2048, num_heads=2, head_dim=32))
     rows = problem.q.shape[2] // _BLOCK
     columns = torch.rand(rows, rows, generator=torch.Generator().manual_seed(0)).argsort(1)[:, :6]
-    theirs = block_rows(columns, block=_BLOCK)
     ours = attention_by(masks.block_list(columns, block=_BLOCK))
-    _check_equal(ours, theirs, problem)
-    return Pair(attention_job("library", ours, problem), attention_job("plain", theirs, problem))
+    return _attention_pair(ours, block_rows(columns, block=_BLOCK), problem)
 
 
 def small_call() -> Pair:
     """Calls so small that what they cost is overhead, beside dense ones."""
     problem = Problem.draw(Size(64, num_heads=2, head_dim=16))
-    ours, theirs = attention_by(masks.causal()), dense_attention(causal=True)
-    _check_equal(ours, theirs, problem)
-    many = [_repeated(attention) for attention in (ours, theirs)]
-    return Pair(attention_job("library", many[0], problem), attention_job("plain", many[1], problem))
+    return _attention_pair(attention_by(masks.causal()), dense_attention(causal=True), problem, calls=100)
 
 
 def plan_look_up() -> Pair:
@@ -319,10 +304,6 @@ def _small_longnet() -> LongNet:
     return LongNet("small", LONGNET_4.segment_lengths[:3], LONGNET_4.dilation_rates[:3], causal=True).shrunk(4)
 
 
-def _repeated(attention: Attention) -> Callable[..., Any]:
-    return lambda q, k, v: [attention(q, k, v) for _ in range(100)]
-
-
 def _loop(name: str, function: Callable[[], object], number: int) -> Job:
     def many(given: None) -> None:
         for _ in range(number):
@@ -331,9 +312,15 @@ def _loop(name: str, function: Callable[[], object], number: int) -> Job:
     return Job(name, many)
 
 
-def _check_equal(ours: Attention, theirs: Attention, problem: Problem) -> None:
-    """The two must compute the same before they are timed."""
+def _attention_pair(
+    ours: Attention, theirs: Attention, problem: Problem, part: Part = "forward", calls: int = 1
+) -> Pair:
+    """The two, which must compute the same; a run of a forward may make several calls."""
     assert_close(ours(*problem.qkv), theirs(*problem.qkv), rtol=1e-4, atol=1e-5)
+    ways: dict[str, Any] = {"library": ours, "plain": theirs}
+    if calls > 1:
+        ways = {name: lambda q, k, v, way=way: [way(q, k, v) for _ in range(calls)] for name, way in ways.items()}
+    return Pair(*(attention_job(name, way, problem, part) for name, way in ways.items()))
 
 
 def _small_operations() -> Tensor:

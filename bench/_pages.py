@@ -207,7 +207,6 @@ PAGES: dict[Path, dict[str, Part]] = {
         **_from("training_memory", against_dense=_tables.against_dense),
         **_from("fits", predicted_and_measured=_tables.peaks),
         **_from("pool", pool_claims=_tables.pool_claims),
-        **_from("claims", claims=_tables.claims, notes=_tables.claims_notes),
     },
     _HOWTO / "adaptive.md": {
         **_from("selection_cost", cost=_chosen_cost),

@@ -104,17 +104,28 @@ class Taken:
 
 
 def take_steps(num_ranks: int, steps: Sequence[Step]) -> list[Taken]:
-    """Each step in turn on a group of so many processes."""
-    found = each_on_ranks(num_ranks, _take, [(step,) for step in steps])
-    return [_together(step, num_ranks, by_rank) for step, by_rank in zip(steps, found, strict=True)]
+    """Each step in turn on a group of `num_ranks` processes."""
+    taken = []
+    for step, found in zip(steps, each_on_ranks(num_ranks, _take, [(step,) for step in steps]), strict=True):
+        sharding = Sharding(step.size.num_tokens, num_ranks, order=step.order)
+        order = torch.cat([sharding.positions(rank) for rank in range(num_ranks)]).argsort()
+        parts = {name: [torch.from_numpy(each[name]) for each in found] for name in NAMES}
+        tensors = {name: torch.cat(each, dim=2)[:, :, order] for name, each in parts.items()}
+        taken.append(Taken(tensors, [each["sent"] for each in found], [each["received"] for each in found]))
+    return taken
 
 
 def take_alone(step: Step) -> dict[str, Tensor]:
     """The same tensors in one call on one rank."""
     *leaves, grad = step.tensors()
     q, k, v = (x.detach().requires_grad_() for x in leaves)
-    out = fd.attend(q, k, v, masks.from_json(step.pattern), enable_gqa=q.shape[1] != k.shape[1])
-    return dict(zip(NAMES, (out.detach(), *torch.autograd.grad(out, (q, k, v), grad)), strict=True))
+    return _named(
+        fd.attend(q, k, v, masks.from_json(step.pattern), enable_gqa=q.shape[1] != k.shape[1]), (q, k, v), grad
+    )
+
+
+def _named(out: Tensor, leaves: Sequence[Tensor], grad: Tensor) -> dict[str, Tensor]:
+    return dict(zip(NAMES, (out.detach(), *torch.autograd.grad(out, leaves, grad)), strict=True))
 
 
 def take_cut(step: Step, num_ranks: int) -> dict[str, Tensor]:
@@ -142,8 +153,7 @@ def by_rule(step: Step, rule: Rule) -> dict[str, Tensor]:
     group = q.shape[0] // k.shape[0]
     keys, values = (x.repeat_interleave(group, dim=0) for x in leaves[1:])
     out, _ = by_definition(leaves[0], keys, values, rule, torch.arange(q.shape[1]))
-    found = (out.detach(), *torch.autograd.grad(out, leaves, grad))
-    return {name: x[None] for name, x in zip(NAMES, found, strict=True)}
+    return {name: x[None] for name, x in _named(out, leaves, grad).items()}
 
 
 def errors(got: dict[str, Tensor], wanted: dict[str, Tensor]) -> dict[str, float]:
@@ -175,18 +185,9 @@ def _take(mesh: DeviceMesh, step: Step) -> dict[str, Any]:
     """As arrays of float32: the memory of a tensor would go with the process."""
     sharding, (q, k, v, grad) = local_tensors(mesh, step)
     traffic().reset()
-    out = attend_on(mesh, step, sharding, q, k, v)
-    found = (out.detach(), *torch.autograd.grad(out, (q, k, v), grad))
-    arrays = {name: x.float().numpy() for name, x in zip(NAMES, found, strict=True)}
-    counts = traffic()
+    found = _named(attend_on(mesh, step, sharding, q, k, v), (q, k, v), grad)
+    arrays, counts = {name: x.float().numpy() for name, x in found.items()}, traffic()
     return {**arrays, "sent": Counter(counts.sent), "received": Counter(counts.received)}
-
-
-def _together(step: Step, num_ranks: int, found: Sequence[dict[str, Any]]) -> Taken:
-    sharding = Sharding(step.size.num_tokens, num_ranks, order=step.order)
-    order = torch.cat([sharding.positions(rank) for rank in range(num_ranks)]).argsort()
-    tensors = {name: torch.cat([torch.from_numpy(each[name]) for each in found], dim=2)[:, :, order] for name in NAMES}
-    return Taken(tensors, [each["sent"] for each in found], [each["received"] for each in found])
 
 
 # Eight ranks on one device, one after the other, beside one call: what an exchange and a ring compute. Nothing is sent.

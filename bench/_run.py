@@ -6,19 +6,7 @@ from pathlib import Path
 from time import perf_counter
 from typing import Any
 
-from . import (
-    attention,
-    buffers,
-    catalogue,
-    compiling,
-    decoding,
-    language,
-    memory,
-    planning,
-    ranks,
-    roofline,
-    selection,
-)
+from . import attention, buffers, catalogue, compiling, decoding, language, memory, planning, ranks, roofline, selection
 from ._machine import conditions
 from ._measures import REGISTERED, Measure
 from ._processes import DiedApart, run_apart

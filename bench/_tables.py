@@ -8,7 +8,6 @@ from typing import Any
 from flexdilated.cli._sizes import bytes_text
 from flexdilated.masks.core import tokens_text
 
-from ._measures import with_unit
 from ._report import Columns, Document, condition, markdown, table, with_condition
 
 Figures = Mapping[str, Any]
@@ -73,32 +72,6 @@ _CLAIMED = {
     "here": _FIGURE,
     "reached": lambda row: "yes" if row["met"] else "**no**",
 }
-
-
-def claims(document: Document) -> str:
-    columns = {"": itemgetter(0)} | {name: lambda each, cell=cell: cell(each[1]) for name, cell in _CLAIMED.items()}
-    return with_condition(table(enumerate(document["rows"], start=1), columns), document)
-
-
-def claims_notes(document: Document) -> str:
-    """Each claim's measurement and source, with times in ms and each detail in the unit that its name holds."""
-    lines = []
-    for number, row in enumerate(document["rows"], start=1):
-        found = dict(row["detail"])
-        here, source, _ = (found.pop(name) for name in ("here", "source", "claimed"))
-        beside = [f"{timing['name']} {with_unit(timing['median_s'] * 1e3, 'ms')}" for timing in row["timings"]]
-        text = "; ".join((*beside, *(_named(name, value) for name, value in found.items())))
-        lines.append(f"{number}. {here[0].upper()}{here[1:]}. {text[0].upper()}{text[1:]}. Source: {source}.")
-    return "\n".join(lines)
-
-
-def _named(name: str, value: float | str) -> str:
-    words = name.split("_")
-    for unit, shown, size in (("bytes", "MiB", 2**20), ("percent", "%", 1)):
-        if unit in words and not isinstance(value, str):
-            return f"{' '.join(word for word in words if word != unit)}: {with_unit(value / size, shown)}"
-    text = value if isinstance(value, str) else f"{value:,}" if isinstance(value, int) else f"{value:.3g}"
-    return f"{' '.join(words)}: {text}"
 
 
 def pool_claims(document: Document) -> str:

@@ -244,10 +244,7 @@ class FirstSteps(NamedTuple):
 
 @measure(
     config=First(
-        *(LONGNET_4.shrunk(64).as_causal(), Size(256, 4), 60, 8, 100, 2),
-        repeats=1,
-        backend="eager",
-        starts=("cold",),
+        *(LONGNET_4.shrunk(64).as_causal(), Size(256, 4), 60, 8, 100, 2), repeats=1, backend="eager", starts=("cold",)
     )
 )
 def first_step(config: First = First(LONGNET_4.as_causal(), Size(8192, num_heads=4))) -> Iterator[Row]:

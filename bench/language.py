@@ -9,7 +9,7 @@ from statistics import mean
 from typing import Any
 
 import torch
-from jaxtyping import Bool, Float, Int64
+from jaxtyping import Bool, Int64
 from torch import Tensor, nn
 from torch.nn.functional import binary_cross_entropy_with_logits
 
@@ -26,6 +26,7 @@ from ._byte_models import (
     beyond,
     chosen,
     coarse_to_fine,
+    fit,
     laid_out,
     library_text,
     static,
@@ -66,43 +67,29 @@ class Task:
         return ids, values, key, places
 
 
+Reading = Callable[[Tensor, Tensor, Tensor], Tensor]
+_dense = dense_attention(causal=False)
+
+
 class Retriever(nn.Module):
     """One layer of attention from queries to a context of keys that carry values; one projection makes q and k."""
 
     def __init__(self, task: Task, heads: int, head_dim: int) -> None:
         super().__init__()
-        width = heads * head_dim
-        self.heads = heads
+        self.task, self.heads, width = task, heads, heads * head_dim
         self.keys, self.values = nn.Embedding(task.vocabulary, width), nn.Embedding(_VALUES, width)
         self.to_key, self.to_value = (nn.Linear(width, width, bias=False) for _ in range(2))
         self.to_values = nn.Linear(width, _VALUES)
 
-    def operands(self, ids: Tensor, values: Tensor, key: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """q, k and v of (B, H, tokens, D)."""
+    def forward(self, read: Reading, batch: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:
+        """Logits of the values of each query of a drawn batch, and 1 for those that are wanted, each (B, Q, V)."""
+        ids, values, key, places = self.task.batch(batch, generator)
+        named = values.gather(1, places.flatten(1)).view(places.shape)
+        wanted = torch.zeros(*places.shape[:2], _VALUES).scatter(2, named, 1.0)
         context, asked = self.keys(ids) + self.values(values), self.keys(key)
         projected = self.to_key(asked), self.to_key(context), self.to_value(context)
         q, k, v = (x.unflatten(2, (self.heads, -1)).transpose(1, 2) for x in projected)
-        return q, k, v
-
-    def forward(self, out: Float[Tensor, "B H N D"]) -> Float[Tensor, "B N V"]:
-        return self.to_values(out.transpose(1, 2).flatten(2))
-
-
-def _wanted(values: Int64[Tensor, "B N"], places: Int64[Tensor, "B Q n"]) -> Float[Tensor, "B Q V"]:
-    named = values.gather(1, places.flatten(1)).view(places.shape)
-    return torch.zeros(*places.shape[:2], _VALUES).scatter(2, named, 1.0)
-
-
-def _found(logits: Float[Tensor, "B Q V"], wanted: Float[Tensor, "B Q V"], needles: int) -> float:
-    """The share of values among the best that are wanted."""
-    best = torch.zeros_like(wanted).scatter(2, logits.topk(needles, dim=2).indices, 1.0)
-    return float((best * wanted).sum() / wanted.sum())
-
-
-Reading = Callable[[Tensor, Tensor, Tensor], Tensor]
-
-
-_dense = dense_attention(causal=False)
+        return self.to_values(read(q, k, v).transpose(1, 2).flatten(2)), wanted
 
 
 def _static(tokens: int, keys: int) -> Reading:
@@ -138,28 +125,19 @@ def _chosen_by(scorer: str, block: int, keys: int) -> Reading:
 def _trained_retriever(task: Task, read: Reading, seed: int, steps: int, sizes: tuple[int, int, int]) -> Retriever:
     torch.manual_seed(seed)
     batch, heads, head_dim = sizes
-    model = Retriever(task, heads, head_dim)
-    generator = torch.Generator().manual_seed(1000 + seed)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3, weight_decay=0.0)
-    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, 3e-3, total_steps=steps)
-    for _ in range(steps):
-        ids, values, key, places = task.batch(batch, generator)
-        logits = model(read(*model.operands(ids, values, key)))
-        loss = binary_cross_entropy_with_logits(logits, _wanted(values, places)) * _VALUES
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-        schedule.step()
+    model, generator = Retriever(task, heads, head_dim), torch.Generator().manual_seed(1000 + seed)
+    fit(model, lambda: binary_cross_entropy_with_logits(*model(read, batch, generator)) * _VALUES, steps)
     return model
 
 
 @torch.no_grad()
-def _score(model: Retriever, task: Task, read: Reading, seed: int, batches: int) -> float:
-    generator = torch.Generator().manual_seed(5000 + seed)
-    scores = []
+def _score(model: Retriever, read: Reading, seed: int, batches: int) -> float:
+    """The mean share of the wanted values that are among the best."""
+    generator, scores = torch.Generator().manual_seed(5000 + seed), []
     for _ in range(batches):
-        ids, values, key, places = task.batch(16, generator)
-        scores.append(_found(model(read(*model.operands(ids, values, key))), _wanted(values, places), task.needles))
+        logits, wanted = model(read, 16, generator)
+        best = torch.zeros_like(wanted).scatter(2, logits.topk(model.task.needles, dim=2).indices, 1.0)
+        scores.append(float((best * wanted).sum() / wanted.sum()))
     return mean(scores)
 
 
@@ -179,21 +157,19 @@ def needles(
     way, all with `keys` keys a query but dense. The share of wanted values found, mean over seeds, and paired
     differences with 95 % confidence. The row is the lower end of the difference to the window, of mean keys of 16.
     """
+    middle = blocks[len(blocks) // 2]
+    own = _chosen_by("mean", middle, keys)
     for task in tasks:
-        ways = _readings(task, keys, blocks)
-        scores: dict[str, list[float]] = {}
+        ways, scores = _readings(task, keys, blocks), {}
         for seed in range(seeds):
             dense = _trained_retriever(task, _dense, seed, steps, sizes)
-            for name, read in ways.items():
-                scores.setdefault(name, []).append(_score(dense, task, read, seed, batches))
-            middle = blocks[len(blocks) // 2]
-            own = _chosen_by("mean", middle, keys)
-            name = f"trained with mean keys of {middle}"
-            scores.setdefault(name, []).append(
-                _score(_trained_retriever(task, own, seed, steps, sizes), task, own, seed, batches)
-            )
-            say(f"{task.name}, seed {seed}: " + ", ".join(f"{name} {each[-1]:.3f}" for name, each in scores.items()))
-        yield _found_row(task, keys, blocks[len(blocks) // 2], scores)
+            found = {name: _score(dense, read, seed, batches) for name, read in ways.items()}
+            chooser = _trained_retriever(task, own, seed, steps, sizes)
+            found[f"trained with mean keys of {middle}"] = _score(chooser, own, seed, batches)
+            for name, score in found.items():
+                scores.setdefault(name, []).append(score)
+            say(f"{task.name}, seed {seed}: " + ", ".join(f"{name} {score:.3f}" for name, score in found.items()))
+        yield _found_row(task, keys, middle, scores)
 
 
 def _readings(task: Task, keys: int, blocks: tuple[int, ...]) -> dict[str, Reading]:
@@ -207,10 +183,8 @@ def _readings(task: Task, keys: int, blocks: tuple[int, ...]) -> dict[str, Readi
 def _found_row(task: Task, keys: int, block: int, scores: dict[str, list[float]]) -> Row:
     ways: dict[str, Any] = {}
     for name, each in scores.items():
-        of_block = name.rpartition(" of ")[2]
-        exact = scores.get(f"exact mass of {of_block}")
-        ways[name] = {"found": mean(each), "by_seed": each}
-        ways[name]["over_window"] = beyond(each, scores["window"])
+        exact = scores.get(f"exact mass of {name.rpartition(' of ')[2]}")
+        ways[name] = {"found": mean(each), "by_seed": each, "over_window": beyond(each, scores["window"])}
         if exact is not None:
             ways[name]["over_exact"] = beyond(each, exact)
     low, _ = ways[f"mean keys of {block}"]["over_window"]
@@ -283,10 +257,9 @@ def _learned(
             model = trained(make, corpus.train, setting, seed)
             _note(learned, name, whole.bits(model))
             say(f"seed {seed}, {name}: " + ", ".join(f"{at} {each[-1]:.3f}" for at, each in learned[name].items()))
-            if name == next(iter(ways)):
-                for other, again in ({name: make} | dict(then)).items() if then else ():
-                    _note(read, other, ends.bits(model.reading(again)))
-                    say(f"seed {seed}, {name} read by {other}: {read[other][_FAR][-1]:.3f}")
+            for other, again in {name: make, **then}.items() if then and name == next(iter(ways)) else ():
+                _note(read, other, ends.bits(model.reading(again)))
+                say(f"seed {seed}, {name} read by {other}: {read[other][_FAR][-1]:.3f}")
     return learned, read
 
 

@@ -150,11 +150,7 @@ def _offsets(shape: Sequence[int], rate: int, device: torch.device) -> Int64[Ten
 
 
 def block_rows(
-    columns: Int64[Tensor, "R L"],
-    *,
-    block: int,
-    allowed: Bool[Tensor, "R b Lb"] | None = None,
-    rows_at_once: int = 16,
+    columns: Int64[Tensor, "R L"], *, block: int, allowed: Bool[Tensor, "R b Lb"] | None = None, rows_at_once: int = 16
 ) -> Attention:
     """(q, k, v) -> out, each (B, H, N, D) with N = R * block.
 

@@ -72,20 +72,17 @@ def test_a_case_has_up_to_three_tries(library, plain, verdict) -> None:
     assert found.failed == (found.text == "SLOWER")
 
 
-def test_a_try_takes_turns_for_its_time(monkeypatch) -> None:
-    monkeypatch.setattr(_guard, "_SECONDS_A_TRY", 0.0)
-    library, plain = Scripted(1.0), Scripted(1.0)
-    _guard.Runs().add(Pair(library, plain))
-    assert library.runs == plain.runs == _guard._ROUNDS_A_TRY
-
-
-def test_both_jobs_of_each_case_run_and_are_recorded() -> None:
-    """A case checks its outputs itself; its times are positive."""
+def test_both_jobs_of_each_case_run_and_are_recorded(monkeypatch) -> None:
+    """A case checks its outputs itself; its times are positive; both jobs take turns."""
     assert list(read(RECORDED)) == list(CASES)
     for case in CASES.values():
         pair = case()
         assert pair.library.seconds(process_time) > 0
         assert pair.plain.seconds(process_time) > 0
+    monkeypatch.setattr(_guard, "_SECONDS_A_TRY", 0.0)
+    library, plain = Scripted(1.0), Scripted(1.0)
+    _guard.Runs().add(Pair(library, plain))
+    assert library.runs == plain.runs == _guard._ROUNDS_A_TRY
 
 
 @pytest.mark.slow
