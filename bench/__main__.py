@@ -1,6 +1,6 @@
 """Measure, and print one table: `python -m bench [NAME ...] [--small] [--out DIR]`.
 
-Three commands beside: `python -m bench compare A B` sets two sets of results side by side, `python -m bench guard`
+Three more commands: `python -m bench compare A B` sets two sets of results side by side, `python -m bench guard`
 sees what has become slower, and `python -m bench device` measures on an accelerator; `--help` after each says more.
 """
 

@@ -115,7 +115,6 @@ class Listed(nn.Module):
             self.tracker = fd.ImportanceTracker(setting.heads, rows, rows, decay=0.5)
 
     def _drawn(self, row: int, generator: torch.Generator) -> list[int]:
-        """Of the blocks before the row's latest keys."""
         before = max(0, row + 1 - self.setting.keys // 2 // self.setting.block)
         return torch.randperm(before, generator=generator)[: self.setting.most].sort().values.tolist()
 
@@ -152,7 +151,7 @@ class Layer(nn.Module):
         width, self.heads = setting.heads * setting.head_dim, setting.heads
         self.norm, self.inner = nn.LayerNorm(width), nn.LayerNorm(width)
         self.qkv, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
-        # Queries and keys begin alike, so that what stands before a query's byte is soon found where it stood before.
+        # Queries and keys have equal initial weights, so that a query soon finds earlier places of the bytes before it.
         self.qkv.weight.data[width : 2 * width] = self.qkv.weight.data[:width]
         self.mlp = nn.Sequential(nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width))
         self.attention = attention

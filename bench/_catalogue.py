@@ -21,8 +21,8 @@ PICTURED = 64  # tokens of a picture
 class Entry:
     """One pattern of the page. `name` is its constructor's, and what tells it from others of that constructor.
 
-    `text` is its expression, in the words of `names_for`, and `small` that of the picture. `million` stands in
-    for `text` where a grid grows with the tokens. `waste_why` and `build_why` say what keeps it from a target;
+    `text` is its expression, in the words of `names_for`, and `small` that of the picture. `million` replaces
+    `text` where a grid grows with the tokens. `waste_why` and `build_why` say what keeps it from a target;
     `largest` is the number of tokens that its tables are built for where a million are out of reach.
     """
 
@@ -160,7 +160,7 @@ ENTRIES = (
 
 
 def document_ids(num_tokens: int) -> Tensor:
-    """Documents packed one after the other, of 128 to 4096 tokens; in short sequences, of 7 to half of them."""
+    """Packed documents of 128 to 4096 tokens; in short sequences, of 7 to half of them."""
     longest = min(4096, num_tokens // 2)
     lengths = longest * 32 ** -torch.rand(num_tokens, generator=_seeded())  # log-uniform
     lengths = lengths.long().clamp(min=7)

@@ -33,7 +33,7 @@ _NOT_THE_MACHINE = ("memory_gib", "sm_clock", "memory_clock")  # room is no spee
 
 @dataclass(frozen=True)
 class Value:
-    """One number of a result. `is_time`: compared on the same machine alone; `peer`: not the library's."""
+    """One number of a result. `is_time`: compared only on equal machines; `peer`: not the library's."""
 
     number: float
     noise: float

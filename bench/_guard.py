@@ -76,7 +76,7 @@ class Runs:
 
 @dataclass(frozen=True)
 class Verdict:
-    """A case's figure beside the recorded one."""
+    """A case's figure and the recorded one."""
 
     name: str
     recorded: float
@@ -177,17 +177,17 @@ def main(arguments: Sequence[str]) -> int:
 def _alone() -> Iterator[None]:
     """On one thread: more would wait for each other on a shared machine. And with a heap that stays.
 
-    Left to itself, glibc gives freed memory back to the system or does not, as the heap happens to lie, and then
-    one job or the other pays for fresh pages in every run: up to half its time. It learns from a freed block of
-    this size that blocks up to it come and go.
+    By default glibc may or may not return freed memory to the system, and then one of the jobs pays for fresh pages in
+    every run: up to half its time. After a freed block of this size it keeps blocks of up to that size.
     """
     torch.empty(_HEAP_BYTES, dtype=torch.uint8)
     with one_thread():
         yield
 
 
-# The cases. The plain jobs use torch and Python alone, the same kernels where there are any: the ratio to them hardly
-# depends on the machine, and nothing in them changes when the library does.
+# The cases. The plain jobs use torch and Python alone, and the library's kernels where it has any: the ratio to them
+# hardly depends on the machine, and nothing in them changes when the library does.
+
 
 _BLOCK = 128
 _STEPS = 16
@@ -195,13 +195,13 @@ _TRAIN: Part = "forward + backward"
 
 
 def longnet_training() -> Pair:
-    """A causal LongNet, forward and backward, beside a loop over its branches."""
+    """A causal LongNet, forward and backward, against a loop over its branches."""
     spec, problem = _small_longnet(), Problem.draw(Size(1024, num_heads=2, head_dim=32))
     return _attention_pair(spec.attention(), branch_loop(spec), problem, _TRAIN)
 
 
 def window_training() -> Pair:
-    """A local window, forward and backward, beside one masked call on gathered keys."""
+    """A local window, forward and backward, against one masked call on gathered keys."""
     radius, problem = 2 * _BLOCK, Problem.draw(Size(1024, num_heads=1, head_dim=32))
     rows = problem.q.shape[2] // _BLOCK
     columns = (torch.arange(rows) - 2).clamp(0, rows - 5)[:, None] + torch.arange(5)
@@ -213,7 +213,7 @@ def window_training() -> Pair:
 
 
 def block_list_forward() -> Pair:
-    """A list of drawn blocks, forward, beside a call on the gathered blocks."""
+    """A list of drawn blocks, forward, against a call on the gathered blocks."""
     problem = Problem.draw(Size(2048, num_heads=2, head_dim=32))
     rows = problem.q.shape[2] // _BLOCK
     columns = torch.rand(rows, rows, generator=torch.Generator().manual_seed(0)).argsort(1)[:, :6]
@@ -222,13 +222,13 @@ def block_list_forward() -> Pair:
 
 
 def small_call() -> Pair:
-    """Calls so small that what they cost is overhead, beside dense ones."""
+    """Calls so small that overhead dominates, against dense ones."""
     problem = Problem.draw(Size(64, num_heads=2, head_dim=16))
     return _attention_pair(attention_by(masks.causal()), dense_attention(causal=True), problem, calls=100)
 
 
 def plan_look_up() -> Pair:
-    """What every call looks up, beside look-ups in a dictionary under a lock."""
+    """The look-up of a cached plan, against look-ups in a dictionary under a lock."""
     pattern, lock = _small_longnet().pattern(), Lock()
     text, numbers = pattern.text, (8, 8, 2048, 2048, 0, 0, 0, 8, 1)
 
@@ -246,7 +246,7 @@ def plan_look_up() -> Pair:
 
 
 def mask_build() -> Pair:
-    """A block mask with nothing cached, beside a fixed series of small tensor operations."""
+    """A block mask with nothing cached, against a fixed series of small tensor operations."""
     pattern = _small_longnet().pattern()
 
     def build(_: None) -> None:
@@ -257,7 +257,7 @@ def mask_build() -> Pair:
 
 
 def planning() -> Pair:
-    """Plan, block lists and calls with nothing cached, beside the same series."""
+    """Plan, block lists and calls with nothing cached, against the series of `mask_build`."""
     window = masks.causal() & masks.local_window(left=255, right=0)
     pattern = window | masks.global_tokens(16)
 
@@ -270,7 +270,7 @@ def planning() -> Pair:
 
 @torch.no_grad()
 def decoding() -> Pair:
-    """Cached decoding steps of a LongNet, beside dense steps over a buffer of keys and values."""
+    """Cached decoding steps of a LongNet, against dense steps over a buffer of keys and values."""
     spec, past = _small_longnet(), 1000
     problem = Problem.draw(Size(past + _STEPS, num_heads=4))
 
@@ -315,7 +315,7 @@ def _loop(name: str, function: Callable[[], object], number: int) -> Job:
 def _attention_pair(
     ours: Attention, theirs: Attention, problem: Problem, part: Part = "forward", calls: int = 1
 ) -> Pair:
-    """The two, which must compute the same; a run of a forward may make several calls."""
+    """Jobs of the two attentions, after a check that their outputs agree; `calls`: calls in a run of a forward."""
     assert_close(ours(*problem.qkv), theirs(*problem.qkv), rtol=1e-4, atol=1e-5)
     ways: dict[str, Any] = {"library": ours, "plain": theirs}
     if calls > 1:

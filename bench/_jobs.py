@@ -166,7 +166,7 @@ def train(attention: Attention, problem: Problem) -> tuple[Tensor, ...]:
 
 
 def peak_bytes(prepare: Callable[..., Callable[[], object]], *args: Any) -> int:
-    """Peak resident bytes that `prepare(*args)()` adds to those after `prepare(*args)`, in a process of its own.
+    """Peak resident bytes that `prepare(*args)()` adds to those after `prepare(*args)`, in a separate process.
 
     `prepare` must be importable and should run the work once at a tiny size, so that set-up (thread pools, tables of
     kernels) is not counted.

@@ -182,7 +182,7 @@ def local_tensors(mesh: DeviceMesh, step: Step) -> tuple[Sharding, list[Tensor]]
 
 
 def _take(mesh: DeviceMesh, step: Step) -> dict[str, Any]:
-    """As arrays of float32: the memory of a tensor would go with the process."""
+    # Arrays of float32: the memory of a tensor would go with the process.
     sharding, (q, k, v, grad) = local_tensors(mesh, step)
     traffic().reset()
     found = _named(attend_on(mesh, step, sharding, q, k, v), (q, k, v), grad)

@@ -37,7 +37,7 @@ def read(results: Path, name: str) -> Document:
 
 
 def all_documents(results: Path) -> list[Document]:
-    """The answers in the folder, in the order of the measures; last those that have no measure any more."""
+    """The answers in the folder, in the order of the measures; answers without a measure come last."""
     names = {path.stem for path in results.glob("*.json")}
     known = [name for name in (*MEASURES, *DEVICE_NAMES) if name in names]
     documents = [read(results, name) for name in (*known, *sorted(names - set(known)))]
@@ -142,7 +142,7 @@ def short(results: Path) -> str:
 
 
 def missed(results: Path) -> str:
-    """The same, a line for each kind of figure: the range of those that miss their target."""
+    """For each kind of figure the range of the rows that miss their target."""
     found: dict[tuple[str, str], list[Document]] = {}
     for row in (row for document in _headlines(results) for row in document["rows"]):
         found.setdefault((row["measure"].rpartition(": ")[2], row["target"]), []).append(row)
@@ -177,7 +177,7 @@ def _machine(document: Document) -> str:
 
 
 def growth(results: Path) -> str:
-    """Time and peak at every length of the sweep, beside those of dense attention."""
+    """Time and peak memory of the library and of dense attention at every length of the sweep."""
     document = read(results, "sweep")
     return _spaced(f"{_swept(document['config'])}\n\n{_swept_table(document)}")
 
@@ -214,7 +214,7 @@ def _swept(config: dict[str, Any]) -> str:
 
 
 def _swept_table(document: Document, shown: Sequence[int] = ()) -> str:
-    """A line for each length, or for those that are shown."""
+    """A line for each length, or for the lengths in `shown`."""
     points, names = document["points"], {"forward": "forward", "backward": "backward", "peak_bytes": "peak memory"}
     attentions = list(dict.fromkeys(point["attention"] for point in points))
     found = {(point["num_tokens"], point["attention"]): point for point in points}
@@ -278,7 +278,7 @@ def _rows(rows: Sequence[Document]) -> str:
 def write_pages(pages: Mapping[Path, Mapping[str, Part]], results: Path) -> None:
     """Put the results into the pages, each part between its marks.
 
-    A part without its result stays as it is, which is said on stderr.
+    A part without its result is left unchanged, which is said on stderr.
     """
     for path, parts in pages.items():
         found: dict[str, str | None] = {}

@@ -43,7 +43,7 @@ def _verified(contestants: Sequence[Contestant], part: Part) -> list[Job]:
 
 
 def _flop_ratio(spec: LongNet, size: Size) -> float:
-    """Pairs of dense attention over those of the spec."""
+    """Pairs of dense attention over pairs of the spec."""
     sizes = {"num_tokens": size.num_tokens, "num_heads": size.num_heads}
     return dense(size.num_tokens, causal=spec.causal).pairs(**sizes) / spec.pairs(**sizes)
 

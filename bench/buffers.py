@@ -125,7 +125,7 @@ def pool(
 ) -> Iterator[Row]:
     """Where does a pool of buffers save time or memory?
 
-    Beside claims about pools elsewhere. The steps are those of `buffer_reuse`.
+    With claims about pools elsewhere, and the steps of `buffer_reuse`.
     """
     found = {size: _lease_and_make(size, steps.size.repeats) for size in buffer_bytes}
     saved = {size: _saved(made.median_s, leased.median_s) for size, (leased, made) in found.items()}

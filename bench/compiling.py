@@ -250,7 +250,7 @@ class FirstSteps(NamedTuple):
 def first_step(config: First = First(LONGNET_4.as_causal(), Size(8192, num_heads=4))) -> Iterator[Row]:
     """How long does the first step take, with nothing compiled yet, with torch's cache on disk, and then?
 
-    First steps beside those of the same with torch's own attention: the cost of torch.compile itself.
+    First steps over first steps with torch's own attention, which show the cost of torch.compile itself.
     A cold step finds an empty cache, a warm one the folder of the cold one; each in a process of its own, in
     which everything is imported: the import has its own row. Bounds leave half as much again for what is ours.
     Two are absolute, as nothing compares: the import is to add less than half of what torch's own takes, which is
@@ -335,7 +335,7 @@ def _window(config: First) -> Case:
 
 
 def _bare_window(config: First) -> Case:
-    """FlexAttention itself, with the same block mask."""
+    """FlexAttention itself, with the window's block mask."""
     mask = masks.block_mask(config.window_pattern(), config.window_tokens, num_heads=config.size.num_heads)
 
     def attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""Decoding steps, calls of few queries, packed documents: each beside the plain way to do the same."""
+"""Decoding steps, calls of few queries, and packed documents, each against a plainer way."""
 
 from collections.abc import Iterator
 from dataclasses import replace
@@ -224,7 +224,7 @@ def factors_of_unions(size: Size = Size(65536, num_heads=4, repeats=5)) -> Itera
 
 
 def _factors(tokens: int) -> dict[str, masks.Pattern]:
-    """A union, and the same with run-time tensors."""
+    """A union of windows, alone and with run-time tensors."""
     union = masks.local_window(left=256, right=256) | masks.dilated_window(left=64, right=64, rate=64)
     documents = torch.arange(tokens) * 4 // tokens
     return {

@@ -152,7 +152,7 @@ def work_balance(
 ) -> Iterator[Row]:
     """Do ranks that hold early and late tokens of a causal sequence compute alike?
 
-    Load imbalance, the most over the mean useful pairs of a rank, in zigzag; beside it in contiguous shards.
+    Load imbalance, the most over the mean useful pairs of a rank, in zigzag; in the detail also in contiguous shards.
     """
     for num_tokens in tokens:
         for spec in (*specs, dense(num_tokens, causal=True)):

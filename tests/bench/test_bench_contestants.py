@@ -65,7 +65,7 @@ def test_device_clock(monkeypatch) -> None:
 
 
 def test_contestants_that_fail_or_are_wrong() -> None:
-    """The first are left out and named, the others timed and named; a job beside them may fail too."""
+    """Failing contestants and jobs are left out and named, wrong ones are timed and named."""
     problem = Problem.draw(Size(256, num_heads=4, head_dim=16), dtype=torch.bfloat16)
 
     def broken(q, k, v):

@@ -84,7 +84,7 @@ def test_dry_run(tmp_path, capsys) -> None:
 
 
 def test_names_and_targets(capsys) -> None:
-    """The script hands names on, codes stand for them; targets are those that docs/contributing/kernels.md states."""
+    """The script passes names and codes on; targets are those in docs/contributing/kernels.md."""
     command = [ROOT / "bench" / "h200.sh", "G5", "--small"]
     done = subprocess.run(command, env={**os.environ, "PYTHON": "echo"}, capture_output=True, text=True, check=True)
     assert done.stdout == "-m bench device G5 --small\n"
