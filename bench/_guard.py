@@ -123,16 +123,11 @@ def record(names: Iterable[str], path: Path) -> None:
 def read(path: Path) -> Mapping[str, float]:
     """The recorded figures. Raises ValueError for a file that holds none."""
     try:
-        document: Any = json.loads(path.read_text())
-    except FileNotFoundError as error:
-        raise ValueError(f"the guard needs recorded ratios, which `--record` writes; there is no {path}") from error
-    except (UnicodeDecodeError, json.JSONDecodeError) as error:
-        raise ValueError(f"recorded ratios must be JSON; {path} is not: {error}") from error
-    ratios = document.get("ratios") if isinstance(document, dict) else None
-    if not isinstance(ratios, dict) or not all(
-        type(value) in (int, float) and 0 < value < float("inf") for value in ratios.values()
-    ):
-        raise ValueError(f"{path} must hold positive numbers under 'ratios'; got {ratios!r:.80}")
+        ratios = json.loads(path.read_text())["ratios"]
+        if not all(0 < ratio < float("inf") for ratio in ratios.values()):
+            raise ValueError(f"ratios must be positive; got {ratios}")
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ValueError(f"the guard needs recorded ratios, which `--record` writes; {path}: {error!r}") from error
     return ratios
 
 

@@ -115,15 +115,6 @@ def take_steps(num_ranks: int, steps: Sequence[Step]) -> list[Taken]:
     return taken
 
 
-def take_alone(step: Step) -> dict[str, Tensor]:
-    """The same tensors in one call on one rank."""
-    *leaves, grad = step.tensors()
-    q, k, v = (x.detach().requires_grad_() for x in leaves)
-    return _named(
-        fd.attend(q, k, v, masks.from_json(step.pattern), enable_gqa=q.shape[1] != k.shape[1]), (q, k, v), grad
-    )
-
-
 def _named(out: Tensor, leaves: Sequence[Tensor], grad: Tensor) -> dict[str, Tensor]:
     return dict(zip(NAMES, (out.detach(), *torch.autograd.grad(out, leaves, grad)), strict=True))
 
@@ -131,7 +122,7 @@ def _named(out: Tensor, leaves: Sequence[Tensor], grad: Tensor) -> dict[str, Ten
 def take_cut(step: Step, num_ranks: int) -> dict[str, Tensor]:
     """The same tensors in one call for each contiguous shard of queries, over all keys: nothing sent, sums in float64.
 
-    The rounding of the kernel in shorter calls.
+    With one rank a plain call; with more the rounding of the kernel in shorter calls.
     """
     q, k, v, grad = step.tensors()
     pattern, grouped = masks.from_json(step.pattern), q.shape[1] != k.shape[1]

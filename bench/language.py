@@ -366,22 +366,14 @@ def byte_step(
     """What does a training step of these models cost, against the dense one?"""
     for setting in settings:
         ways = _ways(setting) | {"refined blocks": partial(Listed, setting, refined=True)}
-        jobs = [_step_job(name, make, setting) for name, make in ways.items()]
-        for job in jobs:
-            job.seconds()
+        text, jobs = torch.randint(256, (setting.batch, setting.tokens + 1)), []
+        for name, make in ways.items():
+            torch.manual_seed(0)
+            model = ByteModel(setting, make)
+            step = lambda _, model=model, text=text: model.bits(text).mean().backward()  # noqa: E731
+            jobs.append(Job(name, step, model.zero_grad))
+            jobs[-1].seconds()
         timings = interleave(jobs, repeats=repeats)
         times = {timing.name: ratio(timing, timings[0]) for timing in timings}
         what = f"{setting.tokens} bytes, batch {setting.batch}, {setting.keys} keys read: a training step's time"
         yield Row(f"{what} with mean keys over dense", at_most(1.0, "×"), times["mean keys"], timings, {"times": times})
-
-
-def _step_job(name: str, make: Make, setting: Setting) -> Job:
-    torch.manual_seed(0)
-    model = ByteModel(setting, make)
-    text = torch.randint(256, (setting.batch, setting.tokens + 1))
-
-    def step(_: None) -> None:
-        model.zero_grad()
-        model.bits(text).mean().backward()
-
-    return Job(name, step)

@@ -34,7 +34,6 @@ from ._rank_steps import (
     each_on_ranks,
     errors,
     local_tensors,
-    take_alone,
     take_cut,
     take_steps,
 )
@@ -119,7 +118,7 @@ def _sent_row(run: LongNet, size: Size, num_ranks: int) -> Row:
     ]
     detail = {}
     for (spec, step), found in zip(cases, take_steps(num_ranks, [step for _, step in cases]), strict=True):
-        off = errors(found.tensors, take_alone(step))
+        off = errors(found.tensors, take_cut(step, 1))
         assert max(off.values()) <= _EXACT, f"ranks must compute what one rank does; {step} is off by {off}"
         shards = shard_ranges(size.num_tokens, num_ranks, step.order)
         least = least_received(spec, size.num_tokens, shards, Heads(size.num_heads, step.num_kv_heads))
@@ -319,7 +318,7 @@ def rank_accuracy(
     # What one rank computes does not depend on schedule and order.
     problems = {(step.pattern, step.num_kv_heads, step.dtype): (spec, step) for spec, step in cases}
     wanted = {key: by_rule(step, spec) for key, (spec, step) in problems.items()}
-    alone = {key: errors(take_alone(step), wanted[key]) for key, (_, step) in problems.items()}
+    alone = {key: errors(take_cut(step, 1), wanted[key]) for key, (_, step) in problems.items()}
     rows = []
     for num_ranks in ranks:
         # All steps are taken by the same processes, which know the plans from the first one on.

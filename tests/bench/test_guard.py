@@ -130,10 +130,10 @@ def test_recording_some_keeps_the_others(tmp_path, monkeypatch, quick) -> None:
 BAD_CALLS = {
     "a case must be one of longnet_training, ": ["nothing"],
     "a bound must be a number of at least 1; got '0.5'": ["--bound", "0.5"],
-    "which `--record` writes; there is no ": ["--file", "missing.json"],
-    "recorded ratios must be JSON; ": ["--file", "text.json"],
-    "must hold positive numbers under 'ratios'; got None": ["--file", "list.json"],
-    "must hold positive numbers under 'ratios'; got {'decoding': 0}": ["--file", "zero.json"],
+    "which `--record` writes; missing.json: FileNotFoundError": ["--file", "missing.json"],
+    "text.json: JSONDecodeError": ["--file", "text.json"],
+    "list.json: TypeError": ["--file", "list.json"],
+    "ratios must be positive; got {'decoding': 0}": ["--file", "zero.json"],
     "has no ratio of decoding; `--record` measures it": ["decoding", "--file", "empty.json"],
 }
 
