@@ -1,6 +1,6 @@
 """Measure, and print one table: `python -m bench [NAME ...] [--small] [--out DIR]`.
 
-Three commands beside: `python -m bench compare A B` sets two sets of results side by side, `python -m bench guard`
+Three more commands: `python -m bench compare A B` sets two sets of results side by side, `python -m bench guard`
 sees what has become slower, and `python -m bench device` measures on an accelerator; `--help` after each says more.
 """
 
@@ -14,13 +14,12 @@ import torch
 
 from . import _compare, _guard, device
 from ._pages import PAGES
-from ._report import condition, markdown_table, plot_sweep, terminal_table, write_pages
+from ._report import condition, plot_sweep, terminal_table, write_pages
 from ._run import MEASURES, Document, ask, write
 from .catalogue import draw_all
 
 _RESULTS = Path("bench/results")
 _PICTURES = Path("docs/images/catalogue")
-_WORDS = ("table", "pages", "pictures")
 _DEVICE_LIMIT_S = 520.0
 
 
@@ -31,13 +30,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
     commands = {"compare": _compare.main, "guard": _guard.main, "device": measure_device}
     if first in commands:
         return commands[first](rest)
-    options = _parser().parse_args(arguments)
+    parser = argparse.ArgumentParser(prog="python -m bench", description=__doc__)
+    names = "measures, as --list has them, or their codes, such as C4; all, if none is named"
+    words = "; or one word: pages puts the results into README.md and docs/, pictures draws the catalogue's"
+    parser.add_argument("names", nargs="*", metavar="NAME", type=_name, help=f"{names}{words}")
+    parser.add_argument("--small", action="store_true", help="tiny sizes, to see that everything runs")
+    folder = f"folder of the results ({_RESULTS}; none with --small)"
+    parser.add_argument("--out", type=Path, metavar="DIR", help=folder)
+    parser.add_argument("--list", action="store_true", help="print the measures, with the question of each")
+    options = parser.parse_args(arguments)
     if options.list:
         for name, each in MEASURES.items():
             print(f"{name}\t{each.question}")
-        return 0
-    if options.names == ["table"]:
-        print(markdown_table(options.out or _RESULTS))
         return 0
     if options.names == ["pages"]:
         write_pages(PAGES, options.out or _RESULTS)
@@ -50,47 +54,27 @@ def main(arguments: Sequence[str] | None = None) -> int:
     answers = {name: ask(name, small=options.small, results=results) for name in options.names or MEASURES}
     documents = [document for document in answers.values() if document is not None]
     print(terminal_table(documents))
-    if results is not None:
-        _draw(documents, results)
-        if results == _RESULTS:
-            write_pages(PAGES, results)
+    for document in documents:
+        if results is not None and document["points"]:
+            try:
+                plot_sweep(document, results / f"{document['name']}.png")
+            except ImportError:
+                print("no plot: it needs matplotlib (pip install 'flexdilated[plot]')", file=sys.stderr)
+    if results == _RESULTS:
+        write_pages(PAGES, _RESULTS)
     failed = [name for name, document in answers.items() if document is None]
     if failed:
         print(f"failed: {', '.join(failed)}", file=sys.stderr)
     return 1 if failed else 0
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="python -m bench", description=__doc__)
-    parser.add_argument(
-        "names", nargs="*", metavar="NAME", type=_name,
-        help="what to measure (all, if none is named), as --list has it, or by its earlier code, such as C4; or one "
-        "word: table prints the results in Markdown, pages puts them into README.md and the pages of docs/, pictures "
-        "draws those of the catalogue",
-    )  # fmt: skip
-    parser.add_argument("--small", action="store_true", help="tiny sizes, to see that everything runs")
-    parser.add_argument(
-        "--out", type=Path, metavar="DIR", help=f"folder of the results ({_RESULTS}; none with --small)"
-    )
-    parser.add_argument("--list", action="store_true", help="print the measures, with the question of each")
-    return parser
-
-
 def _name(text: str) -> str:
+    words = ("pages", "pictures")
     known = {code.lower(): each.name for each in MEASURES.values() for code in (each.name, each.code) if code}
-    known |= {word: word for word in _WORDS}
+    known |= {word: word for word in words}
     if text.lower() in known:
         return known[text.lower()]
-    raise argparse.ArgumentTypeError(f"a name must be one of {', '.join((*MEASURES, *_WORDS))}; got {text!r}")
-
-
-def _draw(documents: Sequence[Document], results: Path) -> None:
-    for document in documents:
-        if document["points"]:
-            try:
-                plot_sweep(document, results / f"{document['name']}.png")
-            except ImportError:
-                print("no plot: it needs matplotlib (pip install 'flexdilated[plot]')", file=sys.stderr)
+    raise argparse.ArgumentTypeError(f"a name must be one of {', '.join((*MEASURES, *words))}; got {text!r}")
 
 
 def measure_device(arguments: Sequence[str]) -> int:
@@ -98,7 +82,18 @@ def measure_device(arguments: Sequence[str]) -> int:
 
     A JSON file for each name, and summary.json, which holds them all, are written as rows end.
     """
-    parser = _device_parser()
+    parser = argparse.ArgumentParser(prog="python -m bench device", description=device.__doc__)
+    known = f"as --list has them, and {device.CORRECTNESS}; all, if none is named"
+    parser.add_argument("names", nargs="*", metavar="NAME", type=_device_name, help=known)
+    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda", help="cpu: a dry run, with --small")
+    folder = f"folder of the results ({_RESULTS}; none with --small)"
+    parser.add_argument("--out", type=Path, metavar="DIR", help=folder)
+    parser.add_argument("--small", action="store_true", help="tiny sizes, to see that everything runs")
+    parser.add_argument("--limit", type=float, default=_DEVICE_LIMIT_S, metavar="S", help="seconds for all of it")
+    parser.add_argument("--commit", metavar="ID", help="the commit to record where there is no git")
+    unpack = "only write the rows of a summary.json to files"
+    parser.add_argument("--unpack", type=_summary, metavar="FILE", help=unpack)
+    parser.add_argument("--list", action="store_true", help="print the questions")
     options = parser.parse_args(arguments)
     results = options.out or (None if options.small else _RESULTS)
     if options.list:
@@ -110,6 +105,10 @@ def measure_device(arguments: Sequence[str]) -> int:
             write(document, options.out or _RESULTS)
         print(terminal_table(options.unpack))
         return 0
+    if options.limit <= 0:
+        parser.error(f"the limit must be above 0 seconds; got {options.limit}")
+    if results is not None and results.is_file():
+        parser.error(f"the results need a folder; {results} is a file")
     if options.device == "cuda" and not torch.cuda.is_available():
         parser.error("PyTorch finds no CUDA device here; --device cpu --small goes through the same rows")
     if options.device == "cpu" and not options.small:
@@ -129,40 +128,11 @@ def measure_device(arguments: Sequence[str]) -> int:
     return 1 if any(map(device.is_failed, documents.values())) else 0
 
 
-def _device_parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="python -m bench device", description=device.__doc__)
-    known = f"as --list has them, and {device.CORRECTNESS}; all, if none is named"
-    parser.add_argument("names", nargs="*", metavar="NAME", type=_device_name, help=known)
-    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda", help="cpu: a dry run, with --small")
-    folder = f"folder of the results ({_RESULTS}; none with --small)"
-    parser.add_argument("--out", type=_folder, metavar="DIR", help=folder)
-    parser.add_argument("--small", action="store_true", help="tiny sizes, to see that everything runs")
-    parser.add_argument("--limit", type=_limit, default=_DEVICE_LIMIT_S, metavar="S", help="seconds for all of it")
-    parser.add_argument("--commit", metavar="ID", help="the commit to record where there is no git")
-    unpack = "only write the rows of a summary.json to files"
-    parser.add_argument("--unpack", type=_summary, metavar="FILE", help=unpack)
-    parser.add_argument("--list", action="store_true", help="print the questions")
-    return parser
-
-
 def _device_name(text: str) -> str:
     name = device.CODES.get(text.upper(), text.lower())
     if name in device.NAMES:
         return name
     raise argparse.ArgumentTypeError(f"a name must be one of {', '.join(device.NAMES)}; got {text!r}")
-
-
-def _limit(text: str) -> float:
-    seconds = float(text)
-    if seconds > 0:
-        return seconds
-    raise argparse.ArgumentTypeError(f"the limit must be above 0 seconds; got {text}")
-
-
-def _folder(text: str) -> Path:
-    if not Path(text).exists() or Path(text).is_dir():
-        return Path(text)
-    raise argparse.ArgumentTypeError(f"the results need a folder; {text} is a file")
 
 
 def _summary(text: str) -> list[Document]:

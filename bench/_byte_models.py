@@ -1,12 +1,17 @@
-"""Models of bytes that differ in which keys a query reads, and their training."""
+"""Models of bytes that differ in the keys that a query reads, their training, and their text: Python's own library."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import sysconfig
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from math import log
-from typing import Any
+from hashlib import sha256
+from math import inf, log, sqrt
+from os import fsencode
+from pathlib import Path
+from statistics import mean, stdev
+from typing import Any, NamedTuple
 
 import torch
 from jaxtyping import Float, Int64, UInt8
@@ -53,9 +58,6 @@ class Setting:
 Make = Callable[[], nn.Module]  # an attention (q, k, v) -> out without parameters, one for each layer
 
 
-# What is read
-
-
 def static(pattern: masks.Pattern | masks.Mixture) -> Make:
     return partial(fd.BlockSparseAttention, pattern)
 
@@ -93,9 +95,9 @@ class Narrowing(nn.Module):
 
 
 class Listed(nn.Module):
-    """Blocks drawn for each head and row of queries beside the latest keys; `refined`: exchanged in training.
+    """Blocks drawn for each head and row of queries, and the latest keys; `refined`: exchanged in training.
 
-    Every `every` steps each head gives up the blocks that got least for those whose mean keys agree most.
+    Every `every` steps each head exchanges its blocks of least mass for those whose mean keys agree most.
     """
 
     def __init__(self, setting: Setting, *, refined: bool, every: int = 10) -> None:
@@ -113,7 +115,6 @@ class Listed(nn.Module):
             self.tracker = fd.ImportanceTracker(setting.heads, rows, rows, decay=0.5)
 
     def _drawn(self, row: int, generator: torch.Generator) -> list[int]:
-        """Of the blocks before the row's latest keys."""
         before = max(0, row + 1 - self.setting.keys // 2 // self.setting.block)
         return torch.randperm(before, generator=generator)[: self.setting.most].sort().values.tolist()
 
@@ -150,7 +151,7 @@ class Layer(nn.Module):
         width, self.heads = setting.heads * setting.head_dim, setting.heads
         self.norm, self.inner = nn.LayerNorm(width), nn.LayerNorm(width)
         self.qkv, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
-        # Queries and keys begin alike, so that what stands before a query's byte is soon found where it stood before.
+        # Queries and keys have equal initial weights, so that a query soon finds earlier places of the bytes before it.
         self.qkv.weight.data[width : 2 * width] = self.qkv.weight.data[:width]
         self.mlp = nn.Sequential(nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width))
         self.attention = attention
@@ -209,19 +210,91 @@ def laid_out(window: Tensor, setting: Setting) -> Int64[Tensor, "B M"]:
 
 
 def trained(make: Make, text: UInt8[Tensor, " bytes"], setting: Setting, seed: int) -> ByteModel:
-    """A model after its steps over windows of the text, drawn as the seed says."""
+    """A model after its steps over windows of the text, drawn from the seed."""
     torch.manual_seed(seed)
-    model = ByteModel(setting, make)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=_RATE)
-    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, _RATE, total_steps=setting.steps)
-    generator = torch.Generator().manual_seed(1000 + seed)
-    for _ in range(setting.steps):
+    model, generator = ByteModel(setting, make), torch.Generator().manual_seed(1000 + seed)
+
+    def loss() -> Tensor:
         begins = torch.randint(len(text) - setting.tokens, (setting.batch, 1), generator=generator)
         window = text[begins + torch.arange(setting.tokens + 1)]
-        loss = model.bits(laid_out(window, setting)).mean() * _BITS
+        return model.bits(laid_out(window, setting)).mean() * _BITS
+
+    fit(model, loss, setting.steps, weight_decay=0.01, clip=1.0)
+    return model.eval()
+
+
+def fit(
+    model: nn.Module, loss: Callable[[], Tensor], steps: int, *, weight_decay: float = 0.0, clip: float = inf
+) -> None:
+    optimizer = torch.optim.AdamW(model.parameters(), lr=_RATE, weight_decay=weight_decay)
+    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, _RATE, total_steps=steps)
+    for _ in range(steps):
         optimizer.zero_grad()
-        loss.backward()
-        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        loss().backward()
+        nn.utils.clip_grad_norm_(model.parameters(), clip)
         optimizer.step()
         schedule.step()
-    return model.eval()
+
+
+# The text
+
+# Installed packages are not the standard library, and its test suites are mostly data.
+_SKIPPED_FOLDERS = frozenset({"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"})
+# A sixteenth of the bytes is held out; files of more than a 64th are held out last.
+_HELD_OUT_SHARE, _LONG_FILE_SHARE = 16, 64
+_END_OF_FILE = b"\0"  # source text does not hold it
+
+
+class LibraryText(NamedTuple):
+    """Bytes of disjoint files."""
+
+    train: UInt8[Tensor, " bytes"]
+    validation: UInt8[Tensor, " bytes"]
+
+
+def library_text() -> LibraryText:
+    """Files joined in the order of their names.
+
+    Held out are files in the order of a digest of their names, very long ones last, until they hold a sixteenth of the
+    bytes.
+    """
+    root = Path(sysconfig.get_path("stdlib"))
+    paths = (path for path in root.rglob("*.py") if not _SKIPPED_FOLDERS & {*path.relative_to(root).parts})
+    texts = {path.relative_to(root).as_posix(): path.read_bytes() for path in paths}
+    names, total = sorted(name for name in texts if texts[name]), sum(map(len, texts.values()))
+
+    def late_and_drawn(name: str) -> tuple[bool, bytes]:
+        """A very long file would be most of the held-out text."""
+        return len(texts[name]) > total // _LONG_FILE_SHARE, sha256(fsencode(name)).digest()
+
+    held_out, needed = set(), total // _HELD_OUT_SHARE
+    for name in sorted(names, key=late_and_drawn):
+        if needed <= 0:
+            break
+        held_out.add(name)
+        needed -= len(texts[name])
+    sides = ([name for name in names if (name in held_out) == out] for out in (False, True))
+    joined = (b"".join(texts[name] + _END_OF_FILE for name in side) for side in sides)
+    return LibraryText(*(torch.frombuffer(bytearray(text), dtype=torch.uint8) for text in joined))
+
+
+def validation_windows(text: UInt8[Tensor, " n"], *, context: int, limit: int) -> UInt8[Tensor, "w m"]:
+    """At most `limit` windows, spread evenly over the text, none overlapping another."""
+    size = context + 1
+    available = len(text) // size
+    chosen = torch.linspace(0, available - 1, min(limit, available)).round().long()
+    return torch.stack([text[int(i) * size : (int(i) + 1) * size] for i in chosen])
+
+
+# Differences over seeds
+
+_STUDENT = {2: 12.706, 3: 4.303, 4: 3.182, 5: 2.776, 6: 2.571, 7: 2.447, 8: 2.365}  # 97.5 % quantile, by seeds
+
+
+def beyond(these: Sequence[float], those: Sequence[float]) -> tuple[float, float]:
+    """95 % interval of the mean difference of paired seeds, by Student's distribution; infinite for one seed."""
+    differences = [a - b for a, b in zip(these, those, strict=True)]
+    if len(differences) < 2:
+        return float("-inf"), float("inf")
+    half = _STUDENT[len(differences)] * stdev(differences) / sqrt(len(differences))
+    return mean(differences) - half, mean(differences) + half

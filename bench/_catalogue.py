@@ -21,8 +21,8 @@ PICTURED = 64  # tokens of a picture
 class Entry:
     """One pattern of the page. `name` is its constructor's, and what tells it from others of that constructor.
 
-    `text` is its expression, in the words of `names_for`, and `small` that of the picture. `million` stands in
-    for `text` where a grid grows with the tokens. `waste_why` and `build_why` say what keeps it from a target;
+    `text` is its expression, in the words of `names_for`, and `small` that of the picture. `million` replaces
+    `text` where a grid grows with the tokens. `waste_why` and `build_why` say what keeps it from a target;
     `largest` is the number of tokens that its tables are built for where a million are out of reach.
     """
 
@@ -74,201 +74,93 @@ ENTRIES = (
     Entry("causal", "masks.causal()", "masks.causal()", largest=1 << 18, build_why=QUADRATIC),
     Entry("every", "masks.every()", "masks.every()", largest=1 << 17, build_why=QUADRATIC),
     Entry("local_window", "masks.local_window(left=4095, right=0)", "masks.local_window(left=20, right=0)"),
-    Entry(
-        "dilated_window",
-        "masks.dilated_window(left=1023, right=0, rate=4)",
-        "masks.dilated_window(left=7, right=0, rate=4)",
-    ),
+    Entry("dilated_window", "masks.dilated_window(left=1023, right=0, rate=4)",
+        "masks.dilated_window(left=7, right=0, rate=4)"),
     Entry("chunked", "masks.chunked(4096) & masks.causal()", "masks.chunked(20) & masks.causal()"),
     Entry("strided", "masks.strided(128) & masks.causal()", "masks.strided(8) & masks.causal()"),
-    Entry(
-        "fixed",
-        "masks.fixed(128, summary=32) & masks.causal()",
-        "masks.fixed(16, summary=4) & masks.causal()",
-        largest=1 << 18,
-        waste_why=_QUARTER,
-        build_why=QUADRATIC,
-    ),
+    Entry("fixed", "masks.fixed(128, summary=32) & masks.causal()", "masks.fixed(16, summary=4) & masks.causal()",
+        largest=1 << 18, waste_why=_QUARTER, build_why=QUADRATIC),
     Entry("dilated", "masks.dilated(8192, 4) & masks.causal()", "masks.dilated(32, 4) & masks.causal()"),
     Entry("longnet", f"{_LONGNET} & masks.causal()", f"{_LONGNET_SMALL} & masks.causal()", num_heads=4),
     Entry("longnet, full", _LONGNET, _LONGNET_SMALL, num_heads=4),
-    Entry(
-        "global_tokens",
-        "masks.global_tokens(128)",
-        "masks.global_tokens(6)",
-        build_why=WIDE_ROW,
-    ),
-    Entry(
-        "first_tokens",
-        "masks.first_tokens(4) & masks.causal()",
-        "masks.first_tokens(4) & masks.causal()",
-        waste_why="Four keys in a block of 128. Beside a window, as in `streaming_llm`, that hardly counts.",
-    ),
-    Entry(
-        "landmark_tokens",
-        "masks.landmark_tokens(256)",
-        "masks.landmark_tokens(16)",
-        build_why=WIDE_ROW,
-    ),
-    Entry(
-        "landmark_tokens, keys",
-        "masks.landmark_tokens(64, rows=False) & masks.causal()",
-        "masks.landmark_tokens(8, rows=False) & masks.causal()",
-    ),
+    Entry("global_tokens", "masks.global_tokens(128)", "masks.global_tokens(6)", build_why=WIDE_ROW),
+    Entry("first_tokens", "masks.first_tokens(4) & masks.causal()", "masks.first_tokens(4) & masks.causal()",
+        waste_why="Four keys in a block of 128. Beside a window, as in `streaming_llm`, that hardly counts."),
+    Entry("landmark_tokens", "masks.landmark_tokens(256)", "masks.landmark_tokens(16)", build_why=WIDE_ROW),
+    Entry("landmark_tokens, keys", "masks.landmark_tokens(64, rows=False) & masks.causal()",
+        "masks.landmark_tokens(8, rows=False) & masks.causal()"),
     Entry("prefix_lm", "masks.prefix_lm(8192)", "masks.prefix_lm(20)", largest=1 << 18, build_why=QUADRATIC),
-    Entry(
-        "random_blocks",
-        "masks.random_blocks(num_tokens, block=128, count=3)",
-        "masks.random_blocks(num_tokens, block=16, count=1)",
-        num_heads=2,
-    ),
-    Entry(
-        "block_list",
-        "masks.block_list(block_rows(num_tokens, block=128), block=128)",
-        "masks.block_list(block_rows(num_tokens, block=8), block=8)",
-    ),
-    Entry(
-        "blockwise",
-        "masks.blockwise(masks.dilated_window(left=15, right=0, rate=2), 128)",
-        "masks.blockwise(masks.dilated_window(left=2, right=0, rate=2), 8)",
-    ),
-    Entry(
-        "neighborhood, 1-D",
-        "masks.neighborhood((num_tokens,), 1024)",
-        "masks.neighborhood((num_tokens,), 8)",
-    ),
-    Entry(
-        "neighborhood, 2-D",
-        "masks.neighborhood((256, 256), (32, 32))",
-        "masks.neighborhood((8, 8), (2, 2))",
+    Entry("random_blocks", "masks.random_blocks(num_tokens, block=128, count=3)",
+        "masks.random_blocks(num_tokens, block=16, count=1)", num_heads=2),
+    Entry("block_list", "masks.block_list(block_rows(num_tokens, block=128), block=128)",
+        "masks.block_list(block_rows(num_tokens, block=8), block=8)"),
+    Entry("blockwise", "masks.blockwise(masks.dilated_window(left=15, right=0, rate=2), 128)",
+        "masks.blockwise(masks.dilated_window(left=2, right=0, rate=2), 8)"),
+    Entry("neighborhood, 1-D", "masks.neighborhood((num_tokens,), 1024)", "masks.neighborhood((num_tokens,), 8)"),
+    Entry("neighborhood, 2-D", "masks.neighborhood((256, 256), (32, 32))", "masks.neighborhood((8, 8), (2, 2))",
         million="masks.neighborhood((1024, 1024), (32, 32))",
         waste_why="The windows of a tile of 8 x 16 tokens cover 72 x 80 together, that of a token 65 x 65.",
-        build_why=_ROW_MAJOR,
-    ),
-    Entry(
-        "neighborhood, 3-D",
-        "masks.neighborhood((16, 64, 64), (4, 8, 8))",
-        "masks.neighborhood((4, 4, 4), (1, 1, 1))",
-        million="masks.neighborhood((64, 128, 128), (4, 8, 8))",
+        build_why=_ROW_MAJOR),
+    Entry("neighborhood, 3-D", "masks.neighborhood((16, 64, 64), (4, 8, 8))",
+        "masks.neighborhood((4, 4, 4), (1, 1, 1))", million="masks.neighborhood((64, 128, 128), (4, 8, 8))",
         waste_why="The windows of a tile of 2 x 8 x 8 tokens cover 10 x 24 x 24 together, that of a token 9 x 17 x 17.",
-        build_why=_ROW_MAJOR,
-    ),
-    Entry(
-        "per_head",
+        build_why=_ROW_MAJOR),
+    Entry("per_head",
         "masks.per_head([masks.local_window(left=4095, right=0), masks.dilated_window(left=1023, right=0, rate=4)])",
         "masks.per_head([masks.local_window(left=12, right=0), masks.dilated_window(left=7, right=0, rate=4)])",
-        num_heads=2,
-    ),
-    Entry(
-        "head_groups",
+        num_heads=2),
+    Entry("head_groups",
         "masks.head_groups([masks.local_window(left=4095, right=0), masks.dilated(16384, 4, 0) & masks.causal()])",
         "masks.head_groups([masks.local_window(left=12, right=0), masks.dilated(32, 4, 0) & masks.causal()])",
-        num_heads=4,
-    ),
+        num_heads=4),
     Entry("documents", "masks.documents(ids) & masks.causal()", "masks.documents(ids) & masks.causal()"),
-    Entry(
-        "lengths",
-        "masks.lengths(length) & masks.local_window(left=2047, right=2047)",
-        "masks.lengths(length) & masks.local_window(left=12, right=12)",
-    ),
-    Entry(
-        "visible_keys",
-        "masks.visible_keys(marks) & masks.local_window(left=4095, right=0)",
-        "masks.visible_keys(marks) & masks.local_window(left=30, right=0)",
-    ),
-    Entry(
-        "selected_blocks",
+    Entry("lengths", "masks.lengths(length) & masks.local_window(left=2047, right=2047)",
+        "masks.lengths(length) & masks.local_window(left=12, right=12)"),
+    Entry("visible_keys", "masks.visible_keys(marks) & masks.local_window(left=4095, right=0)",
+        "masks.visible_keys(marks) & masks.local_window(left=30, right=0)"),
+    Entry("selected_blocks",
         "masks.selected_blocks(chosen_blocks(num_tokens, block=128), block=128, most=4) & masks.causal()",
-        "masks.selected_blocks(chosen_blocks(num_tokens, block=8), block=8, most=4) & masks.causal()",
-    ),
-    Entry(
-        "per_document",
-        "masks.longnet([1024, 2048, 4096], [1, 2, 4]).per_document(ids) & masks.causal()",
-        "masks.longnet([4, 8, 16], [1, 2, 4]).per_document(ids) & masks.causal()",
-        num_heads=4,
+        "masks.selected_blocks(chosen_blocks(num_tokens, block=8), block=8, most=4) & masks.causal()"),
+    Entry("per_document", "masks.longnet([1024, 2048, 4096], [1, 2, 4]).per_document(ids) & masks.causal()",
+        "masks.longnet([4, 8, 16], [1, 2, 4]).per_document(ids) & masks.causal()", num_heads=4,
         waste_why="Documents have 128 to 4096 tokens. The shorter ones hold less than a block of each residue class.",
-        build_why="The rule starts anew in each document. No block repeats another, and some are settled pair by pair.",
-    ),
-    Entry(
-        "custom",
-        "masks.custom(widening(1024), classify=boxes_of_widening(1024), period=1)",
-        "masks.custom(widening(4), classify=boxes_of_widening(4), period=1)",
-        num_heads=4,
-    ),
-    Entry(
-        "longformer",
-        "recipes.longformer(256, 16)",
-        "recipes.longformer(8, 3)",
-        waste_why="16 global tokens in a block of 128, and a window of 513 keys in five blocks.",
-        build_why=WIDE_ROW,
-    ),
-    Entry(
-        "bigbird",
-        "recipes.bigbird(num_tokens)",
-        "recipes.bigbird(num_tokens, block=4, num_random=2)",
-        build_why=WIDE_ROW,
-    ),
-    Entry(
-        "bigbird, block 128",
-        "recipes.bigbird(num_tokens, block=128)",
-        "recipes.bigbird(num_tokens, block=8, num_global=1, num_random=1)",
-        build_why=WIDE_ROW,
-    ),
-    Entry(
-        "sparse_transformer_strided",
-        "recipes.sparse_transformer_strided(128)",
+        build_why="The rule starts anew in each document. No block repeats another, and some are settled pair by "
+        "pair."),
+    Entry("custom", "masks.custom(widening(1024), classify=boxes_of_widening(1024), period=1)",
+        "masks.custom(widening(4), classify=boxes_of_widening(4), period=1)", num_heads=4),
+    Entry("longformer", "recipes.longformer(256, 16)", "recipes.longformer(8, 3)",
+        waste_why="16 global tokens in a block of 128, and a window of 513 keys in five blocks.", build_why=WIDE_ROW),
+    Entry("bigbird", "recipes.bigbird(num_tokens)", "recipes.bigbird(num_tokens, block=4, num_random=2)",
+        build_why=WIDE_ROW),
+    Entry("bigbird, block 128", "recipes.bigbird(num_tokens, block=128)",
+        "recipes.bigbird(num_tokens, block=8, num_global=1, num_random=1)", build_why=WIDE_ROW),
+    Entry("sparse_transformer_strided", "recipes.sparse_transformer_strided(128)",
         "recipes.sparse_transformer_strided(8)",
-        waste_why=(
-            "A window of 128 keys lies in two blocks, and a residue class of 512 tokens in four: of the ten on "
-            "and below its diagonal, four are half used."
-        ),
-        build_why=(
-            "One `BlockMask` has one order of the tokens, and in that of the stride the window is everywhere. "
-            "`attend` computes the two parts in an order each: see its plan."
-        ),
-    ),
-    Entry(
-        "sparse_transformer_fixed",
-        "recipes.sparse_transformer_fixed(128, summary=32)",
-        "recipes.sparse_transformer_fixed(16, summary=4)",
-        largest=1 << 18,
-        waste_why=_QUARTER,
-        build_why=QUADRATIC,
-    ),
+        waste_why="A window of 128 keys lies in two blocks, and a residue class of 512 tokens in four: of the "
+        "ten on and below its diagonal, four are half used.",
+        build_why="One `BlockMask` has one order of the tokens, and in that of the stride the window is "
+        "everywhere. `attend` computes the two parts in an order each: see its plan."),
+    Entry("sparse_transformer_fixed", "recipes.sparse_transformer_fixed(128, summary=32)",
+        "recipes.sparse_transformer_fixed(16, summary=4)", largest=1 << 18, waste_why=_QUARTER, build_why=QUADRATIC),
     Entry("streaming_llm", "recipes.streaming_llm(4096)", "recipes.streaming_llm(16)"),
-    Entry(
-        "darcstar_local_window",
-        "recipes.darcstar_local_window()",
-        "recipes.darcstar_local_window(local_window_size=16, block_size=4)",
-    ),
-    Entry(
-        "darcstar_dilated_sparse",
-        "recipes.darcstar_dilated_sparse([1, 2, 4])",
-        "recipes.darcstar_dilated_sparse([1, 2, 4], block_size=4)",
-    ),
-    Entry(
-        "darcstar_global_local",
-        "recipes.darcstar_global_local(global_tokens=512)",
-        "recipes.darcstar_global_local(global_tokens=8, local_window_size=16, block_size=4)",
-    ),
-    Entry(
-        "darcstar_hierarchical",
-        "recipes.darcstar_hierarchical()",
-        "recipes.darcstar_hierarchical([(4, 16), (16, 32), (32, -1)], block_size=4)",
-        largest=1 << 18,
-        build_why=(
-            "Its last level sees all keys from every 16th block: the number of blocks grows with the square of "
-            "the tokens."
-        ),
-    ),
-)
+    Entry("darcstar_local_window", "recipes.darcstar_local_window()",
+        "recipes.darcstar_local_window(local_window_size=16, block_size=4)"),
+    Entry("darcstar_dilated_sparse", "recipes.darcstar_dilated_sparse([1, 2, 4])",
+        "recipes.darcstar_dilated_sparse([1, 2, 4], block_size=4)"),
+    Entry("darcstar_global_local", "recipes.darcstar_global_local(global_tokens=512)",
+        "recipes.darcstar_global_local(global_tokens=8, local_window_size=16, block_size=4)"),
+    Entry("darcstar_hierarchical", "recipes.darcstar_hierarchical()",
+        "recipes.darcstar_hierarchical([(4, 16), (16, 32), (32, -1)], block_size=4)", largest=1 << 18,
+        build_why="Its last level sees all keys from every 16th block: the number of blocks grows with the "
+        "square of the tokens."),
+)  # fmt: skip
 
 
 # What the expressions name beside `masks`: document ids, a length, marks, rows, a table of blocks, a function.
 
 
 def document_ids(num_tokens: int) -> Tensor:
-    """Documents packed one after the other, of 128 to 4096 tokens; in short sequences, of 7 to half of them."""
+    """Packed documents of 128 to 4096 tokens; in short sequences, of 7 to half of them."""
     longest = min(4096, num_tokens // 2)
     lengths = longest * 32 ** -torch.rand(num_tokens, generator=_seeded())  # log-uniform
     lengths = lengths.long().clamp(min=7)

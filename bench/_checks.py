@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from functools import partial
 from math import inf
 from time import perf_counter
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from jaxtyping import Float, Int64
@@ -17,23 +17,11 @@ from torch import Tensor
 import flexdilated as fd
 from flexdilated import masks
 
-from ._jobs import (
-    Attention,
-    Job,
-    Problem,
-    backward_job,
-    forward_job,
-    interleave,
-    say,
-    seconds_on_cuda,
-    training_job,
-)
+from ._jobs import Attention, Job, Part, Problem, attention_job, interleave, say, seconds_on_cuda
 from ._measures import Gap, Row, Target, Timing
 from ._rules import Rule
 
 # H heads, N tokens, D head dim, R sampled query rows; the batch is 1
-
-Part = Literal["forward", "backward", "forward + backward"]
 
 TOLERANCE = 1e-5  # relative, float32: ten times what dense attention itself is off by
 HALF_TOLERANCE = 2e-2  # bfloat16 operands explain some 4e-3
@@ -64,8 +52,7 @@ class Contestant:
             check_training(self.attention, self.problem, self.rule, **options)
 
     def job(self, part: Part) -> Job:
-        make = {"forward": forward_job, "backward": backward_job, "forward + backward": training_job}[part]
-        return make(self.name, self.attention, self.problem)
+        return attention_job(self.name, self.attention, self.problem, part)
 
 
 @dataclass(frozen=True)
@@ -120,19 +107,18 @@ def compare(
     What raises is left out and reported, what fails its check is timed and reported: figures of a function that
     computes something else are marked, not hidden.
     """
-    clock = seconds_on_cuda if on_cuda else Job.seconds
-    first: dict[str, float] = {}
-    objections: dict[str, str] = {}
-    failed: dict[str, str] = {}
+    clock, first, objections, failed = seconds_on_cuda if on_cuda else Job.seconds, {}, {}, {}
     every = {each.name: each.job(part) for each in contestants} | {job.name: job for job in jobs}
-    checks = {each.name: each.check for each in contestants if tolerance is not None}
+    checks = {} if tolerance is None else {each.name: partial(each.check, tolerance=tolerance) for each in contestants}
     for name, job in every.items():
         start = perf_counter()
         try:
             clock(job)
             first[name] = perf_counter() - start
-            if name in checks and (text := _objection(checks[name], part, tolerance)):
-                objections[name] = text
+            if name in checks:
+                checks[name](part)
+        except AssertionError as error:
+            objections[name] = str(error)
         except (RuntimeError, ValueError, TypeError) as error:
             failed[name] = f"{type(error).__name__}: {error}"
         if on_cuda:
@@ -141,14 +127,6 @@ def compare(
         say(f"{name}: {text.partition(chr(10))[0]}")
     timings = interleave([job for name, job in every.items() if name not in failed], repeats=repeats, seconds=clock)
     return Comparison({timing.name: timing for timing in timings}, first, objections, failed)
-
-
-def _objection(check: Callable[..., None], part: Part, tolerance: float | None) -> str | None:
-    try:
-        check(part, tolerance=tolerance)
-    except AssertionError as error:
-        return str(error)
-    return None
 
 
 def by_definition(
@@ -190,12 +168,7 @@ def check_forward(attention: Attention, problem: Problem, rule: Rule, *, toleran
 
 
 def check_training(
-    attention: Attention,
-    problem: Problem,
-    rule: Rule,
-    *,
-    constant_weights: bool = False,
-    tolerance: float = TOLERANCE,
+    attention: Attention, problem: Problem, rule: Rule, *, constant_weights: bool = False, tolerance: float = TOLERANCE
 ) -> None:
     """Raise AssertionError unless out, dq, dk and dv equal the definition's, by the sampled rows."""
     rows = _sample(problem.q.shape[-2]).to(problem.q.device)

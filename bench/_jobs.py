@@ -6,18 +6,19 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import Path
 from time import perf_counter
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from ._measures import Timing
+from ._measures import Row, Target, Timing
 from ._processes import run_apart
 
 # H heads, N tokens, D head dim; the batch is 1
 
 Attention = Callable[[Tensor, Tensor, Tensor], Tensor]
+Part = Literal["forward", "backward", "forward + backward"]
 WARM_UP_TOKENS = 64
 _PROC = Path("/proc/self")
 
@@ -31,7 +32,6 @@ class Job:
     prepare: Callable[[], Any] | None = None
 
     def seconds(self, clock: Callable[[], float] = perf_counter) -> float:
-        """Of one run, by this clock."""
         given = self.prepare() if self.prepare else None
         start = clock()
         self.run(given)
@@ -44,7 +44,7 @@ FLUSHES = 16
 
 
 def seconds_on_cuda(job: Job) -> float:
-    """Of one run, between two events on the device, with nothing of an earlier run in its second-level cache."""
+    """Seconds of one run between two events on the device, with a flushed second-level cache."""
     given = job.prepare() if job.prepare else None
     start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     buffer = _flush_buffer(torch.cuda.current_device())
@@ -59,7 +59,7 @@ def seconds_on_cuda(job: Job) -> float:
 
 @lru_cache(maxsize=1)
 def _flush_buffer(device: int) -> Tensor:
-    # Twice the cache, and never so little that it is no work.
+    # Twice the cache, and at least 256 MiB, so that it is work.
     size = max(2 * torch.cuda.get_device_properties(device).L2_cache_size, 256 << 20)
     return torch.empty(size, dtype=torch.int8, device=f"cuda:{device}")
 
@@ -67,7 +67,7 @@ def _flush_buffer(device: int) -> Tensor:
 def interleave(
     jobs: Sequence[Job], *, repeats: int, seconds: Callable[[Job], float] = Job.seconds
 ) -> tuple[Timing, ...]:
-    """Run every job once a round for `repeats` rounds; a Timing a job, by this clock.
+    """Run every job once a round for `repeats` rounds; a Timing a job, by the clock `seconds`.
 
     There is no warm-up: the caller has verified each job's output, and so run it.
     """
@@ -82,8 +82,14 @@ def interleave(
 
 
 def ratio(slower: Timing, faster: Timing) -> float:
-    """How many times as fast the second is, by medians."""
+    """Median over median."""
     return slower.median_s / faster.median_s
+
+
+def race(what: str, target: Target, jobs: Sequence[Job], *, repeats: int, over: float = 1.0, **detail: Any) -> Row:
+    """The first job's median time over the second's, divided by `over`, with the timings of all jobs."""
+    timings = interleave(jobs, repeats=repeats)
+    return Row(what, target, ratio(timings[0], timings[1]) / over, timings, detail)
 
 
 def say(text: str) -> None:
@@ -91,9 +97,14 @@ def say(text: str) -> None:
     print(f"  {text}", file=sys.stderr, flush=True)
 
 
+def tokens_text(num_tokens: int) -> str:
+    """16384 as 16K; other numbers in full."""
+    return f"{num_tokens // 1024}K" if num_tokens % 1024 == 0 else f"{num_tokens:,}"
+
+
 @dataclass(frozen=True)
 class Size:
-    """How large, and how many timed rounds."""
+    """Sizes of a problem, and the number of timed rounds."""
 
     num_tokens: int
     num_heads: int
@@ -117,39 +128,35 @@ class Problem:
     def draw(cls, size: Size, *, seed: int = 0, device: str = "cpu", dtype: torch.dtype = torch.float32) -> "Problem":
         generator = torch.Generator(device).manual_seed(seed)
         shape = (1, size.num_heads, size.num_tokens, size.head_dim)
-        kind = {"device": device, "dtype": dtype}
-        return cls(*(torch.randn(shape, generator=generator, **kind) for _ in range(4)))
+        return cls(*(torch.randn(shape, generator=generator, device=device, dtype=dtype) for _ in range(4)))
+
+    @property
+    def qkv(self) -> tuple[Tensor, Tensor, Tensor]:
+        return self.q, self.k, self.v
 
     @property
     def leaves(self) -> tuple[Tensor, Tensor, Tensor]:
         """q, k and v as fresh leaves over the same storage, with gradients on."""
-        q, k, v = (x.detach().requires_grad_() for x in (self.q, self.k, self.v))
+        q, k, v = (x.detach().requires_grad_() for x in self.qkv)
         return q, k, v
 
 
-def forward_job(name: str, attention: Attention, problem: Problem) -> Job:
-    """Inference: nothing is kept for a backward."""
+def attention_job(name: str, attention: Attention, problem: Problem, part: Part = "forward") -> Job:
+    """Inference; or a backward after a forward that is not timed; or both, to dq, dk and dv."""
 
-    def run(_: None) -> None:
+    def infer(_: None) -> None:
         with torch.no_grad():
-            attention(problem.q, problem.k, problem.v)
-
-    return Job(name, run)
-
-
-def training_job(name: str, attention: Attention, problem: Problem) -> Job:
-    """Forward and backward to dq, dk and dv."""
-    return Job(name, lambda _: train(attention, problem))
-
-
-def backward_job(name: str, attention: Attention, problem: Problem) -> Job:
-    """Backward alone, from a forward that is not timed."""
+            attention(*problem.qkv)
 
     def prepare() -> tuple[Tensor, tuple[Tensor, ...]]:
         leaves = problem.leaves
         return attention(*leaves), leaves
 
-    return Job(name, lambda made: torch.autograd.grad(made[0], made[1], problem.grad), prepare)
+    if part == "forward":
+        return Job(name, infer)
+    if part == "backward":
+        return Job(name, lambda made: torch.autograd.grad(made[0], made[1], problem.grad), prepare)
+    return Job(name, lambda _: train(attention, problem))
 
 
 def train(attention: Attention, problem: Problem) -> tuple[Tensor, ...]:
@@ -158,16 +165,11 @@ def train(attention: Attention, problem: Problem) -> tuple[Tensor, ...]:
     return torch.autograd.grad(attention(*leaves), leaves, problem.grad)
 
 
-def tokens_text(num_tokens: int) -> str:
-    """16384 as 16K; other numbers in full."""
-    return f"{num_tokens // 1024}K" if num_tokens % 1024 == 0 else f"{num_tokens:,}"
-
-
 def peak_bytes(prepare: Callable[..., Callable[[], object]], *args: Any) -> int:
-    """Most resident bytes at once that `prepare(*args)()` adds over what `prepare(*args)` left resident.
+    """Peak resident bytes that `prepare(*args)()` adds to those after `prepare(*args)`, in a separate process.
 
-    `prepare` must be importable and should run the work once at a tiny size, so that one-off set-up (thread
-    pools, kernels' tables) is not counted.
+    `prepare` must be importable and should run the work once at a tiny size, so that set-up (thread pools, tables of
+    kernels) is not counted.
     """
     return run_apart(_peak, prepare, args)
 
@@ -187,12 +189,12 @@ def peak_here(work: Callable[[], object]) -> int:
     return _status_bytes("VmHWM") - before
 
 
-def _status_bytes(field: str) -> int:
+def _status_bytes(name: str) -> int:
     for line in (_PROC / "status").read_text(encoding="utf-8").splitlines():
-        name, _, value = line.partition(":")
-        if name == field:
+        key, _, value = line.partition(":")
+        if key == name:
             return int(value.split()[0]) * 1024
-    raise OSError(f"{_PROC / 'status'} has no field {field}")
+    raise OSError(f"{_PROC / 'status'} has no field {name}")
 
 
 def step_bytes(name: str, attention: Callable[[], Attention], size: Size) -> int:

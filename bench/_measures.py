@@ -1,8 +1,9 @@
-"""What a measure is: a function under a name, with its sizes, that gives rows, each against its target."""
+"""A measure is a function under a name, with its sizes, that gives rows, each against its target."""
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass, field, is_dataclass
 from inspect import signature
+from math import nan
 from statistics import median
 from textwrap import shorten
 from typing import Any, Literal, TypeVar
@@ -19,18 +20,10 @@ class Timing:
     def median_s(self) -> float:
         return median(self.seconds)
 
-    @property
-    def spread_s(self) -> float:
-        """Slowest run minus fastest."""
-        return max(self.seconds) - min(self.seconds)
-
     def to_data(self) -> dict[str, Any]:
-        return {
-            "name": self.name,
-            "repeats": len(self.seconds),
-            "median_s": self.median_s,
-            "spread_s": self.spread_s,
-        }
+        """`spread_s` is the slowest run minus the fastest."""
+        spread = max(self.seconds) - min(self.seconds)
+        return {"name": self.name, "repeats": len(self.seconds), "median_s": self.median_s, "spread_s": spread}
 
 
 @dataclass(frozen=True)
@@ -56,12 +49,15 @@ def at_most(bound: float, unit: str = "") -> Target:
     return Target("≤", bound, unit)
 
 
+def with_unit(number: float, unit: str) -> str:
+    """Three significant digits, without exponents between 1e-4 and 1e3."""
+    text = f"{number:.3g}" if 1e-4 <= abs(number) < 1e3 or number == 0 else f"{number:,.0f}"
+    return f"{text} {unit}".rstrip()
+
+
 @dataclass(frozen=True)
 class Row:
-    """One line of the table; `detail` is plain data that explains the number.
-
-    `not_verified` says which checks failed of what the number depends on.
-    """
+    """One measured number; `detail` is plain data that explains it, `not_verified` the checks that failed of it."""
 
     measure: str
     target: Target
@@ -87,51 +83,18 @@ class Row:
         }
 
 
-DARCSTAR = "DarcStar-Solutions-Tech/dilated-attention-pytorch"
-
-
-@dataclass(frozen=True)
-class Claim:
-    """`says`, in our words, and `claimed`, its figure, are the source's; `here` is what is measured in its stead."""
-
-    says: str
-    claimed: str
-    source: str
-    here: str
-    target: Target
-
-    def row(self, measured: float, timings: tuple[Timing, ...] = (), **detail: Any) -> Row:
-        """The claim with what was measured."""
-        return Row(
-            self.says, self.target, measured, timings, {"claimed": self.claimed, "source": self.source, **detail}
-        )
-
-
 @dataclass(frozen=True)
 class Gap:
-    """A line of the table without a number, and why there is none."""
+    """A row without a number, and the reason."""
 
     measure: str
     target: Target
     reason: str
 
     def to_data(self) -> dict[str, Any]:
-        first_line = self.reason.partition("\n")[0]
-        return {
-            "measure": self.measure,
-            "target": str(self.target),
-            "measured": None,
-            "measured_text": f"not measured: {shorten(first_line, 120, placeholder=' ...')}",
-            "met": None,
-            "timings": [],
-            "detail": {"reason": self.reason},
-        }
-
-
-def with_unit(number: float, unit: str) -> str:
-    """Three significant digits, without exponents for what people read as plain numbers."""
-    text = f"{number:.3g}" if 1e-4 <= abs(number) < 1e3 or number == 0 else f"{number:,.0f}"
-    return f"{text} {unit}".rstrip()
+        text = shorten(self.reason.partition("\n")[0], 120, placeholder=" ...")
+        data = Row(self.measure, self.target, nan, detail={"reason": self.reason}).to_data()
+        return data | {"measured": None, "measured_text": f"not measured: {text}", "met": None}
 
 
 Answer = Iterable[Row | Gap | Mapping[str, Any]]  # a mapping is a point of a plot: plain data without a target
@@ -139,9 +102,9 @@ Answer = Iterable[Row | Gap | Mapping[str, Any]]  # a mapping is a point of a pl
 
 @dataclass(frozen=True)
 class Measure:
-    """A function that verifies, then measures, and its arguments in full and at tiny sizes.
+    """A function that verifies, then measures, and its arguments at full and at tiny sizes.
 
-    `code` is the short name it had before, still accepted; README shows those that have one, and the sweep.
+    `code`: the row of the project's targets, another name for it; README shows measures that have one, and the sweep.
     """
 
     name: str
@@ -159,7 +122,7 @@ class Measure:
         arguments = self.small if small else self.full
         found = list(self.run(**arguments))
         return {
-            "config": {name: as_data(value) for name, value in arguments.items()},
+            "config": {name: _as_data(value) for name, value in arguments.items()},
             "rows": [row.to_data() for row in found if isinstance(row, Row | Gap)],
             "points": [dict(point) for point in found if isinstance(point, Mapping)],
         }
@@ -170,9 +133,9 @@ _F = TypeVar("_F", bound=Callable[..., Answer])
 
 
 def measure(code: str = "", **tiny: Any) -> Callable[[_F], _F]:
-    """Register a function under its own name. The first line of its docstring is the question that it answers.
+    """Declare a measure: its name is the function's, its question the first line of the docstring.
 
-    Its defaults are what is measured; `tiny` stands in their place where only is to be seen that everything runs.
+    The defaults are the full sizes; `tiny` replaces some of them where only the code is tried.
     """
 
     def register(function: _F) -> _F:
@@ -183,8 +146,7 @@ def measure(code: str = "", **tiny: Any) -> Callable[[_F], _F]:
     return register
 
 
-def as_data(value: Any) -> Any:
-    """A configuration as JSON can hold it."""
+def _as_data(value: Any) -> Any:
     if is_dataclass(value) and not isinstance(value, type):
         return asdict(value)
-    return [as_data(each) for each in value] if isinstance(value, tuple | list) else value
+    return [_as_data(each) for each in value] if isinstance(value, tuple | list) else value

@@ -1,17 +1,17 @@
 """The pages that show figures: for each the parts between its marks, rendered from the files of results."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
-from . import _selection_tables, _tables
+from . import _tables
 from ._catalogue import ENTRIES, MILLION, QUADRATIC, WIDE_ROW, Entry
-from ._guard_cases import CASES
+from ._guard import CASES
 from ._jobs import tokens_text
 from ._report import (
     Document,
     Part,
     answers,
+    conditions,
     from_result,
     growth,
     machines,
@@ -22,12 +22,10 @@ from ._report import (
     sizes,
     with_condition,
 )
+from ._tables import Figures, Render, before, percent
 from .catalogue import BUILD_MB, BUILD_S, WASTE, file_name
 
-Figures = Mapping[str, Any]
-
-
-# docs/contributing/benchmarks.md
+# docs/contributing/benchmarks.md and docs/catalogue.md
 
 
 def _cases(_: Path) -> str:
@@ -35,21 +33,42 @@ def _cases(_: Path) -> str:
     return f"\n{markdown(lines, ('case', 'what runs'))}\n"
 
 
-# docs/catalogue.md
+def _built(figures: Figures) -> bool:
+    within = BUILD_S.met_by(figures["build_s"]) and BUILD_MB.met_by(figures["build_mb"])
+    return within and figures["built_tokens"] == MILLION
+
+
+def _cost(figures: Figures, what: str) -> str:
+    """Time and memory; a peak below the page size of the measurement is 0."""
+    return f"{figures[f'{what}_s']:.2g} s, {max(0.0, figures[f'{what}_mb']):.0f} MB"
 
 
 def _catalogue_table(document: Document) -> str:
-    figures = document["rows"][0]["detail"]["patterns"]
+    patterns, lines = document["rows"][0]["detail"]["patterns"], []
+    for entry in ENTRIES:
+        figures = patterns[entry.name]
+        density, waste, build = 100 * figures["density"], f"{figures['waste']:.3f}", _cost(figures, "build")
+        lines.append(
+            (
+                f"[{entry.name}](#{entry.kind})",
+                f"{density:.0f} %" if density >= 10 else f"{density:.2g} %",
+                waste if WASTE.met_by(figures["waste"]) else f"**{waste}**",
+                figures["layout"],
+                tokens_text(figures["built_tokens"]),
+                build if _built(figures) else f"**{build}**",
+                _cost(figures, "plan"),
+            )
+        )
     headers = ("pattern", "density", "waste", "computed as", "tokens", "`BlockMask`", "plan and lists")
-    return with_condition(markdown([_line(entry, figures[entry.name]) for entry in ENTRIES], headers), document)
+    return with_condition(markdown(lines, headers), document)
 
 
-def _section_of(name: str) -> Part:
-    """The pictures of a constructor's entries, each with what it shows and what keeps it from a target."""
+def _sections(kind: str) -> Part:
+    """The pictures of a constructor's entries, each with its expression and the reason why it misses a target."""
 
     def part(results: Path) -> str:
         figures = read(results, "catalogue")["rows"][0]["detail"]["patterns"]
-        return "\n\n".join(_section(entry, figures[entry.name]) for entry in ENTRIES if entry.kind == name)
+        return "\n\n".join(_section(entry, figures[entry.name]) for entry in ENTRIES if entry.kind == kind)
 
     return part
 
@@ -57,11 +76,8 @@ def _section_of(name: str) -> Part:
 def _section(entry: Entry, figures: Figures) -> str:
     heads = f", {entry.num_heads} heads" if entry.num_heads > 1 else ""
     larger = f", at a million tokens `{entry.million}`" if entry.million else ""
-    lines = [
-        f"![{entry.name}](images/catalogue/{file_name(entry)})",
-        "",
-        f"Drawn: `{entry.small}`. Measured: `{entry.text}`{heads}{larger}.",
-    ]
+    lines = [f"![{entry.name}](images/catalogue/{file_name(entry)})", ""]
+    lines.append(f"Drawn: `{entry.small}`. Measured: `{entry.text}`{heads}{larger}.")
     if not WASTE.met_by(figures["waste"]):
         lines.append(f"*Waste:* {entry.waste_why}")
     if not _built(figures) and entry.build_why not in ("", QUADRATIC, WIDE_ROW):  # which the page says once
@@ -69,53 +85,121 @@ def _section(entry: Entry, figures: Figures) -> str:
     return "\n".join(lines)
 
 
-def _line(entry: Entry, figures: Figures) -> tuple[str, ...]:
-    return (
-        f"[{entry.name}](#{entry.kind})",
-        _density(figures),
-        f"{figures['waste']:.3f}" if WASTE.met_by(figures["waste"]) else f"**{figures['waste']:.3f}**",
-        figures["layout"],
-        tokens_text(figures["built_tokens"]),
-        _cost(figures, "build") if _built(figures) else f"**{_cost(figures, 'build')}**",
-        _cost(figures, "plan"),
-    )
+# docs/howto/adaptive.md
+
+_ALL, _FAR = "all bytes", "copies from afar"
 
 
-def _density(figures: Figures) -> str:
-    percent = 100 * figures["density"]
-    return f"{percent:.0f} %" if percent >= 10 else f"{percent:.2g} %"
+def _chosen_cost(document: Document) -> str:
+    """A line for each way and length: times as fast as dense attention, and the share of choosing."""
+    lines: dict[str, list[str]] = {}
+    for row in document["rows"]:
+        way, _, rest = row["measure"].rpartition(", forward")
+        if "choosing_share" in row["detail"]:
+            share = [] if rest.startswith(" + backward") else [percent(row["detail"]["choosing_share"])]
+            lines.setdefault(way, []).extend((row["measured_text"], *share))
+    headers = ("who chooses", "tokens", "forward", "of it choosing", "forward + backward")
+    text = markdown([(*way.rsplit(", ", 1), *line) for way, line in lines.items()], headers)
+    even = [row for row in document["rows"] if "times_as_fast" in row["detail"]]
+    from_on = "; ".join(f"{before(', forward')(row)}: {row['measured_text']}" for row in even)
+    return with_condition(f"{text}\n\nNo slower than dense attention from, forward: {from_on}.", document)
 
 
-def _cost(figures: Figures, what: str) -> str:
-    """Time and memory; a peak below the page size of the measurement is no memory."""
-    return f"{figures[f'{what}_s']:.2g} s, {max(0.0, figures[f'{what}_mb']):.0f} MB"
+def _found(document: Document) -> str:
+    """A line for each way of reading: the share found in each task, and paired differences, in points."""
+    tasks = {before(" in ")(row): row["detail"]["ways"] for row in document["rows"]}
+    headers = ["keys read", *(f"{task}{each}" for task in tasks for each in ("", ", over the window", ", over exact"))]
+
+    def points(ends: list[float] | None) -> str:
+        return "" if ends is None or ends[0] == ends[1] == 0 else f"{100 * ends[0]:+.0f} to {100 * ends[1]:+.0f}"
+
+    lines = []
+    for way in next(iter(tasks.values())):
+        line = [way]
+        for figure in (ways[way] for ways in tasks.values()):
+            line += [percent(figure["found"]), points(figure["over_window"]), points(figure.get("over_exact"))]
+        lines.append(line)
+    return with_condition(markdown(lines, headers), document)
 
 
-def _built(figures: Figures) -> bool:
-    within = BUILD_S.met_by(figures["build_s"]) and BUILD_MB.met_by(figures["build_mb"])
-    return within and figures["built_tokens"] == MILLION
+def _learned(results: Path) -> str:
+    """Bits of each way of reading, and the time of its training step over that of dense attention."""
+    document, steps = read(results, "byte_model"), read(results, "byte_step")
+    times = {f"a step, {before(', ')(row)}": row["detail"]["times"] for row in steps["rows"]}
+    measured = "\n\n".join(conditions([document, steps]))
+    return f"\n{_bits_table(document['rows'][0]['detail']['ways'], times)}\n\n{measured}\n"
 
 
-def _from(name: str, **renders: Callable[[Document], str]) -> dict[str, Part]:
+def _bits(ends: list[float] | None) -> str:
+    return "" if ends is None else f"{ends[0]:+.2f} to {ends[1]:+.2f}"
+
+
+def _references(ways: Figures) -> list[str]:
+    """Ways over which differences were taken."""
+    return [name for name in ways if any(name in figure["over"] for figure in ways.values())]
+
+
+def _bits_table(ways: Figures, times: Mapping[str, Figures]) -> str:
+    """A line for each way: bits of all bytes and of copies from afar; these over other ways'; its times."""
+    references = _references(ways)
+    lines = []
+    for name in dict.fromkeys([*ways, *(way for column in times.values() for way in column)]):
+        figure = ways.get(name, {"bits": {}, "over": {}})
+        lines.append(
+            (
+                name,
+                *(f"{figure['bits'][place]:.2f}" if place in figure["bits"] else "" for place in (_ALL, _FAR)),
+                *(_bits(figure["over"].get(other, {}).get(_FAR)) for other in references),
+                *(f"{column[name]:.2f} ×" for column in times.values()),
+            )
+        )
+    return markdown(lines, ("keys read", _ALL, _FAR, *(f"{_FAR}, over {name}" for name in references), *times))
+
+
+def _exchanges(document: Document) -> str:
+    """A line for each pair of ways: bits of the usual and of the other, of copies from afar, and the differences."""
+    lines = []
+    for row in document["rows"]:
+        ways = row["detail"]["ways"]
+        (than,) = _references(ways)
+        for name, figure in ways.items():
+            if name != than:
+                two = (f"{each['bits'][_FAR]:.2f}" for each in (ways[than], figure))
+                apart = (_bits(figure["over"][than][place]) for place in (_FAR, _ALL))
+                lines.append((before(":")(row), than, name, *two, *apart))
+    headers = ("", "usual", "other", "bits of the usual", "bits of the other", "difference", "difference of all bytes")
+    return with_condition(markdown(lines, headers), document)
+
+
+def _recipes(*names: str) -> Render:
+    """The figures of recipes, a sentence each."""
+
+    def sentence(name: str, document: Document) -> str:
+        cases = {
+            row["measure"].partition(", ")[2].removesuffix(": times as fast as dense"): row["measured_text"]
+            for row in document["rows"]
+            if row["measure"].startswith(f"{name}, ")
+        }
+        return f"`{name}` over dense attention: {'; '.join(f'{case}: {text}' for case, text in cases.items())}."
+
+    return lambda document: "\n".join(sentence(name, document) for name in names)
+
+
+def _from(name: str, **renders: Render) -> dict[str, Part]:
     """Parts of one result; a part's name has spaces for underscores."""
     return {part.replace("_", " "): from_result(name, render) for part, render in renders.items()}
 
 
 _DOCS = Path("docs")
 _HOWTO, _CONTRIBUTING = _DOCS / "howto", _DOCS / "contributing"
-_RECIPES = (
-    ("moba",),
-    ("quest",),
-    ("xattention",),
-    ("seer_attention", "seer_attention_r"),
-    ("NativeSparseAttention",),
-    ("CoarseToFineAttention",),
-)
+_RECIPES = ("moba", "quest", "xattention", "seer_attention", "NativeSparseAttention", "CoarseToFineAttention")
+_SEVERAL = {"seer_attention": ("seer_attention", "seer_attention_r")}
+_NEWEST = "torch_2.15.0"
 PAGES: dict[Path, dict[str, Part]] = {
     Path("README.md"): {"sizes": sizes, "missed": missed, **_from("versions", versions=_tables.versions)},
     _DOCS / "catalogue.md": {
         **_from("catalogue", all_patterns=_catalogue_table),
-        **{entry.kind: _section_of(entry.kind) for entry in ENTRIES},
+        **{entry.kind: _sections(entry.kind) for entry in ENTRIES},
     },
     _DOCS / "performance.md": {
         **{"answers": answers, "short": short, "growth": growth, "machines": machines},
@@ -123,22 +207,17 @@ PAGES: dict[Path, dict[str, Part]] = {
         **_from("training_memory", against_dense=_tables.against_dense),
         **_from("fits", predicted_and_measured=_tables.peaks),
         **_from("pool", pool_claims=_tables.pool_claims),
-        **_from("claims", claims=_tables.claims, notes=_tables.claims_notes),
     },
     _HOWTO / "adaptive.md": {
-        **_from("selection_cost", cost=_selection_tables.chosen_cost),
-        **_from("needles", found=_selection_tables.found),
-        "learned": _selection_tables.learned,
-        **_from("byte_model", read=_selection_tables.read_untrained),
-        **_from("byte_training", exchanged=_selection_tables.exchanges),
-        **{names[0]: from_result("recipe_cost", _selection_tables.recipe(*names)) for names in _RECIPES},
+        **_from("selection_cost", cost=_chosen_cost),
+        **_from("needles", found=_found),
+        "learned": _learned,
+        **_from("byte_model", read=lambda document: _bits_table(document["rows"][1]["detail"]["ways"], {})),
+        **_from("byte_training", exchanged=_exchanges),
+        **{name: from_result("recipe_cost", _recipes(*_SEVERAL.get(name, (name,)))) for name in _RECIPES},
     },
     _HOWTO / "choosing.md": {
-        **_from(
-            "fits",
-            what_fits_on_cpu=_tables.longest("cpu"),
-            what_fits_on_cuda=_tables.longest("cuda"),
-        ),
+        **_from("fits", what_fits_on_cpu=_tables.longest("cpu"), what_fits_on_cuda=_tables.longest("cuda")),
         **_from("checkpointing", checkpointing=_tables.checkpointing),
     },
     _HOWTO / "compiling.md": {
@@ -156,12 +235,12 @@ PAGES: dict[Path, dict[str, Part]] = {
     _CONTRIBUTING / "tests.md": _from("versions", versions=_tables.versions, left_out=_tables.left_out),
     _CONTRIBUTING / "kernels.md": {
         **_from("interpreted_kernels", interpreted=_tables.interpreted),
-        **_from("interpreted_kernels_torch_2.15.0", newest_interpreted=_tables.interpreted),
+        **_from(f"interpreted_kernels_{_NEWEST}", newest_interpreted=_tables.interpreted),
         **_from("kernel_code", code=_tables.code),
-        **_from("kernel_code_torch_2.15.0", newest_code=_tables.code),
+        **_from(f"kernel_code_{_NEWEST}", newest_code=_tables.code),
         **_from("flex_program", program=_tables.counted),
         **_from("flex_program_torch_2.15.0", newest_program=_tables.counted),
         **_from("flex_bytes", moved=_tables.counted),
-        **_from("flex_bytes_torch_2.15.0", newest_moved=_tables.counted),
+        **_from(f"flex_bytes_{_NEWEST}", newest_moved=_tables.counted),
     },
 }

@@ -1,8 +1,8 @@
 """Run functions in processes of their own: a clean compiler, a clean heap, and a crash that stays there.
 
-Processes are forked from a server that has imported the measures and run nothing: a start costs
-milliseconds, and no thread pool is carried over. None outlives who asked for it, however that one ended: it
-watches a pipe that closes with its parent, and the server ends with the last of them.
+Processes are forked from a server that has imported the measures and run nothing: a start costs milliseconds, and no
+thread pool is carried over. None outlives its parent, however that one ended: each watches a pipe that closes with the
+parent, and the server ends with the last of them.
 """
 
 import multiprocessing
@@ -16,7 +16,7 @@ from multiprocessing.process import BaseProcess
 from time import monotonic
 from typing import Any
 
-PRELOADED = ["bench._run", "bench.device"]  # what the server has imported: all measures
+PRELOADED = ["bench._run", "bench.device"]  # what the server imports: all measures
 
 
 class DiedApart(RuntimeError):
@@ -29,21 +29,23 @@ class TookTooLong(DiedApart):
 
 @dataclass(frozen=True)
 class _Raised:
-    """What a process sends in place of a result."""
-
     text: str
 
 
 class _NoMore:
-    """What a process sends after the last of its results."""
+    """Sent after the last of several results."""
 
 
-@dataclass(frozen=True)
-class _Started:
-    """A process and the end of the pipe that its results come from."""
+class _Process:
+    """function(*args) in a process; as a `stream`, each value that it yields is a result."""
 
-    process: BaseProcess
-    receiver: Connection
+    def __init__(self, function: Callable[..., Any], args: tuple[Any, ...], *, stream: bool = False) -> None:
+        context = multiprocessing.get_context("forkserver")
+        context.set_forkserver_preload(PRELOADED)
+        self.receiver, sender = context.Pipe(duplex=False)
+        self.process: BaseProcess = context.Process(target=_send, args=(sender, stream, function, args))
+        self.process.start()
+        sender.close()
 
     def result(self) -> Any:
         try:
@@ -55,17 +57,15 @@ class _Started:
             raise DiedApart(found.text)
         return found
 
-    def end(self) -> None:
+    def end(self, *, kill: bool) -> None:
+        if kill:
+            self.process.kill()
         self.receiver.close()
         self.process.join()
 
 
 def run_apart(function: Callable[..., Any], *args: Any, limit_s: float | None = None) -> Any:
-    """function(*args) from a fresh process; function, args and result must pickle.
-
-    Raises DiedApart, and TookTooLong if there is no result within `limit_s` seconds.
-    If the wait ends early, as by Ctrl-C, the process is ended too.
-    """
+    """function(*args) from a fresh process; raises as `run_together` does."""
     (result,) = run_together([(function, args)], limit_s=limit_s)
     return result
 
@@ -75,25 +75,30 @@ def run_together(
 ) -> list[Any]:
     """function(*args) of each call, all at once, a fresh process each; the results in the order of the calls.
 
-    Raises as `run_apart` does for the first process that ends without a result. The others are ended with it.
+    Functions, arguments and results must pickle. Raises DiedApart for the first process that ends without a result,
+    TookTooLong after `limit_s` seconds. Where the wait ends early, as by Ctrl-C, all processes are ended.
     """
-    started: list[_Started] = []
+    end, done = None if limit_s is None else monotonic() + limit_s, False
+    started: list[_Process] = []
+    results: dict[Connection, Any] = {}
     try:
         for function, args in calls:
-            started.append(_start(function, args))
-        return _results(started, limit_s)
-    except BaseException:
-        for each in started:
-            each.process.kill()
-        raise
+            started.append(_Process(function, args))
+        while waiting := {each.receiver: each for each in started if each.receiver not in results}:
+            ready = wait(list(waiting), None if end is None else max(0.0, end - monotonic()))
+            if not ready:
+                raise TookTooLong(f"no result within {limit_s:.0f} s")
+            results |= {receiver: each.result() for receiver, each in waiting.items() if receiver in ready}
+        done = True
     finally:
         for each in started:
-            each.end()
+            each.end(kill=not done)
+    return [results[each.receiver] for each in started]
 
 
 def each_apart(function: Callable[..., Iterable[Any]], *args: Any, limit_s: float) -> Iterator[Any]:
-    """What function(*args) yields in a fresh process, one by one as it comes; raises as `run_apart` does."""
-    end, started = monotonic() + limit_s, _start(function, args, stream=True)
+    """The values that function(*args) yields in a fresh process, as they come; raises as `run_together` does."""
+    end, started = monotonic() + limit_s, _Process(function, args, stream=True)
     try:
         while True:
             if not started.receiver.poll(max(0.0, end - monotonic())):
@@ -103,42 +108,17 @@ def each_apart(function: Callable[..., Iterable[Any]], *args: Any, limit_s: floa
                 return
             yield found
     finally:
-        started.process.kill()
-        started.end()
-
-
-def _start(function: Callable[..., Any], args: tuple[Any, ...], *, stream: bool = False) -> _Started:
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(PRELOADED)
-    receiver, sender = context.Pipe(duplex=False)
-    process = context.Process(target=_send, args=(sender, stream, function, args))
-    process.start()
-    sender.close()
-    return _Started(process, receiver)
-
-
-def _results(started: Sequence[_Started], limit_s: float | None) -> list[Any]:
-    """As they come, so that the first to fail is the one that is reported."""
-    end = None if limit_s is None else monotonic() + limit_s
-    results: dict[Connection, Any] = {}
-    while len(results) < len(started):
-        waiting = {each.receiver: each for each in started if each.receiver not in results}
-        ready = wait(list(waiting), None if end is None else max(0.0, end - monotonic()))
-        if not ready:
-            raise TookTooLong(f"no result within {limit_s:.0f} s")
-        results |= {receiver: waiting[receiver].result() for receiver in waiting if receiver in ready}
-    return [results[each.receiver] for each in started]
+        started.end(kill=True)
 
 
 def _send(sender: Connection, stream: bool, function: Callable[..., Any], args: tuple[Any, ...]) -> None:
-    """What the function returns, or, as a stream, each thing that it yields."""
     threading.Thread(target=_end_with_parent, daemon=True).start()
     try:
         for found in function(*args) if stream else [function(*args)]:
             sender.send(found)
         if stream:
             sender.send(_NoMore())
-    except Exception as error:  # whatever it is, it is told
+    except Exception as error:  # any: the parent reports it
         traceback.print_exc()
         sender.send(_Raised(f"{type(error).__name__}: {error}"))
     sender.close()

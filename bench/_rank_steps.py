@@ -39,8 +39,8 @@ LIMIT_S = 120.0
 def on_ranks(num_ranks: int, function: Callable[..., Any], *args: Any, limit_s: float = LIMIT_S) -> list[Any]:
     """function(mesh, *args) on every rank of a mesh of one dimension, one thread each; the results by rank.
 
-    The function must be importable; args and results must pickle. Raises DiedApart if a rank ends without a result,
-    and TookTooLong if one has none within `limit_s` seconds, which is the group's timeout too.
+    The function must be importable; args and results must pickle. Raises as `run_together` does; `limit_s` is the
+    group's timeout too.
     """
     with tempfile.TemporaryDirectory() as folder:
         store = str(Path(folder, "store"))
@@ -77,7 +77,7 @@ def _rank(
 
 @dataclass(frozen=True)
 class Step:
-    """What is computed, and how it lies on the ranks; "heads" is head parallelism."""
+    """A call, and how it is distributed; "heads" is head parallelism."""
 
     pattern: str
     size: Size
@@ -104,38 +104,37 @@ class Taken:
 
 
 def take_steps(num_ranks: int, steps: Sequence[Step]) -> list[Taken]:
-    """Each step in turn on a group of so many processes."""
-    found = each_on_ranks(num_ranks, _take, [(step,) for step in steps])
-    return [_together(step, num_ranks, by_rank) for step, by_rank in zip(steps, found, strict=True)]
+    """Each step in turn on a group of `num_ranks` processes."""
+    taken = []
+    for step, found in zip(steps, each_on_ranks(num_ranks, _take, [(step,) for step in steps]), strict=True):
+        sharding = Sharding(step.size.num_tokens, num_ranks, order=step.order)
+        order = torch.cat([sharding.positions(rank) for rank in range(num_ranks)]).argsort()
+        parts = {name: [torch.from_numpy(each[name]) for each in found] for name in NAMES}
+        tensors = {name: torch.cat(each, dim=2)[:, :, order] for name, each in parts.items()}
+        taken.append(Taken(tensors, [each["sent"] for each in found], [each["received"] for each in found]))
+    return taken
 
 
-def take_alone(step: Step) -> dict[str, Tensor]:
-    """The same tensors in one call on one rank."""
-    *leaves, grad = step.tensors()
-    q, k, v = (x.detach().requires_grad_() for x in leaves)
-    out = fd.attend(q, k, v, masks.from_json(step.pattern), enable_gqa=q.shape[1] != k.shape[1])
-    return dict(zip(NAMES, (out.detach(), *torch.autograd.grad(out, (q, k, v), grad)), strict=True))
+def _named(out: Tensor, leaves: Sequence[Tensor], grad: Tensor) -> dict[str, Tensor]:
+    return dict(zip(NAMES, (out.detach(), *torch.autograd.grad(out, leaves, grad)), strict=True))
 
 
 def take_cut(step: Step, num_ranks: int) -> dict[str, Tensor]:
     """The same tensors in one call for each contiguous shard of queries, over all keys: nothing sent, sums in float64.
 
-    What a kernel's own rounding makes of shorter calls.
+    With one rank a plain call; with more the rounding of the kernel in shorter calls.
     """
     q, k, v, grad = step.tensors()
     pattern, grouped = masks.from_json(step.pattern), q.shape[1] != k.shape[1]
-    outs, queries, others = [], [], [torch.zeros_like(x, dtype=torch.float64) for x in (k, v)]
+    parts = []
     for part, part_grad in zip(q.tensor_split(num_ranks, dim=2), grad.tensor_split(num_ranks, dim=2), strict=True):
         leaves = [x.detach().requires_grad_() for x in (part, k, v)]
-        first = sum(out.shape[2] for out in outs)
+        first = sum(out.shape[2] for out, *_ in parts)
         out = fd.attend(leaves[0], leaves[1], leaves[2], pattern, enable_gqa=grouped, q_offset=first)
-        found = torch.autograd.grad(out, leaves, part_grad)
-        outs.append(out.detach())
-        queries.append(found[0])
-        for total, share in zip(others, found[1:], strict=True):
-            total += share
-    cast = (total.to(q.dtype) for total in others)
-    return dict(zip(NAMES, (torch.cat(outs, dim=2), torch.cat(queries, dim=2), *cast), strict=True))
+        parts.append((out.detach(), *torch.autograd.grad(out, leaves, part_grad)))
+    outs, dqs, *others = zip(*parts, strict=True)
+    sums = (torch.stack([x.double() for x in each]).sum(0).to(q.dtype) for each in others)
+    return dict(zip(NAMES, (torch.cat(outs, dim=2), torch.cat(dqs, dim=2), *sums), strict=True))
 
 
 def by_rule(step: Step, rule: Rule) -> dict[str, Tensor]:
@@ -145,8 +144,7 @@ def by_rule(step: Step, rule: Rule) -> dict[str, Tensor]:
     group = q.shape[0] // k.shape[0]
     keys, values = (x.repeat_interleave(group, dim=0) for x in leaves[1:])
     out, _ = by_definition(leaves[0], keys, values, rule, torch.arange(q.shape[1]))
-    found = (out.detach(), *torch.autograd.grad(out, leaves, grad))
-    return {name: x[None] for name, x in zip(NAMES, found, strict=True)}
+    return {name: x[None] for name, x in _named(out, leaves, grad).items()}
 
 
 def errors(got: dict[str, Tensor], wanted: dict[str, Tensor]) -> dict[str, float]:
@@ -155,7 +153,6 @@ def errors(got: dict[str, Tensor], wanted: dict[str, Tensor]) -> dict[str, float
 
 
 def attend_on(mesh: DeviceMesh, step: Step, sharding: Sharding, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """This rank's output from its shards."""
     pattern = masks.from_json(step.pattern)
     grouped = q.shape[1] != k.shape[1]
     if step.schedule == "heads":
@@ -176,21 +173,12 @@ def local_tensors(mesh: DeviceMesh, step: Step) -> tuple[Sharding, list[Tensor]]
 
 
 def _take(mesh: DeviceMesh, step: Step) -> dict[str, Any]:
-    """By value, as arrays of float32: the memory of a tensor would go with the process."""
+    # Arrays of float32: the memory of a tensor would go with the process.
     sharding, (q, k, v, grad) = local_tensors(mesh, step)
     traffic().reset()
-    out = attend_on(mesh, step, sharding, q, k, v)
-    found = (out.detach(), *torch.autograd.grad(out, (q, k, v), grad))
-    arrays = {name: x.float().numpy() for name, x in zip(NAMES, found, strict=True)}
-    counts = traffic()
+    found = _named(attend_on(mesh, step, sharding, q, k, v), (q, k, v), grad)
+    arrays, counts = {name: x.float().numpy() for name, x in found.items()}, traffic()
     return {**arrays, "sent": Counter(counts.sent), "received": Counter(counts.received)}
-
-
-def _together(step: Step, num_ranks: int, found: Sequence[dict[str, Any]]) -> Taken:
-    sharding = Sharding(step.size.num_tokens, num_ranks, order=step.order)
-    order = torch.cat([sharding.positions(rank) for rank in range(num_ranks)]).argsort()
-    tensors = {name: torch.cat([torch.from_numpy(each[name]) for each in found], dim=2)[:, :, order] for name in NAMES}
-    return Taken(tensors, [each["sent"] for each in found], [each["received"] for each in found])
 
 
 # Eight ranks on one device, one after the other, beside one call: what an exchange and a ring compute. Nothing is sent.
@@ -200,7 +188,7 @@ Share = tuple[range, tuple[Tensor, ...]]  # tokens, and what their dq, or dk and
 
 @dataclass(frozen=True)
 class Stretch:
-    """A rank's queries, and the stretch of keys that these reach."""
+    """A rank's queries, and the range of keys that these reach."""
 
     queries: range
     keys: range
@@ -208,8 +196,8 @@ class Stretch:
     def attend(self, spec: LongNet, q: Tensor, k: Tensor, v: Tensor, keys: range | None = None) -> tuple[Tensor, ...]:
         """(out, lse) of the queries over these keys, by default all that they reach.
 
-        Positions are counted from the last place before both at which every branch begins a segment: the rule is the
-        same from there, and ranks that lie alike share what is compiled, as they would not in one process else.
+        Positions are counted from the last one before both at which every branch begins a segment: the rule repeats
+        from there, and ranks of equal offsets share compiled code.
         """
         first, period = (keys or self.keys).start, lcm(*spec.segment_lengths)
         start = min(self.queries.start, first) // period * period
@@ -233,7 +221,7 @@ class InTurn:
     """Ranks that take turns on one device, each with its queries, and in an exchange all keys that these reach.
 
     In the backward of a ring the keys come shard by shard: for each the forward again, and the gradients of its output
-    and lse, which are those of the whole rows times the shard's weight in them.
+    and lse: those of the whole rows times the shard's weight in them.
     """
 
     spec: LongNet
@@ -241,7 +229,7 @@ class InTurn:
     num_ranks: int
 
     def job(self, what: str) -> Job:
-        """Of all ranks: "forward", "exchange backward" or "ring backward"; what precedes a backward is not timed."""
+        """Job of all ranks: "forward", "exchange backward" or "ring backward"; its forward is not timed."""
         prepare, run = {
             "forward": (self._shards, self._forward),
             "exchange backward": (self._before_exchange, _exchange),
@@ -250,7 +238,7 @@ class InTurn:
         return Job("ranks", run, prepare)
 
     def error(self, what: str) -> float:
-        """The relative error of the ranks' results, put together, against one call's: the output's or gradients'."""
+        """The relative error of the ranks' output or gradients, put together, against one call's."""
         job, problem, attention = self.job(what), self.problem, self.spec.attention()
         found: Any = job.run(job.prepare() if job.prepare else None)
         if what == "forward":

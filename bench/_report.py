@@ -12,19 +12,23 @@ from tabulate import tabulate
 from ._jobs import tokens_text
 from ._measures import with_unit
 from ._rules import LongNet
-from ._run import MEASURES
+from ._run import MEASURES, Document
 from .device import NAMES as DEVICE_NAMES
 
-Document = dict[str, Any]
 Part = Callable[[Path], str]
+Columns = Mapping[str, Callable[[Any], object]]  # header: cell of a line
 
-_HEADERS = ("measure", "what", "target", "measured", "met")
 _MARK = re.compile(r"(<!-- (?P<name>[^>]+) -->\n).*?(<!-- end \2 -->)", re.DOTALL)
+NOTHING_SHORT = "Nothing: every target is met."
 
 
 def markdown(lines: Iterable[Sequence[object]], headers: Sequence[str]) -> str:
-    """A table; texts as they are given: none is taken for a number."""
+    """A table of texts; none is read as a number."""
     return tabulate(lines, headers, tablefmt="github", disable_numparse=True)
+
+
+def table(lines: Iterable[Any], columns: Columns) -> str:
+    return markdown([[cell(line) for cell in columns.values()] for line in lines], list(columns))
 
 
 def read(results: Path, name: str) -> Document:
@@ -33,32 +37,26 @@ def read(results: Path, name: str) -> Document:
 
 
 def all_documents(results: Path) -> list[Document]:
-    """The answers in the folder, in the order of the measures; last those of which there is no measure any more.
-
-    Raises FileNotFoundError if there is none.
-    """
+    """The answers in the folder, in the order of the measures; answers without a measure come last."""
     names = {path.stem for path in results.glob("*.json")}
     known = [name for name in (*MEASURES, *DEVICE_NAMES) if name in names]
     documents = [read(results, name) for name in (*known, *sorted(names - set(known)))]
-    answers = [each for each in documents if {"rows", "machine", "commit"} <= set(each)]
-    if not answers:
-        raise FileNotFoundError(f"a table needs results in {results}; `python -m bench` writes them")
-    return answers
+    return [each for each in documents if {"rows", "machine", "commit"} <= set(each)]
 
 
 def is_headline(name: str) -> bool:
-    """Whether README shows it: what had a target from the start, on a CPU, many ranks or a GPU; and the sweep."""
+    """Whether README shows it: measures with a row of the targets, the device suite, and the sweep."""
     return name == "sweep" or name in DEVICE_NAMES or (name in MEASURES and bool(MEASURES[name].code))
 
 
 def question(document: Document) -> str:
-    """In the words of the measure as it is now, or, of another machine's suite, of the file."""
+    """As the measure asks it now; as the file has it for the device suite and for measures that are gone."""
     name = document["name"]
     return MEASURES[name].question if name in MEASURES else str(document["question"])
 
 
 def condition(document: Document) -> str:
-    """With what an answer was measured, as a line of text."""
+    """Machine, versions, commit and date of an answer, as a line of text."""
     machine, versions = document["machine"], document["versions"]
     gpu = f"{machine['gpu']}, {machine['gpu_memory_gib']} GiB; " if "gpu" in machine else ""
     return (
@@ -69,7 +67,7 @@ def condition(document: Document) -> str:
     )
 
 
-def conditions(documents: list[Document]) -> list[str]:
+def conditions(documents: Iterable[Document]) -> list[str]:
     """One line for each set of conditions that some of the answers share."""
     names: dict[str, list[str]] = {}
     for document in documents:
@@ -77,64 +75,57 @@ def conditions(documents: list[Document]) -> list[str]:
     return [f"{', '.join(shared)}: {text}" for text, shared in names.items()]
 
 
-def with_condition(table: str, document: Document) -> str:
-    """A table, and under it with what its answer was measured."""
-    return f"{table}\n\n{condition(document)}"
+def with_condition(text: str, document: Document) -> str:
+    return f"{text}\n\n{condition(document)}"
 
 
 def terminal_table(documents: Iterable[Document]) -> str:
-    """One line a row: what was measured, its target, the figure, whether it is met."""
-    lines = [(document["name"], *_cells(row)) for document in documents for row in document["rows"]]
-    return tabulate(lines, _HEADERS, disable_numparse=True)
-
-
-def markdown_table(results: Path) -> str:
-    """The answers in the folder, each line with its file, then the sweep and what it was measured with."""
-    documents = all_documents(results)
+    """One line a row: measure, target, figure, whether it is met."""
     lines = [
-        (document["name"], *_cells(row), f"`{results.as_posix()}/{document['name']}.json`")
+        (document["name"], row["measure"], row["target"], row["measured_text"], _met(row).strip("*"))
         for document in documents
         for row in document["rows"]
     ]
-    parts = [markdown(lines, (*_HEADERS, "file"))] if lines else []
-    parts += [points_table(document["points"]) for document in documents if document["points"]]
-    return "\n\n".join([*parts, *conditions(documents)])
+    return tabulate(lines, ("measure", "what", "target", "measured", "met"), disable_numparse=True)
 
 
-def _cells(row: Document) -> tuple[str, str, str, str]:
-    verdict = {True: "yes", False: "no", None: "—"}[row["met"]]
-    return row["measure"], row["target"], row["measured_text"], "not verified" if "not_verified" in row else verdict
+def figure(row: Document) -> str:
+    """The measured text; a miss has the digits that tell it from its bound."""
+    bound = row["target"][2:]
+    if row["met"] is not False or row["measured_text"] != bound:
+        return str(row["measured_text"])
+    return f"{row['measured']:.4g} {bound.partition(' ')[2]}".rstrip()
 
 
-def points_table(points: list[Document]) -> str:
-    """Seconds and peak of each point of the sweep."""
-    lines = [
-        (
-            tokens_text(point["num_tokens"]),
-            point["attention"],
-            f"{point['forward']['median_s']:.3g} s",
-            f"{point['backward']['median_s']:.3g} s",
-            f"{point['peak_bytes'] / 2**20:,.0f} MiB",
-        )
-        for point in points
-    ]
-    headers = ("tokens", "attention", "forward", "backward", "peak memory")
-    return markdown(lines, headers)
+def counts(row: Document) -> bool:
+    """Whether a row meets its target, with all its checks passed."""
+    return row["met"] is True and "not_verified" not in row
 
 
-# README: a line a measure, what falls short in full words, and how time and memory grow.
+def _met(row: Document) -> str:
+    if "not_verified" in row:
+        return "**not verified**"
+    return "yes" if counts(row) else "**no**" if row["met"] is False else "—"
+
+
+# README and docs/performance.md: a line a measure, what falls short in full words, and how time and memory grow.
+
+
+def _headlines(results: Path) -> list[Document]:
+    return [each for each in all_documents(results) if each["rows"] and is_headline(each["name"])]
 
 
 def answers(results: Path) -> str:
     """Each target that a measure has, and the range of what was measured against it."""
     lines = []
     for document in _headlines(results):
-        rows = document["rows"]
-        targets: dict[str, list[Document]] = {}
+        rows, targets = document["rows"], {}
         for row in rows:
             targets.setdefault(row["target"], []).append(row)
-        measured = ", ".join(_range(against) for against in targets.values())
-        lines.append((f"`{document['name']}`", question(document), ", ".join(targets), measured, _verdict(rows)))
+        met = sum(map(counts, rows))
+        verdict = ("yes" if met else "no") if len(rows) == 1 else f"{met} of {len(rows)}"
+        line = f"`{document['name']}`", question(document), ", ".join(targets), ", ".join(map(_range, targets.values()))
+        lines.append((*line, verdict if met == len(rows) else f"**{verdict}**"))
     return _spaced(markdown(lines, ("measure", "question", "target", "measured", "met")))
 
 
@@ -147,95 +138,21 @@ def short(results: Path) -> str:
         for row in document["rows"]
         if not counts(row)
     ]
-    return _spaced("\n".join(lines) or "Nothing: every target is met.")
+    return _spaced("\n".join(lines) or NOTHING_SHORT)
 
 
 def missed(results: Path) -> str:
-    """The same in a line for each kind of figure: what was measured of it where it misses its target."""
+    """For each kind of figure the range of the rows that miss their target."""
     found: dict[tuple[str, str], list[Document]] = {}
     for row in (row for document in _headlines(results) for row in document["rows"]):
         found.setdefault((row["measure"].rpartition(": ")[2], row["target"]), []).append(row)
     lines = []
     for (what, target), rows in found.items():
-        short = [row for row in rows if not counts(row)]
-        cases = f" in {len(short)} of {len(rows)} cases" if len(rows) > 1 else ""
-        if short:
-            lines.append(f"* {what}: **{_range(short)}**{cases}, target {target}")
-    return "\n".join(lines) or "Nothing: every target is met."
-
-
-def machines(results: Path) -> str:
-    shown = [document for document in all_documents(results) if is_headline(document["name"])]
-    return "  \n".join(dict.fromkeys(_machine(document) for document in shown))
-
-
-def growth(results: Path) -> str:
-    """What is swept, and a line a length: each figure of the library, and beside it that of dense attention."""
-    document = read(results, "sweep")
-    return _spaced(f"{_swept(document['config'])}\n\n{_swept_lines(document, lambda _: True)}")
-
-
-def sizes(results: Path) -> str:
-    """Some lengths of the sweep, the longest of all in a sentence, and how fast others are that compute the same."""
-    document = read(results, "sweep")
-    config, ours, dense = document["config"], *dict.fromkeys(point["attention"] for point in document["points"])
-    found = {(point["num_tokens"], point["attention"]): point for point in document["points"]}
-    longest = max(tokens for tokens, attention in found if attention == dense)
-    sides, heads = (found[longest, ours], found[longest, dense]), config["sizes"][0]["num_heads"]
-    times, peaks = [each["forward"]["median_s"] for each in sides], [each["peak_bytes"] for each in sides]
-    share = LongNet(**config["spec"]).pairs(num_tokens=longest, num_heads=heads) / (heads * longest**2)
-    told = f"A call over {tokens_text(longest)} tokens takes {with_unit(times[0], 's')} forward, where dense attention"
-    told += (
-        f" takes {with_unit(times[1], 's')}: {times[1] / times[0]:.0f} times as fast, by computing {100 * share:.2g} %"
-    )
-    told += f" of the pairs. {_swept(config)[:-1]}, o{_machine(document)[1:-1]}; the peak, {peaks[0] / peaks[1]:.2g} ×"
-    told += f" dense attention's at {tokens_text(longest)}, is that of forward and backward; dense attention is"
-    told += " `scaled_dot_product_attention`:"
-    return f"{told}\n\n{_swept_lines(document, _SHOWN.__contains__)}\n\n{_beside_others(results)}"
-
-
-def _beside_others(results: Path) -> str:
-    loop, flex = read(results, "vs_branch_loop"), read(results, "vs_flex_attention")
-    times = {row["measure"].split(", ")[3]: f"{row['measured']:.0f} ×" for row in flex["rows"]}
-    tokens = tokens_text(flex["config"]["size"]["num_tokens"])
-    return (
-        f"Beside others that compute the same, on CPU too: {_range(loop['rows'])} as fast as torchscale's loop over "
-        f"branches, forward and backward; {times['union']} (of a union of branches) and {times['mixture']} (of their "
-        f"mixture) as fast as compiled FlexAttention in the order of the text, {tokens} tokens, forward."
-    )
-
-
-_SHOWN = (16384, 65536, 262144)
-
-
-def _swept_lines(document: Document, shown: Callable[[int], bool]) -> str:
-    """A line a length that is shown."""
-    points, names = document["points"], {"forward": "forward", "backward": "backward", "peak_bytes": "peak memory"}
-    attentions = list(dict.fromkeys(point["attention"] for point in points))
-    found = {(point["num_tokens"], point["attention"]): point for point in points}
-    headers = ["tokens", *(text for name in names.values() for text in (name, *attentions[1:]))]
-    lines = [
-        [tokens_text(tokens), *(_cell(found.get((tokens, each)), key) for key in names for each in attentions)]
-        for tokens in dict.fromkeys(point["num_tokens"] for point in points)
-        if shown(tokens)
-    ]
-    return markdown(lines, headers)
-
-
-def _headlines(results: Path) -> list[Document]:
-    return [each for each in all_documents(results) if each["rows"] and is_headline(each["name"])]
-
-
-def _verdict(rows: Sequence[Document]) -> str:
-    met = sum(counts(row) for row in rows)
-    if len(rows) == 1:
-        return "yes" if met else "**no**"
-    return f"{met} of {len(rows)}" if met == len(rows) else f"**{met} of {len(rows)}**"
-
-
-def counts(row: Document) -> bool:
-    """Whether a row meets its target, with all its checks passed."""
-    return row["met"] is True and "not_verified" not in row
+        misses = [row for row in rows if not counts(row)]
+        cases = f" in {len(misses)} of {len(rows)} cases" if len(rows) > 1 else ""
+        if misses:
+            lines.append(f"* {what}: **{_range(misses)}**{cases}, target {target}")
+    return "\n".join(lines) or NOTHING_SHORT
 
 
 def _range(rows: Sequence[Document]) -> str:
@@ -247,12 +164,45 @@ def _range(rows: Sequence[Document]) -> str:
     return text if len(numbers) == len(rows) else f"{text}, {len(rows) - len(numbers)} not measured"
 
 
-def figure(row: Document) -> str:
-    """What was measured; a miss has the digits that tell it from its bound."""
-    bound = row["target"][2:]
-    if row["met"] is not False or row["measured_text"] != bound:
-        return str(row["measured_text"])
-    return f"{row['measured']:.4g} {bound.partition(' ')[2]}".rstrip()
+def machines(results: Path) -> str:
+    shown = [document for document in all_documents(results) if is_headline(document["name"])]
+    return "  \n".join(dict.fromkeys(_machine(document) for document in shown))
+
+
+def _machine(document: Document) -> str:
+    machine, versions = document["machine"], document["versions"]
+    gpu = f"{machine['gpu']}; " if "gpu" in machine else ""
+    tiny = "; tiny sizes" if document["small"] else ""
+    return f"On {gpu}{machine['cpu']}, {machine['threads']} threads; torch {versions['torch']}{tiny}."
+
+
+def growth(results: Path) -> str:
+    """Time and peak memory of the library and of dense attention at every length of the sweep."""
+    document = read(results, "sweep")
+    return _spaced(f"{_swept(document['config'])}\n\n{_swept_table(document)}")
+
+
+def sizes(results: Path) -> str:
+    """Some lengths of the sweep, the longest of all in a sentence, and how fast others are that compute the same."""
+    document, loop, flex = (read(results, name) for name in ("sweep", "vs_branch_loop", "vs_flex_attention"))
+    config, ours, dense = document["config"], *dict.fromkeys(point["attention"] for point in document["points"])
+    found = {(point["num_tokens"], point["attention"]): point for point in document["points"]}
+    longest = max(tokens for tokens, attention in found if attention == dense)
+    sides, heads = (found[longest, ours], found[longest, dense]), config["sizes"][0]["num_heads"]
+    times, peaks = [each["forward"]["median_s"] for each in sides], [each["peak_bytes"] for each in sides]
+    share = LongNet(**config["spec"]).pairs(num_tokens=longest, num_heads=heads) / (heads * longest**2)
+    over_flex = {row["measure"].split(", ")[3]: f"{row['measured']:.0f} ×" for row in flex["rows"]}
+    return (
+        f"A call over {tokens_text(longest)} tokens takes {with_unit(times[0], 's')} forward, where dense attention "
+        f"takes {with_unit(times[1], 's')}: {times[1] / times[0]:.0f} times as fast, by computing {100 * share:.2g} % "
+        f"of the pairs. {_swept(config)[:-1]}, o{_machine(document)[1:-1]}; the peak, {peaks[0] / peaks[1]:.2g} × "
+        f"dense attention's at {tokens_text(longest)}, is that of forward and backward; dense attention is "
+        f"`scaled_dot_product_attention`:\n\n{_swept_table(document, (16384, 65536, 262144))}\n\n"
+        f"Beside others that compute the same, on CPU too: {_range(loop['rows'])} as fast as torchscale's loop over "
+        f"branches, forward and backward; {over_flex['union']} (of a union of branches) and {over_flex['mixture']} (of "
+        f"their mixture) as fast as compiled FlexAttention in the order of the text, "
+        f"{tokens_text(flex['config']['size']['num_tokens'])} tokens, forward."
+    )
 
 
 def _swept(config: dict[str, Any]) -> str:
@@ -263,21 +213,28 @@ def _swept(config: dict[str, Any]) -> str:
     return f"{spec['name']} (segments {lengths}; rates {rates}; {causal}), {heads} of dim {size['head_dim']}, float32:"
 
 
-def _cell(point: Document | None, key: str) -> str:
-    if point is None:
-        return "—"
-    return f"{point[key] / 2**20:,.0f} MiB" if key == "peak_bytes" else with_unit(point[key]["median_s"], "s")
+def _swept_table(document: Document, shown: Sequence[int] = ()) -> str:
+    """A line for each length, or for the lengths in `shown`."""
+    points, names = document["points"], {"forward": "forward", "backward": "backward", "peak_bytes": "peak memory"}
+    attentions = list(dict.fromkeys(point["attention"] for point in points))
+    found = {(point["num_tokens"], point["attention"]): point for point in points}
+
+    def cell(tokens: int, attention: str, key: str) -> str:
+        point = found.get((tokens, attention))
+        if point is None:
+            return "—"
+        return f"{point[key] / 2**20:,.0f} MiB" if key == "peak_bytes" else with_unit(point[key]["median_s"], "s")
+
+    headers = ["tokens", *(text for name in names.values() for text in (name, *attentions[1:]))]
+    lines = [
+        [tokens_text(tokens), *(cell(tokens, attention, key) for key in names for attention in attentions)]
+        for tokens in dict.fromkeys(point["num_tokens"] for point in points)
+        if not shown or tokens in shown
+    ]
+    return markdown(lines, headers)
 
 
-def _machine(document: Document) -> str:
-    machine, versions = document["machine"], document["versions"]
-    gpu = f"{machine['gpu']}; " if "gpu" in machine else ""
-    tiny = "; tiny sizes" if document["small"] else ""
-    return f"On {gpu}{machine['cpu']}, {machine['threads']} threads; torch {versions['torch']}{tiny}."
-
-
-# The page of results: a section a measure, every row against its target.
-
+# The site's page of results: a section a measure, every row against its target.
 
 _ABOUT_RESULTS = """# Results: every figure against its target
 
@@ -288,7 +245,6 @@ timings and the configuration.
 
 
 def results_page(results: Path) -> str:
-    """The site's page of results."""
     documents = all_documents(results)
     parts = [_ABOUT_RESULTS, *map(_section, documents), "## Machines", *conditions(documents)]
     return "\n\n".join(parts) + "\n"
@@ -296,38 +252,33 @@ def results_page(results: Path) -> str:
 
 def _section(document: Document) -> str:
     name = document["name"]
-    asked = f"{question(document)} [{name}.json](../bench/results/{name}.json)"
-    parts = [f"## {name}", asked]
+    parts = [f"## {name}", f"{question(document)} [{name}.json](../bench/results/{name}.json)"]
     if document["rows"]:
         parts.append(_rows(document["rows"]))
     if document["points"] and name == "sweep":
-        parts.append(points_table(document["points"]))
+        parts.append(_swept_table(document))
     return "\n\n".join(parts)
 
 
 def _rows(rows: Sequence[Document]) -> str:
-    """What all rows say in the same words after their last colon is said once, above them."""
+    """Words after the last colon that all rows share become the header of the first column."""
     split = [row["measure"].rpartition(": ") for row in rows]
     what = {measure for _, _, measure in split}
     once = len(what) == 1 and all(case for case, _, _ in split)
-    cases = [case if once else row["measure"] for row, (case, _, _) in zip(rows, split, strict=True)]
-    lines = [(case, row["target"], figure(row), _met(row)) for case, row in zip(cases, rows, strict=True)]
+    lines = [
+        (case if once else row["measure"], row["target"], figure(row), _met(row))
+        for row, (case, _, _) in zip(rows, split, strict=True)
+    ]
     return markdown(lines, (what.pop() if once else "measure", "target", "measured", "met"))
 
 
-def _met(row: Document) -> str:
-    if "not_verified" in row:
-        return "**not verified**"
-    return "yes" if counts(row) else "**no**" if row["met"] is False else "—"
-
-
-# Pages: what stands between their marks.
+# Pages: the parts between their marks.
 
 
 def write_pages(pages: Mapping[Path, Mapping[str, Part]], results: Path) -> None:
     """Put the results into the pages, each part between its marks.
 
-    A part whose result is not there stays as it is, which is said on stderr.
+    A part without its result is left unchanged, which is said on stderr.
     """
     for path, parts in pages.items():
         found: dict[str, str | None] = {}
@@ -335,8 +286,6 @@ def write_pages(pages: Mapping[Path, Mapping[str, Part]], results: Path) -> None
             try:
                 found[name] = part(results)
             except FileNotFoundError as error:
-                if error.filename is None:
-                    raise  # there is no result at all
                 print(f"{path}, {name}: stays as it is; {error.filename} is not there", file=sys.stderr)
                 found[name] = None
         path.write_text(filled(path.read_text(encoding="utf-8"), found), encoding="utf-8")
@@ -371,7 +320,7 @@ _PANELS = (
 )
 
 
-def plot_sweep(document: dict[str, Any], path: Path) -> None:
+def plot_sweep(document: Document, path: Path) -> None:
     """Write a PNG. Raises ImportError without matplotlib, which the extra `plot` brings."""
     from matplotlib.figure import Figure
 
@@ -381,8 +330,7 @@ def plot_sweep(document: dict[str, Any], path: Path) -> None:
     for axes, (title, unit, value) in zip(figure.subplots(1, len(_PANELS)), _PANELS, strict=True):
         for name in dict.fromkeys(point["attention"] for point in points):
             own = [(point["num_tokens"], value(point)) for point in points if point["attention"] == name]
-            shown = [point for point in own if point[1] > 0]  # at tiny sizes nothing more may be held than before
-            if shown:
+            if shown := [point for point in own if point[1] > 0]:  # at tiny sizes a peak may be 0
                 axes.loglog(*zip(*shown, strict=True), "o-", label=name)
         axes.set(title=title, xlabel="tokens", ylabel=unit)
         axes.set_xticks(tokens, [tokens_text(count) for count in tokens])

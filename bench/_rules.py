@@ -5,6 +5,7 @@ Output, gradients and counts of pairs are held against what is written here.
 
 from dataclasses import dataclass, replace
 from functools import reduce
+from itertools import product
 from operator import or_
 from typing import Protocol
 
@@ -53,16 +54,13 @@ class LongNet:
         return tuple(zip(self.segment_lengths, self.dilation_rates, strict=True))
 
     def pattern(self) -> masks.Pattern | masks.Mixture:
-        """The same as a pattern of the library."""
         branches = masks.longnet(segment_lengths=self.segment_lengths, dilation_rates=self.dilation_rates)
         return branches & masks.causal() if self.causal else branches
 
     def attention(self) -> Attention:
-        """The library's attention with this pattern."""
         return attention_by(self.pattern())
 
     def as_causal(self) -> "LongNet":
-        """The same with keys up to the query only."""
         return replace(self, causal=True)
 
     def shrunk(self, factor: int) -> "LongNet":
@@ -72,14 +70,14 @@ class LongNet:
 
     def pairs(self, *, num_tokens: int, num_heads: int) -> int:
         """Useful (query, key) pairs of all heads, each counted once for every branch that allows it."""
-        return sum(
-            _branch_pairs(length, rate, head % rate, num_tokens, causal=self.causal)
-            for length, rate in self.branches
-            for head in range(num_heads)
-        )
+        total = 0
+        for (length, rate), head in product(self.branches, range(num_heads)):
+            for segment, times in ((length, num_tokens // length), (num_tokens % length, 1)):
+                active = max(0, -(-(segment - head % rate) // rate))
+                total += times * (active * (active + 1) // 2 if self.causal else active * active)
+        return total
 
     def masks(self, rows: Int64[Tensor, " R"], *, num_tokens: int, num_heads: int) -> list[Bool[Tensor, "H R N"]]:
-        """The pairs of the sampled query rows that each branch allows."""
         h = torch.arange(num_heads, device=rows.device)[:, None, None]
         q, k = rows[None, :, None], torch.arange(num_tokens, device=rows.device)[None, None, :]
         allowed = [same_branch(h, q, k, length=length, rate=rate) for length, rate in self.branches]
@@ -93,11 +91,9 @@ class Union:
     spec: LongNet
 
     def attention(self) -> Attention:
-        """The library's attention with this pattern."""
         return attention_by(reduce(or_, self.spec.pattern().branches()))
 
     def masks(self, rows: Int64[Tensor, " R"], *, num_tokens: int, num_heads: int) -> list[Bool[Tensor, "H R N"]]:
-        """The pairs of the sampled query rows, as the one branch of a set."""
         return [reduce(or_, self.spec.masks(rows, num_tokens=num_tokens, num_heads=num_heads))]
 
 
@@ -108,7 +104,6 @@ class LibraryRule:
     pattern: masks.Pattern | masks.Mixture
 
     def masks(self, rows: Int64[Tensor, " R"], *, num_tokens: int, num_heads: int) -> list[Bool[Tensor, "H R N"]]:
-        """The pairs of the sampled query rows that each branch allows."""
         h, q, k = torch.arange(num_heads)[:, None, None], rows[None, :, None], torch.arange(num_tokens)[None, None]
         sizes = {"num_heads": num_heads, "num_queries": num_tokens, "num_keys": num_tokens}
         rules = [branch.bind(**sizes).mask_mod() for branch in self.pattern.branches()]
@@ -129,16 +124,13 @@ class Window:
         return self.right == 0 and self.block == 1
 
     def pattern(self) -> masks.Pattern:
-        """The same as a pattern of the library."""
         window = masks.local_window(left=self.left, right=self.right)
         return window if self.block == 1 else masks.blockwise(window, self.block)
 
     def attention(self) -> Attention:
-        """The library's attention with this pattern."""
         return attention_by(self.pattern())
 
     def masks(self, rows: Int64[Tensor, " R"], *, num_tokens: int, num_heads: int) -> list[Bool[Tensor, "H R N"]]:
-        """The pairs of the sampled query rows, as the one branch of a set."""
         keys = torch.arange(num_tokens, device=rows.device) // self.block
         queries = (rows // self.block)[:, None]
         allowed = (keys >= queries - self.left) & (keys <= queries + self.right)
@@ -169,21 +161,6 @@ def longnet_n(num_tokens: int) -> LongNet:
     while lengths[-1] < num_tokens:
         lengths.append(2 * lengths[-1])
     return LongNet("LongNet-N", tuple(lengths), tuple(length // 2048 for length in lengths))
-
-
-def _branch_pairs(length: int, rate: int, offset: int, num_tokens: int, *, causal: bool) -> int:
-    whole, tail = divmod(num_tokens, length)
-    return whole * _among(_active(length, rate, offset), causal=causal) + _among(
-        _active(tail, rate, offset), causal=causal
-    )
-
-
-def _active(length: int, rate: int, offset: int) -> int:
-    return max(0, -(-(length - offset) // rate))
-
-
-def _among(tokens: int, *, causal: bool) -> int:
-    return tokens * (tokens + 1) // 2 if causal else tokens * tokens
 
 
 LONGNET_4 = LongNet("LongNet-4", (2048, 4096, 8192, 16384), (1, 2, 4, 8))

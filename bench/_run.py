@@ -6,39 +6,16 @@ from pathlib import Path
 from time import perf_counter
 from typing import Any
 
-from . import (
-    attention,
-    block_masks,
-    buffers,
-    catalogue,
-    commands,
-    compiling,
-    decoding,
-    language,
-    memory,
-    models,
-    packing,
-    planning,
-    ranks,
-    recipes,
-    roofline,
-    selection,
-    sharding,
-)
+from . import attention, buffers, catalogue, compiling, decoding, language, memory, planning, ranks, roofline, selection
 from ._machine import conditions
 from ._measures import REGISTERED, Measure
 from ._processes import DiedApart, run_apart
 
-# In the order in which they are measured and shown; importing a subject has registered its measures.
-_SUBJECTS = (
-    *(attention, selection, recipes, language, block_masks, planning, decoding, models, packing, compiling, memory),
-    *(sharding, ranks, buffers, catalogue, roofline, commands),
-)
+# The order in which they are measured and shown; importing a subject has registered its measures.
+_SUBJECTS = attention, selection, language, planning, decoding, compiling, memory, ranks, buffers, catalogue, roofline
 MEASURES: dict[str, Measure] = {
     each.name: each for module in _SUBJECTS for each in REGISTERED if each.run.__module__ == module.__name__
 }
-# The names that measures had before.
-CODES = {each.code: name for name, each in MEASURES.items() if each.code}
 
 Document = dict[str, Any]
 
@@ -46,7 +23,7 @@ Document = dict[str, Any]
 def ask(name: str, *, small: bool, results: Path | None) -> Document | None:
     """The answer as plain data, also written to `results`/<name>.json; None if the measure failed.
 
-    A failure prints its reason to stderr; whatever file an earlier run left stays as it is.
+    A failure prints its reason to stderr; the file of an earlier run stays.
     """
     question = MEASURES[name].question
     print(f"{name}: {question}", file=sys.stderr, flush=True)

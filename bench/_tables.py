@@ -5,22 +5,17 @@ from operator import itemgetter
 from statistics import mean, median
 from typing import Any
 
-from flexdilated.cli._sizes import bytes_text, tokens_text
+from flexdilated.cli._sizes import bytes_text
+from flexdilated.masks.core import tokens_text
 
-from ._measures import with_unit
-from ._report import Document, condition, markdown, with_condition
+from ._report import Columns, Document, condition, markdown, table, with_condition
 
 Figures = Mapping[str, Any]
 Render = Callable[[Document], str]
-Columns = Mapping[str, Callable[[Any], object]]  # of each header the cell of a line
-
-
-def table(lines: Iterable[Any], columns: Columns) -> str:
-    return markdown([[cell(line) for cell in columns.values()] for line in lines], list(columns))
 
 
 def of_rows(columns: Columns, lines: Callable[[Document], Iterable[Any]] = itemgetter("rows")) -> Render:
-    """A line for each of a result's rows, or of what `lines` makes of it; under it with what that was measured."""
+    """A line for each of a result's rows, or of `lines`; below them the machine and the versions."""
     return lambda document: with_condition(table(lines(document), columns), document)
 
 
@@ -29,12 +24,8 @@ def detail(name: str, as_text: Callable[[Any], str] = str) -> Callable[[Figures]
 
 
 def before(mark: str) -> Callable[[Figures], str]:
-    """What a row measures, up to this mark."""
+    """The name of a row's measure up to this mark."""
     return lambda row: row["measure"].partition(mark)[0]
-
-
-def reached(row: Figures) -> str:
-    return "yes" if row["met"] else "**no**"
 
 
 def percent(share: float) -> str:
@@ -45,17 +36,16 @@ def seconds(number: float) -> str:
     return f"{number:.3g} s"
 
 
-_MEASURE, _TARGET, _FIGURE = map(itemgetter, ("measure", "target", "measured_text"))
-_HELD = {"": _MEASURE, "target": _TARGET, "measured": _FIGURE}
+_MEASURE, _FIGURE = map(itemgetter, ("measure", "measured_text"))
+_WAYS = ("forward", "backward")
 
 # docs/performance.md
 
-_WAYS = ("forward", "backward")
 _AROUND = ("moves", "sums", "merges", "masks", "fills", "rest")  # shares of the time beside the kernel's
 
 
 def rates(document: Document) -> str:
-    """Each pattern's useful FLOPs a second in either direction, and below them what the kernel alone reaches."""
+    """Each pattern's useful FLOPs a second in either direction, and below them the rate of the kernel alone."""
     about = document["rows"][0]["detail"]
     found, headers = about["patterns"], ["pattern", "computed / useful"]
     for way in _WAYS:
@@ -68,45 +58,20 @@ def rates(document: Document) -> str:
             shares = figures["of_matmul"], figures["rate"] / dense["rate"], around
             line += [f"{figures['rate'] / 1e9:.0f}", *map(percent, shares)]
         lines.append(line)
-    first, *_, last = (_kernel(about, shape) for shape in about["kernel_rates"])
+    kernel = []
+    for shape, rates in about["kernel_rates"].items():
+        forward, backward = (percent(rates[way] / about["matmul_rate"]) for way in _WAYS)
+        kernel.append(f"{forward} forward and {backward} backward on problems of {shape} queries × keys")
     matmul = f"The matmul ran at {about['matmul_rate'] / 1e9:.0f} GFLOP/s; of that PyTorch's kernel alone reaches"
-    return with_condition(f"{markdown(lines, headers)}\n\n{matmul} {first}, and {last}.", document)
+    return with_condition(f"{markdown(lines, headers)}\n\n{matmul} {kernel[0]}, and {kernel[-1]}.", document)
 
 
-def _kernel(about: Figures, shape: str) -> str:
-    forward, backward = (percent(about["kernel_rates"][shape][way] / about["matmul_rate"]) for way in _WAYS)
-    return f"{forward} forward and {backward} backward on problems of {shape} queries × keys"
-
-
-_CLAIMED = {"claim": _MEASURE, "claimed": detail("claimed"), "here": _FIGURE, "reached": reached}
-
-
-def claims(document: Document) -> str:
-    lines = list(enumerate(document["rows"], start=1))
-    columns = {"": itemgetter(0)} | {name: lambda each, cell=cell: cell(each[1]) for name, cell in _CLAIMED.items()}
-    return with_condition(table(lines, columns), document)
-
-
-def claims_notes(document: Document) -> str:
-    return "\n".join(f"{number}. {_note(row)}" for number, row in enumerate(document["rows"], start=1))
-
-
-def _note(row: Figures) -> str:
-    """What was measured in a claim's stead, with times in ms and each detail in the unit that its name holds."""
-    found = dict(row["detail"])
-    here, source, _ = (found.pop(name) for name in ("here", "source", "claimed"))
-    times = [f"{timing['name']} {with_unit(timing['median_s'] * 1e3, 'ms')}" for timing in row["timings"]]
-    beside = "; ".join((*times, *(_beside(name, value) for name, value in found.items())))
-    return f"{here[0].upper()}{here[1:]}. {beside[0].upper()}{beside[1:]}. Source: {source}."
-
-
-def _beside(name: str, value: float | str) -> str:
-    words = name.split("_")
-    for unit, shown, size in (("bytes", "MiB", 2**20), ("percent", "%", 1)):
-        if unit in words and not isinstance(value, str):
-            return f"{' '.join(word for word in words if word != unit)}: {with_unit(value / size, shown)}"
-    text = value if isinstance(value, str) else f"{value:,}" if isinstance(value, int) else f"{value:.3g}"
-    return f"{' '.join(words)}: {text}"
+_CLAIMED = {
+    "claim": _MEASURE,
+    "claimed": detail("claimed"),
+    "here": _FIGURE,
+    "reached": lambda row: "yes" if row["met"] else "**no**",
+}
 
 
 def pool_claims(document: Document) -> str:
@@ -115,57 +80,12 @@ def pool_claims(document: Document) -> str:
     return with_condition(f"{table(rows, _CLAIMED)}\n\nSources:\n\n{sources}", document)
 
 
-# docs/howto/compiling.md
-
-_OTHER = "torch's own attention"
-
-
-def first_steps(document: Document) -> str:
-    """Seconds of each first step, and what is measured beside them in a line below."""
-    compared = [row for row in document["rows"] if _OTHER in row["detail"]]
-    columns = {
-        "": lambda row: row["measure"].removesuffix(f", over that with {_OTHER}"),
-        "flexdilated": lambda row: seconds(row["detail"]["flexdilated"]["first_s"]),
-        f"with {_OTHER}": lambda row: seconds(row["detail"][_OTHER]["first_s"]),
-        "a later step": lambda row: seconds(row["detail"]["flexdilated"]["later_s"]),
-    }
-    others = [f"* {row['measure']}: {row['measured_text']}" for row in document["rows"] if row not in compared]
-    return with_condition("\n".join((table(compared, columns), "", *others)), document)
-
-
-def lengths(document: Document) -> str:
-    found = document["rows"][0]["detail"]
-    columns = {
-        "lengths": itemgetter(0),
-        "graphs": lambda each: each[1]["compilations"],
-        f"all {len(found['lengths'])} steps": lambda each: seconds(each[1]["seconds_of_all_steps"]),
-        f"the {found['steps_that_nowhere_compile']} steps that nowhere compile": lambda each: seconds(
-            each[1]["seconds_of_steps_that_nowhere_compile"]
-        ),
-        "these again": lambda each: seconds(each[1]["seconds_of_these_again"]),
-    }
-    name = before(":")(document["rows"][0])
-    return f"{table(found['ways'].items(), columns)}\n\n{name}: {condition(document)}"
-
-
-# docs/howto/choosing.md and docs/performance.md
-
-against_dense = of_rows(
-    {
-        "forward + backward": before(", forward"),
-        "peak": detail("peak_bytes", bytes_text),
-        "dense SDPA's": detail("dense_peak_bytes", bytes_text),
-        "ratio": _FIGURE,
-    }
-)
-
-
 def _deviation(point: Figures) -> float:
     return point["predicted_bytes"] / point["measured_bytes"] - 1
 
 
-def _worst(document: Document) -> list[tuple[str, int, Figures]]:
-    """Of each kind of step how many points there are, and the one whose prediction is farthest off."""
+def _worst_predictions(document: Document) -> list[tuple[str, int, Figures]]:
+    """For each kind of step the number of points, and the one whose prediction is farthest off."""
     points = [point for row in document["rows"] for point in row["detail"]["peaks"]]
     lines = []
     for kind, name in {None: "`attend`", False: "LongNet", True: "LongNet, checkpointed"}.items():
@@ -183,8 +103,49 @@ peaks = of_rows(
         "measured": lambda each: bytes_text(each[2]["measured_bytes"]),
         "deviation": lambda each: f"{100 * _deviation(each[2]):+.1f} %",
     },
-    _worst,
+    _worst_predictions,
 )
+against_dense = of_rows(
+    {
+        "forward + backward": before(", forward"),
+        "peak": detail("peak_bytes", bytes_text),
+        "dense SDPA's": detail("dense_peak_bytes", bytes_text),
+        "ratio": _FIGURE,
+    }
+)
+
+# docs/howto/compiling.md, docs/howto/choosing.md, docs/howto/slide_encoder.md
+
+_OTHER = "torch's own attention"
+
+
+def first_steps(document: Document) -> str:
+    """Seconds of each first step; the other rows in lines below."""
+    compared = [row for row in document["rows"] if _OTHER in row["detail"]]
+    columns = {
+        "": lambda row: row["measure"].removesuffix(f", over that with {_OTHER}"),
+        "flexdilated": lambda row: seconds(row["detail"]["flexdilated"]["first_s"]),
+        f"with {_OTHER}": lambda row: seconds(row["detail"][_OTHER]["first_s"]),
+        "a later step": lambda row: seconds(row["detail"]["flexdilated"]["later_s"]),
+    }
+    others = [f"* {row['measure']}: {row['measured_text']}" for row in document["rows"] if row not in compared]
+    return with_condition("\n".join((table(compared, columns), "", *others)), document)
+
+
+_SAME = "that_nowhere_compile"
+
+
+def lengths(document: Document) -> str:
+    found = document["rows"][0]["detail"]
+    headers = {
+        f"all {len(found['lengths'])} steps": "seconds_of_all_steps",
+        f"the {found[f'steps_{_SAME}']} steps that nowhere compile": f"seconds_of_steps_{_SAME}",
+        "these again": "seconds_of_these_again",
+    }
+    columns = {"lengths": itemgetter(0), "graphs": lambda each: each[1]["compilations"]}
+    columns |= {header: lambda each, key=key: seconds(each[1][key]) for header, key in headers.items()}
+    name = before(":")(document["rows"][0])
+    return f"{table(found['ways'].items(), columns)}\n\n{name}: {condition(document)}"
 
 
 def checkpointing(document: Document) -> str:
@@ -201,26 +162,37 @@ def checkpointing(document: Document) -> str:
     return with_condition(markdown(lines, headers), document)
 
 
-_SHOWN = (8, 24, 80, 141)  # GiB
-
-
 def longest(device: str) -> Render:
     def render(document: Document) -> str:
         found = document["rows"][0]["detail"]["longest"][device]
         names = list(found["bytes_a_token"])
-        lines = [("bytes a token", *(bytes_text(each) for each in found["bytes_a_token"].values()))]
+        lines = [("bytes a token", *map(bytes_text, found["bytes_a_token"].values()))]
         for each in found["longest"]:
-            if each["budget_bytes"] >> 30 not in _SHOWN:
-                continue
-            lines.append((bytes_text(each["budget_bytes"]), *(tokens_text(each[name]) for name in names)))
+            if each["budget_bytes"] >> 30 in (8, 24, 80, 141):
+                lines.append((bytes_text(each["budget_bytes"]), *(tokens_text(each[name]) for name in names)))
         return with_condition(markdown(lines, ("", *names)), document)
 
     return render
 
 
+_MIB = 1 << 20
+# Of the rows of times, whose detail holds the peaks too.
+received = of_rows(
+    {
+        "": before(": attention_received"),
+        "forward": lambda row: seconds(row["timings"][0]["median_s"]),
+        "attention received": lambda row: seconds(row["timings"][1]["median_s"]),
+        "peak memory of the two": detail(
+            "peak_bytes", lambda peak: " and ".join(f"{peak[name] / _MIB:.0f} MiB" for name in ("forward", "received"))
+        ),
+        "an N x M matrix": detail("matrix_bytes", lambda size: f"{size / _MIB:,.0f} MiB"),
+    },
+    lambda document: document["rows"][::2],
+)
+
 # docs/howto/ranks.md
 
-# Of rows that were counted without processes: what an exchange receives beside an all-gather, if no heads share keys.
+# Of rows that were counted without processes: an exchange's bytes beside an all-gather's, if no heads share keys.
 keys_received = of_rows(
     {
         "": itemgetter(0),
@@ -236,7 +208,7 @@ keys_received = of_rows(
         if "all_gather_ratio" in figures and case.endswith(", 16 of keys")
     ],
 )
-# Most over mean work of a rank in either order, where there are most ranks.
+# Most over mean work of a rank in either order, at the most ranks.
 balance = of_rows(
     {
         "": before(", zigzag"),
@@ -244,17 +216,15 @@ balance = of_rows(
     },
     lambda document: [row for row in document["rows"] if ", 64 ranks," in row["measure"]],
 )
-
-
-def single_buffers(document: Document) -> str:
-    (found,) = (row["detail"] for row in document["rows"] if "sizes" in row["detail"])
-    columns = {
+single_buffers = of_rows(
+    {
         "size": lambda each: bytes_text(each["bytes"]),
         "leased": lambda each: f"{1e6 * each['leased_s']:,.0f} µs",
         "made by torch": lambda each: f"{1e6 * each['made_s']:,.0f} µs",
         "time saved": lambda each: f"{100 * (1 - each['leased_s'] / each['made_s']):+.0f} %",
-    }
-    return with_condition(table(found["sizes"][::2], columns), document)
+    },
+    lambda document: next(row["detail"]["sizes"] for row in document["rows"] if "sizes" in row["detail"])[::2],
+)
 
 
 def codec_bytes(document: Document) -> str:
@@ -284,29 +254,17 @@ codec_errors = of_rows(
     ],
 )
 
-# docs/howto/slide_encoder.md: of the rows of times, whose detail holds the peaks too
-
-_MIB = 1 << 20
-received = of_rows(
-    {
-        "": before(": attention_received"),
-        "forward": lambda row: seconds(row["timings"][0]["median_s"]),
-        "attention received": lambda row: seconds(row["timings"][1]["median_s"]),
-        "peak memory of the two": detail(
-            "peak_bytes", lambda peak: " and ".join(f"{peak[name] / _MIB:.0f} MiB" for name in ("forward", "received"))
-        ),
-        "an N x M matrix": detail("matrix_bytes", lambda size: f"{size / _MIB:,.0f} MiB"),
-    },
-    lambda document: document["rows"][::2],
-)
-
-# docs/contributing/kernels.md
+# docs/contributing/kernels.md and docs/contributing/tests.md
 
 
 def interpreted(document: Document) -> str:
-    """Of each result the largest share of its budget, by dtype."""
+    """Each result's largest share of its budget, by dtype."""
+
+    def order(name: str) -> tuple[bool, bool, str]:
+        return name not in ("out", "lse"), name not in ("out", "lse", "dq", "dk", "dv"), name
+
     cases = document["cases"].values()
-    names = sorted({name for case in cases for name in case["shares"]}, key=_order)
+    names = sorted({name for case in cases for name in case["shares"]}, key=order)
     lines = []
     for dtype in sorted({case["dtype"] for case in cases}):
         mine = [case for case in cases if case["dtype"] == dtype]
@@ -316,12 +274,8 @@ def interpreted(document: Document) -> str:
     return with_condition(markdown(lines, ("dtype", "cases", "head dims", *names)), document)
 
 
-def _order(name: str) -> tuple[bool, bool, str]:
-    return name not in ("out", "lse"), name not in ("out", "lse", "dq", "dk", "dv"), name
-
-
 def counted(document: Document) -> str:
-    """A line for the cases of one figure and target: what their names share, and the range of what was found."""
+    """A line for the cases of one figure and target: the parts that their names share, and the range found."""
     groups: dict[tuple[str, float], list[tuple[list[str], float]]] = {}
     for name, case in document["cases"].items():
         parts = name.split(", ")
@@ -335,36 +289,8 @@ def counted(document: Document) -> str:
     return with_condition(markdown(lines, ("", "cases", "target", "found")), document)
 
 
-def versions(document: Document) -> str:
-    """A line for each torch that the suite was run with."""
-    lines = []
-    for torch_version, case in document["cases"].items():
-        packages, left_out = case["packages"], sum(case["left_out"].values())
-        lines.append(
-            (
-                torch_version,
-                f"CUDA {case['cuda']}" if case["cuda"] else "CPU",
-                packages["transformers"] or "—",
-                case["versions"]["python"],
-                case["date"][:10],
-                f"{case['passed']:,}",
-                str(len(case["failed"])),
-                str(left_out),
-            )
-        )
-    return markdown(lines, ("torch", "build", "transformers", "Python", "run", "passed", "failed", "left out"))
-
-
-def left_out(document: Document) -> str:
-    """Why tests were left out, and how many with each torch."""
-    counts = {torch_version: case["left_out"] for torch_version, case in document["cases"].items()}
-    reasons = dict.fromkeys(reason for reasons in counts.values() for reason in reasons)
-    lines = [(reason, *(str(own.get(reason, "")) for own in counts.values())) for reason in reasons]
-    return markdown(lines, ("left out", *counts))
-
-
 def code(document: Document) -> str:
-    """Of each device and head dim the bytes that the patterns' kernels spill: the median, and the most."""
+    """For each device and head dim the bytes that the patterns' kernels spill: the median, and the most."""
     found: dict[tuple[str, str], dict[str, Figures]] = {}
     for key, figures in document["cases"].items():
         device, _, rest = key.partition(", ")
@@ -382,3 +308,26 @@ def code(document: Document) -> str:
         lines.append(line)
     headers = ("", "patterns", "forward, median", "most", "backward, median", "most")
     return with_condition(markdown(lines, headers), document)
+
+
+def versions(document: Document) -> str:
+    """A line for each torch that the suite was run with."""
+    columns = {
+        "torch": itemgetter(0),
+        "build": lambda each: f"CUDA {each[1]['cuda']}" if each[1]["cuda"] else "CPU",
+        "transformers": lambda each: each[1]["packages"]["transformers"] or "—",
+        "Python": lambda each: each[1]["versions"]["python"],
+        "run": lambda each: each[1]["date"][:10],
+        "passed": lambda each: f"{each[1]['passed']:,}",
+        "failed": lambda each: len(each[1]["failed"]),
+        "left out": lambda each: sum(each[1]["left_out"].values()),
+    }
+    return table(document["cases"].items(), columns)
+
+
+def left_out(document: Document) -> str:
+    """The reasons why tests were left out, and their number with each torch."""
+    counts = {torch_version: case["left_out"] for torch_version, case in document["cases"].items()}
+    reasons = dict.fromkeys(reason for reasons in counts.values() for reason in reasons)
+    lines = [(reason, *(str(own.get(reason, "")) for own in counts.values())) for reason in reasons]
+    return markdown(lines, ("left out", *counts))

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
+from itertools import product
 from typing import Any
 
 import torch
@@ -13,39 +14,50 @@ from torch import Tensor
 import flexdilated as fd
 from flexdilated import masks
 
-from ._checks import TOLERANCE, Contestant, Part, by_definition, relative_error
-from ._jobs import (
-    Job,
-    Problem,
-    Size,
-    interleave,
-    peak_bytes,
-    ratio,
-    say,
-    step_bytes,
-    tokens_text,
-)
-from ._measures import Row, Target, at_least, at_most, measure
+from ._checks import TOLERANCE, Contestant, by_definition, relative_error
+from ._jobs import Job, Part, Problem, Size, interleave, peak_bytes, race, ratio, say, step_bytes, tokens_text
+from ._measures import Row, at_least, at_most, measure
 from ._rules import FORWARD_FLOPS, LONGNET_4, LONGNET_5, LibraryRule, LongNet, Union, dense
 from .peers import branch_loop, dense_attention, natural_attention, natural_block_mask
 
 _BOTH = (LONGNET_4, LONGNET_4.as_causal())
 _BOTH_SMALL = (LONGNET_4.shrunk(32), LONGNET_4.shrunk(32).as_causal())
 _TINY = (Size(512, num_heads=4, repeats=1),)
+_TRAIN: Part = "forward + backward"
+
+
+def _ours(rule: Any, problem: Problem) -> Contestant:
+    return Contestant("flexdilated", rule.attention(), problem, rule)
+
+
+def _beside_dense(spec: LongNet, problem: Problem) -> tuple[Contestant, Contestant]:
+    """Dense attention, and the library's on the same problem."""
+    everything = dense(problem.q.shape[2], causal=spec.causal)
+    return Contestant("dense SDPA", dense_attention(causal=spec.causal), problem, everything), _ours(spec, problem)
+
+
+def _verified(contestants: Sequence[Contestant], part: Part) -> list[Job]:
+    for each in contestants:
+        each.check(part)
+    return [each.job(part) for each in contestants]
+
+
+def _flop_ratio(spec: LongNet, size: Size) -> float:
+    """Pairs of dense attention over pairs of the spec."""
+    sizes = {"num_tokens": size.num_tokens, "num_heads": size.num_heads}
+    return dense(size.num_tokens, causal=spec.causal).pairs(**sizes) / spec.pairs(**sizes)
 
 
 @measure("C1", spec=LONGNET_4.shrunk(32), size=Size(512, num_heads=8, repeats=1))
 def forward_vs_dense(spec: LongNet = LONGNET_4, size: Size = Size(16384, num_heads=8)) -> Iterator[Row]:
     """Does a LongNet forward do useful work at the rate of dense attention?"""
-    ours, theirs = _beside_dense(spec, Problem.draw(size))
-    flops = [
-        _pairs(rule, size) * FORWARD_FLOPS * size.head_dim
-        for rule in (dense(size.num_tokens, causal=spec.causal), spec)
-    ]
+    jobs, over = _verified(_beside_dense(spec, Problem.draw(size)), "forward"), _flop_ratio(spec, size)
     what = f"{spec.label}, {size}, forward: useful-FLOP rate over dense SDPA's"
-    row = _race(what, at_least(0.95), theirs, ours, "forward", size, over=flops[0] / flops[1])
-    rates = [work / timing.median_s / 1e9 for work, timing in zip(flops, row.timings, strict=True)]
-    yield replace(row, detail={"dense_gflop_per_s": rates[0], "useful_gflop_per_s": rates[1], **row.detail})
+    row = race(what, at_least(0.95), jobs, repeats=size.repeats, over=over, flop_ratio=over)
+    useful = spec.pairs(num_tokens=size.num_tokens, num_heads=size.num_heads) * FORWARD_FLOPS * size.head_dim
+    work = {"dense_gflop_per_s": over * useful, "useful_gflop_per_s": useful}
+    rates = {name: flop / each.median_s / 1e9 for (name, flop), each in zip(work.items(), row.timings, strict=True)}
+    yield replace(row, detail={**rates, **row.detail})
 
 
 @measure("C3", specs=_BOTH_SMALL, sizes=_TINY)
@@ -57,12 +69,11 @@ def training_vs_dense(
 
     The speed-up over dense SDPA divided by the ratio of their useful FLOP; causal against causal.
     """
-    for size, spec in _each(sizes, specs):
-        ours, theirs = _beside_dense(spec, Problem.draw(size))
-        flop_ratio = _pairs(dense(size.num_tokens, causal=spec.causal), size) / _pairs(spec, size)
+    for size, spec in product(sizes, specs):
+        jobs, over = _verified(_beside_dense(spec, Problem.draw(size)), _TRAIN), _flop_ratio(spec, size)
         what = f"{spec.label}, {size}, forward + backward: speed-up over dense SDPA over FLOP ratio"
         target = at_least(0.80 if spec.causal else 0.92)
-        yield _race(what, target, theirs, ours, "forward + backward", size, over=flop_ratio)
+        yield race(what, target, jobs, repeats=size.repeats, over=over, flop_ratio=over)
 
 
 _QUICK_S = 0.5e-3  # a call as short as this is no bottleneck, however fast dense attention is
@@ -79,35 +90,23 @@ def short_sequences(
     """
     for num_tokens in lengths:
         short = replace(size, num_tokens=num_tokens)
-        problem = Problem.draw(short)
+        qkv = Problem.draw(short).qkv
         patterns = {
             "causal": masks.causal(),
             "window": masks.local_window(left=31, right=0),
             "LongNet-2": masks.longnet((32, 64), (1, 2)) & masks.causal(),
             "documents": masks.causal() & masks.documents(torch.arange(num_tokens) // 13),
         }
-        contestants = [Contestant("dense SDPA", dense_attention(causal=True), problem, None)]
+        ways: dict[str, Callable[..., Tensor]] = {"dense SDPA": dense_attention(causal=True)}
         for name, pattern in patterns.items():
-            attention = partial(_attend_by, pattern=pattern)
-            found, exact = (attention(problem.q, problem.k, problem.v, engine=one) for one in (None, "reference"))
-            assert relative_error(found, exact) <= TOLERANCE, name
-            contestants.append(Contestant(name, attention, problem, None))
-        jobs = [Job(each.name, partial(_repeat, each.attention, problem, calls)) for each in contestants]
+            ways[name] = partial(fd.attend, pattern=pattern)
+            assert relative_error(ways[name](*qkv), ways[name](*qkv, engine="reference")) <= TOLERANCE, name
+        jobs = [Job(name, lambda _, way=way, qkv=qkv: [way(*qkv) for _ in range(calls)]) for name, way in ways.items()]
         theirs, *ours = interleave(jobs, repeats=size.repeats)
-        least = _QUICK_S / 3 * calls
         for timing in ours:
             what = f"{timing.name}, {short}, forward: time over dense SDPA's, or over 0.17 ms if that is more"
-            over = timing.median_s / max(theirs.median_s, least)
+            over = timing.median_s / max(theirs.median_s, _QUICK_S / 3 * calls)
             yield Row(what, at_most(3, "×"), over, (theirs, timing), {"calls_a_run": calls})
-
-
-def _attend_by(q: Tensor, k: Tensor, v: Tensor, *, pattern: masks.Pattern, engine: str | None = None) -> Tensor:
-    return fd.attend(q, k, v, pattern, engine=engine)
-
-
-def _repeat(attention: Callable[..., Tensor], problem: Problem, calls: int, _: object) -> None:
-    for _ in range(calls):
-        attention(problem.q, problem.k, problem.v)
 
 
 @measure("C4", specs=_BOTH_SMALL, sizes=_TINY)
@@ -118,11 +117,11 @@ def vs_branch_loop(
 
     Forward and backward. The loop leaves the branch weights out of its gradient.
     """
-    for size, spec in _each(sizes, specs):
+    for size, spec in product(sizes, specs):
         problem = Problem.draw(size)
         loop = Contestant("loop over branches", branch_loop(spec), problem, spec, constant_weights=True)
         what = f"{spec.label}, {size}, forward + backward: times as fast as a loop over branches"
-        yield _race(what, at_least(1.5, "×"), loop, _ours(spec, problem), "forward + backward", size)
+        yield race(what, at_least(1.5, "×"), _verified((loop, _ours(spec, problem)), _TRAIN), repeats=size.repeats)
 
 
 @measure(
@@ -143,9 +142,9 @@ def vs_flex_attention(
     block_mask = natural_block_mask(spec, num_heads=size.num_heads, num_tokens=size.num_tokens)
     for name, rule, bound in (("mixture", spec, 30), ("union", Union(spec), 15)):
         natural = natural_attention(spec, block_mask, mixture=name == "mixture", backend=backend)
-        theirs = Contestant("FlexAttention", natural, problem, rule)
+        jobs = _verified((Contestant("FlexAttention", natural, problem, rule), _ours(rule, problem)), "forward")
         what = f"{spec.label}, {size}, {name}, forward: times as fast as compiled FlexAttention in natural order"
-        yield _race(what, at_least(bound, "×"), theirs, _ours(rule, problem), "forward", size)
+        yield race(what, at_least(bound, "×"), jobs, repeats=size.repeats)
 
 
 @measure("C9", specs=_BOTH_SMALL[:1], sizes=tuple(Size(tokens, num_heads=1, repeats=1) for tokens in (512, 1024)))
@@ -159,15 +158,11 @@ def linear_time(
     """
     for spec in specs:
         contestants = [replace(_ours(spec, Problem.draw(size)), name=str(size)) for size in sizes]
-        timings = _timed(contestants, "forward + backward", sizes[0].repeats)
+        timings = interleave(_verified(contestants, _TRAIN), repeats=sizes[0].repeats)
         token_us = [timing.median_s / size.num_tokens * 1e6 for timing, size in zip(timings, sizes, strict=True)]
-        yield Row(
-            f"{spec.label}, {sizes[0]} to {sizes[-1]}, forward + backward: growth of the time per token",
-            at_most(1.15, "×"),
-            token_us[-1] / token_us[0],
-            timings,
-            {"us_per_token": dict(zip(map(str, sizes), token_us, strict=True))},
-        )
+        what = f"{spec.label}, {sizes[0]} to {sizes[-1]}, forward + backward: growth of the time per token"
+        detail = {"us_per_token": dict(zip(map(str, sizes), token_us, strict=True))}
+        yield Row(what, at_most(1.15, "×"), token_us[-1] / token_us[0], timings, detail)
 
 
 @measure(
@@ -186,62 +181,19 @@ def sweep(
 
     Measured points only; dense attention only up to `dense_tokens`, beyond it takes too long.
     """
+    parts: tuple[Part, ...] = ("forward", "backward")
+    makes = {"flexdilated": spec.attention, "dense SDPA": partial(dense_attention, causal=spec.causal)}
     for size in sizes:
-        ours, theirs = _beside_dense(spec, Problem.draw(size))
+        theirs, ours = _beside_dense(spec, Problem.draw(size))
         contestants = [ours, theirs] if size.num_tokens <= dense_tokens else [ours]
-        peaks = {"flexdilated": step_bytes("flexdilated", spec.attention, size)}
-        if theirs in contestants:
-            peaks["dense SDPA"] = step_bytes("dense SDPA", partial(dense_attention, causal=spec.causal), size)
+        peaks = {each.name: step_bytes(each.name, makes[each.name], size) for each in contestants}
         for each in contestants:
             each.check("backward")
-        parts: tuple[Part, ...] = ("forward", "backward")
         jobs = [replace(each, name=f"{each.name} {part}").job(part) for each in contestants for part in parts]
         timings = {timing.name: timing.to_data() for timing in interleave(jobs, repeats=size.repeats)}
         for name in peaks:
             point = {part: timings[f"{name} {part}"] for part in parts}
             yield {"attention": name, "num_tokens": size.num_tokens, **point, "peak_bytes": peaks[name]}
-
-
-def _race(
-    what: str,
-    target: Target,
-    theirs: Contestant,
-    ours: Contestant,
-    part: Part,
-    size: Size,
-    *,
-    over: float | None = None,
-) -> Row:
-    """How many times as fast the second is as the first, over the ratio of their work if that is given."""
-    timings = _timed((theirs, ours), part, size.repeats)
-    speed_up = ratio(*timings)
-    detail = {} if over is None else {"speed_up": speed_up, "flop_ratio": over}
-    return Row(what, target, speed_up / (over or 1.0), timings, detail)
-
-
-def _timed(contestants, part: Part, repeats: int):
-    """Timings of contestants that have been verified."""
-    for each in contestants:
-        each.check(part)
-    return interleave([each.job(part) for each in contestants], repeats=repeats)
-
-
-def _ours(rule: Any, problem: Problem) -> Contestant:
-    return Contestant("flexdilated", rule.attention(), problem, rule)
-
-
-def _beside_dense(spec: LongNet, problem: Problem) -> tuple[Contestant, Contestant]:
-    """The library's attention, and dense attention on the same problem."""
-    everything = dense(problem.q.shape[2], causal=spec.causal)
-    return _ours(spec, problem), Contestant("dense SDPA", dense_attention(causal=spec.causal), problem, everything)
-
-
-def _pairs(rule: LongNet, size: Size) -> int:
-    return rule.pairs(num_tokens=size.num_tokens, num_heads=size.num_heads)
-
-
-def _each(sizes: tuple[Size, ...], specs: tuple[LongNet, ...]) -> Iterator[tuple[Size, LongNet]]:
-    return ((size, spec) for size in sizes for spec in specs)
 
 
 _NAMES = ("out", "lse", "dq", "dk", "dv")
@@ -277,23 +229,21 @@ def _errors(
 ) -> dict[str, float]:
     """Relative errors by name, of inputs that are rounded to the dtype before either side sees them."""
     problem = Problem.draw(size)
-    *rounded, grad = (x.to(dtype) for x in (problem.q, problem.k, problem.v, problem.grad))
-    lse_grad = problem.grad[..., 0] if through_lse else None
+    *rounded, grad = (x.to(dtype) for x in (*problem.qkv, problem.grad))
+    lse_grad = problem.grad[..., 0]
+
+    def with_gradients(
+        found: tuple[Tensor, Tensor], leaves: list[Tensor], grads: tuple[Tensor, Tensor]
+    ) -> tuple[Tensor, ...]:
+        count = 1 + through_lse
+        return *found, *torch.autograd.grad(found[:count], leaves, grads[:count])
+
     leaves = [x.detach().requires_grad_() for x in rounded]
-    found = attention(*leaves, rule)
-    got = (*found, *_gradients(found, leaves, grad, lse_grad))
+    got = with_gradients(attention(*leaves, rule), leaves, (grad, lse_grad))
     exact = [x[0].detach().double().requires_grad_() for x in rounded]
     found = by_definition(exact[0], exact[1], exact[2], rule, torch.arange(size.num_tokens))
-    wanted = (*found, *_gradients(found, exact, grad[0].double(), None if lse_grad is None else lse_grad[0].double()))
+    wanted = with_gradients(found, exact, (grad[0].double(), lse_grad[0].double()))
     return {name: relative_error(a[0], b) for name, a, b in zip(_NAMES, got, wanted, strict=True)}
-
-
-def _gradients(
-    found: tuple[Tensor, Tensor], leaves: list[Tensor], grad: Tensor, lse_grad: Tensor | None
-) -> tuple[Tensor, ...]:
-    if lse_grad is None:
-        return torch.autograd.grad(found[0], leaves, grad)
-    return torch.autograd.grad(found, leaves, (grad, lse_grad))
 
 
 def _library(q: Tensor, k: Tensor, v: Tensor, rule: LongNet) -> tuple[Tensor, Tensor]:
@@ -301,7 +251,7 @@ def _library(q: Tensor, k: Tensor, v: Tensor, rule: LongNet) -> tuple[Tensor, Te
 
 
 def _dense(q: Tensor, k: Tensor, v: Tensor, rule: LongNet) -> tuple[Tensor, Tensor]:
-    """Dense attention with its lse, which the public function keeps to itself."""
+    """Dense attention with its lse, which the public function does not return."""
     out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, rule.causal)
     return out, lse
 
@@ -320,9 +270,9 @@ def received(
     pattern = spec.pattern()
     error = _error_of_received(pattern, verified)
     assert error <= TOLERANCE, f"sums must be within {TOLERANCE} of dense float64 attention; they are off by {error}"
+    names = {"forward": "forward", "received": "attention_received"}
     for size in sizes:
-        works = {name: _received_or_forward(name, pattern, Problem.draw(size)) for name in ("forward", "received")}
-        names = {"forward": "forward", "received": "attention_received"}
+        works = {name: _received_or_forward(name, pattern, Problem.draw(size)) for name in names}
         works["received"]()
         jobs = [Job(names[name], lambda _, work=work: work()) for name, work in works.items()]
         timings = interleave(jobs, repeats=size.repeats)
@@ -330,15 +280,14 @@ def received(
         say(", ".join(f"{name}: peak {peak / 2**20:.0f} MiB" for name, peak in peaks.items()))
         what = f"{spec.label}, {size.num_heads} heads, {tokens_text(size.num_tokens)}: attention_received"
         detail = {"error": error, "peak_bytes": peaks, "matrix_bytes": 4 * size.num_heads * size.num_tokens**2}
-        times = ratio(timings[1], timings[0])
+        times, memory = ratio(timings[1], timings[0]), peaks["received"] / max(1, peaks["forward"])
         yield Row(f"{what}, time over a forward pass", at_most(3.5, "×"), times, timings, detail)
-        memory = peaks["received"] / max(1, peaks["forward"])
         yield Row(f"{what}, peak memory over a forward pass", at_most(6, "×"), memory, (), detail)
 
 
 def _received_or_forward(name: str, pattern: masks.Pattern | masks.Mixture, problem: Problem) -> Callable[[], object]:
     """A forward pass with lse, or the sums from an lse that is there."""
-    q, k, v = problem.q, problem.k, problem.v
+    q, k, v = problem.qkv
     if name == "forward":
         return lambda: fd.attend(q, k, v, pattern, return_lse=True)
     lse = torch.full(q.shape[:3], 8.0)
@@ -355,7 +304,7 @@ def _prepared(name: str, text: str, size: Size) -> Callable[[], object]:
 def _error_of_received(pattern: masks.Mixture | masks.Pattern, size: Size) -> float:
     """The largest difference of the sums from those of dense attention in float64, over the largest sum."""
     problem = Problem.draw(size)
-    _, lse = fd.attend(problem.q, problem.k, problem.v, pattern, return_lse=True)
+    _, lse = fd.attend(*problem.qkv, pattern, return_lse=True)
     found = fd.attention_received(problem.q, problem.k, lse, pattern)[0].double()
     rows, sizes = torch.arange(size.num_tokens), {"num_tokens": size.num_tokens, "num_heads": size.num_heads}
     times = torch.stack(LibraryRule(pattern).masks(rows, **sizes)).sum(0).double()

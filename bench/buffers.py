@@ -28,63 +28,41 @@ from flexdilated.distributed.wire._pool import lease_from
 
 from ._checks import relative_error
 from ._jobs import Job, Problem, Size, interleave, peak_here
-from ._measures import DARCSTAR, Claim, Row, Timing, at_least, at_most, measure
+from ._measures import Row, Target, Timing, at_least, at_most, measure
 from ._rank_steps import NAMES, Schedule, Step, local_tensors, on_ranks
 from ._rules import longnet_n
 
 # N tokens, G key/value heads, D head dim
 
-# What was claimed of pools of buffers and of compressed messages: docs/performance.md shows it.
-_FINDINGS = (
-    f"{DARCSTAR}, commit f6094f7, "
-    "docs/benchmarks/by-type/other/2025-06-26-1121-UTC/block-sparse-optimization-findings.md"
-)
+# Claims of others about pools of buffers and compressed messages, in our words: figure, source, what is measured here.
+_SOURCE = "DarcStar-Solutions-Tech/dilated-attention-pytorch, commit f6094f7, "
 _FIRST_RUN = "docs/benchmarks/all-implementations-optimization-2025-06-27-2217-UTC.md"
 _SECOND_RUN = "docs/benchmarks/all-implementations-with-block-sparse-2025-06-28-0013-UTC.md"
-_POOL_REPORT = "docs/reports/memory-pool-integration-summary-2025-06-28-0014-UTC.md"
+_CLAIMS: dict[str, tuple[str, str, Target]] = {
+    # A lease of a tensor of its size (8,192 tokens, 8 heads of 64, float16 and float32), written once: time saved.
+    "a pool costs dilated attention time, at most this": ("−95.7 % (the same benchmark, run again: −729.5 %)",
+        f"{_FIRST_RUN}; again: {_SECOND_RUN}", at_least(-95.7, "%")),
+    "a pool makes a variant of it faster": ("+73.4 % (the same benchmark, run again: +17.0 %)",
+        f"{_FIRST_RUN}; again: {_SECOND_RUN}", at_least(73.4, "%")),
+    # A step of the exchange, the schedule of sparse patterns, and of the ring, with every message leased: time saved.
+    "a pool makes a block-sparse ring faster": ("+24.9 %", _SECOND_RUN, at_least(24.9, "%")),
+    "a pool makes a ring faster": ("+4.3 % (two hours before: −35.2 %)",
+        f"{_SECOND_RUN}; before: {_FIRST_RUN}", at_least(4.3, "%")),
+    # The peak that these steps of the ring add to a rank's memory: share saved.
+    "a pool saves memory": ("15 to 30 % (expected; its own benchmarks measured 32 to 120 % more)",
+        "CHANGELOG.md and README.md; measured: docs/reports/memory-pool-integration-summary-2025-06-28-0014-UTC.md",
+        at_least(15, "%")),
+    # Bytes of keys and values in float32, heads of 64.
+    "compressed messages save communication": ("50 to 70 % (expected)",
+        "docs/benchmarks/by-type/other/2025-06-26-1121-UTC/block-sparse-optimization-findings.md", at_least(50, "%")),
+}  # fmt: skip
+PLAIN_TEMPORARIES, IMPROVED_TEMPORARIES, SPARSE_RING_TIME, RING_TIME, MEMORY, MESSAGES = _CLAIMS
 
-PLAIN_TEMPORARIES = Claim(
-    "a pool costs dilated attention time, at most this",
-    "−95.7 % (the same benchmark, run again: −729.5 %)",
-    f"{DARCSTAR}, commit f6094f7, {_FIRST_RUN}; again: {_SECOND_RUN}",
-    "a tensor of its size (8,192 tokens, 8 heads of 64, in float16: 8 MiB), written once: time saved by a lease",
-    at_least(-95.7, "%"),
-)
-IMPROVED_TEMPORARIES = Claim(
-    "a pool makes a variant of it faster",
-    "+73.4 % (the same benchmark, run again: +17.0 %)",
-    f"{DARCSTAR}, commit f6094f7, {_FIRST_RUN}; again: {_SECOND_RUN}",
-    "the same in float32, 16 MiB",
-    at_least(73.4, "%"),
-)
-RING_TIME = Claim(
-    "a pool makes a ring faster",
-    "+4.3 % (two hours before: −35.2 %)",
-    f"{DARCSTAR}, commit f6094f7, {_SECOND_RUN}; before: {_FIRST_RUN}",
-    "a step of a ring, forward and backward, with every buffer for what travels leased: time saved",
-    at_least(4.3, "%"),
-)
-SPARSE_RING_TIME = Claim(
-    "a pool makes a block-sparse ring faster",
-    "+24.9 %",
-    f"{DARCSTAR}, commit f6094f7, {_SECOND_RUN}",
-    "a step of the exchange, which is what sparse patterns take here, forward and backward: time saved",
-    at_least(24.9, "%"),
-)
-MEMORY = Claim(
-    "a pool saves memory",
-    "15 to 30 % (expected; its own benchmarks measured 32 to 120 % more)",
-    f"{DARCSTAR}, commit f6094f7, CHANGELOG.md and README.md; measured: {_POOL_REPORT}",
-    "the peak that these steps of the ring add to a rank's memory, with a pool and without: share saved",
-    at_least(15, "%"),
-)
-MESSAGES = Claim(
-    "compressed messages save communication",
-    "50 to 70 % (expected)",
-    _FINDINGS,
-    "bytes of keys and values in float32, heads of 64",
-    at_least(50, "%"),
-)
+
+def _claim(says: str, measured: float, timings: tuple[Timing, ...] = (), **detail: Any) -> Row:
+    claimed, source, target = _CLAIMS[says]
+    return Row(says, target, measured, timings, {"claimed": claimed, "source": _SOURCE + source, **detail})
+
 
 Found = Sequence[Mapping[str, Any]]
 
@@ -97,7 +75,7 @@ _TINY_TOKENS = 64
 
 @dataclass(frozen=True)
 class Steps:
-    """Steps of LongNet over so many ranks, forward and backward."""
+    """Steps of LongNet over `num_ranks` ranks, forward and backward."""
 
     size: Size
     num_ranks: int
@@ -109,16 +87,11 @@ class Steps:
         return Step(masks.to_json(pattern), self.size, self.size.num_heads, schedule, "zigzag")
 
     def of_ranks(self, schedule: Schedule) -> Found:
-        """What each rank found: its times with a pool and without one, and the pool's statistics."""
+        """Each rank's times with a pool and without one, and the pool's statistics."""
         return on_ranks(self.num_ranks, times_and_statistics, self.step(schedule), self.threshold_bytes, self.num_steps)
 
 
-_FULL = Steps(
-    Size(4096, num_heads=8, repeats=15),
-    num_ranks=4,
-    threshold_bytes=1 << 20,
-    num_steps=8,
-)
+_FULL = Steps(Size(4096, num_heads=8, repeats=15), num_ranks=4, threshold_bytes=1 << 20, num_steps=8)
 _SMALL = Steps(Size(256, num_heads=2, head_dim=8, repeats=3), 2, 1 << 10, 2)
 
 
@@ -126,7 +99,7 @@ _SMALL = Steps(Size(256, num_heads=2, head_dim=8, repeats=3), 2, 1 << 10, 2)
 def buffer_reuse(steps: Steps = _FULL) -> Iterator[Row]:
     """Are buffers for what is sent there again after warm-up, and how many are made a step?
 
-    With and without a pool, outputs and gradients are seen to be equal bit by bit.
+    Outputs and gradients with a pool and without are compared bit by bit.
     """
     for schedule in ("exchange", "ring"):
         by_rank = steps.of_ranks(schedule)
@@ -152,7 +125,7 @@ def pool(
 ) -> Iterator[Row]:
     """Where does a pool of buffers save time or memory?
 
-    Beside what was claimed of pools elsewhere. A step's rows are those of `buffer_reuse`, measured anew.
+    With claims about pools elsewhere, and the steps of `buffer_reuse`.
     """
     found = {size: _lease_and_make(size, steps.size.repeats) for size in buffer_bytes}
     saved = {size: _saved(made.median_s, leased.median_s) for size, (leased, made) in found.items()}
@@ -161,8 +134,8 @@ def pool(
     what = f"a buffer of {largest >> 20} MiB, written once: time saved by a lease"
     yield Row(what, at_least(0, "%"), saved[largest], found[largest], {"sizes": each})
     for claim, size in ((PLAIN_TEMPORARIES, 8 << 20), (IMPROVED_TEMPORARIES, 16 << 20)):
-        yield claim.row(saved[size], found[size])
-    claims: dict[Schedule, Claim] = {"exchange": SPARSE_RING_TIME, "ring": RING_TIME}
+        yield _claim(claim, saved[size], found[size])
+    claims: dict[Schedule, str] = {"exchange": SPARSE_RING_TIME, "ring": RING_TIME}
     for schedule, claim in claims.items():
         by_rank = steps.of_ranks(schedule)
         # A step takes as long as its slowest rank.
@@ -170,11 +143,11 @@ def pool(
             Timing(name, tuple(map(max, zip(*(times[name] for times in by_rank), strict=True))))
             for name in (WITHOUT, WITH)
         )
-        yield claim.row(_saved(made.median_s, leased.median_s), (made, leased))
+        yield _claim(claim, _saved(made.median_s, leased.median_s), (made, leased))
     # Each in processes of its own: what one leaves in the heap must not serve the other.
     options = steps.step("ring"), steps.threshold_bytes, _MEMORY_STEPS
     made, leased = (max(on_ranks(steps.num_ranks, peak_of_steps, *options, pooled)) for pooled in (False, True))
-    yield MEMORY.row(_saved(max(1, made), leased), peak_bytes=leased, peak_bytes_without=made)
+    yield _claim(MEMORY, _saved(max(1, made), leased), peak_bytes=leased, peak_bytes_without=made)
 
 
 def _saved(without: float, with_it: float) -> float:
@@ -196,23 +169,22 @@ def _lease_and_make(num_bytes: int, repeats: int) -> tuple[Timing, Timing]:
     return leased, made
 
 
-class Taker:
-    """A step of this rank: forward and backward, with the buffers of a pool or without one."""
+def _taker(mesh: DeviceMesh, step: Step) -> Callable[[BufferPool | None], tuple[Tensor, ...]]:
+    """A step of this rank, forward and backward, with the buffers of a pool or without one."""
+    pattern = masks.from_json(step.pattern)
+    sharding, (q, k, v, grad) = local_tensors(mesh, step)
+    how: dict[str, Any] = {"mesh": mesh, "sharding": sharding, "schedule": step.schedule}
 
-    def __init__(self, mesh: DeviceMesh, step: Step) -> None:
-        self._pattern = masks.from_json(step.pattern)
-        sharding, (self._q, self._k, self._v, self._grad) = local_tensors(mesh, step)
-        self._how: dict[str, Any] = {"mesh": mesh, "sharding": sharding, "schedule": step.schedule}
+    def take(pool: BufferPool | None) -> tuple[Tensor, ...]:
+        out = attend(q, k, v, pattern, pool=pool, **how)
+        return out.detach(), *torch.autograd.grad(out, (q, k, v), grad)
 
-    def __call__(self, pool: BufferPool | None) -> tuple[Tensor, ...]:
-        leaves = self._q, self._k, self._v
-        out = attend(*leaves, self._pattern, pool=pool, **self._how)
-        return out.detach(), *torch.autograd.grad(out, leaves, self._grad)
+    return take
 
 
 def times_and_statistics(mesh: DeviceMesh, step: Step, threshold_bytes: int, num_steps: int) -> dict[str, Any]:
     """Seconds of each step both ways, taken in turns, and the pool's statistics after warm-up."""
-    pool, take = BufferPool("cpu", threshold_bytes=threshold_bytes), Taker(mesh, step)
+    pool, take = BufferPool("cpu", threshold_bytes=threshold_bytes), _taker(mesh, step)
     ways: dict[str, BufferPool | None] = {WITHOUT: None, WITH: pool}
     for _ in range(_WARM_UP_STEPS):
         for name, made, leased in zip(NAMES, take(None), take(pool), strict=True):
@@ -230,9 +202,9 @@ def times_and_statistics(mesh: DeviceMesh, step: Step, threshold_bytes: int, num
 
 
 def peak_of_steps(mesh: DeviceMesh, step: Step, threshold_bytes: int, num_steps: int, pooled: bool) -> int:
-    """Most bytes that the steps add to this rank's memory, after a tiny one that is not counted."""
-    Taker(mesh, replace(step, size=replace(step.size, num_tokens=_TINY_TOKENS)))(None)
-    take = Taker(mesh, step)
+    """Peak bytes that the steps add to this rank's memory, after a tiny one that is not counted."""
+    _taker(mesh, replace(step, size=replace(step.size, num_tokens=_TINY_TOKENS)))(None)
+    take = _taker(mesh, step)
     pool = BufferPool("cpu", threshold_bytes=threshold_bytes) if pooled else None
     dist.barrier()
 
@@ -245,8 +217,6 @@ def peak_of_steps(mesh: DeviceMesh, step: Step, threshold_bytes: int, num_steps:
 
 _CODECS: tuple[CodecName, ...] = ("bf16", "int8")
 _ERROR_BOUND = 0.02
-
-Draw = Callable[[Float[Tensor, "1 G N D"]], Float[Tensor, "1 G N D"]]
 
 
 def _heavy_tailed(x: Float[Tensor, "1 G N D"]) -> Float[Tensor, "1 G N D"]:
@@ -263,7 +233,7 @@ def _outlier_channels(x: Float[Tensor, "1 G N D"]) -> Float[Tensor, "1 G N D"]:
     return x * scales
 
 
-KINDS: dict[str, Draw] = {
+KINDS: dict[str, Callable[[Tensor], Tensor]] = {
     "normal": lambda x: x,
     "heavy-tailed": _heavy_tailed,
     "outlier channels": _outlier_channels,
@@ -277,7 +247,8 @@ def codec(size: Size = Size(4096, num_heads=8, repeats=5), window: int = 1024) -
     Keys and values of each kind, under causal attention to a window. Errors are relative, in the Euclidean norm: of
     each row, and of the whole output against undamaged keys.
     """
-    drawn = {kind: _drawn(size, kind) for kind in KINDS}
+    q, k, v = Problem.draw(size).qkv
+    drawn = {kind: (q, change(k), change(v)) for kind, change in KINDS.items()}
     for name in _CODECS:
         yield _saved_row(name, drawn["normal"], size.repeats)
         errors = {kind: _errors(name, *qkv, window) for kind, qkv in drawn.items()}
@@ -290,11 +261,6 @@ def codec(size: Size = Size(4096, num_heads=8, repeats=5), window: int = 1024) -
         detail = {"codec": str(chosen.name), "percent_saved": 100 * report.saved, "peak": max(row_peak(k), row_peak(v))}
         what = f'"auto" within {100 * _ERROR_BOUND:.0f} %, {kind} rows: largest error of a row'
         yield Row(what, at_most(100 * _ERROR_BOUND, "%"), 100 * report.largest_error, detail=detail)
-
-
-def _drawn(size: Size, kind: str) -> tuple[Tensor, Tensor, Tensor]:
-    problem = Problem.draw(size)
-    return problem.q, KINDS[kind](problem.k), KINDS[kind](problem.v)
 
 
 def _errors(name: CodecName, q: Tensor, k: Tensor, v: Tensor, window: int) -> dict[str, float]:
@@ -321,14 +287,16 @@ def _saved_row(name: CodecName, qkv: tuple[Tensor, Tensor, Tensor], repeats: int
         Job("decode", lambda _: used.decode(wire, k.shape[-1], k.dtype, out=out)),
     )
     timings = interleave(jobs, repeats=repeats)
-    detail: dict[str, Any] = {
-        "codec": name,
-        "bytes": report.num_bytes,
-        "plain_bytes": report.plain_bytes,
-        "percent_saved_of_bfloat16": 100 * halves.saved,
-        "pays_below_bytes_a_second": (k.nbytes - wire.nbytes) / sum(timing.median_s for timing in timings),
-    }
-    row = MESSAGES.row(100 * report.saved, timings, **detail)
+    row = _claim(
+        MESSAGES,
+        100 * report.saved,
+        timings,
+        codec=name,
+        bytes=report.num_bytes,
+        plain_bytes=report.plain_bytes,
+        percent_saved_of_bfloat16=100 * halves.saved,
+        pays_below_bytes_a_second=(k.nbytes - wire.nbytes) / sum(timing.median_s for timing in timings),
+    )
     return replace(row, measure=f"{name}: {row.measure}")
 
 
@@ -346,7 +314,6 @@ class WireReport:
 
     @property
     def saved(self) -> float:
-        """The share of bytes that is not sent."""
         return 1 - self.num_bytes / self.plain_bytes
 
 

@@ -1,4 +1,4 @@
-"""The catalogue's patterns: what each costs, how long describing them takes, and their pictures."""
+"""The catalogue's patterns: the cost of each, and their pictures."""
 
 from __future__ import annotations
 
@@ -14,12 +14,11 @@ from jaxtyping import Bool
 from torch import Tensor
 
 from flexdilated import masks
-from flexdilated.cli._machine import one_thread
-from flexdilated.masks import Layout, Mixture, Pattern
+from flexdilated.masks import Mixture, Pattern
 
 from ._catalogue import ENTRIES, MILLION, PICTURED, Entry, dense
 from ._jobs import peak_bytes, say, tokens_text
-from ._measures import Row, Target, Timing, at_most, measure
+from ._measures import Row, Target, at_most, measure
 from ._processes import run_apart
 
 if TYPE_CHECKING:
@@ -73,7 +72,7 @@ def _measured(entry: Entry, num_tokens: int, most: int, checked: int, repeats: i
     # Found here: what has run in a process leaves memory there that its work would use again.
     layout = order(entry.pattern(built), built, entry.num_heads)
     rate = 1 if layout is None else layout.rate
-    build, plan = partial(_block_mask, rate), _plan
+    build, plan = partial(_block_mask, rate), masks.describe
     figures = {
         "density": described.density,
         "block_density": described.block_density,
@@ -91,24 +90,19 @@ def _measured(entry: Entry, num_tokens: int, most: int, checked: int, repeats: i
     return figures
 
 
-def _block_mask(rate: int, pattern: Pattern | Mixture, num_tokens: int, num_heads: int) -> object:
+def _block_mask(rate: int, pattern: Pattern | Mixture, num_tokens: int, *, num_heads: int) -> object:
     """What a user of FlexAttention calls."""
     layout = None if rate == 1 else masks.Layout(num_tokens, rate)
     return masks.block_mask(pattern, num_tokens, num_heads=num_heads, block_size=_BLOCK, layout=layout)
 
 
-def _plan(pattern: Pattern | Mixture, num_tokens: int, num_heads: int) -> object:
-    """The planner's search and the lists of its choice, and the count of their pairs besides."""
-    return masks.describe(pattern, num_tokens, num_heads=num_heads)
-
-
 def _prepared(work: Callable[..., object], entry: Entry, num_tokens: int) -> Callable[[], object]:
     """The work ready to run from scratch, after a run at a small size."""
     small = min(num_tokens, 4096)
-    work(entry.pattern(small), small, entry.num_heads)
+    work(entry.pattern(small), small, num_heads=entry.num_heads)
     pattern = entry.pattern(num_tokens)
     masks.cache().clear()
-    return lambda: work(pattern, num_tokens, entry.num_heads)
+    return lambda: work(pattern, num_tokens, num_heads=entry.num_heads)
 
 
 def _seconds(work: Callable[..., object], entry: Entry, num_tokens: int, repeats: int) -> float:
@@ -122,7 +116,7 @@ def _seconds(work: Callable[..., object], entry: Entry, num_tokens: int, repeats
     return median(seconds)
 
 
-def order(pattern: Pattern | Mixture, num_tokens: int, num_heads: int) -> Layout | None:
+def order(pattern: Pattern | Mixture, num_tokens: int, num_heads: int) -> masks.Layout | None:
     """The one order of all tokens that comes nearest to the plan; None for the natural one."""
     described = masks.describe(pattern, num_tokens, num_heads=num_heads)
     chosen = {branch.options[0].layout for branch in described.branches}
@@ -150,73 +144,6 @@ def check(entry: Entry, num_tokens: int) -> None:
         assert torch.equal(listed[head], touched), f"{entry.name}, head {head}: the block list is not that of its mask"
     counted = masks.describe(pattern, num_tokens, num_heads=entry.num_heads).useful_pairs
     assert counted == useful, f"{entry.name}: {useful} useful pairs; describe counts {counted}"
-
-
-_GIGAPATH = "masks.longnet([1024, 5792, 32768, 185363, 1048576], [1, 2, 4, 8, 16])"
-_GIGAPATH_SMALL = "masks.longnet([4, 9, 16, 30, 64], [1, 2, 3, 4, 8])"
-_OWN = (
-    Entry("GigaPath-5", _GIGAPATH, _GIGAPATH_SMALL, num_heads=16),
-    Entry("GigaPath-5, causal", f"{_GIGAPATH} & masks.causal()", f"{_GIGAPATH_SMALL} & masks.causal()", num_heads=16),
-)
-_OF_CATALOGUE = (
-    *("local_window", "longnet", "longnet, full", "strided", "blockwise", "neighborhood, 2-D", "documents"),
-    *("per_document", "longformer", "bigbird", "bigbird, block 128", "sparse_transformer_strided", "streaming_llm"),
-    *("random_blocks", "block_list", "visible_keys"),
-)
-_ENTRIES = (*_OWN, *(entry for entry in ENTRIES if entry.name in _OF_CATALOGUE))
-
-
-@measure(entries=_ENTRIES[1:3], num_tokens=2048)
-def describe(entries: tuple[Entry, ...] = _ENTRIES, num_tokens: int = MILLION) -> Iterator[Row]:
-    """How long does `describe` take to tell all it knows of a pattern at a million tokens?
-
-    The slowest of the patterns on one thread, with the parts of each as detail; each is checked pair by pair at the
-    size of the catalogue's pictures first.
-    """
-    with one_thread():
-        figures = {entry.name: _described(entry, num_tokens) for entry in entries}
-    slowest = max(figures, key=lambda name: figures[name]["seconds"])
-    what = f"{tokens_text(num_tokens)}: time to describe, one thread, slowest of {len(figures)} patterns"
-    timings = tuple(Timing(name, (figure["seconds"],)) for name, figure in figures.items())
-    detail = {"slowest": slowest, "patterns": figures}
-    yield Row(what, at_most(10, "s"), figures[slowest]["seconds"], timings, detail)
-
-
-def _described(entry: Entry, num_tokens: int) -> dict[str, Any]:
-    check_description(entry)
-    pattern = entry.pattern(num_tokens)
-    masks.cache().clear()
-    seconds: dict[str, float] = {}
-
-    def timed(name: str, work: Callable[[], Any]) -> Any:
-        start = perf_counter()
-        found = work()
-        seconds[name] = perf_counter() - start
-        return found
-
-    described = timed("plan", lambda: masks.describe(pattern, num_tokens, num_heads=entry.num_heads))
-    timed("pairs", lambda: described.heads)
-    field = timed("field", described.receptive_field)
-    parts = ", ".join(f"{name} {took:.2f} s" for name, took in seconds.items())
-    say(f"{entry.name}: {parts}; {field.layers_at_least} layers at least")
-    _, mean, error = field.growth[-1] if field.growth else (0, 1.0, 0.0)
-    facts = {
-        "heads": entry.num_heads,
-        "layers": field.layers_at_least,
-        "reached": mean / num_tokens,
-        "error": error / num_tokens,
-    }
-    return {**facts, "seconds": sum(seconds.values()), "parts": seconds}
-
-
-def check_description(entry: Entry) -> None:
-    """AssertionError unless the pairs of each head are those of the masks, over few tokens."""
-    pattern, heads = entry.pictured(), entry.num_heads
-    described = masks.describe(pattern, PICTURED, num_heads=heads)
-    branches = [[dense(branch, head, heads, PICTURED).long() for head in range(heads)] for branch in pattern.branches()]
-    counts = torch.stack([torch.stack(each) for each in branches]).sum(0)
-    per_head = {head: share.pairs for share in described.heads for head in share.heads}
-    assert per_head == dict(enumerate(counts.sum((1, 2)).tolist())), f"{entry.name}: {per_head}"
 
 
 # Pictures: every pattern over 64 tokens, pair by pair, and all of them on one sheet.

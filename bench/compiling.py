@@ -1,4 +1,4 @@
-"""Compiling: graphs where lengths keep changing, and how long first steps take."""
+"""Compiling: graphs where lengths keep changing, first steps; and the time of README's two commands."""
 
 import os
 import subprocess
@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import compress
+from pathlib import Path
 from random import Random
 from statistics import median
 from tempfile import TemporaryDirectory
@@ -14,12 +15,14 @@ from time import perf_counter, process_time
 from types import FunctionType
 from typing import Any, NamedTuple
 from unittest.mock import patch
+from xml.etree import ElementTree
 
 import torch
 from torch import Tensor, nn
 from torch._dynamo.utils import compilation_time_metrics, counters
 from torch.nn.attention.flex_attention import flex_attention
 from torch.nn.functional import pad, scaled_dot_product_attention
+from torch.testing import assert_close
 
 import flexdilated as fd
 from flexdilated import masks
@@ -62,18 +65,26 @@ class Layer(nn.Module):
         self.attention = fd.DilatedAttention(spec.segment_lengths, spec.dilation_rates, causal=spec.causal)
 
     def forward(self, x: Tensor, real: Tensor) -> Tensor:
-        """The loss of (B, N, width) inputs, over the tokens that are real: a (N,) of ones, and zeros after them."""
+        """The loss of (B, N, width) inputs over the real tokens, 1 in the (N,) `real`, which is 0 for padding."""
         q, k, v = self.project_in(x).unflatten(-1, (3, self.num_heads, -1)).permute(2, 0, 3, 1, 4)
         error = (self.project_out(self.attention(q, k, v).transpose(1, 2).flatten(2)) - x).square().mean(-1)
         return (error * real).sum() / real.sum()
 
 
-@dataclass(frozen=True)
-class Steps:
-    """What came of a way to deal with lengths: seconds of each step, and whether it compiled something.
+def _power_of_two(length: int) -> int:
+    return 1 << (length - 1).bit_length()
 
-    again: seconds of a second pass over the lengths, when all of them are known.
-    """
+
+# The padded length of each way.
+WAYS: dict[str, Callable[[int], int]] = {
+    "as they come": lambda length: length,
+    "padded to powers of two": _power_of_two,  # a graph for each
+    f"padded to multiples of {_MULTIPLE}": lambda length: -(-length // _MULTIPLE) * _MULTIPLE,
+}
+
+
+class Steps(NamedTuple):
+    """Seconds of each step at each length, and of a second pass over them; what was compiled."""
 
     seconds: tuple[float, ...]
     again: tuple[float, ...]
@@ -81,18 +92,6 @@ class Steps:
     compilations: int
     not_compiled: int
     detail: dict[str, Any]
-
-
-def power_of_two(length: int) -> int:
-    return 1 << (length - 1).bit_length()
-
-
-# To what a length is raised.
-WAYS: dict[str, Callable[[int], int]] = {
-    "as they come": lambda length: length,
-    "padded to powers of two": power_of_two,  # a graph for each
-    f"padded to multiples of {_MULTIPLE}": lambda length: -(-length // _MULTIPLE) * _MULTIPLE,
-}
 
 
 @measure("C11", spec=LONGNET_4.shrunk(64).as_causal(), lengths=Lengths(3, 60, 300), backend="eager")
@@ -122,18 +121,15 @@ def changing_lengths(
     }
     drawn, (dynamic, *_) = lengths.drawn(), found.values()
     detail = {"lengths": drawn, "steps_that_nowhere_compile": sum(ready), "ways": ways}
-    bound, left = at_most(len(set(map(power_of_two, drawn)))), sum(steps.not_compiled for steps in found.values())
+    bound, left = at_most(len(set(map(_power_of_two, drawn)))), sum(steps.not_compiled for steps in found.values())
+    new, again = (
+        {way: compress(getattr(steps, part), ready) for way, steps in found.items()} for part in ("seconds", "again")
+    )
     return [
         Row(f"{name}: compilations, at most one a power of two", bound, dynamic.compilations, detail=detail),
         Row(f"{name}: graph breaks and frames left to eager", at_most(0), left, detail=dynamic.detail),
-        _beside_padded(
-            f"{name}: once compiled, time of steps of ever new lengths over that of padded ones",
-            {way: compress(steps.seconds, ready) for way, steps in found.items()},
-        ),
-        _beside_padded(
-            f"{name}: the same steps once more, over padded ones",
-            {way: compress(steps.again, ready) for way, steps in found.items()},
-        ),
+        _beside_padded(f"{name}: once compiled, time of steps of ever new lengths over that of padded ones", new),
+        _beside_padded(f"{name}: the same steps once more, over padded ones", again),
     ]
 
 
@@ -147,7 +143,7 @@ def _beside_padded(what: str, steps: Mapping[str, Iterable[float]]) -> Row:
 
 
 def _steps(spec: LongNet, lengths: Lengths, backend: str) -> dict[str, Steps]:
-    """A step of each way in turn at each length, raised as the way has it; then all of them again."""
+    """A step of each way in turn at each length; then all of them again."""
     with TemporaryDirectory() as folder:
         os.environ["TORCHINDUCTOR_CACHE_DIR"] = folder
         runs = {way: _Run(spec, lengths, backend, way) for way in WAYS}
@@ -168,9 +164,10 @@ class _Run:
         with torch.random.fork_rng():
             torch.manual_seed(lengths.seed)
             self.layer = kind(spec, lengths.num_heads, lengths.head_dim)
-        self.way, self.raised = way, WAYS[way]
-        dynamic = False if self.raised is power_of_two else None
-        self.compiled = torch.compile(self.layer, dynamic=dynamic, backend=backend)
+        self.way, self.padded = way, WAYS[way]
+        self.compiled = torch.compile(
+            self.layer, dynamic=False if self.padded is _power_of_two else None, backend=backend
+        )
         self.optimizer = torch.optim.SGD(self.layer.parameters(), lr=0.01)
         self.seconds: list[float] = []
         self.graphs: list[int] = []
@@ -180,7 +177,7 @@ class _Run:
     def step(self, length: int) -> None:
         generator = torch.Generator().manual_seed(length)
         x = torch.randn(1, length, self.layer.project_out.in_features, generator=generator)
-        more = self.raised(length) - length
+        more = self.padded(length) - length
         padded = pad(x, (0, 0, 0, more)), pad(x.new_ones(length), (0, more))
         counters.clear()
         self.optimizer.zero_grad()
@@ -193,24 +190,23 @@ class _Run:
         self.frames += counters["frames"]
         if self.graphs[-1]:
             say(f"{self.way}: compiled at {length} tokens in {self.seconds[-1]:.1f} s")
-            _check(self.layer, x, loss)
+            self._check(x, loss)
         self.optimizer.step()
+
+    def _check(self, x: Tensor, loss: Tensor) -> None:
+        """AssertionError unless the compiled loss and its gradients are the eager ones."""
+        weights = list(self.layer.parameters())
+        eager = self.layer(x, x.new_ones(x.shape[1]))
+        wanted = (eager.detach(), *torch.autograd.grad(eager, weights))
+        assert_close((loss.detach(), *(weight.grad for weight in weights)), wanted, rtol=1e-4, atol=1e-6)
 
     def steps(self, number: int) -> Steps:
         """The result of `number` steps, each taken twice."""
-        seconds, again = tuple(self.seconds[:number]), tuple(self.seconds[number:])
         compiled = tuple(map(bool, self.graphs[:number]))
         left = self.breaks.total() + self.frames["total"] - self.frames["ok"]
         detail = {"graph_breaks": dict(self.breaks), "frames": dict(self.frames)}
-        return Steps(seconds, again, compiled, sum(self.graphs), left, detail)
-
-
-def _check(layer: Layer, x: Tensor, loss: Tensor) -> None:
-    """Raise AssertionError unless the compiled loss, and the gradients it left, are the eager ones."""
-    eager = layer(x, x.new_ones(x.shape[1]))
-    wanted = (eager.detach(), *torch.autograd.grad(eager, list(layer.parameters())))
-    got = (loss.detach(), *(weight.grad for weight in layer.parameters()))
-    torch.testing.assert_close(got, wanted, rtol=1e-4, atol=1e-6)
+        halves = tuple(self.seconds[:number]), tuple(self.seconds[number:])
+        return Steps(*halves, compiled, sum(self.graphs), left, detail)
 
 
 @dataclass(frozen=True)
@@ -232,7 +228,7 @@ class First:
 
 
 class Case(NamedTuple):
-    """A step, and a check of what it computes that raises AssertionError."""
+    """A step, and a check of its results that raises AssertionError."""
 
     step: Callable[[], object]
     check: Callable[[], None]
@@ -248,17 +244,14 @@ class FirstSteps(NamedTuple):
 
 @measure(
     config=First(
-        *(LONGNET_4.shrunk(64).as_causal(), Size(256, 4), 60, 8, 100, 2),
-        repeats=1,
-        backend="eager",
-        starts=("cold",),
+        *(LONGNET_4.shrunk(64).as_causal(), Size(256, 4), 60, 8, 100, 2), repeats=1, backend="eager", starts=("cold",)
     )
 )
 def first_step(config: First = First(LONGNET_4.as_causal(), Size(8192, num_heads=4))) -> Iterator[Row]:
     """How long does the first step take, with nothing compiled yet, with torch's cache on disk, and then?
 
-    First steps beside those of the same with torch's own attention, which costs what torch.compile costs anyhow.
-    A cold step finds nothing, a warm one the folder that the cold one has left; each in a process of its own, in
+    First steps over first steps with torch's own attention, which show the cost of torch.compile itself.
+    A cold step finds an empty cache, a warm one the folder of the cold one; each in a process of its own, in
     which everything is imported: the import has its own row. Bounds leave half as much again for what is ours.
     Two are absolute, as nothing compares: the import is to add less than half of what torch's own takes, which is
     about a second, and the attention of 12 blocks is to trace within a third of a second.
@@ -272,12 +265,6 @@ def first_step(config: First = First(LONGNET_4.as_causal(), Size(8192, num_heads
     first, later = (Timing(name, tuple(getattr(each, name) for each in steps)) for name in ("first_s", "later_s"))
     what = f"{config.spec.label}, {config.size}, eager training step: the first over a later one"
     yield Row(what, at_most(3), first.median_s / later.median_s, (first, later))
-    yield from _compiled_rows(config)
-    yield _trace_row(config)
-
-
-def _compiled_rows(config: First) -> Iterator[Row]:
-    """Each start of both: the model of two blocks in training, the window in inference."""
     names = {
         f"LongNet of 2 blocks, {config.model_tokens} tokens, compiled training step": (_model, _dense_model),
         f"window of {config.window}, {config.window_tokens} tokens, compiled inference": (_window, _bare_window),
@@ -289,6 +276,11 @@ def _compiled_rows(config: First) -> Iterator[Row]:
             detail = {"flexdilated": own._asdict(), "torch's own attention": other._asdict()}
             what = f"{name}: {start} first step, over that with torch's own attention"
             yield Row(what, at_most(1.5), own.first_s / other.first_s, detail=detail)
+    # Seconds of the CPU, which other work on the machine disturbs less than those of the clock.
+    pattern, calls = config.spec.pattern(), ("attend", "scaled_dot_product_attention")
+    own_ms, other_ms = (run_apart(_trace_ms, name, pattern, config) for name in calls)
+    what = f"{config.spec.label}, to trace a call of attend, of {config.traced_calls} in one graph"
+    yield Row(what, at_most(30, "ms"), own_ms, detail={"scaled_dot_product_attention_ms": other_ms})
 
 
 def _starts(prepare: Callable[[First], Case], config: First) -> list[FirstSteps]:
@@ -323,15 +315,12 @@ def _model(config: First) -> Case:
     model = fd.LongNet(fd.LongNetConfig(vocab_size=256, embed_dim=64, num_heads=4, depth=2, **branches))
     tokens = torch.arange(config.model_tokens)[None] % 256
     compiled = torch.compile(model, fullgraph=True, backend=config.backend)
-
-    def check() -> None:
-        torch.testing.assert_close(compiled(tokens), model(tokens), rtol=1e-4, atol=1e-4)
-
+    check = lambda: assert_close(compiled(tokens), model(tokens), rtol=1e-4, atol=1e-4)  # noqa: E731
     return Case(lambda: compiled(tokens).square().mean().backward(), check)
 
 
 def _dense_model(config: First) -> Case:
-    """The same model, but for its attention."""
+    """The same model with dense attention."""
 
     def dense(q: Tensor, k: Tensor, v: Tensor, pattern: object, **options: object) -> Tensor:
         return scaled_dot_product_attention(q, k, v, is_causal=True)
@@ -346,7 +335,7 @@ def _window(config: First) -> Case:
 
 
 def _bare_window(config: First) -> Case:
-    """FlexAttention as it comes, with the same block mask."""
+    """FlexAttention itself, with the window's block mask."""
     mask = masks.block_mask(config.window_pattern(), config.window_tokens, num_heads=config.size.num_heads)
 
     def attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -359,24 +348,13 @@ def _bare_window(config: First) -> Case:
 
 def _inference(config: First, attention: Attention) -> Case:
     """A call in a graph of its own, compared with an eager call."""
-    problem = Problem.draw(Size(config.window_tokens, config.size.num_heads, head_dim=16))
-    inputs = problem.q, problem.k, problem.v
+    inputs = Problem.draw(Size(config.window_tokens, config.size.num_heads, head_dim=16)).qkv
     compiled = torch.compile(attention, fullgraph=True, dynamic=False, backend=config.backend)
 
     def check() -> None:
-        wanted = fd.attend(*inputs, config.window_pattern())
-        torch.testing.assert_close(compiled(*inputs), wanted, rtol=1e-4, atol=1e-4)
+        assert_close(compiled(*inputs), fd.attend(*inputs, config.window_pattern()), rtol=1e-4, atol=1e-4)
 
     return Case(lambda: compiled(*inputs), check)
-
-
-def _trace_row(config: First) -> Row:
-    """Seconds of the CPU, which other work on the machine disturbs less than those of the clock."""
-    pattern = config.spec.pattern()
-    ours, theirs = (run_apart(_trace_ms, name, pattern, config) for name in ("attend", "scaled_dot_product_attention"))
-    say(f"to trace a call: {ours:.1f} ms, {theirs:.1f} ms of scaled_dot_product_attention")
-    measure = f"{config.spec.label}, to trace a call of attend, of {config.traced_calls} in one graph"
-    return Row(measure, at_most(30, "ms"), ours, detail={"scaled_dot_product_attention_ms": theirs})
 
 
 def _trace_ms(name: str, pattern: masks.Mixture, config: First) -> float:
@@ -403,5 +381,30 @@ def _trace_ms(name: str, pattern: masks.Mixture, config: First) -> float:
 
 
 def _not_run(graph: torch.fx.GraphModule, inputs: Sequence[Tensor]) -> Callable[..., tuple[Tensor, ...]]:
-    """A backend that neither compiles nor runs the graph: its first input stands for its output."""
+    """A backend that neither compiles nor runs the graph: it returns the first input."""
     return lambda *args: (args[0],)
+
+
+_REPORT = "import sys; open(sys.argv[1], 'w').write('<testsuite><testcase name=\"nothing\" time=\"0\"/></testsuite>')"
+
+
+@measure(demo=(sys.executable, "-c", "pass"), test=(sys.executable, "-c", _REPORT, "{report}"))
+def commands(
+    demo: tuple[str, ...] = ("make", "demo", "ARGS=--out {folder}"),
+    test: tuple[str, ...] = ("make", "test", "ARGS=--junitxml={report}"),
+) -> Iterator[Row]:
+    """How long do `make demo` and `make test` take, their environments there, and the slowest test?"""
+    with TemporaryDirectory() as folder:
+        report = Path(folder, "tests.xml")
+        for name, command, bound in (("make demo", demo, 240), ("make test", test, 360)):
+            filled = [part.format(folder=folder, report=report) for part in command]
+            start, root = perf_counter(), Path(__file__).parents[1]
+            ended = subprocess.run(filled, cwd=root, stdin=subprocess.DEVNULL, capture_output=True, text=True)
+            seconds = perf_counter() - start
+            if ended.returncode:
+                raise RuntimeError(f"{name} ended with status {ended.returncode}:\n{ended.stdout[-4000:]}")
+            yield Row(name, at_most(bound, "s"), seconds)
+        tests = list(ElementTree.parse(report).iter("testcase"))
+    slowest = max(tests, key=lambda test: float(test.get("time", 0)))
+    detail = {"name": f"{slowest.get('classname', '')}.{slowest.get('name', '')}", "tests": len(tests)}
+    yield Row("the slowest test", at_most(30, "s"), float(slowest.get("time", 0)), detail=detail)

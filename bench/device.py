@@ -21,8 +21,8 @@ from flexdilated import masks
 from flexdilated.engines import flash_cannot
 
 from ._catalogue import ENTRIES, PICTURED
-from ._checks import HALF_TOLERANCE, Comparison, Contestant, Part, check_call, compare
-from ._jobs import Attention, Job, Problem, Size, peak_here, say, train
+from ._checks import HALF_TOLERANCE, Comparison, Contestant, check_call, compare
+from ._jobs import Attention, Job, Part, Problem, Size, peak_here, say, train
 from ._machine import conditions, driver_and_clocks
 from ._measures import Gap, Row, Target, at_least, at_most
 from ._processes import DiedApart, TookTooLong, each_apart, run_apart
@@ -85,8 +85,8 @@ def _call(pattern: masks.Pattern | masks.Mixture, tokens: int, dtype: torch.dtyp
     return partial(check_call, pattern=pattern, tokens=tokens, dtype=dtype, **more)
 
 
-def _alibi(device: str) -> dict[str, Any]:
-    slopes = torch.tensor([0.5, 0.25, 0.125, 0.0625], device=device)
+def _alibi(at: str) -> dict[str, Any]:
+    slopes = torch.tensor([0.5, 0.25, 0.125, 0.0625], device=at)
     return {"score_mod": lambda score, b, h, q, k: score - slopes[h] * (q - k).abs()}
 
 
@@ -145,11 +145,11 @@ def cases() -> Mapping[str, tuple[partial[None], ...]]:
 def judged(name: str, at: Device) -> tuple[str, ...]:
     """Engines that run a case, the default first. "tiles" runs only plain calls if it is not the default."""
     default, *others = at.engines
-    if any(call.keywords.keys() & {"how", "given"} for call in cases()[name]):
-        # On CPU what trains takes no score_mod.
-        default = "reference" if name == "score_mod" and not at.is_cuda else default
-        others = [engine for engine in others if engine != "tiles"]
-    return (default, *others)
+    if not any(call.keywords.keys() & {"how", "given"} for call in cases()[name]):
+        return at.engines
+    # On CPU what trains takes no score_mod.
+    default = "reference" if name == "score_mod" and not at.is_cuda else default
+    return (default, *(engine for engine in others if engine != "tiles"))
 
 
 def judge(name: str, at: Device, engine: str) -> Iterator[Document]:
@@ -206,11 +206,10 @@ def vs_matmul(at: Device, target: Target, part: Part) -> Found:
 def window(at: Device, target: Target, name: str, left: int, right: int, block: int) -> Found:
     shrink, size = 8 if at.small else 1, at.size(32 * K, repeats=9)
     own, everything = Window(name, left // shrink, right // shrink, block), dense(size.num_tokens, causal=False)
-    kernels = {"flash SDPA": SDPBackend.FLASH_ATTENTION} | (
-        {"cuDNN SDPA": SDPBackend.CUDNN_ATTENTION} if at.is_cuda else {}
-    )
-    problem, (default, *others) = at.draw(size), at.engines
-    engines = [default, *(engine for engine in others if engine != "tiles")]
+    kernels = {"flash SDPA": SDPBackend.FLASH_ATTENTION}
+    if at.is_cuda:
+        kernels["cuDNN SDPA"] = SDPBackend.CUDNN_ATTENTION
+    problem, engines = at.draw(size), [each for each in at.engines if each == at.engines[0] or each != "tiles"]
     peers = [Contestant(peer, on_kernel(kernel, causal=False), problem, everything) for peer, kernel in kernels.items()]
     found = at.race("forward", size, [*peers, *(_ours(engine, own, problem, engine) for engine in engines)])
     fastest = min(kernels, key=found.median_s)
@@ -256,23 +255,23 @@ def vs_branch_loop(at: Device, target: Target, causal: bool) -> Found:
 
 def memory(at: Device, target: Target, causal: bool) -> Found:
     spec, size = at.longnet(causal), at.size(128 * K)
-    theirs = _peak_bytes(at, on_kernel(SDPBackend.FLASH_ATTENTION, causal=causal), size)
+
+    def peak(attention: Attention) -> int:
+        """Bytes of a step, inputs and gradients included, after one that has compiled what it needs."""
+        train(attention, at.draw(size))
+        if not at.is_cuda:
+            return max(1, peak_here(lambda: train(attention, at.draw(size))))
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats()
+        train(attention, at.draw(size))
+        torch.cuda.synchronize()
+        return torch.cuda.max_memory_allocated()
+
+    theirs = peak(on_kernel(SDPBackend.FLASH_ATTENTION, causal=causal))
     for engine in at.engines:
-        ours = _peak_bytes(at, partial(fd.attend, pattern=spec.pattern(), engine=engine), size)
+        ours = peak(partial(fd.attend, pattern=spec.pattern(), engine=engine))
         what = f"{spec.label}, {size}, forward + backward, {engine}: peak memory over dense flash SDPA's"
         yield Row(what, target, ours / theirs, detail={"peak_bytes": ours, "dense_peak_bytes": theirs})
-
-
-def _peak_bytes(at: Device, attention: Attention, size: Size) -> int:
-    """Of a step, inputs and gradients included, after one that has compiled what it needs."""
-    train(attention, at.draw(size))
-    if not at.is_cuda:
-        return max(1, peak_here(lambda: train(attention, at.draw(size))))
-    torch.cuda.empty_cache()
-    torch.cuda.reset_peak_memory_stats()
-    train(attention, at.draw(size))
-    torch.cuda.synchronize()
-    return torch.cuda.max_memory_allocated()
 
 
 def million_tokens(at: Device, target: Target) -> Found:

@@ -1,8 +1,8 @@
-"""What models of bytes learn that read as many keys in other ways, and what a training step of each costs."""
+"""Models that read equally many keys in different ways: retrieval, bits of bytes, the time of a training step."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from statistics import mean
@@ -10,28 +10,189 @@ from typing import Any
 
 import torch
 from jaxtyping import Bool, Int64
-from torch import Tensor
+from torch import Tensor, nn
+from torch.nn.functional import binary_cross_entropy_with_logits
 
+import flexdilated as fd
 from flexdilated import masks
 
 from ._byte_models import (
     ByteModel,
+    LibraryText,
     Listed,
     Make,
     Narrowing,
     Setting,
+    beyond,
     chosen,
     coarse_to_fine,
+    fit,
     laid_out,
+    library_text,
     static,
     trained,
+    validation_windows,
 )
 from ._jobs import Job, interleave, ratio, say
-from ._library_text import LibraryText, library_text, validation_windows
 from ._measures import Row, at_least, at_most, measure
-from ._seeds import beyond
+from .peers import dense_attention
 
-# N tokens, M tokens and one more, W windows
+# B batch, H heads, N tokens, D head dim, M tokens and one more, W windows, Q queries, n needles
+
+_VALUES = 32  # that a key may carry
+
+
+@dataclass(frozen=True)
+class Task:
+    """Each of `queries` asks for the values that its key carries, at `needles` places of a context of `tokens`."""
+
+    name: str
+    needles: int
+    tokens: int = 1024
+    queries: int = 64
+    vocabulary: int = 4096
+
+    def batch(self, size: int, generator: torch.Generator) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """(key of each place, its value, key of each query, places that hold it (size, queries, needles))."""
+        asked = self.queries * self.needles
+        ids = torch.rand(size, self.vocabulary, generator=generator).argsort(1)[:, : self.tokens]
+        values = torch.randint(_VALUES, (size, self.tokens), generator=generator)
+        places = torch.rand(size, self.tokens, generator=generator).argsort(1)[:, :asked].view(size, self.queries, -1)
+        key = ids.gather(1, places[:, :, 0])
+        ids = ids.scatter(1, places.flatten(1), key.repeat_interleave(self.needles, 1))
+        # The values of one key differ, so that each can be told.
+        first = torch.randint(_VALUES, (size, self.queries, 1), generator=generator)
+        steps = torch.arange(self.needles) * (_VALUES // self.needles)
+        values = values.scatter(1, places.flatten(1), ((first + steps) % _VALUES).flatten(1))
+        return ids, values, key, places
+
+
+Reading = Callable[[Tensor, Tensor, Tensor], Tensor]
+_dense = dense_attention(causal=False)
+
+
+class Retriever(nn.Module):
+    """One layer of attention from queries to a context of keys that carry values; one projection makes q and k."""
+
+    def __init__(self, task: Task, heads: int, head_dim: int) -> None:
+        super().__init__()
+        self.task, self.heads, width = task, heads, heads * head_dim
+        self.keys, self.values = nn.Embedding(task.vocabulary, width), nn.Embedding(_VALUES, width)
+        self.to_key, self.to_value = (nn.Linear(width, width, bias=False) for _ in range(2))
+        self.to_values = nn.Linear(width, _VALUES)
+
+    def forward(self, read: Reading, batch: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:
+        """Logits of the values of each query of a drawn batch, and 1 for those that are wanted, each (B, Q, V)."""
+        ids, values, key, places = self.task.batch(batch, generator)
+        named = values.gather(1, places.flatten(1)).view(places.shape)
+        wanted = torch.zeros(*places.shape[:2], _VALUES).scatter(2, named, 1.0)
+        context, asked = self.keys(ids) + self.values(values), self.keys(key)
+        projected = self.to_key(asked), self.to_key(context), self.to_value(context)
+        q, k, v = (x.unflatten(2, (self.heads, -1)).transpose(1, 2) for x in projected)
+        return self.to_values(read(q, k, v).transpose(1, 2).flatten(2)), wanted
+
+
+def _static(tokens: int, keys: int) -> Reading:
+    """The last keys before the queries, as a window."""
+    return lambda q, k, v: _dense(q, k[:, :, tokens - keys :], v[:, :, tokens - keys :])
+
+
+def _of_blocks(block: int, keys: int, choose: Callable[[Tensor, Tensor], Tensor]) -> Reading:
+    rule = masks.selected_blocks("chosen", block=(1, block), most=keys // block)
+
+    def read(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        bindings = {"chosen": choose(q.detach(), k.detach())}
+        return fd.attend(q, k, v, rule, bindings=bindings, q_offset=k.shape[2])
+
+    return read
+
+
+def _random(block: int, keys: int, generator: torch.Generator) -> Reading:
+    """Blocks drawn for each query and head."""
+
+    def choose(q: Tensor, k: Tensor) -> Tensor:
+        drawn = torch.rand(*q.shape[:3], k.shape[2] // block, generator=generator)
+        return drawn.argsort(3)[..., : keys // block]
+
+    return _of_blocks(block, keys, choose)
+
+
+def _chosen_by(scorer: str, block: int, keys: int) -> Reading:
+    selector = fd.BlockSelector(block=block, scorer=scorer, choose=fd.TopK(keys // block))
+    return _of_blocks(block, keys, lambda q, k: selector(q, k, q_offset=k.shape[2]).blocks)
+
+
+def _trained_retriever(task: Task, read: Reading, seed: int, steps: int, sizes: tuple[int, int, int]) -> Retriever:
+    torch.manual_seed(seed)
+    batch, heads, head_dim = sizes
+    model, generator = Retriever(task, heads, head_dim), torch.Generator().manual_seed(1000 + seed)
+    fit(model, lambda: binary_cross_entropy_with_logits(*model(read, batch, generator)) * _VALUES, steps)
+    return model
+
+
+@torch.no_grad()
+def _score(model: Retriever, read: Reading, seed: int, batches: int) -> float:
+    """The mean share of the wanted values that are among the best."""
+    generator, scores = torch.Generator().manual_seed(5000 + seed), []
+    for _ in range(batches):
+        logits, wanted = model(read, 16, generator)
+        best = torch.zeros_like(wanted).scatter(2, logits.topk(model.task.needles, dim=2).indices, 1.0)
+        scores.append(float((best * wanted).sum() / wanted.sum()))
+    return mean(scores)
+
+
+@measure(tasks=(Task("one needle", 1, 64, 4, 128),), keys=16, blocks=(8,), seeds=2, steps=3, sizes=(2, 2, 8), batches=1)
+def needles(
+    tasks: tuple[Task, ...] = (Task("one needle", 1), Task("four needles", 4)),
+    keys: int = 128,
+    blocks: tuple[int, ...] = (64, 16, 8),
+    seeds: int = 3,
+    steps: int = 600,
+    sizes: tuple[int, int, int] = (16, 4, 32),
+    batches: int = 8,
+) -> Iterator[Row]:
+    """Do chosen blocks find what a window of as many keys does not, and how far are they below the exact choice?
+
+    One layer is trained with dense attention, and with blocks chosen by their mean keys; the first is then read in each
+    way, all with `keys` keys a query but dense. The share of wanted values found, mean over seeds, and paired
+    differences with 95 % confidence. The row is the lower end of the difference to the window, of mean keys of 16.
+    """
+    middle = blocks[len(blocks) // 2]
+    own = _chosen_by("mean", middle, keys)
+    for task in tasks:
+        ways, scores = _readings(task, keys, blocks), {}
+        for seed in range(seeds):
+            dense = _trained_retriever(task, _dense, seed, steps, sizes)
+            found = {name: _score(dense, read, seed, batches) for name, read in ways.items()}
+            chooser = _trained_retriever(task, own, seed, steps, sizes)
+            found[f"trained with mean keys of {middle}"] = _score(chooser, own, seed, batches)
+            for name, score in found.items():
+                scores.setdefault(name, []).append(score)
+            say(f"{task.name}, seed {seed}: " + ", ".join(f"{name} {score:.3f}" for name, score in found.items()))
+        yield _found_row(task, keys, middle, scores)
+
+
+def _readings(task: Task, keys: int, blocks: tuple[int, ...]) -> dict[str, Reading]:
+    ways: dict[str, Reading] = {"dense": _dense, "window": _static(task.tokens, keys)}
+    ways["random blocks"] = _random(blocks[0], keys, torch.Generator().manual_seed(7))
+    for name, scorer in (("exact mass", "mass"), ("mean keys", "mean"), ("bounds", "minmax")):
+        ways |= {f"{name} of {block}": _chosen_by(scorer, block, keys) for block in blocks}
+    return ways
+
+
+def _found_row(task: Task, keys: int, block: int, scores: dict[str, list[float]]) -> Row:
+    ways: dict[str, Any] = {}
+    for name, each in scores.items():
+        exact = scores.get(f"exact mass of {name.rpartition(' of ')[2]}")
+        ways[name] = {"found": mean(each), "by_seed": each, "over_window": beyond(each, scores["window"])}
+        if exact is not None:
+            ways[name]["over_exact"] = beyond(each, exact)
+    low, _ = ways[f"mean keys of {block}"]["over_window"]
+    what = f"{task.name} in {task.tokens} keys, {keys} read: found by mean keys of {block} beyond a window, at least"
+    return Row(what, at_least(0.0), low, detail={"ways": ways, "seeds": len(scores["dense"])})
+
+
+# Models of bytes
 
 _LIKE = 8  # bytes that must stand earlier for a place to be a copy
 _FAR = "copies from afar"
@@ -96,10 +257,9 @@ def _learned(
             model = trained(make, corpus.train, setting, seed)
             _note(learned, name, whole.bits(model))
             say(f"seed {seed}, {name}: " + ", ".join(f"{at} {each[-1]:.3f}" for at, each in learned[name].items()))
-            if name == next(iter(ways)):
-                for other, again in ({name: make} | dict(then)).items() if then else ():
-                    _note(read, other, ends.bits(model.reading(again)))
-                    say(f"seed {seed}, {name} read by {other}: {read[other][_FAR][-1]:.3f}")
+            for other, again in {name: make, **then}.items() if then and name == next(iter(ways)) else ():
+                _note(read, other, ends.bits(model.reading(again)))
+                say(f"seed {seed}, {name} read by {other}: {read[other][_FAR][-1]:.3f}")
     return learned, read
 
 
@@ -206,22 +366,14 @@ def byte_step(
     """What does a training step of these models cost, against the dense one?"""
     for setting in settings:
         ways = _ways(setting) | {"refined blocks": partial(Listed, setting, refined=True)}
-        jobs = [_step_job(name, make, setting) for name, make in ways.items()]
-        for job in jobs:
-            job.seconds()
+        text, jobs = torch.randint(256, (setting.batch, setting.tokens + 1)), []
+        for name, make in ways.items():
+            torch.manual_seed(0)
+            model = ByteModel(setting, make)
+            step = lambda _, model=model, text=text: model.bits(text).mean().backward()  # noqa: E731
+            jobs.append(Job(name, step, model.zero_grad))
+            jobs[-1].seconds()
         timings = interleave(jobs, repeats=repeats)
         times = {timing.name: ratio(timing, timings[0]) for timing in timings}
         what = f"{setting.tokens} bytes, batch {setting.batch}, {setting.keys} keys read: a training step's time"
         yield Row(f"{what} with mean keys over dense", at_most(1.0, "×"), times["mean keys"], timings, {"times": times})
-
-
-def _step_job(name: str, make: Make, setting: Setting) -> Job:
-    torch.manual_seed(0)
-    model = ByteModel(setting, make)
-    text = torch.randint(256, (setting.batch, setting.tokens + 1))
-
-    def step(_: None) -> None:
-        model.zero_grad()
-        model.bits(text).mean().backward()
-
-    return Job(name, step)

@@ -77,16 +77,13 @@ def fits(
                 predicted = model_memory(size, num_tokens, call, checkpoint=checkpoint).step_peak
                 measured = peak_bytes(prepared_step, text, size, num_tokens, checkpoint)
                 models.append(_point(name, dtype, checkpoint, predicted, measured))
-    longest = {device: _longest(patterns[0][1], num_tokens, budgets, device) for device in ("cpu", "cuda") if budgets}
+    sizes: dict[str, Any] = {"num_heads": 8, "num_kv_heads": 8, "head_dim": 64}
+    sizes |= {"layers": 12, "embed_dim": 512, "batch": 1}
+    sizes |= {"pattern": masks.parse(patterns[0][1]), "num_tokens": num_tokens, "dtype": torch.float16}
+    devices = ("cpu", "cuda") if budgets else ()
+    longest = {device: budget_data(PlanSize(**sizes, device=device), budgets) for device in devices}
     yield _deviation(f"attend, {tokens_text(num_tokens)}", calls, longest=longest)
     yield _deviation(f"LongNet of {depth} layers, {tokens_text(num_tokens)}", models)
-
-
-def _longest(text: str, num_tokens: int, budgets: tuple[int, ...], device: str) -> dict[str, Any]:
-    """What `plan --budget` says."""
-    sizes = {"num_heads": 8, "num_kv_heads": 8, "head_dim": 64, "layers": 12, "embed_dim": 512, "batch": 1}
-    asked = PlanSize(pattern=masks.parse(text), num_tokens=num_tokens, dtype=torch.float16, device=device, **sizes)
-    return budget_data(asked, budgets)
 
 
 def _deviation(what: str, points: list[Point], **more: Any) -> Row:
@@ -98,12 +95,12 @@ def _deviation(what: str, points: list[Point], **more: Any) -> Row:
 def _point(name: str, dtype: str, checkpoint: bool | None, predicted: int, measured: int) -> Point:
     kind = "attend" if checkpoint is None else f"LongNet, {checkpoint=}"
     say(f"{kind}, {name}, {dtype}: {predicted / 2**20:.0f} MiB predicted, {measured / 2**20:.0f} MiB measured")
-    sizes = {"predicted_bytes": predicted, "measured_bytes": measured}
-    return {"pattern": name, "dtype": dtype, "checkpoint": checkpoint, **sizes}
+    point = {"pattern": name, "dtype": dtype, "checkpoint": checkpoint}
+    return {**point, "predicted_bytes": predicted, "measured_bytes": measured}
 
 
 def _prepared_call(text: str, size: ModelSize, num_tokens: int) -> Callable[[], object]:
-    """An attention call from scratch, inputs included, after one at a tiny size."""
+    """An attention call and its inputs, after one at a tiny size."""
     _give_back_what_is_freed()
     _call(text, size, WARM_UP_TOKENS)
     return lambda: _call(text, size, num_tokens)
@@ -117,14 +114,13 @@ def _call(text: str, size: ModelSize, num_tokens: int) -> None:
 
 
 def prepared_step(text: str, size: ModelSize, num_tokens: int, checkpoint: bool) -> Callable[[], object]:
-    """A _model_step from scratch, model and input included, after one at a tiny size."""
+    """A training step, model and input included, after one at a tiny size."""
     _give_back_what_is_freed()
     _model_step(text, replace(size, depth=1), WARM_UP_TOKENS, checkpoint=checkpoint)
     return lambda: _model_step(text, size, num_tokens, checkpoint=checkpoint)
 
 
 def _model_step(text: str, size: ModelSize, num_tokens: int, *, checkpoint: bool) -> None:
-    """Make the model and its input, and run a forward and a backward."""
     model = longnet_around(masks.parse(text), size, checkpoint=checkpoint)
     training_step(model, torch.randn(size.batch, num_tokens, size.embed_dim, dtype=size.dtype))
 
@@ -146,36 +142,33 @@ def checkpointing(
 ) -> Iterator[Row]:
     """What does gradient checkpointing save in memory, and cost in time?
 
-    Peak memory without over with, and time with over without; the gradients are the same, which is checked at an
-    eighth of the tokens.
+    Peak memory without over with, and time with over without; the gradients are compared at an eighth of the tokens.
     """
     size = ModelSize(embed_dim, depth, num_heads, torch.float32)
-    models = {way: _model(pattern, size, checkpoint=way == "checkpointed") for way in ("plain", "checkpointed")}
-    few = [training_step(model, _input(size, num_tokens // 8)) for model in models.values()]
+
+    def drawn(tokens: int) -> Tensor:
+        return torch.randn(size.batch, tokens, size.embed_dim, generator=torch.Generator().manual_seed(1))
+
+    models: dict[str, Model] = {}
+    for way in ("plain", "checkpointed"):
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(0)
+            models[way] = longnet_around(masks.parse(pattern), size, checkpoint=way == "checkpointed")
+    few = [training_step(model, drawn(num_tokens // 8)) for model in models.values()]
     torch.testing.assert_close(few[1], few[0])
     for plain, checkpointed in zip(*(model.parameters() for model in models.values()), strict=True):
         torch.testing.assert_close(checkpointed.grad, plain.grad)
     peaks = [peak_bytes(prepared_step, pattern, size, num_tokens, checkpoint) for checkpoint in (False, True)]
     call = attention_memory(masks.parse(pattern), attention_size(size, num_tokens))
     predicted = [model_memory(size, num_tokens, call, checkpoint=each).step_peak for each in (False, True)]
-    x = _input(size, num_tokens)
+    x = drawn(num_tokens)
     jobs = [Job(way, lambda _, model=model: training_step(model, x), model.zero_grad) for way, model in models.items()]
     for job in jobs:
         job.seconds()
     timings = interleave(jobs, repeats=repeats)
     what = f"{name}, {depth} layers, {tokens_text(num_tokens)}, forward + backward"
-    detail: dict[str, int] = dict(zip(("peak_bytes", "checkpointed_peak_bytes"), peaks, strict=True))
-    detail |= dict(zip(("predicted_bytes", "predicted_checkpointed_bytes"), predicted, strict=True))
+    detail = {"peak_bytes": peaks[0], "checkpointed_peak_bytes": peaks[1]}
+    detail |= {"predicted_bytes": predicted[0], "predicted_checkpointed_bytes": predicted[1]}
     smaller, slower = peaks[0] / max(1, peaks[1]), timings[1].median_s / timings[0].median_s
     yield Row(f"{what}: peak memory over that with checkpointing", at_least(3, "×"), smaller, detail=detail)
     yield Row(f"{what}: time with checkpointing over that without", at_most(1.5, "×"), slower, timings)
-
-
-def _model(pattern: str, size: ModelSize, *, checkpoint: bool) -> Model:
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(0)
-        return longnet_around(masks.parse(pattern), size, checkpoint=checkpoint)
-
-
-def _input(size: ModelSize, num_tokens: int) -> Tensor:
-    return torch.randn(size.batch, num_tokens, size.embed_dim, generator=torch.Generator().manual_seed(1))

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from functools import cache, partial, reduce
-from operator import add
+from operator import add, or_
 
 import torch
 from jaxtyping import Bool, Float, Int64
@@ -27,43 +27,28 @@ def dense_attention(*, causal: bool) -> Attention:
     return partial(scaled_dot_product_attention, is_causal=causal)
 
 
-def union_mask_mod(spec: LongNet) -> Callable[..., Tensor]:
-    """(b, h, q, k) -> bool: a pair that any branch allows."""
-    branches, causal = spec.branches, spec.causal
+def natural_block_mask(spec: LongNet, *, num_heads: int, num_tokens: int) -> BlockMask:
+    """The union of the branches as PyTorch builds it, from N x N cells a head, blocks of 128."""
 
-    def mask_mod(b, h, q, k):
-        (length, rate), *rest = branches
-        allowed = same_branch(h, q, k, length=length, rate=rate)
-        for length, rate in rest:
-            allowed = allowed | same_branch(h, q, k, length=length, rate=rate)
-        return allowed & (k <= q) if causal else allowed
+    def any_branch(b, h, q, k):
+        allowed = reduce(or_, (same_branch(h, q, k, length=length, rate=rate) for length, rate in spec.branches))
+        return allowed & (k <= q) if spec.causal else allowed
 
-    return mask_mod
+    return create_block_mask(any_branch, None, num_heads, num_tokens, num_tokens, device="cpu")
 
 
-def multiplicity_score_mod(spec: LongNet) -> Callable[..., Tensor]:
-    """score + log m, where m branches allow the pair; for pairs that at least one allows."""
+def natural_attention(spec: LongNet, block_mask: BlockMask, *, mixture: bool, backend: str = "inductor") -> Attention:
+    """(q, k, v) -> out; with `mixture` a pair counts once for every branch, by the log of their number, else once."""
     branches = spec.branches
 
-    def score_mod(score, b, h, q, k):
+    def with_multiplicity(score, b, h, q, k):
         count = torch.zeros_like(score)
         for length, rate in branches:
             count = count + same_branch(h, q, k, length=length, rate=rate)
         return score + count.log()
 
-    return score_mod
-
-
-def natural_block_mask(spec: LongNet, *, num_heads: int, num_tokens: int) -> BlockMask:
-    """The union of the branches as PyTorch builds it, from N x N cells a head, blocks of 128."""
-    return create_block_mask(union_mask_mod(spec), None, num_heads, num_tokens, num_tokens, device="cpu")
-
-
-def natural_attention(spec: LongNet, block_mask: BlockMask, *, mixture: bool, backend: str = "inductor") -> Attention:
-    """(q, k, v) -> out; with `mixture` a pair counts once for every branch, else once."""
     compiled = torch.compile(flex_attention, dynamic=False, fullgraph=True, backend=backend)
-    score_mod = multiplicity_score_mod(spec) if mixture else None
-    return partial(compiled, score_mod=score_mod, block_mask=block_mask)
+    return partial(compiled, score_mod=with_multiplicity if mixture else None, block_mask=block_mask)
 
 
 def on_kernel(kernel: SDPBackend, *, causal: bool) -> Attention:
@@ -119,30 +104,24 @@ def branch_loop(spec: LongNet, kernel: Kernel = cpu_flash) -> Attention:
 
     For each branch: cut into segments, take every rate-th token from the head's offset on, run flash attention,
     scatter output and lse back to full length; then weight the branches by the softmax of their lses. As in
-    torchscale the weights are constants to autograd, so dq and dk are not those of the forward.
+    torchscale the weights are constants to autograd, so dq and dk are not those of the forward. The attention raises
+    ValueError unless every rate divides its segment length and every segment length the tokens.
     """
-    return lambda q, k, v: _branch_loop(q, k, v, spec, kernel)
 
+    def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        outs, lses = [], []
+        for length, rate in spec.branches:
+            length = min(length, q.shape[2])
+            if q.shape[2] % length or length % rate:
+                raise ValueError(f"the loop needs rate | segment | tokens; got {rate=}, {length=}, {q.shape[2]} tokens")
+            active_q, active_k, active_v = (_active(x, length, rate) for x in (q, k, v))
+            out, lse = kernel(active_q, active_k, active_v, spec.causal)
+            outs.append(_to_full_length(out, q.shape, length, rate, fill=0.0))
+            lses.append(_to_full_length(lse[..., None], (*q.shape[:3], 1), length, rate, fill=-torch.inf))
+        weights = torch.stack(lses).detach().softmax(0)
+        return reduce(add, (out * weight for out, weight in zip(outs, weights, strict=True)))
 
-def _branch_loop(
-    q: Float[Tensor, "B H N D"],
-    k: Float[Tensor, "B H N D"],
-    v: Float[Tensor, "B H N D"],
-    spec: LongNet,
-    kernel: Kernel,
-) -> Float[Tensor, "B H N D"]:
-    """Raises ValueError unless every rate divides its segment length and every segment length the tokens."""
-    outs, lses = [], []
-    for length, rate in spec.branches:
-        length = min(length, q.shape[2])
-        if q.shape[2] % length or length % rate:
-            raise ValueError(f"the loop needs rate | segment | tokens; got {rate=}, {length=}, {q.shape[2]} tokens")
-        active_q, active_k, active_v = (_active(x, length, rate) for x in (q, k, v))
-        out, lse = kernel(active_q, active_k, active_v, spec.causal)
-        outs.append(_to_full_length(out, q.shape, length, rate, fill=0.0))
-        lses.append(_to_full_length(lse[..., None], (*q.shape[:3], 1), length, rate, fill=-torch.inf))
-    weights = torch.stack(lses).detach().softmax(0)
-    return reduce(add, (out * weight for out, weight in zip(outs, weights, strict=True)))
+    return attend
 
 
 def _active(x: Float[Tensor, "B H N D"], length: int, rate: int) -> Float[Tensor, "B HF L D"]:
@@ -162,7 +141,7 @@ def _to_full_length(
 
 
 def _offsets(shape: Sequence[int], rate: int, device: torch.device) -> Int64[Tensor, "B H F L 1 D"]:
-    """The phase at which each head is active: interleaved offsets, head h at h mod rate."""
+    """The offset at which each head is active, h mod rate."""
     return (torch.arange(shape[1], device=device) % rate).view(1, -1, 1, 1, 1, 1).expand(*shape)
 
 
@@ -171,11 +150,7 @@ def _offsets(shape: Sequence[int], rate: int, device: torch.device) -> Int64[Ten
 
 
 def block_rows(
-    columns: Int64[Tensor, "R L"],
-    *,
-    block: int,
-    allowed: Bool[Tensor, "R b Lb"] | None = None,
-    rows_at_once: int = 16,
+    columns: Int64[Tensor, "R L"], *, block: int, allowed: Bool[Tensor, "R b Lb"] | None = None, rows_at_once: int = 16
 ) -> Attention:
     """(q, k, v) -> out, each (B, H, N, D) with N = R * block.
 
@@ -184,9 +159,7 @@ def block_rows(
     """
     added = None if allowed is None else torch.zeros(allowed.shape).masked_fill_(~allowed, -torch.inf)
 
-    def attention(
-        q: Float[Tensor, "B H N D"], k: Float[Tensor, "B H N D"], v: Float[Tensor, "B H N D"]
-    ) -> Float[Tensor, "B H N D"]:
+    def attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         q, k, v = (x.unflatten(2, (-1, block)) for x in (q, k, v))
         parts = []
         for rows in torch.arange(len(columns)).split(rows_at_once):

@@ -1,30 +1,119 @@
-"""Planning: how long a plan that is there takes, what plans compute, and whether they choose the fastest way."""
+"""Plans, block masks and tables: how long they take to build or to look up, what they compute, how large they are."""
 
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from math import prod
-from typing import Any
 
 import torch
+from jaxtyping import Bool, Int32
+from torch import Tensor
+from torch.nn.attention.flex_attention import BlockMask
 
 from flexdilated import masks
 from flexdilated.engines._call_key import CallKey
 from flexdilated.engines.tiles._tiles_op import _programs
-from flexdilated.masks import recipes
-from flexdilated.masks.planning._options import way_of
-from flexdilated.masks.planning._planner import Plan, plan
-from flexdilated.tuning._tune import BRANCH_BY_BRANCH, Inputs, Trialled, Trials
-from flexdilated.tuning._tune import measure as measure_ways
-from flexdilated.tuning._tune_machine import ON_CPU, Sizes, measure_machine
+from flexdilated.masks.planning._planner import plan
 
-from ._jobs import Job, Size, interleave, say, tokens_text
-from ._measures import Row, Timing, at_most, measure
+from ._jobs import Job, Size, interleave, peak_bytes, race, say, tokens_text
+from ._measures import Row, Timing, at_least, at_most, measure
 from ._rules import GIGAPATH_5, LONGNET_4, LONGNET_5, PAPER_5, LongNet
+from .peers import natural_block_mask
 
-_CPU = torch.device("cpu")
+# H heads, R rows of blocks, C columns of blocks, W width of an index table
+
+_BLOCK, _FIELDS = 128, ("num_blocks", "indices")
+
+
+@measure("C5", specs=(LONGNET_4.shrunk(4), LONGNET_4.shrunk(4).as_causal()), size=Size(1024, num_heads=2, repeats=1))
+def mask_build(
+    specs: tuple[LongNet, ...] = (LONGNET_4, LONGNET_4.as_causal()), size: Size = Size(8192, num_heads=4, repeats=3)
+) -> Iterator[Row]:
+    """How much faster than `create_block_mask` is a BlockMask built, and is it the same?
+
+    In token order with blocks of 128 and nothing cached; both sides' block lists are compared first.
+    """
+    for spec in specs:
+        pattern = spec.pattern()
+
+        def build(_: None = None, pattern=pattern) -> BlockMask:
+            return masks.block_mask(pattern, size.num_tokens, num_heads=size.num_heads)
+
+        def build_dense(_: None = None, spec=spec) -> BlockMask:
+            return natural_block_mask(spec, num_heads=size.num_heads, num_tokens=size.num_tokens)
+
+        ours, theirs = (block_lists(mask, size.num_heads) for mask in (build(), build_dense()))
+        for name, wanted in theirs.items():
+            assert torch.equal(ours[name], wanted), f"{spec.label}: block lists must be equal; {name} differs"
+        jobs = Job("create_block_mask", build_dense), Job("flexdilated", build, masks.cache().clear)
+        what = f"{spec.label}, {size}, {size.num_heads} heads: times as fast as create_block_mask"
+        yield race(what, at_least(100, "×"), jobs, repeats=size.repeats, block_lists="equal")
+
+
+def block_lists(mask: BlockMask, num_heads: int) -> dict[str, Bool[Tensor, "H R C"]]:
+    """The four tables as dense booleans: partial and full blocks, by query row and by key row."""
+    rows, columns = (-(-length // side) for length, side in zip(mask.seq_lengths, mask.BLOCK_SIZE, strict=True))
+    tables = {
+        "partial, key side": (mask.kv_num_blocks, mask.kv_indices, columns),
+        "full, key side": (mask.full_kv_num_blocks, mask.full_kv_indices, columns),
+        "partial, query side": (mask.q_num_blocks, mask.q_indices, rows),
+        "full, query side": (mask.full_q_num_blocks, mask.full_q_indices, rows),
+    }
+    return {name: _listed(*table).expand(num_heads, -1, -1) for name, table in tables.items()}
+
+
+def _listed(
+    counts: Int32[Tensor, "1 H R"] | None, indices: Int32[Tensor, "1 H R W"] | None, num_columns: int
+) -> Bool[Tensor, "H R C"]:
+    assert counts is not None
+    assert indices is not None
+    used = torch.arange(indices.shape[-1]) < counts[0, ..., None]
+    # One more column takes the unused entries.
+    listed = torch.zeros(*counts.shape[1:], num_columns + 1, dtype=torch.bool)
+    return listed.scatter(-1, indices[0].long().where(used, num_columns), True)[..., :num_columns]
+
+
+@measure("C7", specs=(LONGNET_5.shrunk(8),), size=Size(8192, num_heads=16, repeats=1))
+def million_token_tables(
+    specs: tuple[LongNet, ...] = (LONGNET_5,), size: Size = Size(1 << 20, num_heads=16, repeats=3)
+) -> Iterator[Row]:
+    """What do block tables of a million tokens cost: bytes over dense ones', time, memory?
+
+    All branches in one residue-major BlockMask.
+    """
+    for spec in specs:
+        name, blocks = f"{spec.label}, {size}, {size.num_heads} heads", -(-size.num_tokens // _BLOCK)
+        held = _table_bytes(_build(spec, size))
+        dense = 4 * 4 * size.num_heads * blocks * (blocks + 1)  # the same eight tables at full width, 4 bytes an entry
+        (timing,) = interleave((Job("build", lambda _, spec=spec: _build(spec, size)),), repeats=size.repeats)
+        detail = {"table_bytes": held, "dense_table_bytes": dense}
+        yield Row(f"{name}: table bytes over dense tables'", at_most(1 / 200), held / dense, detail=detail)
+        yield Row(f"{name}: time to build the tables", at_most(2, "s"), timing.median_s, (timing,))
+        peak = peak_bytes(_prepared_build, spec, size)
+        yield Row(f"{name}: peak memory of the build, tables included", at_most(512, "MB"), peak / 1e6)
+
+
+def _table_bytes(mask: BlockMask) -> int:
+    """Bytes of the storages behind the eight tables, each storage once."""
+    names = [f"{full}{side}_{what}" for full in ("", "full_") for side in ("kv", "q") for what in _FIELDS]
+    storages = [getattr(mask, name).untyped_storage() for name in names]
+    return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
+
+
+def _build(spec: LongNet, size: Size) -> BlockMask:
+    """The BlockMask of all branches over residue-major slots, from scratch."""
+    pattern = spec.pattern()
+    masks.cache().clear()
+    layout = masks.layout(pattern, size.num_tokens)
+    return masks.block_mask(pattern, size.num_tokens, num_heads=size.num_heads, block_size=_BLOCK, layout=layout)
+
+
+def _prepared_build(spec: LongNet, size: Size) -> Callable[[], object]:
+    _build(spec, replace(size, num_tokens=2048))
+    return lambda: _build(spec, size)
 
 
 def planned_call(pattern: masks.Pattern | masks.Mixture, num_heads: int, num_tokens: int) -> object:
-    """What every call of the tiles engine looks up, and plans where it is not there."""
+    """The program that every call of the tiles engine looks up, planned where it is not cached."""
     sizes = (num_heads, num_heads, num_tokens, num_tokens, 0, 0, 0, num_heads, 1)
     return _programs(CallKey(pattern.text, *sizes, (128, 128)), [], 1)[0][1]
 
@@ -35,7 +124,7 @@ def plan_lookup(
 ) -> Iterator[Row]:
     """How long does a call wait for a plan that is already there?
 
-    What every call of the tiles engine looks up, and the plan behind it by pattern and sizes.
+    The look-up of every call of the tiles engine, and that of the plan behind it by pattern and sizes.
     """
     pattern, heads, tokens = spec.pattern(), size.num_heads, size.num_tokens
     ways: dict[str, Callable[[], object]] = {
@@ -81,103 +170,10 @@ def computed_pairs(
         ratios = {}
         for tokens in num_tokens:
             described = masks.describe(spec.pattern(), tokens, num_heads=num_heads)
-            useful = spec.pairs(num_tokens=tokens, num_heads=num_heads)
-            counted = described.useful_pairs
+            useful, counted = spec.pairs(num_tokens=tokens, num_heads=num_heads), described.useful_pairs
             assert counted == useful, f"{spec.label}, {tokens} tokens: {useful} useful pairs; describe counts {counted}"
             ratios[tokens_text(tokens)] = described.computed_pairs / useful
         say(f"{spec.label}: {', '.join(f'{size} {value:.3f}' for size, value in ratios.items())}")
         name = f"{spec.label}, {tokens_text(num_tokens[0])} to {tokens_text(num_tokens[-1])}"
         what = f"{name}: computed over useful pairs, worst size"
         yield Row(what, at_most(1.15), max(ratios.values()), detail=ratios)
-
-
-@measure(
-    names=("LongNet-4", "strided"), size=Size(256, num_heads=1, head_dim=16), constants=Sizes(128, 2, 128), seconds=0.0
-)
-def choice(
-    names: tuple[str, ...] = ("LongNet-4", "GigaPath-5", "local window", "BigBird", "strided"),
-    size: Size = Size(16384, num_heads=2),
-    constants: Sizes = ON_CPU,
-    seconds: float = 1.0,
-) -> Iterator[Row]:
-    """Is the planner's choice the fastest way, and how far are its predictions off?
-
-    Forward and backward of what the planner takes over the fastest of all ways, with constants measured before.
-    """
-    found = measure_machine(_CPU, seconds=seconds, sizes=constants)
-    masks.set_machine(found.machine)
-    try:
-        detail = {name: _measure(name, _pattern(name, size.num_tokens), size, seconds) for name in names}
-    finally:
-        masks.set_machine(None)
-    yield Row(
-        f"planner's choice, {size}, forward + backward: time over that of the fastest way, the worst pattern",
-        at_most(1.10),
-        max(each["over_best"] for each in detail.values()),
-        detail={"patterns": detail, "constants": found.to_data()},
-    )
-
-
-def _pattern(name: str, num_tokens: int) -> masks.Pattern | masks.Mixture:
-    specs = {"LongNet-4": LONGNET_4, "GigaPath-5": GIGAPATH_5}
-    if name in specs:
-        lengths = [max(1, length * num_tokens // 16384) for length in specs[name].segment_lengths]
-        return masks.longnet(lengths, specs[name].dilation_rates)
-    return {
-        "local window": lambda: masks.local_window(left=num_tokens // 16 - 1, right=0),
-        "BigBird": lambda: recipes.bigbird(num_tokens),
-        "strided": lambda: recipes.sparse_transformer_strided(min(128, num_tokens // 16)),
-    }[name]()
-
-
-def _measure(name: str, pattern: masks.Pattern | masks.Mixture, size: Size, seconds: float) -> dict[str, Any]:
-    bound = pattern.bind(num_heads=size.num_heads, num_queries=size.num_tokens, num_keys=size.num_tokens)
-    x = Inputs.of(bound, num_kv_heads=size.num_heads, head_dim=size.head_dim, dtype=torch.float32, device=_CPU)
-    found = measure_ways(bound, x, backward=True, seconds=seconds)
-    choice = _chosen(found, plan(bound))
-    won = [each for each in found.all if found.won(each) and each.option.layout != BRANCH_BY_BRANCH]
-    best = _seconds(found, won)
-    measured, predicted = _seconds(found, choice), sum(each.predicted_s for each in choice)
-    say(f"{name}: planned {measured:.3g} s, fastest {best:.3g} s, predicted {predicted:.3g} s")
-    ways = [
-        {
-            "branch": each.branch,
-            "way": each.name,
-            "predicted_s": each.predicted_s,
-            "measured_s": each.times.median_s,
-            "spread": each.times.spread,
-        }
-        for each in found.all
-    ]
-    return {
-        "over_best": max(1.0, measured / best),
-        "predicted_over_measured": predicted / measured,
-        "planned": [each.name for each in choice],
-        "ways": ways,
-    }
-
-
-def _chosen(found: Trials, planned: Plan) -> list[Trialled]:
-    """The trials of what the planner takes: one of all branches together, or one a branch."""
-    chosen = [options[0] for options in planned.options]
-    if chosen[0] in planned.together:
-        return [each for each in found.all if each.branch is None and way_of(each.option) == way_of(chosen[0])]
-    return [
-        each
-        for index, option in enumerate(chosen)
-        for each in found.all
-        if each.branch == index and way_of(each.option) == way_of(option)
-    ]
-
-
-def _seconds(found: Trials, some: list[Trialled]) -> float:
-    """What a way of all branches took; where branches were also run as one, that tells how their times add up."""
-    whole = next((each for each in found.all if each.option.layout == BRANCH_BY_BRANCH), None)
-    total = sum(each.times.median_s for each in some)
-    if whole is None or some[0].branch is None:
-        return total
-    fastest = [
-        min(each.times.median_s for each in found.all if each.branch == index)
-        for index in {each.branch for each in found.all if each.branch is not None}
-    ]
-    return total / sum(fastest) * whole.times.median_s

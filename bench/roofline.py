@@ -1,9 +1,10 @@
 """The roofline: how much of the machine's matmul rate useful work gets, and what takes the rest of the time."""
 
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import product
 from time import perf_counter
 from typing import Any
 
@@ -20,11 +21,12 @@ from flexdilated.masks.planning._planner import plan
 
 from ._catalogue import names_for
 from ._checks import check_training
-from ._jobs import Attention, Job, Problem, Size, backward_job, forward_job, interleave, say
+from ._jobs import Attention, Job, Part, Problem, Size, attention_job, interleave, say
 from ._measures import Row, Timing, at_least, measure
 from ._rules import LibraryRule, LongNet
 from .peers import dense_attention
 
+_PARTS: tuple[Part, ...] = ("forward", "backward")
 _FLOPS = {"forward": 4, "backward": 10}  # of a pair, times the head dim: two and five products
 MATMUL, DENSE = "matmul", "dense"
 
@@ -38,13 +40,12 @@ class Case:
     head_dim: int = 64
 
     def pattern(self, num_tokens: int) -> masks.Pattern | masks.Mixture:
-        """The pattern over this many tokens."""
         return eval(self.text, names_for(num_tokens))
 
 
 @dataclass(frozen=True)
 class Shape:
-    """Problems of so many queries by so many keys, `pairs` in all."""
+    """Problems of `queries` by `keys`, `pairs` in all."""
 
     queries: int
     keys: int
@@ -60,7 +61,7 @@ class Shape:
         return max(1, self.pairs // (self.queries * self.keys))
 
     def flops(self, a_pair: int) -> int:
-        """FLOPs of a call that does `a_pair` times the head dim for each pair."""
+        """FLOPs of a call with `a_pair` times the head dim for each pair."""
         return a_pair * self.head_dim * self.count * self.queries * self.keys
 
 
@@ -106,57 +107,53 @@ def roofline(
     dense_pairs = 1.0 * size.num_heads * size.num_tokens**2
     pairs: dict[str, tuple[float, float]] = {DENSE: (dense_pairs, dense_pairs)}
     for case in cases:
-        pattern, problem = case.pattern(size.num_tokens), problems[case.head_dim]
-        works[case.name] = partial(fd.attend, pattern=pattern), problem
-        check_training(works[case.name][0], problem, LibraryRule(pattern))
-        pairs[case.name] = _pairs(case, size)
+        pattern = case.pattern(size.num_tokens)
+        works[case.name] = partial(fd.attend, pattern=pattern), problems[case.head_dim]
+        check_training(*works[case.name], LibraryRule(pattern))
+        pairs[case.name] = _pairs(pattern, size)
     matrix = torch.randn(matmul, matmul)
     jobs = [Job(MATMUL, lambda _: matrix @ matrix)]
     for name, work in works.items():
-        jobs += [forward_job(f"{name}, forward", *work), backward_job(f"{name}, backward", *work)]
+        jobs += [attention_job(f"{name}, {part}", *work, part) for part in _PARTS]
     jobs += [job for shape in shapes for job in kernel_jobs(shape)]
     timings = {timing.name: timing for timing in interleave(jobs, repeats=size.repeats)}
-    matmul_rate = 2 * matmul**3 / timings[MATMUL].median_s
     by_name = {job.name: job for job in jobs}
-    figures = {
-        direction: {
-            name: _figures(
-                by_name[f"{name}, {direction}"],
-                timings[f"{name}, {direction}"],
-                pairs[name],
-                flops * problem.q.shape[-1],
-                matmul_rate,
-            )
-            for name, (_, problem) in works.items()
-        }
-        for direction, flops in _FLOPS.items()
-    }
+    matmul_rate = 2 * matmul**3 / timings[MATMUL].median_s
+    figures: dict[str, dict[str, Any]] = {part: {} for part in _PARTS}
+    for part, (name, (_, problem)) in product(_PARTS, works.items()):
+        key, flops = f"{name}, {part}", _FLOPS[part] * problem.q.shape[-1]
+        figures[part][name] = _figures(by_name[key], timings[key], pairs[name], flops, matmul_rate)
     kernel = {
-        str(shape): {
-            direction: shape.flops(flops) / timings[f"kernel {shape}, {direction}"].median_s
-            for direction, flops in _FLOPS.items()
-        }
+        str(shape): {part: shape.flops(_FLOPS[part]) / timings[f"kernel {shape}, {part}"].median_s for part in _PARTS}
         for shape in shapes
     }
     detail = {"matmul_rate": matmul_rate, "kernel_rates": kernel, "patterns": figures}
-    return _rows([case.name for case in cases], size, figures, timings, detail)
+    first, rows = cases[0].name, []
+    for part, bound in (("forward", 0.6), ("backward", 0.7)):
+        rate = figures[part][first]["rate"] / figures[part][DENSE]["rate"]
+        both = tuple(timings[f"{name}, {part}"] for name in (DENSE, first))
+        what = f"{first}, {size}, {part}: useful-FLOP rate over dense SDPA's"
+        rows.append(Row(what, at_least(bound), rate, both, {} if rows else detail))
+    shares = {f"{each.name}, {part}": figures[part][each.name]["in_kernel"] for part in _PARTS for each in cases}
+    worst = min(shares, key=lambda name: shares[name])
+    what = f"{size}: share of the time inside the attention kernel, least of {len(cases)} patterns"
+    return [*rows, Row(what, at_least(0.65), shares[worst], detail={"least": worst, "shares": shares})]
 
 
-def _pairs(case: Case, size: Size) -> tuple[float, float]:
-    """(useful pairs, pairs in what the planner chose to compute) of all heads."""
-    pattern, num_tokens = case.pattern(size.num_tokens), size.num_tokens
-    useful = masks.describe(pattern, num_tokens, num_heads=size.num_heads).useful_pairs
-    bound = pattern.bind(num_heads=size.num_heads, num_queries=num_tokens, num_keys=num_tokens)
-    return useful, plan(bound).cost.computed_pairs
+def _pairs(pattern: masks.Pattern | masks.Mixture, size: Size) -> tuple[float, float]:
+    """(useful pairs, pairs computed by the planner's choice) of all heads."""
+    heads, tokens = size.num_heads, size.num_tokens
+    bound = pattern.bind(num_heads=heads, num_queries=tokens, num_keys=tokens)
+    return masks.describe(pattern, tokens, num_heads=heads).useful_pairs, plan(bound).cost.computed_pairs
 
 
 def _figures(
     job: Job, timing: Timing, pairs: tuple[float, float], flops_a_pair: int, matmul_rate: float
 ) -> dict[str, Any]:
-    """Rates, and what the time is made of: shares that sum to 1.
+    """Rates, and shares of the time that sum to 1.
 
-    What the kernel does is split by what the same work would take at the matmul's rate: useful pairs, pairs beyond
-    these (less than none where branches share work), and the kernel's distance from that rate.
+    The kernel's share is split by the time that its work takes at the matmul's rate: useful pairs, pairs beyond these
+    (negative where branches share work), and the rest of its time.
     """
     measured = parts_of(job.prepare or (lambda: None), job.run)
     useful, computed = (count * flops_a_pair / matmul_rate / timing.median_s for count in pairs)
@@ -170,25 +167,6 @@ def _figures(
         "in_kernel": measured["kernel"],
         "shares": {**split, **{kind: measured[kind] for kind in KINDS if kind != "kernel"}},
     }
-
-
-def _rows(
-    names: Sequence[str],
-    size: Size,
-    figures: Mapping[str, Any],
-    timings: Mapping[str, Timing],
-    detail: Mapping[str, Any],
-) -> list[Row]:
-    first, rows = names[0], []
-    for direction, bound in (("forward", 0.6), ("backward", 0.7)):
-        rate = figures[direction][first]["rate"] / figures[direction][DENSE]["rate"]
-        both = tuple(timings[f"{name}, {direction}"] for name in (DENSE, first))
-        what = f"{first}, {size}, {direction}: useful-FLOP rate over dense SDPA's"
-        rows.append(Row(what, at_least(bound), rate, both, {} if rows else detail))
-    shares = {f"{name}, {direction}": figures[direction][name]["in_kernel"] for direction in figures for name in names}
-    worst = min(shares, key=lambda name: shares[name])
-    what = f"{size}: share of the time inside the attention kernel, least of {len(names)} patterns"
-    return [*rows, Row(what, at_least(0.65), shares[worst], detail={"least": worst, "shares": shares})]
 
 
 def kernel_jobs(shape: Shape) -> tuple[Job, Job]:
@@ -218,10 +196,10 @@ KINDS = (*_KINDS, "rest")
 
 
 def parts_of(prepare: Callable[[], Any], work: Callable[[Any], object], *, runs: int = 2) -> Mapping[str, float]:
-    """The share of each of KINDS, of the quickest run; they sum to 1. `prepare` is not looked at.
+    """The share of each of KINDS in the quickest run; they sum to 1. `prepare` is left out.
 
     kernel: attention itself. moves: gathers, copies, rows put in their place. sums: gradients added up. merges: of
-    branches, by lse. fills: memory that starts at zero. rest: what no listed operator spends, Python and views.
+    branches, by lse. fills: memory that starts at zero. rest: all other operators, Python and views.
     """
     return min((_profiled(prepare(), work) for _ in range(runs)), key=lambda run: run[0])[1]
 
@@ -248,7 +226,7 @@ def _kind(name: str) -> str | None:
 
 
 def beside_attention(spec: LongNet, problem: Problem) -> tuple[tuple[Job, Job], int]:
-    """What the flex engine does beside attention, as it is compiled: gathers, merge; bytes that it gathers."""
+    """The flex engine's compiled steps without attention, gathers and merge, and the bytes that it gathers."""
     (batch, heads, tokens, dim), device = problem.q.shape, problem.q.device
     key = CallKey(spec.pattern().text, heads, heads, tokens, tokens, 0, 0, 0, heads, 1, ())
     best = key.plan(device=device, allowed=allowed_on(torch.device("cuda")))
@@ -257,11 +235,10 @@ def beside_attention(spec: LongNet, problem: Problem) -> tuple[tuple[Job, Job], 
     moved = [step for step in steps if step.structure.queries.kind != "all"]
 
     def gathered(q: Tensor, k: Tensor, v: Tensor) -> list[Tensor]:
-        slots = [step.mask.seq_lengths for step in moved]
         return [
-            side.slots.take(x, side.rows, side.start, length)
-            for step, (rows, columns) in zip(moved, slots, strict=True)
-            for x, side, length in ((q, step.queries, rows), (k, step.keys, columns), (v, step.keys, columns))
+            side.slots.take(x, side.rows, side.start, step.mask.seq_lengths[axis])
+            for step in moved
+            for x, side, axis in ((q, step.queries, 0), (k, step.keys, 1), (v, step.keys, 1))
         ]
 
     def merged(parts: list[Tensor], lses: list[Tensor]) -> Tensor:
@@ -272,17 +249,10 @@ def beside_attention(spec: LongNet, problem: Problem) -> tuple[tuple[Job, Job], 
         return merge([(whole(part, side, 0.0), whole(lse, side, -torch.inf)) for part, lse, side in own])[0]
 
     let_trace()
-    run_gather, run_merge = torch.compile(gathered, dynamic=False), torch.compile(merged, dynamic=False)
+    run_gather = torch.no_grad()(torch.compile(gathered, dynamic=False))
+    run_merge = torch.no_grad()(torch.compile(merged, dynamic=False))
     slots = [step.mask.seq_lengths[0] for step in steps]
     parts = [torch.randn(batch, heads, length, dim, dtype=problem.q.dtype, device=device) for length in slots]
     lses = [torch.randn(batch, heads, length, device=device) for length in slots]
-
-    @torch.no_grad()
-    def gather(_: None) -> list[Tensor]:
-        return run_gather(problem.q, problem.k, problem.v)
-
-    @torch.no_grad()
-    def join(_: None) -> Tensor:
-        return run_merge(parts, lses)
-
-    return (Job("gathers", gather), Job("merges", join)), sum(x.nbytes for x in gather(None))
+    jobs = Job("gathers", lambda _: run_gather(*problem.qkv)), Job("merges", lambda _: run_merge(parts, lses))
+    return jobs, sum(x.nbytes for x in run_gather(*problem.qkv))

@@ -1,27 +1,21 @@
-"""Attention over blocks chosen from the data: what it costs, choosing included, and what it finds."""
+"""Attention over blocks chosen from the data, and published recipes: times as fast as dense, choosing included."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from statistics import mean
-from typing import Any
 
 import torch
-from jaxtyping import Float, Int64
-from torch import Tensor, nn
-from torch.nn.functional import binary_cross_entropy_with_logits
+from torch import Tensor
 
 import flexdilated as fd
 from flexdilated import masks
+from flexdilated.selection import recipes
 
 from ._checks import assert_near
-from ._jobs import Attention, Job, Problem, Size, forward_job, interleave, ratio, say, tokens_text, training_job
+from ._jobs import Attention, Job, Part, Problem, Size, attention_job, interleave, race, ratio, tokens_text
 from ._measures import Row, Timing, at_least, at_most, measure
-from ._seeds import beyond
 from .peers import dense_attention
-
-# B batch, H heads, N tokens, D head dim
 
 
 @dataclass(frozen=True)
@@ -82,36 +76,31 @@ def selection_cost(
         for size in sizes:
             problem = Problem.draw(size)
             _verify(choice, problem)
-            for name, make in (("forward", forward_job), ("forward + backward", training_job)):
-                yield _against_dense(choice, size, problem, name, make)
+            for part in ("forward", "forward + backward"):
+                yield _against_dense(choice, size, problem, part)
         yield _break_even(choice, sizes[0], ladder)
 
 
-def _against_dense(
-    choice: Choice, size: Size, problem: Problem, name: str, make: Callable[[str, Attention, Problem], Job]
-) -> Row:
-    jobs = [make("dense", dense_attention(causal=True), problem), make(choice.name, choice.attention(), problem)]
+def _against_dense(choice: Choice, size: Size, problem: Problem, part: Part) -> Row:
+    ways = {"dense": dense_attention(causal=True), choice.name: choice.attention()}
+    jobs = [attention_job(name, attention, problem, part) for name, attention in ways.items()]
     selector = choice.selector()
-
-    def choosing(_: None) -> None:
-        with torch.no_grad():
-            selector(problem.q, problem.k)
-
+    choosing = torch.no_grad()(lambda _: selector(problem.q, problem.k))
     dense, ours, chosen = interleave([*jobs, Job("choosing", choosing)], repeats=size.repeats)
-    bound = _TARGETS.get(size.num_tokens, 1.0) if name == "forward" and choice.query_block > 1 else 1.0
+    bound = _TARGETS.get(size.num_tokens, 1.0) if part == "forward" and choice.query_block > 1 else 1.0
     detail = {"choosing_share": chosen.median_s / ours.median_s, "heads": size.num_heads, "keys_a_query": choice.keys}
-    what = f"{choice.name}, {size}, {name}: times as fast as dense"
+    what = f"{choice.name}, {size}, {part}: times as fast as dense"
     return Row(what, at_least(bound, "×"), ratio(dense, ours), (dense, ours, chosen), detail)
 
 
 def _break_even(choice: Choice, size: Size, ladder: Sequence[int]) -> Row:
-    """The first length from which on it is no slower than dense attention at any that is measured."""
+    """The shortest length from which on no measured length is slower than dense attention."""
     ratios: dict[str, float] = {}
     timings: list[Timing] = []
     for tokens in ladder:
         problem = Problem.draw(replace(size, num_tokens=tokens))
         jobs = [
-            forward_job(f"{what}, {tokens_text(tokens)}", attention, problem)
+            attention_job(f"{what}, {tokens_text(tokens)}", attention, problem)
             for what, attention in (("dense", dense_attention(causal=True)), (choice.name, choice.attention()))
         ]
         for job in jobs:
@@ -131,7 +120,7 @@ def _break_even(choice: Choice, size: Size, ladder: Sequence[int]) -> Row:
 def _verify(choice: Choice, problem: Problem) -> None:
     """Some queries by the definition: one softmax over the keys of their blocks, up to their own."""
     chosen, tokens = choice.selector()(problem.q, problem.k).blocks, problem.q.shape[2]
-    out = choice.attention()(problem.q, problem.k, problem.v)
+    out = choice.attention()(*problem.qkv)
     for query in torch.linspace(0, tokens - 1, 7).long().tolist():
         blocks = chosen[0, :, query // choice.query_block]
         keys = torch.arange(tokens) // choice.block
@@ -142,182 +131,64 @@ def _verify(choice: Choice, problem: Problem) -> None:
         assert_near("a query", out[0, :, query], (weights[:, None] @ problem.v[0].double())[:, 0].float())
 
 
-# Retrieval
+def _recipes(size: Size) -> dict[str, tuple[Attention, bool]]:
+    """Each recipe with its defaults, and whether it trains; budgets without a default are a sixteenth of the keys."""
+    heads, dim, most = size.num_heads, size.head_dim, max(1, size.num_tokens // 16)
+    gate = recipes.SeerGate(dim, heads, block=64)
+    native = recipes.NativeSparseAttention(dim, dim, heads)
 
-_VALUES = 32  # that a key may carry
+    def three(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return native(q[:, 0], q, k.expand(3, *k.shape), v.expand(3, *v.shape))
 
-
-@dataclass(frozen=True)
-class Task:
-    """Each of `queries` asks for the values that its key carries, at `needles` places of a context of `tokens`."""
-
-    name: str
-    needles: int
-    tokens: int = 1024
-    queries: int = 64
-    vocabulary: int = 4096
-
-    def batch(self, size: int, generator: torch.Generator) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """(key of each place, its value, key of each query, places that hold it (size, queries, needles))."""
-        asked = self.queries * self.needles
-        ids = torch.rand(size, self.vocabulary, generator=generator).argsort(1)[:, : self.tokens]
-        values = torch.randint(_VALUES, (size, self.tokens), generator=generator)
-        places = torch.rand(size, self.tokens, generator=generator).argsort(1)[:, :asked].view(size, self.queries, -1)
-        key = ids.gather(1, places[:, :, 0])
-        ids = ids.scatter(1, places.flatten(1), key.repeat_interleave(self.needles, 1))
-        # The values of one key differ, so that each can be told.
-        first = torch.randint(_VALUES, (size, self.queries, 1), generator=generator)
-        steps = torch.arange(self.needles) * (_VALUES // self.needles)
-        values = values.scatter(1, places.flatten(1), ((first + steps) % _VALUES).flatten(1))
-        return ids, values, key, places
+    chosen = {
+        "moba": (recipes.moba(), True),
+        "xattention": (recipes.xattention(most=max(2, most // 128)), False),
+        "seer_attention": (recipes.seer_attention(gate, choose=fd.TopK(max(1, most // 64))), False),
+    }
+    return {
+        **{name: (fd.SelectedAttention(each), trains) for name, (each, trains) in chosen.items()},
+        "NativeSparseAttention": (three, True),
+        "CoarseToFineAttention": (recipes.CoarseToFineAttention(), True),
+    }
 
 
-class Retriever(nn.Module):
-    """One layer of attention from queries to a context of keys that carry values; one projection makes q and k."""
+@measure(size=Size(512, 2, 16, repeats=1), past=256, steps=2)
+def recipe_cost(size: Size = Size(16384, 4, repeats=3), past: int = 65536, steps: int = 32) -> Iterator[Row]:
+    """How much faster than dense attention is each published way to choose blocks, choosing included?
 
-    def __init__(self, task: Task, heads: int, head_dim: int) -> None:
-        super().__init__()
-        width = heads * head_dim
-        self.heads = heads
-        self.keys, self.values = nn.Embedding(task.vocabulary, width), nn.Embedding(_VALUES, width)
-        self.to_key, self.to_value = (nn.Linear(width, width, bias=False) for _ in range(2))
-        self.to_values = nn.Linear(width, _VALUES)
-
-    def operands(self, ids: Tensor, values: Tensor, key: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """q, k and v of (B, H, tokens, D)."""
-        context, asked = self.keys(ids) + self.values(values), self.keys(key)
-        projected = self.to_key(asked), self.to_key(context), self.to_value(context)
-        q, k, v = (x.unflatten(2, (self.heads, -1)).transpose(1, 2) for x in projected)
-        return q, k, v
-
-    def forward(self, out: Float[Tensor, "B H N D"]) -> Float[Tensor, "B N V"]:
-        return self.to_values(out.transpose(1, 2).flatten(2))
-
-
-def _wanted(values: Int64[Tensor, "B N"], places: Int64[Tensor, "B Q n"]) -> Float[Tensor, "B Q V"]:
-    named = values.gather(1, places.flatten(1)).view(places.shape)
-    return torch.zeros(*places.shape[:2], _VALUES).scatter(2, named, 1.0)
-
-
-def _found(logits: Float[Tensor, "B Q V"], wanted: Float[Tensor, "B Q V"], needles: int) -> float:
-    """The share of values among the best that are wanted."""
-    best = torch.zeros_like(wanted).scatter(2, logits.topk(needles, dim=2).indices, 1.0)
-    return float((best * wanted).sum() / wanted.sum())
-
-
-Reading = Callable[[Tensor, Tensor, Tensor], Tensor]
-
-
-def _dense(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    return torch.nn.functional.scaled_dot_product_attention(q, k, v)
-
-
-def _static(tokens: int, keys: int) -> Reading:
-    """The last keys before the queries, as a window."""
-    return lambda q, k, v: _dense(q, k[:, :, tokens - keys :], v[:, :, tokens - keys :])
-
-
-def _random(block: int, keys: int, generator: torch.Generator) -> Reading:
-    """Blocks drawn for each query and head."""
-
-    def read(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        blocks = k.shape[2] // block
-        chosen = torch.rand(*q.shape[:3], blocks, generator=generator).argsort(3)[..., : keys // block]
-        rule = masks.selected_blocks("chosen", block=(1, block), most=keys // block)
-        return fd.attend(q, k, v, rule, bindings={"chosen": chosen}, q_offset=k.shape[2])
-
-    return read
-
-
-def _chosen(scorer: str, block: int, keys: int) -> Reading:
-    selector = fd.BlockSelector(block=block, scorer=scorer, choose=fd.TopK(keys // block))
-    rule = masks.selected_blocks("chosen", block=(1, block), most=keys // block)
-
-    def read(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        chosen = selector(q.detach(), k.detach(), q_offset=k.shape[2]).blocks
-        return fd.attend(q, k, v, rule, bindings={"chosen": chosen}, q_offset=k.shape[2])
-
-    return read
-
-
-def _trained(task: Task, read: Reading, seed: int, steps: int, sizes: tuple[int, int, int]) -> Retriever:
-    torch.manual_seed(seed)
-    batch, heads, head_dim = sizes
-    model = Retriever(task, heads, head_dim)
-    generator = torch.Generator().manual_seed(1000 + seed)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3, weight_decay=0.0)
-    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, 3e-3, total_steps=steps)
-    for _ in range(steps):
-        ids, values, key, places = task.batch(batch, generator)
-        logits = model(read(*model.operands(ids, values, key)))
-        loss = binary_cross_entropy_with_logits(logits, _wanted(values, places)) * _VALUES
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-        schedule.step()
-    return model
-
-
-@torch.no_grad()
-def _score(model: Retriever, task: Task, read: Reading, seed: int, batches: int) -> float:
-    generator = torch.Generator().manual_seed(5000 + seed)
-    scores = []
-    for _ in range(batches):
-        ids, values, key, places = task.batch(16, generator)
-        scores.append(_found(model(read(*model.operands(ids, values, key))), _wanted(values, places), task.needles))
-    return mean(scores)
-
-
-@measure(tasks=(Task("one needle", 1, 64, 4, 128),), keys=16, blocks=(8,), seeds=2, steps=3, sizes=(2, 2, 8), batches=1)
-def needles(
-    tasks: tuple[Task, ...] = (Task("one needle", 1), Task("four needles", 4)),
-    keys: int = 128,
-    blocks: tuple[int, ...] = (64, 16, 8),
-    seeds: int = 3,
-    steps: int = 600,
-    sizes: tuple[int, int, int] = (16, 4, 32),
-    batches: int = 8,
-) -> Iterator[Row]:
-    """Do chosen blocks find what a window of as many keys does not, and how far are they below the exact choice?
-
-    One layer is trained with dense attention, and with blocks chosen by their mean keys; the first is then read in each
-    way, all with `keys` keys a query but dense. The share of wanted values found, mean over seeds, and paired
-    differences with 95 % confidence. The row is the lower end of the difference to the window, of mean keys of 16.
+    The whole sequence, forward, and forward and backward of those that train; then steps of decoding after `past`
+    tokens, against a cache that reads them all. float32, random numbers, so that shares are even: ways that choose as
+    many as they need take all that they may.
     """
-    for task in tasks:
-        ways = _ways(task, keys, blocks)
-        scores: dict[str, list[float]] = {}
-        for seed in range(seeds):
-            dense = _trained(task, _dense, seed, steps, sizes)
-            for name, read in ways.items():
-                scores.setdefault(name, []).append(_score(dense, task, read, seed, batches))
-            middle = blocks[len(blocks) // 2]
-            own = _chosen("mean", middle, keys)
-            name = f"trained with mean keys of {middle}"
-            scores.setdefault(name, []).append(
-                _score(_trained(task, own, seed, steps, sizes), task, own, seed, batches)
-            )
-            say(f"{task.name}, seed {seed}: " + ", ".join(f"{name} {each[-1]:.3f}" for name, each in scores.items()))
-        yield _row(task, keys, blocks[len(blocks) // 2], scores)
+    problem = Problem.draw(size)
+    dense = dense_attention(causal=True)
+    for name, (attention, trains) in _recipes(size).items():
+        parts: tuple[Part, ...] = ("forward", "forward + backward")
+        for part in parts[: 1 + trains]:
+            jobs = [attention_job("dense", dense, problem, part), attention_job(name, attention, problem, part)]
+            jobs[1].seconds()
+            what = f"{name}, {size}, {part}: times as fast as dense"
+            yield race(what, at_least(1.0, "×"), jobs, repeats=size.repeats)
+    yield from _steps(size, past, steps)
 
 
-def _ways(task: Task, keys: int, blocks: tuple[int, ...]) -> dict[str, Reading]:
-    ways: dict[str, Reading] = {"dense": _dense, "window": _static(task.tokens, keys)}
-    ways["random blocks"] = _random(blocks[0], keys, torch.Generator().manual_seed(7))
-    for name, scorer in (("exact mass", "mass"), ("mean keys", "mean"), ("bounds", "minmax")):
-        ways |= {f"{name} of {block}": _chosen(scorer, block, keys) for block in blocks}
-    return ways
-
-
-def _row(task: Task, keys: int, block: int, scores: dict[str, list[float]]) -> Row:
-    ways: dict[str, Any] = {}
-    for name, each in scores.items():
-        of_block = name.rpartition(" of ")[2]
-        exact = scores.get(f"exact mass of {of_block}")
-        ways[name] = {"found": mean(each), "by_seed": each}
-        ways[name]["over_window"] = beyond(each, scores["window"])
-        if exact is not None:
-            ways[name]["over_exact"] = beyond(each, exact)
-    low, _ = ways[f"mean keys of {block}"]["over_window"]
-    what = f"{task.name} in {task.tokens} keys, {keys} read: found by mean keys of {block} beyond a window, at least"
-    return Row(what, at_least(0.0), low, detail={"ways": ways, "seeds": len(scores["dense"])})
+def _steps(size: Size, past: int, steps: int) -> Iterator[Row]:
+    problem = Problem.draw(Size(past, size.num_heads, size.head_dim))
+    gate = recipes.SeerGate(size.head_dim, size.num_heads, block=64, share="group")
+    budget = max(64, past // 64)
+    ways = {
+        "quest": recipes.quest(budget=budget),
+        "seer_attention_r": recipes.seer_attention_r(gate, choose=fd.TopK(max(1, budget // 64 - 1))),
+    }
+    caches = {"dense": fd.KVCache(masks.causal(), num_heads=size.num_heads)}
+    caches |= {name: fd.SelectedAttention(each).cache(num_heads=size.num_heads) for name, each in ways.items()}
+    token = Problem.draw(Size(1, size.num_heads, size.head_dim))
+    run = torch.no_grad()(lambda cache: [cache.attend(*token.qkv) for _ in range(steps)])
+    jobs = [Job(name, lambda _, cache=cache: run(cache)) for name, cache in caches.items()]
+    for cache, job in zip(caches.values(), jobs, strict=True):
+        cache.append(problem.k, problem.v)
+        job.seconds()
+    dense, *others = interleave(jobs, repeats=size.repeats)
+    for timing in others:
+        what = f"{timing.name}, a step after {past // 1024}K, {budget} keys: times as fast as dense"
+        yield Row(what, at_least(1.0, "×"), ratio(dense, timing), (dense, timing))

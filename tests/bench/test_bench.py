@@ -1,24 +1,29 @@
 """The benchmark: peers and oracle agree with the library's reference; every measure runs at tiny sizes."""
 
+import argparse
 import json
 import os
 import runpy
 import sys
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
 
 import flexdilated as fd
-from bench import __main__, _run, attention
+from bench import __main__, _run, attention, roofline
 from bench.__main__ import main
+from bench._byte_models import library_text, validation_windows
 from bench._checks import by_definition, check_forward, check_training
 from bench._jobs import Job, Problem, Size, interleave, peak_bytes
 from bench._measures import Gap, Measure, Row, Timing, at_least, at_most
+from bench._report import results_page
 from bench._rules import GIGAPATH_5, LONGNET_4, LONGNET_5, PAPER_5, LongNet, Union, dense, longnet_n
 from bench._run import MEASURES
-from bench.block_masks import block_lists
 from bench.peers import block_rows, branch_loop, dense_attention, natural_block_mask
+from bench.planning import block_lists
+from flexdilated import masks
 
 SIZE = Size(256, num_heads=4, head_dim=16, repeats=1)
 SPECS = [LONGNET_4.shrunk(64), LONGNET_4.shrunk(64).as_causal()]
@@ -127,7 +132,7 @@ def test_block_lists_see_a_difference() -> None:
     assert block_lists(full, 1)["full, key side"].all()
 
 
-def test_jobs_take_turns() -> None:
+def test_jobs_take_turns_and_rows_become_data() -> None:
     order = []
     jobs = [Job(name, lambda given, name=name: order.append((name, given)), prepare=lambda: 7) for name in "ab"]
     timings = interleave(jobs, repeats=2)
@@ -135,9 +140,6 @@ def test_jobs_take_turns() -> None:
     assert [(timing.name, len(timing.seconds)) for timing in timings] == [("a", 2), ("b", 2)]
     with pytest.raises(ValueError, match="repeats must be at least 1; got repeats=0"):
         interleave(jobs, repeats=0)
-
-
-def test_row_as_data() -> None:
     row = Row("speed", at_least(0.5), 0.25, (Timing("job", (3.0, 1.0, 2.0)),), {"why": "test"})
     assert row.to_data() == {
         "measure": "speed",
@@ -150,6 +152,11 @@ def test_row_as_data() -> None:
     }
     assert Row("bound", at_most(2, "s"), 2.0).met
     assert Row("large", at_least(100, "×"), 12345.6).to_data()["measured_text"] == "12,346 ×"
+    gap = Gap("speed", at_least(1), "none")
+    measure = Measure("m", lambda spec: [{"num_tokens": 1}, gap], {"spec": LONGNET_4}, {"spec": SPECS[0]})
+    answer = measure.answer(small=True)
+    assert (answer["points"], answer["rows"]) == ([{"num_tokens": 1}], [gap.to_data()])
+    assert answer["config"]["spec"]["segment_lengths"] == SPECS[0].segment_lengths
 
 
 def allocate(megabytes):
@@ -171,11 +178,16 @@ def in_this_process(monkeypatch):
         monkeypatch.setattr(f"bench.{module}.run_apart", here)
 
 
-def test_names(capsys) -> None:
+def test_names(monkeypatch, capsys) -> None:
     assert main(["--list"]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert [line.split("\t")[0] for line in lines] == list(MEASURES)
     assert all(line.endswith("?") for line in lines)
+    monkeypatch.setattr(sys, "argv", ["bench", "--list"])
+    monkeypatch.delitem(sys.modules, "bench.__main__")
+    with pytest.raises(SystemExit, match="0"):
+        runpy.run_module("bench", run_name="__main__")
+    assert capsys.readouterr().out.splitlines() == lines
     with pytest.raises(SystemExit, match="2"):
         main(["C99"])
     assert "a name must be one of forward_vs_dense, " in capsys.readouterr().err
@@ -183,8 +195,6 @@ def test_names(capsys) -> None:
     assert sorted(codes) == sorted([f"C{n}" for n in range(1, 20) if n != 16] + [f"D{n}" for n in range(1, 7)])
     for code, name in {"C4": "vs_branch_loop", "c14": "few_queries", "D2": "planning_collectives"}.items():
         assert __main__._name(code) == __main__._name(name.upper()) == name
-    with pytest.raises(FileNotFoundError, match="`python -m bench` writes them"):
-        main(["table", "--out", "no_such_folder"])
 
 
 COMPILES = {"changing_lengths": 4, "first_step": 5}
@@ -195,7 +205,7 @@ ELSEWHERE = {"roofline", "accuracy", "catalogue", "rank_accuracy", "ring_memory"
 @pytest.mark.usefixtures("in_this_process")
 @pytest.mark.parametrize("name", [name for name in MEASURES if name not in ELSEWHERE | COMPILES.keys()])
 def test_measure_runs_at_tiny_sizes(name, tmp_path, capsys) -> None:
-    """File, plot, table in the terminal, table in Markdown; numbers in every row."""
+    """File, plot, table in the terminal, page of results; numbers in every row."""
     assert main(["--small", "--out", str(tmp_path), name]) == 0
     table = capsys.readouterr().out
     files = [f"{name}.json", *(["sweep.png"] if name == "sweep" else [])]
@@ -205,17 +215,15 @@ def test_measure_runs_at_tiny_sizes(name, tmp_path, capsys) -> None:
     assert all(row["measure"] in table for row in document["rows"])
     if name == "sweep":
         assert (tmp_path / "sweep.png").read_bytes().startswith(b"\x89PNG")
-
-    assert main(["table", "--out", str(tmp_path)]) == 0
-    markdown = capsys.readouterr().out
-    assert ("| tokens" if name == "sweep" else f"`{tmp_path}/{name}.json`") in markdown
-    assert markdown.rstrip().endswith("tiny sizes.")
+    page = results_page(tmp_path)
+    assert ("| tokens" if name == "sweep" else document["rows"][0]["target"]) in page
+    assert page.rstrip().endswith("tiny sizes.")
 
 
 @pytest.mark.slow
 def test_measures_in_processes_of_their_own(tmp_path, monkeypatch, capsys) -> None:
     """From one command: a file for each, and their rows in one table; one that fails does not stop the others."""
-    names, apart = ["cache", "plan_lookup", "work_balance"], _run.run_apart
+    names, apart = ["cold_plans", "plan_lookup", "work_balance"], _run.run_apart
 
     def fail_or(function, name, small):
         return apart(os._exit, 3) if name == "plan_lookup" else apart(function, name, small)
@@ -226,12 +234,9 @@ def test_measures_in_processes_of_their_own(tmp_path, monkeypatch, capsys) -> No
     assert "plan_lookup failed: the process ended with exit code 3" in err
     assert err.endswith("failed: plan_lookup\n")
     assert "plan_lookup" not in table
-    documents = [json.loads((tmp_path / f"{name}.json").read_text()) for name in ("cache", "work_balance")]
+    documents = [json.loads((tmp_path / f"{name}.json").read_text()) for name in ("cold_plans", "work_balance")]
     assert len([*tmp_path.iterdir()]) == len(documents)
     assert all(row["measure"] in table for document in documents for row in document["rows"])
-    assert main(["table", "--out", str(tmp_path)]) == 0
-    markdown = capsys.readouterr().out
-    assert all(f"`{tmp_path}/{document['name']}.json`" in markdown for document in documents)
 
 
 def check_document(document) -> None:
@@ -273,20 +278,61 @@ def test_accuracy_measures_the_error(monkeypatch) -> None:
     assert bad.measured > 1000
 
 
-def test_python_m_bench_starts(monkeypatch, capsys) -> None:
-    monkeypatch.setattr(sys, "argv", ["bench", "--list"])
-    monkeypatch.delitem(sys.modules, "bench.__main__")
-    with pytest.raises(SystemExit) as end:
-        runpy.run_module("bench", run_name="__main__")
-    assert end.value.code == 0
-    assert capsys.readouterr().out.startswith("forward_vs_dense\t")
+def test_text_of_byte_models() -> None:
+    """A sixteenth is held out, as whole files with a 0 after each, and nothing is lost; windows do not overlap."""
+    train, validation = (bytes(side.numpy()) for side in library_text())
+    assert 1 / 16 <= len(validation) / (len(train) + len(validation)) < 1 / 12
+    files = [set(side.split(b"\0")) for side in (train, validation)]
+    assert sum(Path(argparse.__file__).read_bytes() in side for side in files) == 1
+    numbers = torch.arange(100, dtype=torch.uint8)
+    assert validation_windows(numbers, context=9, limit=4)[:, 0].tolist() == [0, 30, 60, 90]
+    assert validation_windows(numbers[:25], context=9, limit=4)[:, 0].tolist() == [0, 10]
 
 
-def test_an_answer_holds_points_beside_rows() -> None:
-    gap = Gap("speed", at_least(1), "none")
-    answer = Measure("m", lambda spec: [{"num_tokens": 1}, gap], {"spec": LONGNET_4}, {"spec": SPECS[0]}).answer(
-        small=True
-    )
-    assert answer["points"] == [{"num_tokens": 1}]
-    assert answer["rows"] == [gap.to_data()]
-    assert answer["config"]["spec"]["segment_lengths"] == SPECS[0].segment_lengths
+KIND = {
+    "aten::_scaled_dot_product_flash_attention_for_cpu_backward": "kernel",
+    **dict.fromkeys(("aten::index_select", "aten::index_copy_", "aten::copy_"), "moves"),
+    **dict.fromkeys(("aten::index_add_", "aten::add_"), "sums"),
+    "aten::lerp_": "merges",
+    **dict.fromkeys(("aten::masked_fill_", "aten::where"), "masks"),
+    "aten::fill_": "fills",
+    **dict.fromkeys(("flexdilated::tiles", "aten::as_strided")),
+}
+
+
+def test_shares_of_the_roofline_are_of_the_work_that_is_done() -> None:
+    """A run that only gathers is nearly all moves, and what was prepared does not count."""
+    assert {operator: roofline._kind(operator) for operator in KIND} == KIND
+    x, index = torch.randn(1 << 11, 2048), torch.randperm(1 << 11)
+    shares = roofline.parts_of(lambda: (x @ x.T, x)[1], lambda given: given.index_select(0, index))
+    assert set(shares) == set(roofline.KINDS)
+    assert sum(shares.values()) == pytest.approx(1.0)
+    assert shares["moves"] > 0.5
+    assert shares["kernel"] == 0.0
+
+
+def test_patterns_and_shapes_of_the_roofline(monkeypatch) -> None:
+    """Shares sum to 1, shapes count all their problems, and a pattern that is a key too wide is not timed."""
+    small = MEASURES["roofline"].small
+    patterns = roofline.roofline(**small)[0].detail["patterns"]
+    assert list(patterns) == ["forward", "backward"]
+    for figures in patterns.values():
+        assert list(figures) == ["dense", *(case.name for case in small["cases"])]
+        for figure in figures.values():
+            assert sum(figure["shares"].values()) == pytest.approx(1.0)
+            kernel = sum(figure["shares"][kind] for kind in ("useful", "beyond", "below"))
+            assert kernel == pytest.approx(figure["in_kernel"])
+    assert patterns["forward"]["dense"]["waste"] == 1.0
+    shape = roofline.Shape(8, 16, pairs=1000)
+    assert (shape.count, shape.flops(4)) == (7, 4 * 64 * 7 * 8 * 16)
+    found = [job.run(None) for job in roofline.kernel_jobs(shape)]
+    assert found[0][0].shape == (7, 1, 8, 64)
+    assert [x.shape[2] for x in found[1]] == [8, 16, 16]
+    names = [case.name for case in roofline.CASES]
+    assert len(set(names)) == len(names)
+    for case in roofline.CASES:
+        assert case.pattern(2048).bind(num_heads=2, num_queries=2048, num_keys=2048)
+    attend, wide = fd.attend, masks.local_window(left=1024, right=0)
+    monkeypatch.setattr(fd, "attend", lambda q, k, v, pattern: attend(q, k, v, wide))
+    with pytest.raises(AssertionError, match="out must be within"):
+        roofline.roofline(**{**small, "cases": (roofline.Case("narrow", "masks.local_window(left=9, right=0)"),)})

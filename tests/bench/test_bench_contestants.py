@@ -28,16 +28,13 @@ def test_window_rule_and_count(shape) -> None:
     assert torch.equal(mask_mod(0, 0, tokens[:, None], tokens[None]).expand_as(allowed[0]), allowed[0])
 
 
-def test_loop_over_branches_takes_the_kernel_of_the_device() -> None:
-    """Shapes and signature only: there is no such kernel on CPU."""
+def test_kernels_by_name() -> None:
+    """Shapes and signature only on CUDA: there is no such kernel on CPU, where others are missing."""
     q = torch.empty(1, 4, 1024, 64, dtype=torch.bfloat16, device="meta", requires_grad=True)
     out = branch_loop(TINY.as_causal(), cuda_flash)(q, q, q)
     assert out.shape == q.shape
     (grad,) = torch.autograd.grad(out.sum(), q)
     assert grad.shape == q.shape
-
-
-def test_dense_kernel_by_name() -> None:
     problem = Problem.draw(SIZE)
     check_forward(on_kernel(SDPBackend.FLASH_ATTENTION, causal=True), problem, dense(1024, causal=True))
     with pytest.raises(RuntimeError, match="No viable backend"):
@@ -68,7 +65,7 @@ def test_device_clock(monkeypatch) -> None:
 
 
 def test_contestants_that_fail_or_are_wrong() -> None:
-    """The one is left out and named, the other timed and named; a job beside them may fail too."""
+    """Failing contestants and jobs are left out and named, wrong ones are timed and named."""
     problem = Problem.draw(Size(256, num_heads=4, head_dim=16), dtype=torch.bfloat16)
 
     def broken(q, k, v):
@@ -95,10 +92,7 @@ def test_contestants_that_fail_or_are_wrong() -> None:
         assert [text.partition(":")[0] for text in marked.not_verified] == ["wrong"]
         assert found.row("r", at_least(1), "right", "beside").not_verified == ()
     assert compare(contestants, "forward", repeats=1, tolerance=None).objections == {}
-
-
-def test_rate_over_another() -> None:
-    """A rate is work a second; without work, both do the same."""
+    # A rate is work a second; without work, both do the same.
     timings = {name: _jobs.Timing(name, (seconds,)) for name, seconds in (("own", 2.0), ("peer", 6.0))}
     found = _checks.Comparison(timings, {}, {}, {})
     assert found.row("r", at_least(1), "own", "peer").measured == 3.0

@@ -6,23 +6,21 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from bench import ranks, sharding
+from bench import ranks
 from bench._jobs import Size
 from bench._processes import DiedApart, TookTooLong
 from bench._rank_steps import on_ranks
 from bench._rules import LONGNET_5, LongNet, longnet_n
 from bench._run import MEASURES
-from bench.ranks import Held, counted_calls
-from bench.sharding import Heads, keys_of_queries, least_received, shard_ranges
+from bench.ranks import Heads, Held, counted_calls, keys_of_queries, least_received, shard_ranges
 from flexdilated.distributed import Sharding
 
 ODD = LongNet("odd", (1, 100, 333, 50), (1, 3, 7, 60))  # rates that divide nothing, one above its segment
 SPECS = [longnet_n(4096).shrunk(32), LONGNET_5.shrunk(64), ODD, LONGNET_5.shrunk(64).as_causal(), ODD.as_causal()]
-specs = pytest.mark.parametrize("spec", SPECS, ids=lambda spec: spec.label)
 
 
 @pytest.mark.parametrize("order", ["contiguous", "zigzag"])
-@specs
+@pytest.mark.parametrize("spec", SPECS, ids=lambda spec: spec.label)
 def test_marks_are_those_of_the_dense_rule(spec, order) -> None:
     num_tokens = 480
     branches = spec.masks(torch.arange(num_tokens), num_tokens=num_tokens, num_heads=4)
@@ -40,31 +38,24 @@ def test_marks_are_those_of_the_dense_rule(spec, order) -> None:
                 by_kv_head[:, rows] = False
                 wanted.append(int(by_kv_head.sum()))
             assert least_received(spec, num_tokens, shards, heads) == wanted
-
-
-@pytest.mark.parametrize("spec", [spec for spec in SPECS if spec.causal], ids=lambda spec: spec.label)
-def test_keys_of_queries_are_those_of_the_dense_rule(spec) -> None:
-    for num_tokens in (100, 1000):
+    for num_tokens in (100, 1000) if spec.causal else ():
         masks = spec.masks(torch.arange(num_tokens), num_tokens=num_tokens, num_heads=5)
         assert torch.equal(sum(mask.sum((0, 2)) for mask in masks), keys_of_queries(spec, num_tokens, 5))
 
 
-def test_a_plan_that_sends_more_or_less_shows(monkeypatch) -> None:
+def test_a_plan_that_sends_or_counts_otherwise_shows(monkeypatch) -> None:
     case = longnet_n(65536).shrunk(16), 4096, 8, (Heads(4, 2),)
-    counts = sharding.token_counts
-    assert sharding.counted_row(*case).measured == 1
+    counts = ranks.token_counts
+    assert ranks.counted_row(*case).measured == 1
     more = lambda *args, **kw: {"exchange": counts(*args, **kw)["exchange"] + 1}  # noqa: E731
-    monkeypatch.setattr(sharding, "token_counts", more)
-    row = sharding.counted_row(*case)
+    monkeypatch.setattr(ranks, "token_counts", more)
+    row = ranks.counted_row(*case)
     assert row.measured > 1
     assert not row.met
-
-
-def test_work_that_is_counted_otherwise_is_refused(monkeypatch) -> None:
-    work = sharding.work_of_ranks
-    monkeypatch.setattr(sharding, "work_of_ranks", lambda *args, **kw: work(*args, **kw) + 1)
+    work = ranks.work_of_ranks
+    monkeypatch.setattr(ranks, "work_of_ranks", lambda *args, **kw: work(*args, **kw) + 1)
     with pytest.raises(AssertionError, match="the library's count must be that of the rule"):
-        list(sharding.work_balance(**MEASURES["work_balance"].small))
+        list(ranks.work_balance(**MEASURES["work_balance"].small))
 
 
 def test_held_elements() -> None:
@@ -112,24 +103,21 @@ def collectives(mesh) -> dict[str, int]:
 
 @pytest.mark.slow
 def test_ranks() -> None:
+    """Results, errors and limits; collectives are seen below an operator."""
     assert on_ranks(2, rank_and_sum, 10) == [(0, 21), (1, 21)]
     with pytest.raises(DiedApart, match="ValueError: the last rank"):
         on_ranks(3, fail_on_last, limit_s=250)
     with pytest.raises(TookTooLong, match="no result within 1 s"):
         on_ranks(2, wait_for_nobody, limit_s=1)
+    for calls in on_ranks(2, collectives):
+        gathers = "_allgather_base_" if "_allgather_base_" in calls else "allgather_"  # since torch 2.15
+        assert calls == {gathers: 2, "alltoall_base_": 1, "barrier": 1}
 
 
 def rank_and_sum(mesh, each: int) -> tuple[int, int]:
     total = torch.tensor(each + mesh.get_local_rank())
     dist.all_reduce(total)
     return mesh.get_local_rank(), int(total)
-
-
-@pytest.mark.slow
-def test_collectives_are_seen_below_an_operator() -> None:
-    for calls in on_ranks(2, collectives):
-        gathers = "_allgather_base_" if "_allgather_base_" in calls else "allgather_"  # since torch 2.15
-        assert calls == {gathers: 2, "alltoall_base_": 1, "barrier": 1}
 
 
 @pytest.mark.slow

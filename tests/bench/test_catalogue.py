@@ -25,25 +25,16 @@ PATTERNS = {name for name in PATTERNS if "." not in name} - {"full"} | {"custom"
 each_entry = pytest.mark.parametrize("entry", ENTRIES, ids=lambda entry: entry.name)
 
 
-def kind(entry: Entry) -> str:
-    return entry.name.partition(",")[0]
-
-
-def test_every_pattern_and_every_recipe_has_a_section_and_an_entry() -> None:
-    """Who adds a pattern adds it here: docs/contributing/adding_a_pattern.md says how."""
+def test_every_pattern_and_every_recipe_has_a_section_an_entry_and_pictures() -> None:
+    """docs/contributing/adding_a_pattern.md says how to add one."""
     wanted = PATTERNS | {*masks.recipes.__all__}
-    assert {kind(entry) for entry in ENTRIES} == wanted
+    assert {entry.kind for entry in ENTRIES} == wanted
     assert set(re.findall(r"^### (\w+)$", TEXT, re.MULTILINE)) == wanted
     assert len({entry.name for entry in ENTRIES}) == len(ENTRIES)
-
-
-@each_entry
-def test_an_entry_is_of_the_pattern_it_is_named_for(entry: Entry) -> None:
-    prefix = {"per_document": ".", **dict.fromkeys(masks.recipes.__all__, "recipes.")}.get(kind(entry), "masks.")
-    assert all(f"{prefix}{kind(entry)}(" in text for text in (entry.text, entry.small, entry.million or entry.text))
-
-
-def test_pictures_are_those_of_the_entries() -> None:
+    for entry in ENTRIES:
+        prefix = {"per_document": ".", **dict.fromkeys(masks.recipes.__all__, "recipes.")}.get(entry.kind, "masks.")
+        texts = entry.text, entry.small, entry.million or entry.text
+        assert all(f"{prefix}{entry.kind}(" in text for text in texts), entry.name
     names = sorted(path.name for path in PICTURES.iterdir())
     assert names == sorted([*map(file_name, ENTRIES), OVERVIEW])
     assert f"(images/catalogue/{OVERVIEW})" in TEXT

@@ -10,8 +10,7 @@ import torch
 import flexdilated as fd
 from bench import _guard
 from bench.__main__ import main
-from bench._guard import BOUND, RECORDED, check, read
-from bench._guard_cases import CASES, Pair
+from bench._guard import BOUND, CASES, RECORDED, Pair, check, read
 from flexdilated.masks.plan_cache._cache import Cache
 
 # Three times, not twice: other tests share the machine, and make either side of a ratio up to 1.3 times as slow.
@@ -73,20 +72,17 @@ def test_a_case_has_up_to_three_tries(library, plain, verdict) -> None:
     assert found.failed == (found.text == "SLOWER")
 
 
-def test_a_try_takes_turns_for_its_time(monkeypatch) -> None:
-    monkeypatch.setattr(_guard, "_SECONDS_A_TRY", 0.0)
-    library, plain = Scripted(1.0), Scripted(1.0)
-    _guard.Runs().add(Pair(library, plain))
-    assert library.runs == plain.runs == _guard._ROUNDS_A_TRY
-
-
-def test_both_jobs_of_each_case_run_and_are_recorded() -> None:
-    """A case checks its outputs itself; its times are positive."""
+def test_both_jobs_of_each_case_run_and_are_recorded(monkeypatch) -> None:
+    """A case checks its outputs itself; its times are positive; both jobs take turns."""
     assert list(read(RECORDED)) == list(CASES)
     for case in CASES.values():
         pair = case()
         assert pair.library.seconds(process_time) > 0
         assert pair.plain.seconds(process_time) > 0
+    monkeypatch.setattr(_guard, "_SECONDS_A_TRY", 0.0)
+    library, plain = Scripted(1.0), Scripted(1.0)
+    _guard.Runs().add(Pair(library, plain))
+    assert library.runs == plain.runs == _guard._ROUNDS_A_TRY
 
 
 @pytest.mark.slow
@@ -134,10 +130,10 @@ def test_recording_some_keeps_the_others(tmp_path, monkeypatch, quick) -> None:
 BAD_CALLS = {
     "a case must be one of longnet_training, ": ["nothing"],
     "a bound must be a number of at least 1; got '0.5'": ["--bound", "0.5"],
-    "which `--record` writes; there is no ": ["--file", "missing.json"],
-    "recorded ratios must be JSON; ": ["--file", "text.json"],
-    "must hold positive numbers under 'ratios'; got None": ["--file", "list.json"],
-    "must hold positive numbers under 'ratios'; got {'decoding': 0}": ["--file", "zero.json"],
+    "which `--record` writes; missing.json: FileNotFoundError": ["--file", "missing.json"],
+    "text.json: JSONDecodeError": ["--file", "text.json"],
+    "list.json: TypeError": ["--file", "list.json"],
+    "ratios must be positive; got {'decoding': 0}": ["--file", "zero.json"],
     "has no ratio of decoding; `--record` measures it": ["decoding", "--file", "empty.json"],
 }
 

@@ -2,18 +2,21 @@
 
 import json
 import shutil
-from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
 
-from bench import _compare, _guard
+from bench import _compare, _guard, _report
 from bench.__main__ import main
 from bench._measures import Gap, Row, at_least, at_most
 from bench._pages import PAGES
 from bench._report import filled, results_page
-from tests.support.measured import MEASURED
 
+MEASURED = {
+    "machine": {"cpu": "a CPU", "cores": 2, "threads": 1, "memory_gib": 4},
+    "versions": {"python": "3.11", "torch": "2.13", "flexdilated": "0"},
+    **{"commit": "abc", "date": "2026-01-02T03:04:05", "small": False},
+}
 FAST, SLOW, MISSED = (
     Row(f"LongNet, {n}K: times as fast", at_least(1.5, "×"), x) for n, x in ((1, 9), (2, 2), (3, 1.4954))
 )
@@ -47,17 +50,12 @@ def written(tmp_path: Path):
     return write
 
 
-def results_parts(results: Path) -> dict[str, str]:
-    at_a_glance = {
-        name: PAGES[Path("docs/performance.md")][name] for name in ("answers", "short", "growth", "machines")
-    }
-    return {name: part(results) for name, part in at_a_glance.items()} | {"results": results_page(results)}
+def part(results: Path, name: str, page: str = "docs/performance.md") -> str:
+    return PAGES[Path(page)][name](results).strip()
 
 
-def cells(parts: Mapping[str, str]) -> list[str]:
-    """Target, measured and met of the one line at a glance."""
-    (line,) = (line for line in parts["answers"].splitlines() if line.startswith("| `vs_branch_loop` "))
-    return [cell.strip() for cell in line.split("|")[3:-1]]
+def cells(line: str) -> list[str]:
+    return [cell.strip() for cell in line.strip("|").split("|")]
 
 
 @pytest.mark.parametrize(
@@ -73,67 +71,60 @@ def cells(parts: Mapping[str, str]) -> list[str]:
     ],
 )
 def test_a_line_a_question(written, rows, expected) -> None:
-    assert cells(results_parts(written(*rows))) == expected
+    answers = part(written(*rows), "answers").splitlines()
+    (line,) = (line for line in answers if line.startswith("| `vs_branch_loop` "))
+    assert cells(line)[2:] == expected
 
 
 def test_what_falls_short_is_said_in_full(written) -> None:
-    assert results_parts(written(FAST, MISSED, GAP, UNCHECKED))["short"].strip().splitlines() == [
+    """In README the range of figures of one kind, without those that meet the target."""
+    assert part(written(FAST, MISSED, GAP, UNCHECKED), "short").splitlines() == [
         "* `vs_branch_loop`: LongNet, 3K: times as fast: **1.495 ×**, target ≥ 1.5 ×",
         "* `vs_branch_loop`: LongNet, 4K: times as fast: **not measured: out of memory**, target ≥ 1.5 ×",
         "* `vs_branch_loop`: LongNet, 1K: peak memory: **3 MB, not verified**, target ≤ 512 MB",
     ]
-    assert results_parts(written(FAST))["short"].strip() == "Nothing: every target is met."
+    worse = Row("LongNet, 9K: times as fast", FAST.target, 1.25)
+    assert part(written(FAST, MISSED, worse, UNCHECKED), "missed", "README.md").splitlines() == [
+        "* times as fast: **1.25 to 1.495 ×** in 2 of 3 cases, target ≥ 1.5 ×",
+        "* peak memory: **3 MB**, target ≤ 512 MB",
+    ]
+    results = written(FAST, SMALL)
+    assert part(results, "short") == part(results, "missed", "README.md") == "Nothing: every target is met."
 
 
 def test_each_row_stands_on_the_page(written) -> None:
     """Words that all rows share stand once, as the title of the column."""
-    shared = results_parts(written(FAST, MISSED, GAP))["results"]
+    shared = results_page(written(FAST, MISSED, GAP))
     assert "| times as fast " in shared
-    assert [line.split("|")[4].strip() for line in shared.splitlines() if line.startswith("| LongNet")] == [
-        "yes",
-        "**no**",
-        "—",
-    ]
-    mixed = results_parts(written(FAST, UNCHECKED))["results"]
+    assert [cells(line)[3] for line in shared.splitlines() if line.startswith("| LongNet")] == ["yes", "**no**", "—"]
+    mixed = results_page(written(FAST, UNCHECKED))
     assert "| LongNet, 1K: times as fast " in mixed
     assert "**not verified**" in mixed
 
 
 def test_a_length_without_dense_attention_has_dashes(written) -> None:
-    first, _, *table = results_parts(written(FAST))["growth"].strip().splitlines()
+    first, _, *table = part(written(FAST), "growth").splitlines()
     for fact in ("Net-2", "segments 16, 32", "rates 1, 3", "; causal)", "2 heads of dim 8"):
         assert fact in first
-    _, _, both, alone = ([cell.strip() for cell in line.strip("|").split("|")] for line in table)
+    _, _, both, alone = map(cells, table)
     assert both == ["1K", *["0.25 s", "0.5 s"] * 2, *["1,024 MiB"] * 2]
     assert alone == ["2K", *["0.75 s", "—"] * 2, "2,048 MiB", "—"]
 
 
 def test_readme_says_what_the_longest_length_takes(written) -> None:
     """And beside it how fast those are that compute the same."""
-    part = PAGES[Path("README.md")]["sizes"]
     results = written(FAST, MISSED)
     measures = {"mixture": 55.4, "union": 31.8}
     rows = [{"measure": f"LongNet, full, 8K, {kind}, forward", "measured": gain} for kind, gain in measures.items()]
     found = {"rows": rows, "config": {"size": {"num_tokens": 8192}}}
     (results / "vs_flex_attention.json").write_text(json.dumps(found))
-    told = part(results)
+    told = part(results, "sizes", "README.md")
     assert "over 1K tokens takes 0.25 s forward, where dense attention takes 0.5 s: 2 times as fast" in told
     # Of two heads, causal: 64 segments of 16 * 17 / 2 pairs, and 32 of 11 * 12 / 2, over 1024 ** 2.
     assert "by computing 1 % of the pairs" in told
     assert "1.495 to 9 × as fast as torchscale's loop" in told
     assert "32 × (of a union of branches) and 55 × (of their mixture)" in told
     assert "8K tokens, forward" in told
-
-
-def test_readme_says_what_misses_its_target(written) -> None:
-    """Of figures of one kind their range, without those that meet the target."""
-    part = PAGES[Path("README.md")]["missed"]
-    assert part(written(FAST, SMALL)) == "Nothing: every target is met."
-    worse = Row("LongNet, 9K: times as fast", FAST.target, 1.25)
-    assert part(written(FAST, MISSED, worse, UNCHECKED)).splitlines() == [
-        "* times as fast: **1.25 to 1.495 ×** in 2 of 3 cases, target ≥ 1.5 ×",
-        "* peak memory: **3 MB**, target ≤ 512 MB",
-    ]
 
 
 def test_pages_are_written_between_their_marks(tmp_path: Path, monkeypatch, capsys) -> None:
@@ -148,7 +139,7 @@ def test_pages_are_written_between_their_marks(tmp_path: Path, monkeypatch, caps
     shutil.copytree(results, tmp_path / "bench/results")
     for path, text in pages.items():
         (tmp_path / path).parent.mkdir(exist_ok=True)
-        (tmp_path / path).write_text(text.replace("| yes ", "| perhaps ").replace("waste 1.", "waste 9."), "utf-8")
+        (tmp_path / path).write_text(_report._MARK.sub(r"\1old\n\3", text), "utf-8")
     monkeypatch.chdir(tmp_path)
     assert main(["pages"]) == 0
     assert {path: path.read_text(encoding="utf-8") for path in pages} == pages
@@ -160,24 +151,18 @@ def test_pages_are_written_between_their_marks(tmp_path: Path, monkeypatch, caps
     assert {path: path.read_text(encoding="utf-8") for path in pages} == pages
 
 
-def test_marks_must_be_those_of_the_parts() -> None:
+def test_marks_and_words_of_pages() -> None:
+    """Marks are those of the parts; bounds and durations in words are those of the code and of the results."""
     text = "a\n<!-- one -->\nold\n<!-- end one -->\nb\n"
     assert filled(text, {"one": "new"}) == "a\n<!-- one -->\nnew\n<!-- end one -->\nb\n"
     with pytest.raises(ValueError, match=r"got marks \['one'\] for parts \['one', 'two'\]"):
         filled(text, {"one": "new", "two": "x"})
-
-
-def test_the_page_of_benchmarks_names_the_bounds() -> None:
     text = Path("docs/contributing/benchmarks.md").read_text(encoding="utf-8")
     assert f"the bound, {_compare.BOUND:g} unless you say otherwise" in " ".join(text.split())
     assert f"It may be {_guard.BOUND:g} times the ratio" in text
     assert f"{_compare.LEAST_NOISE:.0%}".replace("%", " %") in text
-
-
-def test_readme_and_start_say_how_long_their_commands_take() -> None:
-    rows = {
-        row["measure"]: row["measured"] for row in json.loads(Path("bench/results/commands.json").read_text())["rows"]
-    }
+    found = json.loads(Path("bench/results/commands.json").read_text())["rows"]
+    rows = {row["measure"]: row["measured"] for row in found}
     for page in ("README.md", "docs/index.md"):
         text = Path(page).read_text(encoding="utf-8")
         for command in ("make demo", "make test"):
