@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask
 
 from flexdilated import masks
-from flexdilated.engines._call_key import CallKey
+from flexdilated.engines._call import Call
 from flexdilated.engines.tiles._tiles_op import _programs
 from flexdilated.masks.planning._planner import plan
 
@@ -115,7 +115,7 @@ def _prepared_build(spec: LongNet, size: Size) -> Callable[[], object]:
 def planned_call(pattern: masks.Pattern | masks.Mixture, num_heads: int, num_tokens: int) -> object:
     """The program that every call of the tiles engine looks up, planned where it is not cached."""
     sizes = (num_heads, num_heads, num_tokens, num_tokens, 0, 0, 0, num_heads, 1)
-    return _programs(CallKey(pattern.text, *sizes, (128, 128)), [], 1)[0][1]
+    return _programs(Call(pattern.text, *sizes, (128, 128)), [], 1)[0][1]
 
 
 @measure("C6", spec=LONGNET_5.shrunk(32).as_causal(), size=Size(2048, num_heads=16, repeats=3), lookups=100)

@@ -14,7 +14,7 @@ from torch.profiler import ProfilerActivity, profile
 
 import flexdilated as fd
 from flexdilated import masks
-from flexdilated.engines import CallKey, FlexSide, allowed_on, make_flex_program, merge
+from flexdilated.engines import Call, FlexSide, allowed_on, make_flex_program, merge
 from flexdilated.engines.flex import let_trace
 from flexdilated.engines.kernels._kernel import flash_backward, flash_forward
 from flexdilated.masks.planning._planner import plan
@@ -228,7 +228,7 @@ def _kind(name: str) -> str | None:
 def beside_attention(spec: LongNet, problem: Problem) -> tuple[tuple[Job, Job], int]:
     """The flex engine's compiled steps without attention, gathers and merge, and the bytes that it gathers."""
     (batch, heads, tokens, dim), device = problem.q.shape, problem.q.device
-    key = CallKey(spec.pattern().text, heads, heads, tokens, tokens, 0, 0, 0, heads, 1, ())
+    key = Call(spec.pattern().text, heads, heads, tokens, tokens, 0, 0, 0, heads, 1, ())
     best = key.plan(device=device, allowed=allowed_on(torch.device("cuda")))
     options = {"num_kv_heads": heads, "block_size": key.sides, "device": device}
     steps = make_flex_program(best, key.layout, **options).steps

@@ -26,7 +26,7 @@ from ._validate import (
     resolve_scale,
     run_time_tensors,
 )
-from .engines import CallKey, ScoreMod, is_transformed, padded_rows, run
+from .engines import Call, ScoreMod, is_transformed, padded_rows, run
 from .masks import Layout, Mixture, Pattern
 from .masks.core import advises, require_bool, require_expression
 from .masks.planning import block_sides
@@ -203,7 +203,7 @@ def planned_call(
     layout: Layout | None,
     block_size: int | tuple[int, int] | None,
     **where: Any,
-) -> tuple[CallKey, list[Tensor], float]:
+) -> tuple[Call, list[Tensor], float]:
     """(the call as plain values, its run-time tensors ordered by name, the scale), after checks.
 
     where: q_offset, k_offset, head_offset and num_heads_global, as in `attend`.
@@ -213,7 +213,7 @@ def planned_call(
     tensors = run_time_tensors(pattern, bindings, has_values=not q.is_meta)
     where |= {"num_heads_global": heads, "rate": 1 if layout is None else layout.rate}
     where["block_size"] = () if block_size is None else block_sides(block_size)
-    call = CallKey.at(q, k, pattern.unpadded.text, **where)
+    call = Call.at(q, k, pattern.unpadded.text, **where)
     return call, tensors, resolve_scale(scale, q.shape[-1])
 
 
@@ -241,7 +241,7 @@ def _knows_autocast(kind: str) -> bool:
     return torch.amp.is_autocast_available(kind)
 
 
-def _pad(out: Tensor, lse: Tensor, pattern: Pattern | Mixture, call: CallKey) -> tuple[Tensor, Tensor]:
+def _pad(out: Tensor, lse: Tensor, pattern: Pattern | Mixture, call: Call) -> tuple[Tensor, Tensor]:
     """Include the zero keys of the pattern's padding in each row."""
     slots = torch.arange(call.num_queries, device=out.device) if call.rate == 1 else call.layout.positions(out.device)
     sizes = {"num_heads": call.num_heads_global, "num_tokens": call.num_keys}

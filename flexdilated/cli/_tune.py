@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 from tabulate import tabulate
 
-from ..engines import CallKey, TuningKey
+from ..engines import Call, TuningKey
 from ..masks.core import seconds_text
 from ..masks.planning import Machine, MachineKey, Measured, forget_machines, stored_path, write_json
 from ..tuning import KINDS, Inputs, Trialled, Trials, keep, measure, measure_machine
@@ -125,7 +125,7 @@ def _remembered(asked: AskedPattern, kv_heads: int, x: Inputs, found: Trials, *,
     if asked.pattern.varies:
         return "Not stored: each batch of run-time tensors is another rule."
     heads, tokens = asked.num_heads, asked.num_tokens
-    call = CallKey(asked.pattern.text, heads, kv_heads, tokens, tokens, 0, 0, 0, heads, 1, ())
+    call = Call(asked.pattern.text, heads, kv_heads, tokens, tokens, 0, 0, 0, heads, 1, ())
     path = keep(TuningKey.of(call, x.q), found, backward=backward)
     return f"Stored in {path}." if path else "Not stored: run `python -m flexdilated tune` once before."
 

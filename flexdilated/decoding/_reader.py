@@ -11,7 +11,7 @@ from .._validate import resolve_scale
 from ..engines import (
     MOST_ROWS,
     Branch,
-    CallKey,
+    Call,
     GroupedBranch,
     branch_rules,
     group_heads,
@@ -131,7 +131,7 @@ class Reader:
         earliest = min(keys.start, first)
         shift = earliest - earliest % self._period if self._period else 0
         k, v = k[:, :, slots], v[:, :, slots]
-        call = CallKey.at(
+        call = Call.at(
             q,
             k,
             self.pattern.text,

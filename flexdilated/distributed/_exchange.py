@@ -16,7 +16,7 @@ from torch import Tensor
 
 from .._torch_private import graph_constant
 from ..engines import (
-    CallKey,
+    Call,
     WholeRows,
     add_sinks,
     copies,
@@ -173,7 +173,7 @@ class ExchangeCall(PlainCall):
             return q + nothing, q.sum(-1).to(sum_dtype(q)) + nothing
         where = {"head_offset": self.head_offset, "num_heads_global": self.num_heads_global}
         placement = _placement(tuple(self), q.shape[1], k.shape[1], bindings)
-        call = CallKey.at(q, k_all, self.pattern, **where, block_size=self.block_size, placement=placement)
+        call = Call.at(q, k_all, self.pattern, **where, block_size=self.block_size, placement=placement)
         return run(self.engine, q, k_all, v_all, sinks, bindings, call, self.scale, return_lse=return_lse)
 
 

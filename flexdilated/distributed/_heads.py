@@ -18,7 +18,7 @@ from torch import Tensor
 from .._attend import autocast
 from .._engines import choose_engine
 from .._validate import check_sinks, check_sizes, check_zero_keys, resolve_scale, run_time_tensors
-from ..engines import CallKey, ScoreMod, nothing, own_op, padded_rows, run, sum_dtype
+from ..engines import Call, ScoreMod, nothing, own_op, padded_rows, run, sum_dtype
 from ..masks import Mixture, Pattern
 from ..masks.core import require_expression
 from ..masks.planning import block_sides
@@ -112,7 +112,7 @@ def attend_heads(
     k, v = (_as_read(x, split.read_by(ranks.rank)) for x in (k, v))
     # Keys and values may be float32, so that their gradients are.
     sides = () if block_size is None else block_sides(block_size)
-    call = CallKey.at(q, k, pattern.text, head_offset=first[0], num_heads_global=heads, block_size=sides)
+    call = Call.at(q, k, pattern.text, head_offset=first[0], num_heads_global=heads, block_size=sides)
     options |= {"return_lse": needs_lse}
     out, lse = run(chosen, q, k, v, options.pop("sinks"), tensors, call, resolve_scale(scale, q.shape[-1]), **options)
     back = (encoded([split.queries]), [split.num_heads], numbers, ranks.name)

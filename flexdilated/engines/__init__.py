@@ -1,6 +1,6 @@
 """Engines, which compute attention from a plan: programs, gathers, lse merges, custom ops and the dense reference."""
 
-from ._call_key import CallKey
+from ._call import Call
 from ._gather import merge_, side_of
 from ._merge import WholeRows, add_sinks, merge, nothing, padded_rows, sum_dtype, with_sinks, with_zero_keys
 from ._ops import (
@@ -19,6 +19,7 @@ from ._ops import (
 )
 from ._placed_call import PlacedCall, placed_engine
 from ._reference import modified_scores, multiplicity, reference_attention
+from ._rows import MOST_ROWS, Branch, GroupedBranch, branch_rules, group_heads, row_forward, row_parts
 from ._run import run
 from ._score_mod import ScoreMod, probe
 from ._tuned import TuningKey, TuningResult, chosen, num_measured, remember, result_of
@@ -36,10 +37,9 @@ from .flex import (
     options_text,
     run_flex,
 )
-from .rows import MOST_ROWS, Branch, GroupedBranch, branch_rules, group_heads, row_forward, row_parts
 from .tiles import (
     GATHERED_BYTES,
-    Calls,
+    KernelCalls,
     Program,
     Step,
     make_program,

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from ..masks.core import device_kind
 from ..masks.orders import Placement
-from ._call_key import CallKey
+from ._call import Call
 from ._merge import WholeRows
 from ._run import run
 from .tiles._tiles_op import attention, gradients
@@ -62,10 +62,10 @@ class PlacedCall:
         dq, dk, dv = torch.autograd.grad((part, part_lse), (q, k, v), sent)
         return dq, dk, dv
 
-    def key(self, q: Tensor, k: Tensor) -> CallKey:
+    def key(self, q: Tensor, k: Tensor) -> Call:
         """The call of these tensors."""
         heads = {"head_offset": self.head_offset, "num_heads_global": self.num_heads_global}
-        return CallKey.at(q, k, self.pattern, **heads, block_size=self.sides, placement=self.placement.text)
+        return Call.at(q, k, self.pattern, **heads, block_size=self.sides, placement=self.placement.text)
 
 
 def placed_engine(engine: str, device: torch.device) -> str:

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from ..masks import Layout
 from ..masks.core import plans
-from ._call_key import CallKey
+from ._call import Call
 from ._merge import nothing, sum_dtype
 from ._reference import reference_attention
 from ._score_mod import ScoreMod
@@ -24,7 +24,7 @@ def run(
     v: Float[Tensor, "B G M D"],
     sinks: Float[Tensor, " H"] | None,
     bindings: list[Tensor],
-    call: CallKey,
+    call: Call,
     scale: float,
     *,
     score_mod: ScoreMod | None = None,
@@ -54,7 +54,7 @@ def _reference(
     v: Tensor,
     sinks: Tensor | None,
     bindings: list[Tensor],
-    call: CallKey,
+    call: Call,
     scale: float,
     score_mod: ScoreMod | None,
 ) -> tuple[Tensor, Tensor]:

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ..masks.planning import BUILTIN, Choice, machine_of, write_json
 from ..masks.text import read_json
-from ._call_key import CallKey
+from ._call import Call
 
 FORMAT, VERSION = "flexdilated choices", 1
 _MOST_STORED = 1000
@@ -21,13 +21,13 @@ _log = logging.getLogger("flexdilated")
 class TuningKey(NamedTuple):
     """Key of a measurement: the call, the kind of device, the dtype and the head dim."""
 
-    call: CallKey
+    call: Call
     kind: str
     dtype: str
     head_dim: int
 
     @classmethod
-    def of(cls, call: CallKey, q: Tensor) -> TuningKey:
+    def of(cls, call: Call, q: Tensor) -> TuningKey:
         return cls(call, q.device.type, str(q.dtype), int(q.shape[-1]))  # symbolic in a trace
 
 
@@ -43,7 +43,7 @@ _results: dict[TuningKey, TuningResult] = {}
 _sources: set[str] = set()
 
 
-def chosen(call: CallKey, q: Tensor) -> Choice | None:
+def chosen(call: Call, q: Tensor) -> Choice | None:
     """The fastest measured choice for a call; None if it was not measured."""
     source = machine_of(q.device.type).source
     if source not in _sources:
@@ -128,7 +128,7 @@ def _from_data(data: Any) -> dict[TuningKey, TuningResult]:
         pattern, *numbers, block_size, placement = each["call"]
         ways = tuple((str(layout), tuple(map(int, sides))) for layout, sides in each["ways"])
         choice = Choice(bool(each["together"]), ways)
-        call = CallKey._make((str(pattern), *map(int, numbers), tuple(map(int, block_size)), str(placement)))
+        call = Call._make((str(pattern), *map(int, numbers), tuple(map(int, block_size)), str(placement)))
         key = TuningKey(call, str(kind), str(dtype), int(head_dim))
         read[key] = TuningResult(choice, bool(each["backward"]))
     return read

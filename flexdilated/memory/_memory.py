@@ -15,7 +15,7 @@ from torch import Tensor
 from .._torch_private import TorchDispatchMode, tree_map_only
 from ..engines import (
     GATHERED_BYTES,
-    CallKey,
+    Call,
     FlexProgram,
     FlexStep,
     Program,
@@ -191,10 +191,10 @@ def attention_memory(pattern: Expression, size: AttentionSize, *, device: str = 
     return smaller.at(size.num_tokens, larger, tokens)
 
 
-def _key(pattern: Expression, size: AttentionSize) -> CallKey:
+def _key(pattern: Expression, size: AttentionSize) -> Call:
     pattern.check_heads(size.num_heads)
     heads, tokens = (size.num_heads, size.kv_heads), (size.num_tokens, size.num_tokens)
-    return CallKey(pattern.text, *heads, *tokens, 0, 0, 0, size.num_heads, 1, ())
+    return Call(pattern.text, *heads, *tokens, 0, 0, 0, size.num_heads, 1, ())
 
 
 def _allowed(device: str) -> Allowed:

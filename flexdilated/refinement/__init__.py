@@ -1,5 +1,4 @@
 """Patterns that follow training: attention mass of blocks, its moving average, and refinement of block lists."""
 
 from ._block_mass import block_mass, pooled_scores
-from ._importance_tracker import ImportanceTracker
-from ._refine import Refinement, refine
+from ._refine import ImportanceTracker, Refinement, refine

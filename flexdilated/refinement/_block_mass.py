@@ -13,7 +13,7 @@ from torch.nn.functional import pad
 
 from .._attend import autocast, planned_call
 from .._validate import check_lse, check_tensors, resolve_scale
-from ..engines import CallKey, refuse_transforms, sum_dtype
+from ..engines import Call, refuse_transforms, sum_dtype
 from ..masks import Bound, Mixture, Pattern
 from ..masks.blocks import Blocks
 from ..masks.core import Expression, advises, plans, require_expression
@@ -193,7 +193,7 @@ class _Operands:
 
 
 @plans
-def _rules(call: CallKey, tensors: list[Tensor], batch: int) -> list[tuple[slice, Expression]]:
+def _rules(call: Call, tensors: list[Tensor], batch: int) -> list[tuple[slice, Expression]]:
     return alike(call.rules(tensors), batch)
 
 

@@ -7,6 +7,6 @@ and has the distillation loss; `_selected_cache` does so token by token. `recipe
 
 from . import recipes
 from ._choose import Threshold, TopK, TopP
-from ._pools import Pools
+from ._scores import Pools
 from ._selected_attention import SelectedAttention
 from ._selector import BlockSelector, Selection

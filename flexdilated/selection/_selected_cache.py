@@ -15,9 +15,8 @@ from ..masks import Pattern, causal
 from ..masks.core import require_int
 from ..masks.needs import RowSource
 from ._boxes import HeadRule
-from ._pools import Pools, pools_of
 from ._reading import Reading
-from ._scores import Scorer
+from ._scores import Pools, Scorer, pools_of
 from ._select_op import choose_blocks
 from ._selector import BlockSelector, is_causal
 

@@ -15,11 +15,9 @@ from ..masks import Pattern, causal
 from ..masks.core import Extent, advises, every, require_bool, require_choice, require_int
 from ..masks.needs import RowSource, later_pair
 from ..masks.patterns import RunTime, blank, names, run_time_leaves
-from ._call import SelectionCall
 from ._choose import Threshold, TopK, TopP
-from ._pools import Pools, pools_of, summaries
-from ._scores import LOGS
-from ._select_op import select_blocks, selection_sides
+from ._scores import LOGS, Pools, pools_of, summaries
+from ._select_op import SelectionCall, select_blocks, selection_sides
 
 # B batch, H query heads, G key/value heads, N queries, M keys, D head dim, T tables, R rows, C blocks of keys
 

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from .. import _torch_private
 from ..engines import (
-    CallKey,
+    Call,
     TuningKey,
     TuningResult,
     WholeRows,
@@ -301,7 +301,7 @@ def _label(each: Trialled, many: bool) -> str:
 _log = logging.getLogger("flexdilated")
 
 
-def autotune(call: CallKey, q: Tensor, k: Tensor, v: Tensor, *, engine: str, has_bindings: bool) -> None:
+def autotune(call: Call, q: Tensor, k: Tensor, v: Tensor, *, engine: str, has_bindings: bool) -> None:
     """Measure the options for this call, unless a result is stored, and store the fastest.
 
     Measures forward and backward if q, k or v requires a gradient, else forward. Measures nothing while a graph is

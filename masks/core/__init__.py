@@ -2,7 +2,7 @@
 
 from ._advice import HEADS, LENGTH, OF_PATTERNS, WIDTH, advises, instead_of_pattern, no_such_name, renamed
 from ._algebra import And, Composite, Every, Not, OnePart, Or, both, both_bounds, common_period, every, full
-from ._ambient import own_modes, plans
+from ._ambient import TILE, device_kind, own_modes, plans
 from ._bound import EMPTY, FULL, PARTIAL, Bound, Extent
 from ._box import (
     EXACT_RUNS,
@@ -33,8 +33,27 @@ from ._box_parts import (
     numbered,
     residue_factors,
 )
-from ._check import LARGEST, require_below, require_bool, require_choice, require_finite, require_int, shown
-from ._devices import TILE, device_kind
+from ._check import (
+    CALL,
+    CUT,
+    LARGEST,
+    LONGEST,
+    QUOTED,
+    Phrase,
+    bytes_text,
+    call,
+    require_below,
+    require_bool,
+    require_choice,
+    require_finite,
+    require_int,
+    round_places,
+    seconds_text,
+    shortened,
+    shown,
+    tokens_format,
+    tokens_text,
+)
 from ._expression import CONSTRUCTORS, DEEPEST, KINDS, constructor, pattern_kind
 from ._pattern import (
     Expression,
@@ -50,17 +69,3 @@ from ._pattern import (
 from ._per_head import HeadGroups, PerHead, head_groups, per_head
 from ._ranges import Ranges, among, as_ranges, intersect, joined_intervals, ranges_of, union_of, within
 from ._reason import Pair, Reason, listing, span
-from ._spelling import (
-    CALL,
-    CUT,
-    LONGEST,
-    QUOTED,
-    Phrase,
-    bytes_text,
-    call,
-    round_places,
-    seconds_text,
-    shortened,
-    tokens_format,
-    tokens_text,
-)

@@ -12,12 +12,11 @@ import torch
 from torch import Tensor
 
 from ._box import Bounds, Box, Squares
-from ._check import LARGEST
+from ._check import AND, LARGEST, NOT, OR, Phrase, chain
 from ._expression import DEEPEST, KINDS, constructor, pattern_kind
 from ._pattern import MaskMod, Pattern, require_set_patterns
 from ._ranges import Ranges, as_ranges, intersect_all, unite
 from ._reason import Pair, Reason, listing
-from ._spelling import AND, NOT, OR, Phrase, chain
 
 
 @dataclass(frozen=True)

@@ -1,6 +1,12 @@
 """Checks on parameters, with errors that state the rule and the value."""
 
+from __future__ import annotations
+
+import re
 import sys
+from collections.abc import Callable, Collection, Iterable
+from dataclasses import dataclass
+from itertools import count
 
 from torch import SymInt
 
@@ -59,3 +65,89 @@ def shown(value: object) -> str:
     if isinstance(value, int) and abs(value) > 1e40:
         return f"an integer of {value.bit_length()} bits"
     return f"{value!r:.80}"
+
+
+# From the loosest to the tightest, as in Python: `+` binds tighter than `&`, and `&` tighter than `|`.
+OR, AND, SUM, NOT, CALL = range(5)
+_OPERATORS = {OR: " | ", AND: " & ", SUM: " + "}
+
+# A longer text is cut: nobody reads it, and a table of blocks would fill the screen.
+LONGEST = 4096
+CUT = "…"
+QUOTED = 1000  # characters quoted from another error
+_LONG, _EVEN = 1 << 12, 1 << 6  # windows at least _LONG, or a multiple of _EVEN, have ticks at powers of two
+_LAST_WORD = re.compile(r"[^\s,()\[\]]+$")
+
+
+@dataclass(frozen=True)
+class Phrase:
+    """Text of an expression, with the precedence of its outermost operator."""
+
+    text: str
+    binding: int = CALL
+
+    def inside(self, binding: int) -> str:
+        """Text as an operand, in parentheses if its operator is looser than `binding`."""
+        return self.text if self.binding >= binding else f"({self.text})"
+
+
+def call(name: str, /, *values: object, **named: object) -> Phrase:
+    """Phrase of a call of this constructor."""
+    arguments = [*map(repr, values), *(f"{key}={value!r}" for key, value in named.items())]
+    return Phrase(f"{name}({', '.join(arguments)})")
+
+
+def chain(phrases: Iterable[Phrase], operator: int) -> Phrase:
+    """Phrases joined by one operator; a single one is returned unchanged."""
+    first, *others = phrases
+    if not others:
+        return first
+    return Phrase(_OPERATORS[operator].join(each.inside(operator) for each in (first, *others)), operator)
+
+
+def shortened(text: str, longest: int = LONGEST) -> str:
+    """The text, or the whole words of its first `longest` characters and a mark that it was cut."""
+    if len(text) <= longest:
+        return text
+    words = _LAST_WORD.sub("", text[: longest + 1])[:longest]
+    return f"{words or text[:longest]}{CUT}"
+
+
+def bytes_text(number: float) -> str:
+    """Three digits and a binary unit."""
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if abs(number) < 1000:
+            return f"{number:.0f} {unit}" if unit == "B" or number >= 100 else f"{number:.3g} {unit}"
+        number /= 1024
+    return f"{number:,.0f} TiB" if number >= 100 else f"{number:.3g} TiB"
+
+
+def seconds_text(number: float) -> str:
+    """Three digits and a unit."""
+    unit, size = next(((unit, size) for unit, size in (("s", 1.0), ("ms", 1e-3)) if number >= size), ("us", 1e-6))
+    return f"{number / size:,.0f} {unit}" if number / size >= 100 else f"{number / size:.3g} {unit}"
+
+
+def tokens_format(numbers: Collection[int]) -> Callable[[int], str]:
+    """Formatter of these numbers of tokens in one unit: the largest of 1M, 1K and 1 that divides them all."""
+    units = (("M", 1 << 20), ("K", 1 << 10))
+    divides = ((unit, size) for unit, size in units if all(number % size == 0 for number in numbers))
+    unit, size = next(divides, ("", 1))
+    return lambda number: f"{number // size:,}{unit}" if number else "0"
+
+
+def tokens_text(number: int) -> str:
+    """16384 as 16K, 1048576 as 1M; other numbers in full."""
+    return tokens_format((number,))(number)
+
+
+def round_places(window: range, most: int) -> range:
+    """Multiples of the smallest round step that divides the window into at most `most` steps; includes a round end.
+
+    Steps are powers of two for windows of at least 4096 slots or a multiple of 64, else 1, 2 or 5 times powers of 10.
+    """
+    binary = len(window) >= _LONG or len(window) % _EVEN == 0
+    base, factors = (2, (1,)) if binary else (10, (1, 2, 5))
+    steps = (factor * base**power for power in count() for factor in factors)
+    step = next(step for step in steps if len(window) <= max(most, 1) * step)
+    return range(-(-window.start // step) * step, window.stop + 1, step)

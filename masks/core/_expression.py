@@ -16,7 +16,7 @@ from torch import Tensor
 from ._advice import OF_PATTERNS, advises, no_operand, no_such_attribute
 from ._ambient import plans
 from ._bound import Bound, Extent
-from ._spelling import Phrase, call, shortened
+from ._check import Phrase, call, shortened
 
 if TYPE_CHECKING:
     from ._pattern import Mixture, Pattern

@@ -10,10 +10,10 @@ from torch import Tensor
 from ._advice import advises
 from ._algebra import Composite, either
 from ._box import Bounds, Box, Squares
+from ._check import Phrase
 from ._expression import constructor, pattern_kind
 from ._pattern import MaskMod, Pattern, require_set_patterns
 from ._reason import Pair, Reason, span
-from ._spelling import Phrase
 
 
 @dataclass(frozen=True)

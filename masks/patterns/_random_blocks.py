@@ -21,7 +21,7 @@ from ..core import (
     require_int,
     within,
 )
-from ._block_table import BlockTable, TableRule, keys_of_blocks, padded
+from ._block_list import BlockTable, TableRule, keys_of_blocks, padded
 
 _TABLES_KEPT = 8
 _ROWS_KEPT = 64  # of the heads of a decoding step

@@ -14,8 +14,17 @@ import torch
 
 from ..core import Expression, bytes_text, own_modes, require_expression
 from ..patterns import as_written
-from ._cache_stats import DEFAULT_ENTRIES, CacheStats, Holding, Limits, bytes_from_environment, entries_from_environment
-from ._debug_log import debug_wanted, log, pattern_text
+from ._cache_stats import (
+    DEFAULT_ENTRIES,
+    CacheStats,
+    Holding,
+    Limits,
+    bytes_from_environment,
+    debug_wanted,
+    entries_from_environment,
+    log,
+    pattern_text,
+)
 
 T = TypeVar("T")
 

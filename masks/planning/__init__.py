@@ -1,11 +1,20 @@
 """Planning: the options to compute a pattern, their costs, the choice; and its BlockMask."""
 
-from ._block_mask import block_mask, block_sides, bound_blocks, entry_terms, layout, term_blocks, term_mask
+from ._block_mask import (
+    Snapped,
+    block_mask,
+    block_sides,
+    bound_blocks,
+    entry_terms,
+    layout,
+    snapped,
+    term_blocks,
+    term_mask,
+)
 from ._cost import SLOTS_AT_ONCE, Operands, computed_pairs, cost_of
 from ._options import ANYTHING, Allowed, Candidates, Choice, in_other_blocks, takes_mask, way_of
 from ._placed import plan_at
 from ._planner import Option, Plan, plan, recommended_layout
-from ._snapped import Snapped, snapped
 from .lowering import (
     CountedPairs,
     IntervalTerm,

@@ -1,4 +1,3 @@
 """Patterns as text: JSON, and printed expressions."""
 
-from ._json import from_json, kept_functions, read_json, read_text, to_json
-from ._parse import parse
+from ._json import from_json, kept_functions, parse, read_json, read_text, to_json

@@ -1,9 +1,31 @@
 """Patterns as JSON, for checkpoints and custom ops."""
 
+from __future__ import annotations
+
+import ast
+import inspect
 import json
+import operator
+import re
+from collections.abc import Callable, Iterator, Sequence
+from difflib import get_close_matches
+from functools import reduce
 from typing import Any, NoReturn
 
-from ..core import DEEPEST, KINDS, QUOTED, Expression, Mixture, Pattern, advises, require_expression, shortened
+from ..core import (
+    CONSTRUCTORS,
+    CUT,
+    DEEPEST,
+    KINDS,
+    LONGEST,
+    QUOTED,
+    Expression,
+    Mixture,
+    Pattern,
+    advises,
+    require_expression,
+    shortened,
+)
 
 
 @advises()
@@ -117,3 +139,219 @@ def _finite(text: str) -> float:
 
 def _no_constant(text: str) -> NoReturn:
     raise ValueError(f"a number must be finite; got {text}")
+
+
+_METHODS = ("after", "per_document")
+_PREFIX = "masks."
+_MOST_BRACKETS = 2 * DEEPEST + 4  # printing uses up to two brackets per level, four for a block list
+_LARGEST = 2**63 - 1
+_AROUND = 40  # characters that an error shows before and after its place
+# Permitted text. Each character matches in one way only, so matching takes linear time.
+_STRINGS = r"""'[^'\\\n\ud800-\udfff]*'|"[^"\\\n\ud800-\udfff]*\""""
+_READABLE = re.compile(rf"(?:{_STRINGS}|[\w\s~&|+\-()\[\],=.])*", re.ASCII)
+_WORDS = re.compile(rf"{_STRINGS}|[A-Za-z_]\w*|(\d[\w.]*)|([(\[])|([)\]])", re.ASCII)
+_INTEGER = re.compile(r"\d+(_\d+)*", re.ASCII)
+
+
+@advises()
+def parse(text: str) -> Pattern | Mixture:
+    """Read a pattern or mixture from an expression such as `longnet([2048, 4096], [1, 2]) & causal()`.
+
+    An expression calls the constructors of this package, with positional or keyword arguments, and combines patterns
+    by `~`, `+`, `&` and `|` with Python's precedence. It is parsed, never run. Raises ValueError for any other text,
+    with a caret at the error; an expression has at most 4096 characters and nests at most 68 brackets, more than any
+    printed pattern.
+
+    >>> masks.parse('local_window(left=127, right=0) | first_tokens(4)')
+    local_window(left=127, right=0) | first_tokens(4)
+    """
+    if not isinstance(text, str):
+        raise TypeError(f"an expression must be a string; got {type(text).__name__}")
+    if len(text) > LONGEST:
+        raise ValueError(f"an expression must have at most {LONGEST} characters; got {len(text)}")
+    value = _Text(text).value()
+    if not isinstance(value, Pattern | Mixture):
+        raise ValueError(f"an expression must give a pattern; {text[:80]!r} gives {value!r:.80}")
+    return value
+
+
+class _Text:
+    """Text of an expression: evaluates its syntax tree, and raises errors that point into the text."""
+
+    def __init__(self, text: str) -> None:
+        self._text = text
+        self._line = re.sub(r"\s", " ", text, flags=re.ASCII)
+        self._margin = len(text) - len(self._line.lstrip(" "))
+
+    def value(self) -> object:
+        self._require_readable()
+        try:
+            return self._of(ast.parse(self._line[self._margin :], mode="eval").body)
+        except SyntaxError as error:
+            if not error.offset:
+                raise self._error(len(self._text), "a pattern or a value should stand here; got the end") from None
+            raise self._error(min(self._margin + error.offset - 1, len(self._text)), error.msg) from None
+        except (RecursionError, MemoryError):
+            raise self._error(0, "an expression must nest less deep") from None
+
+    def _require_readable(self) -> None:
+        match = _READABLE.match(self._text)
+        assert match is not None, "it matches nothing at least"
+        if match.end() < len(self._text):
+            raise self._error(match.end(), _unreadable(self._text[match.end()]))
+        depth = 0
+        for word in _WORDS.finditer(self._text):
+            number, opening, closing = word.groups(default="")
+            depth += bool(opening) - bool(closing)
+            if depth > _MOST_BRACKETS:
+                raise self._error(word.start(), f"brackets must nest at most {_MOST_BRACKETS} deep")
+            if number and not _INTEGER.fullmatch(number):
+                raise self._error(word.start(), f"a number must be an integer such as 2_048; got {number:.40}")
+            if number and int(number) > _LARGEST:
+                says = f"a number must be at most 2**63 - 1; got one of {len(number)} characters"
+                raise self._error(word.start(), says)
+
+    def _of(self, node: ast.expr) -> object:
+        match node:
+            case ast.Constant(str() as value):
+                if self._text[self._index(node.col_offset) + 1 : self._end(node) - 1] != value:
+                    raise self._error_at(node, "a string stands between two quotes on one line")
+                return value
+            case ast.Constant(int() | None as value):
+                return value
+            case ast.UnaryOp(ast.USub(), ast.Constant(int() as value)) if not isinstance(value, bool):
+                return -value
+            case ast.UnaryOp(ast.Invert()):
+                at, times = 0, 0
+                while isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.Invert):
+                    node, at, times = node.operand, self._index(node.col_offset), times + 1
+                return self._join(at, "~", lambda part: ~part if times % 2 else ~~part, [node])
+            case ast.BinOp(op=ast.BitOr() | ast.BitAnd() | ast.Add()):
+                parts = [*_chain(node)]
+                mark, join = _OPERATORS[type(node.op)]
+                at = self._text.index(mark, self._end(parts[0]))
+                return self._join(at, mark, join, parts)
+            case ast.List() | ast.Tuple():
+                values = [self._of(each) for each in node.elts]
+                return tuple(values) if isinstance(node, ast.Tuple) else values
+            case ast.Call():
+                return self._called(node)
+            case ast.Name() | ast.Attribute():
+                name, function = self._function(node)
+                raise self._error(self._end(node), f"{name} must be called: {name}{_parameters(function)}")
+        raise self._error_at(node, "an expression has calls, numbers, strings, lists and the operators ~ + & |")
+
+    def _join(self, at: int, mark: str, join: Callable[..., Any], nodes: Sequence[ast.expr]) -> Expression:
+        parts = [self._of(node) for node in nodes]
+        for part in parts:
+            if not isinstance(part, Expression):
+                raise self._error(at, f"{mark} takes patterns; got {part!r:.80}")
+        try:
+            return join(*parts)
+        except TypeError as error:
+            raise self._error(at, str(error)) from error
+
+    def _called(self, node: ast.Call) -> object:
+        """Call the function; errors in its arguments point at its name."""
+        name, function = self._function(node.func)
+        given = [*node.args, *(each.value for each in node.keywords)]
+        names = [str(each.arg) for each in node.keywords]
+        for index, each in enumerate(node.keywords):
+            if names[index] in names[:index]:
+                raise self._error(self._index(each.col_offset), f"an argument is given once; got {each.arg!r} again")
+        values = [self._of(each) for each in given]
+        by_name = dict(zip(names, values[len(node.args) :], strict=True))
+        try:
+            inspect.signature(function).bind(*values[: len(node.args)], **by_name)
+        except TypeError as error:
+            raise self._error_at(node.func, f"{name}{_parameters(function)}: {error}") from error
+        try:
+            return function(*values[: len(node.args)], **by_name)
+        except (TypeError, ValueError, OverflowError, RuntimeError) as error:
+            raise self._error_at(node.func, f"{name}: {error}") from error
+
+    def _function(self, node: ast.expr) -> tuple[str, Callable[..., object]]:
+        """(name, function): a constructor, with or without the prefix `masks.`, or a method of a pattern."""
+        name = _dotted(node).removeprefix(_PREFIX)
+        if name:
+            if name not in CONSTRUCTORS:
+                raise self._error_at(node, _unknown(name))
+            return name, CONSTRUCTORS[name]
+        if not isinstance(node, ast.Attribute):
+            raise self._error_at(node, "only a pattern's name is called")
+        value = self._of(node.value)
+        if not isinstance(value, Expression) or node.attr not in _METHODS:
+            says = f"after the dot stands one of {', '.join(_METHODS)}, of a pattern"
+            raise self._error(self._end(node) - len(node.attr), says)
+        return node.attr, getattr(value, node.attr)
+
+    def _index(self, place: int) -> int:
+        """Character index of a UTF-8 byte offset; syntax trees have byte offsets."""
+        return self._margin + len(self._text[self._margin :].encode()[:place].decode(errors="ignore"))
+
+    def _end(self, node: ast.expr) -> int:
+        return self._index(node.end_col_offset or 0)
+
+    def _error_at(self, node: ast.expr, says: str) -> ValueError:
+        return self._error(self._index(node.col_offset), says)
+
+    def _error(self, at: int, says: str) -> ValueError:
+        """ValueError with the text around the place and a caret below it."""
+        begin, end = max(0, at - _AROUND), at + _AROUND
+        shown = "".join(character if character.isprintable() else " " for character in self._text[begin:end])
+        before, after = CUT if begin else "", CUT if end < len(self._text) else ""
+        caret = " " * (len(before) + at - begin) + "^"
+        return ValueError(f"{shortened(says, QUOTED)}; at column {at + 1}:\n  {before}{shown}{after}\n  {caret}")
+
+
+def _chain(node: ast.BinOp) -> Iterator[ast.expr]:
+    """Operands of a chain of one operator, from left to right."""
+    right: list[ast.expr] = []
+    left: ast.expr = node
+    while isinstance(left, ast.BinOp) and type(left.op) is type(node.op):
+        right.append(left.right)
+        left = left.left
+    yield from (left, *reversed(right))
+
+
+def _dotted(node: ast.expr) -> str:
+    """A dotted name; empty for any other expression."""
+    words: list[str] = []
+    while isinstance(node, ast.Attribute):
+        words.append(node.attr)
+        node = node.value
+    return ".".join([node.id, *reversed(words)]) if isinstance(node, ast.Name) else ""
+
+
+def _intersect(*parts: Any) -> Expression:
+    """Intersect mixtures last, so that their branches meet the intersection of all sets at once."""
+    return reduce(operator.and_, sorted(parts, key=lambda part: isinstance(part, Mixture)))
+
+
+_OPERATORS: dict[type[ast.operator], tuple[str, Callable[..., Expression]]] = {
+    ast.BitOr: ("|", lambda *parts: reduce(operator.or_, parts)),
+    ast.BitAnd: ("&", _intersect),
+    ast.Add: ("+", lambda *parts: reduce(operator.add, parts)),
+}
+
+
+def _unreadable(character: str) -> str:
+    if character in "'\"":
+        return "a string needs its closing quote on the same line, and no backslash or surrogate in it"
+    if character == CUT:
+        return f"the expression was cut at {CUT}: to_json gives a large pattern whole"
+    return f"an expression has no {character!r}"
+
+
+def _parameters(build: Callable[..., object]) -> str:
+    """Signature without annotations."""
+    signature = inspect.signature(build)
+    bare = [each.replace(annotation=inspect.Parameter.empty) for each in signature.parameters.values()]
+    return str(inspect.Signature(bare))
+
+
+def _unknown(name: str) -> str:
+    known = [*CONSTRUCTORS]
+    near = [full for full in known if full.endswith(f".{name}")] or get_close_matches(name[:64], known, n=1)
+    hint = f"did you mean {near[0]}? " if near else ""
+    return f"no pattern is called {name[:64]!r}: {hint}There are {', '.join(sorted(known))}"

@@ -12,7 +12,7 @@ from torch.testing import assert_close
 
 import flexdilated as fd
 from flexdilated import masks
-from flexdilated.engines import CallKey
+from flexdilated.engines import Call
 
 # B batch, H heads, N tokens, D head dim
 
@@ -135,7 +135,7 @@ def test_the_custom_op_keeps_its_contract(pattern, rate, dtype, tokens_outside):
             tensor(2),
             sinks,
             [],
-            *CallKey(pattern.text, 4, 2, 20, 20, 0, 0, 0, 4, rate, (8, 16)).arguments,
+            *Call(pattern.text, 4, 2, 20, 20, 0, 0, 0, 4, rate, (8, 16)).arguments,
             0.5,
         ),
         atol=1e-2 if dtype == torch.bfloat16 else 1e-5,

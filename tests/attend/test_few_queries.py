@@ -16,8 +16,8 @@ from torch.testing import assert_close
 
 import flexdilated as fd
 from flexdilated import masks
-from flexdilated.engines.rows import _row_attention, _row_parts
-from flexdilated.engines.rows._row_parts import MOST_ROWS
+from flexdilated.engines import _rows
+from flexdilated.engines._rows import MOST_ROWS
 from flexdilated.masks.needs import _row
 from flexdilated.masks.patterns import selection_of
 from tests.attend.test_gradients import errors, outcome
@@ -52,7 +52,7 @@ def limits(request):
     if request.param == "as they are":
         yield
     else:
-        with mock.patch.object(_row_parts, "_MOST_VIEWS", 1), mock.patch.multiple(_row, _MOST_MEETINGS=1, _FEW_PAIRS=1):
+        with mock.patch.object(_rows, "_MOST_VIEWS", 1), mock.patch.multiple(_row, _MOST_MEETINGS=1, _FEW_PAIRS=1):
             yield
 
 
@@ -131,7 +131,7 @@ def test_a_step_does_what_that_of_a_cache_does(name, num_queries) -> None:
         lambda: fd.attend(q, k, v, DECODED[name], q_offset=few.start, enable_gqa=True),
     ):
         with (
-            mock.patch.object(_row_attention, "flash_forward", wraps=_row_attention.flash_forward) as kernel,
+            mock.patch.object(_rows, "flash_forward", wraps=_rows.flash_forward) as kernel,
             mock.patch.object(_row.RowSource, "seen", autospec=True, side_effect=_row.RowSource.seen) as search,
         ):
             out = step()

@@ -18,7 +18,7 @@ from torch.testing import assert_close
 
 import flexdilated as fd
 from flexdilated import masks
-from flexdilated.engines._call_key import CallKey
+from flexdilated.engines._call import Call
 from flexdilated.engines.flex import _flex_op
 from flexdilated.engines.flex._program import FlexProgram
 from flexdilated.testing import MEMORY_LAYOUTS, laid_out
@@ -100,7 +100,7 @@ def test_traced(layouts: tuple[str, ...]):
 def test_around_the_kernel_of_flex(layouts: tuple[str, ...]):
     """What reaches the engine's kernel, which is dense here: rows side by side, and the same numbers."""
     q, k, v, _ = drawn(4, *layouts)
-    key = CallKey(MIXTURE.text, 4, 2, 70, 70, 0, 0, 0, 4, 1, ())
+    key = Call(MIXTURE.text, 4, 2, 70, 70, 0, 0, 0, 4, 1, ())
     given = []
 
     def run(program: FlexProgram, *operands: Tensor, scale: float, score_mod: None, sinks: None, **options: bool):

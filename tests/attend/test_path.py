@@ -14,7 +14,7 @@ import torch
 
 import flexdilated as fd
 from flexdilated import masks
-from flexdilated.engines import CallKey, flex
+from flexdilated.engines import Call, flex
 from flexdilated.engines.flex import _flex
 from flexdilated.engines.flex._program import tables_of
 from tests.engines.test_flex import dense_flex
@@ -84,7 +84,7 @@ def on_cpu() -> None:
 def as_elsewhere() -> None:
     """From the engine on: `attend` takes it on accelerators."""
     x = torch.randn(1, 2, 70, 16)
-    key = CallKey(PATTERN.text, 2, 2, 70, 70, 0, 0, 0, 2, 1, ())
+    key = Call(PATTERN.text, 2, 2, 70, 70, 0, 0, 0, 2, 1, ())
     flex(x, x, x, [], key, scale=1.0, score_mod=None, sinks=None, return_lse=True)
 
 

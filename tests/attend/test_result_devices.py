@@ -9,11 +9,10 @@ from torch import Tensor
 import flexdilated as fd
 from flexdilated import masks
 from flexdilated.engines import WholeRows
-from flexdilated.engines._call_key import CallKey
+from flexdilated.engines._call import Call
+from flexdilated.engines._rows import parts_of_call, row_backward, row_forward
 from flexdilated.engines.flex._flex import _own_buffer
 from flexdilated.engines.kernels import _kernel_cuda
-from flexdilated.engines.rows._row_attention import row_backward, row_forward
-from flexdilated.engines.rows._row_parts import parts_of_call
 from flexdilated.engines.tiles._tiles_op import tiles, tiles_backward
 
 META = torch.device("meta")
@@ -52,7 +51,7 @@ def test_tiles(name: str, with_sinks: bool):
     M = 40 if name == "keys after the queries" else 32
     q, k, v = on_meta(1, 2, 32, 8), on_meta(1, 2, M, 8), on_meta(1, 2, M, 8)
     sinks = on_meta(2) if with_sinks else None
-    key = CallKey(PATTERNS[name].text, 2, 2, 32, M, 0, 0, 0, 2, 1, ())
+    key = Call(PATTERNS[name].text, 2, 2, 32, M, 0, 0, 0, 2, 1, ())
     options = (*key.arguments, 1.0)
     out, lse = tiles._init_fn(q, k, v, sinks, [], *options)
     assert (out.device, lse.device) == (META, META)
@@ -68,7 +67,7 @@ def test_few_rows():
     """As a cache has them, rows without keys included, forward and backward."""
     q, k, out = on_meta(1, 2, 3, 8), on_meta(1, 2, 32, 8), on_meta(1, 2, 3, 8, dtype=torch.float32)
     for name, pattern in PATTERNS.items():
-        key = CallKey(pattern.text, 2, 2, 3, 32, 1, 0, 0, 2, 1, ())
+        key = Call(pattern.text, 2, 2, 3, 32, 1, 0, 0, 2, 1, ())
         parts = parts_of_call(key, None, META)
         found = row_forward(parts, q, k, k, 1.0)
         found += row_backward(parts, q, k, k, WholeRows(out, out[..., 0], out, None), 1.0)

@@ -12,7 +12,7 @@ from torch.testing import assert_close
 
 import flexdilated as fd
 from flexdilated import masks
-from flexdilated.engines import _distinct_masks
+from flexdilated.engines import _operands
 from flexdilated.engines._reference import multiplicity
 from flexdilated.masks.blocks import _blocks
 from flexdilated.masks.planning import Allowed
@@ -166,7 +166,7 @@ def test_blocks_at_equal_distances_are_looked_at_once(monkeypatch):
         looked_at.append(len(places.table))
         return _blocks.evaluate(rule, places, shape)
 
-    monkeypatch.setattr(_distinct_masks, "evaluate", evaluate)
+    monkeypatch.setattr(_operands, "evaluate", evaluate)
     masks.cache().clear()
     x, window = qkv(num_tokens=301), masks.local_window(left=37, right=0)
     assert_exact(window, *x, block_size=16)

@@ -16,7 +16,7 @@ from torch.testing import assert_close
 
 import flexdilated as fd
 from flexdilated import masks
-from flexdilated.engines._call_key import CallKey
+from flexdilated.engines._call import Call
 from flexdilated.engines.flex import _traced
 from flexdilated.engines.flex._flex_op import run_time_program
 from flexdilated.engines.flex._program import FlexProgram
@@ -81,7 +81,7 @@ def dense(counts: Tensor, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 
 
 def by_flex(pattern: Any, x: Tensor, bindings: dict[str, Tensor]) -> Tensor:
-    key = CallKey(pattern.text, 1, 1, N, N, 0, 0, 0, 1, 1, (4, 4))
+    key = Call(pattern.text, 1, 1, N, N, 0, 0, 0, 1, 1, (4, 4))
     program = run_time_program(key, CPU, list(bindings.values()), 1)
     return around_dense(program, 1.0, kernel=entry_by_entry)(x, x, x)[0]
 

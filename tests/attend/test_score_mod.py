@@ -17,7 +17,7 @@ from torch.testing import assert_close
 
 import flexdilated as fd
 from flexdilated import masks
-from flexdilated.engines._call_key import CallKey
+from flexdilated.engines._call import Call
 from flexdilated.engines._score_mod import in_order, in_segments, plain_values, shifted
 from flexdilated.engines.flex._flex_op import static_program
 from flexdilated.engines.flex._program import make_flex_program
@@ -195,7 +195,7 @@ def test_decoding_sees_the_same_biases(engine):
     features = {"score_mod": alibi(SLOPES.double())}
     whole = fd.attend(q, k, v, pattern, sinks=sinks, engine="reference", **features)
     part = q[:, 1:3, 33:], k[:, 1:3], v[:, 1:3]
-    key = CallKey(pattern.text, 2, 2, 7, 40, 33, 0, 1, 4, 1, (8, 8))
+    key = Call(pattern.text, 2, 2, 7, 40, 33, 0, 1, 4, 1, (8, 8))
     if engine == "reference":
         sizes = {"q_offset": 33, "head_offset": 1, "num_heads_global": 4}
         found = fd.attend(*part, pattern, sinks=sinks[1:3], engine="reference", **sizes, **features)
@@ -220,7 +220,7 @@ def test_compiled_on_cpu(indices, compiled):
     A kernel in C++ that changes scores is built in tests/masks/patterns/test_custom.py.
     """
     q, k, v = (x.expand(2, -1, -1, -1) * torch.tensor([1.0, -1.0])[:, None, None, None] for x in qkv(300))
-    key = CallKey(PATTERNS[indices].text, 4, 4, 300, 300, 0, 0, 0, 4, 1, (32, 32))
+    key = Call(PATTERNS[indices].text, 4, 4, 300, 300, 0, 0, 0, 4, 1, (32, 32))
     rule = Modified(20.0, torch.tensor([1.0, 0.5]), torch.linspace(-1, 1, 4 * 81).view(4, 81).roll(40, 1))
 
     def attend(q, k, v, engine):

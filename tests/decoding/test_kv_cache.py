@@ -14,7 +14,7 @@ from torch.testing import assert_close
 import flexdilated as fd
 from flexdilated import masks
 from flexdilated.decoding import _held_keys, _kv_cache, _reader
-from flexdilated.engines.rows._row_attention import matrix_forward
+from flexdilated.engines._rows import matrix_forward
 from tests.support import oracle, strategies
 from tests.support.agreement import TIGHT
 

@@ -23,7 +23,7 @@ from flexdilated import _engines, masks
 from flexdilated._attend import planned_call
 from flexdilated.engines import _run
 from flexdilated.engines.flex import _flash, _flex_op, _kernel_call
-from flexdilated.engines.flex._capability import NOT_NVIDIA, capability
+from flexdilated.engines.flex._flash import NOT_NVIDIA, capability
 from flexdilated.engines.flex._flex import kind_of
 from flexdilated.engines.flex._kernel_call import call_kernel, options_text
 from flexdilated.masks import Pattern

@@ -19,7 +19,7 @@ import flexdilated as fd
 from bench._catalogue import ENTRIES
 from flexdilated import masks
 from flexdilated.engines import allowed_on
-from flexdilated.engines._call_key import CallKey
+from flexdilated.engines._call import Call
 from flexdilated.engines.flex import _program
 from flexdilated.engines.flex._flex import run_flex
 from flexdilated.engines.flex._flex_op import static_program
@@ -78,13 +78,13 @@ def _listed(counts: Tensor, indices: Tensor, blocks: int) -> Tensor:
     return named
 
 
-def call_key(case: Case, kv_heads: int, side: int, rate: int = 1) -> CallKey:
+def call_key(case: Case, kv_heads: int, side: int, rate: int = 1) -> Call:
     sizes = (case.num_heads, kv_heads, case.num_queries, case.num_keys)
     where = (case.q_offset, case.k_offset, case.head_offset, case.num_heads_global)
-    return CallKey(case.twin.pattern.text, *sizes, *where, rate, (side, side))
+    return Call(case.twin.pattern.text, *sizes, *where, rate, (side, side))
 
 
-def attend_by(key: CallKey, scale: float, **features):
+def attend_by(key: Call, scale: float, **features):
     return around_dense(static_program(key, CPU), scale, **features)
 
 
@@ -122,7 +122,7 @@ def test_lists_are_short_in_blocks_that_fit(data, smallest, most):
 def test_many_segments_keep_small_blocks():
     """Each padded segment is blocks of its own: larger ones would make no list shorter."""
     pattern, N = masks.dilated(256, 2) & masks.causal(), 300_001
-    plan = CallKey(pattern.text, 2, 2, N, N, 0, 0, 0, 2, 1, ()).plan(device=CUDA, allowed=allowed_on(CUDA))
+    plan = Call(pattern.text, 2, 2, N, N, 0, 0, 0, 2, 1, ()).plan(device=CUDA, allowed=allowed_on(CUDA))
     assert [sides_that_fit(term) for term in plan.terms] == [(128, 128)] * len(plan.terms)
 
 
@@ -132,7 +132,7 @@ def test_a_million_causal_tokens_have_short_lists():
     causal, window, wide = masks.causal(), *(masks.local_window(left=left, right=0) for left in (4096, 65536))
     sides = []
     for pattern in (causal, window, wide, causal & masks.longnet([2048, 8192], [1, 4])):
-        program = static_program(CallKey(pattern.text, 2, 2, N, N, 0, 0, 0, 2, 1, ()), CPU)
+        program = static_program(Call(pattern.text, 2, 2, N, N, 0, 0, 0, 2, 1, ()), CPU)
         assert program.nbytes < 40e6
         sides.append({step.structure.sides for step in program.steps})
         fd.masks.cache().clear()
@@ -247,7 +247,7 @@ def test_planned_while_tracing_at_two_lengths_and_back():
 
 def test_no_pair_at_all_is_zero_and_differentiable():
     """Offset 5 of a rate above the segment has no active token."""
-    case_key = CallKey((masks.dilated(4, 8, 5)).text, 2, 2, 9, 9, 0, 0, 0, 2, 1, (8, 8))
+    case_key = Call((masks.dilated(4, 8, 5)).text, 2, 2, 9, 9, 0, 0, 0, 2, 1, (8, 8))
     q, k, v = (x.double().requires_grad_() for x in qkv(9, heads=2, kv_heads=2))
     out, lse = attend_by(case_key, 1.0)(q, k, v)
     assert torch.equal(out, torch.zeros_like(q))

@@ -13,7 +13,7 @@ from torch.testing import assert_close
 import flexdilated as fd
 from flexdilated import masks
 from flexdilated.engines import _operands
-from flexdilated.engines._call_key import CallKey
+from flexdilated.engines._call import Call
 from flexdilated.engines._operands import within_reach
 from flexdilated.engines.flex import _flex, _flex_op
 from flexdilated.engines.flex._flex_op import heads_of_part, key_of_part, kv_head_parts
@@ -75,7 +75,7 @@ def reach(x: Tensor) -> int:
 def test_every_operand_of_a_kernel_is_within_reach(monkeypatch):
     checked: list[Tensor] = []
     monkeypatch.setattr(_flex, "within_reach", lambda x, **_: (checked.append(x), x)[1])
-    key = CallKey(PATTERN.text, 2, 2, 50, 50, 0, 0, 0, 2, 1, (16, 16))
+    key = Call(PATTERN.text, 2, 2, 50, 50, 0, 0, 0, 2, 1, (16, 16))
     program = _flex_op.static_program(key, torch.device("cpu"))
     handed: list[Tensor] = []
 
@@ -95,10 +95,10 @@ def test_parts_are_the_whole(monkeypatch, limit):
     torch.manual_seed(0)
     q, k, v = (torch.randn(B, heads, N, D, dtype=torch.float64) for heads in (H, G, G))
     sinks = torch.randn(H, dtype=torch.float64)
-    key = CallKey(PATTERN.text, H, G, N, N, 0, 0, 2, 9, 1, (16, 16))
-    seen: list[CallKey] = []
+    key = Call(PATTERN.text, H, G, N, N, 0, 0, 2, 9, 1, (16, 16))
+    seen: list[Call] = []
 
-    def stand_in(q: Tensor, k: Tensor, v: Tensor, bindings: list[Tensor], key: CallKey, **options: Any) -> Any:
+    def stand_in(q: Tensor, k: Tensor, v: Tensor, bindings: list[Tensor], key: Call, **options: Any) -> Any:
         seen.append(key)
         program, part_sinks = _flex_op.static_program(key, q.device), options.pop("sinks")
         return around_dense(program, options.pop("scale"), **options)(q, k, v, part_sinks)
@@ -116,5 +116,5 @@ def test_parts_are_the_whole(monkeypatch, limit):
 
 
 def test_the_key_of_a_part():
-    key = CallKey("", 12, 4, 5, 5, 0, 0, 6, 30, 1, ())
+    key = Call("", 12, 4, 5, 5, 0, 0, 6, 30, 1, ())
     assert key_of_part(key, range(1, 3)) == key._replace(num_heads=6, num_kv_heads=2, head_offset=9)

@@ -15,7 +15,7 @@ from torch.testing import assert_close
 import flexdilated as fd
 from flexdilated import masks
 from flexdilated._validate import run_time_tensors
-from flexdilated.engines._call_key import CallKey
+from flexdilated.engines._call import Call
 from flexdilated.engines.flex._flex_op import blank_program, run_time_program
 from flexdilated.engines.flex._program import list_width
 from tests.engines.test_flex import CPU, around_dense, dense_flex
@@ -26,9 +26,9 @@ from tests.support.strategies import block_sides, tensors
 ACCELERATOR = torch.device("meta")  # any device but the CPU: there tables are as narrow as may be
 
 
-def key_of(packed: Packed, kv_heads: int, side: int) -> CallKey:
+def key_of(packed: Packed, kv_heads: int, side: int) -> Call:
     sizes = (packed.num_heads, kv_heads, packed.num_queries, packed.num_keys)
-    return CallKey(packed.pattern.text, *sizes, packed.q_offset, packed.k_offset, 0, packed.num_heads, 1, (side, side))
+    return Call(packed.pattern.text, *sizes, packed.q_offset, packed.k_offset, 0, packed.num_heads, 1, (side, side))
 
 
 def entry_by_entry(q: Tensor, k: Tensor, v: Tensor, *, block_mask: BlockMask, **options: Any):
@@ -74,7 +74,7 @@ def test_the_engine_around_the_kernel_is_the_oracle(packed: Packed, data, side):
 
 
 def widths(pattern: masks.Pattern, num_tokens: int, side: int) -> list[tuple[int, int]]:
-    key = CallKey(pattern.text, 2, 2, num_tokens, num_tokens, 0, 0, 0, 2, 1, (side, side))
+    key = Call(pattern.text, 2, 2, num_tokens, num_tokens, 0, 0, 0, 2, 1, (side, side))
     program = blank_program(key, CPU, [torch.zeros(num_tokens, dtype=torch.int64)], 1)
     return [list_width(step.term, key.block_size, ACCELERATOR) for step in program.steps]
 
@@ -93,7 +93,7 @@ def test_branches_that_name_one_tensor_stay_apart():
     """Two paddings of one name are two rules, before the values are known too."""
     causal, rows = masks.causal(), torch.tensor([3, 7])
     pattern = (causal & masks.lengths("n")) + (causal & masks.lengths("n", padding="left"))
-    key = CallKey(pattern.text, 1, 1, 8, 8, 0, 0, 0, 1, 1, (8, 8))
+    key = Call(pattern.text, 1, 1, 8, 8, 0, 0, 0, 1, 1, (8, 8))
     program = run_time_program(key, CPU, [rows], 2)
     assert [step.structure.multiplicity for step in program.steps] == [1, 1]
     q, k, v = torch.randn(3, 2, 1, 8, 4, dtype=torch.float64)

@@ -12,7 +12,7 @@ from torch.testing import assert_close
 import flexdilated as fd
 from flexdilated import masks
 from flexdilated.engines.tiles import _tile_blocks, _tile_calls
-from flexdilated.engines.tiles._tile_calls import Call, Calls, Even, Listed, Stretches, plan_calls
+from flexdilated.engines.tiles._tile_calls import Even, KernelCall, KernelCalls, Listed, Stretches, plan_calls
 from flexdilated.masks import Layout
 from flexdilated.masks.planning.lowering._ways import shared_terms
 from tests.support import oracle
@@ -58,7 +58,7 @@ def test_attend_is_the_oracle_within_any_limits(data, sides, limit):
         assert_agrees(attend, drawn, case.counts(), scale=0.5)
 
 
-def calls_of(pattern: masks.Pattern, num_tokens: int, side: int, *, heads: int = 1, rate: int = 1) -> Calls:
+def calls_of(pattern: masks.Pattern, num_tokens: int, side: int, *, heads: int = 1, rate: int = 1) -> KernelCalls:
     bound = pattern.bind(num_heads=heads, num_queries=num_tokens, num_keys=num_tokens)
     (term,) = shared_terms(bound.pattern, 1, bound, rate)
     return plan_calls(term, term.blocks(side, side))
@@ -70,7 +70,7 @@ def slots(some: Stretches, num_slots: int) -> torch.Tensor:
     return some.of(torch.arange(padded)[None]).squeeze(0)
 
 
-def counted(calls: Calls) -> torch.Tensor:
+def counted(calls: KernelCalls) -> torch.Tensor:
     """(tables, N, M): how often each pair is computed and not hidden."""
     num_queries, num_keys = calls.shape[:2]
     counts = torch.zeros(len(calls.heads), num_queries, num_keys, dtype=torch.int64)
@@ -178,7 +178,7 @@ def test_parts_are_the_whole():
         assert all(_masks(part) == _masks(call)[: len(part.row)] or len(_masks(call)) > 1 for part in parts)
 
 
-def _masks(call: Call) -> list[list[int]]:
+def _masks(call: KernelCall) -> list[list[int]]:
     return [] if call.masks is None else call.masks.tolist()
 
 

@@ -12,7 +12,7 @@ from torch import Tensor
 
 import flexdilated as fd
 from flexdilated import masks
-from flexdilated.engines import WholeRows, _distinct_masks
+from flexdilated.engines import WholeRows, _operands
 from flexdilated.engines.tiles import _tile_blocks, _tiles
 from flexdilated.engines.tiles._tiles import make_program, run_backward, run_forward
 from flexdilated.engines.tiles._tiles_op import plan_tiles, portions_on
@@ -103,8 +103,8 @@ def test_ladders(name, causal, rate):
 @pytest.mark.parametrize(
     ("module", "name", "limit"),
     [
-        (_distinct_masks, "_MASK_BYTES", 0),
-        (_distinct_masks, "_MASK_BYTES", 300),
+        (_operands, "_MASK_BYTES", 0),
+        (_operands, "_MASK_BYTES", 300),
         (_tile_blocks, "GATHERED_BYTES", 1),
         (_blocks, "_CELLS", 100),
         (_blocks, "_SLOTS_AT_ONCE", 1),

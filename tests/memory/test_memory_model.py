@@ -15,7 +15,7 @@ from bench._report import filled
 from bench.memory import prepared_step
 from flexdilated import masks
 from flexdilated.engines import WholeRows
-from flexdilated.engines._call_key import CallKey
+from flexdilated.engines._call import Call
 from flexdilated.engines.tiles._tiles import Program, run_backward, run_forward
 from flexdilated.engines.tiles._tiles_op import _programs
 from flexdilated.memory import _memory
@@ -110,7 +110,7 @@ def real_run(text: str, size: AttentionSize) -> tuple[int, int]:
         q, k, v = (x.transpose(1, 2) for x in (q, k, v))
     k, v = (x[:, : size.kv_heads].clone() for x in (k, v))
     heads, tokens = (size.num_heads, size.kv_heads), (size.num_tokens, size.num_tokens)
-    key = CallKey(masks.parse(text).text, *heads, *tokens, 0, 0, 0, size.num_heads, 1, ())
+    key = Call(masks.parse(text).text, *heads, *tokens, 0, 0, 0, size.num_heads, 1, ())
     ((_, program),) = _programs(key, [], size.batch)
     with LiveBytes(q, k, v) as forward:
         out, lse = run_forward(program, q, k, v, 1.0)
@@ -138,7 +138,7 @@ def test_attention_memory_is_that_of_the_real_engine(name) -> None:
 
 def test_a_dry_run_takes_steps_of_every_size() -> None:
     pattern = masks.parse("longnet((64, 128, 200), (1, 2, 7))")
-    key = CallKey(pattern.text, 4, 4, 100_000, 100_000, 0, 0, 0, 4, 1, ())
+    key = Call(pattern.text, 4, 4, 100_000, 100_000, 0, 0, 0, 4, 1, ())
     ((_, program),) = _programs(key, [], 1)
     few = _few_of_each_kind(program, key_bytes=256)
 

@@ -16,7 +16,7 @@ from torch.testing import assert_close
 
 import flexdilated as fd
 from flexdilated.selection import _select_op, recipes
-from flexdilated.selection._pools import pools_of
+from flexdilated.selection._scores import pools_of
 from tests.selection.cases import Case, cases, with_coarse
 from tests.selection.test_recipes import NSA, layer_of, sizes
 from tests.selection.test_selected_attention import Gate, gradients

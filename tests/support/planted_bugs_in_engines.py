@@ -12,8 +12,8 @@ from torch import Tensor
 import flexdilated as fd
 from flexdilated import masks
 from flexdilated.distributed import BufferPool
-from flexdilated.engines._call_key import CallKey
-from flexdilated.engines.rows._row_parts import MOST_ROWS
+from flexdilated.engines._call import Call
+from flexdilated.engines._rows import MOST_ROWS
 from flexdilated.testing import Calls, check_attention_module
 from tests.support import oracle
 from tests.support.agreement import assert_agrees
@@ -144,7 +144,7 @@ def _without(**fields: object):
 
     def wrong(right):
         def get(self, name, build, size, **options):
-            known = tuple(part._replace(**fields) if isinstance(part, CallKey) else part for part in name)
+            known = tuple(part._replace(**fields) if isinstance(part, Call) else part for part in name)
             return right(self, known, build, size, **options)
 
         return get
@@ -266,11 +266,11 @@ IN_ENGINES = (
         module(MIXTURE, "lengths"), "raises RuntimeError",
     ),
     Bug(
-        "head offset ignored", f"{ENGINES}._call_key:CallKey.bound", _bound_without(head_offset=0),
+        "head offset ignored", f"{ENGINES}._call:Call.bound", _bound_without(head_offset=0),
         _heads_apart, "out is wrong",
     ),
     Bug(
-        "query offset ignored while decoding", f"{ENGINES}._call_key:CallKey.bound", _bound_without(q_offset=0),
+        "query offset ignored while decoding", f"{ENGINES}._call:Call.bound", _bound_without(q_offset=0),
         decoded(MIXTURE, _one_by_one), "out is wrong",
     ),
     Bug(

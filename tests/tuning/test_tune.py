@@ -13,7 +13,7 @@ import flexdilated as fd
 from flexdilated import masks
 from flexdilated.cli import main
 from flexdilated.engines import _tuned
-from flexdilated.engines._call_key import CallKey
+from flexdilated.engines._call import Call
 from flexdilated.engines._tuned import TuningKey, TuningResult, choices_path, chosen, forget_choices
 from flexdilated.engines.tiles import _tiles_op
 from flexdilated.masks.planning._cost import Operands
@@ -155,7 +155,7 @@ def test_autotune_measures_once_and_calls_without_it_follow(monkeypatch):
     for _ in range(2):
         torch.testing.assert_close(fd.attend(q, k, v, WINDOW, autotune=True), exact, rtol=1e-4, atol=1e-5)
         assert calls == [False]
-    call = CallKey(WINDOW.text, H, H, N, N, 0, 0, 0, H, 1, ())
+    call = Call(WINDOW.text, H, H, N, N, 0, 0, 0, H, 1, ())
     assert chosen(call, q) == Choice(False, (("natural", (256,)),))
     misses = masks.cache().stats().misses
     after = fd.attend(q, k, v, WINDOW)
@@ -191,7 +191,7 @@ def test_every_choice_gives_the_same_result(pattern):
     out = fd.attend(*leaves, pattern, engine="reference")
     exact = (out, *torch.autograd.grad(out.square().sum(), leaves))
     candidates = Candidates.of(bound(pattern), masks.machine(), ANYTHING, Operands(head_dim=D))
-    call = CallKey(pattern.text, H, H, N, N, 0, 0, 0, H, 1, ())
+    call = Call(pattern.text, H, H, N, N, 0, 0, 0, H, 1, ())
     choices = [
         Choice(False, tuple(way_of(options[index % len(options)]) for options in candidates.branches))
         for index in range(4)
@@ -229,7 +229,7 @@ def test_a_named_block_size_is_kept(monkeypatch):
     winning(monkeypatch, "natural, blocks of 256")
     q, k, v = qkv()
     fd.attend(q, k, v, WINDOW, autotune=True, block_size=32)
-    call = CallKey(WINDOW.text, H, H, N, N, 0, 0, 0, H, 1, (32, 32))
+    call = Call(WINDOW.text, H, H, N, N, 0, 0, 0, H, 1, (32, 32))
     assert chosen(call, q) is not None
     assert chosen(call._replace(block_size=()), q) is None
 
@@ -284,7 +284,7 @@ def test_what_won_is_stored_beside_the_constants(stored, monkeypatch, caplog):
     forget_choices()
     fd.attend(q, k, v, WINDOW, autotune=True)
     assert calls == [False], "read back, not measured again"
-    call = CallKey(WINDOW.text, H, H, N, N, 0, 0, 0, H, 1, ())
+    call = Call(WINDOW.text, H, H, N, N, 0, 0, 0, H, 1, ())
     assert chosen(call, q) == Choice(False, (("natural", (256,)),))
     good = json.loads(path.read_text())
     for bad in ("", "[]", json.dumps(good | {"version": 0}), json.dumps(good | {"choices": [{"call": []}]})):
@@ -300,7 +300,7 @@ def test_nothing_is_stored_without_constants_of_this_machine(monkeypatch):
     winning(monkeypatch, "natural")
     assert choices_path("builtin") is None
     found = measure(bound(), Inputs.like(*qkv()), backward=False)
-    call = CallKey(WINDOW.text, H, H, N, N, 0, 0, 0, H, 1, ())
+    call = Call(WINDOW.text, H, H, N, N, 0, 0, 0, H, 1, ())
     assert keep(TuningKey.of(call, qkv()[0]), found, backward=False) is None
 
 

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 from torch.distributed import DistError, ProcessGroup
 
-from ...engines import CallKey, PlacedCall, read_written, sum_dtype, written
+from ...engines import Call, PlacedCall, read_written, sum_dtype, written
 from ...masks.core import Expression
 from ...masks.orders import Placement
 from ...masks.patterns import names
@@ -91,7 +91,7 @@ def whole_rule(pattern: str, bindings: Sequence[Tensor], num_tokens: int) -> Exp
     if not bindings:
         return read_text(pattern)
     # The rule depends only on the pattern and the number of tokens, so the other fields are placeholders.
-    return CallKey(pattern, 1, 1, num_tokens, num_tokens, 0, 0, 0, 1, 1, ()).rules(bindings)
+    return Call(pattern, 1, 1, num_tokens, num_tokens, 0, 0, 0, 1, 1, ()).rules(bindings)
 
 
 @dataclass

@@ -9,7 +9,18 @@ import torch
 from torch.torch_version import TorchVersion
 
 from ..._torch_private import graph_constant
-from ._capability import NOT_NVIDIA, capability
+from ...masks.core import device_kind
+
+NOT_NVIDIA, HOPPER, BLACKWELL = (0, 0), (9, 0), (10, 0)
+
+
+@graph_constant
+def capability(device: torch.device) -> tuple[int, int]:
+    """(major, minor) compute capability; NOT_NVIDIA, less than any other, for devices of other vendors and CPUs."""
+    if not device_kind(device).is_cuda or torch.version.hip:
+        return NOT_NVIDIA
+    return torch.cuda.get_device_capability(device)
+
 
 PACKAGE, OLDEST_PACKAGE = "flash-attn-4", "4.0.0b17"  # the first version whose functions may capture numbers
 _OLDEST_TORCH = "2.14"  # before, block lists were ignored under a mask that is true everywhere

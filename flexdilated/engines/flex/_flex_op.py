@@ -15,7 +15,7 @@ from ...masks.core import TILE, Expression, device_kind, own_modes
 from ...masks.orders import Placement
 from ...masks.patterns import tables
 from ...masks.planning import Allowed, Choice, Operands, Plan, machine_of
-from .._call_key import CallKey
+from .._call import Call
 from .._merge import merge, with_sinks
 from .._operands import MOST_ELEMENTS, Hidden, readable
 from .._ops import own_op
@@ -33,7 +33,7 @@ from ._traced import MAKERS, traced
 
 
 def static_program(
-    key: CallKey, device: torch.device, choice: Choice | None = None, operands: Operands | None = None
+    key: Call, device: torch.device, choice: Choice | None = None, operands: Operands | None = None
 ) -> FlexProgram:
     """Program of a pattern without run-time tensors, by a measured choice if one is given."""
     allowed = replace(allowed_on(device), residues=not key.placement)  # queries of a placement stay in order
@@ -50,7 +50,7 @@ def allowed_on(device: torch.device) -> Allowed:
 
 
 def run_time_program(
-    key: CallKey, device: torch.device, bindings: Sequence[Tensor], batch: int, operands: Operands | None = None
+    key: Call, device: torch.device, bindings: Sequence[Tensor], batch: int, operands: Operands | None = None
 ) -> FlexProgram:
     """Program for these values of the run-time tensors, with the steps of `blank_program`."""
     rule = key.rules(bindings)
@@ -67,7 +67,7 @@ def run_time_program(
 
 
 def blank_program(
-    key: CallKey, device: torch.device, bindings: Sequence[Tensor], batch: int, operands: Operands | None = None
+    key: Call, device: torch.device, bindings: Sequence[Tensor], batch: int, operands: Operands | None = None
 ) -> FlexProgram:
     """Program for all values of run-time tensors of these shapes; only its tables depend on the values."""
     blank = key.blank(bindings)
@@ -75,13 +75,13 @@ def blank_program(
     return _cached(key, blank.text, device, lambda: _blank_plan(key, device, blank, operands), None, operands)
 
 
-def _blank_plan(key: CallKey, device: torch.device, blank: Expression, operands: Operands | None) -> Plan:
+def _blank_plan(key: Call, device: torch.device, blank: Expression, operands: Operands | None) -> Plan:
     allowed = replace(allowed_on(device), shared_rows=False, residues=not key.placement)
     return key.plan(blank, device=device, allowed=allowed, operands=operands)
 
 
 def _cached(
-    key: CallKey,
+    key: Call,
     rule: str,
     device: torch.device,
     planned: Callable[[], Plan],
@@ -104,14 +104,14 @@ def run_time_tables(
     q: Tensor, k: Tensor, bindings: list[Tensor], constants: str, q_offset: int, k_offset: int
 ) -> list[Tensor]:
     """For each step of the program: block tables as in BlockMask, rows of run-time tables, hidden slots."""
-    key = CallKey.of(q, k, constants, q_offset, k_offset)
+    key = Call.of(q, k, constants, q_offset, k_offset)
     program = run_time_program(key, q.device, bindings, len(q), key.operands(q))
     return [x.clone() if x.shape[-1] == width else pad(x, (0, width - x.shape[-1])) for x, width in _widths(program)]
 
 
 @run_time_tables.register_fake
 def _(q, k, bindings, *arguments):
-    found = CallKey.of(q, k, *arguments)
+    found = Call.of(q, k, *arguments)
     with own_modes():
         program = blank_program(found, q.device, bindings, int(q.shape[0]), found.operands(q))
         shapes = [((*x.shape[:-1], width), x.dtype) for x, width in _widths(program)]
@@ -154,7 +154,7 @@ def _hidden_sides(step: FlexStep) -> tuple[Tensor, ...]:
     )
 
 
-def _check_sides(q: Tensor, key: CallKey) -> None:
+def _check_sides(q: Tensor, key: Call) -> None:
     if device_kind(q.device).flex_trains and q.dtype.itemsize == 2 and any(side % TILE for side in key.block_size):
         raise ValueError(
             f"flex on {q.device.type} takes blocks whose sides are multiples of {TILE} for {q.dtype}, as its "
@@ -162,7 +162,7 @@ def _check_sides(q: Tensor, key: CallKey) -> None:
         )
 
 
-def _check_table(q: Tensor, key: CallKey) -> None:
+def _check_table(q: Tensor, key: Call) -> None:
     """Raise ValueError for selected blocks that FlashAttention's kernels do not support."""
     table = parts_of(key.pattern)
     if table is None or not takes_table(table, key):
@@ -192,7 +192,7 @@ def kv_head_parts(q: Tensor, k: Tensor, copies: int = 1) -> list[range]:
     return [range(begin, min(begin + at_once, kv_heads)) for begin in range(0, kv_heads, at_once)]
 
 
-def key_of_part(key: CallKey, part: range) -> CallKey:
+def key_of_part(key: Call, part: range) -> Call:
     """Key of the call for some key/value heads and their query heads."""
     groups = key.num_heads // key.num_kv_heads
     sizes = {"num_heads": len(part) * groups, "num_kv_heads": len(part)}
@@ -210,7 +210,7 @@ def flex(
     k: Tensor,
     v: Tensor,
     bindings: list[Tensor],
-    key: CallKey,
+    key: Call,
     *,
     scale: float,
     score_mod: ScoreMod | None,
@@ -249,7 +249,7 @@ def flex(
 
 
 def _flex(
-    q: Tensor, k: Tensor, v: Tensor, bindings: list[Tensor], key: CallKey, **options: Any
+    q: Tensor, k: Tensor, v: Tensor, bindings: list[Tensor], key: Call, **options: Any
 ) -> tuple[Tensor, Tensor | None]:
     table = parts_of(key.pattern) if device_kind(q.device).flex_trains else None
     if table is not None and takes_table(table, key):
@@ -270,7 +270,7 @@ def _with_table(
     k: Tensor,
     v: Tensor,
     bindings: list[Tensor],
-    key: CallKey,
+    key: Call,
     table: Parts,
     *,
     sinks: Tensor | None,
@@ -290,7 +290,7 @@ def _with_table(
     return out.to(q.dtype), lse
 
 
-def _traced_program(key: CallKey, q: Tensor, bindings: list[Tensor]) -> FlexProgram:
+def _traced_program(key: Call, q: Tensor, bindings: list[Tensor]) -> FlexProgram:
     if bindings:
         return blank_program(key, q.device, bindings, int(q.shape[0]), key.operands(q))
     return static_program(key, q.device, chosen(key, q), key.operands(q))

@@ -13,7 +13,7 @@ from torch.nn.attention.flex_attention import AuxRequest, BlockMask
 from ..._torch_private import graph_constant
 from ...masks.core import MaskMod, device_kind
 from .._score_mod import ScoreMod
-from ._capability import BLACKWELL, capability
+from ._flash import BLACKWELL, capability
 from ._program import Tables
 
 # B batch, H query heads, G key/value heads, N queries, M keys, D head dim

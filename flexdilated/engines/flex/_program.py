@@ -23,7 +23,7 @@ from ...masks.patterns import Rows, tables
 from ...masks.planning import Plan, Term, bound_blocks, term_blocks
 from .._operands import Hidden, hidden_of_blocks
 from .._score_mod import Indices, indices_of, plain_values
-from ._capability import HOPPER, capability
+from ._flash import HOPPER, capability
 from ._slots import Side, Slots, in_order, sides_of
 
 # N queries, M keys

@@ -16,10 +16,9 @@ from ...masks import cache
 from ...masks.core import Bound, Box, MaskMod, Pattern, Progression, own_modes
 from ...masks.patterns import Rows, blank, names, require_row, require_tables, tables
 from ...masks.text import read_text
-from .._call_key import CallKey
+from .._call import Call, parted, selection_in, tensors_of
 from .._ops import own_op
 from .._score_mod import ScoreMod, plain_values
-from .._selection import parted, selection_in, tensors_of
 from ._flex import compiled_flex, flex_in_graph, kind_of, require_compiling
 from ._selected_flex import SelectedBlocksOf, Where, attend_selected, unit_of
 from ._traced import MAKERS, traced
@@ -57,7 +56,7 @@ def _parts_of(text: str) -> Parts | None:
     return Parts(leaf.name, leaf.block, leaf.most, *beside, names(read_text(text)))
 
 
-def takes_table(parts: Parts, key: CallKey) -> bool:
+def takes_table(parts: Parts, key: Call) -> bool:
     """True if kernels support the table's blocks and the call's tokens are in order."""
     q_block, k_block = parts.block
     in_order = not key.placement and key.rate == 1 and key.k_offset % k_block == 0
@@ -80,7 +79,7 @@ class Prepared:
         return 1000 + (0 if self.classes is None else self.classes.nbytes)
 
 
-def prepared(key: CallKey, device: torch.device, bindings: Sequence[Tensor], *, blank_rest: bool = False) -> Prepared:
+def prepared(key: Call, device: torch.device, bindings: Sequence[Tensor], *, blank_rest: bool = False) -> Prepared:
     """Parts of a call that do not depend on its table; cached if its other patterns have no run-time tensors.
 
     blank_rest: use blank tables in place of the values of these tensors, for a trace.
@@ -115,14 +114,14 @@ def prepared(key: CallKey, device: torch.device, bindings: Sequence[Tensor], *, 
     return cache().get(name, build, lambda found: found.nbytes, pattern=key.pattern, device=device)
 
 
-def _tables_of(key: CallKey, count: int) -> tuple[int, ...]:
+def _tables_of(key: Call, count: int) -> tuple[int, ...]:
     """Table of each of this device's heads; empty if these are all tables in order."""
     heads = range(key.head_offset, key.head_offset + key.num_heads)
     own = tuple(head * count // key.num_heads_global for head in heads)
     return () if own == tuple(range(count)) else own
 
 
-def _classes(key: CallKey, rule: Pattern, block: tuple[int, int], device: torch.device) -> Tensor | None:
+def _classes(key: Call, rule: Pattern, block: tuple[int, int], device: torch.device) -> Tensor | None:
     """2 for a whole row and block in which every pair is allowed, else 1; None above _MOST_CLASSES entries."""
     rows, columns = -(-key.num_queries // block[0]), -(-key.num_keys // block[1])
     bound: Bound = key.bound(rule)
@@ -149,7 +148,7 @@ def selected_flex(
     v: Tensor,
     bindings: list[Tensor],
     parts: Parts,
-    key: CallKey,
+    key: Call,
     *,
     scale: float,
     score_mod: ScoreMod | None,
@@ -198,13 +197,13 @@ def _held_rows(
     q: Tensor, k: Tensor, bindings: list[Tensor], constants: str, q_offset: int, k_offset: int
 ) -> list[Tensor]:
     """Rows of the other run-time tables of the pattern, for these values."""
-    key = CallKey.of(q, k, constants, q_offset, k_offset)
+    key = Call.of(q, k, constants, q_offset, k_offset)
     return [held.rows.clone() for held in prepared(key, q.device, bindings).held]
 
 
 @_held_rows.register_fake
 def _(q, k, bindings, *arguments):
-    found = CallKey.of(q, k, *arguments)
+    found = Call.of(q, k, *arguments)
     with own_modes():
         held = prepared(found, q.device, bindings, blank_rest=True).held
         shapes = [(tuple(each.rows.shape), each.rows.dtype) for each in held]

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from ...masks.core import own_modes
-from .._call_key import CallKey
+from .._call import Call
 from .._ops import own_op
 from ._selected_flex import gathered
 from ._slots import moved
@@ -27,7 +27,7 @@ class Traced:
 _MOST_TRACED = 256
 
 
-def traced_name(what: str, key: CallKey, bindings: Sequence[Tensor], q: Tensor) -> str:
+def traced_name(what: str, key: Call, bindings: Sequence[Tensor], q: Tensor) -> str:
     """Attribute name for a call: a string, as a trace does not support tuples here, of all that the object depends on.
 
     Sizes are converted to numbers, as a fake implementation would format a dynamic size as a symbol.
@@ -38,10 +38,10 @@ def traced_name(what: str, key: CallKey, bindings: Sequence[Tensor], q: Tensor) 
 
 
 # By name, (call, q, bindings) -> the object for a trace of the call, independent of the values of run-time tensors.
-MAKERS: dict[str, Callable[[CallKey, Tensor, list[Tensor]], Any]] = {}
+MAKERS: dict[str, Callable[[Call, Tensor, list[Tensor]], Any]] = {}
 
 
-def traced(what: str, q: Tensor, k: Tensor, bindings: list[Tensor], key: CallKey) -> Any:
+def traced(what: str, q: Tensor, k: Tensor, bindings: list[Tensor], key: Call) -> Any:
     """The object that MAKERS[what] builds for a traced call.
 
     A trace can read an attribute but not build a plan; the fake implementation of an op runs during tracing and can.
@@ -60,7 +60,7 @@ def _prepare(
 
 @_prepare.register_fake
 def _(q, k, bindings, what, *arguments):
-    found = CallKey.of(q, k, *arguments)
+    found = Call.of(q, k, *arguments)
     name = traced_name(what, found, bindings, q)
     let_trace()
     if name not in vars(Traced):

@@ -11,8 +11,7 @@ from torch import Tensor
 
 from ... import _torch_private
 from ...masks.core import device_kind
-from .._distinct_masks import added
-from .._operands import readable
+from .._operands import added, readable
 from . import _kernel_cuda
 
 # B batch, H query heads, G key/value heads, F folds, Q queries, K keys, D head dim

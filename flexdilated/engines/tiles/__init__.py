@@ -1,6 +1,6 @@
 """The tiles engine: the terms of a plan as calls of dense attention kernels."""
 
 from ._tile_blocks import GATHERED_BYTES
-from ._tile_calls import Calls
+from ._tile_calls import KernelCalls
 from ._tiles import Program, Step, make_program, run_backward, run_forward
 from ._tiles_op import program_of, tiles, tiles_backward

@@ -18,10 +18,9 @@ from torch.nn.functional import pad
 from ...masks.blocks import allowed_pairs
 from ...masks.core import Box, Pattern, Progression, plans
 from ...masks.patterns import Selection, names, require_row, require_tables
-from .._call_key import CallKey
-from .._distinct_masks import added
+from .._call import Call, tensors_of
 from .._merge import WholeRows, shares_of, sum_dtype
-from .._selection import tensors_of
+from .._operands import added
 from ..kernels._kernel import flash_backward, flash_forward
 from ._tile_blocks import GATHERED_BYTES
 
@@ -44,7 +43,7 @@ _Calls = tuple[list[Tensor], Tensor, Tensor, Tensor, Tensor | None]
 
 
 @plans
-def selected_rows(key: CallKey, selection: Selection, bindings: Sequence[Tensor], batch: int) -> list[QueryRows]:
+def selected_rows(key: Call, selection: Selection, bindings: Sequence[Tensor], batch: int) -> list[QueryRows]:
     """One QueryRows for each batch entry, or one for all entries if they have equal tables and rules."""
     leaf, rest = selection.leaf, selection.rest
     (table,) = tensors_of(key, leaf, bindings)
@@ -109,7 +108,7 @@ class QueryRows:
     pairs. Row 0 is the query block of the call's first query, block 0 has the call's first key.
     """
 
-    key: CallKey
+    key: Call
     rule: Pattern
     block: tuple[int, int]
     column: Int64[Tensor, "T R W"]
@@ -117,7 +116,7 @@ class QueryRows:
 
     @classmethod
     def of(
-        cls, key: CallKey, rule: Pattern, rows: Int64[Tensor, "T R W"], block: tuple[int, int], first: int
+        cls, key: Call, rule: Pattern, rows: Int64[Tensor, "T R W"], block: tuple[int, int], first: int
     ) -> QueryRows:
         """rows: ascending key blocks of each query block; row 0 is query block `first`."""
         q_block, k_block = block
@@ -373,7 +372,7 @@ def _within(begin: Tensor, length: int, first: int, number: int) -> tuple[Tensor
     return start, (stop - start).clamp(min=0)
 
 
-def _of_heads(key: CallKey, rule: Pattern, rows: Int64[Tensor, "T R W"]) -> Int64[Tensor, "t R W"]:
+def _of_heads(key: Call, rule: Pattern, rows: Int64[Tensor, "T R W"]) -> Int64[Tensor, "t R W"]:
     """Tables of this device's heads: shared if each serves equally many heads of one rule, else one per head."""
     heads = range(key.head_offset, key.head_offset + key.num_heads)
     tables = [head * len(rows) // key.num_heads_global for head in heads]

@@ -10,10 +10,10 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 from torch.nn.functional import pad
 
-from .._distinct_masks import added
 from .._merge import sum_dtype
+from .._operands import added
 from ..kernels._kernel import Operands, filled, flash_backward, flash_forward
-from ._tile_calls import Call, Calls
+from ._tile_calls import KernelCall, KernelCalls
 
 # B batch, H query heads, G key/value heads, F folds, Q query slots, K key slots, D head dim
 # X heads or folds that run together, n problems
@@ -31,14 +31,16 @@ class _Portion:
     blind: queries that see no visible key.
     """
 
-    call: Call
+    call: KernelCall
     at_q: _Index
     at_k: _Index
     mask: Float[Tensor, "#n 1 #Q K"] | None
     blind: Bool[Tensor, "n 1 #Q"] | None
 
 
-def forward(x: Operands, calls: Calls, *, scale: float) -> tuple[Float[Tensor, "B H F Q D"], Float[Tensor, "B H F Q"]]:
+def forward(
+    x: Operands, calls: KernelCalls, *, scale: float
+) -> tuple[Float[Tensor, "B H F Q D"], Float[Tensor, "B H F Q"]]:
     """(out, lse). Rows in no list have output 0 and lse -inf; hidden rows, which must hold 0, have lse 0."""
     q, k, v = x.q, _padded(x.k, calls.key_slots), _padded(x.v, calls.key_slots)
     out = torch.empty_like(q) if calls.complete else torch.zeros_like(q)
@@ -57,7 +59,7 @@ def forward(x: Operands, calls: Calls, *, scale: float) -> tuple[Float[Tensor, "
 
 
 def backward(
-    x: Operands, calls: Calls, grad_out: Tensor, out: Tensor, lse: Tensor, *, scale: float
+    x: Operands, calls: KernelCalls, grad_out: Tensor, out: Tensor, lse: Tensor, *, scale: float
 ) -> tuple[Tensor, Tensor, Tensor]:
     """(dq, dk, dv) in float32 or wider; `lse` is +inf where a row has no key."""
     q, k, v = x.q, _padded(x.k, calls.key_slots), _padded(x.v, calls.key_slots)
@@ -78,7 +80,7 @@ def backward(
     return dq, dk[:, :, :, : x.k.shape[3]], dv[:, :, :, : x.v.shape[3]]
 
 
-def _portions(x: Operands, calls: Calls) -> Iterator[_Portion]:
+def _portions(x: Operands, calls: KernelCalls) -> Iterator[_Portion]:
     """Yield every call for every head; heads share the masks of a call."""
     hidden = None if x.visible is None else _padded(added(x.visible, x.q.dtype), calls.key_slots)
     for call in calls.calls:

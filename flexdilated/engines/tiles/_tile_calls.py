@@ -12,8 +12,7 @@ from torch.nn.functional import pad
 
 from ...masks.blocks import Blocks, Places, Rule, evaluate
 from ...masks.planning import Term
-from .._distinct_masks import added, distinct_masks, random_numbers
-from .._operands import Hidden, hidden_slots
+from .._operands import Hidden, added, distinct_masks, hidden_slots, random_numbers
 
 # X heads or folds, S slots, n stretches, L slots in a stretch or blocks in a list
 # n problems (a block row of a table each), L blocks in a list, U distinct masks
@@ -104,7 +103,7 @@ _LEAST_PAIRS = 1 << 20  # smallest call worth its overhead: milliseconds of kern
 
 
 @dataclass(frozen=True)
-class Call:
+class KernelCall:
     """n problems of equal shape in one table: each a stretch of query slots with a stretch of key slots.
 
     row and columns: the block row and block columns of each problem. masks: index of each block's mask, in a single row
@@ -123,12 +122,12 @@ class Call:
         """Pairs that one problem computes."""
         return self.queries.length * self.keys.length
 
-    def parts(self, at_once: int) -> Iterator[Call]:
+    def parts(self, at_once: int) -> Iterator[KernelCall]:
         """Split into calls of at most `at_once` problems."""
         for begin in range(0, len(self.row), at_once):
             end = begin + at_once
             own_masks = self.masks is not None and len(self.masks) > 1
-            yield Call(
+            yield KernelCall(
                 self.table, self.row[begin:end], self.columns[begin:end],
                 self.queries.select(begin, end), self.keys.select(begin, end),
                 self.masks[begin:end] if own_masks and self.masks is not None else self.masks,
@@ -136,7 +135,7 @@ class Call:
 
 
 @dataclass(frozen=True)
-class Calls:
+class KernelCalls:
     """All calls of a block list.
 
     shape: query slots, key slots, query side and key side of a block. heads: the heads of each table. complete: every
@@ -147,7 +146,7 @@ class Calls:
     rule: Rule
     shape: tuple[int, int, int, int]
     heads: tuple[tuple[int, ...], ...]
-    calls: tuple[Call, ...]
+    calls: tuple[KernelCall, ...]
     complete: bool
     key_slots: int
     masks: Bool[Tensor, "U q_block k_block"] | None
@@ -158,7 +157,7 @@ class Calls:
         numbers = (x for call in self.calls for x in (call.row, call.columns, call.masks))
         return sum(x.nbytes for x in (*numbers, self.masks, self.hidden) if x is not None)
 
-    def mask_of(self, call: Call, dtype: torch.dtype) -> Float[Tensor, "m Q K"] | None:
+    def mask_of(self, call: KernelCall, dtype: torch.dtype) -> Float[Tensor, "m Q K"] | None:
         """Additive mask of each problem, or one for all; None if every pair is allowed."""
         if call.masks is None:
             return None
@@ -173,14 +172,14 @@ class Calls:
         mask = added(tiles, dtype).flatten(0, 1).index_select(0, rows.flatten()).view(*rows.shape[:2], -1)
         return mask[:, :, : call.keys.length]
 
-    def _evaluated(self, call: Call) -> Tensor:
+    def _evaluated(self, call: KernelCall) -> Tensor:
         length = call.columns.shape[1]
         row = call.row.repeat_interleave(length)
         places = Places(torch.full_like(row, call.table), row, call.columns.flatten())
         return torch.cat(list(evaluate(self.rule, places, self.shape)))
 
 
-def plan_calls(term: Term, blocks: Blocks) -> Calls:
+def plan_calls(term: Term, blocks: Blocks) -> KernelCalls:
     """Kernel calls for a term's block lists, with the masks of its partial blocks."""
     rule = term.table_rule()
     ids, masks = distinct_masks(rule, blocks)
@@ -194,7 +193,7 @@ def plan_calls(term: Term, blocks: Blocks) -> Calls:
         tuple(head for head, own in enumerate(blocks.heads) if own == table) for table in range(blocks.num_tables)
     )
     hidden = hidden_slots(rule, blocks, ids, masks)
-    return Calls(rule, blocks.shape, heads, tuple(calls), complete, key_slots, masks, hidden)
+    return KernelCalls(rule, blocks.shape, heads, tuple(calls), complete, key_slots, masks, hidden)
 
 
 @dataclass(frozen=True)
@@ -265,7 +264,7 @@ def _sum_by_list(values: Int64[Tensor, " E"], length: Int64[Tensor, " m"]) -> In
     return sums.index_add_(0, torch.repeat_interleave(length), values)
 
 
-def _grouped(lists: _Lists, blocks: Blocks, ids: Int64[Tensor, " E"]) -> Iterator[Call]:
+def _grouped(lists: _Lists, blocks: Blocks, ids: Int64[Tensor, " E"]) -> Iterator[KernelCall]:
     """Yield calls: first groups with equal masks that are large enough for a call, then groups of equal shape."""
     shape = [lists.table, lists.num_queries, lists.length, lists.num_keys, lists.masked.long()]
     left = torch.arange(len(lists.row))
@@ -320,7 +319,7 @@ def _even_runs(row: Int64[Tensor, " n"], columns: Int32[Tensor, "n L"], least: i
         yield torch.cat(others)
 
 
-def _call(chosen: _Lists, columns: Int32[Tensor, "n L"], blocks: Blocks, ids: Int64[Tensor, " E"]) -> Call:
+def _call(chosen: _Lists, columns: Int32[Tensor, "n L"], blocks: Blocks, ids: Int64[Tensor, " E"]) -> KernelCall:
     length, height, width = (int(x[0]) for x in (chosen.length, chosen.num_queries, chosen.num_keys))
     unbroken = bool((columns[:, -1] - columns[:, 0] == length - 1).all())
     queries: Stretches | None = evenly(chosen.row * blocks.q_block, height)
@@ -334,4 +333,4 @@ def _call(chosen: _Lists, columns: Int32[Tensor, "n L"], blocks: Blocks, ids: In
     if bool(chosen.masked[0]):
         begin = chosen.begin[:1] if len(chosen.code.unique()) == 1 else chosen.begin
         masks = ids[begin[:, None] + torch.arange(length)].int()
-    return Call(int(chosen.table[0]), chosen.row, columns, queries, keys, masks)
+    return KernelCall(int(chosen.table[0]), chosen.row, columns, queries, keys, masks)

@@ -20,7 +20,7 @@ from .._operands import Hidden, hidden_of_term, readable
 from ..kernels import _kernel
 from ..kernels._kernel import Operands
 from . import _tile_blocks
-from ._tile_calls import Calls, plan_calls
+from ._tile_calls import KernelCalls, plan_calls
 
 # B batch, H query heads, G key/value heads, N queries, M keys, D head dim; b of the batch entries
 
@@ -35,7 +35,7 @@ class Step:
     term: Term
     queries: Side
     keys: Side
-    calls: Calls | None
+    calls: KernelCalls | None
     hidden: Hidden
     fresh: bool
 
@@ -141,7 +141,7 @@ def _in_order(laid_out: list[tuple[Side, Side, Term]], bound: Bound) -> list[tup
     return [laid_out[index] for index in sorted(range(len(laid_out)), key=rank)]
 
 
-def _calls(term: Term, block_size: tuple[int, ...]) -> Calls:
+def _calls(term: Term, block_size: tuple[int, ...]) -> KernelCalls:
     """Cached calls of a term, shared by all translated copies of it, such as documents of equal length."""
     alike = term.at_origin()
     q_block, k_block = block_size or (term.block_side, term.block_side)

@@ -27,18 +27,16 @@ from ...masks.planning import (
     takes_mask,
     without_scattered_keys,
 )
-from .._call_key import CallKey, check_heads
+from .._call import Call, check_heads, selection_in, without_table
 from .._gather import merge_
 from .._merge import WholeRows, add_sinks, sum_dtype
 from .._ops import own_op, set_gradient
-from .._selection import selection_in, without_table
+from .._rows import RowPart, parts_of_call, row_backward, row_forward, takes_rows
 from .._tuned import chosen
-from ..rows._row_attention import Part, row_backward, row_forward
-from ..rows._row_parts import parts_of_call, takes_rows
 from ._query_rows import QueryRows, selected_rows
 from ._tiles import Entries, Packed, Program, Some, as_given, make_program, rows_of, run_backward, run_forward
 
-_Parts = tuple[Part, ...]
+_Parts = tuple[RowPart, ...]
 _Runs = Program | QueryRows | _Parts
 
 _CUDA_SLOTS_AT_ONCE = 1 << 18  # copied slots that occupy the device and are a small share of its memory
@@ -95,15 +93,15 @@ def tiles(
 ) -> tuple[Tensor, Tensor]:
     """(out, lse) of a call; the plan is looked up at run time, so other sizes need no retracing.
 
-    constants, q_offset, k_offset: as from `CallKey.arguments`. k and v are cast to the dtype of q. Gradients of wider k
+    constants, q_offset, k_offset: as from `Call.arguments`. k and v are cast to the dtype of q. Gradients of wider k
     and v are in their dtype, unrounded for further sums.
     """
-    call = CallKey.of(q, k, constants, q_offset, k_offset)
+    call = Call.of(q, k, constants, q_offset, k_offset)
     return attention(call, q, k.to(q.dtype), v.to(q.dtype), sinks, bindings, scale)
 
 
 def attention(
-    key: CallKey,
+    key: Call,
     q: Tensor,
     k: Tensor,
     v: Tensor,
@@ -175,14 +173,14 @@ def tiles_backward(
     scale: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """(dq, dk, dv) of `tiles`, in the dtypes of q, k and v."""
-    call = CallKey.of(q, k, constants, q_offset, k_offset)
+    call = Call.of(q, k, constants, q_offset, k_offset)
     whole, keys = WholeRows(out, lse, grad_out, grad_lse), (k.to(q.dtype), v.to(q.dtype))
     dq, dk, dv = gradients(call, q, *keys, bindings, whole, scale, wide=k.dtype != q.dtype)
     return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype)
 
 
 def gradients(
-    key: CallKey,
+    key: Call,
     q: Tensor,
     k: Tensor,
     v: Tensor,
@@ -242,8 +240,8 @@ set_gradient(
 
 
 def _programs_for(
-    key: CallKey, bindings: list[Tensor], q: Tensor
-) -> tuple[Sequence[tuple[Entries, _Runs]], tuple[CallKey, list[Tensor]] | None]:
+    key: Call, bindings: list[Tensor], q: Tensor
+) -> tuple[Sequence[tuple[Entries, _Runs]], tuple[Call, list[Tensor]] | None]:
     """(batch entries with their executable, (key, bindings) of a call for the remaining pairs, or None).
 
     The executable is QueryRows for tables of selected blocks, parts for few queries on CPU, otherwise a Program.
@@ -262,7 +260,7 @@ def _programs_for(
 
 
 def _programs(
-    key: CallKey,
+    key: Call,
     bindings: list[Tensor],
     batch: int,
     kind: str = "cpu",
@@ -296,7 +294,7 @@ def _programs(
     return found
 
 
-def _packed(key: CallKey, rule: Expression, batch: int) -> tuple[CallKey, list[tuple[Entries, Expression]]] | None:
+def _packed(key: Call, rule: Expression, batch: int) -> tuple[Call, list[tuple[Entries, Expression]]] | None:
     """(key, groups) of all batch entries as one sequence, if each has few tokens and they can be joined; else None."""
     tokens = key.num_queries
     rule.require_entries(batch)
@@ -311,7 +309,7 @@ def _packed(key: CallKey, rule: Expression, batch: int) -> tuple[CallKey, list[t
 
 
 def program_of(
-    key: CallKey,
+    key: Call,
     rule: Expression | None,
     kind: str,
     choice: Choice | None,

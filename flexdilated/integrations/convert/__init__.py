@@ -5,6 +5,6 @@ a reason for unsupported ones. These files do not import their library: a model 
 """
 
 from ._convert import convert
-from ._found import Left, Replaced, Report
+from ._rule import Left, Replaced, Report
 
 __all__ = ["Left", "Replaced", "Report", "convert"]

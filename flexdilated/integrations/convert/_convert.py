@@ -12,8 +12,18 @@ from ...masks import Mixture, Pattern
 from ...masks.core import advises, instead_of_pattern
 from ...masks.patterns import names
 from . import _timm, _torch, _x_transformers
-from ._found import Found, Left, Replaced, Report
-from ._replaced_class import Converted, Given, check_restorable, original_class, replace_class, restore_class
+from ._rule import (
+    Converted,
+    Found,
+    Given,
+    Left,
+    Replaced,
+    Report,
+    check_restorable,
+    original_class,
+    replace_class,
+    restore_class,
+)
 
 Expression = Pattern | Mixture
 Chosen = Callable[[str, nn.Module], Expression | None]

@@ -2,12 +2,83 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from functools import cache
+from typing import TYPE_CHECKING, Any, ClassVar, NoReturn
+
 import torch
-from torch import Tensor
+from tabulate import tabulate
+from torch import Tensor, nn
 
 from ...masks import Mixture, Pattern, causal
+from ...masks.core import shortened
 from ...nn import require_causal_mask, without_padding
-from ._replaced_class import Given
+
+
+@dataclass(frozen=True)
+class Given:
+    """Settings of a converted module: its name in the model, its pattern; `by_name`: a function chose the pattern."""
+
+    name: str
+    pattern: Pattern | Mixture
+    by_name: bool
+
+
+class Converted(nn.Module):
+    """Base of converted modules' classes, before their original class. `kind`: the subclass of Converted in use."""
+
+    original: ClassVar[type[nn.Module]]
+    kind: ClassVar[type[Converted]]
+    _flexdilated: Given | None
+
+    def extra_repr(self) -> str:
+        own = super().extra_repr()
+        if self._flexdilated is None:
+            return own
+        return ", ".join(each for each in (own, shortened(repr(self._flexdilated.pattern))) if each)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Pickle by (kind, original), as pickle cannot find dynamic classes by name."""
+        return _empty, (self.kind, self.original), self.__getstate__()
+
+
+def _empty(kind: type[Converted], original: type[nn.Module]) -> nn.Module:
+    subclass = _subclass(kind, original)
+    return subclass.__new__(subclass)
+
+
+@cache
+def _subclass(kind: type[Converted], original: type[nn.Module]) -> type[Converted]:
+    names = {"__module__": kind.__module__, "original": original, "kind": kind, "__doc__": original.__doc__}
+    return type(f"Converted{original.__name__}", (kind, original), names)
+
+
+def original_class(module: nn.Module) -> type[nn.Module]:
+    """Class of the module before conversion."""
+    return module.original if isinstance(module, Converted) else type(module)
+
+
+def replace_class(module: nn.Module, kind: type[Converted], given: Given | None = None) -> None:
+    """Convert an unconverted module to a subclass of `kind` and its class."""
+    module.__class__ = _subclass(kind, type(module))
+    object.__setattr__(module, "_flexdilated", given)
+
+
+def check_restorable(name: str, module: nn.Module) -> None:
+    """Raise ValueError for a module whose class was replaced after conversion."""
+    if isinstance(module, Converted) and type(module) is not _subclass(module.kind, module.original):
+        raise ValueError(
+            f"{name} was given another class, {type(module).__name__}, after it was converted: give attention back, or "
+            "another pattern, before fully_shard and its like"
+        )
+
+
+def restore_class(module: nn.Module) -> None:
+    """Undo the conversion of a module, if it was converted."""
+    if isinstance(module, Converted):
+        del module._flexdilated
+        object.__setattr__(module, "__class__", module.original)
+
 
 # B batch, H heads, N queries, M keys
 
@@ -58,3 +129,87 @@ def refuse_dropout(given: Given, dropout_p: float, setting: str) -> None:
             f"{given.name} trains with attention dropout {dropout_p}, and attention weights are never formed: set "
             f"{setting} = 0.0 on each converted module; dropout of its output may stay"
         )
+
+
+@dataclass(frozen=True, eq=False)
+class Found:
+    """An attention module: its name in the model, the module, and how it can be converted.
+
+    inner: the module whose class is replaced by `by`; None if it cannot be converted. refused: the reason for that, or
+    "". cross: why it is cross-attention, which needs a pattern chosen by name; "" for self-attention. around: enclosing
+    modules that must be converted with it.
+    """
+
+    name: str
+    module: nn.Module
+    num_heads: int = 0
+    inner: nn.Module | None = None
+    by: type[Converted] = Converted
+    refused: str = ""
+    cross: str = ""
+    around: tuple[tuple[nn.Module, type[Converted]], ...] = ()
+
+    @property
+    def kind(self) -> str:
+        """Library and original class, such as torch.MultiheadAttention."""
+        return class_name(original_class(self.module))
+
+
+def class_name(of: type) -> str:
+    """Library and class name, without the modules between."""
+    return f"{of.__module__.partition('.')[0]}.{of.__qualname__}"
+
+
+def ancestors(name: str, model: nn.Module) -> list[nn.Module]:
+    """Modules that contain the one of this name, outermost first."""
+    parts = name.split(".")
+    return [model.get_submodule(".".join(parts[:depth])) for depth in range(len(parts))] if name else []
+
+
+@dataclass(frozen=True)
+class Replaced:
+    """A converted attention module: its name in the model, kind, number of heads, and pattern."""
+
+    name: str
+    kind: str
+    num_heads: int
+    pattern: Pattern | Mixture
+
+
+@dataclass(frozen=True)
+class Left:
+    """An attention module that was not converted: its name in the model, kind, and the reason."""
+
+    name: str
+    kind: str
+    reason: str
+
+
+_IN_PLACE = "convert(model, pattern) changes the model in place, so go on with the model"
+
+
+@dataclass(frozen=True)
+class Report:
+    """Modules that `convert` replaced or left, in the order of `model.named_modules()`; prints as two tables."""
+
+    replaced: tuple[Replaced, ...]
+    left: tuple[Left, ...]
+
+    def __call__(self, *args: object, **named: object) -> NoReturn:
+        """Raise TypeError, as a report is no model."""
+        raise TypeError(f"a report of convert is no model: {_IN_PLACE}")
+
+    if not TYPE_CHECKING:  # type checkers must still find missing names
+
+        def __getattr__(self, name: str) -> NoReturn:
+            raise AttributeError(f"a report of convert has no {name}: {_IN_PLACE}")
+
+    def __str__(self) -> str:
+        done = [(each.name, each.kind, each.num_heads, shortened(repr(each.pattern))) for each in self.replaced]
+        rest = [(each.name, each.kind, each.reason) for each in self.left]
+        tables = []
+        if done:
+            tables.append(tabulate(done, ("replaced", "kind", "heads", "pattern"), disable_numparse=True))
+        if rest:
+            tables.append(tabulate(rest, ("left", "kind", "why"), disable_numparse=True))
+        return "\n\n".join(tables) or "no attention module"

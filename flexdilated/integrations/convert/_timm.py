@@ -15,9 +15,7 @@ from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
 from ..._attend import attend
-from ._found import Found, class_name
-from ._replaced_class import Converted, Given, original_class
-from ._rule import call_rule, check_lengths, refuse_dropout
+from ._rule import Converted, Found, Given, call_rule, check_lengths, class_name, original_class, refuse_dropout
 
 # Some classes have moved between versions.
 _SERVED = (

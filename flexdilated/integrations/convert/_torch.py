@@ -7,9 +7,7 @@ from torch import Tensor, nn
 from ..._attend import attend
 from ...masks import causal
 from ...nn import MultiheadProjections, refuse_weights, without_padding
-from ._found import Found, ancestors
-from ._replaced_class import Converted, original_class
-from ._rule import check_lengths, refuse_dropout, with_causal_mask
+from ._rule import Converted, Found, ancestors, check_lengths, original_class, refuse_dropout, with_causal_mask
 
 
 class MultiheadAttention(MultiheadProjections, Converted):

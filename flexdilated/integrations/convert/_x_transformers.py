@@ -14,9 +14,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from ..._attend import attend
-from ._found import Found, ancestors
-from ._replaced_class import Converted
-from ._rule import call_rule, check_lengths, refuse_dropout
+from ._rule import Converted, Found, ancestors, call_rule, check_lengths, refuse_dropout
 
 _WEIGHTS = "attention weights, which are never formed"
 _BIAS = "adds a bias to each pair's score"

@@ -7,6 +7,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Self
 
+from torch import Tensor, nn
+
 from ..._engines import check_engine
 from ...masks import Mixture, Pattern, longnet
 from ...masks.core import require_choice, require_finite, require_int
@@ -149,3 +151,32 @@ def _numbers(name: str, value: Any) -> tuple[int, ...]:
         raise ValueError(
             f"{name} must be a list of integers, or a text such as '[1024, 2048]'; got {value!r:.200}"
         ) from None
+
+
+_MOST_NAMED = 12
+
+
+def require_weights(name: str, value: object) -> None:
+    """Raise TypeError unless value is a mapping."""
+    if not isinstance(value, Mapping):
+        raise TypeError(f"{name} must be what torch.load(path, weights_only=True) gives; got {type(value).__name__}")
+
+
+def load(module: nn.Module, state_dict: Mapping[str, Tensor]) -> None:
+    """Load all parameters. Raises ValueError with missing, foreign and misshapen keys before any change."""
+    own = module.state_dict()
+    sizes = {name: (tuple(state_dict[name].shape), tuple(own[name].shape)) for name in own if name in state_dict}
+    faults = {
+        "missing": [name for name in own if name not in state_dict],
+        "foreign": [name for name in state_dict if name not in own],
+        "misshapen": [f"{name} {got} for {needed}" for name, (got, needed) in sizes.items() if got != needed],
+    }
+    if any(faults.values()):
+        listed = "; ".join(f"{len(names)} {kind}: {_listed(names)}" for kind, names in faults.items() if names)
+        raise ValueError(f"the state_dict must have exactly the parameters of {type(module).__name__}; {listed}")
+    module.load_state_dict(dict(state_dict))
+
+
+def _listed(names: list[str]) -> str:
+    more = len(names) - _MOST_NAMED
+    return ", ".join(names[:_MOST_NAMED]) + (f" and {more} more" if more > 0 else "")

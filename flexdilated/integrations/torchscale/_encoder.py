@@ -12,8 +12,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from ._attention import DilatedSelfAttention
-from ._checkpoint import load
-from ._config import LongNetEncoderConfig
+from ._config import LongNetEncoderConfig, load
 
 # B batch, N tokens, E embed dim, F hidden dim
 

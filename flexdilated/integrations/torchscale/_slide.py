@@ -11,8 +11,7 @@ from jaxtyping import Float, Shaped
 from torch import Tensor, nn
 
 from ...masks.core import require_choice, require_int
-from ._checkpoint import load, require_weights
-from ._config import LongNetEncoderConfig
+from ._config import LongNetEncoderConfig, load, require_weights
 from ._encoder import LongNetEncoder
 
 # B slides, L tiles, C dim of a tile's features, E embed dim

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from math import log
+from typing import Any
 
 import torch
 from jaxtyping import Float
@@ -11,12 +12,35 @@ from torch import Tensor, nn
 from ..._attend import attend, autocast
 from ..._validate import check_tensors
 from ...engines import sum_dtype
+from ...masks import EMPTY, FULL, PARTIAL, chunked, custom, every, selected_blocks
 from ...masks import causal as causal_pattern
-from ...masks import chunked, every, selected_blocks
 from ...masks.core import advises, require_bool, require_int
 from .._choose import TopK
 from .._selector import BlockSelector
-from ._windows import WindowsBefore
+
+
+class WindowsBefore:
+    """`pattern` over (query position, window): window i is visible from position i * stride + reach.
+
+    It has bounds for boxes: a box is full if its first query sees its last window, and empty if its last query does not
+    see its first window. Modules keep an instance of this class, because a function that captures numbers cannot be
+    pickled, and because torch.compile can read an existing pattern but not build one from a function.
+    """
+
+    def __init__(self, stride: int, reach: int) -> None:
+        def seen(b, h, q, k):
+            return q >= k * stride + reach
+
+        def classify(head, q_first, q_last, k_first, k_last):
+            full, some = q_first >= k_last * stride + reach, q_last >= k_first * stride + reach
+            return torch.where(full, FULL, torch.where(some, PARTIAL, EMPTY))
+
+        self.pattern = custom(seen, classify=classify)
+        self._made_of = (stride, reach)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self), self._made_of
+
 
 # B batch, H query heads, G key/value heads, N queries, M keys, D head dim
 

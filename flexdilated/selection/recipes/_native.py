@@ -13,7 +13,7 @@ from ...engines import sum_dtype
 from ...masks import causal, local_window, selected_blocks
 from ...masks.core import advises, require_int
 from .._choose import choose
-from ._windows import WindowsBefore
+from ._coarse_to_fine import WindowsBefore
 
 # B batch, H query heads, G key/value heads, N queries, M keys, W windows, C blocks of keys, D head dim, E embedding dim
 

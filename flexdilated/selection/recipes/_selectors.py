@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from ...masks import Pattern, causal, chunked, first_tokens
 from ...masks.core import advises, require_choice, require_finite, require_int
 from .._choose import Threshold, TopK, TopP, require_share
-from .._pools import Pools
+from .._scores import Pools
 from .._selector import BlockSelector
 
 # B batch, H query heads, G key/value heads, N queries, M keys, R rows, C blocks of keys, T tables, D head dim,

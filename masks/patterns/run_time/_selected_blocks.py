@@ -34,7 +34,7 @@ from ...core import (
     pattern_kind,
     require_int,
 )
-from .._block_table import NOTHING, BlockTable, by_halving, padded
+from .._block_list import NOTHING, BlockTable, by_halving, padded
 from ._run_time import RunTime, Table, of_tensor
 
 # B batch entries, T tables, R rows of query blocks, W entries of a row

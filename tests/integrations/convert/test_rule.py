@@ -6,8 +6,7 @@ from torch.nn import functional as F
 
 import flexdilated as fd
 from flexdilated import masks
-from flexdilated.integrations.convert._replaced_class import Given
-from flexdilated.integrations.convert._rule import call_rule
+from flexdilated.integrations.convert._rule import Given, call_rule
 
 
 @pytest.mark.parametrize("num_queries", [1, 5])

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from flexdilated import masks
 from flexdilated.masks.blocks import _cover
 from flexdilated.masks.blocks._blocks import Blocks
-from flexdilated.masks.patterns._block_table import BlockTable
+from flexdilated.masks.patterns._block_list import BlockTable
 from flexdilated.masks.planning.lowering._ways import shared_terms
 from flexdilated.testing.strategies import lengths
 from tests.support.strategies import block_lists, block_sides, random_blocks

@@ -6,7 +6,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from flexdilated.engines.rows._row_parts import branch_rules
+from flexdilated.engines._rows import branch_rules
 from flexdilated.masks.core._ranges import as_ranges, intersect, unite
 from flexdilated.masks.needs import _row
 from tests.support import strategies

@@ -14,7 +14,7 @@ from torch import Tensor
 
 import flexdilated as fd
 from flexdilated import masks
-from flexdilated.engines._call_key import CallKey
+from flexdilated.engines._call import Call
 from flexdilated.masks.core._box import Box, Progression
 from flexdilated.masks.orders._tiling import Tiled, Tiling
 from flexdilated.masks.patterns._neighborhood import Neighborhood
@@ -272,7 +272,7 @@ def test_flex_in_tiles(pairs_decide):
     def nearer(score, b, h, q_idx, k_idx):
         return score - 0.01 * (q_idx - k_idx).abs()
 
-    key = CallKey(bound.pattern.text, 2, 2, 1512, 1512, 0, 0, 0, 2, 1, (32, 32))
+    key = Call(bound.pattern.text, 2, 2, 1512, 1512, 0, 0, 0, 2, 1, (32, 32))
     found = attend_by(key, 0.25, score_mod=nearer)(q, k, v)
     expected = fd.attend(q, k, v, bound.pattern, engine="reference", score_mod=nearer, return_lse=True)
     torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)

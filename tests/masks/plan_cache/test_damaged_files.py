@@ -20,7 +20,7 @@ from flexdilated.cli._bindings import read_bindings
 from flexdilated.cli._command_parser import UsageError
 from flexdilated.cli._pattern import read_pattern
 from flexdilated.engines import _tuned
-from flexdilated.engines._call_key import CallKey
+from flexdilated.engines._call import Call
 from flexdilated.engines._tuned import TuningKey, chosen, forget_choices
 from flexdilated.masks.planning.machine import _machine_in_use
 from flexdilated.masks.planning.machine._machine import CPU
@@ -29,7 +29,7 @@ from flexdilated.masks.planning.machine._machine_in_use import forget_machines
 
 PATTERN = masks.longnet([8, 16], [1, 2]) & masks.documents("ids", longest=9) & masks.block_list([[0], [0, 1]], block=4)
 MACHINE = Measured(MachineKey.of("cpu"), CPU, "2026-01-01", {"torch": "2"}, {"launch_s": 1.0}).to_data()
-CALL = CallKey(masks.causal().text, 2, 2, 8, 8, 0, 0, 0, 2, 1, ())
+CALL = Call(masks.causal().text, 2, 2, 8, 8, 0, 0, 0, 2, 1, ())
 CHOICE = {"call": list(CALL), "at": ["cpu", "torch.float32", 4], "together": False}
 CHOICES = {"format": _tuned.FORMAT, "version": _tuned.VERSION}
 CHOICES |= {"choices": [CHOICE | {"ways": [["compact", [64, 64]]], "backward": True}]}

@@ -19,7 +19,7 @@ import flexdilated as fd
 from flexdilated import masks
 from flexdilated._validate import run_time_tensors
 from flexdilated.engines import WholeRows
-from flexdilated.engines._call_key import CallKey
+from flexdilated.engines._call import Call
 from flexdilated.engines.kernels import _kernel
 from flexdilated.engines.tiles import _tile_blocks
 from flexdilated.engines.tiles._tiles_op import attention, gradients
@@ -135,7 +135,7 @@ def work(monkeypatch: pytest.MonkeyPatch, pattern: masks.Pattern, *, batch: int,
         return run
 
     masks.cache().clear()
-    key = CallKey(pattern.text, 1, 1, num_tokens, num_tokens, 0, 0, 0, 1, 1, ())
+    key = Call(pattern.text, 1, 1, num_tokens, num_tokens, 0, 0, 0, 1, 1, ())
     bindings = run_time_tensors(pattern, None)
     q, k, v = (torch.zeros(batch, 1, num_tokens, 1) for _ in range(3))
     with monkeypatch.context() as patch:

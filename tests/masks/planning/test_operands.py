@@ -8,7 +8,7 @@ from torch import Tensor
 
 import flexdilated as fd
 from flexdilated import masks
-from flexdilated.engines._call_key import CallKey
+from flexdilated.engines._call import Call
 from flexdilated.engines._gather import term_sides
 from flexdilated.engines.flex import _flex_op
 from flexdilated.engines.flex._traced import traced_name
@@ -140,7 +140,7 @@ def test_each_engine_plans_for_the_operands_of_its_call(monkeypatch) -> None:
         return plan(bound, **how)
 
     monkeypatch.setattr(_tiles_op, "plan", record)
-    monkeypatch.setattr("flexdilated.engines._call_key.plan", record)
+    monkeypatch.setattr("flexdilated.engines._call.plan", record)
     masks.cache().clear()
     q, k = torch.zeros(1, H, 512, 24, dtype=torch.bfloat16), torch.zeros(1, 2, 512, 24, dtype=torch.bfloat16)
     pattern = masks.local_window(left=15, right=0)
@@ -149,7 +149,7 @@ def test_each_engine_plans_for_the_operands_of_its_call(monkeypatch) -> None:
     fd.attend(q, k, k, pattern, enable_gqa=True, engine="flex")
     ids = torch.zeros(512, dtype=torch.long)
     fd.attend(q, k, k, pattern & masks.documents(ids), enable_gqa=True, engine="flex")
-    traced = CallKey((pattern & masks.documents("ids")).text, H, 2, 512, 512, 0, 0, 0, H, 1, ())
+    traced = Call((pattern & masks.documents("ids")).text, H, 2, 512, 512, 0, 0, 0, H, 1, ())
     _flex_op.blank_program(traced, torch.device("cpu"), [ids], 1, traced.operands(q))
     assert asked == [Operands(2, 24, 2)] * 4
     key = traced._replace(pattern=pattern.text)

@@ -14,7 +14,7 @@ import flexdilated as fd
 from flexdilated import masks
 from flexdilated._over_ranks import LONGEST
 from flexdilated.distributed import BufferPool
-from flexdilated.masks.core._spelling import bytes_text
+from flexdilated.masks.core._check import bytes_text
 from flexdilated.masks.planning._planner import plan
 
 PATTERN = masks.longnet([16, 64], [1, 4]) & masks.causal()

@@ -1,8 +1,9 @@
-"""CallKey: the pattern and sizes of a call, on which its program depends, as plain data."""
+"""Call: the pattern and sizes of a call, on which its program depends, as plain data."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 import torch
@@ -11,7 +12,7 @@ from torch import Tensor
 from ..masks import Layout, cache
 from ..masks.core import Bound, Expression, Extent, content_digest, device_kind, plans
 from ..masks.orders import Placement
-from ..masks.patterns import blank, names, tables
+from ..masks.patterns import Selection, blank, names, selection_of, tables
 from ..masks.planning import ANYTHING, Allowed, Choice, Operands, Plan, plan, plan_at
 from ..masks.text import read_text
 from ._ops import read_written, written
@@ -19,7 +20,7 @@ from ._ops import read_written, written
 _FEW_BYTES = 1 << 14  # run-time tensors up to this size are digested faster than resolved
 
 
-class CallKey(NamedTuple):
+class Call(NamedTuple):
     """Pattern (as JSON) and sizes of one call.
 
     rate: that of the tokens' Layout, 1 for tokens in order. block_size: (query side, key side); empty for each term's
@@ -53,7 +54,7 @@ class CallKey(NamedTuple):
         rate: int = 1,
         block_size: tuple[int, ...] = (),
         placement: str = "",
-    ) -> CallKey:
+    ) -> Call:
         """Call of these tensors."""
         sizes = (q.shape[1], k.shape[1], q.shape[2], k.shape[2], q_offset, k_offset)
         return cls(pattern, *sizes, head_offset, num_heads_global, rate, block_size, placement)
@@ -64,7 +65,7 @@ class CallKey(NamedTuple):
         return written((self.pattern, *self[7:])), self.q_offset, self.k_offset
 
     @classmethod
-    def of(cls, q: Tensor, k: Tensor, constants: str, q_offset: int, k_offset: int) -> CallKey:
+    def of(cls, q: Tensor, k: Tensor, constants: str, q_offset: int, k_offset: int) -> Call:
         """From an op's tensors and `arguments`. In a trace this makes symbolic sizes and offsets constants."""
         pattern, *others = read_written(constants)
         sizes = (q.shape[1], k.shape[1], q.shape[2], k.shape[2], q_offset, k_offset)
@@ -167,3 +168,27 @@ def check_heads(constants: str) -> None:
 def _content(x: Tensor) -> tuple[torch.dtype, torch.Size, str]:
     """(dtype, shape, digest of the values)."""
     return x.dtype, x.shape, content_digest(x.detach().contiguous())
+
+
+def selection_in(key: Call) -> Selection | None:
+    """Split of the call's pattern; None unless tokens are in order and the first key begins a block."""
+    found = parted(key.pattern) if not key.placement and key.rate == 1 else None
+    return None if found is None or key.k_offset % found.leaf.block[1] else found
+
+
+@lru_cache(maxsize=256)
+def parted(text: str) -> Selection | None:
+    """Split of a pattern with selected blocks; None if it has no table that can be separated."""
+    return selection_of(read_text(text)) if '"kind":"selected_blocks"' in text else None
+
+
+def without_table(key: Call, selection: Selection, bindings: Sequence[Tensor]) -> tuple[Call, list[Tensor]]:
+    """(key, bindings) of the call for the pairs that need no table."""
+    assert selection.others is not None
+    return key._replace(pattern=selection.others.text), tensors_of(key, selection.others, bindings)
+
+
+def tensors_of(key: Call, part: Expression, bindings: Sequence[Tensor]) -> list[Tensor]:
+    """Run-time tensors of a call that `part` names, sorted by name."""
+    tensors = dict(zip(names(read_text(key.pattern)), bindings, strict=True))
+    return [tensors[name] for name in names(part)]

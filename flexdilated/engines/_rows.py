@@ -1,0 +1,381 @@
+"""Calls of few queries, computed without a plan: head groups, the rows that see keys, and the keys they see."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from math import log
+from typing import Protocol
+
+import torch
+from jaxtyping import Bool, Float, Int64, Shaped
+from torch import Tensor
+
+from ..masks import Pattern, cache
+from ..masks.core import Expression, device_kind, plans
+from ..masks.needs import Keys, RowSource, Seen, positions
+from ..masks.text import read_text
+from ._call import Call
+from ._merge import WholeRows, shares_of, sum_dtype
+from .kernels._kernel import flash_forward
+
+# B batch, H query heads, G key/value heads, N queries, S slots, D head dim
+# in a part: g key/value heads, R rows per key/value head (query heads × queries), n keys
+
+Index = slice | Int64[Tensor, " n"]
+
+
+@dataclass(frozen=True)
+class HeadGroup:
+    """Query heads with one rule: `per_key_head` of them for each of `key_heads`, in order."""
+
+    source: RowSource
+    queries: Index
+    key_heads: slice
+    per_key_head: int
+
+
+@dataclass(frozen=True)
+class RowPart:
+    """Attention of some rows of a head group over keys in some slots.
+
+    pairs: mask of visible (row, key) pairs; None if all are. blind: rows that see no key of the part; None if there is
+    none. level: parts of one level have no head in common, so they share an output buffer.
+    """
+
+    group: HeadGroup
+    rows: slice
+    slots: Index
+    pairs: Bool[Tensor, "rows n"] | None
+    blind: Bool[Tensor, " rows"] | None
+    level: int
+    log_weight: float
+
+    def of_rows(self, x: Shaped[Tensor, "B H N ..."], *, empty: float = 0.0) -> Shaped[Tensor, "B g R ..."]:
+        """Rows of each key/value head: its query heads' rows, concatenated.
+
+        Blind rows are filled with `empty`, as their values could be NaN.
+        """
+        heads = x[:, self.group.queries, self.rows]
+        if self.blind is not None:
+            heads = heads.masked_fill(self.blind.to(x.device).view(-1, *[1] * (x.dim() - 3)), empty)
+        return heads.unflatten(1, (-1, self.group.per_key_head)).flatten(2, 3)
+
+    def to_heads(self, x: Shaped[Tensor, "B g R ..."]) -> Shaped[Tensor, "B h rows ..."]:
+        """Inverse of `of_rows`: the rows of each query head."""
+        return x.unflatten(2, (self.group.per_key_head, -1)).flatten(1, 2)
+
+    def of_keys(self, x: Float[Tensor, "B G S D"]) -> Float[Tensor, "B g n D"]:
+        heads = x[:, self.group.key_heads]
+        return (
+            heads[:, :, self.slots] if isinstance(self.slots, slice) else heads.index_select(2, self.slots.to(x.device))
+        )
+
+    def add_to_keys(self, total: Float[Tensor, "B G S D"], grad: Float[Tensor, "B g n D"]) -> None:
+        heads = total[:, self.group.key_heads]
+        if isinstance(self.slots, slice):
+            heads[:, :, self.slots] += grad
+        else:
+            heads.index_add_(2, self.slots.to(grad.device), grad)
+
+    def bias(self, like: Tensor) -> Float[Tensor, "R n"] | None:
+        """Additive mask, -inf for hidden pairs; None if every pair is visible."""
+        if self.pairs is None:
+            return None
+        shown = torch.zeros(self.pairs.shape, dtype=sum_dtype(like), device=like.device)
+        return shown.masked_fill_(~self.pairs.to(like.device), -torch.inf).repeat(self.group.per_key_head, 1)
+
+
+def row_forward(
+    parts: Sequence[RowPart],
+    q: Float[Tensor, "B H N D"],
+    k: Float[Tensor, "B G S D"],
+    v: Float[Tensor, "B G S D"],
+    scale: float,
+) -> tuple[Float[Tensor, "B H N D"], Float[Tensor, "B H N"]]:
+    """(out, natural lse), in float32 or wider; a row without keys has output 0 and lse -inf."""
+    levels = 1 + max((part.level for part in parts), default=0)
+    outs = torch.zeros(levels, *q.shape, dtype=sum_dtype(q), device=q.device)
+    lses = torch.full(outs.shape[:-1], -torch.inf, dtype=sum_dtype(q), device=q.device)
+    for part in parts:
+        out, lse = _attend(part, q, k, v, scale)
+        outs[part.level][:, part.group.queries, part.rows] = part.to_heads(out).to(outs.dtype)
+        lses[part.level][:, part.group.queries, part.rows] = part.to_heads(lse)
+    if levels == 1:
+        return outs[0], lses[0]
+    shares, lse = shares_of(lses, 0)
+    return (shares.unsqueeze(-1) * outs).sum(0), lse
+
+
+def row_backward(
+    parts: Sequence[RowPart],
+    q: Float[Tensor, "B H N D"],
+    k: Float[Tensor, "B G S D"],
+    v: Float[Tensor, "B G S D"],
+    whole: WholeRows,
+    scale: float,
+) -> tuple[Float[Tensor, "B H N D"], Float[Tensor, "B G S D"], Float[Tensor, "B G S D"]]:
+    """(dq, dk, dv) in float32 or wider."""
+    delta, lse = whole.delta(), whole.lse
+    lse = lse.masked_fill(lse == -torch.inf, torch.inf)  # a row without keys has no weights
+    dq, dk, dv = (torch.zeros_like(x, dtype=lse.dtype) for x in (q, k, v))
+    for part in parts:
+        queries, grad, share = (part.of_rows(x) for x in (q, whole.grad_out, delta))
+        sums = part.of_rows(lse - part.log_weight, empty=torch.inf)
+        keys, values = part.of_keys(k), part.of_keys(v)
+        grads = matrix_backward(queries, grad, share, sums, keys, values, scale=scale, bias=part.bias(q))
+        dq[:, part.group.queries, part.rows] += part.to_heads(grads[0])
+        part.add_to_keys(dk, grads[1])
+        part.add_to_keys(dv, grads[2])
+    return dq, dk, dv
+
+
+def _attend(part: RowPart, q: Tensor, k: Tensor, v: Tensor, scale: float) -> tuple[Tensor, Tensor]:
+    rows, keys, values, bias = part.of_rows(q), part.of_keys(k), part.of_keys(v), part.bias(q)
+    if device_kind(q.device).on_host:
+        out, lse = flash_forward(rows, keys, values, scale=scale, mask=None if bias is None else bias[None, None])
+        if bias is not None:  # the kernel gives 0 as the lse of a row without keys
+            lse = lse.masked_fill(bias.amax(1) == -torch.inf, -torch.inf)
+    else:
+        out, lse = matrix_forward(rows, keys, values, scale=scale, bias=bias)
+    return out, lse + part.log_weight if part.log_weight else lse
+
+
+def matrix_forward(
+    q: Float[Tensor, "B g R D"],
+    k: Float[Tensor, "B g n D"],
+    v: Float[Tensor, "B g n D"],
+    *,
+    scale: float,
+    bias: Float[Tensor, "R n"] | None = None,
+) -> tuple[Float[Tensor, "B g R D"], Float[Tensor, "B g R"]]:
+    """(out, natural lse) in float32 or wider, by two matrix products: for a few rows on any device."""
+    scores = _scores(q, k, scale, bias)
+    lse = scores.logsumexp(-1)
+    weights = (scores - lse.clamp(min=torch.finfo(lse.dtype).min).unsqueeze(-1)).exp_()
+    return weights @ v.to(weights.dtype), lse
+
+
+def matrix_backward(
+    q: Float[Tensor, "B g R D"],
+    grad_out: Float[Tensor, "B g R D"],
+    delta: Float[Tensor, "B g R"],
+    lse: Float[Tensor, "B g R"],
+    k: Float[Tensor, "B g n D"],
+    v: Float[Tensor, "B g n D"],
+    *,
+    scale: float,
+    bias: Float[Tensor, "R n"] | None = None,
+) -> tuple[Float[Tensor, "B g R D"], Float[Tensor, "B g n D"], Float[Tensor, "B g n D"]]:
+    """(dq, dk, dv) in the dtype of the lse; a score's gradient is weight * (grad_out · value - delta).
+
+    A row whose lse is +inf has weight 0 everywhere.
+    """
+    q, grad_out, k, v = (x.to(lse.dtype) for x in (q, grad_out, k, v))
+    weights = (_scores(q, k, scale, bias) - lse.unsqueeze(-1)).exp_()
+    of_scores = (grad_out @ v.mT - delta.unsqueeze(-1)).mul_(weights).mul_(scale)
+    return of_scores @ k, of_scores.mT @ q, weights.mT @ grad_out
+
+
+def _scores(q: Tensor, k: Tensor, scale: float, bias: Tensor | None) -> Float[Tensor, "B g R n"]:
+    scores = (q.to(sum_dtype(q)) @ k.to(sum_dtype(k)).mT) * scale  # rounded as in the kernel that computed the lse
+    return scores if bias is None else scores + bias
+
+
+@dataclass(frozen=True)
+class HeadRule:
+    """A rule and the heads of this device that have it."""
+
+    source: RowSource
+    heads: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Branch:
+    """Rules of one branch, which partition the heads; a pair counts exp(log_weight) times."""
+
+    rules: tuple[HeadRule, ...]
+    log_weight: float
+
+
+def branch_rules(pattern: Expression, *, num_heads: int, head_offset: int, num_heads_global: int) -> tuple[Branch, ...]:
+    """Distinct branches of a pattern, with heads grouped by rule."""
+    branches = []
+    for branch, times in Counter(pattern.branches()).items():
+        members: dict[Pattern, list[int]] = {}
+        for head in range(num_heads):
+            members.setdefault(branch.for_head(head + head_offset, num_heads_global), []).append(head)
+        rules = tuple(
+            HeadRule(RowSource(rule, heads[0] + head_offset, num_heads_global), tuple(heads))
+            for rule, heads in members.items()
+        )
+        branches.append(Branch(rules, log(times)))
+    return tuple(branches)
+
+
+@dataclass(frozen=True)
+class GroupedBranch:
+    """Heads of a branch in groups; a group sees one set of keys and is computed in one call."""
+
+    groups: tuple[HeadGroup, ...]
+    log_weight: float
+
+
+def group_heads(
+    branches: tuple[Branch, ...], *, num_heads: int, num_kv_heads: int, device: torch.device
+) -> tuple[GroupedBranch, ...]:
+    """Split the rules of each branch into groups for this number of key/value heads."""
+    return tuple(
+        GroupedBranch(
+            tuple(group for rule in branch.rules for group in _groups(rule, num_heads, num_kv_heads, device)),
+            branch.log_weight,
+        )
+        for branch in branches
+    )
+
+
+def _groups(rule: HeadRule, num_heads: int, num_kv_heads: int, device: torch.device) -> Iterator[HeadGroup]:
+    """Yield groups with equally many of the rule's heads per key/value head and evenly spaced key/value heads."""
+    shared = num_heads // num_kv_heads
+    queries: dict[int, list[int]] = {}
+    for head in rule.heads:
+        queries.setdefault(head // shared, []).append(head)
+    by_size: dict[int, list[int]] = {}
+    for key_head, heads in queries.items():
+        by_size.setdefault(len(heads), []).append(key_head)
+    for size, key_heads in by_size.items():
+        for run in _progressions(key_heads):
+            heads = [head for key_head in run for head in queries[key_head]]
+            yield HeadGroup(rule.source, _head_index(heads, device), _slice(run), size)
+
+
+def _progressions(numbers: list[int]) -> list[range]:
+    """Ascending numbers as one arithmetic progression, else one range per number."""
+    step = numbers[1] - numbers[0] if len(numbers) > 1 else 1
+    whole = range(numbers[0], numbers[-1] + 1, step)
+    return [whole] if list(whole) == numbers else [range(number, number + 1) for number in numbers]
+
+
+def _head_index(heads: list[int], device: torch.device) -> Index:
+    runs = _progressions(heads)
+    return _slice(runs[0]) if len(runs) == 1 else torch.tensor(heads, device=device)
+
+
+def _slice(numbers: range) -> slice:
+    return slice(numbers.start, numbers.stop, numbers.step)
+
+
+MOST_ROWS = 16  # most queries of a call that is computed without a plan
+_MOST_VIEWS = 4  # most ranges of keys that are read as views; more are gathered by index
+_GROUP_BYTES = 1000
+
+
+def takes_rows(key: Call) -> bool:
+    """True for calls that need no plan: few queries in order, not self-attention, no requested block size.
+
+    Self-attention repeats its sizes, so its plan is found in the cache, and is then faster.
+    """
+    few = key.num_queries <= MOST_ROWS and key.rate == 1 and not key.block_size and not key.placement
+    return few and (key.num_queries, key.q_offset) != (key.num_keys, key.k_offset)
+
+
+def parts_of_call(key: Call, rule: Expression | None, device: torch.device) -> tuple[RowPart, ...]:
+    """Parts of `rule`, or of the call's pattern if None, over the call's queries and keys.
+
+    Head groups of a pattern are cached for all offsets and lengths; a `rule` from run-time tensors is not cached.
+    """
+
+    def build() -> tuple[Expression, tuple[GroupedBranch, ...]]:
+        read = read_text(key.pattern) if rule is None else rule
+        where = {"head_offset": key.head_offset, "num_heads_global": key.num_heads_global}
+        # From the unbound rule: the random draws of a bound one end with the positions of its call.
+        branches = branch_rules(read, num_heads=key.num_heads, **where)
+        return read, group_heads(branches, num_heads=key.num_heads, num_kv_heads=key.num_kv_heads, device=device)
+
+    if rule is None:
+        heads = (key.num_heads, key.num_kv_heads, key.head_offset, key.num_heads_global)
+        name = ("rows", key.pattern, *heads, device)
+        read, branches = cache().get(name, build, _rules_bytes, pattern=key.pattern)
+    else:
+        read, branches = build()
+    bound = key.bound(read)
+    queries = range(bound.q_offset, bound.q_offset + bound.num_queries)
+    keys = range(bound.k_offset, bound.k_offset + bound.num_keys)
+    return row_parts(branches, queries, keys, _InOrder(keys.start))
+
+
+def _rules_bytes(rules: tuple[Expression, tuple[GroupedBranch, ...]]) -> int:
+    return _GROUP_BYTES * sum(len(branch.groups) for branch in rules[1])
+
+
+class KeySlots(Protocol):
+    """Map of key positions to slots of a tensor."""
+
+    def slices(self, positions: range) -> list[slice]:
+        """KeySlots of a range of positions, as slices."""
+        ...
+
+    def slots(self, positions: Tensor) -> Tensor:
+        """Slot of each position."""
+        ...
+
+
+@dataclass(frozen=True)
+class _InOrder:
+    """KeySlots of keys at consecutive positions from `first`."""
+
+    first: int
+
+    def slices(self, positions: range) -> list[slice]:
+        return [slice(positions.start - self.first, positions.stop - self.first, positions.step)]
+
+    def slots(self, positions: Tensor) -> Tensor:
+        return positions - self.first
+
+
+@plans
+def row_parts(branches: Sequence[GroupedBranch], queries: range, keys: range, store: KeySlots) -> tuple[RowPart, ...]:
+    """Parts for queries and keys at these positions; every visible key must be in `store`."""
+    parts: list[RowPart] = []
+    level = 0
+    for branch in branches:
+        deepest = level
+        for group in branch.groups:
+            seen = group.source.seen(queries, keys)
+            if seen is not None:
+                own = _parts(group, seen, store, level, branch.log_weight)
+                parts += own
+                deepest = max(deepest, level + len(own))
+        level = deepest
+    return tuple(parts)
+
+
+def _parts(group: HeadGroup, seen: Seen, store: KeySlots, level: int, log_weight: float) -> list[RowPart]:
+    """Parts over a few views of the visible keys, or a single part that gathers them by index."""
+    slots, lengths = _key_indices(seen.keys, store)
+    pairs = [None] * len(slots) if seen.pairs is None else seen.pairs.split(lengths, 1)
+    rows = slice(seen.rows.start, seen.rows.stop, seen.rows.step)
+    return [
+        RowPart(group, rows, each, shown, _blind(shown), at, log_weight)
+        for at, (each, shown) in enumerate(zip(slots, pairs, strict=True), start=level)
+    ]
+
+
+def _blind(pairs: Bool[Tensor, "rows n"] | None) -> Bool[Tensor, " rows"] | None:
+    """Mask of the rows without a pair; None if every row has one."""
+    blind = None if pairs is None else ~pairs.any(1)
+    return None if blind is None or not bool(blind.any()) else blind
+
+
+def _key_indices(keys: Keys, store: KeySlots) -> tuple[list[Index], list[int]]:
+    """(selections of the keys' slots, number of keys in each)."""
+    if isinstance(keys, Tensor):
+        return [store.slots(keys)], [len(keys)]
+    views = [view for each in keys for view in store.slices(each)]
+    lengths = [len(range(view.start, view.stop, view.step)) for view in views]
+    assert sum(lengths) == sum(map(len, keys)), "key evicted"
+    if len(views) > _MOST_VIEWS:
+        return [positions([range(view.start, view.stop, view.step) for view in views])], [sum(lengths)]
+    # A slice of one key gets step 1: a large step could overflow as a memory stride.
+    return [slice(x.start, x.start + 1) if n == 1 else x for x, n in zip(views, lengths, strict=True)], lengths
