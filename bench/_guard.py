@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from tabulate import tabulate
 
-from flexdilated.cli._machine import one_thread
+from flexdilated.cli._terminal import one_thread
 
 from ._compare import at_least_one
 from ._guard_cases import CASES, Pair

@@ -5,7 +5,7 @@ from operator import itemgetter
 from statistics import mean, median
 from typing import Any
 
-from flexdilated.cli._sizes import bytes_text, tokens_text
+from flexdilated.masks.core import bytes_text, tokens_text
 
 from ._measures import with_unit
 from ._report import Document, condition, markdown, with_condition

@@ -15,7 +15,7 @@ from jaxtyping import Bool
 from torch import Tensor
 
 from flexdilated import masks
-from flexdilated.cli._machine import one_thread
+from flexdilated.cli._terminal import one_thread
 from flexdilated.masks import Layout, Mixture, Pattern
 
 from ._catalogue import ENTRIES, MILLION, PICTURED, Entry, dense

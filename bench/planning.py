@@ -10,9 +10,9 @@ from flexdilated import masks
 from flexdilated.engines._call_key import CallKey
 from flexdilated.engines.tiles._tiles_op import _programs
 from flexdilated.masks import recipes
-from flexdilated.masks.planning._options import way_of
-from flexdilated.masks.planning._planner import Plan, plan
-from flexdilated.tuning._tune import BRANCH_BY_BRANCH, Inputs, Trialled, Trials
+from flexdilated.masks.planning._options import Choice, way_of
+from flexdilated.masks.planning._planner import plan
+from flexdilated.tuning._tune import BRANCH_BY_BRANCH, Inputs, Trialled
 from flexdilated.tuning._tune import measure as measure_ways
 from flexdilated.tuning._tune_machine import ON_CPU, Sizes, measure_machine
 
@@ -133,10 +133,11 @@ def _pattern(name: str, num_tokens: int) -> masks.Pattern | masks.Mixture:
 def _measure(name: str, pattern: masks.Pattern | masks.Mixture, size: Size, seconds: float) -> dict[str, Any]:
     bound = pattern.bind(num_heads=size.num_heads, num_queries=size.num_tokens, num_keys=size.num_tokens)
     x = Inputs.of(bound, num_kv_heads=size.num_heads, head_dim=size.head_dim, dtype=torch.float32, device=_CPU)
-    found = measure_ways(bound, x, backward=True, seconds=seconds)
-    choice = _chosen(found, plan(bound))
-    won = [each for each in found.all if found.won(each) and each.option.layout != BRANCH_BY_BRANCH]
-    best = _seconds(found, won)
+    found, fastest = measure_ways(bound, x, backward=True, seconds=seconds)
+    planned = plan(bound)
+    chosen = tuple(options[0] for options in planned.options)
+    choice = _taken(found, Choice(chosen[0] in planned.together, tuple(map(way_of, chosen))))
+    best = _seconds(found, _taken(found, fastest))
     measured, predicted = _seconds(found, choice), sum(each.predicted_s for each in choice)
     say(f"{name}: planned {measured:.3g} s, fastest {best:.3g} s, predicted {predicted:.3g} s")
     ways = [
@@ -147,7 +148,7 @@ def _measure(name: str, pattern: masks.Pattern | masks.Mixture, size: Size, seco
             "measured_s": each.times.median_s,
             "spread": each.times.spread,
         }
-        for each in found.all
+        for each in found
     ]
     return {
         "over_best": max(1.0, measured / best),
@@ -157,27 +158,25 @@ def _measure(name: str, pattern: masks.Pattern | masks.Mixture, size: Size, seco
     }
 
 
-def _chosen(found: Trials, planned: Plan) -> list[Trialled]:
-    """The trials of what the planner takes: one of all branches together, or one a branch."""
-    chosen = [options[0] for options in planned.options]
-    if chosen[0] in planned.together:
-        return [each for each in found.all if each.branch is None and way_of(each.option) == way_of(chosen[0])]
+def _taken(found: list[Trialled], choice: Choice) -> list[Trialled]:
+    """The trials of a choice: one of all branches together, or one a branch."""
+    branches = [None] if choice.together else range(len(choice.ways))
     return [
         each
-        for index, option in enumerate(chosen)
-        for each in found.all
-        if each.branch == index and way_of(each.option) == way_of(option)
+        for branch, way in zip(branches, choice.ways, strict=True)
+        for each in found
+        if each.branch == branch and way_of(each.option) == way
     ]
 
 
-def _seconds(found: Trials, some: list[Trialled]) -> float:
+def _seconds(found: list[Trialled], some: list[Trialled]) -> float:
     """What a way of all branches took; where branches were also run as one, that tells how their times add up."""
-    whole = next((each for each in found.all if each.option.layout == BRANCH_BY_BRANCH), None)
+    whole = next((each for each in found if each.option.layout == BRANCH_BY_BRANCH), None)
     total = sum(each.times.median_s for each in some)
     if whole is None or some[0].branch is None:
         return total
     fastest = [
-        min(each.times.median_s for each in found.all if each.branch == index)
-        for index in {each.branch for each in found.all if each.branch is not None}
+        min(each.times.median_s for each in found if each.branch == index)
+        for index in {each.branch for each in found if each.branch is not None}
     ]
     return total / sum(fastest) * whole.times.median_s

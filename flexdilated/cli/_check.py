@@ -15,10 +15,8 @@ from ..masks.patterns import names
 from ..testing import Calls, check_attention_module, check_pattern
 from ..testing._inputs import takes
 from ..testing._problem import tokens
-from ._command_parser import CommandParser, UsageError
-from ._machine import one_thread
-from ._output import progress
 from ._pattern import PATTERN, fitting_heads, read_pattern
+from ._terminal import CommandParser, UsageError, one_thread, progress
 
 _HEADS = 4
 _MOST_PAIRS = 1 << 22  # over all heads: the tables in which each is looked at then fill most of a gigabyte
@@ -63,10 +61,10 @@ def check(options: argparse.Namespace) -> int:
     found: str | None = None
     done = 0
     try:
-        with one_thread(), progress("checking", unit="example", total=2 * examples) as bar:
+        with one_thread(), progress("checking", unit="example", total=2 * examples) as move:
             for step, note in _steps(pattern, examples=examples, **asked):
                 done += step
-                bar.step(done, 2 * examples, note)
+                move(done, note)
     except AssertionError as error:
         found = str(error)
     except ValueError as error:  # heads, tokens or run-time tensors that do not go with the pattern

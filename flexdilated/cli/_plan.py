@@ -15,13 +15,11 @@ from .._plan import DTYPES, PlanSize, heads_text, loads, report
 from ..distributed.counts import MOST_RANKS, SCHEDULES
 from ..distributed.group import ORDERS
 from ..distributed.wire import CodecName
-from ..masks.core import LARGEST, Expression
+from ..masks.core import LARGEST, Expression, bytes_text, tokens_text
 from ..memory import LARGEST_RUN, AttentionMemory, attention_memory
 from ..nn import ModelMemory, attention_size, model_memory
-from ._command_parser import CommandParser, UsageError
-from ._output import terminal_of
 from ._pattern import MOST_HEADS, add_pattern_arguments, asked_from, most_tokens, one_rule, refusals
-from ._sizes import bytes_text, parse_bytes, tokens_text
+from ._terminal import CommandParser, UsageError, terminal_of
 
 Peak = Callable[[int], int]
 
@@ -56,9 +54,9 @@ def add_arguments(parser: CommandParser) -> None:
     layers, embed_dim = "of the LongNet whose memory is predicted (12)", "of that LongNet (H * D)"
     add("--layers", type=int, least=1, most=LARGEST, metavar="L", excludes=("ranks",), help=layers)
     add("--embed-dim", type=int, least=1, most=LARGEST, metavar="E", excludes=("head_dim",), help=embed_dim)
-    budget = "the longest N that fits into so much memory; without a SIZE a table of budgets"
+    budget = "the longest N that fits into this memory, in GiB; without a number a table of budgets"
     alone = ("measure", "ranks")
-    add("--budget", nargs="?", const="table", metavar="SIZE", excludes=alone, help=budget)
+    add("--budget", nargs="?", const=_TABLE, metavar="GIB", excludes=alone, help=budget)
     measure = "time the ways to compute it on this machine's CPU, besides"
     add("--measure", action="store_true", excludes=("ranks", "device=cuda"), help=measure)
     add("--json", action="store_true", help="print plain data instead of tables")
@@ -87,7 +85,7 @@ def plan(options: argparse.Namespace) -> int:
         print(_json(counted.to_data()) if options.json else counted)
         return 0
     if options.budget is not None:
-        budgets = BUDGETS if options.budget == _TABLE else (parse_bytes(options.budget),)
+        budgets = BUDGETS if options.budget == _TABLE else (_budget_bytes(options.budget),)
         with refusals():
             data = budget_data(size, budgets)
         print(_json(data) if options.json else budget_text(size, data))
@@ -96,6 +94,16 @@ def plan(options: argparse.Namespace) -> int:
         found = report(size, measure=options.measure)
     print(_json(found.to_data()) if options.json else found.to_text(columns=terminal_of(sys.stdout).columns))
     return 0
+
+
+def _budget_bytes(text: str) -> int:
+    try:
+        found = int(float(text) * (1 << 30))
+    except (ValueError, OverflowError):  # of nan and inf
+        found = 0
+    if found < 1:
+        raise UsageError(f"--budget takes a number of GiB above 0, such as 24 or 0.5; got {text!r}")
+    return found
 
 
 def _json(data: dict[str, Any]) -> str:

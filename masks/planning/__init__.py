@@ -2,6 +2,19 @@
 
 from ._block_mask import block_mask, block_sides, bound_blocks, entry_terms, layout, term_blocks, term_mask
 from ._cost import SLOTS_AT_ONCE, Operands, computed_pairs, cost_of
+from ._machine import (
+    ACCELERATOR,
+    CPU,
+    FORMAT,
+    VERSION,
+    BlockRates,
+    Machine,
+    builtin_machine,
+    machine,
+    machine_of,
+    set_machine,
+    sources_in_use,
+)
 from ._options import ANYTHING, Allowed, Candidates, Choice, in_other_blocks, takes_mask, way_of
 from ._placed import plan_at
 from ._planner import Option, Plan, plan, recommended_layout
@@ -16,22 +29,4 @@ from .lowering import (
     one_after_another,
     shared_terms,
     without_scattered_keys,
-)
-from .machine import (
-    ACCELERATOR,
-    BUILTIN,
-    CPU,
-    VARIABLE,
-    BlockRates,
-    Machine,
-    MachineKey,
-    Measured,
-    forget_machines,
-    machine,
-    machine_from_environment,
-    machine_of,
-    set_machine,
-    sources_in_use,
-    stored_path,
-    write_json,
 )
