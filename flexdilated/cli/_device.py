@@ -63,7 +63,8 @@ def doctor() -> int:
             is_sound, verdict = _trial(engine, device)
             works = works and (is_sound or engine != default)
             trials.append((f"{engine} on {device}{', the default' * (engine == default)}", verdict))
-    findings = [*_versions(), *_installed(), *variables, *trials]
+    extras = [(package, "found" if find(package) else missing_line(package)) for package in EXTRAS]
+    findings = [*_versions(), ("C++ compiler", missing_compiler() or "found"), *extras, *variables, *trials]
     print(tabulate(findings, tablefmt="plain", disable_numparse=True))
     print("\nAttention works on this machine." if works else "\nAttention does not work on this machine.")
     return 0 if works else 1
@@ -84,11 +85,6 @@ def _versions() -> list[Finding]:
         ("torch", f"{torch.__version__}, {support}"),
         ("devices", f"{', '.join(available_devices())}; {torch.get_num_threads()} CPU threads"),
     ]
-
-
-def _installed() -> list[Finding]:
-    extras = {package: "found" if find(package) else missing_line(package) for package in EXTRAS}
-    return [("C++ compiler", missing_compiler() or "found"), *extras.items()]
 
 
 def _variables() -> tuple[list[Finding], bool]:

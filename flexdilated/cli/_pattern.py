@@ -1,4 +1,4 @@
-"""The pattern that a command is asked about: its arguments, read in one way, with run-time tensors, bound once."""
+"""PATTERN, --tokens, --heads and --bind: read alike by all commands."""
 
 from __future__ import annotations
 
@@ -94,7 +94,7 @@ class AskedPattern:
 
 @contextmanager
 def refusals() -> Iterator[None]:
-    """What the library refuses in here is refused by the command, in the same words."""
+    """Turn TypeError and ValueError of the library into UsageError."""
     try:
         yield
     except UnicodeEncodeError:  # of the output, not of what was asked
@@ -104,11 +104,10 @@ def refusals() -> Iterator[None]:
 
 
 def asked_from(options: argparse.Namespace) -> AskedPattern:
-    """The pattern with its run-time tensors, and its sizes; it binds to them.
+    """The pattern with its run-time tensors, and the sizes to which it binds.
 
-    Without --tokens: as many as the run-time tensors have, or else the pattern's grid. Without --heads: as many as the
-    pattern takes. Raises UsageError for a pattern that does not read, for sizes, and for tensors that are missing or do
-    not fit.
+    Without --tokens the length is that of the run-time tensors, or else of the pattern's grid. Raises UsageError for a
+    pattern that does not read, for sizes, and for tensors that are missing or do not fit.
     """
     return ask(options.pattern, options.tokens, options.heads, options.bind)
 
@@ -202,7 +201,7 @@ def one_rule(asked: AskedPattern) -> Expression:
 
 @cache
 def most_tokens(pattern: Expression) -> int | None:
-    """The most tokens that the pattern binds to, as those of its grid; None where any number does, or none."""
+    """Largest length that the pattern binds to, such as its grid's; None if it binds to any length, or to none."""
 
     def binds(num_tokens: int) -> bool:
         try:
@@ -224,7 +223,7 @@ def most_tokens(pattern: Expression) -> int | None:
 
 
 def fitting_heads(pattern: Expression, usual: int) -> int:
-    """`usual` where the pattern takes so many heads, or else the fewest that it takes."""
+    """`usual` if the pattern takes that number of heads, or else the smallest number that it takes."""
     for num_heads in (usual, *range(1, MOST_HEADS + 1)):
         try:
             pattern.check_heads(num_heads)

@@ -79,20 +79,17 @@ def _add_ranks(parser: CommandParser) -> None:
 def plan(options: argparse.Namespace) -> int:
     """Print the plan, or what fits into the budget. Raises UsageError for sizes at which the pattern has no meaning."""
     size = size_from(options)
-    if options.ranks is not None:
-        with refusals():
-            counted = loads(size, options.ranks, order=options.order, schedule=options.schedule, codec=options.codec)
-        print(_json(counted.to_data()) if options.json else counted)
-        return 0
-    if options.budget is not None:
-        budgets = BUDGETS if options.budget == _TABLE else (_budget_bytes(options.budget),)
-        with refusals():
-            data = budget_data(size, budgets)
-        print(_json(data) if options.json else budget_text(size, data))
-        return 0
     with refusals():
-        found = report(size, measure=options.measure)
-    print(_json(found.to_data()) if options.json else found.to_text(columns=terminal_of(sys.stdout).columns))
+        if options.ranks is not None:
+            found = loads(size, options.ranks, order=options.order, schedule=options.schedule, codec=options.codec)
+            data, text = found.to_data(), str(found)
+        elif options.budget is not None:
+            data = budget_data(size, BUDGETS if options.budget == _TABLE else (_budget_bytes(options.budget),))
+            text = budget_text(size, data)
+        else:
+            found = report(size, measure=options.measure)
+            data, text = found.to_data(), found.to_text(columns=terminal_of(sys.stdout).columns)
+    print(json.dumps(data, indent=1, ensure_ascii=False) if options.json else text)
     return 0
 
 
@@ -106,16 +103,17 @@ def _budget_bytes(text: str) -> int:
     return found
 
 
-def _json(data: dict[str, Any]) -> str:
-    return json.dumps(data, indent=1, ensure_ascii=False)
-
-
 def size_from(options: argparse.Namespace) -> PlanSize:
     """Raises UsageError for a pattern that does not read and for sizes that do not fit together."""
     asked = asked_from(options)
     if options.budget is not None and asked.pattern.varies:
         raise UsageError("--budget needs a pattern of any number of tokens; got one with run-time tensors")
-    head_dim, embed_dim = _widths(options, asked.num_heads)
+    head_dim = 64 if options.head_dim is None else options.head_dim
+    embed_dim = asked.num_heads * head_dim
+    if options.embed_dim is not None:  # given in place of head_dim
+        embed_dim, head_dim = options.embed_dim, options.embed_dim // asked.num_heads
+        if embed_dim % asked.num_heads:
+            raise UsageError(f"--embed-dim must be a multiple of --heads; got {embed_dim} and {asked.num_heads}")
     kv_heads = asked.num_heads if options.kv_heads is None else options.kv_heads
     if asked.num_heads % kv_heads:
         raise UsageError(f"--kv-heads must divide --heads; got {kv_heads} and {asked.num_heads}")
@@ -132,17 +130,6 @@ def size_from(options: argparse.Namespace) -> PlanSize:
             layers=_LAYERS if options.layers is None else options.layers,
             embed_dim=embed_dim,
         )
-
-
-def _widths(options: argparse.Namespace, num_heads: int) -> tuple[int, int]:
-    """(head dim, embed dim), of which one gives the other."""
-    head_dim, embed_dim = options.head_dim, options.embed_dim
-    if embed_dim is None:
-        head_dim = 64 if head_dim is None else head_dim
-        return head_dim, num_heads * head_dim
-    if embed_dim % num_heads:
-        raise UsageError(f"--embed-dim must be a multiple of --heads; got {embed_dim} and {num_heads}")
-    return embed_dim // num_heads, embed_dim
 
 
 def budget_data(size: PlanSize, budgets: Sequence[int]) -> dict[str, Any]:
@@ -169,7 +156,7 @@ def budget_data(size: PlanSize, budgets: Sequence[int]) -> dict[str, Any]:
 
 
 def _peaks(size: PlanSize) -> dict[str, Peak]:
-    """Of the pattern's attention and of a LongNet around it, at any number of tokens; each is found once."""
+    """Peak bytes by number of tokens, of the pattern's attention and of a LongNet around it; cached."""
     has_line = longest_bound(size.pattern) >= _LINE[1]
 
     @cache
@@ -245,5 +232,5 @@ def rounded(num_tokens: int) -> int:
 
 
 def longest_bound(pattern: Expression) -> int:
-    """The most tokens that are tried: those of its grid, if it has one."""
+    """Largest length that is tried."""
     return min(most_tokens(pattern) or _MOST, _MOST)

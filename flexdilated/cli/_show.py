@@ -49,7 +49,7 @@ def add_show_arguments(parser: CommandParser) -> None:
 
 
 def show(options: argparse.Namespace) -> int:
-    """Print or write what was asked for. Raises UsageError for what the pattern has no answer to."""
+    """Print the map, or write a picture or page. Raises UsageError for a head, entry or window out of range."""
     asked = asked_from(options)
     asked.require(head=options.head, batch=options.batch)
     require_file("--plot", options.plot, (".png", ".svg"))
@@ -151,7 +151,7 @@ def add_explain_arguments(parser: CommandParser) -> None:
 
 
 def explain(options: argparse.Namespace) -> int:
-    """Print the tree of reasons, or the same as plain data. Status 0 whether the pair is allowed or not."""
+    """Print the tree of reasons, or plain data. Status 0 whether the pair is allowed or not."""
     asked = asked_from(options)
     asked.require(head=options.head, batch=options.batch)
     pair = {"query": options.query, "key": options.key, "head": options.head, "batch": options.batch}

@@ -12,7 +12,6 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from importlib import import_module
 from pathlib import Path
-from time import monotonic
 from types import ModuleType
 from typing import Any, NamedTuple, TextIO
 
@@ -30,7 +29,6 @@ _UNREAD = 141  # what shells report of a process that SIGPIPE ended
 _UNWRITABLE = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EBADF}
 _COLUMNS, _LINES = 80, 24  # if the terminal's size is unknown
 _SHAPES = "·░▒▓█▀▄│─┌┐└┘┬┤├┴×…"
-_SECONDS_BETWEEN_LINES = 10.0
 _SIZE = re.compile(r"([0-9]{1,18})([KM]?)", re.ASCII | re.IGNORECASE)
 _UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20}
 
@@ -214,26 +212,19 @@ def missing_line(package: str) -> str:
 
 @contextmanager
 def progress(what: str, *, unit: str, total: int) -> Iterator[Callable[[int, str], None]]:
-    """A function of (steps done, note): it moves a bar on standard error, or prints a line every 10 s without tqdm."""
-    tqdm, last = find("tqdm"), monotonic()
-    if tqdm is not None:
-        with tqdm.tqdm(total=total, unit=unit, desc=what, dynamic_ncols=True) as bar:
-
-            def move(done: int, note: str) -> None:
-                bar.set_postfix_str(note, refresh=False)
-                bar.update(done - bar.n)
-
-            yield move
+    """A function of (steps done, note): it moves a bar on standard error, or prints a line without tqdm."""
+    tqdm = find("tqdm")
+    if tqdm is None:
+        print(missing_line("tqdm"), file=sys.stderr)
+        yield lambda done, note: print(f"{unit} {done} of {total}: {note}", flush=True, file=sys.stderr)
         return
-    print(missing_line("tqdm"), file=sys.stderr)
+    with tqdm.tqdm(total=total, unit=unit, desc=what, dynamic_ncols=True) as bar:
 
-    def line(done: int, note: str) -> None:
-        nonlocal last
-        if done >= total or monotonic() - last >= _SECONDS_BETWEEN_LINES:
-            last = monotonic()
-            print(f"{unit} {done} of {total}: {note}", flush=True, file=sys.stderr)
+        def move(done: int, note: str) -> None:
+            bar.set_postfix_str(note, refresh=False)
+            bar.update(done - bar.n)
 
-    yield line
+        yield move
 
 
 @contextmanager

@@ -18,7 +18,7 @@ from ._ops import (
 from ._placed_call import PlacedCall, placed_engine
 from ._reference import modified_scores, multiplicity, reference_attention
 from ._score_mod import ScoreMod, probe
-from ._tuned import TuningKey, TuningResult, chosen, num_measured, results
+from ._tuned import TuningKey, chosen, num_measured, results
 from .flex import (
     BACKEND,
     FlexProgram,

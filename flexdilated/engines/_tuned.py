@@ -23,20 +23,12 @@ class TuningKey(NamedTuple):
         return cls(call, q.device.type, str(q.dtype), int(q.shape[-1]))  # symbolic in a trace
 
 
-class TuningResult(NamedTuple):
-    """Fastest choice; `backward`: the measurement included the backward."""
-
-    choice: Choice
-    backward: bool
-
-
-results: dict[TuningKey, TuningResult] = {}
+results: dict[TuningKey, tuple[Choice, bool]] = {}  # the fastest; True if it was measured with the backward
 
 
 def chosen(call: CallKey, q: Tensor) -> Choice | None:
     """The fastest measured choice for a call; None if it was not measured."""
-    result = results.get(TuningKey.of(call, q)) if results else None
-    return None if result is None else result.choice
+    return results.get(TuningKey.of(call, q), (None,))[0] if results else None
 
 
 def num_measured() -> int:

@@ -16,7 +16,6 @@ from .. import _torch_private
 from ..engines import (
     CallKey,
     TuningKey,
-    TuningResult,
     WholeRows,
     allowed_on,
     make_flex_program,
@@ -272,8 +271,7 @@ def autotune(call: CallKey, q: Tensor, k: Tensor, v: Tensor, *, engine: str, has
         return
     backward = torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v))
     key = TuningKey.of(call, q)
-    known = results.get(key)
-    if known is not None and (known.backward or not backward):
+    if key in results and (results[key][1] or not backward):
         return
     # Any gradient of the output will do: its values do not affect the time.
     x = Inputs(q.detach(), k.detach(), v.detach(), q.detach())
@@ -282,4 +280,4 @@ def autotune(call: CallKey, q: Tensor, k: Tensor, v: Tensor, *, engine: str, has
         times = ", ".join(f"{each.name} {1e3 * each.times.median_s:.3g} ms" for each in found)
         what = f"{call.num_heads:,} heads, {call.num_queries:,} queries, {call.num_keys:,} keys"
         _log.debug("autotune measured %s, %s: %s", pattern_text(call.pattern), what, times)
-    results[key] = TuningResult(choice, backward)
+    results[key] = choice, backward

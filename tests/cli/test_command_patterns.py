@@ -160,12 +160,6 @@ def test_whatever_looks_at_a_pattern_looks_at_one_head(look) -> None:
     assert signature(look).parameters["num_heads"].default == 1
 
 
-def test_describe_counts_one_head() -> None:
-    rule = masks.causal().bind(num_heads=1, num_queries=77, num_keys=77).mask_mod()
-    position, zero = torch.arange(77), torch.zeros((), dtype=torch.int64)
-    assert masks.describe(masks.causal(), 77).useful_pairs == int(rule(zero, zero, position[:, None], position).sum())
-
-
 def test_help_names_what_was_started(capsys, monkeypatch) -> None:
     """As a module from a checkout, where nothing is installed, and by its script."""
     for program in ("flexdilated", "python -m flexdilated"):

@@ -69,12 +69,6 @@ def test_report_counts_the_pairs_of_the_dense_rule(capsys) -> None:
 
 
 @pytest.mark.usefixtures("made_up_memory")
-def test_heads_and_tokens_that_the_pattern_fixes_are_the_default(capsys) -> None:
-    found = data_of(capsys, "per_head((causal(), neighborhood((8, 8), 1), chunked(5)))", "--layers", "1")
-    assert (found["num_tokens"], found["num_heads"]) == (64, 3)
-
-
-@pytest.mark.usefixtures("made_up_memory")
 def test_report_lists_the_chosen_terms_and_all_options(capsys) -> None:
     found = data_of(capsys, LONGNET, "-n", "4K", *SMALL)
     described = masks.describe(masks.parse(LONGNET), 4096, num_heads=4, head_dim=16)
@@ -116,12 +110,6 @@ def test_batch_multiplies_work_and_tensors_and_not_lists(capsys) -> None:
     assert three["memory"]["model"]["weights"] == one["memory"]["model"]["weights"]
 
 
-def test_cuda_is_planned_without_one(capsys) -> None:
-    found = data_of(capsys, LONGNET, "-n", "4K", *SMALL, "--device", "cuda", "--dtype", "bf16")
-    assert (found["engine"], found["device"]) == ("flex", "cuda")
-    assert found["memory"]["attention"]["inputs"] == 3 * 4096 * 4 * 16 * 2
-
-
 def test_fd_plan_is_what_the_command_prints(capsys, monkeypatch) -> None:
     monkeypatch.setenv("COLUMNS", "80")
     sizes = {"num_heads": 4, "num_kv_heads": 2, "head_dim": 32, "dtype": torch.bfloat16, "batch": 3, "layers": 2}
@@ -133,7 +121,7 @@ def test_fd_plan_is_what_the_command_prints(capsys, monkeypatch) -> None:
         assert capsys.readouterr().out == f"{found}\n"
         assert found.useful_pairs == 3 * pairs_of(LONGNET, tokens=512, heads=4)
         assert found.attention_memory.inputs == 3 * 512 * 32 * 2 * (4 + 2 * 2)
-        assert found.embed_dim == 128
+        assert (found.engine, found.embed_dim) == ("tiles" if device == "cpu" else "flex", 128)
         assert found.checkpointed_memory.training_peak < found.model_memory.training_peak
         assert sum(option.chosen for option in found.options) == len({option.branch for option in found.options})
 

@@ -13,7 +13,7 @@ from flexdilated import masks
 from flexdilated.cli import main
 from flexdilated.engines import _tuned
 from flexdilated.engines._call_key import CallKey
-from flexdilated.engines._tuned import TuningKey, TuningResult, chosen
+from flexdilated.engines._tuned import TuningKey, chosen
 from flexdilated.engines.tiles import _tiles_op
 from flexdilated.masks.core import device_kind
 from flexdilated.masks.planning._cost import Operands
@@ -191,7 +191,7 @@ def test_every_choice_gives_the_same_result(pattern):
     for choice in choices:
         planned = plan(bound(pattern), choice=choice, operands=Operands(head_dim=D))
         assert tuple(way_of(options[0]) for options in planned.options) == choice.ways
-        _tuned.results[TuningKey.of(call, leaves[0])] = TuningResult(choice, True)
+        _tuned.results[TuningKey.of(call, leaves[0])] = choice, True
         out = fd.attend(*leaves, pattern)
         found = (out, *torch.autograd.grad(out.square().sum(), leaves))
         torch.testing.assert_close(found, exact, rtol=1e-3, atol=1e-4)
