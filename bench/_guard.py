@@ -26,7 +26,7 @@ from torch.testing import assert_close
 
 import flexdilated as fd
 from flexdilated import masks
-from flexdilated.cli._machine import one_thread
+from flexdilated.cli._terminal import one_thread
 
 from ._compare import at_least_one
 from ._jobs import Attention, Job, Part, Problem, Size, attention_job

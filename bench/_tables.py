@@ -5,8 +5,7 @@ from operator import itemgetter
 from statistics import mean, median
 from typing import Any
 
-from flexdilated.cli._sizes import bytes_text
-from flexdilated.masks.core import tokens_text
+from flexdilated.masks.core import bytes_text, tokens_text
 
 from ._report import Columns, Document, condition, markdown, table, with_condition
 

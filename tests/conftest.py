@@ -30,9 +30,6 @@ CHECKED = [
 # What is imported and collected stays: nothing is to be found there that could be freed.
 gc.disable()
 
-# Plans are those of the constants that come with the library, whatever was measured on this machine.
-os.environ["FLEXDILATED_MACHINE"] = "builtin"
-
 with checked_on_import(CHECKED):
     import flexdilated
 

@@ -14,10 +14,8 @@ from ..masks import Mixture, Pattern
 from ..masks.patterns import names
 from ..testing import Calls, check_attention_module, check_pattern
 from ..testing._inputs import takes, tokens
-from ._command_parser import CommandParser, UsageError
-from ._machine import one_thread
-from ._output import progress
-from ._pattern import PATTERN, fitting_heads, read_pattern
+from ._pattern import PATTERN, fitting_heads, read_pattern, refusals
+from ._terminal import CommandParser, UsageError, one_thread, progress
 
 _HEADS = 4
 _MOST_PAIRS = 1 << 22  # over all heads: the tables in which each is looked at then fill most of a gigabyte
@@ -40,15 +38,13 @@ def add_arguments(parser: CommandParser) -> None:
     add("--examples", type=int, default=500, least=1, metavar="E", help="to draw, of boxes and of calls (%(default)s)")
     add("--heads", type=int, least=1, metavar="H", help=f"query heads ({_HEADS}, or per_head's)")
     add("--max-tokens", type=int, default=96, least=1, metavar="N", help="the longest sequence (%(default)s)")
-    add("--seed", type=int, default=0, help="of what is drawn (%(default)s)")
+    add("--seed", type=int, default=0, least=-_SEEDS, most=_SEEDS, help="of what is drawn (%(default)s)")
     add("--json", action="store_true", help="print plain data")
     parser.set_defaults(command=check)
 
 
 def check(options: argparse.Namespace) -> int:
     """Exit status 0, or 1 with the counterexample printed."""
-    if abs(options.seed) >= _SEEDS:
-        raise UsageError(f"--seed must be of less than 63 bits; got {options.seed}")
     pattern, examples = read_pattern(options.pattern), options.examples
     heads = fitting_heads(pattern, _HEADS) if options.heads is None else options.heads
     pairs = heads * options.max_tokens**2
@@ -62,10 +58,10 @@ def check(options: argparse.Namespace) -> int:
     found: str | None = None
     done = 0
     try:
-        with one_thread(), progress("checking", unit="example", total=2 * examples) as bar:
+        with one_thread(), progress("checking", unit="example", total=2 * examples) as move:
             for step, note in _steps(pattern, examples=examples, **asked):
                 done += step
-                bar.step(done, 2 * examples, note)
+                move(done, note)
     except AssertionError as error:
         found = str(error)
     except ValueError as error:  # heads, tokens or run-time tensors that do not go with the pattern
@@ -82,20 +78,15 @@ def check(options: argparse.Namespace) -> int:
 
 
 def _longest(pattern: Pattern | Mixture, num_heads: int, max_tokens: int) -> int:
-    """The most tokens, up to `max_tokens`, that the pattern takes: a grid has room for so many, a table needs so many.
-
-    Raises UsageError where it takes none.
-    """
+    """Largest length up to `max_tokens` that the pattern takes. Raises UsageError where it takes none."""
     if names(pattern):  # which check_pattern refuses
         return max_tokens
     for number in range(max_tokens, 0, -1):
         if takes(pattern, num_heads, number):
             return number
-    try:
+    with refusals():
         pattern.check_heads(num_heads)
         pattern.bind(num_heads=num_heads, num_queries=max_tokens, num_keys=max_tokens)
-    except ValueError as error:
-        raise UsageError(f"the pattern must take these --heads, and up to --max-tokens; {error}") from None
     return max_tokens
 
 
@@ -113,7 +104,7 @@ def _steps(
         return attend(q, k, v, pattern, enable_gqa=True, return_lse=True)
 
     def in_two(module: object, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """A third of the queries, then the others."""
+        """A third of the queries, then the rest."""
         cut = q.shape[2] // 3
         places = [(0, cut), (cut, q.shape[2])] if cut else [(0, q.shape[2])]
         parts = [attend(q[:, :, a:b], k, v, pattern, enable_gqa=True, q_offset=a) for a, b in places]

@@ -1,59 +1,54 @@
-"""The pattern that a command is asked about: its arguments, read in one way, with run-time tensors, bound once."""
+"""PATTERN, --tokens, --heads and --bind: read alike by all commands."""
 
 from __future__ import annotations
 
 import argparse
 import runpy
-from collections.abc import Iterator, Sequence
+import struct
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cache
 from itertools import chain
 from pathlib import Path
+from pickle import UnpicklingError
 from traceback import extract_tb
-from typing import Any
+
+import torch
+from torch import Tensor
 
 from .. import masks
 from ..masks import Mixture, Pattern
 from ..masks.core import LARGEST, Bound, Expression, require_below
-from ..masks.patterns import names
-from ._bindings import carried, one_entry, read_bindings, with_values
-from ._command_parser import CommandParser, UsageError
-from ._sizes import parse_tokens
+from ..masks.patterns import Given, Lengths, RunTime, names, require_values, run_time_leaves
+from ._terminal import CommandParser, UsageError, size_of
 
 PATTERN = "an expression, a .json file, such as masks.to_json writes, or FILE.py:NAME, a pattern that this file makes"
 MOST_HEADS = 1 << 12
-_HEADS = 8
+_TOKENS, _HEADS = 1 << 16, 8
 _MOST_BOUND_TOKENS = 1 << 24  # a run-time tensor is as long
+_INTEGERS = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
+# Errors of torch.load for bytes that it does not read.
+_DAMAGE = (
+    *(ArithmeticError, AssertionError, AttributeError, BufferError, EOFError, ImportError, LookupError, MemoryError),
+    *(RuntimeError, TypeError, UnpicklingError, ValueError, struct.error),
+)
 
 
-def add_pattern_arguments(
-    parser: CommandParser,
-    *,
-    tokens: str = "64K",
-    heads: int = _HEADS,
-    no_size: Sequence[str] = (),
-    needs: Sequence[str] = (),
-    **how: Any,
-) -> None:
+def add_pattern_arguments(parser: CommandParser, *, no_size: Sequence[str] = ()) -> None:
     """PATTERN, --tokens, --heads and --bind, which `asked_from` reads.
 
-    `tokens` and `heads` are taken where neither the pattern nor a run-time tensor fixes them. Options of `no_size` look
-    at other sizes, and take neither --tokens nor --bind. All but PATTERN need what `needs` names.
+    Options of `no_size` look at other sizes, and take neither --tokens nor --bind.
     """
     add = parser.argument
-    add("pattern", metavar="PATTERN", help=PATTERN, **how)
-    size = f"queries, and as many keys, such as 5000, 64K or 1M (those of --bind's values, or of a grid; else {tokens})"
-    add("-n", "--tokens", metavar="N", excludes=no_size, needs=needs, help=size)
-    number = f"query heads, over all devices ({heads}, or per_head's)"
-    add("--heads", type=int, least=1, most=MOST_HEADS, metavar="H", needs=needs, help=number)
-    bind = (
-        "a run-time tensor: the lengths of packed documents, as in documents=100,200,300; of padded sequences, as in "
-        "lengths=500; the visible keys, as in visible_keys=0:100,200:300; or the tensor itself from a .json or .pt "
-        "file. Batch entries are separated by /"
-    )
-    add("--bind", action="append", default=(), metavar="NAME=VALUE", excludes=no_size, needs=needs, help=bind)
-    parser.set_defaults(usual=(tokens, heads))
+    add("pattern", metavar="PATTERN", help=PATTERN)
+    size = "queries, and as many keys, such as 5000, 64K or 1M (those of --bind's tensors, or of a grid; else 64K)"
+    add("-n", "--tokens", metavar="N", excludes=no_size, help=size)
+    number = f"query heads, over all devices ({_HEADS}, or per_head's)"
+    add("--heads", type=int, least=1, most=MOST_HEADS, metavar="H", help=number)
+    bind = "a run-time tensor: FILE.pt is what torch.save wrote, such as document ids of shape (N,) or (B, N)"
+    add("--bind", action="append", default=(), metavar="NAME=FILE.pt", excludes=no_size, help=bind)
 
 
 @dataclass(frozen=True)
@@ -79,7 +74,16 @@ class AskedPattern:
 
     def entry(self, batch: int) -> AskedPattern:
         """The same with the run-time tensors of one batch entry."""
-        return replace(self, pattern=one_entry(self.pattern, batch))
+        found: dict[str, Given] = {}
+
+        def with_row(leaf: Pattern) -> Pattern:
+            if not isinstance(leaf, RunTime) or leaf.given is None:
+                return leaf
+            tensor = leaf.given.tensor
+            given = found.setdefault(leaf.name, Given(tensor[batch]) if leaf.differs_by_entry(tensor) else leaf.given)
+            return replace(leaf, given=given)
+
+        return replace(self, pattern=self.pattern.map_leaves(with_row))
 
     def require(self, *, head: int, batch: int) -> None:
         """Raise UsageError for a head or a batch entry that there is not."""
@@ -90,7 +94,7 @@ class AskedPattern:
 
 @contextmanager
 def refusals() -> Iterator[None]:
-    """What the library refuses in here is refused by the command, in the same words."""
+    """Turn TypeError and ValueError of the library into UsageError."""
     try:
         yield
     except UnicodeEncodeError:  # of the output, not of what was asked
@@ -100,52 +104,104 @@ def refusals() -> Iterator[None]:
 
 
 def asked_from(options: argparse.Namespace) -> AskedPattern:
-    """The pattern with the values of its run-time tensors in place, and its sizes; it binds to them.
+    """The pattern with its run-time tensors, and the sizes to which it binds.
 
-    Raises UsageError for a pattern that does not read, for sizes, and for values that are missing or do not fit.
+    Without --tokens the length is that of the run-time tensors, or else of the pattern's grid. Raises UsageError for a
+    pattern that does not read, for sizes, and for tensors that are missing or do not fit.
     """
-    return ask(options.pattern, options.tokens, options.heads, options.bind, usual=options.usual)
+    return ask(options.pattern, options.tokens, options.heads, options.bind)
 
 
-def ask(
-    text: str, tokens: str | None, heads: int | None, bindings: Sequence[str], *, usual: tuple[str, int]
-) -> AskedPattern:
-    """Tokens None: those of the run-time tensors, or else of the pattern's grid; heads None: as many as it takes.
-
-    `usual` (tokens, heads) are taken where nothing fixes them. Raises UsageError for a pattern that does not read, for
-    sizes, and for values that are missing or do not fit.
-    """
+def ask(text: str, tokens: str | None, heads: int | None, bindings: Sequence[str]) -> AskedPattern:
     pattern = read_pattern(text)
-    values = carried(pattern) | read_bindings(pattern, bindings)
-    missing = [name for name in names(pattern) if name not in values]
+    with refusals():
+        tensors = pattern.given_tensors() | read_bindings(pattern, bindings)
+    missing = [name for name in names(pattern) if name not in tensors]
     if missing:
-        raise UsageError(f"the pattern needs run-time tensors: give --bind {missing[0]}=...; got none for {missing[0]}")
-    fixed = max((value.positions for value in values.values()), default=0) if values else most_tokens(pattern)
-    num_tokens = parse_tokens(usual[0] if tokens is None else tokens) if tokens is not None or not fixed else fixed
+        raise UsageError(
+            f"the pattern needs run-time tensors: give --bind {missing[0]}=FILE.pt; got none for {missing[0]}"
+        )
+    fixed = max(_num_tokens(pattern, *each) for each in tensors.items()) if tensors else most_tokens(pattern)
+    num_tokens = fixed or _TOKENS
+    if tokens is not None:
+        num_tokens = size_of(tokens)
+        if not num_tokens:
+            raise UsageError(f"--tokens must be a whole number above 0, such as 5000, 64K or 1M; got {tokens!r}")
     if num_tokens > LARGEST:
         raise UsageError(f"--tokens must be at most {LARGEST}; got {num_tokens}")
-    if values and num_tokens > _MOST_BOUND_TOKENS:
+    if tensors and num_tokens > _MOST_BOUND_TOKENS:
         raise UsageError(f"--tokens must be at most {_MOST_BOUND_TOKENS} with --bind; got {num_tokens}")
-    num_heads = fitting_heads(pattern, usual[1]) if heads is None else heads
-    asked = AskedPattern(with_values(pattern, values, num_tokens), num_tokens, num_heads)
+    num_heads = fitting_heads(pattern, _HEADS) if heads is None else heads
+    asked = AskedPattern(_with_tensors(pattern, tensors), num_tokens, num_heads)
     with refusals():
         asked.bind()
     return asked
+
+
+def read_bindings(pattern: Expression, texts: Sequence[str]) -> dict[str, Tensor]:
+    """The tensor of each NAME=FILE.pt. Raises UsageError for other texts, files and names."""
+    found: dict[str, Tensor] = {}
+    for text in texts:
+        name, _, file = (part.strip() for part in text.partition("="))
+        if not name or not file.endswith(".pt"):
+            raise UsageError(f"--bind takes NAME=FILE.pt, a tensor that torch.save wrote; got {text!r}")
+        if name not in names(pattern):
+            needed = ", ".join(names(pattern)) or "none"
+            raise UsageError(f"--bind must name a run-time tensor of the pattern, which needs {needed}; got {name!r}")
+        if name in found:
+            raise UsageError(f"--bind gives each run-time tensor one value; got two for {name!r}")
+        found[name] = _load(name, file)
+    return found
+
+
+def _load(name: str, file: str) -> Tensor:
+    try:
+        with warnings.catch_warnings(action="ignore"):  # of an old format
+            tensor = torch.load(file, map_location="cpu", weights_only=True)
+    except OSError as error:
+        raise UsageError(f"--bind {name} must name a file that can be read; {error}") from None
+    except _DAMAGE as error:
+        raise UsageError(
+            f"--bind {name} must name a file with a tensor; torch.load does not read {file} ({type(error).__name__})"
+        ) from None
+    if not isinstance(tensor, Tensor):
+        raise UsageError(f"--bind {name} must name a file with a tensor; {file} holds a {type(tensor).__name__}")
+    return tensor
+
+
+def _num_tokens(pattern: Expression, name: str, tensor: Tensor) -> int:
+    """Fewest tokens that hold all values: the largest of lengths, else the last axis; 0 if the tensor does not tell."""
+    with refusals():
+        require_values(name, tensor)
+    if tensor.numel() > LARGEST:  # an expanded one is a small file
+        raise UsageError(f"--bind {name} takes at most {LARGEST} values; got {tensor.numel()}")
+    if {type(leaf) for leaf in run_time_leaves(pattern) if leaf.name == name} == {Lengths}:
+        return int(tensor.max()) if tensor.numel() and tensor.dtype in _INTEGERS else 0
+    return tensor.shape[-1] if tensor.dim() else 0
+
+
+def _with_tensors(pattern: Expression, tensors: Mapping[str, Tensor]) -> Expression:
+    given = {name: Given(tensor) for name, tensor in tensors.items()}
+
+    def with_tensor(leaf: Pattern) -> Pattern:
+        return replace(leaf, given=given[leaf.name]) if isinstance(leaf, RunTime) and leaf.name in given else leaf
+
+    return pattern.map_leaves(with_tensor)
 
 
 def one_rule(asked: AskedPattern) -> Expression:
     """The pattern with the values of its run-time tensors in its rule. Raises UsageError where they differ by entry."""
     if asked.num_entries > 1:
         raise UsageError(
-            "what is planned is the rule of one batch entry, whatever their number: give --bind the values of one; "
-            f"got those of {asked.num_entries} entries"
+            "what is planned is the rule of one batch entry, whatever their number: give --bind the tensor of one; "
+            f"got that of {asked.num_entries} entries"
         )
     return asked.pattern if asked.pattern.pads else asked.bind().pattern
 
 
 @cache
 def most_tokens(pattern: Expression) -> int | None:
-    """The most tokens that the pattern binds to, as those of its grid; None where any number does, or none."""
+    """Largest length that the pattern binds to, such as its grid's; None if it binds to any length, or to none."""
 
     def binds(num_tokens: int) -> bool:
         try:
@@ -167,7 +223,7 @@ def most_tokens(pattern: Expression) -> int | None:
 
 
 def fitting_heads(pattern: Expression, usual: int) -> int:
-    """`usual` where the pattern takes so many heads, or else the fewest that it takes."""
+    """`usual` if the pattern takes that number of heads, or else the smallest number that it takes."""
     for num_heads in (usual, *range(1, MOST_HEADS + 1)):
         try:
             pattern.check_heads(num_heads)
@@ -197,27 +253,20 @@ def read_pattern(text: str) -> Pattern | Mixture:
 def _of_module(file: str, name: str) -> Pattern | Mixture:
     if not Path(file).is_file():
         raise UsageError(f"PATTERN must be an expression or a file that can be read; got {file!r}, which is no file")
-    made = {key: value for key, value in _run(file).items() if isinstance(value, Pattern | Mixture)}
+    try:
+        variables = runpy.run_path(file)
+    except KeyboardInterrupt:
+        raise
+    except BaseException as error:  # the file's own code may raise anything
+        lines = [frame.lineno for frame in extract_tb(error.__traceback__) if frame.filename == file]
+        reached = f", line {lines[-1]}" if lines else ""
+        try:
+            raised = f"{type(error).__name__}: {error}"
+        except Exception:  # of its __str__
+            raised = type(error).__name__
+        raise UsageError(f"{file} must run without an error{reached}; got {raised}") from error
+    made = {key: value for key, value in variables.items() if isinstance(value, Pattern | Mixture)}
     if name not in made:
         held = ", ".join(map(repr, made)) or "none"
         raise UsageError(f"{file} must make a pattern of that name; got {name!r}, and the patterns in it are {held}")
     return made[name]
-
-
-def _run(file: str) -> dict[str, Any]:
-    """What the file has defined at its end. Raises UsageError, with its last line that was reached, where it raises."""
-    try:
-        return runpy.run_path(file)
-    except KeyboardInterrupt:
-        raise
-    except BaseException as error:  # the file's own code may raise anything, and what it raises may not print
-        lines = [frame.lineno for frame in extract_tb(error.__traceback__) if frame.filename == file]
-        reached = f", line {lines[-1]}" if lines else ""
-        raise UsageError(f"{file} must run without an error{reached}; got {_said(error)}") from error
-
-
-def _said(error: BaseException) -> str:
-    try:
-        return f"{type(error).__name__}: {error}"
-    except Exception:
-        return type(error).__name__

@@ -14,12 +14,11 @@ from .._plan import DTYPES, PlanSize, heads_text, loads, report
 from ..distributed.counts import MOST_RANKS, SCHEDULES
 from ..distributed.group import ORDERS
 from ..distributed.wire import CodecName
-from ..masks.core import LARGEST, Expression
+from ..masks.core import LARGEST, Expression, bytes_text, tokens_text
 from ..memory import LARGEST_RUN, AttentionMemory, attention_memory
 from ..nn import ModelMemory, attention_size, model_memory
-from ._command_parser import CommandParser, UsageError
 from ._pattern import MOST_HEADS, add_pattern_arguments, asked_from, most_tokens, one_rule, refusals
-from ._sizes import bytes_text, parse_bytes, tokens_text
+from ._terminal import CommandParser, UsageError
 
 Peak = Callable[[int], int]
 
@@ -54,9 +53,9 @@ def add_arguments(parser: CommandParser) -> None:
     layers, embed_dim = "of the LongNet whose memory is predicted (12)", "of that LongNet (H * D)"
     add("--layers", type=int, least=1, most=LARGEST, metavar="L", excludes=("ranks",), help=layers)
     add("--embed-dim", type=int, least=1, most=LARGEST, metavar="E", excludes=("head_dim",), help=embed_dim)
-    budget = "the longest N that fits into so much memory; without a SIZE a table of budgets"
+    budget = "the longest N that fits into this memory, in GiB; without a number a table of budgets"
     alone = ("measure", "ranks")
-    add("--budget", nargs="?", const="table", metavar="SIZE", excludes=alone, help=budget)
+    add("--budget", nargs="?", const=_TABLE, metavar="GIB", excludes=alone, help=budget)
     measure = "time the ways to compute it on this machine's CPU, besides"
     add("--measure", action="store_true", excludes=("ranks", "device=cuda"), help=measure)
     add("--json", action="store_true", help="print plain data instead of tables")
@@ -79,25 +78,28 @@ def _add_ranks(parser: CommandParser) -> None:
 def plan(options: argparse.Namespace) -> int:
     """Print the plan, or what fits into the budget. Raises UsageError for sizes at which the pattern has no meaning."""
     size = size_from(options)
-    if options.ranks is not None:
-        with refusals():
-            counted = loads(size, options.ranks, order=options.order, schedule=options.schedule, codec=options.codec)
-        print(_json(counted.to_data()) if options.json else counted)
-        return 0
-    if options.budget is not None:
-        budgets = BUDGETS if options.budget == _TABLE else (parse_bytes(options.budget),)
-        with refusals():
-            data = budget_data(size, budgets)
-        print(_json(data) if options.json else budget_text(size, data))
-        return 0
     with refusals():
-        found = report(size, measure=options.measure)
-    print(_json(found.to_data()) if options.json else str(found))
+        if options.ranks is not None:
+            found = loads(size, options.ranks, order=options.order, schedule=options.schedule, codec=options.codec)
+            data, text = found.to_data(), str(found)
+        elif options.budget is not None:
+            data = budget_data(size, BUDGETS if options.budget == _TABLE else (_budget_bytes(options.budget),))
+            text = budget_text(size, data)
+        else:
+            found = report(size, measure=options.measure)
+            data, text = found.to_data(), str(found)
+    print(json.dumps(data, indent=1, ensure_ascii=False) if options.json else text)
     return 0
 
 
-def _json(data: dict[str, Any]) -> str:
-    return json.dumps(data, indent=1, ensure_ascii=False)
+def _budget_bytes(text: str) -> int:
+    try:
+        found = int(float(text) * (1 << 30))
+    except (ValueError, OverflowError):  # of nan and inf
+        found = 0
+    if found < 1:
+        raise UsageError(f"--budget takes a number of GiB above 0, such as 24 or 0.5; got {text!r}")
+    return found
 
 
 def size_from(options: argparse.Namespace) -> PlanSize:
@@ -105,7 +107,12 @@ def size_from(options: argparse.Namespace) -> PlanSize:
     asked = asked_from(options)
     if options.budget is not None and asked.pattern.varies:
         raise UsageError("--budget needs a pattern of any number of tokens; got one with run-time tensors")
-    head_dim, embed_dim = _widths(options, asked.num_heads)
+    head_dim = 64 if options.head_dim is None else options.head_dim
+    embed_dim = asked.num_heads * head_dim
+    if options.embed_dim is not None:  # given in place of head_dim
+        embed_dim, head_dim = options.embed_dim, options.embed_dim // asked.num_heads
+        if embed_dim % asked.num_heads:
+            raise UsageError(f"--embed-dim must be a multiple of --heads; got {embed_dim} and {asked.num_heads}")
     kv_heads = asked.num_heads if options.kv_heads is None else options.kv_heads
     if asked.num_heads % kv_heads:
         raise UsageError(f"--kv-heads must divide --heads; got {kv_heads} and {asked.num_heads}")
@@ -122,17 +129,6 @@ def size_from(options: argparse.Namespace) -> PlanSize:
             layers=_LAYERS if options.layers is None else options.layers,
             embed_dim=embed_dim,
         )
-
-
-def _widths(options: argparse.Namespace, num_heads: int) -> tuple[int, int]:
-    """(head dim, embed dim), of which one gives the other."""
-    head_dim, embed_dim = options.head_dim, options.embed_dim
-    if embed_dim is None:
-        head_dim = 64 if head_dim is None else head_dim
-        return head_dim, num_heads * head_dim
-    if embed_dim % num_heads:
-        raise UsageError(f"--embed-dim must be a multiple of --heads; got {embed_dim} and {num_heads}")
-    return embed_dim // num_heads, embed_dim
 
 
 def budget_data(size: PlanSize, budgets: Sequence[int]) -> dict[str, Any]:
@@ -159,7 +155,7 @@ def budget_data(size: PlanSize, budgets: Sequence[int]) -> dict[str, Any]:
 
 
 def _peaks(size: PlanSize) -> dict[str, Peak]:
-    """Of the pattern's attention and of a LongNet around it, at any number of tokens; each is found once."""
+    """Peak bytes by number of tokens, of the pattern's attention and of a LongNet around it; cached."""
     has_line = longest_bound(size.pattern) >= _LINE[1]
 
     @cache
@@ -235,5 +231,5 @@ def rounded(num_tokens: int) -> int:
 
 
 def longest_bound(pattern: Expression) -> int:
-    """The most tokens that are tried: those of its grid, if it has one."""
+    """Largest length that is tried."""
     return min(most_tokens(pattern) or _MOST, _MOST)

@@ -1,4 +1,4 @@
-"""show: a pattern as a heat map and in numbers, as plain data, as a picture or as a page."""
+"""show and explain: a pattern as a heat map, numbers, plain data, a picture or a page; and one pair of it."""
 
 from __future__ import annotations
 
@@ -11,12 +11,11 @@ from math import isqrt
 from pathlib import Path
 
 from .. import masks
+from ..masks.core import tokens_text
 from ..masks.inspection import MOST_CELLS, MOST_DESCRIBED, Description, describe
 from ..viewer import page
-from ._command_parser import CommandParser, UsageError
-from ._output import COLOR_CHOICES, replace, require_file, terminal_of
 from ._pattern import AskedPattern, add_pattern_arguments, asked_from, refusals
-from ._sizes import tokens_of, tokens_text
+from ._terminal import COLOR_CHOICES, CommandParser, UsageError, require_file, size_of, terminal_of, write_file
 
 _WINDOW = re.compile(r"([^:]*):([^:]*)")
 _CELLS = re.compile(r"([0-9]{1,9})x([0-9]{1,9})", re.ASCII)
@@ -24,7 +23,7 @@ _JSON_CELLS = 64  # a side
 _MOST_JSON_CELLS = 1 << 18  # of each, counts of every branch are printed
 
 
-def add_arguments(parser: CommandParser) -> None:
+def add_show_arguments(parser: CommandParser) -> None:
     parser.description = (
         "A pattern as a heat map that fits the terminal, at any number of tokens and in any window of them, down to "
         "single pairs; then what it allows and costs, as `masks.describe` tells it."
@@ -39,7 +38,7 @@ def add_arguments(parser: CommandParser) -> None:
     add("--cols", metavar="A:B", excludes=("html",), help="the same of keys")
     cells = "cut the window into so many cells (as many as fit)"
     add("--cells", type=_cells, metavar="ROWSxCOLUMNS", excludes=("plot", "html"), help=cells)
-    add("--batch", type=int, default=0, metavar="b", help="the batch entry, where --bind gives several (%(default)s)")
+    add("--batch", type=int, default=0, metavar="b", help="the batch entry, if tensors differ by entry (%(default)s)")
     color, files = "on the map: auto is on a terminal (%(default)s)", ("json", "plot", "html")
     add("--color", "--colour", choices=COLOR_CHOICES, default="auto", excludes=files, help=color)
     add("--brief", action="store_true", excludes=files, help="print the heat map alone")
@@ -50,7 +49,7 @@ def add_arguments(parser: CommandParser) -> None:
 
 
 def show(options: argparse.Namespace) -> int:
-    """Print or write what was asked for. Raises UsageError for what the pattern has no answer to."""
+    """Print the map, or write a picture or page. Raises UsageError for a head, entry or window out of range."""
     asked = asked_from(options)
     asked.require(head=options.head, batch=options.batch)
     require_file("--plot", options.plot, (".png", ".svg"))
@@ -108,7 +107,7 @@ def _numbers(asked: AskedPattern) -> str:
 
 
 def _write(path: Path, content: bytes) -> None:
-    replace(path, lambda partial: partial.write_bytes(content))
+    write_file(path, content)
     print(f"wrote {path}: {len(content):,} bytes")
 
 
@@ -117,7 +116,7 @@ def _window(flag: str, text: str | None, size: int) -> range:
         return range(size)
     found = _WINDOW.fullmatch(text.strip())
     first, stop = (
-        (tokens_of(part) if part.strip() else default)
+        (size_of(part) if part.strip() else default)
         for part, default in zip(found.groups() if found else ("?", "?"), (0, size), strict=True)
     )
     if first is None or stop is None or not first < stop <= size:
@@ -133,3 +132,39 @@ def _cells(text: str) -> tuple[int, int]:
             f"--cells takes ROWSxCOLUMNS from 1x1 to {MOST_CELLS}x{MOST_CELLS}, such as 40x80; got {text!r}"
         )
     return rows, columns
+
+
+def add_explain_arguments(parser: CommandParser) -> None:
+    parser.description = (
+        "Why a query sees a key, or why not: by each branch of a mixture and each part of a composition, in plain "
+        "numbers; and in which block the pair lies, in the natural order and in residue-major order."
+    )
+    add_pattern_arguments(parser)
+    add = parser.argument
+    add("--query", type=_position, required=True, metavar="Q", help="the position of the query, such as 5000 or 64K")
+    add("--key", type=_position, required=True, metavar="K", help="the position of the key")
+    add("--head", type=int, default=0, metavar="H", help="counted over all devices (%(default)s)")
+    add("--batch", type=int, default=0, metavar="B", help="the entry whose run-time tensors are asked (%(default)s)")
+    add("--block-size", type=int, default=128, metavar="S", help="side of the blocks (%(default)s)")
+    add("--json", action="store_true", help="print plain data instead of the tree")
+    parser.set_defaults(command=explain)
+
+
+def explain(options: argparse.Namespace) -> int:
+    """Print the tree of reasons, or plain data. Status 0 whether the pair is allowed or not."""
+    asked = asked_from(options)
+    asked.require(head=options.head, batch=options.batch)
+    pair = {"query": options.query, "key": options.key, "head": options.head, "batch": options.batch}
+    sizes = {"num_heads": asked.num_heads, "num_tokens": asked.num_tokens, "block_size": options.block_size}
+    with refusals():
+        found = masks.explain(asked.pattern, **pair, **sizes)
+    print(json.dumps(found.to_data(), indent=2) if options.json else found)
+    return 0
+
+
+def _position(text: str) -> int:
+    """A position in full, in K or in M; the library refuses those that are too small or too large."""
+    found = size_of(text.strip().removeprefix("-"))
+    if found is None:
+        raise argparse.ArgumentTypeError(f"a position must be a whole number, such as 5000 or 64K; got {text!r}")
+    return -found if text.strip().startswith("-") else found

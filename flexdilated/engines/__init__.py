@@ -22,7 +22,7 @@ from ._reference import modified_scores, multiplicity, reference_attention
 from ._rows import MOST_ROWS, Branch, GroupedBranch, branch_rules, group_heads, row_forward, row_parts
 from ._run import run
 from ._score_mod import ScoreMod, probe
-from ._tuned import TuningKey, TuningResult, chosen, num_measured, remember, result_of
+from ._tuned import TuningKey, chosen, num_measured, results
 from .flex import (
     BACKEND,
     FlexProgram,

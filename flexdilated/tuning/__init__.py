@@ -1,4 +1,4 @@
-"""Measures the fastest options on this machine, and stores them."""
+"""Measures the fastest options of a call, and the constants of a device."""
 
-from ._tune import Inputs, Trialled, Trials, autotune, keep, measure, measure_options
-from ._tune_machine import KINDS, measure_machine
+from ._tune import autotune, measure_options
+from ._tune_machine import KINDS, MeasuredMachine, device_text, measure_machine

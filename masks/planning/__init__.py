@@ -12,6 +12,19 @@ from ._block_mask import (
     term_mask,
 )
 from ._cost import SLOTS_AT_ONCE, Operands, computed_pairs, cost_of
+from ._machine import (
+    ACCELERATOR,
+    CPU,
+    FORMAT,
+    VERSION,
+    BlockRates,
+    Machine,
+    builtin_machine,
+    machine,
+    machine_of,
+    set_machine,
+    sources_in_use,
+)
 from ._options import ANYTHING, Allowed, Candidates, Choice, in_other_blocks, takes_mask, way_of
 from ._placed import plan_at
 from ._planner import Option, Plan, plan, recommended_layout
@@ -25,22 +38,4 @@ from .lowering import (
     one_after_another,
     shared_terms,
     without_scattered_keys,
-)
-from .machine import (
-    ACCELERATOR,
-    BUILTIN,
-    CPU,
-    VARIABLE,
-    BlockRates,
-    Machine,
-    MachineKey,
-    Measured,
-    forget_machines,
-    machine,
-    machine_from_environment,
-    machine_of,
-    set_machine,
-    sources_in_use,
-    stored_path,
-    write_json,
 )

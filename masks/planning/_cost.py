@@ -8,8 +8,8 @@ from typing import NamedTuple
 
 from ..core import device_kind, plans
 from ..orders import Compact, Layout, Padded, Permutation
+from ._machine import Machine
 from .lowering._term import Term
-from .machine._machine import Machine
 
 SLOTS_AT_ONCE = 1 << 14  # of a term's copies: enough to share among cores, few compared with the inputs
 

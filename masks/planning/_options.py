@@ -11,12 +11,12 @@ from typing import Any
 from ..core import And, Bound, Expression, Pattern
 from ..orders import Compact, Layout
 from ._cost import Cost, Operands, cost_of, least_seconds, least_seconds_in_larger
+from ._machine import Machine
 from .lowering._nested import chains, nested_terms
 from .lowering._shared_lists import padded_terms
 from .lowering._term import Term
 from .lowering._ways import masked_term, split_causal, ways
 from .lowering._windows import Cut, window_terms
-from .machine._machine import Machine
 
 # Each part of a union is lowered without the parts before it: many parts make rules that are slow to evaluate.
 _MAX_PARTS = 6

@@ -10,10 +10,10 @@ import torch
 from ..core import Bound, Expression, within
 from ..orders import Compact, Folded, Layout, Listed, Part, Placement
 from ._cost import Operands
+from ._machine import machine_of
 from ._options import ANYTHING, Allowed, Option
 from ._planner import Plan, plan
 from .lowering import PaddedTerm, Term, interval_terms
-from .machine import machine_of
 
 _GAP = 128  # longest gap of absent keys inside a run of keys: one block
 

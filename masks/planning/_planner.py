@@ -13,11 +13,10 @@ from ..orders import Compact, Layout, residue_rate
 from ..plan_cache import cache, debug_wanted, in_line, log
 from ..text import read_text
 from ._cost import Cost, Operands
+from ._machine import Machine, machine_of
 from ._options import ANYTHING, Allowed, Candidates, Choice, Option, way_of
 from .lowering._term import Term
 from .lowering._ways import MAX_RESIDUE_RATE, shared_terms
-from .machine._machine import Machine
-from .machine._machine_in_use import machine_of
 
 _MOST_BRANCHES = 8  # logged one by one
 

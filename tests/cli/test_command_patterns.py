@@ -16,20 +16,24 @@ from hypothesis import strategies as st
 import flexdilated
 from flexdilated import masks, viewer
 from flexdilated.cli import main
-from flexdilated.cli._command_parser import UsageError
 from flexdilated.cli._pattern import ask, asked_from, most_tokens
-from flexdilated.cli._sizes import parse_tokens
+from flexdilated.cli._terminal import UsageError, size_of
 from tests.support.commands import make_light, parsers
 
-USUAL = ("64K", 8)
 COMMANDS = {
     "show": ["--json"],
     "explain": ["--query", "3", "--key", "2", "--json"],
     "plan": ["--json"],
     "plan, ranks": ["--json", "--ranks", "2"],
     "check": ["--json"],
-    "tune": [],
 }
+
+
+PACKED = """
+import torch
+from flexdilated import masks
+mine = masks.causal().per_document(torch.arange({tokens}) // {length})
+"""
 
 
 @pytest.fixture
@@ -79,76 +83,68 @@ def test_tokens_default_to_those_of_the_grid(grid, around, block) -> None:
     """Through whatever it stands in; a grid of blocks has as many tokens as its blocks."""
     text = f"neighborhood(({', '.join(map(str, grid))},), 0)"
     plain, blocks = around.format(text), around.format(f"blockwise({text}, {block})")
-    assert ask(plain, None, None, [], usual=USUAL).num_tokens == prod(grid)
-    assert ask(blocks, None, None, [], usual=USUAL).num_tokens == prod(grid) * block
+    assert ask(plain, None, None, []).num_tokens == prod(grid)
+    assert ask(blocks, None, None, []).num_tokens == prod(grid) * block
     assert most_tokens(masks.parse(around.format("strided(3)"))) is None
-    assert ask(around.format("strided(3)"), None, None, [], usual=USUAL).num_tokens == 65536
+    assert ask(around.format("strided(3)"), None, None, []).num_tokens == 65536
     with pytest.raises(UsageError, match=str(prod(grid) + 1)):
-        ask(plain, str(prod(grid) + 1), None, [], usual=USUAL)
+        ask(plain, str(prod(grid) + 1), None, [])
 
 
 @given(heads=st.integers(1, 20))
 def test_heads_default_to_those_of_the_pattern(heads) -> None:
     text = f"per_head([{', '.join(f'chunked({each + 1})' for each in range(heads))}])"
-    assert ask(text, None, None, [], usual=USUAL).num_heads == heads
-    assert ask(f"causal() & {text}", None, None, [], usual=USUAL).num_heads == heads
-    assert ask("causal()", None, None, [], usual=USUAL).num_heads == 8
+    assert ask(text, None, None, []).num_heads == heads
+    assert ask(f"causal() & {text}", None, None, []).num_heads == heads
+    assert ask("causal()", None, None, []).num_heads == 8
 
 
 @pytest.mark.parametrize(
-    ("pattern", "bound", "tokens"),
+    ("pattern", "tensor", "tokens"),
     [
-        ("documents('d')", "d=3,4,5", 12),
-        ("causal().per_document(documents('d'))", "d=3,4/20", 20),
-        ("lengths('d')", "d=7/90", 90),
-        ("visible_keys('d')", "d=0:4,9:33", 33),
-        ("visible_keys('d')", "d=0:4/9:33,2:3", 33),
-        ("documents('d')", "d=ids.json", 6),
-        ("lengths('d')", "d=lengths.json", 11),
+        ("documents('d')", torch.zeros(12, dtype=torch.int64), 12),
+        ("causal().per_document(documents('d'))", torch.zeros(2, 20, dtype=torch.int64), 20),
+        ("lengths('d')", torch.tensor([7, 90]), 90),
+        ("visible_keys('d')", torch.ones(33, dtype=torch.bool), 33),
     ],
 )
-def test_tokens_default_to_those_of_the_values(pattern, bound, tokens, tmp_path, monkeypatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    Path("ids.json").write_text("[0, 0, 1, 1, 1, 2]", encoding="utf-8")
-    Path("lengths.json").write_text("[11, 5]", encoding="utf-8")
-    assert ask(pattern, None, None, [bound], usual=USUAL).num_tokens == tokens
+def test_tokens_default_to_those_of_the_tensor(pattern, tensor, tokens, tmp_path) -> None:
+    torch.save(tensor, tmp_path / "d.pt")
+    assert ask(pattern, None, None, [f"d={tmp_path / 'd.pt'}"]).num_tokens == tokens
 
 
-@pytest.mark.parametrize(
-    ("command", "tokens", "heads"), [("show", "64K", 8), ("explain", "64K", 8), ("plan", "64K", 8), ("tune", "16K", 4)]
-)
-def test_sizes_that_nothing_fixes_are_those_that_the_help_names(command, tokens, heads) -> None:
+@pytest.mark.parametrize("command", ["show", "explain", "plan"])
+def test_sizes_that_nothing_fixes_are_those_that_the_help_names(command) -> None:
     parser = parsers()[command]
     pair = ["--query", "3", "--key", "2"] if command == "explain" else []
     asked = asked_from(parser.parse_args(["causal()", *pair]))
-    assert (asked.num_tokens, asked.num_heads) == (parse_tokens(tokens), heads)
+    assert (asked.num_tokens, asked.num_heads) == (65536, 8)
     told = " ".join(parser.format_help().split())
-    assert f"or of a grid; else {tokens})" in told
-    assert f"({heads}, or per_head's)" in told
+    assert "or of a grid; else 64K)" in told
+    assert "(8, or per_head's)" in told
+
+
+def test_sizes_in_full_in_k_and_in_m() -> None:
+    assert [size_of(text) for text in ("65536", "64K", " 1m ", "0")] == [65536, 65536, 1 << 20, 0]
+    assert [size_of(text) for text in ("", "K", "-5", "64k tokens", "1.5K", "9" * 30, "64G", "²")] == [None] * 8
 
 
 def test_tensors_that_a_pattern_of_a_file_carries_need_no_bind(tmp_path, capsys) -> None:
     file = tmp_path / "packed.py"
-    file.write_text(
-        "import torch\nfrom flexdilated import masks\nmine = masks.causal().per_document(torch.arange(40) // 10)\n",
-        encoding="utf-8",
-    )
+    file.write_text(PACKED.format(tokens=40, length=10), encoding="utf-8")
     assert main(["show", f"{file}:mine", "--json", "--heads", "2"]) == 0
     data = json.loads(capsys.readouterr().out)
     assert data["num_tokens"] == 40
     assert data["description"]["useful_pairs"] == 2 * 4 * (10 * 11 // 2)
 
 
-def test_the_memory_of_values_is_that_of_the_same_rule_without_them(capsys) -> None:
+def test_the_memory_of_values_is_that_of_the_same_rule_without_them(tmp_path, capsys) -> None:
     """Documents of one length are chunks: the engine's own steps keep as much for both."""
     sizes = ["-n", "256", "--heads", "2", "--head-dim", "16", "--layers", "1", "--json"]
+    packed = f"{tmp_path / 'packed.py'}:mine"
+    (tmp_path / "packed.py").write_text(PACKED.format(tokens=256, length=64), encoding="utf-8")
     for device in ("cpu", "cuda"):
-        assert (
-            main(
-                ["plan", "causal().per_document(documents('d'))", "--bind", "d=64,64,64,64", "--device", device, *sizes]
-            )
-            == 0
-        )
+        assert main(["plan", packed, "--device", device, *sizes]) == 0
         bound = json.loads(capsys.readouterr().out)
         assert main(["plan", "chunked(64) & causal()", "--device", device, *sizes]) == 0
         plain = json.loads(capsys.readouterr().out)
@@ -159,21 +155,9 @@ def test_the_memory_of_values_is_that_of_the_same_rule_without_them(capsys) -> N
             assert kept <= each["memory"]["attention"]["kept_for_backward"] <= kept + 256 * 2 * 4
 
 
-def test_tune_measures_values_and_stores_nothing(capsys) -> None:
-    sizes = ["--heads", "1", "--head-dim", "8", "--seconds", "0.01", "--forward"]
-    assert main(["tune", "documents('d')", "--bind", "d=30,34", *sizes]) == 0
-    assert "Not stored" in capsys.readouterr().out
-
-
 @pytest.mark.parametrize("look", [masks.describe, masks.explain, masks.plot, masks.show, flexdilated.plan, viewer.page])
 def test_whatever_looks_at_a_pattern_looks_at_one_head(look) -> None:
     assert signature(look).parameters["num_heads"].default == 1
-
-
-def test_describe_counts_one_head() -> None:
-    rule = masks.causal().bind(num_heads=1, num_queries=77, num_keys=77).mask_mod()
-    position, zero = torch.arange(77), torch.zeros((), dtype=torch.int64)
-    assert masks.describe(masks.causal(), 77).useful_pairs == int(rule(zero, zero, position[:, None], position).sum())
 
 
 def test_help_names_what_was_started(capsys, monkeypatch) -> None:
@@ -217,17 +201,3 @@ def test_a_file_of_no_dense_tensor_or_of_too_many_values_is_refused(pattern, tmp
         assert main(["show", pattern, "--bind", f"d={tmp_path / kind}.pt", "--brief", "-n", "5"]) == 2
         said = capsys.readouterr().err
         assert words in said or (kind == "nested" and "torch.load does not read it" in said)  # since torch 2.15
-
-
-@pytest.mark.parametrize(
-    "raises",
-    [
-        "class E(BaseException): pass\nraise E()",
-        "class E(Exception):\n    def __str__(self): raise ValueError('no text')\nraise E()",
-    ],
-)
-def test_a_file_that_raises_anything_is_refused(raises, tmp_path, capsys) -> None:
-    file = tmp_path / "raises.py"
-    file.write_text(raises, encoding="utf-8")
-    assert main(["check", f"{file}:p"]) == 2
-    assert "must run without an error" in capsys.readouterr().err

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 import flexdilated as fd
-from flexdilated.cli import _doctor, main
-from flexdilated.cli._machine import find
+from flexdilated.cli import _device, main
+from flexdilated.cli._terminal import find
 
 
 def examine(capsys) -> tuple[int, str]:
@@ -27,13 +27,13 @@ def findings(printed: str) -> dict[str, str]:
 def one_device(monkeypatch) -> None:
     """The CPU, without a compiler: that takes its time, and tests of flex have it."""
     monkeypatch.setenv("CXX", "no-such-compiler")
-    monkeypatch.setattr(_doctor, "available_devices", lambda: ("cpu",))
+    monkeypatch.setattr(_device, "available_devices", lambda: ("cpu",))
 
 
 @pytest.fixture
 def nothing_tried(monkeypatch) -> None:
     """For what is said of the machine."""
-    monkeypatch.setattr(_doctor, "_trial", lambda engine, device: (True, "serves"))
+    monkeypatch.setattr(_device, "_trial", lambda engine, device: (True, "serves"))
 
 
 def test_a_machine_without_a_compiler(capsys) -> None:
@@ -45,7 +45,7 @@ def test_a_machine_without_a_compiler(capsys) -> None:
     assert found["python"] == sys.version.split()[0]
     assert found["torch"].split(",")[0] == torch.__version__
     assert f"{torch.get_num_threads()} CPU threads" in found["devices"]
-    for package in ("tqdm", "matplotlib", "platformdirs"):
+    for package in ("tqdm", "matplotlib"):
         assert (found[package] == "found") == (importlib.util.find_spec(package) is not None)
     assert "no-such-compiler" in found["C++ compiler"]
     for engine in ("tiles on cpu, the default", "reference on cpu"):
@@ -60,7 +60,7 @@ def test_a_machine_without_a_compiler(capsys) -> None:
 def test_flex_is_asked_for_and_serves_inference_on_the_cpu(capsys, monkeypatch) -> None:
     """Which engine is asked for, and of what: its kernels have tests of their own."""
     monkeypatch.delenv("CXX")
-    attend, asked = _doctor.attend, []
+    attend, asked = _device.attend, []
 
     def noted(q, k, v, pattern, *, engine):
         asked.append(engine)
@@ -68,14 +68,14 @@ def test_flex_is_asked_for_and_serves_inference_on_the_cpu(capsys, monkeypatch) 
             engine = "reference"
         return attend(q, k, v, pattern, engine=engine)
 
-    monkeypatch.setattr(_doctor, "attend", noted)
+    monkeypatch.setattr(_device, "attend", noted)
     assert findings(examine(capsys)[1])["flex on cpu"].startswith("serves inference, error ")
     assert set(asked) == {"flex", "flash", "tiles", "reference"}
 
 
 def shifted(amount: float):
     """attend, whose output and gradients with tiles are too large by a share."""
-    right = _doctor.attend
+    right = _device.attend
 
     def wrong(q, k, v, pattern, *, engine):
         return right(q, k, v, pattern, engine=engine) * (1 + amount * (engine == "tiles"))
@@ -104,7 +104,7 @@ def not_a_number(q, k, v, pattern, *, engine):
 )
 def test_a_wrong_result_is_found(wrong, verdict: str, capsys, monkeypatch) -> None:
     """Where it is off by more than rounding accounts for."""
-    monkeypatch.setattr(_doctor, "attend", wrong)
+    monkeypatch.setattr(_device, "attend", wrong)
     status, printed = examine(capsys)
     assert status == verdict.startswith("is wrong")
     assert findings(printed)["tiles on cpu, the default"].startswith(verdict)
@@ -112,14 +112,14 @@ def test_a_wrong_result_is_found(wrong, verdict: str, capsys, monkeypatch) -> No
 
 
 def test_an_engine_that_fails(capsys, monkeypatch) -> None:
-    right = _doctor.attend
+    right = _device.attend
 
     def failing(*given, engine):
         if engine == "tiles":
             raise RuntimeError("no kernel\nfor this")
         return right(*given, engine=engine)
 
-    monkeypatch.setattr(_doctor, "attend", failing)
+    monkeypatch.setattr(_device, "attend", failing)
     status, printed = examine(capsys)
     assert status == 1
     assert findings(printed)["tiles on cpu, the default"] == "fails in training: RuntimeError: no kernel"
@@ -128,8 +128,8 @@ def test_an_engine_that_fails(capsys, monkeypatch) -> None:
 
 def test_every_device_has_to_work(capsys, monkeypatch) -> None:
     """One that fails is no less broken because the CPU works."""
-    monkeypatch.setattr(_doctor, "available_devices", lambda: ("cpu", "cuda"))
-    monkeypatch.setattr(_doctor, "_trial", lambda engine, device: (device == "cpu" or engine != "flex", "tried"))
+    monkeypatch.setattr(_device, "available_devices", lambda: ("cpu", "cuda"))
+    monkeypatch.setattr(_device, "_trial", lambda engine, device: (device == "cpu" or engine != "flex", "tried"))
     status, printed = examine(capsys)
     assert status == 1
     assert "flex on cuda, the default" in printed
@@ -171,7 +171,7 @@ def test_versions_of_torch(capsys, monkeypatch) -> None:
         "2.11.0+cpu": "supported",
         "2.16.0.dev1": "newer than 2.15",
     }.items():
-        monkeypatch.setattr(_doctor.torch, "__version__", version)
+        monkeypatch.setattr(_device.torch, "__version__", version)
         assert verdict in examine(capsys)[1]
 
 

@@ -3,6 +3,7 @@
 import functools
 import json
 import re
+from pathlib import Path
 
 import pytest
 import torch
@@ -10,11 +11,9 @@ import torch
 import flexdilated
 from flexdilated import masks
 from flexdilated.cli import main
-from flexdilated.cli._command_parser import UsageError
 from flexdilated.cli._plan import BUDGETS, longest, longest_bound, rounded, slope
-from flexdilated.cli._sizes import bytes_text, parse_bytes, parse_tokens, tokens_text
 from flexdilated.engines.kernels import _kernel
-from flexdilated.masks.core import seconds_text
+from flexdilated.masks.core import bytes_text, seconds_text, tokens_text
 from flexdilated.masks.inspection._describe import MOST_DESCRIBED
 from flexdilated.memory._memory import NOWHERE, AttentionSize, LiveBytes, attention_memory
 from flexdilated.nn._model_memory import model_memory
@@ -70,15 +69,6 @@ def test_report_counts_the_pairs_of_the_dense_rule(capsys) -> None:
 
 
 @pytest.mark.usefixtures("made_up_memory")
-def test_heads_and_tokens_that_the_pattern_fixes_are_the_default(capsys) -> None:
-    found = data_of(capsys, "per_head((causal(), neighborhood((8, 8), 1), chunked(5)))", "--layers", "1")
-    assert (found["num_tokens"], found["num_heads"]) == (64, 3)
-    given = data_of(capsys, "causal().per_document(documents('d'))", "--bind", "d=30,12", "--layers", "1")
-    assert given["num_tokens"] == 42
-    assert given["useful_pairs"] == 8 * (30 * 31 // 2 + 12 * 13 // 2)
-
-
-@pytest.mark.usefixtures("made_up_memory")
 def test_report_lists_the_chosen_terms_and_all_options(capsys) -> None:
     found = data_of(capsys, LONGNET, "-n", "4K", *SMALL)
     described = masks.describe(masks.parse(LONGNET), 4096, num_heads=4, head_dim=16)
@@ -120,12 +110,6 @@ def test_batch_multiplies_work_and_tensors_and_not_lists(capsys) -> None:
     assert three["memory"]["model"]["weights"] == one["memory"]["model"]["weights"]
 
 
-def test_cuda_is_planned_without_one(capsys) -> None:
-    found = data_of(capsys, LONGNET, "-n", "4K", *SMALL, "--device", "cuda", "--dtype", "bf16")
-    assert (found["engine"], found["device"]) == ("flex", "cuda")
-    assert found["memory"]["attention"]["inputs"] == 3 * 4096 * 4 * 16 * 2
-
-
 def test_fd_plan_is_what_the_command_prints(capsys, monkeypatch) -> None:
     monkeypatch.setenv("COLUMNS", "80")
     sizes = {"num_heads": 4, "num_kv_heads": 2, "head_dim": 32, "dtype": torch.bfloat16, "batch": 3, "layers": 2}
@@ -137,7 +121,7 @@ def test_fd_plan_is_what_the_command_prints(capsys, monkeypatch) -> None:
         assert capsys.readouterr().out == f"{found}\n"
         assert found.useful_pairs == 3 * pairs_of(LONGNET, tokens=512, heads=4)
         assert found.attention_memory.inputs == 3 * 512 * 32 * 2 * (4 + 2 * 2)
-        assert found.embed_dim == 128
+        assert (found.engine, found.embed_dim) == ("tiles" if device == "cpu" else "flex", 128)
         assert found.checkpointed_memory.training_peak < found.model_memory.training_peak
         assert sum(option.chosen for option in found.options) == len({option.branch for option in found.options})
 
@@ -158,13 +142,8 @@ def test_fd_plan_takes_run_time_tensors_of_one_entry() -> None:
     [
         ({"num_tokens": 0}, ValueError, "num_tokens must be at least 1"),
         ({"num_heads": 0}, ValueError, "num_heads must be at least 1"),
-        ({"num_heads": 8, "num_kv_heads": 3}, ValueError, "num_kv_heads must divide num_heads; got 3 and 8"),
         ({"head_dim": 0}, ValueError, "head_dim must be at least 1"),
-        ({"dtype": torch.float64}, ValueError, "dtype must be one of torch.float32"),
         ({"dtype": "fp32"}, ValueError, "dtype must be one of torch.float32"),
-        ({"device": "tpu"}, ValueError, "device must be one of 'cpu', 'cuda'"),
-        ({"device": "cuda", "head_dim": 8}, ValueError, "flex needs a head dim of at least 16 on cuda; got 8"),
-        ({"device": "cuda", "measure": True}, ValueError, "measure times the CPU of this machine"),
         ({"measure": 1}, TypeError, "measure must be True or False"),
         ({"batch": 0}, ValueError, "batch must be at least 1"),
         ({"layers": 0}, ValueError, "layers must be at least 1"),
@@ -189,7 +168,7 @@ def test_measured_options_stand_beside_the_predicted(capsys) -> None:
 
 def test_budget_fits_and_a_little_more_does_not(capsys) -> None:
     """By the engine's own steps at that many tokens, and at an eighth more."""
-    found = data_of(capsys, "causal()", *SMALL, "--dtype", "fp16", "--budget", "32MiB")
+    found = data_of(capsys, "causal()", *SMALL, "--dtype", "fp16", "--budget", str(32 / 1024))
     (line,) = found["longest"]
     assert line["budget_bytes"] == 32 << 20
 
@@ -213,7 +192,7 @@ def test_the_table_has_a_line_for_each_memory(capsys) -> None:
 
 @pytest.mark.usefixtures("made_up_memory")
 def test_a_grid_fits_at_most_as_a_whole(capsys) -> None:
-    found = data_of(capsys, "neighborhood((64, 64), 3)", *SMALL, "--budget", "8GiB")
+    found = data_of(capsys, "neighborhood((64, 64), 3)", *SMALL, "--budget", "8")
     assert set(found["longest"][0].values()) == {8 << 30, 4096}
     assert longest_bound(masks.neighborhood((64, 64), 3)) == 4096
 
@@ -246,11 +225,7 @@ def test_longest_stays_within_a_budget_of_a_peak_that_bends() -> None:
         assert peak(2 * found) > budget
 
 
-def test_sizes_as_people_write_them() -> None:
-    assert [parse_bytes(text) for text in ("8GiB", "24GB", "500 MB", "1.5kib", "7B")] == [
-        8 << 30, 24 * 10**9, 500 * 10**6, 1536, 7,
-    ]  # fmt: skip
-    assert [parse_tokens(text) for text in ("65536", "64K", "1m", "1.5K")] == [65536, 65536, 1 << 20, 1536]
+def test_sizes_as_text() -> None:
     assert [tokens_text(number) for number in (0, 1000, 4096, 3 << 20)] == ["0", "1,000", "4K", "3M"]
     assert [bytes_text(number) for number in (0, 999, 1024, 1 << 30, 141 << 30, 1 << 50)] == [
         "0 B", "999 B", "1 KiB", "1 GiB", "141 GiB", "1,024 TiB",
@@ -260,46 +235,43 @@ def test_sizes_as_people_write_them() -> None:
     ]  # fmt: skip
 
 
-def test_a_budget_needs_a_unit_and_tokens_are_whole() -> None:
-    for text in ("", "8", "8G", "GiB", "-1GiB", "0GiB", "8 GiB GiB", "1e9B", "inf GiB", "table "):
-        with pytest.raises(UsageError, match="a budget must be a number above 0 with a unit, one of B, KB, KiB"):
-            parse_bytes(text)
-    for text in ("", "0", "K", "-5", "64k tokens", "1.0001", "9" * 30, "0.1", "64G"):
-        with pytest.raises(UsageError, match="--tokens must be a whole number above 0"):
-            parse_tokens(text)
+def test_a_budget_is_a_number_of_gib(capsys) -> None:
+    for text in ("", "8GiB", "0", "-1", "nan", "inf", "1e400", "1e-12"):
+        assert main(["plan", "causal()", f"--budget={text}"]) == 2
+        assert "--budget takes a number of GiB above 0, such as 24 or 0.5; got" in capsys.readouterr().err
 
 
 # What must be named of the arguments: the option, or the place in the pattern, and the value.
 REFUSED = {
-    "heads": (["causal()", "--heads", "0"], ["--heads", "0"]),
+    "no ranks": (["causal()", "--ranks", "0"], ["--ranks must be at least 1; got 0"]),
+    "many ranks": (["causal()", "--ranks", "4097"], ["--ranks must be at most 4096; got 4097"]),
+    "codec": (["causal()", "-n", "64", "--ranks", "2", "--codec", "bf16", "--dtype", "fp16"], ['codec "bf16" writes']),
+    "heads": (["causal()", "--heads", "0"], ["--heads must be at least 1", "0"]),
+    "head dim": (["causal()", "--head-dim", "9" * 20], ["--head-dim must be at most"]),
     "kv heads": (["causal()", "--kv-heads", "3"], ["--kv-heads", "--heads", "3", "8"]),
     "embed dim": (["causal()", "--embed-dim", "100"], ["--embed-dim", "--heads", "100", "8"]),
-    "both dims": (["causal()", "--embed-dim", "512", "--head-dim", "64"], ["--embed-dim", "--head-dim"]),
     "odd head dim": (["causal()", "-n", "64", "--head-dim", "15"], ["15"]),
     "too many": (["causal()", "-n", "4000M"], ["--tokens", "2147483647", str(4000 << 20)]),
-    "measure": (["causal()", "--measure", "--device", "cuda"], ["--measure", "--device cuda"]),
     "head dim on cuda": (["causal()", "--head-dim", "8", "--device", "cuda"], ["16", "8", "cuda"]),
     "values": (["documents('ids')"], ["--bind ids"]),
-    "many rules": (["documents('d')", "--bind", "d=3/4"], ["--bind", "2"]),
-    "budget of values": (["documents('d')", "--bind", "d=3", "--budget", "1GiB"], ["--bind", "--budget"]),
+    "many rules": (["documents('d')", "--bind", "d=two.pt"], ["--bind", "2"]),
+    "budget of values": (["documents('d')", "--bind", "d=two.pt", "--budget", "1"], ["--bind", "--budget"]),
+    "budget of carried values": (["mine.py:mine", "--budget", "1"], ["--budget"]),
     "grid": (["neighborhood((8, 8), 1)", "-n", "65"], ["8x8", "64", "65"]),
     "by head": (["per_head([causal(), causal()])", "-n", "64", "--heads", "3"], ["per_head", "2", "3"]),
-    "by head, budget": (["per_head([causal(), causal()])", "--heads", "3", "--budget", "8GiB"], ["per_head", "2", "3"]),
+    "by head, budget": (["per_head([causal(), causal()])", "--heads", "3", "--budget", "8"], ["per_head", "2", "3"]),
 }
 
 
 @pytest.mark.parametrize(("arguments", "named"), REFUSED.values(), ids=REFUSED)
-def test_what_is_refused(arguments, named, capsys) -> None:
+def test_what_is_refused(arguments, named, capsys, tmp_path, monkeypatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    torch.save(torch.zeros(2, 4, dtype=torch.int64), "two.pt")
+    Path("mine.py").write_text(commands.MODULE, encoding="utf-8")
     assert main(["plan", *arguments]) == 2
     output = capsys.readouterr()
     assert output.out == ""
     assert [word for word in named if word not in output.err] == []
-
-
-def test_sizes_that_no_tensor_has_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
-    for name in ("heads", "head-dim", "batch", "layers", "embed-dim"):
-        assert main(["plan", "causal()", f"--{name}", "99999999999999999999"]) == 2
-        assert f"--{name} must be at most" in capsys.readouterr().err
 
 
 def test_tokens_whose_blocks_would_fill_the_memory_are_refused(capsys: pytest.CaptureFixture[str]) -> None:

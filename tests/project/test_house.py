@@ -34,10 +34,9 @@ ROOMS = [
 ]
 GROUND = {"torch", "jaxtyping", "tabulate"} | set(sys.stdlib_module_names)
 USERS = {"testing", "viewer", "cli"}
-EXTRAS = {"hypothesis", "matplotlib", "platformdirs", "tqdm", "transformers"}
-# Used where it is installed, and imported when it is needed: the file of measured constants has its place there.
+EXTRAS = {"hypothesis", "matplotlib", "tqdm", "transformers"}
+# Used where it is installed, and imported when it is needed.
 LATE = {
-    "flexdilated.masks.planning.machine._machine_file": {"platformdirs"},
     "flexdilated.observe._received": {"matplotlib"},
     "flexdilated.masks.inspection._plot": {"matplotlib"},
     "flexdilated.masks.inspection._plot_figure": {"matplotlib"},
@@ -214,7 +213,7 @@ before, known = settings(), set(sys.modules)
 import flexdilated
 changed = [pair for pair in zip(before, settings()) if pair[0] != pair[1]]
 loaded = sorted(set(sys.modules) - known)
-measured = dict(sys.modules["flexdilated.masks.planning.machine._machine_in_use"]._found)
+measured = dict(sys.modules["flexdilated.masks.planning._machine"]._in_use)
 stats = flexdilated.stats()
 counted = [len(stats.pools), len(stats.constants), "flexdilated.distributed" in sys.modules]
 flexdilated.distributed.BufferPool
@@ -230,9 +229,8 @@ print(json.dumps([changed, loaded, measured, counted, pools, on_the_path, late, 
 
 
 @pytest.mark.skipif(not is_installed, reason="flexdilated is not installed here")
-def test_import_only_imports(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """No setting of torch or Python changes, no extra is loaded, no file of constants read, no compiler for counts."""
-    monkeypatch.setenv("FLEXDILATED_MACHINE", str(tmp_path / "nowhere.json"))
+def test_import_only_imports(tmp_path: Path) -> None:
+    """No setting of torch or Python changes, no extra is loaded, no plan is made, no compiler for counts."""
     isolated = [sys.executable, "-I", "-c", QUIET]  # does not see the checkout
     done = subprocess.run(isolated, cwd=tmp_path, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr

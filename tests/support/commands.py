@@ -10,15 +10,16 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 from flexdilated.cli import main
-from flexdilated.cli._command_parser import CommandParser
 from flexdilated.cli._main import _parser
+from flexdilated.cli._terminal import CommandParser
 from flexdilated.memory._memory import AttentionMemory, AttentionSize
 from flexdilated.nn._model_memory import ModelMemory
 
 # Of every option a value that differs from its default.
-PATTERN = {"tokens": ["-n", "48"], "heads": ["--heads", "4"], "bind": ["--bind", "d=30/35"]}
+PATTERN = {"tokens": ["-n", "48"], "heads": ["--heads", "4"], "bind": ["--bind", "d=two.pt"]}
 OPTIONS: dict[str, dict[str, list[str]]] = {
     "show": {
         **PATTERN, "head": ["--head", "1"], "order": ["--order", "residue"], "rows": ["--rows", "3:45"],
@@ -31,9 +32,9 @@ OPTIONS: dict[str, dict[str, list[str]]] = {
         "batch": ["--batch", "1"], "block_size": ["--block-size", "33"], "json": ["--json"],
     },
     "plan": {
-        **PATTERN, "bind": ["--bind", "d=30"], "kv_heads": ["--kv-heads", "2"], "head_dim": ["--head-dim", "32"],
+        **PATTERN, "bind": ["--bind", "d=one.pt"], "kv_heads": ["--kv-heads", "2"], "head_dim": ["--head-dim", "32"],
         "dtype": ["--dtype", "bf16"], "device": ["--device", "cuda"], "batch": ["--batch", "3"],
-        "layers": ["--layers", "2"], "embed_dim": ["--embed-dim", "768"], "budget": ["--budget", "1GiB"],
+        "layers": ["--layers", "2"], "embed_dim": ["--embed-dim", "768"], "budget": ["--budget", "1"],
         "measure": ["--measure"], "json": ["--json"], "ranks": ["--ranks", "3"], "order": ["--order", "zigzag"],
         "schedule": ["--schedule", "ring"], "codec": ["--codec", "int8"],
     },
@@ -41,12 +42,7 @@ OPTIONS: dict[str, dict[str, list[str]]] = {
         "examples": ["--examples", "3"], "heads": ["--heads", "2"], "max_tokens": ["--max-tokens", "9"],
         "seed": ["--seed", "5"], "json": ["--json"],
     },
-    "tune": {
-        **PATTERN, "bind": ["--bind", "d=30"], "heads": ["--heads", "6"], "pattern": ["mine.py:mine"],
-        "device": ["--device", "meta"], "seconds": ["--seconds", "2"], "out": ["--out", "out.json"],
-        "kv_heads": ["--kv-heads", "2"],
-        "head_dim": ["--head-dim", "32"], "dtype": ["--dtype", "fp64"], "forward": ["--forward"],
-    },
+    "tune": {"device": ["--device", "meta"], "seconds": ["--seconds", "2"]},
 }  # fmt: skip
 # What stands before them. A pattern has run-time tensors where --bind or --batch is asked for, and heads that differ.
 MODULE = """
@@ -69,7 +65,7 @@ def parsers() -> dict[str, CommandParser]:
 def first_words(command: str, options: frozenset[str]) -> list[str]:
     """The command, and what it cannot be without."""
     if command == "tune":
-        return [command]
+        return [command, "out.json"]
     several = command in ("show", "explain") and options & {"bind", "batch"}
     name = "several" if several else "mine" if "bind" in options else "light" if command == "plan" else "plain"
     size = [] if command == "check" or options & {"tokens", "budget"} else ["-n", "64"]
@@ -100,19 +96,16 @@ def make_light(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """In a folder with a module of patterns; what takes long answers with what it was asked; one parser serves all."""
     monkeypatch.chdir(tmp_path)
     Path("mine.py").write_text(MODULE, encoding="utf-8")
+    torch.save(torch.tensor(30), "one.pt")
+    torch.save(torch.tensor([30, 35]), "two.pt")
     make_memory_up(monkeypatch)
     monkeypatch.setattr("flexdilated._plan.measure_options", lambda *given, **named: [(f"{given}", 1.0, 1.0)])
     monkeypatch.setattr("flexdilated.masks.plot", _Told)
     monkeypatch.setattr("flexdilated.cli._show.describe", _Told)
     monkeypatch.setattr("flexdilated.cli._check._steps", _steps)
-    monkeypatch.setattr("flexdilated.cli._tune.available_devices", lambda: ("cpu", "meta"))
-    monkeypatch.setattr("flexdilated.cli._tune.measure", _measure)
-    monkeypatch.setattr("flexdilated.cli._tune._options_table", str)
-    monkeypatch.setattr("flexdilated.cli._tune._remembered", lambda asked, kv_heads, x, *rest, **how: str(x.q.device))
-    monkeypatch.setattr("flexdilated.cli._tune.measure_machine", _measure_machine)
-    monkeypatch.setattr("flexdilated.cli._tune.MachineKey", SimpleNamespace(of=str))
-    monkeypatch.setattr("flexdilated.cli._tune._stored", lambda device: Path("out.json"))
-    monkeypatch.setattr("flexdilated.cli._tune._table", lambda found: found.text)
+    monkeypatch.setattr("flexdilated.cli._device.available_devices", lambda: ("cpu", "meta"))
+    monkeypatch.setattr("flexdilated.cli._device.measure_machine", _measure_machine)
+    monkeypatch.setattr("flexdilated.cli._device._constants_table", lambda found: found.text)
     monkeypatch.setattr("flexdilated.cli._main._parser", functools.cache(_parser))
 
 
@@ -158,10 +151,6 @@ class _Told:
 def _steps(pattern: Any, **asked: Any) -> Iterator[tuple[int, str]]:
     yield 1, "the rule"
     raise AssertionError(f"{pattern!r} {asked}")
-
-
-def _measure(bound: Any, x: Any, **how: Any) -> str:
-    return f"{bound} {bound.pattern.text} {x.q.dtype} {x.k.shape} {how}"
 
 
 def _measure_machine(device: Any, *, seconds: float) -> Any:

@@ -29,7 +29,6 @@ def serve(orders: connection.Connection, stacks: str) -> None:
     On SIGUSR1 the stacks of all threads go to the file `stacks`.
     """
     threading.Thread(target=_die_with_the_parent, daemon=True).start()
-    os.environ["FLEXDILATED_MACHINE"] = "builtin"
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     if sys.platform == "linux":  # elsewhere gloo finds the way by the host's name
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")

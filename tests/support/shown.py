@@ -6,14 +6,14 @@ import re
 from collections.abc import Sequence
 from unittest.mock import patch
 
-from flexdilated.cli._command_parser import CommandParser
-from flexdilated.cli._show import add_arguments, show
+from flexdilated.cli._show import add_show_arguments, show
+from flexdilated.cli._terminal import CommandParser
 
 
 def drawn(*arguments: str) -> list[str]:
     """The lines that `show` prints of a pattern."""
     parser = CommandParser()
-    add_arguments(parser)
+    add_show_arguments(parser)
     with patch("builtins.print") as printed:
         assert show(parser.parse_args([*arguments, "--brief"])) == 0
     return list(printed.call_args.args[0].lines)

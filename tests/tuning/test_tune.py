@@ -1,7 +1,6 @@
 """Tuning: what is measured agrees, wins and is remembered; nothing is measured unasked."""
 
-import json
-import logging
+from dataclasses import replace
 from functools import partial
 
 import pytest
@@ -14,16 +13,16 @@ from flexdilated import masks
 from flexdilated.cli import main
 from flexdilated.engines import _tuned
 from flexdilated.engines._call import Call
-from flexdilated.engines._tuned import TuningKey, TuningResult, choices_path, chosen, forget_choices
+from flexdilated.engines._tuned import TuningKey, chosen
 from flexdilated.engines.tiles import _tiles_op
+from flexdilated.masks.core import device_kind
 from flexdilated.masks.planning._cost import Operands
+from flexdilated.masks.planning._machine import machine_of
 from flexdilated.masks.planning._options import ANYTHING, Candidates, Choice, way_of
 from flexdilated.masks.planning._planner import plan
-from flexdilated.masks.planning.machine._machine_file import MachineKey, read_machine, stored_path, write_json
-from flexdilated.masks.planning.machine._machine_in_use import VARIABLE, forget_machines, machine_of
 from flexdilated.tuning import _tune, _tune_machine
-from flexdilated.tuning._tune import BRANCH_BY_BRANCH, Inputs, Times, keep, measure, measure_options
-from flexdilated.tuning._tune_machine import Sizes, measure_machine
+from flexdilated.tuning._tune import BRANCH_BY_BRANCH, Inputs, Times, measure, measure_options
+from flexdilated.tuning._tune_machine import Sizes, device_text, measure_machine
 from tests.support.compilers import as_it_is
 
 CPU = torch.device("cpu")
@@ -35,27 +34,21 @@ WINDOW = masks.local_window(left=70, right=0)
 
 @pytest.fixture(autouse=True)
 def as_before():
-    forget_choices()
+    _tuned.results.clear()
     yield
-    forget_choices()
-    forget_machines()
-
-
-@pytest.fixture
-def stored(tmp_path, monkeypatch):
-    """Constants of this very machine in a cache directory of their own: what is found is stored beside them."""
-    monkeypatch.delenv(VARIABLE)
-    monkeypatch.setattr("platformdirs.user_cache_path", lambda *_, **__: tmp_path)
-    forget_machines()
-    path = stored_path(MachineKey.of("cpu"))
-    write_json(path, measure_machine(CPU, seconds=0.0, sizes=SMALL).to_data())
-    return path
+    _tuned.results.clear()
+    masks.set_machine(None)
 
 
 def qkv(*, wants_grad: bool = False, tokens: int = N) -> tuple[Tensor, Tensor, Tensor]:
     q, k, v = torch.randn(3, 1, H, tokens, D, generator=torch.Generator().manual_seed(0)).unbind()
     q, k, v = (x.clone().requires_grad_(wants_grad) for x in (q, k, v))
     return q, k, v
+
+
+def inputs() -> Inputs:
+    q, k, v = qkv()
+    return Inputs(q, k, v, q)
 
 
 def bound(pattern=WINDOW):
@@ -65,15 +58,14 @@ def bound(pattern=WINDOW):
 def winning(monkeypatch, name: str) -> list[bool]:
     """Let the option of this name take no time; returns which calls measured, and whether a backward."""
     calls: list[bool] = []
-    real = _tune._Stand.time
+    real = _tune.time_options
 
-    def time(stand, branch, options):
-        measured = real(stand, branch, options)
-        calls.append(stand.backward)
-        seconds = {True: Times((1e-9,)), False: Times((1.0,))}
-        return [type(each)(branch, each.option, each.predicted_s, seconds[each.name == name]) for each in measured]
+    def time_options(*given, branch, backward, **how):
+        calls.append(backward)
+        measured = real(*given, branch=branch, backward=backward, **how)
+        return [replace(each, times=Times((1e-9 if each.name == name else 1.0,))) for each in measured]
 
-    monkeypatch.setattr(_tune._Stand, "time", time)
+    monkeypatch.setattr(_tune, "time_options", time_options)
     return calls
 
 
@@ -124,10 +116,9 @@ def test_a_backward_takes_longer_and_half_the_dtype_moves_less():
 
 def test_the_fastest_way_of_each_branch_is_chosen(monkeypatch):
     winning(monkeypatch, "natural")
-    found = measure(bound(MIXTURE), Inputs.like(*qkv()), backward=False)
-    won = [(each.branch, each.name) for each in found.all if found.won(each)]
-    assert (0, "natural") in won
-    assert (None, "nested") not in won
+    _, choice = measure(bound(MIXTURE), inputs(), backward=False)
+    assert not choice.together
+    assert choice.ways[0][0] == "natural"
 
 
 def test_ways_that_disagree_are_an_error(monkeypatch):
@@ -140,10 +131,10 @@ def test_ways_that_disagree_are_an_error(monkeypatch):
 
     monkeypatch.setattr(_tune, "run_forward", wrong)
     with pytest.raises(RuntimeError, match="ways of computing one attention must agree"):
-        measure(bound(), Inputs.like(*qkv()), backward=False)
+        measure(bound(), inputs(), backward=False)
     monkeypatch.setattr(_tune, "run_forward", lambda *given: (x * torch.nan for x in real(*given)))
     with pytest.raises(RuntimeError, match="must agree"):
-        measure(bound(), Inputs.like(*qkv()), backward=False)
+        measure(bound(), inputs(), backward=False)
 
 
 def test_autotune_measures_once_and_calls_without_it_follow(monkeypatch):
@@ -200,7 +191,7 @@ def test_every_choice_gives_the_same_result(pattern):
     for choice in choices:
         planned = plan(bound(pattern), choice=choice, operands=Operands(head_dim=D))
         assert tuple(way_of(options[0]) for options in planned.options) == choice.ways
-        _tuned._results[TuningKey.of(call, leaves[0])] = TuningResult(choice, True)
+        _tuned.results[TuningKey.of(call, leaves[0])] = choice, True
         out = fd.attend(*leaves, pattern)
         found = (out, *torch.autograd.grad(out.square().sum(), leaves))
         torch.testing.assert_close(found, exact, rtol=1e-3, atol=1e-4)
@@ -235,7 +226,7 @@ def test_a_named_block_size_is_kept(monkeypatch):
 
 
 def test_nothing_is_measured_in_a_graph_or_on_fake_tensors(monkeypatch):
-    monkeypatch.setattr(_tune._Stand, "time", lambda *_: pytest.fail("measured"))
+    monkeypatch.setattr(_tune, "time_options", lambda *_, **how: pytest.fail("measured"))
     q, k, v = qkv()
     compiled = torch.compile(lambda q, k, v: fd.attend(q, k, v, WINDOW, autotune=True), fullgraph=True, backend="eager")
     torch.testing.assert_close(compiled(q, k, v), fd.attend(q, k, v, WINDOW))
@@ -275,38 +266,9 @@ def test_modules_pass_it_on(monkeypatch):
         fd.BlockSparseAttention(WINDOW, autotune=1)
 
 
-def test_what_won_is_stored_beside_the_constants(stored, monkeypatch, caplog):
-    calls = winning(monkeypatch, "natural, blocks of 256")
-    q, k, v = qkv()
-    fd.attend(q, k, v, WINDOW, autotune=True)
-    path = choices_path(str(stored))
-    assert path.is_file()
-    forget_choices()
-    fd.attend(q, k, v, WINDOW, autotune=True)
-    assert calls == [False], "read back, not measured again"
-    call = Call(WINDOW.text, H, H, N, N, 0, 0, 0, H, 1, ())
-    assert chosen(call, q) == Choice(False, (("natural", (256,)),))
-    good = json.loads(path.read_text())
-    for bad in ("", "[]", json.dumps(good | {"version": 0}), json.dumps(good | {"choices": [{"call": []}]})):
-        path.write_text(bad)
-        forget_choices()
-        caplog.clear()
-        with caplog.at_level(logging.WARNING, logger="flexdilated"):
-            assert chosen(call, q) is None
-        assert "stored choices are not used" in caplog.text
-
-
-def test_nothing_is_stored_without_constants_of_this_machine(monkeypatch):
-    winning(monkeypatch, "natural")
-    assert choices_path("builtin") is None
-    found = measure(bound(), Inputs.like(*qkv()), backward=False)
-    call = Call(WINDOW.text, H, H, N, N, 0, 0, 0, H, 1, ())
-    assert keep(TuningKey.of(call, qkv()[0]), found, backward=False) is None
-
-
 def test_constants_are_measured_through_the_engine():
     found = measure_machine(CPU, seconds=0.0, sizes=SMALL)
-    assert found.key == MachineKey.of("cpu")
+    assert (found.kind, found.machine.source) == ("cpu", device_text(CPU))
     assert found.machine.sides == (64, 128, 256)
     assert set(found.spread) >= {"dense", "causal", "copies", "launch", "plain blocks of 64", "masked blocks of 256"}
     assert all(ratio >= 1 for ratio in found.spread.values())
@@ -316,10 +278,10 @@ def test_constants_are_measured_through_the_engine():
 @pytest.mark.parametrize("kind", ["cpu", "cuda"])
 def test_constants_are_measured_in_the_dtype_that_plans_take_them_for(kind, monkeypatch):
     """On the CPU here, in the dtype of each kind: attention, and copies, whose amount is in its bytes."""
-    dtype, measured = _tune_machine.usual_dtype(kind), set()
+    dtype, measured = device_kind(kind).dtype, set()
     assert dtype == {"cpu": torch.float32, "cuda": torch.bfloat16}[kind]
     assert dtype.itemsize == Operands.usual_on(kind).element_bytes
-    monkeypatch.setattr(_tune_machine, "usual_dtype", lambda _: dtype)
+    monkeypatch.setattr(_tune_machine, "device_kind", lambda _: replace(device_kind("cpu"), dtype=dtype))
     real = _tune_machine.trial
     monkeypatch.setattr(
         _tune_machine, "trial", lambda plan, x, **how: (measured.add(x.q.dtype), real(plan, x, **how))[1]
@@ -329,60 +291,29 @@ def test_constants_are_measured_in_the_dtype_that_plans_take_them_for(kind, monk
     assert works["copies"].amount == 11 * 64 * SMALL.num_heads * 64 * dtype.itemsize
 
 
-def test_nothing_is_measured_on_wrong_results(monkeypatch):
-    real = _tune.run_forward
-    monkeypatch.setattr(_tune, "run_forward", lambda *given: (x + 0.01 for x in real(*given)))
-    with pytest.raises(RuntimeError, match="away from its definition"):
-        measure_machine(CPU, seconds=0.0, sizes=SMALL)
-
-
-def test_tune_stores_constants_and_then_ways(stored, monkeypatch, capsys):
+def test_tune_writes_constants_that_plans_use(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(_tune_machine, "ON_CPU", SMALL)
-    stored.unlink()
-    sizes = ["--tokens", "256", "--heads", "2", "--head-dim", "8", "--seconds", "0.01"]
-    assert main(["tune", str(WINDOW), *sizes]) == 0
+    path = tmp_path / "machine.json"
+    assert main(["tune", str(path), "--seconds", "0.01"]) == 0
     printed = capsys.readouterr().out
-    assert "natural, blocks of 64" in printed
-    assert "fastest" in printed
-    assert "Not stored" in printed
-    assert main(["tune", "--seconds", "0.01"]) == 0
-    assert f"Stored in {stored}" in capsys.readouterr().out
-    assert masks.machine() == read_machine(stored)[1]
-    assert main(["tune", str(WINDOW), "--forward", *sizes]) == 0
-    assert f"Stored in {choices_path(str(stored))}" in capsys.readouterr().out
-
-
-def test_tune_writes_to_a_file_of_choice(tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(_tune_machine, "ON_CPU", SMALL)
-    assert main(["tune", "--seconds", "0.01", "--out", str(tmp_path / "here.json")]) == 0
-    assert f"{VARIABLE}={tmp_path / 'here.json'}" in capsys.readouterr().out
-    assert read_machine(tmp_path / "here.json")[0] == MachineKey.of("cpu")
+    assert "neighbouring blocks of 64" in printed
+    assert printed.endswith(f"Stored in {path}. Plans use it after masks.set_machine({str(path)!r}).\n")
+    builtin = masks.machine()
+    masks.set_machine(path)
+    assert masks.machine() != builtin
+    assert masks.machine().source == str(path)
 
 
 @pytest.mark.parametrize(
     ("given", "says"),
     [
-        (["--device", "abacus"], "--device must be one of cpu"),
-        (["--seconds", "0"], "--seconds must be above 0"),
-        (["--seconds", "nan"], "--seconds must be above 0"),
-        (["causal()", "--heads", "4", "--kv-heads", "3"], "--heads must be a multiple of --kv-heads; got 4 and 3"),
-        (["causal()", "--heads", "0"], "--heads must be at least 1; got 0"),
-        (["causal()", "--tokens", "-3"], "--tokens must be"),
-        (["caus()"], "caus"),
-        (["nowhere.json"], "nowhere.json"),
-        (["per_head([causal()])", "--heads", "2"], "per_head"),
-        (["causal()", "--out", "x.json"], "--out has no effect with PATTERN"),
-        (["-n", "64"], "--tokens needs PATTERN"),
-        (["--out", "/dev/null/x.json"], "a file that can be written"),
+        (["x.json", "--device", "abacus"], "--device must be one of cpu"),
+        (["x.json", "--seconds", "0"], "--seconds must be above 0"),
+        (["x.json", "--seconds", "nan"], "--seconds must be above 0"),
+        (["x.txt"], "FILE writes .json files; got x.txt"),
+        (["nowhere/x.json"], "FILE must be in a folder that exists"),
     ],
 )
-def test_tune_refuses(given, says, monkeypatch, capsys):
-    monkeypatch.setattr(_tune_machine, "ON_CPU", SMALL)
+def test_tune_refuses(given, says, capsys):
     assert main(["tune", *given]) == 2
     assert says in capsys.readouterr().err
-
-
-def test_tune_says_what_to_install(monkeypatch, capsys):
-    monkeypatch.setitem(__import__("sys").modules, "platformdirs", None)
-    assert main(["tune"]) == 2
-    assert 'pip install "flexdilated[tune]"' in capsys.readouterr().err

@@ -15,7 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from flexdilated import masks
-from flexdilated.cli._output import Terminal, terminal_of
+from flexdilated.cli._terminal import Terminal, terminal_of
 from flexdilated.masks.blocks import _pair_search
 from flexdilated.masks.inspection import _cells
 from flexdilated.masks.inspection._cells import count_cells

@@ -1,10 +1,9 @@
-"""Stored files and texts that are damaged in any way: each reader's own error, or a warning and life without them."""
+"""Files and texts that are damaged in any way: each reader's own error."""
 
 from __future__ import annotations
 
 import io
 import json
-import logging
 import re
 from collections.abc import Callable
 from contextlib import suppress
@@ -16,24 +15,14 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from flexdilated import masks
-from flexdilated.cli._bindings import read_bindings
-from flexdilated.cli._command_parser import UsageError
-from flexdilated.cli._pattern import read_pattern
-from flexdilated.engines import _tuned
-from flexdilated.engines._call import Call
-from flexdilated.engines._tuned import TuningKey, chosen, forget_choices
-from flexdilated.masks.planning.machine import _machine_in_use
-from flexdilated.masks.planning.machine._machine import CPU
-from flexdilated.masks.planning.machine._machine_file import MachineKey, Measured, read_machine, write_json
-from flexdilated.masks.planning.machine._machine_in_use import forget_machines
+from flexdilated.cli._pattern import read_bindings, read_pattern
+from flexdilated.cli._terminal import UsageError
+from flexdilated.masks.planning._machine import CPU
+from flexdilated.tuning import MeasuredMachine
 
 PATTERN = masks.longnet([8, 16], [1, 2]) & masks.documents("ids", longest=9) & masks.block_list([[0], [0, 1]], block=4)
-MACHINE = Measured(MachineKey.of("cpu"), CPU, "2026-01-01", {"torch": "2"}, {"launch_s": 1.0}).to_data()
-CALL = Call(masks.causal().text, 2, 2, 8, 8, 0, 0, 0, 2, 1, ())
-CHOICE = {"call": list(CALL), "at": ["cpu", "torch.float32", 4], "together": False}
-CHOICES = {"format": _tuned.FORMAT, "version": _tuned.VERSION}
-CHOICES |= {"choices": [CHOICE | {"ways": [["compact", [64, 64]]], "backward": True}]}
-GOOD = [PATTERN.text, json.dumps(MACHINE), json.dumps(CHOICES), "[[0, 0, 1], [0, 1, 2]]"]
+MACHINE = MeasuredMachine(CPU, "cpu", "2026-01-01", {"launch": 1.0}).to_data()
+GOOD = [PATTERN.text, json.dumps(MACHINE)]
 DEEP = 50_000
 ODD = [
     b"[" * DEEP, b"[" * 980 + b"]" * 980, b'{"kind":' * DEEP, b'{"kind":"not","part":' * 900 + b"0" + b"}" * 900,
@@ -68,10 +57,8 @@ def damaged(draw: st.DrawFn) -> bytes:
 READERS: dict[str, tuple[Callable[[Path], object], type[Exception]]] = {
     "from_json": (lambda path: masks.from_json(path.read_bytes().decode("latin-1")), ValueError),
     "parse": (lambda path: masks.parse(path.read_bytes().decode("latin-1")), ValueError),
-    "machine": (read_machine, ValueError),
     "set_machine": (masks.set_machine, ValueError),
     "pattern of a command": (lambda path: read_pattern(str(path.with_suffix(".json"))), UsageError),
-    "bindings of a command": (lambda path: read_bindings(PATTERN, [f"ids={path.with_suffix('.json')}"]), UsageError),
     "tensors of a command": (lambda path: read_bindings(PATTERN, [f"ids={path.with_suffix('.pt')}"]), UsageError),
 }
 
@@ -98,7 +85,7 @@ def test_any_bytes_are_read_or_refused(reader: str, place: Path, content: bytes)
         read(place)
 
 
-@pytest.mark.parametrize("reader", [name for name in READERS if name != "bindings of a command"])  # numbers are tensors
+@pytest.mark.parametrize("reader", READERS)
 def test_odd_bytes_are_refused(reader: str, place: Path) -> None:
     read, refusal = READERS[reader]
     for content in ODD:
@@ -107,7 +94,7 @@ def test_odd_bytes_are_refused(reader: str, place: Path) -> None:
             read(place)
 
 
-WRITTEN = {"from_json": GOOD[0], "pattern of a command": GOOD[0], "machine": GOOD[1]}
+WRITTEN = {"from_json": GOOD[0], "pattern of a command": GOOD[0], "set_machine": GOOD[1]}
 
 
 @pytest.mark.parametrize("reader", WRITTEN)
@@ -137,48 +124,3 @@ def test_damaged_tensors_are_refused(change: int, place: Path) -> None:
                 place.write_bytes(bad)
                 with suppress(UsageError):
                     read_bindings(PATTERN, [f"ids={place.with_suffix('.pt')}"])
-
-
-@pytest.mark.parametrize("content", [*ODD, None], ids=range(len(ODD) + 1))
-def test_what_the_library_reads_by_itself_is_done_without(content: bytes | None, tmp_path, monkeypatch, caplog) -> None:
-    """Constants and choices beside them: one warning each, and calls go on; a folder in their place is no file."""
-    constants = tmp_path / "machine.json"
-    choices = constants.with_suffix(".choices.json")
-    monkeypatch.setattr(_machine_in_use, "stored_path", lambda key: constants)
-    monkeypatch.delenv(_machine_in_use.VARIABLE, raising=False)
-    for path in (constants, choices):
-        path.mkdir() if content is None else path.write_bytes(content)
-    forget_machines()
-    forget_choices()
-    try:
-        with caplog.at_level(logging.WARNING, logger="flexdilated"):
-            assert masks.machine() == CPU
-            assert len(caplog.records) == (content is not None)
-            if content is not None:
-                write_json(constants, MACHINE)
-                forget_machines()
-            assert chosen(CALL, torch.zeros(1, 2, 8, 4)) is None
-            assert len(caplog.records) == 2 * (content is not None)
-    finally:
-        forget_machines()
-        forget_choices()
-
-
-def test_choices_are_read_where_nothing_is_wrong(tmp_path, monkeypatch) -> None:
-    """The same files undamaged: the tests above see readers that read."""
-    constants = tmp_path / "machine.json"
-    monkeypatch.setattr(_machine_in_use, "stored_path", lambda key: constants)
-    monkeypatch.delenv(_machine_in_use.VARIABLE, raising=False)
-    write_json(constants, MACHINE)
-    write_json(constants.with_suffix(".choices.json"), CHOICES)
-    forget_machines()
-    forget_choices()
-    try:
-        q = torch.zeros(1, 2, 8, 4)
-        found = chosen(CALL, q)
-        assert found is not None
-        assert found.ways == (("compact", (64, 64)),)
-        assert TuningKey.of(CALL, q) in _tuned._results
-    finally:
-        forget_machines()
-        forget_choices()

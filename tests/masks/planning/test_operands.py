@@ -15,8 +15,8 @@ from flexdilated.engines.flex._traced import traced_name
 from flexdilated.engines.tiles import _tiles_op
 from flexdilated.masks.planning import ANYTHING, Candidates, Operands, Option, machine_of
 from flexdilated.masks.planning._cost import _moved_rows
+from flexdilated.masks.planning._machine import ACCELERATOR, CPU
 from flexdilated.masks.planning._planner import Plan, plan
-from flexdilated.masks.planning.machine._machine import ACCELERATOR, CPU
 
 H, N = 4, 4096
 DILATED = masks.dilated(1024, 4, offset=1)

@@ -1,15 +1,21 @@
-"""Machine: the device constants of the cost model."""
+"""Machine: device constants of the cost model, built in or measured; and the constants in use."""
 
 from __future__ import annotations
 
+import os
 import sys
 from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
+from pathlib import Path
 from typing import Any
 
-from ...core import TILE, device_kind, shown
+import torch
+
+from ..core import TILE, advises, device_kind, shown
+from ..text import read_json
 
 BUILTIN = "builtin"
+FORMAT, VERSION = "flexdilated machine constants", 2
 
 
 @dataclass(frozen=True)
@@ -59,7 +65,7 @@ class Machine:
     source: str = field(default=BUILTIN, compare=False)
 
     def __post_init__(self) -> None:
-        _require_positive(self, *NUMBERS)
+        _require_positive(self, *(each.name for each in fields(self) if each.name not in ("blocks", "source")))
         sides = [each.side if isinstance(each, BlockRates) else None for each in self.blocks]
         if not sides or None in sides or sides != sorted(set(sides)):  # pyright: ignore[reportArgumentType]
             raise ValueError(f"blocks must hold BlockRates of growing sides, at least one; got {self.blocks!r}")
@@ -77,9 +83,6 @@ class Machine:
     def text(self) -> str:
         """All constants, for cache keys."""
         return repr(replace(self, source=""))
-
-
-NUMBERS = tuple(each.name for each in fields(Machine) if each.name not in ("blocks", "source"))
 
 
 def _require_positive(value: Any, *names: str) -> None:
@@ -112,8 +115,64 @@ ACCELERATOR = Machine(
     launch_s=20e-6,
     backward_ratio=2.5,
 )
+_in_use: dict[str, Machine] = {}  # by kind of device
 
 
 def builtin_machine(kind: str) -> Machine:
     """The library's built-in constants for this kind of device."""
     return CPU if device_kind(kind).on_host else ACCELERATOR
+
+
+def machine(device: torch.device | str = "cpu") -> Machine:
+    """The constants used in plans for this kind of device: those of `set_machine`, or else the built-in ones.
+
+    >>> masks.machine().source
+    'builtin'
+    """
+    return machine_of(torch.device(device).type)
+
+
+def machine_of(kind: str) -> Machine:
+    """`machine` by kind of device."""
+    return _in_use.get(kind) or _in_use.setdefault(kind, builtin_machine(kind))
+
+
+@advises()
+def set_machine(value: Machine | str | os.PathLike[str] | None, *, device: torch.device | str = "cpu") -> None:
+    """Use these constants for plans on this kind of device, in this process from now on; None: the built-in ones.
+
+    A path names a file that `python -m flexdilated tune FILE` wrote: it holds for the device, version of torch and
+    number of threads that are named in it. Plans made with other constants are no longer used. Raises ValueError for a
+    file without constants of this kind of device.
+
+    >>> masks.set_machine(None)
+    """
+    kind = torch.device(device).type
+    if value is None:
+        value = builtin_machine(kind)
+    if not isinstance(value, Machine | str | os.PathLike):
+        raise TypeError(f"set_machine needs a Machine, the path of a file, or None; got {type(value).__name__}")
+    _in_use[kind] = value if isinstance(value, Machine) else read_machine(Path(value), kind)
+
+
+def sources_in_use() -> dict[str, str]:
+    """Source of the constants of plans made so far, by kind of device."""
+    return {kind: each.source for kind, each in _in_use.copy().items()}
+
+
+def read_machine(path: Path, kind: str) -> Machine:
+    """Constants from a file. Raises ValueError if it cannot be read or has no constants of this kind of device."""
+    try:
+        data = read_json(path.read_bytes())
+    except OSError as error:
+        raise ValueError(f"{path} cannot be read: {error.strerror}") from None
+    except ValueError as error:  # no JSON, or no UTF-8
+        raise ValueError(f"{path} holds no JSON: {error}") from None
+    try:
+        for name, wanted in {"format": FORMAT, "version": VERSION, "kind": kind}.items():
+            if data[name] != wanted:
+                raise ValueError(f"{name} must be {wanted!r}; got {data[name]!r:.80}")
+        blocks = tuple(BlockRates(**each) for each in data["constants"]["blocks"])
+        return Machine(**data["constants"] | {"blocks": blocks}, source=str(path))
+    except (KeyError, TypeError, ValueError, RecursionError) as error:  # also of fields that are missing or unknown
+        raise ValueError(f"{path} holds no constants that `python -m flexdilated tune` wrote: {error}") from None

@@ -1,9 +1,12 @@
-"""The doctor: versions, devices, optional packages, and one trial of each engine on each device."""
+"""doctor and tune: what works on this machine, and the constants of its devices."""
 
 from __future__ import annotations
 
+import argparse
+import json
 import os
 import platform
+from pathlib import Path
 
 import torch
 from tabulate import tabulate
@@ -16,13 +19,10 @@ from ..engines import missing_compiler
 from ..masks import Mixture, Pattern
 from ..masks.core import device_kind
 from ..masks.plan_cache import BYTES_VARIABLE, ENTRIES_VARIABLE, bytes_from_environment, entries_from_environment
-from ..masks.planning import VARIABLE as MACHINE_VARIABLE
-from ..masks.planning import machine_from_environment
 from ..observe import VARIABLE as PROFILE_VARIABLE
 from ..observe import folder_from_environment
-from . import _machine
-from ._command_parser import CommandParser
-from ._machine import EXTRAS, available_devices
+from ..tuning import KINDS, MeasuredMachine, device_text, measure_machine
+from ._terminal import EXTRAS, CommandParser, UsageError, find, missing_line, require_file, write_file
 
 Finding = tuple[str, str]
 
@@ -32,7 +32,6 @@ _PREFIX = "FLEXDILATED_"
 _VARIABLES = {
     BYTES_VARIABLE: bytes_from_environment,
     ENTRIES_VARIABLE: entries_from_environment,
-    MACHINE_VARIABLE: machine_from_environment,
     PROFILE_VARIABLE: folder_from_environment,
 }
 
@@ -42,10 +41,11 @@ _USES: dict[str, Pattern | Mixture] = {
     "inference": masks.local_window(left=99, right=0),
 }
 _SHAPE = (1, 4, 300, 64)  # B, H, N, D; no segment length divides N
+_FAR_APART = 1.5  # slowest over fastest, beyond which constants say little
 _LARGEST_ERROR = {torch.float32: 1e-4, torch.bfloat16: 3e-2}
 
 
-def add_arguments(parser: CommandParser) -> None:
+def add_doctor_arguments(parser: CommandParser) -> None:
     parser.description = (
         "Print versions, devices and optional packages, and try each engine on each device against the reference. "
         "The exit status is 0 if the default engine of every device works, else 1."
@@ -63,7 +63,8 @@ def doctor() -> int:
             is_sound, verdict = _trial(engine, device)
             works = works and (is_sound or engine != default)
             trials.append((f"{engine} on {device}{', the default' * (engine == default)}", verdict))
-    findings = [*_versions(), *_installed(), *variables, *trials]
+    extras = [(package, "found" if find(package) else missing_line(package)) for package in EXTRAS]
+    findings = [*_versions(), ("C++ compiler", missing_compiler() or "found"), *extras, *variables, *trials]
     print(tabulate(findings, tablefmt="plain", disable_numparse=True))
     print("\nAttention works on this machine." if works else "\nAttention does not work on this machine.")
     return 0 if works else 1
@@ -84,11 +85,6 @@ def _versions() -> list[Finding]:
         ("torch", f"{torch.__version__}, {support}"),
         ("devices", f"{', '.join(available_devices())}; {torch.get_num_threads()} CPU threads"),
     ]
-
-
-def _installed() -> list[Finding]:
-    extras = {package: "found" if _machine.find(package) else _machine.missing_line(package) for package in EXTRAS}
-    return [("C++ compiler", missing_compiler() or "found"), *extras.items()]
 
 
 def _variables() -> tuple[list[Finding], bool]:
@@ -138,3 +134,60 @@ def _results(engine: str, device: str, dtype: torch.dtype, use: str) -> list[Ten
 
 def _first_line(error: Exception) -> str:
     return str(error).strip().partition("\n")[0]
+
+
+def available_devices() -> tuple[str, ...]:
+    """Kinds of device that this machine and this build of torch can compute on, the CPU first."""
+    accelerator = torch.accelerator.current_accelerator(check_available=True)
+    return ("cpu",) if accelerator is None else ("cpu", accelerator.type)
+
+
+def add_tune_arguments(parser: CommandParser) -> None:
+    parser.description = (
+        "Measure the constants by which plans are made for this device, and write them to a file, "
+        'which masks.set_machine("FILE") reads.'
+    )
+    add = parser.argument
+    add("file", type=Path, metavar="FILE", help="the file to write, such as machine.json")
+    add("--device", default="cpu", help="cpu or cuda (%(default)s)")
+    add("--seconds", type=float, default=15.0, help="how long to repeat the timed runs (%(default)s)")
+    parser.set_defaults(command=tune)
+
+
+def tune(options: argparse.Namespace) -> int:
+    """Measure the constants, write the file and print the table."""
+    if options.device not in available_devices():
+        raise UsageError(f"--device must be one of {', '.join(available_devices())}; got {options.device!r}")
+    if not 0 < options.seconds <= 3600:
+        raise UsageError(f"--seconds must be above 0 and at most 3600; got {options.seconds:g}")
+    require_file("FILE", options.file, (".json",))
+    device = torch.device(options.device)
+    print(f"Measuring {device_text(device)}. Other work on this machine makes the numbers wrong.", flush=True)
+    found = measure_machine(device, seconds=options.seconds)
+    write_file(options.file, (json.dumps(found.to_data(), indent=1) + "\n").encode())
+    print(_constants_table(found))
+    if max(found.spread.values()) > _FAR_APART:
+        print("\nRuns of one problem lay far apart: the machine was busy. Measure again when it is not.")
+    given = "" if device_kind(device).on_host else f", device={options.device!r}"
+    print(f"\nStored in {options.file}. Plans use it after masks.set_machine({str(options.file)!r}{given}).")
+    return 0
+
+
+def _constants_table(found: MeasuredMachine) -> str:
+    now, spread = found.machine, found.spread
+    rates = [
+        ("dense attention", now.dense_flops_per_s, "dense"),
+        ("causal attention", now.causal_flops_per_s, "causal"),
+    ]
+    for each in now.blocks:
+        measured = (each.runs_flops_per_s, each.plain_flops_per_s, each.masked_flops_per_s)
+        names = [f"{kind} blocks of {each.side}" for kind in KINDS]
+        rates += zip(names, measured, names, strict=True)
+    rows = [
+        *((name, f"{rate / 1e9:,.1f} GFLOP/s", of) for name, rate, of in rates),
+        ("copies", f"{now.bytes_per_s / 1e9:.2f} GB/s", "copies"),
+        ("a kernel call", f"{now.launch_s * 1e6:.0f} µs", "launch"),
+        ("backward over forward", f"{now.backward_ratio:.2f}", "dense, forward and backward"),
+    ]
+    lines = [(name, value, f"{spread[of]:.2f}") for name, value, of in rows]
+    return tabulate(lines, ("constant", "measured", "slowest / fastest"), disable_numparse=True)

@@ -1,0 +1,238 @@
+"""What all commands share: the parser, sizes with K and M, output to terminals and files, progress, and extras."""
+
+from __future__ import annotations
+
+import argparse
+import errno
+import os
+import re
+import shutil
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from importlib import import_module
+from pathlib import Path
+from types import ModuleType
+from typing import Any, NamedTuple, TextIO
+
+import torch
+
+from ..masks.inspection import LEAST_COLUMNS, LEAST_LINES
+
+# package -> the extra that installs it, and what its absence costs
+EXTRAS = {
+    "tqdm": ("testing", "plain lines instead of a progress bar"),
+    "matplotlib": ("plot", "no pictures"),
+}
+COLOR_CHOICES = ("auto", "always", "never")
+_UNREAD = 141  # what shells report of a process that SIGPIPE ended
+_UNWRITABLE = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EBADF}
+_COLUMNS, _LINES = 80, 24  # if the terminal's size is unknown
+_SHAPES = "·░▒▓█▀▄│─┌┐└┘┬┤├┴×…"
+_SIZE = re.compile(r"([0-9]{1,18})([KM]?)", re.ASCII | re.IGNORECASE)
+_UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20}
+
+
+class UsageError(Exception):
+    """The command cannot do what was asked: the rule and what came, in one line; the exit status is 2."""
+
+
+class Relation(NamedTuple):
+    """Arguments that one needs and excludes, by `dest`. In `excludes`, "device=cuda" is only that value of one."""
+
+    needs: tuple[str, ...]
+    excludes: tuple[str, ...]
+
+
+class CommandParser(argparse.ArgumentParser):
+    """An ArgumentParser that knows which arguments were given, and refuses those that have no effect together."""
+
+    def __init__(self, *arguments: Any, **options: Any) -> None:
+        self.relations: dict[str, Relation] = {}
+        self._shown: dict[str, str] = {}
+        self._unless_given: dict[str, Any] = {}
+        self._limits: dict[str, tuple[float | None, float | None]] = {}
+        super().__init__(*arguments, **options)
+
+    def argument(
+        self,
+        *names: str,
+        needs: Sequence[str] = (),
+        excludes: Sequence[str] = (),
+        least: float | None = None,
+        most: float | None = None,
+        group: argparse._ArgumentGroup | None = None,
+        default: Any = None,
+        help: str = "",  # noqa: A002
+        **how: Any,
+    ) -> None:
+        """As `add_argument`; refused without all of `needs`, with any of `excludes`, and beyond `least` or `most`."""
+        text = help.replace("%(default)s", str(default))
+        action = (group or self).add_argument(*names, default=argparse.SUPPRESS, help=text, **how)
+        if default is None and isinstance(action, argparse._StoreTrueAction):
+            default = False
+        self.relations[action.dest] = Relation(tuple(needs), tuple(excludes))
+        self._shown[action.dest] = next((name for name in names if name.startswith("--")), how.get("metavar", names[0]))
+        self._unless_given[action.dest] = default
+        self._limits[action.dest] = least, most
+
+    def parse_known_args(  # pyright: ignore[reportIncompatibleMethodOverride]: one in place of the overloads
+        self, args: Any = None, namespace: Any = None
+    ) -> Any:
+        """Raises UsageError for arguments that do not go together; others that are wrong end with the usage."""
+        found, rest = super().parse_known_args(args, namespace)
+        if rest:
+            options = ", ".join(shown for shown in self._shown.values() if shown.startswith("--"))
+            self.error(f"unrecognized arguments: {' '.join(rest)}" + (f"; there are {options}" if options else ""))
+        given = [name for name in self.relations if hasattr(found, name)]
+        for name, value in self._unless_given.items():
+            if name not in given:
+                setattr(found, name, value)
+        for refusal in self._refusals(found, given):
+            raise UsageError(refusal)
+        return found, rest
+
+    def _refusals(self, options: argparse.Namespace, given: Sequence[str]) -> Iterator[str]:
+        for name in given:
+            (least, most), value = self._limits[name], getattr(options, name)
+            if least is not None and value < least:
+                yield f"{self._shown[name]} must be at least {least}; got {value}"
+            if most is not None and value > most:
+                yield f"{self._shown[name]} must be at most {most}; got {value}"
+        for name in given:
+            relation, shown = self.relations[name], self._shown[name]
+            for other in relation.excludes:
+                dest, equals, value = other.partition("=")
+                if (equals and getattr(options, dest) == value) or (not equals and dest in given):
+                    with_what = self._shown[dest] + (f" {value}" if equals else "")
+                    yield f"{shown} has no effect with {with_what}: leave one of them out"
+            for other in relation.needs:
+                if other not in given:
+                    yield f"{shown} needs {self._shown[other]}; got it without"
+
+
+def size_of(text: str) -> int | None:
+    """Number of tokens in "65536", "64K" or "1M", where K is 1,024; None for any other text."""
+    found = _SIZE.fullmatch(text.strip())
+    return int(found[1]) * _UNITS[found[2].upper()] if found else None
+
+
+def status_of(run: Callable[[], int]) -> int:
+    """Run, flush the output and return the exit status: 2 if the output cannot be written, 141 if nobody reads it."""
+    try:
+        try:
+            return run()
+        finally:
+            if sys.stdout is not None:  # the interpreter's own flush would print a traceback
+                sys.stdout.flush()
+    except BrokenPipeError:  # as `head` ends a pipe
+        _discard()
+        return _UNREAD
+    except OSError as error:
+        if error.errno not in _UNWRITABLE or error.filename is not None:
+            raise
+        _discard()
+        print_error(f"standard output must be writable; {error.strerror}")
+        return 2
+
+
+def print_error(error: str) -> None:
+    with suppress(OSError):
+        print(f"flexdilated: error: {error}", file=sys.stderr, flush=True)
+
+
+def _discard() -> None:
+    """Drop what is still in the buffer of standard output."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
+class Terminal(NamedTuple):
+    """Characters a line and lines; True if it shows colors (ANSI, 256 of them) and shapes beyond ASCII."""
+
+    columns: int
+    lines: int
+    color: bool
+    shapes: bool
+
+
+def terminal_of(stream: TextIO, *, color: str = "auto") -> Terminal:
+    """Properties of a stream's terminal. With "auto" only a terminal gets colors, and none where NO_COLOR is set.
+
+    Source of NO_COLOR: https://no-color.org.
+    """
+    size = shutil.get_terminal_size((_COLUMNS, _LINES))
+    is_plain = os.environ.get("NO_COLOR") or os.environ.get("TERM") == "dumb"
+    wanted = color == "always" or (color == "auto" and stream.isatty() and not is_plain)
+    try:
+        _SHAPES.encode(stream.encoding or "utf-8")  # None: a stream of text that is not encoded
+        shapes = True
+    except (UnicodeEncodeError, LookupError):
+        shapes = False
+    return Terminal(max(size.columns, LEAST_COLUMNS), max(size.lines, LEAST_LINES), wanted, shapes)
+
+
+def require_file(flag: str, path: Path | None, kinds: Sequence[str]) -> None:
+    """Raise UsageError for a file of another kind, in a folder that does not exist, or that needs matplotlib."""
+    if path is None:
+        return
+    if path.suffix.lower() not in kinds:
+        raise UsageError(f"{flag} writes {' or '.join(kinds)} files; got {path}")
+    if not path.parent.is_dir():
+        raise UsageError(f"{flag} must be in a folder that exists; got {path}")
+    if ".png" in kinds and find("matplotlib") is None:
+        raise UsageError(missing_line("matplotlib"))
+
+
+def write_file(path: Path, content: bytes) -> None:
+    try:
+        path.write_bytes(content)
+    except (OSError, ValueError) as error:  # a path that holds a NUL is a ValueError
+        reason = error.strerror if isinstance(error, OSError) else error
+        raise UsageError(f"the file must be one that can be written; {str(path)!r}: {reason}") from None
+
+
+def find(package: str) -> ModuleType | None:
+    """The imported package, or None where it is not installed.
+
+    Copies that setuptools brings for itself do not count: torch puts them on the path when it looks for a compiler, and
+    other processes do not have them.
+    """
+    try:
+        found = import_module(package)
+    except ImportError:
+        return None
+    return None if "_vendor" in Path(found.__file__ or "").parts else found
+
+
+def missing_line(package: str) -> str:
+    """What is lost without the package, and the command that installs it."""
+    extra, cost = EXTRAS[package]
+    return f'{package} is not installed: {cost} (pip install "flexdilated[{extra}]")'
+
+
+@contextmanager
+def progress(what: str, *, unit: str, total: int) -> Iterator[Callable[[int, str], None]]:
+    """A function of (steps done, note): it moves a bar on standard error, or prints a line without tqdm."""
+    tqdm = find("tqdm")
+    if tqdm is None:
+        print(missing_line("tqdm"), file=sys.stderr)
+        yield lambda done, note: print(f"{unit} {done} of {total}: {note}", flush=True, file=sys.stderr)
+        return
+    with tqdm.tqdm(total=total, unit=unit, desc=what, dynamic_ncols=True) as bar:
+
+        def move(done: int, note: str) -> None:
+            bar.set_postfix_str(note, refresh=False)
+            bar.update(done - bar.n)
+
+        yield move
+
+
+@contextmanager
+def one_thread() -> Iterator[None]:
+    """Torch computes on one thread in the block: more threads wait for each other in small calls."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
