@@ -23,7 +23,7 @@ def sum_dtype(x: Tensor) -> torch.dtype:
 Part = tuple[Float[Tensor, "*rows D"], Float[Tensor, "*rows"]]  # (out, natural lse) over some of the keys
 
 
-def merge(parts: Sequence[Part], scores: Sequence[Float[Tensor, "#*rows"]] = ()) -> Part:
+def merge(parts: Sequence[Part], scores: Sequence[Float[Tensor, "*#rows"]] = ()) -> Part:
     """(out, lse) of one softmax over the keys of all parts and, for each of `scores`, one more key of value 0.
 
     A key in several parts counts as often. out is summed in float32 or wider and has the dtype of the first part. A row

@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from math import log
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import torch
 from jaxtyping import Bool, Float, Int64, Shaped
@@ -309,6 +309,7 @@ def _rules_bytes(rules: tuple[Expression, tuple[GroupedBranch, ...]]) -> int:
     return _GROUP_BYTES * sum(len(branch.groups) for branch in rules[1])
 
 
+@runtime_checkable
 class KeySlots(Protocol):
     """Map of key positions to slots of a tensor."""
 
