@@ -81,7 +81,7 @@ def __getattr__(name: str) -> Any:
 
 
 def _elsewhere() -> dict[str, str]:
-    """Names that callers may look for in this module, and where they are: in rooms, or under another library's name."""
+    """What to write for names that callers may look for here: the submodule that has it, or this library's name."""
     found = {name: f"masks.{name}" for name in masks.__all__}
     found |= {name: f"masks.recipes.{name}" for name in masks.recipes.__all__}
     found |= dict.fromkeys(("attention", "flex_attention", "scaled_dot_product_attention", "sdpa"), "attend")

@@ -237,7 +237,7 @@ def autocast_dtype(device: torch.device) -> torch.dtype | None:
 
 @graph_constant
 def _knows_autocast(kind: str) -> bool:
-    """A constant of graphs, because torch 2.11 cannot trace this query."""
+    """True if devices of this kind have autocast; a constant of graphs, as torch 2.11 cannot trace the check."""
     return torch.amp.is_autocast_available(kind)
 
 

@@ -66,8 +66,8 @@ def linear(start: int, end: int, steps: int, *, begin: int = 0, widths: int = 8)
     """From `start` to `end` at a constant rate: start until step `begin`, end from step begin + steps on.
 
     start, end: whole numbers from 0 on, either one the larger. steps: how many the change takes, from 1 on.
-    begin: the step at which it starts. widths: at most so many distinct values come, from 2 on, start and end among
-        them: where a value is a width that something is compiled for, no more is compiled.
+    begin: the step at which it starts. widths: most distinct values, from 2 on, start and end among them; if
+        each value is compiled for, so many compilations.
     Raises TypeError or ValueError for other numbers.
 
     >>> [fd.schedules.linear(0, 4, 8)(step) for step in range(10)]

@@ -38,7 +38,7 @@ class UsageError(Exception):
 
 
 class Relation(NamedTuple):
-    """Arguments that one needs and excludes, by `dest`. In `excludes`, "device=cuda" is only that value of one."""
+    """Arguments that an argument needs and those it excludes, by `dest`; "device=cuda" excludes that value only."""
 
     needs: tuple[str, ...]
     excludes: tuple[str, ...]

@@ -83,7 +83,7 @@ def in_order(
     q_positions: Int64[Tensor, "H S"],
     k_positions: Int64[Tensor, "H S"],
 ) -> ScoreMod:
-    """score_mod of a term whose slots have their positions listed."""
+    """score_mod for slots instead of positions: q_positions and k_positions list the position of each slot."""
 
     def at_positions(score, b, h, q, k):
         return new_score(score_mod(score, b, heads[h], q_positions[h, q], k_positions[h, k]))

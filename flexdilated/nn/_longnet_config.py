@@ -251,9 +251,11 @@ class LongNetConfig:
             require_choice("position", self.position, POSITIONS)
         if self.position == "xpos" and not self.causal:
             raise ValueError("position='xpos' needs causal=True: scores of later keys would grow with their distance")
-        if (self.position == "learned") != (self.max_positions is not None):
+        if self.position == "learned" and self.max_positions is None:
+            raise ValueError("position='learned' needs max_positions=, the number of learned positions; got None")
+        if self.position != "learned" and self.max_positions is not None:
             raise ValueError(
-                "max_positions is the number of learned positions, and position='learned' needs it; got "
+                "max_positions is the number of learned positions: leave it out, or take position='learned'; got "
                 f"position={self.position!r}, max_positions={self.max_positions}"
             )
 

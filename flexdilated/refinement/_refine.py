@@ -123,8 +123,10 @@ def _check_numbers(name: str, x: object, shape: tuple[int, ...]) -> None:
         raise ValueError(
             f"{name} must have the shape {shape} of (heads, rows, columns of blocks); got {tuple(x.shape)}"
         )
-    if not x.is_floating_point() or bool(x.isnan().any()):
-        raise ValueError(f"{name} must hold real numbers without NaN; got a tensor of {x.dtype}")
+    if not x.is_floating_point():
+        raise ValueError(f"{name} must have a floating-point dtype; got {x.dtype}")
+    if bool(x.isnan().any()):
+        raise ValueError(f"{name} must hold no NaN; got {int(x.isnan().sum())} in {x.numel()} values")
 
 
 def _most_massive(mass: Tensor, listed: Tensor) -> Bool[Tensor, "H R C"]:

@@ -116,7 +116,7 @@ def require_share(name: str, value: object) -> None:
 
 
 class Chosen(NamedTuple):
-    """Chosen indices into L, padded with -1, and the number of rows whose choice was cut to `most`."""
+    """places: indices of each row's chosen candidates, padded with -1. cut: number of rows cut to `most` choices."""
 
     places: Int64[Tensor, "B T n most"]
     cut: Int64[Tensor, ""]

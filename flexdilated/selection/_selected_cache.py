@@ -199,8 +199,8 @@ def _check(selector: BlockSelector, num_heads: int) -> None:
         )
     if not is_causal(selector.within):
         raise ValueError(
-            "a cache needs a causal within, in which no query sees a later key: take within & masks.causal(); got "
-            f"within={selector.within!r}"
+            "`within` must be causal for a cache, so that no query sees a later key: take within & masks.causal(); "
+            f"got within={selector.within!r}"
         )
     if selector._names:
         raise ValueError(

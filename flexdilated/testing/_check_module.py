@@ -171,8 +171,9 @@ def examine_attention_module(
     pattern.check_heads(num_heads)
     if needed := names(pattern):
         raise ValueError(
-            "the checks draw lengths of their own, to which a run-time tensor does not fit: give the pattern without "
-            f"it, and Calls.packed or Calls.padded; got one with {', '.join(map(repr, needed))}"
+            "the checks choose their own lengths, which fit no run-time tensor: pass the pattern without "
+            f"{', '.join(map(repr, needed))}, and for packed or padded batches calls=testing.Calls(packed=...) or "
+            "padded="
         )
     chosen = [MODULE_CHECKS[name] for name in _chosen(checks, skip)]
     if lengths is None:

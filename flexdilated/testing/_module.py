@@ -224,7 +224,10 @@ class Subject:
             raise failure(error) from error
 
     def output(self, module: Any, q: Tensor, k: Tensor, v: Tensor, *extra: Tensor, call: str = "plain"):
-        """Like `run`, for any q, k and v, and with the errors of the module; it can be compiled."""
+        """(out, lse or None) as of `run`, for any q, k, v and extra tensors; raises the module's own exceptions.
+
+        call: name of a function of `Calls`. It can be compiled.
+        """
         calls = self.calls
         given = calls.into_layout(q)
         result = getattr(calls, call)(module, given, calls.into_layout(k), calls.into_layout(v), *extra)

@@ -82,7 +82,7 @@ class Blocks:
         return [*found, (range(first, self.num_tables), slice(begin, end))]
 
     def with_heads(self, heads: tuple[int, ...]) -> Blocks:
-        """Replace the table of each head."""
+        """The same tables, of which head h reads heads[h]."""
         return replace(self, heads=heads)
 
     @property

@@ -46,10 +46,9 @@ def find_leaves(rule: Rule, tables: Sequence[int], slots: Slots, q_block: int, k
 
 
 def leaves_everywhere(rule: Rule, tables: Sequence[int], slots: Slots, q_block: int, k_block: int) -> Iterator[Leaves]:
-    """Yield the leaves of some tables and query slots, without listed squares.
+    """Search the blocks of some tables and query slots; yield those that have allowed pairs, as the descent finds them.
 
-    With very many pairs of residue classes, the parts of a union are searched separately: each part rules out other
-    pairs of classes.
+    A union with very many pairs of residue classes is searched part by part, as each part rules out other pairs.
     """
     if not has_many_pairs(rule, tables, slots):
         yield from descend(rule, roots(rule, tables, slots), q_block, k_block)

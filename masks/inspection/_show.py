@@ -220,7 +220,10 @@ def _grid_for(window: Sequence[range], canvas: _Canvas, lines: int) -> Grid:
 
 
 def _even(slots: int, most: int) -> int:
-    """Number of cells, preferably of equal length, so that their edges are edges of segments and blocks."""
+    """Number of cells: the largest divisor of `slots` up to `most` and not far below it, else `most`.
+
+    Cells of equal length end where segments and blocks end.
+    """
     least = max(1, round(_LEAST_SHARE * most))
     return next((cells for cells in range(min(most, slots), least - 1, -1) if slots % cells == 0), min(most, slots))
 

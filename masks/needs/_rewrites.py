@@ -240,7 +240,10 @@ def _repeated(times: int, stride: int, keys: list[range]) -> list[range]:
 
 
 def _blocks(factor: Pattern, rest: KeyQuery) -> Parts | None:
-    """Rewrite a lone rule over blocks to block numbers, if queries skip no block or are whole blocks apart."""
+    """Keys of a `Blockwise` rule, by its rule over block numbers.
+
+    None unless queries reach every block or are whole blocks apart, and if other factors restrict the pairs.
+    """
     if not isinstance(factor, Blockwise) or rest.factors:
         return None
     block, step = factor.block, rest.queries.step

@@ -74,7 +74,10 @@ class _SharedOrder:
         raise NotImplementedError
 
     def in_pieces(self, rule: Pattern, origin: int) -> tuple[Pattern, Pieces]:
-        """(rule, slots as runs of its positions); an order of many short runs may return an equal rule over slots."""
+        """(rule, position runs of the slots in order, from `origin`).
+
+        An order of many short runs may return an equal rule over slots instead.
+        """
         return rule, self.pieces(origin)
 
     def as_compact(self, heads: tuple[int, ...]) -> Compact | None:
@@ -295,7 +298,7 @@ class Compact:
         return self.starts[index]
 
     def in_pieces(self, rule: Pattern, origin: int) -> tuple[Pattern, Pieces]:
-        """(the rule, the slots as runs of its positions)."""
+        """(rule, position runs of the slots in order, from `origin`)."""
         return rule, self.pieces(origin)
 
     def as_compact(self, heads: tuple[int, ...]) -> Compact:
@@ -350,7 +353,7 @@ class Folded(_SharedOrder):
         return self.order.pieces(origin + self.first)
 
     def in_pieces(self, rule: Pattern, origin: int) -> tuple[Pattern, Pieces]:
-        """(rule, slots of fold 0 as runs of its positions)."""
+        """(rule, position runs of the slots of fold 0, from `origin`)."""
         return self.order.in_pieces(rule, origin + self.first)
 
 

@@ -93,7 +93,10 @@ class Blockwise(OnePart):
         return Reason(self, inner.allowed, where, (inner,))
 
     def _count_coarsely(self, box: Box, num_heads: int) -> Bounds:
-        """Bounds from all blocks between the ends of a box, and the most pairs of the box in one pair of blocks."""
+        """Bounds on the allowed pairs of a box, without enumerating its blocks.
+
+        Every block between the ends of the box counts, each block pair with the most pairs of the box that it can have.
+        """
         sides = [_span(side, self.block) for side in (box.q, box.k)]
         blocks, area = Box(box.head, *sides), box.area
         most = torch.ones_like(area)

@@ -48,7 +48,7 @@ def _read(variable: str, unit: str, default: int) -> int:
 
 @dataclass(frozen=True)
 class Holding:
-    """Number and bytes of a group of entries."""
+    """Number and bytes of the cache entries of one kind."""
 
     name: str
     entries: int

@@ -70,7 +70,7 @@ def _over_all_runs(
 
 
 def _placed(term: Term, part: Part, placement: Placement) -> Term:
-    """The term over the device's queries, with keys by position."""
+    """The term for the queries of `part` that the placement holds, with keys given by position instead of by slot."""
     in_folds = isinstance(term.q, Compact | Folded) and isinstance(term.k, Compact | Folded)
     natural = isinstance(term.q, Layout) and term.q.is_natural
     if isinstance(term, PaddedTerm) or in_folds or (natural and part.gapless):

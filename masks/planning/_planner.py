@@ -45,7 +45,7 @@ class Plan:
 
     @property
     def shares_rows(self) -> bool:
-        """True if several terms compute one row."""
+        """True if several terms contribute to one row of the output, so that their results are merged by lse."""
         return len(self.options) > 1 or any(options[0].shares_rows for options in self.options)
 
     @property

@@ -183,9 +183,9 @@ def test_config_holds_tuples_and_hashes():
         (
             {"position": "learned"},
             ValueError,
-            "needs it; got position='learned', max_positions=None",
+            "needs max_positions=, the number of learned positions; got None",
         ),
-        ({"max_positions": 9}, ValueError, "position='learned' needs it; got position='rotary', max_positions=9"),
+        ({"max_positions": 9}, ValueError, "take position='learned'; got position='rotary', max_positions=9"),
         ({"position": "xpos", "causal": False}, ValueError, "position='xpos' needs causal=True"),
         ({"xpos_scale": 0}, ValueError, "xpos_scale must be at least 1"),
         ({"norm": "batch"}, ValueError, "'layer', 'rms'; got norm='batch'"),

@@ -181,7 +181,7 @@ def test_what_a_cache_refuses() -> None:
 
     with pytest.raises(ValueError, match=r"query_summary='first' in place of future_in_choice=True; got query_block=4"):
         cache(query_block=4, future_in_choice=True)
-    with pytest.raises(ValueError, match=r"needs a causal within.* got within=every\(\)"):
+    with pytest.raises(ValueError, match=r"`within` must be causal for a cache.* got within=every\(\)"):
         cache(within=masks.every())
     with pytest.raises(ValueError, match=r"without run-time tensors.* got one with 'docs'"):
         cache(within=masks.causal() & masks.documents("docs"))

@@ -194,13 +194,17 @@ def _run(
         queries, keys = enter
         q = queries.slots.take(q, queries.rows, 0, tokens)
         k, v = (keys.slots.take(x, keys.rows, 0, k.shape[2]) for x in (k, v))
-    parts, lses = [], []
-    for step, own in zip(steps, tables, strict=True):
-        part, lse = _attend(step, own, q, k, v, score_mod, scale, needs_lse, kernel_options, kernel)
-        slots, rows, start = step.structure.queries, step.queries.rows, step.queries.start
-        parts.append(slots.put(part, rows, start, tokens, 0.0))
-        if lse is not None:
-            lses.append(slots.put(lse, rows, start, tokens, -torch.inf))
+    found = [
+        _attend(step, own, q, k, v, score_mod, scale, needs_lse, kernel_options, kernel)
+        for step, own in zip(steps, tables, strict=True)
+    ]
+
+    def whole(x: Tensor, step: FlexStep, empty: float) -> Tensor:
+        return step.structure.queries.put(x, step.queries.rows, step.queries.start, tokens, empty)
+
+    # The lses first: in another order the compiler keeps one more tensor of the output's size for the backward.
+    lses = [whole(lse, step, -torch.inf) for (_, lse), step in zip(found, steps, strict=True) if lse is not None]
+    parts = [whole(part, step, 0.0) for (part, _), step in zip(found, steps, strict=True)]
     if needs_lse:
         out, lse = merge(list(zip(parts, lses, strict=True)), [] if sinks is None else [sinks[:, None]])
     else:

@@ -52,7 +52,7 @@ def allowed_on(device: torch.device) -> Allowed:
 def run_time_program(
     key: Call, device: torch.device, bindings: Sequence[Tensor], batch: int, operands: Operands | None = None
 ) -> FlexProgram:
-    """Program for these values of the run-time tensors, with the steps of `blank_program`."""
+    """Program for these values of the run-time tensors; steps and shapes are equal for all values (`blank_program`)."""
     rule = key.rules(bindings)
     rule.require_entries(batch)
 

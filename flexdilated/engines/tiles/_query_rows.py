@@ -118,7 +118,11 @@ class QueryRows:
     def of(
         cls, key: Call, rule: Pattern, rows: Int64[Tensor, "T R W"], block: tuple[int, int], first: int
     ) -> QueryRows:
-        """rows: ascending key blocks of each query block; row 0 is query block `first`."""
+        """From a table of selected blocks.
+
+        rows: key blocks that each query block selects, ascending and padded; its row 0 is query block `first`. block:
+        tokens of a query block and of a key block.
+        """
         q_block, k_block = block
         require_tables(len(rows), key.num_heads_global)
         require_row(q_block, first, rows.shape[1], key.q_offset)

@@ -172,20 +172,21 @@ class SlideEncoder(nn.Module):
     def _positions(self, coordinates: Tensor) -> Float[Tensor, "B L E"]:
         """Position embeddings: the second coordinate in the first half of the channels, the first in the other half."""
         grid, quarter = self.config.grid_size, self.config.encoder.embed_dim // 4
-        first, second = torch.floor(coordinates / self.config.tile_size).long().unbind(-1)
-        place = first * grid + second
-        if not torch.compiler.is_compiling() and place.numel() and not place.is_meta:
-            least, most = place.aminmax()
-            if least < 0 or most >= grid**2:
+        tiles = torch.floor(coordinates / self.config.tile_size).long()
+        if not torch.compiler.is_compiling() and tiles.numel() and not tiles.is_meta:
+            least, most = tiles.aminmax()
+            if least < 0 or most >= grid:
                 raise ValueError(
-                    f"tiles must lie on a grid of {grid} x {grid} tiles of {self.config.tile_size} pixels; got places "
-                    f"from {int(least)} to {int(most)}, counted along the second coordinate"
+                    f"coordinates must be pixels from 0 to below {grid * self.config.tile_size}, on a grid of {grid} x "
+                    f"{grid} tiles of {self.config.tile_size} pixels; got tiles from {int(least)} to {int(most)}: "
+                    "subtract the slide's origin, or take a larger grid_size"
                 )
+        first, second = tiles.unbind(-1)
         # In float64, as published, with one row per possible coordinate.
         rates = 10000.0 ** -(torch.arange(quarter, dtype=torch.float64, device="cpu") / quarter)
         angles = torch.arange(grid, dtype=torch.float64, device="cpu")[:, None] * rates
         table = torch.cat((angles.sin(), angles.cos()), -1).float().to(coordinates.device)
-        return torch.cat((table[place % grid], table[place // grid]), -1)
+        return torch.cat((table[second], table[first]), -1)
 
     def _pooled(self, x: Float[Tensor, "B L+1 E"]) -> Float[Tensor, "B E"]:
         return self.norm(x[:, 1:].mean(1) if self.config.pooling == "mean" else x[:, 0])

@@ -71,7 +71,7 @@ class SelectedBlocks(RunTime):
         return SelectedTable.of(padded(rows), self.block, first)
 
     def rows(self, tensor: Tensor, extent: Extent) -> tuple[Int64[Tensor, "B T R W"], int]:
-        """(rows in ascending order without repeats, padded with NOTHING; query block of the first row)."""
+        """(key blocks of each row, ascending, without repeats, padded with NOTHING; query block of row 0)."""
         first = self.first_row(tensor, extent)
         rows = _canonical(tensor.detach().to("cpu", torch.int64))
         rows = rows if rows.dim() == 4 else rows[None]

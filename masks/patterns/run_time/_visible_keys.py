@@ -62,7 +62,7 @@ def _unhidden(added: Tensor) -> Tensor:
     other = added[~(visible | (added == -torch.inf))]
     if len(other):
         came = f"{float(other[0])}{': mask.bool() makes booleans of 0 and 1' if other[0] == 1 else ''}"
-        raise ValueError(f"visible keys as floats must be 0, or -inf for hidden ones; got {came}")
+        raise ValueError(f"a floating-point mask of keys must hold 0 for visible and -inf for hidden keys; got {came}")
     return visible
 
 
