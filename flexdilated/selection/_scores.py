@@ -64,7 +64,7 @@ def _blocks(k: Tensor, block: int) -> list[Tensor]:
 
 
 def summaries(
-    q: Float[Tensor, "B H N D"], rows: Rows, part: range, sees: Bool[Tensor, "#B #H n query_block"] | None
+    q: Float[Tensor, "B H N D"], rows: Rows, part: range, sees: Bool[Tensor, "*#heads n query_block"] | None
 ) -> Float[Tensor, "B H n D"]:
     """One query for each of some rows: its first, or the mean of its queries that see a key; 0 if none of them does.
 

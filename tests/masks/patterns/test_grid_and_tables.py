@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from flexdilated import masks
 from flexdilated.masks.core._box import Box, Progression
 from flexdilated.masks.orders._layout import Layout
-from flexdilated.masks.patterns import _block_table
+from flexdilated.masks.patterns import _block_list
 from tests.masks.core.test_boxes import BOXES, allowed, assert_sound, progressions
 from tests.masks.patterns.test_patterns import evaluated
 from tests.support import oracle, twins
@@ -208,8 +208,8 @@ def test_the_coarse_picture_is_sound(twin, data):
     """Where a table has more blocks than the picture has cells, several share one."""
     _block_table_of(twin)  # a table of its own: the picture is kept with it
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(_block_table, "_PICTURE_CELLS", 10)
-        patch.setattr(_block_table, "_EXACT_ROWS", 0)
+        patch.setattr(_block_list, "_PICTURE_CELLS", 10)
+        patch.setattr(_block_list, "_EXACT_ROWS", 0)
         box = Box(torch.zeros(BOXES, dtype=torch.int64), data.draw(progressions()), data.draw(progressions()))
         found, truth = twin.pattern.count(box, num_heads=1), allowed(twin.rule, box, 1)
     _block_table_of(twin)
