@@ -2,7 +2,7 @@
 
 from ._advice import HEADS, LENGTH, OF_PATTERNS, WIDTH, advises, instead_of_pattern, no_such_name, renamed
 from ._algebra import And, Composite, Every, Not, OnePart, Or, both, both_bounds, common_period, every, full
-from ._ambient import TILE, device_kind, own_modes, plans
+from ._ambient import own_modes, plans
 from ._bound import EMPTY, FULL, PARTIAL, Bound, Extent
 from ._box import (
     EXACT_RUNS,
@@ -54,6 +54,7 @@ from ._check import (
     tokens_format,
     tokens_text,
 )
+from ._devices import TILE, device_kind
 from ._expression import CONSTRUCTORS, DEEPEST, KINDS, constructor, pattern_kind
 from ._pattern import (
     Expression,

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, replace
 from functools import wraps
 from typing import ParamSpec, TypeVar
 
@@ -59,38 +58,3 @@ def _has_dispatch_modes() -> bool:
 
 def _in_other_levels() -> bool:
     return torch.is_inference_mode_enabled() or peek_interpreter_stack() is not None
-
-
-TILE = 128  # side of the largest tile of any kernel; must divide the sides of blocks on accelerators
-
-
-@dataclass(frozen=True)
-class DeviceKind:
-    """How a kind of device computes attention.
-
-    engine: default engine of a call. dtype: default dtype if nothing is known of a call. on_host: tensors are in host
-    memory, so reading a value waits for no kernel. runs_cpu_kernels: runs CPU kernels; "meta" does so without values.
-    is_cuda: torch.cuda reports its memory and name. flex_trains: FlexAttention's kernels have an lse and a backward,
-    read block lists of any width, index in 32 bits and accept all lengths; the CPU kernels do none of this.
-    """
-
-    engine: str
-    dtype: torch.dtype
-    on_host: bool = False
-    runs_cpu_kernels: bool = False
-    is_cuda: bool = False
-    flex_trains: bool = True
-
-
-_CPU = DeviceKind("tiles", torch.float32, on_host=True, runs_cpu_kernels=True, flex_trains=False)
-_ACCELERATOR = DeviceKind("flex", torch.bfloat16)
-_KINDS = {
-    "cpu": _CPU,
-    "cuda": replace(_ACCELERATOR, is_cuda=True),
-    "meta": replace(_ACCELERATOR, runs_cpu_kernels=True),
-}
-
-
-def device_kind(device: torch.device | str) -> DeviceKind:
-    """The kind of a device or of a device type."""
-    return _KINDS.get(device if isinstance(device, str) else device.type, _ACCELERATOR)

@@ -13,10 +13,10 @@ import torch
 from torch import Tensor
 
 from ._advice import instead_of_pattern, no_operand
-from ._ambient import device_kind
 from ._bound import Extent
 from ._box import Bounds, Box, Counts, Squares
 from ._check import AND, SUM, Phrase, chain
+from ._devices import device_kind
 from ._expression import KINDS, Expression, pattern_kind
 from ._ranges import Ranges
 from ._reason import Pair, Reason
