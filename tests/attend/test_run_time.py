@@ -187,7 +187,7 @@ ROW, PAIR = torch.tensor([0, 0, 1, 1]), torch.tensor([[0, 0, 1, 1], [0, 1, 1, 1]
         (lambda: masks.lengths(torch.tensor([1.0, 2.0])), TypeError, "must hold integers"),
         (lambda: masks.lengths([1, 2], padding="middle"), ValueError, "'right', 'left'; got padding='middle'"),
         (lambda: masks.visible_keys(ROW), TypeError, "must be booleans"),
-        (lambda: masks.visible_keys(ROW.float()), ValueError, "0, or -inf for hidden ones; got 1.0"),
+        (lambda: masks.visible_keys(ROW.float()), ValueError, "0 for visible and -inf for hidden keys; got 1.0"),
         (
             lambda: masks.visible_keys(PAIR[:, :3] > 0),
             ValueError,

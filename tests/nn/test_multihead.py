@@ -354,7 +354,7 @@ def test_bad_arguments(options, error, message):
             ValueError,
             r"shape \(3, 11\), one entry for each key; got \(3, 12\)",
         ),
-        ({"key_padding_mask": torch.ones(B, N)}, ValueError, "must be 0, or -inf for hidden ones; got 1.0"),
+        ({"key_padding_mask": torch.ones(B, N)}, ValueError, "0 for visible and -inf for hidden keys; got 1.0"),
         ({"key_padding_mask": torch.zeros(B, N, dtype=torch.int64)}, TypeError, "must hold booleans"),
         ({"key_padding_mask": [True]}, TypeError, "must hold booleans, .*; got list"),
         ({"is_causal": None}, TypeError, "is_causal must be True or False"),
