@@ -104,17 +104,16 @@ def attend_heads(
         return (out, lse) if return_lse else out
     split = HeadSplit(q.shape[1], k.shape[1], ranks.size)
     mine, numbers = split.queries[ranks.rank], list(sharding.numbers())
-    options = {"score_mod": score_mod, "sinks": None if sinks is None else sinks[mine.start : mine.stop]}
-    first = (head_offset + mine.start, 0, 0)
-    chosen = choose_engine(engine, q, k, v, pattern, first=first, return_lse=needs_lse, **options)
+    sinks = None if sinks is None else sinks[mine.start : mine.stop]
+    first, how = (head_offset + mine.start, 0, 0), {"score_mod": score_mod, "return_lse": needs_lse}
+    chosen = choose_engine(engine, q, k, v, pattern, first=first, sinks=sinks, **how)
     taken = encoded([split.queries, split.keys, split.keys])
     q, k, v = tokens_to_heads([q, k, v], taken, numbers, ranks.name, pattern.text, chosen == "tiles")
     k, v = (_as_read(x, split.read_by(ranks.rank)) for x in (k, v))
     # Keys and values may be float32, so that their gradients are.
     sides = () if block_size is None else block_sides(block_size)
     call = Call.at(q, k, pattern.text, head_offset=first[0], num_heads_global=heads, block_size=sides)
-    options |= {"return_lse": needs_lse}
-    out, lse = run(chosen, q, k, v, options.pop("sinks"), tensors, call, resolve_scale(scale, q.shape[-1]), **options)
+    out, lse = run(chosen, q, k, v, sinks, tensors, call, resolve_scale(scale, q.shape[-1]), **how)
     back = (encoded([split.queries]), [split.num_heads], numbers, ranks.name)
     (out,) = heads_to_tokens([out], *back)
     if not needs_lse or lse is None:

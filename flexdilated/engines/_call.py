@@ -1,4 +1,4 @@
-"""Call: the pattern and sizes of a call, on which its program depends, as plain data."""
+"""Call: the pattern and sizes of a call, as plain data; its split into a table of selected blocks and other pairs."""
 
 from __future__ import annotations
 
@@ -62,14 +62,15 @@ class Call(NamedTuple):
     @property
     def arguments(self) -> tuple[str, int, int]:
         """(constants of the call as text, q_offset, k_offset): with the tensors' shapes, all that an op needs."""
-        return written((self.pattern, *self[7:])), self.q_offset, self.k_offset
+        values = (self.head_offset, self.num_heads_global, self.rate, self.block_size)
+        return written((self.pattern, self.placement), values), self.q_offset, self.k_offset
 
     @classmethod
     def of(cls, q: Tensor, k: Tensor, constants: str, q_offset: int, k_offset: int) -> Call:
         """From an op's tensors and `arguments`. In a trace this makes symbolic sizes and offsets constants."""
-        pattern, *others = read_written(constants)
+        pattern, placement, *others = read_written(constants)
         sizes = (q.shape[1], k.shape[1], q.shape[2], k.shape[2], q_offset, k_offset)
-        return cls._make((pattern, *map(int, sizes), *others))
+        return cls._make((pattern, *map(int, sizes), *others, placement))
 
     @property
     def first(self) -> tuple[int, int, int]:
@@ -160,7 +161,7 @@ class Call(NamedTuple):
 
 def check_heads(constants: str) -> None:
     """Raise ValueError if the pattern is for another number of heads; `attend` does not check that in a trace."""
-    pattern, _, num_heads_global, *_ = read_written(constants)
+    pattern, _, _, num_heads_global, *_ = read_written(constants)
     read_text(pattern).check_heads(num_heads_global)
 
 

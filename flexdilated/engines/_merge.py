@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -42,16 +42,16 @@ def merge(parts: Sequence[Part], scores: Sequence[Float[Tensor, "*#rows"]] = ())
     total = add(weights)
     empty = total == 0
     some = torch.where(empty, 1.0, total)
-    out = add(
-        [out.to(sum_dtype(out)) * (weight / some)[..., None] for (out, _), weight in zip(parts, weights, strict=False)]
-    )
+    shares = ((weight / some)[..., None] for weight in weights)
+    out = add(out.to(sum_dtype(out)) * share for (out, _), share in zip(parts, shares, strict=False))
     return out.to(parts[0][0].dtype), torch.where(empty, -torch.inf, top + torch.log(some))
 
 
-def add(terms: Sequence[Tensor]) -> Tensor:
-    """Sum of tensors, without a leading 0, which would be an operation of its own in a graph."""
-    total = terms[0]
-    for each in terms[1:]:
+def add(terms: Iterable[Tensor]) -> Tensor:
+    """Sum of tensors, each computed when it is added, without a leading 0, which would be an operation in a graph."""
+    terms = iter(terms)
+    total = next(terms)
+    for each in terms:
         total = total + each
     return total
 
@@ -77,14 +77,22 @@ def with_sinks(
     out: Float[Tensor, "B H N D"], lse: Float[Tensor, "B H N"], sinks: Float[Tensor, " H"]
 ) -> tuple[Float[Tensor, "B H N D"], Float[Tensor, "B H N"]]:
     """(out, lse) with each row's sink in its softmax."""
-    return merge([(out, lse)], [sinks[:, None]])
+    return _with_score(out, lse, sinks.to(lse.dtype)[:, None])
 
 
 def with_zero_keys(
     out: Float[Tensor, "B H N D"], lse: Float[Tensor, "B H N"], count: Int64[Tensor, "H N"]
 ) -> tuple[Float[Tensor, "B H N D"], Float[Tensor, "B H N"]]:
     """(out, lse) with `count` more keys of score 0 and value 0 in each row: a pattern's zero padding."""
-    return merge([(out, lse)], [count.to(lse.dtype).log()])
+    return _with_score(out, lse, count.to(lse.dtype).log())
+
+
+def _with_score(out: Tensor, lse: Tensor, score: Float[Tensor, "#B H #N"]) -> tuple[Tensor, Tensor]:
+    """`merge` of one part and one score, in the dtype of out: the backward keeps no wider copy of it."""
+    none = score == -torch.inf
+    finite, score = lse.masked_fill(none, 0.0), score.masked_fill(none, 0.0)
+    kept = torch.sigmoid(finite - score).masked_fill(none, 1.0)
+    return out * kept.unsqueeze(-1).to(out.dtype), torch.where(none, lse, torch.logaddexp(finite, score))
 
 
 def padded_rows(

@@ -104,20 +104,28 @@ def own_op(name: str) -> Callable[[Callable[..., Any]], CustomOpDef]:
     return make
 
 
-def written(values: Iterable[str | int | float | tuple[int, ...] | None]) -> str:
-    """Plain values of a call as one text, which ops take as an argument: a constant of graphs and exported programs."""
-    return "\n".join([f"{each!r}" for each in values])
+def written(texts: Sequence[str], values: Iterable[str | int | float | tuple[int, ...] | None]) -> str:
+    """Constants of a call as one text, which ops take as an argument: a constant of graphs and exported programs.
+
+    texts: those that may be long, without line breaks, such as patterns in JSON: they are not parsed again.
+    """
+    return "\n".join([", ".join([f"{each!r}" for each in values]), *texts])
 
 
-@lru_cache(maxsize=4096)
 def read_written(constants: str) -> tuple[Any, ...]:
-    """The values of a text from `written`."""
-    return tuple(map(literal_eval, constants.split("\n")))
+    """(*texts, *values) of `written`."""
+    values, *texts = constants.split("\n")
+    return *texts, *_values(values)
+
+
+@lru_cache(maxsize=1024)
+def _values(line: str) -> tuple[Any, ...]:
+    return tuple(literal_eval(f"[{line}]"))
 
 
 def functions_in(constants: str) -> object:
-    """Reference that keeps the custom functions of patterns in these values alive while a graph needs them."""
-    return [kept_functions(each) for each in read_written(constants) if isinstance(each, str)]
+    """Reference that keeps the custom functions of the texts' patterns alive while a graph needs them."""
+    return [kept_functions(text) for text in constants.split("\n")[1:]]
 
 
 def set_gradient(op: CustomOpDef, backward_op: CustomOpDef, *, refusal: str, over_ranks: bool = False) -> None:

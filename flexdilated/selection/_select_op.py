@@ -47,7 +47,7 @@ class SelectionCall(NamedTuple):
     @property
     def arguments(self) -> tuple[str, int]:
         """(constants of the call as text, q_offset): the arguments of an op."""
-        return written(self[:-1]), self.q_offset
+        return written(self[:2], self[2:-1]), self.q_offset
 
     @classmethod
     def of(cls, constants: str, q_offset: int) -> SelectionCall:

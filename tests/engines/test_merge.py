@@ -8,7 +8,7 @@ from torch import Tensor
 from torch.testing import assert_close
 
 from flexdilated.engines._gather import merge_
-from flexdilated.engines._merge import merge
+from flexdilated.engines._merge import merge, with_sinks
 from tests.support import oracle
 from tests.support.agreement import TIGHT
 
@@ -91,3 +91,26 @@ def test_gradients_of_the_traced_merge():
         return found, found_lse[1:]
 
     assert torch.autograd.gradcheck(joined, inputs)
+
+
+def test_a_score_keeps_no_wider_copy_of_the_output():
+    """In half precision: of the output's size, the backward of sinks holds the output alone."""
+    out = torch.randn(1, 2, 512, 64, dtype=torch.bfloat16, requires_grad=True)
+    lse, sinks = torch.randn(1, 2, 512, requires_grad=True), torch.randn(2, requires_grad=True)
+    held: dict[int, int] = {}
+
+    def hold(x: Tensor) -> Tensor:
+        held[x.untyped_storage().data_ptr()] = x.untyped_storage().nbytes()
+        return x
+
+    with torch.autograd.graph.saved_tensors_hooks(hold, lambda x: x):
+        found, _ = with_sinks(out, lse, sinks)
+    assert found.dtype == torch.bfloat16
+    assert sum(held.values()) < 1.3 * out.nbytes
+
+
+@pytest.mark.parametrize("logit", [torch.inf, 3e38])
+def test_a_sink_that_takes_all(logit):
+    out, lse = with_sinks(torch.ones(1, 1, 2, 3), torch.tensor([[[0.0, -torch.inf]]]), torch.tensor([logit]))
+    assert torch.equal(out, torch.zeros_like(out))
+    assert torch.equal(lse, torch.full_like(lse, logit))

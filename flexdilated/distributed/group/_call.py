@@ -54,7 +54,7 @@ class PlainCall(NamedTuple):
     @property
     def constants(self) -> str:
         """The values as an op's argument."""
-        return written(self)
+        return written(self[:1], self[1:])
 
     @classmethod
     def of(cls, constants: str) -> Self:

@@ -16,7 +16,7 @@ from ...masks.orders import Placement
 from ...masks.patterns import tables
 from ...masks.planning import Allowed, Choice, Operands, Plan, machine_of
 from .._call import Call
-from .._merge import merge, with_sinks
+from .._merge import merge
 from .._operands import MOST_ELEMENTS, Hidden, readable
 from .._ops import own_op
 from .._score_mod import ScoreMod
@@ -278,15 +278,14 @@ def _with_table(
 ) -> tuple[Tensor, Tensor]:
     """(out, lse) over the table's selected blocks, merged with the pairs that the pattern allows without the table."""
     how = {name: options[name] for name in ("scale", "score_mod", "kernel_options")}
-    out, lse = selected_flex(q, k, v, bindings, table, key, **how)
+    parts = [selected_flex(q, k, v, bindings, table, key, **how)]
     if table.others:
         needed = [bindings[table.names.index(name)] for name in table.needed]
         own = key._replace(pattern=table.others)
         part, part_lse = _flex(q, k, v, needed, own, sinks=None, return_lse=True, **how)
         assert part_lse is not None
-        out, lse = merge([(out, lse), (part, part_lse)])
-    if sinks is not None:
-        out, lse = with_sinks(out, lse, sinks)
+        parts.append((part, part_lse))
+    out, lse = merge(parts, [] if sinks is None else [sinks[:, None]])
     return out.to(q.dtype), lse
 
 
