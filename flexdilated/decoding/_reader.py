@@ -10,14 +10,13 @@ from .._engines import check_engine, choose_engine
 from .._validate import resolve_scale
 from ..engines import (
     MOST_ROWS,
-    Branch,
     Call,
-    GroupedBranch,
+    HeadGroup,
+    HeadRule,
     branch_rules,
     group_heads,
     merge,
-    row_forward,
-    row_parts,
+    row_program,
     run,
     sum_dtype,
 )
@@ -68,7 +67,7 @@ class Reader:
         self.sources = _sources(self._branches)
         self._period = common_period(self.pattern.branches())
         self._limited = [leaf for leaf in pattern.leaves() if type(leaf).check_tokens is not Pattern.check_tokens]
-        self._groups: dict[tuple[int, torch.device], tuple[GroupedBranch, ...]] = {}
+        self._groups: dict[tuple[int, torch.device], tuple[tuple[HeadGroup, ...], ...]] = {}
 
     def check_tokens(self, queries: range) -> None:
         """Raise ValueError for queries at positions that the pattern does not accept with any number of keys."""
@@ -95,13 +94,13 @@ class Reader:
         found, scale = [], resolve_scale(self.scale, q.shape[-1])
         for few in q.split(MOST_ROWS, dim=2):
             queries = range(first, first + few.shape[2])
-            parts = row_parts(self._grouped(k), queries, range(queries.stop), held)
-            found.append(row_forward(parts, few, k, v, scale))
+            program = row_program(self._grouped(k), queries, range(queries.stop), held)
+            found.append(program.forward(few, k, v, scale))
             first = queries.stop
         outs, lses = zip(*found, strict=True)
         return torch.cat(outs, dim=2), torch.cat(lses, dim=2)
 
-    def _grouped(self, k: Tensor) -> tuple[GroupedBranch, ...]:
+    def _grouped(self, k: Tensor) -> tuple[tuple[HeadGroup, ...], ...]:
         where = k.shape[1], k.device
         if where not in self._groups:
             self._groups[where] = group_heads(
@@ -156,8 +155,8 @@ def _check_pattern(pattern: Pattern | Mixture) -> None:
         )
 
 
-def _sources(branches: tuple[Branch, ...]) -> list[RowSource]:
-    return [rule.source for branch in branches for rule in branch.rules]
+def _sources(branches: tuple[tuple[HeadRule, ...], ...]) -> list[RowSource]:
+    return [rule.source for rules in branches for rule in rules]
 
 
 def _check_causal(pattern: Pattern | Mixture, sources: list[RowSource]) -> None:

@@ -19,7 +19,7 @@ from ._ops import (
 )
 from ._placed_call import PlacedCall, placed_engine
 from ._reference import modified_scores, multiplicity, reference_attention
-from ._rows import MOST_ROWS, Branch, GroupedBranch, branch_rules, group_heads, row_forward, row_parts
+from ._rows import MOST_ROWS, HeadGroup, HeadRule, branch_rules, group_heads, row_program
 from ._run import run
 from ._score_mod import ScoreMod, probe
 from ._tuned import TuningKey, chosen, num_measured, results
@@ -44,8 +44,6 @@ from .tiles import (
     Step,
     make_program,
     program_of,
-    run_backward,
-    run_forward,
     tiles,
     tiles_backward,
 )

@@ -141,7 +141,7 @@ class WholeRows:
     out: Float[Tensor, "B H N D"]
     lse: Float[Tensor, "B H N"]
     grad_out: Float[Tensor, "B H N D"]
-    grad_lse: Float[Tensor, "B H N"] | None
+    grad_lse: Float[Tensor, "B H N"] | None = None
 
     def delta(self) -> Float[Tensor, "B H N"]:
         """delta = grad_out · out - grad_lse; a score's gradient is its weight * (grad_out · value - delta)."""

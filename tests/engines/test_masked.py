@@ -65,7 +65,7 @@ def test_half_precision(dtype):
     exact = fd.attend(q, k, v, MIXTURE, enable_gqa=True, engine="reference")
     program = make_program(under_mask(bound_of(MIXTURE, 50, heads=4)), Layout(50), num_kv_heads=2)
     found = RunPlan.apply(program, q * 16**-0.5 / 0.5, k, v)[0]
-    torch.testing.assert_close(found, exact, rtol=0, atol=2 * torch.finfo(dtype).eps)
+    torch.testing.assert_close(found.to(dtype), exact, rtol=0, atol=2 * torch.finfo(dtype).eps)
 
 
 def bound_of(pattern: masks.Pattern | masks.Mixture, tokens: int, heads: int = 8) -> Bound:
