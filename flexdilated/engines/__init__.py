@@ -42,6 +42,7 @@ from .tiles import (
     KernelCalls,
     Program,
     Step,
+    as_given,
     make_program,
     program_of,
     tiles,

@@ -21,6 +21,7 @@ from ..engines import (
     Program,
     WholeRows,
     allowed_on,
+    as_given,
     make_flex_program,
     program_of,
     tensors_in,
@@ -225,11 +226,11 @@ def _tiles_memory(program: Program, size: AttentionSize) -> tuple[int, int, int,
     q, k, v = (torch.empty_permuted(shape, order, dtype=size.dtype, device=NOWHERE) for shape in shapes)
     with torch.no_grad(), LiveBytes(q, k, v) as counted:
         out, lse = program.forward(q, k, v, 1.0)
-        out = out.to(q.dtype)
+        out = as_given(out, q)
         forward, kept = counted.peak, counted.live
         counted.restart()
-        dq, dk, dv = program.backward(q, k, v, WholeRows(out, lse, torch.empty_like(out)), 1.0)
-        dq, dk, dv = dq.to(q.dtype), dk.to(q.dtype), dv.to(q.dtype)
+        grads = program.backward(q, k, v, WholeRows(out, lse, torch.empty_like(out)), 1.0)
+        grads = [as_given(grad, x) for grad, x in zip(grads, (q, k, v), strict=True)]
     return nbytes(lse), kept, forward, forward, counted.peak
 
 

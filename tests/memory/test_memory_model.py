@@ -16,7 +16,7 @@ from bench.memory import prepared_step
 from flexdilated import masks
 from flexdilated.engines import WholeRows
 from flexdilated.engines._call import Call
-from flexdilated.engines.tiles._tiles import Program
+from flexdilated.engines.tiles._tiles import Program, as_given
 from flexdilated.engines.tiles._tiles_op import _programs
 from flexdilated.memory import _memory
 from flexdilated.memory._memory import (
@@ -114,11 +114,11 @@ def real_run(text: str, size: AttentionSize) -> tuple[int, int]:
     ((_, program),) = _programs(key, [], size.batch)
     with LiveBytes(q, k, v) as forward:
         out, lse = program.forward(q, k, v, 1.0)
-        out = out.to(q.dtype)
+        out = as_given(out, q)
     grad = torch.ones_like(out)
     with LiveBytes(q, k, v, out, lse, grad) as backward:
         grads = program.backward(q, k, v, WholeRows(out, lse, grad), 1.0)
-        grads = [x.to(q.dtype) for x in grads]
+        grads = [as_given(grad, x) for grad, x in zip(grads, (q, k, v), strict=True)]
     return forward.peak, backward.peak
 
 
