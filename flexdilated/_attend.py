@@ -32,14 +32,14 @@ from .masks.core import advises, require_bool, require_expression
 from .masks.planning import block_sides
 from .tuning import autotune as measure_call
 
-# B batch, H query heads, G key/value heads, N queries, M keys, D head dim
+# B batch, H query heads, G key/value heads, N queries, M keys, D head dim of queries and keys, E of values
 
 
 @overload
 def attend(
     q: Float[Tensor, "B H N D"],
     k: Float[Tensor, "B G M D"],
-    v: Float[Tensor, "B G M D"],
+    v: Float[Tensor, "B G M E"],
     pattern: Pattern | Mixture,
     *,
     dropout_p: float = 0.0,
@@ -58,14 +58,14 @@ def attend(
     kernel_options: Mapping[str, bool | int | float | str] | None = None,
     autotune: bool = False,
     return_lse: Literal[False] = False,
-) -> Float[Tensor, "B H N D"]: ...
+) -> Float[Tensor, "B H N E"]: ...
 
 
 @overload
 def attend(
     q: Float[Tensor, "B H N D"],
     k: Float[Tensor, "B G M D"],
-    v: Float[Tensor, "B G M D"],
+    v: Float[Tensor, "B G M E"],
     pattern: Pattern | Mixture,
     *,
     dropout_p: float = 0.0,
@@ -84,7 +84,7 @@ def attend(
     kernel_options: Mapping[str, bool | int | float | str] | None = None,
     autotune: bool = False,
     return_lse: Literal[True],
-) -> tuple[Float[Tensor, "B H N D"], Float[Tensor, "B H N"]]: ...
+) -> tuple[Float[Tensor, "B H N E"], Float[Tensor, "B H N"]]: ...
 
 
 @advises(
@@ -94,7 +94,7 @@ def attend(
 def attend(
     q: Float[Tensor, "B H N D"],
     k: Float[Tensor, "B G M D"],
-    v: Float[Tensor, "B G M D"],
+    v: Float[Tensor, "B G M E"],
     pattern: Pattern | Mixture,
     *,
     dropout_p: float = 0.0,
@@ -113,7 +113,7 @@ def attend(
     kernel_options: Mapping[str, bool | int | float | str] | None = None,
     autotune: bool = False,
     return_lse: bool = False,
-) -> Float[Tensor, "B H N D"] | tuple[Float[Tensor, "B H N D"], Float[Tensor, "B H N"]]:
+) -> Float[Tensor, "B H N E"] | tuple[Float[Tensor, "B H N E"], Float[Tensor, "B H N"]]:
     """Attention over the pairs that `pattern` allows: exact, differentiable, without an N x M matrix.
 
     If the pattern pads with zeros (`masks.longnet`), each row's softmax includes its zero keys; then k and v must be
@@ -122,6 +122,8 @@ def attend(
     A row without keys has output 0 and lse -inf. The lse is the natural log of the softmax denominator, in
     float32 (float64 for float64 inputs), and differentiable. Under autocast q, k and v are cast as in
     `scaled_dot_product_attention`.
+
+    v may have another head dim E than q and k. Engines "tiles" and "flash" then pad to the wider one.
 
     dropout_p: must be 0.
     scale: factor on the scores; 1 / sqrt(D) by default.

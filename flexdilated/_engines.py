@@ -114,7 +114,7 @@ def _flash_cannot(
     first: tuple[int, int, int],
     sides: tuple[int, ...],
 ) -> str | None:
-    reason = flash_cannot(q.device, q.dtype, q.shape[-1], sides)
+    reason = flash_cannot(q.device, q.dtype, max(q.shape[-1], v.shape[-1]), sides)
     if reason is not None:
         return reason
     if score_mod is not None and _has_gradient(score_mod, q, first):  # torch refuses it even if no gradient is needed
@@ -151,9 +151,10 @@ def _flex_cannot(
         able = "engine='tiles' (on CPU) and 'reference' serve" if score_mod is None else "engine='reference' serves"
         return f"flex has no float64 kernels; {able} float64"
     if device_kind(q.device).flex_trains:
-        if q.shape[-1] < _MIN_FLEX_HEAD_DIM:
+        head_dim = min(q.shape[-1], v.shape[-1])
+        if head_dim < _MIN_FLEX_HEAD_DIM:
             rule = f"flex needs a head dim of at least {_MIN_FLEX_HEAD_DIM} on {q.device.type}"
-            return f"{rule}; got {q.shape[-1]}. engine='reference' serves it"
+            return f"{rule}; got {head_dim}. engine='reference' serves it"
         return None
     serves = f"engine={'tiles' if score_mod is None else 'reference'!r} serves it"
     if torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v)):

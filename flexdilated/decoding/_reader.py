@@ -26,7 +26,7 @@ from ..masks.needs import FOREVER, RowSource, causal_by_form, later_pair
 from ..masks.patterns import names
 from ._held_keys import HeldKeys
 
-# B batch, H query heads, G key/value heads, N new tokens, S slots, D head dim
+# B batch, H query heads, G key/value heads, N new tokens, S slots, D head dim of queries and keys, E of values
 
 
 class Reader:
@@ -80,11 +80,11 @@ class Reader:
         self,
         q: Float[Tensor, "B H N D"],
         k: Float[Tensor, "B G S D"],
-        v: Float[Tensor, "B G S D"],
+        v: Float[Tensor, "B G S E"],
         *,
         first: int,
         held: HeldKeys,
-    ) -> tuple[Float[Tensor, "B H N D"], Float[Tensor, "B H N"]]:
+    ) -> tuple[Float[Tensor, "B H N E"], Float[Tensor, "B H N"]]:
         """(output, natural lse) of queries at positions from `first`; k and v are indexed by the slots of `held`."""
         compute = self._rows if q.shape[2] <= MOST_ROWS else self._chunk
         return compute(q, k, v, first, held)
@@ -115,8 +115,8 @@ class Reader:
         if not all(_accepts(self.pattern, queries, keys) for keys in visible):
             return self._rows(q, k, v, first, held)  # some patterns refuse runs without all keys that they name
         if not visible:
-            wide = sum_dtype(q)
-            return torch.zeros_like(q), q.new_full(q.shape[:3], -torch.inf, dtype=wide)
+            rows = q.shape[:3]
+            return v.new_zeros(*rows, v.shape[3]), q.new_full(rows, -torch.inf, dtype=sum_dtype(q))
         out, lse = self._attend_to(q, k, v, first, visible[0], held)
         for keys in visible[1:]:
             out, lse = merge([(out.to(lse.dtype), lse), self._attend_to(q, k, v, first, keys, held)])

@@ -3,6 +3,7 @@
 from ._call import Call
 from ._gather import merge_, side_of
 from ._merge import WholeRows, add_sinks, merge, nothing, padded_rows, sum_dtype, with_sinks, with_zero_keys
+from ._operands import one_width
 from ._ops import (
     autograd_on,
     copies,

@@ -114,12 +114,12 @@ def padded_rows(
 
 
 def nothing(
-    q: Float[Tensor, "B H N D"], k: Float[Tensor, "B G M D"], v: Float[Tensor, "B G M D"], sinks: Tensor | None
-) -> tuple[Float[Tensor, "B H N D"], Float[Tensor, "B H N"]]:
+    q: Float[Tensor, "B H N D"], k: Float[Tensor, "B G M D"], v: Float[Tensor, "B G M E"], sinks: Tensor | None
+) -> tuple[Float[Tensor, "B H N E"], Float[Tensor, "B H N"]]:
     """(out, lse) of rows without keys, or of no rows, still functions of the inputs: q, k and v get gradient 0."""
     everywhere = torch.ones((), dtype=torch.bool, device=q.device)
-    zero = sum(x.masked_fill(everywhere, 0.0).sum() for x in (k, v, *(() if sinks is None else (sinks,))))
-    out = q.masked_fill(everywhere, 0.0) + zero
+    zero = sum(x.masked_fill(everywhere, 0.0).sum() for x in (q, k, v, *(() if sinks is None else (sinks,))))
+    out = q.new_zeros(*q.shape[:3], v.shape[3]) + zero
     lse = out.sum(-1).to(sum_dtype(q)).masked_fill(everywhere, -torch.inf)
     return out, lse if sinks is None else with_sinks(out.detach(), lse, sinks)[1]
 

@@ -20,7 +20,7 @@ from ._call import Call
 from ._merge import WholeRows, shares_of, sum_dtype
 from .kernels._kernel import flash_forward
 
-# B batch, H query heads, G key/value heads, N queries, S slots, D head dim
+# B batch, H query heads, G key/value heads, N queries, S slots, D head dim of queries and keys, E of values
 # in a part: g key/value heads, R rows per key/value head (query heads × queries), n keys
 
 Index = slice | Int64[Tensor, " n"]
@@ -97,11 +97,11 @@ class RowProgram:
     parts: tuple[RowPart, ...]
 
     def forward(
-        self, q: Float[Tensor, "B H N D"], k: Float[Tensor, "B G S D"], v: Float[Tensor, "B G S D"], scale: float
-    ) -> tuple[Float[Tensor, "B H N D"], Float[Tensor, "B H N"]]:
+        self, q: Float[Tensor, "B H N D"], k: Float[Tensor, "B G S D"], v: Float[Tensor, "B G S E"], scale: float
+    ) -> tuple[Float[Tensor, "B H N E"], Float[Tensor, "B H N"]]:
         """(out, natural lse), in float32 or wider; a row without keys has output 0 and lse -inf."""
         levels = 1 + max((part.level for part in self.parts), default=0)
-        outs = torch.zeros(levels, *q.shape, dtype=sum_dtype(q), device=q.device)
+        outs = torch.zeros(levels, *q.shape[:3], v.shape[3], dtype=sum_dtype(q), device=q.device)
         lses = torch.full(outs.shape[:-1], -torch.inf, dtype=sum_dtype(q), device=q.device)
         for part in self.parts:
             out, lse = _attend(part, q, k, v, scale)
@@ -113,9 +113,9 @@ class RowProgram:
         return (shares.unsqueeze(-1) * outs).sum(0), lse
 
     def backward(
-        self, q: Float[Tensor, "B H N D"], k: Float[Tensor, "B G S D"], v: Float[Tensor, "B G S D"], whole: WholeRows,
+        self, q: Float[Tensor, "B H N D"], k: Float[Tensor, "B G S D"], v: Float[Tensor, "B G S E"], whole: WholeRows,
         scale: float,
-    ) -> tuple[Float[Tensor, "B H N D"], Float[Tensor, "B G S D"], Float[Tensor, "B G S D"]]:  # fmt: skip
+    ) -> tuple[Float[Tensor, "B H N D"], Float[Tensor, "B G S D"], Float[Tensor, "B G S E"]]:  # fmt: skip
         """(dq, dk, dv) in float32 or wider."""
         delta, lse = whole.delta(), whole.lse
         lse = lse.masked_fill(lse == -torch.inf, torch.inf)  # a row without keys has no weights
@@ -133,7 +133,7 @@ class RowProgram:
 
 def _attend(part: RowPart, q: Tensor, k: Tensor, v: Tensor, scale: float) -> tuple[Tensor, Tensor]:
     rows, keys, values, bias = part.of_rows(q), part.of_keys(k), part.of_keys(v), part.bias(q)
-    if device_kind(q.device).on_host:
+    if device_kind(q.device).on_host and q.shape[3] == v.shape[3]:
         out, lse = flash_forward(rows, keys, values, scale=scale, mask=None if bias is None else bias[None, None])
         if bias is not None:  # the kernel gives 0 as the lse of a row without keys
             lse = lse.masked_fill(bias.amax(1) == -torch.inf, -torch.inf)
@@ -145,11 +145,11 @@ def _attend(part: RowPart, q: Tensor, k: Tensor, v: Tensor, scale: float) -> tup
 def matrix_forward(
     q: Float[Tensor, "B g R D"],
     k: Float[Tensor, "B g n D"],
-    v: Float[Tensor, "B g n D"],
+    v: Float[Tensor, "B g n E"],
     *,
     scale: float,
     bias: Float[Tensor, "R n"] | None = None,
-) -> tuple[Float[Tensor, "B g R D"], Float[Tensor, "B g R"]]:
+) -> tuple[Float[Tensor, "B g R E"], Float[Tensor, "B g R"]]:
     """(out, natural lse) in float32 or wider, by two matrix products: for a few rows on any device."""
     scores = _scores(q, k, scale, bias)
     lse = scores.logsumexp(-1)
@@ -159,15 +159,15 @@ def matrix_forward(
 
 def matrix_backward(
     q: Float[Tensor, "B g R D"],
-    grad_out: Float[Tensor, "B g R D"],
+    grad_out: Float[Tensor, "B g R E"],
     delta: Float[Tensor, "B g R"],
     lse: Float[Tensor, "B g R"],
     k: Float[Tensor, "B g n D"],
-    v: Float[Tensor, "B g n D"],
+    v: Float[Tensor, "B g n E"],
     *,
     scale: float,
     bias: Float[Tensor, "R n"] | None = None,
-) -> tuple[Float[Tensor, "B g R D"], Float[Tensor, "B g n D"], Float[Tensor, "B g n D"]]:
+) -> tuple[Float[Tensor, "B g R D"], Float[Tensor, "B g n D"], Float[Tensor, "B g n E"]]:
     """(dq, dk, dv) in the dtype of the lse; a score's gradient is weight * (grad_out · value - delta).
 
     A row whose lse is +inf has weight 0 everywhere.

@@ -55,11 +55,11 @@ def refused(error: type[Exception], says: str, *given, **options) -> None:
         (changed(1, lambda k: k.bfloat16()), ValueError, "one dtype; got torch.float32, torch.bfloat16"),
         (changed(2, lambda v: v.double()), ValueError, "one dtype; .*torch.float64"),
         (changed(1, lambda k: k.to("meta")), ValueError, "one device; got cpu, meta and cpu"),
-        (changed(2, lambda v: v[..., :5]), ValueError, "one head dim"),
+        (changed(2, lambda v: v[..., :0]), ValueError, "head dim must be at least 1"),
         (
             changed(2, lambda v: v[:, :, 1:]),
             ValueError,
-            r"one shape; got \(1, 4, 12, 8\) and \(1, 4, 11, 8\)",
+            r"one shape, except for the head dim; got \(1, 4, 12, 8\) and \(1, 4, 11, 8\)",
         ),
         (changed(0, lambda q: q.expand(2, -1, -1, -1)), ValueError, "agree in batch"),
         (changed(0, lambda q: q[..., :4]), ValueError, "agree in batch and head dim"),

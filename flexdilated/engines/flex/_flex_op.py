@@ -173,13 +173,14 @@ def _check_table(q: Tensor, key: Call) -> None:
         raise ValueError(f"selected blocks of {table.block}: {reason}")
 
 
-def kv_head_parts(q: Tensor, k: Tensor, copies: int = 1) -> list[range]:
+def kv_head_parts(q: Tensor, k: Tensor, v: Tensor, copies: int = 1) -> list[range]:
     """Ranges of key/value heads small enough that no tensor of them or their query heads exceeds MOST_ELEMENTS.
 
     copies: query copies per query. Raises ValueError if a single key/value head exceeds it.
     """
     kv_heads = k.shape[1]
-    each = max(q.numel() // kv_heads * copies, k.numel() // kv_heads)
+    rows = q.numel() // q.shape[3] * max(q.shape[3], v.shape[3])  # of q or of the output
+    each = max(rows // kv_heads * copies, k.numel() // kv_heads, v.numel() // kv_heads)
     if not device_kind(q.device).flex_trains or each * kv_heads <= MOST_ELEMENTS:
         return [range(kv_heads)]
     if each > MOST_ELEMENTS:
@@ -236,7 +237,7 @@ def flex(
     table = parts_of(key.pattern) if device_kind(q.device).flex_trains else None
     sizes = key.num_queries, key.num_keys
     copies = 1 if table is None else copies_of(table.block, key.q_offset, table.most, sizes)
-    parts = kv_head_parts(q, k, copies)
+    parts = kv_head_parts(q, k, v, copies)
     if len(parts) == 1:
         return _flex(q, k, v, bindings, key, sinks=sinks, **options)
     found = []
