@@ -140,9 +140,10 @@ def attend(
     head_offset, num_heads_global: index of head 0 among all heads, and their number, for heads on several devices.
     layout: order of the tokens in q, k and v, and in the output.
     engine: "tiles" (CPU; on CUDA branches that are dense or causal), "flex" (accelerators; on CPU one set pattern,
-        inference), "flash" (the package flash-attn-4 on NVIDIA's Hopper and Blackwell, in half precision) or
-        "reference" (dense, in float64). None takes tiles on CPU and flex elsewhere. A named engine that cannot serve
-        the call raises.
+        inference), "portable" (any device, eagerly), "flash" (the package flash-attn-4 on NVIDIA's Hopper and
+        Blackwell, in half precision) or
+        "reference" (dense, in float64). None takes tiles on CPU and flex elsewhere, and portable for calls that they
+        cannot serve, such as training with a score_mod on CPU. A named engine that cannot serve the call raises.
     block_size: side of the blocks in block lists, or (query side, key side). None: on CPU chosen for the pattern, with
         "flash" the side that the device's kernels need, and otherwise 128.
     kernel_options: options of flex_attention, such as {"BLOCK_M": 64}, for engines "flex" and "flash": plain values,

@@ -44,6 +44,11 @@ def merge(parts: Sequence[Part], scores: Sequence[Float[Tensor, "*#rows"]] = ())
     some = torch.where(empty, 1.0, total)
     shares = ((weight / some)[..., None] for weight in weights)
     out = add(out.to(sum_dtype(out)) * share for (out, _), share in zip(parts, shares, strict=False))
+    if scores:  # the scores' gradient must not read a NaN in the gradient of a row without keys
+        seen = lses[0] > -torch.inf
+        for lse in lses[1 : len(parts)]:
+            seen = seen | (lse > -torch.inf)
+        out = torch.where(seen[..., None], out, 0.0)
     return out.to(parts[0][0].dtype), torch.where(empty, -torch.inf, top + torch.log(some))
 
 

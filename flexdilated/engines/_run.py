@@ -15,6 +15,7 @@ from ._operands import one_width
 from ._reference import reference_attention
 from ._score_mod import ScoreMod
 from .flex import BACKEND, Options, flash_sides, flex, options_text
+from .kernels._portable import portable_attention
 from .tiles import tiles
 
 # B batch, H query heads, G key/value heads, N queries, M keys, D head dim of queries and keys, E of values
@@ -52,8 +53,9 @@ def run(
     if engine == "flash":
         kernel_options = (*kernel_options, (BACKEND, "FLASH"))
         call = call._replace(block_size=call.block_size or flash_sides(q.device, q.shape[-1]))
-    options = options_text(kernel_options)
-    return flex(q, k, v, bindings, call, scale=scale, sinks=sinks, kernel_options=options, **features)
+    features |= {"sinks": sinks, "kernel_options": options_text(kernel_options)}
+    features["kernel"] = portable_attention if engine == "portable" else None
+    return flex(q, k, v, bindings, call, scale=scale, **features)
 
 
 def _reference(

@@ -23,7 +23,7 @@ from .._score_mod import ScoreMod
 from .._tuned import chosen
 from ._flash import flash_cannot
 from ._flex import run_flex
-from ._kernel_call import is_flash
+from ._kernel_call import Kernel, is_flash
 from ._program import TABLES, FlexProgram, FlexStep, list_width, make_flex_program, mask_of, tables_of
 from ._selected_flex import copies_of, sides_of_table, unit_of
 from ._selected_op import Parts, parts_of, selected_flex, takes_table
@@ -218,12 +218,17 @@ def flex(
     sinks: Tensor | None,
     return_lse: bool,
     kernel_options: str = "",
+    kernel: Kernel | None = None,
 ) -> tuple[Tensor, Tensor | None]:
     """(out, lse or None), eagerly or under torch.compile(fullgraph=True).
 
-    kernel_options: as from `options_text`. Raises ValueError for tensors and block sides that its kernels do not
-    support.
+    kernel_options: as from `options_text`. kernel: in place of FlexAttention, and not compiled. Raises ValueError for
+    tensors and block sides that FlexAttention's kernels do not support.
     """
+    options: dict[str, Any] = {"scale": scale, "score_mod": score_mod, "return_lse": return_lse}
+    options["kernel_options"] = kernel_options
+    if kernel is not None:
+        return _flex(q, k, v, bindings, key, sinks=sinks, kernel=kernel, **options)
     if is_flash(kernel_options):
         _check_table(q, key)
     else:
@@ -232,8 +237,6 @@ def flex(
         # On CPU FlexAttention refuses inputs that require a gradient, even under torch.no_grad().
         q, k, v = q.detach(), k.detach(), v.detach()
     q, k, v = readable(q), readable(k), readable(v)
-    options: dict[str, Any] = {"scale": scale, "score_mod": score_mod, "return_lse": return_lse}
-    options["kernel_options"] = kernel_options
     table = parts_of(key.pattern) if device_kind(q.device).flex_trains else None
     sizes = key.num_queries, key.num_keys
     copies = 1 if table is None else copies_of(table.block, key.q_offset, table.most, sizes)
@@ -252,7 +255,7 @@ def flex(
 def _flex(
     q: Tensor, k: Tensor, v: Tensor, bindings: list[Tensor], key: Call, **options: Any
 ) -> tuple[Tensor, Tensor | None]:
-    table = parts_of(key.pattern) if device_kind(q.device).flex_trains else None
+    table = parts_of(key.pattern) if device_kind(q.device).flex_trains and "kernel" not in options else None
     if table is not None and takes_table(table, key):
         return _with_table(q, k, v, bindings, key, table, **options)
     if torch.compiler.is_compiling():

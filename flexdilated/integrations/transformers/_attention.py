@@ -17,7 +17,7 @@ from ..._attend import attend
 from ..._validate import position
 from ...engines import ScoreMod
 from ...masks import Mixture, Pattern, documents, every, visible_keys
-from ...masks.core import advises, device_kind
+from ...masks.core import advises
 from ...masks.patterns import names
 from ...selection import SelectedAttention
 from ._cache import Given, given_of
@@ -284,8 +284,6 @@ def attention(
         scale=scaling,
         enable_gqa=True,
         score_mod=None if softcap is None else _softcap(softcap),
-        # Other engines on CPU do not train with a score_mod; transformers' eager attention forms all scores too.
-        engine="reference" if softcap is not None and not device_kind(query.device).flex_trains else None,
         sinks=s_aux,
         bindings={name: attention_mask.reading.tensors[name] for name in names(rule)},
         q_offset=attention_mask.q_offset,
