@@ -99,10 +99,10 @@ def _(inputs):
 
 def _tiles_cannot(q: Tensor, score_mod: ScoreMod | None) -> str | None:
     kind = device_kind(q.device)
-    if not (kind.on_host or kind.is_cuda):
+    if not kind.kernels:
         return f"tiles runs ATen's kernels on CPU and CUDA; got tensors on {q.device}. engine='flex' serves them"
-    if kind.is_cuda and q.dtype == torch.float64:
-        return "tiles has no float64 kernels on cuda; engine='portable' serves float64"
+    if not kind.on_host and q.dtype == torch.float64:
+        return f"tiles has no float64 kernels on {q.device.type}; engine='portable' serves float64"
     if score_mod is not None:
         serve = "engine='portable' serves it eagerly, engine='flex' too (on CPU: inference with one set pattern)"
         return f"tiles runs kernels that take no score_mod; {serve}"

@@ -18,7 +18,7 @@ from torch.nn.functional import pad
 from torch.overrides import TorchFunctionMode
 
 from .._merge import sum_dtype
-from .._ops import tensors_in
+from .._ops import refuse, tensors_in
 from .._score_mod import ScoreMod
 
 # B batch, H query heads, G key/value heads, N queries, M keys, D head dim of queries and keys, E of values
@@ -203,12 +203,28 @@ class _Attention(torch.autograd.Function):
         return out.to(q.dtype), lse
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> Any:
         q, k, v, out, lse, *captured = ctx.saved_tensors
-        with torch.autocast(q.device.type, enabled=False):
+        with torch.autocast(q.device.type, enabled=False), torch.no_grad():
             found = _gradients(ctx.problems, ctx.score_mod, ctx.scale, grads, q, k, v, out, lse, captured)
+        if torch.is_grad_enabled():  # create_graph=True
+            found = _Final.apply(len(found), *found, *grads, *ctx.saved_tensors)
         return None, None, None, *found
+
+
+class _Final(torch.autograd.Function):
+    """The first `count` tensors, which depend on all of them; a derivative raises RuntimeError."""
+
+    @staticmethod
+    def forward(ctx: Any, count: int, *tensors: Tensor) -> tuple[Tensor, ...]:
+        return tuple(x.clone() for x in tensors[:count])
+
+    backward = staticmethod(
+        refuse(
+            "the portable engine has no second derivative; "
+            "for double backward use engine='reference' (dense, small inputs)"
+        )
+    )
 
 
 def _gradients(
