@@ -17,7 +17,7 @@ class DeviceKind:
     memory, so reading a value waits for no kernel. kernels: the family of `engines/kernels` that engine "tiles" calls;
     "" for none; "meta" has those of CPU, without values. is_cuda: torch.cuda reports its memory and name. flex_trains:
     FlexAttention's kernels have an lse and a backward, read block lists of any width, index in 32 bits and accept all
-    lengths; the CPU kernels do none of this.
+    lengths; the CPU kernels do none of this. has_streams: kernels are queued in streams.
     """
 
     engine: str
@@ -26,19 +26,15 @@ class DeviceKind:
     kernels: str = ""
     is_cuda: bool = False
     flex_trains: bool = True
-
-    @property
-    def has_streams(self) -> bool:
-        """Kernels are queued in streams of the device."""
-        return self.kernels != "cpu"
+    has_streams: bool = True
 
 
-_CPU = DeviceKind("tiles", torch.float32, on_host=True, kernels="cpu", flex_trains=False)
+_CPU = DeviceKind("tiles", torch.float32, on_host=True, kernels="cpu", flex_trains=False, has_streams=False)
 _ACCELERATOR = DeviceKind("flex", torch.bfloat16)
 _KINDS = {
     "cpu": _CPU,
     "cuda": replace(_ACCELERATOR, kernels="cuda", is_cuda=True),
-    "meta": replace(_ACCELERATOR, kernels="cpu"),
+    "meta": replace(_ACCELERATOR, kernels="cpu", has_streams=False),
 }
 
 
