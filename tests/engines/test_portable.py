@@ -82,6 +82,29 @@ def test_every_captured_tensor_has_its_gradient(name):
         assert_close(one, other, **TIGHT, check_dtype=False)
 
 
+@pytest.mark.parametrize("engine", ["portable"])
+def test_a_score_mod_is_asked_about_allowed_pairs_alone(engine):
+    """A table as wide as the window, and a function whose gradient is infinite beyond it."""
+    x = torch.randn(1, 2, 300, 8, dtype=torch.float64, requires_grad=True)
+    table = torch.randn(65, dtype=torch.float64, requires_grad=True)
+    window = masks.local_window(left=32, right=32) & masks.chunked(70)
+
+    def near(score, b, h, i, j):
+        return score + table[i - j + 32] * (33.0 - (i - j).abs()).sqrt()
+
+    def clamped(score, b, h, i, j):
+        return score + table[(i - j + 32).clamp(0, 64)] * (33.0 - (i - j).abs()).clamp(min=1).sqrt()
+
+    (out, *grads), (exact, *exact_grads) = (
+        (out, *torch.autograd.grad(out.square().sum(), (x, table)))
+        for out in (
+            fd.attend(x, x, x, window, score_mod=near, engine=engine),
+            fd.attend(x, x, x, window, score_mod=clamped, engine="reference"),
+        )
+    )
+    assert_close((out, *grads), (exact, *exact_grads), **TIGHT)
+
+
 def test_memory_is_linear():
     """Twice the tokens under a window: twice the peak of a step; all scores would be sixteen times the bound."""
 

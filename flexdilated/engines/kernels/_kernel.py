@@ -98,7 +98,7 @@ class _Folding:
         return x.squeeze(1).unflatten(0, (self.batch, -1, self.folds))
 
     def mask(self, x: Operands, bias: Float[Tensor, "#H #Q K"] | None) -> Tensor | None:
-        """Additive mask in the kernel's dims: the bias of every fold, or -inf for invisible keys."""
+        """Mask that the kernel adds to scores: `bias` for all batch entries and folds, or -inf for invisible keys."""
         if x.visible is not None:
             assert bias is None, "where keys are hidden, nothing else is added"
             rows = self.enter(added(x.visible, x.q.dtype))

@@ -89,7 +89,18 @@ class _Chunk:
     problem: Int64[Tensor, "x t"]
     block: Int64[Tensor, "x t L"]
     hidden: Bool[Tensor, "t _ LK"] | None
-    places: tuple[Int64[Tensor, "x t"], Int64[Tensor, "x t"], Int64[Tensor, "t Q"], Int64[Tensor, "t LK"]]
+    places: tuple[Int64[Tensor, "x t"], Int64[Tensor, "x t"], Int64[Tensor, "t Q"], Int64[Tensor, "t _ LK"]]
+
+    def asked(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """`places` in which a hidden pair is replaced by an allowed pair of its row, or of another row of its list."""
+        b, h, q, k = self.places
+        if self.hidden is None:
+            return self.places
+        shown = ~self.hidden.expand(-1, q.shape[1], -1)
+        some, first = shown.any(-1), shown.byte().argmax(-1)
+        row = some.byte().argmax(1, keepdim=True).where(~some, torch.arange(q.shape[1], device=q.device))
+        instead = k.squeeze(1).gather(1, first.gather(1, row))
+        return b, h, q.gather(1, row), torch.where(shown, k, instead[..., None])
 
 
 @dataclass(frozen=True, eq=False)
@@ -150,7 +161,7 @@ class _Problems:
             h = many_heads.repeat(len(many_entries), 1)
             problem = (b * heads + h) * rows + row
             block = ((b * groups + h // (heads // groups)) * blocks)[..., None] + column.clamp(max=blocks - 1)
-            places = slots.clamp(max=queries - 1), key_slots.clamp(max=keys - 1)
+            places = slots.clamp(max=queries - 1), key_slots.clamp(max=keys - 1)[:, None]
             some = max(1, _SCORES_AT_ONCE // (side * k_side * length * len(at)))
             for first in range(0, shared, some):
                 part = slice(first, first + some)
@@ -280,11 +291,12 @@ def _scores(
 
 
 def _modified(chunk: _Chunk, scores: Float[Tensor, "x t Q LK"], score_mod: ScoreMod) -> Float[Tensor, "x t Q LK"]:
-    """Apply score_mod to every score, one at a time, as FlexAttention does."""
-    b, h, q, k = chunk.places
+    """Apply score_mod to every score, one at a time, as FlexAttention does, but only to allowed pairs."""
+    b, h, q, k = chunk.asked()
     every = torch.vmap(score_mod, in_dims=(0, None, None, None, 0))
-    every = torch.vmap(every, in_dims=(0, None, None, 0, None))
+    every = torch.vmap(every, in_dims=(0, None, None, 0, 0))
     every = torch.vmap(torch.vmap(every, in_dims=(0, 0, 0, 0, 0)), in_dims=(0, 0, 0, None, None))
+    k = k.expand(-1, q.shape[1], -1)
     return every(scores, b, h, q, k).to(scores.dtype)
 
 
