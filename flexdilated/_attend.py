@@ -32,14 +32,14 @@ from .masks.core import advises, require_bool, require_expression
 from .masks.planning import block_sides
 from .tuning import autotune as measure_call
 
-# B batch, H query heads, G key/value heads, N queries, M keys, D head dim
+# B batch, H query heads, G key/value heads, N queries, M keys, D head dim of queries and keys, E of values
 
 
 @overload
 def attend(
     q: Float[Tensor, "B H N D"],
     k: Float[Tensor, "B G M D"],
-    v: Float[Tensor, "B G M D"],
+    v: Float[Tensor, "B G M E"],
     pattern: Pattern | Mixture,
     *,
     dropout_p: float = 0.0,
@@ -58,14 +58,14 @@ def attend(
     kernel_options: Mapping[str, bool | int | float | str] | None = None,
     autotune: bool = False,
     return_lse: Literal[False] = False,
-) -> Float[Tensor, "B H N D"]: ...
+) -> Float[Tensor, "B H N E"]: ...
 
 
 @overload
 def attend(
     q: Float[Tensor, "B H N D"],
     k: Float[Tensor, "B G M D"],
-    v: Float[Tensor, "B G M D"],
+    v: Float[Tensor, "B G M E"],
     pattern: Pattern | Mixture,
     *,
     dropout_p: float = 0.0,
@@ -84,7 +84,7 @@ def attend(
     kernel_options: Mapping[str, bool | int | float | str] | None = None,
     autotune: bool = False,
     return_lse: Literal[True],
-) -> tuple[Float[Tensor, "B H N D"], Float[Tensor, "B H N"]]: ...
+) -> tuple[Float[Tensor, "B H N E"], Float[Tensor, "B H N"]]: ...
 
 
 @advises(
@@ -94,7 +94,7 @@ def attend(
 def attend(
     q: Float[Tensor, "B H N D"],
     k: Float[Tensor, "B G M D"],
-    v: Float[Tensor, "B G M D"],
+    v: Float[Tensor, "B G M E"],
     pattern: Pattern | Mixture,
     *,
     dropout_p: float = 0.0,
@@ -113,7 +113,7 @@ def attend(
     kernel_options: Mapping[str, bool | int | float | str] | None = None,
     autotune: bool = False,
     return_lse: bool = False,
-) -> Float[Tensor, "B H N D"] | tuple[Float[Tensor, "B H N D"], Float[Tensor, "B H N"]]:
+) -> Float[Tensor, "B H N E"] | tuple[Float[Tensor, "B H N E"], Float[Tensor, "B H N"]]:
     """Attention over the pairs that `pattern` allows: exact, differentiable, without an N x M matrix.
 
     If the pattern pads with zeros (`masks.longnet`), each row's softmax includes its zero keys; then k and v must be
@@ -122,6 +122,8 @@ def attend(
     A row without keys has output 0 and lse -inf. The lse is the natural log of the softmax denominator, in
     float32 (float64 for float64 inputs), and differentiable. Under autocast q, k and v are cast as in
     `scaled_dot_product_attention`.
+
+    v may have another head dim E than q and k. Engines "tiles" and "flash" then pad to the wider one.
 
     dropout_p: must be 0.
     scale: factor on the scores; 1 / sqrt(D) by default.
@@ -138,9 +140,10 @@ def attend(
     head_offset, num_heads_global: index of head 0 among all heads, and their number, for heads on several devices.
     layout: order of the tokens in q, k and v, and in the output.
     engine: "tiles" (CPU; on CUDA branches that are dense or causal), "flex" (accelerators; on CPU one set pattern,
-        inference), "flash" (the package flash-attn-4 on NVIDIA's Hopper and Blackwell, in half precision) or
-        "reference" (dense, in float64). None takes tiles on CPU and flex elsewhere. A named engine that cannot serve
-        the call raises.
+        inference), "portable" (any device, eagerly), "flash" (the package flash-attn-4 on NVIDIA's Hopper and
+        Blackwell, in half precision) or
+        "reference" (dense, in float64). None takes tiles on CPU and flex elsewhere, and portable for calls that they
+        cannot serve, such as training with a score_mod on CPU. A named engine that cannot serve the call raises.
     block_size: side of the blocks in block lists, or (query side, key side). None: on CPU chosen for the pattern, with
         "flash" the side that the device's kernels need, and otherwise 128.
     kernel_options: options of flex_attention, such as {"BLOCK_M": 64}, for engines "flex" and "flash": plain values,

@@ -13,7 +13,7 @@ from .masks import Mixture, Pattern
 from .masks.core import device_kind
 from .masks.plan_cache import debug_wanted, in_line, log
 
-ENGINES = ("flex", "flash", "tiles", "reference")
+ENGINES = ("flex", "flash", "tiles", "portable", "reference")
 _MIN_FLEX_HEAD_DIM = 16  # FlexAttention's Triton kernels
 
 
@@ -36,7 +36,7 @@ def choose_engine(
     return_lse: bool,
     sides: tuple[int, ...] = (),
 ) -> str:
-    """The engine for a call: `engine`, or by default tiles on CPU and flex elsewhere.
+    """The engine for a call: `engine`, or by default tiles on CPU, flex elsewhere, and portable for what they lack.
 
     first: global index of the first head, positions of the first query and key. sides: requested block sides, if any.
     Raises ValueError if the engine cannot serve the call, and names an engine that can.
@@ -44,24 +44,27 @@ def choose_engine(
     check_engine(engine)
     if q.is_meta:
         return "tiles"  # meta tensors need only shapes and dtypes, which are equal in all engines
-    chosen = engine or device_kind(q.device).engine
-    reason = None
-    if chosen == "reference" and torch.compiler.is_compiling():
-        reason = "reference runs eagerly only; engine='tiles' (on CPU) and 'flex' compile"
+    chosen, reason = engine or device_kind(q.device).engine, None
+    if chosen in ("reference", "portable") and torch.compiler.is_compiling():
+        reason = f"{chosen} runs eagerly only; engine='tiles' (on CPU) and 'flex' compile"
     elif chosen == "tiles":
         reason = _tiles_cannot(q, score_mod)
-    elif chosen in ("flex", "flash"):
+    elif chosen != "reference":
         if is_transformed():
             check_transforms([q, k, v, *_others(sinks, score_mod, q, first)])
         if chosen == "flex":
             reason = _flex_cannot(q, k, v, pattern, score_mod, first, sinks, return_lse)
-        else:
+        elif chosen == "flash":
             reason = _flash_cannot(q, k, v, score_mod, first, sides)
+    why = f"the default on {q.device.type}" if engine is None else "as the caller names it"
+    if reason is not None and engine is None and not torch.compiler.is_compiling():
+        if is_transformed():
+            check_transforms([q, k, v, *_others(sinks, score_mod, q, first)])
+        chosen, why, reason = "portable", f"as {reason}", None
     if reason is not None:
         raise ValueError(reason)
     # Not in a trace: logging would break the graph.
     if not torch.compiler.is_compiling() and debug_wanted():
-        why = f"the default on {q.device.type}" if engine is None else "as the caller names it"
         _tell(f"engine {chosen!r}, {why}: {_call_text(q, k, pattern)}")
     return chosen
 
@@ -96,12 +99,12 @@ def _(inputs):
 
 def _tiles_cannot(q: Tensor, score_mod: ScoreMod | None) -> str | None:
     kind = device_kind(q.device)
-    if not (kind.on_host or kind.is_cuda):
+    if not kind.kernels:
         return f"tiles runs ATen's kernels on CPU and CUDA; got tensors on {q.device}. engine='flex' serves them"
-    if kind.is_cuda and q.dtype == torch.float64:
-        return "tiles has no float64 kernels on cuda; engine='reference' serves float64"
+    if not kind.on_host and q.dtype == torch.float64:
+        return f"tiles has no float64 kernels on {q.device.type}; engine='portable' serves float64"
     if score_mod is not None:
-        serve = "engine='flex' (on CPU: inference with one set pattern) and engine='reference' serve it"
+        serve = "engine='portable' serves it eagerly, engine='flex' too (on CPU: inference with one set pattern)"
         return f"tiles runs kernels that take no score_mod; {serve}"
     return None
 
@@ -114,7 +117,7 @@ def _flash_cannot(
     first: tuple[int, int, int],
     sides: tuple[int, ...],
 ) -> str | None:
-    reason = flash_cannot(q.device, q.dtype, q.shape[-1], sides)
+    reason = flash_cannot(q.device, q.dtype, max(q.shape[-1], v.shape[-1]), sides)
     if reason is not None:
         return reason
     if score_mod is not None and _has_gradient(score_mod, q, first):  # torch refuses it even if no gradient is needed
@@ -148,14 +151,15 @@ def _flex_cannot(
     return_lse: bool,
 ) -> str | None:
     if q.dtype == torch.float64:
-        able = "engine='tiles' (on CPU) and 'reference' serve" if score_mod is None else "engine='reference' serves"
+        able = "engine='tiles' (on CPU) and 'portable' serve" if score_mod is None else "engine='portable' serves"
         return f"flex has no float64 kernels; {able} float64"
     if device_kind(q.device).flex_trains:
-        if q.shape[-1] < _MIN_FLEX_HEAD_DIM:
+        head_dim = min(q.shape[-1], v.shape[-1])
+        if head_dim < _MIN_FLEX_HEAD_DIM:
             rule = f"flex needs a head dim of at least {_MIN_FLEX_HEAD_DIM} on {q.device.type}"
-            return f"{rule}; got {q.shape[-1]}. engine='reference' serves it"
+            return f"{rule}; got {head_dim}. engine='portable' serves it"
         return None
-    serves = f"engine={'tiles' if score_mod is None else 'reference'!r} serves it"
+    serves = f"engine={'tiles' if score_mod is None else 'portable'!r} serves it"
     if torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v)):
         return f"flex has no backward on CPU, and q, k or v requires a gradient; {serves}, or use torch.no_grad()"
     if score_mod is not None and torch.is_grad_enabled() and probe(score_mod, q, *first).requires_grad:

@@ -64,7 +64,7 @@ _DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 
 def check_tensors(q: Tensor, k: Tensor, v: Tensor, *, enable_gqa: bool) -> None:
-    """Check that q (B, H, N, D) and k, v (B, Hkv, M, D) fit together."""
+    """Check that q (B, H, N, D), k (B, Hkv, M, D) and v (B, Hkv, M, E) fit together."""
     for name, tensor in (("q", q), ("k", k), ("v", v)):
         if not isinstance(tensor, Tensor):
             as_tensor = f": torch.as_tensor({name}) makes one" if type(tensor).__name__ in ("ndarray", "list") else ""
@@ -86,19 +86,14 @@ def check_tensors(q: Tensor, k: Tensor, v: Tensor, *, enable_gqa: bool) -> None:
         raise ValueError(f"q, k and v must have one dtype; got {dtypes}: cast them, or call under torch.autocast")
     if not q.device == k.device == v.device:
         raise ValueError(f"q, k and v must be on one device; got {q.device}, {k.device} and {v.device}")
-    if k.shape[:3] == v.shape[:3] and k.shape[3] != v.shape[3]:
-        wide, narrow = ("k", "v") if k.shape[3] > v.shape[3] else ("v", "q and k")
-        raise ValueError(
-            f"k and v must have one head dim: pad {narrow} with zeros to that of {wide} by torch.nn.functional.pad, "
-            f"keep scale=q.shape[-1] ** -0.5 of the q before it, and cut the output; got {_shape(k)} and {_shape(v)}"
-        )
-    if k.shape != v.shape:
+    if k.shape[:3] != v.shape[:3]:
         turned = ": give k as v is, not transposed" if k.shape == v.transpose(-2, -1).shape else ""
-        raise ValueError(f"k and v must have one shape; got {_shape(k)} and {_shape(v)}{turned}")
+        rule = "k and v must have one shape, except for the head dim"
+        raise ValueError(f"{rule}; got {_shape(k)} and {_shape(v)}{turned}")
     if q.shape[0] != k.shape[0] or q.shape[3] != k.shape[3]:
         raise ValueError(f"q, k and v must agree in batch and head dim; got q {_shape(q)} and k {_shape(k)}")
-    if q.shape[3] == 0:
-        raise ValueError(f"the head dim must be at least 1; got q {_shape(q)}")
+    if not q.shape[3] or not v.shape[3]:
+        raise ValueError(f"the head dim must be at least 1; got q {_shape(q)} and v {_shape(v)}")
     _check_heads(q.shape[1], k.shape[1], enable_gqa)
     if not torch.compiler.is_compiling() and q.shape[1] > max(_MANY_HEADS, q.shape[2]):
         warn(

@@ -23,7 +23,10 @@ CHECKED = [
     "flexdilated.masks.needs._row",
     "flexdilated.decoding._held_keys",
     "flexdilated.selection._scores",
-    *(f"flexdilated.engines.{name}" for name in ("_gather", "_reference", "kernels._kernel", "_rows")),
+    *(
+        f"flexdilated.engines.{name}"
+        for name in ("_gather", "_reference", "kernels._kernel", "kernels._portable", "_rows")
+    ),
     *(f"flexdilated.engines.tiles._{name}" for name in ("tiles", "tile_blocks", "tile_calls")),
 ]
 

@@ -120,15 +120,16 @@ class HeldKeys:
         other.runs = list(self.runs)
         return other
 
-    def check_continues(self, k: Float[Tensor, "B G N D"]) -> None:
-        """Raise ValueError unless k has the batch, heads, head dim, dtype and device of the held keys."""
+    def check_continues(self, k: Float[Tensor, "B G N D"], v: Float[Tensor, "B G N E"]) -> None:
+        """Raise ValueError unless k and v have the batch, heads, head dims, dtype and device of the held tokens."""
 
-        def traits(x: Tensor) -> str:
-            batch, heads, _, head_dim = x.shape
-            return f"batch {batch}, {heads} key/value heads, head dim {head_dim}, {x.dtype} on {x.device}"
+        def traits(k: Tensor, v: Tensor) -> str:
+            dims = f"head dim {k.shape[3]}" + (f" of keys and {v.shape[3]} of values" if k.shape != v.shape else "")
+            return f"batch {k.shape[0]}, {k.shape[1]} key/value heads, {dims}, {k.dtype} on {k.device}"
 
-        if traits(self.keys) != traits(k):
-            raise ValueError(f"the next tokens must continue those before, {traits(self.keys)}; got {traits(k)}")
+        held, new = traits(self.keys, self.values), traits(k, v)
+        if held != new:
+            raise ValueError(f"the next tokens must continue those before, {held}; got {new}")
 
     def take_back(self, position: int, seen: int) -> None:
         """Drop the tokens from `position`. Raises ValueError, and changes nothing, if evicted keys are needed."""

@@ -18,7 +18,8 @@ from ..masks.core import HEADS, advises, bytes_text, renamed, require_int, short
 from ._held_keys import HeldKeys, refuse_gradients, stay_out_of_graphs
 from ._reader import Reader
 
-# B batch, H query heads, G key/value heads, N new tokens, M held tokens, D head dim, C selected batch entries
+# B batch, H query heads, G key/value heads, N new tokens, M held tokens, C selected batch entries
+# D head dim of queries and keys, E of values
 
 _APPENDED_AT_ONCE = 4096  # tokens without queries are appended in chunks, with eviction after each
 _SHOWN = 400  # characters of a pattern in a repr
@@ -126,17 +127,17 @@ class KVCache:
         self,
         q: Float[Tensor, "B H N D"],
         k: Float[Tensor, "B G N D"],
-        v: Float[Tensor, "B G N D"],
+        v: Float[Tensor, "B G N E"],
         *,
         sinks: Float[Tensor, " H"] | None = None,
-    ) -> Float[Tensor, "B H N D"]:
+    ) -> Float[Tensor, "B H N E"]:
         """Append the next N tokens, and attend from each of them over all keys that it sees. G must divide H."""
         q, k, v = autocast(q, k, v)
         self._check(q, k, v)
         check_sinks(sinks, q)
         refuse_gradients(q, k, v, sinks)
         if not q.shape[2]:
-            return torch.zeros_like(q)
+            return v.new_zeros(*q.shape[:3], v.shape[3])
         with self._as_before_on_error():
             held = self._take(k, v)
             out, lse = self._compute(q, held)
@@ -148,7 +149,7 @@ class KVCache:
         return out.to(q.dtype)
 
     @advises(how="write cache.append(k, v), of the new tokens")
-    def append(self, k: Float[Tensor, "B G N D"], v: Float[Tensor, "B G N D"]) -> None:
+    def append(self, k: Float[Tensor, "B G N D"], v: Float[Tensor, "B G N E"]) -> None:
         """Append the next N tokens without computing their output."""
         _, k, v = autocast(k, k, v)
         self._check(None, k, v)
@@ -187,7 +188,7 @@ class KVCache:
             raise ValueError(f"entries must lie between 0 and {batch - 1}, and be at least one; got {entries.tolist()}")
         self._held.select(entries.long())
 
-    def held(self) -> tuple[Int64[Tensor, " M"], Float[Tensor, "B G M D"], Float[Tensor, "B G M D"]]:
+    def held(self) -> tuple[Int64[Tensor, " M"], Float[Tensor, "B G M D"], Float[Tensor, "B G M E"]]:
         """(positions, keys, values) of the tokens in the cache, in ascending order; keys and values are views.
 
         Raises ValueError before the first token, when sizes are unknown.
@@ -232,7 +233,7 @@ class KVCache:
         if self.num_heads % k.shape[1]:
             raise ValueError(f"num_heads={self.num_heads} must be a multiple of the key/value heads; got {k.shape[1]}")
         if self._held is not None:
-            self._held.check_continues(k)
+            self._held.check_continues(k, v)
         self._reader.check_tokens(range(self._seen, self._seen + k.shape[2]))
 
     def __repr__(self) -> str:

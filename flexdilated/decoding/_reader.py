@@ -10,14 +10,13 @@ from .._engines import check_engine, choose_engine
 from .._validate import resolve_scale
 from ..engines import (
     MOST_ROWS,
-    Branch,
     Call,
-    GroupedBranch,
+    HeadGroup,
+    HeadRule,
     branch_rules,
     group_heads,
     merge,
-    row_forward,
-    row_parts,
+    row_program,
     run,
     sum_dtype,
 )
@@ -27,7 +26,7 @@ from ..masks.needs import FOREVER, RowSource, causal_by_form, later_pair
 from ..masks.patterns import names
 from ._held_keys import HeldKeys
 
-# B batch, H query heads, G key/value heads, N new tokens, S slots, D head dim
+# B batch, H query heads, G key/value heads, N new tokens, S slots, D head dim of queries and keys, E of values
 
 
 class Reader:
@@ -68,7 +67,7 @@ class Reader:
         self.sources = _sources(self._branches)
         self._period = common_period(self.pattern.branches())
         self._limited = [leaf for leaf in pattern.leaves() if type(leaf).check_tokens is not Pattern.check_tokens]
-        self._groups: dict[tuple[int, torch.device], tuple[GroupedBranch, ...]] = {}
+        self._groups: dict[tuple[int, torch.device], tuple[tuple[HeadGroup, ...], ...]] = {}
 
     def check_tokens(self, queries: range) -> None:
         """Raise ValueError for queries at positions that the pattern does not accept with any number of keys."""
@@ -81,11 +80,11 @@ class Reader:
         self,
         q: Float[Tensor, "B H N D"],
         k: Float[Tensor, "B G S D"],
-        v: Float[Tensor, "B G S D"],
+        v: Float[Tensor, "B G S E"],
         *,
         first: int,
         held: HeldKeys,
-    ) -> tuple[Float[Tensor, "B H N D"], Float[Tensor, "B H N"]]:
+    ) -> tuple[Float[Tensor, "B H N E"], Float[Tensor, "B H N"]]:
         """(output, natural lse) of queries at positions from `first`; k and v are indexed by the slots of `held`."""
         compute = self._rows if q.shape[2] <= MOST_ROWS else self._chunk
         return compute(q, k, v, first, held)
@@ -95,13 +94,13 @@ class Reader:
         found, scale = [], resolve_scale(self.scale, q.shape[-1])
         for few in q.split(MOST_ROWS, dim=2):
             queries = range(first, first + few.shape[2])
-            parts = row_parts(self._grouped(k), queries, range(queries.stop), held)
-            found.append(row_forward(parts, few, k, v, scale))
+            program = row_program(self._grouped(k), queries, range(queries.stop), held)
+            found.append(program.forward(few, k, v, scale))
             first = queries.stop
         outs, lses = zip(*found, strict=True)
         return torch.cat(outs, dim=2), torch.cat(lses, dim=2)
 
-    def _grouped(self, k: Tensor) -> tuple[GroupedBranch, ...]:
+    def _grouped(self, k: Tensor) -> tuple[tuple[HeadGroup, ...], ...]:
         where = k.shape[1], k.device
         if where not in self._groups:
             self._groups[where] = group_heads(
@@ -116,8 +115,8 @@ class Reader:
         if not all(_accepts(self.pattern, queries, keys) for keys in visible):
             return self._rows(q, k, v, first, held)  # some patterns refuse runs without all keys that they name
         if not visible:
-            wide = sum_dtype(q)
-            return torch.zeros_like(q), q.new_full(q.shape[:3], -torch.inf, dtype=wide)
+            rows = q.shape[:3]
+            return v.new_zeros(*rows, v.shape[3]), q.new_full(rows, -torch.inf, dtype=sum_dtype(q))
         out, lse = self._attend_to(q, k, v, first, visible[0], held)
         for keys in visible[1:]:
             out, lse = merge([(out.to(lse.dtype), lse), self._attend_to(q, k, v, first, keys, held)])
@@ -156,8 +155,8 @@ def _check_pattern(pattern: Pattern | Mixture) -> None:
         )
 
 
-def _sources(branches: tuple[Branch, ...]) -> list[RowSource]:
-    return [rule.source for branch in branches for rule in branch.rules]
+def _sources(branches: tuple[tuple[HeadRule, ...], ...]) -> list[RowSource]:
+    return [rule.source for rules in branches for rule in rules]
 
 
 def _check_causal(pattern: Pattern | Mixture, sources: list[RowSource]) -> None:

@@ -15,7 +15,7 @@ from .._attend import autocast
 from .._engines import choose_engine
 from .._torch_private import graph_constant
 from .._validate import OTHER_KEYWORDS, check_sinks, check_sizes, resolve_scale, run_time_tensors
-from ..engines import nothing, padded_rows, placed_engine
+from ..engines import nothing, one_width, padded_rows, placed_engine
 from ..masks import Mixture, Pattern
 from ..masks.core import advises, require_bool, require_choice, require_expression
 from ..masks.planning import block_sides
@@ -150,9 +150,11 @@ def attend(
     chosen_engine = placed_engine(
         choose_engine(engine, q, k, v, pattern, first=(head_offset, 0, 0), **features), q.device
     )
+    width, factor = v.shape[-1], resolve_scale(scale, index(q.shape[-1]))
+    q, k, v = one_width(q, k, v)  # keys and values travel in messages of one row length
     call = PlainCall(
         pattern=pattern.unpadded.text,
-        scale=resolve_scale(scale, index(q.shape[-1])),
+        scale=factor,
         head_offset=head_offset,
         num_heads_global=heads,
         engine=chosen_engine,
@@ -174,6 +176,7 @@ def attend(
         out, lse = ring_op(q, k, v, sinks, tensors, call.constants)
     else:
         out, lse = exchange(q, k, v, sinks, tensors, call, return_lse=needs_lse)
+    out = out[..., :width]
     if pattern.pads and 0 not in q.shape:
         assert lse is not None
         rows = {"head_offset": head_offset, "num_heads": heads, "num_tokens": shards.num_tokens}

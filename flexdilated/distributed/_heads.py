@@ -18,7 +18,7 @@ from torch import Tensor
 from .._attend import autocast
 from .._engines import choose_engine
 from .._validate import check_sinks, check_sizes, check_zero_keys, resolve_scale, run_time_tensors
-from ..engines import Call, ScoreMod, nothing, own_op, padded_rows, run, sum_dtype
+from ..engines import Call, ScoreMod, nothing, one_width, own_op, padded_rows, run, sum_dtype
 from ..masks import Mixture, Pattern
 from ..masks.core import require_expression
 from ..masks.planning import block_sides
@@ -107,15 +107,16 @@ def attend_heads(
     sinks = None if sinks is None else sinks[mine.start : mine.stop]
     first, how = (head_offset + mine.start, 0, 0), {"score_mod": score_mod, "return_lse": needs_lse}
     chosen = choose_engine(engine, q, k, v, pattern, first=first, sinks=sinks, **how)
+    width, factor = v.shape[-1], resolve_scale(scale, q.shape[-1])
     taken = encoded([split.queries, split.keys, split.keys])
-    q, k, v = tokens_to_heads([q, k, v], taken, numbers, ranks.name, pattern.text, chosen == "tiles")
+    q, k, v = tokens_to_heads(list(one_width(q, k, v)), taken, numbers, ranks.name, pattern.text, chosen == "tiles")
     k, v = (_as_read(x, split.read_by(ranks.rank)) for x in (k, v))
     # Keys and values may be float32, so that their gradients are.
     sides = () if block_size is None else block_sides(block_size)
     call = Call.at(q, k, pattern.text, head_offset=first[0], num_heads_global=heads, block_size=sides)
-    out, lse = run(chosen, q, k, v, sinks, tensors, call, resolve_scale(scale, q.shape[-1]), **how)
+    out, lse = run(chosen, q, k, v, sinks, tensors, call, factor, **how)
     back = (encoded([split.queries]), [split.num_heads], numbers, ranks.name)
-    (out,) = heads_to_tokens([out], *back)
+    (out,) = heads_to_tokens([out[..., :width]], *back)
     if not needs_lse or lse is None:
         return out
     (column,) = heads_to_tokens([lse.unsqueeze(-1)], *back)

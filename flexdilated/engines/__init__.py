@@ -3,6 +3,7 @@
 from ._call import Call
 from ._gather import merge_, side_of
 from ._merge import WholeRows, add_sinks, merge, nothing, padded_rows, sum_dtype, with_sinks, with_zero_keys
+from ._operands import one_width
 from ._ops import (
     autograd_on,
     copies,
@@ -19,7 +20,7 @@ from ._ops import (
 )
 from ._placed_call import PlacedCall, placed_engine
 from ._reference import modified_scores, multiplicity, reference_attention
-from ._rows import MOST_ROWS, Branch, GroupedBranch, branch_rules, group_heads, row_forward, row_parts
+from ._rows import MOST_ROWS, HeadGroup, HeadRule, branch_rules, group_heads, row_program
 from ._run import run
 from ._score_mod import ScoreMod, probe
 from ._tuned import TuningKey, chosen, num_measured, results
@@ -42,10 +43,9 @@ from .tiles import (
     KernelCalls,
     Program,
     Step,
+    as_given,
     make_program,
     program_of,
-    run_backward,
-    run_forward,
     tiles,
     tiles_backward,
 )

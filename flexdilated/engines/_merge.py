@@ -44,6 +44,11 @@ def merge(parts: Sequence[Part], scores: Sequence[Float[Tensor, "*#rows"]] = ())
     some = torch.where(empty, 1.0, total)
     shares = ((weight / some)[..., None] for weight in weights)
     out = add(out.to(sum_dtype(out)) * share for (out, _), share in zip(parts, shares, strict=False))
+    if scores:  # the scores' gradient must not read a NaN in the gradient of a row without keys
+        seen = lses[0] > -torch.inf
+        for lse in lses[1 : len(parts)]:
+            seen = seen | (lse > -torch.inf)
+        out = torch.where(seen[..., None], out, 0.0)
     return out.to(parts[0][0].dtype), torch.where(empty, -torch.inf, top + torch.log(some))
 
 
@@ -114,12 +119,12 @@ def padded_rows(
 
 
 def nothing(
-    q: Float[Tensor, "B H N D"], k: Float[Tensor, "B G M D"], v: Float[Tensor, "B G M D"], sinks: Tensor | None
-) -> tuple[Float[Tensor, "B H N D"], Float[Tensor, "B H N"]]:
+    q: Float[Tensor, "B H N D"], k: Float[Tensor, "B G M D"], v: Float[Tensor, "B G M E"], sinks: Tensor | None
+) -> tuple[Float[Tensor, "B H N E"], Float[Tensor, "B H N"]]:
     """(out, lse) of rows without keys, or of no rows, still functions of the inputs: q, k and v get gradient 0."""
     everywhere = torch.ones((), dtype=torch.bool, device=q.device)
-    zero = sum(x.masked_fill(everywhere, 0.0).sum() for x in (k, v, *(() if sinks is None else (sinks,))))
-    out = q.masked_fill(everywhere, 0.0) + zero
+    zero = sum(x.masked_fill(everywhere, 0.0).sum() for x in (q, k, v, *(() if sinks is None else (sinks,))))
+    out = q.new_zeros(*q.shape[:3], v.shape[3]) + zero
     lse = out.sum(-1).to(sum_dtype(q)).masked_fill(everywhere, -torch.inf)
     return out, lse if sinks is None else with_sinks(out.detach(), lse, sinks)[1]
 
@@ -141,7 +146,7 @@ class WholeRows:
     out: Float[Tensor, "B H N D"]
     lse: Float[Tensor, "B H N"]
     grad_out: Float[Tensor, "B H N D"]
-    grad_lse: Float[Tensor, "B H N"] | None
+    grad_lse: Float[Tensor, "B H N"] | None = None
 
     def delta(self) -> Float[Tensor, "B H N"]:
         """delta = grad_out · out - grad_lse; a score's gradient is its weight * (grad_out · value - delta)."""

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 import torch
 from jaxtyping import Bool, Float, Int32, Int64, Shaped
 from torch import Tensor
+from torch.nn.functional import pad
 
 from ..masks.blocks import Blocks, Rule, alike, evaluate
 from ..masks.core import device_kind
@@ -79,6 +80,18 @@ def readable(x: Shaped[Tensor, "... D"]) -> Shaped[Tensor, "... D"]:
     is_row = x.stride(-1) == 1 or x.shape[-1] == 1
     apart = x.dim() < 2 or x.shape[-2] == 1 or x.stride(-2) >= x.shape[-1]
     return x if is_row and apart else x.contiguous()
+
+
+def one_width(
+    q: Float[Tensor, "B H N D"], k: Float[Tensor, "B G M D"], v: Float[Tensor, "B G M E"]
+) -> tuple[Float[Tensor, "B H N W"], Float[Tensor, "B G M W"], Float[Tensor, "B G M W"]]:
+    """q, k and v padded with zeros to the wider head dim, for kernels that take one.
+
+    At an unchanged scale the scores are equal, and the output's first E channels are the output.
+    """
+    width = max(q.shape[-1], v.shape[-1])
+    q, k, v = (x if x.shape[-1] == width else pad(x, (0, width - x.shape[-1])) for x in (q, k, v))
+    return q, k, v
 
 
 # Kernels compiled for accelerators take offsets in 32 bits before torch 2.15; beyond, they would wrap.

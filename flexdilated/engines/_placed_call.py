@@ -70,7 +70,7 @@ class PlacedCall:
 
 def placed_engine(engine: str, device: torch.device) -> str:
     """Return the engine if it supports a Placement on this device; otherwise raise ValueError."""
-    if engine in ("reference", "flash"):
+    if engine in ("reference", "portable", "flash"):
         raise ValueError(f"{engine=} runs whole sequences; 'tiles' (on CPU) and 'flex' run parts of one")
     if engine == "tiles" and not device_kind(device).on_host:
         raise ValueError(f"tiles runs parts of a sequence on CPU only; got {device}. engine='flex' serves it")

@@ -13,7 +13,7 @@ from ..masks import Bound
 from ._operands import Hidden
 from ._score_mod import ScoreMod, new_score
 
-# B batch, H query heads, G key/value heads, N queries, M keys, D head dim
+# B batch, H query heads, G key/value heads, N queries, M keys, D head dim of queries and keys, E of values
 
 
 def multiplicity(bound: Bound, device: torch.device) -> Int64[Tensor, "B H N M"]:
@@ -50,13 +50,13 @@ def modified_scores(scores: Float[Tensor, "B H N M"], score_mod: ScoreMod, bound
 def reference_attention(
     q: Float[Tensor, "B H N D"],
     k: Float[Tensor, "B G M D"],
-    v: Float[Tensor, "B G M D"],
+    v: Float[Tensor, "B G M E"],
     bound: Bound,
     *,
     scale: float,
     score_mod: ScoreMod | None = None,
     sinks: Float[Tensor, " H"] | None = None,
-) -> tuple[Float[Tensor, "B H N D"], Float[Tensor, "B H N"]]:
+) -> tuple[Float[Tensor, "B H N E"], Float[Tensor, "B H N"]]:
     """One softmax over the multiset union of branches, in float64; out in q's dtype, lse in float64.
 
     A sink is one more key, with the head's sink as its score and value 0. Differentiable any number of times.

@@ -20,7 +20,7 @@ from ._call import Call
 from ._merge import WholeRows, shares_of, sum_dtype
 from .kernels._kernel import flash_forward
 
-# B batch, H query heads, G key/value heads, N queries, S slots, D head dim
+# B batch, H query heads, G key/value heads, N queries, S slots, D head dim of queries and keys, E of values
 # in a part: g key/value heads, R rows per key/value head (query heads × queries), n keys
 
 Index = slice | Int64[Tensor, " n"]
@@ -28,12 +28,16 @@ Index = slice | Int64[Tensor, " n"]
 
 @dataclass(frozen=True)
 class HeadGroup:
-    """Query heads with one rule: `per_key_head` of them for each of `key_heads`, in order."""
+    """Query heads with one rule: `per_key_head` of them for each of `key_heads`, in order.
+
+    A pair counts exp(log_weight) times.
+    """
 
     source: RowSource
     queries: Index
     key_heads: slice
     per_key_head: int
+    log_weight: float
 
 
 @dataclass(frozen=True)
@@ -50,7 +54,6 @@ class RowPart:
     pairs: Bool[Tensor, "rows n"] | None
     blind: Bool[Tensor, " rows"] | None
     level: int
-    log_weight: float
 
     def of_rows(self, x: Shaped[Tensor, "B H N ..."], *, empty: float = 0.0) -> Shaped[Tensor, "B g R ..."]:
         """Rows of each key/value head: its query heads' rows, concatenated.
@@ -87,69 +90,66 @@ class RowPart:
         return shown.masked_fill_(~self.pairs.to(like.device), -torch.inf).repeat(self.group.per_key_head, 1)
 
 
-def row_forward(
-    parts: Sequence[RowPart],
-    q: Float[Tensor, "B H N D"],
-    k: Float[Tensor, "B G S D"],
-    v: Float[Tensor, "B G S D"],
-    scale: float,
-) -> tuple[Float[Tensor, "B H N D"], Float[Tensor, "B H N"]]:
-    """(out, natural lse), in float32 or wider; a row without keys has output 0 and lse -inf."""
-    levels = 1 + max((part.level for part in parts), default=0)
-    outs = torch.zeros(levels, *q.shape, dtype=sum_dtype(q), device=q.device)
-    lses = torch.full(outs.shape[:-1], -torch.inf, dtype=sum_dtype(q), device=q.device)
-    for part in parts:
-        out, lse = _attend(part, q, k, v, scale)
-        outs[part.level][:, part.group.queries, part.rows] = part.to_heads(out).to(outs.dtype)
-        lses[part.level][:, part.group.queries, part.rows] = part.to_heads(lse)
-    if levels == 1:
-        return outs[0], lses[0]
-    shares, lse = shares_of(lses, 0)
-    return (shares.unsqueeze(-1) * outs).sum(0), lse
+@dataclass(frozen=True)
+class RowProgram:
+    """Parts that together are the attention of a call of few queries."""
 
+    parts: tuple[RowPart, ...]
 
-def row_backward(
-    parts: Sequence[RowPart],
-    q: Float[Tensor, "B H N D"],
-    k: Float[Tensor, "B G S D"],
-    v: Float[Tensor, "B G S D"],
-    whole: WholeRows,
-    scale: float,
-) -> tuple[Float[Tensor, "B H N D"], Float[Tensor, "B G S D"], Float[Tensor, "B G S D"]]:
-    """(dq, dk, dv) in float32 or wider."""
-    delta, lse = whole.delta(), whole.lse
-    lse = lse.masked_fill(lse == -torch.inf, torch.inf)  # a row without keys has no weights
-    dq, dk, dv = (torch.zeros_like(x, dtype=lse.dtype) for x in (q, k, v))
-    for part in parts:
-        queries, grad, share = (part.of_rows(x) for x in (q, whole.grad_out, delta))
-        sums = part.of_rows(lse - part.log_weight, empty=torch.inf)
-        keys, values = part.of_keys(k), part.of_keys(v)
-        grads = matrix_backward(queries, grad, share, sums, keys, values, scale=scale, bias=part.bias(q))
-        dq[:, part.group.queries, part.rows] += part.to_heads(grads[0])
-        part.add_to_keys(dk, grads[1])
-        part.add_to_keys(dv, grads[2])
-    return dq, dk, dv
+    def forward(
+        self, q: Float[Tensor, "B H N D"], k: Float[Tensor, "B G S D"], v: Float[Tensor, "B G S E"], scale: float
+    ) -> tuple[Float[Tensor, "B H N E"], Float[Tensor, "B H N"]]:
+        """(out, natural lse), in float32 or wider; a row without keys has output 0 and lse -inf."""
+        levels = 1 + max((part.level for part in self.parts), default=0)
+        outs = torch.zeros(levels, *q.shape[:3], v.shape[3], dtype=sum_dtype(q), device=q.device)
+        lses = torch.full(outs.shape[:-1], -torch.inf, dtype=sum_dtype(q), device=q.device)
+        for part in self.parts:
+            out, lse = _attend(part, q, k, v, scale)
+            outs[part.level][:, part.group.queries, part.rows] = part.to_heads(out).to(outs.dtype)
+            lses[part.level][:, part.group.queries, part.rows] = part.to_heads(lse)
+        if levels == 1:
+            return outs[0], lses[0]
+        shares, lse = shares_of(lses, 0)
+        return (shares.unsqueeze(-1) * outs).sum(0), lse
+
+    def backward(
+        self, q: Float[Tensor, "B H N D"], k: Float[Tensor, "B G S D"], v: Float[Tensor, "B G S E"], whole: WholeRows,
+        scale: float,
+    ) -> tuple[Float[Tensor, "B H N D"], Float[Tensor, "B G S D"], Float[Tensor, "B G S E"]]:  # fmt: skip
+        """(dq, dk, dv) in float32 or wider."""
+        delta, lse = whole.delta(), whole.lse
+        lse = lse.masked_fill(lse == -torch.inf, torch.inf)  # a row without keys has no weights
+        dq, dk, dv = (torch.zeros_like(x, dtype=lse.dtype) for x in (q, k, v))
+        for part in self.parts:
+            queries, grad, share = (part.of_rows(x) for x in (q, whole.grad_out, delta))
+            sums = part.of_rows(lse - part.group.log_weight, empty=torch.inf)
+            keys, values = part.of_keys(k), part.of_keys(v)
+            grads = matrix_backward(queries, grad, share, sums, keys, values, scale=scale, bias=part.bias(q))
+            dq[:, part.group.queries, part.rows] += part.to_heads(grads[0])
+            part.add_to_keys(dk, grads[1])
+            part.add_to_keys(dv, grads[2])
+        return dq, dk, dv
 
 
 def _attend(part: RowPart, q: Tensor, k: Tensor, v: Tensor, scale: float) -> tuple[Tensor, Tensor]:
     rows, keys, values, bias = part.of_rows(q), part.of_keys(k), part.of_keys(v), part.bias(q)
-    if device_kind(q.device).on_host:
+    if device_kind(q.device).on_host and q.shape[3] == v.shape[3]:
         out, lse = flash_forward(rows, keys, values, scale=scale, mask=None if bias is None else bias[None, None])
         if bias is not None:  # the kernel gives 0 as the lse of a row without keys
             lse = lse.masked_fill(bias.amax(1) == -torch.inf, -torch.inf)
     else:
         out, lse = matrix_forward(rows, keys, values, scale=scale, bias=bias)
-    return out, lse + part.log_weight if part.log_weight else lse
+    return out, lse + part.group.log_weight if part.group.log_weight else lse
 
 
 def matrix_forward(
     q: Float[Tensor, "B g R D"],
     k: Float[Tensor, "B g n D"],
-    v: Float[Tensor, "B g n D"],
+    v: Float[Tensor, "B g n E"],
     *,
     scale: float,
     bias: Float[Tensor, "R n"] | None = None,
-) -> tuple[Float[Tensor, "B g R D"], Float[Tensor, "B g R"]]:
+) -> tuple[Float[Tensor, "B g R E"], Float[Tensor, "B g R"]]:
     """(out, natural lse) in float32 or wider, by two matrix products: for a few rows on any device."""
     scores = _scores(q, k, scale, bias)
     lse = scores.logsumexp(-1)
@@ -159,15 +159,15 @@ def matrix_forward(
 
 def matrix_backward(
     q: Float[Tensor, "B g R D"],
-    grad_out: Float[Tensor, "B g R D"],
+    grad_out: Float[Tensor, "B g R E"],
     delta: Float[Tensor, "B g R"],
     lse: Float[Tensor, "B g R"],
     k: Float[Tensor, "B g n D"],
-    v: Float[Tensor, "B g n D"],
+    v: Float[Tensor, "B g n E"],
     *,
     scale: float,
     bias: Float[Tensor, "R n"] | None = None,
-) -> tuple[Float[Tensor, "B g R D"], Float[Tensor, "B g n D"], Float[Tensor, "B g n D"]]:
+) -> tuple[Float[Tensor, "B g R D"], Float[Tensor, "B g n D"], Float[Tensor, "B g n E"]]:
     """(dq, dk, dv) in the dtype of the lse; a score's gradient is weight * (grad_out · value - delta).
 
     A row whose lse is +inf has weight 0 everywhere.
@@ -185,53 +185,36 @@ def _scores(q: Tensor, k: Tensor, scale: float, bias: Tensor | None) -> Float[Te
 
 @dataclass(frozen=True)
 class HeadRule:
-    """A rule and the heads of this device that have it."""
+    """A rule and the heads of this device that have it; a pair counts exp(log_weight) times."""
 
     source: RowSource
     heads: tuple[int, ...]
-
-
-@dataclass(frozen=True)
-class Branch:
-    """Rules of one branch, which partition the heads; a pair counts exp(log_weight) times."""
-
-    rules: tuple[HeadRule, ...]
     log_weight: float
 
 
-def branch_rules(pattern: Expression, *, num_heads: int, head_offset: int, num_heads_global: int) -> tuple[Branch, ...]:
-    """Distinct branches of a pattern, with heads grouped by rule."""
+def branch_rules(
+    pattern: Expression, *, num_heads: int, head_offset: int, num_heads_global: int
+) -> tuple[tuple[HeadRule, ...], ...]:
+    """Rules of each distinct branch of a pattern, which partition the heads."""
     branches = []
     for branch, times in Counter(pattern.branches()).items():
         members: dict[Pattern, list[int]] = {}
         for head in range(num_heads):
             members.setdefault(branch.for_head(head + head_offset, num_heads_global), []).append(head)
-        rules = tuple(
-            HeadRule(RowSource(rule, heads[0] + head_offset, num_heads_global), tuple(heads))
+        rules = (
+            HeadRule(RowSource(rule, heads[0] + head_offset, num_heads_global), tuple(heads), log(times))
             for rule, heads in members.items()
         )
-        branches.append(Branch(rules, log(times)))
+        branches.append(tuple(rules))
     return tuple(branches)
 
 
-@dataclass(frozen=True)
-class GroupedBranch:
-    """Heads of a branch in groups; a group sees one set of keys and is computed in one call."""
-
-    groups: tuple[HeadGroup, ...]
-    log_weight: float
-
-
 def group_heads(
-    branches: tuple[Branch, ...], *, num_heads: int, num_kv_heads: int, device: torch.device
-) -> tuple[GroupedBranch, ...]:
-    """Split the rules of each branch into groups for this number of key/value heads."""
+    branches: Sequence[Sequence[HeadRule]], *, num_heads: int, num_kv_heads: int, device: torch.device
+) -> tuple[tuple[HeadGroup, ...], ...]:
+    """Groups of each branch's heads, for this number of key/value heads; each group is computed in one call."""
     return tuple(
-        GroupedBranch(
-            tuple(group for rule in branch.rules for group in _groups(rule, num_heads, num_kv_heads, device)),
-            branch.log_weight,
-        )
-        for branch in branches
+        tuple(group for rule in rules for group in _groups(rule, num_heads, num_kv_heads, device)) for rules in branches
     )
 
 
@@ -247,7 +230,7 @@ def _groups(rule: HeadRule, num_heads: int, num_kv_heads: int, device: torch.dev
     for size, key_heads in by_size.items():
         for run in _progressions(key_heads):
             heads = [head for key_head in run for head in queries[key_head]]
-            yield HeadGroup(rule.source, _head_index(heads, device), _slice(run), size)
+            yield HeadGroup(rule.source, _head_index(heads, device), _slice(run), size, rule.log_weight)
 
 
 def _progressions(numbers: list[int]) -> list[range]:
@@ -280,13 +263,13 @@ def takes_rows(key: Call) -> bool:
     return few and (key.num_queries, key.q_offset) != (key.num_keys, key.k_offset)
 
 
-def parts_of_call(key: Call, rule: Expression | None, device: torch.device) -> tuple[RowPart, ...]:
-    """Parts of `rule`, or of the call's pattern if None, over the call's queries and keys.
+def program_of_rows(key: Call, rule: Expression | None, device: torch.device) -> RowProgram:
+    """Program of `rule`, or of the call's pattern if None, over the call's queries and keys.
 
     Head groups of a pattern are cached for all offsets and lengths; a `rule` from run-time tensors is not cached.
     """
 
-    def build() -> tuple[Expression, tuple[GroupedBranch, ...]]:
+    def build() -> tuple[Expression, tuple[tuple[HeadGroup, ...], ...]]:
         read = read_text(key.pattern) if rule is None else rule
         where = {"head_offset": key.head_offset, "num_heads_global": key.num_heads_global}
         # From the unbound rule: the random draws of a bound one end with the positions of its call.
@@ -302,11 +285,11 @@ def parts_of_call(key: Call, rule: Expression | None, device: torch.device) -> t
     bound = key.bound(read)
     queries = range(bound.q_offset, bound.q_offset + bound.num_queries)
     keys = range(bound.k_offset, bound.k_offset + bound.num_keys)
-    return row_parts(branches, queries, keys, _InOrder(keys.start))
+    return row_program(branches, queries, keys, _InOrder(keys.start))
 
 
-def _rules_bytes(rules: tuple[Expression, tuple[GroupedBranch, ...]]) -> int:
-    return _GROUP_BYTES * sum(len(branch.groups) for branch in rules[1])
+def _rules_bytes(rules: tuple[Expression, tuple[tuple[HeadGroup, ...], ...]]) -> int:
+    return _GROUP_BYTES * sum(map(len, rules[1]))
 
 
 @runtime_checkable
@@ -314,7 +297,7 @@ class KeySlots(Protocol):
     """Map of key positions to slots of a tensor."""
 
     def slices(self, positions: range) -> list[slice]:
-        """KeySlots of a range of positions, as slices."""
+        """Slots of a range of positions."""
         ...
 
     def slots(self, positions: Tensor) -> Tensor:
@@ -336,29 +319,29 @@ class _InOrder:
 
 
 @plans
-def row_parts(branches: Sequence[GroupedBranch], queries: range, keys: range, store: KeySlots) -> tuple[RowPart, ...]:
-    """Parts for queries and keys at these positions; every visible key must be in `store`."""
+def row_program(branches: Sequence[Sequence[HeadGroup]], queries: range, keys: range, store: KeySlots) -> RowProgram:
+    """Program for queries and keys at these positions; every visible key must be in `store`."""
     parts: list[RowPart] = []
     level = 0
     for branch in branches:
         deepest = level
-        for group in branch.groups:
+        for group in branch:
             seen = group.source.seen(queries, keys)
             if seen is not None:
-                own = _parts(group, seen, store, level, branch.log_weight)
+                own = _parts(group, seen, store, level)
                 parts += own
                 deepest = max(deepest, level + len(own))
         level = deepest
-    return tuple(parts)
+    return RowProgram(tuple(parts))
 
 
-def _parts(group: HeadGroup, seen: Seen, store: KeySlots, level: int, log_weight: float) -> list[RowPart]:
+def _parts(group: HeadGroup, seen: Seen, store: KeySlots, level: int) -> list[RowPart]:
     """Parts over a few views of the visible keys, or a single part that gathers them by index."""
     slots, lengths = _key_indices(seen.keys, store)
     pairs = [None] * len(slots) if seen.pairs is None else seen.pairs.split(lengths, 1)
     rows = slice(seen.rows.start, seen.rows.stop, seen.rows.step)
     return [
-        RowPart(group, rows, each, shown, _blind(shown), at, log_weight)
+        RowPart(group, rows, each, shown, _blind(shown), at)
         for at, (each, shown) in enumerate(zip(slots, pairs, strict=True), start=level)
     ]
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from jaxtyping import Float
 from torch import Tensor
 
@@ -9,19 +11,21 @@ from ..masks import Layout
 from ..masks.core import plans
 from ._call import Call
 from ._merge import nothing, sum_dtype
+from ._operands import one_width
 from ._reference import reference_attention
 from ._score_mod import ScoreMod
 from .flex import BACKEND, Options, flash_sides, flex, options_text
+from .kernels._portable import portable_attention
 from .tiles import tiles
 
-# B batch, H query heads, G key/value heads, N queries, M keys, D head dim
+# B batch, H query heads, G key/value heads, N queries, M keys, D head dim of queries and keys, E of values
 
 
 def run(
     engine: str,
     q: Float[Tensor, "B H N D"],
     k: Float[Tensor, "B G M D"],
-    v: Float[Tensor, "B G M D"],
+    v: Float[Tensor, "B G M E"],
     sinks: Float[Tensor, " H"] | None,
     bindings: list[Tensor],
     call: Call,
@@ -30,13 +34,18 @@ def run(
     score_mod: ScoreMod | None = None,
     return_lse: bool = True,
     kernel_options: Options = (),
-) -> tuple[Float[Tensor, "B H N D"], Float[Tensor, "B H N"] | None]:
+) -> tuple[Float[Tensor, "B H N E"], Float[Tensor, "B H N"] | None]:
     """(out, lse) of a call that the engine serves; the lse may be None without `return_lse`.
 
     bindings: the pattern's run-time tensors, ordered by name.
     """
     if 0 in q.shape or 0 in k.shape:
         return nothing(q, k, v, sinks)
+    features: dict[str, Any] = {"score_mod": score_mod, "return_lse": return_lse}
+    if engine in ("tiles", "flash") and q.shape[-1] != v.shape[-1]:
+        features["kernel_options"] = kernel_options
+        out, lse = run(engine, *one_width(q, k, v), sinks, bindings, call, scale, **features)
+        return out[..., : v.shape[-1]], lse
     if engine == "tiles":
         return tiles(q, k, v, sinks, bindings, *call.arguments, scale)
     if engine == "reference":
@@ -44,8 +53,9 @@ def run(
     if engine == "flash":
         kernel_options = (*kernel_options, (BACKEND, "FLASH"))
         call = call._replace(block_size=call.block_size or flash_sides(q.device, q.shape[-1]))
-    features = {"score_mod": score_mod, "sinks": sinks, "kernel_options": options_text(kernel_options)}
-    return flex(q, k, v, bindings, call, scale=scale, return_lse=return_lse, **features)
+    features |= {"sinks": sinks, "kernel_options": options_text(kernel_options)}
+    features["kernel"] = portable_attention if engine == "portable" else None
+    return flex(q, k, v, bindings, call, scale=scale, **features)
 
 
 def _reference(

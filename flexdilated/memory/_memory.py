@@ -21,10 +21,9 @@ from ..engines import (
     Program,
     WholeRows,
     allowed_on,
+    as_given,
     make_flex_program,
     program_of,
-    run_backward,
-    run_forward,
     tensors_in,
 )
 from ..masks.core import Expression, device_kind, require_int
@@ -226,10 +225,12 @@ def _tiles_memory(program: Program, size: AttentionSize) -> tuple[int, int, int,
     shapes = ((size.batch, X, size.num_tokens, size.head_dim) for X in (size.num_heads, size.kv_heads, size.kv_heads))
     q, k, v = (torch.empty_permuted(shape, order, dtype=size.dtype, device=NOWHERE) for shape in shapes)
     with torch.no_grad(), LiveBytes(q, k, v) as counted:
-        out, lse = run_forward(program, q, k, v, 1.0)
+        out, lse = program.forward(q, k, v, 1.0)
+        out = as_given(out, q)
         forward, kept = counted.peak, counted.live
         counted.restart()
-        run_backward(program, q, k, v, WholeRows(out, lse, torch.empty_like(out), None), 1.0)
+        grads = program.backward(q, k, v, WholeRows(out, lse, torch.empty_like(out)), 1.0)
+        grads = [as_given(grad, x) for grad, x in zip(grads, (q, k, v), strict=True)]
     return nbytes(lse), kept, forward, forward, counted.peak
 
 

@@ -21,9 +21,7 @@ from ..engines import (
     make_flex_program,
     make_program,
     results,
-    run_backward,
     run_flex,
-    run_forward,
 )
 from ..masks.core import Bound, device_kind
 from ..masks.orders import Layout
@@ -110,10 +108,9 @@ def trial(plan: Plan, x: Inputs, *, engine: str, backward: bool, block_size: tup
 
     def run() -> tuple[Tensor, ...]:
         with torch.no_grad(), torch.autocast(device.type, enabled=False):
-            out, lse = run_forward(program, x.q, x.k, x.v, scale)
-            if not backward:
-                return (out,)
-            return (out, *run_backward(program, x.q, x.k, x.v, WholeRows(out, lse, x.grad, None), scale))
+            out, lse = program.forward(x.q, x.k, x.v, scale)
+            out = out.to(x.q.dtype)
+            return (out, *program.backward(x.q, x.k, x.v, WholeRows(out, lse, x.grad), scale)) if backward else (out,)
 
     return run
 

@@ -14,25 +14,27 @@ class DeviceKind:
     """How a kind of device computes attention.
 
     engine: default engine of a call. dtype: default dtype if nothing is known of a call. on_host: tensors are in host
-    memory, so reading a value waits for no kernel. runs_cpu_kernels: runs CPU kernels; "meta" does so without values.
-    is_cuda: torch.cuda reports its memory and name. flex_trains: FlexAttention's kernels have an lse and a backward,
-    read block lists of any width, index in 32 bits and accept all lengths; the CPU kernels do none of this.
+    memory, so reading a value waits for no kernel. kernels: the family of `engines/kernels` that engine "tiles" calls;
+    "" for none; "meta" has those of CPU, without values. is_cuda: torch.cuda reports its memory and name. flex_trains:
+    FlexAttention's kernels have an lse and a backward, read block lists of any width, index in 32 bits and accept all
+    lengths; the CPU kernels do none of this. has_streams: kernels are queued in streams.
     """
 
     engine: str
     dtype: torch.dtype
     on_host: bool = False
-    runs_cpu_kernels: bool = False
+    kernels: str = ""
     is_cuda: bool = False
     flex_trains: bool = True
+    has_streams: bool = True
 
 
-_CPU = DeviceKind("tiles", torch.float32, on_host=True, runs_cpu_kernels=True, flex_trains=False)
+_CPU = DeviceKind("tiles", torch.float32, on_host=True, kernels="cpu", flex_trains=False, has_streams=False)
 _ACCELERATOR = DeviceKind("flex", torch.bfloat16)
 _KINDS = {
     "cpu": _CPU,
-    "cuda": replace(_ACCELERATOR, is_cuda=True),
-    "meta": replace(_ACCELERATOR, runs_cpu_kernels=True),
+    "cuda": replace(_ACCELERATOR, kernels="cuda", is_cuda=True),
+    "meta": replace(_ACCELERATOR, kernels="cpu", has_streams=False),
 }
 
 

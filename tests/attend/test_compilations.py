@@ -15,7 +15,7 @@ import flexdilated as fd
 from flexdilated import masks
 from flexdilated.engines import ScoreMod
 from flexdilated.engines.flex import _flex
-from flexdilated.engines.tiles import _tiles_op
+from flexdilated.engines.tiles import Program
 from tests.support.compilers import as_it_is, without_inductor
 
 # B batch, H heads, N tokens, D head dim
@@ -55,13 +55,13 @@ def traced_only():
 def runs_of_tiles(monkeypatch) -> list[int]:
     """The number of tokens of each run of the tiles engine, from inside a graph or not."""
     runs: list[int] = []
-    run_forward = _tiles_op.run_forward
+    forward = Program.forward
 
-    def noted(program, q, *rest, **options):
+    def noted(program, q, *rest):
         runs.append(q.shape[2])
-        return run_forward(program, q, *rest, **options)
+        return forward(program, q, *rest)
 
-    monkeypatch.setattr(_tiles_op, "run_forward", noted)
+    monkeypatch.setattr(Program, "forward", noted)
     return runs
 
 

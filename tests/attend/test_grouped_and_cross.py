@@ -20,7 +20,7 @@ from tests.support.twins import Twin
 
 # B batch, H query heads, G key/value heads, N queries, M keys
 
-ENGINES = ("tiles", "reference", "flex")  # flex around a dense stand-in for its kernel
+ENGINES = ("tiles", "reference", "portable", "flex")  # flex around a dense stand-in for its kernel
 
 
 def by(engine: str, case: Case, kv_heads: int, side: int) -> Callable[..., Any]:

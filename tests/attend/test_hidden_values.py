@@ -42,7 +42,7 @@ def assert_nothing_spreads(attend: Attention, given: tuple[Tensor, ...], counts:
     queries = ~seen.any(3)
     keys = ~seen.any(2).unflatten(1, (k.shape[1], -1)).any(2)
     generator = torch.Generator().manual_seed(0)
-    grad_out = torch.randn(q.shape, generator=generator, dtype=q.dtype)
+    grad_out = torch.randn(*q.shape[:3], v.shape[3], generator=generator, dtype=q.dtype)
     grad_lse = torch.randn(q.shape[:3], generator=generator, dtype=q.dtype).masked_fill(queries, 0.0)
 
     def run(bad: float) -> list[Tensor]:
@@ -64,7 +64,7 @@ def with_sinks(drawn: tuple[Tensor, ...], wanted: bool) -> tuple[Tensor, ...]:
     )
 
 
-@pytest.mark.parametrize("engine", ["tiles", "reference"])
+@pytest.mark.parametrize("engine", ["tiles", "portable", "reference"])
 @given(data=st.data(), value=BAD)
 def test_in_any_pattern(engine: str, data: st.DataObject, value: float):
     case = data.draw(cases())
@@ -77,7 +77,7 @@ def test_in_any_pattern(engine: str, data: st.DataObject, value: float):
     assert_nothing_spreads(attend, given, case.counts(), value)
 
 
-@pytest.mark.parametrize("engine", ["tiles", "reference"])
+@pytest.mark.parametrize("engine", ["tiles", "portable", "reference"])
 @given(packed=packed_cases(), data=st.data(), value=BAD)
 def test_in_any_pattern_with_run_time_tensors(engine: str, packed: Packed, data: st.DataObject, value: float):
     given = data.draw(tensors(packed, batch=packed.batch))
@@ -92,7 +92,7 @@ def test_in_any_pattern_with_run_time_tensors(engine: str, packed: Packed, data:
 @given(st.data(), block_sides, BAD)
 def test_around_the_kernel_of_flex(data: st.DataObject, side: int, value: float):
     case = data.draw(cases())
-    given = data.draw(tensors(case))
+    given = with_sinks(data.draw(tensors(case)), data.draw(st.booleans()))
     program = static_program(call_key(case, given[1].shape[1], side), CPU)
     assert_nothing_spreads(around_dense(program, 0.5), given, case.counts(), value)
 

@@ -10,7 +10,7 @@ import flexdilated as fd
 from flexdilated import masks
 from flexdilated.engines import WholeRows
 from flexdilated.engines._call import Call
-from flexdilated.engines._rows import parts_of_call, row_backward, row_forward
+from flexdilated.engines._rows import program_of_rows
 from flexdilated.engines.flex._flex import _own_buffer
 from flexdilated.engines.kernels import _kernel_cuda
 from flexdilated.engines.tiles._tiles_op import tiles, tiles_backward
@@ -68,9 +68,9 @@ def test_few_rows():
     q, k, out = on_meta(1, 2, 3, 8), on_meta(1, 2, 32, 8), on_meta(1, 2, 3, 8, dtype=torch.float32)
     for name, pattern in PATTERNS.items():
         key = Call(pattern.text, 2, 2, 3, 32, 1, 0, 0, 2, 1, ())
-        parts = parts_of_call(key, None, META)
-        found = row_forward(parts, q, k, k, 1.0)
-        found += row_backward(parts, q, k, k, WholeRows(out, out[..., 0], out, None), 1.0)
+        program = program_of_rows(key, None, META)
+        found = program.forward(q, k, k, 1.0)
+        found += program.backward(q, k, k, WholeRows(out, out[..., 0], out, None), 1.0)
         assert [each.device for each in found] == [META] * 5, name
 
 

@@ -75,14 +75,15 @@ def modified(draw: st.DrawFn, batch: int, num_heads: int, learnable: bool = Fals
     return Modified(draw(st.sampled_from([1.0, 20.0])), factors, table.requires_grad_(learnable))
 
 
+@pytest.mark.parametrize("engine", ["reference", "portable"])
 @given(st.data())
-def test_reference_is_the_oracle(data):
+def test_any_pattern_is_the_oracle(engine, data):
     case = data.draw(cases())
     drawn = data.draw(tensors(case))
     rule = data.draw(modified(len(drawn[0]), case.num_heads_global))
 
     def attend(q, k, v):
-        options = {"enable_gqa": True, "engine": "reference", "return_lse": True, **case.sizes}
+        options = {"enable_gqa": True, "engine": engine, "return_lse": True, **case.sizes}
         return fd.attend(q, k, v, case.twin.pattern, score_mod=rule.score_mod(), **options)
 
     assert_agrees(attend, drawn, case.counts(), modify=rule.of(case))
@@ -133,7 +134,7 @@ def assert_every_order(case: Case, drawn: tuple[Tensor, ...], rule: Modified, si
 
 @settings(max_examples=12)
 @given(st.data(), st.integers(2, 7), block_sides)
-@pytest.mark.parametrize("engine", ["flex", "reference"])
+@pytest.mark.parametrize("engine", ["flex", "reference", "portable"])
 def test_in_a_layout(engine, data, rate, side):
     """Positions are those of the tokens, wherever they stand in the input."""
     case = data.draw(whole_cases())
@@ -142,26 +143,24 @@ def test_in_a_layout(engine, data, rate, side):
     drawn = data.draw(tensors(case))
     rule = data.draw(modified(len(drawn[0]), case.num_heads))
     key = call_key(case, drawn[1].shape[1], side, rate)
-    options = {"layout": key.layout, "enable_gqa": True, "engine": "reference", "return_lse": True}
-    attend = {
-        "flex": attend_by(key, 0.5, score_mod=rule.score_mod()),
-        "reference": partial(fd.attend, pattern=case.twin.pattern, scale=0.5, score_mod=rule.score_mod(), **options),
-    }[engine]
+    options = {"layout": key.layout, "enable_gqa": True, "engine": engine, "return_lse": True}
+    attend = partial(fd.attend, pattern=case.twin.pattern, scale=0.5, score_mod=rule.score_mod(), **options)
+    if engine == "flex":
+        attend = attend_by(key, 0.5, score_mod=rule.score_mod())
     assert_agrees(attend, drawn, counts, scale=0.5, modify=rule.dense(case.heads, positions, positions))
 
 
 @given(st.data(), block_sides)
-@pytest.mark.parametrize("engine", ["flex", "reference"])
+@pytest.mark.parametrize("engine", ["flex", "reference", "portable"])
 def test_what_it_captures_can_learn(engine, data, side):
     """The gradient of a table of biases; flex runs around a dense kernel here."""
     case = data.draw(cases())
     q, k, v = data.draw(tensors(case))
     rule = data.draw(modified(len(q), case.num_heads_global, learnable=True))
-    options = {"enable_gqa": True, "engine": "reference", "scale": 0.5, "return_lse": True, **case.sizes}
-    attend = {
-        "flex": attend_by(call_key(case, k.shape[1], side), 0.5, score_mod=rule.score_mod()),
-        "reference": partial(fd.attend, pattern=case.twin.pattern, score_mod=rule.score_mod(), **options),
-    }[engine]
+    options = {"enable_gqa": True, "engine": engine, "scale": 0.5, "return_lse": True, **case.sizes}
+    attend = partial(fd.attend, pattern=case.twin.pattern, score_mod=rule.score_mod(), **options)
+    if engine == "flex":
+        attend = attend_by(call_key(case, k.shape[1], side), 0.5, score_mod=rule.score_mod())
     truth, _ = oracle.attention(q, k, v, case.counts(), 0.5, modify=rule.of(case))
     cotangent = torch.randn_like(truth)
     (expected,) = torch.autograd.grad(truth, rule.table, cotangent)
@@ -186,7 +185,7 @@ def alibi(slopes: Tensor):
 SLOPES = torch.tensor([0.5, 0.25, 0.1, 0.05])
 
 
-@pytest.mark.parametrize("engine", ["reference", "around a dense kernel"])
+@pytest.mark.parametrize("engine", ["reference", "portable", "around a dense kernel"])
 def test_decoding_sees_the_same_biases(engine):
     """The last rows of one pass are those of a call with offsets, on some of the heads; sinks come on top."""
     pattern = masks.longnet([16, 48], [1, 3]) & masks.causal()
@@ -196,9 +195,9 @@ def test_decoding_sees_the_same_biases(engine):
     whole = fd.attend(q, k, v, pattern, sinks=sinks, engine="reference", **features)
     part = q[:, 1:3, 33:], k[:, 1:3], v[:, 1:3]
     key = Call(pattern.text, 2, 2, 7, 40, 33, 0, 1, 4, 1, (8, 8))
-    if engine == "reference":
+    if engine != "around a dense kernel":
         sizes = {"q_offset": 33, "head_offset": 1, "num_heads_global": 4}
-        found = fd.attend(*part, pattern, sinks=sinks[1:3], engine="reference", **sizes, **features)
+        found = fd.attend(*part, pattern, sinks=sinks[1:3], engine=engine, **sizes, **features)
     else:
         found, _ = attend_by(key, 16**-0.5, **features)(*part, sinks[1:3])
     assert_close(found, whole[:, 1:3, 33:], **TIGHT)
@@ -281,7 +280,7 @@ class Callable5:
         (lambda score, b, h, q_idx, k_idx: torch.zeros(3), ValueError, r"one score of one score; got shape \(3,\)"),
     ],
 )
-@pytest.mark.parametrize("engine", ["flex", "reference"])
+@pytest.mark.parametrize("engine", ["flex", "reference", "portable"])
 def test_bad_functions(engine, score_mod, error, says):
     q, k, v = qkv(32)
     with pytest.raises(error, match=says):
@@ -289,14 +288,13 @@ def test_bad_functions(engine, score_mod, error, says):
 
 
 def test_who_serves_it():
-    """tiles does not, and what flex on CPU cannot do is left to the reference alone."""
+    """tiles does not, and what flex on CPU cannot do is left to portable, which no call needs to name."""
     q, k, v = qkv(32)
     causal, mixture = masks.causal(), masks.longnet([8, 16], [1, 2])
     learning = SLOPES.clone().requires_grad_()
     wanting = q.clone().requires_grad_()
     for says, call in {
-        "tiles runs kernels that take no score_mod": partial(fd.attend, q, k, v, causal),
-        "tiles runs": partial(fd.attend, q, k, v, causal, engine="tiles"),
+        "tiles runs kernels that take no score_mod": partial(fd.attend, q, k, v, causal, engine="tiles"),
         "no lse on CPU": partial(fd.attend, q, k, v, causal, engine="flex", return_lse=True),
         "2 branches": partial(fd.attend, q, k, v, mixture, engine="flex"),
         "q, k or v requires a gradient": partial(fd.attend, wanting, k, v, causal, engine="flex"),
@@ -304,12 +302,15 @@ def test_who_serves_it():
     }.items():
         with pytest.raises(ValueError, match=says) as error:
             call(score_mod=alibi(SLOPES))
-        assert "engine='reference'" in str(error.value)
+        assert "engine='portable'" in str(error.value)
         assert ("engine='flex'" in str(error.value)) == ("tiles" in says)
-    with pytest.raises(
-        ValueError, match=r"score_mod uses a tensor that requires a gradient; engine='reference' serves"
-    ):
+    with pytest.raises(ValueError, match=r"score_mod uses a tensor that requires a gradient; engine='portable' serves"):
         fd.attend(q, k, v, causal, engine="flex", score_mod=alibi(learning))
+    for pattern in (causal, mixture):
+        out = fd.attend(wanting, k, v, pattern, score_mod=alibi(learning))
+        exact = fd.attend(wanting, k, v, pattern, score_mod=alibi(learning), engine="reference")
+        grads, exact_grads = (torch.autograd.grad(x.square().sum(), (wanting, learning)) for x in (out, exact))
+        assert_close((out, *grads), (exact, *exact_grads))
 
 
 @pytest.mark.slow

@@ -19,7 +19,7 @@ from flexdilated import masks
 H, D = 2, 16
 PATTERN = masks.longnet([4, 8], [1, 2]) & masks.causal()
 PATTERNS = [PATTERN, masks.causal(), masks.local_window(left=2, right=1) | masks.global_tokens(1)]
-ENGINES = [None, "tiles", "flex", "reference"]
+ENGINES = [None, "tiles", "flex", "portable", "reference"]
 dtypes = st.sampled_from([torch.float32, torch.bfloat16, torch.float16, torch.float64])
 sizes = st.integers(0, 3)
 

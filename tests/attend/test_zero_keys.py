@@ -82,7 +82,7 @@ def test_causal_order_hides_them() -> None:
     assert_close(fd.attend(q, k, v, PADDED & masks.causal())[:, :, :23], fd.attend(*rows, exact), **TIGHT)
 
 
-@pytest.mark.parametrize("engine", ["tiles", "reference"])
+@pytest.mark.parametrize("engine", ["tiles", "portable", "reference"])
 def test_options_of_a_call(engine) -> None:
     """Layouts, sinks, grouped heads, some of the heads, and some of the queries."""
     q, k, v = drawn(6, 57)

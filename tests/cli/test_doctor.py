@@ -70,7 +70,7 @@ def test_flex_is_asked_for_and_serves_inference_on_the_cpu(capsys, monkeypatch) 
 
     monkeypatch.setattr(_device, "attend", noted)
     assert findings(examine(capsys)[1])["flex on cpu"].startswith("serves inference, error ")
-    assert set(asked) == {"flex", "flash", "tiles", "reference"}
+    assert set(asked) == {"flex", "flash", "tiles", "portable", "reference"}
 
 
 def shifted(amount: float):

@@ -274,7 +274,7 @@ def test_a_call_that_fails_leaves_no_trace(seen, monkeypatch) -> None:
     q, k, v = draw_tensors(N=60)
     cache = fd.KVCache(LONGNET, num_heads=4)
     first = decode(cache, *(x[:, :, :seen] for x in (q, k, v)), (seen,))
-    for name, stop in (("row_forward", seen + 1), ("run", 60)):
+    for name, stop in (("row_program", seen + 1), ("run", 60)):
         with monkeypatch.context() as patch:
             patch.setattr(_reader, name, mock.Mock(side_effect=KeyboardInterrupt))
             with pytest.raises(KeyboardInterrupt):

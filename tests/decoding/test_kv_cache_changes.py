@@ -26,8 +26,8 @@ def test_tokens_taken_back(data: st.DataObject) -> None:
     with tiny_sizes(**sizes):
         cache = fd.KVCache(case.twin.pattern, num_heads=case.num_heads, undo=undo)
         outs = [decode(cache, *(x[:, :, :first] for x in (q, k, v)), (3, 1))] if first else []
-        for others in (k[:, :, first : first + wrong] + 1).split(2, dim=2):
-            cache.append(others, others)
+        for begin in range(first, first + wrong, 2):
+            cache.append(*(x[:, :, begin : min(begin + 2, first + wrong)] + 1 for x in (k, v)))
         try:
             cache.crop(first)
         except ValueError:

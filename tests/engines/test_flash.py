@@ -80,7 +80,7 @@ def test_packages_that_serve(device, package):
     assert cannot() is None
 
 
-@pytest.mark.parametrize(("dtype", "instead"), [(torch.float32, "flex"), (torch.float64, "reference")])
+@pytest.mark.parametrize(("dtype", "instead"), [(torch.float32, "flex"), (torch.float64, "portable")])
 def test_dtypes(device, dtype, instead):
     assert cannot(torch.float16) is None
     came = f"flash has kernels for float16 and bfloat16; got {dtype}. engine={instead!r} serves it"

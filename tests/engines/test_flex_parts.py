@@ -30,22 +30,23 @@ def test_a_million_tokens_of_many_heads():
     """Parts as large as may be; CPU tensors are never parted."""
     million = 1 << 20
     q, k = on_meta(1, 32, million, 128), on_meta(1, 8, million, 128)
-    parts = kv_head_parts(q, k)
+    parts = kv_head_parts(q, k, k)
     assert parts == [range(begin, begin + 3) if begin < 6 else range(6, 8) for begin in (0, 3, 6)]
     assert all(heads_of_part(q, part, 8).numel() < 1 << 31 for part in parts)
-    assert kv_head_parts(on_meta(1, 8, million, 128), on_meta(1, 8, million, 128)) == [range(8)]
-    assert kv_head_parts(torch.empty(1).expand(4, 32, million, 128), torch.empty(1).expand(4, 8, million, 128)) == [
-        range(8)
-    ]
+    assert kv_head_parts(*[on_meta(1, 8, million, 128)] * 3) == [range(8)]
+    q, k = (torch.empty(1).expand(4, heads, million, 128) for heads in (32, 8))
+    assert kv_head_parts(q, k, k) == [range(8)]
+    q, v = on_meta(1, 32, million, 16), on_meta(1, 8, million, 128)
+    assert kv_head_parts(q, q[:, :8], v) == parts, "an output as wide as v"
 
 
 def test_one_head_that_is_too_large():
     q, k = on_meta(64, 8, 1 << 20, 128), on_meta(64, 2, 1 << 20, 128)
     with pytest.raises(ValueError, match=r"at most 2147483647 elements.*got 34359738368.*parts of the batch.*head_off"):
-        kv_head_parts(q, k)
+        kv_head_parts(q, k, k)
     # Keys count too, where they are more than queries.
     with pytest.raises(ValueError, match="got 2147483648"):
-        kv_head_parts(on_meta(128, 1, 1, 16), on_meta(128, 1, 1 << 20, 16))
+        kv_head_parts(on_meta(128, 1, 1, 16), *[on_meta(128, 1, 1 << 20, 16)] * 2)
 
 
 def test_views_that_reach_too_far_are_copied(monkeypatch):
@@ -106,7 +107,7 @@ def test_parts_are_the_whole(monkeypatch, limit):
     monkeypatch.setattr(_flex_op, "_flex", stand_in)
     monkeypatch.setattr(_flex_op, "MOST_ELEMENTS", limit * B * (H // G) * N * D)
     elsewhere = SimpleNamespace(device=torch.device("cuda"), shape=q.shape, numel=q.numel)
-    monkeypatch.setattr(_flex_op, "kv_head_parts", lambda q, k, copies=1: kv_head_parts(elsewhere, k))
+    monkeypatch.setattr(_flex_op, "kv_head_parts", lambda q, k, v, copies=1: kv_head_parts(elsewhere, k, v))
     options = {"scale": 0.5, "score_mod": slanted, "return_lse": True}
     out, lse = _flex_op.flex(q, k, v, [], key, sinks=sinks, **options)
     assert [each.num_kv_heads for each in seen] == {1: [1, 1, 1], 2: [2, 1], 3: [3]}[limit]

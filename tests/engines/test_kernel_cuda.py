@@ -16,7 +16,7 @@ from flexdilated._validate import run_time_tensors
 from flexdilated.engines import WholeRows
 from flexdilated.engines.kernels import _kernel, _kernel_cuda
 from flexdilated.engines.kernels._kernel_cuda import KERNELS, Kernel, choose
-from flexdilated.engines.tiles._tiles import Program, make_program, run_backward, run_forward
+from flexdilated.engines.tiles._tiles import Program, make_program
 from flexdilated.engines.tiles._tiles_op import plan_tiles
 from flexdilated.masks import Layout
 from flexdilated.masks.core._bound import Extent
@@ -34,7 +34,7 @@ half, brain, single = torch.float16, torch.bfloat16, torch.float32
 @pytest.fixture(params=KERNELS, ids=NAMES)
 def kernel(request, monkeypatch) -> Iterator[Kernel]:
     """Every call goes to the stand-in of one CUDA kernel."""
-    monkeypatch.setattr(_kernel, "_is_here", lambda x: False)
+    monkeypatch.setattr(_kernel, "_other", lambda x: _kernel_cuda)
     monkeypatch.setattr(_kernel_cuda, "choose", lambda *_: request.param)
     monkeypatch.setattr(_kernel_cuda, "_torch_private", StandIns())
     yield request.param
@@ -103,7 +103,7 @@ def test_a_scale_need_not_be_positive(kernel, pattern, scale):
     """The kernels take a greatest score before they scale it."""
     q, k, v = (x.detach() for x in drawn(1, 2, 2, 9, 9, 8))
     allowed = torch.ones(9, 9).tril().bool() if pattern == masks.causal() else torch.ones(9, 9).bool()
-    out, lse = run_forward(program_of(pattern, q, k), q, k, v, scale)
+    out, lse = program_of(pattern, q, k).forward(q, k, v, scale)
     truth, true_lse = oracle.attention(q, k, v, allowed.long().expand(2, -1, -1), scale)
     torch.testing.assert_close(out, truth)
     torch.testing.assert_close(lse, true_lse)
@@ -133,7 +133,7 @@ def test_rows_begin_where_a_kernel_can_load(kernel):
     last = torch.randn(3, 1, 2, 8, 9, dtype=torch.float64).mT
     pattern = masks.every()
     for q, k, v in (wide[..., 1:9], wide[..., 3:].mT.contiguous().mT, last):
-        out, _ = run_forward(program_of(pattern, q, k), q, k, v, 0.3)
+        out, _ = program_of(pattern, q, k).forward(q, k, v, 0.3)
         truth, _ = oracle.attention(q, k, v, torch.ones(2, 9, 9, dtype=torch.long), 0.3)
         torch.testing.assert_close(out, truth)
 
@@ -157,12 +157,12 @@ def test_shapes_and_types_are_those_of_the_operators(monkeypatch, chosen):
         q = torch.empty(2, 4, 90, 63, dtype=dtype, device="meta")
         k, v = (torch.empty(2, 2, 90, 63, dtype=dtype, device="meta") for _ in range(2))
         program = program_of(CASES["causal longnet"][0], q, k)
-        out, lse = run_forward(program, q, k, v, 0.5)
-        assert (out.shape, out.dtype, out.device) == (q.shape, dtype, q.device)
+        out, lse = program.forward(q, k, v, 0.5)
+        assert (out.shape, out.dtype, out.device) == (q.shape, torch.float32, q.device)
         assert (lse.shape, lse.dtype) == (q.shape[:3], torch.float32)
         for grad_lse in (None, torch.empty_like(lse)):
-            grads = run_backward(program, q, k, v, WholeRows(out, lse, torch.empty_like(out), grad_lse), 0.5)
-            assert [(grad.shape, grad.dtype) for grad in grads] == [(x.shape, dtype) for x in (q, k, v)]
+            grads = program.backward(q, k, v, WholeRows(q, lse, torch.empty_like(q), grad_lse), 0.5)
+            assert [(grad.shape, grad.dtype) for grad in grads] == [(x.shape, torch.float32) for x in (q, k, v)]
 
 
 @pytest.fixture

@@ -49,6 +49,7 @@ class Case:
     keys: int | None = None
     q_offset: int = 0
     head_dim: int = 16
+    value_dim: int | None = None
     dtype: str = "float16"
     batch: int = 1
     run_time: tuple[str, ...] = ()
@@ -74,7 +75,8 @@ class Case:
         generator = torch.Generator().manual_seed(self.tokens + draw)
         keys, kv_heads = self.keys or self.tokens, self.kv_heads or self.heads
         shapes: dict[str, tuple[int, ...]] = {"q": (self.batch, self.heads, self.tokens, self.head_dim)}
-        shapes |= dict.fromkeys(("k", "v"), (self.batch, kv_heads, keys, self.head_dim))
+        dims = (("k", self.head_dim), ("v", self.value_dim or self.head_dim))
+        shapes |= {name: (self.batch, kv_heads, keys, dim) for name, dim in dims}
         if self.has_sinks:
             shapes["sinks"] = (self.heads,)
         if self.has_score_mod:

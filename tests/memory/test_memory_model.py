@@ -16,7 +16,7 @@ from bench.memory import prepared_step
 from flexdilated import masks
 from flexdilated.engines import WholeRows
 from flexdilated.engines._call import Call
-from flexdilated.engines.tiles._tiles import Program, run_backward, run_forward
+from flexdilated.engines.tiles._tiles import Program, as_given
 from flexdilated.engines.tiles._tiles_op import _programs
 from flexdilated.memory import _memory
 from flexdilated.memory._memory import (
@@ -113,10 +113,12 @@ def real_run(text: str, size: AttentionSize) -> tuple[int, int]:
     key = Call(masks.parse(text).text, *heads, *tokens, 0, 0, 0, size.num_heads, 1, ())
     ((_, program),) = _programs(key, [], size.batch)
     with LiveBytes(q, k, v) as forward:
-        out, lse = run_forward(program, q, k, v, 1.0)
+        out, lse = program.forward(q, k, v, 1.0)
+        out = as_given(out, q)
     grad = torch.ones_like(out)
     with LiveBytes(q, k, v, out, lse, grad) as backward:
-        run_backward(program, q, k, v, WholeRows(out, lse, grad, None), 1.0)
+        grads = program.backward(q, k, v, WholeRows(out, lse, grad), 1.0)
+        grads = [as_given(grad, x) for grad, x in zip(grads, (q, k, v), strict=True)]
     return forward.peak, backward.peak
 
 

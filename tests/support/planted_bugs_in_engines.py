@@ -220,9 +220,9 @@ IN_ENGINES = (
         module(MIXTURE, "gradients"), "dq is wrong",
     ),
     Bug(
-        "gradient of the lse ignored", f"{ENGINES}.tiles._tiles_op:run_backward",
-        lambda right: lambda program, q, k, v, whole, scale, **options: right(
-            program, q, k, v, replace(whole, grad_lse=None), scale, **options
+        "gradient of the lse ignored", f"{ENGINES}.tiles._tiles:Program.backward",
+        lambda right: lambda program, q, k, v, whole, scale: right(
+            program, q, k, v, replace(whole, grad_lse=None), scale
         ),
         module(MIXTURE, "gradients"), "dq is wrong",
     ),
@@ -232,7 +232,7 @@ IN_ENGINES = (
         _sinks, "dsinks",
     ),
     Bug(
-        "sinks left out of the lse that the backward is fed", f"{ENGINES}.tiles._tiles:add_sinks",
+        "sinks left out of the lse that the backward is fed", f"{ENGINES}.tiles._tiles_op:add_sinks",
         lambda right: lambda out, lse, sinks: (right(out, lse, sinks)[0], lse),
         _sinks, "not close",
     ),

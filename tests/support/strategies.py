@@ -161,12 +161,21 @@ whole_cases = partial(cases, max_heads=4, whole=True)
 
 @st.composite
 def tensors(
-    draw: st.DrawFn, case: Sizes, dtype: torch.dtype = torch.float64, batch: int | None = None
+    draw: st.DrawFn,
+    case: Sizes,
+    dtype: torch.dtype = torch.float64,
+    batch: int | None = None,
+    *,
+    one_width: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """q, k, v for a case, with gradients wanted: grouped heads and a memory layout of each drawn."""
+    """q, k, v for a case, with gradients wanted: grouped heads, a memory layout of each and the width of v drawn."""
     sizes = draw(fst.attention_sizes(num_heads=case.num_heads, max_tokens=1))
     sizes = replace(sizes, batch=batch or sizes.batch, num_queries=case.num_queries, num_keys=case.num_keys)
-    return draw(fst.attention_inputs(sizes, dtype=dtype, values=["ordinary"], requires_grad=True))
+    how = {"dtype": dtype, "values": ["ordinary"], "requires_grad": True}
+    q, k, v = draw(fst.attention_inputs(sizes, **how))
+    if not one_width and draw(st.booleans()):
+        _, _, v = draw(fst.attention_inputs(replace(sizes, head_dim=draw(st.integers(1, 12))), **how))
+    return q, k, v
 
 
 def sinks(num_heads: int) -> st.SearchStrategy[Tensor]:

@@ -14,7 +14,7 @@ from flexdilated.cli import main
 from flexdilated.engines import _tuned
 from flexdilated.engines._call import Call
 from flexdilated.engines._tuned import TuningKey, chosen
-from flexdilated.engines.tiles import _tiles_op
+from flexdilated.engines.tiles import Program, _tiles_op
 from flexdilated.masks.core import device_kind
 from flexdilated.masks.planning._cost import Operands
 from flexdilated.masks.planning._machine import machine_of
@@ -72,13 +72,14 @@ def winning(monkeypatch, name: str) -> list[bool]:
 def sides_run(monkeypatch) -> list[int]:
     """Fills with the block side of each call's program."""
     sides: list[int] = []
-    real = _tiles_op.run_forward
+    real = _tiles_op.program_of
 
-    def run_forward(program, *given, **options):
+    def program_of(*given, **options):
+        program = real(*given, **options)
         sides.extend(step.calls.shape[2] for step in program.steps if step.calls is not None)
-        return real(program, *given, **options)
+        return program
 
-    monkeypatch.setattr(_tiles_op, "run_forward", run_forward)
+    monkeypatch.setattr(_tiles_op, "program_of", program_of)
     return sides
 
 
@@ -122,17 +123,17 @@ def test_the_fastest_way_of_each_branch_is_chosen(monkeypatch):
 
 
 def test_ways_that_disagree_are_an_error(monkeypatch):
-    real = _tune.run_forward
+    real = Program.forward
 
     def wrong(program, q, k, v, scale):
         out, lse = real(program, q, k, v, scale)
         sides = {step.calls.shape[2] for step in program.steps if step.calls is not None}
         return (out * 1.01 if 256 in sides else out), lse
 
-    monkeypatch.setattr(_tune, "run_forward", wrong)
+    monkeypatch.setattr(Program, "forward", wrong)
     with pytest.raises(RuntimeError, match="ways of computing one attention must agree"):
         measure(bound(), inputs(), backward=False)
-    monkeypatch.setattr(_tune, "run_forward", lambda *given: (x * torch.nan for x in real(*given)))
+    monkeypatch.setattr(Program, "forward", lambda *given: (x * torch.nan for x in real(*given)))
     with pytest.raises(RuntimeError, match="must agree"):
         measure(bound(), inputs(), backward=False)
 

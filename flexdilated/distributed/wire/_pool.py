@@ -191,7 +191,7 @@ class BufferPool:
 
 
 def _current_stream(device: torch.device) -> Any:
-    return None if device_kind(device).runs_cpu_kernels else torch.accelerator.current_stream(device)
+    return torch.accelerator.current_stream(device) if device_kind(device).has_streams else None
 
 
 def _is_capturing(device: torch.device) -> bool:

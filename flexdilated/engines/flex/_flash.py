@@ -68,7 +68,7 @@ def _lacking(device: torch.device, dtype: torch.dtype) -> str | None:
     """Reason that this dtype is not supported on this device or with the installed packages; None if it is."""
     if capability(device) == NOT_NVIDIA:
         return f"flash runs on NVIDIA devices; got tensors on {device}. engine=None takes an engine that runs there"
-    serves = f"engine={'reference' if dtype == torch.float64 else 'flex'!r} serves it"
+    serves = f"engine={'portable' if dtype == torch.float64 else 'flex'!r} serves it"
     if torch.__version__ < _OLDEST_TORCH:
         return f"flash needs torch {_OLDEST_TORCH} or later; got {torch.__version__}. {serves}"
     found = _package()

@@ -23,7 +23,7 @@ from .._score_mod import ScoreMod
 from .._tuned import chosen
 from ._flash import flash_cannot
 from ._flex import run_flex
-from ._kernel_call import is_flash
+from ._kernel_call import Kernel, is_flash
 from ._program import TABLES, FlexProgram, FlexStep, list_width, make_flex_program, mask_of, tables_of
 from ._selected_flex import copies_of, sides_of_table, unit_of
 from ._selected_op import Parts, parts_of, selected_flex, takes_table
@@ -173,13 +173,14 @@ def _check_table(q: Tensor, key: Call) -> None:
         raise ValueError(f"selected blocks of {table.block}: {reason}")
 
 
-def kv_head_parts(q: Tensor, k: Tensor, copies: int = 1) -> list[range]:
+def kv_head_parts(q: Tensor, k: Tensor, v: Tensor, copies: int = 1) -> list[range]:
     """Ranges of key/value heads small enough that no tensor of them or their query heads exceeds MOST_ELEMENTS.
 
     copies: query copies per query. Raises ValueError if a single key/value head exceeds it.
     """
     kv_heads = k.shape[1]
-    each = max(q.numel() // kv_heads * copies, k.numel() // kv_heads)
+    rows = q.numel() // q.shape[3] * max(q.shape[3], v.shape[3])  # of q or of the output
+    each = max(rows // kv_heads * copies, k.numel() // kv_heads, v.numel() // kv_heads)
     if not device_kind(q.device).flex_trains or each * kv_heads <= MOST_ELEMENTS:
         return [range(kv_heads)]
     if each > MOST_ELEMENTS:
@@ -217,12 +218,17 @@ def flex(
     sinks: Tensor | None,
     return_lse: bool,
     kernel_options: str = "",
+    kernel: Kernel | None = None,
 ) -> tuple[Tensor, Tensor | None]:
     """(out, lse or None), eagerly or under torch.compile(fullgraph=True).
 
-    kernel_options: as from `options_text`. Raises ValueError for tensors and block sides that its kernels do not
-    support.
+    kernel_options: as from `options_text`. kernel: in place of FlexAttention, and not compiled. Raises ValueError for
+    tensors and block sides that FlexAttention's kernels do not support.
     """
+    options: dict[str, Any] = {"scale": scale, "score_mod": score_mod, "return_lse": return_lse}
+    options["kernel_options"] = kernel_options
+    if kernel is not None:
+        return _flex(q, k, v, bindings, key, sinks=sinks, kernel=kernel, **options)
     if is_flash(kernel_options):
         _check_table(q, key)
     else:
@@ -231,12 +237,10 @@ def flex(
         # On CPU FlexAttention refuses inputs that require a gradient, even under torch.no_grad().
         q, k, v = q.detach(), k.detach(), v.detach()
     q, k, v = readable(q), readable(k), readable(v)
-    options: dict[str, Any] = {"scale": scale, "score_mod": score_mod, "return_lse": return_lse}
-    options["kernel_options"] = kernel_options
     table = parts_of(key.pattern) if device_kind(q.device).flex_trains else None
     sizes = key.num_queries, key.num_keys
     copies = 1 if table is None else copies_of(table.block, key.q_offset, table.most, sizes)
-    parts = kv_head_parts(q, k, copies)
+    parts = kv_head_parts(q, k, v, copies)
     if len(parts) == 1:
         return _flex(q, k, v, bindings, key, sinks=sinks, **options)
     found = []
@@ -251,7 +255,7 @@ def flex(
 def _flex(
     q: Tensor, k: Tensor, v: Tensor, bindings: list[Tensor], key: Call, **options: Any
 ) -> tuple[Tensor, Tensor | None]:
-    table = parts_of(key.pattern) if device_kind(q.device).flex_trains else None
+    table = parts_of(key.pattern) if device_kind(q.device).flex_trains and "kernel" not in options else None
     if table is not None and takes_table(table, key):
         return _with_table(q, k, v, bindings, key, table, **options)
     if torch.compiler.is_compiling():

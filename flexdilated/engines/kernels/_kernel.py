@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -20,6 +21,7 @@ _LEAST_SCALE = torch.finfo(torch.float32).tiny  # the kernels keep the scale in 
 _ROWS_OF_LARGE_BLOCKS = 768  # rows from which the backward on CPU has blocks of 256 rows; below, of 64 or 32
 _FLOAT32_BYTES = 8 << 20  # float32 copies that exist at one time: they stay in a CPU cache
 _ENOUGH = 2  # chunks that are run on the meta device: memory does not change after the second
+_OTHERS = {"cuda": _kernel_cuda}  # by family, kernels without masks, with a `forward` and a `backward`
 _Problem = tuple[Tensor, Tensor, Tensor]
 
 
@@ -96,7 +98,7 @@ class _Folding:
         return x.squeeze(1).unflatten(0, (self.batch, -1, self.folds))
 
     def mask(self, x: Operands, bias: Float[Tensor, "#H #Q K"] | None) -> Tensor | None:
-        """Additive mask in the kernel's dims: the bias of every fold, or -inf for invisible keys."""
+        """Mask that the kernel adds to scores: `bias` for all batch entries and folds, or -inf for invisible keys."""
         if x.visible is not None:
             assert bias is None, "where keys are hidden, nothing else is added"
             rows = self.enter(added(x.visible, x.q.dtype))
@@ -135,12 +137,13 @@ def flash_forward(
     mask: Float[Tensor, "#B #H #Q K"] | None = None,
 ) -> tuple[Float[Tensor, "B H Q D"], Float[Tensor, "B H Q"]]:
     """(out, natural lse in float32) of ATen's attention. `mask` is added, in q's dtype or float32, on CPU only."""
-    factor, scale = _positive(scale, is_causal or not _is_here(q))
+    other = _other(q)
+    factor, scale = _positive(scale, is_causal or other is not None)
     q = q if factor == 1.0 else q * factor
     q, k, v = readable(q), readable(k), readable(v)
-    if not _is_here(q):
+    if other is not None:
         assert mask is None
-        return _kernel_cuda.forward(q, k, v, scale=scale, is_causal=is_causal)
+        return other.forward(q, k, v, scale=scale, is_causal=is_causal)
     return _torch_private.flash_attention_for_cpu(q, k, v, 0.0, is_causal, attn_mask=mask, scale=scale)
 
 
@@ -157,17 +160,18 @@ def flash_backward(
     mask: Float[Tensor, "#B #H #Q K"] | None = None,
 ) -> _Problem:
     """(dq, dk, dv) of ATen's attention; a row whose lse is +inf has weight 0 everywhere."""
-    factor, scale = _positive(scale, is_causal or not _is_here(q))
+    other = _other(q)
+    factor, scale = _positive(scale, is_causal or other is not None)
     q = q if factor == 1.0 else q * factor
     grad_out, q, k, v, out = (readable(x) for x in (grad_out, q, k, v, out))
     lse = lse.contiguous()
-    if _is_here(q):
+    if other is None:
         options = {"is_causal": is_causal, "scale": scale}
         run = _backward_in_float32 if _is_better_in_float32(q) else _backward_on_cpu
         dq, dk, dv = run(grad_out, q, k, v, out, lse, mask, **options)
     else:
         assert mask is None
-        dq, dk, dv = _kernel_cuda.backward(grad_out, q, k, v, out, lse, scale=scale, is_causal=is_causal)
+        dq, dk, dv = other.backward(grad_out, q, k, v, out, lse, scale=scale, is_causal=is_causal)
     return dq if factor == 1.0 else dq * factor, dk, dv
 
 
@@ -217,9 +221,9 @@ def _backward_on_cpu(
     )
 
 
-def _is_here(x: Tensor) -> bool:
-    """True for devices whose calls go to the CPU kernels, the meta device included."""
-    return device_kind(x.device).runs_cpu_kernels
+def _other(x: Tensor) -> ModuleType | None:
+    """Kernels of the device's family; None for those of CPU, which are here."""
+    return _OTHERS.get(device_kind(x.device).kernels)
 
 
 def _positive(scale: float, needed: bool) -> tuple[float, float]:

@@ -2,5 +2,5 @@
 
 from ._tile_blocks import GATHERED_BYTES
 from ._tile_calls import KernelCalls
-from ._tiles import Program, Step, make_program, run_backward, run_forward
+from ._tiles import Program, Step, as_given, make_program
 from ._tiles_op import program_of, tiles, tiles_backward

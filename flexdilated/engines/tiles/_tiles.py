@@ -15,7 +15,7 @@ from ...masks.core import Bound
 from ...masks.orders import Compact, Layout, Placement
 from ...masks.planning import SLOTS_AT_ONCE, CountedPairs, Plan, Term
 from .._gather import Picked, Side, Whole, claim_rows, term_sides
-from .._merge import WholeRows, add_sinks, sum_dtype
+from .._merge import WholeRows, sum_dtype
 from .._operands import Hidden, hidden_of_term, readable
 from ..kernels import _kernel
 from ..kernels._kernel import Operands
@@ -98,6 +98,74 @@ class Program:
         lists = sum(step.calls.nbytes for step in self.steps if step.calls is not None)
         return 1000 * len(self.steps) + lists + sum(side.nbytes for side in sides)
 
+    def forward(
+        self, q: Float[Tensor, "B H N D"], k: Float[Tensor, "B G M D"], v: Float[Tensor, "B G M D"], scale: float
+    ) -> tuple[Float[Tensor, "B H N D"], Float[Tensor, "B H N"]]:
+        """(out, lse) in float32 or wider."""
+        q, k, v = (self._enter(readable(x)) for x in (q, self._clear_keys(k), self._clear_keys(v)))
+        sums: tuple[Tensor, Tensor] | None = None
+        for step, operands in self._operands(q, k, v):
+            part = step.forward(operands, scale)
+            if sums is None:
+                out, lse = (_start(step.queries, each, q) for each in part)
+                if out is not None and lse is not None:
+                    sums = out, lse
+                    continue
+                sums = _empty(q) if self.complete else _nothing(q)
+            if step.fresh:
+                assert not isinstance(step.queries, Whole)  # a fresh Whole comes first, and its result is the sum
+                step.queries.put(sums[0], part[0])
+                step.queries.put(sums[1], part[1])
+            else:
+                step.queries.merge(*sums, *part)
+        out, lse = _nothing(q) if sums is None else sums
+        return self._leave(out), self._leave(lse).contiguous()
+
+    def backward(
+        self, q: Float[Tensor, "B H N D"], k: Float[Tensor, "B G M D"], v: Float[Tensor, "B G M D"], whole: WholeRows,
+        scale: float,
+    ) -> tuple[Float[Tensor, "B H N D"], Float[Tensor, "B G M D"], Float[Tensor, "B G M D"]]:  # fmt: skip
+        """(dq, dk, dv) in float32 or wider: the sum of the terms' gradients, from out and lse of the whole rows."""
+        operands, grad_out, out = whole.with_column(q, self._clear_keys(k), self._clear_keys(v))
+        operands = tuple(self._enter(readable(x)) for x in operands)
+        grad_out, out, lse = (self._enter(x) for x in (readable(grad_out), readable(out), whole.lse))
+        totals: list[Tensor | None] = [None, None, None]
+        for step, x in self._operands(*operands):
+            grads = step.backward(x, grad_out, out, lse, scale)
+            sides = (step.queries, step.keys, step.keys)
+            totals = [
+                _accumulate(total, grad, side, x)
+                for total, grad, side, x in zip(totals, grads, sides, operands, strict=True)
+            ]
+        dq, dk, dv = (
+            self._leave(_nothing(x)[0] if total is None else total)[..., : q.shape[-1]]
+            for total, x in zip(totals, operands, strict=True)
+        )
+        return dq, self._clear_keys(dk), self._clear_keys(dv)
+
+    def _operands(self, q: Tensor, k: Tensor, v: Tensor) -> Iterator[tuple[Step, Operands]]:
+        """Yield each step with its operands; consecutive steps over equal keys share one copy."""
+        visible = None
+        if self.visible is not None:
+            visible = self._enter(self.visible[:, None].expand(len(k), k.shape[1], -1))
+        side, keys = None, None
+        for step in self.steps:
+            if keys is None or step.keys != side:
+                side, keys = step.keys, None  # frees the previous copy before the next one is made
+                keys = step.keys.take(k), step.keys.take(v), None if visible is None else step.keys.take(visible)
+            yield step, Operands(step.queries.take(q), *keys)
+
+    def _clear_keys(self, x: Tensor) -> Tensor:
+        """Zero the rows of invisible keys: a weight of 0 times NaN is NaN in a kernel."""
+        return x if self.visible is None else x.masked_fill(~self.visible[:, None, :, None], 0)
+
+    def _enter(self, x: Tensor) -> Tensor:
+        """Reorder tokens from the given order to the plan's."""
+        return x if self.given == self.layout else Layout(x.shape[2], self.given.rate).invert(x, dim=2)
+
+    def _leave(self, x: Tensor) -> Tensor:
+        return x if self.given == self.layout else Layout(x.shape[2], self.given.rate).apply(x, dim=2)
+
 
 def make_program(
     plan: Plan,
@@ -158,42 +226,6 @@ def _in_portions(term: Term, most_slots: int) -> tuple[Term, ...]:
     return term.portions(most_slots) if copied else (term,)
 
 
-def run_forward(
-    program: Program,
-    q: Float[Tensor, "B H N D"],
-    k: Float[Tensor, "B G M D"],
-    v: Float[Tensor, "B G M D"],
-    scale: float,
-    sinks: Float[Tensor, " H"] | None = None,
-    *,
-    wide: bool = False,
-) -> tuple[Float[Tensor, "B H N D"], Float[Tensor, "B H N"]]:
-    """(out in q's dtype and memory format, lse in float32 or wider); `wide` keeps out in the dtype of lse."""
-    like = q
-    q, k, v = (_enter(program, readable(x)) for x in (q, _clear_keys(program, k), _clear_keys(program, v)))
-    sums: tuple[Tensor, Tensor] | None = None
-    for step, operands in _operands(program, q, k, v):
-        part = step.forward(operands, scale)
-        if sums is None:
-            out, lse = (_start(step.queries, each, q) for each in part)
-            if out is not None and lse is not None:
-                sums = out, lse
-                continue
-            sums = _empty(q) if program.complete else _nothing(q)
-        if step.fresh:
-            assert not isinstance(step.queries, Whole)  # a fresh Whole comes first, and its result is the sum
-            step.queries.put(sums[0], part[0])
-            step.queries.put(sums[1], part[1])
-        else:
-            step.queries.merge(*sums, *part)
-    out, lse = _nothing(q) if sums is None else sums
-    if sinks is not None:
-        # A sink scales whole rows, so the backward, which gets this out and lse, needs no sinks.
-        out, lse = add_sinks(out, lse, sinks)
-    out, lse = _leave(program, out), _leave(program, lse).contiguous()
-    return out if wide else as_given(out, like), lse
-
-
 @dataclass(frozen=True)
 class Some:
     """Consecutive batch entries with equal rules."""
@@ -227,63 +259,6 @@ class Packed:
 Entries = Some | Packed
 
 
-def rows_of(entries: Entries, whole: WholeRows) -> WholeRows:
-    """Select batch entries of `whole`."""
-    grad_lse = None if whole.grad_lse is None else entries.of(whole.grad_lse)
-    return WholeRows(entries.of(whole.out), entries.of(whole.lse), entries.of(whole.grad_out), grad_lse)
-
-
-def run_backward(
-    program: Program,
-    q: Float[Tensor, "B H N D"],
-    k: Float[Tensor, "B G M D"],
-    v: Float[Tensor, "B G M D"],
-    whole: WholeRows,
-    scale: float,
-    *,
-    wide: bool = False,
-) -> tuple[Float[Tensor, "B H N D"], Float[Tensor, "B G M D"], Float[Tensor, "B G M D"]]:
-    """(dq, dk, dv): the sum of each term's backward, which gets out and lse of the whole rows.
-
-    They have the dtype and memory format of q, k and v; `wide` keeps them in the dtype of lse.
-    """
-    operands, grad_out, out = whole.with_column(q, _clear_keys(program, k), _clear_keys(program, v))
-    operands = tuple(_enter(program, readable(x)) for x in operands)
-    grad_out, out, lse = (_enter(program, x) for x in (readable(grad_out), readable(out), whole.lse))
-    totals: list[Tensor | None] = [None, None, None]
-    for step, x in _operands(program, *operands):
-        grads = step.backward(x, grad_out, out, lse, scale)
-        sides = (step.queries, step.keys, step.keys)
-        totals = [
-            _accumulate(total, grad, side, x)
-            for total, grad, side, x in zip(totals, grads, sides, operands, strict=True)
-        ]
-    dq, dk, dv = (
-        _leave(program, _nothing(x)[0] if total is None else total)[..., : q.shape[-1]]
-        for total, x in zip(totals, operands, strict=True)
-    )
-    dk, dv = _clear_keys(program, dk), _clear_keys(program, dv)
-    return (dq, dk, dv) if wide else (as_given(dq, q), as_given(dk, k), as_given(dv, v))
-
-
-def _operands(program: Program, q: Tensor, k: Tensor, v: Tensor) -> Iterator[tuple[Step, Operands]]:
-    """Yield each step with its operands; consecutive steps over equal keys share one copy."""
-    visible = None
-    if program.visible is not None:
-        visible = _enter(program, program.visible[:, None].expand(len(k), k.shape[1], -1))
-    side, keys = None, None
-    for step in program.steps:
-        if keys is None or step.keys != side:
-            side, keys = step.keys, None  # frees the previous copy before the next one is made
-            keys = step.keys.take(k), step.keys.take(v), None if visible is None else step.keys.take(visible)
-        yield step, Operands(step.queries.take(q), *keys)
-
-
-def _clear_keys(program: Program, x: Tensor) -> Tensor:
-    """Zero the rows of invisible keys: a weight of 0 times NaN is NaN in a kernel."""
-    return x if program.visible is None else x.masked_fill(~program.visible[:, None, :, None], 0)
-
-
 def _start(side: Side, slots: Tensor, x: Tensor) -> Tensor | None:
     """The first part as the sum itself, widened instead of scattered, if it covers every token; else None."""
     tokens = side.all_tokens(slots, x.shape[1], x.shape[2])
@@ -310,15 +285,6 @@ def _accumulate(total: Tensor | None, grad: Tensor, side: Side, x: Tensor) -> Te
         total = _nothing(x)[0]
     side.add(total, grad.to(total.dtype))
     return total
-
-
-def _enter(program: Program, x: Tensor) -> Tensor:
-    """Reorder tokens from the given order to the plan's."""
-    return x if program.given == program.layout else Layout(x.shape[2], program.given.rate).invert(x, dim=2)
-
-
-def _leave(program: Program, x: Tensor) -> Tensor:
-    return x if program.given == program.layout else Layout(x.shape[2], program.given.rate).apply(x, dim=2)
 
 
 def as_given(x: Tensor, like: Tensor) -> Tensor:

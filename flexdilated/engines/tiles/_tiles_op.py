@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
-from functools import partial
 
 import torch
 from torch import Tensor
@@ -31,13 +30,12 @@ from .._call import Call, check_heads, selection_in, without_table
 from .._gather import merge_
 from .._merge import WholeRows, add_sinks, sum_dtype
 from .._ops import own_op, set_gradient
-from .._rows import RowPart, parts_of_call, row_backward, row_forward, takes_rows
+from .._rows import RowProgram, program_of_rows, takes_rows
 from .._tuned import chosen
 from ._query_rows import QueryRows, selected_rows
-from ._tiles import Entries, Packed, Program, Some, as_given, make_program, rows_of, run_backward, run_forward
+from ._tiles import Entries, Packed, Program, Some, as_given, make_program
 
-_Parts = tuple[RowPart, ...]
-_Runs = Program | QueryRows | _Parts
+_Executable = Program | QueryRows | RowProgram
 
 _CUDA_SLOTS_AT_ONCE = 1 << 18  # copied slots that occupy the device and are a small share of its memory
 
@@ -113,41 +111,32 @@ def attention(
 ) -> tuple[Tensor, Tensor]:
     """(out, lse) of a call; out is in the dtype of q or, if `wide`, of lse."""
     programs, others = _programs_for(key, bindings, q)
-    own_sinks = sinks if others is None else None
-    out, lse = _run(programs, q, k, v, own_sinks, scale, wide=wide or others is not None)
-    if others is None:
-        return out, lse
-    merge_(out, lse, *attention(others[0], q, k, v, None, others[1], scale, wide=True))
+    out, lse = _over_entries(programs, lambda program, *x: program.forward(*x, scale), (q, k, v), (q, q[..., 0]))
+    if others is not None:
+        merge_(out, lse, *attention(others[0], q, k, v, None, others[1], scale, wide=True))
     if sinks is not None:
+        # A sink scales whole rows, so the backward, which gets this out and lse, needs no sinks.
         out, lse = add_sinks(out, lse, sinks)
     return out if wide else as_given(out, q), lse
 
 
-def _run(
-    programs: Sequence[tuple[Entries, _Runs]], q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, scale: float,
-    *, wide: bool,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
+def _over_entries(
+    programs: Sequence[tuple[Entries, _Executable]],
+    compute: Callable[..., tuple[Tensor, ...]],
+    inputs: Sequence[Tensor],
+    likes: Sequence[Tensor],
+) -> tuple[Tensor, ...]:
+    """Results of `compute` over all batch entries, shaped as `likes`, in float32 or wider.
+
+    compute: called with each program and the inputs of its batch entries.
+    """
     if len(programs) == 1 and isinstance(programs[0][0], Some):
-        return _forward(programs[0][1], q, k, v, scale, sinks, wide=wide)
-    sums = sum_dtype(q)
-    out, lse = torch.empty_like(q, dtype=sums if wide else q.dtype), q.new_empty(q.shape[:3], dtype=sums)
+        return compute(programs[0][1], *inputs)
+    results = tuple(torch.empty_like(x, dtype=sum_dtype(x)) for x in likes)
     for entries, program in programs:
-        found = _forward(program, entries.of(q), entries.of(k), entries.of(v), scale, sinks, wide=wide)
-        for x, part in zip((out, lse), found, strict=True):
+        for x, part in zip(results, compute(program, *map(entries.of, inputs)), strict=True):
             entries.put(x, part)
-    return out, lse
-
-
-def _forward(
-    program: _Runs, q: Tensor, k: Tensor, v: Tensor, scale: float, sinks: Tensor | None, *, wide: bool
-) -> tuple[Tensor, Tensor]:
-    if isinstance(program, Program):
-        return run_forward(program, q, k, v, scale, sinks, wide=wide)
-    run = program.forward if isinstance(program, QueryRows) else partial(row_forward, program)
-    out, lse = run(q, k, v, scale)
-    if sinks is not None:
-        out, lse = add_sinks(out, lse, sinks)
-    return out if wide else as_given(out, q), lse
+    return results
 
 
 @tiles.register_fake
@@ -192,37 +181,15 @@ def gradients(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """(dq, dk, dv) of a call in the dtypes of q, k and v; if `wide`, in the dtype of lse."""
     programs, others = _programs_for(key, bindings, q)
-    found = _run_backward(programs, q, k, v, whole, scale, wide=wide or others is not None)
-    if others is None:
-        return found
-    beside = gradients(others[0], q, k, v, others[1], whole, scale, wide=True)
-    dq, dk, dv = (total.add_(part) for total, part in zip(found, beside, strict=True))
-    return (dq, dk, dv) if wide else (as_given(dq, q), as_given(dk, k), as_given(dv, v))
 
+    def compute(program: _Executable, q: Tensor, k: Tensor, v: Tensor, *rows: Tensor) -> tuple[Tensor, ...]:
+        return program.backward(q, k, v, WholeRows(*rows), scale)
 
-def _run_backward(
-    programs: Sequence[tuple[Entries, _Runs]], q: Tensor, k: Tensor, v: Tensor, whole: WholeRows, scale: float,
-    *, wide: bool,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    if len(programs) == 1 and isinstance(programs[0][0], Some):
-        return _backward(programs[0][1], q, k, v, whole, scale, wide=wide)
-    dtype = whole.lse.dtype if wide else q.dtype
-    dq, dk, dv = (torch.empty_like(x, dtype=dtype) for x in (q, k, v))
-    for entries, program in programs:
-        operands = entries.of(q), entries.of(k), entries.of(v)
-        found = _backward(program, *operands, rows_of(entries, whole), scale, wide=wide)
-        for x, part in zip((dq, dk, dv), found, strict=True):
-            entries.put(x, part)
-    return dq, dk, dv
-
-
-def _backward(
-    program: _Runs, q: Tensor, k: Tensor, v: Tensor, whole: WholeRows, scale: float, *, wide: bool
-) -> tuple[Tensor, Tensor, Tensor]:
-    if isinstance(program, Program):
-        return run_backward(program, q, k, v, whole, scale, wide=wide)
-    run = program.backward if isinstance(program, QueryRows) else partial(row_backward, program)
-    dq, dk, dv = run(q, k, v, whole, scale)
+    rows = (whole.out, whole.lse, whole.grad_out, *(() if whole.grad_lse is None else (whole.grad_lse,)))
+    dq, dk, dv = _over_entries(programs, compute, (q, k, v, *rows), (q, k, v))
+    if others is not None:
+        beside = gradients(others[0], q, k, v, others[1], whole, scale, wide=True)
+        dq, dk, dv = (total.add_(part) for total, part in zip((dq, dk, dv), beside, strict=True))
     return (dq, dk, dv) if wide else (as_given(dq, q), as_given(dk, k), as_given(dv, v))
 
 
@@ -241,10 +208,10 @@ set_gradient(
 
 def _programs_for(
     key: Call, bindings: list[Tensor], q: Tensor
-) -> tuple[Sequence[tuple[Entries, _Runs]], tuple[Call, list[Tensor]] | None]:
+) -> tuple[Sequence[tuple[Entries, _Executable]], tuple[Call, list[Tensor]] | None]:
     """(batch entries with their executable, (key, bindings) of a call for the remaining pairs, or None).
 
-    The executable is QueryRows for tables of selected blocks, parts for few queries on CPU, otherwise a Program.
+    The executable is QueryRows for tables of selected blocks, RowProgram for few queries on CPU, otherwise a Program.
     """
     selection = selection_in(key)
     if selection is not None:
@@ -256,7 +223,7 @@ def _programs_for(
     if not takes_rows(key) or not device_kind(q.device).on_host or choice is not None:
         return _programs(key, bindings, q.shape[0], q.device.type, choice, key.operands(q)), None
     rules = alike(key.rules(bindings), q.shape[0]) if bindings else [(slice(None), None)]
-    return [(Some(rows), parts_of_call(key, rule, q.device)) for rows, rule in rules], None
+    return [(Some(rows), program_of_rows(key, rule, q.device)) for rows, rule in rules], None
 
 
 def _programs(

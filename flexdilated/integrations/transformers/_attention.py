@@ -17,10 +17,10 @@ from ..._attend import attend
 from ..._validate import position
 from ...engines import ScoreMod
 from ...masks import Mixture, Pattern, documents, every, visible_keys
-from ...masks.core import advises, device_kind
+from ...masks.core import advises
 from ...masks.patterns import names
 from ...selection import SelectedAttention
-from ._cache import Given, given_of, hand_on
+from ._cache import Given, given_of
 from ._layers import Patterns, choose, give, keep_refusals, layer_pattern
 from ._mask_functions import PACKED, Reading, all_of, read
 from ._packing import note_positions, refuse_packed, watch_packing
@@ -242,11 +242,6 @@ def attention(
     Raises ValueError for dropout, a ready-made mask of pairs, an additive position bias, and output_attentions=True.
     """
     _refuse_what_is_missing(module, dropout, position_bias, options)
-    if query.shape[-1] != value.shape[-1]:
-        scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
-        wide = _of_one_width(query, key, value)
-        out, _ = attention(module, *wide, attention_mask, 0.0, scaling, is_causal, softcap, s_aux, **options)
-        return out[..., : value.shape[-1]], None
     given = given_of(key)
     if attention_mask is None:
         attention_mask = _without_mask(module, query, key, given, is_causal)
@@ -289,25 +284,12 @@ def attention(
         scale=scaling,
         enable_gqa=True,
         score_mod=None if softcap is None else _softcap(softcap),
-        # Other engines on CPU do not train with a score_mod; transformers' eager attention forms all scores too.
-        engine="reference" if softcap is not None and not device_kind(query.device).flex_trains else None,
         sinks=s_aux,
         bindings={name: attention_mask.reading.tensors[name] for name in names(rule)},
         q_offset=attention_mask.q_offset,
         k_offset=attention_mask.kv_offset,
     )
     return out.transpose(1, 2), None
-
-
-def _of_one_width(
-    q: Float[Tensor, "B H N D"], k: Float[Tensor, "B G M D"], v: Float[Tensor, "B G M E"]
-) -> tuple[Float[Tensor, "B H N W"], Float[Tensor, "B G M W"], Float[Tensor, "B G M W"]]:
-    """q, k and v padded with zeros to one width, as values may differ in width from keys in latent attention."""
-    width = max(q.shape[-1], v.shape[-1])
-    wide_q, wide_k, wide_v = (pad(x, (0, width - x.shape[-1])) for x in (q, k, v))
-    if (given := given_of(k)) is not None:
-        hand_on(wide_k, given)
-    return wide_q, wide_k, wide_v
 
 
 def _selected(

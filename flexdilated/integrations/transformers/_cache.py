@@ -147,7 +147,7 @@ class _Layer(CacheLayerMixin):
         if self.held is None:
             self.held = HeldKeys(k, v, _EVERYTHING, undo=self.undo)
         else:
-            self.held.check_continues(k)
+            self.held.check_continues(k, v)
             self.held.sources = _sources(self.readers)
         self.lazy_initialization(k, v)
         self.known, self.readers = self.readers, {}
@@ -171,7 +171,7 @@ class _Layer(CacheLayerMixin):
         given: Given,
         q: Float[Tensor, "B H N D"],
         k: Float[Tensor, "B G M D"],
-        v: Float[Tensor, "B G M D"],
+        v: Float[Tensor, "B G M E"],
         rule: Pattern | Mixture,
         *,
         scale: float | None,

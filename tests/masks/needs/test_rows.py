@@ -53,7 +53,7 @@ def test_rows_of_a_step_are_the_rules(data: st.DataObject) -> None:
     expected = (case.counts() > 0)[:, queries.start : queries.stop, keys.start : keys.stop]
     for rule in branch_rules(
         case.twin.pattern, num_heads=case.num_heads, head_offset=0, num_heads_global=case.num_heads
-    )[0].rules:
+    )[0]:
         ways = []
         for meetings, few_pairs in ((1 << 9, 1 << 20), (1 << 9, 0), (0, 1 << 20), (0, 0)):
             with mock.patch.multiple(_row, _MOST_MEETINGS=meetings, _FEW_PAIRS=few_pairs):

@@ -1,0 +1,140 @@
+"""Engine portable in chunks of every size, with what a score_mod captures, and in memory linear in the tokens."""
+
+from __future__ import annotations
+
+import gc
+from unittest.mock import patch
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch.testing import assert_close
+
+import flexdilated as fd
+from flexdilated import masks
+from flexdilated.engines.kernels import _portable
+from flexdilated.memory import LiveBytes
+from tests.attend.test_score_mod import modified
+from tests.support.agreement import TIGHT, assert_agrees
+from tests.support.strategies import block_sides, cases, tensors
+
+# B batch, H query heads, N queries, M keys
+
+
+@given(st.data(), block_sides, st.sampled_from([1, 100, 2000]))
+def test_chunks_of_any_size_are_the_oracle(data, side, scores):
+    case = data.draw(cases())
+    drawn = data.draw(tensors(case))
+    rule = data.draw(modified(len(drawn[0]), case.num_heads_global))
+    options = {"enable_gqa": True, "engine": "portable", "return_lse": True, "block_size": side, **case.sizes}
+
+    def attend(q, k, v):
+        return fd.attend(q, k, v, case.twin.pattern, score_mod=rule.score_mod(), **options)
+
+    with patch.object(_portable, "_SCORES_AT_ONCE", scores):
+        assert_agrees(attend, drawn, case.counts(), modify=rule.of(case))
+
+
+def scores_of(**tensors):
+    """Score functions that capture their tensors in different ways, by name."""
+    table, slopes, module = tensors["table"], tensors["slopes"], tensors["module"]
+    made = table * 2 + 1  # not a leaf
+    held = {"tables": [table, (slopes,)]}
+
+    def in_containers(score, b, h, q_idx, k_idx):
+        return score * held["tables"][1][0][h] + held["tables"][0][q_idx % 7, k_idx % 5]
+
+    def by_another_function(score, b, h, q_idx, k_idx):
+        return in_containers(score, b, h, q_idx, k_idx) + module(score[None])[0]
+
+    return {
+        "a leaf and a result": lambda score, b, h, q_idx, k_idx: score + made[q_idx % 7, k_idx % 5] * slopes[h],
+        "in containers": in_containers,
+        "a module, by another function": by_another_function,
+        "without the score": lambda score, b, h, q_idx, k_idx: table[q_idx % 7, k_idx % 5] * slopes[h],
+        "nothing": lambda score, b, h, q_idx, k_idx: score.tanh(),
+        "in place, twice": lambda score, b, h, q_idx, k_idx: score + slopes[h].clone().mul_(2) + slopes[h],
+    }
+
+
+@pytest.mark.parametrize("name", scores_of(table=torch.zeros(1), slopes=torch.zeros(1), module=torch.nn.Identity()))
+def test_every_captured_tensor_has_its_gradient(name):
+    generator = torch.Generator().manual_seed(0)
+    q, k, v, table, slopes = (
+        torch.randn(shape, dtype=torch.float64, generator=generator, requires_grad=True)
+        for shape in ((2, 4, 40, 8), (2, 2, 40, 8), (2, 2, 40, 8), (7, 5), (4,))
+    )
+    module = torch.nn.Linear(1, 1, dtype=torch.float64)
+    leaves = (q, k, v, table, slopes, *module.parameters())
+    score_mod = scores_of(table=table, slopes=slopes, module=module)[name]
+    pattern = masks.longnet([8, 16], [1, 2]) & masks.causal()
+    found = []
+    for engine in ("portable", "reference"):
+        out, lse = fd.attend(
+            q, k, v, pattern, enable_gqa=True, score_mod=score_mod, engine=engine, return_lse=True, block_size=8
+        )
+        total = out.square().sum() + lse.sin().sum()
+        grads = torch.autograd.grad(total, leaves, allow_unused=True, retain_graph=True)
+        # Unused by one engine is 0 by the other.
+        found.append([out, lse, *(torch.zeros(1) if x is None or not x.any() else x for x in grads)])
+    for one, other in zip(*found, strict=True):
+        assert_close(one, other, **TIGHT, check_dtype=False)
+
+
+@pytest.mark.parametrize("engine", ["portable"])
+def test_a_score_mod_is_asked_about_allowed_pairs_alone(engine):
+    """A table as wide as the window, and a function whose gradient is infinite beyond it."""
+    x = torch.randn(1, 2, 300, 8, dtype=torch.float64, requires_grad=True)
+    table = torch.randn(65, dtype=torch.float64, requires_grad=True)
+    window = masks.local_window(left=32, right=32) & masks.chunked(70)
+
+    def near(score, b, h, i, j):
+        return score + table[i - j + 32] * (33.0 - (i - j).abs()).sqrt()
+
+    def clamped(score, b, h, i, j):
+        return score + table[(i - j + 32).clamp(0, 64)] * (33.0 - (i - j).abs()).clamp(min=1).sqrt()
+
+    (out, *grads), (exact, *exact_grads) = (
+        (out, *torch.autograd.grad(out.square().sum(), (x, table)))
+        for out in (
+            fd.attend(x, x, x, window, score_mod=near, engine=engine),
+            fd.attend(x, x, x, window, score_mod=clamped, engine="reference"),
+        )
+    )
+    assert_close((out, *grads), (exact, *exact_grads), **TIGHT)
+
+
+def test_memory_is_linear():
+    """Twice the tokens under a window: twice the peak of a step; all scores would be sixteen times the bound."""
+
+    def peak(tokens: int) -> int:
+        slopes = torch.rand(2, requires_grad=True)
+        q, k, v = (torch.randn(1, 2, tokens, 32, requires_grad=True) for _ in range(3))
+        gc.collect()
+        with LiveBytes(q, k, v) as counted:
+            window = masks.local_window(left=255, right=0)
+            out = fd.attend(q, k, v, window, score_mod=lambda s, b, h, i, j: s - slopes[h] * (i - j))
+            out.sum().backward()
+        return counted.peak
+
+    with patch.object(_portable, "_SCORES_AT_ONCE", 1 << 17):
+        small, large = peak(2048), peak(4096)
+    assert large < 2.2 * small
+    assert large < 4 * 2 * 4096 * 4096 / 4
+
+
+def test_a_second_derivative_is_refused():
+    x = torch.randn(1, 1, 8, 4, requires_grad=True)
+    out = fd.attend(x, x, x, masks.causal(), engine="portable")
+    (grad,) = torch.autograd.grad(out.square().sum(), x, create_graph=True)
+    with pytest.raises(RuntimeError, match=r"portable engine has no second derivative.*engine='reference'"):
+        torch.autograd.grad(grad.sum(), x)
+
+
+def test_a_graph_is_refused_with_what_serves_it():
+    x = torch.randn(1, 1, 32, 16)
+    with pytest.raises(Exception, match="portable runs eagerly only; engine='tiles'"):
+        torch.compile(lambda x: fd.attend(x, x, x, masks.causal(), engine="portable"), backend="eager", fullgraph=True)(
+            x
+        )
