@@ -67,10 +67,8 @@ def show(options: argparse.Namespace) -> int:
             _write(options.plot, buffer.getvalue())
         elif options.json:
             cells = _json_cells(options.cells, rows, columns)
-            described = _described(asked)
-            data = {**masks.show(asked.pattern, **sizes, **window, cells=cells).to_data(), "description": None}
-            if described is not None:
-                data["description"] = described.to_data()
+            data = masks.show(asked.pattern, **sizes, **window, cells=cells).to_data()
+            data["description"] = described.to_data() if (described := _described(asked)) else None
             print(json.dumps(data, indent=1, ensure_ascii=False))
         else:
             *size, color, shapes = terminal_of(sys.stdout, color=options.color)
@@ -78,7 +76,8 @@ def show(options: argparse.Namespace) -> int:
             # The numbers may take a moment longer.
             print(masks.show(asked.pattern, **sizes, **window, cells=options.cells, **how), flush=True)
             if not options.brief:
-                print(f"\n{_numbers(asked)}")
+                most = f"Density, blocks and work are counted up to {tokens_text(MOST_DESCRIBED)} tokens."
+                print(f"\n{_described(asked) or most}")
     return 0
 
 
@@ -97,13 +96,6 @@ def _described(asked: AskedPattern) -> Description | None:
     if asked.num_tokens > MOST_DESCRIBED:
         return None
     return describe(asked.pattern, asked.num_tokens, num_heads=asked.num_heads)
-
-
-def _numbers(asked: AskedPattern) -> str:
-    described = _described(asked)
-    if described is None:
-        return f"Density, blocks and work are counted up to {tokens_text(MOST_DESCRIBED)} tokens."
-    return str(described)
 
 
 def _write(path: Path, content: bytes) -> None:

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from flexdilated.cli import main
 from tests.support.commands import OPTIONS, first_words, make_light, needed, parsers, run
 
-RELATIONS = {command: parser.relations for command, parser in parsers().items() if parser.relations}
+RELATIONS = {command: parser.known for command, parser in parsers().items() if parser.known}
 OF_ALL = {"pattern", "file"}  # what a command cannot be without
 
 

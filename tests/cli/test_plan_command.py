@@ -248,7 +248,7 @@ REFUSED = {
     "codec": (["causal()", "-n", "64", "--ranks", "2", "--codec", "bf16", "--dtype", "fp16"], ['codec "bf16" writes']),
     "heads": (["causal()", "--heads", "0"], ["--heads must be at least 1", "0"]),
     "head dim": (["causal()", "--head-dim", "9" * 20], ["--head-dim must be at most"]),
-    "kv heads": (["causal()", "--kv-heads", "3"], ["--kv-heads", "--heads", "3", "8"]),
+    "kv heads": (["causal()", "--kv-heads", "3"], ["num_kv_heads must divide num_heads; got 3 and 8"]),
     "embed dim": (["causal()", "--embed-dim", "100"], ["--embed-dim", "--heads", "100", "8"]),
     "odd head dim": (["causal()", "-n", "64", "--head-dim", "15"], ["15"]),
     "too many": (["causal()", "-n", "4000M"], ["--tokens", "2147483647", str(4000 << 20)]),
