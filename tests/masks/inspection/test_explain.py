@@ -164,23 +164,6 @@ def test_large_sequences_are_explained_at_once():
     assert not found.allowed
 
 
-@pytest.mark.parametrize(
-    ("options", "error", "message"),
-    [
-        ({"query": -1}, ValueError, "query must be at least 0"),
-        ({"query": 1.0}, TypeError, "query must be an integer"),
-        ({"num_heads": 0}, ValueError, "num_heads must be at least 1"),
-        ({"batch": True}, TypeError, "batch must be an integer"),
-        ({"num_tokens": 0}, ValueError, "the number of tokens must be at least 1"),
-        ({"block_size": 0}, ValueError, "block_size must be at least 1"),
-        ({"bindings": [IDS]}, TypeError, "bindings must map names to tensors; got list"),
-    ],
-)
-def test_what_there_is_not_is_refused(options, error, message):
-    with pytest.raises(error, match=message):
-        masks.explain(masks.causal(), **{"query": 3, "key": 2, "num_tokens": 64} | options)
-
-
 def test_patterns_that_cannot_be_explained_are_refused():
     with pytest.raises(TypeError, match="pattern must be a pattern or mixture"):
         masks.explain("causal()", query=0, key=0)

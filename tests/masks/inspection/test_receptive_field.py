@@ -161,21 +161,6 @@ def test_random_blocks_of_many_tokens():
         assert all(own in (other * side, (other - 1) * side + 1) for own, other in reached)
 
 
-def test_a_sample_estimates_the_mean_within_its_error():
-    """A causal pattern's receptive fields differ by token: 8 equal parts hold the mean to a part of their spread."""
-    tokens, lookback = 1 << 12, 50
-    found = told(masks.local_window(left=lookback, right=0), tokens)
-    for layers, mean, error in found.growth:
-        reach = layers * lookback
-        wanted = (reach * (reach + 1) // 2 + (tokens - reach) * (reach + 1)) / tokens
-        # Tokens near the start, few of which are drawn, reach fewer.
-        assert mean == pytest.approx(wanted, rel=0.1, abs=4 * error)
-    assert found.growth[-1][0] == found.layers_at_least == 64
-    assert [token for token, done in zip(found.tokens, found.finished, strict=True) if not done] == [
-        token for token in found.tokens if token > 63 * lookback
-    ]
-
-
 @pytest.mark.parametrize("number", [2, 8])
 def test_samples_estimate_without_bias(monkeypatch: pytest.MonkeyPatch, number: int):
     """Over many samples the mean is that of all tokens, and standard errors are about as large as the errors."""
