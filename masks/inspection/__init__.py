@@ -6,7 +6,7 @@
 from ._cells import Cells, count_cells
 from ._describe import MOST_DESCRIBED, Description, describe, describe_plan
 from ._explain import explain
-from ._picture import plot
+from ._plot import plot
 from ._receptive_field import ReceptiveField
 from ._show import LEAST_COLUMNS, LEAST_LINES, MOST_CELLS, HeatMap, show
 

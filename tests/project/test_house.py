@@ -38,7 +38,7 @@ EXTRAS = {"hypothesis", "matplotlib", "tqdm", "transformers"}
 # Used where it is installed, and imported when it is needed.
 LATE = {
     "flexdilated.observe._received": {"matplotlib"},
-    "flexdilated.masks.inspection._picture": {"matplotlib"},
+    "flexdilated.masks.inspection._plot": {"matplotlib"},
     "flexdilated.masks.inspection._plot_figure": {"matplotlib"},
 }
 

@@ -188,6 +188,8 @@ def test_queries_and_keys_that_differ_have_no_field():
 def test_the_text_states_the_numbers():
     """Counted by hand, apart from one another, so that none stands in another's place."""
     text = str(masks.describe(masks.causal(), 300, num_heads=2))
+    mixed = str(masks.describe(masks.causal() + masks.every(), 10, num_heads=2))
+    assert f"{55 / 155:.2%}" in mixed, "share of a branch in the pairs of a head"
     assert "inf" in str(masks.describe(masks.causal() & ~masks.causal(), 10))
     for number in (f"{2 * 45150:,}", f"{2 * 6 * 128**2:,}", f"{150.5 / 300:.4%}", f"{6 * 17:,}", "causal()", "natural"):
         assert number in text

@@ -141,6 +141,8 @@ def test_the_tree_of_a_mixture():
 def test_blocks_that_are_full_and_left_out():
     full, empty = (masks.explain(masks.causal(), query=9, key=key, num_tokens=16, block_size=4) for key in (1, 14))
     assert str(full).endswith("natural order: block (2, 0) allows all of its 16 pairs and is computed without a mask")
+    unequal = masks.explain(masks.dilated(8, 2), query=0, key=0, num_tokens=16, num_keys=12)
+    assert [each.order for each in unequal.standings] == ["natural"], "an order is one of queries and keys"
     assert str(empty).endswith("natural order: block (2, 3) allows none of its 16 pairs and is left out")
 
 

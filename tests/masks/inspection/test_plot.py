@@ -283,7 +283,7 @@ def test_without_matplotlib(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_neither_pyplot_nor_settings(monkeypatch: pytest.MonkeyPatch) -> None:
     """Importing pyplot fails here, and nobody does."""
-    for module in ("_picture", "_plot_figure"):
+    for module in ("_plot", "_plot_figure"):
         monkeypatch.delitem(sys.modules, f"flexdilated.masks.inspection.{module}", raising=False)
     monkeypatch.setitem(sys.modules, "matplotlib.pyplot", None)
     settings = {name: matplotlib.rcParams[name] for name in matplotlib.rcParams if name != "backend"}
