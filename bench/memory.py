@@ -78,7 +78,7 @@ def fits(
                 measured = peak_bytes(prepared_step, text, size, num_tokens, checkpoint)
                 models.append(_point(name, dtype, checkpoint, predicted, measured))
     sizes: dict[str, Any] = {"num_heads": 8, "num_kv_heads": 8, "head_dim": 64}
-    sizes |= {"layers": 12, "embed_dim": 512, "batch": 1}
+    sizes |= {"layers": 12, "batch": 1}
     sizes |= {"pattern": masks.parse(patterns[0][1]), "num_tokens": num_tokens, "dtype": torch.float16}
     devices = ("cpu", "cuda") if budgets else ()
     longest = {device: budget_data(PlanSize(**sizes, device=device), budgets) for device in devices}

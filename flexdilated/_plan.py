@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, fields
 from typing import TYPE_CHECKING, Any, overload
 
@@ -14,6 +14,7 @@ from .engines import allowed_on
 from .masks.core import (
     HEADS,
     LENGTH,
+    Bound,
     Expression,
     Mixture,
     advises,
@@ -30,7 +31,7 @@ from .masks.core import (
     tokens_text,
 )
 from .masks.inspection import describe_plan
-from .masks.planning import ANYTHING, Option, Plan, Term
+from .masks.planning import ANYTHING, Option, Plan
 from .masks.planning import plan as plan_terms
 from .memory import AttentionMemory, AttentionSize, attention_memory
 from .nn import ModelMemory, ModelSize, attention_size, model_memory
@@ -49,10 +50,9 @@ _WIDEST_RULE, _WIDEST_FACT = 60, 66  # characters
 
 @dataclass(frozen=True, kw_only=True)
 class PlanSize:
-    """A pattern and the sizes at which it is planned; layers and embed_dim belong to a LongNet that uses it.
+    """A pattern, with the values of its run-time tensors, and the sizes at which it and a LongNet of it are planned.
 
-    `pattern` includes the values of its run-time tensors. Raises ValueError or TypeError for sizes that do not fit
-    together.
+    Raises ValueError or TypeError for sizes that do not fit together.
     """
 
     pattern: Expression
@@ -64,15 +64,12 @@ class PlanSize:
     device: str
     batch: int
     layers: int
-    embed_dim: int
 
     def __post_init__(self) -> None:
-        for name in ("num_tokens", "num_heads", "num_kv_heads", "head_dim", "batch", "layers", "embed_dim"):
+        for name in ("num_tokens", "num_heads", "num_kv_heads", "head_dim", "batch", "layers"):
             require_int(name, getattr(self, name), minimum=1)
         if self.num_heads % self.num_kv_heads:
             raise ValueError(f"num_kv_heads must divide num_heads; got {self.num_kv_heads} and {self.num_heads}")
-        if self.embed_dim != self.num_heads * self.head_dim:
-            raise ValueError(f"embed_dim must be num_heads * head_dim; got {self.embed_dim=} and {self.head_dim=}")
         if self.dtype not in DTYPES.values():
             raise ValueError(f"dtype must be one of {', '.join(map(str, DTYPES.values()))}; got {self.dtype!r:.80}")
         require_choice("device", self.device, ("cpu", "cuda"))
@@ -82,8 +79,19 @@ class PlanSize:
             )
 
     @property
+    def embed_dim(self) -> int:
+        """Width of the LongNet."""
+        return self.num_heads * self.head_dim
+
+    @property
     def dtype_name(self) -> str:
         return next(name for name, dtype in DTYPES.items() if dtype == self.dtype)
+
+    @property
+    def heads_text(self) -> str:
+        """Number of query heads, and of key/value heads if they are fewer."""
+        grouped = f" over {self.num_kv_heads}" if self.num_kv_heads != self.num_heads else ""
+        return f"{self.num_heads} heads{grouped}"
 
     def attention(self, num_tokens: int) -> AttentionSize:
         """Sizes of a call of `attend` with num_tokens tokens."""
@@ -163,36 +171,34 @@ class PlanReport(PlanSize):
 
     def to_data(self) -> dict[str, Any]:
         """Plain data for JSON."""
-        names = ("num_tokens", "num_heads", "num_kv_heads", "head_dim", "batch")
-        work = ("engine", "useful_pairs", "computed_pairs", "all_pairs", "forward_flops", "backward_flops")
+        call, model = self.attention_memory, self.model_memory
+        work = ("useful_pairs", "computed_pairs", "all_pairs", "forward_flops", "backward_flops", "block_list_bytes")
+
+        def of(*names: str) -> dict[str, Any]:
+            return {name: getattr(self, name) for name in names}
+
         return {
             "pattern": repr(self.pattern),
-            **{name: getattr(self, name) for name in names},
+            **of("num_tokens", "num_heads", "num_kv_heads", "head_dim", "batch"),
             "dtype": self.dtype_name,
-            "device": self.device,
-            **{name: getattr(self, name) for name in (*work, "block_list_bytes")},
+            **of("device", "engine", *work),
             **{name: [asdict(each) for each in getattr(self, name)] for name in ("terms", "options", "measured")},
-            "memory": self._memory(),
-        }
-
-    def _memory(self) -> dict[str, Any]:
-        call, plain = self.attention_memory, self.model_memory
-        return {
-            "attention": {
-                "inputs": call.inputs,
-                "inference_peak": call.inference_peak,
-                "kept_for_backward": call.kept,
-                "training_peak": call.training_peak,
-                "tables": call.tables,
-            },
-            "model": {
-                "layers": self.layers,
-                "embed_dim": self.embed_dim,
-                "weights": plain.weights,
-                "optimizer": plain.optimizer,
-                "inference_peak": plain.inference_peak,
-                "training_peak": plain.training_peak,
-                "checkpointed_training_peak": self.checkpointed_memory.training_peak,
+            "memory": {
+                "attention": {
+                    "inputs": call.inputs,
+                    "inference_peak": call.inference_peak,
+                    "kept_for_backward": call.kept,
+                    "training_peak": call.training_peak,
+                    "tables": call.tables,
+                },
+                "model": {
+                    **of("layers", "embed_dim"),
+                    "weights": model.weights,
+                    "optimizer": model.optimizer,
+                    "inference_peak": model.inference_peak,
+                    "training_peak": model.training_peak,
+                    "checkpointed_training_peak": self.checkpointed_memory.training_peak,
+                },
             },
         }
 
@@ -300,99 +306,81 @@ def plan(
         num_tokens=num_tokens,
         num_heads=num_heads,
         num_kv_heads=num_heads if num_kv_heads is None else num_kv_heads,
-        head_dim=require_int("head_dim", head_dim, minimum=1),
+        head_dim=head_dim,
         dtype=dtype,
         device=device,
         batch=batch,
         layers=layers,
-        embed_dim=num_heads * head_dim,
     )
     if ranks is not None:
-        return loads(size, ranks, order=order, schedule=schedule, codec=codec)
+        from .distributed.counts import MOST_RANKS, rank_loads
+        from .distributed.group import Sharding
+
+        sharding = Sharding(num_tokens, require_int("ranks", ranks, minimum=1, maximum=MOST_RANKS), order)
+        return rank_loads(size.pattern, sharding, size.attention(num_tokens), schedule=schedule, codec=codec)
     if require_bool("measure", measure) and not device_kind(device).on_host:
         raise ValueError(f"measure times the CPU of this machine; got {device=}")
-    return report(size, measure=measure)
+    return _report(size, bound, measure=measure)
 
 
-def loads(size: PlanSize, ranks: int, *, order: Order, schedule: ScheduleName, codec: CodecName | None) -> RankLoads:
-    """Load of each rank. Raises ValueError if the pattern does not bind, or for an invalid schedule or codec."""
-    from .distributed.counts import MOST_RANKS, rank_loads
-    from .distributed.group import Sharding
-
-    require_int("ranks", ranks, minimum=1, maximum=MOST_RANKS)
-    sharding = Sharding(size.num_tokens, ranks, order)
-    return rank_loads(size.pattern, sharding, size.attention(size.num_tokens), schedule=schedule, codec=codec)
-
-
-def report(size: PlanSize, *, measure: bool) -> PlanReport:
-    """The plan at this size. Raises ValueError if the pattern does not bind or has too many blocks."""
-    tokens = {"num_queries": size.num_tokens, "num_keys": size.num_tokens}
-    bound = size.pattern.bind(num_heads=size.num_heads, **tokens)
-    allowed = ANYTHING if device_kind(size.device).on_host else allowed_on(torch.device(size.device))
-    asked = size.attention(size.num_tokens)
+def _report(size: PlanSize, bound: Bound, *, measure: bool) -> PlanReport:
+    kind, asked = device_kind(size.device), size.attention(size.num_tokens)
+    allowed = ANYTHING if kind.on_host else allowed_on(torch.device(size.device))
     best = plan_terms(bound, device=size.device, allowed=allowed, operands=asked.operands)
     described = describe_plan(best, head_dim=size.head_dim)
     inside = attention_memory(size.pattern, attention_size(size.model, size.num_tokens), device=size.device)
-    plain, checkpointed = (
-        model_memory(size.model, size.num_tokens, inside, checkpoint=checkpoint) for checkpoint in (False, True)
-    )
     timed = ()
     if measure:
         timed = measure_options(bound, size.device, size.dtype, size.head_dim, size.num_kv_heads, backward=False)
+    work = ("useful_pairs", "computed_pairs", "all_pairs", "forward_flops", "backward_flops")
     return PlanReport(
         **{each.name: getattr(size, each.name) for each in fields(PlanSize)},
-        engine=device_kind(size.device).engine,
-        useful_pairs=size.batch * described.useful_pairs,
-        computed_pairs=size.batch * described.computed_pairs,
-        all_pairs=size.batch * described.all_pairs,
-        forward_flops=size.batch * described.forward_flops,
-        backward_flops=size.batch * described.backward_flops,
+        engine=kind.engine,
+        **{name: size.batch * getattr(described, name) for name in work},
         block_list_bytes=described.table_bytes,
         terms=tuple(_terms(best)),
-        options=tuple(
-            _option(number, option, option is options[0])
-            for number, options in enumerate(best.options, start=1)
-            for option in options
-        ),
+        options=tuple(_options(best)),
         measured=tuple(MeasuredOption(*each) for each in timed),
         attention_memory=attention_memory(size.pattern, asked, device=size.device),
-        model_memory=plain,
-        checkpointed_memory=checkpointed,
+        model_memory=model_memory(size.model, size.num_tokens, inside, checkpoint=False),
+        checkpointed_memory=model_memory(size.model, size.num_tokens, inside, checkpoint=True),
     )
-
-
-def _terms(best: Plan) -> list[PlannedTerm]:
-    """Terms of each branch's chosen option; terms that differ only in positions are counted as one entry."""
-    found: list[PlannedTerm] = []
-    for number, (chosen, *_) in enumerate(best.options, start=1):
-        alike = Counter(map(_term, chosen.terms))
-        found += [PlannedTerm(_branch(number, chosen), chosen.layout, *term, times) for term, times in alike.items()]
-    return found
-
-
-def _term(term: Term) -> tuple[str, str, int, int, int, int, int]:
-    shape = f"blocks of {term.block_side}" if term.shape == "blocks" else term.shape
-    return shape, repr(term.rule), term.multiplicity, len(term.heads), term.folds, term.q.num_slots, term.k.num_slots
 
 
 def _branch(number: int, option: Option) -> int | str:
-    """Number of an option's branch, or "all" if it computes a whole mixture."""
     return "all" if isinstance(option.branch, Mixture) else number
 
 
-def _option(number: int, option: Option, chosen: bool) -> WeighedOption:
-    cost, branch = option.cost, _branch(number, option)
-    return WeighedOption(
-        branch, option.layout, cost.computed_pairs, cost.gather_bytes, cost.launches, cost.seconds, chosen
-    )
+def _terms(best: Plan) -> Iterator[PlannedTerm]:
+    """Terms of each branch's chosen option; terms that differ only in positions are counted as one entry."""
+    for number, (chosen, *_) in enumerate(best.options, start=1):
+        alike = Counter(
+            (
+                f"blocks of {term.block_side}" if term.shape == "blocks" else term.shape,
+                *(repr(term.rule), term.multiplicity, len(term.heads), term.folds, term.q.num_slots, term.k.num_slots),
+            )
+            for term in chosen.terms
+        )
+        for term, times in alike.items():
+            yield PlannedTerm(_branch(number, chosen), chosen.layout, *term, times)
+
+
+def _options(best: Plan) -> Iterator[WeighedOption]:
+    for number, options in enumerate(best.options, start=1):
+        for option in options:
+            cost, is_chosen = option.cost, option is options[0]
+            work = cost.computed_pairs, cost.gather_bytes, cost.launches, cost.seconds
+            yield WeighedOption(_branch(number, option), option.layout, *work, is_chosen)
 
 
 def _facts(found: PlanReport) -> list[tuple[str, str]]:
     useful, computed = found.useful_pairs, found.computed_pairs
+    batch = f", batch {found.batch}" if found.batch > 1 else ""
+    size = f"{tokens_text(found.num_tokens)} tokens, {found.heads_text}, head dim {found.head_dim}, {found.dtype_name}"
     overcompute = f", {computed / useful:.3f} for each useful one" if useful else ""
     return [
         ("pattern", repr(found.pattern)),
-        ("size", size_text(found)),
+        ("size", f"{size}{batch}"),
         ("engine", f"{found.engine} on {found.device}"),
         ("useful pairs", f"{useful:,}, {useful / found.all_pairs:.4%} of all"),
         ("computed", f"{computed:,} in blocks{overcompute}"),
@@ -401,33 +389,17 @@ def _facts(found: PlanReport) -> list[tuple[str, str]]:
     ]
 
 
-def size_text(size: PlanSize) -> str:
-    """Tokens, heads, head dim, dtype and batch as one line."""
-    batch = f", batch {size.batch}" if size.batch > 1 else ""
-    return (
-        f"{tokens_text(size.num_tokens)} tokens, {heads_text(size)}, head dim {size.head_dim}, {size.dtype_name}{batch}"
-    )
-
-
-def heads_text(size: PlanSize) -> str:
-    """Number of query heads, and of key/value heads if they are fewer."""
-    return f"{size.num_heads} heads" + (f" over {size.num_kv_heads}" if size.num_kv_heads != size.num_heads else "")
-
-
 def _terms_table(terms: Sequence[PlannedTerm]) -> str:
     headers = ("branch", "layout", "shape", "rule", "times", "heads", "batch x length", "terms")
     lines = [
         (str(term.branch), term.layout, term.shape, shortened(term.rule, _WIDEST_RULE), str(term.times),
-         str(term.heads), _slots(term), str(term.terms))
+         str(term.heads), f"{term.folds}x{term.queries:,}{f' by {term.keys:,}' * (term.keys != term.queries)}",
+         str(term.terms))
         for term in terms[:_MOST_LINES]
     ]  # fmt: skip
     more = len(terms) - _MOST_LINES
     rest = f"\n... and {more} more; --json prints all" if more > 0 else ""
     return tabulate(lines, headers, disable_numparse=True, maxcolwidths=[None, 16, None, 28]) + rest
-
-
-def _slots(term: PlannedTerm) -> str:
-    return f"{term.folds}x{term.queries:,}" + ("" if term.keys == term.queries else f" by {term.keys:,}")
 
 
 def _options_table(options: Sequence[WeighedOption]) -> str:

@@ -1,4 +1,4 @@
-"""check: is a pattern what it says it is, and does attend compute it?"""
+"""check: a pattern against its definition, and attend on it against dense attention."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from ._pattern import PATTERN, fitting_heads, read_pattern, refusals
 from ._terminal import CommandParser, UsageError, one_thread, progress
 
 _HEADS = 4
-_MOST_PAIRS = 1 << 22  # over all heads: the tables in which each is looked at then fill most of a gigabyte
+_MOST_PAIRS = 1 << 22  # over all heads: the tables of all pairs then fill most of a gigabyte
 _SEEDS = 1 << 62  # torch's generators take 64 bits, and the number of the example is added
 _BOXES = 25  # examples between two steps of the bar
 _HEAD_DIMS = (8, 1, 3, 16)
@@ -29,8 +29,8 @@ _CHECKS = ("agreement", "gradients", "decoding")
 
 def add_arguments(parser: CommandParser) -> None:
     parser.description = (
-        "Hold a pattern to its definition: all it says of itself (bounds, period, block lists, JSON) to its rule, pair "
-        "by pair, and attend's output, lse and gradients on it to dense attention in float64, over drawn sizes. "
+        "Check a pattern against its definition: bounds, period, block lists and JSON against its rule, pair by pair; "
+        "and attend's output, lse and gradients on it against dense attention in float64, over drawn sizes. "
         "The exit status is 1 if a counterexample is found; the smallest is printed."
     )
     add = parser.argument
@@ -50,7 +50,7 @@ def check(options: argparse.Namespace) -> int:
     pairs = heads * options.max_tokens**2
     if pairs > _MOST_PAIRS:
         raise UsageError(
-            f"every pair is looked at: --heads times --max-tokens squared must be at most {_MOST_PAIRS}; "
+            f"every pair is evaluated: --heads times --max-tokens squared must be at most {_MOST_PAIRS}; "
             f"got {heads} heads and {options.max_tokens} tokens, which make {pairs}"
         )
     longest = _longest(pattern, heads, options.max_tokens)
@@ -93,7 +93,7 @@ def _longest(pattern: Pattern | Mixture, num_heads: int, max_tokens: int) -> int
 def _steps(
     pattern: Pattern | Mixture, *, examples: int, num_heads: int, max_tokens: int, seed: int
 ) -> Iterator[tuple[int, str]]:
-    """(examples that were good, what they were of)."""
+    """(number of examples that passed, subject of the check)."""
     sizes = {"num_heads": num_heads, "max_tokens": max_tokens}
     for first in range(0, examples, _BOXES):
         number = min(_BOXES, examples - first)
@@ -104,7 +104,7 @@ def _steps(
         return attend(q, k, v, pattern, enable_gqa=True, return_lse=True)
 
     def in_two(module: object, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """A third of the queries, then the rest."""
+        """Two calls: a third of the queries, then the later ones."""
         cut = q.shape[2] // 3
         places = [(0, cut), (cut, q.shape[2])] if cut else [(0, q.shape[2])]
         parts = [attend(q[:, :, a:b], k, v, pattern, enable_gqa=True, q_offset=a) for a, b in places]

@@ -16,8 +16,11 @@ from ._terminal import CommandParser, UsageError, print_error, status_of
 _COMMANDS = {
     "show": ("draw a pattern as a heat map, and say what it allows and costs", add_show_arguments),
     "explain": ("say why a query sees a key, or why not", add_explain_arguments),
-    "plan": ("say how a pattern is computed, what it takes, and what fits into memory", add_plan_arguments),
-    "check": ("hold a pattern of yours to its definition, and attend to it", add_check_arguments),
+    "plan": (
+        "print how a pattern is computed, its cost, and the longest sequence that fits",
+        add_plan_arguments,
+    ),
+    "check": ("check a pattern against its definition, and attend against dense attention", add_check_arguments),
     "tune": ("measure the constants of this device, and write them to a file", add_tune_arguments),
     "doctor": ("say what works on this machine, and what is missing", add_doctor_arguments),
 }
@@ -25,9 +28,9 @@ _INTERRUPTED = 130  # what shells report of a process that SIGINT ended
 
 
 def main(arguments: Sequence[str] | None = None, *, program: str = "flexdilated") -> int:
-    """Run one command; `program` is what starts it, as the help names it.
+    """Run one command and return its exit status; the help names `program` as the way to start it.
 
-    The exit status: 0 done, 1 does not work here, 2 bad usage, 130 interrupted, 141 unread.
+    Status: 0 done, 1 does not work here, 2 bad usage, 130 interrupted, 141 output closed by its reader.
     """
     return status_of(lambda: _run(sys.argv[1:] if arguments is None else arguments, program))
 

@@ -6,10 +6,11 @@ import argparse
 import runpy
 import struct
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from bisect import bisect_left
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
-from functools import cache
+from functools import cache, cached_property
 from itertools import chain
 from pathlib import Path
 from pickle import UnpicklingError
@@ -20,7 +21,7 @@ from torch import Tensor
 
 from .. import masks
 from ..masks import Mixture, Pattern
-from ..masks.core import LARGEST, Bound, Expression, require_below
+from ..masks.core import LARGEST, Expression, require_below
 from ..masks.patterns import Given, Lengths, RunTime, names, require_values, run_time_leaves
 from ._terminal import CommandParser, UsageError, size_of
 
@@ -59,18 +60,16 @@ class AskedPattern:
     num_tokens: int
     num_heads: int
 
-    def bind(self) -> Bound:
-        return self.pattern.bind(**self.sizes)
-
-    @property
-    def sizes(self) -> dict[str, int]:
-        """What `bind` takes."""
-        return {"num_heads": self.num_heads, "num_queries": self.num_tokens, "num_keys": self.num_tokens}
-
-    @property
+    @cached_property
     def num_entries(self) -> int:
-        """Batch entries that run-time tensors tell apart; 1 if all are alike."""
-        return self.bind().batch
+        """Number of batch entries whose run-time tensors differ; 1 if all are equal."""
+        return self.pattern.bind(num_heads=self.num_heads, num_queries=self.num_tokens, num_keys=self.num_tokens).batch
+
+    def require(self, *, head: int, batch: int) -> None:
+        """Raise UsageError for a head or a batch entry out of range."""
+        with refusals():
+            require_below("head", head, self.num_heads, "heads")
+            require_below("batch", batch, self.num_entries, "batch entries")
 
     def entry(self, batch: int) -> AskedPattern:
         """The same with the run-time tensors of one batch entry."""
@@ -84,12 +83,6 @@ class AskedPattern:
             return replace(leaf, given=given)
 
         return replace(self, pattern=self.pattern.map_leaves(with_row))
-
-    def require(self, *, head: int, batch: int) -> None:
-        """Raise UsageError for a head or a batch entry that there is not."""
-        with refusals():
-            require_below("head", head, self.num_heads, "heads")
-            require_below("batch", batch, self.num_entries, "batch entries")
 
 
 @contextmanager
@@ -109,13 +102,9 @@ def asked_from(options: argparse.Namespace) -> AskedPattern:
     Without --tokens the length is that of the run-time tensors, or else of the pattern's grid. Raises UsageError for a
     pattern that does not read, for sizes, and for tensors that are missing or do not fit.
     """
-    return ask(options.pattern, options.tokens, options.heads, options.bind)
-
-
-def ask(text: str, tokens: str | None, heads: int | None, bindings: Sequence[str]) -> AskedPattern:
-    pattern = read_pattern(text)
+    pattern, tokens = read_pattern(options.pattern), options.tokens
     with refusals():
-        tensors = pattern.given_tensors() | read_bindings(pattern, bindings)
+        tensors = pattern.given_tensors() | read_bindings(pattern, options.bind)
     missing = [name for name in names(pattern) if name not in tensors]
     if missing:
         raise UsageError(
@@ -131,10 +120,16 @@ def ask(text: str, tokens: str | None, heads: int | None, bindings: Sequence[str
         raise UsageError(f"--tokens must be at most {LARGEST}; got {num_tokens}")
     if tensors and num_tokens > _MOST_BOUND_TOKENS:
         raise UsageError(f"--tokens must be at most {_MOST_BOUND_TOKENS} with --bind; got {num_tokens}")
-    num_heads = fitting_heads(pattern, _HEADS) if heads is None else heads
-    asked = AskedPattern(_with_tensors(pattern, tensors), num_tokens, num_heads)
+    num_heads = fitting_heads(pattern, _HEADS) if options.heads is None else options.heads
+
+    def with_tensor(leaf: Pattern) -> Pattern:
+        if isinstance(leaf, RunTime) and leaf.name in tensors:
+            return replace(leaf, given=Given(tensors[leaf.name]))
+        return leaf
+
+    asked = AskedPattern(pattern.map_leaves(with_tensor), num_tokens, num_heads)
     with refusals():
-        asked.bind()
+        _ = asked.num_entries  # binds
     return asked
 
 
@@ -180,57 +175,31 @@ def _num_tokens(pattern: Expression, name: str, tensor: Tensor) -> int:
     return tensor.shape[-1] if tensor.dim() else 0
 
 
-def _with_tensors(pattern: Expression, tensors: Mapping[str, Tensor]) -> Expression:
-    given = {name: Given(tensor) for name, tensor in tensors.items()}
-
-    def with_tensor(leaf: Pattern) -> Pattern:
-        return replace(leaf, given=given[leaf.name]) if isinstance(leaf, RunTime) and leaf.name in given else leaf
-
-    return pattern.map_leaves(with_tensor)
-
-
-def one_rule(asked: AskedPattern) -> Expression:
-    """The pattern with the values of its run-time tensors in its rule. Raises UsageError where they differ by entry."""
-    if asked.num_entries > 1:
-        raise UsageError(
-            "what is planned is the rule of one batch entry, whatever their number: give --bind the tensor of one; "
-            f"got that of {asked.num_entries} entries"
-        )
-    return asked.pattern if asked.pattern.pads else asked.bind().pattern
-
-
 @cache
 def most_tokens(pattern: Expression) -> int | None:
     """Largest length that the pattern binds to, such as its grid's; None if it binds to any length, or to none."""
 
     def binds(num_tokens: int) -> bool:
-        try:
+        with suppress(ValueError):
             pattern.check_tokens(range(num_tokens), range(num_tokens))
-        except ValueError:
-            return False
-        return True
+            return True
+        return False
 
     if binds(LARGEST):
         return None
     low = next(filter(binds, chain((1 << power for power in reversed(range(31))), range(1 << 12, 0, -1))), None)
     if low is None:
         return None
-    high = LARGEST
-    while high - low > 1:
-        middle = (low + high) // 2
-        low, high = (middle, high) if binds(middle) else (low, middle)
-    return low
+    return bisect_left(range(LARGEST), True, lo=low + 1, key=lambda num_tokens: not binds(num_tokens)) - 1
 
 
 def fitting_heads(pattern: Expression, usual: int) -> int:
     """`usual` if the pattern takes that number of heads, or else the smallest number that it takes."""
     for num_heads in (usual, *range(1, MOST_HEADS + 1)):
-        try:
+        with suppress(ValueError):
             pattern.check_heads(num_heads)
-        except ValueError:
-            continue
-        return num_heads
-    return usual  # which does not bind, and is answered there
+            return num_heads
+    return usual  # `bind` refuses it
 
 
 def read_pattern(text: str) -> Pattern | Mixture:

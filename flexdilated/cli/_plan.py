@@ -10,14 +10,15 @@ from typing import Any, get_args
 
 from tabulate import tabulate
 
-from .._plan import DTYPES, PlanSize, heads_text, loads, report
+from .. import plan as plan_attention
+from .._plan import DTYPES, PlanSize
 from ..distributed.counts import MOST_RANKS, SCHEDULES
 from ..distributed.group import ORDERS
 from ..distributed.wire import CodecName
 from ..masks.core import LARGEST, Expression, bytes_text, tokens_text
 from ..memory import LARGEST_RUN, AttentionMemory, attention_memory
 from ..nn import ModelMemory, attention_size, model_memory
-from ._pattern import MOST_HEADS, add_pattern_arguments, asked_from, most_tokens, one_rule, refusals
+from ._pattern import MOST_HEADS, add_pattern_arguments, asked_from, most_tokens, refusals
 from ._terminal import CommandParser, UsageError
 
 Peak = Callable[[int], int]
@@ -59,34 +60,49 @@ def add_arguments(parser: CommandParser) -> None:
     measure = "time the ways to compute it on this machine's CPU, besides"
     add("--measure", action="store_true", excludes=("ranks", "device=cuda"), help=measure)
     add("--json", action="store_true", help="print plain data instead of tables")
-    _add_ranks(parser)
-    parser.set_defaults(command=plan)
-
-
-def _add_ranks(parser: CommandParser) -> None:
-    add = partial(parser.argument, group=parser.add_argument_group("many ranks"))
+    add = partial(add, group=parser.add_argument_group("many ranks"))
     ranks = f"ranks that share the sequence, {MOST_RANKS} at most"
     add("--ranks", type=int, least=1, most=MOST_RANKS, metavar="W", help=ranks)
     order = "which tokens a rank holds (%(default)s)"
     add("--order", choices=ORDERS, default="contiguous", needs=("ranks",), help=order)
     schedule = "how keys and values come to the ranks that need them (%(default)s)"
     add("--schedule", choices=SCHEDULES, default="auto", needs=("ranks",), help=schedule)
-    codec = "of keys and values on the wire (none: as they are)"
+    codec = "of keys and values on the wire (none: in their own dtype)"
     add("--codec", choices=get_args(CodecName), needs=("ranks",), help=codec)
+    parser.set_defaults(command=plan)
 
 
 def plan(options: argparse.Namespace) -> int:
-    """Print the plan, or what fits into the budget. Raises UsageError for sizes at which the pattern has no meaning."""
-    size = size_from(options)
+    """Print the plan, or the longest sequence within a budget. Raises UsageError for sizes that do not fit together."""
+    asked = asked_from(options)
+    heads, head_dim = asked.num_heads, options.head_dim or 64
+    if options.embed_dim is not None:
+        head_dim = options.embed_dim // heads
+        if options.embed_dim % heads:
+            raise UsageError(f"--embed-dim must be a multiple of --heads; got {options.embed_dim} and {heads}")
+    if options.budget is not None and asked.pattern.varies:
+        raise UsageError("--budget needs a pattern of any number of tokens; got one with run-time tensors")
+    if asked.num_entries > 1:
+        raise UsageError(
+            f"plan takes run-time tensors of one batch entry: give --bind a tensor of one; got {asked.num_entries}"
+        )
+    sizes = {
+        "num_heads": heads,
+        "num_kv_heads": options.kv_heads or heads,
+        "head_dim": head_dim,
+        "dtype": DTYPES[options.dtype],
+        "device": options.device,
+        "batch": options.batch,
+        "layers": options.layers or _LAYERS,
+    }
     with refusals():
-        if options.ranks is not None:
-            found = loads(size, options.ranks, order=options.order, schedule=options.schedule, codec=options.codec)
-            data, text = found.to_data(), str(found)
-        elif options.budget is not None:
+        if options.budget is not None:
+            size = PlanSize(pattern=asked.pattern, num_tokens=asked.num_tokens, **sizes)
             data = budget_data(size, BUDGETS if options.budget == _TABLE else (_budget_bytes(options.budget),))
             text = budget_text(size, data)
         else:
-            found = report(size, measure=options.measure)
+            over_ranks = {name: getattr(options, name) for name in ("ranks", "order", "schedule", "codec")}
+            found = plan_attention(asked.pattern, asked.num_tokens, **sizes, measure=options.measure, **over_ranks)
             data, text = found.to_data(), str(found)
     print(json.dumps(data, indent=1, ensure_ascii=False) if options.json else text)
     return 0
@@ -102,35 +118,6 @@ def _budget_bytes(text: str) -> int:
     return found
 
 
-def size_from(options: argparse.Namespace) -> PlanSize:
-    """Raises UsageError for a pattern that does not read and for sizes that do not fit together."""
-    asked = asked_from(options)
-    if options.budget is not None and asked.pattern.varies:
-        raise UsageError("--budget needs a pattern of any number of tokens; got one with run-time tensors")
-    head_dim = 64 if options.head_dim is None else options.head_dim
-    embed_dim = asked.num_heads * head_dim
-    if options.embed_dim is not None:  # given in place of head_dim
-        embed_dim, head_dim = options.embed_dim, options.embed_dim // asked.num_heads
-        if embed_dim % asked.num_heads:
-            raise UsageError(f"--embed-dim must be a multiple of --heads; got {embed_dim} and {asked.num_heads}")
-    kv_heads = asked.num_heads if options.kv_heads is None else options.kv_heads
-    if asked.num_heads % kv_heads:
-        raise UsageError(f"--kv-heads must divide --heads; got {kv_heads} and {asked.num_heads}")
-    with refusals():
-        return PlanSize(
-            pattern=one_rule(asked),
-            num_tokens=asked.num_tokens,
-            num_heads=asked.num_heads,
-            num_kv_heads=kv_heads,
-            head_dim=head_dim,
-            dtype=DTYPES[options.dtype],
-            device=options.device,
-            batch=options.batch,
-            layers=_LAYERS if options.layers is None else options.layers,
-            embed_dim=embed_dim,
-        )
-
-
 def budget_data(size: PlanSize, budgets: Sequence[int]) -> dict[str, Any]:
     """Bytes a token, and the longest sequence for each budget. Raises ValueError where the pattern does not bind."""
     size.pattern.check_heads(size.num_heads)
@@ -138,14 +125,9 @@ def budget_data(size: PlanSize, budgets: Sequence[int]) -> dict[str, Any]:
     between = min(_BETWEEN[0], most // 2), min(_BETWEEN[1], most)
     return {
         "pattern": repr(size.pattern),
-        "num_heads": size.num_heads,
-        "num_kv_heads": size.num_kv_heads,
-        "head_dim": size.head_dim,
-        "batch": size.batch,
+        **{name: getattr(size, name) for name in ("num_heads", "num_kv_heads", "head_dim", "batch")},
         "dtype": size.dtype_name,
-        "device": size.device,
-        "layers": size.layers,
-        "embed_dim": size.embed_dim,
+        **{name: getattr(size, name) for name in ("device", "layers", "embed_dim")},
         "bytes_a_token": {name: slope(peak, between) for name, peak in peaks.items()},
         "longest": [
             {"budget_bytes": budget, **{name: longest(peak, budget, most=most) for name, peak in peaks.items()}}
@@ -198,7 +180,7 @@ def budget_text(size: PlanSize, data: dict[str, Any]) -> str:
         f"with its weights,\nand in training their gradients and AdamW's two moments. K is 1,024, M is 1,048,576."
     )
     table = tabulate(lines, headers, disable_numparse=True, colalign=("left", *["right"] * 5))
-    return f"{data['pattern']}\n{heads_text(size)}, {kind}\n\n{table}\n\n{note}"
+    return f"{data['pattern']}\n{size.heads_text}, {kind}\n\n{table}\n\n{note}"
 
 
 def longest(peak: Peak, budget: int, *, most: int = _MOST) -> int:
@@ -219,7 +201,7 @@ def longest(peak: Peak, budget: int, *, most: int = _MOST) -> int:
 
 
 def slope(peak: Peak, tokens: Sequence[int]) -> float:
-    """Bytes that one token more takes, between these two numbers of them."""
+    """Bytes of one more token, between these two numbers of tokens."""
     below, above = tokens
     return (peak(above) - peak(below)) / (above - below)
 

@@ -25,8 +25,8 @@ _MOST_JSON_CELLS = 1 << 18  # of each, counts of every branch are printed
 
 def add_show_arguments(parser: CommandParser) -> None:
     parser.description = (
-        "A pattern as a heat map that fits the terminal, at any number of tokens and in any window of them, down to "
-        "single pairs; then what it allows and costs, as `masks.describe` tells it."
+        "Draw a pattern as a heat map that fits the terminal, at any number of tokens and in any window, down to "
+        "single pairs; then print its pairs, blocks and costs, as `masks.describe` counts them."
     )
     add_pattern_arguments(parser)
     add = parser.argument
@@ -36,13 +36,18 @@ def add_show_arguments(parser: CommandParser) -> None:
     rows = "queries A to B - 1 only, such as 64K:128K; slots, in residue order; a page holds every window"
     add("--rows", metavar="A:B", excludes=("html",), help=rows)
     add("--cols", metavar="A:B", excludes=("html",), help="the same of keys")
-    cells = "cut the window into so many cells (as many as fit)"
+    cells = "number of cells that the window is cut into (as many as fit)"
     add("--cells", type=_cells, metavar="ROWSxCOLUMNS", excludes=("plot", "html"), help=cells)
     add("--batch", type=int, default=0, metavar="b", help="the batch entry, if tensors differ by entry (%(default)s)")
     color, files = "on the map: auto is on a terminal (%(default)s)", ("json", "plot", "html")
     add("--color", "--colour", choices=COLOR_CHOICES, default="auto", excludes=files, help=color)
     add("--brief", action="store_true", excludes=files, help="print the heat map alone")
-    add("--json", action="store_true", excludes=files[1:], help="print plain data: the cells, and what describe tells")
+    add(
+        "--json",
+        action="store_true",
+        excludes=files[1:],
+        help="print plain data: the cells, and counts of describe",
+    )
     add("--plot", type=Path, metavar="FILE", excludes=("html",), help="draw the window as a .png or .svg instead")
     add("--html", type=Path, metavar="FILE", help="write a page to zoom and pan in instead")
     parser.set_defaults(command=show)
@@ -67,10 +72,8 @@ def show(options: argparse.Namespace) -> int:
             _write(options.plot, buffer.getvalue())
         elif options.json:
             cells = _json_cells(options.cells, rows, columns)
-            described = _described(asked)
-            data = {**masks.show(asked.pattern, **sizes, **window, cells=cells).to_data(), "description": None}
-            if described is not None:
-                data["description"] = described.to_data()
+            data = masks.show(asked.pattern, **sizes, **window, cells=cells).to_data()
+            data["description"] = described.to_data() if (described := _described(asked)) else None
             print(json.dumps(data, indent=1, ensure_ascii=False))
         else:
             *size, color, shapes = terminal_of(sys.stdout, color=options.color)
@@ -78,7 +81,8 @@ def show(options: argparse.Namespace) -> int:
             # The numbers may take a moment longer.
             print(masks.show(asked.pattern, **sizes, **window, cells=options.cells, **how), flush=True)
             if not options.brief:
-                print(f"\n{_numbers(asked)}")
+                most = f"Density, blocks and work are counted up to {tokens_text(MOST_DESCRIBED)} tokens."
+                print(f"\n{_described(asked) or most}")
     return 0
 
 
@@ -97,13 +101,6 @@ def _described(asked: AskedPattern) -> Description | None:
     if asked.num_tokens > MOST_DESCRIBED:
         return None
     return describe(asked.pattern, asked.num_tokens, num_heads=asked.num_heads)
-
-
-def _numbers(asked: AskedPattern) -> str:
-    described = _described(asked)
-    if described is None:
-        return f"Density, blocks and work are counted up to {tokens_text(MOST_DESCRIBED)} tokens."
-    return str(described)
 
 
 def _write(path: Path, content: bytes) -> None:
@@ -136,8 +133,8 @@ def _cells(text: str) -> tuple[int, int]:
 
 def add_explain_arguments(parser: CommandParser) -> None:
     parser.description = (
-        "Why a query sees a key, or why not: by each branch of a mixture and each part of a composition, in plain "
-        "numbers; and in which block the pair lies, in the natural order and in residue-major order."
+        "Explain why a query sees a key, or why not, by each branch of a mixture and each part of a composition; and "
+        "name the block of the pair, in the natural order and in residue-major order."
     )
     add_pattern_arguments(parser)
     add = parser.argument
@@ -163,7 +160,7 @@ def explain(options: argparse.Namespace) -> int:
 
 
 def _position(text: str) -> int:
-    """A position in full, in K or in M; the library refuses those that are too small or too large."""
+    """A position such as 5000, 64K or -1; the library refuses positions out of range."""
     found = size_of(text.strip().removeprefix("-"))
     if found is None:
         raise argparse.ArgumentTypeError(f"a position must be a whole number, such as 5000 or 64K; got {text!r}")

@@ -37,9 +37,13 @@ class UsageError(Exception):
     """The command cannot do what was asked: the rule and what came, in one line; the exit status is 2."""
 
 
-class Relation(NamedTuple):
-    """Arguments that an argument needs and those it excludes, by `dest`; "device=cuda" excludes that value only."""
+class Argument(NamedTuple):
+    """Default and limits of an argument, and other arguments by `dest`; "device=cuda" excludes that value only."""
 
+    shown: str
+    default: Any
+    least: float | None
+    most: float | None
     needs: tuple[str, ...]
     excludes: tuple[str, ...]
 
@@ -48,10 +52,7 @@ class CommandParser(argparse.ArgumentParser):
     """An ArgumentParser that knows which arguments were given, and refuses those that have no effect together."""
 
     def __init__(self, *arguments: Any, **options: Any) -> None:
-        self.relations: dict[str, Relation] = {}
-        self._shown: dict[str, str] = {}
-        self._unless_given: dict[str, Any] = {}
-        self._limits: dict[str, tuple[float | None, float | None]] = {}
+        self.known: dict[str, Argument] = {}  # by `dest`
         super().__init__(*arguments, **options)
 
     def argument(
@@ -71,10 +72,8 @@ class CommandParser(argparse.ArgumentParser):
         action = (group or self).add_argument(*names, default=argparse.SUPPRESS, help=text, **how)
         if default is None and isinstance(action, argparse._StoreTrueAction):
             default = False
-        self.relations[action.dest] = Relation(tuple(needs), tuple(excludes))
-        self._shown[action.dest] = next((name for name in names if name.startswith("--")), how.get("metavar", names[0]))
-        self._unless_given[action.dest] = default
-        self._limits[action.dest] = least, most
+        shown = next((name for name in names if name.startswith("--")), how.get("metavar", names[0]))
+        self.known[action.dest] = Argument(shown, default, least, most, tuple(needs), tuple(excludes))
 
     def parse_known_args(  # pyright: ignore[reportIncompatibleMethodOverride]: one in place of the overloads
         self, args: Any = None, namespace: Any = None
@@ -82,33 +81,33 @@ class CommandParser(argparse.ArgumentParser):
         """Raises UsageError for arguments that do not go together; others that are wrong end with the usage."""
         found, rest = super().parse_known_args(args, namespace)
         if rest:
-            options = ", ".join(shown for shown in self._shown.values() if shown.startswith("--"))
+            options = ", ".join(each.shown for each in self.known.values() if each.shown.startswith("--"))
             self.error(f"unrecognized arguments: {' '.join(rest)}" + (f"; there are {options}" if options else ""))
-        given = [name for name in self.relations if hasattr(found, name)]
-        for name, value in self._unless_given.items():
+        given = [name for name in self.known if hasattr(found, name)]
+        for name, each in self.known.items():
             if name not in given:
-                setattr(found, name, value)
+                setattr(found, name, each.default)
         for refusal in self._refusals(found, given):
             raise UsageError(refusal)
         return found, rest
 
     def _refusals(self, options: argparse.Namespace, given: Sequence[str]) -> Iterator[str]:
         for name in given:
-            (least, most), value = self._limits[name], getattr(options, name)
-            if least is not None and value < least:
-                yield f"{self._shown[name]} must be at least {least}; got {value}"
-            if most is not None and value > most:
-                yield f"{self._shown[name]} must be at most {most}; got {value}"
+            asked, value = self.known[name], getattr(options, name)
+            if asked.least is not None and value < asked.least:
+                yield f"{asked.shown} must be at least {asked.least}; got {value}"
+            if asked.most is not None and value > asked.most:
+                yield f"{asked.shown} must be at most {asked.most}; got {value}"
         for name in given:
-            relation, shown = self.relations[name], self._shown[name]
-            for other in relation.excludes:
+            shown = self.known[name].shown
+            for other in self.known[name].excludes:
                 dest, equals, value = other.partition("=")
-                if (equals and getattr(options, dest) == value) or (not equals and dest in given):
-                    with_what = self._shown[dest] + (f" {value}" if equals else "")
+                if dest in given and (not equals or getattr(options, dest) == value):
+                    with_what = self.known[dest].shown + (f" {value}" if equals else "")
                     yield f"{shown} has no effect with {with_what}: leave one of them out"
-            for other in relation.needs:
+            for other in self.known[name].needs:
                 if other not in given:
-                    yield f"{shown} needs {self._shown[other]}; got it without"
+                    yield f"{shown} needs {self.known[other].shown}; got it without"
 
 
 def size_of(text: str) -> int | None:
@@ -142,7 +141,7 @@ def print_error(error: str) -> None:
 
 
 def _discard() -> None:
-    """Drop what is still in the buffer of standard output."""
+    """Send what is left in the buffer of standard output nowhere."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Iterable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from textwrap import indent
 from typing import Any
 
@@ -84,20 +84,11 @@ def _pools() -> Iterable[PoolStats]:
     # The references are copied in one step, because other threads create and free pools.
     found = () if module is None else (reference() for reference in module.named.valuerefs())
     for pool in (pool for pool in found if pool is not None):
-        now = pool.statistics
-        yield PoolStats(
-            name=pool.name,
-            device="any" if pool.device is None else str(pool.device),
-            threshold_bytes=None if pool.threshold_bytes == sys.maxsize else pool.threshold_bytes,
-            budget_bytes=pool.budget_bytes,
-            allocated_bytes=now.allocated_bytes,
-            leased_bytes=now.leased_bytes,
-            peak_bytes=now.peak_bytes,
-            num_leases=now.num_leases,
-            num_allocations=now.num_allocations,
-            num_plain=now.num_plain,
-            reuse_rate=now.reuse_rate,
-        )
+        device = "any" if pool.device is None else str(pool.device)
+        threshold = None if pool.threshold_bytes == sys.maxsize else pool.threshold_bytes
+        taken = pool.statistics
+        now = {each.name: getattr(taken, each.name) for each in fields(PoolStats)[4:]}
+        yield PoolStats(pool.name, device, threshold, pool.budget_bytes, **now)
 
 
 def _pool_table(pools: tuple[PoolStats, ...]) -> str:

@@ -78,8 +78,14 @@ class Program:
         """Node that is true if the pattern allows the pair; nodes: head, query and key."""
         mask_mod = pattern.mask_mod(num_heads=num_heads, device=torch.device("cpu"))
         zeros = [torch.zeros(1, dtype=torch.int64, device="cpu") for _ in range(4)]
-        with _Recorder(self, list(zip(nodes, zeros[1:], strict=True)), repr(pattern)) as recorder:
-            return recorder.node(mask_mod(*zeros))
+        try:
+            with _Recorder(self, list(zip(nodes, zeros[1:], strict=True))) as recorder:
+                return recorder.node(mask_mod(*zeros))
+        except UnsupportedError as error:
+            raise ValueError(
+                f"a page computes its rule in the browser, from {_SUPPORTED}: write {pattern!r} with these operations "
+                f"alone; got {error}"
+            ) from None
 
     def add(self, most: int, *node: Any) -> int:
         """Index of a node, added if new; `most` bounds the magnitude of its values."""
@@ -98,7 +104,7 @@ class Program:
 
     def constant(self, value: float | bool) -> int:
         if isinstance(value, float) and not value.is_integer():
-            raise UnsupportedError(f"the number {value}")
+            raise UnsupportedError(f"the number {value}: use integers")
         return self.add(abs(int(value)), "const", int(value))
 
     def lookup(self, table: Tensor, indices: list[int]) -> int:
@@ -115,7 +121,7 @@ class Program:
     def require_exact(self, node: int, dtype: torch.dtype) -> None:
         limit = 1 if dtype == torch.bool else min(torch.iinfo(dtype).max, _EXACT)
         if self.most[node] > limit:
-            raise UnsupportedError(f"numbers that may exceed {limit:,}")
+            raise UnsupportedError(f"numbers that may exceed {limit:,}: take fewer tokens, or smaller factors")
 
     def to_data(self) -> dict[str, Any]:
         """Plain data; tables as runs of equal entries."""
@@ -129,9 +135,9 @@ class UnsupportedError(Exception):
 class _Recorder(TorchDispatchMode):
     """Record each operation on a traced tensor in a program; other operations are only computed."""
 
-    def __init__(self, program: Program, inputs: list[tuple[int, Tensor]], name: str) -> None:
+    def __init__(self, program: Program, inputs: list[tuple[int, Tensor]]) -> None:
         super().__init__()
-        self.program, self.name = program, name
+        self.program = program
         self.traced = {id(tensor): (node, tensor) for node, tensor in inputs}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -141,15 +147,12 @@ class _Recorder(TorchDispatchMode):
         name = name if name.endswith("__") else name.removesuffix("_")  # in place
         if name in _NEW or not any(id(each) in self.traced for each in flat):
             return result
-        try:
-            if not isinstance(result, Tensor):
-                raise UnsupportedError("a decision by values")
-            if result.dtype.is_floating_point or result.dtype.is_complex:
-                raise UnsupportedError(f"{name} in {result.dtype}")
-            node = self._node(name, args, kwargs or {}, result)
-            self.program.require_exact(node, result.dtype)
-        except UnsupportedError as error:
-            raise ValueError(f"a page evaluates rules of {_SUPPORTED}; got {error} in {self.name}") from None
+        if not isinstance(result, Tensor):
+            raise UnsupportedError("a Python decision by a value: use torch.where")
+        if result.dtype.is_floating_point or result.dtype.is_complex:
+            raise UnsupportedError(f"{name} in {result.dtype}: use integers, such as q // 2 for q / 2")
+        node = self._node(name, args, kwargs or {}, result)
+        self.program.require_exact(node, result.dtype)
         self.traced[id(result)] = node, result
         return result
 
@@ -170,9 +173,9 @@ class _Recorder(TorchDispatchMode):
         if name == "rsub":
             name, args = "sub", (args[1], args[0])
         if options.get("alpha", 1) != 1:
-            raise UnsupportedError(f"{name} with alpha")
+            raise UnsupportedError(f"{name} with alpha: multiply first")
         if name not in _OPERATIONS:
-            raise UnsupportedError(name)
+            raise UnsupportedError(f"the operation {name}")
         if result.dtype == torch.bool:  # bits of booleans are 0 and 1
             name = name.replace("bitwise", "logical")
         nodes = [self.node(each) for each in args]
@@ -196,13 +199,13 @@ class _Recorder(TorchDispatchMode):
             return self.traced[id(value)][0]
         if isinstance(value, Tensor):
             if value.numel() != 1:
-                raise UnsupportedError(f"a tensor of shape {tuple(value.shape)} among single pairs")
+                raise UnsupportedError(f"a tensor of shape {tuple(value.shape)} with one pair: index it to one element")
             value = value.item()
         return self.program.constant(value)
 
     def _lookup(self, table: Tensor, indices: list[Tensor | None]) -> int:
         if id(table) in self.traced or len(indices) != table.dim() or any(index is None for index in indices):
-            raise UnsupportedError("an index of some dims only")
+            raise UnsupportedError("a table indexed by some of its dims: index all")
         return self.program.lookup(table, [self.node(index) for index in indices])
 
 
@@ -246,7 +249,7 @@ class _Rule:
         """Traced reason for these answers of the first decisions."""
         self._ways += 1
         if self._ways > _MOST_WAYS:
-            raise UnsupportedError
+            raise UnsupportedError(f"a reason with more than {_MOST_WAYS} paths")
         path = _Path(self, answers)
         found = path.said()
         decisions = list(path.decisions.items())
@@ -313,11 +316,11 @@ class _TracedPair(Pair):
 
     def entry(self, table: Tensor, place: Any) -> Any:
         if not len(table):
-            raise UnsupportedError
+            raise UnsupportedError("an empty table")
         try:
             node = self.path.program.lookup(table[None], [self.path.node(0), self.path.node(place)])
         except ValueError as error:  # table too large for a page
-            raise UnsupportedError from error
+            raise UnsupportedError(str(error)) from error
         return _Number(self.path, node)
 
 
@@ -357,7 +360,7 @@ class _Number:
             for value in range(most + 1):
                 if self == value:
                     return value
-        raise UnsupportedError
+        raise UnsupportedError(f"an index above {_MOST_PLACES} into a list")
 
     def __str__(self) -> str:
         return str(bool(self)) if self.is_truth else f"\ue000{self.node}\ue001"

@@ -112,8 +112,8 @@ class Description(PlannedCounts):
             return 0
         bound = self.bound
         queries = torch.arange(bound.q_offset, bound.q_offset + bound.num_queries, device="cpu")
-        sizes = {"num_heads": bound.num_heads_global, "num_tokens": bound.num_positions}
         heads = torch.arange(bound.num_heads, device="cpu")
+        sizes = {"num_heads": bound.num_heads_global, "num_tokens": bound.num_positions}
         return sum(int(self.pattern.zero_keys(head, queries, **sizes).sum()) for head in heads)
 
     def receptive_field(self) -> ReceptiveField:
@@ -202,16 +202,17 @@ def describe_plan(plan: Plan, *, head_dim: int) -> Description:
             f"blocks are counted up to {MOST_DESCRIBED} tokens (128M), as their lists fill the memory beyond; "
             f"got {most}"
         )
-    branches = tuple(_describe_branch(options) for options in plan.options)
+    branches = tuple(
+        BranchDescription(
+            **summed([count_term(term) for term in options[0].terms]),
+            pattern=options[0].branch,
+            multiplicity=options[0].multiplicity,
+            options=options,
+        )
+        for options in plan.options
+    )
     sizes = {name: getattr(bound, name) for name in ("pattern", "num_queries", "num_keys", "num_heads")}
     return Description(**summed(branches), **sizes, head_dim=head_dim, branches=branches, bound=bound)
-
-
-def _describe_branch(options: tuple[Option, ...]) -> BranchDescription:
-    """Counts of the first option, which the planner chose."""
-    chosen = options[0]
-    counts = summed([count_term(term) for term in chosen.terms])
-    return BranchDescription(**counts, pattern=chosen.branch, multiplicity=chosen.multiplicity, options=options)
 
 
 def _computed_data(branch: BranchDescription) -> dict[str, Any]:
@@ -270,22 +271,19 @@ def _heads_table(counts: Description) -> str:
     alike: dict[tuple[int, ...], list[int]] = {}
     for each in heads:
         alike.setdefault(each.branch_pairs, []).extend(each.heads)
-    several = len(branches) > 1
-    rows = [
-        _share_row(_listed(sorted(numbers)), sum(pairs), counts.useful_pairs, pairs if several else ())
-        for pairs, numbers in list(alike.items())[:_MOST_LINES]
-    ]
-    if several and len(alike) > 1:
-        rows.append(_share_row("all", counts.useful_pairs, counts.useful_pairs, [each.pairs for each in branches]))
-    names = [f"branch {number}" for number in range(1, len(branches) + 1)] if several else []
+
+    def row(name: str, pairs: Sequence[int]) -> tuple[str, ...]:
+        of_branches = [_percent(own, sum(pairs)) for own in pairs] if len(branches) > 1 else []
+        return name, f"{sum(pairs):,}", _percent(sum(pairs), counts.useful_pairs), *of_branches
+
+    rows = [row(_listed(sorted(numbers)), pairs) for pairs, numbers in list(alike.items())[:_MOST_LINES]]
+    if len(branches) > 1 and len(alike) > 1:
+        rows.append(row("all", [each.pairs for each in branches]))
+    names = [f"branch {number}" for number in range(1, len(branches) + 1)] if len(branches) > 1 else []
     headers = ("heads", "pairs of each", "share of each", *names)
     table = tabulate(rows, headers, disable_numparse=True, colalign=("left", *("right",) * (len(headers) - 1)))
     more = len(alike) - _MOST_LINES
     return table if more <= 0 else f"{table}\n... and {more} more kinds of heads"
-
-
-def _share_row(heads: str, pairs: int, all_pairs: int, of_branches: Sequence[int]) -> tuple[str, ...]:
-    return heads, f"{pairs:,}", _percent(pairs, all_pairs), *(_percent(own, pairs) for own in of_branches)
 
 
 def _percent(part: float, whole: float) -> str:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -115,8 +115,8 @@ class Explanation:
         verdict = f"{asked}: {'allowed' if self.allowed else 'not allowed'}{times}"
         padding = []
         if self.pattern.pads:
-            unknown = ("some number of", ", which num_tokens tells")
-            seen, known = unknown if self.zero_keys is None else (self.zero_keys, "")
+            seen = "an unknown number of" if self.zero_keys is None else self.zero_keys
+            known = ": give num_tokens to count them" if self.zero_keys is None else ""
             padding = [f"padding: the softmax of query {self.pair.query} has {seen} zero keys besides{known}"]
         return "\n".join([verdict, *self.reason.lines(), *padding, *map(str, self.standings)])
 
@@ -163,10 +163,15 @@ def explain(
     rule = rule.entry(batch)
     pair = Pair(query, key, head, num_heads)
     branches = tuple(branch.reason(pair) for branch in rule.branches())
-    places = () if num_tokens is None or keys is None else _blocks_of_pair(rule, pair, (num_tokens, keys), sides)
-    found = _as_written(_whole(rule, branches), pattern)
-    times = sum(branch.allowed for branch in branches)
-    return Explanation(pair, batch, times, found, places, _zero_keys(rule, pair, keys))
+    places = ()
+    if num_tokens is not None and keys is not None:
+        places = tuple(_blocks_of_pair(rule.union, pair, (num_tokens, keys), sides))
+    times, reason = sum(branch.allowed for branch in branches), branches[0]
+    if isinstance(rule, Mixture):
+        counts = "once" if times == 1 else f"{times} times"
+        text = f"allowed by {times} of {len(branches)} branches: it counts {counts}"
+        reason = Reason(rule, times > 0, text if times else f"none of {len(branches)} branches allows it", branches)
+    return Explanation(pair, batch, times, _as_written(reason, pattern), places, _zero_keys(rule, pair, keys))
 
 
 def _zero_keys(rule: Expression, pair: Pair, num_tokens: int | None) -> int | None:
@@ -177,24 +182,18 @@ def _zero_keys(rule: Expression, pair: Pair, num_tokens: int | None) -> int | No
     return int(rule.zero_keys(head, query, num_heads=pair.num_heads, num_tokens=tokens)) if rule.pads else 0
 
 
-def _blocks_of_pair(
-    rule: Expression, pair: Pair, sizes: tuple[int, int], sides: tuple[int, int]
-) -> tuple[BlockOfPair, ...]:
+def _blocks_of_pair(rule: Pattern, pair: Pair, sizes: tuple[int, int], sides: tuple[int, int]) -> Iterator[BlockOfPair]:
     """Block in natural order, and in residue-major order if the rule has a rate and as many queries as keys."""
-    rate = residue_rate(rule.union, sizes[0]) if sizes[0] == sizes[1] else 1
-    return tuple(_block_of_pair(rule.union, pair, sizes, sides, each) for each in sorted({1, rate}))
-
-
-def _block_of_pair(rule: Pattern, pair: Pair, sizes: tuple[int, int], sides: tuple[int, int], rate: int) -> BlockOfPair:
-    (q_slot, row, queries), (k_slot, column, keys) = (
-        _block_of_token(Layout(size, rate), position, side)
-        for size, position, side in zip(sizes, (pair.query, pair.key), sides, strict=True)
-    )
     mod = rule.mask_mod(num_heads=pair.num_heads, device=torch.device("cpu"))
     zero, head = torch.tensor(0), torch.tensor(pair.head)
-    some = queries.split(max(1, _PAIRS_AT_ONCE // len(keys)))
-    allowed = sum(int(mod(zero, head, few[:, None], keys[None, :]).sum()) for few in some)
-    return BlockOfPair(rate, q_slot, k_slot, row, column, allowed, len(queries) * len(keys))
+    for rate in sorted({1, residue_rate(rule, sizes[0]) if sizes[0] == sizes[1] else 1}):
+        (q_slot, row, queries), (k_slot, column, keys) = (
+            _block_of_token(Layout(size, rate), position, side)
+            for size, position, side in zip(sizes, (pair.query, pair.key), sides, strict=True)
+        )
+        some = queries.split(max(1, _PAIRS_AT_ONCE // len(keys)))
+        allowed = sum(int(mod(zero, head, few[:, None], keys[None, :]).sum()) for few in some)
+        yield BlockOfPair(rate, q_slot, k_slot, row, column, allowed, len(queries) * len(keys))
 
 
 def _block_of_token(layout: Layout, position: int, side: int) -> tuple[int, int, torch.Tensor]:
@@ -206,17 +205,6 @@ def _block_of_token(layout: Layout, position: int, side: int) -> tuple[int, int,
     return slot, block, layout.pieces(0).position(torch.tensor(0), slots)
 
 
-def _whole(rule: Expression, branches: tuple[Reason, ...]) -> Reason:
-    """Reason of a set; for a mixture, the number of branches that allow the pair."""
-    if not isinstance(rule, Mixture):
-        return branches[0]
-    times = sum(branch.allowed for branch in branches)
-    if not times:
-        return Reason(rule, False, f"none of {len(branches)} branches allows it", branches)
-    counts = "once" if times == 1 else f"{times} times"
-    return Reason(rule, True, f"allowed by {times} of {len(branches)} branches: it counts {counts}", branches)
-
-
 def _rule(
     pattern: Expression,
     num_heads: int,
@@ -225,9 +213,16 @@ def _rule(
     bindings: Mapping[str, Tensor] | None,
 ) -> Expression:
     """Pattern with the values of its run-time tensors; checks heads, and sizes if they are given."""
-    tensors = _tensors(pattern, bindings)
+    if bindings is not None and not isinstance(bindings, Mapping):
+        raise TypeError(f"bindings must map names to tensors; got {type(bindings).__name__}")
+    carried, given = pattern.given_tensors(), dict(bindings or {})
+    free = [name for name in names(pattern) if name not in carried]
+    for name in given:
+        if name not in free:
+            known = f"lacks {', '.join(map(repr, free))}" if free else "lacks none"
+            raise ValueError(f"bindings must name run-time tensors that the pattern lacks; it {known}; got {name!r}")
     if num_tokens is not None and num_keys is not None:
-        rule = pattern.resolve(tensors, Extent(num_tokens, num_keys))
+        rule = pattern.resolve(carried | given, Extent(num_tokens, num_keys))
         rule.bind(num_heads=num_heads, num_queries=num_tokens, num_keys=num_keys)
         return rule
     if num_keys is not None:
@@ -237,19 +232,6 @@ def _rule(
         raise ValueError(f"a pattern with run-time tensors needs num_tokens, as many as they speak of; it has {needed}")
     pattern.check_heads(num_heads)
     return pattern
-
-
-def _tensors(pattern: Expression, bindings: Mapping[str, Tensor] | None) -> dict[str, Tensor]:
-    """Run-time tensors by name: carried by the pattern or given in `bindings`."""
-    if bindings is not None and not isinstance(bindings, Mapping):
-        raise TypeError(f"bindings must map names to tensors; got {type(bindings).__name__}")
-    carried, given = pattern.given_tensors(), dict(bindings or {})
-    free = [name for name in names(pattern) if name not in carried]
-    for name in given:
-        if name not in free:
-            known = f"lacks {', '.join(map(repr, free))}" if free else "lacks none"
-            raise ValueError(f"bindings must name run-time tensors that the pattern lacks; it {known}; got {name!r}")
-    return carried | given
 
 
 def _as_written(reason: Reason, pattern: Expression) -> Reason:

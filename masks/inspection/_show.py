@@ -350,32 +350,28 @@ class Level:
 _NONE = Level(" ", " ", 0, "none")
 _UNKNOWN = Level("?", "?", 240, "none found, some possible")
 _ALL = Level("█", "#", 220, "all")
-# The least share of pairs for each level. More colors than shapes can be distinguished.
-_BY_SHAPE = {
-    0.0: Level("·", ".", 60, "less"),
-    0.001: Level("░", "-", 26, "0.1%+"),
-    0.01: Level("▒", "+", 37, "1%+"),
-    0.1: Level("▓", "*", 113, "10%+"),
-    1.0: _ALL,
-}
-_BY_COLOR = {
-    **_BY_SHAPE,
-    0.003: Level("░", "-", 32, "0.3%+"),
-    0.03: Level("▒", "+", 72, "3%+"),
-    0.3: Level("▓", "*", 184, "30%+"),
-}
+# (least share of pairs, level, True if only colors tell it from its neighbours)
+_SHARES = (
+    (0.0, Level("·", ".", 60, "less"), False),
+    (0.001, Level("░", "-", 26, "0.1%+"), False),
+    (0.003, Level("░", "-", 32, "0.3%+"), True),
+    (0.01, Level("▒", "+", 37, "1%+"), False),
+    (0.03, Level("▒", "+", 72, "3%+"), True),
+    (0.1, Level("▓", "*", 113, "10%+"), False),
+    (0.3, Level("▓", "*", 184, "30%+"), True),
+)
 _TIMES_COLORS = (209, 203, 197, 198, 199, 164, 128, 92)
 
 
 def levels_of(cells: Cells, *, color: bool) -> tuple[tuple[Level, ...], Int64[Tensor, "R C"]]:
     """(all levels that a picture may show, index of each cell's level)."""
-    shares = dict(sorted((_BY_COLOR if color else _BY_SHAPE).items()))
+    least, shares = zip(*((least, level) for least, level, colored in _SHARES if color or not colored), strict=True)
     single, mixed = bool((cells.area == 1).all()), len(cells.branches) > 1
-    levels = (_NONE, _UNKNOWN, *list(shares.values())[:-1], *_levels_by_times(single, mixed))
+    levels = (_NONE, _UNKNOWN, *shares, *_levels_by_times(single, mixed))
     share = cells.likely / cells.area
-    number = 2 + torch.bucketize(share, torch.tensor(list(shares)[1:], dtype=torch.float64), right=True)
+    number = 2 + torch.bucketize(share, torch.tensor([*least[1:], 1.0], dtype=torch.float64), right=True)
     several = share > 1
-    number[several] = len(shares) + share[several].ceil().clamp(max=_MOST_TIMES).long()
+    number[several] = len(shares) + 1 + share[several].ceil().clamp(max=_MOST_TIMES).long()
     number[(share == 0) & (cells.high > 0)] = 1
     number[cells.high == 0] = 0
     return levels, number

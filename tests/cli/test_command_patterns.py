@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+from argparse import Namespace
 from inspect import signature
 from math import prod
 from pathlib import Path
@@ -16,7 +17,7 @@ from hypothesis import strategies as st
 import flexdilated
 from flexdilated import masks, viewer
 from flexdilated.cli import main
-from flexdilated.cli._pattern import ask, asked_from, most_tokens
+from flexdilated.cli._pattern import AskedPattern, asked_from, most_tokens
 from flexdilated.cli._terminal import UsageError, size_of
 from tests.support.commands import make_light, parsers
 
@@ -72,6 +73,10 @@ def test_what_is_no_pattern_is_refused_by_all(command, capsys) -> None:
         assert "error: " in said.err
 
 
+def ask(pattern: str, tokens: str | None = None, bind: tuple[str, ...] = ()) -> AskedPattern:
+    return asked_from(Namespace(pattern=pattern, tokens=tokens, heads=None, bind=bind))
+
+
 @given(
     grid=st.lists(st.integers(1, 40), min_size=1, max_size=3).map(tuple),
     around=st.sampled_from(
@@ -83,20 +88,20 @@ def test_tokens_default_to_those_of_the_grid(grid, around, block) -> None:
     """Through whatever it stands in; a grid of blocks has as many tokens as its blocks."""
     text = f"neighborhood(({', '.join(map(str, grid))},), 0)"
     plain, blocks = around.format(text), around.format(f"blockwise({text}, {block})")
-    assert ask(plain, None, None, []).num_tokens == prod(grid)
-    assert ask(blocks, None, None, []).num_tokens == prod(grid) * block
+    assert ask(plain).num_tokens == prod(grid)
+    assert ask(blocks).num_tokens == prod(grid) * block
     assert most_tokens(masks.parse(around.format("strided(3)"))) is None
-    assert ask(around.format("strided(3)"), None, None, []).num_tokens == 65536
+    assert ask(around.format("strided(3)")).num_tokens == 65536
     with pytest.raises(UsageError, match=str(prod(grid) + 1)):
-        ask(plain, str(prod(grid) + 1), None, [])
+        ask(plain, str(prod(grid) + 1))
 
 
 @given(heads=st.integers(1, 20))
 def test_heads_default_to_those_of_the_pattern(heads) -> None:
     text = f"per_head([{', '.join(f'chunked({each + 1})' for each in range(heads))}])"
-    assert ask(text, None, None, []).num_heads == heads
-    assert ask(f"causal() & {text}", None, None, []).num_heads == heads
-    assert ask("causal()", None, None, []).num_heads == 8
+    assert ask(text).num_heads == heads
+    assert ask(f"causal() & {text}").num_heads == heads
+    assert ask("causal()").num_heads == 8
 
 
 @pytest.mark.parametrize(
@@ -110,7 +115,7 @@ def test_heads_default_to_those_of_the_pattern(heads) -> None:
 )
 def test_tokens_default_to_those_of_the_tensor(pattern, tensor, tokens, tmp_path) -> None:
     torch.save(tensor, tmp_path / "d.pt")
-    assert ask(pattern, None, None, [f"d={tmp_path / 'd.pt'}"]).num_tokens == tokens
+    assert ask(pattern, bind=(f"d={tmp_path / 'd.pt'}",)).num_tokens == tokens
 
 
 @pytest.mark.parametrize("command", ["show", "explain", "plan"])

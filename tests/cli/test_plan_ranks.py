@@ -103,12 +103,6 @@ def test_the_command_prints_what_python_returns(capsys) -> None:
     assert table.splitlines()[-1].split()[-1] == f"{loads.max_over_mean['pairs']:.4f}"
 
 
-def test_pairs_are_those_of_the_plan_on_one_device() -> None:
-    pattern = masks.longnet((16, 48), (1, 3)) & masks.causal()
-    alone = fd.plan(pattern, 96, num_heads=3, batch=2, layers=1)
-    assert sum(fd.plan(pattern, 96, num_heads=3, batch=2, ranks=5).pairs) == alone.useful_pairs
-
-
 def test_auto_says_why(capsys) -> None:
     """As `distributed.attend` chooses: a ring where every key is needed, on more than two ranks."""
     for pattern, ranks, name, says in (

@@ -158,27 +158,3 @@ def test_autocast_is_that_of_the_call():
     expected, _ = weights(q.bfloat16(), k.bfloat16(), masks_counts(PATTERN, 4, 50), lse)
     assert received.dtype == torch.float32
     torch.testing.assert_close(received.double(), expected.sum(2), rtol=1e-5, atol=1e-5)
-
-
-@pytest.mark.parametrize(
-    ("change", "error", "message"),
-    [
-        ({"lse": None}, TypeError, r"lse must be the tensor that attend\(..., return_lse=True\) gives; got NoneType"),
-        ({"lse": torch.zeros(2, 4, 50).half()}, TypeError, "lse must be float32 or float64"),
-        ({"lse": torch.zeros(2, 4, 49)}, ValueError, r"lse must have the shape \(2, 4, 50\)"),
-        ({"lse": torch.zeros(2, 4, 50, device="meta")}, ValueError, "lse must be on the device of q"),
-        ({"pattern": "causal()"}, TypeError, "pattern must be a pattern or mixture"),
-        ({"engine": "flex"}, ValueError, "needs a backward, and flex has none on CPU; engine='tiles' serves it"),
-        ({"k": torch.zeros(2, 2, 50, 8).double()}, ValueError, "need enable_gqa=True"),
-        ({"engine": "dense"}, ValueError, "engine must be None or one of"),
-        ({"scale": float("nan")}, ValueError, "scale must be finite"),
-        ({"bindings": {"ids": torch.zeros(50)}}, ValueError, "bindings must name run-time tensors"),
-        ({"layout": masks.Layout(49, 2)}, ValueError, "the layout orders 49 tokens"),
-        ({"head_offset": 2, "num_heads_global": 5}, ValueError, "num_heads_global must count all heads"),
-    ],
-)
-def test_what_does_not_fit_is_refused(change, error, message):
-    q, k, lse, _ = one_call()
-    given = {"k": k, "lse": lse, "pattern": PATTERN} | change
-    with pytest.raises(error, match=message):
-        fd.attention_received(q, given.pop("k"), given.pop("lse"), given.pop("pattern"), **given)

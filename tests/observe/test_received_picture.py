@@ -56,6 +56,8 @@ def test_places_off_any_grid_are_points():
     _, coordinates = slide()
     received = torch.rand(1, 12, 17) + 0.1
     moved = coordinates + torch.rand(17, 2, generator=torch.Generator().manual_seed(2)) * 40
+    twice = fd.plot_attention_received(torch.ones(1, 1, 3), coordinates=torch.tensor([[0, 0], [0, 0], [1, 1]]))
+    assert any(axes.get_title() and axes.collections for axes in twice.axes), "two tokens at one place are points"
     figure = fd.plot_attention_received(received, coordinates=moved)
     (axes,) = [axes for axes in figure.axes if axes.collections and axes.get_title()]
     assert axes.get_title() == "mean of 12 heads"
@@ -65,16 +67,11 @@ def test_places_off_any_grid_are_points():
     assert axes.yaxis_inverted()
 
 
-@pytest.mark.parametrize("coordinates", [torch.tensor([[3, 7]]), torch.tensor([[3, 7], [3, 9]])])
+@pytest.mark.parametrize("coordinates", [torch.tensor([[3, 7]]), torch.tensor([[3, 7], [3, 9]])], ids=len)
 def test_a_token_and_a_column_have_a_picture(coordinates):
     figure = fd.plot_attention_received(torch.ones(1, 1, len(coordinates)), coordinates=coordinates)
     (picture,) = [axes.images[0].get_array() for axes in figure.axes if axes.images and axes.get_title()]
     assert picture.shape == (len(coordinates), 1, 4)
-
-
-def test_two_tokens_at_one_place_are_points():
-    figure = fd.plot_attention_received(torch.ones(1, 1, 3), coordinates=torch.tensor([[0, 0], [0, 0], [1, 1]]))
-    assert any(axes.get_title() and axes.collections for axes in figure.axes)
 
 
 def test_a_strip_a_head_over_the_sequence():
@@ -139,13 +136,13 @@ def test_both_sides_of_a_map_are_written_alike():
         assert axis.get_major_formatter().format_ticks([0.25, 10_000_512.0]) == ["0.25", "10,000,512"]
 
 
-def test_nothing_received_is_drawn_too(tmp_path):
-    figure = fd.plot_attention_received(torch.zeros(1, 2, 10))
-    figure.savefig(tmp_path / "nothing.svg")
-    assert (tmp_path / "nothing.svg").stat().st_size > 1000
-
-
 def test_without_matplotlib_it_says_what_to_install(monkeypatch):
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
     with pytest.raises(ImportError, match=r'needs matplotlib: pip install "flexdilated\[plot\]"'):
         fd.plot_attention_received(torch.ones(1, 1, 3))
+
+
+def test_nothing_received_is_drawn_too(tmp_path):
+    figure = fd.plot_attention_received(torch.zeros(1, 2, 10))
+    figure.savefig(tmp_path / "nothing.svg")
+    assert (tmp_path / "nothing.svg").stat().st_size > 1000

@@ -3,7 +3,7 @@
 import gc
 import json
 import sys
-from dataclasses import FrozenInstanceError
+from dataclasses import FrozenInstanceError, replace
 
 import pytest
 import torch
@@ -57,20 +57,13 @@ def test_pools_are_those_alive() -> None:
 def test_where_plans_come_from(monkeypatch) -> None:
     fd.attend(*torch.randn(3, 1, 4, 100, 16), PATTERN)
     assert dict(fd.stats().constants)["cpu"] == masks.machine("cpu").source == "builtin"
+    masks.set_machine(replace(masks.machine(), source="by hand"))
+    named = dict(fd.stats().constants)["cpu"]
+    masks.set_machine(None)
+    assert (named, dict(fd.stats().constants)["cpu"]) == ("by hand", "builtin")
     before = fd.stats().measured
     fd.attend(*torch.randn(3, 1, 4, 101, 16), PATTERN, autotune=True)
     assert fd.stats().measured == before + 1
-
-
-def test_given_constants_are_named() -> None:
-    from dataclasses import replace
-
-    masks.set_machine(replace(masks.machine(), source="by hand"))
-    try:
-        assert dict(fd.stats().constants)["cpu"] == "by hand"
-    finally:
-        masks.set_machine(None)
-    assert dict(fd.stats().constants)["cpu"] == "builtin"
 
 
 def test_it_is_a_value_and_plain_data() -> None:
@@ -90,6 +83,7 @@ def test_the_table_says_what_the_value_says() -> None:
     lease = pool.lease((300,), torch.float32)
     text = str(fd.stats())
     lines = [line.split() for line in text.splitlines()]
+    assert _stats._pool_table(()) == "none"
     assert [line.split()[0] for line in text.splitlines() if line and not line.startswith(" ")] == [
         *("Plan", "Buffer", "Plans")
     ]
@@ -98,7 +92,3 @@ def test_the_table_says_what_the_value_says() -> None:
     assert ["misses", str(fd.stats().cache.misses)] in lines
     assert max(map(len, text.splitlines())) <= 80
     lease.release()
-
-
-def test_without_pools_that_is_said() -> None:
-    assert _stats._pool_table(()) == "none"

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from flexdilated import masks
-from flexdilated.viewer import _page, _traced_rule, page
+from flexdilated.viewer import _page, page
 from flexdilated.viewer._page import LARGEST_PAGE
 
 LONGNET = masks.longnet([2048, 4096, 8192, 16384, 32768], [1, 2, 4, 8, 16]) & masks.causal()
@@ -111,34 +111,3 @@ def test_a_page_that_is_too_large_is_refused(monkeypatch):
     monkeypatch.setattr(_page, "LARGEST_PAGE", 120_000)
     with pytest.raises(ValueError, match=r"a page must hold the whole rule in 120,000 bytes; got 1.*take fewer tokens"):
         page(masks.visible_keys(noise), len(noise))
-
-
-def test_tables_that_are_too_large_are_refused(monkeypatch):
-    assert _traced_rule.MOST_ENTRIES == 1 << 24
-    monkeypatch.setattr(_traced_rule, "MOST_ENTRIES", 1 << 10)
-    with pytest.raises(ValueError, match="a page holds tables of at most 1,024 entries; got more: take fewer tokens"):
-        page(masks.lengths(torch.tensor(3)), (1 << 10) + 1)
-    assert page(masks.lengths(torch.tensor(3)), 1 << 9)
-
-
-@pytest.mark.parametrize(
-    ("make", "says"),
-    [
-        (lambda: page(masks.causal(), 0), "num_tokens must be at least 1; got num_tokens=0"),
-        (lambda: page(masks.causal(), 2**31), "num_tokens must be at most 2147483647"),
-        (lambda: page(masks.causal(), 8, num_heads=0), "num_heads must be at least 1"),
-        (lambda: page(masks.causal(), 8, num_keys=0), "num_keys must be at least 1"),
-        (
-            lambda: page(masks.documents([0, 0, 1]), 3, batch=1),
-            "batch must be below the number of batch entries; got batch=1 of 1",
-        ),
-        (lambda: page(masks.documents("ids"), 3), "the pattern needs the run-time tensor 'ids'"),
-        (lambda: page(masks.documents([0, 0, 1]), 4), "document ids must be one for each of the 4 positions"),
-        (lambda: page(masks.per_head([masks.causal()] * 3), 8, num_heads=2), "got 3 for 2 heads"),
-        (lambda: page(masks.causal(), 8, title=b"x"), "title must be a string or None; got b'x'"),
-    ],
-)  # fmt: skip
-def test_what_does_not_fit_is_refused(make, says):
-    with pytest.raises((ValueError, TypeError)) as raised:
-        make()
-    assert says in str(raised.value)

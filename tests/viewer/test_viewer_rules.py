@@ -14,11 +14,12 @@ from hypothesis import strategies as st
 from bench._catalogue import ENTRIES, MILLION, Entry
 from flexdilated import masks
 from flexdilated.masks.core._bound import Extent
-from flexdilated.viewer import page
+from flexdilated.testing._drawn_inputs import in_range
+from flexdilated.viewer import _page, page
 from flexdilated.viewer._page import _data, _tiles
 from tests.support.browser import Browser, Tab
 from tests.support.run_time_strategies import packed_cases
-from tests.support.strategies import cases
+from tests.support.strategies import Case, cases
 
 pytestmark = pytest.mark.slow
 LARGEST = 2**31 - 1
@@ -224,59 +225,47 @@ def test_rules_of_custom_functions(tab, function):
 @pytest.mark.parametrize(
     ("function", "says"),
     [
-        (lambda b, h, q, k: q / 2 > k, "got div in torch.float32 in custom"),
+        (lambda b, h, q, k: q / 2 > k, "got div in torch.float32: use integers, such as q // 2 for q / 2"),
         (lambda b, h, q, k: q * q * k > 5, "got numbers that may exceed 4,503,599,627,370,496"),
         (lambda b, h, q, k: (q * k).int() > 5, "got numbers that may exceed 2,147,483,647"),
-        (lambda b, h, q, k: torch.isin(q, KINDS) & (k == k), "got isin"),
+        (lambda b, h, q, k: torch.isin(q, KINDS) & (k == k), "got the operation isin"),
         (lambda b, h, q, k: torch.tensor([0.5, 2.0])[h % 2] < k - q, "got index in torch.float32"),
         (lambda b, h, q, k: (q[..., None, None] == KINDS).any((-1, -2)) & (k == k), "a tensor of shape (2, 3)"),
     ],
 )
 def test_functions_that_a_page_does_not_evaluate(function, says):
-    with pytest.raises(ValueError, match="a page evaluates rules of integer and boolean arithmetic") as raised:
+    with pytest.raises(
+        ValueError, match="a page computes its rule in the browser, from integer and boolean arithmetic"
+    ) as raised:
         page(masks.custom(function), 1 << 20, num_heads=2)
     assert says in str(raised.value)
 
 
-TILED = {
-    "causal": (masks.causal(), 700),
-    "dilated": (masks.dilated(64, 4, "interleaved"), 513),
-    "complement": (~masks.local_window(left=40, right=0), 257),
-    "landmarks": (masks.landmark_tokens(31) & masks.causal(), 600),
-    "windows": (masks.local_window(left=40, right=0) | masks.dilated_window(left=9, right=9, rate=64), 700),
-    "bigbird": (masks.recipes.bigbird(640), 640),
-    "sparse transformer": (masks.recipes.sparse_transformer_fixed(64) & masks.causal(), 600),
-    "strided": (masks.strided(100) & ~masks.local_window(left=300, right=300), 600),
-    "grid": (masks.neighborhood((20, 30), (4, 6), rate=(2, 1)), 600),
-    "blocks": (masks.block_list([[0], [], [0, 2], [1, 3]], block=150) | masks.first_tokens(5), 600),
-    "blockwise": (masks.blockwise(masks.dilated(6, 2, 1), 100), 600),
-    "groups": (masks.head_groups([masks.dilated(64, 1), masks.dilated(512, 2)]), 600),
-    "hidden": (masks.causal() & masks.visible_keys(torch.arange(600) % 71 > 60), 600),
-    "padded": (masks.strided(9) & masks.lengths(torch.tensor(377), padding="left"), 600),
-}
+def whole_from_zero(case: Case) -> Case:
+    heads = case.num_heads_global
+    return Case(case.twin, heads, case.num_queries, case.num_keys, 0, 0, 0, heads)
 
 
-@pytest.mark.parametrize("name", TILED)
-def test_tiles_are_counted_by_the_dense_rule(name):
-    """What a tile says is so: its share, that it is empty, and that its bounds know something."""
-    pattern, tokens = TILED[name]
-    bound = pattern.bind(num_heads=2, num_queries=tokens, num_keys=tokens)
-    tiles = _tiles(bound, 1)
-    side = tiles["sides"][0]
-    positions, zero = torch.arange(tokens), torch.tensor(0)
-    number = -(-tokens // side)
-    for head in range(2):
-        grid = torch.tensor(tiles["grids"][tiles["grid_of"][0][head]]).view(number, number)
-        dense = bound.mask_mod()(zero, zero + head, positions[:, None], positions).expand(tokens, tokens).double()
-        sums = torch.nn.functional.pad(dense, (0, number * side - tokens) * 2).unflatten(1, (-1, side)).sum(2)
-        sums = sums.unflatten(0, (-1, side)).sum(1)
-        sizes = (tokens - side * torch.arange(number)).clamp(max=side)
-        truth = sums / (sizes[:, None] * sizes)
-        known = grid >= 0
-        assert known.double().mean() > 0.05
-        torch.testing.assert_close(grid[known].double(), truth[known], rtol=1e-3, atol=1e-9)
-        for share in (0, 1):
-            assert torch.equal(grid[known] == share, truth[known] == share)
+@given(cases(max_heads=3, largest=60).map(whole_from_zero).filter(lambda case: in_range(case.bind)))
+def test_tiles_are_counted_by_the_dense_rule(case):
+    """The share of a tile, and whether it is empty or full; in a causal pattern half of the tiles are known."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(_page, "_TILES", 7)
+        tiles = _tiles(case.bind(), 0)
+        causal = _tiles(masks.causal().bind(num_heads=1, num_queries=60, num_keys=60), 0)
+    assert sum(each >= 0 for each in causal["grids"][0]) > 24
+    high, wide = tiles["sides"]
+    q, k, zero = torch.arange(case.num_queries)[:, None], torch.arange(case.num_keys), torch.tensor(0)
+    for rule, grids in zip(case.bind().pattern.branches(), tiles["grid_of"], strict=True):
+        mod = rule.mask_mod(num_heads=case.num_heads, device=CPU)
+        for head, place in enumerate(grids):
+            grid = torch.tensor(tiles["grids"][place], dtype=torch.float64)
+            dense = mod(zero, zero + head, q, k).expand(len(q), len(k)).double()
+            truth = torch.stack([tile.mean() for rows in dense.split(high) for tile in rows.split(wide, 1)])
+            known = grid >= 0
+            torch.testing.assert_close(grid[known], truth[known], rtol=1e-3, atol=1e-9)
+            for share in (0, 1):
+                assert torch.equal(grid[known] == share, truth[known] == share)
 
 
 def test_tiles_of_the_head_that_is_shown_first_come_first():

@@ -138,8 +138,8 @@ class App {
   /** Write the scale and the progress below the picture. */
   report() {
     const { view, image, order } = this.state;
-    const [tokens, pixels] = [grouped(Math.round(view.scale)), Math.round(1 / view.scale)];
-    const size = view.scale > 1 ? `1 pixel is ${tokens} tokens a side` : `1 token is ${plural(pixels, "pixel")}`;
+    const [tokens, pixels] = [view.scale, 1 / view.scale].map(Math.round);
+    const size = view.scale > 1 ? `1 pixel is ${plural(tokens, "token")} a side` : `1 token is ${plural(pixels, "pixel")}`;
     const slots = order === "residue" ? " · rulers count slots" : "";
     const work = `${image.density.progress}${image.density.finished ? "" : ", in progress"}`;
     at("state").textContent = `${size} · ${work}${slots}`;

@@ -161,37 +161,6 @@ def test_a_million_tokens_are_counted_exactly(residue: bool) -> None:
     assert took < 20  # about half a second by itself
 
 
-def test_a_window_deep_inside_shows_single_pairs() -> None:
-    """Cells of one pair each, far from position 0, are the rule itself."""
-    queries, keys = range(MILLION - 40, MILLION), range(MILLION - 64, MILLION)
-    cells = count_cells(LONGNET, MILLION, queries=queries, keys=keys, shape=(40, 64))
-    rules = [oracle.dilated(width, rate, 0) for width, rate in zip(*LONGNET_5, strict=True)]
-    q, k = torch.arange(queries.start, queries.stop), torch.arange(keys.start, keys.stop)
-    table = sum((k[None] <= q[:, None]) * _shifted(rule, q, k) for rule in rules)
-    assert torch.equal(cells.low, table)
-    assert torch.equal(cells.high, table)
-
-
-def _shifted(rule: oracle.Rule, q: Tensor, k: Tensor) -> Tensor:
-    """The dense rule near the end, moved by a multiple of every segment to where its table is small."""
-    back = MILLION - 32768
-    return rule(0, 1, q - back, k - back)
-
-
-@pytest.mark.parametrize("way", ["pair by pair", "by boxes"])
-def test_windows_that_begin_and_end_at_any_slot(way: str) -> None:
-    """Before, at and after the first slot of each residue class, for queries and keys."""
-    pattern, order = masks.dilated(20, 2) & masks.causal(), Layout(23, 4)
-    rule = oracle.both(oracle.dilated(20, 2, 0), oracle.causal())
-    counts = rule(0, 1, torch.arange(23), torch.arange(23))
-    for start in range(20):
-        question = {"queries": range(start, start + 3), "keys": range(19 - start, 23), "shape": (1, 2), "order": order}
-        with counted(way):
-            cells = count_cells(pattern, 23, **question)
-        assert_true(cells, counts, question)
-        assert cells.exact.all()
-
-
 def test_a_rule_without_bounds_is_estimated_and_says_so() -> None:
     """A third of all pairs of a function, estimated from a few; bounds hold."""
     third = masks.custom(lambda b, h, q, k: (q + 2 * k) % 3 == 0)
@@ -214,23 +183,6 @@ def test_documents_at_a_million_tokens() -> None:
     assert not cells.high[neighbours].any()
 
 
-@pytest.mark.parametrize(
-    ("keywords", "message"),
-    [
-        ({"head": 2, "num_heads": 2}, "head must be below the number of heads; got head=2 of 2"),
-        ({"shape": (11, 4)}, "a window of 10 queries has at most as many cells; got 11"),
-        ({"shape": (0, 4)}, "cells of queries must be at least 1"),
-        ({"keys": range(4, 11)}, "keys must be a range of step 1 within 0 to 10, and not empty; got keys=range(4, 11)"),
-        ({"queries": range(4, 4)}, "queries must be a range of step 1 within 0 to 10, and not empty"),
-        ({"keys": range(0, 8, 2)}, "keys must be a range of step 1"),
-        ({"batch": 1}, "batch must be below the number of batch entries; got batch=1 of 1"),
-    ],
-)
-def test_bad_questions(keywords: dict, message: str) -> None:
-    with pytest.raises(ValueError, match="^" + message.replace("(", r"\(").replace(")", r"\)")):
-        count_cells(masks.causal(), 10, **{"shape": (4, 4)} | keywords)
-
-
 def test_bad_values() -> None:
     with pytest.raises(TypeError, match="order must be a Layout"):
         count_cells(masks.causal(), 10, shape=(4, 4), order="residue")  # pyright: ignore
@@ -245,3 +197,20 @@ def test_a_table_that_ends_too_early_is_named() -> None:
     short = masks.custom(lambda b, h, q, k: table[q] == table[k])
     with pytest.raises(ValueError, match="has no answer for some of queries below 10 and keys below 10"):
         count_cells(short, 10, shape=(2, 2))
+
+
+def test_a_window_deep_inside_shows_single_pairs() -> None:
+    """Cells of one pair each, far from position 0, are the rule itself."""
+    queries, keys = range(MILLION - 40, MILLION), range(MILLION - 64, MILLION)
+    cells = count_cells(LONGNET, MILLION, queries=queries, keys=keys, shape=(40, 64))
+    rules = [oracle.dilated(width, rate, 0) for width, rate in zip(*LONGNET_5, strict=True)]
+    q, k = torch.arange(queries.start, queries.stop), torch.arange(keys.start, keys.stop)
+    table = sum((k[None] <= q[:, None]) * _shifted(rule, q, k) for rule in rules)
+    assert torch.equal(cells.low, table)
+    assert torch.equal(cells.high, table)
+
+
+def _shifted(rule: oracle.Rule, q: Tensor, k: Tensor) -> Tensor:
+    """The dense rule near the end, moved by a multiple of every segment to where its table is small."""
+    back = MILLION - 32768
+    return rule(0, 1, q - back, k - back)

@@ -163,17 +163,8 @@ TEXTS = {
 }
 # Bases of others; what run-time patterns become when their tensors are known; and slots, which no expression holds.
 NO_KINDS = {
-    "Band",
-    "Composite",
-    "MarkedTokens",
-    "_Combination",
-    "_HeadChoice",
-    "RunTime",
-    "Table",
-    "Spans",
-    "KeySet",
-    "SelectedTable",
-    "Tiled",
+    *("Band", "Composite", "MarkedTokens", "_Combination", "_HeadChoice", "RunTime", "Table", "Spans", "KeySet"),
+    *("SelectedTable", "Tiled"),
 }
 
 

@@ -1,12 +1,10 @@
 """Pictures against the dense rule: each cell's colour, windows, orders, heads, blocks; saved files; the gallery."""
 
-import re
 import sys
 from io import BytesIO
 from math import log2, log10
 from pathlib import Path
 from runpy import run_path
-from xml.etree import ElementTree
 
 import pytest
 import torch
@@ -171,6 +169,16 @@ def test_a_window_within_blocks_shows_the_state_of_the_whole_block() -> None:
     assert bool(is_colour(shown, WHITE).all())
 
 
+def test_unequal_sides_and_a_batch_entry() -> None:
+    shown = image(masks.plot(masks.lengths(torch.tensor([5, 9])), 12, batch=1))
+    assert torch.equal(~is_colour(shown, WHITE), dense(masks.lengths(torch.tensor(9)), 12, 12)[0])
+    shown = image(masks.plot(WINDOW, 20, num_keys=31))
+    assert torch.equal(~is_colour(shown, WHITE), dense(WINDOW, 20, 31)[0])
+    axes = masks.plot(WINDOW, 8, num_keys=512, size=256).axes[0]
+    box = axes.get_window_extent()
+    assert (round(box.width), round(box.height)) == (256, 256)
+
+
 def test_blocks_of_many_cells() -> None:
     """Cells of 2 x 2 pairs, from the middle of a block on."""
     window = range(24, 280)
@@ -180,36 +188,6 @@ def test_blocks_of_many_cells() -> None:
     assert torch.equal(is_colour(image(figure), WHITE), column > row)
     assert torch.equal(is_colour(image(figure), DARK), column < row)
     assert torch.equal(is_colour(image(figure), BEIGE), (column == row) & (tokens > tokens[:, None]))
-
-
-def test_far_out_in_a_million_tokens() -> None:
-    pattern = masks.longnet((2048, 65536), (1, 32)) & masks.causal()
-    rows, columns = range(700_000, 700_030), range(699_990, 700_030)
-    shown = image(masks.plot(pattern, 1 << 20, num_heads=8, head=5, queries=rows, keys=columns))
-    q, k = (torch.arange(side.start, side.stop) for side in (rows, columns))
-    zero = torch.tensor(0)
-    shares = [branch.mask_mod(num_heads=8, device=zero.device)(zero, zero + 5, q[:, None], k) for branch in
-              pattern.branches()]  # fmt: skip
-    assert (shown - expected(torch.stack(shares).double())).abs().max() <= 1
-
-
-def test_unequal_sides() -> None:
-    shown = image(masks.plot(WINDOW, 20, num_keys=31))
-    assert torch.equal(~is_colour(shown, WHITE), dense(WINDOW, 20, 31)[0])
-    axes = masks.plot(WINDOW, 8, num_keys=512, size=256).axes[0]
-    box = axes.get_window_extent()
-    assert (round(box.width), round(box.height)) == (256, 256)
-
-
-def test_a_batch_entry() -> None:
-    pattern = masks.lengths(torch.tensor([5, 9]))
-    for batch, length in enumerate((5, 9)):
-        shown = image(masks.plot(pattern, 12, batch=batch))
-        wanted = torch.zeros(12, 12, dtype=torch.bool)
-        wanted[:length, :length] = True
-        assert torch.equal(~is_colour(shown, WHITE), wanted)
-    with pytest.raises(ValueError, match="batch must be below the number of batch entries; got batch=2 of 2"):
-        masks.plot(pattern, 12, batch=2)
 
 
 def texts(figure) -> list[str]:
@@ -285,13 +263,6 @@ def test_the_same_bytes_each_time(kind: str, tmp_path) -> None:
     assert matplotlib.rcParams["svg.hashsalt"] == matplotlib.rcParamsDefault["svg.hashsalt"]
 
 
-def test_svg_is_xml_that_holds_the_cells() -> None:
-    root = ElementTree.fromstring(saved(masks.plot(LONGNET, 64, num_heads=4), "svg"))
-    assert root.tag == "{http://www.w3.org/2000/svg}svg"
-    (cells,) = root.iter("{http://www.w3.org/2000/svg}image")
-    assert "pixelated" in cells.get("style", "")
-
-
 def test_png_pixels_are_the_cells() -> None:
     figure = masks.plot(LONGNET, 64, num_heads=4, head=(0, 1))
     pixels = (torch.from_numpy(imread(BytesIO(saved(figure, "png"))))[..., :3] * 255).round().long()
@@ -301,28 +272,6 @@ def test_png_pixels_are_the_cells() -> None:
         cell = 512 // 64
         middles = cell // 2 + cell * torch.arange(64)
         assert torch.equal(pixels[top + middles][:, left + middles], image(figure, place))
-
-
-BAD = {
-    "no tokens": ({"num_tokens": 0}, "num_queries must be at least 1; got num_queries=0"),
-    "second head": ({"head": (0, -1), "num_heads": 2}, "head must be at least 0; got head=-1"),
-    "head as text": ({"head": "0"}, "head must be an integer; got head='0' of type str"),
-    "heads twice": ({"head": (0, 0)}, "head must be one value, or several that differ; got head=(0, 0)"),
-    "keys": ({"keys": range(0, 65)}, "keys must be a range of step 1 within 0 to 64, and not empty; got keys=range(0,"),
-    "block": ({"block_size": 0}, "block_size must be at least 1; got block_size=0"),
-    "blocks": ({"block_size": (8, 8, 8)}, "block_size must be one side or"),
-    "size": ({"size": 8}, "size must be at least 16; got size=8"),
-    "batch": ({"batch": 1}, "batch must be below the number of batch entries; got batch=1 of 1"),
-    "legend": ({"legend": "no"}, "legend must be True or False; got legend='no'"),
-    "unbound": ({"pattern": masks.documents("ids")}, "ids"),
-}
-
-
-@pytest.mark.parametrize(("given", "message"), BAD.values(), ids=BAD)
-def test_bad_input(given: dict, message: str) -> None:
-    given = {"pattern": masks.causal(), "num_tokens": 64, **given}
-    with pytest.raises((ValueError, TypeError), match=re.escape(message)):
-        masks.plot(given.pop("pattern"), given.pop("num_tokens"), **given)
 
 
 def test_without_matplotlib(monkeypatch: pytest.MonkeyPatch) -> None:

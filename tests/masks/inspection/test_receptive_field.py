@@ -10,7 +10,6 @@ from flexdilated import masks
 from flexdilated.masks.core._bound import Bound
 from flexdilated.masks.inspection import ReceptiveField
 from flexdilated.masks.inspection._receptive_field import follow_tokens, receptive_field_of
-from tests.support import oracle, twins
 from tests.support.irregular import bound_rules, dense, listed, padded, run_rules, stretch_rules
 from tests.support.reached import assert_same, fields
 from tests.support.run_time_strategies import Packed, packed_cases
@@ -31,25 +30,6 @@ def assert_field(bound: Bound, counts: torch.Tensor) -> None:
 @given(whole_cases(largest=60) | whole_grids())
 def test_dense_powers(case: Case):
     assert_field(case.bind(), case.counts())
-
-
-@pytest.mark.parametrize(
-    ("grid", "size", "rate", "stride", "causal"),
-    [
-        ((5, 6), (3, 3), (1, 2), (1, 1), (False, False)),
-        ((9, 4), (3, 3), (3, 1), (1, 1), (False, False)),
-        ((3, 6, 4), (3, 3, 1), (1, 2, 3), (1, 1, 1), (False, False, False)),
-        ((7, 8), (4, 2), (1, 3), (3, 2), (True, False)),
-    ],
-)
-def test_grids_whose_axes_differ(grid, size, rate, stride, causal):
-    """Axes along which all tokens meet, those of a residue, and none."""
-    case = twins.neighborhood(grid, kernel_size=size, rate=rate, stride=stride, causal=causal)
-    tokens = math.prod(grid)
-    assert_field(
-        case.pattern.bind(num_heads=1, num_queries=tokens, num_keys=tokens),
-        oracle.counts(case.rule, range(1), 1, torch.arange(tokens), torch.arange(tokens)),
-    )
 
 
 @settings(max_examples=8)
@@ -112,21 +92,6 @@ def test_a_window_looks_back_once_a_layer(lookback: int, num_tokens: int):
     assert found.finished == tuple(token <= lookback * 64 for token in found.tokens)
 
 
-def test_strides_and_global_tokens_reach_everything_in_two_layers():
-    found = told(masks.recipes.sparse_transformer_strided(64), 1 << 11)
-    assert [reached[-1] for reached in found.reached] == [token + 1 for token in found.tokens]
-    assert (found.layers_at_least, all(found.finished)) == (2, True)
-    found = told(masks.recipes.bigbird(1 << 14, block=128), 1 << 14, num_heads=2)
-    assert (found.layers_at_least, {reached[-1] for reached in found.reached}) == (2, {1 << 14})
-
-
-def test_rates_that_share_a_factor_keep_tokens_apart():
-    """Tokens at even and at odd positions never reach each other."""
-    pattern = masks.dilated_window(left=64, right=0, rate=4) | masks.dilated_window(left=64, right=64, rate=6)
-    few = masks.describe(pattern, 200).receptive_field()
-    assert (few.exact, {reached[-1] for reached in few.reached}) == (True, {100})
-
-
 @pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
 def test_longnet_keeps_to_its_longest_segments(causal: bool):
     pattern = masks.longnet([2048, 32768], [1, 4])
@@ -159,21 +124,6 @@ def test_random_blocks_of_many_tokens():
         # A token whose block does not see itself reaches one token of it.
         reached = zip(of_tokens, of_blocks, strict=False)
         assert all(own in (other * side, (other - 1) * side + 1) for own, other in reached)
-
-
-def test_a_sample_estimates_the_mean_within_its_error():
-    """A causal pattern's receptive fields differ by token: 8 equal parts hold the mean to a part of their spread."""
-    tokens, lookback = 1 << 12, 50
-    found = told(masks.local_window(left=lookback, right=0), tokens)
-    for layers, mean, error in found.growth:
-        reach = layers * lookback
-        wanted = (reach * (reach + 1) // 2 + (tokens - reach) * (reach + 1)) / tokens
-        # Tokens near the start, few of which are drawn, reach fewer.
-        assert mean == pytest.approx(wanted, rel=0.1, abs=4 * error)
-    assert found.growth[-1][0] == found.layers_at_least == 64
-    assert [token for token, done in zip(found.tokens, found.finished, strict=True) if not done] == [
-        token for token in found.tokens if token > 63 * lookback
-    ]
 
 
 @pytest.mark.parametrize("number", [2, 8])
