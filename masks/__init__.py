@@ -5,7 +5,7 @@ tests/masks/core/test_boxes.py compares its bounds with its pairs; tests/engines
 attention with it to float64.
 
     core        the types of patterns: Pattern, Mixture and Bound, algebra, boxes, ranges, checks
-    patterns    the patterns, a file for each family; run_time: with tensors of a call
+    patterns    the patterns, a file for each family
     recipes     patterns of published models
     text        JSON, expressions, printing
     orders      orders of tokens: residue-major, tiled, placed

@@ -92,7 +92,6 @@ class Phrase:
 
 
 def call(name: str, /, *values: object, **named: object) -> Phrase:
-    """Phrase of a call of this constructor."""
     arguments = [*map(repr, values), *(f"{key}={value!r}" for key, value in named.items())]
     return Phrase(f"{name}({', '.join(arguments)})")
 
@@ -123,7 +122,6 @@ def bytes_text(number: float) -> str:
 
 
 def seconds_text(number: float) -> str:
-    """Three digits and a unit."""
     unit, size = next(((unit, size) for unit, size in (("s", 1.0), ("ms", 1e-3)) if number >= size), ("us", 1e-6))
     return f"{number / size:,.0f} {unit}" if number / size >= 100 else f"{number / size:.3g} {unit}"
 

@@ -16,6 +16,7 @@ from ..core import (
     Reason,
     advises,
     as_ranges,
+    at_least,
     both,
     both_bounds,
     constructor,
@@ -117,13 +118,8 @@ class Causal(Band):
 class LocalWindow(Band):
     """Allowed iff query - left <= key <= query + right, both ends included; radii in tokens."""
 
-    left: int
-    right: int
-
-    def __post_init__(self) -> None:
-        require_int("left", self.left, minimum=0)
-        require_int("right", self.right, minimum=0)
-        super().__post_init__()
+    left: int = at_least(0)
+    right: int = at_least(0)
 
     def limits(self) -> tuple[int, int, int]:
         return -self.left, self.right, 1
@@ -141,11 +137,7 @@ class LocalWindow(Band):
 class Strided(Band):
     """Allowed iff (query - key) mod stride == 0. Tokens form `stride` residue classes; each sees only itself."""
 
-    stride: int
-
-    def __post_init__(self) -> None:
-        require_int("stride", self.stride, minimum=1)
-        super().__post_init__()
+    stride: int = at_least(1)
 
     def limits(self) -> tuple[None, None, int]:
         return None, None, self.stride
@@ -155,15 +147,9 @@ class Strided(Band):
 class DilatedWindow(Band):
     """Allowed iff key = query + j * rate for some j with -left <= j <= right; left and right count keys."""
 
-    left: int
-    right: int
-    rate: int
-
-    def __post_init__(self) -> None:
-        require_int("left", self.left, minimum=0)
-        require_int("right", self.right, minimum=0)
-        require_int("rate", self.rate, minimum=2)  # rate 1 is LocalWindow
-        super().__post_init__()
+    left: int = at_least(0)
+    right: int = at_least(0)
+    rate: int = at_least(2)  # rate 1 is LocalWindow
 
     def limits(self) -> tuple[int, int, int]:
         return -self.left * self.rate, self.right * self.rate, self.rate

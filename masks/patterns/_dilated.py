@@ -24,6 +24,7 @@ from ..core import (
     Reason,
     advises,
     among,
+    at_least,
     call,
     clip,
     constructor,
@@ -51,19 +52,16 @@ class Dilated(Pattern):
     h mod rate (LongNet, arXiv 2307.02486, eq. 13), "contiguous" is floor(h / ceil(H / rate)) (torchscale).
     """
 
-    segment: int
-    rate: int
+    segment: int = at_least(1)
+    rate: int = at_least(1)
     offset: int | str = 0
     padding: ClassVar[str | None] = None
 
-    def __post_init__(self) -> None:
-        require_int("segment", self.segment, minimum=1)
-        require_int("rate", self.rate, minimum=1)
+    def check(self) -> None:
         if isinstance(self.offset, str):
             require_choice("offset", self.offset, OFFSET_RULES)
         elif require_int("offset", self.offset, minimum=0) >= self.rate:
             raise ValueError(f"offset must be below the rate; got offset={self.offset}, rate={self.rate}")
-        super().__post_init__()
 
     def origin(self) -> Hashable:
         return self.offset if isinstance(self.offset, str) else None
@@ -181,9 +179,8 @@ class ZeroPadded(Dilated):
     pads = True
     padding = PADDINGS[0]
 
-    def __post_init__(self) -> None:
+    def check(self) -> None:
         require_choice("offset", self.offset, OFFSET_RULES)
-        super().__post_init__()
 
     def snapped(self, q_side: int, k_side: int) -> None:
         return None  # another segment would have other zeros

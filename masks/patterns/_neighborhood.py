@@ -62,7 +62,7 @@ class Neighborhood(Pattern):
     stride: tuple[int, ...] | None = field(default=None, metadata=_OPTIONAL)
     causal: tuple[bool, ...] | None = field(default=None, metadata=_OPTIONAL)
 
-    def __post_init__(self) -> None:
+    def check(self) -> None:
         self._set("grid", _per_axis("grid", self.grid))
         if not 1 <= len(self.grid) <= 3:
             raise ValueError(f"a grid has 1, 2 or 3 axes; got grid={self.grid}")
@@ -82,13 +82,11 @@ class Neighborhood(Pattern):
             _require_fitting(axis, along)
         if prod(self.grid) > LARGEST:
             raise ValueError(f"a grid must hold at most {LARGEST} tokens; got grid={self.grid}")
-        super().__post_init__()
 
     def _set(self, name: str, value: Any) -> None:
         object.__setattr__(self, name, value)
 
     def _settle(self) -> None:
-        """Normalize the fields, so that equal rules are equal."""
         if self.stride is not None and max(self.stride) == 1:
             self._set("stride", None)
         if self.causal is not None and not any(self.causal):
@@ -104,7 +102,6 @@ class Neighborhood(Pattern):
 
     @property
     def axes(self) -> list[Axis]:
-        """The axes, outermost first."""
         none = (None,) * len(self.grid)
         sizes = self.kernel_size or [2 * radius + 1 for radius in self.radius or ()]
         along = zip(self.grid, sizes, self.rate, self.stride or none, self.causal or none, strict=True)
@@ -153,7 +150,6 @@ class Neighborhood(Pattern):
         return [prod(self.grid[axis + 1 :]) for axis in range(len(self.grid))]
 
     def check_tokens(self, queries: range, keys: range) -> None:
-        """Raise ValueError for positions beyond the grid."""
         tokens = prod(self.grid)
         if max(queries.stop, keys.stop) > tokens:
             shape = "x".join(map(str, self.grid))

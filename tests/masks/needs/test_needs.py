@@ -8,7 +8,7 @@ from time import process_time
 
 import pytest
 import torch
-from hypothesis import assume, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -17,7 +17,7 @@ from flexdilated import masks
 from flexdilated.masks.core import _ranges
 from flexdilated.masks.core._bound import Extent
 from flexdilated.masks.core._box import Box, Progression
-from flexdilated.masks.core._ranges import Ranges, joined_intervals, ranges_of, union_of
+from flexdilated.masks.core._ranges import Ranges, ranges_of, union_of
 from flexdilated.masks.needs import _needs
 from flexdilated.masks.needs._needs import _key_runs, needed_keys
 from tests.support import oracle
@@ -194,18 +194,6 @@ def test_neighbours_come_as_one_run():
     assert found == (range(32, 64),)
 
 
-def test_errors_name_the_rule():
-    one = {"queries": (range(4),), "keys": (range(4),)}
-    with pytest.raises(ValueError, match="heads must be at most 1; got heads=2"):
-        needed_keys(masks.causal(), **one, heads=[2], num_heads_global=2)
-    with pytest.raises(ValueError, match="per_head needs one pattern a head; got 1 for 2 heads"):
-        needed_keys(masks.per_head([masks.causal()]), **one, heads=[0], num_heads_global=2)
-    with pytest.raises(TypeError, match="pattern must be a pattern or mixture"):
-        needed_keys("causal", **one, heads=[0], num_heads_global=1)
-    with pytest.raises(ValueError, match="needs the run-time tensor 'ids'"):
-        needed_keys(masks.documents("ids"), **one, heads=[0], num_heads_global=1)
-
-
 def lattice(b, h, q, k):
     return (3 * q + 5 * k + h) % 97 < 2
 
@@ -271,35 +259,11 @@ def test_unions(parts: list[range], most: int):
         assert_found(union_of(parts), sorted(set(members(tuple(parts)))))
 
 
-@given(st.integers(0, 20), st.integers(0, 20), st.sampled_from([2, 3, 4, 6, 16]), st.permutations(range(16)))
-def test_residue_classes_that_fill_a_run_are_one_range(begin: int, length: int, step: int, order: list[int]):
-    assume(length)
-    classes = [range(begin + place, begin + length, step) for place in order if place < step]
-    assert union_of(classes) == (range(begin, begin + length),)
-
-
-@given(st.sets(st.integers(0, 40)))
-def test_positions_as_ranges(positions: set[int]):
-    found = ranges_of(torch.tensor(sorted(positions), dtype=torch.int64))
-    assert members(found) == sorted(positions)
-
-
 def test_two_positions_apart_are_no_range() -> None:
     assert ranges_of(torch.tensor([2, 3, 5])) == (range(2, 4), range(5, 6))
     assert ranges_of(torch.tensor([3, 6, 9, 10, 11])) == (range(3, 7, 3), range(9, 12))
     assert ranges_of(torch.tensor([15, 28])) == (range(15, 16), range(28, 29))
     assert ranges_of(torch.tensor([15, 28, 41])) == (range(15, 42, 13),)
-
-
-@given(st.lists(st.tuples(st.integers(0, 30), st.integers(1, 9)), max_size=8))
-def test_joined_intervals(pairs: list[tuple[int, int]]):
-    begin = torch.tensor([first for first, _ in pairs], dtype=torch.int64)
-    end = torch.tensor([first + length for first, length in pairs], dtype=torch.int64)
-    joined = list(zip(*(side.tolist() for side in joined_intervals(begin, end)), strict=True))
-    assert members(tuple(range(*each) for each in joined)) == sorted(
-        {position for first, length in pairs for position in range(first, first + length)}
-    )
-    assert all(a[1] < b[0] for a, b in pairwise(joined))
 
 
 def test_runs_of_keys_are_told_apart() -> None:
@@ -309,14 +273,6 @@ def test_runs_of_keys_are_told_apart() -> None:
     runs, number = _key_runs(Box(torch.zeros(3, dtype=torch.int64), q, k))
     assert runs == 2
     assert number[0] == number[2] != number[1]
-
-
-def test_keys_of_blocks_that_lie_in_long_progressions() -> None:
-    """Every third block of four keys, far more blocks than a block has keys."""
-    pattern = masks.blockwise(masks.landmark_tokens(3), block=4)
-    found = needed_keys(pattern, queries=(range(4, 8),), keys=(range(400),), heads=[0], num_heads_global=1)
-    expected = [key for key in range(400) if key // 4 % 3 == 0]
-    assert sorted(key for each in found for key in each) == expected
 
 
 @pytest.mark.parametrize("queries", [range(80), range(512, 640)], ids=str)

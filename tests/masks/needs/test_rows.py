@@ -1,4 +1,4 @@
-"""Rows: the keys of one query, in closed form or searched, are those of the dense rule; and ranges as sets."""
+"""Rows: the keys of one query, in closed form or searched, are those of the dense rule."""
 
 from unittest import mock
 
@@ -7,7 +7,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from flexdilated.engines._rows import branch_rules
-from flexdilated.masks.core._ranges import as_ranges, intersect, unite
 from flexdilated.masks.needs import _row
 from tests.support import strategies
 
@@ -70,25 +69,3 @@ def test_rows_of_a_step_are_the_rules(data: st.DataObject) -> None:
             for head in rule.heads:
                 assert torch.equal(found[:, keys.start : keys.stop] > 0, expected[head])
                 assert found.sum() == expected[head].sum()
-
-
-starts, steps = st.one_of(st.just(0), st.integers(0, 20)), st.one_of(st.just(1), st.integers(1, 12))
-progressions = st.builds(range, starts, st.integers(0, 60), steps)
-
-
-@given(progressions, progressions)
-def test_intersections(left: range, right: range) -> None:
-    assert set(intersect(left, right)) == set(left) & set(right)
-
-
-@given(st.lists(progressions, max_size=4))
-def test_unions(parts: list[range]) -> None:
-    """Each position once; runs always fit, and progressions that meet may be given up."""
-    ranges = tuple(keys for part in parts for keys in as_ranges(part))
-    united = unite(ranges)
-    if united is None:
-        coarse = [keys for keys in ranges if keys.step > 1]
-        assert any(set(a) & set(b) for index, a in enumerate(coarse) for b in coarse[:index])
-    else:
-        assert all(united)
-        assert sorted(key for keys in united for key in keys) == sorted(set().union(*ranges))

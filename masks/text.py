@@ -1,4 +1,4 @@
-"""Patterns as JSON, for checkpoints and custom ops."""
+"""Patterns as text: JSON for checkpoints and custom ops, and expressions."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from difflib import get_close_matches
 from functools import reduce
 from typing import Any, NoReturn
 
-from ..core import (
+from .core import (
     CONSTRUCTORS,
     CUT,
     DEEPEST,
@@ -39,7 +39,8 @@ def to_json(pattern: Expression) -> str:
     """
     text = require_expression(pattern).text
     if _NAMES_A_FUNCTION in text:
-        raise TypeError(f"a custom function has no JSON: store what it is made from, and make it anew; got {pattern!r}")
+        rule = "a custom function has no JSON: save its parameters, and call masks.custom again after loading"
+        raise TypeError(f"{rule}; got {pattern!r}")
     return text
 
 
@@ -52,7 +53,7 @@ def from_json(text: str) -> Pattern | Mixture:
     """
     pattern = read_text(text)
     if _NAMES_A_FUNCTION in pattern.text:
-        raise ValueError(f"a custom function has no JSON: make it anew with masks.custom; got {pattern!r}")
+        raise ValueError(f"a custom function has no JSON: call masks.custom with the function instead; got {pattern!r}")
     return pattern
 
 
@@ -344,7 +345,6 @@ def _unreadable(character: str) -> str:
 
 
 def _parameters(build: Callable[..., object]) -> str:
-    """Signature without annotations."""
     signature = inspect.signature(build)
     bare = [each.replace(annotation=inspect.Parameter.empty) for each in signature.parameters.values()]
     return str(inspect.Signature(bare))
