@@ -12,7 +12,7 @@ attention with it to float64.
     blocks      a rule over slots, the search for blocks by bounds, block tables
     plan_cache  cache of plans and tables, in bounded memory
     planning    options, costs, the choice, BlockMask; lowering: branches as terms; machine: constants for costs
-    needs       keys that given queries need: for ranks, decoding, and eviction from a KV cache
+    attended    keys that given queries attend to: for ranks, decoding, and eviction from a KV cache
     inspection  describe, explain, plot, show
 """
 

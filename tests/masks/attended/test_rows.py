@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from flexdilated.engines._rows import branch_rules
-from flexdilated.masks.needs import _row
+from flexdilated.masks.attended import _row
 from tests.support import strategies
 
 

@@ -1,4 +1,4 @@
-"""Needs: the exact keys that some queries may attend to, in closed form where a rewrite fits the rule.
+"""The exact keys that given queries attend to: in closed form where a rewrite fits the rule.
 
 Other rules are searched by bounds: over lags if only the distance counts, else over boxes.
 """
@@ -38,7 +38,7 @@ _MOST_CLASSES = 1 << 9  # most residue classes of keys that are searched by dist
 _CUTS = 8  # parts into which an undecided interval of lags is cut
 
 
-def needed_keys(
+def attended_keys(
     pattern: Expression, *, queries: Ranges, keys: Ranges, heads: Iterable[int], num_heads_global: int
 ) -> Ranges:
     """The positions among `keys` that some position of `queries` may attend to in some of these global heads.
@@ -55,7 +55,7 @@ def needed_keys(
 
 
 def keys_of_any(questions: Iterable[KeyQuery]) -> Ranges:
-    """Union of the keys that answer these questions, in the form of `needed_keys`."""
+    """Union of the keys that answer these questions, in the form of `attended_keys`."""
     return union_of(found for wanted in questions for found in keys_seen(wanted))
 
 

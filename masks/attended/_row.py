@@ -1,4 +1,4 @@
-"""Needs of decoding: the keys that a few queries see, the keys that later queries may see, whether a rule is causal."""
+"""For decoding: keys that a few queries see, keys that later queries may see, and a test for causal rules."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from ..blocks import Rule, build_blocks
 from ..core import And, Box, Or, Pattern, Progression, Ranges, intersect, plans, union_of
 from ..orders import Layout
 from ..patterns import Band, Causal
-from ._needs import keys_of_any
 from ._rewrites import KeyQuery
+from ._search import keys_of_any
 
 # N rows, n keys, R runs of keys
 
