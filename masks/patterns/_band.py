@@ -3,7 +3,6 @@
 from math import gcd
 
 import torch
-from torch import Tensor
 
 from ..core import (
     OF_PATTERNS,
@@ -17,7 +16,6 @@ from ..core import (
     advises,
     as_ranges,
     at_least,
-    both,
     both_bounds,
     constructor,
     count_between,
@@ -57,11 +55,12 @@ class Band(Pattern):
 
     def mask_mod(self, *, num_heads: int, device: torch.device) -> MaskMod:
         least, most, step = self.limits()
-        steps = _at_multiples(*parameters(device, step))
+        low, high, every = parameters(device, least or 0, most or 0, step)
         if least is None or most is None:
-            return steps
-        near = _between(*parameters(device, least, most))
-        return near if step == 1 else both(steps, near)
+            return lambda b, h, q, k: (q - k) % every == 0
+        if step == 1:
+            return lambda b, h, q, k: (k - q >= low) & (k - q <= high)
+        return lambda b, h, q, k: ((q - k) % every == 0) & ((k - q >= low) & (k - q <= high))
 
     def count(self, box: Box, *, num_heads: int) -> Bounds:
         least, most, step = self.limits()
@@ -211,11 +210,3 @@ def dilated_window(*, left: int, right: int, rate: int) -> Pattern:
 
 def _not_after(b, h, q, k):
     return k <= q
-
-
-def _between(least: Tensor, most: Tensor) -> MaskMod:
-    return lambda b, h, q, k: (k - q >= least) & (k - q <= most)
-
-
-def _at_multiples(step: Tensor) -> MaskMod:
-    return lambda b, h, q, k: (q - k) % step == 0

@@ -50,22 +50,6 @@ def test_the_draw_is_pinned():
     assert [drawn(pattern, 5, row, 1, 6) for row in range(6)] == [[3, 5], [3, 4], [4, 5], [2, 5], [4, 5], [2, 4]]
 
 
-@given(random_blocks(), st.integers(1, 3))
-def test_each_row_sees_count_blocks(twin, num_heads):
-    pattern = twin.pattern
-    bound = pattern.bind(num_heads=num_heads, num_queries=pattern.num_tokens, num_keys=pattern.num_tokens)
-    seen = evaluated(bound)[:, :: pattern.block, :: pattern.block]
-    assert (seen.sum(2) == pattern.drawn).all()
-
-
-def test_draws_are_even():
-    """Every block as often as any other: the variance over blocks is that of fair draws."""
-    mask = evaluated(masks.random_blocks(600, block=1, count=5).bind(num_heads=8, num_queries=600, num_keys=600))
-    often = mask.sum((0, 1)).double()
-    assert often.mean() == 40
-    assert 32 < often.var() < 50
-
-
 # --- block lists ---
 
 

@@ -13,7 +13,7 @@ from flexdilated.masks.planning.lowering._ways import shared_terms
 from tests.masks.blocks.test_block_mask import verdicts
 from tests.support import oracle
 from tests.support.ladders import LADDERS
-from tests.support.strategies import cases, sets
+from tests.support.strategies import cases
 
 
 def evaluated(bound: masks.Bound) -> torch.Tensor:
@@ -52,21 +52,6 @@ def test_ladders_at_full_size(name, heads, offsets):
         for branch in bound.pattern.branches()
     )
     assert torch.equal(found, expected)
-
-
-@given(sets(3), sets(3))
-def test_algebra_on_sets(a, b):
-    a, b = a.pattern, b.pattern
-
-    def same(left, right):
-        sizes = {"num_heads": 3, "num_queries": 13, "num_keys": 17, "q_offset": 2}
-        return torch.equal(evaluated(left.bind(**sizes)), evaluated(right.bind(**sizes)))
-
-    assert same(~(a & b), ~a | ~b)
-    assert same(a & b, b & a)
-    assert same(a | (a & b), a)
-    assert ~~a == a
-    assert a & a == a
 
 
 _SET, _MIXTURE = masks.causal(), masks.longnet([8, 16], [1, 2])
