@@ -190,7 +190,7 @@ class _Text:
             return self._of(ast.parse(self._line[self._margin :], mode="eval").body)
         except SyntaxError as error:
             if not error.offset:
-                raise self._error(len(self._text), "a pattern or a value should stand here; got the end") from None
+                raise self._error(len(self._text), "a pattern or a value is missing; got the end") from None
             raise self._error(min(self._margin + error.offset - 1, len(self._text)), error.msg) from None
         except (RecursionError, MemoryError):
             raise self._error(0, "an expression must nest less deep") from None
@@ -216,7 +216,7 @@ class _Text:
         match node:
             case ast.Constant(str() as value):
                 if self._text[self._index(node.col_offset) + 1 : self._end(node) - 1] != value:
-                    raise self._error_at(node, "a string stands between two quotes on one line")
+                    raise self._error_at(node, "a string needs two quotes on one line, without prefix")
                 return value
             case ast.Constant(int() | None as value):
                 return value
@@ -282,7 +282,7 @@ class _Text:
             raise self._error_at(node, "only a pattern's name is called")
         value = self._of(node.value)
         if not isinstance(value, Expression) or node.attr not in _METHODS:
-            says = f"after the dot stands one of {', '.join(_METHODS)}, of a pattern"
+            says = f"the dot must be followed by one of {', '.join(_METHODS)}, of a pattern"
             raise self._error(self._end(node) - len(node.attr), says)
         return node.attr, getattr(value, node.attr)
 

@@ -63,6 +63,7 @@ from ._check import (
     require_choice,
     require_finite,
     require_int,
+    require_ints,
     round_places,
     seconds_text,
     shortened,

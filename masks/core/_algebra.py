@@ -119,7 +119,7 @@ class _Combination(Composite):
 
     def reason(self, pair: Pair) -> Reason:
         parts = tuple(map(pair.reason_of, self.parts))
-        by = [index for index, part in enumerate(parts, 1) if part.allowed == self.decisive]
+        by = [index for index, part in enumerate(parts, 1) if bool(part.allowed) == self.decisive]
         if not by:
             text = f"none of {len(parts)} parts allows it" if self.decisive else f"all {len(parts)} parts allow it"
             return Reason(self, not self.decisive, text, parts)

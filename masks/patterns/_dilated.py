@@ -35,6 +35,7 @@ from ..core import (
     renamed,
     require_choice,
     require_int,
+    require_ints,
 )
 
 _Heads = TypeVar("_Heads", int, Tensor)
@@ -276,14 +277,8 @@ def longnet(
     >>> print(masks.describe(masks.longnet((2048, 8192), (1, 4)), 1 << 20, num_heads=8).density)
     0.00244140625
     """
-    for name, value in (("segment_lengths", segment_lengths), ("dilation_rates", dilation_rates)):
-        if not isinstance(value, Sequence) or isinstance(value, str):
-            alone = f": write {name}=({value},)" if isinstance(value, int) else ""
-            alone = f": write {name}={name}.tolist()" if hasattr(value, "tolist") else alone
-            raise TypeError(f"{name} must be a sequence of integers; got {name}={value!r}{alone}")
-        for branch, entry in enumerate(value):
-            require_int(f"{name}[{branch}]", entry, minimum=1)
-    segments, rates = tuple(segment_lengths), tuple(dilation_rates)
+    segments = require_ints("segment_lengths", segment_lengths, minimum=1)
+    rates = require_ints("dilation_rates", dilation_rates, minimum=1)
     if not segments or len(segments) != len(rates):
         raise ValueError(
             "segment_lengths and dilation_rates need one entry each a branch, at least one; "
