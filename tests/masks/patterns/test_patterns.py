@@ -57,6 +57,13 @@ def test_ladders_at_full_size(name, heads, offsets):
 _SET, _MIXTURE = masks.causal(), masks.longnet([8, 16], [1, 2])
 
 
+def test_a_mixture_is_a_multiset_of_branches():
+    """Sums concatenate branches, intersections apply to each."""
+    causal, mixture = masks.causal(), masks.longnet([8, 16], [1, 2])
+    assert (causal + causal + mixture).branches() == (causal, causal, *mixture.branches())
+    assert (mixture & causal).branches() == tuple(branch & causal for branch in mixture.branches())
+
+
 @pytest.mark.parametrize(
     "change",
     [
