@@ -11,8 +11,8 @@ from torch import Tensor
 
 from ._torch_private import check, graph_constant
 from .masks import Layout, Mixture, Pattern
+from .masks.attended import causal_by_form
 from .masks.core import LARGEST, Expression, renamed, require_int
-from .masks.needs import causal_by_form
 from .masks.patterns import SelectedBlocks, missing, names, require_values, run_time_leaves
 from .masks.text import read_text
 

@@ -5,14 +5,14 @@ tests/masks/core/test_boxes.py compares its bounds with its pairs; tests/engines
 attention with it to float64.
 
     core        the types of patterns: Pattern, Mixture and Bound, algebra, boxes, ranges, checks
-    patterns    the patterns, a file for each family; run_time: with tensors of a call
+    patterns    the patterns, a file for each family
     recipes     patterns of published models
     text        JSON, expressions, printing
     orders      orders of tokens: residue-major, tiled, placed
     blocks      a rule over slots, the search for blocks by bounds, block tables
     plan_cache  cache of plans and tables, in bounded memory
     planning    options, costs, the choice, BlockMask; lowering: branches as terms; machine: constants for costs
-    needs       keys that given queries need: for ranks, decoding, and eviction from a KV cache
+    attended    keys that given queries attend to: for ranks, decoding, and eviction from a KV cache
     inspection  describe, explain, plot, show
 """
 

@@ -9,7 +9,7 @@ from functools import reduce
 from operator import or_
 from typing import NoReturn
 
-from .core import CONSTRUCTORS, Pattern, advises, every, no_such_name, renamed, require_int
+from .core import CONSTRUCTORS, Pattern, advises, every, no_such_name, renamed, require_int, require_ints
 from .patterns import (
     blockwise,
     causal,
@@ -125,8 +125,9 @@ def darcstar_dilated_sparse(dilation_rates: Sequence[int], *, block_size: int = 
     dilation_rates: distances in blocks, before and after; as there, only the first three are used. block_size: tokens
     per block. Source: `BlockSparseRingDilatedAttention` there.
     """
-    _require_entries("dilation_rates", dilation_rates, "integer")
-    steps = [require_int(f"dilation_rates[{place}]", rate, minimum=1) for place, rate in enumerate(dilation_rates)]
+    steps = require_ints("dilation_rates", dilation_rates, minimum=1)
+    if not steps:
+        raise ValueError(f"dilation_rates must have at least one integer; got {dilation_rates=}")
     return blockwise(reduce(or_, [dilated_window(left=1, right=1, rate=step) for step in steps[:3]]), block_size)
 
 
@@ -155,15 +156,11 @@ def darcstar_hierarchical(
     Source: `HierarchicalConfig` and `BlockSparseHierarchical` there.
     """
     require_int("block_size", block_size, minimum=1)
-    _require_entries("levels", levels, "pair", " (stride, window size)")
+    if not isinstance(levels, Sequence) or isinstance(levels, str):
+        raise TypeError(f"levels must be a sequence of pairs (stride, window size); got {levels=}")
+    if not levels:
+        raise ValueError(f"levels must have at least one pair (stride, window size); got {levels=}")
     return blockwise(reduce(or_, [_level(place, level, block_size) for place, level in enumerate(levels)]), block_size)
-
-
-def _require_entries(name: str, value: Sequence[object], entry: str, of: str = "") -> None:
-    if not isinstance(value, Sequence) or isinstance(value, str):
-        raise TypeError(f"{name} must be a sequence of {entry}s{of}; got {name}={value!r}")
-    if not value:
-        raise ValueError(f"{name} must have at least one {entry}{of}; got {name}={value!r}")
 
 
 def _radius(window_size: int, block_size: int) -> int:

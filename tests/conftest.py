@@ -20,7 +20,7 @@ CHECKED = [
     "flexdilated.masks.core._box",
     *(f"flexdilated.masks.blocks.{name}" for name in ("_blocks", "_quadtree", "_rule", "_tables")),
     *(f"flexdilated.masks.planning.{name}" for name in ("_cost", "_planner", "lowering._ways")),
-    "flexdilated.masks.needs._row",
+    "flexdilated.masks.attended._row",
     "flexdilated.decoding._held_keys",
     "flexdilated.selection._scores",
     *(

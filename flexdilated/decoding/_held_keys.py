@@ -12,8 +12,8 @@ from jaxtyping import Float, Int64
 from torch import Tensor
 
 from ..engines import refuse_transforms
+from ..masks.attended import FOREVER, RowSource, visible
 from ..masks.core import plans, within
-from ..masks.needs import FOREVER, RowSource, visible
 
 # B batch, G key/value heads, N tokens, D head dim of keys, E of values, S slots, C selected batch entries
 

@@ -21,8 +21,8 @@ from ..engines import (
     sum_dtype,
 )
 from ..masks import Bound, Mixture, Pattern, causal
+from ..masks.attended import FOREVER, RowSource, causal_by_form, later_pair
 from ..masks.core import common_period, require_expression, require_int
-from ..masks.needs import FOREVER, RowSource, causal_by_form, later_pair
 from ..masks.patterns import names
 from ._held_keys import HeldKeys
 

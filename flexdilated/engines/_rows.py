@@ -13,8 +13,8 @@ from jaxtyping import Bool, Float, Int64, Shaped
 from torch import Tensor
 
 from ..masks import Pattern, cache
+from ..masks.attended import Keys, RowSource, Seen, positions
 from ..masks.core import Expression, device_kind, plans
-from ..masks.needs import Keys, RowSource, Seen, positions
 from ..masks.text import read_text
 from ._call import Call
 from ._merge import WholeRows, shares_of, sum_dtype

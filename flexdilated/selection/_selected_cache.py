@@ -12,8 +12,8 @@ from .._validate import resolve_scale
 from ..decoding import KVCache
 from ..engines import merge
 from ..masks import Pattern, causal
+from ..masks.attended import RowSource
 from ..masks.core import require_int
-from ..masks.needs import RowSource
 from ._boxes import HeadRule
 from ._reading import Reading
 from ._scores import Pools, Scorer, pools_of

@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from .._validate import check_tensors, resolve_scale, run_time_tensors
 from ..engines import sum_dtype
 from ..masks import Pattern, causal
+from ..masks.attended import RowSource, later_pair
 from ..masks.core import Extent, advises, every, require_bool, require_choice, require_int
-from ..masks.needs import RowSource, later_pair
 from ..masks.patterns import RunTime, blank, names, run_time_leaves
 from ._choose import Threshold, TopK, TopP
 from ._scores import LOGS, Pools, pools_of, summaries

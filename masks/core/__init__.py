@@ -1,7 +1,23 @@
 """Core of patterns: Pattern, Mixture and Bound, set algebra, boxes, ranges and checks."""
 
 from ._advice import HEADS, LENGTH, OF_PATTERNS, WIDTH, advises, instead_of_pattern, no_such_name, renamed
-from ._algebra import And, Composite, Every, Not, OnePart, Or, both, both_bounds, common_period, every, full
+from ._algebra import (
+    And,
+    Composite,
+    Every,
+    HeadGroups,
+    Not,
+    OnePart,
+    Or,
+    PerHead,
+    both,
+    both_bounds,
+    common_period,
+    every,
+    full,
+    head_groups,
+    per_head,
+)
 from ._ambient import own_modes, plans
 from ._bound import EMPTY, FULL, PARTIAL, Bound, Extent
 from ._box import (
@@ -47,6 +63,7 @@ from ._check import (
     require_choice,
     require_finite,
     require_int,
+    require_ints,
     round_places,
     seconds_text,
     shortened,
@@ -55,7 +72,7 @@ from ._check import (
     tokens_text,
 )
 from ._devices import TILE, device_kind
-from ._expression import CONSTRUCTORS, DEEPEST, KINDS, constructor, pattern_kind
+from ._expression import CONSTRUCTORS, DEEPEST, KINDS, at_least, constructor, pattern_kind
 from ._pattern import (
     Expression,
     MaskMod,
@@ -67,6 +84,5 @@ from ._pattern import (
     require_expression,
     sum_phrase,
 )
-from ._per_head import HeadGroups, PerHead, head_groups, per_head
 from ._ranges import Ranges, among, as_ranges, intersect, joined_intervals, ranges_of, union_of, within
 from ._reason import Pair, Reason, listing, span

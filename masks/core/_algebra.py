@@ -1,8 +1,8 @@
-"""Set algebra: intersection, union and complement of patterns, and the set of all pairs."""
+"""Patterns of patterns: intersection, union, complement, all pairs, and a choice by head."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import reduce
 from math import gcd, lcm
@@ -11,12 +11,13 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
+from ._advice import advises
 from ._box import Bounds, Box, Squares
 from ._check import AND, LARGEST, NOT, OR, Phrase, chain
 from ._expression import DEEPEST, KINDS, constructor, pattern_kind
 from ._pattern import MaskMod, Pattern, require_set_patterns
 from ._ranges import Ranges, as_ranges, intersect_all, unite
-from ._reason import Pair, Reason, listing
+from ._reason import Pair, Reason, listing, span
 
 
 @dataclass(frozen=True)
@@ -51,7 +52,7 @@ class OnePart(Pattern):
 
     part: Pattern
 
-    def __post_init__(self) -> None:
+    def check(self) -> None:
         if not isinstance(self.part, Pattern):
             raise TypeError(f"{self.kind} needs a set pattern; got {self.part!r}")
         if self.recounts and any(
@@ -61,7 +62,6 @@ class OnePart(Pattern):
                 f"{self.kind} needs a pattern without run-time tensors, which go by token: intersect the result with "
                 f"their pattern instead; got {self.part!r}"
             )
-        super().__post_init__()
 
     def direct_parts(self) -> tuple[Pattern, ...]:
         return (self.part,)
@@ -81,6 +81,7 @@ def common_period(parts: tuple[Pattern, ...]) -> int | None:
 @dataclass(frozen=True)
 class _Combination(Composite):
     binding: ClassVar[int]
+    decisive: ClassVar[bool]  # one part with this verdict decides
     joined: ClassVar[Callable[[MaskMod, MaskMod], MaskMod]]
     joined_bounds: ClassVar[Callable[[Bounds, Bounds, Tensor], Bounds]]
 
@@ -93,7 +94,7 @@ class _Combination(Composite):
             return Every()
         return unique[0] if len(unique) == 1 else cls(unique)
 
-    def __post_init__(self) -> None:
+    def check(self) -> None:
         kind = self.kind
         require_set_patterns(f"{kind!r}", self.parts, least=2)
         if any(isinstance(part, type(self)) for part in self.parts):
@@ -101,7 +102,6 @@ class _Combination(Composite):
         if len({part.text for part in self.parts}) < len(self.parts):
             self.given_tensors()  # raises an error that names a carried tensor in which the parts differ
             raise ValueError(f"{kind!r} takes each part once, and a tensor once by its name; got {self.parts!r:.200}")
-        super().__post_init__()
 
     def map_parts(self, change: Callable[[Pattern], Pattern]) -> Any:
         return type(self).of(*map(change, self.parts))
@@ -117,6 +117,16 @@ class _Combination(Composite):
         counts = [part.count(box, num_heads=num_heads) for part in self.parts]
         return reduce(lambda a, b: self.joined_bounds(a, b, area), counts)
 
+    def reason(self, pair: Pair) -> Reason:
+        parts = tuple(map(pair.reason_of, self.parts))
+        by = [index for index, part in enumerate(parts, 1) if bool(part.allowed) == self.decisive]
+        if not by:
+            text = f"none of {len(parts)} parts allows it" if self.decisive else f"all {len(parts)} parts allow it"
+            return Reason(self, not self.decisive, text, parts)
+        verdict = "allowed" if self.decisive else "forbidden"
+        text = f"{verdict} by part{'s' * (len(by) > 1)} {listing(by)} of {len(parts)}"
+        return Reason(self, self.decisive, text, parts)
+
 
 def both(first: MaskMod, second: MaskMod) -> MaskMod:
     return lambda b, h, q, k: first(b, h, q, k) & second(b, h, q, k)
@@ -131,15 +141,12 @@ def both_bounds(a: Bounds, b: Bounds, area: Tensor) -> Bounds:
     return Bounds((a.low + b.low - area).clamp(min=0), torch.minimum(a.high, b.high))
 
 
-def either_bounds(a: Bounds, b: Bounds, area: Tensor) -> Bounds:
-    return Bounds(torch.maximum(a.low, b.low), torch.minimum(a.high + b.high, area))
-
-
 @pattern_kind("and")
 class And(_Combination):
     """Pairs that every part allows."""
 
     binding = AND
+    decisive = False
     joined = staticmethod(both)
     joined_bounds = staticmethod(both_bounds)
 
@@ -170,12 +177,6 @@ class And(_Combination):
     def spacing(self) -> int:
         return lcm(*(part.spacing() for part in self.parts))
 
-    def reason(self, pair: Pair) -> Reason:
-        parts = tuple(map(pair.reason_of, self.parts))
-        against = [index for index, part in enumerate(parts, 1) if not part.allowed]
-        text = _among("forbidden", against, parts) if against else f"all {len(parts)} parts allow it"
-        return Reason(self, not against, text, parts)
-
     def row(self, query: int, keys: range) -> Ranges | None:
         common: Ranges | None = as_ranges(keys)
         for part in self.parts:
@@ -191,8 +192,12 @@ class Or(_Combination):
     """Pairs that at least one part allows."""
 
     binding = OR
+    decisive = True
     joined = staticmethod(either)
-    joined_bounds = staticmethod(either_bounds)
+
+    @staticmethod
+    def joined_bounds(a: Bounds, b: Bounds, area: Tensor) -> Bounds:
+        return Bounds(torch.maximum(a.low, b.low), torch.minimum(a.high + b.high, area))
 
     @classmethod
     def without_shared_factors(cls, parts: tuple[Pattern, ...]) -> Pattern:
@@ -217,12 +222,6 @@ class Or(_Combination):
 
     def spacing(self) -> int:
         return gcd(*(part.spacing() for part in self.parts))
-
-    def reason(self, pair: Pair) -> Reason:
-        parts = tuple(map(pair.reason_of, self.parts))
-        by = [index for index, part in enumerate(parts, 1) if part.allowed]
-        text = _among("allowed", by, parts) if by else f"none of {len(parts)} parts allows it"
-        return Reason(self, bool(by), text, parts)
 
     def row(self, query: int, keys: range) -> Ranges | None:
         rows = [part.row(query, keys) for part in self.parts]
@@ -258,10 +257,10 @@ class Not(OnePart):
 
     recounts = False
 
-    def __post_init__(self) -> None:
+    def check(self) -> None:
         if isinstance(self.part, Not):
             raise ValueError(f"the complement of a complement is its part: use ~; got {self.part!r}")
-        super().__post_init__()
+        super().check()
 
     def __invert__(self) -> Pattern:
         return self.part
@@ -317,5 +316,111 @@ def full() -> Pattern:
     return Every()
 
 
-def _among(verdict: str, which: list[int], parts: tuple[Reason, ...]) -> str:
-    return f"{verdict} by part{'s' * (len(which) > 1)} {listing(which)} of {len(parts)}"
+@dataclass(frozen=True)
+class _HeadChoice(Composite):
+    def check(self) -> None:
+        require_set_patterns("a choice by head", self.parts, least=1)
+
+    def choice(self, num_heads: int) -> list[int]:
+        raise NotImplementedError
+
+    def for_head(self, head: int, num_heads: int) -> Pattern:
+        return self.parts[self.choice(num_heads)[head]].for_head(head, num_heads)
+
+    def squares(self, head: int, num_heads: int) -> Squares | None:
+        return self.parts[self.choice(num_heads)[head]].squares(head, num_heads)
+
+    def confined(self) -> bool:
+        return all(part.confined() for part in self.parts)
+
+    def mask_mod(self, *, num_heads: int, device: torch.device) -> MaskMod:
+        choice = torch.tensor(self.choice(num_heads))
+        chosen = [
+            _on_heads((choice == index).to(device), part.mask_mod(num_heads=num_heads, device=device))
+            for index, part in enumerate(self.parts)
+        ]
+        return reduce(either, chosen)
+
+    def count(self, box: Box, *, num_heads: int) -> Bounds:
+        chosen = torch.tensor(self.choice(num_heads))[box.head]
+        low, high = torch.zeros_like(box.area), torch.zeros_like(box.area)
+        for index, part in enumerate(self.parts):
+            here = (chosen == index).nonzero().squeeze(1)
+            bounds = part.count(box.select(here), num_heads=num_heads)
+            low[here], high[here] = bounds.low, bounds.high
+        return Bounds(low, high)
+
+    def reason(self, pair: Pair) -> Reason:
+        choice = self.choice(pair.num_heads)
+        chosen = choice[pair.head]
+        first, number = choice.index(chosen), choice.count(chosen)
+        others = f", as heads {span(first, first + number)} do" if number > 1 else ""
+        text = f"head {pair.head} follows part {chosen + 1} of {len(self.parts)}{others}"
+        inner = pair.reason_of(self.parts[chosen])
+        return Reason(self, inner.allowed, text, (inner,))
+
+
+@pattern_kind("per_head")
+class PerHead(_HeadChoice):
+    """Head h follows parts[h]; exactly one part for each global head."""
+
+    def choice(self, num_heads: int) -> list[int]:
+        return list(range(num_heads))
+
+    def check_heads(self, num_heads: int) -> None:
+        if num_heads != len(self.parts):
+            came = f"got {len(self.parts)} for {num_heads} heads"
+            raise ValueError(f"per_head needs one pattern a head; {came}: masks.head_groups takes one a group of them")
+        super().check_heads(num_heads)
+
+
+@pattern_kind("head_groups")
+class HeadGroups(_HeadChoice):
+    """Consecutive groups of heads, one a part; if they do not divide evenly, the first groups have one head more."""
+
+    def phrase(self) -> Phrase:
+        origins = {part.origin() for part in self.parts}
+        joint = self.parts[0].joint_phrase(self.parts, grouped=True) if len(origins) == 1 else None
+        return super().phrase() if joint is None else joint
+
+    def choice(self, num_heads: int) -> list[int]:
+        size, larger = divmod(num_heads, len(self.parts))
+        sizes = [size + (index < larger) for index in range(len(self.parts))]
+        return [index for index, count in enumerate(sizes) for _ in range(count)]
+
+    def check_heads(self, num_heads: int) -> None:
+        if num_heads < len(self.parts):
+            raise ValueError(f"{len(self.parts)} head groups need a head each; got num_heads={num_heads}")
+        super().check_heads(num_heads)
+
+
+@constructor
+@advises(how="write masks.per_head([first, second]), a list with a pattern for each head")
+def per_head(patterns: Sequence[Pattern]) -> Pattern:
+    """Head h follows patterns[h]: one set pattern for each head, counted over all devices.
+
+    >>> masks.per_head([masks.causal(), masks.every()])
+    per_head((causal(), every()))
+    """
+    return PerHead(_listed(patterns))
+
+
+@constructor
+@advises(how="write masks.head_groups([first, second]), a list with a pattern for each group")
+def head_groups(patterns: Sequence[Pattern]) -> Pattern:
+    """Consecutive groups of heads follow one pattern each; if they do not divide evenly, the first have one head more.
+
+    >>> masks.head_groups([masks.causal(), masks.every()])
+    head_groups((causal(), every()))
+    """
+    return HeadGroups(_listed(patterns))
+
+
+def _listed(patterns: Sequence[Pattern]) -> tuple[Pattern, ...]:
+    if not isinstance(patterns, Sequence):
+        raise TypeError(f"a choice by head needs a sequence of set patterns; got {patterns!r:.80}")
+    return tuple(patterns)
+
+
+def _on_heads(chosen: Tensor, inner: MaskMod) -> MaskMod:
+    return lambda b, h, q, k: chosen[h] & inner(b, h, q, k)

@@ -83,7 +83,6 @@ def _every(progression: Progression, factor: int, begin: Tensor) -> Progression:
 
 
 def few_at_once(owned: Owned, most: int) -> Iterator[Owned]:
-    """Split into chunks of at most `most` parts."""
     for part in torch.arange(len(owned)).split(most) if len(owned) else ():
         yield owned.select(part)
 
@@ -147,12 +146,10 @@ def numbered(*columns: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def join(parts: Sequence[Owned]) -> Owned:
-    """Concatenate parts of one step; at least one."""
     return Owned(torch.cat([each.owner for each in parts]), join_boxes([each.box for each in parts]))
 
 
 def join_boxes(boxes: Sequence[Box]) -> Box:
-    """Concatenate boxes of one step."""
     q, k = (
         Progression(torch.cat([each.first for each in sides]), sides[0].step, torch.cat([each.count for each in sides]))
         for sides in ([box.q for box in boxes], [box.k for box in boxes])

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import sys
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import count
 
@@ -27,6 +27,15 @@ def require_int(name: str, value: object, *, minimum: int, maximum: int = LARGES
     if value > maximum:
         raise ValueError(f"{name} must be at most {maximum}; got {name}={shown(value)}")
     return value  # pyright: ignore[reportReturnType]
+
+
+def require_ints(name: str, values: object, *, minimum: int) -> tuple[int, ...]:
+    """Return the entries of a sequence of integers of at least `minimum`; raise TypeError or ValueError otherwise."""
+    if not isinstance(values, Sequence) or isinstance(values, str):
+        write = f"{name}.tolist()" if hasattr(values, "tolist") else f"({values},)" if isinstance(values, int) else ""
+        advice = f": write {name}={write}" if write else ""
+        raise TypeError(f"{name} must be a sequence of integers; got {name}={values!r}{advice}")
+    return tuple(require_int(f"{name}[{index}]", value, minimum=minimum) for index, value in enumerate(values))
 
 
 def require_below(name: str, value: object, stop: int, what: str) -> int:
@@ -92,7 +101,6 @@ class Phrase:
 
 
 def call(name: str, /, *values: object, **named: object) -> Phrase:
-    """Phrase of a call of this constructor."""
     arguments = [*map(repr, values), *(f"{key}={value!r}" for key, value in named.items())]
     return Phrase(f"{name}({', '.join(arguments)})")
 
@@ -123,7 +131,6 @@ def bytes_text(number: float) -> str:
 
 
 def seconds_text(number: float) -> str:
-    """Three digits and a unit."""
     unit, size = next(((unit, size) for unit, size in (("s", 1.0), ("ms", 1e-3)) if number >= size), ("us", 1e-6))
     return f"{number / size:,.0f} {unit}" if number / size >= 100 else f"{number / size:.3g} {unit}"
 

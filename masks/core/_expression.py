@@ -16,7 +16,7 @@ from torch import Tensor
 from ._advice import OF_PATTERNS, advises, no_operand, no_such_attribute
 from ._ambient import plans
 from ._bound import Bound, Extent
-from ._check import Phrase, call, shortened
+from ._check import LARGEST, Phrase, call, require_int, shortened
 
 if TYPE_CHECKING:
     from ._pattern import Mixture, Pattern
@@ -32,7 +32,16 @@ DEEPEST = 32  # levels: recursion through a pattern, also in pickle and copy, fi
 _FLATTER = "a chain of one operator, such as a | b | c, is one level"
 
 
-@dataclass_transform(frozen_default=True, field_specifiers=(field,))
+def at_least(minimum: int, *, maximum: int = LARGEST, name: str | None = None, default: Any = MISSING) -> Any:
+    """Field of a pattern: an integer in [minimum, maximum], checked on construction; also None if that is the default.
+
+    name: name of the parameter in JSON and errors, if it differs from the field's.
+    """
+    metadata = {"range": (minimum, maximum)} | ({} if name is None else {"name": name})
+    return field(default=default, metadata=metadata)
+
+
+@dataclass_transform(frozen_default=True, field_specifiers=(field, at_least))
 def pattern_kind(kind: str, *, positional: int | None = None) -> Callable[[_Class], _Class]:
     """Make a class a frozen dataclass, whose JSON names this kind and the fields.
 
@@ -49,6 +58,7 @@ def pattern_kind(kind: str, *, positional: int | None = None) -> Callable[[_Clas
         made.kind, KINDS[kind] = kind, made
         named = {each.metadata.get("name", each.name): each for each in stored}
         made.stored = {name: each.name for name, each in named.items()}
+        made.ranges = {name: each.metadata["range"] for name, each in named.items() if "range" in each.metadata}
         made.defaults = {each.name: each.default for each in stored}
         made.optional = frozenset(name for name, each in named.items() if each.metadata.get("optional"))
         needed = sum(each.default is MISSING for each in stored)
@@ -89,6 +99,7 @@ class Expression:
     pads: bool = False
     kind: ClassVar[str]
     stored: ClassVar[dict[str, str]] = {}
+    ranges: ClassVar[dict[str, tuple[int, int]]] = {}
     defaults: ClassVar[dict[str, Any]] = {}
     optional: ClassVar[frozenset[str]] = frozenset()
     positional: ClassVar[int] = 0
@@ -102,6 +113,11 @@ class Expression:
         return shortened(self.phrase().text)
 
     def __post_init__(self) -> None:
+        for name, (least, most) in self.ranges.items():
+            value, default = getattr(self, self.stored[name]), self.defaults[self.stored[name]]
+            if value is not None or default is not None:
+                require_int(name, value, minimum=least, maximum=most)
+        self.check()
         if inner := self.direct_parts():
             object.__setattr__(self, "depth", 1 + max([part.depth for part in inner]))
         if self.depth > DEEPEST:
@@ -143,6 +159,9 @@ class Expression:
 
     def __sub__(self, other: object) -> NoReturn:
         raise TypeError("patterns have no -: write pattern & ~other")
+
+    def check(self) -> None:
+        """Raise TypeError or ValueError for parameters that break the rule; called before the text is written."""
 
     def direct_parts(self) -> tuple[Pattern, ...]:
         """Patterns that this one combines directly."""
@@ -214,15 +233,14 @@ class Expression:
         return self
 
     def leaves(self) -> tuple[Pattern, ...]:
-        """The patterns without parts in this expression, one entry for each use."""
+        """Innermost patterns of the expression tree, from left to right; a pattern used twice occurs twice."""
         return tuple(leaf for part in self.direct_parts() for leaf in part.leaves()) or (self,)  # type: ignore[return-value]
 
     def map_leaves(self, change: Callable[[Any], Pattern]) -> Any:
-        """Apply `change` to each leaf."""
         return self.map_parts(lambda part: part.map_leaves(change)) if self.direct_parts() else change(self)
 
     def below(self, positions: int) -> Any:
-        """The rule for positions below this number, for which alone random parts are drawn."""
+        """Limit random parts to draws for positions below this number."""
         return self.map_leaves(lambda leaf: leaf.below(positions)) if self.draws else self
 
     @cached_property
@@ -256,7 +274,7 @@ class Expression:
         return self.map_leaves(lambda leaf: resolved[leaf] if leaf.is_run_time else leaf)
 
     def entry(self, batch: int) -> Any:
-        """Resolved expression of one batch entry."""
+        """Rule of one batch entry, from an expression with values of its run-time tensors."""
         return self.map_leaves(lambda leaf: leaf.of_entry(batch)) if self.varies else self
 
     def num_entries(self) -> int:

@@ -98,15 +98,15 @@ class Pattern(Expression):
         return None
 
     def carried(self) -> dict[str, Tensor]:
-        """The run-time tensor that a leaf carries, by its name."""
+        """Name and run-time tensor that a leaf carries; empty without one."""
         return {}
 
     def resolved(self, tensors: Mapping[str, Tensor], extent: Extent) -> Pattern:
-        """A leaf with the values of its run-time tensor."""
+        """Replace a leaf that needs a run-time tensor by the rule with that tensor's values."""
         return self
 
     def of_entry(self, batch: int) -> Pattern:
-        """A leaf for one batch entry."""
+        """Rule of one batch entry: a leaf with this row of its run-time tensor; itself without a tensor."""
         return self
 
     def for_head(self, head: int, num_heads: int) -> Pattern:
@@ -203,9 +203,8 @@ class Mixture(Expression):
         """Sum of set patterns; a single one is returned unchanged."""
         return parts[0] if len(parts) == 1 else cls(parts)
 
-    def __post_init__(self) -> None:
+    def check(self) -> None:
         require_set_patterns("a mixture", self.parts, least=2)
-        super().__post_init__()
 
     def direct_parts(self) -> tuple[Pattern, ...]:
         return self.parts

@@ -120,7 +120,6 @@ def joined_intervals(begin: Int64[Tensor, " n"], end: Int64[Tensor, " n"]) -> tu
 
 
 def _by_kind(ranges: Iterable[range]) -> tuple[list[range], list[range]]:
-    """(runs of step 1 and single positions, ranges of greater steps)."""
     runs, steps = [], []
     for each in dict.fromkeys(ranges):
         if len(each) == 1:
@@ -131,7 +130,6 @@ def _by_kind(ranges: Iterable[range]) -> tuple[list[range], list[range]]:
 
 
 def _joined_runs(runs: list[range]) -> list[range]:
-    """Merge runs that overlap or touch; ascending."""
     joined: list[range] = []
     for run in sorted(runs, key=lambda run: run.start):
         if joined and run.start <= joined[-1].stop:

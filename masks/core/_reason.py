@@ -45,7 +45,6 @@ class Pair:
         return bool(mod(*(torch.tensor(number, device=cpu) for number in (0, self.head, self.query, self.key))))
 
     def entry(self, table: Shaped[Tensor, " L"], place: int) -> int:
-        """An entry of a table."""
         return int(table[place])
 
     @property
@@ -102,7 +101,6 @@ class Reason:
         return [line, *(each for part in self.parts for each in part.lines(depth + 1, width))]
 
     def to_data(self) -> dict[str, Any]:
-        """Plain data for JSON."""
         data = {"pattern": repr(self.pattern), "allowed": self.allowed, "text": self.text}
         return {**data, "parts": [part.to_data() for part in self.parts]}
 

@@ -10,8 +10,8 @@ from typing import Any
 
 import torch
 
+from ..attended import attended_keys
 from ..core import Bound, Ranges, union_of
-from ..needs import needed_keys
 from ._pair_counts import alike_heads
 
 _FEW_TOKENS = 256  # up to this number all tokens are followed
@@ -121,7 +121,7 @@ def _sizes_by_ranges(bound: Bound, tokens: Sequence[int]) -> Iterator[list[int]]
             return
         for index in sorted(growing):
             own = {"queries": known[index], "keys": keys, "heads": heads, "num_heads_global": bound.num_heads_global}
-            further = union_of([*known[index], *needed_keys(bound.pattern, **own)])
+            further = union_of([*known[index], *attended_keys(bound.pattern, **own)])
             if sum(map(len, further)) == sum(map(len, known[index])):
                 growing.remove(index)
             known[index] = further

@@ -39,15 +39,27 @@ class Pieces:
         return self.firsts[table, piece] + self.step * index
 
 
-class _SharedOrder:
-    """An order that all heads share, of one fold: slot s holds token positions()[s]."""
-
-    folds = 1
+class _Order:
+    """Tokens in slots: of one fold, or of equally shaped folds that are shifted copies of fold 0."""
 
     @property
     def is_natural(self) -> bool:
         """True if slot s holds token s."""
         return False
+
+    def pieces(self, origin: int) -> Pieces:
+        """Slots of fold 0 as runs of progressions; token 0 has position `origin`."""
+        raise NotImplementedError  # defined by each order
+
+    def in_pieces(self, rule: Pattern, origin: int) -> tuple[Pattern, Pieces]:
+        """(rule, `pieces`); an order of many short runs may return an equal rule over slots instead."""
+        return rule, self.pieces(origin)
+
+
+class _SharedOrder(_Order):
+    """An order that all heads share, of one fold: slot s holds token positions()[s]."""
+
+    folds = 1
 
     @property
     def num_slots(self) -> int:
@@ -68,17 +80,6 @@ class _SharedOrder:
     def start_of(self, index: int) -> int:
         """Token offset of a head: 0, as all heads share the tokens."""
         return 0
-
-    def pieces(self, origin: int) -> Pieces:
-        """Slots as runs of progressions; token 0 has position `origin`."""
-        raise NotImplementedError
-
-    def in_pieces(self, rule: Pattern, origin: int) -> tuple[Pattern, Pieces]:
-        """(rule, position runs of the slots in order, from `origin`).
-
-        An order of many short runs may return an equal rule over slots instead.
-        """
-        return rule, self.pieces(origin)
 
     def as_compact(self, heads: tuple[int, ...]) -> Compact | None:
         """Equal Compact for these heads; None if the tokens are not a progression."""
@@ -154,7 +155,6 @@ class Layout(Permutation):
         return self.slot_of(torch.arange(self.num_tokens, device=device))
 
     def slot_of(self, token: Int64[Tensor, "..."]) -> Int64[Tensor, "..."]:
-        """Slot of each of these tokens."""
         residue = token % self.rate
         each, longer = self.num_tokens // self.rate, self.num_tokens % self.rate
         return residue * each + residue.clamp(max=longer) + token // self.rate
@@ -211,11 +211,9 @@ class Listed(_SharedOrder):
         return max(run.stop for run in self.runs)
 
     def positions(self, device: torch.device | str | None = None) -> Int64[Tensor, " S"]:
-        """Token in each slot."""
         return torch.cat([torch.arange(run.start, run.stop, run.step, device=device) for run in self.runs])
 
     def pieces(self, origin: int) -> Pieces:
-        """The runs; token 0 has position `origin`."""
         lengths = torch.tensor([len(run) for run in self.runs])
         firsts = torch.tensor([[run.start for run in self.runs]]) + origin
         return Pieces(lengths.cumsum(0) - lengths, lengths, firsts, self.step)
@@ -229,7 +227,7 @@ class FoldStarts:
 
 
 @dataclass(frozen=True)
-class Compact:
+class Compact(_Order):
     """The active tokens of each head, gathered: one progression a head, repeated over folds, such as segments.
 
     Slot s of fold f of head heads[i] holds token starts[i] + f * fold_stride + s * step; with `fold_starts`,
@@ -244,7 +242,6 @@ class Compact:
     folds: int
     fold_stride: int
     fold_starts: FoldStarts | None = None
-    is_natural = False
 
     @property
     def is_copied(self) -> bool:
@@ -252,7 +249,6 @@ class Compact:
         return self.step > 1 or self.fold_starts is not None
 
     def end(self, filled: int) -> int:
-        """One past the last token of fold 0, including `filled` more slots that pad the last block."""
         return max(self.starts) + (self.num_slots + filled) * self.step
 
     def fold_tokens(self, device: torch.device | str | None = None) -> Int64[Tensor, " folds"]:
@@ -275,7 +271,6 @@ class Compact:
         )
 
     def repeated(self, heads: tuple[int, ...], moves: Int64[Tensor, " n"]) -> Compact:
-        """Copies of all folds, one shifted by each of `moves` tokens."""
         return self.at_folds((moves[:, None] + self.fold_tokens()).flatten())
 
     def portion(self, heads: slice, folds: range) -> Compact:
@@ -289,24 +284,16 @@ class Compact:
         return replace(self, starts=starts, folds=1, fold_stride=0, fold_starts=None)
 
     def pieces(self, origin: int) -> Pieces:
-        """One run a head: the slots of fold 0; token 0 has position `origin`."""
         firsts = torch.tensor(self.starts)[:, None] + origin
         return Pieces(torch.tensor([0]), torch.tensor([self.num_slots]), firsts, self.step)
 
     def start_of(self, index: int) -> int:
-        """The token in slot 0 of fold 0, of the head with this index."""
         return self.starts[index]
 
-    def in_pieces(self, rule: Pattern, origin: int) -> tuple[Pattern, Pieces]:
-        """(rule, position runs of the slots in order, from `origin`)."""
-        return rule, self.pieces(origin)
-
     def as_compact(self, heads: tuple[int, ...]) -> Compact:
-        """Self: it has a progression for each of its heads."""
         return self
 
     def tokens(self, device: torch.device | str | None = None) -> Int64[Tensor, "heads folds S"]:
-        """Token in each slot."""
         starts = torch.tensor(self.starts, device=device)[:, None, None]
         return starts + self.fold_tokens(device)[:, None] + torch.arange(self.num_slots, device=device) * self.step
 
@@ -329,31 +316,24 @@ class Folded(_SharedOrder):
 
     @property
     def first(self) -> int:
-        """Token offset of fold 0."""
         return int(self.starts.tokens[0])
 
     def positions(self, device: torch.device | str | None = None) -> Int64[Tensor, " S"]:
-        """Token in each slot of fold 0."""
         return self.order.positions(device) + self.first
 
     def tokens(self, device: torch.device | str | None = None) -> Int64[Tensor, "1 folds S"]:
-        """Token in each slot, of every head."""
         return (self.starts.tokens.to(device or "cpu")[:, None] + self.order.positions(device))[None]
 
     def end(self, filled: int) -> int:
-        """One past the last token of fold 0, including `filled` more slots that pad the last block."""
         return self.order.end(filled) + self.first
 
     def repeated(self, heads: tuple[int, ...], moves: Int64[Tensor, " n"]) -> Folded:
-        """Copies of all folds, one shifted by each of `moves` tokens."""
         return replace(self, starts=FoldStarts((moves[:, None] + self.starts.tokens).flatten()))
 
     def pieces(self, origin: int) -> Pieces:
-        """The slots of fold 0 as runs of progressions; token 0 has position `origin`."""
         return self.order.pieces(origin + self.first)
 
     def in_pieces(self, rule: Pattern, origin: int) -> tuple[Pattern, Pieces]:
-        """(rule, position runs of the slots of fold 0, from `origin`)."""
         return self.order.in_pieces(rule, origin + self.first)
 
 

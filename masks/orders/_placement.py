@@ -63,7 +63,6 @@ class Placement:
     @staticmethod
     @lru_cache(maxsize=256)
     def read(text: str) -> Placement:
-        """Placement of a `text`."""
         queries, keys, complete, num_tokens = json.loads(text)
         sides = tuple(tuple(range(*run) for run in side) for side in keys)
         return Placement(tuple(range(*run) for run in queries), sides, bool(complete), num_tokens)
@@ -124,7 +123,6 @@ class Placement:
         return _slots(self.keys[head if len(self.keys) > 1 else 0])
 
     def query_slots(self) -> HeldSlots:
-        """Slots of the queries in their tensor."""
         return _slots(self.queries)
 
 
@@ -207,7 +205,6 @@ class Padded:
         return torch.where((place < self.segment) & (token >= self.begin) & (token < self.end), token, -1)[:, None]
 
     def moved(self, tokens: int) -> Padded:
-        """Shift by a number of tokens."""
         return replace(self, start=self.start + tokens, begin=self.begin + tokens, end=self.end + tokens)
 
 

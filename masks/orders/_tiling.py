@@ -11,7 +11,7 @@ import torch
 from jaxtyping import Int64
 from torch import Tensor
 
-from ..core import Bounds, Box, MaskMod, Pattern, Progression, require_int
+from ..core import Bounds, Box, MaskMod, Pattern, Progression
 from ..patterns import Neighborhood, Rectangle, Rectangles, joined, select
 from ._layout import Layout, Permutation, Pieces
 
@@ -31,13 +31,6 @@ class Tiling(Permutation):
     grid: tuple[int, ...]
     tile: tuple[int, ...]
 
-    def __post_init__(self) -> None:
-        for name in ("grid", "tile"):
-            for axis, length in enumerate(getattr(self, name)):
-                require_int(f"{name}[{axis}]", length, minimum=1)
-        if not 0 < len(self.grid) == len(self.tile):
-            raise ValueError(f"a tile has one side for each axis of its grid; got grid={self.grid}, tile={self.tile}")
-
     @property
     def num_slots(self) -> int:
         return prod(self.grid)
@@ -51,7 +44,6 @@ class Tiling(Permutation):
         return any(map(min, before, after))
 
     def positions(self, device: torch.device | str | None = None) -> Int64[Tensor, " S"]:
-        """Token in each slot."""
         slot = torch.arange(self.num_slots, device=device)
         box = self._everywhere(slot)
         for axis, unit in self._digits():
@@ -61,7 +53,6 @@ class Tiling(Permutation):
         return sum((side.first * stride for side, stride in self._strided(box)), torch.zeros_like(slot))
 
     def slots(self, device: torch.device | str | None = None) -> Int64[Tensor, " N"]:
-        """Slot of each token: the inverse of `positions`."""
         token = torch.arange(self.num_slots, device=device)
         slot, box = torch.zeros_like(token), self._everywhere(token)
         places = [token // stride % length for length, (_, stride) in zip(self.grid, self._strided(box), strict=True)]
@@ -165,7 +156,8 @@ class Tiled(Pattern):
         return {"rule": self.rule, "tile": self.order.tile}
 
     def mask_mod(self, *, num_heads: int, device: torch.device) -> MaskMod:
-        return _at_slots(self.rule.mask_mod(num_heads=num_heads, device=device), self.order.positions(device))
+        inner, positions = self.rule.mask_mod(num_heads=num_heads, device=device), self.order.positions(device)
+        return lambda b, h, q, k: inner(b, h, positions[q], positions[k])
 
     def count(self, box: Box, *, num_heads: int) -> Bounds:
         """Exact: a run of slots is a few rectangles, and the pairs of two rectangles are counted axis by axis."""
@@ -182,10 +174,3 @@ class Tiled(Pattern):
 
     def _rectangles(self, runs: Progression) -> Rectangles:
         return self.order.rectangles(runs.first, runs.first + runs.count)
-
-
-def _at_slots(inner: MaskMod, positions: Tensor) -> MaskMod:
-    def mask_mod(b, h, q, k):
-        return inner(b, h, positions[q], positions[k])
-
-    return mask_mod

@@ -3,7 +3,6 @@
 from math import gcd
 
 import torch
-from torch import Tensor
 
 from ..core import (
     OF_PATTERNS,
@@ -16,7 +15,7 @@ from ..core import (
     Reason,
     advises,
     as_ranges,
-    both,
+    at_least,
     both_bounds,
     constructor,
     count_between,
@@ -56,11 +55,12 @@ class Band(Pattern):
 
     def mask_mod(self, *, num_heads: int, device: torch.device) -> MaskMod:
         least, most, step = self.limits()
-        steps = _at_multiples(*parameters(device, step))
+        low, high, every = parameters(device, least or 0, most or 0, step)
         if least is None or most is None:
-            return steps
-        near = _between(*parameters(device, least, most))
-        return near if step == 1 else both(steps, near)
+            return lambda b, h, q, k: (q - k) % every == 0
+        if step == 1:
+            return lambda b, h, q, k: (k - q >= low) & (k - q <= high)
+        return lambda b, h, q, k: ((q - k) % every == 0) & ((k - q >= low) & (k - q <= high))
 
     def count(self, box: Box, *, num_heads: int) -> Bounds:
         least, most, step = self.limits()
@@ -117,13 +117,8 @@ class Causal(Band):
 class LocalWindow(Band):
     """Allowed iff query - left <= key <= query + right, both ends included; radii in tokens."""
 
-    left: int
-    right: int
-
-    def __post_init__(self) -> None:
-        require_int("left", self.left, minimum=0)
-        require_int("right", self.right, minimum=0)
-        super().__post_init__()
+    left: int = at_least(0)
+    right: int = at_least(0)
 
     def limits(self) -> tuple[int, int, int]:
         return -self.left, self.right, 1
@@ -141,11 +136,7 @@ class LocalWindow(Band):
 class Strided(Band):
     """Allowed iff (query - key) mod stride == 0. Tokens form `stride` residue classes; each sees only itself."""
 
-    stride: int
-
-    def __post_init__(self) -> None:
-        require_int("stride", self.stride, minimum=1)
-        super().__post_init__()
+    stride: int = at_least(1)
 
     def limits(self) -> tuple[None, None, int]:
         return None, None, self.stride
@@ -155,15 +146,9 @@ class Strided(Band):
 class DilatedWindow(Band):
     """Allowed iff key = query + j * rate for some j with -left <= j <= right; left and right count keys."""
 
-    left: int
-    right: int
-    rate: int
-
-    def __post_init__(self) -> None:
-        require_int("left", self.left, minimum=0)
-        require_int("right", self.right, minimum=0)
-        require_int("rate", self.rate, minimum=2)  # rate 1 is LocalWindow
-        super().__post_init__()
+    left: int = at_least(0)
+    right: int = at_least(0)
+    rate: int = at_least(2)  # rate 1 is LocalWindow
 
     def limits(self) -> tuple[int, int, int]:
         return -self.left * self.rate, self.right * self.rate, self.rate
@@ -225,11 +210,3 @@ def dilated_window(*, left: int, right: int, rate: int) -> Pattern:
 
 def _not_after(b, h, q, k):
     return k <= q
-
-
-def _between(least: Tensor, most: Tensor) -> MaskMod:
-    return lambda b, h, q, k: (k - q >= least) & (k - q <= most)
-
-
-def _at_multiples(step: Tensor) -> MaskMod:
-    return lambda b, h, q, k: (q - k) % step == 0

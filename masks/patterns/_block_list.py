@@ -24,6 +24,7 @@ from ..core import (
     Squares,
     advises,
     among,
+    at_least,
     clip,
     constructor,
     count_within,
@@ -185,7 +186,6 @@ class TableRule(Pattern):
         raise NotImplementedError
 
     def table(self, num_heads: int) -> BlockTable:
-        """The tables: one for all heads, or one for each."""
         raise NotImplementedError
 
     def table_of_head(self, num_heads: int) -> Tensor:
@@ -228,12 +228,10 @@ class BlockList(TableRule):
     """
 
     rows: tuple[Any, ...]
-    block: int
+    block: int = at_least(1)
 
-    def __post_init__(self) -> None:
+    def check(self) -> None:
         object.__setattr__(self, "rows", _checked(self.rows))
-        require_int("block", self.block, minimum=1)
-        super().__post_init__()
 
     def __hash__(self) -> int:
         return hash(self.text)  # a str caches its hash, a nested tuple does not
@@ -323,7 +321,6 @@ def block_list(rows: Sequence[Any] | Tensor, *, block: int) -> Pattern:
 
 
 def _listed(rows: Tensor) -> list[Any]:
-    """Convert a tensor to nested lists of block numbers."""
     if rows.dtype.is_floating_point or rows.dtype.is_complex:
         raise TypeError(f"a tensor of rows must hold integers or booleans; got {rows.dtype}")
     if rows.dim() not in (2, 3):

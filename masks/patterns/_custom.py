@@ -115,12 +115,18 @@ class Custom(Pattern):
         return Phrase(f"custom({self.rule.name}{'' if self.head is None else f', head={self.head}'})")
 
     def mask_mod(self, *, num_heads: int, device: torch.device) -> MaskMod:
-        mod: MaskMod = self.rule.on(device)
-        if not self.rule.covers_pairs:
-            mod = _over_pairs(mod)
-        if self.head is not None:
-            mod = _of_head(mod, torch.tensor(self.head, device=device))
-        return _in_64_bits(mod) if device_kind(device).flex_trains else mod
+        function, covers_pairs = self.rule.on(device), self.rule.covers_pairs
+        head = None if self.head is None else torch.tensor(self.head, device=device)
+        in_64_bits = device_kind(device).flex_trains  # values computed from positions may exceed int32
+        if covers_pairs and head is None and not in_64_bits:
+            return function
+
+        def allowed(b, h, q, k):
+            q, k = (q.long(), k.long()) if in_64_bits else (q, k)
+            found = function(b, h if head is None else head, q, k)
+            return found if covers_pairs else found & (q == q) & (k == k)
+
+        return allowed
 
     def count(self, box: Box, *, num_heads: int) -> Bounds:
         area, classify = box.area, self.rule.classify
@@ -211,6 +217,10 @@ def _unpickle(fn: MaskMod, classify: Classify | None, period: int | None, head: 
     return Custom(pattern.rule, head)
 
 
+def _refused(name: str, rule: str, got: str, kind: type[Exception] = ValueError) -> Exception:
+    return kind(f"the custom function {name!r} {rule}; {got}")
+
+
 def _check_period(rule: CustomRule, period: int) -> None:
     """Raise ValueError if the function does not repeat on a small grid; no check if captured tensors are too short."""
     h, t = torch.arange(3, device="cpu")[:, None, None], torch.arange(16, device="cpu")
@@ -221,22 +231,8 @@ def _check_period(rule: CustomRule, period: int) -> None:
     except IndexError:
         return
     if not torch.equal(here, there):
-        claim = f"the custom function {rule.name!r} must repeat after {period=}, query and key shifted together"
-        raise ValueError(f"{claim}; its answers near position 0 and near {period} differ")
-
-
-def _of_head(mod: MaskMod, head: torch.Tensor) -> MaskMod:
-    return lambda b, h, q, k: mod(b, head, q, k)
-
-
-def _in_64_bits(mod: MaskMod) -> MaskMod:
-    """Pass int64 positions, as values computed from them may exceed int32."""
-    return lambda b, h, q, k: mod(b, h, q.long(), k.long())
-
-
-def _over_pairs(inner: MaskMod) -> MaskMod:
-    """Broadcast the result of a function of the query alone or the key alone to all pairs."""
-    return lambda b, h, q, k: inner(b, h, q, k) & (q == q) & (k == k)
+        differ = f"its answers near position 0 and near {period} differ"
+        raise _refused(rule.name, f"must repeat after {period=}, query and key shifted together", differ)
 
 
 def _require_mask_mod(function: object) -> types.FunctionType:
@@ -300,12 +296,12 @@ def _check_mask_mod(function: types.FunctionType, digest: str) -> tuple[bool, bo
         result = _call(function, grid)
     answers = _over_grid(name, result, grid)
     if "b" in watch.used:
-        rule = f"the custom function {name!r} must not depend on the batch entry b: block lists serve all of them"
-        raise ValueError(f"{rule}; for rules by batch entry use run-time tensors, such as masks.documents")
+        advice = "for rules by batch entry use run-time tensors, such as masks.documents"
+        raise _refused(name, "must not depend on the batch entry b: block lists serve all of them", advice)
     if not all(map(torch.equal, before, grid)) or copy_and_digest(function, torch.device("cpu"))[1] != digest:
         raise ValueError(f"the custom function {name!r} must not change its arguments or what it captured")
     if not torch.equal(result, _call(function, grid)):
-        raise ValueError(f"the custom function {name!r} must be a rule; two calls with the same positions differ")
+        raise _refused(name, "must be a rule", "two calls with the same positions differ")
     _check_elementwise(function, grid, answers)
     return "h" in watch.used, (1, 1, *result.shape)[-2:] == answers.shape[-2:]
 
@@ -329,17 +325,13 @@ def _largest_grid(function: types.FunctionType) -> Grid:
     return tuple(part.clone() for part in grid)
 
 
-def _shape(grid: Grid) -> tuple[int, ...]:
-    return tuple(torch.broadcast_shapes(*(part.shape for part in grid)))
-
-
 def _call(function: types.FunctionType, grid: Grid, kind: str = "") -> Any:
     name = function.__qualname__
     try:
         return function(*grid)
     except _ReadsValuesError as error:
-        rule = f"the custom function {name!r} must not decide by values of tensors (`if`, `and`, `or`, `a < b < c`)"
-        raise ValueError(f"{rule}: write torch.where, or `&`, `|` and `~`; it called {error}") from None
+        rule = "must not decide by values of tensors (`if`, `and`, `or`, `a < b < c`)"
+        raise _refused(name, f"{rule}: write torch.where, or `&`, `|` and `~`", f"it called {error}") from None
     except Exception as error:
         where = " x ".join(str(part.numel()) for part in grid[1:])
         got = f"{type(error).__name__}: {error}"
@@ -350,39 +342,35 @@ def _call(function: types.FunctionType, grid: Grid, kind: str = "") -> Any:
 
 def _over_grid(name: str, result: Any, grid: Grid) -> Tensor:
     """The result for every cell of the grid; raises unless it is a bool tensor that broadcasts to the grid."""
-    rule = f"the custom function {name!r} must return a bool tensor"
     if not isinstance(result, Tensor):
-        raise TypeError(f"{rule}; got {type(result).__name__}")
+        raise _refused(name, "must return a bool tensor", f"got {type(result).__name__}", TypeError)
     if result.dtype != torch.bool:
-        raise TypeError(f"{rule}: end with a comparison; got {result.dtype}")
+        raise _refused(name, "must return a bool tensor: end with a comparison", f"got {result.dtype}", TypeError)
+    shapes = [tuple(part.shape) for part in grid]
     try:
-        return result.expand(_shape(grid))
+        return result.expand(torch.broadcast_shapes(*shapes))
     except RuntimeError:
-        got = f"{tuple(result.shape)} for shapes {', '.join(str(tuple(part.shape)) for part in grid)}"
-        rule = f"the custom function {name!r} must return the broadcast shape of its arguments"
-        raise ValueError(f"{rule}; got {got}") from None
+        got = f"got {tuple(result.shape)} for shapes {', '.join(map(str, shapes))}"
+        raise _refused(name, "must return the broadcast shape of its arguments", got) from None
 
 
 def _check_elementwise(function: types.FunctionType, grid: Grid, result: Tensor) -> None:
     """Raise unless answers are equal for shuffled cells in a row, for single cells, and for int32 positions."""
-    cells = torch.stack([part.expand(_shape(grid)).flatten() for part in grid])
+    cells = torch.stack([part.flatten() for part in torch.broadcast_tensors(*grid)])
     order = torch.randperm(cells.shape[1], generator=torch.Generator("cpu").manual_seed(0), device="cpu")
     cells, answers = cells[:, order], result.flatten()[order]
     once = "on a grid of positions at once and one by one"
-    for some in (slice(None), *range(min(_POINTS, len(answers)))):
-        _check_same(function, once, cells[:, some], answers[some])
-    _check_same(function, "for int32 positions, which kernels use, and int64", cells.int(), answers)
-
-
-def _check_same(function: types.FunctionType, when: str, cells: Tensor, expected: Tensor) -> None:
-    found = _call(function, cells.unbind(0), " int32" if cells.dtype == torch.int32 else "")
-    fits = isinstance(found, Tensor) and found.shape in (expected.shape, ())
-    differs = (found != expected).flatten().nonzero().flatten().tolist() if fits else [0]
-    if differs:
-        _, head, query, key = cells.reshape(4, -1)[:, differs[0]].tolist()
-        rule = f"the custom function {function.__qualname__!r} must look at each pair by itself"
-        got = f"its answers for head {head}, query {query}, key {key} differ"
-        raise ValueError(f"{rule} and give the same answer {when}; {got}")
+    tries = [(once, cells, some) for some in (slice(None), *range(min(_POINTS, len(answers))))]
+    for when, given, some in (*tries, ("for int32 positions, which kernels use, and int64", cells.int(), slice(None))):
+        given, expected = given[:, some], answers[some]
+        found = _call(function, given.unbind(0), " int32" if given.dtype == torch.int32 else "")
+        fits = isinstance(found, Tensor) and found.shape in (expected.shape, ())
+        differs = (found != expected).flatten().nonzero().flatten().tolist() if fits else [0]
+        if differs:
+            _, head, query, key = given.reshape(4, -1)[:, differs[0]].tolist()
+            rule = f"must look at each pair by itself and give the same answer {when}"
+            differ = f"its answers for head {head}, query {query}, key {key} differ"
+            raise _refused(function.__qualname__, rule, differ)
 
 
 def _classes(name: str, classify: Classify, boxes: tuple[Tensor, ...]) -> Tensor:
@@ -408,7 +396,6 @@ def _classes(name: str, classify: Classify, boxes: tuple[Tensor, ...]) -> Tensor
 
 
 def _check_classify(name: str, classify: Classify) -> None:
-    """Raise unless the classes of boxes have the required form, and are equal for single boxes and several at once."""
     first, last = torch.tensor([0, 0, 4, 9], device="cpu"), torch.tensor([0, 3, 7, 15], device="cpu")
     q, k = torch.cartesian_prod(torch.arange(4, device="cpu"), torch.arange(4, device="cpu")).unbind(1)
     boxes = (torch.zeros_like(q), first[q], last[q], first[k], last[k])

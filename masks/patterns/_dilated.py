@@ -24,6 +24,7 @@ from ..core import (
     Reason,
     advises,
     among,
+    at_least,
     call,
     clip,
     constructor,
@@ -34,6 +35,7 @@ from ..core import (
     renamed,
     require_choice,
     require_int,
+    require_ints,
 )
 
 _Heads = TypeVar("_Heads", int, Tensor)
@@ -51,19 +53,16 @@ class Dilated(Pattern):
     h mod rate (LongNet, arXiv 2307.02486, eq. 13), "contiguous" is floor(h / ceil(H / rate)) (torchscale).
     """
 
-    segment: int
-    rate: int
+    segment: int = at_least(1)
+    rate: int = at_least(1)
     offset: int | str = 0
     padding: ClassVar[str | None] = None
 
-    def __post_init__(self) -> None:
-        require_int("segment", self.segment, minimum=1)
-        require_int("rate", self.rate, minimum=1)
+    def check(self) -> None:
         if isinstance(self.offset, str):
             require_choice("offset", self.offset, OFFSET_RULES)
         elif require_int("offset", self.offset, minimum=0) >= self.rate:
             raise ValueError(f"offset must be below the rate; got offset={self.offset}, rate={self.rate}")
-        super().__post_init__()
 
     def origin(self) -> Hashable:
         return self.offset if isinstance(self.offset, str) else None
@@ -181,9 +180,8 @@ class ZeroPadded(Dilated):
     pads = True
     padding = PADDINGS[0]
 
-    def __post_init__(self) -> None:
+    def check(self) -> None:
         require_choice("offset", self.offset, OFFSET_RULES)
-        super().__post_init__()
 
     def snapped(self, q_side: int, k_side: int) -> None:
         return None  # another segment would have other zeros
@@ -279,14 +277,8 @@ def longnet(
     >>> print(masks.describe(masks.longnet((2048, 8192), (1, 4)), 1 << 20, num_heads=8).density)
     0.00244140625
     """
-    for name, value in (("segment_lengths", segment_lengths), ("dilation_rates", dilation_rates)):
-        if not isinstance(value, Sequence) or isinstance(value, str):
-            alone = f": write {name}=({value},)" if isinstance(value, int) else ""
-            alone = f": write {name}={name}.tolist()" if hasattr(value, "tolist") else alone
-            raise TypeError(f"{name} must be a sequence of integers; got {name}={value!r}{alone}")
-        for branch, entry in enumerate(value):
-            require_int(f"{name}[{branch}]", entry, minimum=1)
-    segments, rates = tuple(segment_lengths), tuple(dilation_rates)
+    segments = require_ints("segment_lengths", segment_lengths, minimum=1)
+    rates = require_ints("dilation_rates", dilation_rates, minimum=1)
     if not segments or len(segments) != len(rates):
         raise ValueError(
             "segment_lengths and dilation_rates need one entry each a branch, at least one; "

@@ -38,7 +38,6 @@ def fits(step: int, grid: tuple[int, ...]) -> bool:
 
 
 def hull(progression: Progression) -> Progression:
-    """All positions from the first to the last."""
     return Progression(progression.first, 1, progression.step * (progression.count - 1) + 1)
 
 
@@ -87,7 +86,6 @@ class Rectangles:
 
 
 def rectangles_of(progression: Progression, grid: tuple[int, ...]) -> Rectangles:
-    """Rectangles of progressions, of a step that `fits`."""
     run, sides = torch.arange(len(progression.first)), []
     for part in rectangles(progression, grid):
         held = reduce(torch.logical_and, (side.count > 0 for side in part)).nonzero().squeeze(1)
@@ -176,7 +174,6 @@ class Axis:
         return place, k.first - q.first
 
     def _held(self, residue: int) -> int:
-        """Number of places in a class."""
         return (self.length - 1 - residue) // self.rate + 1
 
     def _count_by_distance(self, head: Tensor, q: Progression, k: Progression) -> Bounds:

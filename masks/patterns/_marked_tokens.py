@@ -19,6 +19,7 @@ from ..core import (
     Reason,
     among,
     as_ranges,
+    at_least,
     call,
     constructor,
     count_residue,
@@ -40,13 +41,12 @@ class MarkedTokens(Pattern):
     rows: bool
     columns: bool
 
-    def __post_init__(self) -> None:
+    def check(self) -> None:
         if not (require_bool("rows", self.rows) | require_bool("columns", self.columns)):
             raise ValueError(
                 f"{self.kind.replace('_', ' ')} see everyone (rows), are seen by everyone (columns), or both; "
                 f"got rows={self.rows} and columns={self.columns}"
             )
-        super().__post_init__()
 
     def marks(self) -> tuple[int | None, int, int]:
         """(period, first, stop), where first is 0 or stop is the period; without a period, first is 0."""
@@ -65,7 +65,6 @@ class MarkedTokens(Pattern):
         return (lambda t: t % every >= edge) if first else lambda t: t % every < edge
 
     def count_marked(self, progression: Progression) -> Counts:
-        """Number of marked positions of each progression."""
         period, first, stop = self.marks()
         if period is None:
             return count_within(progression, 0, stop)
@@ -79,7 +78,6 @@ class MarkedTokens(Pattern):
         return before - behind
 
     def marked(self, positions: range) -> Ranges:
-        """Marked positions of a run."""
         period, first, stop = self.marks()
         if period is None:
             return as_ranges(range(positions.start, min(stop, positions.stop)))
@@ -135,13 +133,9 @@ class MarkedTokens(Pattern):
 class GlobalTokens(MarkedTokens):
     """The first `tokens` tokens are marked."""
 
-    tokens: int
+    tokens: int = at_least(1)
     rows: bool
     columns: bool
-
-    def __post_init__(self) -> None:
-        require_int("tokens", self.tokens, minimum=1)
-        super().__post_init__()
 
     def phrase(self) -> Phrase:
         if not self.rows:
@@ -159,13 +153,9 @@ class GlobalTokens(MarkedTokens):
 class LandmarkTokens(MarkedTokens):
     """The tokens at multiples of the stride are marked."""
 
-    stride: int
+    stride: int = at_least(1)
     rows: bool = True
     columns: bool = True
-
-    def __post_init__(self) -> None:
-        require_int("stride", self.stride, minimum=1)
-        super().__post_init__()
 
     def marks(self) -> tuple[int, int, int]:
         return self.stride, 0, 1
@@ -179,16 +169,14 @@ class LandmarkTokens(MarkedTokens):
 class Fixed(MarkedTokens):
     """The last `summary` tokens of each block are marked, as keys: key mod stride >= stride - summary."""
 
-    stride: int
-    summary: int = 1
+    stride: int = at_least(1)
+    summary: int = at_least(1, default=1)
     rows = False
     columns = True
 
-    def __post_init__(self) -> None:
-        require_int("stride", self.stride, minimum=1)
-        if require_int("summary", self.summary, minimum=1) > self.stride:
+    def check(self) -> None:
+        if self.summary > self.stride:
             raise ValueError(f"summary must not exceed the stride; got summary={self.summary}, stride={self.stride}")
-        super().__post_init__()
 
     def marks(self) -> tuple[int, int, int]:
         return self.stride, self.stride - self.summary, self.stride

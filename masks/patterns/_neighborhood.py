@@ -43,7 +43,8 @@ _FEW_PAIRS = 1 << 16  # up to this many are evaluated, which is faster than coun
 _BOXES_AT_ONCE = 1 << 14  # boxes whose rectangles are held at once: bounds the memory
 _MOST_RUNS = 1 << 10  # most runs of a window that is listed run by run
 _OPTIONAL = {"optional": True}
-_LEAST = {"grid": 1, "radius": 0, "kernel_size": 1, "rate": 1, "stride": 1}
+# Fields, with the least value of each; `causal` holds booleans.
+_LEAST = {"grid": 1, "radius": 0, "kernel_size": 1, "rate": 1, "stride": 1, "causal": 0}
 
 
 @pattern_kind("neighborhood")
@@ -62,49 +63,51 @@ class Neighborhood(Pattern):
     stride: tuple[int, ...] | None = field(default=None, metadata=_OPTIONAL)
     causal: tuple[bool, ...] | None = field(default=None, metadata=_OPTIONAL)
 
-    def __post_init__(self) -> None:
-        self._set("grid", _per_axis("grid", self.grid))
-        if not 1 <= len(self.grid) <= 3:
-            raise ValueError(f"a grid has 1, 2 or 3 axes; got grid={self.grid}")
-        if (self.radius is None) == (self.kernel_size is None):
+    def check(self) -> None:
+        given = {name: getattr(self, name) for name in _LEAST}
+        needed = ("grid", "rate")
+        values = {name: _per_axis(name, each) for name, each in given.items() if each is not None or name in needed}
+        grid, radius, size = values["grid"], values.get("radius"), values.get("kernel_size")
+        if not 1 <= len(grid) <= 3:
+            raise ValueError(f"a grid has 1, 2 or 3 axes; got {grid=}")
+        if (radius is None) == (size is None):
             raise ValueError(
                 "a neighborhood takes one of radius and kernel_size, which is 2 * radius + 1; "
-                f"got radius={self.radius}, kernel_size={self.kernel_size}"
+                f"got {radius=}, kernel_size={size}"
             )
-        for name in ("radius", "kernel_size", "rate", "stride", "causal"):
-            if (given := getattr(self, name)) is None and name != "rate":
-                continue
-            self._set(name, values := _per_axis(name, given))
-            if len(values) != len(self.grid):
-                raise ValueError(f"{name} must be one value, or one an axis of {self.grid}; got {name}={values}")
-        self._settle()
-        for axis, along in enumerate(self.axes):
-            _require_fitting(axis, along)
-        if prod(self.grid) > LARGEST:
-            raise ValueError(f"a grid must hold at most {LARGEST} tokens; got grid={self.grid}")
-        super().__post_init__()
-
-    def _set(self, name: str, value: Any) -> None:
-        object.__setattr__(self, name, value)
-
-    def _settle(self) -> None:
-        """Normalize the fields, so that equal rules are equal."""
-        if self.stride is not None and max(self.stride) == 1:
-            self._set("stride", None)
-        if self.causal is not None and not any(self.causal):
-            self._set("causal", None)
-        if self.causal is not None and self.radius is not None:
+        for name, along in values.items():
+            if len(along) != len(grid):
+                raise ValueError(f"{name} must be one value, or one an axis of {grid}; got {name}={along}")
+        # Normalized, so that equal rules are equal.
+        if max(values.get("stride", (1,))) == 1:
+            values.pop("stride", None)
+        if not any(values.get("causal", ())):
+            values.pop("causal", None)
+        elif radius is not None:
             raise ValueError(
                 "a causal window is counted in tokens up to the query's own: write kernel_size in place of radius; "
-                f"got radius={self.radius}, causal={self.causal}"
+                f"got {radius=}, causal={values['causal']}"
             )
-        if self.causal is None and self.kernel_size is not None and all(size % 2 for size in self.kernel_size):
-            self._set("radius", tuple(size // 2 for size in self.kernel_size))
-            self._set("kernel_size", None)
+        if size is not None and "causal" not in values and all(each % 2 for each in size):
+            values["radius"] = tuple(each // 2 for each in values.pop("kernel_size"))
+        for name in _LEAST:
+            object.__setattr__(self, name, values.get(name))
+        for axis, along in enumerate(self.axes):
+            if along.size * along.rate > along.length:
+                raise ValueError(
+                    "a window must fit its axis: kernel_size * rate tokens, of kernel_size = 2 * radius + 1; "
+                    f"got kernel_size={along.size} and rate={along.rate} on axis {axis} of {along.length}"
+                )
+            if along.stride > along.size:
+                raise ValueError(
+                    "stride must be at most the kernel size, or queries would miss themselves; "
+                    f"got stride={along.stride} and kernel_size={along.size} on axis {axis}"
+                )
+        if prod(grid) > LARGEST:
+            raise ValueError(f"a grid must hold at most {LARGEST} tokens; got {grid=}")
 
     @property
     def axes(self) -> list[Axis]:
-        """The axes, outermost first."""
         none = (None,) * len(self.grid)
         sizes = self.kernel_size or [2 * radius + 1 for radius in self.radius or ()]
         along = zip(self.grid, sizes, self.rate, self.stride or none, self.causal or none, strict=True)
@@ -153,7 +156,6 @@ class Neighborhood(Pattern):
         return [prod(self.grid[axis + 1 :]) for axis in range(len(self.grid))]
 
     def check_tokens(self, queries: range, keys: range) -> None:
-        """Raise ValueError for positions beyond the grid."""
         tokens = prod(self.grid)
         if max(queries.stop, keys.stop) > tokens:
             shape = "x".join(map(str, self.grid))
@@ -316,11 +318,8 @@ def neighborhood(
         raise TypeError(f"grid must be a sequence of axis lengths; got grid={grid!r}")
     windows = {name: given for name, given in (("radius", radius), ("kernel_size", kernel_size)) if given is not None}
     named = {**windows, "rate": rate, "stride": stride, "causal": causal}
-    return Neighborhood(tuple(grid), **{name: _on_each_axis(value, len(grid)) for name, value in named.items()})
-
-
-def _on_each_axis(value: Any, axes: int) -> tuple:
-    return tuple(value) if isinstance(value, Sequence) else (value,) * axes
+    along = {name: tuple(each) if isinstance(each, Sequence) else (each,) * len(grid) for name, each in named.items()}
+    return Neighborhood(tuple(grid), **along)
 
 
 def _per_axis(name: str, values: Any) -> tuple:
@@ -329,19 +328,6 @@ def _per_axis(name: str, values: Any) -> tuple:
     if name == "causal":
         return tuple(require_bool(f"{name}[{axis}]", value) for axis, value in enumerate(values))
     return tuple(require_int(f"{name}[{axis}]", value, minimum=_LEAST[name]) for axis, value in enumerate(values))
-
-
-def _require_fitting(number: int, axis: Axis) -> None:
-    if axis.size * axis.rate > axis.length:
-        raise ValueError(
-            "a window must fit its axis: kernel_size * rate tokens, of kernel_size = 2 * radius + 1; "
-            f"got kernel_size={axis.size} and rate={axis.rate} on axis {number} of {axis.length}"
-        )
-    if axis.stride > axis.size:
-        raise ValueError(
-            "stride must be at most the kernel size, or queries would miss themselves; "
-            f"got stride={axis.stride} and kernel_size={axis.size} on axis {number}"
-        )
 
 
 def _point(places: Sequence[int]) -> str:

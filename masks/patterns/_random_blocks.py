@@ -15,10 +15,10 @@ from ..core import (
     Pattern,
     Ranges,
     Reason,
+    at_least,
     constructor,
     listing,
     pattern_kind,
-    require_int,
     within,
 )
 from ._block_list import BlockTable, TableRule, keys_of_blocks, padded
@@ -39,30 +39,22 @@ class RandomBlocks(TableRule):
     in use, None for all; only query blocks of these are drawn.
     """
 
-    num_tokens: int
-    block: int
-    drawn: int = field(metadata={"name": "count"})
-    seed: int
-    head: int | None = None
+    num_tokens: int = at_least(1)
+    block: int = at_least(1)
+    drawn: int = at_least(1, name="count")
+    seed: int = at_least(0, maximum=_LARGEST_SEED)
+    head: int | None = at_least(0, default=None)
     positions: int | None = field(default=None, compare=False, metadata={"stored": False})
 
-    def __post_init__(self) -> None:
-        require_int("num_tokens", self.num_tokens, minimum=1)
-        require_int("block", self.block, minimum=1)
-        require_int("count", self.drawn, minimum=1)
-        require_int("seed", self.seed, minimum=0, maximum=_LARGEST_SEED)
-        if self.head is not None:
-            require_int("head", self.head, minimum=0)
+    def check(self) -> None:
         if self.drawn > self.num_blocks:
             raise ValueError(
                 f"count must be at most the number of key blocks; got count={self.drawn}, and "
                 f"{self.num_tokens} tokens hold {self.num_blocks} blocks of {self.block}"
             )
-        super().__post_init__()
 
     @property
     def num_blocks(self) -> int:
-        """Number of blocks in `num_tokens` tokens; the last may be shorter."""
         return -(-self.num_tokens // self.block)
 
     def for_head(self, head: int, num_heads: int) -> Pattern:
@@ -191,7 +183,6 @@ def _sampled(state: Tensor, num_blocks: int, drawn: int) -> Tensor:
 
 
 def _power_of_two(number: int) -> int:
-    """Least power of two that is not below `number`, for number >= 1."""
     return 1 << (number - 1).bit_length()
 
 

@@ -18,7 +18,7 @@ import flexdilated as fd
 from flexdilated import masks
 from flexdilated.engines import _rows
 from flexdilated.engines._rows import MOST_ROWS
-from flexdilated.masks.needs import _row
+from flexdilated.masks.attended import _row
 from flexdilated.masks.patterns import selection_of
 from tests.attend.test_gradients import errors, outcome
 from tests.support import oracle

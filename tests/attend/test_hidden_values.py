@@ -127,7 +127,7 @@ def test_over_many_blocks(name: str, N: int, dtype: torch.dtype):
     generator = torch.Generator().manual_seed(N)
     sizes = ((2, 2, N, 16), (2, 1, M, 16), (2, 1, M, 16))
     q, k, v = (torch.randn(size, generator=generator).to(dtype).requires_grad_() for size in sizes)
-    bindings = dict(zip(masks.patterns.run_time._run_time.names(pattern), run_time_tensors(pattern, None), strict=True))
+    bindings = dict(zip(masks.patterns.names(pattern), run_time_tensors(pattern, None), strict=True))
     extent = masks.core._bound.Extent(N, M)
     rule = pattern.resolve(bindings, extent) if bindings else pattern
     bound = rule.bind(num_heads=2, num_queries=N, num_keys=M, batch=2)

@@ -15,8 +15,8 @@ from flexdilated.distributed import Sharding
 from flexdilated.distributed._exchange_plan import ExchangePlan, local_indices
 from flexdilated.distributed.counts import _tokens
 from flexdilated.distributed.counts._loads import choose_schedule, token_counts
+from flexdilated.masks.attended._search import attended_keys
 from flexdilated.masks.core._bound import Extent
-from flexdilated.masks.needs._needs import needed_keys
 from flexdilated.testing.strategies import lengths, shardings
 from tests.support import oracle, twins
 from tests.support.run_time_strategies import Packed, packed_cases
@@ -225,7 +225,7 @@ def test_counts_of_many_ranks(pattern, order):
     near = torch.arange(20)[:, None] * 10 + torch.tensor([1, 0])
     for target, source in torch.cat([pairs, near]).tolist():
         needed = [
-            needed_keys(
+            attended_keys(
                 pattern,
                 queries=sharding.ranges(target),
                 keys=sharding.ranges(source),

@@ -21,7 +21,7 @@ from flexdilated.distributed._exchange import exchange_backward_op, exchange_op
 from flexdilated.distributed._ring import ring_backward_op, ring_op
 from flexdilated.distributed.group import PlainCall
 from flexdilated.engines._placed_call import PlacedCall
-from flexdilated.masks.text._json import read_text
+from flexdilated.masks.text import read_text
 from tests.support import oracle
 from tests.support.agreement import TIGHT
 from tests.support.compilers import without_inductor

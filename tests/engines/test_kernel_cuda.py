@@ -46,7 +46,7 @@ def program_of(pattern: Expression, q: Tensor, k: Tensor, given: Layout | None =
     """The program on CUDA of these sizes."""
     H, G, N, M = q.shape[1], k.shape[1], q.shape[2], k.shape[2]
     layout = Layout(N) if given is None else given
-    names = dict(zip(masks.patterns.run_time._run_time.names(pattern), run_time_tensors(pattern, None), strict=True))
+    names = dict(zip(masks.patterns.names(pattern), run_time_tensors(pattern, None), strict=True))
     rule = pattern.resolve(names, Extent(N, M))
     plan = plan_tiles(rule.bind(num_heads=H, num_queries=N, num_keys=M), layout, "cuda")
     return make_program(plan, layout, num_kv_heads=G, block_size=(128, 128), **portions)

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 import flexdilated as fd
 from flexdilated import masks
 from flexdilated.engines.tiles import _tiles_op
-from flexdilated.masks.patterns.run_time._visible_keys import KeySet
+from flexdilated.masks.patterns import KeySet
 from flexdilated.masks.planning.lowering._windows import without_scattered_keys
 from tests.attend.test_hidden_values import BAD, assert_nothing_spreads, with_sinks
 from tests.support.agreement import assert_agrees

@@ -24,7 +24,7 @@ ROOT = Path(__file__).resolve().parents[2]
 # itself, not from its files. `root` is the package's own `__init__`, from which the commands import as users do.
 ROOMS = [
     *("_torch_private", "masks.core", "masks.patterns", "masks.recipes", "masks.text", "masks.orders", "masks.blocks"),
-    *("masks.plan_cache", "masks.planning", "masks.needs", "masks.inspection", "masks"),
+    *("masks.plan_cache", "masks.planning", "masks.attended", "masks.inspection", "masks"),
     *("schedules", "_validate", "engines", "_engines", "tuning", "memory", "_attend", "decoding", "observe"),
     *("refinement", "distributed.group", "distributed.wire", "distributed.counts"),
     *("distributed._exchange_plan", "distributed._exchange", "distributed._ring", "distributed._heads"),

@@ -20,9 +20,9 @@ import torch
 from jaxtyping import Int64
 from torch import Tensor
 
+from ...masks.attended import KeyQuery, keys_of_any, moved, rules_of_heads
 from ...masks.blocks import pairs_of_queries
 from ...masks.core import And, Expression, Pattern, Ranges, common_period, require_expression, require_int
-from ...masks.needs import KeyQuery, keys_of_any, moved, rules_of_heads
 from ...masks.patterns import Causal, Dilated, missing, run_time_leaves
 from ..group import Sharding
 

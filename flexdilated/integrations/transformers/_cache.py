@@ -27,8 +27,8 @@ from ..._validate import check_sinks, check_tensors
 from ...decoding import HeldKeys, Reader, refuse_gradients, stay_out_of_graphs
 from ...engines import MOST_ROWS, with_sinks
 from ...masks import Mixture, Pattern, causal
+from ...masks.attended import RowSource
 from ...masks.core import require_int
-from ...masks.needs import RowSource
 from ...masks.patterns import names
 from ._packing import refuse_packed
 

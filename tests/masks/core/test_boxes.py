@@ -220,14 +220,6 @@ def test_a_residue_class_is_full_or_empty(rate):
     assert (bound.classify(crossing)[first != rate - 1 - first] == EMPTY).all()
 
 
-def test_a_complement_holds_no_more_than_all_pairs() -> None:
-    count = torch.tensor([4, 2])
-    sides = (Progression(torch.tensor([0, first]), 1, count) for first in (3, 9))
-    box = Box(torch.tensor([0, 0]), *sides)
-    bounds = (~masks.causal()).count(box, num_heads=1)
-    assert bounds.low.tolist() == bounds.high.tolist() == [6, 4]
-
-
 def test_a_table_reaches_as_far_as_any_of_its_rows() -> None:
     """Few rows that name late blocks, and one that names an early one."""
     pattern = masks.block_list([[9], [0]], block=4)
@@ -236,18 +228,6 @@ def test_a_table_reaches_as_far_as_any_of_its_rows() -> None:
     mask_mod, nothing = pattern.mask_mod(num_heads=1, device=torch.device("cpu")), torch.tensor(0)
     allowed = mask_mod(nothing, nothing, torch.arange(8)[:, None], torch.arange(40))
     assert int(bounds.low) <= int(allowed.sum()) == 32 <= int(bounds.high)
-
-
-def test_bounds_in_grids_are_counts() -> None:
-    """At least 0, where the keys that all queries reach are fewer than those that some miss."""
-    pattern = masks.neighborhood((12,), radius=2)
-    allowed = pattern.mask_mod(num_heads=1, device=torch.device("cpu"))(
-        torch.tensor(0), torch.tensor(0), torch.arange(12)[:, None], torch.arange(12)
-    )
-    for q_step, k_step in ((1, 1), (2, 1), (1, 3), (3, 3)):
-        box, truth = _progressions(allowed, q_step, k_step)
-        bounds = pattern.count(box, num_heads=1)
-        assert_sound(bounds, truth, box.area)
 
 
 @pytest.mark.parametrize("part", [masks.causal(), masks.every(), masks.dilated(4, 2)], ids=str)

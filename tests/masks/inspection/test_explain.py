@@ -10,9 +10,7 @@ from hypothesis import strategies as st
 
 from flexdilated import masks
 from flexdilated.masks.core._reason import Pair, Reason
-from flexdilated.masks.patterns._after import After
-from flexdilated.masks.patterns._blockwise import Blockwise
-from flexdilated.masks.patterns._per_document import PerDocument
+from flexdilated.masks.patterns import After, Blockwise, PerDocument
 from flexdilated.testing._drawn_inputs import in_range
 from tests.support.run_time_strategies import packed_cases
 from tests.support.strategies import cases, whole_cases

@@ -1,12 +1,10 @@
 """Layouts: permutations that put the tokens of a residue class side by side, and their inverses."""
 
-import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
 from flexdilated import masks
-from flexdilated.masks.orders._layout import Compact
 from tests.masks.orders.test_tiling import tilings
 
 tokens, layout_rates = st.integers(1, 70), st.integers(1, 12)
@@ -45,44 +43,3 @@ def test_gradients_follow_tokens():
     weight = torch.arange(10.0)[:, None]
     layout.apply(x).mul(weight).sum().backward()
     assert torch.equal(x.grad, layout.invert(weight).expand(10, 2))
-
-
-def test_natural_order_moves_nothing():
-    x = torch.randn(5, 2)
-    assert masks.Layout(5).apply(x) is x
-    assert masks.Layout(5).positions().tolist() == [0, 1, 2, 3, 4]
-
-
-@given(
-    st.integers(1, 3),
-    st.integers(1, 4),
-    st.integers(1, 5),
-    st.integers(1, 4),
-    st.integers(0, 5),
-    st.integers(0, 6),
-)
-def test_compact_names_tokens(heads, step, slots, folds, stride, origin):
-    starts = tuple(range(2, 2 + heads))
-    layout = Compact(tuple(range(heads)), starts, step, slots, folds, stride)
-    expected = [
-        [[start + fold * stride + slot * step for slot in range(slots)] for fold in range(folds)] for start in starts
-    ]
-    assert layout.tokens().tolist() == expected
-    pieces = layout.pieces(origin)
-    table = torch.arange(heads)[:, None]
-    assert torch.equal(pieces.position(table, torch.arange(slots)), layout.tokens()[:, 0] + origin)
-
-
-@pytest.mark.parametrize(
-    ("build", "error", "says"),
-    [
-        (lambda: masks.Layout(0), ValueError, "num_tokens must be at least 1; got num_tokens=0"),
-        (lambda: masks.Layout(4, 0), ValueError, "rate must be at least 1; got rate=0"),
-        (lambda: masks.Layout(4.0), TypeError, "num_tokens=4.0"),
-        (lambda: masks.Layout(4, 2).apply(torch.zeros(3, 5)), ValueError, "4 tokens; got 3 along dim=-2"),
-        (lambda: masks.Layout(4).invert(torch.zeros(4, 5), dim=1), ValueError, "4 tokens; got 5 along dim=1"),
-    ],
-)
-def test_bad_input(build, error, says):
-    with pytest.raises(error, match=says):
-        build()

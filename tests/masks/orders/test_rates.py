@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable
-from dataclasses import dataclass
 
 import pytest
 import torch
@@ -26,22 +26,12 @@ from flexdilated.masks.patterns import _random_blocks
 from flexdilated.masks.planning._planner import plan
 from flexdilated.masks.planning.lowering._ways import shared_terms
 from tests.masks.blocks.test_blocks import in_blocks
+from tests.support.twins import Twin
 
 # N tokens
 
 MILLION = 1 << 20
 _MOST_LOOKS = 32  # boxes for each pair of tokens that all faces of a pattern together ask about
-
-
-@dataclass(frozen=True)
-class Ruled:
-    """A pattern, and its rule in Python's integers."""
-
-    pattern: Pattern
-    rule: Callable[[int, int], bool]
-
-    def table(self, num_tokens: int) -> Tensor:
-        return torch.tensor([[self.rule(q, k) for k in range(num_tokens)] for q in range(num_tokens)])
 
 
 @st.composite
@@ -51,42 +41,44 @@ def numbers(draw: st.DrawFn, least: int = 1) -> int:
     return max(least, draw(st.integers(1 << (bits - 1), (1 << bits) - 1)))
 
 
+def plain(pattern: Pattern, rule: Callable[[Tensor, Tensor], Tensor]) -> Twin:
+    """A pattern with its rule in plain arithmetic: the oracles walk over as many tokens as their numbers name."""
+    return Twin(pattern, lambda h, H, q, k: rule(q[:, None], k[None]).long())
+
+
 @st.composite
-def leaves(draw: st.DrawFn) -> Ruled:
+def leaves(draw: st.DrawFn) -> Twin:
     a, b = draw(numbers()), draw(numbers())
     low, high = min(a, b), max(a, b)
     kinds = [
-        Ruled(masks.causal(), lambda q, k: k <= q),
-        Ruled(masks.strided(a), lambda q, k: (q - k) % a == 0),
-        Ruled(masks.chunked(a), lambda q, k: q // a == k // a),
-        Ruled(masks.fixed(high, summary=low), lambda q, k: k % high >= high - low),
-        Ruled(masks.landmark_tokens(a), lambda q, k: q % a == 0 or k % a == 0),
-        Ruled(masks.global_tokens(a), lambda q, k: q < a or k < a),
-        Ruled(masks.local_window(left=a, right=b), lambda q, k: -a <= k - q <= b),
-        Ruled(masks.dilated(a, b), lambda q, k: q // a == k // a and q % a % b == 0 == k % a % b),
-        Ruled(
-            masks.dilated(a, high, low - 1), lambda q, k: q // a == k // a and q % a % high == low - 1 == k % a % high
+        plain(masks.causal(), lambda q, k: k <= q),
+        plain(masks.strided(a), lambda q, k: (q - k) % a == 0),
+        plain(masks.chunked(a), lambda q, k: q // a == k // a),
+        plain(masks.fixed(high, summary=low), lambda q, k: (k % high >= high - low) & (q == q)),
+        plain(masks.landmark_tokens(a), lambda q, k: (q % a == 0) | (k % a == 0)),
+        plain(masks.global_tokens(a), lambda q, k: (q < a) | (k < a)),
+        plain(masks.local_window(left=a, right=b), lambda q, k: (k - q >= -a) & (k - q <= b)),
+        plain(
+            masks.dilated(a, high, low - 1),
+            lambda q, k: (q // a == k // a) & (q % a % high == low - 1) & (k % a % high == low - 1),
         ),
-        Ruled(
+        plain(
             masks.dilated_window(left=low, right=b, rate=a),
-            lambda q, k: (k - q) % a == 0 and -low * a <= k - q <= b * a,
+            lambda q, k: ((k - q) % a == 0) & (k - q >= -low * a) & (k - q <= b * a),
         ),
-        Ruled(masks.blockwise(masks.causal(), a), lambda q, k: k // a <= q // a),
+        plain(masks.blockwise(masks.causal(), a), lambda q, k: k // a <= q // a),
     ]
     return draw(st.sampled_from(kinds))
 
 
-def _joined(left: Ruled, right: Ruled, operator: str) -> Ruled:
-    if operator == "and":
-        return Ruled(left.pattern & right.pattern, lambda q, k: left.rule(q, k) and right.rule(q, k))
-    if operator == "or":
-        return Ruled(left.pattern | right.pattern, lambda q, k: left.rule(q, k) or right.rule(q, k))
-    return Ruled(left.pattern & ~right.pattern, lambda q, k: left.rule(q, k) and not right.rule(q, k))
+def ruled() -> st.SearchStrategy[Twin]:
+    joins = st.sampled_from([operator.and_, operator.or_, lambda a, b: a & ~b])
+    pairs = st.builds(lambda join, a, b: join(a, b), joins, leaves(), leaves())
+    return st.one_of(leaves(), pairs, st.builds(lambda join, a, b: join(a, b), joins, pairs, leaves()))
 
 
-def ruled() -> st.SearchStrategy[Ruled]:
-    pairs = st.builds(_joined, leaves(), leaves(), st.sampled_from(["and", "or", "less"]))
-    return st.one_of(leaves(), pairs, st.builds(_joined, pairs, leaves(), st.sampled_from(["and", "or"])))
+def table_of(case: Twin, num_tokens: int) -> Tensor:
+    return case.rule(0, 1, torch.arange(num_tokens), torch.arange(num_tokens)).bool()
 
 
 def _tensors(num_tokens: int) -> Tensor:
@@ -102,7 +94,7 @@ def _dense(table: Tensor, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 @given(ruled(), st.integers(1, 96), st.sampled_from([1, 7, 16, 128]))
 def test_the_dense_rule_for_any_numbers(case, N, side):
     """Each face of the pattern; boxes that bounds are asked about are few, whatever the numbers."""
-    pattern, table = case.pattern, case.table(N)
+    pattern, table = case.pattern, table_of(case, N)
     with pytest.MonkeyPatch.context() as patch:
         masks.cache().clear()
         asked = _boxes_of(patch, type(pattern))
@@ -132,7 +124,7 @@ def test_the_dense_rule_for_any_numbers(case, N, side):
 @given(ruled(), st.integers(1, 64))
 def test_told_and_decoded_for_any_numbers(case, N):
     """What is told of a pattern, and one token after the other."""
-    table = case.table(N).tril()
+    table = table_of(case, N).tril()
     pattern = case.pattern & masks.causal()
     assert masks.describe(pattern, N, num_heads=1).useful_pairs == int(table.sum())
     assert masks.explain(pattern, query=N - 1, key=0, num_tokens=N).allowed == bool(table[N - 1, 0])
@@ -230,22 +222,6 @@ def test_large_strides_compute_little_that_is_not_wanted(pattern, most):
     bound = pattern.bind(num_heads=1, num_queries=MILLION, num_keys=MILLION)
     wanted = int(pairs_of_queries(pattern, torch.tensor([0]), torch.tensor([MILLION]), MILLION))
     assert wanted <= plan(bound).cost.computed_pairs <= most * wanted
-
-
-@given(numbers(), st.integers(1, 40), st.integers(0, 2**63 - 1), st.integers(0, 40), st.integers(1, 40))
-def test_draws_are_floyds(num_blocks, drawn, seed, head, rows):
-    """One draw after the other, as the method is written, of any head."""
-    drawn, rows = min(drawn, num_blocks), min(rows, num_blocks)
-    found = _random_blocks._draw(num_blocks, drawn, seed, range(head, head + 2), range(rows))[0]
-    mixed = _random_blocks._mixed
-    state = mixed(mixed(mixed(torch.tensor(seed)) + head) + torch.arange(rows))
-    for row in range(rows):
-        chosen: set[int] = set()
-        for index, last in enumerate(range(num_blocks - drawn, num_blocks)):
-            upper = int(_random_blocks._shifted_right(mixed(state[row] + index), 32))
-            block = (upper * (last + 1)) >> 32
-            chosen.add(last if block in chosen else block)
-        assert found[row].tolist() == sorted(chosen)
 
 
 @settings(max_examples=12)

@@ -99,20 +99,6 @@ def test_order_is_tile_by_tile(order):
     assert order.is_natural == (order.positions().tolist() == tokens)
 
 
-@given(tilings(), st.data())
-def test_rectangles_hold_the_tokens_of_their_runs(order, data):
-    slots = runs(data.draw, order.num_slots)
-    found = order.rectangles(slots.first, slots.first + slots.count)
-    held: list[list[tuple[int, ...]]] = [[] for _ in range(RUNS)]
-    for index, run in enumerate(found.run.tolist()):
-        ranges = [range(int(side.first[index]), int(side.first[index] + side.count[index])) for side in found.sides]
-        assert all(ranges)
-        held[run] += product(*ranges)
-    by_slot = [places(order)[token] for token in order.positions().tolist()]
-    for tokens, first, count in zip(held, slots.first.tolist(), slots.count.tolist(), strict=True):
-        assert sorted(tokens) == sorted(by_slot[first : first + count])
-
-
 # --- the rule over slots ---
 
 
@@ -276,23 +262,3 @@ def test_flex_in_tiles(pairs_decide):
     found = attend_by(key, 0.25, score_mod=nearer)(q, k, v)
     expected = fd.attend(q, k, v, bound.pattern, engine="reference", score_mod=nearer, return_lse=True)
     torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
-
-
-@pytest.mark.parametrize(
-    ("build", "error", "says"),
-    [
-        (lambda: Tiling((4, 0), (1, 1)), ValueError, r"grid\[1\] must be at least 1; got grid\[1\]=0"),
-        (lambda: Tiling((4, 4), (0, 1)), ValueError, r"tile\[0\] must be at least 1; got tile\[0\]=0"),
-        (lambda: Tiling((4, 4), (2.0, 1)), TypeError, r"tile\[0\]=2.0"),
-        (
-            lambda: Tiling((4, 4), (2,)),
-            ValueError,
-            r"for each axis of its grid; got grid=\(4, 4\), tile=\(2,\)",
-        ),
-        (lambda: Tiling((), ()), ValueError, r"got grid=\(\), tile=\(\)"),
-        (lambda: Tiling((2, 3), (2, 2)).apply(torch.zeros(5, 1)), ValueError, "6 tokens; got 5 along dim=-2"),
-    ],
-)
-def test_bad_input(build, error, says):
-    with pytest.raises(error, match=says):
-        build()

@@ -16,7 +16,7 @@ from flexdilated.masks.blocks import _blocks
 from flexdilated.masks.blocks._blocks import Blocks, build_blocks
 from flexdilated.masks.blocks._estimate import estimate_blocks
 from flexdilated.masks.planning.lowering._ways import shared_terms
-from flexdilated.testing._drawn_patterns import classify_window, lattice, same_kind, window_by_head
+from flexdilated.testing._drawn_patterns import classify_window, same_kind, window_by_head
 from tests.support.agreement import assert_agrees
 from tests.support.compilers import without_inductor
 from tests.support.custom_rules import TABLE, by_global, diagonal, window
@@ -159,13 +159,6 @@ def test_estimates_of_opaque_rules_take_a_bounded_sample(monkeypatch):
     monkeypatch.setattr(type(rule), "allowed", lambda *_: pytest.fail("evaluated"))
     assert estimate_blocks(rule, q_block=128, k_block=128).blocks == (N // 128) ** 2
     assert sum(looked) < 1 << 18
-
-
-def test_describe_counts_pairs():
-    description = masks.describe(masks.custom(lattice(7, 3, 11)), 300, num_heads=2)
-    expected = sum((7 * q + 3 * k) % 11 == 0 for q in range(300) for k in range(300))
-    assert description.useful_pairs == 2 * expected
-    assert "mask_mod" in str(description)
 
 
 def capturing() -> list[masks.Pattern]:

@@ -15,7 +15,7 @@ from flexdilated.masks.orders._layout import Layout
 from flexdilated.masks.patterns import _block_list
 from tests.masks.core.test_boxes import BOXES, allowed, assert_sound, progressions
 from tests.masks.patterns.test_patterns import evaluated
-from tests.support import oracle, twins
+from tests.support import oracle
 from tests.support.strategies import block_lists, neighborhoods, random_blocks
 from tests.support.twins import Twin
 
@@ -48,46 +48,6 @@ def test_the_draw_is_pinned():
     ]
     pattern = masks.random_blocks(6, block=1, count=2, seed=7)
     assert [drawn(pattern, 5, row, 1, 6) for row in range(6)] == [[3, 5], [3, 4], [4, 5], [2, 5], [4, 5], [2, 4]]
-
-
-def test_the_hash_is_splitmix64():
-    """The first number of the published generator from state 0."""
-    from flexdilated.masks.patterns._random_blocks import _mixed
-
-    assert _mixed(torch.tensor(0)).item() % 2**64 == 0xE220A8397B1DCDAF
-
-
-@given(random_blocks(), st.integers(1, 3))
-def test_each_row_sees_count_blocks(twin, num_heads):
-    pattern = twin.pattern
-    bound = pattern.bind(num_heads=num_heads, num_queries=pattern.num_tokens, num_keys=pattern.num_tokens)
-    seen = evaluated(bound)[:, :: pattern.block, :: pattern.block]
-    assert (seen.sum(2) == pattern.drawn).all()
-
-
-def test_draws_differ_by_head_row_and_seed():
-    draws = {
-        tuple(drawn(masks.random_blocks(1 << 16, seed=seed), head, row, 64, 1 << 16))
-        for seed in range(4)
-        for head in range(4)
-        for row in range(4)
-    }
-    assert len(draws) == 64
-
-
-def test_draws_are_even():
-    """Every block as often as any other: the variance over blocks is that of fair draws."""
-    mask = evaluated(masks.random_blocks(600, block=1, count=5).bind(num_heads=8, num_queries=600, num_keys=600))
-    often = mask.sum((0, 1)).double()
-    assert often.mean() == 40
-    assert 32 < often.var() < 50
-
-
-def test_random_blocks_end_with_their_tokens():
-    pattern = masks.random_blocks(10, block=4, count=3)
-    mask = evaluated(pattern.bind(num_heads=1, num_queries=14, num_keys=13))[0]
-    assert mask[:10, :10].all()
-    assert mask.sum() == 100
 
 
 # --- block lists ---
@@ -137,14 +97,6 @@ def test_the_text_is_canonical_json(twin):
         assert pattern.text == json.dumps(pattern.to_data(), separators=(",", ":"), sort_keys=True)
 
 
-def test_a_list_of_diagonal_blocks_is_chunked():
-    listed, chunked = masks.block_list([[row] for row in range(9)], block=16), masks.chunked(16)
-    for block_size in (16, (32, 8), 24):
-        found, expected = (masks.block_mask(p, 133, num_heads=1, block_size=block_size) for p in (listed, chunked))
-        assert torch.equal(found.to_dense(), expected.to_dense())
-        assert torch.equal(found.full_kv_num_blocks, expected.full_kv_num_blocks)
-
-
 # --- neighbourhoods ---
 
 
@@ -181,14 +133,6 @@ def test_windows_are_whole_and_axes_may_be_swapped(twin):
     other = masks.neighborhood(grid_of, kernel_size=size, rate=rate, stride=stride, causal=causal)
     order = torch.arange(prod(grid)).view(grid).permute(*reversed(range(len(grid)))).flatten()
     assert torch.equal(evaluated(other.bind(**sizes))[0], mask[order][:, order])
-
-
-def test_away_from_the_ends_a_neighbourhood_is_a_window():
-    sizes = {"num_heads": 1, "num_queries": 20, "num_keys": 40, "q_offset": 10}
-    for rate in (1, 3):
-        window = masks.dilated_window(left=3, right=3, rate=rate)
-        found, expected = masks.neighborhood((40,), 3, rate=rate), window
-        assert torch.equal(evaluated(found.bind(**sizes)), evaluated(expected.bind(**sizes)))
 
 
 def test_a_grid_over_documents():
@@ -244,27 +188,3 @@ def test_neighbourhoods_leave_no_doubt_in_residue_order(rate):
         dense = oracle.neighborhood([(12, 3, rate, 1, False)] * 2)(0, 1, positions, positions)
         listed = dense.view(18, 8, 18, 8).sum((1, 3)) > 0
         assert torch.equal(mask.to_dense()[0, 0].bool(), listed)
-
-
-# --- rows, as a decode step asks for them ---
-
-positions = st.integers(0, 110)
-landmarks = st.sampled_from([(True, True), (True, False), (False, True)]).flatmap(
-    lambda sides: st.builds(twins.landmark_tokens, st.integers(1, 9), rows=st.just(sides[0]), columns=st.just(sides[1]))
-)
-
-
-@given(
-    st.one_of(random_blocks(), block_lists(), neighborhoods(), landmarks), positions, positions, positions, st.data()
-)
-def test_rows_in_closed_form(twin, query, start, stop, data):
-    """Also over blocks of several sizes, and counted from a position on."""
-    block = data.draw(st.integers(0, 5))
-    twin = twins.blockwise(twin, block) if block else twin
-    twin = twin.after(data.draw(st.integers(0, 20)))
-    keys = twin.pattern.for_head(0, 2).row(query, range(start, stop))
-    assert keys is not None
-    seen = twin.rule(0, 2, torch.tensor([query]), torch.arange(stop))[0] if stop else torch.zeros(0)
-    expected = [key for key in seen.nonzero().flatten().tolist() if key >= start]
-    assert sorted(key for part in keys for key in part) == expected
-    assert all(part for part in keys)

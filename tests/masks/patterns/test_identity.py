@@ -17,10 +17,10 @@ from hypothesis import strategies as st
 
 import flexdilated as fd
 from flexdilated import masks
+from flexdilated.masks.core import PerHead
 from flexdilated.masks.core._algebra import And, Not, Or
-from flexdilated.masks.core._per_head import PerHead
 from flexdilated.masks.planning._planner import plan, recommended_layout
-from flexdilated.masks.text._json import read_text
+from flexdilated.masks.text import read_text
 from tests.support.run_time_strategies import Packed, packed_cases
 from tests.support.strategies import written_expressions
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import pickle
 from math import prod
 
 import torch
@@ -20,28 +19,6 @@ from tests.masks.patterns.test_patterns import evaluated
 # --- laws ---
 
 
-def same(left: masks.Pattern, right: masks.Pattern, tokens: int) -> bool:
-    sizes = {"num_heads": 1, "num_queries": tokens, "num_keys": tokens}
-    return torch.equal(evaluated(left.bind(**sizes)), evaluated(right.bind(**sizes)))
-
-
-def test_a_stride_of_the_whole_kernel_is_chunked():
-    """NATTEN: without overlap the windows are blocks, as of WSA in Swin."""
-    for size in (1, 2, 5, 6):
-        found = masks.neighborhood((30,), kernel_size=size, stride=size)
-        assert same(found, masks.chunked(size), 30)
-        ordered = masks.neighborhood((30,), kernel_size=size, stride=size, causal=True)
-        assert same(ordered, masks.chunked(size) & masks.causal(), 30)
-
-
-def test_a_causal_axis_alone_is_a_window_that_looks_back():
-    for size in (1, 4, 20):
-        found = masks.neighborhood((20,), kernel_size=size, causal=True)
-        assert same(found, masks.local_window(left=size - 1, right=0), 20)
-    found = masks.neighborhood((20,), kernel_size=3, rate=4, causal=True)
-    assert same(found, masks.dilated_window(left=2, right=0, rate=4), 20)
-
-
 # --- one way to write each rule ---
 
 
@@ -56,17 +33,6 @@ def test_a_rule_is_written_in_one_way():
     assert masks.from_json(before.text) == before
     written = '{"grid":[14,14],"kernel_size":[7,7],"kind":"neighborhood","rate":[1,1],"stride":[1,1]}'
     assert masks.from_json(written) == before
-
-
-def test_what_is_new_is_written_too():
-    pattern = masks.neighborhood((4, 8), kernel_size=(2, 5), stride=(1, 2), causal=(True, False))
-    assert repr(pattern) == (
-        "neighborhood(grid=(4, 8), kernel_size=(2, 5), rate=(1, 1), stride=(1, 2), causal=(True, False))"
-    )
-    assert masks.parse(repr(pattern)) == masks.from_json(masks.to_json(pattern)) == pattern
-    assert pickle.loads(pickle.dumps(pattern)) == pattern
-    assert len({pattern, masks.neighborhood((4, 8), kernel_size=(2, 5), stride=(1, 2))}) == 2
-    assert repr(masks.neighborhood((9,), 2, stride=3)) == "neighborhood(grid=(9,), radius=(2,), rate=(1,), stride=(3,))"
 
 
 # --- counts along an axis ---

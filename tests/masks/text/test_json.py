@@ -42,20 +42,14 @@ def nested(depth: int) -> str:
     ("text", "says"),
     [
         ("", "must be JSON"),
-        ("causal", "must be JSON"),
         ("[]", "an object whose kind is one of after, and, block_list"),
         ('"causal"', "an object whose kind"),
         ("{}", "an object whose kind"),
-        ('{"kind":"sliding"}', "sliding"),
         ('{"kind":["causal"]}', "an object whose kind"),
         ('{"kind":"causal","left":3}', r"fields \[\]; got \['kind', 'left'\]"),
-        ('{"kind":"dilated","segment":4}', "'segment', 'rate', 'offset'"),
-        ('{"kind":"dilated","segment":0,"rate":1,"offset":0}', "segment must be at least 1; got segment=0"),
-        ('{"kind":"dilated","segment":4,"rate":1.5,"offset":0}', "rate=1.5"),
         ('{"kind":"dilated","segment":4,"rate":2,"offset":2}', "below the rate"),
         ('{"kind":"dilated","segment":4,"rate":2,"offset":"odd"}', "'interleaved', 'contiguous'"),
         ('{"kind":"dilated","segment":4,"rate":2,"offset":null}', "offset"),
-        ('{"kind":"local_window","left":-1,"right":0}', "left=-1"),
         ('{"kind":"and","parts":{}}', "list of patterns"),
         ('{"kind":"and","parts":[]}', "at least 2"),
         ('{"kind":"mixture","parts":[]}', "at least 2"),
@@ -64,14 +58,8 @@ def nested(depth: int) -> str:
         ('{"kind":"block_list","rows":[[1],[],[2,1]],"block":2}', "in ascending order"),
         ('{"kind":"block_list","rows":[[[1]],[[2,1]]],"block":2}', "in ascending order"),
         ('{"kind":"dilated_window","left":1,"right":1,"rate":1}', "rate must be at least 2; got rate=1"),
-        ('{"kind":"dilated_window","left":1,"right":1}', "'left', 'right', 'rate'"),
-        ('{"kind":"global_tokens","tokens":0,"rows":true,"columns":true}', "tokens must be at least 1; got tokens=0"),
         ('{"kind":"global_tokens","tokens":1,"rows":1,"columns":true}', "rows must be True or False; got rows=1"),
         ('{"kind":"global_tokens","tokens":1,"rows":false,"columns":false}', "rows=False and columns=False"),
-        ('{"kind":"strided","stride":-3}', "stride=-3"),
-        ('{"kind":"fixed","stride":3,"summary":4}', "summary=4, stride=3"),
-        ('{"kind":"fixed","stride":3}', "'stride', 'summary'"),
-        ('{"kind":"random_blocks","num_tokens":64,"block":8,"count":3,"seed":0,"head":-1}', "head must be at least 0"),
         ('{"kind":"neighborhood","grid":[14],"radius":[3],"rate":[1],"sizes":[7]}', "has the fields"),
         ('{"kind":"neighborhood","grid":[14],"radius":[3],"rate":[1],"kernel_size":[7]}', "one of radius and kernel"),
         ('{"kind":"neighborhood","grid":[14],"radius":[3],"rate":[1],"causal":[1]}', r"causal\[0\] must be True or"),
@@ -85,14 +73,6 @@ def nested(depth: int) -> str:
 def test_bad_text(text, says):
     with pytest.raises(ValueError, match=says):
         masks.from_json(text)
-
-
-@pytest.mark.parametrize(
-    "value", [None, 3, "causal", {"kind": "causal"}, masks.causal], ids=["none", "number", "name", "object", "function"]
-)
-def test_only_patterns_have_a_text(value):
-    with pytest.raises(TypeError, match="pattern or mixture"):
-        masks.to_json(value)
 
 
 @pytest.mark.parametrize("text", [None, 3, masks.causal()], ids=str)

@@ -10,7 +10,7 @@ import torch
 from jaxtyping import Int64
 from torch import Tensor
 
-from ...core import (
+from ..core import (
     And,
     Bounds,
     Box,
@@ -26,6 +26,7 @@ from ...core import (
     Progression,
     Ranges,
     Reason,
+    at_least,
     call,
     constructor,
     index_dtype,
@@ -34,7 +35,7 @@ from ...core import (
     pattern_kind,
     require_int,
 )
-from .._block_list import NOTHING, BlockTable, by_halving, padded
+from ._block_list import NOTHING, BlockTable, by_halving, padded
 from ._run_time import RunTime, Table, of_tensor
 
 # B batch entries, T tables, R rows of query blocks, W entries of a row
@@ -49,12 +50,11 @@ class SelectedBlocks(RunTime):
     num_dims = 3
 
     block: tuple[int, int] = (1, 1)
-    most: int = 1
+    most: int = at_least(1, default=1)
 
-    def __post_init__(self) -> None:
+    def check(self) -> None:
         object.__setattr__(self, "block", _sides(self.block))
-        require_int("most", self.most, minimum=1)
-        super().__post_init__()
+        super().check()
 
     def phrase(self) -> Phrase:
         return call(self.kind, self.name, block=self.block, most=self.most)
@@ -200,7 +200,6 @@ class SelectedTable(Table):
 
 
 def require_tables(tables: int, num_heads: int) -> None:
-    """Raise ValueError unless the number of tables divides the number of heads."""
     if num_heads % tables:
         raise ValueError(
             f"selected blocks must have one table, or as many as divide the heads; got {tables} for {num_heads} heads"
@@ -208,7 +207,10 @@ def require_tables(tables: int, num_heads: int) -> None:
 
 
 def require_row(side: int, first: int, rows: int, query: int) -> None:
-    """Raise ValueError unless the first row is for the block of the query at this position, or an earlier block."""
+    """Raise ValueError if the table has no row for the first query of a call.
+
+    side: queries of a block. first: query block of row 0. rows: number of rows. query: position of the first query.
+    """
     if query < first * side:
         raise ValueError(
             f"selected blocks must have a row for each block of {side} queries; got {rows} rows, the first for "
@@ -229,7 +231,6 @@ def _whole(own: int, side: int) -> int:
 
 
 def _sides(block: Any) -> tuple[int, int]:
-    """(side of query blocks, side of key blocks)."""
     sides = tuple(block) if isinstance(block, tuple | list) else (block, block)
     if len(sides) != 2:
         raise ValueError(f"block must be one side or (side of query blocks, of key blocks); got {block=}")

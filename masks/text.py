@@ -1,4 +1,4 @@
-"""Patterns as JSON, for checkpoints and custom ops."""
+"""Patterns as text: JSON for checkpoints and custom ops, and expressions."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from difflib import get_close_matches
 from functools import reduce
 from typing import Any, NoReturn
 
-from ..core import (
+from .core import (
     CONSTRUCTORS,
     CUT,
     DEEPEST,
@@ -39,7 +39,8 @@ def to_json(pattern: Expression) -> str:
     """
     text = require_expression(pattern).text
     if _NAMES_A_FUNCTION in text:
-        raise TypeError(f"a custom function has no JSON: store what it is made from, and make it anew; got {pattern!r}")
+        rule = "a custom function has no JSON: save its parameters, and call masks.custom again after loading"
+        raise TypeError(f"{rule}; got {pattern!r}")
     return text
 
 
@@ -52,7 +53,7 @@ def from_json(text: str) -> Pattern | Mixture:
     """
     pattern = read_text(text)
     if _NAMES_A_FUNCTION in pattern.text:
-        raise ValueError(f"a custom function has no JSON: make it anew with masks.custom; got {pattern!r}")
+        raise ValueError(f"a custom function has no JSON: call masks.custom with the function instead; got {pattern!r}")
     return pattern
 
 
@@ -189,7 +190,7 @@ class _Text:
             return self._of(ast.parse(self._line[self._margin :], mode="eval").body)
         except SyntaxError as error:
             if not error.offset:
-                raise self._error(len(self._text), "a pattern or a value should stand here; got the end") from None
+                raise self._error(len(self._text), "a pattern or a value is missing; got the end") from None
             raise self._error(min(self._margin + error.offset - 1, len(self._text)), error.msg) from None
         except (RecursionError, MemoryError):
             raise self._error(0, "an expression must nest less deep") from None
@@ -215,7 +216,7 @@ class _Text:
         match node:
             case ast.Constant(str() as value):
                 if self._text[self._index(node.col_offset) + 1 : self._end(node) - 1] != value:
-                    raise self._error_at(node, "a string stands between two quotes on one line")
+                    raise self._error_at(node, "a string needs two quotes on one line, without prefix")
                 return value
             case ast.Constant(int() | None as value):
                 return value
@@ -281,7 +282,7 @@ class _Text:
             raise self._error_at(node, "only a pattern's name is called")
         value = self._of(node.value)
         if not isinstance(value, Expression) or node.attr not in _METHODS:
-            says = f"after the dot stands one of {', '.join(_METHODS)}, of a pattern"
+            says = f"the dot must be followed by one of {', '.join(_METHODS)}, of a pattern"
             raise self._error(self._end(node) - len(node.attr), says)
         return node.attr, getattr(value, node.attr)
 
@@ -344,7 +345,6 @@ def _unreadable(character: str) -> str:
 
 
 def _parameters(build: Callable[..., object]) -> str:
-    """Signature without annotations."""
     signature = inspect.signature(build)
     bare = [each.replace(annotation=inspect.Parameter.empty) for each in signature.parameters.values()]
     return str(inspect.Signature(bare))

@@ -10,7 +10,7 @@ import torch
 from jaxtyping import Int64, Shaped
 from torch import Tensor
 
-from ...core import (
+from ..core import (
     Bounds,
     Box,
     Expression,
@@ -25,7 +25,7 @@ from ...core import (
     numbered,
     parameters,
 )
-from .._band import local_window
+from ._band import local_window
 
 # B batch entries (or one for all of them), L positions, W windows
 
@@ -57,13 +57,11 @@ class RunTime(Pattern):
     name: str
     given: Given | None = field(default=None, metadata={"stored": False})
 
-    def __post_init__(self) -> None:
+    def check(self) -> None:
         if type(self.name) is not str or not self.name.isidentifier():
             raise ValueError(f"the name of a run-time tensor must be an identifier; got {self.name!r:.80}")
-        super().__post_init__()
 
     def differs_by_entry(self, tensor: Tensor) -> bool:
-        """True if a tensor of this name has a row for each batch entry."""
         return tensor.dim() > self.num_dims and len(tensor) > 1
 
     def carried(self) -> dict[str, Tensor]:
@@ -108,7 +106,6 @@ class Windows:
 
     @classmethod
     def squares(cls, start: Int64[Tensor, " W"], stop: Int64[Tensor, " W"]) -> Windows:
-        """Runs of positions that see themselves."""
         return cls(start, stop, start, stop, torch.zeros_like(start))
 
     def __len__(self) -> int:
@@ -122,7 +119,6 @@ class Windows:
         return Windows(self.q_start, self.q_stop, self.k_start, self.k_stop, self.q_start)
 
     def within(self, queries: range, keys: range) -> Windows:
-        """Clip to these ranges and drop empty windows."""
         q_start, q_stop = (edge.clamp(queries.start, queries.stop) for edge in (self.q_start, self.q_stop))
         k_start, k_stop = (edge.clamp(keys.start, keys.stop) for edge in (self.k_start, self.k_stop))
         cut = Windows(q_start, q_stop, k_start, k_stop, self.origin)
@@ -181,7 +177,6 @@ class Table(Pattern):
         return Phrase(f"<{self._described()}>" if self.known else f"<{self.digest}>")
 
     def _described(self) -> str:
-        """Short text on the contents of the rows."""
         raise NotImplementedError  # defined by each table
 
     def on(self, device: torch.device) -> Rows:
@@ -239,7 +234,6 @@ def names(pattern: Expression) -> tuple[str, ...]:
 
 
 def run_time_leaves(pattern: Expression) -> tuple[RunTime, ...]:
-    """Leaves with run-time tensors, one for each use."""
     return tuple(leaf for leaf in pattern.leaves() if isinstance(leaf, RunTime))
 
 

@@ -1,14 +1,16 @@
-"""Rewrites of a key query into key queries of fewer queries, keys or rules, by the form of one rule."""
+"""KeyQuery, the keys that some queries attend to, and its rewrites into smaller key queries by the form of one rule."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 from math import prod
 
 import torch
+from torch import Tensor
 
+from ..blocks import allowed_pairs
 from ..core import And, Every, Not, Or, Pattern, Ranges, common_period, intersect, ranges_of, union_of
 from ..patterns import (
     Axis,
@@ -21,13 +23,9 @@ from ..patterns import (
     Neighborhood,
     PerDocument,
     Spans,
+    keys_in_blocks,
     local_window,
 )
-from ._key_query import KeyQuery, moved
-
-Restore = Callable[[list[range]], list[range]]
-Parts = list[tuple[KeyQuery, Restore]]  # key queries, each with the map from its answer to part of the whole answer
-_Rectangle = tuple[range, ...]  # places along each axis of a grid, the outermost first
 
 # Segments that repeat are rewritten once for all; up to these numbers, segments are rewritten one by one.
 _FEW_SEGMENTS = 4
@@ -35,15 +33,59 @@ _MOST_SEGMENTS = 1 << 12
 _ALL = range(1 << 62)
 
 
+@dataclass(frozen=True)
+class KeyQuery:
+    """The set of those `keys` that any of `queries` attends to, under the intersection of `factors`.
+
+    factors: rules for one head. head: a global head that follows them.
+    """
+
+    factors: tuple[Pattern, ...]
+    queries: range
+    keys: range
+    head: int
+    num_heads: int
+
+    @property
+    def is_empty(self) -> bool:
+        return not (self.queries and self.keys)
+
+    @property
+    def rule(self) -> Pattern:
+        return And.of(*self.factors)
+
+    def of(self, factors: Iterable[Pattern]) -> KeyQuery:
+        return KeyQuery(tuple(dict.fromkeys(factors)), self.queries, self.keys, self.head, self.num_heads)
+
+    def also(self, *factors: Pattern) -> KeyQuery:
+        return self.of((*self.factors, *factors))
+
+    def within(self, queries: range = _ALL, keys: range = _ALL) -> KeyQuery:
+        both = intersect(self.queries, queries), intersect(self.keys, keys)
+        return KeyQuery(self.factors, *both, self.head, self.num_heads)
+
+    def allows(self, q: Tensor, k: Tensor) -> Tensor:
+        """Evaluate the rule on broadcast positions; ValueError if a table in it is too short."""
+        return allowed_pairs(self.rule, self.num_heads, torch.tensor(self.head), q, k)
+
+
+Restore = Callable[[list[range]], Iterable[range]]
+Parts = list[tuple[KeyQuery, Restore]]  # key queries, each with the map from its keys to keys of the whole
+
+
+def moved(positions: range, distance: int) -> range:
+    return range(positions.start + distance, positions.stop + distance, positions.step)
+
+
 def rewritten(wanted: KeyQuery) -> Parts | None:
-    """Key queries whose answers together are the answer; None if no rewrite fits a rule."""
-    rests = [(factor, wanted.of(*(other for other in wanted.factors if other != factor))) for factor in wanted.factors]
+    """Key queries whose keys together are the keys of this one; None if no rewrite fits a rule."""
+    rests = [(factor, wanted.of(other for other in wanted.factors if other != factor)) for factor in wanted.factors]
     for rewrite in (
         _plainer,
         _one_sided,
         _one_residue,
         _near,
-        _few_segments,
+        _one_by_one,
         _spans,
         _alternatives,
         _segments,
@@ -57,27 +99,24 @@ def rewritten(wanted: KeyQuery) -> Parts | None:
     return None
 
 
+def _same(parts: Iterable[KeyQuery]) -> Parts:
+    return [(part, list) for part in parts]
+
+
 def _plainer(factor: Pattern, rest: KeyQuery) -> Parts | None:
     """Drop `every()`, flatten `&`, resolve `~`."""
-    if isinstance(factor, Every):
-        return _same([rest])
-    if isinstance(factor, And):
-        return _same([rest.of(*rest.factors, *factor.parts)])
-    if isinstance(factor, Not):
-        return _complement(factor.part, rest)
-    return None
-
-
-def _complement(part: Pattern, rest: KeyQuery) -> Parts | None:
-    if isinstance(part, Every):
-        return []
-    if isinstance(part, Not):
-        return _same([rest.of(*rest.factors, part.part)])
-    if isinstance(part, Or):
-        return _same([rest.of(*rest.factors, *(~each for each in part.parts))])
-    if isinstance(part, GlobalTokens):
-        later = range(part.tokens, _ALL.stop)
-        return _same([rest.within(later if part.rows else _ALL, later if part.columns else _ALL)])
+    match factor:
+        case Every():
+            return _same([rest])
+        case And():
+            return _same([rest.also(*factor.parts)])
+        case Not(part=Every()):
+            return []
+        case Not(part=Or(parts=parts)):
+            return _same([rest.also(*(~part for part in parts))])
+        case Not(part=GlobalTokens() as part):
+            later = range(part.tokens, _ALL.stop)
+            return _same([rest.within(later if part.rows else _ALL, later if part.columns else _ALL)])
     return None
 
 
@@ -85,20 +124,34 @@ def _one_sided(factor: Pattern, rest: KeyQuery) -> Parts | None:
     """Apply a rule of the query alone, or of the key alone."""
     if isinstance(factor, KeySet):
         return [(rest, partial(_visible, factor))]
-    if isinstance(factor, MarkedTokens) and factor.rows != factor.columns:
-        side, narrow = (rest.queries, rest.from_queries) if factor.rows else (rest.keys, rest.to_keys)
-        return _each(narrow, factor.marked(_whole(side)))
-    return None
+    return _marked(factor, rest) if isinstance(factor, MarkedTokens) and factor.rows != factor.columns else None
+
+
+def _visible(keys: KeySet, found: list[range]) -> Iterator[range]:
+    for each in found:
+        positions = torch.arange(each.start, each.stop, each.step)
+        yield from ranges_of(positions[keys.only_row[positions]])
+
+
+def _marked(factor: MarkedTokens, rest: KeyQuery) -> Parts | None:
+    """Restrict to each run of marked queries, and to each of marked keys; None for too many."""
+    queries, keys = (
+        factor.marked(range(side.start, side.stop)) if sees else ()
+        for side, sees in ((rest.queries, factor.rows), (rest.keys, factor.columns))
+    )
+    if max(len(queries), len(keys)) > _MOST_SEGMENTS:
+        return None
+    return _same([*(rest.within(queries=run) for run in queries), *(rest.within(keys=run) for run in keys)])
 
 
 def _one_residue(factor: Pattern, rest: KeyQuery) -> Parts | None:
     """Apply a band of steps to queries that agree modulo the step: keys of their residue, in a band without steps."""
     if not isinstance(factor, Band) or factor.step == 1 or (len(rest.queries) > 1 and rest.queries.step % factor.step):
         return None
-    near = rest.to_keys(range(rest.queries.start % factor.step, _ALL.stop, factor.step))
+    near = rest.within(keys=range(rest.queries.start % factor.step, _ALL.stop, factor.step))
     if factor.least is None or factor.most is None:
         return _same([near])
-    return _same([near.of(*near.factors, local_window(left=-factor.least, right=factor.most))])
+    return _same([near.also(local_window(left=-factor.least, right=factor.most))])
 
 
 def _near(factor: Pattern, rest: KeyQuery) -> Parts | None:
@@ -110,7 +163,8 @@ def _near(factor: Pattern, rest: KeyQuery) -> Parts | None:
     for other in rest.factors:
         if isinstance(other, Band) and other.step == 1:
             joint = _joint_window(factor, other)
-            return None if joint is None else _same([rest.of(*(each for each in rest.factors if each != other), joint)])
+            kept = [each for each in rest.factors if each != other]
+            return None if joint is None else _same([rest.of([*kept, joint])])
     queries, keys = rest.queries, rest.keys
     near = rest.within(
         range(max(0, keys.start - right), keys[-1] + left + 1),
@@ -122,7 +176,7 @@ def _near(factor: Pattern, rest: KeyQuery) -> Parts | None:
     gapless = not rest.factors and near.queries.step <= left + right + 1
     if furthest <= 0 or gapless:
         return _same([near])
-    return None if near == rest else _same([near.of(*near.factors, factor)])
+    return None if near == rest else _same([near.also(factor)])
 
 
 def _joint_window(one: Band, other: Band) -> Pattern | None:
@@ -134,63 +188,44 @@ def _joint_window(one: Band, other: Band) -> Pattern | None:
     return local_window(left=-least, right=most)
 
 
-def _each(narrow: Callable[[range], KeyQuery], marked: Ranges) -> Parts | None:
-    return _same(list(map(narrow, marked))) if len(marked) <= _MOST_SEGMENTS else None
-
-
-def _whole(positions: range) -> range:
-    return range(positions.start, positions.stop)
-
-
-def _visible(keys: KeySet, found: list[range]) -> list[range]:
-    kept: list[range] = []
-    for each in found:
-        positions = torch.arange(each.start, each.stop, each.step)
-        kept += ranges_of(positions[keys.only_row[positions]])
-    return kept
-
-
 def _alternatives(factor: Pattern, rest: KeyQuery) -> Parts | None:
     if isinstance(factor, Or):
-        return _same([rest.of(*rest.factors, part) for part in factor.parts])
+        return _same(rest.also(part) for part in factor.parts)
     if isinstance(factor, Not) and isinstance(factor.part, And):
-        return _same([rest.of(*rest.factors, ~part) for part in factor.part.parts])
-    if isinstance(factor, MarkedTokens):  # of both sides
-        queries = _each(rest.from_queries, factor.marked(_whole(rest.queries)))
-        keys = _each(rest.to_keys, factor.marked(_whole(rest.keys)))
-        return None if queries is None or keys is None else [*queries, *keys]
-    return None
+        return _same(rest.also(~part) for part in factor.part.parts)
+    return _marked(factor, rest) if isinstance(factor, MarkedTokens) else None
 
 
 def _spans(factor: Pattern, rest: KeyQuery) -> Parts | None:
     """Restrict to each span, for a rule within spans of positions."""
     if isinstance(factor, Spans):
-        return _same([rest.within(span, span) for span in _common_spans(factor, rest)])
+        return _same(rest.within(span, span) for span in _common_spans(factor, rest))
     # Rules of distances do not depend on the origin.
     if isinstance(factor, PerDocument) and isinstance(factor.spans, Spans) and common_period(rest.factors) == 1:
-        inner = rest.of(*rest.factors, factor.part)
-        return [
-            (inner.within(span, span).counted_from(span.start), partial(_all_moved, span.start))
-            for span in _common_spans(factor.spans, rest)
-        ]
+        inner = rest.also(factor.part)
+        return [_from_start(inner, span) for span in _common_spans(factor.spans, rest)]
     return None
 
 
-def _all_moved(distance: int, keys: list[range]) -> list[range]:
-    return [moved(each, distance) for each in keys]
+def _from_start(wanted: KeyQuery, span: range) -> tuple[KeyQuery, Restore]:
+    """Restrict to a span, and count positions from its start."""
+    start, part = span.start, wanted.within(span, span)
+    part = replace(part, queries=moved(part.queries, -start), keys=moved(part.keys, -start))
+    return part, lambda found: (moved(keys, start) for keys in found)
 
 
 def _common_spans(spans: Spans, wanted: KeyQuery) -> Iterator[range]:
     begin, end = _overlap(wanted)
     first = int(torch.searchsorted(spans.stops, begin, right=True))
     last = int(torch.searchsorted(spans.starts, end))
-    edges = zip(spans.starts[first:last].tolist(), spans.stops[first:last].tolist(), strict=True)
-    return (range(*each) for each in edges)
+    return map(range, spans.starts[first:last].tolist(), spans.stops[first:last].tolist())
 
 
-def _few_segments(factor: Pattern, rest: KeyQuery) -> Parts | None:
-    """Restrict to each segment of a dilated rule, if few segments hold both queries and keys."""
-    return _one_by_one(factor, rest, _FEW_SEGMENTS)
+def _one_by_one(factor: Pattern, rest: KeyQuery, most: int = _FEW_SEGMENTS) -> Parts | None:
+    """Restrict to each segment of a dilated rule, if at most `most` segments hold both queries and keys."""
+    if not isinstance(factor, Dilated) or len(common := _common_segments(factor, rest)) > most:
+        return None
+    return _same(_in_segment(factor, rest, segment) for segment in common)
 
 
 def _segments(factor: Pattern, rest: KeyQuery) -> Parts | None:
@@ -207,14 +242,7 @@ def _segments(factor: Pattern, rest: KeyQuery) -> Parts | None:
     return [*edges, (_in_segment(factor, rest, common[1]), repeated)]
 
 
-def _one_by_one(factor: Pattern, rest: KeyQuery, most: int) -> Parts | None:
-    if not isinstance(factor, Dilated) or len(common := _common_segments(factor, rest)) > most:
-        return None
-    return _same([_in_segment(factor, rest, segment) for segment in common])
-
-
 def _common_segments(factor: Dilated, wanted: KeyQuery) -> range:
-    """Segments in the overlap of queries and keys."""
     begin, end = _overlap(wanted)
     return range(begin // factor.segment, (end - 1) // factor.segment + 1)
 
@@ -239,6 +267,12 @@ def _repeated(times: int, stride: int, keys: list[range]) -> list[range]:
     return ranges
 
 
+def _overlap(wanted: KeyQuery) -> tuple[int, int]:
+    """[begin, end): the positions between the outermost queries and between the outermost keys."""
+    queries, keys = wanted.queries, wanted.keys
+    return max(queries.start, keys.start), min(queries[-1], keys[-1]) + 1
+
+
 def _blocks(factor: Pattern, rest: KeyQuery) -> Parts | None:
     """Keys of a `Blockwise` rule, by its rule over block numbers.
 
@@ -249,67 +283,40 @@ def _blocks(factor: Pattern, rest: KeyQuery) -> Parts | None:
     block, step = factor.block, rest.queries.step
     if step > block and step % block:
         return None
-    each = max(1, step // block)
-    queries = range(rest.queries.start // block, rest.queries[-1] // block + 1, each)
+    queries = range(rest.queries.start // block, rest.queries[-1] // block + 1, max(1, step // block))
     keys = range(rest.keys.start // block, rest.keys[-1] // block + 1)
     wanted = replace(rest, factors=(factor.part,), queries=queries, keys=keys)
-    return [(wanted, partial(_of_blocks, block, rest.keys))]
-
-
-def _of_blocks(block: int, keys: range, found: list[range]) -> list[range]:
-    """The given keys that are in blocks of these numbers."""
-    ranges: list[range] = []
-    for each in found:
-        if each.step == 1:
-            ranges.append(range(each.start * block, each.stop * block))
-        elif len(each) < block:
-            ranges += [range(number * block, (number + 1) * block) for number in each]
-        else:
-            ranges += [range(each.start * block + key, each.stop * block, each.step * block) for key in range(block)]
-    return [both for each in ranges if (both := intersect(each, keys))]
+    return [(wanted, lambda found: keys_in_blocks(found, block, rest.keys))]
 
 
 def _grid(factor: Pattern, rest: KeyQuery) -> Parts | None:
     """Restrict the keys to the windows of a lone neighbourhood, for a run of queries; no rule remains."""
     if not isinstance(factor, Neighborhood) or rest.factors or rest.queries.step > 1:
         return None
-    return _same([rest.to_keys(keys) for keys in _seen_around(factor, rest.queries)])
+    return _same(rest.within(keys=keys) for keys in _seen_around(factor, rest.queries))
 
 
-def _seen_around(pattern: Neighborhood, queries: range) -> list[range]:
+def _seen_around(pattern: Neighborhood, queries: range) -> Iterator[range]:
     """Keys that some query of a run sees; the ranges of different rectangles may overlap."""
     strides = [prod(pattern.grid[axis + 1 :]) for axis in range(len(pattern.grid))]
-    run = range(queries.start, min(queries.stop, prod(pattern.grid)))
-    found: list[range] = []
-    for rectangle in _rectangles(run, strides):
+    for rectangle in _rectangles(range(queries.start, min(queries.stop, prod(pattern.grid))), strides):
         # The rule is separable by axis, and a rectangle has every combination of its places.
-        along = [_windows(places, axis) for places, axis in zip(rectangle, pattern.axes, strict=True)]
-        found += _combined(along, strides)
-    return found
+        yield from _combined([_windows(*each) for each in zip(rectangle, pattern.axes, strict=True)], strides)
 
 
-def _rectangles(run: range, strides: Sequence[int]) -> Iterator[_Rectangle]:
-    """Split a run of tokens in row-major order into rectangles: end of a row, whole rows, beginning of a row."""
-    if not run:
-        return
+def _rectangles(run: range, strides: Sequence[int]) -> Iterator[tuple[range, ...]]:
+    """Split a run of tokens in row-major order into rectangles: end of a row, beginning of a row, whole rows."""
     stride, *inner = strides
-    if not inner:
-        yield (run,)
+    if not run or not inner:
+        yield from [(run,)] if run else []
         return
     first, last = -(-run.start // stride), run.stop // stride
-    if last < first:  # within one row
-        yield from _in_row(last, range(run.start - last * stride, run.stop - last * stride), inner)
-        return
-    if run.start < first * stride:
-        yield from _in_row(first - 1, range(run.start - (first - 1) * stride, stride), inner)
+    ends = [(first - 1, run.start, min(first * stride, run.stop)), (last, last * stride, run.stop)]
+    for row, start, stop in ends if first <= last else ends[:1]:
+        for rest in _rectangles(range(start - row * stride, stop - row * stride), inner):
+            yield (range(row, row + 1), *rest)
     if first < last:
         yield (range(first, last), *(range(outer // each) for outer, each in zip(strides, inner, strict=False)))
-    if last * stride < run.stop:
-        yield from _in_row(last, range(run.stop - last * stride), inner)
-
-
-def _in_row(row: int, run: range, strides: Sequence[int]) -> Iterator[_Rectangle]:
-    return ((range(row, row + 1), *rest) for rest in _rectangles(run, strides))
 
 
 def _windows(places: range, axis: Axis) -> Ranges:
@@ -321,31 +328,13 @@ def _windows(places: range, axis: Axis) -> Ranges:
     return union_of(found)
 
 
-def _combined(along: Sequence[Ranges], strides: Sequence[int]) -> list[range]:
+def _combined(along: Sequence[Ranges], strides: Sequence[int]) -> Ranges:
     """Tokens whose place along each axis is one of these."""
     *outer, found = along
     for rows, stride in zip(reversed(outer), reversed(strides[:-1]), strict=True):
         if found == (range(stride),):
-            runs = (run for each in rows for run in ([each] if each.step == 1 else _ones(each)))
+            runs = (run for each in rows for run in ([each] if each.step == 1 else [range(at, at + 1) for at in each]))
             found = tuple(range(run.start * stride, run.stop * stride) for run in runs)
         else:
             found = tuple(moved(each, row * stride) for run in rows for row in run for each in found)
-    return [*found]
-
-
-def _ones(rows: range) -> Iterator[range]:
-    return (range(row, row + 1) for row in rows)
-
-
-def _overlap(wanted: KeyQuery) -> tuple[int, int]:
-    """[begin, end): the positions between the outermost queries and between the outermost keys."""
-    queries, keys = wanted.queries, wanted.keys
-    return max(queries.start, keys.start), min(queries[-1], keys[-1]) + 1
-
-
-def _same(questions: list[KeyQuery]) -> Parts:
-    return [(wanted, _unchanged) for wanted in questions]
-
-
-def _unchanged(keys: list[range]) -> list[range]:
-    return keys
+    return found

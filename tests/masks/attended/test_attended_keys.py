@@ -1,4 +1,4 @@
-"""Needs: the keys that some queries may attend to are exactly those of the dense rule, however they are found."""
+"""The keys that given queries attend to are exactly those of the dense rule, however they are found."""
 
 from __future__ import annotations
 
@@ -8,18 +8,18 @@ from time import process_time
 
 import pytest
 import torch
-from hypothesis import assume, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
 from bench._catalogue import ENTRIES, PICTURED, Entry, dense
 from flexdilated import masks
+from flexdilated.masks.attended import _search
+from flexdilated.masks.attended._search import _key_runs, attended_keys
 from flexdilated.masks.core import _ranges
 from flexdilated.masks.core._bound import Extent
 from flexdilated.masks.core._box import Box, Progression
-from flexdilated.masks.core._ranges import Ranges, joined_intervals, ranges_of, union_of
-from flexdilated.masks.needs import _needs
-from flexdilated.masks.needs._needs import _key_runs, needed_keys
+from flexdilated.masks.core._ranges import Ranges, ranges_of, union_of
 from tests.support import oracle
 from tests.support.run_time_strategies import Packed, packed_cases
 from tests.support.strategies import Case, cases
@@ -72,7 +72,7 @@ def check_case(case: Case, data: st.DataObject) -> None:
     queries = data.draw(shares(case.q_offset + case.num_queries))
     keys = data.draw(shares(case.k_offset + case.num_keys))
     heads = sorted(data.draw(st.sets(st.integers(0, case.num_heads_global - 1))))
-    found = needed_keys(
+    found = attended_keys(
         case.twin.pattern, queries=queries, keys=keys, heads=heads, num_heads_global=case.num_heads_global
     )
     assert_found(found, seen_in(all_pairs(case)[heads], queries, keys))
@@ -87,12 +87,12 @@ def test_needs_are_those_of_the_dense_rule(case: Case, data):
 def test_needs_are_the_same_by_the_smallest_steps(case: Case, data):
     """Every search goes to its end, and all limits on what is done at a time are met."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(_needs, "_FEW_PAIRS", 0)
-        patch.setattr(_needs, "_SIDE", data.draw(st.sampled_from([2, 16])))
-        patch.setattr(_needs, "_FRONTIER", 4)
-        patch.setattr(_needs, "_LOOKS", 2)
-        patch.setattr(_needs, "_CUTS", 2)
-        patch.setattr(_needs, "_MOST_CLASSES", data.draw(st.sampled_from([0, 512])))
+        patch.setattr(_search, "_FEW_PAIRS", 0)
+        patch.setattr(_search, "_SIDE", data.draw(st.sampled_from([2, 16])))
+        patch.setattr(_search, "_FRONTIER", 4)
+        patch.setattr(_search, "_LOOKS", 2)
+        patch.setattr(_search, "_CUTS", 2)
+        patch.setattr(_search, "_MOST_CLASSES", data.draw(st.sampled_from([0, 512])))
         patch.setattr(_ranges, "_MOST_COMPARISONS", data.draw(st.sampled_from([0, 1 << 16])))
         check_case(case, data)
 
@@ -110,7 +110,7 @@ def test_needs_of_run_time_patterns_are_those_of_any_batch_entry(packed: Packed,
         for offset, size in ((packed.q_offset, packed.num_queries), (packed.k_offset, packed.num_keys))
     )
     heads = range(packed.num_heads)
-    found = needed_keys(pattern, queries=queries, keys=keys, heads=heads, num_heads_global=packed.num_heads)
+    found = attended_keys(pattern, queries=queries, keys=keys, heads=heads, num_heads_global=packed.num_heads)
     assert_found(found, seen_in(table, queries, keys))
 
 
@@ -125,7 +125,7 @@ def test_needs_of_the_catalogue(entry: Entry):
     whole = (range(PICTURED),)
     for begin in (0, 16, 48):
         queries = (range(begin, begin + 16),)
-        found = needed_keys(pattern, queries=queries, keys=whole, heads=range(heads), num_heads_global=heads)
+        found = attended_keys(pattern, queries=queries, keys=whole, heads=range(heads), num_heads_global=heads)
         assert_found(found, seen_in(table, queries, whole))
 
 
@@ -133,12 +133,12 @@ def test_who_asks_nothing_needs_nothing():
     """No queries, no keys, no heads, and queries that no key is allowed for."""
     some = {"heads": range(2), "num_heads_global": 2}
     ten, later = (range(10),), (range(10, 20),)
-    assert needed_keys(masks.causal(), queries=(), keys=ten, **some) == ()
-    assert needed_keys(masks.causal(), queries=ten, keys=(), **some) == ()
-    assert needed_keys(masks.causal(), queries=ten, keys=later, **some) == ()
-    assert needed_keys(masks.causal(), queries=ten, keys=ten, heads=(), num_heads_global=2) == ()
-    assert needed_keys(masks.dilated(10, 5, 3), queries=(range(9, 13),), keys=ten, **some) == ()
-    assert needed_keys(~masks.every(), queries=ten, keys=ten, **some) == ()
+    assert attended_keys(masks.causal(), queries=(), keys=ten, **some) == ()
+    assert attended_keys(masks.causal(), queries=ten, keys=(), **some) == ()
+    assert attended_keys(masks.causal(), queries=ten, keys=later, **some) == ()
+    assert attended_keys(masks.causal(), queries=ten, keys=ten, heads=(), num_heads_global=2) == ()
+    assert attended_keys(masks.dilated(10, 5, 3), queries=(range(9, 13),), keys=ten, **some) == ()
+    assert attended_keys(~masks.every(), queries=ten, keys=ten, **some) == ()
 
 
 ALMOST = [
@@ -157,9 +157,9 @@ ALMOST = [
 @pytest.mark.parametrize(("pattern", "queries", "expected"), ALMOST)
 def test_keys_that_just_miss_a_query(pattern, queries, expected, few, monkeypatch):
     """One query fewer, or one step more, and a key is not needed any more."""
-    monkeypatch.setattr(_needs, "_FEW_PAIRS", few)
-    monkeypatch.setattr(_needs, "_MOST_PIECES", few)
-    found = needed_keys(pattern, queries=(queries,), keys=(range(100),), heads=[0], num_heads_global=1)
+    monkeypatch.setattr(_search, "_FEW_PAIRS", few)
+    monkeypatch.setattr(_search, "_MOST_PIECES", few)
+    found = attended_keys(pattern, queries=(queries,), keys=(range(100),), heads=[0], num_heads_global=1)
     assert_found(found, expected)
 
 
@@ -183,27 +183,15 @@ def test_needs_on_grids(pattern):
     table = dense(pattern, 0, 1, tokens)
     for first, last in ((0, 1), (3, 5), (13, 16), (7, 41), (24, 72), (0, tokens), (tokens - 3, tokens)):
         queries = (range(first, last),)
-        found = needed_keys(pattern, queries=queries, keys=whole, heads=[0], num_heads_global=1)
+        found = attended_keys(pattern, queries=queries, keys=whole, heads=[0], num_heads_global=1)
         assert_found(found, seen_in(table, queries, whole))
 
 
 def test_neighbours_come_as_one_run():
     """Four heads of offsets 0 to 3 need every token of a segment between them: kernels read runs as views."""
     pattern = masks.longnet([64], [4])
-    found = needed_keys(pattern, queries=(range(32),), keys=(range(32, 80),), heads=range(4), num_heads_global=4)
+    found = attended_keys(pattern, queries=(range(32),), keys=(range(32, 80),), heads=range(4), num_heads_global=4)
     assert found == (range(32, 64),)
-
-
-def test_errors_name_the_rule():
-    one = {"queries": (range(4),), "keys": (range(4),)}
-    with pytest.raises(ValueError, match="heads must be at most 1; got heads=2"):
-        needed_keys(masks.causal(), **one, heads=[2], num_heads_global=2)
-    with pytest.raises(ValueError, match="per_head needs one pattern a head; got 1 for 2 heads"):
-        needed_keys(masks.per_head([masks.causal()]), **one, heads=[0], num_heads_global=2)
-    with pytest.raises(TypeError, match="pattern must be a pattern or mixture"):
-        needed_keys("causal", **one, heads=[0], num_heads_global=1)
-    with pytest.raises(ValueError, match="needs the run-time tensor 'ids'"):
-        needed_keys(masks.documents("ids"), **one, heads=[0], num_heads_global=1)
 
 
 def lattice(b, h, q, k):
@@ -228,7 +216,7 @@ def test_needs_of_longer_sequences(pattern: masks.Pattern):
     heads, whole = range(3), (range(LONG),)
     table = torch.stack([dense(branch, head, 3, LONG) for branch in pattern.branches() for head in heads])
     for queries in ((range(250, 413),), (range(0, 150), range(600, LONG)), (range(7, 8),)):
-        found = needed_keys(pattern, queries=queries, keys=whole, heads=heads, num_heads_global=3)
+        found = attended_keys(pattern, queries=queries, keys=whole, heads=heads, num_heads_global=3)
         assert_found(found, seen_in(table, queries, whole))
 
 
@@ -256,7 +244,7 @@ def test_a_million_tokens_on_eight_ranks(pattern: masks.Pattern, expected: list[
     for rank in range(8):
         mine = range(rank * length, (rank + 1) * length)
         others = tuple(part for part in (range(mine.start), range(mine.stop, MILLION)) if part)
-        found.append(needed_keys(pattern, queries=(mine,), keys=others, heads=[5], num_heads_global=16))
+        found.append(attended_keys(pattern, queries=(mine,), keys=others, heads=[5], num_heads_global=16))
     assert [len(members(each)) for each in found] == expected
     assert all(len(each) <= 10 for each in found)
     assert process_time() - begin < 5
@@ -271,35 +259,11 @@ def test_unions(parts: list[range], most: int):
         assert_found(union_of(parts), sorted(set(members(tuple(parts)))))
 
 
-@given(st.integers(0, 20), st.integers(0, 20), st.sampled_from([2, 3, 4, 6, 16]), st.permutations(range(16)))
-def test_residue_classes_that_fill_a_run_are_one_range(begin: int, length: int, step: int, order: list[int]):
-    assume(length)
-    classes = [range(begin + place, begin + length, step) for place in order if place < step]
-    assert union_of(classes) == (range(begin, begin + length),)
-
-
-@given(st.sets(st.integers(0, 40)))
-def test_positions_as_ranges(positions: set[int]):
-    found = ranges_of(torch.tensor(sorted(positions), dtype=torch.int64))
-    assert members(found) == sorted(positions)
-
-
 def test_two_positions_apart_are_no_range() -> None:
     assert ranges_of(torch.tensor([2, 3, 5])) == (range(2, 4), range(5, 6))
     assert ranges_of(torch.tensor([3, 6, 9, 10, 11])) == (range(3, 7, 3), range(9, 12))
     assert ranges_of(torch.tensor([15, 28])) == (range(15, 16), range(28, 29))
     assert ranges_of(torch.tensor([15, 28, 41])) == (range(15, 42, 13),)
-
-
-@given(st.lists(st.tuples(st.integers(0, 30), st.integers(1, 9)), max_size=8))
-def test_joined_intervals(pairs: list[tuple[int, int]]):
-    begin = torch.tensor([first for first, _ in pairs], dtype=torch.int64)
-    end = torch.tensor([first + length for first, length in pairs], dtype=torch.int64)
-    joined = list(zip(*(side.tolist() for side in joined_intervals(begin, end)), strict=True))
-    assert members(tuple(range(*each) for each in joined)) == sorted(
-        {position for first, length in pairs for position in range(first, first + length)}
-    )
-    assert all(a[1] < b[0] for a, b in pairwise(joined))
 
 
 def test_runs_of_keys_are_told_apart() -> None:
@@ -311,19 +275,11 @@ def test_runs_of_keys_are_told_apart() -> None:
     assert number[0] == number[2] != number[1]
 
 
-def test_keys_of_blocks_that_lie_in_long_progressions() -> None:
-    """Every third block of four keys, far more blocks than a block has keys."""
-    pattern = masks.blockwise(masks.landmark_tokens(3), block=4)
-    found = needed_keys(pattern, queries=(range(4, 8),), keys=(range(400),), heads=[0], num_heads_global=1)
-    expected = [key for key in range(400) if key // 4 % 3 == 0]
-    assert sorted(key for each in found for key in each) == expected
-
-
 @pytest.mark.parametrize("queries", [range(80), range(512, 640)], ids=str)
 def test_keys_that_a_table_lists_are_needed(queries: range) -> None:
     """Over more pairs than are looked at one by one, from position 0 on and from elsewhere."""
     pattern, keys = masks.random_blocks(1024, block=16, count=2, seed=3), range(1024)
-    found = needed_keys(pattern, queries=(queries,), keys=(keys,), heads=[1], num_heads_global=2)
+    found = attended_keys(pattern, queries=(queries,), keys=(keys,), heads=[1], num_heads_global=2)
     mask_mod, nothing = pattern.mask_mod(num_heads=2, device=torch.device("cpu")), torch.tensor(0)
     allowed = mask_mod(nothing, nothing + 1, torch.arange(queries.start, queries.stop)[:, None], torch.arange(1024))
     assert sorted(key for each in found for key in each) == allowed.any(0).nonzero().flatten().tolist()

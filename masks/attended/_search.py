@@ -1,4 +1,4 @@
-"""Needs: the exact keys that some queries may attend to, in closed form where a rewrite fits the rule.
+"""The exact keys that given queries attend to: in closed form where a rewrite fits the rule.
 
 Other rules are searched by bounds: over lags if only the distance counts, else over boxes.
 """
@@ -24,13 +24,10 @@ from ..core import (
     intersect,
     joined_intervals,
     ranges_of,
-    require_expression,
-    require_int,
     union_of,
 )
 from ..orders import residue_rate
-from ._key_query import KeyQuery
-from ._rewrites import rewritten
+from ._rewrites import KeyQuery, rewritten
 
 _MOST_PIECES = 1 << 16  # most pairs of residue classes at the start of a search
 _FRONTIER = 1 << 17  # boxes counted together: bounds the memory
@@ -41,17 +38,14 @@ _MOST_CLASSES = 1 << 9  # most residue classes of keys that are searched by dist
 _CUTS = 8  # parts into which an undecided interval of lags is cut
 
 
-def needed_keys(
+def attended_keys(
     pattern: Expression, *, queries: Ranges, keys: Ranges, heads: Iterable[int], num_heads_global: int
 ) -> Ranges:
     """The positions among `keys` that some position of `queries` may attend to in some of these global heads.
 
     Exact: the union over the branches of a mixture and, with run-time tensors, over batch entries; their values must be
-    in place. The ranges do not overlap and ascend by their first positions; equal arguments give equal ranges. Raises
-    ValueError for heads outside [0, num_heads_global), heads for which the pattern has no rule, and run-time tensors
-    without values.
+    in place. The ranges do not overlap and ascend by their first positions; equal arguments give equal ranges.
     """
-    require_expression(pattern).check_heads(require_int("num_heads_global", num_heads_global, minimum=1))
     rules = rules_of_heads(pattern, heads, num_heads_global)
     return keys_of_any(
         KeyQuery((rule,), q, k, head, num_heads_global)
@@ -61,7 +55,7 @@ def needed_keys(
 
 
 def keys_of_any(questions: Iterable[KeyQuery]) -> Ranges:
-    """Union of the keys that answer these questions, in the form of `needed_keys`."""
+    """Union of the keys that answer these questions, in the form of `attended_keys`."""
     return union_of(found for wanted in questions for found in keys_seen(wanted))
 
 
@@ -69,7 +63,6 @@ def rules_of_heads(pattern: Expression, heads: Iterable[int], num_heads: int) ->
     """Distinct rules of these heads, over branches and batch entries, each with one head that follows it."""
     rules: dict[Pattern, int] = {}
     for head in heads:
-        require_int("heads", head, minimum=0, maximum=num_heads - 1)
         for batch in range(pattern.num_entries()):
             for branch in pattern.entry(batch).branches():
                 rules.setdefault(branch.for_head(head, num_heads), head)
@@ -236,66 +229,52 @@ def _ranges(first: Tensor, count: Tensor, step: int) -> list[range]:
 
 def found_by_distance(wanted: KeyQuery) -> list[range] | None:
     """Keys that some query sees, as ranges; None if more than the distance counts, or classes are too many."""
-    step = wanted.queries.step if len(wanted.queries) > 1 else 1
-    classes = step // gcd(step, wanted.keys.step)
+    step, keys, number = wanted.queries.step if len(wanted.queries) > 1 else 1, wanted.keys, len(wanted.queries)
+    classes = step // gcd(step, keys.step)
     if common_period(wanted.factors) != 1 or classes > _MOST_CLASSES:
         return None
-    keys = wanted.keys
     found: list[range] = []
     for index in range(min(classes, len(keys))):
         hull = range(keys.start + index * keys.step, keys[-1] + 1, step)
-        found += _in_steps_of_queries(wanted, hull)
-    return [both for each in found if (both := intersect(each, keys))]
+        begin, end = _seen_lags(wanted, hull)  # key j is seen iff one of the lags j - number + 1 to j is allowed
+        for run in zip(begin.tolist(), (end + (number - 1)).tolist(), strict=True):
+            places = intersect(range(*run), range(len(hull)))
+            found.append(intersect(hull[places.start : places.stop], keys))
+    return [each for each in found if each]
 
 
-def _in_steps_of_queries(wanted: KeyQuery, keys: range) -> list[range]:
-    """Keys that some of n queries sees; key j is seen iff one of the lags j - n + 1 to j is allowed."""
-    begin, end = _Lags(wanted, keys).counted()
-    runs = zip(begin.tolist(), (end + (len(wanted.queries) - 1)).tolist(), strict=True)
-    held = (intersect(range(*run), range(len(keys))) for run in runs)
-    return [keys[run.start : run.stop] for run in held if run]
+def _seen_lags(wanted: KeyQuery, keys: range) -> tuple[Tensor, Tensor]:
+    """Intervals [begin, end) of lags, key index - query index, that count as allowed.
+
+    These are the allowed lags, and all lags between two allowed ones at most n apart, for n queries: a key with a lag
+    between them also has one of the two. Queries and keys have equal steps.
+    """
+    n, found = len(wanted.queries), []
+    begin, end = torch.tensor([1 - n]), torch.tensor([len(keys)])
+    while len(begin):
+        bounds = _count_lags(wanted, keys, begin, end)
+        some, full = bounds.low > 0, bounds.low == end - begin
+        between = joined_intervals(*_between(begin[some], end[some], n))
+        found += [(begin[full], end[full]), between]
+        doubtful = (bounds.high > 0) & ~full & ~_inside(begin, end, *between)
+        begin, end = _cut(begin[doubtful], end[doubtful])
+    return joined_intervals(*(torch.cat(side) for side in zip(*found, strict=True)))
 
 
-class _Lags:
-    """Lags between n queries and m keys of equal step, and the lags that a rule allows."""
-
-    def __init__(self, wanted: KeyQuery, keys: range) -> None:
-        self.wanted, self.step = wanted, keys.step
-        self.lags = range(1 - len(wanted.queries), len(keys))
-        # A query position for which no lag gives a negative key position.
-        shift = keys.start - wanted.queries.start
-        self.query = max(0, -(shift + self.step * self.lags.start))
-        self.first_key = self.query + shift
-
-    def counted(self) -> tuple[Tensor, Tensor]:
-        """Intervals [begin, end) of lags that count as allowed.
-
-        These are the allowed lags, and all lags between two allowed ones at most n apart: a key with a lag between them
-        also has one of the two.
-        """
-        n = len(self.wanted.queries)
-        found: list[tuple[Tensor, Tensor]] = []
-        begin, end = torch.tensor([self.lags.start]), torch.tensor([self.lags.stop])
-        while len(begin):
-            bounds = self._count(begin, end)
-            some, full = bounds.low > 0, bounds.low == end - begin
-            between = joined_intervals(*_between(begin[some], end[some], n))
-            found += [(begin[full], end[full]), between]
-            doubtful = (bounds.high > 0) & ~full & ~_inside(begin, end, *between)
-            begin, end = _cut(begin[doubtful], end[doubtful])
-        return joined_intervals(*(torch.cat(side) for side in zip(*found, strict=True)))
-
-    def _count(self, begin: Tensor, end: Tensor) -> Bounds:
-        """Bounds on the allowed lags of each interval; exact for single lags."""
-        head, query = torch.full_like(begin, self.wanted.head), torch.full_like(begin, self.query)
-        first = self.first_key + self.step * begin
-        q, k = Progression(query, self.step, torch.ones_like(query)), Progression(first, self.step, end - begin)
-        bounds = self.wanted.rule.count(Box(head, q, k), num_heads=self.wanted.num_heads)
-        single = ((end - begin == 1) & (bounds.low < bounds.high)).nonzero().squeeze(1)
-        if not len(single):
-            return bounds
-        allowed = self.wanted.allows(query[single], first[single]).long()
-        return Bounds(bounds.low.index_copy(0, single, allowed), bounds.high.index_copy(0, single, allowed))
+def _count_lags(wanted: KeyQuery, keys: range, begin: Tensor, end: Tensor) -> Bounds:
+    """Bounds on the allowed lags of each interval; exact for single lags."""
+    # A query position for which no lag gives a negative key position.
+    shift = keys.start - wanted.queries.start
+    place = max(0, -(shift + keys.step * (1 - len(wanted.queries))))
+    head, query = torch.full_like(begin, wanted.head), torch.full_like(begin, place)
+    first = place + shift + keys.step * begin
+    q, k = Progression(query, keys.step, torch.ones_like(query)), Progression(first, keys.step, end - begin)
+    bounds = wanted.rule.count(Box(head, q, k), num_heads=wanted.num_heads)
+    single = ((end - begin == 1) & (bounds.low < bounds.high)).nonzero().squeeze(1)
+    if not len(single):
+        return bounds
+    allowed = wanted.allows(query[single], first[single]).long()
+    return Bounds(bounds.low.index_copy(0, single, allowed), bounds.high.index_copy(0, single, allowed))
 
 
 def _between(begin: Tensor, end: Tensor, n: int) -> tuple[Tensor, Tensor]:
@@ -306,7 +285,6 @@ def _between(begin: Tensor, end: Tensor, n: int) -> tuple[Tensor, Tensor]:
 
 
 def _inside(begin: Tensor, end: Tensor, run_begin: Tensor, run_end: Tensor) -> Tensor:
-    """True for intervals within one of some ascending runs."""
     if not len(run_begin):
         return torch.zeros_like(begin, dtype=torch.bool)
     run = torch.searchsorted(run_begin, begin, right=True) - 1

@@ -1,4 +1,4 @@
-"""Rows: the keys of one query, in closed form or searched, are those of the dense rule; and ranges as sets."""
+"""Rows: the keys of one query, in closed form or searched, are those of the dense rule."""
 
 from unittest import mock
 
@@ -7,8 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from flexdilated.engines._rows import branch_rules
-from flexdilated.masks.core._ranges import as_ranges, intersect, unite
-from flexdilated.masks.needs import _row
+from flexdilated.masks.attended import _row
+from flexdilated.masks.core._ranges import unite
 from tests.support import strategies
 
 
@@ -72,23 +72,13 @@ def test_rows_of_a_step_are_the_rules(data: st.DataObject) -> None:
                 assert found.sum() == expected[head].sum()
 
 
-starts, steps = st.one_of(st.just(0), st.integers(0, 20)), st.one_of(st.just(1), st.integers(1, 12))
-progressions = st.builds(range, starts, st.integers(0, 60), steps)
-
-
-@given(progressions, progressions)
-def test_intersections(left: range, right: range) -> None:
-    assert set(intersect(left, right)) == set(left) & set(right)
-
-
-@given(st.lists(progressions, max_size=4))
-def test_unions(parts: list[range]) -> None:
-    """Each position once; runs always fit, and progressions that meet may be given up."""
-    ranges = tuple(keys for part in parts for keys in as_ranges(part))
-    united = unite(ranges)
+@given(st.lists(st.builds(range, st.integers(0, 20), st.integers(0, 60), st.integers(1, 12)), max_size=4))
+def test_runs_always_unite(parts: list[range]) -> None:
+    """Each position once; progressions of larger steps that meet may be given up, runs never."""
+    united = unite(tuple(part for part in parts if part))
+    coarse = [part for part in parts if part.step > 1]
     if united is None:
-        coarse = [keys for keys in ranges if keys.step > 1]
         assert any(set(a) & set(b) for index, a in enumerate(coarse) for b in coarse[:index])
     else:
         assert all(united)
-        assert sorted(key for keys in united for key in keys) == sorted(set().union(*ranges))
+        assert sorted(key for keys in united for key in keys) == sorted(set().union(*parts))

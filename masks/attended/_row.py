@@ -1,4 +1,4 @@
-"""Needs of decoding: the keys that a few queries see, the keys that later queries may see, whether a rule is causal."""
+"""For decoding: keys that a few queries see, keys that later queries may see, and a test for causal rules."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from ..blocks import Rule, build_blocks
 from ..core import And, Box, Or, Pattern, Progression, Ranges, intersect, plans, union_of
 from ..orders import Layout
 from ..patterns import Band, Causal
-from ._key_query import KeyQuery
-from ._needs import keys_of_any
+from ._rewrites import KeyQuery
+from ._search import keys_of_any
 
 # N rows, n keys, R runs of keys
 
@@ -96,7 +96,6 @@ class RowSource:
 
 
 def positions(ranges: Sequence[range]) -> Int64[Tensor, " n"]:
-    """Concatenate ranges."""
     parts = [torch.arange(each.start, each.stop, each.step) for each in ranges]
     return parts[0] if len(parts) == 1 else torch.cat(parts)
 
@@ -125,7 +124,6 @@ def _union(ranges: Iterable[range]) -> Ranges:
 
 
 def _pairs(rows: Sequence[Ranges], every: Ranges) -> Bool[Tensor, "N n"]:
-    """True where a row lists a key."""
     pairs = torch.zeros(len(rows), sum(map(len, every)), dtype=torch.bool)
     begin = 0
     for part in every:

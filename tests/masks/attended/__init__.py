@@ -1,0 +1,1 @@
+"""Keys that given queries attend to."""

@@ -1,1 +1,0 @@
-"""Which keys a set of queries needs."""
