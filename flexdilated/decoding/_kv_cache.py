@@ -185,7 +185,9 @@ class KVCache:
             return
         batch = self._held.keys.shape[0]
         if not len(entries) or int(entries.min()) < 0 or int(entries.max()) >= batch:
-            raise ValueError(f"entries must lie between 0 and {batch - 1}, and be at least one; got {entries.tolist()}")
+            raise ValueError(
+                f"entries must name at least one batch entry, each between 0 and {batch - 1}; got {entries.tolist()}"
+            )
         self._held.select(entries.long())
 
     def held(self) -> tuple[Int64[Tensor, " M"], Float[Tensor, "B G M D"], Float[Tensor, "B G M E"]]:

@@ -4,6 +4,7 @@ from ._attention import BlockSparseAttention, DilatedAttention, HeadParallelDila
 from ._backbone import LongNetBackbone
 from ._call_masks import require_causal_mask, without_padding
 from ._longnet import LongNet, LongNetClassifier, LongNetEncoderDecoder
+from ._longnet_block import skip_entries
 from ._longnet_config import LongNetConfig, SelectedLayers
 from ._model_memory import ModelMemory, ModelSize, attention_size, model_memory
 from ._multihead import MultiheadDilatedAttention, MultiheadProjections, refuse_weights

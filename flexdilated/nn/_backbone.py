@@ -151,7 +151,7 @@ class LongNetBackbone(Pretrained):
         an accelerator, and in a compiled graph, such a token causes the device's own error.
         """
         if caches is not None and key_padding_mask is not None:
-            raise ValueError("caches know no padding: give the real tokens alone, without key_padding_mask")
+            raise ValueError("a call with caches takes no key_padding_mask: give tokens without padding")
         x = self.features(tokens, caches, key_padding_mask, self.read(memory, memory_padding_mask))
         return self._outputs(x)
 
@@ -215,13 +215,13 @@ class LongNetBackbone(Pretrained):
         visible = None
         if padding is not None and self._selects:
             visible = on_host(without_padding(masks.every(), padding, (tokens.shape[0], num_tokens)))
-        told = turns(self.config, positions, x.dtype)
-        again = caches is None and self.config.checkpoint and torch.is_grad_enabled()
+        rotary = turns(self.config, positions, x.dtype)
+        recompute = caches is None and self.config.checkpoint and torch.is_grad_enabled()
         draws = self.training and bool(self.config.dropout or self.config.drop_path)
         for index, block in enumerate(self.blocks):
             read = (None, None) if memory is None else (memory.blocks[index], memory.pattern)
-            given = (x, told, pattern, layout, None if caches is None else caches[index], *read, visible)
-            x = checkpoint(block, *given, use_reentrant=False, preserve_rng_state=draws) if again else block(*given)
+            given = (x, rotary, pattern, layout, None if caches is None else caches[index], *read, visible)
+            x = checkpoint(block, *given, use_reentrant=False, preserve_rng_state=draws) if recompute else block(*given)
         x = self.norm(x)
         return x if layout is None else layout.invert(x, dim=1)
 
@@ -271,8 +271,8 @@ class LongNetBackbone(Pretrained):
             return
         if self.config.selection is not None and self.over_ranks.codec is not None:
             raise ValueError(
-                "layers that choose their keys gather these as they are, as rounded ones would be chosen otherwise: "
-                f"with a selection codec must be None; got codec={self.over_ranks.codec!r}"
+                "codec must be None with a selection, as rounding keys would change which ones are selected; got "
+                f"codec={self.over_ranks.codec!r}"
             )
         if self.config.layout == "residue":
             raise ValueError(
@@ -280,7 +280,7 @@ class LongNetBackbone(Pretrained):
             )
         if self.config.drop_path:
             raise ValueError(
-                "with a mesh every rank would leave out other sequences' halves: drop_path must be 0; got "
+                "drop_path must be 0 with a mesh, as each rank would draw other sequences to skip; got "
                 f"drop_path={self.config.drop_path}"
             )
 

@@ -123,9 +123,7 @@ class Block(nn.Module):
 
     def _add(self, x: Tensor, normed: nn.Module, half: Callable[[Tensor], Tensor]) -> Tensor:
         y = F.dropout(half(x if self.deepnorm else normed(x)), self.dropout, self.training)
-        if self.drop_path and self.training:
-            kept = torch.empty(len(x), 1, 1, device=x.device, dtype=x.dtype).bernoulli_(1 - self.drop_path)
-            y = y * kept / (1 - self.drop_path)
+        y = skip_entries(y, self.drop_path if self.training else 0.0)
         return normed(self.residual * x + y) if self.deepnorm else x + y
 
     def _attend(
@@ -177,6 +175,17 @@ class Block(nn.Module):
     def _feed_forward(self, x: Float[Tensor, "B N E"]) -> Float[Tensor, "B N E"]:
         hidden = F.gelu(self.ffn_in(x), approximate="tanh")
         return self.ffn_out(hidden if self.ffn_inner_norm is None else self.ffn_inner_norm(hidden))
+
+
+def skip_entries(x: Float[Tensor, "B N E"], probability: float) -> Float[Tensor, "B N E"]:
+    """Stochastic depth: zero random batch entries, and divide the kept ones by their probability to be kept.
+
+    Source: arXiv 1603.09382.
+    """
+    if probability == 0:
+        return x
+    kept = torch.empty(len(x), 1, 1, device=x.device, dtype=x.dtype).bernoulli_(1 - probability)
+    return x * kept / (1 - probability)
 
 
 def norm(

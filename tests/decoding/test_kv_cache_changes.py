@@ -116,8 +116,16 @@ def test_bad_changes() -> None:
         (lambda: cache.crop(1.0), TypeError, "num_tokens must be an integer"),
         (lambda: cache.select([0]), TypeError, r"entries must be a tensor of integers of shape \(C,\); got \[0\]"),
         (lambda: cache.select(torch.tensor([0.0])), TypeError, "entries must be a tensor of integers"),
-        (lambda: cache.select(torch.tensor([2])), ValueError, r"between 0 and 1, and be at least one; got \[2\]"),
-        (lambda: cache.select(torch.tensor([], dtype=torch.long)), ValueError, r"at least one; got \[\]"),
+        (
+            lambda: cache.select(torch.tensor([2])),
+            ValueError,
+            r"each between 0 and 1; got \[2\]",
+        ),
+        (
+            lambda: cache.select(torch.tensor([], dtype=torch.long)),
+            ValueError,
+            r"at least one batch entry,",
+        ),
         (lambda: fd.KVCache(WINDOW, num_heads=4, undo=-1), ValueError, "undo must be at least 0; got undo=-1"),
     ]:
         with pytest.raises(error, match=said):
@@ -128,9 +136,7 @@ def test_bad_changes() -> None:
 X = torch.zeros(2, 4, 3, 8)
 BAD = {
     "not a pattern": (lambda: fd.KVCache("causal", num_heads=4), TypeError, "pattern must be a pattern or mixture"),
-    "no heads": (lambda: fd.KVCache(WINDOW, num_heads=0), ValueError, "num_heads must be at least 1; got num_heads=0"),
     "engine": (lambda: fd.KVCache(WINDOW, num_heads=4, engine="fast"), ValueError, "engine must be None or one of"),
-    "capacity": (lambda: fd.KVCache(WINDOW, num_heads=4, capacity=0), ValueError, "capacity must be at least 1"),
     "scale": (lambda: fd.KVCache(WINDOW, num_heads=4, scale=float("inf")), ValueError, "scale must be finite"),
     "heads of all": (
         lambda: fd.KVCache(WINDOW, num_heads=4, head_offset=1, num_heads_global=4),
@@ -144,33 +150,16 @@ BAD = {
     ),
     "another number of heads": (lambda: used().attend(X[:, :2], X, X), ValueError, "multiple of the key/value heads"),
     "fewer heads": (lambda: used().attend(X[:, :2], X[:, :2], X[:, :2]), ValueError, "q must hold num_heads=4 heads"),
-    "other tokens": (
-        lambda: used().attend(X[:, :, :2], X, X),
-        ValueError,
-        r"the new tokens of k; got q \(2, 4, 2, 8\)",
-    ),
     "another batch": (lambda: used().attend(X[:1], X[:1], X[:1]), ValueError, "those before, batch 2, .*got batch 1"),
-    "other key heads": (lambda: used().attend(X, X[:, :1], X[:, :1]), ValueError, "got batch 2, 1 key/value heads"),
     "another head dim": (lambda: used().attend(*[X[..., :4]] * 3), ValueError, "got .*head dim 4"),
     "another dtype": (lambda: used().attend(*[X.double()] * 3), ValueError, "float32 on cpu; got .*float64"),
-    "unequal dtypes": (lambda: used().attend(X, X.double(), X), ValueError, "must have one dtype"),
     "a list": (lambda: used().append([1], X), TypeError, "k must be a tensor; got list"),
     "appended heads": (lambda: used().append(X[:, :3], X[:, :3]), ValueError, "must be a multiple of the key/value"),
-    "a gradient": (
-        lambda: used().attend(X.clone().requires_grad_(), X, X),
-        ValueError,
-        r"a cache passes no gradient on, .*call it under torch.no_grad\(\)",
-    ),
     "sinks": (lambda: used().attend(X, X, X, sinks=torch.zeros(3)), ValueError, "sinks must have one logit for each"),
     "tokens beyond a grid": (
         lambda: fd.KVCache(masks.neighborhood((4, 4), 1) & WINDOW, num_heads=4).append(*[X.repeat(1, 1, 6, 1)] * 2),
         ValueError,
         "a grid of 4x4 holds 16 tokens; got queries up to 18 and keys up to 18",
-    ),
-    "run-time tensors": (
-        lambda: fd.KVCache(masks.documents(torch.tensor([0, 0, 1])) & WINDOW, num_heads=4),
-        ValueError,
-        r"a pattern without run-time tensors, .*got one with 'documents'",
     ),
 }
 

@@ -165,13 +165,11 @@ def test_compiles_once_for_all_lengths():
 @pytest.mark.parametrize(
     ("arguments", "options", "error", "says"),
     [
-        (("causal",), {}, TypeError, "pattern must be a pattern or mixture from flexdilated.masks; got str"),
         ((PATTERN,), {"engine": "dense"}, ValueError, "got engine='dense'"),
         ((PATTERN,), {"scale": float("nan")}, ValueError, "scale must be finite"),
         ((PATTERN,), {"enable_gqa": 1}, TypeError, "enable_gqa must be True or False"),
         ((PATTERN,), {"block_size": 0}, ValueError, "block_size must be at least 1"),
         ((PATTERN,), {"sinks": torch.zeros(4)}, TypeError, "sinks must be True or False"),
-        ((PATTERN,), {"sinks": True}, ValueError, "go together; got sinks=True, num_heads=None"),
         ((PATTERN,), {"num_heads": 4}, ValueError, "go together; got sinks=False, num_heads=4"),
         ((PATTERN,), {"sinks": True, "num_heads": 0}, ValueError, "num_heads must be at least 1"),
         ((masks.per_head([masks.causal()] * 3),), {"sinks": True, "num_heads": 4}, ValueError, "3 for 4 heads"),
@@ -185,14 +183,6 @@ def test_bad_arguments(arguments, options, error, says):
 @pytest.mark.parametrize(
     ("arguments", "options", "error", "says"),
     [
-        (((8, 16), (1,)), {}, ValueError, "one entry each a branch"),
-        (((), ()), {}, ValueError, "one entry each a branch"),
-        (((0,), (1,)), {}, ValueError, "at least 1"),
-        (((8,), (0,)), {}, ValueError, "at least 1"),
-        (((8,), (1.5,)), {}, TypeError, "must be an integer"),
-        (((8,), (1,), None), {}, TypeError, "causal must be True or False; got causal=None"),
-        (((8,), (1,)), {"offsets": "random"}, ValueError, "'interleaved', 'contiguous'; got offsets='random'"),
-        (((8,), (1,)), {"heads": "some"}, ValueError, "'all', 'grouped'; got heads='some'"),
         (((8,), (1,)), {"scale": "1"}, TypeError, "scale must be a real number"),
     ],
 )
@@ -203,8 +193,6 @@ def test_bad_branches(arguments, options, error, says):
 
 def test_bad_calls():
     q, k, v = qkv()
-    with pytest.raises(ValueError, match=r"one logit for each head of q, shape \(4,\); got \(2,\)"):
-        fd.BlockSparseAttention(PATTERN, sinks=True, num_heads=2)(q, k, v)
     with pytest.raises(ValueError, match="need enable_gqa=True"):
         fd.BlockSparseAttention(PATTERN)(q, k[:, :2], v[:, :2])
     with pytest.raises(ValueError, match="4 dims"):

@@ -155,8 +155,6 @@ def test_a_model_comes_back_from_its_folder(name, tmp_path):
 
 def test_bad_folders_are_named(tmp_path):
     model = fd.LongNet(TINY)
-    with pytest.raises(FileNotFoundError, match=r"config.json and model.safetensors; .* has no config.json"):
-        fd.LongNet.from_pretrained(tmp_path)
     model.save_pretrained(tmp_path)
     with pytest.raises(ValueError, match=r"is of a LongNet: call LongNet.from_pretrained; got LongNetClassifier"):
         fd.LongNetClassifier.from_pretrained(tmp_path)
@@ -191,22 +189,11 @@ def test_without_safetensors_it_says_what_to_install(tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     ("call", "error", "message"),
     [
-        (lambda: fd.LongNetEncoderDecoder(TINY, TINY), ValueError, "the encoder must have causal=False"),
         (lambda: fd.LongNetEncoderDecoder(ENCODER, ENCODER), ValueError, "the decoder must have causal=True"),
         (lambda: fd.LongNetEncoderDecoder(ENCODER, replace(TINY, vocab_size=None)), ValueError, "have a vocabulary"),
         (lambda: fd.LongNetEncoderDecoder(ENCODER, 3), TypeError, "decoder must be a LongNetConfig; got int"),
         (lambda: fd.LongNetClassifier(TINY, 0), ValueError, "num_outputs must be at least 1"),
-        (
-            lambda: fd.LongNetClassifier(TINY, 1, pooling="max"),
-            ValueError,
-            "'last'; got pooling='max'",
-        ),
         (lambda: fd.LongNetClassifier(TINY, 1)(tokens_of(0)), ValueError, r"needs a token .*; got shape \(2, 0\)"),
-        (
-            lambda: fd.LongNet(TINY)(tokens_of(3), memory=torch.ones(2, 3, 4)),
-            ValueError,
-            "None and a memory",
-        ),
         (lambda: fd.LongNet(TINY, memory_dim=4)(tokens_of(3)), ValueError, "memory_dim=4 and no memory"),
         (lambda: fd.LongNet(TINY, memory_dim=0), ValueError, "memory_dim must be at least 1"),
         (

@@ -1,8 +1,7 @@
 """Encoders of torchscale and Prov-GigaPath, for their checkpoints and for new weights; on torch alone."""
 
-from ._attention import DilatedSelfAttention
 from ._config import LongNetEncoderConfig
-from ._encoder import EncoderLayer, LongNetEncoder
+from ._encoder import DilatedSelfAttention, EncoderLayer, LongNetEncoder
 from ._slide import SlideEncoder, SlideEncoderConfig, slide_segments
 
 __all__ = [

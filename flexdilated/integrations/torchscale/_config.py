@@ -87,7 +87,11 @@ class LongNetEncoderConfig:
         Raises ValueError that names every unsupported option that would change the computation.
         """
         given = dict(config)
-        refused = [f"{name}={given[name]!r} (available: {_ONLY[name]!r})" for name in _ONLY if _differs(given, name)]
+        refused = [
+            f"{name}={given[name]!r} (available: {only!r})"
+            for name, only in _ONLY.items()
+            if given.get(name, only) != only
+        ]
         if given.get("vocab_size", -1) > 0 and not given.get("no_output_layer", False):
             refused.append("vocab_size above 0 without no_output_layer=True: an output projection is not available")
         if given.get("rel_pos_buckets", 0) > 0 and given.get("max_rel_pos", 0) > 0:
@@ -138,10 +142,6 @@ _WITHOUT_EFFECT = (
 _KNOWN = {*_ONLY, *_WITHOUT_EFFECT, *_BRANCHES, *(name for name, _ in _NAMES.values())}
 
 
-def _differs(given: Mapping[str, Any], name: str) -> bool:
-    return name in given and given[name] != _ONLY[name]
-
-
 def _numbers(name: str, value: Any) -> tuple[int, ...]:
     """Integers from a list, or from its text as in torchscale's command lines."""
     try:
@@ -154,12 +154,6 @@ def _numbers(name: str, value: Any) -> tuple[int, ...]:
 
 
 _MOST_NAMED = 12
-
-
-def require_weights(name: str, value: object) -> None:
-    """Raise TypeError unless value is a mapping."""
-    if not isinstance(value, Mapping):
-        raise TypeError(f"{name} must be what torch.load(path, weights_only=True) gives; got {type(value).__name__}")
 
 
 def load(module: nn.Module, state_dict: Mapping[str, Tensor]) -> None:

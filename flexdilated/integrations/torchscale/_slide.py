@@ -11,7 +11,7 @@ from jaxtyping import Float, Shaped
 from torch import Tensor, nn
 
 from ...masks.core import require_choice, require_int
-from ._config import LongNetEncoderConfig, load, require_weights
+from ._config import LongNetEncoderConfig, load
 from ._encoder import LongNetEncoder
 
 # B slides, L tiles, C dim of a tile's features, E embed dim
@@ -118,7 +118,11 @@ class SlideEncoder(nn.Module):
 
         Raises ValueError that names all keys that are missing, foreign or of another shape.
         """
-        require_weights("checkpoint", checkpoint)
+        if not isinstance(checkpoint, Mapping):
+            raise TypeError(
+                "checkpoint must be a mapping, as torch.load(path, weights_only=True) returns it; got "
+                f"{type(checkpoint).__name__}"
+            )
         config = SlideEncoderConfig() if config is None else config
         layers = replace(config.encoder, **{"padding": "zeros", **changes})
         model = cls(replace(config, encoder=layers))

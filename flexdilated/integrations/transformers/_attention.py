@@ -23,8 +23,15 @@ from ...selection import SelectedAttention
 from ._cache import Given, given_of
 from ._layers import Patterns, choose, give, keep_refusals, layer_pattern
 from ._mask_functions import PACKED, Reading, all_of, read
-from ._packing import note_positions, refuse_packed, watch_packing
-from ._served import KEEP, dropout_remedy, dropout_settings, require_served
+from ._served import (
+    KEEP,
+    dropout_remedy,
+    dropout_settings,
+    note_positions,
+    refuse_packed,
+    require_served,
+    watch_packing,
+)
 
 # B batch entries, H query heads, G key/value heads, N queries, M keys, D head dim, L positions
 

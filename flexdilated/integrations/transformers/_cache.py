@@ -30,7 +30,7 @@ from ...masks import Mixture, Pattern, causal
 from ...masks.attended import RowSource
 from ...masks.core import require_int
 from ...masks.patterns import names
-from ._packing import refuse_packed
+from ._served import refuse_packed
 
 # B batch entries, H query heads, G key/value heads, N new tokens, M tokens held, D head dim
 
@@ -288,7 +288,7 @@ class _Layer(CacheLayerMixin):
 
     def offload(self) -> None:
         """Raise ValueError, as offloading is not supported."""
-        raise ValueError("a FlexdilatedCache is not offloaded: it holds the keys that are needed alone")
+        raise ValueError("a FlexdilatedCache cannot be offloaded; it evicts keys that no later query can see")
 
 
 class _LayerWithStates(LinearAttentionLayer, _Layer):

@@ -171,4 +171,4 @@ def _stored(model: Any, num_layers: int) -> tuple[list[Any], str]:
     try:
         return [None if text is None else from_json(text) for text in texts], stored["compose"]
     except ValueError as error:
-        raise ValueError(f"the model's config holds a pattern that has no JSON: give it anew ({error})") from error
+        raise ValueError(f"the model's config has a pattern without JSON: give it to set_pattern ({error})") from error

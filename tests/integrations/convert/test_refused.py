@@ -183,7 +183,6 @@ def test_bad_arguments_change_nothing() -> None:
     model = encoder()
     want = outputs(model, "encoder")
     for pattern, error, said in [
-        ("causal", TypeError, "pattern must be a pattern, a function .*; got 'causal'"),
         (lambda *_: "causal", TypeError, r"for 'layers\.0\.self_attn' it returned 'causal'"),
         (masks.per_head([WINDOW] * 3), ValueError, rf"'layers\.0\.self_attn' has {HEADS} heads: "),
         (masks.causal() & masks.documents("ids"), ValueError, r"no run-time tensors.*'layers\.0\.self_attn' got"),
@@ -191,10 +190,6 @@ def test_bad_arguments_change_nothing() -> None:
     ]:
         with pytest.raises(error, match=said):
             fd.convert(model, pattern)
-    with pytest.raises(TypeError, match=r"model is a torch\.nn\.Module; got list"):
-        fd.convert([model], WINDOW)
-    with pytest.raises(ValueError, match="Linear has no attention module that convert can replace"):
-        fd.convert(nn.Linear(2, 2), WINDOW)
     assert torch.equal(outputs(model, "encoder"), want)
     assert fd.convert(nn.Linear(2, 2), None) == fd.convert(nn.Linear(2, 2), None)
 

@@ -63,7 +63,7 @@ def test_a_custom_pattern_is_asked_for_again(tmp_path: Path) -> None:
     set_pattern(model, masks.custom(lambda b, h, q, k: (q + k) % 3 == 0))
     model.save_pretrained(tmp_path)
     loaded = type(model).from_pretrained(tmp_path)
-    with pytest.raises(ValueError, match="holds a pattern that has no JSON: give it anew"):
+    with pytest.raises(ValueError, match="has a pattern without JSON: give it to set_pattern"):
         set_pattern(loaded)
 
 
