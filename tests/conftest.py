@@ -18,7 +18,7 @@ pytest_plugins = ["pytest_flexdilated", "pytester", "tests.support.record_versio
 # own values reach (the check would answer before our errors do).
 CHECKED = [
     "flexdilated.masks.core._box",
-    *(f"flexdilated.masks.blocks.{name}" for name in ("_blocks", "_quadtree", "_rule", "_tables")),
+    *(f"flexdilated.masks.blocks.{name}" for name in ("_blocks", "_block_search", "_rule", "_tables")),
     *(f"flexdilated.masks.planning.{name}" for name in ("_cost", "_planner", "lowering._ways")),
     "flexdilated.masks.needs._row",
     "flexdilated.decoding._held_keys",

@@ -11,9 +11,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from flexdilated import masks
-from flexdilated.masks.blocks import _cover, _estimate, _quadtree
-from flexdilated.masks.blocks._blocks import UNKNOWN, Blocks, build_blocks
-from flexdilated.masks.blocks._estimate import estimate_blocks
+from flexdilated.masks.blocks import _block_search, _blocks
+from flexdilated.masks.blocks._blocks import UNKNOWN, Blocks, build_blocks, estimate_blocks
 from flexdilated.masks.blocks._rule import Rule
 from flexdilated.masks.core._expression import pattern_kind
 from flexdilated.masks.core._pattern import Pattern
@@ -60,7 +59,7 @@ def in_order(case: Case, q: Layout, k: Layout) -> Tensor:
 
 @given(
     *(cases(sets), st.integers(1, 7) | st.integers(8, 130), block_sides, block_sides),
-    *(st.sampled_from([0, _quadtree._FEW_BLOCKS]), st.sampled_from([0, _cover._FEW_PAIRS])),
+    *(st.sampled_from([0, _block_search._FEW_BLOCKS]), st.sampled_from([0, _block_search._FEW_PAIRS])),
 )
 def test_lists_are_the_dense_rule(case, rate, q_block, k_block, few, few_pairs):
     """Natural and residue-major order, unequal sides, ragged ends, some of the heads, any queries.
@@ -71,9 +70,9 @@ def test_lists_are_the_dense_rule(case, rate, q_block, k_block, few, few_pairs):
     (term,) = shared_terms(case.twin.pattern, 1, case.bind(), rate)
     pairs = in_blocks(in_order(case, term.q, term.k), q_block, k_block)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(_quadtree, "_FEW_BLOCKS", few)
-        patch.setattr(_cover, "_FEW_PAIRS", few_pairs)
-        patch.setattr(_cover, "_ALL_PAIRS", few_pairs)
+        patch.setattr(_block_search, "_FEW_BLOCKS", few)
+        patch.setattr(_block_search, "_FEW_PAIRS", few_pairs)
+        patch.setattr(_block_search, "_ALL_PAIRS", few_pairs)
         patch.setattr(_term, "_MANY_CLASSES", 1 if few_pairs == 0 else _term._MANY_CLASSES)
         assert_lists(term.blocks(q_block, k_block), pairs)
         assert_lists(term.blocks(q_block, k_block, settle=False), pairs, exact=False)
@@ -93,7 +92,7 @@ def test_estimates_of_few_blocks_are_counts(case, rate, q_block, k_block):
             others = 1 + int((row < size)[columns].any())
             counted[0 if int(columns[-1] - columns[0]) == len(columns) - 1 else others] += len(columns)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(_estimate, "_FEW_CELLS", 1 << 30)
+        patch.setattr(_blocks, "_FEW_CELLS", 1 << 30)
         estimate = estimate_blocks(term.table_rule(), q_block=q_block, k_block=k_block)
     assert list(estimate) == pytest.approx([number / len(pairs) for number in counted])
 

@@ -6,7 +6,7 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from flexdilated import masks
-from flexdilated.masks.blocks._diagonals import count_by_lag, settle_by_diagonals
+from flexdilated.masks.blocks._pair_search import count_by_lag, settle_by_diagonals
 from flexdilated.masks.blocks._rule import Rule
 from flexdilated.masks.core._box import Bounds, Box
 from flexdilated.masks.orders._layout import Layout

@@ -7,7 +7,8 @@ import torch
 from hypothesis import given
 
 from flexdilated import masks
-from flexdilated.masks.blocks._blocks import Blocks, PackedBlocks, build_blocks
+from flexdilated.masks.blocks import PackedBlocks
+from flexdilated.masks.blocks._blocks import Blocks, build_blocks
 from flexdilated.masks.blocks._rule import Rule
 from flexdilated.masks.orders._layout import Layout
 from flexdilated.masks.planning.lowering._ways import shared_terms

@@ -14,8 +14,7 @@ from torch import Tensor
 import flexdilated as fd
 from flexdilated import masks
 from flexdilated.masks import recipes
-from flexdilated.masks.blocks._pair_search import exact_pairs
-from flexdilated.masks.blocks._query_pairs import pairs_of_queries
+from flexdilated.masks.blocks._pair_search import exact_pairs, pairs_of_queries
 from flexdilated.masks.core._algebra import And
 from flexdilated.masks.core._box import Box, Progression
 from flexdilated.masks.core._check import LARGEST

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from flexdilated import masks
-from flexdilated.masks.blocks._estimate import estimate_blocks
+from flexdilated.masks.blocks._blocks import estimate_blocks
 from flexdilated.masks.orders._layout import Compact, Layout, Permutation
 from flexdilated.masks.planning._cost import least_seconds_in_larger
 from flexdilated.masks.planning._options import Allowed, _fullest, in_blocks_of
