@@ -286,19 +286,16 @@ def descend(rule: Rule, roots: Nodes, sides: Sides) -> Iterator[Leaves]:
         bounds = settle_by_diagonals(rule.pattern, box, bounds, num_heads=rule.num_heads, where=single)
         occupied, certain = bounds.high > 0, bounds.low == box.area
         leaf = (single & occupied).nonzero().squeeze(1)
-        yield _leaves(nodes.select(leaf), bounds.low[leaf], bounds.high[leaf], sides)
+        row, column = nodes.q.start[leaf] // sides[0], nodes.k.start[leaf] // sides[1]
+        yield Leaves(nodes.table[leaf], row, column, bounds.low[leaf], bounds.high[leaf])
         if bool(single.all()):
             continue
         full = _single_blocks(nodes.select((certain & ~single).nonzero().squeeze(1)), sides)
         area = full.q.count * full.k.count
-        yield _leaves(full, area, area, sides)
+        yield Leaves(full.table, full.q.start // sides[0], full.k.start // sides[1], area, area)
         inner = nodes.select((occupied & ~certain & ~single).nonzero().squeeze(1))
         if len(inner):
             stack += _chunks(_quarters(inner, sides))
-
-
-def _leaves(blocks: Nodes, low: Tensor, high: Tensor, sides: Sides) -> Leaves:
-    return Leaves(blocks.table, blocks.q.start // sides[0], blocks.k.start // sides[1], low, high)
 
 
 def _chunks(nodes: Nodes) -> list[Nodes]:

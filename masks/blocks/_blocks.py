@@ -200,7 +200,7 @@ class ListedBlocks(NamedTuple):
 
     @property
     def blocks(self) -> float:
-        return self.runs + self.plain + self.masked
+        return float(sum(self))
 
 
 def estimate_blocks(rule: Rule, *, q_block: int, k_block: int) -> ListedBlocks:
@@ -212,12 +212,11 @@ def estimate_blocks(rule: Rule, *, q_block: int, k_block: int) -> ListedBlocks:
     if len(rule.heads) * rows * columns * q_block * k_block <= _FEW_CELLS:
         tables, first, others = torch.arange(len(rule.heads)), rows, torch.arange(0)
         everywhere = torch.cartesian_prod(tables, torch.arange(rows), torch.arange(columns))
-        pairs = [
-            tiles.sum((1, 2))
-            for tiles in evaluate(rule, Places(*everywhere.unbind(1)), (num_q, num_k, q_block, k_block))
-        ]
-        some = (pairs := torch.cat(pairs)).nonzero().squeeze(1)
-        found = Leaves(*everywhere[some].unbind(1), pairs[some], pairs[some])
+        tiles = evaluate(rule, Places(*everywhere.unbind(1)), (num_q, num_k, q_block, k_block))
+        pairs = torch.cat([each.sum((1, 2)) for each in tiles])
+        some = pairs.nonzero().squeeze(1)
+        table, row, column = everywhere[some].unbind(1)
+        found = Leaves(table, row, column, pairs[some], pairs[some])
     else:
         tables, first = _evenly(len(rule.heads), 4), min(rows, _FIRST_ROWS)
         others = first + _evenly(rows - first, max(8, _SAMPLED_BLOCKS // (columns * len(tables))))

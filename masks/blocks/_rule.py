@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 from typing import NamedTuple
 
 import torch
@@ -84,7 +85,7 @@ class Rule:
     k: Pieces
     rows: Rule | None = None
 
-    @property
+    @cached_property
     def num_slots(self) -> tuple[int, int]:
         """(query slots, key slots)."""
         return int(self.q.lengths.sum()), int(self.k.lengths.sum())

@@ -11,8 +11,7 @@ import flexdilated as fd
 from flexdilated import _engines, masks
 from flexdilated.distributed.counts._loads import choose_schedule
 from flexdilated.masks.plan_cache import _cache
-from flexdilated.masks.plan_cache._cache import Cache
-from flexdilated.masks.plan_cache._cache import _LONGEST, pattern_text
+from flexdilated.masks.plan_cache._cache import _LONGEST, Cache, pattern_text
 
 pytestmark = pytest.mark.usefixtures("without_masks")
 
@@ -200,7 +199,5 @@ def test_a_look_up_asks_nothing_of_the_log(monkeypatch, own_cache) -> None:
     fd.attend(q, k, v, LONGNET)
     masks.planning._planner.plan(pattern)
     monkeypatch.setattr(masks.plan_cache._cache, "debug_wanted", lambda: pytest.fail("the logger was asked"))
-    monkeypatch.setattr(
-        masks.plan_cache._cache.log, "isEnabledFor", lambda level: pytest.fail("the logger was asked")
-    )
+    monkeypatch.setattr(masks.plan_cache._cache.log, "isEnabledFor", lambda level: pytest.fail("the logger was asked"))
     masks.planning._planner.plan(pattern)

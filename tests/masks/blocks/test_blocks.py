@@ -18,9 +18,9 @@ from flexdilated.masks.core._expression import pattern_kind
 from flexdilated.masks.core._pattern import Pattern
 from flexdilated.masks.orders._layout import Compact, Layout, Listed
 from flexdilated.masks.planning.lowering import _term
+from flexdilated.masks.planning.lowering._layouts import compact_terms, shared_terms
 from flexdilated.masks.planning.lowering._term import Term
-from flexdilated.masks.planning.lowering._ways import compact_terms, shared_terms
-from tests.support import oracle
+from tests.masks.blocks.test_packed_blocks import assert_same
 from tests.support.ladders import LADDERS, scaled
 from tests.support.strategies import Case, block_sides, cases, dilated, sets
 
@@ -122,26 +122,6 @@ def of_fold(term: Term, counts: Tensor, fold: int) -> Tensor:
     ])  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    ("name", "causal", "rate"),
-    [("longnet-5", False, 1), ("longnet-5", True, 48), ("paper-5", True, 48), ("gigapath-5", False, 1)],
-)
-def test_ladders(name, causal, rate):
-    """At full size over 801 tokens: segments longer than the sequence, rates that do not divide them."""
-    segments, rates = LADDERS[name]
-    N, H, sides = 801, 2, (32, 64)
-    pattern = masks.longnet(segments, rates)
-    pattern = pattern & masks.causal() if causal else pattern
-    bound = pattern.bind(num_heads=H, num_queries=N, num_keys=N)
-    layout = Layout(N, rate)
-    for branch, w, r in zip(pattern.branches(), segments, rates, strict=True):
-        rule = oracle.dilated(w, r, "interleaved")
-        rule = oracle.both(rule, oracle.causal()) if causal else rule
-        (term,) = shared_terms(branch, 1, bound, rate)
-        counts = oracle.counts(rule, range(H), H, layout.positions(), layout.positions())
-        assert_lists(term.blocks(*sides), in_blocks(counts, *sides))
-
-
 @pattern_kind("watched")
 class Watched(Pattern):
     """A pattern that notes how many boxes it was asked about."""
@@ -203,19 +183,30 @@ def test_squares_are_no_beginning_where_one_side_has_an_order_of_its_own() -> No
     assert list(zip(found.row.tolist(), found.column.tolist(), strict=True)) == [(0, 1), (1, 4)]
 
 
-def test_the_rule_of_a_compact_term_is_that_of_its_heads() -> None:
-    """Over the term's own heads and slots; both the dilated factor and the rest choose by head."""
-    rest = masks.per_head([masks.every(), masks.blockwise(masks.causal(), block=4) & masks.chunked(8)] * 2)
-    pattern = masks.dilated(8, 2, "interleaved") & rest
-    bound = pattern.bind(num_heads=4, num_queries=32, num_keys=32)
-    terms = [term for term in compact_terms(pattern, 1, bound) or [] if term.shape == "blocks"]
-    whole = pattern.mask_mod(num_heads=4, device=torch.device("cpu"))
-    nothing = torch.tensor(0)
-    assert terms
-    for term in terms:
-        mask_mod = term.mask_mod(torch.device("cpu"))
-        for index, head in enumerate(term.heads):
-            q, k = (side.alone(0).tokens()[index, 0] for side in (term.q, term.k))
-            slots = torch.arange(len(q))
-            found = mask_mod(nothing, torch.tensor(index), slots[:, None], torch.arange(len(k)))
-            assert torch.equal(found, whole(nothing, torch.tensor(head), q[:, None], k))
+UNION = masks.dilated(64, 2) | masks.dilated(32, 1)
+PERIODIC = {
+    "one branch": masks.dilated(64, 4, 3),
+    "causal": masks.dilated(64, 2) & masks.causal(),
+    "union": UNION & masks.local_window(left=40, right=3),
+    "head groups": masks.longnet([32, 64], [1, 2], heads="grouped"),
+    "per head": masks.per_head([masks.dilated(64, 1), masks.dilated(32, 2), UNION, masks.dilated(128, 4)]),
+    "window": masks.local_window(left=3, right=3),
+    "complement": ~masks.dilated(64, 1),
+    "half free": masks.dilated(64, 1) | masks.causal(),
+}
+
+
+@pytest.mark.parametrize(
+    ("tokens", "rate", "sides"),
+    [(256, 1, (8, 8)), (256, 2, (16, 4)), (256, 4, (8, 8)), (321, 1, (8, 8)), (512, 3, (8, 8))],
+)
+@pytest.mark.parametrize("name", PERIODIC)
+def test_copies_of_a_period_are_what_building_gives(monkeypatch, name, tokens, rate, sides):
+    """Where pairs stay within whole periods, blocks of one are copied; without copying all lists are equal."""
+    pattern = PERIODIC[name]
+    bound = pattern.bind(num_heads=4, num_queries=tokens, num_keys=tokens)
+    (shared,) = shared_terms(pattern, 1, bound, rate)
+    assert (shared._square(*sides) is not None) == (tokens == 256 and pattern.confined())
+    copied = shared.blocks(*sides)
+    monkeypatch.setattr(Term, "_square", lambda *_: None)
+    assert_same(copied, shared.blocks(*sides))

@@ -9,7 +9,7 @@ from flexdilated import masks
 from flexdilated.masks.blocks import _block_search
 from flexdilated.masks.blocks._blocks import Blocks
 from flexdilated.masks.patterns._block_list import BlockTable
-from flexdilated.masks.planning.lowering._ways import shared_terms
+from flexdilated.masks.planning.lowering._layouts import shared_terms
 from flexdilated.testing.strategies import lengths
 from tests.support.strategies import block_lists, block_sides, random_blocks
 

@@ -23,7 +23,7 @@ from flexdilated.masks.inspection._cells import count_cells
 from flexdilated.masks.orders._layout import residue_rate
 from flexdilated.masks.patterns import _random_blocks
 from flexdilated.masks.planning._planner import plan
-from flexdilated.masks.planning.lowering._ways import shared_terms
+from flexdilated.masks.planning.lowering._layouts import shared_terms
 from tests.masks.blocks.test_blocks import in_blocks
 
 # N tokens
