@@ -6,7 +6,7 @@ from math import log2
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -21,6 +21,7 @@ from flexdilated.masks.planning.lowering import _term
 from flexdilated.masks.planning.lowering._layouts import compact_terms, shared_terms
 from flexdilated.masks.planning.lowering._term import Term
 from tests.masks.blocks.test_packed_blocks import assert_same
+from tests.support import twins
 from tests.support.ladders import LADDERS, scaled
 from tests.support.strategies import Case, block_sides, cases, dilated, sets
 
@@ -78,6 +79,7 @@ def test_lists_are_the_dense_rule(case, rate, q_block, k_block, few, few_pairs):
         assert_lists(term.blocks(q_block, k_block, settle=False), pairs, exact=False)
 
 
+@example(Case(twins.block_list([[0], [1], [0, 2]], block=4), 1, 10, 10, 0, 0, 0, 1), 1, 4, 4)  # a full, ragged block
 @given(cases(sets), st.integers(1, 7), block_sides, block_sides)
 def test_estimates_of_few_blocks_are_counts(case, rate, q_block, k_block):
     """In rows of neighbours, and in others without and with a block that needs a mask."""
@@ -181,6 +183,24 @@ def test_squares_are_no_beginning_where_one_side_has_an_order_of_its_own() -> No
     rule = Rule(pattern, 1, (0,), queries.pieces(0), Layout(40).pieces(0))
     found = build_blocks(rule, q_block=8, k_block=8)
     assert list(zip(found.row.tolist(), found.column.tolist(), strict=True)) == [(0, 1), (1, 4)]
+
+
+def test_the_rule_of_a_compact_term_is_that_of_its_heads() -> None:
+    """Over the term's own heads and slots; both the dilated factor and the rest choose by head."""
+    rest = masks.per_head([masks.every(), masks.blockwise(masks.causal(), block=4) & masks.chunked(8)] * 2)
+    pattern = masks.dilated(8, 2, "interleaved") & rest
+    bound = pattern.bind(num_heads=4, num_queries=32, num_keys=32)
+    terms = [term for term in compact_terms(pattern, 1, bound) or [] if term.shape == "blocks"]
+    whole = pattern.mask_mod(num_heads=4, device=torch.device("cpu"))
+    nothing = torch.tensor(0)
+    assert terms
+    for term in terms:
+        mask_mod = term.mask_mod(torch.device("cpu"))
+        for index, head in enumerate(term.heads):
+            q, k = (side.alone(0).tokens()[index, 0] for side in (term.q, term.k))
+            slots = torch.arange(len(q))
+            found = mask_mod(nothing, torch.tensor(index), slots[:, None], torch.arange(len(k)))
+            assert torch.equal(found, whole(nothing, torch.tensor(head), q[:, None], k))
 
 
 UNION = masks.dilated(64, 2) | masks.dilated(32, 1)
