@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from flexdilated import masks
-from flexdilated.masks.blocks import _block_search
+from flexdilated.masks.blocks import _block_search, _blocks
 from flexdilated.masks.blocks._blocks import Blocks
 from flexdilated.masks.patterns._block_list import BlockTable
 from flexdilated.masks.planning.lowering._layouts import shared_terms
@@ -69,6 +69,7 @@ def test_more_blocks_than_are_held(data):
     found = built(pattern, sizes, sides)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(_block_search, "_MOST_LEAVES", data.draw(st.integers(3, 20)))
+        patch.setattr(_blocks, "_DOUBTS_AT_ONCE", data.draw(st.integers(0, 3)))  # few block rows at a time
         assert same(found, built(pattern, sizes, sides))
 
 
