@@ -18,8 +18,8 @@ pytest_plugins = ["pytest_flexdilated", "pytester", "tests.support.record_versio
 # own values reach (the check would answer before our errors do).
 CHECKED = [
     "flexdilated.masks.core._box",
-    *(f"flexdilated.masks.blocks.{name}" for name in ("_blocks", "_quadtree", "_rule", "_tables")),
-    *(f"flexdilated.masks.planning.{name}" for name in ("_cost", "_planner", "lowering._ways")),
+    *(f"flexdilated.masks.blocks.{name}" for name in ("_blocks", "_block_search", "_rule", "_tables")),
+    *(f"flexdilated.masks.planning.{name}" for name in ("_cost", "_planner", "lowering._layouts")),
     "flexdilated.masks.attended._row",
     "flexdilated.decoding._held_keys",
     "flexdilated.selection._scores",
@@ -67,7 +67,7 @@ def one_thread_a_worker():
 def without_masks():
     """Few tokens are computed as many are, in blocks and terms, and not in one kernel call under a mask."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(flexdilated.masks.planning._options, "_MOST_MASKED_PAIRS", 0)
+        patch.setattr(flexdilated.masks.planning._candidates, "_MOST_MASKED_PAIRS", 0)
         flexdilated.masks.cache().clear()
         yield
     flexdilated.masks.cache().clear()

@@ -1,19 +1,17 @@
-"""Blocks: which tiles of the slot matrix hold allowed pairs, found by quadtree descent over boxes."""
+"""Block lists of a rule: building, counting, estimating from a sample, joining."""
 
 from __future__ import annotations
 
-import ctypes
-import zlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
+from typing import NamedTuple
 
 import torch
 from jaxtyping import Bool, Int32, Int64
 from torch import Tensor
 
-from ._cover import find_leaves
-from ._quadtree import Leaves, Slots
+from ._block_search import Leaves, Sides, Slots, find_leaves, leaves_everywhere
 from ._rule import Places, Rule, alike
 
 # T tables (one for each distinct head), E listed blocks
@@ -23,8 +21,10 @@ _SLOTS_AT_ONCE = 1 << 17  # small tables are built together: fewer, larger tenso
 _LEAVES_AT_ONCE = 1 << 21  # leaves held at once: beyond, they are summed by block
 _DOUBTS_AT_ONCE = 1 << 17  # undecided blocks held at once: beyond, tables and rows are built in halves
 _LISTED_AT_ONCE = 1 << 19  # listed blocks packed, or put into tables, at once
+_SAMPLED_BLOCKS = 1 << 14  # blocks sampled in addition to the first rows
+_FEW_CELLS = 1 << 16  # pairs in all blocks and tables: up to this many are evaluated, faster than bounds
+_FIRST_ROWS = 4  # always sampled: global tokens there may see all keys
 UNKNOWN = -1
-_LEVEL = 1  # of zlib; higher levels take several times as long and save little
 LISTED_BYTES = 17  # per block of `Blocks`: four int32 and a bool
 
 
@@ -99,17 +99,147 @@ def build_blocks(rule: Rule, *, q_block: int, k_block: int, settle: bool = True)
     Time grows with the number of blocks that bounds cannot rule out, memory with the number listed: where a
     rule has parts without bounds, block rows are settled range by range.
     """
-    num_q, num_k = int(rule.q.lengths.sum()), int(rule.k.lengths.sum())
-    at_once = max(1, _SLOTS_AT_ONCE // max(num_q, num_k))
-    shape = (num_q, num_k, q_block, k_block)
-    rows = range(-(-num_q // q_block))
+    at_once = max(1, _SLOTS_AT_ONCE // max(rule.num_slots))
+    rows = range(rule.in_blocks(q_block, k_block)[0])
+    tables = range(len(rule.heads))
     built = [
         part
-        for begin in range(0, len(rule.heads), at_once)
-        for part in _build(rule, range(begin, min(begin + at_once, len(rule.heads))), rows, shape, settle)
+        for begin in tables[::at_once]
+        for part in _build(rule, tables[begin : begin + at_once], rows, (q_block, k_block), settle)
     ]
-    table, row, column, full, pairs = (torch.cat(parts) for parts in zip(*built, strict=True))
-    return Blocks(*shape, tuple(range(len(rule.heads))), table, row, column, full, pairs)
+    columns = (torch.cat(parts) for parts in zip(*built, strict=True))
+    return Blocks(*rule.num_slots, q_block, k_block, tuple(tables), *columns)
+
+
+def _build(rule: Rule, tables: range, rows: range, sides: Sides, settle: bool) -> Iterator[tuple[Tensor, ...]]:
+    """Yield the listed blocks in order; halves tables, then block rows, while too many blocks are undecided."""
+    found = _search(rule, tables, rows, sides, settle)
+    if found is not None:
+        yield _list(rule, found, sides, settle)
+    elif len(tables) > 1:
+        for half in _halves(tables):
+            yield from _build(rule, half, rows, sides, settle)
+    else:
+        for half in _halves(rows):
+            yield from _build(rule, tables, half, sides, settle)
+
+
+def _halves(some: range) -> tuple[range, range]:
+    middle = (len(some) + 1) // 2
+    return some[:middle], some[middle:]
+
+
+def _search(rule: Rule, tables: range, rows: range, sides: Sides, settle: bool) -> Leaves | None:
+    """Bounds on each block with pairs; None if over `_DOUBTS_AT_ONCE` are undecided and the range can be halved."""
+    found, held, doubts, may_stop = [], 0, 0, settle and len(tables) * len(rows) > 1
+    for leaves in find_leaves(rule, tables, rows, sides):
+        doubts += int((leaves.low != leaves.high).sum())
+        if may_stop and doubts > _DOUBTS_AT_ONCE:
+            return None
+        found.append(leaves)
+        held += len(leaves.row)
+        if held > _LEAVES_AT_ONCE:
+            found = [join_leaves(found, rule.in_blocks(*sides))]
+            held = max(0, 2 * len(found[0].row) - _LEAVES_AT_ONCE)
+    return join_leaves(found, rule.in_blocks(*sides))
+
+
+def _list(rule: Rule, found: Leaves, sides: Sides, settle: bool) -> tuple[Tensor, ...]:
+    """Columns of `Blocks`."""
+    (_, _, _, low, high), whole = found, sides[0] * sides[1]
+    if settle:
+        doubtful = ((low == 0) | ((low < whole) & (high >= whole))).nonzero().squeeze(1)
+        places = Places(*(x[doubtful] for x in found[:3]))
+        low[doubtful] = high[doubtful] = count_pairs(rule, places, (*rule.num_slots, *sides))
+        keep = high > 0
+        found = Leaves(*(x[keep] for x in found))
+    table, row, column, low, high = found
+    return table.int(), row.int(), column.int(), low == whole, torch.where(low == high, low, UNKNOWN).int()
+
+
+def count_pairs(rule: Rule, places: Places, shape: tuple[int, int, int, int]) -> Int64[Tensor, " n"]:
+    """Number of allowed pairs of each block; of blocks that are alike only one is evaluated."""
+    number, one_of_each = alike(rule, places, shape)
+    # Into one tensor: small results kept between large temporaries would fragment the heap.
+    counts, begin = torch.zeros(len(one_of_each), dtype=torch.int64), 0
+    for mask in evaluate(rule, Places(*(each[one_of_each] for each in places)), shape):
+        counts[begin : begin + len(mask)] = mask.sum((1, 2))
+        begin += len(mask)
+    return counts[number]
+
+
+def evaluate(
+    rule: Rule, places: Places, shape: tuple[int, int, int, int]
+) -> Iterator[Bool[Tensor, "n q_block k_block"]]:
+    """Evaluate the rule on every pair of these blocks, a chunk of blocks at a time; False beyond the last slot."""
+    num_q, num_k, q_block, k_block = shape
+    for part in torch.arange(len(places.table)).split(max(1, _CELLS // (q_block * k_block))):
+        q = (places.row[part, None].long() * q_block + torch.arange(q_block))[:, :, None]
+        k = (places.column[part, None].long() * k_block + torch.arange(k_block))[:, None, :]
+        inside = (q < num_q) & (k < num_k)
+        tables = places.table[part, None, None].long()
+        yield rule.allowed(tables, q.clamp(max=num_q - 1), k.clamp(max=num_k - 1)) & inside
+
+
+def join_leaves(found: list[Leaves], shape: tuple[int, int]) -> Leaves:
+    """Sort leaves by (table, row, column) and sum the leaves of each block. shape: rows and columns of blocks."""
+    table, row, column, low, high = map(torch.cat, zip(*found, strict=True))
+    num_rows, num_columns = shape
+    key, order = ((table * num_rows + row) * num_columns + column).sort()
+    key, index = key.unique_consecutive(return_inverse=True)
+    low, high = (torch.zeros_like(key).index_add_(0, index, bound[order]) for bound in (low, high))
+    return Leaves(key // (num_rows * num_columns), key // num_columns % num_rows, key % num_columns, low, high)
+
+
+class ListedBlocks(NamedTuple):
+    """Blocks of a table: in rows of adjacent blocks (`runs`), in other rows without and with a partial block."""
+
+    runs: float
+    plain: float
+    masked: float
+
+    @property
+    def blocks(self) -> float:
+        return float(sum(self))
+
+
+def estimate_blocks(rule: Rule, *, q_block: int, k_block: int) -> ListedBlocks:
+    """Mean numbers over tables, from evenly sampled rows and tables. Undecided blocks count: the bias is upwards.
+
+    With few pairs in all, the counts are exact.
+    """
+    (num_q, num_k), (rows, columns) = rule.num_slots, rule.in_blocks(q_block, k_block)
+    if len(rule.heads) * rows * columns * q_block * k_block <= _FEW_CELLS:
+        tables, first, others = torch.arange(len(rule.heads)), rows, torch.arange(0)
+        everywhere = torch.cartesian_prod(tables, torch.arange(rows), torch.arange(columns))
+        tiles = evaluate(rule, Places(*everywhere.unbind(1)), (num_q, num_k, q_block, k_block))
+        pairs = torch.cat([each.sum((1, 2)) for each in tiles])
+        some = pairs.nonzero().squeeze(1)
+        table, row, column = everywhere[some].unbind(1)
+        found = Leaves(table, row, column, pairs[some], pairs[some])
+    else:
+        tables, first = _evenly(len(rule.heads), 4), min(rows, _FIRST_ROWS)
+        others = first + _evenly(rows - first, max(8, _SAMPLED_BLOCKS // (columns * len(tables))))
+        sampled = range(rows) if first + len(others) == rows else torch.cat([torch.arange(first), others])
+        leaves = leaves_everywhere(rule, tables.tolist(), Slots.of_rows(sampled, q_block), (q_block, k_block))
+        # Leaves of one block are summed before the test for a full block.
+        found = join_leaves(list(leaves), (rows, columns))
+    height = (num_q - found.row * q_block).clamp(max=q_block)
+    width = (num_k - found.column * k_block).clamp(max=k_block)
+    line, of, length = (found.table * rows + found.row).unique_consecutive(return_inverse=True, return_counts=True)
+    masked = torch.zeros(len(line), dtype=torch.int64).index_add_(0, of, (found.low < height * width).long()) > 0
+    last = length.cumsum(0) - 1
+    run = found.column[last] - found.column[last - length + 1] == length - 1
+    each = torch.where(line % rows < first, 1.0, (rows - first) / max(len(others), 1)) * length / len(tables)
+    return ListedBlocks(*(float(each[kind].sum()) for kind in (run, ~run & ~masked, ~run & masked)))
+
+
+def _evenly(size: int, number: int) -> Tensor:
+    """At most `number` indices below `size`: one from each equal interval, at offsets that follow no period."""
+    if size <= number:
+        return torch.arange(size)
+    stretch = torch.arange(number, dtype=torch.float64)
+    return ((stretch + (stretch * 0.6180339887).frac()) * size / number).long()
 
 
 def repeat_blocks(blocks: Blocks, *, classes: int, times: int) -> Blocks:
@@ -154,159 +284,3 @@ def join_blocks(parts: Sequence[Blocks]) -> Blocks:
     )
     given = tuple(range(len(parts))) if shared else tuple(heads)
     return Blocks(*parts[0].shape, given, torch.cat(tables), row, column, full, pairs)
-
-
-def _build(
-    rule: Rule, tables: range, rows: range, shape: tuple[int, int, int, int], settle: bool
-) -> Iterator[tuple[Tensor, ...]]:
-    """Yield the listed blocks in order; halves tables, then block rows, while too many blocks are undecided."""
-    found = _look(rule, tables, rows, shape, settle)
-    if found is not None:
-        yield _list(rule, found, shape, settle)
-        return
-    for half in _halves(tables):
-        for few in _halves(rows) if len(tables) == 1 else [rows]:
-            yield from _build(rule, half, few, shape, settle)
-
-
-def _look(
-    rule: Rule, tables: range, rows: range, shape: tuple[int, int, int, int], settle: bool
-) -> list[Leaves] | None:
-    """Leaves of the quadtree; None if more than `_DOUBTS_AT_ONCE` are undecided and the range can be halved."""
-    _, _, q_block, k_block = shape
-    found, held, doubts, may_stop = [], 0, 0, settle and len(tables) * len(rows) > 1
-    for leaves in find_leaves(rule, tables, Slots.of_rows(rows, q_block), q_block, k_block):
-        doubts += int((leaves.low != leaves.high).sum())
-        if may_stop and doubts > _DOUBTS_AT_ONCE:
-            return None
-        found.append(leaves)
-        held += len(leaves.row)
-        if held > _LEAVES_AT_ONCE:
-            found = [join_leaves(found, shape)]
-            held = max(0, 2 * len(found[0].row) - _LEAVES_AT_ONCE)
-    return found
-
-
-def _halves(some: range) -> list[range]:
-    middle = (len(some) + 1) // 2
-    return [half for half in (some[:middle], some[middle:]) if half]
-
-
-def _list(rule: Rule, found: list[Leaves], shape: tuple[int, int, int, int], settle: bool) -> tuple[Tensor, ...]:
-    _, _, q_block, k_block = shape
-    leaves = join_leaves(found, shape)
-    table, row, column, low, high = leaves.table, leaves.row, leaves.column, leaves.low, leaves.high
-    whole = q_block * k_block
-    if settle:
-        doubtful = ((low == 0) | ((low < whole) & (high >= whole))).nonzero().squeeze(1)
-        places = Places(table[doubtful], row[doubtful], column[doubtful])
-        low[doubtful] = high[doubtful] = count_pairs(rule, places, shape)
-        keep = high > 0
-        table, row, column, low, high = (x[keep] for x in (table, row, column, low, high))
-    pairs = torch.where(low == high, low, UNKNOWN).int()
-    return table.int(), row.int(), column.int(), low == whole, pairs
-
-
-def count_pairs(rule: Rule, places: Places, shape: tuple[int, int, int, int]) -> Int64[Tensor, " n"]:
-    """Number of allowed pairs of each block; of blocks that are alike only one is evaluated."""
-    number, one_of_each = alike(rule, places, shape)
-    # Into one tensor: small results kept between large temporaries would fragment the heap.
-    counts, begin = torch.zeros(len(one_of_each), dtype=torch.int64), 0
-    for mask in evaluate(rule, Places(*(each[one_of_each] for each in places)), shape):
-        counts[begin : begin + len(mask)] = mask.sum((1, 2))
-        begin += len(mask)
-    return counts[number]
-
-
-def evaluate(
-    rule: Rule, places: Places, shape: tuple[int, int, int, int]
-) -> Iterator[Bool[Tensor, "n q_block k_block"]]:
-    """Evaluate the rule on every pair of these blocks, a chunk of blocks at a time; False beyond the last slot."""
-    num_q, num_k, q_block, k_block = shape
-    for part in torch.arange(len(places.table)).split(max(1, _CELLS // (q_block * k_block))):
-        q = (places.row[part, None].long() * q_block + torch.arange(q_block))[:, :, None]
-        k = (places.column[part, None].long() * k_block + torch.arange(k_block))[:, None, :]
-        inside = (q < num_q) & (k < num_k)
-        tables = places.table[part, None, None].long()
-        yield rule.allowed(tables, q.clamp(max=num_q - 1), k.clamp(max=num_k - 1)) & inside
-
-
-def join_leaves(found: list[Leaves], shape: tuple[int, int, int, int]) -> Leaves:
-    """Sort leaves by (table, row, column) and sum the leaves of each block."""
-    table, row, column, low, high = (
-        torch.cat([getattr(leaves, name) for leaves in found]) for name in ("table", "row", "column", "low", "high")
-    )
-    num_q, num_k, q_block, k_block = shape
-    num_rows, num_columns = -(-num_q // q_block), -(-num_k // k_block)
-    key, order = ((table * num_rows + row) * num_columns + column).sort()
-    key, index = key.unique_consecutive(return_inverse=True)
-    low = torch.zeros_like(key).index_add_(0, index, low[order])
-    high = torch.zeros_like(key).index_add_(0, index, high[order])
-    return Leaves(key // (num_rows * num_columns), key // num_columns % num_rows, key % num_columns, low, high)
-
-
-@dataclass(frozen=True)
-class PackedBlocks:
-    """Block lists as compressed bytes; `unpack` restores them exactly.
-
-    A block is stored as its distance from the previous block of the list. Patterns repeat along the sequence, and
-    so do these distances, which zlib compresses. Randomly drawn lists shrink least.
-    """
-
-    shape: tuple[int, int, int, int]
-    heads: tuple[int, ...]
-    lengths: tuple[int, ...]
-    data: tuple[bytes, ...]
-
-    @classmethod
-    def pack(cls, blocks: Blocks) -> PackedBlocks:
-        parts = [part for _, part in blocks.portions()]
-        data = tuple(zlib.compress(_written(blocks, part), _LEVEL) for part in parts)
-        return cls(blocks.shape, blocks.heads, tuple(part.stop - part.start for part in parts), data)
-
-    def unpack(self) -> Blocks:
-        length, begin = sum(self.lengths), 0
-        table, row, column, pairs = (torch.empty(length, dtype=torch.int32) for _ in range(4))
-        blocks = Blocks(*self.shape, self.heads, table, row, column, torch.empty(length, dtype=torch.bool), pairs)
-        for number, written in zip(self.lengths, self.data, strict=True):
-            _read(written, blocks, slice(begin, begin + number))
-            begin += number
-        return blocks
-
-    @property
-    def nbytes(self) -> int:
-        return sum(map(len, self.data)) + 8 * len(self.heads)
-
-
-def _written(blocks: Blocks, part: slice) -> bytes:
-    """Serialize a part of the list: distances, pair counts and `full`."""
-    key = (blocks.table[part].long() * blocks.num_rows + blocks.row[part]) * blocks.num_columns + blocks.column[part]
-    steps = key.diff(prepend=key.new_zeros(1))
-    return b"".join(map(_bytes_of, (steps, blocks.pairs[part], blocks.full[part])))
-
-
-def _read(written: bytes, blocks: Blocks, part: slice) -> None:
-    """Write the bytes of `_written` back into this part of `blocks`."""
-    data, length = bytearray(zlib.decompress(written)), part.stop - part.start
-    line, column = _divmod(_tensor(data, torch.int64, 0, length).cumsum(0), blocks.num_columns)
-    blocks.table[part], blocks.row[part] = _divmod(line, blocks.num_rows)
-    blocks.column[part] = column
-    blocks.pairs[part] = _tensor(data, torch.int32, 8 * length, length)
-    blocks.full[part] = _tensor(data, torch.bool, 12 * length, length)
-
-
-def _bytes_of(x: Tensor) -> bytes:
-    """Bytes of a tensor, without numpy."""
-    x = x.contiguous()
-    return ctypes.string_at(x.data_ptr(), x.nbytes)
-
-
-def _tensor(data: bytearray, dtype: torch.dtype, begin: int, length: int) -> Tensor:
-    if length == 0:  # torch.frombuffer refuses an empty buffer
-        return torch.zeros(0, dtype=dtype)
-    return torch.frombuffer(data, dtype=dtype, count=length, offset=begin)
-
-
-def _divmod(x: Tensor, divisor: int) -> tuple[Tensor, Tensor]:
-    quotient = x // divisor
-    return quotient, x - quotient * divisor

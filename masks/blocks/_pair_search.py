@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -12,9 +13,13 @@ from torch import Tensor
 from ..core import (
     Bounds,
     Box,
+    Composite,
     Counts,
+    MaskMod,
+    Not,
     Owned,
     Pattern,
+    Progression,
     by_size,
     cut_classes,
     few_at_once,
@@ -22,10 +27,11 @@ from ..core import (
     join,
     look_at_pairs,
     num_classes,
+    numbered,
     residue_factors,
 )
-from ._diagonals import settle_by_diagonals
 
+_LOOKS = 1 << 21  # diagonals evaluated together: bounds the memory
 _CELL_SIDE = 64  # boxes up to this side are evaluated pair by pair
 _FRONTIER = 1 << 16  # boxes counted together
 _MOST_CLASSES = 1 << 20  # residue classes into which boxes are cut at once
@@ -72,6 +78,36 @@ class Budget:
         chosen = wanted & (wanted.cumsum(0) * each <= self.left)
         self.left -= int(chosen.sum()) * each
         return chosen
+
+
+def pairs_of_queries(
+    rule: Pattern, start: Int64[Tensor, " n"], stop: Int64[Tensor, " n"], num_tokens: int
+) -> Int64[Tensor, " n"]:
+    """Allowed pairs of the queries [start, stop) of each run with the keys [0, num_tokens), for the rule of one head.
+
+    Where no pair leaves its period, whole periods are counted once.
+    """
+    period = rule.period() if rule.confined() else None
+    rows = num_tokens if period is None else min(period, num_tokens)
+    first, last = start // rows, (stop - 1).clamp(min=0) // rows
+    parts = [
+        (first, start - first * rows, torch.minimum(stop - first * rows, torch.full_like(stop, rows)), 1),
+        (first + 1, torch.zeros_like(start), torch.full_like(start, rows), last - first - 1),
+        (last, torch.zeros_like(start), stop - last * rows, last > first),
+    ]
+    index, begin, end, times = (
+        torch.cat([torch.as_tensor(each).expand_as(start) for each in column]) for column in zip(*parts, strict=True)
+    )
+    run = torch.arange(len(start)).repeat(len(parts))
+    held = ((end > begin) & (times > 0)).nonzero().squeeze(1)
+    # Each period equals the first, cut at num_tokens.
+    keys = (num_tokens - index * rows).clamp(max=rows)
+    begin, count, keys = begin[held], (end - begin)[held], keys[held]
+    kind, one_of_each = numbered(begin, count, keys)
+    q_first, q_count, k_count = (each[one_of_each] for each in (begin, count, keys))
+    none = torch.zeros_like(q_first)
+    pairs = exact_pairs(rule, Box(none, Progression(q_first, 1, q_count), Progression(none, 1, k_count)))
+    return torch.zeros_like(start).index_add_(0, run[held], times[held].long() * pairs[kind])
 
 
 def exact_pairs(rule: Pattern, box: Box) -> Counts:
@@ -184,3 +220,66 @@ def even_places(shape: tuple[int, int], begin: int = 0) -> tuple[Float64[Tensor,
 def _place(count: Counts, share: Tensor) -> Tensor:
     """Index of the term at this fraction of each progression."""
     return (count[:, None] * share).long().minimum(count[:, None] - 1)
+
+
+def settle_by_diagonals(pattern: Pattern, box: Box, bounds: Bounds, *, num_heads: int, where: Tensor) -> Bounds:
+    """Make the bounds exact for the undecided boxes of `where` on which the pattern repeats along diagonals."""
+    doubtful = (where & (bounds.low < bounds.high)).nonzero().squeeze(1)
+    if not len(doubtful) or box.q.step != box.k.step or not _any_repeats(pattern, box.k.step):
+        return bounds
+    doubtful = doubtful[_repeats(pattern, box.select(doubtful), num_heads)]
+    if not len(doubtful):
+        return bounds
+    mask_mod = pattern.mask_mod(num_heads=num_heads, device=torch.device("cpu"))
+    counts = count_by_lag(mask_mod, box.select(doubtful))
+    return Bounds(bounds.low.index_copy(0, doubtful, counts), bounds.high.index_copy(0, doubtful, counts))
+
+
+def count_by_lag(mask_mod: MaskMod, box: Box) -> Counts:
+    """Number of allowed pairs of each box of equal steps, for a rule that repeats along the box's diagonals.
+
+    A diagonal is the pairs of one lag, key index - query index.
+    """
+    assert box.q.step == box.k.step
+    lag = torch.arange(1 - int(box.q.count.max()), int(box.k.count.max()))
+    return torch.cat([
+        _count_diagonals(mask_mod, box.select(part), lag)
+        for part in torch.arange(len(box.head)).split(max(1, _LOOKS // len(lag)))
+    ])  # fmt: skip
+
+
+def _count_diagonals(mask_mod: MaskMod, box: Box, lag: Tensor) -> Counts:
+    rows, columns, head = box.q.count[:, None], box.k.count[:, None], box.head[:, None]
+    row = (-lag).clamp(min=0)  # where the diagonal begins
+    length = (torch.minimum(rows, columns - lag) - row).clamp(min=0)
+    row, column = torch.where(length > 0, row, 0), torch.where(length > 0, row + lag, 0)
+    query, key = box.q.first[:, None] + box.q.step * row, box.k.first[:, None] + box.k.step * column
+    return (length * mask_mod(torch.zeros_like(head), head, query, key)).sum(1)
+
+
+def _any_repeats(pattern: Pattern, step: int) -> bool:
+    """True if a part repeats along diagonals; without one, diagonals settle nothing that bounds leave undecided."""
+    periods = (part.period() for part in _atoms(pattern))
+    return any(period is not None and step % period == 0 for period in periods)
+
+
+def _repeats(pattern: Pattern, box: Box, num_heads: int) -> Tensor:
+    """True for boxes on which each part repeats along diagonals, or allows all pairs or none."""
+    repeats = torch.ones_like(box.head, dtype=torch.bool)
+    for part in dict.fromkeys(_atoms(pattern)):
+        period = part.period()
+        if period is None or box.k.step % period:
+            bounds = part.count(box, num_heads=num_heads)
+            repeats &= (bounds.high == 0) | (bounds.low == box.area)
+    return repeats
+
+
+def _atoms(pattern: Pattern) -> Iterator[Pattern]:
+    """Yield the patterns that `&`, `|` and `~` combine; a pattern that renumbers its part's positions is one atom."""
+    if isinstance(pattern, Composite):
+        for part in pattern.parts:
+            yield from _atoms(part)
+    elif isinstance(pattern, Not):
+        yield from _atoms(pattern.part)
+    else:
+        yield pattern

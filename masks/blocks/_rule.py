@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 from typing import NamedTuple
 
 import torch
@@ -83,6 +84,16 @@ class Rule:
     q: Pieces
     k: Pieces
     rows: Rule | None = None
+
+    @cached_property
+    def num_slots(self) -> tuple[int, int]:
+        """(query slots, key slots)."""
+        return int(self.q.lengths.sum()), int(self.k.lengths.sum())
+
+    def in_blocks(self, q_block: int, k_block: int) -> tuple[int, int]:
+        """Numbers of rows and columns of blocks."""
+        num_q, num_k = self.num_slots
+        return -(-num_q // q_block), -(-num_k // k_block)
 
     def boxes(self, nodes: Nodes) -> Box:
         heads = torch.tensor(self.heads)

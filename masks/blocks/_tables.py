@@ -1,6 +1,10 @@
-"""Block lists as the tables of a torch BlockMask, kept in compact storage."""
+"""Stored forms of block lists: the tables of a torch BlockMask, and compressed bytes."""
 
 from __future__ import annotations
+
+import ctypes
+import zlib
+from dataclasses import dataclass
 
 import torch
 from jaxtyping import Int32, Int64, Shaped
@@ -9,6 +13,8 @@ from torch.nn.attention.flex_attention import BlockMask
 
 from ..core import MaskMod, device_kind
 from ._blocks import Blocks
+
+_LEVEL = 1  # of zlib; higher levels take several times as long and save little
 
 # B batch entries (1 where they share all tables), H mask heads (1 if all heads share a table), L = B * H lists
 # of rows, R rows, C columns, W most blocks in a row
@@ -128,3 +134,70 @@ def _full_width(table: Int32[Tensor, "L R W"], columns: int) -> Int32[Tensor, "L
     """View rows at full width: each continues into the next rows' entries."""
     lists, rows, width = table.shape
     return table.as_strided((lists, rows, columns), (rows * width, width, 1))
+
+
+@dataclass(frozen=True)
+class PackedBlocks:
+    """Block lists as compressed bytes; `unpack` restores them exactly.
+
+    A block is stored as its distance from the previous block of the list. Patterns repeat along the sequence, and
+    so do these distances, which zlib compresses. Randomly drawn lists shrink least.
+    """
+
+    shape: tuple[int, int, int, int]
+    heads: tuple[int, ...]
+    lengths: tuple[int, ...]
+    data: tuple[bytes, ...]
+
+    @classmethod
+    def pack(cls, blocks: Blocks) -> PackedBlocks:
+        parts = [part for _, part in blocks.portions()]
+        data = tuple(zlib.compress(_written(blocks, part), _LEVEL) for part in parts)
+        return cls(blocks.shape, blocks.heads, tuple(part.stop - part.start for part in parts), data)
+
+    def unpack(self) -> Blocks:
+        length, begin = sum(self.lengths), 0
+        table, row, column, pairs = (torch.empty(length, dtype=torch.int32) for _ in range(4))
+        blocks = Blocks(*self.shape, self.heads, table, row, column, torch.empty(length, dtype=torch.bool), pairs)
+        for number, written in zip(self.lengths, self.data, strict=True):
+            _read(written, blocks, slice(begin, begin + number))
+            begin += number
+        return blocks
+
+    @property
+    def nbytes(self) -> int:
+        return sum(map(len, self.data)) + 8 * len(self.heads)
+
+
+def _written(blocks: Blocks, part: slice) -> bytes:
+    """Serialize a part of the list: distances, pair counts and `full`."""
+    key = (blocks.table[part].long() * blocks.num_rows + blocks.row[part]) * blocks.num_columns + blocks.column[part]
+    steps = key.diff(prepend=key.new_zeros(1))
+    return b"".join(map(_bytes_of, (steps, blocks.pairs[part], blocks.full[part])))
+
+
+def _read(written: bytes, blocks: Blocks, part: slice) -> None:
+    """Write the bytes of `_written` back into this part of `blocks`."""
+    data, length = bytearray(zlib.decompress(written)), part.stop - part.start
+    line, column = _divmod(_tensor(data, torch.int64, 0, length).cumsum(0), blocks.num_columns)
+    blocks.table[part], blocks.row[part] = _divmod(line, blocks.num_rows)
+    blocks.column[part] = column
+    blocks.pairs[part] = _tensor(data, torch.int32, 8 * length, length)
+    blocks.full[part] = _tensor(data, torch.bool, 12 * length, length)
+
+
+def _bytes_of(x: Tensor) -> bytes:
+    """Bytes of a tensor, without numpy."""
+    x = x.contiguous()
+    return ctypes.string_at(x.data_ptr(), x.nbytes)
+
+
+def _tensor(data: bytearray, dtype: torch.dtype, begin: int, length: int) -> Tensor:
+    if length == 0:  # torch.frombuffer refuses an empty buffer
+        return torch.zeros(0, dtype=dtype)
+    return torch.frombuffer(data, dtype=dtype, count=length, offset=begin)
+
+
+def _divmod(x: Tensor, divisor: int) -> tuple[Tensor, Tensor]:
+    quotient = x // divisor
+    return quotient, x - quotient * divisor

@@ -1,11 +1,11 @@
 """Cache of plans, block tables and programs, in bounded memory."""
 
-from ._cache import cache
-from ._cache_stats import (
+from ._cache import (
     BYTES_VARIABLE,
     ENTRIES_VARIABLE,
     CacheStats,
     bytes_from_environment,
+    cache,
     debug_wanted,
     entries_from_environment,
     in_line,

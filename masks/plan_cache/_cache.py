@@ -1,32 +1,103 @@
-"""Process-wide, thread-safe cache of plans and tables; each value is built once."""
+"""Process-wide, thread-safe cache of plans and tables: each value is built once; budgets and statistics."""
 
 from __future__ import annotations
 
+import json
+import logging
+import os
 import threading
 import time
 from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Hashable
 from concurrent.futures import Future
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 import torch
+from tabulate import tabulate
 
-from ..core import Expression, bytes_text, own_modes, require_expression
+from ..core import Expression, bytes_text, own_modes, require_expression, shortened
 from ..patterns import as_written
-from ._cache_stats import (
-    DEFAULT_ENTRIES,
-    CacheStats,
-    Holding,
-    Limits,
-    bytes_from_environment,
-    debug_wanted,
-    entries_from_environment,
-    log,
-    pattern_text,
-)
+from ..text import read_text
+
+BYTES_VARIABLE, ENTRIES_VARIABLE = "FLEXDILATED_CACHE_BYTES", "FLEXDILATED_CACHE_ENTRIES"
+# Python's overhead per entry, some kB, is not in the byte count; this bounds it to about a hundred MB.
+DEFAULT_ENTRIES = 1 << 14
+_MOST_DIGITS = 18  # more than any machine has bytes
+_LONGEST = 160  # characters of a pattern in a line
+log = logging.getLogger("flexdilated")
 
 T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Limits:
+    """Maximum bytes and entries; 0 of either disables the cache."""
+
+    bytes: int
+    entries: int
+
+    def __post_init__(self) -> None:
+        for unit, value in (("bytes", self.bytes), ("entries", self.entries)):
+            if isinstance(value, bool) or not isinstance(value, int) or value < 0:
+                raise ValueError(f"budget_{unit} must be a number of {unit}, 0 or more; got {value!r}")
+
+
+@dataclass(frozen=True)
+class Holding:
+    """Number and bytes of the cache entries of one kind."""
+
+    name: str
+    entries: int
+    bytes: int
+
+
+@dataclass(frozen=True)
+class CacheStats:
+    """Look-ups since the last `clear`, and the current contents.
+
+    A hit found its value, or another thread building it. `build_seconds` counts nested builds once. `masters` are
+    plans and block lists, on the CPU; `copies` are tables made from them, one Holding per device.
+    """
+
+    hits: int
+    misses: int
+    evictions: int
+    build_seconds: float
+    masters: Holding
+    copies: tuple[Holding, ...]
+    limits: Limits
+
+    @property
+    def entries(self) -> int:
+        """Number of entries, masters and copies."""
+        return self.masters.entries + sum(holding.entries for holding in self.copies)
+
+    @property
+    def bytes(self) -> int:
+        """Bytes of the tables of all entries, without Python's overhead."""
+        return self.masters.bytes + sum(holding.bytes for holding in self.copies)
+
+    @property
+    def hit_rate(self) -> float:
+        """Hits over look-ups, 0 before the first."""
+        return self.hits / max(1, self.hits + self.misses)
+
+    def __str__(self) -> str:
+        """Two tables: look-ups, and contents."""
+        lookups = {
+            "hits": f"{self.hits:,}",
+            "misses": f"{self.misses:,}",
+            "hit rate": f"{self.hit_rate:.1%}",
+            "evictions": f"{self.evictions:,}",
+            "time to build": f"{1e3 * self.build_seconds:,.1f} ms",
+        }
+        total, budget = Holding("all", self.entries, self.bytes), self.limits
+        held = [(each.name, f"{each.entries:,}", f"{each.bytes:,}") for each in (self.masters, *self.copies, total)]
+        held.append(("budget", f"{budget.entries:,}", f"{budget.bytes:,}"))
+        right = ("left", "right", "right")
+        above = tabulate(lookups.items(), tablefmt="plain", disable_numparse=True, colalign=right[:2])
+        return f"{above}\n\n{tabulate(held, ('held', 'entries', 'bytes'), disable_numparse=True, colalign=right)}"
 
 
 @dataclass(eq=False, slots=True)
@@ -58,7 +129,7 @@ class Cache:
     """Thread-safe LRU cache of built values; concurrent requests for a key share one build."""
 
     def __init__(self, budget_bytes: int, budget_entries: int = DEFAULT_ENTRIES) -> None:
-        self._lock, self._inside = threading.Lock(), threading.local()  # _inside.patterns: texts of this thread's build
+        self._lock, self._inside = threading.Lock(), threading.local()  # _inside.patterns: texts of this build
         self._limits, self._bytes = Limits(budget_bytes, budget_entries), 0
         self._entries: dict[Hashable, Entry] = {}
         self._copies: OrderedDict[Entry, None] = OrderedDict()
@@ -73,7 +144,7 @@ class Cache:
 
     @budget_bytes.setter
     def budget_bytes(self, value: int) -> None:
-        self._limit(bytes=value)
+        self._limit(Limits(value, self.budget_entries))
 
     @property
     def budget_entries(self) -> int:
@@ -82,7 +153,7 @@ class Cache:
 
     @budget_entries.setter
     def budget_entries(self, value: int) -> None:
-        self._limit(entries=value)
+        self._limit(Limits(self.budget_bytes, value))
 
     def get(
         self,
@@ -203,9 +274,9 @@ class Cache:
         """End a build. False if its pattern was forgotten meanwhile, so its value must not be kept."""
         return self._building.get(key) is mine and self._building.pop(key) is mine
 
-    def _limit(self, **limits: int) -> None:
+    def _limit(self, limits: Limits) -> None:
         with self._lock:
-            self._limits = replace(self._limits, **limits)
+            self._limits = limits
             gone = self._evict(0, 0)
         _tell("evicted", gone, ", used longest ago")
 
@@ -236,9 +307,46 @@ def _tell(what: str, entries: list[Entry], how: str) -> None:
             )
 
 
+def debug_wanted() -> bool:
+    """True if DEBUG is enabled. Do not call it on a cache hit, which must stay fast."""
+    return log.isEnabledFor(logging.DEBUG)
+
+
+def pattern_text(text: str) -> str:
+    """The first of several concatenated pattern texts, as an expression, shortened."""
+    text = text.strip()
+    if not text:
+        return "any pattern"
+    try:
+        _, end = json.JSONDecoder().raw_decode(text)
+        return in_line(read_text(text[:end]))
+    except (ValueError, RecursionError):  # the custom function is gone, or the text nests too deep
+        return in_line(text)
+
+
+def in_line(value: object) -> str:
+    """The value as text of at most _LONGEST characters."""
+    return shortened(str(value), _LONGEST)
+
+
 def _text(pattern: Expression | str) -> str:
     """Text of a pattern as written, with names of run-time tensors instead of their values."""
     return pattern if isinstance(pattern, str) else as_written(pattern).text
+
+
+def _read(variable: str, unit: str, default: int) -> int:
+    text = os.environ.get(variable, str(default))
+    if not text.isascii() or not text.isdigit() or len(text) > _MOST_DIGITS:
+        raise ValueError(f"{variable} must be a whole number of {unit}, such as {default}; got {text!r:.40}")
+    return int(text)
+
+
+def bytes_from_environment() -> int:
+    return _read(BYTES_VARIABLE, "bytes", 1 << 30)
+
+
+def entries_from_environment() -> int:
+    return _read(ENTRIES_VARIABLE, "entries", DEFAULT_ENTRIES)
 
 
 _cache: Cache | None = None

@@ -1,7 +1,6 @@
 """Planning: the options to compute a pattern, their costs, the choice; and its BlockMask."""
 
 from ._block_mask import (
-    Snapped,
     block_mask,
     block_sides,
     bound_blocks,
@@ -9,8 +8,8 @@ from ._block_mask import (
     layout,
     snapped,
     term_blocks,
-    term_mask,
 )
+from ._candidates import ANYTHING, Allowed, Candidates, Choice, Option, in_other_blocks, takes_mask, way_of
 from ._cost import SLOTS_AT_ONCE, Operands, computed_pairs, cost_of
 from ._machine import (
     ACCELERATOR,
@@ -25,9 +24,7 @@ from ._machine import (
     set_machine,
     sources_in_use,
 )
-from ._options import ANYTHING, Allowed, Candidates, Choice, in_other_blocks, takes_mask, way_of
-from ._placed import plan_at
-from ._planner import Option, Plan, plan, recommended_layout
+from ._planner import Plan, plan, plan_at, recommended_layout
 from .lowering import (
     CountedPairs,
     IntervalTerm,

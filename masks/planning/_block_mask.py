@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -27,8 +26,8 @@ from ..core import (
 )
 from ..orders import Layout, residue_rate
 from ..plan_cache import cache
+from .lowering._layouts import shared_terms
 from .lowering._term import Term
-from .lowering._ways import shared_terms
 
 _LARGEST_SIDE = 1 << 15  # pairs of a block are counted in int32
 
@@ -79,27 +78,23 @@ def block_mask(
         raise ValueError(f"the layout orders {layout.num_tokens} tokens; got {num_queries} queries and {keys} keys")
     rate = 1 if layout is None else layout.rate
     (term,) = shared_terms(bound.union, 1, bound, rate)
-    where, sides = _indexed(torch.device(device)), block_sides(block_size)
-    return cache().get(
-        ("block_mask", bound.key(), term, where, sides),
-        lambda: term_mask(term, bound, device=where, block_size=sides),
-        table_bytes,
-        pattern=pattern,
-        device=where,
-    )
+    where, sides = torch.device(device), block_sides(block_size)
+    if not device_kind(where).on_host:  # plain `cuda` changes its meaning with `torch.cuda.set_device`
+        where = torch.empty(0, device=where).device
 
+    def build() -> BlockMask:
+        blocks = join_blocks(bound_blocks(term, bound, sides))
+        return to_block_mask(blocks, term.mask_mod(where), where, batch=term.rule.num_entries())
 
-def term_mask(term: Term, bound: Bound, *, device: torch.device, block_size: tuple[int, int]) -> BlockMask:
-    """A new BlockMask of one term of a bound pattern, over its slots, from cached block lists."""
-    blocks = join_blocks(bound_blocks(term, bound, block_size))
-    return to_block_mask(blocks, term.mask_mod(device), device, batch=term.rule.num_entries())
+    key = ("block_mask", bound.key(), term, where, sides)
+    return cache().get(key, build, table_bytes, pattern=pattern, device=where)
 
 
 def bound_blocks(term: Term, bound: Bound, block_size: tuple[int, int]) -> list[Blocks]:
     """Cached block lists of one term of a bound pattern, one for each distinct batch entry of run-time tables."""
     packed = cache().get(
         ("blocks", bound.key(), term, block_size),
-        lambda: [PackedBlocks.pack(each) for each in _entries_blocks(term, block_size)],
+        lambda: [PackedBlocks.pack(each.blocks(*block_size)) for each in entry_terms(term)],
         lambda packed: sum(each.nbytes for each in packed),
         pattern=bound.pattern,
     )
@@ -108,21 +103,12 @@ def bound_blocks(term: Term, bound: Bound, block_size: tuple[int, int]) -> list[
 
 def term_blocks(term: Term, block_size: tuple[int, int]) -> Blocks:
     """Block lists of the term; if run-time tables differ by batch entry, concatenated over entries."""
-    return join_blocks(list(_entries_blocks(term, block_size)))
-
-
-def _entries_blocks(term: Term, block_size: tuple[int, int]) -> Iterator[Blocks]:
-    return (each.blocks(*block_size) for each in entry_terms(term))
+    return join_blocks([each.blocks(*block_size) for each in entry_terms(term)])
 
 
 def entry_terms(term: Term) -> list[Term]:
     """The term of each distinct batch entry of run-time tables."""
     return [replace(term, rule=term.rule.entry(index)) for index in range(term.rule.num_entries())]
-
-
-def _indexed(device: torch.device) -> torch.device:
-    """The device with its index: plain `cuda` changes its meaning with `torch.cuda.set_device`."""
-    return device if device_kind(device).on_host else torch.empty(0, device=device).device
 
 
 def block_sides(block_size: int | tuple[int, int]) -> tuple[int, int]:

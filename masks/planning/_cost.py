@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import NamedTuple
 
 from ..core import device_kind, plans
@@ -44,8 +43,7 @@ class Operands(NamedTuple):
 _SINGLE, _HALF = Operands(), Operands(element_bytes=2)
 
 
-@dataclass(frozen=True)
-class Cost:
+class Cost(NamedTuple):
     """Work of a forward pass: pairs in listed blocks over all heads, bytes moved by gather and merge, launches."""
 
     computed_pairs: int
@@ -61,11 +59,8 @@ def cost_of(terms: Sequence[Term], machine: Machine, given: Layout, operands: Op
     The machine's rates were measured at one head dim and dtype, and are used for all.
     """
     work = [_work(term, machine) for term in terms]
-    moved = sum(_moved_rows(term, given, operands.groups) for term in terms) * operands.row_bytes
-    launches = sum(_launches(term, machine.calls_a_list) for term in terms)
-    seconds = operands.flops * sum(at_rate for _, at_rate in work)
-    seconds += moved / machine.bytes_per_s + launches * machine.launch_s
-    return Cost(sum(pairs for pairs, _ in work), moved, launches, seconds)
+    rates = sum((at_rate for _, at_rate in work), 0.0)
+    return _cost(sum(pairs for pairs, _ in work), rates, terms, machine, given, operands)
 
 
 def least_seconds(
@@ -73,9 +68,17 @@ def least_seconds(
 ) -> float:
     """Lower bound on the cost of block lists that hold exactly these pairs, at the fastest rate of any block side."""
     fastest = max(max(rates.runs_flops_per_s, rates.plain_flops_per_s) for rates in machine.blocks)
+    return _cost(0, wanted_pairs / fastest, terms, machine, given, operands).seconds
+
+
+def _cost(
+    pairs: int, slowness: float, terms: Sequence[Term], machine: Machine, given: Layout, operands: Operands
+) -> Cost:
+    """Cost of the terms with this number of computed pairs; `slowness`: sum of pairs / rate."""
     moved = sum(_moved_rows(term, given, operands.groups) for term in terms) * operands.row_bytes
     launches = sum(_launches(term, machine.calls_a_list) for term in terms)
-    return operands.flops * wanted_pairs / fastest + moved / machine.bytes_per_s + launches * machine.launch_s
+    seconds = operands.flops * slowness + (moved / machine.bytes_per_s + launches * machine.launch_s)
+    return Cost(pairs, moved, launches, seconds)
 
 
 def least_seconds_in_larger(

@@ -1,4 +1,4 @@
-"""Planner: chooses the terms that compute a pattern, by cost among its layouts."""
+"""Planner: chooses the terms that compute a pattern, by cost among its layouts; also for tokens at given positions."""
 
 from __future__ import annotations
 
@@ -8,17 +8,19 @@ from dataclasses import dataclass, replace
 import torch
 
 from ..._torch_private import graph_constant
-from ..core import Bound, Expression, advises, plans
-from ..orders import Compact, Layout, residue_rate
+from ..core import Bound, Expression, advises, plans, within
+from ..orders import Compact, Folded, Layout, Listed, Part, Placement, residue_rate
 from ..plan_cache import cache, debug_wanted, in_line, log
 from ..text import read_text
+from ._candidates import ANYTHING, Allowed, Candidates, Choice, Option, way_of
 from ._cost import Cost, Operands
 from ._machine import Machine, machine_of
-from ._options import ANYTHING, Allowed, Candidates, Choice, Option, way_of
+from .lowering._layouts import MAX_RESIDUE_RATE, shared_terms
+from .lowering._shared_lists import PaddedTerm, interval_terms
 from .lowering._term import Term
-from .lowering._ways import MAX_RESIDUE_RATE, shared_terms
 
 _MOST_BRANCHES = 8  # logged one by one
+_GAP = 128  # longest gap of absent keys inside a run of keys: one block
 
 
 @dataclass(frozen=True)
@@ -51,13 +53,7 @@ class Plan:
     @property
     def cost(self) -> Cost:
         """Sum over the chosen options."""
-        chosen = [options[0].cost for options in self.options]
-        return Cost(
-            sum(cost.computed_pairs for cost in chosen),
-            sum(cost.gather_bytes for cost in chosen),
-            sum(cost.launches for cost in chosen),
-            sum(cost.seconds for cost in chosen),
-        )
+        return Cost(*map(sum, zip(Cost(0, 0, 0, 0), *(options[0].cost for options in self.options), strict=True)))
 
     @property
     def nbytes(self) -> int:
@@ -113,9 +109,7 @@ def recommended_layout(
     kind = torch.device(device).type
     if not torch.compiler.is_compiling():
         rate = _recommended_rate(pattern, num_tokens, num_heads, kind)
-    elif _is_fixed(pattern.text):
-        rate = _rate_of_text(pattern.text, num_tokens, num_heads, kind)
-    else:
+    elif not (rate := _rate_of_text(pattern.text, num_tokens, num_heads, kind)):
         raise ValueError(
             "recommended_layout counts with the values of run-time tensors, which a graph being compiled does not "
             f"have: ask before compiling, and hand over the layout; got {pattern!r}"
@@ -124,13 +118,10 @@ def recommended_layout(
 
 
 @graph_constant
-def _is_fixed(pattern: str) -> bool:
-    return not read_text(pattern).varies
-
-
-@graph_constant
 def _rate_of_text(pattern: str, num_tokens: int, num_heads: int, kind: str) -> int:
-    return _recommended_rate(read_text(pattern), num_tokens, num_heads, kind)
+    """The rate; 0 for a pattern with run-time tensors."""
+    rule = read_text(pattern)
+    return 0 if rule.varies else _recommended_rate(rule, num_tokens, num_heads, kind)
 
 
 @plans
@@ -174,10 +165,8 @@ def _in_natural_order(bound: Bound, candidates: Candidates, choice: Choice | Non
     """Plan of the choice if it fits; else the cheapest options by branch, or for all branches together."""
     layout, together = Layout(bound.num_queries), candidates.together
     chosen = None if choice is None else candidates.chosen(choice)
-    if chosen is not None:
-        return Plan.of(bound, layout, chosen, together)
-    found = Plan.of(bound, layout, candidates.branches, together)
-    if not together:
+    found = Plan.of(bound, layout, candidates.branches if chosen is None else chosen, together)
+    if chosen is not None or not together:
         return found
     apart = replace(together[0], layout="branch by branch", terms=found.terms, shares_rows=True)
     if apart.cost.seconds <= together[0].cost.seconds:
@@ -194,6 +183,81 @@ def _in_layout(bound: Bound, machine: Machine, layout: Layout, operands: Operand
         for branch, times in Counter(bound.pattern.branches()).items()
     )
     return Plan.of(bound, layout, tuple(options))
+
+
+def plan_at(
+    rule: Expression,
+    placement: Placement,
+    *,
+    num_heads: int,
+    head_offset: int,
+    num_heads_global: int,
+    device: torch.device | str = "cpu",
+    allowed: Allowed = ANYTHING,
+    operands: Operands | None = None,
+) -> Plan:
+    """Plan whose queries are tokens of a device's q, and whose keys are numbered by position.
+
+    The bound of the plan has the sizes of the device. Keys of a term that are absent from the placement are hidden by
+    its rule.
+    """
+    # Not `bind`, which rejects rules that name tokens beyond the part: tokens of the whole sequence are valid.
+    rule.check_tokens(range(placement.end), range(placement.end))
+    heads = (num_heads, head_offset, num_heads_global)
+    whole = Bound(rule, placement.num_queries, max(1, placement.num_keys), *heads, 0, 0, batch=1)
+    if allowed.lists_only and (over_all := _over_all_runs(whole, placement, device, operands)) is not None:
+        return over_all
+    allowed = replace(allowed, masks=False)  # placed terms are shifted, and keys are absent
+    terms: list[Term] = []
+    weighed: dict[range, tuple[tuple[Option, ...], ...]] = {}
+    for part in placement.parts():
+        offsets = (part.queries.start, part.span.start)
+        bound = Bound(rule, len(part.queries), len(part.span), *heads, *offsets, batch=1)
+        best = plan(bound, device=device, allowed=allowed, operands=operands)
+        terms += [_placed(term, part, placement) for term in best.terms]
+        weighed[part.queries] = weighed.get(part.queries, ()) + best.options
+    plans = [Plan(whole, Layout(placement.num_queries), tuple(terms), options) for options in weighed.values()]
+    # Runs of queries share no rows. Options of one run represent all; prefer a run whose terms need a merge.
+    return max(plans, key=lambda each: each.shares_rows, default=Plan(whole, Layout(placement.num_queries), (), ()))
+
+
+def _over_all_runs(
+    bound: Bound, placement: Placement, device: torch.device | str, operands: Operands | None
+) -> Plan | None:
+    """Plan of block lists over all runs at once, for any number of runs; None if a branch has no such form."""
+    options, layout = [], Layout(placement.num_queries)
+    kind = torch.device(device).type
+    costs = machine_of(kind), layout, operands or Operands.usual_on(kind)
+    for branch, times in Counter(bound.pattern.branches()).items():
+        terms = interval_terms(branch, times, bound, placement)
+        if terms is None:
+            return None
+        options.append((Option(branch, times, "intervals", tuple(terms), *costs),))
+    return Plan.of(bound, layout, tuple(options))
+
+
+def _placed(term: Term, part: Part, placement: Placement) -> Term:
+    """The term for the queries of `part` that the placement holds, with keys given by position instead of by slot."""
+    in_folds = isinstance(term.q, Compact | Folded) and isinstance(term.k, Compact | Folded)
+    natural = isinstance(term.q, Layout) and term.q.is_natural
+    if isinstance(term, PaddedTerm) or in_folds or (natural and part.gapless):
+        return term.moved(part.q_token, part.span.start)
+    # An order of all tokens: drop absent keys. A tiling becomes the natural order.
+    rate = term.q.rate if isinstance(term.q, Layout) else 1
+    tokens = part.queries.start - part.q_token
+    queries = _by_residue([range(part.q_token, part.q_token + len(part.queries))], rate)
+    keys = _by_residue(placement.stretches(part.span, _GAP * rate), rate)
+    return replace(term, shape="blocks", q=Listed(queries), k=Listed(keys), q_offset=tokens, k_offset=0)
+
+
+def _by_residue(stretches: list[range], rate: int) -> tuple[range, ...]:
+    """Numbers of all intervals, sorted into runs by residue modulo `rate`."""
+    runs = (
+        within(range(residue, stretch.stop, rate), stretch.start, stretch.stop)
+        for residue in range(rate)
+        for stretch in stretches
+    )
+    return tuple(run for run in runs if run)
 
 
 def _logged(plan: Plan, kind: str, choice: Choice | None) -> Plan:

@@ -123,7 +123,7 @@ def test_batch_entries_that_are_equal_are_one_rule():
 
 def test_equal_documents_share_their_block_lists(monkeypatch):
     """New values build block lists for no length of document that was there before."""
-    monkeypatch.setattr(masks.planning._options, "_MOST_MASKED_PAIRS", 0)
+    monkeypatch.setattr(masks.planning._candidates, "_MOST_MASKED_PAIRS", 0)
     window = masks.local_window(left=5, right=0)
     q, k, v = torch.randn(3, 1, 1, 96, 4)
 

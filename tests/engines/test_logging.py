@@ -11,8 +11,7 @@ import flexdilated as fd
 from flexdilated import _engines, masks
 from flexdilated.distributed.counts._loads import choose_schedule
 from flexdilated.masks.plan_cache import _cache
-from flexdilated.masks.plan_cache._cache import Cache
-from flexdilated.masks.plan_cache._cache_stats import LONGEST, pattern_text
+from flexdilated.masks.plan_cache._cache import _LONGEST, Cache, pattern_text
 
 pytestmark = pytest.mark.usefixtures("without_masks")
 
@@ -178,7 +177,7 @@ def test_texts_of_patterns_are_read_and_cut() -> None:
     assert pattern_text(" ") == "any pattern"
     assert pattern_text("not JSON") == "not JSON"
     long = masks.longnet(list(range(1, 101)), [1] * 100)
-    assert len(pattern_text(long.text)) == LONGEST + 1
+    assert len(pattern_text(long.text)) == _LONGEST + 1
     assert pattern_text(long.text).endswith("…")
 
 
@@ -199,8 +198,6 @@ def test_a_look_up_asks_nothing_of_the_log(monkeypatch, own_cache) -> None:
     pattern = LONGNET.bind(num_heads=4, num_queries=130, num_keys=130)
     fd.attend(q, k, v, LONGNET)
     masks.planning._planner.plan(pattern)
-    monkeypatch.setattr(masks.plan_cache._cache_stats, "debug_wanted", lambda: pytest.fail("the logger was asked"))
-    monkeypatch.setattr(
-        masks.plan_cache._cache_stats.log, "isEnabledFor", lambda level: pytest.fail("the logger was asked")
-    )
+    monkeypatch.setattr(masks.plan_cache._cache, "debug_wanted", lambda: pytest.fail("the logger was asked"))
+    monkeypatch.setattr(masks.plan_cache._cache.log, "isEnabledFor", lambda level: pytest.fail("the logger was asked"))
     masks.planning._planner.plan(pattern)

@@ -13,9 +13,9 @@ from flexdilated.engines.kernels import _kernel
 from flexdilated.engines.tiles import _tile_blocks, _tiles_op
 from flexdilated.engines.tiles._tiles import make_program
 from flexdilated.masks import Bound, Layout
-from flexdilated.masks.planning import Allowed, _options
+from flexdilated.masks.planning import Allowed, _candidates
 from flexdilated.masks.planning._planner import Plan, plan
-from flexdilated.masks.planning.lowering._ways import masked_term
+from flexdilated.masks.planning.lowering._layouts import masked_term
 from tests.attend.test_hidden_values import BAD, assert_nothing_spreads, with_sinks
 from tests.attend.test_sinks import PATTERN as MIXTURE
 from tests.engines.test_tiles import RunPlan, assert_plan_agrees
@@ -102,7 +102,7 @@ def _counted(calls, name, kernel):
 
 def test_where_no_mask_is_taken(monkeypatch):
     """Long sequences, patterns that one kernel call computes without a mask, and calls that ask for blocks."""
-    most = int((_options._MOST_MASKED_PAIRS / 8) ** 0.5)
+    most = int((_candidates._MOST_MASKED_PAIRS / 8) ** 0.5)
     window = SHORT["window"]
     assert "masked" in layouts(window, most)
     assert "masked" not in layouts(window, most + 1)

@@ -16,7 +16,7 @@ from flexdilated.engines import WholeRows
 from flexdilated.engines._placed_call import PlacedCall, placed_engine
 from flexdilated.engines.flex._flex_op import static_program
 from flexdilated.masks.orders._placement import Placement
-from flexdilated.masks.planning._placed import plan_at
+from flexdilated.masks.planning._planner import plan_at
 from tests.engines.test_flex import around_dense
 from tests.support import oracle
 from tests.support.agreement import TIGHT, assert_agrees

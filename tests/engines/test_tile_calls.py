@@ -14,7 +14,7 @@ from flexdilated import masks
 from flexdilated.engines.tiles import _tile_blocks, _tile_calls
 from flexdilated.engines.tiles._tile_calls import Even, KernelCall, KernelCalls, Listed, Stretches, plan_calls
 from flexdilated.masks import Layout
-from flexdilated.masks.planning.lowering._ways import shared_terms
+from flexdilated.masks.planning.lowering._layouts import shared_terms
 from tests.support import oracle
 from tests.support.agreement import assert_agrees, gradients
 from tests.support.strategies import block_sides, cases, tensors

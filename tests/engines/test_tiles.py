@@ -17,7 +17,7 @@ from flexdilated.engines.tiles import _tile_blocks, _tiles
 from flexdilated.engines.tiles._tiles import make_program
 from flexdilated.engines.tiles._tiles_op import plan_tiles, portions_on
 from flexdilated.masks import Layout
-from flexdilated.masks.blocks import _blocks, _quadtree
+from flexdilated.masks.blocks import _block_search, _blocks
 from flexdilated.masks.orders import Compact
 from flexdilated.masks.planning._planner import Plan, plan
 from tests.support import oracle
@@ -108,7 +108,7 @@ def test_ladders(name, causal, rate):
         (_tile_blocks, "GATHERED_BYTES", 1),
         (_blocks, "_CELLS", 100),
         (_blocks, "_SLOTS_AT_ONCE", 1),
-        (_quadtree, "_FRONTIER", 5),
+        (_block_search, "_FRONTIER", 5),
     ],
 )
 def test_limits_change_nothing(monkeypatch, module, name, limit):

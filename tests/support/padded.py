@@ -11,8 +11,8 @@ from unittest import mock
 from hypothesis import strategies as st
 
 from flexdilated.masks import Layout, cache
-from flexdilated.masks.planning import Operands, Plan, _options, machine_of
-from flexdilated.masks.planning._options import Option
+from flexdilated.masks.planning import Operands, Plan, _candidates, machine_of
+from flexdilated.masks.planning._candidates import Option
 from flexdilated.masks.planning.lowering import padded_terms
 from flexdilated.testing import strategies as fst
 from tests.support import twins
@@ -51,7 +51,7 @@ def padded_plan(case: Case) -> Plan:
 @contextmanager
 def everything_padded() -> Iterator[None]:
     """The planner computes all dilated segments over their active tokens, however few these are."""
-    with mock.patch.object(_options, "padded_terms", partial(padded_terms, side=1)):
+    with mock.patch.object(_candidates, "padded_terms", partial(padded_terms, side=1)):
         cache().clear()
         yield
     cache().clear()

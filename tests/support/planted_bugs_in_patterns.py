@@ -74,10 +74,10 @@ def _as_full(right):
 def _square_only(right):
     """Blocks right of the diagonal of block numbers are dropped, as if both sides were equal."""
 
-    def leaves(rule, roots, q_block, k_block):
-        for found in right(rule, roots, q_block, k_block):
+    def leaves(rule, roots, sides):
+        for found in right(rule, roots, sides):
             kept = found.column <= found.row
-            yield replace(found, **{name: getattr(found, name)[kept] for name in found.__dataclass_fields__})
+            yield type(found)(*(each[kept] for each in found))
 
     return leaves
 
@@ -150,7 +150,7 @@ IN_PATTERNS = (
         claims(masks.dilated_window(left=4, right=4, rate=2)), "(FULL)", "NATTEN",
     ),
     Bug(
-        "blocks dropped where the sides of a block differ", f"{MASKS}.blocks._cover:descend", _square_only,
+        "blocks dropped where the sides of a block differ", f"{MASKS}.blocks._block_search:descend", _square_only,
         claims(masks.causal()), "is not listed", "attention-gym",
     ),
     Bug(

@@ -16,9 +16,9 @@ from flexdilated.engines._call import Call
 from flexdilated.engines._tuned import TuningKey, chosen
 from flexdilated.engines.tiles import Program, _tiles_op
 from flexdilated.masks.core import device_kind
+from flexdilated.masks.planning._candidates import ANYTHING, Candidates, Choice, way_of
 from flexdilated.masks.planning._cost import Operands
 from flexdilated.masks.planning._machine import machine_of
-from flexdilated.masks.planning._options import ANYTHING, Candidates, Choice, way_of
 from flexdilated.masks.planning._planner import plan
 from flexdilated.tuning import _tune, _tune_machine
 from flexdilated.tuning._tune import BRANCH_BY_BRANCH, Inputs, Times, measure, measure_options

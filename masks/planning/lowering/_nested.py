@@ -11,8 +11,7 @@ from typing import NamedTuple
 from ...core import And, Bound, Every, Pattern
 from ...orders import Compact
 from ...patterns import Causal, Dilated
-from ._term import Term
-from ._weights import KeyWeights, PairWeights
+from ._term import KeyWeights, PairWeights, Term
 
 # The number of terms grows with the ratio of neighbouring segment lengths and rates; above this, terms are too many
 # and too small.
@@ -138,15 +137,13 @@ class _Chain:
         )
 
 
-@dataclass(frozen=True)
-class _Rectangle:
-    """Queries × keys, both ranges of tokens counted from `start`; repeated in `folds` segments, `stride` apart."""
+class _Rectangle(NamedTuple):
+    """Queries × keys, both ranges of tokens; repeated in `folds` segments, `stride` tokens apart."""
 
-    start: int
-    folds: int
-    stride: int
     queries: range
     keys: range
+    folds: int
+    stride: int
 
 
 def _split(branch: Pattern) -> tuple[Dilated | None, Pattern]:
@@ -191,18 +188,18 @@ def _strips(chain: _Chain) -> Iterator[Term]:
 def _rectangles(chain: _Chain, index: int) -> Iterator[_Rectangle]:
     """Pairs within a segment of branch `index` that are in no segment of the previous branch."""
     whole = chain.bases[index].segment
-    if index == 0:
-        for start, folds, length in _segments(whole, chain.bound.num_keys):
-            yield _Rectangle(start, folds, whole, range(length), range(length))
-        return
-    part = chain.bases[index - 1].segment
+    part = chain.bases[index - 1].segment if index else whole
     for start, folds, length in _segments(whole, chain.bound.num_keys):
+        tokens = range(start, start + length)
+        if index == 0:
+            yield _Rectangle(tokens, tokens, folds, whole)
+            continue
         for begin in range(0, length, part):
-            end = min(begin + part, length)
-            if begin:
-                yield _Rectangle(start, folds, whole, range(begin, end), range(begin))
-            if end < length and isinstance(chain.rest, Every):
-                yield _Rectangle(start, folds, whole, range(begin, end), range(end, length))
+            queries, before, behind = tokens[begin : begin + part], tokens[:begin], tokens[begin + part :]
+            if before:
+                yield _Rectangle(queries, before, folds, whole)
+            if behind and isinstance(chain.rest, Every):
+                yield _Rectangle(queries, behind, folds, whole)
 
 
 def _terms(chain: _Chain, index: int, rectangle: _Rectangle, weights: list[list[tuple[int, ...]]]) -> Iterator[Term]:
@@ -210,45 +207,29 @@ def _terms(chain: _Chain, index: int, rectangle: _Rectangle, weights: list[list[
 
     `weights`: of the keys, for each level from `index` on and each head.
     """
+    queries, keys, folds, stride = rectangle
     for level, of_heads in enumerate(weights, index):
         upper, phases = chain.exactly(level)
+        steps = chain.bases[upper].rate, chain.bases[index].rate
         for phase in phases:
-            alike: dict[tuple[int, int], list[_Member]] = {}
+            alike: dict[tuple[int, int], list[tuple[int, int, int, tuple[int, ...]]]] = {}
             for head, (offsets, of_keys) in enumerate(zip(chain.offsets, of_heads, strict=True)):
-                q_first, num_queries = _active(rectangle.queries, offsets[upper] + phase, chain.bases[upper].rate)
-                k_first, num_keys = _active(rectangle.keys, offsets[index], chain.bases[index].rate)
-                member = _Member(k_first + rectangle.start, head, q_first + rectangle.start, of_keys)
-                alike.setdefault((num_queries, num_keys), []).append(member)
-            for (num_queries, num_keys), members in alike.items():
+                q_first, num_queries = _active(queries, offsets[upper] + phase, steps[0])
+                k_first, num_keys = _active(keys, offsets[index], steps[1])
                 if num_queries and num_keys:
-                    steps = chain.bases[upper].rate, chain.bases[index].rate
-                    yield _term(sorted(members), rectangle, steps, (num_queries, num_keys), chain.bound)
-
-
-class _Member(NamedTuple):
-    """A head of a term: its first key and query, and the weights of its keys. Heads with equal keys sort together."""
-
-    k_start: int
-    head: int
-    q_start: int
-    weights: tuple[int, ...]
+                    alike.setdefault((num_queries, num_keys), []).append((k_first, head, q_first, of_keys))
+            for sizes, members in alike.items():
+                k_starts, heads, q_starts, periods = zip(*sorted(members), strict=True)  # equal keys side by side
+                q, k = (
+                    Compact(heads, starts, step, size, folds, stride)
+                    for starts, step, size in zip((q_starts, k_starts), steps, sizes, strict=True)
+                )
+                distinct = {each for period in periods for each in period}
+                times, own = (distinct.pop(), None) if len(distinct) == 1 else (1, KeyWeights(periods))
+                yield Term.of(chain.bound, Every(), "dense", times, q, k, heads=heads, weights=own)
 
 
 def _active(tokens: range, offset: int, rate: int) -> tuple[int, int]:
     """(first, number) of the tokens that are congruent to `offset` modulo the rate."""
     first = tokens.start + (offset - tokens.start) % rate
     return first, max(0, -(-(tokens.stop - first) // rate))
-
-
-def _term(
-    members: list[_Member], rectangle: _Rectangle, steps: tuple[int, int], sizes: tuple[int, int], bound: Bound
-) -> Term:
-    k_starts, heads, q_starts, weights = zip(*members, strict=True)
-    q, k = (
-        Compact(heads, starts, step, size, rectangle.folds, rectangle.stride)
-        for starts, step, size in zip((q_starts, k_starts), steps, sizes, strict=True)
-    )
-    distinct = {each for head in weights for each in head}
-    if len(distinct) == 1:
-        return Term.of(bound, Every(), "dense", distinct.pop(), q, k, heads=heads)
-    return Term.of(bound, Every(), "dense", 1, q, k, heads=heads, weights=KeyWeights(weights))

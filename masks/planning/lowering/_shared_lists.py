@@ -19,8 +19,8 @@ from ...blocks import UNKNOWN, Blocks, ListedBlocks
 from ...core import And, Bound, Every, MaskMod, Pattern, Ranges, device_kind, index_dtype
 from ...orders import Held, Padded, Placement
 from ...patterns import Band, Causal, Dilated
+from ._layouts import split_dilated
 from ._term import Term
-from ._ways import split_dilated
 
 # H heads, T tables, F segments, S slots, Q of queries, K of keys, R rows of blocks (in a segment), C columns
 

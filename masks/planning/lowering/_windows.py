@@ -14,8 +14,8 @@ import torch
 
 from ...core import And, Bound, Every, Expression, HeadGroups, Mixture, Or, Pattern, PerHead
 from ...patterns import PADDING, Causal, KeySet, LocalWindow, PerDocument, Spans, Table, Windows, tables
+from ._layouts import compact_terms, shared_terms
 from ._term import Term
-from ._ways import compact_terms, shared_terms
 
 _ENOUGH_SLOTS = 4096  # of all heads: larger windows are read in place, as a call costs less than their copies
 _WORTH_WEIGHING = 1024  # tokens of a window: in smaller ones options differ by less than the cost of comparing them
@@ -24,33 +24,32 @@ _MOST_LISTS = 32  # block lists, each planned separately: more than this cost mo
 Weighed = Callable[[Pattern, Bound], Sequence[Term]]  # terms of a rule over a part, by its cheapest option
 
 
-@dataclass(frozen=True)
-class Cut:
-    """A branch that equals `rest` inside each of some disjoint windows, and allows no pair outside."""
+def cut_of(branch: Pattern, bound: Bound) -> tuple[Pattern, Windows] | None:
+    """(rest, windows) of a branch that equals `rest` inside disjoint windows of a run-time table and is empty outside.
 
-    rest: Pattern
-    windows: Windows
+    The windows are within the bound's queries and keys. None without such a table.
+    """
+    for cut in _cuts(branch):
+        windows = cut.table.windows(bound.num_positions)
+        if windows is not None:
+            windows = windows.from_start() if cut.from_start else windows
+            queries = range(bound.q_offset, bound.q_offset + bound.num_queries)
+            keys = range(bound.k_offset, bound.k_offset + bound.num_keys)
+            return cut.rest, windows.within(queries, keys)
+    return None
 
-    @classmethod
-    def of(cls, branch: Pattern, bound: Bound) -> Cut | None:
-        """Windows within a bound's queries and keys into which a run-time table cuts a branch; None without a table."""
-        for cut in _cuts(branch):
-            windows = cut.table.windows(bound.num_positions)
-            if windows is not None:
-                windows = windows.from_start() if cut.from_start else windows
-                return cls(cut.rest, windows.within(_queries(bound), _keys(bound)))
+
+def over_all(rest: Pattern, windows: Windows, bound: Bound) -> Pattern | None:
+    """`rest`, if one window holds all queries and keys and numbers positions as the bound does; else None."""
+    if len(windows) != 1:
         return None
-
-    def over_all(self, bound: Bound) -> Pattern | None:
-        """`rest`, if one window holds all queries and keys and numbers positions as the bound does; else None."""
-        if len(self.windows) != 1:
-            return None
-        rest, part = _part(self.rest, bound, self.windows)
-        return rest if part == replace(bound, pattern=rest) else None
+    rest, part = _part(rest, bound, windows)
+    return rest if part == replace(bound, pattern=rest) else None
 
 
 def window_terms(
-    cut: Cut,
+    rest: Pattern,
+    windows: Windows,
     multiplicity: int,
     bound: Bound,
     weighed: Weighed,
@@ -62,18 +61,18 @@ def window_terms(
     Limits unless `any_number`: as many kinds of windows as there can be distinct lengths, plus `_MOST_LISTS` (more
     kinds occur if windows differ in where they begin); and `_MOST_LISTS` kinds with block lists.
     """
-    kinds = cut.windows.kinds(cut.rest.period())
+    kinds = windows.kinds(rest.period())
     if len(kinds) > _MOST_LISTS + isqrt(2 * max(bound.num_queries, bound.num_keys)) and not any_number:
         return None
     terms: list[Term] = []
     lists = 0
     for index in kinds:
-        alike = cut.windows.select(index)
-        rest, part = _part(cut.rest, bound, alike)
+        alike = windows.select(index)
+        plainest, part = _part(rest, bound, alike)
         if max(part.num_queries, part.num_keys) > _WORTH_WEIGHING:
-            lowered = weighed(rest, part)
+            lowered = weighed(plainest, part)
         else:
-            lowered = _lower(rest, multiplicity, part, weighed, any_number=any_number)
+            lowered = _lower(plainest, multiplicity, part, weighed, any_number=any_number)
         lists += any(term.shape == "blocks" for term in lowered)
         if lists > _MOST_LISTS and not any_number:
             return None
@@ -84,7 +83,7 @@ def window_terms(
 
 
 @dataclass(frozen=True)
-class _TableCut:
+class _Cut:
     """A rule that equals `rest` where a table allows a pair.
 
     `from_start`: True if `rest` counts positions from the start of a document; None if the origin has no effect.
@@ -94,7 +93,7 @@ class _TableCut:
     table: Table
     from_start: bool | None
 
-    def beside(self, others: Sequence[Pattern]) -> _TableCut | None:
+    def beside(self, others: Sequence[Pattern]) -> _Cut | None:
         """The cut of an intersection with other rules, which count from 0; None if both depend on their origins."""
         free = all(each.period() == 1 for each in others)
         if self.from_start and not free:
@@ -103,12 +102,12 @@ class _TableCut:
         return replace(self, rest=And.of(*parts), from_start=self.from_start if free else False)
 
 
-def _cuts(rule: Pattern) -> Iterator[_TableCut]:
+def _cuts(rule: Pattern) -> Iterator[_Cut]:
     """Yield tables outside of which a rule has no pairs, also tables common to all parts of a union or all heads."""
     if isinstance(rule, Table):
-        yield _TableCut(Every(), rule, None)
+        yield _Cut(Every(), rule, None)
     elif isinstance(rule, PerDocument) and isinstance(rule.spans, Spans):
-        yield _TableCut(rule.part, rule.spans, None if rule.part.period() == 1 else True)
+        yield _Cut(rule.part, rule.spans, None if rule.part.period() == 1 else True)
     elif isinstance(rule, And):
         for part in rule.parts:
             others = [each for each in rule.parts if each != part]
@@ -120,21 +119,13 @@ def _cuts(rule: Pattern) -> Iterator[_TableCut]:
             counted = {cut.from_start for cut in cuts} - {None}
             if len(cuts) == len(of_parts) and len(counted) <= 1:
                 rests = tuple(cut.rest for cut in cuts)
-                yield _TableCut(_composed(rule, rests), table, *(counted or {None}))
+                yield _Cut(_composed(rule, rests), table, *(counted or {None}))
 
 
 def _composed(rule: Or | PerHead | HeadGroups, parts: tuple[Pattern, ...]) -> Pattern:
     if not isinstance(rule, Or):
         return type(rule)(parts)
     return Every() if Every() in parts else Or.of(*parts)
-
-
-def _queries(bound: Bound) -> range:
-    return range(bound.q_offset, bound.q_offset + bound.num_queries)
-
-
-def _keys(bound: Bound) -> range:
-    return range(bound.k_offset, bound.k_offset + bound.num_keys)
 
 
 def _part(rest: Pattern, bound: Bound, windows: Windows) -> tuple[Pattern, Bound]:
@@ -162,12 +153,11 @@ def _plainest(rest: Pattern, q: range, k: range) -> Pattern:
 
 def _lower(rest: Pattern, multiplicity: int, part: Bound, weighed: Weighed, *, any_number: bool) -> Sequence[Term]:
     """Terms without a comparison of costs: by windows again, else compact, else in natural order."""
-    cut = Cut.of(rest, part)
-    again = None if cut is None else window_terms(cut, multiplicity, part, weighed, any_number=any_number)
-    for terms in (again, compact_terms(rest, multiplicity, part) if again is None else None):
-        if terms is not None:
-            return terms
-    return shared_terms(rest, multiplicity, part, 1)
+    cut = cut_of(rest, part)
+    terms = None if cut is None else window_terms(*cut, multiplicity, part, weighed, any_number=any_number)
+    if terms is None:
+        terms = compact_terms(rest, multiplicity, part)
+    return shared_terms(rest, multiplicity, part, 1) if terms is None else terms
 
 
 def _together(alike: Windows, num_heads: int) -> Iterator[Windows]:

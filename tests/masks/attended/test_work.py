@@ -11,8 +11,7 @@ from flexdilated import masks
 from flexdilated.distributed import Sharding
 from flexdilated.distributed.counts._tokens import work_of_ranks
 from flexdilated.masks.blocks import _pair_search
-from flexdilated.masks.blocks._pair_search import exact_pairs
-from flexdilated.masks.blocks._query_pairs import pairs_of_queries
+from flexdilated.masks.blocks._pair_search import exact_pairs, pairs_of_queries
 from flexdilated.masks.core._box import Box, Progression
 from flexdilated.testing.strategies import shardings
 from tests.support.strategies import sets, whole_cases

@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 
 from flexdilated import masks
 from flexdilated.masks.blocks import Places, alike, evaluate
+from flexdilated.masks.planning.lowering._layouts import compact_terms, shared_terms
 from flexdilated.masks.planning.lowering._term import Term
-from flexdilated.masks.planning.lowering._ways import compact_terms, shared_terms
 from tests.masks.orders.test_tiling import in_tiles, tiled_cases
 from tests.support.run_time_strategies import packed_cases
 from tests.support.strategies import block_sides, cases, sets

@@ -6,22 +6,22 @@ from math import log2
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
 from flexdilated import masks
-from flexdilated.masks.blocks import _cover, _estimate, _quadtree
-from flexdilated.masks.blocks._blocks import UNKNOWN, Blocks, build_blocks
-from flexdilated.masks.blocks._estimate import estimate_blocks
+from flexdilated.masks.blocks import _block_search, _blocks
+from flexdilated.masks.blocks._blocks import UNKNOWN, Blocks, build_blocks, estimate_blocks
 from flexdilated.masks.blocks._rule import Rule
 from flexdilated.masks.core._expression import pattern_kind
 from flexdilated.masks.core._pattern import Pattern
 from flexdilated.masks.orders._layout import Compact, Layout, Listed
 from flexdilated.masks.planning.lowering import _term
+from flexdilated.masks.planning.lowering._layouts import compact_terms, shared_terms
 from flexdilated.masks.planning.lowering._term import Term
-from flexdilated.masks.planning.lowering._ways import compact_terms, shared_terms
-from tests.support import oracle
+from tests.masks.blocks.test_packed_blocks import assert_same
+from tests.support import twins
 from tests.support.ladders import LADDERS, scaled
 from tests.support.strategies import Case, block_sides, cases, dilated, sets
 
@@ -60,7 +60,7 @@ def in_order(case: Case, q: Layout, k: Layout) -> Tensor:
 
 @given(
     *(cases(sets), st.integers(1, 7) | st.integers(8, 130), block_sides, block_sides),
-    *(st.sampled_from([0, _quadtree._FEW_BLOCKS]), st.sampled_from([0, _cover._FEW_PAIRS])),
+    *(st.sampled_from([0, _block_search._FEW_BLOCKS]), st.sampled_from([0, _block_search._FEW_PAIRS])),
 )
 def test_lists_are_the_dense_rule(case, rate, q_block, k_block, few, few_pairs):
     """Natural and residue-major order, unequal sides, ragged ends, some of the heads, any queries.
@@ -71,14 +71,15 @@ def test_lists_are_the_dense_rule(case, rate, q_block, k_block, few, few_pairs):
     (term,) = shared_terms(case.twin.pattern, 1, case.bind(), rate)
     pairs = in_blocks(in_order(case, term.q, term.k), q_block, k_block)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(_quadtree, "_FEW_BLOCKS", few)
-        patch.setattr(_cover, "_FEW_PAIRS", few_pairs)
-        patch.setattr(_cover, "_ALL_PAIRS", few_pairs)
+        patch.setattr(_block_search, "_FEW_BLOCKS", few)
+        patch.setattr(_block_search, "_FEW_PAIRS", few_pairs)
+        patch.setattr(_block_search, "_ALL_PAIRS", few_pairs)
         patch.setattr(_term, "_MANY_CLASSES", 1 if few_pairs == 0 else _term._MANY_CLASSES)
         assert_lists(term.blocks(q_block, k_block), pairs)
         assert_lists(term.blocks(q_block, k_block, settle=False), pairs, exact=False)
 
 
+@example(Case(twins.block_list([[0], [1], [0, 2]], block=4), 1, 10, 10, 0, 0, 0, 1), 1, 4, 4)  # a full, ragged block
 @given(cases(sets), st.integers(1, 7), block_sides, block_sides)
 def test_estimates_of_few_blocks_are_counts(case, rate, q_block, k_block):
     """In rows of neighbours, and in others without and with a block that needs a mask."""
@@ -93,7 +94,7 @@ def test_estimates_of_few_blocks_are_counts(case, rate, q_block, k_block):
             others = 1 + int((row < size)[columns].any())
             counted[0 if int(columns[-1] - columns[0]) == len(columns) - 1 else others] += len(columns)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(_estimate, "_FEW_CELLS", 1 << 30)
+        patch.setattr(_blocks, "_FEW_CELLS", 1 << 30)
         estimate = estimate_blocks(term.table_rule(), q_block=q_block, k_block=k_block)
     assert list(estimate) == pytest.approx([number / len(pairs) for number in counted])
 
@@ -121,26 +122,6 @@ def of_fold(term: Term, counts: Tensor, fold: int) -> Tensor:
     return torch.stack([
         counts[head][q[index, fold]][:, k[index, fold]] for index, head in enumerate(term.heads)
     ])  # fmt: skip
-
-
-@pytest.mark.parametrize(
-    ("name", "causal", "rate"),
-    [("longnet-5", False, 1), ("longnet-5", True, 48), ("paper-5", True, 48), ("gigapath-5", False, 1)],
-)
-def test_ladders(name, causal, rate):
-    """At full size over 801 tokens: segments longer than the sequence, rates that do not divide them."""
-    segments, rates = LADDERS[name]
-    N, H, sides = 801, 2, (32, 64)
-    pattern = masks.longnet(segments, rates)
-    pattern = pattern & masks.causal() if causal else pattern
-    bound = pattern.bind(num_heads=H, num_queries=N, num_keys=N)
-    layout = Layout(N, rate)
-    for branch, w, r in zip(pattern.branches(), segments, rates, strict=True):
-        rule = oracle.dilated(w, r, "interleaved")
-        rule = oracle.both(rule, oracle.causal()) if causal else rule
-        (term,) = shared_terms(branch, 1, bound, rate)
-        counts = oracle.counts(rule, range(H), H, layout.positions(), layout.positions())
-        assert_lists(term.blocks(*sides), in_blocks(counts, *sides))
 
 
 @pattern_kind("watched")
@@ -220,3 +201,32 @@ def test_the_rule_of_a_compact_term_is_that_of_its_heads() -> None:
             slots = torch.arange(len(q))
             found = mask_mod(nothing, torch.tensor(index), slots[:, None], torch.arange(len(k)))
             assert torch.equal(found, whole(nothing, torch.tensor(head), q[:, None], k))
+
+
+UNION = masks.dilated(64, 2) | masks.dilated(32, 1)
+PERIODIC = {
+    "one branch": masks.dilated(64, 4, 3),
+    "causal": masks.dilated(64, 2) & masks.causal(),
+    "union": UNION & masks.local_window(left=40, right=3),
+    "head groups": masks.longnet([32, 64], [1, 2], heads="grouped"),
+    "per head": masks.per_head([masks.dilated(64, 1), masks.dilated(32, 2), UNION, masks.dilated(128, 4)]),
+    "window": masks.local_window(left=3, right=3),
+    "complement": ~masks.dilated(64, 1),
+    "half free": masks.dilated(64, 1) | masks.causal(),
+}
+
+
+@pytest.mark.parametrize(
+    ("tokens", "rate", "sides"),
+    [(256, 1, (8, 8)), (256, 2, (16, 4)), (256, 4, (8, 8)), (321, 1, (8, 8)), (512, 3, (8, 8))],
+)
+@pytest.mark.parametrize("name", PERIODIC)
+def test_copies_of_a_period_are_what_building_gives(monkeypatch, name, tokens, rate, sides):
+    """Where pairs stay within whole periods, blocks of one are copied; without copying all lists are equal."""
+    pattern = PERIODIC[name]
+    bound = pattern.bind(num_heads=4, num_queries=tokens, num_keys=tokens)
+    (shared,) = shared_terms(pattern, 1, bound, rate)
+    assert (shared._square(*sides) is not None) == (tokens == 256 and pattern.confined())
+    copied = shared.blocks(*sides)
+    monkeypatch.setattr(Term, "_square", lambda *_: None)
+    assert_same(copied, shared.blocks(*sides))

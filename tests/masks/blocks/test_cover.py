@@ -6,10 +6,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from flexdilated import masks
-from flexdilated.masks.blocks import _cover
+from flexdilated.masks.blocks import _block_search, _blocks
 from flexdilated.masks.blocks._blocks import Blocks
 from flexdilated.masks.patterns._block_list import BlockTable
-from flexdilated.masks.planning.lowering._ways import shared_terms
+from flexdilated.masks.planning.lowering._layouts import shared_terms
 from flexdilated.testing.strategies import lengths
 from tests.support.strategies import block_lists, block_sides, random_blocks
 
@@ -56,7 +56,7 @@ def test_the_blocks_of_a_search_everywhere(shape, data):
     sides = data.draw(st.tuples(block_sides, block_sides))
     found = built(pattern, sizes, sides)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(_cover, "_in_order", lambda rule: False)
+        patch.setattr(_block_search, "_in_order", lambda rule: False)
         expected = built(pattern, sizes, sides)
     assert same(found, expected)
 
@@ -68,7 +68,8 @@ def test_more_blocks_than_are_held(data):
     sizes, sides = {"num_queries": 40, "num_keys": 40}, (4, 8)
     found = built(pattern, sizes, sides)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(_cover, "_MOST_LEAVES", data.draw(st.integers(3, 20)))
+        patch.setattr(_block_search, "_MOST_LEAVES", data.draw(st.integers(3, 20)))
+        patch.setattr(_blocks, "_DOUBTS_AT_ONCE", data.draw(st.integers(0, 3)))  # few block rows at a time
         assert same(found, built(pattern, sizes, sides))
 
 
@@ -96,5 +97,5 @@ def test_many_alternatives_are_not_multiplied_out():
     """Five unions of two would be 32 intersections: one search for the whole instead."""
     unions = [masks.chunked(size) | masks.strided(size) for size in range(2, 7)]
     whole = unions[0] & unions[1] & unions[2] & unions[3] & unions[4]
-    assert _cover._alternatives(whole) == [whole]
-    assert len(_cover._alternatives(unions[0] & unions[1])) == 4
+    assert _block_search._alternatives(whole) == [whole]
+    assert len(_block_search._alternatives(unions[0] & unions[1])) == 4

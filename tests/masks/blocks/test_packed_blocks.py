@@ -1,16 +1,15 @@
 """Block lists in their compact storage: the same lists come back, and little is kept."""
 
-from dataclasses import replace
-
 import pytest
 import torch
 from hypothesis import given
 
 from flexdilated import masks
-from flexdilated.masks.blocks._blocks import Blocks, PackedBlocks, build_blocks
+from flexdilated.masks.blocks import PackedBlocks
+from flexdilated.masks.blocks._blocks import Blocks, build_blocks
 from flexdilated.masks.blocks._rule import Rule
 from flexdilated.masks.orders._layout import Layout
-from flexdilated.masks.planning.lowering._ways import shared_terms
+from flexdilated.masks.planning.lowering._layouts import shared_terms
 from tests.support.strategies import Case, cases
 
 
@@ -51,14 +50,6 @@ def test_more_blocks_than_an_int32_counts():
         torch.tensor([8388607, 0, 8388607], dtype=torch.int32), far > 0, far,
     )  # fmt: skip
     assert_same(PackedBlocks.pack(blocks).unpack(), blocks)
-
-
-def test_tensors_with_strides():
-    lists = lists_of(masks.causal(), 1000)
-    apart = {
-        name: getattr(lists, name).repeat_interleave(2)[::2] for name in ("table", "row", "column", "full", "pairs")
-    }
-    assert_same(PackedBlocks.pack(replace(lists, **apart)).unpack(), lists)
 
 
 LONGNET = masks.longnet([2048, 8192], [1, 4]) & masks.causal()

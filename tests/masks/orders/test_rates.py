@@ -14,8 +14,7 @@ from torch import Tensor
 import flexdilated as fd
 from flexdilated import masks
 from flexdilated.masks import recipes
-from flexdilated.masks.blocks._pair_search import exact_pairs
-from flexdilated.masks.blocks._query_pairs import pairs_of_queries
+from flexdilated.masks.blocks._pair_search import exact_pairs, pairs_of_queries
 from flexdilated.masks.core._algebra import And
 from flexdilated.masks.core._box import Box, Progression
 from flexdilated.masks.core._check import LARGEST
@@ -24,7 +23,7 @@ from flexdilated.masks.inspection._cells import count_cells
 from flexdilated.masks.orders._layout import residue_rate
 from flexdilated.masks.patterns import _random_blocks
 from flexdilated.masks.planning._planner import plan
-from flexdilated.masks.planning.lowering._ways import shared_terms
+from flexdilated.masks.planning.lowering._layouts import shared_terms
 from tests.masks.blocks.test_blocks import in_blocks
 from tests.support.twins import Twin
 

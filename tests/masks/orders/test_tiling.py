@@ -19,8 +19,8 @@ from flexdilated.masks.core._box import Box, Progression
 from flexdilated.masks.orders._tiling import Tiled, Tiling
 from flexdilated.masks.patterns._neighborhood import Neighborhood
 from flexdilated.masks.planning._planner import plan
+from flexdilated.masks.planning.lowering._layouts import best_tiles, shared_terms, tiled_terms
 from flexdilated.masks.planning.lowering._term import Term
-from flexdilated.masks.planning.lowering._ways import best_tiles, shared_terms, tiled_terms
 from tests.engines.test_flex import attend_by
 from tests.support import oracle
 from tests.support.agreement import assert_agrees

@@ -13,9 +13,8 @@ from torch.nn.attention.flex_attention import create_block_mask
 import flexdilated as fd
 from flexdilated import masks
 from flexdilated.masks.blocks import _blocks
-from flexdilated.masks.blocks._blocks import Blocks, build_blocks
-from flexdilated.masks.blocks._estimate import estimate_blocks
-from flexdilated.masks.planning.lowering._ways import shared_terms
+from flexdilated.masks.blocks._blocks import Blocks, build_blocks, estimate_blocks
+from flexdilated.masks.planning.lowering._layouts import shared_terms
 from flexdilated.testing._drawn_patterns import classify_window, same_kind, window_by_head
 from tests.support.agreement import assert_agrees
 from tests.support.compilers import without_inductor

@@ -8,8 +8,8 @@ from hypothesis import given
 
 from flexdilated import masks
 from flexdilated.engines._reference import multiplicity
-from flexdilated.masks.blocks._estimate import estimate_blocks
-from flexdilated.masks.planning.lowering._ways import shared_terms
+from flexdilated.masks.blocks._blocks import estimate_blocks
+from flexdilated.masks.planning.lowering._layouts import shared_terms
 from tests.masks.blocks.test_block_mask import verdicts
 from tests.support import oracle
 from tests.support.ladders import LADDERS

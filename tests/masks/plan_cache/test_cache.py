@@ -38,15 +38,6 @@ def test_a_value_is_built_once():
     assert stats.hit_rate == 5 / 6
 
 
-def test_a_value_over_the_budget_is_returned_but_not_kept():
-    cache = Cache(50)
-    put(cache, 20, 51)
-    assert not holds(cache, 51)
-    assert holds(cache, 20)
-    assert cache.stats().evictions == 0
-    assert cache.budget_bytes == 50
-
-
 def test_clear_forgets_values_and_counts():
     cache = Cache(100)
     put(cache, 10, 10)

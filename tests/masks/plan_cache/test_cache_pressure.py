@@ -27,31 +27,6 @@ def held(cache: Cache) -> list[str]:
     return [str(entry.key) for entry in (*cache._copies, *cache._masters)]
 
 
-def test_copies_go_before_masters_and_the_oldest_first():
-    cache = Cache(105)
-    for key in "abc":
-        look_up(cache, f"master {key}", 10)
-        look_up(cache, f"copy {key}", 20, META)
-    look_up(cache, "copy a", 20, META)  # now b is the oldest copy
-    look_up(cache, "master d", 20)
-    assert held(cache) == ["copy c", "copy a", "master a", "master b", "master c", "master d"]
-    cache.budget_bytes = 45
-    assert held(cache) == ["master b", "master c", "master d"]
-    assert cache.stats().evictions == 4
-
-
-def test_the_number_of_entries_is_bounded_too():
-    cache = Cache(1000, 3)
-    for key in "abcd":
-        look_up(cache, key, 1)
-    assert held(cache) == ["b", "c", "d"]
-    cache.budget_entries = 1
-    assert held(cache) == ["d"]
-    cache.budget_entries = 0
-    look_up(cache, "e", 1)
-    assert held(cache) == []
-
-
 @dataclass
 class Held:
     """What the plain model below knows of an entry."""

@@ -148,11 +148,6 @@ def test_what_a_build_asks_for_is_forgotten_with_it():
     assert cache.forget(LONGNET) == 1
 
 
-def test_only_a_pattern_can_be_forgotten(cache):
-    with pytest.raises(TypeError, match=r"pattern must be a pattern or mixture from flexdilated.masks; got str"):
-        cache.forget("causal")
-
-
 def test_who_asks_first_leaves_no_trace(cache):
     """Values made in inference mode, or under another default device, serve training on the CPU."""
     with torch.inference_mode():

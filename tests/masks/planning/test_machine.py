@@ -35,11 +35,6 @@ def test_constants_must_be_positive_finite_numbers():
     for blocks in ((), CPU.blocks[::-1], CPU.blocks[:1] * 2, ("x",)):
         with pytest.raises(ValueError, match="blocks must hold BlockRates of growing sides"):
             replace(CPU, blocks=blocks)
-    for side in (0, True, 1.5):
-        with pytest.raises(ValueError, match="side must be a whole number"):
-            masks.BlockRates(side, 1.0, 1.0, 1.0)
-    with pytest.raises(ValueError, match="masked_flops_per_s must be"):
-        masks.BlockRates(64, 1.0, 1.0, 0.0)
 
 
 def test_rates_of_a_side_that_was_not_measured_are_those_of_the_nearest():
@@ -103,10 +98,6 @@ def changed(**constants):
 
 
 BAD = {
-    "empty": "",
-    "cut": json.dumps(MEASURED)[:-40],
-    "a list": "[]",
-    "binary": b"\xff\xfe\x00",
     "another format": json.dumps(MEASURED | {"format": "bench"}),
     "another version": json.dumps(MEASURED | {"version": 1}),
     "no kind": json.dumps({name: value for name, value in MEASURED.items() if name != "kind"}),
@@ -122,7 +113,7 @@ BAD = {
 @pytest.mark.parametrize("content", BAD.values(), ids=BAD)
 def test_files_without_constants_are_refused(content, tmp_path):
     path = tmp_path / "machine.json"
-    path.write_bytes(content if isinstance(content, bytes) else content.encode())
+    path.write_text(content, encoding="utf-8")
     with pytest.raises(ValueError, match="holds no"):
         masks.set_machine(path)
     assert masks.machine() == CPU

@@ -9,12 +9,13 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from flexdilated import masks
-from flexdilated.masks.blocks._estimate import estimate_blocks
+from flexdilated.masks.blocks._blocks import estimate_blocks
 from flexdilated.masks.orders._layout import Compact, Layout, Permutation
+from flexdilated.masks.planning._candidates import Allowed, _fullest, in_blocks_of
 from flexdilated.masks.planning._cost import least_seconds_in_larger
-from flexdilated.masks.planning._options import Allowed, _fullest, in_blocks_of
 from flexdilated.masks.planning._planner import plan, recommended_layout
 from flexdilated.masks.planning.lowering import _term
+from flexdilated.masks.planning.lowering._layouts import compact_terms, shared_terms, split_causal
 from flexdilated.masks.planning.lowering._term import Term
 from tests.support import oracle, twins
 from tests.support.ladders import LADDERS
@@ -190,6 +191,36 @@ def test_a_branch_that_counts_twice_is_computed_once():
     bound = (window + window + masks.causal()).bind(num_heads=1, num_queries=20, num_keys=20)
     planned = plan(bound, allowed=Allowed(masks=False))
     assert sorted(term.multiplicity for term in planned.terms) == [1, 2]
+
+
+CAUSAL = {
+    "causal": twins.causal(),
+    "dilated": twins.dilated(16, 3, 0) & twins.causal(),
+    "by head": twins.longnet([12], [2]) & twins.causal(),
+    "strided": twins.strided(4) & twins.causal(),
+}
+
+
+@given(st.sampled_from(sorted(CAUSAL)), st.integers(1, 40), st.integers(1, 60), st.integers(0, 60), st.integers(0, 30))
+def test_split_causal_terms_are_the_dense_rule(name, num_queries, num_keys, q_offset, k_offset):
+    """A dense part and a triangle: the same pairs, each once."""
+    case = Case(CAUSAL[name], 2, num_queries, num_keys, q_offset, k_offset, 0, 2)
+    bound, counts = case.bind(), case.counts()
+    for terms in (compact_terms(case.twin.pattern, 1, bound), shared_terms(case.twin.pattern, 1, bound, 1)):
+        split = None if terms is None else split_causal(terms)
+        if split is not None:
+            assert torch.equal(weight_of_all(split, counts.shape), counts)
+            assert all(term.k.num_slots > 0 for term in split)
+
+
+@pytest.mark.parametrize(("keys", "shapes"), [(17_408, ["dense", "causal"]), (16_384, ["dense"])])
+def test_long_causal_terms_are_split(keys, shapes):
+    """A chunk of 1,024 queries after 16,384 keys: no block lists are left."""
+    bound = masks.causal().bind(num_heads=4, num_queries=1024, num_keys=keys, q_offset=16_384)
+    best = plan(bound)
+    assert best.options[0][0].layout == "natural, split"
+    assert [term.shape for term in best.terms] == shapes
+    assert best.shares_rows == (len(shapes) > 1)
 
 
 def test_recommends_a_layout_only_where_rates_ask_for_one():

@@ -164,29 +164,8 @@ def test_what_was_done_is_told():
 
 
 @pytest.mark.parametrize(
-    ("pattern", "num_tokens"),
-    [
-        (masks.local_window(left=1000, right=0), 16384),
-        (masks.local_window(left=300, right=300), 10000),
-        (masks.chunked(1000) & masks.causal(), 16384),
-        (masks.longnet((1000, 4000, 12000), (1, 4, 12)), 24576),
-        (masks.blockwise(masks.local_window(left=3, right=3), 100), 16384),
-    ],
-    ids=repr,
-)
-def test_plans_of_real_sizes_waste_no_more(pattern, num_tokens):
-    old, new = (
-        masks.describe(each, num_tokens, num_heads=4) for each in (pattern, masks.snapped(pattern, 128).pattern)
-    )
-    assert new.useful_pairs >= old.useful_pairs
-    assert new.waste <= old.waste
-
-
-@pytest.mark.parametrize(
     ("pattern", "block", "error", "message"),
     [
-        ("causal()", 64, TypeError, "pattern must be a pattern or mixture"),
-        (masks.causal(), 0, ValueError, "block_size must be at least 1"),
         (
             masks.block_list([[0]], block=48),
             64,

@@ -15,7 +15,7 @@ from torch.testing import assert_close
 from flexdilated import masks
 from flexdilated.masks.core import Extent
 from flexdilated.masks.orders import Folded
-from flexdilated.masks.planning import _options
+from flexdilated.masks.planning import _candidates
 from flexdilated.masks.planning._planner import Plan, plan
 from flexdilated.masks.planning.lowering import _windows
 from tests.masks.blocks.test_packed_blocks import assert_same
@@ -49,13 +49,13 @@ ANEW: dict[str, Callable[[masks.Pattern, Tensor], masks.Pattern]] = {
 def ways_in_turn(turn: int) -> Iterator[None]:
     """Windows of any size are weighed, and of the ways the one at this place in turn counts as the cheapest."""
 
-    def rotated(options: list[_options.Option]) -> tuple[_options.Option, ...]:
+    def rotated(options: list[_candidates.Option]) -> tuple[_candidates.Option, ...]:
         first = turn % len(options)
         return (*options[first:], *options[:first])
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(_windows, "_WORTH_WEIGHING", 0)
-        patch.setattr(_options, "_in_best_blocks", rotated)
+        patch.setattr(_candidates, "_in_best_blocks", rotated)
         masks.cache().clear()
         yield
     masks.cache().clear()

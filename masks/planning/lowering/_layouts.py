@@ -1,28 +1,28 @@
-"""Ways to compute one branch: over all tokens in some order, over tokens that can meet, or in tiles of a grid."""
+"""Layouts of one branch: all tokens in some order, tokens that can meet gathered, or tiles of a grid."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import pairwise, product
 from math import prod
+from typing import NamedTuple
 
 import torch
 
 from ...core import TILE, And, Bound, Every, Expression, Pattern, within
 from ...orders import Compact, Layout, Tiling, residue_rate
 from ...patterns import Axis, Causal, Dilated, Neighborhood, Strided
-from ._term import Shape, Term
-from ._weights import CountedPairs
+from ._term import CountedPairs, Shape, Term
 
 # With more residue classes than this, a shared permutation has no runs long enough for a block.
 MAX_RESIDUE_RATE = 256
 
 
-def ways(
+def terms_by_layout(
     branch: Pattern, multiplicity: int, bound: Bound, *, residues: bool, gathered: bool = True
 ) -> dict[str, list[Term]]:
-    """Layouts in which a branch can be computed at once, by name, with their terms.
+    """Terms of a branch in each layout in which it can be computed at once, by the layout's name.
 
     Without `residues` no other order of all tokens; without `gathered` no terms over the active tokens of each head.
     """
@@ -63,52 +63,49 @@ def compact_terms(branch: Pattern, multiplicity: int, bound: Bound) -> list[Term
     A head's rule must be an intersection with a dilated factor whose segment is a multiple of the other factors'
     period, or a rule of distances that are all multiples of one spacing.
     """
-    groups: dict[tuple[Pattern, _Strand], list[tuple[int, int, int]]] = {}
+    groups: dict[tuple[Pattern, _Folds], list[tuple[int, int, int]]] = {}
     for head in range(bound.num_heads):
         rule = branch.for_head(head + bound.head_offset, bound.num_heads_global)
         split = split_dilated(rule)
         if split is not None:
             base, rest = split
-            strands = _segments(base, bound)
+            found = _segments(base, bound)
         elif 1 < rule.spacing() <= min(bound.num_queries, bound.num_keys) and rule.period() == 1:
             # Residue classes share no pairs and have equal rules: drop the factor that separates them.
             rest = And.of(*(factor for factor in rule.factors() if not isinstance(factor, Strided)))
-            strands = _residue_classes(rule.spacing(), bound)
+            found = _residue_classes(rule.spacing(), bound)
         else:
             return None
-        for strand, q_start, k_start in strands:
-            groups.setdefault((rest, strand), []).append((head, q_start, k_start))
-    return [_compact_term(rule, strand, members, multiplicity, bound) for (rule, strand), members in groups.items()]
+        for folds, q_start, k_start in found:
+            groups.setdefault((rest, folds), []).append((head, q_start, k_start))
+    return [_compact_term(rule, folds, members, multiplicity, bound) for (rule, folds), members in groups.items()]
 
 
-@dataclass(frozen=True)
-class _Strand:
-    """Properties that heads of one term share: the folds, and the number of active tokens in each.
+class _Folds(NamedTuple):
+    """Equal parts of an order, with the number of active tokens in each. Heads with equal folds share a term.
 
-    `place` distinguishes strands whose folds are elsewhere.
+    `place` distinguishes folds that are elsewhere.
     """
 
     place: int
     step: int
     folds: int
-    fold_stride: int
+    stride: int
     num_queries: int
     num_keys: int
 
 
 def _compact_term(
-    rule: Pattern, strand: _Strand, members: list[tuple[int, int, int]], multiplicity: int, bound: Bound
+    rule: Pattern, own: _Folds, members: list[tuple[int, int, int]], multiplicity: int, bound: Bound
 ) -> Term:
     # Heads of one offset are adjacent: a kernel's operands are gathered in runs of heads.
     heads, q_starts, k_starts = zip(*sorted(members, key=lambda member: (member[2], member[0])), strict=True)
-    aligned = strand.num_queries == strand.num_keys and all(
+    aligned = own.num_queries == own.num_keys and all(
         q + bound.q_offset == k + bound.k_offset for q, k in zip(q_starts, k_starts, strict=True)
     )
     shape = "dense" if isinstance(rule, Every) else "causal" if isinstance(rule, Causal) and aligned else "blocks"
-    q, k = (
-        Compact(heads, starts, strand.step, size, strand.folds, strand.fold_stride)
-        for starts, size in ((q_starts, strand.num_queries), (k_starts, strand.num_keys))
-    )
+    q = Compact(heads, q_starts, own.step, own.num_queries, own.folds, own.stride)
+    k = Compact(heads, k_starts, own.step, own.num_keys, own.folds, own.stride)
     return Term.of(bound, rule, shape, multiplicity, q, k, heads=heads)
 
 
@@ -126,39 +123,38 @@ def split_dilated(rule: Pattern) -> tuple[Dilated, Pattern] | None:
     return None
 
 
-def _segments(base: Dilated, bound: Bound) -> Iterator[tuple[_Strand, int, int]]:
-    """Yield (strand, first query index, first key index) for each run of equal segments with any active pair."""
+def _segments(base: Dilated, bound: Bound) -> Iterator[tuple[_Folds, int, int]]:
+    """Yield (folds, first query index, first key index) for each run of equal segments with any active pair."""
     assert isinstance(base.offset, int), "a rule for one head has its offset resolved"
     segment = base.segment
     q_begin, k_begin = bound.q_offset, bound.k_offset
     q_end, k_end = q_begin + bound.num_queries, k_begin + bound.num_keys
     begin, end = max(q_begin, k_begin), min(q_end, k_end)
-    if begin // segment > (end - 1) // segment:
+    first, last = begin // segment, (end - 1) // segment
+    if first > last:
         return
-    whole_from = -(-begin // segment)
-    whole_to = max(whole_from, end // segment)
-    edges = {begin // segment, (end - 1) // segment}
-    runs = [(edge, 1) for edge in sorted(edges) if not whole_from <= edge < whole_to]
-    if whole_to > whole_from:
-        runs.append((whole_from, whole_to - whole_from))
+    whole = range(-(-begin // segment), end // segment)
+    runs = [(edge, 1) for edge in sorted({first, last}) if edge not in whole]
+    if whole:
+        runs.append((whole.start, len(whole)))
     for first_segment, folds in runs:
         start = first_segment * segment
         active = range(start + base.offset, start + segment, base.rate)
         q, k = within(active, q_begin, q_end), within(active, k_begin, k_end)
         if q and k:
-            strand = _Strand(first_segment, base.rate, folds, segment, len(q), len(k))
-            yield strand, q.start - q_begin, k.start - k_begin
+            own = _Folds(first_segment, base.rate, folds, segment, len(q), len(k))
+            yield own, q.start - q_begin, k.start - k_begin
 
 
-def _residue_classes(spacing: int, bound: Bound) -> Iterator[tuple[_Strand, int, int]]:
-    """Yield (strand, first query index, first key index) for each run of classes with equal numbers of tokens."""
+def _residue_classes(spacing: int, bound: Bound) -> Iterator[tuple[_Folds, int, int]]:
+    """Yield (folds, first query index, first key index) for each run of classes with equal numbers of tokens."""
     lead = (bound.q_offset - bound.k_offset) % spacing  # of key indices over query indices, modulo the spacing
     edges = {0, spacing, bound.num_queries % spacing, -lead % spacing, (bound.num_keys - lead) % spacing}
     for begin, end in pairwise(sorted(edges)):
         k_begin = (begin + lead) % spacing
         num_queries = -(-(bound.num_queries - begin) // spacing)
         num_keys = -(-(bound.num_keys - k_begin) // spacing)
-        yield _Strand(begin, spacing, end - begin, 1, num_queries, num_keys), begin, k_begin
+        yield _Folds(begin, spacing, end - begin, 1, num_queries, num_keys), begin, k_begin
 
 
 def split_causal(terms: Sequence[Term]) -> tuple[Term, ...] | None:

@@ -1,22 +1,21 @@
-"""Options: the ways to compute a branch, or all branches together, with their terms and costs."""
+"""Candidates: the ways to compute each branch, or all branches together, with their terms and costs."""
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any
 
 from ..core import And, Bound, Expression, Pattern
 from ..orders import Compact, Layout
 from ._cost import Cost, Operands, cost_of, least_seconds, least_seconds_in_larger
 from ._machine import Machine
+from .lowering._layouts import masked_term, split_causal, terms_by_layout
 from .lowering._nested import chains, nested_terms
 from .lowering._shared_lists import padded_terms
 from .lowering._term import Term
-from .lowering._ways import masked_term, split_causal, ways
-from .lowering._windows import Cut, window_terms
+from .lowering._windows import cut_of, over_all, window_terms
 
 # Each part of a union is lowered without the parts before it: many parts make rules that are slow to evaluate.
 _MAX_PARTS = 6
@@ -78,82 +77,78 @@ def options_of(
     branch: Pattern, times: int, bound: Bound, machine: Machine, allowed: Allowed, operands: Operands
 ) -> tuple[Option, ...]:
     """All options that are compared for a branch, cheapest first."""
-    costs = machine, Layout(bound.num_queries), operands
-    cut = Cut.of(branch, bound) if allowed.windows else None
+    given = Layout(bound.num_queries)
+
+    def option(layout: str, terms: Iterable[Term], *, shares_rows: bool = False) -> Option:
+        return Option(branch, times, layout, tuple(terms), machine, given, operands, shares_rows)
+
+    cut = cut_of(branch, bound) if allowed.windows else None
     if cut is not None:
-        rest = cut.over_all(bound)
+        rest = over_all(*cut, bound)
         if rest is not None:
             found = options_of(rest, times, bound, machine, allowed, operands)
-            return tuple(replace(option, branch=branch) for option in found)
+            return tuple(replace(each, branch=branch) for each in found)
         inside = replace(allowed, masks=False)  # terms of one window are repeated for equal windows
 
         def weighed(rest: Pattern, part: Bound) -> tuple[Term, ...]:
             return options_of(rest, times, part, machine, inside, operands)[0].terms
 
-        terms = window_terms(cut, times, bound, weighed, any_number=allowed.any_windows)
+        terms = window_terms(*cut, times, bound, weighed, any_number=allowed.any_windows)
         if terms is not None:
-            options = [Option(branch, times, "windows", tuple(terms), *costs, shares_rows=True)]
-            return _in_order([*options, *_under_mask(options, bound, allowed)])
+            return _in_order(_with_mask([option("windows", terms, shares_rows=True)], bound, allowed))
     if allowed.lists_only and (padded := padded_terms(branch, times, bound)) is not None:
         # For all lengths: a choice by length would compile another program.
-        return (Option(branch, times, "padded", tuple(padded), *costs),)
-    found = ways(branch, times, bound, residues=allowed.residues, gathered=not allowed.lists_only)
-    options = [Option(branch, times, name, tuple(terms), *costs) for name, terms in found.items()]
+        return (option("padded", padded),)
+    found = terms_by_layout(branch, times, bound, residues=allowed.residues, gathered=not allowed.lists_only)
+    options = [option(*each) for each in found.items()]
     if allowed.shared_rows:
-        for option in () if allowed.lists_only else tuple(options):
-            terms = split_causal(option.terms)
+        for each in () if allowed.lists_only else tuple(options):
+            terms = split_causal(each.terms)
             if terms is not None:
-                shares = len(terms) > len(option.terms)
-                options.append(replace(option, layout=f"{option.layout}, split", terms=terms, shares_rows=shares))
-        disjoint = _disjoint_terms(branch, times, bound, machine, allowed, operands)
-        if disjoint is not None:
-            options.append(Option(branch, times, "disjoint", disjoint, *costs, shares_rows=True))
-    return _in_best_blocks([*options, *_under_mask(options, bound, allowed)])
+                options.append(option(f"{each.layout}, split", terms, shares_rows=len(terms) > len(each.terms)))
+        parts = _disjoint_parts(branch)
+        if parts:
+            alone = replace(allowed, shared_rows=False, masks=False)
+            best = (options_of(part, times, bound, machine, alone, operands)[0] for part in parts)
+            options.append(option("disjoint", (term for each in best for term in each.terms), shares_rows=True))
+    return _in_best_blocks(_with_mask(options, bound, allowed))
 
 
-def _under_mask(options: Sequence[Option], bound: Bound, allowed: Allowed) -> list[Option]:
-    """[option under a mask], for a branch that needs block lists or several kernel calls without one; else []."""
+def _with_mask(options: list[Option], bound: Bound, allowed: Allowed) -> list[Option]:
+    """The options; also one under a mask, if all others need block lists or several kernel calls."""
     plainly = any(len(each.terms) == 1 and not _is_listed(each) for each in options)
-    if plainly or not takes_mask(*_sizes(bound), allowed):
-        return []
+    if plainly or not takes_mask(bound.num_heads, bound.num_queries, bound.num_keys, allowed):
+        return options
     first = options[0]
-    return [masked_option(first.branch, first.multiplicity, bound, first.machine, first.given, first.operands)]
+    terms = (masked_term(first.branch, first.multiplicity, bound),)
+    return [*options, replace(first, layout="masked", terms=terms, shares_rows=False)]
 
 
-def nested_option(
+def _together(
     apart: Mapping[Pattern, Option], bound: Bound, machine: Machine, allowed: Allowed, operands: Operands
-) -> Option | None:
-    """All branches of a mixture: branches that nest as joint terms, others as chosen in `apart`.
+) -> Iterator[Option]:
+    """Yield options for all branches: branches that nest as joint terms, others as in `apart`; all under a mask.
 
-    Pairs that nested branches share are computed once. None if no two branches nest.
+    Pairs that nested branches share are computed once.
     """
-    if not (allowed.shared_rows and allowed.key_weights):
-        return None
-    groups = chains({branch: option.multiplicity for branch, option in apart.items()}, bound)
-    if len(groups) == len(apart):
-        return None
-    terms = [
-        term
-        for group in groups
-        for term in (nested_terms(group, bound) if len(group) > 1 else apart[next(iter(group))].terms)
-    ]
     costs = machine, Layout(bound.num_queries), operands
-    return Option(bound.pattern, 1, "nested", tuple(terms), *costs, shares_rows=True)
-
-
-def masked_option(pattern: Expression, times: int, bound: Bound, *costs: Any) -> Option:
-    """All pairs of few tokens in one kernel call, under a mask with the multiplicity of each pair."""
-    return Option(pattern, times, "masked", (masked_term(pattern, times, bound),), *costs)
+    if allowed.shared_rows and allowed.key_weights:
+        groups = chains({branch: option.multiplicity for branch, option in apart.items()}, bound)
+        if len(groups) < len(apart):
+            terms = [
+                term
+                for group in groups
+                for term in (nested_terms(group, bound) if len(group) > 1 else apart[next(iter(group))].terms)
+            ]
+            yield Option(bound.pattern, 1, "nested", tuple(terms), *costs, shares_rows=True)
+    if len(apart) > 1 and takes_mask(bound.num_heads, bound.num_queries, bound.num_keys, allowed):
+        yield Option(bound.pattern, 1, "masked", (masked_term(bound.pattern, 1, bound),), *costs)
 
 
 def takes_mask(num_heads: int, num_queries: int, num_keys: int, allowed: Allowed = ANYTHING) -> bool:
     """True if masks are allowed and all pairs are few enough for one."""
     offered = allowed.masks and allowed.key_weights and not allowed.lists_only
     return offered and num_heads * num_queries * num_keys <= _MOST_MASKED_PAIRS
-
-
-def _sizes(bound: Bound) -> tuple[int, int, int]:
-    return bound.num_heads, bound.num_queries, bound.num_keys
 
 
 def in_blocks_of(option: Option, side: int) -> Option:
@@ -241,29 +236,20 @@ def _fullest(option: Option, plain: Option) -> float:
     return max(-(-side // step) / side for side in option.machine.sides)
 
 
-def _disjoint_terms(
-    branch: Pattern, times: int, bound: Bound, machine: Machine, allowed: Allowed, operands: Operands
-) -> tuple[Term, ...] | None:
-    """Terms for a union: each part in its best layout, without the pairs of earlier parts.
+def _disjoint_parts(branch: Pattern) -> list[Pattern]:
+    """Parts of a union, each without the pairs of earlier parts, so that every pair counts once; [] if not a union.
 
-    Every pair then counts once. Parts with short periods come first: they are cheap to exclude from other parts, which
-    stay periodic.
+    Parts with short periods come first: they are cheap to exclude from other parts, which stay periodic. Factors that
+    two parts share are not checked again.
     """
     parts = sorted(branch.alternatives(), key=lambda part: (part.period() is None, part.period() or 0, part.spacing()))
-    if not 1 < len(parts) <= _MAX_PARTS:
-        return None
-    alone = replace(allowed, shared_rows=False, masks=False)
-    found = (options_of(rest, times, bound, machine, alone, operands)[0] for rest in _rests(parts))
-    return tuple(term for option in found for term in option.terms)
-
-
-def _rests(parts: Sequence[Pattern]) -> Iterator[Pattern]:
-    """Yield each part without the pairs of earlier parts; factors that both share are not checked again."""
-    for index, part in enumerate(parts):
+    found = []
+    for index, part in enumerate(parts if 1 < len(parts) <= _MAX_PARTS else ()):
         own = part.factors()
         others = [[factor for factor in before.factors() if factor not in own] for before in parts[:index]]
         if all(others):
-            yield And.of(*own, *(~And.of(*factors) for factors in others))
+            found.append(And.of(*own, *(~And.of(*factors) for factors in others)))
+    return found
 
 
 @dataclass(frozen=True)
@@ -286,14 +272,13 @@ class Candidates:
 
     @classmethod
     def of(cls, bound: Bound, machine: Machine, allowed: Allowed, operands: Operands) -> Candidates:
-        branches = Counter(bound.pattern.branches())
-        ways = tuple(options_of(branch, times, bound, machine, allowed, operands) for branch, times in branches.items())
-        cheapest = {branch: options[0] for branch, options in zip(branches, ways, strict=True)}
-        together = [nested_option(cheapest, bound, machine, allowed, operands)]
-        if len(branches) > 1 and takes_mask(*_sizes(bound), allowed):
-            together.append(masked_option(bound.pattern, 1, bound, machine, Layout(bound.num_queries), operands))
-        found = [option for option in together if option is not None]
-        return cls(ways, _in_order(found))
+        under = machine, allowed, operands
+        found = {
+            branch: options_of(branch, times, bound, *under)
+            for branch, times in Counter(bound.pattern.branches()).items()
+        }
+        cheapest = {branch: options[0] for branch, options in found.items()}
+        return cls(tuple(found.values()), _in_order(list(_together(cheapest, bound, *under))))
 
     def chosen(self, choice: Choice) -> tuple[tuple[Option, ...], ...] | None:
         """The options of each group of terms with the chosen one first; None if the choice does not fit."""
@@ -302,8 +287,8 @@ class Candidates:
             groups = (self.together,) if self.together else ()
         if len(groups) != len(choice.ways):
             return None
-        found = tuple(_in_front(options, *way) for options, way in zip(groups, choice.ways, strict=True))
-        return None if any(not options for options in found) else found
+        found = tuple(_in_front(options, way) for options, way in zip(groups, choice.ways, strict=True))
+        return found if all(found) else None
 
 
 def way_of(option: Option) -> tuple[str, tuple[int, ...]]:
@@ -317,10 +302,11 @@ def in_other_blocks(option: Option) -> tuple[Option, ...]:
     return (option, *(each for each in others if way_of(each) != way_of(option)))
 
 
-def _in_front(options: tuple[Option, ...], layout: str, sides: tuple[int, ...]) -> tuple[Option, ...]:
+def _in_front(options: tuple[Option, ...], way: tuple[str, tuple[int, ...]]) -> tuple[Option, ...]:
+    """The options with the one of this name first; () if there is none."""
     for option in options:
-        if option.layout == layout:
-            ways = {way_of(each): each for each in in_other_blocks(option)}
-            if (layout, sides) in ways:
-                return (ways[layout, sides], *(other for other in options if other is not option))
+        if option.layout == way[0]:
+            for each in in_other_blocks(option):
+                if way_of(each) == way:
+                    return (each, *(other for other in options if other is not option))
     return ()

@@ -1,0 +1,351 @@
+"""Search for the blocks of the slot matrix that can hold allowed pairs, by bounds on ever smaller boxes.
+
+It starts from squares that a pattern lists, else from pairs of runs of slots. Positions of a run are a progression, and
+bounds are computed for pairs of runs. In residue-major order there may be as many runs as tokens. Most pairs of runs
+are ruled out by the rule's spacing, modulo which query and key of a pair agree, and by bounds on each run against the
+whole other side.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
+from itertools import chain, islice
+from math import gcd, prod
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from ..core import Box, Or, Pattern, Progression
+from ..orders import Pieces
+from ._pair_search import settle_by_diagonals
+from ._rule import Nodes, Rule, Run, enumerated, span
+
+_FRONTIER = 1 << 18  # nodes classified per step: bounds the builder's memory
+_FEW_BLOCKS = 1 << 12  # nodes with at most this many blocks in total are cut into single blocks: faster than halving
+_MOST_ALTERNATIVES = 16
+_MOST_LEAVES = 1 << 20
+_ALL_PAIRS = 1 << 12  # pairs of runs: up to this many, computing bounds is faster than ruling some out
+_FEW_PAIRS = 1 << 16  # pairs of residue classes: up to this many are searched directly
+_NODES_AT_ONCE = 1 << 20
+
+Sides = tuple[int, int]  # (query side, key side) of a block
+
+
+class Leaves(NamedTuple):
+    """Parts of blocks with bounds on their allowed pairs; a block of several pairs of runs has a leaf for each."""
+
+    table: Tensor
+    row: Tensor
+    column: Tensor
+    low: Tensor
+    high: Tensor
+
+
+class Slots(NamedTuple):
+    """Intervals of query slots, first to last - 1 each."""
+
+    first: Tensor
+    last: Tensor
+
+    @classmethod
+    def of_rows(cls, rows: range | Tensor, q_block: int) -> Slots:
+        """One interval for a range of block rows; one for each block row of a tensor."""
+        if isinstance(rows, range):
+            return cls(torch.tensor([rows.start * q_block]), torch.tensor([rows.stop * q_block]))
+        return cls(rows * q_block, (rows + 1) * q_block)
+
+
+def find_leaves(rule: Rule, tables: Sequence[int], rows: range, sides: Sides) -> Iterator[Leaves]:
+    """Yield the leaves of some tables and block rows.
+
+    If pairs are scattered, a descent from the root classifies many boxes. Where the pattern lists squares that hold
+    its pairs, the descent starts from these. The parts of a union with squares and the parts without are searched
+    separately; the whole rule is then counted on the blocks found, unless these are too many.
+    """
+    slots = Slots.of_rows(rows, sides[0])
+    parts = _alternatives(rule.pattern) if _in_order(rule) else []
+    covered = {part: nodes for part in parts if (nodes := _squares(rule, part, tables, slots)) is not None}
+    whole = leaves_everywhere(rule, tables, slots, sides)
+    found = [descend(replace(rule, pattern=part), nodes, sides) for part, nodes in covered.items()]
+    if covered and (rest := [part for part in parts if part not in covered]):
+        found.append(descend(replace(rule, pattern=Or.of(*rest)), _roots(rule, tables, slots), sides))
+    yield from _together(rule, found or [whole], whole, sides)
+
+
+def leaves_everywhere(rule: Rule, tables: Sequence[int], slots: Slots, sides: Sides) -> Iterator[Leaves]:
+    """Search the blocks of some tables and query slots; yield those that have allowed pairs, as the descent finds them.
+
+    A union with very many pairs of residue classes is searched part by part, as each part rules out other pairs.
+    """
+    if rule.rows is None or sum(each.number for each in _meetings(rule, tables, slots)) <= _FEW_PAIRS:
+        yield from descend(rule, _roots(rule, tables, slots), sides)
+        return
+    found = [_descend_classes(rule, part, tables, slots, sides) for part in _alternatives(rule.pattern)]
+    yield from _together(rule, found, _descend_classes(rule, rule.pattern, tables, slots, sides), sides)
+
+
+def _together(rule: Rule, found: list[Iterator[Leaves]], whole: Iterator[Leaves], sides: Sides) -> Iterator[Leaves]:
+    """Leaves of the rule on the blocks that its parts find; leaves of `whole` if these blocks are too many."""
+    if len(found) == 1:
+        yield from found[0]
+        return
+    shape = rule.in_blocks(*sides)
+    blocks = _if_few(chain.from_iterable(found), *shape)
+    yield from whole if blocks is None else _descend_blocks(rule, blocks, shape, sides)
+
+
+def _alternatives(pattern: Pattern) -> list[Pattern]:
+    """Patterns whose union is this pattern, with `&` distributed over `|`; [pattern] if they would be too many."""
+    found = list(islice(_split_union(pattern), _MOST_ALTERNATIVES + 1))
+    return found if len(found) <= _MOST_ALTERNATIVES else [pattern]
+
+
+def _split_union(pattern: Pattern) -> Iterator[Pattern]:
+    parts = pattern.alternatives()
+    if len(parts) == 1:
+        yield pattern
+    else:
+        yield from chain.from_iterable(map(_split_union, parts))
+
+
+def _in_order(rule: Rule) -> bool:
+    """True if each side is one run of consecutive positions."""
+    return all(len(side.starts) == 1 and side.step == 1 for side in (rule.q, rule.k))
+
+
+def _squares(rule: Rule, pattern: Pattern, tables: Sequence[int], slots: Slots) -> Nodes | None:
+    """Nodes of listed squares that hold each pair of the pattern once; None if a table has no list of squares."""
+    found = []
+    for table in tables:
+        squares = pattern.squares(rule.heads[table], rule.num_heads)
+        if squares is None:
+            return None
+        q = _run(rule.q, table, squares.q_first, squares.side).within(slots.first, slots.last)
+        k = _run(rule.k, table, squares.k_first, squares.side)
+        nodes = Nodes(torch.full_like(q.piece, table), q, k)
+        found.append(nodes.select(((q.count > 0) & (k.count > 0)).nonzero().squeeze(1)))
+    return join_nodes(found)
+
+
+def _run(pieces: Pieces, table: int, first: Tensor, length: int) -> Run:
+    """Slots of positions first to first + length - 1, clipped to existing slots."""
+    begin, last = first - pieces.firsts[table, 0], int(pieces.lengths[0])
+    start = begin.clamp(0, last)
+    return Run(torch.zeros_like(begin), start, (begin + length).clamp(0, last) - start)
+
+
+def _if_few(found: Iterable[Leaves], rows: int, columns: int) -> Tensor | None:
+    """Flat (table, row, column) indices of the blocks of these leaves; None if more than `_MOST_LEAVES`."""
+    key, new, number = torch.zeros(0, dtype=torch.int64), [], 0
+    for leaves in found:
+        new.append((leaves.table * rows + leaves.row) * columns + leaves.column)
+        number += len(leaves.row)
+        if number > _MOST_LEAVES:  # a block counts once, however many leaves it has
+            key, new, number = torch.cat([key, *new]).unique(), [], 0
+            if len(key) > _MOST_LEAVES:
+                return None
+    return torch.cat([key, *new]).unique()
+
+
+class _Meeting(NamedTuple):
+    """Pairs of runs of one table: query run i with the key runs order[begin[i] : begin[i] + partners[i]]."""
+
+    table: int
+    q: Run
+    k: Run
+    order: Tensor
+    begin: Tensor
+    partners: Tensor
+
+    @classmethod
+    def of(cls, rule: Rule, table: int, q: Run, k: Run) -> _Meeting:
+        """All pairs of runs that the rule's spacing does not rule out."""
+        own = rule.pattern.for_head(rule.heads[table], rule.num_heads)
+        classes = gcd(rule.q.step, rule.k.step, own.spacing())
+        q_class, k_class = (side.firsts[table, run.piece] % classes for side, run in ((rule.q, q), (rule.k, k)))
+        k_class, order = k_class.sort(stable=True)
+        begin = torch.searchsorted(k_class, q_class)
+        return cls(table, q, k, order, begin, torch.searchsorted(k_class, q_class, right=True) - begin)
+
+    @property
+    def number(self) -> int:
+        return int(self.partners.sum())
+
+    def nodes(self) -> Nodes:
+        q, nth = enumerated(self.partners)
+        k = self.order[self.begin[q] + nth]
+        return Nodes(torch.full_like(q, self.table), self.q.select(q), self.k.select(k))
+
+
+def _meetings(rule: Rule, tables: Sequence[int], slots: Slots) -> list[_Meeting]:
+    _, q = _runs_in(rule.q, slots)
+    return [_Meeting.of(rule, table, q, Run.of(rule.k)) for table in tables]
+
+
+def _roots(rule: Rule, tables: Sequence[int], slots: Slots) -> Nodes:
+    """Nodes for the pairs of runs, within these query slots, that may hold allowed pairs."""
+    _, q = _runs_in(rule.q, slots)
+    k = Run.of(rule.k)
+    if len(q.start) * len(k.start) > _ALL_PAIRS:
+        return join_nodes([_Meeting.of(rule, table, q, k).nodes() for table in tables])
+    indices = [torch.tensor(tables), torch.arange(len(q.start)), torch.arange(len(k.start))]
+    table, mine, other = torch.cartesian_prod(*indices).unbind(1)
+    return Nodes(table, q.select(mine), k.select(other))
+
+
+def _descend_classes(rule: Rule, part: Pattern, tables: Sequence[int], slots: Slots, sides: Sides) -> Iterator[Leaves]:
+    """Leaves of a part of the rule, over residue classes or over rows: the choice with fewer pairs of runs."""
+    assert rule.rows is not None
+    ways = []
+    for each in (replace(rule, pattern=part, rows=None), replace(rule.rows, pattern=part)):
+        _, q = _runs_in(each.q, slots)
+        k = Run.of(each.k)
+        runs = ((table, _that_see(each, table, q, of_queries=True), _that_see(each, table, k)) for table in tables)
+        found = [_Meeting.of(each, *run) for run in runs]
+        ways.append((sum(meeting.number for meeting in found), each, found))
+    _, best, found = min(ways, key=lambda way: way[0])
+    yield from descend(best, join_nodes([meeting.nodes() for meeting in found]), sides)
+
+
+def _descend_blocks(rule: Rule, key: Tensor, shape: tuple[int, int], sides: Sides) -> Iterator[Leaves]:
+    """Leaves of the blocks with these flat (table, row, column) indices."""
+    rows, columns = shape
+    rule = _shorter(rule, sides)
+    (q, q_begin, q_number), (k, k_begin, k_number) = map(_cut, (rule.q, rule.k), shape, sides)
+    nodes = q_number[key // columns % rows] * k_number[key % columns]
+    for some in torch.arange(len(key)).split(max(1, _NODES_AT_ONCE // int(nodes.max()) if len(key) else 1)):
+        block, index = enumerated(nodes[some])
+        number = key[some][block]
+        row, column = number // columns % rows, number % columns
+        width = k_number[column]
+        runs = q.select(q_begin[row] + index // width), k.select(k_begin[column] + index % width)
+        yield from descend(rule, Nodes(number // (rows * columns), *runs), sides)
+
+
+def _cut(pieces: Pieces, blocks: int, block: int) -> tuple[Run, Tensor, Tensor]:
+    """(runs cut at block boundaries, begin, number): block i has number[i] of the runs, from index begin[i] on."""
+    stretch, run = _runs_in(pieces, Slots.of_rows(torch.arange(blocks), block))
+    order = stretch.argsort(stable=True)
+    number = torch.bincount(stretch, minlength=blocks)
+    return run.select(order), number.cumsum(0) - number, number
+
+
+def _runs_in(pieces: Pieces, slots: Slots) -> tuple[Tensor, Run]:
+    """(interval, part) for each non-empty intersection of a piece with an interval of slots."""
+    first, last = slots
+    if pieces.strides is None:  # consecutive runs: an interval touches only a few
+        begin = torch.searchsorted(pieces.starts, first, right=True) - 1
+        stretch, nth = enumerated(torch.searchsorted(pieces.starts, last) - begin)
+        piece = begin[stretch] + nth
+    else:
+        stretch, piece = torch.cartesian_prod(torch.arange(len(first)), torch.arange(len(pieces.starts))).unbind(1)
+    run = Run.of(pieces).select(piece).within(first[stretch], last[stretch])
+    held = (run.count > 0).nonzero().squeeze(1)
+    return stretch[held], run.select(held)
+
+
+def _that_see(rule: Rule, table: int, own: Run, *, of_queries: bool = False) -> Run:
+    """Key runs that any query may see; `of_queries`: query runs that may see any key."""
+    mine, other = (rule.q, rule.k) if of_queries else (rule.k, rule.q)
+    number = torch.full_like(own.piece, table)
+    first = other.firsts[table]
+    length = (first + other.step * (other.lengths - 1)).max() + 1 - first.min()
+    hull = Progression(first.min().expand(len(number)), 1, length.expand(len(number)))
+    runs = span(mine, number, own)
+    box = Box(torch.tensor(rule.heads)[number], *((runs, hull) if of_queries else (hull, runs)))
+    return own.select((rule.pattern.count(box, num_heads=rule.num_heads).high > 0).nonzero().squeeze(1))
+
+
+def _shorter(rule: Rule, sides: Sides) -> Rule:
+    """The rule over residue classes or over rows: the choice with fewer pairs of runs in a block."""
+    if rule.rows is None:
+        return rule
+    classes, rows = (prod(map(_most_in_block, (each.q, each.k), sides)) for each in (rule, rule.rows))
+    return replace(rule.rows, pattern=rule.pattern) if rows < classes else replace(rule, rows=None)
+
+
+def _most_in_block(pieces: Pieces, block: int) -> int:
+    if pieces.strides is None:
+        return block // max(1, int(pieces.lengths.min())) + 1
+    return min(int(pieces.strides.max()), block)
+
+
+def descend(rule: Rule, roots: Nodes, sides: Sides) -> Iterator[Leaves]:
+    """Yield the leaves of these nodes that can hold pairs; a full node is expanded into its blocks without a search."""
+    stack = _chunks(roots)
+    while stack:
+        nodes = stack.pop()
+        sizes = nodes.q.num_blocks(sides[0]) * nodes.k.num_blocks(sides[1])
+        if int(sizes.sum()) <= _FEW_BLOCKS:
+            nodes = _single_blocks(nodes, sides)
+            sizes = torch.ones_like(nodes.table)
+        box, single = rule.boxes(nodes), sizes == 1
+        bounds = rule.pattern.count(box, num_heads=rule.num_heads)
+        bounds = settle_by_diagonals(rule.pattern, box, bounds, num_heads=rule.num_heads, where=single)
+        occupied, certain = bounds.high > 0, bounds.low == box.area
+        leaf = (single & occupied).nonzero().squeeze(1)
+        row, column = nodes.q.start[leaf] // sides[0], nodes.k.start[leaf] // sides[1]
+        yield Leaves(nodes.table[leaf], row, column, bounds.low[leaf], bounds.high[leaf])
+        if bool(single.all()):
+            continue
+        full = _single_blocks(nodes.select((certain & ~single).nonzero().squeeze(1)), sides)
+        area = full.q.count * full.k.count
+        yield Leaves(full.table, full.q.start // sides[0], full.k.start // sides[1], area, area)
+        inner = nodes.select((occupied & ~certain & ~single).nonzero().squeeze(1))
+        if len(inner):
+            stack += _chunks(_quarters(inner, sides))
+
+
+def _chunks(nodes: Nodes) -> list[Nodes]:
+    parts = torch.arange(len(nodes)).split(_FRONTIER)
+    return [nodes] if len(parts) == 1 else [nodes.select(part) for part in parts]
+
+
+def _single_blocks(nodes: Nodes, sides: Sides) -> Nodes:
+    """Cut nodes at all block boundaries; drop empty parts."""
+    width = nodes.k.num_blocks(sides[1])
+    node, index = enumerated(nodes.q.num_blocks(sides[0]) * width)
+    width = width[node]
+    q = _nth_block(nodes.q.select(node), index // width, sides[0])
+    single = Nodes(nodes.table[node], q, _nth_block(nodes.k.select(node), index % width, sides[1]))
+    if q.stride is None and single.k.stride is None:
+        return single
+    return single.select(((q.count > 0) & (single.k.count > 0)).nonzero().squeeze(1))
+
+
+def _nth_block(run: Run, index: Tensor, block: int) -> Run:
+    """Slots of each run in its index-th block; empty where the stride skips that block."""
+    first = (run.start // block + index) * block
+    return run.within(first, first + block)
+
+
+def _quarters(nodes: Nodes, sides: Sides) -> Nodes:
+    """Halve each side that spans more than one block, at a block boundary."""
+    node_q, q = _halves(nodes.q, sides[0])
+    nodes = Nodes(nodes.table[node_q], q, nodes.k.select(node_q))
+    node_k, k = _halves(nodes.k, sides[1])
+    return Nodes(nodes.table[node_k], nodes.q.select(node_k), k)
+
+
+def _halves(run: Run, block: int) -> tuple[Tensor, Run]:
+    blocks = run.num_blocks(block)
+    middle = (run.start // block + (blocks + 1) // 2) * block
+    many = (blocks > 1).nonzero().squeeze(1)
+    first, second = run.split(middle)
+    return torch.cat([torch.arange(len(run.start)), many]), join_runs([first, second.select(many)])
+
+
+def join_nodes(parts: Sequence[Nodes]) -> Nodes:
+    if len(parts) == 1:
+        return parts[0]
+    q, k = (join_runs([getattr(part, side) for part in parts]) for side in ("q", "k"))
+    return Nodes(torch.cat([part.table for part in parts]), q, k)
+
+
+def join_runs(runs: Sequence[Run]) -> Run:
+    """Concatenate runs; all or none of them have strides."""
+    strides = [run.stride for run in runs if run.stride is not None]
+    piece, start, count = (torch.cat([getattr(run, name) for run in runs]) for name in ("piece", "start", "count"))
+    return Run(piece, start, count, torch.cat(strides) if strides else None)
