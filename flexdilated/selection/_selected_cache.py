@@ -16,7 +16,7 @@ from ..masks.core import require_int
 from ..masks.needs import RowSource
 from ._boxes import HeadRule
 from ._reading import Reading
-from ._scores import Pools, Scorer, pools_of
+from ._scores import Pools, pools_for, pools_of
 from ._select_op import choose_blocks
 from ._selector import BlockSelector, is_causal
 
@@ -117,7 +117,7 @@ def _pools(
     if isinstance(selector.scorer, nn.Module):
         made = tuple(pools_of(new, selector.block))
     else:
-        made = Scorer(selector.scorer, 1.0, selector.stride).pools(new, selector.block)
+        made = pools_for(selector.scorer, new, selector.block)
     if known is None or not done:
         return made
     return tuple(torch.cat([old[:, :, :done], more], 2) for old, more in zip(known.pools, made, strict=True))

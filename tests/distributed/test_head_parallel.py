@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from flexdilated import masks
 from flexdilated.distributed import Sharding, traffic
-from flexdilated.distributed._heads import HeadSplit, attend_heads
+from flexdilated.distributed._heads import attend_heads, taken_heads
 from flexdilated.distributed.group._ranks import Ranks
 from tests.distributed.test_schedules import DRAWN, errors_of, on_one_rank
 from tests.support import oracle
@@ -51,8 +51,8 @@ def a_case(sharding: Sharding, H: int, G: int) -> ShardedCase:
 
 def test_heads_that_fit_no_groups() -> None:
     """12 query heads on 6 ranks, 4 key/value heads: some ranks read one of them, some two unequally."""
-    assert {tuple(HeadSplit(12, 4, 6).read_by(rank)) for rank in range(6)} == {(0, 0), (0, 1)}
-    assert HeadSplit(10, 5, 2).read_by(0) == [0, 0, 1, 1, 2]
+    assert taken_heads(12, 4, 6) == (range(1), range(2), range(1, 2), range(2, 3), range(2, 4), range(3, 4))
+    assert taken_heads(10, 5, 2) == (range(3), range(2, 5))
     two = [a_case(Sharding(30, 2), 6, 2), a_case(Sharding(30, 2, "zigzag"), 10, 5)]
     for cases in ([a_case(Sharding(30, 6), 12, 4)], two):
         for found in by_way(cases, [HEADS]):

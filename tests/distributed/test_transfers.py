@@ -161,12 +161,12 @@ def held_by(case: ShardedCase) -> dict[str, float]:
         known.discard(key)
         live[role] -= nbytes
 
-    def counting(role, ranks, *, send=(), receive=()):
+    def counting(role, ranks, *, send=(), receive=(), **buffer):
         for x, _ in receive:
             hold(x, role)
         for x, _ in send:
             hold(x, "own" if role == "keys" else role)
-        return post(role, ranks, send=send, receive=receive)
+        return post(role, ranks, send=send, receive=receive, **buffer)
 
     with patch.object(_ring, "post", counting):
         shares_of(case, **RING)

@@ -139,8 +139,8 @@ class NativeSparseAttention(nn.Module):
             own = position // self.block
             kept = (ids < self.first) | ((ids > own - self.local) & (ids <= own))
             scores, candidates = scores.masked_fill(kept, torch.inf), (ids <= own).expand(scores.shape)
-            chosen = choose(scores, candidates, ids.expand(scores.shape), kind="top_k", amount=0.0, most=self.top)
-            blocks[:, :, few] = chosen.places
+            how = {"kind": "top_k", "amount": 0.0, "most": self.top}
+            blocks[:, :, few], _ = choose(scores, candidates, ids.expand(scores.shape), **how)
         return blocks
 
     def _scores(
