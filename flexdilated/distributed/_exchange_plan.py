@@ -63,9 +63,7 @@ class ExchangePlan:
     ) -> ExchangePlan:
         """Cached plan of one rank.
 
-        The pattern must hold the values of its run-time tensors. Raises ValueError if num_kv_heads does not divide
-        num_heads, if the heads exceed num_heads_global, for a rank outside [0, num_ranks), and if the pattern has no
-        rule for these heads or tokens.
+        The pattern must hold the values of its run-time tensors. Raises ValueError for heads or tokens that it refuses.
         """
         sizes = (num_heads, num_kv_heads, head_offset, num_heads_global)
 

@@ -81,20 +81,7 @@ def test_a_billion_tokens_on_many_ranks_are_no_work() -> None:
     assert sum(sharding.lengths) == 2**30 + 1
 
 
-@pytest.mark.parametrize(
-    ("make", "error", "message"),
-    [
-        (lambda: Sharding(0, 1), ValueError, "num_tokens must be at least 1; got num_tokens=0"),
-        (lambda: Sharding(8.0, 2), TypeError, "num_tokens must be an integer"),
-        (lambda: Sharding(8, 0), ValueError, "num_ranks must be at least 1; got num_ranks=0"),
-        (lambda: Sharding(8, True), TypeError, "num_ranks must be an integer"),
-        (lambda: Sharding(8, 2, shard_lengths=[4.0, 4]), TypeError, r"shard_lengths\[0\] must be an integer"),
-        (lambda: Sharding(8, 2, shard_lengths="44"), TypeError, "sequence of integers or None; got str"),
-        (lambda: Sharding(8, 2, shard_lengths=8), TypeError, "sequence of integers or None; got int"),
-        (lambda: Sharding(8, 2).length(-1), ValueError, "rank must be at least 0; got rank=-1"),
-        (lambda: Sharding(8, 2).positions("0"), TypeError, "rank must be an integer"),
-    ],
-)
-def test_bad_input(make, error: type[Exception], message: str) -> None:
-    with pytest.raises(error, match=message):
-        make()
+@pytest.mark.parametrize("lengths", ["44", 8])
+def test_lengths_must_be_a_sequence(lengths) -> None:
+    with pytest.raises(TypeError, match="shard_lengths must be a sequence of integers or None; got "):
+        Sharding(8, 2, shard_lengths=lengths)

@@ -21,7 +21,7 @@ from jaxtyping import Int64
 from torch import Tensor
 
 from ...masks.blocks import pairs_of_queries
-from ...masks.core import And, Expression, Pattern, Ranges, common_period, require_expression, require_int
+from ...masks.core import And, Expression, Pattern, Ranges, common_period, require_expression
 from ...masks.needs import KeyQuery, keys_of_any, moved, rules_of_heads
 from ...masks.patterns import Causal, Dilated, missing, run_time_leaves
 from ..group import Sharding
@@ -259,20 +259,10 @@ class KVNeeds:
         head_offset: int,
         num_heads_global: int | None,
     ) -> KVNeeds:
-        """Raises ValueError for inconsistent sizes, sizes that the pattern refuses, and unbound run-time tensors."""
+        """Raises ValueError for heads or tokens that the pattern refuses, and unbound run-time tensors."""
         for leaf in run_time_leaves(require_expression(pattern)):
             raise ValueError(missing(leaf.name))
-        require_int("num_heads", num_heads, minimum=1)
-        require_int("num_kv_heads", num_kv_heads, minimum=1)
-        require_int("head_offset", head_offset, minimum=0)
         total = head_offset + num_heads if num_heads_global is None else num_heads_global
-        if num_heads % num_kv_heads:
-            raise ValueError(f"num_kv_heads must divide num_heads; got {num_heads=} and {num_kv_heads=}")
-        if head_offset + num_heads > total:
-            raise ValueError(
-                f"heads {head_offset} to {head_offset + num_heads - 1} must lie within num_heads_global; "
-                f"got num_heads_global={total}"
-            )
         pattern.check_heads(total)
         pattern.check_tokens(range(num_tokens), range(num_tokens))
         size = num_heads // num_kv_heads
