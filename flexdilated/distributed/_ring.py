@@ -201,7 +201,7 @@ class Gradients:
         self.settle()
         send = [(_written(grad, self.codec), turn.source) for grad in grads]
         lease = self.ring.room(self.codec, len(turn.sent), self.totals[0])
-        receive = [(x, turn.target) for x in lease.tensor if x.numel()]
+        receive = [(x, turn.target) for x in lease.tensor]
         self.begun = turn, post("gradients", self.ring.ranks, send=send, receive=receive, lease=lease)
 
     def settle(self) -> None:
@@ -224,8 +224,6 @@ class Gradients:
 
 def _messages(x: Tensor, length: int) -> Sequence[Tensor]:
     """x (B, G, S, ...) as contiguous tensors: one if it is a whole shard, else one per batch entry and head (views)."""
-    if not x.numel():
-        return ()
     return (x,) if x.shape[2] == length else x.flatten(0, 1).unbind()
 
 

@@ -26,6 +26,7 @@ class TopK:
     """
 
     kind: ClassVar[str] = "top_k"
+    amount: ClassVar[float] = 0.0  # there is no minimum share
 
     k: int
 
@@ -36,11 +37,6 @@ class TopK:
     def most(self) -> int:
         """Width of the table."""
         return self.k
-
-    @property
-    def amount(self) -> float:
-        """0: there is no minimum share."""
-        return 0.0
 
 
 @advises()

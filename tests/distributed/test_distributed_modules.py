@@ -350,10 +350,10 @@ def test_a_module_with_a_mesh_lives_as_any_module() -> None:
     assert "schedule='heads', sharding=Sharding(num_tokens=41, num_ranks=2, order='contiguous'" in shown
 
 
-def assigned(mesh: DeviceMesh | None, **over_ranks) -> None:
+def assigned(models: DeviceMesh | None, layers: DeviceMesh | None) -> None:
     """A layer that chooses, over other ranks than its model."""
-    model = longnet(selection=ROWS, mesh=mesh)
-    model.blocks[0].selected = fd.SelectedAttention(fd.BlockSelector(block=4, choose=fd.TopK(2)), **over_ranks)
+    model = longnet(selection=ROWS, mesh=models)
+    model.blocks[0].selected = fd.SelectedAttention(fd.BlockSelector(block=4, choose=fd.TopK(2)), mesh=layers)
     model(text()[0])
 
 
@@ -362,8 +362,8 @@ REFUSED = {  # tests/project/errors.md has more
     "other ranks": (lambda mesh: longnet(mesh=mesh, sharding=Sharding(N, 3)), "over the ranks of the mesh, 2; got 3"),
     "pool": (lambda mesh: longnet(mesh=mesh, pool="big"), 'pool must be None, a BufferPool or "auto"'),
     "caches": (lambda mesh: longnet(mesh=mesh).new_caches(), "new_caches needs a model on one rank"),
-    "its layer's mesh": (lambda mesh: assigned(mesh), "must have the mesh and the sharding of its model"),
-    "its model's mesh": (lambda mesh: assigned(None, mesh=mesh), "must have the mesh and the sharding of its model"),
+    "its layer's mesh": (lambda mesh: assigned(mesh, None), "must have the mesh and the sharding of its model"),
+    "its model's mesh": (lambda mesh: assigned(None, mesh), "must have the mesh and the sharding of its model"),
     "tokens": (
         lambda mesh: longnet(mesh=mesh, sharding=Sharding(N, 2))(text()[0]),
         "gives rank 0 of 2 21 of 41 tokens",

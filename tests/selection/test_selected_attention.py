@@ -160,8 +160,11 @@ def test_distillation_is_the_kl_to_the_block_mass(case: Case, kind: str, share: 
                     if within[b, heads[0], i, block].all() and not kept[b, heads[0], i, block].all()
                 ]
                 if able:
-                    mass = torch.stack([weights[b, heads, i][:, blocks[j]].sum(-1) for j in able], -1)
-                    p = (mass / mass.sum(-1, keepdim=True)).mean(0)
+                    open_pairs = (within & ~kept)[b, heads[0], i]
+                    mass = torch.stack([weights[b, heads, i][:, keys].sum(-1) for keys in blocks], -1)
+                    seen = [j for j, keys in enumerate(blocks) if open_pairs[keys].any()]
+                    p = (mass / mass[:, seen].sum(-1, keepdim=True)).mean(0)[able]
+                    p = p / p.sum()
                     s = scores[b, heads, i][:, able].softmax(-1).mean(0).log()
                     terms.append((p * (p.log() - s)).sum())
     expected = torch.stack(terms).mean() if terms else scores.sum() * 0

@@ -62,7 +62,8 @@ class Posted:
 def post(
     role: Role, ranks: Ranks, *, send: Sequence[Message] = (), receive: Sequence[Message] = (), lease: Any = None
 ) -> Posted:
-    """Send and receive as one group. Messages between two ranks arrive in the order in which they were posted."""
+    """Send and receive as one group, without empty messages; those between two ranks arrive in the order posted."""
+    send, receive = ([(x, peer) for x, peer in side if x.numel()] for side in (send, receive))
     posted, group = Posted(role, ranks, [x for x, _ in send], lease), group_of(ranks.name)
     operations = [dist.P2POp(dist.isend, x, group=group, group_peer=peer) for x, peer in send]
     operations += [dist.P2POp(dist.irecv, x, group=group, group_peer=peer) for x, peer in receive]
