@@ -192,21 +192,6 @@ def test_run_time_patterns(packed: Packed, data):
 LADDER = masks.longnet([2048 << power for power in range(10)], [1 << power for power in range(10)])
 
 
-def test_longnet_of_a_million_tokens_on_eight_ranks():
-    """For a head 3,072 tokens from other ranks, of 917,504 that there are.
-
-    The three branches whose segments are wider than a shard reach 1024, 1536 and 1792 of them, 4,352 together, of
-    which 1,280 are the same.
-    """
-    sharding = Sharding(1 << 20, 8)
-    full = exchange_counts(LADDER, sharding, num_heads=16, num_kv_heads=16)
-    assert full.sum(1).tolist() == [16 * 3072] * 8
-    causal = exchange_counts(LADDER & masks.causal(), sharding, num_heads=16, num_kv_heads=16)
-    assert causal.sum(1).tolist() == [16 * each for each in (0, 1024, 1024, 2048, 1024, 2048, 2048, 3072)]
-    widest = [exchange_counts(branch, sharding, num_heads=1, num_kv_heads=1)[0].sum() for branch in LADDER.parts[-3:]]
-    assert [int(each) for each in widest] == [1024, 1536, 1792]
-
-
 @pytest.mark.parametrize(
     ("pattern", "order"),
     [

@@ -63,18 +63,6 @@ def test_lengths_are_as_equal_as_can_be(num_tokens: int, num_ranks: int) -> None
         assert starts == expected  # without the last rank's second chunk, which its first one touches
 
 
-def test_written_out() -> None:
-    assert [Sharding(10, 3).ranges(rank) for rank in range(3)] == [(range(4),), (range(4, 7),), (range(7, 10),)]
-    assert [Sharding(13, 2, "zigzag").ranges(rank) for rank in range(2)] == [
-        (range(4), range(10, 13)),
-        (range(4, 10),),
-    ]
-    assert Sharding(2, 3).ranges(2) == ()
-    assert Sharding(8, 2) == Sharding(8, 2, shard_lengths=[4, 4])
-    assert hash(Sharding(8, 2)) == hash(Sharding(8, 2, shard_lengths=(4, 4)))
-    assert Sharding(8, 2) != Sharding(8, 2, "zigzag")
-
-
 def test_a_billion_tokens_on_many_ranks_are_no_work() -> None:
     sharding = Sharding(2**30 + 1, 4096, "zigzag")
     assert sharding.ranges(0) == (range(131073), range(2**30 + 1 - 131072, 2**30 + 1))

@@ -169,14 +169,6 @@ def test_coarse_to_fine_is_its_plain_statement(size, block, top, causal, seed) -
         assert_close(one, other)
 
 
-@pytest.mark.parametrize("causal", [False, True])
-def test_coarse_to_fine_of_constant_blocks_is_dense(causal: bool) -> None:
-    q, k, v = tensors(0, 2, 2, 50, 10)
-    k, v = (x.repeat_interleave(5, 2) for x in (k, v))
-    dense = fd.attend(q, k, v, masks.causal() if causal else masks.every())
-    assert_close(recipes.CoarseToFineAttention(block=5, top=1, causal=causal)(q, k, v), dense)
-
-
 def test_coarse_to_fine_loses_nothing_where_one_block_has_all_attention() -> None:
     """In float32, with the pooled part of what is read key by key as large as the rest is small."""
     torch.manual_seed(0)
@@ -185,18 +177,6 @@ def test_coarse_to_fine_loses_nothing_where_one_block_has_all_attention() -> Non
     attention = recipes.CoarseToFineAttention(block=8, top=1)
     found, exact = attention(q, k, v), attention(q.double(), k.double(), v.double())
     assert (found - exact).abs().max() < 1e-5
-
-
-def test_coarse_to_fine_knows_no_later_token() -> None:
-    """To the last bit, the choice and the pools included; and in two chunks as in one pass."""
-    q, k, v = tensors(0, 4, 2, 40, 40)
-    attention = recipes.CoarseToFineAttention(block=4, top=2)
-    whole = attention(q, k, v, enable_gqa=True)
-    later = attention(*(torch.cat([x[:, :, :23], 5 - x[:, :, 23:]], 2) for x in (q, k, v)), enable_gqa=True)
-    assert later[:, :, :23].equal(whole[:, :, :23])
-    first = attention(*(x[:, :, :23] for x in (q, k, v)), enable_gqa=True)
-    second = attention(q[:, :, 23:], k, v, enable_gqa=True, q_offset=23)
-    assert_close(torch.cat([first, second], 2), whole)
 
 
 @pytest.mark.parametrize("sizes", [(0, 5, 5), (2, 0, 5), (2, 5, 0), (2, 5, 1), (0, 0, 0)])
