@@ -22,7 +22,7 @@ from ..masks.planning import block_sides
 from ..masks.text import read_text
 from ._exchange import exchange
 from ._ring import ring_op
-from .counts import SCHEDULES, Schedule, ScheduleName, choose_schedule
+from .counts import SCHEDULES, RankSchedule, ScheduleName, choose_schedule
 from .group import PlainCall, Ranks, Sharding, check_agreement, check_shards, equal_shards, values_of, whole_rule
 from .wire import CodecChoice, PoolChoice, check_codec, codec_named, name_of
 
@@ -233,8 +233,8 @@ def _best(
     head_offset: int,
     num_heads_global: int,
     codec: CodecChoice,
-) -> Schedule:
-    """Schedule that `choose_schedule` picks, computed once per graph under torch.compile."""
+) -> RankSchedule:
+    """RankSchedule that `choose_schedule` picks, computed once per graph under torch.compile."""
     coded = codec_named(None if codec == "auto" else codec)  # the codec that "auto" will choose is not known yet
     head_dim = index(q.shape[3])
     sizes: dict[str, Any] = {"num_heads": index(q.shape[1]), "num_kv_heads": index(k.shape[1]), "dtype": q.dtype}
@@ -251,5 +251,5 @@ def _best(
 
 
 @graph_constant
-def _counted(pattern: str, sharding: tuple[int, ...], sizes: tuple[tuple[str, Any], ...]) -> Schedule:
+def _counted(pattern: str, sharding: tuple[int, ...], sizes: tuple[tuple[str, Any], ...]) -> RankSchedule:
     return choose_schedule(read_text(pattern), Sharding.of(sharding), **dict(sizes)).name

@@ -18,7 +18,7 @@ from .._torch_private import graph_constant
 from ..engines import Call, WholeRows, copies, no_gradients, own_op, refuse, run, set_gradient, sum_dtype
 from ..masks.core import own_modes
 from ._exchange_plan import ExchangePlan
-from .group import Parts, PlainCall, Ranks, Role, Sharding, as_promised, communicating, group_of, record, whole_rule
+from .group import PartSums, PlainCall, Ranks, Role, Sharding, as_promised, communicating, group_of, record, whole_rule
 from .wire import codec_for, gradient_codec, lease_from, pool_named
 
 # B batch, H query heads, G key/value heads, L tokens of this rank's shard, D head dim, S rows sent,
@@ -57,9 +57,9 @@ class Exchange:
 
         def receive(others: Sequence[Tensor]) -> None:
             for room, x in zip(others, arrived(), strict=True):
-                room[:, self.received.heads, self.received.index] = x
+                room[:, self.received.heads, self.received.place] = x
 
-        rows = [x[:, self.sent.heads, self.sent.index] for x in (self.k, self.v)]
+        rows = [x[:, self.sent.heads, self.sent.place] for x in (self.k, self.v)]
         with self._swapping(rows, "keys") as arrived:
             del rows
             yield receive
@@ -75,12 +75,12 @@ class Exchange:
 
         def add_received(totals: Sequence[Tensor]) -> None:
             numbers = self.plan.num_sent
-            heads, tokens = self.sent.heads.split(numbers), self.sent.index.split(numbers)
+            heads, tokens = self.sent.heads.split(numbers), self.sent.place.split(numbers)
             for total, x in zip(totals, arrived(), strict=True):
                 for head, token, part in zip(heads, tokens, x.split(numbers, dim=1), strict=True):
                     total[:, head, token] += part  # a rank sends at most one row per token and head: no repeated index
 
-        rows = [x[:, self.received.heads, self.received.index] for x in grads]
+        rows = [x[:, self.received.heads, self.received.place] for x in grads]
         with self._swapping(rows, "gradients") as arrived:
             del grads, rows  # free their memory while this rank computes with its own keys
             yield add_received
@@ -140,7 +140,7 @@ def exchange_op(
     """
     call = PlainCall.of(constants)
     own = Exchange(call, q, k, v, bindings)
-    parts, others = Parts(call, q, bindings, own.dtype), own.room(own.plan.others.num_keys)
+    parts, others = PartSums(call, q, bindings, own.dtype), own.room(own.plan.others.num_keys)
     with own.sending_keys() as receive:
         if q.shape[2]:
             parts.attend(own.plan.own, k, v)
@@ -176,7 +176,7 @@ def exchange_backward_op(
     """
     call = PlainCall.of(constants)
     own = Exchange(call, q, k, v, bindings)
-    parts = Parts(call, q, bindings, own.dtype, WholeRows(out, lse, grad_out, grad_lse))
+    parts = PartSums(call, q, bindings, own.dtype, WholeRows(out, lse, grad_out, grad_lse))
     with own.sending_gradients(parts.gradients(own.plan.others, k_others, v_others)) as add_received:
         grads = parts.gradients(own.plan.own, k, v)
         add_received(grads)

@@ -24,11 +24,11 @@ Tokens = tuple[tuple[Ranges, ...], ...]  # by rank, by KV head: positions
 class MessageRows(NamedTuple):
     """Rows in one direction, in their order in the message: by (rank, KV head, token).
 
-    index: for each row, its local token index on this rank, or its index among the tokens received in its head.
+    place: for each row, its local token index on this rank, or its index among the tokens received in its head.
     """
 
     heads: Int64[Tensor, " R"]
-    index: Int64[Tensor, " R"]
+    place: Int64[Tensor, " R"]
 
 
 @dataclass(frozen=True)

@@ -16,14 +16,14 @@ from ..masks.core import Expression, Ranges
 from ..masks.orders import Placement
 from ..masks.plan_cache import cache
 from .counts import KVNeeds
-from .group import Parts, PlainCall, Posted, Ranks, Sharding, as_promised, post, whole_rule
+from .group import PartSums, PlainCall, Posted, Ranks, Sharding, as_promised, post, whole_rule
 from .wire import Codec, Lease, codec_for, gradient_codec, lease_from, pool_named
 
 # B batch, G key/value heads, L tokens of this rank's shard, S tokens of a part of a shard, D head dim
 
 
 @dataclass(frozen=True)
-class Part:
+class ShardPart:
     """Consecutive tokens of a rank's shard, and their positions; empty if no token is needed."""
 
     tokens: range
@@ -46,9 +46,9 @@ class Turn:
     """
 
     source: int
-    received: Part
+    received: ShardPart
     target: int
-    sent: Part
+    sent: ShardPart
 
 
 def turns_of(
@@ -64,7 +64,7 @@ def turns_of(
     def build() -> tuple[Turn, ...]:
         needs = KVNeeds.of(rule, sharding.num_tokens, len(heads), 1, heads.start, num_heads_global)
 
-        def part(holder: int, receiver: int) -> Part:
+        def part(holder: int, receiver: int) -> ShardPart:
             return _needed_part(needs, sharding, holder, receiver)
 
         return tuple(
@@ -88,7 +88,7 @@ def _steps(num_ranks: int) -> Iterator[int]:
             yield num_ranks - step
 
 
-def _needed_part(needs: KVNeeds, sharding: Sharding, holder: int, receiver: int) -> Part:
+def _needed_part(needs: KVNeeds, sharding: Sharding, holder: int, receiver: int) -> ShardPart:
     """Runs of the holder's shard in which the receiver needs a key; adjacent, because a shard has at most two runs."""
     queries = sharding.ranges(receiver)
     needed, first = [], 0
@@ -97,7 +97,10 @@ def _needed_part(needs: KVNeeds, sharding: Sharding, holder: int, receiver: int)
             needed.append((range(first, first + len(run)), run))
         first += len(run)
     tokens = range(needed[0][0].start, needed[-1][0].stop) if needed else range(0)
-    return Part(tokens, tuple(run for _, run in needed))
+    return ShardPart(tokens, tuple(run for _, run in needed))
+
+
+Visit = Callable[[Turn | None, ShardPart, Tensor, Tensor], None]
 
 
 class Ring:
@@ -112,19 +115,19 @@ class Ring:
         # fast as bfloat16.
         self.dtype = sum_dtype(q) if call.engine == "tiles" else q.dtype
         rank = self.ranks.rank
-        self.own = Part(range(self.sharding.length(rank)), self.sharding.ranges(rank))
+        self.own = ShardPart(range(self.sharding.length(rank)), self.sharding.ranges(rank))
         self.turns: tuple[Turn, ...] = ()
         if len(self.own):  # no other rank sends to a rank without tokens, or waits for it
             heads = range(call.head_offset, call.head_offset + q.shape[1])
             rule = whole_rule(call.pattern, bindings, self.sharding.num_tokens)
             self.turns = turns_of(rule, self.sharding, rank, heads=heads, num_heads_global=call.num_heads_global)
 
-    def placement(self, part: Part) -> Placement:
+    def placement(self, part: ShardPart) -> Placement:
         """Positions of this rank's queries, and of the keys of `part`."""
         tokens = self.sharding.num_tokens
         return Placement(self.own.positions, (part.positions,), complete=False, num_tokens=tokens)
 
-    def rotate(self, visit: Callable[[Turn | None, Part, Tensor, Tensor], None]) -> None:
+    def rotate(self, visit: Visit) -> None:
         """Visit this rank's shard, then the received part of each turn, while the next turn's transfer runs.
 
         visit: gets the turn, None for this rank's shard, the part, which is empty if the turn receives nothing, and its
@@ -150,7 +153,7 @@ class Ring:
             for transfer in begun:
                 transfer.drop()
 
-    def _show(self, turn: Turn, transfer: Posted, visit: Callable[[Turn | None, Part, Tensor, Tensor], None]) -> None:
+    def _show(self, turn: Turn, transfer: Posted, visit: Visit) -> None:
         """Visit the received part. Leaves no reference to its tensors, so that they can be freed."""
         lease = self.read(transfer, self.codec, self.k, self.dtype)
         with lease:
@@ -249,9 +252,9 @@ def ring_op(
     """
     call = PlainCall.of(constants)
     ring = Ring(call, q, k, v, bindings)
-    parts = Parts(call, q, bindings, ring.dtype)
+    parts = PartSums(call, q, bindings, ring.dtype)
 
-    def visit(_: Turn | None, part: Part, k: Tensor, v: Tensor) -> None:
+    def visit(_: Turn | None, part: ShardPart, k: Tensor, v: Tensor) -> None:
         if len(part):
             parts.attend(ring.placement(part), k, v)
 
@@ -282,11 +285,11 @@ def ring_backward_op(
     """
     call = PlainCall.of(constants)
     ring = Ring(call, q, k, v, bindings)
-    parts = Parts(call, q, bindings, ring.dtype, WholeRows(out, lse, grad_out, grad_lse))
+    parts = PartSums(call, q, bindings, ring.dtype, WholeRows(out, lse, grad_out, grad_lse))
     dk, dv = (torch.zeros_like(x, dtype=parts.wide) for x in (k, v))
     gradients = Gradients(ring, dk, dv)
 
-    def visit(turn: Turn | None, part: Part, k: Tensor, v: Tensor) -> None:
+    def visit(turn: Turn | None, part: ShardPart, k: Tensor, v: Tensor) -> None:
         found = parts.gradients(ring.placement(part), k, v) if len(part) else []
         if turn is None:
             dk.add_(found[0])

@@ -145,11 +145,11 @@ def check_sender_and_receiver_agree(many: Many) -> None:
         places = [place for by_head in plan.sent for place in _places(by_head)]
         sent, received = plan.rows(torch.device("cpu"))
         assert sent.heads.tolist() == [head for head, _ in places]
-        positions = many.sharding.positions(rank)[sent.index]
+        positions = many.sharding.positions(rank)[sent.place]
         assert positions.tolist() == [position for _, position in places]
         came = [place for by_head in plan.received for place in _places(by_head)]
         assert received.heads.tolist() == [head for head, _ in came]
-        for (head, position), index in zip(came, received.index.tolist(), strict=True):
+        for (head, position), index in zip(came, received.place.tolist(), strict=True):
             keys = [key for run in plan.others.keys[head] for key in run]
             assert keys[index] == position
 

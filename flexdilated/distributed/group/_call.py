@@ -93,7 +93,7 @@ def as_promised(x: Tensor, like: Tensor) -> Tensor:
     return x if x.dtype == like.dtype and x.stride() == promised.stride() else promised.copy_(x)
 
 
-class Parts:
+class PartSums:
     """Sums over parts of the keys, in float32 or wider and in the order of the calls.
 
     dtype: in which attention to a part is computed. whole: rows over all keys, for `gradients`.
