@@ -237,9 +237,10 @@ def _log_shares(
     for step in range(stride):
         of_line = slice(stride - 1 - step, None, stride)
         at = torch.arange(min(step, k.shape[2]), k.shape[2], stride, device=k.device)
-        more = (0, columns - len(at))
-        shown = pad(_sees(rule, rows, positions[of_line], at), more)
-        products = pad(_products(queries[:, :, of_line], k[:, :, step::stride]), more)
+        shown = _sees(rule, rows, positions[of_line], at)
+        products = _products(queries[:, :, of_line], k[:, :, step::stride])
+        if len(at) < columns:
+            shown, products = (pad(x, (0, columns - len(at))) for x in (shown, products))
         if stride == 1:
             return _shares(products * call.scale, shown, rows.block, group)
         total, number = total + products.masked_fill(~shown, 0.0), number + shown.long()
