@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from operator import index
 from typing import Any, Literal, overload
 
@@ -22,7 +22,7 @@ from ..masks.planning import block_sides
 from ..masks.text import read_text
 from ._exchange import exchange
 from ._ring import ring_op
-from .counts import SCHEDULES, Schedule, ScheduleName, choose_schedule
+from .counts import SCHEDULES, RankSchedule, ScheduleName, choose_schedule
 from .group import PlainCall, Ranks, Sharding, check_agreement, check_shards, equal_shards, values_of, whole_rule
 from .wire import CodecChoice, PoolChoice, check_codec, codec_named, name_of
 
@@ -165,11 +165,9 @@ def attend(
         error_bound=0.0 if error_bound is None else error_bound,
         pool=name_of(pool),  # raises for an invalid pool, before anything is sent
     )
+    once = None if torch.compiler.is_compiling() else lambda: values_of(pattern, tensors)
     facts = _facts(q, k, v, sinks, schedule, pattern.text, call)
-    if torch.compiler.is_compiling():
-        _agree(ranks.name, ranks.size, ranks.rank, ranks.device_type, facts)
-    else:
-        check_agreement(ranks, _named_facts(facts), once=lambda: values_of(pattern, tensors))
+    _agree((ranks.name, ranks.size, ranks.rank, ranks.device_type), call.sharding, facts, once)
     if 0 in q.shape[:2]:  # on all ranks, so no rank waits
         out, lse = nothing(q, k, v, sinks)
     elif chosen == "ring":
@@ -204,7 +202,6 @@ def _facts(
     return (
         ("schedule", schedule),
         ("pattern", pattern),
-        ("sharding", call.sharding),
         ("batch", index(q.shape[0])),
         ("heads", index(q.shape[1])),
         ("key/value heads", index(k.shape[1])),
@@ -221,16 +218,13 @@ def _facts(
 
 
 @graph_constant
-def _agree(name: str, size: int, rank: int, device_type: str, facts: tuple[tuple[str, object], ...]) -> None:
-    check_agreement(Ranks(name, size, rank, device_type), _named_facts(facts))
-
-
-def _named_facts(facts: tuple[tuple[str, object], ...]) -> dict[str, object]:
-    """`facts` for error messages: the sharding as a `Sharding`, not as integers."""
-    named = dict(facts)
-    numbers = named["sharding"]
-    assert isinstance(numbers, tuple)
-    return named | {"sharding": Sharding.of(numbers)}
+def _agree(
+    place: tuple[str, int, int, str],
+    sharding: tuple[int, ...],
+    facts: tuple[tuple[str, object], ...],
+    once: Callable[[], Mapping[str, object]] | None,
+) -> None:
+    check_agreement(Ranks(*place), {"sharding": Sharding.of(sharding), **dict(facts)}, once)
 
 
 def _best(
@@ -242,31 +236,23 @@ def _best(
     head_offset: int,
     num_heads_global: int,
     codec: CodecChoice,
-) -> Schedule:
-    """Schedule that `choose_schedule` picks, computed once per graph under torch.compile."""
+) -> RankSchedule:
+    """RankSchedule that `choose_schedule` picks, computed once per graph under torch.compile."""
     coded = codec_named(None if codec == "auto" else codec)  # the codec that "auto" will choose is not known yet
     head_dim = index(q.shape[3])
-    sizes = (
-        ("num_heads", index(q.shape[1])),
-        ("num_kv_heads", index(k.shape[1])),
-        ("head_dim", head_dim),
-        ("dtype", q.dtype),
-        ("head_offset", head_offset),
-        ("num_heads_global", num_heads_global),
-        ("batch", index(q.shape[0])),
-        ("wire_row_bytes", coded.row_bytes(head_dim, q.dtype)),
-    )
+    sizes: dict[str, Any] = {"num_heads": index(q.shape[1]), "num_kv_heads": index(k.shape[1]), "dtype": q.dtype}
+    sizes |= {"head_dim": head_dim, "head_offset": head_offset, "num_heads_global": num_heads_global}
+    sizes |= {"batch": index(q.shape[0]), "wire_row_bytes": coded.row_bytes(head_dim, q.dtype)}
     if not bindings:
-        return _counted(pattern.text, sharding.numbers(), sizes)
+        return _counted(pattern.text, sharding.numbers(), tuple(sizes.items()))
     if torch.compiler.is_compiling():
         raise ValueError(
             "schedule='auto' counts with the values of run-time tensors, which a graph being compiled does not have: "
             "name 'exchange' or 'ring'"
         )
-    given: dict[str, Any] = dict(sizes)
-    return choose_schedule(whole_rule(pattern.text, bindings, sharding.num_tokens), sharding, **given).name
+    return choose_schedule(whole_rule(pattern.text, bindings, sharding.num_tokens), sharding, **sizes).name
 
 
 @graph_constant
-def _counted(pattern: str, sharding: tuple[int, ...], sizes: tuple[tuple[str, Any], ...]) -> Schedule:
+def _counted(pattern: str, sharding: tuple[int, ...], sizes: tuple[tuple[str, Any], ...]) -> RankSchedule:
     return choose_schedule(read_text(pattern), Sharding.of(sharding), **dict(sizes)).name

@@ -15,35 +15,11 @@ from jaxtyping import Float
 from torch import Tensor
 
 from .._torch_private import graph_constant
-from ..engines import (
-    Call,
-    WholeRows,
-    add_sinks,
-    copies,
-    merge_,
-    no_gradients,
-    own_op,
-    refuse,
-    run,
-    set_gradient,
-    sum_dtype,
-)
+from ..engines import Call, WholeRows, copies, no_gradients, own_op, refuse, run, set_gradient, sum_dtype
 from ..masks.core import own_modes
-from ..masks.orders import Placement
 from ._exchange_plan import ExchangePlan
-from .group import (
-    PlainCall,
-    Ranks,
-    Role,
-    Sharding,
-    as_promised,
-    communicating,
-    empty_rows,
-    group_of,
-    record,
-    whole_rule,
-)
-from .wire import Codec, codec_for, gradient_codec, lease_from, pool_named
+from .group import PartSums, PlainCall, Ranks, Role, Sharding, as_promised, communicating, group_of, record, whole_rule
+from .wire import codec_for, gradient_codec, lease_from, pool_named
 
 # B batch, H query heads, G key/value heads, L tokens of this rank's shard, D head dim, S rows sent,
 # R rows received (in one key/value head, where G is a dim)
@@ -51,219 +27,132 @@ from .wire import Codec, codec_for, gradient_codec, lease_from, pool_named
 Pair = tuple[Tensor, Tensor]
 
 
-class ExchangeCall(PlainCall):
-    """Forward and backward of an exchange call on this rank."""
+def plan_of(call: PlainCall, num_heads: int, num_kv_heads: int, bindings: Sequence[Tensor]) -> ExchangePlan:
+    """Plan of the rows that this rank sends and receives, for these values of the run-time tensors."""
+    heads = {"head_offset": call.head_offset, "num_heads_global": call.num_heads_global}
+    split, rank = Sharding.of(call.sharding), group_of(call.group).rank()
+    rule = whole_rule(call.pattern, bindings, split.num_tokens)
+    return ExchangePlan.of(rule, split, rank, num_heads=num_heads, num_kv_heads=num_kv_heads, **heads)
 
-    __slots__ = ()
 
-    def plan(self, num_heads: int, num_kv_heads: int, bindings: Sequence[Tensor]) -> ExchangePlan:
-        """Plan of the rows to send and to receive, for these values of the run-time tensors."""
-        heads = {"head_offset": self.head_offset, "num_heads_global": self.num_heads_global}
-        split, rank = Sharding.of(self.sharding), group_of(self.group).rank()
-        rule = whole_rule(self.pattern, bindings, split.num_tokens)
-        return ExchangePlan.of(rule, split, rank, num_heads=num_heads, num_kv_heads=num_kv_heads, **heads)
+class Exchange:
+    """Transfers of one call on this rank: of keys and values in the forward, of their gradients in the backward."""
 
-    def forward(
-        self, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, bindings: list[Tensor]
-    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """(out, lse, received k, received v); overlaps the transfer of keys with attention to this rank's keys."""
-        plan = self.plan(q.shape[1], k.shape[1], bindings)
-        dtype, others = _computed_in(q, plan), _room(k, v, plan.others.num_keys)
+    def __init__(self, call: PlainCall, q: Tensor, k: Tensor, v: Tensor, bindings: Sequence[Tensor]) -> None:
+        self.call, self.k, self.v = call, k, v
+        self.plan = plan_of(call, q.shape[1], k.shape[1], bindings)
+        self.ranks = Ranks.named(call.group, k.device.type)
+        self.codec = codec_for(call.codec, call.error_bound, k, v, self.ranks)
+        self.sent, self.received = self.plan.rows(k.device)
+        # If parts are merged, float32 or wider, because CPU kernels would round each part to the dtype of q.
+        self.dtype = sum_dtype(q) if self.plan.others.num_keys else q.dtype
 
-        def attend(placement: Placement, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-            part = self.placed(placement).forward(q.to(dtype), k.to(dtype), v.to(dtype), None, bindings, wide=True)
-            assert part[1] is not None
-            return part[0], part[1]
-
-        with self._sending_keys(k, v, plan) as receive:
-            out, lse = attend(plan.own, k, v) if q.shape[2] else empty_rows(q)
-            receive(others)
-        if plan.others.num_keys:
-            merge_(out, lse, *attend(plan.others, *others))
-        if sinks is not None:
-            out, lse = add_sinks(out, lse, sinks)
-        return as_promised(out, q), lse.contiguous(), *others
-
-    def backward(
-        self, q: Tensor, k: Tensor, v: Tensor, others: Pair, bindings: list[Tensor], whole: WholeRows
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """(dq, dk, dv); overlaps the transfer of received keys' gradients with the gradients of this rank's keys."""
-        plan = self.plan(q.shape[1], k.shape[1], bindings)
-        dtype, wide = _computed_in(q, plan), sum_dtype(q)
-        rows = WholeRows(whole.out.to(dtype), whole.lse, whole.grad_out.to(dtype), whole.grad_lse)
-
-        def gradients(placement: Placement, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-            if q.shape[2] and k.shape[2]:
-                return self.placed(placement).backward(q.to(dtype), k.to(dtype), v.to(dtype), bindings, rows)
-            return tuple(torch.zeros_like(x, dtype=wide) for x in (q, k, v))  # pyright: ignore[reportReturnType]
-
-        dq, *of_others = gradients(plan.others, *others)
-        with self._sending_gradients(of_others, k, v, plan) as add_received:
-            del of_others
-            of_queries, dk, dv = gradients(plan.own, k, v)
-            add_received(dk, dv)
-        return as_promised(dq.add_(of_queries), q), as_promised(dk, k), as_promised(dv, v)
-
-    def bring(self, k: Tensor, v: Tensor, plan: ExchangePlan) -> Pair:
-        """(k, v) of this rank followed by the keys and values that its queries need from other ranks."""
-        found, own = _room(k, v, plan.both.num_keys), k.shape[2]
-        with self._sending_keys(k, v, plan) as receive:
-            for whole, x in zip(found, (k, v), strict=True):
-                whole[:, :, :own] = x
-            receive([x[:, :, own:] for x in found])
-        return found
-
-    def give_back(self, own_k: Tensor, own_v: Tensor, dk: Tensor, dv: Tensor, plan: ExchangePlan) -> Pair:
-        """(dk, dv) of this rank's keys, summed over ranks.
-
-        dk, dv: gradients of `bring`'s result, own keys first. The gradients of received keys go back to their owners.
-        """
-        own = own_k.shape[2]
-        with self._sending_gradients([x[:, :, own:] for x in (dk, dv)], own_k, own_v, plan) as add_received:
-            totals = dk[:, :, :own].to(sum_dtype(dk), copy=True), dv[:, :, :own].to(sum_dtype(dv), copy=True)
-            add_received(*totals)
-        return totals
+    def room(self, num_keys: int) -> Pair:
+        k, v = self.k, self.v
+        return k.new_empty(*k.shape[:2], num_keys, k.shape[3]), v.new_empty(*v.shape[:2], num_keys, v.shape[3])
 
     @contextmanager
-    def _sending_keys(
-        self, k: Tensor, v: Tensor, plan: ExchangePlan
-    ) -> Iterator[Callable[[Sequence[Float[Tensor, "B G R D"]]], None]]:
+    def sending_keys(self) -> Iterator[Callable[[Sequence[Float[Tensor, "B G R D"]]], None]]:
         """Send keys and values on entry; yields a function that waits for the received rows and writes them."""
-        ranks, (sent, received) = Ranks.named(self.group, k.device.type), plan.rows(k.device)
-        codec = codec_for(self.codec, self.error_bound, k, v, ranks)
 
         def receive(others: Sequence[Tensor]) -> None:
             for room, x in zip(others, arrived(), strict=True):
-                room[:, received.heads, received.index] = x
+                room[:, self.received.heads, self.received.place] = x
 
-        numbers, how = (plan.num_sent, plan.num_received), (ranks, codec, self.pool)
-        with _swapping([x[:, sent.heads, sent.index] for x in (k, v)], *numbers, *how, role="keys") as arrived:
+        rows = [x[:, self.sent.heads, self.sent.place] for x in (self.k, self.v)]
+        with self._swapping(rows, "keys") as arrived:
+            del rows
             yield receive
 
     @contextmanager
-    def _sending_gradients(
-        self, grads: Sequence[Float[Tensor, "B G R D"]], k: Tensor, v: Tensor, plan: ExchangePlan
-    ) -> Iterator[Callable[[Tensor, Tensor], None]]:
+    def sending_gradients(
+        self, grads: Sequence[Float[Tensor, "B G R D"]]
+    ) -> Iterator[Callable[[Sequence[Tensor]], None]]:
         """Send gradients of received keys on entry; yields a function that waits for the gradients of this rank's keys.
 
         The function adds them in place, in the order of the ranks, to sums in float32 or wider.
         """
-        ranks, (sent, received) = Ranks.named(self.group, k.device.type), plan.rows(k.device)
-        codec = gradient_codec(codec_for(self.codec, self.error_bound, k, v, ranks), grads[0].dtype)
 
-        def add_received(dk: Tensor, dv: Tensor) -> None:
-            heads, tokens = (index.split(plan.num_sent) for index in (sent.heads, sent.index))
-            for total, x in zip((dk, dv), arrived(), strict=True):
-                for head, token, part in zip(heads, tokens, x.split(plan.num_sent, dim=1), strict=True):
+        def add_received(totals: Sequence[Tensor]) -> None:
+            numbers = self.plan.num_sent
+            heads, tokens = self.sent.heads.split(numbers), self.sent.place.split(numbers)
+            for total, x in zip(totals, arrived(), strict=True):
+                for head, token, part in zip(heads, tokens, x.split(numbers, dim=1), strict=True):
                     total[:, head, token] += part  # a rank sends at most one row per token and head: no repeated index
 
-        numbers, how = (plan.num_received, plan.num_sent), (ranks, codec, self.pool)
-        rows = [x[:, received.heads, received.index] for x in grads]
-        with _swapping(rows, *numbers, *how, role="gradients") as arrived:
+        rows = [x[:, self.received.heads, self.received.place] for x in grads]
+        with self._swapping(rows, "gradients") as arrived:
             del grads, rows  # free their memory while this rank computes with its own keys
             yield add_received
 
-    def traced(
-        self, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, bindings: list[Tensor], *, return_lse: bool
-    ) -> tuple[Tensor, Tensor | None]:
-        """(out, lse if requested) for engines that torch.compile traces: only the transfer of keys is an op."""
-        k_all, v_all = torch.ops.flexdilated.exchange_keys(q, k, v, bindings, self.constants)
-        if not q.shape[2]:
-            nothing = k_all.sum() + v_all.sum()  # makes every rank's backward take part in the exchange
-            return q + nothing, q.sum(-1).to(sum_dtype(q)) + nothing
-        where = {"head_offset": self.head_offset, "num_heads_global": self.num_heads_global}
-        placement = _placement(tuple(self), q.shape[1], k.shape[1], bindings)
-        call = Call.at(q, k_all, self.pattern, **where, block_size=self.block_size, placement=placement)
-        return run(self.engine, q, k_all, v_all, sinks, bindings, call, self.scale, return_lse=return_lse)
+    @contextmanager
+    def _swapping(
+        self, rows: Sequence[Float[Tensor, "B S D"]], role: Role
+    ) -> Iterator[Callable[[], list[Float[Tensor, "B R D"]]]]:
+        """Start one all-to-all of rows; yields a function that waits for it, once, and returns the received rows.
 
+        Buffers are held until the transfer ends, also if the block raises: until the other ranks have sent their rows,
+        or the process group's timeout.
+        """
+        batch, _, head_dim = rows[0].shape
+        dtype, device, ranks, codec = rows[0].dtype, rows[0].device, self.ranks, self.codec
+        numbers = self.plan.num_sent, self.plan.num_received
+        if role == "gradients":
+            numbers, codec = numbers[::-1], gradient_codec(codec, dtype)
+        pool, each = pool_named(self.call.pool, device), (len(rows), batch, codec.row_bytes(head_dim, dtype))
+        leases = [lease_from(pool, (sum(number), *each), torch.uint8, device) for number in numbers]
+        begun: list[dist.Work] = []
 
-def _computed_in(q: Tensor, plan: ExchangePlan) -> torch.dtype:
-    """float32 or wider if parts are merged, because CPU kernels would round each part to the dtype of q."""
-    return sum_dtype(q) if plan.others.num_keys else q.dtype
+        def arrived() -> list[Tensor]:
+            with communicating(f"the exchange of {role}", ranks):
+                begun.pop().wait()
+            sent, received = (lease.tensor for lease in leases)
+            record(role, sent=sent.nbytes, received=received.nbytes)
+            return [codec.decode(wire, head_dim, dtype).transpose(0, 1) for wire in received.unbind(1)]
 
-
-def _room(k: Tensor, v: Tensor, num_keys: int) -> Pair:
-    return k.new_empty(*k.shape[:2], num_keys, k.shape[3]), v.new_empty(*v.shape[:2], num_keys, v.shape[3])
-
-
-# A constant of a graph. A `graph_constant` takes plain values: torch 2.11 cannot unpack a named tuple that is one.
-@graph_constant
-def _placement(values: tuple[Any, ...], num_heads: int, num_kv_heads: int, bindings: list[Tensor]) -> str:
-    """Placement of this rank's queries, and of its keys followed by those received, as text."""
-    return ExchangeCall(*values).plan(num_heads, num_kv_heads, bindings).both.text
-
-
-@contextmanager
-def _swapping(
-    rows: Sequence[Float[Tensor, "B S D"]],
-    num_sent: Sequence[int],
-    num_received: Sequence[int],
-    ranks: Ranks,
-    codec: Codec,
-    pool: str,
-    *,
-    role: Role,
-) -> Iterator[Callable[[], list[Float[Tensor, "B R D"]]]]:
-    """Start one all-to-all of rows of keys and values; yields a function that waits for it and returns received rows.
-
-    num_sent and num_received count rows by rank. The function may be called once. Buffers are held until the transfer
-    ends, also if the block raises: until the other ranks have sent their rows, or the process group's timeout.
-    """
-    batch, _, head_dim = rows[0].shape
-    dtype, device = rows[0].dtype, rows[0].device
-    each = (len(rows), batch, codec.row_bytes(head_dim, dtype))
-    leases = [
-        lease_from(pool_named(pool, device), (sum(numbers), *each), torch.uint8, device)
-        for numbers in (num_sent, num_received)
-    ]
-    begun: list[dist.Work] = []
-
-    def arrived() -> list[Tensor]:
-        with communicating(f"the exchange of {role}", ranks):
-            begun.pop().wait()
-        sent, received = (lease.tensor for lease in leases)
-        record(role, sent=sent.nbytes, received=received.nbytes)
-        return [codec.decode(wire, head_dim, dtype).transpose(0, 1) for wire in received.unbind(1)]
-
-    try:
-        sent, received = (lease.tensor for lease in leases)
-        for place, x in enumerate(rows):
-            codec.encode(x.transpose(0, 1), out=sent[:, place])
-            del x
-        with communicating(f"the exchange of {role}", ranks):
-            splits, group = (list(num_received), list(num_sent)), group_of(ranks.name)
-            work = dist.all_to_all_single(received, sent, *splits, group=group, async_op=True)
-        assert work is not None
-        begun.append(work)
-        del rows, work, sent, received  # so that only the leases hold memory while the caller computes
-        yield arrived
-    finally:
-        for work in begun:
-            with suppress(RuntimeError):  # another error already propagates to the caller
-                work.wait()
-        for lease in leases:
-            lease.release()
+        try:
+            sent, received = (lease.tensor for lease in leases)
+            for place, x in enumerate(rows):
+                codec.encode(x.transpose(0, 1), out=sent[:, place])
+                del x
+            with communicating(f"the exchange of {role}", ranks):
+                splits, group = (list(numbers[1]), list(numbers[0])), group_of(ranks.name)
+                work = dist.all_to_all_single(received, sent, *splits, group=group, async_op=True)
+            assert work is not None
+            begun.append(work)
+            del rows, work, sent, received  # so that only the leases hold memory while the caller computes
+            yield arrived
+        finally:
+            for work in begun:
+                with suppress(RuntimeError):  # another error already propagates to the caller
+                    work.wait()
+            for lease in leases:
+                lease.release()
 
 
 @own_op("flexdilated::exchange_attention")
 def exchange_op(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    sinks: Tensor | None,
-    bindings: list[Tensor],
-    constants: str,
+    q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, bindings: list[Tensor], constants: str
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """(out, lse, received k, received v) of this rank's queries over the keys of all ranks.
 
-    constants: an `ExchangeCall` as text.
+    The transfer of keys overlaps with attention to this rank's keys. constants: a `PlainCall` as text.
     """
-    return ExchangeCall.of(constants).forward(q, k, v, sinks, bindings)
+    call = PlainCall.of(constants)
+    own = Exchange(call, q, k, v, bindings)
+    parts, others = PartSums(call, q, bindings, own.dtype), own.room(own.plan.others.num_keys)
+    with own.sending_keys() as receive:
+        if q.shape[2]:
+            parts.attend(own.plan.own, k, v)
+        receive(others)
+    if own.plan.others.num_keys:
+        parts.attend(own.plan.others, *others)
+    return *parts.rows(sinks), *others
 
 
 @exchange_op.register_fake
 def _(q, k, v, sinks, bindings, constants):
-    call = ExchangeCall.of(constants)
+    call = PlainCall.of(constants)
     return *call.rows_of(q), *_empty_keys(q, k, bindings, call, own=False)
 
 
@@ -281,9 +170,17 @@ def exchange_backward_op(
     bindings: list[Tensor],
     constants: str,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """(dq, dk, dv) of this rank's tensors; k_others and v_others are the received keys that the forward returned."""
-    whole = WholeRows(out, lse, grad_out, grad_lse)
-    return ExchangeCall.of(constants).backward(q, k, v, (k_others, v_others), bindings, whole)
+    """(dq, dk, dv) of this rank's tensors; k_others and v_others are the received keys that the forward returned.
+
+    The transfer of received keys' gradients overlaps with the gradients of this rank's keys.
+    """
+    call = PlainCall.of(constants)
+    own = Exchange(call, q, k, v, bindings)
+    parts = PartSums(call, q, bindings, own.dtype, WholeRows(out, lse, grad_out, grad_lse))
+    with own.sending_gradients(parts.gradients(own.plan.others, k_others, v_others)) as add_received:
+        grads = parts.gradients(own.plan.own, k, v)
+        add_received(grads)
+    return parts.of_queries(), as_promised(grads[0], k), as_promised(grads[1], v)
 
 
 @exchange_backward_op.register_fake
@@ -294,29 +191,30 @@ def _(grad_out, grad_lse, q, k, v, *others):
 @own_op("flexdilated::exchange_keys")
 def exchange_keys_op(q: Tensor, k: Tensor, v: Tensor, bindings: list[Tensor], constants: str) -> tuple[Tensor, Tensor]:
     """(k, v) of this rank followed by the received ones that its queries need; of q only the shape is used."""
-    call = ExchangeCall.of(constants)
-    return call.bring(k, v, call.plan(q.shape[1], k.shape[1], bindings))
+    own = Exchange(PlainCall.of(constants), q, k, v, bindings)
+    found = own.room(own.plan.both.num_keys)
+    with own.sending_keys() as receive:
+        for whole, x in zip(found, (k, v), strict=True):
+            whole[:, :, : x.shape[2]] = x
+        receive([x[:, :, k.shape[2] :] for x in found])
+    return found
 
 
 @exchange_keys_op.register_fake
 def _(q, k, v, bindings, constants):
-    return _empty_keys(q, k, bindings, ExchangeCall.of(constants), own=True)
+    return _empty_keys(q, k, bindings, PlainCall.of(constants), own=True)
 
 
 @own_op("flexdilated::exchange_keys_backward")
 def exchange_keys_backward_op(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    dk: Tensor,
-    dv: Tensor,
-    bindings: list[Tensor],
-    constants: str,
+    q: Tensor, k: Tensor, v: Tensor, dk: Tensor, dv: Tensor, bindings: list[Tensor], constants: str
 ) -> tuple[Tensor, Tensor]:
-    """(dk, dv) of this rank's keys, from the gradients of own and received keys."""
-    call = ExchangeCall.of(constants)
-    found = call.give_back(k, v, dk, dv, call.plan(q.shape[1], k.shape[1], bindings))
-    return found[0].to(dk.dtype), found[1].to(dv.dtype)
+    """(dk, dv) of this rank's keys, summed over ranks, from the gradients of own and received keys."""
+    own, first = Exchange(PlainCall.of(constants), q, k, v, bindings), k.shape[2]
+    with own.sending_gradients([x[:, :, first:] for x in (dk, dv)]) as add_received:
+        totals = [x[:, :, :first].to(sum_dtype(x), copy=True) for x in (dk, dv)]
+        add_received(totals)
+    return totals[0].to(dk.dtype), totals[1].to(dv.dtype)
 
 
 @exchange_keys_backward_op.register_fake
@@ -324,13 +222,13 @@ def _(q, k, v, dk, dv, bindings, constants):
     return torch.empty_like(k, memory_format=torch.contiguous_format), v.new_empty(v.shape)
 
 
-def _empty_keys(q: Tensor, k: Tensor, bindings: list[Tensor], call: ExchangeCall, *, own: bool) -> Pair:
+def _empty_keys(q: Tensor, k: Tensor, bindings: list[Tensor], call: PlainCall, *, own: bool) -> Pair:
     """Fake (k, v) received, preceded by this rank's if `own`; run-time tensors make their number data-dependent."""
     if bindings:
         num_keys = torch.library.get_ctx().new_dynamic_size()
     else:
         with own_modes():
-            plan = call.plan(int(q.shape[1]), int(k.shape[1]), [])
+            plan = plan_of(call, int(q.shape[1]), int(k.shape[1]), [])
             num_keys = (plan.both if own else plan.others).num_keys
     return tuple(k.new_empty(k.shape[0], k.shape[1], num_keys, k.shape[3]) for _ in range(2))  # pyright: ignore[reportReturnType]
 
@@ -372,7 +270,21 @@ def exchange(
 
     Raises ValueError if the engine cannot serve the call, torch.distributed.DistError if another rank fails.
     """
-    if call.engine != "tiles":
-        return ExchangeCall(*call).traced(q, k, v, sinks, bindings, return_lse=return_lse)
-    out, lse, _, _ = exchange_op(q, k, v, sinks, bindings, call.constants)
-    return out, lse
+    if call.engine == "tiles":
+        out, lse, _, _ = exchange_op(q, k, v, sinks, bindings, call.constants)
+        return out, lse
+    k_all, v_all = torch.ops.flexdilated.exchange_keys(q, k, v, bindings, call.constants)
+    if not q.shape[2]:
+        nothing = k_all.sum() + v_all.sum()  # makes every rank's backward take part in the exchange
+        return q + nothing, q.sum(-1).to(sum_dtype(q)) + nothing
+    where = {"head_offset": call.head_offset, "num_heads_global": call.num_heads_global}
+    placement = _placement(tuple(call), q.shape[1], k.shape[1], bindings)
+    placed = Call.at(q, k_all, call.pattern, **where, block_size=call.block_size, placement=placement)
+    return run(call.engine, q, k_all, v_all, sinks, bindings, placed, call.scale, return_lse=return_lse)
+
+
+# A constant of a graph. A `graph_constant` takes plain values: torch 2.11 cannot unpack a named tuple that is one.
+@graph_constant
+def _placement(values: tuple[Any, ...], num_heads: int, num_kv_heads: int, bindings: list[Tensor]) -> str:
+    """Placement of this rank's queries, and of its keys followed by those received, as text."""
+    return plan_of(PlainCall(*values), num_heads, num_kv_heads, bindings).both.text

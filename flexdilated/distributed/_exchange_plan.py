@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from functools import cached_property
+from typing import NamedTuple
 
 import torch
 from jaxtyping import Int64
 from torch import Tensor
 
-from ..masks.core import Expression, Ranges, device_kind, require_expression
+from ..masks.core import Expression, Ranges, require_expression
 from ..masks.orders import Placement
 from ..masks.plan_cache import cache
 from .counts import KVNeeds
@@ -20,18 +21,14 @@ from .group import Sharding
 Tokens = tuple[tuple[Ranges, ...], ...]  # by rank, by KV head: positions
 
 
-@dataclass(frozen=True)
-class Rows:
+class MessageRows(NamedTuple):
     """Rows in one direction, in their order in the message: by (rank, KV head, token).
 
-    index: for each row, its local token index on this rank, or its index among the tokens received in its head.
+    place: for each row, its local token index on this rank, or its index among the tokens received in its head.
     """
 
     heads: Int64[Tensor, " R"]
-    index: Int64[Tensor, " R"]
-
-    def to(self, device: torch.device) -> Rows:
-        return self if device_kind(device).on_host else Rows(self.heads.to(device), self.index.to(device))
+    place: Int64[Tensor, " R"]
 
 
 @dataclass(frozen=True)
@@ -50,7 +47,7 @@ class ExchangePlan:
     sent: Tokens
     local: Ranges  # the positions that this rank holds
     num_tokens: int  # of all ranks
-    _on: dict[torch.device, tuple[Rows, Rows]] = field(default_factory=dict, repr=False, compare=False)
+    _on: dict[torch.device, tuple[MessageRows, ...]] = field(default_factory=dict, repr=False, compare=False)
 
     @classmethod
     def of(
@@ -66,9 +63,7 @@ class ExchangePlan:
     ) -> ExchangePlan:
         """Cached plan of one rank.
 
-        The pattern must hold the values of its run-time tensors. Raises ValueError if num_kv_heads does not divide
-        num_heads, if the heads exceed num_heads_global, for a rank outside [0, num_ranks), and if the pattern has no
-        rule for these heads or tokens.
+        The pattern must hold the values of its run-time tensors. Raises ValueError for heads or tokens that it refuses.
         """
         sizes = (num_heads, num_kv_heads, head_offset, num_heads_global)
 
@@ -82,13 +77,15 @@ class ExchangePlan:
         key = ("exchange plan", require_expression(pattern).text, sharding, rank, *sizes)
         return cache().get(key, build, _nbytes, pattern=pattern)
 
-    @property
+    @cached_property
     def num_received(self) -> tuple[int, ...]:
-        return _numbers(self.received)
+        """Rows by rank."""
+        return tuple(_counts(self.received).sum(1).tolist())
 
-    @property
+    @cached_property
     def num_sent(self) -> tuple[int, ...]:
-        return _numbers(self.sent)
+        """Rows by rank."""
+        return tuple(_counts(self.sent).sum(1).tolist())
 
     @cached_property
     def own(self) -> Placement:
@@ -110,24 +107,18 @@ class ExchangePlan:
         keys = tuple((*first, *(run for ranges in by_rank for run in ranges)) for by_rank in heads)
         return Placement(self.local, keys, complete=True, num_tokens=self.num_tokens)
 
-    def rows(self, device: torch.device) -> tuple[Rows, Rows]:
+    def rows(self, device: torch.device) -> tuple[MessageRows, ...]:
         """(rows sent, rows received) with their indices on `device`, cached."""
         if device not in self._on:
-            self._on[device] = self._sent_rows.to(device), self._received_rows.to(device)
+            ranges = tuple(keys for by_head in self.sent for ranges in by_head for keys in ranges)
+            counts = _counts(self.received)
+            first = counts.cumsum(0) - counts  # offset of each rank's rows within its head
+            each = counts.flatten()
+            row = torch.arange(int(each.sum())) - (each.cumsum(0) - each).repeat_interleave(each)
+            sent = _heads_of(_counts(self.sent)), local_indices(self.local, ranges)
+            received = _heads_of(counts), first.flatten().repeat_interleave(each) + row
+            self._on[device] = tuple(MessageRows(*(x.to(device) for x in side)) for side in (sent, received))
         return self._on[device]
-
-    @cached_property
-    def _sent_rows(self) -> Rows:
-        ranges = [keys for by_head in self.sent for ranges in by_head for keys in ranges]
-        return Rows(_heads_of(_counts(self.sent)), local_indices(self.local, tuple(ranges)))
-
-    @cached_property
-    def _received_rows(self) -> Rows:
-        counts = _counts(self.received)
-        first = counts.cumsum(0) - counts  # offset of each rank's rows within its head
-        each = counts.flatten()
-        row = torch.arange(int(each.sum())) - (each.cumsum(0) - each).repeat_interleave(each)
-        return Rows(_heads_of(counts), first.flatten().repeat_interleave(each) + row)
 
 
 def local_indices(held: Ranges, positions: Ranges) -> Int64[Tensor, " n"]:
@@ -140,10 +131,6 @@ def local_indices(held: Ranges, positions: Ranges) -> Int64[Tensor, " n"]:
     before = lengths.cumsum(0) - lengths
     run = torch.searchsorted(starts, wanted, right=True) - 1
     return wanted - starts[run] + before[run]
-
-
-def _numbers(tokens: Tokens) -> tuple[int, ...]:
-    return tuple(sum(len(run) for ranges in by_head for run in ranges) for by_head in tokens)
 
 
 def _counts(tokens: Tokens) -> Int64[Tensor, "W G"]:

@@ -6,9 +6,8 @@ The op from tokens to heads and the op from heads to tokens are each other's gra
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from functools import lru_cache
 from itertools import accumulate, pairwise
+from operator import index
 
 import torch
 import torch.distributed as dist
@@ -28,41 +27,13 @@ from .group import Ranks, Sharding, check_agreement, check_shards, communicating
 # L tokens of this rank's shard, N all tokens, D head dim
 
 
-@dataclass(frozen=True)
-class HeadSplit:
-    """Heads of each rank: H / W query heads, and the key/value heads that they read.
+def taken_heads(num_heads: int, of: int, num_ranks: int) -> tuple[range, ...]:
+    """By rank, the heads of a tensor with `of` heads that the rank's share of the num_heads query heads reads.
 
-    With fewer key/value heads than ranks, several ranks share one. Raises ValueError unless W divides H.
+    With fewer key/value heads than ranks, several ranks read one.
     """
-
-    num_heads: int
-    num_kv_heads: int
-    num_ranks: int
-
-    def __post_init__(self) -> None:
-        H, W = self.num_heads, self.num_ranks
-        if H % W:
-            fitting = [str(number) for number in range(1, H + 1) if H % number == 0]
-            raise ValueError(
-                f"head parallelism needs a number of query heads that is a multiple of the number of ranks; got {H} "
-                f"heads and {W} ranks: {H} heads go on {' or '.join(fitting)} ranks, and schedule='exchange' or 'ring' "
-                "takes any number"
-            )
-
-    @property
-    def queries(self) -> tuple[range, ...]:
-        share = self.num_heads // self.num_ranks
-        return tuple(range(rank * share, (rank + 1) * share) for rank in range(self.num_ranks))
-
-    @property
-    def keys(self) -> tuple[range, ...]:
-        group = self.num_heads // self.num_kv_heads
-        return tuple(range(heads[0] // group, heads[-1] // group + 1) for heads in self.queries)
-
-    def read_by(self, rank: int) -> list[int]:
-        """For each query head of a rank, the index of its key/value head within `keys[rank]`."""
-        group, first = self.num_heads // self.num_kv_heads, self.keys[rank].start
-        return [head // group - first for head in self.queries[rank]]
+    share, group = num_heads // num_ranks, num_heads // of
+    return tuple(range(at // group, (at + share - 1) // group + 1) for at in range(0, num_heads, share))
 
 
 def attend_heads(
@@ -102,24 +73,30 @@ def attend_heads(
     if 0 in q.shape[:2]:  # on all ranks, so no rank waits
         out, lse = nothing(q, k, v, sinks)
         return (out, lse) if return_lse else out
-    split = HeadSplit(q.shape[1], k.shape[1], ranks.size)
-    mine, numbers = split.queries[ranks.rank], list(sharding.numbers())
+    H, G, W = index(q.shape[1]), index(k.shape[1]), ranks.size
+    if H % W:
+        fitting = " or ".join(str(number) for number in range(1, H + 1) if H % number == 0)
+        raise ValueError(
+            f"head parallelism needs a number of query heads that is a multiple of the number of ranks; got {H} "
+            f"heads and {W} ranks: {H} heads go on {fitting} ranks, and schedule='exchange' or 'ring' takes any number"
+        )
+    mine, place = taken_heads(H, H, W)[ranks.rank], (list(sharding.numbers()), ranks.name)
     sinks = None if sinks is None else sinks[mine.start : mine.stop]
     first, how = (head_offset + mine.start, 0, 0), {"score_mod": score_mod, "return_lse": needs_lse}
     chosen = choose_engine(engine, q, k, v, pattern, first=first, sinks=sinks, **how)
     width, factor = v.shape[-1], resolve_scale(scale, q.shape[-1])
-    taken = encoded([split.queries, split.keys, split.keys])
-    q, k, v = tokens_to_heads(list(one_width(q, k, v)), taken, numbers, ranks.name, pattern.text, chosen == "tiles")
-    k, v = (_as_read(x, split.read_by(ranks.rank)) for x in (k, v))
+    q, k, v = tokens_to_heads(list(one_width(q, k, v)), H, *place, pattern.text, chosen == "tiles")
+    read = [head * G // H - mine.start * G // H for head in mine]
+    if len({read.count(head) for head in read}) > 1:  # unequal groups: one copy of its key/value head a query head
+        k, v = (torch.stack([x[:, head] for head in read], dim=1) for x in (k, v))
     # Keys and values may be float32, so that their gradients are.
     sides = () if block_size is None else block_sides(block_size)
     call = Call.at(q, k, pattern.text, head_offset=first[0], num_heads_global=heads, block_size=sides)
     out, lse = run(chosen, q, k, v, sinks, tensors, call, factor, **how)
-    back = (encoded([split.queries]), [split.num_heads], numbers, ranks.name)
-    (out,) = heads_to_tokens([out[..., :width]], *back)
+    (out,) = heads_to_tokens([out[..., :width]], [H], H, *place)
     if not needs_lse or lse is None:
         return out
-    (column,) = heads_to_tokens([lse.unsqueeze(-1)], *back)
+    (column,) = heads_to_tokens([lse.unsqueeze(-1)], [H], H, *place)
     row_lse = column.squeeze(-1)
     if padded.pads:
         rows = {"head_offset": head_offset, "num_heads": heads, "num_tokens": sharding.num_tokens}
@@ -127,33 +104,22 @@ def attend_heads(
     return (out, row_lse) if return_lse else out
 
 
-def _as_read(x: Tensor, read: list[int]) -> Tensor:
-    """Key/value heads for `attend`: unchanged if each serves equally many query heads, else one copy a query head."""
-    if len({read.count(head) for head in read}) == 1:
-        return x
-    return torch.stack([x[:, head] for head in read], dim=1)
-
-
 Takers = tuple[range, ...]  # by rank: the heads of one tensor that it receives
 Pieces = list[list[Tensor]]  # by rank: views into this rank's tensors
 
 
-def encoded(tensors: Sequence[Takers]) -> list[int]:
-    """Heads as integers for an op: (start, stop) for each tensor and rank."""
-    return [bound for takers in tensors for heads in takers for bound in (heads.start, heads.stop)]
-
-
 @own_op("flexdilated::tokens_to_heads")
 def tokens_to_heads(
-    shards: list[Tensor], heads: list[int], sharding: list[int], group: str, pattern: str, widen: bool
+    shards: list[Tensor], num_heads: int, sharding: list[int], group: str, pattern: str, widen: bool
 ) -> list[Tensor]:
     """From (B, X, L, D), all heads of this rank's tokens, to (B, Y, N, D), this rank's heads of all tokens, in order.
 
-    The tensors have one dtype and are sent in one all-to-all; a head goes to every rank that takes it. If `pattern`, in
-    JSON, is not empty, the ranks first check that they make the same call. With `widen`, tensors whose heads go to
-    several ranks are returned in float32 or wider, so that their gradients are sent and summed in that dtype.
+    The tensors have one dtype and are sent in one all-to-all; a head goes to every rank that takes it, as from
+    `taken_heads` for num_heads query heads. If `pattern`, in JSON, is not empty, the ranks first check that they make
+    the same call. With `widen`, tensors whose heads go to several ranks are returned in float32 or wider, so that their
+    gradients are sent and summed in that dtype.
     """
-    rank, split, tensors = _read(heads, sharding, group)
+    rank, split, tensors = _read(num_heads, [x.shape[1] for x in shards], sharding, group)
     if pattern:
         check_agreement(Ranks.named(group, shards[0].device.type), _facts(shards, split, pattern))
     wholes = [_whole(x, takers, split, rank, widen) for x, takers in zip(shards, tensors, strict=True)]
@@ -162,79 +128,66 @@ def tokens_to_heads(
 
 
 @tokens_to_heads.register_fake
-def _(shards, heads, sharding, group, pattern, widen):
-    rank, split, tensors = _read(heads, sharding, group)
+def _(shards, num_heads, sharding, group, pattern, widen):
+    rank, split, tensors = _read(num_heads, [x.shape[1] for x in shards], sharding, group)
     return [_whole(x, takers, split, rank, widen) for x, takers in zip(shards, tensors, strict=True)]
 
 
 @own_op("flexdilated::heads_to_tokens")
 def heads_to_tokens(
-    wholes: list[Tensor], heads: list[int], num_heads: list[int], sharding: list[int], group: str
+    wholes: list[Tensor], heads: list[int], num_heads: int, sharding: list[int], group: str
 ) -> list[Tensor]:
-    """Inverse of `tokens_to_heads`: from (B, Y, N, D) to (B, X, L, D); num_heads holds X of each tensor.
+    """Inverse of `tokens_to_heads`: from (B, Y, N, D) to (B, X, L, D); heads holds X of each tensor.
 
     If several ranks have one head, their tensors are summed, in float32 or wider and in the order of the ranks.
     """
-    rank, split, tensors = _read(heads, sharding, group)
+    rank, split, tensors = _read(num_heads, heads, sharding, group)
     dtype, length = wholes[0].dtype, split.length(rank)
-    shared = sum(len(taken) for takers in tensors for taken in takers) > sum(num_heads)
+    shared = sum(len(taken) for takers in tensors for taken in takers) > sum(heads)
     wide = sum_dtype(wholes[0]) if shared else dtype
-    shards = [
-        x.new_zeros(x.shape[0], X, length, x.shape[3], dtype=wide) for x, X in zip(wholes, num_heads, strict=True)
-    ]
+    shards = [x.new_zeros(x.shape[0], X, length, x.shape[3], dtype=wide) for x, X in zip(wholes, heads, strict=True)]
     _swap(_of_wholes(wholes, split), _of_shards(shards, tensors, split, rank), like=wholes[0], group=group, add=shared)
     return [shard.to(dtype) for shard in shards]
 
 
 @heads_to_tokens.register_fake
 def _(wholes, heads, num_heads, sharding, group):
-    rank, split, _ = _read(heads, sharding, group)
-    return [x.new_empty(x.shape[0], X, split.length(rank), x.shape[3]) for x, X in zip(wholes, num_heads, strict=True)]
+    length = Sharding.of(sharding).length(group_of(group).rank())
+    return [x.new_empty(x.shape[0], X, length, x.shape[3]) for x, X in zip(wholes, heads, strict=True)]
 
 
 def _remember_shards(ctx, inputs, output) -> None:
     shards, *ctx.options, _, _ = inputs
-    ctx.num_heads, ctx.dtype = [x.shape[1] for x in shards], shards[0].dtype
+    ctx.heads, ctx.dtype = [x.shape[1] for x in shards], shards[0].dtype
 
 
 def _shards_backward(ctx, grads):
-    heads, sharding, group = ctx.options
-    size = len(heads) // len(grads)
-    taken = [heads[first : first + size] for first in range(0, len(heads), size)]
     returned = {}
     for dtype in dict.fromkeys(grad.dtype for grad in grads):  # one transfer per dtype
-        some = [index for index, grad in enumerate(grads) if grad.dtype == dtype]
-        bounds = [bound for index in some for bound in taken[index]]
-        num_heads = [ctx.num_heads[index] for index in some]
-        back = heads_to_tokens([grads[index] for index in some], bounds, num_heads, sharding, group)
-        returned |= {index: grad.to(ctx.dtype) for index, grad in zip(some, back, strict=True)}
-    return [returned[index] for index in range(len(grads))], None, None, None, None, None
+        some = [place for place, grad in enumerate(grads) if grad.dtype == dtype]
+        back = heads_to_tokens([grads[place] for place in some], [ctx.heads[place] for place in some], *ctx.options)
+        returned |= {place: grad.to(ctx.dtype) for place, grad in zip(some, back, strict=True)}
+    return [returned[place] for place in range(len(grads))], None, None, None, None, None
 
 
 def _remember_wholes(ctx, inputs, output) -> None:
-    _, *ctx.options = inputs
+    _, _, *ctx.options = inputs
 
 
 def _wholes_backward(ctx, grads):
-    heads, _, sharding, group = ctx.options
-    return tokens_to_heads(list(grads), heads, sharding, group, "", False), None, None, None, None
+    return tokens_to_heads(list(grads), *ctx.options, "", False), None, None, None, None
 
 
 tokens_to_heads.register_autograd(_shards_backward, setup_context=_remember_shards)
 heads_to_tokens.register_autograd(_wholes_backward, setup_context=_remember_wholes)
 
 
-def _read(heads: list[int], sharding: list[int], group: str) -> tuple[int, Sharding, tuple[Takers, ...]]:
-    """(this rank, the sharding, the heads of each tensor by rank)."""
-    return group_of(group).rank(), *_decoded(tuple(map(int, heads)), tuple(map(int, sharding)))
-
-
-@lru_cache(maxsize=1024)
-def _decoded(heads: tuple[int, ...], sharding: tuple[int, ...]) -> tuple[Sharding, tuple[Takers, ...]]:
+def _read(
+    num_heads: int, heads: Sequence[int], sharding: list[int], group: str
+) -> tuple[int, Sharding, tuple[Takers, ...]]:
+    """(this rank, the sharding, by tensor the heads that each rank takes); heads: number of heads of each tensor."""
     split = Sharding.of(sharding)
-    each = [range(first, stop) for first, stop in zip(heads[::2], heads[1::2], strict=True)]
-    W = split.num_ranks
-    return split, tuple(tuple(each[i : i + W]) for i in range(0, len(each), W))
+    return group_of(group).rank(), split, tuple(taken_heads(num_heads, each, split.num_ranks) for each in heads)
 
 
 def _facts(shards: Sequence[Tensor], split: Sharding, pattern: str) -> dict[str, object]:

@@ -7,24 +7,23 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import cached_property
 
 import torch
 from torch import Tensor
 
-from ..engines import PlacedCall, WholeRows, add_sinks, autograd_on, merge_, own_op, set_gradient, sum_dtype
+from ..engines import WholeRows, own_op, set_gradient, sum_dtype
 from ..masks.core import Expression, Ranges
 from ..masks.orders import Placement
 from ..masks.plan_cache import cache
 from .counts import KVNeeds
-from .group import Message, PlainCall, Posted, Ranks, Role, Sharding, as_promised, empty_rows, post, whole_rule
-from .wire import BufferPool, Codec, Lease, codec_for, gradient_codec, lease_from, pool_named
+from .group import PartSums, PlainCall, Posted, Ranks, Sharding, as_promised, post, whole_rule
+from .wire import Codec, Lease, codec_for, gradient_codec, lease_from, pool_named
 
 # B batch, G key/value heads, L tokens of this rank's shard, S tokens of a part of a shard, D head dim
 
 
 @dataclass(frozen=True)
-class Part:
+class ShardPart:
     """Consecutive tokens of a rank's shard, and their positions; empty if no token is needed."""
 
     tokens: range
@@ -33,9 +32,9 @@ class Part:
     def __len__(self) -> int:
         return len(self.tokens)
 
-    @property
-    def slice(self) -> slice:
-        return slice(self.tokens.start, self.tokens.stop)
+    def of(self, x: Tensor) -> Tensor:
+        """These tokens of a shard (B, G, L, ...)."""
+        return x[:, :, self.tokens.start : self.tokens.stop]
 
 
 @dataclass(frozen=True)
@@ -47,9 +46,9 @@ class Turn:
     """
 
     source: int
-    received: Part
+    received: ShardPart
     target: int
-    sent: Part
+    sent: ShardPart
 
 
 def turns_of(
@@ -65,7 +64,7 @@ def turns_of(
     def build() -> tuple[Turn, ...]:
         needs = KVNeeds.of(rule, sharding.num_tokens, len(heads), 1, heads.start, num_heads_global)
 
-        def part(holder: int, receiver: int) -> Part:
+        def part(holder: int, receiver: int) -> ShardPart:
             return _needed_part(needs, sharding, holder, receiver)
 
         return tuple(
@@ -89,7 +88,7 @@ def _steps(num_ranks: int) -> Iterator[int]:
             yield num_ranks - step
 
 
-def _needed_part(needs: KVNeeds, sharding: Sharding, holder: int, receiver: int) -> Part:
+def _needed_part(needs: KVNeeds, sharding: Sharding, holder: int, receiver: int) -> ShardPart:
     """Runs of the holder's shard in which the receiver needs a key; adjacent, because a shard has at most two runs."""
     queries = sharding.ranges(receiver)
     needed, first = [], 0
@@ -98,101 +97,104 @@ def _needed_part(needs: KVNeeds, sharding: Sharding, holder: int, receiver: int)
             needed.append((range(first, first + len(run)), run))
         first += len(run)
     tokens = range(needed[0][0].start, needed[-1][0].stop) if needed else range(0)
-    return Part(tokens, tuple(run for _, run in needed))
+    return ShardPart(tokens, tuple(run for _, run in needed))
 
 
-@dataclass(frozen=True, eq=False)
-class RingCall:
-    """A call with its names resolved to ranks, sharding, codec and pool, and its run-time tensors and heads.
+Visit = Callable[[Turn | None, ShardPart, Tensor, Tensor], None]
 
-    dtype: in which attention to a shard is computed.
-    """
 
-    plain: PlainCall
-    ranks: Ranks
-    sharding: Sharding
-    bindings: Sequence[Tensor]
-    num_heads: int
-    dtype: torch.dtype
-    codec: Codec
-    pool: BufferPool | None
+class Ring:
+    """Transfers of one call on this rank: of keys and values turn by turn, and of their gradients back."""
 
-    @classmethod
-    def of(cls, plain: PlainCall, q: Tensor, k: Tensor, v: Tensor, bindings: Sequence[Tensor]) -> RingCall:
-        ranks = Ranks.named(plain.group, q.device.type)
-        return cls(
-            plain,
-            ranks,
-            Sharding.of(plain.sharding),
-            bindings,
-            q.shape[1],
-            # CPU kernels round results to the dtype of their operands, here once per shard; float32 avoids that and is
-            # as fast as bfloat16.
-            sum_dtype(q) if plain.engine == "tiles" else q.dtype,
-            codec_for(plain.codec, plain.error_bound, k, v, ranks),
-            pool_named(plain.pool, q.device),
-        )
+    def __init__(self, call: PlainCall, q: Tensor, k: Tensor, v: Tensor, bindings: Sequence[Tensor]) -> None:
+        self.call, self.k, self.v, self.bindings = call, k, v, bindings
+        self.ranks, self.sharding = Ranks.named(call.group, q.device.type), Sharding.of(call.sharding)
+        self.codec = codec_for(call.codec, call.error_bound, k, v, self.ranks)
+        self.pool = pool_named(call.pool, q.device)
+        # CPU kernels round results to the dtype of their operands, here once per shard; float32 avoids that and is as
+        # fast as bfloat16.
+        self.dtype = sum_dtype(q) if call.engine == "tiles" else q.dtype
+        rank = self.ranks.rank
+        self.own = ShardPart(range(self.sharding.length(rank)), self.sharding.ranges(rank))
+        self.turns: tuple[Turn, ...] = ()
+        if len(self.own):  # no other rank sends to a rank without tokens, or waits for it
+            heads = range(call.head_offset, call.head_offset + q.shape[1])
+            rule = whole_rule(call.pattern, bindings, self.sharding.num_tokens)
+            self.turns = turns_of(rule, self.sharding, rank, heads=heads, num_heads_global=call.num_heads_global)
 
-    @cached_property
-    def turns(self) -> tuple[Turn, ...]:
-        first, num_heads_global = self.plain.head_offset, self.plain.num_heads_global
-        heads = range(first, first + self.num_heads)
-        rule = whole_rule(self.plain.pattern, self.bindings, self.sharding.num_tokens)
-        return turns_of(rule, self.sharding, self.ranks.rank, heads=heads, num_heads_global=num_heads_global)
-
-    @cached_property
-    def own(self) -> Part:
-        return Part(range(self.sharding.length(self.ranks.rank)), self.sharding.ranges(self.ranks.rank))
-
-    def with_keys_of(self, part: Part) -> PlacedCall:
-        """Attention of this rank's queries to the keys of `part`."""
+    def placement(self, part: ShardPart) -> Placement:
+        """Positions of this rank's queries, and of the keys of `part`."""
         tokens = self.sharding.num_tokens
-        return self.plain.placed(Placement(self.own.positions, (part.positions,), complete=False, num_tokens=tokens))
+        return Placement(self.own.positions, (part.positions,), complete=False, num_tokens=tokens)
 
+    def rotate(self, visit: Visit) -> None:
+        """Visit this rank's shard, then the received part of each turn, while the next turn's transfer runs.
 
-@dataclass(frozen=True)
-class Shard:
-    """Keys and values (B, G, S, D) of the tokens of `part`, in the dtype of the computation.
+        visit: gets the turn, None for this rank's shard, the part, which is empty if the turn receives nothing, and its
+        keys and values (B, G, S, D). Received keys are freed after their visit, so at most two shards of other ranks
+        are held.
+        """
+        if not len(self.own):
+            return
+        mine = [self.k, self.v]
+        if any(len(turn.sent) for turn in self.turns):
+            mine = [_written(x, self.codec) for x in mine]
+        begun: list[Posted] = []
+        try:
+            begun += [self._send_keys(turn, mine) for turn in self.turns[:1]]
+            visit(None, self.own, self.k, self.v)
+            for place, turn in enumerate(self.turns):
+                begun[place].wait()
+                begun += [self._send_keys(following, mine) for following in self.turns[place + 1 : place + 2]]
+                self._show(turn, begun[place], visit)
+            for transfer in begun:
+                transfer.wait_for_all()
+        finally:
+            for transfer in begun:
+                transfer.drop()
 
-    turn: None for this rank's shard.
-    """
+    def _show(self, turn: Turn, transfer: Posted, visit: Visit) -> None:
+        """Visit the received part. Leaves no reference to its tensors, so that they can be freed."""
+        lease = self.read(transfer, self.codec, self.k, self.dtype)
+        with lease:
+            visit(turn, turn.received, *lease.tensor)
 
-    turn: Turn | None
-    part: Part
-    k: Tensor
-    v: Tensor
+    def _send_keys(self, turn: Turn, mine: Sequence[Tensor]) -> Posted:
+        """Start to send the keys and values that the turn's target needs, and to receive from its source."""
+        lease, length = self.room(self.codec, len(turn.received), self.k), self.sharding.length(turn.source)
+        send = [(row, turn.target) for x in mine for row in _messages(turn.sent.of(x), len(self.own))]
+        receive = [(row, turn.source) for x in lease.tensor for row in _messages(x, length)]
+        return post("keys", self.ranks, send=send, receive=receive, lease=lease)
 
+    def room(self, codec: Codec, num_tokens: int, like: Tensor) -> Lease:
+        """Lease of a buffer (2, B, G, S, ...) for encoded keys and values of num_tokens tokens."""
+        width, dtype = (like.shape[3], like.dtype)
+        if codec.name is not None:
+            width, dtype = codec.row_bytes(width, dtype), torch.uint8
+        return lease_from(self.pool, (2, *like.shape[:2], num_tokens, width), dtype, like.device)
 
-def rotate(call: RingCall, k: Tensor, v: Tensor, visit: Callable[[Shard], None]) -> None:
-    """Visit this rank's shard, then the received part of each turn, while the next turn's transfer runs.
-
-    A turn that receives nothing visits an empty part. Received keys are freed after their visit, so at most two shards
-    of other ranks are held.
-    """
-    mine = [_written(x, call.codec) for x in (k, v)] if any(len(turn.sent) for turn in call.turns) else [k, v]
-    begun: list[_Transfer] = []
-    try:
-        begun += [_send_keys(call, turn, mine, k) for turn in call.turns[:1]]
-        visit(Shard(None, call.own, k.to(call.dtype), v.to(call.dtype)))
-        for index, turn in enumerate(call.turns):
-            begun[index].posted.wait()
-            begun += [_send_keys(call, following, mine, k) for following in call.turns[index + 1 : index + 2]]
-            _show(call, turn, begun[index], k, visit)
-        for transfer in begun:
-            transfer.posted.wait_for_all()
-    finally:
-        for transfer in begun:
-            transfer.give_up()
+    def read(self, transfer: Posted, codec: Codec, like: Tensor, dtype: torch.dtype) -> Lease:
+        """Received rows, decoded: (2, B, G, S, D) in `dtype`. An encoded buffer that is not returned is released."""
+        assert transfer.lease is not None
+        if codec.name is None and dtype == like.dtype:
+            return transfer.lease
+        wire, head_dim = transfer.lease.tensor, like.shape[3]
+        lease = lease_from(self.pool, (*wire.shape[:-1], head_dim), dtype, like.device)
+        if codec.name is None:
+            lease.tensor.copy_(wire)
+        else:
+            codec.decode(wire, head_dim, like.dtype, out=lease.tensor)
+        transfer.lease.release()
+        return lease
 
 
 class Gradients:
-    """Gradients of this rank's keys and values; adds the gradients from other ranks turn by turn."""
+    """Gradients dk, dv (B, G, L, D) of this rank's keys and values; adds those from other ranks turn by turn."""
 
-    def __init__(self, call: RingCall, dk: Tensor, dv: Tensor) -> None:
-        """dk, dv (B, G, L, D): gradients from this rank's queries; received gradients are added to them in place."""
-        self._call, self.dk, self.dv = call, dk, dv
-        self._codec = gradient_codec(call.codec, dk.dtype)
-        self._begun: tuple[Turn, _Transfer] | None = None
+    def __init__(self, ring: Ring, dk: Tensor, dv: Tensor) -> None:
+        self.ring, self.totals = ring, (dk, dv)
+        self.codec = gradient_codec(ring.codec, dk.dtype)
+        self.begun: tuple[Turn, Posted] | None = None
 
     def exchange(self, turn: Turn, grads: Sequence[Tensor]) -> None:
         """Start to send the gradients of the keys received in `turn`, and to receive gradients of keys sent in it.
@@ -200,108 +202,41 @@ class Gradients:
         Settles the previous turn first, so that buffers of at most one turn are held.
         """
         self.settle()
-        send = [(_written(grad, self._codec), turn.source) for grad in grads]
-        lease = _room(self._call, self._codec, len(turn.sent), self.dk)
-        receive = [(x, turn.target) for x in lease.tensor if x.numel()]
-        self._begun = turn, _begin(self._call, "gradients", lease, send=send, receive=receive)
+        send = [(_written(grad, self.codec), turn.source) for grad in grads]
+        lease = self.ring.room(self.codec, len(turn.sent), self.totals[0])
+        receive = [(x, turn.target) for x in lease.tensor]
+        self.begun = turn, post("gradients", self.ring.ranks, send=send, receive=receive, lease=lease)
 
     def settle(self) -> None:
         """Wait for the pending transfer and add the gradients received."""
-        if self._begun is None:
+        if self.begun is None:
             return
-        turn, transfer = self._begun
-        transfer.posted.wait_for_all()
-        with _read(self._call, transfer, self._codec, self.dk, self.dk.dtype) as came:
-            for total, grad in zip((self.dk, self.dv), came, strict=True):
-                total[:, :, turn.sent.slice] += grad
-        self._begun = None
+        turn, transfer = self.begun
+        transfer.wait_for_all()
+        like = self.totals[0]
+        with self.ring.read(transfer, self.codec, like, like.dtype) as came:
+            for total, grad in zip(self.totals, came, strict=True):
+                turn.sent.of(total).add_(grad)
+        self.begun = None
 
     def close(self) -> None:
-        if self._begun is not None:
-            self._begun[1].give_up()
-        self._begun = None
-
-
-@dataclass(frozen=True)
-class _Transfer:
-    """Pending messages, and the buffer for received rows, (2, B, G, S, ...), encoded."""
-
-    posted: Posted
-    lease: Lease
-
-    def give_up(self) -> None:
-        self.posted.drop()
-        self.lease.release()
-
-
-def _show(call: RingCall, turn: Turn, transfer: _Transfer, like: Tensor, visit: Callable[[Shard], None]) -> None:
-    """Visit the received shard. Leaves no reference to its tensors, so that they can be freed."""
-    lease = _read(call, transfer, call.codec, like, call.dtype)
-    with lease:
-        visit(Shard(turn, turn.received, *lease.tensor))
-
-
-def _send_keys(call: RingCall, turn: Turn, mine: Sequence[Tensor], like: Tensor) -> _Transfer:
-    """Start to send the keys and values that the turn's target needs, and to receive from its source."""
-    lease = _room(call, call.codec, len(turn.received), like)
-    send = [(row, turn.target) for x in mine for row in _messages(x[:, :, turn.sent.slice], len(call.own))]
-    length = call.sharding.length(turn.source)
-    receive = [(row, turn.source) for x in lease.tensor for row in _messages(x, length)]
-    return _begin(call, "keys", lease, send=send, receive=receive)
+        if self.begun is not None:
+            self.begun[1].drop()
+        self.begun = None
 
 
 def _messages(x: Tensor, length: int) -> Sequence[Tensor]:
     """x (B, G, S, ...) as contiguous tensors: one if it is a whole shard, else one per batch entry and head (views)."""
-    if not x.numel():
-        return ()
     return (x,) if x.shape[2] == length else x.flatten(0, 1).unbind()
-
-
-def _begin(
-    call: RingCall, role: Role, lease: Lease, *, send: Sequence[Message], receive: Sequence[Message]
-) -> _Transfer:
-    try:
-        return _Transfer(post(role, call.ranks, send=send, receive=receive), lease)
-    except BaseException:
-        lease.release()
-        raise
 
 
 def _written(x: Tensor, codec: Codec) -> Tensor:
     return x.contiguous() if codec.name is None else codec.encode(x).contiguous()
 
 
-def _room(call: RingCall, codec: Codec, num_tokens: int, like: Tensor) -> Lease:
-    """Lease of a buffer for encoded keys and values of num_tokens tokens."""
-    shape = (2, *like.shape[:2], num_tokens)
-    if codec.name is None:
-        return lease_from(call.pool, (*shape, like.shape[3]), like.dtype, like.device)
-    width = codec.row_bytes(like.shape[3], like.dtype)
-    return lease_from(call.pool, (*shape, width), torch.uint8, like.device)
-
-
-def _read(call: RingCall, transfer: _Transfer, codec: Codec, like: Tensor, dtype: torch.dtype) -> Lease:
-    """Received rows, decoded: (2, B, G, S, D) in `dtype`; if that needs another buffer, the encoded one is released."""
-    if codec.name is None and dtype == like.dtype:
-        return transfer.lease
-    wire, head_dim = transfer.lease.tensor, like.shape[3]
-    lease = lease_from(call.pool, (*wire.shape[:-1], head_dim), dtype, like.device)
-    if codec.name is None:
-        lease.tensor.copy_(wire)
-    else:
-        codec.decode(wire, head_dim, like.dtype, out=lease.tensor)
-    transfer.lease.release()
-    return lease
-
-
 @own_op("flexdilated::ring")
 def ring_op(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    sinks: Tensor | None,
-    bindings: list[Tensor],
-    constants: str,
+    q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, bindings: list[Tensor], constants: str
 ) -> tuple[Tensor, Tensor]:
     """(out, lse) of this rank's queries over the keys of all ranks; every rank must call it, and its backward.
 
@@ -315,7 +250,16 @@ def ring_op(
     keeps its error bound, for one collective of 8 bytes in each pass. Raises torch.distributed.DistError if another
     rank fails.
     """
-    return run_forward(RingCall.of(PlainCall.of(constants), q, k, v, bindings), q, k, v, sinks)
+    call = PlainCall.of(constants)
+    ring = Ring(call, q, k, v, bindings)
+    parts = PartSums(call, q, bindings, ring.dtype)
+
+    def visit(_: Turn | None, part: ShardPart, k: Tensor, v: Tensor) -> None:
+        if len(part):
+            parts.attend(ring.placement(part), k, v)
+
+    ring.rotate(visit)
+    return parts.rows(sinks)
 
 
 @ring_op.register_fake
@@ -335,9 +279,30 @@ def ring_backward_op(
     bindings: list[Tensor],
     constants: str,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """(dq, dk, dv) of `ring_op`, from out and lse over all keys."""
-    call = RingCall.of(PlainCall.of(constants), q, k, v, bindings)
-    return run_backward(call, q, k, v, WholeRows(out, lse, grad_out, grad_lse))
+    """(dq, dk, dv) of `ring_op`, from out and lse over all keys.
+
+    Receives the shards again, and sends the gradients of each directly to its owner.
+    """
+    call = PlainCall.of(constants)
+    ring = Ring(call, q, k, v, bindings)
+    parts = PartSums(call, q, bindings, ring.dtype, WholeRows(out, lse, grad_out, grad_lse))
+    dk, dv = (torch.zeros_like(x, dtype=parts.wide) for x in (k, v))
+    gradients = Gradients(ring, dk, dv)
+
+    def visit(turn: Turn | None, part: ShardPart, k: Tensor, v: Tensor) -> None:
+        found = parts.gradients(ring.placement(part), k, v) if len(part) else []
+        if turn is None:
+            dk.add_(found[0])
+            dv.add_(found[1])
+        else:
+            gradients.exchange(turn, found)
+
+    try:
+        ring.rotate(visit)
+        gradients.settle()
+    finally:
+        gradients.close()
+    return parts.of_queries(), as_promised(dk, k), as_promised(dv, v)
 
 
 @ring_backward_op.register_fake
@@ -351,60 +316,3 @@ set_gradient(
     refusal="the ring has no second derivative; engine='reference' has one, on one rank (dense, small inputs)",
     over_ranks=True,
 )
-
-
-def run_forward(call: RingCall, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None) -> tuple[Tensor, Tensor]:
-    """(out (B, H, L, D) in q's dtype, lse (B, H, L)); sums over shards are in float32 or wider."""
-    if not len(call.own):  # no other rank sends to a rank without tokens, or waits for it
-        return empty_rows(q)
-    wide = sum_dtype(q)
-    queries = q.to(call.dtype)
-    sums: list[Tensor] = []
-
-    def visit(shard: Shard) -> None:
-        if not len(shard.part):
-            return
-        placed, bindings = call.with_keys_of(shard.part), list(call.bindings)
-        out, lse = placed.forward(queries, shard.k, shard.v, None, bindings, wide=True)
-        assert lse is not None
-        if sums:
-            merge_(sums[0], sums[1], out, lse)
-        else:
-            sums.extend((out.to(wide), lse.to(wide)))
-
-    rotate(call, k, v, visit)
-    out, lse = sums
-    if sinks is not None:
-        out, lse = add_sinks(out, lse, sinks)
-    return as_promised(out, q), lse.contiguous()
-
-
-def run_backward(call: RingCall, q: Tensor, k: Tensor, v: Tensor, whole: WholeRows) -> tuple[Tensor, Tensor, Tensor]:
-    """(dq, dk, dv); receives the shards again, and sends the gradients of each directly to its owner."""
-    if not len(call.own):
-        return torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
-    wide = sum_dtype(q)
-    dq, dk, dv = (torch.zeros_like(x, dtype=wide) for x in (q, k, v))
-    gradients = Gradients(call, dk, dv)
-    queries = q.to(call.dtype)
-    rows = WholeRows(whole.out.to(call.dtype), whole.lse, whole.grad_out.to(call.dtype), whole.grad_lse)
-
-    def visit(shard: Shard) -> None:
-        found: list[Tensor] = []
-        if len(shard.part):
-            placed, bindings = call.with_keys_of(shard.part), list(call.bindings)
-            with autograd_on():
-                of_queries, *found = placed.backward(queries, shard.k, shard.v, bindings, rows)
-            dq.add_(of_queries)
-        if shard.turn is not None:
-            gradients.exchange(shard.turn, [x.to(wide) for x in found])
-        else:
-            dk.add_(found[0])
-            dv.add_(found[1])
-
-    try:
-        rotate(call, k, v, visit)
-        gradients.settle()
-    finally:
-        gradients.close()
-    return as_promised(dq, q), as_promised(dk, k), as_promised(dv, v)

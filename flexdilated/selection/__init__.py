@@ -1,8 +1,9 @@
 """Selection: data-dependent choice of the key blocks that each block of queries attends to.
 
-`_boxes` finds the candidate blocks of each row of queries, `_pools` and `_scores` score them, `_choose` takes the best.
-`_select_op` is these steps as one op, and `_selector` the module. `_selected_attention` attends to the chosen blocks
-and has the distillation loss; `_selected_cache` does so token by token. `recipes` has published methods by name.
+`_boxes` finds the candidate blocks of each row of queries, `_scores` scores them, `_choose` takes the best.
+`_select_op` is these steps as one op, and `_selector` the module. `_selected_cache` attends to a choice, in one pass or
+token by token; `_selected_attention` is the module, also over ranks, with the distillation loss. `recipes` has
+published methods.
 """
 
 from . import recipes

@@ -1,18 +1,21 @@
-"""Boxes, each a row of queries by a block of keys: from the rule, the candidates of a row and what it sees in them."""
+"""A selection as plain values, and its boxes, each a row of queries by a block of keys: candidates and hidden keys."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import NamedTuple
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from jaxtyping import Bool, Int32, Int64, UInt8
 from torch import Tensor
 
 from .._torch_private import tree_leaves, tree_map_only
-from ..masks import Pattern, cache
+from ..engines import read_written, written
+from ..masks import Mixture, Pattern, cache
 from ..masks.blocks import allowed_pairs
-from ..masks.core import And, Box, Progression, device_kind, plans
+from ..masks.core import And, Box, Extent, Progression, device_kind, plans
+from ..masks.patterns import names
+from ..masks.text import read_text
 
 # M keys, C blocks of keys, n rows, x listed boxes, o boxes with separate pools, p groups of w such boxes
 
@@ -68,6 +71,52 @@ class Rows(NamedTuple):
         most = min((1 << 20) // max(numbers, self.blocks), (1 << 25) // self.num_keys)
         step = 1 << max(0, most.bit_length() - 1)
         yield from (range(at, min(at + step, self.number)) for at in range(0, self.number, step))
+
+
+class SelectionCall(NamedTuple):
+    """Arguments of a choice except tensors; patterns as JSON, "" for no `always`.
+
+    coarse_block, coarse_query_block: block sides of the coarse selector; 0 without one.
+    """
+
+    within: str
+    always: str
+    block: int
+    query_block: int
+    whole: bool
+    scorer: str
+    stride: int
+    kind: str
+    amount: float
+    most: int
+    share: str
+    coarse_block: int
+    coarse_query_block: int
+    scale: float
+    q_offset: int
+
+    @property
+    def arguments(self) -> tuple[str, int]:
+        """(constants of the call as text, q_offset): the arguments of an op."""
+        return written(self[:2], self[2:-1]), self.q_offset
+
+    @classmethod
+    def of(cls, constants: str, q_offset: int) -> SelectionCall:
+        """From an op's arguments; in a trace q_offset is symbolic."""
+        return cls._make((*read_written(constants), q_offset))
+
+    def rows(self, q: Tensor, k: Tensor) -> Rows:
+        return Rows(q.shape[2], k.shape[2], self.q_offset, self.block, self.query_block, self.whole)
+
+    def tables(self, q: Tensor, k: Tensor) -> int:
+        """T, the number of tables of each batch entry."""
+        return {"head": q.shape[1], "group": k.shape[1], "all": 1}[self.share]
+
+    def both(self, bindings: Sequence[Tensor], extent: Extent) -> Pattern | Mixture:
+        """Mixture of `within` and then `always`, resolved with run-time tensors, which are sorted by name."""
+        patterns: list[Any] = [read_text(text) for text in (self.within, self.always) if text]
+        both = Mixture.of(*patterns)
+        return both.resolve(dict(zip(names(both), bindings, strict=True)), extent)
 
 
 class HeadRule(NamedTuple):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import ClassVar, NamedTuple
+from typing import ClassVar
 
 import torch
 from jaxtyping import Bool, Float, Int64
@@ -26,6 +26,7 @@ class TopK:
     """
 
     kind: ClassVar[str] = "top_k"
+    amount: ClassVar[float] = 0.0  # there is no minimum share
 
     k: int
 
@@ -36,11 +37,6 @@ class TopK:
     def most(self) -> int:
         """Width of the table."""
         return self.k
-
-    @property
-    def amount(self) -> float:
-        """0: there is no minimum share."""
-        return 0.0
 
 
 @advises()
@@ -115,13 +111,6 @@ def require_share(name: str, value: object) -> None:
         raise ValueError(f"{name} is a share of the softmax, above 0 and at most 1; got {name}={value}")
 
 
-class Chosen(NamedTuple):
-    """places: indices of each row's chosen candidates, padded with -1. cut: number of rows cut to `most` choices."""
-
-    places: Int64[Tensor, "B T n most"]
-    cut: Int64[Tensor, ""]
-
-
 _NONE = -1e300  # below every float32: marks entries that are no candidates
 _TIES = (1 << 29) - 1  # mantissa bits that float64 has and float32 lacks
 
@@ -134,10 +123,11 @@ def choose(
     kind: str,
     amount: float,
     most: int,
-) -> Chosen:
-    """Choose the best candidates of each row, in descending order of score; among equal scores lower ids come first.
+) -> tuple[Int64[Tensor, "B T n most"], Int64[Tensor, ""]]:
+    """(indices of each row's chosen candidates, padded with -1; number of rows cut to `most` choices).
 
-    Scores are compared in float32; NaN counts as the lowest score.
+    Candidates are in descending order of score, compared in float32; among equal scores lower ids come first, and NaN
+    counts as the lowest score.
     """
     keys = _ordered(scores, ids).masked_fill(~candidates, _NONE)
     best, places = keys.topk(min(most, keys.shape[-1]))
@@ -163,7 +153,7 @@ def choose(
         else:
             cut = (number > most).sum()
     places = places.masked_fill(~keep, -1)
-    return Chosen(torch.nn.functional.pad(places, (0, most - places.shape[-1]), value=-1), cut)
+    return torch.nn.functional.pad(places, (0, most - places.shape[-1]), value=-1), cut
 
 
 def masked_lse(scores: Float[Tensor, "*rows L"], where: Bool[Tensor, "..."]) -> Float[Tensor, "*rows"]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
@@ -12,7 +11,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from ..engines import sum_dtype
-from ._boxes import Boxes, HeadRule, OwnPools, Rows, found_in
+from ._boxes import Boxes, HeadRule, OwnPools, Rows, SelectionCall, found_in
 from ._choose import masked_lse
 
 # B batch, H query heads, G key/value heads, N queries, M keys, C blocks of keys, n rows, D head dim
@@ -97,76 +96,65 @@ LOGS = ("mass", "antidiagonal")  # scorers whose scores are logarithms of shares
 _AT_ONCE = 1 << 21  # most numbers of an intermediate tensor
 
 
-@dataclass(frozen=True)
-class Scorer:
-    """A named score with its scale and stride, for all rows and heads of a call."""
+def pools_for(scorer: str, k: Float[Tensor, "b g M D"], block: int) -> tuple[Float[Tensor, "b g C D"], ...]:
+    """The pools that a named score needs, computed once for all rows."""
+    if scorer == "mean":
+        return (mean_of(k, block),)
+    return ends_of(k, block) if scorer == "minmax" else ()
 
-    name: str
-    scale: float
-    stride: int
 
-    def pools(self, k: Float[Tensor, "b g M D"], block: int) -> tuple[Float[Tensor, "b g C D"], ...]:
-        """The pools that the score needs, computed once for all rows."""
-        if self.name == "mean":
-            return (mean_of(k, block),)
-        return ends_of(k, block) if self.name == "minmax" else ()
+def scores_of(
+    call: SelectionCall,
+    q: Float[Tensor, "b h N D"],
+    k: Float[Tensor, "b g M D"],
+    pools: tuple[Float[Tensor, "b g C D"], ...],
+    rule: HeadRule,
+    boxes: Boxes,
+    rows: Rows,
+    part: range,
+    lists: Int64[Tensor, "b x n L"] | None,
+) -> Float[Tensor, "b h n L"]:
+    """Named scores of some rows over all blocks, or over the listed blocks; only candidates' scores are defined."""
+    if call.scorer in LOGS:
+        found = [_log_shares(call, q, k, rule, rows, few) for few in _few_rows(q, rows, part, call.stride)]
+        return at_lists(torch.cat(found, 2), lists)
+    queries = summaries(q, rows, part, boxes.sees) * call.scale
+    # In sum_d max(q_d * greatest_d, q_d * least_d) the sign of q_d decides the pool.
+    factors = (queries,) if call.scorer == "mean" else _by_sign(queries)
+    sides = zip(factors, pools, strict=True)
+    scores = sum(_products(x, pool) if lists is None else _listed(x, pool, lists) for x, pool in sides)
+    assert isinstance(scores, Tensor)
+    if boxes.own is None:
+        return scores
+    return _put(scores, _own(call.scorer, queries, k, boxes.own, rows.block), boxes.own, rows, lists)
 
-    def scores(
-        self,
-        q: Float[Tensor, "b h N D"],
-        k: Float[Tensor, "b g M D"],
-        pools: tuple[Float[Tensor, "b g C D"], ...],
-        rule: HeadRule,
-        boxes: Boxes,
-        rows: Rows,
-        part: range,
-        lists: Int64[Tensor, "b x n L"] | None,
-    ) -> Float[Tensor, "b h n L"]:
-        """Scores of some rows over all blocks, or over the listed blocks; only candidates' scores are defined."""
-        if self.name in LOGS:
-            exact = _mass if self.name == "mass" else _antidiagonal
-            found = [exact(self, q, k, rule, rows, few) for few in _few_rows(q, rows, part, self.stride)]
-            return at_lists(torch.cat(found, 2), lists)
-        queries = summaries(q, rows, part, boxes.sees) * self.scale
-        sides = zip(self._parts_of(queries), pools, strict=True)
-        scores = sum(_products(x, pool) if lists is None else _listed(x, pool, lists) for x, pool in sides)
-        assert isinstance(scores, Tensor)
-        if boxes.own is None:
-            return scores
-        return _put(scores, self._own(queries, k, boxes.own, rows.block), boxes.own, rows, lists)
 
-    def _parts_of(self, queries: Tensor) -> tuple[Tensor, ...]:
-        """The factor of each pool; in sum_d max(q_d * greatest_d, q_d * least_d) the sign of q_d decides the pool."""
-        return (queries,) if self.name == "mean" else _by_sign(queries)
-
-    def _own(
-        self, queries: Float[Tensor, "b h n D"], k: Float[Tensor, "b g M D"], own: OwnPools, block: int
-    ) -> Float[Tensor, "b h o"]:
-        """Scores of boxes with hidden keys, by pools over the visible keys."""
-        p, w = own.row.shape
-        wide = k.shape[3] if self.name == "minmax" else queries.shape[1]
-        few = max(1, _AT_ONCE // (k.shape[0] * w * block * wide))
-        found = []
-        for some in torch.arange(p, device=k.device).split(few):
-            at = own.block[some, None] * block + torch.arange(block, device=k.device)
-            keys = k[:, :, at.clamp(max=k.shape[2] - 1)].to(queries.dtype)  # (b, g, p, block, D)
-            rows = queries[:, :, own.row[some]].unflatten(1, (k.shape[1], -1))  # (b, g, h, p, w, D)
-            mask = own.mask[some]
-            if self.name == "mean":
-                products = (rows @ keys.unsqueeze(2).mT).masked_fill(~mask, 0.0)
-                scores = products.sum(-1) / mask.sum(-1).clamp(min=1)
-            else:
-                hidden = ~mask[..., None]
-                least, greatest = (
-                    end_of(keys.unsqueeze(3).masked_fill(hidden, value), 4, reduce).unsqueeze(2)
-                    for reduce, value in ((torch.amin, torch.inf), (torch.amax, -torch.inf))
-                )
-                blind = ~mask.any(-1, keepdim=True)  # padding of a group
-                least, greatest = least.masked_fill(blind, 0.0), greatest.masked_fill(blind, 0.0)
-                negative, positive = _by_sign(rows)
-                scores = (negative * least + positive * greatest).sum(-1)
-            found.append(scores.flatten(1, 2).flatten(2))
-        return torch.cat(found, 2)[:, :, own.at]
+def _own(
+    scorer: str, queries: Float[Tensor, "b h n D"], k: Float[Tensor, "b g M D"], own: OwnPools, block: int
+) -> Float[Tensor, "b h o"]:
+    """Scores of boxes with hidden keys, by pools over the visible keys."""
+    p, w = own.row.shape
+    wide = k.shape[3] if scorer == "minmax" else queries.shape[1]
+    few = max(1, _AT_ONCE // (k.shape[0] * w * block * wide))
+    found = []
+    for some in torch.arange(p, device=k.device).split(few):
+        at = own.block[some, None] * block + torch.arange(block, device=k.device)
+        keys = k[:, :, at.clamp(max=k.shape[2] - 1)].to(queries.dtype)  # (b, g, p, block, D)
+        rows = queries[:, :, own.row[some]].unflatten(1, (k.shape[1], -1))  # (b, g, h, p, w, D)
+        mask = own.mask[some]
+        if scorer == "mean":
+            products = (rows @ keys.unsqueeze(2).mT).masked_fill(~mask, 0.0)
+            scores = products.sum(-1) / mask.sum(-1).clamp(min=1)
+        else:
+            hidden, blind = ~mask[..., None], ~mask.any(-1, keepdim=True)  # blind: padding of a group
+            least, greatest = (
+                end_of(keys.unsqueeze(3).masked_fill(hidden, value), 4, reduce).unsqueeze(2).masked_fill(blind, 0.0)
+                for reduce, value in ((torch.amin, torch.inf), (torch.amax, -torch.inf))
+            )
+            negative, positive = _by_sign(rows)
+            scores = (negative * least + positive * greatest).sum(-1)
+        found.append(scores.flatten(1, 2).flatten(2))
+    return torch.cat(found, 2)[:, :, own.at]
 
 
 def _by_sign(q: Tensor) -> tuple[Tensor, Tensor]:
@@ -232,42 +220,38 @@ def _few_rows(q: Tensor, rows: Rows, part: range, stride: int) -> list[range]:
     return [range(at, min(at + few, part.stop)) for at in range(part.start, part.stop, few)]
 
 
-def _mass(scorer: Scorer, q: Tensor, k: Tensor, rule: HeadRule, rows: Rows, part: range) -> Float[Tensor, "b h n C"]:
-    """log of each block's share of a softmax over all visible keys, averaged over the row's queries."""
-    if rows.whole:
-        queries = in_rows(q, rows, part).flatten(2, 3)
-        positions, group = _positions(rows, part, 0, 1, q.device), rows.query_block
-    else:
-        queries, positions, group = summaries(q, rows, part, None), rows.queries_of(part)[0].to(q.device), 1
-    shown = _sees(rule, rows, positions, torch.arange(k.shape[2], device=k.device))
-    scores, more = _products(queries, k) * scorer.scale, rows.blocks * rows.block - k.shape[2]
-    return _shares(pad(scores, (0, more)), pad(shown, (0, more)), rows.block, group)
-
-
-def _antidiagonal(
-    scorer: Scorer, q: Tensor, k: Tensor, rule: HeadRule, rows: Rows, part: range
+def _log_shares(
+    call: SelectionCall, q: Tensor, k: Tensor, rule: HeadRule, rows: Rows, part: range
 ) -> Float[Tensor, "b h n C"]:
-    """Log shares as from `_mass`, over stride x stride tiles; a tile's score is the mean of its antidiagonal."""
-    stride = scorer.stride
-    queries = in_rows(q, rows, part).flatten(2, 3)
-    keys = pad(k.to(queries.dtype), (0, 0, 0, rows.blocks * rows.block - k.shape[2]))
+    """log of each block's share of a softmax over the visible tiles of stride x stride pairs, averaged over a row.
+
+    A tile's score is the mean score of the visible pairs on its antidiagonal; stride 1 gives the exact share.
+    """
+    stride, group, columns = call.stride, 1, rows.blocks * rows.block // call.stride
+    if rows.whole:
+        queries, group = in_rows(q, rows, part).flatten(2, 3), rows.query_block // stride
+        positions = _positions(rows, part, q.device)
+    else:
+        queries, positions = summaries(q, rows, part, None), rows.queries_of(part)[0].to(q.device)
     total, number = 0, 0
     for step in range(stride):
-        positions = _positions(rows, part, stride - 1 - step, stride, q.device)
-        at = torch.arange(step, keys.shape[2], stride, device=k.device)
-        shown = _sees(rule, rows, positions, at)
-        products = _products(queries[:, :, stride - 1 - step :: stride], keys[:, :, step::stride])
+        of_line = slice(stride - 1 - step, None, stride)
+        at = torch.arange(min(step, k.shape[2]), k.shape[2], stride, device=k.device)
+        shown = _sees(rule, rows, positions[of_line], at)
+        products = _products(queries[:, :, of_line], k[:, :, step::stride])
+        if len(at) < columns:
+            shown, products = (pad(x, (0, columns - len(at))) for x in (shown, products))
+        if stride == 1:
+            return _shares(products * call.scale, shown, rows.block, group)
         total, number = total + products.masked_fill(~shown, 0.0), number + shown.long()
     assert isinstance(number, Tensor)
-    scores = total * scorer.scale / number.clamp(min=1)
-    return _shares(scores, number > 0, rows.block // stride, rows.query_block // stride)
+    return _shares(total * call.scale / number.clamp(min=1), number > 0, rows.block // stride, group)
 
 
-def _positions(rows: Rows, part: range, step: int, stride: int, device: torch.device) -> Int64[Tensor, " n"]:
-    """Positions of every stride-th query from `step`, as if no row were cut off."""
+def _positions(rows: Rows, part: range, device: torch.device) -> Int64[Tensor, " n"]:
+    """Positions of the rows' queries, as if no row were cut off."""
     start = rows.q_offset - rows.lead
-    first, stop = (start + edge * rows.query_block for edge in (part.start, part.stop))
-    return torch.arange(first + step, stop, stride, device=device)
+    return torch.arange(start + part.start * rows.query_block, start + part.stop * rows.query_block, device=device)
 
 
 def _sees(rule: HeadRule, rows: Rows, queries: Int64[Tensor, " n"], keys: Int64[Tensor, " m"]) -> Bool[Tensor, "n m"]:

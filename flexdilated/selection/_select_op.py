@@ -4,68 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from math import log
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from jaxtyping import Bool, Float, Int64
 from torch import Tensor
 
-from ..engines import autograd_on, copies, functions_in, no_gradients, own_op, read_written, refuse, sum_dtype, written
-from ..masks import Mixture, Pattern
+from ..engines import autograd_on, copies, functions_in, no_gradients, own_op, refuse, sum_dtype
+from ..masks import Pattern
 from ..masks.core import Extent, plans
-from ..masks.patterns import alike, names
-from ..masks.text import read_text
-from ._boxes import NOTHING, PARTIAL_VIEW, UNCHOSEN, Boxes, HeadRule, Rows, boxes_of
+from ..masks.patterns import alike
+from ._boxes import NOTHING, PARTIAL_VIEW, UNCHOSEN, Boxes, HeadRule, SelectionCall, boxes_of
 from ._choose import choose, masked_lse
-from ._scores import LOGS, Scorer, at_lists, for_heads
+from ._scores import LOGS, at_lists, for_heads, pools_for, scores_of
 
 # B batch, H query heads, G key/value heads
-
-
-class SelectionCall(NamedTuple):
-    """Arguments of a choice except tensors; patterns as JSON, "" for no `always`.
-
-    coarse_block, coarse_query_block: block sides of the coarse selector; 0 without one.
-    """
-
-    within: str
-    always: str
-    block: int
-    query_block: int
-    whole: bool
-    scorer: str
-    stride: int
-    kind: str
-    amount: float
-    most: int
-    share: str
-    coarse_block: int
-    coarse_query_block: int
-    scale: float
-    q_offset: int
-
-    @property
-    def arguments(self) -> tuple[str, int]:
-        """(constants of the call as text, q_offset): the arguments of an op."""
-        return written(self[:2], self[2:-1]), self.q_offset
-
-    @classmethod
-    def of(cls, constants: str, q_offset: int) -> SelectionCall:
-        """From an op's arguments; in a trace q_offset is symbolic."""
-        return cls._make((*read_written(constants), q_offset))
-
-    def rows(self, q: Tensor, k: Tensor) -> Rows:
-        return Rows(q.shape[2], k.shape[2], self.q_offset, self.block, self.query_block, self.whole)
-
-    def tables(self, q: Tensor, k: Tensor) -> int:
-        """T, the number of tables of each batch entry."""
-        return {"head": q.shape[1], "group": k.shape[1], "all": 1}[self.share]
-
-    def both(self, bindings: Sequence[Tensor], extent: Extent) -> Pattern | Mixture:
-        """Mixture of `within` and then `always`, resolved with run-time tensors, which are sorted by name."""
-        patterns: list[Any] = [read_text(text) for text in (self.within, self.always) if text]
-        both = Mixture.of(*patterns)
-        return both.resolve(dict(zip(names(both), bindings, strict=True)), extent)
 
 
 class HeadPart(NamedTuple):
@@ -100,19 +53,17 @@ def parts_of(call: SelectionCall, bindings: Sequence[Tensor], q: Tensor, k: Tens
     found: list[HeadPart] = []
     for entries, both in alike(call.both(bindings, extent), batch):
         rules = [each.bind(**sizes).union for each in both.branches()]
-        of_head: dict[tuple[Pattern, ...], int] = {}
-        firsts = [
-            of_head.setdefault(tuple(rule.for_head(head, heads) for rule in rules), head) for head in range(heads)
-        ]
-        made = {
-            first: HeadRule(own[0], own[1] if len(own) > 1 else None, first, heads) for own, first in of_head.items()
-        }
-        if len(made) == 1:
+        of_head: dict[tuple[Pattern, ...], HeadRule] = {}
+        made = []
+        for head in range(heads):
+            own = tuple(rule.for_head(head, heads) for rule in rules)
+            made.append(of_head.setdefault(own, HeadRule(own[0], own[1] if len(own) > 1 else None, head, heads)))
+        if len(of_head) == 1:
             found.append(HeadPart(entries, slice(None), slice(None), made[0]))
             continue
-        for head, first in enumerate(firsts):
+        for head, rule in enumerate(made):
             key_head = head * groups // heads
-            found.append(HeadPart(entries, slice(head, head + 1), slice(key_head, key_head + 1), made[first]))
+            found.append(HeadPart(entries, slice(head, head + 1), slice(key_head, key_head + 1), rule))
     return found
 
 
@@ -120,62 +71,57 @@ def parts_of(call: SelectionCall, bindings: Sequence[Tensor], q: Tensor, k: Tens
 # L blocks that a row may choose from, D head dim
 
 
-class Scored(NamedTuple):
-    """Scores and candidates of some rows for each table."""
-
-    scores: Float[Tensor, "B T n L"]
-    candidates: Bool[Tensor, "B T n L"]
+Scored = tuple[Float[Tensor, "B T n L"], Bool[Tensor, "B T n L"]]  # scores and candidates of some rows for each table
+HeadBoxes = list[tuple[HeadPart, Boxes]]  # of some rows, by rule
 
 
-class _Portion(NamedTuple):
-    """Some rows of a call; lists: the blocks within the coarse choice, -1 for none; None for all blocks."""
-
-    rows: range
-    lists: Int64[Tensor, "B x n L"] | None
-
-
-def _portions(call: SelectionCall, q: Tensor, k: Tensor, coarse: Tensor | None) -> Iterator[_Portion]:
-    rows = call.rows(q, k)
-    if coarse is None:
-        for part in rows.portions(q.shape[0] * q.shape[1] * rows.blocks):
-            yield _Portion(part, None)
-        return
-    ratio, first = call.coarse_block // call.block, call.q_offset // call.query_block
-    each = q.shape[0] * q.shape[1] * coarse.shape[3] * ratio
-    for part in rows.portions(each * max(1, q.shape[3] // 4)):
-        at = torch.arange(first + part.start, first + part.stop, device=q.device) * call.query_block
-        lists = coarse[:, :, at // call.coarse_query_block - call.q_offset // call.coarse_query_block, :, None]
-        lists = torch.where(lists < 0, -1, lists * ratio + torch.arange(ratio, device=q.device)).flatten(3)
-        yield _Portion(part, lists.masked_fill(lists >= rows.blocks, -1))
+def walk(
+    call: SelectionCall, bindings: Sequence[Tensor], q: Tensor, k: Tensor, coarse: Tensor | None = None
+) -> Iterator[tuple[range, Int64[Tensor, "B x n L"] | None, HeadBoxes]]:
+    """Yield (some rows, blocks within the coarse choice, -1 for none, or None for all blocks, the rows' boxes)."""
+    rows, parts, lists = call.rows(q, k), parts_of(call, bindings, q, k), None
+    numbers, ratio = q.shape[0] * q.shape[1] * rows.blocks, 1
+    if coarse is not None:
+        ratio = call.coarse_block // call.block
+        numbers = q.shape[0] * q.shape[1] * coarse.shape[3] * ratio * max(1, q.shape[3] // 4)
+    for some in rows.portions(numbers):
+        if coarse is not None:
+            first = call.q_offset // call.query_block
+            at = torch.arange(first + some.start, first + some.stop, device=q.device) * call.query_block
+            lists = coarse[:, :, at // call.coarse_query_block - call.q_offset // call.coarse_query_block, :, None]
+            lists = torch.where(lists < 0, -1, lists * ratio + torch.arange(ratio, device=q.device)).flatten(3)
+            lists = lists.masked_fill(lists >= rows.blocks, -1)
+        yield some, lists, [(part, boxes_of(part.rule, rows, some, q.device)) for part in parts]
 
 
 def _scored(
     call: SelectionCall,
-    parts: list[HeadPart],
-    boxes: list[Boxes],
-    portion: _Portion,
+    some: range,
+    within: Tensor | None,
+    boxes: HeadBoxes,
     q: Tensor,
     k: Tensor,
     pools: tuple[Tensor, ...],
     given: Tensor | None,
 ) -> Scored:
-    """Scores of the portion's rows for each table; given: a module's scores."""
-    rows, scorer = call.rows(q, k), Scorer(call.scorer, call.scale, call.stride)
-    found = []
-    for part, own in zip(parts, boxes, strict=True):
-        lists = None if portion.lists is None else part.shared(portion.lists, q.shape[1])
+    """(scores, candidates) of some rows for each table; within: lists from `walk`, given: a module's scores."""
+    rows, found = call.rows(q, k), []
+    for part, own in boxes:
+        lists = None if within is None else part.shared(within, q.shape[1])
         if given is None:
             operands = part.of_queries(q), part.of_keys(k), tuple(map(part.of_keys, pools))
-            scores = scorer.scores(*operands, part.rule, own, rows, portion.rows, lists)
+            scores = scores_of(call, *operands, part.rule, own, rows, some, lists)
         else:
-            here = for_heads(given[:, :, portion.rows.start : portion.rows.stop], q.shape[1])
+            here = for_heads(given[:, :, some.start : some.stop], q.shape[1])
             scores = at_lists(part.of_queries(here), lists)
         found.append((scores, _candidates(own, lists, scores, only_whole=given is not None)))
     if len(found) == 1:
         scores, candidates = found[0]
     else:
-        scores, candidates = (_assembled(parts, [each[i] for each in found], q.shape[:2]) for i in (0, 1))
-    return _by_table(call, Scored(scores, candidates), call.tables(q, k), (q if given is None else given).shape[1])
+        scores, candidates = (x.new_empty(*q.shape[:2], *x.shape[2:]) for x in found[0])
+        for (part, _), (x, able) in zip(boxes, found, strict=True):
+            scores[part.entries, part.heads], candidates[part.entries, part.heads] = x, able
+    return _by_table(call, (scores, candidates), call.tables(q, k), (q if given is None else given).shape[1])
 
 
 def _candidates(boxes: Boxes, lists: Tensor | None, scores: Tensor, *, only_whole: bool) -> Bool[Tensor, "b h n L"]:
@@ -187,13 +133,6 @@ def _candidates(boxes: Boxes, lists: Tensor | None, scores: Tensor, *, only_whol
     return for_heads(able[row, lists.clamp(min=0)] & (lists >= 0), scores.shape[1]).expand(scores.shape)
 
 
-def _assembled(parts: list[HeadPart], found: list[Tensor], shape: Sequence[int]) -> Tensor:
-    whole = found[0].new_empty(*shape, *found[0].shape[2:])
-    for part, x in zip(parts, found, strict=True):
-        whole[part.entries, part.heads] = x
-    return whole
-
-
 def _by_table(call: SelectionCall, scored: Scored, tables: int, own: int) -> Scored:
     """Combine the scores of heads that share a table; own: number of heads with separate scores, H or G."""
     scores, candidates = scored
@@ -203,13 +142,13 @@ def _by_table(call: SelectionCall, scored: Scored, tables: int, own: int) -> Sco
     if call.kind == "top_k" and call.scorer not in LOGS:
         counted = candidates.unflatten(1, (own, -1)).any(2)
         once = scores.unflatten(1, (own, -1))[:, :, 0].masked_fill(~counted, 0.0)
-        return Scored(once.unflatten(1, (tables, -1)).sum(2), able.any(2))
+        return (once.unflatten(1, (tables, -1)).sum(2), able.any(2))
     logs = scores
     if call.kind in ("top_p", "threshold"):
         total = masked_lse(scores, candidates)
         logs = scores - total.masked_fill(total == -torch.inf, 0.0).unsqueeze(-1)
     heads = logs.unflatten(1, (tables, -1)).movedim(2, -1)
-    return Scored(masked_lse(heads, able.movedim(2, -1)) - log(heads.shape[-1]), able.any(2))
+    return (masked_lse(heads, able.movedim(2, -1)) - log(heads.shape[-1]), able.any(2))
 
 
 def choose_blocks(
@@ -223,9 +162,9 @@ def choose_blocks(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """(chosen blocks, their indices into L, their scores, density, cut) of a call, computed in chunks of rows.
 
-    given: a module's scores. pools: `Scorer.pools` of the keys, if known.
+    given: a module's scores. pools: from `pools_for`, if known.
     """
-    rows, parts, tables = call.rows(q, k), parts_of(call, bindings, q, k), call.tables(q, k)
+    rows, tables = call.rows(q, k), call.tables(q, k)
     shape = (q.shape[0], tables, rows.number, call.most)
     blocks, places = (torch.full(shape, -1, device=q.device) for _ in range(2))
     found = torch.full(shape, -torch.inf, dtype=sum_dtype(q), device=q.device)
@@ -233,22 +172,20 @@ def choose_blocks(
     pairs = left = 0
     with torch.no_grad(), torch.autocast(q.device.type, enabled=False):
         if pools is None:
-            pools = Scorer(call.scorer, call.scale, call.stride).pools(k, call.block)
-        for portion in _portions(call, q, k, coarse):
-            here = slice(portion.rows.start, portion.rows.stop)
-            boxes = [boxes_of(part.rule, rows, portion.rows, q.device) for part in parts]
-            scores, candidates = _scored(call, parts, boxes, portion, q, k, pools, given)
-            all_blocks = torch.arange(rows.blocks, device=q.device)
-            ids = (all_blocks if portion.lists is None else for_heads(portion.lists, tables)).expand(scores.shape)
-            chosen = choose(scores, candidates, ids, kind=call.kind, amount=call.amount, most=call.most)
-            none, at = chosen.places < 0, chosen.places.clamp(min=0)
-            places[:, :, here], cut = chosen.places, cut + chosen.cut
+            pools = pools_for(call.scorer, k, call.block)
+        for some, lists, boxes in walk(call, bindings, q, k, coarse):
+            scores, candidates = _scored(call, some, lists, boxes, q, k, pools, given)
+            ids = torch.arange(rows.blocks, device=q.device) if lists is None else for_heads(lists, tables)
+            ids, here = ids.expand(scores.shape), slice(some.start, some.stop)
+            how = {"kind": call.kind, "amount": call.amount, "most": call.most}
+            places[:, :, here], more = choose(scores, candidates, ids, **how)
+            none, at, cut = places[:, :, here] < 0, places[:, :, here].clamp(min=0), cut + more
             blocks[:, :, here] = ids.gather(-1, at).masked_fill(none, -1)
             found[:, :, here] = scores.gather(-1, at).to(found.dtype).masked_fill(none, -torch.inf)
-            for part, own in zip(parts, boxes, strict=True):
+            for part, own in boxes:
                 read = part.shared(blocks[:, :, here], q.shape[1])
                 heads = part.of_queries(q).shape[:2].numel()
-                added = added + own.gains(rows, portion.rows, read).sum() * (heads // read.shape[:2].numel())
+                added = added + own.gains(rows, some, read).sum() * (heads // read.shape[:2].numel())
                 pairs, left = pairs + own.pairs * heads, left + own.open * heads
     density = (added + (pairs - left)).to(found.dtype) / max(1, pairs)
     return blocks, places, found, density, cut.to(found.dtype) / max(1, blocks.shape[:3].numel())
@@ -288,42 +225,34 @@ def select_blocks_backward(
     bindings: list[Tensor],
     constants: str,
     q_offset: int,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """(dq, dk, dgiven) from the gradient of the chosen scores; tensors of shape (0,) for unused ones."""
+) -> list[Tensor]:
+    """[dq, dk], or [dgiven] for a module's scores, from the gradient of the chosen scores."""
     call = SelectionCall.of(constants, q_offset)
-    rows, parts = call.rows(q, k), parts_of(call, bindings, q, k)
     leaves = [x.detach().requires_grad_() for x in ((q, k) if given is None else (given,))]
     totals = [torch.zeros_like(x, dtype=sum_dtype(x)) for x in leaves]
-    for portion in _portions(call, q, k, coarse):
-        boxes = [boxes_of(part.rule, rows, portion.rows, q.device) for part in parts]
-        at = places[:, :, portion.rows.start : portion.rows.stop]
+    for some, lists, boxes in walk(call, bindings, q, k, coarse):
+        at, wanted = (x[:, :, some.start : some.stop] for x in (places, grad))
         with autograd_on(), torch.autocast(q.device.type, enabled=False):
-            shown = _cleared(parts, boxes, portion.rows, rows, *leaves) if given is None else (q, k)
-            pools = Scorer(call.scorer, call.scale, call.stride).pools(shown[1], call.block)
-            scores = _scored(call, parts, boxes, portion, *shown, pools, None if given is None else leaves[0]).scores
+            shown, own = (_cleared(call, some, boxes, *leaves), None) if given is None else ((q, k), leaves[0])
+            pools = pools_for(call.scorer, shown[1], call.block)
+            scores, _ = _scored(call, some, lists, boxes, *shown, pools, own)
             chosen = scores.gather(-1, at.clamp(min=0)).masked_fill(at < 0, 0.0)
-            wanted = grad[:, :, portion.rows.start : portion.rows.stop].masked_fill(at < 0, 0.0)
-            for total, own in zip(totals, torch.autograd.grad(chosen, leaves, wanted.to(chosen)), strict=True):
-                total += own
-    found = [total.to(x.dtype) for total, x in zip(totals, leaves, strict=True)]
-    if given is None:
-        return found[0], found[1], grad.new_empty(0)
-    return grad.new_empty(0), grad.new_empty(0), found[0]
+            wanted = wanted.masked_fill(at < 0, 0.0)
+            for total, x in zip(totals, torch.autograd.grad(chosen, leaves, wanted.to(chosen)), strict=True):
+                total += x
+    return [total.to(x.dtype) for total, x in zip(totals, leaves, strict=True)]
 
 
 @select_blocks_backward.register_fake
 def _(grad, q, k, given, *others):
-    if given is None:
-        return torch.empty_like(q), torch.empty_like(k), grad.new_empty(0)
-    return grad.new_empty(0), grad.new_empty(0), torch.empty_like(given)
+    return [torch.empty_like(x) for x in ((q, k) if given is None else (given,))]
 
 
-def _cleared(
-    parts: list[HeadPart], boxes: list[Boxes], some: range, rows: Rows, q: Tensor, k: Tensor
-) -> tuple[Tensor, Tensor]:
+def _cleared(call: SelectionCall, some: range, boxes: HeadBoxes, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
     """Zero queries that see no key and keys that no row sees: their NaN, times 0, would reach a gradient."""
-    sees, seen = sides(parts, boxes, rows, some, q, k)
+    sees, seen = _sides(call, some, boxes, q, k)
     if sees is not None:
+        rows = call.rows(q, k)
         start = some.start * rows.query_block - rows.lead
         shown = sees.flatten(2)[:, :, max(0, -start) :][:, :, : q.shape[2] - max(0, start)]
         blind = torch.zeros(q.shape[:3], dtype=torch.bool, device=q.device)
@@ -332,19 +261,18 @@ def _cleared(
     return q, k if seen is None else k.masked_fill(~seen.unsqueeze(-1), 0.0)
 
 
-def sides(
-    parts: list[HeadPart], boxes: list[Boxes], rows: Rows, some: range, q: Tensor, k: Tensor
+def _sides(
+    call: SelectionCall, some: range, boxes: HeadBoxes, q: Tensor, k: Tensor
 ) -> tuple[Bool[Tensor, "B H n query_block"] | None, Bool[Tensor, "B G M"] | None]:
     """(mask of the queries that see a key, mask of the keys that one of the rows sees); None for all."""
     sees = seen = None
-    if any(own.sees is not None for own in boxes):
-        sees = torch.ones(*q.shape[:2], len(some), rows.query_block, dtype=torch.bool, device=q.device)
-    if any(own.seen is not None for own in boxes):
+    if any(own.sees is not None for _, own in boxes):
+        sees = torch.ones(*q.shape[:2], len(some), call.query_block, dtype=torch.bool, device=q.device)
+    if any(own.seen is not None for _, own in boxes):
         seen = torch.zeros(*k.shape[:3], dtype=torch.bool, device=k.device)
-    for part, own in zip(parts, boxes, strict=True):
+    for part, own in boxes:
         if sees is not None and own.sees is not None:
-            looked = own.sees if rows.whole else own.sees[:, :1].expand(own.sees.shape)
-            sees[part.entries, part.heads] = looked
+            sees[part.entries, part.heads] = own.sees if call.whole else own.sees[:, :1].expand(own.sees.shape)
         if seen is not None:
             seen[part.entries, part.key_heads] |= seen.new_ones(()) if own.seen is None else own.seen
     return sees, seen
@@ -362,8 +290,8 @@ def _backward(ctx, grad_blocks, grad_places, grad_scores, *_):
     without = no_gradients(bindings, ctx.arguments)
     if grad_scores is None:
         return None, None, None, None, *without
-    dq, dk, dgiven = select_blocks_backward(grad_scores, q, k, given, coarse, places, bindings, *ctx.arguments)
-    return (dq, dk, None, None, *without) if given is None else (None, None, dgiven, None, *without)
+    grads = select_blocks_backward(grad_scores, q, k, given, coarse, places, bindings, *ctx.arguments)
+    return (*grads, None, None, *without) if given is None else (None, None, *grads, None, *without)
 
 
 select_blocks.register_autograd(_backward, setup_context=_remember)
@@ -376,15 +304,14 @@ def selection_sides(
 ) -> tuple[Tensor, Tensor]:
     """(mask (B, H, R, query_block) of queries that see a key, mask (B, G, M) of keys that some row sees)."""
     call = SelectionCall.of(constants, q_offset)
-    rows, parts = call.rows(q, k), parts_of(call, bindings, q, k)
+    rows = call.rows(q, k)
     places = torch.arange(rows.number * rows.query_block, device=q.device) - rows.lead
     # False outside the call's queries; but a row scored by its first query uses the first query in the call.
     inside = ((places >= 0) & (places < rows.num_queries)) | (not rows.whole)
     sees = inside.view(rows.number, rows.query_block).repeat(*q.shape[:2], 1, 1)
     seen = torch.zeros(*k.shape[:3], dtype=torch.bool, device=k.device)
-    for some in rows.portions(q.shape[0] * q.shape[1] * rows.blocks):
-        boxes = [boxes_of(part.rule, rows, some, q.device) for part in parts]
-        here = sides(parts, boxes, rows, some, q, k)
+    for some, _, boxes in walk(call, bindings, q, k):
+        here = _sides(call, some, boxes, q, k)
         if here[0] is not None:
             sees[:, :, some.start : some.stop] &= here[0]
         seen |= seen.new_ones(()) if here[1] is None else here[1]
@@ -404,11 +331,8 @@ def selection_pairs(q: Tensor, k: Tensor, bindings: list[Tensor], constants: str
     if 0 in q.shape or 0 in k.shape:
         return torch.zeros((), dtype=torch.int64, device=q.device)
     call = SelectionCall.of(constants, q_offset)
-    rows, number = call.rows(q, k), 0
-    for part in parts_of(call, bindings, q, k):
-        for some in rows.portions(q.shape[0] * q.shape[1] * rows.blocks):
-            pairs = boxes_of(part.rule, rows, some, q.device).pairs
-            number += pairs * part.of_queries(q).shape[:2].numel()
+    every = (each for *_, boxes in walk(call, bindings, q, k) for each in boxes)
+    number = sum(own.pairs * part.of_queries(q).shape[:2].numel() for part, own in every)
     return torch.tensor(number, device=q.device)
 
 

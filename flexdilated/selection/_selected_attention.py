@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from collections.abc import Mapping, Sequence
+from operator import index
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from jaxtyping import Float, Int64
@@ -11,15 +12,15 @@ from torch import Tensor, nn
 
 from .._attend import autocast
 from .._engines import check_engine
-from .._over_ranks import over_ranks
+from .._over_ranks import OverRanks, over_ranks
+from .._torch_private import graph_constant
 from .._validate import check_sinks, check_tensors, resolve_scale
 from ..engines import merge, sum_dtype, with_sinks
 from ..masks import Pattern
 from ..masks.core import advises, require_choice, require_int
 from ._choose import masked_lse
-from ._reading import Reading, Runs, joined, runs_over
 from ._select_op import select_blocks
-from ._selected_cache import SelectedCache
+from ._selected_cache import SelectedCache, TableAttention
 from ._selector import BlockSelector, Selection
 
 if TYPE_CHECKING:
@@ -27,7 +28,8 @@ if TYPE_CHECKING:
 
     from ..distributed import Sharding
 
-# B batch, H query heads, G key/value heads, N queries, M keys, D head dim, T tables, R rows, C blocks of keys
+# B batch, H query heads, G key/value heads, N queries, L of them on this rank, M keys, D head dim, T tables, R rows,
+# C blocks of keys
 
 
 _GRADIENTS = ("none", "bias", "distill")
@@ -129,7 +131,7 @@ class SelectedAttention(nn.Module):
         for start, own in runs.parts(q):
             selection = self.selector(own, k, scale=scale, q_offset=start, bindings=bindings, within=within)
             options = {"scale": scale, "q_offset": start, "engine": self.engine}
-            call = Reading.of(self.selector, self.beyond, self.selector.rule(within), bindings, **options)
+            call = TableAttention.of(self.selector, self.beyond, self.selector.rule(within), bindings, **options)
             if self.gradient != "bias":
                 selection = selection._replace(scores=selection.scores.detach())
             outs.append(self._attend(own, k, v, call, selection, sinks).to(q.dtype))
@@ -138,7 +140,7 @@ class SelectedAttention(nn.Module):
         return (out, joined(found, k)) if return_selection else out
 
     def _attend(
-        self, q: Tensor, k: Tensor, v: Tensor, call: Reading, found: Selection, sinks: Tensor | None
+        self, q: Tensor, k: Tensor, v: Tensor, call: TableAttention, found: Selection, sinks: Tensor | None
     ) -> Float[Tensor, "B H N D"]:
         if 0 in q.shape or 0 in k.shape:
             out, lse = call.attend(q, k, v, call.rule)
@@ -152,12 +154,12 @@ class SelectedAttention(nn.Module):
             out, lse = call.attend(q, k, v, call.read, found.blocks)
         return out if sinks is None else with_sinks(out, lse, sinks)[0]
 
-    def _runs(self, q: Tensor, k: Tensor, v: Tensor, **call: Any) -> Runs:
+    def _runs(self, q: Tensor, k: Tensor, v: Tensor, **call: Any) -> QueryRuns:
         """Check the inputs; returns the positions of the queries and the ranks that have the keys."""
         if self.over_ranks is not None:
             return runs_over(self.over_ranks, self.selector, q, k, v, gradient=self.gradient, **call)
         check_tensors(q, k, v, enable_gqa=call["enable_gqa"])
-        return Runs([call["q_offset"]], [q.shape[2]])
+        return QueryRuns([call["q_offset"]], [q.shape[2]])
 
     def distill_loss(
         self,
@@ -300,3 +302,106 @@ def _by_block(found: Selection, num_blocks: int) -> Float[Tensor, "B T R C"]:
     columns = found.scores.new_full((*found.scores.shape[:3], num_blocks + 1), -torch.inf)
     at = torch.where(found.blocks < 0, num_blocks, found.blocks)
     return columns.scatter(-1, at, found.scores)[..., :num_blocks]
+
+
+class QueryRuns(NamedTuple):
+    """Runs of queries at consecutive positions: run i has lengths[i] queries from position starts[i].
+
+    over, sharding: the ranks that hold the keys; None if this call has all keys.
+    """
+
+    starts: Sequence[int]
+    lengths: Sequence[int]
+    over: OverRanks | None = None
+    sharding: Sharding | None = None
+
+    def parts(self, q: Float[Tensor, "B H L D"]) -> list[tuple[int, Tensor]]:
+        """(first position, queries) of each run."""
+        return list(zip(self.starts, [q] if len(self.starts) == 1 else q.split(self.lengths, 2), strict=True))
+
+    def whole(self, *keys: Float[Tensor, "B G L D"]) -> tuple[Float[Tensor, "B G M D"], ...]:
+        """All-gather keys, or keys and values, over ranks, in one collective so that the backward has one, too."""
+        if self.over is None:
+            return keys
+        from ..distributed import unshard
+
+        return unshard(torch.stack(keys), self.over.mesh, self.sharding, dim=3).unbind()
+
+    def total(self, number: Int64[Tensor, ""]) -> Int64[Tensor, ""]:
+        """Sum over ranks."""
+        if self.over is None:
+            return number
+        from ..distributed import unshard
+
+        return unshard(number.reshape(1), self.over.mesh, dim=0).sum()
+
+
+def runs_over(
+    over: OverRanks,
+    selector: BlockSelector,
+    q: Float[Tensor, "B H L D"],
+    k: Float[Tensor, "B G L D"],
+    v: Float[Tensor, "B G L D"],
+    *,
+    enable_gqa: bool,
+    scale: float | None,
+    q_offset: int,
+    within: Pattern | None,
+    gradient: str,
+) -> QueryRuns:
+    """Runs of this rank's queries, after checks that send no tokens.
+
+    Raises ValueError on all ranks if their calls differ or a run of any rank begins within a row.
+    """
+    from ..distributed.group import check_shards
+
+    if q_offset:
+        raise ValueError(f"with a mesh the sharding gives the positions: q_offset must be 0; got {q_offset=}")
+    ranks = over.ranks
+    sharding = over.sharding_of(q.shape[2] if isinstance(q, Tensor) and q.dim() == 4 else 1)
+    check_shards(q, k, v, ranks=ranks, sharding=sharding, enable_gqa=enable_gqa)
+    call = selector.call(selector.rule(within), 0, 1.0)._replace(scale=scale)
+    facts = (
+        *zip(call._fields, call, strict=True),
+        ("gradient", gradient),
+        ("heads", index(q.shape[1])),
+        ("gradients wanted", torch.is_grad_enabled() and (k.requires_grad or v.requires_grad)),
+    )
+    place = (ranks.name, ranks.size, ranks.rank, ranks.device_type)
+    agreed = _agreed(place, sharding.numbers(), selector.largest_row, facts)
+    # In a trace the result of a graph constant has no type until its integers are read.
+    starts, lengths = ([index(number) for number in numbers] for numbers in agreed)
+    return QueryRuns(starts, lengths, over, sharding)
+
+
+@graph_constant
+def _agreed(
+    place: tuple[str, int, int, str], numbers: tuple[int, ...], side: int, facts: tuple[tuple[str, object], ...]
+) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """(starts, lengths) of this rank's runs; a rank without tokens has one run of length 0."""
+    from ..distributed.group import Ranks, Sharding, check_agreement
+
+    ranks, sharding = Ranks(*place), Sharding.of(numbers)
+    check_agreement(ranks, {"sharding": sharding, **dict(facts)})
+    starts = [run.start for rank in range(ranks.size) for run in sharding.ranges(rank)]
+    within_a_row = [start for start in starts if start % side]
+    if within_a_row:
+        raise ValueError(
+            f"queries that choose together must be on one rank: each run of a rank's positions must begin at a "
+            f"multiple of {side}, the queries of a row: give the sharding shard_lengths of multiples of {side}, in "
+            f"zigzag order of {2 * side}; got a run from position {within_a_row[0]} on in {sharding}"
+        )
+    runs = sharding.ranges(ranks.rank) or (range(0),)
+    return tuple(run.start for run in runs), tuple(map(len, runs))
+
+
+def joined(found: Sequence[tuple[Selection, TableAttention, Tensor]], k: Float[Tensor, "B G M D"]) -> Selection:
+    """Concatenate selections of runs, each with its attention and queries; density and cut are weighted means."""
+    if len(found) == 1:
+        return found[0][0]
+    chosen = [each for each, _, _ in found]
+    blocks, scores = (torch.cat(each, 2) for each in list(zip(*chosen, strict=True))[:2])
+    pairs = torch.stack([call.pairs(q, k) for _, call, q in found])
+    read = (torch.stack([each.density for each in chosen]) * pairs).sum()
+    cut = torch.stack([each.cut * each.blocks.shape[2] for each in chosen]).sum()
+    return Selection(blocks, scores, read / pairs.sum().clamp(min=1), cut / blocks.shape[2])

@@ -1,27 +1,120 @@
-"""SelectedCache: a KVCache whose queries choose among the blocks of all keys so far, by incremental pools."""
+"""Attention to chosen blocks, as calls of `attend` with a table; and the KVCache whose queries choose, step by step."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import torch
 from jaxtyping import Float, Int64
 from torch import Tensor, nn
 
-from .._validate import resolve_scale
+from .._attend import attend
+from .._validate import resolve_scale, run_time_tensors
 from ..decoding import KVCache
 from ..engines import merge
-from ..masks import Pattern, causal
+from ..masks import Pattern, causal, selected_blocks
 from ..masks.attended import RowSource
 from ..masks.core import require_int
+from ..masks.patterns import names
 from ._boxes import HeadRule
-from ._reading import Reading
-from ._scores import Pools, Scorer, pools_of
-from ._select_op import choose_blocks
+from ._scores import Pools, pools_for, pools_of
+from ._select_op import choose_blocks, selection_pairs
 from ._selector import BlockSelector, is_causal
 
 # B batch, H query heads, G key/value heads, N queries, M keys, D head dim, T tables, R rows, C blocks of keys, and in
 # `select` C selected batch entries
+
+
+class TableAttention(NamedTuple):
+    """Attention to a choice: patterns with a run-time table, and the options of `attend`.
+
+    rule: the pairs that the call allows. beyond: ~always; None without `always`. table: name of the table among the
+    run-time tensors. bindings: the other run-time tensors.
+    """
+
+    rule: Pattern
+    own: BlockSelector
+    beyond: Pattern | None
+    table: str
+    bindings: dict[str, Tensor]
+    options: dict[str, Any]
+
+    @classmethod
+    def of(
+        cls,
+        own: BlockSelector,
+        beyond: Pattern | None,
+        rule: Pattern,
+        bindings: Mapping[str, Tensor] | None,
+        **options: Any,
+    ) -> TableAttention:
+        """options: scale, q_offset and engine of `attend`."""
+        table = "chosen"
+        needed = names(own.with_always(rule))
+        while table in needed:
+            table += "_"
+        given = {} if bindings is None else {name: x for name, x in bindings.items() if name in needed}
+        return cls(rule, own, beyond, table, given, {**options, "enable_gqa": True})
+
+    @property
+    def always(self) -> Pattern:
+        """Pairs that are attended to without being chosen: always & rule, or `rule` if the selector has no `always`."""
+        return self.rule if self.own.always is None else self.own.always & self.rule
+
+    @property
+    def read(self) -> Pattern:
+        """All attended pairs: (chosen | always) & rule."""
+        chosen = self._leaf(self.own.choose.most)
+        return (chosen if self.own.always is None else chosen | self.own.always) & self.rule
+
+    def added(self, most: int) -> Pattern:
+        """Pairs that are attended to only by choice: chosen & ~always & rule, with `most` blocks per row."""
+        chosen = self._leaf(most) & self.rule
+        return chosen if self.beyond is None else chosen & self.beyond
+
+    def _leaf(self, most: int) -> Pattern:
+        return selected_blocks(self.table, block=(self.own.query_block, self.own.block), most=most)
+
+    def pairs(self, q: Float[Tensor, "B H N D"], k: Float[Tensor, "B G M D"]) -> Int64[Tensor, ""]:
+        """Number of pairs that `rule` allows, over all heads and batch entries: the denominator of a density."""
+        call = self.own.call(self.rule, self.options["q_offset"], 1.0)
+        both = self.own.with_always(self.rule)
+        return selection_pairs(q, k, run_time_tensors(both, self.bindings, has_values=not q.is_meta), *call.arguments)
+
+    def attend(
+        self, q: Tensor, k: Tensor, v: Tensor, pattern: Pattern, blocks: Int64[Tensor, "B T R most"] | None = None
+    ) -> tuple[Float[Tensor, "B H N D"], Float[Tensor, "B H N"]]:
+        """(out in the dtype of lse, lse) over a pattern; blocks: the table, if the pattern has one."""
+        known = names(pattern)
+        bindings = {name: x for name, x in self.bindings.items() if name in known}
+        bindings |= {} if blocks is None else {self.table: blocks}
+        out, lse = attend(q, k, v, pattern, bindings=bindings or None, return_lse=True, **self.options)
+        return out.to(lse.dtype), lse
+
+    def chosen(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        blocks: Int64[Tensor, "B T R most"],
+        scores: Float[Tensor, "B T R most"] | None,
+    ) -> tuple[Float[Tensor, "B H N D"], Float[Tensor, "B H N"]]:
+        """(out, lse) over the pairs of `added`; the score of a block, if given, is added to its logits."""
+        if scores is None:
+            return self.attend(q, k, v, self.added(blocks.shape[-1]), blocks)
+        biases = self._of_queries(scores.masked_fill(blocks < 0, 0.0), q)
+        one, found = self.added(1), []
+        for place in range(blocks.shape[-1]):
+            out, lse = self.attend(q, k, v, one, blocks[..., place : place + 1])
+            found.append((out, lse + biases[..., place].to(lse.dtype)))
+        return merge(found)
+
+    def _of_queries(self, scores: Float[Tensor, "B T R most"], q: Tensor) -> Float[Tensor, "B H N most"]:
+        """Scores of each query's row, for each head."""
+        side, first = self.own.query_block, self.options["q_offset"]
+        row = (torch.arange(q.shape[2], device=q.device) + first % side) // side
+        return scores.repeat_interleave(q.shape[1] // scores.shape[1], 1)[:, :, row]
 
 
 class Running(NamedTuple):
@@ -117,7 +210,7 @@ def _pools(
     if isinstance(selector.scorer, nn.Module):
         made = tuple(pools_of(new, selector.block))
     else:
-        made = Scorer(selector.scorer, 1.0, selector.stride).pools(new, selector.block)
+        made = pools_for(selector.scorer, new, selector.block)
     if known is None or not done:
         return made
     return tuple(torch.cat([old[:, :, :done], more], 2) for old, more in zip(known.pools, made, strict=True))
@@ -181,7 +274,7 @@ class SelectedCache(KVCache):
         with torch.no_grad():
             blocks, scores, running = advance(self.selector, self._running, q, k, scale)
             options = {"scale": scale, "q_offset": self._seen, "engine": self.engine}
-            reading = Reading.of(self.selector, self._beyond, self.selector.within, None, **options)
+            reading = TableAttention.of(self.selector, self._beyond, self.selector.within, None, **options)
             out, lse = reading.chosen(q, k, v, blocks, scores if self._biased else None)
             if self.selector.always is not None:
                 kept, kept_lse = super()._compute(q, held)

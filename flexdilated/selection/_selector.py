@@ -15,9 +15,10 @@ from ..masks import Pattern, causal
 from ..masks.attended import RowSource, later_pair
 from ..masks.core import Extent, advises, every, require_bool, require_choice, require_int
 from ..masks.patterns import RunTime, blank, names, run_time_leaves
+from ._boxes import SelectionCall
 from ._choose import Threshold, TopK, TopP
 from ._scores import LOGS, Pools, pools_of, summaries
-from ._select_op import SelectionCall, select_blocks, selection_sides
+from ._select_op import select_blocks, selection_sides
 
 # B batch, H query heads, G key/value heads, N queries, M keys, D head dim, T tables, R rows, C blocks of keys
 

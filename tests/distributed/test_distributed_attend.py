@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch._dynamo.testing import CompileCounterWithBackend
 
 from flexdilated import masks
-from flexdilated.distributed import Sharding, attend, traffic
+from flexdilated.distributed import Sharding, attend
 from tests.support.ranks import on_ranks
 from tests.support.sharded_cases import compiled_on_the_last, line
 
@@ -107,29 +107,3 @@ def test_ranks_that_disagree_are_told_in_what():
             assert f"disagree in {what}" in text
             assert "rank 0 has" in text
             assert "rank 1 has" in text
-
-
-def refused() -> list[str]:
-    """What calls of one rank answer, besides those of tests/project/errors.md."""
-    q, options = torch.randn(1, 2, 8, 4), {"mesh": line()}
-    calls = [
-        lambda: attend(q, q[:, :, :4], q[:, :, :4], masks.causal(), **options),
-        lambda: attend(q, q, q, masks.causal() & masks.documents("ids"), **options),
-        lambda: attend(q, q, q, "causal", **options),
-        lambda: attend(q, q, q, masks.causal(), **options, codec="top-k"),
-    ]
-    answers = []
-    traffic().reset()
-    for call in calls:
-        with pytest.raises((TypeError, ValueError)) as error:
-            call()
-        answers.append(str(error.value))
-    assert not traffic().sent["keys"]
-    return answers
-
-
-def test_bad_calls_are_answered_before_anything_is_sent():
-    told = ["this rank's shard", "'ids'", "pattern must be", "codec must be"]
-    (answers,) = on_ranks(1, refused)
-    for answer, part in zip(answers, told, strict=True):
-        assert part in answer

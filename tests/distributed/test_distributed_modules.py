@@ -27,7 +27,10 @@ SHARDINGS = {
     "zigzag": Sharding(N, 3, "zigzag"),
     "ragged": Sharding(N, 3, shard_lengths=(30, 0, 11)),
     "ragged zigzag": Sharding(N, 3, "zigzag", (0, 40, 1)),
+    "rows": Sharding(N, 3, shard_lengths=(24, 0, 17)),  # of four queries
 }
+EACH = fd.SelectedLayers(block=4, most=2)
+ROWS = fd.SelectedLayers(block=4, most=2, layers=(1,), gradient="bias", query_block=4)
 PADDED = {"key_padding_mask": torch.arange(N) >= torch.tensor([[N - 7], [N - 30]])}
 
 
@@ -60,9 +63,9 @@ def gradients(model: nn.Module) -> list[Tensor]:
 
 
 @cache
-def one_rank(padded: bool) -> tuple[Tensor, list[Tensor]]:
+def one_rank(padded: bool, **changes) -> tuple[Tensor, list[Tensor]]:
     """Loss and gradients of a model without a mesh."""
-    model = longnet()
+    model = longnet(**changes)
     loss = loss_of(model, *text(), **(PADDED if padded else {}))
     loss.backward()
     return loss.detach(), gradients(model)
@@ -86,6 +89,9 @@ TRAINED = {
     ("ring", "ragged"): {"padded": True, "checkpoint": True},
     ("heads", "zigzag"): {},
     ("heads", "ragged"): {"padded": True, "checkpoint": True},
+    ("ring", "zigzag"): {"selection": EACH},
+    ("heads", "rows"): {"selection": ROWS, "padded": True},
+    ("auto", "rows"): {"selection": ROWS, "padded": True, "checkpoint": True, "causal": False},
 }
 
 
@@ -98,7 +104,8 @@ def train_longnets() -> None:
         held = sharding.positions(dist.get_rank())
         loss = loss_of(model, *(x[:, held] for x in text()), **(PADDED if padded else {}))
         loss.backward()
-        true_loss, true_gradients = one_rank(padded)
+        kind = {name: features[name] for name in ("selection", "causal") if name in features}
+        true_loss, true_gradients = one_rank(padded, **kind)
 
         def about(text: str, what: tuple = (schedule, name, features)) -> str:
             return f"{what}: {text}"
@@ -112,6 +119,7 @@ def test_longnet_is_that_of_one_rank() -> None:
     """Logits, by way of the loss, and the parameters' gradients; a rank without tokens has its part in them.
 
     Padding is of the whole sequence. With checkpointing blocks run again in the backward, and so does what they send.
+    Layers may choose their keys, beside others that attend by a pattern.
     """
     on_ranks(3, train_longnets)
 
@@ -342,11 +350,20 @@ def test_a_module_with_a_mesh_lives_as_any_module() -> None:
     assert "schedule='heads', sharding=Sharding(num_tokens=41, num_ranks=2, order='contiguous'" in shown
 
 
+def assigned(models: DeviceMesh | None, layers: DeviceMesh | None) -> None:
+    """A layer that chooses, over other ranks than its model."""
+    model = longnet(selection=ROWS, mesh=models)
+    model.blocks[0].selected = fd.SelectedAttention(fd.BlockSelector(block=4, choose=fd.TopK(2)), mesh=layers)
+    model(text()[0])
+
+
 REFUSED = {  # tests/project/errors.md has more
     "schedule": (lambda mesh: fd.RingDilatedAttention(*BRANCHES, mesh=mesh, schedule="heads"), "HeadParallelDilated"),
     "other ranks": (lambda mesh: longnet(mesh=mesh, sharding=Sharding(N, 3)), "over the ranks of the mesh, 2; got 3"),
     "pool": (lambda mesh: longnet(mesh=mesh, pool="big"), 'pool must be None, a BufferPool or "auto"'),
     "caches": (lambda mesh: longnet(mesh=mesh).new_caches(), "new_caches needs a model on one rank"),
+    "its layer's mesh": (lambda mesh: assigned(mesh, None), "must have the mesh and the sharding of its model"),
+    "its model's mesh": (lambda mesh: assigned(None, mesh), "must have the mesh and the sharding of its model"),
     "tokens": (
         lambda mesh: longnet(mesh=mesh, sharding=Sharding(N, 2))(text()[0]),
         "gives rank 0 of 2 21 of 41 tokens",

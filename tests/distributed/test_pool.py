@@ -1,14 +1,17 @@
-"""BufferPool: who gets which memory and for how long, what is counted, and which pool a call takes."""
+"""BufferPool against a model, in any order of leases, returns and lost leases; threads, streams, a call's pool."""
 
 import copy
-import gc
 import pickle
 import sys
 import threading
 import time
+from itertools import pairwise
 
 import pytest
 import torch
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, initialize, invariant, rule
 
 from flexdilated import distributed
 from flexdilated.distributed import BufferPool
@@ -42,77 +45,6 @@ def test_a_lease_is_a_contiguous_tensor_that_comes_back() -> None:
     assert (pool.statistics.num_leases, pool.statistics.num_allocations, pool.statistics.reuse_rate) == (2, 1, 0.5)
 
 
-def test_the_latest_return_is_leased_first() -> None:
-    pool = BufferPool()
-    first, second = lease(pool, MIB), lease(pool, MIB)
-    latest = address(first)
-    second.release()
-    first.release()
-    assert address(lease(pool, MIB)) == latest
-
-
-def test_an_exception_returns_the_buffer() -> None:
-    pool = BufferPool()
-    with pytest.raises(ZeroDivisionError), pool.lease((MIB,), torch.uint8, "cpu"):
-        _ = 1 / 0
-    assert (pool.statistics.leased_bytes, pool.statistics.idle_bytes) == (0, MIB)
-
-
-def test_buckets_are_powers_of_two() -> None:
-    pool = BufferPool(threshold_bytes=0)
-    for num_bytes, bucket in [(1, 1), (2, 2), (3, 4), (MIB, MIB), (MIB + 1, 2 * MIB), (3 * MIB, 4 * MIB)]:
-        with lease(pool, num_bytes):
-            assert pool.statistics.allocated_bytes == bucket
-        pool.release()
-        assert pool.statistics.allocated_bytes == 0
-
-
-def test_the_budget_lets_go_what_was_returned_longest_ago() -> None:
-    pool = BufferPool(budget_bytes=7 * MIB)
-    one, two, four = lease(pool, MIB), lease(pool, 2 * MIB), lease(pool, 4 * MIB)
-    for each in (two, one, four):
-        each.release()
-    assert pool.statistics.idle_bytes == 7 * MIB
-    lease(pool, 2 * MIB).release()  # used, and so the last to go
-    other = lease(pool, 512 * KIB + MIB)  # its bucket, 2 MiB, is there
-    assert pool.statistics.num_allocations == 3
-    lease(pool, 2 * MIB).release()  # 2 MiB more: the one has to go, and the four
-    assert pool.statistics.allocated_bytes == 4 * MIB
-    other.release()
-    assert pool.statistics.idle_bytes == 4 * MIB
-
-
-def test_a_lease_over_the_budget_is_served_and_not_kept() -> None:
-    pool = BufferPool(budget_bytes=MIB)
-    with lease(pool, 3 * MIB) as large:
-        assert large.nbytes == 3 * MIB
-        assert pool.statistics.allocated_bytes == 4 * MIB
-    assert (pool.statistics.allocated_bytes, pool.statistics.peak_bytes) == (0, 4 * MIB)
-    nothing = BufferPool(budget_bytes=0)
-    lease(nothing, MIB).release()
-    assert nothing.statistics.allocated_bytes == 0
-
-
-@pytest.mark.parametrize(
-    ("act", "error", "message"),
-    [
-        (
-            lambda: BufferPool(threshold_bytes=1.5),
-            ValueError,
-            "threshold_bytes must be an integer, at least 0; got 1.5",
-        ),
-        (lambda: BufferPool().lease((-1,), torch.uint8), RuntimeError, "negative dimension -1"),
-        *(
-            (lambda wrong=wrong: name_of(wrong), TypeError, 'pool must be None, a BufferPool or "auto"; got ')
-            for wrong in ("Auto", True, 0, BufferPool)
-        ),
-    ],
-)
-def test_bad_input(act, error, message) -> None:
-    with pytest.raises(error, match=message):
-        act()
-
-
 @pytest.mark.parametrize("copied", [copy.deepcopy, lambda pool: pickle.loads(pickle.dumps(pool))])
 def test_a_copy_is_an_empty_pool_of_the_same_settings(copied) -> None:
     pool = BufferPool("cpu", threshold_bytes=5, budget_bytes=9 * MIB)
@@ -124,15 +56,6 @@ def test_a_copy_is_an_empty_pool_of_the_same_settings(copied) -> None:
     assert other.name != pool.name
 
 
-def test_one_pool_serves_more_than_one_device() -> None:
-    pool = BufferPool()
-    with pool.lease((MIB,), torch.uint8, "meta") as shape_only:
-        assert shape_only.device.type == "meta"
-    with lease(pool, MIB) as x:
-        assert x.device.type == "cpu"
-    assert pool.statistics.num_allocations == 2
-
-
 def test_after_the_end() -> None:
     pool = BufferPool()
     for leased in (lease(pool, MIB), lease(pool, 1)):
@@ -141,15 +64,6 @@ def test_after_the_end() -> None:
         with pytest.raises(RuntimeError, match="may be used until its lease ends; this lease has ended"):
             _ = leased.tensor
     assert pool.statistics.idle_bytes == MIB, "released twice, returned once"
-
-
-def test_a_lost_lease_takes_its_buffer_along() -> None:
-    pool = BufferPool()
-    tensor = lease(pool, MIB).tensor
-    gc.collect()
-    tensor.fill_(1)
-    assert (pool.statistics.allocated_bytes, pool.statistics.leased_bytes) == (0, 0)
-    assert address(lease(pool, MIB)) != tensor.data_ptr()
 
 
 def test_a_lease_has_no_part_in_the_graph_of_an_earlier_one() -> None:
@@ -165,19 +79,13 @@ def test_a_lease_has_no_part_in_the_graph_of_an_earlier_one() -> None:
 
 
 class Stream:
-    """What a pool asks of an accelerator's stream; events note who waited for them."""
+    """What a pool asks of an accelerator's stream."""
 
     def __init__(self) -> None:
-        self.waited_for, self.synchronized = [], 0
+        self.waited_for = []
 
     def wait_stream(self, other) -> None:
         self.waited_for.append(other)
-
-    def record_event(self):
-        return self
-
-    def synchronize(self) -> None:
-        self.synchronized += 1
 
 
 def test_a_buffer_stays_on_its_stream(monkeypatch) -> None:
@@ -273,3 +181,103 @@ def test_a_graph_takes_the_name_of_the_pool_it_is_given() -> None:
     pools = [BufferPool(), BufferPool()]
     names = [named(torch.ones(2), pool)[1] for pool in (None, *pools, "auto")]
     assert names == ["", *(pool.name for pool in pools), "auto"]
+
+
+DTYPES = st.sampled_from([torch.uint8, torch.bool, torch.bfloat16, torch.float32, torch.float64, torch.complex64])
+
+
+class Machine(RuleBasedStateMachine):
+    """The model: open leases with the number that each wrote, buckets idle in the order of their return, counts."""
+
+    leases = Bundle("leases")
+
+    @initialize(threshold=st.sampled_from([0, 1, 64]), budget=st.sampled_from([None, 0, 100, 4096]))
+    def make(self, threshold, budget) -> None:
+        self.pool = BufferPool(threshold_bytes=threshold, budget_bytes=budget)
+        self.threshold, self.budget = threshold, budget
+        self.open, self.idle, self.next = {}, [], 0
+        self.counts = {"leases": 0, "allocations": 0, "plain": 0, "peak": 0, "peak leased": 0}
+
+    @property
+    def held(self) -> int:
+        return sum(self.idle) + sum(bucket for _, bucket, _ in self.open.values())
+
+    def let_go(self, coming: int) -> None:
+        while self.budget is not None and self.idle and self.held + coming > self.budget:
+            del self.idle[0]
+
+    @rule(target=leases, size=st.integers(0, 300), dtype=DTYPES)
+    def lease(self, size, dtype):
+        leased = self.pool.lease((size,), dtype, "cpu")
+        x = leased.tensor
+        assert (x.shape, x.dtype) == ((size,), dtype)
+        number = self.next = self.next + 1
+        bucket = self.bucket(x.nbytes)
+        x.view(torch.uint8).fill_(number % 251)
+        self.open[number] = (leased, bucket, x.nbytes)
+        self.counts["peak"] = max(self.counts["peak"], self.held)
+        self.counts["peak leased"] = max(
+            self.counts["peak leased"], sum(n for _, size, n in self.open.values() if size)
+        )
+        self.counts["leases"] += bucket > 0
+        return number
+
+    def bucket(self, num_bytes: int) -> int:
+        if num_bytes < max(self.threshold, 1):
+            self.counts["plain"] += 1
+            return 0
+        bucket = 1
+        while bucket < num_bytes:
+            bucket *= 2
+        if bucket in self.idle:
+            del self.idle[len(self.idle) - 1 - self.idle[::-1].index(bucket)]
+        else:
+            self.counts["allocations"] += 1
+            self.let_go(bucket)
+        return bucket
+
+    @rule(number=consumes(leases), again=st.booleans())
+    def give_back(self, number, again) -> None:
+        leased, bucket, _ = self.open.pop(number)
+        assert bool((leased.tensor.view(torch.uint8) == number % 251).all()), "somebody wrote into a live lease"
+        for _ in range(1 + again):
+            leased.release()
+        if bucket:
+            self.idle.append(bucket)
+            self.let_go(0)
+
+    @rule(number=consumes(leases))
+    def lose(self, number) -> None:
+        del self.open[number]
+
+    @rule()
+    def release(self) -> None:
+        self.pool.release()
+        self.idle.clear()
+
+    @rule()
+    def reset(self) -> None:
+        self.pool.reset()
+        leased = sum(num_bytes for _, bucket, num_bytes in self.open.values() if bucket)
+        self.counts = {**dict.fromkeys(self.counts, 0), "peak": self.held, "peak leased": leased}
+
+    @invariant()
+    def live_leases_share_nothing(self) -> None:
+        memory = [(x.data_ptr(), x.nbytes) for x in (leased.tensor for leased, _, _ in self.open.values()) if x.nbytes]
+        memory.sort()
+        assert all(start + length <= after for (start, length), (after, _) in pairwise(memory))
+
+    @invariant()
+    def statistics_add_up(self) -> None:
+        found, leased = self.pool.statistics, [each for each in self.open.values() if each[1]]
+        assert found.idle_bytes == sum(self.idle)
+        assert found.leased_bytes == sum(num_bytes for _, _, num_bytes in leased)
+        assert found.allocated_bytes == self.held
+        assert (found.peak_bytes, found.peak_leased_bytes) == (self.counts["peak"], self.counts["peak leased"])
+        assert (found.num_leases, found.num_allocations) == (self.counts["leases"], self.counts["allocations"])
+        assert found.num_plain == self.counts["plain"]
+        assert found.reuse_rate == (1 - found.num_allocations / found.num_leases if found.num_leases else 0)
+
+
+TestMachine = Machine.TestCase
+TestMachine.settings = settings(stateful_step_count=40)

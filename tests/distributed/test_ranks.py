@@ -1,9 +1,6 @@
-"""The ranks that the other tests run on: results, exceptions, hangs, deaths, and what stays behind."""
+"""The ranks that the other tests run on: results, exceptions and hangs."""
 
-import os
-import sys
 import time
-import warnings
 
 import pytest
 import torch
@@ -12,19 +9,13 @@ from torch import distributed as dist
 
 from tests.support import ranks
 from tests.support.rank_worker import set_group_timeout
-from tests.support.ranks import on_ranks, outcomes_on_ranks
-
-needs_proc = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+from tests.support.ranks import on_ranks
 
 
 def scaled_sum(value: Tensor) -> Tensor:
     total = value * (dist.get_rank() + 1)
     dist.all_reduce(total)
     return total
-
-
-def process_and_files() -> tuple[int, int]:
-    return os.getpid(), len(os.listdir("/proc/self/fd"))
 
 
 def fails_on_rank_1() -> None:
@@ -40,16 +31,6 @@ def hangs_on_rank_1() -> int:
     return dist.get_rank()
 
 
-def dies_on_rank_1() -> int:
-    if dist.get_rank() == 1:
-        os._exit(7)
-    return dist.get_rank()
-
-
-def warns() -> None:
-    warnings.warn("odd", stacklevel=1)
-
-
 def says_where() -> tuple[int, int, int]:
     return dist.get_rank(), dist.get_world_size(), torch.get_num_threads()
 
@@ -63,20 +44,6 @@ def test_results_come_by_rank(size: int) -> None:
     assert on_ranks(size, says_where) == [(rank, size, 1) for rank in range(size)]
 
 
-@needs_proc
-def test_processes_are_used_again_and_leak_no_file() -> None:
-    """Connections of an earlier group may be closed late, so that files become fewer."""
-    on_ranks(2, scaled_sum, torch.ones(3))
-    before = on_ranks(2, process_and_files)
-    here = len(os.listdir("/proc/self/fd"))
-    for _ in range(5):
-        on_ranks(2, scaled_sum, torch.ones(3))
-    for (process, files), (process_before, files_before) in zip(on_ranks(2, process_and_files), before, strict=True):
-        assert process == process_before
-        assert files <= files_before
-    assert len(os.listdir("/proc/self/fd")) == here
-
-
 def test_an_exception_on_one_rank_is_raised_with_all_ranks_errors(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ranks, "GRACE_S", 0.5)
     with pytest.raises(AssertionError, match=r"(?s)rank 0 of 2: did not end.*rank 1 of 2.*it is rank 1 that fails"):
@@ -84,20 +51,7 @@ def test_an_exception_on_one_rank_is_raised_with_all_ranks_errors(monkeypatch: p
     assert on_ranks(2, says_where)[1][:2] == (1, 2)
 
 
-def test_a_warning_is_an_error() -> None:
-    with pytest.raises(AssertionError, match="UserWarning: odd"):
-        on_ranks(1, warns)
-
-
 def test_a_hang_ends_at_the_timeout_and_says_where() -> None:
     with pytest.raises(AssertionError, match=r"(?s)rank 1 of 2: did not end in .* in hangs_on_rank_1"):
         on_ranks(2, hangs_on_rank_1, timeout=2)
     assert on_ranks(2, says_where)[1][:2] == (1, 2)
-
-
-def test_a_death_is_told() -> None:
-    with pytest.raises(AssertionError, match="rank 1 of 2: died with exit code 7"):
-        on_ranks(2, dies_on_rank_1)
-    (first, second) = outcomes_on_ranks(2, dies_on_rank_1)
-    assert (first.result, first.error) == (0, None)
-    assert (second.result, second.error) == (None, "died with exit code 7")

@@ -227,10 +227,7 @@ def graphs() -> None:
 
 
 def test_traces_without_a_graph_break() -> None:
-    """Tables and density too: of a rank without tokens, and of one with two runs.
-
-    The third, with one, is traced in test_longnet_selection_over_ranks.py.
-    """
+    """Tables and density too: of a rank without tokens, and of one with two runs."""
     on_ranks(3, graphs)
 
 

@@ -139,17 +139,12 @@ def compiled_is_eager() -> list[bool]:
 def errors() -> list[str]:
     """Of each call the error that this rank gets; tests/project/errors.md has more."""
     mesh, rank = line(), dist.get_rank()
-    x = torch.ones(1, 1, 6, 2)
     calls = [
         lambda: unshard(torch.ones(1, 1, 2 + rank, 2), mesh),
         lambda: unshard(torch.ones(1, 1 + rank, 3, 2), mesh),
         lambda: unshard(torch.ones(1, 1, 3, 2, dtype=torch.float64 if rank else torch.float32), mesh),
-        lambda: shard(x, mesh, Sharding(6, 3)),
-        lambda: shard(x, mesh, (3, 3)),
         lambda: shard([1.0], mesh),
         lambda: shard(torch.tensor(1.0), mesh, dim=0),
-        lambda: shard(x, "cpu"),
-        lambda: unshard(x.to("meta"), mesh),
     ]
     return [error_of(call) for call in calls]
 
@@ -186,12 +181,8 @@ def test_bad_input() -> None:
             "shard_lengths=(2, 2)); rank 1 has sharding=Sharding(num_tokens=6, ",
             f"{agree} other dims: rank 0 has other dims=(1, 1, 2); rank 1 has other dims=(1, 2, 2)",
             f"{agree} dtype: rank 0 has dtype=torch.float32; rank 1 has dtype=torch.float64",
-            "ValueError: the sharding must be over the ranks of the mesh, 2; got 3",
-            "TypeError: sharding must be a flexdilated.distributed.Sharding or None; got tuple",
             "TypeError: x must be a tensor; got list",
             "ValueError: x must have a dimension of tokens; got a tensor of none",
-            "TypeError: mesh must be a torch.distributed DeviceMesh; got str",
-            "ValueError: tensors must be on the mesh's kind of device",
         ],
         strict=True,
     ):

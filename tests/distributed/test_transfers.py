@@ -30,7 +30,6 @@ from tests.support.sharded_cases import (
     ShardedCase,
     Shares,
     Way,
-    assert_whole,
     by_way,
     call,
     leaves_of,
@@ -111,38 +110,6 @@ def test_what_comes_is_on_its_way_while_a_rank_computes():
         assert [event for event in ring if event != "release"][:8] == turns
 
 
-def late(case: ShardedCase) -> Shares:
-    """Rank 1 sends nothing, in either direction, before rank 0 has computed with its own keys."""
-    store, transfer = dist.distributed_c10d._get_default_store(), dist.all_to_all_single
-    directions = iter(("forward", "backward"))
-
-    def after_the_other(*args: Any, **options: Any) -> Any:
-        store.wait([f"rank 0 has computed: {next(directions)}"])
-        return transfer(*args, **options)
-
-    def then_told(direction: str) -> Any:
-        compute = getattr(PlacedCall, direction)
-
-        def told(call: PlacedCall, *args: Any, **options: Any) -> Any:
-            found = compute(call, *args, **options)
-            if is_own(call):
-                store.set(f"rank 0 has computed: {direction}", "yes")
-            return found
-
-        return patch.object(PlacedCall, direction, told)
-
-    if dist.get_rank() == 0:
-        with then_told("forward"), then_told("backward"):
-            return shares_of(case, **EXCHANGE)
-    with patch.object(dist, "all_to_all_single", after_the_other):
-        return shares_of(case, **EXCHANGE)
-
-
-def test_own_keys_wait_for_nobody():
-    case = a_case(2, 48, "zigzag")
-    assert_whole(case, EXCHANGE, on_ranks(2, late, case, group_timeout=20))
-
-
 def held_by(case: ShardedCase) -> dict[str, float]:
     """On a rank: the most that lived at once of what messages carry, in shards; "own" is where its keys come from."""
     live, peak, known = Counter[str](), Counter[str](), set[int]()
@@ -161,12 +128,12 @@ def held_by(case: ShardedCase) -> dict[str, float]:
         known.discard(key)
         live[role] -= nbytes
 
-    def counting(role, ranks, *, send=(), receive=()):
+    def counting(role, ranks, *, send=(), receive=(), **buffer):
         for x, _ in receive:
             hold(x, role)
         for x, _ in send:
             hold(x, "own" if role == "keys" else role)
-        return post(role, ranks, send=send, receive=receive)
+        return post(role, ranks, send=send, receive=receive, **buffer)
 
     with patch.object(_ring, "post", counting):
         shares_of(case, **RING)

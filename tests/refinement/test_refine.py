@@ -133,26 +133,6 @@ def test_old_patterns_leave_the_cache():
     assert max(size for size, _ in sizes[10:]) <= 1.3 * max(size for size, _ in sizes[1:10])
 
 
-def test_refinement_finds_the_blocks_that_matter():
-    """Keys that draw the queries lie outside of the window: a few moves find them, with most of dense attention."""
-    torch.manual_seed(0)
-    q, k, v = torch.randn(3, 1, 1, 256, 16)
-    k[:, :, 32:64] += 3 * q.mean(2, keepdim=True) / q.mean(2, keepdim=True).norm()
-    q += q.mean(2, keepdim=True) / q.mean(2, keepdim=True).norm() * 3
-    rows = [[*range(max(0, row - 1), row + 1)] for row in range(8)]
-    pattern, shares = masks.block_list([rows], block=32), []
-    dense = fd.attend(q, k, v, masks.causal(), return_lse=True)[1]
-    for _ in range(4):
-        whole = pattern & masks.causal()
-        _, lse = fd.attend(q, k, v, whole, return_lse=True)
-        shares.append(float((lse - dense).exp().mean()))
-        mass, scores = fd.block_mass(q, k, lse, whole, block=32), fd.pooled_scores(q, k, block=32, lse=lse)
-        pattern = fd.refine(pattern, mass, scores=scores, moves=2, within=masks.causal()).pattern
-    assert [1 in row for row in pattern.rows[0][1:]].count(True) >= 6
-    assert shares[0] < 0.5
-    assert shares[-1] > 0.8
-
-
 PATTERN = masks.block_list([[[0], [0, 1]], [[0], [1]]], block=BLOCK)
 ONES = torch.ones(2, 2, 2)
 

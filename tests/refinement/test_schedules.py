@@ -1,7 +1,6 @@
 """Schedules: monotone whole numbers of few values, and the formulas of their papers."""
 
 import math
-import pickle
 
 import pytest
 from hypothesis import given
@@ -19,7 +18,7 @@ numbers = {
     "end": st.integers(0, 300),
     "steps": st.integers(1, 400),
     "begin": st.integers(0, 50),
-    "widths": st.integers(2, 20),
+    "widths": st.one_of(st.integers(2, 20), st.just(400)),
 }
 drawn = st.builds(
     lambda name, sizes: getattr(schedules, name)(**sizes), st.sampled_from([*CURVES]), st.fixed_dictionaries(numbers)
@@ -46,32 +45,6 @@ def test_near_the_formula(schedule, step):
     exact = schedule.end + (schedule.start - schedule.end) * CURVES[schedule.curve](time)
     apart = max(1.0, abs(schedule.end - schedule.start) / (schedule.widths - 1))
     assert abs(schedule(step) - exact) <= apart / 2 + 0.5 + 1e-9
-
-
-@pytest.mark.parametrize("curve", CURVES)
-@pytest.mark.parametrize(("start", "end"), [(0, 60), (60, 0), (7, 9)])
-def test_the_formula_itself_where_every_whole_number_may_come(curve, start, end):
-    schedule = getattr(schedules, curve)(start, end, 100, begin=10, widths=61)
-    for step in range(130):
-        exact = end + (start - end) * CURVES[curve](min(max((step - 10) / 100, 0), 1))
-        assert abs(schedule(step) - exact) <= 0.5 + 1e-9
-
-
-@given(drawn, st.integers(0, 500))
-def test_a_resumed_run_finds_the_same(schedule, step):
-    again = pickle.loads(pickle.dumps(schedule))
-    assert again == schedule
-    assert hash(again) == hash(schedule)
-    assert again(step) == schedule(step)
-
-
-def test_as_many_values_as_were_asked_for():
-    for curve in CURVES:
-        schedule = getattr(schedules, curve)(64, 8, 1000)
-        assert len({schedule(step) for step in range(1001)}) == len(schedule.values) == 8
-    assert schedules.linear(3, 6, 100, widths=50).values == (3, 4, 5, 6)
-    assert schedules.linear(5, 5, 100).values == (5,)
-    assert schedules.cubic(8, 64, 100)(10) > schedules.linear(8, 64, 100)(10) > schedules.cosine(8, 64, 100)(10)
 
 
 @pytest.mark.parametrize("make", [schedules.linear, schedules.cosine, schedules.cubic])

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import pickle
 from collections import Counter
 from collections.abc import Iterator
-from copy import deepcopy
 from dataclasses import replace
 from itertools import zip_longest
 
@@ -121,16 +119,6 @@ def test_gradients_of_hidden_tokens_are_zero(case: Case, value: float) -> None:
         assert not one.isnan().any()
 
 
-@given(cases())
-def test_enough_for_all_blocks_is_dense(case: Case) -> None:
-    """Rows that look with all they have choose every block with a pair: nothing of `within` is left out."""
-    options = case.options | {"choose": fd.TopK(30)}
-    assume(case.selector._whole or case.selector.query_block == 1)
-    found = replace(case, options=options).run()
-    assert found.density == float(case.table(case.selector.within).any())
-    assert found.cut == 0
-
-
 @settings(max_examples=12)
 @given(cases(scorers=("mean", "minmax", "mass"), tensors=False), st.integers(1, 4))
 def test_chunks_choose_as_one_pass(case: Case, rows: int) -> None:
@@ -176,13 +164,6 @@ def test_what_bounds_memory_cuts_the_work_and_only_that(case: Case, by_coarse: b
         patch.setattr(_scores, "_AT_ONCE", 1)
         for one, other in zip(results(), whole, strict=True):
             assert_close(one, other, rtol=1e-9, atol=1e-9)
-
-
-def test_copies_choose_alike() -> None:
-    selector = fd.BlockSelector(block=4, choose=fd.TopP(0.8, most=3), always=masks.chunked(4))
-    q, k = torch.randn(2, 1, 2, 30, 4)
-    for other in (deepcopy(selector), pickle.loads(pickle.dumps(selector))):
-        assert all(map(torch.equal, selector(q, k), other(q, k)))
 
 
 def test_equal_scores_choose_the_first_blocks() -> None:

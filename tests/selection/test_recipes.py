@@ -94,44 +94,6 @@ def test_the_gate_scores_and_chooses_as_seer_attention_does(size, block, group, 
             assert_close(found.scores[b, table, row, : len(worth)], worth)
 
 
-@pytest.mark.parametrize("share", ["head", "group"])
-@pytest.mark.parametrize("rotated", [False, True])
-def test_distillation_is_the_divergence_from_the_exact_mass(share: str, rotated: bool) -> None:
-    """In loops over rows; gradients reach the gate alone."""
-    H, G, N, block = 4, 2, 21, 4
-    q, k, _ = (x.requires_grad_() for x in tensors(1, H, G, N, N))
-    own = tuple(x.flip(-1) for x in (q, k)) if rotated else (q, k)
-    gate = recipes.SeerGate(4, H, G, block=block, dim=6, share=share).double()
-    build = recipes.seer_attention_r if share == "group" else recipes.seer_attention
-    selector = build(gate, choose=fd.TopK(1))
-    loss = fd.SelectedAttention(selector, "distill").distill_loss(
-        q, k, enable_gqa=True, teacher=own if rotated else None
-    )
-    per, rows, terms = H // G, selector.query_block, []
-    for b in range(2):
-        asked: dict[str, Any] = {"block": block, "rows": rows, "base": gate.base, "group": share == "group"}
-        scores = published.seer_scores(q[b], k[b], gate.query, gate.key, **asked)
-        for table in range(len(scores)):
-            heads = range(table * per, table * per + per) if share == "group" else [table]
-            for r, span in enumerate(published.spans(N, rows)):
-                before = span.start // block
-                if before:
-                    exact = torch.zeros(before, dtype=torch.float64)
-                    for h in heads:
-                        mass = torch.zeros(before, dtype=torch.float64)
-                        for t in span:
-                            weights = (own[1][b, h // per, : t + 1] @ own[0][b, h, t] / 2).softmax(0)
-                            mass += torch.stack([weights[list(s)].sum() for s in published.spans(N, block)[:before]])
-                        exact += mass / mass.sum() / len(heads)
-                    terms.append((exact * (exact.log() - scores[table, r, :before].log_softmax(0))).sum())
-    assert_close(loss, torch.stack(terms).mean())
-    loss.backward()
-    assert q.grad is None
-    assert k.grad is None
-    assert gate.query.grad.abs().sum() > 0
-    assert gate.key.grad.abs().sum() > 0
-
-
 NSA = {"length": 4, "stride": 2, "block": 6, "top": 4, "window": 5}
 
 
@@ -183,7 +145,7 @@ def test_native_sparse_attention_knows_no_later_token(monkeypatch: pytest.Monkey
     )
     whole = layer(x, q, k, v)
     with monkeypatch.context() as patch:
-        patch.setattr("flexdilated.selection.recipes._native._AT_ONCE", 2 * 4 * 19 * 7)
+        patch.setattr("flexdilated.selection.recipes._modules._AT_ONCE", 2 * 4 * 19 * 7)
         assert_close(layer(x, q, k, v), whole)
     later = layer(x, *(torch.cat([y[..., :23, :], 5 - y[..., 23:, :]], -2) for y in (q, k, v)))
     assert later[:, :, :23].equal(whole[:, :, :23])
@@ -207,14 +169,6 @@ def test_coarse_to_fine_is_its_plain_statement(size, block, top, causal, seed) -
         assert_close(one, other)
 
 
-@pytest.mark.parametrize("causal", [False, True])
-def test_coarse_to_fine_of_constant_blocks_is_dense(causal: bool) -> None:
-    q, k, v = tensors(0, 2, 2, 50, 10)
-    k, v = (x.repeat_interleave(5, 2) for x in (k, v))
-    dense = fd.attend(q, k, v, masks.causal() if causal else masks.every())
-    assert_close(recipes.CoarseToFineAttention(block=5, top=1, causal=causal)(q, k, v), dense)
-
-
 def test_coarse_to_fine_loses_nothing_where_one_block_has_all_attention() -> None:
     """In float32, with the pooled part of what is read key by key as large as the rest is small."""
     torch.manual_seed(0)
@@ -223,18 +177,6 @@ def test_coarse_to_fine_loses_nothing_where_one_block_has_all_attention() -> Non
     attention = recipes.CoarseToFineAttention(block=8, top=1)
     found, exact = attention(q, k, v), attention(q.double(), k.double(), v.double())
     assert (found - exact).abs().max() < 1e-5
-
-
-def test_coarse_to_fine_knows_no_later_token() -> None:
-    """To the last bit, the choice and the pools included; and in two chunks as in one pass."""
-    q, k, v = tensors(0, 4, 2, 40, 40)
-    attention = recipes.CoarseToFineAttention(block=4, top=2)
-    whole = attention(q, k, v, enable_gqa=True)
-    later = attention(*(torch.cat([x[:, :, :23], 5 - x[:, :, 23:]], 2) for x in (q, k, v)), enable_gqa=True)
-    assert later[:, :, :23].equal(whole[:, :, :23])
-    first = attention(*(x[:, :, :23] for x in (q, k, v)), enable_gqa=True)
-    second = attention(q[:, :, 23:], k, v, enable_gqa=True, q_offset=23)
-    assert_close(torch.cat([first, second], 2), whole)
 
 
 @pytest.mark.parametrize("sizes", [(0, 5, 5), (2, 0, 5), (2, 5, 0), (2, 5, 1), (0, 0, 0)])
@@ -293,44 +235,3 @@ def test_compiled_equals_eager() -> None:
         found.append([*outs, *(x.grad for x in leaves)])
     for other in found[1:]:
         assert_close(other, found[0])
-
-
-def needles(generator: torch.Generator, *, block: int) -> tuple[Tensor, Tensor, Tensor]:
-    """(q, k, the block each query looks for): one key of each block has its code, and the others make the mean 0."""
-    B, H, blocks, D = 8, 2, 8, 16
-    codes = (torch.rand(B, H, blocks, D, generator=generator) < 0.5).float()
-    k = -codes.unsqueeze(3).repeat(1, 1, 1, block, 1) / (block - 1)
-    place = torch.randint(block, (B, H, blocks, 1, 1), generator=generator).expand(-1, -1, -1, -1, D)
-    k = k.scatter(3, place, codes.unsqueeze(3)).flatten(2, 3)
-    own = torch.arange(blocks * block) // block
-    wanted = (torch.rand(B, H, blocks * block, generator=generator) * own).long()
-    q = 4 * codes.gather(2, wanted.unsqueeze(-1).expand(-1, -1, -1, D)) - 2
-    return q, k + 0.02 * torch.randn(k.shape, generator=generator), wanted
-
-
-@pytest.mark.slow
-def test_a_gate_learns_to_pick_the_block_that_holds_the_attention() -> None:
-    """Scores of mean keys know nothing of it; what the gate learned serves data that it has not seen."""
-    torch.manual_seed(0)
-    generator, block = torch.Generator().manual_seed(1), 16
-    gate = recipes.SeerGate(16, 2, block=block, dim=32, share="group")
-    selector = recipes.seer_attention_r(gate, choose=fd.TopK(1))
-
-    def hits(selector: fd.BlockSelector) -> float:
-        q, k, wanted = needles(torch.Generator().manual_seed(2), block=block)
-        chosen = selector(q, k).blocks.squeeze(-1)
-        return float((chosen == wanted)[:, :, 3 * block :].float().mean())  # of three blocks or more
-
-    before = hits(selector)
-    optimizer, losses = torch.optim.Adam(gate.parameters(), lr=2e-2), []
-    for _ in range(40):
-        q, k, _ = needles(generator, block=block)
-        loss = fd.SelectedAttention(selector, "distill").distill_loss(q, k)
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-        losses.append(loss.item())
-    assert before < 0.4
-    assert hits(recipes.moba(block=block, top=2)) < 0.4
-    assert hits(selector) > 0.9
-    assert max(losses[-10:]) < 0.3 * losses[0]

@@ -42,12 +42,11 @@ def test_it_chooses_what_the_definition_says(case: Case) -> None:
     assert_selects(case.run(), oracle.select(case.q, case.k, asked), asked.most)
 
 
-@pytest.mark.parametrize("scorer", ["mean", "minmax", "mass"])
-def test_heads_that_share_keys_may_have_rules_of_their_own(scorer: str) -> None:
+def test_heads_that_share_keys_may_have_rules_of_their_own() -> None:
     torch.manual_seed(0)
     q, k = torch.randn(2, 4, 13, 3, dtype=torch.float64), torch.randn(2, 2, 13, 3, dtype=torch.float64)
     within = masks.per_head([masks.causal(), masks.local_window(left=7, right=0)] * 2)
-    case = Case({"block": 3, "choose": fd.TopK(2), "scorer": scorer, "within": within}, q, k, 0, {})
+    case = Case({"block": 3, "choose": fd.TopK(2), "within": within}, q, k, 0, {})
     assert_selects(case.run(), oracle.select(q, k, case.asked()), 2)
 
 

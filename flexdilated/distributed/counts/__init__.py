@@ -3,16 +3,5 @@
 Dilated branches are counted in closed form, other patterns from the exact needs of each rank.
 """
 
-from ._loads import MOST_RANKS, SCHEDULES, RankLoads, Schedule, ScheduleName, choose_schedule, rank_loads
+from ._loads import MOST_RANKS, SCHEDULES, RankLoads, RankSchedule, ScheduleName, choose_schedule, rank_loads
 from ._tokens import KVNeeds
-
-__all__ = [
-    "MOST_RANKS",
-    "SCHEDULES",
-    "KVNeeds",
-    "RankLoads",
-    "Schedule",
-    "ScheduleName",
-    "choose_schedule",
-    "rank_loads",
-]

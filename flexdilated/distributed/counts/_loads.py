@@ -5,7 +5,6 @@ All are counted before any rank runs.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
@@ -23,7 +22,7 @@ from ._tokens import tokens_by_chunk, work_of_ranks
 
 # W ranks
 
-Schedule = Literal["exchange", "ring"]
+RankSchedule = Literal["exchange", "ring"]
 ScheduleName = Literal["auto", "exchange", "ring"]
 SCHEDULES: tuple[ScheduleName, ...] = get_args(ScheduleName)
 _SHARDS_HELD = 2  # by a ring: the current shard and the one in transfer
@@ -37,7 +36,7 @@ class ScheduleChoice:
     keys and values.
     """
 
-    name: Schedule
+    name: RankSchedule
     reason: str
     exchange_bytes: int
     ring_bytes: int
@@ -45,9 +44,10 @@ class ScheduleChoice:
     ring_memory: int
 
 
-def token_counts(
-    pattern: Expression, sharding: Sharding, *, num_kv_heads: int, **heads: Any
-) -> dict[Schedule, Int64[Tensor, "W W"]]:
+Counts = dict[RankSchedule, Int64[Tensor, "W W"]]  # tokens that rank i receives from rank j, by schedule
+
+
+def token_counts(pattern: Expression, sharding: Sharding, *, num_kv_heads: int, **heads: Any) -> Counts:
     """By schedule, entry (i, j): tokens that rank i receives from rank j in the forward, summed over KV heads.
 
     An exchange sends the tokens that rank i needs, as in `ExchangePlan.of` for these arguments; a ring sends each run
@@ -97,7 +97,7 @@ def choose_schedule(
     return cache().get(key, build, lambda choice: 512, pattern=rule)
 
 
-def choice_of(counts: Mapping[Schedule, Int64[Tensor, "W W"]], *, held_bytes: int, sent_bytes: int) -> ScheduleChoice:
+def choice_of(counts: Counts, *, held_bytes: int, sent_bytes: int) -> ScheduleChoice:
     """Choice by `token_counts`; held_bytes and sent_bytes: of one token in one KV head, decoded and encoded."""
     ring = counts["ring"]
     kept = ring.topk(min(_SHARDS_HELD, len(ring)), dim=1).values.sum(1)
@@ -139,7 +139,7 @@ class RankLoads:
 
     pattern: Expression
     sharding: Sharding
-    schedule: Schedule
+    schedule: RankSchedule
     reason: str | None
     codec: CodecName | None
     received_forward: tuple[int, ...]

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from ...masks.attended import KeyQuery, keys_of_any, moved, rules_of_heads
 from ...masks.blocks import pairs_of_queries
-from ...masks.core import And, Expression, Pattern, Ranges, common_period, require_expression, require_int
+from ...masks.core import And, Expression, Pattern, Ranges, common_period, require_expression
 from ...masks.patterns import Causal, Dilated, missing, run_time_leaves
 from ..group import Sharding
 
@@ -86,7 +86,7 @@ _MOST_VALUES = 1 << 18  # (rank, chunk) pairs counted at once, so that they fit 
 
 
 @dataclass(frozen=True)
-class Branch:
+class DilatedBranch:
     """A dilated rule for one head, causal or not: query and key in one segment, both congruent to the offset."""
 
     segment: int
@@ -95,7 +95,7 @@ class Branch:
     causal: bool
 
 
-def as_branches(rules: Sequence[Pattern]) -> tuple[Branch, ...] | None:
+def as_branches(rules: Sequence[Pattern]) -> tuple[DilatedBranch, ...] | None:
     """The rules by ascending rates, if each is a dilated branch whose rate divides its segment and the next rate."""
     branches = [_as_branch(rule) for rule in rules]
     if None in branches:
@@ -105,7 +105,7 @@ def as_branches(rules: Sequence[Pattern]) -> tuple[Branch, ...] | None:
     return tuple(found) if fits and all(b.rate % a.rate == 0 for a, b in pairwise(found)) else None
 
 
-def _as_branch(rule: Pattern) -> Branch | None:
+def _as_branch(rule: Pattern) -> DilatedBranch | None:
     factors = rule.parts if isinstance(rule, And) else (rule,)
     dilated = [factor for factor in factors if isinstance(factor, Dilated)]
     others = [factor for factor in factors if not isinstance(factor, Dilated)]
@@ -113,10 +113,13 @@ def _as_branch(rule: Pattern) -> Branch | None:
         return None
     (base,) = dilated
     assert isinstance(base.offset, int), "a rule for one head has its offset resolved"
-    return Branch(base.segment, base.rate, base.offset, bool(others))
+    return DilatedBranch(base.segment, base.rate, base.offset, bool(others))
 
 
-def dilated_tokens(groups: Sequence[tuple[tuple[Branch, ...], int]], chunks: Chunks) -> Int64[Tensor, "W n"]:
+Groups = Sequence[tuple[tuple[DilatedBranch, ...], int]]  # branches of a KV head, and the number of such heads
+
+
+def dilated_tokens(groups: Groups, chunks: Chunks) -> Int64[Tensor, "W n"]:
     """Number of tokens that each rank needs in each chunk, summed over (group of branches, multiplicity)."""
     tokens = torch.zeros(chunks.num_ranks, len(chunks), dtype=torch.int64)
     for group, times in _distinct(groups, chunks):
@@ -125,7 +128,7 @@ def dilated_tokens(groups: Sequence[tuple[tuple[Branch, ...], int]], chunks: Chu
     return tokens
 
 
-def _of_branches(group: tuple[Branch, ...], chunks: Chunks, turns: Int64[Tensor, "T R"]) -> Int64[Tensor, "R n"]:
+def _of_branches(group: tuple[DilatedBranch, ...], chunks: Chunks, turns: Int64[Tensor, "T R"]) -> Int64[Tensor, "R n"]:
     """Tokens of each chunk that these ranks need; each branch adds only tokens that no branch of smaller rate has."""
     total = torch.zeros(turns.shape[1], len(chunks), dtype=torch.int64)
     covered: list[tuple[Tensor, Tensor]] = []
@@ -141,7 +144,7 @@ def _of_branches(group: tuple[Branch, ...], chunks: Chunks, turns: Int64[Tensor,
 
 
 def _reached(
-    branch: Branch, chunks: Chunks, turns: Int64[Tensor, "T R"]
+    branch: DilatedBranch, chunks: Chunks, turns: Int64[Tensor, "T R"]
 ) -> tuple[Int64[Tensor, "R n"], Int64[Tensor, "R n"]]:
     """(end of the part at a chunk's beginning that earlier queries need, start of the part at its end for later ones).
 
@@ -164,7 +167,7 @@ def _reached(
     return head, tail
 
 
-def _distinct(groups: Sequence[tuple[tuple[Branch, ...], int]], chunks: Chunks) -> list[tuple[tuple[Branch, ...], int]]:
+def _distinct(groups: Groups, chunks: Chunks) -> Groups:
     """Merge groups that have equal counts into one, adding their multiplicities.
 
     If chunks and segments all begin at multiples of a number, offsets between two consecutive multiples of it give
@@ -172,7 +175,7 @@ def _distinct(groups: Sequence[tuple[tuple[Branch, ...], int]], chunks: Chunks) 
     """
     segments = {branch.segment for group, _ in groups for branch in group}
     common = gcd(*segments, *chunks.start.tolist(), *chunks.stop.tolist())
-    first: dict[object, tuple[Branch, ...]] = {}
+    first: dict[object, tuple[DilatedBranch, ...]] = {}
     times: Counter[object] = Counter()
     for group, each in groups:
         coarse = tuple(replace(branch, offset=branch.offset // gcd(branch.rate, common)) for branch in group)
@@ -182,7 +185,7 @@ def _distinct(groups: Sequence[tuple[tuple[Branch, ...], int]], chunks: Chunks) 
     return [(first[key], each) for key, each in times.items()]
 
 
-def _lineage(group: tuple[Branch, ...], index: int) -> list[int]:
+def _lineage(group: tuple[DilatedBranch, ...], index: int) -> list[int]:
     """This branch, then the last earlier branch whose residue class contains its class, and so on.
 
     That lists every earlier branch whose class contains it, because each rate divides the next.
@@ -194,7 +197,7 @@ def _lineage(group: tuple[Branch, ...], index: int) -> list[int]:
     return lineage
 
 
-def _count(branch: Branch, begin: Tensor, end: Tensor) -> Tensor:
+def _count(branch: DilatedBranch, begin: Tensor, end: Tensor) -> Tensor:
     """Number of active positions in [begin, end); 0 if end <= begin."""
     before, upto = (_quotient(edge - (1 + branch.offset), branch.rate) for edge in (begin, end))
     return (upto - before).clamp_(min=0)
@@ -228,7 +231,7 @@ def tokens_by_chunk(
     return tokens, chunks
 
 
-def _of_group(group: tuple[HeadRule, ...], needs: KVNeeds, sharding: Sharding, chunks: Chunks) -> Int64[Tensor, "W n"]:
+def _of_group(group: tuple[RuleHead, ...], needs: KVNeeds, sharding: Sharding, chunks: Chunks) -> Int64[Tensor, "W n"]:
     """Number of tokens of each chunk that each rank needs in one KV head with this group of rules."""
     tokens = torch.zeros(sharding.num_ranks, len(chunks), dtype=torch.int64)
     for rank in range(sharding.num_ranks):
@@ -238,7 +241,7 @@ def _of_group(group: tuple[HeadRule, ...], needs: KVNeeds, sharding: Sharding, c
     return tokens
 
 
-HeadRule = tuple[Pattern, int]  # a rule for one head, and the index of a head that follows it
+RuleHead = tuple[Pattern, int]  # a rule for one head, and the index of a head that follows it
 
 
 @dataclass(frozen=True, eq=False)
@@ -246,7 +249,7 @@ class KVNeeds:
     """Keys that queries need in each KV head of this device, by the rules of the query heads in its group."""
 
     num_heads_global: int
-    groups: tuple[tuple[HeadRule, ...], ...]  # the distinct rules of each KV head's query heads
+    groups: tuple[tuple[RuleHead, ...], ...]  # the distinct rules of each KV head's query heads
     _known: dict[tuple[KeyQuery, ...], Ranges] = field(default_factory=dict)
 
     @classmethod
@@ -259,20 +262,10 @@ class KVNeeds:
         head_offset: int,
         num_heads_global: int | None,
     ) -> KVNeeds:
-        """Raises ValueError for inconsistent sizes, sizes that the pattern refuses, and unbound run-time tensors."""
+        """Raises ValueError for heads or tokens that the pattern refuses, and unbound run-time tensors."""
         for leaf in run_time_leaves(require_expression(pattern)):
             raise ValueError(missing(leaf.name))
-        require_int("num_heads", num_heads, minimum=1)
-        require_int("num_kv_heads", num_kv_heads, minimum=1)
-        require_int("head_offset", head_offset, minimum=0)
         total = head_offset + num_heads if num_heads_global is None else num_heads_global
-        if num_heads % num_kv_heads:
-            raise ValueError(f"num_kv_heads must divide num_heads; got {num_heads=} and {num_kv_heads=}")
-        if head_offset + num_heads > total:
-            raise ValueError(
-                f"heads {head_offset} to {head_offset + num_heads - 1} must lie within num_heads_global; "
-                f"got num_heads_global={total}"
-            )
         pattern.check_heads(total)
         pattern.check_tokens(range(num_tokens), range(num_tokens))
         size = num_heads // num_kv_heads
@@ -289,7 +282,7 @@ class KVNeeds:
             return ((),) * len(self.groups)
         return tuple(self.of_any([(rule, run) for rule in rules for run in queries], keys) for rules in self.groups)
 
-    def of_any(self, runs: Sequence[tuple[HeadRule, range]], keys: Ranges) -> Ranges:
+    def of_any(self, runs: Sequence[tuple[RuleHead, range]], keys: Ranges) -> Ranges:
         """Positions among `keys` that some of these queries need; each run of queries has its own rule."""
         # If all rules have a common period, so have the needs: shift by a multiple of it, so that results are reused.
         period = common_period(tuple(rule for (rule, _), _ in runs))

@@ -20,7 +20,17 @@ import torch
 from torch import Tensor
 from torch.distributed import DistError, ProcessGroup
 
-from ...engines import Call, PlacedCall, read_written, sum_dtype, written
+from ...engines import (
+    Call,
+    PlacedCall,
+    WholeRows,
+    add_sinks,
+    autograd_on,
+    merge_,
+    read_written,
+    sum_dtype,
+    written,
+)
 from ...masks.core import Expression
 from ...masks.orders import Placement
 from ...masks.patterns import names
@@ -81,6 +91,55 @@ def as_promised(x: Tensor, like: Tensor) -> Tensor:
     """x in the dtype and memory format of `like`, as the shape rules of ops declare."""
     promised = torch.empty_like(like)
     return x if x.dtype == like.dtype and x.stride() == promised.stride() else promised.copy_(x)
+
+
+class PartSums:
+    """Sums over parts of the keys, in float32 or wider and in the order of the calls.
+
+    dtype: in which attention to a part is computed. whole: rows over all keys, for `gradients`.
+    """
+
+    def __init__(
+        self, call: PlainCall, q: Tensor, bindings: Sequence[Tensor], dtype: torch.dtype, whole: WholeRows | None = None
+    ) -> None:
+        self.call, self.q, self.bindings, self.dtype = call, q, list(bindings), dtype
+        self.queries, self.wide, self.whole = q.to(dtype), sum_dtype(q), whole
+        if whole is not None:
+            self.whole = WholeRows(whole.out.to(dtype), whole.lse, whole.grad_out.to(dtype), whole.grad_lse)
+        self.sums: tuple[Tensor, Tensor] | None = None
+        self.dq: Tensor | None = None
+
+    def attend(self, placement: Placement, k: Tensor, v: Tensor) -> None:
+        """Merge attention to the keys at the positions of `placement` into the sums."""
+        k, v, placed = k.to(self.dtype), v.to(self.dtype), self.call.placed(placement)
+        out, lse = placed.forward(self.queries, k, v, None, self.bindings, wide=True)
+        assert lse is not None
+        if self.sums is None:
+            self.sums = out.to(self.wide), lse.to(self.wide)
+        else:
+            merge_(*self.sums, out, lse)
+
+    def rows(self, sinks: Tensor | None) -> tuple[Tensor, Tensor]:
+        """(out (B, H, L, D) in q's dtype, lse (B, H, L)) over the parts so far."""
+        if self.sums is None:
+            return empty_rows(self.q)
+        out, lse = self.sums if sinks is None else add_sinks(*self.sums, sinks)
+        return as_promised(out, self.q), lse.contiguous()
+
+    def gradients(self, placement: Placement, k: Tensor, v: Tensor) -> list[Tensor]:
+        """[dk, dv] of these keys, in float32 or wider; adds the queries' gradients to dq."""
+        if not self.q.shape[2] or not k.shape[2]:
+            return [torch.zeros_like(x, dtype=self.wide) for x in (k, v)]
+        assert self.whole is not None
+        k, v, placed = k.to(self.dtype), v.to(self.dtype), self.call.placed(placement)
+        with autograd_on():
+            dq, dk, dv = placed.backward(self.queries, k, v, self.bindings, self.whole)
+        self.dq = dq.to(self.wide) if self.dq is None else self.dq.add_(dq)
+        return [dk.to(self.wide), dv.to(self.wide)]
+
+    def of_queries(self) -> Tensor:
+        """dq over the parts so far, as the shape rules of ops declare."""
+        return torch.zeros_like(self.q) if self.dq is None else as_promised(self.dq, self.q)
 
 
 def whole_rule(pattern: str, bindings: Sequence[Tensor], num_tokens: int) -> Expression:

@@ -6,6 +6,7 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -26,6 +27,7 @@ class Posted:
     role: Role
     ranks: Ranks
     sent: list[Tensor]  # kept alive until sent
+    lease: Any = None  # of the buffer that receives; `drop` releases it
     arriving: list[dist.Work] = field(default_factory=list)
     leaving: list[dist.Work] = field(default_factory=list)
 
@@ -47,6 +49,8 @@ class Posted:
         self.arriving.clear()
         self.leaving.clear()
         self.sent.clear()
+        if self.lease is not None:
+            self.lease.release()
 
     def _wait(self, works: list[dist.Work]) -> None:
         with communicating(_named(self.role), self.ranks):
@@ -55,15 +59,22 @@ class Posted:
                 del works[0]
 
 
-def post(role: Role, ranks: Ranks, *, send: Sequence[Message] = (), receive: Sequence[Message] = ()) -> Posted:
-    """Send and receive as one group. Messages between two ranks arrive in the order in which they were posted."""
-    posted, group = Posted(role, ranks, [x for x, _ in send]), group_of(ranks.name)
+def post(
+    role: Role, ranks: Ranks, *, send: Sequence[Message] = (), receive: Sequence[Message] = (), lease: Any = None
+) -> Posted:
+    """Send and receive as one group, without empty messages; those between two ranks arrive in the order posted."""
+    send, receive = ([(x, peer) for x, peer in side if x.numel()] for side in (send, receive))
+    posted, group = Posted(role, ranks, [x for x, _ in send], lease), group_of(ranks.name)
     operations = [dist.P2POp(dist.isend, x, group=group, group_peer=peer) for x, peer in send]
     operations += [dist.P2POp(dist.irecv, x, group=group, group_peer=peer) for x, peer in receive]
     if not operations:
         return posted
-    with communicating(_named(role), ranks):
-        works = dist.batch_isend_irecv(operations)
+    try:
+        with communicating(_named(role), ranks):
+            works = dist.batch_isend_irecv(operations)
+    except BaseException:
+        posted.drop()
+        raise
     if len(works) == len(operations):
         posted.leaving, posted.arriving = works[: len(send)], works[len(send) :]
     else:  # the backend runs the group as one operation

@@ -261,13 +261,8 @@ def _cut(rows: Tensor, runs: Ranges) -> tuple[Tensor, ...]:
 
 
 def _swap(ranks: Ranks, *, send: list[Message], receive: list[Message]) -> None:
-    """Exchange all messages at once; skips empty ones on both sides."""
-    posted = post(
-        "shards",
-        ranks,
-        send=[(x, peer) for x, peer in send if x.numel()],
-        receive=[(x, peer) for x, peer in receive if x.numel()],
-    )
+    """Exchange all messages at once."""
+    posted = post("shards", ranks, send=send, receive=receive)
     try:
         posted.wait_for_all()
     finally:

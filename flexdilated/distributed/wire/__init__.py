@@ -5,20 +5,3 @@ A row is one head's key or value for one token. Codecs have no state; a pool lea
 
 from ._codec import Codec, CodecChoice, CodecName, check_codec, codec_for, codec_named, gradient_codec
 from ._pool import BufferPool, Lease, PoolChoice, lease_from, name_of, pool_for, pool_named
-
-__all__ = [
-    "BufferPool",
-    "Codec",
-    "CodecChoice",
-    "CodecName",
-    "Lease",
-    "PoolChoice",
-    "check_codec",
-    "codec_for",
-    "codec_named",
-    "gradient_codec",
-    "lease_from",
-    "name_of",
-    "pool_for",
-    "pool_named",
-]

@@ -4,8 +4,7 @@ Methods that only choose blocks are functions that return a `BlockSelector`. Met
 over chosen blocks are modules: `NativeSparseAttention` and `CoarseToFineAttention`.
 """
 
-from ._coarse_to_fine import CoarseToFineAttention
-from ._native import NativeSparseAttention
+from ._modules import CoarseToFineAttention, NativeSparseAttention
 from ._selectors import SeerGate, moba, quest, seer_attention, seer_attention_r, xattention
 
 __all__ = [
