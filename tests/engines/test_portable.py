@@ -13,10 +13,13 @@ from torch.testing import assert_close
 
 import flexdilated as fd
 from flexdilated import masks
+from flexdilated.engines.flex._program import make_flex_program
 from flexdilated.engines.kernels import _portable
 from flexdilated.memory import LiveBytes
 from tests.attend.test_score_mod import modified
+from tests.engines.test_flex import around_dense
 from tests.support.agreement import TIGHT, assert_agrees
+from tests.support.padded import padded_cases, padded_plan
 from tests.support.strategies import block_sides, cases, tensors
 
 # B batch, H query heads, N queries, M keys
@@ -34,6 +37,18 @@ def test_chunks_of_any_size_are_the_oracle(data, side, scores):
 
     with patch.object(_portable, "_SCORES_AT_ONCE", scores):
         assert_agrees(attend, drawn, case.counts(), modify=rule.of(case))
+
+
+@given(st.data(), padded_cases(), block_sides, st.sampled_from([1, 1 << 20]))
+def test_lists_that_heads_share_are_masked_by_head(data, case, side, scores):
+    """Padded segments: the lists of all heads are one, although heads have different tokens in a block."""
+    drawn = data.draw(tensors(case))
+    rule = data.draw(modified(len(drawn[0]), case.num_heads_global))
+    sizes = {"num_kv_heads": drawn[1].shape[1], "block_size": (side, side), "device": torch.device("cpu")}
+    program = make_flex_program(padded_plan(case), masks.Layout(case.num_queries), **sizes)
+    attend = around_dense(program, 0.5, score_mod=rule.score_mod(), kernel=_portable.portable_attention)
+    with patch.object(_portable, "_SCORES_AT_ONCE", scores):
+        assert_agrees(attend, drawn, case.counts(), scale=0.5, modify=rule.of(case))
 
 
 def scores_of(**tensors):

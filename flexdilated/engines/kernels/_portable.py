@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from jaxtyping import Bool, Float, Int64
+from jaxtyping import Bool, Float, Int32, Int64
 from torch import Tensor
 from torch.nn.attention.flex_attention import AuxOutput, AuxRequest, BlockMask
 from torch.nn.functional import pad
@@ -83,24 +83,27 @@ class _Chunk:
     """Problems with equally long lists.
 
     problem: index of the query block in (batch, heads, rows). block: indices of key blocks in (batch, key/value heads,
-    blocks). hidden: pairs that are not allowed; None if all are. places: batch entry, head, slots of queries and keys.
+    blocks). hidden: pairs that are not allowed, of each problem (y = x) or of all (y = 1); None if all are allowed.
+    places: batch entry, head, slots of queries and keys.
     """
 
     problem: Int64[Tensor, "x t"]
     block: Int64[Tensor, "x t L"]
-    hidden: Bool[Tensor, "t _ LK"] | None
-    places: tuple[Int64[Tensor, "x t"], Int64[Tensor, "x t"], Int64[Tensor, "t Q"], Int64[Tensor, "t _ LK"]]
+    hidden: Bool[Tensor, "y t _ LK"] | None
+    places: tuple[Int64[Tensor, "x t"], Int64[Tensor, "x t"], Int64[Tensor, "t Q"], Int64[Tensor, "t LK"]]
 
-    def asked(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    def asked(self) -> tuple[Tensor, Tensor, Int32[Tensor, "y t Q"], Int32[Tensor, "y t Q LK"]]:
         """`places` in which a hidden pair is replaced by an allowed pair of its row, or of another row of its list."""
-        b, h, q, k = self.places
+        b, h, q, k = (x.int() for x in self.places)
+        q, k = q[None], k[None, :, None].expand(-1, -1, q.shape[1], -1)
         if self.hidden is None:
-            return self.places
-        shown = ~self.hidden.expand(-1, q.shape[1], -1)
+            return b, h, q, k
+        shown = ~self.hidden.expand(-1, -1, q.shape[2], -1)
+        q, k = q.expand(len(shown), -1, -1), k.expand(len(shown), -1, -1, -1)
         some, first = shown.any(-1), shown.byte().argmax(-1)
-        row = some.byte().argmax(1, keepdim=True).where(~some, torch.arange(q.shape[1], device=q.device))
-        instead = k.squeeze(1).gather(1, first.gather(1, row))
-        return b, h, q.gather(1, row), torch.where(shown, k, instead[..., None])
+        row = some.byte().argmax(2, keepdim=True).where(~some, torch.arange(q.shape[2], device=q.device))
+        instead = k[:, :, 0].gather(2, first.gather(2, row))
+        return b, h, q.gather(2, row), torch.where(shown, k, instead[..., None])
 
 
 @dataclass(frozen=True, eq=False)
@@ -154,38 +157,35 @@ class _Problems:
             slots = torch.arange(side, device=device) + row[:, None] * side
             column = self.columns[at, :length]
             key_slots = (column[..., None] * k_side + torch.arange(k_side, device=device)).flatten(1)
-            hidden = self._hidden(at, length, entry, head, slots, key_slots)
             many_heads = torch.arange(heads // own_heads, device=device)[:, None] + head
             many_entries = torch.arange(batch // own_batch, device=device)[:, None] + entry
             b = many_entries.repeat_interleave(len(many_heads), 0)
             h = many_heads.repeat(len(many_entries), 1)
             problem = (b * heads + h) * rows + row
             block = ((b * groups + h // (heads // groups)) * blocks)[..., None] + column.clamp(max=blocks - 1)
-            places = slots.clamp(max=queries - 1), key_slots.clamp(max=keys - 1)[:, None]
+            places = slots.clamp(max=queries - 1), key_slots.clamp(max=keys - 1)
+            beyond = (key_slots >= keys) | (
+                self.count[at][:, None] <= torch.arange(length, device=device)
+            ).repeat_interleave(k_side, 1)
             some = max(1, _SCORES_AT_ONCE // (side * k_side * length * len(at)))
             for first in range(0, shared, some):
                 part = slice(first, first + some)
-                yield _Chunk(problem[part], block[part], hidden, (b[part], h[part], *places))
+                own = b[part], h[part], *places
+                yield _Chunk(problem[part], block[part], self._hidden(self.partial[at], beyond, *own), own)
 
     def _hidden(
-        self, at: Tensor, length: int, entry: Tensor, head: Tensor, slots: Tensor, key_slots: Tensor
-    ) -> Bool[Tensor, "t _ LK"] | None:
-        """Pairs of these lists that the mask hides, or whose entry or key is beyond the last; None if there is none."""
-        _, _, _, queries, keys = self.sizes
-        k_side = self.sides[1]
-        beyond = (key_slots >= keys) | (
-            self.count[at][:, None] <= torch.arange(length * k_side, device=at.device) // k_side
-        )
-        beyond, masked = beyond[:, None], int(self.partial[at].max()) * k_side
+        self, partial: Int64[Tensor, " t"], beyond: Bool[Tensor, "t LK"], b: Tensor, h: Tensor, q: Tensor, k: Tensor
+    ) -> Bool[Tensor, "y t _ LK"] | None:
+        """Pairs that the mask hides in partial blocks, or beyond the last entry or key; None if there is none."""
+        masked = int(partial.max()) * self.sides[1]
         if not masked:
-            return beyond if bool(beyond.any()) else None
-        b, h = entry[:, None, None], head[:, None, None]
-        q, k = slots.clamp(max=queries - 1)[:, :, None], key_slots[:, None, :masked].clamp(max=keys - 1)
-        allowed = self.mask.mask_mod(b, h, q, k)
-        whole = self.partial[at][:, None] <= torch.arange(masked, device=at.device) // k_side
-        hidden = ~(allowed | whole[:, None]) | beyond[..., :masked]
-        rest = beyond[..., masked:].expand(-1, hidden.shape[1], -1)
-        return torch.cat([hidden, rest], 2) if rest.shape[2] else hidden
+            return beyond[None, :, None] if bool(beyond.any()) else None
+        allowed = self.mask.mask_mod(b[..., None, None], h[..., None, None], q[:, :, None], k[:, None, :masked])
+        allowed = allowed[(None,) * (4 - allowed.dim())]  # a mask that reads neither b nor h is of all problems
+        whole = partial[:, None] <= torch.arange(masked, device=partial.device) // self.sides[1]
+        hidden = ~(allowed | whole[:, None]) | beyond[:, None, :masked]
+        rest = beyond[None, :, None, masked:].expand(*hidden.shape[:1], -1, hidden.shape[2], -1)
+        return torch.cat([hidden, rest], 3) if rest.shape[3] else hidden
 
 
 class _Attention(torch.autograd.Function):
@@ -293,10 +293,11 @@ def _scores(
 def _modified(chunk: _Chunk, scores: Float[Tensor, "x t Q LK"], score_mod: ScoreMod) -> Float[Tensor, "x t Q LK"]:
     """Apply score_mod to every score, one at a time, as FlexAttention does, but only to allowed pairs."""
     b, h, q, k = chunk.asked()
+    of_all = None if len(q) < len(b) or len(b) == 1 else 0
+    q, k = (q[0], k[0]) if of_all is None else (q, k)
     every = torch.vmap(score_mod, in_dims=(0, None, None, None, 0))
     every = torch.vmap(every, in_dims=(0, None, None, 0, 0))
-    every = torch.vmap(torch.vmap(every, in_dims=(0, 0, 0, 0, 0)), in_dims=(0, 0, 0, None, None))
-    k = k.expand(-1, q.shape[1], -1)
+    every = torch.vmap(torch.vmap(every, in_dims=(0, 0, 0, 0, 0)), in_dims=(0, 0, 0, of_all, of_all))
     return every(scores, b, h, q, k).to(scores.dtype)
 
 

@@ -204,6 +204,9 @@ def padded_terms(branch: Pattern, multiplicity: int, bound: Bound, *, side: int 
     return terms
 
 
+_LEAST_SEGMENT = 1 << 20  # shorter ones are not cut: programs of all lengths share their numbers
+
+
 def _sides(offsets: tuple[int, ...], segment: int, rate: int, bound: Bound) -> tuple[Padded, Padded] | None:
     """(queries, keys) of the segments that have both; None if no segment has both."""
     begins = bound.q_offset, bound.k_offset
@@ -211,10 +214,12 @@ def _sides(offsets: tuple[int, ...], segment: int, rate: int, bound: Bound) -> t
     first, past = max(begins) // segment, (min(ends) - 1) // segment + 1
     if first >= past:
         return None
+    start, stop = first * segment, past * segment
+    if past == first + 1:  # lists are as long as the segment, of which later tokens do not exist
+        segment = min(segment, max(_LEAST_SEGMENT, 1 << (max(ends) - start - 1).bit_length()))
     q, k = (
         Padded(
-            offsets, rate, segment, -(-segment // rate), first * segment - begin,
-            max(0, first * segment - begin), min(end, past * segment) - begin,
+            offsets, rate, segment, -(-segment // rate), start - begin, max(0, start - begin), min(end, stop) - begin,
         )
         for begin, end in zip(begins, ends, strict=True)
     )  # fmt: skip
