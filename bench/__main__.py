@@ -1,7 +1,7 @@
 """Measure, and print one table: `python -m bench [NAME ...] [--small] [--out DIR]`.
 
-Three more commands: `python -m bench compare A B` sets two sets of results side by side, `python -m bench guard`
-sees what has become slower, and `python -m bench device` measures on an accelerator; `--help` after each says more.
+Two more commands: `python -m bench guard` fails if something became twice as slow, and `python -m bench device`
+measures on an accelerator; `--help` after each says more.
 """
 
 import argparse
@@ -12,7 +12,7 @@ from pathlib import Path
 
 import torch
 
-from . import _compare, _guard, device
+from . import _guard, device
 from ._pages import PAGES
 from ._report import condition, plot_sweep, terminal_table, write_pages
 from ._run import MEASURES, Document, ask, write
@@ -27,7 +27,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Exit status: 0, or 1 if a measure failed. A target that is not met is an answer, not a failure."""
     first, *rest = (sys.argv[1:] if arguments is None else arguments) or [""]
     # These have arguments of their own.
-    commands = {"compare": _compare.main, "guard": _guard.main, "device": measure_device}
+    commands = {"guard": _guard.main, "device": measure_device}
     if first in commands:
         return commands[first](rest)
     parser = argparse.ArgumentParser(prog="python -m bench", description=__doc__)
