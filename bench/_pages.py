@@ -136,7 +136,6 @@ PAGES: dict[Path, dict[str, Part]] = {
         **_from("roofline", rates=_tables.rates),
         **_from("training_memory", against_dense=_tables.against_dense),
         **_from("fits", predicted_and_measured=_tables.peaks),
-        **_from("pool", pool_claims=_tables.pool_claims),
     },
     _HOWTO / "adaptive.md": {
         **_from("selection_cost", cost=_chosen_cost),

@@ -190,8 +190,11 @@ def test_names(monkeypatch, capsys) -> None:
     assert "a name must be one of forward_vs_dense, " in capsys.readouterr().err
     codes = [each.code for each in MEASURES.values() if each.code]
     assert sorted(codes) == sorted([f"C{n}" for n in range(1, 20) if n != 16] + [f"D{n}" for n in range(1, 7)])
-    for code, name in {"C4": "vs_branch_loop", "c14": "few_queries", "D2": "planning_collectives"}.items():
-        assert __main__._name(code) == __main__._name(name.upper()) == name
+    names = {"C4": "vs_branch_loop", "c14": "few_queries", "D2": "planning_collectives", "MASK_BUILD": "mask_build"}
+    asked = []
+    monkeypatch.setattr(__main__, "ask", lambda name, **_: asked.append(name))
+    assert main(["--small", *names]) == 1
+    assert asked == list(names.values())
 
 
 COMPILES = {"changing_lengths": 4, "first_step": 5}
