@@ -1,18 +1,19 @@
 """Measure, and print one table: `python -m bench [NAME ...] [--small] [--out DIR]`.
 
-Three more commands: `python -m bench compare A B` sets two sets of results side by side, `python -m bench guard`
-sees what has become slower, and `python -m bench device` measures on an accelerator; `--help` after each says more.
+Two more commands: `python -m bench guard` fails if something became twice as slow, and `python -m bench device`
+measures on an accelerator; `--help` after each says more.
 """
 
 import argparse
-import json
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 
 import torch
 
-from . import _compare, _guard, device
+from . import _guard, device
+from ._measures import Measure
 from ._pages import PAGES
 from ._report import condition, plot_sweep, terminal_table, write_pages
 from ._run import MEASURES, Document, ask, write
@@ -26,23 +27,15 @@ _DEVICE_LIMIT_S = 520.0
 def main(arguments: Sequence[str] | None = None) -> int:
     """Exit status: 0, or 1 if a measure failed. A target that is not met is an answer, not a failure."""
     first, *rest = (sys.argv[1:] if arguments is None else arguments) or [""]
-    # These have arguments of their own.
-    commands = {"compare": _compare.main, "guard": _guard.main, "device": measure_device}
-    if first in commands:
-        return commands[first](rest)
-    parser = argparse.ArgumentParser(prog="python -m bench", description=__doc__)
-    names = "measures, as --list has them, or their codes, such as C4; all, if none is named"
-    words = "; or one word: pages puts the results into README.md and docs/, pictures draws the catalogue's"
-    parser.add_argument("names", nargs="*", metavar="NAME", type=_name, help=f"{names}{words}")
-    parser.add_argument("--small", action="store_true", help="tiny sizes, to see that everything runs")
-    folder = f"folder of the results ({_RESULTS}; none with --small)"
-    parser.add_argument("--out", type=Path, metavar="DIR", help=folder)
-    parser.add_argument("--list", action="store_true", help="print the measures, with the question of each")
+    if first in ("guard", "device"):  # which have arguments of their own
+        return (_guard.main if first == "guard" else measure_device)(rest)
+    words = ("pages", "pictures")
+    names = {code: each.name for each in MEASURES.values() for code in (each.name, each.code) if code}
+    more = "; or one word: pages puts the results into README.md and docs/, pictures draws the catalogue's"
+    parser = _parser("python -m bench", str(__doc__), names | {word: word for word in words}, "codes, such as C4", more)
     options = parser.parse_args(arguments)
     if options.list:
-        for name, each in MEASURES.items():
-            print(f"{name}\t{each.question}")
-        return 0
+        return _print_questions(MEASURES.values())
     if options.names == ["pages"]:
         write_pages(PAGES, options.out or _RESULTS)
         return 0
@@ -68,43 +61,46 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return 1 if failed else 0
 
 
-def _name(text: str) -> str:
-    words = ("pages", "pictures")
-    known = {code.lower(): each.name for each in MEASURES.values() for code in (each.name, each.code) if code}
-    known |= {word: word for word in words}
-    if text.lower() in known:
-        return known[text.lower()]
-    raise argparse.ArgumentTypeError(f"a name must be one of {', '.join((*MEASURES, *words))}; got {text!r}")
+def _parser(
+    prog: str, description: str, names: Mapping[str, str], codes: str, more: str = ""
+) -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog=prog, description=description)
+    what = f"measures, as --list has them, or their {codes}; all, if none is named{more}"
+    parser.add_argument("names", nargs="*", metavar="NAME", type=partial(_name, names), help=what)
+    parser.add_argument("--small", action="store_true", help="tiny sizes, to see that everything runs")
+    folder = f"folder of the results ({_RESULTS}; none with --small)"
+    parser.add_argument("--out", type=Path, metavar="DIR", help=folder)
+    parser.add_argument("--list", action="store_true", help="print the measures, with the question of each")
+    return parser
+
+
+def _name(names: Mapping[str, str], text: str) -> str:
+    for known, name in names.items():
+        if text.lower() == known.lower():
+            return name
+    raise argparse.ArgumentTypeError(f"a name must be one of {', '.join(dict.fromkeys(names.values()))}; got {text!r}")
+
+
+def _print_questions(measures: Iterable[Measure | device.DeviceRow]) -> int:
+    for each in measures:
+        print(f"{each.name}\t{each.question}")
+    return 0
 
 
 def measure_device(arguments: Sequence[str]) -> int:
     """Exit status: 0, 1 if a name gave no number or a check failed, or 2 for a call that is wrong.
 
-    A JSON file for each name, and summary.json, which holds them all, are written as rows end.
+    The JSON file of each name is written again as its rows end.
     """
-    parser = argparse.ArgumentParser(prog="python -m bench device", description=device.__doc__)
-    known = f"as --list has them, and {device.CORRECTNESS}; all, if none is named"
-    parser.add_argument("names", nargs="*", metavar="NAME", type=_device_name, help=known)
+    names = {name: name for name in device.NAMES} | device.CODES
+    parser = _parser("python -m bench device", str(device.__doc__), names, "codes, such as G5")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda", help="cpu: a dry run, with --small")
-    folder = f"folder of the results ({_RESULTS}; none with --small)"
-    parser.add_argument("--out", type=Path, metavar="DIR", help=folder)
-    parser.add_argument("--small", action="store_true", help="tiny sizes, to see that everything runs")
     parser.add_argument("--limit", type=float, default=_DEVICE_LIMIT_S, metavar="S", help="seconds for all of it")
     parser.add_argument("--commit", metavar="ID", help="the commit to record where there is no git")
-    unpack = "only write the rows of a summary.json to files"
-    parser.add_argument("--unpack", type=_summary, metavar="FILE", help=unpack)
-    parser.add_argument("--list", action="store_true", help="print the questions")
     options = parser.parse_args(arguments)
     results = options.out or (None if options.small else _RESULTS)
     if options.list:
-        for row in device.ROWS:
-            print(f"{row.name}\t{row.question}")
-        return 0
-    if options.unpack is not None:
-        for document in options.unpack:
-            write(document, options.out or _RESULTS)
-        print(terminal_table(options.unpack))
-        return 0
+        return _print_questions(device.ROWS)
     if options.limit <= 0:
         parser.error(f"the limit must be above 0 seconds; got {options.limit}")
     if results is not None and results.is_file():
@@ -119,27 +115,12 @@ def measure_device(arguments: Sequence[str]) -> int:
         documents[document["name"]] = document | {"commit": options.commit or document["commit"]}
         if results is not None:
             write(documents[document["name"]], results)
-            write({"name": "summary", "documents": list(documents.values())}, results)
 
-    names = [name for name in device.NAMES if not options.names or name in options.names]
-    device.measure_all(device.Device(options.device, options.small), names, keep, limit_s=options.limit)
+    asked = [name for name in device.NAMES if not options.names or name in options.names]
+    device.measure_all(device.Device(options.device, options.small), asked, keep, limit_s=options.limit)
     print(terminal_table(documents.values()))
-    print(f"\n{condition(documents[names[-1]])}")
+    print(f"\n{condition(documents[asked[-1]])}")
     return 1 if any(map(device.is_failed, documents.values())) else 0
-
-
-def _device_name(text: str) -> str:
-    name = device.CODES.get(text.upper(), text.lower())
-    if name in device.NAMES:
-        return name
-    raise argparse.ArgumentTypeError(f"a name must be one of {', '.join(device.NAMES)}; got {text!r}")
-
-
-def _summary(text: str) -> list[Document]:
-    try:
-        return json.loads(Path(text).read_text(encoding="utf-8"))["documents"]
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise argparse.ArgumentTypeError(f"it must be a summary.json of this suite; got {text} ({error!r})") from error
 
 
 if __name__ == "__main__":

@@ -9,6 +9,7 @@ while what really takes twice as long stays above the bound.
 
 import argparse
 import json
+import math
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -28,7 +29,6 @@ import flexdilated as fd
 from flexdilated import masks
 from flexdilated.cli._terminal import one_thread
 
-from ._compare import at_least_one
 from ._jobs import Attention, Job, Part, Problem, Size, attention_job
 from ._machine import conditions
 from ._rules import LONGNET_4, LongNet, attention_by
@@ -45,32 +45,25 @@ _SECONDS_BETWEEN = 1.0
 _HEAP_BYTES = 31 << 20  # glibc takes blocks above 32 MiB from the system each time, whatever was freed before
 
 
-@dataclass(frozen=True)
+@dataclass
 class Pair:
-    """The library's job, and a plain one."""
+    """The library's job and a plain one, with the seconds of all their runs so far."""
 
     library: Job
     plain: Job
-
-
-@dataclass
-class Runs:
-    """Seconds of all runs of a case so far."""
-
-    library: list[float] = field(default_factory=list)
-    plain: list[float] = field(default_factory=list)
+    runs: tuple[list[float], list[float]] = field(default_factory=lambda: ([], []))
 
     @property
     def ratio(self) -> float:
-        """Fastest over fastest."""
-        return min(self.library) / min(self.plain)
+        """Fastest run of the library over the fastest plain run."""
+        return min(self.runs[0]) / min(self.runs[1])
 
-    def add(self, pair: Pair) -> None:
+    def run(self) -> None:
         """One more try: rounds in which both take turns."""
         start, rounds = perf_counter(), 0
         while rounds < _ROUNDS_A_TRY or perf_counter() - start < _SECONDS_A_TRY:
-            self.plain.append(pair.plain.seconds(process_time))
-            self.library.append(pair.library.seconds(process_time))
+            for seconds, job in zip(self.runs, (self.library, self.plain), strict=True):
+                seconds.append(job.seconds(process_time))
             rounds += 1
 
 
@@ -97,11 +90,11 @@ class Verdict:
 
 def check(name: str, case: Callable[[], Pair], *, recorded: float, bound: float = BOUND) -> Verdict:
     """Measure a case until it is within the bound, in at most three tries."""
-    pair, runs, tries = case(), Runs(), 0
+    pair, tries = case(), 0
     while True:
         tries += 1
-        runs.add(pair)
-        verdict = Verdict(name, recorded, runs.ratio, tries, bound)
+        pair.run()
+        verdict = Verdict(name, recorded, pair.ratio, tries, bound)
         if not verdict.failed or tries == _TRIES:
             return verdict
         sleep(_SECONDS_BETWEEN)
@@ -111,10 +104,10 @@ def record(names: Iterable[str], path: Path) -> None:
     """Measure the cases, in as many tries as a failure would take, and write their figures; others stay."""
     ratios = dict(read(path)) if path.exists() else {}
     for name in names:
-        pair, runs = CASES[name](), Runs()
+        pair = CASES[name]()
         for _ in range(_TRIES):
-            runs.add(pair)
-        ratios[name] = round(runs.ratio, 3)
+            pair.run()
+        ratios[name] = round(pair.ratio, 3)
         print(f"{name}: {ratios[name]}")
     document = {"ratios": {name: ratios[name] for name in CASES if name in ratios}, **conditions()}
     path.write_text(json.dumps(document, indent=1, ensure_ascii=False) + "\n")
@@ -139,7 +132,7 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("cases", nargs="*", metavar="CASE", help=f"all, or some of {', '.join(CASES)}")
     parser.add_argument("--record", action="store_true", help="measure, and write the ratios down as those to hold")
     times = f"times the recorded ratio ({BOUND})"
-    parser.add_argument("--bound", type=at_least_one, default=BOUND, metavar="FACTOR", help=times)
+    parser.add_argument("--bound", type=_bound, default=BOUND, metavar="FACTOR", help=times)
     parser.add_argument("--file", type=Path, default=RECORDED, metavar="FILE", help=f"recorded ratios ({RECORDED})")
     options = parser.parse_args(arguments)
     names = options.cases or list(CASES)
@@ -166,6 +159,16 @@ def main(arguments: Sequence[str]) -> int:
     if failed:
         print(f"slower than {options.bound} times the recorded ratio: {', '.join(failed)}", file=sys.stderr)
     return 1 if failed else 0
+
+
+def _bound(text: str) -> float:
+    try:
+        bound = float(text)
+    except ValueError:
+        bound = 0.0
+    if not 1.0 <= bound < math.inf:
+        raise argparse.ArgumentTypeError(f"a bound must be a number of at least 1; got {text!r}")
+    return bound
 
 
 @contextmanager

@@ -1,6 +1,5 @@
 """The pages that show figures: for each the parts between its marks, rendered from the files of results."""
 
-from collections.abc import Mapping
 from pathlib import Path
 
 from . import _tables
@@ -11,7 +10,6 @@ from ._report import (
     Document,
     Part,
     answers,
-    conditions,
     from_result,
     growth,
     machines,
@@ -87,8 +85,6 @@ def _section(entry: Entry, figures: Figures) -> str:
 
 # docs/howto/adaptive.md
 
-_ALL, _FAR = "all bytes", "copies from afar"
-
 
 def _chosen_cost(document: Document) -> str:
     """A line for each way and length: times as fast as dense attention, and the share of choosing."""
@@ -103,72 +99,6 @@ def _chosen_cost(document: Document) -> str:
     even = [row for row in document["rows"] if "times_as_fast" in row["detail"]]
     from_on = "; ".join(f"{before(', forward')(row)}: {row['measured_text']}" for row in even)
     return with_condition(f"{text}\n\nNo slower than dense attention from, forward: {from_on}.", document)
-
-
-def _found(document: Document) -> str:
-    """A line for each way of reading: the share found in each task, and paired differences, in points."""
-    tasks = {before(" in ")(row): row["detail"]["ways"] for row in document["rows"]}
-    headers = ["keys read", *(f"{task}{each}" for task in tasks for each in ("", ", over the window", ", over exact"))]
-
-    def points(ends: list[float] | None) -> str:
-        return "" if ends is None or ends[0] == ends[1] == 0 else f"{100 * ends[0]:+.0f} to {100 * ends[1]:+.0f}"
-
-    lines = []
-    for way in next(iter(tasks.values())):
-        line = [way]
-        for figure in (ways[way] for ways in tasks.values()):
-            line += [percent(figure["found"]), points(figure["over_window"]), points(figure.get("over_exact"))]
-        lines.append(line)
-    return with_condition(markdown(lines, headers), document)
-
-
-def _learned(results: Path) -> str:
-    """Bits of each way of reading, and the time of its training step over that of dense attention."""
-    document, steps = read(results, "byte_model"), read(results, "byte_step")
-    times = {f"a step, {before(', ')(row)}": row["detail"]["times"] for row in steps["rows"]}
-    measured = "\n\n".join(conditions([document, steps]))
-    return f"\n{_bits_table(document['rows'][0]['detail']['ways'], times)}\n\n{measured}\n"
-
-
-def _bits(ends: list[float] | None) -> str:
-    return "" if ends is None else f"{ends[0]:+.2f} to {ends[1]:+.2f}"
-
-
-def _references(ways: Figures) -> list[str]:
-    """Ways over which differences were taken."""
-    return [name for name in ways if any(name in figure["over"] for figure in ways.values())]
-
-
-def _bits_table(ways: Figures, times: Mapping[str, Figures]) -> str:
-    """A line for each way: bits of all bytes and of copies from afar; these over other ways'; its times."""
-    references = _references(ways)
-    lines = []
-    for name in dict.fromkeys([*ways, *(way for column in times.values() for way in column)]):
-        figure = ways.get(name, {"bits": {}, "over": {}})
-        lines.append(
-            (
-                name,
-                *(f"{figure['bits'][place]:.2f}" if place in figure["bits"] else "" for place in (_ALL, _FAR)),
-                *(_bits(figure["over"].get(other, {}).get(_FAR)) for other in references),
-                *(f"{column[name]:.2f} ×" for column in times.values()),
-            )
-        )
-    return markdown(lines, ("keys read", _ALL, _FAR, *(f"{_FAR}, over {name}" for name in references), *times))
-
-
-def _exchanges(document: Document) -> str:
-    """A line for each pair of ways: bits of the usual and of the other, of copies from afar, and the differences."""
-    lines = []
-    for row in document["rows"]:
-        ways = row["detail"]["ways"]
-        (than,) = _references(ways)
-        for name, figure in ways.items():
-            if name != than:
-                two = (f"{each['bits'][_FAR]:.2f}" for each in (ways[than], figure))
-                apart = (_bits(figure["over"][than][place]) for place in (_FAR, _ALL))
-                lines.append((before(":")(row), than, name, *two, *apart))
-    headers = ("", "usual", "other", "bits of the usual", "bits of the other", "difference", "difference of all bytes")
-    return with_condition(markdown(lines, headers), document)
 
 
 def _recipes(*names: str) -> Render:
@@ -206,14 +136,9 @@ PAGES: dict[Path, dict[str, Part]] = {
         **_from("roofline", rates=_tables.rates),
         **_from("training_memory", against_dense=_tables.against_dense),
         **_from("fits", predicted_and_measured=_tables.peaks),
-        **_from("pool", pool_claims=_tables.pool_claims),
     },
     _HOWTO / "adaptive.md": {
         **_from("selection_cost", cost=_chosen_cost),
-        **_from("needles", found=_found),
-        "learned": _learned,
-        **_from("byte_model", read=lambda document: _bits_table(document["rows"][1]["detail"]["ways"], {})),
-        **_from("byte_training", exchanged=_exchanges),
         **{name: from_result("recipe_cost", _recipes(*_SEVERAL.get(name, (name,)))) for name in _RECIPES},
     },
     _HOWTO / "choosing.md": {

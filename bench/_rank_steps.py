@@ -5,7 +5,6 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
-from functools import cached_property
 from math import lcm
 from pathlib import Path
 from typing import Any, Literal
@@ -181,44 +180,25 @@ def _take(mesh: DeviceMesh, step: Step) -> dict[str, Any]:
     return {**arrays, "sent": Counter(counts.sent), "received": Counter(counts.received)}
 
 
-# Eight ranks on one device, one after the other, beside one call: what an exchange and a ring compute. Nothing is sent.
+# Ranks that take turns on one device, beside one call: what an exchange and a ring compute. Nothing is sent.
 
-Share = tuple[range, tuple[Tensor, ...]]  # tokens, and what their dq, or dk and dv, gets
-
-
-@dataclass(frozen=True)
-class Stretch:
-    """A rank's queries, and the range of keys that these reach."""
-
-    queries: range
-    keys: range
-
-    def attend(self, spec: LongNet, q: Tensor, k: Tensor, v: Tensor, keys: range | None = None) -> tuple[Tensor, ...]:
-        """(out, lse) of the queries over these keys, by default all that they reach.
-
-        Positions are counted from the last one before both at which every branch begins a segment: the rule repeats
-        from there, and ranks of equal offsets share compiled code.
-        """
-        first, period = (keys or self.keys).start, lcm(*spec.segment_lengths)
-        start = min(self.queries.start, first) // period * period
-        q_offset, k_offset = self.queries.start - start, first - start
-        return fd.attend(q, k, v, spec.pattern(), return_lse=True, q_offset=q_offset, k_offset=k_offset)
+Share = tuple[range, tuple[Tensor, ...]]  # tokens, and summands of their dq, or of dk and dv
 
 
-def stretches(spec: LongNet, num_tokens: int, num_ranks: int) -> tuple[Stretch, ...]:
-    """Contiguous shards of equal length, each with the keys of the segments that its queries lie in."""
+def stretches(spec: LongNet, num_tokens: int, num_ranks: int) -> list[tuple[range, range]]:
+    """(queries, keys) of each rank: contiguous shards of equal length, and the segments that these lie in."""
     found, size = [], -(-num_tokens // num_ranks)
     for first in range(0, num_tokens, size):
         stop = min(first + size, num_tokens)
         start = min(first // length * length for length in spec.segment_lengths)
         end = max(-(-stop // length) * length for length in spec.segment_lengths)
-        found.append(Stretch(range(first, stop), range(start, stop if spec.causal else min(end, num_tokens))))
-    return tuple(found)
+        found.append((range(first, stop), range(start, stop if spec.causal else min(end, num_tokens))))
+    return found
 
 
 @dataclass(frozen=True, eq=False)
 class InTurn:
-    """Ranks that take turns on one device, each with its queries, and in an exchange all keys that these reach.
+    """Ranks in turn: each has its queries, and in an exchange all keys that these reach.
 
     In the backward of a ring the keys come shard by shard: for each the forward again, and the gradients of its output
     and lse: those of the whole rows times the shard's weight in them.
@@ -231,7 +211,7 @@ class InTurn:
     def job(self, what: str) -> Job:
         """Job of all ranks: "forward", "exchange backward" or "ring backward"; its forward is not timed."""
         prepare, run = {
-            "forward": (self._shards, self._forward),
+            "forward": (self._inputs, self._forward),
             "exchange backward": (self._before_exchange, _exchange),
             "ring backward": (self._before_ring, self._ring),
         }[what]
@@ -239,79 +219,75 @@ class InTurn:
 
     def error(self, what: str) -> float:
         """The relative error of the ranks' output or gradients, put together, against one call's."""
-        job, problem, attention = self.job(what), self.problem, self.spec.attention()
-        found: Any = job.run(job.prepare() if job.prepare else None)
+        job, attention = self.job(what), self.spec.attention()
+        assert job.prepare is not None
+        found: Any = job.run(job.prepare())
         if what == "forward":
             with torch.no_grad():
-                return relative_error(torch.cat(found, dim=2), attention(problem.q, problem.k, problem.v))
-        wanted = train(attention, problem)
+                return relative_error(torch.cat(found, dim=2), attention(*self.problem.qkv))
+        wanted = train(attention, self.problem)
         totals = [torch.zeros_like(x, dtype=torch.float64) for x in wanted]
         for tokens, parts in found:
             for total, part in zip(totals[:1] if len(parts) == 1 else totals[1:], parts, strict=True):
-                total[:, :, tokens.start : tokens.stop] += part
+                _part(total, tokens).add_(part)
         return max(relative_error(total, each) for total, each in zip(totals, wanted, strict=True))
 
-    @cached_property
-    def _ranks(self) -> tuple[Stretch, ...]:
+    @property
+    def _ranks(self) -> list[tuple[range, range]]:
         return stretches(self.spec, self.problem.q.shape[2], self.num_ranks)
 
-    @cached_property
-    def _rows(self) -> tuple[Tensor, Tensor]:
-        """Output and lse of all rows, which a ring's forward leaves."""
-        with torch.no_grad():
-            problem = self.problem
-            return fd.attend(problem.q, problem.k, problem.v, self.spec.pattern(), return_lse=True)
+    def _leaves(self, queries: range, keys: range) -> list[Tensor]:
+        given = zip(self.problem.qkv, (queries, keys, keys), strict=True)
+        return [_part(x, tokens).requires_grad_() for x, tokens in given]
 
-    def _shards(self) -> list[Problem]:
+    def _attend(self, queries: range, keys: range, leaves: list[Tensor]) -> tuple[Tensor, Tensor]:
+        """(out, lse). Positions are counted from the last one before both at which every branch begins a segment.
+
+        The rule repeats from there, and ranks of equal offsets share compiled code.
+        """
+        start = min(queries.start, keys.start) // (period := lcm(*self.spec.segment_lengths)) * period
+        offsets = {"q_offset": queries.start - start, "k_offset": keys.start - start}
+        return fd.attend(leaves[0], leaves[1], leaves[2], self.spec.pattern(), return_lse=True, **offsets)
+
+    def _inputs(self) -> list[tuple[range, range, list[Tensor]]]:
         """Each rank's own copies."""
-        whole = self.problem
-        found = []
-        for rank in self._ranks:
-            q, grad = (_part(x, rank.queries).contiguous() for x in (whole.q, whole.grad))
-            k, v = (_part(x, rank.keys).contiguous() for x in (whole.k, whole.v))
-            found.append(Problem(q, k, v, grad))
-        return found
+        given = [(*each, self._leaves(*each)) for each in self._ranks]
+        return [(*each, [x.detach().contiguous().requires_grad_() for x in leaves]) for *each, leaves in given]
 
     @torch.no_grad()
-    def _forward(self, shards: list[Problem]) -> list[Tensor]:
-        return [rank.attend(self.spec, x.q, x.k, x.v)[0] for rank, x in zip(self._ranks, shards, strict=True)]
+    def _forward(self, inputs: list[tuple[range, range, list[Tensor]]]) -> list[Tensor]:
+        return [self._attend(*each)[0] for each in inputs]
 
-    def _before_exchange(self) -> list[tuple[Stretch, Tensor, tuple[Tensor, ...], Tensor]]:
-        both = [(rank, x.leaves, x.grad) for rank, x in zip(self._ranks, self._shards(), strict=True)]
-        return [(rank, rank.attend(self.spec, *leaves)[0], leaves, grad) for rank, leaves, grad in both]
+    def _before_exchange(self) -> list[tuple[range, range, list[Tensor], Tensor, Tensor]]:
+        return [(*each, self._attend(*each)[0], _part(self.problem.grad, each[0])) for each in self._inputs()]
 
     def _before_ring(self) -> list[WholeRows]:
-        found = []
-        for rank in self._ranks:
-            out, lse, grad = (_part(x, rank.queries).contiguous() for x in (*self._rows, self.problem.grad))
-            found.append(WholeRows(out, lse, grad, None))
-        return found
+        with torch.no_grad():
+            out, lse = fd.attend(*self.problem.qkv, self.spec.pattern(), return_lse=True)
+        rows = (out, lse, self.problem.grad)
+        return [WholeRows(*(_part(x, queries).contiguous() for x in rows), None) for queries, _ in self._ranks]
 
     def _ring(self, rows: list[WholeRows]) -> list[Share]:
-        """dq is summed up over the shards, its own first."""
+        """A rank's dq is summed up over the shards, its own first."""
         found: list[Share] = []
-        for rank, own in zip(self._ranks, rows, strict=True):
-            queries, total = _part(self.problem.q, rank.queries).contiguous(), None
-            others = [each.queries for each in self._ranks if each is not rank]
-            needed = [each for each in others if each.start < rank.keys.stop and rank.keys.start < each.stop]
-            for keys in (rank.queries, *needed):
-                parts = (queries, _part(self.problem.k, keys), _part(self.problem.v, keys))
-                leaves = [x.detach().requires_grad_() for x in parts]
-                out, lse = rank.attend(self.spec, leaves[0], leaves[1], leaves[2], keys)
-                weighted = own.gradients_of(out.detach(), lse.detach())
-                dq, dk, dv = torch.autograd.grad((out, lse), leaves, weighted)
-                total = dq.float() if total is None else total.add_(dq)
+        for (queries, reached), own in zip(self._ranks, rows, strict=True):
+            shards = [shard for shard, _ in self._ranks if shard.start < reached.stop and reached.start < shard.stop]
+            total = torch.zeros(())
+            for keys in sorted(shards, key=lambda shard: shard != queries):
+                leaves = self._leaves(queries, keys)
+                out, lse = self._attend(queries, keys, leaves)
+                dq, dk, dv = torch.autograd.grad((out, lse), leaves, own.gradients_of(out.detach(), lse.detach()))
+                total = dq.float() if keys == queries else total.add_(dq)
                 found.append((keys, (dk, dv)))
-            assert total is not None
-            found.append((rank.queries, (total,)))
+            found.append((queries, (total,)))
         return found
 
 
-def _exchange(before: list[tuple[Stretch, Tensor, tuple[Tensor, ...], Tensor]]) -> list[Share]:
+def _exchange(before: list[tuple[range, range, list[Tensor], Tensor, Tensor]]) -> list[Share]:
     found: list[Share] = []
-    for rank, out, leaves, grad in before:
+    for queries, keys, leaves, out, grad in before:
         dq, dk, dv = torch.autograd.grad(out, leaves, grad)
-        found += [(rank.queries, (dq,)), (rank.keys, (dk, dv))]
+        found += [(queries, (dq,)), (keys, (dk, dv))]
     return found
 
 

@@ -65,20 +65,6 @@ def rates(document: Document) -> str:
     return with_condition(f"{markdown(lines, headers)}\n\n{matmul} {kernel[0]}, and {kernel[-1]}.", document)
 
 
-_CLAIMED = {
-    "claim": _MEASURE,
-    "claimed": detail("claimed"),
-    "here": _FIGURE,
-    "reached": lambda row: "yes" if row["met"] else "**no**",
-}
-
-
-def pool_claims(document: Document) -> str:
-    rows = [row for row in document["rows"] if "claimed" in row["detail"]]
-    sources = "\n".join(f"* {source}" for source in dict.fromkeys(row["detail"]["source"] for row in rows))
-    return with_condition(f"{table(rows, _CLAIMED)}\n\nSources:\n\n{sources}", document)
-
-
 def _deviation(point: Figures) -> float:
     return point["predicted_bytes"] / point["measured_bytes"] - 1
 

@@ -4,8 +4,9 @@ import os
 import subprocess
 import sys
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
 from itertools import compress
 from pathlib import Path
 from random import Random
@@ -83,17 +84,6 @@ WAYS: dict[str, Callable[[int], int]] = {
 }
 
 
-class Steps(NamedTuple):
-    """Seconds of each step at each length, and of a second pass over them; what was compiled."""
-
-    seconds: tuple[float, ...]
-    again: tuple[float, ...]
-    compiled: tuple[bool, ...]
-    compilations: int
-    not_compiled: int
-    detail: dict[str, Any]
-
-
 @measure("C11", spec=LONGNET_4.shrunk(64).as_causal(), lengths=Lengths(3, 60, 300), backend="eager")
 def changing_lengths(
     spec: LongNet = LONGNET_4.shrunk(8).as_causal(),
@@ -109,104 +99,97 @@ def changing_lengths(
     """
     name = f"{spec.label}, {lengths.num_lengths} random lengths, compiled training step"
     found: dict[str, Steps] = run_apart(_steps, spec, lengths, backend)
-    ready = [not any(new) for new in zip(*(steps.compiled for steps in found.values()), strict=True)]
+    drawn, number = lengths.drawn(), lengths.num_lengths
+    ready = [not any(steps.graphs[index] for steps in found.values()) for index in range(number)]
+    new, again = (
+        {way: tuple(compress(steps.seconds[part], ready)) for way, steps in found.items()}
+        for part in (slice(number), slice(number, None))
+    )
     ways = {
         way: {
-            "compilations": steps.compilations,
-            "seconds_of_all_steps": sum(steps.seconds),
-            "seconds_of_steps_that_nowhere_compile": sum(compress(steps.seconds, ready)),
-            "seconds_of_these_again": sum(compress(steps.again, ready)),
+            "compilations": sum(steps.graphs),
+            "seconds_of_all_steps": sum(steps.seconds[:number]),
+            "seconds_of_steps_that_nowhere_compile": sum(new[way]),
+            "seconds_of_these_again": sum(again[way]),
         }
         for way, steps in found.items()
     }
-    drawn, (dynamic, *_) = lengths.drawn(), found.values()
+    dynamic = next(iter(found.values()))
     detail = {"lengths": drawn, "steps_that_nowhere_compile": sum(ready), "ways": ways}
-    bound, left = at_most(len(set(map(_power_of_two, drawn)))), sum(steps.not_compiled for steps in found.values())
-    new, again = (
-        {way: compress(getattr(steps, part), ready) for way, steps in found.items()} for part in ("seconds", "again")
-    )
+    left = sum(steps.breaks.total() + steps.frames["total"] - steps.frames["ok"] for steps in found.values())
+    kinds = {"graph_breaks": dict(dynamic.breaks), "frames": dict(dynamic.frames)}
+    bound, what = at_most(len(set(map(_power_of_two, drawn)))), "compilations, at most one a power of two"
     return [
-        Row(f"{name}: compilations, at most one a power of two", bound, dynamic.compilations, detail=detail),
-        Row(f"{name}: graph breaks and frames left to eager", at_most(0), left, detail=dynamic.detail),
+        Row(f"{name}: {what}", bound, sum(dynamic.graphs), detail=detail),
+        Row(f"{name}: graph breaks and frames left to eager", at_most(0), left, detail=kinds),
         _beside_padded(f"{name}: once compiled, time of steps of ever new lengths over that of padded ones", new),
         _beside_padded(f"{name}: the same steps once more, over padded ones", again),
     ]
 
 
-def _beside_padded(what: str, steps: Mapping[str, Iterable[float]]) -> Row:
+def _beside_padded(what: str, seconds: Mapping[str, tuple[float, ...]]) -> Row:
     """The first way over the fastest of all."""
-    first, *others = (Timing(way, tuple(seconds)) for way, seconds in steps.items())
+    first, *others = (Timing(way, each) for way, each in seconds.items())
     if not first.seconds:
         return Row(what, at_most(1.5), torch.nan)
     best = min((first, *others), key=lambda timing: sum(timing.seconds))
     return Row(what, at_most(1.5), sum(first.seconds) / sum(best.seconds), (first, best))
 
 
+@dataclass
+class Steps:
+    """Seconds and compiled graphs of each step of one way; all graph breaks, and frames by what became of them."""
+
+    seconds: list[float] = field(default_factory=list)
+    graphs: list[int] = field(default_factory=list)
+    breaks: Counter[str] = field(default_factory=Counter)
+    frames: Counter[str] = field(default_factory=Counter)
+
+
 def _steps(spec: LongNet, lengths: Lengths, backend: str) -> dict[str, Steps]:
     """A step of each way in turn at each length; then all of them again."""
     with TemporaryDirectory() as folder:
         os.environ["TORCHINDUCTOR_CACHE_DIR"] = folder
-        runs = {way: _Run(spec, lengths, backend, way) for way in WAYS}
-        order = list(runs)
+        found = {way: Steps() for way in WAYS}
+        runs = [partial(_step, way, steps, *_layer(spec, lengths, backend, way)) for way, steps in found.items()]
         for length in 2 * lengths.drawn():
-            for way in order:
-                runs[way].step(length)
-            order.append(order.pop(0))
-    return {way: run.steps(lengths.num_lengths) for way, run in runs.items()}
+            for run in runs:
+                run(length)
+            runs.append(runs.pop(0))
+    return found
 
 
-class _Run:
-    """A separate compiled layer, with the seconds and compilations of each step."""
+def _layer(spec: LongNet, lengths: Lengths, backend: str, way: str) -> tuple[Layer, Callable[..., Tensor]]:
+    """A layer, and the layer compiled, with graphs of its own, which torch keeps by their code."""
+    own = Layer.forward.__code__.replace(co_name=f"forward_{list(WAYS).index(way)}")
+    kind = type("Layer", (Layer,), {"forward": FunctionType(own, globals())})
+    with torch.random.fork_rng():
+        torch.manual_seed(lengths.seed)
+        layer = kind(spec, lengths.num_heads, lengths.head_dim)
+    dynamic = False if WAYS[way] is _power_of_two else None
+    return layer, torch.compile(layer, dynamic=dynamic, backend=backend)
 
-    def __init__(self, spec: LongNet, lengths: Lengths, backend: str, way: str) -> None:
-        own = Layer.forward.__code__.replace(co_name=f"forward_{list(WAYS).index(way)}")
-        kind = type("Layer", (Layer,), {"forward": FunctionType(own, globals())})  # graphs are kept by their code
-        with torch.random.fork_rng():
-            torch.manual_seed(lengths.seed)
-            self.layer = kind(spec, lengths.num_heads, lengths.head_dim)
-        self.way, self.padded = way, WAYS[way]
-        self.compiled = torch.compile(
-            self.layer, dynamic=False if self.padded is _power_of_two else None, backend=backend
-        )
-        self.optimizer = torch.optim.SGD(self.layer.parameters(), lr=0.01)
-        self.seconds: list[float] = []
-        self.graphs: list[int] = []
-        self.breaks: Counter[str] = Counter()
-        self.frames: Counter[str] = Counter()
 
-    def step(self, length: int) -> None:
-        generator = torch.Generator().manual_seed(length)
-        x = torch.randn(1, length, self.layer.project_out.in_features, generator=generator)
-        more = self.padded(length) - length
-        padded = pad(x, (0, 0, 0, more)), pad(x.new_ones(length), (0, more))
-        counters.clear()
-        self.optimizer.zero_grad()
-        start = perf_counter()
-        loss = self.compiled(*padded)
-        loss.backward()
-        self.seconds.append(perf_counter() - start)
-        self.graphs.append(counters["stats"]["unique_graphs"])
-        self.breaks += counters["graph_break"]
-        self.frames += counters["frames"]
-        if self.graphs[-1]:
-            say(f"{self.way}: compiled at {length} tokens in {self.seconds[-1]:.1f} s")
-            self._check(x, loss)
-        self.optimizer.step()
-
-    def _check(self, x: Tensor, loss: Tensor) -> None:
-        """AssertionError unless the compiled loss and its gradients are the eager ones."""
-        weights = list(self.layer.parameters())
-        eager = self.layer(x, x.new_ones(x.shape[1]))
+def _step(way: str, steps: Steps, layer: Layer, compiled: Callable[..., Tensor], length: int) -> None:
+    """A forward and backward and an update; where it compiles, loss and gradients must be the eager ones."""
+    x = torch.randn(1, length, layer.project_out.in_features, generator=torch.Generator().manual_seed(length))
+    real, more, weights = x.new_ones(length), WAYS[way](length) - length, list(layer.parameters())
+    padded = pad(x, (0, 0, 0, more)), pad(real, (0, more))
+    counters.clear()
+    layer.zero_grad()
+    start = perf_counter()
+    loss = compiled(*padded)
+    loss.backward()
+    steps.seconds.append(perf_counter() - start)
+    steps.graphs.append(counters["stats"]["unique_graphs"])
+    steps.breaks += counters["graph_break"]
+    steps.frames += counters["frames"]
+    if steps.graphs[-1]:
+        say(f"{way}: compiled at {length} tokens in {steps.seconds[-1]:.1f} s")
+        eager = layer(x, real)
         wanted = (eager.detach(), *torch.autograd.grad(eager, weights))
         assert_close((loss.detach(), *(weight.grad for weight in weights)), wanted, rtol=1e-4, atol=1e-6)
-
-    def steps(self, number: int) -> Steps:
-        """The result of `number` steps, each taken twice."""
-        compiled = tuple(map(bool, self.graphs[:number]))
-        left = self.breaks.total() + self.frames["total"] - self.frames["ok"]
-        detail = {"graph_breaks": dict(self.breaks), "frames": dict(self.frames)}
-        halves = tuple(self.seconds[:number]), tuple(self.seconds[number:])
-        return Steps(*halves, compiled, sum(self.graphs), left, detail)
+    torch.optim.SGD(weights, lr=0.01).step()
 
 
 @dataclass(frozen=True)
@@ -234,12 +217,7 @@ class Case(NamedTuple):
     check: Callable[[], None]
 
 
-class FirstSteps(NamedTuple):
-    """Seconds of the first step and of a later one, and of the parts of torch's compilation."""
-
-    first_s: float
-    later_s: float
-    parts_s: dict[str, float]
+FirstSteps = dict[str, Any]  # seconds of the first step and of a later one, and of the parts of torch's compilation
 
 
 @measure(
@@ -262,7 +240,7 @@ def first_step(config: First = First(LONGNET_4.as_causal(), Size(8192, num_heads
     timing = Timing("import", tuple(float(run.stdout) for run in runs))
     yield Row("import flexdilated, beyond import torch", at_most(0.5, "s"), timing.median_s, (timing,))
     steps = [run_apart(_first_steps, _eager, config, "") for _ in range(config.repeats)]
-    first, later = (Timing(name, tuple(getattr(each, name) for each in steps)) for name in ("first_s", "later_s"))
+    first, later = (Timing(name, tuple(each[name] for each in steps)) for name in ("first_s", "later_s"))
     what = f"{config.spec.label}, {config.size}, eager training step: the first over a later one"
     yield Row(what, at_most(3), first.median_s / later.median_s, (first, later))
     names = {
@@ -272,10 +250,10 @@ def first_step(config: First = First(LONGNET_4.as_causal(), Size(8192, num_heads
     for name, both in names.items():
         ours, theirs = (_starts(each, config) for each in both)
         for start, own, other in zip(config.starts, ours, theirs, strict=True):
-            say(f"{name}, {start}: {own.first_s:.2f} s, {other.first_s:.2f} s with torch's own attention")
-            detail = {"flexdilated": own._asdict(), "torch's own attention": other._asdict()}
+            say(f"{name}, {start}: {own['first_s']:.2f} s, {other['first_s']:.2f} s with torch's own attention")
+            detail = {"flexdilated": own, "torch's own attention": other}
             what = f"{name}: {start} first step, over that with torch's own attention"
-            yield Row(what, at_most(1.5), own.first_s / other.first_s, detail=detail)
+            yield Row(what, at_most(1.5), own["first_s"] / other["first_s"], detail=detail)
     # Seconds of the CPU, which other work on the machine disturbs less than those of the clock.
     pattern, calls = config.spec.pattern(), ("attend", "scaled_dot_product_attention")
     own_ms, other_ms = (run_apart(_trace_ms, name, pattern, config) for name in calls)
@@ -300,7 +278,8 @@ def _first_steps(prepare: Callable[[First], Case], config: First, folder: str) -
         seconds.append(perf_counter() - start)
     parts = sorted(((sum(each), name) for name, each in compilation_time_metrics.items()), reverse=True)
     case.check()
-    return FirstSteps(seconds[0], median(seconds[1:]), {name: spent for spent, name in parts[:_SLOWEST_PARTS]})
+    slowest = {name: spent for spent, name in parts[:_SLOWEST_PARTS]}
+    return {"first_s": seconds[0], "later_s": median(seconds[1:]), "parts_s": slowest}
 
 
 def _eager(config: First) -> Case:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 
@@ -292,36 +292,16 @@ def _boxes(dense: DenseRule, examples: int, generator: torch.Generator) -> Itera
         yield box, torch.tensor([BoxRanges.of(box, index).pairs(dense) for index in range(examples)])
 
 
-@dataclass(frozen=True)
-class _ListSizes:
-    """Sizes for which block lists are built."""
-
-    num_queries: int
-    num_keys: int
-    q_offset: int
-    q_block: int
-    k_block: int
-    rate: int
-
-    def bind(self, dense: DenseRule) -> Bound:
-        sizes = {"num_queries": self.num_queries, "num_keys": self.num_keys, "q_offset": self.q_offset}
-        return dense.pattern.bind(num_heads=dense.num_heads, **sizes)
-
-    def __str__(self) -> str:
-        sides = f"blocks of {self.q_block} x {self.k_block}, layout rate {self.rate}"
-        return f"{self.num_queries} queries from {self.q_offset} on, {self.num_keys} keys, {sides}"
-
-
 def _check_lists(dense: DenseRule, examples: int, generator: torch.Generator) -> None:
     """Settled lists must have exactly the blocks with pairs and mark full ones; unsettled lists may have more."""
-    drawn = [_draw_sizes(dense, generator) for _ in range(max(8, examples // 5))]
-    for sizes in sorted(drawn, key=lambda sizes: sizes.num_queries * sizes.num_keys):
-        (term,) = shared_terms(dense.pattern, 1, sizes.bind(dense), sizes.rate)
-        q, k = (Layout(size, sizes.rate).positions() for size in (sizes.num_queries, sizes.num_keys))
-        truth = _in_blocks(dense.table[:, q + sizes.q_offset][:, :, k], sizes.q_block, sizes.k_block)
-        whole = truth == sizes.q_block * sizes.k_block
+    drawn = [_draw_lists(dense, generator) for _ in range(max(8, examples // 5))]
+    for bound, (q_block, k_block), rate in sorted(drawn, key=lambda each: each[0].num_queries * each[0].num_keys):
+        (term,) = shared_terms(dense.pattern, 1, bound, rate)
+        q, k = (Layout(size, rate).positions() for size in (bound.num_queries, bound.num_keys))
+        truth = _in_blocks(dense.table[:, q + bound.q_offset][:, :, k], q_block, k_block)
+        whole = truth == q_block * k_block
         for settle in (False, True):
-            blocks = term.blocks(sizes.q_block, sizes.k_block, settle=settle)
+            blocks = term.blocks(q_block, k_block, settle=settle)
             listed, full, pairs = (torch.zeros(blocks.num_tables, *truth.shape[1:], dtype=torch.int64) for _ in "123")
             where = (blocks.table.long(), blocks.row.long(), blocks.column.long())
             listed[where], full[where], pairs[where] = 1, blocks.full.long(), blocks.pairs.long()
@@ -337,31 +317,33 @@ def _check_lists(dense: DenseRule, examples: int, generator: torch.Generator) ->
             for what, wrong in claims.items():
                 if wrong.any():
                     head, row, column = wrong.nonzero()[0].tolist()
-                    block = f"block ({row}, {column}) of head {head} has {int(truth[head, row, column])} pairs"
-                    rule = f"{dense.pattern!r}: block lists must agree with mask_mod"
-                    raise AssertionError(f"{rule}; for {sizes}: {block} and {what}")
+                    raise AssertionError(
+                        f"{dense.pattern!r}: block lists must agree with mask_mod; for {bound.num_queries} queries "
+                        f"from {bound.q_offset} on, {bound.num_keys} keys, blocks of {q_block} x {k_block}, layout "
+                        f"rate {rate}: block ({row}, {column}) of head {head} has {int(truth[head, row, column])} "
+                        f"pairs and {what}"
+                    )
 
 
-def _draw_sizes(dense: DenseRule, generator: torch.Generator) -> _ListSizes:
-    """Random sizes that the pattern binds to; all tokens if none of _SIZE_TRIES fits, as for grids and block tables."""
+def _draw_lists(dense: DenseRule, generator: torch.Generator) -> tuple[Bound, tuple[int, int], int]:
+    """(the pattern bound to random sizes, block sides, layout rate).
 
-    def below(size: int) -> int:
-        return int(torch.randint(size, (), generator=generator))
+    Sizes are all tokens if the pattern takes none of _SIZE_TRIES, as for grids and block tables.
+    """
 
-    def draw() -> _ListSizes:
-        keys, queries = 1 + below(tokens), 1 + below(tokens)
-        is_self = below(2)
-        q_offset = 0 if is_self else below(tokens - queries + 1)
-        sides = _BLOCK_SIDES[below(len(_BLOCK_SIDES))], _BLOCK_SIDES[below(len(_BLOCK_SIDES))]
-        return _ListSizes(keys if is_self else queries, keys, q_offset, *sides, rates[below(len(rates))])
+    def one_of(values: Sequence[int]) -> int:
+        return values[int(torch.randint(len(values), (), generator=generator))]
 
     tokens, rates = dense.num_tokens, (*_RATES, residue_rate(dense.pattern, dense.num_tokens))
-    for _ in range(_SIZE_TRIES):
-        sizes = draw()
-        with suppress(ValueError):
-            sizes.bind(dense)
-            return sizes
-    return replace(draw(), num_queries=tokens, num_keys=tokens, q_offset=0)
+    for left in reversed(range(_SIZE_TRIES + 1)):
+        keys, queries, is_self = 1 + one_of(range(tokens)), 1 + one_of(range(tokens)), one_of((0, 1))
+        offset = 0 if is_self else one_of(range(tokens - queries + 1))
+        blocks, rate = (one_of(_BLOCK_SIDES), one_of(_BLOCK_SIDES)), one_of(rates)
+        sizes = (keys if is_self else queries, keys, offset) if left else (tokens, tokens, 0)
+        named = dict(zip(("num_queries", "num_keys", "q_offset"), sizes, strict=True))
+        with suppress(*(ValueError,) * bool(left)):
+            return dense.pattern.bind(num_heads=dense.num_heads, **named), blocks, rate
+    raise AssertionError("the last try returns or raises")
 
 
 def _in_blocks(allowed: Tensor, q_block: int, k_block: int) -> Tensor:

@@ -88,83 +88,64 @@ def same_kind(kinds: Tensor):
     return mask_mod
 
 
-def rates_up_to(largest: int) -> st.SearchStrategy[int]:
-    """Dilation rates up to 7; a rate above the number of tokens tests nothing."""
-    return st.integers(1, min(7, largest))
-
-
-def windows(words: Any, largest: int) -> st.SearchStrategy:
-    reach = st.integers(0, min(8, largest))
-    return st.builds(words.local_window, left=reach, right=reach)
-
-
-def dilated_windows(words: Any, largest: int) -> st.SearchStrategy:
-    reach = st.integers(0, min(5, largest))
-    return st.builds(words.dilated_window, left=reach, right=reach, rate=rates_up_to(largest))
+LEAVES = ("window", "strided", "dilated window", "landmarks", "dilated", "global", "random blocks", "block list")
 
 
 @st.composite
-def dilated(draw: st.DrawFn, words: Any, largest: int) -> Any:
-    segment, rate = draw(st.integers(1, largest)), draw(rates_up_to(largest))
-    offset = draw(st.sampled_from(["fixed", *OFFSET_RULES, "interleaved"]))
-    if offset == "fixed":
-        return words.dilated(segment, rate, draw(st.integers(0, rate - 1)))
-    return words.longnet([segment], [rate], offsets=offset, heads="grouped")
+def leaf(draw: st.DrawFn, words: Any, largest: int, kind: str) -> Any:
+    """A pattern of a kind in LEAVES, "function" for `custom`, or "grid": a grid has at least `largest` tokens."""
 
+    def number(most: int = largest, least: int = 1) -> int:
+        return draw(st.integers(least, most))
 
-@st.composite
-def strided_kinds(draw: st.DrawFn, words: Any, largest: int) -> Any:
-    kind, stride = draw(st.sampled_from(["strided", "chunked", "fixed"])), draw(st.integers(1, largest))
-    if kind == "fixed":
-        return words.fixed(stride, summary=draw(st.integers(1, stride)))
-    return words.strided(stride) if kind == "strided" else words.chunked(stride)
+    def one_of(*options: Any) -> Any:
+        return draw(st.sampled_from(options))
 
-
-@st.composite
-def global_kinds(draw: st.DrawFn, words: Any, largest: int) -> Any:
-    kind = draw(st.sampled_from(["global", "first", "prefix"]))
-    count = draw(st.integers(1, largest))
-    if kind == "first":
-        return words.first_tokens(count)
-    if kind == "prefix":
-        return words.prefix_lm(count)
-    rows, columns = draw(st.sampled_from(_SIDES))
-    return words.global_tokens(count, rows=rows, columns=columns)
-
-
-@st.composite
-def landmarks(draw: st.DrawFn, words: Any, largest: int) -> Any:
-    """Landmarks in rows, columns or both; stride 1 in both gives `every()`."""
-    stride, (rows, columns) = draw(st.integers(1, largest)), draw(st.sampled_from(_SIDES))
-    if stride == 1 and rows and columns:
-        return words.every()
-    return words.landmark_tokens(stride, rows=rows, columns=columns)
-
-
-@st.composite
-def random_blocks(draw: st.DrawFn, words: Any, largest: int) -> Any:
-    """Random blocks over fewer or more tokens than the call has."""
-    num_tokens, block = draw(st.integers(1, 4 * largest)), draw(st.integers(1, min(9, largest)))
-    count = draw(st.integers(1, min(4, -(-num_tokens // block))))
-    seed = draw(st.sampled_from([0, 1, (1 << 63) - 1]))
-    return words.random_blocks(num_tokens, block=block, count=count, seed=seed)
-
-
-@st.composite
-def block_lists(draw: st.DrawFn, words: Any, largest: int) -> Any:
-    """Block lists whose rows contain only blocks up to the diagonal, so in range for self-attention."""
-    block, height = draw(st.integers(1, min(7, largest))), draw(st.integers(1, min(12, largest)))
-    return words.block_list(
-        [sorted(draw(st.sets(st.integers(0, row), max_size=6))) for row in range(height)], block=block
-    )
-
-
-@st.composite
-def large_grids(draw: st.DrawFn, words: Any, min_tokens: int) -> Any:
-    """Neighborhoods on grids of 1 to 3 axes with at least `min_tokens` tokens; a grid binds to no more than it has."""
-    inner = draw(st.lists(st.integers(1, 8), max_size=2))
-    grid = (-(-min_tokens // prod(inner)) + draw(st.integers(0, 3)), *inner)
-    return draw(_neighborhoods_on(words, grid, most=4, max_rate=3))
+    most_rate = min(7, largest)  # a rate above the number of tokens tests nothing
+    match kind:
+        case "window":
+            return words.local_window(left=number(min(8, largest), 0), right=number(min(8, largest), 0))
+        case "dilated window":
+            reach = min(5, largest)
+            return words.dilated_window(left=number(reach, 0), right=number(reach, 0), rate=number(most_rate))
+        case "strided":
+            shape, stride = one_of("strided", "chunked", "fixed"), number()
+            return words.fixed(stride, summary=number(stride)) if shape == "fixed" else getattr(words, shape)(stride)
+        case "landmarks":
+            stride, (rows, columns) = number(), one_of(*_SIDES)
+            if stride == 1 and rows and columns:
+                return words.every()
+            return words.landmark_tokens(stride, rows=rows, columns=columns)
+        case "dilated":
+            segment, rate, offset = number(), number(most_rate), one_of("fixed", *OFFSET_RULES, "interleaved")
+            if offset == "fixed":
+                return words.dilated(segment, rate, number(rate - 1, 0))
+            return words.longnet([segment], [rate], offsets=offset, heads="grouped")
+        case "global":
+            shape, count = one_of("global", "first", "prefix"), number()
+            if shape != "global":
+                return words.first_tokens(count) if shape == "first" else words.prefix_lm(count)
+            rows, columns = one_of(*_SIDES)
+            return words.global_tokens(count, rows=rows, columns=columns)
+        case "random blocks":  # over fewer or more tokens than the call has
+            num_tokens, block = number(4 * largest), number(min(9, largest))
+            count = number(min(4, -(-num_tokens // block)))
+            return words.random_blocks(num_tokens, block=block, count=count, seed=one_of(0, 1, (1 << 63) - 1))
+        case "block list":  # blocks up to the diagonal, so in range for self-attention
+            block, height = number(min(7, largest)), number(min(12, largest))
+            rows = [sorted(draw(st.sets(st.integers(0, row), max_size=6))) for row in range(height)]
+            return words.block_list(rows, block=block)
+        case "grid":  # of 1 to 3 axes; it binds to no more tokens than it has
+            inner = draw(st.lists(st.integers(1, 8), max_size=2))
+            grid = (-(-largest // prod(inner)) + number(3, 0), *inner)
+            return draw(_neighborhoods_on(words, grid, most=4, max_rate=3))
+    shape = one_of("lattice", "windows", "classified windows", "kinds")
+    if shape == "lattice":
+        return words.custom_lattice(number(most_rate), number(most_rate), number(9, 2))
+    if shape == "kinds":
+        return words.custom_kinds(draw(st.lists(st.integers(0, 2), min_size=1, max_size=9)))
+    widths = draw(st.lists(st.integers(1, min(20, largest)), min_size=1, max_size=3))
+    return words.custom_windows(widths, classified=shape == "classified windows")
 
 
 @st.composite
@@ -193,18 +174,6 @@ def _windows_along(draw: st.DrawFn, length: int, most: int, max_rate: int, centr
         return 2 * draw(st.integers(0, (longest - 1) // 2)) + 1, rate, 1, False
     size = draw(st.integers(1, longest))
     return size, rate, draw(st.integers(1, size)), draw(st.booleans())
-
-
-@st.composite
-def functions(draw: st.DrawFn, words: Any, largest: int) -> Any:
-    kind = draw(st.sampled_from(["lattice", "windows", "classified windows", "kinds"]))
-    if kind == "lattice":
-        factors = rates_up_to(largest)
-        return words.custom_lattice(draw(factors), draw(factors), draw(st.integers(2, 9)))
-    if kind == "kinds":
-        return words.custom_kinds(draw(st.lists(st.integers(0, 2), min_size=1, max_size=9)))
-    widths = draw(st.lists(st.integers(1, min(20, largest)), min_size=1, max_size=3))
-    return words.custom_windows(widths, classified=kind == "classified windows")
 
 
 # The simplest choice comes first: hypothesis shrinks towards it.
@@ -255,10 +224,9 @@ def _sets(grammar: Grammar, depth: int) -> st.SearchStrategy:
     if depth:
         return _composed(grammar, depth)
     words, largest = grammar.words, grammar.max_number
-    makers = (windows, strided_kinds, dilated_windows, landmarks, dilated, global_kinds, random_blocks, block_lists)
-    kinds = [*(make(words, largest) for make in makers), large_grids(words, grammar.max_positions)]
-    kinds += [functions(words, largest)] * grammar.closures
-    return any_of(st.builds(words.causal), *kinds, *kinds, *[dilated(words, largest)] * 6)
+    kinds = [leaf(words, largest, kind) for kind in LEAVES] + [leaf(words, grammar.max_positions, "grid")]
+    kinds += [leaf(words, largest, "function")] * grammar.closures
+    return any_of(st.builds(words.causal), *kinds, *kinds, *[leaf(words, largest, "dilated")] * 6)
 
 
 @st.composite
@@ -280,7 +248,7 @@ def _composed(draw: st.DrawFn, grammar: Grammar, depth: int) -> Any:
 
 @st.composite
 def _longnets(draw: st.DrawFn, grammar: Grammar, heads: str, max_branches: int, padding: bool) -> Any:
-    branch = st.tuples(st.integers(1, grammar.max_number), rates_up_to(grammar.max_number))
+    branch = st.tuples(st.integers(1, grammar.max_number), st.integers(1, min(7, grammar.max_number)))
     branches = draw(st.lists(branch, min_size=1, max_size=max_branches))
     segments, rates = zip(*branches, strict=True)
     offsets = draw(st.sampled_from(OFFSET_RULES))

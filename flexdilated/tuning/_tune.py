@@ -74,22 +74,6 @@ class Inputs:
         return Operands(self.q.element_size(), self.q.shape[-1], self.q.shape[1] // self.k.shape[1])
 
 
-@dataclass(frozen=True)
-class Times:
-    """Seconds of each round of one trial."""
-
-    seconds: tuple[float, ...]
-
-    @property
-    def median_s(self) -> float:
-        return median(self.seconds)
-
-    @property
-    def spread(self) -> float:
-        """Time of the slowest round over that of the fastest."""
-        return max(self.seconds) / min(self.seconds)
-
-
 def trial(plan: Plan, x: Inputs, *, engine: str, backward: bool, block_size: tuple[int, ...] = ()) -> Run:
     """A function that runs the plan: returns out, or with `backward` (out, dq, dk, dv)."""
     num_kv_heads, scale, device = x.k.shape[1], x.q.shape[-1] ** -0.5, x.q.device
@@ -115,8 +99,8 @@ def trial(plan: Plan, x: Inputs, *, engine: str, backward: bool, block_size: tup
     return run
 
 
-def interleave(runs: Sequence[Run], *, seconds: float, device: torch.device) -> list[Times]:
-    """Time the runs alternately: 3 rounds, and up to 15 while `seconds` last."""
+def interleave(runs: Sequence[Run], *, seconds: float, device: torch.device) -> list[list[float]]:
+    """Seconds of each run in rounds in which the runs take turns: 3 rounds, and up to 15 while `seconds` last."""
 
     def now() -> float:
         if device_kind(device).is_cuda:
@@ -128,54 +112,28 @@ def interleave(runs: Sequence[Run], *, seconds: float, device: torch.device) -> 
         run()
         return now() - begin
 
-    rounds: list[list[float]] = []
+    times: list[list[float]] = [[] for _ in runs]
     begin = now()
-    while len(rounds) < _LEAST_ROUNDS or (len(rounds) < _MOST_ROUNDS and now() - begin < seconds):
-        rounds.append([time(run) for run in runs])
-    return [Times(tuple(times)) for times in zip(*rounds, strict=True)]
+    while len(times[0]) < _LEAST_ROUNDS or (len(times[0]) < _MOST_ROUNDS and now() - begin < seconds):
+        for own, run in zip(times, runs, strict=True):
+            own.append(time(run))
+    return times
 
 
 @dataclass(frozen=True)
 class Trialled:
-    """An option with its predicted and measured time. branch: counts from 0; None: all branches together."""
+    """An option with its predicted and median measured time. branch: counts from 0; None: all branches together."""
 
     branch: int | None
     option: Option
     predicted_s: float
-    times: Times
+    median_s: float
 
     @property
     def name(self) -> str:
         """The layout, with the block side unless it is 128."""
         sides = sorted(set(way_of(self.option)[1]))
         return self.option.layout + (f", blocks of {'/'.join(map(str, sides))}" if sides not in ([], [128]) else "")
-
-
-def time_options(
-    bound: Bound,
-    x: Inputs,
-    options: Sequence[Option],
-    *,
-    branch: int | None,
-    backward: bool,
-    engine: str,
-    block_size: tuple[int, ...],
-    seconds: float,
-) -> list[Trialled]:
-    """Times of each option. RuntimeError unless all results equal the first one's, to the precision of their dtype."""
-    order, how = Layout(bound.num_queries), {"engine": engine, "backward": backward, "block_size": block_size}
-    runs = [trial(Plan(bound, order, option.terms, ((option,),)), x, **how) for option in options]
-    first: tuple[Tensor, ...] | None = None
-    for run in runs:
-        found = run()
-        first = found if first is None else first
-        for got, wanted in zip(found, first, strict=True):
-            error, size = float((got.double() - wanted.double()).norm()), float(wanted.double().norm())
-            if not error <= _TOLERANCE[x.q.dtype] * size:
-                raise RuntimeError(f"ways of computing one attention must agree; {error:.1e} apart, of {size:.1e}")
-    times = interleave(runs, seconds=seconds, device=x.q.device)
-    predicted = (predicted_seconds(option, x, backward=backward) for option in options)
-    return [Trialled(branch, *each) for each in zip(options, predicted, times, strict=True)]
 
 
 def predicted_seconds(option: Option, x: Inputs, *, backward: bool) -> float:
@@ -195,34 +153,50 @@ def measure(
     """(times of the options predicted within 4 times of the cheapest, the fastest), of each branch and of all together.
 
     seconds: time for the rounds of each branch beyond the first three. block_size: the only one tried, if given. Raises
-    RuntimeError if two options differ in their results.
+    RuntimeError if the results of two options differ by more than the precision of their dtype.
     """
-    device = x.q.device
+    device, order = x.q.device, Layout(bound.num_queries)
     engine = engine or device_kind(device).engine
-    how = {"backward": backward, "engine": engine, "block_size": block_size, "seconds": seconds}
+    how = {"engine": engine, "backward": backward, "block_size": block_size}
     allowed = Allowed(masks=not block_size) if engine == "tiles" else allowed_on(device)
     candidates = Candidates.of(bound, machine_of(device.type), allowed, x.operands)
     found: list[Trialled] = []
+
+    def fastest_of(options: Sequence[Option], branch: int | None) -> Option:
+        runs = [trial(Plan(bound, order, option.terms, ((option,),)), x, **how) for option in options]
+        wanted: tuple[Tensor, ...] | None = None
+        for run in runs:
+            got = run()
+            wanted = got if wanted is None else wanted
+            _require_equal(got, wanted, _TOLERANCE[x.q.dtype])
+        times = map(median, interleave(runs, seconds=seconds, device=device))
+        predicted = (predicted_seconds(option, x, backward=backward) for option in options)
+        found.extend(measured := [Trialled(branch, *each) for each in zip(options, predicted, times, strict=True)])
+        return _fastest(measured).option
+
     fastest: list[Option] = []
     for branch, options in enumerate(candidates.branches):
         if engine == "tiles" and not block_size:
             options = tuple(each for option in options for each in in_other_blocks(option))
         limit = _WORTH_MEASURING * min(each.cost.seconds for each in options)
-        worth = [each for each in options if each.cost.seconds <= limit]
-        found += (measured := time_options(bound, x, worth, branch=branch, **how))
-        fastest.append(_fastest(measured).option)
-    choice = Choice(False, tuple(map(way_of, fastest)))
+        fastest.append(fastest_of([each for each in options if each.cost.seconds <= limit], branch))
     if candidates.together:
         terms = tuple(term for option in fastest for term in option.terms)
         apart = replace(candidates.together[0], layout=BRANCH_BY_BRANCH, terms=terms, shares_rows=True)
-        found += (measured := time_options(bound, x, [apart, *candidates.together], branch=None, **how))
-        if (best := _fastest(measured)).option is not apart:
-            choice = Choice(True, (way_of(best.option),))
-    return found, choice
+        if (best := fastest_of([apart, *candidates.together], None)) is not apart:
+            return found, Choice(True, (way_of(best),))
+    return found, Choice(False, tuple(map(way_of, fastest)))
+
+
+def _require_equal(found: Sequence[Tensor], wanted: Sequence[Tensor], tolerance: float) -> None:
+    for got, right in zip(found, wanted, strict=True):
+        error, size = float((got.double() - right.double()).norm()), float(right.double().norm())
+        if not error <= tolerance * size:  # never of NaN
+            raise RuntimeError(f"ways of computing one attention must agree; {error:.1e} apart, of {size:.1e}")
 
 
 def _fastest(measured: Sequence[Trialled]) -> Trialled:
-    return min(measured, key=lambda each: each.times.median_s)
+    return min(measured, key=lambda each: each.median_s)
 
 
 def measure_options(
@@ -244,7 +218,7 @@ def measure_options(
         (
             f"branch {each.branch + 1}: {each.name}" if many and each.branch is not None else each.name,
             each.predicted_s,
-            each.times.median_s,
+            each.median_s,
         )
         for each in measure(bound, x, backward=backward)[0]
     ]
@@ -274,7 +248,7 @@ def autotune(call: Call, q: Tensor, k: Tensor, v: Tensor, *, engine: str, has_bi
     x = Inputs(q.detach(), k.detach(), v.detach(), q.detach())
     found, choice = measure(call.bound(), x, backward=backward, engine=engine, block_size=call.block_size)
     if debug_wanted():
-        times = ", ".join(f"{each.name} {1e3 * each.times.median_s:.3g} ms" for each in found)
+        times = ", ".join(f"{each.name} {1e3 * each.median_s:.3g} ms" for each in found)
         what = f"{call.num_heads:,} heads, {call.num_queries:,} queries, {call.num_keys:,} keys"
         _log.debug("autotune measured %s, %s: %s", pattern_text(call.pattern), what, times)
     results[key] = choice, backward

@@ -6,6 +6,7 @@ import platform
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from datetime import UTC, datetime
+from statistics import median
 from typing import Any, NamedTuple
 
 import torch
@@ -76,7 +77,7 @@ def measure_machine(device: torch.device, *, seconds: float, sizes: Sizes | None
     timed = dict(zip(works, interleave([w.run for w in works.values()], seconds=seconds, device=device), strict=True))
 
     def rate(name: str) -> float:
-        return works[name].amount / timed[name].median_s
+        return works[name].amount / median(timed[name])
 
     found = Machine(
         dense_flops_per_s=rate("dense"),
@@ -84,11 +85,11 @@ def measure_machine(device: torch.device, *, seconds: float, sizes: Sizes | None
         blocks=tuple(BlockRates(n, *(rate(f"{kind} blocks of {n}") for kind in KINDS)) for n in builtin.sides),
         bytes_per_s=rate("copies"),
         launch_s=1 / rate("launch"),
-        backward_ratio=max(timed["dense, forward and backward"].median_s / timed["dense"].median_s - 1, 0.1),
+        backward_ratio=max(median(timed["dense, forward and backward"]) / median(timed["dense"]) - 1, 0.1),
         calls_a_list=builtin.calls_a_list,
         source=device_text(device),
     )
-    spread = {name: round(times.spread, 3) for name, times in timed.items()}
+    spread = {name: round(max(times) / min(times), 3) for name, times in timed.items()}
     return MeasuredMachine(found, device.type, datetime.now(UTC).isoformat(timespec="seconds"), spread)
 
 

@@ -1,12 +1,10 @@
 """The benchmark: peers and oracle agree with the library's reference; every measure runs at tiny sizes."""
 
-import argparse
 import json
 import os
 import runpy
 import sys
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 import torch
@@ -14,7 +12,6 @@ import torch
 import flexdilated as fd
 from bench import __main__, _run, attention, roofline
 from bench.__main__ import main
-from bench._byte_models import library_text, validation_windows
 from bench._checks import by_definition, check_forward, check_training
 from bench._jobs import Job, Problem, Size, interleave, peak_bytes
 from bench._measures import Gap, Measure, Row, Timing, at_least, at_most
@@ -193,8 +190,11 @@ def test_names(monkeypatch, capsys) -> None:
     assert "a name must be one of forward_vs_dense, " in capsys.readouterr().err
     codes = [each.code for each in MEASURES.values() if each.code]
     assert sorted(codes) == sorted([f"C{n}" for n in range(1, 20) if n != 16] + [f"D{n}" for n in range(1, 7)])
-    for code, name in {"C4": "vs_branch_loop", "c14": "few_queries", "D2": "planning_collectives"}.items():
-        assert __main__._name(code) == __main__._name(name.upper()) == name
+    names = {"C4": "vs_branch_loop", "c14": "few_queries", "D2": "planning_collectives", "MASK_BUILD": "mask_build"}
+    asked = []
+    monkeypatch.setattr(__main__, "ask", lambda name, **_: asked.append(name))
+    assert main(["--small", *names]) == 1
+    assert asked == list(names.values())
 
 
 COMPILES = {"changing_lengths": 4, "first_step": 5}
@@ -276,17 +276,6 @@ def test_accuracy_measures_the_error(monkeypatch) -> None:
     bad = next(iter(attention.accuracy(**config)))
     assert good.met
     assert bad.measured > 1000
-
-
-def test_text_of_byte_models() -> None:
-    """A sixteenth is held out, as whole files with a 0 after each, and nothing is lost; windows do not overlap."""
-    train, validation = (bytes(side.numpy()) for side in library_text())
-    assert 1 / 16 <= len(validation) / (len(train) + len(validation)) < 1 / 12
-    files = [set(side.split(b"\0")) for side in (train, validation)]
-    assert sum(Path(argparse.__file__).read_bytes() in side for side in files) == 1
-    numbers = torch.arange(100, dtype=torch.uint8)
-    assert validation_windows(numbers, context=9, limit=4)[:, 0].tolist() == [0, 30, 60, 90]
-    assert validation_windows(numbers[:25], context=9, limit=4)[:, 0].tolist() == [0, 10]
 
 
 KIND = {

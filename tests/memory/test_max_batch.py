@@ -65,18 +65,6 @@ def test_what_stays_after_the_first_step_counts_in_all():
     assert found.trials[0].peak == pytest.approx(5 * UNIT, abs=UNIT / 10)
 
 
-@needs_proc
-@pytest.mark.parametrize("most", [1, 2, 3])
-def test_no_more_than_asked_for(most):
-    assert max_batch(lambda n: touching(n * UNIT), most=most, budget=40 * UNIT, device="cpu").n == most
-
-
-@needs_proc
-def test_memory_that_does_not_grow_on_cpu():
-    found = max_batch(lambda n: touching(UNIT), most=50, budget=40 * UNIT, device="cpu")
-    assert (found.n, len(found.trials)) == (50, 3)
-
-
 class Device:
     """A made-up CUDA device of 1000 bytes, of which a step of n takes `step_bytes(n)` beside the 100 of a model."""
 
@@ -127,6 +115,7 @@ def test_out_of_memory_is_answered_by_less(monkeypatch):
 
 def test_a_second_probe_that_does_not_fit(monkeypatch):
     device = Device(monkeypatch, lambda n: 100 * n)
+    assert [fd.max_batch(device.step, most=most).n for most in (1, 2, 3)] == [1, 2, 3]  # and no more than asked for
     found = fd.max_batch(device.step, most=50, probes=(2, 40))
     assert (found.n, found.trials[1].peak) == (7, None)
     assert fd.max_batch(device.step, most=50, probes=(2, 9)).n == 7  # measured, and over the budget

@@ -55,42 +55,19 @@ _OURS = {name for file in _FILES for name in defined(file) if is_private(name)} 
 class Uses(ast.NodeVisitor):
     """(line, name) of each private name of torch that a file imports, reads, overrides or has in a string.
 
-    An attribute of something unknown counts where nothing in the package defines an attribute of that name.
+    An attribute counts if it is of `torch` itself, or if nothing in the package defines an attribute of that name.
     """
 
     def __init__(self, text: str) -> None:
-        module = ast.parse(text)
         self.found: set[tuple[int, str]] = set()
-        self.bound: dict[str, str] = {}  # to things of torch: their dotted names
-        self.allowed: set[str] = set()  # to override
         self.derived = False  # inside a class with bases
-        for node in ast.walk(module):
-            self._bind(node)
+        module = ast.parse(text)
+        named = (node for node in ast.walk(module) if isinstance(node, ast.ImportFrom))
+        imported = [
+            each.name for node in named if (node.module or "").endswith("_torch_private") for each in node.names
+        ]
+        self.allowed = {NAMES[each].dotted.rpartition(".")[2] for each in imported if each in NAMES}  # to override
         self.visit(module)
-
-    def _bind(self, node: ast.AST) -> None:
-        match node:
-            case ast.Import(names=names):
-                self.bound |= {each.asname or "torch": each.name if each.asname else "torch" for each in names
-                               if each.name.partition(".")[0] == "torch"}  # fmt: skip
-            case ast.ImportFrom(module=str(origin), names=names) if origin.endswith("_torch_private"):
-                paths = (NAMES[each.name].dotted for each in names if each.name in NAMES)
-                self.allowed |= {path.rpartition(".")[2] for path in paths}
-            case ast.ImportFrom(module=str(origin), names=names, level=0) if origin.partition(".")[0] == "torch":
-                self.bound |= {each.asname or each.name: f"{origin}.{each.name}" for each in names}
-            case (
-                ast.Assign(targets=[ast.Name(id=name)], value=value)
-                | ast.AnnAssign(target=ast.Name(id=name), value=value)
-            ):
-                if value is not None and (dotted := self._dotted(value)):
-                    self.bound[name] = dotted
-
-    def _dotted(self, node: ast.AST) -> str | None:
-        """The name of an expression such as x.ops.aten, where x is bound to something of torch."""
-        if isinstance(node, ast.Name):
-            return self.bound.get(node.id)
-        above = self._dotted(node.value) if isinstance(node, ast.Attribute) else None
-        return above and f"{above}.{node.attr}"  # type: ignore[attr-defined]
 
     def visit_ClassDef(self, node: ast.ClassDef) -> None:
         before, self.derived = self.derived, bool(node.bases)
@@ -100,23 +77,22 @@ class Uses(ast.NodeVisitor):
         self.generic_visit(node)
         self.derived = before
 
-    def visit_Import(self, node: ast.Import) -> None:
-        dotted = (each.name for each in node.names if each.name.partition(".")[0] == "torch")
-        self.found |= {(node.lineno, each) for each in dotted if has_private(each)}
+    def visit_Import(self, node: ast.Import | ast.ImportFrom) -> None:
+        origin = f"{node.module}." if isinstance(node, ast.ImportFrom) and not node.level else ""
+        dotted = [origin + each.name for each in node.names]
+        self.found |= {(node.lineno, each) for each in dotted if each.startswith("torch.") and has_private(each)}
 
     def visit_ImportFrom(self, node: ast.ImportFrom) -> None:
-        origin = node.module or ""
-        if not node.level and origin.partition(".")[0] == "torch":
-            dotted = (f"{origin}.{each.name}" for each in node.names)
-            self.found |= {(node.lineno, each) for each in dotted if has_private(each)}
+        self.visit_Import(node)
 
     def visit_Attribute(self, node: ast.Attribute) -> None:
+        text = ast.unparse(node)
         if is_private(node.attr):
             unknown = node.attr not in _OURS | _ELSEWHERE
-            if isinstance(node.value, ast.Name) and node.value.id in ("self", "cls"):
+            if text in (f"self.{node.attr}", f"cls.{node.attr}"):
                 unknown = self.derived and node.attr in _OF_TORCH
-            if unknown or self._dotted(node):
-                self.found.add((node.lineno, ast.unparse(node)))
+            if unknown or re.fullmatch(r"torch(\.\w+)+", text):
+                self.found.add((node.lineno, text))
         self.generic_visit(node)
 
     def visit_Call(self, node: ast.Call) -> None:
@@ -134,12 +110,8 @@ class Uses(ast.NodeVisitor):
 
     def visit_Constant(self, node: ast.Constant) -> None:
         text = node.value if isinstance(node.value, str) else ""
-        if re.fullmatch(r"torch(\.\w+)*\.?", text):
-            is_of_torch = has_private(text.rstrip("."))
-        else:
-            is_of_torch = is_private(text) and text.isidentifier()
-            is_of_torch = is_of_torch and (text in _OF_TORCH or hasattr(torch.ops.aten, text))
-        if is_of_torch:
+        is_of_torch = has_private(text.rstrip(".")) and re.fullmatch(r"torch(\.\w+)*\.?", text)
+        if is_of_torch or (is_private(text) and (text in _OF_TORCH or hasattr(torch.ops.aten, text))):
             self.found.add((node.lineno, repr(text)))
 
 

@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from flexdilated import masks
-from flexdilated.testing import _drawn_patterns
 from flexdilated.testing import strategies as fst
-from flexdilated.testing._drawn_patterns import Grammar
+from flexdilated.testing._drawn_patterns import Grammar, leaf
+from flexdilated.testing._drawn_patterns import whole_grids as whole_neighborhoods
 from tests.support import oracle, twins
 from tests.support.twins import Twin
 
@@ -90,15 +90,15 @@ def grammar(num_heads: int = 1, *, closures: bool = True) -> Grammar:
 
 
 leaves: st.SearchStrategy[Twin] = grammar().leaves()
-dilated = partial(_drawn_patterns.dilated, twins, LARGEST)
-local_windows = partial(_drawn_patterns.windows, twins, LARGEST)
-dilated_windows = partial(_drawn_patterns.dilated_windows, twins, LARGEST)
-strided_kinds = partial(_drawn_patterns.strided_kinds, twins, LARGEST)
-global_kinds = partial(_drawn_patterns.global_kinds, twins, LARGEST)
-random_blocks = partial(_drawn_patterns.random_blocks, twins, LARGEST)
-block_lists = partial(_drawn_patterns.block_lists, twins, LARGEST)
-neighborhoods = partial(_drawn_patterns.large_grids, twins, POSITIONS)
-functions = partial(_drawn_patterns.functions, twins, LARGEST)
+dilated = partial(leaf, twins, LARGEST, "dilated")
+local_windows = partial(leaf, twins, LARGEST, "window")
+dilated_windows = partial(leaf, twins, LARGEST, "dilated window")
+strided_kinds = partial(leaf, twins, LARGEST, "strided")
+global_kinds = partial(leaf, twins, LARGEST, "global")
+random_blocks = partial(leaf, twins, LARGEST, "random blocks")
+block_lists = partial(leaf, twins, LARGEST, "block list")
+neighborhoods = partial(leaf, twins, POSITIONS, "grid")
+functions = partial(leaf, twins, LARGEST, "function")
 
 
 def longnets() -> st.SearchStrategy[Twin]:
@@ -134,7 +134,7 @@ def causal_twins(draw: st.DrawFn, num_heads: int) -> Twin:
 @st.composite
 def whole_grids(draw: st.DrawFn, max_heads: int = 4) -> Case:
     """Self-attention of every token of a small grid: a neighbourhood, in half of the cases beside another set."""
-    twin = draw(_drawn_patterns.whole_grids(twins, 48))
+    twin = draw(whole_neighborhoods(twins, 48))
     N = prod(twin.pattern.grid)
     if draw(st.booleans()):
         other = draw(local_windows())

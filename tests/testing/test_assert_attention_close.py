@@ -190,20 +190,3 @@ def test_gradients_are_checked() -> None:
     assert text.splitlines()[0].startswith("dv is wrong in")
     assert "key/value head 0, key 0" in text
     assert "seen by   " in text
-
-
-def test_bad_calls() -> None:
-    q, k, v = inputs(5)
-    out = fd.attend(q, k, v, WINDOW)
-    with pytest.raises(TypeError, match="pattern must be a pattern or mixture"):
-        assert_attention_close(out, q, k, v, "causal")
-    with pytest.raises(TypeError, match="out must be a tensor; got list"):
-        assert_attention_close([1.0], q, k, v, WINDOW)
-    with pytest.raises(ValueError, match="margin must be above 0; got margin=0"):
-        assert_attention_close(out, q, k, v, WINDOW, margin=0)
-    with pytest.raises(ValueError, match="gradients=True needs q, k and v that require gradients"):
-        assert_attention_close(out, q.detach(), k, v, WINDOW, gradients=True)
-    assert found(out[:, :, :4], q, k, v, WINDOW) == "out must have shape (2, 2, 5, 8); got (2, 2, 4, 8)"
-    assert found(out, q, k, v, WINDOW, lse=out).startswith("lse must have shape (2, 2, 5); got")
-    assert found(out + 0j, q, k, v, WINDOW) == "out must be of floating point numbers; got torch.complex128"
-    assert found(out.to("meta"), q, k, v, WINDOW) == "out must be on the device of q, cpu; got meta"

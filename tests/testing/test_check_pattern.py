@@ -187,26 +187,6 @@ def test_the_same_seed_draws_the_same():
     assert torch.equal(torch.get_rng_state(), before)
 
 
-@pytest.mark.parametrize(
-    ("call", "error", "says"),
-    [
-        (lambda: check_pattern("causal"), TypeError, "pattern must be a pattern"),
-        (lambda: check_pattern(CAUSAL, num_heads=0), ValueError, "num_heads=0"),
-        (lambda: check_pattern(CAUSAL, max_tokens=1.5), TypeError, "max_tokens=1.5"),
-        (lambda: check_pattern(CAUSAL, examples=0), ValueError, "examples=0"),
-        (lambda: check_pattern(BY_HEAD, num_heads=2), ValueError, "got 3 for 2 heads"),
-        (
-            lambda: check_pattern(masks.custom(lambda b, h, q, k: WIDTHS[q] > k)),
-            ValueError,
-            "must have an answer for 4 heads and positions below max_tokens=96: index 3 is out of bounds",
-        ),
-    ],
-)
-def test_bad_calls(call, error, says):
-    with pytest.raises(error, match=says):
-        call()
-
-
 def test_edges():
     """A table is checked as far as it reaches; one token, one box, one head."""
     ids = torch.arange(40) // 7

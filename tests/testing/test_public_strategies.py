@@ -85,7 +85,7 @@ def test_every_kind_is_drawn() -> None:
         found.update(kinds_in(pattern.to_data()))
         return found >= wanted
 
-    find(drawn, is_last, settings=settings(SEARCH, max_examples=400, phases=[Phase.generate]))
+    find(drawn, is_last, settings=settings(SEARCH, max_examples=800, phases=[Phase.generate]))
     assert found == wanted
 
 

@@ -18,10 +18,9 @@ from flexdilated.engines.tiles import Program, _tiles_op
 from flexdilated.masks.core import device_kind
 from flexdilated.masks.planning._candidates import ANYTHING, Candidates, Choice, way_of
 from flexdilated.masks.planning._cost import Operands
-from flexdilated.masks.planning._machine import machine_of
 from flexdilated.masks.planning._planner import plan
 from flexdilated.tuning import _tune, _tune_machine
-from flexdilated.tuning._tune import BRANCH_BY_BRANCH, Inputs, Times, measure, measure_options
+from flexdilated.tuning._tune import BRANCH_BY_BRANCH, Inputs, measure, measure_options
 from flexdilated.tuning._tune_machine import Sizes, device_text, measure_machine
 from tests.support.compilers import as_it_is
 
@@ -56,16 +55,18 @@ def bound(pattern=WINDOW):
 
 
 def winning(monkeypatch, name: str) -> list[bool]:
-    """Let the option of this name take no time; returns which calls measured, and whether a backward."""
+    """Let the option of this name win, if it is measured; returns which calls measured, and whether a backward."""
     calls: list[bool] = []
-    real = _tune.time_options
+    real = _tune.measure
 
-    def time_options(*given, branch, backward, **how):
+    def noted(*given, backward, **how):
         calls.append(backward)
-        measured = real(*given, branch=branch, backward=backward, **how)
-        return [replace(each, times=Times((1e-9 if each.name == name else 1.0,))) for each in measured]
+        return real(*given, backward=backward, **how)
 
-    monkeypatch.setattr(_tune, "time_options", time_options)
+    monkeypatch.setattr(_tune, "measure", noted)
+    monkeypatch.setattr(
+        _tune, "_fastest", lambda measured: next((each for each in measured if each.name == name), measured[0])
+    )
     return calls
 
 
@@ -113,13 +114,6 @@ def test_a_backward_takes_longer_and_half_the_dtype_moves_less():
     assert predicted(torch.float32, backward=True) == pytest.approx(forward * 3.6)
     assert predicted(torch.float32, 2) == 2 * forward
     assert predicted(torch.bfloat16) < forward
-
-
-def test_the_fastest_way_of_each_branch_is_chosen(monkeypatch):
-    winning(monkeypatch, "natural")
-    _, choice = measure(bound(MIXTURE), inputs(), backward=False)
-    assert not choice.together
-    assert choice.ways[0][0] == "natural"
 
 
 def test_ways_that_disagree_are_an_error(monkeypatch):
@@ -200,21 +194,9 @@ def test_every_choice_gives_the_same_result(pattern):
 
 def test_a_choice_that_does_not_fit_is_left_to_the_planner():
     usual = plan(bound())
-    for choice in (
-        Choice(False, (("hexagonal", (128,)),)),
-        Choice(False, (("natural", (127,)),)),
-        Choice(False, ()),
-        Choice(True, (("nested", ()),)),
-    ):
+    choices = [Choice(False, ((layout, sides),)) for layout, sides in (("hexagonal", (128,)), ("natural", (127,)))]
+    for choice in (*choices, Choice(False, ()), Choice(True, (("nested", ()),))):
         assert plan(bound(), choice=choice).terms == usual.terms
-
-
-def test_a_choice_of_sides_that_are_not_offered_does_not_fit() -> None:
-    bound = masks.random_blocks(2048).bind(num_heads=1, num_queries=2048, num_keys=2048)
-    candidates = Candidates.of(bound, machine_of("cpu"), ANYTHING, Operands())
-    layout, sides = next(way_of(option) for option in candidates.branches[0] if way_of(option)[1])
-    assert candidates.chosen(Choice(False, ((layout, sides),))) is not None
-    assert candidates.chosen(Choice(False, ((layout, tuple(3 * side for side in sides)),))) is None
 
 
 def test_a_named_block_size_is_kept(monkeypatch):
@@ -227,7 +209,7 @@ def test_a_named_block_size_is_kept(monkeypatch):
 
 
 def test_nothing_is_measured_in_a_graph_or_on_fake_tensors(monkeypatch):
-    monkeypatch.setattr(_tune, "time_options", lambda *_, **how: pytest.fail("measured"))
+    monkeypatch.setattr(_tune, "measure", lambda *_, **how: pytest.fail("measured"))
     q, k, v = qkv()
     compiled = torch.compile(lambda q, k, v: fd.attend(q, k, v, WINDOW, autotune=True), fullgraph=True, backend="eager")
     torch.testing.assert_close(compiled(q, k, v), fd.attend(q, k, v, WINDOW))
@@ -235,25 +217,17 @@ def test_nothing_is_measured_in_a_graph_or_on_fake_tensors(monkeypatch):
         assert fd.attend(*(mode.from_tensor(x) for x in (q, k, v)), WINDOW, autotune=True).shape == q.shape
 
 
-def test_a_graph_uses_what_was_found(monkeypatch):
+@pytest.mark.parametrize(("engine", "dynamic"), [(None, False), ("tiles", True), ("flex", True)])
+def test_a_graph_uses_what_was_found(engine, dynamic, monkeypatch):
+    """The program that won is there already, also where the graph's sizes are open."""
     winning(monkeypatch, "natural, blocks of 256")
-    q, k, v = qkv()
-    compiled = torch.compile(lambda q, k, v: fd.attend(q, k, v, WINDOW), fullgraph=True, backend="eager")
-    compiled(q, k, v)
-    fd.attend(q, k, v, WINDOW, autotune=True)
-    misses = masks.cache().stats().misses
-    compiled(q, k, v)
-    assert masks.cache().stats().misses == misses, "the program that won is there already"
-
-
-@pytest.mark.parametrize("engine", ["tiles", "flex"])
-def test_a_graph_of_open_sizes_asks_for_what_was_found(engine, monkeypatch):
-    winning(monkeypatch, "natural")
     fd.attend(*qkv(), WINDOW, autotune=True)
-    attend = partial(fd.attend, pattern=WINDOW, engine=engine)
     torch.compiler.reset()
-    compiled = torch.compile(attend, fullgraph=True, backend=as_it_is, dynamic=True)
+    attend = partial(fd.attend, pattern=WINDOW, **({"engine": engine} if engine else {}))
+    compiled = torch.compile(attend, fullgraph=True, backend=as_it_is, dynamic=dynamic)
+    misses = masks.cache().stats().misses
     torch.testing.assert_close(compiled(*qkv()), fd.attend(*qkv(), WINDOW))
+    assert dynamic or masks.cache().stats().misses == misses
 
 
 def test_modules_pass_it_on(monkeypatch):
