@@ -318,7 +318,8 @@ def _attention_pair(
     ways: dict[str, Any] = {"library": ours, "plain": theirs}
     if calls > 1:
         ways = {name: lambda q, k, v, way=way: [way(q, k, v) for _ in range(calls)] for name, way in ways.items()}
-    return Pair(*(attention_job(name, way, problem, part) for name, way in ways.items()))
+    ours_job, theirs_job = (attention_job(name, way, problem, part) for name, way in ways.items())
+    return Pair(ours_job, theirs_job)
 
 
 def _small_operations() -> Tensor:

@@ -246,13 +246,13 @@ class InTurn:
         The rule repeats from there, and ranks of equal offsets share compiled code.
         """
         start = min(queries.start, keys.start) // (period := lcm(*self.spec.segment_lengths)) * period
-        offsets = {"q_offset": queries.start - start, "k_offset": keys.start - start}
+        offsets: dict[str, Any] = {"q_offset": queries.start - start, "k_offset": keys.start - start}
         return fd.attend(leaves[0], leaves[1], leaves[2], self.spec.pattern(), return_lse=True, **offsets)
 
     def _inputs(self) -> list[tuple[range, range, list[Tensor]]]:
         """Each rank's own copies."""
-        given = [(*each, self._leaves(*each)) for each in self._ranks]
-        return [(*each, [x.detach().contiguous().requires_grad_() for x in leaves]) for *each, leaves in given]
+        given = [(queries, keys, self._leaves(queries, keys)) for queries, keys in self._ranks]
+        return [(q, k, [x.detach().contiguous().requires_grad_() for x in leaves]) for q, k, leaves in given]
 
     @torch.no_grad()
     def _forward(self, inputs: list[tuple[range, range, list[Tensor]]]) -> list[Tensor]:
@@ -265,7 +265,7 @@ class InTurn:
         with torch.no_grad():
             out, lse = fd.attend(*self.problem.qkv, self.spec.pattern(), return_lse=True)
         rows = (out, lse, self.problem.grad)
-        return [WholeRows(*(_part(x, queries).contiguous() for x in rows), None) for queries, _ in self._ranks]
+        return [WholeRows(*(_part(x, queries).contiguous() for x in rows)) for queries, _ in self._ranks]
 
     def _ring(self, rows: list[WholeRows]) -> list[Share]:
         """A rank's dq is summed up over the shards, its own first."""

@@ -87,7 +87,7 @@ def pool(
     buffer_bytes: tuple[int, ...] = tuple(1 << power for power in range(16, 27)), repeats: int = 15
 ) -> Iterator[Row]:
     """From what size on does a pool of buffers save time?"""
-    sizes = []
+    sizes, size, saved, timings = [], 0, 0.0, ()
     for size in buffer_bytes:
         jobs = [
             Job(f"{name} a pool", lambda _, lessor=lessor, size=size: _touch(lessor, size))
