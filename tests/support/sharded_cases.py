@@ -60,7 +60,7 @@ class ShardedCase:
         """Gradients to send back through out and lse."""
         generator = torch.Generator().manual_seed(1)
         q = self.tensors[0]
-        out = torch.randn(q.shape, generator=generator, dtype=torch.float64)
+        out = torch.randn(*q.shape[:3], self.tensors[2].shape[3], generator=generator, dtype=torch.float64)
         lse = torch.randn(q.shape[:3], generator=generator, dtype=torch.float64)
         return laid_out(out.to(q.dtype), self.layouts[3]), lse.to(torch.promote_types(q.dtype, torch.float32))
 
@@ -153,7 +153,7 @@ def needed_bytes(case: ShardedCase, receiver: int, sender: int, schedule: str) -
     In an exchange each token and key/value head that some query needs, in any batch entry; in a ring whole runs of
     which a key is needed, in all heads.
     """
-    k = case.tensors[1]
+    k, width = case.tensors[1], max(x.shape[3] for x in case.tensors[:3])  # messages have one row length
     rows, columns = case.sharding.positions(receiver), case.sharding.positions(sender)
     if schedule == "ring":
         seen = case.counts.flatten(0, -3)[:, rows]
@@ -163,7 +163,7 @@ def needed_bytes(case: ShardedCase, receiver: int, sender: int, schedule: str) -
         allowed = case.counts.flatten(0, -4) if case.counts.dim() > 3 else case.counts[None]
         seen = allowed[:, :, rows][:, :, :, columns].bool().any(2).any(0)  # (H, keys)
         number = int(seen.unflatten(0, (k.shape[1], -1)).any(1).sum())
-    return 2 * number * k.shape[0] * k.shape[3] * k.element_size()
+    return 2 * number * k.shape[0] * width * k.element_size()
 
 
 def assert_whole(case: ShardedCase, way: Way, shares: Sequence[Shares]) -> None:
@@ -183,11 +183,11 @@ def assert_whole(case: ShardedCase, way: Way, shares: Sequence[Shares]) -> None:
 
 
 def tensors_for(
-    H: int, G: int, N: int, *, B: int = 1, D: int = 8, sinks: bool = False, seed: int = 0, **kind: Any
+    H: int, G: int, N: int, *, B: int = 1, D: int = 8, E: int = 0, sinks: bool = False, seed: int = 0, **kind: Any
 ) -> tuple[Tensor, ...]:
-    """q, k, v and maybe sinks, in float64 unless told."""
+    """q, k, v and maybe sinks, in float64 by default. E: head dim of v; 0 for D."""
     generator = torch.Generator().manual_seed(seed)
-    shapes = [(B, heads, N, D) for heads in (H, G, G)] + [(H,)] * sinks
+    shapes = [(B, H, N, D), (B, G, N, D), (B, G, N, E or D), *[(H,)] * sinks]
     return tuple(torch.randn(shape, generator=generator, dtype=torch.float64).to(**kind) for shape in shapes)
 
 
@@ -200,7 +200,12 @@ def sharded_cases(draw: st.DrawFn, W: int, *, by_heads: bool = False) -> Sharded
     first = 0 if by_heads or not draw(st.booleans()) else draw(st.integers(0, num_heads - 1))
     H = num_heads if by_heads else draw(st.integers(1, num_heads - first))
     G = draw(st.sampled_from([heads for heads in range(1, H + 1) if H % heads == 0]))
-    size = {"B": draw(st.integers(1, 2)), "D": draw(st.sampled_from([1, 4])), "seed": draw(st.integers(0, 999))}
+    size = {
+        "B": draw(st.integers(1, 2)),
+        "D": draw(st.sampled_from([1, 4])),
+        "E": draw(st.sampled_from([0, 3])),
+        "seed": draw(st.integers(0, 999)),
+    }
     tensors = tensors_for(H, G, N, sinks=draw(st.booleans()), **size)
     counts = oracle.counts(twin.rule, range(first, first + H), num_heads, torch.arange(N), torch.arange(N))
     sharding = draw(shardings(N, num_ranks=W))
