@@ -78,7 +78,14 @@ def features(rules: tuple[Rule, ...] = _RULES, size: Size = Size(4096, num_heads
         ways = {name: partial(make, rule, own), "without": partial(without, rule, own)}
         jobs = [attention_job(each, way(), problem, "forward + backward") for each, way in ways.items()]
         what = f"{rule.label}, {own}, {name}, forward + backward"
-        yield race(f"{what}: time over that without", at_most(4, "×"), jobs, repeats=size.repeats)
+        yield race(
+            f"{what}: time of a step with the feature over one without", at_most(4, "×"), jobs, repeats=size.repeats
+        )
         ours, theirs = (step_bytes(each, way, own) for each, way in ways.items())
         detail = {"peak_bytes": ours, "peak_bytes_without": theirs}
-        yield Row(f"{what}: peak memory over that without", at_most(2, "×"), ours / max(1, theirs), detail=detail)
+        yield Row(
+            f"{what}: peak memory of a step with the feature over one without",
+            at_most(2, "×"),
+            ours / max(1, theirs),
+            detail=detail,
+        )
