@@ -22,7 +22,7 @@ MAX_RESIDUE_RATE = 256
 def terms_by_layout(
     branch: Pattern, multiplicity: int, bound: Bound, *, residues: bool, gathered: bool = True
 ) -> dict[str, list[Term]]:
-    """Map from layout name to the terms (parts computed by one kernel) of a branch in that layout, all disjoint in rows.
+    """Map from layout name to the terms (parts computed by one kernel) of a branch in that layout.
 
     residues: include the residue-major order of all tokens. gathered: include terms over only the active tokens of each
     head.
@@ -49,7 +49,7 @@ def shared_terms(branch: Pattern, multiplicity: int, bound: Bound, rate: int) ->
 
 
 def masked_term(pattern: Expression, multiplicity: int, bound: Bound) -> Term:
-    """Term that computes all pairs of all heads, under a dense mask with the number of branches that allow each pair."""
+    """Term that computes all pairs of all heads, weighted by the number of branches that allow each pair."""
     orders = Layout(bound.num_queries), Layout(bound.num_keys)
     weights = CountedPairs(replace(bound, pattern=pattern))
     term = Term.of(

@@ -42,8 +42,8 @@ def chains(branches: Mapping[Pattern, int], bound: Bound) -> list[dict[Pattern, 
 def nested_terms(branches: Mapping[Pattern, int], bound: Bound) -> list[Term]:
     """Terms that compute every allowed pair once, with the number of branches that allow it as its weight.
 
-    `branches`: dilated segments that nest, with their multiplicities. Each segment length and rate divides the next, and
-    a token that is active in a branch is active in all earlier ones. The level of a token is the last branch in which
+    `branches`: dilated segments that nest, with multiplicities. Each segment length and rate divides the next, and a
+    token that is active in a branch is active in all earlier ones. The level of a token is the last branch in which
     it is active. A pair is allowed by the branches from the first with both tokens in one segment up to the lower of
     their levels.
     """
@@ -134,7 +134,7 @@ class _Chain:
         return level + 1, range(own, upper, own)
 
     def weights(self, first: int, level: int, offsets: tuple[int, ...]) -> tuple[int, ...]:
-        """Weights of keys for queries of this level (the last branch in which they are active), in branch order.
+        """Weights of keys for queries of this level (the last branch in which they are active).
 
         For pairs whose first common segment is in branch `first`: the number of branches from `first` to `level` in
         which a key is active. One period, over the keys active in branch `first`.
@@ -199,7 +199,7 @@ def _strips(chain: _Chain) -> Iterator[Term]:
 
 
 def _rectangles(chain: _Chain, index: int) -> Iterator[_Rectangle]:
-    """Yield rectangles that cover the pairs within a segment of branch `index` but in no segment of the previous one."""
+    """Yield rectangles of the pairs within a segment of branch `index` but in no segment of the previous branch."""
     whole = chain.bases[index].segment
     part = chain.bases[index - 1].segment if index else whole
     for start, folds, length in _segments(whole, chain.bound.num_keys):

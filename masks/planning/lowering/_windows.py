@@ -143,7 +143,7 @@ def _part(rest: Pattern, bound: Bound, windows: Windows) -> tuple[Pattern, Bound
 
 
 def _plainest(rest: Pattern, q: range, k: range) -> Pattern:
-    """Simplify a rule for these positions: drop local windows that cover all of them, as they would need block lists."""
+    """Simplify a rule for these positions: drop local windows that cover them all, which would need block lists."""
     kept = []
     for factor in rest.factors():
         if isinstance(factor, LocalWindow) and factor.left >= q.stop - 1 - k.start:
