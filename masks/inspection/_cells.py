@@ -82,8 +82,8 @@ def count_cells(
     columns likewise. sides: (query side, key side) of cells without `shape`: cells begin at multiples of these, and
     cells at the window's borders are cut. batch: index of the batch entry, if run-time tensors have a row for each.
 
-    Time grows with the number of cells, not of tokens. If an exact count would take too long, a cell gets unequal bounds
-    and an estimate. Raises ValueError for sizes, windows and shapes that do not fit, and for sizes or heads that
+    Time grows with the number of cells, not of tokens. If an exact count would take too long, a cell gets bounds and an
+    estimate. Raises ValueError for sizes, windows and shapes that do not fit, and for sizes or heads that
     the pattern cannot be bound to.
     """
     num_keys = num_tokens if num_keys is None else num_keys
@@ -234,7 +234,7 @@ class Side:
         return self.positions(self.edges[cell, None] + (size * share).long().minimum(size - 1))
 
     def parts(self) -> tuple[Int64[Tensor, " P"], Progression]:
-        """(index of the cell, positions) of parts of cells; positions of a part are a progression, all of the same step."""
+        """(index of the cell, positions) of parts of cells; positions of a part are a progression, of one step for all."""
         pieces = self.layout.pieces(0)
         inner = pieces.starts[(pieces.starts > self.window.start) & (pieces.starts < self.window.stop)]
         cuts = torch.cat([self.edges, inner]).unique()

@@ -52,8 +52,8 @@ class Description(PlannedCounts):
     """Counts of a pattern at given sizes; str() formats them as tables.
 
     Pairs are (query, key) pairs over all heads, counted once for each branch that allows them; for the union use
-    `describe(pattern.union, ...)`. `heads`, `branch_shares` and `receptive_field` are computed on first use, which takes
-    seconds at a million tokens. All counts are exact except `receptive_field`, which is sampled above 256 tokens.
+    `describe(pattern.union, ...)`. `heads`, `branch_shares` and `receptive_field` are computed on first use, in seconds
+    at a million tokens. All counts are exact except `receptive_field`, which is sampled above 256 tokens.
     """
 
     pattern: Expression
@@ -179,9 +179,9 @@ def describe(
 
     Useful pairs are allowed pairs, counted once for each branch that allows them. num_keys: num_queries by default.
     q_offset, k_offset: positions of the first query and key. device: kind of device for the predicted time of one
-    forward pass, batch 1, in float32 on CPU and half precision elsewhere. Raises ValueError for sizes below 1, for heads that the pattern has no rule for, for
-    run-time tensors that differ by batch entry, and for more than 134,217,728 queries or keys where the planner's
-    choice lists blocks.
+    forward pass, batch 1, in float32 on CPU and half precision elsewhere. Raises ValueError for sizes below 1, for heads
+    that the pattern has no rule for, for run-time tensors that differ by batch entry, and for more than 134,217,728
+    queries or keys if the planner's choice uses block lists.
 
     >>> masks.describe(masks.local_window(left=127, right=0), 4096).density
     0.030765533447265625
