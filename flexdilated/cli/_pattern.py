@@ -99,8 +99,8 @@ def refusals() -> Iterator[None]:
 def asked_from(options: argparse.Namespace) -> AskedPattern:
     """The pattern and sizes that the command-line arguments ask for, with run-time tensors read from files.
 
-    Without --tokens the number of tokens is that of the run-time tensors, or of the pattern's grid, or a default. Raises
-    UsageError for invalid patterns and sizes, and for tensors that are missing or do not fit.
+    Without --tokens the number of tokens is that of the run-time tensors, or of the pattern's grid, or a default.
+    Raises UsageError for invalid patterns and sizes, and for tensors that are missing or do not fit.
     """
     pattern, tokens = read_pattern(options.pattern), options.tokens
     with refusals():

@@ -40,7 +40,7 @@ class UsageError(Exception):
 class Argument(NamedTuple):
     """Properties of a command-line argument.
 
-    shown: its name in messages. least, most: limits of its value. needs, excludes: `dest` of the arguments that it needs
+    shown: its name in messages. least, most: limits of its value. needs, excludes: `dest` of arguments that it needs
     or excludes; "device=cuda" excludes only that value.
     """
 

@@ -234,7 +234,7 @@ class Side:
         return self.positions(self.edges[cell, None] + (size * share).long().minimum(size - 1))
 
     def parts(self) -> tuple[Int64[Tensor, " P"], Progression]:
-        """(index of the cell, positions) of parts of cells; positions of a part are a progression, of one step for all."""
+        """(index of the cell, positions) of parts of cells; positions of a part are an arithmetic progression."""
         pieces = self.layout.pieces(0)
         inner = pieces.starts[(pieces.starts > self.window.start) & (pieces.starts < self.window.stop)]
         cuts = torch.cat([self.edges, inner]).unique()

@@ -72,8 +72,8 @@ class BlockOfPair:
 class Explanation:
     """Tree of reasons why a pattern allows a pair or not, and the blocks that contain the pair.
 
-    multiplicity: number of branches (summands of a mixture) that allow the pair. reason: root of the tree; str() gives it
-    as indented lines. standings: the block in natural order and the block in the order of `masks.layout`;
+    multiplicity: number of branches (summands of a mixture) that allow the pair. reason: the tree; str() gives it as
+    indented lines. standings: the block in natural order and the block in the order of `masks.layout`;
     empty if the number of tokens is unknown. zero_keys: number of zero keys that padding adds to the query's softmax;
     None if that depends on an unknown number of tokens.
     """
