@@ -73,7 +73,10 @@ def add_arguments(parser: CommandParser) -> None:
 
 
 def plan(options: argparse.Namespace) -> int:
-    """Print the plan, or the longest sequence within a budget. Raises UsageError for sizes that do not fit together."""
+    """Print the plan, or the longest sequence within a budget; returns the exit status.
+
+    Raises UsageError for sizes that do not fit together.
+    """
     asked = asked_from(options)
     heads, head_dim = asked.num_heads, options.head_dim or 64
     if options.embed_dim is not None:

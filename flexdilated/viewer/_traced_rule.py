@@ -91,7 +91,7 @@ class Program:
             ) from None
 
     def add(self, most: int, *node: Any) -> int:
-        """Index of a node, added if new; `most` bounds the magnitude of its values."""
+        """Index of the node [operation, operands ...], added if new; `most`: upper bound on the magnitude of its values."""
         if node not in self._known:
             self._known[node] = len(self.nodes)
             self.nodes.append(list(node))
@@ -229,7 +229,7 @@ def traced_rule(program: Program, written: Pattern, bound: Pattern, num_heads: i
 
 
 class _Rule:
-    """A rule with the node indices of its head, query and key. asked: gives the unit of positions and number of heads."""
+    """A rule with the node indices of its head, query and key. asked: has the unit of positions, number of heads."""
 
     def __init__(
         self, program: Program, written: Pattern, bound: Pattern, nodes: tuple[int, int, int], asked: Pair
@@ -290,7 +290,7 @@ class _Path:
         return self.decisions.setdefault(node, self.answers[place] if place < len(self.answers) else True)
 
     def part(self, bound: Pattern, pair: _TracedPair) -> _Rule:
-        """Traced rule of a direct part, for the pair in the part's coordinates; marks the part as named by the reason."""
+        """Traced rule of a direct part, for the pair in the part's coordinates; recorded as named by the reason."""
         nodes = (self.node(pair.head), self.node(pair.query), self.node(pair.key))
         parts, at = self.rule.parts, (id(bound), nodes, pair.unit)
         if at not in parts:

@@ -115,7 +115,7 @@ def _split_union(pattern: Pattern) -> Iterator[Pattern]:
 
 
 def _in_order(rule: Rule) -> bool:
-    """True if each side is one run of consecutive positions."""
+    """True if queries and keys are each one run of consecutive positions."""
     return all(len(side.starts) == 1 and side.step == 1 for side in (rule.q, rule.k))
 
 

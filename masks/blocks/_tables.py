@@ -175,14 +175,14 @@ class PackedBlocks:
 
 
 def _written(blocks: Blocks, part: slice) -> bytes:
-    """Serialize a part of the list: distances, pair counts and `full`."""
+    """Serialize a slice of the block list: distances of blocks, pair counts and `full`."""
     key = (blocks.table[part].long() * blocks.num_rows + blocks.row[part]) * blocks.num_columns + blocks.column[part]
     steps = key.diff(prepend=key.new_zeros(1))
     return b"".join(map(_bytes_of, (steps, blocks.pairs[part], blocks.full[part])))
 
 
 def _read(written: bytes, blocks: Blocks, part: slice) -> None:
-    """Write the bytes of `_written` back into this part of `blocks`."""
+    """Decompress bytes of `_written` into this slice of `blocks`, in place."""
     data, length = bytearray(zlib.decompress(written)), part.stop - part.start
     line, column = _divmod(_tensor(data, torch.int64, 0, length).cumsum(0), blocks.num_columns)
     blocks.table[part], blocks.row[part] = _divmod(line, blocks.num_rows)
@@ -192,7 +192,7 @@ def _read(written: bytes, blocks: Blocks, part: slice) -> None:
 
 
 def _bytes_of(x: Tensor) -> bytes:
-    """Bytes of a tensor, without numpy."""
+    """Bytes of a CPU tensor's elements in row-major order, without numpy."""
     x = x.contiguous()
     return ctypes.string_at(x.data_ptr(), x.nbytes)
 

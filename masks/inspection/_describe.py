@@ -180,8 +180,8 @@ def describe(
     Useful pairs are allowed pairs, counted once for each branch that allows them. num_keys: num_queries by default.
     q_offset, k_offset: positions of the first query and key. device: kind of device for the predicted time of one
     forward pass, batch 1, in float32 on CPU and half precision elsewhere. Raises ValueError for sizes below 1, for
-    heads that the pattern has no rule for, for run-time tensors that differ by batch entry, and for more than 134,217,728
-    queries or keys if the planner's choice uses block lists.
+    heads that the pattern has no rule for, for run-time tensors that differ by batch entry, and for more than
+    134,217,728 queries or keys if the planner's choice uses block lists.
 
     >>> masks.describe(masks.local_window(left=127, right=0), 4096).density
     0.030765533447265625

@@ -135,7 +135,7 @@ class WindowBlocks:
         return state
 
     def state_of_cells(self, window: Window) -> Int64[Tensor, "R C"]:
-        """State of the block that contains each cell of a window."""
+        """State of the block (EMPTY, PARTIAL or FULL) that contains each cell of the window."""
         rows, columns = (
             (axis.first + axis.cell * torch.arange(axis.cells)) // side - slots.start // side
             for axis, side, slots in zip(window, self.sides, self.cells.window, strict=True)
@@ -143,7 +143,7 @@ class WindowBlocks:
         return self.state[rows][:, columns]
 
     def __str__(self) -> str:
-        """Number of computed and of full blocks, and the allowed share of the computed pairs."""
+        """Text with the number of computed blocks, of full blocks, and the allowed percentage of computed pairs."""
         computed, about = self.state != EMPTY, "" if bool(self.cells.exact.all()) else "about "
         of = f"{about}{int(computed.sum()):,} of {computed.numel():,} blocks computed"
         if not bool(computed.any()):

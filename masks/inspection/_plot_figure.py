@@ -50,7 +50,7 @@ _SHARES = ((0.001, "1 pair in 1,000"), (0.03, "1 in 30"), (1.0, "every pair"))
 
 
 class SameBytes(Figure):
-    """Figure whose files are reproducible byte by byte: no date, and fixed ids within an SVG."""
+    """Figure whose saved files have reproducible bytes: no date, and fixed ids within an SVG."""
 
     def savefig(self, fname: Any, **kwargs: Any) -> None:
         """Save as matplotlib does, without the date unless `metadata` sets one."""

@@ -132,7 +132,7 @@ def _sizes_by_ranges(bound: Bound, tokens: Sequence[int]) -> Iterator[list[int]]
 
 
 def _drawn_tokens(size: int, most: int) -> list[int]:
-    """All tokens, or `most`: one drawn at random from each of `most` equal parts, with a fixed seed."""
+    """Indices of all tokens, or of `most`: one drawn from each of `most` equal parts, with a fixed seed."""
     if size <= most:
         return list(range(size))
     shares = torch.rand(most, generator=torch.Generator().manual_seed(_SEED), dtype=torch.float64)

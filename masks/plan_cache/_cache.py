@@ -32,7 +32,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Limits:
-    """Maximum bytes and entries; 0 of either disables the cache."""
+    """Budgets of a cache: largest number of bytes and of entries; 0 for either disables the cache."""
 
     bytes: int
     entries: int
@@ -71,12 +71,12 @@ class CacheStats:
 
     @property
     def entries(self) -> int:
-        """Number of entries, masters and copies."""
+        """Number of all entries, masters and copies."""
         return self.masters.entries + sum(holding.entries for holding in self.copies)
 
     @property
     def bytes(self) -> int:
-        """Bytes of the tables of all entries, without Python's overhead."""
+        """Bytes of the tensors of all entries, without the overhead of Python objects."""
         return self.masters.bytes + sum(holding.bytes for holding in self.copies)
 
     @property
@@ -141,7 +141,7 @@ class Cache:
 
     @property
     def budget_bytes(self) -> int:
-        """Maximum bytes of all entries; setting it evicts at once."""
+        """Largest number of bytes of all entries together; setting it evicts entries immediately."""
         return self._limits.bytes
 
     @budget_bytes.setter
@@ -150,7 +150,7 @@ class Cache:
 
     @property
     def budget_entries(self) -> int:
-        """Maximum number of entries; setting it evicts at once."""
+        """Largest number of entries; setting it evicts entries immediately."""
         return self._limits.entries
 
     @budget_entries.setter

@@ -148,7 +148,7 @@ class _Chain:
 
 
 class _Rectangle(NamedTuple):
-    """Queries × keys, both ranges of tokens; repeated in `folds` segments, `stride` tokens apart."""
+    """Pairs of all queries and keys in two ranges of tokens; repeated `folds` times, `stride` tokens apart."""
 
     queries: range
     keys: range

@@ -92,7 +92,7 @@ class PaddedTerm(SharedListTerm):
             return ((q_past - q_first) * keys).sum(1)
 
         def before(place: Int64[Tensor, "H F"]) -> Int64[Tensor, "H F"]:
-            """Pairs of the queries before `place`: each query sees one key more than the previous one, up to all."""
+            """Number of causal pairs of the queries in slots before `place`, for each head and segment."""
             growing = (place - k_first).clamp(min=0).minimum(keys)
             return growing * (growing + 1) // 2 + keys * (place - k_past).clamp(min=0)
 
