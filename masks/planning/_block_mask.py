@@ -154,7 +154,7 @@ def snapped(pattern: Pattern | Mixture, block: int | tuple[int, int] = 128) -> S
     """Round the sizes of a pattern up to whole kernel blocks; returns (pattern, changes), one line of text per change.
 
     * `local_window`: left and right are rounded up to a multiple of the side minus 1, as the window includes the
-      query's own key; a multiple of the side is unchanged. All pairs stay allowed, and the computed blocks stay the same.
+      query's own key; a multiple of the side is unchanged. All pairs stay allowed; the computed blocks do not change.
     * `dilated`, `chunked`, `longnet`: segments are rounded up to a multiple of rate * side, so that segment / rate
       tokens fill whole blocks; rates and offsets are unchanged, also segments that are no multiple of their rate.
     * `blockwise`: blocks are rounded up to a multiple of the side. Longer segments and blocks begin at other tokens:
