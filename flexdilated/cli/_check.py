@@ -1,4 +1,4 @@
-"""check: a pattern against its definition, and attend on it against dense attention."""
+"""Command `check`: test a pattern against its definition, and `attend` with it against dense attention."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def add_arguments(parser: CommandParser) -> None:
 
 
 def check(options: argparse.Namespace) -> int:
-    """Exit status 0, or 1 with the counterexample printed."""
+    """Run the command; returns exit status 0, or prints a counterexample and returns 1."""
     pattern, examples = read_pattern(options.pattern), options.examples
     heads = fitting_heads(pattern, _HEADS) if options.heads is None else options.heads
     pairs = heads * options.max_tokens**2
@@ -78,7 +78,7 @@ def check(options: argparse.Namespace) -> int:
 
 
 def _longest(pattern: Pattern | Mixture, num_heads: int, max_tokens: int) -> int:
-    """Largest length up to `max_tokens` that the pattern takes. Raises UsageError where it takes none."""
+    """Largest number of tokens up to `max_tokens` that the pattern accepts. Raises UsageError if it accepts none."""
     if names(pattern):  # which check_pattern refuses
         return max_tokens
     for number in range(max_tokens, 0, -1):
@@ -93,7 +93,7 @@ def _longest(pattern: Pattern | Mixture, num_heads: int, max_tokens: int) -> int
 def _steps(
     pattern: Pattern | Mixture, *, examples: int, num_heads: int, max_tokens: int, seed: int
 ) -> Iterator[tuple[int, str]]:
-    """(number of examples that passed, subject of the check)."""
+    """Yield (number of examples that passed in this step, name of the tested part)."""
     sizes = {"num_heads": num_heads, "max_tokens": max_tokens}
     for first in range(0, examples, _BOXES):
         number = min(_BOXES, examples - first)
@@ -104,7 +104,7 @@ def _steps(
         return attend(q, k, v, pattern, enable_gqa=True, return_lse=True)
 
     def in_two(module: object, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """Two calls: a third of the queries, then the later ones."""
+        """Attention in two calls: the first third of the queries, then the rest."""
         cut = q.shape[2] // 3
         places = [(0, cut), (cut, q.shape[2])] if cut else [(0, q.shape[2])]
         parts = [attend(q[:, :, a:b], k, v, pattern, enable_gqa=True, q_offset=a) for a, b in places]

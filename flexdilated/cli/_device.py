@@ -1,4 +1,4 @@
-"""doctor and tune: what works on this machine, and the constants of its devices."""
+"""Commands `doctor` (test engines on this machine) and `tune` (measure cost constants of its devices)."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ _VARIABLES = {
     PROFILE_VARIABLE: folder_from_environment,
 }
 
-# An engine is tried in training, and in inference with one set pattern where it refuses to train.
+# An engine is tested in training, or, if it does not support training, in inference with one set pattern.
 _USES: dict[str, Pattern | Mixture] = {
     "training": masks.longnet((64, 256), (1, 4)) & masks.causal(),
     "inference": masks.local_window(left=99, right=0),
@@ -54,7 +54,10 @@ def add_doctor_arguments(parser: CommandParser) -> None:
 
 
 def doctor() -> int:
-    """Print the findings; 0 if the default engine of every device works and the environment parses, else 1."""
+    """Print the results of the tests; returns exit status 0 or 1.
+
+    0 if the default engine of every device works and attention's environment variables are valid.
+    """
     trials: list[Finding] = []
     variables, works = _variables()
     for device in available_devices():
@@ -88,7 +91,7 @@ def _versions() -> list[Finding]:
 
 
 def _variables() -> tuple[list[Finding], bool]:
-    """(a finding for each variable that is set, whether all that attention reads parse)."""
+    """([(variable, verdict) for each one that is set], True if all variables that attention reads are valid)."""
     findings, all_parse = [], True
     for name in sorted(name for name in os.environ if name.startswith(_PREFIX)):
         try:
@@ -100,7 +103,7 @@ def _variables() -> tuple[list[Finding], bool]:
 
 
 def _trial(engine: str, device: str) -> tuple[bool, str]:
-    """(whether the results are right, the use that is served with its error, or the reason why none is)."""
+    """(True if results are right, text with the kind of use that works and its error, or with the failure)."""
     dtype, refusal = torch.bfloat16 if engine == "flash" else torch.float32, ""
     for use in _USES:
         try:
@@ -117,13 +120,13 @@ def _trial(engine: str, device: str) -> tuple[bool, str]:
 
 
 def _error(engine: str, device: str, dtype: torch.dtype, use: str) -> float:
-    """The largest distance from the reference in float64, as a share of the reference's largest number."""
+    """Largest absolute difference from the float64 reference, divided by the reference's largest absolute value."""
     pairs = zip(_results(engine, device, dtype, use), _results("reference", "cpu", torch.float64, use), strict=True)
     return float(torch.stack([(found - exact).abs().amax() / exact.abs().amax() for found, exact in pairs]).amax())
 
 
 def _results(engine: str, device: str, dtype: torch.dtype, use: str) -> list[Tensor]:
-    """The output and, in training, the gradients of q, k and v: float64 tensors on the CPU."""
+    """[output], and for use "training" also the gradients of q, k and v; float64 tensors on the CPU."""
     numbers = torch.randn(4, *_SHAPE, generator=torch.Generator().manual_seed(0))
     q, k, v, grad = numbers.bfloat16().to(device, dtype)  # the same numbers in every dtype
     leaves = [x.requires_grad_(use == "training") for x in (q, k, v)]
@@ -137,7 +140,7 @@ def _first_line(error: Exception) -> str:
 
 
 def available_devices() -> tuple[str, ...]:
-    """Kinds of device that this machine and this build of torch can compute on, the CPU first."""
+    """Kinds of device that torch can use on this machine, such as ("cpu", "cuda")."""
     accelerator = torch.accelerator.current_accelerator(check_available=True)
     return ("cpu",) if accelerator is None else ("cpu", accelerator.type)
 
@@ -155,7 +158,7 @@ def add_tune_arguments(parser: CommandParser) -> None:
 
 
 def tune(options: argparse.Namespace) -> int:
-    """Measure the constants, write the file and print the table."""
+    """Measure the cost constants of a device, write them to a file and print them; returns the exit status."""
     if options.device not in available_devices():
         raise UsageError(f"--device must be one of {', '.join(available_devices())}; got {options.device!r}")
     if not 0 < options.seconds <= 3600:

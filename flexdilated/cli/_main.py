@@ -1,4 +1,4 @@
-"""Arguments in, exit status out."""
+"""Entry point of the command line."""
 
 from __future__ import annotations
 
@@ -28,9 +28,9 @@ _INTERRUPTED = 130  # what shells report of a process that SIGINT ended
 
 
 def main(arguments: Sequence[str] | None = None, *, program: str = "flexdilated") -> int:
-    """Run one command and return its exit status; the help names `program` as the way to start it.
+    """Run one command and return its exit status. program: name of the command in the help.
 
-    Status: 0 done, 1 does not work here, 2 bad usage, 130 interrupted, 141 output closed by its reader.
+    Status: 0 success, 1 a test failed, 2 wrong usage, 130 interrupted, 141 the reader of the output closed it.
     """
     return status_of(lambda: _run(sys.argv[1:] if arguments is None else arguments, program))
 

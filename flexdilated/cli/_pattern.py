@@ -1,4 +1,4 @@
-"""PATTERN, --tokens, --heads and --bind: read alike by all commands."""
+"""Arguments PATTERN, --tokens, --heads and --bind, common to several commands."""
 
 from __future__ import annotations
 
@@ -38,9 +38,9 @@ _DAMAGE = (
 
 
 def add_pattern_arguments(parser: CommandParser, *, no_size: Sequence[str] = ()) -> None:
-    """PATTERN, --tokens, --heads and --bind, which `asked_from` reads.
+    """Add the arguments PATTERN, --tokens, --heads and --bind, which `asked_from` reads.
 
-    Options of `no_size` look at other sizes, and take neither --tokens nor --bind.
+    no_size: options of this command that exclude --tokens and --bind.
     """
     add = parser.argument
     add("pattern", metavar="PATTERN", help=PATTERN)
@@ -54,7 +54,7 @@ def add_pattern_arguments(parser: CommandParser, *, no_size: Sequence[str] = ())
 
 @dataclass(frozen=True)
 class AskedPattern:
-    """A pattern that carries its run-time tensors, and the sizes to which it binds."""
+    """A pattern with the values of its run-time tensors, and the number of tokens and heads to use it at."""
 
     pattern: Expression
     num_tokens: int
@@ -62,7 +62,7 @@ class AskedPattern:
 
     @cached_property
     def num_entries(self) -> int:
-        """Number of batch entries whose run-time tensors differ; 1 if all are equal."""
+        """Batch size of the run-time tensors if they differ by batch entry, else 1."""
         return self.pattern.bind(num_heads=self.num_heads, num_queries=self.num_tokens, num_keys=self.num_tokens).batch
 
     def require(self, *, head: int, batch: int) -> None:
@@ -72,7 +72,7 @@ class AskedPattern:
             require_below("batch", batch, self.num_entries, "batch entries")
 
     def entry(self, batch: int) -> AskedPattern:
-        """The same with the run-time tensors of one batch entry."""
+        """Copy with the run-time tensors of this batch entry."""
         found: dict[str, Given] = {}
 
         def with_row(leaf: Pattern) -> Pattern:
@@ -87,7 +87,7 @@ class AskedPattern:
 
 @contextmanager
 def refusals() -> Iterator[None]:
-    """Turn TypeError and ValueError of the library into UsageError."""
+    """Context in which TypeError and ValueError of the library become UsageError."""
     try:
         yield
     except UnicodeEncodeError:  # of the output, not of what was asked
@@ -97,10 +97,10 @@ def refusals() -> Iterator[None]:
 
 
 def asked_from(options: argparse.Namespace) -> AskedPattern:
-    """The pattern with its run-time tensors, and the sizes to which it binds.
+    """The pattern and sizes that the command-line arguments ask for, with run-time tensors read from files.
 
-    Without --tokens the length is that of the run-time tensors, or else of the pattern's grid. Raises UsageError for a
-    pattern that does not read, for sizes, and for tensors that are missing or do not fit.
+    Without --tokens the number of tokens is that of the run-time tensors, or of the pattern's grid, or a default.
+    Raises UsageError for invalid patterns and sizes, and for tensors that are missing or do not fit.
     """
     pattern, tokens = read_pattern(options.pattern), options.tokens
     with refusals():
@@ -134,7 +134,7 @@ def asked_from(options: argparse.Namespace) -> AskedPattern:
 
 
 def read_bindings(pattern: Expression, texts: Sequence[str]) -> dict[str, Tensor]:
-    """The tensor of each NAME=FILE.pt. Raises UsageError for other texts, files and names."""
+    """Map from name to tensor, for texts NAME=FILE.pt. Raises UsageError for other texts, files and names."""
     found: dict[str, Tensor] = {}
     for text in texts:
         name, _, file = (part.strip() for part in text.partition("="))
@@ -165,7 +165,7 @@ def _load(name: str, file: str) -> Tensor:
 
 
 def _num_tokens(pattern: Expression, name: str, tensor: Tensor) -> int:
-    """Fewest tokens that hold all values: the largest of lengths, else the last axis; 0 if the tensor does not tell."""
+    """Number of tokens of a run-time tensor: the largest value for lengths, else the last axis; 0 if it has none."""
     with refusals():
         require_values(name, tensor)
     if tensor.numel() > LARGEST:  # an expanded one is a small file
@@ -177,7 +177,7 @@ def _num_tokens(pattern: Expression, name: str, tensor: Tensor) -> int:
 
 @cache
 def most_tokens(pattern: Expression) -> int | None:
-    """Largest length that the pattern binds to, such as its grid's; None if it binds to any length, or to none."""
+    """Largest number of tokens that the pattern accepts, such as its grid's; None if it accepts all, or none."""
 
     def binds(num_tokens: int) -> bool:
         with suppress(ValueError):
@@ -194,7 +194,7 @@ def most_tokens(pattern: Expression) -> int | None:
 
 
 def fitting_heads(pattern: Expression, usual: int) -> int:
-    """`usual` if the pattern takes that number of heads, or else the smallest number that it takes."""
+    """`usual` if the pattern accepts that number of heads, else the smallest number that it accepts."""
     for num_heads in (usual, *range(1, MOST_HEADS + 1)):
         with suppress(ValueError):
             pattern.check_heads(num_heads)
@@ -203,7 +203,7 @@ def fitting_heads(pattern: Expression, usual: int) -> int:
 
 
 def read_pattern(text: str) -> Pattern | Mixture:
-    """The pattern of an expression, of FILE.json, or of FILE.py:NAME. Raises UsageError where it is none of these."""
+    """Pattern from an expression, FILE.json or FILE.py:NAME. Raises UsageError for any other text."""
     file, colon, name = text.rpartition(":")
     try:
         if colon and file.endswith(".py"):

@@ -1,4 +1,4 @@
-"""plan: how a pattern is computed at a size and what it holds in memory, or the longest sequence that fits a budget."""
+"""Command `plan`: the plan and memory of a pattern at a size, or the longest sequence within a memory budget."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ _RUNGS = tuple(1 << power for power in (10, 12, 14, 16, 18, 20, 22, 24))
 _FIRST = 1 << 16
 _MOST = 1 << 30
 _LINE = LARGEST_RUN // 2, LARGEST_RUN
-# Bytes a token are the growth from one to the other.
+# Bytes per token are the increase from the first to the second number of tokens.
 _BETWEEN = (1 << 16, 1 << 20)
 
 
@@ -73,7 +73,10 @@ def add_arguments(parser: CommandParser) -> None:
 
 
 def plan(options: argparse.Namespace) -> int:
-    """Print the plan, or the longest sequence within a budget. Raises UsageError for sizes that do not fit together."""
+    """Print the plan, or the longest sequence within a budget; returns the exit status.
+
+    Raises UsageError for sizes that do not fit together.
+    """
     asked = asked_from(options)
     heads, head_dim = asked.num_heads, options.head_dim or 64
     if options.embed_dim is not None:
@@ -119,7 +122,10 @@ def _budget_bytes(text: str) -> int:
 
 
 def budget_data(size: PlanSize, budgets: Sequence[int]) -> dict[str, Any]:
-    """Bytes a token, and the longest sequence for each budget. Raises ValueError where the pattern does not bind."""
+    """Bytes per token, and the longest sequence for each budget in bytes, as a dict for JSON.
+
+    Raises ValueError for sizes that the pattern does not accept.
+    """
     size.pattern.check_heads(size.num_heads)
     peaks, most = _peaks(size), longest_bound(size.pattern)
     between = min(_BETWEEN[0], most // 2), min(_BETWEEN[1], most)
@@ -137,7 +143,7 @@ def budget_data(size: PlanSize, budgets: Sequence[int]) -> dict[str, Any]:
 
 
 def _peaks(size: PlanSize) -> dict[str, Peak]:
-    """Peak bytes by number of tokens, of the pattern's attention and of a LongNet around it; cached."""
+    """Functions from number of tokens to peak bytes, by name: of an attention call and of a LongNet model."""
     has_line = longest_bound(size.pattern) >= _LINE[1]
 
     @cache
@@ -146,7 +152,7 @@ def _peaks(size: PlanSize) -> dict[str, Peak]:
         return attention_memory(size.pattern, call, device=size.device)
 
     def attention(num_tokens: int, in_model: bool = False) -> AttentionMemory:
-        """A call at its size, or, where that takes long to run dry, on the line through two that are smaller."""
+        """Memory of a call; for many tokens linearly extrapolated from two smaller calls."""
         if num_tokens < _LINE[0] or not has_line:
             return run_dry(num_tokens, in_model)
         smaller, larger = (run_dry(number, in_model) for number in _LINE)
@@ -166,7 +172,7 @@ def _peaks(size: PlanSize) -> dict[str, Peak]:
 
 
 def budget_text(size: PlanSize, data: dict[str, Any]) -> str:
-    """Bytes a token in the first line, then a line for each budget, with what was counted."""
+    """Table as text: bytes per token, then a line for each budget, and a note on the meaning of the columns."""
     kind = f"head dim {size.head_dim}, {size.dtype_name}, batch {size.batch}, on {size.device}"
     headers = ("", "attend:\ninference", "attend:\ntraining", "model:\ninference", "model:\ntraining",
                "model: training,\ncheckpointed")  # fmt: skip
@@ -184,7 +190,7 @@ def budget_text(size: PlanSize, data: dict[str, Any]) -> str:
 
 
 def longest(peak: Peak, budget: int, *, most: int = _MOST) -> int:
-    """The largest number of tokens, with at most five leading binary digits, whose peak is within the budget; or 0."""
+    """Largest number of tokens whose peak bytes are within the budget, rounded down by `rounded`; 0 if none are."""
     rungs = [*(rung for rung in _RUNGS if rung < most), *([most] if most < _MOST else [])]
     place = next((index for index, rung in enumerate(rungs) if rung >= _FIRST), len(rungs) - 1)
     while place >= 0 and peak(rungs[place]) > budget:
@@ -201,17 +207,17 @@ def longest(peak: Peak, budget: int, *, most: int = _MOST) -> int:
 
 
 def slope(peak: Peak, tokens: Sequence[int]) -> float:
-    """Bytes of one more token, between these two numbers of tokens."""
+    """Mean increase of the peak bytes per token, between these two numbers of tokens."""
     below, above = tokens
     return (peak(above) - peak(below)) / (above - below)
 
 
 def rounded(num_tokens: int) -> int:
-    """Down to five leading binary digits: numbers that whole segments add up to, and that are easily read."""
+    """Round down to five significant binary digits, so that usual segments divide the number."""
     unit = 1 << max(0, num_tokens.bit_length() - 5)
     return num_tokens // unit * unit
 
 
 def longest_bound(pattern: Expression) -> int:
-    """Largest length that is tried."""
+    """Largest number of tokens that `longest` considers for the pattern."""
     return min(most_tokens(pattern) or _MOST, _MOST)

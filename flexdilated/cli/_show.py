@@ -1,4 +1,4 @@
-"""show and explain: a pattern as a heat map, numbers, plain data, a picture or a page; and one pair of it."""
+"""Commands `show` (heat map, counts, JSON, picture or HTML page of a pattern) and `explain` (one pair)."""
 
 from __future__ import annotations
 
@@ -54,7 +54,10 @@ def add_show_arguments(parser: CommandParser) -> None:
 
 
 def show(options: argparse.Namespace) -> int:
-    """Print the map, or write a picture or page. Raises UsageError for a head, entry or window out of range."""
+    """Print the map, or write a picture or page; returns the exit status.
+
+    Raises UsageError for a head, batch entry or window out of range.
+    """
     asked = asked_from(options)
     asked.require(head=options.head, batch=options.batch)
     require_file("--plot", options.plot, (".png", ".svg"))
@@ -148,7 +151,7 @@ def add_explain_arguments(parser: CommandParser) -> None:
 
 
 def explain(options: argparse.Namespace) -> int:
-    """Print the tree of reasons, or plain data. Status 0 whether the pair is allowed or not."""
+    """Print the tree of reasons, or JSON; returns exit status 0, whether or not the pair is allowed."""
     asked = asked_from(options)
     asked.require(head=options.head, batch=options.batch)
     pair = {"query": options.query, "key": options.key, "head": options.head, "batch": options.batch}
@@ -160,7 +163,7 @@ def explain(options: argparse.Namespace) -> int:
 
 
 def _position(text: str) -> int:
-    """A position such as 5000, 64K or -1; the library refuses positions out of range."""
+    """Parse a position such as 5000, 64K or -1, without a check of its range."""
     found = size_of(text.strip().removeprefix("-"))
     if found is None:
         raise argparse.ArgumentTypeError(f"a position must be a whole number, such as 5000 or 64K; got {text!r}")

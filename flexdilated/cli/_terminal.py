@@ -1,4 +1,4 @@
-"""What all commands share: the parser, sizes with K and M, output to terminals and files, progress, and extras."""
+"""Common parts of all commands: argument parser, sizes with K and M, terminal and file output, progress, extras."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ import torch
 
 from ..masks.inspection import LEAST_COLUMNS, LEAST_LINES
 
-# package -> the extra that installs it, and what its absence costs
+# package -> (extra that installs it, consequence of its absence)
 EXTRAS = {
     "tqdm": ("testing", "plain lines instead of a progress bar"),
     "matplotlib": ("plot", "no pictures"),
@@ -34,11 +34,15 @@ _UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20}
 
 
 class UsageError(Exception):
-    """The command cannot do what was asked: the rule and what came, in one line; the exit status is 2."""
+    """Error in the use of a command, with a message of one line; the exit status is 2."""
 
 
 class Argument(NamedTuple):
-    """Default and limits of an argument, and other arguments by `dest`; "device=cuda" excludes that value only."""
+    """Properties of a command-line argument.
+
+    shown: its name in messages. least, most: limits of its value. needs, excludes: `dest` of arguments that it needs
+    or excludes; "device=cuda" excludes only that value.
+    """
 
     shown: str
     default: Any
@@ -49,7 +53,7 @@ class Argument(NamedTuple):
 
 
 class CommandParser(argparse.ArgumentParser):
-    """An ArgumentParser that knows which arguments were given, and refuses those that have no effect together."""
+    """ArgumentParser that rejects combinations of given arguments of which one would have no effect."""
 
     def __init__(self, *arguments: Any, **options: Any) -> None:
         self.known: dict[str, Argument] = {}  # by `dest`
@@ -67,7 +71,10 @@ class CommandParser(argparse.ArgumentParser):
         help: str = "",  # noqa: A002
         **how: Any,
     ) -> None:
-        """As `add_argument`; refused without all of `needs`, with any of `excludes`, and beyond `least` or `most`."""
+        """Add an argument as `add_argument` does, with conditions for its use.
+
+        It must come with all of `needs` and none of `excludes`, with a value from `least` to `most`.
+        """
         text = help.replace("%(default)s", str(default))
         action = (group or self).add_argument(*names, default=argparse.SUPPRESS, help=text, **how)
         if default is None and isinstance(action, argparse._StoreTrueAction):
@@ -78,7 +85,7 @@ class CommandParser(argparse.ArgumentParser):
     def parse_known_args(  # pyright: ignore[reportIncompatibleMethodOverride]: one in place of the overloads
         self, args: Any = None, namespace: Any = None
     ) -> Any:
-        """Raises UsageError for arguments that do not go together; others that are wrong end with the usage."""
+        """As in argparse; also raises UsageError for arguments that exclude or lack each other."""
         found, rest = super().parse_known_args(args, namespace)
         if rest:
             options = ", ".join(each.shown for each in self.known.values() if each.shown.startswith("--"))
@@ -117,7 +124,10 @@ def size_of(text: str) -> int | None:
 
 
 def status_of(run: Callable[[], int]) -> int:
-    """Run, flush the output and return the exit status: 2 if the output cannot be written, 141 if nobody reads it."""
+    """Call `run`, flush standard output and return the exit status of `run`.
+
+    Returns 2 if the output cannot be written, 141 if its reader closed it.
+    """
     try:
         try:
             return run()
@@ -141,12 +151,12 @@ def print_error(error: str) -> None:
 
 
 def _discard() -> None:
-    """Send what is left in the buffer of standard output nowhere."""
+    """Discard the unwritten rest of standard output."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 class Terminal(NamedTuple):
-    """Characters a line and lines; True if it shows colors (ANSI, 256 of them) and shapes beyond ASCII."""
+    """Size in characters; `color`: shows 256 ANSI colors; `shapes`: shows characters beyond ASCII."""
 
     columns: int
     lines: int
@@ -155,7 +165,7 @@ class Terminal(NamedTuple):
 
 
 def terminal_of(stream: TextIO, *, color: str = "auto") -> Terminal:
-    """Properties of a stream's terminal. With "auto" only a terminal gets colors, and none where NO_COLOR is set.
+    """Properties of a stream's terminal. color: "always", or "auto" for colors on a terminal unless NO_COLOR is set.
 
     Source of NO_COLOR: https://no-color.org.
     """
@@ -171,7 +181,10 @@ def terminal_of(stream: TextIO, *, color: str = "auto") -> Terminal:
 
 
 def require_file(flag: str, path: Path | None, kinds: Sequence[str]) -> None:
-    """Raise UsageError for a file of another kind, in a folder that does not exist, or that needs matplotlib."""
+    """Raise UsageError unless a file of this name can be written; None passes.
+
+    kinds: allowed suffixes. Its folder must exist, and matplotlib must be installed for ".png".
+    """
     if path is None:
         return
     if path.suffix.lower() not in kinds:
@@ -191,10 +204,10 @@ def write_file(path: Path, content: bytes) -> None:
 
 
 def find(package: str) -> ModuleType | None:
-    """The imported package, or None where it is not installed.
+    """The imported package, or None if it is not installed.
 
-    Copies that setuptools brings for itself do not count: torch puts them on the path when it looks for a compiler, and
-    other processes do not have them.
+    Copies inside setuptools count as not installed: torch adds them to the path of this process when it looks for a
+    compiler.
     """
     try:
         found = import_module(package)
@@ -204,14 +217,14 @@ def find(package: str) -> ModuleType | None:
 
 
 def missing_line(package: str) -> str:
-    """What is lost without the package, and the command that installs it."""
+    """Message: the package is not installed, the consequence, and the command that installs it."""
     extra, cost = EXTRAS[package]
     return f'{package} is not installed: {cost} (pip install "flexdilated[{extra}]")'
 
 
 @contextmanager
 def progress(what: str, *, unit: str, total: int) -> Iterator[Callable[[int, str], None]]:
-    """A function of (steps done, note): it moves a bar on standard error, or prints a line without tqdm."""
+    """Context that shows progress on standard error: a bar, or lines without tqdm. Yields move(steps done, note)."""
     tqdm = find("tqdm")
     if tqdm is None:
         print(missing_line("tqdm"), file=sys.stderr)
@@ -228,7 +241,7 @@ def progress(what: str, *, unit: str, total: int) -> Iterator[Callable[[int, str
 
 @contextmanager
 def one_thread() -> Iterator[None]:
-    """Torch computes on one thread in the block: more threads wait for each other in small calls."""
+    """Context in which torch uses one thread, which is faster for small calls."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     try:

@@ -1,4 +1,4 @@
-"""Page: a pattern as one HTML file that draws it at any scale, evaluates its traced rule, and explains its pairs."""
+"""page: one HTML file that draws a pattern at any scale and explains its pairs, by evaluating its traced rule."""
 
 from __future__ import annotations
 
@@ -48,11 +48,12 @@ def page(
     batch: int = 0,
     title: str | None = None,
 ) -> str:
-    """One HTML file that shows the pattern over `num_tokens` queries at any scale, in a browser without a network.
+    """Text of an interactive HTML file that draws the pattern at any scale; it needs no network.
 
-    num_keys: by default num_tokens. head: the global head shown first. batch: the batch entry, for run-time tensors.
+    num_tokens: number of queries. num_keys: by default num_tokens. head: the global head shown first. batch: index of
+    the batch entry, for run-time tensors. title: heading of the page; None for a default.
 
-    Raises ValueError for sizes that the pattern does not bind to, for a head or batch entry out of range, for a custom
+    Raises ValueError for sizes that the pattern does not accept, for a head or batch entry out of range, for a custom
     function with operations beyond integer arithmetic, comparisons and tables, and for a page above 4 MB, whose tables
     are too large to embed.
 
@@ -96,7 +97,7 @@ def _data(pattern: Expression, bound: Bound) -> dict[str, Any]:
 
 
 def _command(pattern: Expression, bound: Bound) -> str | None:
-    """Command line of `explain` without the pair; None if the pattern cannot be written in a command."""
+    """Command line of `explain` for this pattern, without the pair; None if the pattern cannot be written as text."""
     text = repr(pattern)
     try:
         same = len(text) <= _LONGEST_PATTERN and parse(text) == pattern
@@ -110,10 +111,11 @@ def _command(pattern: Expression, bound: Bound) -> str | None:
 
 
 def _tiles(bound: Bound, first_head: int) -> dict[str, Any]:
-    """Bounds of tiles of queries and keys in natural order, so that the page need not evaluate their pairs.
+    """Allowed fractions of tiles of queries x keys in natural order, computed here to spare the page an evaluation.
 
-    A grid has one number per tile: the share of allowed pairs if exact, -1 for partial bounds, -2 if the bounds exclude
-    nothing. `grid_of[branch][head]` is the index of a grid; None for heads beyond _MOST_GRIDS grids.
+    "grids": one number per tile: the fraction of allowed pairs if exact, -1 if only bounds are known, -2 if these are
+    trivial. "grid_of"[branch][head]: index of a grid; None for heads beyond _MOST_GRIDS grids. "sides": tokens of a
+    tile along queries and keys. first_head: its grids are computed first.
     """
     sides = [max(1, -(-tokens // _TILES)) for tokens in (bound.num_queries, bound.num_keys)]
     grids: dict[Pattern, int] = {}
@@ -145,7 +147,10 @@ def _grid(rule: Pattern, head: int, bound: Bound, sides: list[int]) -> list[floa
 
 
 def _assembled(data: dict[str, Any], title: str) -> str:
-    """HTML of the files in `web/` with the data. Its policy permits only its own script and style, by digest."""
+    """HTML page from the files in `web/` and the data.
+
+    Its content security policy permits only its own script and style, by digest.
+    """
     folder = files("flexdilated.viewer").joinpath("web")
     html, style, *scripts = (
         folder.joinpath(name).read_text("utf-8")

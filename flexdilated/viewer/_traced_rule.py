@@ -1,4 +1,4 @@
-"""Rules and their reasons in the form that the page evaluates.
+"""Trace rules and their reasons to data that the page evaluates in the browser.
 
 `mask_mod` is traced to a list of elementwise operations, with its tables. A traced value is the index of a node. Nodes
 0, 1 and 2 are the head, the query and the key; every other node is [operation, operand nodes ...], ["const", number] or
@@ -64,7 +64,10 @@ _SUPPORTED = (
 
 @dataclass
 class Program:
-    """Nodes of all rules of a page, and the tables that they read."""
+    """Traced operations (nodes) of all rules of a page, and the constant tensors (tables) that they index.
+
+    sizes: number of heads, queries and keys. nodes: [operation, operand node indices ...].
+    """
 
     sizes: tuple[int, int, int]  # heads, queries, keys
     nodes: list[list[Any]] = field(default_factory=lambda: [["head"], ["query"], ["key"]])
@@ -75,7 +78,7 @@ class Program:
         self.most = [size - 1 for size in self.sizes]  # bound on the magnitude of each node's values
 
     def rule(self, pattern: Pattern, num_heads: int, nodes: tuple[int, int, int]) -> int:
-        """Node that is true if the pattern allows the pair; nodes: head, query and key."""
+        """Index of the node that is true if the pattern allows the pair; nodes: indices of head, query and key."""
         mask_mod = pattern.mask_mod(num_heads=num_heads, device=torch.device("cpu"))
         zeros = [torch.zeros(1, dtype=torch.int64, device="cpu") for _ in range(4)]
         try:
@@ -88,7 +91,7 @@ class Program:
             ) from None
 
     def add(self, most: int, *node: Any) -> int:
-        """Index of a node, added if new; `most` bounds the magnitude of its values."""
+        """Index of the node [operation, operands ...], added if new; most: bound on the magnitude of its values."""
         if node not in self._known:
             self._known[node] = len(self.nodes)
             self.nodes.append(list(node))
@@ -124,16 +127,19 @@ class Program:
             raise UnsupportedError(f"numbers that may exceed {limit:,}: take fewer tokens, or smaller factors")
 
     def to_data(self) -> dict[str, Any]:
-        """Plain data; tables as runs of equal entries."""
+        """Nodes and tables as a dict for JSON; tables are run-length encoded."""
         return {"nodes": self.nodes, "tables": [_table_data(table) for table in self.tables]}
 
 
 class UnsupportedError(Exception):
-    """An operation of a rule or reason that the page does not support."""
+    """Error for an operation of a rule or reason that the page does not support."""
 
 
 class _Recorder(TorchDispatchMode):
-    """Record each operation on a traced tensor in a program; other operations are only computed."""
+    """Dispatch mode that adds each operation on a traced tensor to a program; other operations are only computed.
+
+    inputs: (node index, tensor) of the tensors traced at first.
+    """
 
     def __init__(self, program: Program, inputs: list[tuple[int, Tensor]]) -> None:
         super().__init__()
@@ -185,7 +191,7 @@ class _Recorder(TorchDispatchMode):
         return program.operation(name, *nodes)
 
     def _truth(self, node: int, value: Any) -> int:
-        """Node of a value as 0 or 1, for operations on booleans."""
+        """Index of a node that is `node` as a truth value: itself if `value` is boolean, else node != 0."""
         is_bool = value.dtype == torch.bool if isinstance(value, Tensor) else isinstance(value, bool)
         return node if is_bool else self.program.operation("ne", node, self.program.constant(0))
 
@@ -194,7 +200,7 @@ class _Recorder(TorchDispatchMode):
         return node if most is None else self.program.operation("minimum", node, self.node(most))
 
     def node(self, value: Any) -> int:
-        """Node of a traced tensor, or of a number or other single-element tensor as a constant."""
+        """Index of the node of a traced tensor; numbers and other single-element tensors become constants."""
         if id(value) in self.traced:
             return self.traced[id(value)][0]
         if isinstance(value, Tensor):
@@ -215,15 +221,15 @@ def _table_data(table: Tensor) -> dict[str, Any]:
 
 
 def traced_rule(program: Program, written: Pattern, bound: Pattern, num_heads: int) -> dict[str, Any]:
-    """A branch as nested plain data: its text, its node, its traced reason, and the parts that the reason names.
+    """A branch as a nested dict for JSON: its text, node index, traced reason, and the parts that the reason names.
 
-    `written` has the names of run-time tensors, `bound` their values; otherwise they are equal.
+    `written` is the branch with names of run-time tensors, `bound` the same branch with their values.
     """
     return _Rule(program, written, bound, (0, 1, 2), Pair(0, 0, 0, num_heads)).to_data()
 
 
 class _Rule:
-    """A rule and the nodes of its head, query and key; `asked` has their unit, its numbers are unused."""
+    """A rule with the node indices of its head, query and key. asked: has the unit of positions, number of heads."""
 
     def __init__(
         self, program: Program, written: Pattern, bound: Pattern, nodes: tuple[int, int, int], asked: Pair
@@ -246,7 +252,7 @@ class _Rule:
         return {"phrase": phrase, "node": self.node, "reason": reason, "parts": parts}
 
     def _reason(self, *answers: bool) -> dict[str, Any]:
-        """Traced reason for these answers of the first decisions."""
+        """Traced reason (a decision tree) if the first truth values that it depends on are `answers`."""
         self._ways += 1
         if self._ways > _MOST_WAYS:
             raise UnsupportedError(f"a reason with more than {_MOST_WAYS} paths")
@@ -261,7 +267,7 @@ class _Rule:
 
 
 class _Path:
-    """One path through a rule's reason: the first decisions are given, later ones are yes."""
+    """One path through the branches of a rule's `reason`: first truth values from `answers`, later ones True."""
 
     def __init__(self, rule: _Rule, answers: Sequence[bool]) -> None:
         self.rule, self.program = rule, rule.program
@@ -284,7 +290,7 @@ class _Path:
         return self.decisions.setdefault(node, self.answers[place] if place < len(self.answers) else True)
 
     def part(self, bound: Pattern, pair: _TracedPair) -> _Rule:
-        """The traced rule of a part, for the pair as the part receives it; recorded as named."""
+        """Traced rule of a direct part, for the pair in the part's coordinates; recorded as named by the reason."""
         nodes = (self.node(pair.head), self.node(pair.query), self.node(pair.key))
         parts, at = self.rule.parts, (id(bound), nodes, pair.unit)
         if at not in parts:
@@ -333,7 +339,7 @@ def _does(name: str, *, is_truth: bool = False, turned: bool = False) -> Callabl
 
 
 class _Number:
-    """Traced number or truth value; supports the arithmetic, branches and formatting of reasons."""
+    """Traced number or truth value, with the operators, branches and formatting that reasons use."""
 
     def __init__(self, path: _Path, node: int, *, is_truth: bool = False) -> None:
         self.path, self.node, self.is_truth = path, node, is_truth
@@ -354,7 +360,7 @@ class _Number:
         return self.path.decide(self.node if self.is_truth else self.path.operation("ne", self, 0))
 
     def __index__(self) -> int:
-        """The value, by one decision for each possible value; indices of reasons are never negative."""
+        """The value on this path, found by one decision for each possible value; it must not be negative."""
         most = self.path.program.most[self.node]
         if most <= _MOST_PLACES:
             for value in range(most + 1):

@@ -1,4 +1,4 @@
-"""Blocks of pairs: a rule over slots, the search for blocks by bounds, tables of them."""
+"""Block lists of patterns: search for the non-empty blocks by bounds on pair counts, and conversion to BlockMasks."""
 
 from ._blocks import (
     LISTED_BYTES,

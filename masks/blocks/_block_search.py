@@ -1,9 +1,10 @@
 """Search for the blocks of the slot matrix that can hold allowed pairs, by bounds on ever smaller boxes.
 
-It starts from squares that a pattern lists, else from pairs of runs of slots. Positions of a run are a progression, and
-bounds are computed for pairs of runs. In residue-major order there may be as many runs as tokens. Most pairs of runs
-are ruled out by the rule's spacing, modulo which query and key of a pair agree, and by bounds on each run against the
-whole other side.
+The slot matrix has a row for each query and a column for each key, in the order of a layout. A run is a set of slots
+whose positions are an arithmetic progression. The search starts from the squares of pairs that a pattern lists, or else
+from pairs of a query run and a key run. In residue-major order there may be as many runs as tokens. Most pairs of runs
+are ruled out by the rule's spacing (query and key of an allowed pair are congruent modulo it), and by bounds on each
+run against all keys or all queries.
 """
 
 from __future__ import annotations
@@ -34,7 +35,10 @@ Sides = tuple[int, int]  # (query side, key side) of a block
 
 
 class Leaves(NamedTuple):
-    """Parts of blocks with bounds on their allowed pairs; a block of several pairs of runs has a leaf for each."""
+    """Parts of blocks: table, row and column of the block; bounds low, high on the number of the part's allowed pairs.
+
+    A block that contains several pairs of runs has one leaf for each pair. All are int64 tensors of equal length.
+    """
 
     table: Tensor
     row: Tensor
@@ -44,25 +48,25 @@ class Leaves(NamedTuple):
 
 
 class Slots(NamedTuple):
-    """Intervals of query slots, first to last - 1 each."""
+    """Intervals of query slots; interval i is first[i] to last[i] - 1."""
 
     first: Tensor
     last: Tensor
 
     @classmethod
     def of_rows(cls, rows: range | Tensor, q_block: int) -> Slots:
-        """One interval for a range of block rows; one for each block row of a tensor."""
+        """The query slots of these block rows: one interval for a range, one interval per row for a tensor of rows."""
         if isinstance(rows, range):
             return cls(torch.tensor([rows.start * q_block]), torch.tensor([rows.stop * q_block]))
         return cls(rows * q_block, (rows + 1) * q_block)
 
 
 def find_leaves(rule: Rule, tables: Sequence[int], rows: range, sides: Sides) -> Iterator[Leaves]:
-    """Yield the leaves of some tables and block rows.
+    """Yield bounds on the allowed pairs of the blocks in these tables and block rows that may have any.
 
-    If pairs are scattered, a descent from the root classifies many boxes. Where the pattern lists squares that hold
-    its pairs, the descent starts from these. The parts of a union with squares and the parts without are searched
-    separately; the whole rule is then counted on the blocks found, unless these are too many.
+    If the pattern lists squares that contain all its pairs, only these are subdivided, instead of the whole matrix. The
+    parts of a union with squares and the parts without are searched separately; the whole rule is then bounded on the
+    blocks found, unless these are too many.
     """
     slots = Slots.of_rows(rows, sides[0])
     parts = _alternatives(rule.pattern) if _in_order(rule) else []
@@ -75,9 +79,9 @@ def find_leaves(rule: Rule, tables: Sequence[int], rows: range, sides: Sides) ->
 
 
 def leaves_everywhere(rule: Rule, tables: Sequence[int], slots: Slots, sides: Sides) -> Iterator[Leaves]:
-    """Search the blocks of some tables and query slots; yield those that have allowed pairs, as the descent finds them.
+    """Yield bounds on the allowed pairs of the blocks in these tables and query slots that may have any.
 
-    A union with very many pairs of residue classes is searched part by part, as each part rules out other pairs.
+    A union with very many pairs of residue classes is searched part by part, as each part rules out different classes.
     """
     if rule.rows is None or sum(each.number for each in _meetings(rule, tables, slots)) <= _FEW_PAIRS:
         yield from descend(rule, _roots(rule, tables, slots), sides)
@@ -87,7 +91,7 @@ def leaves_everywhere(rule: Rule, tables: Sequence[int], slots: Slots, sides: Si
 
 
 def _together(rule: Rule, found: list[Iterator[Leaves]], whole: Iterator[Leaves], sides: Sides) -> Iterator[Leaves]:
-    """Leaves of the rule on the blocks that its parts find; leaves of `whole` if these blocks are too many."""
+    """Yield the rule's leaves in the blocks of `found`; yield from `whole` if these blocks are too many."""
     if len(found) == 1:
         yield from found[0]
         return
@@ -97,7 +101,7 @@ def _together(rule: Rule, found: list[Iterator[Leaves]], whole: Iterator[Leaves]
 
 
 def _alternatives(pattern: Pattern) -> list[Pattern]:
-    """Patterns whose union is this pattern, with `&` distributed over `|`; [pattern] if they would be too many."""
+    """Patterns whose union is this pattern, with `&` distributed over `|`; [pattern] if there are over 16."""
     found = list(islice(_split_union(pattern), _MOST_ALTERNATIVES + 1))
     return found if len(found) <= _MOST_ALTERNATIVES else [pattern]
 
@@ -111,12 +115,12 @@ def _split_union(pattern: Pattern) -> Iterator[Pattern]:
 
 
 def _in_order(rule: Rule) -> bool:
-    """True if each side is one run of consecutive positions."""
+    """True if queries and keys are each one run of consecutive positions."""
     return all(len(side.starts) == 1 and side.step == 1 for side in (rule.q, rule.k))
 
 
 def _squares(rule: Rule, pattern: Pattern, tables: Sequence[int], slots: Slots) -> Nodes | None:
-    """Nodes of listed squares that hold each pair of the pattern once; None if a table has no list of squares."""
+    """Nodes for the squares that the pattern lists, which contain each allowed pair once; None if it lists none."""
     found = []
     for table in tables:
         squares = pattern.squares(rule.heads[table], rule.num_heads)
@@ -130,7 +134,7 @@ def _squares(rule: Rule, pattern: Pattern, tables: Sequence[int], slots: Slots) 
 
 
 def _run(pieces: Pieces, table: int, first: Tensor, length: int) -> Run:
-    """Slots of positions first to first + length - 1, clipped to existing slots."""
+    """Slots of positions first to first + length - 1, clipped to existing slots, for slots of consecutive positions."""
     begin, last = first - pieces.firsts[table, 0], int(pieces.lengths[0])
     start = begin.clamp(0, last)
     return Run(torch.zeros_like(begin), start, (begin + length).clamp(0, last) - start)
@@ -150,7 +154,7 @@ def _if_few(found: Iterable[Leaves], rows: int, columns: int) -> Tensor | None:
 
 
 class _Meeting(NamedTuple):
-    """Pairs of runs of one table: query run i with the key runs order[begin[i] : begin[i] + partners[i]]."""
+    """Pairs of runs of one table: query run i is paired with the key runs order[begin[i] : begin[i] + partners[i]]."""
 
     table: int
     q: Run
@@ -161,7 +165,7 @@ class _Meeting(NamedTuple):
 
     @classmethod
     def of(cls, rule: Rule, table: int, q: Run, k: Run) -> _Meeting:
-        """All pairs of runs that the rule's spacing does not rule out."""
+        """All pairs of runs with positions congruent modulo the rule's spacing; other runs share no allowed pair."""
         own = rule.pattern.for_head(rule.heads[table], rule.num_heads)
         classes = gcd(rule.q.step, rule.k.step, own.spacing())
         q_class, k_class = (side.firsts[table, run.piece] % classes for side, run in ((rule.q, q), (rule.k, k)))
@@ -185,7 +189,7 @@ def _meetings(rule: Rule, tables: Sequence[int], slots: Slots) -> list[_Meeting]
 
 
 def _roots(rule: Rule, tables: Sequence[int], slots: Slots) -> Nodes:
-    """Nodes for the pairs of runs, within these query slots, that may hold allowed pairs."""
+    """Nodes for the pairs of a query run, cut to these slots, and a key run that may have allowed pairs."""
     _, q = _runs_in(rule.q, slots)
     k = Run.of(rule.k)
     if len(q.start) * len(k.start) > _ALL_PAIRS:
@@ -196,7 +200,10 @@ def _roots(rule: Rule, tables: Sequence[int], slots: Slots) -> Nodes:
 
 
 def _descend_classes(rule: Rule, part: Pattern, tables: Sequence[int], slots: Slots, sides: Sides) -> Iterator[Leaves]:
-    """Leaves of a part of the rule, over residue classes or over rows: the choice with fewer pairs of runs."""
+    """Yield the leaves of one part of a union.
+
+    Slots are cut into residue classes or into runs of neighbouring tokens, whichever gives fewer pairs of runs.
+    """
     assert rule.rows is not None
     ways = []
     for each in (replace(rule, pattern=part, rows=None), replace(rule.rows, pattern=part)):
@@ -210,7 +217,7 @@ def _descend_classes(rule: Rule, part: Pattern, tables: Sequence[int], slots: Sl
 
 
 def _descend_blocks(rule: Rule, key: Tensor, shape: tuple[int, int], sides: Sides) -> Iterator[Leaves]:
-    """Leaves of the blocks with these flat (table, row, column) indices."""
+    """Yield the leaves of the blocks with these flat (table, row, column) indices."""
     rows, columns = shape
     rule = _shorter(rule, sides)
     (q, q_begin, q_number), (k, k_begin, k_number) = map(_cut, (rule.q, rule.k), shape, sides)
@@ -225,7 +232,7 @@ def _descend_blocks(rule: Rule, key: Tensor, shape: tuple[int, int], sides: Side
 
 
 def _cut(pieces: Pieces, blocks: int, block: int) -> tuple[Run, Tensor, Tensor]:
-    """(runs cut at block boundaries, begin, number): block i has number[i] of the runs, from index begin[i] on."""
+    """(pieces cut at block boundaries, begin, number): block i contains the number[i] parts from index begin[i] on."""
     stretch, run = _runs_in(pieces, Slots.of_rows(torch.arange(blocks), block))
     order = stretch.argsort(stable=True)
     number = torch.bincount(stretch, minlength=blocks)
@@ -233,7 +240,7 @@ def _cut(pieces: Pieces, blocks: int, block: int) -> tuple[Run, Tensor, Tensor]:
 
 
 def _runs_in(pieces: Pieces, slots: Slots) -> tuple[Tensor, Run]:
-    """(interval, part) for each non-empty intersection of a piece with an interval of slots."""
+    """(index of the interval, slots) of each non-empty intersection of a piece with an interval."""
     first, last = slots
     if pieces.strides is None:  # consecutive runs: an interval touches only a few
         begin = torch.searchsorted(pieces.starts, first, right=True) - 1
@@ -247,7 +254,7 @@ def _runs_in(pieces: Pieces, slots: Slots) -> tuple[Tensor, Run]:
 
 
 def _that_see(rule: Rule, table: int, own: Run, *, of_queries: bool = False) -> Run:
-    """Key runs that any query may see; `of_queries`: query runs that may see any key."""
+    """The runs of `own` that may have an allowed pair: key runs, or with `of_queries` query runs."""
     mine, other = (rule.q, rule.k) if of_queries else (rule.k, rule.q)
     number = torch.full_like(own.piece, table)
     first = other.firsts[table]
@@ -259,7 +266,7 @@ def _that_see(rule: Rule, table: int, own: Run, *, of_queries: bool = False) -> 
 
 
 def _shorter(rule: Rule, sides: Sides) -> Rule:
-    """The rule over residue classes or over rows: the choice with fewer pairs of runs in a block."""
+    """The rule over residue classes or over runs of neighbouring tokens: the one with fewer pairs of runs per block."""
     if rule.rows is None:
         return rule
     classes, rows = (prod(map(_most_in_block, (each.q, each.k), sides)) for each in (rule, rule.rows))
@@ -273,7 +280,10 @@ def _most_in_block(pieces: Pieces, block: int) -> int:
 
 
 def descend(rule: Rule, roots: Nodes, sides: Sides) -> Iterator[Leaves]:
-    """Yield the leaves of these nodes that can hold pairs; a full node is expanded into its blocks without a search."""
+    """Subdivide boxes (pairs of a query run and a key run) to single blocks; yield the blocks that may have pairs.
+
+    A box whose pairs are all allowed is cut into its blocks without further bounds.
+    """
     stack = _chunks(roots)
     while stack:
         nodes = stack.pop()
@@ -304,7 +314,7 @@ def _chunks(nodes: Nodes) -> list[Nodes]:
 
 
 def _single_blocks(nodes: Nodes, sides: Sides) -> Nodes:
-    """Cut nodes at all block boundaries; drop empty parts."""
+    """Cut boxes at all block boundaries; drop empty parts."""
     width = nodes.k.num_blocks(sides[1])
     node, index = enumerated(nodes.q.num_blocks(sides[0]) * width)
     width = width[node]
@@ -316,13 +326,13 @@ def _single_blocks(nodes: Nodes, sides: Sides) -> Nodes:
 
 
 def _nth_block(run: Run, index: Tensor, block: int) -> Run:
-    """Slots of each run in its index-th block; empty where the stride skips that block."""
+    """The slots of each run in the index-th block it spans; empty if the run's stride skips that block."""
     first = (run.start // block + index) * block
     return run.within(first, first + block)
 
 
 def _quarters(nodes: Nodes, sides: Sides) -> Nodes:
-    """Halve each side that spans more than one block, at a block boundary."""
+    """Cut boxes in half at a block boundary, along each of queries and keys that spans more than one block."""
     node_q, q = _halves(nodes.q, sides[0])
     nodes = Nodes(nodes.table[node_q], q, nodes.k.select(node_q))
     node_k, k = _halves(nodes.k, sides[1])
@@ -345,7 +355,7 @@ def join_nodes(parts: Sequence[Nodes]) -> Nodes:
 
 
 def join_runs(runs: Sequence[Run]) -> Run:
-    """Concatenate runs; all or none of them have strides."""
+    """Concatenate runs; either all have strides or none."""
     strides = [run.stride for run in runs if run.stride is not None]
     piece, start, count = (torch.cat([getattr(run, name) for run in runs]) for name in ("piece", "start", "count"))
     return Run(piece, start, count, torch.cat(strides) if strides else None)

@@ -1,4 +1,4 @@
-"""Block lists of a rule: building, counting, estimating from a sample, joining."""
+"""Block lists of a rule: build them, count their pairs, estimate their lengths from a sample, join them."""
 
 from __future__ import annotations
 
@@ -30,11 +30,11 @@ LISTED_BYTES = 17  # per block of `Blocks`: four int32 and a bool
 
 @dataclass(frozen=True)
 class Blocks:
-    """The non-empty blocks of T tables, sorted by (table, row, column).
+    """The non-empty blocks of a mask, as sorted coordinates (table, row, column); a table is the mask of equal heads.
 
-    Row r covers the query slots from r * q_block on, column c the key slots from c * k_block on. `full`: all
-    q_block * k_block pairs exist and are allowed. `pairs`: number of allowed pairs of a block, or UNKNOWN.
-    `heads`: the table of each head.
+    Row r covers the query slots from r * q_block on, column c the key slots from c * k_block on. `full`: True if all
+    q_block * k_block pairs exist and are allowed. `pairs`: number of allowed pairs of each block, or UNKNOWN.
+    `heads`: index of the table of each head.
     """
 
     num_q_slots: int
@@ -50,7 +50,7 @@ class Blocks:
 
     @property
     def shape(self) -> tuple[int, int, int, int]:
-        """(query slots, key slots, query side of a block, key side)."""
+        """(query slots, key slots, query side of a block, key side of a block)."""
         return self.num_q_slots, self.num_k_slots, self.q_block, self.k_block
 
     @property
@@ -66,11 +66,14 @@ class Blocks:
         return max(self.heads) + 1
 
     def places(self, index: Int64[Tensor, " n"]) -> Places:
-        """Table, row and column of the blocks at these indices."""
+        """Table, row and column of the listed blocks at these indices."""
         return Places(self.table[index], self.row[index], self.column[index])
 
     def portions(self) -> list[tuple[range, slice]]:
-        """Split into (range of tables, slice of the list), of at most `_LISTED_AT_ONCE` blocks or one table each."""
+        """Split the list at table boundaries into (range of tables, slice of the list), to bound the memory of a step.
+
+        A slice has at most `_LISTED_AT_ONCE` blocks, or one table.
+        """
         after = torch.arange(1, self.num_tables + 1, dtype=torch.int32)
         stops = torch.searchsorted(self.table.contiguous(), after).tolist()
         found, first, begin, end = [], 0, 0, 0
@@ -82,7 +85,7 @@ class Blocks:
         return [*found, (range(first, self.num_tables), slice(begin, end))]
 
     def with_heads(self, heads: tuple[int, ...]) -> Blocks:
-        """The same tables, of which head h reads heads[h]."""
+        """Copy in which head h has table heads[h]."""
         return replace(self, heads=heads)
 
     @property
@@ -91,13 +94,12 @@ class Blocks:
 
 
 def build_blocks(rule: Rule, *, q_block: int, k_block: int, settle: bool = True) -> Blocks:
-    """List the non-empty blocks of a rule; single pairs are evaluated only where bounds do not decide.
+    """List the non-empty blocks of a rule; pairs are evaluated only in blocks that bounds leave undecided.
 
-    With settle=True the list is exact: blocks that the bounds leave undecided, and only these, are evaluated.
-    With settle=False a listed block may hold no pair, and a full one may be listed as partial.
+    With settle=True the list is exact. With settle=False such blocks are not evaluated: a listed block may have no
+    allowed pair, and a full one may be listed as partial.
 
-    Time grows with the number of blocks that bounds cannot rule out, memory with the number listed: where a
-    rule has parts without bounds, block rows are settled range by range.
+    Time grows with the number of blocks that bounds cannot rule out, memory with the number of listed blocks.
     """
     at_once = max(1, _SLOTS_AT_ONCE // max(rule.num_slots))
     rows = range(rule.in_blocks(q_block, k_block)[0])
@@ -112,7 +114,10 @@ def build_blocks(rule: Rule, *, q_block: int, k_block: int, settle: bool = True)
 
 
 def _build(rule: Rule, tables: range, rows: range, sides: Sides, settle: bool) -> Iterator[tuple[Tensor, ...]]:
-    """Yield the listed blocks in order; halves tables, then block rows, while too many blocks are undecided."""
+    """Yield the columns (table, row, column, full, pairs) of `Blocks` in parts, in order of the list.
+
+    Halves the tables, then the block rows, while too many blocks are undecided.
+    """
     found = _search(rule, tables, rows, sides, settle)
     if found is not None:
         yield _list(rule, found, sides, settle)
@@ -130,7 +135,10 @@ def _halves(some: range) -> tuple[range, range]:
 
 
 def _search(rule: Rule, tables: range, rows: range, sides: Sides, settle: bool) -> Leaves | None:
-    """Bounds on each block with pairs; None if over `_DOUBTS_AT_ONCE` are undecided and the range can be halved."""
+    """Bounds on the allowed pairs of each possibly non-empty block.
+
+    None if too many blocks are undecided and the range of tables or rows can be halved.
+    """
     found, held, doubts, may_stop = [], 0, 0, settle and len(tables) * len(rows) > 1
     for leaves in find_leaves(rule, tables, rows, sides):
         doubts += int((leaves.low != leaves.high).sum())
@@ -145,7 +153,7 @@ def _search(rule: Rule, tables: range, rows: range, sides: Sides, settle: bool) 
 
 
 def _list(rule: Rule, found: Leaves, sides: Sides, settle: bool) -> tuple[Tensor, ...]:
-    """Columns of `Blocks`."""
+    """(table, row, column, full, pairs) of `Blocks`; `settle`: evaluate undecided blocks, and drop empty ones."""
     (_, _, _, low, high), whole = found, sides[0] * sides[1]
     if settle:
         doubtful = ((low == 0) | ((low < whole) & (high >= whole))).nonzero().squeeze(1)
@@ -158,7 +166,10 @@ def _list(rule: Rule, found: Leaves, sides: Sides, settle: bool) -> tuple[Tensor
 
 
 def count_pairs(rule: Rule, places: Places, shape: tuple[int, int, int, int]) -> Int64[Tensor, " n"]:
-    """Number of allowed pairs of each block; of blocks that are alike only one is evaluated."""
+    """Number of allowed pairs of each block; one block is evaluated for each group of blocks known to have equal masks.
+
+    shape: query slots, key slots, query side of a block, key side.
+    """
     number, one_of_each = alike(rule, places, shape)
     # Into one tensor: small results kept between large temporaries would fragment the heap.
     counts, begin = torch.zeros(len(one_of_each), dtype=torch.int64), 0
@@ -171,7 +182,10 @@ def count_pairs(rule: Rule, places: Places, shape: tuple[int, int, int, int]) ->
 def evaluate(
     rule: Rule, places: Places, shape: tuple[int, int, int, int]
 ) -> Iterator[Bool[Tensor, "n q_block k_block"]]:
-    """Evaluate the rule on every pair of these blocks, a chunk of blocks at a time; False beyond the last slot."""
+    """Yield the dense masks of these blocks, a chunk of blocks at a time; False beyond the last slot.
+
+    shape: query slots, key slots, query side of a block, key side.
+    """
     num_q, num_k, q_block, k_block = shape
     for part in torch.arange(len(places.table)).split(max(1, _CELLS // (q_block * k_block))):
         q = (places.row[part, None].long() * q_block + torch.arange(q_block))[:, :, None]
@@ -182,7 +196,10 @@ def evaluate(
 
 
 def join_leaves(found: list[Leaves], shape: tuple[int, int]) -> Leaves:
-    """Sort leaves by (table, row, column) and sum the leaves of each block. shape: rows and columns of blocks."""
+    """Sum the bounds of the leaves of each block; one leaf for each block, sorted by (table, row, column).
+
+    shape: numbers of rows and columns of blocks.
+    """
     table, row, column, low, high = map(torch.cat, zip(*found, strict=True))
     num_rows, num_columns = shape
     key, order = ((table * num_rows + row) * num_columns + column).sort()
@@ -192,7 +209,11 @@ def join_leaves(found: list[Leaves], shape: tuple[int, int]) -> Leaves:
 
 
 class ListedBlocks(NamedTuple):
-    """Blocks of a table: in rows of adjacent blocks (`runs`), in other rows without and with a partial block."""
+    """Number of listed blocks by kind of row, as kernels have a rate for each kind.
+
+    runs: in rows whose blocks are adjacent. plain: in other rows, all of whose blocks are full. masked: in other rows
+    with a partial block.
+    """
 
     runs: float
     plain: float
@@ -204,9 +225,9 @@ class ListedBlocks(NamedTuple):
 
 
 def estimate_blocks(rule: Rule, *, q_block: int, k_block: int) -> ListedBlocks:
-    """Mean numbers over tables, from evenly sampled rows and tables. Undecided blocks count: the bias is upwards.
+    """Estimate the number of listed blocks of a table (mean over tables), from evenly sampled rows and tables.
 
-    With few pairs in all, the counts are exact.
+    Blocks that bounds leave undecided are counted, so estimates are rather too high. Exact for few pairs.
     """
     (num_q, num_k), (rows, columns) = rule.num_slots, rule.in_blocks(q_block, k_block)
     if len(rule.heads) * rows * columns * q_block * k_block <= _FEW_CELLS:
@@ -222,7 +243,7 @@ def estimate_blocks(rule: Rule, *, q_block: int, k_block: int) -> ListedBlocks:
         others = first + _evenly(rows - first, max(8, _SAMPLED_BLOCKS // (columns * len(tables))))
         sampled = range(rows) if first + len(others) == rows else torch.cat([torch.arange(first), others])
         leaves = leaves_everywhere(rule, tables.tolist(), Slots.of_rows(sampled, q_block), (q_block, k_block))
-        # Leaves of one block are summed before the test for a full block.
+        # Sum the leaves of a block before the test for a full block.
         found = join_leaves(list(leaves), (rows, columns))
     height = (num_q - found.row * q_block).clamp(max=q_block)
     width = (num_k - found.column * k_block).clamp(max=k_block)
@@ -235,7 +256,7 @@ def estimate_blocks(rule: Rule, *, q_block: int, k_block: int) -> ListedBlocks:
 
 
 def _evenly(size: int, number: int) -> Tensor:
-    """At most `number` indices below `size`: one from each equal interval, at offsets that follow no period."""
+    """At most `number` ascending indices below `size`: one from each equal interval, at offsets without a period."""
     if size <= number:
         return torch.arange(size)
     stretch = torch.arange(number, dtype=torch.float64)
@@ -243,7 +264,10 @@ def _evenly(size: int, number: int) -> Tensor:
 
 
 def repeat_blocks(blocks: Blocks, *, classes: int, times: int) -> Blocks:
-    """Block list of `times` copies of a square list along the diagonal, within each of `classes` residue classes."""
+    """Block list of a longer sequence: `times` copies of this list along the diagonal of the mask.
+
+    In residue-major order of `classes` classes, the copies are placed within each class.
+    """
 
     def spread(index: Tensor, total: int) -> Tensor:
         each = total // classes
@@ -269,9 +293,9 @@ def repeat_blocks(blocks: Blocks, *, classes: int, times: int) -> Blocks:
 
 
 def join_blocks(parts: Sequence[Blocks]) -> Blocks:
-    """Concatenate block lists of one shape; heads follow the order of `parts`.
+    """Concatenate block lists of equal shape along the heads, in the order of `parts`.
 
-    If in every part all heads share one table, each part counts as one head.
+    If in every part all heads share one table, the result has one head for each part.
     """
     if len(parts) == 1:
         return parts[0]

@@ -1,4 +1,7 @@
-"""Allowed pairs of boxes: one search by bounds, diagonals and single pairs, exact or within a budget of evaluations."""
+"""Count allowed pairs of boxes by bounds, diagonals and single pairs, exactly or within a budget of evaluations.
+
+A box is the product of two arithmetic progressions of positions, queries and keys.
+"""
 
 from __future__ import annotations
 
@@ -58,23 +61,23 @@ class PairCounts(NamedTuple):
         return cls(low, high, torch.zeros(number, dtype=torch.float64))
 
     def add(self, owner: Tensor, *found: Tensor) -> None:
-        """Add counts at the indices `owner`: exact ones, or (low, high, likely)."""
+        """Add counts at the indices `owner`: one tensor of exact counts, or three tensors (low, high, likely)."""
         for mine, theirs in zip(self, found if len(found) > 1 else found * 3, strict=True):
             mine.index_add_(0, owner, theirs.to(mine.dtype))
 
 
 @dataclass
 class Budget:
-    """Remaining budget in evaluations of single pairs, or in work that takes as long."""
+    """Remaining work of a search, in evaluations of single pairs; other steps are converted to these."""
 
     left: int
 
     def afford(self, boxes: int) -> bool:
-        """True if the budget permits bounding this number of boxes."""
+        """True if the remaining budget covers computing the bounds of this number of boxes."""
         return boxes * _COUNT <= self.left
 
     def take(self, wanted: Tensor, each: int) -> Tensor:
-        """Mask of the wanted boxes that fit the budget; takes `each` evaluations a box from it."""
+        """Mask of the wanted boxes that fit the budget; subtracts `each` evaluations for every one of them."""
         chosen = wanted & (wanted.cumsum(0) * each <= self.left)
         self.left -= int(chosen.sum()) * each
         return chosen
@@ -83,9 +86,9 @@ class Budget:
 def pairs_of_queries(
     rule: Pattern, start: Int64[Tensor, " n"], stop: Int64[Tensor, " n"], num_tokens: int
 ) -> Int64[Tensor, " n"]:
-    """Allowed pairs of the queries [start, stop) of each run with the keys [0, num_tokens), for the rule of one head.
+    """Number of allowed pairs of queries start[i] to stop[i] - 1 with keys 0 to num_tokens - 1, for each i.
 
-    Where no pair leaves its period, whole periods are counted once.
+    `rule` is the rule of one head. If it is periodic and no pair crosses a period, a whole period is counted once.
     """
     period = rule.period() if rule.confined() else None
     rows = num_tokens if period is None else min(period, num_tokens)
@@ -111,20 +114,23 @@ def pairs_of_queries(
 
 
 def exact_pairs(rule: Pattern, box: Box) -> Counts:
-    """Number of allowed pairs of each box, for the rule of one head; queries and keys have a common step."""
+    """Exact number of allowed pairs of each box, for the rule of one head; all progressions have the same step."""
     return _search(rule, box, Budget(_UNLIMITED), _FRONTIER).low
 
 
 def bounded_pairs(rule: Pattern, box: Box, budget: Budget) -> PairCounts:
-    """Allowed pairs of each box within a budget: undecided boxes have bounds, and an estimate from sampled pairs."""
+    """Number of allowed pairs of each box; if the budget ends first, bounds and an estimate from sampled pairs.
+
+    `rule` is the rule of one head; the budget is reduced by the work done.
+    """
     return _search(rule, box, budget, _UNLIMITED)
 
 
 def _search(rule: Pattern, box: Box, budget: Budget, at_once: int) -> PairCounts:
-    """Cut undecided boxes into residue classes, in which dilated rules are dense, then into halves.
+    """Allowed pairs of each box; cuts undecided boxes into residue classes, where dilated rules are dense, then halves.
 
-    Boxes with sides within a factor of 2 are settled by their diagonals where the rule repeats along them, small ones
-    pair by pair. `at_once`: number of boxes that are cut together.
+    Nearly square boxes are counted by their diagonals if the rule is constant or periodic along them, small boxes pair
+    by pair. `at_once`: number of boxes cut in one step.
     """
     found = PairCounts.zeros(len(box.head))
     cuts: list[tuple[int, bool]] = []  # (factor, whether queries and keys agree modulo it)
@@ -152,7 +158,7 @@ def _search(rule: Pattern, box: Box, budget: Budget, at_once: int) -> PairCounts
 
 
 def settle(rule: Pattern, owned: Owned, found: PairCounts) -> Owned:
-    """Add the pairs of boxes whose bounds are equal to `found`; returns the undecided boxes."""
+    """Bound the pairs of each box; add exact counts to `found`, and return the boxes whose bounds differ."""
     left = [owned.select(torch.arange(0))]
     for few in few_at_once(owned, _FRONTIER):
         left.append(few.select(_add_exact(few, rule.count(few.box, num_heads=1), found)))
@@ -160,14 +166,17 @@ def settle(rule: Pattern, owned: Owned, found: PairCounts) -> Owned:
 
 
 def _add_exact(owned: Owned, bounds: Bounds, found: PairCounts) -> Tensor:
-    """Add equal bounds to `found`; returns the indices of the undecided boxes."""
+    """Add the counts of boxes with low == high to `found`; returns the indices of all other boxes."""
     exact = bounds.low == bounds.high
     found.add(owned.owner[exact], bounds.low[exact])
     return (~exact).nonzero().squeeze(1)
 
 
 def _settle_closely(rule: Pattern, owned: Owned, found: PairCounts, budget: Budget) -> Owned:
-    """Settle by bounds, then by all diagonals, then by all pairs of small boxes. Equal sizes have equal costs."""
+    """Count boxes by bounds, else by diagonals, else pair by pair if small; add the counts to `found`.
+
+    Returns the boxes left undecided. Boxes of equal size are processed together.
+    """
     left = [owned.select(torch.arange(0))]
     for alike in by_size(owned):
         bounds = rule.count(alike.box, num_heads=1)
@@ -194,7 +203,7 @@ def _settle_closely(rule: Pattern, owned: Owned, found: PairCounts, budget: Budg
 
 
 def _sample(rule: Pattern, owned: Owned, found: PairCounts) -> None:
-    """Add the bounds of each box, with `likely` estimated from sampled pairs."""
+    """Add the bounds of each box to `found`, with `likely` estimated from sampled pairs."""
     if not len(owned):
         return
     samples = min(_MOST_SAMPLES, max(1, _SAMPLES // len(owned)))
@@ -212,18 +221,21 @@ def _sample(rule: Pattern, owned: Owned, found: PairCounts) -> None:
 
 
 def even_places(shape: tuple[int, int], begin: int = 0) -> tuple[Float64[Tensor, "n m"], Float64[Tensor, "n m"]]:
-    """Coordinates of low-discrepancy points in the unit square from the `begin`-th on; each row is spread evenly."""
+    """(x, y), each of this shape: points of a low-discrepancy sequence in the unit square, from the `begin`-th on."""
     number = (begin + torch.arange(shape[0] * shape[1]).view(shape)).double()
     return (number * _ROW_STEP).frac(), (number * _COLUMN_STEP).frac()
 
 
 def _place(count: Counts, share: Tensor) -> Tensor:
-    """Index of the term at this fraction of each progression."""
+    """Index of the element at this fraction of each progression of `count` elements."""
     return (count[:, None] * share).long().minimum(count[:, None] - 1)
 
 
 def settle_by_diagonals(pattern: Pattern, box: Box, bounds: Bounds, *, num_heads: int, where: Tensor) -> Bounds:
-    """Make the bounds exact for the undecided boxes of `where` on which the pattern repeats along diagonals."""
+    """Bounds, made exact for undecided boxes in `where` (a mask) along whose diagonals the pattern is periodic.
+
+    The period must divide the boxes' step, so that all pairs of a diagonal are allowed or none is.
+    """
     doubtful = (where & (bounds.low < bounds.high)).nonzero().squeeze(1)
     if not len(doubtful) or box.q.step != box.k.step or not _any_repeats(pattern, box.k.step):
         return bounds
@@ -236,9 +248,9 @@ def settle_by_diagonals(pattern: Pattern, box: Box, bounds: Bounds, *, num_heads
 
 
 def count_by_lag(mask_mod: MaskMod, box: Box) -> Counts:
-    """Number of allowed pairs of each box of equal steps, for a rule that repeats along the box's diagonals.
+    """Number of allowed pairs of each box, from one evaluated pair for each diagonal; queries and keys have one step.
 
-    A diagonal is the pairs of one lag, key index - query index.
+    A diagonal is all pairs of one lag, key index - query index. The rule must allow all its pairs or none.
     """
     assert box.q.step == box.k.step
     lag = torch.arange(1 - int(box.q.count.max()), int(box.k.count.max()))
@@ -258,13 +270,13 @@ def _count_diagonals(mask_mod: MaskMod, box: Box, lag: Tensor) -> Counts:
 
 
 def _any_repeats(pattern: Pattern, step: int) -> bool:
-    """True if a part repeats along diagonals; without one, diagonals settle nothing that bounds leave undecided."""
+    """True if a part of the pattern has a period that divides the step, so that counting by diagonals may help."""
     periods = (part.period() for part in _atoms(pattern))
     return any(period is not None and step % period == 0 for period in periods)
 
 
 def _repeats(pattern: Pattern, box: Box, num_heads: int) -> Tensor:
-    """True for boxes on which each part repeats along diagonals, or allows all pairs or none."""
+    """Mask of boxes in which each part has a period that divides the step, or allows all pairs, or none."""
     repeats = torch.ones_like(box.head, dtype=torch.bool)
     for part in dict.fromkeys(_atoms(pattern)):
         period = part.period()

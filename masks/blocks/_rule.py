@@ -1,4 +1,4 @@
-"""Rule: a pattern over the slots of two layouts, as boxes for the quadtree and pair by pair to settle a block."""
+"""Rule: a pattern over slots, the places of reordered queries and keys; evaluated on boxes or pair by pair."""
 
 from __future__ import annotations
 
@@ -16,9 +16,10 @@ from ..orders import Pieces
 
 @dataclass(frozen=True)
 class Run:
-    """Parts of runs of slots, for n nodes: `count` slots from `start` on within one piece.
+    """n runs of slots: `count` slots from slot `start` on, all in the piece with index `piece`; tensors of length n.
 
-    `stride`: distance of consecutive slots; None if it is 1 everywhere.
+    Positions of a piece's slots are an arithmetic progression. `stride`: distance of consecutive slots of a run; None
+    if all are 1.
     """
 
     piece: Tensor
@@ -28,7 +29,7 @@ class Run:
 
     @classmethod
     def of(cls, pieces: Pieces) -> Run:
-        """All pieces, whole."""
+        """One run for each whole piece."""
         return cls(torch.arange(len(pieces.starts)), pieces.starts, pieces.lengths, pieces.strides)
 
     def select(self, index: Tensor) -> Run:
@@ -37,15 +38,15 @@ class Run:
 
     @property
     def last(self) -> Tensor:
-        """The last slot of each; none may be empty."""
+        """The last slot of each run; no run may be empty."""
         return self.start + (self.count - 1 if self.stride is None else (self.count - 1) * self.stride)
 
     def num_blocks(self, block: int) -> Tensor:
-        """Number of blocks from the first slot's to the last slot's."""
+        """Number of blocks of this length from the one with the first slot to the one with the last slot."""
         return self.last // block - self.start // block + 1
 
     def split(self, slot: Tensor) -> tuple[Run, Run]:
-        """The parts of each run before a slot and from it on; either may be empty."""
+        """(slots before `slot`, slots from `slot` on) of each run; either may be empty."""
         ahead, stride = slot - self.start, self.stride
         number = ahead if stride is None else (ahead + stride - 1) // stride
         number = number.clamp(min=0).minimum(self.count)
@@ -53,7 +54,7 @@ class Run:
         return Run(self.piece, self.start, number, stride), Run(self.piece, begin, self.count - number, stride)
 
     def within(self, first: Tensor, last: Tensor) -> Run:
-        """The part of each run in slots first to last - 1; may be empty."""
+        """The part of each run in slots first to last - 1; it may be empty."""
         return self.split(last)[0].split(first)[1]
 
 
@@ -72,10 +73,11 @@ class Nodes:
 
 @dataclass(frozen=True)
 class Rule:
-    """A pattern over the slots of two layouts.
+    """A pattern over slots: the places of reordered queries and keys.
 
-    `heads`: a global head for each table; `q` and `k` have a row of `firsts` for each of them. `rows`: this rule with
-    slots cut into runs of neighbouring tokens, where the order has many short residue classes.
+    `heads`: one global head for each table (the mask of equal heads). `q`, `k`: orders of queries and keys, as pieces
+    whose positions are progressions; their `firsts` have a row for each table. `rows`: the same rule with slots cut
+    into runs of neighbouring tokens instead of residue classes; None unless the classes are many and short.
     """
 
     pattern: Pattern
@@ -91,7 +93,7 @@ class Rule:
         return int(self.q.lengths.sum()), int(self.k.lengths.sum())
 
     def in_blocks(self, q_block: int, k_block: int) -> tuple[int, int]:
-        """Numbers of rows and columns of blocks."""
+        """(rows, columns): number of blocks along queries and along keys."""
         num_q, num_k = self.num_slots
         return -(-num_q // q_block), -(-num_k // k_block)
 
@@ -100,14 +102,20 @@ class Rule:
         return Box(heads[nodes.table], span(self.q, nodes.table, nodes.q), span(self.k, nodes.table, nodes.k))
 
     def allowed(self, table: Tensor, q_slot: Tensor, k_slot: Tensor) -> Tensor:
-        """Evaluate the rule on broadcast tables and slots; ValueError if a table in the pattern is too short."""
+        """Bool tensor: True if the pair is allowed, for broadcast tables and slots.
+
+        Raises ValueError if a tensor in the pattern is too short.
+        """
         heads = torch.tensor(self.heads)[table]
         q, k = self.q.position(table, q_slot), self.k.position(table, k_slot)
         return allowed_pairs(self.pattern, self.num_heads, heads, q, k)
 
 
 def allowed_pairs(pattern: Pattern, num_heads: int, heads: Tensor, q: Tensor, k: Tensor) -> Tensor:
-    """Evaluate a pattern on broadcast global heads and positions; ValueError if a table in it is too short."""
+    """Bool tensor: True if the pair is allowed, for broadcast global heads and positions.
+
+    Raises ValueError if a tensor in the pattern is too short.
+    """
     mod = pattern.mask_mod(num_heads=num_heads, device=torch.device("cpu"))
     try:
         return mod(torch.zeros_like(heads), heads, q, k)
@@ -118,14 +126,14 @@ def allowed_pairs(pattern: Pattern, num_heads: int, heads: Tensor, q: Tensor, k:
 
 
 def span(pieces: Pieces, table: Tensor, run: Run) -> Progression:
-    """The positions of each run in its table."""
+    """Positions of the slots of each run, as progressions; `table`: index of the table of each run."""
     index = run.start - pieces.starts[run.piece]
     index = index if run.stride is None else index // run.stride
     return Progression(pieces.firsts[table, run.piece] + pieces.step * index, pieces.step, run.count)
 
 
 class Places(NamedTuple):
-    """Table, row and column of n blocks."""
+    """Coordinates of n blocks: table, row and column."""
 
     table: Shaped[Tensor, " n"]
     row: Shaped[Tensor, " n"]
@@ -133,10 +141,10 @@ class Places(NamedTuple):
 
 
 def alike(rule: Rule, places: Places, shape: tuple[int, int, int, int]) -> tuple[Tensor, Tensor]:
-    """(class of each block, index of one block of each class): blocks of a class allow equal pairs of slots.
+    """(class of each block, index of one block of each class): blocks of a class have equal masks.
 
-    A block that touches several runs of slots has a class alone. `shape`: query slots, key slots, query side of a
-    block, key side.
+    A block over several pieces of slots is a class of its own. `shape`: query slots, key slots, query side of a block,
+    key side.
     """
     num_q, num_k, q_block, k_block = shape
     table, row, column = (each.long() for each in places)
@@ -152,7 +160,7 @@ def alike(rule: Rule, places: Places, shape: tuple[int, int, int, int]) -> tuple
 
 
 def _run_of(pieces: Pieces, start: Tensor, slots: int, side: int) -> Run | None:
-    """Slots of each block, with piece -1 where the block touches several; None for runs with strides."""
+    """Slots of each block as a run, with piece -1 if the block extends over several; None for pieces with strides."""
     if pieces.strides is not None:
         return None
     count = (slots - start).clamp(max=side)
@@ -161,6 +169,6 @@ def _run_of(pieces: Pieces, start: Tensor, slots: int, side: int) -> Run | None:
 
 
 def enumerated(counts: Tensor) -> tuple[Tensor, Tensor]:
-    """(owner, place) of counts.sum() items: owner i has counts[i] of them, at places 0, 1 and so on."""
+    """(owner, place) of counts.sum() items: index i occurs counts[i] times as owner, with places 0, 1, ..."""
     owner = torch.repeat_interleave(counts)
     return owner, torch.arange(len(owner)) - (counts.cumsum(0) - counts)[owner]

@@ -1,4 +1,4 @@
-"""Stored forms of block lists: the tables of a torch BlockMask, and compressed bytes."""
+"""Conversion of block lists to a torch BlockMask, and to compressed bytes and back."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ from ._blocks import Blocks
 
 _LEVEL = 1  # of zlib; higher levels take several times as long and save little
 
-# B batch entries (1 where they share all tables), H mask heads (1 if all heads share a table), L = B * H lists
-# of rows, R rows, C columns, W most blocks in a row
+# B batch entries (1 if all have equal tables), H mask heads (1 if all heads share a table), L = B * H,
+# R rows, C columns, W largest number of blocks in a row, T tables, E listed blocks
 
 
 def to_block_mask(blocks: Blocks, mask_mod: MaskMod, device: torch.device, *, batch: int = 1) -> BlockMask:
-    """A BlockMask with both tables, key side and query side, built without a dense table in between.
+    """BlockMask with index tables by query block and by key block, built without a dense mask of blocks.
 
-    With batch > 1, `blocks` has all heads of entry 0, then all of entry 1, and so on.
+    With batch > 1, `blocks` has all heads of batch entry 0, then all of entry 1, and so on.
 
-    On CPU an index table has full width, as the compiled kernel there demands, but its rows overlap in
-    memory: entries past a row's count are the next rows' and hold valid block numbers. Elsewhere tables
-    are as wide as the longest row.
+    On CPU an index table is as wide as the number of blocks, which the compiled kernel requires, but its rows overlap
+    in memory: entries past a row's count are those of the next rows, valid block numbers. On accelerators tables are
+    as wide as the longest row.
     """
     rows, columns = blocks.num_rows, blocks.num_columns
     by_row = _side(blocks, blocks.row, blocks.column, (rows, columns), device)
@@ -50,7 +50,7 @@ def to_block_mask(blocks: Blocks, mask_mod: MaskMod, device: torch.device, *, ba
 
 
 def table_bytes(mask: BlockMask) -> int:
-    """Bytes of storage behind a BlockMask's tables."""
+    """Bytes of memory that the index tables of a BlockMask occupy."""
     tables = (
         mask.kv_num_blocks, mask.kv_indices, mask.full_kv_num_blocks, mask.full_kv_indices,
         mask.q_num_blocks, mask.q_indices, mask.full_q_num_blocks, mask.full_q_indices,
@@ -61,7 +61,10 @@ def table_bytes(mask: BlockMask) -> int:
 def _side(
     blocks: Blocks, major: Int32[Tensor, " E"], minor: Int32[Tensor, " E"], shape: tuple[int, int], device: torch.device
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """(partial counts, partial indices, full counts, full indices); lists run along `major`."""
+    """(partial counts, partial indices, full counts, full indices), as a BlockMask has them.
+
+    One list of `minor` indices for each head and `major` index. shape: number of major and of minor indices.
+    """
     counts = _counts(blocks, major, shape[0])
     widths = [max(1, int(count.max())) for count in counts]
     if device_kind(device).flex_trains:
@@ -80,7 +83,7 @@ def _side(
 
 
 def _counts(blocks: Blocks, major: Int32[Tensor, " E"], rows: int) -> list[Int64[Tensor, "T R"]]:
-    """Length of each list: of partial blocks, then of full ones."""
+    """[number of partial blocks, number of full blocks] for each table and `major` index."""
     counts = [torch.zeros(blocks.num_tables, rows, dtype=torch.int64) for _ in range(2)]
     for tables, part in blocks.portions():
         lines = (blocks.table[part].long() - tables.start) * rows + major[part]
@@ -99,7 +102,10 @@ def _indices(
     width: int,
     shape: tuple[int, int],
 ) -> Int32[Tensor, "T R W"]:
-    """Block numbers of each list, padded with zeros; the storage allows reading the last row at full width."""
+    """`minor` indices of the full or partial blocks for each table and `major` index, padded with zeros to `width`.
+
+    The storage is longer, so that the last row can be read at full width.
+    """
     storage = torch.zeros(count.numel() * width + shape[1] - width, dtype=torch.int32)
     table = storage[: count.numel() * width].view(*count.shape, width)
     for tables, part in blocks.portions():
@@ -121,7 +127,7 @@ def _by_entry(table: Shaped[Tensor, "L ..."], batch: int) -> Shaped[Tensor, "B H
 
 
 def _per_head(blocks: Blocks, tables: Shaped[Tensor, "T R W"]) -> Shaped[Tensor, "L R W"]:
-    """One table for each mask head, or one for all heads; not copied if table i belongs to head i."""
+    """The table of each head, or one table for all heads; a view if head i has table i."""
     if blocks.num_tables == 1 or blocks.heads == tuple(range(blocks.num_tables)):
         return tables
     heads, (_, rows, width) = torch.tensor(blocks.heads), tables.shape
@@ -131,17 +137,16 @@ def _per_head(blocks: Blocks, tables: Shaped[Tensor, "T R W"]) -> Shaped[Tensor,
 
 
 def _full_width(table: Int32[Tensor, "L R W"], columns: int) -> Int32[Tensor, "L R C"]:
-    """View rows at full width: each continues into the next rows' entries."""
+    """View of the rows at width `columns`: past its own width a row continues with the entries of the next rows."""
     lists, rows, width = table.shape
     return table.as_strided((lists, rows, columns), (rows * width, width, 1))
 
 
 @dataclass(frozen=True)
 class PackedBlocks:
-    """Block lists as compressed bytes; `unpack` restores them exactly.
+    """Block lists compressed by zlib; `unpack` restores them exactly.
 
-    A block is stored as its distance from the previous block of the list. Patterns repeat along the sequence, and
-    so do these distances, which zlib compresses. Randomly drawn lists shrink least.
+    A block is stored as its distance from the previous block of the list, as distances of regular patterns repeat.
     """
 
     shape: tuple[int, int, int, int]
@@ -170,14 +175,14 @@ class PackedBlocks:
 
 
 def _written(blocks: Blocks, part: slice) -> bytes:
-    """Serialize a part of the list: distances, pair counts and `full`."""
+    """Serialize a slice of the block list: distances of blocks, pair counts and `full`."""
     key = (blocks.table[part].long() * blocks.num_rows + blocks.row[part]) * blocks.num_columns + blocks.column[part]
     steps = key.diff(prepend=key.new_zeros(1))
     return b"".join(map(_bytes_of, (steps, blocks.pairs[part], blocks.full[part])))
 
 
 def _read(written: bytes, blocks: Blocks, part: slice) -> None:
-    """Write the bytes of `_written` back into this part of `blocks`."""
+    """Decompress bytes of `_written` into this slice of `blocks`, in place."""
     data, length = bytearray(zlib.decompress(written)), part.stop - part.start
     line, column = _divmod(_tensor(data, torch.int64, 0, length).cumsum(0), blocks.num_columns)
     blocks.table[part], blocks.row[part] = _divmod(line, blocks.num_rows)
@@ -187,7 +192,7 @@ def _read(written: bytes, blocks: Blocks, part: slice) -> None:
 
 
 def _bytes_of(x: Tensor) -> bytes:
-    """Bytes of a tensor, without numpy."""
+    """Bytes of a CPU tensor's elements in row-major order, without numpy."""
     x = x.contiguous()
     return ctypes.string_at(x.data_ptr(), x.nbytes)
 

@@ -1,6 +1,6 @@
-"""Inspect patterns: `describe` gives pairs, costs and receptive field; `explain` says why a pair is allowed or not.
+"""Inspect patterns: `describe` counts pairs, costs and receptive field; `explain` gives reasons for a pair's mask.
 
-`plot` and `show` draw a pattern. `count_cells` counts the allowed pairs in each cell of a grid, within a budget.
+`plot` and `show` draw a pattern as an image or as text. `count_cells` counts the allowed pairs in each cell of a grid.
 """
 
 from ._cells import Cells, count_cells

@@ -1,4 +1,4 @@
-"""Number of allowed pairs in each cell of a coarse grid, at any number of tokens."""
+"""count_cells: number of allowed pairs in each cell of a coarse grid over queries and keys."""
 
 from __future__ import annotations
 
@@ -38,11 +38,12 @@ _PARTS_AT_ONCE = 1 << 22
 
 @dataclass(frozen=True)
 class Cells:
-    """A window cut into cells: row i has query slots row_edges[i] to row_edges[i + 1] - 1; columns have key slots.
+    """Counts of allowed pairs in the cells of a grid: row i has query slots row_edges[i] to row_edges[i + 1] - 1.
 
-    `area` is the number of pairs of each cell, `low` and `high` are bounds on its allowed pairs, counted once for each
-    branch that allows them, and `likely` is an estimate within the bounds; all three are equal where the count is
-    exact. `branches` has the counts of each branch, in the order of `pattern.branches()`.
+    Columns likewise have key slots (positions in natural order). window: (query slots, key slots) of the grid. area:
+    number of pairs of each cell. low, high: bounds on its allowed pairs, counted once for each branch that allows them.
+    likely: estimate within the bounds; low, high and likely are equal if the count is exact. branches: the counts of
+    each branch, in the order of `pattern.branches()`.
     """
 
     window: tuple[range, range]
@@ -56,7 +57,7 @@ class Cells:
 
     @property
     def exact(self) -> Bool[Tensor, "R C"]:
-        """True for cells whose count is exact."""
+        """Mask of the cells whose count is exact."""
         return self.low == self.high
 
 
@@ -74,15 +75,15 @@ def count_cells(
     sides: tuple[int, int] = (1, 1),
     order: Layout | None = None,
 ) -> Cells:
-    """Count one head's allowed pairs in each cell of a window, by bounds on whole boxes where they are exact.
+    """Count one head's allowed pairs in each cell of a grid over a window of queries and keys.
 
-    queries, keys: the window, in slots of `order`; by default all. order: None for natural order, where slots are
-    positions. shape: (rows, columns); row i begins at slot queries.start + i * len(queries) // rows, columns likewise.
-    sides: without `shape`, cells begin at multiples of these, and the window cuts the cells at its borders. batch: the
-    batch entry, for run-time tensors with a row for each.
+    queries, keys: the window, in slots (places) of `order`; by default all. order: None for natural order, where slots
+    are positions. shape: (rows, columns) of the grid; row i begins at slot queries.start + i * len(queries) // rows,
+    columns likewise. sides: (query side, key side) of cells without `shape`: cells begin at multiples of these, and
+    cells at the window's borders are cut. batch: index of the batch entry, if run-time tensors have a row for each.
 
-    Time grows with the number of cells, not of tokens. Where an exact count would take too long, a cell has unequal
-    bounds and an estimate. Raises ValueError for sizes, windows and shapes that do not fit, and for sizes or heads that
+    Time grows with the number of cells, not of tokens. If an exact count would take too long, a cell gets bounds and an
+    estimate. Raises ValueError for sizes, windows and shapes that do not fit, and for sizes or heads that
     the pattern cannot be bound to.
     """
     num_keys = num_tokens if num_keys is None else num_keys
@@ -123,7 +124,7 @@ def _edges_at_multiples(window: range, side: int) -> Int64[Tensor, " cells+1"]:
 
 
 def _count_each(rules: set[Pattern], q: Side, k: Side) -> dict[Pattern, PairCounts]:
-    """Count each rule with its share of the remaining budget, rules with the largest spacing first."""
+    """Map from rule to its counts; each is computed with an equal share of the remaining budget."""
     found, left = {}, _BUDGET
     for waiting, rule in enumerate(sorted(rules, key=lambda rule: (-rule.spacing(), rule.text))):
         budget = Budget(left // (len(rules) - waiting))
@@ -134,7 +135,7 @@ def _count_each(rules: set[Pattern], q: Side, k: Side) -> dict[Pattern, PairCoun
 
 
 def _count(rule: Pattern, q: Side, k: Side, budget: Budget) -> PairCounts:
-    """Allowed pairs in each cell under a rule for one head."""
+    """Allowed pairs of each cell, for the rule of one head."""
     few = len(q.window) * len(k.window) <= _EVERY_PAIR
     try:
         found = _every_pair(rule, q, k) if few else _by_boxes(rule, q, k, budget)
@@ -157,10 +158,13 @@ def _every_pair(rule: Pattern, q: Side, k: Side) -> PairCounts:
 
 
 def _by_boxes(rule: Pattern, q: Side, k: Side, budget: Budget) -> PairCounts:
-    """Count boxes by bounds, and undecided ones by parts; boxes that differ by whole periods are counted once."""
+    """Count the pairs of each cell as boxes of positions, by bounds and then by cutting undecided boxes into parts.
+
+    Boxes that differ by whole periods of the rule are counted once.
+    """
     (row, queries), (column, keys) = q.parts(), k.parts()
-    # Positions of a part agree modulo its step; query and key of an allowed pair agree modulo the rule's spacing.
-    # So only parts that agree modulo the gcd of both can have allowed pairs.
+    # Positions of a part are congruent modulo its step, query and key of an allowed pair modulo the rule's spacing:
+    # only parts that are congruent modulo the gcd of both can have allowed pairs.
     classes = gcd(queries.step, rule.spacing())
     own, theirs = queries.first.remainder(classes), keys.first.remainder(classes)
     boxes = int((torch.bincount(own, minlength=classes) * torch.bincount(theirs, minlength=classes)).sum())
@@ -184,7 +188,7 @@ def _by_boxes(rule: Pattern, q: Side, k: Side, budget: Budget) -> PairCounts:
 
 
 def _sampled(rule: Pattern, q: Side, k: Side) -> PairCounts:
-    """Estimate each cell from sampled pairs, where its positions form too many progressions to count as boxes."""
+    """Estimate the count of each cell from sampled pairs, with trivial bounds (0 and all pairs)."""
     mask_mod, none = rule.mask_mod(num_heads=1, device=torch.device("cpu")), torch.tensor(0)
     area = (q.sizes[:, None] * k.sizes).flatten()
     each, share = max(_LEAST_SAMPLES, _SAMPLES // len(area)), []
@@ -196,7 +200,7 @@ def _sampled(rule: Pattern, q: Side, k: Side) -> PairCounts:
 
 
 def window_slots(name: str, window: object, size: int) -> range:
-    """The window, or range(size) for None. Raises ValueError unless it is a nonempty range of step 1 within it."""
+    """The window, or range(size) for None. Raises ValueError unless it is a non-empty range of step 1 in 0 to size."""
     window = range(size) if window is None else window
     if not isinstance(window, range) or window.step != 1 or not 0 <= window.start < window.stop <= size:
         advice = "" if isinstance(window, range) else ": write range(start, stop)"
@@ -207,7 +211,7 @@ def window_slots(name: str, window: object, size: int) -> range:
 
 @dataclass(frozen=True)
 class Side:
-    """Queries or keys of a window: cell edges in slots, and positions of cells as progressions."""
+    """Queries or keys of a window: first slot of each cell and the end (`edges`), and the layout of the slots."""
 
     window: range
     edges: Int64[Tensor, " cells+1"]
@@ -225,12 +229,12 @@ class Side:
         return self.layout.pieces(0).position(torch.zeros_like(slots), slots)
 
     def positions_at(self, cell: Tensor, share: Tensor) -> Tensor:
-        """Positions of the slots at these fractions of cells."""
+        """Positions of the slots at these fractions (0 to 1) of the length of cells."""
         size = self.sizes[cell, None]
         return self.positions(self.edges[cell, None] + (size * share).long().minimum(size - 1))
 
     def parts(self) -> tuple[Int64[Tensor, " P"], Progression]:
-        """(cell of each part, its positions): cells are cut into parts whose positions are progressions of one step."""
+        """(index of the cell, positions) of parts of cells; positions of a part are an arithmetic progression."""
         pieces = self.layout.pieces(0)
         inner = pieces.starts[(pieces.starts > self.window.start) & (pieces.starts < self.window.stop)]
         cuts = torch.cat([self.edges, inner]).unique()

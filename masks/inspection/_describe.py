@@ -1,4 +1,4 @@
-"""describe: the allowed pairs of a pattern, the cost to compute them, and the receptive field."""
+"""describe: number of allowed pairs of a pattern, predicted cost of attention, and receptive field."""
 
 from __future__ import annotations
 
@@ -36,9 +36,10 @@ _FACT_WIDTH, _PATTERN_WIDTH, _LAYOUT_WIDTH = 66, 34, 20  # characters, beyond wh
 
 @dataclass(frozen=True, kw_only=True)
 class BranchDescription(PlannedCounts):
-    """One distinct branch of a pattern: its counts over all heads, and the layouts that the planner compared.
+    """One distinct branch (summand) of a pattern: its counts over all heads, and the options the planner compared.
 
-    If the planner computes all branches together, one BranchDescription covers them all.
+    multiplicity: number of equal branches. options: ways to compute it, the chosen one first. If the planner computes
+    all branches together, a single BranchDescription covers them all.
     """
 
     pattern: Expression
@@ -48,12 +49,11 @@ class BranchDescription(PlannedCounts):
 
 @dataclass(frozen=True, kw_only=True)
 class Description(PlannedCounts):
-    """All counts of a pattern bound to sizes; prints as tables.
+    """Counts of a pattern at given sizes; str() formats them as tables.
 
-    Pairs are (query, key) pairs over all heads, counted once for each branch; `describe(pattern.union, ...)` counts
-    pairs of several branches once. Counts that follow from the plan are computed at once; `heads`, `branch_shares` and
-    `receptive_field` on first use, in seconds at a million tokens. All are exact except `receptive_field`: unless there
-    are few tokens, it is sampled, and its `exact` is False.
+    Pairs are (query, key) pairs over all heads, counted once for each branch that allows them; for the union use
+    `describe(pattern.union, ...)`. `heads`, `branch_shares` and `receptive_field` are computed on first use, in seconds
+    at a million tokens. All counts are exact except `receptive_field`, which is sampled above 256 tokens.
     """
 
     pattern: Expression
@@ -70,28 +70,28 @@ class Description(PlannedCounts):
 
     @property
     def density(self) -> float:
-        """Useful pairs over all pairs; may exceed 1 where branches overlap."""
+        """Allowed pairs divided by all pairs; may exceed 1, as a pair counts once for each branch that allows it."""
         return self.useful_pairs / self.all_pairs
 
     @property
     def block_density(self) -> float:
-        """Computed pairs over all pairs."""
+        """Pairs that kernels compute, in whole blocks, divided by all pairs."""
         return self.computed_pairs / self.all_pairs
 
     @property
     def forward_flops(self) -> int:
-        """4 * head_dim for each useful pair."""
+        """FLOP of the forward pass: 4 * head_dim for each allowed pair."""
         return 4 * self.head_dim * self.useful_pairs
 
     @property
     def backward_flops(self) -> int:
-        """10 * head_dim for each useful pair."""
+        """FLOP of the backward pass: 10 * head_dim for each allowed pair."""
         return 10 * self.head_dim * self.useful_pairs
 
     @cached_property
     @plans
     def heads(self) -> tuple[HeadShare, ...]:
-        """Pairs of each head, in total and by branch; one entry for all heads with equal rules."""
+        """Allowed pairs per head, in total and by branch; one item for each group of heads with equal rules."""
         if len(alike_heads(self.bound)) == len(set(self.bound.pattern.branches())) == 1:
             return (HeadShare(tuple(range(self.num_heads)), (self.useful_pairs // self.num_heads,)),)
         return head_shares(self.bound, {branch.pattern: branch.options[0].terms for branch in self.branches})
@@ -99,7 +99,7 @@ class Description(PlannedCounts):
     @cached_property
     @plans
     def branch_shares(self) -> tuple[BranchShare, ...]:
-        """Pairs of each distinct branch of the pattern, also if branches are computed together."""
+        """Allowed pairs of each distinct branch of the pattern, also if the planner computes branches together."""
         branches = Counter(self.bound.pattern.branches()).items()
         pairs = [sum(len(share.heads) * share.branch_pairs[at] for share in self.heads) for at in range(len(branches))]
         return tuple(BranchShare(*each, own) for each, own in zip(branches, pairs, strict=True))
@@ -107,7 +107,10 @@ class Description(PlannedCounts):
     @cached_property
     @plans
     def zero_keys(self) -> int:
-        """Zero keys of padding over all rows and heads; `attend` has them in its softmax, pair counts omit them."""
+        """Number of zero keys that padding='zeros' adds to the softmax, over all queries and heads.
+
+        Pair counts omit these; 0 for patterns without this padding.
+        """
         if not self.pattern.pads:
             return 0
         bound = self.bound
@@ -117,7 +120,7 @@ class Description(PlannedCounts):
         return sum(int(self.pattern.zero_keys(head, queries, **sizes).sum()) for head in heads)
 
     def receptive_field(self) -> ReceptiveField:
-        """Number of tokens that a token reaches by number of layers, over all tokens or a sample.
+        """Number of tokens that a token can receive information from, by number of layers; of all tokens or a sample.
 
         Raises ValueError unless `is_self_attention`.
         """
@@ -130,11 +133,11 @@ class Description(PlannedCounts):
 
     @property
     def is_self_attention(self) -> bool:
-        """True if queries and keys have equal positions."""
+        """True if queries and keys are the same positions."""
         return self.bound.is_self_attention
 
     def to_data(self) -> dict[str, Any]:
-        """All numbers as plain data, for JSON; undefined numbers are None."""
+        """All counts as a dict for JSON; undefined numbers are None."""
         sizes = ("num_queries", "num_keys", "num_heads", "head_dim", "all_pairs", "zero_keys")
         derived = ("density", "block_density", "forward_flops", "backward_flops")
         return {
@@ -172,13 +175,13 @@ def describe(
     k_offset: int = 0,
     device: torch.device | str = "cpu",
 ) -> Description:
-    """Count the pairs that the pattern allows and the pairs that the planner's choice computes.
+    """Count the pairs that the pattern allows and the pairs that kernels compute in the planner's choice.
 
-    Counts are in closed form where there is one. Useful pairs count each (query, key) pair once for each branch that
-    allows it. The cost model predicts the time of one forward pass, batch 1, on this kind of device: in float32 on CPU,
-    in half precision elsewhere. Raises ValueError for sizes below 1, for heads that the pattern has no rule for, for
-    run-time tensors that differ by batch entry, and for more than 134,217,728 queries or keys where the planner's
-    choice lists blocks.
+    Useful pairs are allowed pairs, counted once for each branch that allows them. num_keys: num_queries by default.
+    q_offset, k_offset: positions of the first query and key. device: kind of device for the predicted time of one
+    forward pass, batch 1, in float32 on CPU and half precision elsewhere. Raises ValueError for sizes below 1, for
+    heads that the pattern has no rule for, for run-time tensors that differ by batch entry, and for more than
+    134,217,728 queries or keys if the planner's choice uses block lists.
 
     >>> masks.describe(masks.local_window(left=127, right=0), 4096).density
     0.030765533447265625
@@ -194,7 +197,7 @@ def describe(
 
 @plans
 def describe_plan(plan: Plan, *, head_dim: int) -> Description:
-    """Describe an existing plan. Raises ValueError for block lists of more than MOST_DESCRIBED queries or keys."""
+    """Description of an existing plan. Raises ValueError for block lists over more than 134,217,728 queries or keys."""
     bound, most = plan.bound, max(plan.bound.num_queries, plan.bound.num_keys)
     listed = any(term.shape == "blocks" for chosen, *_ in plan.options for term in chosen.terms)
     if listed and most > MOST_DESCRIBED:
@@ -264,7 +267,7 @@ def _branches_table(counts: Description) -> str:
 
 
 def _heads_table(counts: Description) -> str:
-    """Pairs by head, with each branch's share; empty for one branch and one kind of head."""
+    """Table of allowed pairs by head, with each branch's share; "" if there is one branch and all heads are equal."""
     branches, heads = counts.branch_shares, counts.heads
     if len(branches) == len(heads) == 1:
         return ""
@@ -287,13 +290,13 @@ def _heads_table(counts: Description) -> str:
 
 
 def _percent(part: float, whole: float) -> str:
-    """Share with two decimals; only the whole is 100 %."""
+    """part / whole in percent, with two decimals; "> 99.99%" if it would be rounded to 100 %."""
     text = f"{part / max(whole, 1):.2%}"
     return "> 99.99%" if text == "100.00%" and part < whole else text
 
 
 def _growth_table(counts: Description) -> str:
-    """Mean receptive field by number of layers; empty without self-attention."""
+    """Table of the mean receptive field by number of layers; "" if it is not self-attention."""
     field = counts.receptive_field() if counts.is_self_attention else None
     if field is None or not field.growth:
         return ""
@@ -306,7 +309,7 @@ def _growth_table(counts: Description) -> str:
 
 
 def _listed(numbers: Sequence[int]) -> str:
-    """Ascending numbers as text; equally spaced ones by their ends."""
+    """Ascending numbers as text, shortened, such as "0 to 7" or "0, 2, ..., 14"."""
     steps = {b - a for a, b in pairwise(numbers)}
     if len(numbers) > 2 and len(steps) == 1:
         first, second, last = numbers[0], numbers[1], numbers[-1]

@@ -1,4 +1,4 @@
-"""explain: why one pair is allowed or not, rule by rule, and which block contains it."""
+"""explain: reasons why one (query, key) pair is allowed or not, and the block that contains it."""
 
 from __future__ import annotations
 
@@ -32,10 +32,10 @@ _PAIRS_AT_ONCE = 1 << 20
 
 @dataclass(frozen=True)
 class BlockOfPair:
-    """The block that contains a pair in one order: residue-major of this rate, or natural for rate 1.
+    """The block that contains a pair, in one order of tokens: residue-major of this rate, or natural for rate 1.
 
-    It has `block_pairs` pairs, of which the head allows `allowed_pairs`. Kernels skip a block without allowed pairs,
-    and need no mask for a block whose pairs are all allowed.
+    query_slot, key_slot: places of the tokens in that order. row, column: indices of the block. block_pairs: number of
+    its pairs, of which the head allows `allowed_pairs`.
     """
 
     rate: int
@@ -52,11 +52,11 @@ class BlockOfPair:
 
     @property
     def computed(self) -> bool:
-        """True if block lists in this order contain the block."""
+        """True if kernels compute the block, as it has allowed pairs."""
         return self.allowed_pairs > 0
 
     def to_data(self) -> dict[str, Any]:
-        """Plain data for JSON."""
+        """The fields as a dict for JSON."""
         names = ("order", "rate", "query_slot", "key_slot", "allowed_pairs", "block_pairs", "computed")
         return {**{name: getattr(self, name) for name in names}, "block": [self.row, self.column]}
 
@@ -70,12 +70,12 @@ class BlockOfPair:
 
 @dataclass(frozen=True)
 class Explanation:
-    """Why a pattern allows a pair or not, as a tree of reasons, and the blocks that contain the pair.
+    """Tree of reasons why a pattern allows a pair or not, and the blocks that contain the pair.
 
-    `multiplicity`: number of branches that allow the pair; 0 or 1 for a set. `standings`: the blocks in natural order
-    and in the order of `masks.layout`; empty if the number of tokens is unknown. `zero_keys`: number of zero keys of
-    padding in the query's softmax; None if that depends on an unknown number of tokens. str() is the tree as indented
-    lines.
+    multiplicity: number of branches (summands of a mixture) that allow the pair. reason: the tree; str() gives it as
+    indented lines. standings: the block in natural order and the block in the order of `masks.layout`;
+    empty if the number of tokens is unknown. zero_keys: number of zero keys that padding adds to the query's softmax;
+    None if that depends on an unknown number of tokens.
     """
 
     pair: Pair
@@ -102,7 +102,7 @@ class Explanation:
         return self.reason.parts
 
     def to_data(self) -> dict[str, Any]:
-        """Plain data for JSON."""
+        """The explanation as a dict for JSON."""
         pair = {name: getattr(self.pair, name) for name in ("query", "key", "head", "num_heads")}
         found = {name: getattr(self, name) for name in ("batch", "multiplicity", "zero_keys")}
         blocks = [block.to_data() for block in self.standings]
@@ -136,12 +136,12 @@ def explain(
     bindings: Mapping[str, Tensor] | None = None,
     block_size: int | tuple[int, int] = 128,
 ) -> Explanation:
-    """Explain why the query sees the key or not, by each branch and each part, with the numbers of the rule.
+    """Explain why the query attends to the key or not, for each branch and part of the pattern.
 
-    query, key: positions. head: one of num_heads global heads. batch: the batch entry, for run-time tensors.
-    num_tokens: number of positions of the queries, and of the keys unless num_keys is given. With it the explanation
-    has the block of the pair and its number of allowed pairs, in natural order and in the order of `masks.layout`. A
-    pattern with run-time tensors needs it. bindings: run-time tensors that the pattern names but does not carry.
+    query, key: positions. head: one of num_heads global heads. batch: index of the batch entry, for run-time tensors.
+    num_tokens: number of queries, and of keys unless num_keys is given; required for run-time tensors. If it is given,
+    the explanation includes the block of the pair, of block_size, in natural order and in the order of `masks.layout`.
+    bindings: map from name to tensor, for run-time tensors that the pattern names but does not carry.
 
     Raises ValueError or TypeError for a pair, head or batch entry out of range, and for tensors that do not fit.
 
@@ -183,7 +183,10 @@ def _zero_keys(rule: Expression, pair: Pair, num_tokens: int | None) -> int | No
 
 
 def _blocks_of_pair(rule: Pattern, pair: Pair, sizes: tuple[int, int], sides: tuple[int, int]) -> Iterator[BlockOfPair]:
-    """Block in natural order, and in residue-major order if the rule has a rate and as many queries as keys."""
+    """Yield the block in natural order; then in residue-major order, if the rule is dilated and sizes are equal.
+
+    sizes: number of queries and of keys. sides: query side and key side of a block.
+    """
     mod = rule.mask_mod(num_heads=pair.num_heads, device=torch.device("cpu"))
     zero, head = torch.tensor(0), torch.tensor(pair.head)
     for rate in sorted({1, residue_rate(rule, sizes[0]) if sizes[0] == sizes[1] else 1}):
@@ -197,7 +200,7 @@ def _blocks_of_pair(rule: Pattern, pair: Pair, sizes: tuple[int, int], sides: tu
 
 
 def _block_of_token(layout: Layout, position: int, side: int) -> tuple[int, int, torch.Tensor]:
-    """(slot, block index, positions in that block) of one token."""
+    """(slot of the token, index of its block of slots, positions of the tokens in that block)."""
     slot = int(layout.slot_of(torch.tensor(position)))
     block = slot // side
     slots = torch.arange(block * side, min((block + 1) * side, layout.num_tokens))
@@ -212,7 +215,7 @@ def _rule(
     num_keys: int | None,
     bindings: Mapping[str, Tensor] | None,
 ) -> Expression:
-    """Pattern with the values of its run-time tensors; checks heads, and sizes if they are given."""
+    """The pattern with the values of its run-time tensors; raises errors for heads and sizes that do not fit."""
     if bindings is not None and not isinstance(bindings, Mapping):
         raise TypeError(f"bindings must map names to tensors; got {type(bindings).__name__}")
     carried, given = pattern.given_tensors(), dict(bindings or {})
@@ -235,7 +238,7 @@ def _rule(
 
 
 def _as_written(reason: Reason, pattern: Expression) -> Reason:
-    """Reasons with run-time tensors shown by name, as in the pattern."""
+    """The tree of reasons with run-time tensors by name, as in the given pattern, instead of by value."""
     carried = {leaf.text: leaf for leaf in run_time_leaves(pattern)}
 
     def written(leaf: Pattern) -> Pattern:

@@ -1,4 +1,4 @@
-"""Pairs and blocks of planned terms; useful pairs by head and branch."""
+"""Number of allowed and computed pairs and of blocks of a plan; allowed pairs by head and branch."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ COUNTED = ("useful_pairs", "computed_pairs", "full_blocks", "partial_blocks", "t
 
 @dataclass(frozen=True)
 class PlannedCounts:
-    """Pairs and blocks of planned terms over all heads, and bytes of their block lists.
+    """Number of pairs and blocks over all heads, in the layouts and block sides that the planner chose.
 
-    Useful pairs count once for each branch that allows them; computed pairs are those in listed blocks, in the
-    planner's layouts and block sides. Full blocks are whole and allow every pair, partial ones are the other listed
-    blocks.
+    useful_pairs: allowed pairs, once for each branch that allows them. computed_pairs: pairs in computed blocks.
+    full_blocks: whole blocks that allow every pair; partial_blocks: other computed blocks. table_bytes: bytes of the
+    block lists.
     """
 
     useful_pairs: int
@@ -37,17 +37,17 @@ class PlannedCounts:
 
     @property
     def waste(self) -> float:
-        """Computed over useful pairs; infinite where nothing is allowed."""
+        """Computed pairs divided by allowed pairs; infinite if no pair is allowed."""
         return self.computed_pairs / self.useful_pairs if self.useful_pairs else float("inf")
 
 
 def summed(counts: Sequence[PlannedCounts]) -> dict[str, int]:
-    """Sums of the five counts, by name."""
+    """Map from the name of each field of PlannedCounts to its sum."""
     return {name: sum(getattr(each, name) for each in counts) for name in COUNTED}
 
 
 def count_term(term: Term) -> PlannedCounts:
-    """Counts of a term; rebuilds its block lists as attention builds them."""
+    """Counts of a term (a part of a plan that one kernel computes); builds its block lists as attention does."""
     if isinstance(term, PaddedTerm):
         full, partial = (round(number) for number in term.listed_blocks[1:])
         lists = (full + partial) // len(term.heads) * LISTED_BYTES
@@ -65,7 +65,7 @@ def count_term(term: Term) -> PlannedCounts:
 
 
 def _listed(term: Term) -> tuple[Blocks, Int64[Tensor, " n"]]:
-    """Blocks of a term, and the number of allowed pairs of each."""
+    """(listed blocks of a term, number of allowed pairs of each block)."""
     blocks = term.blocks(term.block_side, term.block_side)
     unknown, pairs = (blocks.pairs == UNKNOWN).nonzero().squeeze(1), blocks.pairs.long()
     pairs[unknown] = count_pairs(term.table_rule(), blocks.places(unknown), blocks.shape)
@@ -82,18 +82,18 @@ def _count_plain(term: Term) -> PlannedCounts:
 
 
 def _full_blocks(term: Term) -> int:
-    """Number of whole blocks without a hidden pair, for one head and fold."""
+    """Number of full blocks (whole, all pairs allowed) of a dense or causal term, for one head and fold."""
     side = term.block_side
     rows, columns = term.q.num_slots // side, term.k.num_slots // side
     if term.shape == "dense":
         return rows * columns
     lead = term.k.num_slots - term.q.num_slots if term.shape == "strip" else 0
-    # All queries of a row of blocks see the keys up to its first query.
+    # All queries of a row of blocks attend to the keys up to its first query.
     return sum(min((row * side + lead + 1) // side, columns) for row in range(rows))
 
 
 def alike_heads(bound: Bound) -> tuple[tuple[int, ...], ...]:
-    """Groups of heads with equal rules, in the order of their first heads; heads count from 0 on this device."""
+    """Groups of heads with equal rules, in the order of their first heads; heads are numbered from 0 on this device."""
     groups: dict[tuple[Pattern, ...], list[int]] = {}
     for head in range(bound.num_heads):
         here = head + bound.head_offset, bound.num_heads_global
@@ -103,7 +103,7 @@ def alike_heads(bound: Bound) -> tuple[tuple[int, ...], ...]:
 
 @dataclass(frozen=True)
 class HeadShare:
-    """Heads with equal rules, and each head's useful pairs: in total and by branch."""
+    """Group of heads with equal rules; `branch_pairs`: allowed pairs of a single head, for each distinct branch."""
 
     heads: tuple[int, ...]
     branch_pairs: tuple[int, ...]
@@ -115,7 +115,7 @@ class HeadShare:
 
 @dataclass(frozen=True)
 class BranchShare:
-    """A distinct branch, its multiplicity, and its useful pairs over all heads, times that multiplicity."""
+    """A distinct branch, the number of equal branches, and its allowed pairs over all heads, times that number."""
 
     pattern: Pattern
     multiplicity: int
@@ -123,10 +123,9 @@ class BranchShare:
 
 
 def head_shares(bound: Bound, planned: Mapping[Expression, Sequence[Term]]) -> tuple[HeadShare, ...]:
-    """Pairs of each head by branch, times the branch's multiplicity; in the order of the first heads.
+    """Allowed pairs of each head by branch, times the branch's multiplicity; one item for each group of equal heads.
 
-    `planned` maps branches to their terms. A branch that is computed together with others is missing there and is
-    planned alone.
+    `planned`: map from branch to its terms. A branch that is not in it is planned alone.
     """
     of_branches = []
     for branch, times in Counter(bound.pattern.branches()).items():
@@ -138,7 +137,7 @@ def head_shares(bound: Bound, planned: Mapping[Expression, Sequence[Term]]) -> t
 
 
 def _pairs_of_each_head(term: Term) -> Int64[Tensor, " H"]:
-    """Pairs of each head in a term, counted once; no other term may count them."""
+    """Number of allowed pairs of each head in a term, without multiplicity."""
     if isinstance(term, PaddedTerm):
         return term.pairs_of_heads()
     if isinstance(term.weights, CountedPairs):

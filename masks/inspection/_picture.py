@@ -1,4 +1,4 @@
-"""Contents of a picture of a pattern, without drawing: window, cells and blocks of panels, colours, labels."""
+"""Contents of a picture of a pattern, independent of matplotlib: window, cells and blocks, colours, labels."""
 
 from __future__ import annotations
 
@@ -29,7 +29,10 @@ _MOST_TICKS, _TICK_ROOM, _TICK_GAP = 6, 40, 14  # ticks on an axis; pixels for a
 
 @dataclass(frozen=True)
 class Axis:
-    """One side of a window. Cells begin at multiples of `cell`, so the first and the last may extend beyond it."""
+    """Query or key axis of a window: `slots` drawn, in cells of `cell` slots and `pixels` pixels.
+
+    Cells begin at multiples of `cell`, so the first and last cell may extend beyond the window.
+    """
 
     slots: range
     cell: int
@@ -50,7 +53,7 @@ class Axis:
         return max(1, round(self.pixels_of(len(self.slots))))
 
     def pixels_of(self, slots: int) -> float:
-        """Length of this number of slots in pixels."""
+        """Length in pixels of this number of slots."""
         return slots / self.cell * self.pixels
 
 
@@ -63,7 +66,10 @@ class Window(NamedTuple):
 
 @dataclass(frozen=True)
 class Picture:
-    """Contents and options of a picture: one panel for each head and order, all of one window."""
+    """Contents and options of a picture: one panel for each head and order of tokens, all of the same window.
+
+    block: (query side, key side) of blocks to draw, or None. title: None for the pattern's expression.
+    """
 
     pattern: Expression
     num_tokens: int
@@ -87,9 +93,9 @@ def window_of(
     block: tuple[int, int] | None,
     size: int,
 ) -> Window:
-    """Window of about `size` pixels along its longer side; one scale for both sides unless one is over 4 times longer.
+    """Window of about `size` pixels along its longer axis; both axes have one scale unless one is over 4 times longer.
 
-    Raises ValueError for slots out of range, and where blocks would be smaller than pixels.
+    Raises ValueError for slots out of range, and for blocks smaller than a pixel.
     """
     q, k = window_slots("queries", queries, num_queries), window_slots("keys", keys, num_keys)
     sides = (0, 0) if block is None else block
@@ -113,9 +119,9 @@ def _axis(slots: range, scale: int, block: int, size: int) -> Axis:
 
 @dataclass(frozen=True)
 class WindowBlocks:
-    """The blocks that a window touches: their cells, and their states EMPTY, PARTIAL or FULL.
+    """The blocks that overlap a window: `cells` with one cell for each block, and `state`: EMPTY, PARTIAL or FULL.
 
-    As in block lists, a block that the end of the sequence cuts short is never FULL.
+    As in block lists, a block cut short by the end of the sequence is never FULL.
     """
 
     cells: Cells
@@ -129,7 +135,7 @@ class WindowBlocks:
         return state
 
     def state_of_cells(self, window: Window) -> Int64[Tensor, "R C"]:
-        """State of the block that contains each cell of a window."""
+        """State of the block (EMPTY, PARTIAL or FULL) that contains each cell of the window."""
         rows, columns = (
             (axis.first + axis.cell * torch.arange(axis.cells)) // side - slots.start // side
             for axis, side, slots in zip(window, self.sides, self.cells.window, strict=True)
@@ -137,7 +143,7 @@ class WindowBlocks:
         return self.state[rows][:, columns]
 
     def __str__(self) -> str:
-        """Number of computed and of full blocks, and the allowed share of the computed pairs."""
+        """Text with the number of computed blocks, of full blocks, and the allowed percentage of computed pairs."""
         computed, about = self.state != EMPTY, "" if bool(self.cells.exact.all()) else "about "
         of = f"{about}{int(computed.sum()):,} of {computed.numel():,} blocks computed"
         if not bool(computed.any()):
@@ -149,7 +155,11 @@ class WindowBlocks:
 
 @dataclass(frozen=True)
 class Panel:
-    """One head in one order; `share`: mean number of branches that allow a pair of each cell, or with blocks any."""
+    """One head in one order of tokens.
+
+    share: for each cell the mean over its pairs of the number of branches that allow the pair; with `blocks` the
+    fraction of pairs that any branch allows.
+    """
 
     head: int
     order: str
@@ -159,7 +169,7 @@ class Panel:
 
 
 def panel_of(picture: Picture, head: int, order: str) -> Panel:
-    """Count the pairs of a panel. Raises ValueError if the pattern is undefined in part of the window."""
+    """Panel of one head in one order, with its counts. Raises ValueError if the pattern is undefined in the window."""
     pattern = picture.pattern if picture.block is None else picture.pattern.union
     residue = layout(picture.pattern, picture.num_tokens)
     rate = residue.rate if order == "residue" else 1
@@ -180,12 +190,12 @@ def panel_of(picture: Picture, head: int, order: str) -> Panel:
 
 
 def rgb(colour: str) -> Float64[Tensor, " 3"]:
-    """#rrggbb as numbers from 0 to 1."""
+    """Red, green and blue of "#rrggbb" as numbers from 0 to 1."""
     return torch.tensor([int(colour[at : at + 2], 16) for at in (1, 3, 5)], dtype=torch.float64) / 255
 
 
 def paint(panel: Panel, window: Window) -> Float64[Tensor, "R C 3"]:
-    """Cell colours; with blocks, pairs of full blocks dark, and computed blocks beige where no pair is allowed."""
+    """Colour of each cell, 0 to 1. With blocks, pairs of full blocks are dark, masked pairs of computed ones beige."""
     if panel.blocks is None:
         return shade(panel.share, rgb(PAIR), rgb(WHITE))
     states = panel.blocks.state_of_cells(window)
@@ -196,14 +206,14 @@ def paint(panel: Panel, window: Window) -> Float64[Tensor, "R C 3"]:
 def shade(
     share: Float64[Tensor, "..."], pairs: Float64[Tensor, "... 3"], ground: Float64[Tensor, "... 3"]
 ) -> Float64[Tensor, "... 3"]:
-    """From the ground to the colour of pairs, logarithmic in the share; darker where pairs count more than once."""
+    """Colours between `ground` (share 0) and `pairs` (share 1), on a logarithmic scale; darker for shares above 1."""
     strength = torch.where(share > 0, (1 + share.clamp(1e-12, 1).log10() / _DECADES).clamp(min=_PALEST), 0.0)
     darker = _DARKER ** share.clamp(min=1).log2()
     return ground.lerp(pairs * darker[..., None], strength[..., None])
 
 
 def axis_ticks(window: Window, *, letter: float) -> tuple[dict[int, str], dict[int, str]]:
-    """Labels of round slots of queries and of keys, in one unit; `letter` is the width of a letter in pixels."""
+    """(query labels, key labels): maps from round slots to labels of ticks; letter: width of a letter in pixels."""
     q, k = window
     rows = _ticks(q.slots, max(1, min(_MOST_TICKS, q.length // _TICK_ROOM)))
     most = _MOST_TICKS
@@ -217,7 +227,7 @@ def axis_ticks(window: Window, *, letter: float) -> tuple[dict[int, str], dict[i
 
 
 def _ticks(slots: range, most: int) -> list[int]:
-    """Ticks with at most `most` steps: quarters of the window, both ends included, if round; otherwise round_places."""
+    """Slots of ticks, at most `most` steps: quarters of the window if these are round, else other round slots."""
     quarter = len(slots) // 4
     if most >= 4 and quarter and len(slots) % 4 == 0 and slots.start % quarter == 0:
         return list(range(slots.start, slots.stop + 1, quarter))
@@ -225,7 +235,7 @@ def _ticks(slots: range, most: int) -> list[int]:
 
 
 def title_lines(picture: Picture, *, letters: int) -> list[str]:
-    """Lines of the title, of at most `letters` letters; then the sizes, in a smaller font."""
+    """Lines of the title, of at most `letters` letters, followed by lines with the sizes, for a smaller font."""
     if picture.title is None:
         text = shorten(repr(picture.pattern), _TITLE_LINES * letters - 8, placeholder=" …")
         lines = wrap(text, letters, break_on_hyphens=False)[:_TITLE_LINES]
@@ -236,7 +246,7 @@ def title_lines(picture: Picture, *, letters: int) -> list[str]:
 
 
 def panel_title(picture: Picture, panel: Panel) -> str:
-    """Head and order of a panel; omits a single head and a lone natural order."""
+    """Head and order of a panel; "" for a single head in natural order only."""
     words = [f"head {panel.head}"] if len(picture.heads) > 1 else []
     if len(picture.orders) > 1 or panel.order != "natural":
         words.append(f"residue order, mod {panel.rate}" if panel.order == "residue" else "natural order")

@@ -1,4 +1,4 @@
-"""plot: draw a pattern as a picture; any window, any number of tokens."""
+"""plot: draw a pattern as a matplotlib figure, for any window and number of tokens."""
 
 from __future__ import annotations
 
@@ -51,18 +51,18 @@ def plot(
 ) -> Figure:
     """Draw the allowed pairs: queries downwards, keys to the right, one panel for each head and order.
 
-    A pair that several branches allow is darker; `flexdilated.viewer` shows which. A window of at most `size` tokens is
-    drawn pair by pair. In a longer window a cell covers several pairs, and its colour strength is their allowed share
-    on a logarithmic scale.
+    A pair that several branches allow is darker. A window of at most `size` tokens is drawn pair by pair; in a longer
+    window a cell is several pairs, and its colour shows the fraction allowed, on a logarithmic scale.
 
-    queries, keys: the window, in slots of the order: positions in "natural" order, slots of `masks.layout` in "residue"
-    order. block_size: one side or (query side, key side); the pairs of any branch are then dark in full blocks and
-    light in partial ones, masked pairs inside computed blocks are beige, and white is never computed. size: approximate
-    pixels along the longer side of a panel. legend: draw a legend, with block counts. title: by default the expression;
-    "" for none. batch: the batch entry, for run-time tensors with a row for each.
+    head: one head or several. order: "natural", "residue" (the residue-major order of `masks.layout`) or both. queries,
+    keys: the window, in positions for "natural" and in slots of `masks.layout` for "residue". block_size: None, one
+    side or (query side, key side); allowed pairs are then dark in full blocks and light in partial ones, masked pairs
+    in computed blocks beige, and blocks that are not computed white. size: approximate pixels along the longer side of
+    a panel. legend: draw a legend, with block counts. title: by default the expression; "" for none. batch: index of
+    the batch entry, if run-time tensors have a row for each.
 
-    Returns a matplotlib Figure, made without pyplot; `figure.savefig(path)` writes PNG, SVG or PDF, reproducibly byte
-    by byte. Raises ImportError without matplotlib, ValueError or TypeError for invalid arguments.
+    Returns a matplotlib Figure, made without pyplot; `figure.savefig(path)` writes PNG, SVG or PDF, with reproducible
+    bytes. Raises ImportError without matplotlib, ValueError or TypeError for invalid arguments.
 
     >>> figure = masks.plot(masks.longnet((64, 256), (1, 4)), 256, num_heads=4)
     >>> figure.savefig('pattern.png')
@@ -99,7 +99,7 @@ def plot(
 
 
 def _several(name: str, value: object) -> tuple:
-    """One value, or a sequence of distinct values, as a tuple."""
+    """Tuple of one value or of a sequence of values. Raises ValueError for an empty sequence or equal values."""
     several = tuple(value) if isinstance(value, Sequence) and not isinstance(value, str) else (value,)
     if not several or len(set(several)) < len(several):
         raise ValueError(f"{name} must be one value, or several that differ; got {name}={value!r}")

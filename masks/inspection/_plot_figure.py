@@ -1,4 +1,4 @@
-"""A picture as a matplotlib figure, laid out in whole pixels, so all cells have equal size."""
+"""Draw a picture as a matplotlib figure in whole pixels, so that all cells have equal size."""
 
 from __future__ import annotations
 
@@ -50,10 +50,10 @@ _SHARES = ((0.001, "1 pair in 1,000"), (0.03, "1 in 30"), (1.0, "every pair"))
 
 
 class SameBytes(Figure):
-    """Figure whose files are reproducible byte by byte: no date, and fixed ids within an SVG."""
+    """Figure whose saved files have reproducible bytes: no date, and fixed ids within an SVG."""
 
     def savefig(self, fname: Any, **kwargs: Any) -> None:
-        """Save as matplotlib does, without the date; `metadata` is added and may set one."""
+        """Save as matplotlib does, without the date unless `metadata` sets one."""
         kind = str(kwargs.get("format") or getattr(fname, "suffix", "") or fname).lower()
         fixed = {"Date": None} if kind.endswith("svg") else {"CreationDate": None} if kind.endswith("pdf") else {}
         metadata = {**fixed, **(kwargs.pop("metadata", None) or {})}
@@ -62,7 +62,7 @@ class SameBytes(Figure):
 
 
 def draw(picture: Picture) -> Figure:
-    """Count and draw all panels in rows; one row for each head if there are several orders. All sizes are pixels."""
+    """Figure with all panels in rows; one row for each head if there are several heads and orders."""
     panels = [panel_of(picture, head, order) for head in picture.heads for order in picture.orders]
     window = picture.window
     compared = len(picture.orders) > 1 and len(picture.heads) > 1
@@ -111,7 +111,7 @@ def _panel_lines(picture: Picture, panel: Panel) -> list[str]:
 
 
 def _draw_panel(axes: Axes, picture: Picture, panel: Panel) -> None:
-    """Draw the cells as an image in slot coordinates, clipped by the window; lines between blocks; ticks."""
+    """Draw the cells of a panel as an image in slot coordinates, lines between blocks, and ticks."""
     q, k = picture.window
     extent = (k.first, k.first + k.cell * k.cells, q.first + q.cell * q.cells, q.first)
     colours = (paint(panel, picture.window) * 255).round().to(torch.uint8)
@@ -135,7 +135,7 @@ def _draw_panel(axes: Axes, picture: Picture, panel: Panel) -> None:
 
 
 def _borders(slots: range, side: int) -> range:
-    """Slots of the borders between blocks, inside the window."""
+    """Slots within the window at which blocks of this side begin, except the window's first slot."""
     return range(-(-(slots.start + 1) // side) * side, slots.stop, side)
 
 
@@ -144,7 +144,7 @@ def _entry(label: str, colour: Any) -> Patch:
 
 
 def legend_of(picture: Picture, panels: Sequence[Panel]) -> list[Patch]:
-    """Legend entries: pairs, by blocks or by number of branches; then shares of pairs, and blocks without pairs."""
+    """Legend entries: colours of pairs by kind of block or number of branches, of fractions, and of masked pairs."""
     many = max(axis.cell for axis in picture.window) > 1
     shares = [_entry(label, _shaded(share)) for share, label in _SHARES] if many else []
     if picture.block is not None:
@@ -157,7 +157,7 @@ def legend_of(picture: Picture, panels: Sequence[Panel]) -> list[Patch]:
 
 
 def _legend_columns(entries: Sequence[Patch], width: int) -> int:
-    """Number of columns that fit, reduced so that all rows are about equally full."""
+    """Number of legend columns that fit into `width` pixels, reduced so that all rows are about equally full."""
     longest = max(len(str(entry.get_label())) for entry in entries)
     fitting = int(max(1, min(len(entries), width // (_SWATCH + _LEGEND_LETTER * longest))))
     return ceil(len(entries) / ceil(len(entries) / fitting))

@@ -1,4 +1,4 @@
-"""Receptive field: number of tokens that a token reaches through the layers of a model."""
+"""Receptive field: number of tokens that influence a token through the layers of a model."""
 
 from __future__ import annotations
 
@@ -23,15 +23,15 @@ _MOST_SEARCHES = 1 << 9
 
 @dataclass(frozen=True)
 class ReceptiveField:
-    """Number of tokens that each of the followed `tokens` reaches, by number of layers with one pattern.
+    """Number of tokens that each of `tokens` reaches (is influenced by), by number of layers with one pattern.
 
     A token reaches itself, and with each layer all tokens that its keys in any head reach: heads are mixed between
-    layers, and residual connections keep the tokens reached before. `reached`: for each of `tokens`, the number that it
-    reaches after 1, 2, 3, ... layers, itself included, while this number grows. `finished`: for each of `tokens`, True
-    if it will reach no more. Indices count from the first token.
+    layers, and residual connections keep the tokens reached before. tokens: indices of the examined tokens. reached:
+    for each of them, the number of tokens reached after 1, 2, 3, ... layers, itself included, as long as it grows.
+    finished: for each of them, True if the number is known to grow no further.
 
-    Up to 256 tokens are all followed, and all numbers are exact. Otherwise `tokens` is a sample: one drawn at random
-    from each of 8 equal parts.
+    Up to 256 tokens are all examined, and all numbers are exact. Otherwise `tokens` is a sample: one token drawn at
+    random from each of 8 equal parts.
     """
 
     num_tokens: int
@@ -41,17 +41,17 @@ class ReceptiveField:
 
     @property
     def exact(self) -> bool:
-        """True if all tokens were followed until they reach no more."""
+        """True if all tokens were examined, each until its number of reached tokens grows no further."""
         return len(self.tokens) == self.num_tokens and all(self.finished)
 
     @property
     def layers_at_least(self) -> int:
-        """Lower bound on the number of layers after which no token reaches more; equal to it if `exact`."""
+        """Number of layers after which no token reaches more tokens, if `exact`; else a lower bound on it."""
         return max(map(len, self.reached))
 
     @property
     def growth(self) -> tuple[tuple[int, float, float], ...]:
-        """(layers, mean number of tokens reached, standard error) by number of layers; unbiased, error 0 if exact."""
+        """(layers, mean number of tokens reached, standard error of the mean) for each number of layers from 1 on."""
         found = []
         for layers in range(1, self.layers_at_least + 1):
             sizes = [[1, *sizes][: layers + 1][-1] for sizes in self.reached]
@@ -60,7 +60,7 @@ class ReceptiveField:
         return tuple(found)
 
     def to_data(self) -> dict[str, Any]:
-        """All fields and derived numbers as plain data, for JSON."""
+        """All fields and derived numbers as a dict for JSON."""
         growth = [
             {"layers": layers, "mean_reached": mean, "standard_error": error} for layers, mean, error in self.growth
         ]
@@ -80,9 +80,9 @@ def receptive_field_of(bound: Bound) -> ReceptiveField:
 
 
 def follow_tokens(bound: Bound, number: int, *, dense: bool = False) -> ReceptiveField:
-    """Follow `number` drawn tokens layer by layer until none reaches more.
+    """Receptive field of `number` randomly drawn tokens, layer by layer until none reaches more tokens.
 
-    dense: by products of matrices of all tokens by all tokens; otherwise by ranges, for at most about a second.
+    dense: multiply (tokens, tokens) matrices; otherwise use ranges of positions, and stop after about a second.
     """
     tokens = _drawn_tokens(bound.num_queries, number)
     reached: list[list[int]] = [[1] for _ in tokens]
@@ -98,7 +98,7 @@ def follow_tokens(bound: Bound, number: int, *, dense: bool = False) -> Receptiv
 
 
 def _sizes_by_powers(bound: Bound, tokens: Sequence[int]) -> Iterator[list[int]]:
-    """Number of tokens that each of `tokens` reaches after 1, 2, ... layers, by powers of the one-layer relation."""
+    """Yield, for 1, 2, ... layers, the number of tokens that each of `tokens` reaches, by dense matrix powers."""
     mask_mod, token = bound.mask_mod(), torch.arange(bound.num_queries)
     relation = torch.eye(len(token), dtype=torch.bool)
     for head, *_ in alike_heads(bound):
@@ -110,7 +110,10 @@ def _sizes_by_powers(bound: Bound, tokens: Sequence[int]) -> Iterator[list[int]]
 
 
 def _sizes_by_ranges(bound: Bound, tokens: Sequence[int]) -> Iterator[list[int]]:
-    """Numbers of tokens reached by ranges of positions, for as many layers as the budget of searches permits."""
+    """Yield, for 1, 2, ... layers, the number of tokens that each of `tokens` reaches, by ranges of positions.
+
+    Ends when the budget of searches is used up.
+    """
     heads = [first + bound.head_offset for first, *_ in alike_heads(bound)]
     keys = (range(bound.k_offset, bound.k_offset + bound.num_keys),)
     known: list[Ranges] = [(range(bound.q_offset + token, bound.q_offset + token + 1),) for token in tokens]
@@ -129,7 +132,7 @@ def _sizes_by_ranges(bound: Bound, tokens: Sequence[int]) -> Iterator[list[int]]
 
 
 def _drawn_tokens(size: int, most: int) -> list[int]:
-    """All tokens, or `most`: one drawn at random from each of `most` equal parts, with a fixed seed."""
+    """Indices of all tokens, or of `most`: one drawn from each of `most` equal parts, with a fixed seed."""
     if size <= most:
         return list(range(size))
     shares = torch.rand(most, generator=torch.Generator().manual_seed(_SEED), dtype=torch.float64)

@@ -1,4 +1,4 @@
-"""show: a pattern as a heat map of characters with axes and a legend; any window, any number of tokens."""
+"""show: draw a pattern as a heat map of text characters, for any window and number of tokens."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ _MOST_TIMES, _PLAIN = 9, "\x1b[0m"
 
 @dataclass(frozen=True)
 class _Canvas:
-    """Size in characters; `color`: 256 ANSI colors are available, `shapes`: characters beyond ASCII."""
+    """Terminal: size in characters; `color`: has 256 ANSI colors, `shapes`: has characters beyond ASCII."""
 
     columns: int
     lines: int
@@ -55,10 +55,10 @@ class _Canvas:
 
 @dataclass(frozen=True, eq=False)
 class HeatMap:
-    """Allowed pairs of one head of a pattern, counted in cells; str() is the picture.
+    """Allowed pairs of one head of a pattern, counted in the cells of a grid; str() is the picture.
 
-    rate: rate of the residue order; 1 in natural order. cells: `Cells` of rows x columns, whose edges are positions, or
-    slots in residue order.
+    order: "natural" or "residue". rate: rate of the residue-major order; 1 in natural order. cells: the counts; their
+    edges are positions, or slots in residue-major order.
     """
 
     pattern: Expression
@@ -83,7 +83,10 @@ class HeatMap:
         return "\n".join(self.lines)
 
     def to_data(self) -> dict[str, Any]:
-        """Plain data for JSON: counts by rows of cells, also of each branch; likely is None if all counts are exact."""
+        """Counts as a dict for JSON: nested lists by row of cells, in total and for each branch.
+
+        "likely" (estimates) is None if all counts are exact.
+        """
         named = zip(self.pattern.branches(), self.cells.branches, strict=True)
         return {
             "pattern": repr(self.pattern),
@@ -130,17 +133,17 @@ def show(
     color: bool = False,
     ascii: bool = False,  # noqa: A002
 ) -> HeatMap:
-    """Draw one head of a pattern in characters: queries down, keys across; denser characters for more allowed pairs.
+    """Draw one head of a pattern as text: queries down, keys across; denser characters for more allowed pairs.
 
-    Print the returned HeatMap. queries, keys: the window, by default all: positions in "natural" order, slots of
-    `masks.layout` in "residue" order. size: (columns, lines) of the terminal, of which the picture leaves one line for
-    the prompt; a small window is drawn pair by pair. cells: (rows, columns) of the grid, regardless of `size`.
-    color: use 256 ANSI colors. ascii: use no box-drawing characters. head: one of num_heads. batch: the batch entry,
-    for run-time tensors with a row for each.
+    Print the returned HeatMap. order: "natural", or "residue" for the residue-major order of `masks.layout`. queries,
+    keys: the window, by default all: positions in "natural" order, slots of `masks.layout` in "residue" order. size:
+    (columns, lines) of the terminal; the picture leaves one line free for the prompt. A small window is drawn pair by
+    pair. cells: (rows, columns) of the grid, regardless of `size`. color: use 256 ANSI colors. ascii: use only ASCII
+    characters. head: one of num_heads. batch: index of the batch entry, if run-time tensors have a row for each.
 
         >>> picture = masks.show(masks.causal(), 1 << 20)  # print it
 
-    Whole boxes are counted by the pattern's bounds, so time does not grow with the number of tokens. Raises ValueError
+    Time does not grow with the number of tokens. Raises ValueError
     or TypeError for heads, entries, windows and sizes that do not fit, and for tokens that the pattern does not take.
     """
     asked = require_expression(pattern)
@@ -181,14 +184,14 @@ def _pair(name: str, value: object, least: tuple[int, int], most: int) -> tuple[
 
 
 def _side(edges: Tensor, one: str, many: str) -> str:
-    """Length of the cells: one number, or two that differ by 1."""
+    """Side of the cells as text, such as "64 queries" or "63 to 64 queries"; one, many: singular and plural noun."""
     least, most = (int(size) for size in edges.diff().aminmax())
     return f"{tokens_text(least)}{f' to {tokens_text(most)}' if most > least else ''} {one if most == 1 else many}"
 
 
 @dataclass(frozen=True)
 class Grid:
-    """Rows and columns of cells; a cell is `width` characters wide, and with `halves` half a line high."""
+    """Grid of cells: a cell is `width` characters wide, and one line high, or half a line with `halves`."""
 
     rows: int
     columns: int
@@ -220,16 +223,16 @@ def _grid_for(window: Sequence[range], canvas: _Canvas, lines: int) -> Grid:
 
 
 def _even(slots: int, most: int) -> int:
-    """Number of cells: the largest divisor of `slots` up to `most` and not far below it, else `most`.
+    """Number of cells: the largest divisor of `slots` that is at most `most` and not far below it, else `most`.
 
-    Cells of equal length end where segments and blocks end.
+    The borders of equally long cells coincide with those of segments and blocks.
     """
     least = max(1, round(_LEAST_SHARE * most))
     return next((cells for cells in range(min(most, slots), least - 1, -1) if slots % cells == 0), min(most, slots))
 
 
 def _labels(window: Sequence[range], size: tuple[int, int]) -> tuple[dict[int, str], dict[int, str]]:
-    """Labels of round slots of queries and of keys, in one unit, for a map of `size`, (lines, columns)."""
+    """(query labels, key labels): maps from round slots to labels, for a map of `size` = (lines, columns)."""
     most = size[0] // _TICK_ROWS, size[1] // _TICK_COLUMNS
     sides = [
         [slot for slot in round_places(slots, number) if slot in slots]
@@ -246,7 +249,10 @@ def _by_cell(labels: dict[int, str], edges: Tensor) -> list[tuple[int, str]]:
 
 
 def _labels_above(marks: Sequence[tuple[int, str]], width: int, columns: int) -> tuple[str, list[int]]:
-    """(line of at most `columns` columns with each label above its cell, columns of the labels that fit)."""
+    """(line of text with each label that fits above its cell, columns of these labels).
+
+    marks: (cell, label). width: characters of a cell. columns: greatest length of the line.
+    """
     line, shown = "", []
     for cell, label in marks:
         column = cell * width
@@ -257,7 +263,7 @@ def _labels_above(marks: Sequence[tuple[int, str]], width: int, columns: int) ->
 
 
 def _drawn(cells: Cells, grid: Grid, canvas: _Canvas) -> list[str]:
-    """Lines of the framed cells, with labels at the left and above."""
+    """Lines of text: the cells in a frame, with labels at the left and above."""
     levels, number = levels_of(cells, color=canvas.color)
     body = _halves(levels, number) if grid.halves else _whole(levels, number, grid.width, canvas)
     inner, high = grid.columns * grid.width, 2 if grid.halves else 1
@@ -274,7 +280,7 @@ def _drawn(cells: Cells, grid: Grid, canvas: _Canvas) -> list[str]:
 
 
 def _whole(levels: tuple[Level, ...], number: Int64[Tensor, "R C"], width: int, canvas: _Canvas) -> list[str]:
-    """One line for each row."""
+    """Lines of text, one for each row of cells; `number`: index of each cell's level."""
 
     def text(level: Level, cells: int) -> str:
         shape = level.shape if canvas.shapes else level.ascii
@@ -286,7 +292,7 @@ def _whole(levels: tuple[Level, ...], number: Int64[Tensor, "R C"], width: int, 
 
 
 def _halves(levels: tuple[Level, ...], number: Int64[Tensor, "R C"]) -> list[str]:
-    """One line for two rows: upper and lower half of each character."""
+    """Lines of text, one for two rows of cells, drawn as the upper and lower halves of characters."""
     rows = [*number.tolist(), [0] * number.shape[1]][: number.shape[0] + number.shape[0] % 2]
     return [
         "".join(_half(levels[upper], levels[lower], len(list(run))) for (upper, lower), run in groupby(pairs))
@@ -304,7 +310,7 @@ def _half(upper: Level, lower: Level, cells: int) -> str:
 
 
 def _legend(cells: Cells, canvas: _Canvas) -> list[str]:
-    """Meanings of the levels that occur, in as few lines as possible; omits empty cells."""
+    """Lines of the legend: the meaning of each level that occurs, except empty cells."""
     levels, number = levels_of(cells, color=canvas.color)
     used = [levels[index] for index in reversed(number.unique().tolist()) if index]
     many = bool((cells.area > 1).any())
@@ -334,7 +340,10 @@ def _colored(level: Level, text: str) -> str:
 
 @dataclass(frozen=True)
 class Level:
-    """Share of allowed pairs in a cell: its shape, ASCII shape, ANSI color number, and meaning for the legend."""
+    """Appearance of a range of fractions of allowed pairs in a cell.
+
+    shape, ascii: its character, and one in ASCII. color: number of its ANSI color. meaning: text for the legend.
+    """
 
     shape: str
     ascii: str
@@ -343,14 +352,14 @@ class Level:
 
     @property
     def is_times(self) -> bool:
-        """True if the shape is a digit: the number of times that pairs count."""
+        """True if the shape is a digit: the number of branches that allow a pair."""
         return self.shape.isdigit()
 
 
 _NONE = Level(" ", " ", 0, "none")
 _UNKNOWN = Level("?", "?", 240, "none found, some possible")
 _ALL = Level("█", "#", 220, "all")
-# (least share of pairs, level, True if only colors tell it from its neighbours)
+# (least fraction of pairs, level, True if only its color distinguishes it from adjacent levels)
 _SHARES = (
     (0.0, Level("·", ".", 60, "less"), False),
     (0.001, Level("░", "-", 26, "0.1%+"), False),
@@ -364,7 +373,7 @@ _TIMES_COLORS = (209, 203, 197, 198, 199, 164, 128, 92)
 
 
 def levels_of(cells: Cells, *, color: bool) -> tuple[tuple[Level, ...], Int64[Tensor, "R C"]]:
-    """(all levels that a picture may show, index of each cell's level)."""
+    """(levels that a picture may show, index of the level of each cell)."""
     least, shares = zip(*((least, level) for least, level, colored in _SHARES if color or not colored), strict=True)
     single, mixed = bool((cells.area == 1).all()), len(cells.branches) > 1
     levels = (_NONE, _UNKNOWN, *shares, *_levels_by_times(single, mixed))
@@ -378,7 +387,10 @@ def levels_of(cells: Cells, *, color: bool) -> tuple[tuple[Level, ...], Int64[Te
 
 
 def _levels_by_times(single: bool, mixed: bool) -> list[Level]:
-    """Levels of pairs that count once, twice, ...; `single`: each cell is one pair, `mixed`: several branches."""
+    """Levels of pairs that one branch, two branches, ... allow.
+
+    single: each cell is one pair. mixed: the pattern has several branches.
+    """
     if single:
         once = Level("1", "1", _ALL.color, "branch") if mixed else replace(_ALL, meaning="allowed")
         meanings = ["branches"] * (_MOST_TIMES - 2) + ["branches or more"]

@@ -1,4 +1,4 @@
-"""Process-wide, thread-safe cache of plans and tables: each value is built once; budgets and statistics."""
+"""Process-wide, thread-safe LRU cache of plans and block lists, with budgets and statistics."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Limits:
-    """Maximum bytes and entries; 0 of either disables the cache."""
+    """Budgets of a cache: largest number of bytes and of entries; 0 for either disables the cache."""
 
     bytes: int
     entries: int
@@ -45,7 +45,7 @@ class Limits:
 
 @dataclass(frozen=True)
 class Holding:
-    """Number and bytes of the cache entries of one kind."""
+    """Number of cache entries of one kind, and their bytes."""
 
     name: str
     entries: int
@@ -54,10 +54,11 @@ class Holding:
 
 @dataclass(frozen=True)
 class CacheStats:
-    """Look-ups since the last `clear`, and the current contents.
+    """Number of look-ups since the last `clear`, and the current contents of a cache.
 
-    A hit found its value, or another thread building it. `build_seconds` counts nested builds once. `masters` are
-    plans and block lists, on the CPU; `copies` are tables made from them, one Holding per device.
+    hits: look-ups that found the value, or found another thread building it. misses: look-ups that built it.
+    build_seconds: time spent building; builds within builds count once. masters: plans and block lists, on the CPU.
+    copies: tensors made from these, one item for each device. limits: budgets in bytes and entries.
     """
 
     hits: int
@@ -70,21 +71,21 @@ class CacheStats:
 
     @property
     def entries(self) -> int:
-        """Number of entries, masters and copies."""
+        """Number of all entries, masters and copies."""
         return self.masters.entries + sum(holding.entries for holding in self.copies)
 
     @property
     def bytes(self) -> int:
-        """Bytes of the tables of all entries, without Python's overhead."""
+        """Bytes of the tensors of all entries, without the overhead of Python objects."""
         return self.masters.bytes + sum(holding.bytes for holding in self.copies)
 
     @property
     def hit_rate(self) -> float:
-        """Hits over look-ups, 0 before the first."""
+        """Hits divided by look-ups; 0 before the first look-up."""
         return self.hits / max(1, self.hits + self.misses)
 
     def __str__(self) -> str:
-        """Two tables: look-ups, and contents."""
+        """Two tables as text: look-ups, and contents."""
         lookups = {
             "hits": f"{self.hits:,}",
             "misses": f"{self.misses:,}",
@@ -102,9 +103,10 @@ class CacheStats:
 
 @dataclass(eq=False, slots=True)
 class Entry:
-    """A cached value with the texts of its patterns; `device` is None for a master, otherwise the device of a copy.
+    """A cached value; `pattern`: texts of the patterns it depends on, concatenated.
 
-    `line`: all masters or all copies, least recently used first. Entries hash by identity, faster than by key.
+    `device`: the device of a copy made from other cached values; None for a value that is no copy. `line`: all entries
+    with a device, or all without, least recently used first. Entries hash by identity, which is faster than by key.
     """
 
     key: Hashable
@@ -117,7 +119,7 @@ class Entry:
 
 @dataclass(eq=False)
 class _Building:
-    """A value under construction by one thread; other threads wait for `done`."""
+    """A value that one thread is building; other threads wait for `done`."""
 
     pattern: str
     device: torch.device | None
@@ -139,7 +141,7 @@ class Cache:
 
     @property
     def budget_bytes(self) -> int:
-        """Maximum bytes of all entries; setting it evicts at once."""
+        """Largest number of bytes of all entries together; setting it evicts entries immediately."""
         return self._limits.bytes
 
     @budget_bytes.setter
@@ -148,7 +150,7 @@ class Cache:
 
     @property
     def budget_entries(self) -> int:
-        """Maximum number of entries; setting it evicts at once."""
+        """Largest number of entries; setting it evicts entries immediately."""
         return self._limits.entries
 
     @budget_entries.setter
@@ -164,10 +166,11 @@ class Cache:
         pattern: Expression | str = "",
         device: torch.device | None = None,
     ) -> T:
-        """Get the value of `key`, built on first use. A value larger than the budget is returned but not kept.
+        """The value of `key`, from the cache or else from `build()`. A value larger than the budget is not kept.
 
-        `pattern`: the pattern of the value, or its text as written; patterns of enclosing builds are added. `device`:
-        the device of the value if it is a copy of cached values; copies are evicted first.
+        `nbytes`: function that gives the bytes of a value. `pattern`: the pattern that the value depends on, or its
+        text, for `forget`; patterns of enclosing builds are added. `device`: the device of a value that is a copy of
+        other cached values, else None; copies are evicted first.
         """
         with self._lock:
             entry = self._entries.get(key)
@@ -189,9 +192,9 @@ class Cache:
         return building.done.result()
 
     def forget(self, pattern: Expression) -> int:
-        """Drop all values of a pattern and of combinations that contain it; returns the number of dropped values.
+        """Drop all values that depend on a pattern or on a combination of it; returns the number of dropped values.
 
-        Values under construction for it are not kept, and later requests build new ones.
+        Values being built for it are returned to their callers but not kept.
         """
         # A larger intersection or union contains these parts, but not the text of the whole.
         branches = require_expression(pattern).unpadded.branches()
@@ -209,7 +212,7 @@ class Cache:
         return len(dropped)
 
     def clear(self) -> None:
-        """Drop every entry, and set the counts to zero."""
+        """Drop every entry, and reset the statistics to zero."""
         with self._lock:
             dropped, self._bytes = len(self._entries), 0
             for kept in (self._entries, self._copies, self._masters, self._building):
@@ -218,7 +221,7 @@ class Cache:
         log.debug("entries dropped to clear the cache: %d", dropped)
 
     def stats(self) -> CacheStats:
-        """Current counts and sizes; prints as tables."""
+        """Current statistics; str() formats them as tables."""
         sizes: defaultdict[str, list[int]] = defaultdict(list)
         with self._lock:
             counts, limits = (self._hits, self._misses, self._evictions, self._build_seconds), self._limits
@@ -229,7 +232,7 @@ class Cache:
         return CacheStats(*counts, masters, tuple(copies), limits)
 
     def __repr__(self) -> str:
-        """Takes no lock, so a debugger can show a cache during a change."""
+        """Entries and bytes, with the budgets. Takes no lock, so that a debugger can call it at any time."""
         held = f"{len(self._entries):,} of {self.budget_entries:,} entries"
         return f"Cache({held}, {bytes_text(self._bytes)} of {bytes_text(self.budget_bytes)})"
 
@@ -271,7 +274,10 @@ class Cache:
         return value
 
     def _end(self, key: Hashable, mine: _Building) -> bool:
-        """End a build. False if its pattern was forgotten meanwhile, so its value must not be kept."""
+        """Remove a finished build from the builds in progress.
+
+        Returns False if its pattern was forgotten in the meantime, so that its value must not be kept.
+        """
         return self._building.get(key) is mine and self._building.pop(key) is mine
 
     def _limit(self, limits: Limits) -> None:
@@ -281,7 +287,7 @@ class Cache:
         _tell("evicted", gone, ", used longest ago")
 
     def _evict(self, coming_bytes: int, coming_entries: int) -> list[Entry]:
-        """Evict entries until the new ones fit, copies first."""
+        """Evict entries until these bytes and entries fit, copies first; returns the evicted entries."""
         gone, limits = [], self._limits
         while self._entries and (
             self._bytes + coming_bytes > limits.bytes or len(self._entries) + coming_entries > limits.entries
@@ -297,7 +303,7 @@ class Cache:
 
 
 def _tell(what: str, entries: list[Entry], how: str) -> None:
-    """Log entries. Do not call it under the lock: a log handler may use the cache."""
+    """Log one DEBUG line for each entry. Do not call it with the lock held: a log handler may use the cache."""
     if entries and debug_wanted():
         for each in entries:
             name = str(each.key[0] if isinstance(each.key, tuple) and each.key else each.key).replace("_", " ")
@@ -308,12 +314,12 @@ def _tell(what: str, entries: list[Entry], how: str) -> None:
 
 
 def debug_wanted() -> bool:
-    """True if DEBUG is enabled. Do not call it on a cache hit, which must stay fast."""
+    """True if the logger is enabled for DEBUG."""
     return log.isEnabledFor(logging.DEBUG)
 
 
 def pattern_text(text: str) -> str:
-    """The first of several concatenated pattern texts, as an expression, shortened."""
+    """The first of several concatenated JSON texts of patterns, as a Python expression of limited length."""
     text = text.strip()
     if not text:
         return "any pattern"
@@ -325,12 +331,12 @@ def pattern_text(text: str) -> str:
 
 
 def in_line(value: object) -> str:
-    """The value as text of at most _LONGEST characters."""
+    """str(value), shortened to at most 160 characters."""
     return shortened(str(value), _LONGEST)
 
 
 def _text(pattern: Expression | str) -> str:
-    """Text of a pattern as written, with names of run-time tensors instead of their values."""
+    """JSON text of a pattern, with names of run-time tensors instead of values; a string is returned unchanged."""
     return pattern if isinstance(pattern, str) else as_written(pattern).text
 
 
@@ -354,9 +360,10 @@ _cache_lock = threading.Lock()
 
 
 def cache() -> Cache:
-    """The process-wide cache. FLEXDILATED_CACHE_BYTES and FLEXDILATED_CACHE_ENTRIES are its initial budgets.
+    """The process-wide cache of plans and block lists.
 
-    The defaults are 1 GiB and 16,384 entries. Raises ValueError if a variable is not a whole number.
+    Environment variables FLEXDILATED_CACHE_BYTES and FLEXDILATED_CACHE_ENTRIES set its initial budgets, by default
+    1 GiB and 16,384 entries. Raises ValueError if one is not a whole number.
 
     >>> masks.cache().clear()
     """

@@ -1,4 +1,4 @@
-"""Planning: the options to compute a pattern, their costs, the choice; and its BlockMask."""
+"""Planning: choose by predicted cost how to compute a pattern; also build its BlockMask."""
 
 from ._block_mask import (
     block_mask,

@@ -1,4 +1,4 @@
-"""block_mask and layout: the functions for users of FlexAttention."""
+"""Functions for users of FlexAttention: block_mask, layout and snapped."""
 
 from __future__ import annotations
 
@@ -48,13 +48,16 @@ def block_mask(
     device: torch.device | str = "cpu",
     block_size: int | tuple[int, int] = 128,
 ) -> BlockMask:
-    """The pattern as a BlockMask for `flex_attention`, built from closed forms and cached.
+    """BlockMask of the pattern for `flex_attention`, built from closed forms without a dense mask, and cached.
 
-    Its block lists equal the result of `create_block_mask`; no N x M tensor is built. A mixture
-    gives the mask of its union: pairs that count more than once need `attend`. With `layout` rows and
-    columns are slots: permute q, k and v by `layout.apply` and the output by `layout.invert`.
-    num_keys is num_queries by default; block_size is one side or (query side, key side). Raises ValueError for a
-    pattern that pads with zeros, whose zero keys are no pairs.
+    Its block lists equal those of `create_block_mask`. A mixture (a sum of patterns, where a pair may count more than
+    once) gives the mask of its union; use `attend` for the counts.
+
+    num_keys: num_queries by default. num_heads, head_offset, num_heads_global: the mask has heads head_offset to
+    head_offset + num_heads - 1 of all heads. q_offset, k_offset: positions of the first query and key. layout: order of
+    the tokens in q, k and v, permuted by `layout.apply`; permute the output back by `layout.invert`. block_size: one
+    side or (query side, key side). Raises ValueError for a pattern with padding='zeros', as its zero keys are not part
+    of a mask.
 
     >>> masks.block_mask(masks.causal(), 256, num_heads=1).shape
     (1, 1, 256, 256)
@@ -91,7 +94,10 @@ def block_mask(
 
 
 def bound_blocks(term: Term, bound: Bound, block_size: tuple[int, int]) -> list[Blocks]:
-    """Cached block lists of one term of a bound pattern, one for each distinct batch entry of run-time tables."""
+    """Cached block lists of one term (a part of a plan that one kernel computes) of a pattern bound to sizes.
+
+    One for each batch entry if run-time tensors differ by entry, else a single one.
+    """
     packed = cache().get(
         ("blocks", bound.key(), term, block_size),
         lambda: [PackedBlocks.pack(each.blocks(*block_size)) for each in entry_terms(term)],
@@ -102,12 +108,12 @@ def bound_blocks(term: Term, bound: Bound, block_size: tuple[int, int]) -> list[
 
 
 def term_blocks(term: Term, block_size: tuple[int, int]) -> Blocks:
-    """Block lists of the term; if run-time tables differ by batch entry, concatenated over entries."""
+    """Block lists of a term; concatenated over batch entries if run-time tensors differ by entry."""
     return join_blocks([each.blocks(*block_size) for each in entry_terms(term)])
 
 
 def entry_terms(term: Term) -> list[Term]:
-    """The term of each distinct batch entry of run-time tables."""
+    """The term for each batch entry if its run-time tensors differ by entry, else [term]."""
     return [replace(term, rule=term.rule.entry(index)) for index in range(term.rule.num_entries())]
 
 
@@ -124,10 +130,10 @@ def block_sides(block_size: int | tuple[int, int]) -> tuple[int, int]:
 
 @advises(keywords=renamed(num_tokens=LENGTH))
 def layout(pattern: Expression, num_tokens: int) -> Layout:
-    """The residue-major order of this pattern; its rate is the least common multiple of the dilation rates.
+    """The residue-major order for this pattern: tokens sorted by position modulo `rate`, then by position.
 
-    A pattern without dilation gets the natural order (rate 1). More residue classes than tokens have no effect: rates
-    are taken in ascending order, and a rate that would raise the common multiple above `num_tokens` is skipped.
+    Its rate is the least common multiple of the pattern's dilation rates; 1, the natural order, without dilation. Rates
+    are taken in ascending order, and a rate that would raise the multiple above `num_tokens` is skipped.
 
     >>> masks.layout(masks.longnet((64, 256), (1, 4)), 256)
     Layout(num_tokens=256, rate=4)
@@ -137,7 +143,7 @@ def layout(pattern: Expression, num_tokens: int) -> Layout:
 
 
 class Snapped(NamedTuple):
-    """A pattern in whole blocks, and a line for each part that was changed, or kept because no rounding is defined."""
+    """Pattern with sizes in whole blocks; `changes`: a line of text for each part changed, or not possible to round."""
 
     pattern: Any
     changes: tuple[str, ...]
@@ -145,25 +151,25 @@ class Snapped(NamedTuple):
 
 @advises()
 def snapped(pattern: Pattern | Mixture, block: int | tuple[int, int] = 128) -> Snapped:
-    """The pattern with its sizes rounded up to whole blocks, in which kernels compute; and the changes.
+    """Round the sizes of a pattern up to whole kernel blocks; returns (pattern, changes), one line of text per change.
 
-    * `local_window`: left and right go up to a multiple of the side minus 1, as the window includes the query's own
-      key; a multiple of the side stays. The computed blocks do not change, and all pairs stay allowed.
-    * `dilated`, `chunked`, `longnet`: segments up to a multiple of rate * side, so that segment / rate tokens fill
-      whole blocks; rates and offsets stay. Segments that are no multiple of their rate are unchanged.
-    * `blockwise`: blocks up to a multiple of the side. Longer segments and blocks begin at other tokens: there are
-      more pairs in total, but single pairs may be lost. Segments and blocks in whole blocks have no overcompute.
-    * `selected_blocks`: sides up to one that divides the kernel's or is a multiple of it, for which tables are then
-      made; unchanged if it carries its table.
-    * `block_list`: unchanged, if its side divides the kernel's or is a multiple of it; else a ValueError.
+    * `local_window`: left and right are rounded up to a multiple of the side minus 1, as the window includes the
+      query's own key; a multiple of the side is unchanged. All pairs stay allowed; the computed blocks do not change.
+    * `dilated`, `chunked`, `longnet`: segments are rounded up to a multiple of rate * side, so that segment / rate
+      tokens fill whole blocks; rates and offsets are unchanged, also segments that are no multiple of their rate.
+    * `blockwise`: blocks are rounded up to a multiple of the side. Longer segments and blocks begin at other tokens:
+      there are more pairs in total, but single pairs may be lost. All computed pairs of whole blocks are allowed.
+    * `selected_blocks`: sides are rounded up to one that divides the kernel's side or is a multiple of it; its table
+      must be made for that side. Unchanged if it carries its table.
+    * `block_list`: unchanged. Raises ValueError unless its side divides the kernel's side or is a multiple of it.
 
-    `&`, `|`, `+`, choices by head, `after` and `per_document` are changed in their parts. `causal` and `every` have no
-    sizes. Other patterns are unchanged, with a line that says so; also patterns under `~`, where rounding up would
-    allow fewer pairs.
+    In `&`, `|`, `+`, choices by head, `after` and `per_document` each part is rounded. `causal` and `every` have no
+    sizes. All other patterns are unchanged and have a line in `changes`; also patterns under `~`, where rounding up
+    would allow fewer pairs.
 
-    block: the side of the kernels' blocks, or (query side, key side); windows then use their greatest common
-        divisor, other patterns their least common multiple. Raises ValueError for sides outside 1 to 32,768 and for
-        sizes that would exceed 2^31 - 1.
+    block: the side of the kernel's blocks, or (query side, key side); windows then use their greatest common divisor,
+        other patterns their least common multiple. Raises ValueError for sides outside 1 to 32,768 and for sizes that
+        would exceed 2^31 - 1.
 
     >>> found = masks.snapped(masks.local_window(left=1000, right=0) & masks.causal(), 128)
     >>> found.pattern

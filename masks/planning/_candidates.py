@@ -1,4 +1,4 @@
-"""Candidates: the ways to compute each branch, or all branches together, with their terms and costs."""
+"""Candidates: the options to compute each branch of a mixture, or all branches together, with their costs."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from .lowering._windows import cut_of, over_all, window_terms
 
 # Each part of a union is lowered without the parts before it: many parts make rules that are slow to evaluate.
 _MAX_PARTS = 6
-# Pairs of all heads under one mask, which is kept with the plan.
+# Largest number of pairs, over all heads, of a dense mask, which is kept with the plan.
 _MOST_MASKED_PAIRS = 1 << 20
 # Blocks of another side gain at most this factor over blocks of 128: costlier options are not tried in them.
 _WORTH_OTHER_BLOCKS = 2
@@ -30,12 +30,13 @@ _CLEARLY = 0.95
 
 @dataclass(frozen=True)
 class Allowed:
-    """Terms that an engine can run.
+    """Kinds of terms that an engine can run; a term is a part of a plan that one kernel computes.
 
-    shared_rows: several terms for one row, merged by lse. windows: separate terms for each kind of document;
-    any_windows: also for many kinds, where one block list would be cheaper. key_weights: weighted keys. masks: all
-    pairs of few tokens under a mask. residues: all tokens in residue-major order. lists_only: all terms as block lists,
-    for dilated segments one list of each branch over the active tokens of all segments.
+    shared_rows: several terms for one row of the output, merged by lse. windows: separate terms for documents of
+    different lengths; any_windows: also for many different lengths, where one block list would be cheaper. key_weights:
+    weights of pairs. masks: all pairs of few tokens, under a dense mask. residues: all tokens in residue-major order.
+    lists_only: only terms with block lists; dilated segments then have one list of each branch, over the active tokens
+    of all segments.
     """
 
     shared_rows: bool = True
@@ -52,10 +53,11 @@ ANYTHING = Allowed()
 
 @dataclass(frozen=True)
 class Option:
-    """One way to compute a branch or mixture that counts `multiplicity` times: a layout's name and its terms.
+    """One way to compute a branch, which counts `multiplicity` times in the mixture, or the whole mixture.
 
-    With `shares_rows` several terms compute one row, and an engine must merge them by lse. The cost is that on
-    `machine`, for `operands` whose tokens come in the order `given`.
+    layout: name of the order of tokens. terms: the parts, each computed by one kernel. shares_rows: True if several
+    terms contribute to one row of the output and must be merged by lse. machine, given, operands: constants of the
+    device, order of the given tokens, and sizes of the tensors, for the cost.
     """
 
     branch: Expression
@@ -69,14 +71,14 @@ class Option:
 
     @cached_property
     def cost(self) -> Cost:
-        """Computed pairs, bytes and seconds of the terms."""
+        """Predicted cost of all terms."""
         return cost_of(self.terms, self.machine, self.given, self.operands)
 
 
 def options_of(
     branch: Pattern, times: int, bound: Bound, machine: Machine, allowed: Allowed, operands: Operands
 ) -> tuple[Option, ...]:
-    """All options that are compared for a branch, cheapest first."""
+    """All options to compare for a branch that counts `times` times; the cheapest is the first."""
     given = Layout(bound.num_queries)
 
     def option(layout: str, terms: Iterable[Term], *, shares_rows: bool = False) -> Option:
@@ -97,7 +99,7 @@ def options_of(
         if terms is not None:
             return _in_order(_with_mask([option("windows", terms, shares_rows=True)], bound, allowed))
     if allowed.lists_only and (padded := padded_terms(branch, times, bound)) is not None:
-        # For all lengths: a choice by length would compile another program.
+        # For all lengths: a choice by length would cause recompilation.
         return (option("padded", padded),)
     found = terms_by_layout(branch, times, bound, residues=allowed.residues, gathered=not allowed.lists_only)
     options = [option(*each) for each in found.items()]
@@ -115,7 +117,7 @@ def options_of(
 
 
 def _with_mask(options: list[Option], bound: Bound, allowed: Allowed) -> list[Option]:
-    """The options; also one under a mask, if all others need block lists or several kernel calls."""
+    """The options, and one with a dense mask if masks are allowed and all options need block lists or several calls."""
     plainly = any(len(each.terms) == 1 and not _is_listed(each) for each in options)
     if plainly or not takes_mask(bound.num_heads, bound.num_queries, bound.num_keys, allowed):
         return options
@@ -127,9 +129,10 @@ def _with_mask(options: list[Option], bound: Bound, allowed: Allowed) -> list[Op
 def _together(
     apart: Mapping[Pattern, Option], bound: Bound, machine: Machine, allowed: Allowed, operands: Operands
 ) -> Iterator[Option]:
-    """Yield options for all branches: branches that nest as joint terms, others as in `apart`; all under a mask.
+    """Yield options that compute all branches together; `apart`: the cheapest option of each branch alone.
 
-    Pairs that nested branches share are computed once.
+    "nested": branches with nested dilated segments share terms, so that common pairs are computed once; other branches
+    are computed as in `apart`. "masked": all pairs under one dense mask.
     """
     costs = machine, Layout(bound.num_queries), operands
     if allowed.shared_rows and allowed.key_weights:
@@ -146,13 +149,13 @@ def _together(
 
 
 def takes_mask(num_heads: int, num_queries: int, num_keys: int, allowed: Allowed = ANYTHING) -> bool:
-    """True if masks are allowed and all pairs are few enough for one."""
+    """True if masks are allowed and the pairs of all heads are few enough for a dense mask."""
     offered = allowed.masks and allowed.key_weights and not allowed.lists_only
     return offered and num_heads * num_queries * num_keys <= _MOST_MASKED_PAIRS
 
 
 def in_blocks_of(option: Option, side: int) -> Option:
-    """The option with all its block lists in blocks of this side."""
+    """The option with all its block lists in square blocks of this side."""
     if all(term.block_side == side for term in option.terms if term.shape == "blocks"):
         return option  # keeps a cost that is already computed
     terms = (replace(term, block_side=side) if term.shape == "blocks" else term for term in option.terms)
@@ -160,9 +163,9 @@ def in_blocks_of(option: Option, side: int) -> Option:
 
 
 def _in_best_blocks(options: list[Option]) -> tuple[Option, ...]:
-    """Options, cheapest first; options near the minimum are tried in blocks of other sides.
+    """The options, cheapest first, each in its cheapest block side; only options near the minimum try other sides.
 
-    Options that cannot be the cheapest come last, without their cost.
+    Options that cannot be the cheapest come last; their cost is not computed.
     """
     ruled_out = _ruled_out(options)
     weighed = [option for option in options if option not in ruled_out]
@@ -181,12 +184,12 @@ def _in_order(options: Sequence[Option]) -> tuple[Option, ...]:
 
 
 def _weight(option: Option) -> float:
-    """Seconds, raised for block lists, which take time and memory to build."""
+    """Predicted seconds; raised for options with block lists, which take time and memory to build."""
     return option.cost.seconds / _CLEARLY if _is_listed(option) else option.cost.seconds
 
 
 def _other_sides(option: Option, least: float) -> list[int]:
-    """Block sides other than 128 in which an option may cost less than `least` seconds."""
+    """Block sides except 128 in which the option may cost less than `least` seconds."""
     machine, own = option.machine, Term.block_side
     return [
         side
@@ -204,7 +207,7 @@ def _is_listed(option: Option) -> bool:
 
 
 def _ruled_out(options: list[Option]) -> list[Option]:
-    """Options with block lists whose lower bound on cost exceeds the cheapest option without lists.
+    """Options with block lists whose lower bound on cost exceeds the cost of the cheapest option without lists.
 
     The bound needs no count of blocks, the slow part of planning.
     """
@@ -225,10 +228,9 @@ def _ruled_out(options: list[Option]) -> list[Option]:
 
 
 def _fullest(option: Option, plain: Option) -> float:
-    """Upper bound on the share of a block's pairs that the rule allows.
+    """Upper bound on the fraction of a block's pairs that the rule allows; `plain`: an option without block lists.
 
-    In natural order a query sees only every `step`-th key of a block, where `step` is the step of the option without
-    lists.
+    In natural order a query attends to only every step-th key of a block, where step is that of `plain`.
     """
     if any(term.q != option.given for term in option.terms):
         return 1.0
@@ -237,10 +239,10 @@ def _fullest(option: Option, plain: Option) -> float:
 
 
 def _disjoint_parts(branch: Pattern) -> list[Pattern]:
-    """Parts of a union, each without the pairs of earlier parts, so that every pair counts once; [] if not a union.
+    """Disjoint parts of a union: each excludes the pairs of earlier parts. [] if it is no union or has many parts.
 
-    Parts with short periods come first: they are cheap to exclude from other parts, which stay periodic. Factors that
-    two parts share are not checked again.
+    Parts with short periods come first: they are cheap to exclude from later parts, which stay periodic. Factors that
+    a part shares with an earlier one are omitted from the exclusion.
     """
     parts = sorted(branch.alternatives(), key=lambda part: (part.period() is None, part.period() or 0, part.spacing()))
     found = []
@@ -254,9 +256,10 @@ def _disjoint_parts(branch: Pattern) -> list[Pattern]:
 
 @dataclass(frozen=True)
 class Choice:
-    """Layout name and block sides for each distinct branch, or for all branches together.
+    """Choice among the planner's options: (layout name, block sides) for each distinct branch.
 
-    A name that is not among a pattern's options is no error: the planner then decides itself.
+    together: `ways` has a single item for all branches together. If a name is not among a pattern's options, the
+    planner chooses by predicted cost.
     """
 
     together: bool
@@ -265,7 +268,7 @@ class Choice:
 
 @dataclass(frozen=True)
 class Candidates:
-    """Options of each distinct branch, and of all branches together; cheapest first."""
+    """Options of each distinct branch, and options for all branches together (may be empty); cheapest first."""
 
     branches: tuple[tuple[Option, ...], ...]
     together: tuple[Option, ...]
@@ -281,7 +284,7 @@ class Candidates:
         return cls(tuple(found.values()), _in_order(list(_together(cheapest, bound, *under))))
 
     def chosen(self, choice: Choice) -> tuple[tuple[Option, ...], ...] | None:
-        """The options of each group of terms with the chosen one first; None if the choice does not fit."""
+        """Options of each branch, or of all together, with the chosen one first; None if it is not among them."""
         groups = self.branches
         if choice.together:
             groups = (self.together,) if self.together else ()
@@ -292,18 +295,18 @@ class Candidates:
 
 
 def way_of(option: Option) -> tuple[str, tuple[int, ...]]:
-    """(layout, block sides): the name of an option in a Choice."""
+    """(layout name, block side of each block list) of an option, as in `Choice.ways`."""
     return option.layout, tuple(term.block_side for term in option.terms if term.shape == "blocks")
 
 
 def in_other_blocks(option: Option) -> tuple[Option, ...]:
-    """The option, and its variants with all block lists in each other block side of its machine."""
+    """The option, and its variants with all block lists in each other block side that its machine has rates for."""
     others = (in_blocks_of(option, side) for side in option.machine.sides)
     return (option, *(each for each in others if way_of(each) != way_of(option)))
 
 
 def _in_front(options: tuple[Option, ...], way: tuple[str, tuple[int, ...]]) -> tuple[Option, ...]:
-    """The options with the one of this name first; () if there is none."""
+    """The options, with the one of this layout name and these block sides first; () if there is none."""
     for option in options:
         if option.layout == way[0]:
             for each in in_other_blocks(option):

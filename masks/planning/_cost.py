@@ -14,10 +14,9 @@ SLOTS_AT_ONCE = 1 << 14  # of a term's copies: enough to share among cores, few 
 
 
 class Operands(NamedTuple):
-    """Properties of a call's tensors on which costs depend.
+    """Sizes of an attention call's tensors, on which costs depend; part of the key of cached plans.
 
-    element_bytes: bytes of a number. head_dim. groups: query heads for each key/value head. Also part of the key of
-    cached plans, so dtypes of one size share plans.
+    element_bytes: bytes of an element. groups: number of query heads for each key/value head.
     """
 
     element_bytes: int = 4
@@ -26,17 +25,17 @@ class Operands(NamedTuple):
 
     @staticmethod
     def usual_on(kind: str) -> Operands:
-        """Default for unknown calls: float32 on CPU and half precision elsewhere, as in the measured constants."""
+        """Sizes for unknown calls on a kind of device: float32 on CPU, half precision elsewhere; head dim 64."""
         return _SINGLE if device_kind(kind).on_host else _HALF
 
     @property
     def flops(self) -> int:
-        """FLOP of one pair."""
+        """Floating-point operations of the forward pass for one pair."""
         return 4 * self.head_dim
 
     @property
     def row_bytes(self) -> int:
-        """Bytes of a token's row of one head."""
+        """Bytes of the vector of one token and head."""
         return self.head_dim * self.element_bytes
 
 
@@ -44,7 +43,11 @@ _SINGLE, _HALF = Operands(), Operands(element_bytes=2)
 
 
 class Cost(NamedTuple):
-    """Work of a forward pass: pairs in listed blocks over all heads, bytes moved by gather and merge, launches."""
+    """Predicted cost of a forward pass.
+
+    computed_pairs: pairs in computed blocks, over all heads. gather_bytes: bytes read and written to gather q, k, v and
+    merge outputs. launches: number of kernel calls.
+    """
 
     computed_pairs: int
     gather_bytes: int
@@ -54,7 +57,7 @@ class Cost(NamedTuple):
 
 @plans
 def cost_of(terms: Sequence[Term], machine: Machine, given: Layout, operands: Operands) -> Cost:
-    """Cost of the terms for one batch entry, for tokens in the order `given`.
+    """Cost of the terms for one batch entry; `given`: the order of the tokens in q, k and v.
 
     The machine's rates were measured at one head dim and dtype, and are used for all.
     """
@@ -66,7 +69,7 @@ def cost_of(terms: Sequence[Term], machine: Machine, given: Layout, operands: Op
 def least_seconds(
     terms: Sequence[Term], wanted_pairs: float, machine: Machine, given: Layout, operands: Operands
 ) -> float:
-    """Lower bound on the cost of block lists that hold exactly these pairs, at the fastest rate of any block side."""
+    """Lower bound on the seconds of terms with block lists: only `wanted_pairs` computed, at the fastest rate."""
     fastest = max(max(rates.runs_flops_per_s, rates.plain_flops_per_s) for rates in machine.blocks)
     return _cost(0, wanted_pairs / fastest, terms, machine, given, operands).seconds
 
@@ -74,7 +77,7 @@ def least_seconds(
 def _cost(
     pairs: int, slowness: float, terms: Sequence[Term], machine: Machine, given: Layout, operands: Operands
 ) -> Cost:
-    """Cost of the terms with this number of computed pairs; `slowness`: sum of pairs / rate."""
+    """Cost of the terms for this number of computed pairs; `slowness`: sum over terms of pairs / (FLOP/s)."""
     moved = sum(_moved_rows(term, given, operands.groups) for term in terms) * operands.row_bytes
     launches = sum(_launches(term, machine.calls_a_list) for term in terms)
     seconds = operands.flops * slowness + (moved / machine.bytes_per_s + launches * machine.launch_s)
@@ -84,7 +87,10 @@ def _cost(
 def least_seconds_in_larger(
     side: int, cost: Cost, terms: Sequence[Term], machine: Machine, operands: Operands
 ) -> float:
-    """Lower bound on the cost of these terms in blocks of a larger side, which hold all pairs computed now."""
+    """Lower bound on the seconds of these terms in blocks of a larger side, which contain all pairs computed now.
+
+    `cost`: their cost in the present block side.
+    """
     rates = machine.rates(side)
     fastest = max(rates.runs_flops_per_s, rates.plain_flops_per_s)
     work = [_work(term, machine) for term in terms if term.shape == "blocks"]
@@ -92,12 +98,12 @@ def least_seconds_in_larger(
 
 
 def computed_pairs(term: Term) -> int:
-    """Pairs in the term's listed blocks, over its heads and folds; an estimate for block lists."""
+    """Number of pairs in the computed blocks of a term, over all its heads and folds; estimated for block lists."""
     return round(sum(term.listed_blocks) * term.block_side**2)
 
 
 def _work(term: Term, machine: Machine) -> tuple[int, float]:
-    """(computed pairs, sum of pairs / rate)."""
+    """(computed pairs, sum of pairs / (FLOP/s)) of a term."""
     runs, plain, masked = (blocks * term.block_side**2 for blocks in term.listed_blocks)
     if term.shape == "blocks":
         rates = machine.rates(term.block_side)
@@ -108,7 +114,7 @@ def _work(term: Term, machine: Machine) -> tuple[int, float]:
 
 
 def _launches(term: Term, calls_a_list: int) -> int:
-    """Number of kernel calls: some for each table of block lists; one for each chunk of copies for a dense kernel."""
+    """Number of kernel calls of a term: `calls_a_list` for each block list, or one for each chunk of copied slots."""
     if term.shape == "blocks":
         return calls_a_list * (max(term.tables()) + 1)
     if not isinstance(term.q, Compact) or not term.q.is_copied:
@@ -117,7 +123,10 @@ def _launches(term: Term, calls_a_list: int) -> int:
 
 
 def _moved_rows(term: Term, given: Layout, groups: int) -> int:
-    """Rows read and written to gather q, k, v and merge out; tokens given in the term's order need no gather."""
+    """Number of token vectors read and written to gather q, k, v and to merge outputs.
+
+    Nothing is gathered if `given` is the term's order of tokens.
+    """
     if isinstance(term.q, Permutation):
         queries = keys = 0 if term.q == given else 2 * term.q.num_slots
     else:
@@ -127,7 +136,7 @@ def _moved_rows(term: Term, given: Layout, groups: int) -> int:
 
 
 def _gathered_heads(term: Term, groups: int) -> int:
-    """Number of heads whose keys are copied: key/value heads if all heads gather equal slots, else query heads."""
+    """Number of heads whose keys are copied: key/value heads if all heads gather equal tokens, else query heads."""
     if isinstance(term.k, Compact | Padded):
         starts = term.k.starts if isinstance(term.k, Compact) else term.k.offsets
         if len(set(starts)) > 1 or (isinstance(term.k, Compact) and term.k.fold_starts is None):

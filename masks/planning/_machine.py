@@ -20,9 +20,10 @@ FORMAT, VERSION = "flexdilated machine constants", 2
 
 @dataclass(frozen=True)
 class BlockRates:
-    """FLOP/s of block lists of one side.
+    """FLOP/s of attention over block lists, for one block side.
 
-    runs: rows of adjacent blocks. plain: other rows whose blocks are all full. masked: other rows that need a mask.
+    runs: in rows whose blocks are adjacent. plain: in other rows, if all their blocks are full. masked: in other rows
+    with partial blocks.
 
     >>> [rates.side for rates in masks.machine().blocks]
     [64, 128, 256]
@@ -41,14 +42,15 @@ class BlockRates:
 
 @dataclass(frozen=True)
 class Machine:
-    """Constants of a device: forward rates at head dim 64, copy rate, and overhead of a kernel call.
+    """Constants of a device for the planner's cost model: rates of attention forward passes, copy rate, call overhead.
 
-    Rates are for float32 on CPU and bfloat16 on accelerators, and are used for all dtypes.
-    dense_flops_per_s: attention over all pairs. causal_flops_per_s: over slots k <= q, by the pairs in blocks of
-    128 on and below the diagonal. blocks: rates of block lists by side, ascending; the planner compares these sides.
-    bytes_per_s: gather and merge. launch_s: seconds of a kernel call. backward_ratio: time of a backward over its
-    forward. calls_a_list: overhead of a table of blocks, in calls, as rows of another shape are separate calls and
-    gather their keys. source: origin of the constants, ignored in comparisons.
+    Rates are measured at head dim 64, in float32 on CPU and bfloat16 on accelerators, and are used for all calls.
+    dense_flops_per_s: attention over all pairs. causal_flops_per_s: causal attention, counting the pairs in blocks of
+    128 on and below the diagonal. blocks: rates of block lists by block side, ascending; the planner compares these
+    sides. bytes_per_s: rate of gather and merge. launch_s: seconds of overhead of a kernel call. backward_ratio: time
+    of a backward pass divided by that of its forward pass. calls_a_list: number of kernel calls for a block list, as
+    some kernels need separate calls for rows of different shapes. source: origin of the constants, ignored in
+    comparisons.
 
     Raises ValueError unless all numbers are positive and finite.
 
@@ -72,16 +74,16 @@ class Machine:
 
     @property
     def sides(self) -> tuple[int, ...]:
-        """Block sides that the planner compares."""
+        """Block sides that have rates, ascending; the planner compares these."""
         return tuple(each.side for each in self.blocks)
 
     def rates(self, side: int) -> BlockRates:
-        """Rates of blocks of this side, or of the nearest measured side."""
+        """Rates of blocks of this side, or of the nearest side that has rates."""
         return min(self.blocks, key=lambda each: abs(each.side - side))
 
     @cached_property
     def text(self) -> str:
-        """All constants, for cache keys."""
+        """All constants as text, for cache keys."""
         return repr(replace(self, source=""))
 
 
@@ -92,7 +94,7 @@ def _require_positive(value: Any, *names: str) -> None:
             raise ValueError(f"{name} must be a positive finite number; got {name}={shown(number)}")
 
 
-# Without measurement, orders of magnitude are enough: the options differ by factors.
+# Orders of magnitude, for use without measurement: the costs of options differ by factors.
 CPU = Machine(
     dense_flops_per_s=85e9,
     causal_flops_per_s=77e9,
@@ -119,12 +121,12 @@ _in_use: dict[str, Machine] = {}  # by kind of device
 
 
 def builtin_machine(kind: str) -> Machine:
-    """The library's built-in constants for this kind of device."""
+    """Built-in constants for a kind of device, such as "cpu" or "cuda"."""
     return CPU if device_kind(kind).on_host else ACCELERATOR
 
 
 def machine(device: torch.device | str = "cpu") -> Machine:
-    """The constants used in plans for this kind of device: those of `set_machine`, or else the built-in ones.
+    """The cost constants used in plans for this kind of device: set by `set_machine`, or else built in.
 
     >>> masks.machine().source
     'builtin'
@@ -133,17 +135,17 @@ def machine(device: torch.device | str = "cpu") -> Machine:
 
 
 def machine_of(kind: str) -> Machine:
-    """`machine` by kind of device."""
+    """The cost constants used in plans for a kind of device, such as "cpu" or "cuda"."""
     return _in_use.get(kind) or _in_use.setdefault(kind, builtin_machine(kind))
 
 
 @advises()
 def set_machine(value: Machine | str | os.PathLike[str] | None, *, device: torch.device | str = "cpu") -> None:
-    """Use these constants for plans on this kind of device, in this process from now on; None: the built-in ones.
+    """Use these cost constants for plans on this kind of device, in this process from now on.
 
-    A path names a file that `python -m flexdilated tune FILE` wrote: it holds for the device, version of torch and
-    number of threads that are named in it. Plans made with other constants are no longer used. Raises ValueError for a
-    file without constants of this kind of device.
+    value: a Machine; None for the built-in constants; or the path of a file that `python -m flexdilated tune FILE`
+    wrote, whose constants are valid for the device, torch version and number of threads named in the file. Cached plans
+    made with other constants are no longer used. Raises ValueError for a file without constants of this kind of device.
 
     >>> masks.set_machine(None)
     """
@@ -156,12 +158,15 @@ def set_machine(value: Machine | str | os.PathLike[str] | None, *, device: torch
 
 
 def sources_in_use() -> dict[str, str]:
-    """Source of the constants of plans made so far, by kind of device."""
+    """Map from kind of device to the `source` of its constants, for the kinds used so far in this process."""
     return {kind: each.source for kind, each in _in_use.copy().items()}
 
 
 def read_machine(path: Path, kind: str) -> Machine:
-    """Constants from a file. Raises ValueError if it cannot be read or has no constants of this kind of device."""
+    """Read constants from a JSON file.
+
+    Raises ValueError if it cannot be read or has no constants of this kind of device.
+    """
     try:
         data = read_json(path.read_bytes())
     except OSError as error:

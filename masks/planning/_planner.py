@@ -1,4 +1,4 @@
-"""Planner: chooses the terms that compute a pattern, by cost among its layouts; also for tokens at given positions."""
+"""Planner: choose the terms that compute a pattern, by predicted cost; also for tokens at given positions."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ _GAP = 128  # longest gap of absent keys inside a run of keys: one block
 
 @dataclass(frozen=True)
 class Plan:
-    """How a bound pattern is computed: the terms to run and merge, and the options they were chosen from.
+    """How a bound pattern (a pattern with its sizes) is computed: the terms, each computed by one kernel.
 
-    `layout` is the order in which the terms expect q, k and v. `options` holds for each distinct branch every option
-    compared, the chosen one first; if all branches are computed together, it has one tuple for all of them. `together`
-    holds the options for all branches together, cheapest first.
+    layout: order of the tokens in which the terms expect q, k and v. options: for each distinct branch, the options
+    compared, the chosen one first; a single tuple if all branches are computed together. together: the options that
+    compute all branches together, cheapest first.
     """
 
     bound: Bound
@@ -42,7 +42,7 @@ class Plan:
     def of(
         cls, bound: Bound, layout: Layout, options: tuple[tuple[Option, ...], ...], together: tuple[Option, ...] = ()
     ) -> Plan:
-        """The plan that takes the first of each tuple of options."""
+        """The plan with the terms of the first option of each tuple."""
         return cls(bound, layout, tuple(term for first, *_ in options for term in first.terms), options, together)
 
     @property
@@ -52,12 +52,12 @@ class Plan:
 
     @property
     def cost(self) -> Cost:
-        """Sum over the chosen options."""
+        """Predicted cost: sum over the chosen options."""
         return Cost(*map(sum, zip(Cost(0, 0, 0, 0), *(options[0].cost for options in self.options), strict=True)))
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the plan, which holds no tables: a few numbers for each head and term, two for each uneven fold."""
+        """Approximate bytes of the plan, for the cache."""
         terms = [term for options in self.options for option in options for term in option.terms]
         uneven = (term for term in terms if isinstance(term.q, Compact) and term.q.fold_starts is not None)
         return sum(200 + 24 * len(term.heads) for term in terms) + sum(16 * term.folds for term in uneven)
@@ -76,11 +76,11 @@ def plan(
     choice: Choice | None = None,
     operands: Operands | None = None,
 ) -> Plan:
-    """The cached plan of a bound pattern on this kind of device, from the terms that an engine is `allowed`.
+    """The cheapest plan of a bound pattern on this kind of device, by predicted cost; cached.
 
-    Costs are for `operands`; by default for the device's usual ones.
-    With `layout` the inputs come in that order: the plan then runs in it or, if that is cheaper including the copies,
-    in the natural order; see `Plan.layout`. A `choice` replaces the predicted costs in the natural order.
+    allowed: kinds of terms that the engine can run. operands: sizes of the tensors; None for the device's usual ones.
+    layout: order of the tokens in q, k and v, None for natural; the plan runs in it or, if that is cheaper including
+    the copies, in natural order: see `Plan.layout`. choice: options to take in natural order instead of the cheapest.
     """
     kind = torch.device(device).type
     machine, operands = machine_of(kind), operands or Operands.usual_on(kind)
@@ -96,12 +96,12 @@ def plan(
 def recommended_layout(
     pattern: Expression, num_tokens: int, *, num_heads: int, device: torch.device | str = "cpu"
 ) -> Layout | None:
-    """The layout in which a whole model should keep its tokens for this pattern; None for the natural order.
+    """The order in which a whole model should keep its tokens for this pattern, by predicted cost; None for natural.
 
-    Tensors that the pattern carries are read now; other values may give another result. If they differ by batch entry,
-    costs are summed over distinct entries. Inside torch.compile the result is a constant of the graph, for the number
-    of tokens at tracing. Raises ValueError for run-time tensors that are missing or do not fit, and inside
-    torch.compile for any.
+    The result depends on the values of run-time tensors that the pattern carries; if they differ by batch entry, costs
+    are summed over distinct entries. Inside torch.compile the result is a constant of the graph, for the number of
+    tokens at tracing. Raises ValueError for run-time tensors that are missing or do not fit; inside torch.compile for
+    all patterns with run-time tensors.
 
     >>> masks.recommended_layout(masks.causal(), 1024, num_heads=4) is None  # natural order is best
     True
@@ -119,7 +119,7 @@ def recommended_layout(
 
 @graph_constant
 def _rate_of_text(pattern: str, num_tokens: int, num_heads: int, kind: str) -> int:
-    """The rate; 0 for a pattern with run-time tensors."""
+    """Rate of the recommended residue-major order, 1 for natural; 0 for a pattern with run-time tensors."""
     rule = read_text(pattern)
     return 0 if rule.varies else _recommended_rate(rule, num_tokens, num_heads, kind)
 
@@ -162,7 +162,7 @@ def _plan(
 
 
 def _in_natural_order(bound: Bound, candidates: Candidates, choice: Choice | None) -> Plan:
-    """Plan of the choice if it fits; else the cheapest options by branch, or for all branches together."""
+    """Plan of the `choice` if it is among the options, else of the cheapest: by branch, or all branches together."""
     layout, together = Layout(bound.num_queries), candidates.together
     chosen = None if choice is None else candidates.chosen(choice)
     found = Plan.of(bound, layout, candidates.branches if chosen is None else chosen, together)
@@ -175,7 +175,7 @@ def _in_natural_order(bound: Bound, candidates: Candidates, choice: Choice | Non
 
 
 def _in_layout(bound: Bound, machine: Machine, layout: Layout, operands: Operands) -> Plan:
-    """Plan of every branch as block lists over the order in which the inputs come."""
+    """Plan that computes every branch by a block list in the order `layout` of the given tokens."""
     name = f"residue {layout.rate}, as given"
     costs = machine, layout, operands
     options = (
@@ -196,10 +196,10 @@ def plan_at(
     allowed: Allowed = ANYTHING,
     operands: Operands | None = None,
 ) -> Plan:
-    """Plan whose queries are tokens of a device's q, and whose keys are numbered by position.
+    """Plan of attention for tokens at given positions, such as one rank's part of a sequence.
 
-    The bound of the plan has the sizes of the device. Keys of a term that are absent from the placement are hidden by
-    its rule.
+    placement: positions of the rank's queries and keys. Terms number queries by their index in q, and keys by position.
+    The plan's bound has the rank's sizes. The rules of terms allow no pair with a key that the placement lacks.
     """
     # Not `bind`, which rejects rules that name tokens beyond the part: tokens of the whole sequence are valid.
     rule.check_tokens(range(placement.end), range(placement.end))
@@ -224,7 +224,7 @@ def plan_at(
 def _over_all_runs(
     bound: Bound, placement: Placement, device: torch.device | str, operands: Operands | None
 ) -> Plan | None:
-    """Plan of block lists over all runs at once, for any number of runs; None if a branch has no such form."""
+    """Plan with one block list per branch over all runs of positions; None if a branch has no such form."""
     options, layout = [], Layout(placement.num_queries)
     kind = torch.device(device).type
     costs = machine_of(kind), layout, operands or Operands.usual_on(kind)
@@ -237,7 +237,7 @@ def _over_all_runs(
 
 
 def _placed(term: Term, part: Part, placement: Placement) -> Term:
-    """The term for the queries of `part` that the placement holds, with keys given by position instead of by slot."""
+    """The term with its queries renumbered from `part` to the placement's, and its keys numbered by position."""
     in_folds = isinstance(term.q, Compact | Folded) and isinstance(term.k, Compact | Folded)
     natural = isinstance(term.q, Layout) and term.q.is_natural
     if isinstance(term, PaddedTerm) or in_folds or (natural and part.gapless):
@@ -251,7 +251,7 @@ def _placed(term: Term, part: Part, placement: Placement) -> Term:
 
 
 def _by_residue(stretches: list[range], rate: int) -> tuple[range, ...]:
-    """Numbers of all intervals, sorted into runs by residue modulo `rate`."""
+    """The integers of these intervals as ranges of step `rate`: first all of residue 0 modulo `rate`, then 1, ..."""
     runs = (
         within(range(residue, stretch.stop, rate), stretch.start, stretch.stop)
         for residue in range(rate)
@@ -261,7 +261,7 @@ def _by_residue(stretches: list[range], rate: int) -> tuple[range, ...]:
 
 
 def _logged(plan: Plan, kind: str, choice: Choice | None) -> Plan:
-    """Log the plan, its kind of device and the options compared; return it."""
+    """Log the plan, its kind of device and the options compared; returns the plan."""
     if not debug_wanted():
         return plan
     measured = choice is not None and choice.ways == tuple(way_of(options[0]) for options in plan.options)
@@ -274,7 +274,7 @@ def _logged(plan: Plan, kind: str, choice: Choice | None) -> Plan:
 
 
 def _log_order(bound: Bound, residue: Plan, natural: Plan) -> None:
-    """Log the predicted costs of a whole model's tokens in residue order and in natural order."""
+    """Log the predicted times of keeping all tokens in residue-major order and in natural order."""
     if debug_wanted():
         times = (residue.layout.rate, *(1e3 * each.cost.seconds for each in (residue, natural)))
         log.debug("weighed %s: all tokens in residues of %d %.3g ms, in order %.3g ms", _bound_text(bound), *times)
@@ -293,5 +293,5 @@ def _ways(plan: Plan) -> str:
 
 
 def _way(option: Option) -> str:
-    """Layout, with the predicted time only if it is computed already: counting blocks is slow."""
+    """Layout name of an option, with its predicted time if that is already computed."""
     return f"{option.layout} ({1e3 * option.cost.seconds:.3g} ms)" if "cost" in vars(option) else option.layout

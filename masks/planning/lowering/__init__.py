@@ -1,4 +1,4 @@
-"""Lowering: a branch as terms, each in some order of tokens."""
+"""Lowering: express a branch of a mixture as terms, each computed by one kernel in some order of the tokens."""
 
 from ._layouts import compact_terms, shared_terms
 from ._shared_lists import IntervalTerm, PaddedTerm, SharedListTerm, interval_terms, padded_terms

@@ -1,4 +1,4 @@
-"""Layouts of one branch: all tokens in some order, tokens that can meet gathered, or tiles of a grid."""
+"""Layouts of one branch: all tokens in some order, only active tokens gathered, or tiles of a grid."""
 
 from __future__ import annotations
 
@@ -22,9 +22,10 @@ MAX_RESIDUE_RATE = 256
 def terms_by_layout(
     branch: Pattern, multiplicity: int, bound: Bound, *, residues: bool, gathered: bool = True
 ) -> dict[str, list[Term]]:
-    """Terms of a branch in each layout in which it can be computed at once, by the layout's name.
+    """Map from layout name to the terms (parts computed by one kernel) of a branch in that layout.
 
-    Without `residues` no other order of all tokens; without `gathered` no terms over the active tokens of each head.
+    residues: include the residue-major order of all tokens. gathered: include terms over only the active tokens of each
+    head.
     """
     # Parts of a union are also tried in separate orders; an order for all parts must have few classes.
     most = bound.num_queries // 2 if len(branch.alternatives()) == 1 else min(MAX_RESIDUE_RATE, bound.num_queries)
@@ -40,7 +41,7 @@ def terms_by_layout(
 
 
 def shared_terms(branch: Pattern, multiplicity: int, bound: Bound, rate: int) -> list[Term]:
-    """One term for all heads, in residue-major order of this rate; rate 1 is the natural order."""
+    """[one term for all heads], over all tokens in residue-major order of this rate; rate 1 is the natural order."""
     aligned = rate == 1 and bound.q_offset == bound.k_offset
     shape: Shape = "dense" if branch == Every() else "causal" if branch == Causal() and aligned else "blocks"
     orders = Layout(bound.num_queries, rate), Layout(bound.num_keys, rate)
@@ -48,7 +49,7 @@ def shared_terms(branch: Pattern, multiplicity: int, bound: Bound, rate: int) ->
 
 
 def masked_term(pattern: Expression, multiplicity: int, bound: Bound) -> Term:
-    """All pairs of all heads at once, under a mask with the number of branches that allow each."""
+    """Term that computes all pairs of all heads, weighted by the number of branches that allow each pair."""
     orders = Layout(bound.num_queries), Layout(bound.num_keys)
     weights = CountedPairs(replace(bound, pattern=pattern))
     term = Term.of(
@@ -58,10 +59,11 @@ def masked_term(pattern: Expression, multiplicity: int, bound: Bound) -> Term:
 
 
 def compact_terms(branch: Pattern, multiplicity: int, bound: Bound) -> list[Term] | None:
-    """Terms over the active tokens of each head, equal parts as folds; None if a head's rule has no such form.
+    """Terms over only the active tokens of each head; None if a head's rule has no such form.
 
-    A head's rule must be an intersection with a dilated factor whose segment is a multiple of the other factors'
-    period, or a rule of distances that are all multiples of one spacing.
+    Equal segments or residue classes are folds, computed as a batch. A head's rule must be an intersection with a
+    dilated factor whose segment is a multiple of the other factors' period, or a rule of distances that are all
+    multiples of one spacing.
     """
     groups: dict[tuple[Pattern, _Folds], list[tuple[int, int, int]]] = {}
     for head in range(bound.num_heads):
@@ -82,9 +84,10 @@ def compact_terms(branch: Pattern, multiplicity: int, bound: Bound) -> list[Term
 
 
 class _Folds(NamedTuple):
-    """Equal parts of an order, with the number of active tokens in each. Heads with equal folds share a term.
+    """Folds: equally shaped segments or residue classes, computed as a batch. Heads with equal folds share a term.
 
-    `place` distinguishes folds that are elsewhere.
+    place: number that distinguishes folds at different positions. step: distance of active tokens of a fold. folds:
+    number of folds. stride: distance of folds in tokens. num_queries, num_keys: active tokens of a fold.
     """
 
     place: int
@@ -110,7 +113,10 @@ def _compact_term(
 
 
 def split_dilated(rule: Pattern) -> tuple[Dilated, Pattern] | None:
-    """(the dilated factor that prunes most, the other factors), if the latter repeat in every segment; else None."""
+    """(dilated factor, intersection of the other factors), if the latter repeat in every segment; else None.
+
+    Of several such dilated factors, the one that leaves the fewest pairs.
+    """
     factors = rule.factors()
     bases = sorted(
         (factor for factor in factors if isinstance(factor, Dilated)), key=lambda base: base.segment / base.rate**2
@@ -124,7 +130,7 @@ def split_dilated(rule: Pattern) -> tuple[Dilated, Pattern] | None:
 
 
 def _segments(base: Dilated, bound: Bound) -> Iterator[tuple[_Folds, int, int]]:
-    """Yield (folds, first query index, first key index) for each run of equal segments with any active pair."""
+    """Yield (folds, first query index, first key index) for each group of equal segments with an active pair."""
     assert isinstance(base.offset, int), "a rule for one head has its offset resolved"
     segment = base.segment
     q_begin, k_begin = bound.q_offset, bound.k_offset
@@ -147,7 +153,7 @@ def _segments(base: Dilated, bound: Bound) -> Iterator[tuple[_Folds, int, int]]:
 
 
 def _residue_classes(spacing: int, bound: Bound) -> Iterator[tuple[_Folds, int, int]]:
-    """Yield (folds, first query index, first key index) for each run of classes with equal numbers of tokens."""
+    """Yield (folds, first query index, first key index) for each group of residue classes of equal size."""
     lead = (bound.q_offset - bound.k_offset) % spacing  # of key indices over query indices, modulo the spacing
     edges = {0, spacing, bound.num_queries % spacing, -lead % spacing, (bound.num_keys - lead) % spacing}
     for begin, end in pairwise(sorted(edges)):
@@ -158,7 +164,7 @@ def _residue_classes(spacing: int, bound: Bound) -> Iterator[tuple[_Folds, int, 
 
 
 def split_causal(terms: Sequence[Term]) -> tuple[Term, ...] | None:
-    """Split causal terms with block lists into terms without; None if no term can be split."""
+    """Replace causal terms with block lists by a dense and a triangular term without lists; None if none can be."""
     parts = [_parts(term) for term in terms]
     if all(found is None for found in parts):
         return None
@@ -189,7 +195,10 @@ def _parts(term: Term) -> tuple[Term, ...] | None:
 
 
 def tiled_terms(branch: Pattern, multiplicity: int, bound: Bound) -> dict[tuple[int, ...], list[Term]]:
-    """One term for all heads for each tile to compare, if the branch is a neighbourhood over its whole grid."""
+    """Map from tile shape to [one term for all heads], with tokens ordered by tiles of the grid.
+
+    Empty unless the branch is a neighbourhood over its whole grid.
+    """
     everywhere = bound.num_queries == bound.num_keys and bound.q_offset == bound.k_offset == 0
     if not isinstance(branch, Neighborhood) or not everywhere or bound.num_queries != prod(branch.grid):
         return {}
@@ -199,10 +208,10 @@ def tiled_terms(branch: Pattern, multiplicity: int, bound: Bound) -> dict[tuple[
 
 
 def best_tiles(rule: Neighborhood) -> list[tuple[int, ...]]:
-    """The tile whose windows touch the fewest tokens in tiles; also the second best if that count is not exact.
+    """The tile shape with the fewest computed pairs, if blocks are tiles; else (an estimate) the best two shapes.
 
-    Sides are powers of two, and a tile has as many tokens as such tiles in this grid can have, up to a block's. If
-    sides do not divide the grid, blocks cross tiles, and the count is not exact.
+    Sides are powers of two, and tiles have as many tokens as such tiles in this grid can have, up to the block side. If
+    sides do not divide the grid, blocks extend over several tiles, and the number of pairs is an estimate.
     """
     sides = ([1 << power for power in range(min(length, TILE).bit_length())] for length in rule.grid)
     tiles = [tile for tile in product(*sides) if prod(tile) <= TILE]
@@ -213,7 +222,7 @@ def best_tiles(rule: Neighborhood) -> list[tuple[int, ...]]:
 
 
 def _reached(rule: Neighborhood, tile: tuple[int, ...]) -> int:
-    """Number of pairs of a query and a token in any tile that a window of the query's tile touches."""
+    """Number of pairs of a query with the tokens of all tiles that overlap a window of its tile's queries."""
     return prod(_reached_along(axis, side) for side, axis in zip(tile, rule.axes, strict=True))
 
 

@@ -1,4 +1,4 @@
-"""Nested lowering: pairs that several dilated branches share, computed once and weighted by the number of branches."""
+"""Nested lowering: compute pairs common to several dilated branches once, weighted by the number of branches."""
 
 from __future__ import annotations
 
@@ -24,7 +24,10 @@ _STRIP_ROWS = 256
 
 
 def chains(branches: Mapping[Pattern, int], bound: Bound) -> list[dict[Pattern, int]]:
-    """Group branches that nest, greedily into few groups; a branch that nests with no other is a group alone."""
+    """Group branches (with their multiplicities) greedily into few groups of nested dilated segments.
+
+    A branch that nests with no other is a group by itself. `nested_terms` defines nesting.
+    """
     groups: list[dict[Pattern, int]] = []
     for branch, times in sorted(branches.items(), key=lambda item: _size(item[0])):
         for group in groups:
@@ -39,10 +42,10 @@ def chains(branches: Mapping[Pattern, int], bound: Bound) -> list[dict[Pattern, 
 def nested_terms(branches: Mapping[Pattern, int], bound: Bound) -> list[Term]:
     """Terms that compute every allowed pair once, with the number of branches that allow it as its weight.
 
-    `branches` is one of the `chains`: dilated segments that nest. Each segment length and rate divides the next, and a
-    token that is active in a branch is active in all earlier ones. The level of a token is the last branch in which it
-    is active. The branches that allow a pair are those from the first with both tokens in one segment up to the lower
-    of their levels.
+    `branches`: dilated segments that nest, with multiplicities. Each segment length and rate divides the next, and a
+    token that is active in a branch is active in all earlier ones. The level of a token is the last branch in which
+    it is active. A pair is allowed by the branches from the first with both tokens in one segment up to the lower of
+    their levels.
     """
     chain = _Chain.of(branches, bound)
     assert chain is not None
@@ -65,7 +68,10 @@ def _size(branch: Pattern) -> tuple[int, int]:
 
 @dataclass(frozen=True)
 class _Chain:
-    """Branches from the shortest segments to the longest; `rest` is the other factor, common to all branches."""
+    """Nested branches, from the shortest segments to the longest.
+
+    bases: dilated factor of each branch. times: multiplicity of each. rest: the other factor, common to all branches.
+    """
 
     bases: tuple[Dilated, ...]
     times: tuple[int, ...]
@@ -85,7 +91,7 @@ class _Chain:
 
     @cached_property
     def offsets(self) -> tuple[tuple[int, ...], ...]:
-        """Offset of each of the device's heads in each branch."""
+        """Dilation offset of each head of the bound pattern (outer tuple) in each branch (inner tuple)."""
         first, num_heads = self.bound.head_offset, self.bound.num_heads_global
         heads = range(first, first + self.bound.num_heads)
         return tuple(tuple(base.offset_of(head, num_heads) for base in self.bases) for head in heads)
@@ -106,7 +112,10 @@ class _Chain:
         )
 
     def table(self, offsets: tuple[int, ...]) -> PairWeights:
-        """Weights of pairs within a shortest segment: the number of branches in which both tokens are active."""
+        """Weights of pairs within a shortest segment: the number of branches in which both tokens are active.
+
+        offsets: of one head in each branch.
+        """
         step = self.bases[0].rate
         tokens = range(offsets[0], offsets[0] + self.bases[-1].rate, step)
         branches = list(zip(self.bases, offsets, self.times, strict=True))
@@ -114,9 +123,10 @@ class _Chain:
         return PairWeights(tuple(tuple(sum(map(min, q, k)) for k in active) for q in active))
 
     def exactly(self, level: int) -> tuple[int, range]:
-        """(branch, phases): tokens of exactly this level follow the branch's active tokens by a phase, at its rate.
+        """(branch, phases): tokens of exactly this level are the branch's active tokens plus one of the phases.
 
-        The last level: tokens of the last branch. Other levels: tokens between the active tokens of the next branch.
+        Level: the last branch in which a token is active. For the last level, phase 0 of the last branch; for other
+        levels, the multiples of the level's rate below the rate of the next branch.
         """
         if level + 1 == len(self.bases):
             return level, range(1)
@@ -124,10 +134,10 @@ class _Chain:
         return level + 1, range(own, upper, own)
 
     def weights(self, first: int, level: int, offsets: tuple[int, ...]) -> tuple[int, ...]:
-        """Weights of keys, for queries of this level and pairs that first meet in branch `first`.
+        """Weights of keys for queries of this level (the last branch in which they are active).
 
-        One period over the keys active in that branch: the number of branches from `first` to `level` in which a key is
-        active.
+        For pairs whose first common segment is in branch `first`: the number of branches from `first` to `level` in
+        which a key is active. One period, over the keys active in branch `first`.
         """
         step, last = self.bases[first].rate, self.bases[level].rate
         keys = (offsets[first] + index * step for index in range(last // step))
@@ -138,7 +148,7 @@ class _Chain:
 
 
 class _Rectangle(NamedTuple):
-    """Queries × keys, both ranges of tokens; repeated in `folds` segments, `stride` tokens apart."""
+    """Pairs of all queries and keys in two ranges of tokens; repeated `folds` times, `stride` tokens apart."""
 
     queries: range
     keys: range
@@ -147,7 +157,7 @@ class _Rectangle(NamedTuple):
 
 
 def _split(branch: Pattern) -> tuple[Dilated | None, Pattern]:
-    """(dilated segments, other factor) if the other factor is all pairs or causal order; else (None, branch)."""
+    """(dilated factor, other factor) if the other factor is `every` or `causal`; else (None, branch)."""
     factors = branch.factors()
     bases = [factor for factor in factors if isinstance(factor, Dilated)]
     rest = [factor for factor in factors if not isinstance(factor, Dilated)]
@@ -156,7 +166,7 @@ def _split(branch: Pattern) -> tuple[Dilated | None, Pattern]:
 
 
 def _segments(length: int, num_tokens: int) -> Iterator[tuple[int, int, int]]:
-    """Yield (first token, number, length) for the whole segments, and for the shorter last one."""
+    """Yield (first token, number of segments, length): once for the whole segments, once for a shorter last one."""
     whole, tail = divmod(num_tokens, length)
     if whole:
         yield 0, whole, length
@@ -165,7 +175,10 @@ def _segments(length: int, num_tokens: int) -> Iterator[tuple[int, int, int]]:
 
 
 def _strips(chain: _Chain) -> Iterator[Term]:
-    """Causal pairs within each shortest segment: strips of queries, each with all keys up to its last query."""
+    """Yield terms for the causal pairs within each shortest segment.
+
+    A term is a strip: consecutive queries with all keys up to the last of them.
+    """
     base, bound = chain.bases[0], chain.bound
     tables = [chain.table(offsets) for offsets in chain.offsets]
     for start, folds, length in _segments(base.segment, bound.num_keys):
@@ -186,7 +199,7 @@ def _strips(chain: _Chain) -> Iterator[Term]:
 
 
 def _rectangles(chain: _Chain, index: int) -> Iterator[_Rectangle]:
-    """Pairs within a segment of branch `index` that are in no segment of the previous branch."""
+    """Yield rectangles of the pairs within a segment of branch `index` but in no segment of the previous branch."""
     whole = chain.bases[index].segment
     part = chain.bases[index - 1].segment if index else whole
     for start, folds, length in _segments(whole, chain.bound.num_keys):
@@ -203,9 +216,10 @@ def _rectangles(chain: _Chain, index: int) -> Iterator[_Rectangle]:
 
 
 def _terms(chain: _Chain, index: int, rectangle: _Rectangle, weights: list[list[tuple[int, ...]]]) -> Iterator[Term]:
-    """Terms of pairs that first meet in branch `index`: one for each level of the queries and size of a head.
+    """Yield the terms of a rectangle of pairs whose first common segment is in branch `index`.
 
-    `weights`: of the keys, for each level from `index` on and each head.
+    One term for each level of the queries and each group of heads with equal numbers of active tokens. weights: of the
+    keys, for each level from `index` on and each head.
     """
     queries, keys, folds, stride = rectangle
     for level, of_heads in enumerate(weights, index):
@@ -230,6 +244,6 @@ def _terms(chain: _Chain, index: int, rectangle: _Rectangle, weights: list[list[
 
 
 def _active(tokens: range, offset: int, rate: int) -> tuple[int, int]:
-    """(first, number) of the tokens that are congruent to `offset` modulo the rate."""
+    """(first, number) of the tokens in the range that are congruent to `offset` modulo `rate`."""
     first = tokens.start + (offset - tokens.start) % rate
     return first, max(0, -(-(tokens.stop - first) // rate))

@@ -1,7 +1,7 @@
 """Terms with one block list for all heads, over the active tokens of all segments of a branch.
 
-For engines whose kernels take block lists: one term a branch for every length, and for any number of runs of positions
-that a device holds.
+For engines whose kernels take only block lists: one term per branch at every sequence length, and for any number of
+runs of consecutive positions on a device.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ from ._term import Term
 
 
 class SharedListTerm(Term):
-    """All heads share one table: a block is listed if any head has a pair in it, and full if all heads fill it."""
+    """Term whose heads share one block list: blocks with pairs of any head; a block is full if full for all heads."""
 
     @cached_property
     def listed_blocks(self) -> ListedBlocks:
-        """Number of blocks over all heads."""
+        """Number of listed blocks over all heads, by kind of row."""
         found = cast(Any, self.in_blocks_of(self.block_side, self.block_side))._listed(self.block_side, self.block_side)
         full, partial = (int(each.sum()) * len(self.heads) for each in found)
         return ListedBlocks(0, full, partial)
@@ -51,7 +51,7 @@ class SharedListTerm(Term):
         raise NotImplementedError
 
     def blocks(self, q_block: int, k_block: int, *, settle: bool = True) -> Blocks:
-        """The block list over all slots; segments must be padded to blocks of these sides."""
+        """The block list over all slots; segments must be padded to whole blocks of these sides."""
         full, partial = self._listed(q_block, k_block)
         segment, row, column = (full | partial).nonzero().unbind(1)
         rows, columns = full.shape[1:]
@@ -61,15 +61,15 @@ class SharedListTerm(Term):
         return Blocks(*shape, self.tables(), table, *places, full[segment, row, column], unknown)
 
     def _listed(self, q_block: int, k_block: int) -> tuple[Bool[Tensor, "F R C"], Bool[Tensor, "F R C"]]:
-        """(full, partial) blocks of each segment; an order without segments counts as one."""
+        """(full, partial): masks of the blocks of each segment; an order without segments is one segment."""
         raise NotImplementedError
 
 
 class PaddedTerm(SharedListTerm):
-    """Active tokens of each segment with each other: all pairs, or pairs with slots k <= q.
+    """Pairs of active tokens of the same dilated segment: all pairs, or causal ones; segments are padded to blocks.
 
-    All heads share one table: a block is listed if any head has a pair in it, and full if the keys of all heads fill it
-    and all its queries see them.
+    All heads share one block list: a block is listed if any head has a pair in it, and full if for all heads each of
+    its key slots has a token, which all its queries attend to.
     """
 
     q: Padded  # pyright: ignore[reportIncompatibleVariableOverride]
@@ -80,7 +80,7 @@ class PaddedTerm(SharedListTerm):
         return isinstance(self.rule, Causal)
 
     def in_blocks_of(self, q_block: int, k_block: int) -> PaddedTerm:
-        """Pad segments to whole blocks of these sides."""
+        """The term with segments padded to whole blocks of these sides."""
         side = lcm(q_block, k_block)
         return replace(self, q=self.q.in_blocks_of(side), k=self.k.in_blocks_of(side))
 
@@ -92,7 +92,7 @@ class PaddedTerm(SharedListTerm):
             return ((q_past - q_first) * keys).sum(1)
 
         def before(place: Int64[Tensor, "H F"]) -> Int64[Tensor, "H F"]:
-            """Pairs of the queries before `place`: each query sees one key more than the previous one, up to all."""
+            """Number of causal pairs of the queries in slots before `place`, for each head and segment."""
             growing = (place - k_first).clamp(min=0).minimum(keys)
             return growing * (growing + 1) // 2 + keys * (place - k_past).clamp(min=0)
 
@@ -103,7 +103,7 @@ class PaddedTerm(SharedListTerm):
         return replace(self, q=q, k=k, q_offset=self.q_offset - q_tokens, k_offset=self.k_offset - k_tokens)
 
     def _listed(self, q_block: int, k_block: int) -> tuple[Bool[Tensor, "F R C"], Bool[Tensor, "F R C"]]:
-        """(full, partial) blocks of each segment."""
+        """(full, partial): masks of the blocks of each segment."""
         (q_first, q_past), (k_first, k_past) = self.q.held(), self.k.held()
         row = torch.arange(self.q.width // q_block)[:, None] * q_block
         column = torch.arange(self.k.width // k_block) * k_block
@@ -139,7 +139,10 @@ class PaddedTerm(SharedListTerm):
         return ((place >= first[:, segment]) & (place < past[:, segment]))[None]
 
     def mask_mod(self, device: torch.device) -> MaskMod:
-        """Closure (b, h, q slot, k slot) -> bool over the term's own heads; empty query slots are not masked."""
+        """FlexAttention mask_mod (b, h, q slot, k slot) -> bool; h is an index into the term's heads.
+
+        Query slots without a token are not masked.
+        """
         (first, past), width = self.k.held(), self.k.width
         last = self.k.num_segments - 1
         each = (torch.tensor([self.k.segment - offset for offset in self.k.offsets]) + self.k.step - 1) // self.k.step
@@ -158,10 +161,10 @@ def _of_segments(
     *,
     is_causal: bool,
 ) -> MaskMod:
-    """Mask of keys in the query's segment that hold a token; with `is_causal` only slots k <= q.
+    """mask_mod that allows keys in the query's segment whose slot has a token; with `is_causal` only slots k <= q.
 
-    begins, counts, ends: for each head the first slot with a token, the slots with tokens in a segment, and one past
-    the last slot with a token. An interval for each query takes two comparisons a pair, and few registers.
+    width: slots of a segment. begins, counts, ends: for each head the first slot with a token, the number of slots with
+    tokens in a segment, and one past the last slot with a token.
     """
 
     def seen(b, h, q, k):
@@ -178,10 +181,10 @@ def _of_segments(
 
 
 def padded_terms(branch: Pattern, multiplicity: int, bound: Bound, *, side: int = Term.block_side) -> list[Term] | None:
-    """One term for all heads with equal segments, rates and inner rule; None if a head's rule has no such form.
+    """One term for each group of heads with equal segments, rates and inner rule; None if a head's rule does not fit.
 
-    A head's rule must be dilated segments with all pairs or causal order. Padded to blocks of this side, the active
-    tokens of a segment must have at most half of the segment's pairs. The number of tokens does not matter.
+    A head's rule must be dilated segments of rate above 1, with all pairs or causal order inside. Padded to blocks of
+    this side, the active tokens of a segment must have at most half of the segment's pairs.
     """
     groups: dict[tuple[Pattern, int, int], list[tuple[int, int]]] = {}
     for head in range(bound.num_heads):
@@ -208,7 +211,7 @@ _LEAST_SEGMENT = 1 << 20  # shorter ones are not cut: programs of all lengths sh
 
 
 def _sides(offsets: tuple[int, ...], segment: int, rate: int, bound: Bound) -> tuple[Padded, Padded] | None:
-    """(queries, keys) of the segments that have both; None if no segment has both."""
+    """(query order, key order) of the segments that have both queries and keys; None if there is no such segment."""
     begins = bound.q_offset, bound.k_offset
     ends = begins[0] + bound.num_queries, begins[1] + bound.num_keys
     first, past = max(begins) // segment, (min(ends) - 1) // segment + 1
@@ -228,14 +231,14 @@ def _sides(offsets: tuple[int, ...], segment: int, rate: int, bound: Bound) -> t
 
 
 class IntervalTerm(SharedListTerm):
-    """Each query with the keys in one interval of slots. Tokens are numbered by position, of queries and of keys."""
+    """Term whose queries attend each to the keys in one interval of slots; tokens are numbered by position."""
 
     q: Held  # pyright: ignore[reportIncompatibleVariableOverride]
     k: Held  # pyright: ignore[reportIncompatibleVariableOverride]
 
     @cached_property
     def limits(self) -> tuple[Int64[Tensor, "T Q"], Int64[Tensor, "T Q"]]:
-        """(low, high) for each query of each row: its keys are in slots low to high - 1; low == high if it has none."""
+        """(low, high) for each table T and query: its keys are in slots low to high - 1; low == high if it has none."""
         queries, keys = self.q.positions, self.k.positions
         first, past = _interval(self.rule.factors(), queries)
         known = torch.where(keys < 0, torch.iinfo(torch.int64).max, keys)
@@ -251,7 +254,7 @@ class IntervalTerm(SharedListTerm):
         return (high - low).sum(1)[list(self.q.rows)]
 
     def _listed(self, q_block: int, k_block: int) -> tuple[Bool[Tensor, "1 R C"], Bool[Tensor, "1 R C"]]:
-        """(full, partial) blocks, all slots as one segment."""
+        """(full, partial): masks of the blocks, with all slots as one segment."""
         low, high = self.limits
         rows, columns = -(-low.shape[1] // q_block), -(-self.k.num_slots // k_block)
         some = high > low
@@ -281,7 +284,7 @@ class IntervalTerm(SharedListTerm):
         return queries, keys
 
     def mask_mod(self, device: torch.device) -> MaskMod:
-        """Closure (b, h, q slot, k slot) -> bool over the term's own heads."""
+        """FlexAttention mask_mod (b, h, q slot, k slot) -> bool; h is an index into the term's heads."""
         dtype = index_dtype(device, 0, self.k.num_slots)
         rows = torch.tensor(self.q.rows, dtype=dtype, device=device)
         return _between(rows, *(limit.to(device, dtype) for limit in self.limits))
@@ -296,9 +299,10 @@ def _between(rows: Int64[Tensor, " H"], low: Int64[Tensor, "T Q"], high: Int64[T
 
 
 def interval_terms(branch: Pattern, multiplicity: int, bound: Bound, placement: Placement) -> list[Term] | None:
-    """One term for all heads with equal segments, rates and rule; None if a head's rule has no such form.
+    """One term for each group of heads with equal segments, rates and rule; None if a head's rule does not fit.
 
-    A head's rule must be an intersection of bands without steps and of dilated segments, at most one of rate above 1.
+    A head's rule must be an intersection of bands (intervals of key position - query position) and of dilated segments,
+    at most one of them of rate above 1.
     """
     groups: dict[tuple[Pattern, int, int], dict[int, tuple[int, Ranges]]] = {}
     of_head = placement.keys
@@ -330,7 +334,7 @@ def _is_interval(factor: Pattern) -> bool:
 
 
 def _interval(factors: tuple[Pattern, ...], query: Int64[Tensor, "H Q"]) -> tuple[Tensor, Tensor]:
-    """(first position that each query may see, one past the last)."""
+    """(first, past): key positions first to past - 1 are allowed for each query position."""
     first, past = torch.zeros_like(query), torch.full_like(query, torch.iinfo(torch.int64).max)
     for factor in factors:
         if isinstance(factor, Dilated):

@@ -1,4 +1,4 @@
-"""Term: the pairs of one branch that are computed together, in one layout; weights: how often its pairs count."""
+"""Term: pairs of one branch that one kernel computes, in one order of tokens; and weights of its pairs."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _Table = tuple[tuple[int, ...], ...]
 
 @dataclass(frozen=True)
 class KeyWeights:
-    """Weight of a pair by its key slot: for each head one period, repeated over the slots."""
+    """Integer weight of a pair by its key slot; `periods`: for each head the weights of one period of slots."""
 
     periods: tuple[tuple[int, ...], ...]
 
@@ -40,16 +40,16 @@ class KeyWeights:
         return num_queries * int(_repeated(torch.tensor(self.periods), num_keys).sum())
 
     def bias(self, num_queries: int, num_keys: int, dtype: torch.dtype) -> Float[Tensor, "H 1 K"]:
-        """Log of the weights."""
+        """Log of the weights, to be added to attention scores."""
         return _repeated(torch.tensor(self.periods, dtype=dtype).log(), num_keys)[:, None]
 
 
 @dataclass(frozen=True)
 class PairWeights:
-    """Weight of a pair by a table, for slots k <= q where the queries are the last of the key slots.
+    """Periodic integer weight of a pair (q slot, k slot), equal for all heads: table[q % period][k % period].
 
-    The table has a row for each query slot and a column for each key slot, both modulo the period; the first query slot
-    is at a multiple of the period. All heads share it.
+    For causal terms whose queries are at the last of the key slots. The period is the side of the square table, and the
+    first query slot is a multiple of it.
     """
 
     table: _Table
@@ -58,12 +58,12 @@ class PairWeights:
         return self
 
     def counted(self, num_queries: int, num_keys: int) -> int:
-        """Sum of the weights over all pairs of one head."""
+        """Sum of the weights over all causal pairs of one head."""
         table, (q, k) = torch.tensor(self.table), _strip(num_queries, num_keys - num_queries, num_queries)
         return int((table[q % len(table)][:, k % len(table)] * (k <= q[:, None])).sum())
 
     def bias(self, num_queries: int, num_keys: int, dtype: torch.dtype) -> Float[Tensor, "1 Q K"]:
-        """Log of the weights, -inf for keys after the query: a view of memory that many strips share."""
+        """Log of the weights, to be added to attention scores; -inf for keys after the query. A view of a cache."""
         period, lead = len(self.table), num_keys - num_queries
         table, shift = self._least_shifted
         rows, before = _power_of_two(num_queries), _power_of_two(lead) if lead else 0
@@ -77,13 +77,13 @@ class PairWeights:
 
     @cached_property
     def _least_shifted(self) -> tuple[_Table, int]:
-        """(smallest of the shifted tables, its shift), which heads of other offsets share; one strip has all shifts."""
+        """(smallest of the cyclically shifted tables, its shift): a common key for tables that differ by a shift."""
         return min((_shifted_table(self.table, shift), shift) for shift in range(len(self.table)))
 
 
 @dataclass(frozen=True)
 class CountedPairs:
-    """Weight of a pair: the number of branches of a bound pattern that allow it, as a table of few tokens' pairs."""
+    """Weight of a pair: the number of branches of a bound pattern that allow it, as a dense tensor, for few tokens."""
 
     bound: Bound
 
@@ -113,7 +113,7 @@ class CountedPairs:
         return int(self.counts().sum())
 
     def bias(self, num_queries: int, num_keys: int, dtype: torch.dtype) -> Float[Tensor, "#H Q K"]:
-        """Log of the counts, -inf for 0; of one head if all heads have equal counts."""
+        """Log of the counts, to be added to attention scores, -inf for 0; of one head if all heads are equal."""
         return cache().get(
             ("counted pairs", self.bound.key(), dtype),
             lambda: self._bias(dtype),
@@ -136,7 +136,7 @@ def _repeated(periods: Tensor, slots: int) -> Tensor:
 
 
 def _strip(rows: int, before: int, columns: int) -> tuple[Int64[Tensor, " rows"], Int64[Tensor, " all"]]:
-    """Query slots from 0 on, and key slots from `-before` on."""
+    """(query slots 0 to rows - 1, key slots -before to columns - 1)."""
     return torch.arange(rows), torch.arange(-before, columns)
 
 
@@ -147,25 +147,27 @@ def _bias_of_strip(table: Tensor, rows: int, before: int, columns: int, dtype: t
 
 
 def _shifted_table(table: _Table, shift: int) -> _Table:
-    """The table with entry (q + shift, k + shift) equal to entry (q, k) of this one."""
+    """The table shifted cyclically: its entry (q + shift, k + shift) is entry (q, k) of the given one."""
     rows = table[-shift:] + table[:-shift] if shift else table
     return tuple(row[-shift:] + row[:-shift] if shift else row for row in rows)
 
 
 def _power_of_two(number: int) -> int:
-    """Least power of two that is not smaller: rounded sizes share cached tensors."""
+    """Smallest power of two that is at least `number`."""
     return 1 << (number - 1).bit_length()
 
 
 @dataclass(frozen=True)
 class Term:
-    """Some heads of one branch over a layout of the queries and one of the keys.
+    """Part of a plan that one kernel computes: some heads of one branch, over orders of the queries and keys.
 
-    `rule`: the pairs allowed within the layout. A folded term repeats the rule of fold 0. `shape` names structure that
-    a kernel can use: "dense", all pairs; "causal", slots k <= q; "strip", causal with the queries at the last of the
-    key slots; "masked", all pairs under a mask; "blocks", a block list, by default of side `block_side`. `heads`: this
-    device's query heads. Query token i is at position q_offset + i, key token j at k_offset + j. A pair counts
-    `multiplicity` times, multiplied by its weight if there are `weights`.
+    q, k: orders: which tokens the term has, and in which slot (place in the reordered sequence). A fold is one of
+    several equally shaped segments computed as a batch; all folds repeat the rule of fold 0. rule: allowed pairs among
+    these tokens. shape: structure that a kernel can use: "dense", all pairs; "causal", slots k <= q; "strip", causal
+    with the queries at the last of the key slots; "masked", all pairs with weights as a bias; "blocks", a block list of
+    side `block_side`. heads: query heads, numbered on this device; global numbers are head_offset larger. Query
+    token i is at position q_offset + i, key token j at k_offset + j. A pair counts `multiplicity` times, multiplied by
+    its weight if there are `weights`.
     """
 
     rule: Pattern
@@ -194,7 +196,7 @@ class Term:
         heads: tuple[int, ...],
         weights: Weights | None = None,
     ) -> Term:
-        """Term of some heads of a bound pattern, over its queries and keys."""
+        """Term of these heads, with the offsets of a bound pattern."""
         numbers = multiplicity, heads, bound.head_offset, bound.num_heads_global
         return cls(rule, shape, *numbers, q, k, bound.q_offset, bound.k_offset, weights)
 
@@ -203,11 +205,11 @@ class Term:
         return self.q.folds
 
     def in_blocks_of(self, q_block: int, k_block: int) -> Term:
-        """Pad to whole blocks of these sides, if the order has padding; else return self."""
+        """The term with segments padded to whole blocks of these sides; self if its order has no padding."""
         return self
 
     def portions(self, most_slots: int) -> tuple[Term, ...]:
-        """Split into terms of at most `most_slots` slots a side, as far as heads and folds can be split."""
+        """Split by heads and folds into terms of at most `most_slots` slots, over heads and folds, if possible."""
         if not isinstance(self.q, Compact) or not isinstance(self.k, Compact):
             return (self,)
         slots = max(self.q.num_slots, self.k.num_slots)
@@ -228,11 +230,11 @@ class Term:
         )
 
     def bias(self, dtype: torch.dtype) -> Float[Tensor, "#H #Q K"] | None:
-        """Log of the weights, added to the scores of a fold, -inf for hidden keys; None for a term without weights."""
+        """Log of the weights, to be added to the scores of each fold, -inf for weight 0; None without weights."""
         return None if self.weights is None else self.weights.bias(self.q.num_slots, self.k.num_slots, dtype)
 
     def counted_pairs(self) -> int:
-        """Number of pairs of a term without block lists, over heads and folds, with multiplicity and weights."""
+        """Number of allowed pairs over heads and folds, times multiplicity and weights. Not for block lists."""
         queries, keys, heads = self.q.num_slots, self.k.num_slots, len(self.heads)
         if self.weights is not None:
             pairs = self.weights.counted(queries, keys) * (heads if isinstance(self.weights, PairWeights) else 1)
@@ -246,9 +248,9 @@ class Term:
 
     @cached_property
     def listed_blocks(self) -> ListedBlocks:
-        """Number of blocks over all heads and folds; for block lists an estimate, computed once a term.
+        """Number of computed blocks over all heads and folds, by kind of row; for block lists an estimate.
 
-        If run-time tables differ by batch entry, the first entry represents all.
+        If run-time tensors differ by batch entry, only the first entry is counted.
         """
         problems = len(self.heads) * self.folds
         rows, columns = (-(-side.num_slots // self.block_side) for side in (self.q, self.k))
@@ -261,19 +263,19 @@ class Term:
         return ListedBlocks(*(blocks * problems for blocks in found))
 
     def tables(self) -> tuple[int, ...]:
-        """Table of each head; heads with equal rules over slots share one."""
+        """Index of each head's block table; heads with equal rules over slots share one."""
         seen: dict[object, int] = {}
         return tuple(seen.setdefault(self._identity(index), len(seen)) for index in range(len(self.heads)))
 
     def _identity(self, index: int) -> object:
-        """Key of a head's table: heads with equal keys share it."""
+        """Hashable key of the head at this index: heads with equal keys have equal rules over slots."""
         starts = [side.start_of(index) for side in (self.q, self.k)]
         if self.rule.period() == 1:  # only the distance counts
             starts = [starts[1] - starts[0], 0]
         return (self.rule.for_head(self.heads[index] + self.head_offset, self.num_heads_global), *starts)
 
     def table_rule(self) -> Rule:
-        """The rule over slots, with one head for each table."""
+        """The rule over slots, with one head for each distinct block table."""
         tables = self.tables()
         return self._slot_rule(tuple(tables.index(table) for table in range(max(tables) + 1)))
 
@@ -288,7 +290,10 @@ class Term:
         return replace(rule, rows=replace(rule, q=_select(q, distinct), k=_select(k, distinct)))
 
     def repeated(self, q_tokens: Int64[Tensor, " n"], k_tokens: Int64[Tensor, " n"]) -> Term:
-        """n copies as folds, shifted by these numbers of tokens; the rule must be equal at all shifts."""
+        """n copies of the term, shifted by these numbers of tokens, as folds of one term.
+
+        The rule must be the same at all shifts.
+        """
         offsets = self.q_offset - int(q_tokens[0]), self.k_offset - int(k_tokens[0])
         moved = {"q": self.q.repeated(self.heads, q_tokens), "k": self.k.repeated(self.heads, k_tokens)}
         found = replace(self, **moved, q_offset=offsets[0], k_offset=offsets[1])
@@ -297,13 +302,14 @@ class Term:
         return found
 
     def moved(self, q_tokens: int, k_tokens: int) -> Term:
-        """Renumber tokens by these shifts; positions are unchanged."""
+        """The term with token indices increased by these numbers; positions are unchanged."""
         return self.repeated(torch.tensor([q_tokens]), torch.tensor([k_tokens]))
 
     def at_origin(self) -> Term:
-        """Term with equal block lists at the lowest positions that the rule's period allows.
+        """Term with the same block lists, shifted by whole periods of its rule to the lowest positions.
 
-        Terms that differ by a shift of whole periods have an equal result, and so share cached calls.
+        Terms over folds or active tokens that differ only by such a shift and by multiplicity become equal, and so
+        share cached calls. Terms over all tokens are returned unchanged.
         """
         if isinstance(self.q, Folded) and isinstance(self.k, Folded):
             offsets = self.q_offset + self.q.first, self.k_offset + self.k.first
@@ -318,12 +324,12 @@ class Term:
         return replace(self, multiplicity=1, q=q, k=k, q_offset=0, k_offset=0, weights=None)
 
     def _shift(self, position: int) -> int:
-        """Largest multiple of the rule's period up to `position`; 0 without a period."""
+        """Largest multiple of the rule's period that is at most `position`; 0 without a period."""
         period = self.rule.period()
         return 0 if period is None else position // period * period
 
     def blocks(self, q_block: int, k_block: int, *, settle: bool = True) -> Blocks:
-        """Block lists over the slots of one fold, with a table for each distinct head."""
+        """Block lists over the slots of one fold, with a table for each distinct rule of a head."""
         square = self._square(q_block, k_block)
         if square is not None:
             return repeat_blocks(
@@ -335,7 +341,7 @@ class Term:
         return built.with_heads(self.tables())
 
     def _square(self, q_block: int, k_block: int) -> Term | None:
-        """The term over one period, if its blocks are copies of the blocks of one period; else None."""
+        """The term over one period of its rule, if its block list repeats that period along the diagonal; else None."""
         period = self.rule.period()
         if not isinstance(self.q, Layout) or self.q != self.k or period is None:
             return None
@@ -348,7 +354,7 @@ class Term:
         return replace(self, q=Layout(period, rate), k=Layout(period, rate))
 
     def mask_mod(self, device: torch.device) -> MaskMod:
-        """Closure (b, h, q slot, k slot) -> bool over the term's own heads, for FlexAttention."""
+        """FlexAttention mask_mod (b, h, q slot, k slot) -> bool; h is an index into the term's heads."""
         inner = self.rule.mask_mod(num_heads=self.num_heads_global, device=device)
         ends = self.q_offset + self.q.end(_LARGEST_SIDE), self.k_offset + self.k.end(_LARGEST_SIDE)
         dtype = index_dtype(device, 0, max(*ends, self.num_heads_global))
@@ -366,7 +372,7 @@ class Term:
 
 
 def _select(pieces: Pieces, tables: tuple[int, ...]) -> Pieces:
-    """Firsts of some heads; a shared layout has one row for all of them."""
+    """The pieces with `firsts` only for these heads, a row for each; a row shared by all heads is expanded."""
     shared = len(pieces.firsts) == 1
     firsts = pieces.firsts.expand(len(tables), -1) if shared else pieces.firsts[list(tables)]
     return replace(pieces, firsts=firsts)

@@ -1,6 +1,6 @@
-"""Lowering along run-time spans: a branch as terms inside each document, each padded sequence, each run of keys.
+"""Lowering by run-time tensors: a branch as terms inside each document, padded sequence or run of consecutive keys.
 
-Windows with equal rules are the folds of one term, so there are as many terms as kinds of windows.
+Such windows with equal rules are folds of one term (computed as a batch), so each kind of window has one term.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ Weighed = Callable[[Pattern, Bound], Sequence[Term]]  # terms of a rule over a p
 
 
 def cut_of(branch: Pattern, bound: Bound) -> tuple[Pattern, Windows] | None:
-    """(rest, windows) of a branch that equals `rest` inside disjoint windows of a run-time table and is empty outside.
+    """Split a branch that allows pairs only inside disjoint windows, such as documents, given by a run-time tensor.
 
-    The windows are within the bound's queries and keys. None without such a table.
+    Returns (rule inside a window, windows clipped to the bound's queries and keys); None if it is no such branch.
     """
     for cut in _cuts(branch):
         windows = cut.table.windows(bound.num_positions)
@@ -40,7 +40,7 @@ def cut_of(branch: Pattern, bound: Bound) -> tuple[Pattern, Windows] | None:
 
 
 def over_all(rest: Pattern, windows: Windows, bound: Bound) -> Pattern | None:
-    """`rest`, if one window holds all queries and keys and numbers positions as the bound does; else None."""
+    """`rest`, if a single window contains all queries and keys and numbers positions as the bound does; else None."""
     if len(windows) != 1:
         return None
     rest, part = _part(rest, bound, windows)
@@ -56,10 +56,11 @@ def window_terms(
     *,
     any_number: bool = False,
 ) -> list[Term] | None:
-    """Terms for windows, large windows by the planner's choice `weighed`; None above the limit on terms.
+    """Terms that compute the rule `rest` inside each window; None if there are too many kinds of windows.
 
-    Limits unless `any_number`: as many kinds of windows as there can be distinct lengths, plus `_MOST_LISTS` (more
-    kinds occur if windows differ in where they begin); and `_MOST_LISTS` kinds with block lists.
+    weighed: function that chooses the terms of a large window by cost. any_number: do not limit the kinds of windows.
+    Limits otherwise: as many kinds as there can be distinct lengths, plus `_MOST_LISTS` (windows of one length may
+    start at different phases of the rule); and `_MOST_LISTS` kinds with block lists.
     """
     kinds = windows.kinds(rest.period())
     if len(kinds) > _MOST_LISTS + isqrt(2 * max(bound.num_queries, bound.num_keys)) and not any_number:
@@ -84,9 +85,9 @@ def window_terms(
 
 @dataclass(frozen=True)
 class _Cut:
-    """A rule that equals `rest` where a table allows a pair.
+    """A rule as the intersection of `rest` and the pairs that a run-time tensor `table` allows.
 
-    `from_start`: True if `rest` counts positions from the start of a document; None if the origin has no effect.
+    from_start: True if `rest` counts positions from the start of a document, False from 0; None if that has no effect.
     """
 
     rest: Pattern
@@ -94,7 +95,7 @@ class _Cut:
     from_start: bool | None
 
     def beside(self, others: Sequence[Pattern]) -> _Cut | None:
-        """The cut of an intersection with other rules, which count from 0; None if both depend on their origins."""
+        """Intersection with other rules, which count positions from 0; None if both depend on where positions start."""
         free = all(each.period() == 1 for each in others)
         if self.from_start and not free:
             return None
@@ -103,7 +104,10 @@ class _Cut:
 
 
 def _cuts(rule: Pattern) -> Iterator[_Cut]:
-    """Yield tables outside of which a rule has no pairs, also tables common to all parts of a union or all heads."""
+    """Yield each way to split a rule into a run-time tensor and a rest.
+
+    A tensor common to all parts of a union or all heads also counts.
+    """
     if isinstance(rule, Table):
         yield _Cut(Every(), rule, None)
     elif isinstance(rule, PerDocument) and isinstance(rule.spans, Spans):
@@ -129,7 +133,7 @@ def _composed(rule: Or | PerHead | HeadGroups, parts: tuple[Pattern, ...]) -> Pa
 
 
 def _part(rest: Pattern, bound: Bound, windows: Windows) -> tuple[Pattern, Bound]:
-    """`rest` over the first window, at the lowest positions that its period allows."""
+    """(rule, bound) of the first window, shifted by periods of the rule to the lowest positions."""
     first = windows.select(slice(1))
     origin = int(first.counted_from(rest.period()))
     q, k = (range(int(a), int(b)) for a, b in ((first.q_start, first.q_stop), (first.k_start, first.k_stop)))
@@ -139,7 +143,7 @@ def _part(rest: Pattern, bound: Bound, windows: Windows) -> tuple[Pattern, Bound
 
 
 def _plainest(rest: Pattern, q: range, k: range) -> Pattern:
-    """An equal rule over these positions, without windows that reach beyond them and would need block lists."""
+    """Simplify a rule for these positions: drop local windows that cover them all, which would need block lists."""
     kept = []
     for factor in rest.factors():
         if isinstance(factor, LocalWindow) and factor.left >= q.stop - 1 - k.start:
@@ -152,7 +156,7 @@ def _plainest(rest: Pattern, q: range, k: range) -> Pattern:
 
 
 def _lower(rest: Pattern, multiplicity: int, part: Bound, weighed: Weighed, *, any_number: bool) -> Sequence[Term]:
-    """Terms without a comparison of costs: by windows again, else compact, else in natural order."""
+    """Terms of a small window, without comparing costs: by inner windows, else over active tokens, else natural."""
     cut = cut_of(rest, part)
     terms = None if cut is None else window_terms(*cut, multiplicity, part, weighed, any_number=any_number)
     if terms is None:
@@ -161,7 +165,7 @@ def _lower(rest: Pattern, multiplicity: int, part: Bound, weighed: Weighed, *, a
 
 
 def _together(alike: Windows, num_heads: int) -> Iterator[Windows]:
-    """All windows as the folds of one term; large, unevenly spaced windows one by one."""
+    """Yield groups of equal windows to compute as the folds of one term; large, unevenly spaced ones singly."""
     starts = alike.q_start
     uneven = bool((starts.diff() != starts.diff()[:1]).any())
     length = max(int(alike.q_stop[0] - starts[0]), int(alike.k_stop[0] - alike.k_start[0]))
@@ -172,9 +176,9 @@ def _together(alike: Windows, num_heads: int) -> Iterator[Windows]:
 
 
 def one_after_another(pattern: Expression, num_tokens: int, batch: int) -> Any:
-    """Rule of all batch entries of `num_tokens` each, concatenated; None if it is no rule of one sequence.
+    """Rule for all batch entries, of `num_tokens` tokens each, concatenated to one sequence; None if there is none.
 
-    Documents separate the entries, and other factors must repeat from entry to entry.
+    Run-time documents separate the entries; all other factors must repeat from entry to entry.
     """
     if not all(_is_one(branch, num_tokens) for branch in pattern.branches()):
         return None
@@ -191,9 +195,9 @@ def one_after_another(pattern: Expression, num_tokens: int, batch: int) -> Any:
 
 
 def without_scattered_keys(pattern: Expression) -> tuple[Expression, KeySet] | None:
-    """(the rule without a table of scattered keys, that table); None if no such table is a factor of all branches.
+    """Split off a run-time set of scattered allowed keys that is a factor of all branches; None if there is none.
 
-    The table has rows of all batch entries.
+    Returns (the pattern without it, the key set with the rows of all batch entries).
     """
     of_branches = [{cut.table: cut.rest for cut in _cuts(branch)} for branch in pattern.branches()]
     for table in of_branches[0]:
