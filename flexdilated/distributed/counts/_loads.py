@@ -48,10 +48,10 @@ Counts = dict[RankSchedule, Int64[Tensor, "W W"]]  # tokens that rank i receives
 
 
 def token_counts(pattern: Expression, sharding: Sharding, *, num_kv_heads: int, **heads: Any) -> Counts:
-    """By schedule, entry (i, j): tokens that rank i receives from rank j in the forward, summed over KV heads.
+    """For each schedule, (W, W): tokens that rank i receives from rank j in the forward, summed over KV heads.
 
-    An exchange sends the tokens that rank i needs, as in `ExchangePlan.of` for these arguments; a ring sends each run
-    of positions whole if rank i needs a token of it. Raises the errors of `tokens_by_chunk`.
+    An exchange sends the tokens that rank i needs, as in `ExchangePlan.of` for these arguments; a ring sends each
+    contiguous range of positions whole if rank i needs a token of it. Raises the errors of `tokens_by_chunk`.
     """
     needed, chunks = tokens_by_chunk(pattern, sharding, num_kv_heads=num_kv_heads, **heads)
     whole = torch.where(needed > 0, num_kv_heads * chunks.length, 0)
@@ -74,7 +74,8 @@ def choose_schedule(
     """Choose the exchange unless exchange_memory / ring_memory > ring_bytes / exchange_bytes.
 
     The exchange receives exactly the keys that a rank's queries need, and holds all of them. The ring receives each
-    needed run of a shard whole, and holds two shards. So the exchange never receives more, but may hold more.
+    needed contiguous range of a shard whole, and holds two shards. So the exchange never receives more, but may hold
+    more.
     wire_row_bytes: bytes of one encoded row of K or V; None: head_dim numbers of `dtype`.
 
     The result depends on the arguments alone, so all ranks choose one schedule. It is cached.
@@ -98,7 +99,10 @@ def choose_schedule(
 
 
 def choice_of(counts: Counts, *, held_bytes: int, sent_bytes: int) -> ScheduleChoice:
-    """Choice by `token_counts`; held_bytes and sent_bytes: of one token in one KV head, decoded and encoded."""
+    """Choose by the result of `token_counts`.
+
+    held_bytes, sent_bytes: bytes of one token in one KV head, decoded and encoded.
+    """
     ring = counts["ring"]
     kept = ring.topk(min(_SHARDS_HELD, len(ring)), dim=1).values.sum(1)
     exchanged, ringed, held = (int(each.max()) for each in (counts["exchange"].sum(1), ring.sum(1), kept))
@@ -148,7 +152,7 @@ class RankLoads:
 
     @property
     def max_over_mean(self) -> dict[str, float]:
-        """The largest entry of each column over its mean; 1 where all entries are 0."""
+        """Largest entry divided by mean, over ranks, for each column of loads; 1 if all entries are 0."""
         return {name: max(each) * len(each) / sum(each) if any(each) else 1.0 for name, each in self._columns.items()}
 
     @property
