@@ -114,8 +114,7 @@ def attend(
         a rank holds at most two shards of other ranks at once. "auto" chooses by counted bytes and memory.
     codec: encoding of keys and values in messages: None (their dtype), "bf16", "int8" (one scale per token
         and head), or "auto": the narrowest with relative error of each key and value vector within `error_bound`,
-        chosen by one small collective per call. Gradients are sent in
-        bf16 or wider.
+        chosen by one small collective per call. Gradients are sent in bf16 or wider.
     pool: source of message buffers: None (torch allocates), a `BufferPool`, or "auto", this device's default pool.
     bindings: run-time tensors of the whole sequence, equal on all ranks.
     scale, enable_gqa, sinks, head_offset, num_heads_global, engine, block_size, return_lse: as in `flexdilated.attend`;

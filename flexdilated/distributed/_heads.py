@@ -114,7 +114,7 @@ Pieces = list[list[Tensor]]  # by rank: views into this rank's tensors
 def tokens_to_heads(
     shards: list[Tensor], num_heads: int, sharding: list[int], group: str, pattern: str, widen: bool
 ) -> list[Tensor]:
-    """From (B, X, L, D), all heads of this rank's tokens, to (B, Y, N, D), this rank's heads of all tokens, in order.
+    """Convert (B, X, L, D), all heads of this rank's tokens, to (B, Y, N, D), this rank's heads of all tokens in order.
 
     The tensors have one dtype and are sent in one all-to-all; a head is sent to each rank that needs it
     (`taken_heads` with num_heads query heads). If `pattern`, JSON or "", is not empty, the ranks first check that they
@@ -139,7 +139,7 @@ def _(shards, num_heads, sharding, group, pattern, widen):
 def heads_to_tokens(
     wholes: list[Tensor], heads: list[int], num_heads: int, sharding: list[int], group: str
 ) -> list[Tensor]:
-    """Inverse of `tokens_to_heads`: from (B, Y, N, D) to (B, X, L, D); `heads` has X for each tensor.
+    """Inverse of `tokens_to_heads`: converts (B, Y, N, D) to (B, X, L, D); `heads` has X for each tensor.
 
     If several ranks have the same head, their tensors are summed, in float32 or wider and in the order of the ranks.
     """

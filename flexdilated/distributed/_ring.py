@@ -58,8 +58,7 @@ def turns_of(
 
     A run (contiguous range of positions) of a shard is sent whole if some query of the receiver needs a key of it.
     Sender and receiver decide that independently, from the sharding and the pattern, which must contain the values of
-    its run-time tensors. heads: global
-    query heads.
+    its run-time tensors. heads: global query heads.
     """
 
     def build() -> tuple[Turn, ...]:

@@ -45,8 +45,8 @@ def refine(
     lower row, then lower column. The result depends on the arguments alone, so ranks with equal arguments get equal
     patterns.
 
-    pattern: from `masks.block_list`, with one table per head. Refine it alone, and intersect it with other patterns,
-        such as `causal()`, where it is used.
+    pattern: from `masks.block_list`, with one table per head. Pass it without other patterns; intersect
+        the result with them, such as `causal()`, for attention.
     importance: mass of each block, such as `ImportanceTracker.importance()`; read for listed blocks.
     scores: estimate for each block, such as `fd.pooled_scores`; read for unlisted blocks. -inf: never added.
     moves: at least 0; fewer are made if fewer blocks can be dropped or added.
@@ -63,9 +63,9 @@ def refine(
     >>> listed = masks.block_list([[[0], [0, 1], [0, 1, 2]]], block=64)  # one head
     >>> importance = torch.tensor([[[1.0, 0.0, 0.0], [0.4, 0.6, 0.0], [0.1, 0.2, 0.7]]])
     >>> scores = torch.tensor([[[0.0, 9.0, 9.0], [0.0, 0.0, 9.0], [0.0, 0.0, 0.0]]])
-    >>> fd.refine(listed, importance, scores=scores, moves=1, within=masks.causal()).grown  # no block is left to grow
+    >>> fd.refine(listed, importance, scores=scores, moves=1, within=masks.causal()).grown  # no block can be added
     tensor([], size=(0, 3), dtype=torch.int64)
-    >>> fd.refine(listed, importance, scores=scores, moves=1).pattern  # (2, 0) goes, (0, 1) comes
+    >>> fd.refine(listed, importance, scores=scores, moves=1).pattern  # (2, 0) is dropped, (0, 1) added
     block_list(rows=(((0, 1), (0, 1), (1, 2)),), block=64)
     """
     require_int("moves", moves, minimum=0)

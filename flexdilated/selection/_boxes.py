@@ -317,7 +317,7 @@ def _sides(
 
 
 def _own_pools(some: _Evaluated, partial: Int64[Tensor, " o"], C: int) -> OwnPools:
-    """Group partial boxes by block, at most _WIDEST to a group, and pad the groups."""
+    """Pools of the boxes with hidden keys: grouped by block, at most _WIDEST boxes per group, and padded."""
     row, block = some.row[partial], some.block[partial]
     order = (block * (int(row.max()) + 1) + row).argsort()
     blocks, number = block[order].unique_consecutive(return_counts=True)

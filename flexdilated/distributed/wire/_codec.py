@@ -36,9 +36,10 @@ INT8_ERROR = 0.50001 / 127
 class Codec:
     """Encoding of rows (vectors of head_dim numbers) in a fixed number of bytes per row. Not differentiable.
 
-    name: None: unchanged. "bf16": rounded to nearest, within 2⁻⁸ of a normal number; infinite above 3.39e38; refused
-    for float16, which is more precise. "int8": one byte per number and one float32 scale per row, its largest magnitude
-    over 127; errors are at most half a scale. A row that is not finite, or whose scale exceeds float32, decodes to NaN.
+    name: one of these. None: unchanged. "bf16": rounded to nearest, within 2⁻⁸ of a normal number; infinite above
+    3.39e38; refused for float16, which is more precise. "int8": one byte per number and one float32 scale per row, its
+    largest magnitude over 127; errors are at most half a scale. A row that is not finite, or whose scale exceeds
+    float32, decodes to NaN.
     """
 
     name: CodecName | None
