@@ -81,12 +81,12 @@ class ExchangePlan:
 
     @cached_property
     def num_received(self) -> tuple[int, ...]:
-        """Rows by rank."""
+        """Number of rows received from each rank."""
         return tuple(_counts(self.received).sum(1).tolist())
 
     @cached_property
     def num_sent(self) -> tuple[int, ...]:
-        """Rows by rank."""
+        """Number of rows sent to each rank."""
         return tuple(_counts(self.sent).sum(1).tolist())
 
     @cached_property

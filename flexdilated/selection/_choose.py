@@ -68,12 +68,12 @@ class TopP:
 
     @property
     def kind(self) -> str:
-        """Name in a SelectionCall."""
+        """Value of `SelectionCall.kind`."""
         return "top_p" if self.of == "candidates" else "top_p_of_row"
 
     @property
     def amount(self) -> float:
-        """The share to reach."""
+        """The share p that the choice must reach."""
         return self.p
 
 

@@ -111,7 +111,7 @@ class TableAttention(NamedTuple):
         return merge(found)
 
     def _of_queries(self, scores: Float[Tensor, "B T R most"], q: Tensor) -> Float[Tensor, "B H N most"]:
-        """Scores of each query's row, for each head."""
+        """Scores of the row that contains each query, repeated for the heads that share a table."""
         side, first = self.own.query_block, self.options["q_offset"]
         row = (torch.arange(q.shape[2], device=q.device) + first % side) // side
         return scores.repeat_interleave(q.shape[1] // scores.shape[1], 1)[:, :, row]

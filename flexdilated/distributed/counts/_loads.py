@@ -1,6 +1,6 @@
-"""Schedules and loads: the choice between one exchange and a ring, bytes received and pairs computed by each rank.
+"""Choice between exchange and ring; bytes received and pairs computed by each rank.
 
-All are counted before any rank runs.
+All are computed from pattern and sharding, without running any rank.
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ _SHARDS_HELD = 2  # by a ring: the current shard and the one in transfer
 
 @dataclass(frozen=True)
 class ScheduleChoice:
-    """A schedule, the reason for it, and the cost of both schedules on the most loaded rank, in bytes.
+    """The chosen schedule ("exchange" or "ring"), the reason, and the costs of both on the most loaded rank, in bytes.
 
-    exchange_bytes and ring_bytes: received, as encoded. exchange_memory and ring_memory: peak memory of other ranks'
-    keys and values.
+    exchange_bytes, ring_bytes: received keys and values, as encoded. exchange_memory, ring_memory: peak memory of other
+    ranks' keys and values.
     """
 
     name: RankSchedule
@@ -204,7 +204,9 @@ def rank_loads(
     schedule: ScheduleName = "auto",
     codec: CodecName | None = None,
 ) -> RankLoads:
-    """Count the loads of each rank in a call; `size` is that of one device with all tokens of the sharding.
+    """Count the loads of each rank in a call of `distributed.attend`.
+
+    size: of attention on one device with all tokens of the sharding.
 
     Raises ValueError for an unknown schedule or codec, for a codec that cannot encode the dtype, and if the pattern
     does not bind to the size.

@@ -219,7 +219,7 @@ def tokens_by_chunk(
     head_offset: int = 0,
     num_heads_global: int | None = None,
 ) -> tuple[Int64[Tensor, "W n"], Chunks]:
-    """(tokens of each chunk that each rank needs, the chunks); counts of a rank's own chunks are undefined."""
+    """(number of tokens of each chunk that each rank needs, the chunks); undefined for a rank's own chunks."""
     needs = KVNeeds.of(pattern, sharding.num_tokens, num_heads, num_kv_heads, head_offset, num_heads_global)
     chunks = Chunks.of(sharding)
     groups = Counter(needs.groups)
@@ -246,7 +246,7 @@ RuleHead = tuple[Pattern, int]  # a rule for one head, and the index of a head t
 
 @dataclass(frozen=True, eq=False)
 class KVNeeds:
-    """Keys that queries need in each KV head of this device, by the rules of the query heads in its group."""
+    """Determines which keys given queries need in each KV head of this device, by the rules of its query heads."""
 
     num_heads_global: int
     groups: tuple[tuple[RuleHead, ...], ...]  # the distinct rules of each KV head's query heads
