@@ -126,7 +126,7 @@ def choose(
 ) -> tuple[Int64[Tensor, "B T n most"], Int64[Tensor, ""]]:
     """(indices of each row's chosen candidates, padded with -1; number of rows cut to `most` choices).
 
-    kind: "top_k"; "top_p" (of the candidates) or "top_p_of_row", with share p = amount; or "threshold", with `amount` as
+    kind: "top_k"; "top_p" (of the candidates) or "top_p_of_row", with share p = amount; or "threshold", with amount as
     minimum share. ids: block of each of the L entries.
 
     Chosen candidates are in descending order of score, compared in float32; among equal scores lower ids come first,
