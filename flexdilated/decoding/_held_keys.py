@@ -19,7 +19,7 @@ from ..masks.core import plans, within
 
 
 class Run(NamedTuple):
-    """Keys at positions [first, first + length), in slots [slot, slot + length)."""
+    """Keys at positions [first, first + length), stored at indices (slots) [slot, slot + length) of the buffer."""
 
     first: int
     slot: int
@@ -35,11 +35,13 @@ _LEAST_SLOTS = 256
 
 
 class HeldKeys:
-    """Buffer of the keys and values of past tokens; a range of positions is read as one view per run.
+    """Buffer of the keys and values of past tokens that later queries can see; other keys are evicted.
 
-    A full buffer is packed: evicted keys are dropped, and each token is moved about once. sources: the rules of all
-    heads. capacity: fixed number of slots; None to grow. undo: keys that queries up to `undo` tokens back can see are
-    kept, too.
+    A slot is an index along the buffer's token dim, a run a range of consecutive positions in consecutive slots. A full
+    buffer is packed: keys that no later query can see are dropped, and the other runs are moved together; over time a
+    token is moved about once. keys, values: tensors that set batch, heads, head dims, dtype and device. sources: the
+    distinct rules of the heads. capacity: fixed number of slots; None to grow. undo: keys that the last `undo` queries
+    can see are kept, too.
     """
 
     def __init__(
@@ -69,7 +71,7 @@ class HeldKeys:
         return self.runs[-1].slot + self.runs[-1].length if self.runs else 0
 
     def append(self, k: Float[Tensor, "B G N D"], v: Float[Tensor, "B G N E"], first: int) -> None:
-        """Append the keys and values of tokens at positions from `first`, in place of any that were there.
+        """Append the keys and values of tokens at positions from `first`, replacing held tokens from there on.
 
         Raises ValueError if the new keys and the keys that are still visible exceed the capacity.
         """
@@ -87,7 +89,7 @@ class HeldKeys:
         self._write(k, v, first)
 
     def _write(self, k: Tensor, v: Tensor, first: int) -> None:
-        """Write k and v after the last used slot, where there must be room."""
+        """Write k and v after the last used slot; the buffer must have room."""
         slot, length = self.num_used, k.shape[2]
         self.keys[:, :, slot : slot + length] = k
         self.values[:, :, slot : slot + length] = v
@@ -115,7 +117,7 @@ class HeldKeys:
                 self._pack(kept, num_slots)
 
     def snapshot(self) -> HeldKeys:
-        """Copy of the current state that shares the buffers; later appends write only to slots after its runs."""
+        """Copy of the current state that shares the buffers; later appends do not overwrite the slots that it uses."""
         other = copy(self)
         other.runs = list(self.runs)
         return other
@@ -152,7 +154,7 @@ class HeldKeys:
         self.keys, self.values = (x.index_select(0, entries.to(x.device)) for x in (self.keys, self.values))
 
     def slices(self, positions: range) -> list[slice]:
-        """Slices of the slots of an ascending range of positions, all of which must be held."""
+        """Slices of the buffer's token dim with an ascending range of positions, all of which must be held."""
         found = []
         for run in self.runs:
             held = within(positions, run.first, run.stop)
@@ -162,7 +164,7 @@ class HeldKeys:
         return found
 
     def slots(self, positions: Int64[Tensor, " n"]) -> Int64[Tensor, " n"]:
-        """Slots of positions, all of which must be held."""
+        """Index in the buffer's token dim of each position; all must be held."""
         firsts = torch.tensor([run.first for run in self.runs])
         shifts = torch.tensor([run.slot - run.first for run in self.runs])
         return positions + shifts[torch.searchsorted(firsts, positions, right=True) - 1]
@@ -173,7 +175,8 @@ class HeldKeys:
     ) -> list[range]:
         """Ranges of held positions that one of the queries at [query, query + num_queries) can see.
 
-        In whole pages, so a range may include a few invisible keys. sources: rules of these queries; None for all.
+        In whole pages of 64 keys, so a range may include a few invisible keys. sources: rules of these queries; None
+        for all.
         """
         pages = [page for run in self.runs for page in _pages(run.first, run.stop)]
         kept: list[range] = []
@@ -186,7 +189,7 @@ class HeldKeys:
 
     @plans
     def lacks(self, query: int, sources: Sequence[RowSource] | None = None) -> bool:
-        """True if queries from position `query` may, by bounds, see an evicted key before it."""
+        """True if a query at position `query` or later may see an evicted key before `query`; a conservative bound."""
         ends = [0, *(run.stop for run in self.runs)]
         starts = [*(run.first for run in self.runs), query]
         gaps = (_pages(end, min(start, query)) for end, start in zip(ends, starts, strict=True) if end < query)
@@ -195,7 +198,7 @@ class HeldKeys:
     def _seen_from(
         self, pages: Sequence[range], query: int, num_queries: int, sources: Sequence[RowSource] | None
     ) -> list[bool]:
-        """For each page, True if one of the queries from position `query` can see a key of it."""
+        """For each page (range of positions), True if a query in [query, query + num_queries) can see it in part."""
         firsts = torch.tensor([page.start for page in pages], dtype=torch.int64)
         lengths = torch.tensor([len(page) for page in pages], dtype=torch.int64)
         return visible(self.sources if sources is None else sources, firsts, lengths, query, num_queries).tolist()
@@ -218,7 +221,7 @@ def _with_room(live: int) -> int:
 
 
 def refuse_gradients(*tensors: Tensor | None) -> None:
-    """Raise ValueError if a call with these tensors would need a derivative."""
+    """Raise ValueError if these tensors would be differentiated, by autograd or a torch.func transform."""
     refuse_transforms("KVCache", tensors)
     if torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors):
         raise ValueError("a cache passes no gradient on, and an input requires one: call it under torch.no_grad()")
@@ -226,6 +229,9 @@ def refuse_gradients(*tensors: Tensor | None) -> None:
 
 @cache
 def stay_out_of_graphs(kind: type, *methods: str) -> None:
-    """Make torch.compile break its graph at these methods. Called by instances, as it imports the whole compiler."""
+    """Make torch.compile break its graph at these methods of a class.
+
+    Called when an instance is made, because it imports the compiler.
+    """
     for name in methods:
         setattr(kind, name, torch.compiler.disable(getattr(kind, name), reason="a cache changes with every call"))

@@ -1,4 +1,4 @@
-"""KVCache: attention of the next tokens over those already seen, for causal patterns."""
+"""KVCache: attention of new tokens over the cached keys of past tokens, for causal patterns."""
 
 from __future__ import annotations
 
@@ -48,10 +48,10 @@ class KVCache:
     and device.
 
     num_heads: query heads on this device.
-    capacity: most keys in the cache, allocated with the first tokens; None to grow as needed.
-    undo: number of latest tokens that `crop` can always remove; keys that only these see are kept that long.
+    capacity: maximum number of keys in the cache, allocated with the first tokens; None to grow as needed.
+    undo: number of latest tokens that `crop` can always remove; keys that only these tokens see are not evicted yet.
     scale, engine, head_offset, num_heads_global: as in `attend`; the engine computes chunks of more than 16 tokens,
-        smaller chunks need no engine.
+        smaller chunks are computed without an engine.
 
     For inference only: not differentiable. Raises ValueError or TypeError for a pattern in which a query sees a later
     key, for a pattern with run-time tensors, and for tensors that do not fit the previous tokens.

@@ -1,4 +1,4 @@
-"""Reader: attention from new tokens over held keys, without a plan for few queries, by an engine for many."""
+"""Reader: attention from new tokens over cached keys: computed directly for few queries, by an engine for many."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from ._held_keys import HeldKeys
 
 
 class Reader:
-    """A causal pattern, and attention by it from consecutive queries over held keys.
+    """Attention by a causal pattern from consecutive queries over the keys of a `HeldKeys` buffer.
 
     sources: the distinct rules of the heads, by which `HeldKeys` decides which keys to keep.
     num_heads, scale, engine, head_offset, num_heads_global: as in `KVCache`.
@@ -70,9 +70,9 @@ class Reader:
         self._groups: dict[tuple[int, torch.device], tuple[tuple[HeadGroup, ...], ...]] = {}
 
     def check_tokens(self, queries: range) -> None:
-        """Raise ValueError for queries at positions that the pattern does not accept with any number of keys."""
+        """Raise ValueError if the pattern accepts queries at these positions for no number of keys."""
         for leaf in self._limited:
-            # A rule may need keys that are appended later: it is an error only if no number of keys would do.
+            # A rule may need keys that are appended later: it is an error only if no number of keys is accepted.
             if not _accepts(leaf, queries, range(FOREVER)):
                 leaf.check_tokens(queries, range(queries.stop))
 
@@ -85,12 +85,12 @@ class Reader:
         first: int,
         held: HeldKeys,
     ) -> tuple[Float[Tensor, "B H N E"], Float[Tensor, "B H N"]]:
-        """(output, natural lse) of queries at positions from `first`; k and v are indexed by the slots of `held`."""
+        """(output, natural lse) of queries at positions from `first`; k and v are the buffers of `held`."""
         compute = self._rows if q.shape[2] <= MOST_ROWS else self._chunk
         return compute(q, k, v, first, held)
 
     def _rows(self, q: Tensor, k: Tensor, v: Tensor, first: int, held: HeldKeys) -> tuple[Tensor, Tensor]:
-        """Attend without a plan, in chunks of MOST_ROWS queries."""
+        """(output, lse), computed without an engine, in chunks of MOST_ROWS queries."""
         found, scale = [], resolve_scale(self.scale, q.shape[-1])
         for few in q.split(MOST_ROWS, dim=2):
             queries = range(first, first + few.shape[2])
@@ -109,7 +109,7 @@ class Reader:
         return self._groups[where]
 
     def _chunk(self, q: Tensor, k: Tensor, v: Tensor, first: int, held: HeldKeys) -> tuple[Tensor, Tensor]:
-        """Attend by an engine over each run of visible keys, and merge."""
+        """(output, lse): attention by an engine over each run of visible keys, merged by lse."""
         queries = range(first, first + q.shape[2])
         visible = held.visible(queries.start, len(queries), self.sources)
         if not all(_accepts(self.pattern, queries, keys) for keys in visible):

@@ -12,7 +12,7 @@ __all__ = ["BufferPool", "Sharding", "Traffic", "attend", "pool", "shard", "traf
 
 
 def __getattr__(name: str) -> _NoReturn:
-    """AttributeError, with the name that is likely to be meant."""
+    """Raise AttributeError with a suggestion of a similar name."""
     elsewhere: dict[str, str] = dict.fromkeys(
         ("ring_attention", "context_parallel", "ulysses"), "attend(q, k, v, pattern, mesh=)"
     )

@@ -102,7 +102,7 @@ def attend(
     block_size: int | tuple[int, int] | None = None,
     return_lse: bool = False,
 ) -> Float[Tensor, "B H L D"] | tuple[Float[Tensor, "B H L D"], Float[Tensor, "B H L"]]:
-    """`flexdilated.attend` over the tokens of all ranks; returns the rows of this rank's queries.
+    """`flexdilated.attend` over the tokens of all ranks; returns the output (and lse) of this rank's queries.
 
     q, k, v are this rank's shard. Every rank of the mesh must make this call with equal arguments, and run its
     backward; the first call with these arguments compares them between ranks. Gradients are of the sum of all ranks'
@@ -110,15 +110,15 @@ def attend(
 
     mesh: one dimension, over the ranks that share the sequence; take it from a larger mesh as mesh["its name"].
     sharding: which rank holds which positions; None: contiguous shards of equal length.
-    schedule: "exchange" sends each key only to the ranks that need it, in one all-to-all; "ring" sends whole shards,
-        of which a rank holds at most two. "auto" chooses by counted bytes and memory.
-    codec: encoding of keys and values in messages: None (their dtype), "bf16", "int8" (one scale a token), or "auto",
-        the narrowest that keeps each row within `error_bound`, for one small collective a call. Gradients are sent in
-        bf16 or wider.
+    schedule: "exchange" sends each key only to the ranks that need it, in one all-to-all; "ring" sends whole shards;
+        a rank holds at most two shards of other ranks at once. "auto" chooses by counted bytes and memory.
+    codec: encoding of keys and values in messages: None (their dtype), "bf16", "int8" (one scale per token
+        and head), or "auto": the narrowest with relative error of each key and value vector within `error_bound`,
+        chosen by one small collective per call. Gradients are sent in bf16 or wider.
     pool: source of message buffers: None (torch allocates), a `BufferPool`, or "auto", this device's default pool.
     bindings: run-time tensors of the whole sequence, equal on all ranks.
     scale, enable_gqa, sinks, head_offset, num_heads_global, engine, block_size, return_lse: as in `flexdilated.attend`;
-        the gradient of sinks is the share of this rank's rows.
+        the gradient of sinks is that of this rank's queries only: sum it over the ranks.
 
     Raises ValueError or TypeError, before anything is sent, for invalid arguments, and ValueError on all ranks if their
     arguments differ; torch.distributed.DistError, within the process group's timeout, if a rank dies or hangs.
@@ -237,7 +237,7 @@ def _best(
     num_heads_global: int,
     codec: CodecChoice,
 ) -> RankSchedule:
-    """RankSchedule that `choose_schedule` picks, computed once per graph under torch.compile."""
+    """Name of the schedule that `choose_schedule` picks, computed once per graph under torch.compile."""
     coded = codec_named(None if codec == "auto" else codec)  # the codec that "auto" will choose is not known yet
     head_dim = index(q.shape[3])
     sizes: dict[str, Any] = {"num_heads": index(q.shape[1]), "num_kv_heads": index(k.shape[1]), "dtype": q.dtype}

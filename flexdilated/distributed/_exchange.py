@@ -1,6 +1,6 @@
-"""The exchange: every rank receives the keys that its queries need, and no others, in one all-to-all.
+"""The exchange: each rank receives exactly the keys that its queries need, in one all-to-all.
 
-A whole call is one op for tiles; of engines that torch.compile traces, only the transfer of keys is.
+With the tiles engine a whole call is one custom op; with engines that torch.compile traces, only the transfers are.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ Pair = tuple[Tensor, Tensor]
 
 
 def plan_of(call: PlainCall, num_heads: int, num_kv_heads: int, bindings: Sequence[Tensor]) -> ExchangePlan:
-    """Plan of the rows that this rank sends and receives, for these values of the run-time tensors."""
+    """`ExchangePlan` of this rank: the rows that it sends and receives, for these values of the run-time tensors."""
     heads = {"head_offset": call.head_offset, "num_heads_global": call.num_heads_global}
     split, rank = Sharding.of(call.sharding), group_of(call.group).rank()
     rule = whole_rule(call.pattern, bindings, split.num_tokens)
@@ -53,7 +53,7 @@ class Exchange:
 
     @contextmanager
     def sending_keys(self) -> Iterator[Callable[[Sequence[Float[Tensor, "B G R D"]]], None]]:
-        """Send keys and values on entry; yields a function that waits for the received rows and writes them."""
+        """Send keys and values on entry; yields a function that writes the received rows to its arguments."""
 
         def receive(others: Sequence[Tensor]) -> None:
             for room, x in zip(others, arrived(), strict=True):
@@ -70,7 +70,7 @@ class Exchange:
     ) -> Iterator[Callable[[Sequence[Tensor]], None]]:
         """Send gradients of received keys on entry; yields a function that waits for the gradients of this rank's keys.
 
-        The function adds them in place, in the order of the ranks, to sums in float32 or wider.
+        The function adds them in place, in the order of the ranks, to its arguments, sums in float32 or wider.
         """
 
         def add_received(totals: Sequence[Tensor]) -> None:
@@ -91,8 +91,8 @@ class Exchange:
     ) -> Iterator[Callable[[], list[Float[Tensor, "B R D"]]]]:
         """Start one all-to-all of rows; yields a function that waits for it, once, and returns the received rows.
 
-        Buffers are held until the transfer ends, also if the block raises: until the other ranks have sent their rows,
-        or the process group's timeout.
+        Buffers are kept until the transfer ends, also if the `with` block raises: until the other ranks have sent their
+        rows, or until the process group's timeout.
         """
         batch, _, head_dim = rows[0].shape
         dtype, device, ranks, codec = rows[0].dtype, rows[0].device, self.ranks, self.codec
@@ -190,7 +190,7 @@ def _(grad_out, grad_lse, q, k, v, *others):
 
 @own_op("flexdilated::exchange_keys")
 def exchange_keys_op(q: Tensor, k: Tensor, v: Tensor, bindings: list[Tensor], constants: str) -> tuple[Tensor, Tensor]:
-    """(k, v) of this rank followed by the received ones that its queries need; of q only the shape is used."""
+    """(k, v) of this rank followed by the received keys that its queries need; only the shape of q is used."""
     own = Exchange(PlainCall.of(constants), q, k, v, bindings)
     found = own.room(own.plan.both.num_keys)
     with own.sending_keys() as receive:
@@ -223,7 +223,10 @@ def _(q, k, v, dk, dv, bindings, constants):
 
 
 def _empty_keys(q: Tensor, k: Tensor, bindings: list[Tensor], call: PlainCall, *, own: bool) -> Pair:
-    """Fake (k, v) received, preceded by this rank's if `own`; run-time tensors make their number data-dependent."""
+    """Uninitialised received (k, v), preceded by this rank's if `own`, as an op's shape rule.
+
+    If the pattern has run-time tensors, the number of keys is data-dependent (an unbacked size).
+    """
     if bindings:
         num_keys = torch.library.get_ctx().new_dynamic_size()
     else:
@@ -265,8 +268,8 @@ def exchange(
 
     bindings: the pattern's run-time tensors, for the whole sequence, ordered by name. One all-to-all brings each
     (key/value head, token) that some query of this rank may attend to; in the backward another returns the gradients,
-    which the owners add up in float32 or wider. With tiles the call is one op, which overlaps each transfer with work
-    on this rank's keys; other engines are traced, and only the transfers are ops.
+    which the owners add up in float32 or wider. With the tiles engine the call is one op, which overlaps each transfer
+    with work on this rank's keys; other engines are traced, and only the transfers are ops.
 
     Raises ValueError if the engine cannot serve the call, torch.distributed.DistError if another rank fails.
     """
@@ -283,8 +286,8 @@ def exchange(
     return run(call.engine, q, k_all, v_all, sinks, bindings, placed, call.scale, return_lse=return_lse)
 
 
-# A constant of a graph. A `graph_constant` takes plain values: torch 2.11 cannot unpack a named tuple that is one.
+# A constant of a graph. `graph_constant` gets plain values, because torch 2.11 cannot unpack a constant named tuple.
 @graph_constant
 def _placement(values: tuple[Any, ...], num_heads: int, num_kv_heads: int, bindings: list[Tensor]) -> str:
-    """Placement of this rank's queries, and of its keys followed by those received, as text."""
+    """Positions of this rank's queries, and of its keys followed by the received keys, as text."""
     return plan_of(PlainCall(*values), num_heads, num_kv_heads, bindings).both.text

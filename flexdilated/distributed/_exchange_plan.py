@@ -22,9 +22,10 @@ Tokens = tuple[tuple[Ranges, ...], ...]  # by rank, by KV head: positions
 
 
 class MessageRows(NamedTuple):
-    """Rows in one direction, in their order in the message: by (rank, KV head, token).
+    """Rows (each one token of one KV head) sent or received by a rank, in message order: by (rank, KV head, token).
 
-    place: for each row, its local token index on this rank, or its index among the tokens received in its head.
+    heads: KV head of each row. place: of a sent row, its local token index on this rank; of a received row, its index
+    among the tokens received in its head.
     """
 
     heads: Int64[Tensor, " R"]
@@ -33,7 +34,7 @@ class MessageRows(NamedTuple):
 
 @dataclass(frozen=True)
 class ExchangePlan:
-    """Rows that one rank receives and sends; the plans of all ranks agree on the rows and on their order.
+    """Rows (each one token of one KV head) that one rank receives and sends, in an order equal on both ranks.
 
     received[source][g]: positions on rank `source` whose key and value this rank needs in KV head g, because some of
     its queries, in some query head of group g, may attend to them. sent[target][g]: positions of this rank that
@@ -63,7 +64,8 @@ class ExchangePlan:
     ) -> ExchangePlan:
         """Cached plan of one rank.
 
-        The pattern must hold the values of its run-time tensors. Raises ValueError for heads or tokens that it refuses.
+        The pattern must contain the values of its run-time tensors. Raises ValueError if it does not fit the heads or
+        tokens.
         """
         sizes = (num_heads, num_kv_heads, head_offset, num_heads_global)
 
@@ -79,27 +81,27 @@ class ExchangePlan:
 
     @cached_property
     def num_received(self) -> tuple[int, ...]:
-        """Rows by rank."""
+        """Number of rows received from each rank."""
         return tuple(_counts(self.received).sum(1).tolist())
 
     @cached_property
     def num_sent(self) -> tuple[int, ...]:
-        """Rows by rank."""
+        """Number of rows sent to each rank."""
         return tuple(_counts(self.sent).sum(1).tolist())
 
     @cached_property
     def own(self) -> Placement:
-        """Positions of the queries and of this rank's keys."""
+        """Positions of this rank's queries and keys."""
         return Placement(self.local, (self.local,), complete=False, num_tokens=self.num_tokens)
 
     @cached_property
     def others(self) -> Placement:
-        """Positions of the queries and, by KV head, of the received keys."""
+        """Positions of this rank's queries and, by KV head, of the received keys."""
         return self._placed_after(())
 
     @cached_property
     def both(self) -> Placement:
-        """Positions of the queries and, by KV head, of own keys followed by received keys."""
+        """Positions of this rank's queries and, by KV head, of its keys followed by the received keys."""
         return self._placed_after(self.local)
 
     def _placed_after(self, first: Ranges) -> Placement:
@@ -108,7 +110,7 @@ class ExchangePlan:
         return Placement(self.local, keys, complete=True, num_tokens=self.num_tokens)
 
     def rows(self, device: torch.device) -> tuple[MessageRows, ...]:
-        """(rows sent, rows received) with their indices on `device`, cached."""
+        """(`MessageRows` sent, `MessageRows` received), with index tensors on `device`; cached."""
         if device not in self._on:
             ranges = tuple(keys for by_head in self.sent for ranges in by_head for keys in ranges)
             counts = _counts(self.received)
@@ -122,7 +124,7 @@ class ExchangePlan:
 
 
 def local_indices(held: Ranges, positions: Ranges) -> Int64[Tensor, " n"]:
-    """Local index of each position, range by range, on a rank that holds the ascending ranges `held`."""
+    """Local token index of each of `positions`, in order, on a rank with the ascending ranges `held`."""
     if not positions:
         return torch.empty(0, dtype=torch.int64)
     wanted = torch.cat([torch.arange(each.start, each.stop, each.step) for each in positions])
@@ -143,7 +145,7 @@ def _heads_of(counts: Int64[Tensor, "W G"]) -> Int64[Tensor, " R"]:
 
 
 def _nbytes(plan: ExchangePlan) -> int:
-    """Estimated bytes of a plan: ranges (twice, because placements copy them), tuples, and two int64 indices a row."""
+    """Estimated bytes of a plan: ranges (twice, because placements copy them), tuples, two int64 indices per row."""
     ranges = sum(len(keys) for side in (plan.received, plan.sent) for by_head in side for keys in by_head)
     tuples = sum(len(by_head) + 1 for side in (plan.received, plan.sent) for by_head in side)
     return 320 * ranges + 64 * tuples + 16 * (sum(plan.num_sent) + sum(plan.num_received))

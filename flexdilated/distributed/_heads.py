@@ -1,6 +1,7 @@
-"""Head parallelism: each rank receives the whole sequence of some heads, attends, and returns the tokens.
+"""Head parallelism (as in DeepSpeed-Ulysses): all-to-alls from token shards to head shards and back.
 
-The op from tokens to heads and the op from heads to tokens are each other's gradient.
+Each rank attends over the whole sequence with some of the heads. `heads_to_tokens` is the gradient of
+`tokens_to_heads`, and vice versa.
 """
 
 from __future__ import annotations
@@ -28,9 +29,10 @@ from .group import Ranks, Sharding, check_agreement, check_shards, communicating
 
 
 def taken_heads(num_heads: int, of: int, num_ranks: int) -> tuple[range, ...]:
-    """By rank, the heads of a tensor with `of` heads that the rank's share of the num_heads query heads reads.
+    """For each rank, the heads that it needs of a tensor with `of` heads, if query heads are split evenly over ranks.
 
-    With fewer key/value heads than ranks, several ranks read one.
+    `of` is num_heads for queries, or the number of key/value heads; with fewer of these than ranks, several ranks need
+    the same head.
     """
     share, group = num_heads // num_ranks, num_heads // of
     return tuple(range(at // group, (at + share - 1) // group + 1) for at in range(0, num_heads, share))
@@ -55,12 +57,12 @@ def attend_heads(
     block_size: int | tuple[int, int] | None = None,
     return_lse: bool = False,
 ) -> Float[Tensor, "B H L D"] | tuple[Float[Tensor, "B H L D"], Float[Tensor, "B H L"]]:
-    """`attend` over a sequence distributed as `sharding` says; takes this rank's tokens and returns their rows.
+    """`attend` over a sequence sharded by `sharding`; q, k, v and the output (and lse) are for this rank's tokens.
 
     Uses two all-to-alls, and two in the backward. A rank computes H / W heads over the whole sequence, so any pattern
-    and engine serve; the load is balanced if the rules of the heads have equal work. Bindings and padding are for the
-    whole sequence, sinks for all heads of q; head_offset counts heads of other devices, as in `attend`. The gradients
-    of sinks must be summed over the ranks. Raises ValueError unless W divides H.
+    and engine can be used; the load is balanced if the rules of the heads have equal work. Bindings and padding are for
+    the whole sequence, sinks for all heads of q; head_offset counts heads of other devices, as in `attend`. The
+    gradients of sinks must be summed over the ranks. Raises ValueError unless W divides H.
     """
     padded = require_expression(pattern)
     pattern, needs_lse = pattern.unpadded, return_lse or pattern.pads
@@ -89,7 +91,7 @@ def attend_heads(
     read = [head * G // H - mine.start * G // H for head in mine]
     if len({read.count(head) for head in read}) > 1:  # unequal groups: one copy of its key/value head a query head
         k, v = (torch.stack([x[:, head] for head in read], dim=1) for x in (k, v))
-    # Keys and values may be float32, so that their gradients are.
+    # Keys and values may be float32, so that their gradients are float32, too.
     sides = () if block_size is None else block_sides(block_size)
     call = Call.at(q, k, pattern.text, head_offset=first[0], num_heads_global=heads, block_size=sides)
     out, lse = run(chosen, q, k, v, sinks, tensors, call, factor, **how)
@@ -112,12 +114,12 @@ Pieces = list[list[Tensor]]  # by rank: views into this rank's tensors
 def tokens_to_heads(
     shards: list[Tensor], num_heads: int, sharding: list[int], group: str, pattern: str, widen: bool
 ) -> list[Tensor]:
-    """From (B, X, L, D), all heads of this rank's tokens, to (B, Y, N, D), this rank's heads of all tokens, in order.
+    """Convert (B, X, L, D), all heads of this rank's tokens, to (B, Y, N, D), this rank's heads of all tokens in order.
 
-    The tensors have one dtype and are sent in one all-to-all; a head goes to every rank that takes it, as from
-    `taken_heads` for num_heads query heads. If `pattern`, in JSON, is not empty, the ranks first check that they make
-    the same call. With `widen`, tensors whose heads go to several ranks are returned in float32 or wider, so that their
-    gradients are sent and summed in that dtype.
+    The tensors have one dtype and are sent in one all-to-all; a head is sent to each rank that needs it
+    (`taken_heads` with num_heads query heads). If `pattern`, JSON or "", is not empty, the ranks first check that they
+    make the same call. With `widen`, tensors whose heads go to several ranks are returned in float32 or wider, so that
+    their gradients are sent and summed in that dtype.
     """
     rank, split, tensors = _read(num_heads, [x.shape[1] for x in shards], sharding, group)
     if pattern:
@@ -137,9 +139,9 @@ def _(shards, num_heads, sharding, group, pattern, widen):
 def heads_to_tokens(
     wholes: list[Tensor], heads: list[int], num_heads: int, sharding: list[int], group: str
 ) -> list[Tensor]:
-    """Inverse of `tokens_to_heads`: from (B, Y, N, D) to (B, X, L, D); heads holds X of each tensor.
+    """Inverse of `tokens_to_heads`: converts (B, Y, N, D) to (B, X, L, D); `heads` has X for each tensor.
 
-    If several ranks have one head, their tensors are summed, in float32 or wider and in the order of the ranks.
+    If several ranks have the same head, their tensors are summed, in float32 or wider and in the order of the ranks.
     """
     rank, split, tensors = _read(num_heads, heads, sharding, group)
     dtype, length = wholes[0].dtype, split.length(rank)
@@ -185,7 +187,7 @@ heads_to_tokens.register_autograd(_wholes_backward, setup_context=_remember_whol
 def _read(
     num_heads: int, heads: Sequence[int], sharding: list[int], group: str
 ) -> tuple[int, Sharding, tuple[Takers, ...]]:
-    """(this rank, the sharding, by tensor the heads that each rank takes); heads: number of heads of each tensor."""
+    """(this rank, the sharding, for each tensor the heads that each rank needs); heads: number of heads per tensor."""
     split = Sharding.of(sharding)
     return group_of(group).rank(), split, tuple(taken_heads(num_heads, each, split.num_ranks) for each in heads)
 
@@ -206,14 +208,14 @@ def _facts(shards: Sequence[Tensor], split: Sharding, pattern: str) -> dict[str,
 
 
 def _whole(shard: Tensor, takers: Takers, split: Sharding, rank: int, widen: bool) -> Tensor:
-    """Uninitialised tensor for all tokens of this rank's heads."""
+    """Uninitialised (B, Y, N, D) for all tokens of this rank's heads; in float32 or wider if `widen` applies."""
     shared = sum(map(len, takers)) > shard.shape[1]
     dtype = sum_dtype(shard) if widen and shared else shard.dtype
     return shard.new_empty(shard.shape[0], len(takers[rank]), split.num_tokens, shard.shape[3], dtype=dtype)
 
 
 def _of_shards(shards: Sequence[Tensor], tensors: Sequence[Takers], split: Sharding, rank: int) -> Pieces:
-    """For each rank: the heads that it takes, of this rank's tokens, range by range."""
+    """Views, for each rank, of this rank's tokens in the heads that the rank needs; one per tensor and range."""
     bounds = [0, *accumulate(map(len, split.ranges(rank)))]
     return [
         [
@@ -226,14 +228,14 @@ def _of_shards(shards: Sequence[Tensor], tensors: Sequence[Takers], split: Shard
 
 
 def _of_wholes(wholes: Sequence[Tensor], split: Sharding) -> Pieces:
-    """For each rank: its tokens, of this rank's heads, range by range."""
+    """Views, for each rank, of the rank's tokens in this rank's heads; one per tensor and range of positions."""
     return [
         [x[:, :, run.start : run.stop] for x in wholes for run in split.ranges(peer)] for peer in range(split.num_ranks)
     ]
 
 
 def _swap(sources: Pieces, targets: Pieces, *, like: Tensor, group: str, add: bool) -> None:
-    """Send each rank its sources in one all-to-all; copy what arrives to the targets, or add it in rank order."""
+    """Send each rank its sources in one all-to-all; copy received data to the targets, or add it in rank order."""
     ranks = Ranks.named(group, like.device.type)
     sizes, expected = (
         [0 if peer == ranks.rank else sum(piece.numel() for piece in pieces) for peer, pieces in enumerate(side)]

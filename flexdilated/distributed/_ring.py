@@ -1,6 +1,6 @@
-"""The ring: attention over all ranks' tokens, whose keys and values arrive shard by shard.
+"""The ring: attention over all ranks' tokens; a rank receives the shards of keys and values one by one.
 
-Turns of a rank, transfers of keys and of gradients, and the ops, of which torch.compile traces shapes and gradients.
+Contains the turns of a rank, the transfers of keys and gradients, and custom ops for forward and backward.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from .wire import Codec, Lease, codec_for, gradient_codec, lease_from, pool_name
 
 @dataclass(frozen=True)
 class ShardPart:
-    """Consecutive tokens of a rank's shard, and their positions; empty if no token is needed."""
+    """Consecutive local tokens of a rank's shard, and their positions; empty if no token is needed."""
 
     tokens: range
     positions: Ranges
@@ -33,13 +33,13 @@ class ShardPart:
         return len(self.tokens)
 
     def of(self, x: Tensor) -> Tensor:
-        """These tokens of a shard (B, G, L, ...)."""
+        """View of these tokens of a shard x (B, G, L, ...)."""
         return x[:, :, self.tokens.start : self.tokens.stop]
 
 
 @dataclass(frozen=True)
 class Turn:
-    """One turn of a ring for one rank: it receives from `source` and sends to `target`.
+    """One turn of a ring for one rank: it receives keys `received` from rank `source`, and sends `sent` to `target`.
 
     The backward reverses both: gradients of received keys go back to `source`, gradients of sent keys come from
     `target`.
@@ -56,9 +56,9 @@ def turns_of(
 ) -> tuple[Turn, ...]:
     """Cached turns of a rank with the W - 1 other ranks.
 
-    A run of a shard is sent whole if some query of the receiver needs a key of it. Both sides decide that
-    independently, from the sharding and the pattern, which must hold the values of its run-time tensors. heads: global
-    query heads.
+    A run (contiguous range of positions) of a shard is sent whole if some query of the receiver needs a key of it.
+    Sender and receiver decide that independently, from the sharding and the pattern, which must contain the values of
+    its run-time tensors. heads: global query heads.
     """
 
     def build() -> tuple[Turn, ...]:
@@ -78,9 +78,9 @@ def turns_of(
 
 
 def _steps(num_ranks: int) -> Iterator[int]:
-    """Ring steps, nearest neighbours first: if only neighbours need each other's keys, their turns overlap.
+    """Ring distances, nearest neighbours first: if only neighbours need each other's keys, their turns overlap.
 
-    All ranks take the steps in one order; otherwise messages between three ranks could deadlock.
+    All ranks use the same order; otherwise messages between three ranks could deadlock.
     """
     for step in range(1, num_ranks // 2 + 1):
         yield step
@@ -89,7 +89,7 @@ def _steps(num_ranks: int) -> Iterator[int]:
 
 
 def _needed_part(needs: KVNeeds, sharding: Sharding, holder: int, receiver: int) -> ShardPart:
-    """Runs of the holder's shard in which the receiver needs a key; adjacent, because a shard has at most two runs."""
+    """Contiguous ranges of rank `holder`'s shard in which rank `receiver` needs a key; a shard has at most two."""
     queries = sharding.ranges(receiver)
     needed, first = [], 0
     for run in sharding.ranges(holder):
@@ -128,11 +128,11 @@ class Ring:
         return Placement(self.own.positions, (part.positions,), complete=False, num_tokens=tokens)
 
     def rotate(self, visit: Visit) -> None:
-        """Visit this rank's shard, then the received part of each turn, while the next turn's transfer runs.
+        """Call `visit` with this rank's shard, then with the received part of each turn, during the next transfer.
 
-        visit: gets the turn, None for this rank's shard, the part, which is empty if the turn receives nothing, and its
-        keys and values (B, G, S, D). Received keys are freed after their visit, so at most two shards of other ranks
-        are held.
+        visit: gets (turn or None for this rank's shard, part, keys (B, G, S, D), values (B, G, S, D)); the part is
+        empty if the turn receives nothing. Received keys are freed after their visit, so at most two shards of other
+        ranks are held.
         """
         if not len(self.own):
             return
@@ -154,7 +154,7 @@ class Ring:
                 transfer.drop()
 
     def _show(self, turn: Turn, transfer: Posted, visit: Visit) -> None:
-        """Visit the received part. Leaves no reference to its tensors, so that they can be freed."""
+        """Call `visit` with the received part; keeps no reference to its tensors, so that they can be freed."""
         lease = self.read(transfer, self.codec, self.k, self.dtype)
         with lease:
             visit(turn, turn.received, *lease.tensor)
@@ -174,7 +174,7 @@ class Ring:
         return lease_from(self.pool, (2, *like.shape[:2], num_tokens, width), dtype, like.device)
 
     def read(self, transfer: Posted, codec: Codec, like: Tensor, dtype: torch.dtype) -> Lease:
-        """Received rows, decoded: (2, B, G, S, D) in `dtype`. An encoded buffer that is not returned is released."""
+        """Lease of the received rows, decoded: (2, B, G, S, D) in `dtype`; releases the wire buffer if it differs."""
         assert transfer.lease is not None
         if codec.name is None and dtype == like.dtype:
             return transfer.lease
@@ -189,7 +189,7 @@ class Ring:
 
 
 class Gradients:
-    """Gradients dk, dv (B, G, L, D) of this rank's keys and values; adds those from other ranks turn by turn."""
+    """Sums dk, dv (B, G, L, D) for this rank's keys and values; adds the gradients from other ranks turn by turn."""
 
     def __init__(self, ring: Ring, dk: Tensor, dv: Tensor) -> None:
         self.ring, self.totals = ring, (dk, dv)
@@ -199,7 +199,7 @@ class Gradients:
     def exchange(self, turn: Turn, grads: Sequence[Tensor]) -> None:
         """Start to send the gradients of the keys received in `turn`, and to receive gradients of keys sent in it.
 
-        Settles the previous turn first, so that buffers of at most one turn are held.
+        Waits for the previous turn first, so that buffers of at most one turn are in memory.
         """
         self.settle()
         send = [(_written(grad, self.codec), turn.source) for grad in grads]
@@ -247,8 +247,8 @@ def ring_op(
     summed over the ranks.
 
     A rank holds at most two shards of other ranks. Sums are in float32 or wider and in a fixed order. Codec "auto"
-    keeps its error bound, for one collective of 8 bytes in each pass. Raises torch.distributed.DistError if another
-    rank fails.
+    keeps its error bound, at the cost of one 8-byte collective in forward and backward each. Raises
+    torch.distributed.DistError if another rank fails.
     """
     call = PlainCall.of(constants)
     ring = Ring(call, q, k, v, bindings)

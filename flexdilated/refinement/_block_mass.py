@@ -1,4 +1,4 @@
-"""Attention mass of each pair of a query block and a key block: exact, from the lse of a call, or by pooled scores."""
+"""Attention mass per (query block, key block): exact, from the lse of a call; or estimated, by pooled scores."""
 
 from __future__ import annotations
 
@@ -48,15 +48,15 @@ def block_mass(
 
     The share of one query is the sum over the block's keys of multiplicity * exp(score - lse). A block of queries has
     the mean of the shares of its queries with lse > -inf, over all batch entries. So a row sums to 1, less the share of
-    sinks and of zero keys of padding, which the lse includes; it sums to 0 if no query has keys. For separate batch
+    sinks and of keys added as padding, if the lse includes them; it sums to 0 if no query has keys. For separate batch
     entries, call it once per entry.
 
     lse: as `attend(q, k, v, pattern, return_lse=True)` returns it. scale, enable_gqa, bindings, offsets and heads: as
-    in that call. If k is part of the keys of the lse, shares are relative to all keys in the lse.
+    in that call. If k has only some of the keys in the lse, shares are still relative to all of them.
     block: tokens of a block, or (of queries, of keys). Block i starts at position i * block, as in
         `masks.block_list`. The first row is the block of query 0's position, the first column that of key 0's.
 
-    Computes only blocks in which the pattern has pairs, in portions, without an N x M matrix.
+    Computes only blocks in which the pattern has pairs, in chunks, without an N x M matrix.
     The result is float32, or float64 for float64 inputs, and has no gradient. Call it outside torch.compile.
 
     Raises ValueError or TypeError, before any work, for inputs that do not fit together.
@@ -106,9 +106,9 @@ def pooled_scores(
 ) -> Float[Tensor, "H R C"]:
     """Mean score of all pairs of each query block and each key block, per head: an estimate for unlisted blocks.
 
-    Computed as scale * (mean of q) * (mean of k), so no pairs are formed, and for all blocks, in a pattern or not. It
-    is also the mean over batch entries. With `lse`, of a call with the current pattern, the mean lse of the block's
-    queries with keys is subtracted, which makes rows comparable: if all queries have keys, exp(score) times the number
+    Computed for all blocks as scale * (mean of q) · (mean of k), without forming pairs, and averaged over batch
+    entries. lse: of a call with the current pattern, or None. The mean lse of the block's queries with keys is
+    subtracted, which makes rows comparable: if all queries have keys, exp(score) times the number
     of keys in the block is a lower bound of the mass that the block would add. Rows whose queries all have no keys are
     then -inf.
 
@@ -142,7 +142,7 @@ def pooled_scores(
 
 @dataclass(frozen=True)
 class _Side:
-    """Tokens from position `offset` on, in blocks of `side` positions that start at multiples of `side`."""
+    """`tokens` tokens from position `offset`, divided into blocks of `side` positions at multiples of `side`."""
 
     offset: int
     tokens: int
@@ -150,7 +150,7 @@ class _Side:
 
     @property
     def ahead(self) -> int:
-        """Number of positions of the first block before the first token."""
+        """Number of positions in the first block that precede the first token."""
         return self.offset % self.side
 
     @property
@@ -158,7 +158,7 @@ class _Side:
         return -(-(self.ahead + self.tokens) // self.side)
 
     def cut(self, x: Float[Tensor, "B X N D"], fill: float = 0.0) -> Float[Tensor, "B X R S D"]:
-        """Tokens by block, with `fill` at positions without a token."""
+        """x with its token dim split into (R blocks, S = side), padded with `fill` at positions without a token."""
         behind = self.blocks * self.side - self.ahead - self.tokens
         padded = pad(x, (0, 0, self.ahead, behind), value=fill) if self.ahead or behind else x
         return padded.unflatten(2, (self.blocks, self.side))
@@ -168,12 +168,12 @@ class _Side:
         return self.cut(x).sum(3) / self.cut(torch.ones_like(x[:1, :1, :, :1])).sum(3)
 
     def positions(self, block: Int64[Tensor, " n"], places: range) -> Int64[Tensor, "n S"]:
-        """Positions at the offsets `places` within these blocks."""
+        """Positions of the tokens at offsets `places` within the blocks with indices `block`."""
         within = torch.arange(places.start, places.stop, device=block.device)
         return self.offset - self.ahead + block[:, None] * self.side + within
 
     def holds(self, position: Tensor) -> Tensor:
-        """True at positions that have a token."""
+        """True for positions in [offset, offset + tokens)."""
         return (position >= self.offset) & (position < self.offset + self.tokens)
 
     def clamp(self, position: Tensor) -> Tensor:
@@ -182,7 +182,11 @@ class _Side:
 
 @dataclass(frozen=True)
 class _Operands:
-    """Tensors of some batch entries, by block. shifts: lse; inf for queries without keys and padding."""
+    """Tensors of some batch entries, split into blocks.
+
+    shifts: lse, but inf for padding and for queries without keys. rows, columns: blocks of queries and of keys.
+    factor: scale of the scores.
+    """
 
     q: Float[Tensor, "B H R S D"]
     k: Float[Tensor, "B G C T D"]
@@ -214,7 +218,7 @@ def _listed(bound: Bound, sides: tuple[int, int]) -> Blocks:
 
 
 def _add_branch(mass: Float[Tensor, "H R C"], times: int, bound: Bound, blocks: Blocks, given: _Operands) -> None:
-    """Add the mass of one branch, for one table of blocks at a time."""
+    """Add `times` the mass of one branch (a summand of the mixture) to `mass`, in place."""
     mod = bound.union.mask_mod(num_heads=bound.num_heads_global, device=mass.device)
     none = torch.zeros((), dtype=torch.int64, device=mass.device)
     for table in range(blocks.num_tables):
@@ -233,7 +237,10 @@ def _add_branch(mass: Float[Tensor, "H R C"], times: int, bound: Bound, blocks: 
 def _shares(
     given: _Operands, heads: Tensor, row: Tensor, column: Tensor, rule: _Allowed | None
 ) -> Float[Tensor, "h n"]:
-    """Shares of some blocks, summed over their queries and the batch entries; all `heads` have one rule."""
+    """Attention shares of n blocks (row, column), summed over their queries and the batch entries.
+
+    All `heads` have one rule; None: all pairs are allowed.
+    """
     groups = given.q.shape[1] // given.k.shape[1]
     wide = given.shifts.dtype
     keys = given.k[:, (heads // groups)[:, None], column].to(wide)

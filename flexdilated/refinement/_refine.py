@@ -19,7 +19,7 @@ from ..masks.planning import bound_blocks, shared_terms
 
 
 class Refinement(NamedTuple):
-    """A refined pattern, and (head, row, column) of each block that was dropped and of each that was added."""
+    """Result of `refine`: the new pattern, and (head, row, column) of each dropped and each added (grown) block."""
 
     pattern: Pattern
     dropped: Int64[Tensor, "n 3"]
@@ -45,8 +45,8 @@ def refine(
     lower row, then lower column. The result depends on the arguments alone, so ranks with equal arguments get equal
     patterns.
 
-    pattern: from `masks.block_list`, with one table per head. Refine it alone, and intersect it with other patterns,
-        such as `causal()`, where it is used.
+    pattern: from `masks.block_list`, with one table per head. Pass it without other patterns; intersect
+        the result with them, such as `causal()`, for attention.
     importance: mass of each block, such as `ImportanceTracker.importance()`; read for listed blocks.
     scores: estimate for each block, such as `fd.pooled_scores`; read for unlisted blocks. -inf: never added.
     moves: at least 0; fewer are made if fewer blocks can be dropped or added.
@@ -63,9 +63,9 @@ def refine(
     >>> listed = masks.block_list([[[0], [0, 1], [0, 1, 2]]], block=64)  # one head
     >>> importance = torch.tensor([[[1.0, 0.0, 0.0], [0.4, 0.6, 0.0], [0.1, 0.2, 0.7]]])
     >>> scores = torch.tensor([[[0.0, 9.0, 9.0], [0.0, 0.0, 9.0], [0.0, 0.0, 0.0]]])
-    >>> fd.refine(listed, importance, scores=scores, moves=1, within=masks.causal()).grown  # no block is left to grow
+    >>> fd.refine(listed, importance, scores=scores, moves=1, within=masks.causal()).grown  # no block can be added
     tensor([], size=(0, 3), dtype=torch.int64)
-    >>> fd.refine(listed, importance, scores=scores, moves=1).pattern  # (2, 0) goes, (0, 1) comes
+    >>> fd.refine(listed, importance, scores=scores, moves=1).pattern  # (2, 0) is dropped, (0, 1) added
     block_list(rows=(((0, 1), (0, 1), (1, 2)),), block=64)
     """
     require_int("moves", moves, minimum=0)
@@ -130,7 +130,7 @@ def _check_numbers(name: str, x: object, shape: tuple[int, ...]) -> None:
 
 
 def _most_massive(mass: Tensor, listed: Tensor) -> Bool[Tensor, "H R C"]:
-    """True for the listed block of each row with most mass; the first of equal ones."""
+    """True for the listed block of each row with most mass; the first among ties."""
     best = mass.masked_fill(~listed, -torch.inf).argmax(-1, keepdim=True)
     return torch.zeros_like(listed).scatter_(-1, best, True) & listed
 
@@ -163,11 +163,11 @@ class ImportanceTracker(nn.Module):
 
     After updates m_1 to m_t, importance is sum of decay^(t-i) * m_i over sum of decay^(t-i): a weighted mean in which
     later updates count more, without a bias towards 0 at the start. For a block that was restarted, only later updates
-    count; without any, its importance is 0.
+    count; its importance is 0 until the next one.
 
     num_heads, rows, columns: the shape of the mass.
     decay: in [0, 1); 0 keeps only the latest update.
-    group: a process group whose ranks average their mass; None, the default, is this rank alone. `update` starts the
+    group: a process group whose ranks average their mass; None, the default: no communication. `update` starts the
         all-reduce, and the next use of the average waits for it. All ranks then have a bitwise equal average, from
         which `fd.refine` gives all of them one pattern, if they refine at equal steps. Ranks must make equal sequences
         of updates and restarts.
@@ -240,7 +240,7 @@ class ImportanceTracker(nn.Module):
 
     @torch.no_grad()
     def restart(self, blocks: Int64[Tensor, "n 3"]) -> None:
-        """Forget the updates of blocks, rows (head, row, column), such as `grown` in the result of `fd.refine`.
+        """Forget the past updates of blocks, given as (head, row, column), such as `grown` in a `Refinement`.
 
         A block that enters the pattern is then judged only by updates from now on.
         """

@@ -1,4 +1,4 @@
-"""A selection as plain values, and its boxes, each a row of queries by a block of keys: candidates and hidden keys."""
+"""Arguments of a selection as plain values, and its boxes: pairs of a row (block of queries) and a block of keys."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ from ..masks.text import read_text
 # M keys, C blocks of keys, n rows, x listed boxes, o boxes with separate pools, p groups of w such boxes
 
 # State of a box. NOTHING: choosing it adds no pair. PLAIN: a candidate that adds all its pairs. WHOLE: a candidate that
-# adds some pairs, with all keys visible. PARTIAL_VIEW: a candidate with hidden keys. UNCHOSEN: no candidate, although
-# it would add pairs. The last three are listed.
+# adds some pairs, with all keys visible. PARTIAL_VIEW: a candidate with hidden keys. UNCHOSEN: not a candidate,
+# although it would add pairs. The last three are listed.
 NOTHING, PLAIN, WHOLE, PARTIAL_VIEW, UNCHOSEN = range(5)
 
 _CELLS = 1 << 20  # pairs evaluated at once
@@ -30,9 +30,9 @@ _KEPT = 1 << 26  # most boxes of a rule that are cached; above, each call builds
 
 
 class Rows(NamedTuple):
-    """Rows of a call: blocks of `query_block` positions; the first and last may be cut off by the call's queries.
+    """Rows (blocks of `query_block` query positions) and key blocks of a call; the first and last row may be partial.
 
-    whole: a row is scored by all its queries; otherwise by its first.
+    block: tokens of a key block. whole: a row is scored by all its queries; otherwise by its first.
     """
 
     num_queries: int
@@ -44,7 +44,7 @@ class Rows(NamedTuple):
 
     @property
     def lead(self) -> int:
-        """Number of positions of the first row before query 0."""
+        """Number of positions in the first row that precede query 0."""
         return self.q_offset % self.query_block
 
     @property
@@ -56,27 +56,30 @@ class Rows(NamedTuple):
         return -(-self.num_keys // self.block)
 
     def queries_of(self, part: range) -> tuple[Int64[Tensor, " n"], Int64[Tensor, " n"]]:
-        """(first position, number) of each row's queries."""
+        """(first position, number) of the queries of each row in `part`."""
         begin = torch.arange(part.start, part.stop) * self.query_block - self.lead
         first, stop = begin.clamp(min=0), (begin + self.query_block).clamp(max=self.num_queries)
         return first + self.q_offset, stop - first
 
     def keys_of(self) -> tuple[Int64[Tensor, " C"], Int64[Tensor, " C"]]:
-        """(first position, number) of each block's keys."""
+        """(first position, number) of the keys of each block."""
         first = torch.arange(self.blocks) * self.block
         return first, (self.num_keys - first).clamp(max=self.block)
 
     def portions(self, numbers: int) -> Iterator[range]:
-        """Yield chunks of rows that bound memory: `numbers` values per row to some MiB, masks of pairs to some more."""
+        """Yield ranges of rows, small enough to bound the memory of `numbers` values per row and of masks of pairs."""
         most = min((1 << 20) // max(numbers, self.blocks), (1 << 25) // self.num_keys)
         step = 1 << max(0, most.bit_length() - 1)
         yield from (range(at, min(at + step, self.number)) for at in range(0, self.number, step))
 
 
 class SelectionCall(NamedTuple):
-    """Arguments of a choice except tensors; patterns as JSON, "" for no `always`.
+    """Arguments of a selection except tensors; patterns as JSON, with "" for no `always`.
 
-    coarse_block, coarse_query_block: block sides of the coarse selector; 0 without one.
+    whole: a row is scored by all its queries; otherwise by its first. kind, amount, most: of the budget, see `choose`.
+    share: which heads share a table: "head", "group" or "all".
+
+    coarse_block, coarse_query_block: block sizes of the coarse selector; 0 without one.
     """
 
     within: str
@@ -102,7 +105,7 @@ class SelectionCall(NamedTuple):
 
     @classmethod
     def of(cls, constants: str, q_offset: int) -> SelectionCall:
-        """From an op's arguments; in a trace q_offset is symbolic."""
+        """Inverse of `arguments`; in a trace q_offset is symbolic."""
         return cls._make((*read_written(constants), q_offset))
 
     def rows(self, q: Tensor, k: Tensor) -> Rows:
@@ -113,7 +116,7 @@ class SelectionCall(NamedTuple):
         return {"head": q.shape[1], "group": k.shape[1], "all": 1}[self.share]
 
     def both(self, bindings: Sequence[Tensor], extent: Extent) -> Pattern | Mixture:
-        """Mixture of `within` and then `always`, resolved with run-time tensors, which are sorted by name."""
+        """Mixture of `within` and `always` (if any), resolved with run-time tensors, which are sorted by name."""
         patterns: list[Any] = [read_text(text) for text in (self.within, self.always) if text]
         both = Mixture.of(*patterns)
         return both.resolve(dict(zip(names(both), bindings, strict=True)), extent)
@@ -137,11 +140,11 @@ class HeadRule(NamedTuple):
         return self.within.text + ("" if self.always is None else self.always.text)
 
     def sees(self, q: Tensor, k: Tensor) -> Tensor:
-        """Mask of the pairs that `within` allows, over broadcast positions."""
+        """True for pairs that `within` allows; q and k are positions, which broadcast."""
         return self._holds(self.within, q, k)
 
     def leaves(self, q: Tensor, k: Tensor, seen: Tensor) -> Tensor:
-        """Mask of the `seen` pairs that `always` does not allow."""
+        """True for the `seen` pairs that `always` does not allow; q and k are positions, which broadcast."""
         return seen if self.always is None else seen & ~self._holds(self.always, q, k)
 
     def _holds(self, pattern: Pattern, q: Tensor, k: Tensor) -> Tensor:
@@ -153,10 +156,11 @@ class HeadRule(NamedTuple):
 
 
 class OwnPools(NamedTuple):
-    """Candidates with hidden keys, which need separate pools, in padded groups of one key block each.
+    """Candidate boxes whose row does not see all keys of the block, so that they need separate pools.
 
-    place: row * C + block of each box, ascending. at: index of each box in the flattened groups. block: of each group.
-    row: of each box. mask: keys of the block that the row sees.
+    Boxes are in padded groups of w boxes with one key block. place: row * C + block of each box, ascending. at: index
+    of each box in the flattened groups. block: key block of each group. row: row of each box. mask: keys of the block
+    that the row sees.
     """
 
     place: Int64[Tensor, " o"]
@@ -167,10 +171,12 @@ class OwnPools(NamedTuple):
 
 
 class Boxes(NamedTuple):
-    """Boxes of a chunk of rows under one rule; row 0 is the first of the chunk.
+    """Boxes (row of queries, block of keys) of a chunk of rows under one rule; row 0 is the first of the chunk.
 
-    state: see the constants above. place: row * C + block of each listed box, ascending. gain: pairs that choosing
-    each listed box adds. sees: queries of each row that see a key; seen: keys that some row sees; None for all. pairs:
+    state: state of each box, one of NOTHING, PLAIN, WHOLE, PARTIAL_VIEW and UNCHOSEN. place: row * C + block of each
+    listed box (the last three states), ascending. gain: number of pairs that choosing each listed box adds. own: pools
+    of boxes with hidden keys, if any. sees: queries of each row that see a key; seen: keys that some row sees; None for
+    all. pairs:
     number of pairs that `within` allows; open: number of them that are attended to only if chosen.
     """
 
@@ -206,13 +212,13 @@ class Boxes(NamedTuple):
 def found_in(
     ascending: Int64[Tensor, " x"], places: Int64[Tensor, "*some"]
 ) -> tuple[Int64[Tensor, "*some"], Bool[Tensor, "*some"]]:
-    """(index in `ascending`, True if present) of each place; `ascending` must not be empty."""
+    """(index in `ascending`, True if present) for each of `places`; `ascending` must not be empty."""
     at = torch.searchsorted(ascending, places).clamp(max=len(ascending) - 1)
     return at, ascending[at] == places
 
 
 def boxes_of(rule: HeadRule, rows: Rows, part: range, device: torch.device) -> Boxes:
-    """Boxes of some rows; cached unless the boxes of all rows exceed _KEPT."""
+    """Boxes of the rows `part`; cached unless the boxes of all rows exceed _KEPT."""
 
     def built() -> Boxes:
         return _build(rule, rows, part)
@@ -229,8 +235,8 @@ def boxes_of(rule: HeadRule, rows: Rows, part: range, device: torch.device) -> B
 class _Evaluated(NamedTuple):
     """Boxes that bounds do not decide, evaluated pair by pair.
 
-    pairs: number that `within` allows; gain: number of them that `always` does not allow. view: keys that the row
-    sees. queries: queries that see a key.
+    pairs: number of pairs that `within` allows; gain: number of them that `always` does not allow. view: keys that the
+    row sees. queries: queries that see a key.
     """
 
     row: Int64[Tensor, " x"]
@@ -243,7 +249,7 @@ class _Evaluated(NamedTuple):
 
 
 def _build(rule: HeadRule, rows: Rows, part: range) -> Boxes:
-    """Classify boxes by bounds where these decide, pair by pair elsewhere."""
+    """Classify boxes by bounds on the pattern where these suffice, pair by pair elsewhere."""
     (q_first, q_count), (k_first, k_count) = rows.queries_of(part), rows.keys_of()
     n, C = len(part), rows.blocks
     r, j = torch.arange(n).repeat_interleave(C), torch.arange(C).repeat(n)
@@ -311,7 +317,7 @@ def _sides(
 
 
 def _own_pools(some: _Evaluated, partial: Int64[Tensor, " o"], C: int) -> OwnPools:
-    """Group partial boxes by block, at most _WIDEST to a group, and pad the groups."""
+    """Pools of the boxes with hidden keys: grouped by block, at most _WIDEST boxes per group, and padded."""
     row, block = some.row[partial], some.block[partial]
     order = (block * (int(row.max()) + 1) + row).argsort()
     blocks, number = block[order].unique_consecutive(return_counts=True)

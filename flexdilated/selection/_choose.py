@@ -17,9 +17,9 @@ from ..masks.core import advises, require_choice, require_finite, require_int
 @advises()
 @dataclass(frozen=True)
 class TopK:
-    """Choose the k candidates with the highest scores, or all candidates if there are fewer.
+    """Choose the k candidate blocks with the highest scores per row, or all candidates if there are fewer.
 
-    k: at least 1; the width of the table. Raises TypeError or ValueError for other values.
+    k: at least 1; also the width of the table of chosen blocks. Raises TypeError or ValueError for other values.
 
     >>> fd.TopK(8).most
     8
@@ -42,10 +42,10 @@ class TopK:
 @advises()
 @dataclass(frozen=True)
 class TopP:
-    """Choose the fewest candidates whose shares of the softmax over the row's candidates sum to at least p.
+    """Choose the fewest candidate blocks whose shares of the softmax over the row's candidates sum to at least p.
 
-    p: above 0, at most 1; with 1 every candidate is chosen. most: width of the table; a longer choice loses its
-    smallest shares, and the row counts in `Selection.cut`.
+    p: above 0, at most 1; with 1 every candidate is chosen. most: maximum number of chosen blocks per row; a longer
+    choice is cut to the largest shares, and the row counts in `Selection.cut`.
     of: "candidates", shares of the softmax over candidates; or "row", shares of the row's whole attention, in which
     blocks that `always` covers count towards p, as in XAttention. "row" needs the scorer "mass" or "antidiagonal",
     whose scores are logarithms of such shares, and a selector without `coarse`.
@@ -68,22 +68,22 @@ class TopP:
 
     @property
     def kind(self) -> str:
-        """Name in a SelectionCall."""
+        """Value of `SelectionCall.kind`."""
         return "top_p" if self.of == "candidates" else "top_p_of_row"
 
     @property
     def amount(self) -> float:
-        """The share to reach."""
+        """The share p that the choice must reach."""
         return self.p
 
 
 @advises()
 @dataclass(frozen=True)
 class Threshold:
-    """Choose every candidate whose share of the softmax over the row's candidates is at least t.
+    """Choose every candidate block whose share of the softmax over the row's candidates is at least t.
 
-    t: above 0, at most 1. most: width of the table; a longer choice loses its smallest shares, and the row counts in
-    `Selection.cut`. Raises TypeError or ValueError for other values.
+    t: above 0, at most 1. most: maximum number of chosen blocks per row; a longer choice is cut to the largest shares,
+    and the row counts in `Selection.cut`. Raises TypeError or ValueError for other values.
     Source: SeerAttention, arXiv 2410.13276.
 
     >>> fd.Threshold(0.02, most=16)
@@ -126,8 +126,11 @@ def choose(
 ) -> tuple[Int64[Tensor, "B T n most"], Int64[Tensor, ""]]:
     """(indices of each row's chosen candidates, padded with -1; number of rows cut to `most` choices).
 
-    Candidates are in descending order of score, compared in float32; among equal scores lower ids come first, and NaN
-    counts as the lowest score.
+    kind: "top_k"; "top_p" (of the candidates) or "top_p_of_row", with share p = amount; or "threshold", with amount as
+    minimum share. ids: block of each of the L entries.
+
+    Chosen candidates are in descending order of score, compared in float32; among equal scores lower ids come first,
+    and NaN counts as the lowest score.
     """
     keys = _ordered(scores, ids).masked_fill(~candidates, _NONE)
     best, places = keys.topk(min(most, keys.shape[-1]))
@@ -137,7 +140,7 @@ def choose(
         covered = torch.zeros_like(total)
         if kind == "top_p_of_row":  # scores are logs of shares of the row already
             covered, total = (1 - total.exp()).clamp(min=0.0), covered
-        # A row without candidates has total -inf, and nothing to keep.
+        # A row without candidates has total -inf, and keeps nothing.
         least = total.clamp(min=torch.finfo(scores.dtype).min).unsqueeze(-1)
         shares = (scores.gather(-1, places) - least).exp().nan_to_num(0.0)
         shares = shares.masked_fill(~keep, 0.0)
@@ -157,7 +160,7 @@ def choose(
 
 
 def masked_lse(scores: Float[Tensor, "*rows L"], where: Bool[Tensor, "..."]) -> Float[Tensor, "*rows"]:
-    """logsumexp of the scores where `where`, which broadcasts, is true; -inf, with gradient 0, if it is nowhere."""
+    """logsumexp over the scores at which `where` (broadcast) is True; -inf, with gradient 0, if there are none."""
     shown = scores.masked_fill(~where, -torch.inf)
     top = shown.detach().amax(-1, keepdim=True).clamp(min=torch.finfo(scores.dtype).min)
     total = (shown - top).exp().sum(-1)
@@ -166,7 +169,7 @@ def masked_lse(scores: Float[Tensor, "*rows L"], where: Bool[Tensor, "..."]) -> 
 
 
 def _ordered(scores: Tensor, ids: Tensor) -> Float[Tensor, "B T n L"]:
-    """float64 sort keys: ordered as the scores in float32, and among equal scores larger for lower ids.
+    """float64 sort keys, in the order of the float32 scores; among equal scores larger for lower ids.
 
     A float32 converted to float64 ends in zero bits, into which the id is written. `topk` promises no order among equal
     numbers, so a choice among ties could otherwise depend on the values of other rows.

@@ -1,4 +1,4 @@
-"""Scores of key blocks for rows of queries: by pools of the keys, or by shares of attention."""
+"""Scores of key blocks for rows (blocks of queries): by mean, minimum or maximum keys, or by shares of attention."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def _blocks(k: Tensor, block: int) -> list[Tensor]:
 def summaries(
     q: Float[Tensor, "B H N D"], rows: Rows, part: range, sees: Bool[Tensor, "*#heads n query_block"] | None
 ) -> Float[Tensor, "B H n D"]:
-    """One query for each of some rows: its first, or the mean of its queries that see a key; 0 if none of them does.
+    """One query per row in `part`: its first, or the mean of its queries that see a key; 0 if none does.
 
     sees: mask of queries that see a key; None if all do.
     """
@@ -81,7 +81,7 @@ def summaries(
 
 
 def in_rows(q: Float[Tensor, "B H N D"], rows: Rows, part: range) -> Float[Tensor, "B H n query_block D"]:
-    """Queries of some rows, in float32 or wider, padded with 0 where a row extends beyond the call's queries."""
+    """Queries of the rows in `part`, in float32 or wider, padded with 0 beyond the call's queries."""
     start, stop = (edge * rows.query_block - rows.lead for edge in (part.start, part.stop))
     shown = q[:, :, max(start, 0) : min(stop, q.shape[2])].to(sum_dtype(q))
     if shown.shape[2] != stop - start:
@@ -97,7 +97,7 @@ _AT_ONCE = 1 << 21  # most numbers of an intermediate tensor
 
 
 def pools_for(scorer: str, k: Float[Tensor, "b g M D"], block: int) -> tuple[Float[Tensor, "b g C D"], ...]:
-    """The pools that a named score needs, computed once for all rows."""
+    """The pools (mean, or minimum and maximum, of each key block) that a named scorer needs; () if none."""
     if scorer == "mean":
         return (mean_of(k, block),)
     return ends_of(k, block) if scorer == "minmax" else ()
@@ -114,7 +114,7 @@ def scores_of(
     part: range,
     lists: Int64[Tensor, "b x n L"] | None,
 ) -> Float[Tensor, "b h n L"]:
-    """Named scores of some rows over all blocks, or over the listed blocks; only candidates' scores are defined."""
+    """Scores, by the named scorer, of the rows in `part` over all blocks or `lists`; defined for candidates only."""
     if call.scorer in LOGS:
         found = [_log_shares(call, q, k, rule, rows, few) for few in _few_rows(q, rows, part, call.stride)]
         return at_lists(torch.cat(found, 2), lists)
@@ -132,7 +132,7 @@ def scores_of(
 def _own(
     scorer: str, queries: Float[Tensor, "b h n D"], k: Float[Tensor, "b g M D"], own: OwnPools, block: int
 ) -> Float[Tensor, "b h o"]:
-    """Scores of boxes with hidden keys, by pools over the visible keys."""
+    """Scores of boxes (row, block) with hidden keys, by pools over the visible keys."""
     p, w = own.row.shape
     wide = k.shape[3] if scorer == "minmax" else queries.shape[1]
     few = max(1, _AT_ONCE // (k.shape[0] * w * block * wide))
@@ -168,14 +168,14 @@ def _by_sign(q: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def at_lists(scores: Float[Tensor, "b h n C"], lists: Int64[Tensor, "b x n L"] | None) -> Float[Tensor, "b h n L"]:
-    """Gather the scores of the listed blocks."""
+    """Gather the scores of the blocks in `lists`; None returns all scores."""
     return (
         scores if lists is None else scores.gather(-1, for_heads(lists, scores.shape[1]).clamp(0, scores.shape[-1] - 1))
     )
 
 
 def for_heads(x: Tensor, heads: int) -> Tensor:
-    """Expand dim 1 from groups of heads to heads."""
+    """Repeat entries of dim 1, one per group of heads, to `heads` entries."""
     if x.shape[1] == 1:
         return x.expand(-1, heads, *x.shape[2:])
     return x if x.shape[1] == heads else x.repeat_interleave(heads // x.shape[1], 1)
@@ -188,7 +188,7 @@ def _put(
     rows: Rows,
     lists: Int64[Tensor, "b x n L"] | None,
 ) -> Float[Tensor, "b h n L"]:
-    """Replace the scores of boxes with hidden keys by `own`."""
+    """`scores`, with those of boxes (row, block) with hidden keys replaced by `own`."""
     if lists is None:
         return scores.flatten(2).index_copy(2, boxes.place, own).view_as(scores)
     row = torch.arange(lists.shape[2], device=lists.device)[:, None]
@@ -205,7 +205,7 @@ def _products(q: Float[Tensor, "b h n D"], k: Float[Tensor, "b g m D"]) -> Float
 def _listed(
     q: Float[Tensor, "b h n D"], pool: Float[Tensor, "b g C D"], lists: Int64[Tensor, "b x n L"]
 ) -> Float[Tensor, "b h n L"]:
-    """Dot products of every query with the listed pools of its key/value head, which are gathered."""
+    """Dot products of every query with the listed blocks' pools of its key/value head."""
     lists = for_heads(lists, max(lists.shape[1], pool.shape[1]))
     heads = for_heads(pool, lists.shape[1])
     at = lists.clamp(0, pool.shape[2] - 1).flatten(2)[..., None].expand(-1, -1, -1, q.shape[3])
@@ -214,7 +214,7 @@ def _listed(
 
 
 def _few_rows(q: Tensor, rows: Rows, part: range, stride: int) -> list[range]:
-    """Chunks of rows that bound the scores of single keys, or of stride x stride tiles."""
+    """Split rows into ranges that bound the memory of scores per key, or per stride x stride tile."""
     each = q.shape[0] * q.shape[1] * (rows.query_block if rows.whole else 1) * rows.num_keys // stride**2
     few = max(1, _AT_ONCE // max(1, each))
     return [range(at, min(at + few, part.stop)) for at in range(part.start, part.stop, few)]
@@ -265,9 +265,9 @@ def _sees(rule: HeadRule, rows: Rows, queries: Int64[Tensor, " n"], keys: Int64[
 def _shares(
     scores: Float[Tensor, "b h m t"], shown: Bool[Tensor, "m t"], per: int, group: int
 ) -> Float[Tensor, "b h n C"]:
-    """log of each block's share of the softmax over `shown` entries, averaged over the `group` lines of a row.
+    """log of each block's share of the softmax over `shown` entries, averaged over the `group` lines (dim m) of a row.
 
-    per: columns of a block. Lines without shown entries are left out of the mean.
+    per: entries of dim t in a block. Lines without shown entries are excluded from the mean.
     """
     blocks = masked_lse(scores.unflatten(-1, (-1, per)), shown.unflatten(-1, (-1, per)))
     total = masked_lse(blocks, blocks > -torch.inf)

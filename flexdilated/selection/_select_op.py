@@ -1,4 +1,4 @@
-"""The op that scores and chooses; torch.compile traces only its shapes and the gradient of its scores."""
+"""Custom op that scores and chooses blocks; torch.compile sees only its output shapes and its backward."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class HeadPart(NamedTuple):
         return x[self.entries, self.key_heads]
 
     def shared(self, x: Tensor, heads: int) -> Tensor:
-        """The part of x for these entries and heads; dim 1 of x has one entry per group of the `heads` heads."""
+        """View of x for these entries and heads; dim 1 of x has one entry per group of the `heads` heads."""
         own = x[self.entries]
         if self.heads == slice(None):
             return own
@@ -46,7 +46,10 @@ class HeadPart(NamedTuple):
 
 @plans
 def parts_of(call: SelectionCall, bindings: Sequence[Tensor], q: Tensor, k: Tensor) -> list[HeadPart]:
-    """Rules of a call. Raises ValueError if a pattern does not fit the sizes, or tensors are missing."""
+    """Split batch entries and query heads of a call by their rule.
+
+    Raises ValueError if a pattern does not fit the sizes, or tensors are missing.
+    """
     batch, heads, groups = q.shape[0], q.shape[1], k.shape[1]
     extent = Extent(call.q_offset + q.shape[2], k.shape[2])
     sizes = {"num_heads": heads, "num_queries": q.shape[2], "num_keys": k.shape[2], "q_offset": call.q_offset}
@@ -78,7 +81,10 @@ HeadBoxes = list[tuple[HeadPart, Boxes]]  # of some rows, by rule
 def walk(
     call: SelectionCall, bindings: Sequence[Tensor], q: Tensor, k: Tensor, coarse: Tensor | None = None
 ) -> Iterator[tuple[range, Int64[Tensor, "B x n L"] | None, HeadBoxes]]:
-    """Yield (some rows, blocks within the coarse choice, -1 for none, or None for all blocks, the rows' boxes)."""
+    """Yield, for chunks of rows: (range of rows, lists, boxes by rule).
+
+    lists: blocks within the coarse choice, padded with -1; None without one.
+    """
     rows, parts, lists = call.rows(q, k), parts_of(call, bindings, q, k), None
     numbers, ratio = q.shape[0] * q.shape[1] * rows.blocks, 1
     if coarse is not None:
@@ -104,7 +110,7 @@ def _scored(
     pools: tuple[Tensor, ...],
     given: Tensor | None,
 ) -> Scored:
-    """(scores, candidates) of some rows for each table; within: lists from `walk`, given: a module's scores."""
+    """(scores, mask of candidates) of some rows for each table; within: lists from `walk`; given: a module's scores."""
     rows, found = call.rows(q, k), []
     for part, own in boxes:
         lists = None if within is None else part.shared(within, q.shape[1])
@@ -160,9 +166,10 @@ def choose_blocks(
     call: SelectionCall,
     pools: tuple[Tensor, ...] | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """(chosen blocks, their indices into L, their scores, density, cut) of a call, computed in chunks of rows.
+    """(chosen blocks, their indices into the L choices, their scores, density, cut), computed in chunks of rows.
 
-    given: a module's scores. pools: from `pools_for`, if known.
+    given: scores from a module, or None. coarse: blocks chosen by the coarse selector, or None. pools: from
+    `pools_for`, if known. density, cut: as in `Selection`.
     """
     rows, tables = call.rows(q, k), call.tables(q, k)
     shape = (q.shape[0], tables, rows.number, call.most)
@@ -249,7 +256,7 @@ def _(grad, q, k, given, *others):
 
 
 def _cleared(call: SelectionCall, some: range, boxes: HeadBoxes, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
-    """Zero queries that see no key and keys that no row sees: their NaN, times 0, would reach a gradient."""
+    """(q, k), zeroed at queries that see no key and keys that no row sees, because NaN there would reach gradients."""
     sees, seen = _sides(call, some, boxes, q, k)
     if sees is not None:
         rows = call.rows(q, k)

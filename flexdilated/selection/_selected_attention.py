@@ -1,4 +1,4 @@
-"""SelectedAttention: attention to blocks chosen from the data, with a choice trained by a bias or a loss."""
+"""SelectedAttention: attention to key blocks chosen from q and k; the choice can be trained by a bias or a loss."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class SelectedAttention(nn.Module):
 
     selector: the `BlockSelector` that chooses; its `within` and `always` apply to the attention, too.
     gradient: how the choice is trained.
-        "none": not at all.
+        "none": it is not trained.
         "bias": by its scores, which are added to the logits. Let s(r, b) be the selector's score of block b for the row
             r of query i, in the table of the head. The weight of key j is
                 exp(scale * q_i · k_j + bias_ij) / sum over j' of exp(scale * q_i · k_j' + bias_ij'),
@@ -61,7 +61,7 @@ class SelectedAttention(nn.Module):
         The choice equals the choice of a single rank with all tokens. Keys and values are all-gathered; the backward
         returns their gradients to their ranks. Each contiguous run of a rank's positions must start where a row of
         queries starts, and a module must score each block and row independently, as in a cache. bindings and `within`
-        are of the whole sequence.
+        are for the whole sequence.
 
     `torch.utils.checkpoint` recomputes the choice in the backward by equal operations on equal inputs: the choice is
     equal if the forward is deterministic. To reuse the first choice instead, save the op
@@ -114,10 +114,12 @@ class SelectedAttention(nn.Module):
         sinks: Float[Tensor, " H"] | None = None,
         return_selection: bool = False,
     ) -> Float[Tensor, "B H N D"] | tuple[Float[Tensor, "B H N D"], Selection]:
-        """Query i has position q_offset + i and key j position j; with a mesh, the positions of the sharding.
+        """Attention output in the shape of q, or (output, `Selection`) with return_selection.
+
+        Query i has position q_offset + i and key j position j; with a mesh, the positions of the sharding.
 
         enable_gqa, scale, sinks: as in `attend`; the scorer uses the scale, too. bindings, within: as in the selector.
-        return_selection: return (out, `Selection`); its scores have a gradient only with "bias". With a mesh the
+        return_selection: return the `Selection`, too; its scores have a gradient only with "bias". With a mesh the
         selection has the rows of this rank's tokens, in their order, and their density and cut.
 
         Raises ValueError or TypeError, before any work, for inputs that do not fit together. With a mesh it raises on
@@ -155,7 +157,7 @@ class SelectedAttention(nn.Module):
         return out if sinks is None else with_sinks(out, lse, sinks)[0]
 
     def _runs(self, q: Tensor, k: Tensor, v: Tensor, **call: Any) -> QueryRuns:
-        """Check the inputs; returns the positions of the queries and the ranks that have the keys."""
+        """Check the inputs; returns the positions of the queries, and the ranks that hold the keys, if sharded."""
         if self.over_ranks is not None:
             return runs_over(self.over_ranks, self.selector, q, k, v, gradient=self.gradient, **call)
         check_tensors(q, k, v, enable_gqa=call["enable_gqa"])
@@ -173,7 +175,7 @@ class SelectedAttention(nn.Module):
         within: Pattern | None = None,
         teacher: tuple[Float[Tensor, "B H N D"], Float[Tensor, "B G M D"]] | None = None,
     ) -> Float[Tensor, ""]:
-        """KL(p ‖ softmax(s)) of each row over its candidates, in nats: the mean over the rows with candidates.
+        """Mean, over rows with candidate blocks, of KL(p ‖ softmax(s)) over the row's candidates, in nats.
 
         With a mesh it is this rank's term of the mean over the rows of all ranks: the sum over ranks of the losses, and
         of their gradients, equals the result of a single rank.
@@ -181,8 +183,8 @@ class SelectedAttention(nn.Module):
         s: the scores of the selector's module. p: the exact share of the row's attention in each block (as
         scorer="mass", computed in chunks), normalised over the candidates, without a gradient: the loss trains only the
         module's parameters. A coarse selector restricts the candidates; this loss does not train it. The target in
-        SeerAttention is the maximum weight in a block, normalised (arXiv 2410.13276, 2506.08889). Here it is the sum,
-        the weight that is lost with the block, by which scorer="mass" ranks, too.
+        SeerAttention is the maximum weight in a block, normalised (arXiv 2410.13276, 2506.08889). Here it is the sum
+        of the weights, as in scorer="mass".
 
         teacher: q and k of the attention, in equal shapes, if they differ from the q and k that the module gets: a gate
         with a separate rotary embedding gets them before the model's. Heads that share a table use the mean of their
@@ -224,7 +226,7 @@ class SelectedAttention(nn.Module):
         It keeps all keys, as later queries may choose any of them, and the pools of their blocks; a step recomputes
         only the pool of the block that it appends to. `attend` takes chunks of any size. A chunk may begin within a row
         of several queries, and then uses the choice of the row's first query. `crop` accepts any position except one
-        within such a row before the last row. A module that scores must score each block and row independently, from
+        inside a row that is not the last. A module that scores must score each block and row independently, from
         the pools alone.
 
         num_heads: query heads. capacity, scale: as in `KVCache`. Raises ValueError for a selector with
@@ -271,7 +273,7 @@ def distill_loss(
 ) -> tuple[Float[Tensor, ""], Int64[Tensor, ""]]:
     """(sum over rows of KL(block mass ‖ softmax of the module's scores) over the candidates, number of these rows).
 
-    exact: q and k of the attention, which may differ from the module's q and k; all come without gradients. Rows
+    exact: q and k of the attention, which may differ from the module's q and k; none of these requires gradients. Rows
     without candidates, or whose candidates' mass underflows, are left out.
     """
     if 0 in q.shape or 0 in k.shape:
@@ -298,14 +300,14 @@ def distill_loss(
 
 
 def _by_block(found: Selection, num_blocks: int) -> Float[Tensor, "B T R C"]:
-    """Score of every block; -inf for blocks that are no candidates."""
+    """Score of each of num_blocks blocks; -inf for blocks that are not chosen in `found`."""
     columns = found.scores.new_full((*found.scores.shape[:3], num_blocks + 1), -torch.inf)
     at = torch.where(found.blocks < 0, num_blocks, found.blocks)
     return columns.scatter(-1, at, found.scores)[..., :num_blocks]
 
 
 class QueryRuns(NamedTuple):
-    """Runs of queries at consecutive positions: run i has lengths[i] queries from position starts[i].
+    """Ranges of query positions (runs): run i has lengths[i] queries from position starts[i].
 
     over, sharding: the ranks that hold the keys; None if this call has all keys.
     """
@@ -320,7 +322,7 @@ class QueryRuns(NamedTuple):
         return list(zip(self.starts, [q] if len(self.starts) == 1 else q.split(self.lengths, 2), strict=True))
 
     def whole(self, *keys: Float[Tensor, "B G L D"]) -> tuple[Float[Tensor, "B G M D"], ...]:
-        """All-gather keys, or keys and values, over ranks, in one collective so that the backward has one, too."""
+        """Keys (or keys and values) of all ranks, from one all-gather, so that the backward has one collective, too."""
         if self.over is None:
             return keys
         from ..distributed import unshard
@@ -328,7 +330,7 @@ class QueryRuns(NamedTuple):
         return unshard(torch.stack(keys), self.over.mesh, self.sharding, dim=3).unbind()
 
     def total(self, number: Int64[Tensor, ""]) -> Int64[Tensor, ""]:
-        """Sum over ranks."""
+        """Sum of `number` over ranks."""
         if self.over is None:
             return number
         from ..distributed import unshard
@@ -349,9 +351,9 @@ def runs_over(
     within: Pattern | None,
     gradient: str,
 ) -> QueryRuns:
-    """Runs of this rank's queries, after checks that send no tokens.
+    """Runs (ranges of positions) of this rank's queries, after checks that send no tokens.
 
-    Raises ValueError on all ranks if their calls differ or a run of any rank begins within a row.
+    Raises ValueError on all ranks if their calls differ or a run of any rank begins within a row (block of queries).
     """
     from ..distributed.group import check_shards
 
@@ -378,7 +380,10 @@ def runs_over(
 def _agreed(
     place: tuple[str, int, int, str], numbers: tuple[int, ...], side: int, facts: tuple[tuple[str, object], ...]
 ) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """(starts, lengths) of this rank's runs; a rank without tokens has one run of length 0."""
+    """(starts, lengths) of this rank's ranges of positions; a rank without tokens has one range of length 0.
+
+    Raises ValueError on all ranks if `facts` differ between them, or a range does not start at a multiple of `side`.
+    """
     from ..distributed.group import Ranks, Sharding, check_agreement
 
     ranks, sharding = Ranks(*place), Sharding.of(numbers)
@@ -396,7 +401,10 @@ def _agreed(
 
 
 def joined(found: Sequence[tuple[Selection, TableAttention, Tensor]], k: Float[Tensor, "B G M D"]) -> Selection:
-    """Concatenate selections of runs, each with its attention and queries; density and cut are weighted means."""
+    """Concatenate the selections of ranges of queries; density and cut become weighted means.
+
+    found: (selection, attention, queries) of each range.
+    """
     if len(found) == 1:
         return found[0][0]
     chosen = [each for each, _, _ in found]

@@ -1,4 +1,4 @@
-"""Attention to chosen blocks, as calls of `attend` with a table; and the KVCache whose queries choose, step by step."""
+"""Attention to chosen blocks, as calls of `attend` with a table of blocks; and a KVCache that chooses at each step."""
 
 from __future__ import annotations
 
@@ -27,10 +27,10 @@ from ._selector import BlockSelector, is_causal
 
 
 class TableAttention(NamedTuple):
-    """Attention to a choice: patterns with a run-time table, and the options of `attend`.
+    """Attention to chosen blocks: patterns with a run-time table of blocks, and the options of `attend`.
 
-    rule: the pairs that the call allows. beyond: ~always; None without `always`. table: name of the table among the
-    run-time tensors. bindings: the other run-time tensors.
+    rule: the pairs that the call allows. own: the selector. beyond: ~always; None without `always`. table: name of the
+    table among the run-time tensors. bindings: the other run-time tensors.
     """
 
     rule: Pattern
@@ -49,7 +49,7 @@ class TableAttention(NamedTuple):
         bindings: Mapping[str, Tensor] | None,
         **options: Any,
     ) -> TableAttention:
-        """options: scale, q_offset and engine of `attend`."""
+        """Build from a selector. options: scale, q_offset and engine of `attend`."""
         table = "chosen"
         needed = names(own.with_always(rule))
         while table in needed:
@@ -100,7 +100,7 @@ class TableAttention(NamedTuple):
         blocks: Int64[Tensor, "B T R most"],
         scores: Float[Tensor, "B T R most"] | None,
     ) -> tuple[Float[Tensor, "B H N D"], Float[Tensor, "B H N"]]:
-        """(out, lse) over the pairs of `added`; the score of a block, if given, is added to its logits."""
+        """(out, lse) over the pairs of `added`; `scores`, if given, are added to the logits of their blocks."""
         if scores is None:
             return self.attend(q, k, v, self.added(blocks.shape[-1]), blocks)
         biases = self._of_queries(scores.masked_fill(blocks < 0, 0.0), q)
@@ -111,16 +111,17 @@ class TableAttention(NamedTuple):
         return merge(found)
 
     def _of_queries(self, scores: Float[Tensor, "B T R most"], q: Tensor) -> Float[Tensor, "B H N most"]:
-        """Scores of each query's row, for each head."""
+        """Scores of the row that contains each query, repeated for the heads that share a table."""
         side, first = self.own.query_block, self.options["q_offset"]
         row = (torch.arange(q.shape[2], device=q.device) + first % side) // side
         return scores.repeat_interleave(q.shape[1] // scores.shape[1], 1)[:, :, row]
 
 
 class Running(NamedTuple):
-    """State of a selector after some tokens.
+    """State of a selector in decoding, after `tokens` keys.
 
-    pools: of the blocks of the first `tokens` keys. row: the last row with a choice; blocks, scores: its choice.
+    pools: of the blocks of these keys. row: index of the last row with a choice; blocks, scores: its choice. coarse:
+    state of the coarse selector, if any.
     """
 
     tokens: int
@@ -136,7 +137,7 @@ class Running(NamedTuple):
         return own + (0 if self.coarse is None else self.coarse.nbytes)
 
     def cut(self, tokens: int) -> Running:
-        """State with at most `tokens` keys in the pools."""
+        """State after the first `tokens` keys only."""
         coarse = None if self.coarse is None else self.coarse.cut(tokens)
         return self._replace(tokens=min(tokens, self.tokens), coarse=coarse)
 
@@ -165,7 +166,7 @@ def advance(
     k: Float[Tensor, "B G M D"],
     scale: float,
 ) -> tuple[Int64[Tensor, "B T R most"], Float[Tensor, "B T R most"], Running]:
-    """(blocks, scores, new state) for the rows of the next queries; k has all keys, the queries' own included."""
+    """(blocks, scores, new state): choice for the rows of the next queries; k has all keys, also at these queries."""
     first = k.shape[2] - q.shape[2]
     coarse = inner = None
     if selector.coarse is not None:
@@ -222,7 +223,7 @@ _TRIED = 2048  # positions that `_reads_own_blocks` checks
 class SelectedCache(KVCache):
     """The cache that `SelectedAttention.cache` returns and describes.
 
-    Its `pattern` has the pairs that are attended to without a choice; chosen pairs are a second part, merged by lse.
+    Its `pattern` has the pairs of `always`; attention to chosen pairs is computed separately and merged by lse.
     """
 
     def __init__(
@@ -310,7 +311,7 @@ def _check(selector: BlockSelector, num_heads: int) -> None:
 
 
 def _reads_own_blocks(selector: BlockSelector, num_heads: int) -> bool:
-    """True if `always` has all pairs of `within` between a query and its own block, among the first positions."""
+    """True if `always` has all pairs of `within` between a query and its own block; tested at the first positions."""
     at = torch.arange(_TRIED)
     q, k = at[:, None], at[None, :]
     own = (q // selector.block == k // selector.block) & (k <= q)

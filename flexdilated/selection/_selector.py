@@ -68,7 +68,7 @@ class BlockSelector(nn.Module):
         "mass": log of the exact share, which costs the scores of dense attention.
         A module: it gets one query per row (B, H, R, D) and a NamedTuple of pools (mean, least, greatest), each
             (B, G, C, D), and returns scores (B, H or G, R, C). With `takes_positions = True` it also gets the position
-            at which each row begins, int64 (R,). Blocks of which a row sees only some keys are then no candidates; to
+            at which each row begins, int64 (R,). Blocks of which a row sees only some keys are then not candidates; to
             attend to them, include them in `always`.
         Keys with equal minima or maxima share the gradient of a pool equally.
     choose: `TopK`, `TopP` or `Threshold`.
@@ -147,7 +147,9 @@ class BlockSelector(nn.Module):
         bindings: Mapping[str, Tensor] | None = None,
         within: Pattern | None = None,
     ) -> Selection:
-        """Query i has position q_offset + i, key j position j; query head h reads key/value head h // (H / G).
+        """Choose key blocks for each row of queries; returns a `Selection`.
+
+        Query i has position q_offset + i, key j position j; query head h reads key/value head h // (H / G).
 
         scale: factor on the scores, as in `attend`, 1 / sqrt(D) by default; a module's scores are not scaled.
         bindings: the run-time tensors that the patterns of this selector and of its coarse selector name but do not
@@ -176,7 +178,7 @@ class BlockSelector(nn.Module):
         return self.selected(q, k, coarse, own, call)
 
     def rule(self, within: Pattern | None) -> Pattern:
-        """Intersection of the selector's `within` and the call's."""
+        """Intersection of the selector's `within` and the call's; None in a call adds no restriction."""
         return self.within if within is None else self.within & _set_pattern("within", within)
 
     def with_always(self, rule: Pattern) -> Pattern:
@@ -193,13 +195,13 @@ class BlockSelector(nn.Module):
         bindings: Mapping[str, Tensor] | None,
         within: Pattern | None,
     ) -> tuple[Int64[Tensor, "B T R most"] | None, list[Tensor], SelectionCall]:
-        """(blocks chosen by the coarse selector, run-time tensors, plain values) of a checked call."""
+        """Check a call; returns (blocks chosen by the coarse selector or None, run-time tensors, plain arguments)."""
         coarse = None
         if self.coarse is not None:
             inner = None if bindings is None else _of_names(bindings, self.coarse._names)
             options = {"scale": scale, "q_offset": q_offset, "bindings": inner, "within": within}
             coarse = self.coarse(q, k, **options).blocks
-            # Drop tensors that only the coarse selector names; a name that neither knows is kept, and refused below.
+            # Drop tensors that only the coarse selector names; a name unknown to both is kept and raises below.
             bindings = (
                 None if bindings is None else _of_names(bindings, (set(bindings) - self._names) | self._own_names)
             )
@@ -210,7 +212,7 @@ class BlockSelector(nn.Module):
     def selected(
         self, q: Tensor, k: Tensor, coarse: Tensor | None, bindings: list[Tensor], call: SelectionCall
     ) -> Selection:
-        """Selection for a call from `prepared`."""
+        """`Selection` for the result of `prepared`."""
         given = None
         if isinstance(self.scorer, nn.Module):
             given = self.by_module(self.scorer, q, k, bindings, call)
@@ -251,7 +253,7 @@ class BlockSelector(nn.Module):
         return scores.to(torch.promote_types(scores.dtype, sum_dtype(q)))
 
     def call(self, rule: Pattern, q_offset: int, scale: float) -> SelectionCall:
-        """A call as plain values; rule: the result of `rule` for the call."""
+        """Arguments of a call as plain values; rule: the result of the method `rule` for the call."""
         coarse = self.coarse
         return SelectionCall(
             rule.text,

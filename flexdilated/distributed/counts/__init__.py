@@ -1,4 +1,4 @@
-"""Counts for all ranks at once: keys that each rank needs, loads of ranks, and the schedule chosen by them.
+"""Counts, for all ranks, of the keys that each rank needs and of its load; and the choice of schedule by them.
 
 Dilated branches are counted in closed form, other patterns from the exact needs of each rank.
 """

@@ -1,6 +1,6 @@
-"""Schedules and loads: the choice between one exchange and a ring, bytes received and pairs computed by each rank.
+"""Choice between exchange and ring; bytes received and pairs computed by each rank.
 
-All are counted before any rank runs.
+All are computed from pattern and sharding, without running any rank.
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ _SHARDS_HELD = 2  # by a ring: the current shard and the one in transfer
 
 @dataclass(frozen=True)
 class ScheduleChoice:
-    """A schedule, the reason for it, and the cost of both schedules on the most loaded rank, in bytes.
+    """The chosen schedule ("exchange" or "ring"), the reason, and the costs of both on the most loaded rank, in bytes.
 
-    exchange_bytes and ring_bytes: received, as encoded. exchange_memory and ring_memory: peak memory of other ranks'
-    keys and values.
+    exchange_bytes, ring_bytes: received keys and values, as encoded. exchange_memory, ring_memory: peak memory of other
+    ranks' keys and values.
     """
 
     name: RankSchedule
@@ -48,10 +48,10 @@ Counts = dict[RankSchedule, Int64[Tensor, "W W"]]  # tokens that rank i receives
 
 
 def token_counts(pattern: Expression, sharding: Sharding, *, num_kv_heads: int, **heads: Any) -> Counts:
-    """By schedule, entry (i, j): tokens that rank i receives from rank j in the forward, summed over KV heads.
+    """For each schedule, (W, W): tokens that rank i receives from rank j in the forward, summed over KV heads.
 
-    An exchange sends the tokens that rank i needs, as in `ExchangePlan.of` for these arguments; a ring sends each run
-    of positions whole if rank i needs a token of it. Raises the errors of `tokens_by_chunk`.
+    An exchange sends the tokens that rank i needs, as in `ExchangePlan.of` for these arguments; a ring sends each
+    contiguous range of positions whole if rank i needs a token of it. Raises the errors of `tokens_by_chunk`.
     """
     needed, chunks = tokens_by_chunk(pattern, sharding, num_kv_heads=num_kv_heads, **heads)
     whole = torch.where(needed > 0, num_kv_heads * chunks.length, 0)
@@ -74,7 +74,8 @@ def choose_schedule(
     """Choose the exchange unless exchange_memory / ring_memory > ring_bytes / exchange_bytes.
 
     The exchange receives exactly the keys that a rank's queries need, and holds all of them. The ring receives each
-    needed run of a shard whole, and holds two shards. So the exchange never receives more, but may hold more.
+    needed contiguous range of a shard whole, and holds two shards. So the exchange never receives more, but may hold
+    more.
     wire_row_bytes: bytes of one encoded row of K or V; None: head_dim numbers of `dtype`.
 
     The result depends on the arguments alone, so all ranks choose one schedule. It is cached.
@@ -98,7 +99,10 @@ def choose_schedule(
 
 
 def choice_of(counts: Counts, *, held_bytes: int, sent_bytes: int) -> ScheduleChoice:
-    """Choice by `token_counts`; held_bytes and sent_bytes: of one token in one KV head, decoded and encoded."""
+    """Choose by the result of `token_counts`.
+
+    held_bytes, sent_bytes: bytes of one token in one KV head, decoded and encoded.
+    """
     ring = counts["ring"]
     kept = ring.topk(min(_SHARDS_HELD, len(ring)), dim=1).values.sum(1)
     exchanged, ringed, held = (int(each.max()) for each in (counts["exchange"].sum(1), ring.sum(1), kept))
@@ -148,7 +152,7 @@ class RankLoads:
 
     @property
     def max_over_mean(self) -> dict[str, float]:
-        """The largest entry of each column over its mean; 1 where all entries are 0."""
+        """Largest entry divided by mean, over ranks, for each column of loads; 1 if all entries are 0."""
         return {name: max(each) * len(each) / sum(each) if any(each) else 1.0 for name, each in self._columns.items()}
 
     @property
@@ -200,7 +204,9 @@ def rank_loads(
     schedule: ScheduleName = "auto",
     codec: CodecName | None = None,
 ) -> RankLoads:
-    """Count the loads of each rank in a call; `size` is that of one device with all tokens of the sharding.
+    """Count the loads of each rank in a call of `distributed.attend`.
+
+    size: of attention on one device with all tokens of the sharding.
 
     Raises ValueError for an unknown schedule or codec, for a codec that cannot encode the dtype, and if the pattern
     does not bind to the size.

@@ -1,10 +1,10 @@
-"""Tokens that each rank needs from each other rank, and pairs that it computes, counted for all ranks at once.
+"""Counts, for all ranks, of the tokens that each rank needs from each other rank and the pairs that it computes.
 
-Chunks: the runs of positions that ranks hold, in the order of the sequence. Dilated branches are counted in closed
-form. A segment that contains tokens of two chunks contains all positions between them: the end of the earlier chunk and
-the beginning of the later one. If rates divide their segments, the active tokens of a branch are one residue class of
-all positions. So the keys that a rank needs in a chunk are a union of residue classes, each restricted to the beginning
-of the chunk, its end, or both.
+Chunks: the contiguous ranges of positions that ranks hold, in the order of the sequence. Dilated branches are counted
+in closed form. A segment that contains tokens of two chunks contains all positions between them: the end of the earlier
+chunk and the beginning of the later one. If rates divide their segments, the active tokens of a branch are one residue
+class of all positions. So the keys that a rank needs in a chunk are a union of residue classes, each restricted to the
+beginning of the chunk, its end, or both.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _MOST_COUNTS = 1 << 20  # entries of a (chunk, range) table computed at once: bo
 
 @dataclass(frozen=True, eq=False)
 class Chunks:
-    """Nonempty runs of positions: chunk i is [start[i], stop[i]), held by rank[i]."""
+    """Nonempty ranges of positions: chunk i is [start[i], stop[i]), held by rank[i]."""
 
     start: Int64[Tensor, " n"]
     stop: Int64[Tensor, " n"]
@@ -56,7 +56,7 @@ class Chunks:
 
     @cached_property
     def by_turn(self) -> Int64[Tensor, "T W"]:
-        """Index of each rank's first chunk, and of its second if any rank has two; -1 for a missing chunk."""
+        """Index of the first chunk (row 0) and, if any rank has two, the second (row 1) of each rank; -1 if missing."""
         turns = torch.full((2, self.num_ranks), -1)
         order = self.rank.argsort(stable=True)
         again = torch.zeros_like(order)
@@ -65,7 +65,7 @@ class Chunks:
         return turns if bool(again.any()) else turns[:1]
 
     def by_source(self, tokens: Int64[Tensor, "W n"]) -> Int64[Tensor, "W W"]:
-        """Sum over the chunks of each source rank; the diagonal is 0."""
+        """Sum tokens over the chunks of each source rank, giving [receiver, source]; the diagonal is 0."""
         counts = torch.zeros(self.num_ranks, self.num_ranks, dtype=torch.int64)
         return counts.index_add_(1, self.rank, tokens).fill_diagonal_(0)
 
@@ -87,7 +87,7 @@ _MOST_VALUES = 1 << 18  # (rank, chunk) pairs counted at once, so that they fit 
 
 @dataclass(frozen=True)
 class DilatedBranch:
-    """A dilated rule for one head, causal or not: query and key in one segment, both congruent to the offset."""
+    """A dilated rule for one head, causal or not: query and key in one segment, both equal to offset modulo rate."""
 
     segment: int
     rate: int
@@ -96,7 +96,7 @@ class DilatedBranch:
 
 
 def as_branches(rules: Sequence[Pattern]) -> tuple[DilatedBranch, ...] | None:
-    """The rules by ascending rates, if each is a dilated branch whose rate divides its segment and the next rate."""
+    """The rules by ascending rate; None unless all are dilated, and each rate divides its segment and the next."""
     branches = [_as_branch(rule) for rule in rules]
     if None in branches:
         return None
@@ -120,7 +120,7 @@ Groups = Sequence[tuple[tuple[DilatedBranch, ...], int]]  # branches of a KV hea
 
 
 def dilated_tokens(groups: Groups, chunks: Chunks) -> Int64[Tensor, "W n"]:
-    """Number of tokens that each rank needs in each chunk, summed over (group of branches, multiplicity)."""
+    """Number of tokens that each rank needs in each chunk, summed over KV heads: (branches, number of heads)."""
     tokens = torch.zeros(chunks.num_ranks, len(chunks), dtype=torch.int64)
     for group, times in _distinct(groups, chunks):
         for ranks in torch.arange(chunks.num_ranks).split(max(1, _MOST_VALUES // len(chunks))):
@@ -129,7 +129,10 @@ def dilated_tokens(groups: Groups, chunks: Chunks) -> Int64[Tensor, "W n"]:
 
 
 def _of_branches(group: tuple[DilatedBranch, ...], chunks: Chunks, turns: Int64[Tensor, "T R"]) -> Int64[Tensor, "R n"]:
-    """Tokens of each chunk that these ranks need; each branch adds only tokens that no branch of smaller rate has."""
+    """Number of tokens of each chunk that these ranks need in a KV head; a token of several branches counts once.
+
+    group: the branches of the head, by ascending rate.
+    """
     total = torch.zeros(turns.shape[1], len(chunks), dtype=torch.int64)
     covered: list[tuple[Tensor, Tensor]] = []
     for index, branch in enumerate(group):
@@ -146,7 +149,7 @@ def _of_branches(group: tuple[DilatedBranch, ...], chunks: Chunks, turns: Int64[
 def _reached(
     branch: DilatedBranch, chunks: Chunks, turns: Int64[Tensor, "T R"]
 ) -> tuple[Int64[Tensor, "R n"], Int64[Tensor, "R n"]]:
-    """(end of the part at a chunk's beginning that earlier queries need, start of the part at its end for later ones).
+    """(end of the prefix of each chunk that a rank's earlier queries need, start of the suffix for its later queries).
 
     Queries need keys back to the start of their first segment and, unless causal, up to the end of their last one, if
     one of the queries in that segment is active.
@@ -168,7 +171,7 @@ def _reached(
 
 
 def _distinct(groups: Groups, chunks: Chunks) -> Groups:
-    """Merge groups that have equal counts into one, adding their multiplicities.
+    """Merge groups with equal counts into one, adding their numbers of heads.
 
     If chunks and segments all begin at multiples of a number, offsets between two consecutive multiples of it give
     equal counts, provided that in both groups the branches with nested classes are equal.
@@ -186,10 +189,7 @@ def _distinct(groups: Groups, chunks: Chunks) -> Groups:
 
 
 def _lineage(group: tuple[DilatedBranch, ...], index: int) -> list[int]:
-    """This branch, then the last earlier branch whose residue class contains its class, and so on.
-
-    That lists every earlier branch whose class contains it, because each rate divides the next.
-    """
+    """Indices of this branch and of the earlier branches whose residue class contains its class, latest first."""
     lineage = [index]
     for at in range(index - 1, -1, -1):
         if (group[lineage[-1]].offset - group[at].offset) % group[at].rate == 0:
@@ -204,7 +204,7 @@ def _count(branch: DilatedBranch, begin: Tensor, end: Tensor) -> Tensor:
 
 
 def _quotient(number: Tensor, divisor: int) -> Tensor:
-    """Floor division; by a power of two it shifts, which is several times as fast."""
+    """Floor division; uses a shift for powers of two, which is several times as fast."""
     if divisor & (divisor - 1):
         return number.div(divisor, rounding_mode="floor")
     return number >> divisor.bit_length() - 1
@@ -219,7 +219,7 @@ def tokens_by_chunk(
     head_offset: int = 0,
     num_heads_global: int | None = None,
 ) -> tuple[Int64[Tensor, "W n"], Chunks]:
-    """(tokens of each chunk that each rank needs, the chunks); counts of a rank's own chunks are undefined."""
+    """(number of tokens of each chunk that each rank needs, the chunks); undefined for a rank's own chunks."""
     needs = KVNeeds.of(pattern, sharding.num_tokens, num_heads, num_kv_heads, head_offset, num_heads_global)
     chunks = Chunks.of(sharding)
     groups = Counter(needs.groups)
@@ -232,7 +232,7 @@ def tokens_by_chunk(
 
 
 def _of_group(group: tuple[RuleHead, ...], needs: KVNeeds, sharding: Sharding, chunks: Chunks) -> Int64[Tensor, "W n"]:
-    """Number of tokens of each chunk that each rank needs in one KV head with this group of rules."""
+    """Number of tokens of each chunk that each rank needs in a KV head whose query heads have these rules."""
     tokens = torch.zeros(sharding.num_ranks, len(chunks), dtype=torch.int64)
     for rank in range(sharding.num_ranks):
         queries = [(rule, run) for rule in group for run in sharding.ranges(rank)]
@@ -246,7 +246,7 @@ RuleHead = tuple[Pattern, int]  # a rule for one head, and the index of a head t
 
 @dataclass(frozen=True, eq=False)
 class KVNeeds:
-    """Keys that queries need in each KV head of this device, by the rules of the query heads in its group."""
+    """Determines which keys given queries need in each KV head of this device, by the rules of its query heads."""
 
     num_heads_global: int
     groups: tuple[tuple[RuleHead, ...], ...]  # the distinct rules of each KV head's query heads
@@ -262,7 +262,7 @@ class KVNeeds:
         head_offset: int,
         num_heads_global: int | None,
     ) -> KVNeeds:
-        """Raises ValueError for heads or tokens that the pattern refuses, and unbound run-time tensors."""
+        """Needs of a pattern. Raises ValueError if it does not fit the heads or tokens, or has unbound tensors."""
         for leaf in run_time_leaves(require_expression(pattern)):
             raise ValueError(missing(leaf.name))
         total = head_offset + num_heads if num_heads_global is None else num_heads_global
@@ -283,8 +283,8 @@ class KVNeeds:
         return tuple(self.of_any([(rule, run) for rule in rules for run in queries], keys) for rules in self.groups)
 
     def of_any(self, runs: Sequence[tuple[RuleHead, range]], keys: Ranges) -> Ranges:
-        """Positions among `keys` that some of these queries need; each run of queries has its own rule."""
-        # If all rules have a common period, so have the needs: shift by a multiple of it, so that results are reused.
+        """Positions among `keys` that some of these queries need; `runs`: (rule, range of queries) pairs."""
+        # If all rules have a common period, the needs have it, too: a shift by a multiple of it allows reuse.
         period = common_period(tuple(rule for (rule, _), _ in runs))
         least = min(keys[0].start, *(queries.start for _, queries in runs))
         shift = 0 if period is None else least // period * period

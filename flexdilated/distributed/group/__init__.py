@@ -1,6 +1,6 @@
-"""The ranks of a mesh: shardings, the check that all ranks make the same call, messages and their counts, shards.
+"""Ranks of a mesh, shardings, shard and unshard, messages with byte counts, and the check that ranks make equal calls.
 
-Every rank computes the plans of all ranks, so they first compare their calls; a failing rank raises an error on all.
+Every rank computes the plans of all ranks, so ranks first compare their calls; if one fails, all raise an error.
 """
 
 from ._call import PartSums, PlainCall, as_promised, check_agreement, values_of, whole_rule

@@ -1,8 +1,8 @@
-"""A call over ranks as plain values, and the check that all ranks make the same one, before any of them sends.
+"""Arguments of a call over ranks as plain values, and the check, before any message, that they are equal on all ranks.
 
 Every rank computes the plans of all ranks, so with other arguments their messages would not match: gloo then ends the
-process, and NCCL waits. The check goes through the group's key-value store, not a collective: a rank in a check cannot
-be matched with another rank's transfers, and both ranks end within the group's timeout.
+process, and NCCL waits. The check uses the group's key-value store, not a collective: so it cannot be matched with
+another rank's transfer, and both ranks end within the group's timeout.
 """
 
 from __future__ import annotations
@@ -45,7 +45,8 @@ _SHOWN = 8  # ranks, and calls, that an error names
 class PlainCall(NamedTuple):
     """Validated arguments of a call as plain values; only `pool` may differ between ranks.
 
-    pattern: in JSON. block_size: two sides, or () for none. sharding: `Sharding.numbers()`. error_bound: 0 for none.
+    pattern: in JSON. block_size: (of queries, of keys), or () for none. group: name of the process
+    group. sharding: `Sharding.numbers()`. error_bound: 0 for none.
     pool: name of a pool, or "".
     """
 
@@ -63,12 +64,12 @@ class PlainCall(NamedTuple):
 
     @property
     def constants(self) -> str:
-        """The values as an op's argument."""
+        """The values as text, the argument `constants` of ops; `of` is the inverse."""
         return written(self[:1], self[1:])
 
     @classmethod
     def of(cls, constants: str) -> Self:
-        """From an op's argument."""
+        """Inverse of `constants`."""
         return cls._make(read_written(constants))
 
     def rows_of(self, q: Tensor) -> tuple[Tensor, Tensor]:
@@ -94,9 +95,9 @@ def as_promised(x: Tensor, like: Tensor) -> Tensor:
 
 
 class PartSums:
-    """Sums over parts of the keys, in float32 or wider and in the order of the calls.
+    """Accumulates attention of q over parts of the keys, merged by lse, in float32 or wider and in the order of calls.
 
-    dtype: in which attention to a part is computed. whole: rows over all keys, for `gradients`.
+    dtype: of the computation on each part. whole: out, lse and their gradients over all keys, for `gradients`.
     """
 
     def __init__(
@@ -110,7 +111,7 @@ class PartSums:
         self.dq: Tensor | None = None
 
     def attend(self, placement: Placement, k: Tensor, v: Tensor) -> None:
-        """Merge attention to the keys at the positions of `placement` into the sums."""
+        """Add attention to keys k and values v at the positions of `placement`."""
         k, v, placed = k.to(self.dtype), v.to(self.dtype), self.call.placed(placement)
         out, lse = placed.forward(self.queries, k, v, None, self.bindings, wide=True)
         assert lse is not None
@@ -127,7 +128,7 @@ class PartSums:
         return as_promised(out, self.q), lse.contiguous()
 
     def gradients(self, placement: Placement, k: Tensor, v: Tensor) -> list[Tensor]:
-        """[dk, dv] of these keys, in float32 or wider; adds the queries' gradients to dq."""
+        """[dk, dv] of these keys and values, in float32 or wider; adds their contribution to dq."""
         if not self.q.shape[2] or not k.shape[2]:
             return [torch.zeros_like(x, dtype=self.wide) for x in (k, v)]
         assert self.whole is not None
@@ -138,7 +139,7 @@ class PartSums:
         return [dk.to(self.wide), dv.to(self.wide)]
 
     def of_queries(self) -> Tensor:
-        """dq over the parts so far, as the shape rules of ops declare."""
+        """dq over the parts so far, in the dtype and memory format of q."""
         return torch.zeros_like(self.q) if self.dq is None else as_promised(self.dq, self.q)
 
 
@@ -155,14 +156,14 @@ def whole_rule(pattern: str, bindings: Sequence[Tensor], num_tokens: int) -> Exp
 
 @dataclass
 class _Checks:
-    """Digests that a group has agreed on, and the number of its checks, including failed ones."""
+    """Digests of the calls that a group has agreed on, and its number of checks, including failed ones."""
 
     agreed: set[str] = field(default_factory=set)
     count: int = 0
 
     @property
     def next_place(self) -> str:
-        """Prefix of the next check's keys in the store; every rank makes every check, so their numbers agree."""
+        """Prefix of the next check's keys in the store; equal on all ranks, because every rank makes every check."""
         return f"flexdilated/agreement/{self.count}"
 
 
@@ -172,7 +173,7 @@ _checks: WeakKeyDictionary[ProcessGroup, _Checks] = WeakKeyDictionary()
 def check_agreement(
     ranks: Ranks, facts: Mapping[str, object], once: Callable[[], Mapping[str, object]] | None = None
 ) -> None:
-    """Compare facts between ranks when they first occur; facts that have been agreed on cost one look-up.
+    """Check that `facts` (arguments of a call) are equal on all ranks; facts that passed before cost one look-up.
 
     facts: names and hashable values, compared by `repr`. once: returns further facts that are slow to compute or may
     change later; they are compared only that first time. All ranks must make equal checks in one order.
@@ -230,7 +231,7 @@ def _written(facts: tuple[tuple[str, object], ...]) -> tuple[str, str]:
 
 
 def _verdict(ranks: Ranks, place: str, digest: str, call: str) -> str:
-    """The verdict for all ranks: each counts its digest, and the last compares, so a rank makes only a few requests."""
+    """Result of a check, equal on all ranks: each rank counts its digest in the store, and the last one compares."""
     store = group_of(ranks.name).get_group_store()
     store.set(f"{place}/{ranks.rank}", call)
     store.add(f"{place}/{digest}", 1)

@@ -1,4 +1,4 @@
-"""Messages between ranks: posted in groups, waited for later, counted; and the error raised when a peer fails."""
+"""Asynchronous messages between ranks, counted in `Traffic`; and the error raised when another rank fails."""
 
 from __future__ import annotations
 
@@ -62,7 +62,10 @@ class Posted:
 def post(
     role: Role, ranks: Ranks, *, send: Sequence[Message] = (), receive: Sequence[Message] = (), lease: Any = None
 ) -> Posted:
-    """Send and receive as one group, without empty messages; those between two ranks arrive in the order posted."""
+    """Start to send and receive messages as one group; empty ones are skipped.
+
+    Messages between two ranks arrive in the order posted. lease: of the receiving buffer.
+    """
     send, receive = ([(x, peer) for x, peer in side if x.numel()] for side in (send, receive))
     posted, group = Posted(role, ranks, [x for x, _ in send], lease), group_of(ranks.name)
     operations = [dist.P2POp(dist.isend, x, group=group, group_peer=peer) for x, peer in send]
@@ -92,11 +95,12 @@ def _named(role: Role) -> str:
 
 @contextmanager
 def communicating(what: str, ranks: Ranks) -> Iterator[None]:
-    """Wrap only transfers and waits for them: turns a failure into an error with the rank, the transfer and the time.
+    """Context manager that turns a failed transfer into a DistError with the rank, the transfer and the elapsed time.
 
-    what: the transfer as the subject of a sentence, such as "the exchange of keys". Raises torch.distributed.DistError,
-    a RuntimeError, for the errors of gloo and NCCL when a peer has died or sends nothing within the group's timeout.
-    (By default NCCL does not block in a wait; then its watchdog ends the process instead.)
+    Wrap only transfers and waits for them. what: the transfer as the subject of a sentence, such as "the exchange of
+    keys". Raises torch.distributed.DistError, a RuntimeError, for the errors of gloo and NCCL when a peer has died or
+    sends nothing within the group's timeout. (By default NCCL does not block in a wait; then its watchdog ends the
+    process instead.)
     """
     start = time.monotonic()
     try:

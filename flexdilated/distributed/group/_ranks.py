@@ -48,13 +48,13 @@ class Ranks:
 
     @classmethod
     def named(cls, name: str, device_type: str) -> Ranks:
-        """The ranks of the process group `name`, which is how ops refer to a group."""
+        """The ranks of the process group `name`; ops refer to a group by its name."""
         group = group_of(name)
         return cls(name, group.size(), group.rank(), device_type)
 
     @property
     def others(self) -> tuple[int, ...]:
-        """All ranks but this one."""
+        """All ranks except this one."""
         return tuple(rank for rank in range(self.size) if rank != self.rank)
 
 
@@ -77,7 +77,7 @@ def timeout_of(ranks: Ranks) -> timedelta:
 
 
 def check_device(ranks: Ranks, tensor: Tensor) -> None:
-    """Raises ValueError if the ranks cannot send this tensor from its device."""
+    """Raise ValueError if the ranks cannot send this tensor from its device."""
     config = _backends(ranks.name)
     kinds = [part.partition(":")[0] for part in config.split(",")]
     if tensor.device.type != ranks.device_type or tensor.device.type not in kinds:
@@ -98,7 +98,7 @@ class Traffic:
     """Payload bytes sent and received, and number of transfers, by role, since the process began or since `reset`.
 
     keys: K and V sent to queries. gradients: of K and V, sent back. heads: exchanges of head parallelism. shards:
-    `unshard` and its gradient, and so the gathers of a `SelectedAttention`. set-up: the check that all ranks agree, and
+    `unshard` and its gradient, also in `SelectedAttention` with a mesh. set-up: the check that all ranks agree, and
     the choice of codec "auto". A transfer is one collective, or one message to or from another rank.
 
     >>> sent = fd.distributed.traffic().sent  # bytes, by role
@@ -128,7 +128,7 @@ _traffic = Traffic()
 
 
 def traffic() -> Traffic:
-    """The counts of this process.
+    """The `Traffic` of this process: bytes sent and received and transfers since it began or since `reset`.
 
     >>> print(sum(fd.distributed.traffic().sent.values()), 'bytes')
     0 bytes
@@ -137,5 +137,5 @@ def traffic() -> Traffic:
 
 
 def record(role: Role, *, sent: int = 0, received: int = 0) -> None:
-    """Count a transfer of this process, in bytes."""
+    """Count one transfer of this process; `sent` and `received` in bytes."""
     _traffic.add(role, sent, received)

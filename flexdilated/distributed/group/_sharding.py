@@ -1,4 +1,4 @@
-"""Sharding: which rank holds which positions of a sequence; shards of tensors, selected, gathered and checked."""
+"""Sharding: assignment of the positions of a sequence to ranks; functions that shard, gather and check tensors."""
 
 from __future__ import annotations
 
@@ -33,14 +33,14 @@ class Sharding:
 
     A rank's tokens are in ascending order of position: its local token i is the i-th position of `ranges(rank)`.
 
-    order: "contiguous" gives each rank one run, in the order of the ranks. "zigzag" cuts the sequence into 2 *
-    num_ranks chunks, and rank r holds the chunks r and 2 * num_ranks - 1 - r. That balances the work of a causal
+    order: "contiguous" gives each rank one contiguous range, in the order of the ranks. "zigzag" cuts the sequence into
+    2 * num_ranks chunks, and rank r holds the chunks r and 2 * num_ranks - 1 - r. That balances the work of a causal
     pattern: a rank with an early chunk, whose queries have few keys, also has a late one.
 
-    shard_lengths: number of tokens of each rank; may be 0. None: as equal as possible; the first runs (or chunks) have
-    one token more. In zigzag order a rank's two chunks are halves of its shard; of an odd number the first half has one
-    token more. After construction the field always holds the lengths, so two shardings are equal if they have one order
-    and assign equal positions to all ranks.
+    shard_lengths: number of tokens of each rank; may be 0. None: as equal as possible; the first ranges (or chunks)
+    have one token more. In zigzag order a rank's two chunks are halves of its shard; of an odd length the first half
+    has one token more. After construction the field always holds the lengths, so two shardings are equal if they have
+    one order and assign equal positions to all ranks.
 
     >>> fd.distributed.Sharding(10, 4, 'zigzag')
     Sharding(num_tokens=10, num_ranks=4, order='zigzag', shard_lengths=(3, 3, 2, 2))
@@ -62,7 +62,7 @@ class Sharding:
 
     @classmethod
     def of(cls, numbers: Sequence[int]) -> Sharding:
-        """The inverse of `numbers`."""
+        """Sharding from the result of `numbers`."""
         num_tokens, order, *lengths = map(int, numbers)
         return cls(num_tokens, len(lengths), ORDERS[order], lengths)
 
@@ -81,7 +81,7 @@ class Sharding:
         return self.lengths[self._checked(rank)]
 
     def ranges(self, rank: int) -> Ranges:
-        """Positions of this rank: one or two ascending runs, or () for no tokens."""
+        """Positions of this rank: one or two ascending `range`s, or () for no tokens."""
         chunks = [self._chunk(self._checked(rank))]
         if self.order == "zigzag":
             chunks.append(self._chunk(2 * self.num_ranks - 1 - rank))
@@ -180,7 +180,7 @@ def unshard(x: Tensor, mesh: DeviceMesh, sharding: Sharding | None = None, *, di
 
 
 def _checked_dim(x: object, dim: int) -> int:
-    """`dim` counted from the front, after checks."""
+    """`dim` as a nonnegative index, after checks."""
     if not isinstance(x, Tensor):
         raise TypeError(f"x must be a tensor; got {type(x).__name__}")
     if x.dim() == 0:
@@ -190,7 +190,7 @@ def _checked_dim(x: object, dim: int) -> int:
 
 @own_op("flexdilated::all_tokens")
 def all_tokens(x: Tensor, dim: int, sharding: list[int], group: str) -> Tensor:
-    """The whole sequence along dim, in order of position, from all ranks' shards."""
+    """All-gather shards along dim: the whole sequence, in order of position."""
     split, ranks = Sharding.of(sharding), Ranks.named(group, x.device.type)
     _check(ranks, "unshard", x, dim, split)
     own = x.movedim(dim, 0).contiguous()
@@ -208,7 +208,7 @@ def all_tokens(x: Tensor, dim: int, sharding: list[int], group: str) -> Tensor:
 
 @own_op("flexdilated::own_tokens_sum")
 def own_tokens_sum(whole: Tensor, dim: int, sharding: list[int], group: str) -> Tensor:
-    """Sum over ranks of their `whole`, for this rank's tokens only; added in the order of the ranks."""
+    """Reduce-scatter: sum of the ranks' `whole` at this rank's tokens, added in the order of the ranks."""
     split, ranks = Sharding.of(sharding), Ranks.named(group, whole.device.type)
     _check(ranks, "the gradient of unshard", whole, dim, split)
     rows = whole.movedim(dim, 0).contiguous()
@@ -250,18 +250,18 @@ own_tokens_sum.register_autograd(
 
 
 def _check(ranks: Ranks, call: str, x: Tensor, dim: int, split: Sharding) -> None:
-    """Check that the ranks' messages will match."""
+    """Check that x and the other arguments fit the ranks and are equal on all of them, so that messages match."""
     others = (*x.shape[:dim], *x.shape[dim + 1 :])
     check_agreement(ranks, {"call": call, "sharding": split, "dim": dim, "other dims": others, "dtype": x.dtype})
 
 
 def _cut(rows: Tensor, runs: Ranges) -> tuple[Tensor, ...]:
-    """A rank's rows, run by run: a message has one run, which is contiguous in the whole."""
+    """Split a rank's rows into its runs (contiguous ranges of positions), each of which is one message."""
     return rows.split([len(run) for run in runs])
 
 
 def _swap(ranks: Ranks, *, send: list[Message], receive: list[Message]) -> None:
-    """Exchange all messages at once."""
+    """Send and receive all messages as one group, and wait."""
     posted = post("shards", ranks, send=send, receive=receive)
     try:
         posted.wait_for_all()
@@ -289,7 +289,7 @@ def check_shards(q: Tensor, k: Tensor, v: Tensor, *, ranks: Ranks, sharding: Sha
 
 
 def check_sharding(sharding: object, ranks: Ranks) -> Sharding:
-    """The sharding, if it is one over these ranks; else TypeError or ValueError."""
+    """Return `sharding`; raises TypeError or ValueError unless it is a `Sharding` over these ranks."""
     if not isinstance(sharding, Sharding):
         raise TypeError(f"sharding must be a flexdilated.distributed.Sharding or None; got {type(sharding).__name__}")
     if sharding.num_ranks != ranks.size:
@@ -306,7 +306,7 @@ def equal_shards(length: int, ranks: Ranks) -> Sharding:
 
 
 def _with_a_token(*tensors: Tensor) -> tuple[Tensor, ...]:
-    """The tensors; if the shard is empty, placeholders with one token, because `check_tensors` requires tokens."""
+    """The tensors, with a placeholder token if the shard is empty, because `check_tensors` requires tokens."""
     if any(not isinstance(x, Tensor) or x.dim() != 4 or x.shape[2] for x in tensors):
         return tensors
     return tuple(x.new_empty(*x.shape[:2], 1, x.shape[3]) for x in tensors)

@@ -1,6 +1,6 @@
 """Codecs: encodings of rows of keys and values in a message; codec "auto" is the narrowest that keeps an error bound.
 
-A row is one head's vector for one token. The ranks choose together, from the range of their rows.
+A row is one head's vector for one token. All ranks choose the same codec, from the range of their rows.
 """
 
 from __future__ import annotations
@@ -34,11 +34,12 @@ INT8_ERROR = 0.50001 / 127
 
 @dataclass(frozen=True)
 class Codec:
-    """Encoding of rows in equally many bytes each. No gradient passes through.
+    """Encoding of rows (vectors of head_dim numbers) in a fixed number of bytes per row. Not differentiable.
 
-    None: unchanged. "bf16": rounded to nearest, within 2⁻⁸ of a normal number; infinite above 3.39e38; refused for
-    float16, which is more precise. "int8": one byte a number and one float32 scale a row, its largest magnitude over
-    127; errors are at most half a scale. A row that is not finite, or whose scale exceeds float32, decodes to NaN.
+    name: one of these. None: unchanged. "bf16": rounded to nearest, within 2⁻⁸ of a normal number; infinite above
+    3.39e38; refused for float16, which is more precise. "int8": one byte per number and one float32 scale per row, its
+    largest magnitude over 127; errors are at most half a scale. A row that is not finite, or whose scale exceeds
+    float32, decodes to NaN.
     """
 
     name: CodecName | None
@@ -48,7 +49,7 @@ class Codec:
         return _SCALE_BYTES + head_dim if self.name == "int8" else head_dim * self._written(dtype).itemsize
 
     def check(self, dtype: torch.dtype) -> None:
-        """Raises TypeError for a dtype that no codec encodes, ValueError for one that this codec does not encode."""
+        """Raise TypeError for a dtype that no codec encodes, ValueError for one that this codec does not encode."""
         if dtype not in _DTYPES:
             raise TypeError(f"rows must be float64, float32, bfloat16 or float16; got {dtype}")
         if self.name == "bf16" and dtype == torch.float16:
@@ -56,7 +57,7 @@ class Codec:
 
     @torch.no_grad()
     def encode(self, x: Float[Tensor, "... D"], out: UInt8[Tensor, "... R"] | None = None) -> UInt8[Tensor, "... R"]:
-        """Encoded rows, in `out` (any strides) if given; otherwise the result may share memory with x."""
+        """Encoded rows as bytes, in `out` (any strides) if given; otherwise the result may share memory with x."""
         if self.name != "int8":
             wire = _viewed(x.to(self._written(x.dtype)).contiguous(), torch.uint8)
             return wire if out is None else out.copy_(wire)
@@ -106,7 +107,7 @@ def gradient_codec(codec: Codec, dtype: torch.dtype) -> Codec:
 
 
 def check_codec(codec: CodecChoice, error_bound: float | None, dtype: torch.dtype) -> None:
-    """Raises ValueError or TypeError for an invalid choice, and for rows that the codec cannot encode."""
+    """Raise ValueError or TypeError for an invalid choice, and for rows that the codec cannot encode."""
     if codec is not None and not isinstance(codec, str):
         raise TypeError(f"codec must be a name or None; got {type(codec).__name__}")
     if codec == "auto" and not (isinstance(error_bound, int | float) and 0 < error_bound < 1):
@@ -122,8 +123,8 @@ def choose_codec(
 ) -> Codec:
     """The codec with the fewest bytes that keeps |decoded − row| / |row| within the bound for each row of all ranks.
 
-    All ranks must call it, with equal bound and dtype, and get one answer: they compare one number, in one
-    collective of 8 bytes, skipped if the bound rules out int8 for all rows. ranks=None: this process alone.
+    All ranks must call it, with equal bound and dtype, and get the same codec: they compare one number, in one
+    collective of 8 bytes, skipped if the bound rules out int8 for all rows. ranks=None: this process only.
     Rows that are not finite, or beyond float32's range, are sent unchanged.
     """
     wider = k.dtype.itemsize > torch.bfloat16.itemsize
@@ -144,7 +145,7 @@ def choose_codec(
 def codec_for(
     name: str | None, error_bound: float, k: Float[Tensor, "B G L D"], v: Float[Tensor, "B G L D"], ranks: Ranks
 ) -> Codec:
-    """The codec of this name, or the choice of "auto"; "bf16" has no effect on rows in bfloat16."""
+    """The codec of this name, or the result of `choose_codec` for "auto"; "bf16" has no effect on rows in bfloat16."""
     if name == "auto":
         return choose_codec(k, v, error_bound, ranks)
     return codec_named(None if name == "bf16" and k.dtype == torch.bfloat16 else name)

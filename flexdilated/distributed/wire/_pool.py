@@ -26,10 +26,11 @@ named: WeakValueDictionary[str, BufferPool] = WeakValueDictionary()
 
 @dataclass
 class PoolStatistics:
-    """Current bytes and their peaks, and counts; counts and peaks start with the pool or at its last `reset`.
+    """Statistics of a `BufferPool`: current and peak bytes, and counts; peaks and counts are since its last `reset`.
 
-    allocated_bytes: held, leased and idle. leased_bytes: requested by open leases. num_allocations: leases that needed
-    new memory. num_plain: tensors that torch allocated without a lease. reuse_rate: share of leases without new memory.
+    allocated_bytes: of all buffers, leased and idle. leased_bytes: requested by open leases. num_allocations: leases
+    that needed new memory. num_plain: tensors that torch allocated without a lease. reuse_rate: share of leases without
+    new memory.
     """
 
     allocated_bytes: int = 0
@@ -63,7 +64,7 @@ class Lease:
         return self._tensor
 
     def release(self) -> None:
-        """Return the buffer, once. Its uses must be ordered before later work on the current stream."""
+        """Return the buffer to its pool; later calls do nothing. Uses must precede later work on the current stream."""
         if self._pool is not None:
             self._pool._take_back(self)
         self._tensor = None
@@ -80,11 +81,11 @@ class Lease:
 
 
 class BufferPool:
-    """Leases of buffers whose sizes are powers of two bytes. Thread-safe; holds no memory before the first lease.
+    """Pool of reusable buffers, whose sizes are powers of two bytes. Thread-safe; no memory before the first lease.
 
     device: of all buffers; None serves any device. threshold_bytes: smaller tensors are allocated by torch, without a
-    lease. budget_bytes: bound on held memory. Above it idle buffers are freed, least recently returned first; leases
-    are always served, and a buffer that exceeds the budget is freed on return.
+    lease. budget_bytes: bound on the memory of all buffers. Above it idle buffers are freed, least recently returned
+    first; leases are always served, and a buffer that exceeds the budget is freed on return.
 
     >>> pool = fd.distributed.BufferPool('cpu', threshold_bytes=1 << 16)
     """
@@ -144,7 +145,7 @@ class BufferPool:
             return replace(self._measure())
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Copies and pickles, as of a module that has a pool, are empty pools with equal settings."""
+        """Copy or pickle as an empty pool with equal settings."""
         return partial(BufferPool, threshold_bytes=self.threshold_bytes, budget_bytes=self.budget_bytes), (self.device,)
 
     def __repr__(self) -> str:
@@ -184,7 +185,7 @@ class BufferPool:
                 self._shrink(0)
 
     def _shrink(self, coming_bytes: int) -> None:
-        """Free idle buffers until held and coming bytes fit the budget, or none is left."""
+        """Free idle buffers until allocated plus `coming_bytes` fit the budget, or no idle buffer is left."""
         limit = self.budget_bytes
         while limit is not None and self._idle and self._measure().allocated_bytes + coming_bytes > limit:
             del self._idle[0]
@@ -222,7 +223,7 @@ def pool_named(name: str, device: torch.device) -> BufferPool | None:
 
 
 def pool_for(device: torch.device | str) -> BufferPool:
-    """The shared pool of this device in this process; on CPU it leases from 16 MiB, on other devices never.
+    """The shared pool of this device in this process; on CPU for tensors of at least 16 MiB, on other devices for none.
 
     >>> pool = fd.distributed.pool('cpu')
     """
@@ -232,5 +233,5 @@ def pool_for(device: torch.device | str) -> BufferPool:
 
 
 def lease_from(pool: BufferPool | None, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Lease:
-    """Lease from the pool, or of a newly allocated tensor if `pool` is None."""
+    """Lease of a tensor from the pool, or of a newly allocated tensor if `pool` is None."""
     return pool.lease(shape, dtype, device) if pool else Lease(torch.empty(tuple(shape), dtype=dtype, device=device))

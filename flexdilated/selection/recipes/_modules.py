@@ -28,7 +28,7 @@ class WindowsBefore:
     """`pattern` over (query position, window): window i is visible from position i * stride + reach.
 
     It has bounds for boxes: a box is full if its first query sees its last window, and empty if its last query does not
-    see its first window. Modules keep an instance of this class, because a function that captures numbers cannot be
+    see its first window. Modules store an instance of this class, because a closure cannot be
     pickled, and because torch.compile can read an existing pattern but not build one from a function.
     """
 
@@ -98,7 +98,7 @@ class CoarseToFineAttention(nn.Module):
         enable_gqa: bool = False,
         q_offset: int = 0,
     ) -> Float[Tensor, "B H N D"]:
-        """Query i has position q_offset + i, key j position j; other arguments are as in `attend`.
+        """Attention output; query i has position q_offset + i, key j position j; other arguments are as in `attend`.
 
         Raises ValueError or TypeError, before any work, for inputs that do not fit together.
         """
@@ -126,7 +126,7 @@ class CoarseToFineAttention(nn.Module):
 def _joined(
     fine: tuple[Tensor, Tensor], pooled: tuple[Tensor, Tensor], twice: tuple[Tensor, Tensor]
 ) -> Float[Tensor, "B H N D"]:
-    """Output of one softmax over `fine` and `pooled` less `twice`, each (output, lse)."""
+    """Output of one softmax over the terms of `fine` and of `pooled`, minus those of `twice`; each is (output, lse)."""
     outs, lses = zip(fine, pooled, twice, strict=True)
     # A row without keys has lse -inf in all three parts and keeps output 0.
     top = torch.maximum(lses[0].detach(), lses[1].detach()).clamp(min=torch.finfo(lses[0].dtype).min)
@@ -213,9 +213,10 @@ class NativeSparseAttention(nn.Module):
         scale: float | None = None,
         q_offset: int = 0,
     ) -> Float[Tensor, "B H N D"]:
-        """k and v of the three branches: compressed, selected, window. To use one k for all: k.expand(3, *k.shape).
+        """Gated sum of the outputs of the three branches, in the shape of q.
 
-        x: input of the gates, one token per query. scale: factor on scores, 1 / sqrt(D) by default. Query i has
+        k, v: of the branches compressed, selected and window; to use one k for all, pass k.expand(3, *k.shape). x:
+        input of the gates, one token per query. scale: factor on scores, 1 / sqrt(D) by default. Query i has
         position q_offset + i, key j position j. Raises ValueError or TypeError for inputs that do not fit.
         """
         self._check(x, q, k, v)
@@ -272,7 +273,7 @@ class NativeSparseAttention(nn.Module):
         scores = scale * (q.unflatten(1, (keys.shape[1], -1)) @ keys.unsqueeze(2).mT)
         begins = torch.arange(keys.shape[2], device=q.device) * self.stride
         sees = position >= begins + self.length - 1
-        # Rows that see no window have lse -inf and weights 0.
+        # Queries that see no window have lse -inf and weights 0.
         shares = (scores - lse.unflatten(1, scores.shape[1:3]).unsqueeze(-1)).masked_fill(~sees, -torch.inf).exp()
         total = shares.sum(2)
         per, reach = self.block // self.stride, self.length // self.stride
@@ -304,7 +305,7 @@ class NativeSparseAttention(nn.Module):
 
 
 class _Compression(nn.Module):
-    """Compresses each whole window of keys, or of values, into one by an MLP that all heads share."""
+    """Compresses each complete window of keys (or values) into one vector, by an MLP shared by all heads."""
 
     def __init__(self, head_dim: int, length: int, stride: int) -> None:
         super().__init__()

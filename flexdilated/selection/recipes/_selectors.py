@@ -56,7 +56,7 @@ def quest(*, budget: int, block: int = 16, within: Pattern = causal()) -> BlockS
 
     >>> q, k = torch.randn(1, 4, 1, 64), torch.randn(1, 4, 1000, 64)
     >>> chosen = fd.selection.recipes.quest(budget=128)(q, k, q_offset=999)
-    >>> chosen.blocks.shape  # seven pages beside the last
+    >>> chosen.blocks.shape  # seven pages in addition to the last
     torch.Size([1, 4, 1, 7])
     """
     require_int("block", block, minimum=1)
@@ -151,7 +151,7 @@ def seer_attention_r(
 ) -> BlockSelector:
     """SeerAttention-R: a trained gate chooses for each query; the query heads of a key/value head share the choice.
 
-    As `seer_attention`, but without pooling of queries, so that decoding chooses as training does.
+    Like `seer_attention`, but without pooling of queries, so that decoding chooses as training does.
 
     gate: a `SeerGate` with share="group". choose: the paper uses a threshold, or a budget that includes the own block:
     fd.TopK(budget // block - 1). within: as in `moba`.
@@ -252,7 +252,7 @@ class SeerGate(nn.Module):
 
 
 def _turned(x: Float[Tensor, "... n E"], positions: Int64[Tensor, " n"], base: float) -> Float[Tensor, "... n E"]:
-    """Rotary embedding: channels i and i + E/2 are rotated by the angle position * base^(-2 i / E)."""
+    """Apply rotary embedding to x: channels i and i + E/2 are rotated by the angle position * base^(-2 i / E)."""
     half = x.shape[-1] // 2
     rates = base ** (-torch.arange(half, dtype=torch.float64, device=x.device) / half)
     angles = positions[:, None] * rates
