@@ -234,7 +234,7 @@ _GAMMA = 0.4  # as in xPos
 
 
 class Turns(NamedTuple):
-    """Rotary and xPos factors of queries and keys, computed once for all layers of a forward pass."""
+    """Rotary table and xPos factors (`decay`; None without xPos), computed once for all layers of a forward pass."""
 
     table: RotaryTable
     decay: Float[Tensor, "N 1 D"] | None = None
@@ -242,7 +242,7 @@ class Turns(NamedTuple):
     def apply(
         self, qk: Float[Tensor, "B N HG D"], num_heads: int, kv_heads: int
     ) -> tuple[Float[Tensor, "B N H D"], Float[Tensor, "B N G D"]]:
-        """Split into queries and keys, rotated and scaled by position."""
+        """(queries, keys) split from `qk`, rotated; xPos multiplies queries by its factors and divides keys by them."""
         q, k = rotate(qk, self.table).split((num_heads, kv_heads), dim=2)
         if self.decay is None:
             return q, k

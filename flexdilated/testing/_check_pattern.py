@@ -183,7 +183,7 @@ def _check_text(pattern: Pattern | Mixture) -> None:
 
 @dataclass(frozen=True)
 class BoxRanges:
-    """A box, with ranges for queries and keys."""
+    """Box of one head: its query and key positions, two arithmetic progressions, as ranges."""
 
     head: int
     q: range
@@ -206,7 +206,7 @@ class BoxRanges:
         return int(dense.table[self.head, q, k].sum())
 
     def smaller(self) -> Iterator[BoxRanges]:
-        """Simpler boxes: sides that are shorter from either end, without gaps, or nearer to 0; head 0."""
+        """Simpler boxes: with shorter ranges, from either end, of step 1, or nearer to 0; and with head 0."""
         for name, side in (("q", self.q), ("k", self.k)):
             number, first, step = len(side), side.start, side.step
             shorter = [n for n in dict.fromkeys((1, number // 2, number - 1)) if 0 < n < number]
@@ -293,7 +293,7 @@ def _boxes(dense: DenseRule, examples: int, generator: torch.Generator) -> Itera
 
 
 def _check_lists(dense: DenseRule, examples: int, generator: torch.Generator) -> None:
-    """Settled lists must have exactly the blocks with pairs and mark full ones; unsettled lists may have more."""
+    """Block lists with settle=True must be exactly the blocks with pairs, full ones marked; others may list more."""
     drawn = [_draw_lists(dense, generator) for _ in range(max(8, examples // 5))]
     for bound, (q_block, k_block), rate in sorted(drawn, key=lambda each: each[0].num_queries * each[0].num_keys):
         (term,) = shared_terms(dense.pattern, 1, bound, rate)

@@ -188,7 +188,7 @@ def rough(x: Tensor) -> str:
 
 @dataclass(frozen=True, eq=False)
 class DenseAttention:
-    """q (B, H, N, D), k and v (B, G, M, D), and the bound pattern, with one or more branches.
+    """Inputs of a call: q (B, H, N, D), k and v (B, G, M, D), and the bound pattern, with one or more branches.
 
     `pattern` is the original pattern, with the zero keys of its padding; `bound` has none.
     """
@@ -269,7 +269,7 @@ class DenseAttention:
 
 @dataclass(frozen=True, eq=False)
 class Expected:
-    """Float64 value, error budget of a result, and the error of plain attention in the dtype (or None)."""
+    """Expected result: float64 value, error budget, and error of torch's dense attention in the dtype, or None."""
 
     value: Tensor
     budget: Tensor
@@ -317,7 +317,10 @@ def cotangents(out: Tensor, lse: Tensor, *, through_lse: bool = True) -> tuple[T
 
 @dataclass(frozen=True, eq=False)
 class _Terms:
-    """Terms of error limits, in float64: absolute q, k and v by query head; scores (B, H, N, M) and weights."""
+    """Float64 inputs of error limits: absolute q, k, v per query head, out and gradients; scores (B, H, N, M), weights.
+
+    times: multiplicity of each pair. Scores include those of hidden pairs; weights of these are 0.
+    """
 
     q: Tensor
     k: Tensor
