@@ -27,9 +27,9 @@ _GROUPS, _VISIBLE = "groups", "visible"
 class Reading:
     """The rule of a mask function, as patterns.
 
-    positions: its part on positions, which count from the first token of each document of `begin`, or from 0 if that is
-    None. beside: its part that reads tensors by position. Either is None if the rule lacks it. tensors: run-time tensors
-    of both.
+    positions: its part on positions, which count from the first token of each document of `begin`, or from 0 if that
+    is None. beside: its part that reads tensors by position. Either is None if the rule lacks it. tensors:
+    run-time tensors of both.
     """
 
     positions: Pattern | None
