@@ -1,4 +1,4 @@
-"""Memory of one attention call, predicted: tiles in a run on meta tensors, flex by its compiled program's buffers."""
+"""Predict the memory of one attention call: engine tiles by a run on meta tensors, flex by its compiled buffers."""
 
 from __future__ import annotations
 

@@ -56,7 +56,7 @@ class Check:
 
 
 def _all_kinds(subject: Subject) -> Iterator[Case]:
-    """All kinds of values for a single length; otherwise the first kind and, in rotation, a second one."""
+    """Cases with all kinds of values if there is one length; otherwise the first kind and, in rotation, a second."""
     first, *others = KINDS
     for index, length in enumerate(subject.lengths):
         for kind in KINDS if len(subject.lengths) == 1 else (first, others[index % len(others)]):
@@ -132,7 +132,7 @@ def _rows_without_keys(subject: Subject) -> Iterator[Case]:
 
 
 def _lengths_in_turn(subject: Subject) -> Iterator[Case]:
-    """One module at alternating lengths, from both ends, longest first, then at ascending lengths."""
+    """Cases of one module at alternating lengths, from both ends, longest first, then at ascending lengths."""
     used, lengths = subject.module(), subject.lengths
     new = subject.copied(used)
     turns = [length for pair in zip(reversed(lengths), lengths, strict=True) for length in pair]
