@@ -46,8 +46,8 @@ class PoolStats:
 class Stats:
     """State and history of the library in this process; print it for tables.
 
-    cache: of plans and tables. pools: all live pools. constants: (kind of device, source) of the machine constants used
-    in plans. measured: calls whose options `autotune` measured and chose.
+    cache: statistics of the cache of plans and tables. pools: all live pools. constants: (kind of device, source) of
+    the machine constants used in plans. measured: number of calls whose options `autotune` measured and chose.
     """
 
     cache: CacheStats

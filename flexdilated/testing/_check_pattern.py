@@ -33,10 +33,11 @@ def check_pattern(
 ) -> None:
     """Compare a pattern's properties with its `mask_mod`, evaluated densely over positions below `max_tokens`.
 
-    It checks the bounds of `count` (for custom functions: `classify`) over boxes of one cell, of whole blocks and of
-    random progressions, as layouts have; block lists for odd sizes, unequal block sides and several layouts;
-    `for_head`; `period` and `confined`, also at larger positions; and the round trip through JSON, if the pattern has
-    one. About `examples` boxes are drawn for each pair of steps, from `seed`.
+    It checks the bounds of `count` (for custom functions: `classify`) over boxes, which are products of two arithmetic
+    progressions of positions: single pairs, whole blocks, and random ones; block lists for odd sizes, unequal block
+    sides and several layouts (orders of tokens); `for_head`; `period` and `confined`, also at larger positions; and the
+    round trip through JSON, if the pattern has one. About `examples` random boxes are drawn, from `seed`, for each pair
+    of steps of the progressions.
 
     Raises AssertionError with the smallest counterexample found; ValueError if the pattern does not fit `num_heads`,
     has a table that ends before `max_tokens`, or has run-time tensors.

@@ -177,12 +177,12 @@ def _runs(positions: Sequence[int]) -> str:
 
 
 def number(x: Tensor | float) -> str:
-    """Text with five digits."""
+    """Text of a number, with five significant digits."""
     return f"{x.detach().item() if isinstance(x, Tensor) else x:.5g}"
 
 
 def rough(x: Tensor) -> str:
-    """Text with two digits, for an error."""
+    """Text of an error, with two significant digits."""
     return f"{x.detach().item():.2g}"
 
 
@@ -382,9 +382,10 @@ def _rounding_limits(terms: _Terms, dtype: torch.finfo, values: Mapping[str, Ten
 def _propagated(
     terms: _Terms, errors: Tensor, sent: Tensor | None, product: Callable[[Tensor, Tensor], Tensor]
 ) -> dict[str, Tensor]:
-    """Errors of out, and with `sent` of dq, dk and dv, for errors of the weights; `product` sums over an axis.
+    """Errors of out, and with `sent` of dq, dk and dv, that follow from errors (B, H, N, M) of the weights.
 
-    sent (B, H, N, 1): size of the product of grad_out and out.
+    sent (B, H, N, 1): size of the product of grad_out and out. product: torch.matmul for bounds, `_root` for
+    independent errors.
     """
     limits = {"out": product(errors, terms.v)}
     if sent is not None:

@@ -167,7 +167,7 @@ def _neighborhoods_on(draw: st.DrawFn, words: Any, grid: list[int] | tuple[int, 
 
 @st.composite
 def _windows_along(draw: st.DrawFn, length: int, most: int, max_rate: int, centred: bool) -> tuple[int, int, int, bool]:
-    """(kernel size, rate, stride, causal) of one axis; if `centred`, each query is in the middle of its window."""
+    """(kernel size, rate, stride, causal) of one axis; `centred`: windows have the query in their middle."""
     rate = draw(st.integers(1, min(max_rate, length)))
     longest = min(2 * most + 1, length // rate)
     if centred:
