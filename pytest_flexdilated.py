@@ -26,7 +26,7 @@ _LONGEST_REASON = 200
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    """--flexdilated-device."""
+    """Add the option --flexdilated-device."""
     what = "device for the fixture flexdilated_device, such as cuda or cuda:1 (cpu)"
     parser.getgroup("flexdilated").addoption("--flexdilated-device", default="cpu", metavar="DEVICE", help=what)
 

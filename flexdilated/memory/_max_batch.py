@@ -29,10 +29,10 @@ class Trial:
 
 @dataclass(frozen=True)
 class MaxBatch:
-    """The largest `n` that fits, and the evidence; all bytes are on top of what was held at the start.
+    """Result of `max_batch`: the largest `n` that fits, and its measurements; bytes exclude those held at the start.
 
-    predicted: peak of a step of n by the line through the probes. measured: peak of one that was run. budget: the
-    bound. trials: all measured steps, the probes first.
+    predicted: peak of `step(n)` by the line through the probes. measured: its measured peak. budget: the upper bound.
+    trials: all measured steps, the probes first.
     """
 
     n: int

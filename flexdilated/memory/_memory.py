@@ -1,4 +1,4 @@
-"""Memory of one attention call, predicted: tiles in a run on meta tensors, flex by its compiled program's buffers."""
+"""Predict the memory of one attention call: engine tiles by a run on meta tensors, flex by its compiled buffers."""
 
 from __future__ import annotations
 
@@ -130,7 +130,7 @@ class AttentionSize:
 class AttentionMemory:
     """Bytes of one call; each peak counts everything alive, including the call's inputs.
 
-    queries: q; out has as many. keys: k and v together. lse: of all rows. kept: what training keeps from the forward
+    queries: q, and equally out. keys: k and v together. lse: of all rows. kept: what training keeps from the forward
     for the backward, including q, k, v, out and lse. inference_peak: of a forward that keeps nothing. forward_peak: of
     a forward in training. backward_peak: from the gradient of out to dq, dk and dv. tables: the plan's lists, which
     stay in the cache and are not in the peaks.
@@ -147,12 +147,12 @@ class AttentionMemory:
 
     @property
     def inputs(self) -> int:
-        """q, k and v."""
+        """Bytes of q, k and v."""
         return self.queries + self.keys
 
     @property
     def shown(self) -> int:
-        """q, k, v, out and lse."""
+        """Bytes of q, k, v, out and lse."""
         return self.inputs + self.queries + self.lse
 
     @property
@@ -160,7 +160,7 @@ class AttentionMemory:
         return max(self.forward_peak, self.backward_peak)
 
     def at(self, num_tokens: int, other: AttentionMemory, tokens: tuple[int, int]) -> AttentionMemory:
-        """Linear interpolation between this and `other`, which are for the two numbers in `tokens`."""
+        """Memory for num_tokens, on the line through this and `other`, which are for tokens[0] and tokens[1] tokens."""
         share = (num_tokens - tokens[0]) / (tokens[1] - tokens[0])
         pairs = ((getattr(self, each.name), getattr(other, each.name)) for each in fields(self))
         return AttentionMemory(*(round(a + share * (b - a)) for a, b in pairs))
@@ -235,9 +235,9 @@ def _tiles_memory(program: Program, size: AttentionSize) -> tuple[int, int, int,
 
 
 def _few_of_each_kind(program: Program, key_bytes: int) -> Program:
-    """Enough steps and problems to represent all: each frees its memory before the next one starts.
+    """The program with few steps and problems of each kind, enough for its peak: each frees its memory before the next.
 
-    key_bytes: of a key and its value over the batch.
+    key_bytes: bytes of one key and its value over the batch.
     """
     taken: Counter[object] = Counter()
     steps = []
@@ -298,14 +298,14 @@ def _flex_memory(
 
 
 class _FlexStep(NamedTuple):
-    """Bytes of q, k and v as the kernel of a step reads them, each with whether it is a copy; and bytes of its lse."""
+    """Memory of a step's kernel: (bytes, True if it is a copy) of its q, k and v; and bytes of its lse."""
 
     operands: tuple[tuple[int, bool], ...]
     lse: int
 
 
 def _flex_step(step: FlexStep, size: AttentionSize) -> _FlexStep:
-    """A side is read in place if every token is a slot and none is cleared."""
+    """Memory of one step. Queries or keys are read without a copy if all tokens are read and none is zeroed."""
     by_column, (q_side, k_side) = step.mask.q_num_blocks, step.structure.sides
     assert by_column is not None
     queries = step.queries, size.num_heads, step.mask.kv_num_blocks.shape[2] * q_side, step.hidden.queries

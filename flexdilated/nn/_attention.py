@@ -1,4 +1,4 @@
-"""Attention modules of q, k and v, by any pattern or by LongNet's, on one device or over the ranks of a mesh."""
+"""Attention modules (q, k, v) -> out with any pattern or LongNet's, on one device or over the ranks of a mesh."""
 
 from __future__ import annotations
 
@@ -130,7 +130,7 @@ class BlockSparseAttention(nn.Module):
         head_offset: int = 0,
         num_heads_global: int | None = None,
     ) -> Float[Tensor, "B H N D"]:
-        """Query i has position q_offset + i, key j position k_offset + j. A query without keys gets output 0.
+        """Attention output; 0 for a query without keys. Query i has position q_offset + i, key j position k_offset + j.
 
         score_mod, bindings: as in `attend`; so are head_offset and num_heads_global, for heads on several devices.
         key_padding_mask: True for keys to hide.

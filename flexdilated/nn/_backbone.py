@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
 
 class Memory(NamedTuple):
-    """Another sequence as the blocks read it: its keys and values for each block, and the pattern of visible ones."""
+    """Sequence for cross-attention: its keys and values for each block, and the pattern of its visible tokens."""
 
     blocks: list[KeysValues]
     pattern: Pattern | Mixture
@@ -111,7 +111,7 @@ class LongNetBackbone(Pretrained):
         self.reset_parameters()
 
     def made_of(self) -> dict[str, Any]:
-        """As in `Pretrained`."""
+        """Constructor arguments to save, as in `Pretrained`."""
         return {"config": self.config}
 
     def reset_parameters(self) -> None:

@@ -177,7 +177,7 @@ class LongNetClassifier(Pretrained):
 
 @advises()
 class LongNetEncoderDecoder(Pretrained):
-    """From one sequence to another: the decoder's blocks attend to its own tokens and to the encoder's features.
+    """Sequence-to-sequence model: the decoder's blocks attend to its own tokens and to the encoder's features.
 
     encoder, decoder: their configurations; the encoder is not causal, the decoder is and has a vocabulary. Both attend
     by their branches; every token of the decoder attends to all features of the encoder.
@@ -248,7 +248,7 @@ NextLogits = Callable[[Int64[Tensor, "B N"]], Float[Tensor, "B V"]]
 
 @dataclass(frozen=True, kw_only=True)
 class Sampling:
-    """How the next token is drawn from its logits, as in `LongNet.generate`; validated on construction."""
+    """Options to draw the next token from its logits, as in `LongNet.generate`; validated on construction."""
 
     temperature: float = 1.0
     top_k: int | None = None
@@ -291,7 +291,7 @@ def generate(
     stop: int | None = None,
     prefill_chunk: int = 8192,
 ) -> Int64[Tensor, "B new"]:
-    """Draw the following tokens, at most `max_new_tokens`; fewer if every sequence has drawn `stop` before.
+    """New tokens drawn after `tokens`: `max_new_tokens`, or fewer if every sequence has drawn `stop` before.
 
     next_logits: called with consecutive tokens, first with the prompt in chunks; returns the logits of the token after
     them, and keeps earlier tokens in its own state. After its first `stop` a sequence contains only `stop`.

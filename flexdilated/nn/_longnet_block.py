@@ -27,13 +27,13 @@ KeysValues = tuple[Float[Tensor, "B G M D"], Float[Tensor, "B G M D"]]
 class Block(nn.Module):
     """x + attention(norm(x)), then x + feed_forward(norm(x)); tokens are in the order of `layout` throughout.
 
-    With `memory_dim`, x + attention to a memory of that width comes between the two. With config.deepnorm each half is
-    norm(a * x + half(x)). Queries, keys and values come from one projection. LayerNorm without bias is one fused kernel
-    on CPU too, where RMSNorm is several.
+    With `memory_dim`, x + attention to a memory of that width comes between the two. With config.deepnorm each sum is
+    norm(a * x + f(x)) instead, f being attention or feed-forward. Queries, keys and values come from one projection.
+    LayerNorm without bias is one fused kernel on CPU too, where RMSNorm is several.
 
     selected: the attention that chooses its keys from the data, instead of the pattern; None to use the pattern.
     scales: (a, gain of the weights that write to the sums), from `residual_scales`. drop_path: probability, in
-    training, that a sequence skips each half.
+    training, that a sequence skips f, drawn for each sum.
     """
 
     def __init__(
@@ -234,7 +234,7 @@ _GAMMA = 0.4  # as in xPos
 
 
 class Turns(NamedTuple):
-    """Rotary and xPos factors of queries and keys, computed once for all layers of a forward pass."""
+    """Rotary table and xPos factors (`decay`; None without xPos), computed once for all layers of a forward pass."""
 
     table: RotaryTable
     decay: Float[Tensor, "N 1 D"] | None = None
@@ -242,7 +242,7 @@ class Turns(NamedTuple):
     def apply(
         self, qk: Float[Tensor, "B N HG D"], num_heads: int, kv_heads: int
     ) -> tuple[Float[Tensor, "B N H D"], Float[Tensor, "B N G D"]]:
-        """Split into queries and keys, rotated and scaled by position."""
+        """(queries, keys) split from `qk`, rotated; xPos multiplies queries by its factors and divides keys by them."""
         q, k = rotate(qk, self.table).split((num_heads, kv_heads), dim=2)
         if self.decay is None:
             return q, k
@@ -254,8 +254,8 @@ class Turns(NamedTuple):
 def turns(config: LongNetConfig, positions: Int64[Tensor, " N"], dtype: torch.dtype) -> Turns | None:
     """Rotary and xPos factors at these positions; None for a model with neither.
 
-    xPos multiplies queries by ζ^(n/s) and divides keys by it, with ζ a factor per pair of channels and s its scale; the
-    exponents are counted from the middle of the range that float32 allows.
+    xPos multiplies queries by ζ^(n/s) and divides keys by it, with ζ < 1 a factor per pair of channels, n the position
+    and s `xpos_scale`; the exponents are counted from the middle of the range that float32 allows.
     Source: xPos, arXiv 2212.10554, section 2.
     """
     if config.position not in ("rotary", "xpos"):

@@ -131,11 +131,13 @@ class LongNetConfig:
         (arXiv 2212.10554), for up to 126 * xpos_scale tokens; "learned": a vector for each of max_positions positions
         is added to the embeddings; None, as for inputs that include their positions.
     rotary_base: base of the rotary wavelengths; raise it with the context.
-    xpos_scale: tokens over which xpos decays by its least factor once, 512 in the paper.
-    bias: True gives projections and norms biases. norm: "layer" or "rms", before each half of a block.
+    xpos_scale: distance in tokens over which each channel pair of xpos decays by its factor, 2/7 or more; 512 in the
+        paper.
+    bias: True gives projections and norms biases. norm: "layer" or "rms", before each half of a block
+        (attention, feed-forward).
     subln: a further norm before the last projection of each half, and the gain of Magneto, arXiv 2210.06423.
     deepnorm: norms after the sums instead of before the halves, with DeepNet's scales, arXiv 2203.00555; no last norm.
-    dropout: probability of zeroing a number of the embeddings and of each half's output, in training; attention
+    dropout: probability of zeroing an element of the embeddings and of each half's output, in training; attention
         weights, which are never formed, have none. drop_path: probability of skipping the last block's halves for a
         sequence, in training; it rises linearly from 0 in the first block (arXiv 1603.09382).
     tie_embeddings: the output projection is the transposed token embedding.

@@ -273,7 +273,7 @@ class MultiheadDilatedAttention(MultiheadProjections):
         return self.joined(out, query.dim()), None
 
     def _check_order(self, is_causal: bool, attn_mask: object, shape: tuple[int, int]) -> None:
-        """A causal call requires a causal module; a mask, if any, must be the causal one."""
+        """Raise ValueError for a causal call of a module that is not causal, or a mask other than the causal one."""
         if attn_mask is not None:
             require_causal_mask(attn_mask, shape, instead=_INSTEAD if self.batch_first else _INSTEAD + _TOKENS_FIRST)
         if not self.causal and (is_causal or attn_mask is not None):

@@ -52,7 +52,7 @@ class Pretrained(nn.Module):
         (place / _CONFIG).write_text(json.dumps(written, indent=2) + "\n", encoding="utf-8")
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
-        """As in torch; ValueError for weights with a wrapper's prefix, with the way to strip it."""
+        """As in torch; ValueError for names with a wrapper's prefix, whose message shows how to strip it."""
         if strict:
             _check_prefix(self, state_dict)
         return super().load_state_dict(state_dict, strict, assign)

@@ -61,7 +61,7 @@ def _write(folder: Path, profiler: profile, seconds: float) -> None:
 
 
 def _peaks(on_device: bool) -> str:
-    """Peaks of memory: of the process, as Linux counts it, and of tensors on the accelerator."""
+    """Lines of text with peaks of memory: resident, as Linux counts it, and of tensors on the accelerator."""
     status = Path("/proc/self/status")
     lines = status.read_text(encoding="utf-8").splitlines() if status.exists() else []
     peaks = [("resident", 1024 * int(line.split()[1])) for line in lines if line.startswith("VmHWM:")]

@@ -25,8 +25,8 @@ _POOL_MODULE = "flexdilated.distributed.wire._pool"
 class PoolStats:
     """Settings and statistics of a live `distributed.BufferPool`, since its last reset.
 
-    threshold_bytes: least size that it leases; None: it never leases. budget_bytes: None for no budget. Other fields:
-    as in its `statistics`.
+    threshold_bytes: size of the smallest buffer that it leases; None: it leases none. budget_bytes: None for no
+    budget. Other fields: as in its `statistics`.
     """
 
     name: str
@@ -46,8 +46,8 @@ class PoolStats:
 class Stats:
     """State and history of the library in this process; print it for tables.
 
-    cache: of plans and tables. pools: all live pools. constants: (kind of device, source) of the machine constants used
-    in plans. measured: calls for which `autotune` chose.
+    cache: statistics of the cache of plans and tables. pools: all live pools. constants: (kind of device, source) of
+    the machine constants used in plans. measured: number of calls whose options `autotune` measured and chose.
     """
 
     cache: CacheStats

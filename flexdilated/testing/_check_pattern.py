@@ -33,10 +33,11 @@ def check_pattern(
 ) -> None:
     """Compare a pattern's properties with its `mask_mod`, evaluated densely over positions below `max_tokens`.
 
-    It checks the bounds of `count` (for custom functions: `classify`) over boxes of one cell, of whole blocks and of
-    random progressions, as layouts have; block lists for odd sizes, unequal block sides and several layouts;
-    `for_head`; `period` and `confined`, also at larger positions; and the round trip through JSON, if the pattern has
-    one. About `examples` boxes are drawn for each pair of steps, from `seed`.
+    It checks the bounds of `count` (for custom functions: `classify`) over boxes, which are products of two arithmetic
+    progressions of positions: single pairs, whole blocks, and random ones; block lists for odd sizes, unequal block
+    sides and several layouts (orders of tokens); `for_head`; `period` and `confined`, also at larger positions; and the
+    round trip through JSON, if the pattern has one. About `examples` random boxes are drawn, from `seed`, for each pair
+    of steps of the progressions.
 
     Raises AssertionError with the smallest counterexample found; ValueError if the pattern does not fit `num_heads`,
     has a table that ends before `max_tokens`, or has run-time tensors.
@@ -183,7 +184,7 @@ def _check_text(pattern: Pattern | Mixture) -> None:
 
 @dataclass(frozen=True)
 class BoxRanges:
-    """A box, with ranges for queries and keys."""
+    """Box of one head: its query and key positions, two arithmetic progressions, as ranges."""
 
     head: int
     q: range
@@ -206,7 +207,7 @@ class BoxRanges:
         return int(dense.table[self.head, q, k].sum())
 
     def smaller(self) -> Iterator[BoxRanges]:
-        """Simpler boxes: sides that are shorter from either end, without gaps, or nearer to 0; head 0."""
+        """Simpler boxes: with shorter ranges, from either end, of step 1, or nearer to 0; and with head 0."""
         for name, side in (("q", self.q), ("k", self.k)):
             number, first, step = len(side), side.start, side.step
             shorter = [n for n in dict.fromkeys((1, number // 2, number - 1)) if 0 < n < number]
@@ -293,7 +294,7 @@ def _boxes(dense: DenseRule, examples: int, generator: torch.Generator) -> Itera
 
 
 def _check_lists(dense: DenseRule, examples: int, generator: torch.Generator) -> None:
-    """Settled lists must have exactly the blocks with pairs and mark full ones; unsettled lists may have more."""
+    """Block lists with settle=True must be exactly the blocks with pairs, full ones marked; others may list more."""
     drawn = [_draw_lists(dense, generator) for _ in range(max(8, examples // 5))]
     for bound, (q_block, k_block), rate in sorted(drawn, key=lambda each: each[0].num_queries * each[0].num_keys):
         (term,) = shared_terms(dense.pattern, 1, bound, rate)

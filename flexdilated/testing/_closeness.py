@@ -177,18 +177,18 @@ def _runs(positions: Sequence[int]) -> str:
 
 
 def number(x: Tensor | float) -> str:
-    """Text with five digits."""
+    """Text of a number, with five significant digits."""
     return f"{x.detach().item() if isinstance(x, Tensor) else x:.5g}"
 
 
 def rough(x: Tensor) -> str:
-    """Text with two digits, for an error."""
+    """Text of an error, with two significant digits."""
     return f"{x.detach().item():.2g}"
 
 
 @dataclass(frozen=True, eq=False)
 class DenseAttention:
-    """q (B, H, N, D), k and v (B, G, M, D), and the bound pattern, with one or more branches.
+    """Inputs of a call: q (B, H, N, D), k and v (B, G, M, D), and the bound pattern, with one or more branches.
 
     `pattern` is the original pattern, with the zero keys of its padding; `bound` has none.
     """
@@ -269,7 +269,7 @@ class DenseAttention:
 
 @dataclass(frozen=True, eq=False)
 class Expected:
-    """Float64 value, error budget of a result, and the error of plain attention in the dtype (or None)."""
+    """Expected result: float64 value, error budget, and error of torch's dense attention in the dtype, or None."""
 
     value: Tensor
     budget: Tensor
@@ -317,7 +317,10 @@ def cotangents(out: Tensor, lse: Tensor, *, through_lse: bool = True) -> tuple[T
 
 @dataclass(frozen=True, eq=False)
 class _Terms:
-    """Terms of error limits, in float64: absolute q, k and v by query head; scores (B, H, N, M) and weights."""
+    """Float64 inputs of error limits: absolute q, k, v per query head, out and gradients; scores (B, H, N, M), weights.
+
+    times: multiplicity of each pair. Scores include those of hidden pairs; weights of these are 0.
+    """
 
     q: Tensor
     k: Tensor
@@ -379,9 +382,10 @@ def _rounding_limits(terms: _Terms, dtype: torch.finfo, values: Mapping[str, Ten
 def _propagated(
     terms: _Terms, errors: Tensor, sent: Tensor | None, product: Callable[[Tensor, Tensor], Tensor]
 ) -> dict[str, Tensor]:
-    """Errors of out, and with `sent` of dq, dk and dv, for errors of the weights; `product` sums over an axis.
+    """Errors of out, and with `sent` of dq, dk and dv, that follow from errors (B, H, N, M) of the weights.
 
-    sent (B, H, N, 1): size of the product of grad_out and out.
+    sent (B, H, N, 1): size of the product of grad_out and out. product: torch.matmul for bounds, `_root` for
+    independent errors.
     """
     limits = {"out": product(errors, terms.v)}
     if sent is not None:

@@ -167,7 +167,7 @@ def _neighborhoods_on(draw: st.DrawFn, words: Any, grid: list[int] | tuple[int, 
 
 @st.composite
 def _windows_along(draw: st.DrawFn, length: int, most: int, max_rate: int, centred: bool) -> tuple[int, int, int, bool]:
-    """(kernel size, rate, stride, causal) of one axis; if `centred`, each query is in the middle of its window."""
+    """(kernel size, rate, stride, causal) of one axis; `centred`: windows have the query in their middle."""
     rate = draw(st.integers(1, min(max_rate, length)))
     longest = min(2 * most + 1, length // rate)
     if centred:
@@ -304,7 +304,7 @@ def run_time_compositions(draw: st.DrawFn, grammar: Grammar, sizes: AttentionSiz
 
 @st.composite
 def _documents(draw: st.DrawFn, words: Any, batch: int, positions: int) -> Any:
-    """Ascending ids, by batch entry or for all entries, with padding at the end and between documents."""
+    """`documents` of ascending ids, per batch entry or for all, with padding at the end and between documents."""
     rows = draw(st.sampled_from([1, batch]))
     ids = draw(document_ids(positions, batch=rows, max_documents=draw(st.sampled_from([5, 40]))))
     hidden = draw(st.sampled_from([-1, -1, -1, 0, 1]))
@@ -332,7 +332,7 @@ def _visible_keys(draw: st.DrawFn, words: Any, batch: int, keys: int) -> Any:
 
 @st.composite
 def _selected_blocks(draw: st.DrawFn, words: Any, sizes: AttentionSizes) -> Any:
-    """Tables with any block sides, for all heads or groups of heads; row 0 is block 0 or the first query's block."""
+    """`selected_blocks` with any block sides, per group of heads; row 0 is query block 0 or that of the first query."""
     block = draw(st.integers(1, 20)), draw(st.integers(1, 20))
     stop, heads = sizes.q_offset + sizes.num_queries, sizes.num_heads_global
     first = draw(st.sampled_from([0, sizes.q_offset // block[0]]))

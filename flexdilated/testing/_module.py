@@ -132,7 +132,7 @@ class Case:
     """Inputs of one call, and what a check compares.
 
     call: name of a function of `Calls`, which also gets the tensors `extra`. pattern: claimed pairs of this call.
-    rows (B, H, N), pairs (H, N, N): rows and pairs that the check is about; None: all. modules: the module to call, and
+    rows (B, H, N), pairs (H, N, N): True for rows and pairs to check; None: all. modules: the module to call, and
     others to compare it with; none: a new module.
     """
 
@@ -224,7 +224,7 @@ class Subject:
             raise failure(error) from error
 
     def output(self, module: Any, q: Tensor, k: Tensor, v: Tensor, *extra: Tensor, call: str = "plain"):
-        """(out, lse or None) as of `run`, for any q, k, v and extra tensors; raises the module's own exceptions.
+        """(out, lse or None) as from `run`, for any q, k, v and extra tensors; raises the module's own exceptions.
 
         call: name of a function of `Calls`. It can be compiled.
         """

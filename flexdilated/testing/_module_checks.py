@@ -1,4 +1,4 @@
-"""MODULE_CHECKS, the table of checks of attention modules: what each draws, and what it asserts.
+"""MODULE_CHECKS, the table of checks of attention modules: the cases that each draws and its assertion.
 
 To add a check, write a function that yields cases of a `Subject` and a function that raises AssertionError if a case is
 wrong, and add a row to the table at the end of this file. To compare another kind of call or values with the
@@ -37,7 +37,7 @@ class Check:
 
     draws: yields cases, in ascending order of length. asserts: raises AssertionError if a case is wrong; returns the
         number of compared things.
-    holds: what these things are, and what is true of all of them if the check passes.
+    holds: text that follows this number in the report of a passed check.
     needs: field of `Calls` without which the check does not apply. unless: reason if no case is drawn.
     long: also drawn at `LONG_LENGTHS`. shrinks: search for a shorter failing length.
     """
@@ -52,11 +52,11 @@ class Check:
     shrinks: bool = True
 
 
-# What is drawn.
+# Functions that yield cases.
 
 
 def _all_kinds(subject: Subject) -> Iterator[Case]:
-    """All kinds of values for a single length; otherwise the first kind and, in rotation, a second one."""
+    """Cases with all kinds of values if there is one length; otherwise the first kind and, in rotation, a second."""
     first, *others = KINDS
     for index, length in enumerate(subject.lengths):
         for kind in KINDS if len(subject.lengths) == 1 else (first, others[index % len(others)]):
@@ -132,7 +132,7 @@ def _rows_without_keys(subject: Subject) -> Iterator[Case]:
 
 
 def _lengths_in_turn(subject: Subject) -> Iterator[Case]:
-    """One module at alternating lengths, from both ends, longest first, then at ascending lengths."""
+    """Cases of one module at alternating lengths, from both ends, longest first, then at ascending lengths."""
     used, lengths = subject.module(), subject.lengths
     new = subject.copied(used)
     turns = [length for pair in zip(reversed(lengths), lengths, strict=True) for length in pair]
@@ -163,7 +163,7 @@ def _compiled_lengths(subject: Subject) -> Iterator[Case]:
         yield subject.case(length, text=", torch.compile(fullgraph=True)", modules=(compiled, made))
 
 
-# What is asserted.
+# Functions that check a case.
 
 
 def equal_the_definition(subject: Subject, case: Case, *, needs_gradients: bool = False) -> int:
@@ -348,7 +348,7 @@ def _few_graphs(subject: Subject, case: Case) -> int:
 
 
 def _like_one_rank(subject: Subject, case: Case) -> int:
-    """Compare outputs, and gradients if any, of processes that each have a part of the sequence."""
+    """Compare outputs, and gradients if any, of processes with a part of the sequence each, with the definition."""
     out, *grads = (x.to(subject.device) for x in run_over_ranks(subject.calls, *case.qkv))
     named: dict[str, Tensor] = dict(zip(("dq", "dk", "dv"), grads, strict=False))
     dense = case.definition()

@@ -72,7 +72,7 @@ def patterns(
 def set_patterns(
     *, num_heads: int = 1, max_number: int = 24, depth: int = 2, max_positions: int = 128, closures: bool = False
 ) -> _st.SearchStrategy[Pattern]:
-    """Set patterns, without mixtures; arguments as for `patterns`."""
+    """Set patterns, in which each pair counts once: no mixtures; arguments as for `patterns`."""
     return _Grammar(num_heads, max_number, max_positions, closures).sets(depth)
 
 

@@ -150,7 +150,7 @@ def measure(
     block_size: tuple[int, ...] = (),
     seconds: float = 1.0,
 ) -> tuple[list[Trialled], Choice]:
-    """(times of the options predicted within 4 times of the cheapest, the fastest), of each branch and of all together.
+    """(times, fastest options), per branch and for all together, of options within 4 times the least predicted time.
 
     seconds: time for the rounds of each branch beyond the first three. block_size: the only one tried, if given. Raises
     RuntimeError if the results of two options differ by more than the precision of their dtype.

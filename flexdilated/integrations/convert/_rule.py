@@ -17,7 +17,7 @@ from ...nn import require_causal_mask, without_padding
 
 @dataclass(frozen=True)
 class Given:
-    """Settings of a converted module: its name in the model, its pattern; `by_name`: a function chose the pattern."""
+    """Settings of a converted module: its name in the model, its pattern; by_name: True if a function chose it."""
 
     name: str
     pattern: Pattern | Mixture
@@ -25,7 +25,7 @@ class Given:
 
 
 class Converted(nn.Module):
-    """Base of converted modules' classes, before their original class. `kind`: the subclass of Converted in use."""
+    """Base class of converted modules: their class derives from `kind`, a subclass of this, then from the original."""
 
     original: ClassVar[type[nn.Module]]
     kind: ClassVar[type[Converted]]
@@ -59,7 +59,7 @@ def original_class(module: nn.Module) -> type[nn.Module]:
 
 
 def replace_class(module: nn.Module, kind: type[Converted], given: Given | None = None) -> None:
-    """Convert an unconverted module to a subclass of `kind` and its class."""
+    """Set the class of an unconverted module to a subclass of both `kind` and its original class."""
     module.__class__ = _subclass(kind, type(module))
     object.__setattr__(module, "_flexdilated", given)
 
@@ -113,7 +113,7 @@ def with_causal_mask(pattern: Pattern | Mixture, mask: object, shape: tuple[int,
 
 
 def check_lengths(given: Given, num_queries: int, num_keys: int) -> None:
-    """Raise ValueError for a call of cross-attention, unless a function chose this module's pattern."""
+    """Raise ValueError if the numbers of queries and keys differ, unless a function chose this module's pattern."""
     if num_queries != num_keys and not given.by_name:
         raise ValueError(
             f"{given.name} was called with {num_queries} queries and {num_keys} keys, and a pattern for a whole model "
@@ -156,7 +156,7 @@ class Found:
 
 
 def class_name(of: type) -> str:
-    """Library and class name, without the modules between."""
+    """Class name after its top-level package, without submodules, such as torch.MultiheadAttention."""
     return f"{of.__module__.partition('.')[0]}.{of.__qualname__}"
 
 
@@ -196,7 +196,7 @@ class Report:
     left: tuple[Left, ...]
 
     def __call__(self, *args: object, **named: object) -> NoReturn:
-        """Raise TypeError, as a report is no model."""
+        """Raise TypeError: the report was called in place of the model."""
         raise TypeError(f"a report of convert is no model: {_IN_PLACE}")
 
     if not TYPE_CHECKING:  # type checkers must still find missing names

@@ -157,7 +157,7 @@ _MOST_NAMED = 12
 
 
 def load(module: nn.Module, state_dict: Mapping[str, Tensor]) -> None:
-    """Load all parameters. Raises ValueError with missing, foreign and misshapen keys before any change."""
+    """Load all parameters. Raises ValueError, before any change, for keys missing, unknown or of another shape."""
     own = module.state_dict()
     sizes = {name: (tuple(state_dict[name].shape), tuple(own[name].shape)) for name in own if name in state_dict}
     faults = {

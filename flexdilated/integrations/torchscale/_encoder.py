@@ -78,7 +78,7 @@ class LongNetEncoder(nn.Module):
     def forward(
         self, x: Float[Tensor, "B N E"], *, all_layers: bool = False
     ) -> Float[Tensor, "B N E"] | tuple[Float[Tensor, "B N E"], ...]:
-        """Features of the tokens. all_layers: return the first layer's input and each layer's output, unnormed."""
+        """Features of the tokens. all_layers: tuple of the first layer's input and each layer's output, unnormed."""
         x = self.dropout(x)
         states = [x]
         for layer in self.layers:

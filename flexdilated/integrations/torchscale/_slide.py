@@ -116,7 +116,7 @@ class SlideEncoder(nn.Module):
         checkpoint: result of `torch.load`, {"model": state_dict}, or the state_dict. config: the published sizes by
         default; its padding is set to "zeros". changes: fields of the encoder's config, such as padding=None.
 
-        Raises ValueError that names all keys that are missing, foreign or of another shape.
+        Raises ValueError that names all keys that are missing, unknown or of another shape.
         """
         if not isinstance(checkpoint, Mapping):
             raise TypeError(

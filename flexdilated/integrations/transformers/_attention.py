@@ -45,8 +45,8 @@ _HIDDEN = -1e4  # models add this, or less, to scores of hidden keys
 def register(name: str = "flexdilated") -> None:
     """Register this library's attention as an `attn_implementation` of transformers; `set_pattern` does so too.
 
-    A model that is loaded with this name, or switched to it, gives the outputs of "sdpa" up to rounding. Configs with
-    patterns are from now on saved with the name of their implementation.
+    A model that is loaded with this name, or switched to it, gives the outputs of "sdpa" up to rounding. After this
+    call, saved configs that have patterns include the implementation's name.
 
     >>> fd.integrations.transformers.register()  # doctest: +SKIP
     >>> model = AutoModel.from_pretrained(path, attn_implementation="flexdilated")  # doctest: +SKIP
@@ -103,7 +103,7 @@ def set_pattern(
 class Visibility:
     """Replacement of a mask tensor: the model's rule and padding, without the patterns of layers.
 
-    function: the model's rule, None for all pairs. begin: documents; positions count from their first tokens.
+    function: the model's rule, None for all pairs. begin: pattern of documents; positions count from their starts.
     unpadded: pattern of unpadded keys within a document; None if all are unpadded. tensors: run-time tensors of both.
     q_offset, kv_offset: positions of the first query and key. shape: shape of the replaced mask, (B, 1, N, M).
     may_be_packed: no attention_mask was given, so documents are read from position_ids.
@@ -178,7 +178,7 @@ def visibility(
 
 
 def _unread(module: nn.Module, mask: Visibility, position_ids: Tensor | None, query: Tensor) -> Tensor | None:
-    """position_ids if they may begin documents, else None; transformers reads them only without a cache."""
+    """position_ids if they may contain packed documents that the mask lacks, else None; see `refuse_packed`."""
     if not getattr(module, "is_causal", True):
         return None
     note_positions(module, position_ids)

@@ -40,7 +40,7 @@ _EVERYTHING = [RowSource(causal(), 0, 1)]
 
 
 def _of_known_layers(method: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap a method for layers with states instead of keys; raises ValueError if the cache has no config."""
+    """Wrap a method of the cache that needs to know each layer's kind: ValueError for a cache made without a config."""
 
     @wraps(method)
     def checked(self: Cache, *args: Any, **kwargs: Any) -> Any:
@@ -93,7 +93,7 @@ class FlexdilatedCache(Cache):
 
 @dataclass(frozen=True, eq=False)
 class Given:
-    """Origin of returned keys, stored as their attribute: layer, positions of the new tokens, number of the update."""
+    """Origin of keys that a cache returned, an attribute of the tensor: layer, new tokens' positions, update number."""
 
     layer: _Layer
     tokens: range
@@ -328,7 +328,7 @@ class _LayerWithStates(LinearAttentionLayer, _Layer):
 
 
 def _as_ours(layer: Any, undo: int) -> Any:
-    """Our layer in place of a layer of transformers' DynamicCache."""
+    """Cache layer of this module that replaces one of transformers' DynamicCache; layers with states only are kept."""
     if type(layer) in (DynamicLayer, DynamicSlidingWindowLayer):
         return _Layer(undo)
     if type(layer) in (LinearAttentionLayer, DummyLayer):

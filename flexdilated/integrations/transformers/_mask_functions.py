@@ -27,9 +27,9 @@ _GROUPS, _VISIBLE = "groups", "visible"
 class Reading:
     """The rule of a mask function, as patterns.
 
-    positions: its part on positions, which count from the first token of each document of `begin`, or from 0 if that is
-    None. beside: its part that reads tables. Either is None if the rule has no such part. tensors: run-time tensors of
-    both.
+    positions: its part on positions, which count from the first token of each document of `begin`, or from 0 if that
+    is None. beside: its part that reads tensors by position. Either is None if the rule lacks it. tensors:
+    run-time tensors of both.
     """
 
     positions: Pattern | None
@@ -210,8 +210,10 @@ class _Chunk:
 class _Rule:
     """Intersection of constraints on pairs; None is no constraint.
 
-    least, most: limits of the distance key - query. same: table with equal, nonnegative entries at query and key.
-    counted_anew: positions count within the groups of `same`.
+    least, most: limits of the distance key - query. chunk: length of the chunk that contains query and key.
+    same: tensor with equal, nonnegative entries at query and key. visible: tensor that is True at visible keys.
+    counted_anew: positions count from the start of each group of `same`. nothing: no pair is allowed.
+    unions: pairs of rules, at least one of which must hold.
     """
 
     least: int | None = None

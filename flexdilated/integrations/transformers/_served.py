@@ -1,4 +1,4 @@
-"""Refusals: of models, from the source of their layers' forward, and of packed position_ids that a call would lose."""
+"""ValueError for unsupported models, by their layers' source, and for packed position_ids that are not applied."""
 
 from __future__ import annotations
 
@@ -172,7 +172,10 @@ def _refuse_lost_packing(model: nn.Module, args: tuple[Any, ...], kwargs: dict[s
 
 
 def refuse_packed(position_ids: Tensor, seen: int) -> None:
-    """Raise ValueError for positions (B, N) with several documents in a row, or a first position below `seen`."""
+    """Raise ValueError for positions (B, N) with several documents in a row, or a first one below `seen`.
+
+    seen: number of tokens of earlier calls, which is the expected first position.
+    """
     first = position_ids[:, 0]
     before = bool(((first >= 0) & (first < seen)).any())
     if before or find_packed_sequence_indices(position_ids) is not None:
