@@ -26,7 +26,7 @@ from ._validate import (
     resolve_scale,
     run_time_tensors,
 )
-from .engines import Call, ScoreMod, is_transformed, padded_rows, run
+from .engines import Call, Dropout, ScoreMod, is_transformed, padded_rows, run
 from .masks import Layout, Mixture, Pattern
 from .masks.core import advises, require_bool, require_expression
 from .masks.planning import block_sides
@@ -167,7 +167,7 @@ def attend(
     check_tensors(q, k, v, enable_gqa=enable_gqa)
     check_sinks(sinks, q)
     check_score_mod(score_mod)
-    check_dropout(dropout_p)
+    dropout_p = check_dropout(dropout_p)
     require_bool("return_lse", return_lse)
     if q_offset is None:
         check_last_keys(pattern, q.shape[2], k.shape[2])
@@ -179,13 +179,15 @@ def attend(
     call, tensors, factor = planned_call(q, k, pattern, **where)
     needs_lse = return_lse or pattern.pads
     how: dict[str, Any] = {"first": call.first, "return_lse": needs_lse, "sides": call.block_size}
-    chosen = choose_engine(engine, q, k, v, pattern, score_mod=score_mod, sinks=sinks, **how)
+    how |= {"score_mod": score_mod, "drops": dropout_p > 0}
+    chosen = choose_engine(engine, q, k, v, pattern, sinks=sinks, **how)
     if tensors and chosen != "reference" and is_transformed():
         check_transforms(tensors)  # torch finds no mapped tensor in the optional lists of attention's ops
     given = check_kernel_options(kernel_options, (engine or "flex") if q.is_meta else chosen)
     if require_bool("autotune", autotune) and not torch.compiler.is_compiling() and not q.is_meta:
         measure_call(call, q, k, v, engine=chosen, has_bindings=bool(tensors))
     options: dict[str, Any] = {"score_mod": score_mod, "return_lse": needs_lse, "kernel_options": given}
+    options["dropout"] = Dropout.drawn(dropout_p, q.device) if dropout_p > 0 else None
     out, lse = run(chosen, q, k, v, sinks, tensors, call, factor, **options)
     if pattern.pads and 0 not in q.shape:
         assert lse is not None

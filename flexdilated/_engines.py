@@ -34,30 +34,33 @@ def choose_engine(
     first: tuple[int, int, int],
     sinks: Tensor | None,
     return_lse: bool,
+    drops: bool = False,
     sides: tuple[int, ...] = (),
 ) -> str:
     """The engine for a call: `engine`, or by default tiles on CPU, flex elsewhere, and portable for what they lack.
 
-    first: global index of the first head, positions of the first query and key. sides: requested block sides, if any.
-    Raises ValueError if the engine cannot serve the call, and names an engine that can.
+    first: global index of the first head, positions of the first query and key. drops: with attention dropout. sides:
+    requested block sides, if any. Raises ValueError if the engine cannot serve the call, and names an engine that can.
     """
     check_engine(engine)
     if q.is_meta:
         return "tiles"  # meta tensors need only shapes and dtypes, which are equal in all engines
     chosen, reason = engine or device_kind(q.device).engine, None
-    if chosen in ("reference", "portable") and torch.compiler.is_compiling():
-        reason = f"{chosen} runs eagerly only; engine='tiles' (on CPU) and 'flex' compile"
+    if chosen == "reference" and torch.compiler.is_compiling():
+        reason = "reference runs eagerly only; engine='tiles' (on CPU), 'flex' and 'portable' compile"
     elif chosen == "tiles":
-        reason = _tiles_cannot(q, score_mod)
+        reason = _tiles_cannot(q, score_mod, drops)
     elif chosen != "reference":
         if is_transformed():
             check_transforms([q, k, v, *_others(sinks, score_mod, q, first)])
         if chosen == "flex":
-            reason = _flex_cannot(q, k, v, pattern, score_mod, first, sinks, return_lse)
+            reason = _flex_cannot(q, k, v, pattern, score_mod, first, sinks, return_lse or drops)
         elif chosen == "flash":
-            reason = _flash_cannot(q, k, v, score_mod, first, sides)
+            reason = _flash_cannot(q, k, v, score_mod, first, sides, drops)
+        else:
+            reason = _portable_cannot(score_mod)
     why = f"the default on {q.device.type}" if engine is None else "as the caller names it"
-    if reason is not None and engine is None and not torch.compiler.is_compiling():
+    if reason is not None and engine is None and _portable_cannot(score_mod) is None:
         if is_transformed():
             check_transforms([q, k, v, *_others(sinks, score_mod, q, first)])
         chosen, why, reason = "portable", f"as {reason}", None
@@ -97,7 +100,13 @@ def _(inputs):
     return inputs[0].new_empty(0)
 
 
-def _tiles_cannot(q: Tensor, score_mod: ScoreMod | None) -> str | None:
+def _portable_cannot(score_mod: ScoreMod | None) -> str | None:
+    if score_mod is not None and torch.compiler.is_compiling():
+        return "portable takes a score_mod eagerly only; engine='flex' compiles with one"
+    return None
+
+
+def _tiles_cannot(q: Tensor, score_mod: ScoreMod | None, drops: bool) -> str | None:
     kind = device_kind(q.device)
     if not kind.kernels:
         return f"tiles runs ATen's kernels on CPU and CUDA; got tensors on {q.device}. engine='flex' serves them"
@@ -106,7 +115,7 @@ def _tiles_cannot(q: Tensor, score_mod: ScoreMod | None) -> str | None:
     if score_mod is not None:
         serve = "engine='portable' serves it eagerly, engine='flex' too (on CPU: inference with one set pattern)"
         return f"tiles runs kernels that take no score_mod; {serve}"
-    return None
+    return "tiles runs kernels without attention dropout; engine='portable' serves it" if drops else None
 
 
 def _flash_cannot(
@@ -116,7 +125,10 @@ def _flash_cannot(
     score_mod: ScoreMod | None,
     first: tuple[int, int, int],
     sides: tuple[int, ...],
+    drops: bool,
 ) -> str | None:
+    if drops:
+        return "flash runs kernels without attention dropout; engine='flex' serves it"
     reason = flash_cannot(q.device, q.dtype, max(q.shape[-1], v.shape[-1]), sides)
     if reason is not None:
         return reason

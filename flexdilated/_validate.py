@@ -210,15 +210,13 @@ def check_last_keys(pattern: Expression, queries: int, keys: int) -> None:
         )
 
 
-def check_dropout(dropout_p: float) -> None:
-    """dropout_p must be 0: attention weights, to which it would apply, are never formed."""
+def check_dropout(dropout_p: float) -> float:
+    """dropout_p must be a probability below 1."""
     if isinstance(dropout_p, bool) or not isinstance(dropout_p, int | float):
         raise TypeError(f"dropout_p must be a real number; got {dropout_p!r}")
-    if dropout_p != 0:
-        raise ValueError(
-            "dropout_p must be 0, as attention weights are never formed: apply "
-            f"torch.nn.functional.dropout to the output instead; got {dropout_p=}"
-        )
+    if not 0 <= dropout_p < 1:
+        raise ValueError(f"dropout_p must be at least 0 and below 1; got {dropout_p=}")
+    return float(dropout_p)
 
 
 def _check_heads(num_heads: int, num_kv_heads: int, enable_gqa: bool) -> None:

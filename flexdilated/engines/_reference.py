@@ -10,20 +10,25 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from ..masks import Bound
+from ._dropout import Dropout
 from ._operands import Hidden
-from ._score_mod import ScoreMod, new_score
+from ._score_mod import ScoreMod, checked
 
 # B batch, H query heads, G key/value heads, N queries, M keys, D head dim of queries and keys, E of values
 
 
-def multiplicity(bound: Bound, device: torch.device) -> Int64[Tensor, "B H N M"]:
-    """Number of branches that allow each pair; B = 1 if all batch entries have one rule."""
+def multiplicity(bound: Bound, device: torch.device, dropout: Dropout | None = None) -> Int64[Tensor, "B H N M"]:
+    """Number of branches that allow each pair, and keep it in `dropout`.
+
+    Without dropout, B = 1 if all batch entries have one rule.
+    """
     b, h, q, k = _places(bound, device)
-    shape = (bound.pattern.num_entries(), bound.num_heads, bound.num_queries, bound.num_keys)
+    entries = bound.pattern.num_entries()
+    shape = (entries if dropout is None else bound.batch, bound.num_heads, bound.num_queries, bound.num_keys)
     total = torch.zeros(shape, dtype=torch.int64, device=device)
-    for branch in bound.pattern.branches():
-        rule = branch.mask_mod(num_heads=bound.num_heads_global, device=device)
-        total += rule(b[: len(total)], h, q, k)
+    for place, branch in enumerate(bound.pattern.branches()):
+        allowed = branch.mask_mod(num_heads=bound.num_heads_global, device=device)(b[:entries], h, q, k)
+        total += allowed if dropout is None else allowed & dropout.kept(place, b, h, q, k)
     return total
 
 
@@ -38,10 +43,7 @@ def _places(bound: Bound, device: torch.device) -> tuple[Tensor, Tensor, Tensor,
 
 def modified_scores(scores: Float[Tensor, "B H N M"], score_mod: ScoreMod, bound: Bound) -> Float[Tensor, "B H N M"]:
     """Apply score_mod to every score, one at a time, as FlexAttention does."""
-
-    def each(*one: Tensor) -> Tensor:
-        return new_score(score_mod(*one))
-
+    each = checked(score_mod)
     for place in (4, 3, 2, 1):  # the keys' dim is mapped innermost, the batch's outermost
         each = torch.vmap(each, in_dims=tuple(0 if index in (0, place) else None for index in range(5)))
     return each(scores, *(x.flatten() for x in _places(bound, scores.device))).to(scores.dtype)
@@ -55,6 +57,7 @@ def reference_attention(
     *,
     scale: float,
     score_mod: ScoreMod | None = None,
+    dropout: Dropout | None = None,
     sinks: Float[Tensor, " H"] | None = None,
 ) -> tuple[Float[Tensor, "B H N E"], Float[Tensor, "B H N"]]:
     """One softmax over the multiset union of branches, in float64; out in q's dtype, lse in float64.
@@ -80,5 +83,8 @@ def reference_attention(
     # Rows without keys are kept out of logsumexp, whose gradient would be NaN; their weights, exp(-inf), are 0 anyway.
     lse = scores.masked_fill(empty[..., None], 0.0).logsumexp(-1)
     weights = (scores - lse[..., None]).exp()
+    if dropout is not None:
+        shares = multiplicity(bound, q.device, dropout).double() / times.clamp(min=1) / (1 - dropout.p)
+        weights = weights * pad(shares, (0, weights.shape[3] - shares.shape[3]))  # a sink has no value to drop
     out = hidden.clear_queries(weights @ values, dim=2)
     return out.to(q.dtype), lse.masked_fill(empty, -torch.inf)

@@ -10,12 +10,12 @@ from torch import Tensor
 from ..masks import Layout
 from ..masks.core import plans
 from ._call import Call
+from ._dropout import Dropout
 from ._merge import nothing, sum_dtype
 from ._operands import one_width
 from ._reference import reference_attention
 from ._score_mod import ScoreMod
-from .flex import BACKEND, Options, flash_sides, flex, options_text
-from .kernels._portable import portable_attention
+from .flex import BACKEND, Options, flash_sides, flex, options_text, portable
 from .tiles import tiles
 
 # B batch, H query heads, G key/value heads, N queries, M keys, D head dim of queries and keys, E of values
@@ -32,6 +32,7 @@ def run(
     scale: float,
     *,
     score_mod: ScoreMod | None = None,
+    dropout: Dropout | None = None,
     return_lse: bool = True,
     kernel_options: Options = (),
 ) -> tuple[Float[Tensor, "B H N E"], Float[Tensor, "B H N"] | None]:
@@ -49,12 +50,13 @@ def run(
     if engine == "tiles":
         return tiles(q, k, v, sinks, bindings, *call.arguments, scale)
     if engine == "reference":
-        return _reference(q, k, v, sinks, bindings, call, scale, score_mod)
+        return _reference(q, k, v, sinks, bindings, call, scale, score_mod, dropout)
+    if engine == "portable":
+        return portable(q, k, v, sinks, bindings, call, scale, score_mod=score_mod, dropout=dropout)
     if engine == "flash":
         kernel_options = (*kernel_options, (BACKEND, "FLASH"))
         call = call._replace(block_size=call.block_size or flash_sides(q.device, q.shape[-1]))
-    features |= {"sinks": sinks, "kernel_options": options_text(kernel_options)}
-    features["kernel"] = portable_attention if engine == "portable" else None
+    features |= {"sinks": sinks, "dropout": dropout, "kernel_options": options_text(kernel_options)}
     return flex(q, k, v, bindings, call, scale=scale, **features)
 
 
@@ -67,9 +69,11 @@ def _reference(
     call: Call,
     scale: float,
     score_mod: ScoreMod | None,
+    dropout: Dropout | None,
 ) -> tuple[Tensor, Tensor]:
     queries, keys = call.layout, Layout(call.num_keys, call.rate)
     natural = queries.invert(q), keys.invert(k), keys.invert(v)
     bound = plans(call.bound)(call.rules(bindings))  # reads values of run-time tensors
-    out, lse = reference_attention(*natural, bound, scale=scale, score_mod=score_mod, sinks=sinks)
+    features: dict[str, Any] = {"score_mod": score_mod, "dropout": dropout, "sinks": sinks}
+    out, lse = reference_attention(*natural, bound, scale=scale, **features)
     return queries.apply(out), queries.apply(lse, dim=-1).to(sum_dtype(q))

@@ -22,7 +22,7 @@ ScoreMod = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]
 class Indices:
     """Map of a term's (batch, head, query, key) indices to batch entry, global head and positions.
 
-    translate(score_mod, *numbers) is a score_mod that takes a term's indices.
+    translate(function, *numbers): `function`, of (score, b, h, q, k) as a score_mod, for a term's indices.
     """
 
     translate: Callable[..., ScoreMod]
@@ -33,23 +33,28 @@ class Indices:
         """Bytes of the tensors that grow with tokens or heads."""
         return sum(each.nbytes for each in self.numbers if each.dim())
 
-    def at_positions(self, score_mod: ScoreMod) -> ScoreMod:
-        return self.translate(score_mod, *self.numbers)
+    def at_positions(self, function: ScoreMod) -> ScoreMod:
+        return self.translate(function, *self.numbers)
 
 
-def new_score(found: object) -> Tensor:
-    """Return the result of a score_mod; TypeError or ValueError unless it is a tensor of shape ()."""
-    if not isinstance(found, Tensor):
-        raise TypeError(f"score_mod must return the new score, a tensor; got {type(found).__name__}")
-    if found.dim() != 0:
-        raise ValueError(f"score_mod must make one score of one score; got shape {tuple(found.shape)}")
-    return found
+def checked(score_mod: ScoreMod) -> ScoreMod:
+    """The score_mod; its calls raise TypeError or ValueError unless its result is a tensor of shape ()."""
+
+    def new_score(score, b, h, q, k):
+        found = score_mod(score, b, h, q, k)
+        if not isinstance(found, Tensor):
+            raise TypeError(f"score_mod must return the new score, a tensor; got {type(found).__name__}")
+        if found.dim() != 0:
+            raise ValueError(f"score_mod must make one score of one score; got shape {tuple(found.shape)}")
+        return found
+
+    return new_score
 
 
 def probe(score_mod: ScoreMod, q: Tensor, head: int, q_position: int, k_position: int) -> Tensor:
     """Call score_mod with a score of 0, for batch entry 0, to check its result."""
     indices = (torch.tensor(index, device=q.device) for index in (0, head, q_position, k_position))
-    return new_score(score_mod(q.new_zeros(()), *indices))
+    return checked(score_mod)(q.new_zeros(()), *indices)
 
 
 def indices_of(term: Term, device: torch.device) -> Indices:
@@ -78,21 +83,21 @@ def indices_of(term: Term, device: torch.device) -> Indices:
 
 
 def in_order(
-    score_mod: ScoreMod,
+    function: ScoreMod,
     heads: Int64[Tensor, " H"],
     q_positions: Int64[Tensor, "H S"],
     k_positions: Int64[Tensor, "H S"],
 ) -> ScoreMod:
-    """score_mod for slots instead of positions: q_positions and k_positions list the position of each slot."""
+    """`function` of slots instead of positions: q_positions and k_positions list the position of each slot."""
 
     def at_positions(score, b, h, q, k):
-        return new_score(score_mod(score, b, heads[h], q_positions[h, q], k_positions[h, k]))
+        return function(score, b, heads[h], q_positions[h, q], k_positions[h, k])
 
     return at_positions
 
 
 def in_segments(
-    score_mod: ScoreMod,
+    function: ScoreMod,
     heads: Int64[Tensor, " H"],
     q_starts: Int64[Tensor, " H"],
     k_starts: Int64[Tensor, " H"],
@@ -104,25 +109,25 @@ def in_segments(
     k_first: Tensor,
     k_last: Tensor,
 ) -> ScoreMod:
-    """score_mod of padded segments; positions of padding slots are clamped, so that they can index tables."""
+    """`function` of the slots of padded segments; positions of padding slots are clamped, so that they can index tables."""
 
     def at_positions(score, b, h, q, k):
         q_position = q_starts[h] + q // width * segment + q % width * step
         k_position = k_starts[h] + k // width * segment + k % width * step
         q_position = torch.minimum(torch.maximum(q_position, q_first), q_last)
         k_position = torch.minimum(torch.maximum(k_position, k_first), k_last)
-        return new_score(score_mod(score, b, heads[h], q_position, k_position))
+        return function(score, b, heads[h], q_position, k_position)
 
     return at_positions
 
 
 def shifted(
-    score_mod: ScoreMod, heads: Int64[Tensor, " H"], q_offset: Int64[Tensor, ""], k_offset: Int64[Tensor, ""]
+    function: ScoreMod, heads: Int64[Tensor, " H"], q_offset: Int64[Tensor, ""], k_offset: Int64[Tensor, ""]
 ) -> ScoreMod:
-    """score_mod of a term over all tokens in order."""
+    """`function` of a term over all tokens in order."""
 
     def at_positions(score, b, h, q, k):
-        return new_score(score_mod(score, b, heads[h], q + q_offset, k + k_offset))
+        return function(score, b, heads[h], q + q_offset, k + k_offset)
 
     return at_positions
 

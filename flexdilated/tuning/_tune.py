@@ -163,7 +163,7 @@ def measure(
     found: list[Trialled] = []
 
     def fastest_of(options: Sequence[Option], branch: int | None) -> Option:
-        runs = [trial(Plan(bound, order, option.terms, ((option,),)), x, **how) for option in options]
+        runs = [trial(Plan.of(bound, order, ((option,),)), x, **how) for option in options]
         wanted: tuple[Tensor, ...] | None = None
         for run in runs:
             got = run()

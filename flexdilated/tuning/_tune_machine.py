@@ -136,7 +136,7 @@ def _attention(
     term = replace(term, block_side=block)
     x = Inputs.of(bound, num_kv_heads=heads, head_dim=_HEAD_DIM, dtype=kind.dtype, device=device)
     option = Option(pattern, 1, "natural", (term,), CPU, order, x.operands)
-    alone = Plan(bound, order, (term,), ((option,),))
+    alone = Plan.of(bound, order, ((option,),))
     run = trial(alone, x, engine=kind.engine, backward=backward, block_size=(block, block))
     return _Work(run, 4.0 * _HEAD_DIM * computed_pairs(term))
 

@@ -29,7 +29,8 @@ class Plan:
 
     layout: order of the tokens in which the terms expect q, k and v. options: for each distinct branch, the options
     compared, the chosen one first; a single tuple if all branches are computed together. together: the options that
-    compute all branches together, cheapest first.
+    compute all branches together, cheapest first. places: for each term, the indices of its branch among the branches
+    of the pattern, of which equal ones share a term; none for a term of several distinct branches.
     """
 
     bound: Bound
@@ -37,13 +38,17 @@ class Plan:
     terms: tuple[Term, ...]
     options: tuple[tuple[Option, ...], ...]
     together: tuple[Option, ...] = ()
+    places: tuple[tuple[int, ...], ...] = ()
 
     @classmethod
     def of(
         cls, bound: Bound, layout: Layout, options: tuple[tuple[Option, ...], ...], together: tuple[Option, ...] = ()
     ) -> Plan:
         """The plan with the terms of the first option of each tuple."""
-        return cls(bound, layout, tuple(term for first, *_ in options for term in first.terms), options, together)
+        terms = [(term, first.branch) for first, *_ in options for term in first.terms]
+        branches = bound.pattern.branches()
+        places = {branch: tuple(i for i, each in enumerate(branches) if each == branch) for _, branch in terms}
+        return cls(bound, layout, tuple(t for t, _ in terms), options, together, tuple(places[b] for _, b in terms))
 
     @property
     def shares_rows(self) -> bool:
@@ -209,16 +214,19 @@ def plan_at(
         return over_all
     allowed = replace(allowed, masks=False)  # placed terms are shifted, and keys are absent
     terms: list[Term] = []
+    places: list[tuple[int, ...]] = []
     weighed: dict[range, tuple[tuple[Option, ...], ...]] = {}
     for part in placement.parts():
         offsets = (part.queries.start, part.span.start)
         bound = Bound(rule, len(part.queries), len(part.span), *heads, *offsets, batch=1)
         best = plan(bound, device=device, allowed=allowed, operands=operands)
         terms += [_placed(term, part, placement) for term in best.terms]
+        places += best.places
         weighed[part.queries] = weighed.get(part.queries, ()) + best.options
-    plans = [Plan(whole, Layout(placement.num_queries), tuple(terms), options) for options in weighed.values()]
+    order, found = Layout(placement.num_queries), (tuple(terms), tuple(places))
+    plans = [Plan(whole, order, found[0], options, (), found[1]) for options in weighed.values()]
     # Runs of queries share no rows. Options of one run represent all; prefer a run whose terms need a merge.
-    return max(plans, key=lambda each: each.shares_rows, default=Plan(whole, Layout(placement.num_queries), (), ()))
+    return max(plans, key=lambda each: each.shares_rows, default=Plan(whole, order, (), ()))
 
 
 def _over_all_runs(

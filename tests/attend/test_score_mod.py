@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from copy import deepcopy
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 
 import pytest
@@ -21,7 +21,7 @@ from flexdilated.engines._call import Call
 from flexdilated.engines._score_mod import in_order, in_segments, plain_values, shifted
 from flexdilated.engines.flex._flex_op import static_program
 from flexdilated.engines.flex._program import make_flex_program
-from flexdilated.masks.planning import Allowed, plan
+from flexdilated.masks.planning import Allowed, Plan, plan
 from tests.engines.test_flex import CPU, around_dense, attend_by, call_key, qkv
 from tests.support import oracle, twins
 from tests.support.agreement import TIGHT, assert_agrees
@@ -126,8 +126,8 @@ def assert_every_order(case: Case, drawn: tuple[Tensor, ...], rule: Modified, si
     weighed = plan(case.bind(), allowed=LISTS)
     sizes = {"num_kv_heads": drawn[1].shape[1], "block_size": (side, side), "device": CPU}
     for choice in range(max(len(options) for options in weighed.options)):
-        terms = tuple(term for options in weighed.options for term in options[choice % len(options)].terms)
-        program = make_flex_program(replace(weighed, terms=terms), masks.Layout(case.num_queries), **sizes)
+        chosen = tuple((options[choice % len(options)],) for options in weighed.options)
+        program = make_flex_program(Plan.of(weighed.bound, weighed.layout, chosen), weighed.layout, **sizes)
         attend = around_dense(program, 0.5, score_mod=rule.score_mod())
         assert_agrees(attend, drawn, case.counts(), scale=0.5, modify=rule.of(case))
 

@@ -13,11 +13,11 @@ from torch.testing import assert_close
 
 import flexdilated as fd
 from flexdilated import masks
+from flexdilated.engines.flex import _portable_op
 from flexdilated.engines.flex._program import make_flex_program
 from flexdilated.engines.kernels import _portable
 from flexdilated.memory import LiveBytes
 from tests.attend.test_score_mod import modified
-from tests.engines.test_flex import around_dense
 from tests.support.agreement import TIGHT, assert_agrees
 from tests.support.padded import padded_cases, padded_plan
 from tests.support.strategies import block_sides, cases, tensors
@@ -46,7 +46,11 @@ def test_lists_that_heads_share_are_masked_by_head(data, case, side, scores):
     rule = data.draw(modified(len(drawn[0]), case.num_heads_global))
     sizes = {"num_kv_heads": drawn[1].shape[1], "block_size": (side, side), "device": torch.device("cpu")}
     program = make_flex_program(padded_plan(case), masks.Layout(case.num_queries), **sizes)
-    attend = around_dense(program, 0.5, score_mod=rule.score_mod(), kernel=_portable.portable_attention)
+    run = _portable_op.Portable(program, 0.5, rule.score_mod())
+
+    def attend(q, k, v):
+        return _portable_op.run_with_score_mod(run, q, k, v, None)
+
     with patch.object(_portable, "_SCORES_AT_ONCE", scores):
         assert_agrees(attend, drawn, case.counts(), scale=0.5, modify=rule.of(case))
 
@@ -139,17 +143,20 @@ def test_memory_is_linear():
     assert large < 4 * 2 * 4096 * 4096 / 4
 
 
-def test_a_second_derivative_is_refused():
+@pytest.mark.parametrize("score_mod", [None, lambda score, b, h, q_idx, k_idx: score.tanh()])
+def test_a_second_derivative_is_refused(score_mod):
     x = torch.randn(1, 1, 8, 4, requires_grad=True)
-    out = fd.attend(x, x, x, masks.causal(), engine="portable")
+    out = fd.attend(x, x, x, masks.causal(), engine="portable", score_mod=score_mod)
     (grad,) = torch.autograd.grad(out.square().sum(), x, create_graph=True)
     with pytest.raises(RuntimeError, match=r"portable engine has no second derivative.*engine='reference'"):
         torch.autograd.grad(grad.sum(), x)
 
 
-def test_a_graph_is_refused_with_what_serves_it():
+def test_a_graph_takes_no_score_mod():
     x = torch.randn(1, 1, 32, 16)
-    with pytest.raises(Exception, match="portable runs eagerly only; engine='tiles'"):
-        torch.compile(lambda x: fd.attend(x, x, x, masks.causal(), engine="portable"), backend="eager", fullgraph=True)(
-            x
-        )
+
+    def attend(x):
+        return fd.attend(x, x, x, masks.causal(), engine="portable", score_mod=lambda s, b, h, i, j: s)
+
+    with pytest.raises(Exception, match="portable takes a score_mod eagerly only; engine='flex'"):
+        torch.compile(attend, backend="eager", fullgraph=True)(x)

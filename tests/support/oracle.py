@@ -299,11 +299,13 @@ def attention(
     scale: float | None = None,
     sinks: Tensor | None = None,
     modify: Callable[[Tensor], Tensor] = lambda scores: scores,
+    dropped: Callable[[Tensor], Tensor] = lambda weights: weights,
 ) -> tuple[Tensor, Tensor]:
     """(out, lse) in float64 of one softmax in which a pair weighs as often as it is allowed.
 
     A row without keys has output 0 and lse -inf. Query head h reads key/value head h // (H / G). A sink, a logit a
-    head, weighs in every row's sum and has no value. `modify` makes new scores of the (B, H, N, M) scaled ones.
+    head, weighs in every row's sum and has no value. `modify` makes new scores of the (B, H, N, M) scaled ones,
+    and `dropped` new weights of the softmax's.
     """
     q, k, v = q.double(), k.double(), v.double()
     k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], dim=1) for x in (k, v))
@@ -316,4 +318,4 @@ def attention(
     weights = counts * (scores - top[..., None]).exp()
     sums = weights.sum(-1) if sinks is None else weights.sum(-1) + (sinks - top).exp()
     sums = sums.masked_fill(empty, 1.0)
-    return weights @ v / sums[..., None], (sums.log() + top).masked_fill(empty, -torch.inf)
+    return dropped(weights / sums[..., None]) @ v, (sums.log() + top).masked_fill(empty, -torch.inf)

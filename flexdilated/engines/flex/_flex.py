@@ -19,10 +19,11 @@ from torch.nn.functional import pad
 
 from ..._torch_private import equal_sizes_apart
 from ...masks.core import device_kind
+from .._dropout import Dropout
 from .._merge import add, merge, nothing
 from .._operands import within_reach
 from .._ops import own_op
-from .._score_mod import ScoreMod, plain_values
+from .._score_mod import ScoreMod, checked, plain_values
 from ._kernel_call import Kernel, are_whole_blocks, call_kernel, is_flash
 from ._program import FlexProgram, FlexStep, Tables, tables_of, unpacked
 from ._slots import Side
@@ -43,13 +44,14 @@ def run_flex(
     scale: float,
     return_lse: bool,
     score_mod: ScoreMod | None = None,
+    dropout: Dropout | None = None,
     sinks: Float[Tensor, " H"] | None = None,
     kernel_options: str = "",
     kernel: Kernel | None = None,
 ) -> tuple[Float[Tensor, "B H N D"], Float[Tensor, "B H N"] | None]:
     """(out, lse or None), by a function compiled for the program's structure; in a traced graph, as part of the graph.
 
-    kernel_options: as from `options_text`. kernel: a replacement for flex_attention, called without compilation.
+    dropout: the pairs that it drops are hidden, also from the lse. kernel_options: as from `options_text`. kernel: a replacement for flex_attention, called without compilation.
     """
     if not program.steps:
         out, lse = nothing(q, k, v, sinks)
@@ -61,12 +63,13 @@ def run_flex(
     if kernel is None and not torch.compiler.is_compiling():
         call = compiled_flex(program.structure, q.device)
         sides = [step.structure.sides for step in program.steps]
-        kind = kind_of(q, k, v, sinks, score_mod, scale, needs_lse, sides, kernel_options)
-        tables, options = (program.packed, program.sizes), (repr(scale), needs_lse, kernel_options)
+        kind = kind_of(q, k, v, sinks, score_mod, scale, needs_lse, sides, kernel_options, dropout and dropout.p)
+        seed, p = (None, "") if dropout is None else (dropout.seed, repr(dropout.p))
+        tables, options = (program.packed, program.sizes), (seed, p, repr(scale), needs_lse, kernel_options)
         out, lse = call(kind)(program.steps, tables, program.enter, q, k, v, sinks, score_mod, *options)
     else:
         found = [tables_of(step) for step in program.steps]
-        options = (scale, needs_lse, kernel_options, kernel or flex_in_graph)
+        options = (dropout, scale, needs_lse, kernel_options, kernel or flex_in_graph)
         out, lse = _run(program.steps, found, program.enter, q, k, v, sinks, score_mod, *options)
     return out, lse if return_lse else None
 
@@ -81,6 +84,7 @@ def kind_of(
     needs_lse: bool,
     blocks: Sequence[tuple[int, int]],
     kernel_options: str,
+    dropout_p: float | None = None,
 ) -> Hashable:
     """Recompilation key of a call. On CPU it has all sizes, as C++ code for dynamic sizes may fail to compile.
 
@@ -93,7 +97,7 @@ def kind_of(
         sizes = (q.shape[0] == 1, q.shape[1], k.shape[1], q.shape[3], *whole)
     recorded = [torch.is_grad_enabled() and x.requires_grad for x in (q, k, v)]
     modes = torch.is_grad_enabled(), torch.is_inference_mode_enabled(), needs_lse, sinks is None
-    return (sizes, q.dtype, scale, kernel_options, *recorded, *modes, plain_values(score_mod))
+    return (sizes, q.dtype, scale, dropout_p, kernel_options, *recorded, *modes, plain_values(score_mod))
 
 
 @lru_cache(maxsize=256)
@@ -161,14 +165,15 @@ def require_compiling() -> None:
         )
 
 
-def _call_program(steps, tables, enter, q, k, v, sinks, score_mod, scale, needs_lse, kernel_options):
+def _call_program(steps, tables, enter, q, k, v, sinks, score_mod, seed, p, scale, needs_lse, kernel_options):
     require_compiling()
     packed, sizes = tables
     if packed is None:
         found = [tables_of(step) for step in steps]
     else:
         found = unpacked(packed, [step.structure.lead for step in steps], sizes)
-    options = (float(scale), needs_lse, kernel_options, flex_in_graph)
+    dropout = None if seed is None else Dropout(float(p), seed)
+    options = (dropout, float(scale), needs_lse, kernel_options, flex_in_graph)
     return _run(steps, found, enter, q, k, v, sinks, score_mod, *options)
 
 
@@ -181,6 +186,7 @@ def _run(
     v: Tensor,
     sinks: Tensor | None,
     score_mod: ScoreMod | None,
+    dropout: Dropout | None,
     scale: float,
     needs_lse: bool,
     kernel_options: str,
@@ -195,7 +201,7 @@ def _run(
         q = queries.slots.take(q, queries.rows, 0, tokens)
         k, v = (keys.slots.take(x, keys.rows, 0, k.shape[2]) for x in (k, v))
     found = [
-        _attend(step, own, q, k, v, score_mod, scale, needs_lse, kernel_options, kernel)
+        _attend(step, own, q, k, v, score_mod, dropout, scale, needs_lse, kernel_options, kernel)
         for step, own in zip(steps, tables, strict=True)
     ]
 
@@ -223,6 +229,7 @@ def _attend(
     k: Tensor,
     v: Tensor,
     score_mod: ScoreMod | None,
+    dropout: Dropout | None,
     scale: float,
     needs_lse: bool,
     kernel_options: str,
@@ -235,6 +242,8 @@ def _attend(
     q = hidden.clear_queries(queries.take(q, q_rows, q_start, rows * structure.sides[0]), dim=2)
     k, v = (hidden.clear_keys(keys.take(x, k_rows, k_start, columns * structure.sides[1]), dim=2) for x in (k, v))
     q, k, v = (within_reach(x, is_flash=is_flash(kernel_options)) for x in (q, k, v))
+    if dropout is not None:
+        score_mod = dropout.hides(structure.places, score_mod)
     out, lse = call_kernel(
         kernel,
         q,
@@ -244,7 +253,7 @@ def _attend(
         step.mask.mask_mod,
         sides=structure.sides,
         scale=scale,
-        score_mod=None if score_mod is None else step.indices.at_positions(score_mod),
+        score_mod=None if score_mod is None else step.indices.at_positions(checked(score_mod)),
         needs_lse=needs_lse,
         is_complex=structure.is_complex,
         kernel_options=kernel_options,

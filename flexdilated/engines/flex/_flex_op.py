@@ -7,6 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 import torch
+from jaxtyping import Float
 from torch import Tensor
 from torch.nn.functional import pad
 
@@ -16,6 +17,7 @@ from ...masks.orders import Placement
 from ...masks.patterns import tables
 from ...masks.planning import Allowed, Choice, Operands, Plan, machine_of
 from .._call import Call
+from .._dropout import Dropout
 from .._merge import merge
 from .._operands import MOST_ELEMENTS, Hidden, readable
 from .._ops import own_op
@@ -23,7 +25,7 @@ from .._score_mod import ScoreMod
 from .._tuned import chosen
 from ._flash import flash_cannot
 from ._flex import run_flex
-from ._kernel_call import Kernel, is_flash
+from ._kernel_call import is_flash
 from ._program import TABLES, FlexProgram, FlexStep, list_width, make_flex_program, mask_of, tables_of
 from ._selected_flex import copies_of, sides_of_table, unit_of
 from ._selected_op import Parts, parts_of, selected_flex, takes_table
@@ -215,20 +217,38 @@ def flex(
     *,
     scale: float,
     score_mod: ScoreMod | None,
+    dropout: Dropout | None,
     sinks: Tensor | None,
     return_lse: bool,
     kernel_options: str = "",
-    kernel: Kernel | None = None,
 ) -> tuple[Tensor, Tensor | None]:
     """(out, lse or None), eagerly or under torch.compile(fullgraph=True).
 
-    kernel_options: as from `options_text`. kernel: in place of FlexAttention, and not compiled. Raises ValueError for
-    tensors and block sides that FlexAttention's kernels do not support.
+    kernel_options: as from `options_text`. Raises ValueError for tensors and block sides that FlexAttention's kernels
+    do not support.
     """
-    options: dict[str, Any] = {"scale": scale, "score_mod": score_mod, "return_lse": return_lse}
-    options["kernel_options"] = kernel_options
-    if kernel is not None:
-        return _flex(q, k, v, bindings, key, sinks=sinks, kernel=kernel, **options)
+    options: dict[str, Any] = {"scale": scale, "score_mod": score_mod, "kernel_options": kernel_options}
+    if dropout is not None:
+        # FlexAttention has no weights to drop, but it can attend to the kept pairs alone.
+        kept, kept_lse = _in_parts(q, k, v, bindings, key, sinks=None, dropout=dropout, return_lse=True, **options)
+        _, lse = _in_parts(q, k, v, bindings, key, sinks=sinks, return_lse=True, **options)
+        return with_dropout(kept, kept_lse, lse, dropout.p), lse
+    return _in_parts(q, k, v, bindings, key, sinks=sinks, return_lse=return_lse, **options)
+
+
+def with_dropout(
+    kept: Float[Tensor, "B H N D"], kept_lse: Float[Tensor, "B H N"], lse: Float[Tensor, "B H N"], p: float
+) -> Float[Tensor, "B H N D"]:
+    """Attention after dropout with probability p, from attention over the kept pairs and the lse of all pairs."""
+    none = kept_lse == -torch.inf
+    share = (kept_lse.masked_fill(none, 0.0) - lse.masked_fill(none, 0.0)).exp().masked_fill(none, 0.0)
+    return (kept * (share / (1 - p))[..., None]).to(kept.dtype)
+
+
+def _in_parts(
+    q: Tensor, k: Tensor, v: Tensor, bindings: list[Tensor], key: Call, *, sinks: Tensor | None, **options: Any
+) -> tuple[Tensor, Any]:
+    kernel_options = options["kernel_options"]
     if is_flash(kernel_options):
         _check_table(q, key)
     else:
@@ -255,7 +275,7 @@ def flex(
 def _flex(
     q: Tensor, k: Tensor, v: Tensor, bindings: list[Tensor], key: Call, **options: Any
 ) -> tuple[Tensor, Tensor | None]:
-    table = parts_of(key.pattern) if device_kind(q.device).flex_trains and "kernel" not in options else None
+    table = parts_of(key.pattern) if device_kind(q.device).flex_trains and "dropout" not in options else None
     if table is not None and takes_table(table, key):
         return _with_table(q, k, v, bindings, key, table, **options)
     if torch.compiler.is_compiling():

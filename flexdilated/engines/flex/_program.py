@@ -47,6 +47,7 @@ class Structure(torch.nn.Module):
         queries: Slots,
         keys: Slots,
         sides: tuple[int, int],
+        places: tuple[int, ...],
         multiplicity: int,
         lead: Lead,
         heads: Lead,
@@ -54,6 +55,7 @@ class Structure(torch.nn.Module):
     ) -> None:
         super().__init__()
         self.queries, self.keys, self.sides, self.multiplicity = queries, keys, sides, multiplicity
+        self.places = places  # of the branch in the pattern, as in Plan
         self.lead = lead  # (batch entries, heads) of the block tables
         self.heads = heads  # (query heads, key/value heads) of the tensors
         self.is_complex = is_complex  # the mask has many operations
@@ -62,7 +64,7 @@ class Structure(torch.nn.Module):
     def numbers(self) -> Hashable:
         """All values, as a key by which structures are compared."""
         slots = (each for side in (self.queries, self.keys) for each in (side.kind, side.numbers))
-        return (*slots, self.sides, self.multiplicity, self.lead, self.heads, self.is_complex)
+        return (*slots, self.sides, self.places, self.multiplicity, self.lead, self.heads, self.is_complex)
 
 
 @dataclass(frozen=True, eq=False)
@@ -134,11 +136,11 @@ def make_flex_program(
     """
     groups = plan.bound.num_heads // num_kv_heads
     steps = []
-    for planned in plan.terms:
+    for planned, places in zip(plan.terms, plan.places, strict=True):
         block = block_size or sides_that_fit(planned)
         term = planned.in_blocks_of(*block)
         sides = sides_of(term, plan, groups, placement, device)
-        steps.append(_step(term, plan, sides, (plan.bound.num_heads, num_kv_heads), block, device))
+        steps.append(_step(term, plan, places, sides, (plan.bound.num_heads, num_kv_heads), block, device))
     packed, sizes = None, ()
     if device_kind(device).flex_trains and steps:
         tables = [_at_least_two(tables_of(step)) for step in steps]
@@ -241,7 +243,13 @@ def mask_of(step: FlexStep, tables: Tables) -> BlockMask:
 
 
 def _step(
-    term: Term, plan: Plan, sides: tuple[Side, Side], heads: Lead, block_size: tuple[int, int], device: torch.device
+    term: Term,
+    plan: Plan,
+    places: tuple[int, ...],
+    sides: tuple[Side, Side],
+    heads: Lead,
+    block_size: tuple[int, int],
+    device: torch.device,
 ) -> FlexStep:
     blocks = bound_blocks(term, plan.bound, block_size)
     mask = to_block_mask(join_blocks(blocks), term.mask_mod(device), device, batch=term.rule.num_entries())
@@ -249,7 +257,8 @@ def _step(
     held = tuple(table.on(device) for table in tables(term.rule))
     lead = (mask.kv_num_blocks.shape[0], mask.kv_num_blocks.shape[1])
     is_complex = _is_complex(mask.mask_mod, device)
-    structure = Structure(sides[0].slots, sides[1].slots, block_size, term.multiplicity, lead, heads, is_complex)
+    slots = sides[0].slots, sides[1].slots
+    structure = Structure(*slots, block_size, places, term.multiplicity, lead, heads, is_complex)
     return FlexStep(mask, hidden, term, held, indices_of(term, device), *sides, structure)
 
 

@@ -8,17 +8,16 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import NamedTuple
 
 import torch
-from jaxtyping import Bool, Float, Int32, Int64
+from jaxtyping import Bool, Float, Int32, Int64, Shaped
 from torch import Tensor
-from torch.nn.attention.flex_attention import AuxOutput, AuxRequest, BlockMask
+from torch.nn.attention.flex_attention import BlockMask
 from torch.nn.functional import pad
 from torch.overrides import TorchFunctionMode
 
-from .._merge import sum_dtype
-from .._ops import refuse, tensors_in
+from .._ops import tensors_in
 from .._score_mod import ScoreMod
 
 # B batch, H query heads, G key/value heads, N queries, M keys, D head dim of queries and keys, E of values
@@ -28,27 +27,19 @@ from .._score_mod import ScoreMod
 _SCORES_AT_ONCE = 1 << 20
 
 
-def portable_attention(
-    q: Float[Tensor, "B H N D"],
-    k: Float[Tensor, "B G M D"],
-    v: Float[Tensor, "B G M E"],
-    *,
-    block_mask: BlockMask,
-    scale: float,
-    score_mod: ScoreMod | None = None,
-    enable_gqa: bool = False,
-    return_aux: AuxRequest | None = None,
-    kernel_options: object = None,
-) -> Float[Tensor, "B H N E"] | tuple[Float[Tensor, "B H N E"], AuxOutput]:
-    """As `flex_attention`: the output, and the natural lse if it is requested.
+class Scores(NamedTuple):
+    """How the scores of a mask's pairs become weights; functions take indices of the mask's heads and slots.
 
-    Scores and sums are in float32 or wider. Gradients reach q, k, v and every tensor that score_mod captures.
-    kernel_options: ignored, as they are of Triton's kernels.
+    score_mod: as in FlexAttention. captured: tensors that it takes from outside and that require a gradient. shares:
+    number of branches that keep a pair's weight after dropout, for indices that broadcast; None for no dropout. factor:
+    of the kept weights.
     """
-    captured = [] if score_mod is None else _captured(score_mod, q)
-    with torch.autocast(q.device.type, enabled=False):
-        out, lse = _Attention.apply(_Problems.of(block_mask, q, k), score_mod, scale, q, k, v, *captured)
-    return out if return_aux is None else (out, AuxOutput(lse=lse))
+
+    scale: float
+    score_mod: ScoreMod | None = None
+    captured: Sequence[Tensor] = ()
+    shares: ScoreMod | None = None
+    factor: float = 1.0
 
 
 class _Captured(TorchFunctionMode):
@@ -69,7 +60,7 @@ class _Captured(TorchFunctionMode):
         return made
 
 
-def _captured(score_mod: ScoreMod, q: Tensor) -> list[Tensor]:
+def captured_by(score_mod: ScoreMod, q: Tensor) -> list[Tensor]:
     """Tensors with a gradient that score_mod captures."""
     if not torch.is_grad_enabled():
         return []
@@ -133,8 +124,8 @@ class _Problems:
     def sides(self) -> tuple[int, int]:
         return self.mask.BLOCK_SIZE
 
-    def by_query_block(self, x: Float[Tensor, "B H N ..."]) -> Float[Tensor, "BHR Q ..."]:
-        return _blocks(x, self.sides[0])
+    def by_query_block(self, x: Float[Tensor, "B H N ..."], value: float = 0.0) -> Float[Tensor, "BHR Q ..."]:
+        return _blocks(x, self.sides[0], value)
 
     def by_key_block(self, x: Float[Tensor, "B G M ..."]) -> Float[Tensor, "BGC K ..."]:
         return _blocks(x, self.sides[1])
@@ -188,106 +179,77 @@ class _Problems:
         return torch.cat([hidden, rest], 3) if rest.shape[3] else hidden
 
 
-class _Attention(torch.autograd.Function):
-    """(out, lse) of the problems, chunk by chunk; the backward computes each chunk's weights again from its lse."""
-
-    @staticmethod
-    def forward(
-        ctx: Any, problems: _Problems, score_mod: ScoreMod | None, scale: float, q: Tensor, k: Tensor, v: Tensor,
-        *captured: Tensor,
-    ) -> tuple[Tensor, Tensor]:  # fmt: skip
-        wide, queries = sum_dtype(q), problems.by_query_block(q)
-        keys, values = problems.by_key_block(k), problems.by_key_block(v)
-        out = q.new_zeros(*queries.shape[:2], v.shape[3], dtype=wide)
-        lse = q.new_full(queries.shape[:2], -torch.inf, dtype=wide)
-        for chunk in problems.chunks():
-            scores = _scores(chunk, queries, keys, score_mod, scale)
-            top = scores.amax(-1, keepdim=True).clamp_(min=torch.finfo(wide).min)
-            weights = scores.sub_(top).exp_()
-            total = weights.sum(-1, keepdim=True)
-            found = weights @ _gathered(values, chunk.block, wide)
-            out[chunk.problem] = found.div_(total.masked_fill(total == 0, 1.0))
-            lse[chunk.problem] = (total.log() + top).squeeze(-1)
-        out, lse = (_tokens(x, q) for x in (out, lse))
-        ctx.save_for_backward(q, k, v, out, lse, *captured)
-        ctx.problems, ctx.score_mod, ctx.scale = problems, score_mod, scale
-        return out.to(q.dtype), lse
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> Any:
-        q, k, v, out, lse, *captured = ctx.saved_tensors
-        with torch.autocast(q.device.type, enabled=False), torch.no_grad():
-            found = _gradients(ctx.problems, ctx.score_mod, ctx.scale, grads, q, k, v, out, lse, captured)
-        if torch.is_grad_enabled():  # create_graph=True
-            found = _Final.apply(len(found), *found, *grads, *ctx.saved_tensors)
-        return None, None, None, *found
-
-
-class _Final(torch.autograd.Function):
-    """The first `count` tensors, which depend on all of them; a derivative raises RuntimeError."""
-
-    @staticmethod
-    def forward(ctx: Any, count: int, *tensors: Tensor) -> tuple[Tensor, ...]:
-        return tuple(x.clone() for x in tensors[:count])
-
-    backward = staticmethod(
-        refuse(
-            "the portable engine has no second derivative; "
-            "for double backward use engine='reference' (dense, small inputs)"
-        )
-    )
-
-
-def _gradients(
-    problems: _Problems,
-    score_mod: ScoreMod | None,
-    scale: float,
-    grads: Sequence[Tensor],
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    captured: Sequence[Tensor],
-) -> tuple[Tensor, ...]:
-    """(dq, dk, dv, gradient of each captured tensor)."""
-    (grad_out, grad_lse), wide = grads, lse.dtype
-    delta = (grad_out.to(wide) * out).sum(-1) - grad_lse
-    lse = lse.masked_fill(lse == -torch.inf, torch.inf)  # a row without keys has no weights
-    queries, grad_outs, deltas, lses = (problems.by_query_block(x) for x in (q, grad_out, delta, lse))
-    keys, values = problems.by_key_block(k), problems.by_key_block(v)
-    dq, dk, dv = (torch.zeros_like(x, dtype=wide) for x in (queries, keys, values))
-    of_captured = [torch.zeros_like(x) for x in captured]
+def attention(
+    mask: BlockMask,
+    scores: Scores,
+    q: Float[Tensor, "B H N D"],
+    k: Float[Tensor, "B G M D"],
+    v: Float[Tensor, "B G M E"],
+) -> tuple[Float[Tensor, "B H N E"], Float[Tensor, "B H N"]]:
+    """(out, natural lse) of tensors in float32 or wider; a row without pairs has output 0 and lse -inf."""
+    problems = _Problems.of(mask, q, k)
+    queries, keys, values = problems.by_query_block(q), problems.by_key_block(k), problems.by_key_block(v)
+    out = q.new_zeros(*queries.shape[:2], v.shape[3])
+    lse = q.new_full(queries.shape[:2], -torch.inf)
     for chunk in problems.chunks():
-        own, grad = (x[chunk.problem].to(wide) for x in (queries, grad_outs))
-        key, value = (_gathered(x, chunk.block, wide) for x in (keys, values))
-        with torch.enable_grad():
-            plain = (own @ key.mT).mul_(scale).requires_grad_(score_mod is not None)
-            scores = plain if score_mod is None else _modified(chunk, plain, score_mod)
-        weights = scores.detach() - lses[chunk.problem][..., None]
+        found = (queries[chunk.problem] @ _gathered(keys, chunk.block).mT).mul_(scores.scale)
+        found = found if scores.score_mod is None else _modified(chunk, found, scores.score_mod)
+        found = found if chunk.hidden is None else found.masked_fill_(chunk.hidden, -torch.inf)
+        top = found.amax(-1, keepdim=True).clamp_(min=torch.finfo(q.dtype).min)
+        weights = found.sub_(top).exp_()
+        total = weights.sum(-1, keepdim=True)
+        if scores.shares is not None:
+            weights.mul_(_shares(chunk, scores.shares))
+        rows = weights @ _gathered(values, chunk.block)
+        out[chunk.problem] = rows.mul_(scores.factor / total.masked_fill(total == 0, 1.0))
+        lse[chunk.problem] = (total.log() + top).squeeze(-1)
+    return _tokens(out, q), _tokens(lse, q)
+
+
+def gradients(
+    mask: BlockMask,
+    scores: Scores,
+    q: Float[Tensor, "B H N D"],
+    k: Float[Tensor, "B G M D"],
+    v: Float[Tensor, "B G M E"],
+    lse: Float[Tensor, "B H N"],
+    grad_out: Float[Tensor, "B H N E"],
+    delta: Float[Tensor, "B H N"],
+) -> tuple[Tensor, ...]:
+    """(dq, dk, dv, gradient of each captured tensor) of these pairs, which may be some of the pairs of a row.
+
+    lse: over all pairs of a row, inf for rows without weights. delta: as in `WholeRows`.
+    """
+    problems = _Problems.of(mask, q, k)
+    queries, grad_outs, deltas = (problems.by_query_block(x) for x in (q, grad_out, delta))
+    lses = problems.by_query_block(lse, torch.inf)
+    keys, values = problems.by_key_block(k), problems.by_key_block(v)
+    dq, dk, dv = (torch.zeros_like(x) for x in (queries, keys, values))
+    of_captured = [torch.zeros_like(x) for x in scores.captured]
+    for chunk in problems.chunks():
+        own, grad = queries[chunk.problem], grad_outs[chunk.problem]
+        key, value = _gathered(keys, chunk.block), _gathered(values, chunk.block)
+        with torch.set_grad_enabled(scores.score_mod is not None):
+            plain = (own @ key.mT).mul_(scores.scale).requires_grad_(scores.score_mod is not None)
+            modified = plain if scores.score_mod is None else _modified(chunk, plain, scores.score_mod)
+        weights = modified.detach() - lses[chunk.problem][..., None]
         weights = (weights if chunk.hidden is None else weights.masked_fill_(chunk.hidden, -torch.inf)).exp_()
-        of_values = weights.mT @ grad
-        of_scores = (grad @ value.mT).sub_(deltas[chunk.problem][..., None]).mul_(weights)
-        if score_mod is not None:
-            found = torch.autograd.grad(scores, (plain, *captured), of_scores, allow_unused=True)
+        of_scores, kept = grad @ value.mT, weights
+        if scores.shares is not None:
+            shares = _shares(chunk, scores.shares).to(weights.dtype).mul_(scores.factor)
+            of_scores, kept = of_scores.mul_(shares), shares.mul_(weights)
+        of_values = kept.mT @ grad
+        of_scores = of_scores.sub_(deltas[chunk.problem][..., None]).mul_(weights)
+        if scores.score_mod is not None:
+            found = torch.autograd.grad(modified, (plain, *scores.captured), of_scores, allow_unused=True)
             of_scores = torch.zeros_like(plain) if found[0] is None else found[0]
             for total, part in zip(of_captured, found[1:], strict=True):
                 total += 0 if part is None else part
-        of_scores = of_scores * scale
+        of_scores = of_scores * scores.scale
         dq[chunk.problem] = of_scores @ key
         for total, part in ((dk, of_scores.mT @ own), (dv, of_values)):
             total.index_add_(0, chunk.block.flatten(), part.unflatten(2, (-1, total.shape[1])).flatten(0, 2))
-    found = (_tokens(x, like).to(like.dtype) for x, like in ((dq, q), (dk, k), (dv, v)))
-    return *found, *of_captured
-
-
-def _scores(
-    chunk: _Chunk, queries: Tensor, keys: Tensor, score_mod: ScoreMod | None, scale: float
-) -> Float[Tensor, "x t Q LK"]:
-    wide = sum_dtype(queries)
-    scores = (queries[chunk.problem].to(wide) @ _gathered(keys, chunk.block, wide).mT).mul_(scale)
-    scores = scores if score_mod is None else _modified(chunk, scores, score_mod)
-    return scores if chunk.hidden is None else scores.masked_fill_(chunk.hidden, -torch.inf)
+    return _tokens(dq, q), _tokens(dk, k), _tokens(dv, v), *of_captured
 
 
 def _modified(chunk: _Chunk, scores: Float[Tensor, "x t Q LK"], score_mod: ScoreMod) -> Float[Tensor, "x t Q LK"]:
@@ -301,16 +263,20 @@ def _modified(chunk: _Chunk, scores: Float[Tensor, "x t Q LK"], score_mod: Score
     return every(scores, b, h, q, k).to(scores.dtype)
 
 
-def _gathered(
-    x: Float[Tensor, "n K D"], block: Int64[Tensor, "x t L"], dtype: torch.dtype
-) -> Float[Tensor, "x t LK D"]:
-    return x.index_select(0, block.flatten()).to(dtype).view(*block.shape[:2], -1, x.shape[2])
+def _shares(chunk: _Chunk, shares: ScoreMod) -> Shaped[Tensor, "x t Q LK"]:
+    """`shares` of every pair, hidden or not."""
+    b, h, q, k = chunk.places
+    return shares(q, b[..., None, None], h[..., None, None], q[:, :, None], k[:, None])
 
 
-def _blocks(x: Float[Tensor, "B H N ..."], side: int) -> Float[Tensor, "n side ..."]:
-    """Tokens in blocks, padded with zeros: (batch, heads, blocks) flattened."""
+def _gathered(x: Float[Tensor, "n K D"], block: Int64[Tensor, "x t L"]) -> Float[Tensor, "x t LK D"]:
+    return x.index_select(0, block.flatten()).view(*block.shape[:2], -1, x.shape[2])
+
+
+def _blocks(x: Float[Tensor, "B H N ..."], side: int, value: float = 0.0) -> Float[Tensor, "n side ..."]:
+    """Tokens in blocks, padded with `value`: (batch, heads, blocks) flattened."""
     missing = -x.shape[2] % side
-    x = pad(x, (0, 0) * (x.dim() - 3) + (0, missing)) if missing else x
+    x = pad(x, (0, 0) * (x.dim() - 3) + (0, missing), value=value) if missing else x
     return x.unflatten(2, (-1, side)).flatten(0, 2)
 
 

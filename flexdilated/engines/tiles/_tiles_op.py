@@ -63,7 +63,7 @@ def plan_tiles(
         return plan(bound, layout=layout, allowed=allowed, choice=choice, operands=operands)
     best = plan(bound, device=kind, allowed=Allowed(any_windows=True, key_weights=False), operands=operands)
     chosen = tuple(_plain_first(options, kind) for options in best.options)
-    return replace(best, terms=tuple(term for options in chosen for term in options[0].terms), options=chosen)
+    return Plan.of(best.bound, best.layout, chosen, best.together)
 
 
 def _plain_first(options: tuple[Option, ...], kind: str) -> tuple[Option, ...]:

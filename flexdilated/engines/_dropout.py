@@ -1,0 +1,84 @@
+"""Attention dropout: which pairs are kept, as a function of a seed and of the pair's place alone.
+
+All engines, layouts and chunks therefore drop the same pairs, and a backward finds them again without a stored mask.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from jaxtyping import Bool, Int32, Shaped
+from torch import Tensor
+
+from ._score_mod import ScoreMod
+
+# Multipliers and shifts of the 32-bit hash "lowbias32", https://nullprogram.com/blog/2018/07/31/, as signed integers.
+_FIRST, _SECOND = 0x7FEB352D, 0x846CA68B - (1 << 32)
+_STEP = 0x9E3779B9  # 2^32 over the golden ratio
+
+
+class Dropout(NamedTuple):
+    """Dropout of attention weights with probability p; a kept weight is multiplied by 1 / (1 - p).
+
+    seed: two random 32-bit numbers, on the device of q.
+    """
+
+    p: float
+    seed: Int32[Tensor, "2"]
+
+    @classmethod
+    def drawn(cls, p: float, device: torch.device) -> Dropout:
+        """Dropout with a seed from torch's default generator of the device."""
+        return cls(p, torch.randint(-(1 << 31), 1 << 31, (2,), dtype=torch.int32, device=device))
+
+    def kept(self, place: int, b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Bool[Tensor, "..."]:
+        """True for the pairs that are kept, of any shapes that broadcast.
+
+        place: index of the branch in the mixture. b, h, q, k: batch entry, global head, positions of query and key.
+        """
+        # The numbers of a row and of a key are hashed well; of a pair, of which there are many more, in few operations.
+        row = _hashed(self.seed[0] + _wrapped(place * _STEP))
+        for x in (b, h, q):
+            row = _hashed(row ^ x.to(torch.int32))
+        pair = (row | 1) * (_hashed(self.seed[1] ^ k.to(torch.int32)) | 1)
+        pair = (pair ^ _shifted(pair, 15)) * _SECOND
+        return pair >= round(self.p * (1 << 32)) - (1 << 31)
+
+    def shares(self, places: tuple[int, ...]) -> ScoreMod:
+        """Function of (score, b, h, q, k): number of the branches at `places` that keep the pair, as bool if one."""
+
+        def share(score, b, h, q, k):
+            found = [self.kept(place, b, h, q, k) for place in places]
+            return found[0] if len(found) == 1 else torch.stack(found).sum(0, dtype=torch.int32)
+
+        return share
+
+    def hides(self, places: tuple[int, ...], score_mod: ScoreMod | None) -> ScoreMod:
+        """score_mod by which equal branches at `places` attend to the pairs that they keep."""
+        shares = self.shares(places)
+
+        def hide(score, b, h, q, k):
+            share = shares(score, b, h, q, k)
+            score = score if score_mod is None else score_mod(score, b, h, q, k)
+            if len(places) > 1:
+                score = score + (share.to(score.dtype) / len(places)).clamp(min=1 / len(places)).log()
+            return torch.where(share > 0, score, -torch.inf)
+
+        return hide
+
+
+def _hashed(x: Int32[Tensor, "..."]) -> Int32[Tensor, "..."]:
+    x = (x ^ _shifted(x, 16)) * _FIRST
+    x = (x ^ _shifted(x, 15)) * _SECOND
+    return x ^ _shifted(x, 16)
+
+
+def _wrapped(number: int) -> int:
+    """The signed 32-bit integer that is congruent to the number."""
+    return (number + (1 << 31)) % (1 << 32) - (1 << 31)
+
+
+def _shifted(x: Shaped[Tensor, "..."], by: int) -> Shaped[Tensor, "..."]:
+    """Shift to the right, with zeros from the left."""
+    return (x >> by) & ((1 << (32 - by)) - 1)

@@ -1,0 +1,270 @@
+"""The portable engine: flex programs by the portable kernel, step by step, with one gradient for all steps.
+
+Only q, k, v, the output and its lse are kept for the backward. Calls without a score_mod are an op, which torch.compile
+takes as a whole; a score_mod is a Python function, which an op cannot take, so calls with one run eagerly.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from math import log
+from typing import Any
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from .._call import Call, check_heads
+from .._dropout import Dropout
+from .._gather import merge_
+from .._merge import WholeRows, add_sinks, nothing, sinks_gradient, sum_dtype
+from .._ops import autograd_on, own_op, refuse, set_gradient
+from .._score_mod import ScoreMod, checked
+from ..kernels._portable import Scores, attention, captured_by, gradients
+from ._flex_op import run_time_program, static_program
+from ._program import FlexProgram, FlexStep
+
+# B batch, H query heads, G key/value heads, N queries, M keys, D head dim of queries and keys, E of values
+
+_NO_SECOND = (
+    "the portable engine has no second derivative; for double backward use engine='reference' (dense, small inputs)"
+)
+
+
+def portable(
+    q: Float[Tensor, "B H N D"],
+    k: Float[Tensor, "B G M D"],
+    v: Float[Tensor, "B G M E"],
+    sinks: Float[Tensor, " H"] | None,
+    bindings: list[Tensor],
+    call: Call,
+    scale: float,
+    *,
+    score_mod: ScoreMod | None = None,
+    dropout: Dropout | None = None,
+) -> tuple[Float[Tensor, "B H N E"], Float[Tensor, "B H N"]]:
+    """(out, lse) of a call, summed in float32 or wider.
+
+    Gradients reach q, k, v, sinks and every tensor that score_mod captures.
+    """
+    p, tensors = 0.0, bindings
+    if dropout is not None:
+        p, tensors = dropout.p, [*bindings, dropout.seed]
+    if score_mod is None:
+        return portable_op(q, k, v, sinks, tensors, *call.arguments, scale, p)
+    return run_with_score_mod(Portable(_program(call, q, bindings), scale, score_mod, dropout), q, k, v, sinks)
+
+
+def run_with_score_mod(
+    run: Portable, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None
+) -> tuple[Float[Tensor, "B H N E"], Float[Tensor, "B H N"]]:
+    """(out, lse), eagerly."""
+    assert run.score_mod is not None
+    return _WithScoreMod.apply(run, q, k, v, sinks, *captured_by(run.score_mod, q))  # type: ignore[return-value]
+
+
+def _program(call: Call, q: Tensor, bindings: list[Tensor]) -> FlexProgram:
+    if bindings:
+        return run_time_program(call, q.device, bindings, len(q), call.operands(q))
+    return static_program(call, q.device, None, call.operands(q))
+
+
+@dataclass(frozen=True, eq=False)
+class Portable:
+    """A program with all of a call that is no operand."""
+
+    program: FlexProgram
+    scale: float
+    score_mod: ScoreMod | None = None
+    dropout: Dropout | None = None
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None) -> tuple[Tensor, Tensor]:
+        """(out in the dtype of q, lse)."""
+        steps, wide = self.program.steps, sum_dtype(q)
+        if not steps:
+            out, lse = nothing(q, k, v, sinks)
+            return out.contiguous(), lse
+        operands, total = self._entered(*(x.to(wide) for x in (q, k, v))), None
+        for step in steps:
+            hidden, (slots, rows, start) = step.hidden, step.queries
+            out, lse = attention(step.mask, self._scores(step), *_operands(step, *operands))
+            out, lse = hidden.clear_queries(out, dim=2), hidden.clear_queries(lse, dim=2, value=-torch.inf)
+            lse = lse + log(step.structure.multiplicity)
+            part = (slots.put(x, rows, start, q.shape[2], empty) for x, empty in ((out, 0.0), (lse, -torch.inf)))
+            if total is None:
+                total = tuple(part)
+            else:
+                merge_(*total, *part)
+        assert total is not None
+        out, lse = total if sinks is None else add_sinks(*total, sinks)
+        if self.program.enter is not None:
+            slots, rows, start = self.program.enter[0]
+            out, lse = (slots.put(x, rows, start, q.shape[2], 0.0) for x in (out, lse))
+        return out.to(q.dtype).contiguous(), lse.contiguous()
+
+    def backward(
+        self, q: Tensor, k: Tensor, v: Tensor, whole: WholeRows, captured: Sequence[Tensor] = ()
+    ) -> tuple[Tensor, ...]:
+        """(dq, dk, dv, gradient of each captured tensor) in their dtypes."""
+        wide = sum_dtype(q)
+        lse = whole.lse.masked_fill(whole.lse == -torch.inf, torch.inf)
+        grad_out, delta = whole.grad_out.to(wide), whole.delta()
+        if self.program.enter is not None:
+            slots, rows, start = self.program.enter[0]
+            lse, grad_out, delta = (slots.take(x, rows, start, q.shape[2]) for x in (lse, grad_out, delta))
+        with autograd_on():  # gradients pass the gathers by autograd
+            leaves = [x.detach().to(wide).requires_grad_() for x in (q, k, v)]
+            entered = self._entered(*leaves)
+        inner = [x.detach().requires_grad_() for x in entered]
+        of_captured = [torch.zeros_like(x) for x in captured]
+        for step in self.program.steps:
+            hidden, (slots, rows, start) = step.hidden, step.queries
+            with autograd_on():
+                operands = _operands(step, *inner)
+            size = operands[0].shape[2]
+            own_lse, *own = (slots.take(x, rows, start, size) for x in (lse, grad_out, delta))
+            own_lse = hidden.clear_queries(own_lse, dim=2, value=torch.inf) - log(step.structure.multiplicity)
+            own = (hidden.clear_queries(x, dim=2) for x in own)
+            plain = (x.detach() for x in operands)
+            (*found,) = gradients(step.mask, self._scores(step, captured), *plain, own_lse, *own)
+            torch.autograd.backward(operands, found[:3])
+            for sum_of, part in zip(of_captured, found[3:], strict=True):
+                sum_of += part
+        found = [torch.zeros_like(x) if x.grad is None else x.grad for x in inner]
+        if self.program.enter is not None:
+            found = torch.autograd.grad(entered, leaves, found)
+        return *(x.to(like.dtype).contiguous() for x, like in zip(found, (q, k, v), strict=True)), *of_captured
+
+    def _entered(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """q, k and v in the order of the program."""
+        if self.program.enter is None:
+            return q, k, v
+        sides = (self.program.enter[index] for index in (0, 1, 1))
+        q, k, v = (
+            side.slots.take(x, side.rows, side.start, x.shape[2]) for side, x in zip(sides, (q, k, v), strict=True)
+        )
+        return q, k, v
+
+    def _scores(self, step: FlexStep, captured: Sequence[Tensor] = ()) -> Scores:
+        at, shares, factor = step.indices.at_positions, None, 1.0
+        if self.dropout is not None:
+            places = step.structure.places
+            shares, factor = at(self.dropout.shares(places)), 1 / (1 - self.dropout.p) / len(places)
+        return Scores(self.scale, self.score_mod and at(checked(self.score_mod)), captured, shares, factor)
+
+
+def _operands(step: FlexStep, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """q, k and v in the slots of a step, with hidden slots zeroed."""
+    hidden, (q_side, k_side) = step.hidden, step.structure.sides
+    (queries, q_rows, q_start), (keys, k_rows, k_start) = step.queries, step.keys
+    rows, columns = step.mask.kv_num_blocks.shape[2] * q_side, step.mask.q_num_blocks.shape[2] * k_side
+    q = hidden.clear_queries(queries.take(q, q_rows, q_start, rows), dim=2)
+    k, v = (hidden.clear_keys(keys.take(x, k_rows, k_start, columns), dim=2) for x in (k, v))
+    return q, k, v
+
+
+class _WithScoreMod(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, run: Portable, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, *captured: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        with torch.autocast(q.device.type, enabled=False):
+            out, lse = run.forward(q, k, v, sinks)
+        ctx.save_for_backward(q, k, v, sinks, out, lse, *captured)
+        ctx.run = run
+        return out, lse
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        q, k, v, sinks, out, lse, *captured = ctx.saved_tensors
+        whole = WholeRows(out, lse, *grads)
+        with torch.autocast(q.device.type, enabled=False), torch.no_grad():
+            found = ctx.run.backward(q, k, v, whole, captured)
+            of_sinks = None if sinks is None else sinks_gradient(sinks, whole)
+        found = [*found[:3], of_sinks, *found[3:]]
+        if torch.is_grad_enabled():  # create_graph=True
+            given = [x for x in ctx.saved_tensors if x is not None]
+            found = [x if x is None else _Final.apply(x, *grads, *given) for x in found]
+        return None, *found
+
+
+class _Final(torch.autograd.Function):
+    """The first tensor, which depends on all of them; a derivative raises RuntimeError."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, *inputs: Tensor) -> Tensor:
+        return x.clone()
+
+    backward = staticmethod(refuse(_NO_SECOND))
+
+
+def _of_op(
+    q: Tensor, k: Tensor, bindings: list[Tensor], constants: str, q_offset: int, k_offset: int, scale: float, p: float
+) -> Portable:
+    call, dropout = Call.of(q, k, constants, q_offset, k_offset), None
+    if p:
+        *bindings, seed = bindings
+        dropout = Dropout(p, seed)
+    return Portable(_program(call, q, bindings), scale, None, dropout)
+
+
+@own_op("flexdilated::portable")
+def portable_op(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    sinks: Tensor | None,
+    bindings: list[Tensor],
+    constants: str,
+    q_offset: int,
+    k_offset: int,
+    scale: float,
+    dropout_p: float,
+) -> tuple[Tensor, Tensor]:
+    """(out, lse) of a call without a score_mod. bindings: with dropout, its seed is the last.
+
+    constants, q_offset, k_offset: as from `Call.arguments`.
+    """
+    with torch.autocast(q.device.type, enabled=False):
+        return _of_op(q, k, bindings, constants, q_offset, k_offset, scale, dropout_p).forward(q, k, v, sinks)
+
+
+@portable_op.register_fake
+def _(q, k, v, sinks, bindings, constants, *options):
+    check_heads(constants)
+    return q.new_empty(*q.shape[:3], v.shape[3]), q.new_empty(q.shape[:3], dtype=sum_dtype(q))
+
+
+@own_op("flexdilated::portable_backward")
+def portable_backward(
+    grad_out: Tensor,
+    grad_lse: Tensor | None,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    bindings: list[Tensor],
+    constants: str,
+    q_offset: int,
+    k_offset: int,
+    scale: float,
+    dropout_p: float,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """(dq, dk, dv) of `portable_op`."""
+    run, whole = (
+        _of_op(q, k, bindings, constants, q_offset, k_offset, scale, dropout_p),
+        WholeRows(out, lse, grad_out, grad_lse),
+    )
+    with torch.autocast(q.device.type, enabled=False):
+        dq, dk, dv = run.backward(q, k, v, whole)
+    return dq, dk, dv
+
+
+@portable_backward.register_fake
+def _(grad_out, grad_lse, q, k, v, *options):
+    return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
+
+
+set_gradient(portable_op, portable_backward, refusal=_NO_SECOND)
