@@ -1,4 +1,8 @@
-"""KeyQuery, the keys that some queries attend to, and its rewrites into smaller key queries by the form of one rule."""
+"""KeyQuery, the search for the keys that some queries attend to, and its rewrites into simpler searches.
+
+Each rewrite takes one factor of a KeyQuery and the KeyQuery of the other factors, and returns None if it does not apply
+to this factor.
+"""
 
 from __future__ import annotations
 
@@ -35,9 +39,10 @@ _ALL = range(1 << 62)
 
 @dataclass(frozen=True)
 class KeyQuery:
-    """The set of those `keys` that any of `queries` attends to, under the intersection of `factors`.
+    """A search for the positions in `keys` to which at least one position of `queries` attends.
 
-    factors: rules for one head. head: a global head that follows them.
+    factors: rules for one head; a pair is allowed if all of them allow it. head: a global head, below num_heads, that
+    follows them.
     """
 
     factors: tuple[Pattern, ...]
@@ -65,7 +70,10 @@ class KeyQuery:
         return KeyQuery(self.factors, *both, self.head, self.num_heads)
 
     def allows(self, q: Tensor, k: Tensor) -> Tensor:
-        """Evaluate the rule on broadcast positions; ValueError if a table in it is too short."""
+        """Return True for each pair of broadcast query and key positions that all factors allow.
+
+        Raises ValueError if a run-time table of a factor is too short.
+        """
         return allowed_pairs(self.rule, self.num_heads, torch.tensor(self.head), q, k)
 
 
@@ -78,7 +86,7 @@ def moved(positions: range, distance: int) -> range:
 
 
 def rewritten(wanted: KeyQuery) -> Parts | None:
-    """Key queries whose keys together are the keys of this one; None if no rewrite fits a rule."""
+    """Return simpler key queries whose keys, mapped back, are together the keys of `wanted`; None if none are known."""
     rests = [(factor, wanted.of(other for other in wanted.factors if other != factor)) for factor in wanted.factors]
     for rewrite in (
         _plainer,
@@ -104,7 +112,7 @@ def _same(parts: Iterable[KeyQuery]) -> Parts:
 
 
 def _plainer(factor: Pattern, rest: KeyQuery) -> Parts | None:
-    """Drop `every()`, flatten `&`, resolve `~`."""
+    """Simplify a trivial factor: drop `every()`, flatten `&`, resolve `~`."""
     match factor:
         case Every():
             return _same([rest])
@@ -121,7 +129,7 @@ def _plainer(factor: Pattern, rest: KeyQuery) -> Parts | None:
 
 
 def _one_sided(factor: Pattern, rest: KeyQuery) -> Parts | None:
-    """Apply a rule of the query alone, or of the key alone."""
+    """Apply a factor that depends on the query alone, or on the key alone."""
     if isinstance(factor, KeySet):
         return [(rest, partial(_visible, factor))]
     return _marked(factor, rest) if isinstance(factor, MarkedTokens) and factor.rows != factor.columns else None
@@ -134,7 +142,10 @@ def _visible(keys: KeySet, found: list[range]) -> Iterator[range]:
 
 
 def _marked(factor: MarkedTokens, rest: KeyQuery) -> Parts | None:
-    """Restrict to each run of marked queries, and to each of marked keys; None for too many."""
+    """Apply a factor that allows the pairs of marked queries, marked keys or both: one part for each run of marks.
+
+    None if there are more than 2**12 runs.
+    """
     queries, keys = (
         factor.marked(range(side.start, side.stop)) if sees else ()
         for side, sees in ((rest.queries, factor.rows), (rest.keys, factor.columns))
@@ -145,7 +156,10 @@ def _marked(factor: MarkedTokens, rest: KeyQuery) -> Parts | None:
 
 
 def _one_residue(factor: Pattern, rest: KeyQuery) -> Parts | None:
-    """Apply a band of steps to queries that agree modulo the step: keys of their residue, in a band without steps."""
+    """Apply a dilated band if the queries agree modulo its step: restrict the keys to their residue class.
+
+    Within the class the band becomes a window without dilation, or no rule if it is unlimited.
+    """
     if not isinstance(factor, Band) or factor.step == 1 or (len(rest.queries) > 1 and rest.queries.step % factor.step):
         return None
     near = rest.within(keys=range(rest.queries.start % factor.step, _ALL.stop, factor.step))
@@ -155,7 +169,11 @@ def _one_residue(factor: Pattern, rest: KeyQuery) -> Parts | None:
 
 
 def _near(factor: Pattern, rest: KeyQuery) -> Parts | None:
-    """Causal order and windows: merge two, restrict queries and keys to their reach, drop one that excludes no key."""
+    """Apply a factor that is causal order or a window.
+
+    It is merged with another such factor, or restricts queries and keys to its reach, and is dropped once it excludes
+    no key.
+    """
     if not isinstance(factor, Band) or factor.step > 1:
         return None
     left = _ALL.stop if factor.least is None else -factor.least
@@ -180,7 +198,7 @@ def _near(factor: Pattern, rest: KeyQuery) -> Parts | None:
 
 
 def _joint_window(one: Band, other: Band) -> Pattern | None:
-    """Intersection of two bands if it is a window, else None."""
+    """Return the intersection of two bands if it is a window that includes distance 0, else None."""
     least = max((side for side in (one.least, other.least) if side is not None), default=None)
     most = min((side for side in (one.most, other.most) if side is not None), default=None)
     if least is None or most is None or not least <= 0 <= most:
@@ -197,7 +215,7 @@ def _alternatives(factor: Pattern, rest: KeyQuery) -> Parts | None:
 
 
 def _spans(factor: Pattern, rest: KeyQuery) -> Parts | None:
-    """Restrict to each span, for a rule within spans of positions."""
+    """Apply a factor that confines pairs to spans of positions, such as documents: one part for each span."""
     if isinstance(factor, Spans):
         return _same(rest.within(span, span) for span in _common_spans(factor, rest))
     # Rules of distances do not depend on the origin.
@@ -208,7 +226,7 @@ def _spans(factor: Pattern, rest: KeyQuery) -> Parts | None:
 
 
 def _from_start(wanted: KeyQuery, span: range) -> tuple[KeyQuery, Restore]:
-    """Restrict to a span, and count positions from its start."""
+    """Restrict to a span, with positions counted from its start; return the part and the map of its keys back."""
     start, part = span.start, wanted.within(span, span)
     part = replace(part, queries=moved(part.queries, -start), keys=moved(part.keys, -start))
     return part, lambda found: (moved(keys, start) for keys in found)
@@ -222,14 +240,18 @@ def _common_spans(spans: Spans, wanted: KeyQuery) -> Iterator[range]:
 
 
 def _one_by_one(factor: Pattern, rest: KeyQuery, most: int = _FEW_SEGMENTS) -> Parts | None:
-    """Restrict to each segment of a dilated rule, if at most `most` segments hold both queries and keys."""
+    """Apply a dilated factor: one part for each segment, if at most `most` segments hold both queries and keys."""
     if not isinstance(factor, Dilated) or len(common := _common_segments(factor, rest)) > most:
         return None
     return _same(_in_segment(factor, rest, segment) for segment in common)
 
 
 def _segments(factor: Pattern, rest: KeyQuery) -> Parts | None:
-    """Restrict to the segments of a dilated rule; segments between the outermost two repeat and are rewritten once."""
+    """Apply a dilated factor: one part each for the first, the second and the last segment.
+
+    The segments between the outermost two repeat the second, whose keys are copied. One part for each segment if they
+    do not repeat; None if those are more than 2**12.
+    """
     if not isinstance(factor, Dilated):
         return None
     period = common_period(rest.factors) if rest.factors else 1
@@ -255,7 +277,7 @@ def _in_segment(factor: Dilated, wanted: KeyQuery, segment: int) -> KeyQuery:
 
 
 def _repeated(times: int, stride: int, keys: list[range]) -> list[range]:
-    """Copies of the ranges of one segment, `times` of them, `stride` apart."""
+    """Return `times` copies of the ranges of one segment, shifted by 0, stride, 2 * stride, and so on."""
     ranges: list[range] = []
     for each in keys:
         if len(each) * each.step == stride:
@@ -268,15 +290,15 @@ def _repeated(times: int, stride: int, keys: list[range]) -> list[range]:
 
 
 def _overlap(wanted: KeyQuery) -> tuple[int, int]:
-    """[begin, end): the positions between the outermost queries and between the outermost keys."""
+    """Return (begin, end) of the positions between the outermost queries that are also between the outermost keys."""
     queries, keys = wanted.queries, wanted.keys
     return max(queries.start, keys.start), min(queries[-1], keys[-1]) + 1
 
 
 def _blocks(factor: Pattern, rest: KeyQuery) -> Parts | None:
-    """Keys of a `Blockwise` rule, by its rule over block numbers.
+    """Apply a `Blockwise` factor: one part over block numbers, with the factor's inner rule.
 
-    None unless queries reach every block or are whole blocks apart, and if other factors restrict the pairs.
+    None if other factors restrict the pairs, or if the queries' step exceeds the block and is no multiple of it.
     """
     if not isinstance(factor, Blockwise) or rest.factors:
         return None
@@ -290,14 +312,17 @@ def _blocks(factor: Pattern, rest: KeyQuery) -> Parts | None:
 
 
 def _grid(factor: Pattern, rest: KeyQuery) -> Parts | None:
-    """Restrict the keys to the windows of a lone neighbourhood, for a run of queries; no rule remains."""
+    """Apply a neighbourhood without other factors, for a run of queries: one part for each range of seen keys.
+
+    These parts have no rule left.
+    """
     if not isinstance(factor, Neighborhood) or rest.factors or rest.queries.step > 1:
         return None
     return _same(rest.within(keys=keys) for keys in _seen_around(factor, rest.queries))
 
 
 def _seen_around(pattern: Neighborhood, queries: range) -> Iterator[range]:
-    """Keys that some query of a run sees; the ranges of different rectangles may overlap."""
+    """Yield ranges of the keys that some query of a run sees; ranges of different rectangles may overlap."""
     strides = [prod(pattern.grid[axis + 1 :]) for axis in range(len(pattern.grid))]
     for rectangle in _rectangles(range(queries.start, min(queries.stop, prod(pattern.grid))), strides):
         # The rule is separable by axis, and a rectangle has every combination of its places.
@@ -305,7 +330,10 @@ def _seen_around(pattern: Neighborhood, queries: range) -> Iterator[range]:
 
 
 def _rectangles(run: range, strides: Sequence[int]) -> Iterator[tuple[range, ...]]:
-    """Split a run of tokens in row-major order into rectangles: end of a row, beginning of a row, whole rows."""
+    """Split a run of tokens of a grid in row-major order into rectangles: tuples of one range for each axis.
+
+    These are the end of a row, the beginning of a row, and whole rows.
+    """
     stride, *inner = strides
     if not run or not inner:
         yield from [(run,)] if run else []
@@ -320,7 +348,10 @@ def _rectangles(run: range, strides: Sequence[int]) -> Iterator[tuple[range, ...
 
 
 def _windows(places: range, axis: Axis) -> Ranges:
-    """Union of the windows of these places along an axis: for each residue, from the first window to the last."""
+    """Return the union of the windows of these places along one axis of a grid.
+
+    For each residue modulo the dilation rate, it extends from the first window to the last.
+    """
     found = []
     for first in places[: axis.rate]:
         last = first + (places[-1] - first) // axis.rate * axis.rate
@@ -329,7 +360,7 @@ def _windows(places: range, axis: Axis) -> Ranges:
 
 
 def _combined(along: Sequence[Ranges], strides: Sequence[int]) -> Ranges:
-    """Tokens whose place along each axis is one of these."""
+    """Return the tokens whose place along each axis is in the ranges for that axis, as ranges in row-major order."""
     *outer, found = along
     for rows, stride in zip(reversed(outer), reversed(strides[:-1]), strict=True):
         if found == (range(stride),):
