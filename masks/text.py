@@ -136,7 +136,7 @@ def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     if len(found) < len(pairs):
         names = [name for name, _ in pairs]
         twice = next(name for name in found if names.count(name) > 1)
-        raise ValueError(f"an object names {twice!r:.80} twice")
+        raise ValueError(f"duplicate key {twice!r:.80}")
     return found
 
 

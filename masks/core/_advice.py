@@ -96,7 +96,7 @@ class _Parameters(NamedTuple):
         takes = f"takes {', '.join(self.placed)} by position" if self.placed else "has no positional arguments"
         if self.placed and self.by_name:
             takes += f", and by name {', '.join(self.by_name)}"
-        came = f"{args[len(self.placed) :]!r:.80}{' besides' if self.placed else ''}"
+        came = f"{args[len(self.placed) :]!r:.80}{' in addition' if self.placed else ''}"
         return f"{self.called} {takes}: {how or self.written}; got {came}"
 
     def missing(self, given: int, named: Mapping[str, object], how: str) -> str:
@@ -200,7 +200,7 @@ def instead_of_pattern(value: object) -> str:
     if hasattr(getattr(value, "pattern", None), "branches"):
         return ": give its .pattern"
     if type(value).__name__ == "Layout":
-        return ": it goes into layout=, beside a pattern"
+        return ": give a pattern, and the layout as layout="
     if value is None:
         return ": masks.every() is dense attention"
     if isinstance(value, bool):

@@ -387,7 +387,9 @@ class PerHead(_HeadChoice):
     def check_heads(self, num_heads: int) -> None:
         if num_heads != len(self.parts):
             came = f"got {len(self.parts)} for {num_heads} heads"
-            raise ValueError(f"per_head needs one pattern a head; {came}: masks.head_groups takes one a group of them")
+            raise ValueError(
+                f"per_head needs one pattern a head; {came}: masks.head_groups takes one for each group of heads"
+            )
         super().check_heads(num_heads)
 
 

@@ -176,8 +176,8 @@ class Expression:
         A mixture, which keeps their meaning, sets `pads` instead.
         """
         raise ValueError(
-            "padding='zeros' goes with `+`, and with `& causal()`, which hides the zero keys: what else is made of "
-            f"such a pattern has no published meaning, so give longnet no padding; got it in {self.kind!r}"
+            "padding='zeros' goes with `+`, and with `& causal()`, which hides the zero keys: other combinations "
+            f"have no published meaning, so give longnet no padding; got it in {self.kind!r}"
         )
 
     @property

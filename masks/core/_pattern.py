@@ -293,7 +293,7 @@ def require_set_patterns(what: str, parts: object, *, least: int) -> None:
         advice = ": for mixtures add up one choice for each branch, as per_head(first) + per_head(second)"
         raise TypeError(f"{what} takes set patterns, in a tuple; got {parts!r:.200}{advice if sums else ''}")
     if len(parts) < least:
-        alone = ": a set pattern alone stands for itself" if least > 1 else ""
+        alone = ": use a single set pattern directly" if least > 1 else ""
         raise ValueError(f"{what} takes at least {least} set pattern{'s' * (least > 1)}{alone}; got {parts!r:.200}")
 
 

@@ -47,9 +47,9 @@ class Placement:
 
     def __post_init__(self) -> None:
         if any(run.step != 1 for run in self.queries):
-            raise ValueError(f"queries must stand in runs of step 1; got {self.queries}")
+            raise ValueError(f"queries must be in runs of step 1; got {self.queries}")
         if not self.complete and (len(self.keys) != 1 or any(run.step != 1 for run in self.keys[0])):
-            raise ValueError(f"keys must stand in runs of step 1, the same for all heads; got {self.keys}")
+            raise ValueError(f"keys must be in runs of step 1, equal for all heads; got {self.keys}")
         for name, sides in (("queries", (self.queries,)), ("keys", self.keys)):
             if any(not run or run.step < 1 or run.start < 0 or run[-1] > LARGEST for side in sides for run in side):
                 raise ValueError(f"{name} must be ascending ranges of positions, none of them empty; got {sides}")
@@ -146,7 +146,7 @@ def _slots(held: Ranges) -> HeldSlots:
     tokens = [torch.arange(run.start, run.stop, run.step) for run in held]
     position, slot = torch.cat([torch.empty(0, dtype=torch.int64), *tokens]).sort()
     if bool((position[1:] == position[:-1]).any()):
-        raise ValueError(f"tokens must stand at different positions; got {held}")
+        raise ValueError(f"tokens must be at different positions; got {held}")
     return HeldSlots(position, slot)
 
 
