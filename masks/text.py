@@ -48,7 +48,7 @@ def to_json(pattern: Expression) -> str:
 def from_json(text: str) -> Pattern | Mixture:
     """Read the pattern or mixture that `to_json` wrote.
 
-    Raises ValueError for any other text, with the reason.
+    Raises ValueError for any other text, with the reason, and TypeError for a value that is not a string.
 
     >>> masks.from_json(masks.to_json(masks.causal()))
     causal()
@@ -186,7 +186,7 @@ def parse(text: str) -> Pattern | Mixture:
 
 
 class _Text:
-    """Text of an expression: evaluates its syntax tree, and raises errors that point into the text."""
+    """Parser of the text of an expression: evaluates its syntax tree, and raises errors that point into the text."""
 
     def __init__(self, text: str) -> None:
         self._text = text

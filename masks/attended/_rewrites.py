@@ -31,7 +31,7 @@ from ..patterns import (
     local_window,
 )
 
-# Segments that repeat are rewritten once for all; up to these numbers, segments are rewritten one by one.
+# Segments that repeat are rewritten once. Others, up to these numbers of segments, are rewritten one by one.
 _FEW_SEGMENTS = 4
 _MOST_SEGMENTS = 1 << 12
 _ALL = range(1 << 62)
@@ -78,7 +78,7 @@ class KeyQuery:
 
 
 Restore = Callable[[list[range]], Iterable[range]]
-Parts = list[tuple[KeyQuery, Restore]]  # key queries, each with the map from its keys to keys of the whole
+Parts = list[tuple[KeyQuery, Restore]]  # smaller key queries, each with the map of its keys to keys of the whole
 
 
 def moved(positions: range, distance: int) -> range:
@@ -112,7 +112,10 @@ def _same(parts: Iterable[KeyQuery]) -> Parts:
 
 
 def _plainer(factor: Pattern, rest: KeyQuery) -> Parts | None:
-    """Simplify a trivial factor: drop `every()`, flatten `&`, resolve `~`."""
+    """Return smaller searches for the keys under `rest` and `factor` if `factor` is trivial; None otherwise.
+
+    Trivial are `every()`, which is dropped, `&`, which is flattened, and some complements, which are resolved.
+    """
     match factor:
         case Every():
             return _same([rest])
@@ -129,7 +132,10 @@ def _plainer(factor: Pattern, rest: KeyQuery) -> Parts | None:
 
 
 def _one_sided(factor: Pattern, rest: KeyQuery) -> Parts | None:
-    """Apply a factor that depends on the query alone, or on the key alone."""
+    """Return smaller searches for the keys under `rest` and `factor` if one side decides it; else None.
+
+    The factor must depend on the query alone, or on the key alone.
+    """
     if isinstance(factor, KeySet):
         return [(rest, partial(_visible, factor))]
     return _marked(factor, rest) if isinstance(factor, MarkedTokens) and factor.rows != factor.columns else None
@@ -142,9 +148,9 @@ def _visible(keys: KeySet, found: list[range]) -> Iterator[range]:
 
 
 def _marked(factor: MarkedTokens, rest: KeyQuery) -> Parts | None:
-    """Apply a factor that allows the pairs of marked queries, marked keys or both: one part for each run of marks.
+    """Return searches for the keys under `rest` and `factor`: one for each run of marked queries and of marked keys.
 
-    None if there are more than 2**12 runs.
+    None if there are more than 2**12 runs of either.
     """
     queries, keys = (
         factor.marked(range(side.start, side.stop)) if sees else ()
@@ -156,9 +162,10 @@ def _marked(factor: MarkedTokens, rest: KeyQuery) -> Parts | None:
 
 
 def _one_residue(factor: Pattern, rest: KeyQuery) -> Parts | None:
-    """Apply a dilated band if the queries agree modulo its step: restrict the keys to their residue class.
+    """Return a search for the keys under `rest` and a dilated band, in the residue class of the queries.
 
-    Within the class the band becomes a window without dilation, or no rule if it is unlimited.
+    In that class the band is a window without dilation, or no rule if it is unlimited. None if the factor is not a
+    dilated band, or if the queries do not agree modulo its step.
     """
     if not isinstance(factor, Band) or factor.step == 1 or (len(rest.queries) > 1 and rest.queries.step % factor.step):
         return None
@@ -169,10 +176,10 @@ def _one_residue(factor: Pattern, rest: KeyQuery) -> Parts | None:
 
 
 def _near(factor: Pattern, rest: KeyQuery) -> Parts | None:
-    """Apply a factor that is causal order or a window.
+    """Return a smaller search for the keys under `rest` and a factor that is causal order or a window; else None.
 
-    It is merged with another such factor, or restricts queries and keys to its reach, and is dropped once it excludes
-    no key.
+    The factor is merged with another such factor, or restricts queries and keys to its reach, and is dropped once it
+    excludes no key. None also if nothing changes.
     """
     if not isinstance(factor, Band) or factor.step > 1:
         return None
@@ -215,7 +222,10 @@ def _alternatives(factor: Pattern, rest: KeyQuery) -> Parts | None:
 
 
 def _spans(factor: Pattern, rest: KeyQuery) -> Parts | None:
-    """Apply a factor that confines pairs to spans of positions, such as documents: one part for each span."""
+    """Return searches for the keys under `rest` and `factor`, one for each span of positions, such as a document.
+
+    None unless the factor confines pairs to spans.
+    """
     if isinstance(factor, Spans):
         return _same(rest.within(span, span) for span in _common_spans(factor, rest))
     # Rules of distances do not depend on the origin.
@@ -226,7 +236,7 @@ def _spans(factor: Pattern, rest: KeyQuery) -> Parts | None:
 
 
 def _from_start(wanted: KeyQuery, span: range) -> tuple[KeyQuery, Restore]:
-    """Restrict to a span, with positions counted from its start; return the part and the map of its keys back."""
+    """Restrict a search to a span, with positions counted from its start; return it with the map of its keys back."""
     start, part = span.start, wanted.within(span, span)
     part = replace(part, queries=moved(part.queries, -start), keys=moved(part.keys, -start))
     return part, lambda found: (moved(keys, start) for keys in found)
@@ -240,17 +250,20 @@ def _common_spans(spans: Spans, wanted: KeyQuery) -> Iterator[range]:
 
 
 def _one_by_one(factor: Pattern, rest: KeyQuery, most: int = _FEW_SEGMENTS) -> Parts | None:
-    """Apply a dilated factor: one part for each segment, if at most `most` segments hold both queries and keys."""
+    """Return searches for the keys under `rest` and a dilated factor, one for each segment.
+
+    None for other factors, or if more than `most` segments hold both queries and keys.
+    """
     if not isinstance(factor, Dilated) or len(common := _common_segments(factor, rest)) > most:
         return None
     return _same(_in_segment(factor, rest, segment) for segment in common)
 
 
 def _segments(factor: Pattern, rest: KeyQuery) -> Parts | None:
-    """Apply a dilated factor: one part each for the first, the second and the last segment.
+    """Return searches for the keys under `rest` and a dilated factor: in the first, second and last segment.
 
-    The segments between the outermost two repeat the second, whose keys are copied. One part for each segment if they
-    do not repeat; None if those are more than 2**12.
+    Segments between the first and the last repeat, so that the keys of the second are copied. If they do not repeat,
+    there is one search for each segment. None for other factors, and for more than 2**12 segments that do not repeat.
     """
     if not isinstance(factor, Dilated):
         return None
@@ -296,9 +309,10 @@ def _overlap(wanted: KeyQuery) -> tuple[int, int]:
 
 
 def _blocks(factor: Pattern, rest: KeyQuery) -> Parts | None:
-    """Apply a `Blockwise` factor: one part over block numbers, with the factor's inner rule.
+    """Return a search over block numbers for the keys under a `Blockwise` factor, with the factor's inner rule.
 
-    None if other factors restrict the pairs, or if the queries' step exceeds the block and is no multiple of it.
+    None for other factors, if `rest` has further factors, or if the queries' step exceeds the block and is no multiple
+    of it.
     """
     if not isinstance(factor, Blockwise) or rest.factors:
         return None
@@ -312,9 +326,9 @@ def _blocks(factor: Pattern, rest: KeyQuery) -> Parts | None:
 
 
 def _grid(factor: Pattern, rest: KeyQuery) -> Parts | None:
-    """Apply a neighbourhood without other factors, for a run of queries: one part for each range of seen keys.
+    """Return searches for the keys under a neighbourhood: the ranges of keys that are seen, without a rule.
 
-    These parts have no rule left.
+    None for other factors, if `rest` has further factors, or if its queries are not consecutive.
     """
     if not isinstance(factor, Neighborhood) or rest.factors or rest.queries.step > 1:
         return None

@@ -51,9 +51,9 @@ class RowSource:
     num_heads: int
 
     def seen(self, queries: range, keys: range) -> Seen | None:
-        """Return the keys in `keys` that at least one of a few queries sees; None if there are none.
+        """Return the keys in `keys` that at least one of a few queries sees; None if no query sees a key.
 
-        queries, keys: runs of positions.
+        queries, keys: consecutive positions.
         """
         listed: list[Ranges] = []
         for query in queries:
@@ -77,7 +77,7 @@ class RowSource:
         return Seen(rows, every, self._allowed(queries[rows.start : rows.stop : rows.step], positions(every)))
 
     def _searched(self, queries: range, keys: range) -> Seen | None:
-        """Return the seen keys of a rule without a closed form; None if there are none.
+        """Return the seen keys of a rule without a closed form; None if no query sees a key.
 
         Pairs are evaluated if they are few; otherwise the keys are searched by bounds.
         """
@@ -189,7 +189,7 @@ def later_pair(source: RowSource) -> tuple[int, int] | None:
 
 
 def causal_by_form(rule: Pattern) -> bool:
-    """True if the form of a rule shows that no query sees a later key; False says nothing.
+    """True if the form of a rule shows that no query sees a later key; False is not conclusive.
 
     Recognized are causal order, a window up to the query, an intersection with either, and a union of such rules.
     """

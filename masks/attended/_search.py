@@ -61,7 +61,10 @@ def keys_of_any(questions: Iterable[KeyQuery]) -> Ranges:
 
 
 def rules_of_heads(pattern: Expression, heads: Iterable[int], num_heads: int) -> dict[Pattern, int]:
-    """Return the distinct rules of these heads over branches and batch entries, each with one head that follows it."""
+    """Return the distinct rules of these global heads, as {rule: a head that follows it}.
+
+    They are collected over branches of a mixture and over batch entries.
+    """
     rules: dict[Pattern, int] = {}
     for head in heads:
         for batch in range(pattern.num_entries()):
@@ -208,7 +211,10 @@ def _look(wanted: KeyQuery, boxes: Box) -> Tensor:
 
 
 def _turns(number: Tensor, runs: int) -> Tensor:
-    """Return, for each box, the number of earlier boxes that have its run of keys."""
+    """Return, for each box, the number of earlier boxes that have its run of keys.
+
+    number: index of the run of each box. runs: number of distinct runs.
+    """
     order = number.argsort(stable=True)
     counts = torch.bincount(number, minlength=runs)
     turn = torch.empty_like(number)
@@ -292,10 +298,10 @@ def _count_lags(wanted: KeyQuery, keys: range, begin: Tensor, end: Tensor) -> Bo
 
 
 def _between(begin: Tensor, end: Tensor, n: int) -> tuple[Tensor, Tensor]:
-    """Return intervals of lags between intervals that fit together into n + 1 consecutive lags.
+    """Return intervals of lags that count as allowed as they are between allowed lags at most n apart.
 
-    Each given interval holds an allowed lag. The result includes the last lag of the first interval and the first lag
-    of the last.
+    Each given interval [begin, end) holds an allowed lag. For two that fit together into n + 1 consecutive lags, the
+    result extends from the last lag of the first to the first lag of the second.
     """
     last = torch.searchsorted(end, begin + (n + 1), right=True) - 1
     first = (last > torch.arange(len(last))).nonzero().squeeze(1)

@@ -61,7 +61,7 @@ class OnePart(Pattern):
             raise TypeError(f"{self.kind} needs a set pattern; got {self.part!r}")
         if self.recounts and any(
             leaf.is_run_time for leaf in self.part.leaves()
-        ):  # not `varies`, which is cached under a lock: a graph cannot take it
+        ):  # `varies` is cached under a lock, which a graph cannot take
             raise ValueError(
                 f"{self.kind} needs a pattern without run-time tensors, which go by token: intersect the result with "
                 f"their pattern instead; got {self.part!r}"
@@ -88,7 +88,7 @@ def common_period(parts: tuple[Pattern, ...]) -> int | None:
 @dataclass(frozen=True)
 class _Combination(Composite):
     binding: ClassVar[int]
-    decisive: ClassVar[bool]  # one part with this verdict decides
+    decisive: ClassVar[bool]  # a single part with this verdict decides the result
     joined: ClassVar[Callable[[MaskMod, MaskMod], MaskMod]]
     joined_bounds: ClassVar[Callable[[Bounds, Bounds, Tensor], Bounds]]
 
@@ -108,10 +108,10 @@ class _Combination(Composite):
         kind = self.kind
         require_set_patterns(f"{kind!r}", self.parts, least=2)
         if any(isinstance(part, type(self)) for part in self.parts):
-            raise ValueError(f"{kind!r} takes the parts of an inner {kind!r} as its own; got {self.parts!r:.200}")
+            raise ValueError(f"{kind!r} must list the parts of an inner {kind!r} directly; got {self.parts!r:.200}")
         if len({part.text for part in self.parts}) < len(self.parts):
             self.given_tensors()  # raises an error that names a carried tensor in which the parts differ
-            raise ValueError(f"{kind!r} takes each part once, and a tensor once by its name; got {self.parts!r:.200}")
+            raise ValueError(f"{kind!r} must have distinct parts; got {self.parts!r:.200}")
 
     def map_parts(self, change: Callable[[Pattern], Pattern]) -> Any:
         return type(self).of(*map(change, self.parts))
@@ -167,7 +167,8 @@ class And(_Combination):
     def of(cls, *parts: Pattern) -> Pattern:
         """Return the intersection of the parts, flattened and without repeats; `Every()` without parts.
 
-        If one of them is causal order, zero keys of padding are dropped from the others: they come after all tokens.
+        If a part is causal order, the zero keys that pad segments are dropped from all parts: they come after all
+        tokens.
         """
         if any(part.pads for part in parts):
             causal = any(isinstance(factor, KINDS["causal"]) for part in parts for factor in part.factors())
@@ -421,7 +422,9 @@ class HeadGroups(_HeadChoice):
 def per_head(patterns: Sequence[Pattern]) -> Pattern:
     """Return the pattern in which head h follows patterns[h].
 
-    patterns: one set pattern (not a mixture) for each head, counted over all devices.
+    patterns: one set pattern (not a mixture) for each head, counted over all devices; binding to another number of
+    heads raises ValueError.
+    Raises TypeError for a value that is not a sequence of set patterns.
 
     >>> masks.per_head([masks.causal(), masks.every()])
     per_head((causal(), every()))
@@ -435,7 +438,8 @@ def head_groups(patterns: Sequence[Pattern]) -> Pattern:
     """Return the pattern in which the i-th group of consecutive heads follows patterns[i].
 
     patterns: one set pattern (not a mixture) for each group. If the heads do not divide evenly, the first groups have
-    one head more.
+    one head more; binding to fewer heads than groups raises ValueError.
+    Raises TypeError for a value that is not a sequence of set patterns.
 
     >>> masks.head_groups([masks.causal(), masks.every()])
     head_groups((causal(), every()))

@@ -35,7 +35,7 @@ def own_modes() -> Iterator[None]:
         stack.enter_context(torch.inference_mode(False))
         stack.enter_context(DisableTorchFunction())
         if _has_dispatch_modes():
-            stack.enter_context(disable_current_modes())  # which imports the compiler's tracing
+            stack.enter_context(disable_current_modes())  # only if needed: it imports the compiler's tracing
         if peek_interpreter_stack() is not None:
             stack.enter_context(temporarily_clear_interpreter_stack())
         yield

@@ -78,7 +78,7 @@ class Bound:
 
     @property
     def is_self_attention(self) -> bool:
-        """True if queries and keys are at the same positions."""
+        """True if queries and keys are at equal positions."""
         return (self.num_queries, self.q_offset) == (self.num_keys, self.k_offset)
 
     def entry(self, batch: int) -> Bound:
@@ -104,7 +104,7 @@ class Bound:
         return lambda b, h, q, k: inner(b, h + head, q + query, k + key)
 
     def count(self, box: Box) -> Bounds:
-        """Return bounds on the number of allowed pairs in each of n boxes; the exact number is never outside them.
+        """Return bounds on the number of allowed (query, key) pairs in each of n boxes; the exact one is within them.
 
         box: boxes of global heads and of positions, not of indices on this device. Boxes have no batch index: if
         run-time tensors differ by batch entry, use the bound of one `entry`.

@@ -91,7 +91,7 @@ def terms_of_class(progression: Progression, modulus: int, residue: int) -> Prog
 def _in_class(progression: Progression, modulus: int, residue: Counts) -> tuple[Counts, Counts]:
     """Return (index of the first term congruent to `residue` modulo `modulus`, number of such terms), per progression.
 
-    If there is no such term, the number is 0 and the index is arbitrary.
+    Where no term is congruent, the number is 0 and the index is arbitrary.
     """
     divisor = gcd(progression.step, modulus)
     period = modulus // divisor
@@ -103,7 +103,7 @@ def _in_class(progression: Progression, modulus: int, residue: Counts) -> tuple[
 
 
 def clip(progression: Progression, start: Counts | int, stop: Counts | int) -> Progression:
-    """Return the terms of each progression in [start, stop), with the step unchanged and count 0 if there are none."""
+    """Return the terms of each progression in [start, stop), with the step unchanged; count 0 where none remain."""
     step = progression.step
     skipped = (start - progression.first + step - 1).div(step, rounding_mode="floor").clamp(min=0)
     end = (stop - 1 - progression.first).div(step, rounding_mode="floor") + 1

@@ -174,7 +174,7 @@ def join_boxes(boxes: Sequence[Box]) -> Box:
 
 
 def look_at_pairs(rule: Pattern, owned: Owned, pairs: Counts) -> None:
-    """Evaluate the rule on each pair of each part, and add the number of allowed pairs to `pairs` at the part's owner.
+    """Evaluate each pair of each part, and add the number of allowed pairs to `pairs` at the index of the part's box.
 
     Fastest for parts of one size, as all are padded to the largest. rule: the rule of one head.
     """

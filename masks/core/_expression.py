@@ -94,7 +94,7 @@ class Expression:
     `text` is canonical JSON, computed once on construction; equal texts mean equal patterns. The repr is the expression
     that builds the value, which `parse` reads. `depth` is the number of nested levels; above 32 construction raises
     ValueError, so that every pattern can be stored, copied, printed and computed. `pads` is True if queries also see
-    zero keys of padding, which are no pairs: see `zero_keys`.
+    the zero keys that pad segments, which are no pairs: see `zero_keys`.
     """
 
     text: str
@@ -171,7 +171,7 @@ class Expression:
         return ()
 
     def take_padding(self) -> None:
-        """Handle a part that sees zero keys of padding, on construction: raise ValueError.
+        """Handle a part whose queries see zero keys that pad segments, on construction: raise ValueError.
 
         A mixture, which keeps their meaning, sets `pads` instead.
         """
@@ -182,7 +182,7 @@ class Expression:
 
     @property
     def unpadded(self) -> Any:
-        """This expression without zero keys of padding; its allowed pairs are unchanged."""
+        """This expression without the zero keys (score 0, value 0) that pad segments; allowed pairs are unchanged."""
         return self
 
     def zero_keys(self, head: Tensor, query: Tensor, *, num_heads: int, num_tokens: int) -> Tensor:

@@ -67,19 +67,22 @@ class Pattern(Expression):
         raise NotImplementedError
 
     def count(self, box: Box, *, num_heads: int) -> Bounds:
-        """Return bounds on the number of allowed pairs in each of n boxes; the exact number is never outside them."""
+        """Return bounds on the number of allowed (query, key) pairs in each of n boxes; the exact one is within them.
+
+        A box pairs some query positions with some key positions of a global head, below num_heads.
+        """
         raise NotImplementedError
 
     def likeness(self, box: Box, *, num_heads: int) -> tuple[Counts, ...]:
-        """Return integer tensors (n,) by which a mask computed for one box is reused for other boxes.
+        """Return integer tensors (n,) by which a mask computed for one of n boxes is reused for others.
 
         If two boxes of one head have equal counts and steps of queries and keys and equal entries in all these tensors,
-        they allow the same pairs of indices: (i-th query, j-th key).
+        equal pairs of indices (i-th query, j-th key) are allowed.
         """
         bounds, period = self.count(box, num_heads=num_heads), self.period()
         q, k = box.q.first, box.k.first
         at, ahead = (q, k) if period is None else (q % period, k - q)
-        # Negative where bounds decide; positions are not.
+        # Negative entries mark boxes that bounds decide: positions are never negative.
         none, every = bounds.high == 0, bounds.low == box.area
         at = torch.where(none, -1, torch.where(every, -2, at))
         return at, torch.where(none | every, 0, ahead)
@@ -157,7 +160,7 @@ class Pattern(Expression):
         return False
 
     def rates(self) -> tuple[int, ...]:
-        """Return the dilation rates of the rule, modulo which tokens are ordered by residue; () without dilation."""
+        """Return the dilation rates of the rule, the moduli for residue-major orders of tokens; () without dilation."""
         return ()
 
     def superset(self) -> Pattern:

@@ -12,7 +12,7 @@ from torch import Tensor
 
 Ranges = tuple[range, ...]  # steps above 0, non-empty, disjoint
 
-_MOST_MEETINGS = 1 << 14  # intersections of two ranges: milliseconds
+_MOST_MEETINGS = 1 << 14  # pairs of ranges to intersect, which takes milliseconds
 # With more comparisons of two ranges, listing all positions is faster.
 _MOST_COMPARISONS = 1 << 16
 # Up to this many positions are also regrouped one by one: short ranges combine in more ways than long ones.
@@ -63,7 +63,7 @@ def unite(ranges: Ranges) -> Ranges | None:
     if len(ranges) ** 2 > _MOST_MEETINGS:
         return None
     joined: list[range] = []
-    for keys in sorted(ranges, key=lambda keys: keys.step):  # runs first: they can be cut out of later ranges
+    for keys in sorted(ranges, key=lambda keys: keys.step):  # ranges of step 1 first: they can be cut out of later ones
         rest = [keys]
         for earlier in joined:
             if earlier.step == 1:
@@ -191,9 +191,9 @@ def _continued(ranges: list[range]) -> list[range]:
 
 
 def _interleaved(ranges: list[range], step: int) -> list[range]:
-    """Merge ranges of one step that fill each other's gaps evenly into one of a smaller step.
+    """Merge ranges of one step that fill each other's gaps evenly into one range of a smaller step.
 
-    Ends where not all of them have positions stay ranges of the old step. Other ranges are returned unchanged.
+    Ends that not all ranges reach remain ranges of the old step. Ranges that do not fit are returned unchanged.
     """
     residues = sorted({each.start % step for each in ranges})
     gap = step // len(residues)

@@ -34,7 +34,7 @@ class Pair:
     unit: Unit = "token"
 
     def counted(self, unit: Unit, query: int, key: int) -> Pair:
-        """Return the pair at these positions, counted in another unit: for a part of a rule over blocks, say."""
+        """Return the pair at these positions, counted in another unit, for a rule over blocks or within documents."""
         return replace(self, query=query, key=key, unit=unit)
 
     def reason_of(self, part: Pattern) -> Reason:
@@ -67,16 +67,13 @@ class Pair:
         return f"{self.the_key} is {self._measured(abs(self.query - self.key))} {side} {self.the_query}"
 
     def those(self, holds: Callable[[int], bool], what: str) -> str | None:
-        """Return the clause that the query, the key or both are `what`; None if neither position satisfies `holds`.
-
-        holds: condition on a position.
-        """
+        """Return a clause such as 'query 3 and key 5 are <what>', for positions that satisfy `holds`; None if none."""
         sides = ((self.the_query, self.query), (self.the_key, self.key))
         names = [name for name, position in sides if holds(position)]
         return f"{' and '.join(names)} {'are' if len(names) > 1 else 'is'} {what}" if names else None
 
     def in_runs(self, kind: str, of_query: int, of_key: int, edges: Callable[[int], tuple[int, int]]) -> str:
-        """Return the clause that names the runs of positions, such as segments, of the query and the key.
+        """Return the clause that names the runs of positions of the query and key: "both are in segment 1 (4 to 7)".
 
         kind: noun for a run. of_query, of_key: indices of their runs. edges(i): (start, stop) of run i.
         """

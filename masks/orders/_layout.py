@@ -30,7 +30,7 @@ class Pieces:
     strides: Int64[Tensor, " P"] | None = None
 
     def position(self, table: Int64[Tensor, "..."], slot: Int64[Tensor, "..."]) -> Int64[Tensor, "..."]:
-        """Return the token position in each slot by each table; the arguments broadcast."""
+        """Return the token position in each slot, by the table with each index; the arguments broadcast."""
         piece = torch.searchsorted(self.starts, slot, right=True) - 1
         index = slot - self.starts[piece]
         if self.strides is not None:  # past the last start of a group, its runs alternate
@@ -40,7 +40,7 @@ class Pieces:
 
 
 class _Order:
-    """Base of orders: the token in each slot of one fold, or of several folds of equal size.
+    """Base of orders: the token in each slot, a place of the reordered tensor, of one fold or of several equal folds.
 
     A fold is one of several groups of tokens that are computed as a batch, such as segments; its tokens are the tokens
     of fold 0, shifted.
@@ -56,9 +56,9 @@ class _Order:
         raise NotImplementedError  # defined by each order
 
     def in_pieces(self, rule: Pattern, origin: int) -> tuple[Pattern, Pieces]:
-        """Return (rule, self.pieces(origin)), a rule and the numbers in its slots on which it is evaluated.
+        """Return (rule, self.pieces(origin)): a rule over positions, and the slots as runs of positions.
 
-        An order of many short runs may instead return an equivalent rule over slots, and slots in one run.
+        An order of many short runs may instead return an equivalent rule over slot numbers, and all slots as one run.
         """
         return rule, self.pieces(origin)
 
@@ -217,11 +217,11 @@ class Listed(_SharedOrder):
 
     @property
     def is_copied(self) -> bool:
-        """True if the tokens are not contiguous."""
+        """True if the step is above 1, so that the tokens must be copied; runs of step 1 are views."""
         return self.step > 1
 
     def end(self, filled: int) -> int:
-        """One past the last listed token; slots beyond are empty."""
+        """Return one past the last listed token; further slots are empty."""
         return max(run.stop for run in self.runs)
 
     def positions(self, device: torch.device | str | None = None) -> Int64[Tensor, " S"]:
@@ -235,14 +235,14 @@ class Listed(_SharedOrder):
 
 @dataclass(frozen=True, eq=False)
 class FoldStarts:
-    """Token offset of each fold from the first fold, for folds at uneven distances; equal only to itself."""
+    """Token offset of each fold, one of several equal groups of tokens, from the first one; equal only to itself."""
 
     tokens: Int64[Tensor, " folds"]
 
 
 @dataclass(frozen=True)
 class Compact(_Order):
-    """Order of the active tokens of each head, gathered: one progression for each head, repeated over folds.
+    """Order of the tokens that each head's dilated rule uses: one progression for each head, repeated over folds.
 
     Slot s of fold f of head heads[i] holds token starts[i] + f * fold_stride + s * step; with `fold_starts`,
     fold_starts.tokens[f] replaces f * fold_stride. A fold is, for example, a segment. All heads have `num_slots` slots;

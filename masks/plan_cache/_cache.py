@@ -104,7 +104,7 @@ class CacheStats:
 
 @dataclass(eq=False, slots=True)
 class Entry:
-    """A cached value with its size in bytes and what eviction and `forget` need.
+    """A cached value, with its size in bytes and its place in the order of eviction.
 
     pattern: texts of the patterns it depends on, concatenated. device: the device of a copy made from other cached
     values; None for a value that is no copy. line: all copies, or all other entries, least recently used first. Entries
@@ -172,8 +172,8 @@ class Cache:
 
         nbytes: function that gives the bytes of a value. pattern: the pattern that the value depends on, or its text,
         for `forget`; patterns of enclosing builds are added. device: the device of a value that is a copy of other
-        cached values, else None; copies are evicted first. If another thread is building the value, it waits for that
-        build and raises its error.
+        cached values, else None; copies are evicted first. While another thread builds the value, the call waits, and
+        raises the error of that build if it fails.
         """
         with self._lock:
             entry = self._entries.get(key)
