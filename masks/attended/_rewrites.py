@@ -31,7 +31,7 @@ from ..patterns import (
     local_window,
 )
 
-# Segments that repeat are rewritten once. Others, up to these numbers of segments, are rewritten one by one.
+# Up to these numbers, segments are rewritten one by one: any segments, and segments that do not repeat.
 _FEW_SEGMENTS = 4
 _MOST_SEGMENTS = 1 << 12
 _ALL = range(1 << 62)
