@@ -107,7 +107,7 @@ def positions(ranges: Sequence[range]) -> Int64[Tensor, " n"]:
 
 
 def _hull(indices: Sequence[int]) -> range:
-    """Return the smallest range that contains these ascending numbers."""
+    """Return the range of largest step that contains these ascending numbers, from the first to the last."""
     if not indices:
         return range(0)
     step = reduce(gcd, (index - indices[0] for index in indices[1:]), 0)

@@ -188,7 +188,8 @@ def count_multiples(box: Box, rate: int, *, reach: tuple[int, int] | None = None
 def _count_exactly(box: Box, rate: int, reach: tuple[int, int] | None) -> Counts:
     """Return the exact result of `count_multiples` for equal steps of q and k.
 
-    It counts by lag, key index - query index in the box: the distance of a pair is shift + step * lag.
+    It counts by lag, key index - query index in the box: the distance of a pair is first key - first query + step *
+    lag.
     """
     step, shift, columns = box.k.step, box.k.first - box.q.first, box.k.count
     divisor = gcd(step, rate)
@@ -207,9 +208,9 @@ def _count_exactly(box: Box, rate: int, reach: tuple[int, int] | None) -> Counts
 def _lags_up_to(most: Tensor, residue: Tensor, period: int, box: Box) -> Counts:
     """Return the number of pairs of each box whose lag is at most `most` and congruent to `residue` modulo `period`.
 
-    The lag of a pair is key index - query index. The number of pairs of a box as a function of the lag is a trapezoid,
-    a sum of ramps: lag + rows, minus lag, minus lag + rows - columns, each where it is positive. It ends at lag columns
-    - 1, which `most` must not exceed.
+    The lag of a pair is key index - query index. In a box of `rows` queries and `columns` keys, the number of pairs as
+    a function of the lag is a trapezoid, the sum of ramps max(lag + rows, 0) - max(lag, 0) - max(lag + rows - columns,
+    0). This holds up to the last lag, columns - 1, which `most` must not exceed.
     """
     rows, columns = box.q.count, box.k.count
     top = most - (most - residue).remainder(period)

@@ -255,7 +255,6 @@ class Mixture(Expression):
 
     @property
     def union(self) -> Pattern:
-        """Pairs of nonzero attention weight, as one pattern: the union of the branches."""
         return KINDS["or"].without_shared_factors(tuple(part.unpadded for part in self.parts))
 
     def branches(self) -> tuple[Pattern, ...]:
