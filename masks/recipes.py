@@ -41,11 +41,12 @@ _ALL_BLOCKS = -1
 
 @advises(keywords=renamed(radius="window window_size"))
 def longformer(radius: int, num_global: int, *, rate: int = 1) -> Pattern:
-    """A sliding window, and global tokens that attend to all tokens and are attended by all.
+    """Each query sees a window around it and the global tokens; global tokens see all keys.
 
     radius: keys on each side of the query, half the paper's window size. num_global: number of global tokens, the first
     of the sequence, such as a classification token; the paper lets the task choose them. rate: dilation rate of the
     window; the paper raises it in two heads of its upper layers, see `per_head`.
+    Raises ValueError for a radius below 0, and for num_global or rate below 1.
     Source: Longformer, arXiv 2004.05150, section 3.1.
     """
     require_int("radius", radius, minimum=0)
@@ -57,12 +58,14 @@ def longformer(radius: int, num_global: int, *, rate: int = 1) -> Pattern:
 def bigbird(
     num_tokens: int, *, block: int = 64, radius: int = 1, num_global: int = 2, num_random: int = 3, seed: int = 0
 ) -> Pattern:
-    """Window, global and random blocks.
+    """Each block of queries sees blocks near it, global blocks and random blocks; global blocks see all keys.
 
     num_tokens: sequence length, over which blocks are drawn. block: tokens per block. radius: blocks on each side of
     the query's block. num_global: number of global blocks, the first of the sequence (the paper's internal transformer
     construction). num_random: blocks drawn for each block of queries in each head. They are drawn among all blocks and
-    may overlap with window and global blocks, which the paper's code excludes. seed: of the draw.
+    may overlap with window and global blocks, which the paper's code excludes. seed: seed of the draw.
+    Raises ValueError for a radius below 0, a seed outside [0, 2**63), other numbers below 1, and num_random above the
+    number of blocks.
     Source: BigBird, arXiv 2007.14062, section 2; defaults as in its base models.
     """
     require_int("radius", radius, minimum=0)
@@ -74,20 +77,23 @@ def bigbird(
 
 @advises()
 def sparse_transformer_strided(stride: int) -> Pattern:
-    """The last `stride` keys, and every `stride`-th earlier key; causal.
+    """Each query sees itself, the `stride` keys before it, and every `stride`-th earlier key; causal.
 
     stride: the paper's l, near the square root of the sequence length. Every head has both factors of section 4.3, as
-    in the merged head of section 5.1. Source: Sparse Transformer, arXiv 1904.10509.
+    in the merged head of section 5.1.
+    Raises ValueError for a stride below 1.
+    Source: Sparse Transformer, arXiv 1904.10509.
     """
     return (local_window(left=require_int("stride", stride, minimum=1), right=0) | strided(stride)) & causal()
 
 
 @advises()
 def sparse_transformer_fixed(stride: int, *, summary: int = 1) -> Pattern:
-    """The query's block, and the last keys of every earlier block; causal.
+    """Each query sees its block, and the last `summary` keys of every earlier block; causal.
 
     stride: tokens per block, the paper's l. summary: number of last keys of a block, the paper's c, 8 to 32 there.
     Every head has both factors of section 4.3, as in the merged head of section 5.1.
+    Raises ValueError for a stride or summary below 1, and for a summary above the stride.
     Source: Sparse Transformer, arXiv 1904.10509.
     """
     require_int("stride", stride, minimum=1)
@@ -96,10 +102,11 @@ def sparse_transformer_fixed(stride: int, *, summary: int = 1) -> Pattern:
 
 @advises(keywords=renamed(recent="window window_size", num_sinks="sinks"))
 def streaming_llm(recent: int, *, num_sinks: int = 4) -> Pattern:
-    """The first few keys and the most recent keys; causal.
+    """Each query sees the first `num_sinks` keys and the `recent` most recent keys; causal.
 
     recent: number of most recent keys, the query's own included. num_sinks: number of first keys, which serve as
     attention sinks. Positional encodings are up to the caller: the paper counts positions within the cache.
+    Raises ValueError for recent or num_sinks below 1.
     Source: StreamingLLM, arXiv 2309.17453, section 3.2.
     """
     require_int("recent", recent, minimum=1)
@@ -109,10 +116,12 @@ def streaming_llm(recent: int, *, num_sinks: int = 4) -> Pattern:
 
 @advises()
 def darcstar_local_window(*, local_window_size: int = 512, block_size: int = 128) -> Pattern:
-    """Blocks near the query's block: `local_window` of dilated-attention-pytorch (the DarcStar fork).
+    """Each query sees blocks near its own: `local_window` of dilated-attention-pytorch (the DarcStar fork).
 
     block_size: tokens per block. local_window_size: window in tokens; each side has half of it, rounded down to whole
-    blocks. Source: `SparsePatternConfig` and `BlockSparseRingDilatedAttention` there.
+    blocks.
+    Raises ValueError for a block below 1 and for a window below 0.
+    Source: `SparsePatternConfig` and `BlockSparseRingDilatedAttention` of that package.
     """
     radius = _radius(local_window_size, block_size)
     return blockwise(local_window(left=radius, right=radius), block_size)
@@ -120,10 +129,12 @@ def darcstar_local_window(*, local_window_size: int = 512, block_size: int = 128
 
 @advises()
 def darcstar_dilated_sparse(dilation_rates: Sequence[int], *, block_size: int = 128) -> Pattern:
-    """The query's block and blocks at some distances: `dilated_sparse` of dilated-attention-pytorch (DarcStar).
+    """Each query sees its block and some distant blocks: `dilated_sparse` of dilated-attention-pytorch (DarcStar).
 
-    dilation_rates: distances in blocks, before and after; as there, only the first three are used. block_size: tokens
-    per block. Source: `BlockSparseRingDilatedAttention` there.
+    dilation_rates: distances of these blocks, before and after, in blocks; as in the source, only the first three are
+    used. block_size: tokens per block.
+    Raises ValueError for no rates, and for a rate or block below 1.
+    Source: `BlockSparseRingDilatedAttention` of that package.
     """
     steps = require_ints("dilation_rates", dilation_rates, minimum=1)
     if not steps:
@@ -133,11 +144,13 @@ def darcstar_dilated_sparse(dilation_rates: Sequence[int], *, block_size: int = 
 
 @advises()
 def darcstar_global_local(*, global_tokens: int = 64, local_window_size: int = 512, block_size: int = 128) -> Pattern:
-    """Blocks near the query's block, and the first blocks: `global_local` of dilated-attention-pytorch (DarcStar).
+    """Each query sees blocks near its own and the first blocks: `global_local` of dilated-attention-pytorch (DarcStar).
 
-    global_tokens: number of first tokens that every query sees, rounded down to whole blocks; with the defaults, the
-    fork's own, none. As queries these tokens do not see all keys. local_window_size and block_size: as in
-    `darcstar_local_window`. Source: `BlockSparseRingDilatedAttention` there.
+    global_tokens: number of first tokens that every query sees, rounded down to whole blocks: none with the defaults,
+    which are the source's. As queries these tokens do not see all keys. local_window_size, block_size: as in
+    `darcstar_local_window`.
+    Raises ValueError for a block below 1, and for other numbers below 0.
+    Source: `BlockSparseRingDilatedAttention` of that package.
     """
     radius = _radius(local_window_size, block_size)
     window, first = local_window(left=radius, right=radius), require_int("global_tokens", global_tokens, minimum=0)
@@ -148,12 +161,15 @@ def darcstar_global_local(*, global_tokens: int = 64, local_window_size: int = 5
 def darcstar_hierarchical(
     levels: Sequence[Sequence[int]] = ((64, 256), (256, 1024), (1024, -1)), *, block_size: int = 64
 ) -> Pattern:
-    """Levels of windows, wider for sparser queries: `hierarchical` of dilated-attention-pytorch (DarcStar).
+    """Each level gives every n-th block of queries a window: `hierarchical` of dilated-attention-pytorch (DarcStar).
 
     levels: (stride, window size) of each level, in tokens. Blocks of queries at multiples of the stride see the blocks
     within half a window on each side, or all blocks for window size -1. Both are rounded down to whole blocks, the
-    stride to at least one. block_size: tokens per block on all levels; there, a level's `block_size` has no effect.
-    Source: `HierarchicalConfig` and `BlockSparseHierarchical` there.
+    stride to at least one. block_size: tokens per block on all levels; in the source, a level's `block_size` has no
+    effect.
+    Raises TypeError or ValueError unless `levels` is a sequence of at least one such pair, with strides of at least 1
+    and window sizes of at least -1.
+    Source: `HierarchicalConfig` and `BlockSparseHierarchical` of that package.
     """
     require_int("block_size", block_size, minimum=1)
     if not isinstance(levels, Sequence) or isinstance(levels, str):
@@ -169,7 +185,10 @@ def _radius(window_size: int, block_size: int) -> int:
 
 
 def _level(place: int, level: Sequence[int], block: int) -> Pattern:
-    """Pattern over blocks of one level: its queries and their window."""
+    """Return the rule over block numbers of one level, (stride, window size) in tokens.
+
+    place: index of the level, for errors. block: tokens per block.
+    """
     if not isinstance(level, Sequence) or isinstance(level, str):
         raise TypeError(f"levels[{place}] must be a pair (stride, window size); got {level!r}")
     if len(level) != 2:

@@ -1,4 +1,4 @@
-"""Patterns as text: JSON for checkpoints and custom ops, and expressions."""
+"""Patterns as text: JSON for checkpoints and custom ops, and expressions in Python's syntax."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from .core import (
 
 @advises()
 def to_json(pattern: Expression) -> str:
-    """Canonical JSON of a pattern or mixture; `from_json` gives an equal value back.
+    """Return canonical JSON of a pattern or mixture, from which `from_json` reads an equal value.
 
     Raises TypeError for a pattern with a custom function: code has no JSON.
 
@@ -46,7 +46,9 @@ def to_json(pattern: Expression) -> str:
 
 @advises()
 def from_json(text: str) -> Pattern | Mixture:
-    """Read the pattern or mixture that `to_json` wrote. Raises ValueError for any other text, with the reason.
+    """Read the pattern or mixture that `to_json` wrote.
+
+    Raises ValueError for any other text, with the reason, and TypeError for a value that is not a string.
 
     >>> masks.from_json(masks.to_json(masks.causal()))
     causal()
@@ -58,7 +60,11 @@ def from_json(text: str) -> Pattern | Mixture:
 
 
 def read_text(text: str) -> Pattern | Mixture:
-    """Pattern of a JSON text of this process, in which digests name custom functions."""
+    """Read a pattern from the JSON `text` of an expression of this process.
+
+    Unlike `from_json`, it accepts custom functions, which the text names by digests.
+    Raises ValueError for any other text.
+    """
     if not isinstance(text, str):
         raise TypeError(f"a pattern's JSON must be a string; got {type(text).__name__}")
     try:
@@ -72,7 +78,10 @@ def read_text(text: str) -> Pattern | Mixture:
 
 
 def kept_functions(text: str) -> object:
-    """Reference that keeps the custom functions of this text alive while the text is in use; None without any."""
+    """Return an object that keeps the custom functions in a pattern's JSON text alive; None if it has none.
+
+    Hold the object while the text is in use.
+    """
     return read_text(text) if _NAMES_A_FUNCTION in text else None
 
 
@@ -109,7 +118,7 @@ def _value(value: Any, field: str, depth: int) -> Any:
 
 
 def read_json(text: str | bytes) -> Any:
-    """Data of a JSON text (bytes are UTF-8) with unique names in each object and finite numbers.
+    """Parse JSON text (bytes are UTF-8) with unique names in each object and finite numbers.
 
     Raises ValueError for any other text, and for nesting or integers beyond the limits of Python's parser. The caller
     checks other limits on nesting.
@@ -127,7 +136,7 @@ def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     if len(found) < len(pairs):
         names = [name for name, _ in pairs]
         twice = next(name for name in found if names.count(name) > 1)
-        raise ValueError(f"an object names {twice!r:.80} twice")
+        raise ValueError(f"duplicate key {twice!r:.80}")
     return found
 
 
@@ -177,7 +186,7 @@ def parse(text: str) -> Pattern | Mixture:
 
 
 class _Text:
-    """Text of an expression: evaluates its syntax tree, and raises errors that point into the text."""
+    """Parser of the text of an expression: evaluates its syntax tree, and raises errors that point into the text."""
 
     def __init__(self, text: str) -> None:
         self._text = text
@@ -253,7 +262,7 @@ class _Text:
             raise self._error(at, str(error)) from error
 
     def _called(self, node: ast.Call) -> object:
-        """Call the function; errors in its arguments point at its name."""
+        """Call the function that a call node names; errors in its arguments point at its name."""
         name, function = self._function(node.func)
         given = [*node.args, *(each.value for each in node.keywords)]
         names = [str(each.arg) for each in node.keywords]
@@ -272,7 +281,7 @@ class _Text:
             raise self._error_at(node.func, f"{name}: {error}") from error
 
     def _function(self, node: ast.expr) -> tuple[str, Callable[..., object]]:
-        """(name, function): a constructor, with or without the prefix `masks.`, or a method of a pattern."""
+        """Return (name, function) of a node: a constructor, with or without prefix `masks.`, or a pattern's method."""
         name = _dotted(node).removeprefix(_PREFIX)
         if name:
             if name not in CONSTRUCTORS:
@@ -287,7 +296,7 @@ class _Text:
         return node.attr, getattr(value, node.attr)
 
     def _index(self, place: int) -> int:
-        """Character index of a UTF-8 byte offset; syntax trees have byte offsets."""
+        """Return the character index of a UTF-8 byte offset in the text; syntax trees have byte offsets."""
         return self._margin + len(self._text[self._margin :].encode()[:place].decode(errors="ignore"))
 
     def _end(self, node: ast.expr) -> int:
@@ -297,7 +306,7 @@ class _Text:
         return self._error(self._index(node.col_offset), says)
 
     def _error(self, at: int, says: str) -> ValueError:
-        """ValueError with the text around the place and a caret below it."""
+        """Return a ValueError with the text around character `at` and a caret below it."""
         begin, end = max(0, at - _AROUND), at + _AROUND
         shown = "".join(character if character.isprintable() else " " for character in self._text[begin:end])
         before, after = CUT if begin else "", CUT if end < len(self._text) else ""
@@ -306,7 +315,7 @@ class _Text:
 
 
 def _chain(node: ast.BinOp) -> Iterator[ast.expr]:
-    """Operands of a chain of one operator, from left to right."""
+    """Yield the operands of a chain of one operator, from left to right."""
     right: list[ast.expr] = []
     left: ast.expr = node
     while isinstance(left, ast.BinOp) and type(left.op) is type(node.op):
@@ -316,7 +325,7 @@ def _chain(node: ast.BinOp) -> Iterator[ast.expr]:
 
 
 def _dotted(node: ast.expr) -> str:
-    """A dotted name; empty for any other expression."""
+    """Return a dotted name as text; empty for any other expression."""
     words: list[str] = []
     while isinstance(node, ast.Attribute):
         words.append(node.attr)
@@ -325,7 +334,7 @@ def _dotted(node: ast.expr) -> str:
 
 
 def _intersect(*parts: Any) -> Expression:
-    """Intersect mixtures last, so that their branches meet the intersection of all sets at once."""
+    """Intersect patterns, mixtures last, so that their branches meet the intersection of all sets at once."""
     return reduce(operator.and_, sorted(parts, key=lambda part: isinstance(part, Mixture)))
 
 

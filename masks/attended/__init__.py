@@ -1,4 +1,4 @@
-"""Keys that given queries attend to: for ranks, decoding and cache eviction."""
+"""Keys that given queries attend to, for context parallelism, decoding and cache eviction."""
 
 from ._rewrites import KeyQuery, moved
 from ._row import FOREVER, Keys, RowSource, Seen, causal_by_form, later_pair, positions, visible

@@ -1,4 +1,8 @@
-"""KeyQuery, the keys that some queries attend to, and its rewrites into smaller key queries by the form of one rule."""
+"""KeyQuery, the search for the keys that some queries attend to, and its rewrites into simpler searches.
+
+Each rewrite takes one factor of a KeyQuery and the KeyQuery of the other factors, and returns None if it does not apply
+to this factor.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +31,7 @@ from ..patterns import (
     local_window,
 )
 
-# Segments that repeat are rewritten once for all; up to these numbers, segments are rewritten one by one.
+# Up to these numbers, segments are rewritten one by one: any segments, and segments that do not repeat.
 _FEW_SEGMENTS = 4
 _MOST_SEGMENTS = 1 << 12
 _ALL = range(1 << 62)
@@ -35,9 +39,10 @@ _ALL = range(1 << 62)
 
 @dataclass(frozen=True)
 class KeyQuery:
-    """The set of those `keys` that any of `queries` attends to, under the intersection of `factors`.
+    """A search for the positions in `keys` to which at least one position of `queries` attends.
 
-    factors: rules for one head. head: a global head that follows them.
+    factors: rules for one head; a pair is allowed if all of them allow it. head: a global head, below num_heads, that
+    follows them.
     """
 
     factors: tuple[Pattern, ...]
@@ -65,12 +70,15 @@ class KeyQuery:
         return KeyQuery(self.factors, *both, self.head, self.num_heads)
 
     def allows(self, q: Tensor, k: Tensor) -> Tensor:
-        """Evaluate the rule on broadcast positions; ValueError if a table in it is too short."""
+        """Return True for each pair of broadcast query and key positions that all factors allow.
+
+        Raises ValueError if a run-time table of a factor is too short.
+        """
         return allowed_pairs(self.rule, self.num_heads, torch.tensor(self.head), q, k)
 
 
 Restore = Callable[[list[range]], Iterable[range]]
-Parts = list[tuple[KeyQuery, Restore]]  # key queries, each with the map from its keys to keys of the whole
+Parts = list[tuple[KeyQuery, Restore]]  # smaller key queries, each with the map of its keys to keys of the whole
 
 
 def moved(positions: range, distance: int) -> range:
@@ -78,7 +86,7 @@ def moved(positions: range, distance: int) -> range:
 
 
 def rewritten(wanted: KeyQuery) -> Parts | None:
-    """Key queries whose keys together are the keys of this one; None if no rewrite fits a rule."""
+    """Return simpler key queries whose keys, mapped back, are together the keys of `wanted`; None if none are known."""
     rests = [(factor, wanted.of(other for other in wanted.factors if other != factor)) for factor in wanted.factors]
     for rewrite in (
         _plainer,
@@ -104,7 +112,10 @@ def _same(parts: Iterable[KeyQuery]) -> Parts:
 
 
 def _plainer(factor: Pattern, rest: KeyQuery) -> Parts | None:
-    """Drop `every()`, flatten `&`, resolve `~`."""
+    """Return smaller searches for the keys under `rest` and `factor` if `factor` is trivial; None otherwise.
+
+    Trivial are `every()`, which is dropped, `&`, which is flattened, and some complements, which are resolved.
+    """
     match factor:
         case Every():
             return _same([rest])
@@ -121,7 +132,10 @@ def _plainer(factor: Pattern, rest: KeyQuery) -> Parts | None:
 
 
 def _one_sided(factor: Pattern, rest: KeyQuery) -> Parts | None:
-    """Apply a rule of the query alone, or of the key alone."""
+    """Return smaller searches for the keys under `rest` and `factor` if one side decides it; else None.
+
+    The factor must depend on the query alone, or on the key alone.
+    """
     if isinstance(factor, KeySet):
         return [(rest, partial(_visible, factor))]
     return _marked(factor, rest) if isinstance(factor, MarkedTokens) and factor.rows != factor.columns else None
@@ -134,7 +148,10 @@ def _visible(keys: KeySet, found: list[range]) -> Iterator[range]:
 
 
 def _marked(factor: MarkedTokens, rest: KeyQuery) -> Parts | None:
-    """Restrict to each run of marked queries, and to each of marked keys; None for too many."""
+    """Return searches for the keys under `rest` and `factor`: one for each run of marked queries and of marked keys.
+
+    None if there are more than 2**12 runs of either.
+    """
     queries, keys = (
         factor.marked(range(side.start, side.stop)) if sees else ()
         for side, sees in ((rest.queries, factor.rows), (rest.keys, factor.columns))
@@ -145,7 +162,11 @@ def _marked(factor: MarkedTokens, rest: KeyQuery) -> Parts | None:
 
 
 def _one_residue(factor: Pattern, rest: KeyQuery) -> Parts | None:
-    """Apply a band of steps to queries that agree modulo the step: keys of their residue, in a band without steps."""
+    """Return a search for the keys under `rest` and a dilated band, in the residue class of the queries.
+
+    In that class the band is a window without dilation, or no rule if it is unlimited. None if the factor is not a
+    dilated band, or if the queries do not agree modulo its step.
+    """
     if not isinstance(factor, Band) or factor.step == 1 or (len(rest.queries) > 1 and rest.queries.step % factor.step):
         return None
     near = rest.within(keys=range(rest.queries.start % factor.step, _ALL.stop, factor.step))
@@ -155,7 +176,11 @@ def _one_residue(factor: Pattern, rest: KeyQuery) -> Parts | None:
 
 
 def _near(factor: Pattern, rest: KeyQuery) -> Parts | None:
-    """Causal order and windows: merge two, restrict queries and keys to their reach, drop one that excludes no key."""
+    """Return a smaller search for the keys under `rest` and a factor that is causal order or a window; else None.
+
+    The factor is merged with another such factor, or restricts queries and keys to its reach, and is dropped once it
+    excludes no key. None also if nothing changes.
+    """
     if not isinstance(factor, Band) or factor.step > 1:
         return None
     left = _ALL.stop if factor.least is None else -factor.least
@@ -180,7 +205,7 @@ def _near(factor: Pattern, rest: KeyQuery) -> Parts | None:
 
 
 def _joint_window(one: Band, other: Band) -> Pattern | None:
-    """Intersection of two bands if it is a window, else None."""
+    """Return the intersection of two bands if it is a window that includes distance 0, else None."""
     least = max((side for side in (one.least, other.least) if side is not None), default=None)
     most = min((side for side in (one.most, other.most) if side is not None), default=None)
     if least is None or most is None or not least <= 0 <= most:
@@ -197,7 +222,10 @@ def _alternatives(factor: Pattern, rest: KeyQuery) -> Parts | None:
 
 
 def _spans(factor: Pattern, rest: KeyQuery) -> Parts | None:
-    """Restrict to each span, for a rule within spans of positions."""
+    """Return searches for the keys under `rest` and `factor`, one for each span of positions, such as a document.
+
+    None unless the factor confines pairs to spans.
+    """
     if isinstance(factor, Spans):
         return _same(rest.within(span, span) for span in _common_spans(factor, rest))
     # Rules of distances do not depend on the origin.
@@ -208,7 +236,7 @@ def _spans(factor: Pattern, rest: KeyQuery) -> Parts | None:
 
 
 def _from_start(wanted: KeyQuery, span: range) -> tuple[KeyQuery, Restore]:
-    """Restrict to a span, and count positions from its start."""
+    """Restrict a search to a span, with positions counted from its start; return it with the map of its keys back."""
     start, part = span.start, wanted.within(span, span)
     part = replace(part, queries=moved(part.queries, -start), keys=moved(part.keys, -start))
     return part, lambda found: (moved(keys, start) for keys in found)
@@ -222,14 +250,21 @@ def _common_spans(spans: Spans, wanted: KeyQuery) -> Iterator[range]:
 
 
 def _one_by_one(factor: Pattern, rest: KeyQuery, most: int = _FEW_SEGMENTS) -> Parts | None:
-    """Restrict to each segment of a dilated rule, if at most `most` segments hold both queries and keys."""
+    """Return searches for the keys under `rest` and a dilated factor, one for each segment.
+
+    None for other factors, or if more than `most` segments hold both queries and keys.
+    """
     if not isinstance(factor, Dilated) or len(common := _common_segments(factor, rest)) > most:
         return None
     return _same(_in_segment(factor, rest, segment) for segment in common)
 
 
 def _segments(factor: Pattern, rest: KeyQuery) -> Parts | None:
-    """Restrict to the segments of a dilated rule; segments between the outermost two repeat and are rewritten once."""
+    """Return searches for the keys under `rest` and a dilated factor: in the first, second and last segment.
+
+    Segments between the first and the last repeat, so that the keys of the second are copied. If they do not repeat,
+    there is one search for each segment. None for other factors, and for more than 2**12 segments that do not repeat.
+    """
     if not isinstance(factor, Dilated):
         return None
     period = common_period(rest.factors) if rest.factors else 1
@@ -255,7 +290,7 @@ def _in_segment(factor: Dilated, wanted: KeyQuery, segment: int) -> KeyQuery:
 
 
 def _repeated(times: int, stride: int, keys: list[range]) -> list[range]:
-    """Copies of the ranges of one segment, `times` of them, `stride` apart."""
+    """Return `times` copies of the ranges of one segment, shifted by 0, stride, 2 * stride, and so on."""
     ranges: list[range] = []
     for each in keys:
         if len(each) * each.step == stride:
@@ -268,15 +303,16 @@ def _repeated(times: int, stride: int, keys: list[range]) -> list[range]:
 
 
 def _overlap(wanted: KeyQuery) -> tuple[int, int]:
-    """[begin, end): the positions between the outermost queries and between the outermost keys."""
+    """Return (begin, end) of the positions between the outermost queries that are also between the outermost keys."""
     queries, keys = wanted.queries, wanted.keys
     return max(queries.start, keys.start), min(queries[-1], keys[-1]) + 1
 
 
 def _blocks(factor: Pattern, rest: KeyQuery) -> Parts | None:
-    """Keys of a `Blockwise` rule, by its rule over block numbers.
+    """Return a search over block numbers for the keys under a `Blockwise` factor, with the factor's inner rule.
 
-    None unless queries reach every block or are whole blocks apart, and if other factors restrict the pairs.
+    None for other factors, if `rest` has further factors, or if the queries' step exceeds the block and is no multiple
+    of it.
     """
     if not isinstance(factor, Blockwise) or rest.factors:
         return None
@@ -290,14 +326,17 @@ def _blocks(factor: Pattern, rest: KeyQuery) -> Parts | None:
 
 
 def _grid(factor: Pattern, rest: KeyQuery) -> Parts | None:
-    """Restrict the keys to the windows of a lone neighbourhood, for a run of queries; no rule remains."""
+    """Return searches for the keys under a neighbourhood: the ranges of keys that are seen, without a rule.
+
+    None for other factors, if `rest` has further factors, or if its queries are not consecutive.
+    """
     if not isinstance(factor, Neighborhood) or rest.factors or rest.queries.step > 1:
         return None
     return _same(rest.within(keys=keys) for keys in _seen_around(factor, rest.queries))
 
 
 def _seen_around(pattern: Neighborhood, queries: range) -> Iterator[range]:
-    """Keys that some query of a run sees; the ranges of different rectangles may overlap."""
+    """Yield ranges of the keys that some query of a run sees; ranges of different rectangles may overlap."""
     strides = [prod(pattern.grid[axis + 1 :]) for axis in range(len(pattern.grid))]
     for rectangle in _rectangles(range(queries.start, min(queries.stop, prod(pattern.grid))), strides):
         # The rule is separable by axis, and a rectangle has every combination of its places.
@@ -305,7 +344,10 @@ def _seen_around(pattern: Neighborhood, queries: range) -> Iterator[range]:
 
 
 def _rectangles(run: range, strides: Sequence[int]) -> Iterator[tuple[range, ...]]:
-    """Split a run of tokens in row-major order into rectangles: end of a row, beginning of a row, whole rows."""
+    """Split a run of tokens of a grid in row-major order into rectangles: tuples of one range for each axis.
+
+    These are the end of a row, the beginning of a row, and whole rows.
+    """
     stride, *inner = strides
     if not run or not inner:
         yield from [(run,)] if run else []
@@ -320,7 +362,10 @@ def _rectangles(run: range, strides: Sequence[int]) -> Iterator[tuple[range, ...
 
 
 def _windows(places: range, axis: Axis) -> Ranges:
-    """Union of the windows of these places along an axis: for each residue, from the first window to the last."""
+    """Return the union of the windows of these places along one axis of a grid.
+
+    For each residue modulo the dilation rate, it extends from the first window to the last.
+    """
     found = []
     for first in places[: axis.rate]:
         last = first + (places[-1] - first) // axis.rate * axis.rate
@@ -329,7 +374,7 @@ def _windows(places: range, axis: Axis) -> Ranges:
 
 
 def _combined(along: Sequence[Ranges], strides: Sequence[int]) -> Ranges:
-    """Tokens whose place along each axis is one of these."""
+    """Return the tokens whose place along each axis is in the ranges for that axis, as ranges in row-major order."""
     *outer, found = along
     for rows, stride in zip(reversed(outer), reversed(strides[:-1]), strict=True):
         if found == (range(stride),):

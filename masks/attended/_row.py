@@ -31,10 +31,10 @@ _MOST_MEETINGS = 1 << 9  # comparisons of a row's range with a range of all keys
 
 @dataclass(frozen=True)
 class Seen:
-    """The keys that some of a few queries see, each once, and which query sees which.
+    """Keys that at least one of a few queries sees, each once, and the allowed pairs.
 
-    rows: indices of queries; queries left out see no key. keys: positions. pairs: True where a row sees a key, in the
-    order of `rows` and `keys`; None if every row sees every key.
+    rows: indices of queries; queries left out see no key. keys: positions. pairs: True where a query sees a key, in the
+    order of `rows` and `keys`; None if every query of `rows` sees every key.
     """
 
     rows: range
@@ -44,14 +44,17 @@ class Seen:
 
 @dataclass(frozen=True)
 class RowSource:
-    """One head's rule; `head` is a global head that follows it."""
+    """The rule of one head, from which the keys of its queries are read; `head`: a global head that follows it."""
 
     rule: Pattern
     head: int
     num_heads: int
 
     def seen(self, queries: range, keys: range) -> Seen | None:
-        """Keys that some of a few queries see; None if no query sees a key. Both arguments are runs of positions."""
+        """Return the keys in `keys` that at least one of a few queries sees; None if no query sees a key.
+
+        queries, keys: consecutive positions.
+        """
         listed: list[Ranges] = []
         for query in queries:
             row = self.rule.row(query, keys)
@@ -61,7 +64,7 @@ class RowSource:
         return self._among(queries, listed)
 
     def _among(self, queries: range, listed: Sequence[Ranges]) -> Seen | None:
-        """Seen keys, where listed[i] holds the keys of query i."""
+        """Return the seen keys, where listed[i] holds the keys of query i; None if all are empty."""
         rows = _hull([index for index, row in enumerate(listed) if row])
         if not rows:
             return None
@@ -74,7 +77,10 @@ class RowSource:
         return Seen(rows, every, self._allowed(queries[rows.start : rows.stop : rows.step], positions(every)))
 
     def _searched(self, queries: range, keys: range) -> Seen | None:
-        """Seen keys of a rule without a closed form: by pairs if these are few, else by bounds."""
+        """Return the seen keys of a rule without a closed form; None if no query sees a key.
+
+        Pairs are evaluated if they are few; otherwise the keys are searched by bounds.
+        """
         if len(queries) * len(keys) > _FEW_PAIRS:
             found = keys_of_any([KeyQuery((self.rule,), queries, keys, self.head, self.num_heads)])
             if not found:
@@ -101,7 +107,7 @@ def positions(ranges: Sequence[range]) -> Int64[Tensor, " n"]:
 
 
 def _hull(indices: Sequence[int]) -> range:
-    """The smallest range that contains these ascending numbers."""
+    """Return the range of largest step that contains these ascending numbers, from the first to the last."""
     if not indices:
         return range(0)
     step = reduce(gcd, (index - indices[0] for index in indices[1:]), 0)
@@ -109,7 +115,10 @@ def _hull(indices: Sequence[int]) -> range:
 
 
 def _union(ranges: Iterable[range]) -> Ranges:
-    """Union of ranges; first joins ranges of equal step and residue that touch, as rows of one rule mostly do."""
+    """Return the union of ranges.
+
+    Ranges of equal step and residue that touch, as rows of one rule mostly do, are joined first.
+    """
     joined: dict[tuple[int, int], range] = {}
     rest: list[range] = []
     for each in sorted(ranges, key=lambda each: each.start):
@@ -143,7 +152,11 @@ def visible(
     query: int,
     num_queries: int,
 ) -> Bool[Tensor, " R"]:
-    """True for runs with a key that some query from `query` on may see, by any of the rules; False is certain."""
+    """Return True for each of R runs of keys of which a query may see a key, by at least one rule; False is certain.
+
+    sources: the rules. firsts, lengths: first position and length of each run. query, num_queries: first position and
+    number of the queries.
+    """
     seen = torch.zeros(len(firsts), dtype=torch.bool)
     for source in sources:
         left = (~seen).nonzero().squeeze(1)
@@ -158,7 +171,10 @@ def visible(
 
 @plans
 def later_pair(source: RowSource) -> tuple[int, int] | None:
-    """A query and a later key that it sees; None if the first 2048 positions have no such pair."""
+    """Return positions (query, key) of an allowed pair whose key is after its query; None if none is found.
+
+    Rules that are causal by their form are not searched, others among the first 2048 positions.
+    """
     if causal_by_form(source.rule):
         return None
     tokens = Layout(_TRIED).pieces(0)
@@ -173,7 +189,10 @@ def later_pair(source: RowSource) -> tuple[int, int] | None:
 
 
 def causal_by_form(rule: Pattern) -> bool:
-    """True for causal order, a window up to the query, an intersection with either, or a union of such rules."""
+    """True if the form of a rule shows that no query sees a later key; False is not conclusive.
+
+    Recognized are causal order, a window up to the query, an intersection with either, and a union of such rules.
+    """
     if isinstance(rule, And):
         return any(causal_by_form(part) for part in rule.parts)
     if isinstance(rule, Or):

@@ -1,6 +1,6 @@
 """The exact keys that given queries attend to: in closed form where a rewrite fits the rule.
 
-Other rules are searched by bounds: over lags if only the distance counts, else over boxes.
+Other rules are searched by bounds: over differences of position if only the distance counts, else over boxes.
 """
 
 from __future__ import annotations
@@ -41,10 +41,11 @@ _CUTS = 8  # parts into which an undecided interval of lags is cut
 def attended_keys(
     pattern: Expression, *, queries: Ranges, keys: Ranges, heads: Iterable[int], num_heads_global: int
 ) -> Ranges:
-    """The positions among `keys` that some position of `queries` may attend to in some of these global heads.
+    """Return the positions in `keys` that at least one position of `queries` may attend to, in any of these heads.
 
-    Exact: the union over the branches of a mixture and, with run-time tensors, over batch entries; their values must be
-    in place. The ranges do not overlap and ascend by their first positions; equal arguments give equal ranges.
+    The heads are global. Exact: the union over the branches of a mixture and, with run-time tensors, whose values must
+    be in place, over batch entries. The ranges do not overlap and ascend by their first positions; equal arguments give
+    equal ranges.
     """
     rules = rules_of_heads(pattern, heads, num_heads_global)
     return keys_of_any(
@@ -55,12 +56,15 @@ def attended_keys(
 
 
 def keys_of_any(questions: Iterable[KeyQuery]) -> Ranges:
-    """Union of the keys that answer these questions, in the form of `attended_keys`."""
+    """Return the union of the keys that several key queries find, as disjoint ranges ascending by first positions."""
     return union_of(found for wanted in questions for found in keys_seen(wanted))
 
 
 def rules_of_heads(pattern: Expression, heads: Iterable[int], num_heads: int) -> dict[Pattern, int]:
-    """Distinct rules of these heads, over branches and batch entries, each with one head that follows it."""
+    """Return the distinct rules of these global heads, as {rule: a head that follows it}.
+
+    They are collected over branches of a mixture and over batch entries.
+    """
     rules: dict[Pattern, int] = {}
     for head in heads:
         for batch in range(pattern.num_entries()):
@@ -70,7 +74,7 @@ def rules_of_heads(pattern: Expression, heads: Iterable[int], num_heads: int) ->
 
 
 def keys_seen(wanted: KeyQuery) -> list[range]:
-    """Answer the question, as ranges that may overlap."""
+    """Return the keys that `wanted` searches for, exactly, as ranges that may overlap."""
     if wanted.is_empty:
         return []
     if not wanted.factors:
@@ -83,7 +87,10 @@ def keys_seen(wanted: KeyQuery) -> list[range]:
 
 
 def found_by_boxes(wanted: KeyQuery) -> list[range]:
-    """Keys that some query sees, by bounds on ever smaller boxes; small undecided boxes are evaluated pair by pair."""
+    """Return the keys that some query sees, by bounds on ever smaller boxes of pairs.
+
+    Small boxes that bounds do not decide are evaluated pair by pair.
+    """
     if len(wanted.queries) * len(wanted.keys) <= _FEW_PAIRS:
         q, k = (torch.arange(side.start, side.stop, side.step) for side in (wanted.queries, wanted.keys))
         return list(ranges_of(k[wanted.allows(q[:, None], k).any(0)]))
@@ -105,7 +112,11 @@ def found_by_boxes(wanted: KeyQuery) -> list[range]:
 
 
 def _roots(wanted: KeyQuery) -> Box:
-    """Initial boxes: squares that the rule lists, else pairs of residue classes, in which a dilated rule is dense."""
+    """Return the boxes with which a search begins.
+
+    These are squares that the rule lists, else pairs of residue classes of queries and keys, in which a dilated rule is
+    dense.
+    """
     squares = wanted.rule.squares(wanted.head, wanted.num_heads)
     sides = [_progression(side) for side in (wanted.queries, wanted.keys)]
     if squares is not None:
@@ -127,7 +138,10 @@ def _progression(positions: range) -> Progression:
 
 
 def _classes(sides: list[Progression], rate: int) -> list[Progression]:
-    """Split both sides by residue modulo `rate`; unsplit if the pairs of classes exceed `_MOST_PIECES`."""
+    """Split the progression of each side, queries and keys, by residue modulo `rate`.
+
+    Unsplit if there are more than 2**16 pairs of classes.
+    """
     cycles = [min(rate // gcd(rate, side.step), int(side.count)) for side in sides]
     if cycles[0] * cycles[1] > _MOST_PIECES:
         return sides
@@ -140,7 +154,7 @@ def _classes(sides: list[Progression], rate: int) -> list[Progression]:
 
 
 def _decide(wanted: KeyQuery, boxes: Box) -> tuple[Box, Box]:
-    """(boxes of which every key is seen by a query, boxes with undecided keys)."""
+    """Return (boxes of which every key is seen by some query, boxes of which some keys are undecided)."""
     bounds = wanted.rule.count(boxes, num_heads=wanted.num_heads)
     # A key that no query sees accounts for q.count forbidden pairs.
     seen = boxes.area - bounds.low < boxes.q.count
@@ -150,21 +164,21 @@ def _decide(wanted: KeyQuery, boxes: Box) -> tuple[Box, Box]:
 
 
 def _key_runs(boxes: Box) -> tuple[int, Tensor]:
-    """(number of distinct runs of keys, the run of each box)."""
+    """Return (number of distinct runs of keys, index of the run of each box)."""
     longest = int(boxes.k.count.max()) + 1 if len(boxes.head) else 1
     runs, number = (boxes.k.first * longest + boxes.k.count).unique(return_inverse=True)
     return len(runs), number
 
 
 def _split(boxes: Box) -> Box:
-    """Halve sides longer than `_SIDE`; runs of keys that boxes share stay shared."""
+    """Halve the sides of boxes longer than 16 positions; boxes with a common run of keys have common halves of it."""
     box, q = _halved(boxes.q)
     part, k = _halved(boxes.k.select(box))
     return Box(boxes.head[box][part], q.select(part), k)
 
 
 def _halved(side: Progression) -> tuple[Tensor, Progression]:
-    """(index of the original, part): progressions longer than `_SIDE` in halves, shorter ones whole."""
+    """Return (index of the original, part): progressions of more than 16 terms in halves, shorter ones whole."""
     half = torch.where(side.count > _SIDE, (side.count + 1) // 2, side.count)
     cut = (half < side.count).nonzero().squeeze(1)
     first = torch.cat([side.first, (side.first + side.step * half)[cut]])
@@ -173,7 +187,7 @@ def _halved(side: Progression) -> tuple[Tensor, Progression]:
 
 
 def _look(wanted: KeyQuery, boxes: Box) -> Tensor:
-    """Keys of small boxes that some query sees, pair by pair."""
+    """Return the keys of small boxes, of sides up to 16, that some query sees; pairs are evaluated one by one."""
     runs, number = _key_runs(boxes)
     first, count = (torch.zeros(runs, dtype=torch.int64) for _ in range(2))
     first[number], count[number] = boxes.k.first, boxes.k.count
@@ -197,7 +211,10 @@ def _look(wanted: KeyQuery, boxes: Box) -> Tensor:
 
 
 def _turns(number: Tensor, runs: int) -> Tensor:
-    """Number of earlier boxes with the run of keys of each box."""
+    """Return, for each box, the number of earlier boxes that have its run of keys.
+
+    number: index of the run of each box. runs: number of distinct runs.
+    """
     order = number.argsort(stable=True)
     counts = torch.bincount(number, minlength=runs)
     turn = torch.empty_like(number)
@@ -206,7 +223,7 @@ def _turns(number: Tensor, runs: int) -> Tensor:
 
 
 def _pairs(wanted: KeyQuery, boxes: Box) -> Tensor:
-    """(n, _SIDE, _SIDE): True where a pair of a box is allowed."""
+    """Return (n, 16, 16): True where the i-th query of a box may attend to its j-th key; False beyond the box."""
     place = torch.arange(_SIDE)
     in_q, in_k = (place < count[:, None] for count in (boxes.q.count, boxes.k.count))
     # Places beyond a box repeat its first position; the result masks them.
@@ -216,7 +233,7 @@ def _pairs(wanted: KeyQuery, boxes: Box) -> Tensor:
 
 
 def _ranges(first: Tensor, count: Tensor, step: int) -> list[range]:
-    """Union of progressions of one step, as ranges."""
+    """Return the union of progressions of one step, as disjoint ranges of this step."""
     if not len(first):
         return []
     # All residue classes on one axis, with gaps between them.
@@ -228,7 +245,10 @@ def _ranges(first: Tensor, count: Tensor, step: int) -> list[range]:
 
 
 def found_by_distance(wanted: KeyQuery) -> list[range] | None:
-    """Keys that some query sees, as ranges; None if more than the distance counts, or classes are too many."""
+    """Return the keys that some query sees, as ranges, if the rule depends on the distance alone; else None.
+
+    None also if the queries' step cuts the keys into more than 512 residue classes.
+    """
     step, keys, number = wanted.queries.step if len(wanted.queries) > 1 else 1, wanted.keys, len(wanted.queries)
     classes = step // gcd(step, keys.step)
     if common_period(wanted.factors) != 1 or classes > _MOST_CLASSES:
@@ -244,7 +264,7 @@ def found_by_distance(wanted: KeyQuery) -> list[range] | None:
 
 
 def _seen_lags(wanted: KeyQuery, keys: range) -> tuple[Tensor, Tensor]:
-    """Intervals [begin, end) of lags, key index - query index, that count as allowed.
+    """Return ascending intervals [begin, end) of lags, key index - query index, that count as allowed.
 
     These are the allowed lags, and all lags between two allowed ones at most n apart, for n queries: a key with a lag
     between them also has one of the two. Queries and keys have equal steps.
@@ -262,7 +282,7 @@ def _seen_lags(wanted: KeyQuery, keys: range) -> tuple[Tensor, Tensor]:
 
 
 def _count_lags(wanted: KeyQuery, keys: range, begin: Tensor, end: Tensor) -> Bounds:
-    """Bounds on the allowed lags of each interval; exact for single lags."""
+    """Return bounds on the number of allowed lags in each interval; exact for single lags."""
     # A query position for which no lag gives a negative key position.
     shift = keys.start - wanted.queries.start
     place = max(0, -(shift + keys.step * (1 - len(wanted.queries))))
@@ -278,7 +298,11 @@ def _count_lags(wanted: KeyQuery, keys: range, begin: Tensor, end: Tensor) -> Bo
 
 
 def _between(begin: Tensor, end: Tensor, n: int) -> tuple[Tensor, Tensor]:
-    """Lags between intervals that n + 1 lags span; each interval holds an allowed lag."""
+    """Return intervals of lags that count as allowed as they are between allowed lags at most n apart.
+
+    Each given interval [begin, end) holds an allowed lag. For two that fit together into n + 1 consecutive lags, the
+    result extends from the last lag of the first to the first lag of the second.
+    """
     last = torch.searchsorted(end, begin + (n + 1), right=True) - 1
     first = (last > torch.arange(len(last))).nonzero().squeeze(1)
     return end[first] - 1, begin[last[first]] + 1
@@ -292,7 +316,7 @@ def _inside(begin: Tensor, end: Tensor, run_begin: Tensor, run_end: Tensor) -> T
 
 
 def _cut(begin: Tensor, end: Tensor) -> tuple[Tensor, Tensor]:
-    """Cut each interval into at most `_CUTS` parts of about equal length."""
+    """Cut each interval into at most 8 parts of about equal length."""
     edges = begin[:, None] + (end - begin)[:, None] * torch.arange(_CUTS + 1) // _CUTS
     first, last = edges[:, :-1].flatten(), edges[:, 1:].flatten()
     held = first < last

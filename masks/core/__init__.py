@@ -1,4 +1,4 @@
-"""Core of patterns: Pattern, Mixture and Bound, set algebra, boxes, ranges and checks."""
+"""Base types of attention patterns: Pattern, Mixture and Bound, set algebra, boxes, ranges and argument checks."""
 
 from ._advice import HEADS, LENGTH, OF_PATTERNS, WIDTH, advises, instead_of_pattern, no_such_name, renamed
 from ._algebra import (

@@ -1,4 +1,4 @@
-"""Advice in errors: what to write instead of a call that a function rejects, an unknown name, or a non-pattern."""
+"""Error texts that say what to write instead of a rejected call, an unknown name, or a value that is not a pattern."""
 
 from __future__ import annotations
 
@@ -48,7 +48,12 @@ _ASKED = {
 
 
 class _Parameters(NamedTuple):
-    """Parameters of a function. `own`: 1 for a method, whose `self` the other fields leave out."""
+    """Names and kinds of a function's parameters, from which error texts are made.
+
+    called: qualified name of the function. path: the name that users write, such as `fd.attend`. own: 1 for a method,
+    else 0; the fields below omit `self`. placed: parameters that may be positional. by_name: keyword-only parameters.
+    needed, needed_by_name: the required parameters of each kind. flags: `co_flags` of the code object.
+    """
 
     called: str
     path: str
@@ -73,7 +78,7 @@ class _Parameters(NamedTuple):
 
     @property
     def most(self) -> int:
-        """Maximum number of positional arguments, including self."""
+        """Maximum number of positional arguments, including self; 2**31 for a function with *args."""
         return 1 << 31 if self.flags & CO_VARARGS else self.own + len(self.placed)
 
     @property
@@ -91,7 +96,7 @@ class _Parameters(NamedTuple):
         takes = f"takes {', '.join(self.placed)} by position" if self.placed else "has no positional arguments"
         if self.placed and self.by_name:
             takes += f", and by name {', '.join(self.by_name)}"
-        came = f"{args[len(self.placed) :]!r:.80}{' besides' if self.placed else ''}"
+        came = f"{args[len(self.placed) :]!r:.80}{' in addition' if self.placed else ''}"
         return f"{self.called} {takes}: {how or self.written}; got {came}"
 
     def missing(self, given: int, named: Mapping[str, object], how: str) -> str:
@@ -101,11 +106,11 @@ class _Parameters(NamedTuple):
 
 
 def advises(*, keywords: Mapping[str, str] | None = None, how: str = "") -> Callable[[_Function], _Function]:
-    """Make a function or class raise a TypeError that says what to write if a call does not fit its parameters.
+    """Return a decorator: a call that does not fit the function's or class's parameters raises TypeError with advice.
 
-    keywords: texts for certain unknown keywords; for others the text names the closest parameter, or all of them.
-    how: how to call it, if arguments are missing or too many; by default the call with all required arguments. A
-    function that is already decorated is returned unchanged.
+    keywords: advice for certain unknown keywords, by keyword; for any other unknown keyword the error names the closest
+    parameter, or lists all. how: advice for missing or excess arguments; by default the call with all required
+    arguments. A function that is already decorated is returned unchanged.
     """
 
     def advising(function: Any) -> Any:
@@ -154,34 +159,48 @@ OF_PATTERNS = {
 
 
 def renamed(**names: str) -> dict[str, str]:
-    """Texts for `advises`: each parameter with the names, separated by spaces, that other libraries use for it."""
+    """Return advice on keywords of other libraries, in the form that `advises` takes as `keywords`.
+
+    names: for each of our parameters, the other libraries' names separated by spaces: renamed(radius="window size")
+    returns {"window": "write radius=", "size": "write radius="}.
+    """
     return {other: f"write {name}=" for name, others in names.items() for other in others.split()}
 
 
 def no_such_name(module: str, name: str, known: Iterable[str], elsewhere: Mapping[str, str], prefix: str) -> str:
-    """Text of an AttributeError that names an entry of `elsewhere`, or the closest known names."""
+    """Return the text of an AttributeError for a module without `name`, with up to two names to write instead.
+
+    known: the module's names, which are searched for similar ones. elsewhere: other libraries' names with the
+    expressions to write instead. prefix: text before each suggestion, such as "masks.".
+    """
     near = [elsewhere[name]] if name in elsewhere else get_close_matches(name, known, 2, 0.7)
     meant = f": write {' or '.join(f'{prefix}{each}' for each in near)}" if near else ""
     return f"module {module!r} has no attribute {name!r}{meant}"
 
 
 def no_such_attribute(kind: str, name: str) -> str:
-    """Text of an AttributeError, with the function to call instead of a known attribute."""
+    """Return the text of an AttributeError for an object of class `kind`, here a pattern, without the attribute `name`.
+
+    For names that users often try, it says which function to call instead.
+    """
     return f"{kind!r} object has no attribute {name!r}" + (f": {_ASKED[name]}" if name in _ASKED else "")
 
 
 def no_operand(operator: str, value: object) -> str:
-    """Text of a TypeError for an operand that is no pattern."""
+    """Return the text of a TypeError for `pattern <operator> value` where `value` is not a pattern."""
     sums = ": sum(patterns[1:], patterns[0]) adds up a list" if operator == "+" and value == 0 else ""
     return f"{operator} takes patterns; got {type(value).__name__}{sums or instead_of_pattern(value)}"
 
 
 def instead_of_pattern(value: object) -> str:
-    """End of an error text: what to write for a mask in another form, such as a tensor, a function or a string."""
+    """Return the end of an error text on a value that is not a pattern: how to turn it into one; "" if unknown.
+
+    Known are None, bool, strings, lists, tensors, functions, BlockMasks, layouts and modules with a `pattern`.
+    """
     if hasattr(getattr(value, "pattern", None), "branches"):
         return ": give its .pattern"
     if type(value).__name__ == "Layout":
-        return ": it goes into layout=, beside a pattern"
+        return ": give a pattern, and the layout as layout="
     if value is None:
         return ": masks.every() is dense attention"
     if isinstance(value, bool):

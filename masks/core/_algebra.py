@@ -1,4 +1,4 @@
-"""Patterns of patterns: intersection, union, complement, all pairs, and a choice by head."""
+"""Patterns composed of patterns: intersection, union, complement, all pairs, and one pattern for each head."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from ._reason import Pair, Reason, listing, span
 
 @dataclass(frozen=True)
 class Composite(Pattern):
-    """A pattern of parts; its period is the least common period of the parts."""
+    """Base of patterns composed of `parts`; its period is the least common multiple of the parts' periods, if any."""
 
     parts: tuple[Pattern, ...]
 
@@ -46,7 +46,11 @@ class Composite(Pattern):
 
 @dataclass(frozen=True)
 class OnePart(Pattern):
-    """A pattern of one part. `recounts`: the part gets other numbers than the positions of tokens."""
+    """Base of patterns derived from one pattern, `part`.
+
+    recounts: True if the part is evaluated at numbers other than token positions, such as block numbers or positions
+    within a document; run-time tensors in the part are then rejected.
+    """
 
     recounts: ClassVar[bool] = True
 
@@ -57,7 +61,7 @@ class OnePart(Pattern):
             raise TypeError(f"{self.kind} needs a set pattern; got {self.part!r}")
         if self.recounts and any(
             leaf.is_run_time for leaf in self.part.leaves()
-        ):  # not `varies`, which is cached under a lock: a graph cannot take it
+        ):  # `varies` is cached under a lock, which a graph cannot take
             raise ValueError(
                 f"{self.kind} needs a pattern without run-time tensors, which go by token: intersect the result with "
                 f"their pattern instead; got {self.part!r}"
@@ -71,7 +75,10 @@ class OnePart(Pattern):
 
 
 def common_period(parts: tuple[Pattern, ...]) -> int | None:
-    """Least shift that leaves every part unchanged; None if a part has no period, or for a shift above `LARGEST`."""
+    """Return the least common multiple of the parts' periods; None if a part has none, or if it exceeds 2**31 - 1.
+
+    A period is a shift of query and key together that leaves a pattern unchanged. Without parts, the result is 1.
+    """
     periods = [part.period() for part in parts]
     known = [period for period in periods if period is not None]
     least = reduce(lcm, known, 1)
@@ -81,13 +88,16 @@ def common_period(parts: tuple[Pattern, ...]) -> int | None:
 @dataclass(frozen=True)
 class _Combination(Composite):
     binding: ClassVar[int]
-    decisive: ClassVar[bool]  # one part with this verdict decides
+    decisive: ClassVar[bool]  # a single part with this verdict decides the result
     joined: ClassVar[Callable[[MaskMod, MaskMod], MaskMod]]
     joined_bounds: ClassVar[Callable[[Bounds, Bounds, Tensor], Bounds]]
 
     @classmethod
     def of(cls, *parts: Pattern) -> Pattern:
-        """Combine; flattens nested combinations of this class and drops repeats. `And.of()` is `every`."""
+        """Combine the parts: nested combinations of this class are flattened, and repeated parts are dropped.
+
+        A single part is returned unchanged; `And.of()` returns `Every()`.
+        """
         flat = [inner for part in parts for inner in (part.parts if isinstance(part, cls) else (part,))]
         unique = tuple(dict.fromkeys(flat))
         if not unique and cls is And:
@@ -98,10 +108,10 @@ class _Combination(Composite):
         kind = self.kind
         require_set_patterns(f"{kind!r}", self.parts, least=2)
         if any(isinstance(part, type(self)) for part in self.parts):
-            raise ValueError(f"{kind!r} takes the parts of an inner {kind!r} as its own; got {self.parts!r:.200}")
+            raise ValueError(f"{kind!r} must list the parts of an inner {kind!r} directly; got {self.parts!r:.200}")
         if len({part.text for part in self.parts}) < len(self.parts):
             self.given_tensors()  # raises an error that names a carried tensor in which the parts differ
-            raise ValueError(f"{kind!r} takes each part once, and a tensor once by its name; got {self.parts!r:.200}")
+            raise ValueError(f"{kind!r} must have distinct parts; got {self.parts!r:.200}")
 
     def map_parts(self, change: Callable[[Pattern], Pattern]) -> Any:
         return type(self).of(*map(change, self.parts))
@@ -137,13 +147,16 @@ def either(first: MaskMod, second: MaskMod) -> MaskMod:
 
 
 def both_bounds(a: Bounds, b: Bounds, area: Tensor) -> Bounds:
-    """Bounds on the pairs that both rules allow, for boxes of this area."""
+    """Return bounds on the number of pairs that two rules both allow in each box, from the bounds of each rule.
+
+    area: number of pairs of each box.
+    """
     return Bounds((a.low + b.low - area).clamp(min=0), torch.minimum(a.high, b.high))
 
 
 @pattern_kind("and")
 class And(_Combination):
-    """Pairs that every part allows."""
+    """Intersection: a pair is allowed if every part allows it."""
 
     binding = AND
     decisive = False
@@ -152,7 +165,11 @@ class And(_Combination):
 
     @classmethod
     def of(cls, *parts: Pattern) -> Pattern:
-        """As for any combination; causal order drops zero keys of padding, which come after all tokens."""
+        """Return the intersection of the parts, flattened and without repeats; `Every()` without parts.
+
+        If a part is causal order, the zero keys that pad segments are dropped from all parts: they come after all
+        tokens.
+        """
         if any(part.pads for part in parts):
             causal = any(isinstance(factor, KINDS["causal"]) for part in parts for factor in part.factors())
             parts = tuple(part.unpadded for part in parts) if causal else parts
@@ -162,7 +179,7 @@ class And(_Combination):
         return self.parts
 
     def alternatives(self) -> tuple[Pattern, ...]:
-        """Distribute over the first part that is a union: (a | b) & c becomes a & c and b & c."""
+        """Distribute over the first part that is a union: (a | b) & c gives (a & c, b & c); (self,) if none is one."""
         union = next((part for part in self.parts if len(part.alternatives()) > 1), None)
         others = [part for part in self.parts if part != union]
         return (self,) if union is None else tuple(And.of(part, *others) for part in union.alternatives())
@@ -189,7 +206,7 @@ class And(_Combination):
 
 @pattern_kind("or")
 class Or(_Combination):
-    """Pairs that at least one part allows."""
+    """Union: a pair is allowed if at least one part allows it."""
 
     binding = OR
     decisive = True
@@ -201,9 +218,10 @@ class Or(_Combination):
 
     @classmethod
     def without_shared_factors(cls, parts: tuple[Pattern, ...]) -> Pattern:
-        """Union of the parts, with the factors that all of them share taken out.
+        """Return the union of the parts, with the factors that they have in common written once.
 
-        (a & c) | (b & c) becomes (a | b) & c, on which bounds are exact more often; unchanged if that nests too deep.
+        A factor is a pattern of an intersection: (a & c) | (b & c) becomes (a | b) & c, for which bounds are exact more
+        often. The plain union is returned if no factor is common, or if the result would nest too deep.
         """
         factors = [part.factors() for part in parts]
         shared = tuple(factor for factor in factors[0] if all(factor in others for others in factors[1:]))
@@ -230,7 +248,7 @@ class Or(_Combination):
 
 @pattern_kind("every")
 class Every(Pattern):
-    """All pairs: the intersection of no parts."""
+    """Dense attention: every pair is allowed. It is also the intersection of no parts."""
 
     def snapped(self, q_side: int, k_side: int) -> Pattern:
         return self
@@ -253,7 +271,7 @@ class Every(Pattern):
 
 @pattern_kind("not")
 class Not(OnePart):
-    """Pairs that the part forbids."""
+    """Complement: a pair is allowed if `part` forbids it."""
 
     recounts = False
 
@@ -298,7 +316,7 @@ class Not(OnePart):
 
 @constructor
 def every() -> Pattern:
-    """Each query sees every key: dense attention, the set that complements refer to.
+    """Return the pattern of dense attention, in which each query sees every key.
 
     >>> masks.describe(masks.every(), 4).useful_pairs
     16
@@ -308,7 +326,7 @@ def every() -> Pattern:
 
 @constructor
 def full() -> Pattern:
-    """Another name of `every()`, for full attention.
+    """Return `every()`, under the name of full attention.
 
     >>> masks.full()
     every()
@@ -362,7 +380,7 @@ class _HeadChoice(Composite):
 
 @pattern_kind("per_head")
 class PerHead(_HeadChoice):
-    """Head h follows parts[h]; exactly one part for each global head."""
+    """One pattern for each head: head h follows parts[h]. Heads are counted over all devices."""
 
     def choice(self, num_heads: int) -> list[int]:
         return list(range(num_heads))
@@ -370,13 +388,18 @@ class PerHead(_HeadChoice):
     def check_heads(self, num_heads: int) -> None:
         if num_heads != len(self.parts):
             came = f"got {len(self.parts)} for {num_heads} heads"
-            raise ValueError(f"per_head needs one pattern a head; {came}: masks.head_groups takes one a group of them")
+            raise ValueError(
+                f"per_head needs one pattern a head; {came}: masks.head_groups takes one for each group of heads"
+            )
         super().check_heads(num_heads)
 
 
 @pattern_kind("head_groups")
 class HeadGroups(_HeadChoice):
-    """Consecutive groups of heads, one a part; if they do not divide evenly, the first groups have one head more."""
+    """One pattern for each group of consecutive heads: group i follows parts[i].
+
+    If the heads do not divide evenly, the first groups have one head more.
+    """
 
     def phrase(self) -> Phrase:
         origins = {part.origin() for part in self.parts}
@@ -397,7 +420,11 @@ class HeadGroups(_HeadChoice):
 @constructor
 @advises(how="write masks.per_head([first, second]), a list with a pattern for each head")
 def per_head(patterns: Sequence[Pattern]) -> Pattern:
-    """Head h follows patterns[h]: one set pattern for each head, counted over all devices.
+    """Return the pattern in which head h follows patterns[h].
+
+    patterns: one set pattern (not a mixture) for each head, counted over all devices; binding to another number of
+    heads raises ValueError.
+    Raises TypeError for a value that is not a sequence of set patterns.
 
     >>> masks.per_head([masks.causal(), masks.every()])
     per_head((causal(), every()))
@@ -408,7 +435,11 @@ def per_head(patterns: Sequence[Pattern]) -> Pattern:
 @constructor
 @advises(how="write masks.head_groups([first, second]), a list with a pattern for each group")
 def head_groups(patterns: Sequence[Pattern]) -> Pattern:
-    """Consecutive groups of heads follow one pattern each; if they do not divide evenly, the first have one head more.
+    """Return the pattern in which the i-th group of consecutive heads follows patterns[i].
+
+    patterns: one set pattern (not a mixture) for each group. If the heads do not divide evenly, the first groups have
+    one head more; binding to fewer heads than groups raises ValueError.
+    Raises TypeError for a value that is not a sequence of set patterns.
 
     >>> masks.head_groups([masks.causal(), masks.every()])
     head_groups((causal(), every()))

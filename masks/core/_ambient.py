@@ -1,4 +1,4 @@
-"""Suspension of PyTorch modes that are active around a call, such as fake tensors or tracing, for planning."""
+"""Suspension of PyTorch modes that are active around a call, such as fake tensors or tracing, while plans are made."""
 
 from __future__ import annotations
 
@@ -25,22 +25,27 @@ T = TypeVar("T")
 
 @contextmanager
 def own_modes() -> Iterator[None]:
-    """Suspend fake, tracing and other modes, default devices, levels of torch.func and inference mode.
+    """Context manager that suspends the PyTorch modes that are active around it.
 
-    Tensors made inside have values, are on the CPU unless a call names a device, and work with autograd.
+    These are fake tensors, tracing and other dispatch or function modes, default devices, transforms of torch.func and
+    inference mode. Tensors made inside have values, are on the CPU unless a call names a device, and work with
+    autograd.
     """
     with ExitStack() as stack:
         stack.enter_context(torch.inference_mode(False))
         stack.enter_context(DisableTorchFunction())
         if _has_dispatch_modes():
-            stack.enter_context(disable_current_modes())  # which imports the compiler's tracing
+            stack.enter_context(disable_current_modes())  # only if needed: it imports the compiler's tracing
         if peek_interpreter_stack() is not None:
             stack.enter_context(temporarily_clear_interpreter_stack())
         yield
 
 
 def plans(function: Callable[P, T]) -> Callable[P, T]:
-    """Run a function under `own_modes` if a mode is active. For functions that plan, not for tensor computation."""
+    """Decorate a function so that it runs without the caller's PyTorch modes, such as fake tensors: see `own_modes`.
+
+    For functions that make plans, not for tensor computation, which the modes must see.
+    """
 
     @wraps(function)
     def planned(*args: P.args, **kwargs: P.kwargs) -> T:

@@ -1,4 +1,4 @@
-"""Bound: a pattern with its sizes; its rule elementwise, over boxes, and as a cache key."""
+"""Bound: a pattern with its sizes; its rule as a mask_mod, as counts over boxes, and as a cache key."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ EMPTY, PARTIAL, FULL = 0, 1, 2
 
 
 class Extent(NamedTuple):
-    """One past the last position of the queries, and of the keys."""
+    """One past the last position of the queries, and one past the last position of the keys."""
 
     queries: int
     keys: int
 
     @property
     def tokens(self) -> int:
-        """Number of positions up to the last query or key."""
+        """One past the last position of any query or key."""
         return max(self)
 
 
@@ -33,8 +33,9 @@ class Extent(NamedTuple):
 class Bound:
     """A pattern or mixture bound to sizes. Query i is at position q_offset + i, key j at k_offset + j.
 
-    The rule has three forms: `mask_mod`, elementwise and exact; `classify`, sound over boxes; `key`, plain
-    data for caches. For a mixture `mask_mod` and `classify` use the union of its branches.
+    It covers heads head_offset to head_offset + num_heads - 1 of num_heads_global. The rule has three forms:
+    `mask_mod`, elementwise and exact; `classify`, a sound verdict for each box of pairs; `key`, plain data for caches.
+    For a mixture `mask_mod` and `classify` use the union of its branches.
 
     >>> bound = masks.causal().bind(num_heads=1, num_queries=4, num_keys=4)
     >>> bound.mask_mod()(*torch.tensor([0, 0, 2, 3]))  # batch, head, query, key
@@ -67,30 +68,33 @@ class Bound:
 
     @property
     def union(self) -> Pattern:
-        """Pairs of nonzero weight, as one set pattern."""
+        """Pairs of nonzero attention weight, as one pattern: for a mixture, the union of its branches."""
         return self.pattern.union
 
     @property
     def num_positions(self) -> int:
-        """Positions of queries and keys are below this number."""
+        """One past the last position of any query or key."""
         return max(self.q_offset + self.num_queries, self.k_offset + self.num_keys)
 
     @property
     def is_self_attention(self) -> bool:
-        """True if queries and keys have equal positions."""
+        """True if queries and keys are at equal positions."""
         return (self.num_queries, self.q_offset) == (self.num_keys, self.k_offset)
 
     def entry(self, batch: int) -> Bound:
-        """The bound of one batch entry, with its rows of run-time tensors."""
+        """Return the bound of batch entry `batch` alone, with its row of each run-time tensor."""
         return replace(self, pattern=self.pattern.entry(batch), batch=1)
 
     def key(self) -> tuple[str | int, ...]:
-        """Plain data: equal keys mean equal masks."""
+        """Return the pattern's text and the sizes as hashable data for caches; equal keys mean equal masks."""
         sizes = (self.num_queries, self.num_keys, self.num_heads, self.head_offset, self.num_heads_global)
         return (self.pattern.text, *sizes, self.q_offset, self.k_offset, self.batch)
 
     def mask_mod(self, device: torch.device | str = "cpu") -> MaskMod:
-        """Closure (b, h, q, k) -> bool over this device's head, query and key indices, for FlexAttention."""
+        """Return a closure (b, h, q, k) -> bool for FlexAttention; h, q and k are indices on this device.
+
+        It adds head_offset, q_offset and k_offset to the indices; constants of the rule are tensors on `device`.
+        """
         where = torch.device(device)
         inner = self.union.mask_mod(num_heads=self.num_heads_global, device=where)
         offsets = (self.head_offset, self.q_offset, self.k_offset)
@@ -100,14 +104,18 @@ class Bound:
         return lambda b, h, q, k: inner(b, h + head, q + query, k + key)
 
     def count(self, box: Box) -> Bounds:
-        """Sound bounds on the allowed pairs of each box; boxes hold global heads and positions.
+        """Return bounds on the number of allowed (query, key) pairs in each of n boxes; the exact one is within them.
 
-        Boxes have no batch index: if run-time tensors differ by batch entry, use the bound of one `entry`.
+        box: boxes of global heads and of positions, not of indices on this device. Boxes have no batch index: if
+        run-time tensors differ by batch entry, use the bound of one `entry`.
         """
         return self.union.count(box, num_heads=self.num_heads_global)
 
     def classify(self, box: Box) -> Tensor:
-        """EMPTY, PARTIAL or FULL for each box: EMPTY and FULL are certain, PARTIAL may be conservative."""
+        """Return EMPTY, PARTIAL or FULL for each of n boxes of pairs, as an int64 tensor (n,).
+
+        EMPTY and FULL are certain; PARTIAL may be conservative. box: as for `count`.
+        """
         bounds = self.count(box)
         verdict = torch.full_like(box.area, PARTIAL)
         verdict[bounds.low == box.area] = FULL

@@ -16,7 +16,10 @@ EXACT_RUNS = 8
 
 @dataclass(frozen=True)
 class Progression:
-    """n arithmetic progressions of positions with one step: first, first + step, ... (count terms each)."""
+    """n arithmetic progressions of positions with one common step.
+
+    Progression i has the count[i] terms first[i], first[i] + step, first[i] + 2 * step, and so on.
+    """
 
     first: Counts
     step: int
@@ -32,7 +35,10 @@ class Progression:
 
 @dataclass(frozen=True)
 class Box:
-    """n boxes: all pairs of a query position and a key position; `head`: global head of each box."""
+    """n boxes of attention pairs: box i has each query of q's i-th progression with each key of k's i-th progression.
+
+    head: global head of each box.
+    """
 
     head: Counts
     q: Progression
@@ -48,7 +54,7 @@ class Box:
 
 @dataclass(frozen=True)
 class Squares:
-    """n squares of `side` query positions by `side` key positions; no two share a pair."""
+    """n disjoint squares of attention pairs: `side` queries from q_first[i] on by `side` keys from k_first[i] on."""
 
     q_first: Counts
     k_first: Counts
@@ -57,21 +63,24 @@ class Squares:
 
 @dataclass(frozen=True)
 class Bounds:
-    """At least `low` and at most `high` pairs of each box are allowed; equal bounds are an exact count."""
+    """Bounds on the number of allowed pairs in each of n boxes, low <= number <= high; equal bounds are exact."""
 
     low: Counts
     high: Counts
 
 
 def count_residue(progression: Progression, modulus: int, residue: Counts) -> Counts:
-    """Number of terms of each progression that are congruent to `residue` (one a progression) modulo `modulus`."""
+    """Return the number of terms of each of n progressions that are congruent to its `residue` modulo `modulus`."""
     if progression.step % modulus == 0:  # all terms share a residue
         return torch.where(progression.first.remainder(modulus) == residue.remainder(modulus), progression.count, 0)
     return _in_class(progression, modulus, residue)[1]
 
 
 def terms_of_class(progression: Progression, modulus: int, residue: int) -> Progression:
-    """Terms congruent to `residue` modulo `modulus`, each as floor(term / modulus)."""
+    """Return floor(term / modulus) for the terms of each progression that are congruent to `residue` modulo `modulus`.
+
+    These are progressions again, with count 0 where no term is congruent.
+    """
     if modulus == 1:
         return progression
     index, count = _in_class(progression, modulus, torch.full_like(progression.first, residue))
@@ -80,7 +89,10 @@ def terms_of_class(progression: Progression, modulus: int, residue: int) -> Prog
 
 
 def _in_class(progression: Progression, modulus: int, residue: Counts) -> tuple[Counts, Counts]:
-    """(index of the first term congruent to `residue` modulo `modulus`, number of such terms)."""
+    """Return (index of the first term congruent to `residue` modulo `modulus`, number of such terms), per progression.
+
+    Where no term is congruent, the number is 0 and the index is arbitrary.
+    """
     divisor = gcd(progression.step, modulus)
     period = modulus // divisor
     distance = torch.remainder(residue - progression.first, modulus)
@@ -91,7 +103,7 @@ def _in_class(progression: Progression, modulus: int, residue: Counts) -> tuple[
 
 
 def clip(progression: Progression, start: Counts | int, stop: Counts | int) -> Progression:
-    """Terms in [start, stop), as progressions of unchanged step; count 0 if empty."""
+    """Return the terms of each progression in [start, stop), with the step unchanged; count 0 where none remain."""
     step = progression.step
     skipped = (start - progression.first + step - 1).div(step, rounding_mode="floor").clamp(min=0)
     end = (stop - 1 - progression.first).div(step, rounding_mode="floor") + 1
@@ -100,7 +112,11 @@ def clip(progression: Progression, start: Counts | int, stop: Counts | int) -> P
 
 
 def count_within(progression: Progression, start: Tensor | int, stop: Tensor | int) -> Tensor:
-    """Number of terms of each progression in [start, stop); start and stop may have rows, one for each interval."""
+    """Return the number of terms of each of n progressions in [start, stop).
+
+    start, stop: integers or tensors that broadcast against (n,); with shape (m, n) they give m intervals for each
+    progression.
+    """
     step, count = progression.step, progression.count
     before, behind = (
         (edge - progression.first + (step - 1)).div(step, rounding_mode="floor").clamp(min=0).minimum(count)
@@ -110,9 +126,10 @@ def count_within(progression: Progression, start: Tensor | int, stop: Tensor | i
 
 
 def count_runs(number: Counts, area: Counts, pairs_in: Callable[[int], Counts]) -> Bounds:
-    """Bounds on the pairs of boxes over `number` runs of positions each, such as segments that see themselves.
+    """Return bounds on the allowed pairs of boxes that extend over several runs of positions, such as segments.
 
-    `pairs_in(i)` counts the pairs in the i-th run of each box. Above EXACT_RUNS runs the bounds are 0 and the area.
+    number: number of runs in each box. area: number of pairs of each box. pairs_in(i): number of allowed pairs of each
+    box in its i-th run; no pair crosses runs. Exact up to EXACT_RUNS runs; with more, the bounds are 0 and the area.
     """
     pairs = torch.zeros_like(number)
     for index in range(min(int(number.max()), EXACT_RUNS) if len(number) else 0):
@@ -122,7 +139,10 @@ def count_runs(number: Counts, area: Counts, pairs_in: Callable[[int], Counts]) 
 
 
 def count_between(box: Box, least: int | None, most: int | None) -> Bounds:
-    """Pairs with least <= key position - query position <= most; None sets no limit."""
+    """Return bounds on the pairs of each box with least <= key position - query position <= most; None sets no limit.
+
+    Exact if q and k have equal steps.
+    """
     none, every = torch.zeros_like(box.area), box.area
     reached = Bounds(every, every) if most is None else count_below(box, most)
     missed = Bounds(none, none) if least is None else count_below(box, least - 1)
@@ -131,7 +151,10 @@ def count_between(box: Box, least: int | None, most: int | None) -> Bounds:
 
 
 def count_below(box: Box, shift: int) -> Bounds:
-    """Pairs with key position - query position <= shift: exact for equal steps, else exact only at the extremes."""
+    """Return bounds on the pairs of each box with key position - query position <= shift.
+
+    Exact if q and k have equal steps; otherwise only where all pairs or none fulfil it.
+    """
     area = box.area
     if box.q.step != box.k.step:
         none = box.k.first - box.q.last > shift
@@ -149,9 +172,10 @@ def count_below(box: Box, shift: int) -> Bounds:
 
 
 def count_multiples(box: Box, rate: int, *, reach: tuple[int, int] | None = None) -> Bounds:
-    """Pairs with key position - query position a multiple of `rate`: exact for equal steps, else bounds.
+    """Return bounds on the pairs of each box whose key position - query position is a multiple of `rate`.
 
-    `reach` limits the distance to [least, most]; for equal steps only.
+    Exact if q and k have equal steps. reach: (least, most), which further limits key position - query position to
+    [least, most]; only for equal steps.
     """
     if box.q.step == box.k.step:
         pairs = _count_exactly(box, rate, reach)
@@ -162,7 +186,11 @@ def count_multiples(box: Box, rate: int, *, reach: tuple[int, int] | None = None
 
 
 def _count_exactly(box: Box, rate: int, reach: tuple[int, int] | None) -> Counts:
-    """Count pairs by lag, key index - query index: the distance of a pair is shift + step * lag."""
+    """Return the exact result of `count_multiples` for equal steps of q and k.
+
+    It counts by lag, key index - query index in the box: the distance of a pair is first key - first query + step *
+    lag.
+    """
     step, shift, columns = box.k.step, box.k.first - box.q.first, box.k.count
     divisor = gcd(step, rate)
     period = rate // divisor
@@ -178,10 +206,11 @@ def _count_exactly(box: Box, rate: int, reach: tuple[int, int] | None) -> Counts
 
 
 def _lags_up_to(most: Tensor, residue: Tensor, period: int, box: Box) -> Counts:
-    """Number of pairs of indices with lag at most `most` and congruent to `residue` modulo `period`.
+    """Return the number of pairs of each box whose lag is at most `most` and congruent to `residue` modulo `period`.
 
-    The number of pairs of a box as a function of the lag is a trapezoid, a sum of ramps: lag + rows, minus lag, minus
-    lag + rows - columns, each where it is positive. It ends at lag columns - 1, which `most` must not exceed.
+    The lag of a pair is key index - query index. In a box of `rows` queries and `columns` keys, the number of pairs as
+    a function of the lag is a trapezoid, the sum of ramps max(lag + rows, 0) - max(lag, 0) - max(lag + rows - columns,
+    0). This holds up to the last lag, columns - 1, which `most` must not exceed.
     """
     rows, columns = box.q.count, box.k.count
     top = most - (most - residue).remainder(period)
@@ -195,7 +224,11 @@ def _lags_up_to(most: Tensor, residue: Tensor, period: int, box: Box) -> Counts:
 
 
 def _partners(box: Box, rate: int) -> Bounds:
-    """Bounds from the queries: a query that fits one key fits every (rate / gcd(step, rate))-th key."""
+    """Return bounds on the pairs of each box whose distance is a multiple of `rate`, counted query by query.
+
+    With d = gcd(key step, rate), a query has such a pair with every (rate / d)-th key if its distance to the first key
+    is a multiple of d, and with no key otherwise.
+    """
     divisor = gcd(box.k.step, rate)
     every = rate // divisor
     fitting = count_residue(box.q, divisor, box.k.first)

@@ -1,4 +1,4 @@
-"""Parts of boxes: residue classes and halves, each with the index of its box."""
+"""Parts of boxes: residue classes and halves, each with the index of the box that it belongs to."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _BEYOND = 1 << 33  # above the distance of any two positions
 
 @dataclass(frozen=True)
 class Owned:
-    """Parts of boxes, with the index of each part's box."""
+    """Parts of boxes: box i of `box` is a part of the original box with index owner[i]."""
 
     owner: Tensor
     box: Box
@@ -33,10 +33,11 @@ class Owned:
 
 
 def residue_factors(rule: Pattern) -> tuple[list[int], list[int]]:
-    """(together, apart): factors by which positions are cut into residue classes.
+    """Return (together, apart): factors of the moduli by which positions are cut into residue classes.
 
     together: factors of the rule's spacing; queries of one class see keys of one class only. apart: further factors of
-    its rates, unless they give too many classes or the rule is one of distances, which diagonals settle faster.
+    its dilation rates; empty if they give more than 64 classes, or if the rule depends on the distance alone, for which
+    counting by diagonals is faster.
     """
     spacing = min(rule.spacing(), _BEYOND)
     others = lcm(spacing, *rule.rates()) // spacing
@@ -44,7 +45,7 @@ def residue_factors(rule: Pattern) -> tuple[list[int], list[int]]:
 
 
 def _factors(number: int) -> list[int]:
-    """Prime factors below `_SMALL`, ascending, then the cofactor if it is not 1."""
+    """Return the prime factors below 64 of a number, ascending and with multiplicity, then the cofactor if above 1."""
     found = []
     for factor in range(2, _SMALL):
         while number % factor == 0:
@@ -54,15 +55,19 @@ def _factors(number: int) -> list[int]:
 
 
 def num_classes(owned: Owned, factor: int, together: bool) -> int:
-    """Number of parts into which `cut_classes` cuts each box: a class for each remainder, at most one for each term."""
+    """Return the number of parts into which `cut_classes` cuts each box, empty parts included.
+
+    There is one class for each remainder modulo `factor`, but at most one for each position.
+    """
     queries, keys = (min(factor, int(side.count.max())) if len(owned) else 1 for side in (owned.box.q, owned.box.k))
     return queries if together else queries * keys
 
 
 def cut_classes(owned: Owned, factor: int, together: bool) -> Owned:
-    """Boxes of every factor-th term of each side.
+    """Cut each box by residue class: each part has every `factor`-th query and every `factor`-th key of its box.
 
-    With `together`, only boxes whose queries and keys agree modulo the new step; they agree modulo the old one.
+    With `together`, queries and keys of a box must agree modulo the step, and only parts whose queries and keys agree
+    modulo step * factor are returned; else, all combinations of classes. Empty parts are dropped.
     """
     if not len(owned):
         return owned
@@ -77,7 +82,7 @@ def cut_classes(owned: Owned, factor: int, together: bool) -> Owned:
 
 
 def _every(progression: Progression, factor: int, begin: Tensor) -> Progression:
-    """Every factor-th term, from index `begin` on."""
+    """Return every `factor`-th term of each progression, from the term with index `begin` on."""
     count = (progression.count - begin + factor - 1).div(factor, rounding_mode="floor").clamp(min=0)
     return Progression(progression.first + progression.step * begin, progression.step * factor, count)
 
@@ -88,14 +93,17 @@ def few_at_once(owned: Owned, most: int) -> Iterator[Owned]:
 
 
 def by_size(owned: Owned) -> Iterator[Owned]:
-    """Split into groups of similar size: the longer sides differ by a factor below 2."""
+    """Yield groups of boxes of similar size: within a group, their longer sides differ by less than a factor of 2."""
     size = torch.maximum(owned.box.q.count, owned.box.k.count).double().log2().long()
     for each in size.unique().tolist():
         yield owned.select(size == each)
 
 
 def halves(owned: Owned, period: int = 1) -> Owned:
-    """Cut each box in two across its longer side, if possible at a multiple of `period` near the middle."""
+    """Cut each box in two across its longer side, if possible at a multiple of `period` near the middle.
+
+    Returns 2n parts: the first halves of all boxes, then the second halves.
+    """
     q, k = owned.box.q, owned.box.k
     cut_q = q.count >= k.count
     q_half, k_half = torch.where(cut_q, _middle(q, period), q.count), torch.where(cut_q, k.count, _middle(k, period))
@@ -105,7 +113,10 @@ def halves(owned: Owned, period: int = 1) -> Owned:
 
 
 def _middle(progression: Progression, period: int) -> Tensor:
-    """Number of terms below a multiple of `period` near the middle; half of the terms if that leaves a side empty."""
+    """Return the number of terms before the cut of each progression near its middle.
+
+    The cut is at a multiple of `period` if one leaves terms on both sides, else after half of the terms.
+    """
     first, step, half = progression.first, progression.step, progression.count // 2
     border = (first + step * half + period - 1) // period * period
     for place in ((border - first + step - 1) // step, (border - period - first + step - 1) // step):
@@ -114,7 +125,11 @@ def _middle(progression: Progression, period: int) -> Tensor:
 
 
 def distinct_boxes(box: Box, period: int) -> tuple[Tensor, Box]:
-    """(number of each box, boxes by number), of head 0: boxes equal up to shifts by multiples of `period` share one."""
+    """Return (group of each box, one box for each group): boxes equal up to a shift share a group.
+
+    A shift moves queries and keys together by a multiple of `period`. The returned boxes have head 0 and no negative
+    positions.
+    """
     place = box.q.first.remainder(period)
     columns = (place, box.k.first - box.q.first, box.q.count, box.k.count)
     alike, which = numbered(*columns)
@@ -126,9 +141,10 @@ def distinct_boxes(box: Box, period: int) -> tuple[Tensor, Box]:
 
 
 def numbered(*columns: Tensor) -> tuple[Tensor, Tensor]:
-    """(number of each row of these columns, equal for equal rows and ascending; index of one row of each number).
+    """Number the distinct rows of a table: return (number of each row, index of one row for each number).
 
-    Much faster than `unique(dim=0)`, as it sorts single numbers.
+    columns: the table's columns, integer tensors of shape (n,). Numbers count from 0 in the lexicographic order of the
+    rows. Much faster than `unique(dim=0)`, as it sorts single numbers.
     """
     number = torch.zeros_like(columns[0])
     if not len(number):
@@ -158,7 +174,10 @@ def join_boxes(boxes: Sequence[Box]) -> Box:
 
 
 def look_at_pairs(rule: Pattern, owned: Owned, pairs: Counts) -> None:
-    """Add the allowed pairs of each part to its box's entry of `pairs`, pair by pair; fastest for parts of one size."""
+    """Evaluate each pair of each part, and add the number of allowed pairs to `pairs` at the index of the part's box.
+
+    Fastest for parts of one size, as all are padded to the largest. rule: the rule of one head.
+    """
     if not len(owned):
         return
     mask_mod = rule.mask_mod(num_heads=1, device=torch.device("cpu"))

@@ -1,4 +1,4 @@
-"""Checks on parameters, with errors that state the rule and the value."""
+"""Checks of parameters, whose errors state the rule and the value; formatting of numbers and expressions."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ LARGEST = 2**31 - 1
 def require_int(name: str, value: object, *, minimum: int, maximum: int = LARGEST) -> int:
     """Return the value if it is an integer in [minimum, maximum]; raise TypeError or ValueError otherwise.
 
-    A symbolic size of a traced graph is accepted.
+    A bool and other subclasses of int are rejected; a symbolic size of a traced graph is accepted. name: for the error.
     """
     # Integers of other classes, such as enums, have another repr.
     if type(value) is not int and not isinstance(value, SymInt):
@@ -30,7 +30,7 @@ def require_int(name: str, value: object, *, minimum: int, maximum: int = LARGES
 
 
 def require_ints(name: str, values: object, *, minimum: int) -> tuple[int, ...]:
-    """Return the entries of a sequence of integers of at least `minimum`; raise TypeError or ValueError otherwise."""
+    """Return the values as a tuple if they are a sequence of integers >= minimum; or raise TypeError or ValueError."""
     if not isinstance(values, Sequence) or isinstance(values, str):
         write = f"{name}.tolist()" if hasattr(values, "tolist") else f"({values},)" if isinstance(values, int) else ""
         advice = f": write {name}={write}" if write else ""
@@ -39,7 +39,10 @@ def require_ints(name: str, values: object, *, minimum: int) -> tuple[int, ...]:
 
 
 def require_below(name: str, value: object, stop: int, what: str) -> int:
-    """Return the value if it is an integer in [0, stop), the number of `what`, such as heads; raise otherwise."""
+    """Return the value if it is an integer in [0, stop); raise TypeError or ValueError otherwise.
+
+    name, what: texts for the error: the parameter, and the things of which there are `stop`, such as "heads".
+    """
     found = require_int(name, value, minimum=0)
     if found >= stop:
         raise ValueError(f"{name} must be below the number of {what}; got {name}={found} of {stop}")
@@ -54,7 +57,7 @@ def require_bool(name: str, value: object) -> bool:
 
 
 def require_choice(name: str, value: object, choices: tuple[str, ...]) -> str:
-    """Return the value if it is one of the choices; raise ValueError that lists them otherwise."""
+    """Return the value if it is one of the choices; raise a ValueError that lists them otherwise."""
     if type(value) is not str or value not in choices:
         raise ValueError(f"{name} must be one of {', '.join(map(repr, choices))}; got {name}={value!r:.80}")
     return value
@@ -70,7 +73,10 @@ def require_finite(name: str, value: object) -> float:
 
 
 def shown(value: object) -> str:
-    """Text of a number; Python refuses to format an integer of thousands of digits."""
+    """Return the repr of a value, at most 80 characters of it, for an error text.
+
+    An integer above 1e40 is described by its bits, as Python refuses to format thousands of digits.
+    """
     if isinstance(value, int) and abs(value) > 1e40:
         return f"an integer of {value.bit_length()} bits"
     return f"{value!r:.80}"
@@ -90,13 +96,13 @@ _LAST_WORD = re.compile(r"[^\s,()\[\]]+$")
 
 @dataclass(frozen=True)
 class Phrase:
-    """Text of an expression, with the precedence of its outermost operator."""
+    """Source text of an expression, with the precedence (OR, AND, SUM, NOT or CALL) of its outermost operator."""
 
     text: str
     binding: int = CALL
 
     def inside(self, binding: int) -> str:
-        """Text as an operand, in parentheses if its operator is looser than `binding`."""
+        """Return the text as an operand: in parentheses if its own operator binds looser than `binding`."""
         return self.text if self.binding >= binding else f"({self.text})"
 
 
@@ -106,7 +112,7 @@ def call(name: str, /, *values: object, **named: object) -> Phrase:
 
 
 def chain(phrases: Iterable[Phrase], operator: int) -> Phrase:
-    """Phrases joined by one operator; a single one is returned unchanged."""
+    """Join phrases by one operator, OR, AND or SUM; a single phrase is returned unchanged."""
     first, *others = phrases
     if not others:
         return first
@@ -114,7 +120,7 @@ def chain(phrases: Iterable[Phrase], operator: int) -> Phrase:
 
 
 def shortened(text: str, longest: int = LONGEST) -> str:
-    """The text, or the whole words of its first `longest` characters and a mark that it was cut."""
+    """Return the text if it has at most `longest` characters, else whole words from its start and an ellipsis."""
     if len(text) <= longest:
         return text
     words = _LAST_WORD.sub("", text[: longest + 1])[:longest]
@@ -122,7 +128,7 @@ def shortened(text: str, longest: int = LONGEST) -> str:
 
 
 def bytes_text(number: float) -> str:
-    """Three digits and a binary unit."""
+    """Format a number of bytes with three digits and a binary unit, such as 1.5 GiB."""
     for unit in ("B", "KiB", "MiB", "GiB"):
         if abs(number) < 1000:
             return f"{number:.0f} {unit}" if unit == "B" or number >= 100 else f"{number:.3g} {unit}"
@@ -136,7 +142,7 @@ def seconds_text(number: float) -> str:
 
 
 def tokens_format(numbers: Collection[int]) -> Callable[[int], str]:
-    """Formatter of these numbers of tokens in one unit: the largest of 1M, 1K and 1 that divides them all."""
+    """Return a formatter of token counts in one unit: the largest of 1M (2**20), 1K (2**10) and 1 that divides all."""
     units = (("M", 1 << 20), ("K", 1 << 10))
     divides = ((unit, size) for unit, size in units if all(number % size == 0 for number in numbers))
     unit, size = next(divides, ("", 1))
@@ -144,14 +150,15 @@ def tokens_format(numbers: Collection[int]) -> Callable[[int], str]:
 
 
 def tokens_text(number: int) -> str:
-    """16384 as 16K, 1048576 as 1M; other numbers in full."""
+    """Format a number of tokens: 16384 as 16K, 1048576 as 1M; other numbers in full."""
     return tokens_format((number,))(number)
 
 
 def round_places(window: range, most: int) -> range:
-    """Multiples of the smallest round step that divides the window into at most `most` steps; includes a round end.
+    """Return round positions for the ticks of an axis: multiples of a step of which at most `most` fit the window.
 
-    Steps are powers of two for windows of at least 4096 slots or a multiple of 64, else 1, 2 or 5 times powers of 10.
+    The step is the smallest round one: a power of two for windows of at least 4096 positions or a multiple of 64, else
+    1, 2 or 5 times a power of 10. The end of the window is included if it is a multiple.
     """
     binary = len(window) >= _LONG or len(window) % _EVEN == 0
     base, factors = (2, (1,)) if binary else (10, (1, 2, 5))

@@ -1,4 +1,4 @@
-"""Properties of device kinds: the only module that compares their names."""
+"""Properties of kinds of devices; the only module that compares their names."""
 
 from __future__ import annotations
 
@@ -11,13 +11,14 @@ TILE = 128  # side of the largest tile of any kernel; must divide the sides of b
 
 @dataclass(frozen=True)
 class DeviceKind:
-    """How a kind of device computes attention.
+    """Properties of a kind of device, such as "cuda", that decide how attention is computed on it.
 
-    engine: default engine of a call. dtype: default dtype if nothing is known of a call. on_host: tensors are in host
-    memory, so reading a value waits for no kernel. kernels: the family of `engines/kernels` that engine "tiles" calls;
-    "" for none; "meta" has those of CPU, without values. is_cuda: torch.cuda reports its memory and name. flex_trains:
-    FlexAttention's kernels have an lse and a backward, read block lists of any width, index in 32 bits and accept all
-    lengths; the CPU kernels do none of this. has_streams: kernels are queued in streams.
+    engine: name of the default engine of a call. dtype: dtype that is assumed where no tensor of a call is known.
+    on_host: tensors are in host memory, so reading a value waits for no kernel. kernels: the family of
+    `engines/kernels` that engine "tiles" calls; "" for none; "meta" has those of CPU, without values. is_cuda:
+    torch.cuda reports its memory and name. flex_trains: FlexAttention's kernels have an lse and a backward, read block
+    lists of any width, index in 32 bits and accept all lengths; the CPU kernels do none of this. has_streams: kernels
+    are queued in streams.
     """
 
     engine: str
@@ -39,5 +40,5 @@ _KINDS = {
 
 
 def device_kind(device: torch.device | str) -> DeviceKind:
-    """The kind of a device or of a device type."""
+    """Return the properties of a device or device type; a type that is not listed counts as an accelerator."""
     return _KINDS.get(device if isinstance(device, str) else device.type, _ACCELERATOR)

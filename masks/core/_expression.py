@@ -1,4 +1,4 @@
-"""Expression: the base of patterns and mixtures, and the registry of their kinds."""
+"""Expression: the base class of patterns and mixtures, and the registry of their kinds."""
 
 from __future__ import annotations
 
@@ -33,9 +33,10 @@ _FLATTER = "a chain of one operator, such as a | b | c, is one level"
 
 
 def at_least(minimum: int, *, maximum: int = LARGEST, name: str | None = None, default: Any = MISSING) -> Any:
-    """Field of a pattern: an integer in [minimum, maximum], checked on construction; also None if that is the default.
+    """Return a dataclass field of a pattern for an integer in [minimum, maximum], checked on construction.
 
-    name: name of the parameter in JSON and errors, if it differs from the field's.
+    None is accepted if it is the default. name: name of the parameter in JSON and errors, if it differs from the
+    field's.
     """
     metadata = {"range": (minimum, maximum)} | ({} if name is None else {"name": name})
     return field(default=default, metadata=metadata)
@@ -43,11 +44,12 @@ def at_least(minimum: int, *, maximum: int = LARGEST, name: str | None = None, d
 
 @dataclass_transform(frozen_default=True, field_specifiers=(field, at_least))
 def pattern_kind(kind: str, *, positional: int | None = None) -> Callable[[_Class], _Class]:
-    """Make a class a frozen dataclass, whose JSON names this kind and the fields.
+    """Return a class decorator that makes a frozen dataclass and registers it under `kind`, its name in JSON.
 
-    A field with metadata={"name": ...} is stored under that name; {"stored": False} omits a field, {"optional": True}
-    omits it at its default value.
-    `positional`: number of fields printed without names; by default 1 if exactly one field has no default, else 0.
+    JSON stores the fields. A field with metadata={"name": ...} is stored under that name; {"stored": False} omits a
+    field, {"optional": True} omits it at its default value.
+
+    positional: number of fields printed without names; by default 1 if exactly one field has no default, else 0.
     Raises ValueError for a kind that another class has.
     """
 
@@ -69,9 +71,10 @@ def pattern_kind(kind: str, *, positional: int | None = None) -> Callable[[_Clas
 
 
 def constructor(function: _Function) -> _Function:
-    """Register a function for use in expressions. Raises ValueError for a name that another function has.
+    """Decorate a function so that `parse` finds it by its name. Raises ValueError for a name that another function has.
 
-    Wrong calls raise errors that say what to write: see `advises`. To give other texts, apply `advises` below this.
+    Wrong calls of the function raise errors that say what to write: see `advises`. To give other texts, apply `advises`
+    below this decorator.
     """
     _require_free(function.__name__, CONSTRUCTORS.get(function.__name__), function)
     made = advises(keywords=OF_PATTERNS)(function)
@@ -86,12 +89,12 @@ def _require_free(name: str, known: Any, new: Any) -> None:
 
 
 class Expression:
-    """Base of patterns and mixtures: plain data, a stable text, sums, and binding to sizes.
+    """Base of patterns and mixtures: immutable values with a stable text, sums by `+`, and binding to sizes.
 
-    `text` is canonical JSON, computed once on construction; equal texts mean equal patterns. The repr is the
-    expression that builds the value, which `parse` reads. `depth` is the number of nested levels; above 32 construction
-    raises ValueError, so that every pattern can be stored, copied, printed and computed.
-    `pads`: True if rows see zero keys of padding, which are no pairs: see `zero_keys`.
+    `text` is canonical JSON, computed once on construction; equal texts mean equal patterns. The repr is the expression
+    that builds the value, which `parse` reads. `depth` is the number of nested levels; above 32 construction raises
+    ValueError, so that every pattern can be stored, copied, printed and computed. `pads` is True if queries also see
+    the zero keys that pad segments, which are no pairs: see `zero_keys`.
     """
 
     text: str
@@ -127,14 +130,14 @@ class Expression:
         object.__setattr__(self, "text", self.write())
 
     def __bool__(self) -> NoReturn:
-        """Raise TypeError: `p and q` would be `q`, and `not p` False."""
+        """Raise TypeError: without it, `p and q` would be `q`, and `not p` would be False."""
         raise TypeError(
             f"a pattern is neither true nor false: combine patterns by `&`, `|` and `~`, not by `and`, `or` and `not`, "
             f"and test for one by `is None`; got {self!r:.200}"
         )
 
     def __call__(self, *args: object, **named: object) -> NoReturn:
-        """Raise TypeError: a pattern is a value."""
+        """Raise TypeError, as a pattern is not a function; the error names the functions that attend by it."""
         raise TypeError(
             "a pattern is a value and no function: fd.attend(q, k, v, pattern) attends by it, and "
             "masks.block_mask(pattern, num_tokens, num_heads=8) makes a BlockMask"
@@ -161,47 +164,50 @@ class Expression:
         raise TypeError("patterns have no -: write pattern & ~other")
 
     def check(self) -> None:
-        """Raise TypeError or ValueError for parameters that break the rule; called before the text is written."""
+        """Raise TypeError or ValueError for invalid parameters; called on construction, before the text is written."""
 
     def direct_parts(self) -> tuple[Pattern, ...]:
-        """Patterns that this one combines directly."""
+        """Return the patterns that this expression combines directly; () for a leaf."""
         return ()
 
     def take_padding(self) -> None:
-        """Handle parts with zero keys of padding: ValueError, except for a sum, which keeps their meaning."""
+        """Handle a part whose queries see zero keys that pad segments, on construction: raise ValueError.
+
+        A mixture, which keeps their meaning, sets `pads` instead.
+        """
         raise ValueError(
-            "padding='zeros' goes with `+`, and with `& causal()`, which hides the zero keys: what else is made of "
-            f"such a pattern has no published meaning, so give longnet no padding; got it in {self.kind!r}"
+            "padding='zeros' goes with `+`, and with `& causal()`, which hides the zero keys: other combinations "
+            f"have no published meaning, so give longnet no padding; got it in {self.kind!r}"
         )
 
     @property
     def unpadded(self) -> Any:
-        """This expression without zero keys of padding; its pairs are unchanged."""
+        """This expression without the zero keys (score 0, value 0) that pad segments; allowed pairs are unchanged."""
         return self
 
     def zero_keys(self, head: Tensor, query: Tensor, *, num_heads: int, num_tokens: int) -> Tensor:
-        """Number of zero keys of padding, of score 0 and value 0, that each query of each head sees, as int64.
+        """Return how many zero keys of padding, of score 0 and value 0, each query of each head sees, as int64.
 
-        head, query: global heads, below num_heads, and positions, below num_tokens; they broadcast against each other.
-        num_tokens: length of the whole sequence, which determines the padding.
+        head, query: global heads, below num_heads, and positions, below num_tokens; they broadcast against each other
+        to the shape of the result. num_tokens: length of the whole sequence, which determines the padding.
         """
         return torch.zeros_like(head + query)
 
     def write(self) -> str:
-        """Canonical JSON of the kind and the stored fields: no spaces, sorted keys, parts by their own texts."""
+        """Return canonical JSON of the kind and the stored fields: no spaces, sorted keys, parts by their own texts."""
         return _canonical({"kind": self.kind, **self.parameters()})
 
     def to_data(self) -> dict[str, Any]:
-        """Plain data for JSON: a `kind` and its parameters."""
+        """Return plain data for JSON: a dict of `kind` and the parameters, with dicts for parts."""
         return json.loads(self.text)
 
     @classmethod
     def from_data(cls, data: dict[str, Any]) -> Any:
-        """Construct from parameters named as in `to_data`; parts are patterns already."""
+        """Construct from parameters named as in `to_data`; parts must be patterns, not dicts."""
         return cls(**{field: data[name] for name, field in cls.stored.items() if name in data})
 
     def parameters(self) -> dict[str, Any]:
-        """Parameters of the rule by their stored names, without optional ones at their defaults."""
+        """Return the parameters of the rule by their names in JSON, without optional ones at their defaults."""
         found = {name: getattr(self, field) for name, field in self.stored.items()}
         for name in self.optional:
             if found[name] == self.defaults[self.stored[name]]:
@@ -209,7 +215,7 @@ class Expression:
         return found
 
     def phrase(self) -> Phrase:
-        """Text of the expression: the kind, called with all parameters that differ from their defaults."""
+        """Return the text of the expression: a call of its kind with all parameters that differ from their defaults."""
         names = list(self.stored)
         values = [getattr(self, self.stored[name]) for name in names[: self.positional]]
         named = {
@@ -220,41 +226,44 @@ class Expression:
         return call(self.kind, *values, **named)
 
     def branches(self) -> tuple[Pattern, ...]:
-        """Set patterns whose multiset sum this is; a branch that counts m times occurs m times."""
+        """Return the set patterns whose multiset sum this is: (self,) for a pattern, the parts of a mixture.
+
+        A branch that counts m times occurs m times.
+        """
         raise NotImplementedError  # Pattern and Mixture
 
     @property
     def union(self) -> Pattern:
-        """Pairs of nonzero weight, as one set pattern."""
+        """Pairs of nonzero attention weight, as one pattern: for a mixture, the union of its branches."""
         raise NotImplementedError
 
     def map_parts(self, change: Callable[[Pattern], Pattern]) -> Any:
-        """Apply `change` to each direct part; without parts, return self."""
+        """Return the expression with `change` applied to each direct part; self if it has none."""
         return self
 
     def leaves(self) -> tuple[Pattern, ...]:
-        """Innermost patterns of the expression tree, from left to right; a pattern used twice occurs twice."""
+        """Return the innermost patterns of the tree of parts, from left to right, with repeats; (self,) for a leaf."""
         return tuple(leaf for part in self.direct_parts() for leaf in part.leaves()) or (self,)  # type: ignore[return-value]
 
     def map_leaves(self, change: Callable[[Any], Pattern]) -> Any:
         return self.map_parts(lambda part: part.map_leaves(change)) if self.direct_parts() else change(self)
 
     def below(self, positions: int) -> Any:
-        """Limit random parts to draws for positions below this number."""
+        """Return the expression with random leaves, such as random blocks, drawn for positions below this number."""
         return self.map_leaves(lambda leaf: leaf.below(positions)) if self.draws else self
 
     @cached_property
     def draws(self) -> bool:
-        """True if a leaf draws at random for its positions."""
+        """True if the pairs of a leaf are drawn at random."""
         return any(type(leaf).below is not Expression.below for leaf in self.leaves())
 
     @cached_property
     def varies(self) -> bool:
-        """True if the expression has run-time tensors, by name or with values."""
+        """True if a leaf depends on a run-time tensor, such as document ids, given by name or with its values."""
         return any(leaf.is_run_time for leaf in self.leaves())
 
     def given_tensors(self) -> dict[str, Tensor]:
-        """Run-time tensors that the expression carries, by name. Raises ValueError if two share a name."""
+        """Return the run-time tensors that the expression carries, by name. Raises ValueError if two share a name."""
         found: dict[str, Tensor] = {}
         for name, tensor in (pair for leaf in self.leaves() for pair in leaf.carried().items()):
             if found.setdefault(name, tensor) is not tensor:
@@ -266,7 +275,11 @@ class Expression:
 
     @plans
     def resolve(self, tensors: Mapping[str, Tensor], extent: Extent) -> Any:
-        """Insert the values of run-time tensors. Raises ValueError for one that is missing or does not fit."""
+        """Return the expression with the values of its run-time tensors in place; self if it has none.
+
+        tensors: values by name. extent: one past the last position of the queries and of the keys.
+        Raises ValueError for a tensor that is missing or does not fit.
+        """
         if not self.varies:
             return self
         of_run_time = dict.fromkeys(leaf for leaf in self.leaves() if leaf.is_run_time)
@@ -274,11 +287,11 @@ class Expression:
         return self.map_leaves(lambda leaf: resolved[leaf] if leaf.is_run_time else leaf)
 
     def entry(self, batch: int) -> Any:
-        """Rule of one batch entry, from an expression with values of its run-time tensors."""
+        """Return the rule of one batch entry; run-time tensors must have their values: see `resolve`."""
         return self.map_leaves(lambda leaf: leaf.of_entry(batch)) if self.varies else self
 
     def num_entries(self) -> int:
-        """Number of distinct batch entries of the resolved expression; 1 if all are equal."""
+        """Return the number of batch entries for which the resolved expression has a rule; 1 if they share one rule."""
         return max([leaf.entries for leaf in self.leaves()]) if self.varies else 1
 
     def require_entries(self, batch: int) -> None:
@@ -291,7 +304,7 @@ class Expression:
                 )
 
     def check_heads(self, num_heads: int) -> None:
-        """Raise ValueError if the expression cannot be bound to this many (global) heads."""
+        """Raise ValueError if the expression cannot be bound to this number of heads, counted over all devices."""
         for part in self.direct_parts():
             part.check_heads(num_heads)
 
@@ -314,9 +327,9 @@ class Expression:
     ) -> Bound:
         """Bind the expression to sizes. Heads are global: this device holds `num_heads` from `head_offset` on.
 
-        Query i has position q_offset + i; key j has position k_offset + j. `num_heads_global` defaults to
-        head_offset + num_heads. Tensors that the pattern carries are read now. Zero keys of padding are no pairs
-        and are dropped. Raises ValueError for sizes below 1, heads the pattern has no rule for, and tensors that are
+        Query i has position q_offset + i; key j has position k_offset + j. `num_heads_global` defaults to head_offset +
+        num_heads. Tensors that the pattern carries are read now. Zero keys of padding are no pairs and are dropped.
+        Raises ValueError for sizes below 1, a number of heads that does not fit the pattern, and tensors that are
         missing or do not fit.
         """
         total = head_offset + num_heads if num_heads_global is None else num_heads_global
@@ -329,19 +342,20 @@ class Expression:
         return replace(bound, pattern=bound.pattern.below(bound.num_positions)) if rule.draws else bound
 
     def per_document(self, documents: Any) -> Any:
-        """The rule with positions counted from the start of each document, and no pair across documents.
+        """Return the rule with positions counted from the start of each document, and no pair across documents.
 
-        documents: what `masks.documents` takes, or a pattern from `masks.documents` or `masks.lengths`.
-        Packed sequences then attend as separate ones do. For a mixture this holds for each branch.
+        documents: an argument of `masks.documents`, or a pattern from `masks.documents` or `masks.lengths`. Packed
+        sequences then attend as separate ones do. For a mixture this holds for each branch.
         """
         return KINDS["per_document"].of(self, documents)
 
     def after(self, start: int) -> Any:
-        """The rule with positions counted from `start` on; tokens before it see no key, and no query sees them.
+        """Return the rule with positions counted from `start` on; earlier tokens see no key, and no query sees them.
 
         For tokens in front of the sequence, such as a class token and registers, which another pattern covers. For a
-        mixture this holds for each branch. Raises ValueError for a start below 0 and for a pattern with run-time
-        tensors, which may be intersected with the result instead.
+        mixture this holds for each branch.
+        Raises ValueError for a start below 0 and for a pattern with run-time tensors, which may be intersected with the
+        result instead.
 
         >>> vit = masks.neighborhood((14, 14), 2).after(1) | masks.global_tokens(1)
         """
@@ -354,7 +368,10 @@ class Expression:
 
 
 def _canonical(value: Any) -> str:
-    """JSON without spaces and with sorted keys; without the json module, as a compiled graph may build patterns."""
+    """Return JSON without spaces and with sorted keys.
+
+    It does not use the json module, as a compiled graph may build patterns.
+    """
     if isinstance(value, Expression):
         return value.text
     if isinstance(value, dict):

@@ -1,4 +1,4 @@
-"""Pattern: which query sees which key, independent of sizes; and Mixture, a multiset sum of patterns."""
+"""Pattern, a set of (query, key) pairs that is independent of sizes; and Mixture, a multiset sum of patterns."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _LEAST, _MOST = -(1 << 31), (1 << 31) - 1
 
 
 def index_dtype(device: torch.device, least: int, most: int) -> torch.dtype:
-    """Dtype of integers in this range: int32 on accelerators where they fit, else int64.
+    """Return the dtype for integers in [least, most]: int32 on accelerators where they fit, else int64.
 
     Kernels index in 32 bits; a 64-bit number makes them compute all that depends on it in 64 bits, with twice the
     registers.
@@ -36,18 +36,18 @@ def index_dtype(device: torch.device, least: int, most: int) -> torch.dtype:
 
 
 def parameters(device: torch.device, *numbers: int) -> list[Tensor]:
-    """Numbers of a rule as tensors for its closure."""
+    """Return each number as a scalar integer tensor on `device`, for the closure of a mask_mod."""
     return [torch.tensor(number, dtype=index_dtype(device, number, number), device=device) for number in numbers]
 
 
 def content_digest(tensor: Tensor) -> str:
-    """Digest of the bytes of a contiguous CPU tensor; dtype and shape are not included."""
+    """Return the SHA-256 hex digest of the bytes of a contiguous CPU tensor; dtype and shape are not included."""
     content = (c_char * tensor.nbytes).from_address(tensor.data_ptr()) if tensor.nbytes else b""
     return sha256(content).hexdigest()
 
 
 class Pattern(Expression):
-    """A set of (head, query, key) triples: a pair is allowed or it is not.
+    """A set of allowed (head, query, key) triples, independent of the number of heads and tokens.
 
     A subclass is a frozen dataclass that states the rule twice, checked against each other by a property test:
     `mask_mod`, elementwise and exact, and `count`, sound bounds over boxes. Other methods have defaults.
@@ -60,57 +60,79 @@ class Pattern(Expression):
     entries: int = 1  # number of distinct batch entries
 
     def mask_mod(self, *, num_heads: int, device: torch.device) -> MaskMod:
-        """Closure (b, h, q, k) -> bool over *positions* and global heads; parameters are tensors."""
+        """Return a closure (b, h, q, k) -> bool over *positions* and global heads, as FlexAttention takes.
+
+        num_heads: number of global heads. Constants of the rule are tensors on `device`.
+        """
         raise NotImplementedError
 
     def count(self, box: Box, *, num_heads: int) -> Bounds:
-        """Sound bounds on the number of allowed pairs in each box."""
+        """Return bounds on the number of allowed (query, key) pairs in each of n boxes; the exact one is within them.
+
+        A box pairs some query positions with some key positions of a global head, below num_heads.
+        """
         raise NotImplementedError
 
     def likeness(self, box: Box, *, num_heads: int) -> tuple[Counts, ...]:
-        """Numbers of each box: boxes of one head, shape and steps with equal numbers allow equal pairs of indices."""
+        """Return integer tensors (n,) by which a mask computed for one of n boxes is reused for others.
+
+        If two boxes of one head have equal counts and steps of queries and keys and equal entries in all these tensors,
+        equal pairs of indices (i-th query, j-th key) are allowed.
+        """
         bounds, period = self.count(box, num_heads=num_heads), self.period()
         q, k = box.q.first, box.k.first
         at, ahead = (q, k) if period is None else (q % period, k - q)
-        # Negative where bounds decide; positions are not.
+        # Negative entries mark boxes that bounds decide: positions are never negative.
         none, every = bounds.high == 0, bounds.low == box.area
         at = torch.where(none, -1, torch.where(every, -2, at))
         return at, torch.where(none | every, 0, ahead)
 
     def reason(self, pair: Pair) -> Reason:
-        """Why one pair is allowed or not, in plain numbers for people; by default the key's distance."""
+        """Explain why one pair is allowed or not, in a line with plain numbers.
+
+        By default the line is the distance of the key from the query.
+        """
         return Reason(self, pair.allowed_by(self), pair.distance)
 
     def factors(self) -> tuple[Pattern, ...]:
-        """Patterns whose intersection this is."""
+        """Return patterns whose intersection is this pattern; (self,) unless it is an intersection."""
         return (self,)
 
     def alternatives(self) -> tuple[Pattern, ...]:
-        """Patterns whose union this is."""
+        """Return patterns whose union is this pattern; (self,) unless it has a union."""
         return (self,)
 
     def origin(self) -> Hashable:
-        """Key shared by neighbouring branches that are printed as one, such as a `longnet`; None: print separately."""
+        """Return a key that branches of a mixture share if one call, such as `longnet`, builds and prints them.
+
+        None: the pattern is printed separately.
+        """
         return None
 
     def joint_phrase(self, branches: Sequence[Any], *, grouped: bool = False) -> Phrase | None:
-        """Text of branches of one origin, as a mixture or as groups of heads; None: print separately."""
+        """Return the text of the one call that builds all these branches; None to print them separately.
+
+        branches: patterns of one `origin`. grouped: they are groups of heads instead of a mixture.
+        """
         return None
 
     def carried(self) -> dict[str, Tensor]:
-        """Name and run-time tensor that a leaf carries; empty without one."""
+        """Return the run-time tensor that a leaf was given with its values, as {name: tensor}; {} without one."""
         return {}
 
     def resolved(self, tensors: Mapping[str, Tensor], extent: Extent) -> Pattern:
-        """Replace a leaf that needs a run-time tensor by the rule with that tensor's values."""
+        """Return a leaf with the values of its run-time tensor in place; self for a leaf without one.
+
+        tensors: values by name. extent: one past the last position of the queries and of the keys.
+        """
         return self
 
     def of_entry(self, batch: int) -> Pattern:
-        """Rule of one batch entry: a leaf with this row of its run-time tensor; itself without a tensor."""
+        """Return a leaf for one batch entry, with that row of its run-time tensor; self for a leaf without one."""
         return self
 
     def for_head(self, head: int, num_heads: int) -> Pattern:
-        """The rule of one head, with every choice by head resolved."""
+        """Return the rule of one of num_heads global heads, with every choice by head resolved."""
         rule = self._rules_of_heads.get((head, num_heads))
         if rule is None:
             rule = self.map_parts(lambda part: part.for_head(head, num_heads))
@@ -120,44 +142,52 @@ class Pattern(Expression):
 
     @cached_property
     def _rules_of_heads(self) -> dict[tuple[int, int], Pattern]:
-        """Cache of `for_head`: every plan needs these rules, and combining them takes longer than a look-up."""
+        """Cache of `for_head`, by (head, num_heads).
+
+        Every plan needs these rules, and combining them takes longer than a look-up.
+        """
         return {}
 
     def period(self) -> int | None:
-        """Shift of query and key together that leaves the rule unchanged; 1 for any shift, None for no shift."""
+        """Return a shift of query and key together that leaves the rule unchanged: 1 for any shift, None for none."""
         return None
 
     def confined(self) -> bool:
-        """True if no allowed pair crosses a multiple of the period: the rule is then copies of one square."""
+        """True if no allowed pair crosses a multiple of `period`.
+
+        The mask then consists of copies of one square of period queries by period keys, on the diagonal.
+        """
         return False
 
     def rates(self) -> tuple[int, ...]:
-        """Dilation rates of the rule."""
+        """Return the dilation rates of the rule, the moduli for residue-major orders of tokens; () without dilation."""
         return ()
 
     def superset(self) -> Pattern:
-        """A pattern that allows at least these pairs for any values of run-time tensors."""
+        """Return a pattern that allows at least these pairs, for any values of its run-time tensors."""
         return self.map_parts(lambda part: part.superset())
 
     def spacing(self) -> int:
-        """A divisor of the distance of every allowed pair; 1 if no other is known."""
+        """Return a divisor of key position - query position of every allowed pair; 1 if no other is known."""
         return 1
 
     def row(self, query: int, keys: range) -> Ranges | None:
-        """Keys of a run that one query sees, for the rule of one head; None without a closed form.
+        """Return the positions in `keys`, a run, that the query at position `query` sees; None without a closed form.
 
-        At most len(keys) ranges; the work depends on the number of keys, not on their positions.
+        For the rule of one head. At most len(keys) ranges; the work depends on the number of keys, not on their
+        positions.
         """
         return None
 
     def squares(self, head: int, num_heads: int) -> Squares | None:
-        """Squares that hold all pairs of the head, if the rule lists squares; else None."""
+        """Return disjoint squares of pairs that contain all pairs of a head; None if the rule does not list squares."""
         return None
 
     def snapped(self, q_side: int, k_side: int) -> Pattern | None:
-        """A leaf with its sizes rounded up, so that it fills blocks of these sides; None if no rounding is defined.
+        """Return a leaf with its sizes rounded up, so that it fills blocks of q_side queries by k_side keys.
 
-        Itself if its sizes fit, or it has none. Raises ValueError if rounding would change what was chosen.
+        Self if its sizes fit or it has none; None if no rounding is defined. Raises ValueError if rounding would change
+        blocks that the caller has listed.
         """
         return None
 
@@ -200,7 +230,7 @@ class Mixture(Expression):
 
     @classmethod
     def of(cls, *parts: Pattern) -> Pattern | Mixture:
-        """Sum of set patterns; a single one is returned unchanged."""
+        """Return the sum of set patterns; a single pattern is returned unchanged."""
         return parts[0] if len(parts) == 1 else cls(parts)
 
     def check(self) -> None:
@@ -225,7 +255,6 @@ class Mixture(Expression):
 
     @property
     def union(self) -> Pattern:
-        """Pairs of nonzero weight, as one set pattern."""
         return KINDS["or"].without_shared_factors(tuple(part.unpadded for part in self.parts))
 
     def branches(self) -> tuple[Pattern, ...]:
@@ -257,18 +286,25 @@ def require_expression(value: object) -> Expression:
 
 
 def require_set_patterns(what: str, parts: object, *, least: int) -> None:
-    """Raise TypeError or ValueError unless the parts are a tuple of at least `least` set patterns."""
+    """Raise TypeError or ValueError unless `parts` is a tuple of at least `least` set patterns, not mixtures.
+
+    what: the expression that has these parts, for the error.
+    """
     if not isinstance(parts, tuple) or not all(isinstance(part, Pattern) for part in parts):
         sums = isinstance(parts, tuple) and any(isinstance(part, Mixture) for part in parts)
         advice = ": for mixtures add up one choice for each branch, as per_head(first) + per_head(second)"
         raise TypeError(f"{what} takes set patterns, in a tuple; got {parts!r:.200}{advice if sums else ''}")
     if len(parts) < least:
-        alone = ": a set pattern alone stands for itself" if least > 1 else ""
+        alone = ": use a single set pattern directly" if least > 1 else ""
         raise ValueError(f"{what} takes at least {least} set pattern{'s' * (least > 1)}{alone}; got {parts!r:.200}")
 
 
 def sum_phrase(parts: Sequence[Pattern]) -> Phrase:
-    """Text of a sum; consecutive branches of one constructor, with equal further factors, are written as one call."""
+    """Return the text of a sum of patterns.
+
+    Consecutive branches that one constructor builds, and that have equal further factors, are written as one call of
+    it.
+    """
 
     def shared(part: Pattern) -> Hashable:
         first, *rest = part.factors()

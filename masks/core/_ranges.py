@@ -1,4 +1,4 @@
-"""Ranges of positions: the keys of a row in closed form, intersections, and unions in few ranges."""
+"""Ranges of positions: the keys of a query in closed form, intersections, and unions in few ranges."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch import Tensor
 
 Ranges = tuple[range, ...]  # steps above 0, non-empty, disjoint
 
-_MOST_MEETINGS = 1 << 14  # intersections of two ranges: milliseconds
+_MOST_MEETINGS = 1 << 14  # pairs of ranges to intersect, which takes milliseconds
 # With more comparisons of two ranges, listing all positions is faster.
 _MOST_COMPARISONS = 1 << 16
 # Up to this many positions are also regrouped one by one: short ranges combine in more ways than long ones.
@@ -20,18 +20,18 @@ _FEW_POSITIONS = 1 << 10
 
 
 def as_ranges(keys: range) -> Ranges:
-    """The range as a set of positions: () if it is empty."""
+    """Return (keys,), or () for an empty range."""
     return (keys,) if keys else ()
 
 
 def within(keys: range, start: int, stop: int) -> range:
-    """Positions of an ascending range in [start, stop)."""
+    """Return the positions of an ascending range that are in [start, stop)."""
     skipped = max(0, -(-(start - keys.start) // keys.step))
     return range(keys.start + skipped * keys.step, min(keys.stop, stop), keys.step)
 
 
 def intersect(left: range, right: range) -> range:
-    """Positions in both ascending ranges."""
+    """Return the positions that two ascending ranges have in common, as one range."""
     if right.step == 1:
         return within(left, right.start, right.stop)
     if left.step == 1:
@@ -47,23 +47,23 @@ def intersect(left: range, right: range) -> range:
 
 
 def among(listed: Iterable[range], keys: range) -> Ranges:
-    """Positions of disjoint ranges that are also in `keys`."""
+    """Return the positions of disjoint ranges that are also in `keys`, without empty ranges."""
     return tuple(both for each in listed if (both := intersect(each, keys)))
 
 
 def intersect_all(left: Ranges, right: Ranges) -> Ranges | None:
-    """Positions in both sets; None if there are too many pairs of ranges."""
+    """Return the positions in both sets of ranges; None if there are more than 2**14 pairs of ranges."""
     if len(left) * len(right) > _MOST_MEETINGS:
         return None
     return tuple(both for a in left for b in right if (both := intersect(a, b)))
 
 
 def unite(ranges: Ranges) -> Ranges | None:
-    """Union of ranges as disjoint ranges; None for too many ranges, or if steps above 1 overlap."""
+    """Return the union as disjoint ranges; None for more than 128 ranges, or if two with steps above 1 overlap."""
     if len(ranges) ** 2 > _MOST_MEETINGS:
         return None
     joined: list[range] = []
-    for keys in sorted(ranges, key=lambda keys: keys.step):  # runs first: they can be cut out of later ranges
+    for keys in sorted(ranges, key=lambda keys: keys.step):  # ranges of step 1 first: they can be cut out of later ones
         rest = [keys]
         for earlier in joined:
             if earlier.step == 1:
@@ -75,9 +75,10 @@ def unite(ranges: Ranges) -> Ranges | None:
 
 
 def union_of(ranges: Iterable[range]) -> Ranges:
-    """Union of ranges as disjoint ranges, ascending by their first positions.
+    """Return the union of ranges as disjoint ranges, ascending by their first positions.
 
-    Adjacent positions become one run. Equal arguments give equal ranges; equal positions in other ranges may not.
+    Adjacent positions become one run. Equal arguments give equal results; arguments that are other ranges of equal
+    positions may not.
     """
     runs, steps = _by_kind(ranges)
     runs = _joined_runs(runs)
@@ -92,7 +93,10 @@ def union_of(ranges: Iterable[range]) -> Ranges:
 
 
 def ranges_of(positions: Int64[Tensor, " n"]) -> Ranges:
-    """Cut ascending positions into ranges where the distance to the next one changes; runs are left whole."""
+    """Return ascending positions as ranges, cut where the distance to the next position changes.
+
+    A run, a range of step 1, is never cut.
+    """
     if not len(positions):
         return ()
     distances = positions.diff().unique_consecutive(return_counts=True)
@@ -111,7 +115,7 @@ def ranges_of(positions: Int64[Tensor, " n"]) -> Ranges:
 
 
 def joined_intervals(begin: Int64[Tensor, " n"], end: Int64[Tensor, " n"]) -> tuple[Tensor, Tensor]:
-    """Union of n intervals [begin, end), as ascending intervals that do not touch."""
+    """Return (begin, end) of the union of n intervals [begin, end): ascending intervals that do not touch."""
     begin, order = begin.sort()
     reach = end[order].cummax(0).values
     first = (torch.nn.functional.pad(reach[:-1], (1, 0), value=-(1 << 62))[: len(begin)] < begin).nonzero().squeeze(1)
@@ -140,7 +144,10 @@ def _joined_runs(runs: list[range]) -> list[range]:
 
 
 def _disjoint(runs: list[range], steps: list[range]) -> list[range]:
-    """Runs, and each progression without the positions of runs and of earlier progressions (of smaller steps)."""
+    """Return disjoint ranges with the positions of runs and progressions.
+
+    Runs are kept; progressions, by ascending step, lose the positions of runs and of earlier progressions.
+    """
     parts = list(runs)
     for each in sorted(steps, key=lambda each: (each.step, each.start)):
         rest = [each]
@@ -164,7 +171,7 @@ def _without(piece: range, other: range) -> Iterator[range]:
 
 
 def _joined(parts: Sequence[range]) -> list[range]:
-    """Merge ranges that continue each other or fill each other's gaps."""
+    """Merge ranges that continue each other or fill each other's gaps; the result ascends by first positions."""
     runs, steps = _by_kind(parts)
     joined = list(runs)
     for step, group in groupby(sorted(steps, key=lambda each: (each.step, each.start)), key=lambda each: each.step):
@@ -174,7 +181,7 @@ def _joined(parts: Sequence[range]) -> list[range]:
 
 
 def _continued(ranges: list[range]) -> list[range]:
-    """Merge disjoint ranges of one step where one begins at the end of another."""
+    """Merge disjoint ranges of one step where one continues another."""
     by_end: dict[int, range] = {}
     for each in ranges:  # in ascending order of their first positions
         before = by_end.pop(each.start, None)
@@ -184,7 +191,10 @@ def _continued(ranges: list[range]) -> list[range]:
 
 
 def _interleaved(ranges: list[range], step: int) -> list[range]:
-    """Merge ranges of one step that fill each other's gaps evenly into one of a smaller step, where all of them run."""
+    """Merge ranges of one step that fill each other's gaps evenly into one range of a smaller step.
+
+    Ends that not all ranges reach remain ranges of the old step. Ranges that do not fit are returned unchanged.
+    """
     residues = sorted({each.start % step for each in ranges})
     gap = step // len(residues)
     evenly = step % len(residues) == 0 and all(b - a == gap for a, b in pairwise(residues))

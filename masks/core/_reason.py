@@ -1,4 +1,4 @@
-"""Reason: whether a rule allows a pair and why, in one plain line with numbers, with the reasons of its parts."""
+"""Reason: the verdict of a rule on one pair, explained in one line with numbers, with the reasons of its parts."""
 
 from __future__ import annotations
 
@@ -22,7 +22,10 @@ Unit = Literal["token", "block", "place"]
 
 @dataclass(frozen=True)
 class Pair:
-    """The pair that a reason is about: positions of a query and a key, for one of `num_heads` global heads."""
+    """A query and a key whose verdict is explained, for one of `num_heads` global heads.
+
+    query, key: positions, counted in `unit`: tokens, blocks of tokens, or places in a document.
+    """
 
     query: int
     key: int
@@ -31,15 +34,15 @@ class Pair:
     unit: Unit = "token"
 
     def counted(self, unit: Unit, query: int, key: int) -> Pair:
-        """The pair with the positions of a rule that uses another unit."""
+        """Return the pair at these positions, counted in another unit, for a rule over blocks or within documents."""
         return replace(self, query=query, key=key, unit=unit)
 
     def reason_of(self, part: Pattern) -> Reason:
-        """Reason of a part of the rule for this pair; a method of the pair, so that the viewer can trace it."""
+        """Return part.reason(self), the reason of a part of a rule; the viewer overrides this method to trace parts."""
         return part.reason(self)
 
     def allowed_by(self, pattern: Pattern) -> bool:
-        """Value of the pattern's mask_mod at this pair."""
+        """True if the pattern allows this pair, by its mask_mod."""
         cpu = torch.device("cpu")
         mod = pattern.mask_mod(num_heads=self.num_heads, device=cpu)
         return bool(mod(*(torch.tensor(number, device=cpu) for number in (0, self.head, self.query, self.key))))
@@ -57,20 +60,23 @@ class Pair:
 
     @property
     def distance(self) -> str:
-        """Distance of the key from the query, as a clause."""
+        """Distance of the key from the query as a clause, such as: key 3 is 2 tokens before query 5."""
         if self.key == self.query:
             return f"{self.the_key} is the query's own"
         side = "before" if self.key < self.query else "after"
         return f"{self.the_key} is {self._measured(abs(self.query - self.key))} {side} {self.the_query}"
 
     def those(self, holds: Callable[[int], bool], what: str) -> str | None:
-        """Clause that the sides whose positions satisfy `holds` are `what`; None if neither side does."""
+        """Return a clause such as 'query 3 and key 5 are <what>', for positions that satisfy `holds`; None if none."""
         sides = ((self.the_query, self.query), (self.the_key, self.key))
         names = [name for name, position in sides if holds(position)]
         return f"{' and '.join(names)} {'are' if len(names) > 1 else 'is'} {what}" if names else None
 
     def in_runs(self, kind: str, of_query: int, of_key: int, edges: Callable[[int], tuple[int, int]]) -> str:
-        """Clause that names the runs of positions, such as segments, of the query and the key."""
+        """Return the clause that names the runs of positions of the query and key: "both are in segment 1 (4 to 7)".
+
+        kind: noun for a run. of_query, of_key: indices of their runs. edges(i): (start, stop) of run i.
+        """
         query, key = (f"{kind} {index} ({span(*edges(index))})" for index in (of_query, of_key))
         if of_query == of_key:
             return f"both are in {query}"
@@ -86,7 +92,7 @@ class Pair:
 
 @dataclass(frozen=True)
 class Reason:
-    """Verdict of one rule on a pair; `parts`: reasons of the inner rules that decide it."""
+    """Verdict of one rule on a pair, with its explanation; `parts`: reasons of the inner rules that decide it."""
 
     pattern: Expression
     allowed: bool
@@ -94,7 +100,7 @@ class Reason:
     parts: tuple[Reason, ...] = ()
 
     def lines(self, depth: int = 0, width: int = 60) -> list[str]:
-        """The tree as indented lines, patterns cut to `width` characters."""
+        """Return the tree of reasons as indented lines, patterns cut to `width` characters."""
         written = repr(self.pattern)
         written = written if len(written) <= width else f"{written[: width - 3]}..."
         line = f"{_INDENT * depth}{'yes' if self.allowed else 'no':<3}  {written}: {self.text}"
@@ -106,12 +112,12 @@ class Reason:
 
 
 def span(start: int, stop: int) -> str:
-    """Text of a run of positions: its first and last."""
+    """Return the text of the run of positions start to stop - 1, such as: 4 to 7, or 4 for a single position."""
     return f"{start} to {stop - 1}" if stop - start > 1 else f"{start}"
 
 
 def listing(numbers: Sequence[int]) -> str:
-    """Text of numbers; a long list is cut to its first few and the number of further ones."""
+    """Return numbers as text, such as: 1, 2 and 5; of more than 8, the first 8 and the number of further ones."""
     if not numbers:
         return "none"
     if len(numbers) > _MOST_LISTED:

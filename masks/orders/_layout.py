@@ -1,4 +1,4 @@
-"""Orders: the token in each slot, for each head; of all tokens or of some."""
+"""Orders: the token in each slot, a place of a reordered tensor, for each head; of all tokens or of some."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from ..core import Pattern, require_int
 
 @dataclass(frozen=True)
 class Pieces:
-    """Slots cut into runs whose positions are progressions of one step.
+    """Slots, places of a reordered tensor, cut into P runs whose token positions are progressions of one step.
 
     Run p has lengths[p] slots: starts[p], starts[p] + strides[p] and so on, with stride 1 if `strides` is None. In
-    table t its i-th slot holds position firsts[t, p] + step * i. Runs of stride n > 1 come in groups of n, which start
-    at consecutive slots and together fill all slots of the group.
+    table t, which one or more heads use, its i-th slot holds position firsts[t, p] + step * i. Runs of stride n > 1
+    come in groups of n, which start at consecutive slots and together fill all slots of the group.
     """
 
     starts: Int64[Tensor, " P"]
@@ -30,7 +30,7 @@ class Pieces:
     strides: Int64[Tensor, " P"] | None = None
 
     def position(self, table: Int64[Tensor, "..."], slot: Int64[Tensor, "..."]) -> Int64[Tensor, "..."]:
-        """Position of each slot in the order of each table."""
+        """Return the token position in each slot, by the table with each index; the arguments broadcast."""
         piece = torch.searchsorted(self.starts, slot, right=True) - 1
         index = slot - self.starts[piece]
         if self.strides is not None:  # past the last start of a group, its runs alternate
@@ -40,7 +40,11 @@ class Pieces:
 
 
 class _Order:
-    """Tokens in slots: of one fold, or of equally shaped folds that are shifted copies of fold 0."""
+    """Base of orders: the token in each slot, a place of the reordered tensor, of one fold or of several equal folds.
+
+    A fold is one of several groups of tokens that are computed as a batch, such as segments; its tokens are the tokens
+    of fold 0, shifted.
+    """
 
     @property
     def is_natural(self) -> bool:
@@ -48,16 +52,19 @@ class _Order:
         return False
 
     def pieces(self, origin: int) -> Pieces:
-        """Slots of fold 0 as runs of progressions; token 0 has position `origin`."""
+        """Return the slots of fold 0 as runs whose positions are progressions; token 0 has position `origin`."""
         raise NotImplementedError  # defined by each order
 
     def in_pieces(self, rule: Pattern, origin: int) -> tuple[Pattern, Pieces]:
-        """(rule, `pieces`); an order of many short runs may return an equal rule over slots instead."""
+        """Return (rule, self.pieces(origin)): a rule over positions, and the slots as runs of positions.
+
+        An order of many short runs may instead return an equivalent rule over slot numbers, and all slots as one run.
+        """
         return rule, self.pieces(origin)
 
 
 class _SharedOrder(_Order):
-    """An order that all heads share, of one fold: slot s holds token positions()[s]."""
+    """Base of orders with one fold that all heads share: slot s holds token positions()[s]."""
 
     folds = 1
 
@@ -66,47 +73,53 @@ class _SharedOrder(_Order):
         raise NotImplementedError  # defined by each order
 
     def positions(self, device: torch.device | str | None = None) -> Int64[Tensor, " S"]:
-        """Token in each slot."""
+        """Return the index of the token in each slot."""
         raise NotImplementedError
 
     def tokens(self, device: torch.device | str | None = None) -> Int64[Tensor, "1 1 S"]:
-        """Token in each slot, of every head and fold."""
+        """Return the index of the token in each slot, with axes of length 1 for heads and folds."""
         return self.positions(device)[None, None]
 
     def end(self, filled: int) -> int:
-        """One past the last token of fold 0, including `filled` more slots that pad the last block."""
+        """Return one past the last token of fold 0, including `filled` more slots that pad the last block."""
         return self.num_slots + filled
 
     def start_of(self, index: int) -> int:
-        """Token offset of a head: 0, as all heads share the tokens."""
+        """Return the first token of the head with this index: 0, as all heads share the tokens."""
         return 0
 
     def as_compact(self, heads: tuple[int, ...]) -> Compact | None:
-        """Equal Compact for these heads; None if the tokens are not a progression."""
+        """Return an equal Compact, an order of one progression for each head; None if slot s does not hold token s."""
         return Compact(heads, (0,) * len(heads), 1, self.num_slots, 1, self.num_slots) if self.is_natural else None
 
     def repeated(self, heads: tuple[int, ...], moves: Int64[Tensor, " n"]) -> Compact | Folded:
-        """Copies of this order for these heads, as folds: one shifted by each of `moves` tokens."""
+        """Return an order of shifted copies of this one as folds: one shifted by each of `moves`, in tokens."""
         compact = self.as_compact(heads)
         return Folded(self, FoldStarts(moves)) if compact is None else compact.repeated(heads, moves)
 
 
 class Permutation(_SharedOrder):
-    """An order of all tokens."""
+    """Base of orders that hold each token of the sequence once."""
 
     is_copied = False  # unless the caller's tokens are in another order
 
     def slots(self, device: torch.device | str | None = None) -> Int64[Tensor, " N"]:
-        """Slot of each token: the inverse of `positions`."""
+        """Return the slot of each token: the inverse of `positions`."""
         raise NotImplementedError
 
     def apply(self, x: Shaped[Tensor, "..."], dim: int = -2) -> Shaped[Tensor, "..."]:
-        """Reorder natural tokens along `dim` into slots."""
+        """Reorder x along `dim` from natural token order into slots.
+
+        Raises ValueError unless that dimension has one entry for each token.
+        """
         self._check(x, dim)
         return x if self.is_natural else x.index_select(dim, self.positions(x.device))
 
     def invert(self, x: Shaped[Tensor, "..."], dim: int = -2) -> Shaped[Tensor, "..."]:
-        """Reorder slots along `dim` back into natural tokens."""
+        """Reorder x along `dim` from slots back into natural token order.
+
+        Raises ValueError unless that dimension has one entry for each token.
+        """
         self._check(x, dim)
         return x if self.is_natural else x.index_select(dim, self.slots(x.device))
 
@@ -119,8 +132,8 @@ class Permutation(_SharedOrder):
 class Layout(Permutation):
     """Residue-major order, shared by all heads: tokens sorted by (index mod rate, index div rate).
 
-    A pure permutation of any number of tokens, without padding; rate 1 is the natural order. For
-    divisors of `rate`, too, the tokens of one residue class are in runs of consecutive slots.
+    A pure permutation of any number of tokens, without padding; rate 1 is the natural order. The tokens of one residue
+    class, modulo `rate` or a divisor of it, are in runs of consecutive slots.
 
     >>> masks.Layout(8, 2).apply(torch.arange(8), dim=0)
     tensor([0, 2, 4, 6, 1, 3, 5, 7])
@@ -142,7 +155,7 @@ class Layout(Permutation):
         return self.rate == 1
 
     def positions(self, device: torch.device | str | None = None) -> Int64[Tensor, " S"]:
-        """Token in each slot."""
+        """Return the index of the token in each slot."""
         slot = torch.arange(self.num_tokens, device=device)
         # The first `longer` residue classes have one token more. No data-dependent shape: this is traced.
         each, longer = self.num_tokens // self.rate, self.num_tokens % self.rate
@@ -151,7 +164,7 @@ class Layout(Permutation):
         return residue + self.rate * (slot - residue * each - residue.clamp(max=longer))
 
     def slots(self, device: torch.device | str | None = None) -> Int64[Tensor, " N"]:
-        """Slot of each token: the inverse of `positions`."""
+        """Return the slot of each token: the inverse of `positions`."""
         return self.slot_of(torch.arange(self.num_tokens, device=device))
 
     def slot_of(self, token: Int64[Tensor, "..."]) -> Int64[Tensor, "..."]:
@@ -160,16 +173,17 @@ class Layout(Permutation):
         return residue * each + residue.clamp(max=longer) + token // self.rate
 
     def pieces(self, origin: int) -> Pieces:
-        """One run for each residue class; token 0 has position `origin`."""
+        """Return the slots as one run for each residue class; token 0 has position `origin`."""
         classes = torch.arange(min(self.rate, self.num_tokens))
         lengths = (self.num_tokens - 1 - classes) // self.rate + 1
         starts = lengths.cumsum(0) - lengths
         return Pieces(starts, lengths, (classes + origin)[None], self.rate)
 
     def rows(self, origin: int) -> Pieces:
-        """The slots as runs of neighbouring tokens: the first tokens of all classes, the second, and so on.
+        """Return the slots as runs of neighbouring tokens: the first tokens of all classes, the second, and so on.
 
-        Few runs where classes are many and short. Classes with one token more than others form a separate group.
+        Token 0 has position `origin`. These runs are few where classes are many and short. Classes with one token more
+        than others form a separate group.
         """
         each, longer = divmod(self.num_tokens, self.rate)
         groups = [
@@ -186,7 +200,7 @@ class Layout(Permutation):
 
 @dataclass(frozen=True)
 class Listed(_SharedOrder):
-    """Some tokens, equal for all heads: slot s holds the s-th token of the concatenated runs.
+    """Order of some tokens, equal for all heads: slot s holds the s-th token of the concatenated runs.
 
     All runs have one step.
     """
@@ -203,11 +217,11 @@ class Listed(_SharedOrder):
 
     @property
     def is_copied(self) -> bool:
-        """True if the tokens are not contiguous."""
+        """True if the step is above 1, so that the tokens must be copied; runs of step 1 are views."""
         return self.step > 1
 
     def end(self, filled: int) -> int:
-        """One past the last listed token; slots beyond are empty."""
+        """Return one past the last listed token; further slots are empty."""
         return max(run.stop for run in self.runs)
 
     def positions(self, device: torch.device | str | None = None) -> Int64[Tensor, " S"]:
@@ -221,18 +235,18 @@ class Listed(_SharedOrder):
 
 @dataclass(frozen=True, eq=False)
 class FoldStarts:
-    """Token offset of each fold from the first one, where folds are not evenly spaced; equal only to itself."""
+    """Token offset of each fold, one of several equal groups of tokens, from the first one; equal only to itself."""
 
     tokens: Int64[Tensor, " folds"]
 
 
 @dataclass(frozen=True)
 class Compact(_Order):
-    """The active tokens of each head, gathered: one progression a head, repeated over folds, such as segments.
+    """Order of the tokens that each head's dilated rule uses: one progression for each head, repeated over folds.
 
     Slot s of fold f of head heads[i] holds token starts[i] + f * fold_stride + s * step; with `fold_starts`,
-    fold_starts.tokens[f] replaces f * fold_stride. All heads have `num_slots` slots; heads with another number are in
-    another Compact.
+    fold_starts.tokens[f] replaces f * fold_stride. A fold is, for example, a segment. All heads have `num_slots` slots;
+    heads with another number are in another Compact.
     """
 
     heads: tuple[int, ...]
@@ -245,20 +259,20 @@ class Compact(_Order):
 
     @property
     def is_copied(self) -> bool:
-        """True if the tokens, fold by fold, are not a strided view."""
+        """True if the tokens must be copied; otherwise the folds, of step 1 and evenly spaced, are a view."""
         return self.step > 1 or self.fold_starts is not None
 
     def end(self, filled: int) -> int:
         return max(self.starts) + (self.num_slots + filled) * self.step
 
     def fold_tokens(self, device: torch.device | str | None = None) -> Int64[Tensor, " folds"]:
-        """Token offset of each fold from the first one."""
+        """Return the token offset of each fold from the first fold."""
         if self.fold_starts is not None:
             return self.fold_starts.tokens.to(device)
         return torch.arange(self.folds, device=device) * self.fold_stride
 
     def at_folds(self, tokens: Int64[Tensor, " folds"]) -> Compact:
-        """Copies of fold 0, one shifted by each of `tokens`; with `fold_stride` if these are evenly spaced."""
+        """Return copies of fold 0, one shifted by each of `tokens`; evenly spaced folds use `fold_stride`."""
         first, gaps = int(tokens[0]), tokens.diff()
         stride = int(gaps[0]) if len(gaps) else self.num_slots
         even = not bool((gaps != stride).any())
@@ -274,12 +288,12 @@ class Compact(_Order):
         return self.at_folds((moves[:, None] + self.fold_tokens()).flatten())
 
     def portion(self, heads: slice, folds: range) -> Compact:
-        """Restrict to some heads and consecutive folds."""
+        """Return the order restricted to some heads and to consecutive folds."""
         some = replace(self, heads=self.heads[heads], starts=self.starts[heads])
         return some.at_folds(self.fold_tokens()[folds.start : folds.stop])
 
     def alone(self, shift: int) -> Compact:
-        """Fold 0, shifted by `shift` tokens."""
+        """Return the order of fold 0 alone, shifted by `shift` tokens."""
         starts = tuple(start + shift for start in self.starts)
         return replace(self, starts=starts, folds=1, fold_stride=0, fold_starts=None)
 
@@ -300,7 +314,7 @@ class Compact(_Order):
 
 @dataclass(frozen=True)
 class Folded(_SharedOrder):
-    """Shifted copies of an order: slot s of fold f holds token starts.tokens[f] + order.positions()[s]."""
+    """Shifted copies of an order as folds: slot s of fold f holds token starts.tokens[f] + order.positions()[s]."""
 
     order: _SharedOrder
     starts: FoldStarts
@@ -341,9 +355,10 @@ Order = Permutation | Listed | Compact | Folded
 
 
 def residue_rate(branch: Pattern, most: int) -> int:
-    """Rate, at most `most`, of a residue-major order in which tokens of dilated factors are in runs.
+    """Return the rate, at most `most`, of a residue-major order in which tokens of dilated factors are in runs.
 
-    Least common multiple of the factors' rates in ascending order; a rate that would raise it above `most` is skipped.
+    It is the least common multiple of the rates of `branch` in ascending order; a rate that would raise it above `most`
+    is skipped.
     """
     common = 1
     for rate in sorted(set(branch.rates())):

@@ -18,9 +18,10 @@ from ..core import LARGEST, Ranges, among, within
 
 
 class Part(NamedTuple):
-    """A run of queries with the keys they are computed with.
+    """A run of queries and an interval of key positions, whose keys they attend to in one computation.
 
-    The first query is token `q_token`. `span`: interval of the keys' positions; `gapless`: there is a key at each.
+    queries: positions. q_token: index of the first query in q. span: the interval. gapless: True if there is a key at
+    each position of `span`.
     """
 
     queries: range
@@ -31,12 +32,12 @@ class Part(NamedTuple):
 
 @dataclass(frozen=True)
 class Placement:
-    """Positions of local tokens: query token i is at the i-th position of `queries`, key token j at the j-th of `keys`.
+    """Positions of the tokens on a device: the i-th query token is at the i-th position of `queries`; keys likewise.
 
-    `keys` has one entry for all key/value heads, or one for each. With `complete` the rule allows no query a key that
-    is absent, so gaps between the keys need no mask; only runs of queries that contain no key are excluded from the
-    keys. Otherwise the keys are in runs of step 1, equal for all heads, and absent keys are excluded. Run-time tensors
-    have values for `num_tokens` positions; 0 means one past the last position of a query or key.
+    `keys` has one entry for all key-value heads, or one for each. `complete` states that the rule allows no pair with
+    an absent key, so that gaps between the keys need no mask; only runs of queries that contain no key are excluded
+    from the keys. Otherwise the keys are in runs of step 1, equal for all heads, and absent keys are excluded. Run-time
+    tensors have values for `num_tokens` positions; 0 means one past the last position of a query or key.
     """
 
     queries: Ranges
@@ -46,16 +47,16 @@ class Placement:
 
     def __post_init__(self) -> None:
         if any(run.step != 1 for run in self.queries):
-            raise ValueError(f"queries must stand in runs of step 1; got {self.queries}")
+            raise ValueError(f"queries must be in runs of step 1; got {self.queries}")
         if not self.complete and (len(self.keys) != 1 or any(run.step != 1 for run in self.keys[0])):
-            raise ValueError(f"keys must stand in runs of step 1, the same for all heads; got {self.keys}")
+            raise ValueError(f"keys must be in runs of step 1, equal for all heads; got {self.keys}")
         for name, sides in (("queries", (self.queries,)), ("keys", self.keys)):
             if any(not run or run.step < 1 or run.start < 0 or run[-1] > LARGEST for side in sides for run in side):
                 raise ValueError(f"{name} must be ascending ranges of positions, none of them empty; got {sides}")
 
     @cached_property
     def text(self) -> str:
-        """JSON text; `read` restores an equal placement."""
+        """JSON text, from which `read` restores an equal placement."""
         queries = [[run.start, run.stop] for run in self.queries]
         keys = [[[run.start, run.stop, run.step] for run in side] for side in self.keys]
         return json.dumps([queries, keys, int(self.complete), self.num_tokens], separators=(",", ":"))
@@ -73,7 +74,7 @@ class Placement:
 
     @property
     def num_keys(self) -> int:
-        """Largest number of key tokens of a head."""
+        """Number of key tokens of a head, the largest over all heads."""
         return max(sum(map(len, side)) for side in self.keys)
 
     @property
@@ -83,7 +84,7 @@ class Placement:
         return self.num_tokens or 1 + max((run[-1] for side in sides for run in side), default=0)
 
     def parts(self) -> Iterator[Part]:
-        """Split into parts that hold each pair of a query and a key once."""
+        """Yield parts that together contain each pair of a query and a key once."""
         tokens = accumulate(map(len, self.queries), initial=0)
         for queries, token in zip(self.queries, tokens, strict=False):
             for span, gapless in self._spans():
@@ -103,7 +104,7 @@ class Placement:
         return spans
 
     def stretches(self, span: range, gap: int) -> list[range]:
-        """Runs of step 1 within the span that hold the keys of all heads, split at gaps of over `gap` positions."""
+        """Return runs of step 1 in the span that contain the keys of all heads, split at gaps above `gap` positions."""
         runs = {run for side in self.keys for run in side}
         pieces = [range(run.start, run[-1] + 1) for run in runs if run.step <= gap]
         pieces += [range(position, position + 1) for run in runs if run.step > gap for position in run]
@@ -119,7 +120,7 @@ class Placement:
         return joined
 
     def key_slots(self, head: int) -> HeldSlots:
-        """Slots of a head's keys in its tensor."""
+        """Return the index of each key position in the key tensor of one key-value head."""
         return _slots(self.keys[head if len(self.keys) > 1 else 0])
 
     def query_slots(self) -> HeldSlots:
@@ -128,13 +129,13 @@ class Placement:
 
 @dataclass(frozen=True, eq=False)
 class HeldSlots:
-    """Slot of each local token: `position` ascending, with its `slot`."""
+    """Index of each local token in its tensor: the token at position[i] is at index slot[i]; positions ascend."""
 
     position: Int64[Tensor, " n"]
     slot: Int64[Tensor, " n"]
 
     def of(self, positions: Int64[Tensor, "..."]) -> Int64[Tensor, "..."]:
-        """Slot of each position; an arbitrary slot for absent positions, which no query may attend to."""
+        """Return the slot of each position; arbitrary for an absent position, which no query may attend to."""
         if not len(self.position):
             return torch.zeros_like(positions)
         return self.slot[torch.searchsorted(self.position, positions).clamp(max=len(self.position) - 1)]
@@ -145,7 +146,7 @@ def _slots(held: Ranges) -> HeldSlots:
     tokens = [torch.arange(run.start, run.stop, run.step) for run in held]
     position, slot = torch.cat([torch.empty(0, dtype=torch.int64), *tokens]).sort()
     if bool((position[1:] == position[:-1]).any()):
-        raise ValueError(f"tokens must stand at different positions; got {held}")
+        raise ValueError(f"tokens must be at different positions; got {held}")
     return HeldSlots(position, slot)
 
 
@@ -154,7 +155,7 @@ def _slots(held: Ranges) -> HeldSlots:
 
 @dataclass(frozen=True)
 class Padded:
-    """Every `step`-th token of each segment, from each head's offset on, in `width` slots a segment.
+    """Order of every `step`-th token of each segment, from each head's offset on, padded to `width` slots per segment.
 
     Slot s of head i holds token t = start + f * segment + offsets[i] + p * step, where f, p = divmod(s, width), if t is
     in segment f and begin <= t < end; else the slot is empty. Token `begin` is in segment 0. `width` and the number of
@@ -175,7 +176,7 @@ class Padded:
     is_copied = True
 
     def in_blocks_of(self, side: int) -> Padded:
-        """Pad each segment to whole blocks of this side."""
+        """Return the order with each segment padded to whole blocks of `side` slots."""
         return replace(self, width=-(-self.segment // (self.step * side)) * side, side=side)
 
     @property
@@ -184,13 +185,13 @@ class Padded:
 
     @property
     def num_slots(self) -> int:
-        """Slots up to the last block that holds a token of any head; at least two blocks."""
+        """Number of slots up to the last block that holds a token of any head; at least two blocks."""
         last = self.num_segments - 1
         held = last * self.width + int(self.held()[1][:, last].max())
         return max(2, -(-held // self.side)) * self.side
 
     def held(self) -> tuple[Int64[Tensor, "H F"], Int64[Tensor, "H F"]]:
-        """(first place p that holds a token, one past the last) of each head and segment."""
+        """Return the places p that hold a token of each head and segment, as (first, one past the last)."""
         start = self.start + torch.arange(self.num_segments) * self.segment
         first = start + torch.tensor(self.offsets)[:, None]
         last = (start + self.segment).clamp(max=self.end)
@@ -198,7 +199,7 @@ class Padded:
         return (((self.begin - first).clamp(min=0) + self.step - 1) // self.step).minimum(past), past
 
     def tokens(self, device: torch.device | str | None = None) -> Int64[Tensor, "H 1 S"]:
-        """Token in each slot; -1 if empty."""
+        """Return the index of the token in each slot of each head, in a single fold; -1 if empty."""
         slot = torch.arange(self.num_slots, device=device)
         place = torch.tensor(self.offsets, device=device)[:, None] + slot % self.width * self.step
         token = self.start + slot // self.width * self.segment + place
@@ -210,7 +211,7 @@ class Padded:
 
 @dataclass(frozen=True)
 class Held:
-    """Positions of some runs with position mod segment mod step equal to an offset, ascending.
+    """Order of the positions p in some runs with p mod segment mod step equal to an offset, ascending.
 
     Heads with equal offset and runs share a row: `rows` has the row of each head, `offsets` and `runs` have an entry
     for each row. Slots past the end of a row are empty. The number of slots is a multiple of `side`, at least two
@@ -228,7 +229,7 @@ class Held:
     is_copied = True
 
     def in_blocks_of(self, side: int) -> Held:
-        """Pad to whole blocks of this side."""
+        """Return the order padded to whole blocks of `side` slots."""
         return replace(self, side=side)
 
     @property
@@ -237,13 +238,13 @@ class Held:
 
     @cached_property
     def positions(self) -> Int64[Tensor, "T S"]:
-        """Position in each slot of each row; -1 if empty."""
+        """Position in each slot of each row; -1 if the slot is empty."""
         rows = [self._active(*row) for row in zip(self.offsets, self.runs, strict=True)]
         slots = max(2, -(-max(map(len, rows)) // self.side)) * self.side
         return torch.stack([pad(row, (0, slots - len(row)), value=-1) for row in rows])
 
     def tokens(self, device: torch.device | str | None = None) -> Int64[Tensor, "H 1 S"]:
-        """Position in each slot of each head, in a single fold; -1 if empty."""
+        """Return the position in each slot of each head, in a single fold; -1 if the slot is empty."""
         return self.positions[list(self.rows), None].to(device or "cpu")
 
     def _active(self, offset: int, runs: Ranges) -> Int64[Tensor, " n"]:

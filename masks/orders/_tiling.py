@@ -22,10 +22,10 @@ _RUNS_AT_ONCE = 1 << 14  # boxes whose rectangles are held together: bounds the 
 
 @dataclass(frozen=True)
 class Tiling(Permutation):
-    """Tiles of a grid in row-major order, and within each tile its tokens in row-major order.
+    """Order of a grid's tokens: tiles in row-major order, and within each tile its tokens in row-major order.
 
-    A pure permutation of the tokens of the whole grid, without padding: where a tile's side does not divide
-    an axis, the last tiles along that axis are smaller. Positions number the grid in row-major order.
+    A pure permutation of the tokens of the whole grid, without padding: where a tile's side does not divide an axis,
+    the last tiles along that axis are smaller. Positions number the grid in row-major order.
     """
 
     grid: tuple[int, ...]
@@ -62,13 +62,16 @@ class Tiling(Permutation):
         return slot
 
     def in_pieces(self, rule: Pattern, origin: int) -> tuple[Pattern, Pieces]:
-        """(the rule over slots, one run of slots): in positions, runs would be as short as a tile is wide."""
+        """Return (the rule over slots, one run of all slots).
+
+        In positions instead of slots, runs would be as short as a tile is wide.
+        """
         assert isinstance(rule, Neighborhood)
         assert origin == 0, "a tiling orders the whole grid"
         return Tiled(rule, self), Layout(self.num_slots).pieces(0)
 
     def rectangles(self, start: Int64[Tensor, " n"], stop: Int64[Tensor, " n"]) -> Rectangles:
-        """Cut the tokens in slots start to stop - 1 of n runs into non-empty rectangles."""
+        """Cut n runs of tokens, in slots start to stop - 1, into non-empty rectangles with the index of their run."""
         rest = _Runs(torch.arange(len(start)), start, stop, self._everywhere(start)).select(start < stop)
         found = []
         for axis, unit in self._digits():
@@ -78,7 +81,10 @@ class Tiling(Permutation):
         return Rectangles(torch.cat(runs), joined(*boxes))
 
     def _digits(self) -> Iterator[tuple[int, int]]:
-        """Yield (axis, length of a child along it) from the outermost digit of a slot to the innermost."""
+        """Yield (axis, length) of the cuts that number the slots, from the outermost to the innermost.
+
+        Each cut divides a rectangle along `axis` into children of this length: first tiles, then single tokens.
+        """
         yield from enumerate(self.tile)
         yield from ((axis, 1) for axis in range(len(self.tile)))
 
@@ -86,13 +92,17 @@ class Tiling(Permutation):
         return tuple(Progression(torch.zeros_like(like), 1, torch.full_like(like, length)) for length in self.grid)
 
     def _strided(self, box: Rectangle) -> list[tuple[Progression, int]]:
-        """Each axis of a rectangle with its row-major stride."""
+        """Return each axis of a rectangle, as progressions of coordinates, with its row-major stride."""
         return [(side, prod(self.grid[axis + 1 :])) for axis, side in enumerate(box)]
 
 
 @dataclass(frozen=True)
 class _Runs:
-    """Non-empty parts of runs: slots start to stop - 1, counted from the first slot of their rectangle."""
+    """Non-empty parts of runs of slots, each within one rectangle of the grid.
+
+    run: index of the original run. start, stop: the part has slots start to stop - 1, counted from the rectangle's
+    first slot. box: the rectangles.
+    """
 
     run: Tensor
     start: Tensor
@@ -104,10 +114,11 @@ class _Runs:
 
 
 def _cut(runs: _Runs, axis: int, unit: int) -> tuple[Rectangles, _Runs]:
-    """Split runs into their whole children and the parts left, each within one child.
+    """Split runs of slots at the children of their rectangles: return (whole children, rest, each within one child).
 
-    A run is the end of a child, whole children, and the beginning of another child; or it is inside one child. A
-    smaller last child counts as a beginning even if it is whole.
+    A child is a part of a rectangle of `unit` places along `axis`. A run is the end of a child, whole children, and the
+    beginning of another child; or it is inside one child. A smaller last child counts as a beginning even if it is
+    whole.
     """
     size = unit * _others(runs.box, axis)
     begin, end = -(-runs.start // size), runs.stop // size
@@ -126,18 +137,24 @@ def _cut(runs: _Runs, axis: int, unit: int) -> tuple[Rectangles, _Runs]:
 
 
 def _inside(runs: _Runs, child: Tensor, size: Tensor, axis: int, unit: int) -> _Runs:
-    """The part of each run in the child of this number."""
+    """Return the part of each run in one child of its rectangle, with the number `child`.
+
+    size: slots of a child.
+    """
     start, stop = (runs.start - child * size).clamp(min=0), torch.minimum(runs.stop - child * size, size)
     return _Runs(runs.run, start, stop, _children(runs.box, axis, unit, child, child + 1))
 
 
 def _others(box: Rectangle, axis: int) -> Tensor:
-    """Tokens of the rectangle at each place along an axis."""
+    """Return the number of tokens of a rectangle at one place along `axis`: the product of its other sides."""
     return prod((side.count for side in (*box[:axis], *box[axis + 1 :])), start=torch.ones_like(box[axis].count))
 
 
 def _children(box: Rectangle, axis: int, unit: int, begin: Tensor, end: Tensor) -> Rectangle:
-    """Children begin to end - 1 of each rectangle, cut along an axis at multiples of `unit` from its first place."""
+    """Return the children begin to end - 1 of each rectangle, together one rectangle.
+
+    A child has `unit` places along `axis`, counted from the rectangle's first place; the last may be smaller.
+    """
     side = box[axis]
     part = Progression(side.first + unit * begin, 1, torch.minimum(unit * end, side.count) - unit * begin)
     return (*box[:axis], part, *box[axis + 1 :])
@@ -145,7 +162,7 @@ def _children(box: Rectangle, axis: int, unit: int, begin: Tensor, end: Tensor) 
 
 @dataclass(frozen=True)
 class Tiled(Pattern):
-    """A neighbourhood over slots instead of positions. It is in no expression: terms keep the neighbourhood."""
+    """A neighbourhood over slots of a tiling instead of positions; for block tables, not part of any user's pattern."""
 
     kind = "tiled"  # without constructor and JSON
 
@@ -160,7 +177,7 @@ class Tiled(Pattern):
         return lambda b, h, q, k: inner(b, h, positions[q], positions[k])
 
     def count(self, box: Box, *, num_heads: int) -> Bounds:
-        """Exact: a run of slots is a few rectangles, and the pairs of two rectangles are counted axis by axis."""
+        """Return exact counts: a run of slots is a few rectangles, whose pairs are counted axis by axis."""
         assert box.q.step == box.k.step == 1, "slots come in runs"
         low, high = torch.zeros_like(box.area), torch.zeros_like(box.area)
         for part in torch.arange(len(box.head)).split(_RUNS_AT_ONCE):

@@ -1,4 +1,4 @@
-"""Cache of plans, block tables and programs, in bounded memory."""
+"""Cache of plans, block tables and prepared computations, in bounded memory."""
 
 from ._cache import (
     BYTES_VARIABLE,

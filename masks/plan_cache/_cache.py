@@ -45,7 +45,7 @@ class Limits:
 
 @dataclass(frozen=True)
 class Holding:
-    """Number of cache entries of one kind, and their bytes."""
+    """Number of cache entries of one kind, and the bytes of their tensors."""
 
     name: str
     entries: int
@@ -54,11 +54,12 @@ class Holding:
 
 @dataclass(frozen=True)
 class CacheStats:
-    """Number of look-ups since the last `clear`, and the current contents of a cache.
+    """Numbers of look-ups since the last `clear`, and the current contents of a cache.
 
-    hits: look-ups that found the value, or found another thread building it. misses: look-ups that built it.
-    build_seconds: time spent building; builds within builds count once. masters: plans and block lists, on the CPU.
-    copies: tensors made from these, one item for each device. limits: budgets in bytes and entries.
+    hits: look-ups that found the value, or found another thread building it. misses: look-ups that built it. evictions:
+    entries dropped to stay within the budgets. build_seconds: time spent building; builds within builds count once.
+    masters: plans and block lists, on the CPU. copies: tensors made from these, one item for each device. limits:
+    budgets in bytes and entries.
     """
 
     hits: int
@@ -85,7 +86,7 @@ class CacheStats:
         return self.hits / max(1, self.hits + self.misses)
 
     def __str__(self) -> str:
-        """Two tables as text: look-ups, and contents."""
+        """Return two tables as text: counts of look-ups, and contents."""
         lookups = {
             "hits": f"{self.hits:,}",
             "misses": f"{self.misses:,}",
@@ -103,10 +104,11 @@ class CacheStats:
 
 @dataclass(eq=False, slots=True)
 class Entry:
-    """A cached value; `pattern`: texts of the patterns it depends on, concatenated.
+    """A cached value, with its size in bytes and its place in the order of eviction.
 
-    `device`: the device of a copy made from other cached values; None for a value that is no copy. `line`: all entries
-    with a device, or all without, least recently used first. Entries hash by identity, which is faster than by key.
+    pattern: texts of the patterns it depends on, concatenated. device: the device of a copy made from other cached
+    values; None for a value that is no copy. line: all copies, or all other entries, least recently used first. Entries
+    hash by identity, which is faster than by key.
     """
 
     key: Hashable
@@ -166,11 +168,12 @@ class Cache:
         pattern: Expression | str = "",
         device: torch.device | None = None,
     ) -> T:
-        """The value of `key`, from the cache or else from `build()`. A value larger than the budget is not kept.
+        """Return the value of `key`, from the cache or else from `build()`; a value above the budget is not kept.
 
-        `nbytes`: function that gives the bytes of a value. `pattern`: the pattern that the value depends on, or its
-        text, for `forget`; patterns of enclosing builds are added. `device`: the device of a value that is a copy of
-        other cached values, else None; copies are evicted first.
+        nbytes: function that gives the bytes of a value. pattern: the pattern that the value depends on, or its text,
+        for `forget`; patterns of enclosing builds are added. device: the device of a value that is a copy of other
+        cached values, else None; copies are evicted first. While another thread builds the value, the call waits, and
+        raises the error of that build if it fails.
         """
         with self._lock:
             entry = self._entries.get(key)
@@ -192,7 +195,7 @@ class Cache:
         return building.done.result()
 
     def forget(self, pattern: Expression) -> int:
-        """Drop all values that depend on a pattern or on a combination of it; returns the number of dropped values.
+        """Drop all values that depend on a pattern or on a combination of it; return the number of dropped values.
 
         Values being built for it are returned to their callers but not kept.
         """
@@ -221,7 +224,7 @@ class Cache:
         log.debug("entries dropped to clear the cache: %d", dropped)
 
     def stats(self) -> CacheStats:
-        """Current statistics; str() formats them as tables."""
+        """Return the current statistics; str() formats them as tables."""
         sizes: defaultdict[str, list[int]] = defaultdict(list)
         with self._lock:
             counts, limits = (self._hits, self._misses, self._evictions, self._build_seconds), self._limits
@@ -232,7 +235,10 @@ class Cache:
         return CacheStats(*counts, masters, tuple(copies), limits)
 
     def __repr__(self) -> str:
-        """Entries and bytes, with the budgets. Takes no lock, so that a debugger can call it at any time."""
+        """Return entries and bytes, with the budgets.
+
+        It takes no lock, so that a debugger can call it at any time.
+        """
         held = f"{len(self._entries):,} of {self.budget_entries:,} entries"
         return f"Cache({held}, {bytes_text(self._bytes)} of {bytes_text(self.budget_bytes)})"
 
@@ -287,7 +293,7 @@ class Cache:
         _tell("evicted", gone, ", used longest ago")
 
     def _evict(self, coming_bytes: int, coming_entries: int) -> list[Entry]:
-        """Evict entries until these bytes and entries fit, copies first; returns the evicted entries."""
+        """Evict entries until these additional bytes and entries fit, copies first; return the evicted entries."""
         gone, limits = [], self._limits
         while self._entries and (
             self._bytes + coming_bytes > limits.bytes or len(self._entries) + coming_entries > limits.entries
@@ -303,7 +309,10 @@ class Cache:
 
 
 def _tell(what: str, entries: list[Entry], how: str) -> None:
-    """Log one DEBUG line for each entry. Do not call it with the lock held: a log handler may use the cache."""
+    """Log one DEBUG line for each entry: `what` happened to it, such as "evicted", and `how`.
+
+    Do not call it with the lock held: a log handler may use the cache.
+    """
     if entries and debug_wanted():
         for each in entries:
             name = str(each.key[0] if isinstance(each.key, tuple) and each.key else each.key).replace("_", " ")
@@ -314,12 +323,16 @@ def _tell(what: str, entries: list[Entry], how: str) -> None:
 
 
 def debug_wanted() -> bool:
-    """True if the logger is enabled for DEBUG."""
+    """True if the library's logger is enabled for DEBUG."""
     return log.isEnabledFor(logging.DEBUG)
 
 
 def pattern_text(text: str) -> str:
-    """The first of several concatenated JSON texts of patterns, as a Python expression of limited length."""
+    """Return the first of several concatenated JSON texts of patterns, as a Python expression.
+
+    It is shortened to 160 characters; the JSON itself is returned if it cannot be read, and "any pattern" for an empty
+    text.
+    """
     text = text.strip()
     if not text:
         return "any pattern"
@@ -331,12 +344,12 @@ def pattern_text(text: str) -> str:
 
 
 def in_line(value: object) -> str:
-    """str(value), shortened to at most 160 characters."""
+    """Return str(value), shortened to at most 160 characters and an ellipsis."""
     return shortened(str(value), _LONGEST)
 
 
 def _text(pattern: Expression | str) -> str:
-    """JSON text of a pattern, with names of run-time tensors instead of values; a string is returned unchanged."""
+    """Return the JSON text of a pattern, with names of run-time tensors instead of values; a string unchanged."""
     return pattern if isinstance(pattern, str) else as_written(pattern).text
 
 
@@ -360,10 +373,11 @@ _cache_lock = threading.Lock()
 
 
 def cache() -> Cache:
-    """The process-wide cache of plans and block lists.
+    """Return the process-wide cache of plans and block lists.
 
-    Environment variables FLEXDILATED_CACHE_BYTES and FLEXDILATED_CACHE_ENTRIES set its initial budgets, by default
-    1 GiB and 16,384 entries. Raises ValueError if one is not a whole number.
+    Environment variables FLEXDILATED_CACHE_BYTES and FLEXDILATED_CACHE_ENTRIES set its initial budgets, by default 1
+    GiB and 16,384 entries.
+    Raises ValueError if one is not a whole number.
 
     >>> masks.cache().clear()
     """

@@ -142,10 +142,10 @@ def test_flex_runs_parts(complete: bool):
 @pytest.mark.parametrize(
     ("queries", "keys", "complete", "told"),
     [
-        ((range(0, 8, 2),), ((range(8),),), True, "queries must stand in runs of step 1"),
-        ((range(2),), ((range(3), range(4, 9, 2)),), False, "keys must stand in runs of step 1"),
-        ((range(8),), ((range(0, 8, 2),),), False, "keys must stand in runs of step 1, the same for all heads"),
-        ((range(8),), ((range(8),), (range(8),)), False, "keys must stand in runs of step 1, the same for all heads"),
+        ((range(0, 8, 2),), ((range(8),),), True, "queries must be in runs of step 1"),
+        ((range(2),), ((range(3), range(4, 9, 2)),), False, "keys must be in runs of step 1"),
+        ((range(8),), ((range(0, 8, 2),),), False, "keys must be in runs of step 1, equal for all heads"),
+        ((range(8),), ((range(8),), (range(8),)), False, "keys must be in runs of step 1, equal for all heads"),
         ((range(8),), ((range(0),),), True, "keys must be ascending ranges of positions, none of them empty"),
         ((range(0),), ((range(8),),), True, "queries must be ascending ranges of positions, none of them empty"),
     ],
@@ -157,7 +157,7 @@ def test_bad_placements(queries, keys, complete, told):
 
 def test_keys_at_one_position_twice():
     placement = Placement((range(4),), ((range(4), range(2, 6)),), complete=True)
-    with pytest.raises(ValueError, match="tokens must stand at different positions"):
+    with pytest.raises(ValueError, match="tokens must be at different positions"):
         placement.key_slots(0)
 
 
