@@ -158,7 +158,7 @@ class Strided(Band):
 
 @pattern_kind("dilated_window")
 class DilatedWindow(Band):
-    """Pattern that allows a pair iff key = query + j * rate for an integer j in [-left, right]."""
+    """Pattern that allows a pair iff key = query + j * rate for an integer j in [-left, right]; `rate` is in tokens."""
 
     left: int = at_least(0)
     right: int = at_least(0)
@@ -211,11 +211,12 @@ def strided(stride: int) -> Pattern:
 @constructor
 @advises(keywords=_SIZES, how="masks.dilated_window(left=63, right=0, rate=2)")
 def dilated_window(*, left: int, right: int, rate: int) -> Pattern:
-    """Pattern in which each query sees `left` keys before its position, the key at it, and `right` after, `rate` apart.
+    """Pattern in which each query sees `left` keys before its position, the key at it, and `right` keys after it.
 
-    `left` and `right` are numbers of keys; `rate` is in tokens, and rate 1 gives a `local_window`. This is dilated
-    neighbourhood attention in one dimension (arXiv 2209.15001), except that a window which crosses an end of the
-    sequence is cut off and not shifted inwards.
+    Neighbouring keys are `rate` tokens apart; rate 1 gives a `local_window`. This is dilated neighbourhood attention in
+    one dimension (arXiv 2209.15001), except that a window which crosses an end of the sequence is cut off and not
+    shifted inwards.
+
     Raises ValueError for left or right below 0 and for a rate below 1.
 
     >>> masks.describe(masks.dilated_window(left=4, right=0, rate=2), 8).useful_pairs  # distances 0, 2 and 4

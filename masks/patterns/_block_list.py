@@ -52,7 +52,7 @@ Listed = Callable[[Tensor, Tensor, Tensor], Tensor]
 class BlockTable:
     """Tables of the key blocks that each query block sees; entries[t, r] holds those of query block r in table t.
 
-    Entries are ascending and padded with NOTHING. Query blocks have `q_block` tokens, key blocks `block` tokens.
+    Entries are ascending and padded with NOTHING (2**30). Query blocks have `q_block` tokens, key blocks `block`.
     Positions from `limit` on are in no allowed pair.
     """
 
@@ -77,7 +77,7 @@ class BlockTable:
         return seen
 
     def count(self, table: Tensor, box: Box) -> Bounds:
-        """Return bounds on the allowed pairs of each box; box i uses table[i].
+        """Return bounds on the allowed (query, key) pairs of each box; box i uses table[i].
 
         Bounds are exact for boxes that span at most 8 query blocks, and coarser for larger ones.
         """
@@ -116,7 +116,7 @@ class BlockTable:
         return pairs
 
     def _count_cells(self, box: Box) -> Bounds:
-        """Return bounds from the number of listed blocks in all cells of `_picture` that a box touches."""
+        """Return bounds on the allowed pairs of each box, from the number of listed blocks in the cells it touches."""
         cell, sums = self._picture
         height, width = cell * self.q_block, cell * self.block
         top, bottom = box.q.first // height, box.q.last // height + 1
@@ -132,7 +132,7 @@ class BlockTable:
 
     @cached_property
     def _picture(self) -> tuple[int, Tensor]:
-        """Return (side of a cell in blocks, summed-area table of listed blocks by cell).
+        """Return (side of a cell in blocks, summed-area table `sums` of the listed blocks by cell).
 
         A cell is a square of blocks. sums[t, i, j]: listed blocks of table t in the cells above row i and left of
         column j.
@@ -225,7 +225,7 @@ def keys_of_blocks(blocks: Iterable[int], block: int, keys: range) -> Ranges:
 
 
 def padded(entries: Tensor) -> Tensor:
-    """Pad rows (the last dim) of ascending entries with NOTHING to a width that is a power of two."""
+    """Pad ascending rows (the last dim) at their ends with NOTHING to a width that is a power of two."""
     width = 1 << max(0, entries.shape[-1] - 1).bit_length()
     return torch.nn.functional.pad(entries, (0, width - entries.shape[-1]), value=NOTHING)
 
@@ -325,8 +325,8 @@ def block_list(rows: Sequence[Any] | Tensor, *, block: int) -> Pattern:
 
     block: tokens of a query block and of a key block; block 0 begins at position 0.
     rows: a table, which has a row of key block numbers for each query block; or a sequence of tables, one for each
-    global head. A tensor also works: integers of shape (rows, blocks) or (heads, rows, blocks), or booleans of these
-    shapes, True where the row sees the key block of that column. Queries beyond the last row see no key.
+    head over all devices. A tensor also works: integers of shape (rows, blocks) or (heads, rows, blocks), or booleans
+    of these shapes, True where the row sees the key block of that column. Queries beyond the last row see no key.
 
     Raises ValueError for negative numbers, for a number that a row names twice, and for a table without rows; TypeError
     for entries that are not integers and for uneven nesting. `bind` raises ValueError if the row of a query names a

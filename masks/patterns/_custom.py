@@ -89,7 +89,10 @@ _rules_lock = Lock()
 
 @pattern_kind("custom")
 class Custom(Pattern):
-    """Pattern that allows a pair iff the function of `rule` returns True; with `head`, it always gets that head."""
+    """Pattern that allows a pair iff the mask_mod of `rule` returns True for it.
+
+    `head`: global head that the mask_mod gets in place of the pair's own head; None for the pair's own.
+    """
 
     rule: CustomRule
     head: int | None = None
@@ -102,7 +105,7 @@ class Custom(Pattern):
 
     @classmethod
     def from_data(cls, data: dict[str, Any]) -> Pattern:
-        """Return the pattern whose function has the stored digest; ValueError if this process has no such function."""
+        """Return the pattern of a stored function digest; ValueError unless the function is alive in this process."""
         digest, head = data.get("function"), data.get("head")
         with _rules_lock:
             rule = _rules.get(digest) if isinstance(digest, str) else None
@@ -245,7 +248,7 @@ def _check_period(rule: CustomRule, period: int) -> None:
 
 
 def _require_mask_mod(function: object) -> types.FunctionType:
-    """Return the plain function of (b, h, q, k) that is given, or the mask_mod of a given BlockMask.
+    """Return `function`, or its mask_mod if it is a BlockMask, after a check that it is a plain one of (b, h, q, k).
 
     Raises TypeError for other values, for other parameters, and for default arguments.
     """
@@ -371,7 +374,10 @@ def _over_grid(name: str, result: Any, grid: Grid) -> Tensor:
 
 
 def _check_elementwise(function: types.FunctionType, grid: Grid, result: Tensor) -> None:
-    """Raise ValueError unless `result` is repeated for shuffled cells in one dim, single cells, and int32 positions."""
+    """Raise ValueError unless the function gives each cell of the grid its value in `result` in other calls, too.
+
+    The calls have shuffled cells in one dim, single cells, and int32 positions.
+    """
     cells = torch.stack([part.flatten() for part in torch.broadcast_tensors(*grid)])
     order = torch.randperm(cells.shape[1], generator=torch.Generator("cpu").manual_seed(0), device="cpu")
     cells, answers = cells[:, order], result.flatten()[order]

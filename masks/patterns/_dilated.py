@@ -160,7 +160,10 @@ class Dilated(Pattern):
         return Reason(self, query == key == offset, f"{where}, {active}: {found}")
 
     def _hits(self, progression: Progression, begin: Counts) -> Counts:
-        """Return the number of active positions of each progression, all in one segment whose first one is `begin`."""
+        """Return the number of active positions in each progression, which must be within one segment.
+
+        begin: first active position of that segment.
+        """
         return progression.count if self.rate == 1 else count_residue(progression, self.rate, begin)
 
     def _segments(self, progression: Progression) -> tuple[Counts, Counts]:
@@ -262,7 +265,7 @@ def longnet(
     heads: str = "all",
     padding: str | None = None,
 ) -> Mixture | Pattern:
-    """LongNet's combination of dilated patterns (branches), one for each segment length and its dilation rate.
+    """LongNet's combination of `dilated` patterns (branches): one for each segment length and its dilation rate.
 
     heads: "all" returns a mixture in which every head has every branch, and a pair counts once for each branch that
     allows it (LongNet, arXiv 2307.02486, eqs. 9 and 10; torchscale); for a single branch it returns that pattern.

@@ -39,7 +39,7 @@ Identity = Any  # nested lists of strings and integers, which json.dumps writes 
 
 
 def copy_and_digest(function: types.FunctionType, device: torch.device) -> tuple[types.FunctionType, str]:
-    """Return (a copy of the function and of the values it reads, with tensors on `device`; the function's hex digest).
+    """Return (copy of the function and of the values it reads, with tensors on `device`; hex digest of the function).
 
     Equal digests mean equal functions, in all processes. The digest covers code, constants, defaults, captured values,
     and globals with their names; it does not cover the function's own name, names of local variables, and the place in

@@ -23,14 +23,14 @@ from ..core import (
 )
 
 _MOST_CLASSES = 64  # up to this many residue classes of places, or of queries by place in a group, are counted exactly
-_FEW_CLASSES = 3  # counting whole groups takes this many sums
+_FEW_CLASSES = 3  # with more classes, counting whole groups in three sums is faster
 
 # The product of one progression of coordinates for each axis of the grid, the outermost first.
 Rectangle = tuple[Progression, ...]
 
 
 def fits(step: int, grid: tuple[int, ...]) -> bool:
-    """True if progressions of positions with this step split into rectangles of the grid.
+    """True if arithmetic progressions of row-major positions with this step split into rectangles of the grid.
 
     The step must divide the row length, or be a multiple of it that fits the outer axes in turn.
     """
@@ -45,10 +45,10 @@ def hull(progression: Progression) -> Progression:
 
 
 def rectangles(progression: Progression, grid: tuple[int, ...]) -> Iterator[Rectangle]:
-    """Split n progressions of positions, of a step that `fits`, into rectangles of coordinates; some may be empty.
+    """Split n progressions of row-major positions into rectangles of coordinates; `fits` must hold for their step.
 
-    Each yielded item has one rectangle for each progression. With two axes these are the end of a row, the beginning of
-    another row, and the whole rows between them.
+    Each yielded item has one rectangle for each progression, which may be empty. With two axes these are the
+    end of a row, the beginning of another row, and the whole rows between them.
     """
     *outer, inner = grid
     step, first, count = progression.step, progression.first, progression.count
@@ -102,7 +102,7 @@ def rectangles_of(progression: Progression, grid: tuple[int, ...]) -> Rectangles
 
 
 def joined(*boxes: Rectangle) -> Rectangle:
-    """Concatenate rectangles along n; along each axis of the grid all of them must have one step."""
+    """Concatenate batches of rectangles into one; along each axis of the grid all must have an equal step."""
     return tuple(
         Progression(torch.cat([side.first for side in sides]), sides[0].step, torch.cat([side.count for side in sides]))
         for sides in zip(*boxes, strict=True)
@@ -110,9 +110,9 @@ def joined(*boxes: Rectangle) -> Rectangle:
 
 
 def pairs_of(q_run: Tensor, k_run: Tensor, number: int) -> tuple[Tensor, Tensor]:
-    """Return (query index, key index) of every pair of a query rectangle and a key rectangle with equal run numbers.
+    """Return (query index, key index) of every pair of a query rectangle and a key rectangle of the same run.
 
-    q_run, k_run: run number of each rectangle, below `number`.
+    q_run, k_run: number of the run that each rectangle is part of; less than `number`.
     """
     k_order, k_number = k_run.argsort(), torch.bincount(k_run, minlength=number)
     k_first, partners = (k_number.cumsum(0) - k_number)[q_run], k_number[q_run]
@@ -163,7 +163,7 @@ class Axis:
         return range(residue + self.rate * begin, residue + self.rate * (stop - 1) + 1, self.rate)
 
     def count(self, head: Tensor, q: Progression, k: Progression) -> Bounds:
-        """Return bounds on the pairs of each of n boxes of places (q, k) that have the key in the query's window.
+        """Return bounds on the pairs of each of n boxes of places (all q with all k) that have the key in the window.
 
         Progressions may be empty. Bounds are exact for equal steps, if there are at most 64 residue classes of places
         and at most 64 classes of queries by their place in a group.
@@ -178,7 +178,7 @@ class Axis:
         return Bounds(low, high)
 
     def likeness(self, q: Progression, k: Progression) -> tuple[Tensor, Tensor]:
-        """Return two numbers for each of n boxes of places; boxes of equal size with equal numbers allow equal pairs.
+        """Return two numbers for each of n boxes of places: boxes of equal size with equal numbers have equal masks.
 
         For boxes in which no window is shifted, the numbers depend only on the distance from the first query to the
         first key, and on the first query modulo rate * stride.
@@ -192,7 +192,7 @@ class Axis:
         return (self.length - 1 - residue) // self.rate + 1
 
     def _count_by_distance(self, head: Tensor, q: Progression, k: Progression) -> Bounds:
-        """Return bounds by distance: pairs at distances that all queries see, and at those that any query may see."""
+        """Return bounds by distance: pairs at distances that all queries see, and at those that some query may see."""
         box = Box(head, *(clip(side, 0, self.length) for side in (q, k)))
         if q.step != k.step:
             return Bounds(torch.zeros_like(q.first), count_multiples(box, self.rate).high)
@@ -205,9 +205,10 @@ class Axis:
         return Bounds(near.low, far.high)
 
     def _count_in_class(self, box: Box, held: int) -> Bounds:
-        """Return bounds on the pairs of each box of numbers within a class of `held` places.
+        """Return bounds on the allowed pairs of each box within one residue class of `held` places.
 
-        Counts keys before the ends of windows minus keys before their beginnings, each summed over the groups.
+        Positions are numbers within the class. Counts keys before the ends of windows minus keys before their
+        beginnings, summed over the groups.
         """
         q, k = clip(box.q, 0, held), clip(box.k, 0, held)
         groups = list(self._groups(q))
@@ -243,7 +244,7 @@ class Axis:
                 yield Progression(first, q.step * cycle, (q.count - index + cycle - 1) // cycle), 1
 
     def _count_by_ends(self, q: Progression, k: Progression, held: int) -> Bounds:
-        """Return bounds from the windows of the first and the last query; all windows are between these two."""
+        """Return bounds from the windows of the first and the last query; all other windows are between these two."""
         begin, last = (
             (end // self.stride * self.stride - self.lead).clamp(min=0, max=held - self.size)
             for end in (q.first, q.last)

@@ -59,7 +59,7 @@ class MarkedTokens(Pattern):
         raise NotImplementedError  # defined by each kind
 
     def described(self, position: int) -> str:
-        """Return text that says if the position is marked, such as "one of the first 4", to follow "is"."""
+        """Return text that says if a position is marked, such as "one of the first 4", to follow the word "is"."""
         raise NotImplementedError
 
     def is_marked(self, device: torch.device) -> _Test:
@@ -137,7 +137,10 @@ class MarkedTokens(Pattern):
 
 @pattern_kind("global_tokens")
 class GlobalTokens(MarkedTokens):
-    """`MarkedTokens` pattern in which the first `tokens` positions are marked."""
+    """Pattern in which the first `tokens` tokens are global.
+
+    With `rows` they see every token as queries; with `columns` every query sees them as keys.
+    """
 
     tokens: int = at_least(1)
     rows: bool
@@ -157,7 +160,10 @@ class GlobalTokens(MarkedTokens):
 
 @pattern_kind("landmark_tokens")
 class LandmarkTokens(MarkedTokens):
-    """`MarkedTokens` pattern in which the positions at multiples of `stride` are marked."""
+    """Pattern in which the tokens at multiples of `stride` are global.
+
+    With `rows` they see every token as queries; with `columns` every query sees them as keys.
+    """
 
     stride: int = at_least(1)
     rows: bool = True
@@ -173,7 +179,10 @@ class LandmarkTokens(MarkedTokens):
 
 @pattern_kind("fixed")
 class Fixed(MarkedTokens):
-    """Pattern in which all queries see the last `summary` keys of each block: key mod stride >= stride - summary."""
+    """Pattern in which every query sees the last `summary` keys of each block of `stride` tokens.
+
+    A pair is allowed iff key mod stride >= stride - summary.
+    """
 
     stride: int = at_least(1)
     summary: int = at_least(1, default=1)
@@ -197,9 +206,9 @@ class Fixed(MarkedTokens):
 def global_tokens(count: int, *, rows: bool = True, columns: bool = True) -> Pattern:
     """Pattern in which the first `count` tokens see every token (`rows`) and are seen by every token (`columns`).
 
-    Raises ValueError if both `rows` and `columns` are False and for a count below 1, and TypeError for a sequence or
-    tensor of positions. Source: Longformer (arXiv 2004.05150) and BigBird (arXiv 2007.14062), whose global tokens have
-    both.
+    Other pairs are not allowed. Raises ValueError if both `rows` and `columns` are False and for a count below 1;
+    TypeError for a sequence or tensor of positions. Source: Longformer (arXiv 2004.05150) and BigBird
+    (arXiv 2007.14062), whose global tokens have both.
 
     >>> masks.describe(masks.global_tokens(1), 8).useful_pairs  # row 0 and column 0
     15

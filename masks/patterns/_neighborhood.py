@@ -238,7 +238,7 @@ class Neighborhood(Pattern):
         return bounds if even else Bounds(torch.zeros_like(bounds.low), bounds.high.minimum(box.area))
 
     def count_pairs(self, q: Rectangles, k: Rectangles, number: int) -> Bounds:
-        """Return bounds for each of `number` boxes, whose queries and keys are split into rectangles of the grid."""
+        """Return bounds on the allowed pairs of each of `number` boxes, which are split into rectangles of the grid."""
         q_index, k_index = pairs_of(q.run, k.run, number)
         bounds = self.count_rectangles(select(q.sides, q_index), select(k.sides, k_index))
         none = torch.zeros(number, dtype=torch.int64)
@@ -251,9 +251,9 @@ class Neighborhood(Pattern):
         return self.likeness_of(q, k, box)
 
     def likeness_of(self, q: Rectangles, k: Rectangles, box: Box) -> tuple[Tensor, ...]:
-        """Return the columns of `likeness`, for boxes split into these rectangles.
+        """Return numbers of each box, one tensor for each number: boxes with equal numbers have equal masks.
 
-        A box of which a side has more than one rectangle is like no box at other positions.
+        q, k: the rectangles of the boxes. If a box has several of them for queries or keys, its numbers are positions.
         """
         (q_of, q_one), (k_of, k_one) = q.alone(len(box.head)), k.alone(len(box.head))
         one = q_one & k_one
@@ -265,7 +265,7 @@ class Neighborhood(Pattern):
         return tuple(columns)
 
     def count_rectangles(self, queries: Rectangle, keys: Rectangle) -> Bounds:
-        """Return bounds on the allowed pairs of n pairs of rectangles: the product of the bounds along each axis."""
+        """Return bounds on the allowed pairs of n query rectangles with n key rectangles: products over the axes."""
         low, high = (torch.ones_like(queries[0].first) for _ in range(2))
         for q, k, axis in zip(queries, keys, self.axes, strict=True):
             near = (high > 0).nonzero().squeeze(1)

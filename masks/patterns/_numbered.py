@@ -60,13 +60,16 @@ class _FromStart(OnePart):
         return Phrase(f"{inner.inside(CALL)}.{self.method()}")
 
     def _reason_from(self, start: int, pair: Pair, where: str = "") -> tuple[bool, str, Reason]:
-        """Return (True if `part` allows the pair counted from `start`, text that says so, the reason of `part`)."""
+        """Return (True if `part` allows the pair counted from `start`, text that says so, reason that `part` gives)."""
         inner = pair.counted("place", pair.query - start, pair.key - start).reason_of(self.part)
         verdict = "allowed" if inner.allowed else "forbidden"
         return inner.allowed, f"counted from {start}{where}, the pair is {verdict}", inner
 
     def _count_from(self, start: Counts | int, head: Counts, q: Progression, k: Progression, num_heads: int) -> Bounds:
-        """Return bounds on the pairs that `part` allows in n boxes, counted from `start`; boxes may be empty."""
+        """Return bounds on the pairs that `part` allows in each box, with positions counted from `start`.
+
+        Boxes may be empty, and have positions of at least `start` otherwise.
+        """
         held = (q.count > 0) & (k.count > 0)
         # `count` needs boxes that are not empty.
         q, k = (Progression((side.first - start).clamp(min=0), side.step, side.count.clamp(min=1)) for side in (q, k))
@@ -141,7 +144,7 @@ class After(_FromStart):
 
 @pattern_kind("per_document")
 class PerDocument(_FromStart):
-    """Pattern that allows a pair iff both positions are in one document, and `part` allows them counted from its start.
+    """Pattern that allows a pair iff both positions are in one document and `part` allows them, counted from its start.
 
     `spans` gives the documents: a `Documents` or `Lengths` pattern, or a `Spans` table once tensor values are known.
     """
@@ -289,7 +292,7 @@ class Blockwise(OnePart):
         return Reason(self, inner.allowed, where, (inner,))
 
     def _count_coarsely(self, box: Box, num_heads: int) -> Bounds:
-        """Return bounds on the allowed pairs of each box, without listing its blocks.
+        """Return bounds on the allowed pairs of each box, without enumerating its blocks.
 
         All blocks between the ends of the box are assumed to hold as many of its positions as a block can.
         """

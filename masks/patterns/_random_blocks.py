@@ -24,9 +24,9 @@ from ..core import (
 from ._block_list import BlockTable, TableRule, keys_of_blocks, padded
 
 _TABLES_KEPT = 8
-_ROWS_KEPT = 64  # of the heads of a decoding step
+_ROWS_KEPT = 64  # cached rows of single query blocks, one for each head in a decoding step
 _LARGEST_SEED = 2**63 - 1
-_MOST_DRAWN = 1 << 25  # blocks in one table: a quarter of a gigabyte, in seconds
+_MOST_DRAWN = 1 << 25  # most blocks drawn for one table: a quarter of a gigabyte, in seconds
 _DRAWN_AHEAD = 1 << 20  # fewest blocks drawn if the number of positions is unknown
 _DRAWN_AT_ONCE = 1 << 21  # bounds the memory of a draw
 
@@ -35,9 +35,9 @@ _DRAWN_AT_ONCE = 1 << 21  # bounds the memory of a draw
 class RandomBlocks(TableRule):
     """Pattern that allows a pair iff the query's block drew the key's block, and both positions are below `num_tokens`.
 
-    Each query block of `block` tokens draws `drawn` key blocks. Each global head has a separate draw; with `head` all
-    heads use the draw of that head. `positions`: number of tokens in use, None for all; key blocks are drawn only for
-    query blocks of these tokens.
+    Each query block of `block` tokens draws `drawn` key blocks. Each head over all devices has a separate draw; with
+    `head` all heads use the draw of that head. `positions`: number of tokens in use, None for all; key blocks are drawn
+    only for query blocks of these tokens.
     """
 
     num_tokens: int = at_least(1)
@@ -122,8 +122,8 @@ def random_blocks(
 ) -> Pattern:
     """Pattern in which each block of `block` queries of each head sees `count` distinct key blocks, drawn at random.
 
-    With `head`, all heads use the draw of that global head. Blocks cover `num_tokens` tokens; positions beyond them see
-    no key and are seen by no query.
+    With `head`, all heads use the draw of that head (over all devices). Blocks cover `num_tokens` tokens; positions
+    beyond them see no key and are seen by no query.
 
     The draw depends only on these arguments and on the global head, so all ranks, platforms and versions agree on it:
     the seed, the head, the number of the query block and the number of the draw are hashed in this order with

@@ -74,7 +74,7 @@ class RunTime(Pattern):
         return replace(values, source=replace(self, given=None))
 
     def table(self, tensor: Tensor, extent: Extent) -> Table:
-        """Return the pattern with this tensor's values for positions of this extent. Raises for invalid tensors."""
+        """Return the pattern with this tensor's values, for positions in `extent`; raise for invalid tensors."""
         raise NotImplementedError  # defined by each run-time pattern
 
     def widest(self, shape: tuple[int, ...], extent: Extent) -> Tensor:
@@ -125,9 +125,9 @@ class Windows:
         return cut.select((q_start < q_stop) & (k_start < k_stop))
 
     def counted_from(self, period: int | None) -> Int64[Tensor, " W"]:
-        """Return equivalent origins for a pattern of this period; None (no period) leaves them unchanged.
+        """Return origins shifted by whole periods, so that each window begins less than a period after its origin.
 
-        They are shifted by whole periods, so that each window begins less than a period after its origin.
+        period: shift of query and key that leaves the pattern unchanged; None for none, which returns `origin`.
         """
         if period is None:
             return self.origin
@@ -135,9 +135,9 @@ class Windows:
         return self.origin + ahead // period * period
 
     def kinds(self, period: int | None) -> tuple[Int64[Tensor, " n"], ...]:
-        """Group the windows in which a pattern of this period allows equal pairs, relative to their first positions.
+        """Group windows that have equal masks; returns the ascending window indices of each group.
 
-        Returns the ascending window indices of each group; groups are ordered by their first windows.
+        Groups are ordered by their first windows. period: as in `counted_from`.
         """
         start, queries = self.counted_from(period), self.q_stop - self.q_start
         ahead, keys = self.k_start - self.q_start, self.k_stop - self.k_start
@@ -152,7 +152,7 @@ class Table(Pattern):
 
     Tables with equal digests and sources are equal. Bounds have no batch index, and need equal rows or a table of one
     row (`of_entry`). `reach`: declared largest distance of allowed pairs, in tokens; None for no limit. `known`: False
-    if the table stands for any values of its shape. `source`: the run-time pattern whose values these are, without its
+    if the table represents all values of its shape. `source`: the run-time pattern whose values these are, without its
     tensor; None where it does not matter. `held`: rows by device.
     """
 
@@ -245,7 +245,7 @@ def run_time_leaves(pattern: Expression) -> tuple[RunTime, ...]:
 
 
 def named(leaf: Pattern) -> Pattern:
-    """Return the leaf with a run-time tensor by name only, without its tensor or values; other leaves unchanged."""
+    """Return the leaf pattern without its run-time tensor or values, which are left by name; other leaves unchanged."""
     if isinstance(leaf, Table):
         return leaf if leaf.source is None else leaf.source
     return replace(leaf, given=None) if isinstance(leaf, RunTime) else leaf

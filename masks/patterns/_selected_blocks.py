@@ -40,7 +40,7 @@ from ._run_time import RunTime, Table, of_tensor
 
 # B batch entries, T tables, R query blocks (rows), W entries of a row
 
-_NONE = -1  # pads rows that name fewer blocks
+_NONE = -1  # pads rows that name fewer than W blocks
 
 
 @pattern_kind("selected_blocks", positional=1)
@@ -77,7 +77,7 @@ class SelectedBlocks(RunTime):
         return SelectedTable.of(padded(rows), self.block, first)
 
     def rows(self, tensor: Tensor, extent: Extent) -> tuple[Int64[Tensor, "B T R W"], int]:
-        """Return (key blocks of each row, ascending, without repeats, padded with NOTHING; query block of row 0)."""
+        """Return (key blocks of each row, ascending and unique, padded with NOTHING (2**30); query block of row 0)."""
         first = self.first_row(tensor, extent)
         rows = _canonical(tensor.detach().to("cpu", torch.int64))
         rows = rows if rows.dim() == 4 else rows[None]
@@ -119,7 +119,7 @@ class SelectedBlocks(RunTime):
 class SelectedTable(Table):
     """Table of `SelectedBlocks`: rows[b, t, r] names the key blocks that query block first + r sees.
 
-    Each of the T tables serves num_heads / T consecutive heads. Rows are ascending and padded with NOTHING.
+    Each of the T tables serves num_heads / T consecutive heads. Rows are ascending and padded with NOTHING (2**30).
     """
 
     kind = "selected blocks table"
@@ -216,7 +216,7 @@ def require_tables(tables: int, num_heads: int) -> None:
 
 
 def require_row(side: int, first: int, rows: int, query: int) -> None:
-    """Raise ValueError if the table has no row for the first query of a call.
+    """Raise ValueError if the first query of a call is before the first row of the table.
 
     side: queries of a block. first: query block of row 0. rows: number of rows. query: position of the call's first
     query.
@@ -229,7 +229,7 @@ def require_row(side: int, first: int, rows: int, query: int) -> None:
 
 
 def _canonical(rows: Int64[Tensor, "... W"]) -> Int64[Tensor, "... W"]:
-    """Return ascending rows of unchanged width, with negative and repeated entries replaced by NOTHING."""
+    """Return rows in ascending order; negative and repeated entries are replaced by NOTHING (2**30), at the end."""
     rows = torch.where(rows < 0, NOTHING, rows).sort(-1).values
     again = rows[..., 1:] == rows[..., :-1]
     return torch.cat([rows[..., :1], rows[..., 1:].masked_fill(again, NOTHING)], -1).sort(-1).values

@@ -45,7 +45,7 @@ _MOST_EMPTY = 0.25  # share of empty blocks: above, skipping them by block lists
 class Spans(Table):
     """Table that allows a pair iff both positions are in one span, such as a document or the real tokens.
 
-    rows[b, t]: first position of the span that holds position t in batch entry b, or PADDING.
+    rows[b, t]: first position of the span that holds position t in batch entry b, or PADDING (-1).
     """
 
     kind = "spans table"
@@ -68,7 +68,7 @@ class Spans(Table):
         return same_span
 
     def copied_to(self, device: torch.device) -> Int64[Tensor, "B 2*L"] | Int32[Tensor, "B 2*L"]:
-        """Return the start of each position's span on a device, for queries in the first L columns and for keys after.
+        """Return the start of each position's span, on a device: columns 0 to L - 1 for queries, L to 2L - 1 for keys.
 
         Padding has different values in the two halves, so that one comparison for each pair suffices; more comparisons
         would exceed a kernel's registers.
@@ -94,7 +94,7 @@ class Spans(Table):
 
     @cached_property
     def _numbers(self) -> Int64[Tensor, " L"]:
-        """Index of the span of each position, or PADDING; all batch entries must share one row."""
+        """Index of the span of each position, or PADDING (-1); all batch entries must share one row."""
         is_start = self.only_row == torch.arange(self.rows.shape[1])
         return (is_start.cumsum(0) - 1).masked_fill(self.only_row == PADDING, PADDING)
 
@@ -115,7 +115,7 @@ class Spans(Table):
         return first, (torch.minimum(q_last, k_last) + 1 - first).clamp(min=0)
 
     def within(self, progression: Progression, span: Counts) -> Progression:
-        """Cut each progression to the span with its index in `span`; empty for indices beyond the last span."""
+        """Cut progression i to the positions in span number span[i]; empty for numbers beyond the last span."""
         if not len(self.starts):
             return Progression(progression.first, progression.step, torch.zeros_like(progression.count))
         known = span.clamp(max=len(self.starts) - 1)
