@@ -173,7 +173,7 @@ class _Meeting(NamedTuple):
 
     @classmethod
     def of(cls, rule: Rule, table: int, q: Run, k: Run) -> _Meeting:
-        """Return the pairs of runs with positions congruent modulo the rule's spacing; no other runs can see each other."""
+        """Return the pairs of runs with positions congruent modulo the rule's spacing; others have no allowed pair."""
         own = rule.pattern.for_head(rule.heads[table], rule.num_heads)
         classes = gcd(rule.q.step, rule.k.step, own.spacing())
         q_class, k_class = (side.firsts[table, run.piece] % classes for side, run in ((rule.q, q), (rule.k, k)))
@@ -277,7 +277,10 @@ def _that_see(rule: Rule, table: int, own: Run, *, of_queries: bool = False) -> 
 
 
 def _shorter(rule: Rule, sides: Sides) -> Rule:
-    """Return the rule over residue classes or over runs of neighbouring tokens, by fewer pairs of runs in a block."""
+    """Return the form of the rule with fewer pairs of runs in a block.
+
+    The forms cut slots into residue classes, or into runs of neighbouring tokens.
+    """
     if rule.rows is None:
         return rule
     classes, rows = (prod(map(_most_in_block, (each.q, each.k), sides)) for each in (rule, rule.rows))

@@ -50,7 +50,7 @@ class Blocks:
 
     @property
     def shape(self) -> tuple[int, int, int, int]:
-        """(query slots, key slots, query side of a block, key side of a block)."""
+        """(number of query slots, number of key slots, query side of a block, key side of a block)."""
         return self.num_q_slots, self.num_k_slots, self.q_block, self.k_block
 
     @property
@@ -66,7 +66,7 @@ class Blocks:
         return max(self.heads) + 1
 
     def places(self, index: Int64[Tensor, " n"]) -> Places:
-        """Table, row and column of the listed blocks at these indices."""
+        """Return table, row and column of the listed blocks at these indices."""
         return Places(self.table[index], self.row[index], self.column[index])
 
     def portions(self) -> list[tuple[range, slice]]:

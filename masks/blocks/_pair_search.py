@@ -68,7 +68,7 @@ class PairCounts(NamedTuple):
 
 @dataclass
 class Budget:
-    """Remaining work of a search, in evaluations of single pairs; other steps are converted to these."""
+    """Remaining work of a search, in evaluations of single pairs; other work is converted to these."""
 
     left: int
 

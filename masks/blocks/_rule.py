@@ -42,7 +42,7 @@ class Run:
         return self.start + (self.count - 1 if self.stride is None else (self.count - 1) * self.stride)
 
     def num_blocks(self, block: int) -> Tensor:
-        """Return the number of blocks of this length from that of each run's first slot to that of its last slot."""
+        """Return the number of blocks of `block` slots from each run's first slot to its last, both ends included."""
         return self.last // block - self.start // block + 1
 
     def split(self, slot: Tensor) -> tuple[Run, Run]:
@@ -89,11 +89,11 @@ class Rule:
 
     @cached_property
     def num_slots(self) -> tuple[int, int]:
-        """(query slots, key slots)."""
+        """(number of query slots, number of key slots)."""
         return int(self.q.lengths.sum()), int(self.k.lengths.sum())
 
     def in_blocks(self, q_block: int, k_block: int) -> tuple[int, int]:
-        """(rows, columns): number of blocks along queries and along keys."""
+        """Return (number of blocks along queries, number of blocks along keys)."""
         num_q, num_k = self.num_slots
         return -(-num_q // q_block), -(-num_k // k_block)
 

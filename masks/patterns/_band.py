@@ -108,7 +108,8 @@ class Band(Pattern):
 class Causal(Band):
     """Pattern that allows a pair iff key position <= query position.
 
-    Positions count from 0 on both sides, so the mask is aligned at its top-left corner: query 0 sees only key 0.
+    Positions of queries and of keys count from 0, so the mask is aligned at its top-left corner: query 0 sees only
+    key 0.
     """
 
     def limits(self) -> tuple[None, int, int]:

@@ -175,7 +175,7 @@ class Dilated(Pattern):
 
 @pattern_kind("zero_padded", positional=2)
 class ZeroPadded(Dilated):
-    """`Dilated` pattern for a branch with the zero padding of torchscale's encoder; both allow the same pairs.
+    """Dilated branch with the zero padding of torchscale's encoder; the allowed pairs are those of `Dilated`.
 
     For N tokens a segment has w = min(segment, N) tokens. The sequence is padded with zeros to a multiple of w, then
     each segment to a multiple of the rate, so that each head has ceil(w / rate) active places in a segment. Places that

@@ -163,10 +163,10 @@ class Axis:
         return range(residue + self.rate * begin, residue + self.rate * (stop - 1) + 1, self.rate)
 
     def count(self, head: Tensor, q: Progression, k: Progression) -> Bounds:
-        """Return bounds on the pairs of each of n boxes of places (all q with all k) that have the key in the window.
+        """Return bounds on the number of pairs, in each of n boxes, whose key is in the query's window.
 
-        Progressions may be empty. Bounds are exact for equal steps, if there are at most 64 residue classes of places
-        and at most 64 classes of queries by their place in a group.
+        A box is all places of q[i] with all places of k[i]; it may be empty. Bounds are exact for equal steps, if there
+        are at most 64 residue classes of places and at most 64 classes of queries by their place in a group.
         """
         if self.rate > _MOST_CLASSES:
             return self._count_by_distance(head, q, k)

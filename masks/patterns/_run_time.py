@@ -127,7 +127,7 @@ class Windows:
     def counted_from(self, period: int | None) -> Int64[Tensor, " W"]:
         """Return origins shifted by whole periods, so that each window begins less than a period after its origin.
 
-        period: shift of query and key that leaves the pattern unchanged; None for none, which returns `origin`.
+        period: shift of query and key that leaves the pattern unchanged. None if there is none: returns `origin`.
         """
         if period is None:
             return self.origin
@@ -137,7 +137,8 @@ class Windows:
     def kinds(self, period: int | None) -> tuple[Int64[Tensor, " n"], ...]:
         """Group windows that have equal masks; returns the ascending window indices of each group.
 
-        Groups are ordered by their first windows. period: as in `counted_from`.
+        Groups are ordered by their first windows. period: shift of query and key that leaves the pattern unchanged, or
+        None.
         """
         start, queries = self.counted_from(period), self.q_stop - self.q_start
         ahead, keys = self.k_start - self.q_start, self.k_stop - self.k_start
