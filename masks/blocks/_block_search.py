@@ -23,7 +23,7 @@ from ..orders import Pieces
 from ._pair_search import settle_by_diagonals
 from ._rule import Nodes, Rule, Run, enumerated, span
 
-_FRONTIER = 1 << 18  # nodes classified per step: bounds the builder's memory
+_FRONTIER = 1 << 18  # most nodes bounded at once: bounds the memory
 _FEW_BLOCKS = 1 << 12  # nodes with at most this many blocks in total are cut into single blocks: faster than halving
 _MOST_ALTERNATIVES = 16
 _MOST_LEAVES = 1 << 20
@@ -35,9 +35,10 @@ Sides = tuple[int, int]  # (query side, key side) of a block
 
 
 class Leaves(NamedTuple):
-    """Parts of blocks: table, row and column of the block; bounds low, high on the number of the part's allowed pairs.
+    """Parts of blocks, with bounds low <= allowed pairs <= high of each part; int64 tensors of equal length.
 
-    A block that contains several pairs of runs has one leaf for each pair. All are int64 tensors of equal length.
+    table: index of the mask, which equal heads share. row, column: query block and key block. A block that contains
+    several pairs of runs (query run, key run) has one leaf for each pair.
     """
 
     table: Tensor
@@ -48,25 +49,25 @@ class Leaves(NamedTuple):
 
 
 class Slots(NamedTuple):
-    """Intervals of query slots; interval i is first[i] to last[i] - 1."""
+    """Intervals of query slots (places in the order of a layout); interval i is first[i] to last[i] - 1."""
 
     first: Tensor
     last: Tensor
 
     @classmethod
     def of_rows(cls, rows: range | Tensor, q_block: int) -> Slots:
-        """The query slots of these block rows: one interval for a range, one interval per row for a tensor of rows."""
+        """Return the slots of these query blocks: one interval for a range, one for each row for a tensor of rows."""
         if isinstance(rows, range):
             return cls(torch.tensor([rows.start * q_block]), torch.tensor([rows.stop * q_block]))
         return cls(rows * q_block, (rows + 1) * q_block)
 
 
 def find_leaves(rule: Rule, tables: Sequence[int], rows: range, sides: Sides) -> Iterator[Leaves]:
-    """Yield bounds on the allowed pairs of the blocks in these tables and block rows that may have any.
+    """Yield bounds on the allowed pairs of the blocks, in these tables (masks) and query block rows, that may have any.
 
-    If the pattern lists squares that contain all its pairs, only these are subdivided, instead of the whole matrix. The
-    parts of a union with squares and the parts without are searched separately; the whole rule is then bounded on the
-    blocks found, unless these are too many.
+    sides: (query side, key side) of a block. If the pattern lists squares that contain all its pairs, only these are
+    subdivided, instead of the whole matrix. In a union, parts with squares and parts without are searched separately;
+    the whole rule is then bounded on the blocks found, unless these are too many.
     """
     slots = Slots.of_rows(rows, sides[0])
     parts = _alternatives(rule.pattern) if _in_order(rule) else []
@@ -79,9 +80,10 @@ def find_leaves(rule: Rule, tables: Sequence[int], rows: range, sides: Sides) ->
 
 
 def leaves_everywhere(rule: Rule, tables: Sequence[int], slots: Slots, sides: Sides) -> Iterator[Leaves]:
-    """Yield bounds on the allowed pairs of the blocks in these tables and query slots that may have any.
+    """Yield bounds on the allowed pairs of the blocks, in these tables (masks) and query slots, that may have any.
 
-    A union with very many pairs of residue classes is searched part by part, as each part rules out different classes.
+    Unlike `find_leaves`, this searches the whole matrix. A union with very many pairs of residue classes is searched
+    part by part, as each part rules out different classes.
     """
     if rule.rows is None or sum(each.number for each in _meetings(rule, tables, slots)) <= _FEW_PAIRS:
         yield from descend(rule, _roots(rule, tables, slots), sides)
@@ -91,7 +93,7 @@ def leaves_everywhere(rule: Rule, tables: Sequence[int], slots: Slots, sides: Si
 
 
 def _together(rule: Rule, found: list[Iterator[Leaves]], whole: Iterator[Leaves], sides: Sides) -> Iterator[Leaves]:
-    """Yield the rule's leaves in the blocks of `found`; yield from `whole` if these blocks are too many."""
+    """Yield the rule's leaves (bounded parts of blocks) in the blocks of `found`; `whole` if these are too many."""
     if len(found) == 1:
         yield from found[0]
         return
@@ -101,7 +103,7 @@ def _together(rule: Rule, found: list[Iterator[Leaves]], whole: Iterator[Leaves]
 
 
 def _alternatives(pattern: Pattern) -> list[Pattern]:
-    """Patterns whose union is this pattern, with `&` distributed over `|`; [pattern] if there are over 16."""
+    """Return patterns whose union is this pattern, with `&` distributed over `|`; [pattern] if there are over 16."""
     found = list(islice(_split_union(pattern), _MOST_ALTERNATIVES + 1))
     return found if len(found) <= _MOST_ALTERNATIVES else [pattern]
 
@@ -115,12 +117,15 @@ def _split_union(pattern: Pattern) -> Iterator[Pattern]:
 
 
 def _in_order(rule: Rule) -> bool:
-    """True if queries and keys are each one run of consecutive positions."""
+    """True if the slots of queries, and those of keys, are one run of consecutive positions."""
     return all(len(side.starts) == 1 and side.step == 1 for side in (rule.q, rule.k))
 
 
 def _squares(rule: Rule, pattern: Pattern, tables: Sequence[int], slots: Slots) -> Nodes | None:
-    """Nodes for the squares that the pattern lists, which contain each allowed pair once; None if it lists none."""
+    """Return nodes (pairs of runs) for the squares of pairs that the pattern lists; None if it lists none.
+
+    The squares contain each allowed pair once.
+    """
     found = []
     for table in tables:
         squares = pattern.squares(rule.heads[table], rule.num_heads)
@@ -134,14 +139,17 @@ def _squares(rule: Rule, pattern: Pattern, tables: Sequence[int], slots: Slots) 
 
 
 def _run(pieces: Pieces, table: int, first: Tensor, length: int) -> Run:
-    """Slots of positions first to first + length - 1, clipped to existing slots, for slots of consecutive positions."""
+    """Return the slots of positions first to first + length - 1, clipped to existing slots.
+
+    Slots must be in the order of positions.
+    """
     begin, last = first - pieces.firsts[table, 0], int(pieces.lengths[0])
     start = begin.clamp(0, last)
     return Run(torch.zeros_like(begin), start, (begin + length).clamp(0, last) - start)
 
 
 def _if_few(found: Iterable[Leaves], rows: int, columns: int) -> Tensor | None:
-    """Flat (table, row, column) indices of the blocks of these leaves; None if more than `_MOST_LEAVES`."""
+    """Return the unique flat (table, row, column) indices of the leaves' blocks; None if more than `_MOST_LEAVES`."""
     key, new, number = torch.zeros(0, dtype=torch.int64), [], 0
     for leaves in found:
         new.append((leaves.table * rows + leaves.row) * columns + leaves.column)
@@ -165,7 +173,7 @@ class _Meeting(NamedTuple):
 
     @classmethod
     def of(cls, rule: Rule, table: int, q: Run, k: Run) -> _Meeting:
-        """All pairs of runs with positions congruent modulo the rule's spacing; other runs share no allowed pair."""
+        """Return the pairs of runs with positions congruent modulo the rule's spacing; others have no allowed pair."""
         own = rule.pattern.for_head(rule.heads[table], rule.num_heads)
         classes = gcd(rule.q.step, rule.k.step, own.spacing())
         q_class, k_class = (side.firsts[table, run.piece] % classes for side, run in ((rule.q, q), (rule.k, k)))
@@ -189,7 +197,7 @@ def _meetings(rule: Rule, tables: Sequence[int], slots: Slots) -> list[_Meeting]
 
 
 def _roots(rule: Rule, tables: Sequence[int], slots: Slots) -> Nodes:
-    """Nodes for the pairs of a query run, cut to these slots, and a key run that may have allowed pairs."""
+    """Return nodes for the pairs (query run, cut to these slots; key run) that may have allowed pairs."""
     _, q = _runs_in(rule.q, slots)
     k = Run.of(rule.k)
     if len(q.start) * len(k.start) > _ALL_PAIRS:
@@ -200,7 +208,7 @@ def _roots(rule: Rule, tables: Sequence[int], slots: Slots) -> Nodes:
 
 
 def _descend_classes(rule: Rule, part: Pattern, tables: Sequence[int], slots: Slots, sides: Sides) -> Iterator[Leaves]:
-    """Yield the leaves of one part of a union.
+    """Yield the leaves (bounded parts of blocks) of one part of a union.
 
     Slots are cut into residue classes or into runs of neighbouring tokens, whichever gives fewer pairs of runs.
     """
@@ -217,7 +225,7 @@ def _descend_classes(rule: Rule, part: Pattern, tables: Sequence[int], slots: Sl
 
 
 def _descend_blocks(rule: Rule, key: Tensor, shape: tuple[int, int], sides: Sides) -> Iterator[Leaves]:
-    """Yield the leaves of the blocks with these flat (table, row, column) indices."""
+    """Yield the leaves (bounded parts) of the blocks with these flat (table, row, column) indices."""
     rows, columns = shape
     rule = _shorter(rule, sides)
     (q, q_begin, q_number), (k, k_begin, k_number) = map(_cut, (rule.q, rule.k), shape, sides)
@@ -232,7 +240,10 @@ def _descend_blocks(rule: Rule, key: Tensor, shape: tuple[int, int], sides: Side
 
 
 def _cut(pieces: Pieces, blocks: int, block: int) -> tuple[Run, Tensor, Tensor]:
-    """(pieces cut at block boundaries, begin, number): block i contains the number[i] parts from index begin[i] on."""
+    """Return (parts of the pieces, cut at block boundaries; begin; number of parts in each block).
+
+    Block i contains the number[i] parts from index begin[i] on.
+    """
     stretch, run = _runs_in(pieces, Slots.of_rows(torch.arange(blocks), block))
     order = stretch.argsort(stable=True)
     number = torch.bincount(stretch, minlength=blocks)
@@ -240,7 +251,7 @@ def _cut(pieces: Pieces, blocks: int, block: int) -> tuple[Run, Tensor, Tensor]:
 
 
 def _runs_in(pieces: Pieces, slots: Slots) -> tuple[Tensor, Run]:
-    """(index of the interval, slots) of each non-empty intersection of a piece with an interval."""
+    """Return (index of the interval, slots) of each non-empty intersection of a piece with an interval of slots."""
     first, last = slots
     if pieces.strides is None:  # consecutive runs: an interval touches only a few
         begin = torch.searchsorted(pieces.starts, first, right=True) - 1
@@ -254,7 +265,7 @@ def _runs_in(pieces: Pieces, slots: Slots) -> tuple[Tensor, Run]:
 
 
 def _that_see(rule: Rule, table: int, own: Run, *, of_queries: bool = False) -> Run:
-    """The runs of `own` that may have an allowed pair: key runs, or with `of_queries` query runs."""
+    """Return the runs of `own` that may have an allowed pair: key runs, or with `of_queries` query runs."""
     mine, other = (rule.q, rule.k) if of_queries else (rule.k, rule.q)
     number = torch.full_like(own.piece, table)
     first = other.firsts[table]
@@ -266,7 +277,10 @@ def _that_see(rule: Rule, table: int, own: Run, *, of_queries: bool = False) -> 
 
 
 def _shorter(rule: Rule, sides: Sides) -> Rule:
-    """The rule over residue classes or over runs of neighbouring tokens: the one with fewer pairs of runs per block."""
+    """Return the form of the rule with fewer pairs of runs in a block.
+
+    The forms cut slots into residue classes, or into runs of neighbouring tokens.
+    """
     if rule.rows is None:
         return rule
     classes, rows = (prod(map(_most_in_block, (each.q, each.k), sides)) for each in (rule, rule.rows))
@@ -280,7 +294,7 @@ def _most_in_block(pieces: Pieces, block: int) -> int:
 
 
 def descend(rule: Rule, roots: Nodes, sides: Sides) -> Iterator[Leaves]:
-    """Subdivide boxes (pairs of a query run and a key run) to single blocks; yield the blocks that may have pairs.
+    """Subdivide boxes (pairs of a query run and a key run) to single blocks; yield those that may have allowed pairs.
 
     A box whose pairs are all allowed is cut into its blocks without further bounds.
     """
@@ -314,7 +328,7 @@ def _chunks(nodes: Nodes) -> list[Nodes]:
 
 
 def _single_blocks(nodes: Nodes, sides: Sides) -> Nodes:
-    """Cut boxes at all block boundaries; drop empty parts."""
+    """Return boxes cut at all block boundaries, without empty parts."""
     width = nodes.k.num_blocks(sides[1])
     node, index = enumerated(nodes.q.num_blocks(sides[0]) * width)
     width = width[node]
@@ -326,13 +340,13 @@ def _single_blocks(nodes: Nodes, sides: Sides) -> Nodes:
 
 
 def _nth_block(run: Run, index: Tensor, block: int) -> Run:
-    """The slots of each run in the index-th block it spans; empty if the run's stride skips that block."""
+    """Return the slots of run i in the block index[i] of those it spans; empty if the run's stride skips that block."""
     first = (run.start // block + index) * block
     return run.within(first, first + block)
 
 
 def _quarters(nodes: Nodes, sides: Sides) -> Nodes:
-    """Cut boxes in half at a block boundary, along each of queries and keys that spans more than one block."""
+    """Return boxes cut in half at a block boundary, along queries and along keys where they span several blocks."""
     node_q, q = _halves(nodes.q, sides[0])
     nodes = Nodes(nodes.table[node_q], q, nodes.k.select(node_q))
     node_k, k = _halves(nodes.k, sides[1])
@@ -355,7 +369,7 @@ def join_nodes(parts: Sequence[Nodes]) -> Nodes:
 
 
 def join_runs(runs: Sequence[Run]) -> Run:
-    """Concatenate runs; either all have strides or none."""
+    """Concatenate batches of runs; either all have strides or none."""
     strides = [run.stride for run in runs if run.stride is not None]
     piece, start, count = (torch.cat([getattr(run, name) for run in runs]) for name in ("piece", "start", "count"))
     return Run(piece, start, count, torch.cat(strides) if strides else None)

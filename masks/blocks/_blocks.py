@@ -30,11 +30,11 @@ LISTED_BYTES = 17  # per block of `Blocks`: four int32 and a bool
 
 @dataclass(frozen=True)
 class Blocks:
-    """The non-empty blocks of a mask, as sorted coordinates (table, row, column); a table is the mask of equal heads.
+    """Block list: the non-empty blocks of a mask, as coordinates (table, row, column) in sorted order.
 
-    Row r covers the query slots from r * q_block on, column c the key slots from c * k_block on. `full`: True if all
-    q_block * k_block pairs exist and are allowed. `pairs`: number of allowed pairs of each block, or UNKNOWN.
-    `heads`: index of the table of each head.
+    A table is the mask that equal heads share; `heads`: index of the table of each head. Row r covers the query slots
+    (places in the order of a layout) from r * q_block on, column c the key slots from c * k_block on. `full`: True if
+    all q_block * k_block pairs exist and are allowed. `pairs`: number of allowed pairs of each block, or UNKNOWN (-1).
     """
 
     num_q_slots: int
@@ -50,7 +50,7 @@ class Blocks:
 
     @property
     def shape(self) -> tuple[int, int, int, int]:
-        """(query slots, key slots, query side of a block, key side of a block)."""
+        """(number of query slots, number of key slots, query side of a block, key side of a block)."""
         return self.num_q_slots, self.num_k_slots, self.q_block, self.k_block
 
     @property
@@ -66,11 +66,11 @@ class Blocks:
         return max(self.heads) + 1
 
     def places(self, index: Int64[Tensor, " n"]) -> Places:
-        """Table, row and column of the listed blocks at these indices."""
+        """Return table, row and column of the listed blocks at these indices."""
         return Places(self.table[index], self.row[index], self.column[index])
 
     def portions(self) -> list[tuple[range, slice]]:
-        """Split the list at table boundaries into (range of tables, slice of the list), to bound the memory of a step.
+        """Split the list at table boundaries into [(range of tables, slice of the list), ...], which bounds memory.
 
         A slice has at most `_LISTED_AT_ONCE` blocks, or one table.
         """
@@ -85,7 +85,7 @@ class Blocks:
         return [*found, (range(first, self.num_tables), slice(begin, end))]
 
     def with_heads(self, heads: tuple[int, ...]) -> Blocks:
-        """Copy in which head h has table heads[h]."""
+        """Return a copy in which head h has table heads[h]."""
         return replace(self, heads=heads)
 
     @property
@@ -94,12 +94,11 @@ class Blocks:
 
 
 def build_blocks(rule: Rule, *, q_block: int, k_block: int, settle: bool = True) -> Blocks:
-    """List the non-empty blocks of a rule; pairs are evaluated only in blocks that bounds leave undecided.
+    """List the non-empty blocks of a rule (a pattern over reordered queries and keys).
 
-    With settle=True the list is exact. With settle=False such blocks are not evaluated: a listed block may have no
-    allowed pair, and a full one may be listed as partial.
-
-    Time grows with the number of blocks that bounds cannot rule out, memory with the number of listed blocks.
+    settle=True evaluates the pairs of blocks that bounds on their number leave undecided, so that the list is exact.
+    With settle=False they are not evaluated: a listed block may have no allowed pair, and a full one may be listed as
+    partial. Time grows with the number of blocks that bounds cannot rule out, memory with the number of listed blocks.
     """
     at_once = max(1, _SLOTS_AT_ONCE // max(rule.num_slots))
     rows = range(rule.in_blocks(q_block, k_block)[0])
@@ -114,9 +113,9 @@ def build_blocks(rule: Rule, *, q_block: int, k_block: int, settle: bool = True)
 
 
 def _build(rule: Rule, tables: range, rows: range, sides: Sides, settle: bool) -> Iterator[tuple[Tensor, ...]]:
-    """Yield the columns (table, row, column, full, pairs) of `Blocks` in parts, in order of the list.
+    """Yield parts of the tensors (table, row, column, full, pairs) of `Blocks`, in the order of the list.
 
-    Halves the tables, then the block rows, while too many blocks are undecided.
+    Halves the range of tables, then of block rows, while too many blocks are undecided.
     """
     found = _search(rule, tables, rows, sides, settle)
     if found is not None:
@@ -135,7 +134,7 @@ def _halves(some: range) -> tuple[range, range]:
 
 
 def _search(rule: Rule, tables: range, rows: range, sides: Sides, settle: bool) -> Leaves | None:
-    """Bounds on the allowed pairs of each possibly non-empty block.
+    """Return bounds on the allowed pairs of each possibly non-empty block in these tables and block rows.
 
     None if too many blocks are undecided and the range of tables or rows can be halved.
     """
@@ -153,7 +152,7 @@ def _search(rule: Rule, tables: range, rows: range, sides: Sides, settle: bool) 
 
 
 def _list(rule: Rule, found: Leaves, sides: Sides, settle: bool) -> tuple[Tensor, ...]:
-    """(table, row, column, full, pairs) of `Blocks`; `settle`: evaluate undecided blocks, and drop empty ones."""
+    """Return (table, row, column, full, pairs) of `Blocks`; `settle`: evaluate undecided blocks and drop empty ones."""
     (_, _, _, low, high), whole = found, sides[0] * sides[1]
     if settle:
         doubtful = ((low == 0) | ((low < whole) & (high >= whole))).nonzero().squeeze(1)
@@ -166,7 +165,7 @@ def _list(rule: Rule, found: Leaves, sides: Sides, settle: bool) -> tuple[Tensor
 
 
 def count_pairs(rule: Rule, places: Places, shape: tuple[int, int, int, int]) -> Int64[Tensor, " n"]:
-    """Number of allowed pairs of each block; one block is evaluated for each group of blocks known to have equal masks.
+    """Return the number of allowed pairs of each block; of blocks known to have equal masks only one is evaluated.
 
     shape: query slots, key slots, query side of a block, key side.
     """
@@ -182,7 +181,7 @@ def count_pairs(rule: Rule, places: Places, shape: tuple[int, int, int, int]) ->
 def evaluate(
     rule: Rule, places: Places, shape: tuple[int, int, int, int]
 ) -> Iterator[Bool[Tensor, "n q_block k_block"]]:
-    """Yield the dense masks of these blocks, a chunk of blocks at a time; False beyond the last slot.
+    """Yield the dense masks of these blocks, a chunk of blocks at a time: True if allowed, False beyond the last slot.
 
     shape: query slots, key slots, query side of a block, key side.
     """
@@ -196,7 +195,7 @@ def evaluate(
 
 
 def join_leaves(found: list[Leaves], shape: tuple[int, int]) -> Leaves:
-    """Sum the bounds of the leaves of each block; one leaf for each block, sorted by (table, row, column).
+    """Sum the bounds of the leaves (parts) of each block; return one leaf for each block, sorted by its coordinates.
 
     shape: numbers of rows and columns of blocks.
     """
@@ -209,10 +208,10 @@ def join_leaves(found: list[Leaves], shape: tuple[int, int]) -> Leaves:
 
 
 class ListedBlocks(NamedTuple):
-    """Number of listed blocks by kind of row, as kernels have a rate for each kind.
+    """Numbers of listed blocks by kind of row (query block), as the speed of kernels depends on the kind.
 
-    runs: in rows whose blocks are adjacent. plain: in other rows, all of whose blocks are full. masked: in other rows
-    with a partial block.
+    runs: blocks in rows whose blocks are adjacent. plain: in other rows, if all blocks of the row are full. masked: in
+    other rows with a partial block.
     """
 
     runs: float
@@ -227,7 +226,7 @@ class ListedBlocks(NamedTuple):
 def estimate_blocks(rule: Rule, *, q_block: int, k_block: int) -> ListedBlocks:
     """Estimate the number of listed blocks of a table (mean over tables), from evenly sampled rows and tables.
 
-    Blocks that bounds leave undecided are counted, so estimates are rather too high. Exact for few pairs.
+    Blocks that bounds leave undecided are counted, so estimates tend to be too high. Exact for small masks.
     """
     (num_q, num_k), (rows, columns) = rule.num_slots, rule.in_blocks(q_block, k_block)
     if len(rule.heads) * rows * columns * q_block * k_block <= _FEW_CELLS:
@@ -256,7 +255,7 @@ def estimate_blocks(rule: Rule, *, q_block: int, k_block: int) -> ListedBlocks:
 
 
 def _evenly(size: int, number: int) -> Tensor:
-    """At most `number` ascending indices below `size`: one from each equal interval, at offsets without a period."""
+    """Return at most `number` ascending indices below `size`, one from each equal interval, at aperiodic offsets."""
     if size <= number:
         return torch.arange(size)
     stretch = torch.arange(number, dtype=torch.float64)
@@ -264,7 +263,7 @@ def _evenly(size: int, number: int) -> Tensor:
 
 
 def repeat_blocks(blocks: Blocks, *, classes: int, times: int) -> Blocks:
-    """Block list of a longer sequence: `times` copies of this list along the diagonal of the mask.
+    """Return the block list of a sequence `times` as long, with `times` copies of this list along the mask's diagonal.
 
     In residue-major order of `classes` classes, the copies are placed within each class.
     """

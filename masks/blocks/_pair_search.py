@@ -42,14 +42,14 @@ _LONGEST = 1 << 20  # longest side of a box that is settled by its diagonals
 _COUNT = 8  # single pairs that take as long as the bounds of a box
 _UNLIMITED = 1 << 62
 _SAMPLES = 1 << 21  # pairs evaluated in all once the budget is spent
-_MOST_SAMPLES = 1 << 12  # of these in one box
+_MOST_SAMPLES = 1 << 12  # most pairs evaluated in one box then
 _SAMPLED_AT_ONCE = 1 << 20
 # Steps of a sequence that fills the unit square evenly: Roberts' R2, from the plastic number.
 _ROW_STEP, _COLUMN_STEP = 0.7548776662466927, 0.5698402909980532
 
 
 class PairCounts(NamedTuple):
-    """Allowed pairs of boxes or cells: bounds `low` and `high`, estimate `likely`; all three are equal if exact."""
+    """Numbers of allowed pairs of boxes: bounds `low` and `high`, estimate `likely`; all three are equal if exact."""
 
     low: Int64[Tensor, "..."]
     high: Int64[Tensor, "..."]
@@ -68,7 +68,7 @@ class PairCounts(NamedTuple):
 
 @dataclass
 class Budget:
-    """Remaining work of a search, in evaluations of single pairs; other steps are converted to these."""
+    """Remaining work of a search, in evaluations of single pairs; other work is converted to these."""
 
     left: int
 
@@ -77,7 +77,7 @@ class Budget:
         return boxes * _COUNT <= self.left
 
     def take(self, wanted: Tensor, each: int) -> Tensor:
-        """Mask of the wanted boxes that fit the budget; subtracts `each` evaluations for every one of them."""
+        """Return a mask of the wanted boxes that fit the budget; subtracts `each` evaluations for every one of them."""
         chosen = wanted & (wanted.cumsum(0) * each <= self.left)
         self.left -= int(chosen.sum()) * each
         return chosen
@@ -86,9 +86,9 @@ class Budget:
 def pairs_of_queries(
     rule: Pattern, start: Int64[Tensor, " n"], stop: Int64[Tensor, " n"], num_tokens: int
 ) -> Int64[Tensor, " n"]:
-    """Number of allowed pairs of queries start[i] to stop[i] - 1 with keys 0 to num_tokens - 1, for each i.
+    """Return, for each i, the number of allowed pairs of queries start[i] to stop[i] - 1 with keys below num_tokens.
 
-    `rule` is the rule of one head. If it is periodic and no pair crosses a period, a whole period is counted once.
+    `rule` is the pattern of one head. If it is periodic and no pair crosses a period, a whole period is counted once.
     """
     period = rule.period() if rule.confined() else None
     rows = num_tokens if period is None else min(period, num_tokens)
@@ -114,23 +114,24 @@ def pairs_of_queries(
 
 
 def exact_pairs(rule: Pattern, box: Box) -> Counts:
-    """Exact number of allowed pairs of each box, for the rule of one head; all progressions have the same step."""
+    """Return the number of allowed pairs of each box, for the pattern of one head; q and k must have equal steps."""
     return _search(rule, box, Budget(_UNLIMITED), _FRONTIER).low
 
 
 def bounded_pairs(rule: Pattern, box: Box, budget: Budget) -> PairCounts:
-    """Number of allowed pairs of each box; if the budget ends first, bounds and an estimate from sampled pairs.
+    """Count the allowed pairs of each box; once the budget is spent, return bounds and an estimate from sampled pairs.
 
-    `rule` is the rule of one head; the budget is reduced by the work done.
+    `rule` is the pattern of one head. The budget is reduced by the work done.
     """
     return _search(rule, box, budget, _UNLIMITED)
 
 
 def _search(rule: Pattern, box: Box, budget: Budget, at_once: int) -> PairCounts:
-    """Allowed pairs of each box; cuts undecided boxes into residue classes, where dilated rules are dense, then halves.
+    """Count the allowed pairs of each box.
 
-    Nearly square boxes are counted by their diagonals if the rule is constant or periodic along them, small boxes pair
-    by pair. `at_once`: number of boxes cut in one step.
+    Boxes that bounds leave undecided are cut into residue classes, in which dilated patterns are dense, then into
+    halves. Nearly square boxes are counted by their diagonals if the pattern is constant or periodic along them, small
+    boxes pair by pair. `at_once`: number of boxes cut in one step.
     """
     found = PairCounts.zeros(len(box.head))
     cuts: list[tuple[int, bool]] = []  # (factor, whether queries and keys agree modulo it)
@@ -158,7 +159,7 @@ def _search(rule: Pattern, box: Box, budget: Budget, at_once: int) -> PairCounts
 
 
 def settle(rule: Pattern, owned: Owned, found: PairCounts) -> Owned:
-    """Bound the pairs of each box; add exact counts to `found`, and return the boxes whose bounds differ."""
+    """Bound the allowed pairs of each box; add exact counts to `found`, and return the boxes whose bounds differ."""
     left = [owned.select(torch.arange(0))]
     for few in few_at_once(owned, _FRONTIER):
         left.append(few.select(_add_exact(few, rule.count(few.box, num_heads=1), found)))
@@ -221,18 +222,18 @@ def _sample(rule: Pattern, owned: Owned, found: PairCounts) -> None:
 
 
 def even_places(shape: tuple[int, int], begin: int = 0) -> tuple[Float64[Tensor, "n m"], Float64[Tensor, "n m"]]:
-    """(x, y), each of this shape: points of a low-discrepancy sequence in the unit square, from the `begin`-th on."""
+    """Return (x, y), each of this shape: points begin, begin + 1, ... of a low-discrepancy sequence in [0, 1)^2."""
     number = (begin + torch.arange(shape[0] * shape[1]).view(shape)).double()
     return (number * _ROW_STEP).frac(), (number * _COLUMN_STEP).frac()
 
 
 def _place(count: Counts, share: Tensor) -> Tensor:
-    """Index of the element at this fraction of each progression of `count` elements."""
+    """Return the index at fraction `share` (in [0, 1)) of each progression of `count` elements."""
     return (count[:, None] * share).long().minimum(count[:, None] - 1)
 
 
 def settle_by_diagonals(pattern: Pattern, box: Box, bounds: Bounds, *, num_heads: int, where: Tensor) -> Bounds:
-    """Bounds, made exact for undecided boxes in `where` (a mask) along whose diagonals the pattern is periodic.
+    """Return `bounds`, made exact for undecided boxes in the mask `where` if the pattern is periodic along diagonals.
 
     The period must divide the boxes' step, so that all pairs of a diagonal are allowed or none is.
     """
@@ -248,9 +249,10 @@ def settle_by_diagonals(pattern: Pattern, box: Box, bounds: Bounds, *, num_heads
 
 
 def count_by_lag(mask_mod: MaskMod, box: Box) -> Counts:
-    """Number of allowed pairs of each box, from one evaluated pair for each diagonal; queries and keys have one step.
+    """Return the number of allowed pairs of each box, from one evaluated pair for each diagonal.
 
-    A diagonal is all pairs of one lag, key index - query index. The rule must allow all its pairs or none.
+    A diagonal is all pairs of one lag, key index - query index. The mask must allow all pairs of a diagonal or none,
+    and queries and keys must have one step.
     """
     assert box.q.step == box.k.step
     lag = torch.arange(1 - int(box.q.count.max()), int(box.k.count.max()))
@@ -276,7 +278,7 @@ def _any_repeats(pattern: Pattern, step: int) -> bool:
 
 
 def _repeats(pattern: Pattern, box: Box, num_heads: int) -> Tensor:
-    """Mask of boxes in which each part has a period that divides the step, or allows all pairs, or none."""
+    """Return a mask: True for boxes where each part allows all pairs, or none, or has a period dividing the step."""
     repeats = torch.ones_like(box.head, dtype=torch.bool)
     for part in dict.fromkeys(_atoms(pattern)):
         period = part.period()
@@ -287,7 +289,7 @@ def _repeats(pattern: Pattern, box: Box, num_heads: int) -> Tensor:
 
 
 def _atoms(pattern: Pattern) -> Iterator[Pattern]:
-    """Yield the patterns that `&`, `|` and `~` combine; a pattern that renumbers its part's positions is one atom."""
+    """Yield the patterns that `&`, `|` and `~` combine; a pattern that renumbers positions of its part is not split."""
     if isinstance(pattern, Composite):
         for part in pattern.parts:
             yield from _atoms(part)

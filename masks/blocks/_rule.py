@@ -1,4 +1,4 @@
-"""Rule: a pattern over slots, the places of reordered queries and keys; evaluated on boxes or pair by pair."""
+"""Rule: a pattern over slots (places of queries and keys in a computation order), evaluated on boxes or pairs."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from ..orders import Pieces
 
 @dataclass(frozen=True)
 class Run:
-    """n runs of slots: `count` slots from slot `start` on, all in the piece with index `piece`; tensors of length n.
+    """n runs of slots (places in the order of a layout): `count` slots from slot `start` on; tensors of shape (n,).
 
-    Positions of a piece's slots are an arithmetic progression. `stride`: distance of consecutive slots of a run; None
-    if all are 1.
+    `piece`: index of the piece that holds each run; the positions of its slots are an arithmetic progression.
+    `stride`: distance of consecutive slots of each run; None if all are 1.
     """
 
     piece: Tensor
@@ -29,7 +29,7 @@ class Run:
 
     @classmethod
     def of(cls, pieces: Pieces) -> Run:
-        """One run for each whole piece."""
+        """Return one run for each whole piece."""
         return cls(torch.arange(len(pieces.starts)), pieces.starts, pieces.lengths, pieces.strides)
 
     def select(self, index: Tensor) -> Run:
@@ -38,15 +38,15 @@ class Run:
 
     @property
     def last(self) -> Tensor:
-        """The last slot of each run; no run may be empty."""
+        """Last slot of each run; no run may be empty."""
         return self.start + (self.count - 1 if self.stride is None else (self.count - 1) * self.stride)
 
     def num_blocks(self, block: int) -> Tensor:
-        """Number of blocks of this length from the one with the first slot to the one with the last slot."""
+        """Return the number of blocks of `block` slots from each run's first slot to its last, both ends included."""
         return self.last // block - self.start // block + 1
 
     def split(self, slot: Tensor) -> tuple[Run, Run]:
-        """(slots before `slot`, slots from `slot` on) of each run; either may be empty."""
+        """Return (slots before slot[i], slots from slot[i] on) of each run i; either may be empty."""
         ahead, stride = slot - self.start, self.stride
         number = ahead if stride is None else (ahead + stride - 1) // stride
         number = number.clamp(min=0).minimum(self.count)
@@ -54,7 +54,7 @@ class Run:
         return Run(self.piece, self.start, number, stride), Run(self.piece, begin, self.count - number, stride)
 
     def within(self, first: Tensor, last: Tensor) -> Run:
-        """The part of each run in slots first to last - 1; it may be empty."""
+        """Return the part of each run i in slots first[i] to last[i] - 1; it may be empty."""
         return self.split(last)[0].split(first)[1]
 
 
@@ -73,11 +73,11 @@ class Nodes:
 
 @dataclass(frozen=True)
 class Rule:
-    """A pattern over slots: the places of reordered queries and keys.
+    """A pattern over slots: the places of queries and keys in a computation order.
 
-    `heads`: one global head for each table (the mask of equal heads). `q`, `k`: orders of queries and keys, as pieces
-    whose positions are progressions; their `firsts` have a row for each table. `rows`: the same rule with slots cut
-    into runs of neighbouring tokens instead of residue classes; None unless the classes are many and short.
+    `heads`: one global head for each table (the mask that equal heads share). `q`, `k`: orders of queries and keys, as
+    pieces whose positions are progressions; their `firsts` have a row for each table. `rows`: an equal rule with slots
+    cut into runs of neighbouring tokens instead of residue classes; None unless the classes are many and short.
     """
 
     pattern: Pattern
@@ -89,11 +89,11 @@ class Rule:
 
     @cached_property
     def num_slots(self) -> tuple[int, int]:
-        """(query slots, key slots)."""
+        """(number of query slots, number of key slots)."""
         return int(self.q.lengths.sum()), int(self.k.lengths.sum())
 
     def in_blocks(self, q_block: int, k_block: int) -> tuple[int, int]:
-        """(rows, columns): number of blocks along queries and along keys."""
+        """Return (number of blocks along queries, number of blocks along keys)."""
         num_q, num_k = self.num_slots
         return -(-num_q // q_block), -(-num_k // k_block)
 
@@ -102,7 +102,7 @@ class Rule:
         return Box(heads[nodes.table], span(self.q, nodes.table, nodes.q), span(self.k, nodes.table, nodes.k))
 
     def allowed(self, table: Tensor, q_slot: Tensor, k_slot: Tensor) -> Tensor:
-        """Bool tensor: True if the pair is allowed, for broadcast tables and slots.
+        """Return a bool tensor, True if the pair is allowed, for broadcast indices of tables, query and key slots.
 
         Raises ValueError if a tensor in the pattern is too short.
         """
@@ -112,7 +112,7 @@ class Rule:
 
 
 def allowed_pairs(pattern: Pattern, num_heads: int, heads: Tensor, q: Tensor, k: Tensor) -> Tensor:
-    """Bool tensor: True if the pair is allowed, for broadcast global heads and positions.
+    """Return a bool tensor, True if the pair is allowed, for broadcast global heads and query and key positions.
 
     Raises ValueError if a tensor in the pattern is too short.
     """
@@ -126,14 +126,14 @@ def allowed_pairs(pattern: Pattern, num_heads: int, heads: Tensor, q: Tensor, k:
 
 
 def span(pieces: Pieces, table: Tensor, run: Run) -> Progression:
-    """Positions of the slots of each run, as progressions; `table`: index of the table of each run."""
+    """Return the positions of each run's slots, as progressions; table[i]: index of the table of run i."""
     index = run.start - pieces.starts[run.piece]
     index = index if run.stride is None else index // run.stride
     return Progression(pieces.firsts[table, run.piece] + pieces.step * index, pieces.step, run.count)
 
 
 class Places(NamedTuple):
-    """Coordinates of n blocks: table, row and column."""
+    """Coordinates of n blocks: table (mask of equal heads), row (query block) and column (key block)."""
 
     table: Shaped[Tensor, " n"]
     row: Shaped[Tensor, " n"]
@@ -141,10 +141,10 @@ class Places(NamedTuple):
 
 
 def alike(rule: Rule, places: Places, shape: tuple[int, int, int, int]) -> tuple[Tensor, Tensor]:
-    """(class of each block, index of one block of each class): blocks of a class have equal masks.
+    """Return (class of each block, index of one block of each class); blocks of a class have equal masks.
 
-    A block over several pieces of slots is a class of its own. `shape`: query slots, key slots, query side of a block,
-    key side.
+    A block whose positions are not one progression for queries and one for keys is a class of its own. `shape`: query
+    slots, key slots, query side of a block, key side.
     """
     num_q, num_k, q_block, k_block = shape
     table, row, column = (each.long() for each in places)
@@ -160,7 +160,7 @@ def alike(rule: Rule, places: Places, shape: tuple[int, int, int, int]) -> tuple
 
 
 def _run_of(pieces: Pieces, start: Tensor, slots: int, side: int) -> Run | None:
-    """Slots of each block as a run, with piece -1 if the block extends over several; None for pieces with strides."""
+    """Return the slots of each block as a run, with piece -1 if it extends over several; None for strided pieces."""
     if pieces.strides is not None:
         return None
     count = (slots - start).clamp(max=side)
@@ -169,6 +169,6 @@ def _run_of(pieces: Pieces, start: Tensor, slots: int, side: int) -> Run | None:
 
 
 def enumerated(counts: Tensor) -> tuple[Tensor, Tensor]:
-    """(owner, place) of counts.sum() items: index i occurs counts[i] times as owner, with places 0, 1, ..."""
+    """Return (owner, place) of counts.sum() items: index i is counts[i] times the owner, with places 0, 1, ..."""
     owner = torch.repeat_interleave(counts)
     return owner, torch.arange(len(owner)) - (counts.cumsum(0) - counts)[owner]

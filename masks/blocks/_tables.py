@@ -21,13 +21,14 @@ _LEVEL = 1  # of zlib; higher levels take several times as long and save little
 
 
 def to_block_mask(blocks: Blocks, mask_mod: MaskMod, device: torch.device, *, batch: int = 1) -> BlockMask:
-    """BlockMask with index tables by query block and by key block, built without a dense mask of blocks.
+    """Convert a block list to a torch BlockMask with index tables by query block and by key block.
 
-    With batch > 1, `blocks` has all heads of batch entry 0, then all of entry 1, and so on.
+    No dense mask of blocks is built. With batch > 1, the heads of `blocks` are those of batch entry 0, then those of
+    entry 1, and so on; the tables have shape (batch, heads, rows, width).
 
-    On CPU an index table is as wide as the number of blocks, which the compiled kernel requires, but its rows overlap
-    in memory: entries past a row's count are those of the next rows, valid block numbers. On accelerators tables are
-    as wide as the longest row.
+    On CPU tables are as wide as the number of blocks, which the compiled kernel requires, but their rows overlap
+    in memory: entries past a row's count are entries of the next rows, and valid block numbers. On accelerators tables
+    are as wide as the longest row.
     """
     rows, columns = blocks.num_rows, blocks.num_columns
     by_row = _side(blocks, blocks.row, blocks.column, (rows, columns), device)
@@ -50,7 +51,7 @@ def to_block_mask(blocks: Blocks, mask_mod: MaskMod, device: torch.device, *, ba
 
 
 def table_bytes(mask: BlockMask) -> int:
-    """Bytes of memory that the index tables of a BlockMask occupy."""
+    """Return the bytes of memory that the index tables of a BlockMask occupy."""
     tables = (
         mask.kv_num_blocks, mask.kv_indices, mask.full_kv_num_blocks, mask.full_kv_indices,
         mask.q_num_blocks, mask.q_indices, mask.full_q_num_blocks, mask.full_q_indices,
@@ -61,9 +62,10 @@ def table_bytes(mask: BlockMask) -> int:
 def _side(
     blocks: Blocks, major: Int32[Tensor, " E"], minor: Int32[Tensor, " E"], shape: tuple[int, int], device: torch.device
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """(partial counts, partial indices, full counts, full indices), as a BlockMask has them.
+    """Return (partial counts, partial indices, full counts, full indices), as a BlockMask has them.
 
-    One list of `minor` indices for each head and `major` index. shape: number of major and of minor indices.
+    A row lists `minor` indices (key blocks, say) for one head and one `major` index (query block). shape: number of
+    major and of minor indices.
     """
     counts = _counts(blocks, major, shape[0])
     widths = [max(1, int(count.max())) for count in counts]
@@ -83,7 +85,7 @@ def _side(
 
 
 def _counts(blocks: Blocks, major: Int32[Tensor, " E"], rows: int) -> list[Int64[Tensor, "T R"]]:
-    """[number of partial blocks, number of full blocks] for each table and `major` index."""
+    """Return [number of partial blocks, number of full blocks] of each table and `major` index."""
     counts = [torch.zeros(blocks.num_tables, rows, dtype=torch.int64) for _ in range(2)]
     for tables, part in blocks.portions():
         lines = (blocks.table[part].long() - tables.start) * rows + major[part]
@@ -102,9 +104,9 @@ def _indices(
     width: int,
     shape: tuple[int, int],
 ) -> Int32[Tensor, "T R W"]:
-    """`minor` indices of the full or partial blocks for each table and `major` index, padded with zeros to `width`.
+    """Return the `minor` indices of the full or partial blocks of each table and `major` index, zero-padded to `width`.
 
-    The storage is longer, so that the last row can be read at full width.
+    The storage is longer than the result, so that the last row can be read at full width.
     """
     storage = torch.zeros(count.numel() * width + shape[1] - width, dtype=torch.int32)
     table = storage[: count.numel() * width].view(*count.shape, width)
@@ -127,7 +129,7 @@ def _by_entry(table: Shaped[Tensor, "L ..."], batch: int) -> Shaped[Tensor, "B H
 
 
 def _per_head(blocks: Blocks, tables: Shaped[Tensor, "T R W"]) -> Shaped[Tensor, "L R W"]:
-    """The table of each head, or one table for all heads; a view if head i has table i."""
+    """Return the table of each head, or one table for all heads; `tables` itself if head i has table i."""
     if blocks.num_tables == 1 or blocks.heads == tuple(range(blocks.num_tables)):
         return tables
     heads, (_, rows, width) = torch.tensor(blocks.heads), tables.shape
@@ -137,16 +139,16 @@ def _per_head(blocks: Blocks, tables: Shaped[Tensor, "T R W"]) -> Shaped[Tensor,
 
 
 def _full_width(table: Int32[Tensor, "L R W"], columns: int) -> Int32[Tensor, "L R C"]:
-    """View of the rows at width `columns`: past its own width a row continues with the entries of the next rows."""
+    """Return a view of the rows at width `columns`: past its own width a row goes on with entries of the next rows."""
     lists, rows, width = table.shape
     return table.as_strided((lists, rows, columns), (rows * width, width, 1))
 
 
 @dataclass(frozen=True)
 class PackedBlocks:
-    """Block lists compressed by zlib; `unpack` restores them exactly.
+    """`Blocks` compressed by zlib; `unpack` restores them exactly.
 
-    A block is stored as its distance from the previous block of the list, as distances of regular patterns repeat.
+    Blocks are stored as distances from the previous block of the list, as these repeat for regular patterns.
     """
 
     shape: tuple[int, int, int, int]
@@ -175,7 +177,7 @@ class PackedBlocks:
 
 
 def _written(blocks: Blocks, part: slice) -> bytes:
-    """Serialize a slice of the block list: distances of blocks, pair counts and `full`."""
+    """Return a slice of the block list as bytes: distances of blocks, pair counts and `full`."""
     key = (blocks.table[part].long() * blocks.num_rows + blocks.row[part]) * blocks.num_columns + blocks.column[part]
     steps = key.diff(prepend=key.new_zeros(1))
     return b"".join(map(_bytes_of, (steps, blocks.pairs[part], blocks.full[part])))
@@ -192,7 +194,7 @@ def _read(written: bytes, blocks: Blocks, part: slice) -> None:
 
 
 def _bytes_of(x: Tensor) -> bytes:
-    """Bytes of a CPU tensor's elements in row-major order, without numpy."""
+    """Return the bytes of a CPU tensor's elements in row-major order, without numpy."""
     x = x.contiguous()
     return ctypes.string_at(x.data_ptr(), x.nbytes)
 

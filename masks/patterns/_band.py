@@ -1,4 +1,4 @@
-"""Bands: rules that depend only on the distance from query to key, such as causal order, windows and strides."""
+"""Bands: patterns that depend only on the distance from query to key, such as causal order, windows and strides."""
 
 from math import gcd
 
@@ -28,17 +28,22 @@ from ..core import (
 
 _SIZES = {
     **OF_PATTERNS,
-    **dict.fromkeys(("window", "window_size", "size", "radius"), "give left= and right=, in tokens beside the query's"),
-    **dict.fromkeys(("dilation", "rate"), "masks.dilated_window(left=63, right=0, rate=2) has one"),
+    **dict.fromkeys(
+        ("window", "window_size", "size", "radius"), "write left= and right=, keys before and after the query"
+    ),
+    **dict.fromkeys(("dilation", "rate"), "write masks.dilated_window(left=63, right=0, rate=2)"),
     **renamed(left="before lookback past left_window", right="after lookahead future right_window"),
 }
 
 
 class Band(Pattern):
-    """Allowed iff key - query is a multiple of `step`, at least `least` and at most `most`; None sets no limit."""
+    """Base of patterns that allow a pair iff key - query is a multiple of `step` in [`least`, `most`].
+
+    Distances are in tokens; None as `least` or `most` sets no limit. Subclasses define `limits`.
+    """
 
     def limits(self) -> tuple[int | None, int | None, int]:
-        """(least, most, step)."""
+        """Return (least, most, step) of key - query, in tokens; least and most are None for no limit."""
         raise NotImplementedError  # defined by each kind
 
     @property
@@ -101,7 +106,11 @@ class Band(Pattern):
 
 @pattern_kind("causal")
 class Causal(Band):
-    """Allowed iff key position <= query position. The corner is top-left: position 0 sees position 0."""
+    """Pattern that allows a pair iff key position <= query position.
+
+    Positions of queries and of keys count from 0, so the mask is aligned at its top-left corner: query 0 sees only
+    key 0.
+    """
 
     def limits(self) -> tuple[None, int, int]:
         return None, 0, 1
@@ -115,7 +124,7 @@ class Causal(Band):
 
 @pattern_kind("local_window")
 class LocalWindow(Band):
-    """Allowed iff query - left <= key <= query + right, both ends included; radii in tokens."""
+    """Pattern that allows a pair iff query - left <= key <= query + right; `left` and `right` are in tokens."""
 
     left: int = at_least(0)
     right: int = at_least(0)
@@ -124,7 +133,10 @@ class LocalWindow(Band):
         return -self.left, self.right, 1
 
     def snapped(self, q_side: int, k_side: int) -> Pattern:
-        """Round radii that are no multiple of gcd(q_side, k_side) up to a multiple minus 1; no block is added."""
+        """Return the window widened within the blocks (q_side queries by k_side keys) that it already touches.
+
+        A radius that is not a multiple of gcd(q_side, k_side) is rounded up to the next multiple, minus 1 token.
+        """
         side = gcd(q_side, k_side)
         left, right = (
             reach if reach % side == 0 else -(-reach // side) * side - 1 for reach in (self.left, self.right)
@@ -134,7 +146,10 @@ class LocalWindow(Band):
 
 @pattern_kind("strided")
 class Strided(Band):
-    """Allowed iff (query - key) mod stride == 0. Tokens form `stride` residue classes; each sees only itself."""
+    """Pattern that allows a pair iff (query - key) mod stride == 0.
+
+    Tokens form `stride` residue classes, and each token sees all tokens of its own class.
+    """
 
     stride: int = at_least(1)
 
@@ -144,7 +159,7 @@ class Strided(Band):
 
 @pattern_kind("dilated_window")
 class DilatedWindow(Band):
-    """Allowed iff key = query + j * rate for some j with -left <= j <= right; left and right count keys."""
+    """Pattern that allows a pair iff key = query + j * rate for an integer j in [-left, right]; `rate` is in tokens."""
 
     left: int = at_least(0)
     right: int = at_least(0)
@@ -157,10 +172,10 @@ class DilatedWindow(Band):
 @constructor
 @advises(
     keywords=dict.fromkeys(("window", "window_size", "left", "right"), "write masks.local_window(left=63, right=0)"),
-    how="a pattern has no size, it is masks.causal() for every length",
+    how="write masks.causal() for every length: a pattern has no size",
 )
 def causal() -> Pattern:
-    """Each query sees the keys at its own position and before.
+    """Pattern in which each query sees the keys at its own position and at earlier positions.
 
     >>> masks.describe(masks.causal(), 4).useful_pairs
     10
@@ -171,7 +186,9 @@ def causal() -> Pattern:
 @constructor
 @advises(keywords=_SIZES, how="masks.local_window(left=63, right=0) is the query's own key and 63 before it")
 def local_window(*, left: int, right: int) -> Pattern:
-    """Each query sees `left` keys before its position, its own, and `right` keys after. Radii in tokens, >= 0.
+    """Pattern in which each query sees `left` keys before its position, the key at it, and `right` keys after it.
+
+    Raises ValueError for left or right below 0.
 
     >>> masks.describe(masks.local_window(left=1, right=0), 4).useful_pairs
     7
@@ -181,7 +198,7 @@ def local_window(*, left: int, right: int) -> Pattern:
 
 @constructor
 def strided(stride: int) -> Pattern:
-    """Each query sees the keys at a distance of 0, `stride`, 2 * `stride`, ... tokens, before it and after.
+    """Pattern in which each query sees the keys 0, `stride`, 2 * `stride`, ... tokens before and after its position.
 
     With a local window of `stride` keys this is the strided form of the Sparse Transformer (arXiv 1904.10509):
     `(local_window(left=stride, right=0) | strided(stride)) & causal()`. Raises ValueError for a stride below 1.
@@ -195,10 +212,12 @@ def strided(stride: int) -> Pattern:
 @constructor
 @advises(keywords=_SIZES, how="masks.dilated_window(left=63, right=0, rate=2)")
 def dilated_window(*, left: int, right: int, rate: int) -> Pattern:
-    """Each query sees `left` keys before its position, its own, and `right` keys after, `rate` tokens apart.
+    """Pattern in which each query sees `left` keys before its position, the key at it, and `right` keys after it.
 
-    This is neighbourhood attention in one dimension, with dilation (arXiv 2209.15001), except that at the
-    ends of the sequence keys are left out rather than replaced by further ones. Rate 1 gives a `local_window`.
+    Neighbouring keys are `rate` tokens apart; rate 1 gives a `local_window`. This is dilated neighbourhood attention in
+    one dimension (arXiv 2209.15001), except that a window which crosses an end of the sequence is cut off and not
+    shifted inwards.
+
     Raises ValueError for left or right below 0 and for a rate below 1.
 
     >>> masks.describe(masks.dilated_window(left=4, right=0, rate=2), 8).useful_pairs  # distances 0, 2 and 4

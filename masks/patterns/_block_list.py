@@ -1,4 +1,4 @@
-"""Block list: explicit tables of the key blocks that each query block sees."""
+"""Block lists: explicit tables of the key blocks that each query block sees."""
 
 from __future__ import annotations
 
@@ -36,22 +36,24 @@ from ..core import (
     within,
 )
 
-# T tables, R rows of query blocks, W entries of the longest row, rounded up to a power of two
+# T tables, R query blocks (rows), W entries of the longest row, rounded up to a power of two
 
 NOTHING = 1 << 30  # pads short rows: a key block that no sequence reaches
 _COMPARED = 8  # rows of at most this many entries are compared entry by entry
-_EXACT_ROWS = 8  # a box over more rows than this is bounded by the picture
-_PICTURE_CELLS = 1 << 24  # of all tables together: bounds their memory
+_EXACT_ROWS = 8  # a box over more block rows than this is bounded by `_picture`
+_PICTURE_CELLS = 1 << 24  # cells of all tables together: bounds the memory of `_picture`
 _ENTRIES_AT_ONCE = 1 << 20
 
-Listed = Callable[[Tensor, Tensor, Tensor], Tensor]  # (line, inside, column): True if the row names the key block
+# (line, inside, column) -> bool: True if `inside`, and row `line` of the flattened tables names key block `column`
+Listed = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
 @dataclass(frozen=True, eq=False)
 class BlockTable:
-    """entries[t, r]: the key blocks that query block r sees in table t, ascending, padded with NOTHING.
+    """Tables of the key blocks that each query block sees; entries[t, r] holds those of query block r in table t.
 
-    Key blocks have `block` tokens, query blocks `q_block`. Positions from `limit` on are in no pair.
+    Entries are ascending and padded with NOTHING (2**30). Query blocks have `q_block` tokens, key blocks `block`.
+    Positions from `limit` on are in no allowed pair.
     """
 
     entries: Tensor  # int64, (T, R, W)
@@ -60,7 +62,7 @@ class BlockTable:
     limit: int
 
     def mask_mod(self, table_of_head: Tensor, device: torch.device) -> MaskMod:
-        """Closure (b, h, q, k) -> bool for heads that follow these tables; block sides must be equal."""
+        """Return the closure (b, h, q, k) -> bool; head h uses table table_of_head[h]. Requires q_block == block."""
         _, rows, width = self.entries.shape
         # No arithmetic of captured numbers alone: FlexAttention's FLASH backend cannot lower it.
         last_row, block, limit = parameters(device, rows - 1, self.block, self.limit)
@@ -75,7 +77,10 @@ class BlockTable:
         return seen
 
     def count(self, table: Tensor, box: Box) -> Bounds:
-        """Bounds on the pairs of each box in its table: exact over a few rows of blocks, coarse over more."""
+        """Return bounds on the allowed (query, key) pairs of each box; box i uses table[i].
+
+        Bounds are exact for boxes that span at most 8 query blocks, and coarser for larger ones.
+        """
         box = Box(table, *(clip(side, 0, self.limit) for side in (box.q, box.k)))
         rows = torch.where(box.q.count > 0, box.q.last // self.q_block - box.q.first // self.q_block + 1, 0)
         low, high = torch.zeros_like(table), torch.zeros_like(table)
@@ -88,12 +93,12 @@ class BlockTable:
         return Bounds(low, high)
 
     def squares(self, table: int) -> Squares:
-        """Listed pairs of blocks of one table; block sides must be equal."""
+        """Return the listed block pairs of one table as squares of positions. Requires q_block == block."""
         row, place = (self.entries[table] < NOTHING).nonzero().unbind(1)
         return Squares(row * self.block, self.entries[table, row, place] * self.block, self.block)
 
     def row(self, table: int, query: int, keys: range) -> Ranges:
-        """Keys of a run that one query sees; adjacent blocks become one range."""
+        """Return the keys in `keys` that one query sees in one table; adjacent blocks form one range."""
         row = query // self.q_block
         if query >= self.limit or row >= self.entries.shape[1]:
             return ()
@@ -101,7 +106,7 @@ class BlockTable:
         return keys_of_blocks(listed, self.block, within(keys, 0, self.limit))
 
     def _count_entries(self, box: Box, rows: Tensor) -> Tensor:
-        """Exact counts, row by row and entry by entry."""
+        """Return the exact number of allowed pairs of each box, which spans `rows` query blocks."""
         pairs = torch.zeros_like(box.area)
         first, height = box.q.first // self.q_block, self.entries.shape[1]
         for row in (first + step for step in range(int(rows.max()) if len(rows) else 0)):
@@ -111,7 +116,7 @@ class BlockTable:
         return pairs
 
     def _count_cells(self, box: Box) -> Bounds:
-        """Bounds from the number of entries in all cells of the picture that a box touches."""
+        """Return bounds on the allowed pairs of each box, from the number of listed blocks in the cells it touches."""
         cell, sums = self._picture
         height, width = cell * self.q_block, cell * self.block
         top, bottom = box.q.first // height, box.q.last // height + 1
@@ -127,7 +132,11 @@ class BlockTable:
 
     @cached_property
     def _picture(self) -> tuple[int, Tensor]:
-        """(blocks along a cell's side, number of entries above and to the left of each cell corner)."""
+        """Return (side of a cell in blocks, summed-area table `sums` of the listed blocks by cell).
+
+        A cell is a square of blocks. sums[t, i, j]: listed blocks of table t in the cells above row i and left of
+        column j.
+        """
         tables, rows, _ = self.entries.shape
         listed = self.entries < NOTHING
         columns = int(self.entries[listed].max()) + 1 if listed.any() else 1
@@ -142,7 +151,10 @@ class BlockTable:
 
 
 def _compared(entries: Tensor, device: torch.device) -> Listed:
-    """Compare each of a few entries. They depend on the query only: a kernel loads them once for all its keys."""
+    """Return a test that compares the key block with each entry of a row, for rows of few entries.
+
+    Entries depend on the query only, so a kernel loads them once for all its keys.
+    """
     used = entries[:, : max(1, int((entries < NOTHING).sum(1).max()))]
     places = used.T.to(device, index_dtype(device, 0, NOTHING)).contiguous().unbind(0)
 
@@ -162,9 +174,9 @@ def _halved(entries: Tensor, device: torch.device) -> Listed:
 
 
 def by_halving(width: int, device: torch.device) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
-    """Binary search for a column in a line of ascending entries, 2**n of them: (entries, line, column) -> bool.
+    """Return a binary search (entries, line, column) -> bool: True if row entries[line] contains `column`.
 
-    `place` is narrowed to the only entry that can equal the column.
+    Rows are ascending and have `width` entries, a power of two.
     """
     halves = parameters(device, *(1 << bit for bit in reversed(range(width.bit_length() - 1))))
 
@@ -178,7 +190,10 @@ def by_halving(width: int, device: torch.device) -> Callable[[Tensor, Tensor, Te
 
 
 class TableRule(Pattern):
-    """Allowed iff the row of the query's block names the key's block, in a table for all heads or one for each."""
+    """Base of patterns that allow a pair iff a `BlockTable` names the key's block in the row of the query's block.
+
+    There is one table for all heads, or one for each global head.
+    """
 
     @property
     def by_head(self) -> bool:
@@ -202,7 +217,7 @@ class TableRule(Pattern):
 
 
 def keys_of_blocks(blocks: Iterable[int], block: int, keys: range) -> Ranges:
-    """Keys of a run that are in these blocks; adjacent blocks become one range."""
+    """Return the keys in `keys` that are in the key blocks with these numbers; adjacent blocks form one range."""
     seen = set(blocks)
     firsts = sorted(number for number in seen if number - 1 not in seen)
     lasts = sorted(number for number in seen if number + 1 not in seen)
@@ -210,7 +225,7 @@ def keys_of_blocks(blocks: Iterable[int], block: int, keys: range) -> Ranges:
 
 
 def padded(entries: Tensor) -> Tensor:
-    """Pad rows of ascending entries with NOTHING to a power of two."""
+    """Pad ascending rows (the last dim) at their ends with NOTHING to a width that is a power of two."""
     width = 1 << max(0, entries.shape[-1] - 1).bit_length()
     return torch.nn.functional.pad(entries, (0, width - entries.shape[-1]), value=NOTHING)
 
@@ -222,9 +237,11 @@ _SEQUENCES = (list, tuple, range)
 
 @pattern_kind("block_list")
 class BlockList(TableRule):
-    """Allowed iff the row of the query's block names the key's block.
+    """Pattern that allows a pair iff the row of the query's block names the key's block.
 
-    `rows` is one table of rows for all heads, or one for each global head. Rows are stored in ascending order.
+    `rows` is one table for all heads, or a tuple of tables, one for each global head. A table is a tuple of rows, one
+    for each query block, and a row is a tuple of key block numbers, which are stored in ascending order. Blocks have
+    `block` tokens.
     """
 
     rows: tuple[Any, ...]
@@ -243,7 +260,7 @@ class BlockList(TableRule):
 
     @classmethod
     def from_data(cls, data: dict[str, Any]) -> BlockList:
-        """Construct from stored data; ValueError for rows that are not in ascending order."""
+        """Build the pattern from its stored fields. Raises ValueError for rows that are not in ascending order."""
         made, rows = cls(data["rows"], data["block"]), data["rows"]
         given, kept = (rows, made.rows) if made.by_head else ([rows], (made.rows,))
         pairs = (pair for tables in zip(given, kept, strict=True) for pair in zip(*tables, strict=True))
@@ -259,20 +276,20 @@ class BlockList(TableRule):
         return _of_head(self, head) if self.by_head else self
 
     def snapped(self, q_side: int, k_side: int) -> Pattern:
-        """Return self; ValueError unless the block side divides these sides or is a multiple of them."""
+        """Return self. Raises ValueError unless `block` divides, or is a multiple of, each of the two sides."""
         if any(self.block % side and side % self.block for side in (q_side, k_side)):
             raise ValueError(
-                "a block_list names blocks of its own, which cannot be rounded: list blocks whose side divides those "
+                "the blocks of a block_list cannot be rounded: list blocks whose side divides those "
                 f"of the kernel, ({q_side}, {k_side}), or is a multiple of them; got block={self.block}"
             )
         return self
 
     def check_heads(self, num_heads: int) -> None:
         if self.by_head and len(self.rows) != num_heads:
-            raise ValueError(f"block_list needs one table a head; got {len(self.rows)} for {num_heads} heads")
+            raise ValueError(f"block_list needs one table for each head; got {len(self.rows)} for {num_heads} heads")
 
     def check_tokens(self, queries: range, keys: range) -> None:
-        """Raise ValueError if a row of these queries names a key block that begins after the last key."""
+        """Raise ValueError if the row of one of these queries names a key block that begins after the last key."""
         begin, blocks = queries.start // self.block, -(-keys.stop // self.block)
         used = _table(self).entries[:, begin : (queries.stop - 1) // self.block + 1]
         beyond = ((used >= blocks) & (used < NOTHING)).nonzero()
@@ -304,14 +321,15 @@ class BlockList(TableRule):
 @constructor
 @advises(keywords=OF_PATTERNS, how="write masks.block_list(rows, block=128)")
 def block_list(rows: Sequence[Any] | Tensor, *, block: int) -> Pattern:
-    """Queries of block i see the key blocks that rows[i] names. Blocks have `block` tokens; number 0 is the first.
+    """Pattern in which the queries of block i see the key blocks whose numbers are in rows[i].
 
-    For a table for each head, give a sequence of tables, one for each head over all devices. A tensor
-    works too: integers of shape (rows, blocks) or (heads, rows, blocks), or booleans of these shapes, True
-    where a row sees the key block of that column. Queries beyond the last row see nothing.
+    block: tokens of a query block and of a key block; block 0 begins at position 0.
+    rows: a table, which has a row of key block numbers for each query block; or a sequence of tables, one for each
+    head over all devices. A tensor also works: integers of shape (rows, blocks) or (heads, rows, blocks), or booleans
+    of these shapes, True where the row sees the key block of that column. Queries beyond the last row see no key.
 
-    Raises ValueError for a negative number or one that a row names twice, and for no rows; a TypeError for
-    anything but integers and for uneven nesting. Binding raises ValueError where the row of a query names a
+    Raises ValueError for negative numbers, for a number that a row names twice, and for a table without rows; TypeError
+    for entries that are not integers and for uneven nesting. `bind` raises ValueError if the row of a query names a
     block beyond the last key.
 
     >>> masks.describe(masks.block_list([[0], [0, 1]], block=64), 128).useful_pairs  # 3 blocks of 64 x 64
@@ -337,7 +355,7 @@ def _listed(rows: Tensor) -> list[Any]:
 
 def _checked(rows: Any) -> tuple[Any, ...]:
     if not isinstance(rows, _SEQUENCES):
-        raise TypeError(f"rows must be a table of rows, or one such table a head; got {type(rows).__name__}")
+        raise TypeError(f"rows must be a table of rows, or one such table for each head; got {type(rows).__name__}")
     if any(_is_table(each) for each in rows):
         return tuple(_checked_table(table, f"rows[{head}]") for head, table in enumerate(rows))
     return _checked_table(rows, "rows")

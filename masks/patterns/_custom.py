@@ -37,7 +37,7 @@ from ..core import (
 )
 from ._function_identity import copy_and_digest
 
-Grid = tuple[Tensor, ...]  # b, h, q, k
+Grid = tuple[Tensor, ...]  # (b, h, q, k), which broadcast to the grid
 Classify = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]
 
 _MAKER = "def make(window): return lambda b, h, q, k: q - k < window"
@@ -58,7 +58,7 @@ _SHAPED_ALIKE = {
 
 @dataclass(eq=False)
 class CustomRule:
-    """A checked function with its classify and period; one object for each digest, so identity is equality."""
+    """A checked mask_mod with its optional `classify` and `period`; there is one live object for each digest."""
 
     digest: str
     function: Any  # a FunctionType, which type checkers take for a method
@@ -74,7 +74,7 @@ class CustomRule:
         return self.function.__qualname__.rpartition(".")[2]
 
     def on(self, device: torch.device) -> types.FunctionType:
-        """The function with its captured tensors on this device."""
+        """Return the function with its captured tensors on this device; copies are cached."""
         if device_kind(device).on_host:
             return self.function
         if device not in self.elsewhere:
@@ -89,7 +89,10 @@ _rules_lock = Lock()
 
 @pattern_kind("custom")
 class Custom(Pattern):
-    """Allowed iff the function returns True; called for head `head` if that is given."""
+    """Pattern that allows a pair iff the mask_mod of `rule` returns True for it.
+
+    `head`: global head that the mask_mod gets in place of the pair's own head; None for the pair's own.
+    """
 
     rule: CustomRule
     head: int | None = None
@@ -102,13 +105,16 @@ class Custom(Pattern):
 
     @classmethod
     def from_data(cls, data: dict[str, Any]) -> Pattern:
-        """The pattern that a text of this process names; ValueError if its function no longer exists."""
+        """Return the pattern of a stored function digest; ValueError unless the function is alive in this process."""
         digest, head = data.get("function"), data.get("head")
         with _rules_lock:
             rule = _rules.get(digest) if isinstance(digest, str) else None
         if rule is None:
-            law = "a custom pattern lives where it was made: keep it for as long as calls and their gradients use it"
-            raise ValueError(f"{law}; no pattern that is alive here has the function {digest!r:.20}")
+            law = (
+                "the text of a custom pattern is valid only while the pattern exists: keep it for as long as calls and "
+                "their gradients use it"
+            )
+            raise ValueError(f"{law}; no pattern of this process has the function {digest!r:.20}")
         return cls(rule, head)
 
     def phrase(self) -> Phrase:
@@ -163,21 +169,24 @@ class Custom(Pattern):
 
 @advises(keywords=renamed(fn="mask_mod function f mask_fn"), how="write masks.custom(lambda b, h, q, k: q - k < 64)")
 def custom(fn: MaskMod | BlockMask, *, classify: Classify | None = None, period: int | None = None) -> Pattern:
-    """The pairs for which a FlexAttention mask_mod `fn(b, h, q, k)` is true, over positions and global heads.
+    """Pattern that allows the pairs for which a FlexAttention mask_mod `fn(b, h, q, k)` returns True.
 
-    `fn` is evaluated pair by pair where bounds do not decide: everywhere, unless it is in an intersection or has
-    `classify(head, q_first, q_last, k_first, k_last)`. `classify` gets int64 tensors of n boxes, queries
-    q_first to q_last and keys k_first to k_last, ends included, and returns an integer tensor of n: masks.EMPTY
-    (no pair of the box is allowed), masks.FULL (every pair) or masks.PARTIAL (neither is certain). A wrong EMPTY
-    or FULL loses or adds pairs; `flexdilated.testing.check_pattern` finds it. `period`: shift of
-    query and key together by which the rule repeats, 1 if only their distance counts.
+    `fn` gets positions and global heads. Block lists need its value for every pair, except in blocks where other parts
+    of an intersection or `classify` decide all pairs.
+
+    classify: a function (head, q_first, q_last, k_first, k_last) of int64 tensors of shape (n,): n boxes of queries
+    q_first to q_last and keys k_first to k_last, ends included. It returns an integer tensor of shape (n,): masks.EMPTY
+    (no pair of the box is allowed), masks.FULL (every pair is) or masks.PARTIAL (neither is certain). A wrong EMPTY
+    or FULL loses or adds pairs; `flexdilated.testing.check_pattern` finds it.
+    period: number of tokens by which query and key can be shifted together without changing the result; 1 if only
+    their distance counts, None if unknown.
 
     A BlockMask is used for its mask_mod only: its block lists and its length are ignored.
 
-    Equal code with equal captured values is an equal pattern. Captured values and globals are copied now; later
-    changes have no effect. Attributes that `fn` reads of torch, math, operator and flexdilated count as constants;
-    other modules, and imports or getattr in its body, are refused, as their values cannot be checked. Raises
-    TypeError or ValueError if `fn` is no plain elementwise rule.
+    Functions with equal code and equal captured values give equal patterns. Captured values and globals are copied when
+    the pattern is built; later changes have no effect. Attributes that `fn` reads of torch, math, operator and
+    flexdilated count as constants; other modules, and imports or getattr in its body, raise TypeError, as their values
+    cannot be checked. Raises TypeError or ValueError if `fn` is not a plain elementwise function.
 
     >>> masks.describe(masks.custom(lambda b, h, q, k: (q - k) % 3 == 0), 6).useful_pairs
     12
@@ -222,7 +231,10 @@ def _refused(name: str, rule: str, got: str, kind: type[Exception] = ValueError)
 
 
 def _check_period(rule: CustomRule, period: int) -> None:
-    """Raise ValueError if the function does not repeat on a small grid; no check if captured tensors are too short."""
+    """Raise ValueError if results on a small grid change when query and key are shifted by `period` tokens.
+
+    Does nothing if captured tensors are too short for the shifted grid.
+    """
     h, t = torch.arange(3, device="cpu")[:, None, None], torch.arange(16, device="cpu")
     b = torch.zeros((), dtype=torch.int64, device="cpu")
     try:
@@ -236,13 +248,16 @@ def _check_period(rule: CustomRule, period: int) -> None:
 
 
 def _require_mask_mod(function: object) -> types.FunctionType:
-    """Return a plain function of (b, h, q, k), or that of a BlockMask; raise TypeError otherwise."""
+    """Return `function`, or its mask_mod if it is a BlockMask, after a check that it is a plain one of (b, h, q, k).
+
+    Raises TypeError for other values, for other parameters, and for default arguments.
+    """
     if isinstance(function, BlockMask):
         function = function.mask_mod
         if function is noop_mask:
             raise TypeError(
-                "a BlockMask is taken for its mask_mod, and this one has lists of blocks alone: give them to "
-                "masks.block_list(rows, block=...)"
+                "a BlockMask is used for its mask_mod only, and this one has lists of blocks alone: write "
+                "masks.block_list(rows, block=...) with these lists"
             )
     if isinstance(function, types.FunctionType) and (function.__defaults__ or function.__kwdefaults__):
         rule = f"a custom function must have no default arguments, as compilers keep stale ones: write `{_MAKER}`"
@@ -267,7 +282,10 @@ class _ReadsValuesError(Exception):
 
 
 class _Watch(TorchFunctionMode):
-    """Note which of the tensors b and h are computed with, and raise where values of tensors are read."""
+    """Torch function mode that notes in `used` whether tensors b and h ("b", "h") enter a computation.
+
+    Raises _ReadsValuesError if code converts tensor values to Python values.
+    """
 
     def __init__(self, b: Tensor, h: Tensor) -> None:
         super().__init__()
@@ -286,9 +304,10 @@ class _Watch(TorchFunctionMode):
 
 
 def _check_mask_mod(function: types.FunctionType, digest: str) -> tuple[bool, bool]:
-    """(it uses the head, its result has an entry for every pair); raises for the requirement that it violates.
+    """Check that the function is a deterministic, elementwise rule that does not depend on b.
 
-    digest: of the function before it was called.
+    Returns (True if it uses the head, True if its result has an entry for every query and key). Raises TypeError or
+    ValueError otherwise. digest: digest of the function before its first call.
     """
     name, grid = function.__qualname__, _largest_grid(function)
     before = [part.clone() for part in grid]
@@ -307,9 +326,9 @@ def _check_mask_mod(function: types.FunctionType, digest: str) -> tuple[bool, bo
 
 
 def _largest_grid(function: types.FunctionType) -> Grid:
-    """Positions from 0 on: the largest grid that captured tensors cover.
+    """Return (b, h, q, k) that broadcast to a grid: the largest of a few sizes that captured tensors cover.
 
-    Two batch entries, and unequal numbers of queries and keys if there are more than two tokens.
+    Positions begin at 0. The grid has two batch entries, and one key fewer than queries if it has over two queries.
     """
     b, h, t = (torch.arange(number, device="cpu") for number in (2, _HEADS[0], _TOKENS[0]))
     grid: Grid = ()
@@ -341,7 +360,7 @@ def _call(function: types.FunctionType, grid: Grid, kind: str = "") -> Any:
 
 
 def _over_grid(name: str, result: Any, grid: Grid) -> Tensor:
-    """The result for every cell of the grid; raises unless it is a bool tensor that broadcasts to the grid."""
+    """Return the result expanded to the grid; TypeError unless it is a bool tensor, ValueError unless it broadcasts."""
     if not isinstance(result, Tensor):
         raise _refused(name, "must return a bool tensor", f"got {type(result).__name__}", TypeError)
     if result.dtype != torch.bool:
@@ -355,7 +374,10 @@ def _over_grid(name: str, result: Any, grid: Grid) -> Tensor:
 
 
 def _check_elementwise(function: types.FunctionType, grid: Grid, result: Tensor) -> None:
-    """Raise unless answers are equal for shuffled cells in a row, for single cells, and for int32 positions."""
+    """Raise ValueError unless the function gives each cell of the grid its value in `result` in other calls, too.
+
+    The calls have shuffled cells in one dim, single cells, and int32 positions.
+    """
     cells = torch.stack([part.flatten() for part in torch.broadcast_tensors(*grid)])
     order = torch.randperm(cells.shape[1], generator=torch.Generator("cpu").manual_seed(0), device="cpu")
     cells, answers = cells[:, order], result.flatten()[order]
@@ -374,7 +396,7 @@ def _check_elementwise(function: types.FunctionType, grid: Grid, result: Tensor)
 
 
 def _classes(name: str, classify: Classify, boxes: tuple[Tensor, ...]) -> Tensor:
-    """Classes of n boxes; raises unless they have the required form."""
+    """Return the classes that `classify` gives n boxes, shape (n,); TypeError or ValueError for any other result."""
     head, q_first, q_last, k_first, k_last = boxes
     try:
         verdict = classify(*boxes)

@@ -1,4 +1,4 @@
-"""Dilated segments: every rate-th token of a segment attends within its segment; and LongNet's branches."""
+"""Dilated segments, in which every rate-th token attends within its segment, and LongNet's combinations of them."""
 
 from collections.abc import Hashable, Sequence
 from dataclasses import replace
@@ -47,10 +47,11 @@ PADDINGS = ("zeros",)
 
 @pattern_kind("dilated", positional=2)
 class Dilated(Pattern):
-    """Allowed iff both positions are in one segment and both are active: (t mod segment) mod rate == offset.
+    """Pattern that allows a pair iff both positions are in one segment and both are active.
 
-    `offset` is a number, or a rule that gives one to each global head h of H: "interleaved" is
-    h mod rate (LongNet, arXiv 2307.02486, eq. 13), "contiguous" is floor(h / ceil(H / rate)) (torchscale).
+    Position t is active iff (t mod segment) mod rate == offset. `offset` is a number, or a rule that gives one to each
+    global head h of H heads: "interleaved" is h mod rate (LongNet, arXiv 2307.02486, eq. 13), "contiguous" is
+    floor(h / ceil(H / rate)) (torchscale).
     """
 
     segment: int = at_least(1)
@@ -76,7 +77,7 @@ class Dilated(Pattern):
         return call("longnet", tuple(each.segment for each in branches), tuple(each.rate for each in branches), **named)
 
     def offset_of(self, head: _Heads, num_heads: int) -> _Heads | int:
-        """Offset of a global head, or of each head in a tensor."""
+        """Return the offset of a global head, or the offset of each head in a tensor of global heads."""
         if isinstance(self.offset, int):
             return self.offset
         if self.offset == "interleaved":
@@ -87,9 +88,10 @@ class Dilated(Pattern):
         return Dilated(self.segment, self.rate, self.offset_of(head, num_heads))
 
     def snapped(self, q_side: int, k_side: int) -> Pattern | None:
-        """Round the segment up to a multiple of the rate and both sides: each residue class then fills whole blocks.
+        """Return the pattern with its segment rounded up to a multiple of rate * lcm(q_side, k_side).
 
-        None unless the rate divides the segment: the residue classes of other segments differ in length.
+        Each residue class of a segment then fills whole blocks. None unless the rate divides the segment, as residue
+        classes of other segments differ in length.
         """
         whole = lcm(q_side, k_side) * self.rate
         return None if self.segment % self.rate else replace(self, segment=-(-self.segment // whole) * whole)
@@ -158,7 +160,10 @@ class Dilated(Pattern):
         return Reason(self, query == key == offset, f"{where}, {active}: {found}")
 
     def _hits(self, progression: Progression, begin: Counts) -> Counts:
-        """Number of active terms of progressions within one segment, whose first active position is `begin`."""
+        """Return the number of active positions in each progression, which must be within one segment.
+
+        begin: first active position of that segment.
+        """
         return progression.count if self.rate == 1 else count_residue(progression, self.rate, begin)
 
     def _segments(self, progression: Progression) -> tuple[Counts, Counts]:
@@ -170,11 +175,11 @@ class Dilated(Pattern):
 
 @pattern_kind("zero_padded", positional=2)
 class ZeroPadded(Dilated):
-    """The pairs of `Dilated`, in a branch that is padded as in torchscale's encoder.
+    """Dilated branch with the zero padding of torchscale's encoder; the allowed pairs are those of `Dilated`.
 
-    A segment has w = min(segment, N) tokens. The sequence is padded with zeros to a multiple of w, then each segment to
-    a multiple of the rate; a head's part of a segment thus has ceil(w / rate) slots. Slots without a token are keys of
-    score 0 and value 0 for all queries of the segment.
+    For N tokens a segment has w = min(segment, N) tokens. The sequence is padded with zeros to a multiple of w, then
+    each segment to a multiple of the rate, so that each head has ceil(w / rate) active places in a segment. Places that
+    hold no token act as keys of score 0 and value 0 for all active queries of the segment.
     """
 
     pads = True
@@ -209,7 +214,7 @@ class ZeroPadded(Dilated):
         return self.joint_phrase([self]) or super().phrase()
 
 
-# Other libraries' names of the branches' parameters.
+# Other libraries' names of the parameters of `longnet`.
 OF_BRANCHES = {
     **dict.fromkeys(("segment_length", "segments", "segment_sizes", "lengths"), "write segment_lengths=(2048, 4096)"),
     **dict.fromkeys(("dilated_ratio", "dilation_rate", "dilations", "rates"), "write dilation_rates=(1, 2)"),
@@ -222,10 +227,11 @@ OF_BRANCHES = {
     | renamed(segment="segment_length segment_len window", rate="dilation dilation_rate dilated_ratio")
 )
 def dilated(segment: int, rate: int, offset: int | str = 0) -> Pattern:
-    """Every `rate`-th token of each `segment`, from `offset` on, attends to all such tokens of its segment.
+    """Pattern in which every `rate`-th token of a segment, from `offset` on, sees all such tokens of its segment.
 
-    A string offset is one of `longnet`'s rules, "interleaved" or "contiguous", which give each head an offset.
-    The rate need not divide the segment.
+    segment: tokens of a segment; the rate need not divide it. Other tokens of the segment see no key.
+    offset: first active token of each segment, or one of `longnet`'s rules, "interleaved" or "contiguous", which give
+    each head an offset.
     Raises ValueError for segment or rate below 1, for an offset outside [0, rate) and for an unknown rule.
 
     >>> masks.explain(masks.dilated(8, 2), query=0, key=6).allowed  # in segment 0, a multiple of 2 apart
@@ -236,7 +242,7 @@ def dilated(segment: int, rate: int, offset: int | str = 0) -> Pattern:
 
 @constructor
 def chunked(size: int) -> Pattern:
-    """Chunks of `size` tokens that see themselves, each both ways: a block-diagonal mask.
+    """Pattern in which each token sees all tokens of its chunk of `size` tokens: a block-diagonal mask.
 
     Equals `dilated(size, 1)`. The last chunk may be shorter. Raises ValueError for a size below 1.
 
@@ -259,20 +265,22 @@ def longnet(
     heads: str = "all",
     padding: str | None = None,
 ) -> Mixture | Pattern:
-    """Dilated branches (segment length, dilation rate), joined as LongNet joins them.
+    """LongNet's combination of `dilated` patterns (branches): one for each segment length and its dilation rate.
 
-    heads="all": every head runs every branch, a mixture in which a pair counts once a branch (LongNet,
-    arXiv 2307.02486, eqs. 9 and 10; torchscale). heads="grouped": consecutive head groups run one branch
-    each, a set (the grouping of dilated-attention-pytorch, which starts every head of group i at i mod rate;
-    `per_head` gives that). offsets="interleaved": head h starts at
-    h mod rate (eq. 13); "contiguous": at floor(h / ceil(H / rate)), which torchscale's checkpoints expect.
+    heads: "all" returns a mixture in which every head has every branch, and a pair counts once for each branch that
+    allows it (LongNet, arXiv 2307.02486, eqs. 9 and 10; torchscale); for a single branch it returns that pattern.
+    "grouped" returns a set pattern in which each of the consecutive groups of heads has one branch. This is the
+    grouping of dilated-attention-pytorch, except that there every head of group i starts at offset i mod rate; write
+    `per_head` for these offsets.
+    offsets: "interleaved" gives head h of H heads the offset h mod rate (eq. 13); "contiguous" gives it
+    floor(h / ceil(H / rate)), which torchscale's checkpoints expect.
+    padding: None, or "zeros" for the padding of torchscale's encoder. Zeros then pad the last segment, and each segment
+    to a multiple of the rate, and take part in the softmax as keys of score 0 and value 0. They are not pairs of the
+    pattern; `attend` adds them to the softmax. A padded pattern can be combined by `+`, and by `& causal()`, which
+    hides the zeros and so drops the padding.
 
-    padding="zeros" computes what torchscale's encoder does: zeros pad the last segment, and each segment to a multiple
-    of the rate, and take part in the softmax as keys of score 0 and value 0. They are no pairs: `attend` adds them to
-    its rows. It can be combined by `+`, and by `& causal()`, which hides the zeros and so drops the padding.
-
-    Raises ValueError for lists that are empty or of unequal length, values below 1, unknown rules, and padding in
-    groups of heads.
+    Raises ValueError for lists that are empty or of unequal length, values below 1, unknown rules, and padding with
+    heads="grouped".
 
     >>> print(masks.describe(masks.longnet((2048, 8192), (1, 4)), 1 << 20, num_heads=8).density)
     0.00244140625
@@ -281,7 +289,7 @@ def longnet(
     rates = require_ints("dilation_rates", dilation_rates, minimum=1)
     if not segments or len(segments) != len(rates):
         raise ValueError(
-            "segment_lengths and dilation_rates need one entry each a branch, at least one; "
+            "segment_lengths and dilation_rates need one entry each for every branch, and at least one; "
             f"got {segment_lengths=} and {dilation_rates=}"
         )
     require_choice("offsets", offsets, OFFSET_RULES)
@@ -289,7 +297,7 @@ def longnet(
     if padding is not None:
         require_choice("padding", padding, PADDINGS)
         if heads != HEAD_RULES[0]:
-            raise ValueError(f"padding='zeros' is torchscale's, where every head runs every branch; got {heads=}")
+            raise ValueError(f"padding='zeros' needs heads='all', as torchscale has no groups; got {heads=}")
     branch = Dilated if padding is None else ZeroPadded
     branches = tuple(branch(segment, rate, offsets) for segment, rate in zip(segments, rates, strict=True))
     return HeadGroups(branches) if heads == "grouped" else Mixture.of(*branches)

@@ -35,15 +35,16 @@ _BUILTINS = {name: getattr(builtins, name) for name in _COMPUTING.split()} | {
 # Packages whose modules, functions and classes count as constants, known by their names.
 _CONSTANT = {"torch", "math", "operator", "_operator", "flexdilated"}
 
-Identity = Any  # nested lists of strings, for which json.dumps is unambiguous
+Identity = Any  # nested lists of strings and integers, which json.dumps writes unambiguously
 
 
 def copy_and_digest(function: types.FunctionType, device: torch.device) -> tuple[types.FunctionType, str]:
-    """(copy of the function and of the values it reads, with its tensors on this device; its digest).
+    """Return (copy of the function and of the values it reads, with tensors on `device`; hex digest of the function).
 
-    Equal digests mean equal functions, in all processes. Names of functions and variables and the place in a file do
-    not count; code, constants, defaults, captured values and globals do. Raises TypeError for values without a lasting
-    identity, for code that assigns what it captured, and for code that imports or finds values by name.
+    Equal digests mean equal functions, in all processes. The digest covers code, constants, defaults, captured values,
+    and globals with their names; it does not cover the function's own name, names of local variables, and the place in
+    a file. Raises TypeError for values that their contents do not identify, for code that assigns captured variables,
+    and for code that imports or finds values by name.
     """
     try:
         identity, copy = _Walk(function.__qualname__, device).function(function)
@@ -55,7 +56,7 @@ def copy_and_digest(function: types.FunctionType, device: torch.device) -> tuple
 
 @dataclass
 class _Walk:
-    """One walk over a function and the values it reads, which gives (identity, copy) of each."""
+    """Traversal of a function and the values it reads; `function` and `value` return (identity, copy on `device`)."""
 
     name: str
     device: torch.device
@@ -79,7 +80,7 @@ class _Walk:
             try:
                 held = old.cell_contents
             except ValueError:
-                rule = "a custom function must find all that it captures assigned when it is made"
+                rule = "a custom function must be built after all variables that it captures are assigned"
                 raise TypeError(f"{rule}; {name!r} is not yet") from None
             identity, new.cell_contents = self.value(held, f"the captured {name!r}")
             parts.append(identity)
@@ -135,7 +136,7 @@ class _Walk:
         return ["tensor", str(copy.dtype), list(copy.shape), content], copy
 
     def _globals(self, function: types.FunctionType) -> set[str]:
-        """Names of globals that the code reads; TypeError if it keeps state or reads values in other ways."""
+        """Return the names of globals that the code reads; TypeError if it keeps state or looks up values by name."""
         rule, code, read = f"the custom function {self.name!r} must", function.__code__, set()
         for step in (step for inner in _codes(code) for step in dis.get_instructions(inner)):
             kind, name, hidden = step.opname, step.argval, ""
@@ -166,7 +167,11 @@ def _codes(code: types.CodeType) -> Iterator[types.CodeType]:
 
 
 def _constant_name(value: Any) -> str | None:
-    """Name under which a module counted as constant holds a function, class or itself; None for other objects."""
+    """Return the qualified name of a module, class or function that counts as a constant; None for other objects.
+
+    Constants are modules of the packages in _CONSTANT, classes and functions that such a module holds under their own
+    name, and the built-in names of _BUILTINS.
+    """
     if isinstance(value, types.ModuleType):
         return value.__name__ if value.__name__.partition(".")[0] in _CONSTANT else None
     if not isinstance(value, type | types.FunctionType | types.BuiltinFunctionType):

@@ -22,15 +22,18 @@ from ..core import (
     terms_of_class,
 )
 
-_MOST_CLASSES = 64  # of places, or of queries by place in a group: up to this many are counted exactly
-_FEW_CLASSES = 3  # counting whole groups takes this many sums
+_MOST_CLASSES = 64  # up to this many residue classes of places, or of queries by place in a group, are counted exactly
+_FEW_CLASSES = 3  # with more classes, counting whole groups in three sums is faster
 
-# One progression for each axis of the grid, the outermost first: their product.
+# The product of one progression of coordinates for each axis of the grid, the outermost first.
 Rectangle = tuple[Progression, ...]
 
 
 def fits(step: int, grid: tuple[int, ...]) -> bool:
-    """True if progressions of this step split into rectangles: the step divides a row, or is a number of whole rows."""
+    """True if arithmetic progressions of row-major positions with this step split into rectangles of the grid.
+
+    The step must divide the row length, or be a multiple of it that fits the outer axes in turn.
+    """
     inner = grid[-1]
     if len(grid) == 1 or inner % step == 0:
         return True
@@ -42,9 +45,10 @@ def hull(progression: Progression) -> Progression:
 
 
 def rectangles(progression: Progression, grid: tuple[int, ...]) -> Iterator[Rectangle]:
-    """Split progressions, of a step that `fits`, into rectangles; some may be empty.
+    """Split n progressions of row-major positions into rectangles of coordinates; `fits` must hold for their step.
 
-    A row-major run is the end of a row, whole rows, and the beginning of another row.
+    Each yielded item has one rectangle for each progression, which may be empty. With two axes these are the
+    end of a row, the beginning of another row, and the whole rows between them.
     """
     *outer, inner = grid
     step, first, count = progression.step, progression.first, progression.count
@@ -74,13 +78,16 @@ def select(rectangle: Rectangle, index: Tensor) -> Rectangle:
 
 @dataclass(frozen=True)
 class Rectangles:
-    """R non-empty rectangles of a grid, with the index of the run of positions that each is part of."""
+    """R non-empty rectangles of a grid; run[r] is the index of the progression that rectangle r is part of."""
 
     run: Int64[Tensor, " R"]
     sides: Rectangle
 
     def alone(self, number: int) -> tuple[Int64[Tensor, " n"], Bool[Tensor, " n"]]:
-        """(index of a rectangle of each of `number` runs, True if it is the only one of its run)."""
+        """Return (index of a rectangle of each of `number` progressions, True if the progression has no other).
+
+        The index is 0 for a progression without rectangles.
+        """
         first = torch.zeros(number, dtype=torch.int64).scatter_(0, self.run, torch.arange(len(self.run)))
         return first, self.run.bincount(minlength=number) == 1
 
@@ -95,7 +102,7 @@ def rectangles_of(progression: Progression, grid: tuple[int, ...]) -> Rectangles
 
 
 def joined(*boxes: Rectangle) -> Rectangle:
-    """Concatenate rectangles; along an axis all have one step."""
+    """Concatenate batches of rectangles into one; along each axis of the grid all must have an equal step."""
     return tuple(
         Progression(torch.cat([side.first for side in sides]), sides[0].step, torch.cat([side.count for side in sides]))
         for sides in zip(*boxes, strict=True)
@@ -103,7 +110,10 @@ def joined(*boxes: Rectangle) -> Rectangle:
 
 
 def pairs_of(q_run: Tensor, k_run: Tensor, number: int) -> tuple[Tensor, Tensor]:
-    """Indices of every pair of a query rectangle and a key rectangle of one run, of `number` runs."""
+    """Return (query index, key index) of every pair of a query rectangle and a key rectangle of the same run.
+
+    q_run, k_run: number of the run that each rectangle is part of; less than `number`.
+    """
     k_order, k_number = k_run.argsort(), torch.bincount(k_run, minlength=number)
     k_first, partners = (k_number.cumsum(0) - k_number)[q_run], k_number[q_run]
     q_index = torch.repeat_interleave(partners)
@@ -112,7 +122,10 @@ def pairs_of(q_run: Tensor, k_run: Tensor, number: int) -> tuple[Tensor, Tensor]
 
 
 def _coordinates(row: Tensor, grid: list[int]) -> Rectangle:
-    """Coordinates of rows along the outer axes; beyond the grid the outermost coordinate keeps growing."""
+    """Return the coordinates of each row along the outer axes, as progressions of one term.
+
+    For rows beyond the grid the outermost coordinate exceeds the length of its axis.
+    """
     one = torch.ones_like(row)
     coordinates = [row // prod(grid[axis + 1 :]) for axis in range(len(grid))]
     inner = [coordinate % length for coordinate, length in zip(coordinates[1:], grid[1:], strict=True)]
@@ -121,14 +134,14 @@ def _coordinates(row: Tensor, grid: list[int]) -> Rectangle:
 
 @dataclass(frozen=True)
 class Axis:
-    """One axis of a grid and the windows along it, of `size` keys each.
+    """One axis of a grid, of `length` places, and the windows of `size` keys that queries see along it.
 
-    Tokens of one residue modulo `rate` are a class; they are numbered from 0 in it and see only their class. Each
-    `stride` consecutive queries of a class are a group with one window, the window of the group's leader. With
+    Places with equal residues modulo `rate` form a class; they are numbered from 0 within it and see only their class.
+    Each `stride` consecutive queries of a class form a group with one window, that of the group's leader. With
     `is_causal` the leader is the last query of the group, its window ends at itself, and each query sees the keys of
     the window up to its own place. Otherwise the leader is the middle of the group (of two the later one), with
-    size // 2 keys of its window before it. Windows that would cross an end of the class are shifted inwards. NATTEN's
-    causal windows begin with the first key of the class instead: an equal rule, as a query sees no later key.
+    size // 2 keys of its window before it. Windows that would cross an end of the class are shifted inwards. NATTEN
+    cuts causal windows off at the first key of the class instead, which is an equal rule, as a query sees no later key.
     """
 
     length: int
@@ -139,20 +152,21 @@ class Axis:
 
     @property
     def lead(self) -> int:
-        """Keys of a window before its group's first query, counted within the class. At least 0, as stride <= size."""
+        """Number of keys of an unshifted window, in one class, before its group's first query; never below 0."""
         return self.size - self.stride if self.is_causal else self.size // 2 - self.stride // 2
 
     def window(self, place: int) -> range:
-        """Places that a query at this place sees."""
+        """Return the places along the axis that a query at `place` sees, as a range of step `rate`."""
         number, residue = divmod(place, self.rate)
         begin = min(max(number // self.stride * self.stride - self.lead, 0), self._held(residue) - self.size)
         stop = number + 1 if self.is_causal else begin + self.size
         return range(residue + self.rate * begin, residue + self.rate * (stop - 1) + 1, self.rate)
 
     def count(self, head: Tensor, q: Progression, k: Progression) -> Bounds:
-        """Bounds on pairs of places, n progressions a side, with the key in the query's window; some may be empty.
+        """Return bounds on the number of pairs, in each of n boxes, whose key is in the query's window.
 
-        Exact for equal steps, with up to 64 classes of places, and of queries by their place in a group.
+        A box is all places of q[i] with all places of k[i]; it may be empty. Bounds are exact for equal steps, if there
+        are at most 64 residue classes of places and at most 64 classes of queries by their place in a group.
         """
         if self.rate > _MOST_CLASSES:
             return self._count_by_distance(head, q, k)
@@ -164,9 +178,10 @@ class Axis:
         return Bounds(low, high)
 
     def likeness(self, q: Progression, k: Progression) -> tuple[Tensor, Tensor]:
-        """Numbers of n places of queries and keys: runs of equal lengths with equal numbers have equal pairs.
+        """Return two numbers for each of n boxes of places: boxes of equal size with equal numbers have equal masks.
 
-        If no window is shifted, only the distance and the query's place in its group count.
+        For boxes in which no window is shifted, the numbers depend only on the distance from the first query to the
+        first key, and on the first query modulo rate * stride.
         """
         inner = q.first >= (self.lead + self.stride - 1) * self.rate
         inner &= self.length - 1 - q.last >= (self.size - self.lead - 1) * self.rate
@@ -177,7 +192,7 @@ class Axis:
         return (self.length - 1 - residue) // self.rate + 1
 
     def _count_by_distance(self, head: Tensor, q: Progression, k: Progression) -> Bounds:
-        """Bounds by distance: at least the keys that all queries see, at most the keys that any query may see."""
+        """Return bounds by distance: pairs at distances that all queries see, and at those that some query may see."""
         box = Box(head, *(clip(side, 0, self.length) for side in (q, k)))
         if q.step != k.step:
             return Bounds(torch.zeros_like(q.first), count_multiples(box, self.rate).high)
@@ -190,7 +205,11 @@ class Axis:
         return Bounds(near.low, far.high)
 
     def _count_in_class(self, box: Box, held: int) -> Bounds:
-        """Count keys before the ends of windows minus keys before their beginnings, each summed over the groups."""
+        """Return bounds on the allowed pairs of each box within one residue class of `held` places.
+
+        Positions are numbers within the class. Counts keys before the ends of windows minus keys before their
+        beginnings, summed over the groups.
+        """
         q, k = clip(box.q, 0, held), clip(box.k, 0, held)
         groups = list(self._groups(q))
         unlike = q.step != k.step if self.is_causal else any(first.step % k.step for first, _ in groups)
@@ -207,10 +226,11 @@ class Axis:
         return Bounds(pairs, pairs)
 
     def _groups(self, q: Progression) -> Iterator[tuple[Progression, Tensor | int]]:
-        """First numbers of the queries' groups as progressions, with multiplicity; none for too many classes.
+        """Yield (first places of the groups that hold the queries, as progressions; number of queries for each group).
 
-        Either one progression for each class of queries that steps over whole groups; or all groups, minus the places
-        of the first and the last group that are no terms.
+        Yields one progression for each class of queries at equal places in their groups; or all groups with the number
+        of queries in a whole group, followed by corrections (at most 0) for the first and the last group. Yields
+        nothing if there are more than 64 classes.
         """
         stride, cycle = self.stride, self.stride // gcd(self.stride, q.step)
         if q.step * cycle == stride and cycle > _FEW_CLASSES:
@@ -224,7 +244,7 @@ class Axis:
                 yield Progression(first, q.step * cycle, (q.count - index + cycle - 1) // cycle), 1
 
     def _count_by_ends(self, q: Progression, k: Progression, held: int) -> Bounds:
-        """Bounds from the windows of the first and the last query: all windows begin and end between theirs."""
+        """Return bounds from the windows of the first and the last query; all other windows are between these two."""
         begin, last = (
             (end // self.stride * self.stride - self.lead).clamp(min=0, max=held - self.size)
             for end in (q.first, q.last)
@@ -235,7 +255,10 @@ class Axis:
 
 
 def _keys_before(groups: Progression, ahead: int, k: Progression, least: Tensor | int, most: Tensor) -> Tensor:
-    """Sum over the groups of the number of keys before first number + `ahead`, clipped to [least, most] for each."""
+    """Return, for n progressions of places, the sum over places p of the number of keys before p + `ahead`.
+
+    The number of each place is clipped to [least, most].
+    """
     step, count = groups.step // k.step, groups.count
     first = (groups.first + ahead - k.first + k.step - 1).div(k.step, rounding_mode="floor")
     fewer, further = (

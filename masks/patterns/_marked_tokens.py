@@ -1,4 +1,4 @@
-"""Marked tokens: some positions see every token, are seen by every token, or both."""
+"""Marked tokens: patterns in which some positions see every token, are seen by every token, or both."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -36,7 +36,10 @@ _Test = Callable[[Any], Any]
 
 
 class MarkedTokens(Pattern):
-    """Allowed iff the query (`rows`) or the key (`columns`) is at a marked position t: first <= t mod period < stop."""
+    """Base of patterns that allow a pair iff its query (with `rows`) or its key (with `columns`) is marked.
+
+    Position t is marked iff first <= t mod period < stop, with the numbers that `marks` returns.
+    """
 
     rows: bool
     columns: bool
@@ -44,20 +47,23 @@ class MarkedTokens(Pattern):
     def check(self) -> None:
         if not (require_bool("rows", self.rows) | require_bool("columns", self.columns)):
             raise ValueError(
-                f"{self.kind.replace('_', ' ')} see everyone (rows), are seen by everyone (columns), or both; "
+                f"{self.kind.replace('_', ' ')} must see all tokens (rows), be seen by all tokens (columns), or both; "
                 f"got rows={self.rows} and columns={self.columns}"
             )
 
     def marks(self) -> tuple[int | None, int, int]:
-        """(period, first, stop), where first is 0 or stop is the period; without a period, first is 0."""
+        """Return (period, first, stop): position t is marked iff first <= t mod period < stop.
+
+        First is 0 or stop is the period. With period None, t itself is compared, and first is 0.
+        """
         raise NotImplementedError  # defined by each kind
 
     def described(self, position: int) -> str:
-        """Text on whether a position is marked, to follow "is"."""
+        """Return text that says if a position is marked, such as "one of the first 4", to follow the word "is"."""
         raise NotImplementedError
 
     def is_marked(self, device: torch.device) -> _Test:
-        """Function from positions to booleans: True where marked."""
+        """Return a function from a tensor of positions on `device` to a bool tensor, True where marked."""
         period, first, stop = self.marks()
         edge, every = parameters(device, first or stop, period or 1)
         if period is None:
@@ -131,7 +137,10 @@ class MarkedTokens(Pattern):
 
 @pattern_kind("global_tokens")
 class GlobalTokens(MarkedTokens):
-    """The first `tokens` tokens are marked."""
+    """Pattern in which the first `tokens` tokens are global.
+
+    With `rows` they see every token as queries; with `columns` every query sees them as keys.
+    """
 
     tokens: int = at_least(1)
     rows: bool
@@ -151,7 +160,10 @@ class GlobalTokens(MarkedTokens):
 
 @pattern_kind("landmark_tokens")
 class LandmarkTokens(MarkedTokens):
-    """The tokens at multiples of the stride are marked."""
+    """Pattern in which the tokens at multiples of `stride` are global.
+
+    With `rows` they see every token as queries; with `columns` every query sees them as keys.
+    """
 
     stride: int = at_least(1)
     rows: bool = True
@@ -167,7 +179,10 @@ class LandmarkTokens(MarkedTokens):
 
 @pattern_kind("fixed")
 class Fixed(MarkedTokens):
-    """The last `summary` tokens of each block are marked, as keys: key mod stride >= stride - summary."""
+    """Pattern in which every query sees the last `summary` keys of each block of `stride` tokens.
+
+    A pair is allowed iff key mod stride >= stride - summary.
+    """
 
     stride: int = at_least(1)
     summary: int = at_least(1, default=1)
@@ -189,17 +204,18 @@ class Fixed(MarkedTokens):
 
 @constructor
 def global_tokens(count: int, *, rows: bool = True, columns: bool = True) -> Pattern:
-    """The first `count` tokens see every token (`rows`) and are seen by every token (`columns`).
+    """Pattern in which the first `count` tokens see every token (`rows`) and are seen by every token (`columns`).
 
-    Either alone is allowed; neither is a ValueError, as is a count below 1. Source: Longformer (arXiv
-    2004.05150) and BigBird (arXiv 2007.14062), whose global tokens do both.
+    Other pairs are not allowed. Raises ValueError if both `rows` and `columns` are False and for a count below 1;
+    TypeError for a sequence or tensor of positions. Source: Longformer (arXiv 2004.05150) and BigBird
+    (arXiv 2007.14062), whose global tokens have both.
 
     >>> masks.describe(masks.global_tokens(1), 8).useful_pairs  # row 0 and column 0
     15
     """
     if isinstance(count, Sequence | Tensor):
         raise TypeError(
-            "count must be a number, as global tokens are the first ones: others are "
+            "count must be a number, as global tokens are the first ones: for other tokens write "
             "masks.custom(lambda b, h, q, k: is_global[q] | is_global[k]), is_global a tensor of booleans; "
             f"got count={count!r:.80}"
         )
@@ -208,7 +224,7 @@ def global_tokens(count: int, *, rows: bool = True, columns: bool = True) -> Pat
 
 @constructor
 def first_tokens(count: int) -> Pattern:
-    """Every query sees the first `count` tokens: keys that are always visible, such as attention sinks.
+    """Pattern in which every query sees the first `count` tokens and no other, such as attention sinks.
 
     Source: StreamingLLM, arXiv 2309.17453. Raises ValueError for a count below 1.
 
@@ -220,7 +236,7 @@ def first_tokens(count: int) -> Pattern:
 
 @constructor
 def prefix_lm(prefix: int) -> Pattern:
-    """The first `prefix` tokens see each other both ways; later ones see the keys at their position and before.
+    """Pattern in which every query sees the first `prefix` tokens, and the keys at its own position and before.
 
     Equals `causal() | first_tokens(prefix)`. Source: T5, arXiv 1910.10683, section 3.2.1. Raises
     ValueError for a prefix below 1.
@@ -233,9 +249,9 @@ def prefix_lm(prefix: int) -> Pattern:
 
 @constructor
 def landmark_tokens(stride: int, *, rows: bool = True, columns: bool = True) -> Pattern:
-    """The tokens at positions 0, `stride`, 2 * `stride`, ... see every token (`rows`) and are seen by all (`columns`).
+    """Pattern in which tokens 0, `stride`, 2 * `stride`, ... see every token (`rows`) and are seen by all (`columns`).
 
-    Either alone is allowed; neither is a ValueError, as is a stride below 1.
+    Raises ValueError if both `rows` and `columns` are False, and for a stride below 1.
 
     >>> masks.describe(masks.landmark_tokens(4, rows=False), 8).useful_pairs  # 8 queries, keys 0 and 4
     16
@@ -245,7 +261,7 @@ def landmark_tokens(stride: int, *, rows: bool = True, columns: bool = True) -> 
 
 @constructor
 def fixed(stride: int, *, summary: int = 1) -> Pattern:
-    """Each query sees the last `summary` keys of every block of `stride` tokens, before it and after.
+    """Pattern in which each query sees the last `summary` keys of every block of `stride` tokens, earlier and later.
 
     With the query's own block this is the fixed form of the Sparse Transformer (arXiv 1904.10509):
     `(chunked(stride) | fixed(stride)) & causal()`. Raises ValueError for values below 1 and for a summary
@@ -258,7 +274,7 @@ def fixed(stride: int, *, summary: int = 1) -> Pattern:
 
 
 def sum_of_quotients(number: Counts, step: int, first: Counts, modulus: int) -> Counts:
-    """Sum of floor((first + step * i) / modulus) over i < number, for first >= 0; by Euclid's algorithm."""
+    """Return the sum of floor((first + step * i) / modulus) over 0 <= i < number, by Euclid's algorithm; first >= 0."""
     total = torch.zeros_like(first)
     while True:
         total += number * (number - 1) // 2 * (step // modulus) + number * (first // modulus)

@@ -41,7 +41,7 @@ from ._grid import Axis, Rectangle, Rectangles, fits, hull, pairs_of, rectangles
 _SEQUENCES = (list, tuple)
 _FEW_PAIRS = 1 << 16  # up to this many are evaluated, which is faster than counting
 _BOXES_AT_ONCE = 1 << 14  # boxes whose rectangles are held at once: bounds the memory
-_MOST_RUNS = 1 << 10  # most runs of a window that is listed run by run
+_MOST_RUNS = 1 << 10  # a window over more rows of the grid than this has no closed form in `row`
 _OPTIONAL = {"optional": True}
 # Fields, with the least value of each; `causal` holds booleans.
 _LEAST = {"grid": 1, "radius": 0, "kernel_size": 1, "rate": 1, "stride": 1, "causal": 0}
@@ -49,11 +49,12 @@ _LEAST = {"grid": 1, "radius": 0, "kernel_size": 1, "rate": 1, "stride": 1, "cau
 
 @pattern_kind("neighborhood")
 class Neighborhood(Pattern):
-    """Allowed iff along each axis of the grid the key is in the query's window, as `Axis` defines it.
+    """Pattern that allows a pair iff along each axis of a token grid the key is in the query's window (see `Axis`).
 
-    Tokens are in row-major order; one entry for each axis. Fields are normalized, so equal rules are equal patterns:
-    `radius` if all windows have 2 * radius + 1 tokens and no axis is causal, else `kernel_size`; `stride` is None if
-    it is 1 along all axes, `causal` is None if no axis is causal.
+    Tokens are in row-major order. Each field is a tuple with one entry for each axis, the outermost first. Fields are
+    normalized, so that equal rules are equal patterns: `radius` is set if all windows have 2 * radius + 1 tokens and no
+    axis is causal, else `kernel_size` is; the other one is None. `stride` is None if it is 1 along all axes, `causal`
+    is None if no axis is causal.
     """
 
     grid: tuple[int, ...]
@@ -77,7 +78,7 @@ class Neighborhood(Pattern):
             )
         for name, along in values.items():
             if len(along) != len(grid):
-                raise ValueError(f"{name} must be one value, or one an axis of {grid}; got {name}={along}")
+                raise ValueError(f"{name} must be one value, or one for each axis of {grid}; got {name}={along}")
         # Normalized, so that equal rules are equal.
         if max(values.get("stride", (1,))) == 1:
             values.pop("stride", None)
@@ -171,11 +172,12 @@ class Neighborhood(Pattern):
         return reduce(both, (_in_window(device, prod(self.grid), pitch, axis) for pitch, axis in axes))
 
     def packed(self, device: torch.device) -> MaskMod | None:
-        """The rule for kernels; None if its numbers exceed 32 bits.
+        """Return the closure (b, h, q, k) -> bool in a form for GPU kernels; None if its numbers exceed 32 bits.
 
-        A token's places on all axes are fields of one integer, each below a guard bit from which subtraction borrows.
-        One comparison for each pair then tests both ends of the window on every axis; more comparisons would exceed a
-        kernel's registers. An axis is numbered residue class by residue class, from 1; 0 is beyond the grid.
+        A token's places on all axes are bit fields of one integer, each below a guard bit from which subtraction
+        borrows. One comparison for each pair then tests both ends of the window on every axis; more comparisons would
+        exceed a kernel's registers. Along an axis, places are numbered from 1, residue class by residue class; 0 is the
+        place of tokens beyond the grid.
         """
         axes, shift, guards, ones, window = [], 0, 0, 0, 0
         for pitch, axis in zip(self._pitches, self.axes, strict=True):
@@ -236,7 +238,7 @@ class Neighborhood(Pattern):
         return bounds if even else Bounds(torch.zeros_like(bounds.low), bounds.high.minimum(box.area))
 
     def count_pairs(self, q: Rectangles, k: Rectangles, number: int) -> Bounds:
-        """Bounds on the allowed pairs between query and key rectangles, for each of `number` boxes."""
+        """Return bounds on the allowed pairs of each of `number` boxes, which are split into rectangles of the grid."""
         q_index, k_index = pairs_of(q.run, k.run, number)
         bounds = self.count_rectangles(select(q.sides, q_index), select(k.sides, k_index))
         none = torch.zeros(number, dtype=torch.int64)
@@ -249,7 +251,10 @@ class Neighborhood(Pattern):
         return self.likeness_of(q, k, box)
 
     def likeness_of(self, q: Rectangles, k: Rectangles, box: Box) -> tuple[Tensor, ...]:
-        """`likeness` of boxes with these rectangles; by position if a side is more than one rectangle."""
+        """Return numbers of each box, one tensor for each number: boxes with equal numbers have equal masks.
+
+        q, k: the rectangles of the boxes. If a box has several of them for queries or keys, its numbers are positions.
+        """
         (q_of, q_one), (k_of, k_one) = q.alone(len(box.head)), k.alone(len(box.head))
         one = q_one & k_one
         columns = [torch.where(one, -1, place) for place in (box.q.first, box.k.first)]
@@ -260,7 +265,7 @@ class Neighborhood(Pattern):
         return tuple(columns)
 
     def count_rectangles(self, queries: Rectangle, keys: Rectangle) -> Bounds:
-        """Bounds on the pairs of two rectangles of the grid: the product of the bounds along each axis."""
+        """Return bounds on the allowed pairs of n query rectangles with n key rectangles: products over the axes."""
         low, high = (torch.ones_like(queries[0].first) for _ in range(2))
         for q, k, axis in zip(queries, keys, self.axes, strict=True):
             near = (high > 0).nonzero().squeeze(1)
@@ -281,32 +286,36 @@ def neighborhood(
     stride: int | Sequence[int] = 1,
     causal: bool | Sequence[bool] = False,
 ) -> Pattern:
-    """Each query of a token grid sees the `kernel_size` tokens an axis around its own place, `rate` apart.
+    """Neighbourhood attention: pattern in which each query of a token grid sees a window of keys around its own place.
+
+    A pair is allowed iff the key is in the query's window along every axis.
 
     grid: 1, 2 or 3 axis lengths (a sequence, an image or slide, a video); tokens are in row-major order. Other
-    arguments are one value, or one for each axis. kernel_size: tokens in a window; or radius, for 2 * radius + 1
-    tokens. rate: NATTEN's dilation. stride: queries that share a window. causal: True hides keys after the query.
+    arguments are one value for all axes, or a sequence of one for each axis.
+    kernel_size: tokens in a window along the axis; or radius, for 2 * radius + 1 tokens. Give one of the two.
+    rate: distance of neighbouring tokens of a window (NATTEN's dilation).
+    stride: number of consecutive queries that share a window. causal: True hides keys after the query along this axis.
 
     Along an axis of length n, for the query at x:
 
     * The window is [x - kernel_size // 2, x + (kernel_size - 1) // 2]: an even size has one more key before than after.
       At an end of the axis it is shifted inwards, so every query sees equally many keys.
-    * stride: each `stride` tokens from 0 on are a group, with the window of its leader x // stride * stride +
-      stride // 2 (of two in the middle the later one), or n - 1 if a last, short group ends before it.
+    * stride: the queries form groups of `stride`, from 0 on. All queries of a group have the window of its leader
+      x // stride * stride + stride // 2 (the later one of two in the middle), or n - 1 if the group ends before it.
     * causal: the window is [x - kernel_size + 1, x] without keys before 0, and is not shifted. With a stride the
-      leader is the last of the group, and each query sees the keys of the leader's window up to itself.
-    * rate: these rules apply within each residue class modulo rate, with places numbered from 0.
+      leader is the last query of the group, and each query sees the keys of the leader's window up to its own place.
+    * rate: these rules apply within each residue class modulo rate, with places numbered from 0 in the class.
 
     Source: NATTEN, arXiv 2204.07143; with rates, arXiv 2209.15001; with strides, Generalized Neighborhood Attention,
     arXiv 2504.16922; the rule follows NATTEN's csrc/include/natten/cuda/reference/mask.hpp (version 0.21).
 
-    In row-major order a block of tokens covers one row or few, so small windows leave most of a block
-    unused. `attend` therefore sorts the tokens of a whole grid into tiles of a block each, where that pays;
+    In row-major order a block of tokens covers one row or a few rows, so small windows leave most of a block
+    unused. Where this is faster, `attend` therefore sorts the tokens of a whole grid into tiles of one block each;
     `describe` reports the overcompute. With `& causal()` or other patterns, or fewer tokens, the order stays row-major.
 
     Raises ValueError for a window of kernel_size * rate tokens that exceeds its axis, a stride above its kernel size,
-    both or none of radius and kernel_size, a radius with a causal axis, negative radii, and for other numbers below 1;
-    TypeError for other kinds of values. Binding raises ValueError for tokens beyond the grid; fewer are fine.
+    both or neither of radius and kernel_size, a radius with a causal axis, negative radii, and other numbers below 1;
+    TypeError for values of other types. `bind` raises ValueError for tokens beyond the grid; fewer tokens are allowed.
 
     >>> masks.describe(masks.neighborhood((4, 4), 1), 16).useful_pairs  # 9 keys a token
     144
@@ -324,7 +333,7 @@ def neighborhood(
 
 def _per_axis(name: str, values: Any) -> tuple:
     if not isinstance(values, _SEQUENCES):
-        raise TypeError(f"{name} must have one entry an axis; got {name}={values!r}")
+        raise TypeError(f"{name} must have one entry for each axis; got {name}={values!r}")
     if name == "causal":
         return tuple(require_bool(f"{name}[{axis}]", value) for axis, value in enumerate(values))
     return tuple(require_int(f"{name}[{axis}]", value, minimum=_LEAST[name]) for axis, value in enumerate(values))
@@ -340,7 +349,10 @@ def _steps(window: range) -> str:
 
 
 def _in_window(device: torch.device, num_tokens: int, pitch_of_axis: int, axis: Axis) -> MaskMod:
-    """Rule along one axis. Keys beyond the grid are before all windows, windows of queries beyond it after all keys."""
+    """Return the closure (b, h, q, k) -> bool of one axis: True if the key is in the query's window along it.
+
+    Keys beyond the grid are placed before all windows, and the windows of queries beyond it after all keys.
+    """
     apart = -(-axis.length // axis.rate)  # distance of the places of two classes
     numbers = num_tokens, pitch_of_axis, axis.length, axis.size, axis.rate, axis.stride, axis.lead
     tokens, pitch, length, size, rate, stride, lead = parameters(device, *numbers)

@@ -1,4 +1,4 @@
-"""Patterns that number positions for an inner pattern: from a start, within each document, or by block of tokens."""
+"""Patterns that renumber positions for an inner pattern: from a start, within each document, or by block of tokens."""
 
 from __future__ import annotations
 
@@ -42,7 +42,10 @@ from ._token_values import documents as documents_pattern
 
 @dataclass(frozen=True)
 class _FromStart(OnePart):
-    """A pattern whose text is a method call on the text of its part, or on the sum of neighbouring parts."""
+    """Base of patterns that apply `part` to renumbered positions, and print as a method call on it: `p.after(4)`.
+
+    Neighbouring branches of a mixture print as one call on their sum.
+    """
 
     def method(self) -> str:
         raise NotImplementedError
@@ -57,13 +60,16 @@ class _FromStart(OnePart):
         return Phrase(f"{inner.inside(CALL)}.{self.method()}")
 
     def _reason_from(self, start: int, pair: Pair, where: str = "") -> tuple[bool, str, Reason]:
-        """(verdict, text, reason of the part) for a pair whose positions count from `start`."""
+        """Return (True if `part` allows the pair counted from `start`, text that says so, reason that `part` gives)."""
         inner = pair.counted("place", pair.query - start, pair.key - start).reason_of(self.part)
         verdict = "allowed" if inner.allowed else "forbidden"
         return inner.allowed, f"counted from {start}{where}, the pair is {verdict}", inner
 
     def _count_from(self, start: Counts | int, head: Counts, q: Progression, k: Progression, num_heads: int) -> Bounds:
-        """Bounds on the pairs of boxes, some of them empty, with positions counted from `start`."""
+        """Return bounds on the pairs that `part` allows in each box, with positions counted from `start`.
+
+        Boxes may be empty, and have positions of at least `start` otherwise.
+        """
         held = (q.count > 0) & (k.count > 0)
         # `count` needs boxes that are not empty.
         q, k = (Progression((side.first - start).clamp(min=0), side.step, side.count.clamp(min=1)) for side in (q, k))
@@ -73,7 +79,7 @@ class _FromStart(OnePart):
 
 @pattern_kind("after")
 class After(_FromStart):
-    """Allowed iff both positions are at least `start` and `part` allows them counted from `start`."""
+    """Pattern that allows a pair iff both positions are >= `start` and `part` allows (query - start, key - start)."""
 
     start: int = at_least(1)
 
@@ -138,9 +144,9 @@ class After(_FromStart):
 
 @pattern_kind("per_document")
 class PerDocument(_FromStart):
-    """Allowed iff both positions are in one span and `part` allows them counted from the span's start.
+    """Pattern that allows a pair iff both positions are in one document and `part` allows them, counted from its start.
 
-    `spans` is a run-time pattern of documents or lengths, and Spans once its values are known.
+    `spans` gives the documents: a `Documents` or `Lengths` pattern, or a `Spans` table once tensor values are known.
     """
 
     spans: Pattern
@@ -226,7 +232,7 @@ class PerDocument(_FromStart):
 
 @pattern_kind("blockwise", positional=2)
 class Blockwise(OnePart):
-    """Allowed iff `part` allows the query's block and the key's block: position t is in block floor(t / block)."""
+    """Pattern that allows a pair iff `part` allows (query // block, key // block); `block` is in tokens."""
 
     block: int = at_least(1)
 
@@ -242,7 +248,7 @@ class Blockwise(OnePart):
         )
 
     def snapped(self, q_side: int, k_side: int) -> Pattern:
-        """Round the block up to a multiple of both sides."""
+        """Return the pattern with `block` rounded up to a common multiple of both sides."""
         whole = lcm(q_side, k_side)
         return replace(self, block=-(-self.block // whole) * whole)
 
@@ -286,9 +292,9 @@ class Blockwise(OnePart):
         return Reason(self, inner.allowed, where, (inner,))
 
     def _count_coarsely(self, box: Box, num_heads: int) -> Bounds:
-        """Bounds on the allowed pairs of a box, without enumerating its blocks.
+        """Return bounds on the allowed pairs of each box, without enumerating its blocks.
 
-        Every block between the ends of the box counts, each block pair with the most pairs of the box that it can have.
+        All blocks between the ends of the box are assumed to hold as many of its positions as a block can.
         """
         sides = [_span(side, self.block) for side in (box.q, box.k)]
         blocks, area = Box(box.head, *sides), box.area
@@ -302,11 +308,11 @@ class Blockwise(OnePart):
 
 @constructor
 def blockwise(pattern: Pattern, block: int) -> Pattern:
-    """The pattern over blocks of `block` tokens: a pair is allowed where the pattern allows its blocks' numbers.
+    """Pattern that allows a pair iff `pattern` allows its block numbers (query // block, key // block).
 
-    All parameters of the pattern then count blocks: with `blockwise(local_window(left=1, right=1), 64)` a query sees
-    all of its block of 64 tokens, the previous one and the next one. Raises ValueError for a block below
-    1, and for a pattern with run-time tensors, which may be intersected with the result instead.
+    All parameters of `pattern` then count blocks of `block` tokens: with `blockwise(local_window(left=1, right=1), 64)`
+    a query sees all keys of its own block of 64 tokens, of the previous block and of the next one. Raises ValueError
+    for a block below 1, and for a pattern with run-time tensors; intersect that with the result instead.
 
     >>> masks.describe(masks.blockwise(masks.causal(), 64), 128).useful_pairs  # 3 blocks of 64 x 64
     12288
@@ -315,10 +321,11 @@ def blockwise(pattern: Pattern, block: int) -> Pattern:
 
 
 def _runs(terms: Progression, block: int) -> list[tuple[Progression, Counts]]:
-    """Blocks of each progression as runs, with the number of terms in each block of a run.
+    """Return (block numbers, as progressions; number of terms in each of these blocks) for n progressions of positions.
 
-    Where that number is 0, the blocks of a run have no meaning. No runs unless the step divides the block or is a
-    multiple of it: consecutive blocks would hold different numbers of terms.
+    Each block that holds terms is in one of the returned items. Where the number of terms is 0, ignore the block
+    numbers. Returns [] unless the step divides the block or is a multiple of it, as consecutive blocks would hold
+    different numbers of terms.
     """
     if terms.step % block == 0:
         blocks = Progression(terms.first // block, terms.step // block, terms.count)
@@ -341,13 +348,13 @@ def _runs(terms: Progression, block: int) -> list[tuple[Progression, Counts]]:
 
 
 def _span(terms: Progression, block: int) -> Progression:
-    """All blocks from the first term's to the last term's."""
+    """Return the numbers of all blocks from that of the first term to that of the last term."""
     first = terms.first // block
     return Progression(first, 1, terms.last // block - first + 1)
 
 
 def keys_in_blocks(runs: Iterable[range], block: int, keys: range) -> Ranges:
-    """Keys that are in the blocks of these numbers, in few ranges."""
+    """Return the keys in `keys` that are in the blocks with these numbers (`runs`), as few ranges."""
     tokens: list[range] = []
     for run in runs:
         if run.step == 1:

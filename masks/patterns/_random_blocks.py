@@ -24,19 +24,20 @@ from ..core import (
 from ._block_list import BlockTable, TableRule, keys_of_blocks, padded
 
 _TABLES_KEPT = 8
-_ROWS_KEPT = 64  # of the heads of a decoding step
+_ROWS_KEPT = 64  # cached rows of single query blocks, one for each head in a decoding step
 _LARGEST_SEED = 2**63 - 1
-_MOST_DRAWN = 1 << 25  # blocks in one table: a quarter of a gigabyte, in seconds
+_MOST_DRAWN = 1 << 25  # most blocks drawn for one table: a quarter of a gigabyte, in seconds
 _DRAWN_AHEAD = 1 << 20  # fewest blocks drawn if the number of positions is unknown
 _DRAWN_AT_ONCE = 1 << 21  # bounds the memory of a draw
 
 
 @pattern_kind("random_blocks", positional=1)
 class RandomBlocks(TableRule):
-    """Allowed iff the query's block drew the key's block, and both positions are below `num_tokens`.
+    """Pattern that allows a pair iff the query's block drew the key's block, and both positions are below `num_tokens`.
 
-    Each global head has a separate draw; with `head` all heads use the draw of that one. `positions`: number of tokens
-    in use, None for all; only query blocks of these are drawn.
+    Each query block of `block` tokens draws `drawn` key blocks. Each head over all devices has a separate draw; with
+    `head` all heads use the draw of that head. `positions`: number of tokens in use, None for all; key blocks are drawn
+    only for query blocks of these tokens.
     """
 
     num_tokens: int = at_least(1)
@@ -91,7 +92,7 @@ class RandomBlocks(TableRule):
         return Reason(self, column in drawn, f"{text}; {pair.the_key} is in block {column}")
 
     def _rows(self) -> int:
-        """Number of query blocks in use."""
+        """Return the number of query blocks in use."""
         return self.num_blocks if self.positions is None else min(self.num_blocks, -(-self.positions // self.block))
 
     def _table(self, num_heads: int, rows: int) -> BlockTable:
@@ -119,15 +120,16 @@ class RandomBlocks(TableRule):
 def random_blocks(
     num_tokens: int, *, block: int = 64, count: int = 3, seed: int = 0, head: int | None = None
 ) -> Pattern:
-    """Each head and each block of `block` queries sees `count` distinct blocks of keys, drawn at random.
+    """Pattern in which each block of `block` queries of each head sees `count` distinct key blocks, drawn at random.
 
-    With `head` all heads use the draw of that one.
+    With `head`, all heads use the draw of that head (over all devices). Blocks cover `num_tokens` tokens; positions
+    beyond them see no key and are seen by no query.
 
-    Blocks cover `num_tokens` tokens; positions beyond neither see nor are seen. The draw depends only on these
-    arguments and on the global head, so all ranks, platforms and versions agree on it: hash the seed, the head,
-    the block row and the number of the draw, in this order, with splitmix64 (Steele, Lea and Flood,
-    "Fast splittable pseudorandom number generators", 2014), scale its upper 32 bits, and sample without replacement
-    by Floyd's method. Source: BigBird, arXiv 2007.14062, section 2.
+    The draw depends only on these arguments and on the global head, so all ranks, platforms and versions agree on it:
+    the seed, the head, the number of the query block and the number of the draw are hashed in this order with
+    splitmix64 (Steele, Lea and Flood, "Fast splittable pseudorandom number generators", 2014), its upper 32 bits are
+    scaled to block numbers, and these are sampled without replacement by Floyd's method. Source: BigBird,
+    arXiv 2007.14062, section 2.
 
     Kernels compute whole blocks, of side 128 by default: a `block` that is a multiple of it has no overcompute.
     Raises ValueError for numbers below 1, a seed outside [0, 2**63), and a count above the number of blocks. Blocks
@@ -150,7 +152,7 @@ def _row(num_blocks: int, drawn: int, seed: int, head: int, row: int) -> Tensor:
 
 
 def _draw(num_blocks: int, drawn: int, seed: int, heads: range, rows: range) -> Tensor:
-    """(heads, rows, drawn): distinct key blocks of each row of blocks, ascending."""
+    """Draw `drawn` distinct key blocks for each head and query block: int64 (heads, rows, drawn), ascending in rows."""
     head, row = torch.tensor(heads)[:, None], torch.arange(rows.start, rows.stop)
     state = _mixed(_mixed(_mixed(torch.tensor(seed)) + head) + row)
     parts = [_sampled(some, num_blocks, drawn) for some in state.flatten().split(max(1, _DRAWN_AT_ONCE // drawn))]
@@ -158,11 +160,11 @@ def _draw(num_blocks: int, drawn: int, seed: int, heads: range, rows: range) -> 
 
 
 def _sampled(state: Tensor, num_blocks: int, drawn: int) -> Tensor:
-    """(rows, drawn): distinct blocks for each state, ascending.
+    """Sample `drawn` distinct blocks below num_blocks for each hash state; int64 (rows, drawn), ascending in rows.
 
-    Floyd's method: for each of the last `drawn` blocks draw one up to it; if that is already taken, take the block
-    itself. A draw is taken if it equals an earlier draw, or if it is one of the last blocks and that block was itself
-    taken at its own draw: a chain of earlier draws, followed in doubling steps.
+    Floyd's method: for each of the last `drawn` blocks draw a block up to it; if the draw is already taken, take the
+    last block itself. A draw is taken if it equals an earlier draw, or if it is one of the last blocks and that block
+    was taken at its own draw; this chain of earlier draws is followed in doubling steps.
     """
     index, first = torch.arange(drawn), num_blocks - drawn
     last = first + index
@@ -187,7 +189,7 @@ def _power_of_two(number: int) -> int:
 
 
 def _mixed(state: Tensor) -> Tensor:
-    """One output of splitmix64. An int64 holds the 64 bits: sums and products wrap around."""
+    """Return the splitmix64 output for each 64-bit state, held in int64; sums and products wrap around."""
     z = state - 0x61C8864680B583EB  # plus 0x9E3779B97F4A7C15, modulo 2^64
     z = (z ^ _shifted_right(z, 30)) * -0x40A7B892E31B1A47  # 0xBF58476D1CE4E5B9
     z = (z ^ _shifted_right(z, 27)) * -0x6B2FB644ECCEEE15  # 0x94D049BB133111EB
@@ -195,5 +197,5 @@ def _mixed(state: Tensor) -> Tensor:
 
 
 def _shifted_right(bits: Tensor, places: int) -> Tensor:
-    """Logical shift: fills with zeros, as for unsigned integers."""
+    """Shift int64 bits right and fill with zeros, as for unsigned integers."""
     return (bits >> places) & ((1 << (64 - places)) - 1)

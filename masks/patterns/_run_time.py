@@ -1,4 +1,4 @@
-"""Run-time tensors: parts of a rule whose values come with a call, such as document ids; until then by name."""
+"""Run-time tensors: tensors that a pattern names and whose values may come with each call, such as document ids."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from ._band import local_window
 
 @dataclass(frozen=True, eq=False)
 class Given:
-    """A tensor as part of a value; equal only to itself."""
+    """Hashable wrapper of a tensor; equal only to wrappers of the identical tensor object."""
 
     tensor: Tensor
 
@@ -45,14 +45,14 @@ class Given:
 
 @dataclass(frozen=True)
 class RunTime(Pattern):
-    """A rule that needs the tensor of this name: carried in `given`, or passed with the call.
+    """Base of patterns that need a run-time tensor: they carry it in `given`, or it is passed by `name` with the call.
 
-    Its text holds the name and not the values, so new values neither retrace nor recompile. `table` turns the tensor
-    into the rule itself.
+    The pattern's text holds the name and not the values, so new values neither retrace nor recompile. `table` turns the
+    tensor into a `Table`, the pattern with these values.
     """
 
     is_run_time = True
-    num_dims: ClassVar[int] = 1  # of the tensor for one batch entry
+    num_dims: ClassVar[int] = 1  # dims of the tensor for one batch entry
 
     name: str
     given: Given | None = field(default=None, metadata={"stored": False})
@@ -74,11 +74,11 @@ class RunTime(Pattern):
         return replace(values, source=replace(self, given=None))
 
     def table(self, tensor: Tensor, extent: Extent) -> Table:
-        """The rule with this tensor's values, checked, over the positions of a call."""
+        """Return the pattern with this tensor's values, for positions in `extent`; raise for invalid tensors."""
         raise NotImplementedError  # defined by each run-time pattern
 
     def widest(self, shape: tuple[int, ...], extent: Extent) -> Tensor:
-        """A tensor of this shape that allows the most pairs: the basis of plans while values are unknown."""
+        """Return a tensor of this shape that allows the most pairs: plans use it while values are unknown."""
         raise NotImplementedError
 
     def mask_mod(self, *, num_heads: int, device: torch.device) -> MaskMod:
@@ -93,9 +93,9 @@ class RunTime(Pattern):
 
 @dataclass(frozen=True)
 class Windows:
-    """Disjoint rectangles: queries q_start[i] to q_stop[i] - 1 with keys k_start[i] to k_stop[i] - 1.
+    """W disjoint rectangles of pairs: queries q_start[i] to q_stop[i] - 1 with keys k_start[i] to k_stop[i] - 1.
 
-    `origin` is the position from which the rule inside counts.
+    origin[i]: position that counts as 0 for a pattern which is applied within rectangle i.
     """
 
     q_start: Int64[Tensor, " W"]
@@ -115,7 +115,7 @@ class Windows:
         return Windows(*(getattr(self, field.name)[index] for field in fields(self)))
 
     def from_start(self) -> Windows:
-        """The windows with a rule that counts from their first queries."""
+        """Return the windows with `origin` at the first query of each."""
         return Windows(self.q_start, self.q_stop, self.k_start, self.k_stop, self.q_start)
 
     def within(self, queries: range, keys: range) -> Windows:
@@ -125,14 +125,21 @@ class Windows:
         return cut.select((q_start < q_stop) & (k_start < k_stop))
 
     def counted_from(self, period: int | None) -> Int64[Tensor, " W"]:
-        """Equivalent origins, shifted by whole periods: each window begins less than a period after its origin."""
+        """Return origins shifted by whole periods, so that each window begins less than a period after its origin.
+
+        period: shift of query and key that leaves the pattern unchanged. None if there is none: returns `origin`.
+        """
         if period is None:
             return self.origin
         ahead = torch.minimum(self.q_start, self.k_start) - self.origin
         return self.origin + ahead // period * period
 
     def kinds(self, period: int | None) -> tuple[Int64[Tensor, " n"], ...]:
-        """Group windows with equal rules of this period: an ascending index for each kind, ordered by first window."""
+        """Group windows that have equal masks; returns the ascending window indices of each group.
+
+        Groups are ordered by their first windows. period: shift of query and key that leaves the pattern unchanged, or
+        None.
+        """
         start, queries = self.counted_from(period), self.q_stop - self.q_start
         ahead, keys = self.k_start - self.q_start, self.k_stop - self.k_start
         kind, _ = numbered(queries, keys - queries, ahead, self.q_start - start)
@@ -142,11 +149,12 @@ class Windows:
 
 @dataclass(frozen=True)
 class Table(Pattern):
-    """A rule in a CPU tensor, one row for each batch entry or one for all; equal rows of one source are equal rules.
+    """Base of patterns whose values are in a CPU tensor: one row for each batch entry, or one row for all entries.
 
-    Bounds have no batch index and need a table of one row: see `entry`. `reach`: declared largest distance of allowed
-    pairs. A table that is not `known` represents all values of its shape. `source`: the pattern whose values these are,
-    without its tensor; None where it does not matter.
+    Tables with equal digests and sources are equal. Bounds have no batch index, and need equal rows or a table of one
+    row (`of_entry`). `reach`: declared largest distance of allowed pairs, in tokens; None for no limit. `known`: False
+    if the table represents all values of its shape. `source`: the run-time pattern whose values these are, without its
+    tensor; None where it does not matter. `held`: rows by device.
     """
 
     is_run_time = True
@@ -166,7 +174,7 @@ class Table(Pattern):
 
     @classmethod
     def of(cls, rows: Tensor, reach: int | None = None) -> Self:
-        """The rule of these rows, which must not change afterwards."""
+        """Return the table with these rows; the tensor must not change afterwards."""
         rows = rows.contiguous()
         return cls(rows, f"{tuple(rows.shape)} {content_digest(rows)}", reach)
 
@@ -180,17 +188,17 @@ class Table(Pattern):
         raise NotImplementedError  # defined by each table
 
     def on(self, device: torch.device) -> Rows:
-        """The rows on a device, shared by all closures there."""
+        """Return the rows on a device; they are copied once and shared by all closures there."""
         if device not in self.held:
             self.held.setdefault(device, Rows(self.copied_to(device)))
         return self.held[device]
 
     def copied_to(self, device: torch.device) -> Tensor:
-        """The form of the rows that closures on a device read."""
+        """Return a copy of the rows on a device, in the form that closures there read."""
         return self.rows.to(device, copy=True)
 
     def batch_step(self, device: torch.device) -> Tensor:
-        """1 if each batch entry has a row, 0 if all share one: row = b * step."""
+        """Return 1 if each batch entry has a row, 0 if all share one: entry b has row b * step."""
         (step,) = parameters(device, int(len(self.rows) > 1))
         return step
 
@@ -205,10 +213,10 @@ class Table(Pattern):
 
     @property
     def only_row(self) -> Shaped[Tensor, " L"]:
-        """The row of all batch entries. Raises ValueError if they differ."""
+        """The row that all batch entries share. Raises ValueError if rows differ."""
         if len(self.rows) != 1 and not bool((self.rows == self.rows[:1]).all()):
             raise ValueError(
-                "bounds and block counts are those of one batch entry: give the run-time tensor of that one, such as "
+                "bounds and block counts need a single batch entry: give the run-time tensor of one entry, such as "
                 f"ids[0], or take bound.entry(0); got {len(self.rows)} rows that differ"
             )
         return self.rows[0]
@@ -217,19 +225,19 @@ class Table(Pattern):
         return every() if self.reach is None else local_window(left=self.reach, right=self.reach)
 
     def windows(self, num_positions: int) -> Windows | None:
-        """Disjoint rectangles that hold exactly the allowed pairs; None if they are too many."""
+        """Return disjoint rectangles that hold exactly the allowed pairs, or None if they are too many."""
         return None
 
 
 class Rows:
-    """The rows that a closure reads; a compiled graph replaces them by the rows of its call."""
+    """Mutable holder of the rows that a closure reads; a compiled graph puts the rows of each call into it."""
 
     def __init__(self, rows: Tensor) -> None:
         self.rows = rows
 
 
 def names(pattern: Expression) -> tuple[str, ...]:
-    """Names of the run-time tensors that a pattern needs, sorted."""
+    """Return the sorted names of the run-time tensors that a pattern needs."""
     return tuple(sorted({leaf.name for leaf in run_time_leaves(pattern)}))
 
 
@@ -238,14 +246,14 @@ def run_time_leaves(pattern: Expression) -> tuple[RunTime, ...]:
 
 
 def named(leaf: Pattern) -> Pattern:
-    """The leaf in the form of its text: run-time tensors by name, with or without tensor or values."""
+    """Return the leaf pattern without its run-time tensor or values, which are left by name; other leaves unchanged."""
     if isinstance(leaf, Table):
         return leaf if leaf.source is None else leaf.source
     return replace(leaf, given=None) if isinstance(leaf, RunTime) else leaf
 
 
 def on_host(pattern: Any) -> Any:
-    """Copy the tensors that the pattern carries to the CPU, once for all calls that use the result."""
+    """Return the pattern with the tensors that it carries on the CPU, so that calls need not copy them again."""
     found = {name: Given(x if x.is_meta else x.cpu()) for name, x in pattern.given_tensors().items()}
     if not found:
         return pattern
@@ -253,12 +261,15 @@ def on_host(pattern: Any) -> Any:
 
 
 def as_written(pattern: Expression) -> Expression:
-    """The pattern as its caller wrote it, without the tensors that it carries: the key for `cache().forget`."""
+    """Return the pattern as its caller wrote it, without tensors and values: the key for `cache().forget`."""
     return pattern.map_leaves(named) if pattern.varies else pattern
 
 
 def blank(pattern: Expression, tensors: Mapping[str, Tensor], extent: Extent) -> Any:
-    """The pattern with tables for tensors of these shapes, distinguished by name and not by values."""
+    """Return the pattern with placeholder tables for run-time tensors of these shapes; values do not matter.
+
+    The placeholders hold the `widest` values, and differ by name and shape.
+    """
 
     def with_any(leaf: Pattern) -> Pattern:
         if not isinstance(leaf, RunTime):
@@ -272,7 +283,10 @@ def blank(pattern: Expression, tensors: Mapping[str, Tensor], extent: Extent) ->
 
 
 def alike(pattern: Expression, batch: int) -> list[tuple[slice, Expression]]:
-    """(batch entries, their rule) for each run of entries with equal rows. ValueError for a wrong number of rows."""
+    """Return [(slice of batch entries, their pattern), ...] for runs of consecutive entries with equal patterns.
+
+    Raises ValueError if run-time tensors have neither one row nor `batch` rows.
+    """
     pattern.require_entries(batch)
     if pattern.num_entries() == 1:
         return [(slice(None), pattern)]
@@ -287,12 +301,15 @@ def alike(pattern: Expression, batch: int) -> list[tuple[slice, Expression]]:
 
 
 def tables(pattern: Expression) -> tuple[Table, ...]:
-    """The run-time tables of a resolved pattern, in the order of its leaves."""
+    """Return the tables of a pattern whose run-time tensors are resolved, in the order of its leaves."""
     return tuple(leaf for leaf in pattern.leaves() if isinstance(leaf, Table))
 
 
 def of_tensor(kind: type[RunTime], tensor: Any, name: str, **options: Any) -> Pattern:
-    """A run-time pattern from a tensor (or a value that converts to one), or from the name under which it is passed."""
+    """Return a run-time pattern of this kind with a tensor, or with the name under which calls pass it.
+
+    tensor: a tensor, a value that torch.as_tensor converts, or a str that replaces `name`. options: other fields.
+    """
     if isinstance(tensor, str):
         return kind(tensor, **options)
     if isinstance(tensor, Tensor):
@@ -301,7 +318,8 @@ def of_tensor(kind: type[RunTime], tensor: Any, name: str, **options: Any) -> Pa
         values = torch.as_tensor(tensor)
     except (TypeError, ValueError, RuntimeError) as error:
         raise TypeError(
-            f"{name} must be a tensor, what makes one, or a name for attend's bindings; got {tensor!r:.80}: {error}"
+            f"{name} must be a tensor, a value that converts to one, or a name in attend's bindings; "
+            f"got {tensor!r:.80}: {error}"
         ) from error
     return kind(name, Given(values), **options)
 
@@ -314,7 +332,7 @@ def missing(name: str) -> str:
 
 
 def require_values(name: str, tensor: Any) -> Tensor:
-    """Return the tensor if it is dense and has values; raise otherwise."""
+    """Return the tensor if it is dense, strided and not on meta; raise TypeError or ValueError otherwise."""
     if not isinstance(tensor, Tensor):
         raise TypeError(f"bindings must hold tensors; got {type(tensor).__name__} for {name!r}")
     if tensor.is_nested or tensor.is_quantized or tensor.layout != torch.strided or tensor.is_meta:
@@ -325,7 +343,10 @@ def require_values(name: str, tensor: Any) -> Tensor:
 
 
 def integers(name: str, tensor: Tensor, dims: tuple[int, ...]) -> Tensor:
-    """Return the tensor on the CPU in int64 if it holds integers in one of these numbers of dims; raise otherwise."""
+    """Return the tensor on the CPU in int64.
+
+    Raises TypeError unless it holds integers, ValueError unless its number of dims is in `dims`.
+    """
     if tensor.dtype == torch.bool or tensor.is_floating_point() or tensor.is_complex():
         raise TypeError(f"{name} must hold integers; got a tensor of {tensor.dtype}")
     if tensor.dim() not in dims:

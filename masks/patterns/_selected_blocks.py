@@ -1,4 +1,4 @@
-"""Selected blocks: the key blocks that each query block sees, in a table that comes with the call."""
+"""Selected blocks: a run-time tensor that names the key blocks which each query block sees."""
 
 from __future__ import annotations
 
@@ -38,14 +38,17 @@ from ..core import (
 from ._block_list import NOTHING, BlockTable, by_halving, padded
 from ._run_time import RunTime, Table, of_tensor
 
-# B batch entries, T tables, R rows of query blocks, W entries of a row
+# B batch entries, T tables, R query blocks (rows), W entries of a row
 
-_NONE = -1  # pads rows that name fewer blocks
+_NONE = -1  # pads rows that name fewer than W blocks
 
 
 @pattern_kind("selected_blocks", positional=1)
 class SelectedBlocks(RunTime):
-    """Allowed iff the row of the query's block names the key's block, in the table of its head."""
+    """Pattern that allows a pair iff the row of the query's block names the key's block, in the table of its head.
+
+    The table is a run-time tensor with `most` entries in each row; `block`: (tokens of a query block, of a key block).
+    """
 
     num_dims = 3
 
@@ -60,9 +63,12 @@ class SelectedBlocks(RunTime):
         return call(self.kind, self.name, block=self.block, most=self.most)
 
     def snapped(self, q_side: int, k_side: int) -> SelectedBlocks | None:
-        """Round each side up to a divisor or a multiple of the kernels' side; 1 stays. None if it carries a table."""
+        """Return the pattern with each side of `block` rounded up to a divisor or a multiple of the given side.
+
+        None if the pattern carries a table, whose block numbers refer to the present sides.
+        """
         if self.given is not None:
-            return None  # its block numbers refer to the present sides
+            return None
         q_block, k_block = (_whole(own, side) for own, side in zip(self.block, (q_side, k_side), strict=True))
         return replace(self, block=(q_block, k_block))
 
@@ -71,7 +77,7 @@ class SelectedBlocks(RunTime):
         return SelectedTable.of(padded(rows), self.block, first)
 
     def rows(self, tensor: Tensor, extent: Extent) -> tuple[Int64[Tensor, "B T R W"], int]:
-        """(key blocks of each row, ascending, without repeats, padded with NOTHING; query block of row 0)."""
+        """Return (key blocks of each row, ascending and unique, padded with NOTHING (2**30); query block of row 0)."""
         first = self.first_row(tensor, extent)
         rows = _canonical(tensor.detach().to("cpu", torch.int64))
         rows = rows if rows.dim() == 4 else rows[None]
@@ -87,7 +93,7 @@ class SelectedBlocks(RunTime):
         return rows, first
 
     def first_row(self, tensor: Tensor, extent: Extent) -> int:
-        """Query block of the first row; raises for a table of another dtype or shape."""
+        """Return the query block of the first row. Raises TypeError or ValueError for a wrong dtype or shape."""
         if tensor.dtype == torch.bool or tensor.is_floating_point() or tensor.is_complex():
             raise TypeError(f"selected blocks must be integers; got a tensor of {tensor.dtype}")
         if tensor.dim() not in (3, 4) or tensor.shape[-1] != self.most or 0 in tensor.shape:
@@ -104,14 +110,17 @@ class SelectedBlocks(RunTime):
         return first
 
     def widest(self, shape: tuple[int, ...], extent: Extent) -> Tensor:
-        """The first blocks of keys in each row."""
+        """Return a table of this shape in which each row names the first key blocks, padded with -1."""
         named = torch.arange(shape[-1])
         return torch.where(named * self.block[1] < extent.keys, named, _NONE).expand(shape)
 
 
 @dataclass(frozen=True, eq=False)
 class SelectedTable(Table):
-    """Row r of table t names the key blocks that query block first + r sees; each table serves num_heads / T heads."""
+    """Table of `SelectedBlocks`: rows[b, t, r] names the key blocks that query block first + r sees.
+
+    Each of the T tables serves num_heads / T consecutive heads. Rows are ascending and padded with NOTHING (2**30).
+    """
 
     kind = "selected blocks table"
 
@@ -159,13 +168,13 @@ class SelectedTable(Table):
         return seen
 
     def copied_to(self, device: torch.device) -> Tensor:
-        """Rows of all tables and batch entries, flattened into lines."""
+        """Return the rows of all batch entries and tables on a device, flattened to shape (B * T * R, W)."""
         lines = self.rows.flatten(0, 2)
         return lines.to(device, index_dtype(device, 0, max(NOTHING, lines.numel())), copy=True)
 
     @cached_property
     def _table(self) -> BlockTable:
-        """Block table whose positions count from the first row."""
+        """`BlockTable` of the rows; its query positions count from the first query of row 0."""
         rows = self.only_row
         listed = rows[rows < NOTHING]
         columns = int(listed.max()) + 1 if len(listed) else 1
@@ -202,14 +211,15 @@ class SelectedTable(Table):
 def require_tables(tables: int, num_heads: int) -> None:
     if num_heads % tables:
         raise ValueError(
-            f"selected blocks must have one table, or as many as divide the heads; got {tables} for {num_heads} heads"
+            f"selected blocks must have a number of tables that divides the heads; got {tables} for {num_heads} heads"
         )
 
 
 def require_row(side: int, first: int, rows: int, query: int) -> None:
-    """Raise ValueError if the table has no row for the first query of a call.
+    """Raise ValueError if the first query of a call is before the first row of the table.
 
-    side: queries of a block. first: query block of row 0. rows: number of rows. query: position of the first query.
+    side: queries of a block. first: query block of row 0. rows: number of rows. query: position of the call's first
+    query.
     """
     if query < first * side:
         raise ValueError(
@@ -219,38 +229,40 @@ def require_row(side: int, first: int, rows: int, query: int) -> None:
 
 
 def _canonical(rows: Int64[Tensor, "... W"]) -> Int64[Tensor, "... W"]:
-    """Sort rows, drop repeats, and replace negative entries by NOTHING."""
+    """Return rows in ascending order; negative and repeated entries are replaced by NOTHING (2**30), at the end."""
     rows = torch.where(rows < 0, NOTHING, rows).sort(-1).values
     again = rows[..., 1:] == rows[..., :-1]
     return torch.cat([rows[..., :1], rows[..., 1:].masked_fill(again, NOTHING)], -1).sort(-1).values
 
 
 def _whole(own: int, side: int) -> int:
-    """Least number from `own` on that divides `side` or is a multiple of it."""
+    """Return the least number >= `own` that divides `side` or is a multiple of it."""
     return next(size for size in range(own, own + side) if size % side == 0 or side % size == 0)
 
 
 def _sides(block: Any) -> tuple[int, int]:
     sides = tuple(block) if isinstance(block, tuple | list) else (block, block)
     if len(sides) != 2:
-        raise ValueError(f"block must be one side or (side of query blocks, of key blocks); got {block=}")
+        raise ValueError(f"block must be one number or (tokens of a query block, tokens of a key block); got {block=}")
     return require_int("block", sides[0], minimum=1), require_int("block", sides[1], minimum=1)
 
 
 @constructor
 def selected_blocks(blocks: Any, *, block: int | tuple[int, int], most: int, name: str = "selected_blocks") -> Pattern:
-    """Queries see the blocks of keys that their row of a table names, chosen from the data.
+    """Pattern in which each query block sees the key blocks that a run-time table names, often chosen from the data.
 
-    blocks: integers of shape (tables, rows, most) or (batch, tables, rows, most): the blocks of keys that each block of
-    queries sees, in any order; -1 for none, and a block named twice counts once. `tables` divides the heads: one for
-    all, one for each key/value head or one for each head. The last row is for the block of the last query, so a
-    call that continues a sequence needs rows for its own queries only. Or a string, the name under which
-    `attend(bindings=)` passes them.
-    block: tokens of a block, or (tokens of a block of queries, of a block of keys); block 0 begins at position 0.
-    most: the width of the table.
+    blocks: integers of shape (tables, rows, most) or (batch, tables, rows, most): the numbers of the key blocks that
+    each query block sees, in any order. -1 is an empty entry; a repeated block counts once. The number of tables
+    divides the number of heads: one for all heads, one for each key-value head, or one for each head. The last row is
+    that of the last query's block, so a call that continues a sequence needs rows for its own queries only. Or a
+    string, the name under which `attend(bindings=)` passes the tensor.
+    block: tokens of a block, or (tokens of a query block, tokens of a key block); block 0 begins at position 0.
+    most: number of entries of each row.
 
-    In `(selected_blocks(...) | always) & within`, or a part of this, `attend` reads the table directly: new values need
+    In `(selected_blocks(...) | always) & within`, or a part of it, `attend` reads the table directly: new values need
     no planning and no compilation. Elsewhere, as under `~` or in two places, the pattern is planned for its values.
+
+    Calls raise TypeError for a tensor without integers, and ValueError for another shape or for blocks beyond the keys.
 
     >>> chosen = torch.tensor([[[0, -1], [0, 1]]])
     >>> masks.describe(masks.selected_blocks(chosen, block=64, most=2), 128).useful_pairs  # 3 blocks of 64 x 64
@@ -261,7 +273,7 @@ def selected_blocks(blocks: Any, *, block: int | tuple[int, int], most: int, nam
 
 @dataclass(frozen=True)
 class Selection:
-    """A split pattern: pairs of `others`, with multiplicity, and, disjoint, pairs that the table and `rest` allow."""
+    """Split of a pattern into the multiset sum (leaf & rest) + others; `others` is None if there is nothing to add."""
 
     leaf: SelectedBlocks
     rest: Pattern
@@ -269,7 +281,7 @@ class Selection:
 
 
 def selection_of(pattern: Expression) -> Selection | None:
-    """Split a pattern with one table of selected blocks under `|`, `&` and `+` only; None for other patterns."""
+    """Split a pattern that has one `SelectedBlocks`, below `|`, `&` and `+` only; None for other patterns."""
     branches = pattern.branches()
     chosen = [index for index, branch in enumerate(branches) if _uses(branch)]
     if len(chosen) != 1:

@@ -38,12 +38,15 @@ from ._run_time import RunTime, Table, Windows, integers, of_tensor
 
 PADDING = -1
 SIDES = ("right", "left")
-_MAX_WINDOWS = 32  # runs of keys: more cost more one by one than as one block list
+_MAX_WINDOWS = 32  # more runs of keys than this are slower one by one than as one block list
 _MOST_EMPTY = 0.25  # share of empty blocks: above, skipping them by block lists saves more than masks cost
 
 
 class Spans(Table):
-    """Allowed iff both positions are in one span. rows[b, t]: start of the span of position t, or PADDING."""
+    """Table that allows a pair iff both positions are in one span, such as a document or the real tokens.
+
+    rows[b, t]: first position of the span that holds position t in batch entry b, or PADDING (-1).
+    """
 
     kind = "spans table"
 
@@ -65,16 +68,17 @@ class Spans(Table):
         return same_span
 
     def copied_to(self, device: torch.device) -> Int64[Tensor, "B 2*L"] | Int32[Tensor, "B 2*L"]:
-        """Start of each position's span, as a query and, L columns on, as a key; padding differs between the two.
+        """Return the start of each position's span, on a device: columns 0 to L - 1 for queries, L to 2L - 1 for keys.
 
-        One comparison for each pair then suffices; more would exceed a kernel's registers.
+        Padding has different values in the two halves, so that one comparison for each pair suffices; more comparisons
+        would exceed a kernel's registers.
         """
         rows = torch.cat([self.rows, self.rows.masked_fill(self.rows == PADDING, PADDING - 1)], dim=1)
         return rows.to(device, index_dtype(device, PADDING - 1, rows.shape[1]), copy=True)
 
     @cached_property
     def starts(self) -> Int64[Tensor, " S"]:
-        """First position of each span of a single row."""
+        """First position of each span; all batch entries must share one row."""
         return self._edges[0]
 
     @cached_property
@@ -90,7 +94,7 @@ class Spans(Table):
 
     @cached_property
     def _numbers(self) -> Int64[Tensor, " L"]:
-        """Span of each position of a single row, or PADDING."""
+        """Index of the span of each position, or PADDING (-1); all batch entries must share one row."""
         is_start = self.only_row == torch.arange(self.rows.shape[1])
         return (is_start.cumsum(0) - 1).masked_fill(self.only_row == PADDING, PADDING)
 
@@ -100,18 +104,18 @@ class Spans(Table):
         return int(length.masked_fill(self.rows == PADDING, 0).max())
 
     def reached(self, progression: Progression) -> tuple[Counts, Counts]:
-        """(first, last) span that each progression may touch; first > last if it is between two spans."""
+        """Return (first, last) index of the spans that each progression may touch; first > last if it touches none."""
         first = torch.searchsorted(self.stops, progression.first, right=True)
         return first, torch.searchsorted(self.starts, progression.last, right=True) - 1
 
     def common(self, box: Box) -> tuple[Counts, Counts]:
-        """(first, number) of the spans that both sides of each box may touch."""
+        """Return (index of the first, number) of the spans that both queries and keys of each box may touch."""
         (q_first, q_last), (k_first, k_last) = self.reached(box.q), self.reached(box.k)
         first = torch.maximum(q_first, k_first)
         return first, (torch.minimum(q_last, k_last) + 1 - first).clamp(min=0)
 
     def within(self, progression: Progression, span: Counts) -> Progression:
-        """Terms in the span of each progression; none for spans beyond the last."""
+        """Cut progression i to the positions in span number span[i]; empty for numbers beyond the last span."""
         if not len(self.starts):
             return Progression(progression.first, progression.step, torch.zeros_like(progression.count))
         known = span.clamp(max=len(self.starts) - 1)
@@ -138,7 +142,7 @@ class Spans(Table):
         return Reason(self, of_query == of_key, where)
 
     def start_of(self, pair: Pair, position: int) -> int:
-        """Start of the span of one of the pair's positions, which is not padding."""
+        """Return the first position of the span that holds one of the pair's positions, which must not be padding."""
         return pair.entry(self.starts, pair.entry(self._numbers, position))
 
     def windows(self, num_positions: int) -> Windows:
@@ -147,10 +151,10 @@ class Spans(Table):
 
 @pattern_kind("documents")
 class Documents(RunTime):
-    """Allowed iff query and key belong to one document, by the document id of each position.
+    """Pattern that allows a pair iff query and key are in one document; a run-time tensor has each position's id.
 
-    A document is one run of positions; ids grow from one to the next. A negative id marks padding, which neither sees
-    nor is seen.
+    A document is a run of positions with equal ids, and ids grow from one document to the next. A negative id marks
+    padding, which sees no key and is seen by no query. `longest`: declared maximum of tokens in a document, or None.
     """
 
     longest: int | None = at_least(1, default=None)
@@ -174,14 +178,17 @@ class Documents(RunTime):
         return Spans.of(starts, reach=self.longest - 1)
 
     def widest(self, shape: tuple[int, ...], extent: Extent) -> Tensor:
-        """Ids of documents of the greatest possible length."""
+        """Return ids of documents that have the greatest possible length."""
         position = torch.ones(shape, dtype=torch.int64).cumsum(-1) - 1
         return position // (self.longest or extent.tokens)
 
 
 @pattern_kind("lengths")
 class Lengths(RunTime):
-    """Allowed iff query and key are both real tokens: the first `length` positions, or with padding="left" the last."""
+    """Pattern that allows a pair iff query and key are both real tokens, by the number of real tokens of each entry.
+
+    Real tokens are the first positions of a batch entry, or the last ones with padding="left".
+    """
 
     num_dims = 0
 
@@ -207,7 +214,7 @@ class Lengths(RunTime):
         return Spans.of(torch.where(real, start, PADDING))
 
     def widest(self, shape: tuple[int, ...], extent: Extent) -> Tensor:
-        """Lengths without padding."""
+        """Return lengths that leave no padding."""
         return torch.full(shape, extent.tokens)
 
 
@@ -221,16 +228,19 @@ class Lengths(RunTime):
             "write masks.documents(torch.arange(len(lengths)).repeat_interleave(lengths)), lengths a tensor",
         ),
     },
-    how="write masks.documents(ids), the number of its document for each token",
+    how="write masks.documents(ids), the document id of each token",
 )
 def documents(ids: Any, *, longest: int | None = None, name: str = "documents") -> Pattern:
-    """Each token sees the tokens of its document.
+    """Pattern in which each token sees all tokens of its own document.
 
-    ids: integers of shape (tokens,) or (batch, tokens), a document's id for each position, growing from one
-    document to the next; negative for padding. Or a string, the name under which `attend(bindings=)` passes them.
-    New values do not recompile. `p & documents(ids)` cuts p at the borders; `p.per_document(ids)` also counts
-    positions from the start of each document. longest: a bound on the tokens of a document, which keeps the block
-    tables of compiled graphs narrow; a longer document raises ValueError.
+    ids: integers of shape (tokens,) or (batch, tokens), the document id of each position. Ids grow from one document
+    to the next; negative ids are padding. Or a string, the name under which `attend(bindings=)` passes the tensor.
+    New values do not recompile.
+    longest: maximum number of tokens in a document, which keeps the block tables of compiled graphs narrow; a longer
+    document raises ValueError. None for no maximum.
+
+    `p & documents(ids)` removes the pairs of p between documents; `p.per_document(ids)` also counts positions from the
+    start of each document.
 
     >>> masks.describe(masks.documents([0, 0, 1, 1]), 4).useful_pairs  # 2 documents of 2 x 2
     8
@@ -244,12 +254,13 @@ def documents(ids: Any, *, longest: int | None = None, name: str = "documents") 
     how="write masks.lengths(lengths), the number of real tokens of each batch entry",
 )
 def lengths(lengths: Any, *, padding: str = "right", name: str = "lengths") -> Pattern:
-    """Real tokens see each other; padding neither sees nor is seen.
+    """Pattern in which all real tokens see each other; padding sees no key and is seen by no query.
 
-    lengths: integers of shape (batch,) or (), real tokens of each batch entry, from 0 to the number of
-    positions. Or a string, the name under which `attend(bindings=)` passes them. padding: the side of the
-    padding. With padding on the left, `p.per_document(lengths(n, padding="left"))` counts positions
-    from the first real token, so that padded equals unpadded for every p.
+    lengths: integers of shape (batch,) or (), the number of real tokens of each batch entry, from 0 to the number of
+    positions. Or a string, the name under which `attend(bindings=)` passes the tensor.
+    padding: the side of the padding, "right" or "left". For padding on the left,
+    `p.per_document(lengths(n, padding="left"))` counts positions from the first real token, so that results equal those
+    without padding for every pattern p.
 
     >>> masks.describe(masks.lengths([3]), 4).useful_pairs
     9
@@ -258,7 +269,10 @@ def lengths(lengths: Any, *, padding: str = "right", name: str = "lengths") -> P
 
 
 def _check_sorted(ids: Tensor, begins: Tensor) -> None:
-    """Raise ValueError unless the ids of documents grow; padding may be between them."""
+    """Raise ValueError unless ids grow from one document to the next in each row; padding may be between documents.
+
+    begins: True where an id differs from the previous one.
+    """
     real = ids >= 0
     highest = torch.where(real, ids, -1).cummax(1).values
     before = torch.nn.functional.pad(highest[:, :-1], (1, 0), value=-1)
@@ -284,7 +298,7 @@ def _check_longest(starts: Tensor, longest: int) -> None:
 
 @pattern_kind("visible_keys")
 class VisibleKeys(RunTime):
-    """Allowed iff the key is marked as visible."""
+    """Pattern that allows a pair iff a run-time tensor marks the key as visible."""
 
     def table(self, tensor: Tensor, extent: Extent) -> KeySet:
         if not (tensor.dtype == torch.bool or tensor.is_floating_point()):
@@ -302,12 +316,12 @@ class VisibleKeys(RunTime):
         return KeySet.of(marks.clone() if marks.dtype == torch.bool else _unhidden(marks))
 
     def widest(self, shape: tuple[int, ...], extent: Extent) -> Tensor:
-        """Mask with all keys visible."""
+        """Return a bool mask of this shape with all keys visible."""
         return torch.ones(shape, dtype=torch.bool)
 
 
 def _unhidden(added: Tensor) -> Tensor:
-    """True where 0 is added to the scores, False for -inf; ValueError for other values."""
+    """Return a bool mask, True where the float mask `added` is 0 and False where it is -inf; ValueError otherwise."""
     visible = added == 0
     other = added[~(visible | (added == -torch.inf))]
     if len(other):
@@ -317,7 +331,7 @@ def _unhidden(added: Tensor) -> Tensor:
 
 
 class KeySet(Table):
-    """Allowed iff row b, entry k is True."""
+    """Table that allows a pair iff rows[b, k] is True for its batch entry b and key k."""
 
     kind = "keyset table"
 
@@ -334,7 +348,7 @@ class KeySet(Table):
 
     @cached_property
     def _before(self) -> Int64[Tensor, " L+1"]:
-        """Number of visible keys before each position."""
+        """Number of visible keys before each position 0 to L; all batch entries must share one row."""
         return torch.nn.functional.pad(self.only_row.long().cumsum(0), (1, 0))
 
     def count(self, box: Box, *, num_heads: int) -> Bounds:
@@ -350,7 +364,7 @@ class KeySet(Table):
 
     @property
     def are_scattered(self) -> bool:
-        """True if hidden keys are scattered over many runs, so that block lists would skip few blocks."""
+        """True if the visible keys of an entry form many runs and block lists would skip few blocks."""
         edges = torch.nn.functional.pad(self.rows, (1, 1)).diff(dim=1).sum(1)
         filled = torch.nn.functional.pad(self.rows, (0, -self.rows.shape[1] % TILE)).unflatten(1, (-1, TILE))
         return int(edges.max()) > 2 * _MAX_WINDOWS and float(filled.any(2).float().mean()) > 1 - _MOST_EMPTY
@@ -375,14 +389,14 @@ class KeySet(Table):
         **renamed(visible="mask attention_mask visible_mask"),
         "key_padding_mask": "write masks.visible_keys(~key_padding_mask)",
     },
-    how="write masks.visible_keys(visible), True for each key to be seen",
+    how="write masks.visible_keys(visible), True for each key that queries may see",
 )
 def visible_keys(visible: Any, *, name: str = "visible_keys") -> Pattern:
-    """Each query sees the keys that are marked True.
+    """Pattern in which each query sees exactly the keys that are marked True.
 
-    visible: booleans of shape (positions,) or (batch, positions), one for each position from 0 to the last key, thus
-    k_offset + num_keys of them. It is `~key_padding_mask` in torch's convention, the attention_mask in transformers'.
-    Or floats, 0 for True and -inf for False. Or a string, the name under which `attend(bindings=)` passes them.
+    visible: booleans of shape (positions,) or (batch, positions), one for each position from 0 to that of the last key:
+    k_offset + num_keys. In torch's convention it is `~key_padding_mask`, in that of transformers the attention_mask.
+    Or floats, 0 for True and -inf for False. Or a string, the name under which `attend(bindings=)` passes the tensor.
 
     >>> masks.describe(masks.visible_keys([True, False, True]), 3).useful_pairs
     6
