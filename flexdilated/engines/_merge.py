@@ -203,7 +203,6 @@ class WholeRows:
 
 
 def _dot(x: Tensor, y: Tensor, dtype: torch.dtype) -> Tensor:
-    """Dot product along the last dim, in `dtype`."""
     return (x.to(dtype) * y).sum(-1)
 
 

@@ -229,8 +229,8 @@ def _joined(sides: Sequence[Tensor | None], heads: int, slots: int) -> Tensor | 
 def hidden_of_term(term: Term) -> Hidden:
     """Find the queries that attend to no key and the keys that no query attends to, in a term without block lists.
 
-    Such keys are those after the last query of a causal term; under a dense mask, there may be both. A term is the part
-    of a plan that one kernel computes.
+    A term is the part of a plan that one kernel computes. In a causal term these are the keys after its last query; a
+    term with a dense mask may have hidden queries and keys; other terms have none.
     """
     if isinstance(term.weights, CountedPairs):
         seen = term.weights.counts() > 0

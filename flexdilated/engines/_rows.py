@@ -43,11 +43,11 @@ class HeadGroup:
 
 @dataclass(frozen=True)
 class RowPart:
-    """Attention of some queries of a head group over some keys; a row is one query of one head.
+    """Attention of some queries of a head group (query heads with one rule) over some keys.
 
-    rows: the queries. slots: token indices of the n keys in the key tensor. pairs: True where a row sees a key; None if
-    every row sees every key. blind: True for rows that see no key of the part; None if every row sees one. level: index
-    of the output buffer; parts of one level have no head in common, so they share one.
+    A row is one query of one head. rows: the queries. slots: token indices of the n keys in the key tensor. pairs: True
+    where a row sees a key; None if every row sees every key. blind: True for rows that see no key of the part; None if
+    every row sees one. level: index of the output buffer; parts of one level have no head in common, so they share one.
     """
 
     group: HeadGroup
@@ -372,9 +372,10 @@ def row_program(branches: Sequence[Sequence[HeadGroup]], queries: range, keys: r
 
 
 def _parts(group: HeadGroup, seen: Seen, store: KeySlots, level: int) -> list[RowPart]:
-    """Return one part of a head group for each of a few views of the visible keys, or one that gathers them by index.
+    """Return one part of a head group (query heads with one rule) for each of a few views of the keys that it sees.
 
-    Parts have consecutive levels (output buffers) from `level` on.
+    If more views would be needed, a single part gathers the keys by index. Parts have consecutive levels (output
+    buffers) from `level` on.
     """
     slots, lengths = _key_indices(seen.keys, store)
     pairs = [None] * len(slots) if seen.pairs is None else seen.pairs.split(lengths, 1)

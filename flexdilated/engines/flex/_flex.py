@@ -106,7 +106,8 @@ def compiled_flex(
 ) -> Callable[[Hashable], Kernel]:
     """Return a function that maps a key from `kind_of` to the compiled function for programs of this structure.
 
-    Both are kept in an LRU cache. function: code to compile; None for the code that runs a program.
+    LRU caches keep the maps and the compiled functions. function: code to compile; None for the code that runs a
+    program.
     Each compiled function has a separate code object: torch counts recompilations per code object and stops compiling
     at a limit, which all callers of the code would share.
     """

@@ -77,8 +77,8 @@ class Structure(torch.nn.Module):
 class FlexStep:
     """Executable term (a part of the plan that one kernel computes): its BlockMask and the gathers of its operands.
 
-    hidden: queries and keys that the kernel reads although they are in no pair. held: holders of the run-time tables
-    that the mask reads. indices: map from kernel indices to heads and positions, for a score_mod. structure: the
+    hidden: queries and keys that the kernel reads although they are in no allowed pair. held: holders of the run-time
+    tables that the mask reads. indices: map from kernel indices to heads and positions, for a score_mod. structure: the
     numbers that do not depend on lengths.
     """
 
@@ -99,7 +99,7 @@ class FlexStep:
 
 @dataclass(frozen=True, eq=False)
 class FlexProgram:
-    """Executable plan on one device: one step, with its own kernel, for each term of the plan.
+    """Executable plan on one device: one step, with one kernel call, for each term (part that one kernel computes).
 
     shares_rows: some rows are computed by several steps. enter: gathers of queries and keys into the plan's order of
     tokens; None if the tensors are in that order. packed: concatenated block tables of all steps, on accelerators.
@@ -202,7 +202,7 @@ def list_width(term: Term, sides: tuple[int, int], device: torch.device) -> tupl
 
 
 def _full_lists(term: Term, sides: tuple[int, int]) -> tuple[int, int]:
-    """Return (number of blocks in a row of the term's mask, in a column)."""
+    """Return (number of blocks in a row of the term's mask, number of blocks in a column)."""
     return -(-term.k.num_slots // sides[1]), -(-term.q.num_slots // sides[0])
 
 
@@ -239,7 +239,7 @@ def _sizes(tables: Tables) -> tuple[int, int, int, int]:
 
 
 def unpacked(packed: Tensor, leads: Sequence[Lead], sizes: Sequence[int]) -> list[Tables]:
-    """Cut a program's `packed` tensor into the block tables of each step, by name, as views.
+    """Cut a program's `packed` tensor into views: the block tables of each step (the kernel call of one term), by name.
 
     leads: (batch entries, heads) of each step's tables. sizes: four numbers for each step, as in FlexProgram.
     """
@@ -289,8 +289,6 @@ def _is_complex(mask_mod: MaskMod, device: torch.device) -> bool:
 
 
 class _Counted(TorchDispatchMode):
-    """Dispatch mode that counts torch operations."""
-
     def __init__(self) -> None:
         super().__init__()
         self.operations = 0

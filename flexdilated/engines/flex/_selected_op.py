@@ -32,8 +32,8 @@ _MOST_CLASSES = 1 << 24  # most (row, block) pairs that are classified in advanc
 class Parts(NamedTuple):
     """Split of a pattern with a run-time table of selected blocks, as plain values that are constants of a graph.
 
-    leaf: name of the table. block: (queries, keys) of a block. most: key blocks in a row of the table. others: JSON of
-    the pairs that are allowed without the table; "" for none.
+    leaf: name under which the call passes the table. block: (queries, keys) of a block. most: key blocks in a row of
+    the table. others: JSON of the pattern of other pairs, which are allowed without the table; "" for none.
     """
 
     leaf: str
