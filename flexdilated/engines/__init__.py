@@ -1,4 +1,4 @@
-"""Engines, which compute attention from a plan: programs, gathers, lse merges, custom ops and the dense reference."""
+"""Engines, which compute attention from a plan: executable plans, gathers, lse merges, custom ops, dense reference."""
 
 from ._call import Call
 from ._dropout import Dropout

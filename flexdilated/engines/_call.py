@@ -1,4 +1,4 @@
-"""Call: the pattern and sizes of a call, as plain data; its split into a table of selected blocks and other pairs."""
+"""Call: the pattern and sizes of an attention call, as plain data; and the split of patterns with selected blocks."""
 
 from __future__ import annotations
 
@@ -21,10 +21,13 @@ _FEW_BYTES = 1 << 14  # run-time tensors up to this size are digested faster tha
 
 
 class Call(NamedTuple):
-    """Pattern (as JSON) and sizes of one call.
+    """Pattern (as JSON) and sizes of one attention call: plain data, used as a key of caches.
 
-    rate: that of the tokens' Layout, 1 for tokens in order. block_size: (query side, key side); empty for each term's
-    default. placement: text of a Placement, which gives each token's position (offsets are then 0); "" for none.
+    num_heads, num_kv_heads: numbers of query and key/value heads on this device. num_heads_global: number of query
+    heads on all devices, of which this device has those from head_offset on. q_offset, k_offset: positions of the first
+    query and the first key. rate: rate of the tokens' residue-major order (a Layout); 1 for natural order. block_size:
+    (queries, keys) of a block; empty for the default. placement: text of a Placement, which gives each token's position
+    (the offsets are then 0); "" for consecutive positions.
     """
 
     pattern: str
@@ -55,19 +58,25 @@ class Call(NamedTuple):
         block_size: tuple[int, ...] = (),
         placement: str = "",
     ) -> Call:
-        """Call of these tensors."""
+        """Return the Call of q (B, H, N, D) and k (B, G, M, D), whose shapes give its numbers of heads and tokens."""
         sizes = (q.shape[1], k.shape[1], q.shape[2], k.shape[2], q_offset, k_offset)
         return cls(pattern, *sizes, head_offset, num_heads_global, rate, block_size, placement)
 
     @property
     def arguments(self) -> tuple[str, int, int]:
-        """(constants of the call as text, q_offset, k_offset): with the tensors' shapes, all that an op needs."""
+        """(constants as text, q_offset, k_offset): arguments of custom ops, from which `Call.of` restores the call.
+
+        Numbers of heads and tokens are not included: they are in the shapes of q and k.
+        """
         values = (self.head_offset, self.num_heads_global, self.rate, self.block_size)
         return written((self.pattern, self.placement), values), self.q_offset, self.k_offset
 
     @classmethod
     def of(cls, q: Tensor, k: Tensor, constants: str, q_offset: int, k_offset: int) -> Call:
-        """From an op's tensors and `arguments`. In a trace this makes symbolic sizes and offsets constants."""
+        """Restore the Call from q, k and the values of `Call.arguments`.
+
+        Sizes and offsets are converted to int, which makes symbolic ones constants in a torch.compile trace.
+        """
         pattern, placement, *others = read_written(constants)
         sizes = (q.shape[1], k.shape[1], q.shape[2], k.shape[2], q_offset, k_offset)
         return cls._make((pattern, *map(int, sizes), *others, placement))
@@ -79,33 +88,37 @@ class Call(NamedTuple):
 
     @property
     def sides(self) -> tuple[int, int] | None:
-        """Requested (query side, key side) of blocks; None for the default."""
+        """Requested (queries, keys) of a block; None for the default."""
         return None if not self.block_size else (self.block_size[0], self.block_size[1])
 
     @property
     def layout(self) -> Layout:
-        """Token order of the queries."""
+        """Order of the queries: residue-major with the call's rate, which is natural order for rate 1."""
         return Layout(self.num_queries, self.rate)
 
     @property
     def extent(self) -> Extent:
-        """End of the positions of queries and of keys."""
+        """One past the last position of the queries, and of the keys; for a placement, its end for both."""
         if self.placement:
             end = Placement.read(self.placement).end
             return Extent(end, end)
         return Extent(self.q_offset + self.num_queries, self.k_offset + self.num_keys)
 
     def rules(self, bindings: Sequence[Tensor]) -> Expression:
-        """The pattern resolved with the values of its run-time tensors, which are sorted by name.
+        """Return the pattern with the values of its run-time tensors (mask data that are passed with the call).
 
-        Every call reads the values again: neither identity nor version shows every write to a tensor (collectives,
-        `.data`, NumPy and third-party kernels do not increment the version).
+        bindings: these tensors, sorted by name. Their values are read at every use: neither identity nor version shows
+        every write to a tensor (collectives, `.data`, NumPy and third-party kernels do not increment the version).
         """
         pattern = read_text(self.pattern)
         return pattern.resolve(dict(zip(names(pattern), bindings, strict=True)), self.extent)
 
     def kept_rules(self, bindings: Sequence[Tensor]) -> Expression:
-        """As `rules`, cached by the digest of the tensors if they are on the CPU and small."""
+        """Return the same as `rules`, from a cache keyed by the tensors' contents if all are on the CPU and small.
+
+        Tensors are small if they have at most 16 KiB together; reading larger ones for a key would take longer than
+        `rules`.
+        """
         if sum(x.nbytes for x in bindings) > _FEW_BYTES or not all(device_kind(x.device).on_host for x in bindings):
             return self.rules(bindings)
         return cache().get(
@@ -116,12 +129,15 @@ class Call(NamedTuple):
         )
 
     def blank(self, bindings: Sequence[Tensor]) -> Expression:
-        """The pattern with blank run-time tables: it depends on the shapes of the tensors, not on their values."""
+        """Return the pattern with placeholders for its run-time tensors (mask data that are passed with the call).
+
+        bindings: these tensors, sorted by name. Only their shapes affect the result, not their values.
+        """
         pattern = read_text(self.pattern)
         return blank(pattern, dict(zip(names(pattern), bindings, strict=True)), self.extent)
 
     def bound(self, rule: Expression | None = None) -> Bound:
-        """Bind `rule`, or the pattern if None, to the sizes of the call."""
+        """Bind `rule`, or the call's pattern if None, to the call's numbers of heads and tokens and to its offsets."""
         return (read_text(self.pattern) if rule is None else rule).bind(
             num_heads=self.num_heads,
             num_queries=self.num_queries,
@@ -133,7 +149,7 @@ class Call(NamedTuple):
         )
 
     def operands(self, q: Tensor) -> Operands:
-        """Element size, head dim and query heads per key/value head, on which a plan's costs depend."""
+        """Return element size in bytes, head dim and query heads per key/value head, on which plan costs depend."""
         return Operands(q.element_size(), int(q.shape[-1]), self.num_heads // self.num_kv_heads)
 
     def plan(
@@ -145,7 +161,12 @@ class Call(NamedTuple):
         choice: Choice | None = None,
         operands: Operands | None = None,
     ) -> Plan:
-        """Plan of `rule`, or of the pattern if None, on this kind of device."""
+        """Plan how to compute `rule`, or the call's pattern if None, on this kind of device.
+
+        allowed: kinds of terms (parts of a plan, one kernel each) that the engine can run. choice: the planner's
+        options to take; None for those of lowest predicted cost; ignored with a placement. operands: sizes of the
+        tensors; None for the device's usual ones.
+        """
         how: dict[str, Any] = {"device": device, "allowed": allowed, "operands": operands}
         if not self.placement:
             return plan(self.bound(rule), layout=self.layout, choice=choice, **how)
@@ -160,36 +181,52 @@ class Call(NamedTuple):
 
 
 def check_heads(constants: str) -> None:
-    """Raise ValueError if the pattern is for another number of heads; `attend` does not check that in a trace."""
+    """Raise ValueError if the pattern is for another number of query heads than the call has on all devices.
+
+    constants: the text in `Call.arguments`. `attend` does not check that in a torch.compile trace.
+    """
     pattern, _, _, num_heads_global, *_ = read_written(constants)
     read_text(pattern).check_heads(num_heads_global)
 
 
 @plans
 def _content(x: Tensor) -> tuple[torch.dtype, torch.Size, str]:
-    """(dtype, shape, digest of the values)."""
+    """Return (dtype, shape, digest of the values), equal for tensors of equal contents."""
     return x.dtype, x.shape, content_digest(x.detach().contiguous())
 
 
 def selection_in(key: Call) -> Selection | None:
-    """Split of the call's pattern; None unless tokens are in order and the first key begins a block."""
+    """Split the call's pattern into a table of selected blocks and other pairs; None if it has no such split.
+
+    Also None for tokens in another than natural order, or if the first key is not at the beginning of a block.
+    """
     found = parted(key.pattern) if not key.placement and key.rate == 1 else None
     return None if found is None or key.k_offset % found.leaf.block[1] else found
 
 
 @lru_cache(maxsize=256)
 def parted(text: str) -> Selection | None:
-    """Split of a pattern with selected blocks; None if it has no table that can be separated."""
+    """Split a pattern, given as JSON, into its table of selected blocks and other pairs.
+
+    Returns None if it has no such table or the table cannot be separated from the rest.
+    """
     return selection_of(read_text(text)) if '"kind":"selected_blocks"' in text else None
 
 
 def without_table(key: Call, selection: Selection, bindings: Sequence[Tensor]) -> tuple[Call, list[Tensor]]:
-    """(key, bindings) of the call for the pairs that need no table."""
+    """Return (call, run-time tensors) for the pairs that the pattern allows without its table of selected blocks.
+
+    selection: the split of the pattern, which must have such pairs. bindings: all run-time tensors (mask data that are
+    passed with the call), sorted by name.
+    """
     assert selection.others is not None
     return key._replace(pattern=selection.others.text), tensors_of(key, selection.others, bindings)
 
 
 def tensors_of(key: Call, part: Expression, bindings: Sequence[Tensor]) -> list[Tensor]:
-    """Run-time tensors of a call that `part` names, sorted by name."""
+    """Return the run-time tensors (mask data that are passed with the call) that `part` names, sorted by name.
+
+    part: part of the call's pattern. bindings: all run-time tensors of the pattern, sorted by name.
+    """
     tensors = dict(zip(names(read_text(key.pattern)), bindings, strict=True))
     return [tensors[name] for name in names(part)]

@@ -1,4 +1,8 @@
-"""Moves tokens between a tensor and the slots of a term: gather, scatter-add and in-place merge."""
+"""Gathers, scatter-adds and merges between the tokens of a tensor and the slots of a term.
+
+A term is the part of a plan that one kernel computes. It has slots, numbered places for tokens, in folds: equally
+shaped segments that are computed as a batch.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +22,11 @@ from ..masks.planning import Plan, Term
 
 @dataclass(frozen=True)
 class Run:
-    """Heads begin to end - 1 of a term are heads first, first + step, ... of a tensor; slot 0 is token `start`."""
+    """Heads of a term that one strided view of a tensor covers, as they are evenly spaced and start at one token.
+
+    A term is the part of a plan that one kernel computes. Its head i, with begin <= i < end, reads head `first + (i -
+    begin) * step` of the tensor; with step 0 all read head `first`. `start`: token in slot 0.
+    """
 
     begin: int
     end: int
@@ -27,19 +35,27 @@ class Run:
     start: int
 
     def alone(self, place: int) -> Run:
-        """The run of the single head `place` of the term."""
+        """Return the run with only the head of index `place` in the term."""
         return Run(place, place + 1, self.first + (place - self.begin) * self.step, 1, self.start)
 
 
 @dataclass(frozen=True)
 class Strands:
-    """One side of a compact term, whose slots are strided views of a tensor."""
+    """Reader and writer of one side (queries or keys) of a term whose slots are strided views of a tensor.
+
+    A term is the part of a plan that one kernel computes, a slot its numbered place for a token. layout: token in each
+    slot. runs: all heads of the term, in groups that one strided view covers.
+    """
 
     layout: Compact
     runs: tuple[Run, ...]
 
     def view(self, x: Shaped[Tensor, "B X N ..."], run: Run) -> Shaped[Tensor, "B h F S ..."]:
-        """View of x with the slots of one run of heads; with step 0 the heads share memory."""
+        """Return the view of x that holds the slots (places for tokens in a term) of one run of heads.
+
+        X heads and N tokens of x; h heads of the run; F folds (segments) of S slots each. If run.step is 0, all heads
+        share the memory of one head of x.
+        """
         layout = self.layout
         rest, rest_stride = x.shape[3:], x.stride()[3:]
         batch, head, token = x.stride()[:3]
@@ -50,7 +66,10 @@ class Strands:
         )
 
     def take(self, x: Shaped[Tensor, "B X N ..."]) -> Shaped[Tensor, "B H F S ..."]:
-        """The slots of all heads: a view where strides allow it, else a copy."""
+        """Gather from x the tokens in the slots of all heads of the term: a view where strides allow it, else a copy.
+
+        X heads and N tokens of x; H heads of the term; F folds (segments) of S slots (places for tokens) each.
+        """
         if len(self.runs) == 1 and self.layout.step == 1:
             return self.view(x, self.runs[0])
         shape = (x.shape[0], len(self.layout.heads), self.layout.folds, self.layout.num_slots, *x.shape[3:])
@@ -60,7 +79,10 @@ class Strands:
         return slots
 
     def all_tokens(self, slots: Shaped[Tensor, "B H F S ..."], heads: int, tokens: int) -> Tensor | None:
-        """The slots as (B, heads, tokens, ...), if they are all tokens of all heads in order; else None."""
+        """Return the slots as a tensor (B, heads, tokens, ...) if they are all tokens of all heads in order; else None.
+
+        heads, tokens: sizes of the full tensor. A slot is a term's place for a token, in one of F folds (segments).
+        """
         return slots.flatten(2, 3) if self.every(heads, tokens) else None
 
     def every(self, heads: int, tokens: int) -> bool:
@@ -68,7 +90,11 @@ class Strands:
         return one_run and self.layout.step == 1 and self.layout.folds * self.layout.num_slots == tokens
 
     def add(self, x: Shaped[Tensor, "B X N ..."], slots: Shaped[Tensor, "B H F S ..."]) -> None:
-        """Add the slots onto the tokens of x, in place; heads that share a token's memory are summed."""
+        """Add the vector in each slot to the slot's token in x, in place.
+
+        If several heads of the term (H) read one head of x (X), their vectors are summed. A slot is a term's place for
+        a token, in one of F folds (segments).
+        """
         for run in self.runs:
             part = slots[:, run.begin : run.end]
             if run.step == 0:
@@ -77,12 +103,19 @@ class Strands:
             self.view(x, run).add_(part)
 
     def put(self, x: Shaped[Tensor, "B X N ..."], slots: Shaped[Tensor, "B H F S ..."]) -> None:
-        """Write the slots to the tokens of x, in place."""
+        """Write the vector in each slot to the slot's token in x, in place.
+
+        A slot is a term's place for a token, in one of F folds (segments). X heads and N tokens of x; H heads of the
+        term.
+        """
         for run in self.runs:
             self.view(x, run).copy_(slots[:, run.begin : run.end])
 
     def claim(self, reached: Bool[Tensor, "1 X N"]) -> bool:
-        """Mark these tokens as reached; True if none of them was reached before."""
+        """Set `reached` to True, in place, at the tokens of all slots (the term's places for tokens).
+
+        Returns True if none of them was True before. reached: one value for each of X heads and N tokens.
+        """
         views = [self.view(reached, run) for run in self.runs]
         fresh = not any(bool(view.any()) for view in views)
         for view in views:
@@ -96,7 +129,11 @@ class Strands:
         part: Float[Tensor, "B H F S D"],
         part_lse: Float[Tensor, "B H F S"],
     ) -> None:
-        """Merge a part into the tokens of out and lse, in place."""
+        """Merge a term's attention results into out and lse at its tokens, in place: one softmax over the keys of both.
+
+        part, part_lse: output and natural log-sum-exp of the term, for its H heads, F folds (segments) and S slots
+        (places for tokens).
+        """
         for run in self.runs:
             chosen = slice(run.begin, run.end)
             merge_(self.view(out, run), self.view(lse, run), part[:, chosen], part_lse[:, chosen])
@@ -104,7 +141,10 @@ class Strands:
 
 @dataclass(frozen=True)
 class Whole:
-    """One side of a term over all tokens, in the given order or a permutation of it."""
+    """Reader and writer of one side (queries or keys) of a term that has all tokens, in any order.
+
+    layout: the term's order of tokens. given: order of the tokens in the tensor.
+    """
 
     layout: Permutation
     given: Layout
@@ -139,9 +179,10 @@ class Whole:
 
 @dataclass(frozen=True, eq=False)
 class Picked:
-    """One side of a term by index: slot (h, f, s) is token index[h, f, s] of head heads[h] of a tensor.
+    """Reader and writer of one side (queries or keys) of a term by an index tensor of shape (heads, folds, slots).
 
-    An index of a single head serves all heads.
+    Slot s of fold f (segment f) of the term's head h holds token index[h, f, s] of head heads[h] of a tensor. An index
+    of a single head serves all heads.
     """
 
     heads: tuple[int, ...]
@@ -152,7 +193,10 @@ class Picked:
         return self.index.nbytes
 
     def take(self, x: Shaped[Tensor, "B X N ..."]) -> Shaped[Tensor, "B H F S ..."]:
-        """Gather the slots into a new tensor."""
+        """Gather from x the tokens in the slots of all heads of the term, into a new tensor.
+
+        X heads and N tokens of x; H heads of the term; F folds (segments) of S slots (places for tokens) each.
+        """
         taken = [few.index_select(2, index) for few, index, _ in self._parts(x)]
         return (taken[0] if len(taken) == 1 else torch.cat(taken, dim=1)).unflatten(2, self.index.shape[1:])
 
@@ -163,30 +207,48 @@ class Picked:
         return None
 
     def add(self, x: Shaped[Tensor, "B X N ..."], slots: Shaped[Tensor, "B H F S ..."]) -> None:
-        """Add the slots onto the tokens of x, in place; slots of one token are summed."""
+        """Add the vector in each slot to the slot's token in x, in place; the vectors of one token are summed.
+
+        A slot is a term's place for a token, in one of F folds (segments). X heads and N tokens of x; H heads of the
+        term.
+        """
         for few, index, own in self._parts(x):
             few.index_add_(2, index, slots[:, own].flatten(2, 3))
 
     def put(self, x: Shaped[Tensor, "B X N ..."], slots: Shaped[Tensor, "B H F S ..."]) -> None:
-        """Write the slots to the tokens of x, in place."""
+        """Write the vector in each slot to the slot's token in x, in place.
+
+        A slot is a term's place for a token, in one of F folds (segments). X heads and N tokens of x; H heads of the
+        term.
+        """
         for few, index, own in self._parts(x):
             few.index_copy_(2, index, slots[:, own].flatten(2, 3).to(x.dtype))
 
     def claim(self, reached: Bool[Tensor, "1 X N"]) -> bool:
-        """Mark these tokens as reached; True if none of them was reached before."""
+        """Set `reached` to True, in place, at the tokens of all slots (the term's places for tokens).
+
+        Returns True if none of them was True before. reached: one value for each of X heads and N tokens.
+        """
         before = self.take(reached)
         self.put(reached, torch.ones_like(before))
         return not bool(before.any())
 
     def merge(self, out: Tensor, lse: Tensor, part: Tensor, part_lse: Tensor) -> None:
-        """Merge a part into the tokens of out and lse, in place."""
+        """Merge a term's attention results into out and lse at its tokens, in place: one softmax over the keys of both.
+
+        part, part_lse: output and natural log-sum-exp of the term, of shapes (B, H, F, S, D) and (B, H, F, S), for F
+        folds (segments) of S slots (places for tokens). out, lse: (B, heads, tokens, D) and (B, heads, tokens).
+        """
         sums = self.take(out), self.take(lse)
         merge_(*sums, part, part_lse)
         self.put(out, sums[0])
         self.put(lse, sums[1])
 
     def _parts(self, x: Shaped[Tensor, "B X N ..."]) -> Iterator[tuple[Tensor, Int64[Tensor, " n"], slice]]:
-        """Yield (view of some heads of x, their token index, the term's heads that they are)."""
+        """Yield (view of some heads of x, flat token index of their slots, slice of the term's heads that read them).
+
+        No view has one head of x twice, so each can be written to.
+        """
         index = self.index.to(x.device, torch.int64).flatten(1)
         for run in _runs(self.heads, tuple(range(len(self.heads))) if len(index) > 1 else (0,) * len(self.heads)):
             # A view of repeated heads (step 0) cannot be written to.
@@ -199,7 +261,11 @@ Side = Strands | Whole | Picked
 
 
 def side_of(layout: Compact | Permutation | Folded, given: Layout, heads: tuple[int, ...]) -> Side:
-    """Side of a term over a tensor with tokens in the order `given`; heads[h]: the tensor's head for term head h."""
+    """Return the reader and writer of one side (queries or keys) of a term, for tensors in the token order `given`.
+
+    layout: token in each slot of the term. heads[h]: head of the tensor that head h of the term reads. The result is
+    Whole for an order of all tokens, Strands if the slots are strided views, else Picked.
+    """
     if isinstance(layout, Permutation):
         return Whole(layout, given, heads)
     if isinstance(layout, Folded):
@@ -212,14 +278,22 @@ def side_of(layout: Compact | Permutation | Folded, given: Layout, heads: tuple[
 
 
 def _once(heads: tuple[int, ...]) -> tuple[int, ...]:
-    """Distinct heads if each is repeated equally often in sequence, as kernels serve groups of query heads."""
+    """Return each head once if all are repeated equally often in sequence, else `heads` unchanged.
+
+    The repeated heads are key/value heads: kernels serve groups of query heads, so each is gathered once.
+    """
     distinct = tuple(dict.fromkeys(heads))
     times = len(heads) // len(distinct)
     return distinct if heads == tuple(head for head in distinct for _ in range(times)) else heads
 
 
 def claim_rows(sides: Sequence[Side], heads: int, tokens: int) -> tuple[tuple[bool, ...], bool]:
-    """(fresh, complete): fresh[i] if no earlier side reaches a row of side i; complete if these reach all rows."""
+    """Find the sides whose rows no earlier side writes to, and check if these sides together write to all rows.
+
+    Returns (fresh, complete). sides: query sides of terms, in the order of their computation; a row is one token of one
+    head. fresh[i]: True if no earlier side writes to a row of side i. complete: True if the fresh sides write to all
+    rows of all heads.
+    """
     reached, reached_first = torch.zeros(2, 1, heads, tokens, dtype=torch.bool)
     fresh = []
     for each in sides:
@@ -232,10 +306,11 @@ def claim_rows(sides: Sequence[Side], heads: int, tokens: int) -> tuple[tuple[bo
 def merge_(
     out: Float[Tensor, "*rows D"], lse: Float[Tensor, "*rows"], part: Float[Tensor, "*rows D"], part_lse: Tensor
 ) -> None:
-    """Merge a part into (out, lse) in place: one softmax over both; a key that is in both counts twice.
+    """Merge the attention result (part, part_lse) into (out, lse) in place: one softmax over the keys of both.
 
-    The part's share is sigmoid(part_lse - lse), which neither overflows nor divides. Rows with part_lse -inf do not
-    change; rows without keys keep output 0 and lse -inf.
+    lse, part_lse: natural log-sum-exp of the scores. A key that is in both counts twice. The part's share is
+    sigmoid(part_lse - lse), which neither overflows nor divides. Rows with part_lse -inf do not change; rows without
+    keys keep output 0 and lse -inf.
     Source: LongNet, arXiv 2307.02486, eq. 10.
     """
     share = torch.sigmoid(part_lse - lse).masked_fill_(part_lse == -torch.inf, 0.0)
@@ -244,7 +319,7 @@ def merge_(
 
 
 def _select_tokens(x: Shaped[Tensor, "B X N ..."], index: Int64[Tensor, " S"]) -> Shaped[Tensor, "B X S ..."]:
-    """index_select of tokens in all heads, along a flattened first dim: there PyTorch copies a whole token at once."""
+    """Return x[:, :, index]; for contiguous x along a flattened first dim, where PyTorch copies whole tokens."""
     if not x.is_contiguous():
         return x.index_select(2, index)
     heads = torch.arange(x.shape[0] * x.shape[1], device=x.device)[:, None] * x.shape[2]
@@ -252,7 +327,10 @@ def _select_tokens(x: Shaped[Tensor, "B X N ..."], index: Int64[Tensor, " S"]) -
 
 
 def _runs(heads: tuple[int, ...], starts: tuple[int, ...]) -> tuple[Run, ...]:
-    """Cut the heads of a term into the longest runs that a single strided view covers."""
+    """Cut the heads of a term into the longest runs that a single strided view covers.
+
+    heads, starts: head of the tensor and token in slot 0, for each head of the term.
+    """
     runs: list[Run] = []
     begin = 0
     steps = [after - before for before, after in pairwise(heads)]
@@ -270,12 +348,13 @@ Locate = Callable[[int, Int64[Tensor, "..."]], Int64[Tensor, "..."]]  # (head, t
 
 
 def term_sides(term: Term, plan: Plan, groups: int, placement: Placement | None) -> tuple[Side, Side]:
-    """(query side, key side) of a term in tensors of all tokens, or of the tokens of a placement.
+    """Return (query side, key side) of a term: readers and writers of its tokens in q and in k and v.
 
-    `groups` query heads share a key/value head.
+    A term is the part of a plan that one kernel computes. groups: number of query heads for each key/value head.
+    placement: positions of the tokens in q, k and v; None if these hold the plan's whole sequence.
     """
     if placement is not None:
-        queries = _side(term.q, term.heads, term.heads, lambda head, tokens: tokens)  # a placed term counts rows of q
+        queries = _side(term.q, term.heads, term.heads, lambda head, tokens: tokens)  # its queries are numbered as in q
         return queries, _placed_keys(term, placement, groups)
     assert not isinstance(term.q, Listed)
     assert not isinstance(term.k, Listed)
@@ -285,9 +364,10 @@ def term_sides(term: Term, plan: Plan, groups: int, placement: Placement | None)
 
 
 def _placed_keys(term: Term, placement: Placement, groups: int) -> Strands | Picked:
-    """Side of a placed term's keys, which are given by position.
+    """Return the key side of a term whose keys are numbered by position: the reader and writer of its k and v tokens.
 
-    If all query heads see equal slots, each key/value head is gathered once.
+    placement: positions of the tokens in k and v. groups: number of query heads for each key/value head. If all query
+    heads of a group attend to equal positions, each key/value head is gathered once.
     """
     every = term.heads == tuple(range(len(term.heads))) and len(term.heads) % groups == 0
     alike = isinstance(term.k, Listed | Folded) or (isinstance(term.k, Compact) and len(set(term.k.starts)) == 1)
@@ -302,7 +382,11 @@ def _side(
     tensor_heads: tuple[int, ...],
     locate: Locate,
 ) -> Strands | Picked:
-    """Strided views if the tokens of all heads have one stride in the tensor, else an index."""
+    """Return a Strands if the tokens of all heads are evenly spaced in the tensor, with one stride; else a Picked.
+
+    heads: the term's heads. tensor_heads: head of the tensor that each of them reads. locate(head, tokens): indices in
+    the tensor of these tokens of the layout.
+    """
     tokens = layout.tokens()
     tokens = tokens[: len(heads)] if isinstance(layout, Compact) else tokens.expand(len(heads), -1, -1)
     found: dict[tuple[int, int], Tensor] = {}
@@ -320,7 +404,10 @@ def _side(
 
 
 def _strided(slots: Int64[Tensor, "H F S"], heads: tuple[int, ...]) -> Compact | None:
-    """The slots as one folded arithmetic progression per head; None if they are not."""
+    """Return these token indices as a Compact: one arithmetic progression per head, repeated over equally spaced folds.
+
+    Returns None if they have another form. H heads, F folds (segments), S slots each.
+    """
     _, folds, length = slots.shape
     step = int(slots[0, 0, 1] - slots[0, 0, 0]) if length > 1 else 1
     stride = int(slots[0, 1, 0] - slots[0, 0, 0]) if folds > 1 else 0

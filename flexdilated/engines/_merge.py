@@ -1,4 +1,4 @@
-"""Merges of softmax parts by lse, and attention sinks: one logit per head, without a key, in the softmax."""
+"""Merge of attention over parts of the keys by log-sum-exp (lse); attention sinks, which are extra logits per head."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from ..masks.core import Expression
 
 
 def sum_dtype(x: Tensor) -> torch.dtype:
-    """The dtype of sums over keys and over parts: float32 or wider."""
+    """Dtype in which sums over keys and over partial results of x are computed: x's dtype, but at least float32."""
     return torch.promote_types(x.dtype, torch.float32)
 
 
@@ -24,10 +24,11 @@ Part = tuple[Float[Tensor, "*rows D"], Float[Tensor, "*rows"]]  # (out, natural 
 
 
 def merge(parts: Sequence[Part], scores: Sequence[Float[Tensor, "*#rows"]] = ()) -> Part:
-    """(out, lse) of one softmax over the keys of all parts and, for each of `scores`, one more key of value 0.
+    """Return (out, natural lse) of one softmax over the keys of all parts and one more key for each of `scores`.
 
-    A key in several parts counts as often. out is summed in float32 or wider and has the dtype of the first part. A row
-    without keys has output 0, lse -inf and gradient 0; a score of -inf adds no key.
+    parts: (out, natural lse) of attention over some of the keys, for the same rows. scores: logits, broadcast to the
+    rows, of keys with value 0; -inf adds no key. A key that is in several parts counts as often. out is summed in
+    float32 or wider and has the dtype of the first part. A row without keys has output 0, lse -inf and gradient 0.
     Source: LongNet, arXiv 2307.02486, eq. 10.
     """
     lses = [lse for _, lse in parts]
@@ -53,7 +54,10 @@ def merge(parts: Sequence[Part], scores: Sequence[Float[Tensor, "*#rows"]] = ())
 
 
 def add(terms: Iterable[Tensor]) -> Tensor:
-    """Sum of tensors, each computed when it is added, without a leading 0, which would be an operation in a graph."""
+    """Return the sum of at least one tensor; an iterator's tensors are computed one at a time, when they are added.
+
+    Unlike `sum`, it does not start from 0, which would be an operation in a graph.
+    """
     terms = iter(terms)
     total = next(terms)
     for each in terms:
@@ -62,9 +66,10 @@ def add(terms: Iterable[Tensor]) -> Tensor:
 
 
 def shares_of(lses: Float[Tensor, "..."], dim: int) -> tuple[Float[Tensor, "..."], Float[Tensor, "..."]]:
-    """(softmax of the parts' lses along `dim`, logsumexp of them).
+    """Return (softmax of the parts' lses along `dim`, their logsumexp without `dim`).
 
-    A row without keys has shares 0 and lse -inf, with gradient 0.
+    `dim` numbers parts of the keys; the softmax has each part's share of a row's output. A row without keys has shares
+    0 and lse -inf, with gradient 0.
     """
     # The clamp gives rows without keys weights 0 and a sum of 0, without inf - inf.
     top = lses.detach().amax(dim, keepdim=True).clamp(min=torch.finfo(lses.dtype).min)
@@ -81,19 +86,25 @@ def shares_of(lses: Float[Tensor, "..."], dim: int) -> tuple[Float[Tensor, "..."
 def with_sinks(
     out: Float[Tensor, "B H N D"], lse: Float[Tensor, "B H N"], sinks: Float[Tensor, " H"]
 ) -> tuple[Float[Tensor, "B H N D"], Float[Tensor, "B H N"]]:
-    """(out, lse) with each row's sink in its softmax."""
+    """Return (out, natural lse) after adding each head's sink, the logit of a key of value 0, to its rows' softmax."""
     return _with_score(out, lse, sinks.to(lse.dtype)[:, None])
 
 
 def with_zero_keys(
     out: Float[Tensor, "B H N D"], lse: Float[Tensor, "B H N"], count: Int64[Tensor, "H N"]
 ) -> tuple[Float[Tensor, "B H N D"], Float[Tensor, "B H N"]]:
-    """(out, lse) with `count` more keys of score 0 and value 0 in each row: a pattern's zero padding."""
+    """Return (out, natural lse) after adding count[h, n] keys of score 0 and value 0 to the softmax of row n of head h.
+
+    Patterns that attend to padding count it as such keys.
+    """
     return _with_score(out, lse, count.to(lse.dtype).log())
 
 
 def _with_score(out: Tensor, lse: Tensor, score: Float[Tensor, "#B H #N"]) -> tuple[Tensor, Tensor]:
-    """`merge` of one part and one score, in the dtype of out: the backward keeps no wider copy of it."""
+    """Merge one more key per row, with this score and value 0, into (out, lse); a score of -inf adds none.
+
+    Equal to `merge`, but computed in the dtype of out, so that the backward keeps no wider copy of it.
+    """
     none = score == -torch.inf
     finite, score = lse.masked_fill(none, 0.0), score.masked_fill(none, 0.0)
     kept = torch.sigmoid(finite - score).masked_fill(none, 1.0)
@@ -110,9 +121,10 @@ def padded_rows(
     num_heads: int,
     num_tokens: int,
 ) -> tuple[Float[Tensor, "B H N D"], Float[Tensor, "B H N"]]:
-    """(out, lse) with the pattern's zero keys in each row.
+    """Return (out, natural lse) after adding the zero keys of the pattern's padding to each row's softmax.
 
-    positions: of the rows, in a sequence of num_tokens. num_heads: heads on all devices; out's begin at head_offset.
+    A zero key has score 0 and value 0. positions: position of each of the N rows in a sequence of num_tokens tokens.
+    num_heads: number of query heads on all devices; out has those from head_offset on.
     """
     heads = torch.arange(out.shape[1], device=out.device)[:, None] + head_offset
     return with_zero_keys(out, lse, pattern.zero_keys(heads, positions, num_heads=num_heads, num_tokens=num_tokens))
@@ -121,7 +133,10 @@ def padded_rows(
 def nothing(
     q: Float[Tensor, "B H N D"], k: Float[Tensor, "B G M D"], v: Float[Tensor, "B G M E"], sinks: Tensor | None
 ) -> tuple[Float[Tensor, "B H N E"], Float[Tensor, "B H N"]]:
-    """(out, lse) of rows without keys, or of no rows, still functions of the inputs: q, k and v get gradient 0."""
+    """Return (out, natural lse) of queries without any keys, or of no queries: output 0, lse -inf or the head's sink.
+
+    The results are functions of q, k and v, with gradient 0. sinks: one logit per head (H,), or None.
+    """
     everywhere = torch.ones((), dtype=torch.bool, device=q.device)
     zero = sum(x.masked_fill(everywhere, 0.0).sum() for x in (q, k, v, *(() if sinks is None else (sinks,))))
     out = q.new_zeros(*q.shape[:3], v.shape[3]) + zero
@@ -132,7 +147,10 @@ def nothing(
 def add_sinks(
     out: Float[Tensor, "B H N D"], lse: Float[Tensor, "B H N"], sinks: Float[Tensor, " H"]
 ) -> tuple[Float[Tensor, "B H N D"], Float[Tensor, "B H N"]]:
-    """As `with_sinks`, without autograd; out is modified in place."""
+    """Add each head's sink, the logit of a key with value 0, to the softmax of its rows: returns (out, natural lse).
+
+    For use where autograd does not record, unlike `with_sinks`: out is modified in place.
+    """
     joined = torch.logaddexp(lse, sinks.to(lse.dtype)[:, None])
     # A row without keys keeps output 0; lse - joined may be -inf - (-inf).
     kept = (lse - joined).exp().masked_fill(lse == -torch.inf, 0.0)
@@ -141,7 +159,10 @@ def add_sinks(
 
 @dataclass(frozen=True)
 class WholeRows:
-    """Rows over all their keys: out, lse and their incoming gradients."""
+    """Attention results of rows (queries of a head) over all their keys, and the incoming gradients of these results.
+
+    lse: natural log-sum-exp. grad_lse: None if the lse has no gradient.
+    """
 
     out: Float[Tensor, "B H N D"]
     lse: Float[Tensor, "B H N"]
@@ -149,16 +170,20 @@ class WholeRows:
     grad_lse: Float[Tensor, "B H N"] | None = None
 
     def delta(self) -> Float[Tensor, "B H N"]:
-        """delta = grad_out · out - grad_lse; a score's gradient is its weight * (grad_out · value - delta)."""
+        """Return delta = grad_out · out - grad_lse for each row, with grad_lse 0 if it is None.
+
+        The gradient of a score is its softmax weight * (grad_out · value - delta).
+        """
         delta = _dot(self.grad_out, self.out, self.lse.dtype)
         return delta if self.grad_lse is None else delta - self.grad_lse
 
     def with_column(
         self, q: Tensor, k: Tensor, v: Tensor
     ) -> tuple[tuple[Tensor, Tensor, Tensor], Tensor, Float[Tensor, "B H N E"]]:
-        """((q, k, v), grad_out, out) for kernels that compute delta = sum(grad_out * out) themselves.
+        """Return ((q, k, v), grad_out, out) for backward kernels that compute delta = sum(grad_out * out) themselves.
 
-        A gradient of lse needs delta - grad_lse instead: one more column, with grad_out 1 and out -grad_lse, adds it.
+        If the lse has a gradient, delta has to be sum(grad_out * out) - grad_lse. All tensors then get one more
+        channel: 0 in q, k and v, 1 in grad_out and -grad_lse in out. Otherwise all are returned unchanged.
         """
         if self.grad_lse is None:
             return (q, k, v), self.grad_out, self.out
@@ -166,10 +191,10 @@ class WholeRows:
         return (pad(q, (0, 1)), pad(k, (0, 1)), pad(v, (0, 1))), pad(self.grad_out, (0, 1), value=1.0), out
 
     def gradients_of(self, part: Tensor, part_lse: Tensor) -> tuple[Tensor, Tensor]:
-        """Gradients of (part, part_lse), the attention over some of the keys, from the gradients of the whole rows.
+        """Return the gradients of (part, part_lse), the out and lse of these rows over only some of their keys.
 
-        The part's weight in a row is exp(part_lse - lse); d out / d part_lse = weight * (part - out), and
-        d lse / d part_lse = weight.
+        The part's weight in a row is exp(part_lse - lse); d out / d part_lse = weight * (part - out), and d lse / d
+        part_lse = weight.
         """
         absent = part_lse == -torch.inf
         weight = torch.where(absent, 0.0, (part_lse - torch.where(absent, 0.0, self.lse)).exp())
@@ -178,15 +203,14 @@ class WholeRows:
 
 
 def _dot(x: Tensor, y: Tensor, dtype: torch.dtype) -> Tensor:
-    """Row-wise dot product in `dtype`."""
     return (x.to(dtype) * y).sum(-1)
 
 
 def sinks_gradient(sinks: Float[Tensor, " H"], whole: WholeRows) -> Float[Tensor, " H"]:
-    """Gradient of the sinks that are part of these rows.
+    """Return the gradient of each head's sink, a logit in the softmax of these rows, summed over batch and rows.
 
-    A sink has weight exp(sink - lse) and value 0; like any score, its gradient is this weight times
-    (grad_out · value - grad_out · out + grad_lse).
+    A sink has weight exp(sink - lse) and value 0; like any score, its gradient is this weight times (grad_out · value -
+    grad_out · out + grad_lse).
     """
     # A row without keys has output 0, so a NaN in its gradient must not count.
     delta = replace(whole, grad_out=whole.grad_out.masked_fill(whole.out == 0, 0.0)).delta()

@@ -1,8 +1,9 @@
 """Operands in the form that kernels need: rows contiguous in memory, hidden slots zeroed.
 
-Hidden slots are queries of a term that see no key, and keys that no query sees; their values must not affect a result.
-Kernels compute whole blocks, in which a weight of 0 times NaN is NaN, so hidden slots are zeroed first. A NaN in a
-key that only some queries of its block see still spreads to the block's rows, as in `scaled_dot_product_attention`.
+A term is the part of a plan that one kernel computes; its slots are its numbered places for tokens. Hidden slots are
+queries of a term that see no key, and keys that no query sees; their values must not affect a result. Kernels compute
+whole blocks, in which a weight of 0 times NaN is NaN, so hidden slots are zeroed first. A NaN in a key that only some
+queries of its block see still spreads to the block's rows, as in `scaled_dot_product_attention`.
 """
 
 from __future__ import annotations
@@ -25,7 +26,11 @@ _MASK_BYTES = 64 << 20  # most bytes of distinct masks that are kept; above, eac
 
 
 def distinct_masks(rule: Rule, blocks: Blocks) -> tuple[Int64[Tensor, " E"], Bool[Tensor, "U q_block k_block"] | None]:
-    """(mask index of each block, distinct masks); mask 0 allows every pair. None for masks above _MASK_BYTES."""
+    """Return (index of each listed block's mask, the U distinct dense masks of the E blocks).
+
+    Mask 0 allows every pair and is that of full blocks. If the distinct masks exceed _MASK_BYTES, they are None and all
+    indices are 0.
+    """
     partial = (~blocks.full).nonzero().squeeze(1)
     distinct = [torch.ones(1, blocks.q_block, blocks.k_block, dtype=torch.bool)]
     limit = _MASK_BYTES // distinct[0].nbytes
@@ -53,13 +58,13 @@ def added(allowed: Bool[Tensor, "..."], dtype: torch.dtype) -> Float[Tensor, "..
 
 
 def random_numbers(shape: tuple[int, ...]) -> Int64[Tensor, "..."]:
-    """64-bit random numbers from a fixed seed; sums of them are fingerprints of sets."""
+    """Return random 64-bit integers from a fixed seed; the sum of a set's numbers is a fingerprint of the set."""
     bounds = torch.iinfo(torch.int64)
     return torch.randint(bounds.min, bounds.max, shape, generator=torch.Generator().manual_seed(0))
 
 
 def _fingerprints(tiles: Bool[Tensor, "n q_block k_block"]) -> Int64[Tensor, " n"]:
-    """64-bit fingerprint of each mask; unequal masks collide once in 2^64 pairs."""
+    """Return a 64-bit fingerprint of each mask; two unequal masks have equal fingerprints with probability 2^-64."""
     return torch.where(tiles, random_numbers(tiles.shape[1:]), 0).sum((1, 2))
 
 
@@ -69,10 +74,10 @@ _AT_ONCE = 1 << 14  # blocks whose rows and columns are marked at once
 
 
 def readable(x: Shaped[Tensor, "... D"]) -> Shaped[Tensor, "... D"]:
-    """x with each row contiguous and no rows that overlap: kernels rely on it, and few of them check.
+    """Return x if each row (last dim) is contiguous and rows do not overlap in memory, else a contiguous copy.
 
-    Copies x if its channels are strided (after `transpose`, `stack(..., -1)`, `expand` or a slice with a step) or its
-    rows share memory (after `unfold`).
+    Kernels rely on both, and few of them check. Rows are not contiguous after `transpose`, `stack(..., -1)`, `expand`
+    or a slice with a step along the channels; they overlap after `unfold`.
     """
     x = x.resolve_neg()
     if x.is_contiguous():  # the usual case, and the quickest to check
@@ -85,9 +90,9 @@ def readable(x: Shaped[Tensor, "... D"]) -> Shaped[Tensor, "... D"]:
 def one_width(
     q: Float[Tensor, "B H N D"], k: Float[Tensor, "B G M D"], v: Float[Tensor, "B G M E"]
 ) -> tuple[Float[Tensor, "B H N W"], Float[Tensor, "B G M W"], Float[Tensor, "B G M W"]]:
-    """q, k and v padded with zeros to the wider head dim, for kernels that take one.
+    """Pad q, k and v with zeros to the wider head dim, W = max(D, E), for kernels that take a single head dim.
 
-    At an unchanged scale the scores are equal, and the output's first E channels are the output.
+    With an unchanged scale the scores are equal, and the first E channels of the kernel's output are the output.
     """
     width = max(q.shape[-1], v.shape[-1])
     q, k, v = (x if x.shape[-1] == width else pad(x, (0, width - x.shape[-1])) for x in (q, k, v))
@@ -100,9 +105,11 @@ _FAR_REACHING = torch.__version__ >= "2.15"
 
 
 def within_reach(x: Shaped[Tensor, "..."], *, is_flash: bool) -> Shaped[Tensor, "..."]:
-    """x for a compiled kernel, copied if its last element is at an offset of 2**31 - 1 or more.
+    """Return x, or a contiguous copy if its last element is 2**31 - 1 or more elements from its first.
 
-    This happens to views of larger tensors, such as the values of a fused projection of a million tokens.
+    Only on accelerators, whose compiled kernels compute such offsets in 32 bits: those of FlashAttention always, others
+    before torch 2.15. Such offsets occur in views of larger tensors, such as the values of a fused projection of a
+    million tokens.
     """
     if not device_kind(x.device).flex_trains or (_FAR_REACHING and not is_flash):
         return x
@@ -112,7 +119,11 @@ def within_reach(x: Shaped[Tensor, "..."], *, is_flash: bool) -> Shaped[Tensor, 
 
 @dataclass(frozen=True, eq=False)
 class Hidden:
-    """Hidden slots of a term for each query head; None for a side without any."""
+    """Masks of a term's hidden slots: queries that attend to no key, and keys that no query attends to.
+
+    A term is the part of a plan that one kernel computes; it has Q slots (places) for queries and K for keys. E batch
+    entries and X query heads, each 1 if equal for all. None: no slot of that side is hidden.
+    """
 
     queries: Bool[Tensor, "E X Q"] | None
     keys: Bool[Tensor, "E X K"] | None
@@ -125,11 +136,17 @@ class Hidden:
         return Hidden(*(None if side is None else side.to(device) for side in (self.queries, self.keys)))
 
     def clear_queries(self, x: Shaped[Tensor, "B H *F Q ..."], *, dim: int, value: float = 0.0) -> Tensor:
-        """Fill the hidden queries of x, which are along `dim`, with `value`."""
+        """Return x with `value` at hidden queries (those that attend to no key); x itself if there are none.
+
+        dim: axis of the queries in x.
+        """
         return _cleared(x, self.queries, dim, value)
 
     def clear_keys(self, x: Shaped[Tensor, "B G *F K ..."], *, dim: int) -> Tensor:
-        """Zero the keys of x, which are along `dim`, that are hidden from all query heads of their key/value head."""
+        """Return x with 0 at keys that are hidden from all query heads of their key/value head; x itself if none are.
+
+        A key is hidden from a head if no query of the head attends to it. dim: axis of the keys in x.
+        """
         return _cleared(x, self.keys, dim, 0.0)
 
 
@@ -145,7 +162,11 @@ def _cleared(x: Tensor, hidden: Bool[Tensor, "E X S"] | None, dim: int, value: f
 def hidden_slots(
     rule: Rule, blocks: Blocks, ids: Int64[Tensor, " n"], masks: Bool[Tensor, "U q_block k_block"] | None
 ) -> Hidden:
-    """Hidden slots in listed blocks, the only slots that kernels read; ids and masks: as from `distinct_masks`."""
+    """Find the queries that attend to no key and the keys that no query attends to, among slots in listed blocks.
+
+    Kernels read no other slots (places for tokens). ids, masks: (index of each block's mask, distinct masks), as from
+    `distinct_masks`.
+    """
     row = blocks.table.long() * blocks.num_rows + blocks.row
     column = blocks.table.long() * blocks.num_columns + blocks.column
     seen_q = torch.zeros(blocks.num_tables * blocks.num_rows, blocks.q_block, dtype=torch.int32)
@@ -165,7 +186,11 @@ def hidden_slots(
 def _unseen(
     seen: Int32[Tensor, "R side"], places: Int64[Tensor, " n"], num_tables: int, heads: list[int], slots: int
 ) -> Bool[Tensor, "1 X S"] | None:
-    """Slots in a block that some table lists, but in no pair of the head's table; None if no listed block has any."""
+    """Return for each head the slots that are in a listed block of any table, but in no pair of the head's own table.
+
+    seen: R rows (or columns) of blocks, those of all tables in sequence; above 0 at slots that are in a pair. places:
+    row of each listed block. heads: table of each head. Returns None if no table lists a block with such a slot.
+    """
     listed = torch.zeros(len(seen), 1, dtype=torch.bool)
     listed[places] = True
     unseen = (seen == 0).unflatten(0, (num_tables, -1))
@@ -176,7 +201,11 @@ def _unseen(
 
 
 def hidden_of_blocks(term: Term, blocks: Sequence[Blocks]) -> Hidden:
-    """Hidden slots of a term, from its blocks for each batch entry."""
+    """Find the queries of a term that attend to no key and the keys that no query attends to.
+
+    blocks: the term's block list for each batch entry, or one for all. A term is the part of a plan that one kernel
+    computes.
+    """
     if isinstance(term, SharedListTerm):
         return Hidden(*term.hidden())
     found = [
@@ -190,7 +219,7 @@ def hidden_of_blocks(term: Term, blocks: Sequence[Blocks]) -> Hidden:
 
 
 def _joined(sides: Sequence[Tensor | None], heads: int, slots: int) -> Tensor | None:
-    """Concatenate one side over batch entries; None if all are None."""
+    """Concatenate masks of one side over batch entries, None as a mask without hidden slots; None if all are None."""
     if all(side is None for side in sides):
         return None
     none = torch.zeros(1, heads, slots, dtype=torch.bool)
@@ -198,7 +227,11 @@ def _joined(sides: Sequence[Tensor | None], heads: int, slots: int) -> Tensor | 
 
 
 def hidden_of_term(term: Term) -> Hidden:
-    """Hidden slots of a term without block lists: causal keys after the last query, empty lines of a mask."""
+    """Find the queries that attend to no key and the keys that no query attends to, in a term without block lists.
+
+    A term is the part of a plan that one kernel computes. In a causal term these are the keys after its last query; a
+    term with a dense mask may have hidden queries and keys; other terms have none.
+    """
     if isinstance(term.weights, CountedPairs):
         seen = term.weights.counts() > 0
         return Hidden(_some(~seen.any(2)), _some(~seen.any(1)))
@@ -214,7 +247,10 @@ def _some(hidden: Bool[Tensor, "H S"]) -> Bool[Tensor, "1 H S"] | None:
 def _marks(
     rule: Rule, blocks: Blocks, index: Int64[Tensor, " n"], ids: Tensor, masks: Tensor | None
 ) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
-    """Yield (some of the blocks, their rows with a pair, their columns with a pair)."""
+    """Yield (indices of some blocks, mask of their queries with a pair, mask of their keys with a pair).
+
+    index: the blocks to look at. ids, masks: as from `distinct_masks`; without masks the blocks are evaluated.
+    """
     if masks is None:
         begin = 0
         for tiles in evaluate(rule, blocks.places(index), blocks.shape):

@@ -1,4 +1,4 @@
-"""Custom ops of this package: their common checks, a call's constants as text, and attention's gradient."""
+"""Custom ops of this package: how they are made, their constants as text, and the gradient of attention."""
 
 from __future__ import annotations
 
@@ -36,12 +36,15 @@ _NO_TRANSFORMS = (
 
 @graph_constant
 def is_transformed() -> bool:
-    """True inside a torch.func transform or forward-mode AD; elsewhere no tensor needs a check."""
+    """True inside a torch.func transform or forward-mode AD; outside of them, `refuse_transforms` never raises."""
     return in_forward_mode() or peek_interpreter_stack() is not None
 
 
 def refuse_transforms(what: str, inputs: Iterable[Any]) -> None:
-    """Raise ValueError if an input is vmapped, has a tangent, or needs a gradient inside torch.func."""
+    """Raise ValueError if an input is vmapped, has a tangent, or needs a gradient inside torch.func.
+
+    what: name of the operation, with which the error begins. inputs: tensors, lists of them and other values.
+    """
     if not is_transformed():
         return
     in_func = peek_interpreter_stack() is not None
@@ -68,12 +71,12 @@ _library = torch.library.Library("flexdilated", "FRAGMENT")
 
 
 def own_op(name: str) -> Callable[[Callable[..., Any]], CustomOpDef]:
-    """Makes a functional op: `torch.library.custom_op` that returns no views and loses no derivative silently.
+    """Return a decorator that makes a function the custom op `name`, which returns no views and refuses transforms.
 
-    Views: autograd forbids in-place writes to a view among several outputs. Derivatives: a custom op would ignore
-    tangents, and inside `torch.func` gradients and mapped dims; each raises an error here, eagerly and in a trace.
-    List arguments may be None, which AOTInductor packages pass for an empty list, except the first argument, by which
-    torch finds the kernel.
+    As `torch.library.custom_op` for functions that modify no argument, with three differences. Results are detached:
+    autograd forbids in-place writes to a view among several outputs. Inputs with tangents, mapped dims or gradients
+    inside `torch.func`, which a custom op would ignore, raise ValueError, eagerly and in a trace. List arguments may be
+    None, which AOTInductor packages pass for an empty list, except the first argument, by which torch finds the kernel.
     """
 
     def make(function: Callable[..., Any]) -> CustomOpDef:
@@ -105,15 +108,17 @@ def own_op(name: str) -> Callable[[Callable[..., Any]], CustomOpDef]:
 
 
 def written(texts: Sequence[str], values: Iterable[str | int | float | tuple[int, ...] | None]) -> str:
-    """Constants of a call as one text, which ops take as an argument: a constant of graphs and exported programs.
+    """Write constants of a call as one text, which `read_written` reads.
 
-    texts: those that may be long, without line breaks, such as patterns in JSON: they are not parsed again.
+    Custom ops take it as an argument, because a text is a constant of graphs and exported programs. texts: long strings
+    without line breaks, such as patterns in JSON, which are stored unchanged, one per line. values: other constants,
+    stored by their repr in the first line.
     """
     return "\n".join([", ".join([f"{each!r}" for each in values]), *texts])
 
 
 def read_written(constants: str) -> tuple[Any, ...]:
-    """(*texts, *values) of `written`."""
+    """Read a text made by `written`: returns (*texts, *values)."""
     values, *texts = constants.split("\n")
     return *texts, *_values(values)
 
@@ -124,15 +129,19 @@ def _values(line: str) -> tuple[Any, ...]:
 
 
 def functions_in(constants: str) -> object:
-    """Reference that keeps the custom functions of the texts' patterns alive while a graph needs them."""
+    """Return an object that keeps the Python functions in the constants' patterns alive while it is referenced.
+
+    constants: a text made by `written`, whose texts are patterns; custom patterns name functions. Graphs hold the
+    object as long as they need the functions.
+    """
     return [kept_functions(text) for text in constants.split("\n")[1:]]
 
 
 def set_gradient(op: CustomOpDef, backward_op: CustomOpDef, *, refusal: str, over_ranks: bool = False) -> None:
-    """Registers `backward_op` as the gradient of `op`; a second derivative raises RuntimeError(refusal).
+    """Register `backward_op` as the gradient of `op`; a second derivative raises RuntimeError(refusal).
 
-    op: (q, k, v, sinks, bindings, *options) -> (out, lse, *kept); `kept` is for the backward only, and the first option
-    is the text of the call's constants.
+    op: (q, k, v, sinks, bindings, *options) -> (out, lse, *kept). bindings: run-time tensors, which get no gradient;
+    `kept`: tensors for the backward only; the first option is the text of the call's constants.
     backward_op: (grad_out, grad_lse, q, k, v, out, lse, *kept, bindings, *options) -> (dq, dk, dv).
     over_ranks: run the backward even without an incoming gradient, as other ranks wait for data from this one.
     """
@@ -178,18 +187,24 @@ def autograd_on() -> Iterator[None]:
 
 
 def copies(bindings: Sequence[Tensor]) -> list[Tensor]:
-    """Copies of run-time tensors for the backward, as writes to the originals may not increment their version."""
+    """Return detached copies of run-time tensors (mask data that are passed with a call), to be saved for the backward.
+
+    Writes to the originals may not increment their version, by which autograd would notice them.
+    """
     return [x.detach().clone() for x in bindings]
 
 
 def no_gradients(bindings: Sequence[Tensor], options: Sequence[Any]) -> tuple[Any, ...]:
-    """Empty gradients of an op's run-time tensors and plain values."""
+    """Return the gradients of an op's run-time tensors (mask data) and options, for its backward: none of them has one.
+
+    bindings: the run-time tensors, the op's list argument before the options.
+    """
     # autograd takes an empty list, such as a default block size, for a list of tensors, whose gradient is a list.
     return [None] * len(bindings), *([] if isinstance(option, list) and not option else None for option in options)
 
 
 def refuse(words: str) -> Callable[..., NoReturn]:
-    """Backward of an op without a gradient: raises RuntimeError(words)."""
+    """Return the backward of an op without a gradient, a function that raises RuntimeError(words)."""
 
     def backward(ctx, *grads) -> NoReturn:
         raise RuntimeError(words)

@@ -19,7 +19,11 @@ from .tiles._tiles_op import attention, gradients
 
 @dataclass(frozen=True)
 class PlacedCall:
-    """Plain values of a call: everything but q, k, v, sinks and run-time tensors."""
+    """Attention over part of a sequence, such as one rank's tokens: all its arguments except tensors.
+
+    placement: positions of the queries and keys. num_heads_global: number of query heads on all devices, of which q has
+    those from head_offset on. sides: requested (queries, keys) of a block; empty for the default.
+    """
 
     pattern: str
     placement: Placement
@@ -40,7 +44,12 @@ class PlacedCall:
         return_lse: bool = True,
         wide: bool = False,
     ) -> tuple[Tensor, Tensor | None]:
-        """(out, lse or None). With `wide`, which has no gradient, tiles returns out in the dtype of lse."""
+        """Return (out, natural lse) of queries q (B, H, L, D) over keys k and values v (B, G, M, D).
+
+        sinks: one logit per head, or None. bindings: the pattern's run-time tensors, sorted by name. return_lse:
+        without it the lse may be None. wide: engine "tiles" returns out in the dtype of the lse, without a gradient;
+        other engines ignore it.
+        """
         if self.engine == "tiles" and wide:
             return attention(self.key(q, k), q, k, v, sinks, bindings, self.scale, wide=True)
         return run(self.engine, q, k, v, sinks, bindings, self.key(q, k), self.scale, return_lse=return_lse)
@@ -48,9 +57,10 @@ class PlacedCall:
     def backward(
         self, q: Tensor, k: Tensor, v: Tensor, bindings: list[Tensor], whole: WholeRows
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """(dq, dk, dv) of attention over these keys, which are a part of the keys of the rows in `whole`.
+        """Return (dq, dk, dv) of attention over these keys, which are a part of the keys of the rows in `whole`.
 
-        The gradients of all parts sum to the gradients of the whole; tiles returns them in float32 or wider.
+        bindings: the pattern's run-time tensors, sorted by name. whole: results over all keys, with their gradients.
+        The gradients of all parts sum to the gradients of the whole; engine "tiles" returns them in float32 or wider.
         """
         if self.engine == "tiles":
             return gradients(self.key(q, k), q, k, v, bindings, whole, self.scale, wide=True)
@@ -63,13 +73,16 @@ class PlacedCall:
         return dq, dk, dv
 
     def key(self, q: Tensor, k: Tensor) -> Call:
-        """The call of these tensors."""
+        """Return the Call (pattern and sizes) of attention with these queries and keys."""
         heads = {"head_offset": self.head_offset, "num_heads_global": self.num_heads_global}
         return Call.at(q, k, self.pattern, **heads, block_size=self.sides, placement=self.placement.text)
 
 
 def placed_engine(engine: str, device: torch.device) -> str:
-    """Return the engine if it supports a Placement on this device; otherwise raise ValueError."""
+    """Return `engine` if it can compute attention over part of a sequence on this device; else raise ValueError.
+
+    Such a part is given by a Placement, the positions of its queries and keys.
+    """
     if engine in ("reference", "portable", "flash"):
         raise ValueError(f"{engine=} runs whole sequences; 'tiles' (on CPU) and 'flex' run parts of one")
     if engine == "tiles" and not device_kind(device).on_host:

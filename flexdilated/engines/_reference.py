@@ -18,9 +18,9 @@ from ._score_mod import ScoreMod, checked
 
 
 def multiplicity(bound: Bound, device: torch.device, dropout: Dropout | None = None) -> Int64[Tensor, "B H N M"]:
-    """Number of branches that allow each pair, and keep it in `dropout`.
+    """Return the number of the pattern's branches (summands) that allow each pair and, with dropout, keep it.
 
-    Without dropout, B = 1 if all batch entries have one rule.
+    Without dropout, B is 1 if the rule is the same for all batch entries.
     """
     b, h, q, k = _places(bound, device)
     entries = bound.pattern.num_entries()
@@ -33,7 +33,7 @@ def multiplicity(bound: Bound, device: torch.device, dropout: Dropout | None = N
 
 
 def _places(bound: Bound, device: torch.device) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Batch entries (B, 1, 1, 1), global heads (H, 1, 1), query positions (1, N, 1) and key positions (1, 1, M)."""
+    """Return batch entries (B, 1, 1, 1), global heads (H, 1, 1), positions of queries (1, N, 1) and keys (1, 1, M)."""
     b = torch.arange(bound.batch, device=device)[:, None, None, None]
     h = torch.arange(bound.num_heads, device=device)[:, None, None] + bound.head_offset
     q = torch.arange(bound.num_queries, device=device)[None, :, None] + bound.q_offset
@@ -42,7 +42,7 @@ def _places(bound: Bound, device: torch.device) -> tuple[Tensor, Tensor, Tensor,
 
 
 def modified_scores(scores: Float[Tensor, "B H N M"], score_mod: ScoreMod, bound: Bound) -> Float[Tensor, "B H N M"]:
-    """Apply score_mod to every score, one at a time, as FlexAttention does."""
+    """Apply score_mod to every score, with its batch entry, global head and positions, as FlexAttention does."""
     each = checked(score_mod)
     for place in (4, 3, 2, 1):  # the keys' dim is mapped innermost, the batch's outermost
         each = torch.vmap(each, in_dims=tuple(0 if index in (0, place) else None for index in range(5)))
@@ -60,11 +60,13 @@ def reference_attention(
     dropout: Dropout | None = None,
     sinks: Float[Tensor, " H"] | None = None,
 ) -> tuple[Float[Tensor, "B H N E"], Float[Tensor, "B H N"]]:
-    """One softmax over the multiset union of branches, in float64; out in q's dtype, lse in float64.
+    """Return (out, natural lse) of attention by its definition, computed densely in float64.
 
-    A sink is one more key, with the head's sink as its score and value 0. Differentiable any number of times.
-    Rows without keys (and sink) have output 0 and lse -inf. Queries without keys, and keys that no query sees, are
-    zeroed first, so that a NaN in them has no effect.
+    Each row has one softmax over its allowed keys; a pair that several branches of the pattern allow counts as often.
+    out has q's dtype, lse float64. scale: factor of q · k. score_mod: applied to the scaled scores. sinks: for each
+    head, the score of one more key of value 0. Differentiable any number of times. Rows without keys (and sink) have
+    output 0 and lse -inf. Queries without keys, and keys that no query sees, are zeroed first, so that a NaN in them
+    has no effect.
     """
     bound = replace(bound, batch=q.shape[0])
     times = multiplicity(bound, q.device)

@@ -1,4 +1,4 @@
-"""Calls of few queries, computed without a plan: head groups, the rows that see keys, and the keys they see."""
+"""Attention of a few queries, as in decoding, without a plan: computed directly over the keys that they see."""
 
 from __future__ import annotations
 
@@ -28,9 +28,10 @@ Index = slice | Int64[Tensor, " n"]
 
 @dataclass(frozen=True)
 class HeadGroup:
-    """Query heads with one rule: `per_key_head` of them for each of `key_heads`, in order.
+    """Query heads with one rule (set of allowed pairs) that are computed together, and the key/value heads they read.
 
-    A pair counts exp(log_weight) times.
+    source: the rule. queries: the query heads: `per_key_head` for each of `key_heads`, in order. A pair counts
+    exp(log_weight) times.
     """
 
     source: RowSource
@@ -42,10 +43,11 @@ class HeadGroup:
 
 @dataclass(frozen=True)
 class RowPart:
-    """Attention of some rows of a head group over keys in some slots.
+    """Attention of some queries of a head group (query heads with one rule) over some keys.
 
-    pairs: mask of visible (row, key) pairs; None if all are. blind: rows that see no key of the part; None if there is
-    none. level: parts of one level have no head in common, so they share an output buffer.
+    A row is one query of one head. rows: the queries. slots: token indices of the n keys in the key tensor. pairs: True
+    where a row sees a key; None if every row sees every key. blind: True for rows that see no key of the part; None if
+    every row sees one. level: index of the output buffer; parts of one level have no head in common, so they share one.
     """
 
     group: HeadGroup
@@ -56,9 +58,10 @@ class RowPart:
     level: int
 
     def of_rows(self, x: Shaped[Tensor, "B H N ..."], *, empty: float = 0.0) -> Shaped[Tensor, "B g R ..."]:
-        """Rows of each key/value head: its query heads' rows, concatenated.
+        """Return the part's rows of x (queries, or values per query), grouped by key/value head.
 
-        Blind rows are filled with `empty`, as their values could be NaN.
+        g key/value heads; R rows of each: the part's queries of each of its query heads in turn. Blind rows, which see
+        no key of the part, are filled with `empty`, as their values could be NaN.
         """
         heads = x[:, self.group.queries, self.rows]
         if self.blind is not None:
@@ -66,7 +69,7 @@ class RowPart:
         return heads.unflatten(1, (-1, self.group.per_key_head)).flatten(2, 3)
 
     def to_heads(self, x: Shaped[Tensor, "B g R ..."]) -> Shaped[Tensor, "B h rows ..."]:
-        """Inverse of `of_rows`: the rows of each query head."""
+        """Invert the grouping of `of_rows`: R rows of g key/value heads to the rows of each of h query heads."""
         return x.unflatten(2, (self.group.per_key_head, -1)).flatten(1, 2)
 
     def of_keys(self, x: Float[Tensor, "B G S D"]) -> Float[Tensor, "B g n D"]:
@@ -83,7 +86,11 @@ class RowPart:
             heads.index_add_(2, self.slots.to(grad.device), grad)
 
     def bias(self, like: Tensor) -> Float[Tensor, "R n"] | None:
-        """Additive mask, -inf for hidden pairs; None if every pair is visible."""
+        """Return an additive mask of the scores: 0 for visible, -inf for hidden pairs; None if every pair is visible.
+
+        R rows of a key/value head, n keys. like: tensor with the mask's device, and with its dtype if that is float32
+        or wider.
+        """
         if self.pairs is None:
             return None
         shown = torch.zeros(self.pairs.shape, dtype=sum_dtype(like), device=like.device)
@@ -92,14 +99,17 @@ class RowPart:
 
 @dataclass(frozen=True)
 class RowProgram:
-    """Parts that together are the attention of a call of few queries."""
+    """Attention of a call of few queries, as parts (some queries over some keys) whose results are merged by lse."""
 
     parts: tuple[RowPart, ...]
 
     def forward(
         self, q: Float[Tensor, "B H N D"], k: Float[Tensor, "B G S D"], v: Float[Tensor, "B G S E"], scale: float
     ) -> tuple[Float[Tensor, "B H N E"], Float[Tensor, "B H N"]]:
-        """(out, natural lse), in float32 or wider; a row without keys has output 0 and lse -inf."""
+        """Return (out, natural lse), in float32 or wider; a row without keys has output 0 and lse -inf.
+
+        k and v have G key/value heads of S tokens.
+        """
         levels = 1 + max((part.level for part in self.parts), default=0)
         outs = torch.zeros(levels, *q.shape[:3], v.shape[3], dtype=sum_dtype(q), device=q.device)
         lses = torch.full(outs.shape[:-1], -torch.inf, dtype=sum_dtype(q), device=q.device)
@@ -116,7 +126,10 @@ class RowProgram:
         self, q: Float[Tensor, "B H N D"], k: Float[Tensor, "B G S D"], v: Float[Tensor, "B G S E"], whole: WholeRows,
         scale: float,
     ) -> tuple[Float[Tensor, "B H N D"], Float[Tensor, "B G S D"], Float[Tensor, "B G S E"]]:  # fmt: skip
-        """(dq, dk, dv) in float32 or wider."""
+        """Return (dq, dk, dv) in float32 or wider.
+
+        whole: out and lse of the forward pass, with their incoming gradients.
+        """
         delta, lse = whole.delta(), whole.lse
         lse = lse.masked_fill(lse == -torch.inf, torch.inf)  # a row without keys has no weights
         dq, dk, dv = (torch.zeros_like(x, dtype=lse.dtype) for x in (q, k, v))
@@ -150,7 +163,11 @@ def matrix_forward(
     scale: float,
     bias: Float[Tensor, "R n"] | None = None,
 ) -> tuple[Float[Tensor, "B g R E"], Float[Tensor, "B g R"]]:
-    """(out, natural lse) in float32 or wider, by two matrix products: for a few rows on any device."""
+    """Return (out, natural lse) of attention in float32 or wider, by two matrix products: for a few rows on any device.
+
+    g key/value heads; R rows of each: its query heads' queries in turn; n keys. bias: added to the scores, -inf hides a
+    pair. A row without visible keys has output 0 and lse -inf.
+    """
     scores = _scores(q, k, scale, bias)
     lse = scores.logsumexp(-1)
     weights = (scores - lse.clamp(min=torch.finfo(lse.dtype).min).unsqueeze(-1)).exp_()
@@ -168,9 +185,11 @@ def matrix_backward(
     scale: float,
     bias: Float[Tensor, "R n"] | None = None,
 ) -> tuple[Float[Tensor, "B g R D"], Float[Tensor, "B g n D"], Float[Tensor, "B g n E"]]:
-    """(dq, dk, dv) in the dtype of the lse; a score's gradient is weight * (grad_out · value - delta).
+    """Return (dq, dk, dv) of `matrix_forward` in the dtype of the lse.
 
-    A row whose lse is +inf has weight 0 everywhere.
+    lse, delta: of each row over all its keys, which may be more than these n; delta is grad_out · out - grad_lse. A
+    score's gradient is weight * (grad_out · value - delta). A row whose lse is +inf has weight 0 everywhere. bias:
+    added to the scores.
     """
     q, grad_out, k, v = (x.to(lse.dtype) for x in (q, grad_out, k, v))
     weights = (_scores(q, k, scale, bias) - lse.unsqueeze(-1)).exp_()
@@ -185,7 +204,10 @@ def _scores(q: Tensor, k: Tensor, scale: float, bias: Tensor | None) -> Float[Te
 
 @dataclass(frozen=True)
 class HeadRule:
-    """A rule and the heads of this device that have it; a pair counts exp(log_weight) times."""
+    """One rule (set of allowed pairs) and the query heads of this device that have it.
+
+    A pair counts exp(log_weight) times.
+    """
 
     source: RowSource
     heads: tuple[int, ...]
@@ -195,7 +217,11 @@ class HeadRule:
 def branch_rules(
     pattern: Expression, *, num_heads: int, head_offset: int, num_heads_global: int
 ) -> tuple[tuple[HeadRule, ...], ...]:
-    """Rules of each distinct branch of a pattern, which partition the heads."""
+    """Return the rules of each distinct branch (summand) of a pattern, with the heads of this device that have each.
+
+    A rule is the set of pairs that a branch allows in some heads. The rules of a branch partition heads 0 to num_heads
+    - 1, which are heads head_offset, ... of num_heads_global. A branch that occurs m times has log_weight log(m).
+    """
     branches = []
     for branch, times in Counter(pattern.branches()).items():
         members: dict[Pattern, list[int]] = {}
@@ -212,7 +238,11 @@ def branch_rules(
 def group_heads(
     branches: Sequence[Sequence[HeadRule]], *, num_heads: int, num_kv_heads: int, device: torch.device
 ) -> tuple[tuple[HeadGroup, ...], ...]:
-    """Groups of each branch's heads, for this number of key/value heads; each group is computed in one call."""
+    """Split the heads of each branch's rules into groups that are computed together.
+
+    A group has equally many query heads for each of its key/value heads. Returns the groups of each branch (summand of
+    a pattern).
+    """
     return tuple(
         tuple(group for rule in rules for group in _groups(rule, num_heads, num_kv_heads, device)) for rules in branches
     )
@@ -234,7 +264,7 @@ def _groups(rule: HeadRule, num_heads: int, num_kv_heads: int, device: torch.dev
 
 
 def _progressions(numbers: list[int]) -> list[range]:
-    """Ascending numbers as one arithmetic progression, else one range per number."""
+    """Return ascending numbers as one range if they are evenly spaced, else as one range for each number."""
     step = numbers[1] - numbers[0] if len(numbers) > 1 else 1
     whole = range(numbers[0], numbers[-1] + 1, step)
     return [whole] if list(whole) == numbers else [range(number, number + 1) for number in numbers]
@@ -255,24 +285,26 @@ _GROUP_BYTES = 1000
 
 
 def takes_rows(key: Call) -> bool:
-    """True for calls that need no plan: few queries in order, not self-attention, no requested block size.
+    """True for calls that need no plan: few queries in natural order, not self-attention, no requested block size.
 
-    Self-attention repeats its sizes, so its plan is found in the cache, and is then faster.
+    Self-attention (queries and keys at equal positions) repeats its sizes, so its plan is found in the cache, and is
+    then faster.
     """
     few = key.num_queries <= MOST_ROWS and key.rate == 1 and not key.block_size and not key.placement
     return few and (key.num_queries, key.q_offset) != (key.num_keys, key.k_offset)
 
 
 def program_of_rows(key: Call, rule: Expression | None, device: torch.device) -> RowProgram:
-    """Program of `rule`, or of the call's pattern if None, over the call's queries and keys.
+    """Build the RowProgram of a call of few queries: the parts of its attention, computed without a plan.
 
-    Head groups of a pattern are cached for all offsets and lengths; a `rule` from run-time tensors is not cached.
+    rule: the pattern with the values of its run-time tensors; None for the call's pattern, which has no such tensors.
+    Head groups of the call's pattern are cached for all offsets and lengths; those of a `rule` are not.
     """
 
     def build() -> tuple[Expression, tuple[tuple[HeadGroup, ...], ...]]:
         read = read_text(key.pattern) if rule is None else rule
         where = {"head_offset": key.head_offset, "num_heads_global": key.num_heads_global}
-        # From the unbound rule: the random draws of a bound one end with the positions of its call.
+        # From the unbound rule: a bound one draws random numbers only up to the last position of its call.
         branches = branch_rules(read, num_heads=key.num_heads, **where)
         return read, group_heads(branches, num_heads=key.num_heads, num_kv_heads=key.num_kv_heads, device=device)
 
@@ -294,20 +326,20 @@ def _rules_bytes(rules: tuple[Expression, tuple[tuple[HeadGroup, ...], ...]]) ->
 
 @runtime_checkable
 class KeySlots(Protocol):
-    """Map of key positions to slots of a tensor."""
+    """Store of keys, as a map of their positions to slots: token indices of the tensors that hold keys and values."""
 
     def slices(self, positions: range) -> list[slice]:
-        """Slots of a range of positions."""
+        """Return slices of the slots (token indices) that hold the keys at these positions, in order."""
         ...
 
     def slots(self, positions: Tensor) -> Tensor:
-        """Slot of each position."""
+        """Return the slot (token index) of the key at each position."""
         ...
 
 
 @dataclass(frozen=True)
 class _InOrder:
-    """KeySlots of keys at consecutive positions from `first`."""
+    """Map of key positions to token indices, for a tensor whose token i is the key at position first + i."""
 
     first: int
 
@@ -320,7 +352,11 @@ class _InOrder:
 
 @plans
 def row_program(branches: Sequence[Sequence[HeadGroup]], queries: range, keys: range, store: KeySlots) -> RowProgram:
-    """Program for queries and keys at these positions; every visible key must be in `store`."""
+    """Build the RowProgram, the attention of a few queries, for queries and keys at these positions.
+
+    branches: groups of heads with one rule, for each branch (summand) of the pattern. store: maps each key's position
+    to its token index; it must have every visible key.
+    """
     parts: list[RowPart] = []
     level = 0
     for branch in branches:
@@ -336,7 +372,11 @@ def row_program(branches: Sequence[Sequence[HeadGroup]], queries: range, keys: r
 
 
 def _parts(group: HeadGroup, seen: Seen, store: KeySlots, level: int) -> list[RowPart]:
-    """Parts over a few views of the visible keys, or a single part that gathers them by index."""
+    """Return one part of a head group (query heads with one rule) for each of a few views of the keys that it sees.
+
+    If more views would be needed, a single part gathers the keys by index. Parts have consecutive levels (output
+    buffers) from `level` on.
+    """
     slots, lengths = _key_indices(seen.keys, store)
     pairs = [None] * len(slots) if seen.pairs is None else seen.pairs.split(lengths, 1)
     rows = slice(seen.rows.start, seen.rows.stop, seen.rows.step)
@@ -347,13 +387,19 @@ def _parts(group: HeadGroup, seen: Seen, store: KeySlots, level: int) -> list[Ro
 
 
 def _blind(pairs: Bool[Tensor, "rows n"] | None) -> Bool[Tensor, " rows"] | None:
-    """Mask of the rows without a pair; None if every row has one."""
+    """Return a mask of the rows that see no key; None if every row sees one.
+
+    pairs: True where a row sees a key; None if every row sees every key.
+    """
     blind = None if pairs is None else ~pairs.any(1)
     return None if blind is None or not bool(blind.any()) else blind
 
 
 def _key_indices(keys: Keys, store: KeySlots) -> tuple[list[Index], list[int]]:
-    """(selections of the keys' slots, number of keys in each)."""
+    """Return (indices of the keys' slots in the store, number of keys of each index).
+
+    A few slices, each a view of the tensor; or one index tensor if the keys would need many slices.
+    """
     if isinstance(keys, Tensor):
         return [store.slots(keys)], [len(keys)]
     views = [view for each in keys for view in store.slices(each)]

@@ -1,4 +1,4 @@
-"""One call by the chosen engine."""
+"""Dispatch of an attention call to the chosen engine."""
 
 from __future__ import annotations
 
@@ -36,9 +36,11 @@ def run(
     return_lse: bool = True,
     kernel_options: Options = (),
 ) -> tuple[Float[Tensor, "B H N E"], Float[Tensor, "B H N"] | None]:
-    """(out, lse) of a call that the engine serves; the lse may be None without `return_lse`.
+    """Compute attention by the named engine, which must support the call; returns (out, natural lse).
 
-    bindings: the pattern's run-time tensors, ordered by name.
+    sinks: one logit per head, or None. bindings: the pattern's run-time tensors, sorted by name. call: pattern and
+    sizes. scale: factor of q · k. return_lse: without it the lse may be None. kernel_options: FlexAttention's, for
+    engines "flex" and "flash". Without queries or keys, out is 0 and lse is -inf, or the sinks if there are any.
     """
     if 0 in q.shape or 0 in k.shape:
         return nothing(q, k, v, sinks)

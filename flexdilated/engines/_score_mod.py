@@ -1,4 +1,4 @@
-"""score_mod: a caller's function of scores, called with global heads and positions in place of a term's indices."""
+"""score_mod: a caller's function of scores, called by kernels with global heads and positions."""
 
 from __future__ import annotations
 
@@ -20,9 +20,10 @@ ScoreMod = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]
 
 @dataclass(frozen=True, eq=False)
 class Indices:
-    """Map of a term's (batch, head, query, key) indices to batch entry, global head and positions.
+    """Map from a kernel's (batch, head, query, key) indices to batch entry, global head and positions.
 
-    translate(function, *numbers): `function`, of (score, b, h, q, k) as a score_mod, for a term's indices.
+    The kernel computes one term, a part of a plan, and has indices of its own. translate(function, *numbers) returns a
+    function of the kernel's (score, batch, head, query, key) that calls the given one with global head and positions.
     """
 
     translate: Callable[..., ScoreMod]
@@ -30,7 +31,7 @@ class Indices:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the tensors that grow with tokens or heads."""
+        """Bytes of the map's tensors that grow with the number of tokens or heads; single numbers are not counted."""
         return sum(each.nbytes for each in self.numbers if each.dim())
 
     def at_positions(self, function: ScoreMod) -> ScoreMod:
@@ -38,27 +39,34 @@ class Indices:
 
 
 def checked(score_mod: ScoreMod) -> ScoreMod:
-    """The score_mod; its calls raise TypeError or ValueError unless its result is a tensor of shape ()."""
+    """Return the score_mod with a check: TypeError unless it returns a tensor, ValueError unless its shape is ()."""
 
     def new_score(score, b, h, q, k):
         found = score_mod(score, b, h, q, k)
         if not isinstance(found, Tensor):
             raise TypeError(f"score_mod must return the new score, a tensor; got {type(found).__name__}")
         if found.dim() != 0:
-            raise ValueError(f"score_mod must make one score of one score; got shape {tuple(found.shape)}")
+            came = f"got shape {tuple(found.shape)}"
+            raise ValueError(f"score_mod must return a tensor of shape (): it is called with one score; {came}")
         return found
 
     return new_score
 
 
 def probe(score_mod: ScoreMod, q: Tensor, head: int, q_position: int, k_position: int) -> Tensor:
-    """Call score_mod with a score of 0, for batch entry 0, to check its result."""
+    """Call score_mod once, with score 0 and batch entry 0, and return the result; raises if it is not one score.
+
+    The errors are those of `checked`. q: tensor that gives dtype and device.
+    """
     indices = (torch.tensor(index, device=q.device) for index in (0, head, q_position, k_position))
     return checked(score_mod)(q.new_zeros(()), *indices)
 
 
 def indices_of(term: Term, device: torch.device) -> Indices:
-    """The map of a term's indices, in its most compact form."""
+    """Return the map from a term's kernel indices to global heads and positions, in the form that needs least memory.
+
+    A term is the part of a plan that one kernel computes.
+    """
 
     def scalar(value: int) -> Tensor:
         return torch.tensor(value, device=device)
@@ -88,7 +96,10 @@ def in_order(
     q_positions: Int64[Tensor, "H S"],
     k_positions: Int64[Tensor, "H S"],
 ) -> ScoreMod:
-    """`function` of slots instead of positions: q_positions and k_positions list the position of each slot."""
+    """Return a function of (score, batch, head, query slot, key slot) that calls `function` with head and positions.
+
+    heads: global head of each head of the term. q_positions, k_positions: position in each slot of each head.
+    """
 
     def at_positions(score, b, h, q, k):
         return function(score, b, heads[h], q_positions[h, q], k_positions[h, k])
@@ -109,7 +120,12 @@ def in_segments(
     k_first: Tensor,
     k_last: Tensor,
 ) -> ScoreMod:
-    """`function` of the slots of padded segments; positions of padding slots are clamped, so that they can index tables."""
+    """Return a function of (score, batch, head, query slot, key slot) for slots in padded segments.
+
+    It calls `function` with global head and positions. There are `width` slots for each segment of `segment` positions,
+    of which every `step`-th is used. Place p of segment f is at position start + f * segment + p * step, clamped to
+    first ... last: padding slots would be at positions beyond, which cannot index tables.
+    """
 
     def at_positions(score, b, h, q, k):
         q_position = q_starts[h] + q // width * segment + q % width * step
@@ -124,7 +140,10 @@ def in_segments(
 def shifted(
     function: ScoreMod, heads: Int64[Tensor, " H"], q_offset: Int64[Tensor, ""], k_offset: Int64[Tensor, ""]
 ) -> ScoreMod:
-    """`function` of a term over all tokens in order."""
+    """Return a function of (score, batch, head, query index, key index) for a kernel over all tokens in order.
+
+    It calls `function` with the global head, heads[head], and with positions: the indices plus q_offset and k_offset.
+    """
 
     def at_positions(score, b, h, q, k):
         return function(score, b, heads[h], q + q_offset, k + k_offset)
@@ -133,9 +152,10 @@ def shifted(
 
 
 def plain_values(x: object, depth: int = 4) -> Hashable:
-    """Code of a function with its captured numbers and strings, which are constants in a traced graph.
+    """Return a key of a function: its code and the numbers and strings it captures, constants of a traced graph.
 
-    Tensors, other objects and values nested deeper than `depth` count by type alone.
+    Captured functions, lists, tuples, dicts and sets are included up to `depth` levels. Tensors, other objects and
+    values nested deeper count by type alone.
     """
     if x is None or isinstance(x, int | float | str):
         return x

@@ -1,4 +1,4 @@
-"""Fastest measured Choice of each call, for the life of the process."""
+"""Results of tuning: the fastest measured choice of the planner's options for each call, until the process ends."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from ._call import Call
 
 
 class TuningKey(NamedTuple):
-    """Key of a measurement: the call, the kind of device, the dtype and the head dim."""
+    """Key of a measurement: the call, the type of device ("cpu", "cuda", ...), the dtype and the head dim."""
 
     call: Call
     kind: str
@@ -27,10 +27,10 @@ results: dict[TuningKey, tuple[Choice, bool]] = {}  # the fastest; True if it wa
 
 
 def chosen(call: Call, q: Tensor) -> Choice | None:
-    """The fastest measured choice for a call; None if it was not measured."""
+    """Return the planner options that were measured fastest for a call; None if it was not measured."""
     return results.get(TuningKey.of(call, q), (None,))[0] if results else None
 
 
 def num_measured() -> int:
-    """Number of calls with a result."""
+    """Return the number of calls with a measured result."""
     return len(results)

@@ -277,7 +277,11 @@ class Callable5:
         (lambda *everything: everything[0], TypeError, r"must take .*; got \(\)"),
         (defaulted, ValueError, "no defaults: capture the value"),
         (lambda score, b, h, q_idx, k_idx: None, TypeError, "must return the new score, a tensor; got NoneType"),
-        (lambda score, b, h, q_idx, k_idx: torch.zeros(3), ValueError, r"one score of one score; got shape \(3,\)"),
+        (
+            lambda score, b, h, q_idx, k_idx: torch.zeros(3),
+            ValueError,
+            r"it is called with one score; got shape \(3,\)",
+        ),
     ],
 )
 @pytest.mark.parametrize("engine", ["flex", "reference", "portable"])

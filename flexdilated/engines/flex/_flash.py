@@ -37,7 +37,10 @@ _SIDES = {
 
 
 def flash_sides(device: torch.device, head_dim: int) -> tuple[int, int]:
-    """Sides of the smallest blocks that the kernels support on this device."""
+    """Return (queries, keys) of the smallest blocks that the FLASH kernels support on this device for this head dim.
+
+    The device and head dim must be supported: see `flash_cannot`.
+    """
     return next(sides for most, sides in _SIDES[capability(device)[0]] if head_dim <= most)
 
 
@@ -65,7 +68,7 @@ def flash_cannot(device: torch.device, dtype: torch.dtype, head_dim: int, sides:
 
 @graph_constant
 def _lacking(device: torch.device, dtype: torch.dtype) -> str | None:
-    """Reason that this dtype is not supported on this device or with the installed packages; None if it is."""
+    """Reason that engine "flash" cannot serve this dtype on this device or with the installed packages, or None."""
     if capability(device) == NOT_NVIDIA:
         return f"flash runs on NVIDIA devices; got tensors on {device}. engine=None takes an engine that runs there"
     serves = f"engine={'portable' if dtype == torch.float64 else 'flex'!r} serves it"

@@ -1,4 +1,4 @@
-"""The flex engine: runs a plan as gathers, FlexAttention with the plan's BlockMasks, and one merge by lse."""
+"""The flex engine: runs a plan as gathers, FlexAttention with a BlockMask for each term, and one merge by lse."""
 
 from __future__ import annotations
 
@@ -49,9 +49,12 @@ def run_flex(
     kernel_options: str = "",
     kernel: Kernel | None = None,
 ) -> tuple[Float[Tensor, "B H N D"], Float[Tensor, "B H N"] | None]:
-    """(out, lse or None), by a function compiled for the program's structure; in a traced graph, as part of the graph.
+    """Compute attention by a FlexProgram; returns (out, natural lse, or None without `return_lse`).
 
-    dropout: the pairs that it drops are hidden, also from the lse. kernel_options: as from `options_text`. kernel: a replacement for flex_attention, called without compilation.
+    The program's terms (parts of a plan, one kernel each) are gathered, computed and merged by a function that is
+    compiled once for the program's structure; in a traced graph, they become part of the graph. dropout: the pairs that
+    it drops are hidden, also from the lse. sinks: one logit per head, or None. kernel_options: as from `options_text`.
+    kernel: a replacement for flex_attention, called without compilation.
     """
     if not program.steps:
         out, lse = nothing(q, k, v, sinks)
@@ -86,9 +89,10 @@ def kind_of(
     kernel_options: str,
     dropout_p: float | None = None,
 ) -> Hashable:
-    """Recompilation key of a call. On CPU it has all sizes, as C++ code for dynamic sizes may fail to compile.
+    """Return the recompilation key of a call: calls with equal keys share one compiled function.
 
-    blocks: (query side, key side) of the blocks of each kernel.
+    It has dtype, head counts, head dim, scale, kernel options and gradient modes, but not the lengths. On CPU it has
+    all sizes, as C++ code for dynamic sizes may fail to compile. blocks: (queries, keys) of a block, for each kernel.
     """
     if not device_kind(q.device).flex_trains:
         sizes: Hashable = (q.shape, k.shape)
@@ -104,10 +108,10 @@ def kind_of(
 def compiled_flex(
     structure: Hashable, device: torch.device, function: FunctionType | None = None
 ) -> Callable[[Hashable], Kernel]:
-    """Map of `kind_of` to the compiled function for programs of this structure; an LRU cache keeps both.
+    """Return a function that maps a key from `kind_of` to the compiled function for programs of this structure.
 
-    function: compiled instead of the function that runs a program.
-
+    LRU caches keep the maps and the compiled functions. function: code to compile; None for the code that runs a
+    program.
     Each compiled function has a separate code object: torch counts recompilations per code object and stops compiling
     at a limit, which all callers of the code would share.
     """
@@ -120,7 +124,7 @@ def compiled_flex(
 
 
 def _widened(x: Tensor) -> Tensor:
-    """Pad head dims below 24 with zeros, for CPU kernels.
+    """Pad head dims below 24 to 24 with zeros, for CPU kernels.
 
     For smaller head dims torch's template (2.11 to 2.15) multiplies 16 keys at once even if a partial block ends at a
     smaller multiple of the vector length, such as 8 floats: it reads beyond the keys and overwrites the maxima of the
@@ -147,7 +151,10 @@ def _compiled(device: torch.device, function: FunctionType) -> Kernel:
 
 
 def _to_be_checked(guards: Sequence[Any]) -> list[bool]:
-    """False for guards on numbers of a program's modules, which are part of the function's key; True for others."""
+    """Return True for each guard that torch.compile is to check: all but those on numbers of a program's modules.
+
+    These numbers are part of the key under which the compiled function is kept.
+    """
     modules = "L['steps']", "L['enter']", "L['of']"
     return [
         not (guard.orig_guard.source.is_unspecialized_nn_module() and guard.name.startswith(modules))
@@ -192,7 +199,7 @@ def _run(
     kernel_options: str,
     kernel: Kernel,
 ) -> tuple[Tensor, Tensor | None]:
-    """Gather each term's operands, run its kernel, and merge all terms."""
+    """Gather each term's operands, run its kernel, and merge all terms; returns (out, natural lse or None)."""
     if (q.shape[1], k.shape[1]) != steps[0].structure.heads:  # the check makes head counts constants of the graph
         raise ValueError(f"the program is for {steps[0].structure.heads} heads; got {q.shape[1]} and {k.shape[1]}")
     tokens, dtype = q.shape[2], q.dtype
@@ -274,7 +281,10 @@ def flex_in_graph(q, k, v, **options):
 
 @own_op("flexdilated::own_buffer")
 def _own_buffer(x: Tensor) -> Tensor:
-    """A copy that inductor cannot see through: its CPU template reads the shape of the buffer behind a view."""
+    """Return a contiguous copy that inductor cannot see through.
+
+    Its CPU template for FlexAttention reads the shape of the buffer behind a view, instead of the view's.
+    """
     return x.clone(memory_format=torch.contiguous_format)
 
 

@@ -1,4 +1,4 @@
-"""Entry of the flex engine: takes the program from the cache or, inside torch.compile, from a traceable store."""
+"""Entry of the flex engine: finds the program of a call in the cache or, inside torch.compile, in a traceable store."""
 
 from __future__ import annotations
 
@@ -37,7 +37,12 @@ from ._traced import MAKERS, traced
 def static_program(
     key: Call, device: torch.device, choice: Choice | None = None, operands: Operands | None = None
 ) -> FlexProgram:
-    """Program of a pattern without run-time tensors, by a measured choice if one is given."""
+    """Return the FlexProgram (a plan made executable) of a call without run-time tensors; cached.
+
+    Run-time tensors are mask data that are passed with a call. choice: measured options of the planner; None for those
+    of lowest predicted cost. operands: sizes of the tensors, on which predicted costs depend; None for the device's
+    usual ones.
+    """
     allowed = replace(allowed_on(device), residues=not key.placement)  # queries of a placement stay in order
 
     def planned() -> Plan:
@@ -47,14 +52,21 @@ def static_program(
 
 
 def allowed_on(device: torch.device) -> Allowed:
-    """Terms that the engine can run: on CPU, where FlexAttention returns no lse for a merge, terms share no rows."""
+    """Return the kinds of terms (parts of a plan, one kernel each) that the flex engine can run on this device.
+
+    On CPU FlexAttention returns no lse for a merge, so no two terms may contribute to one row of the output.
+    """
     return Allowed(shared_rows=device_kind(device).flex_trains, windows=False, key_weights=False, lists_only=True)
 
 
 def run_time_program(
     key: Call, device: torch.device, bindings: Sequence[Tensor], batch: int, operands: Operands | None = None
 ) -> FlexProgram:
-    """Program for these values of the run-time tensors; steps and shapes are equal for all values (`blank_program`)."""
+    """Return the FlexProgram (a plan made executable) of a call for these values of its run-time tensors; cached.
+
+    bindings: the tensors (mask data that are passed with the call), sorted by name. batch: number of batch entries. The
+    program has the terms of `blank_program`, whatever the values.
+    """
     rule = key.rules(bindings)
     rule.require_entries(batch)
 
@@ -71,7 +83,11 @@ def run_time_program(
 def blank_program(
     key: Call, device: torch.device, bindings: Sequence[Tensor], batch: int, operands: Operands | None = None
 ) -> FlexProgram:
-    """Program for all values of run-time tensors of these shapes; only its tables depend on the values."""
+    """Return the FlexProgram (a plan made executable) of a call for placeholder values of its run-time tensors; cached.
+
+    bindings: the tensors (mask data that are passed with the call), of which only the shapes matter. batch: number of
+    batch entries. Programs for values, from `run_time_program`, differ from this one only in their tables.
+    """
     blank = key.blank(bindings)
     blank.require_entries(batch)
     return _cached(key, blank.text, device, lambda: _blank_plan(key, device, blank, operands), None, operands)
@@ -90,7 +106,10 @@ def _cached(
     choice: Choice | None,
     operands: Operands | None,
 ) -> FlexProgram:
-    """Cached program of a rule; the key has the rule's text, and the cache files it under the caller's pattern."""
+    """Return the program of a rule from the cache, which builds it from `planned()` if needed.
+
+    rule: text of the rule, part of the cache key; the cache files the program under the call's pattern.
+    """
 
     def build() -> FlexProgram:
         placement = Placement.read(key.placement) if key.placement else None
@@ -105,7 +124,12 @@ def _cached(
 def run_time_tables(
     q: Tensor, k: Tensor, bindings: list[Tensor], constants: str, q_offset: int, k_offset: int
 ) -> list[Tensor]:
-    """For each step of the program: block tables as in BlockMask, rows of run-time tables, hidden slots."""
+    """Return the tensors of a call's program that depend on values of run-time tensors, for each term in turn.
+
+    A term is the part of a plan that one kernel computes. The tensors are its block tables (as in BlockMask), the rows
+    of its mask's run-time tables and the masks of hidden queries and keys. Their shapes are equal for all values.
+    constants, q_offset, k_offset: `Call.arguments`.
+    """
     key = Call.of(q, k, constants, q_offset, k_offset)
     program = run_time_program(key, q.device, bindings, len(q), key.operands(q))
     return [x.clone() if x.shape[-1] == width else pad(x, (0, width - x.shape[-1])) for x, width in _widths(program)]
@@ -121,7 +145,11 @@ def _(q, k, bindings, *arguments):
 
 
 def _widths(program: FlexProgram) -> Iterator[tuple[Tensor, int]]:
-    """Yield each value-dependent tensor of a program with its padded width, which is enough for all values."""
+    """Yield (tensor, padded width) for each tensor of a program that depends on values of run-time tensors.
+
+    The padded width is that of the last dim and is enough for all values. Run-time tensors are mask data that are
+    passed with a call.
+    """
     for step in program.steps:
         device = step.mask.kv_num_blocks.device
         by_row, by_column = list_width(step.term, step.structure.sides, device)
@@ -133,7 +161,10 @@ def _widths(program: FlexProgram) -> Iterator[tuple[Tensor, int]]:
 
 
 def with_tables(program: FlexProgram, found: Sequence[Tensor]) -> FlexProgram:
-    """The program with the tables from `run_time_tables`; traceable by torch.compile."""
+    """Return the program with the tensors `found`, from `run_time_tables`; traceable by torch.compile.
+
+    Rows of run-time tables that masks read are replaced in place.
+    """
     steps, following = [], iter(found)
     for step in program.steps:
         mask = mask_of(step, {name: next(following) for name in TABLES})
@@ -147,7 +178,10 @@ def with_tables(program: FlexProgram, found: Sequence[Tensor]) -> FlexProgram:
 
 
 def _hidden_sides(step: FlexStep) -> tuple[Tensor, ...]:
-    """Masks of hidden queries and keys, in one shape for all values; none for a step without run-time tables."""
+    """Return (mask of hidden queries, mask of hidden keys), in shapes that do not depend on run-time tensors' values.
+
+    A hidden query attends to no key, and no query attends to a hidden key. Empty for a term without run-time tables.
+    """
     lead, device = step.mask.kv_num_blocks.shape[:2], step.mask.kv_num_blocks.device
     sides = ((step.hidden.queries, step.term.q.num_slots), (step.hidden.keys, step.term.k.num_slots))
     return tuple(
@@ -176,9 +210,11 @@ def _check_table(q: Tensor, key: Call) -> None:
 
 
 def kv_head_parts(q: Tensor, k: Tensor, v: Tensor, copies: int = 1) -> list[range]:
-    """Ranges of key/value heads small enough that no tensor of them or their query heads exceeds MOST_ELEMENTS.
+    """Split the key/value heads into ranges so that no tensor of a range exceeds MOST_ELEMENTS elements.
 
-    copies: query copies per query. Raises ValueError if a single key/value head exceeds it.
+    The tensors are k and v of these heads, and q, the output and gathered copies of q of their query heads. copies:
+    number of gathered copies of each query. A single range on CPU. Raises ValueError if one key/value head exceeds the
+    limit.
     """
     kv_heads = k.shape[1]
     rows = q.numel() // q.shape[3] * max(q.shape[3], v.shape[3])  # of q or of the output
@@ -196,14 +232,17 @@ def kv_head_parts(q: Tensor, k: Tensor, v: Tensor, copies: int = 1) -> list[rang
 
 
 def key_of_part(key: Call, part: range) -> Call:
-    """Key of the call for some key/value heads and their query heads."""
+    """Return the Call (pattern and sizes) restricted to some key/value heads and their query heads."""
     groups = key.num_heads // key.num_kv_heads
     sizes = {"num_heads": len(part) * groups, "num_kv_heads": len(part)}
     return key._replace(**sizes, head_offset=key.head_offset + part.start * groups)
 
 
 def heads_of_part(x: Tensor, part: range, kv_heads: int) -> Tensor:
-    """View of these heads of x: (B, X, N, D), or one number per head."""
+    """Return a view of the heads of x that belong to the key/value heads in `part`.
+
+    x: (B, X, N, D) or (X,), where X is a multiple of kv_heads, the number of key/value heads.
+    """
     each = x.shape[-3 if x.dim() == 4 else 0] // kv_heads
     return x.narrow(1 if x.dim() == 4 else 0, part.start * each, len(part) * each)
 
@@ -222,10 +261,11 @@ def flex(
     return_lse: bool,
     kernel_options: str = "",
 ) -> tuple[Tensor, Tensor | None]:
-    """(out, lse or None), eagerly or under torch.compile(fullgraph=True).
+    """Compute attention by FlexAttention, eagerly or under torch.compile(fullgraph=True); returns (out, natural lse).
 
-    kernel_options: as from `options_text`. Raises ValueError for tensors and block sides that FlexAttention's kernels
-    do not support.
+    bindings: the pattern's run-time tensors, sorted by name. key: pattern and sizes. dropout: of attention weights, or
+    None. sinks: one logit per head, or None. return_lse: without it the lse is None. kernel_options: as from
+    `options_text`. Raises ValueError for tensors and block sides that FlexAttention's kernels do not support.
     """
     options: dict[str, Any] = {"scale": scale, "score_mod": score_mod, "kernel_options": kernel_options}
     if dropout is not None:
@@ -300,7 +340,7 @@ def _with_table(
     sinks: Tensor | None,
     **options: Any,
 ) -> tuple[Tensor, Tensor]:
-    """(out, lse) over the table's selected blocks, merged with the pairs that the pattern allows without the table."""
+    """Return (out, natural lse) over the table's selected blocks, merged with the pattern's other pairs."""
     how = {name: options[name] for name in ("scale", "score_mod", "kernel_options")}
     parts = [selected_flex(q, k, v, bindings, table, key, **how)]
     if table.others:

@@ -39,10 +39,11 @@ def call_kernel(
     is_complex: bool = False,
     kernel_options: str = "",
 ) -> tuple[Float[Tensor, "B H N D"], Float[Tensor, "B H N"] | None]:
-    """(out, natural lse or None) of `kernel`, which has the signature of flex_attention.
+    """Call `kernel`, which has the signature of flex_attention, with a BlockMask; returns (out, natural lse or None).
 
-    tables: contiguous on accelerators, whose kernels require it and do not check. sides: (query side, key side) of the
-    blocks. is_complex: the mask has many operations. kernel_options: as from `options_text`.
+    tables, mask_mod: the BlockMask's block tables and mask; the tables must be contiguous on accelerators, whose
+    kernels do not check. sides: (queries, keys) of a block. needs_lse: without it the lse is None. is_complex: True if
+    the mask has many operations, for which kernels need more registers. kernel_options: as from `options_text`.
     """
     own: dict[str, Any] = dict(_options_of(kernel_options))
     if is_flash(kernel_options):
@@ -67,7 +68,7 @@ def call_kernel(
 
 
 def are_whole_blocks(lengths: tuple[int, int], sides: tuple[int, int]) -> bool:
-    """True if both lengths are multiples of the block sides; kernels then need no bounds checks.
+    """True if both lengths (queries, keys) are multiples of the block's sides; kernels then need no bounds checks.
 
     torch's own check does not suffice: it knows no divisor of symbolic lengths, and before 2.14 it tests for multiples
     of 128, although the last of larger blocks then has tiles beyond the tokens.
@@ -76,7 +77,7 @@ def are_whole_blocks(lengths: tuple[int, int], sides: tuple[int, int]) -> bool:
 
 
 def _for_registers(q: Tensor, is_complex: bool, given: Mapping[str, Any]) -> dict[str, int]:
-    """Options for half-precision kernels with too few registers by torch's defaults: more warps, or a smaller tile.
+    """Return options for half-precision kernels with too few registers by default: more warps or a smaller tile.
 
     The backward on Blackwell has the tiles of Hopper, where torch's default is eight warps. given: the caller's
     options; an option for both kernels there overrides one for a single kernel here.
@@ -90,7 +91,10 @@ def _for_registers(q: Tensor, is_complex: bool, given: Mapping[str, Any]) -> dic
 
 
 def _as_wide_as_rows(tables: Tables) -> Tables:
-    """Cut lists of rows with a single block to width 1: they are padded to 2, which FlashAttention refuses."""
+    """Cut block lists to width 1 where a row (or column) of the mask has a single block.
+
+    Programs pad such lists to width 2, which FlashAttention refuses.
+    """
     rows, columns = tables["kv_num_blocks"].shape[2], tables["q_num_blocks"].shape[2]
     single = {"kv_indices": columns == 1, "q_indices": rows == 1}
     return {name: each[..., :1] if single.get(name.removeprefix("full_")) else each for name, each in tables.items()}

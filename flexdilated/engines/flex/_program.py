@@ -1,4 +1,8 @@
-"""Programs: a plan on one device as block tables and gathers, with a structure that does not depend on lengths."""
+"""FlexProgram: a plan made executable on one device, as block tables and gathers for FlexAttention.
+
+Its structure does not depend on lengths, so that programs share compiled functions. A term is a part of the plan that
+one kernel computes.
+"""
 
 from __future__ import annotations
 
@@ -40,7 +44,11 @@ TABLES += ("q_num_blocks", "q_indices", "full_q_num_blocks", "full_q_indices")
 
 
 class Structure(torch.nn.Module):
-    """Length-independent part of a term. A module, as compiled graphs have the numbers of modules as constants."""
+    """Length-independent numbers of a term's kernel call; a term is a part of the plan that one kernel computes.
+
+    A module, because compiled graphs have the numbers of modules as constants. queries, keys: rules of the gathers.
+    sides: (queries, keys) of a block. multiplicity: number of times that each pair counts.
+    """
 
     def __init__(
         self,
@@ -62,16 +70,18 @@ class Structure(torch.nn.Module):
 
     @property
     def numbers(self) -> Hashable:
-        """All values, as a key by which structures are compared."""
+        """All values as a hashable key: structures with equal keys are equal."""
         slots = (each for side in (self.queries, self.keys) for each in (side.kind, side.numbers))
         return (*slots, self.sides, self.places, self.multiplicity, self.lead, self.heads, self.is_complex)
 
 
 @dataclass(frozen=True, eq=False)
 class FlexStep:
-    """One executable term: its BlockMask and the gathers of its operands.
+    """Executable term (a part of the plan that one kernel computes): its BlockMask and the gathers of its operands.
 
-    hidden: slots that its kernels read although they are in no pair. held: run-time tables of the mask.
+    hidden: queries and keys that the kernel reads although they are in no allowed pair. held: holders of the run-time
+    tables that the mask reads. indices: map from kernel indices to heads and positions, for a score_mod. structure: the
+    numbers that do not depend on lengths.
     """
 
     mask: BlockMask
@@ -85,17 +95,17 @@ class FlexStep:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of gather indices, positions and hidden slots."""
+        """Bytes of gather indices, of positions for a score_mod and of masks of hidden queries and keys."""
         return self.indices.nbytes + self.queries.rows.nbytes + self.keys.rows.nbytes + self.hidden.nbytes
 
 
 @dataclass(frozen=True, eq=False)
 class FlexProgram:
-    """An executable plan on one device.
+    """Executable plan on one device: one step, with one kernel call, for each term (part that one kernel computes).
 
-    shares_rows: some rows are computed by several steps. enter: gathers of queries and keys into the plan's order; None
-    if tensors are in that order. packed: concatenated block tables of all steps, on accelerators. sizes: (rows,
-    columns, row list width, column list width) of each step.
+    shares_rows: some rows are computed by several steps. enter: gathers of queries and keys into the plan's order of
+    tokens; None if the tensors are in that order. packed: concatenated block tables of all steps, on accelerators.
+    sizes: (rows, columns, row list width, column list width) of the block tables of each step; empty without `packed`.
     """
 
     steps: tuple[FlexStep, ...]
@@ -106,7 +116,7 @@ class FlexProgram:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the BlockMasks and of the row indices."""
+        """Bytes of the block tables and of all index tensors and masks."""
         lists = (table_bytes(step.mask) for step in self.steps) if self.packed is None else (self.packed.nbytes,)
         orders = (side.rows.nbytes for side in self.enter or ())
         return sum(lists) + sum(step.nbytes for step in self.steps) + sum(orders)
@@ -115,7 +125,8 @@ class FlexProgram:
     def structure(self) -> Hashable:
         """Key of the compiled function: equal for programs that differ only in lengths and in their patterns' numbers.
 
-        Numbers of patterns are in tensors; other values that mask functions capture are graph constants and in the key.
+        Masks read the numbers of patterns from tensors; other values that mask functions capture are graph constants
+        and in the key.
         """
         steps = ((plain_values(step.mask.mask_mod, _DEPTH), step.structure.numbers) for step in self.steps)
         return self.enter is None, *steps
@@ -130,9 +141,10 @@ def make_flex_program(
     device: torch.device,
     placement: Placement | None = None,
 ) -> FlexProgram:
-    """Build each term's BlockMask and gathers.
+    """Build the FlexProgram of a plan: the BlockMask and the gathers of each term, on a device.
 
-    block_size: sides of blocks; None for the smallest that keep block lists short. placement: that of the plan, if any.
+    given: order of the tokens in q, k and v. block_size: (queries, keys) of a block; None for the smallest that keep
+    block lists short. placement: the positions for which the plan was made, if it was made for a part of a sequence.
     """
     groups = plan.bound.num_heads // num_kv_heads
     steps = []
@@ -156,10 +168,11 @@ def make_flex_program(
 
 
 def sides_that_fit(term: Term) -> tuple[int, int]:
-    """The smallest block sides that keep a term's block lists short: lists of long sequences can fill gigabytes.
+    """Return the smallest (queries, keys) of square blocks for which a term's block lists are short.
 
-    The search begins with blocks so large that even full lists are short, and halves the side while the lists, at most
-    twice as long after each halving, stay short.
+    Lists of long sequences can fill gigabytes; they are short if they have at most _MOST_NUMBERS numbers. The search
+    begins with blocks so large that even full lists are short, and halves the side while the lists, at most twice as
+    long after each halving, stay short.
     """
     lists = term.rule.num_entries() * (len(term.heads) if len(set(term.tables())) > 1 else 1)
 
@@ -183,12 +196,15 @@ def sides_that_fit(term: Term) -> tuple[int, int]:
 
 
 def list_width(term: Term, sides: tuple[int, int], device: torch.device) -> tuple[int, int]:
-    """(longest list of a row, of a column) that a term's tables may need for any run-time values."""
+    """Return (longest block list of a row, of a column) that a term may need for any values of its run-time tensors.
+
+    A row is a block of queries, a column a block of keys. On CPU, the number of all blocks in a row and in a column.
+    """
     return _longest_lists(term, sides) if device_kind(device).flex_trains else _full_lists(term, sides)
 
 
 def _full_lists(term: Term, sides: tuple[int, int]) -> tuple[int, int]:
-    """(number of blocks in a row, in a column)."""
+    """Return (number of blocks in a row of the term's mask, number of blocks in a column)."""
     return -(-term.k.num_slots // sides[1]), -(-term.q.num_slots // sides[0])
 
 
@@ -216,13 +232,19 @@ def _at_least_two(tables: Tables) -> Tables:
 
 
 def _sizes(tables: Tables) -> tuple[int, int, int, int]:
-    """(rows, columns, width of row lists, width of column lists); full and partial lists have equal widths."""
+    """Return (rows, columns, width of row lists, width of column lists) of block tables.
+
+    Lists of full and of partial blocks have equal widths.
+    """
     by_row, by_column = tables["kv_indices"].shape, tables["q_indices"].shape
     return by_row[2], by_column[2], by_row[3], by_column[3]
 
 
 def unpacked(packed: Tensor, leads: Sequence[Lead], sizes: Sequence[int]) -> list[Tables]:
-    """Views of `packed`: the block tables of each step."""
+    """Cut a program's `packed` tensor into views: the block tables of each step (the kernel call of one term), by name.
+
+    leads: (batch entries, heads) of each step's tables. sizes: four numbers for each step, as in FlexProgram.
+    """
     found, begin = [], 0
     for index, lead in enumerate(leads):
         rows, columns, by_row, by_column = sizes[4 * index : 4 * index + 4]
@@ -237,7 +259,7 @@ def unpacked(packed: Tensor, leads: Sequence[Lead], sizes: Sequence[int]) -> lis
 
 
 def mask_of(step: FlexStep, tables: Tables) -> BlockMask:
-    """The step's BlockMask with other block tables; traceable by torch.compile."""
+    """Return the step's BlockMask with these block tables instead of its own; traceable by torch.compile."""
     numbers: dict[str, Any] = {"seq_lengths": step.mask.seq_lengths, "BLOCK_SIZE": step.mask.BLOCK_SIZE, **tables}
     return BlockMask(**numbers, mask_mod=step.mask.mask_mod)
 
@@ -265,7 +287,7 @@ def _step(
 def _is_complex(mask_mod: MaskMod, device: torch.device) -> bool:
     """True if the mask has too many operations for torch's default options: kernels would spill many registers.
 
-    Only on Hopper and later, where tiles have 128 x 128 scores.
+    False before Hopper; from Hopper on, tiles have 128 x 128 scores.
     """
     if capability(device) < HOPPER:
         return False
@@ -276,8 +298,6 @@ def _is_complex(mask_mod: MaskMod, device: torch.device) -> bool:
 
 
 class _Counted(TorchDispatchMode):
-    """Counts dispatched operations."""
-
     def __init__(self) -> None:
         super().__init__()
         self.operations = 0

@@ -1,8 +1,9 @@
 """Selected blocks on the flex engine: the graph computes block tables from the call's table of selected blocks.
 
-A table row of whole tiles is a row of a BlockMask. Smaller rows, down to a single query, are gathered: a row is copied
-once for each block that it selects, copies are sorted by block, each block's copies begin at a tile, and the results
-are merged by lse. All sizes follow from the table's shape, so no value is copied to the host.
+The table has a row for each block of queries, which names the key blocks that these see. A row of whole kernel tiles is
+a row of a BlockMask. The queries of smaller rows, down to a single query, are gathered: they are copied once for each
+block that their row selects, copies are sorted by block, each block's copies begin at a tile, and the results are
+merged by lse. All sizes follow from the table's shape, so no value is copied to the host.
 """
 
 from __future__ import annotations
@@ -25,7 +26,11 @@ from ._kernel_call import Kernel, call_kernel
 
 
 def unit_of(block: tuple[int, int], q_offset: int) -> int | None:
-    """Queries of a gathered row; 0 if rows are whole tiles, not gathered; None if the kernels' tiles do not fit."""
+    """Return how many consecutive queries are gathered as one unit, to attend to the key blocks selected for them.
+
+    block: (queries, keys) of a selected block. The result is 0 if nothing is gathered, as blocks are whole kernel
+    tiles; None if the kernels do not support these blocks, as neither the key block nor a tile divides the other.
+    """
     q_block, k_block = block
     if k_block % TILE and TILE % k_block:
         return None
@@ -38,12 +43,20 @@ def unit_of(block: tuple[int, int], q_offset: int) -> int | None:
 
 
 def sides_of_table(block: tuple[int, int], unit: int) -> tuple[int, int]:
-    """Sides of the kernel's blocks: at least a tile if rows are gathered."""
+    """Return (queries, keys) of the kernel's blocks, for selected blocks of these sides.
+
+    unit: queries that are gathered as one unit, 0 if none are. The kernel's blocks are at least a tile if queries are
+    gathered, else the selected blocks.
+    """
     return (TILE, max(block[1], TILE)) if unit else block
 
 
 def copies_of(block: tuple[int, int], q_offset: int, most: int, sizes: tuple[int, int]) -> int:
-    """Number of query copies, rounded up; 1 if rows are not gathered. sizes: (queries, keys)."""
+    """Return the number of gathered copies per query, with padding of tiles, rounded up; 1 if queries are not gathered.
+
+    block: (queries, keys) of a selected block. most: key blocks in a row of the table. sizes: (queries, keys) of the
+    call.
+    """
     unit = unit_of(block, q_offset)
     if not unit:
         return 1
@@ -53,7 +66,12 @@ def copies_of(block: tuple[int, int], q_offset: int, most: int, sizes: tuple[int
 
 
 class SelectedBlocksOf(torch.nn.Module):
-    """Length-independent sizes. It is a module because a compiled graph has a module's numbers as constants."""
+    """Length-independent sizes of attention over a table of selected blocks.
+
+    A module, because a compiled graph has a module's numbers as constants. block: (queries, keys) of a selected block.
+    unit: queries that are gathered as one unit, 0 if none are. most: key blocks in a row of the table. heads: numbers
+    of tables, query heads and key/value heads.
+    """
 
     def __init__(self, block: tuple[int, int], unit: int, most: int, heads: tuple[int, int, int]) -> None:
         super().__init__()
@@ -63,19 +81,20 @@ class SelectedBlocksOf(torch.nn.Module):
 
     @property
     def sides(self) -> tuple[int, int]:
-        """Sides of the kernel's blocks."""
+        """(queries, keys) of the kernel's blocks."""
         return sides_of_table((self.q_block, self.k_block), self.unit)
 
     @property
     def numbers(self) -> tuple[int, ...]:
-        """All values, as a key by which instances are compared."""
+        """All values as a hashable key: instances with equal keys are equal."""
         return (self.q_block, self.k_block, self.unit, self.most, self.tables, self.heads, self.kv_heads)
 
 
 class Where(NamedTuple):
-    """Offsets of a call: global index of the first head, positions of the first query and key, as tensors.
+    """Offsets of a call as tensors: global index of the first head, positions of the first query and the first key.
 
-    row: index of the first query in its table row. tables: table of each head; empty if they are all tables in order.
+    row: index of the first query in its block of queries. tables: table of selected blocks of each head; empty if head
+    i has table i and there are no other tables.
     """
 
     head: Int64[Tensor, ""]
@@ -99,10 +118,12 @@ def attend_selected(
     kernel_options: str,
     kernel: Kernel,
 ) -> tuple[Float[Tensor, "B H N D"], Float[Tensor, "B H N"]]:
-    """(out in float32 or wider, natural lse) over the pairs that are in selected blocks and that `rest` allows.
+    """Return (out in float32 or wider, natural lse) over the pairs in selected blocks that `rest` also allows.
 
-    rows: selected key blocks, block 0 with the call's first key, of each table row, row 0 with its first query.
-    classes: for rows and blocks of whole tiles, 2 where `rest` allows every pair, else 1; None if not known.
+    of: sizes. rest: mask by global head and positions. where: offsets of the call. rows: for each row, a block of
+    queries, the key blocks that it selects; block 0 has the call's first key, row 0 its first query. Blocks outside the
+    keys are ignored, a block that a row names twice counts once. classes: for rows and blocks of whole tiles, 2 where
+    `rest` allows every pair, else 1; None if not known.
     """
     blocks, tokens, unit = -(-k.shape[2] // of.k_block), q.shape[2], of.unit
     rows = rows.repeat_interleave(q.shape[1] // rows.shape[1], 1).expand(q.shape[0], -1, -1, -1)
@@ -147,7 +168,10 @@ def _tables_of_rows(
     classes: Int32[Tensor, "h R C"] | None,
     columns: int,
 ) -> dict[str, Tensor]:
-    """Block tables of a BlockMask with these rows of whole tiles."""
+    """Return the block tables of a BlockMask in which each row lists the key blocks `rows` where `named` is True.
+
+    classes: 2 for blocks that are full, else 1; None: no block is listed as full. columns: number of key blocks.
+    """
     full = torch.zeros_like(named)
     if classes is not None:
         head = torch.arange(rows.shape[1], device=rows.device)[:, None, None] % classes.shape[0]
@@ -166,10 +190,11 @@ def _tables_of_rows(
 
 
 class Places(NamedTuple):
-    """Places of the (row, selected block) pairs, sorted by block; the pairs of each block begin at a tile.
+    """Places of gathered queries in the kernel's tiles: each place holds one pair of a row and a key block it selects.
 
-    place: place of each pair, -1 for none. pair: pair in each place, -1 for none. block: block of each tile, C for
-    none. begin, number: first tile and number of tiles of each block.
+    A row is a unit of queries. Pairs are sorted by block; the pairs of each block begin at a tile. place: place of each
+    pair, -1 for none. pair: pair in each place, -1 for none. block: key block of each tile, C (the number of blocks)
+    for unused tiles. begin, number: first tile and number of tiles of each block.
     """
 
     place: Int32[Tensor, "B H RW"]
@@ -202,7 +227,7 @@ def _places(block: Int64[Tensor, "B H RW"], named: Bool[Tensor, "B H RW"], block
 
 
 def _tables_of_tiles(of: SelectedBlocksOf, at: Places) -> dict[str, Tensor]:
-    """Block tables in which each tile of places sees the kernel's block that contains its key block."""
+    """Return block tables in which each tile of gathered queries lists the kernel's block with the tile's key block."""
     joined, blocks, tiles = of.sides[1] // of.k_block, at.number.shape[2], at.block.shape[2]
     number = pad(at.number, (0, -blocks % joined)).unflatten(2, (-1, joined)).sum(-1)
     begin = number.cumsum(-1) - number
@@ -237,7 +262,11 @@ def _run(
     position: Callable[[Any, Any, Any], Any] | None = None,
     inside: MaskMod | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """(out, lse) of the kernel. position: position of a gathered query; inside: mask of its selected pairs."""
+    """Run the kernel with these block tables and the mask `rest`; returns (out, natural lse), 0 and -inf without keys.
+
+    position: function that returns the position of a gathered query; None if queries are in order. inside: mask of the
+    pairs of gathered queries with the blocks they are gathered for; None if queries are not gathered.
+    """
 
     def query_at(b, h, query):
         return query + where.query if position is None else position(b, h, query)
@@ -259,9 +288,9 @@ def _run(
 
 
 class _Gathered(torch.autograd.Function):
-    """Gather of rows of x by index, 0 for a negative index.
+    """Gather of rows of x (dim 2) by index, 0 for a negative index; the gradient is a gather too.
 
-    inverse: the results to which each row of x is copied, so that the gradient is a gather, too.
+    inverse: indices of the copies of each row of x in the result, along a last dim; negative for none.
     """
 
     @staticmethod

@@ -1,4 +1,4 @@
-"""Calls with a table of selected blocks: prepares and caches their table-independent parts, eagerly or in a trace."""
+"""Calls with a table of selected blocks: prepares and caches what does not depend on the table's values."""
 
 from __future__ import annotations
 
@@ -30,7 +30,11 @@ _MOST_CLASSES = 1 << 24  # most (row, block) pairs that are classified in advanc
 
 
 class Parts(NamedTuple):
-    """A pattern with a table of selected blocks, as constants of a graph."""
+    """Split of a pattern with a run-time table of selected blocks, as plain values that are constants of a graph.
+
+    leaf: name under which the call passes the table. block: (queries, keys) of a block. most: key blocks in a row of
+    the table. others: JSON of the pattern of other pairs, which are allowed without the table; "" for none.
+    """
 
     leaf: str
     block: tuple[int, int]
@@ -42,7 +46,10 @@ class Parts(NamedTuple):
 
 @graph_constant
 def parts_of(text: str) -> Parts | None:
-    """Split of a pattern into its table and its other pairs; None if it has no such table."""
+    """Split a pattern, given as JSON, into its table of selected blocks and other pairs.
+
+    Returns None if it has no such table or the table cannot be separated from the rest.
+    """
     return _parts_of(text)
 
 
@@ -57,7 +64,7 @@ def _parts_of(text: str) -> Parts | None:
 
 
 def takes_table(parts: Parts, key: Call) -> bool:
-    """True if kernels support the table's blocks and the call's tokens are in order."""
+    """True if kernels support the table's blocks, tokens are in natural order and the first key begins a block."""
     q_block, k_block = parts.block
     in_order = not key.placement and key.rate == 1 and key.k_offset % k_block == 0
     return in_order and unit_of((q_block, k_block), key.q_offset) is not None
@@ -65,7 +72,12 @@ def takes_table(parts: Parts, key: Call) -> bool:
 
 @dataclass(frozen=True, eq=False)
 class Prepared:
-    """Table-independent parts of a call."""
+    """Parts of a call with a table of selected blocks that do not depend on the table's values.
+
+    of: sizes. rest: mask that also applies to pairs in selected blocks. held: holders of the run-time tables that
+    `rest` reads. where: offsets of the call. classes: 2 for each (row, key block) in which `rest` allows every pair,
+    else 1; None if not known. skipped: number of the table's rows before the first query's.
+    """
 
     of: SelectedBlocksOf
     rest: MaskMod
@@ -80,9 +92,11 @@ class Prepared:
 
 
 def prepared(key: Call, device: torch.device, bindings: Sequence[Tensor], *, blank_rest: bool = False) -> Prepared:
-    """Parts of a call that do not depend on its table; cached if its other patterns have no run-time tensors.
+    """Return the parts of a call that do not depend on its table of selected blocks.
 
-    blank_rest: use blank tables in place of the values of these tensors, for a trace.
+    Cached if the rest of the pattern, which also applies to pairs in selected blocks, has no run-time tensors.
+    blank_rest: use placeholders for the values of these tensors, for a trace. Raises TypeError or ValueError if the
+    table does not fit the call.
     """
     selection = selection_in(key)
     assert selection is not None
@@ -115,14 +129,20 @@ def prepared(key: Call, device: torch.device, bindings: Sequence[Tensor], *, bla
 
 
 def _tables_of(key: Call, count: int) -> tuple[int, ...]:
-    """Table of each of this device's heads; empty if these are all tables in order."""
+    """Return the table of each head of this device; empty if head i has table i and there are no other tables.
+
+    count: number of tables of selected blocks, each shared by consecutive heads.
+    """
     heads = range(key.head_offset, key.head_offset + key.num_heads)
     own = tuple(head * count // key.num_heads_global for head in heads)
     return () if own == tuple(range(count)) else own
 
 
 def _classes(key: Call, rule: Pattern, block: tuple[int, int], device: torch.device) -> Tensor | None:
-    """2 for a whole row and block in which every pair is allowed, else 1; None above _MOST_CLASSES entries."""
+    """Return 2 for each row and key block that are whole and whose pairs the rule all allows, else 1: (h, R, C).
+
+    A row is a block of queries. One head (h = 1) if the rule is equal for all. None above _MOST_CLASSES entries.
+    """
     rows, columns = -(-key.num_queries // block[0]), -(-key.num_keys // block[1])
     bound: Bound = key.bound(rule)
     heads = [head + key.head_offset for head in range(key.num_heads)]
@@ -154,7 +174,11 @@ def selected_flex(
     score_mod: ScoreMod | None,
     kernel_options: str,
 ) -> tuple[Tensor, Tensor]:
-    """(out, lse) over the table's pairs, eagerly by a separately compiled function, or under fullgraph=True."""
+    """Return (out in float32 or wider, natural lse) over the pairs in the table's selected blocks.
+
+    Eagerly by a separately compiled function; under torch.compile(fullgraph=True) as part of the graph. bindings: all
+    run-time tensors of the call's pattern, sorted by name. parts: the split of the pattern.
+    """
     table = bindings[parts.names.index(parts.leaf)].to(q.device)
     if torch.compiler.is_compiling():
         found: Prepared = traced("selected", q, k, bindings, key)
@@ -172,7 +196,10 @@ def selected_flex(
 
 
 def _rows_of(table: Int64[Tensor, "*b T R W"], found: Prepared) -> Int64[Tensor, "b t R W"]:
-    """Table rows of the call's queries and heads; block 0 has the call's first key."""
+    """Return the table's rows for the call's queries and heads, with key block 0 at the call's first key.
+
+    table: key blocks that each row, a block of queries, selects. t tables: T, or one for each head.
+    """
     rows = (table if table.dim() == 4 else table[None])[:, :, found.skipped :].long()
     own = found.where.tables
     rows = rows[:, list(own)] if own else rows
@@ -196,7 +223,11 @@ MAKERS["selected"] = lambda key, q, bindings: prepared(key, q.device, bindings, 
 def _held_rows(
     q: Tensor, k: Tensor, bindings: list[Tensor], constants: str, q_offset: int, k_offset: int
 ) -> list[Tensor]:
-    """Rows of the other run-time tables of the pattern, for these values."""
+    """Return the rows of the pattern's other run-time tables, which also apply to pairs in selected blocks.
+
+    An op, so that a compiled graph computes them from the values of each run. constants, q_offset, k_offset:
+    `Call.arguments`.
+    """
     key = Call.of(q, k, constants, q_offset, k_offset)
     return [held.rows.clone() for held in prepared(key, q.device, bindings).held]
 

@@ -1,7 +1,8 @@
 """Gathers between tokens of a tensor and slots of a term, by index arithmetic or by an index tensor.
 
-A token has at most one slot in a term, so the gradient of a gather is the gather by the inverse, never a scatter.
-Plain torch throughout, for inductor to fuse. Numbers of a pattern are graph constants; lengths are dynamic.
+A term is the part of a plan that one kernel computes; its slots are its numbered places for tokens. A token has at most
+one slot in a term, so the gradient of a gather is the gather by the inverse, never a scatter. Plain torch throughout,
+for inductor to fuse. Numbers of a pattern are graph constants; lengths are dynamic.
 """
 
 from __future__ import annotations
@@ -26,11 +27,13 @@ _Numbers = tuple[int, ...]
 
 
 class Rows(NamedTuple):
-    """Index tensors of a side.
+    """Index tensors between one side (queries or keys) of a term and a tensor; None where not needed.
 
-    heads: query head of each term head. places: term head of each query head, -1 for none. Both None if the term has
-    all query heads in order. offsets: each term head's offset in a segment, for kind "segments". listed: token of each
-    slot. inverse: slot of each token of every query head. Both are for kind "index", with -1 for none.
+    A term is the part of a plan that one kernel computes; its slots are its numbered places for tokens. heads: query
+    head of each head of the term. places: head of the term of each query head, -1 for none. Both are None if the term
+    has all query heads in order. offsets: each term head's first token in a segment, for kind "segments" of `Slots`.
+    listed: token in each slot; inverse: slot of each token of every query head; both are for kind "index", with -1 for
+    none.
     """
 
     heads: Int32[Tensor, " H"] | None = None
@@ -45,10 +48,12 @@ class Rows(NamedTuple):
 
 
 class Slots(torch.nn.Module):
-    """Gather of one side of a term. It is a module because a compiled graph has a module's numbers as constants.
+    """Rule that gathers one side (queries or keys) of a term into slots, its numbered places for tokens.
 
-    kind: "all", slot i is token i; "heads", slot i is token i of some heads; "segments", by the arithmetic of `Padded`;
-    "index", by index tensors. numbers: (groups, step, segment, width), or (groups,) except for "segments".
+    A module, because a compiled graph has a module's numbers as constants. kind: "all", slot i is token i; "heads",
+    slot i is token i of some heads; "segments", by the arithmetic of `Padded`; "index", by index tensors. numbers:
+    (groups, step, segment, width), or (groups,) except for "segments"; `groups` consecutive heads of the term read one
+    head of the tensor.
     """
 
     def __init__(self, kind: str, *numbers: int) -> None:
@@ -56,9 +61,9 @@ class Slots(torch.nn.Module):
         self.kind, self.numbers = kind, numbers
 
     def take(self, x: Shaped[Tensor, "B X N ..."], rows: Rows, start: int, slots: int) -> Shaped[Tensor, "B H S ..."]:
-        """Gather slots from tokens; padding slots are 0.
+        """Gather the tokens of x into the slots of a term: X heads, N tokens to H heads of S slots; empty slots are 0.
 
-        start: token at which segment 0 begins. slots: number of slots, for kind "segments".
+        rows: index tensors. start: token at which segment 0 begins. slots: number of slots, for kind "segments".
         """
         if self.kind == "index":
             assert rows.listed is not None
@@ -68,12 +73,16 @@ class Slots(torch.nn.Module):
         return x if self.kind == "all" else moved(x, True, self.kind, self.numbers, start, slots, 0.0, *rows)
 
     def put(self, x: Shaped[Tensor, "B H S ..."], rows: Rows, start: int, tokens: int, empty: float) -> Tensor:
-        """Gather `tokens` tokens of every query head from slots; tokens without a slot are `empty`."""
+        """Gather slots back into tokens, inverse to `take`: (B, query heads, tokens, ...).
+
+        rows: index tensors. start: token at which segment 0 begins. tokens: number of tokens. Tokens without a slot,
+        and heads that the term does not have, are filled with `empty`.
+        """
         return x if self.kind == "all" else moved(x, False, self.kind, self.numbers, start, tokens, empty, *rows)
 
 
 class Side(NamedTuple):
-    """Gather of one side of a term: arithmetic, index tensors, and the token at which segment 0 begins."""
+    """Gather of one side (queries or keys) of a term: rule, index tensors and the token at which segment 0 begins."""
 
     slots: Slots
     rows: Rows
@@ -82,7 +91,10 @@ class Side(NamedTuple):
 
 @dataclass(frozen=True)
 class _At:
-    """Index maps between slots and tokens of one side; `groups` consecutive heads of a term read one tensor head."""
+    """Index maps between slots of one side of a term and tokens of a tensor; fields as in `Slots`, `Rows` and `Side`.
+
+    The first of `numbers` is the number of consecutive heads of the term that read one head of the tensor.
+    """
 
     kind: str
     numbers: _Numbers
@@ -90,7 +102,7 @@ class _At:
     rows: Rows
 
     def tokens(self, head: Tensor, slot: Tensor) -> tuple[Tensor, Tensor | None]:
-        """(token of each slot of each head, mask of slots with a token; None for all)."""
+        """Return (token in each slot of each head, mask of the slots that hold a token; None if all do)."""
         if self.kind == "heads":
             return slot, None
         if self.kind == "index":
@@ -102,7 +114,7 @@ class _At:
         return self.start + slot // width * segment + place, place < segment
 
     def slots(self, head: Tensor, token: Tensor) -> tuple[Tensor, Tensor | None]:
-        """(slot of each token of every query head, mask of tokens with a slot; None for all)."""
+        """Return (slot of each token of every query head, mask of the tokens that have a slot; None if all do)."""
         if self.kind == "heads":
             return token, None
         if self.kind == "index":
@@ -116,13 +128,13 @@ class _At:
         return ahead // segment * width + place // step, active
 
     def source(self, head: Tensor) -> Tensor:
-        """Tensor head that each term head reads."""
+        """Return the head of the tensor that each head of the term reads."""
         groups = self.numbers[0]
         head = head if self.rows.heads is None else self.rows.heads[head]
         return head if groups == 1 else head // groups
 
     def place(self, head: Tensor) -> tuple[Tensor, Tensor | None]:
-        """(term head of each query head, mask of query heads in the term; None for all)."""
+        """Return (the term's head for each query head, mask of the query heads in the term; None if all are)."""
         if self.rows.places is None:
             return head, None
         place = self.rows.places[head]
@@ -130,7 +142,7 @@ class _At:
 
 
 def _grid(x: Tensor, heads: int, length: int, begin: int) -> tuple[Tensor, Tensor]:
-    """(heads of shape (heads, 1), indices of shape (length,)).
+    """Return (0 to heads - 1 of shape (heads, 1), 0 to length - 1 of shape (length,)), for any `begin`.
 
     The forward passes begin=0 and the backward 1: equal expressions would be merged in the joint graph, saved to memory
     and read again, where arithmetic in registers is cheaper.
@@ -172,7 +184,10 @@ def _read(x: Tensor, head: Tensor, index: Tensor, there: Tensor | None, empty: f
 
 
 class _Moved(torch.autograd.Function):
-    """Gather of slots from tokens, or of tokens from slots; the gradient is the inverse gather."""
+    """Gather of a term's slots from a tensor's tokens, or without `to_slots` of the tokens from the slots.
+
+    The gradient is the inverse gather. length: number of slots or tokens of the result.
+    """
 
     @staticmethod
     def forward(
@@ -204,9 +219,10 @@ def moved(x, to_slots, kind, numbers, start, length, empty, *rows):
 def sides_of(
     term: Term, plan: Plan, groups: int, placement: Placement | None, device: torch.device
 ) -> tuple[Side, Side]:
-    """(query side, key side) of a term in tensors of all tokens, or of the tokens of a placement.
+    """Return (query side, key side) of a term: how its queries and keys are gathered from q and from k and v.
 
-    `groups` query heads share a key/value head.
+    The tensors hold all tokens, or those of a placement if it is not None. groups: number of query heads for each
+    key/value head.
     """
     num_heads, (num_queries, num_keys) = plan.bound.num_heads, (plan.bound.num_queries, plan.bound.num_keys)
     heads = None if term.heads == tuple(range(num_heads)) else term.heads
@@ -226,7 +242,7 @@ def sides_of(
 
 
 def in_order(given: Layout, device: torch.device) -> Side:
-    """Side that gathers tokens given in this order into natural order."""
+    """Return the gather that brings tokens in the order `given` into natural order."""
     rows = Rows(listed=given.slots(device)[None].int(), inverse=given.positions(device)[None].int())
     return Side(Slots("index", 1), rows, 0)
 
@@ -261,7 +277,11 @@ def _by_index(
     num_tokens: int,
     device: torch.device,
 ) -> Side:
-    """Side by index; index: token of each slot, -1 for none. Heads of a group with equal rows are gathered once."""
+    """Return the gather of one side by index; index: token in each slot, -1 for none.
+
+    heads: query heads of the term, None for all. groups: number of query heads for each head of the tensor. Heads of a
+    group with equal rows of the index are gathered once.
+    """
     alike = index if len(index) == 1 or bool((index != index[:1]).any()) else index[:1]
     if heads is None and groups > 1:
         of_group = alike.unflatten(0, (-1, groups)) if len(alike) > 1 else alike[None]
@@ -299,7 +319,10 @@ def _fixed(x: Tensor) -> None:
 
 
 def _located(positions: Int64[Tensor, "H S"], kv_heads: Sequence[int], placement: Placement) -> Int64[Tensor, "H S"]:
-    """Slot of each position in its head's keys; -1 for positions that are not in the placement."""
+    """Return the token index, in the key tensor of each head, of the key at each position.
+
+    -1 for positions that are not in the placement.
+    """
     found: dict[tuple[int, int], Tensor] = {}
     for row, head in zip(positions, kv_heads, strict=True):
         key = (head, int(row[0]))  # heads of a term differ only in their first position

@@ -17,10 +17,10 @@ from ._slots import moved
 
 
 class Traced:
-    """Store of the objects that compiled graphs use, as attributes: a trace reads the entries of a dict only once.
+    """Namespace for objects that compiled graphs use, as attributes: a trace reads the entries of a dict only once.
 
-    A graph reads its tables from here at every run. The oldest are evicted first; a graph whose program was evicted is
-    traced again.
+    A graph reads its tables from here at every run. The oldest objects are evicted first; a graph whose program was
+    evicted is traced again.
     """
 
 
@@ -28,9 +28,10 @@ _MOST_TRACED = 256
 
 
 def traced_name(what: str, key: Call, bindings: Sequence[Tensor], q: Tensor) -> str:
-    """Attribute name for a call: a string, as a trace does not support tuples here, of all that the object depends on.
+    """Return the name of the attribute of `Traced` for a call's object: text of all that the object depends on.
 
-    Sizes are converted to numbers, as a fake implementation would format a dynamic size as a symbol.
+    A string, because a trace does not support tuples here. what: the kind of object, a key of `MAKERS`. Sizes are
+    converted to numbers, as a fake implementation would format a dynamic size as a symbol.
     """
     shapes = [size for each in bindings for size in (each.dim(), *[int(n) for n in each.shape])]
     sizes = " ".join([f"{each}" for each in (*key[1:7], *key.operands(q), "tensors", *shapes)])
@@ -42,9 +43,10 @@ MAKERS: dict[str, Callable[[Call, Tensor, list[Tensor]], Any]] = {}
 
 
 def traced(what: str, q: Tensor, k: Tensor, bindings: list[Tensor], key: Call) -> Any:
-    """The object that MAKERS[what] builds for a traced call.
+    """Return the object that MAKERS[what] builds for a call, inside a torch.compile trace.
 
-    A trace can read an attribute but not build a plan; the fake implementation of an op runs during tracing and can.
+    A trace can read an attribute but not build a plan; the fake implementation of an op runs during tracing and can
+    build it.
     """
     _prepare(q, k, bindings, what, *key.arguments)
     return getattr(Traced, traced_name(what, key, bindings, q))
@@ -54,7 +56,7 @@ def traced(what: str, q: Tensor, k: Tensor, bindings: list[Tensor], key: Call) -
 def _prepare(
     q: Tensor, k: Tensor, bindings: list[Tensor], what: str, constants: str, q_offset: int, k_offset: int
 ) -> Tensor:
-    """No-op at run time; during tracing its fake implementation stores the object in `Traced`."""
+    """Do nothing at run time; during tracing, the fake implementation builds an object and stores it in `Traced`."""
     return q.new_empty(0)
 
 
@@ -75,7 +77,7 @@ def _(q, k, bindings, what, *arguments):
 
 @cache
 def let_trace() -> None:
-    """Put `moved` and `gathered` into graphs untraced; call it before a graph is traced.
+    """Make torch.compile put `moved` and `gathered` into graphs without tracing into them; call it before a trace.
 
     Tracing into their autograd.Function fails if subgraphs of kernels follow. Not done at import, as it imports the
     whole compiler.
