@@ -1,4 +1,7 @@
-"""Choice of the engine for a call, and the reasons that an engine cannot serve one. No silent fallback."""
+"""Choice of the engine that computes a call of `attend`, and the reasons for which an engine cannot.
+
+A named engine that cannot serve a call raises ValueError; only the default may be replaced, by "portable".
+"""
 
 from __future__ import annotations
 
@@ -36,10 +39,12 @@ def choose_engine(
     return_lse: bool,
     sides: tuple[int, ...] = (),
 ) -> str:
-    """The engine for a call: `engine`, or by default tiles on CPU, flex elsewhere, and portable for what they lack.
+    """Return the name of the engine that computes a call of `attend` with these arguments.
 
-    first: global index of the first head, positions of the first query and key. sides: requested block sides, if any.
-    Raises ValueError if the engine cannot serve the call, and names an engine that can.
+    engine: the caller's choice. None: "tiles" on CPU, "flex" elsewhere, and "portable" for calls that these cannot
+    serve, except while torch.compile traces. For meta tensors the result is always "tiles".
+    first: (global index of head 0, position of query 0, position of key 0). sides: requested block sides in tokens,
+    () for none. Raises ValueError if the engine cannot serve the call; the text names an engine that can.
     """
     check_engine(engine)
     if q.is_meta:
@@ -71,7 +76,7 @@ def choose_engine(
 
 @lru_cache(maxsize=4096)
 def _tell(line: str) -> None:
-    """Log each distinct line once: every layer of every step would repeat it."""
+    """Log a line at level DEBUG the first time it is passed; every layer of every training step would repeat it."""
     log.debug(line)
 
 
@@ -81,14 +86,17 @@ def _call_text(q: Tensor, k: Tensor, pattern: Pattern | Mixture) -> str:
 
 
 def _others(sinks: Tensor | None, score_mod: ScoreMod | None, q: Tensor, first: tuple[int, int, int]) -> list[Tensor]:
-    """Further tensors through which a derivative may pass: sinks, and the result of score_mod."""
+    """Tensors other than q, k and v that may carry a derivative: sinks, and the result of score_mod for one pair."""
     found = [] if sinks is None else [sinks]
     return found if score_mod is None else [*found, probe(score_mod, q, *first)]
 
 
 @own_op("flexdilated::flex")
 def check_transforms(inputs: list[Tensor]) -> Tensor:
-    """No-op that, as every op here, refuses forward-mode and torch.func derivatives, also in a trace."""
+    """Raise ValueError if an input is mapped by vmap or carries a forward-mode or torch.func derivative.
+
+    It is an op so that it also runs in a trace; it returns an empty tensor.
+    """
     return inputs[0].new_empty(0)
 
 

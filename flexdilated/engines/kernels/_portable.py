@@ -1,4 +1,4 @@
-"""The portable kernel: FlexAttention's function in plain torch operations, with all gradients, on any device.
+"""The kernel of engine "portable": `flex_attention` in plain torch operations, with all gradients, on any device.
 
 Each row of query blocks is a batch of matrix products with its key blocks and a softmax. Chunks of rows bound the
 scores that exist at one time; the backward computes them again, so memory is linear in tokens.
@@ -40,10 +40,12 @@ def portable_attention(
     return_aux: AuxRequest | None = None,
     kernel_options: object = None,
 ) -> Float[Tensor, "B H N E"] | tuple[Float[Tensor, "B H N E"], AuxOutput]:
-    """As `flex_attention`: the output, and the natural lse if it is requested.
+    """Attention with the arguments and results of torch's `flex_attention`, in plain torch operations.
 
-    Scores and sums are in float32 or wider. Gradients reach q, k, v and every tensor that score_mod captures.
-    kernel_options: ignored, as they are of Triton's kernels.
+    Returns the output (B, H, N, E) in the dtype of q or, if return_aux is not None, (output, AuxOutput) with the
+    natural lse (B, H, N) in float32 or wider. A query without keys has output 0 and lse -inf. Gradients reach q, k, v
+    and every tensor that score_mod captures. G may be a divisor of H, also without enable_gqa, which is ignored.
+    kernel_options are for Triton's kernels and ignored, too.
     """
     captured = [] if score_mod is None else _captured(score_mod, q)
     with torch.autocast(q.device.type, enabled=False):
@@ -52,7 +54,10 @@ def portable_attention(
 
 
 class _Captured(TorchFunctionMode):
-    """Collects tensors that require a gradient and that functions take from outside."""
+    """Mode that collects the tensors that a function reads, requires a gradient for, and did not make itself.
+
+    `found` maps the id of each such tensor to the tensor.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -70,7 +75,7 @@ class _Captured(TorchFunctionMode):
 
 
 def _captured(score_mod: ScoreMod, q: Tensor) -> list[Tensor]:
-    """Tensors with a gradient that score_mod captures."""
+    """Tensors that require a gradient and that score_mod reads but does not get; [] if autograd is off."""
     if not torch.is_grad_enabled():
         return []
     with _Captured() as captured:
@@ -80,11 +85,12 @@ def _captured(score_mod: ScoreMod, q: Tensor) -> list[Tensor]:
 
 @dataclass(frozen=True, eq=False)
 class _Chunk:
-    """Problems with equally long lists.
+    """Attention problems that are computed at once: a problem is one query block over its L listed key blocks.
 
-    problem: index of the query block in (batch, heads, rows). block: indices of key blocks in (batch, key/value heads,
-    blocks). hidden: pairs that are not allowed, of each problem (y = x) or of all (y = 1); None if all are allowed.
-    places: batch entry, head, slots of queries and keys.
+    t block lists of equal length are each used by x problems, one for each batch entry and head that shares the list.
+    problem: index of the query block in the flattened (batch, heads, block rows). block: indices of key blocks in the
+    flattened (batch, key/value heads, blocks). hidden: True for pairs that are not allowed, of each problem (y = x) or
+    alike for all (y = 1); None if all are allowed. places: (batch entry, head, queries, keys) of the problems.
     """
 
     problem: Int64[Tensor, "x t"]
@@ -93,7 +99,11 @@ class _Chunk:
     places: tuple[Int64[Tensor, "x t"], Int64[Tensor, "x t"], Int64[Tensor, "t Q"], Int64[Tensor, "t LK"]]
 
     def asked(self) -> tuple[Tensor, Tensor, Int32[Tensor, "y t Q"], Int32[Tensor, "y t Q LK"]]:
-        """`places` in which a hidden pair is replaced by an allowed pair of its row, or of another row of its list."""
+        """Return the arguments (b, h, q_idx, k_idx) with which score_mod is called for each pair of the chunk.
+
+        score_mod may fail for pairs that are not allowed. Each is replaced by an allowed pair of its query or, for a
+        query without keys, of the first query in the block that has one.
+        """
         b, h, q, k = (x.int() for x in self.places)
         q, k = q[None], k[None, :, None].expand(-1, -1, q.shape[1], -1)
         if self.hidden is None:
@@ -108,7 +118,10 @@ class _Chunk:
 
 @dataclass(frozen=True, eq=False)
 class _Problems:
-    """Block lists of a mask for tensors of these sizes; a list has its partial blocks first, then its full ones."""
+    """Block lists of a BlockMask, one for each block row of its batch entries and heads, and the sizes of q and k.
+
+    columns: key blocks of each list, first `partial` blocks with a mask, then full ones, `count` in all; padded.
+    """
 
     mask: BlockMask
     columns: Int64[Tensor, "T W"]
@@ -140,7 +153,7 @@ class _Problems:
         return _blocks(x, self.sides[1])
 
     def chunks(self) -> Iterator[_Chunk]:
-        """Yield all problems with a key block, the longest lists first."""
+        """Yield chunks that together have every query block with a non-empty list, the longest lists first."""
         device, (batch, heads, groups, queries, keys) = self.count.device, self.sizes
         side, k_side = self.sides
         own_batch, own_heads, rows = self.mask.kv_num_blocks.shape
@@ -176,7 +189,10 @@ class _Problems:
     def _hidden(
         self, partial: Int64[Tensor, " t"], beyond: Bool[Tensor, "t LK"], b: Tensor, h: Tensor, q: Tensor, k: Tensor
     ) -> Bool[Tensor, "y t _ LK"] | None:
-        """Pairs that the mask hides in partial blocks, or beyond the last entry or key; None if there is none."""
+        """True for pairs that are not allowed: masked ones in partial blocks, and those after the last block or key.
+
+        None if every pair is allowed. The arguments are rows of a `_Chunk`; y is 1 if all its problems agree.
+        """
         masked = int(partial.max()) * self.sides[1]
         if not masked:
             return beyond[None, :, None] if bool(beyond.any()) else None
@@ -189,7 +205,11 @@ class _Problems:
 
 
 class _Attention(torch.autograd.Function):
-    """(out, lse) of the problems, chunk by chunk; the backward computes each chunk's weights again from its lse."""
+    """Autograd function (problems, score_mod, scale, q, k, v, *captured) -> (out, natural lse).
+
+    Chunks bound the scores in memory; the backward recomputes each chunk's weights from the lse. captured: tensors that
+    score_mod reads, which also get gradients.
+    """
 
     @staticmethod
     def forward(
@@ -224,7 +244,10 @@ class _Attention(torch.autograd.Function):
 
 
 class _Final(torch.autograd.Function):
-    """The first `count` tensors, which depend on all of them; a derivative raises RuntimeError."""
+    """Autograd function (count, *tensors) -> copies of the first `count`, whose derivative raises RuntimeError.
+
+    It refuses a second derivative of attention, through any of the tensors.
+    """
 
     @staticmethod
     def forward(ctx: Any, count: int, *tensors: Tensor) -> tuple[Tensor, ...]:
@@ -250,7 +273,7 @@ def _gradients(
     lse: Tensor,
     captured: Sequence[Tensor],
 ) -> tuple[Tensor, ...]:
-    """(dq, dk, dv, gradient of each captured tensor)."""
+    """(dq, dk, dv, gradient of each captured tensor), each in its tensor's dtype; grads: those of out and lse."""
     (grad_out, grad_lse), wide = grads, lse.dtype
     delta = (grad_out.to(wide) * out).sum(-1) - grad_lse
     lse = lse.masked_fill(lse == -torch.inf, torch.inf)  # a row without keys has no weights
@@ -291,7 +314,7 @@ def _scores(
 
 
 def _modified(chunk: _Chunk, scores: Float[Tensor, "x t Q LK"], score_mod: ScoreMod) -> Float[Tensor, "x t Q LK"]:
-    """Apply score_mod to every score, one at a time, as FlexAttention does, but only to allowed pairs."""
+    """Apply score_mod to each score, as FlexAttention does, with the indices of allowed pairs only; see `asked`."""
     b, h, q, k = chunk.asked()
     of_all = None if len(q) < len(b) or len(b) == 1 else 0
     q, k = (q[0], k[0]) if of_all is None else (q, k)
@@ -308,12 +331,12 @@ def _gathered(
 
 
 def _blocks(x: Float[Tensor, "B H N ..."], side: int) -> Float[Tensor, "n side ..."]:
-    """Tokens in blocks, padded with zeros: (batch, heads, blocks) flattened."""
+    """Cut tokens into blocks of `side`, padded with zeros; n is (batch, heads, blocks) flattened."""
     missing = -x.shape[2] % side
     x = pad(x, (0, 0) * (x.dim() - 3) + (0, missing)) if missing else x
     return x.unflatten(2, (-1, side)).flatten(0, 2)
 
 
 def _tokens(x: Float[Tensor, "n side ..."], like: Tensor) -> Float[Tensor, "B H N ..."]:
-    """Inverse of `_blocks`."""
+    """Inverse of `_blocks`: join n blocks to the tokens of a tensor with the first three dims of `like`."""
     return x.unflatten(0, (like.shape[0], like.shape[1], -1)).flatten(2, 3)[:, :, : like.shape[2]]
