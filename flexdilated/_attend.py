@@ -114,12 +114,13 @@ def attend(
     autotune: bool = False,
     return_lse: bool = False,
 ) -> Float[Tensor, "B H N E"] | tuple[Float[Tensor, "B H N E"], Float[Tensor, "B H N"]]:
-    """Attention of q over the pairs of a query and a key that `pattern` allows: exact, and differentiable.
+    """Attention of q over k and v, restricted to the (query, key) pairs that `pattern` allows: exact, differentiable.
 
     Returns the output (B, H, N, E) in the dtype of q or, if return_lse is True, (output, lse). The lse (B, H, N) is the
     natural log of each row's softmax denominator, in float32 (float64 for float64 inputs), and differentiable. A row
-    is one query of one head; a row without keys has output 0 and lse -inf. No N x M matrix of scores is formed, except
-    by engine "reference". Under autocast q, k and v are cast as in `scaled_dot_product_attention`.
+    is one query of one head; a row without keys has output 0 and lse -inf. In a mixture, a pair counts once for each
+    branch that allows it. No N x M matrix of scores is formed, except by engine "reference". Under autocast q, k and v
+    are cast as in `scaled_dot_product_attention`.
 
     If the pattern pads segments with zeros (`masks.longnet(..., padding="zeros")`), each row's softmax includes its
     zero keys; k and v must then be the whole sequence, and q a run of its tokens, at q_offset.
@@ -128,17 +129,18 @@ def attend(
 
     dropout_p: must be 0.
     scale: factor on the scores; 1 / sqrt(D) by default.
-    enable_gqa: G may be a divisor of H; query head h reads key/value head h // (H / G).
+    enable_gqa: True allows G to be a divisor of H; query head h reads key/value head h // (H / G).
     score_mod: a plain function (score, b, h, q_idx, k_idx) -> score, applied to each scaled score, as in
         FlexAttention. h is a global head; q_idx and k_idx are positions, with any offsets and layout.
     sinks: a logit for each head of q, of any float dtype: adds exp(sink), with value 0, to the softmax denominator of
         every row. A row without keys then has output 0, and its sink as lse.
-    bindings: run-time tensors that the pattern names and does not carry, such as {"documents": ids}.
+    bindings: values of the run-time tensors that the pattern only names, such as {"documents": ids}.
     q_offset: position of query 0, for queries that follow earlier tokens. None is 0, and raises ValueError for fewer
         queries than keys under a causal pattern.
     k_offset: position of key 0, for keys that are not the first of their sequence. Either offset may be an integer
         tensor of shape (), which is read on the host at every call; a number needs no such read.
     head_offset, num_heads_global: index of head 0 among all heads, and their number, for heads on several devices.
+        None is head_offset + H.
     layout: order of the tokens in q, k, v and the output, from `masks.layout`. None: by position.
     engine: "tiles" (on CPU any pattern; on CUDA only branches that are dense or causal), "flex" (accelerators; on CPU
         only inference with one set pattern), "portable" (any device, eagerly), "flash" (the package flash-attn-4 on
@@ -183,7 +185,7 @@ def attend(
     how: dict[str, Any] = {"first": call.first, "return_lse": needs_lse, "sides": call.block_size}
     chosen = choose_engine(engine, q, k, v, pattern, score_mod=score_mod, sinks=sinks, **how)
     if tensors and chosen != "reference" and is_transformed():
-        check_transforms(tensors)  # torch finds no mapped tensor in the optional lists of attention's ops
+        check_transforms(tensors)  # torch does not look for vmapped tensors in optional lists
     given = check_kernel_options(kernel_options, (engine or "flex") if q.is_meta else chosen)
     if require_bool("autotune", autotune) and not torch.compiler.is_compiling() and not q.is_meta:
         measure_call(call, q, k, v, engine=chosen, has_bindings=bool(tensors))
@@ -243,7 +245,7 @@ def autocast_dtype(device: torch.device) -> torch.dtype | None:
 
 @graph_constant
 def _knows_autocast(kind: str) -> bool:
-    """True if autocast is available on devices of this kind, such as "cuda". torch 2.11 cannot trace the check."""
+    """True if devices of this kind, such as "cuda", have autocast; a graph constant, as torch 2.11 cannot trace it."""
     return torch.amp.is_autocast_available(kind)
 
 

@@ -17,7 +17,7 @@ from .masks.core import device_kind
 from .masks.plan_cache import debug_wanted, in_line, log
 
 ENGINES = ("flex", "flash", "tiles", "portable", "reference")
-_MIN_FLEX_HEAD_DIM = 16  # FlexAttention's Triton kernels
+_MIN_FLEX_HEAD_DIM = 16  # of FlexAttention's Triton kernels
 
 
 def check_engine(engine: object) -> None:
@@ -76,7 +76,7 @@ def choose_engine(
 
 @lru_cache(maxsize=4096)
 def _tell(line: str) -> None:
-    """Log a line at level DEBUG the first time it is passed; every layer of every training step would repeat it."""
+    """Log a line at level DEBUG, but only once: otherwise every layer of every training step would repeat it."""
     log.debug(line)
 
 
@@ -131,8 +131,8 @@ def _flash_cannot(
     if score_mod is not None and _has_gradient(score_mod, q, first):  # torch refuses it even if no gradient is needed
         return "flash takes no score_mod of tensors that require a gradient: detach them, or engine='flex' serves it"
     recorded = [torch.is_grad_enabled() and x.requires_grad for x in (q, k, v)]
-    if any(recorded) and not recorded[0]:  # torch eliminates the backward kernel with the unused gradient of q
-        return "flash has gradients of k and v only where q wants one: q.requires_grad_(), or engine='flex' serves it"
+    if any(recorded) and not recorded[0]:  # torch removes the backward kernel if the gradient of q is unused
+        return "flash has gradients of k and v only if q requires one: call q.requires_grad_(), or write engine='flex'"
     if any(recorded) and _is_deterministic():
         return "torch.use_deterministic_algorithms is on, and flash has no deterministic backward; engine='flex' has"
     return None

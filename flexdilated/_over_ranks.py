@@ -60,7 +60,7 @@ class OverRanks:
         name_of(self.pool)
         if self.schedule == "heads" and not self.codec is self.pool is None:
             raise ValueError(
-                "codec and pool are for keys and values in flight: with schedule='heads' they must be None; got "
+                "with schedule='heads' codec and pool must be None, as they are for 'exchange' and 'ring'; got "
                 f"codec={self.codec!r}, pool={self.pool!r}"
             )
 
@@ -102,8 +102,8 @@ class OverRanks:
     ) -> Float[Tensor, "B H L D"]:
         """Attention of this rank's queries over the keys of all ranks: the output (B, H, L, D).
 
-        All ranks must call it. options: further keywords of `attend`. Raises ValueError for a score_mod unless the
-        schedule is "heads".
+        All ranks must call it. options: further keywords of `attend`, such as scale. Raises ValueError for a score_mod
+        unless the schedule is "heads".
         """
         sharding = self.sharding_of(q.shape[2])
         if self.schedule == "heads":
@@ -123,7 +123,7 @@ class OverRanks:
 
     @property
     def mesh_text(self) -> str:
-        """Size and axis name of the mesh for a repr, such as "mesh=8 ranks of axis 'sp'"."""
+        """Size of the mesh, and name of its axis, if any, for a repr, such as "mesh=8 ranks of axis 'sp'"."""
         named = f" of axis {self.mesh.mesh_dim_names[0]!r}" if self.mesh.mesh_dim_names else ""
         return f"mesh={self.ranks.size} rank{'' if self.ranks.size == 1 else 's'}{named}"
 

@@ -161,11 +161,11 @@ class PlanReport(PlanSize):
     """Result of `plan`: how attention is computed, with its predicted time and memory; `str` returns tables.
 
     engine: name of the device's default engine. useful_pairs: (query, key) pairs that the pattern allows;
-    computed_pairs: those in computed blocks; all_pairs: those of dense attention. Pairs and FLOPs are over all heads
-    and batch entries. block_list_bytes: bytes of the block lists, which stay in the cache. terms: the chosen kernels;
-    options: all ways that were compared; measured: timings, empty unless requested. attention_memory: one call of
-    `attend`. model_memory, checkpointed_memory: a LongNet of `layers` layers with this attention and no vocabulary, in
-    training without and with gradient checkpointing.
+    computed_pairs: those in the blocks that are computed; all_pairs: those of dense attention. Pairs and FLOPs are over
+    all heads and batch entries. block_list_bytes: bytes of the block lists, which stay in the cache. terms: parts of
+    the chosen plan; options: all ways that were compared; measured: timings, empty unless requested. attention_memory:
+    one call of `attend`. model_memory, checkpointed_memory: a LongNet of `layers` layers with this attention and no
+    vocabulary, in training without and with gradient checkpointing.
     """
 
     engine: str
@@ -312,7 +312,7 @@ def plan(
     bound = require_expression(pattern).bind(num_heads=num_heads, num_queries=num_tokens, num_keys=num_tokens)
     if bound.pattern.num_entries() > 1:
         raise ValueError(
-            "a plan is of one batch entry: give a pattern with run-time tensors of one; got those of "
+            "plan takes a pattern of one batch entry: give run-time tensors of one entry; got those of "
             f"{bound.pattern.num_entries()} entries"
         )
     size = PlanSize(
@@ -333,7 +333,7 @@ def plan(
         sharding = Sharding(num_tokens, require_int("ranks", ranks, minimum=1, maximum=MOST_RANKS), order)
         return rank_loads(size.pattern, sharding, size.attention(num_tokens), schedule=schedule, codec=codec)
     if require_bool("measure", measure) and not device_kind(device).on_host:
-        raise ValueError(f"measure times the CPU of this machine; got {device=}")
+        raise ValueError(f"measure=True needs device='cpu', as it times the CPU of this machine; got {device=}")
     return _report(size, bound, measure=measure)
 
 

@@ -60,7 +60,7 @@ class Name:
 
     @property
     def without(self) -> str:
-        """Sentence part for the documentation: the behaviour if torch lacks the name."""
+        """Text for the documentation on the behaviour if torch lacks the name."""
         first = f"`{self.public.replace(':', '.')}`, which is taken where torch has it; else " if self.public else ""
         return self.absent or f"{first}ImportError when {self.error}"
 
@@ -195,7 +195,7 @@ NAMES = {
         "keeps nn.TransformerEncoderLayer from running its own dense kernel",
         probe=_asked_by_encoder_layers,
     ),
-    # Functions by the modules that torch defines them in
+    # Operators in rules that the viewer traces
     "to_copy": Name("torch:ops.aten._to_copy", "converts, in rules that the viewer traces", "the viewer is imported"),
     "unsafe_view": Name(
         "torch:ops.aten._unsafe_view", "reshapes, in rules that the viewer traces", "the viewer is imported"
@@ -211,7 +211,7 @@ def __getattr__(name: str) -> Any:
     return found
 
 
-# Values that change are read at each use.
+# Values that change while a program runs are read at each use.
 
 
 def in_forward_mode() -> bool:
@@ -243,9 +243,9 @@ def timeout_of(backend: object) -> timedelta | None:
 
 
 def graph_constant(function: F) -> F:
-    """Decorator: torch.compile runs `function` while it traces and makes the result a constant of the graph.
+    """Make torch.compile run `function` while it traces, and treat the result as a constant of the graph.
 
-    Arguments and results must be plain values, not tensors. Eagerly the function is unchanged.
+    A decorator: it marks the function in place and returns it. Arguments and results must be plain values, not tensors.
     """
     function._dynamo_marked_constant = True  # type: ignore[attr-defined]
     return function
@@ -264,5 +264,5 @@ class OrdinaryPath(nn.Module):
 
     @property
     def _qkv_same_embed_dim(self) -> bool:
-        """False: the value with which the layer does not take its own dense kernel."""
+        """False, so that the layer does not run its own dense kernel."""
         return False

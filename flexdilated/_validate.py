@@ -48,18 +48,18 @@ OTHER_KEYWORDS = {
     "cache": "write cache.attend(q, k, v), of an fd.KVCache",
     "mesh": "fd.distributed.attend(q, k, v, pattern, mesh=mesh) takes one",
     "need_weights": "attention weights are never formed: return_lse=True gives their denominators",
-    "kernel_options": "flexdilated.attend takes them; engine= and block_size= choose what computes",
-    **dict.fromkeys(("device", "dtype"), "q, k and v say it"),
+    "kernel_options": "only flexdilated.attend takes them; engine= and block_size= choose the kernel",
+    **dict.fromkeys(("device", "dtype"), "q, k and v determine it"),
     **dict.fromkeys(("segment_lengths", "dilation_rates"), "write masks.longnet(segment_lengths, dilation_rates)"),
     "batch_first": "q, k and v are (batch, heads, tokens, head dim)",
-    "deterministic": "torch.use_deterministic_algorithms holds here, too",
+    "deterministic": "it follows torch.use_deterministic_algorithms",
 }
 
 # FlexAttention's kernel options that are determined by block lists, lengths and results of a call.
 _DETERMINED = ("SPARSE_Q_BLOCK_SIZE", "SPARSE_KV_BLOCK_SIZE", "HAS_FULL_BLOCKS", "IS_DIVISIBLE", "GQA_SHARED_HEADS")
 _DETERMINED += ("OUTPUT_LOGSUMEXP", "OUTPUT_MAX", "SM_SCALE", "FORCE_USE_FLEX_ATTENTION")
 
-_MANY_HEADS = 256  # more than models have
+_MANY_HEADS = 256  # more query heads than models have: beyond, heads and tokens may be transposed
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 
@@ -83,7 +83,7 @@ def check_tensors(q: Tensor, k: Tensor, v: Tensor, *, enable_gqa: bool) -> None:
             )
         if tensor.dtype not in _DTYPES:
             whole = not (tensor.is_floating_point() or tensor.is_complex())
-            came = f"{tensor.dtype}: {name}.float(), or the projection of token numbers" if whole else tensor.dtype
+            came = f"{tensor.dtype}: write {name}.float(), or embed and project token ids" if whole else tensor.dtype
             raise TypeError(f"{name} must be float32, bfloat16, float16 or float64; got {came}")
     if not q.dtype == k.dtype == v.dtype:
         dtypes = f"{q.dtype}, {k.dtype} and {v.dtype}"
@@ -91,7 +91,7 @@ def check_tensors(q: Tensor, k: Tensor, v: Tensor, *, enable_gqa: bool) -> None:
     if not q.device == k.device == v.device:
         raise ValueError(f"q, k and v must be on one device; got {q.device}, {k.device} and {v.device}")
     if k.shape[:3] != v.shape[:3]:
-        turned = ": give k as v is, not transposed" if k.shape == v.transpose(-2, -1).shape else ""
+        turned = ": give k in the order of v's dims, not transposed" if k.shape == v.transpose(-2, -1).shape else ""
         rule = "k and v must have one shape, except for the head dim"
         raise ValueError(f"{rule}; got {_shape(k)} and {_shape(v)}{turned}")
     if q.shape[0] != k.shape[0] or q.shape[3] != k.shape[3]:

@@ -21,7 +21,7 @@ _LEAST_SCALE = torch.finfo(torch.float32).tiny  # the kernels keep the scale in 
 _ROWS_OF_LARGE_BLOCKS = 768  # rows from which the backward on CPU has blocks of 256 rows; below, of 64 or 32
 _FLOAT32_BYTES = 8 << 20  # float32 copies that exist at one time: they stay in a CPU cache
 _ENOUGH = 2  # chunks that are run on the meta device: memory does not change after the second
-_OTHERS = {"cuda": _kernel_cuda}  # by family, kernels without masks, with a `forward` and a `backward`
+_OTHERS = {"cuda": _kernel_cuda}  # kernel family -> module with `forward` and `backward`, which take no masks
 _Problem = tuple[Tensor, Tensor, Tensor]
 
 
@@ -82,8 +82,8 @@ class _Folding:
     """Reshape between (B, H, F, ...) and the two leading dims of a kernel, without a copy where strides allow it.
 
     These are (B * F, H) if tokens precede heads in memory (a transposed (B, N, H, D)), if there are fewer key/value
-    heads, and if the folds (segments) of a single batch entry leave some tokens out; otherwise (B * H * F, 1), whose
-    output has each head's tokens contiguous.
+    heads than query heads, or if the folds (segments) of a single batch entry leave some tokens out. Otherwise they are
+    (B * H * F, 1), and each head's tokens are contiguous in the output.
     """
 
     batch: int
@@ -95,7 +95,7 @@ class _Folding:
         grouped = x.k.shape[1] != x.q.shape[1]
         batch, heads, folds = x.q.shape[:3]
         tokens_outermost = heads > 1 and x.q.stride(1) < x.q.stride(3)
-        # Folds that leave tokens over can be flattened with heads only by a copy, but with a batch of 1 as a view.
+        # Folds that leave some tokens out are flattened with the heads by a copy, but with a batch of 1 by a view.
         leave_some = batch == 1 and heads > 1 and folds > 1 and x.q.stride(1) != folds * x.q.stride(2)
         return cls(batch, folds, grouped or tokens_outermost or leave_some)
 
@@ -134,7 +134,7 @@ def _blind(x: Operands, *, is_causal: bool) -> Bool[Tensor, "B H F #Q"] | None:
 
 
 def filled(x: Shaped[Tensor, "*rows"], blind: Bool[Tensor, "..."] | None, value: float = 0.0) -> Tensor:
-    """Fill the queries of x that are True in `blind` with `value`; x has one number or one vector per query."""
+    """Fill queries of x that are True in `blind` with `value`; x has a number or a vector per query. None: no query."""
     if blind is None:
         return x
     return x.masked_fill(blind if blind.dim() == x.dim() else blind.unsqueeze(-1), value)
@@ -149,7 +149,7 @@ def flash_forward(
     is_causal: bool = False,
     mask: Float[Tensor, "#B #H #Q K"] | None = None,
 ) -> tuple[Float[Tensor, "B H Q D"], Float[Tensor, "B H Q"]]:
-    """(out, natural lse) by ATen's flash attention on CPU, or a kernel for the device; lse in float32 or wider.
+    """(out, natural lse) of attention by the ATen kernel for the device of q; lse in float32 or wider.
 
     G may be a divisor of H. is_causal: query i sees keys 0 to i. mask: added to the scores, in the dtype of q or in
     float32, on CPU only; a query with a row of -inf has lse 0, not -inf.

@@ -221,7 +221,7 @@ def _efficient_backward(
 
 
 def _flash_dims(capability: tuple[int, int]) -> int:
-    # For larger head dims its backward needs the shared memory of data-centre devices.
+    # For larger head dims the backward needs the shared memory of data-centre devices.
     return 0 if capability < (8, 0) else 256 if capability == (8, 0) or capability[0] in (9, 10) else 192
 
 

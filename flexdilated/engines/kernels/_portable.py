@@ -54,7 +54,7 @@ def portable_attention(
 
 
 class _Captured(TorchFunctionMode):
-    """Mode that collects the tensors that a function reads, requires a gradient for, and did not make itself.
+    """Torch-function mode that collects tensors with requires_grad that code inside it reads and did not create.
 
     `found` maps the id of each such tensor to the tensor.
     """
@@ -75,7 +75,7 @@ class _Captured(TorchFunctionMode):
 
 
 def _captured(score_mod: ScoreMod, q: Tensor) -> list[Tensor]:
-    """Tensors that require a gradient and that score_mod reads but does not get; [] if autograd is off."""
+    """Tensors with requires_grad that score_mod captures, found by one call of it with zeros; [] if autograd is off."""
     if not torch.is_grad_enabled():
         return []
     with _Captured() as captured:
@@ -197,7 +197,7 @@ class _Problems:
         if not masked:
             return beyond[None, :, None] if bool(beyond.any()) else None
         allowed = self.mask.mask_mod(b[..., None, None], h[..., None, None], q[:, :, None], k[:, None, :masked])
-        allowed = allowed[(None,) * (4 - allowed.dim())]  # a mask that reads neither b nor h is of all problems
+        allowed = allowed[(None,) * (4 - allowed.dim())]  # a mask that reads neither b nor h holds for all problems
         whole = partial[:, None] <= torch.arange(masked, device=partial.device) // self.sides[1]
         hidden = ~(allowed | whole[:, None]) | beyond[:, None, :masked]
         rest = beyond[None, :, None, masked:].expand(*hidden.shape[:1], -1, hidden.shape[2], -1)
@@ -244,9 +244,9 @@ class _Attention(torch.autograd.Function):
 
 
 class _Final(torch.autograd.Function):
-    """Autograd function (count, *tensors) -> copies of the first `count`, whose derivative raises RuntimeError.
+    """Autograd function (count, *tensors) -> copies of the first `count` tensors; its backward raises RuntimeError.
 
-    It refuses a second derivative of attention, through any of the tensors.
+    Applied to the gradients of attention, it refuses a second derivative through any of the tensors.
     """
 
     @staticmethod

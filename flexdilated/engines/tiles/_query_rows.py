@@ -30,26 +30,27 @@ from ._tile_blocks import GATHERED_BYTES
 # n problems: Q queries, g rows each, over L blocks
 
 _MANY_QUERIES = 16  # query block side from which a row of the table is one problem
-_FEW_QUERIES = 16  # queries of a call up to which grouping by key block gains nothing
+_FEW_QUERIES = 16  # number of queries up to which grouping by key block gains nothing
 _FEW_KEYS = 8  # key block side up to which grouping by key block gains nothing
 _READS_OF_A_COPY = 2  # memory accesses per key that is copied into blocks: a read and a write
 _MOST_ROWS = 128  # query rows of a problem
-_PARTS_BYTES = 128 << 20  # partial outputs held until they are merged
+_PARTS_BYTES = 128 << 20  # of the partial outputs that are held until they are merged
 _CELLS = 1 << 18  # pairs evaluated at once
 
 _Blocks = tuple[Tensor, Tensor]  # keys and values: (G, C, K, D) in blocks, or (G, M, D) where few are read
-# (for each head set with these problems, its index per problem; queries, blocks and places of the problems; visibility
-# of each block: 2 all pairs, 1 by the rule, 0 no block; None: all pairs of every block).
+# Problems of equal shape before their masks are evaluated: (index of the head set of each problem, one tensor for each
+# set that shares the other entries; query, block and place as in Problems; for each query and block, 2 if all pairs are
+# visible, 1 if the rule decides, 0 if the query does not select the block; None: all pairs of every block).
 _Calls = tuple[list[Tensor], Tensor, Tensor, Tensor, Tensor | None]
 
 
 @plans
 def selected_rows(key: Call, selection: Selection, bindings: Sequence[Tensor], batch: int) -> list[QueryRows]:
-    """Return the computation of a call with a table of selected blocks: one for each batch entry, or one for all.
+    """Return one QueryRows for each batch entry or, if neither tables nor rules differ between entries, one for all.
 
-    It is one for all `batch` entries if there is one table and one rule (the pattern without the table) for all.
-    bindings: run-time tensors of the call, sorted by name. Raises ValueError for another number of tables than 1 or
-    `batch`.
+    selection: the call's pattern, split into the table of selected blocks and the rule that further restricts its
+    pairs. bindings: run-time tensors of the pattern, sorted by name. batch: number of batch entries. Raises ValueError
+    if the tables or the rule are for another number of entries than 1 or `batch`.
     """
     leaf, rest = selection.leaf, selection.rest
     (table,) = tensors_of(key, leaf, bindings)
@@ -84,7 +85,10 @@ class Problems:
         return picked(x, self.set[:, None] * x.shape[1] + self.query)
 
     def places(self, begin: Int64[Tensor, " n"], index: Int64[Tensor, "n Q"]) -> tuple[Tensor, Tensor | slice]:
-        """(begin + index of each query that is not padding, flattened; the selector of these queries among n * Q)."""
+        """Return (begin[:, None] + index, flattened; selector), both restricted to queries that are not padding.
+
+        The selector indexes the n * Q flattened queries; it is slice(None) if none is padding.
+        """
         place = (begin[:, None] + index).flatten()
         if int(self.place.min()) >= 0:
             return place, slice(None)
@@ -129,7 +133,7 @@ class QueryRows:
     def of(
         cls, key: Call, rule: Pattern, rows: Int64[Tensor, "T R W"], block: tuple[int, int], first: int
     ) -> QueryRows:
-        """Make it from `rows`, the tables of selected blocks of one batch entry, for the heads and tokens of a call.
+        """Make QueryRows from the tables of selected blocks of one batch entry, for the heads and tokens of a call.
 
         rows: key blocks of each query block, ascending, padded with a large number; row 0 is query block `first`.
         Numbers of blocks count from position 0. block: tokens of (a query block, a key block). Raises ValueError if the

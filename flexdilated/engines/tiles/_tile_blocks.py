@@ -45,7 +45,7 @@ class _Portion:
 def forward(
     x: Operands, calls: KernelCalls, *, scale: float
 ) -> tuple[Float[Tensor, "B H F Q D"], Float[Tensor, "B H F Q"]]:
-    """(out, natural lse) of attention over the block lists of `calls`; out in the dtype of q, lse in float32 or wider.
+    """(out, natural lse) of attention under the block mask of `calls`; out in the dtype of q, lse in float32 or wider.
 
     A query without a listed block has output 0 and lse -inf. A query whose listed blocks allow it no key must be 0 in
     x.q; its lse is 0, which the caller must replace by -inf.

@@ -19,8 +19,8 @@ from ...masks.blocks import Blocks, Places, Rule, evaluate
 from ...masks.planning import Term
 from .._operands import Hidden, added, distinct_masks, hidden_slots, random_numbers
 
-# X heads or folds, S slots, n stretches, L slots in a stretch or blocks in a list
-# n problems (a block row of a table each), L blocks in a list, U distinct masks
+# X heads or folds, S slots, n ranges of slots (one for each problem), L slots in a range or blocks in a list
+# E listed blocks, m block lists, U distinct masks
 
 
 @dataclass(frozen=True)
@@ -54,7 +54,7 @@ class Even:
         if self.step == 0:
             x[:, self.start : self.start + self.length].add_(part.sum(1))
             return
-        # Pieces of at most `step` slots at one offset in every stretch do not overlap.
+        # Pieces of at most `step` slots at one offset in every range do not overlap.
         for begin in range(0, self.length, self.step):
             width = min(self.step, self.length - begin)
             piece = Even(self.start + begin, self.step, self.count, width)
@@ -105,7 +105,7 @@ def evenly(starts: list[int] | Tensor, length: int) -> Even | None:
     gaps = begins.diff().unique()
     if len(gaps) > 1 or (len(gaps) and int(gaps) < 0):
         return None
-    # A single stretch has no gap; its length serves as the step.
+    # A single range has no gap; its length serves as the step.
     return Even(int(begins[0]), int(gaps) if len(gaps) else length, len(begins), length)
 
 
@@ -181,7 +181,7 @@ class KernelCalls:
             distinct, which = call.masks.flatten().unique(return_inverse=True)
             tiles = self.masks[distinct]
         which = which.view(call.masks.shape)
-        # Gathered by query row across the blocks of a list: a single copy gives the layout of the mask.
+        # For each query row the blocks of a list are gathered in sequence, so one copy gives the layout of the mask.
         rows = which[:, None] * tiles.shape[1] + torch.arange(call.queries.length)[:, None]
         mask = added(tiles, dtype).flatten(0, 1).index_select(0, rows.flatten()).view(*rows.shape[:2], -1)
         return mask[:, :, : call.keys.length]
@@ -281,9 +281,10 @@ def _sum_by_list(values: Int64[Tensor, " E"], length: Int64[Tensor, " m"]) -> In
 
 
 def _grouped(lists: _Lists, blocks: Blocks, ids: Int64[Tensor, " E"]) -> Iterator[KernelCall]:
-    """Yield calls that together contain every list; a call has lists of one table and equal sizes.
+    """Yield kernel calls that together compute all block lists; each batches lists of one table and of equal sizes.
 
-    First come groups with equal masks, which share one mask tensor, if they are worth a call; then all other lists.
+    A list is the key blocks of one block row. First come groups with equal masks, which share one mask tensor, if they
+    are large enough for a call of their own; then all other lists. ids: mask index of each listed block.
     """
     shape = [lists.table, lists.num_queries, lists.length, lists.num_keys, lists.masked.long()]
     left = torch.arange(len(lists.row))

@@ -26,16 +26,16 @@ from ..kernels._kernel import Operands
 from . import _tile_blocks
 from ._tile_calls import KernelCalls, plan_calls
 
-# B batch, H query heads, G key/value heads, N queries, M keys, D head dim; b of the batch entries
+# B batch, H query heads, G key/value heads, N queries, M keys, D head dim; b some of the batch entries
 
 
 @dataclass(frozen=True, eq=False)
 class Step:
     """Executable form of one term of a plan (a part of the mask that one kernel computes).
 
-    queries, keys: gather and scatter of the term's tokens. calls: kernel calls of its block list; None for a term that
-    is dense or causal. hidden: queries without a key and keys without a query in the term. fresh: True if no earlier
-    step writes to the same rows of the output.
+    queries, keys: gather and scatter of the term's tokens. calls: kernel calls of its block list; None for a term
+    without one, such as a causal term. hidden: queries without a key and keys without a query in the term. fresh: True
+    if no earlier step writes to the same rows of the output.
     """
 
     term: Term
@@ -210,7 +210,7 @@ def _step(term: Term, queries: Side, keys: Side, block_size: tuple[int, ...], fr
 
 
 def _in_order(laid_out: list[tuple[Side, Side, Term]], bound: Bound) -> list[tuple[Side, Side, Term]]:
-    """Sort terms over every query first, so that the sum can start from their result; then by keys, to share copies."""
+    """Sort terms: first those with every query, whose result can start the sum; then by keys, to share copies."""
     seen: dict[Side, int] = {}
     places = [seen.setdefault(keys, len(seen)) for _, keys, _ in laid_out]
 
@@ -305,5 +305,5 @@ def as_given(x: Tensor, like: Tensor) -> Tensor:
     """Return x in the dtype and memory format of `like`, as the op's fake implementation declares; copy if needed."""
     strides = torch.empty_like(like, device="meta").stride()
     lies = all(size == 1 or has == wants for size, has, wants in zip(x.shape, x.stride(), strides, strict=True))
-    # A kernel's stride of a dim of size 1 may be any number.
+    # A kernel may return any stride for a dim of size 1.
     return x.as_strided(x.shape, strides) if lies and x.dtype == like.dtype else torch.empty_like(like).copy_(x)
