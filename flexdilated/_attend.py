@@ -213,8 +213,8 @@ def planned_call(
 ) -> tuple[Call, list[Tensor], float]:
     """Check the arguments of `attend`; return (pattern and sizes as plain values, run-time tensors, softmax scale).
 
-    The run-time tensors are those of the pattern, carried or in `bindings`, ordered by name. where: q_offset, k_offset,
-    head_offset and num_heads_global. q, k and all arguments: as in `attend`.
+    The run-time tensors, which the pattern carries or `bindings` holds, are ordered by name. where: q_offset, k_offset,
+    head_offset and num_heads_global. All arguments: as in `attend`.
     """
     heads = check_sizes(pattern, q, **where)
     check_layout(layout, q, k)

@@ -60,7 +60,7 @@ class OverRanks:
         name_of(self.pool)
         if self.schedule == "heads" and not self.codec is self.pool is None:
             raise ValueError(
-                "with schedule='heads' codec and pool must be None, as they are for 'exchange' and 'ring'; got "
+                "codec and pool apply to the schedules 'exchange' and 'ring': with 'heads' leave them None; got "
                 f"codec={self.codec!r}, pool={self.pool!r}"
             )
 

@@ -161,7 +161,7 @@ class PlanReport(PlanSize):
     """Result of `plan`: how attention is computed, with its predicted time and memory; `str` returns tables.
 
     engine: name of the device's default engine. useful_pairs: (query, key) pairs that the pattern allows;
-    computed_pairs: those in the blocks that are computed; all_pairs: those of dense attention. Pairs and FLOPs are over
+    computed_pairs: pairs in the blocks that are computed; all_pairs: pairs of dense attention. Pairs and FLOPs are over
     all heads and batch entries. block_list_bytes: bytes of the block lists, which stay in the cache. terms: parts of
     the chosen plan; options: all ways that were compared; measured: timings, empty unless requested. attention_memory:
     one call of `attend`. model_memory, checkpointed_memory: a LongNet of `layers` layers with this attention and no
@@ -299,7 +299,7 @@ def plan(
         1.0
 
     Raises ValueError or TypeError for sizes that do not fit together or do not fit the pattern, for a pattern that
-    lacks run-time tensors or has those of several batch entries, for more blocks than can be listed, and for arguments
+    lacks run-time tensors or has them for several batch entries, for more blocks than can be listed, and for arguments
     that have no effect together.
     """
     one = {"device": not device_kind(device).on_host, "layers": layers != 12, "measure": measure}
@@ -312,7 +312,7 @@ def plan(
     bound = require_expression(pattern).bind(num_heads=num_heads, num_queries=num_tokens, num_keys=num_tokens)
     if bound.pattern.num_entries() > 1:
         raise ValueError(
-            "plan takes a pattern of one batch entry: give run-time tensors of one entry; got those of "
+            "plan takes a pattern of one batch entry: give run-time tensors of one entry; got "
             f"{bound.pattern.num_entries()} entries"
         )
     size = PlanSize(

@@ -29,8 +29,8 @@ _Problem = tuple[Tensor, Tensor, Tensor]
 class Operands:
     """Queries, keys and values of attention problems, one for each batch entry, query head and fold.
 
-    A fold is one of several equally shaped segments of a sequence. G equals H; if there is one fold, G may be a divisor
-    of H. visible: True for keys that may be attended to, on CPU only; other keys must hold 0. None: all keys.
+    A fold is one of several equally shaped segments of a sequence. G equals H or, for a single fold, is a divisor of H.
+    visible: True for keys that may be attended to, on CPU only; other keys must hold 0. None: all keys.
     """
 
     q: Float[Tensor, "B H F Q D"]

@@ -50,9 +50,9 @@ class Kernel:
 
 
 def choose(dtype: torch.dtype, head_dim: int, num_keys: int, device: torch.device) -> Kernel:
-    """Return the preferred kernel among those that support this dtype, head dim and number of keys on the device.
+    """Return the preferred kernel that supports this dtype, head dim and number of keys on the device.
 
-    The kernel must also be enabled in torch (see torch.nn.attention.sdpa_kernel). Raises ValueError if there is none.
+    It must also be enabled in torch (see torch.nn.attention.sdpa_kernel). Raises ValueError if no kernel qualifies.
     """
     capability = torch.cuda.get_device_capability(device)
     for kernel in _preferred(capability):

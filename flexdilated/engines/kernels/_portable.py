@@ -273,7 +273,7 @@ def _gradients(
     lse: Tensor,
     captured: Sequence[Tensor],
 ) -> tuple[Tensor, ...]:
-    """(dq, dk, dv, gradient of each captured tensor), each in its tensor's dtype; grads: those of out and lse."""
+    """(dq, dk, dv, gradient of each captured tensor), each in its tensor's dtype; grads: gradients of out, lse."""
     (grad_out, grad_lse), wide = grads, lse.dtype
     delta = (grad_out.to(wide) * out).sum(-1) - grad_lse
     lse = lse.masked_fill(lse == -torch.inf, torch.inf)  # a row without keys has no weights

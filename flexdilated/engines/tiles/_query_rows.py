@@ -116,7 +116,7 @@ class Problems:
 class QueryRows:
     """Attention in which a table lists the key blocks of each block of queries, for one batch entry or equal entries.
 
-    A pair is allowed if the table lists its key block and `rule`, the rest of the pattern, allows the pair.
+    A pair is allowed if the table lists its key block and `rule`, the pattern without the table, allows the pair.
     key: sizes of the call. block: tokens of (a query block, a key block). column[t, r, w]: entry w of row r of table t,
     a key block, or -1 for none or where `rule` allows no pair; full[t, r, w]: True if `rule` allows all its pairs. Row
     0 is the block of the call's first query, key block 0 begins with the call's first key. Heads share a table in

@@ -71,7 +71,7 @@ def backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """(dq, dk, dv) of `forward` in the dtype of lse, float32 or wider, shaped as q, k and v.
 
-    out and lse may be those of a softmax over more keys. lse must be +inf, not -inf, for a query without keys.
+    out and lse may belong to a softmax over more keys. lse must be +inf, not -inf, for a query without keys.
     """
     q, k, v = x.q, _padded(x.k, calls.key_slots), _padded(x.v, calls.key_slots)
     dq = (torch.empty_like if calls.complete else torch.zeros_like)(q, dtype=lse.dtype)
