@@ -72,7 +72,7 @@ profile_process()
 
 
 def __getattr__(name: str) -> Any:
-    """Import `convert`, `distributed`, `integrations`, `testing` or `viewer` on first access."""
+    """Import `convert`, `distributed`, `integrations`, `testing` or `viewer` on first access; else AttributeError."""
     if name == "convert":
         return import_module(".integrations.convert", __name__).convert
     if name in ("distributed", "integrations", "testing", "viewer"):
@@ -81,7 +81,7 @@ def __getattr__(name: str) -> Any:
 
 
 def _elsewhere() -> dict[str, str]:
-    """What to write for names that callers may look for here: the submodule that has it, or this library's name."""
+    """Map names that callers may look for in `flexdilated` to the text to write after "fd." instead."""
     found = {name: f"masks.{name}" for name in masks.__all__}
     found |= {name: f"masks.recipes.{name}" for name in masks.recipes.__all__}
     found |= dict.fromkeys(("attention", "flex_attention", "scaled_dot_product_attention", "sdpa"), "attend")

@@ -1,4 +1,4 @@
-"""`python -m flexdilated`."""
+"""Entry point of `python -m flexdilated`: runs the command line and exits with its status."""
 
 import sys
 

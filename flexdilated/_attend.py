@@ -1,4 +1,4 @@
-"""attend: validate, plan, choose the engine."""
+"""The function `attend`: checks its arguments, chooses the engine and runs the call."""
 
 from __future__ import annotations
 
@@ -114,43 +114,47 @@ def attend(
     autotune: bool = False,
     return_lse: bool = False,
 ) -> Float[Tensor, "B H N E"] | tuple[Float[Tensor, "B H N E"], Float[Tensor, "B H N"]]:
-    """Attention over the pairs that `pattern` allows: exact, differentiable, without an N x M matrix.
+    """Attention of q over k and v, restricted to the (query, key) pairs that `pattern` allows: exact, differentiable.
 
-    If the pattern pads with zeros (`masks.longnet`), each row's softmax includes its zero keys; then k and v must be
-    the whole sequence, and q tokens of it.
+    Returns the output (B, H, N, E) in the dtype of q or, if return_lse is True, (output, lse). The lse (B, H, N) is the
+    natural log of each row's softmax denominator, in float32 (float64 for float64 inputs), and differentiable. A row
+    is one query of one head; a row without keys has output 0 and lse -inf. In a mixture, a pair counts once for each
+    branch that allows it. No N x M matrix of scores is formed, except by engine "reference". Under autocast q, k and v
+    are cast as in `scaled_dot_product_attention`.
 
-    A row without keys has output 0 and lse -inf. The lse is the natural log of the softmax denominator, in
-    float32 (float64 for float64 inputs), and differentiable. Under autocast q, k and v are cast as in
-    `scaled_dot_product_attention`.
+    If the pattern pads segments with zeros (`masks.longnet(..., padding="zeros")`), each row's softmax includes its
+    zero keys; k and v must then be the whole sequence, and q a run of its tokens, at q_offset.
 
     v may have another head dim E than q and k. Engines "tiles" and "flash" then pad to the wider one.
 
     dropout_p: must be 0.
     scale: factor on the scores; 1 / sqrt(D) by default.
-    enable_gqa: G may be a divisor of H; query head h reads key/value head h // (H / G).
+    enable_gqa: True allows G to be a divisor of H; query head h reads key/value head h // (H / G).
     score_mod: a plain function (score, b, h, q_idx, k_idx) -> score, applied to each scaled score, as in
         FlexAttention. h is a global head; q_idx and k_idx are positions, with any offsets and layout.
-    sinks: a logit for each head of q, of any float dtype, which adds a term exp(sink), with value 0, to every row's
-        softmax denominator. A row without keys then has output 0, and its sink as lse.
-    bindings: run-time tensors that the pattern names and does not carry, such as {"documents": ids}.
+    sinks: a logit for each head of q, of any float dtype: adds exp(sink), with value 0, to the softmax denominator of
+        every row. A row without keys then has output 0, and its sink as lse.
+    bindings: values of the run-time tensors that the pattern only names, such as {"documents": ids}.
     q_offset: position of query 0, for queries that follow earlier tokens. None is 0, and raises ValueError for fewer
         queries than keys under a causal pattern.
     k_offset: position of key 0, for keys that are not the first of their sequence. Either offset may be an integer
         tensor of shape (), which is read on the host at every call; a number needs no such read.
     head_offset, num_heads_global: index of head 0 among all heads, and their number, for heads on several devices.
-    layout: order of the tokens in q, k and v, and in the output.
-    engine: "tiles" (CPU; on CUDA branches that are dense or causal), "flex" (accelerators; on CPU one set pattern,
-        inference), "portable" (any device, eagerly), "flash" (the package flash-attn-4 on NVIDIA's Hopper and
-        Blackwell, in half precision) or
-        "reference" (dense, in float64). None takes tiles on CPU and flex elsewhere, and portable for calls that they
-        cannot serve, such as training with a score_mod on CPU. A named engine that cannot serve the call raises.
-    block_size: side of the blocks in block lists, or (query side, key side). None: on CPU chosen for the pattern, with
-        "flash" the side that the device's kernels need, and otherwise 128.
+        None is head_offset + H.
+    layout: order of the tokens in q, k, v and the output, from `masks.layout`. None: by position.
+    engine: "tiles" (on CPU any pattern; on CUDA only branches that are dense or causal), "flex" (accelerators; on CPU
+        only inference with one set pattern), "portable" (any device, eagerly), "flash" (the package flash-attn-4 on
+        NVIDIA's Hopper and Blackwell, in half precision) or "reference" (dense, in float64). None takes tiles on CPU
+        and flex elsewhere, and portable for calls that they cannot serve, such as training with a score_mod on CPU.
+        For a named engine that cannot serve the call, ValueError is raised.
+    block_size: number of tokens along a side of the blocks of block-sparse masks, or (query side, key side). None: on
+        CPU chosen for the pattern, with "flash" the side that the device's kernels need, and otherwise 128.
     kernel_options: options of flex_attention, such as {"BLOCK_M": 64}, for engines "flex" and "flash": plain values,
         passed on unchecked. Excluded are BACKEND, which engine determines, and options that the block lists and lengths
         of the call determine.
-    autotune: measure the options for this call the first time, and use the fastest from now on, also in calls
-        without autotune. Inside torch.compile nothing is measured, and earlier results are used.
+    autotune: time the planner's token orders and block sides for this call the first time, and use the fastest from
+        then on, also in equal calls without autotune. Inside torch.compile nothing is timed, and earlier results are
+        used.
 
     Raises ValueError or TypeError, before any work, for inputs that do not fit together.
 
@@ -182,7 +186,7 @@ def attend(
     how |= {"score_mod": score_mod, "drops": dropout_p > 0}
     chosen = choose_engine(engine, q, k, v, pattern, sinks=sinks, **how)
     if tensors and chosen != "reference" and is_transformed():
-        check_transforms(tensors)  # torch finds no mapped tensor in the optional lists of attention's ops
+        check_transforms(tensors)  # torch does not look for vmapped tensors in optional lists
     given = check_kernel_options(kernel_options, (engine or "flex") if q.is_meta else chosen)
     if require_bool("autotune", autotune) and not torch.compiler.is_compiling() and not q.is_meta:
         measure_call(call, q, k, v, engine=chosen, has_bindings=bool(tensors))
@@ -209,9 +213,10 @@ def planned_call(
     block_size: int | tuple[int, int] | None,
     **where: Any,
 ) -> tuple[Call, list[Tensor], float]:
-    """(the call as plain values, its run-time tensors ordered by name, the scale), after checks.
+    """Check the arguments of `attend`; return (pattern and sizes as plain values, run-time tensors, softmax scale).
 
-    where: q_offset, k_offset, head_offset and num_heads_global, as in `attend`.
+    The run-time tensors, which the pattern carries or `bindings` holds, are ordered by name. where: q_offset, k_offset,
+    head_offset and num_heads_global. All arguments: as in `attend`.
     """
     heads = check_sizes(pattern, q, **where)
     check_layout(layout, q, k)
@@ -223,7 +228,7 @@ def planned_call(
 
 
 def autocast(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """q, k and v in the dtype of autocast, if it is enabled; float64 is kept."""
+    """Cast q, k and v to the dtype of autocast, if it is enabled for their device; float64 and integers are kept."""
     if not (isinstance(q, Tensor) and isinstance(k, Tensor) and isinstance(v, Tensor)):
         return q, k, v  # later checks refuse other types
     dtype = autocast_dtype(q.device)
@@ -234,7 +239,7 @@ def autocast(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def autocast_dtype(device: torch.device) -> torch.dtype | None:
-    """The dtype of autocast if it is enabled on this kind of device, else None."""
+    """Return the dtype to which autocast casts on this kind of device; None if autocast is off or unavailable."""
     if not _knows_autocast(device.type) or not torch.is_autocast_enabled(device.type):
         return None
     return torch.get_autocast_dtype(device.type)
@@ -242,12 +247,12 @@ def autocast_dtype(device: torch.device) -> torch.dtype | None:
 
 @graph_constant
 def _knows_autocast(kind: str) -> bool:
-    """True if devices of this kind have autocast; a constant of graphs, as torch 2.11 cannot trace the check."""
+    """True if devices of this kind, such as "cuda", have autocast; a graph constant, as torch 2.11 cannot trace it."""
     return torch.amp.is_autocast_available(kind)
 
 
 def _pad(out: Tensor, lse: Tensor, pattern: Pattern | Mixture, call: Call) -> tuple[Tensor, Tensor]:
-    """Include the zero keys of the pattern's padding in each row."""
+    """(out, lse) with the zero keys of the pattern's padding (score 0, value 0) included in each row's softmax."""
     slots = torch.arange(call.num_queries, device=out.device) if call.rate == 1 else call.layout.positions(out.device)
     sizes = {"num_heads": call.num_heads_global, "num_tokens": call.num_keys}
     return padded_rows(out, lse, pattern, slots + call.q_offset, head_offset=call.head_offset, **sizes)

@@ -1,4 +1,7 @@
-"""Choice of the engine for a call, and the reasons that an engine cannot serve one. No silent fallback."""
+"""Choice of the engine that computes a call of `attend`, and the reasons for which an engine cannot.
+
+A named engine that cannot serve a call raises ValueError; only the default may be replaced, by "portable".
+"""
 
 from __future__ import annotations
 
@@ -14,7 +17,7 @@ from .masks.core import device_kind
 from .masks.plan_cache import debug_wanted, in_line, log
 
 ENGINES = ("flex", "flash", "tiles", "portable", "reference")
-_MIN_FLEX_HEAD_DIM = 16  # FlexAttention's Triton kernels
+_MIN_FLEX_HEAD_DIM = 16  # of FlexAttention's Triton kernels
 
 
 def check_engine(engine: object) -> None:
@@ -37,10 +40,13 @@ def choose_engine(
     drops: bool = False,
     sides: tuple[int, ...] = (),
 ) -> str:
-    """The engine for a call: `engine`, or by default tiles on CPU, flex elsewhere, and portable for what they lack.
+    """Return the name of the engine that computes a call of `attend` with these arguments.
 
-    first: global index of the first head, positions of the first query and key. drops: with attention dropout. sides:
-    requested block sides, if any. Raises ValueError if the engine cannot serve the call, and names an engine that can.
+    engine: the caller's choice. None: "tiles" on CPU, "flex" elsewhere, and "portable" for calls that these cannot
+    serve, except for a score_mod while torch.compile traces. For meta tensors the result is always "tiles".
+    first: (global index of head 0, position of query 0, position of key 0). drops: True with attention dropout. sides:
+    requested block sides in tokens, () for none. Raises ValueError if the engine cannot serve the call; the text names
+    an engine that can.
     """
     check_engine(engine)
     if q.is_meta:
@@ -74,7 +80,7 @@ def choose_engine(
 
 @lru_cache(maxsize=4096)
 def _tell(line: str) -> None:
-    """Log each distinct line once: every layer of every step would repeat it."""
+    """Log a line at level DEBUG, but only once: otherwise every layer of every training step would repeat it."""
     log.debug(line)
 
 
@@ -84,14 +90,17 @@ def _call_text(q: Tensor, k: Tensor, pattern: Pattern | Mixture) -> str:
 
 
 def _others(sinks: Tensor | None, score_mod: ScoreMod | None, q: Tensor, first: tuple[int, int, int]) -> list[Tensor]:
-    """Further tensors through which a derivative may pass: sinks, and the result of score_mod."""
+    """Tensors other than q, k and v that may carry a derivative: sinks, and the result of score_mod for one pair."""
     found = [] if sinks is None else [sinks]
     return found if score_mod is None else [*found, probe(score_mod, q, *first)]
 
 
 @own_op("flexdilated::flex")
 def check_transforms(inputs: list[Tensor]) -> Tensor:
-    """No-op that, as every op here, refuses forward-mode and torch.func derivatives, also in a trace."""
+    """Raise ValueError if an input is mapped by vmap or carries a forward-mode or torch.func derivative.
+
+    It is an op so that it also runs in a trace; it returns an empty tensor.
+    """
     return inputs[0].new_empty(0)
 
 
@@ -135,8 +144,8 @@ def _flash_cannot(
     if score_mod is not None and _has_gradient(score_mod, q, first):  # torch refuses it even if no gradient is needed
         return "flash takes no score_mod of tensors that require a gradient: detach them, or engine='flex' serves it"
     recorded = [torch.is_grad_enabled() and x.requires_grad for x in (q, k, v)]
-    if any(recorded) and not recorded[0]:  # torch eliminates the backward kernel with the unused gradient of q
-        return "flash has gradients of k and v only where q wants one: q.requires_grad_(), or engine='flex' serves it"
+    if any(recorded) and not recorded[0]:  # torch removes the backward kernel if the gradient of q is unused
+        return "flash has gradients of k and v only if q requires one: call q.requires_grad_(), or write engine='flex'"
     if any(recorded) and _is_deterministic():
         return "torch.use_deterministic_algorithms is on, and flash has no deterministic backward; engine='flex' has"
     return None

@@ -1,4 +1,4 @@
-"""Shared by modules: attention over the ranks of a mesh, and parts of their repr."""
+"""Attention of a module over the ranks of a device mesh, and texts for the repr of modules."""
 
 from __future__ import annotations
 
@@ -29,13 +29,15 @@ SCHEDULES = ("auto", "exchange", "ring", "heads")
 
 @dataclass(frozen=True)
 class OverRanks:
-    """The mesh of a module and the distribution of its work over ranks; an immutable value.
+    """Immutable settings for the attention of a module whose tokens are sharded over the ranks of a mesh.
 
     mesh: a DeviceMesh of one dimension. schedule: as in `distributed.attend`, or "heads": each rank attends over the
-    whole sequence for some heads. sharding: which rank holds which tokens, in every call; None: contiguous shards of
-    equal length, in each call. codec, error_bound, pool: as in `distributed.attend`; not available with "heads".
+    whole sequence for some of the heads. sharding: assignment of tokens to ranks, for calls of one sequence length;
+    None: contiguous shards of equal length, for any length. codec, error_bound, pool: as in `distributed.attend`; with
+    "heads", codec and pool must be None. ranks: this process's group and rank, derived from the mesh.
 
-    A pickle restores it with the rank of the process that reads it, which must have made an equal mesh.
+    A process that unpickles it needs an equal mesh, and gets its own rank. Raises ValueError or TypeError for settings
+    that do not fit together.
     """
 
     mesh: DeviceMesh
@@ -58,7 +60,7 @@ class OverRanks:
         name_of(self.pool)
         if self.schedule == "heads" and not self.codec is self.pool is None:
             raise ValueError(
-                "codec and pool are for keys and values in flight: with schedule='heads' they must be None; got "
+                "codec and pool apply to the schedules 'exchange' and 'ring': with 'heads' leave them None; got "
                 f"codec={self.codec!r}, pool={self.pool!r}"
             )
 
@@ -69,13 +71,16 @@ class OverRanks:
         return self
 
     def sharding_of(self, length: int) -> Sharding:
-        """The sharding of a call in which this rank has `length` tokens."""
+        """Return `sharding` or, if it is None, contiguous shards of `length` tokens on each rank."""
         from .distributed.group import equal_shards
 
         return equal_shards(length, self.ranks) if self.sharding is None else self.sharding
 
     def positions(self, length: int, device: torch.device) -> Int64[Tensor, " L"]:
-        """Positions of this rank's tokens in the sequence. Raises ValueError if the sharding gives another length."""
+        """Positions, in the whole sequence, of the `length` tokens on this rank.
+
+        Raises ValueError if the sharding assigns another number of tokens to this rank.
+        """
         sharding, rank = self.sharding_of(length), self.ranks.rank
         if sharding.length(rank) != length:
             raise ValueError(
@@ -95,7 +100,11 @@ class OverRanks:
         bindings: Mapping[str, Tensor] | None = None,
         **options: Any,
     ) -> Float[Tensor, "B H L D"]:
-        """Attention over the whole sequence for this rank's tokens; options as in `attend`."""
+        """Attention of this rank's queries over the keys of all ranks: the output (B, H, L, D).
+
+        All ranks must call it. options: further keywords of `attend`, such as scale. Raises ValueError for a score_mod
+        unless the schedule is "heads".
+        """
         sharding = self.sharding_of(q.shape[2])
         if self.schedule == "heads":
             from .distributed._heads import attend_heads
@@ -114,7 +123,7 @@ class OverRanks:
 
     @property
     def mesh_text(self) -> str:
-        """The mesh as text for a repr."""
+        """Size of the mesh, and name of its axis, if any, for a repr, such as "mesh=8 ranks of axis 'sp'"."""
         named = f" of axis {self.mesh.mesh_dim_names[0]!r}" if self.mesh.mesh_dim_names else ""
         return f"mesh={self.ranks.size} rank{'' if self.ranks.size == 1 else 's'}{named}"
 
@@ -126,7 +135,10 @@ class OverRanks:
 
 
 def over_ranks(mesh: DeviceMesh | None, *, schedule: str, **rest: Any) -> OverRanks | None:
-    """OverRanks of a module with these arguments; None without a mesh, in which case other arguments are refused."""
+    """OverRanks of these arguments, or None if mesh is None.
+
+    Without a mesh, ValueError is raised if schedule is not "auto" or another argument is not None.
+    """
     if mesh is not None:
         return OverRanks(mesh, schedule, **rest)
     require_choice("schedule", schedule, SCHEDULES)
@@ -140,15 +152,15 @@ LONGEST = 400  # characters of a pattern, so that a repr of several modules stay
 
 
 def pattern_text(pattern: Pattern | Mixture) -> str:
-    """Text of the expression, cut to LONGEST characters."""
+    """Repr of a pattern, cut to at most LONGEST characters."""
     return shortened(repr(pattern), LONGEST)
 
 
 def engine_text(engine: str | None) -> str:
-    """The engine as text, with the default explained for None."""
+    """Text "engine=..." for a repr; None is followed by the engines that are taken by default."""
     return f"engine={engine!r}{' (tiles on CPU, flex elsewhere)' if engine is None else ''}"
 
 
 def ranks_text(over_ranks: OverRanks | None) -> str:
-    """Text of the mesh, schedule and pool, to append to a repr; "" without a mesh."""
+    """Text ", mesh=..., schedule=..." with all settings, to append to the repr of a module; "" for None."""
     return "" if over_ranks is None else f", {over_ranks}"

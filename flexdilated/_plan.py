@@ -1,4 +1,4 @@
-"""plan: the chosen way to compute a pattern at a size, the alternatives, and memory of attention and of a model."""
+"""The function `plan`: reports how a pattern is computed at given sizes, with predicted times and memory."""
 
 from __future__ import annotations
 
@@ -50,8 +50,10 @@ _WIDEST_RULE, _WIDEST_FACT = 60, 66  # characters
 
 @dataclass(frozen=True, kw_only=True)
 class PlanSize:
-    """A pattern, with the values of its run-time tensors, and the sizes at which it and a LongNet of it are planned.
+    """A pattern and the sizes of attention, and of a LongNet with this attention, for which `plan` makes a report.
 
+    pattern: with the values of its run-time tensors. num_kv_heads: a divisor of num_heads. dtype: of tensors and
+    weights. device: "cpu" or "cuda". layers: depth of the LongNet, whose width is num_heads * head_dim.
     Raises ValueError or TypeError for sizes that do not fit together.
     """
 
@@ -80,7 +82,7 @@ class PlanSize:
 
     @property
     def embed_dim(self) -> int:
-        """Width of the LongNet."""
+        """Width of the LongNet: num_heads * head_dim."""
         return self.num_heads * self.head_dim
 
     @property
@@ -89,27 +91,29 @@ class PlanSize:
 
     @property
     def heads_text(self) -> str:
-        """Number of query heads, and of key/value heads if they are fewer."""
+        """Number of heads as text: "8 heads", or "8 heads over 2" with 2 key/value heads."""
         grouped = f" over {self.num_kv_heads}" if self.num_kv_heads != self.num_heads else ""
         return f"{self.num_heads} heads{grouped}"
 
     def attention(self, num_tokens: int) -> AttentionSize:
-        """Sizes of a call of `attend` with num_tokens tokens."""
+        """Sizes of a call of `attend` with num_tokens queries and keys, for the memory estimate."""
         return AttentionSize(num_tokens, self.num_heads, self.head_dim, self.dtype, self.batch, self.num_kv_heads)
 
     @property
     def model(self) -> ModelSize:
-        """Sizes of a LongNet that uses the pattern."""
+        """Sizes of a LongNet of `layers` layers with this attention, for the memory estimate."""
         kv_heads = None if self.num_kv_heads == self.num_heads else self.num_kv_heads
         return ModelSize(self.embed_dim, self.layers, self.num_heads, self.dtype, self.batch, kv_heads)
 
 
 @dataclass(frozen=True)
 class PlannedTerm:
-    """Equal terms of a chosen option, of which there are `terms`; they differ only in their positions.
+    """Row of a `PlanReport`: `terms` equal terms, where a term is a part of the plan that one kernel computes.
 
-    branch: counted from 1, or "all" if one option computes a whole mixture. times: multiplicity of its pairs. folds:
-    problems per head, each of `queries` by `keys`.
+    The terms differ only in the positions of their tokens. branch: number of the branch of the pattern, from 1, or
+    "all" if the plan computes all branches of a mixture together. layout: name of the token order. shape: structure of
+    the mask, such as "dense", "causal" or "blocks of 128". rule: the allowed pairs, as text. times: multiplicity of
+    each pair. heads: number of query heads. folds: attention problems per head, each of `queries` by `keys` tokens.
     """
 
     branch: int | str
@@ -126,7 +130,13 @@ class PlannedTerm:
 
 @dataclass(frozen=True)
 class WeighedOption:
-    """An option for a branch (or, with branch "all", for a whole mixture), with the cost model's predictions."""
+    """One way to compute a branch of a pattern, with its predicted forward cost; a row of a `PlanReport`.
+
+    The cost is of one batch entry. branch: number of the branch, from 1, or "all" for all branches of a mixture
+    together. layout: name of the token order. computed_pairs: (query, key) pairs over all heads. moved_bytes: bytes
+    read and written to gather q, k and v and to merge outputs. launches: number of kernel launches. chosen: True for
+    the option that `attend` uses.
+    """
 
     branch: int | str
     layout: str
@@ -139,7 +149,7 @@ class WeighedOption:
 
 @dataclass(frozen=True)
 class MeasuredOption:
-    """Predicted and measured seconds of an option's forward, on this machine."""
+    """Predicted and measured seconds of one batch entry's forward on this machine, computed in one way (`option`)."""
 
     option: str
     predicted_s: float
@@ -148,11 +158,14 @@ class MeasuredOption:
 
 @dataclass(frozen=True, kw_only=True)
 class PlanReport(PlanSize):
-    """How attention is computed, and its cost; `str` returns tables.
+    """Result of `plan`: how attention is computed, with its predicted time and memory; `str` returns tables.
 
-    Pairs and FLOPs are over all heads and batch entries. block_list_bytes: of the lists that stay in the cache.
-    attention_memory: one call of `attend`. model_memory, checkpointed_memory: a LongNet of `layers` layers with this
-    attention and no vocabulary, in training without and with gradient checkpointing. measured: empty unless requested.
+    engine: name of the device's default engine. useful_pairs: (query, key) pairs that the pattern allows;
+    computed_pairs: pairs in the blocks that are computed; all_pairs: pairs of dense attention. Pairs and FLOPs are over
+    all heads and batch entries. block_list_bytes: bytes of the block lists, which stay in the cache. terms: parts of
+    the chosen plan; options: all ways that were compared; measured: timings, empty unless requested. attention_memory:
+    one call of `attend`. model_memory, checkpointed_memory: a LongNet of `layers` layers with this attention and no
+    vocabulary, in training without and with gradient checkpointing.
     """
 
     engine: str
@@ -170,7 +183,7 @@ class PlanReport(PlanSize):
     checkpointed_memory: ModelMemory
 
     def to_data(self) -> dict[str, Any]:
-        """Plain data for JSON."""
+        """The report as nested dicts and lists of plain values, for JSON; memory in bytes, times in seconds."""
         call, model = self.attention_memory, self.model_memory
         work = ("useful_pairs", "computed_pairs", "all_pairs", "forward_flops", "backward_flops", "block_list_bytes")
 
@@ -264,29 +277,30 @@ def plan(
     schedule: ScheduleName = "auto",
     codec: CodecName | None = None,
 ) -> PlanReport | RankLoads:
-    """Plan attention by this pattern at a size: the chosen way, the alternatives with predicted times, and memory.
+    """Report how `attend` computes self-attention of num_tokens tokens with this pattern: time, work and memory.
 
-    Print the result. num_kv_heads: key/value heads, a divisor of num_heads; None: num_heads. dtype: of tensors and
-    weights, float32, bfloat16 or float16. device: "cpu" or "cuda"; "cuda" is predicted, without a GPU. layers: of the
-    LongNet whose memory is also counted, of width num_heads * head_dim. measure: time the options on this machine's
-    CPU; otherwise nothing is computed.
+    Returns a `PlanReport` with the chosen way, the alternatives with predicted seconds, and memory in bytes; `print` it
+    for tables. num_kv_heads: key/value heads, a divisor of num_heads; None: num_heads. dtype: of tensors and weights,
+    float32, bfloat16 or float16. device: "cpu" or "cuda"; "cuda" is predicted, without a GPU. layers: depth of a
+    LongNet whose memory is also counted, of width num_heads * head_dim. measure: True to time the alternatives on this
+    machine's CPU; otherwise no attention is computed.
 
         >>> report = fd.plan(masks.longnet((2048, 8192), (1, 4)) & masks.causal(), 1 << 20, num_heads=8)
         >>> peak = report.attention_memory.training_peak  # bytes
 
-    With `ranks`, from 1 to 4096, the result is instead the load of each rank of `distributed.attend`, counted exactly
-    and without a process group: `received_forward` and `received_backward` in bytes, and `pairs`, the (query, key)
-    pairs computed, each a tuple with one entry per rank; their `max_over_mean`; and `to_data()`. order: as in
-    `distributed.Sharding`, without shard_lengths. schedule, codec: as in `distributed.attend`, without codec "auto".
-    `device`, `layers` and `measure` must then be left out.
+    With `ranks`, from 1 to 4096, it returns instead the load of each rank in `distributed.attend`, counted exactly and
+    without a process group: `received_forward` and `received_backward`, in bytes, and `pairs`, the number of computed
+    (query, key) pairs, each a tuple with one entry per rank; their `max_over_mean`; and `to_data()`. order: as in
+    `distributed.Sharding`. schedule, codec: as in `distributed.attend`, without codec "auto". `device`, `layers` and
+    `measure` must then be left out.
 
         >>> loads = fd.plan(masks.longnet((64, 256), (1, 4)) & masks.causal(), 1024, ranks=4, order='zigzag')
         >>> loads.max_over_mean['pairs']
         1.0
 
-    Raises ValueError or TypeError for sizes that do not fit together, for a pattern that does not bind to them, lacks
-    run-time tensors or has run-time tensors of several batch entries, for more blocks than can be listed, and for
-    arguments that have no effect together.
+    Raises ValueError or TypeError for sizes that do not fit together or do not fit the pattern, for a pattern that
+    lacks run-time tensors or has them for several batch entries, for more blocks than can be listed, and for arguments
+    that have no effect together.
     """
     one = {"device": not device_kind(device).on_host, "layers": layers != 12, "measure": measure}
     many = {"order": order != "contiguous", "schedule": schedule != "auto", "codec": codec is not None}
@@ -298,7 +312,7 @@ def plan(
     bound = require_expression(pattern).bind(num_heads=num_heads, num_queries=num_tokens, num_keys=num_tokens)
     if bound.pattern.num_entries() > 1:
         raise ValueError(
-            "a plan is of one batch entry: give a pattern with run-time tensors of one; got those of "
+            "plan takes a pattern of one batch entry: give run-time tensors of one entry; got "
             f"{bound.pattern.num_entries()} entries"
         )
     size = PlanSize(
@@ -319,7 +333,7 @@ def plan(
         sharding = Sharding(num_tokens, require_int("ranks", ranks, minimum=1, maximum=MOST_RANKS), order)
         return rank_loads(size.pattern, sharding, size.attention(num_tokens), schedule=schedule, codec=codec)
     if require_bool("measure", measure) and not device_kind(device).on_host:
-        raise ValueError(f"measure times the CPU of this machine; got {device=}")
+        raise ValueError(f"measure=True needs device='cpu', as it times the CPU of this machine; got {device=}")
     return _report(size, bound, measure=measure)
 
 
@@ -352,7 +366,7 @@ def _branch(number: int, option: Option) -> int | str:
 
 
 def _terms(best: Plan) -> Iterator[PlannedTerm]:
-    """Terms of each branch's chosen option; terms that differ only in positions are counted as one entry."""
+    """Yield the terms (parts computed by one kernel) of each branch's chosen option; equal terms share one entry."""
     for number, (chosen, *_) in enumerate(best.options, start=1):
         alike = Counter(
             (

@@ -1,8 +1,8 @@
-"""All of torch's private names that this package uses; no other file uses any.
+"""Table of the private names of torch that this package uses; no other file uses any directly.
 
-Other files import a name from here or, if only some calls need it, read it as an attribute of this module, which looks
-it up in torch at that moment, so nothing is imported early. If the installed torch lacks it, that raises an ImportError
-with a remedy, instead of an AttributeError inside a call. docs/contributing/private_names.md shows the table.
+Other files import a name from here or, if only some calls need it, read it as an attribute of this module. The name is
+looked up in torch at that moment, so nothing is imported early. If the installed torch lacks it, an ImportError names a
+remedy, instead of an AttributeError inside a call. docs/contributing/private_names.md shows the table.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ def _marked() -> bool:
 
 
 def _asked_by_encoder_layers() -> str:
-    """Name of the attribute of self_attn that `nn.TransformerEncoderLayer` reads."""
+    """Return "_qkv_same_embed_dim" if `nn.TransformerEncoderLayer` reads that attribute; else raise AttributeError."""
     names = nn.TransformerEncoderLayer.forward.__code__.co_names
     if "_qkv_same_embed_dim" not in names:
         raise AttributeError("_qkv_same_embed_dim")
@@ -36,12 +36,13 @@ def _asked_by_encoder_layers() -> str:
 
 @dataclass(frozen=True)
 class Name:
-    """A private name of torch.
+    """One private name of torch that this package uses, and what happens if the installed torch lacks it.
 
-    path: "module:attributes"; for names that cannot be looked up by path, `probe` looks for them. use: its purpose.
-    error: when an ImportError is raised if torch lacks it. instead: a remedy other than installing another torch.
-    public: path of a public name in newer torch, which is tried first. absent: the behaviour without it, if no error is
-    raised. seen: versions of torch in which it has this meaning.
+    path: "module:attributes", such as "torch._C:DisableTorchFunction". use: its purpose, as a phrase. error: the event
+    at which an ImportError is raised if torch lacks the name. instead: a remedy other than installing another torch,
+    "" for none. public: path of a public name in newer torch, which is tried first, "" for none. absent: text on the
+    behaviour without the name, if no error is raised. probe: function that returns the object or raises AttributeError,
+    for a name that cannot be looked up by path. seen: versions of torch in which the name has this meaning.
     """
 
     path: str
@@ -59,12 +60,12 @@ class Name:
 
     @property
     def without(self) -> str:
-        """Text on the behaviour if torch lacks it."""
+        """Text for the documentation on the behaviour if torch lacks the name."""
         first = f"`{self.public.replace(':', '.')}`, which is taken where torch has it; else " if self.public else ""
         return self.absent or f"{first}ImportError when {self.error}"
 
     def find(self) -> Any:
-        """The object under the public or the private name. Raises ImportError if torch has neither."""
+        """Look up the public name, then the private one, in torch. Raises ImportError if torch has neither."""
         for path in (self.public, self.path):
             try:
                 if path:
@@ -194,7 +195,7 @@ NAMES = {
         "keeps nn.TransformerEncoderLayer from running its own dense kernel",
         probe=_asked_by_encoder_layers,
     ),
-    # Functions by the modules that torch defines them in
+    # Operators in rules that the viewer traces
     "to_copy": Name("torch:ops.aten._to_copy", "converts, in rules that the viewer traces", "the viewer is imported"),
     "unsafe_view": Name(
         "torch:ops.aten._unsafe_view", "reshapes, in rules that the viewer traces", "the viewer is imported"
@@ -203,18 +204,18 @@ NAMES = {
 
 
 def __getattr__(name: str) -> Any:
-    """Look up a name of the table, once."""
+    """Look up a key of NAMES in torch on first access. Raises ImportError if torch lacks it."""
     if name not in NAMES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     found = globals()[name] = NAMES[name].find()
     return found
 
 
-# Values that change are read at each use.
+# Values that change while a program runs are read at each use.
 
 
 def in_forward_mode() -> bool:
-    """True inside forward-mode AD, torch.func.jvp included."""
+    """True inside a level of forward-mode AD, such as torch.func.jvp or torch.autograd.forward_ad.dual_level."""
     try:
         return forward_ad._current_level >= 0
     except AttributeError:
@@ -223,7 +224,7 @@ def in_forward_mode() -> bool:
 
 @contextmanager
 def equal_sizes_apart() -> Iterator[None]:
-    """Context in which torch.compile does not identify symbolic sizes that happen to be equal."""
+    """Context in which torch.compile gives each size its own symbol, even if two sizes are equal in the first call."""
     before = NAMES["duck_shape"].find()
     config = sys.modules["torch.fx.experimental._config"]
     config.use_duck_shape = False  # type: ignore[attr-defined]
@@ -234,7 +235,7 @@ def equal_sizes_apart() -> Iterator[None]:
 
 
 def timeout_of(backend: object) -> timedelta | None:
-    """Timeout of transfers in a process group's backend, if it has one."""
+    """Return the timeout of transfers of a process group's backend; None if the backend has no such option."""
     return getattr(getattr(backend, "options", None), "_timeout", None)
 
 
@@ -242,18 +243,19 @@ def timeout_of(backend: object) -> timedelta | None:
 
 
 def graph_constant(function: F) -> F:
-    """Mark `function` so that torch.compile runs it while tracing, and treats its results as constants of the graph.
+    """Make torch.compile run `function` while it traces, and treat the result as a constant of the graph.
 
-    Arguments and results must be plain values.
+    A decorator: it marks the function in place and returns it. Arguments and results must be plain values, not tensors.
     """
     function._dynamo_marked_constant = True  # type: ignore[attr-defined]
     return function
 
 
 class OrdinaryPath(nn.Module):
-    """Attention that `nn.TransformerEncoderLayer` and `nn.TransformerEncoder` call as a module.
+    """Base class of attention modules that may be the `self_attn` of an `nn.TransformerEncoderLayer`.
 
-    Without it, the layer in eval mode without gradients runs its own dense kernel on the weights of its `self_attn`.
+    It makes the layer, and `nn.TransformerEncoder`, call the module. Otherwise the layer, in eval mode and without
+    gradients, would run its own dense kernel on the module's weights.
     """
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
@@ -262,5 +264,5 @@ class OrdinaryPath(nn.Module):
 
     @property
     def _qkv_same_embed_dim(self) -> bool:
-        """False, on every instance."""
+        """False, so that the layer does not run its own dense kernel."""
         return False

@@ -1,4 +1,4 @@
-"""Checks on a call of `attend`, before any work: each error states the rule and what came."""
+"""Checks on the arguments of `attend`, before any work; each error states the rule, then the argument."""
 
 from collections.abc import Mapping
 from functools import lru_cache
@@ -48,23 +48,27 @@ OTHER_KEYWORDS = {
     "cache": "write cache.attend(q, k, v), of an fd.KVCache",
     "mesh": "fd.distributed.attend(q, k, v, pattern, mesh=mesh) takes one",
     "need_weights": "attention weights are never formed: return_lse=True gives their denominators",
-    "kernel_options": "flexdilated.attend takes them; engine= and block_size= choose what computes",
-    **dict.fromkeys(("device", "dtype"), "q, k and v say it"),
+    "kernel_options": "only flexdilated.attend takes them; engine= and block_size= choose the kernel",
+    **dict.fromkeys(("device", "dtype"), "q, k and v determine it"),
     **dict.fromkeys(("segment_lengths", "dilation_rates"), "write masks.longnet(segment_lengths, dilation_rates)"),
     "batch_first": "q, k and v are (batch, heads, tokens, head dim)",
-    "deterministic": "torch.use_deterministic_algorithms holds here, too",
+    "deterministic": "it follows torch.use_deterministic_algorithms",
 }
 
 # FlexAttention's kernel options that are determined by block lists, lengths and results of a call.
 _DETERMINED = ("SPARSE_Q_BLOCK_SIZE", "SPARSE_KV_BLOCK_SIZE", "HAS_FULL_BLOCKS", "IS_DIVISIBLE", "GQA_SHARED_HEADS")
 _DETERMINED += ("OUTPUT_LOGSUMEXP", "OUTPUT_MAX", "SM_SCALE", "FORCE_USE_FLEX_ATTENTION")
 
-_MANY_HEADS = 256  # more than models have
+_MANY_HEADS = 256  # more query heads than models have: beyond, heads and tokens may be transposed
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 
 def check_tensors(q: Tensor, k: Tensor, v: Tensor, *, enable_gqa: bool) -> None:
-    """Check that q (B, H, N, D), k (B, Hkv, M, D) and v (B, Hkv, M, E) fit together."""
+    """Raise TypeError or ValueError unless q (B, H, N, D), k (B, G, M, D) and v (B, G, M, E) fit together.
+
+    They must be dense, have one float dtype and be on one device. G, the number of key/value heads, must be H or, with
+    enable_gqa, a divisor of H. Warns if heads and tokens look transposed.
+    """
     for name, tensor in (("q", q), ("k", k), ("v", v)):
         if not isinstance(tensor, Tensor):
             as_tensor = f": torch.as_tensor({name}) makes one" if type(tensor).__name__ in ("ndarray", "list") else ""
@@ -79,7 +83,7 @@ def check_tensors(q: Tensor, k: Tensor, v: Tensor, *, enable_gqa: bool) -> None:
             )
         if tensor.dtype not in _DTYPES:
             whole = not (tensor.is_floating_point() or tensor.is_complex())
-            came = f"{tensor.dtype}: {name}.float(), or the projection of token numbers" if whole else tensor.dtype
+            came = f"{tensor.dtype}: write {name}.float(), or embed and project token ids" if whole else tensor.dtype
             raise TypeError(f"{name} must be float32, bfloat16, float16 or float64; got {came}")
     if not q.dtype == k.dtype == v.dtype:
         dtypes = f"{q.dtype}, {k.dtype} and {v.dtype}"
@@ -87,7 +91,7 @@ def check_tensors(q: Tensor, k: Tensor, v: Tensor, *, enable_gqa: bool) -> None:
     if not q.device == k.device == v.device:
         raise ValueError(f"q, k and v must be on one device; got {q.device}, {k.device} and {v.device}")
     if k.shape[:3] != v.shape[:3]:
-        turned = ": give k as v is, not transposed" if k.shape == v.transpose(-2, -1).shape else ""
+        turned = ": give k in the order of v's dims, not transposed" if k.shape == v.transpose(-2, -1).shape else ""
         rule = "k and v must have one shape, except for the head dim"
         raise ValueError(f"{rule}; got {_shape(k)} and {_shape(v)}{turned}")
     if q.shape[0] != k.shape[0] or q.shape[3] != k.shape[3]:
@@ -104,7 +108,7 @@ def check_tensors(q: Tensor, k: Tensor, v: Tensor, *, enable_gqa: bool) -> None:
 
 
 def require_dense(name: str, tensor: Tensor) -> None:
-    """Raise ValueError for a nested, sparse, opaque or distributed tensor."""
+    """Raise ValueError for a nested, sparse or distributed tensor, or one of another layout than torch.strided."""
     if type(tensor).__name__ == "DTensor":  # by name, because importing the class imports torch.distributed
         raise ValueError(
             f"{name} must be a plain tensor, this rank's part of the DTensor: {name}.to_local(), with head_offset= and "
@@ -122,7 +126,11 @@ def require_dense(name: str, tensor: Tensor) -> None:
 
 
 def check_kernel_options(options: object, engine: str) -> tuple[tuple[str, bool | int | float | str], ...]:
-    """FlexAttention's own options as (name, plain value) pairs, () for none; only for engines that call it."""
+    """Return FlexAttention's kernel options, a mapping or None, as a tuple of (name, value) pairs; () for None.
+
+    Raises TypeError unless they map names to plain values, and ValueError for an engine other than "flex" and "flash"
+    and for options that the call itself determines.
+    """
     if options is None:
         return ()
     if not isinstance(options, Mapping):
@@ -141,7 +149,7 @@ def check_kernel_options(options: object, engine: str) -> tuple[tuple[str, bool 
 
 
 def check_sinks(sinks: object, q: Tensor) -> None:
-    """sinks must be None, or one float logit for each head of q, on its device."""
+    """Raise TypeError or ValueError unless sinks is None or a float tensor (H,) on the device of q (B, H, N, D)."""
     if sinks is None:
         return
     if not isinstance(sinks, Tensor):
@@ -156,7 +164,7 @@ def check_sinks(sinks: object, q: Tensor) -> None:
 
 
 def check_lse(lse: object, q: Tensor) -> None:
-    """lse must have one number per query and head, in the dtype that `attend` returns."""
+    """Raise TypeError or ValueError unless lse is float32 or float64, (B, H, N), on the device of q (B, H, N, D)."""
     if not isinstance(lse, Tensor):
         raise TypeError(f"lse must be the tensor that attend(..., return_lse=True) gives; got {type(lse).__name__}")
     if lse.dtype not in (torch.float32, torch.float64):
@@ -168,7 +176,7 @@ def check_lse(lse: object, q: Tensor) -> None:
 
 
 def check_score_mod(score_mod: object) -> None:
-    """score_mod must be None, or a plain function of 5 arguments without defaults."""
+    """Raise TypeError or ValueError unless score_mod is None or a plain function of 5 arguments without defaults."""
     if score_mod is None:
         return
     if not isinstance(score_mod, FunctionType):
@@ -188,7 +196,11 @@ def check_score_mod(score_mod: object) -> None:
 def check_zero_keys(
     pattern: Expression, score_mod: object, queries: int = 0, keys: int = 0, *, q_offset: int = 0, k_offset: int = 0
 ) -> None:
-    """A pattern that pads with zeros requires the whole sequence of keys, queries within it, and no score_mod."""
+    """Raise ValueError if the pattern pads segments with zero keys and the call does not allow that.
+
+    Such a pattern needs all keys of the sequence (k_offset 0), queries within it, and no score_mod. Other patterns
+    pass. queries, keys: their numbers.
+    """
     if not pattern.pads:
         return
     if score_mod is not None:
@@ -201,7 +213,11 @@ def check_zero_keys(
 
 
 def check_last_keys(pattern: Expression, queries: int, keys: int) -> None:
-    """Refuse fewer queries than keys without q_offset under a causal pattern: they are likely to be the last tokens."""
+    """Raise ValueError if there are fewer queries than keys and every branch of the pattern is causal.
+
+    For calls without q_offset: the queries are likely to be the last tokens, not the first. queries, keys: their
+    numbers. Nothing is checked while torch.compile traces.
+    """
     if not torch.compiler.is_compiling() and 0 < queries < keys and all(map(causal_by_form, pattern.branches())):
         raise ValueError(
             f"fewer queries than keys need the position of the first under a causal pattern: write "
@@ -211,7 +227,7 @@ def check_last_keys(pattern: Expression, queries: int, keys: int) -> None:
 
 
 def check_dropout(dropout_p: float) -> float:
-    """dropout_p must be a probability below 1."""
+    """Return dropout_p as a float. Raises TypeError unless it is a number, ValueError unless 0 <= dropout_p < 1."""
     if isinstance(dropout_p, bool) or not isinstance(dropout_p, int | float):
         raise TypeError(f"dropout_p must be a real number; got {dropout_p!r}")
     if not 0 <= dropout_p < 1:
@@ -228,7 +244,7 @@ def _check_heads(num_heads: int, num_kv_heads: int, enable_gqa: bool) -> None:
 
 
 def resolve_scale(scale: float | None, head_dim: int) -> float:
-    """The softmax scale: 1 / sqrt(head dim) unless given; a finite number."""
+    """Return the factor on the scores as a float: `scale`, which must be finite, or 1 / sqrt(head_dim) for None."""
     if scale is None:
         return head_dim**-0.5
     if isinstance(scale, bool) or not isinstance(scale, int | float):
@@ -239,7 +255,11 @@ def resolve_scale(scale: float | None, head_dim: int) -> float:
 
 
 def position(name: str, value: object) -> int:
-    """An offset as an integer for `check_sizes`: the value of an integer tensor of shape () is read on the host."""
+    """Return an offset as an int: the value of an integer tensor of shape (), read on the host.
+
+    name: that of the argument, for errors. Raises TypeError for any other tensor. Anything but a tensor is returned
+    unchanged, and checked by `check_sizes`.
+    """
     if not isinstance(value, Tensor):
         return value  # type: ignore[return-value]
     if value.dim() or value.is_floating_point() or value.is_complex() or value.dtype == torch.bool:
@@ -264,7 +284,11 @@ def check_sizes(
     head_offset: int,
     num_heads_global: int | None,
 ) -> int:
-    """The global number of heads, after checks on offsets and heads."""
+    """Check offsets and heads of a call; return the number of query heads over all devices.
+
+    That is num_heads_global or, if None, head_offset + H for q (B, H, N, D). Raises TypeError or ValueError for
+    negative offsets, for more heads than num_heads_global, and for a pattern of another number of heads.
+    """
     require_int("q_offset", q_offset, minimum=0)
     require_int("k_offset", k_offset, minimum=0)
     require_int("head_offset", head_offset, minimum=0)
@@ -283,10 +307,11 @@ def check_sizes(
 def run_time_tensors(
     pattern: Pattern | Mixture, bindings: Mapping[str, Tensor] | None, *, has_values: bool = True
 ) -> list[Tensor]:
-    """Run-time tensors of a pattern, carried by it or given in bindings, ordered by name.
+    """Return the run-time tensors that a pattern needs, from the pattern or from bindings, ordered by name.
 
-    They are copied to the host here, once per call; tensors on the host cause no device read. Tables of selected blocks
-    stay on their device. has_values: False for a call of meta tensors, which needs no run-time tensors.
+    Tensors are copied to the CPU here, once per call, except tables of selected blocks, which stay on their device.
+    has_values: False for a call with meta tensors; the result is then empty. Raises TypeError or ValueError for a
+    tensor that is missing, unknown or passed twice.
     """
     if bindings is not None and not isinstance(bindings, Mapping):
         raise TypeError(f"bindings must map names to tensors; got {type(bindings).__name__}")
@@ -316,7 +341,7 @@ def _needed(pattern: str) -> tuple[str, ...]:
 
 @graph_constant
 def _staying(pattern: str) -> tuple[str, ...]:
-    """Names of tensors whose values the host does not need."""
+    """Names of the run-time tensors that stay on their device: tables of selected blocks. pattern: JSON text."""
     return _tables_of_blocks(pattern) if '"kind":"selected_blocks"' in pattern else ()
 
 
@@ -326,7 +351,7 @@ def _tables_of_blocks(pattern: str) -> tuple[str, ...]:
 
 
 def check_layout(layout: Layout | None, q: Tensor, k: Tensor) -> None:
-    """Check that a layout is for the number of tokens of q, and that k has equally many."""
+    """Raise TypeError or ValueError unless layout is None, or a `Layout` of as many tokens as q and k each have."""
     if layout is None:
         return
     if not isinstance(layout, Layout):

@@ -18,11 +18,14 @@ _CURVES = {
 
 @dataclass(frozen=True)
 class Schedule:
-    """An integer for each training step, monotone from `start` to `end`; made by `linear`, `cosine` and `cubic`.
+    """Function from a training step to an integer between `start` and `end`, such as a number of blocks per query.
 
-    Call it with a step to get the integer. It has no state, so a resumed run gets equal values at equal steps.
+    Call it with a step, counted from 0: the result is `start` up to step `begin`, `end` from step begin + steps on, and
+    monotone in between, along the curve. It has no state, so a resumed run gets equal values at equal steps. Made by
+    `linear`, `cosine` and `cubic`.
 
-    curve: "linear", "cosine" or "cubic". start, end, steps, begin, widths: as in `linear`.
+    curve: "linear", "cosine" or "cubic". widths: maximum number of distinct values, including start and end, at least
+    2. Raises TypeError or ValueError for other values.
 
     >>> schedule = fd.schedules.linear(64, 8, 1000, widths=8)
     >>> schedule(0), schedule(500), schedule(10_000), schedule.values
@@ -54,22 +57,23 @@ class Schedule:
 
     @property
     def _levels(self) -> int:
-        """Number of changes of value between `start` and `end`."""
+        """Number of changes of the value between `start` and `end`: at most `widths` - 1, and 0 if they are equal."""
         return min(self.widths - 1, abs(self.end - self.start))
 
     def _value(self, level: int) -> int:
-        """Value after `level` changes: evenly spaced from `start` (0) to `end` (the last level), rounded."""
+        """Value after `level` changes, from `start` (level 0) to `end` (level `_levels`), evenly spaced and rounded."""
         last = max(1, self._levels)
         return self.start + (2 * (self.end - self.start) * level + last) // (2 * last)
 
 
 @advises()
 def linear(start: int, end: int, steps: int, *, begin: int = 0, widths: int = 8) -> Schedule:
-    """Linear `Schedule`: `start` until step `begin`, `end` from step begin + steps, a constant rate between them.
+    """Make a `Schedule`: `start` up to training step `begin`, `end` from step begin + steps on, linear in between.
 
-    start, end: integers, at least 0; either may be the larger. steps: number of steps of the change, at least 1.
-    begin: step at which the change starts. widths: maximum number of distinct values, including start and end, at
-        least 2; it bounds the compilations if each value needs one.
+    The `Schedule` is a function from a step, counted from 0, to an integer. start, end: integers, at least 0; either
+    may be the larger. steps: number of steps of the change, at least 1. begin: step at which the change starts.
+    widths: maximum number of distinct values, including start and end, at least 2; it bounds the number of
+    compilations if each value needs one.
     Raises TypeError or ValueError for other values.
 
     >>> [fd.schedules.linear(0, 4, 8)(step) for step in range(10)]
@@ -80,10 +84,11 @@ def linear(start: int, end: int, steps: int, *, begin: int = 0, widths: int = 8)
 
 @advises()
 def cosine(start: int, end: int, steps: int, *, begin: int = 0, widths: int = 8) -> Schedule:
-    """`Schedule` along half a period of a cosine, slow at both ends: RigL's annealing, arXiv 1911.11134.
+    """Make a `Schedule` along half a period of a cosine, slow at both ends: RigL's annealing, arXiv 1911.11134.
 
-    The value is end + (start - end) * (1 + cos(pi * t)) / 2 with t = (step - begin) / steps, rounded to one of the
-    schedule's `values`. Arguments and errors: as for `linear`.
+    The `Schedule` is a function from a training step to an integer. The value is
+    end + (start - end) * (1 + cos(pi * t)) / 2 with t = (step - begin) / steps, clamped to [0, 1], rounded to one of
+    the schedule's `values`. Arguments and errors: as for `linear`.
 
     >>> fd.schedules.cosine(32, 8, 100)(10), fd.schedules.cosine(32, 8, 100)(90)
     (32, 8)
@@ -93,10 +98,11 @@ def cosine(start: int, end: int, steps: int, *, begin: int = 0, widths: int = 8)
 
 @advises()
 def cubic(start: int, end: int, steps: int, *, begin: int = 0, widths: int = 8) -> Schedule:
-    """`Schedule` along a cubic, fast at first: end + (start - end) * (1 - t)^3 with t = (step - begin) / steps.
+    """Make a `Schedule` along a cubic, fast at first: end + (start - end) * (1 - t)^3, t = (step - begin) / steps.
 
-    Source: Zhu and Gupta, arXiv 1710.01878, section 3. The value is rounded to one of the schedule's `values`.
-    Arguments and errors: as for `linear`.
+    The `Schedule` is a function from a training step to an integer. t is clamped to [0, 1], and the value is rounded to
+    one of the schedule's `values`. Arguments and errors: as for `linear`.
+    Source: Zhu and Gupta, arXiv 1710.01878, section 3.
 
     >>> fd.schedules.cubic(64, 8, 100)(20), fd.schedules.linear(64, 8, 100)(20)
     (40, 56)

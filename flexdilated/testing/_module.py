@@ -206,7 +206,7 @@ class Subject:
         """New module; an `nn.Module` is moved to this dtype, or that of the checks, and to their device."""
         module = self.factory()
         if not callable(module):
-            raise TypeError(f"factory must return something to call; got {type(module).__name__}")
+            raise TypeError(f"factory must return a callable; got {type(module).__name__}")
         return module.to(device=self.device, dtype=dtype or self.dtype) if isinstance(module, nn.Module) else module
 
     def copied(self, module: Any) -> Any:

@@ -109,7 +109,7 @@ def test_fd_plan_takes_run_time_tensors_of_one_entry() -> None:
     ids = torch.arange(40)[None] // 10
     found = flexdilated.plan(masks.causal().per_document(ids), 40, layers=1)
     assert found.useful_pairs == 4 * (10 * 11 // 2)
-    with pytest.raises(ValueError, match=r"a plan is of one batch entry.*; got those of 2 entries"):
+    with pytest.raises(ValueError, match=r"plan takes a pattern of one batch entry.*; got 2 entries"):
         flexdilated.plan(masks.causal().per_document(torch.cat([ids, ids // 2])), 40)
     with pytest.raises(ValueError, match="ids"):
         flexdilated.plan(masks.documents("ids"), 40)

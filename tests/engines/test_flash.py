@@ -142,7 +142,7 @@ def test_gradients(served):
     wants = q.clone().requires_grad_()
     options: dict[str, Any] = {"score_mod": None, "first": (0, 0, 0), "sinks": None, "return_lse": True}
     for k, v in ((wants, q), (q, wants)):
-        with pytest.raises(ValueError, match=r"only where q wants one: q.requires_grad_\(\), or engine='flex'"):
+        with pytest.raises(ValueError, match=r"only if q requires one: call q.requires_grad_\(\), or write"):
             _engines.choose_engine("flash", q, k, v, masks.causal(), **options)
         with torch.no_grad():
             assert _engines.choose_engine("flash", q, k, v, masks.causal(), **options) == "flash"

@@ -1,7 +1,7 @@
-"""The portable engine: flex programs by the portable kernel, step by step, with one gradient for all steps.
+"""Engine "portable": runs the programs of engine flex by plain torch operations, with one gradient for all steps.
 
-Only q, k, v, the output and its lse are kept for the backward. Calls without a score_mod are an op, which torch.compile
-takes as a whole; a score_mod is a Python function, which an op cannot take, so calls with one run eagerly.
+The backward keeps only q, k, v, the output and its lse. A call without a score_mod is a custom op, so torch.compile can
+take it. A score_mod is a Python function, which ops cannot take, so calls with one run eagerly only.
 """
 
 from __future__ import annotations
@@ -44,9 +44,10 @@ def portable(
     score_mod: ScoreMod | None = None,
     dropout: Dropout | None = None,
 ) -> tuple[Float[Tensor, "B H N E"], Float[Tensor, "B H N"]]:
-    """(out, lse) of a call, summed in float32 or wider.
+    """Compute a call by engine "portable"; returns (out in the dtype of q, natural lse in float32 or wider).
 
-    Gradients reach q, k, v, sinks and every tensor that score_mod captures.
+    bindings: the pattern's run-time tensors, sorted by name. sinks: one logit for each head, or None. Gradients reach
+    q, k, v, sinks and every tensor that score_mod captures.
     """
     p, tensors = 0.0, bindings
     if dropout is not None:
@@ -72,7 +73,7 @@ def _program(call: Call, q: Tensor, bindings: list[Tensor]) -> FlexProgram:
 
 @dataclass(frozen=True, eq=False)
 class Portable:
-    """A program with all of a call that is no operand."""
+    """A program with the options of one call: scale of the scores, score_mod and dropout."""
 
     program: FlexProgram
     scale: float
@@ -80,7 +81,7 @@ class Portable:
     dropout: Dropout | None = None
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None) -> tuple[Tensor, Tensor]:
-        """(out in the dtype of q, lse)."""
+        """Return (out in the dtype of q, natural lse in float32 or wider), without autograd."""
         steps, wide = self.program.steps, sum_dtype(q)
         if not steps:
             out, lse = nothing(q, k, v, sinks)
@@ -106,7 +107,7 @@ class Portable:
     def backward(
         self, q: Tensor, k: Tensor, v: Tensor, whole: WholeRows, captured: Sequence[Tensor] = ()
     ) -> tuple[Tensor, ...]:
-        """(dq, dk, dv, gradient of each captured tensor) in their dtypes."""
+        """Return (dq, dk, dv, gradient of each captured tensor), each in its tensor's dtype."""
         wide = sum_dtype(q)
         lse = whole.lse.masked_fill(whole.lse == -torch.inf, torch.inf)
         grad_out, delta = whole.grad_out.to(wide), whole.delta()
@@ -137,7 +138,7 @@ class Portable:
         return *(x.to(like.dtype).contiguous() for x, like in zip(found, (q, k, v), strict=True)), *of_captured
 
     def _entered(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """q, k and v in the order of the program."""
+        """Return q, k and v in the token order that the program's steps expect."""
         if self.program.enter is None:
             return q, k, v
         sides = (self.program.enter[index] for index in (0, 1, 1))
@@ -155,7 +156,7 @@ class Portable:
 
 
 def _operands(step: FlexStep, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """q, k and v in the slots of a step, with hidden slots zeroed."""
+    """Gather the queries and keys that a step computes; those that are in no allowed pair are zeroed."""
     hidden, (q_side, k_side) = step.hidden, step.structure.sides
     (queries, q_rows, q_start), (keys, k_rows, k_start) = step.queries, step.keys
     rows, columns = step.mask.kv_num_blocks.shape[2] * q_side, step.mask.q_num_blocks.shape[2] * k_side
@@ -190,7 +191,7 @@ class _WithScoreMod(torch.autograd.Function):
 
 
 class _Final(torch.autograd.Function):
-    """The first tensor, which depends on all of them; a derivative raises RuntimeError."""
+    """Autograd function (x, *inputs) -> a copy of x whose backward raises RuntimeError, for gradients."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, *inputs: Tensor) -> Tensor:
@@ -222,9 +223,10 @@ def portable_op(
     scale: float,
     dropout_p: float,
 ) -> tuple[Tensor, Tensor]:
-    """(out, lse) of a call without a score_mod. bindings: with dropout, its seed is the last.
+    """Compute a call without a score_mod; returns (out in the dtype of q, natural lse in float32 or wider).
 
-    constants, q_offset, k_offset: as from `Call.arguments`.
+    bindings: run-time tensors and, if dropout_p > 0, the seed of dropout last. constants, q_offset, k_offset: as from
+    `Call.arguments`.
     """
     with torch.autocast(q.device.type, enabled=False):
         return _of_op(q, k, bindings, constants, q_offset, k_offset, scale, dropout_p).forward(q, k, v, sinks)
@@ -252,7 +254,7 @@ def portable_backward(
     scale: float,
     dropout_p: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """(dq, dk, dv) of `portable_op`."""
+    """Return (dq, dk, dv) of `portable_op`, in the dtypes of q, k and v."""
     run, whole = (
         _of_op(q, k, bindings, constants, q_offset, k_offset, scale, dropout_p),
         WholeRows(out, lse, grad_out, grad_lse),

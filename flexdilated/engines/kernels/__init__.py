@@ -1,1 +1,1 @@
-"""ATen's attention kernels, on the CPU and on CUDA."""
+"""Attention kernels: ATen's on CPU and CUDA, and one in plain torch operations for any device."""

@@ -1,4 +1,4 @@
-"""ATen's attention kernels: one batch of dense, causal or (on CPU) masked problems, forward and backward."""
+"""ATen's attention kernels on one batch of dense, causal or (on CPU) masked problems, forward and backward."""
 
 from __future__ import annotations
 
@@ -21,15 +21,16 @@ _LEAST_SCALE = torch.finfo(torch.float32).tiny  # the kernels keep the scale in 
 _ROWS_OF_LARGE_BLOCKS = 768  # rows from which the backward on CPU has blocks of 256 rows; below, of 64 or 32
 _FLOAT32_BYTES = 8 << 20  # float32 copies that exist at one time: they stay in a CPU cache
 _ENOUGH = 2  # chunks that are run on the meta device: memory does not change after the second
-_OTHERS = {"cuda": _kernel_cuda}  # by family, kernels without masks, with a `forward` and a `backward`
+_OTHERS = {"cuda": _kernel_cuda}  # kernel family -> module with `forward` and `backward`, which take no masks
 _Problem = tuple[Tensor, Tensor, Tensor]
 
 
 @dataclass(frozen=True)
 class Operands:
-    """q, k, v of (batch, heads, folds, slots, head dim); key/value heads divide query heads when folds is 1.
+    """Queries, keys and values of attention problems, one for each batch entry, query head and fold.
 
-    visible: keys that may be attended to, on CPU only; other keys must hold 0. None: all keys.
+    A fold is one of several equally shaped segments of a sequence. G equals H or, for a single fold, is a divisor of H.
+    visible: True for keys that may be attended to, on CPU only; other keys must hold 0. None: all keys.
     """
 
     q: Float[Tensor, "B H F Q D"]
@@ -41,7 +42,11 @@ class Operands:
 def forward(
     x: Operands, *, scale: float, is_causal: bool, bias: Float[Tensor, "#H #Q K"] | None = None
 ) -> tuple[Float[Tensor, "B H F Q D"], Float[Tensor, "B H F Q"]]:
-    """(out, natural lse in float32) of each fold, dense or causal by slots; `bias` is added to the scores."""
+    """(out, natural lse) of each problem, dense or causal; out in the dtype of q, lse in float32 or wider.
+
+    is_causal: query i sees keys 0 to i. bias: added to the scores, on CPU only; None: nothing. A query whose keys are
+    all hidden by x.visible has output 0 and lse -inf.
+    """
     fold = _Folding.of(x)
     blind, mask = _blind(x, is_causal=is_causal), fold.mask(x, bias)
     parts = (fold.enter(part) for part in (filled(x.q, blind), x.k, x.v))
@@ -59,7 +64,11 @@ def backward(
     is_causal: bool,
     bias: Float[Tensor, "#H #Q K"] | None = None,
 ) -> _Problem:
-    """(dq, dk, dv). If out and lse are of a softmax over more keys, these are the gradients through these keys."""
+    """(dq, dk, dv) of `forward`, shaped as q, k and v, from its out and lse.
+
+    If out and lse are of a softmax over more keys, these are the gradients through the keys in x. A query without keys
+    must have lse +inf, unless the keys are hidden by x.visible.
+    """
     fold = _Folding.of(x)
     blind, mask = _blind(x, is_causal=is_causal), fold.mask(x, bias)
     grad_out, q, out = (filled(part, blind) for part in (grad_out, x.q, out))
@@ -70,10 +79,11 @@ def backward(
 
 @dataclass(frozen=True)
 class _Folding:
-    """Maps batch, heads and folds to the kernel's two leading dims, without a copy where strides allow it.
+    """Reshape between (B, H, F, ...) and the two leading dims of a kernel, without a copy where strides allow it.
 
-    (B * F, H) for tokens outermost (a transposed (B, N, H, D)), for grouped key/value heads, and for folds of a single
-    batch entry that leave tokens over. Otherwise (B * H * F, 1), whose output has each head's tokens contiguous.
+    These are (B * F, H) if tokens precede heads in memory (a transposed (B, N, H, D)), if there are fewer key/value
+    heads than query heads, or if the folds (segments) of a single batch entry leave some tokens out. Otherwise they are
+    (B * H * F, 1), and each head's tokens are contiguous in the output.
     """
 
     batch: int
@@ -85,7 +95,7 @@ class _Folding:
         grouped = x.k.shape[1] != x.q.shape[1]
         batch, heads, folds = x.q.shape[:3]
         tokens_outermost = heads > 1 and x.q.stride(1) < x.q.stride(3)
-        # Folds that leave tokens over can be flattened with heads only by a copy, but with a batch of 1 as a view.
+        # Folds that leave some tokens out are flattened with the heads by a copy, but with a batch of 1 by a view.
         leave_some = batch == 1 and heads > 1 and folds > 1 and x.q.stride(1) != folds * x.q.stride(2)
         return cls(batch, folds, grouped or tokens_outermost or leave_some)
 
@@ -98,7 +108,10 @@ class _Folding:
         return x.squeeze(1).unflatten(0, (self.batch, -1, self.folds))
 
     def mask(self, x: Operands, bias: Float[Tensor, "#H #Q K"] | None) -> Tensor | None:
-        """Mask that the kernel adds to scores: `bias` for all batch entries and folds, or -inf for invisible keys."""
+        """Return what the kernel adds to scores: `bias`, for all batch entries and folds, or -inf at hidden keys.
+
+        The result broadcasts against the kernel's (batch, heads, Q, K); None if nothing is added.
+        """
         if x.visible is not None:
             assert bias is None, "where keys are hidden, nothing else is added"
             rows = self.enter(added(x.visible, x.q.dtype))
@@ -109,7 +122,7 @@ class _Folding:
 
 
 def _blind(x: Operands, *, is_causal: bool) -> Bool[Tensor, "B H F #Q"] | None:
-    """Queries that see no visible key; None if every query sees one."""
+    """True for queries without a visible key; None if every query has one. is_causal: query i sees keys 0 to i."""
     if x.visible is None:
         return None
     if is_causal:
@@ -121,7 +134,7 @@ def _blind(x: Operands, *, is_causal: bool) -> Bool[Tensor, "B H F #Q"] | None:
 
 
 def filled(x: Shaped[Tensor, "*rows"], blind: Bool[Tensor, "..."] | None, value: float = 0.0) -> Tensor:
-    """Fill the rows of blind queries with `value`; x has one number or one vector per query."""
+    """Fill queries of x that are True in `blind` with `value`; x has a number or a vector per query. None: no query."""
     if blind is None:
         return x
     return x.masked_fill(blind if blind.dim() == x.dim() else blind.unsqueeze(-1), value)
@@ -136,7 +149,11 @@ def flash_forward(
     is_causal: bool = False,
     mask: Float[Tensor, "#B #H #Q K"] | None = None,
 ) -> tuple[Float[Tensor, "B H Q D"], Float[Tensor, "B H Q"]]:
-    """(out, natural lse in float32) of ATen's attention. `mask` is added, in q's dtype or float32, on CPU only."""
+    """(out, natural lse) of attention by the ATen kernel for the device of q; lse in float32 or wider.
+
+    G may be a divisor of H. is_causal: query i sees keys 0 to i. mask: added to the scores, in the dtype of q or in
+    float32, on CPU only; a query with a row of -inf has lse 0, not -inf.
+    """
     other = _other(q)
     factor, scale = _positive(scale, is_causal or other is not None)
     q = q if factor == 1.0 else q * factor
@@ -159,7 +176,10 @@ def flash_backward(
     is_causal: bool = False,
     mask: Float[Tensor, "#B #H #Q K"] | None = None,
 ) -> _Problem:
-    """(dq, dk, dv) of ATen's attention; a row whose lse is +inf has weight 0 everywhere."""
+    """(dq, dk, dv) of `flash_forward`; out and lse may be of a softmax over more keys.
+
+    Weights are exp(score - lse), so a query with lse +inf has gradient 0 and adds nothing to dk and dv.
+    """
     other = _other(q)
     factor, scale = _positive(scale, is_causal or other is not None)
     q = q if factor == 1.0 else q * factor
@@ -176,7 +196,7 @@ def flash_backward(
 
 
 def _is_better_in_float32(q: Float[Tensor, "B H Q D"]) -> bool:
-    """True where float32 makes the backward on CPU faster or more accurate.
+    """True if the backward on CPU is faster or more accurate in float32 than in the dtype of q.
 
     PyTorch's kernel for float16 is slow. Its kernels sum dk and dv over blocks of rows in q's dtype; with few rows the
     blocks are smaller, so bfloat16 is rounded more often, while its kernel is no faster than float32.
@@ -187,7 +207,7 @@ def _is_better_in_float32(q: Float[Tensor, "B H Q D"]) -> bool:
 def _backward_in_float32(
     grad_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, mask: Tensor | None, **options: Any
 ) -> _Problem:
-    """Backward in float32, in chunks of the batch that bound the memory of the copies."""
+    """As `flash_backward` on CPU, in float32, for chunks of the batch that bound the memory of float32 copies."""
     grads = tuple(torch.empty_like(x, dtype=torch.float32) for x in (q, k, v))
     numbers = 3 * q[:1].numel() + 2 * k[:1].numel()
     at_once = max(1, _FLOAT32_BYTES // (4 * numbers))
@@ -222,12 +242,15 @@ def _backward_on_cpu(
 
 
 def _other(x: Tensor) -> ModuleType | None:
-    """Kernels of the device's family; None for those of CPU, which are here."""
+    """Module with the `forward` and `backward` of the device's kernels; None for the CPU kernels, called directly."""
     return _OTHERS.get(device_kind(x.device).kernels)
 
 
 def _positive(scale: float, needed: bool) -> tuple[float, float]:
-    """(factor on q, scale > 0) that give equal scores: kernels that hide keys by -inf do so before they scale."""
+    """Return (factor on q, scale above 0) that give the scores of `scale`; (1, scale) if a kernel can take it.
+
+    needed: True if the kernel hides keys by -inf before it scales, so that a negative scale would give +inf, and 0 NaN.
+    """
     if not needed or scale >= _LEAST_SCALE:
         return 1.0, scale
     return (-1.0, -scale) if scale <= -_LEAST_SCALE else (0.0, 1.0)

@@ -24,13 +24,14 @@ _HALVES = (torch.float16, torch.bfloat16)
 
 @dataclass(frozen=True)
 class Kernel:
-    """One of ATen's kernels.
+    """One of ATen's CUDA attention kernels, with the inputs that it supports.
 
     forward: (q, k, v, scale, is_causal) -> (out, natural lse).
     backward: (grad_out, q, k, v, out, lse, scale, is_causal) -> (dq, dk, dv). out and lse may be of a softmax over more
-    keys, as weights are recomputed as exp(score - lse), and delta from out.
-    Operands have equal head counts and a head dim that is a multiple of 8; a causal problem is square.
-    switch: True if torch lets `scaled_dot_product_attention` use the kernel. most_dim: capability -> largest head dim.
+    keys: weights are recomputed as exp(score - lse), and the row sums of grad_out * out from out.
+    q, k and v have equal numbers of heads and a head dim that is a multiple of 8; a causal problem has as many queries
+    as keys. least_keys: minimum number of keys. most_dim: function from the compute capability to the largest head dim,
+    0 for none. switch: returns True if torch lets `scaled_dot_product_attention` use the kernel.
     The limits are taken from torch's sdp_utils.cpp.
     """
 
@@ -49,9 +50,9 @@ class Kernel:
 
 
 def choose(dtype: torch.dtype, head_dim: int, num_keys: int, device: torch.device) -> Kernel:
-    """The preferred kernel that supports these sizes and is enabled (see torch.nn.attention.sdpa_kernel).
+    """Return the preferred kernel that supports this dtype, head dim and number of keys on the device.
 
-    Raises ValueError if no kernel does.
+    It must also be enabled in torch (see torch.nn.attention.sdpa_kernel). Raises ValueError if no kernel qualifies.
     """
     capability = torch.cuda.get_device_capability(device)
     for kernel in _preferred(capability):
@@ -65,7 +66,7 @@ def choose(dtype: torch.dtype, head_dim: int, num_keys: int, device: torch.devic
 
 
 def _preferred(capability: tuple[int, int]) -> tuple[Kernel, ...]:
-    """All kernels in order of preference: cuDNN first on Hopper and later, as in torch (its sdp_utils.cpp).
+    """The three kernels in order of preference: cuDNN first on Hopper and later, as in torch (its sdp_utils.cpp).
 
     As in torch, cuDNN up to 9.15.0 is not preferred: its kernels fail on lengths that are not multiples of 128, see
     pytorch#169849.
@@ -76,7 +77,10 @@ def _preferred(capability: tuple[int, int]) -> tuple[Kernel, ...]:
 
 
 def forward(q: Tensor, k: Tensor, v: Tensor, *, scale: float, is_causal: bool) -> tuple[Tensor, Tensor]:
-    """(out, natural lse in float32) of (B, H, Q, D) by (B, G, K, D); scale must be above 0."""
+    """(out, natural lse in float32) of q (B, H, Q, D) over k and v (B, G, K, D) on CUDA; G divides H.
+
+    scale must be above 0. is_causal: query i sees keys 0 to i. Raises ValueError if no kernel supports the problem.
+    """
     kernel, dim = _kernel_of(q, k, is_causal), q.shape[-1]
     q, k, v = (_loadable(x) for x in (q, _per_query_head(k, q), _per_query_head(v, q)))
 
@@ -91,7 +95,7 @@ def forward(q: Tensor, k: Tensor, v: Tensor, *, scale: float, is_causal: bool) -
 def backward(
     grad_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, *, scale: float, is_causal: bool
 ) -> _Problem:
-    """(dq, dk, dv); out and lse of the rows may be of a softmax over more keys."""
+    """(dq, dk, dv) of `forward`, shaped as q, k and v; out and lse may be of a softmax over more keys."""
     kernel, dim, groups = _kernel_of(q, k, is_causal), q.shape[-1], q.shape[1] // k.shape[1]
     k, v = _per_query_head(k, q), _per_query_head(v, q)
     grad_out, q, k, v, out = (_loadable(x) for x in (grad_out, q, k, v, out))
@@ -116,13 +120,17 @@ def backward(
 
 
 def _kernel_of(q: Tensor, k: Tensor, is_causal: bool) -> Kernel:
-    """A kernel that supports every problem of `_squares`."""
+    """Choose a kernel for q (B, H, Q, D) and k (B, G, K, D) that supports every part of `_squares`."""
     least = min(keys.stop for _, keys, _ in _squares(q.shape[2], k.shape[2], is_causal))
     return choose(q.dtype, q.shape[-1], least, q.device)
 
 
 def _squares(queries: int, keys: int, is_causal: bool) -> Iterator[tuple[slice, slice, bool]]:
-    """Yield (queries, keys, causal) of a causal square and dense rows, as kernels disagree on causal non-squares."""
+    """Split a problem into parts (queries, keys, is_causal) that all kernels compute alike.
+
+    Kernels disagree on causal problems with unequal numbers of queries and keys. The parts are a square causal one, and
+    a dense one of the queries after the last key; a problem that is not causal is one dense part.
+    """
     square = min(queries, keys) if is_causal else 0
     if square:
         yield slice(0, square), slice(0, square), True
@@ -131,7 +139,7 @@ def _squares(queries: int, keys: int, is_causal: bool) -> Iterator[tuple[slice, 
 
 
 def _in_batches(call: Callable[..., tuple[Tensor, ...]], *operands: Tensor) -> tuple[Tensor, ...]:
-    """Run `call` on chunks of the batch that fit the launch grid."""
+    """Call a function on chunks of the batch (dim 0) that fit CUDA's launch grid; concatenate each of its results."""
     at_once = max(1, _PROBLEMS_AT_ONCE // operands[0].shape[1])
     if len(operands[0]) <= at_once:
         return call(*operands)
@@ -145,13 +153,13 @@ def _per_query_head(x: Tensor, q: Tensor) -> Tensor:
 
 
 def _per_key_head(x: Tensor, groups: int) -> Tensor:
-    """Sum gradients of the heads that `_per_query_head` repeated, in float32 or wider."""
+    """Sum x (B, H, K, D) over groups of `groups` heads, in float32 or wider, to (B, H / groups, K, D) in x's dtype."""
     wide = torch.promote_types(x.dtype, torch.float32)
     return x if groups == 1 else x.unflatten(1, (-1, groups)).sum(2, dtype=wide).to(x.dtype)
 
 
 def _loadable(x: Tensor) -> Tensor:
-    """x with the head dim padded with zeros to a multiple of 8, and rows aligned to 16 bytes."""
+    """Pad the head dim of x with zeros to a multiple of 8, and copy x unless its rows are aligned to 16 bytes."""
     missing = -x.shape[-1] % _DIM_STEP
     if missing:
         return pad(x, (0, missing))
@@ -213,7 +221,7 @@ def _efficient_backward(
 
 
 def _flash_dims(capability: tuple[int, int]) -> int:
-    # For larger head dims its backward needs the shared memory of data-centre devices.
+    # For larger head dims the backward needs the shared memory of data-centre devices.
     return 0 if capability < (8, 0) else 256 if capability == (8, 0) or capability[0] in (9, 10) else 192
 
 
@@ -226,7 +234,7 @@ def _efficient_dims(capability: tuple[int, int]) -> int:
 
 
 def _cudnn_switch() -> bool:
-    """cuDNN is enabled and torch does not require determinism, which its backward lacks."""
+    """True if cuDNN attention is enabled and torch does not require determinism, which its backward lacks."""
     strict = torch.are_deterministic_algorithms_enabled() and not torch.is_deterministic_algorithms_warn_only_enabled()
     return torch.backends.cuda.cudnn_sdp_enabled() and not strict
 

@@ -1,4 +1,4 @@
-"""The portable kernel: FlexAttention's function in plain torch operations, with all gradients, on any device.
+"""The kernel of engine "portable": attention under a BlockMask in plain torch operations, on any device.
 
 Each row of query blocks is a batch of matrix products with its key blocks and a softmax. Chunks of rows bound the
 scores that exist at one time; the backward computes them again, so memory is linear in tokens.
@@ -28,11 +28,11 @@ _SCORES_AT_ONCE = 1 << 20
 
 
 class Scores(NamedTuple):
-    """How the scores of a mask's pairs become weights; functions take indices of the mask's heads and slots.
+    """How q · k of a pair becomes its weight; the functions take indices as the BlockMask's mask_mod does.
 
-    score_mod: as in FlexAttention. captured: tensors that it takes from outside and that require a gradient. shares:
-    number of branches that keep a pair's weight after dropout, for indices that broadcast; None for no dropout. factor:
-    of the kept weights.
+    score_mod: as in FlexAttention. captured: tensors that score_mod reads and that require a gradient. shares: function
+    of (score, b, h, q, k), whose indices broadcast, that returns how many of the mask's branches keep each pair in
+    dropout; None for no dropout. factor: multiplies the kept weights.
     """
 
     scale: float
@@ -43,7 +43,10 @@ class Scores(NamedTuple):
 
 
 class _Captured(TorchFunctionMode):
-    """Collects tensors that require a gradient and that functions take from outside."""
+    """Torch-function mode that collects tensors with requires_grad that code inside it reads and did not create.
+
+    `found` maps the id of each such tensor to the tensor.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -61,7 +64,7 @@ class _Captured(TorchFunctionMode):
 
 
 def captured_by(score_mod: ScoreMod, q: Tensor) -> list[Tensor]:
-    """Tensors with a gradient that score_mod captures."""
+    """Tensors with requires_grad that score_mod captures, found by one call of it with zeros; [] if autograd is off."""
     if not torch.is_grad_enabled():
         return []
     with _Captured() as captured:
@@ -71,11 +74,12 @@ def captured_by(score_mod: ScoreMod, q: Tensor) -> list[Tensor]:
 
 @dataclass(frozen=True, eq=False)
 class _Chunk:
-    """Problems with equally long lists.
+    """Attention problems that are computed at once: a problem is one query block over its L listed key blocks.
 
-    problem: index of the query block in (batch, heads, rows). block: indices of key blocks in (batch, key/value heads,
-    blocks). hidden: pairs that are not allowed, of each problem (y = x) or of all (y = 1); None if all are allowed.
-    places: batch entry, head, slots of queries and keys.
+    t block lists of equal length are each used by x problems, one for each batch entry and head that shares the list.
+    problem: index of the query block in the flattened (batch, heads, block rows). block: indices of key blocks in the
+    flattened (batch, key/value heads, blocks). hidden: True for pairs that are not allowed, of each problem (y = x) or
+    alike for all (y = 1); None if all are allowed. places: (batch entry, head, queries, keys) of the problems.
     """
 
     problem: Int64[Tensor, "x t"]
@@ -84,7 +88,11 @@ class _Chunk:
     places: tuple[Int64[Tensor, "x t"], Int64[Tensor, "x t"], Int64[Tensor, "t Q"], Int64[Tensor, "t LK"]]
 
     def asked(self) -> tuple[Tensor, Tensor, Int32[Tensor, "y t Q"], Int32[Tensor, "y t Q LK"]]:
-        """`places` in which a hidden pair is replaced by an allowed pair of its row, or of another row of its list."""
+        """Return the arguments (b, h, q_idx, k_idx) with which score_mod is called for each pair of the chunk.
+
+        score_mod may fail for pairs that are not allowed. Each is replaced by an allowed pair of its query or, for a
+        query without keys, of the first query in the block that has one.
+        """
         b, h, q, k = (x.int() for x in self.places)
         q, k = q[None], k[None, :, None].expand(-1, -1, q.shape[1], -1)
         if self.hidden is None:
@@ -99,7 +107,10 @@ class _Chunk:
 
 @dataclass(frozen=True, eq=False)
 class _Problems:
-    """Block lists of a mask for tensors of these sizes; a list has its partial blocks first, then its full ones."""
+    """Block lists of a BlockMask, one for each block row of its batch entries and heads, and the sizes of q and k.
+
+    columns: key blocks of each list, first `partial` blocks with a mask, then full ones, `count` in all; padded.
+    """
 
     mask: BlockMask
     columns: Int64[Tensor, "T W"]
@@ -131,7 +142,7 @@ class _Problems:
         return _blocks(x, self.sides[1])
 
     def chunks(self) -> Iterator[_Chunk]:
-        """Yield all problems with a key block, the longest lists first."""
+        """Yield chunks that together have every query block with a non-empty list, the longest lists first."""
         device, (batch, heads, groups, queries, keys) = self.count.device, self.sizes
         side, k_side = self.sides
         own_batch, own_heads, rows = self.mask.kv_num_blocks.shape
@@ -167,12 +178,15 @@ class _Problems:
     def _hidden(
         self, partial: Int64[Tensor, " t"], beyond: Bool[Tensor, "t LK"], b: Tensor, h: Tensor, q: Tensor, k: Tensor
     ) -> Bool[Tensor, "y t _ LK"] | None:
-        """Pairs that the mask hides in partial blocks, or beyond the last entry or key; None if there is none."""
+        """True for pairs that are not allowed: masked ones in partial blocks, and those after the last block or key.
+
+        None if every pair is allowed. The arguments are rows of a `_Chunk`; y is 1 if all its problems agree.
+        """
         masked = int(partial.max()) * self.sides[1]
         if not masked:
             return beyond[None, :, None] if bool(beyond.any()) else None
         allowed = self.mask.mask_mod(b[..., None, None], h[..., None, None], q[:, :, None], k[:, None, :masked])
-        allowed = allowed[(None,) * (4 - allowed.dim())]  # a mask that reads neither b nor h is of all problems
+        allowed = allowed[(None,) * (4 - allowed.dim())]  # a mask that reads neither b nor h holds for all problems
         whole = partial[:, None] <= torch.arange(masked, device=partial.device) // self.sides[1]
         hidden = ~(allowed | whole[:, None]) | beyond[:, None, :masked]
         rest = beyond[None, :, None, masked:].expand(*hidden.shape[:1], -1, hidden.shape[2], -1)
@@ -186,7 +200,10 @@ def attention(
     k: Float[Tensor, "B G M D"],
     v: Float[Tensor, "B G M E"],
 ) -> tuple[Float[Tensor, "B H N E"], Float[Tensor, "B H N"]]:
-    """(out, natural lse) of tensors in float32 or wider; a row without pairs has output 0 and lse -inf."""
+    """Return (out, natural lse) of attention under a BlockMask; q, k and v are in float32 or wider.
+
+    G divides H. A query without keys has output 0 and lse -inf.
+    """
     problems = _Problems.of(mask, q, k)
     queries, keys, values = problems.by_query_block(q), problems.by_key_block(k), problems.by_key_block(v)
     out = q.new_zeros(*queries.shape[:2], v.shape[3])
@@ -216,9 +233,10 @@ def gradients(
     grad_out: Float[Tensor, "B H N E"],
     delta: Float[Tensor, "B H N"],
 ) -> tuple[Tensor, ...]:
-    """(dq, dk, dv, gradient of each captured tensor) of these pairs, which may be some of the pairs of a row.
+    """Return (dq, dk, dv, gradient of each captured tensor) of attention under a BlockMask.
 
-    lse: over all pairs of a row, inf for rows without weights. delta: as in `WholeRows`.
+    The mask may have only some of the keys of a query: lse, grad_out and delta (see `WholeRows`) are over all of them.
+    lse is inf for queries without keys.
     """
     problems = _Problems.of(mask, q, k)
     queries, grad_outs, deltas = (problems.by_query_block(x) for x in (q, grad_out, delta))

@@ -1,4 +1,4 @@
-"""The tiles engine: the terms of a plan as calls of dense attention kernels."""
+"""The engine "tiles": block-sparse attention as calls of ATen's dense attention kernels on tiles of tokens."""
 
 from ._tile_blocks import GATHERED_BYTES
 from ._tile_calls import KernelCalls

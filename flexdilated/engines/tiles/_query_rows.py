@@ -1,6 +1,7 @@
-"""Attention over tables of selected key blocks: keys gathered for each query row, or queries grouped by key block.
+"""Attention over tables of selected key blocks, where each row lists the key blocks of one block of queries.
 
-Runs directly on the table, without a plan; nothing that depends on its values is cached.
+Keys are gathered for each row of the table, or queries are grouped by key block. This runs directly on the table,
+without a plan; nothing that depends on its values is cached.
 """
 
 from __future__ import annotations
@@ -29,22 +30,28 @@ from ._tile_blocks import GATHERED_BYTES
 # n problems: Q queries, g rows each, over L blocks
 
 _MANY_QUERIES = 16  # query block side from which a row of the table is one problem
-_FEW_QUERIES = 16  # queries of a call up to which grouping by key block gains nothing
+_FEW_QUERIES = 16  # number of queries up to which grouping by key block gains nothing
 _FEW_KEYS = 8  # key block side up to which grouping by key block gains nothing
 _READS_OF_A_COPY = 2  # memory accesses per key that is copied into blocks: a read and a write
 _MOST_ROWS = 128  # query rows of a problem
-_PARTS_BYTES = 128 << 20  # partial outputs held until they are merged
+_PARTS_BYTES = 128 << 20  # of the partial outputs that are held until they are merged
 _CELLS = 1 << 18  # pairs evaluated at once
 
 _Blocks = tuple[Tensor, Tensor]  # keys and values: (G, C, K, D) in blocks, or (G, M, D) where few are read
-# (for each head set with these problems, its index per problem; queries, blocks and places of the problems; visibility
-# of each block: 2 all pairs, 1 by the rule, 0 no block; None: all pairs of every block).
+# Problems of equal shape before their masks are evaluated: (index of the head set of each problem, one tensor for each
+# set that shares the other entries; query, block and place as in Problems; for each query and block, 2 if all pairs are
+# visible, 1 if the rule decides, 0 if the query does not select the block; None: all pairs of every block).
 _Calls = tuple[list[Tensor], Tensor, Tensor, Tensor, Tensor | None]
 
 
 @plans
 def selected_rows(key: Call, selection: Selection, bindings: Sequence[Tensor], batch: int) -> list[QueryRows]:
-    """One QueryRows for each batch entry, or one for all entries if they have equal tables and rules."""
+    """Return one QueryRows for each batch entry or, if neither tables nor rules differ between entries, one for all.
+
+    selection: the call's pattern, split into the table of selected blocks and the rule that further restricts its
+    pairs. bindings: run-time tensors of the pattern, sorted by name. batch: number of batch entries. Raises ValueError
+    if the tables or the rule are for another number of entries than 1 or `batch`.
+    """
     leaf, rest = selection.leaf, selection.rest
     (table,) = tensors_of(key, leaf, bindings)
     rows, first = leaf.rows(table, key.extent)
@@ -60,10 +67,12 @@ def selected_rows(key: Call, selection: Selection, bindings: Sequence[Tensor], b
 
 @dataclass(frozen=True, eq=False)
 class Problems:
-    """n problems of equal shape: queries of a head set over a list of key blocks.
+    """n attention problems of equal shape: Q queries, of g heads each, over L key blocks of K keys.
 
-    place: index of each query's result in the set's flattened (queries, entries); -1 for padding.
-    shown: mask of visible (query, key) pairs; None if every query sees every key.
+    set: index of the head set of each problem, the g query heads that share a table and a key/value head. query: index
+    of each query in the call. block: index of each key block. place: index at which each query's result is put, in the
+    flattened (queries, entries of a row) of the set; -1 for padding. shown: True for visible (query, key) pairs; None
+    if every query sees every key.
     """
 
     set: Int64[Tensor, " n"]
@@ -76,7 +85,10 @@ class Problems:
         return picked(x, self.set[:, None] * x.shape[1] + self.query)
 
     def places(self, begin: Int64[Tensor, " n"], index: Int64[Tensor, "n Q"]) -> tuple[Tensor, Tensor | slice]:
-        """(flat index begin + index of each query that is not padding, selector of these queries)."""
+        """Return (begin[:, None] + index, flattened; selector), both restricted to queries that are not padding.
+
+        The selector indexes the n * Q flattened queries; it is slice(None) if none is padding.
+        """
         place = (begin[:, None] + index).flatten()
         if int(self.place.min()) >= 0:
             return place, slice(None)
@@ -87,7 +99,7 @@ class Problems:
         return None if self.shown is None else added(self.shown, dtype).repeat_interleave(groups, 1).unsqueeze(1)
 
     def clear_rows(self, x: Shaped[Tensor, "n 1 Qg ..."], groups: int, value: float) -> Tensor:
-        """Fill masked and padding rows of x with `value`."""
+        """Fill rows of x that are padding or whose query sees no key with `value`; groups: g, the heads of a query."""
         if self.shown is None and int(self.place.min()) >= 0:
             return x
         blind = self.place < 0 if self.shown is None else (self.place < 0) | ~self.shown.any(2)
@@ -96,16 +108,19 @@ class Problems:
         )
 
     def clear_keys(self, x: Float[Tensor, "n 1 LK D"]) -> Tensor:
-        """Zero the keys that no query of the problem sees."""
+        """Zero the rows of x, keys or values of each problem, that none of its queries sees."""
         return x if self.shown is None else x.masked_fill(~self.shown.any(1)[:, None, :, None], 0.0)
 
 
 @dataclass(frozen=True, eq=False)
 class QueryRows:
-    """Key blocks that a table selects for a call, without blocks in which `rule`, the pattern less the table, is empty.
+    """Attention in which a table lists the key blocks of each block of queries, for one batch entry or equal entries.
 
-    column[t, r, w] is the key block in entry w of row r of table t, -1 for none; full[t, r, w]: `rule` allows all its
-    pairs. Row 0 is the query block of the call's first query, block 0 has the call's first key.
+    A pair is allowed if the table lists its key block and `rule`, the pattern without the table, allows the pair.
+    key: sizes of the call. block: tokens of (a query block, a key block). column[t, r, w]: entry w of row r of table t,
+    a key block, or -1 for none or where `rule` allows no pair; full[t, r, w]: True if `rule` allows all its pairs. Row
+    0 is the block of the call's first query, key block 0 begins with the call's first key. Heads share a table in
+    consecutive groups of equal size.
     """
 
     key: Call
@@ -118,10 +133,11 @@ class QueryRows:
     def of(
         cls, key: Call, rule: Pattern, rows: Int64[Tensor, "T R W"], block: tuple[int, int], first: int
     ) -> QueryRows:
-        """From a table of selected blocks.
+        """Make QueryRows from the tables of selected blocks of one batch entry, for the heads and tokens of a call.
 
-        rows: key blocks that each query block selects, ascending and padded; its row 0 is query block `first`. block:
-        tokens of a query block and of a key block.
+        rows: key blocks of each query block, ascending, padded with a large number; row 0 is query block `first`.
+        Numbers of blocks count from position 0. block: tokens of (a query block, a key block). Raises ValueError if the
+        number of tables does not divide the heads or the rows do not include the call's first query.
         """
         q_block, k_block = block
         require_tables(len(rows), key.num_heads_global)
@@ -141,7 +157,7 @@ class QueryRows:
     def forward(
         self, q: Float[Tensor, "b H N D"], k: Float[Tensor, "b G M D"], v: Float[Tensor, "b G M D"], scale: float
     ) -> tuple[Float[Tensor, "b H N D"], Float[Tensor, "b H N"]]:
-        """(out, natural lse) in float32 or wider; a query without keys has output 0 and lse -inf."""
+        """(out, natural lse) of b batch entries, in float32 or wider; a query without keys has output 0, lse -inf."""
         found = [self._forward(q[entry], k[entry], v[entry], scale) for entry in range(len(q))]
         out, lse = zip(*found, strict=True)
         return torch.stack(out), torch.stack(lse)
@@ -183,7 +199,10 @@ class QueryRows:
         self, q: Float[Tensor, "b H N D"], k: Float[Tensor, "b G M D"], v: Float[Tensor, "b G M D"], whole: WholeRows,
         scale: float,
     ) -> tuple[Float[Tensor, "b H N D"], Float[Tensor, "b G M D"], Float[Tensor, "b G M D"]]:  # fmt: skip
-        """(dq, dk, dv) in float32 or wider; `whole` has each row's out and lse over all its keys."""
+        """(dq, dk, dv) of b batch entries, in float32 or wider.
+
+        whole: out, lse and their gradients, of rows that may have more keys than the table selects.
+        """
         (q, k, v), grad_out, out = whole.with_column(q, k, v)
         lse = whole.lse.masked_fill(whole.lse == -torch.inf, torch.inf)
         found = [
@@ -221,19 +240,19 @@ class QueryRows:
 
     @cached_property
     def _unit(self) -> int:
-        """Consecutive queries of one table row that a gathered problem computes together."""
+        """Number of consecutive queries that a problem with gathered keys computes together: a query block, or 1."""
         side = self.block[0]
         return side if side >= _MANY_QUERIES and self.key.q_offset % side == 0 else 1
 
     @cached_property
     def _gathers(self) -> bool:
-        """True: gather keys for each row; False: group queries by key block."""
+        """True to gather the keys for each row of the table; False to group queries by key block."""
         few = self.key.num_queries <= _FEW_QUERIES or self.block[1] <= _FEW_KEYS
         return few or self._unit > 1
 
     @cached_property
     def _reads_few(self) -> bool:
-        """True where copying all keys into blocks costs more than the rows read, as in a decoding step."""
+        """True if copying all keys into blocks would cost more than reading the listed ones, as in a decoding step."""
         key, (_, rows, entries) = self.key, self.column.shape
         read = self._num_sets * rows * entries * self.block[1]
         return self._gathers and _READS_OF_A_COPY * read <= key.num_kv_heads * key.num_keys
@@ -249,7 +268,7 @@ class QueryRows:
         return picked(x, self._key_head(each.set)[:, None] * x.shape[1] + each.block)
 
     def _few_keys(self, each: Problems, x: Float[Tensor, "G M D"]) -> Float[Tensor, "n 1 LK D"]:
-        """Gather keys without a copy in blocks; slots after the last key repeat the last key."""
+        """Gather the key blocks of each problem from x, not copied to blocks; the last key pads an incomplete block."""
         side = self.block[1]
         at = (each.block[..., None] * side + torch.arange(side)).flatten(1).clamp(max=x.shape[1] - 1)
         x = x if x.stride(2) == 1 and x.stride(1) else x.contiguous()
@@ -279,11 +298,15 @@ class QueryRows:
 
     @cached_property
     def _whole(self) -> Bool[Tensor, "T R W"]:
-        """Full entries whose block is not cut off by the end of the keys."""
+        """True for entries of which every pair is allowed and whose key block has all its keys."""
         return self.full & ((self.column + 1) * self.block[1] <= self.key.num_keys)
 
     def _portions(self, rows: Float[Tensor, "X N g D"]) -> Iterator[tuple[range, range]]:
-        """(sets, queries) of chunks that bound unmerged results; the sets of a chunk share a table."""
+        """Yield ranges (sets, queries) that together cover all head sets and queries.
+
+        They bound the memory of outputs before the merge. A head set is the g query heads that share a table and a
+        key/value head. If queries are grouped by key block, the sets of a range share a table.
+        """
         queries = rows.shape[1]
         if self._gathers:
             yield range(self._num_sets), range(queries)
@@ -296,7 +319,10 @@ class QueryRows:
                 yield range(first, first + sets), range(begin, min(begin + at_once, queries))
 
     def _problems(self, sets: range, queries: range, rows: Float[Tensor, "X N g D"]) -> Iterator[Problems]:
-        """Yield the problems of these sets and queries, in chunks of at most GATHERED_BYTES."""
+        """Yield the attention problems of these head sets and queries, batched by shape.
+
+        The gathered keys, values and masks of a batch have at most GATHERED_BYTES, or it is a single problem.
+        """
         for owners, query, block, place, seen in self._gathered() if self._gathers else self._grouped(sets, queries):
             bytes_each = block.shape[1] * self.block[1] * (2 * rows.shape[3] + query.shape[1] * rows.shape[2])
             at_once = max(1, GATHERED_BYTES // (bytes_each * rows.element_size()))
@@ -307,7 +333,7 @@ class QueryRows:
                     yield Problems(owner[some], query[some], block[some], place[some], shown)
 
     def _gathered(self) -> Iterator[_Calls]:
-        """Yield one problem per row over all its blocks: rows without a mask, then masked rows."""
+        """Yield problems of one row of the table over all its key blocks: rows without a mask, then masked ones."""
         tables = torch.arange(self._num_sets) * self._num_tables // self._num_sets
         row = self._row_of_query[:: self._unit]
         query = torch.arange(len(row))[:, None] * self._unit + torch.arange(self._unit)
@@ -322,7 +348,10 @@ class QueryRows:
             yield [owner], place[at].clamp(min=0), column.clamp(min=0), place[at], seen
 
     def _grouped(self, sets: range, queries: range) -> Iterator[_Calls]:
-        """Yield problems of one key block with up to _MOST_ROWS queries that select it: full, then partial blocks."""
+        """Yield problems of one key block and up to _MOST_ROWS queries that select it.
+
+        First come blocks of which every pair is allowed, then partly allowed ones.
+        """
         table, row = sets.start // len(sets), self._row_of_query[queries.start : queries.stop]
         column, whole = self.column[table, row], self._whole[table, row]
         there = column >= 0
@@ -365,19 +394,23 @@ class QueryRows:
 
 
 def picked(x: Shaped[Tensor, "X S ..."], index: Int64[Tensor, "n L"]) -> Shaped[Tensor, "n 1 ..."]:
-    """Gather the index's entries of x, flattened over its first two dims, and concatenate them for each problem."""
+    """Gather entries of x, flattened over its first two dims, and concatenate the L entries of each problem."""
     found = x.flatten(0, 1).index_select(0, index.flatten())
     return found.unflatten(0, index.shape).flatten(1, 2).unsqueeze(1)
 
 
 def _within(begin: Tensor, length: int, first: int, number: int) -> tuple[Tensor, Tensor]:
-    """(start, length) of the intersection of [begin, begin + length) and [first, first + number)."""
+    """(start, length) of the intersection of [begin, begin + length) and [first, first + number); length 0 if empty."""
     start, stop = begin.clamp(min=first), (begin + length).clamp(max=first + number)
     return start, (stop - start).clamp(min=0)
 
 
 def _of_heads(key: Call, rule: Pattern, rows: Int64[Tensor, "T R W"]) -> Int64[Tensor, "t R W"]:
-    """Tables of this device's heads: shared if each serves equally many heads of one rule, else one per head."""
+    """Select the tables of this device's heads from the T tables of all heads.
+
+    The result has one table for each group of heads if all groups have equal size and all heads one rule, else one for
+    each head.
+    """
     heads = range(key.head_offset, key.head_offset + key.num_heads)
     tables = [head * len(rows) // key.num_heads_global for head in heads]
     used = range(tables[0], tables[-1] + 1)

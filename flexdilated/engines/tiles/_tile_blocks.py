@@ -1,4 +1,7 @@
-"""Runs block lists: per call, a view or gather of queries and keys, the kernel, and the write of its rows."""
+"""Attention over block lists, by kernel calls on tiles of queries and keys.
+
+A kernel call views or gathers its queries and keys, runs a dense kernel on them, and writes its rows of the output.
+"""
 
 from __future__ import annotations
 
@@ -26,9 +29,10 @@ _Index = tuple[int, int | slice, int | slice]
 
 @dataclass(frozen=True)
 class _Portion:
-    """A call for some heads or folds: at_q and at_k index them in the operands of queries and of keys.
+    """Kernel call for some heads or folds of one batch entry; a fold is one of several equally shaped segments.
 
-    blind: queries that see no visible key.
+    at_q, at_k: (batch entry, heads, folds) as indices of q and of k and v. mask: additive, one per problem or one for
+    all; None if every pair is allowed. blind: True for queries that see no key; None if there are none.
     """
 
     call: KernelCall
@@ -41,7 +45,11 @@ class _Portion:
 def forward(
     x: Operands, calls: KernelCalls, *, scale: float
 ) -> tuple[Float[Tensor, "B H F Q D"], Float[Tensor, "B H F Q"]]:
-    """(out, lse). Rows in no list have output 0 and lse -inf; hidden rows, which must hold 0, have lse 0."""
+    """(out, natural lse) of attention under the block mask of `calls`; out in the dtype of q, lse in float32 or wider.
+
+    A query without a listed block has output 0 and lse -inf. A query whose listed blocks allow it no key must be 0 in
+    x.q; its lse is 0, which the caller must replace by -inf.
+    """
     q, k, v = x.q, _padded(x.k, calls.key_slots), _padded(x.v, calls.key_slots)
     out = torch.empty_like(q) if calls.complete else torch.zeros_like(q)
     lse = q.new_full(q.shape[:-1], -torch.inf, dtype=sum_dtype(q))
@@ -61,7 +69,10 @@ def forward(
 def backward(
     x: Operands, calls: KernelCalls, grad_out: Tensor, out: Tensor, lse: Tensor, *, scale: float
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """(dq, dk, dv) in float32 or wider; `lse` is +inf where a row has no key."""
+    """(dq, dk, dv) of `forward` in the dtype of lse, float32 or wider, shaped as q, k and v.
+
+    out and lse may belong to a softmax over more keys. lse must be +inf, not -inf, for a query without keys.
+    """
     q, k, v = x.q, _padded(x.k, calls.key_slots), _padded(x.v, calls.key_slots)
     dq = (torch.empty_like if calls.complete else torch.zeros_like)(q, dtype=lse.dtype)
     dk, dv = (torch.zeros_like(part, dtype=lse.dtype) for part in (k, v))
@@ -81,7 +92,7 @@ def backward(
 
 
 def _portions(x: Operands, calls: KernelCalls) -> Iterator[_Portion]:
-    """Yield every call for every head; heads share the masks of a call."""
+    """Yield the kernel calls of all batch entries and heads, split to bound the bytes that each gathers."""
     hidden = None if x.visible is None else _padded(added(x.visible, x.q.dtype), calls.key_slots)
     for call in calls.calls:
         own_masks = call.masks is not None and len(call.masks) > 1
@@ -104,7 +115,11 @@ def _portions(x: Operands, calls: KernelCalls) -> Iterator[_Portion]:
 
 
 def _places(x: Operands, heads: tuple[int, ...], together: int) -> Iterator[tuple[_Index, _Index]]:
-    """Yield (query index, key index) per batch entry: up to `together` folds of a head, or heads with a single fold."""
+    """Yield (index of q, index of k and v), each (batch entry, heads, folds), that together cover these query heads.
+
+    An index has up to `together` folds of one head or, if there is one fold and no grouped-query attention, up to
+    `together` evenly spaced heads.
+    """
     groups, folds = x.q.shape[1] // x.k.shape[1], x.q.shape[2]
     for batch in range(x.q.shape[0]):
         if folds > 1 or groups > 1:
@@ -118,7 +133,7 @@ def _places(x: Operands, heads: tuple[int, ...], together: int) -> Iterator[tupl
 
 
 def _evenly_spaced(heads: tuple[int, ...], most: int) -> Iterator[slice]:
-    """Cut ascending heads into evenly spaced runs of at most `most`, each a slice."""
+    """Yield slices of at most `most` heads that together are the given ascending heads."""
     begin = 0
     while begin < len(heads):
         step = heads[begin + 1] - heads[begin] if begin + 1 < min(len(heads), begin + most) else 1
@@ -130,15 +145,15 @@ def _evenly_spaced(heads: tuple[int, ...], most: int) -> Iterator[slice]:
 
 
 def _repeated(mask: Float[Tensor, "m Q K"], *, times: int) -> Float[Tensor, "n 1 Q K"]:
-    """Repeat the masks of a head's problems for `times` heads."""
+    """Repeat m masks for `times` heads or folds, n = times * m; a single mask is not repeated, and n = 1."""
     return (mask if len(mask) == 1 or times == 1 else mask.repeat(times, 1, 1)).unsqueeze(1)
 
 
 def _problems(tiles: Tensor) -> Tensor:
-    """(X, n, slots, ...) as (X * n, 1, slots, ...): with one head the kernel's output is contiguous."""
+    """Reshape (X, n, slots, ...) to (X * n, 1, slots, ...): with one head the kernel's output is contiguous."""
     return tiles.flatten(0, 1).unsqueeze(1)
 
 
 def _padded(x: Tensor, slots: int) -> Tensor:
-    """Pad (B, G, F, K, ...) with zeros to K = slots."""
+    """Pad (B, G, F, K, ...) with zeros along K to size `slots`."""
     return x if x.shape[3] == slots else pad(x, (0, 0) * (x.dim() - 4) + (0, slots - x.shape[3]))

@@ -1,4 +1,9 @@
-"""Block lists as kernel calls: a problem is one tile of query slots with its keys; a call batches equal problems."""
+"""Grouping of block lists into batched kernel calls.
+
+A block list is one row of a block-sparse mask: a tile of queries and the key blocks that it sees. A problem is dense
+attention of such a tile over its keys, possibly with a mask; a kernel call batches problems of equal shape. A slot is
+the place of a token in the reordered sequence that the kernel reads, a stretch the slots of one problem.
+"""
 
 from __future__ import annotations
 
@@ -14,13 +19,16 @@ from ...masks.blocks import Blocks, Places, Rule, evaluate
 from ...masks.planning import Term
 from .._operands import Hidden, added, distinct_masks, hidden_slots, random_numbers
 
-# X heads or folds, S slots, n stretches, L slots in a stretch or blocks in a list
-# n problems (a block row of a table each), L blocks in a list, U distinct masks
+# X heads or folds, S slots, n ranges of slots (one for each problem), L slots in a range or blocks in a list
+# E listed blocks, m block lists, U distinct masks
 
 
 @dataclass(frozen=True)
 class Even:
-    """Stretch i: `length` slots from start + i * step. Stretches may overlap; with step 0 all are equal."""
+    """Evenly spaced ranges of tokens: range i is `length` tokens from start + i * step on, for i below `count`.
+
+    Ranges may overlap; with step 0 all are equal.
+    """
 
     start: int
     step: int
@@ -31,22 +39,22 @@ class Even:
         return replace(self, start=self.start + begin * self.step, count=min(end, self.count) - begin)
 
     def of(self, x: Shaped[Tensor, "X S ..."]) -> Shaped[Tensor, "X n L ..."]:
-        """View of x with one row per stretch."""
+        """View of x with one row per range of tokens, n = count, L = length; rows may share memory."""
         if self.step == 0:
             one = x[:, None, self.start : self.start + self.length]
             return one.expand(-1, self.count, *one.shape[2:])
         return x[:, self.start :].unfold(1, self.length, self.step)[:, : self.count].movedim(-1, 2)
 
     def put(self, x: Shaped[Tensor, "X S ..."], part: Shaped[Tensor, "X n L ..."]) -> None:
-        """Write stretches that do not overlap, in place."""
+        """Copy row i of `part` to range i of x, in place; ranges must not overlap."""
         self.of(x).copy_(part)
 
     def add(self, x: Shaped[Tensor, "X S ..."], part: Shaped[Tensor, "X n L ..."]) -> None:
-        """Add the stretches onto the slots of x, in place."""
+        """Add row i of `part` to range i of x, in place; where ranges overlap, all are summed."""
         if self.step == 0:
             x[:, self.start : self.start + self.length].add_(part.sum(1))
             return
-        # Pieces of at most `step` slots at one offset in every stretch do not overlap.
+        # Pieces of at most `step` slots at one offset in every range do not overlap.
         for begin in range(0, self.length, self.step):
             width = min(self.step, self.length - begin)
             piece = Even(self.start + begin, self.step, self.count, width)
@@ -55,7 +63,10 @@ class Even:
 
 @dataclass(frozen=True)
 class Listed:
-    """Stretch i: the blocks[i] of `side` slots, concatenated and cut off at `length` slots."""
+    """Lists of blocks: range i is the tokens of the blocks blocks[i], concatenated and cut off at `length` tokens.
+
+    Block j is the `side` tokens from j * side on.
+    """
 
     blocks: Int[Tensor, "n L"]
     side: int
@@ -65,23 +76,23 @@ class Listed:
         return replace(self, blocks=self.blocks[begin:end])
 
     def of(self, x: Shaped[Tensor, "X S ..."]) -> Shaped[Tensor, "X n L ..."]:
-        """Gather the stretches; every listed block must be complete in x."""
+        """Gather the listed blocks into n rows of `length` tokens; every listed block must be complete in x."""
         picked = self._cut(x).index_select(1, self.blocks.flatten())
         return picked.unflatten(1, self.blocks.shape).flatten(2, 3)[:, :, : self.length]
 
     def put(self, x: Shaped[Tensor, "X S ..."], part: Shaped[Tensor, "X n L ..."]) -> None:
-        """Write stretches that do not overlap, in place."""
+        """Copy row i of `part` to the blocks of list i of x, in place; no block may be listed twice."""
         self._cut(x).index_copy_(1, self.blocks.flatten().long(), self._cut(part.flatten(1, 2)).to(x.dtype))
 
     def add(self, x: Shaped[Tensor, "X S ..."], part: Shaped[Tensor, "X n L ..."]) -> None:
-        """Add the stretches onto the slots of x, in place."""
+        """Add row i of `part` to the blocks of list i of x, in place; a block in several lists gets all sums."""
         missing = self.blocks.shape[1] * self.side - self.length
         if missing:
             part = pad(part, (0,) * (2 * part.dim() - 6) + (0, missing))
         self._cut(x).index_add_(1, self.blocks.flatten(), self._cut(part.flatten(1, 2)).to(x.dtype))
 
     def _cut(self, x: Tensor) -> Tensor:
-        """View of x in blocks, so that one index entry moves a whole block."""
+        """View (X, S, ...) as (X, blocks, side, ...), without an incomplete last block, so an index moves a block."""
         return x[:, : x.shape[1] // self.side * self.side].unflatten(1, (-1, self.side))
 
 
@@ -89,12 +100,12 @@ Stretches = Even | Listed
 
 
 def evenly(starts: list[int] | Tensor, length: int) -> Even | None:
-    """Stretches that begin at `starts`, if these are evenly spaced and do not descend, else None."""
+    """Ranges of `length` tokens that begin at `starts`, if these are evenly spaced and do not descend; else None."""
     begins = torch.as_tensor(starts).long()
     gaps = begins.diff().unique()
     if len(gaps) > 1 or (len(gaps) and int(gaps) < 0):
         return None
-    # A single stretch has no gap; its length serves as the step.
+    # A single range has no gap; its length serves as the step.
     return Even(int(begins[0]), int(gaps) if len(gaps) else length, len(begins), length)
 
 
@@ -104,10 +115,11 @@ _LEAST_PAIRS = 1 << 20  # smallest call worth its overhead: milliseconds of kern
 
 @dataclass(frozen=True)
 class KernelCall:
-    """n problems of equal shape in one table: each a stretch of query slots with a stretch of key slots.
+    """Batch of n attention problems of equal shape: problem i is query range i over key range i.
 
-    row and columns: the block row and block columns of each problem. masks: index of each block's mask, in a single row
-    if all problems share masks; None: every pair is allowed.
+    table: index of the block-sparse mask that they are part of; equal heads share one. row, columns: first block row,
+    and block columns, of each problem in it. masks: for each block, index of its mask in `KernelCalls.masks`; one row
+    (m = 1) if all problems have equal masks, else m = n. None: every pair is allowed.
     """
 
     table: int
@@ -119,11 +131,11 @@ class KernelCall:
 
     @property
     def num_pairs(self) -> int:
-        """Pairs that one problem computes."""
+        """Number of (query, key) pairs that one problem computes, masked ones included."""
         return self.queries.length * self.keys.length
 
     def parts(self, at_once: int) -> Iterator[KernelCall]:
-        """Split into calls of at most `at_once` problems."""
+        """Yield calls of at most `at_once` problems each that together are this call."""
         for begin in range(0, len(self.row), at_once):
             end = begin + at_once
             own_masks = self.masks is not None and len(self.masks) > 1
@@ -136,11 +148,13 @@ class KernelCall:
 
 @dataclass(frozen=True)
 class KernelCalls:
-    """All calls of a block list.
+    """Kernel calls that together compute attention under a block-sparse mask.
 
-    shape: query slots, key slots, query side and key side of a block. heads: the heads of each table. complete: every
-    query is in a problem. key_slots: slots to which keys are padded. masks: distinct masks, that of a full block first;
-    None if they are too large to keep and are evaluated per call. hidden: slots that are read but are in no pair.
+    rule: the mask as a function of query and key slots (places in the reordered sequence). shape: (query slots, key
+    slots, query side, key side of a block). heads: for each table (mask shared by equal heads), its heads. complete:
+    True if every query is in a problem. key_slots: number of slots to which keys must be padded. masks: the U distinct
+    masks of blocks, an all-True one first; None if they are too large to keep and are evaluated for each call. hidden:
+    queries and keys in the blocks that have no allowed pair.
     """
 
     rule: Rule
@@ -158,7 +172,7 @@ class KernelCalls:
         return sum(x.nbytes for x in (*numbers, self.masks, self.hidden) if x is not None)
 
     def mask_of(self, call: KernelCall, dtype: torch.dtype) -> Float[Tensor, "m Q K"] | None:
-        """Additive mask of each problem, or one for all; None if every pair is allowed."""
+        """Additive masks (0 or -inf) of a call's problems, m = n, or m = 1 for all; None if every pair is allowed."""
         if call.masks is None:
             return None
         if self.masks is None:
@@ -167,7 +181,7 @@ class KernelCalls:
             distinct, which = call.masks.flatten().unique(return_inverse=True)
             tiles = self.masks[distinct]
         which = which.view(call.masks.shape)
-        # Gathered by query row across the blocks of a list: a single copy gives the layout of the mask.
+        # For each query row the blocks of a list are gathered in sequence, so one copy gives the layout of the mask.
         rows = which[:, None] * tiles.shape[1] + torch.arange(call.queries.length)[:, None]
         mask = added(tiles, dtype).flatten(0, 1).index_select(0, rows.flatten()).view(*rows.shape[:2], -1)
         return mask[:, :, : call.keys.length]
@@ -180,7 +194,7 @@ class KernelCalls:
 
 
 def plan_calls(term: Term, blocks: Blocks) -> KernelCalls:
-    """Kernel calls for a term's block lists, with the masks of its partial blocks."""
+    """Make the kernel calls that compute a term (part of a plan) from its non-empty blocks, with their masks."""
     rule = term.table_rule()
     ids, masks = distinct_masks(rule, blocks)
     lists = _join_rows(_lists(blocks, ids, told_apart=masks is not None), blocks)
@@ -198,9 +212,11 @@ def plan_calls(term: Term, blocks: Blocks) -> KernelCalls:
 
 @dataclass(frozen=True)
 class _Lists:
-    """The non-empty block lists: entries begin to begin + length - 1 of a Blocks are the columns of one table row.
+    """The m non-empty block lists of a `Blocks`, where a list is the key blocks of one block row of one table.
 
-    code: fingerprint of the list's masks; equal for lists of one length with equal masks.
+    Entries begin to begin + length - 1 of the `Blocks` are the list's key blocks. num_queries, num_keys: number of
+    tokens. masked: True if a block is only partly allowed. code: fingerprint of the list's masks, equal for lists of
+    equal length with equal masks; 0 if not masked.
     """
 
     table: Int64[Tensor, " m"]
@@ -229,7 +245,7 @@ def _lists(blocks: Blocks, ids: Int64[Tensor, " E"], *, told_apart: bool) -> _Li
 
 
 def _codes(ids: Int64[Tensor, " E"], length: Int64[Tensor, " m"]) -> Int64[Tensor, " m"]:
-    """64-bit fingerprint of each list of ids; unequal lists of a length collide once in 2^57 pairs."""
+    """64-bit fingerprint of each list of mask indices; unequal lists of one length collide once in 2^57 pairs."""
     if not len(ids):
         return length
     place = torch.arange(len(ids)) - (length.cumsum(0) - length).repeat_interleave(length)
@@ -240,7 +256,7 @@ def _codes(ids: Int64[Tensor, " E"], length: Int64[Tensor, " m"]) -> Int64[Tenso
 
 
 def _join_rows(lists: _Lists, blocks: Blocks) -> _Lists:
-    """Join neighbouring rows with equal lists and no mask into one taller problem."""
+    """Join consecutive block rows that have equal key blocks and no mask into one list with more queries."""
     numbers = random_numbers((blocks.num_columns,))
     contents = _sum_by_list(numbers[blocks.column.long()], lists.length)
     follows = torch.zeros_like(lists.masked)
@@ -265,7 +281,11 @@ def _sum_by_list(values: Int64[Tensor, " E"], length: Int64[Tensor, " m"]) -> In
 
 
 def _grouped(lists: _Lists, blocks: Blocks, ids: Int64[Tensor, " E"]) -> Iterator[KernelCall]:
-    """Yield calls: first groups with equal masks that are large enough for a call, then groups of equal shape."""
+    """Yield kernel calls that together compute all block lists; each batches lists of one table and of equal sizes.
+
+    A list is the key blocks of one block row. First come groups with equal masks, which share one mask tensor, if they
+    are large enough for a call of their own; then all other lists. ids: mask index of each listed block.
+    """
     shape = [lists.table, lists.num_queries, lists.length, lists.num_keys, lists.masked.long()]
     left = torch.arange(len(lists.row))
     for key in ([*shape, lists.code], shape):
@@ -288,7 +308,7 @@ def _grouped(lists: _Lists, blocks: Blocks, ids: Int64[Tensor, " E"]) -> Iterato
 
 
 def _equal(key: Int64[Tensor, "n c"]) -> tuple[Int64[Tensor, " g"], ...]:
-    """Ascending indices of equal rows: one tensor per distinct row."""
+    """Group the rows of a matrix by value: for each distinct row, the ascending indices of the rows equal to it."""
     if not len(key):
         return ()
     _, group, sizes = key.unique(dim=0, return_inverse=True, return_counts=True)
@@ -296,7 +316,11 @@ def _equal(key: Int64[Tensor, "n c"]) -> tuple[Int64[Tensor, " g"], ...]:
 
 
 def _even_runs(row: Int64[Tensor, " n"], columns: Int32[Tensor, "n L"], least: int) -> Iterator[Int64[Tensor, " m"]]:
-    """Yield each run of at least `least` problems with evenly spaced queries and keys, then all other problems."""
+    """Yield ascending indices of problems: runs with evenly spaced queries and keys, then all other problems at once.
+
+    row, columns: block row and key blocks of each problem. A run has at least `least` problems, each with consecutive
+    key blocks, so it can be read as strided views.
+    """
     first = columns[:, 0].long()
     unbroken = columns[:, -1].long() - first == columns.shape[1] - 1
     gap = torch.stack([row.diff(), first.diff()], 1)

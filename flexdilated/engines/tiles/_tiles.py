@@ -1,4 +1,8 @@
-"""The tiles engine: runs a plan term by term in ATen's flash kernels and merges by lse; exact gradients."""
+"""Execution of an attention plan by ATen's attention kernels, with exact gradients.
+
+A plan is a list of terms, each a part of the mask that one kernel computes, for some heads and tokens. A program runs
+the terms in turn and merges their outputs by log-sum-exp.
+"""
 
 from __future__ import annotations
 
@@ -22,14 +26,16 @@ from ..kernels._kernel import Operands
 from . import _tile_blocks
 from ._tile_calls import KernelCalls, plan_calls
 
-# B batch, H query heads, G key/value heads, N queries, M keys, D head dim; b of the batch entries
+# B batch, H query heads, G key/value heads, N queries, M keys, D head dim; b some of the batch entries
 
 
 @dataclass(frozen=True, eq=False)
 class Step:
-    """One executable term: how its operands are gathered, and the kernel calls of its block list, if it has one.
+    """Executable form of one term of a plan (a part of the mask that one kernel computes).
 
-    fresh: no earlier step writes to its rows.
+    queries, keys: gather and scatter of the term's tokens. calls: kernel calls of its block list; None for a term
+    without one, such as a causal term. hidden: queries without a key and keys without a query in the term. fresh: True
+    if no earlier step writes to the same rows of the output.
     """
 
     term: Term
@@ -62,13 +68,13 @@ class Step:
         return dq, self.hidden.clear_keys(dk, dim=3), self.hidden.clear_keys(dv, dim=3)
 
     def _clear(self, x: Operands) -> Operands:
-        """Zero the hidden slots: kernels compute whole blocks and would spread a NaN."""
+        """Zero queries without a key and keys without a query: kernels compute whole blocks and would spread a NaN."""
         k, v = (self.hidden.clear_keys(part, dim=3) for part in (x.k, x.v))
         return Operands(self.hidden.clear_queries(x.q, dim=3), k, v, x.visible)
 
     @property
     def _is_causal(self) -> bool:
-        """True to use the kernel's causal mode: an additive mask would turn an infinite score into NaN."""
+        """True if the term runs in the kernel's causal mode; an additive mask would turn an infinite score into NaN."""
         weights = self.term.weights
         return self.term.shape == "causal" or (isinstance(weights, CountedPairs) and weights.is_causal)
 
@@ -78,11 +84,11 @@ class Step:
 
 @dataclass(frozen=True)
 class Program:
-    """An executable plan for given numbers of heads.
+    """Executable form of an attention plan: the steps whose merged outputs are attention under the mask.
 
-    given: token order of the tensors. layout: token order of the plan. steps: steps over every query first, then by
-    keys. complete: the fresh steps write every row. visible: mask of keys, applied in addition to the plan's rule;
-    None: all keys.
+    given: token order of q, k and v. layout: token order of the plan. steps: one for each term (a part of the mask that
+    one kernel computes). complete: True if the steps that are `fresh` (first to write their rows) write every row of
+    the output. visible: True for keys that may be attended to, in addition to the plan's mask; None: all keys.
     """
 
     given: Layout
@@ -93,7 +99,7 @@ class Program:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the block lists and gather indices, and 1000 per step."""
+        """Estimated size in bytes: block lists, gather indices, and 1000 for each step."""
         sides = (side for step in self.steps for side in (step.queries, step.keys) if isinstance(side, Picked))
         lists = sum(step.calls.nbytes for step in self.steps if step.calls is not None)
         return 1000 * len(self.steps) + lists + sum(side.nbytes for side in sides)
@@ -101,7 +107,7 @@ class Program:
     def forward(
         self, q: Float[Tensor, "B H N D"], k: Float[Tensor, "B G M D"], v: Float[Tensor, "B G M D"], scale: float
     ) -> tuple[Float[Tensor, "B H N D"], Float[Tensor, "B H N"]]:
-        """(out, lse) in float32 or wider."""
+        """(out, natural lse) in float32 or wider; a query without keys has output 0 and lse -inf."""
         q, k, v = (self._enter(readable(x)) for x in (q, self._clear_keys(k), self._clear_keys(v)))
         sums: tuple[Tensor, Tensor] | None = None
         for step, operands in self._operands(q, k, v):
@@ -125,7 +131,10 @@ class Program:
         self, q: Float[Tensor, "B H N D"], k: Float[Tensor, "B G M D"], v: Float[Tensor, "B G M D"], whole: WholeRows,
         scale: float,
     ) -> tuple[Float[Tensor, "B H N D"], Float[Tensor, "B G M D"], Float[Tensor, "B G M D"]]:  # fmt: skip
-        """(dq, dk, dv) in float32 or wider: the sum of the terms' gradients, from out and lse of the whole rows."""
+        """(dq, dk, dv) in float32 or wider, the sums over all steps.
+
+        whole: out, lse and their gradients, of rows that may have more keys than the program.
+        """
         operands, grad_out, out = whole.with_column(q, self._clear_keys(k), self._clear_keys(v))
         operands = tuple(self._enter(readable(x)) for x in operands)
         grad_out, out, lse = (self._enter(x) for x in (readable(grad_out), readable(out), whole.lse))
@@ -144,7 +153,7 @@ class Program:
         return dq, self._clear_keys(dk), self._clear_keys(dv)
 
     def _operands(self, q: Tensor, k: Tensor, v: Tensor) -> Iterator[tuple[Step, Operands]]:
-        """Yield each step with its operands; consecutive steps over equal keys share one copy."""
+        """Yield each step with its gathered q, k and v; consecutive steps over equal keys share one copy of k and v."""
         visible = None
         if self.visible is not None:
             visible = self._enter(self.visible[:, None].expand(len(k), k.shape[1], -1))
@@ -156,11 +165,11 @@ class Program:
             yield step, Operands(step.queries.take(q), *keys)
 
     def _clear_keys(self, x: Tensor) -> Tensor:
-        """Zero the rows of invisible keys: a weight of 0 times NaN is NaN in a kernel."""
+        """Zero the keys that `visible` hides, in x (B, G, M, D): a weight of 0 times NaN would be NaN in a kernel."""
         return x if self.visible is None else x.masked_fill(~self.visible[:, None, :, None], 0)
 
     def _enter(self, x: Tensor) -> Tensor:
-        """Reorder tokens from the given order to the plan's."""
+        """Reorder the tokens, dim 2 of x, from the order of the tensors to that of the plan."""
         return x if self.given == self.layout else Layout(x.shape[2], self.given.rate).invert(x, dim=2)
 
     def _leave(self, x: Tensor) -> Tensor:
@@ -176,10 +185,12 @@ def make_program(
     slots_at_once: int = SLOTS_AT_ONCE,
     placement: Placement | None = None,
 ) -> Program:
-    """Build the steps of a plan: the gather of each term's operands, and its block lists and kernel calls.
+    """Make the program that runs a plan: for each term, the gather of its tokens and its kernel calls.
 
-    block_size: sides of blocks; empty for each term's default. slots_at_once: terms whose operands are copied are
-    split, where possible, into terms of at most this many slots. placement: that of the plan, if it has one.
+    given: token order of q, k and v. block_size: (query side, key side) of blocks in tokens; empty for the default of
+    each term (a part of the mask that one kernel computes). slots_at_once: maximum number of tokens, over heads, in a
+    term whose operands are copied; larger ones are split where possible. placement: positions of the tokens, for a plan
+    of tokens at arbitrary positions; None: in order.
     """
     groups = plan.bound.num_heads // num_kv_heads
     terms = [part for whole in plan.terms for part in _in_portions(whole, slots_at_once)]
@@ -199,7 +210,7 @@ def _step(term: Term, queries: Side, keys: Side, block_size: tuple[int, ...], fr
 
 
 def _in_order(laid_out: list[tuple[Side, Side, Term]], bound: Bound) -> list[tuple[Side, Side, Term]]:
-    """Sort steps over every query first, so that a sum can start from their result; then by keys, to share copies."""
+    """Sort terms: first those with every query, whose result can start the sum; then by keys, to share copies."""
     seen: dict[Side, int] = {}
     places = [seen.setdefault(keys, len(seen)) for _, keys, _ in laid_out]
 
@@ -210,7 +221,7 @@ def _in_order(laid_out: list[tuple[Side, Side, Term]], bound: Bound) -> list[tup
 
 
 def _calls(term: Term, block_size: tuple[int, ...]) -> KernelCalls:
-    """Cached calls of a term, shared by all translated copies of it, such as documents of equal length."""
+    """Kernel calls of a term with a block list, from a cache shared by terms that differ only in their positions."""
     alike = term.at_origin()
     q_block, k_block = block_size or (term.block_side, term.block_side)
     return cache().get(
@@ -221,38 +232,38 @@ def _calls(term: Term, block_size: tuple[int, ...]) -> KernelCalls:
 
 
 def _in_portions(term: Term, most_slots: int) -> tuple[Term, ...]:
-    """Split a term whose operands are copied, to bound the memory of the copies."""
+    """Split a term whose operands are copied into terms of at most `most_slots` tokens, over heads; else (term,)."""
     copied = isinstance(term.q, Compact) and term.q.is_copied
     return term.portions(most_slots) if copied else (term,)
 
 
 @dataclass(frozen=True)
 class Some:
-    """Consecutive batch entries with equal rules."""
+    """Consecutive batch entries with equal masks: `rows` is their slice of the batch dim."""
 
     rows: slice
 
     def rows_of(self, table: Shaped[Tensor, "#B L"]) -> Shaped[Tensor, "#b L"]:
-        """Rows of these entries in a table of all entries; a single row serves all."""
+        """Rows of these entries in a table of all batch entries; a table of a single row is returned unchanged."""
         return table if len(table) == 1 else table[self.rows]
 
     def of(self, x: Shaped[Tensor, "B H N ..."]) -> Shaped[Tensor, "b H N ..."]:
         return x[self.rows]
 
     def put(self, x: Shaped[Tensor, "B H N ..."], part: Shaped[Tensor, "b H N ..."]) -> None:
-        """Write these entries of x, in place."""
+        """Copy `part` to these batch entries of x, in place."""
         x[self.rows] = part
 
 
 @dataclass(frozen=True)
 class Packed:
-    """All batch entries as one sequence: each head's tokens concatenated in batch order."""
+    """All batch entries as one sequence of n = B * N tokens: each head's tokens are concatenated in batch order."""
 
     def of(self, x: Shaped[Tensor, "B H N ..."]) -> Shaped[Tensor, "1 H n ..."]:
         return x.transpose(0, 1).flatten(1, 2).unsqueeze(0)
 
     def put(self, x: Shaped[Tensor, "B H N ..."], part: Shaped[Tensor, "1 H n ..."]) -> None:
-        """Write all of x, in place."""
+        """Copy `part`, split into batch entries, to x, in place."""
         x.copy_(part.squeeze(0).unflatten(1, (x.shape[0], x.shape[2])).transpose(0, 1))
 
 
@@ -260,19 +271,22 @@ Entries = Some | Packed
 
 
 def _start(side: Side, slots: Tensor, x: Tensor) -> Tensor | None:
-    """The first part as the sum itself, widened instead of scattered, if it covers every token; else None."""
+    """Return the result of a step as a tensor shaped as x, in float32 or wider, if it covers every token; else None.
+
+    A sum over steps can then start from it, without a scatter into zeros. slots: the result, in the side's token order.
+    """
     tokens = side.all_tokens(slots, x.shape[1], x.shape[2])
     return None if tokens is None else tokens.to(sum_dtype(x))
 
 
 def _empty(x: Tensor) -> tuple[Tensor, Tensor]:
-    """Uninitialised (out, lse)."""
+    """Uninitialised (out, lse) for queries x (B, H, N, D): shapes (B, H, N, D) and (B, H, N), float32 or wider."""
     wide = sum_dtype(x)
     return torch.empty_like(x, dtype=wide), x.new_empty(x.shape[:3], dtype=wide)
 
 
 def _nothing(x: Tensor) -> tuple[Tensor, Tensor]:
-    """(out 0, lse -inf): the merge of no parts."""
+    """(out, lse) of queries x (B, H, N, D) without any keys: zeros as x, and -inf (B, H, N), in float32 or wider."""
     out = torch.zeros_like(x, dtype=sum_dtype(x))
     return out, out.new_full(x.shape[:3], -torch.inf)
 
@@ -288,8 +302,8 @@ def _accumulate(total: Tensor | None, grad: Tensor, side: Side, x: Tensor) -> Te
 
 
 def as_given(x: Tensor, like: Tensor) -> Tensor:
-    """x in the dtype and memory format of `like`, as the op's fake implementation declares."""
+    """Return x in the dtype and memory format of `like`, as the op's fake implementation declares; copy if needed."""
     strides = torch.empty_like(like, device="meta").stride()
     lies = all(size == 1 or has == wants for size, has, wants in zip(x.shape, x.stride(), strides, strict=True))
-    # A kernel's stride of a dim of size 1 may be any number.
+    # A kernel may return any stride for a dim of size 1.
     return x.as_strided(x.shape, strides) if lies and x.dtype == like.dtype else torch.empty_like(like).copy_(x)

@@ -1,4 +1,4 @@
-"""The tiles engine as a custom op: torch.compile traces only its shapes and its gradient."""
+"""The engine "tiles" as a custom op of torch, of which torch.compile traces only the shapes and the gradient."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ _CUDA_SLOTS_AT_ONCE = 1 << 18  # copied slots that occupy the device and are a s
 
 
 def portions_on(kind: str) -> dict[str, int]:
-    """Options of make_program that bound the copies on this kind of device; none on CPU, which has the defaults."""
+    """Keyword arguments of `make_program` that bound the copies of tokens on this kind of device; {} on CPU."""
     return {} if device_kind(kind).on_host else {"slots_at_once": _CUDA_SLOTS_AT_ONCE}
 
 
@@ -54,10 +54,12 @@ def plan_tiles(
     *,
     allowed: Allowed = ANYTHING,
 ) -> Plan:
-    """Plan for tokens in the order of `layout`. On CPU: as `choice` says, or the cheapest of the `allowed` options.
+    """Plan attention by a bound pattern, for tokens in the order of `layout`, on devices of a kind, such as "cpu".
 
-    On CUDA: the cheapest options whose terms are all dense or causal, as tiles has no kernels for block lists there.
-    Raises ValueError for a branch without such an option.
+    On CPU: by `choice`, the options measured to be the fastest or, if it is None, the cheapest of the `allowed` options
+    by predicted cost. On CUDA: the cheapest options that have no block lists, only dense and causal parts, as "tiles"
+    has no other kernels there; layout, choice and allowed are not used. operands: sizes on which costs depend.
+    Raises ValueError on CUDA for a branch without such an option.
     """
     if device_kind(kind).on_host:
         return plan(bound, layout=layout, allowed=allowed, choice=choice, operands=operands)
@@ -67,7 +69,7 @@ def plan_tiles(
 
 
 def _plain_first(options: tuple[Option, ...], kind: str) -> tuple[Option, ...]:
-    """Move the cheapest option without block lists to the front; ValueError if every option has one."""
+    """Move the first (cheapest) option without block lists to the front. Raises ValueError if every option has one."""
     for index, option in enumerate(options):
         if all(term.shape in ("dense", "causal") for term in option.terms):
             return (option, *options[:index], *options[index + 1 :])
@@ -89,10 +91,12 @@ def tiles(
     k_offset: int,
     scale: float,
 ) -> tuple[Tensor, Tensor]:
-    """(out, lse) of a call; the plan is looked up at run time, so other sizes need no retracing.
+    """(out, natural lse) of q (B, H, N, D) over k and v (B, G, M, D): out in the dtype of q, lse float32 or wider.
 
-    constants, q_offset, k_offset: as from `Call.arguments`. k and v are cast to the dtype of q. Gradients of wider k
-    and v are in their dtype, unrounded for further sums.
+    The plan is looked up when the op runs, so other sizes need no retracing. bindings: run-time tensors of the pattern,
+    sorted by name. constants: pattern and further sizes of the call as text; with q_offset and k_offset, the positions
+    of the first query and key, they come from `Call.arguments`. k and v are cast to the dtype of q; if they are wider,
+    their gradients keep their dtype, unrounded for further sums.
     """
     call = Call.of(q, k, constants, q_offset, k_offset)
     return attention(call, q, k.to(q.dtype), v.to(q.dtype), sinks, bindings, scale)
@@ -109,7 +113,11 @@ def attention(
     *,
     wide: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    """(out, lse) of a call; out is in the dtype of q or, if `wide`, of lse."""
+    """(out, natural lse) of a call, without autograd; out is in the dtype of q or, if `wide`, in that of lse.
+
+    key: pattern and sizes of the call. bindings: run-time tensors of the pattern, sorted by name. q, k and v have one
+    dtype. lse is in float32 or wider; a query without keys has output 0 and lse -inf, or its sink.
+    """
     programs, others = _programs_for(key, bindings, q)
     out, lse = _over_entries(programs, lambda program, *x: program.forward(*x, scale), (q, k, v), (q, q[..., 0]))
     if others is not None:
@@ -126,9 +134,10 @@ def _over_entries(
     inputs: Sequence[Tensor],
     likes: Sequence[Tensor],
 ) -> tuple[Tensor, ...]:
-    """Results of `compute` over all batch entries, shaped as `likes`, in float32 or wider.
+    """Run each program on its batch entries; return the results for all entries, shaped as `likes`.
 
-    compute: called with each program and the inputs of its batch entries.
+    programs: pairs (batch entries, program), which together cover the batch. compute: function of a program and the
+    inputs of its entries, one result for each of `likes`. Results are in float32 or wider.
     """
     if len(programs) == 1 and isinstance(programs[0][0], Some):
         return compute(programs[0][1], *inputs)
@@ -161,7 +170,7 @@ def tiles_backward(
     k_offset: int,
     scale: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """(dq, dk, dv) of `tiles`, in the dtypes of q, k and v."""
+    """(dq, dk, dv) of the op `tiles`, in the dtypes of q, k and v, from its out and lse; grad_lse None counts as 0."""
     call = Call.of(q, k, constants, q_offset, k_offset)
     whole, keys = WholeRows(out, lse, grad_out, grad_lse), (k.to(q.dtype), v.to(q.dtype))
     dq, dk, dv = gradients(call, q, *keys, bindings, whole, scale, wide=k.dtype != q.dtype)
@@ -179,7 +188,10 @@ def gradients(
     *,
     wide: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """(dq, dk, dv) of a call in the dtypes of q, k and v; if `wide`, in the dtype of lse."""
+    """(dq, dk, dv) of a call, in the dtypes of q, k and v or, if `wide`, in that of lse (float32 or wider).
+
+    key: pattern and sizes of the call. whole: out, lse and their gradients, of rows that may have more keys, or a sink.
+    """
     programs, others = _programs_for(key, bindings, q)
 
     def compute(program: _Executable, q: Tensor, k: Tensor, v: Tensor, *rows: Tensor) -> tuple[Tensor, ...]:
@@ -209,9 +221,10 @@ set_gradient(
 def _programs_for(
     key: Call, bindings: list[Tensor], q: Tensor
 ) -> tuple[Sequence[tuple[Entries, _Executable]], tuple[Call, list[Tensor]] | None]:
-    """(batch entries with their executable, (key, bindings) of a call for the remaining pairs, or None).
+    """Choose how a call is computed: ([(batch entries, executable), ...], the call of further pairs or None).
 
     The executable is QueryRows for tables of selected blocks, RowProgram for few queries on CPU, otherwise a Program.
+    With a table, pairs that do not need it are a second call (key, run-time tensors), to be merged by lse.
     """
     selection = selection_in(key)
     if selection is not None:
@@ -234,7 +247,10 @@ def _programs(
     choice: Choice | None = None,
     operands: Operands | None = None,
 ) -> list[tuple[Entries, Program]]:
-    """(batch entries, their program): one for all entries unless run-time tensors give them different rules."""
+    """Pairs (batch entries, program) that cover the batch.
+
+    There is one for all `batch` entries, unless run-time tensors give the entries different masks.
+    """
     written = key.pattern
     if not bindings:
         return [(Some(slice(None)), program_of(key, None, kind, choice, operands, written=written))]
@@ -262,7 +278,11 @@ def _programs(
 
 
 def _packed(key: Call, rule: Expression, batch: int) -> tuple[Call, list[tuple[Entries, Expression]]] | None:
-    """(key, groups) of all batch entries as one sequence, if each has few tokens and they can be joined; else None."""
+    """Join all batch entries to one sequence: (call, [(all entries, rule)]) of that sequence.
+
+    None if the entries have many tokens, equal masks, offsets or another token order, or if their rules cannot be
+    joined to one.
+    """
     tokens = key.num_queries
     rule.require_entries(batch)
     is_whole = tokens == key.num_keys and not (key.q_offset or key.k_offset or key.placement)
@@ -285,10 +305,12 @@ def program_of(
     written: str,
     hides_keys: bool = False,
 ) -> Program:
-    """Cached program for these sizes on a kind of device.
+    """Return the cached program of a call on devices of a kind, such as "cpu"; make it if it is not in the cache.
 
-    written: text of the caller's pattern, under which the cache files the program. hides_keys: an additive mask will
-    hide keys, so the plan may not use key weights, which are additive too.
+    rule: the call's pattern with the values of its run-time tensors; None if it has none. choice: options measured to
+    be the fastest; None: by predicted cost. operands: sizes on which costs depend. written: JSON text of the caller's
+    pattern, by which the cache groups its programs. hides_keys: True if an additive mask will hide keys, so that the
+    plan may not use key weights, which are additive too.
     """
 
     def build() -> Program:
