@@ -129,7 +129,7 @@ def test_sparse_tensors_are_refused():
             "None or one of 'flex', 'flash', 'tiles', 'portable', 'reference'; got engine='fast'",
         ),
         ({"engine": 1}, ValueError, "got engine=1"),
-        ({"dropout_p": 0.1}, ValueError, "dropout_p"),
+        ({"dropout_p": 1.0}, ValueError, "dropout_p"),
     ],
     ids=str,
 )

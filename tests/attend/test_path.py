@@ -70,10 +70,11 @@ def is_within(path: tuple[Called, ...], stack: tuple[Called, ...]) -> bool:
     return stack[-1] == path[-1] and all(each in rest for each in path)
 
 
-def uncompiled(steps, tables, enter, q, k, v, sinks, score_mod, scale, needs_lse, kernel_options):
+def uncompiled(steps, tables, enter, q, k, v, sinks, score_mod, seed, p, scale, needs_lse, kernel_options):
     """The flex engine's function before it is compiled, around a dense kernel."""
     found = [tables_of(each) for each in steps]
-    return _flex._run(steps, found, enter, q, k, v, sinks, score_mod, float(scale), True, kernel_options, dense_flex)
+    options = (None, float(scale), True, kernel_options, dense_flex)
+    return _flex._run(steps, found, enter, q, k, v, sinks, score_mod, *options)
 
 
 def on_cpu() -> None:

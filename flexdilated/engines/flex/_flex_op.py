@@ -256,9 +256,9 @@ def flex(
     *,
     scale: float,
     score_mod: ScoreMod | None,
-    dropout: Dropout | None,
     sinks: Tensor | None,
     return_lse: bool,
+    dropout: Dropout | None = None,
     kernel_options: str = "",
 ) -> tuple[Tensor, Tensor | None]:
     """Compute attention by FlexAttention, eagerly or under torch.compile(fullgraph=True); returns (out, natural lse).

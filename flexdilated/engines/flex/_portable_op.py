@@ -60,9 +60,10 @@ def portable(
 def run_with_score_mod(
     run: Portable, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None
 ) -> tuple[Float[Tensor, "B H N E"], Float[Tensor, "B H N"]]:
-    """(out, lse), eagerly."""
+    """Compute a call with a score_mod, eagerly; returns (out, lse) as `portable` does."""
     assert run.score_mod is not None
-    return _WithScoreMod.apply(run, q, k, v, sinks, *captured_by(run.score_mod, q))  # type: ignore[return-value]
+    out, lse = _WithScoreMod.apply(run, q, k, v, sinks, *captured_by(run.score_mod, q))
+    return out, lse
 
 
 def _program(call: Call, q: Tensor, bindings: list[Tensor]) -> FlexProgram:
@@ -86,15 +87,15 @@ class Portable:
         if not steps:
             out, lse = nothing(q, k, v, sinks)
             return out.contiguous(), lse
-        operands, total = self._entered(*(x.to(wide) for x in (q, k, v))), None
+        operands, total = self._entered(q.to(wide), k.to(wide), v.to(wide)), None
         for step in steps:
             hidden, (slots, rows, start) = step.hidden, step.queries
             out, lse = attention(step.mask, self._scores(step), *_operands(step, *operands))
             out, lse = hidden.clear_queries(out, dim=2), hidden.clear_queries(lse, dim=2, value=-torch.inf)
             lse = lse + log(step.structure.multiplicity)
-            part = (slots.put(x, rows, start, q.shape[2], empty) for x, empty in ((out, 0.0), (lse, -torch.inf)))
+            part = slots.put(out, rows, start, q.shape[2], 0.0), slots.put(lse, rows, start, q.shape[2], -torch.inf)
             if total is None:
-                total = tuple(part)
+                total = part
             else:
                 merge_(*total, *part)
         assert total is not None
@@ -116,35 +117,35 @@ class Portable:
             lse, grad_out, delta = (slots.take(x, rows, start, q.shape[2]) for x in (lse, grad_out, delta))
         with autograd_on():  # gradients pass the gathers by autograd
             leaves = [x.detach().to(wide).requires_grad_() for x in (q, k, v)]
-            entered = self._entered(*leaves)
+            entered = self._entered(leaves[0], leaves[1], leaves[2])
         inner = [x.detach().requires_grad_() for x in entered]
         of_captured = [torch.zeros_like(x) for x in captured]
         for step in self.program.steps:
             hidden, (slots, rows, start) = step.hidden, step.queries
             with autograd_on():
-                operands = _operands(step, *inner)
-            size = operands[0].shape[2]
-            own_lse, *own = (slots.take(x, rows, start, size) for x in (lse, grad_out, delta))
+                operands = _operands(step, inner[0], inner[1], inner[2])
+            own_grad, own_delta, own_lse = (
+                slots.take(x, rows, start, operands[0].shape[2]) for x in (grad_out, delta, lse)
+            )
+            own_grad, own_delta = (hidden.clear_queries(x, dim=2) for x in (own_grad, own_delta))
             own_lse = hidden.clear_queries(own_lse, dim=2, value=torch.inf) - log(step.structure.multiplicity)
-            own = (hidden.clear_queries(x, dim=2) for x in own)
-            plain = (x.detach() for x in operands)
-            (*found,) = gradients(step.mask, self._scores(step, captured), *plain, own_lse, *own)
+            plain = operands[0].detach(), operands[1].detach(), operands[2].detach()
+            found = gradients(step.mask, self._scores(step, captured), *plain, own_lse, own_grad, own_delta)
             torch.autograd.backward(operands, found[:3])
-            for sum_of, part in zip(of_captured, found[3:], strict=True):
-                sum_of += part
-        found = [torch.zeros_like(x) if x.grad is None else x.grad for x in inner]
+            for total, part in zip(of_captured, found[3:], strict=True):
+                total += part
+        grads: Sequence[Tensor] = [torch.zeros_like(x) if x.grad is None else x.grad for x in inner]
         if self.program.enter is not None:
-            found = torch.autograd.grad(entered, leaves, found)
-        return *(x.to(like.dtype).contiguous() for x, like in zip(found, (q, k, v), strict=True)), *of_captured
+            grads = torch.autograd.grad(entered, leaves, grads)
+        return *(x.to(like.dtype).contiguous() for x, like in zip(grads, (q, k, v), strict=True)), *of_captured
 
     def _entered(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Return q, k and v in the token order that the program's steps expect."""
         if self.program.enter is None:
             return q, k, v
-        sides = (self.program.enter[index] for index in (0, 1, 1))
-        q, k, v = (
-            side.slots.take(x, side.rows, side.start, x.shape[2]) for side, x in zip(sides, (q, k, v), strict=True)
-        )
+        queries, keys = self.program.enter
+        q = queries.slots.take(q, queries.rows, 0, q.shape[2])
+        k, v = (keys.slots.take(x, keys.rows, 0, x.shape[2]) for x in (k, v))
         return q, k, v
 
     def _scores(self, step: FlexStep, captured: Sequence[Tensor] = ()) -> Scores:
@@ -159,6 +160,7 @@ def _operands(step: FlexStep, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, 
     """Gather the queries and keys that a step computes; those that are in no allowed pair are zeroed."""
     hidden, (q_side, k_side) = step.hidden, step.structure.sides
     (queries, q_rows, q_start), (keys, k_rows, k_start) = step.queries, step.keys
+    assert step.mask.q_num_blocks is not None
     rows, columns = step.mask.kv_num_blocks.shape[2] * q_side, step.mask.q_num_blocks.shape[2] * k_side
     q = hidden.clear_queries(queries.take(q, q_rows, q_start, rows), dim=2)
     k, v = (hidden.clear_keys(keys.take(x, k_rows, k_start, columns), dim=2) for x in (k, v))
