@@ -13,7 +13,6 @@ from ._engines import check_transforms, choose_engine
 from ._torch_private import graph_constant
 from ._validate import (
     OTHER_KEYWORDS,
-    check_dropout,
     check_kernel_options,
     check_last_keys,
     check_layout,
@@ -28,7 +27,7 @@ from ._validate import (
 )
 from .engines import Call, Dropout, ScoreMod, is_transformed, padded_rows, run
 from .masks import Layout, Mixture, Pattern
-from .masks.core import advises, require_bool, require_expression
+from .masks.core import advises, require_bool, require_expression, require_probability
 from .masks.planning import block_sides
 from .tuning import autotune as measure_call
 
@@ -171,7 +170,7 @@ def attend(
     check_tensors(q, k, v, enable_gqa=enable_gqa)
     check_sinks(sinks, q)
     check_score_mod(score_mod)
-    dropout_p = check_dropout(dropout_p)
+    dropout_p = require_probability("dropout_p", dropout_p)
     require_bool("return_lse", return_lse)
     if q_offset is None:
         check_last_keys(pattern, q.shape[2], k.shape[2])

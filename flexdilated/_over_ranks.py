@@ -134,12 +134,15 @@ class OverRanks:
         return f"{self.mesh_text}, schedule={self.schedule!r}{rest}{pool}"
 
 
-def over_ranks(mesh: DeviceMesh | None, *, schedule: str, **rest: Any) -> OverRanks | None:
+def over_ranks(mesh: DeviceMesh | None, *, schedule: str, dropout: float = 0.0, **rest: Any) -> OverRanks | None:
     """OverRanks of these arguments, or None if mesh is None.
 
-    Without a mesh, ValueError is raised if schedule is not "auto" or another argument is not None.
+    dropout: probability of dropping an attention weight. Raises ValueError for a mesh and dropout, and without a mesh
+    if schedule is not "auto" or an argument in `rest` is not None.
     """
     if mesh is not None:
+        if dropout:
+            raise ValueError(f"attention dropout must be 0 with a mesh, as ranks do not share its draws; got {dropout}")
         return OverRanks(mesh, schedule, **rest)
     require_choice("schedule", schedule, SCHEDULES)
     for name, value in {"schedule": None if schedule == "auto" else schedule, **rest}.items():

@@ -226,15 +226,6 @@ def check_last_keys(pattern: Expression, queries: int, keys: int) -> None:
         )
 
 
-def check_dropout(dropout_p: float) -> float:
-    """Return dropout_p as a float. Raises TypeError unless it is a number, ValueError unless 0 <= dropout_p < 1."""
-    if isinstance(dropout_p, bool) or not isinstance(dropout_p, int | float):
-        raise TypeError(f"dropout_p must be a real number; got {dropout_p!r}")
-    if not 0 <= dropout_p < 1:
-        raise ValueError(f"dropout_p must be at least 0 and below 1; got {dropout_p=}")
-    return float(dropout_p)
-
-
 def _check_heads(num_heads: int, num_kv_heads: int, enable_gqa: bool) -> None:
     came = f"got {num_heads} and {num_kv_heads}, in dim 1: x.transpose(1, 2) puts heads there that follow the tokens"
     if num_heads % max(1, num_kv_heads) or (num_heads and not num_kv_heads):

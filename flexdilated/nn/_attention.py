@@ -16,7 +16,7 @@ from .._over_ranks import engine_text, over_ranks, pattern_text, ranks_text
 from .._validate import OTHER_KEYWORDS, check_tensors, resolve_scale
 from ..engines import ScoreMod
 from ..masks import Mixture, Pattern
-from ..masks.core import HEADS, WIDTH, advises, require_bool, require_expression, require_int
+from ..masks.core import HEADS, WIDTH, advises, require_bool, require_expression, require_int, require_probability
 from ..masks.patterns import OF_BRANCHES
 from ..masks.planning import block_sides
 from ._call_masks import without_padding
@@ -37,7 +37,7 @@ _OF_MODULES = {
         "it has no projections and takes q, k and v: with them, "
         "fd.MultiheadDilatedAttention(embed_dim, num_heads, segment_lengths, dilation_rates)",
     ),
-    **dict.fromkeys(("dropout", "dropout_p"), "attention weights are never formed: apply nn.Dropout to the output"),
+    "dropout_p": "write dropout=, which is applied in training",
 }
 _OF_DILATED = {
     **_OF_MODULES,
@@ -57,9 +57,10 @@ class BlockSparseAttention(nn.Module):
     The module holds only its pattern, a value without sizes, and no plan, so it serves any number of heads and
     tokens, and pickles, copies and moves like any module. `pattern` may be read, and used with `attend`.
 
-    sinks: True adds a parameter of that name: a logit for each of num_heads heads of q, initially 0, which adds a term
-    exp(sink) to every softmax denominator. scale, enable_gqa, engine, block_size, autotune: as in `attend`.
-    Invalid values raise ValueError or TypeError.
+    dropout: probability of dropping an attention weight, in training; it must be 0 with a mesh. sinks: True adds a
+    parameter of that name: a logit for each of num_heads heads of q, initially 0, which adds a term exp(sink) to every
+    softmax denominator. scale, enable_gqa, engine, block_size, autotune: as in `attend`. Invalid values raise
+    ValueError or TypeError.
 
     mesh: the ranks that share the sequence, a DeviceMesh of one dimension. q, k, v and the output are then this rank's
     tokens, at the positions that `sharding` assigns to it (None: contiguous shards of equal length); a padding mask and
@@ -89,6 +90,7 @@ class BlockSparseAttention(nn.Module):
         codec: CodecChoice = None,
         error_bound: float | None = None,
         pool: PoolChoice = None,
+        dropout: float = 0.0,
         sinks: bool = False,
         num_heads: int | None = None,
         scale: float | None = None,
@@ -105,10 +107,10 @@ class BlockSparseAttention(nn.Module):
         self.enable_gqa = require_bool("enable_gqa", enable_gqa)
         self.engine = engine
         self.autotune = require_bool("autotune", autotune)
+        self.dropout = require_probability("dropout", dropout)
         self.block_size = None if block_size is None else block_sides(block_size)
-        self.over_ranks = over_ranks(
-            mesh, schedule=schedule, sharding=sharding, codec=codec, error_bound=error_bound, pool=pool
-        )
+        sent = {"codec": codec, "error_bound": error_bound, "pool": pool}
+        self.over_ranks = over_ranks(mesh, schedule=schedule, dropout=self.dropout, sharding=sharding, **sent)
         if autotune and mesh is not None:
             raise ValueError(
                 "autotune measures the calls of one device; with a mesh it must be False, got autotune=True"
@@ -146,7 +148,8 @@ class BlockSparseAttention(nn.Module):
         options |= {"engine": self.engine, "block_size": self.block_size}
         offsets = {"q_offset": q_offset, "k_offset": k_offset}
         if self.over_ranks is None:
-            return attend(q, k, v, pattern, autotune=self.autotune, **offsets, **options)
+            dropout_p = self.dropout if self.training else 0.0
+            return attend(q, k, v, pattern, dropout_p=dropout_p, autotune=self.autotune, **offsets, **options)
         if any(offsets.values()):
             raise ValueError(
                 f"with a mesh the sharding gives the positions: q_offset and k_offset must be 0; got {offsets}"
@@ -155,7 +158,7 @@ class BlockSparseAttention(nn.Module):
 
     def extra_repr(self) -> str:
         sinks = "" if self.sinks is None else f", sinks=True, num_heads={len(self.sinks)}"
-        chosen = {"block_size": self.block_size, "autotune": self.autotune or None}
+        chosen = {"dropout": self.dropout or None, "block_size": self.block_size, "autotune": self.autotune or None}
         rest = "".join(f", {name}={value}" for name, value in chosen.items() if value is not None)
         own = f"{pattern_text(self.pattern)}, scale={self.scale}, enable_gqa={self.enable_gqa}"
         return f"{own}, {engine_text(self.engine)}{sinks}{rest}{ranks_text(self.over_ranks)}"
@@ -215,13 +218,15 @@ class DilatedAttention(BlockSparseAttention):
         *,
         offsets: str = "interleaved",
         heads: str = "all",
+        dropout: float = 0.0,
         scale: float | None = None,
         enable_gqa: bool = False,
         engine: str | None = None,
         autotune: bool = False,
     ) -> None:
         pattern = dilated_pattern(segment_lengths, dilation_rates, causal=causal, offsets=offsets, heads=heads)
-        super().__init__(pattern, scale=scale, enable_gqa=enable_gqa, engine=engine, autotune=autotune)
+        options = {"dropout": dropout, "scale": scale, "enable_gqa": enable_gqa, "engine": engine}
+        super().__init__(pattern, autotune=autotune, **options)
 
 
 @advises()

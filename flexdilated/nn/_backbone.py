@@ -85,9 +85,9 @@ class LongNetBackbone(Pretrained):
             made = ": fd.LongNetConfig(**config) makes one" if isinstance(config, dict) else ""
             raise TypeError(f"config must be a LongNetConfig; got {type(config).__name__}{made}")
         self.config, self.pattern = config, config.pattern
-        self.over_ranks = over_ranks(
-            mesh, schedule=schedule, sharding=sharding, codec=codec, error_bound=error_bound, pool=pool
-        )
+        sent = {"codec": codec, "error_bound": error_bound, "pool": pool}
+        how = {"schedule": schedule, "dropout": config.attention_dropout, "sharding": sharding}
+        self.over_ranks = over_ranks(mesh, **how, **sent)
         self._check_mesh()
         self.residue_rate = masks.layout(self.pattern, max(config.segment_lengths)).rate
         factory = {"device": device, "dtype": dtype}
@@ -217,7 +217,8 @@ class LongNetBackbone(Pretrained):
             visible = on_host(without_padding(masks.every(), padding, (tokens.shape[0], num_tokens)))
         rotary = turns(self.config, positions, x.dtype)
         recompute = caches is None and self.config.checkpoint and torch.is_grad_enabled()
-        draws = self.training and bool(self.config.dropout or self.config.drop_path)
+        config = self.config
+        draws = self.training and bool(config.dropout or config.attention_dropout or config.drop_path)
         for index, block in enumerate(self.blocks):
             read = (None, None) if memory is None else (memory.blocks[index], memory.pattern)
             given = (x, rotary, pattern, layout, None if caches is None else caches[index], *read, visible)

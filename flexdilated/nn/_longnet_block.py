@@ -54,7 +54,8 @@ class Block(nn.Module):
         self.residual, self.gain = residual_scales(config) if scales is None else scales
         # Only if the norms' placement calls for it; otherwise the first projections have full variance.
         self.inner_gain = self.gain if config.deepnorm or config.subln else 1.0
-        self.dropout, self.drop_path, self.selected = config.dropout, drop_path, selected
+        self.dropout, self.attention_dropout = config.dropout, config.attention_dropout
+        self.drop_path, self.selected = drop_path, selected
         E, hidden, kv_dim = config.embed_dim, config.hidden_dim, 2 * config.kv_heads * config.head_dim
         factory = {"device": device, "dtype": dtype}
         linear = {"bias": config.bias, **factory}
@@ -146,7 +147,9 @@ class Block(nn.Module):
         elif self.over_ranks is not None:
             out = self.over_ranks.attend(q, k, v, pattern, enable_gqa=H != G, engine=self.engine)
         elif cache is None:
-            out = attend(q, k, v, pattern, enable_gqa=H != G, layout=layout, engine=self.engine)
+            dropout_p = self.attention_dropout if self.training else 0.0
+            options = {"dropout_p": dropout_p, "enable_gqa": H != G, "layout": layout, "engine": self.engine}
+            out = attend(q, k, v, pattern, **options)
         else:
             out = cache.attend(q, k, v)
         return self.attention_out(_joined(out, self.attention_inner_norm))
@@ -169,7 +172,9 @@ class Block(nn.Module):
         assert self.memory_q is not None
         assert self.memory_out is not None
         q = self.memory_q(x).unflatten(-1, (self.num_heads, self.head_dim)).transpose(1, 2)
-        out = attend(q, *memory, pattern, enable_gqa=self.num_heads != self.kv_heads, engine=self.engine)
+        dropout_p = self.attention_dropout if self.training else 0.0
+        options = {"dropout_p": dropout_p, "enable_gqa": self.num_heads != self.kv_heads, "engine": self.engine}
+        out = attend(q, *memory, pattern, **options)
         return self.memory_out(_joined(out, self.memory_inner_norm))
 
     def _feed_forward(self, x: Float[Tensor, "B N E"]) -> Float[Tensor, "B N E"]:

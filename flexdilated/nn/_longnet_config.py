@@ -19,6 +19,7 @@ from ..masks.core import (
     require_choice,
     require_finite,
     require_int,
+    require_probability,
 )
 from ..masks.patterns import OF_BRANCHES
 from ..selection import BlockSelector, SelectedAttention, TopK
@@ -137,9 +138,10 @@ class LongNetConfig:
         (attention, feed-forward).
     subln: a further norm before the last projection of each half, and the gain of Magneto, arXiv 2210.06423.
     deepnorm: norms after the sums instead of before the halves, with DeepNet's scales, arXiv 2203.00555; no last norm.
-    dropout: probability of zeroing an element of the embeddings and of each half's output, in training; attention
-        weights, which are never formed, have none. drop_path: probability of skipping the last block's halves for a
-        sequence, in training; it rises linearly from 0 in the first block (arXiv 1603.09382).
+    dropout: probability of zeroing an element of the embeddings and of each half's output, in training.
+    attention_dropout: probability of zeroing an attention weight, in training; it must be 0 with a mesh and with a
+        selection. drop_path: probability of skipping the last block's halves for a sequence, in training; it rises
+        linearly from 0 in the first block (arXiv 1603.09382).
     tie_embeddings: the output projection is the transposed token embedding.
     layout: order of the tokens inside the model, which does not affect its results. "natural": unchanged; "residue":
         one permutation at the input and its inverse at the output, under which dilated branches are dense; "auto": the
@@ -176,6 +178,7 @@ class LongNetConfig:
     subln: bool = False
     deepnorm: bool = False
     dropout: float = 0.0
+    attention_dropout: float = 0.0
     drop_path: float = 0.0
     tie_embeddings: bool = False
     layout: str = "auto"
@@ -191,9 +194,8 @@ class LongNetConfig:
                 require_int(name, getattr(self, name), minimum=1)
         for name in ("tie_embeddings", "checkpoint", "bias", "subln", "deepnorm"):
             require_bool(name, getattr(self, name))
-        for name in ("dropout", "drop_path"):
-            if not 0 <= require_finite(name, getattr(self, name)) < 1:
-                raise ValueError(f"{name} must be at least 0 and below 1; got {name}={getattr(self, name)}")
+        for name in ("dropout", "attention_dropout", "drop_path"):
+            require_probability(name, getattr(self, name))
         require_choice("norm", self.norm, NORMS)
         self._check_positions()
         if self.subln and self.deepnorm:
@@ -222,6 +224,9 @@ class LongNetConfig:
             return
         if not isinstance(self.selection, SelectedLayers):
             raise TypeError(f"selection must be SelectedLayers or None; got {self.selection!r:.80}")
+        if self.attention_dropout:
+            came = f"got attention_dropout={self.attention_dropout}"
+            raise ValueError(f"attention_dropout must be 0 with a selection, whose layers drop no weights; {came}")
         if self.layout == "residue":
             raise ValueError("with a selection the tokens keep their order: layout must be 'auto' or 'natural'")
         if any(layer >= self.depth for layer in self.selection.layers or ()):

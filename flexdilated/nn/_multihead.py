@@ -16,7 +16,7 @@ from .._engines import check_engine
 from .._over_ranks import engine_text, over_ranks, pattern_text, ranks_text
 from .._torch_private import OrdinaryPath
 from .._validate import require_dense
-from ..masks.core import HEADS, WIDTH, advises, renamed, require_bool, require_finite, require_int
+from ..masks.core import HEADS, WIDTH, advises, renamed, require_bool, require_int, require_probability
 from ..masks.patterns import OF_BRANCHES
 from ._attention import dilated_pattern
 from ._call_masks import require_causal_mask, without_padding
@@ -146,7 +146,8 @@ class MultiheadDilatedAttention(MultiheadProjections):
     mesh, schedule, sharding: as in `BlockSparseAttention`. The tokens of query, key and value are then this rank's, and
     key_padding_mask is for the whole sequence. The `state_dict` is that of a module without a mesh.
 
-    Not available, each a ValueError that names the remedy: dropout above 0, add_bias_kv, add_zero_attn.
+    dropout: probability of dropping an attention weight, in training; it must be 0 with a mesh.
+    Not available, each a ValueError that names the remedy: add_bias_kv, add_zero_attn.
     Inside `nn.TransformerEncoderLayer` the module is always called, instead of the layer's fused inference path.
 
     >>> layer = fd.MultiheadDilatedAttention(64, 4, (64, 256), (1, 4), batch_first=True)
@@ -192,7 +193,8 @@ class MultiheadDilatedAttention(MultiheadProjections):
     ) -> None:
         super().__init__()
         _check_sizes(embed_dim, num_heads)
-        _check_unavailable(dropout, add_bias_kv=add_bias_kv, add_zero_attn=add_zero_attn)
+        _check_unavailable(add_bias_kv=add_bias_kv, add_zero_attn=add_zero_attn)
+        self.dropout = require_probability("dropout", dropout)
         check_engine(engine)
         self.embed_dim, self.num_heads, self.head_dim = embed_dim, num_heads, embed_dim // num_heads
         self.kdim = require_int("kdim", embed_dim if kdim is None else kdim, minimum=1)
@@ -202,7 +204,7 @@ class MultiheadDilatedAttention(MultiheadProjections):
         self.pattern.check_heads(num_heads)
         self.causal = causal
         self.engine = engine
-        self.over_ranks = over_ranks(mesh, schedule=schedule, sharding=sharding)
+        self.over_ranks = over_ranks(mesh, schedule=schedule, dropout=self.dropout, sharding=sharding)
         self._add_parameters(require_bool("bias", bias), device, dtype)
         self.reset_parameters()
 
@@ -267,7 +269,8 @@ class MultiheadDilatedAttention(MultiheadProjections):
         self._check_order(require_bool("is_causal", is_causal), attn_mask, (num_queries, tokens))
         pattern = without_padding(self.pattern, key_padding_mask, (*batch, tokens), batch_first=self.batch_first)
         if self.over_ranks is None:
-            out = attend(q, k, v, pattern, q_offset=0, engine=self.engine)
+            dropout_p = self.dropout if self.training else 0.0
+            out = attend(q, k, v, pattern, dropout_p=dropout_p, q_offset=0, engine=self.engine)
         else:
             out = self.over_ranks.attend(q, k, v, pattern, engine=self.engine)
         return self.joined(out, query.dim()), None
@@ -283,7 +286,8 @@ class MultiheadDilatedAttention(MultiheadProjections):
     def extra_repr(self) -> str:
         sizes = f"embed_dim={self.embed_dim}, num_heads={self.num_heads}, kdim={self.kdim}, vdim={self.vdim}"
         way = f"{engine_text(self.engine)}{ranks_text(self.over_ranks)}"
-        return f"{sizes}, batch_first={self.batch_first}, {pattern_text(self.pattern)}, {way}"
+        dropout = f", dropout={self.dropout}" if self.dropout else ""
+        return f"{sizes}, batch_first={self.batch_first}{dropout}, {pattern_text(self.pattern)}, {way}"
 
 
 def _check_sizes(embed_dim: int, num_heads: int) -> None:
@@ -293,12 +297,7 @@ def _check_sizes(embed_dim: int, num_heads: int) -> None:
         raise ValueError(f"embed_dim must be a multiple of num_heads; got {embed_dim=} and {num_heads=}")
 
 
-def _check_unavailable(dropout: float, *, add_bias_kv: bool, add_zero_attn: bool) -> None:
-    if require_finite("dropout", dropout) != 0.0:
-        raise ValueError(
-            "dropout must be 0, as attention weights are never formed: apply nn.Dropout to the module's "
-            f"output instead; got {dropout=}"
-        )
+def _check_unavailable(*, add_bias_kv: bool, add_zero_attn: bool) -> None:
     for name, value in (("add_bias_kv", add_bias_kv), ("add_zero_attn", add_zero_attn)):
         if require_bool(name, value):
             raise ValueError(

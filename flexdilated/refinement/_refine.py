@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from .._torch_private import apply
 from ..masks import Pattern, block_list, cache
-from ..masks.core import advises, plans, require_finite, require_int
+from ..masks.core import advises, plans, require_int, require_probability
 from ..masks.patterns import BlockList
 from ..masks.planning import bound_blocks, shared_terms
 
@@ -197,8 +197,6 @@ class ImportanceTracker(nn.Module):
         device: torch.device | str | None = None,
     ) -> None:
         super().__init__()
-        if not 0 <= require_finite("decay", decay) < 1:
-            raise ValueError(f"decay must be at least 0 and below 1; got {decay=}")
         if group is not None and not isinstance(group, dist.ProcessGroup):
             raise TypeError(
                 "group must be a process group, such as dist.group.WORLD once it is made, or None; "
@@ -206,7 +204,7 @@ class ImportanceTracker(nn.Module):
             )
         sizes = {"num_heads": num_heads, "rows": rows, "columns": columns}
         shape = [require_int(name, size, minimum=1) for name, size in sizes.items()]
-        self.decay, self.group = float(decay), group
+        self.decay, self.group = require_probability("decay", decay), group
         self._arriving: tuple[dist.Work, Tensor] | None = None
         self.register_buffer("average", torch.zeros(shape, dtype=torch.float32, device=device))
         self.register_buffer("weight", torch.zeros(shape, dtype=torch.float32, device=device))

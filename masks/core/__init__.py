@@ -64,6 +64,7 @@ from ._check import (
     require_finite,
     require_int,
     require_ints,
+    require_probability,
     round_places,
     seconds_text,
     shortened,

@@ -72,6 +72,14 @@ def require_finite(name: str, value: object) -> float:
     return float(value)
 
 
+def require_probability(name: str, value: object) -> float:
+    """Return the value as a float if it is a real number in [0, 1); raise TypeError or ValueError otherwise."""
+    number = require_finite(name, value)
+    if not 0 <= number < 1:
+        raise ValueError(f"{name} must be at least 0 and below 1; got {name}={number}")
+    return number
+
+
 def shown(value: object) -> str:
     """Return the repr of a value, at most 80 characters of it, for an error text.
 

@@ -48,7 +48,8 @@ def test_learned_positions_end():
         model(input_of(TINY, 8), caches=caches)
 
 
-@pytest.mark.parametrize(("kind", "checkpoint"), [("dropout", False), ("dropout", True), ("drop_path", True)])
+@pytest.mark.parametrize("checkpoint", [False, True])
+@pytest.mark.parametrize("kind", ["dropout", "attention_dropout", "drop_path"])
 def test_dropout_is_of_training(kind, checkpoint):
     config = replace(EMBEDDED, checkpoint=checkpoint)
     plain, model = model_of(config), model_of(replace(config, **{kind: 0.5}))

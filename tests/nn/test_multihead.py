@@ -11,6 +11,7 @@ from torch import nn
 from torch.testing import assert_close
 
 import flexdilated as fd
+from flexdilated.engines import Dropout
 from tests.support.longnet_oracle import multiplicity
 
 # float64 against float64: only the order of sums differs.
@@ -309,6 +310,24 @@ def test_copies_and_pickles(remake):
     module, x = replacement((4, 4)[:1]), torch.randn(B, N, E, dtype=torch.float64)
     expected, _ = module(x, x, x)
     assert_close(remake(module)(x, x, x)[0], expected, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("converted", [False, True])
+def test_dropout_is_of_the_weights(converted):
+    """Softmax, dropout, values, for the pairs that the call draws; none in inference."""
+    ours, torchs = pair((N,), dropout=0.4, batch_first=True)
+    if converted:
+        fd.convert(torchs, fd.masks.every())
+    module, (x, *_) = torchs if converted else ours, inputs(E, E, E, batch_first=True)
+    assert_same_function(ours.eval(), torchs.eval(), [x] * 3)
+    torch.manual_seed(1)
+    found, _ = module.train()(x, x, x)
+    torch.manual_seed(1)
+    b, h, tokens = torch.arange(B)[:, None, None, None], torch.arange(H)[:, None, None], torch.arange(N)
+    kept = Dropout.drawn(0.4, x.device).kept(0, b, h, tokens[:, None], tokens)
+    q, k, v = ours.heads_of(x, x, x)
+    weights = (q @ k.mT / (E // H) ** 0.5).softmax(-1) * kept / 0.6
+    assert_close(found, ours.out_proj((weights @ v).transpose(1, 2).flatten(2)), **TOLERANCE)
 
 
 def test_repr_names_sizes_pattern_and_engine():

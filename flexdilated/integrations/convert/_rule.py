@@ -122,15 +122,6 @@ def check_lengths(given: Given, num_queries: int, num_keys: int) -> None:
         )
 
 
-def refuse_dropout(given: Given, dropout_p: float, setting: str) -> None:
-    """Raise ValueError for attention dropout, with the attribute that disables it."""
-    if dropout_p != 0:
-        raise ValueError(
-            f"{given.name} trains with attention dropout {dropout_p}, and attention weights are never formed: set "
-            f"{setting} = 0.0 on each converted module; dropout of its output may stay"
-        )
-
-
 @dataclass(frozen=True, eq=False)
 class Found:
     """An attention module: its name in the model, the module, and how it can be converted.

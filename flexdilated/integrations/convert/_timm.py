@@ -15,7 +15,7 @@ from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
 from ..._attend import attend
-from ._rule import Converted, Found, Given, call_rule, check_lengths, class_name, original_class, refuse_dropout
+from ._rule import Converted, Found, Given, call_rule, check_lengths, class_name, original_class
 
 # Some classes have moved between versions.
 _SERVED = (
@@ -92,11 +92,10 @@ def _attended(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> Tensor:
-    refuse_dropout(given, dropout_p, "attn_drop.p")
     check_lengths(given, query.shape[2], key.shape[2])
     shape = (query.shape[0], query.shape[2], key.shape[2])
     pattern = call_rule(given, attn_mask, shape, is_causal=is_causal)
-    return attend(query, key, value, pattern, scale=scale, enable_gqa=enable_gqa)
+    return attend(query, key, value, pattern, dropout_p=dropout_p, scale=scale, enable_gqa=enable_gqa)
 
 
 def find(name: str, module: Any) -> Found | None:

@@ -7,7 +7,7 @@ from torch import Tensor, nn
 from ..._attend import attend
 from ...masks import causal
 from ...nn import MultiheadProjections, refuse_weights, without_padding
-from ._rule import Converted, Found, ancestors, check_lengths, original_class, refuse_dropout, with_causal_mask
+from ._rule import Converted, Found, ancestors, check_lengths, original_class, with_causal_mask
 
 
 class MultiheadAttention(MultiheadProjections, Converted):
@@ -34,7 +34,6 @@ class MultiheadAttention(MultiheadProjections, Converted):
         refuse_weights(need_weights)
         given = self._flexdilated
         assert given is not None
-        refuse_dropout(given, self.dropout if self.training else 0.0, "dropout")
         q, k, v = self.heads_of(query, key, value)
         check_lengths(given, q.shape[2], k.shape[2])
         pattern = given.pattern
@@ -43,7 +42,8 @@ class MultiheadAttention(MultiheadProjections, Converted):
         elif is_causal:
             pattern = pattern & causal()
         pattern = without_padding(pattern, key_padding_mask, self.key_shape(key), batch_first=self.batch_first)
-        return self.joined(attend(q, k, v, pattern, q_offset=0), query.dim()), None
+        dropout_p = self.dropout if self.training else 0.0
+        return self.joined(attend(q, k, v, pattern, dropout_p=dropout_p, q_offset=0), query.dim()), None
 
 
 class TransformerEncoder(Converted):

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from ..._attend import attend
-from ._rule import Converted, Found, ancestors, call_rule, check_lengths, refuse_dropout
+from ._rule import Converted, Found, ancestors, call_rule, check_lengths
 
 _WEIGHTS = "attention weights, which are never formed"
 _BIAS = "adds a bias to each pair's score"
@@ -76,8 +76,7 @@ class Attend(Converted):
         for name, value in (("attn_bias", attn_bias), ("prev_attn", prev_attn), ("attn_delta", attn_delta)):
             if value is not None:
                 raise ValueError(f"{given.name} was called with {name}, and scores and {_WEIGHTS}: leave it out")
-        dropping = "attend.dropout" if self.flash else "attend.attn_dropout.p"
-        refuse_dropout(given, (self.dropout if self.flash else self.attn_dropout.p) if self.training else 0.0, dropping)
+        dropout_p = (self.dropout if self.flash else self.attn_dropout.p) if self.training else 0.0
         is_causal = self.causal if causal is None else causal
         if not is_causal:
             check_lengths(given, q.shape[2], k.shape[2])
@@ -87,7 +86,7 @@ class Attend(Converted):
             k, v = (x.repeat(1, q.shape[1] // k.shape[1], 1, 1) for x in (k, v))
         offset = k.shape[2] - q.shape[2] if is_causal else 0
         options: dict[str, Any] = {"scale": self.scale, "sinks": self.head_attn_sink, "q_offset": offset}
-        out = attend(q, k, v, rule, enable_gqa=True, **options)
+        out = attend(q, k, v, rule, dropout_p=dropout_p, enable_gqa=True, **options)
         return out, sys.modules[self.original.__module__].Intermediates()
 
 

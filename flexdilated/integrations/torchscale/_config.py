@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from ..._engines import check_engine
 from ...masks import Mixture, Pattern, longnet
-from ...masks.core import require_choice, require_finite, require_int
+from ...masks.core import require_choice, require_finite, require_int, require_probability
 
 MERGE_GRADS = ("exact", "detached")
 
@@ -26,7 +26,8 @@ class LongNetEncoderConfig:
         rows of a branch are shifted as there if it has several segments and its rate does not divide their length.
     merge_grad: "exact", or "detached": the weights that merge the branches have no gradient, as in torchscale.
     norm_eps: epsilon of all layer norms. final_norm: True for a layer norm after the last layer.
-    dropout, activation_dropout: dropout, in training, of each residual branch and inside the feed-forward.
+    dropout, attention_dropout, activation_dropout: dropout, in training, of each residual branch, of attention weights
+        and inside the feed-forward.
     drop_path: probability, in training, that a batch entry skips a residual branch of the last layer; it grows linearly
         from 0 at the first layer.
     engine: as in `attend`.
@@ -50,6 +51,7 @@ class LongNetEncoderConfig:
     norm_eps: float = 1e-5
     final_norm: bool = True
     dropout: float = 0.0
+    attention_dropout: float = 0.0
     activation_dropout: float = 0.0
     drop_path: float = 0.0
     engine: str | None = None
@@ -68,9 +70,8 @@ class LongNetEncoderConfig:
         require_choice("merge_grad", self.merge_grad, MERGE_GRADS)
         if require_finite("norm_eps", self.norm_eps) <= 0:
             raise ValueError(f"norm_eps must be above 0; got {self.norm_eps}")
-        for name in ("dropout", "activation_dropout", "drop_path"):
-            if not 0 <= require_finite(name, getattr(self, name)) < 1:
-                raise ValueError(f"{name} must be at least 0 and below 1; got {getattr(self, name)}")
+        for name in ("dropout", "attention_dropout", "activation_dropout", "drop_path"):
+            require_probability(name, getattr(self, name))
         check_engine(self.engine)
 
     @property
@@ -114,13 +115,13 @@ _NAMES: dict[str, tuple[str, Any]] = {
     "final_norm": ("normalize_output", True),
     "norm_eps": ("layernorm_eps", 1e-5),
     "dropout": ("dropout", 0.0),
+    "attention_dropout": ("attention_dropout", 0.0),
     "activation_dropout": ("activation_dropout", 0.0),
     "drop_path": ("drop_path_rate", 0.0),
 }
 _BRANCHES = {"segment_length": "segment_lengths", "dilated_ratio": "dilation_rates"}
 _ONLY: dict[str, Any] = {
     "activation_fn": "gelu",
-    "attention_dropout": 0,
     "deepnorm": False,
     "layernorm_embedding": False,
     "moe_freq": 0,

@@ -184,7 +184,7 @@ class DilatedSelfAttention(nn.Module):
         config, N = self.config, x.shape[1]
         branches = list(zip(config.segment_lengths, config.dilation_rates, strict=True))
         if config.merge_grad == "exact" and not any(self._shifts(segment, rate, N) for segment, rate in branches):
-            out = attend(q, k, v, config.pattern, engine=config.engine)
+            out = attend(q, k, v, config.pattern, **self._options())
         else:
             out = join([self._branch(q, k, v, *each) for each in branches], detached=config.merge_grad == "detached")
         return self.out_proj(self.inner_attn_ln(out.transpose(1, 2).flatten(2)))
@@ -205,15 +205,18 @@ class DilatedSelfAttention(nn.Module):
 
     def _branch(self, q: Tensor, k: Tensor, v: Tensor, segment: int, rate: int) -> tuple[Tensor, Tensor]:
         """(out, lse) of one branch."""
-        N, engine = q.shape[2], self.config.engine
+        N, options = q.shape[2], self._options()
         if not self._shifts(segment, rate, N):
             pattern = longnet((segment,), (rate,), offsets="contiguous", padding=self.config.padding)
-            return attend(q, k, v, pattern, engine=engine, return_lse=True)
+            return attend(q, k, v, pattern, return_lse=True, **options)
         # Zeros are inserted as tokens, so all zero keys take part; output row p is row p of the longer sequence.
         longer = segment + -segment % rate
         q, k, v = (_with_zeros(x, segment, longer) for x in (q, k, v))
-        out, lse = attend(q, k, v, dilated(longer, rate, "contiguous"), engine=engine, return_lse=True)
+        out, lse = attend(q, k, v, dilated(longer, rate, "contiguous"), return_lse=True, **options)
         return out[:, :, :N], lse[:, :, :N]
+
+    def _options(self) -> dict[str, Any]:
+        return {"dropout_p": self.config.attention_dropout if self.training else 0.0, "engine": self.config.engine}
 
     def extra_repr(self) -> str:
         return f"{self.config.pattern!r}, merge_grad={self.config.merge_grad!r}"

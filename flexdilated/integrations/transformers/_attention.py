@@ -25,8 +25,6 @@ from ._layers import Patterns, choose, give, keep_refusals, layer_pattern
 from ._mask_functions import PACKED, Reading, all_of, read
 from ._served import (
     KEEP,
-    dropout_remedy,
-    dropout_settings,
     note_positions,
     refuse_packed,
     require_served,
@@ -77,7 +75,7 @@ def set_pattern(
 
     Raises ValueError, before any change, for a pattern that does not fit the heads of a layer or has run-time tensors,
     for unknown layer numbers, for models that do not use transformers' registry of attention functions, change their
-    masks or add position biases to scores, and for models in training mode with attention dropout.
+    masks or add position biases to scores.
 
     >>> set_pattern(model, masks.longnet((2048, 8192), (1, 4)))  # doctest: +SKIP
     """
@@ -246,9 +244,10 @@ def attention(
 ) -> tuple[Float[Tensor, "B N H D"], None]:
     """Attention function for transformers: (output, None for weights, which are never formed).
 
-    Raises ValueError for dropout, a ready-made mask of pairs, an additive position bias, and output_attentions=True.
+    Raises ValueError for a ready-made mask of pairs, an additive position bias, output_attentions=True, and dropout
+    with a FlexdilatedCache or a layer that selects blocks.
     """
-    _refuse_what_is_missing(module, dropout, position_bias, options)
+    _refuse_what_is_missing(position_bias, options)
     given = given_of(key)
     if attention_mask is None:
         attention_mask = _without_mask(module, query, key, given, is_causal)
@@ -261,6 +260,9 @@ def attention(
     if positions is not None and given is None:
         attention_mask = _with_packing(attention_mask, positions, query)
     pattern, replaces = layer_pattern(module)
+    if dropout > 0 and (given is not None or isinstance(pattern, SelectedAttention)):
+        what = "a FlexdilatedCache" if given is not None else "a layer that selects blocks"
+        raise ValueError(f"{what} drops no attention weights: call model.eval(), or train without it; got {dropout=}")
     if isinstance(pattern, SelectedAttention):
         return _selected(pattern, attention_mask, replaces, query, key, value, scaling, softcap, s_aux), None
     rule = attention_mask.rule(pattern, replaces=replaces)
@@ -288,6 +290,7 @@ def attention(
         key,
         value,
         rule,
+        dropout_p=dropout,
         scale=scaling,
         enable_gqa=True,
         score_mod=None if softcap is None else _softcap(softcap),
@@ -373,12 +376,7 @@ def _softcap(most: float) -> ScoreMod:
     return capped
 
 
-def _refuse_what_is_missing(module: nn.Module, dropout: float, position_bias: object, options: dict[str, Any]) -> None:
-    if dropout > 0:
-        raise ValueError(
-            f"flexdilated forms no attention weights to drop from; got dropout={dropout}. "
-            f"{dropout_remedy(module, dropout_settings(module))}"
-        )
+def _refuse_what_is_missing(position_bias: object, options: dict[str, Any]) -> None:
     if position_bias is not None:
         raise ValueError("flexdilated adds no position bias to scores, as T5 does; attn_implementation='sdpa' does")
     if options.get("output_attentions"):

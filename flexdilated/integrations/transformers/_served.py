@@ -42,13 +42,6 @@ def require_served(model: nn.Module, layers: Sequence[nn.Module]) -> None:
                 f"{name} cannot be served: {path}, {type(module).__name__}, computes with a mask of "
                 f"queries and keys, which flexdilated does not make; {KEEP} serves it"
             )
-    if model.training:
-        for layer in layers:
-            if found := dropout_settings(layer):
-                raise ValueError(
-                    f"{name} is in training mode, and flexdilated forms no attention weights to drop from. "
-                    f"{dropout_remedy(layer, found)} For inference call model.eval() first"
-                )
 
 
 def _without_registry(model: nn.Module) -> str:
@@ -59,37 +52,6 @@ def _without_registry(model: nn.Module) -> str:
         f"Its sparse attention is its own code. flexdilated.masks.recipes.{recipe} makes its pattern for any "
         "model that set_pattern takes, such as a BertModel or RobertaModel"
     )
-
-
-def dropout_settings(layer: nn.Module) -> list[str]:
-    """Attributes of a layer that set attention dropout above 0, in the form `attn_dropout.p`."""
-    return [name for name in _dropout_names(type(layer)) if (_value(layer, name) or 0) > 0]
-
-
-@cache
-def _dropout_names(kind: type[nn.Module]) -> list[str]:
-    """Attributes that forward passes to the attention function as dropout."""
-    handed = [node.value for node in _nodes(kind) if isinstance(node, ast.keyword) and node.arg == "dropout"]
-    names = [ast.unparse(each) for value in handed for each in ast.walk(value) if isinstance(each, ast.Attribute)]
-    longest = [name for name in names if not any(other.startswith(f"{name}.") for other in names)]
-    return [name.removeprefix("self.") for name in longest if name.startswith("self.") and "drop" in name]
-
-
-def dropout_remedy(layer: nn.Module, settings: Sequence[str]) -> str:
-    """Advice to disable attention dropout, in the config and on an existing model."""
-    config = getattr(layer, "config", None)
-    values = {_value(layer, name) for name in settings}
-    keys = [key for key, value in vars(config).items() if "drop" in key and value in values] if config else []
-    keys = [key for key in keys if "att" in key] or keys
-    before = f"Set config.{' or config.'.join(keys)} = 0.0 before the model is made, or, on" if keys else "On"
-    loop = "; ".join(f"layer.{name} = 0.0" for name in settings)
-    return f"{before} this model: `for layer in attention_layers(model): {loop}`."
-
-
-def _value(layer: Any, name: str) -> float | None:
-    for part in name.split("."):
-        layer = getattr(layer, part, None)
-    return layer
 
 
 def _nodes(kind: type[nn.Module]) -> Iterator[ast.AST]:

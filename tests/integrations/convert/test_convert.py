@@ -18,13 +18,16 @@ from flexdilated.integrations.convert._rule import Given, call_rule
 from .families import (
     FAMILIES,
     HEADS,
+    WIDTH,
     encoder,
     features,
+    language_model,
     loss,
     model_of,
     outputs,
     step,
     translator,
+    vit,
 )
 
 WINDOW = masks.local_window(left=3, right=2)
@@ -260,3 +263,34 @@ def test_a_mask_of_keys_is_padding(num_queries: int, rows: int) -> None:
     rule = call_rule(Given("it", masks.every(), by_name=True), mask, (3, num_queries, 5), is_causal=False)
     wanted = F.scaled_dot_product_attention(q, k, v, attn_mask=mask)
     torch.testing.assert_close(fd.attend(q, k, v, rule), wanted, rtol=1e-4, atol=1e-5)
+
+
+DROPPING = {
+    "encoder": lambda: nn.TransformerEncoder(nn.TransformerEncoderLayer(WIDTH, HEADS, dropout=0.1), 1),
+    "timm": lambda: vit(attn_drop_rate=0.1),
+    "x-transformers": lambda: language_model(attn_dropout=0.1),
+    "x-transformers, flash": lambda: language_model(attn_dropout=0.1, attn_flash=True),
+}
+
+
+@pytest.mark.parametrize("name", DROPPING)
+@pytest.mark.filterwarnings("ignore:enable_nested_tensor")
+def test_attention_dropout_trains(name: str) -> None:
+    """In training alone, every call draws its own; equal seeds draw equal ones."""
+    model, family = DROPPING[name](), FAMILIES[name]
+    for each in model.modules():  # but for the attention's own
+        if isinstance(each, nn.Dropout) and name == "encoder":
+            each.p = 0.0
+    fd.convert(model, WINDOW)
+    inputs = family.inputs()
+
+    def out(seed: int) -> torch.Tensor:
+        torch.manual_seed(seed)
+        return family.call(model, *inputs)
+
+    model.eval()
+    assert torch.equal(out(0), out(1))
+    model.train()
+    first, second, again = out(0), out(1), out(0)
+    assert torch.equal(first, again)
+    assert (first - second).abs().max() > 1e-6

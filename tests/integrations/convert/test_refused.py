@@ -80,29 +80,6 @@ def test_calls_that_no_pattern_serves() -> None:
         writer(torch.zeros(2, 9, dtype=torch.long), attn_mask=torch.ones(9, 9, dtype=torch.bool))
 
 
-DROPPING = {
-    "encoder": (lambda: nn.TransformerEncoder(nn.TransformerEncoderLayer(WIDTH, HEADS), 1), "dropout"),
-    "timm": (lambda: vit(attn_drop_rate=0.1), "attn_drop.p"),
-    "x-transformers": (lambda: language_model(attn_dropout=0.1), "attend.attn_dropout.p"),
-    "x-transformers, flash": (lambda: language_model(attn_dropout=0.1, attn_flash=True), "attend.dropout"),
-}
-
-
-@pytest.mark.parametrize("name", DROPPING)
-@pytest.mark.filterwarnings("ignore:enable_nested_tensor")
-def test_dropout_in_training_names_the_setting(name: str) -> None:
-    make, setting = DROPPING[name]
-    model, family = make(), FAMILIES[name]
-    names = [each.name for each in fd.convert(model, WINDOW).replaced]
-    family.call(model.eval(), *family.inputs())
-    with pytest.raises(ValueError, match=rf"^{names[0]} trains with attention dropout 0\.1.* set {setting} = 0\.0"):
-        family.call(model.train(), *family.inputs())
-    for each in names:
-        holder, _, attribute = f"{each}.{setting}".rpartition(".")
-        setattr(model.get_submodule(holder), attribute, 0.0)
-    family.call(model, *family.inputs())
-
-
 def test_key_masks_of_timm() -> None:
     """NaFlexVit pads images of different sizes, and may say so by a mask of keys alone."""
     model = vision()[0].create_model(

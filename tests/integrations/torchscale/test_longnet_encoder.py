@@ -111,7 +111,10 @@ def test_it_compiles() -> None:
 
 def test_training_leaves_out() -> None:
     """Dropout, and layers left out for some rows, more of them the later they are; nothing in eval mode."""
-    encoder, x = made(dropout=0.5, activation_dropout=0.3), torch.randn(2, 40, 24, dtype=torch.float64)
+    encoder, x = (
+        made(dropout=0.5, activation_dropout=0.3, attention_dropout=0.2),
+        torch.randn(2, 40, 24, dtype=torch.float64),
+    )
     assert not torch.equal(encoder(x), encoder(x))
     encoder.eval()
     assert torch.equal(encoder(x), encoder(x))
@@ -137,6 +140,7 @@ def test_configs_are_read() -> None:
         SIZES | {"dropout": 0.1, "block_shift": True, "flash_attention": True}
     )
     assert (config.segment_lengths, config.dilation_rates, config.dropout) == (*BRANCHES, 0.1)
+    assert LongNetEncoderConfig.from_torchscale(SIZES | {"attention_dropout": 0.3}).attention_dropout == 0.3
     assert (config.padding, config.merge_grad, config.norm_eps) == ("zeros", "exact", 1e-5)
     usual = LongNetEncoderConfig.from_torchscale({"segment_length": [8], "dilated_ratio": (1,)}, padding=None)
     assert (usual.embed_dim, usual.num_heads, usual.ffn_dim, usual.depth) == (768, 12, 3072, 12)
@@ -148,7 +152,7 @@ def test_configs_are_read() -> None:
 
 
 def test_unavailable_options_are_named_together() -> None:
-    refused = {"deepnorm": True, "moe_freq": 2, "vocab_size": 100, "xpos_rel_pos": True, "attention_dropout": 0.1}
+    refused = {"deepnorm": True, "moe_freq": 2, "vocab_size": 100, "xpos_rel_pos": True}
     with pytest.raises(ValueError, match="cannot be made") as caught:
         LongNetEncoderConfig.from_torchscale({"encoder_layers": 2, "segmentlength": "[8]"} | refused)
     for name in (*refused, "segmentlength", "segment_length", "dilated_ratio"):
