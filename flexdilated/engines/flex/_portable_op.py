@@ -193,7 +193,7 @@ class _WithScoreMod(torch.autograd.Function):
 
 
 class _Final(torch.autograd.Function):
-    """Autograd function (x, *inputs) -> a copy of x whose backward raises RuntimeError, for gradients."""
+    """Autograd function (x, *inputs) -> a copy of x, a gradient; differentiating it again raises RuntimeError."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, *inputs: Tensor) -> Tensor:

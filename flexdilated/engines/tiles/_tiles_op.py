@@ -41,7 +41,7 @@ _CUDA_SLOTS_AT_ONCE = 1 << 18  # copied slots that occupy the device and are a s
 
 
 def portions_on(kind: str) -> dict[str, int]:
-    """Keyword arguments of `make_program` that bound the copies of tokens on this kind of device; {} on CPU."""
+    """Return keyword arguments of `make_program` that bound the copies of tokens on this kind of device; {} on CPU."""
     return {} if device_kind(kind).on_host else {"slots_at_once": _CUDA_SLOTS_AT_ONCE}
 
 
