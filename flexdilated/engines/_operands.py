@@ -107,7 +107,7 @@ _FAR_REACHING = torch.__version__ >= "2.15"
 def within_reach(x: Shaped[Tensor, "..."], *, is_flash: bool) -> Shaped[Tensor, "..."]:
     """Return x, or a contiguous copy if its last element is 2**31 - 1 or more elements from its first.
 
-    Only on accelerators, whose compiled kernels compute such offsets in 32 bits: those of FlashAttention always, others
+    On accelerators only, whose kernels compute such offsets in 32 bits: FlashAttention's (is_flash) always, others
     before torch 2.15. Such offsets occur in views of larger tensors, such as the values of a fused projection of a
     million tokens.
     """

@@ -79,7 +79,8 @@ class _Chunk:
     t block lists of equal length are each used by x problems, one for each batch entry and head that shares the list.
     problem: index of the query block in the flattened (batch, heads, block rows). block: indices of key blocks in the
     flattened (batch, key/value heads, blocks). hidden: True for pairs that are not allowed, of each problem (y = x) or
-    alike for all (y = 1); None if all are allowed. places: (batch entry, head, queries, keys) of the problems.
+    equal for all that share a list (y = 1); None if all are allowed. places: (batch entry, head, queries, keys) of the
+    problems.
     """
 
     problem: Int64[Tensor, "x t"]

@@ -247,9 +247,9 @@ def _programs(
     choice: Choice | None = None,
     operands: Operands | None = None,
 ) -> list[tuple[Entries, Program]]:
-    """Pairs (batch entries, program) that cover the batch.
+    """Return pairs (batch entries, program) that cover the batch.
 
-    There is one for all `batch` entries, unless run-time tensors give the entries different masks.
+    There is one pair for all `batch` entries, unless run-time tensors give the entries different masks.
     """
     written = key.pattern
     if not bindings:
