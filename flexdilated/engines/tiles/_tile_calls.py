@@ -100,7 +100,7 @@ Stretches = Even | Listed
 
 
 def evenly(starts: list[int] | Tensor, length: int) -> Even | None:
-    """Return ranges of `length` tokens that begin at `starts`, if these are evenly spaced and do not descend; else None."""
+    """Return ranges of `length` tokens from `starts` on, if these are evenly spaced and do not descend; else None."""
     begins = torch.as_tensor(starts).long()
     gaps = begins.diff().unique()
     if len(gaps) > 1 or (len(gaps) and int(gaps) < 0):
