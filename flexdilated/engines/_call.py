@@ -25,9 +25,9 @@ class Call(NamedTuple):
 
     num_heads, num_kv_heads: numbers of query and key/value heads on this device. num_heads_global: number of query
     heads on all devices, of which this device has those from head_offset on. q_offset, k_offset: positions of the first
-    query and the first key. rate: rate of the tokens' residue-major order (a Layout); 1 for natural order. block_size:
-    (queries, keys) of a block; empty for the default. placement: text of a Placement, which gives each token's position
-    (the offsets are then 0); "" for consecutive positions.
+    query and the first key. rate: rate of the tokens' order, sorted by (index mod rate, index div rate); 1 for natural
+    order. block_size: (queries, keys) of a block; empty for the default. placement: text of a Placement, which gives
+    each token's position (the offsets are then 0); "" for consecutive positions.
     """
 
     pattern: str
@@ -64,9 +64,10 @@ class Call(NamedTuple):
 
     @property
     def arguments(self) -> tuple[str, int, int]:
-        """(constants as text, q_offset, k_offset): arguments of custom ops, from which `Call.of` restores the call.
+        """Return (constants, q_offset, k_offset), arguments of custom ops from which `Call.of` restores the call.
 
-        Numbers of heads and tokens are not included: they are in the shapes of q and k.
+        constants: one text with all fields except the offsets and the numbers of heads and tokens on this device, which
+        are in the shapes of q and k.
         """
         values = (self.head_offset, self.num_heads_global, self.rate, self.block_size)
         return written((self.pattern, self.placement), values), self.q_offset, self.k_offset
@@ -83,7 +84,7 @@ class Call(NamedTuple):
 
     @property
     def first(self) -> tuple[int, int, int]:
-        """(global index of the first head, position of the first query, position of the first key)."""
+        """Return (global index of the first head, position of the first query, position of the first key)."""
         return self.head_offset, self.q_offset, self.k_offset
 
     @property
@@ -93,12 +94,12 @@ class Call(NamedTuple):
 
     @property
     def layout(self) -> Layout:
-        """Order of the queries: residue-major with the call's rate, which is natural order for rate 1."""
+        """Return the order of the queries: sorted by (index mod rate, index div rate); natural for rate 1."""
         return Layout(self.num_queries, self.rate)
 
     @property
     def extent(self) -> Extent:
-        """One past the last position of the queries, and of the keys; for a placement, its end for both."""
+        """Return the pair (last query position + 1, last key position + 1); for a placement, its end for both."""
         if self.placement:
             end = Placement.read(self.placement).end
             return Extent(end, end)
@@ -114,10 +115,10 @@ class Call(NamedTuple):
         return pattern.resolve(dict(zip(names(pattern), bindings, strict=True)), self.extent)
 
     def kept_rules(self, bindings: Sequence[Tensor]) -> Expression:
-        """Return the same as `rules`, from a cache keyed by the tensors' contents if all are on the CPU and small.
+        """Return the pattern with the values of its run-time tensors, like `rules`, but from a cache if they are small.
 
-        Tensors are small if they have at most 16 KiB together; reading larger ones for a key would take longer than
-        `rules`.
+        bindings: these tensors, sorted by name. The cache is keyed by their contents. It is used if all are on the CPU
+        and have at most 16 KiB together: for larger ones, the key would take longer than `rules`.
         """
         if sum(x.nbytes for x in bindings) > _FEW_BYTES or not all(device_kind(x.device).on_host for x in bindings):
             return self.rules(bindings)
@@ -137,7 +138,7 @@ class Call(NamedTuple):
         return blank(pattern, dict(zip(names(pattern), bindings, strict=True)), self.extent)
 
     def bound(self, rule: Expression | None = None) -> Bound:
-        """Bind `rule`, or the call's pattern if None, to the call's numbers of heads and tokens and to its offsets."""
+        """Return `rule`, or the call's pattern if None, bound to the call's numbers of heads and tokens and offsets."""
         return (read_text(self.pattern) if rule is None else rule).bind(
             num_heads=self.num_heads,
             num_queries=self.num_queries,
@@ -149,7 +150,7 @@ class Call(NamedTuple):
         )
 
     def operands(self, q: Tensor) -> Operands:
-        """Return element size in bytes, head dim and query heads per key/value head, on which plan costs depend."""
+        """Return (element size in bytes, head dim, query heads per key/value head), on which plan costs depend."""
         return Operands(q.element_size(), int(q.shape[-1]), self.num_heads // self.num_kv_heads)
 
     def plan(
@@ -161,7 +162,7 @@ class Call(NamedTuple):
         choice: Choice | None = None,
         operands: Operands | None = None,
     ) -> Plan:
-        """Plan how to compute `rule`, or the call's pattern if None, on this kind of device.
+        """Return a plan of how to compute `rule`, or the call's pattern if None, on this kind of device.
 
         allowed: kinds of terms (parts of a plan, one kernel each) that the engine can run. choice: the planner's
         options to take; None for those of lowest predicted cost; ignored with a placement. operands: sizes of the
@@ -196,9 +197,9 @@ def _content(x: Tensor) -> tuple[torch.dtype, torch.Size, str]:
 
 
 def selection_in(key: Call) -> Selection | None:
-    """Split the call's pattern into a table of selected blocks and other pairs; None if it has no such split.
+    """Split the call's pattern into a table of selected blocks and other pairs; None if it cannot be split so.
 
-    Also None for tokens in another than natural order, or if the first key is not at the beginning of a block.
+    Also None if tokens are not in natural order, or if the first key is not at the beginning of a block.
     """
     found = parted(key.pattern) if not key.placement and key.rate == 1 else None
     return None if found is None or key.k_offset % found.leaf.block[1] else found

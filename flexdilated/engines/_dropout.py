@@ -1,4 +1,4 @@
-"""Attention dropout: which pairs are kept, as a function of a seed and of the pair's place alone.
+"""Attention dropout: a pair is kept or dropped by a hash of a seed, branch, batch entry, head and positions.
 
 All engines, layouts and chunks therefore drop the same pairs, and a backward finds them again without a stored mask.
 """
@@ -29,13 +29,14 @@ class Dropout(NamedTuple):
 
     @classmethod
     def drawn(cls, p: float, device: torch.device) -> Dropout:
-        """Dropout with a seed from torch's default generator of the device."""
+        """Return a Dropout with a random seed from torch's default generator of the device."""
         return cls(p, torch.randint(-(1 << 31), 1 << 31, (2,), dtype=torch.int32, device=device))
 
     def kept(self, place: int, b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Bool[Tensor, "..."]:
-        """True for the pairs that are kept, of any shapes that broadcast.
+        """Return True for each pair that dropout keeps in one branch (summand) of the pattern.
 
-        place: index of the branch in the mixture. b, h, q, k: batch entry, global head, positions of query and key.
+        place: index of the branch. b, h, q, k: batch entry, global head, and positions of query and key, of any shapes
+        that broadcast; the result has the broadcast shape.
         """
         # The numbers of a row and of a key are hashed well; of a pair, of which there are many more, in few operations.
         row = _hashed(self.seed[0] + _wrapped(place * _STEP))
@@ -46,7 +47,10 @@ class Dropout(NamedTuple):
         return pair >= round(self.p * (1 << 32)) - (1 << 31)
 
     def shares(self, places: tuple[int, ...]) -> ScoreMod:
-        """Function of (score, b, h, q, k): number of the branches at `places` that keep the pair, as bool if one."""
+        """Return a function of (score, b, h, q, k): how many of some branches (summands of the pattern) keep the pair.
+
+        places: indices of these branches. The number is int32, or bool if there is only one branch.
+        """
 
         def share(score, b, h, q, k):
             found = [self.kept(place, b, h, q, k) for place in places]
@@ -55,7 +59,11 @@ class Dropout(NamedTuple):
         return share
 
     def hides(self, places: tuple[int, ...], score_mod: ScoreMod | None) -> ScoreMod:
-        """score_mod by which equal branches at `places` attend to the pairs that they keep."""
+        """Return a score_mod that applies dropout to n equal branches (summands of the pattern), computed as one.
+
+        The score of a pair that m branches keep becomes score_mod(score), or score if None, plus log(m / n), or -inf if
+        m is 0. places: indices of the n branches.
+        """
         shares = self.shares(places)
 
         def hide(score, b, h, q, k):
@@ -75,10 +83,10 @@ def _hashed(x: Int32[Tensor, "..."]) -> Int32[Tensor, "..."]:
 
 
 def _wrapped(number: int) -> int:
-    """The signed 32-bit integer that is congruent to the number."""
+    """Return the signed 32-bit integer that is congruent to the number modulo 2^32."""
     return (number + (1 << 31)) % (1 << 32) - (1 << 31)
 
 
 def _shifted(x: Shaped[Tensor, "..."], by: int) -> Shaped[Tensor, "..."]:
-    """Shift to the right, with zeros from the left."""
+    """Shift the bits of 32-bit integers to the right and fill with zeros, also for negative numbers."""
     return (x >> by) & ((1 << (32 - by)) - 1)

@@ -143,7 +143,8 @@ class Strands:
 class Whole:
     """Reader and writer of one side (queries or keys) of a term that has all tokens, in any order.
 
-    layout: the term's order of tokens. given: order of the tokens in the tensor.
+    layout: the term's order of tokens. given: order of the tokens in the tensor. heads: head of the tensor that each
+    head of the term reads.
     """
 
     layout: Permutation
@@ -327,7 +328,7 @@ def _select_tokens(x: Shaped[Tensor, "B X N ..."], index: Int64[Tensor, " S"]) -
 
 
 def _runs(heads: tuple[int, ...], starts: tuple[int, ...]) -> tuple[Run, ...]:
-    """Cut the heads of a term into the longest runs that a single strided view covers.
+    """Cut the heads of a term into runs that a single strided view of the tensor covers, as long as possible.
 
     heads, starts: head of the tensor and token in slot 0, for each head of the term.
     """
@@ -382,10 +383,11 @@ def _side(
     tensor_heads: tuple[int, ...],
     locate: Locate,
 ) -> Strands | Picked:
-    """Return a Strands if the tokens of all heads are evenly spaced in the tensor, with one stride; else a Picked.
+    """Return the reader and writer of one side (queries or keys) of a term, from the places of its tokens in a tensor.
 
-    heads: the term's heads. tensor_heads: head of the tensor that each of them reads. locate(head, tokens): indices in
-    the tensor of these tokens of the layout.
+    It is a Strands, of views, if each head's tokens are evenly spaced with one stride for all; else a Picked. heads:
+    the term's heads. tensor_heads: head of the tensor that each of them reads. locate(head, tokens): indices in the
+    tensor of these tokens of the layout.
     """
     tokens = layout.tokens()
     tokens = tokens[: len(heads)] if isinstance(layout, Compact) else tokens.expand(len(heads), -1, -1)

@@ -66,10 +66,10 @@ def add(terms: Iterable[Tensor]) -> Tensor:
 
 
 def shares_of(lses: Float[Tensor, "..."], dim: int) -> tuple[Float[Tensor, "..."], Float[Tensor, "..."]]:
-    """Return (softmax of the parts' lses along `dim`, their logsumexp without `dim`).
+    """Return (softmax of `lses` along `dim`, logsumexp of `lses` over `dim`).
 
-    `dim` numbers parts of the keys; the softmax has each part's share of a row's output. A row without keys has shares
-    0 and lse -inf, with gradient 0.
+    lses: log-sum-exp of a row's scores over each part of the keys, with the parts along `dim`. The softmax is each
+    part's share in the row's output. A row without keys has shares 0 and lse -inf, with gradient 0.
     """
     # The clamp gives rows without keys weights 0 and a sum of 0, without inf - inf.
     top = lses.detach().amax(dim, keepdim=True).clamp(min=torch.finfo(lses.dtype).min)
@@ -193,8 +193,8 @@ class WholeRows:
     def gradients_of(self, part: Tensor, part_lse: Tensor) -> tuple[Tensor, Tensor]:
         """Return the gradients of (part, part_lse), the out and lse of these rows over only some of their keys.
 
-        The part's weight in a row is exp(part_lse - lse); d out / d part_lse = weight * (part - out), and d lse / d
-        part_lse = weight.
+        The part's weight in a row is exp(part_lse - lse); d out / d part = weight, d out / d part_lse = weight * (part
+        - out), and d lse / d part_lse = weight.
         """
         absent = part_lse == -torch.inf
         weight = torch.where(absent, 0.0, (part_lse - torch.where(absent, 0.0, self.lse)).exp())

@@ -26,7 +26,7 @@ _MASK_BYTES = 64 << 20  # most bytes of distinct masks that are kept; above, eac
 
 
 def distinct_masks(rule: Rule, blocks: Blocks) -> tuple[Int64[Tensor, " E"], Bool[Tensor, "U q_block k_block"] | None]:
-    """Return (index of each listed block's mask, the U distinct dense masks of the E blocks).
+    """Evaluate a mask, `rule`, in E listed blocks; return (index of each block's mask, the U distinct dense masks).
 
     Mask 0 allows every pair and is that of full blocks. If the distinct masks exceed _MASK_BYTES, they are None and all
     indices are 0.
@@ -53,7 +53,7 @@ def distinct_masks(rule: Rule, blocks: Blocks) -> tuple[Int64[Tensor, " E"], Boo
 
 
 def added(allowed: Bool[Tensor, "..."], dtype: torch.dtype) -> Float[Tensor, "..."]:
-    """Additive mask for the kernels: 0 where a pair is allowed, -inf elsewhere."""
+    """Return an additive mask for the kernels: 0 where a pair is allowed, -inf elsewhere."""
     return torch.where(allowed, torch.zeros((), dtype=dtype), torch.full((), -torch.inf, dtype=dtype))
 
 
@@ -107,7 +107,7 @@ _FAR_REACHING = torch.__version__ >= "2.15"
 def within_reach(x: Shaped[Tensor, "..."], *, is_flash: bool) -> Shaped[Tensor, "..."]:
     """Return x, or a contiguous copy if its last element is 2**31 - 1 or more elements from its first.
 
-    Only on accelerators, whose compiled kernels compute such offsets in 32 bits: those of FlashAttention always, others
+    On accelerators only, whose kernels compute such offsets in 32 bits: FlashAttention's (is_flash) always, others
     before torch 2.15. Such offsets occur in views of larger tensors, such as the values of a fused projection of a
     million tokens.
     """
@@ -186,10 +186,12 @@ def hidden_slots(
 def _unseen(
     seen: Int32[Tensor, "R side"], places: Int64[Tensor, " n"], num_tables: int, heads: list[int], slots: int
 ) -> Bool[Tensor, "1 X S"] | None:
-    """Return for each head the slots that are in a listed block of any table, but in no pair of the head's own table.
+    """Return a mask of the slots (queries or keys) of each head that are in a listed block but in no allowed pair.
 
-    seen: R rows (or columns) of blocks, those of all tables in sequence; above 0 at slots that are in a pair. places:
-    row of each listed block. heads: table of each head. Returns None if no table lists a block with such a slot.
+    Block lists are in tables, one for each set of equal heads; heads: table of each head. seen: above 0 at slots in an
+    allowed pair, with one row for each row (or column) of blocks, in sequence for all tables. places: row in `seen` of
+    each listed block. A block that another table lists counts too. Returns None if no list has a block with such a
+    slot.
     """
     listed = torch.zeros(len(seen), 1, dtype=torch.bool)
     listed[places] = True

@@ -173,7 +173,7 @@ def set_gradient(op: CustomOpDef, backward_op: CustomOpDef, *, refusal: str, ove
 
 @contextmanager
 def autograd_on() -> Iterator[None]:
-    """Let autograd record inside a custom op's kernel, where `torch.enable_grad` alone has no effect.
+    """Context manager that lets autograd record in a custom op's kernel, where `torch.enable_grad` alone does not.
 
     A kernel runs without autograd's dispatch keys, as the op registers its own backward. It needs them to
     differentiate torch operations inside the kernel.
@@ -195,9 +195,9 @@ def copies(bindings: Sequence[Tensor]) -> list[Tensor]:
 
 
 def no_gradients(bindings: Sequence[Tensor], options: Sequence[Any]) -> tuple[Any, ...]:
-    """Return the gradients of an op's run-time tensors (mask data) and options, for its backward: none of them has one.
+    """Return None as the gradient of each run-time tensor (mask data) and option of an op, as its backward returns it.
 
-    bindings: the run-time tensors, the op's list argument before the options.
+    bindings: the run-time tensors, the op's list argument before the options; their Nones are a list.
     """
     # autograd takes an empty list, such as a default block size, for a list of tensors, whose gradient is a list.
     return [None] * len(bindings), *([] if isinstance(option, list) and not option else None for option in options)

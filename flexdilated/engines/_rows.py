@@ -106,7 +106,7 @@ class RowProgram:
     def forward(
         self, q: Float[Tensor, "B H N D"], k: Float[Tensor, "B G S D"], v: Float[Tensor, "B G S E"], scale: float
     ) -> tuple[Float[Tensor, "B H N E"], Float[Tensor, "B H N"]]:
-        """Return (out, natural lse), in float32 or wider; a row without keys has output 0 and lse -inf.
+        """Return (out, natural lse) of the attention in float32 or wider; rows without keys have output 0 and lse -inf.
 
         k and v have G key/value heads of S tokens.
         """
@@ -126,7 +126,7 @@ class RowProgram:
         self, q: Float[Tensor, "B H N D"], k: Float[Tensor, "B G S D"], v: Float[Tensor, "B G S E"], whole: WholeRows,
         scale: float,
     ) -> tuple[Float[Tensor, "B H N D"], Float[Tensor, "B G S D"], Float[Tensor, "B G S E"]]:  # fmt: skip
-        """Return (dq, dk, dv) in float32 or wider.
+        """Return (dq, dk, dv), the gradients of the attention, in float32 or wider.
 
         whole: out and lse of the forward pass, with their incoming gradients.
         """
@@ -372,10 +372,10 @@ def row_program(branches: Sequence[Sequence[HeadGroup]], queries: range, keys: r
 
 
 def _parts(group: HeadGroup, seen: Seen, store: KeySlots, level: int) -> list[RowPart]:
-    """Return one part of a head group (query heads with one rule) for each of a few views of the keys that it sees.
+    """Split the attention of a head group (query heads with one rule) into parts that each read one view of the keys.
 
-    If more views would be needed, a single part gathers the keys by index. Parts have consecutive levels (output
-    buffers) from `level` on.
+    seen: queries, the keys they see and the mask. If that takes more than a few views, the result is a single part,
+    which gathers the keys by index. The parts have consecutive levels (output buffers) from `level` on.
     """
     slots, lengths = _key_indices(seen.keys, store)
     pairs = [None] * len(slots) if seen.pairs is None else seen.pairs.split(lengths, 1)

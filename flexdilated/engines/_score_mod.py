@@ -23,7 +23,7 @@ class Indices:
     """Map from a kernel's (batch, head, query, key) indices to batch entry, global head and positions.
 
     The kernel computes one term, a part of a plan, and has indices of its own. translate(function, *numbers) returns a
-    function of the kernel's (score, batch, head, query, key) that calls the given one with global head and positions.
+    function of the kernel's (score, batch, head, query, key) that calls `function` with global head and positions.
     """
 
     translate: Callable[..., ScoreMod]
@@ -122,9 +122,9 @@ def in_segments(
 ) -> ScoreMod:
     """Return a function of (score, batch, head, query slot, key slot) for slots in padded segments.
 
-    It calls `function` with global head and positions. There are `width` slots for each segment of `segment` positions,
-    of which every `step`-th is used. Place p of segment f is at position start + f * segment + p * step, clamped to
-    first ... last: padding slots would be at positions beyond, which cannot index tables.
+    It calls `function` with global head and positions. A segment of `segment` positions has `width` slots, `step`
+    positions apart: slot s is at position start + s // width * segment + s % width * step. q_starts, k_starts: start
+    for each head. Positions are clamped to first ... last, as padding slots beyond could not index tables.
     """
 
     def at_positions(score, b, h, q, k):

@@ -195,7 +195,7 @@ def test_tables_of_selected_blocks_have_to_fit(served):
 def test_it_runs_whole_sequences(served):
     from flexdilated.engines import placed_engine
 
-    with pytest.raises(ValueError, match="engine='flash' runs whole sequences; 'tiles'"):
+    with pytest.raises(ValueError, match="engine='flash' runs whole sequences only; for a part of one take 'tiles'"):
         placed_engine("flash", CUDA)
     q = torch.randn(1, 1, 8, 8)
     with pytest.raises(ValueError, match=r"autotune chooses .* got engine='flash', which it does not time"):

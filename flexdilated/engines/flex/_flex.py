@@ -201,7 +201,10 @@ def _run(
 ) -> tuple[Tensor, Tensor | None]:
     """Gather each term's operands, run its kernel, and merge all terms; returns (out, natural lse or None)."""
     if (q.shape[1], k.shape[1]) != steps[0].structure.heads:  # the check makes head counts constants of the graph
-        raise ValueError(f"the program is for {steps[0].structure.heads} heads; got {q.shape[1]} and {k.shape[1]}")
+        raise ValueError(
+            f"the program is for {steps[0].structure.heads} query and key/value heads; got {q.shape[1]} and "
+            f"{k.shape[1]}: make a program for these numbers"
+        )
     tokens, dtype = q.shape[2], q.dtype
     if enter is not None:
         queries, keys = enter

@@ -199,7 +199,7 @@ def _check_sides(q: Tensor, key: Call) -> None:
 
 
 def _check_table(q: Tensor, key: Call) -> None:
-    """Raise ValueError for selected blocks that FlashAttention's kernels do not support."""
+    """Raise ValueError if FlashAttention's kernels do not support the sides of the call's selected blocks."""
     table = parts_of(key.pattern)
     if table is None or not takes_table(table, key):
         return
@@ -213,8 +213,8 @@ def kv_head_parts(q: Tensor, k: Tensor, v: Tensor, copies: int = 1) -> list[rang
     """Split the key/value heads into ranges so that no tensor of a range exceeds MOST_ELEMENTS elements.
 
     The tensors are k and v of these heads, and q, the output and gathered copies of q of their query heads. copies:
-    number of gathered copies of each query. A single range on CPU. Raises ValueError if one key/value head exceeds the
-    limit.
+    number of gathered copies of each query. On CPU the result is a single range. Raises ValueError if one key/value
+    head exceeds the limit.
     """
     kv_heads = k.shape[1]
     rows = q.numel() // q.shape[3] * max(q.shape[3], v.shape[3])  # of q or of the output
@@ -279,7 +279,11 @@ def flex(
 def with_dropout(
     kept: Float[Tensor, "B H N D"], kept_lse: Float[Tensor, "B H N"], lse: Float[Tensor, "B H N"], p: float
 ) -> Float[Tensor, "B H N D"]:
-    """Attention after dropout with probability p, from attention over the kept pairs and the lse of all pairs."""
+    """Return the output of attention with dropout of probability p: kept * exp(kept_lse - lse) / (1 - p).
+
+    kept, kept_lse: output and natural log-sum-exp over the kept pairs only. lse: over all pairs. A row without kept
+    pairs has output 0.
+    """
     none = kept_lse == -torch.inf
     share = (kept_lse.masked_fill(none, 0.0) - lse.masked_fill(none, 0.0)).exp().masked_fill(none, 0.0)
     return (kept * (share / (1 - p))[..., None]).to(kept.dtype)

@@ -80,7 +80,7 @@ def _for_registers(q: Tensor, is_complex: bool, given: Mapping[str, Any]) -> dic
     """Return options for half-precision kernels with too few registers by default: more warps or a smaller tile.
 
     The backward on Blackwell has the tiles of Hopper, where torch's default is eight warps. given: the caller's
-    options; an option for both kernels there overrides one for a single kernel here.
+    options; an option without prefix "fwd_" or "bwd_" sets both kernels, and replaces the prefixed one.
     """
     head_dim, options = q.shape[3], {}
     if q.dtype.itemsize == 2 and head_dim <= 64:
@@ -107,7 +107,7 @@ def is_flash(kernel_options: str) -> bool:
 
 @graph_constant
 def options_text(options: Options) -> str:
-    """Options as JSON, the form that ops and compiled functions take; "" for none."""
+    """Return the options as JSON, the form that ops and compiled functions take; "" for none."""
     return json.dumps(dict(sorted(options))) if options else ""
 
 

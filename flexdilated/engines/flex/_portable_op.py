@@ -60,7 +60,7 @@ def portable(
 def run_with_score_mod(
     run: Portable, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None
 ) -> tuple[Float[Tensor, "B H N E"], Float[Tensor, "B H N"]]:
-    """Compute a call with a score_mod, eagerly; returns (out, lse) as `portable` does."""
+    """Run a program with a score_mod, eagerly; returns (out in the dtype of q, natural lse in float32 or wider)."""
     assert run.score_mod is not None
     out, lse = _WithScoreMod.apply(run, q, k, v, sinks, *captured_by(run.score_mod, q))
     return out, lse
@@ -193,7 +193,7 @@ class _WithScoreMod(torch.autograd.Function):
 
 
 class _Final(torch.autograd.Function):
-    """Autograd function (x, *inputs) -> a copy of x whose backward raises RuntimeError, for gradients."""
+    """Autograd function (x, *inputs) -> a copy of x, a gradient; differentiating it again raises RuntimeError."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, *inputs: Tensor) -> Tensor:

@@ -47,7 +47,9 @@ class Structure(torch.nn.Module):
     """Length-independent numbers of a term's kernel call; a term is a part of the plan that one kernel computes.
 
     A module, because compiled graphs have the numbers of modules as constants. queries, keys: rules of the gathers.
-    sides: (queries, keys) of a block. multiplicity: number of times that each pair counts.
+    sides: (queries, keys) of a block. places: indices of the term's branches (summands) in the pattern. multiplicity:
+    number of times that each pair counts. lead: (batch entries, heads) of the block tables. heads: (query, key/value)
+    heads of the tensors. is_complex: True if the mask has many operations.
     """
 
     def __init__(
@@ -287,7 +289,7 @@ def _step(
 def _is_complex(mask_mod: MaskMod, device: torch.device) -> bool:
     """True if the mask has too many operations for torch's default options: kernels would spill many registers.
 
-    False before Hopper; from Hopper on, tiles have 128 x 128 scores.
+    Always False except on Hopper and later, where tiles have 128 x 128 scores.
     """
     if capability(device) < HOPPER:
         return False

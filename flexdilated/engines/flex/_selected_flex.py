@@ -81,7 +81,7 @@ class SelectedBlocksOf(torch.nn.Module):
 
     @property
     def sides(self) -> tuple[int, int]:
-        """(queries, keys) of the kernel's blocks."""
+        """Return (queries, keys) of the kernel's blocks."""
         return sides_of_table((self.q_block, self.k_block), self.unit)
 
     @property
@@ -192,9 +192,9 @@ def _tables_of_rows(
 class Places(NamedTuple):
     """Places of gathered queries in the kernel's tiles: each place holds one pair of a row and a key block it selects.
 
-    A row is a unit of queries. Pairs are sorted by block; the pairs of each block begin at a tile. place: place of each
-    pair, -1 for none. pair: pair in each place, -1 for none. block: key block of each tile, C (the number of blocks)
-    for unused tiles. begin, number: first tile and number of tiles of each block.
+    A row is a unit of queries. Pairs are sorted by block; the pairs of each block begin at a tile. place: index of the
+    place of each pair, -1 for none. pair: index of the pair in each place, -1 for none. block: key block of each tile,
+    C (the number of blocks) for unused tiles. begin, number: first tile and number of tiles of each block.
     """
 
     place: Int32[Tensor, "B H RW"]
@@ -227,7 +227,10 @@ def _places(block: Int64[Tensor, "B H RW"], named: Bool[Tensor, "B H RW"], block
 
 
 def _tables_of_tiles(of: SelectedBlocksOf, at: Places) -> dict[str, Tensor]:
-    """Return block tables in which each tile of gathered queries lists the kernel's block with the tile's key block."""
+    """Return a BlockMask's block tables in which each tile of gathered queries has one block, with the tile's keys.
+
+    A block of the kernel may have several selected key blocks.
+    """
     joined, blocks, tiles = of.sides[1] // of.k_block, at.number.shape[2], at.block.shape[2]
     number = pad(at.number, (0, -blocks % joined)).unflatten(2, (-1, joined)).sum(-1)
     begin = number.cumsum(-1) - number
@@ -262,10 +265,11 @@ def _run(
     position: Callable[[Any, Any, Any], Any] | None = None,
     inside: MaskMod | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Run the kernel with these block tables and the mask `rest`; returns (out, natural lse), 0 and -inf without keys.
+    """Run the kernel with these block tables and the mask `rest`; returns (out, natural lse).
 
-    position: function that returns the position of a gathered query; None if queries are in order. inside: mask of the
-    pairs of gathered queries with the blocks they are gathered for; None if queries are not gathered.
+    Rows without keys have output 0 and lse -inf. position: function that returns the position of a gathered query; None
+    if queries are in order. inside: mask of the pairs of gathered queries with the blocks they are gathered for; None
+    if queries are not gathered.
     """
 
     def query_at(b, h, query):
@@ -288,9 +292,10 @@ def _run(
 
 
 class _Gathered(torch.autograd.Function):
-    """Gather of rows of x (dim 2) by index, 0 for a negative index; the gradient is a gather too.
+    """Autograd function (x, index, inverse) -> rows of x (dim 2) by index, 0 for a negative index.
 
-    inverse: indices of the copies of each row of x in the result, along a last dim; negative for none.
+    The gradient is a gather too. inverse: indices of the copies of each row of x in the result, along the last dim;
+    negative for none.
     """
 
     @staticmethod

@@ -33,7 +33,8 @@ class Parts(NamedTuple):
     """Split of a pattern with a run-time table of selected blocks, as plain values that are constants of a graph.
 
     leaf: name under which the call passes the table. block: (queries, keys) of a block. most: key blocks in a row of
-    the table. others: JSON of the pattern of other pairs, which are allowed without the table; "" for none.
+    the table. others: JSON of the pattern of other pairs, which are allowed without the table; "" for none. needed,
+    names: names of the run-time tensors (mask data) of `others`, and of the whole pattern.
     """
 
     leaf: str
@@ -139,7 +140,7 @@ def _tables_of(key: Call, count: int) -> tuple[int, ...]:
 
 
 def _classes(key: Call, rule: Pattern, block: tuple[int, int], device: torch.device) -> Tensor | None:
-    """Return 2 for each row and key block that are whole and whose pairs the rule all allows, else 1: (h, R, C).
+    """Return, for each (row, key block), 2 if both are whole and the rule allows all their pairs, else 1: (h, R, C).
 
     A row is a block of queries. One head (h = 1) if the rule is equal for all. None above _MOST_CLASSES entries.
     """

@@ -51,9 +51,9 @@ class Slots(torch.nn.Module):
     """Rule that gathers one side (queries or keys) of a term into slots, its numbered places for tokens.
 
     A module, because a compiled graph has a module's numbers as constants. kind: "all", slot i is token i; "heads",
-    slot i is token i of some heads; "segments", by the arithmetic of `Padded`; "index", by index tensors. numbers:
-    (groups, step, segment, width), or (groups,) except for "segments"; `groups` consecutive heads of the term read one
-    head of the tensor.
+    slot i is token i of some heads; "segments", slot i is token i % width * step plus the offset of the head in segment
+    i // width of `segment` tokens; "index", by index tensors. numbers: (groups, step, segment, width) for "segments",
+    else (groups,); `groups` consecutive heads of the term read one head of the tensor.
     """
 
     def __init__(self, kind: str, *numbers: int) -> None:
@@ -142,10 +142,10 @@ class _At:
 
 
 def _grid(x: Tensor, heads: int, length: int, begin: int) -> tuple[Tensor, Tensor]:
-    """Return (0 to heads - 1 of shape (heads, 1), 0 to length - 1 of shape (length,)), for any `begin`.
+    """Return (0 to heads - 1 of shape (heads, 1), 0 to length - 1 of shape (length,)).
 
-    The forward passes begin=0 and the backward 1: equal expressions would be merged in the joint graph, saved to memory
-    and read again, where arithmetic in registers is cheaper.
+    begin: changes the expression, not the result. The forward passes 0 and the backward 1: equal expressions would be
+    merged in the joint graph, saved to memory and read again, where arithmetic in registers is cheaper.
     """
     dtype = index_dtype(x.device, 0, 0)
     head = torch.arange(begin, heads + begin, device=x.device, dtype=dtype) - begin
@@ -184,7 +184,7 @@ def _read(x: Tensor, head: Tensor, index: Tensor, there: Tensor | None, empty: f
 
 
 class _Moved(torch.autograd.Function):
-    """Gather of a term's slots from a tensor's tokens, or without `to_slots` of the tokens from the slots.
+    """Autograd function that gathers a term's slots from a tensor's tokens or, if not `to_slots`, tokens from slots.
 
     The gradient is the inverse gather. length: number of slots or tokens of the result.
     """

@@ -56,7 +56,7 @@ def traced(what: str, q: Tensor, k: Tensor, bindings: list[Tensor], key: Call) -
 def _prepare(
     q: Tensor, k: Tensor, bindings: list[Tensor], what: str, constants: str, q_offset: int, k_offset: int
 ) -> Tensor:
-    """Do nothing at run time; during tracing, the fake implementation builds an object and stores it in `Traced`."""
+    """Return an empty tensor; during tracing, the fake implementation builds an object and stores it in `Traced`."""
     return q.new_empty(0)
 
 

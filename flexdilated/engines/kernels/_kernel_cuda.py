@@ -126,7 +126,7 @@ def _kernel_of(q: Tensor, k: Tensor, is_causal: bool) -> Kernel:
 
 
 def _squares(queries: int, keys: int, is_causal: bool) -> Iterator[tuple[slice, slice, bool]]:
-    """Split a problem into parts (queries, keys, is_causal) that all kernels compute alike.
+    """Split a problem into parts (queries, keys, is_causal) on whose result all kernels agree.
 
     Kernels disagree on causal problems with unequal numbers of queries and keys. The parts are a square causal one, and
     a dense one of the queries after the last key; a problem that is not causal is one dense part.

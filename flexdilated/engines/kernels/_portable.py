@@ -28,11 +28,11 @@ _SCORES_AT_ONCE = 1 << 20
 
 
 class Scores(NamedTuple):
-    """How q · k of a pair becomes its weight; the functions take indices as the BlockMask's mask_mod does.
+    """Rule by which q · k of a pair becomes its weight: scale, score_mod and dropout.
 
-    score_mod: as in FlexAttention. captured: tensors that score_mod reads and that require a gradient. shares: function
-    of (score, b, h, q, k), whose indices broadcast, that returns how many of the mask's branches keep each pair in
-    dropout; None for no dropout. factor: multiplies the kept weights.
+    score_mod: as in FlexAttention, with indices as in the BlockMask's mask_mod. captured: tensors that score_mod reads
+    and that require a gradient. shares: function of (score, b, h, q, k), whose indices broadcast, that returns how many
+    of the mask's branches keep each pair in dropout; None for no dropout. factor: multiplies the kept weights.
     """
 
     scale: float
@@ -64,7 +64,7 @@ class _Captured(TorchFunctionMode):
 
 
 def captured_by(score_mod: ScoreMod, q: Tensor) -> list[Tensor]:
-    """Tensors with requires_grad that score_mod captures, found by one call of it with zeros; [] if autograd is off."""
+    """Return tensors with requires_grad that score_mod captures, found by a call with zeros; [] if autograd is off."""
     if not torch.is_grad_enabled():
         return []
     with _Captured() as captured:
@@ -79,7 +79,8 @@ class _Chunk:
     t block lists of equal length are each used by x problems, one for each batch entry and head that shares the list.
     problem: index of the query block in the flattened (batch, heads, block rows). block: indices of key blocks in the
     flattened (batch, key/value heads, blocks). hidden: True for pairs that are not allowed, of each problem (y = x) or
-    alike for all (y = 1); None if all are allowed. places: (batch entry, head, queries, keys) of the problems.
+    equal for all that share a list (y = 1); None if all are allowed. places: (batch entry, head, queries, keys) of the
+    problems.
     """
 
     problem: Int64[Tensor, "x t"]
@@ -109,7 +110,8 @@ class _Chunk:
 class _Problems:
     """Block lists of a BlockMask, one for each block row of its batch entries and heads, and the sizes of q and k.
 
-    columns: key blocks of each list, first `partial` blocks with a mask, then full ones, `count` in all; padded.
+    columns: key blocks of each list, first `partial` blocks with a mask, then full ones, `count` in all; padded. sizes:
+    (batch, query heads, key/value heads, queries, keys).
     """
 
     mask: BlockMask
@@ -180,7 +182,9 @@ class _Problems:
     ) -> Bool[Tensor, "y t _ LK"] | None:
         """True for pairs that are not allowed: masked ones in partial blocks, and those after the last block or key.
 
-        None if every pair is allowed. The arguments are rows of a `_Chunk`; y is 1 if all its problems agree.
+        None if every pair is allowed. partial: number of blocks with a mask, which come first in each list. beyond:
+        True for keys after the last block of a list or the last key. b, h, q, k: places of a `_Chunk`. y is 1 if all
+        problems that share a list agree.
         """
         masked = int(partial.max()) * self.sides[1]
         if not masked:
@@ -282,7 +286,7 @@ def _modified(chunk: _Chunk, scores: Float[Tensor, "x t Q LK"], score_mod: Score
 
 
 def _shares(chunk: _Chunk, shares: ScoreMod) -> Shaped[Tensor, "x t Q LK"]:
-    """`shares` of every pair, hidden or not."""
+    """Return `shares`, a function of a pair's indices, of every pair in the chunk, hidden or not."""
     b, h, q, k = chunk.places
     return shares(q, b[..., None, None], h[..., None, None], q[:, :, None], k[:, None])
 
@@ -292,12 +296,12 @@ def _gathered(x: Float[Tensor, "n K D"], block: Int64[Tensor, "x t L"]) -> Float
 
 
 def _blocks(x: Float[Tensor, "B H N ..."], side: int, value: float = 0.0) -> Float[Tensor, "n side ..."]:
-    """Tokens in blocks, padded with `value`: (batch, heads, blocks) flattened."""
+    """Cut the tokens of x into blocks of `side`, the last padded with `value`; n is batch * heads * blocks."""
     missing = -x.shape[2] % side
     x = pad(x, (0, 0) * (x.dim() - 3) + (0, missing), value=value) if missing else x
     return x.unflatten(2, (-1, side)).flatten(0, 2)
 
 
 def _tokens(x: Float[Tensor, "n side ..."], like: Tensor) -> Float[Tensor, "B H N ..."]:
-    """Inverse of `_blocks`."""
+    """Join blocks of tokens (n is batch * heads * blocks) to the sizes B, H, N of `like`, without the padding."""
     return x.unflatten(0, (like.shape[0], like.shape[1], -1)).flatten(2, 3)[:, :, : like.shape[2]]

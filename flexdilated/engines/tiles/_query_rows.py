@@ -268,7 +268,7 @@ class QueryRows:
         return picked(x, self._key_head(each.set)[:, None] * x.shape[1] + each.block)
 
     def _few_keys(self, each: Problems, x: Float[Tensor, "G M D"]) -> Float[Tensor, "n 1 LK D"]:
-        """Gather the key blocks of each problem from x, not copied to blocks; the last key pads an incomplete block."""
+        """Gather the key blocks of each problem from x (keys or values); its last token fills an incomplete block."""
         side = self.block[1]
         at = (each.block[..., None] * side + torch.arange(side)).flatten(1).clamp(max=x.shape[1] - 1)
         x = x if x.stride(2) == 1 and x.stride(1) else x.contiguous()
@@ -298,7 +298,7 @@ class QueryRows:
 
     @cached_property
     def _whole(self) -> Bool[Tensor, "T R W"]:
-        """True for entries of which every pair is allowed and whose key block has all its keys."""
+        """Return True for each table entry whose key block is complete and of which every pair is allowed."""
         return self.full & ((self.column + 1) * self.block[1] <= self.key.num_keys)
 
     def _portions(self, rows: Float[Tensor, "X N g D"]) -> Iterator[tuple[range, range]]:
@@ -333,7 +333,7 @@ class QueryRows:
                     yield Problems(owner[some], query[some], block[some], place[some], shown)
 
     def _gathered(self) -> Iterator[_Calls]:
-        """Yield problems of one row of the table over all its key blocks: rows without a mask, then masked ones."""
+        """Yield groups of problems, each of one query block or query over all its key blocks; unmasked rows first."""
         tables = torch.arange(self._num_sets) * self._num_tables // self._num_sets
         row = self._row_of_query[:: self._unit]
         query = torch.arange(len(row))[:, None] * self._unit + torch.arange(self._unit)
@@ -348,7 +348,7 @@ class QueryRows:
             yield [owner], place[at].clamp(min=0), column.clamp(min=0), place[at], seen
 
     def _grouped(self, sets: range, queries: range) -> Iterator[_Calls]:
-        """Yield problems of one key block and up to _MOST_ROWS queries that select it.
+        """Yield groups of problems, each of one key block and up to _MOST_ROWS queries that select it.
 
         First come blocks of which every pair is allowed, then partly allowed ones.
         """

@@ -100,7 +100,7 @@ Stretches = Even | Listed
 
 
 def evenly(starts: list[int] | Tensor, length: int) -> Even | None:
-    """Ranges of `length` tokens that begin at `starts`, if these are evenly spaced and do not descend; else None."""
+    """Return ranges of `length` tokens from `starts` on, if these are evenly spaced and do not descend; else None."""
     begins = torch.as_tensor(starts).long()
     gaps = begins.diff().unique()
     if len(gaps) > 1 or (len(gaps) and int(gaps) < 0):
@@ -154,7 +154,7 @@ class KernelCalls:
     slots, query side, key side of a block). heads: for each table (mask shared by equal heads), its heads. complete:
     True if every query is in a problem. key_slots: number of slots to which keys must be padded. masks: the U distinct
     masks of blocks, an all-True one first; None if they are too large to keep and are evaluated for each call. hidden:
-    queries and keys in the blocks that have no allowed pair.
+    queries that attend to no key and keys that no query attends to, in the listed blocks.
     """
 
     rule: Rule

@@ -210,7 +210,7 @@ def _step(term: Term, queries: Side, keys: Side, block_size: tuple[int, ...], fr
 
 
 def _in_order(laid_out: list[tuple[Side, Side, Term]], bound: Bound) -> list[tuple[Side, Side, Term]]:
-    """Sort terms: first those with every query, whose result can start the sum; then by keys, to share copies."""
+    """Sort terms: first any with every query, as the sum can start from its result; then by keys, to share copies."""
     seen: dict[Side, int] = {}
     places = [seen.setdefault(keys, len(seen)) for _, keys, _ in laid_out]
 

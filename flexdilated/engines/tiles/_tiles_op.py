@@ -41,7 +41,7 @@ _CUDA_SLOTS_AT_ONCE = 1 << 18  # copied slots that occupy the device and are a s
 
 
 def portions_on(kind: str) -> dict[str, int]:
-    """Keyword arguments of `make_program` that bound the copies of tokens on this kind of device; {} on CPU."""
+    """Return keyword arguments of `make_program` that bound the copies of tokens on this kind of device; {} on CPU."""
     return {} if device_kind(kind).on_host else {"slots_at_once": _CUDA_SLOTS_AT_ONCE}
 
 
@@ -247,9 +247,9 @@ def _programs(
     choice: Choice | None = None,
     operands: Operands | None = None,
 ) -> list[tuple[Entries, Program]]:
-    """Pairs (batch entries, program) that cover the batch.
+    """Return pairs (batch entries, program) that cover the batch.
 
-    There is one for all `batch` entries, unless run-time tensors give the entries different masks.
+    There is one pair for all `batch` entries, unless run-time tensors give the entries different masks.
     """
     written = key.pattern
     if not bindings:
