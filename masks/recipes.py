@@ -120,7 +120,7 @@ def darcstar_local_window(*, local_window_size: int = 512, block_size: int = 128
 
     block_size: tokens per block. local_window_size: window in tokens; each side has half of it, rounded down to whole
     blocks.
-    Raises ValueError for a block below 1 and for a window below 0.
+    Raises ValueError for a block_size below 1 and for a local_window_size below 0.
     Source: `SparsePatternConfig` and `BlockSparseRingDilatedAttention` of that package.
     """
     radius = _radius(local_window_size, block_size)
@@ -133,7 +133,7 @@ def darcstar_dilated_sparse(dilation_rates: Sequence[int], *, block_size: int = 
 
     dilation_rates: distances of these blocks, before and after, in blocks; as in the source, only the first three are
     used. block_size: tokens per block.
-    Raises ValueError for no rates, and for a rate or block below 1.
+    Raises ValueError for an empty `dilation_rates`, and for a rate or block_size below 1.
     Source: `BlockSparseRingDilatedAttention` of that package.
     """
     steps = require_ints("dilation_rates", dilation_rates, minimum=1)
@@ -149,7 +149,7 @@ def darcstar_global_local(*, global_tokens: int = 64, local_window_size: int = 5
     global_tokens: number of first tokens that every query sees, rounded down to whole blocks: none with the defaults,
     which are the source's. As queries these tokens do not see all keys. local_window_size, block_size: as in
     `darcstar_local_window`.
-    Raises ValueError for a block below 1, and for other numbers below 0.
+    Raises ValueError for a block_size below 1, and for the other arguments below 0.
     Source: `BlockSparseRingDilatedAttention` of that package.
     """
     radius = _radius(local_window_size, block_size)
@@ -164,11 +164,11 @@ def darcstar_hierarchical(
     """Each level gives every n-th block of queries a window: `hierarchical` of dilated-attention-pytorch (DarcStar).
 
     levels: (stride, window size) of each level, in tokens. Blocks of queries at multiples of the stride see the blocks
-    within half a window on each side, or all blocks for window size -1. Both are rounded down to whole blocks, the
-    stride to at least one. block_size: tokens per block on all levels; in the source, a level's `block_size` has no
-    effect.
+    within half a window on each side, or all blocks for window size -1; a query sees the keys of all its levels.
+    Strides and half windows are rounded down to whole blocks, strides to at least one. block_size: tokens per block on
+    all levels; in the source, a level's `block_size` has no effect.
     Raises TypeError or ValueError unless `levels` is a sequence of at least one such pair, with strides of at least 1
-    and window sizes of at least -1.
+    and window sizes of at least -1; ValueError for a block_size below 1.
     Source: `HierarchicalConfig` and `BlockSparseHierarchical` of that package.
     """
     require_int("block_size", block_size, minimum=1)
@@ -185,9 +185,9 @@ def _radius(window_size: int, block_size: int) -> int:
 
 
 def _level(place: int, level: Sequence[int], block: int) -> Pattern:
-    """Return the rule over block numbers of one level, (stride, window size) in tokens.
+    """Return the pattern of one level of `darcstar_hierarchical`, whose positions are block numbers.
 
-    place: index of the level, for errors. block: tokens per block.
+    level: (stride, window size) in tokens. place: index of the level, for errors. block: tokens per block.
     """
     if not isinstance(level, Sequence) or isinstance(level, str):
         raise TypeError(f"levels[{place}] must be a pair (stride, window size); got {level!r}")
@@ -207,5 +207,5 @@ CONSTRUCTORS |= {f"recipes.{name}": globals()[name] for name in __all__}
 
 
 def __getattr__(name: str) -> NoReturn:
-    """Raise AttributeError that suggests the closest recipe."""
+    """Raise AttributeError for an unknown name; its text suggests up to two similar recipes."""
     raise AttributeError(no_such_name(__name__, name, __all__, {}, "masks.recipes."))

@@ -22,7 +22,7 @@ from ._reason import Pair, Reason, listing, span
 
 @dataclass(frozen=True)
 class Composite(Pattern):
-    """Base of patterns composed of `parts`; its period is the least common multiple of the parts' periods, if any."""
+    """Base of patterns composed of `parts`, whose period is the `common_period` of the parts."""
 
     parts: tuple[Pattern, ...]
 
@@ -167,8 +167,8 @@ class And(_Combination):
     def of(cls, *parts: Pattern) -> Pattern:
         """Return the intersection of the parts, flattened and without repeats; `Every()` without parts.
 
-        If a part is causal order, the zero keys that pad segments are dropped from all parts: they come after all
-        tokens.
+        If `causal()` is a part or a factor of one, the zero keys that pad segments are dropped from all parts: they
+        come after all tokens, so causal order hides them.
         """
         if any(part.pads for part in parts):
             causal = any(isinstance(factor, KINDS["causal"]) for part in parts for factor in part.factors())
@@ -179,7 +179,7 @@ class And(_Combination):
         return self.parts
 
     def alternatives(self) -> tuple[Pattern, ...]:
-        """Distribute over the first part that is a union: (a | b) & c gives (a & c, b & c); (self,) if none is one."""
+        """Distribute over the first part that is a union: (a | b) & c gives (a & c, b & c); (self,) without a union."""
         union = next((part for part in self.parts if len(part.alternatives()) > 1), None)
         others = [part for part in self.parts if part != union]
         return (self,) if union is None else tuple(And.of(part, *others) for part in union.alternatives())

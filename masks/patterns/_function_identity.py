@@ -56,7 +56,11 @@ def copy_and_digest(function: types.FunctionType, device: torch.device) -> tuple
 
 @dataclass
 class _Walk:
-    """Traversal of a function and the values it reads; `function` and `value` return (identity, copy on `device`)."""
+    """Traversal of a function and the values it reads; `function` and `value` return (identity, copy on `device`).
+
+    name: name of the outermost function, for errors. seen: (number in order of visits, copy) of each visited function,
+    by its id().
+    """
 
     name: str
     device: torch.device
@@ -136,7 +140,10 @@ class _Walk:
         return ["tensor", str(copy.dtype), list(copy.shape), content], copy
 
     def _globals(self, function: types.FunctionType) -> set[str]:
-        """Return the names of globals that the code reads; TypeError if it keeps state or looks up values by name."""
+        """Return the names of globals that the code reads.
+
+        Raises TypeError if the code assigns globals or captured variables, imports, or looks up values by name.
+        """
         rule, code, read = f"the custom function {self.name!r} must", function.__code__, set()
         for step in (step for inner in _codes(code) for step in dis.get_instructions(inner)):
             kind, name, hidden = step.opname, step.argval, ""
