@@ -291,7 +291,7 @@ class _Text:
             raise self._error_at(node, "only a constructor or a pattern's method can be called")
         value = self._of(node.value)
         if not isinstance(value, Expression) or node.attr not in _METHODS:
-            says = f"the dot must be followed by one of {', '.join(_METHODS)}, of a pattern"
+            says = f"the dot must follow a pattern and precede one of its methods {', '.join(_METHODS)}"
             raise self._error(self._end(node) - len(node.attr), says)
         return node.attr, getattr(value, node.attr)
 

@@ -34,7 +34,7 @@ _ASKED = {
     ),
     **dict.fromkeys(("to_json", "json", "dumps", "serialize", "to_dict"), "write masks.to_json(pattern)"),
     **dict.fromkeys(("attend", "forward", "apply"), "write fd.attend(q, k, v, pattern)"),
-    **dict.fromkeys(("to", "cuda", "cpu", "device", "dtype"), "a pattern has no device or dtype: it goes with any q"),
+    **dict.fromkeys(("to", "cuda", "cpu", "device", "dtype"), "a pattern has no device or dtype: it works with any q"),
     **dict.fromkeys(
         ("to_dense", "dense", "mask", "to_mask", "matrix", "to_tensor", "numpy", "materialize", "mask_fn"),
         "write pattern.bind(num_heads=1, num_queries=n, num_keys=n).mask_mod()(0, 0, places[:, None], places), where "
@@ -153,9 +153,9 @@ WIDTH = "dim d_model hidden_size n_embd model_dim embed_size embedding_dim"
 # Keywords that users try on constructors of patterns, which have none of them.
 OF_PATTERNS = {
     **dict.fromkeys(("causal", "is_causal"), "write pattern & masks.causal()"),
-    **dict.fromkeys(("num_heads", *HEADS.split()), "a pattern goes with as many heads as q has"),
-    **dict.fromkeys(LENGTH.split(), "a pattern goes with as many tokens as q and k have"),
-    **dict.fromkeys(("device", "dtype"), "a pattern has no device or dtype: it goes with any q"),
+    **dict.fromkeys(("num_heads", *HEADS.split()), "a pattern works with any number of heads, that of q"),
+    **dict.fromkeys(LENGTH.split(), "a pattern works with any number of tokens, those of q and k"),
+    **dict.fromkeys(("device", "dtype"), "a pattern has no device or dtype: it works with any q"),
 }
 
 

@@ -22,7 +22,7 @@ from ._reason import Pair, Reason, listing, span
 
 @dataclass(frozen=True)
 class Composite(Pattern):
-    """Base of patterns composed of `parts`, whose period is the `common_period` of the parts."""
+    """Base of patterns composed of `parts`; the period is the parts' least common multiple, None if a part has none."""
 
     parts: tuple[Pattern, ...]
 
@@ -277,7 +277,9 @@ class Not(OnePart):
 
     def check(self) -> None:
         if isinstance(self.part, Not):
-            raise ValueError(f"the complement of a complement is its part: use ~; got {self.part!r}")
+            raise ValueError(
+                f"a complement must not be complemented again: write its part, as ~ does; got {self.part!r}"
+            )
         super().check()
 
     def __invert__(self) -> Pattern:
@@ -337,7 +339,7 @@ def full() -> Pattern:
 @dataclass(frozen=True)
 class _HeadChoice(Composite):
     def check(self) -> None:
-        require_set_patterns("a choice by head", self.parts, least=1)
+        require_set_patterns("per_head or head_groups", self.parts, least=1)
 
     def choice(self, num_heads: int) -> list[int]:
         raise NotImplementedError
@@ -413,7 +415,7 @@ class HeadGroups(_HeadChoice):
 
     def check_heads(self, num_heads: int) -> None:
         if num_heads < len(self.parts):
-            raise ValueError(f"{len(self.parts)} head groups need a head each; got num_heads={num_heads}")
+            raise ValueError(f"{len(self.parts)} head groups need at least one head each; got num_heads={num_heads}")
         super().check_heads(num_heads)
 
 
@@ -449,7 +451,7 @@ def head_groups(patterns: Sequence[Pattern]) -> Pattern:
 
 def _listed(patterns: Sequence[Pattern]) -> tuple[Pattern, ...]:
     if not isinstance(patterns, Sequence):
-        raise TypeError(f"a choice by head needs a sequence of set patterns; got {patterns!r:.80}")
+        raise TypeError(f"per_head or head_groups needs a sequence of set patterns; got {patterns!r:.80}")
     return tuple(patterns)
 
 

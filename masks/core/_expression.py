@@ -134,16 +134,16 @@ class Expression:
         object.__setattr__(self, "text", self.write())
 
     def __bool__(self) -> NoReturn:
-        """Raise TypeError: without it, `p and q` would be `q`, and `not p` would be False."""
+        """Raise TypeError; without this method, `p and q` would be `q`, and `not p` would be False."""
         raise TypeError(
             f"a pattern is neither true nor false: combine patterns by `&`, `|` and `~`, not by `and`, `or` and `not`, "
             f"and test for one by `is None`; got {self!r:.200}"
         )
 
     def __call__(self, *args: object, **named: object) -> NoReturn:
-        """Raise TypeError, as a pattern is not a function; the error names the functions that attend by it."""
+        """Raise TypeError, as a pattern is not a function; the error names the functions that take a pattern."""
         raise TypeError(
-            "a pattern is a value and no function: fd.attend(q, k, v, pattern) attends by it, and "
+            "a pattern cannot be called: fd.attend(q, k, v, pattern) computes attention with it, and "
             "masks.block_mask(pattern, num_tokens, num_heads=8) makes a BlockMask"
         )
 
@@ -165,7 +165,7 @@ class Expression:
         raise TypeError(no_operand("+", other))
 
     def __sub__(self, other: object) -> NoReturn:
-        raise TypeError("patterns have no -: write pattern & ~other")
+        raise TypeError("patterns have no operator -: write pattern & ~other")
 
     def check(self) -> None:
         """Raise TypeError or ValueError for invalid parameters; called on construction, before the text is written."""

@@ -103,9 +103,9 @@ class Reason:
     parts: tuple[Reason, ...] = ()
 
     def lines(self, depth: int = 0, width: int = 60) -> list[str]:
-        """Return the tree of reasons as lines, first indented by `depth` levels; patterns cut to `width` characters.
+        """Return the tree of reasons as lines, with patterns cut to `width` characters.
 
-        Reasons of inner patterns follow, indented by one level more.
+        The first line is indented by `depth` levels; lines for `parts` follow, each indented by one level more.
         """
         written = repr(self.pattern)
         written = written if len(written) <= width else f"{written[: width - 3]}..."

@@ -437,4 +437,7 @@ def _check_classify(name: str, classify: Classify) -> None:
     together = _classes(name, classify, boxes)
     alone = [_classes(name, classify, tuple(part[index, None] for part in boxes)) for index in range(len(q))]
     if not torch.equal(together, torch.cat(alone)):
-        raise ValueError(f"classify of the custom function {name!r} must look at each box by itself; it does not")
+        raise ValueError(
+            f"classify of the custom function {name!r} must look at each box by itself; its answers for boxes given "
+            "together and one by one differ"
+        )

@@ -22,7 +22,7 @@ from ..core import content_digest, device_kind
 _PLAIN = (type(None), bool, int, float, complex, str, bytes, range, type(Ellipsis))
 _TORCH_PLAIN = (torch.dtype, torch.device, torch.layout, torch.memory_format)
 _CONTAINERS = (tuple, list, set, frozenset, dict, slice, torch.Size)
-_ADVICE = "hand over numbers, strings, tensors, containers of these or plain functions instead"
+_ADVICE = "use numbers, strings, tensors, containers of these or plain functions instead"
 
 # Built-in names that a function may use: they compute from their arguments and look up nothing by name.
 _COMPUTING = """abs all any bool bytes callable complex dict divmod enumerate filter float frozenset int isinstance iter
@@ -85,7 +85,7 @@ class _Walk:
                 held = old.cell_contents
             except ValueError:
                 rule = "a custom function must be built after all variables that it captures are assigned"
-                raise TypeError(f"{rule}; {name!r} is not yet") from None
+                raise TypeError(f"{rule}; {name!r} is not assigned yet") from None
             identity, new.cell_contents = self.value(held, f"the captured {name!r}")
             parts.append(identity)
         for name in ("__defaults__", "__kwdefaults__"):

@@ -59,7 +59,7 @@ class MarkedTokens(Pattern):
         raise NotImplementedError  # defined by each kind
 
     def described(self, position: int) -> str:
-        """Return text after the word "is" that says whether a position is marked, such as "one of the first 4"."""
+        """Return how a position is marked or not, as text after the word "is": for example "one of the first 4"."""
         raise NotImplementedError
 
     def is_marked(self, device: torch.device) -> _Test:

@@ -45,7 +45,7 @@ _NONE = -1  # pads rows that name fewer than W blocks
 
 @pattern_kind("selected_blocks", positional=1)
 class SelectedBlocks(RunTime):
-    """Pattern that allows a pair iff the row of the query's block names the key's block, in the table of its head.
+    """Pattern that allows a pair iff the row of the query's block names the key's block, in the table of the head.
 
     The table is a run-time tensor with `most` entries in each row; `block`: (tokens of a query block, of a key block).
     """

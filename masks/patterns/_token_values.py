@@ -104,7 +104,7 @@ class Spans(Table):
         return int(length.masked_fill(self.rows == PADDING, 0).max())
 
     def reached(self, progression: Progression) -> tuple[Counts, Counts]:
-        """Return (index of first, index of last) span that each progression may touch; first > last if it touches none."""
+        """Return (first, last), the indices of the spans that each progression may touch; first > last for none."""
         first = torch.searchsorted(self.stops, progression.first, right=True)
         return first, torch.searchsorted(self.starts, progression.last, right=True) - 1
 
@@ -304,7 +304,7 @@ class VisibleKeys(RunTime):
         if not (tensor.dtype == torch.bool or tensor.is_floating_point()):
             raise TypeError(
                 "visible keys must be booleans, True where a key may be seen, or floats, 0 there and -inf elsewhere; "
-                f"got {tensor.dtype}: mask.bool() makes them of 0 and 1"
+                f"got {tensor.dtype}: write mask.bool() for a mask of 0 and 1"
             )
         if tensor.dim() not in (1, 2) or tensor.shape[-1] != extent.keys:
             raise ValueError(
@@ -325,7 +325,7 @@ def _unhidden(added: Tensor) -> Tensor:
     visible = added == 0
     other = added[~(visible | (added == -torch.inf))]
     if len(other):
-        came = f"{float(other[0])}{': mask.bool() makes booleans of 0 and 1' if other[0] == 1 else ''}"
+        came = f"{float(other[0])}{': write mask.bool() for a mask of 0 and 1' if other[0] == 1 else ''}"
         raise ValueError(f"a floating-point mask of keys must hold 0 for visible and -inf for hidden keys; got {came}")
     return visible
 
