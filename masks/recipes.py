@@ -165,7 +165,7 @@ def darcstar_global_local(*, global_tokens: int = 64, local_window_size: int = 5
 def darcstar_hierarchical(
     levels: Sequence[Sequence[int]] = ((64, 256), (256, 1024), (1024, -1)), *, block_size: int = 64
 ) -> Pattern:
-    """Union of levels, each of which gives every n-th block of queries a window of key blocks.
+    """Pattern that is the union of levels, each of which gives every n-th block of queries a window of key blocks.
 
     It is `hierarchical` of dilated-attention-pytorch (the DarcStar fork).
     levels: (stride, window size) of each level, in tokens. Blocks of queries at multiples of the stride see the blocks

@@ -22,7 +22,10 @@ from ._reason import Pair, Reason, listing, span
 
 @dataclass(frozen=True)
 class Composite(Pattern):
-    """Base of patterns composed of `parts`; the period is the parts' least common multiple, None if a part has none."""
+    """Base of patterns composed of `parts`.
+
+    The period is the least common multiple of the parts' periods, None if a part has none.
+    """
 
     parts: tuple[Pattern, ...]
 

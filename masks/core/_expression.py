@@ -295,9 +295,9 @@ class Expression:
         return self.map_leaves(lambda leaf: leaf.of_entry(batch)) if self.varies else self
 
     def num_entries(self) -> int:
-        """Return the most rows of a run-time tensor, one for each batch entry; 1 if all entries share one rule.
+        """Return the number of batch entries that have a rule of their own; 1 if all entries share one rule.
 
-        Run-time tensors must have their values: see `resolve`.
+        It is the largest number of rows of a run-time tensor, which must have its values: see `resolve`.
         """
         return max([leaf.entries for leaf in self.leaves()]) if self.varies else 1
 
@@ -336,8 +336,8 @@ class Expression:
 
         Heads are counted over all devices: this device holds `num_heads` heads from `head_offset` on. Query i has
         position q_offset + i; key j has position k_offset + j. `num_heads_global` defaults to head_offset + num_heads.
-        batch: number of batch entries; with 1, that of the run-time tensors. Tensors that the pattern carries are read
-        now. Zero keys of padding are no pairs and are dropped.
+        batch: number of batch entries; 1 stands for that of the run-time tensors. Tensors that the pattern carries are
+        read now. Zero keys of padding are no pairs and are dropped.
         Raises ValueError for sizes below 1, a number of heads that does not fit the pattern, and tensors that are
         missing or do not fit.
         """

@@ -89,7 +89,7 @@ class Pattern(Expression):
         return at, torch.where(none | every, 0, ahead)
 
     def reason(self, pair: Pair) -> Reason:
-        """Return whether one pair is allowed, with an explanation in one line.
+        """Return the verdict on one pair, allowed or not, with an explanation in one line.
 
         By default the line states the distance of the key from the query.
         """
@@ -227,7 +227,7 @@ class Pattern(Expression):
 class Mixture(Expression):
     """Multiset sum of set patterns: a pair allowed by m parts has attention weight m * exp(score).
 
-    This equals the mean of the branches' outputs, weighted by their softmax denominators.
+    The output is the mean of the branches' outputs, weighted by their softmax denominators.
     Source: LongNet, arXiv 2307.02486, eqs. 9 and 10.
 
     >>> masks.longnet((4, 8), (1, 2)) & masks.causal()
