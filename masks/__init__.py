@@ -9,9 +9,9 @@ attention with it to float64.
     recipes     patterns of published models
     text        JSON, expressions, printing
     orders      orders of tokens: residue-major, tiled, placed
-    blocks      a rule over slots, the search for blocks by bounds, block tables
+    blocks      block lists: the search for non-empty blocks by bounds on pair counts, and conversion to BlockMasks
     plan_cache  cache of plans and tables, in bounded memory
-    planning    options, costs, the choice, BlockMask; lowering: branches as terms; machine: constants for costs
+    planning    choice of the way to compute a pattern by its predicted cost; measured constants of a machine; BlockMask
     attended    keys that given queries attend to: for ranks, decoding, and eviction from a KV cache
     inspection  describe, explain, plot, show
 """
@@ -133,5 +133,5 @@ _ELSEWHERE = {
 
 
 def __getattr__(name: str) -> _NoReturn:
-    """Raise AttributeError that suggests the closest pattern."""
+    """Raise AttributeError for an unknown name; its text suggests up to two similar names."""
     raise AttributeError(_no_such_name(__name__, name, __all__, _ELSEWHERE, "masks."))

@@ -41,7 +41,7 @@ _ALL_BLOCKS = -1
 
 @advises(keywords=renamed(radius="window window_size"))
 def longformer(radius: int, num_global: int, *, rate: int = 1) -> Pattern:
-    """Each query sees a window around it and the global tokens; global tokens see all keys.
+    """Pattern in which each query sees a window around it and the global tokens, and global tokens see all keys.
 
     radius: keys on each side of the query, half the paper's window size. num_global: number of global tokens, the first
     of the sequence, such as a classification token; the paper lets the task choose them. rate: dilation rate of the
@@ -58,8 +58,9 @@ def longformer(radius: int, num_global: int, *, rate: int = 1) -> Pattern:
 def bigbird(
     num_tokens: int, *, block: int = 64, radius: int = 1, num_global: int = 2, num_random: int = 3, seed: int = 0
 ) -> Pattern:
-    """Each block of queries sees blocks near it, global blocks and random blocks; global blocks see all keys.
+    """Pattern in which each block of queries sees blocks near it, global blocks and random blocks.
 
+    Global blocks see all keys.
     num_tokens: sequence length, over which blocks are drawn. block: tokens per block. radius: blocks on each side of
     the query's block. num_global: number of global blocks, the first of the sequence (the paper's internal transformer
     construction). num_random: blocks drawn for each block of queries in each head. They are drawn among all blocks and
@@ -77,7 +78,7 @@ def bigbird(
 
 @advises()
 def sparse_transformer_strided(stride: int) -> Pattern:
-    """Each query sees itself, the `stride` keys before it, and every `stride`-th earlier key; causal.
+    """Causal pattern: each query sees itself, the `stride` keys before it, and every `stride`-th earlier key.
 
     stride: the paper's l, near the square root of the sequence length. Every head has both factors of section 4.3, as
     in the merged head of section 5.1.
@@ -89,7 +90,7 @@ def sparse_transformer_strided(stride: int) -> Pattern:
 
 @advises()
 def sparse_transformer_fixed(stride: int, *, summary: int = 1) -> Pattern:
-    """Each query sees its block, and the last `summary` keys of every earlier block; causal.
+    """Causal pattern: each query sees its block, and the last `summary` keys of every earlier block.
 
     stride: tokens per block, the paper's l. summary: number of last keys of a block, the paper's c, 8 to 32 there.
     Every head has both factors of section 4.3, as in the merged head of section 5.1.
@@ -102,7 +103,7 @@ def sparse_transformer_fixed(stride: int, *, summary: int = 1) -> Pattern:
 
 @advises(keywords=renamed(recent="window window_size", num_sinks="sinks"))
 def streaming_llm(recent: int, *, num_sinks: int = 4) -> Pattern:
-    """Each query sees the first `num_sinks` keys and the `recent` most recent keys; causal.
+    """Causal pattern: each query sees the first `num_sinks` keys and the `recent` most recent keys.
 
     recent: number of most recent keys, the query's own included. num_sinks: number of first keys, which serve as
     attention sinks. Positional encodings are up to the caller: the paper counts positions within the cache.
@@ -116,11 +117,12 @@ def streaming_llm(recent: int, *, num_sinks: int = 4) -> Pattern:
 
 @advises()
 def darcstar_local_window(*, local_window_size: int = 512, block_size: int = 128) -> Pattern:
-    """Each query sees blocks near its own: `local_window` of dilated-attention-pytorch (the DarcStar fork).
+    """Pattern in which each query sees blocks near its own.
 
+    It is `local_window` of dilated-attention-pytorch (the DarcStar fork).
     block_size: tokens per block. local_window_size: window in tokens; each side has half of it, rounded down to whole
     blocks.
-    Raises ValueError for a block below 1 and for a window below 0.
+    Raises ValueError for a block_size below 1 and for a local_window_size below 0.
     Source: `SparsePatternConfig` and `BlockSparseRingDilatedAttention` of that package.
     """
     radius = _radius(local_window_size, block_size)
@@ -129,11 +131,12 @@ def darcstar_local_window(*, local_window_size: int = 512, block_size: int = 128
 
 @advises()
 def darcstar_dilated_sparse(dilation_rates: Sequence[int], *, block_size: int = 128) -> Pattern:
-    """Each query sees its block and some distant blocks: `dilated_sparse` of dilated-attention-pytorch (DarcStar).
+    """Pattern in which each query sees its block and some distant blocks.
 
+    It is `dilated_sparse` of dilated-attention-pytorch (the DarcStar fork).
     dilation_rates: distances of these blocks, before and after, in blocks; as in the source, only the first three are
     used. block_size: tokens per block.
-    Raises ValueError for no rates, and for a rate or block below 1.
+    Raises ValueError for an empty `dilation_rates`, and for a rate or block_size below 1.
     Source: `BlockSparseRingDilatedAttention` of that package.
     """
     steps = require_ints("dilation_rates", dilation_rates, minimum=1)
@@ -144,12 +147,13 @@ def darcstar_dilated_sparse(dilation_rates: Sequence[int], *, block_size: int = 
 
 @advises()
 def darcstar_global_local(*, global_tokens: int = 64, local_window_size: int = 512, block_size: int = 128) -> Pattern:
-    """Each query sees blocks near its own and the first blocks: `global_local` of dilated-attention-pytorch (DarcStar).
+    """Pattern in which each query sees blocks near its own and the first blocks.
 
+    It is `global_local` of dilated-attention-pytorch (the DarcStar fork).
     global_tokens: number of first tokens that every query sees, rounded down to whole blocks: none with the defaults,
     which are the source's. As queries these tokens do not see all keys. local_window_size, block_size: as in
     `darcstar_local_window`.
-    Raises ValueError for a block below 1, and for other numbers below 0.
+    Raises ValueError for a block_size below 1, and for the other arguments below 0.
     Source: `BlockSparseRingDilatedAttention` of that package.
     """
     radius = _radius(local_window_size, block_size)
@@ -161,14 +165,15 @@ def darcstar_global_local(*, global_tokens: int = 64, local_window_size: int = 5
 def darcstar_hierarchical(
     levels: Sequence[Sequence[int]] = ((64, 256), (256, 1024), (1024, -1)), *, block_size: int = 64
 ) -> Pattern:
-    """Each level gives every n-th block of queries a window: `hierarchical` of dilated-attention-pytorch (DarcStar).
+    """Pattern that is the union of levels, each of which gives every n-th block of queries a window of key blocks.
 
+    It is `hierarchical` of dilated-attention-pytorch (the DarcStar fork).
     levels: (stride, window size) of each level, in tokens. Blocks of queries at multiples of the stride see the blocks
-    within half a window on each side, or all blocks for window size -1. Both are rounded down to whole blocks, the
-    stride to at least one. block_size: tokens per block on all levels; in the source, a level's `block_size` has no
-    effect.
+    within half a window on each side, or all blocks for window size -1; a query sees the keys of all its levels.
+    Strides and half windows are rounded down to whole blocks, strides to at least one. block_size: tokens per block on
+    all levels; in the source, a level's `block_size` has no effect.
     Raises TypeError or ValueError unless `levels` is a sequence of at least one such pair, with strides of at least 1
-    and window sizes of at least -1.
+    and window sizes of at least -1; ValueError for a block_size below 1.
     Source: `HierarchicalConfig` and `BlockSparseHierarchical` of that package.
     """
     require_int("block_size", block_size, minimum=1)
@@ -185,9 +190,9 @@ def _radius(window_size: int, block_size: int) -> int:
 
 
 def _level(place: int, level: Sequence[int], block: int) -> Pattern:
-    """Return the rule over block numbers of one level, (stride, window size) in tokens.
+    """Return the pattern of one level of `darcstar_hierarchical`, whose positions are block numbers.
 
-    place: index of the level, for errors. block: tokens per block.
+    level: (stride, window size) in tokens. place: index of the level, for errors. block: tokens per block.
     """
     if not isinstance(level, Sequence) or isinstance(level, str):
         raise TypeError(f"levels[{place}] must be a pair (stride, window size); got {level!r}")
@@ -207,5 +212,5 @@ CONSTRUCTORS |= {f"recipes.{name}": globals()[name] for name in __all__}
 
 
 def __getattr__(name: str) -> NoReturn:
-    """Raise AttributeError that suggests the closest recipe."""
+    """Raise AttributeError for an unknown name; its text suggests up to two similar recipes."""
     raise AttributeError(no_such_name(__name__, name, __all__, {}, "masks.recipes."))

@@ -60,10 +60,10 @@ def from_json(text: str) -> Pattern | Mixture:
 
 
 def read_text(text: str) -> Pattern | Mixture:
-    """Read a pattern from the JSON `text` of an expression of this process.
+    """Read a pattern or mixture from its attribute `text`, which is canonical JSON.
 
-    Unlike `from_json`, it accepts custom functions, which the text names by digests.
-    Raises ValueError for any other text.
+    Unlike `from_json`, it accepts custom functions, which the text names by their digests and which must still exist in
+    this process. Raises ValueError for any other string, and TypeError for a value that is not a string.
     """
     if not isinstance(text, str):
         raise TypeError(f"a pattern's JSON must be a string; got {type(text).__name__}")
@@ -120,8 +120,8 @@ def _value(value: Any, field: str, depth: int) -> Any:
 def read_json(text: str | bytes) -> Any:
     """Parse JSON text (bytes are UTF-8) with unique names in each object and finite numbers.
 
-    Raises ValueError for any other text, and for nesting or integers beyond the limits of Python's parser. The caller
-    checks other limits on nesting.
+    Raises ValueError for any other text, and for nesting or integers beyond the limits of Python's parser. Lower limits
+    on nesting are up to the caller.
     """
     if isinstance(text, bytes):
         text = text.decode("utf-8")
@@ -168,9 +168,9 @@ def parse(text: str) -> Pattern | Mixture:
     """Read a pattern or mixture from an expression such as `longnet([2048, 4096], [1, 2]) & causal()`.
 
     An expression calls the constructors of this package, with positional or keyword arguments, and combines patterns
-    by `~`, `+`, `&` and `|` with Python's precedence. It is parsed, never run. Raises ValueError for any other text,
-    with a caret at the error; an expression has at most 4096 characters and nests at most 68 brackets, more than any
-    printed pattern.
+    by `~`, `+`, `&` and `|` with Python's precedence. It is parsed, never run. An expression has at most 4096
+    characters, and its brackets nest at most 68 deep, which is enough for every printed pattern.
+    Raises ValueError for any other string, with a caret at the error, and TypeError for other values.
 
     >>> masks.parse('local_window(left=127, right=0) | first_tokens(4)')
     local_window(left=127, right=0) | first_tokens(4)
@@ -262,7 +262,7 @@ class _Text:
             raise self._error(at, str(error)) from error
 
     def _called(self, node: ast.Call) -> object:
-        """Call the function that a call node names; errors in its arguments point at its name."""
+        """Call the function that a call node names, and return its result; its errors point at the function's name."""
         name, function = self._function(node.func)
         given = [*node.args, *(each.value for each in node.keywords)]
         names = [str(each.arg) for each in node.keywords]
@@ -288,15 +288,18 @@ class _Text:
                 raise self._error_at(node, _unknown(name))
             return name, CONSTRUCTORS[name]
         if not isinstance(node, ast.Attribute):
-            raise self._error_at(node, "only a pattern's name is called")
+            raise self._error_at(node, "only a constructor or a pattern's method can be called")
         value = self._of(node.value)
         if not isinstance(value, Expression) or node.attr not in _METHODS:
-            says = f"the dot must be followed by one of {', '.join(_METHODS)}, of a pattern"
+            says = f"the dot must follow a pattern and precede one of its methods {', '.join(_METHODS)}"
             raise self._error(self._end(node) - len(node.attr), says)
         return node.attr, getattr(value, node.attr)
 
     def _index(self, place: int) -> int:
-        """Return the character index of a UTF-8 byte offset in the text; syntax trees have byte offsets."""
+        """Return the character index in the text for `place`, a UTF-8 byte offset in the text without leading blanks.
+
+        Nodes of a syntax tree have such offsets.
+        """
         return self._margin + len(self._text[self._margin :].encode()[:place].decode(errors="ignore"))
 
     def _end(self, node: ast.expr) -> int:
@@ -306,7 +309,7 @@ class _Text:
         return self._error(self._index(node.col_offset), says)
 
     def _error(self, at: int, says: str) -> ValueError:
-        """Return a ValueError with the text around character `at` and a caret below it."""
+        """Return a ValueError with the message `says`, the text around character index `at`, and a caret below it."""
         begin, end = max(0, at - _AROUND), at + _AROUND
         shown = "".join(character if character.isprintable() else " " for character in self._text[begin:end])
         before, after = CUT if begin else "", CUT if end < len(self._text) else ""
@@ -325,7 +328,7 @@ def _chain(node: ast.BinOp) -> Iterator[ast.expr]:
 
 
 def _dotted(node: ast.expr) -> str:
-    """Return a dotted name as text; empty for any other expression."""
+    """Return a dotted name, such as "masks.causal", as text; "" for any other expression."""
     words: list[str] = []
     while isinstance(node, ast.Attribute):
         words.append(node.attr)
@@ -334,7 +337,7 @@ def _dotted(node: ast.expr) -> str:
 
 
 def _intersect(*parts: Any) -> Expression:
-    """Intersect patterns, mixtures last, so that their branches meet the intersection of all sets at once."""
+    """Intersect patterns, and then mixtures: each branch is then intersected once, with all patterns together."""
     return reduce(operator.and_, sorted(parts, key=lambda part: isinstance(part, Mixture)))
 
 

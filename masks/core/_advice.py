@@ -34,7 +34,7 @@ _ASKED = {
     ),
     **dict.fromkeys(("to_json", "json", "dumps", "serialize", "to_dict"), "write masks.to_json(pattern)"),
     **dict.fromkeys(("attend", "forward", "apply"), "write fd.attend(q, k, v, pattern)"),
-    **dict.fromkeys(("to", "cuda", "cpu", "device", "dtype"), "a pattern has no device or dtype: it goes with any q"),
+    **dict.fromkeys(("to", "cuda", "cpu", "device", "dtype"), "a pattern has no device or dtype: it works with any q"),
     **dict.fromkeys(
         ("to_dense", "dense", "mask", "to_mask", "matrix", "to_tensor", "numpy", "materialize", "mask_fn"),
         "write pattern.bind(num_heads=1, num_queries=n, num_keys=n).mask_mod()(0, 0, places[:, None], places), where "
@@ -50,9 +50,10 @@ _ASKED = {
 class _Parameters(NamedTuple):
     """Names and kinds of a function's parameters, from which error texts are made.
 
-    called: qualified name of the function. path: the name that users write, such as `fd.attend`. own: 1 for a method,
-    else 0; the fields below omit `self`. placed: parameters that may be positional. by_name: keyword-only parameters.
-    needed, needed_by_name: the required parameters of each kind. flags: `co_flags` of the code object.
+    called: qualified name of the function. path: the name that users write, such as `fd.attend`. own: number of `self`
+    parameters, 1 for a method, else 0; the fields below omit `self`. placed: parameters that may be positional.
+    by_name: keyword-only parameters. needed, needed_by_name: the required parameters of each kind. flags: `co_flags` of
+    the code object.
     """
 
     called: str
@@ -106,7 +107,7 @@ class _Parameters(NamedTuple):
 
 
 def advises(*, keywords: Mapping[str, str] | None = None, how: str = "") -> Callable[[_Function], _Function]:
-    """Return a decorator: a call that does not fit the function's or class's parameters raises TypeError with advice.
+    """Return a decorator by which calls that do not fit a function's or class's parameters raise TypeError with advice.
 
     keywords: advice for certain unknown keywords, by keyword; for any other unknown keyword the error names the closest
     parameter, or lists all. how: advice for missing or excess arguments; by default the call with all required
@@ -152,9 +153,9 @@ WIDTH = "dim d_model hidden_size n_embd model_dim embed_size embedding_dim"
 # Keywords that users try on constructors of patterns, which have none of them.
 OF_PATTERNS = {
     **dict.fromkeys(("causal", "is_causal"), "write pattern & masks.causal()"),
-    **dict.fromkeys(("num_heads", *HEADS.split()), "a pattern goes with as many heads as q has"),
-    **dict.fromkeys(LENGTH.split(), "a pattern goes with as many tokens as q and k have"),
-    **dict.fromkeys(("device", "dtype"), "a pattern has no device or dtype: it goes with any q"),
+    **dict.fromkeys(("num_heads", *HEADS.split()), "a pattern works with any number of heads, that of q"),
+    **dict.fromkeys(LENGTH.split(), "a pattern works with any number of tokens, those of q and k"),
+    **dict.fromkeys(("device", "dtype"), "a pattern has no device or dtype: it works with any q"),
 }
 
 
@@ -179,9 +180,9 @@ def no_such_name(module: str, name: str, known: Iterable[str], elsewhere: Mappin
 
 
 def no_such_attribute(kind: str, name: str) -> str:
-    """Return the text of an AttributeError for an object of class `kind`, here a pattern, without the attribute `name`.
+    """Return the text of an AttributeError for a pattern or mixture of class `kind` that has no attribute `name`.
 
-    For names that users often try, it says which function to call instead.
+    For names that users often try, the text says which function to call instead.
     """
     return f"{kind!r} object has no attribute {name!r}" + (f": {_ASKED[name]}" if name in _ASKED else "")
 
@@ -193,9 +194,10 @@ def no_operand(operator: str, value: object) -> str:
 
 
 def instead_of_pattern(value: object) -> str:
-    """Return the end of an error text on a value that is not a pattern: how to turn it into one; "" if unknown.
+    """Return the end of an error text on a value that is not a pattern: what to write instead; "" if unknown.
 
-    Known are None, bool, strings, lists, tensors, functions, BlockMasks, layouts and modules with a `pattern`.
+    There is such advice for None, bool, strings, lists, tensors, functions, BlockMasks, layouts and modules with a
+    `pattern`.
     """
     if hasattr(getattr(value, "pattern", None), "branches"):
         return ": give its .pattern"

@@ -22,7 +22,10 @@ from ._reason import Pair, Reason, listing, span
 
 @dataclass(frozen=True)
 class Composite(Pattern):
-    """Base of patterns composed of `parts`; its period is the least common multiple of the parts' periods, if any."""
+    """Base of patterns composed of `parts`.
+
+    The period is the least common multiple of the parts' periods, None if a part has none.
+    """
 
     parts: tuple[Pattern, ...]
 
@@ -167,8 +170,8 @@ class And(_Combination):
     def of(cls, *parts: Pattern) -> Pattern:
         """Return the intersection of the parts, flattened and without repeats; `Every()` without parts.
 
-        If a part is causal order, the zero keys that pad segments are dropped from all parts: they come after all
-        tokens.
+        If `causal()` is a part or a factor of one, the zero keys that pad segments are dropped from all parts: they
+        come after all tokens, so causal order hides them.
         """
         if any(part.pads for part in parts):
             causal = any(isinstance(factor, KINDS["causal"]) for part in parts for factor in part.factors())
@@ -179,7 +182,7 @@ class And(_Combination):
         return self.parts
 
     def alternatives(self) -> tuple[Pattern, ...]:
-        """Distribute over the first part that is a union: (a | b) & c gives (a & c, b & c); (self,) if none is one."""
+        """Distribute over the first part that is a union: (a | b) & c gives (a & c, b & c); (self,) without a union."""
         union = next((part for part in self.parts if len(part.alternatives()) > 1), None)
         others = [part for part in self.parts if part != union]
         return (self,) if union is None else tuple(And.of(part, *others) for part in union.alternatives())
@@ -277,7 +280,9 @@ class Not(OnePart):
 
     def check(self) -> None:
         if isinstance(self.part, Not):
-            raise ValueError(f"the complement of a complement is its part: use ~; got {self.part!r}")
+            raise ValueError(
+                f"a complement must not be complemented again: write its part, as ~ does; got {self.part!r}"
+            )
         super().check()
 
     def __invert__(self) -> Pattern:
@@ -337,7 +342,7 @@ def full() -> Pattern:
 @dataclass(frozen=True)
 class _HeadChoice(Composite):
     def check(self) -> None:
-        require_set_patterns("a choice by head", self.parts, least=1)
+        require_set_patterns("per_head or head_groups", self.parts, least=1)
 
     def choice(self, num_heads: int) -> list[int]:
         raise NotImplementedError
@@ -413,7 +418,7 @@ class HeadGroups(_HeadChoice):
 
     def check_heads(self, num_heads: int) -> None:
         if num_heads < len(self.parts):
-            raise ValueError(f"{len(self.parts)} head groups need a head each; got num_heads={num_heads}")
+            raise ValueError(f"{len(self.parts)} head groups need at least one head each; got num_heads={num_heads}")
         super().check_heads(num_heads)
 
 
@@ -449,7 +454,7 @@ def head_groups(patterns: Sequence[Pattern]) -> Pattern:
 
 def _listed(patterns: Sequence[Pattern]) -> tuple[Pattern, ...]:
     if not isinstance(patterns, Sequence):
-        raise TypeError(f"a choice by head needs a sequence of set patterns; got {patterns!r:.80}")
+        raise TypeError(f"per_head or head_groups needs a sequence of set patterns; got {patterns!r:.80}")
     return tuple(patterns)
 
 

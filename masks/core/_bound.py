@@ -18,7 +18,7 @@ EMPTY, PARTIAL, FULL = 0, 1, 2
 
 
 class Extent(NamedTuple):
-    """One past the last position of the queries, and one past the last position of the keys."""
+    """Exclusive upper bounds of positions: one past the last query position, and one past the last key position."""
 
     queries: int
     keys: int
@@ -33,9 +33,9 @@ class Extent(NamedTuple):
 class Bound:
     """A pattern or mixture bound to sizes. Query i is at position q_offset + i, key j at k_offset + j.
 
-    It covers heads head_offset to head_offset + num_heads - 1 of num_heads_global. The rule has three forms:
-    `mask_mod`, elementwise and exact; `classify`, a sound verdict for each box of pairs; `key`, plain data for caches.
-    For a mixture `mask_mod` and `classify` use the union of its branches.
+    It covers heads head_offset to head_offset + num_heads - 1 of num_heads_global, and `batch` batch entries. The rule
+    has three forms: `mask_mod`, elementwise and exact; `count` and `classify`, sound bounds on each box of pairs;
+    `key`, hashable data for caches. For a mixture the first two use the union of its branches.
 
     >>> bound = masks.causal().bind(num_heads=1, num_queries=4, num_keys=4)
     >>> bound.mask_mod()(*torch.tensor([0, 0, 2, 3]))  # batch, head, query, key
@@ -82,11 +82,14 @@ class Bound:
         return (self.num_queries, self.q_offset) == (self.num_keys, self.k_offset)
 
     def entry(self, batch: int) -> Bound:
-        """Return the bound of batch entry `batch` alone, with its row of each run-time tensor."""
+        """Return the `Bound` of only the batch entry with index `batch`, with its row of each run-time tensor."""
         return replace(self, pattern=self.pattern.entry(batch), batch=1)
 
     def key(self) -> tuple[str | int, ...]:
-        """Return the pattern's text and the sizes as hashable data for caches; equal keys mean equal masks."""
+        """Return the pattern's text and the sizes as hashable data for caches.
+
+        Equal keys mean equal masks, once run-time tensors have their values as in the result of `bind`.
+        """
         sizes = (self.num_queries, self.num_keys, self.num_heads, self.head_offset, self.num_heads_global)
         return (self.pattern.text, *sizes, self.q_offset, self.k_offset, self.batch)
 

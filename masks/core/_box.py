@@ -70,7 +70,7 @@ class Bounds:
 
 
 def count_residue(progression: Progression, modulus: int, residue: Counts) -> Counts:
-    """Return the number of terms of each of n progressions that are congruent to its `residue` modulo `modulus`."""
+    """Return the number of terms of each progression i that are congruent to residue[i] modulo `modulus`."""
     if progression.step % modulus == 0:  # all terms share a residue
         return torch.where(progression.first.remainder(modulus) == residue.remainder(modulus), progression.count, 0)
     return _in_class(progression, modulus, residue)[1]
@@ -89,9 +89,9 @@ def terms_of_class(progression: Progression, modulus: int, residue: int) -> Prog
 
 
 def _in_class(progression: Progression, modulus: int, residue: Counts) -> tuple[Counts, Counts]:
-    """Return (index of the first term congruent to `residue` modulo `modulus`, number of such terms), per progression.
+    """Return (index of the first term congruent to residue[i] modulo `modulus`, number of such terms) of progression i.
 
-    Where no term is congruent, the number is 0 and the index is arbitrary.
+    Both are tensors of shape (n,). Where no term is congruent, the number is 0 and the index is arbitrary.
     """
     divisor = gcd(progression.step, modulus)
     period = modulus // divisor
@@ -129,7 +129,7 @@ def count_runs(number: Counts, area: Counts, pairs_in: Callable[[int], Counts]) 
     """Return bounds on the allowed pairs of boxes that extend over several runs of positions, such as segments.
 
     number: number of runs in each box. area: number of pairs of each box. pairs_in(i): number of allowed pairs of each
-    box in its i-th run; no pair crosses runs. Exact up to EXACT_RUNS runs; with more, the bounds are 0 and the area.
+    box in its i-th run; no pair crosses runs. Exact up to EXACT_RUNS (8) runs; with more, bounds are 0 and the area.
     """
     pairs = torch.zeros_like(number)
     for index in range(min(int(number.max()), EXACT_RUNS) if len(number) else 0):

@@ -20,7 +20,7 @@ _BEYOND = 1 << 33  # above the distance of any two positions
 
 @dataclass(frozen=True)
 class Owned:
-    """Parts of boxes: box i of `box` is a part of the original box with index owner[i]."""
+    """Parts of boxes: box i of `box` was cut from the box with index owner[i] in an original set of boxes."""
 
     owner: Tensor
     box: Box
@@ -33,11 +33,11 @@ class Owned:
 
 
 def residue_factors(rule: Pattern) -> tuple[list[int], list[int]]:
-    """Return (together, apart): factors of the moduli by which positions are cut into residue classes.
+    """Return (together, apart), two lists of factors by which `cut_classes` cuts boxes into residue classes.
 
-    together: factors of the rule's spacing; queries of one class see keys of one class only. apart: further factors of
-    its dilation rates; empty if they give more than 64 classes, or if the rule depends on the distance alone, for which
-    counting by diagonals is faster.
+    together: factors of the rule's spacing, modulo which an allowed query and key are always congruent. apart: further
+    factors of its dilation rates; empty if they give more than 64 classes, or if the rule depends on the distance
+    alone, for which counting by diagonals is faster.
     """
     spacing = min(rule.spacing(), _BEYOND)
     others = lcm(spacing, *rule.rates()) // spacing
@@ -55,9 +55,9 @@ def _factors(number: int) -> list[int]:
 
 
 def num_classes(owned: Owned, factor: int, together: bool) -> int:
-    """Return the number of parts into which `cut_classes` cuts each box, empty parts included.
+    """Return the number of parts into which `cut_classes` cuts each box with these arguments, empty parts included.
 
-    There is one class for each remainder modulo `factor`, but at most one for each position.
+    Queries, and keys, have one class for each remainder modulo `factor`, but at most one for each position.
     """
     queries, keys = (min(factor, int(side.count.max())) if len(owned) else 1 for side in (owned.box.q, owned.box.k))
     return queries if together else queries * keys
@@ -66,8 +66,9 @@ def num_classes(owned: Owned, factor: int, together: bool) -> int:
 def cut_classes(owned: Owned, factor: int, together: bool) -> Owned:
     """Cut each box by residue class: each part has every `factor`-th query and every `factor`-th key of its box.
 
-    With `together`, queries and keys of a box must agree modulo the step, and only parts whose queries and keys agree
-    modulo step * factor are returned; else, all combinations of classes. Empty parts are dropped.
+    If `together` is True, only parts whose queries and keys are congruent modulo step * factor are returned; queries
+    and keys must have equal steps and be congruent modulo the step. If it is False, all combinations of a class of
+    queries and a class of keys are returned. Empty parts are dropped.
     """
     if not len(owned):
         return owned
@@ -102,7 +103,7 @@ def by_size(owned: Owned) -> Iterator[Owned]:
 def halves(owned: Owned, period: int = 1) -> Owned:
     """Cut each box in two across its longer side, if possible at a multiple of `period` near the middle.
 
-    Returns 2n parts: the first halves of all boxes, then the second halves.
+    From n boxes it returns 2n parts: the first halves of all boxes, then the second halves.
     """
     q, k = owned.box.q, owned.box.k
     cut_q = q.count >= k.count
@@ -174,9 +175,9 @@ def join_boxes(boxes: Sequence[Box]) -> Box:
 
 
 def look_at_pairs(rule: Pattern, owned: Owned, pairs: Counts) -> None:
-    """Evaluate each pair of each part, and add the number of allowed pairs to `pairs` at the index of the part's box.
+    """Evaluate the rule for every pair of each part i, and add the number of allowed pairs to pairs[owner[i]] in place.
 
-    Fastest for parts of one size, as all are padded to the largest. rule: the rule of one head.
+    Fastest for parts of equal size, as all are padded to the largest. rule: the rule of one head.
     """
     if not len(owned):
         return

@@ -30,7 +30,10 @@ def require_int(name: str, value: object, *, minimum: int, maximum: int = LARGES
 
 
 def require_ints(name: str, values: object, *, minimum: int) -> tuple[int, ...]:
-    """Return the values as a tuple if they are a sequence of integers >= minimum; or raise TypeError or ValueError."""
+    """Return the values as a tuple if they are a sequence of integers >= minimum; raise TypeError or ValueError if not.
+
+    name: for the error.
+    """
     if not isinstance(values, Sequence) or isinstance(values, str):
         write = f"{name}.tolist()" if hasattr(values, "tolist") else f"({values},)" if isinstance(values, int) else ""
         advice = f": write {name}={write}" if write else ""
@@ -120,7 +123,7 @@ def call(name: str, /, *values: object, **named: object) -> Phrase:
 
 
 def chain(phrases: Iterable[Phrase], operator: int) -> Phrase:
-    """Join phrases by one operator, OR, AND or SUM; a single phrase is returned unchanged."""
+    """Return the phrases joined by one operator, OR, AND or SUM; a single phrase is returned unchanged."""
     first, *others = phrases
     if not others:
         return first

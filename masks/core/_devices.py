@@ -13,9 +13,9 @@ TILE = 128  # side of the largest tile of any kernel; must divide the sides of b
 class DeviceKind:
     """Properties of a kind of device, such as "cuda", that decide how attention is computed on it.
 
-    engine: name of the default engine of a call. dtype: dtype that is assumed where no tensor of a call is known.
-    on_host: tensors are in host memory, so reading a value waits for no kernel. kernels: the family of
-    `engines/kernels` that engine "tiles" calls; "" for none; "meta" has those of CPU, without values. is_cuda:
+    engine: name of the default engine, "tiles" or "flex" (FlexAttention). dtype: dtype of q, k and v that is assumed if
+    no tensor is known. on_host: tensors are in host memory, so reading a value waits for no kernel. kernels: the family
+    of `engines/kernels` that engine "tiles" calls; "" for none; "meta" has those of CPU, without values. is_cuda:
     torch.cuda reports its memory and name. flex_trains: FlexAttention's kernels have an lse and a backward, read block
     lists of any width, index in 32 bits and accept all lengths; the CPU kernels do none of this. has_streams: kernels
     are queued in streams.

@@ -95,6 +95,10 @@ class Expression:
     that builds the value, which `parse` reads. `depth` is the number of nested levels; above 32 construction raises
     ValueError, so that every pattern can be stored, copied, printed and computed. `pads` is True if queries also see
     the zero keys that pad segments, which are no pairs: see `zero_keys`.
+
+    `pattern_kind` sets the class attributes from the dataclass fields. kind: name in JSON. stored: field by name in
+    JSON. ranges: (minimum, maximum) by name in JSON. defaults: default by field, dataclasses.MISSING without one.
+    optional: names in JSON that are omitted at their defaults. positional: number of fields printed without names.
     """
 
     text: str
@@ -130,16 +134,16 @@ class Expression:
         object.__setattr__(self, "text", self.write())
 
     def __bool__(self) -> NoReturn:
-        """Raise TypeError: without it, `p and q` would be `q`, and `not p` would be False."""
+        """Raise TypeError; without this method, `p and q` would be `q`, and `not p` would be False."""
         raise TypeError(
             f"a pattern is neither true nor false: combine patterns by `&`, `|` and `~`, not by `and`, `or` and `not`, "
             f"and test for one by `is None`; got {self!r:.200}"
         )
 
     def __call__(self, *args: object, **named: object) -> NoReturn:
-        """Raise TypeError, as a pattern is not a function; the error names the functions that attend by it."""
+        """Raise TypeError, as a pattern is not a function; the error names the functions that take a pattern."""
         raise TypeError(
-            "a pattern is a value and no function: fd.attend(q, k, v, pattern) attends by it, and "
+            "a pattern cannot be called: fd.attend(q, k, v, pattern) computes attention with it, and "
             "masks.block_mask(pattern, num_tokens, num_heads=8) makes a BlockMask"
         )
 
@@ -161,7 +165,7 @@ class Expression:
         raise TypeError(no_operand("+", other))
 
     def __sub__(self, other: object) -> NoReturn:
-        raise TypeError("patterns have no -: write pattern & ~other")
+        raise TypeError("patterns have no operator -: write pattern & ~other")
 
     def check(self) -> None:
         """Raise TypeError or ValueError for invalid parameters; called on construction, before the text is written."""
@@ -171,9 +175,9 @@ class Expression:
         return ()
 
     def take_padding(self) -> None:
-        """Handle a part whose queries see zero keys that pad segments, on construction: raise ValueError.
+        """Raise ValueError; called on construction if a part has `pads`, as its zero keys have no meaning here.
 
-        A mixture, which keeps their meaning, sets `pads` instead.
+        A mixture, which keeps their meaning, sets its own `pads` instead.
         """
         raise ValueError(
             "padding='zeros' goes with `+`, and with `& causal()`, which hides the zero keys: other combinations "
@@ -249,7 +253,7 @@ class Expression:
         return self.map_parts(lambda part: part.map_leaves(change)) if self.direct_parts() else change(self)
 
     def below(self, positions: int) -> Any:
-        """Return the expression with random leaves, such as random blocks, drawn for positions below this number."""
+        """Return the expression with random leaves, such as random blocks, drawn only for positions < `positions`."""
         return self.map_leaves(lambda leaf: leaf.below(positions)) if self.draws else self
 
     @cached_property
@@ -287,11 +291,14 @@ class Expression:
         return self.map_leaves(lambda leaf: resolved[leaf] if leaf.is_run_time else leaf)
 
     def entry(self, batch: int) -> Any:
-        """Return the rule of one batch entry; run-time tensors must have their values: see `resolve`."""
+        """Return the rule of the batch entry with index `batch`; run-time tensors must have values: see `resolve`."""
         return self.map_leaves(lambda leaf: leaf.of_entry(batch)) if self.varies else self
 
     def num_entries(self) -> int:
-        """Return the number of batch entries for which the resolved expression has a rule; 1 if they share one rule."""
+        """Return the number of batch entries that have a rule of their own; 1 if all entries share one rule.
+
+        It is the largest number of rows of a run-time tensor, which must have its values: see `resolve`.
+        """
         return max([leaf.entries for leaf in self.leaves()]) if self.varies else 1
 
     def require_entries(self, batch: int) -> None:
@@ -325,10 +332,12 @@ class Expression:
         k_offset: int = 0,
         batch: int = 1,
     ) -> Bound:
-        """Bind the expression to sizes. Heads are global: this device holds `num_heads` from `head_offset` on.
+        """Return the expression with these sizes, as a `Bound`.
 
-        Query i has position q_offset + i; key j has position k_offset + j. `num_heads_global` defaults to head_offset +
-        num_heads. Tensors that the pattern carries are read now. Zero keys of padding are no pairs and are dropped.
+        Heads are counted over all devices: this device holds `num_heads` heads from `head_offset` on. Query i has
+        position q_offset + i; key j has position k_offset + j. `num_heads_global` defaults to head_offset + num_heads.
+        batch: number of batch entries; 1 stands for that of the run-time tensors. Tensors that the pattern carries are
+        read now. Zero keys of padding are no pairs and are dropped.
         Raises ValueError for sizes below 1, a number of heads that does not fit the pattern, and tensors that are
         missing or do not fit.
         """
@@ -344,15 +353,15 @@ class Expression:
     def per_document(self, documents: Any) -> Any:
         """Return the rule with positions counted from the start of each document, and no pair across documents.
 
-        documents: an argument of `masks.documents`, or a pattern from `masks.documents` or `masks.lengths`. Packed
-        sequences then attend as separate ones do. For a mixture this holds for each branch.
+        documents: document ids, as `masks.documents` takes them, or a pattern from `masks.documents` or
+        `masks.lengths`. Packed sequences then attend as separate ones do. For a mixture this holds for each branch.
         """
         return KINDS["per_document"].of(self, documents)
 
     def after(self, start: int) -> Any:
         """Return the rule with positions counted from `start` on; earlier tokens see no key, and no query sees them.
 
-        For tokens in front of the sequence, such as a class token and registers, which another pattern covers. For a
+        Use it if tokens that another pattern covers, such as a class token and registers, precede the sequence. For a
         mixture this holds for each branch.
         Raises ValueError for a start below 0 and for a pattern with run-time tensors, which may be intersected with the
         result instead.

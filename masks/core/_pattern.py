@@ -51,16 +51,17 @@ class Pattern(Expression):
 
     A subclass is a frozen dataclass that states the rule twice, checked against each other by a property test:
     `mask_mod`, elementwise and exact, and `count`, sound bounds over boxes. Other methods have defaults.
+    is_run_time: True if the pattern depends on a run-time tensor, such as document ids.
 
     >>> (masks.local_window(left=127, right=0) | masks.first_tokens(4)) & masks.causal()
     (local_window(left=127, right=0) | first_tokens(4)) & causal()
     """
 
     is_run_time: ClassVar[bool] = False
-    entries: int = 1  # number of distinct batch entries
+    entries: int = 1  # rows of the run-time tensor: 1, or the number of batch entries
 
     def mask_mod(self, *, num_heads: int, device: torch.device) -> MaskMod:
-        """Return a closure (b, h, q, k) -> bool over *positions* and global heads, as FlexAttention takes.
+        """Return a closure (b, h, q, k) -> bool in FlexAttention's form; q and k are positions, and h is a global head.
 
         num_heads: number of global heads. Constants of the rule are tensors on `device`.
         """
@@ -74,10 +75,10 @@ class Pattern(Expression):
         raise NotImplementedError
 
     def likeness(self, box: Box, *, num_heads: int) -> tuple[Counts, ...]:
-        """Return integer tensors (n,) by which a mask computed for one of n boxes is reused for others.
+        """Return integer tensors of shape (n,) that tell which of n boxes have equal masks.
 
-        If two boxes of one head have equal counts and steps of queries and keys and equal entries in all these tensors,
-        equal pairs of indices (i-th query, j-th key) are allowed.
+        Two boxes of one head have equal masks over (i-th query, j-th key) if they have equal counts and steps of
+        queries and keys, and equal entries in all these tensors. The converse need not hold.
         """
         bounds, period = self.count(box, num_heads=num_heads), self.period()
         q, k = box.q.first, box.k.first
@@ -88,9 +89,9 @@ class Pattern(Expression):
         return at, torch.where(none | every, 0, ahead)
 
     def reason(self, pair: Pair) -> Reason:
-        """Explain why one pair is allowed or not, in a line with plain numbers.
+        """Return the verdict on one pair, allowed or not, with an explanation in one line.
 
-        By default the line is the distance of the key from the query.
+        By default the line states the distance of the key from the query.
         """
         return Reason(self, pair.allowed_by(self), pair.distance)
 
@@ -99,40 +100,40 @@ class Pattern(Expression):
         return (self,)
 
     def alternatives(self) -> tuple[Pattern, ...]:
-        """Return patterns whose union is this pattern; (self,) unless it has a union."""
+        """Return patterns whose union is this pattern; (self,) unless it is a union or an intersection with one."""
         return (self,)
 
     def origin(self) -> Hashable:
-        """Return a key that branches of a mixture share if one call, such as `longnet`, builds and prints them.
+        """Return a key that is equal for branches of a mixture that one call, such as `longnet(...)`, can build.
 
-        None: the pattern is printed separately.
+        Such branches are printed as that one call. None: the pattern is always printed separately.
         """
         return None
 
     def joint_phrase(self, branches: Sequence[Any], *, grouped: bool = False) -> Phrase | None:
         """Return the text of the one call that builds all these branches; None to print them separately.
 
-        branches: patterns of one `origin`. grouped: they are groups of heads instead of a mixture.
+        branches: patterns of equal `origin`. grouped: True for the parts of `head_groups`, False for a mixture's.
         """
         return None
 
     def carried(self) -> dict[str, Tensor]:
-        """Return the run-time tensor that a leaf was given with its values, as {name: tensor}; {} without one."""
+        """Return the run-time tensor that this leaf holds, as {name: tensor}; {} if it holds none."""
         return {}
 
     def resolved(self, tensors: Mapping[str, Tensor], extent: Extent) -> Pattern:
-        """Return a leaf with the values of its run-time tensor in place; self for a leaf without one.
+        """Return this leaf with the values of its run-time tensor in place; self if it needs none.
 
         tensors: values by name. extent: one past the last position of the queries and of the keys.
         """
         return self
 
     def of_entry(self, batch: int) -> Pattern:
-        """Return a leaf for one batch entry, with that row of its run-time tensor; self for a leaf without one."""
+        """Return this leaf for the batch entry with index `batch`, with its row of a run-time tensor if it has one."""
         return self
 
     def for_head(self, head: int, num_heads: int) -> Pattern:
-        """Return the rule of one of num_heads global heads, with every choice by head resolved."""
+        """Return the rule of global head `head` of `num_heads`, with every choice by head resolved."""
         rule = self._rules_of_heads.get((head, num_heads))
         if rule is None:
             rule = self.map_parts(lambda part: part.for_head(head, num_heads))
@@ -149,7 +150,10 @@ class Pattern(Expression):
         return {}
 
     def period(self) -> int | None:
-        """Return a shift of query and key together that leaves the rule unchanged: 1 for any shift, None for none."""
+        """Return a shift of query and key together, in tokens, that leaves the rule unchanged; None if none is known.
+
+        It is 1 if the rule depends on the distance of key and query only.
+        """
         return None
 
     def confined(self) -> bool:
@@ -160,7 +164,7 @@ class Pattern(Expression):
         return False
 
     def rates(self) -> tuple[int, ...]:
-        """Return the dilation rates of the rule, the moduli for residue-major orders of tokens; () without dilation."""
+        """Return the dilation rates of the rule, by which tokens can be sorted into residue classes; () without any."""
         return ()
 
     def superset(self) -> Pattern:
@@ -168,26 +172,29 @@ class Pattern(Expression):
         return self.map_parts(lambda part: part.superset())
 
     def spacing(self) -> int:
-        """Return a divisor of key position - query position of every allowed pair; 1 if no other is known."""
+        """Return an integer that divides key position - query position of every allowed pair; 1 if none is known."""
         return 1
 
     def row(self, query: int, keys: range) -> Ranges | None:
-        """Return the positions in `keys`, a run, that the query at position `query` sees; None without a closed form.
+        """Return the positions in `keys` that the query at position `query` sees; None without a closed form.
 
-        For the rule of one head. At most len(keys) ranges; the work depends on the number of keys, not on their
-        positions.
+        Only for the rule of one head, see `for_head`. keys: a range of step 1. The result has at most len(keys) ranges;
+        the work depends on the number of keys, not on their positions.
         """
         return None
 
     def squares(self, head: int, num_heads: int) -> Squares | None:
-        """Return disjoint squares of pairs that contain all pairs of a head; None if the rule does not list squares."""
+        """Return disjoint squares of pairs that contain all allowed pairs of global head `head` of `num_heads`.
+
+        None if the rule does not list squares.
+        """
         return None
 
     def snapped(self, q_side: int, k_side: int) -> Pattern | None:
-        """Return a leaf with its sizes rounded up, so that it fills blocks of q_side queries by k_side keys.
+        """Return this leaf with its sizes rounded up, so that it fills blocks of q_side queries by k_side keys.
 
-        Self if its sizes fit or it has none; None if no rounding is defined. Raises ValueError if rounding would change
-        blocks that the caller has listed.
+        Returns self if its sizes fit or it has none; None if no rounding is defined. Raises ValueError if rounding
+        would change blocks that the caller has listed.
         """
         return None
 
@@ -220,7 +227,8 @@ class Pattern(Expression):
 class Mixture(Expression):
     """Multiset sum of set patterns: a pair allowed by m parts has attention weight m * exp(score).
 
-    Source: LongNet, arXiv 2307.02486, eqs. 9 and 10 (branches weighted by their softmax denominators).
+    The output is the mean of the branches' outputs, weighted by their softmax denominators.
+    Source: LongNet, arXiv 2307.02486, eqs. 9 and 10.
 
     >>> masks.longnet((4, 8), (1, 2)) & masks.causal()
     longnet((4, 8), (1, 2)) & causal()
@@ -230,7 +238,7 @@ class Mixture(Expression):
 
     @classmethod
     def of(cls, *parts: Pattern) -> Pattern | Mixture:
-        """Return the sum of set patterns; a single pattern is returned unchanged."""
+        """Return the mixture of set patterns; a single pattern is returned unchanged."""
         return parts[0] if len(parts) == 1 else cls(parts)
 
     def check(self) -> None:
@@ -300,10 +308,9 @@ def require_set_patterns(what: str, parts: object, *, least: int) -> None:
 
 
 def sum_phrase(parts: Sequence[Pattern]) -> Phrase:
-    """Return the text of a sum of patterns.
+    """Return the text of a sum of patterns, such as "causal() + every()".
 
-    Consecutive branches that one constructor builds, and that have equal further factors, are written as one call of
-    it.
+    Consecutive patterns of equal `origin`, with equal further factors of their intersections, are written as one call.
     """
 
     def shared(part: Pattern) -> Hashable:

@@ -47,7 +47,7 @@ def intersect(left: range, right: range) -> range:
 
 
 def among(listed: Iterable[range], keys: range) -> Ranges:
-    """Return the positions of disjoint ranges that are also in `keys`, without empty ranges."""
+    """Return the positions of disjoint ranges that are also in `keys`, as ranges; empty ranges are dropped."""
     return tuple(both for each in listed if (both := intersect(each, keys)))
 
 
@@ -77,8 +77,8 @@ def unite(ranges: Ranges) -> Ranges | None:
 def union_of(ranges: Iterable[range]) -> Ranges:
     """Return the union of ranges as disjoint ranges, ascending by their first positions.
 
-    Adjacent positions become one run. Equal arguments give equal results; arguments that are other ranges of equal
-    positions may not.
+    Adjacent positions become one range of step 1. Arguments with equal positions may give different ranges, if these
+    positions are split into ranges differently.
     """
     runs, steps = _by_kind(ranges)
     runs = _joined_runs(runs)
@@ -95,7 +95,7 @@ def union_of(ranges: Iterable[range]) -> Ranges:
 def ranges_of(positions: Int64[Tensor, " n"]) -> Ranges:
     """Return ascending positions as ranges, cut where the distance to the next position changes.
 
-    A run, a range of step 1, is never cut.
+    Consecutive integers always become one range of step 1.
     """
     if not len(positions):
         return ()
@@ -144,9 +144,9 @@ def _joined_runs(runs: list[range]) -> list[range]:
 
 
 def _disjoint(runs: list[range], steps: list[range]) -> list[range]:
-    """Return disjoint ranges with the positions of runs and progressions.
+    """Return disjoint ranges with the positions of `runs` (step 1, disjoint) and `steps` (steps above 1).
 
-    Runs are kept; progressions, by ascending step, lose the positions of runs and of earlier progressions.
+    Runs are kept; other ranges, by ascending step, lose the positions of runs and of earlier ranges.
     """
     parts = list(runs)
     for each in sorted(steps, key=lambda each: (each.step, each.start)):

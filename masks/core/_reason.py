@@ -22,7 +22,7 @@ Unit = Literal["token", "block", "place"]
 
 @dataclass(frozen=True)
 class Pair:
-    """A query and a key whose verdict is explained, for one of `num_heads` global heads.
+    """A query and a key, for global head `head` of `num_heads`; a `Reason` says if they are an allowed pair.
 
     query, key: positions, counted in `unit`: tokens, blocks of tokens, or places in a document.
     """
@@ -38,7 +38,7 @@ class Pair:
         return replace(self, query=query, key=key, unit=unit)
 
     def reason_of(self, part: Pattern) -> Reason:
-        """Return part.reason(self), the reason of a part of a rule; the viewer overrides this method to trace parts."""
+        """Return part.reason(self), with `part` a part of a rule; the viewer overrides this method to trace parts."""
         return part.reason(self)
 
     def allowed_by(self, pattern: Pattern) -> bool:
@@ -92,7 +92,10 @@ class Pair:
 
 @dataclass(frozen=True)
 class Reason:
-    """Verdict of one rule on a pair, with its explanation; `parts`: reasons of the inner rules that decide it."""
+    """Verdict of one pattern on a pair, with its explanation in `text`.
+
+    parts: reasons of those inner patterns that were evaluated for the verdict; () for a leaf.
+    """
 
     pattern: Expression
     allowed: bool
@@ -100,7 +103,10 @@ class Reason:
     parts: tuple[Reason, ...] = ()
 
     def lines(self, depth: int = 0, width: int = 60) -> list[str]:
-        """Return the tree of reasons as indented lines, patterns cut to `width` characters."""
+        """Return the tree of reasons as lines, with patterns cut to `width` characters.
+
+        The first line is indented by `depth` levels; lines for `parts` follow, each indented by one level more.
+        """
         written = repr(self.pattern)
         written = written if len(written) <= width else f"{written[: width - 3]}..."
         line = f"{_INDENT * depth}{'yes' if self.allowed else 'no':<3}  {written}: {self.text}"
@@ -117,7 +123,7 @@ def span(start: int, stop: int) -> str:
 
 
 def listing(numbers: Sequence[int]) -> str:
-    """Return numbers as text, such as: 1, 2 and 5; of more than 8, the first 8 and the number of further ones."""
+    """Return numbers as text, such as: 1, 2 and 5; of more than 8, the first 8 and how many more; "none" if empty."""
     if not numbers:
         return "none"
     if len(numbers) > _MOST_LISTED:

@@ -50,10 +50,10 @@ Listed = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 @dataclass(frozen=True, eq=False)
 class BlockTable:
-    """Tables of the key blocks that each query block sees; entries[t, r] holds those of query block r in table t.
+    """Tables of the key blocks that query blocks see: entries[t, r] are their numbers for query block r in table t.
 
-    Entries are ascending and padded with NOTHING (2**30). Query blocks have `q_block` tokens, key blocks `block`.
-    Positions from `limit` on are in no allowed pair.
+    A row of entries is ascending and padded with NOTHING (2**30). Query blocks have `q_block` tokens, key blocks
+    `block`. Positions from `limit` on are in no allowed pair.
     """
 
     entries: Tensor  # int64, (T, R, W)
@@ -106,7 +106,10 @@ class BlockTable:
         return keys_of_blocks(listed, self.block, within(keys, 0, self.limit))
 
     def _count_entries(self, box: Box, rows: Tensor) -> Tensor:
-        """Return the exact number of allowed pairs of each box, which spans `rows` query blocks."""
+        """Return the exact number of allowed pairs of each box i, which spans rows[i] query blocks.
+
+        The head of each box is the index of its table.
+        """
         pairs = torch.zeros_like(box.area)
         first, height = box.q.first // self.q_block, self.entries.shape[1]
         for row in (first + step for step in range(int(rows.max()) if len(rows) else 0)):
@@ -116,7 +119,10 @@ class BlockTable:
         return pairs
 
     def _count_cells(self, box: Box) -> Bounds:
-        """Return bounds on the allowed pairs of each box, from the number of listed blocks in the cells it touches."""
+        """Return bounds on the allowed pairs of each box, from the number of listed blocks in the cells it touches.
+
+        The head of each box is the index of its table. Cells: see `_picture`.
+        """
         cell, sums = self._picture
         height, width = cell * self.q_block, cell * self.block
         top, bottom = box.q.first // height, box.q.last // height + 1
@@ -151,9 +157,10 @@ class BlockTable:
 
 
 def _compared(entries: Tensor, device: torch.device) -> Listed:
-    """Return a test that compares the key block with each entry of a row, for rows of few entries.
+    """Return a test (line, inside, column) -> bool: True if `inside`, and row entries[line] contains `column`.
 
-    Entries depend on the query only, so a kernel loads them once for all its keys.
+    It compares the column with each entry, for rows of few entries. Entries depend on the query only, so a kernel loads
+    them once for all its keys.
     """
     used = entries[:, : max(1, int((entries < NOTHING).sum(1).max()))]
     places = used.T.to(device, index_dtype(device, 0, NOTHING)).contiguous().unbind(0)

@@ -58,15 +58,21 @@ _SHAPED_ALIKE = {
 
 @dataclass(eq=False)
 class CustomRule:
-    """A checked mask_mod with its optional `classify` and `period`; there is one live object for each digest."""
+    """A checked mask_mod with its optional `classify` and `period`; there is one live object for each digest.
+
+    digest: identifies code, captured values and period. function, classify: copies on the CPU; classify may be None.
+    period: shift of query and key that leaves the result unchanged, or None. uses_head: the result depends on the head.
+    covers_pairs: the result has an entry for every query and key. given: the caller's mask_mod and classify.
+    elsewhere: copies of the function on other devices, see `on`.
+    """
 
     digest: str
     function: Any  # a FunctionType, which type checkers take for a method
     classify: Any  # a function or None
     period: int | None
     uses_head: bool
-    covers_pairs: bool  # the result has an entry for every query and key
-    given: tuple[types.FunctionType, types.FunctionType | None]  # the caller's functions, which pickle looks up by name
+    covers_pairs: bool
+    given: tuple[types.FunctionType, types.FunctionType | None]  # pickle looks these up by name
     elsewhere: dict[torch.device, types.FunctionType] = field(default_factory=dict)
 
     @property
@@ -105,14 +111,17 @@ class Custom(Pattern):
 
     @classmethod
     def from_data(cls, data: dict[str, Any]) -> Pattern:
-        """Return the pattern of a stored function digest; ValueError unless the function is alive in this process."""
+        """Return the pattern of the function whose digest is data["function"], for the head data["head"] if given.
+
+        Raises ValueError unless a pattern with this function exists in this process.
+        """
         digest, head = data.get("function"), data.get("head")
         with _rules_lock:
             rule = _rules.get(digest) if isinstance(digest, str) else None
         if rule is None:
             law = (
-                "the text of a custom pattern is valid only while the pattern exists: keep it for as long as calls and "
-                "their gradients use it"
+                "the text of a custom pattern is valid only while the pattern exists: keep the pattern for as long as "
+                "calls and their gradients use the text"
             )
             raise ValueError(f"{law}; no pattern of this process has the function {digest!r:.20}")
         return cls(rule, head)
@@ -171,8 +180,8 @@ class Custom(Pattern):
 def custom(fn: MaskMod | BlockMask, *, classify: Classify | None = None, period: int | None = None) -> Pattern:
     """Pattern that allows the pairs for which a FlexAttention mask_mod `fn(b, h, q, k)` returns True.
 
-    `fn` gets positions and global heads. Block lists need its value for every pair, except in blocks where other parts
-    of an intersection or `classify` decide all pairs.
+    `fn` gets positions and global heads. To build block lists it is evaluated for every pair, except in blocks where
+    other parts of an intersection or `classify` decide all pairs.
 
     classify: a function (head, q_first, q_last, k_first, k_last) of int64 tensors of shape (n,): n boxes of queries
     q_first to q_last and keys k_first to k_last, ends included. It returns an integer tensor of shape (n,): masks.EMPTY
@@ -248,7 +257,7 @@ def _check_period(rule: CustomRule, period: int) -> None:
 
 
 def _require_mask_mod(function: object) -> types.FunctionType:
-    """Return `function`, or its mask_mod if it is a BlockMask, after a check that it is a plain one of (b, h, q, k).
+    """Return `function`, or its mask_mod if it is a BlockMask; it must be a plain Python function of (b, h, q, k).
 
     Raises TypeError for other values, for other parameters, and for default arguments.
     """
@@ -320,7 +329,7 @@ def _check_mask_mod(function: types.FunctionType, digest: str) -> tuple[bool, bo
     if not all(map(torch.equal, before, grid)) or copy_and_digest(function, torch.device("cpu"))[1] != digest:
         raise ValueError(f"the custom function {name!r} must not change its arguments or what it captured")
     if not torch.equal(result, _call(function, grid)):
-        raise _refused(name, "must be a rule", "two calls with the same positions differ")
+        raise _refused(name, "must be deterministic", "two calls with the same positions differ")
     _check_elementwise(function, grid, answers)
     return "h" in watch.used, (1, 1, *result.shape)[-2:] == answers.shape[-2:]
 
@@ -374,9 +383,9 @@ def _over_grid(name: str, result: Any, grid: Grid) -> Tensor:
 
 
 def _check_elementwise(function: types.FunctionType, grid: Grid, result: Tensor) -> None:
-    """Raise ValueError unless the function gives each cell of the grid its value in `result` in other calls, too.
+    """Raise ValueError unless further calls give each cell of the grid the value that it has in `result`.
 
-    The calls have shuffled cells in one dim, single cells, and int32 positions.
+    These calls get the cells shuffled in one dim, single cells, and int32 positions.
     """
     cells = torch.stack([part.flatten() for part in torch.broadcast_tensors(*grid)])
     order = torch.randperm(cells.shape[1], generator=torch.Generator("cpu").manual_seed(0), device="cpu")
@@ -396,7 +405,11 @@ def _check_elementwise(function: types.FunctionType, grid: Grid, result: Tensor)
 
 
 def _classes(name: str, classify: Classify, boxes: tuple[Tensor, ...]) -> Tensor:
-    """Return the classes that `classify` gives n boxes, shape (n,); TypeError or ValueError for any other result."""
+    """Return the result of `classify` for n boxes: EMPTY, PARTIAL or FULL for each, in an integer tensor of shape (n,).
+
+    boxes: (head, q_first, q_last, k_first, k_last), each of shape (n,). name: name of the mask_mod, for errors. Raises
+    TypeError or ValueError for any other result, and ValueError if `classify` raises.
+    """
     head, q_first, q_last, k_first, k_last = boxes
     try:
         verdict = classify(*boxes)
@@ -424,4 +437,7 @@ def _check_classify(name: str, classify: Classify) -> None:
     together = _classes(name, classify, boxes)
     alone = [_classes(name, classify, tuple(part[index, None] for part in boxes)) for index in range(len(q))]
     if not torch.equal(together, torch.cat(alone)):
-        raise ValueError(f"classify of the custom function {name!r} must look at each box by itself; it does not")
+        raise ValueError(
+            f"classify of the custom function {name!r} must look at each box by itself; its answers for boxes given "
+            "together and one by one differ"
+        )

@@ -22,7 +22,7 @@ from ..core import content_digest, device_kind
 _PLAIN = (type(None), bool, int, float, complex, str, bytes, range, type(Ellipsis))
 _TORCH_PLAIN = (torch.dtype, torch.device, torch.layout, torch.memory_format)
 _CONTAINERS = (tuple, list, set, frozenset, dict, slice, torch.Size)
-_ADVICE = "hand over numbers, strings, tensors, containers of these or plain functions instead"
+_ADVICE = "use numbers, strings, tensors, containers of these or plain functions instead"
 
 # Built-in names that a function may use: they compute from their arguments and look up nothing by name.
 _COMPUTING = """abs all any bool bytes callable complex dict divmod enumerate filter float frozenset int isinstance iter
@@ -56,7 +56,11 @@ def copy_and_digest(function: types.FunctionType, device: torch.device) -> tuple
 
 @dataclass
 class _Walk:
-    """Traversal of a function and the values it reads; `function` and `value` return (identity, copy on `device`)."""
+    """Traversal of a function and the values it reads; `function` and `value` return (identity, copy on `device`).
+
+    name: name of the outermost function, for errors. seen: (number in order of visits, copy) of each visited function,
+    by its id().
+    """
 
     name: str
     device: torch.device
@@ -81,7 +85,7 @@ class _Walk:
                 held = old.cell_contents
             except ValueError:
                 rule = "a custom function must be built after all variables that it captures are assigned"
-                raise TypeError(f"{rule}; {name!r} is not yet") from None
+                raise TypeError(f"{rule}; {name!r} is not assigned yet") from None
             identity, new.cell_contents = self.value(held, f"the captured {name!r}")
             parts.append(identity)
         for name in ("__defaults__", "__kwdefaults__"):
@@ -136,7 +140,10 @@ class _Walk:
         return ["tensor", str(copy.dtype), list(copy.shape), content], copy
 
     def _globals(self, function: types.FunctionType) -> set[str]:
-        """Return the names of globals that the code reads; TypeError if it keeps state or looks up values by name."""
+        """Return the names of globals that the code reads.
+
+        Raises TypeError if the code assigns globals or captured variables, imports, or looks up values by name.
+        """
         rule, code, read = f"the custom function {self.name!r} must", function.__code__, set()
         for step in (step for inner in _codes(code) for step in dis.get_instructions(inner)):
             kind, name, hidden = step.opname, step.argval, ""

@@ -30,9 +30,9 @@ Rectangle = tuple[Progression, ...]
 
 
 def fits(step: int, grid: tuple[int, ...]) -> bool:
-    """True if arithmetic progressions of row-major positions with this step split into rectangles of the grid.
+    """True if `rectangles` can split arithmetic progressions of row-major positions with this step.
 
-    The step must divide the row length, or be a multiple of it that fits the outer axes in turn.
+    The step must divide the row length grid[-1], or be a multiple of it whose quotient fits the outer axes in turn.
     """
     inner = grid[-1]
     if len(grid) == 1 or inner % step == 0:
@@ -47,8 +47,8 @@ def hull(progression: Progression) -> Progression:
 def rectangles(progression: Progression, grid: tuple[int, ...]) -> Iterator[Rectangle]:
     """Split n progressions of row-major positions into rectangles of coordinates; `fits` must hold for their step.
 
-    Each yielded item has one rectangle for each progression, which may be empty. With two axes these are the
-    end of a row, the beginning of another row, and the whole rows between them.
+    Each yielded item is a batch of n rectangles, one for each progression; a rectangle may be empty. With two axes the
+    items are the end of a row, the beginning of another row, and the whole rows between them.
     """
     *outer, inner = grid
     step, first, count = progression.step, progression.first, progression.count
@@ -78,15 +78,18 @@ def select(rectangle: Rectangle, index: Tensor) -> Rectangle:
 
 @dataclass(frozen=True)
 class Rectangles:
-    """R non-empty rectangles of a grid; run[r] is the index of the progression that rectangle r is part of."""
+    """R non-empty rectangles of a grid; run[r] is the index of the progression that rectangle r is part of.
+
+    sides: for each axis of the grid, outermost first, the R progressions of coordinates.
+    """
 
     run: Int64[Tensor, " R"]
     sides: Rectangle
 
     def alone(self, number: int) -> tuple[Int64[Tensor, " n"], Bool[Tensor, " n"]]:
-        """Return (index of a rectangle of each of `number` progressions, True if the progression has no other).
+        """Return (first, is_only), each with an entry for each of `number` progressions.
 
-        The index is 0 for a progression without rectangles.
+        first: index of a rectangle of the progression, 0 if it has none. is_only: True if it has exactly one.
         """
         first = torch.zeros(number, dtype=torch.int64).scatter_(0, self.run, torch.arange(len(self.run)))
         return first, self.run.bincount(minlength=number) == 1
@@ -110,9 +113,9 @@ def joined(*boxes: Rectangle) -> Rectangle:
 
 
 def pairs_of(q_run: Tensor, k_run: Tensor, number: int) -> tuple[Tensor, Tensor]:
-    """Return (query index, key index) of every pair of a query rectangle and a key rectangle of the same run.
+    """Return (query index, key index) of every pair of a query rectangle and a key rectangle with equal run numbers.
 
-    q_run, k_run: number of the run that each rectangle is part of; less than `number`.
+    q_run, k_run: run number of each query and each key rectangle (see `Rectangles`), less than `number`.
     """
     k_order, k_number = k_run.argsort(), torch.bincount(k_run, minlength=number)
     k_first, partners = (k_number.cumsum(0) - k_number)[q_run], k_number[q_run]
@@ -122,7 +125,7 @@ def pairs_of(q_run: Tensor, k_run: Tensor, number: int) -> tuple[Tensor, Tensor]
 
 
 def _coordinates(row: Tensor, grid: list[int]) -> Rectangle:
-    """Return the coordinates of each row along the outer axes, as progressions of one term.
+    """Return the coordinates of each row number along the axes of `grid`, the outer ones, as progressions of one term.
 
     For rows beyond the grid the outermost coordinate exceeds the length of its axis.
     """
@@ -178,9 +181,9 @@ class Axis:
         return Bounds(low, high)
 
     def likeness(self, q: Progression, k: Progression) -> tuple[Tensor, Tensor]:
-        """Return two numbers for each of n boxes of places: boxes of equal size with equal numbers have equal masks.
+        """Return two tensors of shape (n,) for n boxes of places: boxes with equal sizes and entries have equal masks.
 
-        For boxes in which no window is shifted, the numbers depend only on the distance from the first query to the
+        For boxes in which no window is shifted, the entries depend only on the distance from the first query to the
         first key, and on the first query modulo rate * stride.
         """
         inner = q.first >= (self.lead + self.stride - 1) * self.rate
@@ -192,7 +195,7 @@ class Axis:
         return (self.length - 1 - residue) // self.rate + 1
 
     def _count_by_distance(self, head: Tensor, q: Progression, k: Progression) -> Bounds:
-        """Return bounds by distance: pairs at distances that all queries see, and at those that some query may see."""
+        """Return bounds from distances: low from those that all queries see, high from those that any may see."""
         box = Box(head, *(clip(side, 0, self.length) for side in (q, k)))
         if q.step != k.step:
             return Bounds(torch.zeros_like(q.first), count_multiples(box, self.rate).high)
@@ -255,9 +258,9 @@ class Axis:
 
 
 def _keys_before(groups: Progression, ahead: int, k: Progression, least: Tensor | int, most: Tensor) -> Tensor:
-    """Return, for n progressions of places, the sum over places p of the number of keys before p + `ahead`.
+    """Return, for each i, the sum over places p of groups[i] of the number of keys of k[i] before p + `ahead`.
 
-    The number of each place is clipped to [least, most].
+    The number of keys for each place is clipped to [least, most]. The step of `groups` must be a multiple of k's.
     """
     step, count = groups.step // k.step, groups.count
     first = (groups.first + ahead - k.first + k.step - 1).div(k.step, rounding_mode="floor")

@@ -59,7 +59,7 @@ class MarkedTokens(Pattern):
         raise NotImplementedError  # defined by each kind
 
     def described(self, position: int) -> str:
-        """Return text that says if a position is marked, such as "one of the first 4", to follow the word "is"."""
+        """Return the end of "position t is ...": "one of the first 4" if it is marked, else "not among the first 4"."""
         raise NotImplementedError
 
     def is_marked(self, device: torch.device) -> _Test:
@@ -274,7 +274,10 @@ def fixed(stride: int, *, summary: int = 1) -> Pattern:
 
 
 def sum_of_quotients(number: Counts, step: int, first: Counts, modulus: int) -> Counts:
-    """Return the sum of floor((first + step * i) / modulus) over 0 <= i < number, by Euclid's algorithm; first >= 0."""
+    """Return the sums over 0 <= i < number of floor((first + step * i) / modulus), by Euclid's algorithm.
+
+    Elementwise for tensors `number` and `first`, which must not be negative.
+    """
     total = torch.zeros_like(first)
     while True:
         total += number * (number - 1) // 2 * (step // modulus) + number * (first // modulus)

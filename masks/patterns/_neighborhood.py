@@ -238,7 +238,10 @@ class Neighborhood(Pattern):
         return bounds if even else Bounds(torch.zeros_like(bounds.low), bounds.high.minimum(box.area))
 
     def count_pairs(self, q: Rectangles, k: Rectangles, number: int) -> Bounds:
-        """Return bounds on the allowed pairs of each of `number` boxes, which are split into rectangles of the grid."""
+        """Return bounds on the allowed pairs of each of `number` boxes.
+
+        q, k: the queries and the keys of the boxes, split into rectangles of the grid; `run` is the index of the box.
+        """
         q_index, k_index = pairs_of(q.run, k.run, number)
         bounds = self.count_rectangles(select(q.sides, q_index), select(k.sides, k_index))
         none = torch.zeros(number, dtype=torch.int64)
@@ -251,9 +254,10 @@ class Neighborhood(Pattern):
         return self.likeness_of(q, k, box)
 
     def likeness_of(self, q: Rectangles, k: Rectangles, box: Box) -> tuple[Tensor, ...]:
-        """Return numbers of each box, one tensor for each number: boxes with equal numbers have equal masks.
+        """Return tensors of shape (n,) for n boxes, with the meaning of `likeness`: equal entries mean equal masks.
 
-        q, k: the rectangles of the boxes. If a box has several of them for queries or keys, its numbers are positions.
+        q, k: rectangles of the boxes' queries and keys. If a box has more than one rectangle of queries or of keys, its
+        entries are its first positions, so that only an equal box matches it.
         """
         (q_of, q_one), (k_of, k_one) = q.alone(len(box.head)), k.alone(len(box.head))
         one = q_one & k_one

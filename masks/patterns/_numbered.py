@@ -42,7 +42,7 @@ from ._token_values import documents as documents_pattern
 
 @dataclass(frozen=True)
 class _FromStart(OnePart):
-    """Base of patterns that apply `part` to renumbered positions, and print as a method call on it: `p.after(4)`.
+    """Base of patterns that apply `part` to positions counted from a start, and print as a method call: `p.after(4)`.
 
     Neighbouring branches of a mixture print as one call on their sum.
     """
@@ -60,7 +60,10 @@ class _FromStart(OnePart):
         return Phrase(f"{inner.inside(CALL)}.{self.method()}")
 
     def _reason_from(self, start: int, pair: Pair, where: str = "") -> tuple[bool, str, Reason]:
-        """Return (True if `part` allows the pair counted from `start`, text that says so, reason that `part` gives)."""
+        """Return (allowed, text, reason of `part`) for the pair with positions counted from `start`.
+
+        allowed: True if `part` allows this pair; the text says whether. where: text that follows `start`.
+        """
         inner = pair.counted("place", pair.query - start, pair.key - start).reason_of(self.part)
         verdict = "allowed" if inner.allowed else "forbidden"
         return inner.allowed, f"counted from {start}{where}, the pair is {verdict}", inner
@@ -144,7 +147,7 @@ class After(_FromStart):
 
 @pattern_kind("per_document")
 class PerDocument(_FromStart):
-    """Pattern that allows a pair iff both positions are in one document and `part` allows them, counted from its start.
+    """Pattern that allows a pair iff both positions are in one document, and `part` allows them counted from its start.
 
     `spans` gives the documents: a `Documents` or `Lengths` pattern, or a `Spans` table once tensor values are known.
     """
@@ -248,7 +251,7 @@ class Blockwise(OnePart):
         )
 
     def snapped(self, q_side: int, k_side: int) -> Pattern:
-        """Return the pattern with `block` rounded up to a common multiple of both sides."""
+        """Return the pattern with `block` rounded up to a multiple of lcm(q_side, k_side)."""
         whole = lcm(q_side, k_side)
         return replace(self, block=-(-self.block // whole) * whole)
 

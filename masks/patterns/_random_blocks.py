@@ -92,7 +92,7 @@ class RandomBlocks(TableRule):
         return Reason(self, column in drawn, f"{text}; {pair.the_key} is in block {column}")
 
     def _rows(self) -> int:
-        """Return the number of query blocks in use."""
+        """Return the number of query blocks that draw key blocks: those below `num_tokens` and below `positions`."""
         return self.num_blocks if self.positions is None else min(self.num_blocks, -(-self.positions // self.block))
 
     def _table(self, num_heads: int, rows: int) -> BlockTable:
@@ -127,13 +127,14 @@ def random_blocks(
 
     The draw depends only on these arguments and on the global head, so all ranks, platforms and versions agree on it:
     the seed, the head, the number of the query block and the number of the draw are hashed in this order with
-    splitmix64 (Steele, Lea and Flood, "Fast splittable pseudorandom number generators", 2014), its upper 32 bits are
-    scaled to block numbers, and these are sampled without replacement by Floyd's method. Source: BigBird,
-    arXiv 2007.14062, section 2.
+    splitmix64 (Steele, Lea and Flood, "Fast splittable pseudorandom number generators", 2014). The upper 32 bits of the
+    hash are scaled to block numbers, and Floyd's method makes them distinct. Source: BigBird, arXiv 2007.14062,
+    section 2.
 
     Kernels compute whole blocks, of side 128 by default: a `block` that is a multiple of it has no overcompute.
-    Raises ValueError for numbers below 1, a seed outside [0, 2**63), and a count above the number of blocks. Blocks
-    are drawn only for the queries of a call; more than 2**25 in all raise ValueError.
+    Raises ValueError for num_tokens, block or count below 1, a seed outside [0, 2**63), a head below 0, and a count
+    above the number of blocks. Blocks are drawn later, for positions in use only: planning or computing with the
+    pattern raises ValueError if heads x query blocks x count exceeds 2**25.
 
     >>> masks.describe(masks.random_blocks(1024, block=64, count=3), 1024).useful_pairs  # 16 rows of 3 blocks
     196608

@@ -74,11 +74,17 @@ class RunTime(Pattern):
         return replace(values, source=replace(self, given=None))
 
     def table(self, tensor: Tensor, extent: Extent) -> Table:
-        """Return the pattern with this tensor's values, for positions in `extent`; raise for invalid tensors."""
+        """Return the pattern with this tensor's values, for positions below those of `extent`.
+
+        Raises TypeError or ValueError for a tensor whose dtype, shape or values do not fit the pattern.
+        """
         raise NotImplementedError  # defined by each run-time pattern
 
     def widest(self, shape: tuple[int, ...], extent: Extent) -> Tensor:
-        """Return a tensor of this shape that allows the most pairs: plans use it while values are unknown."""
+        """Return a run-time tensor of this shape whose values allow the most pairs, for positions below `extent`.
+
+        Plans use it while values are unknown.
+        """
         raise NotImplementedError
 
     def mask_mod(self, *, num_heads: int, device: torch.device) -> MaskMod:
@@ -115,7 +121,7 @@ class Windows:
         return Windows(*(getattr(self, field.name)[index] for field in fields(self)))
 
     def from_start(self) -> Windows:
-        """Return the windows with `origin` at the first query of each."""
+        """Return the windows with `origin` set to the first query of each window."""
         return Windows(self.q_start, self.q_stop, self.k_start, self.k_stop, self.q_start)
 
     def within(self, queries: range, keys: range) -> Windows:
@@ -135,10 +141,10 @@ class Windows:
         return self.origin + ahead // period * period
 
     def kinds(self, period: int | None) -> tuple[Int64[Tensor, " n"], ...]:
-        """Group windows that have equal masks; returns the ascending window indices of each group.
+        """Group windows in which a pattern has equal masks; return the ascending window indices of each group.
 
         Groups are ordered by their first windows. period: shift of query and key that leaves the pattern unchanged, or
-        None.
+        None if there is none.
         """
         start, queries = self.counted_from(period), self.q_stop - self.q_start
         ahead, keys = self.k_start - self.q_start, self.k_stop - self.k_start
@@ -149,12 +155,13 @@ class Windows:
 
 @dataclass(frozen=True)
 class Table(Pattern):
-    """Base of patterns whose values are in a CPU tensor: one row for each batch entry, or one row for all entries.
+    """Base of patterns that hold the values of a run-time tensor: one row for each batch entry, or one row for all.
 
     Tables with equal digests and sources are equal. Bounds have no batch index, and need equal rows or a table of one
-    row (`of_entry`). `reach`: declared largest distance of allowed pairs, in tokens; None for no limit. `known`: False
-    if the table represents all values of its shape. `source`: the run-time pattern whose values these are, without its
-    tensor; None where it does not matter. `held`: rows by device.
+    row (`of_entry`). rows: the values, on the CPU. digest: text that identifies shape and content. reach: declared
+    largest distance of allowed pairs, in tokens; None for no limit. known: False for a placeholder that represents all
+    values of its shape. source: the run-time pattern without its tensor; None if the table was built directly. held:
+    the rows on other devices, see `on`.
     """
 
     is_run_time = True
@@ -174,7 +181,10 @@ class Table(Pattern):
 
     @classmethod
     def of(cls, rows: Tensor, reach: int | None = None) -> Self:
-        """Return the table with these rows; the tensor must not change afterwards."""
+        """Return the table with these rows, which must not change afterwards.
+
+        reach: declared largest distance of allowed pairs, in tokens; None for no limit.
+        """
         rows = rows.contiguous()
         return cls(rows, f"{tuple(rows.shape)} {content_digest(rows)}", reach)
 
@@ -225,7 +235,10 @@ class Table(Pattern):
         return every() if self.reach is None else local_window(left=self.reach, right=self.reach)
 
     def windows(self, num_positions: int) -> Windows | None:
-        """Return disjoint rectangles that hold exactly the allowed pairs, or None if they are too many."""
+        """Return disjoint rectangles that hold exactly the allowed pairs; None if they are too many or not known.
+
+        num_positions: number of positions of queries, from 0 on.
+        """
         return None
 
 
@@ -246,14 +259,20 @@ def run_time_leaves(pattern: Expression) -> tuple[RunTime, ...]:
 
 
 def named(leaf: Pattern) -> Pattern:
-    """Return the leaf pattern without its run-time tensor or values, which are left by name; other leaves unchanged."""
+    """Return the leaf pattern with only the name of its run-time tensor, without the tensor and its values.
+
+    A leaf without a run-time tensor is returned unchanged.
+    """
     if isinstance(leaf, Table):
         return leaf if leaf.source is None else leaf.source
     return replace(leaf, given=None) if isinstance(leaf, RunTime) else leaf
 
 
 def on_host(pattern: Any) -> Any:
-    """Return the pattern with the tensors that it carries on the CPU, so that calls need not copy them again."""
+    """Return the pattern with the run-time tensors that it carries moved to the CPU, except those on meta.
+
+    Calls with this pattern need not copy them again.
+    """
     found = {name: Given(x if x.is_meta else x.cpu()) for name, x in pattern.given_tensors().items()}
     if not found:
         return pattern
@@ -266,9 +285,10 @@ def as_written(pattern: Expression) -> Expression:
 
 
 def blank(pattern: Expression, tensors: Mapping[str, Tensor], extent: Extent) -> Any:
-    """Return the pattern with placeholder tables for run-time tensors of these shapes; values do not matter.
+    """Return the pattern with placeholder tables for its run-time tensors, which hold the `widest` values.
 
-    The placeholders hold the `widest` values, and differ by name and shape.
+    tensors: run-time tensors by name, of which only the shapes are read. Placeholders of equal patterns and shapes are
+    equal. extent: see `RunTime.table`.
     """
 
     def with_any(leaf: Pattern) -> Pattern:
@@ -285,7 +305,8 @@ def blank(pattern: Expression, tensors: Mapping[str, Tensor], extent: Extent) ->
 def alike(pattern: Expression, batch: int) -> list[tuple[slice, Expression]]:
     """Return [(slice of batch entries, their pattern), ...] for runs of consecutive entries with equal patterns.
 
-    Raises ValueError if run-time tensors have neither one row nor `batch` rows.
+    Run-time tensors must have their values: see `Expression.resolve`. batch: number of batch entries. Raises ValueError
+    if run-time tensors have neither one row nor `batch` rows.
     """
     pattern.require_entries(batch)
     if pattern.num_entries() == 1:
@@ -332,7 +353,10 @@ def missing(name: str) -> str:
 
 
 def require_values(name: str, tensor: Any) -> Tensor:
-    """Return the tensor if it is dense, strided and not on meta; raise TypeError or ValueError otherwise."""
+    """Return `tensor` if it is a dense strided tensor with values, not on meta; raise TypeError or ValueError if not.
+
+    name: name of the run-time tensor, for errors.
+    """
     if not isinstance(tensor, Tensor):
         raise TypeError(f"bindings must hold tensors; got {type(tensor).__name__} for {name!r}")
     if tensor.is_nested or tensor.is_quantized or tensor.layout != torch.strided or tensor.is_meta:
@@ -345,7 +369,8 @@ def require_values(name: str, tensor: Any) -> Tensor:
 def integers(name: str, tensor: Tensor, dims: tuple[int, ...]) -> Tensor:
     """Return the tensor on the CPU in int64.
 
-    Raises TypeError unless it holds integers, ValueError unless its number of dims is in `dims`.
+    Raises TypeError unless it holds integers, not booleans, and ValueError unless its number of dims is in `dims`.
+    name: for errors.
     """
     if tensor.dtype == torch.bool or tensor.is_floating_point() or tensor.is_complex():
         raise TypeError(f"{name} must hold integers; got a tensor of {tensor.dtype}")

@@ -45,7 +45,7 @@ _NONE = -1  # pads rows that name fewer than W blocks
 
 @pattern_kind("selected_blocks", positional=1)
 class SelectedBlocks(RunTime):
-    """Pattern that allows a pair iff the row of the query's block names the key's block, in the table of its head.
+    """Pattern that allows a pair iff the row of the query's block names the key's block, in the table of the head.
 
     The table is a run-time tensor with `most` entries in each row; `block`: (tokens of a query block, of a key block).
     """
@@ -63,9 +63,9 @@ class SelectedBlocks(RunTime):
         return call(self.kind, self.name, block=self.block, most=self.most)
 
     def snapped(self, q_side: int, k_side: int) -> SelectedBlocks | None:
-        """Return the pattern with each side of `block` rounded up to a divisor or a multiple of the given side.
+        """Return the pattern with block[0] rounded up to a divisor or multiple of q_side, and block[1] of k_side.
 
-        None if the pattern carries a table, whose block numbers refer to the present sides.
+        None if the pattern carries a table, whose block numbers refer to the present `block`.
         """
         if self.given is not None:
             return None
@@ -77,7 +77,10 @@ class SelectedBlocks(RunTime):
         return SelectedTable.of(padded(rows), self.block, first)
 
     def rows(self, tensor: Tensor, extent: Extent) -> tuple[Int64[Tensor, "B T R W"], int]:
-        """Return (key blocks of each row, ascending and unique, padded with NOTHING (2**30); query block of row 0)."""
+        """Return (key blocks of each row, ascending and unique, padded with NOTHING (2**30); query block of row 0).
+
+        Raises TypeError or ValueError as `first_row` does, and ValueError for key blocks beyond `extent.keys`.
+        """
         first = self.first_row(tensor, extent)
         rows = _canonical(tensor.detach().to("cpu", torch.int64))
         rows = rows if rows.dim() == 4 else rows[None]
@@ -93,7 +96,11 @@ class SelectedBlocks(RunTime):
         return rows, first
 
     def first_row(self, tensor: Tensor, extent: Extent) -> int:
-        """Return the query block of the first row. Raises TypeError or ValueError for a wrong dtype or shape."""
+        """Return the query block of the first row; the last row is for the query block of the last query.
+
+        Raises TypeError unless the tensor holds integers. Raises ValueError unless its shape is (tables, rows, most) or
+        (batch, tables, rows, most), without dims of size 0 and with at most one row for each query block.
+        """
         if tensor.dtype == torch.bool or tensor.is_floating_point() or tensor.is_complex():
             raise TypeError(f"selected blocks must be integers; got a tensor of {tensor.dtype}")
         if tensor.dim() not in (3, 4) or tensor.shape[-1] != self.most or 0 in tensor.shape:
@@ -216,10 +223,10 @@ def require_tables(tables: int, num_heads: int) -> None:
 
 
 def require_row(side: int, first: int, rows: int, query: int) -> None:
-    """Raise ValueError if the first query of a call is before the first row of the table.
+    """Raise ValueError if the first query is before the query block of the first row of a table.
 
-    side: queries of a block. first: query block of row 0. rows: number of rows. query: position of the call's first
-    query.
+    side: queries of a block. first: query block of row 0. rows: number of rows, for the error. query: position of the
+    first query.
     """
     if query < first * side:
         raise ValueError(
@@ -259,10 +266,12 @@ def selected_blocks(blocks: Any, *, block: int | tuple[int, int], most: int, nam
     block: tokens of a block, or (tokens of a query block, tokens of a key block); block 0 begins at position 0.
     most: number of entries of each row.
 
-    In `(selected_blocks(...) | always) & within`, or a part of it, `attend` reads the table directly: new values need
-    no planning and no compilation. Elsewhere, as under `~` or in two places, the pattern is planned for its values.
+    In `(selected_blocks(...) | p) & q` with patterns p and q, or without p or q, `attend` reads the table directly: new
+    values need no planning and no compilation. In other compositions, such as `~selected_blocks(...)` or two uses of
+    it, each new table is planned.
 
-    Calls raise TypeError for a tensor without integers, and ValueError for another shape or for blocks beyond the keys.
+    `attend` and `bind` raise TypeError for a tensor without integers, and ValueError for another shape or for blocks
+    beyond the keys.
 
     >>> chosen = torch.tensor([[[0, -1], [0, 1]]])
     >>> masks.describe(masks.selected_blocks(chosen, block=64, most=2), 128).useful_pairs  # 3 blocks of 64 x 64
@@ -273,7 +282,10 @@ def selected_blocks(blocks: Any, *, block: int | tuple[int, int], most: int, nam
 
 @dataclass(frozen=True)
 class Selection:
-    """Split of a pattern into the multiset sum (leaf & rest) + others; `others` is None if there is nothing to add."""
+    """Split of a pattern into the sum (leaf & rest) + others, with one `SelectedBlocks` as `leaf`.
+
+    others: pattern or mixture; None if there is nothing to add.
+    """
 
     leaf: SelectedBlocks
     rest: Pattern
@@ -281,7 +293,7 @@ class Selection:
 
 
 def selection_of(pattern: Expression) -> Selection | None:
-    """Split a pattern that has one `SelectedBlocks`, below `|`, `&` and `+` only; None for other patterns."""
+    """Split a pattern with one `SelectedBlocks`, combined by `|`, `&` and `+` only; None for other patterns."""
     branches = pattern.branches()
     chosen = [index for index, branch in enumerate(branches) if _uses(branch)]
     if len(chosen) != 1:

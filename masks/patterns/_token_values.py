@@ -104,12 +104,12 @@ class Spans(Table):
         return int(length.masked_fill(self.rows == PADDING, 0).max())
 
     def reached(self, progression: Progression) -> tuple[Counts, Counts]:
-        """Return (first, last) index of the spans that each progression may touch; first > last if it touches none."""
+        """Return (first, last), the indices of the spans that each progression may touch; first > last for none."""
         first = torch.searchsorted(self.stops, progression.first, right=True)
         return first, torch.searchsorted(self.starts, progression.last, right=True) - 1
 
     def common(self, box: Box) -> tuple[Counts, Counts]:
-        """Return (index of the first, number) of the spans that both queries and keys of each box may touch."""
+        """Return (index of the first, number) of the spans that both the queries and the keys of each box may touch."""
         (q_first, q_last), (k_first, k_last) = self.reached(box.q), self.reached(box.k)
         first = torch.maximum(q_first, k_first)
         return first, (torch.minimum(q_last, k_last) + 1 - first).clamp(min=0)
@@ -178,14 +178,14 @@ class Documents(RunTime):
         return Spans.of(starts, reach=self.longest - 1)
 
     def widest(self, shape: tuple[int, ...], extent: Extent) -> Tensor:
-        """Return ids of documents that have the greatest possible length."""
+        """Return document ids of this shape: documents of `longest` tokens, or a single one if it is None."""
         position = torch.ones(shape, dtype=torch.int64).cumsum(-1) - 1
         return position // (self.longest or extent.tokens)
 
 
 @pattern_kind("lengths")
 class Lengths(RunTime):
-    """Pattern that allows a pair iff query and key are both real tokens, by the number of real tokens of each entry.
+    """Pattern that allows a pair iff query and key are both real tokens; a run-time tensor has the number of these.
 
     Real tokens are the first positions of a batch entry, or the last ones with padding="left".
     """
@@ -214,7 +214,7 @@ class Lengths(RunTime):
         return Spans.of(torch.where(real, start, PADDING))
 
     def widest(self, shape: tuple[int, ...], extent: Extent) -> Tensor:
-        """Return lengths that leave no padding."""
+        """Return lengths of this shape that leave no padding."""
         return torch.full(shape, extent.tokens)
 
 
@@ -298,13 +298,13 @@ def _check_longest(starts: Tensor, longest: int) -> None:
 
 @pattern_kind("visible_keys")
 class VisibleKeys(RunTime):
-    """Pattern that allows a pair iff a run-time tensor marks the key as visible."""
+    """Pattern that allows a pair iff the run-time tensor `name`, a mask of keys, marks the key as visible."""
 
     def table(self, tensor: Tensor, extent: Extent) -> KeySet:
         if not (tensor.dtype == torch.bool or tensor.is_floating_point()):
             raise TypeError(
                 "visible keys must be booleans, True where a key may be seen, or floats, 0 there and -inf elsewhere; "
-                f"got {tensor.dtype}: mask.bool() makes them of 0 and 1"
+                f"got {tensor.dtype}: write mask.bool() for a mask of 0 and 1"
             )
         if tensor.dim() not in (1, 2) or tensor.shape[-1] != extent.keys:
             raise ValueError(
@@ -325,7 +325,7 @@ def _unhidden(added: Tensor) -> Tensor:
     visible = added == 0
     other = added[~(visible | (added == -torch.inf))]
     if len(other):
-        came = f"{float(other[0])}{': mask.bool() makes booleans of 0 and 1' if other[0] == 1 else ''}"
+        came = f"{float(other[0])}{': write mask.bool() for a mask of 0 and 1' if other[0] == 1 else ''}"
         raise ValueError(f"a floating-point mask of keys must hold 0 for visible and -inf for hidden keys; got {came}")
     return visible
 
@@ -364,7 +364,7 @@ class KeySet(Table):
 
     @property
     def are_scattered(self) -> bool:
-        """True if the visible keys of an entry form many runs and block lists would skip few blocks."""
+        """True if visible keys form many runs in a batch entry, but leave few blocks of keys that could be skipped."""
         edges = torch.nn.functional.pad(self.rows, (1, 1)).diff(dim=1).sum(1)
         filled = torch.nn.functional.pad(self.rows, (0, -self.rows.shape[1] % TILE)).unflatten(1, (-1, TILE))
         return int(edges.max()) > 2 * _MAX_WINDOWS and float(filled.any(2).float().mean()) > 1 - _MOST_EMPTY

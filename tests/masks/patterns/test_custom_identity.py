@@ -159,7 +159,7 @@ def test_the_copy_is_the_function():
     masks.cache().clear()
     gc.collect()
     assert rule() is None
-    with pytest.raises(ValueError, match="keep it for as long as calls and their gradients use it"):
+    with pytest.raises(ValueError, match="keep the pattern for as long as calls and their gradients use the text"):
         masks.from_json(text)
 
 
