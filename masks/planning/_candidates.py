@@ -56,9 +56,10 @@ ANYTHING = Allowed()
 class Option:
     """One way to compute a branch (a summand of a mixture, which counts `multiplicity` times), or the whole mixture.
 
-    layout: name of the way, such as "natural", "residue 4" or "windows". terms: the parts, each computed by one kernel.
-    shares_rows: True if several terms contribute to one row of the output and must be merged by log-sum-exp. For the
-    cost, machine: constants of the device; given: order of the tokens in q, k and v; operands: sizes of these tensors.
+    layout: name of the method or order of tokens, such as "natural", "residue 4" or "windows". terms: the parts, each
+    computed by one kernel. shares_rows: True if several terms contribute to one row of the output and must be merged by
+    log-sum-exp. For the cost, machine: constants of the device; given: order of the tokens in q, k and v; operands:
+    sizes of these tensors.
     """
 
     branch: Expression
@@ -264,9 +265,9 @@ def _disjoint_parts(branch: Pattern) -> list[Pattern]:
 class Choice:
     """Choice among the planner's ways to compute a pattern.
 
-    ways: for each distinct branch (summand of the pattern) the name of the way, such as "natural", and the block side
-    of each of its block lists. together: True if `ways` has a single item, for all branches together. If an item is not
-    among a pattern's options, the planner chooses by predicted cost.
+    ways: for each distinct branch (summand of the pattern), the `layout` name of the chosen option, such as "natural",
+    and the block side of each of its block lists. together: True if `ways` has a single item, for all branches
+    together. If an item is not among a pattern's options, the planner chooses by predicted cost.
     """
 
     together: bool

@@ -10,7 +10,7 @@ from ..orders import Compact, Layout, Padded, Permutation
 from ._machine import Machine
 from .lowering._term import Term
 
-SLOTS_AT_ONCE = 1 << 14  # of a term's copies: enough to share among cores, few compared with the inputs
+SLOTS_AT_ONCE = 1 << 14  # slots copied in one chunk: enough to share among cores, few compared with the inputs
 
 
 class Operands(NamedTuple):

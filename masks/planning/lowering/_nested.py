@@ -137,10 +137,11 @@ class _Chain:
         return level + 1, range(own, upper, own)
 
     def weights(self, first: int, level: int, offsets: tuple[int, ...]) -> tuple[int, ...]:
-        """Weights of keys for queries whose last active branch is `level`, in pairs first in one segment of `first`.
+        """Weights of keys for queries whose last active branch is `level`; one period of the keys active in `first`.
 
-        The weight is the number of branches from `first` to `level` in which the key is active. Returns one period of
-        weights, over the keys that are active in branch `first`. offsets: dilation offset of one head in each branch.
+        They are for pairs whose tokens are in one segment in branch `first` but in no earlier branch. The weight is the
+        number of branches from `first` to `level` in which the key is active. offsets: dilation offset of one head in
+        each branch.
         """
         step, last = self.bases[first].rate, self.bases[level].rate
         keys = (offsets[first] + index * step for index in range(last // step))

@@ -50,7 +50,7 @@ class SharedListTerm(Term):
         return (0,) * len(self.heads)
 
     def hidden(self) -> tuple[Bool[Tensor, "1 H S"] | None, Bool[Tensor, "1 H S"] | None]:
-        """Return masks (queries, keys): True at slots whose token is in no allowed pair; None for a mask without True."""
+        """Return masks (queries, keys), True at slots of tokens in no allowed pair; None for a mask without True."""
         raise NotImplementedError
 
     def blocks(self, q_block: int, k_block: int, *, settle: bool = True) -> Blocks:
@@ -124,7 +124,7 @@ class PaddedTerm(SharedListTerm):
         return listed & whole, listed & ~whole
 
     def hidden(self) -> tuple[Bool[Tensor, "1 H S"] | None, Bool[Tensor, "1 H S"] | None]:
-        """Return masks (queries, keys): True at slots whose token is in no allowed pair; None for a mask without True."""
+        """Return masks (queries, keys), True at slots of tokens in no allowed pair; None for a mask without True."""
         (q_first, q_past), (k_first, k_past) = self.q.held(), self.k.held()
         no_queries, no_keys = q_first >= q_past, k_first >= k_past
         lonely_q = torch.where(no_keys, q_past, k_first.minimum(q_past) if self.is_causal else q_first)
@@ -187,7 +187,7 @@ def padded_terms(branch: Pattern, multiplicity: int, bound: Bound, *, side: int 
     """One term for each group of heads with equal segments, rates and inner rule; None if a head's rule does not fit.
 
     A head's rule must be dilated segments of rate above 1, with all pairs or causal order inside. If a segment has w
-    slots, its active tokens padded to whole blocks of `side` slots, 2 * w**2 must be at most the squared segment length.
+    slots, its active tokens padded to whole blocks of `side` slots, 2 * w**2 must be at most segment**2.
     """
     groups: dict[tuple[Pattern, int, int], list[tuple[int, int]]] = {}
     for head in range(bound.num_heads):
@@ -214,7 +214,7 @@ _LEAST_SEGMENT = 1 << 20  # shorter segments are not cut, so that graphs compile
 
 
 def _sides(offsets: tuple[int, ...], segment: int, rate: int, bound: Bound) -> tuple[Padded, Padded] | None:
-    """Return (query order, key order) of the segments that have queries and keys; None if no token of either is active.
+    """Return (query order, key order) of the segments with queries and keys; None if no query or no key is active.
 
     offsets: dilation offset of each head. segment, rate: segment length and dilation rate.
     """
@@ -285,7 +285,7 @@ class IntervalTerm(SharedListTerm):
         return full[None], ((touched.cumsum(1)[:, :-1] > 0) & ~full)[None]
 
     def hidden(self) -> tuple[Bool[Tensor, "1 H Q"] | None, Bool[Tensor, "1 H K"] | None]:
-        """Return masks (queries, keys): True at slots whose token is in no allowed pair; None for a mask without True."""
+        """Return masks (queries, keys), True at slots of tokens in no allowed pair; None for a mask without True."""
         low, high = self.limits
         steps = torch.zeros(len(low), self.k.num_slots + 1, dtype=torch.int64)
         one = (high > low).long()

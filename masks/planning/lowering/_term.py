@@ -312,7 +312,7 @@ class Term:
         """Return fold 0 of the term alone, shifted by whole periods of its rule to the lowest positions.
 
         Its block lists equal those of the term, and its multiplicity is 1. Terms over folds or active tokens that
-        differ only by such a shift, by their folds and by multiplicity become equal, and so share cached block lists.
+        differ only by such a shift, by their folds and by multiplicity become equal, and so share cached kernel calls.
         Terms over all tokens are returned unchanged.
         """
         if isinstance(self.q, Folded) and isinstance(self.k, Folded):
