@@ -329,7 +329,7 @@ def _blocks(factor: Pattern, rest: KeyQuery) -> Parts | None:
 
 
 def _grid(factor: Pattern, rest: KeyQuery) -> Parts | None:
-    """Return searches for the keys under a neighbourhood: the ranges of keys that are seen, without a rule.
+    """Return searches without a rule, one for each range of keys that the queries see under a neighbourhood.
 
     None for other factors, if `rest` has further factors, or if its queries are not consecutive.
     """
@@ -367,7 +367,8 @@ def _rectangles(run: range, strides: Sequence[int]) -> Iterator[tuple[range, ...
 def _windows(places: range, axis: Axis) -> Ranges:
     """Return the union of the windows of these places along one axis of a grid.
 
-    For each residue modulo the dilation rate, it extends from the first window to the last.
+    Among places of one residue modulo the dilation rate, it extends from the begin of the first window to the end of
+    the last.
     """
     found = []
     for first in places[: axis.rate]:

@@ -140,7 +140,7 @@ def _progression(positions: range) -> Progression:
 def _classes(sides: list[Progression], rate: int) -> list[Progression]:
     """Split the progression of each side, queries and keys, by residue modulo `rate`.
 
-    Unsplit if there are more than 2**16 pairs of classes.
+    Returns `sides` unsplit if there would be more than 2**16 pairs of classes.
     """
     cycles = [min(rate // gcd(rate, side.step), int(side.count)) for side in sides]
     if cycles[0] * cycles[1] > _MOST_PIECES:
@@ -178,7 +178,7 @@ def _split(boxes: Box) -> Box:
 
 
 def _halved(side: Progression) -> tuple[Tensor, Progression]:
-    """Return (index of the original, part): progressions of more than 16 terms in halves, shorter ones whole."""
+    """Return (index of the original, part): progressions of over 16 positions cut in halves, shorter ones whole."""
     half = torch.where(side.count > _SIDE, (side.count + 1) // 2, side.count)
     cut = (half < side.count).nonzero().squeeze(1)
     first = torch.cat([side.first, (side.first + side.step * half)[cut]])

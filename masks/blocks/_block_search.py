@@ -56,7 +56,7 @@ class Slots(NamedTuple):
 
     @classmethod
     def of_rows(cls, rows: range | Tensor, q_block: int) -> Slots:
-        """Return the slots of these query blocks: one interval for a range, one for each row for a tensor of rows."""
+        """Return the slots of these query blocks: a single interval for a range, one for each block for a tensor."""
         if isinstance(rows, range):
             return cls(torch.tensor([rows.start * q_block]), torch.tensor([rows.stop * q_block]))
         return cls(rows * q_block, (rows + 1) * q_block)
@@ -155,7 +155,7 @@ def _run(pieces: Pieces, table: int, first: Tensor, length: int) -> Run:
 
 
 def _if_few(found: Iterable[Leaves], rows: int, columns: int) -> Tensor | None:
-    """Return the unique flat (table, row, column) indices of the leaves' blocks; None if more than `_MOST_LEAVES`."""
+    """Return the unique flat (table, row, column) indices of the leaves' blocks; None if there are over 2**20."""
     key, new, number = torch.zeros(0, dtype=torch.int64), [], 0
     for leaves in found:
         new.append((leaves.table * rows + leaves.row) * columns + leaves.column)
@@ -231,7 +231,10 @@ def _descend_classes(rule: Rule, part: Pattern, tables: Sequence[int], slots: Sl
 
 
 def _descend_blocks(rule: Rule, key: Tensor, shape: tuple[int, int], sides: Sides) -> Iterator[Leaves]:
-    """Yield the leaves (bounded parts) of the blocks with these flat (table, row, column) indices."""
+    """Yield the leaves (bounded parts) of the blocks with the flat (table, row, column) indices `key`.
+
+    shape: (number of rows of blocks, number of columns of blocks).
+    """
     rows, columns = shape
     rule = _shorter(rule, sides)
     (q, q_begin, q_number), (k, k_begin, k_number) = map(_cut, (rule.q, rule.k), shape, sides)

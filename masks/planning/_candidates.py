@@ -122,7 +122,10 @@ def options_of(
 
 
 def _with_mask(options: list[Option], bound: Bound, allowed: Allowed) -> list[Option]:
-    """The options, and one with a dense mask if masks are allowed and all options need block lists or several calls."""
+    """Return the options, followed by one with a dense mask where that may be cheaper.
+
+    It is added if `allowed` and the number of pairs permit it, and each option has block lists or several terms.
+    """
     plainly = any(len(each.terms) == 1 and not _is_listed(each) for each in options)
     if plainly or not takes_mask(bound.num_heads, bound.num_queries, bound.num_keys, allowed):
         return options
@@ -246,7 +249,7 @@ def _fullest(option: Option, plain: Option) -> float:
 
 
 def _disjoint_parts(branch: Pattern) -> list[Pattern]:
-    """Disjoint parts of a union: each excludes the pairs of earlier parts. [] if it is no union or has many parts.
+    """Disjoint parts of a union: each excludes the pairs of earlier parts. [] unless there are 2 to 6 parts.
 
     Parts with short periods come first: they are cheap to exclude from later parts, which stay periodic. Factors that
     a part shares with an earlier one are omitted from the exclusion.

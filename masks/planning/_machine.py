@@ -84,7 +84,7 @@ class Machine:
 
     @cached_property
     def text(self) -> str:
-        """All constants as text, for cache keys."""
+        """All constants except `source` as text, for cache keys."""
         return repr(replace(self, source=""))
 
 

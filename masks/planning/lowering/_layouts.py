@@ -41,7 +41,10 @@ def terms_by_layout(
 
 
 def shared_terms(branch: Pattern, multiplicity: int, bound: Bound, rate: int) -> list[Term]:
-    """[one term for all heads], over all tokens in residue-major order of this rate; rate 1 is the natural order."""
+    """Return a list of one term (a part of a plan that one kernel computes), for all heads of a branch.
+
+    It covers all tokens, in residue-major order of this rate; rate 1 is the natural order.
+    """
     aligned = rate == 1 and bound.q_offset == bound.k_offset
     shape: Shape = "dense" if branch == Every() else "causal" if branch == Causal() and aligned else "blocks"
     orders = Layout(bound.num_queries, rate), Layout(bound.num_keys, rate)
@@ -49,7 +52,7 @@ def shared_terms(branch: Pattern, multiplicity: int, bound: Bound, rate: int) ->
 
 
 def masked_term(pattern: Expression, multiplicity: int, bound: Bound) -> Term:
-    """Term that computes all pairs of all heads, weighted by the number of branches that allow each pair."""
+    """Return a term that computes all pairs in one kernel, each weighted by the number of branches that allow it."""
     orders = Layout(bound.num_queries), Layout(bound.num_keys)
     weights = CountedPairs(replace(bound, pattern=pattern))
     term = Term.of(
@@ -199,7 +202,7 @@ def _parts(term: Term) -> tuple[Term, ...] | None:
 
 
 def tiled_terms(branch: Pattern, multiplicity: int, bound: Bound) -> dict[tuple[int, ...], list[Term]]:
-    """Map from tile shape to [one term for all heads], with tokens ordered by tiles of the grid.
+    """Map from tile shape to a list of one term for all heads, with the grid's tokens ordered tile by tile.
 
     Empty unless the branch is a neighbourhood over its whole grid.
     """

@@ -170,7 +170,7 @@ def _split(branch: Pattern) -> tuple[Dilated | None, Pattern]:
 
 
 def _segments(length: int, num_tokens: int) -> Iterator[tuple[int, int, int]]:
-    """Yield (first token, number of segments, length): once for the whole segments, once for a shorter last one."""
+    """Yield (first token, number of segments, their length): for all whole segments, then for a shorter last one."""
     whole, tail = divmod(num_tokens, length)
     if whole:
         yield 0, whole, length

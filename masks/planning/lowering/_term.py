@@ -77,7 +77,7 @@ class PairWeights:
 
     @cached_property
     def _least_shifted(self) -> tuple[_Table, int]:
-        """(smallest of the cyclically shifted tables, its shift): a common key for tables that differ by a shift."""
+        """(least cyclic shift of the table, number of places shifted): tables that differ by a shift share the first."""
         return min((_shifted_table(self.table, shift), shift) for shift in range(len(self.table)))
 
 
@@ -237,7 +237,7 @@ class Term:
         return None if self.weights is None else self.weights.bias(self.q.num_slots, self.k.num_slots, dtype)
 
     def counted_pairs(self) -> int:
-        """Number of allowed pairs over heads and folds, times multiplicity and weights. Not for block lists."""
+        """Number of allowed pairs over heads and folds, times multiplicity and weights; not for block lists."""
         queries, keys, heads = self.q.num_slots, self.k.num_slots, len(self.heads)
         if self.weights is not None:
             pairs = self.weights.counted(queries, keys) * (heads if isinstance(self.weights, PairWeights) else 1)

@@ -139,7 +139,7 @@ def _composed(rule: Or | PerHead | HeadGroups, parts: tuple[Pattern, ...]) -> Pa
 
 
 def _part(rest: Pattern, bound: Bound, windows: Windows) -> tuple[Pattern, Bound]:
-    """(rule, bound) of the first window, shifted by periods of the rule to the lowest positions."""
+    """(simplified rule, bound) of the first window, shifted by whole periods of the rule to the lowest positions."""
     first = windows.select(slice(1))
     origin = int(first.counted_from(rest.period()))
     q, k = (range(int(a), int(b)) for a, b in ((first.q_start, first.q_stop), (first.k_start, first.k_stop)))
