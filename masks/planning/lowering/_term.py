@@ -77,7 +77,7 @@ class PairWeights:
 
     @cached_property
     def _least_shifted(self) -> tuple[_Table, int]:
-        """(least cyclic shift of the table, number of places shifted): tables that differ by a shift share the first."""
+        """(least cyclic shift of the table, its shift): tables that differ by a shift share the first."""
         return min((_shifted_table(self.table, shift), shift) for shift in range(len(self.table)))
 
 
