@@ -70,7 +70,7 @@ class KeyQuery:
         return KeyQuery(self.factors, *both, self.head, self.num_heads)
 
     def allows(self, q: Tensor, k: Tensor) -> Tensor:
-        """Return True for each pair of broadcast query and key positions that all factors allow.
+        """Return a bool tensor over broadcast query and key positions, True for pairs that all factors allow.
 
         Raises ValueError if a run-time table of a factor is too short.
         """
@@ -86,7 +86,10 @@ def moved(positions: range, distance: int) -> range:
 
 
 def rewritten(wanted: KeyQuery) -> Parts | None:
-    """Return simpler key queries whose keys, mapped back, are together the keys of `wanted`; None if none are known."""
+    """Return simpler searches, with maps of their keys, whose mapped keys are together the keys of `wanted`.
+
+    None if no rewrite applies. A map takes the keys that a search finds to the keys of `wanted`.
+    """
     rests = [(factor, wanted.of(other for other in wanted.factors if other != factor)) for factor in wanted.factors]
     for rewrite in (
         _plainer,
@@ -132,9 +135,9 @@ def _plainer(factor: Pattern, rest: KeyQuery) -> Parts | None:
 
 
 def _one_sided(factor: Pattern, rest: KeyQuery) -> Parts | None:
-    """Return smaller searches for the keys under `rest` and `factor` if one side decides it; else None.
+    """Return searches for the keys under `rest` and a factor that depends on the query alone, or on the key alone.
 
-    The factor must depend on the query alone, or on the key alone.
+    None for other factors.
     """
     if isinstance(factor, KeySet):
         return [(rest, partial(_visible, factor))]
@@ -326,7 +329,7 @@ def _blocks(factor: Pattern, rest: KeyQuery) -> Parts | None:
 
 
 def _grid(factor: Pattern, rest: KeyQuery) -> Parts | None:
-    """Return searches for the keys under a neighbourhood: the ranges of keys that are seen, without a rule.
+    """Return searches without a rule, one for each range of keys that the queries see under a neighbourhood.
 
     None for other factors, if `rest` has further factors, or if its queries are not consecutive.
     """
@@ -364,7 +367,8 @@ def _rectangles(run: range, strides: Sequence[int]) -> Iterator[tuple[range, ...
 def _windows(places: range, axis: Axis) -> Ranges:
     """Return the union of the windows of these places along one axis of a grid.
 
-    For each residue modulo the dilation rate, it extends from the first window to the last.
+    Among places of one residue modulo the dilation rate, it extends from the begin of the first window to the end of
+    the last.
     """
     found = []
     for first in places[: axis.rate]:

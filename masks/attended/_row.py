@@ -44,16 +44,19 @@ class Seen:
 
 @dataclass(frozen=True)
 class RowSource:
-    """The rule of one head, from which the keys of its queries are read; `head`: a global head that follows it."""
+    """The rule of one head, with a method that returns the keys that given queries see.
+
+    head: a global head that follows the rule. num_heads: number of global heads.
+    """
 
     rule: Pattern
     head: int
     num_heads: int
 
     def seen(self, queries: range, keys: range) -> Seen | None:
-        """Return the keys in `keys` that at least one of a few queries sees; None if no query sees a key.
+        """Return the keys in `keys` that at least one of a few queries sees, and the allowed pairs.
 
-        queries, keys: consecutive positions.
+        None if no query sees a key. queries, keys: consecutive positions.
         """
         listed: list[Ranges] = []
         for query in queries:
@@ -64,7 +67,10 @@ class RowSource:
         return self._among(queries, listed)
 
     def _among(self, queries: range, listed: Sequence[Ranges]) -> Seen | None:
-        """Return the seen keys, where listed[i] holds the keys of query i; None if all are empty."""
+        """Return the keys that some query sees and the allowed pairs; None if no query sees a key.
+
+        listed[i]: ranges of the keys that the i-th query sees.
+        """
         rows = _hull([index for index, row in enumerate(listed) if row])
         if not rows:
             return None
@@ -77,8 +83,9 @@ class RowSource:
         return Seen(rows, every, self._allowed(queries[rows.start : rows.stop : rows.step], positions(every)))
 
     def _searched(self, queries: range, keys: range) -> Seen | None:
-        """Return the seen keys of a rule without a closed form; None if no query sees a key.
+        """Return the keys that some query sees and the allowed pairs, for a rule without a closed form.
 
+        None if no query sees a key.
         Pairs are evaluated if they are few; otherwise the keys are searched by bounds.
         """
         if len(queries) * len(keys) > _FEW_PAIRS:
@@ -152,8 +159,9 @@ def visible(
     query: int,
     num_queries: int,
 ) -> Bool[Tensor, " R"]:
-    """Return True for each of R runs of keys of which a query may see a key, by at least one rule; False is certain.
+    """Return a mask of R runs of keys: True if some query may see a key of the run, by at least one rule.
 
+    False is certain: no query sees a key of the run. True is not certain.
     sources: the rules. firsts, lengths: first position and length of each run. query, num_queries: first position and
     number of the queries.
     """

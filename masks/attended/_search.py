@@ -56,14 +56,14 @@ def attended_keys(
 
 
 def keys_of_any(questions: Iterable[KeyQuery]) -> Ranges:
-    """Return the union of the keys that several key queries find, as disjoint ranges ascending by first positions."""
+    """Return the union of the keys that these searches find, as disjoint ranges ascending by their first positions."""
     return union_of(found for wanted in questions for found in keys_seen(wanted))
 
 
 def rules_of_heads(pattern: Expression, heads: Iterable[int], num_heads: int) -> dict[Pattern, int]:
-    """Return the distinct rules of these global heads, as {rule: a head that follows it}.
+    """Return the distinct rules of these global heads, as {rule: the first head that follows it}.
 
-    They are collected over branches of a mixture and over batch entries.
+    They are collected over the summands of a mixture and over batch entries; num_heads: number of global heads.
     """
     rules: dict[Pattern, int] = {}
     for head in heads:
@@ -114,8 +114,8 @@ def found_by_boxes(wanted: KeyQuery) -> list[range]:
 def _roots(wanted: KeyQuery) -> Box:
     """Return the boxes with which a search begins.
 
-    These are squares that the rule lists, else pairs of residue classes of queries and keys, in which a dilated rule is
-    dense.
+    These are the squares that contain all allowed pairs, if the rule lists such squares; else pairs of residue classes
+    of queries and keys, in which a dilated rule is dense.
     """
     squares = wanted.rule.squares(wanted.head, wanted.num_heads)
     sides = [_progression(side) for side in (wanted.queries, wanted.keys)]
@@ -140,7 +140,7 @@ def _progression(positions: range) -> Progression:
 def _classes(sides: list[Progression], rate: int) -> list[Progression]:
     """Split the progression of each side, queries and keys, by residue modulo `rate`.
 
-    Unsplit if there are more than 2**16 pairs of classes.
+    Returns `sides` unsplit if there would be more than 2**16 pairs of classes.
     """
     cycles = [min(rate // gcd(rate, side.step), int(side.count)) for side in sides]
     if cycles[0] * cycles[1] > _MOST_PIECES:
@@ -178,7 +178,7 @@ def _split(boxes: Box) -> Box:
 
 
 def _halved(side: Progression) -> tuple[Tensor, Progression]:
-    """Return (index of the original, part): progressions of more than 16 terms in halves, shorter ones whole."""
+    """Return (index of the original, part): progressions of over 16 positions cut in halves, shorter ones whole."""
     half = torch.where(side.count > _SIDE, (side.count + 1) // 2, side.count)
     cut = (half < side.count).nonzero().squeeze(1)
     first = torch.cat([side.first, (side.first + side.step * half)[cut]])
@@ -298,10 +298,10 @@ def _count_lags(wanted: KeyQuery, keys: range, begin: Tensor, end: Tensor) -> Bo
 
 
 def _between(begin: Tensor, end: Tensor, n: int) -> tuple[Tensor, Tensor]:
-    """Return intervals of lags that count as allowed as they are between allowed lags at most n apart.
+    """Return intervals of lags that count as allowed because they are between two allowed lags at most n apart.
 
-    Each given interval [begin, end) holds an allowed lag. For two that fit together into n + 1 consecutive lags, the
-    result extends from the last lag of the first to the first lag of the second.
+    Each argument interval [begin, end) holds an allowed lag. For two intervals that fit into n + 1 consecutive lags, a
+    resulting interval extends from the last lag of the first to the first lag of the second, both included.
     """
     last = torch.searchsorted(end, begin + (n + 1), right=True) - 1
     first = (last > torch.arange(len(last))).nonzero().squeeze(1)

@@ -56,18 +56,19 @@ class Slots(NamedTuple):
 
     @classmethod
     def of_rows(cls, rows: range | Tensor, q_block: int) -> Slots:
-        """Return the slots of these query blocks: one interval for a range, one for each row for a tensor of rows."""
+        """Return the slots of these query blocks: a single interval for a range, one for each block for a tensor."""
         if isinstance(rows, range):
             return cls(torch.tensor([rows.start * q_block]), torch.tensor([rows.stop * q_block]))
         return cls(rows * q_block, (rows + 1) * q_block)
 
 
 def find_leaves(rule: Rule, tables: Sequence[int], rows: range, sides: Sides) -> Iterator[Leaves]:
-    """Yield bounds on the allowed pairs of the blocks, in these tables (masks) and query block rows, that may have any.
+    """Yield the blocks, or parts of blocks, that may have allowed pairs, with bounds on their number of allowed pairs.
 
-    sides: (query side, key side) of a block. If the pattern lists squares that contain all its pairs, only these are
-    subdivided, instead of the whole matrix. In a union, parts with squares and parts without are searched separately;
-    the whole rule is then bounded on the blocks found, unless these are too many.
+    tables: indices of the masks to search. rows: query blocks to search. sides: (query side, key side) of a block. If
+    the pattern lists squares that contain all its pairs, only these are subdivided, instead of the whole matrix. In a
+    union, parts with squares and parts without are searched separately; the whole rule is then bounded on the blocks
+    found, unless these are too many.
     """
     slots = Slots.of_rows(rows, sides[0])
     parts = _alternatives(rule.pattern) if _in_order(rule) else []
@@ -80,10 +81,11 @@ def find_leaves(rule: Rule, tables: Sequence[int], rows: range, sides: Sides) ->
 
 
 def leaves_everywhere(rule: Rule, tables: Sequence[int], slots: Slots, sides: Sides) -> Iterator[Leaves]:
-    """Yield bounds on the allowed pairs of the blocks, in these tables (masks) and query slots, that may have any.
+    """Yield the blocks, or parts of blocks, that may have allowed pairs, with bounds on their number of allowed pairs.
 
-    Unlike `find_leaves`, this searches the whole matrix. A union with very many pairs of residue classes is searched
-    part by part, as each part rules out different classes.
+    tables: indices of the masks to search. slots: query slots to search. sides: (query side, key side) of a block.
+    Unlike `find_leaves`, this searches all keys. A union with very many pairs of residue classes is searched part by
+    part, as each part rules out different classes.
     """
     if rule.rows is None or sum(each.number for each in _meetings(rule, tables, slots)) <= _FEW_PAIRS:
         yield from descend(rule, _roots(rule, tables, slots), sides)
@@ -93,7 +95,11 @@ def leaves_everywhere(rule: Rule, tables: Sequence[int], slots: Slots, sides: Si
 
 
 def _together(rule: Rule, found: list[Iterator[Leaves]], whole: Iterator[Leaves], sides: Sides) -> Iterator[Leaves]:
-    """Yield the rule's leaves (bounded parts of blocks) in the blocks of `found`; `whole` if these are too many."""
+    """Yield the leaves (bounded parts of blocks) of a union, from the leaves `found` of each of its parts.
+
+    The whole rule is bounded on the blocks found; if these are too many, the result is `whole`, a search without parts.
+    If `found` has a single item, its leaves are the result.
+    """
     if len(found) == 1:
         yield from found[0]
         return
@@ -149,7 +155,7 @@ def _run(pieces: Pieces, table: int, first: Tensor, length: int) -> Run:
 
 
 def _if_few(found: Iterable[Leaves], rows: int, columns: int) -> Tensor | None:
-    """Return the unique flat (table, row, column) indices of the leaves' blocks; None if more than `_MOST_LEAVES`."""
+    """Return the unique flat (table, row, column) indices of the leaves' blocks; None if there are over 2**20."""
     key, new, number = torch.zeros(0, dtype=torch.int64), [], 0
     for leaves in found:
         new.append((leaves.table * rows + leaves.row) * columns + leaves.column)
@@ -225,7 +231,10 @@ def _descend_classes(rule: Rule, part: Pattern, tables: Sequence[int], slots: Sl
 
 
 def _descend_blocks(rule: Rule, key: Tensor, shape: tuple[int, int], sides: Sides) -> Iterator[Leaves]:
-    """Yield the leaves (bounded parts) of the blocks with these flat (table, row, column) indices."""
+    """Yield the leaves (bounded parts) of the blocks with the flat (table, row, column) indices `key`.
+
+    shape: (number of rows of blocks, number of columns of blocks).
+    """
     rows, columns = shape
     rule = _shorter(rule, sides)
     (q, q_begin, q_number), (k, k_begin, k_number) = map(_cut, (rule.q, rule.k), shape, sides)
@@ -277,9 +286,9 @@ def _that_see(rule: Rule, table: int, own: Run, *, of_queries: bool = False) -> 
 
 
 def _shorter(rule: Rule, sides: Sides) -> Rule:
-    """Return the form of the rule with fewer pairs of runs in a block.
+    """Return the rule with slots cut into residue classes, or into runs of neighbouring tokens.
 
-    The forms cut slots into residue classes, or into runs of neighbouring tokens.
+    The result is the form with fewer pairs of runs in a block; it has no alternative `rows`.
     """
     if rule.rows is None:
         return rule
@@ -340,7 +349,10 @@ def _single_blocks(nodes: Nodes, sides: Sides) -> Nodes:
 
 
 def _nth_block(run: Run, index: Tensor, block: int) -> Run:
-    """Return the slots of run i in the block index[i] of those it spans; empty if the run's stride skips that block."""
+    """Return the slots of each run i in one block: index[i], counted from 0 at the block of the run's first slot.
+
+    Empty if the run's stride skips that block.
+    """
     first = (run.start // block + index) * block
     return run.within(first, first + block)
 

@@ -72,7 +72,7 @@ class Blocks:
     def portions(self) -> list[tuple[range, slice]]:
         """Split the list at table boundaries into [(range of tables, slice of the list), ...], which bounds memory.
 
-        A slice has at most `_LISTED_AT_ONCE` blocks, or one table.
+        A slice has at most 2**19 blocks, or contains a single table.
         """
         after = torch.arange(1, self.num_tables + 1, dtype=torch.int32)
         stops = torch.searchsorted(self.table.contiguous(), after).tolist()
@@ -165,9 +165,9 @@ def _list(rule: Rule, found: Leaves, sides: Sides, settle: bool) -> tuple[Tensor
 
 
 def count_pairs(rule: Rule, places: Places, shape: tuple[int, int, int, int]) -> Int64[Tensor, " n"]:
-    """Return the number of allowed pairs of each block; of blocks known to have equal masks only one is evaluated.
+    """Return the number of allowed pairs of each block; blocks that are known to have equal masks are evaluated once.
 
-    shape: query slots, key slots, query side of a block, key side.
+    shape: (number of query slots, number of key slots, query side of a block, key side of a block).
     """
     number, one_of_each = alike(rule, places, shape)
     # Into one tensor: small results kept between large temporaries would fragment the heap.
@@ -183,7 +183,7 @@ def evaluate(
 ) -> Iterator[Bool[Tensor, "n q_block k_block"]]:
     """Yield the dense masks of these blocks, a chunk of blocks at a time: True if allowed, False beyond the last slot.
 
-    shape: query slots, key slots, query side of a block, key side.
+    shape: (number of query slots, number of key slots, query side of a block, key side of a block).
     """
     num_q, num_k, q_block, k_block = shape
     for part in torch.arange(len(places.table)).split(max(1, _CELLS // (q_block * k_block))):
@@ -224,8 +224,9 @@ class ListedBlocks(NamedTuple):
 
 
 def estimate_blocks(rule: Rule, *, q_block: int, k_block: int) -> ListedBlocks:
-    """Estimate the number of listed blocks of a table (mean over tables), from evenly sampled rows and tables.
+    """Estimate the mean number of listed blocks of a table, by kind of row, from evenly sampled rows and tables.
 
+    A table is the mask of one or more equal heads.
     Blocks that bounds leave undecided are counted, so estimates tend to be too high. Exact for small masks.
     """
     (num_q, num_k), (rows, columns) = rule.num_slots, rule.in_blocks(q_block, k_block)
@@ -255,7 +256,10 @@ def estimate_blocks(rule: Rule, *, q_block: int, k_block: int) -> ListedBlocks:
 
 
 def _evenly(size: int, number: int) -> Tensor:
-    """Return at most `number` ascending indices below `size`, one from each equal interval, at aperiodic offsets."""
+    """Return min(size, number) ascending indices below `size`: one from each of `number` equal intervals.
+
+    Their offsets in the intervals are aperiodic.
+    """
     if size <= number:
         return torch.arange(size)
     stretch = torch.arange(number, dtype=torch.float64)

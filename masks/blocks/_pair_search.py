@@ -77,7 +77,10 @@ class Budget:
         return boxes * _COUNT <= self.left
 
     def take(self, wanted: Tensor, each: int) -> Tensor:
-        """Return a mask of the wanted boxes that fit the budget; subtracts `each` evaluations for every one of them."""
+        """Return a mask of the first boxes in the mask `wanted` that fit the budget, at `each` evaluations per box.
+
+        Their evaluations are subtracted from the budget.
+        """
         chosen = wanted & (wanted.cumsum(0) * each <= self.left)
         self.left -= int(chosen.sum()) * each
         return chosen
@@ -272,7 +275,7 @@ def _count_diagonals(mask_mod: MaskMod, box: Box, lag: Tensor) -> Counts:
 
 
 def _any_repeats(pattern: Pattern, step: int) -> bool:
-    """True if a part of the pattern has a period that divides the step, so that counting by diagonals may help."""
+    """True if some part of the pattern has a period that divides `step`; else counting by diagonals does not help."""
     periods = (part.period() for part in _atoms(pattern))
     return any(period is not None and step % period == 0 for period in periods)
 

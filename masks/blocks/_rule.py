@@ -60,6 +60,8 @@ class Run:
 
 @dataclass(frozen=True)
 class Nodes:
+    """n pairs of a query run and a key run; `table`: index of the mask of each pair, of shape (n,)."""
+
     table: Tensor
     q: Run
     k: Run
@@ -73,7 +75,7 @@ class Nodes:
 
 @dataclass(frozen=True)
 class Rule:
-    """A pattern over slots: the places of queries and keys in a computation order.
+    """A pattern over slots, which are the places of queries and keys in a computation order.
 
     `heads`: one global head for each table (the mask that equal heads share). `q`, `k`: orders of queries and keys, as
     pieces whose positions are progressions; their `firsts` have a row for each table. `rows`: an equal rule with slots
@@ -143,8 +145,8 @@ class Places(NamedTuple):
 def alike(rule: Rule, places: Places, shape: tuple[int, int, int, int]) -> tuple[Tensor, Tensor]:
     """Return (class of each block, index of one block of each class); blocks of a class have equal masks.
 
-    A block whose positions are not one progression for queries and one for keys is a class of its own. `shape`: query
-    slots, key slots, query side of a block, key side.
+    A block whose positions are not one progression for queries and one for keys is a class of its own. `shape`: (number
+    of query slots, number of key slots, query side of a block, key side of a block).
     """
     num_q, num_k, q_block, k_block = shape
     table, row, column = (each.long() for each in places)
@@ -169,6 +171,9 @@ def _run_of(pieces: Pieces, start: Tensor, slots: int, side: int) -> Run | None:
 
 
 def enumerated(counts: Tensor) -> tuple[Tensor, Tensor]:
-    """Return (owner, place) of counts.sum() items: index i is counts[i] times the owner, with places 0, 1, ..."""
+    """Return (owner, place) of counts.sum() items; index i owns counts[i] of them, at places 0 to counts[i] - 1.
+
+    For example counts (2, 3) give owners (0, 0, 1, 1, 1) and places (0, 1, 0, 1, 2).
+    """
     owner = torch.repeat_interleave(counts)
     return owner, torch.arange(len(owner)) - (counts.cumsum(0) - counts)[owner]

@@ -64,8 +64,8 @@ def _side(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Return (partial counts, partial indices, full counts, full indices), as a BlockMask has them.
 
-    A row lists `minor` indices (key blocks, say) for one head and one `major` index (query block). shape: number of
-    major and of minor indices.
+    A row lists the `minor` indices (for example key blocks) of the blocks with one head and one `major` index (query
+    block). major, minor: these indices of each listed block. shape: (number of major indices, number of minor indices).
     """
     counts = _counts(blocks, major, shape[0])
     widths = [max(1, int(count.max())) for count in counts]
@@ -148,7 +148,9 @@ def _full_width(table: Int32[Tensor, "L R W"], columns: int) -> Int32[Tensor, "L
 class PackedBlocks:
     """`Blocks` compressed by zlib; `unpack` restores them exactly.
 
-    Blocks are stored as distances from the previous block of the list, as these repeat for regular patterns.
+    shape, heads: as in `Blocks`. The list is cut into parts; lengths: number of blocks in each part; data: compressed
+    bytes of each part. Blocks are stored as distances from the previous block of the part, as distances repeat for
+    regular patterns.
     """
 
     shape: tuple[int, int, int, int]

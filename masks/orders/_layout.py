@@ -30,7 +30,7 @@ class Pieces:
     strides: Int64[Tensor, " P"] | None = None
 
     def position(self, table: Int64[Tensor, "..."], slot: Int64[Tensor, "..."]) -> Int64[Tensor, "..."]:
-        """Return the token position in each slot, by the table with each index; the arguments broadcast."""
+        """Return the token position in each slot, in the table with the index `table`; the arguments broadcast."""
         piece = torch.searchsorted(self.starts, slot, right=True) - 1
         index = slot - self.starts[piece]
         if self.strides is not None:  # past the last start of a group, its runs alternate
@@ -40,10 +40,10 @@ class Pieces:
 
 
 class _Order:
-    """Base of orders: the token in each slot, a place of the reordered tensor, of one fold or of several equal folds.
+    """Base of orders. An order gives the token in each slot (place of a reordered tensor) of one or more folds.
 
-    A fold is one of several groups of tokens that are computed as a batch, such as segments; its tokens are the tokens
-    of fold 0, shifted.
+    Folds are groups of tokens that are computed as a batch, such as segments; the tokens of a fold are the tokens of
+    fold 0, shifted.
     """
 
     @property
@@ -93,7 +93,10 @@ class _SharedOrder(_Order):
         return Compact(heads, (0,) * len(heads), 1, self.num_slots, 1, self.num_slots) if self.is_natural else None
 
     def repeated(self, heads: tuple[int, ...], moves: Int64[Tensor, " n"]) -> Compact | Folded:
-        """Return an order of shifted copies of this one as folds: one shifted by each of `moves`, in tokens."""
+        """Return an order whose folds are copies of this one, each shifted by one of `moves`, in tokens.
+
+        heads: query heads of the result, if it is a `Compact`.
+        """
         compact = self.as_compact(heads)
         return Folded(self, FoldStarts(moves)) if compact is None else compact.repeated(heads, moves)
 
@@ -235,7 +238,11 @@ class Listed(_SharedOrder):
 
 @dataclass(frozen=True, eq=False)
 class FoldStarts:
-    """Token offset of each fold, one of several equal groups of tokens, from the first one; equal only to itself."""
+    """Offset in tokens of each fold (one of several equal groups of tokens computed as a batch).
+
+    Offsets are from the first fold in `Compact`, and from an order without folds in `Folded`. Instances compare by
+    identity.
+    """
 
     tokens: Int64[Tensor, " folds"]
 
@@ -245,8 +252,8 @@ class Compact(_Order):
     """Order of the tokens that each head's dilated rule uses: one progression for each head, repeated over folds.
 
     Slot s of fold f of head heads[i] holds token starts[i] + f * fold_stride + s * step; with `fold_starts`,
-    fold_starts.tokens[f] replaces f * fold_stride. A fold is, for example, a segment. All heads have `num_slots` slots;
-    heads with another number are in another Compact.
+    fold_starts.tokens[f] replaces f * fold_stride. A fold is, for example, a segment. All heads have `num_slots` slots
+    in each fold; heads with another number need another Compact.
     """
 
     heads: tuple[int, ...]
@@ -272,7 +279,7 @@ class Compact(_Order):
         return torch.arange(self.folds, device=device) * self.fold_stride
 
     def at_folds(self, tokens: Int64[Tensor, " folds"]) -> Compact:
-        """Return copies of fold 0, one shifted by each of `tokens`; evenly spaced folds use `fold_stride`."""
+        """Return an order whose folds are copies of fold 0, each shifted by one of `tokens`."""
         first, gaps = int(tokens[0]), tokens.diff()
         stride = int(gaps[0]) if len(gaps) else self.num_slots
         even = not bool((gaps != stride).any())
@@ -288,7 +295,7 @@ class Compact(_Order):
         return self.at_folds((moves[:, None] + self.fold_tokens()).flatten())
 
     def portion(self, heads: slice, folds: range) -> Compact:
-        """Return the order restricted to some heads and to consecutive folds."""
+        """Return the order restricted to the heads at these indices of `self.heads`, and to these consecutive folds."""
         some = replace(self, heads=self.heads[heads], starts=self.starts[heads])
         return some.at_folds(self.fold_tokens()[folds.start : folds.stop])
 
@@ -355,10 +362,10 @@ Order = Permutation | Listed | Compact | Folded
 
 
 def residue_rate(branch: Pattern, most: int) -> int:
-    """Return the rate, at most `most`, of a residue-major order in which tokens of dilated factors are in runs.
+    """Return the rate, at most `most`, of the residue-major order that makes active tokens of dilated rules adjacent.
 
-    It is the least common multiple of the rates of `branch` in ascending order; a rate that would raise it above `most`
-    is skipped.
+    It is the least common multiple of the dilation rates of `branch`, taken in ascending order; a rate that would raise
+    it above `most` is skipped.
     """
     common = 1
     for rate in sorted(set(branch.rates())):

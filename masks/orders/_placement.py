@@ -18,10 +18,10 @@ from ..core import LARGEST, Ranges, among, within
 
 
 class Part(NamedTuple):
-    """A run of queries and an interval of key positions, whose keys they attend to in one computation.
+    """One computation for tokens of a placement: a run of queries, and an interval of positions with its keys.
 
-    queries: positions. q_token: index of the first query in q. span: the interval. gapless: True if there is a key at
-    each position of `span`.
+    queries: positions of the queries. q_token: index of the first query in q. span: the interval of key positions.
+    gapless: True if there is a key at each position of `span`.
     """
 
     queries: range
@@ -37,7 +37,7 @@ class Placement:
     `keys` has one entry for all key-value heads, or one for each. `complete` states that the rule allows no pair with
     an absent key, so that gaps between the keys need no mask; only runs of queries that contain no key are excluded
     from the keys. Otherwise the keys are in runs of step 1, equal for all heads, and absent keys are excluded. Run-time
-    tensors have values for `num_tokens` positions; 0 means one past the last position of a query or key.
+    tensors have values for positions below `num_tokens`; 0 stands for one past the last position of a query or key.
     """
 
     queries: Ranges
@@ -191,7 +191,7 @@ class Padded:
         return max(2, -(-held // self.side)) * self.side
 
     def held(self) -> tuple[Int64[Tensor, "H F"], Int64[Tensor, "H F"]]:
-        """Return the places p that hold a token of each head and segment, as (first, one past the last)."""
+        """Return (first, past) for each head and segment: slots first to past - 1 of the segment hold tokens."""
         start = self.start + torch.arange(self.num_segments) * self.segment
         first = start + torch.tensor(self.offsets)[:, None]
         last = (start + self.segment).clamp(max=self.end)
@@ -211,7 +211,7 @@ class Padded:
 
 @dataclass(frozen=True)
 class Held:
-    """Order of the positions p in some runs with p mod segment mod step equal to an offset, ascending.
+    """Ascending order of the active positions in some runs: those p with p % segment % step equal to an offset.
 
     Heads with equal offset and runs share a row: `rows` has the row of each head, `offsets` and `runs` have an entry
     for each row. Slots past the end of a row are empty. The number of slots is a multiple of `side`, at least two

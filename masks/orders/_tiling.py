@@ -71,7 +71,10 @@ class Tiling(Permutation):
         return Tiled(rule, self), Layout(self.num_slots).pieces(0)
 
     def rectangles(self, start: Int64[Tensor, " n"], stop: Int64[Tensor, " n"]) -> Rectangles:
-        """Cut n runs of tokens, in slots start to stop - 1, into non-empty rectangles with the index of their run."""
+        """Cut n runs of tokens, in slots start[i] to stop[i] - 1, into non-empty rectangles of the grid.
+
+        The result also has the index i of the run of each rectangle.
+        """
         rest = _Runs(torch.arange(len(start)), start, stop, self._everywhere(start)).select(start < stop)
         found = []
         for axis, unit in self._digits():
@@ -92,7 +95,7 @@ class Tiling(Permutation):
         return tuple(Progression(torch.zeros_like(like), 1, torch.full_like(like, length)) for length in self.grid)
 
     def _strided(self, box: Rectangle) -> list[tuple[Progression, int]]:
-        """Return each axis of a rectangle, as progressions of coordinates, with its row-major stride."""
+        """Return (progression of coordinates, row-major stride of the grid) for each axis of a rectangle."""
         return [(side, prod(self.grid[axis + 1 :])) for axis, side in enumerate(box)]
 
 
@@ -114,11 +117,11 @@ class _Runs:
 
 
 def _cut(runs: _Runs, axis: int, unit: int) -> tuple[Rectangles, _Runs]:
-    """Split runs of slots at the children of their rectangles: return (whole children, rest, each within one child).
+    """Split runs of slots at the borders of children; return (whole children of a run, parts of a run in one child).
 
-    A child is a part of a rectangle of `unit` places along `axis`. A run is the end of a child, whole children, and the
-    beginning of another child; or it is inside one child. A smaller last child counts as a beginning even if it is
-    whole.
+    Each run is inside a rectangle of the grid; a child is a part of it with `unit` places along `axis`. A run is the
+    end of a child, whole children, and the beginning of another child; or it is inside one child. A smaller last child
+    counts as a beginning even if it is whole.
     """
     size = unit * _others(runs.box, axis)
     begin, end = -(-runs.start // size), runs.stop // size
@@ -137,9 +140,9 @@ def _cut(runs: _Runs, axis: int, unit: int) -> tuple[Rectangles, _Runs]:
 
 
 def _inside(runs: _Runs, child: Tensor, size: Tensor, axis: int, unit: int) -> _Runs:
-    """Return the part of each run in one child of its rectangle, with the number `child`.
+    """Return the part of each run i in child number child[i] of its rectangle, with that child as its rectangle.
 
-    size: slots of a child.
+    Children of a rectangle have `unit` places along `axis` and are numbered from 0. size: number of slots of a child.
     """
     start, stop = (runs.start - child * size).clamp(min=0), torch.minimum(runs.stop - child * size, size)
     return _Runs(runs.run, start, stop, _children(runs.box, axis, unit, child, child + 1))
@@ -151,9 +154,9 @@ def _others(box: Rectangle, axis: int) -> Tensor:
 
 
 def _children(box: Rectangle, axis: int, unit: int, begin: Tensor, end: Tensor) -> Rectangle:
-    """Return the children begin to end - 1 of each rectangle, together one rectangle.
+    """Return the part of each rectangle i that consists of its children begin[i] to end[i] - 1.
 
-    A child has `unit` places along `axis`, counted from the rectangle's first place; the last may be smaller.
+    A child has `unit` places along `axis`, and the whole length along other axes; the last may be smaller.
     """
     side = box[axis]
     part = Progression(side.first + unit * begin, 1, torch.minimum(unit * end, side.count) - unit * begin)

@@ -53,11 +53,12 @@ def block_mask(
     Its block lists equal those of `create_block_mask`. A mixture (a sum of patterns, where a pair may count more than
     once) gives the mask of its union; use `attend` for the counts.
 
-    num_keys: num_queries by default. num_heads, head_offset, num_heads_global: the mask has heads head_offset to
-    head_offset + num_heads - 1 of all heads. q_offset, k_offset: positions of the first query and key. layout: order of
-    the tokens in q, k and v, permuted by `layout.apply`; permute the output back by `layout.invert`. block_size: one
-    side or (query side, key side). Raises ValueError for a pattern with padding='zeros', as its zero keys are not part
-    of a mask.
+    num_keys: num_queries by default. num_heads, head_offset, num_heads_global: the mask is for heads head_offset to
+    head_offset + num_heads - 1 of num_heads_global, by default head_offset + num_heads. The mask's batch axis has
+    length 1 unless run-time tensors differ by entry; its head axis has length 1 if all heads have equal masks.
+    q_offset, k_offset: positions of the first query and key. layout: order of the tokens in q, k and v, permuted by
+    `layout.apply`; permute the output back by `layout.invert`. block_size: one side or (query side, key side). Raises
+    ValueError for a pattern with padding='zeros', as its zero keys are not part of a mask.
 
     >>> masks.block_mask(masks.causal(), 256, num_heads=1).shape
     (1, 1, 256, 256)
@@ -94,9 +95,10 @@ def block_mask(
 
 
 def bound_blocks(term: Term, bound: Bound, block_size: tuple[int, int]) -> list[Blocks]:
-    """Cached block lists of one term (a part of a plan that one kernel computes) of a pattern bound to sizes.
+    """Return the block lists of a term (a part of a plan that one kernel computes), from the cache if it has them.
 
-    One for each batch entry if run-time tensors differ by entry, else a single one.
+    One for each batch entry if run-time tensors differ by entry, else a single one. bound: the pattern, bound to sizes,
+    that the term belongs to. block_size: (query side, key side).
     """
     packed = cache().get(
         ("blocks", bound.key(), term, block_size),
@@ -108,12 +110,15 @@ def bound_blocks(term: Term, bound: Bound, block_size: tuple[int, int]) -> list[
 
 
 def term_blocks(term: Term, block_size: tuple[int, int]) -> Blocks:
-    """Block lists of a term; concatenated over batch entries if run-time tensors differ by entry."""
+    """Return the block list of a term (a part of a plan that one kernel computes); block_size: (query side, key side).
+
+    If run-time tensors differ by batch entry, the lists of all entries are concatenated along the heads.
+    """
     return join_blocks([each.blocks(*block_size) for each in entry_terms(term)])
 
 
 def entry_terms(term: Term) -> list[Term]:
-    """The term for each batch entry if its run-time tensors differ by entry, else [term]."""
+    """Return a copy of the term for each batch entry if its run-time tensors differ by entry, else a single copy."""
     return [replace(term, rule=term.rule.entry(index)) for index in range(term.rule.num_entries())]
 
 
@@ -143,7 +148,10 @@ def layout(pattern: Expression, num_tokens: int) -> Layout:
 
 
 class Snapped(NamedTuple):
-    """Pattern with sizes in whole blocks; `changes`: a line of text for each part changed, or not possible to round."""
+    """Pattern with sizes rounded up to whole blocks; `changes`: a line of text for each part that changed.
+
+    `changes` also has a line for each part that cannot be rounded, and so is unchanged.
+    """
 
     pattern: Any
     changes: tuple[str, ...]
@@ -156,7 +164,7 @@ def snapped(pattern: Pattern | Mixture, block: int | tuple[int, int] = 128) -> S
     * `local_window`: left and right are rounded up to a multiple of the side minus 1, as the window includes the
       query's own key; a multiple of the side is unchanged. All pairs stay allowed; the computed blocks do not change.
     * `dilated`, `chunked`, `longnet`: segments are rounded up to a multiple of rate * side, so that segment / rate
-      tokens fill whole blocks; rates and offsets are unchanged, also segments that are no multiple of their rate.
+      tokens fill whole blocks; rates and offsets are unchanged. A segment that is no multiple of its rate is unchanged.
     * `blockwise`: blocks are rounded up to a multiple of the side. Longer segments and blocks begin at other tokens:
       there are more pairs in total, but single pairs may be lost. All computed pairs of whole blocks are allowed.
     * `selected_blocks`: sides are rounded up to one that divides the kernel's side or is a multiple of it; its table
@@ -184,13 +192,13 @@ def snapped(pattern: Pattern | Mixture, block: int | tuple[int, int] = 128) -> S
 
     def change(part: Pattern) -> Pattern:
         if isinstance(part, Not):
-            lines[f"{part!r} is left as it is: more pairs inside of a complement would be fewer outside"] = None
+            lines[f"{part!r} is unchanged: rounding up sizes under ~ would allow fewer pairs"] = None
             return part
         if part.leaves() != (part,):
             return part.map_parts(change)
         found = part.snapped(*sides)
         if found is None:
-            lines[f"{part!r} is left as it is: there is no rule for it"] = None
+            lines[f"{part!r} is unchanged: there is no rule to round its sizes"] = None
         elif found != part:
             lines[f"{part!r} -> {found!r}"] = None
         return part if found is None else found

@@ -32,11 +32,12 @@ _CLEARLY = 0.95
 class Allowed:
     """Kinds of terms that an engine can run; a term is a part of a plan that one kernel computes.
 
-    shared_rows: several terms for one row of the output, merged by lse. windows: separate terms for documents of
-    different lengths; any_windows: also for many different lengths, where one block list would be cheaper. key_weights:
-    weights of pairs. masks: all pairs of few tokens, under a dense mask. residues: all tokens in residue-major order.
-    lists_only: only terms with block lists; dilated segments then have one list of each branch, over the active tokens
-    of all segments.
+    shared_rows: several terms may contribute to one row of the output, merged by log-sum-exp. windows: terms inside
+    documents or similar windows, a separate one for each length. any_windows: these terms also for so many lengths that
+    one block list over all tokens would be cheaper. key_weights: terms with integer weights of (query, key) pairs.
+    masks: terms that compute all pairs of few tokens, under a dense mask. residues: terms over all tokens in
+    residue-major order. lists_only: no terms without block lists; dilated segments then have one list for each branch
+    (summand of the pattern), over the active tokens of all segments.
     """
 
     shared_rows: bool = True
@@ -53,11 +54,12 @@ ANYTHING = Allowed()
 
 @dataclass(frozen=True)
 class Option:
-    """One way to compute a branch, which counts `multiplicity` times in the mixture, or the whole mixture.
+    """One way to compute a branch (a summand of a mixture, which counts `multiplicity` times), or the whole mixture.
 
-    layout: name of the order of tokens. terms: the parts, each computed by one kernel. shares_rows: True if several
-    terms contribute to one row of the output and must be merged by lse. machine, given, operands: constants of the
-    device, order of the given tokens, and sizes of the tensors, for the cost.
+    layout: name of the method or order of tokens, such as "natural", "residue 4" or "windows". terms: the parts, each
+    computed by one kernel. shares_rows: True if several terms contribute to one row of the output and must be merged by
+    log-sum-exp. For the cost, machine: constants of the device; given: order of the tokens in q, k and v; operands:
+    sizes of these tensors.
     """
 
     branch: Expression
@@ -78,7 +80,10 @@ class Option:
 def options_of(
     branch: Pattern, times: int, bound: Bound, machine: Machine, allowed: Allowed, operands: Operands
 ) -> tuple[Option, ...]:
-    """All options to compare for a branch that counts `times` times; the cheapest is the first."""
+    """Return the ways to compute a branch (a summand of the pattern, which counts `times` times), the cheapest first.
+
+    bound: the pattern's sizes. allowed: kinds of terms that the engine can run.
+    """
     given = Layout(bound.num_queries)
 
     def option(layout: str, terms: Iterable[Term], *, shares_rows: bool = False) -> Option:
@@ -117,7 +122,10 @@ def options_of(
 
 
 def _with_mask(options: list[Option], bound: Bound, allowed: Allowed) -> list[Option]:
-    """The options, and one with a dense mask if masks are allowed and all options need block lists or several calls."""
+    """Return the options, followed by one with a dense mask where that may be cheaper.
+
+    It is added if `allowed` and the number of pairs permit it, and each option has block lists or several terms.
+    """
     plainly = any(len(each.terms) == 1 and not _is_listed(each) for each in options)
     if plainly or not takes_mask(bound.num_heads, bound.num_queries, bound.num_keys, allowed):
         return options
@@ -149,7 +157,7 @@ def _together(
 
 
 def takes_mask(num_heads: int, num_queries: int, num_keys: int, allowed: Allowed = ANYTHING) -> bool:
-    """True if masks are allowed and the pairs of all heads are few enough for a dense mask."""
+    """True if `allowed` permits a dense mask, and num_heads * num_queries * num_keys is at most 2**20."""
     offered = allowed.masks and allowed.key_weights and not allowed.lists_only
     return offered and num_heads * num_queries * num_keys <= _MOST_MASKED_PAIRS
 
@@ -163,9 +171,10 @@ def in_blocks_of(option: Option, side: int) -> Option:
 
 
 def _in_best_blocks(options: list[Option]) -> tuple[Option, ...]:
-    """The options, cheapest first, each in its cheapest block side; only options near the minimum try other sides.
+    """The options, cheapest first, each in its cheapest block side.
 
-    Options that cannot be the cheapest come last; their cost is not computed.
+    Sides other than 128 are tried only for options that cost at most twice the minimum. Options that cannot be the
+    cheapest come last; their cost is not computed.
     """
     ruled_out = _ruled_out(options)
     weighed = [option for option in options if option not in ruled_out]
@@ -230,7 +239,8 @@ def _ruled_out(options: list[Option]) -> list[Option]:
 def _fullest(option: Option, plain: Option) -> float:
     """Upper bound on the fraction of a block's pairs that the rule allows; `plain`: an option without block lists.
 
-    In natural order a query attends to only every step-th key of a block, where step is that of `plain`.
+    In natural order a query attends to only every step-th key of a block, where step is that of `plain`; the bound is 1
+    in other orders.
     """
     if any(term.q != option.given for term in option.terms):
         return 1.0
@@ -239,7 +249,7 @@ def _fullest(option: Option, plain: Option) -> float:
 
 
 def _disjoint_parts(branch: Pattern) -> list[Pattern]:
-    """Disjoint parts of a union: each excludes the pairs of earlier parts. [] if it is no union or has many parts.
+    """Disjoint parts of a union: each excludes the pairs of earlier parts. [] unless there are 2 to 6 parts.
 
     Parts with short periods come first: they are cheap to exclude from later parts, which stay periodic. Factors that
     a part shares with an earlier one are omitted from the exclusion.
@@ -256,10 +266,11 @@ def _disjoint_parts(branch: Pattern) -> list[Pattern]:
 
 @dataclass(frozen=True)
 class Choice:
-    """Choice among the planner's options: (layout name, block sides) for each distinct branch.
+    """Choice among the planner's ways to compute a pattern.
 
-    together: `ways` has a single item for all branches together. If a name is not among a pattern's options, the
-    planner chooses by predicted cost.
+    ways: for each distinct branch (summand of the pattern), the `layout` name of the chosen option, such as "natural",
+    and the block side of each of its block lists. together: True if `ways` has a single item, for all branches
+    together. If an item is not among a pattern's options, the planner chooses by predicted cost.
     """
 
     together: bool
@@ -268,7 +279,11 @@ class Choice:
 
 @dataclass(frozen=True)
 class Candidates:
-    """Options of each distinct branch, and options for all branches together (may be empty); cheapest first."""
+    """Ways to compute a pattern, cheapest first.
+
+    branches: options for each distinct branch (summand of the pattern). together: options that compute all branches
+    together; may be empty.
+    """
 
     branches: tuple[tuple[Option, ...], ...]
     together: tuple[Option, ...]
@@ -284,7 +299,10 @@ class Candidates:
         return cls(tuple(found.values()), _in_order(list(_together(cheapest, bound, *under))))
 
     def chosen(self, choice: Choice) -> tuple[tuple[Option, ...], ...] | None:
-        """Options of each branch, or of all together, with the chosen one first; None if it is not among them."""
+        """Options for each branch, with the chosen one first; None if a chosen one is not among them.
+
+        If the choice is for all branches together, there is a single tuple of options.
+        """
         groups = self.branches
         if choice.together:
             groups = (self.together,) if self.together else ()
@@ -295,12 +313,15 @@ class Candidates:
 
 
 def way_of(option: Option) -> tuple[str, tuple[int, ...]]:
-    """(layout name, block side of each block list) of an option, as in `Choice.ways`."""
+    """(name, block side of each block list) of a way to compute a branch, as in `Choice.ways`."""
     return option.layout, tuple(term.block_side for term in option.terms if term.shape == "blocks")
 
 
 def in_other_blocks(option: Option) -> tuple[Option, ...]:
-    """The option, and its variants with all block lists in each other block side that its machine has rates for."""
+    """Return the option (a way to compute a branch), then copies of it in other block sides.
+
+    Each copy has all block lists in one of the sides for which the option's machine has rates.
+    """
     others = (in_blocks_of(option, side) for side in option.machine.sides)
     return (option, *(each for each in others if way_of(each) != way_of(option)))
 

@@ -10,13 +10,13 @@ from ..orders import Compact, Layout, Padded, Permutation
 from ._machine import Machine
 from .lowering._term import Term
 
-SLOTS_AT_ONCE = 1 << 14  # of a term's copies: enough to share among cores, few compared with the inputs
+SLOTS_AT_ONCE = 1 << 14  # slots copied in one chunk: enough to share among cores, few compared with the inputs
 
 
 class Operands(NamedTuple):
     """Sizes of an attention call's tensors, on which costs depend; part of the key of cached plans.
 
-    element_bytes: bytes of an element. groups: number of query heads for each key/value head.
+    element_bytes: bytes of an element. groups: number of query heads for each key-value head.
     """
 
     element_bytes: int = 4
@@ -25,12 +25,15 @@ class Operands(NamedTuple):
 
     @staticmethod
     def usual_on(kind: str) -> Operands:
-        """Sizes for unknown calls on a kind of device: float32 on CPU, half precision elsewhere; head dim 64."""
+        """Sizes to assume for a call on a kind of device, such as "cpu" or "cuda", if its tensors are not known yet.
+
+        Head dim 64 and one query head per key-value head; 4-byte elements on CPU, 2-byte elements elsewhere.
+        """
         return _SINGLE if device_kind(kind).on_host else _HALF
 
     @property
     def flops(self) -> int:
-        """Floating-point operations of the forward pass for one pair."""
+        """Floating-point operations of the forward pass for one pair of a query and a key, in one head."""
         return 4 * self.head_dim
 
     @property
@@ -57,9 +60,10 @@ class Cost(NamedTuple):
 
 @plans
 def cost_of(terms: Sequence[Term], machine: Machine, given: Layout, operands: Operands) -> Cost:
-    """Cost of the terms for one batch entry; `given`: the order of the tokens in q, k and v.
+    """Predict the cost of a forward pass of these terms (parts of a plan, one kernel each) for one batch entry.
 
-    The machine's rates were measured at one head dim and dtype, and are used for all.
+    given: order of the tokens in q, k and v. The machine's rates were measured at one head dim and dtype, and are used
+    for all.
     """
     work = [_work(term, machine) for term in terms]
     rates = sum((at_rate for _, at_rate in work), 0.0)
@@ -69,7 +73,11 @@ def cost_of(terms: Sequence[Term], machine: Machine, given: Layout, operands: Op
 def least_seconds(
     terms: Sequence[Term], wanted_pairs: float, machine: Machine, given: Layout, operands: Operands
 ) -> float:
-    """Lower bound on the seconds of terms with block lists: only `wanted_pairs` computed, at the fastest rate."""
+    """Lower bound on the predicted seconds of terms with block lists.
+
+    It is their time if they computed only `wanted_pairs` pairs, over all heads, at the fastest rate of any block side.
+    given: order of the tokens in q, k and v.
+    """
     fastest = max(max(rates.runs_flops_per_s, rates.plain_flops_per_s) for rates in machine.blocks)
     return _cost(0, wanted_pairs / fastest, terms, machine, given, operands).seconds
 
@@ -87,9 +95,10 @@ def _cost(
 def least_seconds_in_larger(
     side: int, cost: Cost, terms: Sequence[Term], machine: Machine, operands: Operands
 ) -> float:
-    """Lower bound on the seconds of these terms in blocks of a larger side, which contain all pairs computed now.
+    """Lower bound on the predicted seconds of these terms if their block lists had square blocks of this side.
 
-    `cost`: their cost in the present block side.
+    side: larger than the present block side, so that all pairs computed at present are computed too. cost: predicted
+    cost in the present block side.
     """
     rates = machine.rates(side)
     fastest = max(rates.runs_flops_per_s, rates.plain_flops_per_s)
@@ -98,12 +107,15 @@ def least_seconds_in_larger(
 
 
 def computed_pairs(term: Term) -> int:
-    """Number of pairs in the computed blocks of a term, over all its heads and folds; estimated for block lists."""
+    """Number of (query, key) pairs that the kernel of a term computes, over all heads and folds, allowed or not.
+
+    Folds are equally shaped segments computed as a batch. An estimate for a term with block lists.
+    """
     return round(sum(term.listed_blocks) * term.block_side**2)
 
 
 def _work(term: Term, machine: Machine) -> tuple[int, float]:
-    """(computed pairs, sum of pairs / (FLOP/s)) of a term."""
+    """(number of computed pairs of a term, sum over kinds of blocks of pairs / (FLOP/s))."""
     runs, plain, masked = (blocks * term.block_side**2 for blocks in term.listed_blocks)
     if term.shape == "blocks":
         rates = machine.rates(term.block_side)
@@ -114,7 +126,10 @@ def _work(term: Term, machine: Machine) -> tuple[int, float]:
 
 
 def _launches(term: Term, calls_a_list: int) -> int:
-    """Number of kernel calls of a term: `calls_a_list` for each block list, or one for each chunk of copied slots."""
+    """Number of kernel calls of a term: `calls_a_list` for each of its block lists.
+
+    Without block lists it is one, or, if tokens are copied, one for each chunk of `SLOTS_AT_ONCE` copied tokens.
+    """
     if term.shape == "blocks":
         return calls_a_list * (max(term.tables()) + 1)
     if not isinstance(term.q, Compact) or not term.q.is_copied:
@@ -125,7 +140,8 @@ def _launches(term: Term, calls_a_list: int) -> int:
 def _moved_rows(term: Term, given: Layout, groups: int) -> int:
     """Number of token vectors read and written to gather q, k, v and to merge outputs.
 
-    Nothing is gathered if `given` is the term's order of tokens.
+    given: order of the tokens in q, k and v; nothing is gathered if the term uses this order. groups: number of query
+    heads for each key-value head.
     """
     if isinstance(term.q, Permutation):
         queries = keys = 0 if term.q == given else 2 * term.q.num_slots
@@ -136,7 +152,10 @@ def _moved_rows(term: Term, given: Layout, groups: int) -> int:
 
 
 def _gathered_heads(term: Term, groups: int) -> int:
-    """Number of heads whose keys are copied: key/value heads if all heads gather equal tokens, else query heads."""
+    """Number of heads for which keys are copied: key-value heads if all heads gather equal tokens, else query heads.
+
+    Evenly spaced folds of a `Compact` order are always copied by query head.
+    """
     if isinstance(term.k, Compact | Padded):
         starts = term.k.starts if isinstance(term.k, Compact) else term.k.offsets
         if len(set(starts)) > 1 or (isinstance(term.k, Compact) and term.k.fold_starts is None):

@@ -20,10 +20,11 @@ FORMAT, VERSION = "flexdilated machine constants", 2
 
 @dataclass(frozen=True)
 class BlockRates:
-    """FLOP/s of attention over block lists, for one block side.
+    """Rates, in FLOP/s, of attention over block lists with square blocks of `side` queries and `side` keys.
 
-    runs: in rows whose blocks are adjacent. plain: in other rows, if all their blocks are full. masked: in other rows
-    with partial blocks.
+    A row is a query block with its listed key blocks. runs_flops_per_s: in rows whose blocks are adjacent.
+    plain_flops_per_s: in other rows, if all their blocks are full. masked_flops_per_s: in other rows with a partial
+    block. Raises ValueError unless the side is a positive integer and the rates are positive and finite.
 
     >>> [rates.side for rates in masks.machine().blocks]
     [64, 128, 256]
@@ -49,8 +50,8 @@ class Machine:
     128 on and below the diagonal. blocks: rates of block lists by block side, ascending; the planner compares these
     sides. bytes_per_s: rate of gather and merge. launch_s: seconds of overhead of a kernel call. backward_ratio: time
     of a backward pass divided by that of its forward pass. calls_a_list: number of kernel calls for a block list, as
-    some kernels need separate calls for rows of different shapes. source: origin of the constants, ignored in
-    comparisons.
+    some kernels need separate calls for different kinds of rows. source: origin of the constants, "builtin" or the path
+    of a file; ignored in comparisons.
 
     Raises ValueError unless all numbers are positive and finite.
 
@@ -83,7 +84,7 @@ class Machine:
 
     @cached_property
     def text(self) -> str:
-        """All constants as text, for cache keys."""
+        """All constants except `source` as text, for cache keys."""
         return repr(replace(self, source=""))
 
 
@@ -135,7 +136,7 @@ def machine(device: torch.device | str = "cpu") -> Machine:
 
 
 def machine_of(kind: str) -> Machine:
-    """The cost constants used in plans for a kind of device, such as "cpu" or "cuda"."""
+    """The cost constants used in plans for a kind of device, such as "cpu": set by `set_machine`, or else built in."""
     return _in_use.get(kind) or _in_use.setdefault(kind, builtin_machine(kind))
 
 
@@ -158,14 +159,17 @@ def set_machine(value: Machine | str | os.PathLike[str] | None, *, device: torch
 
 
 def sources_in_use() -> dict[str, str]:
-    """Map from kind of device to the `source` of its constants, for the kinds used so far in this process."""
+    """Map each kind of device used so far in this process to the origin of its cost constants.
+
+    For example {"cpu": "builtin"}; the origin is `Machine.source`, the path of a file for constants read from it.
+    """
     return {kind: each.source for kind, each in _in_use.copy().items()}
 
 
 def read_machine(path: Path, kind: str) -> Machine:
-    """Read constants from a JSON file.
+    """Read the cost constants of a kind of device, such as "cpu", from a file that `python -m flexdilated tune` wrote.
 
-    Raises ValueError if it cannot be read or has no constants of this kind of device.
+    Raises ValueError if the file cannot be read or has no constants of this kind of device.
     """
     try:
         data = read_json(path.read_bytes())

@@ -27,10 +27,10 @@ _GAP = 128  # longest gap of absent keys inside a run of keys: one block
 class Plan:
     """How a bound pattern (a pattern with its sizes) is computed: the terms, each computed by one kernel.
 
-    layout: order of the tokens in which the terms expect q, k and v. options: for each distinct branch, the options
-    compared, the chosen one first; a single tuple if all branches are computed together. together: the options that
-    compute all branches together, cheapest first. places: for each term, the indices of its branch among the branches
-    of the pattern, of which equal ones share a term; none for a term of several distinct branches.
+    layout: order of the tokens in which the terms expect q, k and v. options: for each distinct branch (summand of the
+    pattern), the options compared, the chosen one first; a single tuple if all branches are computed together.
+    together: the options that compute all branches together, cheapest first. places: for each term, the indices of the
+    pattern's branches that it computes, several if these are equal; () if the term is for distinct branches together.
     """
 
     bound: Bound
@@ -44,7 +44,7 @@ class Plan:
     def of(
         cls, bound: Bound, layout: Layout, options: tuple[tuple[Option, ...], ...], together: tuple[Option, ...] = ()
     ) -> Plan:
-        """The plan with the terms of the first option of each tuple."""
+        """Return the plan that has the terms of the first option in each tuple of `options`."""
         terms = [(term, first.branch) for first, *_ in options for term in first.terms]
         branches = bound.pattern.branches()
         places = {branch: tuple(i for i, each in enumerate(branches) if each == branch) for _, branch in terms}
@@ -52,7 +52,7 @@ class Plan:
 
     @property
     def shares_rows(self) -> bool:
-        """True if several terms contribute to one row of the output, so that their results are merged by lse."""
+        """True if several terms contribute to one row of the output, which is then merged by log-sum-exp."""
         return len(self.options) > 1 or any(options[0].shares_rows for options in self.options)
 
     @property
@@ -105,8 +105,8 @@ def recommended_layout(
 
     The result depends on the values of run-time tensors that the pattern carries; if they differ by batch entry, costs
     are summed over distinct entries. Inside torch.compile the result is a constant of the graph, for the number of
-    tokens at tracing. Raises ValueError for run-time tensors that are missing or do not fit; inside torch.compile for
-    all patterns with run-time tensors.
+    tokens at tracing. Raises ValueError if run-time tensors are missing or do not fit; inside torch.compile, for every
+    pattern with run-time tensors.
 
     >>> masks.recommended_layout(masks.causal(), 1024, num_heads=4) is None  # natural order is best
     True
@@ -116,15 +116,15 @@ def recommended_layout(
         rate = _recommended_rate(pattern, num_tokens, num_heads, kind)
     elif not (rate := _rate_of_text(pattern.text, num_tokens, num_heads, kind)):
         raise ValueError(
-            "recommended_layout counts with the values of run-time tensors, which a graph being compiled does not "
-            f"have: ask before compiling, and hand over the layout; got {pattern!r}"
+            "recommended_layout needs the values of run-time tensors, which are unknown inside torch.compile; got "
+            f"{pattern!r}; call recommended_layout before compiling, and pass its result as an argument"
         )
     return None if rate == 1 else Layout(num_tokens, rate)
 
 
 @graph_constant
 def _rate_of_text(pattern: str, num_tokens: int, num_heads: int, kind: str) -> int:
-    """Rate of the recommended residue-major order, 1 for natural; 0 for a pattern with run-time tensors."""
+    """Rate of the residue-major order to recommend for a pattern's text, 1 for natural; 0 with run-time tensors."""
     rule = read_text(pattern)
     return 0 if rule.varies else _recommended_rate(rule, num_tokens, num_heads, kind)
 
@@ -167,7 +167,10 @@ def _plan(
 
 
 def _in_natural_order(bound: Bound, candidates: Candidates, choice: Choice | None) -> Plan:
-    """Plan of the `choice` if it is among the options, else of the cheapest: by branch, or all branches together."""
+    """Plan in natural order by `choice`, if that is among the candidates, else by predicted cost.
+
+    The cheapest plan computes either each distinct branch by its cheapest option, or all branches together.
+    """
     layout, together = Layout(bound.num_queries), candidates.together
     chosen = None if choice is None else candidates.chosen(choice)
     found = Plan.of(bound, layout, candidates.branches if chosen is None else chosen, together)
@@ -180,7 +183,7 @@ def _in_natural_order(bound: Bound, candidates: Candidates, choice: Choice | Non
 
 
 def _in_layout(bound: Bound, machine: Machine, layout: Layout, operands: Operands) -> Plan:
-    """Plan that computes every branch by a block list in the order `layout` of the given tokens."""
+    """Plan that computes every branch over all tokens in the order `layout`, which q, k and v already have."""
     name = f"residue {layout.rate}, as given"
     costs = machine, layout, operands
     options = (
@@ -203,8 +206,10 @@ def plan_at(
 ) -> Plan:
     """Plan of attention for tokens at given positions, such as one rank's part of a sequence.
 
-    placement: positions of the rank's queries and keys. Terms number queries by their index in q, and keys by position.
-    The plan's bound has the rank's sizes. The rules of terms allow no pair with a key that the placement lacks.
+    rule: the pattern over positions of the whole sequence. placement: positions of the rank's queries and keys. The
+    rank has heads head_offset to head_offset + num_heads - 1 of num_heads_global. allowed, operands: as in `plan`.
+    Terms number queries by their index in q, and keys by position. The plan's bound has the rank's sizes. The terms
+    allow no pair with a key that the placement lacks.
     """
     # Not `bind`, which rejects rules that name tokens beyond the part: tokens of the whole sequence are valid.
     rule.check_tokens(range(placement.end), range(placement.end))
@@ -232,7 +237,7 @@ def plan_at(
 def _over_all_runs(
     bound: Bound, placement: Placement, device: torch.device | str, operands: Operands | None
 ) -> Plan | None:
-    """Plan with one block list per branch over all runs of positions; None if a branch has no such form."""
+    """Plan whose block lists cover all runs of positions at once; None if `interval_terms` rejects a branch."""
     options, layout = [], Layout(placement.num_queries)
     kind = torch.device(device).type
     costs = machine_of(kind), layout, operands or Operands.usual_on(kind)
@@ -245,7 +250,7 @@ def _over_all_runs(
 
 
 def _placed(term: Term, part: Part, placement: Placement) -> Term:
-    """The term with its queries renumbered from `part` to the placement's, and its keys numbered by position."""
+    """Return a part's term with queries numbered by their index in the placement's q, and keys by position."""
     in_folds = isinstance(term.q, Compact | Folded) and isinstance(term.k, Compact | Folded)
     natural = isinstance(term.q, Layout) and term.q.is_natural
     if isinstance(term, PaddedTerm) or in_folds or (natural and part.gapless):
@@ -269,7 +274,7 @@ def _by_residue(stretches: list[range], rate: int) -> tuple[range, ...]:
 
 
 def _logged(plan: Plan, kind: str, choice: Choice | None) -> Plan:
-    """Log the plan, its kind of device and the options compared; returns the plan."""
+    """Log the plan, its kind of device and the options compared, at debug level; returns the plan."""
     if not debug_wanted():
         return plan
     measured = choice is not None and choice.ways == tuple(way_of(options[0]) for options in plan.options)

@@ -24,8 +24,8 @@ def terms_by_layout(
 ) -> dict[str, list[Term]]:
     """Map from layout name to the terms (parts computed by one kernel) of a branch in that layout.
 
-    residues: include the residue-major order of all tokens. gathered: include terms over only the active tokens of each
-    head.
+    Names are, for example, "natural", "residue 4", "compact" and "tiled 8x16". residues: include the residue-major
+    order of all tokens. gathered: include terms over only the active tokens of each head.
     """
     # Parts of a union are also tried in separate orders; an order for all parts must have few classes.
     most = bound.num_queries // 2 if len(branch.alternatives()) == 1 else min(MAX_RESIDUE_RATE, bound.num_queries)
@@ -41,7 +41,10 @@ def terms_by_layout(
 
 
 def shared_terms(branch: Pattern, multiplicity: int, bound: Bound, rate: int) -> list[Term]:
-    """[one term for all heads], over all tokens in residue-major order of this rate; rate 1 is the natural order."""
+    """Return a list of one term (a part of a plan that one kernel computes), for all heads of a branch.
+
+    It covers all tokens, in residue-major order of this rate; rate 1 is the natural order.
+    """
     aligned = rate == 1 and bound.q_offset == bound.k_offset
     shape: Shape = "dense" if branch == Every() else "causal" if branch == Causal() and aligned else "blocks"
     orders = Layout(bound.num_queries, rate), Layout(bound.num_keys, rate)
@@ -49,7 +52,7 @@ def shared_terms(branch: Pattern, multiplicity: int, bound: Bound, rate: int) ->
 
 
 def masked_term(pattern: Expression, multiplicity: int, bound: Bound) -> Term:
-    """Term that computes all pairs of all heads, weighted by the number of branches that allow each pair."""
+    """Return a term that computes all pairs in one kernel, each weighted by the number of branches that allow it."""
     orders = Layout(bound.num_queries), Layout(bound.num_keys)
     weights = CountedPairs(replace(bound, pattern=pattern))
     term = Term.of(
@@ -59,7 +62,7 @@ def masked_term(pattern: Expression, multiplicity: int, bound: Bound) -> Term:
 
 
 def compact_terms(branch: Pattern, multiplicity: int, bound: Bound) -> list[Term] | None:
-    """Terms over only the active tokens of each head; None if a head's rule has no such form.
+    """Terms over only the tokens that the dilated rule of each head selects; None if a head's rule has no such form.
 
     Equal segments or residue classes are folds, computed as a batch. A head's rule must be an intersection with a
     dilated factor whose segment is a multiple of the other factors' period, or a rule of distances that are all
@@ -113,9 +116,10 @@ def _compact_term(
 
 
 def split_dilated(rule: Pattern) -> tuple[Dilated, Pattern] | None:
-    """(dilated factor, intersection of the other factors), if the latter repeat in every segment; else None.
+    """Split the rule of one head into (dilated factor, intersection of its other factors).
 
-    Of several such dilated factors, the one that leaves the fewest pairs.
+    The period of the other factors must divide the segment length; None if no dilated factor fulfils this. If several
+    do, the result has the one with the least segment / rate**2, which leaves the fewest pairs.
     """
     factors = rule.factors()
     bases = sorted(
@@ -130,7 +134,7 @@ def split_dilated(rule: Pattern) -> tuple[Dilated, Pattern] | None:
 
 
 def _segments(base: Dilated, bound: Bound) -> Iterator[tuple[_Folds, int, int]]:
-    """Yield (folds, first query index, first key index) for each group of equal segments with an active pair."""
+    """Yield (folds, first query index, first key index) for each group of equal segments that have active pairs."""
     assert isinstance(base.offset, int), "a rule for one head has its offset resolved"
     segment = base.segment
     q_begin, k_begin = bound.q_offset, bound.k_offset
@@ -153,7 +157,7 @@ def _segments(base: Dilated, bound: Bound) -> Iterator[tuple[_Folds, int, int]]:
 
 
 def _residue_classes(spacing: int, bound: Bound) -> Iterator[tuple[_Folds, int, int]]:
-    """Yield (folds, first query index, first key index) for each group of residue classes of equal size."""
+    """Yield (folds, first query index, first key index) for each group of equally large residue classes."""
     lead = (bound.q_offset - bound.k_offset) % spacing  # of key indices over query indices, modulo the spacing
     edges = {0, spacing, bound.num_queries % spacing, -lead % spacing, (bound.num_keys - lead) % spacing}
     for begin, end in pairwise(sorted(edges)):
@@ -164,7 +168,10 @@ def _residue_classes(spacing: int, bound: Bound) -> Iterator[tuple[_Folds, int, 
 
 
 def split_causal(terms: Sequence[Term]) -> tuple[Term, ...] | None:
-    """Replace causal terms with block lists by a dense and a triangular term without lists; None if none can be."""
+    """Replace causal terms that have block lists by terms without: keys before all queries, and a causal triangle.
+
+    Returns all terms, with each such term replaced by one or two; None if no term can be replaced.
+    """
     parts = [_parts(term) for term in terms]
     if all(found is None for found in parts):
         return None
@@ -195,7 +202,7 @@ def _parts(term: Term) -> tuple[Term, ...] | None:
 
 
 def tiled_terms(branch: Pattern, multiplicity: int, bound: Bound) -> dict[tuple[int, ...], list[Term]]:
-    """Map from tile shape to [one term for all heads], with tokens ordered by tiles of the grid.
+    """Map from tile shape to a list of one term for all heads, with the grid's tokens ordered tile by tile.
 
     Empty unless the branch is a neighbourhood over its whole grid.
     """
@@ -208,10 +215,11 @@ def tiled_terms(branch: Pattern, multiplicity: int, bound: Bound) -> dict[tuple[
 
 
 def best_tiles(rule: Neighborhood) -> list[tuple[int, ...]]:
-    """The tile shape with the fewest computed pairs, if blocks are tiles; else (an estimate) the best two shapes.
+    """Return the tile shape with the fewest computed pairs; the best two shapes if that number is an estimate.
 
-    Sides are powers of two, and tiles have as many tokens as such tiles in this grid can have, up to the block side. If
-    sides do not divide the grid, blocks extend over several tiles, and the number of pairs is an estimate.
+    Sides are powers of two. Only tiles with the largest number of tokens that is possible in this grid, at most 128 (a
+    block), are compared. If sides do not divide the grid, blocks extend over several tiles, and the number of pairs is
+    an estimate.
     """
     sides = ([1 << power for power in range(min(length, TILE).bit_length())] for length in rule.grid)
     tiles = [tile for tile in product(*sides) if prod(tile) <= TILE]
@@ -222,7 +230,7 @@ def best_tiles(rule: Neighborhood) -> list[tuple[int, ...]]:
 
 
 def _reached(rule: Neighborhood, tile: tuple[int, ...]) -> int:
-    """Number of pairs of a query with the tokens of all tiles that overlap a window of its tile's queries."""
+    """Number of computed pairs if all queries of a tile compute every tile that overlaps the window of any of them."""
     return prod(_reached_along(axis, side) for side, axis in zip(tile, rule.axes, strict=True))
 
 

@@ -24,9 +24,11 @@ _STRIP_ROWS = 256
 
 
 def chains(branches: Mapping[Pattern, int], bound: Bound) -> list[dict[Pattern, int]]:
-    """Group branches (with their multiplicities) greedily into few groups of nested dilated segments.
+    """Partition branches (summands of a pattern) greedily into few groups whose dilated segments nest.
 
-    A branch that nests with no other is a group by itself. `nested_terms` defines nesting.
+    Branches and groups map each branch to its multiplicity. Segments nest if each segment length and rate divides the
+    next, and a token that is active in a branch is active in all earlier ones; they may be combined with causal order.
+    A branch that nests with no other is a group by itself.
     """
     groups: list[dict[Pattern, int]] = []
     for branch, times in sorted(branches.items(), key=lambda item: _size(item[0])):
@@ -114,7 +116,7 @@ class _Chain:
     def table(self, offsets: tuple[int, ...]) -> PairWeights:
         """Weights of pairs within a shortest segment: the number of branches in which both tokens are active.
 
-        offsets: of one head in each branch.
+        offsets: dilation offset of one head in each branch.
         """
         step = self.bases[0].rate
         tokens = range(offsets[0], offsets[0] + self.bases[-1].rate, step)
@@ -123,10 +125,11 @@ class _Chain:
         return PairWeights(tuple(tuple(sum(map(min, q, k)) for k in active) for q in active))
 
     def exactly(self, level: int) -> tuple[int, range]:
-        """(branch, phases): tokens of exactly this level are the branch's active tokens plus one of the phases.
+        """Describe the tokens of exactly this level; a token's level is the last branch in which it is active.
 
-        Level: the last branch in which a token is active. For the last level, phase 0 of the last branch; for other
-        levels, the multiples of the level's rate below the rate of the next branch.
+        Returns (branch, phases): the tokens are those at a distance in `phases` after an active token of the branch.
+        For the last level these are (the last branch, only 0); for other levels, (the next branch, all multiples of the
+        level's rate from that rate up to below the rate of the next branch).
         """
         if level + 1 == len(self.bases):
             return level, range(1)
@@ -134,10 +137,11 @@ class _Chain:
         return level + 1, range(own, upper, own)
 
     def weights(self, first: int, level: int, offsets: tuple[int, ...]) -> tuple[int, ...]:
-        """Weights of keys for queries of this level (the last branch in which they are active).
+        """Weights of keys for queries whose last active branch is `level`; one period of the keys active in `first`.
 
-        For pairs whose first common segment is in branch `first`: the number of branches from `first` to `level` in
-        which a key is active. One period, over the keys active in branch `first`.
+        They are for pairs whose tokens are in one segment in branch `first` but in no earlier branch. The weight is the
+        number of branches from `first` to `level` in which the key is active. offsets: dilation offset of one head in
+        each branch.
         """
         step, last = self.bases[first].rate, self.bases[level].rate
         keys = (offsets[first] + index * step for index in range(last // step))
@@ -166,7 +170,7 @@ def _split(branch: Pattern) -> tuple[Dilated | None, Pattern]:
 
 
 def _segments(length: int, num_tokens: int) -> Iterator[tuple[int, int, int]]:
-    """Yield (first token, number of segments, length): once for the whole segments, once for a shorter last one."""
+    """Yield (first token, number of segments, their length): for all whole segments, then for a shorter last one."""
     whole, tail = divmod(num_tokens, length)
     if whole:
         yield 0, whole, length
@@ -218,8 +222,8 @@ def _rectangles(chain: _Chain, index: int) -> Iterator[_Rectangle]:
 def _terms(chain: _Chain, index: int, rectangle: _Rectangle, weights: list[list[tuple[int, ...]]]) -> Iterator[Term]:
     """Yield the terms of a rectangle of pairs whose first common segment is in branch `index`.
 
-    One term for each level of the queries and each group of heads with equal numbers of active tokens. weights: of the
-    keys, for each level from `index` on and each head.
+    One term for each level (last branch in which the queries are active), each phase of its tokens, and each group of
+    heads with equal numbers of active tokens. weights[level - index][head]: one period of weights of the keys.
     """
     queries, keys, folds, stride = rectangle
     for level, of_heads in enumerate(weights, index):

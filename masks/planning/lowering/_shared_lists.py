@@ -26,28 +26,31 @@ from ._term import Term
 
 
 class SharedListTerm(Term):
-    """Term whose heads share one block list: blocks with pairs of any head; a block is full if full for all heads."""
+    """Term (part of a plan that one kernel computes) whose heads share one block list.
+
+    The list has the blocks in which any head has pairs; a block is full if it is full for all heads.
+    """
 
     @cached_property
     def listed_blocks(self) -> ListedBlocks:
-        """Number of listed blocks over all heads, by kind of row."""
+        """Number of listed blocks times number of heads: full blocks as `plain`, partial ones as `masked`, 0 `runs`."""
         found = cast(Any, self.in_blocks_of(self.block_side, self.block_side))._listed(self.block_side, self.block_side)
         full, partial = (int(each.sum()) * len(self.heads) for each in found)
         return ListedBlocks(0, full, partial)
 
     def pairs_of_heads(self) -> Int64[Tensor, " H"]:
-        """Number of pairs of each head, without multiplicity."""
+        """Number of allowed pairs of each head, not multiplied by the term's multiplicity."""
         raise NotImplementedError  # defined by each kind of term
 
     def counted_pairs(self) -> int:
-        """Number of pairs over all heads, with multiplicity."""
+        """Number of allowed pairs, summed over all heads and multiplied by the term's multiplicity."""
         return self.multiplicity * int(self.pairs_of_heads().sum())
 
     def tables(self) -> tuple[int, ...]:
         return (0,) * len(self.heads)
 
     def hidden(self) -> tuple[Bool[Tensor, "1 H S"] | None, Bool[Tensor, "1 H S"] | None]:
-        """(queries, keys): True at the slots of tokens that are in no pair; None for a side without such tokens."""
+        """Return masks (queries, keys), True at slots of tokens in no allowed pair; None for a mask without True."""
         raise NotImplementedError
 
     def blocks(self, q_block: int, k_block: int, *, settle: bool = True) -> Blocks:
@@ -68,8 +71,8 @@ class SharedListTerm(Term):
 class PaddedTerm(SharedListTerm):
     """Pairs of active tokens of the same dilated segment: all pairs, or causal ones; segments are padded to blocks.
 
-    All heads share one block list: a block is listed if any head has a pair in it, and full if for all heads each of
-    its key slots has a token, which all its queries attend to.
+    All heads share one block list: a block is listed if any head has a pair in it. It is full if, for all heads, each
+    key slot of the block has a token, and all queries of the block attend to these tokens.
     """
 
     q: Padded  # pyright: ignore[reportIncompatibleVariableOverride]
@@ -85,7 +88,7 @@ class PaddedTerm(SharedListTerm):
         return replace(self, q=self.q.in_blocks_of(side), k=self.k.in_blocks_of(side))
 
     def pairs_of_heads(self) -> Int64[Tensor, " H"]:
-        """Number of pairs of each head, without multiplicity."""
+        """Number of allowed pairs of each head, not multiplied by the term's multiplicity."""
         (q_first, q_past), (k_first, k_past) = self.q.held(), self.k.held()
         keys = k_past - k_first
         if not self.is_causal:
@@ -121,7 +124,7 @@ class PaddedTerm(SharedListTerm):
         return listed & whole, listed & ~whole
 
     def hidden(self) -> tuple[Bool[Tensor, "1 H S"] | None, Bool[Tensor, "1 H S"] | None]:
-        """(queries, keys): True at the slots of tokens that are in no pair; None for a side without such tokens."""
+        """Return masks (queries, keys), True at slots of tokens in no allowed pair; None for a mask without True."""
         (q_first, q_past), (k_first, k_past) = self.q.held(), self.k.held()
         no_queries, no_keys = q_first >= q_past, k_first >= k_past
         lonely_q = torch.where(no_keys, q_past, k_first.minimum(q_past) if self.is_causal else q_first)
@@ -161,7 +164,7 @@ def _of_segments(
     *,
     is_causal: bool,
 ) -> MaskMod:
-    """mask_mod that allows keys in the query's segment whose slot has a token; with `is_causal` only slots k <= q.
+    """Return a mask_mod that allows the key slots with tokens in the query's segment; if `is_causal`, only k <= q.
 
     width: slots of a segment. begins, counts, ends: for each head the first slot with a token, the number of slots with
     tokens in a segment, and one past the last slot with a token.
@@ -183,8 +186,8 @@ def _of_segments(
 def padded_terms(branch: Pattern, multiplicity: int, bound: Bound, *, side: int = Term.block_side) -> list[Term] | None:
     """One term for each group of heads with equal segments, rates and inner rule; None if a head's rule does not fit.
 
-    A head's rule must be dilated segments of rate above 1, with all pairs or causal order inside. Padded to blocks of
-    this side, the active tokens of a segment must have at most half of the segment's pairs.
+    A head's rule must be dilated segments of rate above 1, with all pairs or causal order inside. If a segment has w
+    slots, its active tokens padded to whole blocks of `side` slots, 2 * w**2 must be at most segment**2.
     """
     groups: dict[tuple[Pattern, int, int], list[tuple[int, int]]] = {}
     for head in range(bound.num_heads):
@@ -207,18 +210,21 @@ def padded_terms(branch: Pattern, multiplicity: int, bound: Bound, *, side: int 
     return terms
 
 
-_LEAST_SEGMENT = 1 << 20  # shorter ones are not cut: programs of all lengths share their numbers
+_LEAST_SEGMENT = 1 << 20  # shorter segments are not cut, so that graphs compiled for all lengths share these numbers
 
 
 def _sides(offsets: tuple[int, ...], segment: int, rate: int, bound: Bound) -> tuple[Padded, Padded] | None:
-    """(query order, key order) of the segments that have both queries and keys; None if there is no such segment."""
+    """Return (query order, key order) of the segments with queries and keys; None if no query or no key is active.
+
+    offsets: dilation offset of each head. segment, rate: segment length and dilation rate.
+    """
     begins = bound.q_offset, bound.k_offset
     ends = begins[0] + bound.num_queries, begins[1] + bound.num_keys
     first, past = max(begins) // segment, (min(ends) - 1) // segment + 1
     if first >= past:
         return None
     start, stop = first * segment, past * segment
-    if past == first + 1:  # lists are as long as the segment, of which later tokens do not exist
+    if past == first + 1:  # lists cover whole segments: cut a single one to existing tokens
         segment = min(segment, max(_LEAST_SEGMENT, 1 << (max(ends) - start - 1).bit_length()))
     q, k = (
         Padded(
@@ -231,14 +237,20 @@ def _sides(offsets: tuple[int, ...], segment: int, rate: int, bound: Bound) -> t
 
 
 class IntervalTerm(SharedListTerm):
-    """Term whose queries attend each to the keys in one interval of slots; tokens are numbered by position."""
+    """Term (part of a plan that one kernel computes) in which each query attends to one interval of key slots.
+
+    Tokens are numbered by position.
+    """
 
     q: Held  # pyright: ignore[reportIncompatibleVariableOverride]
     k: Held  # pyright: ignore[reportIncompatibleVariableOverride]
 
     @cached_property
     def limits(self) -> tuple[Int64[Tensor, "T Q"], Int64[Tensor, "T Q"]]:
-        """(low, high) for each table T and query: its keys are in slots low to high - 1; low == high if it has none."""
+        """Return (low, high): the query attends to key slots low to high - 1, to none if low == high.
+
+        A table T is a row of slots that several heads may share.
+        """
         queries, keys = self.q.positions, self.k.positions
         first, past = _interval(self.rule.factors(), queries)
         known = torch.where(keys < 0, torch.iinfo(torch.int64).max, keys)
@@ -249,7 +261,7 @@ class IntervalTerm(SharedListTerm):
         return replace(self, q=self.q.in_blocks_of(q_block), k=self.k.in_blocks_of(k_block))
 
     def pairs_of_heads(self) -> Int64[Tensor, " H"]:
-        """Number of pairs of each head, without multiplicity."""
+        """Number of allowed pairs of each head, not multiplied by the term's multiplicity."""
         low, high = self.limits
         return (high - low).sum(1)[list(self.q.rows)]
 
@@ -273,7 +285,7 @@ class IntervalTerm(SharedListTerm):
         return full[None], ((touched.cumsum(1)[:, :-1] > 0) & ~full)[None]
 
     def hidden(self) -> tuple[Bool[Tensor, "1 H Q"] | None, Bool[Tensor, "1 H K"] | None]:
-        """(queries, keys): True at the slots of tokens that are in no pair; None for a side without such tokens."""
+        """Return masks (queries, keys), True at slots of tokens in no allowed pair; None for a mask without True."""
         low, high = self.limits
         steps = torch.zeros(len(low), self.k.num_slots + 1, dtype=torch.int64)
         one = (high > low).long()
@@ -334,7 +346,7 @@ def _is_interval(factor: Pattern) -> bool:
 
 
 def _interval(factors: tuple[Pattern, ...], query: Int64[Tensor, "H Q"]) -> tuple[Tensor, Tensor]:
-    """(first, past): key positions first to past - 1 are allowed for each query position."""
+    """Return (first, past): each query position may attend to key positions first to past - 1, by all factors."""
     first, past = torch.zeros_like(query), torch.full_like(query, torch.iinfo(torch.int64).max)
     for factor in factors:
         if isinstance(factor, Dilated):

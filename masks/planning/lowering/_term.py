@@ -28,7 +28,7 @@ _Table = tuple[tuple[int, ...], ...]
 
 @dataclass(frozen=True)
 class KeyWeights:
-    """Integer weight of a pair by its key slot; `periods`: for each head the weights of one period of slots."""
+    """Integer weights of pairs, by head and key slot: the weight is periods[head][k slot % len(periods[head])]."""
 
     periods: tuple[tuple[int, ...], ...]
 
@@ -48,8 +48,8 @@ class KeyWeights:
 class PairWeights:
     """Periodic integer weight of a pair (q slot, k slot), equal for all heads: table[q % period][k % period].
 
-    For causal terms whose queries are at the last of the key slots. The period is the side of the square table, and the
-    first query slot is a multiple of it.
+    For causal terms whose queries are the tokens of the last key slots. The period is the side of the square table, and
+    the key slot of the first query is a multiple of it.
     """
 
     table: _Table
@@ -63,7 +63,7 @@ class PairWeights:
         return int((table[q % len(table)][:, k % len(table)] * (k <= q[:, None])).sum())
 
     def bias(self, num_queries: int, num_keys: int, dtype: torch.dtype) -> Float[Tensor, "1 Q K"]:
-        """Log of the weights, to be added to attention scores; -inf for keys after the query. A view of a cache."""
+        """Log of the weights, to be added to attention scores, -inf for keys after the query; a view of a cache."""
         period, lead = len(self.table), num_keys - num_queries
         table, shift = self._least_shifted
         rows, before = _power_of_two(num_queries), _power_of_two(lead) if lead else 0
@@ -77,7 +77,7 @@ class PairWeights:
 
     @cached_property
     def _least_shifted(self) -> tuple[_Table, int]:
-        """(smallest of the cyclically shifted tables, its shift): a common key for tables that differ by a shift."""
+        """(least cyclic shift of the table, its shift): tables that differ by a shift share the first."""
         return min((_shifted_table(self.table, shift), shift) for shift in range(len(self.table)))
 
 
@@ -196,7 +196,7 @@ class Term:
         heads: tuple[int, ...],
         weights: Weights | None = None,
     ) -> Term:
-        """Term of these heads, with the offsets of a bound pattern."""
+        """Return a term whose head and position offsets, and global number of heads, are those of `bound`."""
         numbers = multiplicity, heads, bound.head_offset, bound.num_heads_global
         return cls(rule, shape, *numbers, q, k, bound.q_offset, bound.k_offset, weights)
 
@@ -209,7 +209,10 @@ class Term:
         return self
 
     def portions(self, most_slots: int) -> tuple[Term, ...]:
-        """Split by heads and folds into terms of at most `most_slots` slots, over heads and folds, if possible."""
+        """Split the term into terms over fewer heads and folds, of at most `most_slots` slots in all heads and folds.
+
+        A term of one head and fold may exceed this. Returns (self,) for orders other than `Compact`.
+        """
         if not isinstance(self.q, Compact) or not isinstance(self.k, Compact):
             return (self,)
         slots = max(self.q.num_slots, self.k.num_slots)
@@ -234,7 +237,7 @@ class Term:
         return None if self.weights is None else self.weights.bias(self.q.num_slots, self.k.num_slots, dtype)
 
     def counted_pairs(self) -> int:
-        """Number of allowed pairs over heads and folds, times multiplicity and weights. Not for block lists."""
+        """Number of allowed pairs over heads and folds, times multiplicity and weights; not for block lists."""
         queries, keys, heads = self.q.num_slots, self.k.num_slots, len(self.heads)
         if self.weights is not None:
             pairs = self.weights.counted(queries, keys) * (heads if isinstance(self.weights, PairWeights) else 1)
@@ -248,9 +251,9 @@ class Term:
 
     @cached_property
     def listed_blocks(self) -> ListedBlocks:
-        """Number of computed blocks over all heads and folds, by kind of row; for block lists an estimate.
+        """Number of computed blocks over all heads and folds, by kind of row (query block) as in `ListedBlocks`.
 
-        If run-time tensors differ by batch entry, only the first entry is counted.
+        An estimate for block lists. If run-time tensors differ by batch entry, only the first entry is counted.
         """
         problems = len(self.heads) * self.folds
         rows, columns = (-(-side.num_slots // self.block_side) for side in (self.q, self.k))
@@ -263,7 +266,7 @@ class Term:
         return ListedBlocks(*(blocks * problems for blocks in found))
 
     def tables(self) -> tuple[int, ...]:
-        """Index of each head's block table; heads with equal rules over slots share one."""
+        """Index of the block table of each head; heads with equal rules over slots share a table."""
         seen: dict[object, int] = {}
         return tuple(seen.setdefault(self._identity(index), len(seen)) for index in range(len(self.heads)))
 
@@ -306,10 +309,11 @@ class Term:
         return self.repeated(torch.tensor([q_tokens]), torch.tensor([k_tokens]))
 
     def at_origin(self) -> Term:
-        """Term with the same block lists, shifted by whole periods of its rule to the lowest positions.
+        """Return fold 0 of the term alone, shifted by whole periods of its rule to the lowest positions.
 
-        Terms over folds or active tokens that differ only by such a shift and by multiplicity become equal, and so
-        share cached calls. Terms over all tokens are returned unchanged.
+        Its block lists equal those of the term, and its multiplicity is 1. Terms over folds or active tokens that
+        differ only by such a shift, by their folds and by multiplicity become equal, and so share cached kernel calls.
+        Terms over all tokens are returned unchanged.
         """
         if isinstance(self.q, Folded) and isinstance(self.k, Folded):
             offsets = self.q_offset + self.q.first, self.k_offset + self.k.first
@@ -329,7 +333,11 @@ class Term:
         return 0 if period is None else position // period * period
 
     def blocks(self, q_block: int, k_block: int, *, settle: bool = True) -> Blocks:
-        """Block lists over the slots of one fold, with a table for each distinct rule of a head."""
+        """Return the block list over the slots of one fold, with a table for each distinct rule of a head.
+
+        settle: evaluate pairs of blocks that bounds leave undecided. Otherwise a listed block may have no allowed pair,
+        and a full one may be listed as partial.
+        """
         square = self._square(q_block, k_block)
         if square is not None:
             return repeat_blocks(
@@ -372,7 +380,7 @@ class Term:
 
 
 def _select(pieces: Pieces, tables: tuple[int, ...]) -> Pieces:
-    """The pieces with `firsts` only for these heads, a row for each; a row shared by all heads is expanded."""
+    """Return the pieces with the rows of `firsts` at these indices of heads; a row shared by all heads is repeated."""
     shared = len(pieces.firsts) == 1
     firsts = pieces.firsts.expand(len(tables), -1) if shared else pieces.firsts[list(tables)]
     return replace(pieces, firsts=firsts)

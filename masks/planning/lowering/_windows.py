@@ -40,7 +40,11 @@ def cut_of(branch: Pattern, bound: Bound) -> tuple[Pattern, Windows] | None:
 
 
 def over_all(rest: Pattern, windows: Windows, bound: Bound) -> Pattern | None:
-    """`rest`, if a single window contains all queries and keys and numbers positions as the bound does; else None."""
+    """Return the rule inside windows, `rest`, as a rule over all tokens, if there is a single window of all of them.
+
+    It is simplified for the bound's positions. None for several windows, or if the window does not contain all queries
+    and keys, or numbers positions in another way than the bound.
+    """
     if len(windows) != 1:
         return None
     rest, part = _part(rest, bound, windows)
@@ -58,7 +62,8 @@ def window_terms(
 ) -> list[Term] | None:
     """Terms that compute the rule `rest` inside each window; None if there are too many kinds of windows.
 
-    weighed: function that chooses the terms of a large window by cost. any_number: do not limit the kinds of windows.
+    A kind is the windows of equal lengths that start at one phase of the rule's period. weighed: function that chooses
+    the terms of a large window by cost. any_number: do not limit the number of kinds.
     Limits otherwise: as many kinds as there can be distinct lengths, plus `_MOST_LISTS` (windows of one length may
     start at different phases of the rule); and `_MOST_LISTS` kinds with block lists.
     """
@@ -87,7 +92,8 @@ def window_terms(
 class _Cut:
     """A rule as the intersection of `rest` and the pairs that a run-time tensor `table` allows.
 
-    from_start: True if `rest` counts positions from the start of a document, False from 0; None if that has no effect.
+    from_start: True if `rest` counts positions from the start of a document, False if it counts from 0, None if both
+    give equal masks.
     """
 
     rest: Pattern
@@ -95,7 +101,7 @@ class _Cut:
     from_start: bool | None
 
     def beside(self, others: Sequence[Pattern]) -> _Cut | None:
-        """Intersection with other rules, which count positions from 0; None if both depend on where positions start."""
+        """Return the intersection with rules that count positions from 0; None if it would need two origins."""
         free = all(each.period() == 1 for each in others)
         if self.from_start and not free:
             return None
@@ -133,7 +139,7 @@ def _composed(rule: Or | PerHead | HeadGroups, parts: tuple[Pattern, ...]) -> Pa
 
 
 def _part(rest: Pattern, bound: Bound, windows: Windows) -> tuple[Pattern, Bound]:
-    """(rule, bound) of the first window, shifted by periods of the rule to the lowest positions."""
+    """(simplified rule, bound) of the first window, shifted by whole periods of the rule to the lowest positions."""
     first = windows.select(slice(1))
     origin = int(first.counted_from(rest.period()))
     q, k = (range(int(a), int(b)) for a, b in ((first.q_start, first.q_stop), (first.k_start, first.k_stop)))
@@ -156,7 +162,10 @@ def _plainest(rest: Pattern, q: range, k: range) -> Pattern:
 
 
 def _lower(rest: Pattern, multiplicity: int, part: Bound, weighed: Weighed, *, any_number: bool) -> Sequence[Term]:
-    """Terms of a small window, without comparing costs: by inner windows, else over active tokens, else natural."""
+    """Terms of a small window, without comparing costs.
+
+    They use windows inside of it if there are any, else its active tokens, else all tokens in natural order.
+    """
     cut = cut_of(rest, part)
     terms = None if cut is None else window_terms(*cut, multiplicity, part, weighed, any_number=any_number)
     if terms is None:
@@ -165,7 +174,10 @@ def _lower(rest: Pattern, multiplicity: int, part: Bound, weighed: Weighed, *, a
 
 
 def _together(alike: Windows, num_heads: int) -> Iterator[Windows]:
-    """Yield groups of equal windows to compute as the folds of one term; large, unevenly spaced ones singly."""
+    """Yield groups of these equal windows, each to be computed as the folds (a batch) of one term.
+
+    It is a single group, or, for large windows at uneven distances, one group for each window.
+    """
     starts = alike.q_start
     uneven = bool((starts.diff() != starts.diff()[:1]).any())
     length = max(int(alike.q_stop[0] - starts[0]), int(alike.k_stop[0] - alike.k_start[0]))
@@ -176,7 +188,7 @@ def _together(alike: Windows, num_heads: int) -> Iterator[Windows]:
 
 
 def one_after_another(pattern: Expression, num_tokens: int, batch: int) -> Any:
-    """Rule for all batch entries, of `num_tokens` tokens each, concatenated to one sequence; None if there is none.
+    """Return a rule for the concatenation of all batch entries, of `num_tokens` tokens each; None if there is none.
 
     Run-time documents separate the entries; all other factors must repeat from entry to entry.
     """

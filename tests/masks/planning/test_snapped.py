@@ -155,8 +155,8 @@ def test_what_was_done_is_told():
     )
     assert masks.snapped(pattern, 64).changes == (
         "local_window(left=100, right=0) -> local_window(left=127, right=0)",
-        "first_tokens(4) is left as it is: there is no rule for it",
-        "~local_window(left=9, right=9) is left as it is: more pairs inside of a complement would be fewer outside",
+        "first_tokens(4) is unchanged: there is no rule to round its sizes",
+        "~local_window(left=9, right=9) is unchanged: rounding up sizes under ~ would allow fewer pairs",
     )
     uneven = masks.snapped(masks.dilated(10, 4) + masks.longnet((16,), (2,), padding="zeros"), 64)
     assert uneven.pattern == masks.dilated(10, 4) + masks.longnet((16,), (2,), padding="zeros")
