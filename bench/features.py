@@ -1,4 +1,4 @@
-"""What a call may ask for besides a pattern: the price of score functions and of values of another head dim."""
+"""What a call may ask for besides a pattern: the price of score functions, dropout and values of another head dim."""
 
 from __future__ import annotations
 
@@ -48,6 +48,10 @@ def with_learned_table(rule: Rule, size: Size, engine: str | None = None) -> Att
     return partial(fd.attend, pattern=rule.pattern(), score_mod=table, engine=engine)
 
 
+def with_dropout(rule: Rule, size: Size, engine: str | None = None) -> Attention:
+    return partial(fd.attend, pattern=rule.pattern(), dropout_p=0.1, engine=engine)
+
+
 def narrow_values(rule: Rule, size: Size, engine: str | None = None) -> Attention:
     """Values of two thirds of the keys' head dim, as in multi-head latent attention; zeros pad the output."""
     width, pattern = size.head_dim * 2 // 3, rule.pattern()
@@ -59,20 +63,29 @@ def without(rule: Rule, size: Size) -> Attention:
 
 
 # Head dims in units of the size's: values of 128 channels for keys of 192.
-FEATURES = {"ALiBi": (with_alibi, 1), "a learned table": (with_learned_table, 1), "narrow values": (narrow_values, 3)}
+FEATURES = {
+    "ALiBi": (with_alibi, 1),
+    "a learned table": (with_learned_table, 1),
+    "dropout": (with_dropout, 1),
+    "narrow values": (narrow_values, 3),
+}
 _VERIFIED_TOKENS = 512
 
 
 @measure("C20", rules=_SMALL, size=Size(128, num_heads=2, head_dim=12, repeats=1))
 def features(rules: tuple[Rule, ...] = _RULES, size: Size = Size(4096, num_heads=8, repeats=7)) -> Iterator[Row]:
-    """What does a learned bias cost, or a value of another head dim than its key, over the pattern alone?
+    """What do a learned bias, dropout, or values of another head dim than keys cost, over the pattern alone?
 
     Forward and backward; the pattern alone is computed by the fast kernels.
     """
     for rule, (name, (make, times)) in product(rules, FEATURES.items()):
         own = replace(size, head_dim=size.head_dim * times)
         few = replace(own, num_tokens=min(own.num_tokens, _VERIFIED_TOKENS))
-        found, exact = (make(rule, few, engine)(*Problem.draw(few).qkv) for engine in (None, "reference"))
+        found, exact = (
+            make(rule, few, engine)(*Problem.draw(few).qkv)
+            for engine in (None, "reference")
+            for _ in [torch.manual_seed(0)]  # equal draws of dropout
+        )
         assert_near(name, found, exact)
         problem = Problem.draw(own)
         ways = {name: partial(make, rule, own), "without": partial(without, rule, own)}

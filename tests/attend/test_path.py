@@ -89,7 +89,15 @@ def as_elsewhere() -> None:
     flex(x, x, x, [], key, scale=1.0, score_mod=None, sinks=None, return_lse=True)
 
 
-@pytest.mark.parametrize(("block", "run", "skipped"), [(0, on_cpu, 0), (1, as_elsewhere, 1)], ids=["tiles", "flex"])
+def by_portable() -> None:
+    q, k, v = (torch.randn(1, 2, 70, 16, requires_grad=True) for _ in range(3))
+    torch.autograd.grad(fd.attend(q, k, v, PATTERN, dropout_p=0.1).sum(), (q, k, v))
+
+
+RUNS = {"tiles": (0, on_cpu, 0), "flex": (1, as_elsewhere, 1), "portable": (2, by_portable, 0)}
+
+
+@pytest.mark.parametrize(("block", "run", "skipped"), RUNS.values(), ids=RUNS)
 def test_the_page_tells_the_path(block, run, skipped, monkeypatch):
     monkeypatch.setattr(_flex, "_compiled", lambda device, function: uncompiled)
     masks.cache().clear()
