@@ -56,11 +56,11 @@ class Stats:
     measured: int
 
     def to_data(self) -> dict[str, Any]:
-        """Dictionaries, lists, numbers and text, for JSON."""
+        """All fields as a dict of dicts, lists, numbers and text, for JSON."""
         return json.loads(json.dumps(asdict(self)))
 
     def __str__(self) -> str:
-        """One section per field, under its name, in the order of the fields."""
+        """Text with three sections: plan cache, buffer pools, and sources of machine constants and options."""
         parts = {
             "Plan cache": str(self.cache),
             "Buffer pools": _pool_table(self.pools),
@@ -70,7 +70,7 @@ class Stats:
 
 
 def stats() -> Stats:
-    """Cache, pools and sources of plans of this process at this moment.
+    """Statistics of this process at this moment: plan cache, buffer pools, and sources of the plans' machine constants.
 
     Builds, imports and measures nothing. Raises ValueError if the cache's environment variables are invalid.
 

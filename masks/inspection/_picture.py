@@ -31,7 +31,8 @@ _MOST_TICKS, _TICK_ROOM, _TICK_GAP = 6, 40, 14  # ticks on an axis; pixels for a
 class Axis:
     """Query or key axis of a window: `slots` drawn, in cells of `cell` slots and `pixels` pixels.
 
-    Cells begin at multiples of `cell`, so the first and last cell may extend beyond the window.
+    A slot is a token's place in the order that is drawn. Cells begin at multiples of `cell`, so the first and last cell
+    may extend beyond the window.
     """
 
     slots: range
@@ -119,9 +120,10 @@ def _axis(slots: range, scale: int, block: int, size: int) -> Axis:
 
 @dataclass(frozen=True)
 class WindowBlocks:
-    """The blocks that overlap a window: `cells` with one cell for each block, and `state`: EMPTY, PARTIAL or FULL.
+    """The blocks that overlap a window, with their counts of allowed pairs.
 
-    As in block lists, a block cut short by the end of the sequence is never FULL.
+    cells: counts, one cell for each block. sides: (query side, key side) of a block. state: EMPTY, PARTIAL or FULL. As
+    in block lists, a block cut short by the end of the sequence is never FULL.
     """
 
     cells: Cells
@@ -155,10 +157,11 @@ class WindowBlocks:
 
 @dataclass(frozen=True)
 class Panel:
-    """One head in one order of tokens.
+    """Contents of the picture of one head in one order of tokens.
 
-    share: for each cell the mean over its pairs of the number of branches that allow the pair; with `blocks` the
-    fraction of pairs that any branch allows.
+    rate: rate of the residue-major order, 1 in natural order. blocks: None if no blocks are drawn. share: for each cell
+    the mean over its pairs of the number of branches that allow the pair; with `blocks` the fraction of pairs that any
+    branch allows.
     """
 
     head: int

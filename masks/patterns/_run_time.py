@@ -246,7 +246,7 @@ def run_time_leaves(pattern: Expression) -> tuple[RunTime, ...]:
 
 
 def named(leaf: Pattern) -> Pattern:
-    """Return the leaf pattern without its run-time tensor or values, which are left by name; other leaves unchanged."""
+    """Return the leaf with only the name of its run-time tensor, not its values; return other leaves unchanged."""
     if isinstance(leaf, Table):
         return leaf if leaf.source is None else leaf.source
     return replace(leaf, given=None) if isinstance(leaf, RunTime) else leaf

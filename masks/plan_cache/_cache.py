@@ -45,7 +45,10 @@ class Limits:
 
 @dataclass(frozen=True)
 class Holding:
-    """Number of cache entries of one kind, and the bytes of their tensors."""
+    """Number of cache entries of one kind, and the bytes of their tensors.
+
+    name: the kind, such as "masters" or "copies on cuda:0".
+    """
 
     name: str
     entries: int
@@ -107,8 +110,8 @@ class Entry:
     """A cached value, with its size in bytes and its place in the order of eviction.
 
     pattern: texts of the patterns it depends on, concatenated. device: the device of a copy made from other cached
-    values; None for a value that is no copy. line: all copies, or all other entries, least recently used first. Entries
-    hash by identity, which is faster than by key.
+    values; None for a value that is no copy. line: the cache's order of eviction of copies, or of other entries, with
+    this entry; least recently used first. Entries hash by identity, which is faster than by key.
     """
 
     key: Hashable
@@ -376,8 +379,7 @@ def cache() -> Cache:
     """Return the process-wide cache of plans and block lists.
 
     Environment variables FLEXDILATED_CACHE_BYTES and FLEXDILATED_CACHE_ENTRIES set its initial budgets, by default 1
-    GiB and 16,384 entries.
-    Raises ValueError if one is not a whole number.
+    GiB and 16,384 entries. Raises ValueError if one is not a whole number.
 
     >>> masks.cache().clear()
     """
