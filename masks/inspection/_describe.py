@@ -197,7 +197,10 @@ def describe(
 
 @plans
 def describe_plan(plan: Plan, *, head_dim: int) -> Description:
-    """Describe an existing plan, as `describe` does. Raises ValueError for block lists over more than 134,217,728 queries or keys."""
+    """Describe an existing plan, as `describe` does for a pattern.
+
+    Raises ValueError for block lists over more than 134,217,728 queries or keys.
+    """
     bound, most = plan.bound, max(plan.bound.num_queries, plan.bound.num_keys)
     listed = any(term.shape == "blocks" for chosen, *_ in plan.options for term in chosen.terms)
     if listed and most > MOST_DESCRIBED:
