@@ -260,7 +260,7 @@ def _draw_maps(figure: Figure, heads: Tensor, places: Tensor) -> None:
 
 
 def _grid(places: Tensor) -> tuple[Tensor, Tensor] | None:
-    """(column and row of each token, grid steps along x and y) if coordinates form a grid; else None."""
+    """(column and row of each token, grid steps along x and y) if the (x, y) `places` form a grid; else None."""
     gaps = [along.unique().diff() for along in places.T]
     step = torch.stack([each.min() if len(each) else places.new_ones(()) for each in gaps])
     exact = (places - places.min(0).values) / step

@@ -23,10 +23,12 @@ _POOL_MODULE = "flexdilated.distributed.wire._pool"
 
 @dataclass(frozen=True)
 class PoolStats:
-    """Settings and statistics of a live `distributed.BufferPool`, since its last reset.
+    """Settings and statistics of a live `distributed.BufferPool`; peaks and counts are since its last reset.
 
-    threshold_bytes: size of the smallest buffer that it leases; None: it leases none. budget_bytes: None for no
-    budget. Other fields: as in its `statistics`.
+    threshold_bytes: size of the smallest buffer that it leases; None: it leases none. budget_bytes: None for no budget.
+    allocated_bytes: of all buffers, leased and idle. leased_bytes: requested by open leases. num_allocations: leases
+    that needed new memory. num_plain: tensors that torch allocated without a lease. reuse_rate: share of leases without
+    new memory.
     """
 
     name: str

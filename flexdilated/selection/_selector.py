@@ -178,7 +178,7 @@ class BlockSelector(nn.Module):
         return self.selected(q, k, coarse, own, call)
 
     def rule(self, within: Pattern | None) -> Pattern:
-        """Intersection of the selector's `within` and the call's; None in a call adds no restriction."""
+        """Intersection of the selector's `within` and this `within`; None adds no restriction."""
         return self.within if within is None else self.within & _set_pattern("within", within)
 
     def with_always(self, rule: Pattern) -> Pattern:

@@ -138,7 +138,7 @@ class UnsupportedError(Exception):
 class _Recorder(TorchDispatchMode):
     """Dispatch mode that adds each operation on a traced tensor to a program; other operations are only computed.
 
-    inputs: (node index, tensor) of the tensors traced at first.
+    inputs: (node index, tensor) of each tensor to trace; results of operations on them are traced, too.
     """
 
     def __init__(self, program: Program, inputs: list[tuple[int, Tensor]]) -> None:

@@ -216,7 +216,7 @@ def shade(
 
 
 def axis_ticks(window: Window, *, letter: float) -> tuple[dict[int, str], dict[int, str]]:
-    """(query labels, key labels): maps from round slots to labels of ticks; letter: width of a letter in pixels."""
+    """(query labels, key labels): maps from slots with ticks, round numbers, to text; letter: width of one in pixels."""
     q, k = window
     rows = _ticks(q.slots, max(1, min(_MOST_TICKS, q.length // _TICK_ROOM)))
     most = _MOST_TICKS
@@ -230,7 +230,7 @@ def axis_ticks(window: Window, *, letter: float) -> tuple[dict[int, str], dict[i
 
 
 def _ticks(slots: range, most: int) -> list[int]:
-    """Slots of ticks, at most `most` steps: quarters of the window if these are round, else other round slots."""
+    """Slots with ticks, about `most`: quarters of the window if it begins at a multiple of one, else round numbers."""
     quarter = len(slots) // 4
     if most >= 4 and quarter and len(slots) % 4 == 0 and slots.start % quarter == 0:
         return list(range(slots.start, slots.stop + 1, quarter))

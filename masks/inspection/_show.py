@@ -232,7 +232,7 @@ def _even(slots: int, most: int) -> int:
 
 
 def _labels(window: Sequence[range], size: tuple[int, int]) -> tuple[dict[int, str], dict[int, str]]:
-    """(query labels, key labels): maps from round slots to labels, for a map of `size` = (lines, columns)."""
+    """(query labels, key labels): maps from round-numbered slots to text, for a map of `size` (lines, columns)."""
     most = size[0] // _TICK_ROWS, size[1] // _TICK_COLUMNS
     sides = [
         [slot for slot in round_places(slots, number) if slot in slots]

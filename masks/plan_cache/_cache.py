@@ -75,7 +75,7 @@ class CacheStats:
 
     @property
     def entries(self) -> int:
-        """Number of all entries, masters and copies."""
+        """Number of all entries: plans and block lists (masters), and tensors made from them (copies)."""
         return self.masters.entries + sum(holding.entries for holding in self.copies)
 
     @property
@@ -238,7 +238,7 @@ class Cache:
         return CacheStats(*counts, masters, tuple(copies), limits)
 
     def __repr__(self) -> str:
-        """Return entries and bytes, with the budgets.
+        """Return a text with the numbers of entries and bytes, and the budgets of both.
 
         It takes no lock, so that a debugger can call it at any time.
         """
