@@ -216,7 +216,7 @@ def shade(
 
 
 def axis_ticks(window: Window, *, letter: float) -> tuple[dict[int, str], dict[int, str]]:
-    """(query labels, key labels): maps from slots with ticks, round numbers, to text; letter: width of one in pixels."""
+    """(query labels, key labels): maps from slots with ticks, round numbers, to text; letter: its width in pixels."""
     q, k = window
     rows = _ticks(q.slots, max(1, min(_MOST_TICKS, q.length // _TICK_ROOM)))
     most = _MOST_TICKS
