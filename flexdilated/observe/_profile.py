@@ -17,9 +17,9 @@ _ROWS = 50  # shown of a table
 
 
 def folder_from_environment() -> Path | None:
-    """The folder in FLEXDILATED_PROFILE, which need not exist yet; None if the variable is not set.
+    """The folder that FLEXDILATED_PROFILE names, which need not exist yet; None if the variable is empty or not set.
 
-    Raises ValueError if it is not a folder, or cannot be made or written to.
+    Raises ValueError for a path that is no folder, or that cannot be made or written to.
     """
     named = os.environ.get(VARIABLE)
     if not named:
@@ -32,9 +32,10 @@ def folder_from_environment() -> Path | None:
 
 
 def profile_process() -> None:
-    """Profile from now to the end of the process, if the variable is set. Raises ValueError for a bad folder.
+    """Profile the process from now to its end, if FLEXDILATED_PROFILE names a folder; write the profile there.
 
-    Records the work of the main thread and its backward passes. torch allows one profiler per process.
+    Records the work of the main thread and its backward passes. torch allows one profiler per process. Raises
+    ValueError for a folder that cannot be made or written to.
     """
     folder = folder_from_environment()
     if folder is None:
@@ -49,7 +50,10 @@ def profile_process() -> None:
 
 
 def _write(folder: Path, profiler: profile, seconds: float) -> None:
-    """Write `PID.trace.json.gz`, and `PID.txt` with peaks of memory, and operators by time and by memory."""
+    """Write `PID.trace.json.gz`, a trace, and `PID.txt` with memory peaks and tables of operators by time and memory.
+
+    PID is the process's number. seconds: duration of the profile.
+    """
     profiler.stop()
     profiler.export_chrome_trace(str(folder / f"{os.getpid()}.trace.json.gz"))
     operators, on_device = profiler.key_averages(), torch.accelerator.is_available()

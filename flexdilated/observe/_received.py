@@ -50,16 +50,18 @@ def attention_received(
 ) -> Float[Tensor, "B H M"]:
     """Attention that each key receives: sum over queries of multiplicity * exp(score - lse), per query head.
 
-    lse: as `attend(q, k, v, pattern, return_lse=True)` returns it; other arguments: as in that call. A query
-    distributes 1 over its keys, and nothing if its lse is -inf. So a head's entries sum to the number of its queries
-    with keys, less the share of sinks and zero keys, which the lse includes. If the lse covers more keys than k, the
-    result is the share of the keys in k.
+    multiplicity: number of the pattern's branches that allow the pair. lse: as `attend(q, k, v, pattern,
+    return_lse=True)` returns it; other arguments: as in that call. A query distributes 1 over its keys, and nothing if
+    its lse is -inf. So a head's entries sum to the number of its queries with keys, less the share of sinks and of zero
+    keys (of padding="zeros"), which the lse includes. If the lse covers more keys than k, the result is the share of
+    the keys in k.
 
     Uses as much memory as a backward pass, and no N x M matrix. The result is float32, or float64 for float64 inputs,
     and has no gradient. On CPU half precision is computed in float32; on accelerators engine="flex" rounds the result
     to half.
 
-    engine: as in `attend`, except that "flex" has no backward on CPU. block_size: as in `attend`.
+    engine: as in `attend`, except "flash", and "flex" on CPU, which lack the gradient that this needs. block_size: as
+    in `attend`.
 
     Raises ValueError or TypeError, before any work, for inputs that do not fit together.
 
@@ -78,7 +80,7 @@ def attention_received(
     if engine == "flex" and not device_kind(q.device).flex_trains:
         raise ValueError("attention_received needs a backward, and flex has none on CPU; engine='tiles' serves it")
     if engine == "flash":
-        raise ValueError("attention_received is a gradient of v alone, which flash has not; engine='flex' serves it")
+        raise ValueError("attention_received needs a backward for v alone, and flash has none; engine='flex' serves it")
     chosen = choose_engine(engine, q, k, k, pattern, first=call.first, return_lse=True, score_mod=None, sinks=None)
     refuse_transforms("attention_received", (q, k, lse))
     q, k, lse = q.detach(), k.detach(), lse.detach().to(sum_dtype(q))
@@ -91,7 +93,7 @@ def attention_received(
 
 
 def _by_tiles(q: Tensor, k: Tensor, lse: Tensor, bindings: list[Tensor], *options: Any) -> Tensor:
-    """Call the backward op of `attend` with the given lse.
+    """Attention received, (B, H, M), from the backward op of `attend` with the given lse.
 
     The gradient of v depends on neither out nor v, so out is 0 and k is passed as v.
     """
@@ -109,7 +111,10 @@ def _by_tiles(q: Tensor, k: Tensor, lse: Tensor, bindings: list[Tensor], *option
 def _by_autograd(
     q: Tensor, k: Tensor, lse: Tensor, pattern: Pattern | Mixture, *, engine: str, **options: Any
 ) -> Tensor:
-    """Differentiate `attend`, whose lse covers only these keys and no sinks; rescale the shares to the given lse."""
+    """Attention received, (B, H, M), from the gradient of v through `attend`.
+
+    The lse of that call covers only these keys and no sinks, so shares are rescaled to the given lse.
+    """
     wide = sum_dtype(q)
     with torch.inference_mode(False), torch.enable_grad():
         q, k, lse = (x.clone() if x.is_inference() else x for x in (q, k, lse))
@@ -127,9 +132,10 @@ def _by_autograd(
 
 
 def _cotangents(q: Tensor, num_kv_heads: int) -> Iterator[tuple[range, Tensor]]:
-    """(members of each group of query heads, cotangent of out): for each member, ones in a separate column.
+    """Yield (range of places in a group of query heads, cotangent of the output).
 
-    The gradient of v is summed over the group of a key/value head; separate columns keep the members' shares apart.
+    A group has the query heads of one key/value head, over which the gradient of v is summed. The cotangent has ones in
+    a separate column of D for each place in the range, so that the heads' results stay apart.
     """
     dim, group = q.shape[3], q.shape[1] // num_kv_heads
     member, column = torch.arange(q.shape[1], device=q.device) % group, torch.arange(dim, device=q.device)
@@ -151,7 +157,7 @@ def plot_attention_received(
     k_offset: int = 0,
     title: str | None = None,
 ) -> Figure:
-    """Draw the result of `attention_received` for one batch entry, as a matplotlib figure: `figure.savefig(path)`.
+    """Draw the result of `attention_received` for batch entry `batch`, as a matplotlib figure: `figure.savefig(path)`.
 
     Without coordinates: one strip per head along the sequence, and curves, averaged over neighbours for many tokens.
     k_offset: position of the first key, as in the call of `attend`. With coordinates, the (x, y) of each token, such as
@@ -254,7 +260,7 @@ def _draw_maps(figure: Figure, heads: Tensor, places: Tensor) -> None:
 
 
 def _grid(places: Tensor) -> tuple[Tensor, Tensor] | None:
-    """(column and row of each token, grid steps along x and y) if coordinates form a grid; else None."""
+    """(column and row of each token, grid steps along x and y) if the (x, y) `places` form a grid; else None."""
     gaps = [along.unique().diff() for along in places.T]
     step = torch.stack([each.min() if len(each) else places.new_ones(()) for each in gaps])
     exact = (places - places.min(0).values) / step
@@ -266,7 +272,7 @@ def _grid(places: Tensor) -> tuple[Tensor, Tensor] | None:
 
 
 def _shades(values: Tensor) -> ScalarMappable:
-    """Logarithmic colours from the 1st to the 99th percentile of the values above 0."""
+    """Logarithmic colour scale from the 1st to the 99th percentile of the values above 0."""
     from matplotlib.cm import ScalarMappable
     from matplotlib.colors import LogNorm
 
@@ -276,12 +282,12 @@ def _shades(values: Tensor) -> ScalarMappable:
 
 
 def _ends(least: float, most: float) -> tuple[float, float]:
-    """Ends of a scale; a factor of 4 apart if the values are nearly equal."""
+    """Ends of a logarithmic scale: (least, most), or values a factor of 4 apart if these are nearly equal."""
     return (least, most) if most >= 1.01 * least else (least / 2, most * 2)
 
 
 def _coloured(values: Tensor, shades: ScalarMappable) -> Tensor:
-    """RGBA colour of each value."""
+    """RGBA colour of each value on the scale `shades`; grey for 0."""
     colours = torch.from_numpy(shades.to_rgba(values.clamp(min=torch.finfo(values.dtype).tiny).numpy()))
     colours[values == 0] = torch.tensor(_NOTHING, dtype=colours.dtype)
     return colours

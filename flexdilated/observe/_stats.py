@@ -23,10 +23,12 @@ _POOL_MODULE = "flexdilated.distributed.wire._pool"
 
 @dataclass(frozen=True)
 class PoolStats:
-    """Settings and statistics of a live `distributed.BufferPool`, since its last reset.
+    """Settings and statistics of a live `distributed.BufferPool`; peaks and counts are since its last reset.
 
-    threshold_bytes: size of the smallest buffer that it leases; None: it leases none. budget_bytes: None for no
-    budget. Other fields: as in its `statistics`.
+    threshold_bytes: size of the smallest buffer that it leases; None: it leases none. budget_bytes: None for no budget.
+    allocated_bytes: of all buffers, leased and idle. leased_bytes: requested by open leases. num_allocations: leases
+    that needed new memory. num_plain: tensors that torch allocated without a lease. reuse_rate: share of leases without
+    new memory.
     """
 
     name: str
@@ -56,11 +58,11 @@ class Stats:
     measured: int
 
     def to_data(self) -> dict[str, Any]:
-        """Dictionaries, lists, numbers and text, for JSON."""
+        """All fields as a dict of dicts, lists, numbers and text, for JSON."""
         return json.loads(json.dumps(asdict(self)))
 
     def __str__(self) -> str:
-        """One section per field, under its name, in the order of the fields."""
+        """Text with three sections: plan cache, buffer pools, and sources of machine constants and options."""
         parts = {
             "Plan cache": str(self.cache),
             "Buffer pools": _pool_table(self.pools),
@@ -70,7 +72,7 @@ class Stats:
 
 
 def stats() -> Stats:
-    """Cache, pools and sources of plans of this process at this moment.
+    """Statistics of this process at this moment: plan cache, buffer pools, and sources of the plans' machine constants.
 
     Builds, imports and measures nothing. Raises ValueError if the cache's environment variables are invalid.
 

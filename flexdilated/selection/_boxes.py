@@ -32,7 +32,8 @@ _KEPT = 1 << 26  # most boxes of a rule that are cached; above, each call builds
 class Rows(NamedTuple):
     """Rows (blocks of `query_block` query positions) and key blocks of a call; the first and last row may be partial.
 
-    block: tokens of a key block. whole: a row is scored by all its queries; otherwise by its first.
+    q_offset: position of the first query; keys begin at position 0. block: tokens of a key block. whole: a row is
+    scored by all its queries; otherwise by its first.
     """
 
     num_queries: int
@@ -74,12 +75,14 @@ class Rows(NamedTuple):
 
 
 class SelectionCall(NamedTuple):
-    """Arguments of a selection except tensors; patterns as JSON, with "" for no `always`.
+    """Arguments of a `BlockSelector` call except tensors; patterns as JSON, with "" for no `always`.
 
-    whole: a row is scored by all its queries; otherwise by its first. kind, amount, most: of the budget, see `choose`.
-    share: which heads share a table: "head", "group" or "all".
+    block, query_block: tokens of a block of keys and of a row of queries. whole: a row is scored by all its queries;
+    otherwise by its first. stride: side of the tiles of "antidiagonal", else 1. kind, amount, most: rule of the choice,
+    as in `choose`. share: heads with a common table of chosen blocks: "head", none; "group", those of a
+    key/value head; "all".
 
-    coarse_block, coarse_query_block: block sizes of the coarse selector; 0 without one.
+    coarse_block, coarse_query_block: block sizes of the coarse selector; 0 without one. scale: factor on scores.
     """
 
     within: str
@@ -100,30 +103,37 @@ class SelectionCall(NamedTuple):
 
     @property
     def arguments(self) -> tuple[str, int]:
-        """(constants of the call as text, q_offset): the arguments of an op."""
+        """(all fields except q_offset as one text, q_offset): the form in which custom ops take them."""
         return written(self[:2], self[2:-1]), self.q_offset
 
     @classmethod
     def of(cls, constants: str, q_offset: int) -> SelectionCall:
-        """Inverse of `arguments`; in a trace q_offset is symbolic."""
+        """Build a call from its `arguments`; q_offset may be symbolic."""
         return cls._make((*read_written(constants), q_offset))
 
     def rows(self, q: Tensor, k: Tensor) -> Rows:
         return Rows(q.shape[2], k.shape[2], self.q_offset, self.block, self.query_block, self.whole)
 
     def tables(self, q: Tensor, k: Tensor) -> int:
-        """T, the number of tables of each batch entry."""
+        """Number of tables of chosen blocks in each batch entry: query heads, key/value heads, or 1."""
         return {"head": q.shape[1], "group": k.shape[1], "all": 1}[self.share]
 
     def both(self, bindings: Sequence[Tensor], extent: Extent) -> Pattern | Mixture:
-        """Mixture of `within` and `always` (if any), resolved with run-time tensors, which are sorted by name."""
+        """Mixture of `within` and `always`, or `within` alone, with the values of their run-time tensors.
+
+        bindings: these tensors, in the order of their names.
+        """
         patterns: list[Any] = [read_text(text) for text in (self.within, self.always) if text]
         both = Mixture.of(*patterns)
         return both.resolve(dict(zip(names(both), bindings, strict=True)), extent)
 
 
 class HeadRule(NamedTuple):
-    """Rule of one batch entry and head: the pairs that may be attended to, and among them the pairs that always are."""
+    """Patterns of one batch entry and head: pairs that may be attended to, and pairs that need no choice.
+
+    within: pairs that may be attended to. always: pairs that are attended to, if `within` allows them, without being
+    chosen; None for none.
+    """
 
     within: Pattern
     always: Pattern | None
@@ -158,9 +168,10 @@ class HeadRule(NamedTuple):
 class OwnPools(NamedTuple):
     """Candidate boxes whose row does not see all keys of the block, so that they need separate pools.
 
-    Boxes are in padded groups of w boxes with one key block. place: row * C + block of each box, ascending. at: index
-    of each box in the flattened groups. block: key block of each group. row: row of each box. mask: keys of the block
-    that the row sees.
+    A box is a row (block of queries) and a key block. Boxes with one key block are in groups of w boxes, padded. place:
+    row * C + block of each box, ascending. at: index of each box, in the order of `place`, in the flattened groups.
+    block: key block of each group. row: row of each box in the groups. mask: keys of the block that the row sees; False
+    for padding.
     """
 
     place: Int64[Tensor, " o"]
@@ -174,10 +185,10 @@ class Boxes(NamedTuple):
     """Boxes (row of queries, block of keys) of a chunk of rows under one rule; row 0 is the first of the chunk.
 
     state: state of each box, one of NOTHING, PLAIN, WHOLE, PARTIAL_VIEW and UNCHOSEN. place: row * C + block of each
-    listed box (the last three states), ascending. gain: number of pairs that choosing each listed box adds. own: pools
-    of boxes with hidden keys, if any. sees: queries of each row that see a key; seen: keys that some row sees; None for
-    all. pairs:
-    number of pairs that `within` allows; open: number of them that are attended to only if chosen.
+    listed box (the last three states), ascending. gain: number of pairs that choosing each listed box adds. own: the
+    candidates with hidden keys; None if there are none. sees: mask of the queries that see a key; None if all do. seen:
+    mask of the keys that some row sees; None if all are seen. pairs: number of pairs that `within` allows. open: number
+    of these pairs that are attended to only if their box is chosen.
     """
 
     state: UInt8[Tensor, "n C"]
@@ -218,7 +229,7 @@ def found_in(
 
 
 def boxes_of(rule: HeadRule, rows: Rows, part: range, device: torch.device) -> Boxes:
-    """Boxes of the rows `part`; cached unless the boxes of all rows exceed _KEPT."""
+    """Boxes (row of queries, block of keys) of the rows in `part`; cached unless all rows have more than 2^26 boxes."""
 
     def built() -> Boxes:
         return _build(rule, rows, part)
@@ -233,10 +244,11 @@ def boxes_of(rule: HeadRule, rows: Rows, part: range, device: torch.device) -> B
 
 
 class _Evaluated(NamedTuple):
-    """Boxes that bounds do not decide, evaluated pair by pair.
+    """Boxes (row of queries, block of keys) that bounds do not decide, evaluated pair by pair.
 
-    pairs: number of pairs that `within` allows; gain: number of them that `always` does not allow. view: keys that the
-    row sees. queries: queries that see a key.
+    row, block: indices of each box. pairs: number of its pairs that `within` allows; gain: number of these that
+    `always` does not allow. candidate: True if the box may be chosen. view: mask of the keys of the block that the row
+    sees. queries: mask of the queries of the row that see a key of the block.
     """
 
     row: Int64[Tensor, " x"]
@@ -249,7 +261,7 @@ class _Evaluated(NamedTuple):
 
 
 def _build(rule: HeadRule, rows: Rows, part: range) -> Boxes:
-    """Classify boxes by bounds on the pattern where these suffice, pair by pair elsewhere."""
+    """Classify the boxes of the rows in `part`: by bounds on the patterns where these suffice, else pair by pair."""
     (q_first, q_count), (k_first, k_count) = rows.queries_of(part), rows.keys_of()
     n, C = len(part), rows.blocks
     r, j = torch.arange(n).repeat_interleave(C), torch.arange(C).repeat(n)
@@ -299,7 +311,11 @@ def _evaluate(rule: HeadRule, rows: Rows, box: Box, r: Tensor, j: Tensor) -> _Ev
 def _sides(
     rows: Rows, part: range, whole: Bool[Tensor, "n C"], some: _Evaluated
 ) -> tuple[Bool[Tensor, "n query_block"] | None, Bool[Tensor, " M"] | None]:
-    """(queries of each row that see a key, keys that some row sees); None for all."""
+    """(mask of the queries of each row that see a key, mask of the keys that some row sees).
+
+    Each mask is None if it is True for all. whole: boxes in which `within` allows every pair. some: the boxes that were
+    evaluated.
+    """
     num_queries, num_keys = rows.queries_of(part)[1], rows.keys_of()[1]
     queries = whole.any(1).long()[:, None].repeat(1, rows.query_block)
     queries.index_add_(0, some.row, some.queries.long())
@@ -317,7 +333,10 @@ def _sides(
 
 
 def _own_pools(some: _Evaluated, partial: Int64[Tensor, " o"], C: int) -> OwnPools:
-    """Pools of the boxes with hidden keys: grouped by block, at most _WIDEST boxes per group, and padded."""
+    """Group boxes with hidden keys by key block, at most 64 boxes per group, padded.
+
+    partial: indices of these boxes in `some`. C: number of key blocks.
+    """
     row, block = some.row[partial], some.block[partial]
     order = (block * (int(row.max()) + 1) + row).argsort()
     blocks, number = block[order].unique_consecutive(return_counts=True)

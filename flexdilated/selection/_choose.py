@@ -17,9 +17,10 @@ from ..masks.core import advises, require_choice, require_finite, require_int
 @advises()
 @dataclass(frozen=True)
 class TopK:
-    """Choose the k candidate blocks with the highest scores per row, or all candidates if there are fewer.
+    """Choose, for each row (block of queries), the k candidate blocks with the highest scores, or all if fewer than k.
 
-    k: at least 1; also the width of the table of chosen blocks. Raises TypeError or ValueError for other values.
+    k: integer of at least 1; also `most`, the width of the table of chosen blocks. Raises TypeError or ValueError for
+    other values.
 
     >>> fd.TopK(8).most
     8
@@ -35,20 +36,20 @@ class TopK:
 
     @property
     def most(self) -> int:
-        """Width of the table."""
+        """Width of the table of chosen blocks: k."""
         return self.k
 
 
 @advises()
 @dataclass(frozen=True)
 class TopP:
-    """Choose the fewest candidate blocks whose shares of the softmax over the row's candidates sum to at least p.
+    """Choose, for each row (block of queries), the fewest candidate blocks whose shares of a softmax sum to at least p.
 
     p: above 0, at most 1; with 1 every candidate is chosen. most: maximum number of chosen blocks per row; a longer
     choice is cut to the largest shares, and the row counts in `Selection.cut`.
-    of: "candidates", shares of the softmax over candidates; or "row", shares of the row's whole attention, in which
-    blocks that `always` covers count towards p, as in XAttention. "row" needs the scorer "mass" or "antidiagonal",
-    whose scores are logarithms of such shares, and a selector without `coarse`.
+    of: "candidates", the softmax is over the scores of the row's candidates; or "row", shares are of the row's whole
+    attention, and the share outside the candidates counts towards p, as in XAttention. "row" needs a `BlockSelector`
+    with the scorer "mass" or "antidiagonal", whose scores are logarithms of such shares, and without `coarse`.
 
     Raises TypeError or ValueError for other values.
     Source: XAttention, arXiv 2503.16428, and FlexPrefill, arXiv 2502.20766.
@@ -68,22 +69,23 @@ class TopP:
 
     @property
     def kind(self) -> str:
-        """Value of `SelectionCall.kind`."""
+        """Name of the rule that `choose` applies: "top_p", or "top_p_of_row" for of="row"."""
         return "top_p" if self.of == "candidates" else "top_p_of_row"
 
     @property
     def amount(self) -> float:
-        """The share p that the choice must reach."""
+        """Sum of shares that the choice must reach: p."""
         return self.p
 
 
 @advises()
 @dataclass(frozen=True)
 class Threshold:
-    """Choose every candidate block whose share of the softmax over the row's candidates is at least t.
+    """Choose, for each row (block of queries), every candidate block with a share of at least t.
 
-    t: above 0, at most 1. most: maximum number of chosen blocks per row; a longer choice is cut to the largest shares,
-    and the row counts in `Selection.cut`. Raises TypeError or ValueError for other values.
+    A share is the softmax of the block's score over the row's candidates. t: above 0, at most 1. most: maximum
+    number of chosen blocks per row; a longer choice is cut to the largest shares, and the row counts in
+    `Selection.cut`. Raises TypeError or ValueError for other values.
     Source: SeerAttention, arXiv 2410.13276.
 
     >>> fd.Threshold(0.02, most=16)
@@ -101,12 +103,15 @@ class Threshold:
 
     @property
     def amount(self) -> float:
-        """The minimum share."""
+        """Minimum share of a chosen block: t."""
         return self.t
 
 
 def require_share(name: str, value: object) -> None:
-    """Raise TypeError or ValueError unless the value is above 0 and at most 1."""
+    """Raise TypeError unless the value is a real number, and ValueError unless it is above 0 and at most 1.
+
+    name: name of the argument, for the error.
+    """
     if not 0 < require_finite(name, value) <= 1:
         raise ValueError(f"{name} is a share of the softmax, above 0 and at most 1; got {name}={value}")
 
@@ -124,10 +129,12 @@ def choose(
     amount: float,
     most: int,
 ) -> tuple[Int64[Tensor, "B T n most"], Int64[Tensor, ""]]:
-    """(indices of each row's chosen candidates, padded with -1; number of rows cut to `most` choices).
+    """(indices into the L entries of each row's chosen candidates, padded with -1; number of rows cut to `most`).
 
-    kind: "top_k"; "top_p" (of the candidates) or "top_p_of_row", with share p = amount; or "threshold", with amount as
-    minimum share. ids: block of each of the L entries.
+    candidates: entries that may be chosen. ids: number of the block in each entry. kind: "top_k", the highest scores;
+    "top_p", the fewest entries whose softmax shares over the candidates sum to `amount`; "top_p_of_row", as "top_p",
+    but scores are logarithms of shares of the row, and the share outside the candidates counts towards `amount`; or
+    "threshold", the entries with a softmax share of at least `amount`.
 
     Chosen candidates are in descending order of score, compared in float32; among equal scores lower ids come first,
     and NaN counts as the lowest score.

@@ -26,24 +26,24 @@ class Pools(NamedTuple):
 
 
 def pools_of(k: Float[Tensor, "B G M D"], block: int) -> Pools:
-    """Pools of every block of keys; the last block may have fewer keys."""
+    """Mean, minimum and maximum of each block of `block` consecutive keys; the last block may have fewer keys."""
     return Pools(mean_of(k, block), *ends_of(k, block))
 
 
 def mean_of(k: Float[Tensor, "B G M D"], block: int) -> Float[Tensor, "B G C D"]:
-    """Mean key of each block."""
+    """Mean of each block of `block` consecutive keys, in float32 or wider; the last block may have fewer keys."""
     return torch.cat([part.mean(3, dtype=sum_dtype(k)) for part in _blocks(k, block)], 2)
 
 
 def ends_of(k: Float[Tensor, "B G M D"], block: int) -> tuple[Float[Tensor, "B G C D"], Float[Tensor, "B G C D"]]:
-    """(minimum, maximum) of each channel over the keys of each block; equal keys share a gradient equally."""
+    """(minimum, maximum) of each channel over each block of keys; tied keys share the gradient equally."""
     parts = _blocks(k, block)
     least, greatest = (torch.cat([end_of(part, 3, reduce) for part in parts], 2) for reduce in (torch.amin, torch.amax))
     return least, greatest
 
 
 def end_of(x: Tensor, dim: int, reduce: Callable[..., Tensor]) -> Tensor:
-    """`torch.amin` or `torch.amax` in float32 or wider; tied elements share the gradient equally.
+    """Reduce `dim` by torch.amin or torch.amax, in float32 or wider; tied elements share the gradient equally.
 
     torch's own gradient does so, too, but its rule for ties may change between versions.
     """
@@ -56,7 +56,10 @@ def end_of(x: Tensor, dim: int, reduce: Callable[..., Tensor]) -> Tensor:
 
 
 def _blocks(k: Tensor, block: int) -> list[Tensor]:
-    """[whole blocks (B, G, C, block, D)], and the shorter last block as a second tensor, if any."""
+    """Split keys into blocks: a list of whole blocks (B, G, C, block, D) and the shorter last block (B, G, 1, n, D).
+
+    Either tensor is left out if it has no keys.
+    """
     whole = k.shape[2] // block
     parts = [k[:, :, : whole * block].unflatten(2, (whole, block))] if whole else []
     return parts if whole * block == k.shape[2] else [*parts, k[:, :, whole * block :].unsqueeze(2)]
@@ -65,9 +68,10 @@ def _blocks(k: Tensor, block: int) -> list[Tensor]:
 def summaries(
     q: Float[Tensor, "B H N D"], rows: Rows, part: range, sees: Bool[Tensor, "*#heads n query_block"] | None
 ) -> Float[Tensor, "B H n D"]:
-    """One query per row in `part`: its first, or the mean of its queries that see a key; 0 if none does.
+    """One query for each row (block of queries) in `part`, in float32 or wider; 0 if it sees no key.
 
-    sees: mask of queries that see a key; None if all do.
+    It is the mean of the row's queries that see a key with `rows.whole`, else the row's first query. part: range of row
+    indices. sees: mask of queries that see a key; None if all do.
     """
     if not rows.whole:
         at = (torch.arange(part.start, part.stop, device=q.device) * rows.query_block - rows.lead).clamp(min=0)
@@ -114,7 +118,11 @@ def scores_of(
     part: range,
     lists: Int64[Tensor, "b x n L"] | None,
 ) -> Float[Tensor, "b h n L"]:
-    """Scores, by the named scorer, of the rows in `part` over all blocks or `lists`; defined for candidates only."""
+    """Score of each key block for each row (block of queries) in `part`, by the scorer that `call` names.
+
+    lists: the L blocks of each row to score; None scores all blocks. Scores of blocks that may not be chosen are
+    arbitrary.
+    """
     if call.scorer in LOGS:
         found = [_log_shares(call, q, k, rule, rows, few) for few in _few_rows(q, rows, part, call.stride)]
         return at_lists(torch.cat(found, 2), lists)
@@ -132,7 +140,7 @@ def scores_of(
 def _own(
     scorer: str, queries: Float[Tensor, "b h n D"], k: Float[Tensor, "b g M D"], own: OwnPools, block: int
 ) -> Float[Tensor, "b h o"]:
-    """Scores of boxes (row, block) with hidden keys, by pools over the visible keys."""
+    """Score of each box (row of queries, block of keys) in `own`, by pools over only the keys that the row sees."""
     p, w = own.row.shape
     wide = k.shape[3] if scorer == "minmax" else queries.shape[1]
     few = max(1, _AT_ONCE // (k.shape[0] * w * block * wide))
@@ -168,14 +176,14 @@ def _by_sign(q: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def at_lists(scores: Float[Tensor, "b h n C"], lists: Int64[Tensor, "b x n L"] | None) -> Float[Tensor, "b h n L"]:
-    """Gather the scores of the blocks in `lists`; None returns all scores."""
+    """Scores of the blocks in `lists`, arbitrary where it is -1; all scores if `lists` is None."""
     return (
         scores if lists is None else scores.gather(-1, for_heads(lists, scores.shape[1]).clamp(0, scores.shape[-1] - 1))
     )
 
 
 def for_heads(x: Tensor, heads: int) -> Tensor:
-    """Repeat entries of dim 1, one per group of heads, to `heads` entries."""
+    """Expand dim 1 of x, with one entry per group of consecutive heads, to one entry per head."""
     if x.shape[1] == 1:
         return x.expand(-1, heads, *x.shape[2:])
     return x if x.shape[1] == heads else x.repeat_interleave(heads // x.shape[1], 1)
@@ -214,7 +222,7 @@ def _listed(
 
 
 def _few_rows(q: Tensor, rows: Rows, part: range, stride: int) -> list[range]:
-    """Split rows into ranges that bound the memory of scores per key, or per stride x stride tile."""
+    """Split `part` into ranges of rows that bound the memory of scores, one for each tile of stride x stride pairs."""
     each = q.shape[0] * q.shape[1] * (rows.query_block if rows.whole else 1) * rows.num_keys // stride**2
     few = max(1, _AT_ONCE // max(1, each))
     return [range(at, min(at + few, part.stop)) for at in range(part.start, part.stop, few)]
@@ -223,9 +231,11 @@ def _few_rows(q: Tensor, rows: Rows, part: range, stride: int) -> list[range]:
 def _log_shares(
     call: SelectionCall, q: Tensor, k: Tensor, rule: HeadRule, rows: Rows, part: range
 ) -> Float[Tensor, "b h n C"]:
-    """log of each block's share of a softmax over the visible tiles of stride x stride pairs, averaged over a row.
+    """log of the share of attention that each row (block of queries) gives to each block of keys.
 
-    A tile's score is the mean score of the visible pairs on its antidiagonal; stride 1 gives the exact share.
+    It is estimated from tiles of stride x stride pairs: a softmax over the tiles of `stride` queries, summed per block
+    and averaged over the row. A tile's score is the mean score of the visible pairs on its antidiagonal; stride 1 gives
+    the exact share.
     """
     stride, group, columns = call.stride, 1, rows.blocks * rows.block // call.stride
     if rows.whole:
@@ -249,7 +259,7 @@ def _log_shares(
 
 
 def _positions(rows: Rows, part: range, device: torch.device) -> Int64[Tensor, " n"]:
-    """Positions of the rows' queries, as if no row were cut off."""
+    """Positions of the queries of the rows in `part`, as if each row had all of its query_block queries."""
     start = rows.q_offset - rows.lead
     return torch.arange(start + part.start * rows.query_block, start + part.stop * rows.query_block, device=device)
 

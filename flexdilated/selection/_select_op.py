@@ -81,9 +81,10 @@ HeadBoxes = list[tuple[HeadPart, Boxes]]  # of some rows, by rule
 def walk(
     call: SelectionCall, bindings: Sequence[Tensor], q: Tensor, k: Tensor, coarse: Tensor | None = None
 ) -> Iterator[tuple[range, Int64[Tensor, "B x n L"] | None, HeadBoxes]]:
-    """Yield, for chunks of rows: (range of rows, lists, boxes by rule).
+    """Yield, for chunks of rows (blocks of queries): (range of row indices, lists, boxes for each rule).
 
-    lists: blocks within the coarse choice, padded with -1; None without one.
+    coarse: blocks chosen by the coarse selector; None without one. lists: this selector's blocks within that choice for
+    each row, padded with -1; None without a coarse selector.
     """
     rows, parts, lists = call.rows(q, k), parts_of(call, bindings, q, k), None
     numbers, ratio = q.shape[0] * q.shape[1] * rows.blocks, 1
@@ -110,7 +111,10 @@ def _scored(
     pools: tuple[Tensor, ...],
     given: Tensor | None,
 ) -> Scored:
-    """(scores, mask of candidates) of some rows for each table; within: lists from `walk`; given: a module's scores."""
+    """(scores, mask of candidates) of the rows `some` for each table.
+
+    within: lists of blocks from `walk`. given: a module's scores of all rows; None computes scores from q, k and pools.
+    """
     rows, found = call.rows(q, k), []
     for part, own in boxes:
         lists = None if within is None else part.shared(within, q.shape[1])
@@ -166,10 +170,11 @@ def choose_blocks(
     call: SelectionCall,
     pools: tuple[Tensor, ...] | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """(chosen blocks, their indices into the L choices, their scores, density, cut), computed in chunks of rows.
+    """(chosen blocks, their indices among the L blocks that a row may choose from, their scores, density, cut).
 
-    given: scores from a module, or None. coarse: blocks chosen by the coarse selector, or None. pools: from
-    `pools_for`, if known. density, cut: as in `Selection`.
+    given: scores from a module, or None. coarse: blocks chosen by the coarse selector, or None. bindings: run-time
+    tensors of the patterns, in the order of their names. pools: result of `pools_for`; None computes it. density, cut:
+    as in `Selection`. Works in chunks of rows to bound memory.
     """
     rows, tables = call.rows(q, k), call.tables(q, k)
     shape = (q.shape[0], tables, rows.number, call.most)
@@ -208,7 +213,10 @@ def select_blocks(
     constants: str,
     q_offset: int,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """`choose_blocks` as an op; boxes are looked up at run time, so other sizes need no retracing."""
+    """Custom op around `choose_blocks`: (blocks, indices, scores, density, cut).
+
+    constants, q_offset: `SelectionCall.arguments`. Boxes are looked up at run time, so other sizes need no retracing.
+    """
     return choose_blocks(q, k, given, coarse, bindings, SelectionCall.of(constants, q_offset))
 
 
@@ -233,7 +241,10 @@ def select_blocks_backward(
     constants: str,
     q_offset: int,
 ) -> list[Tensor]:
-    """[dq, dk], or [dgiven] for a module's scores, from the gradient of the chosen scores."""
+    """Gradients of q and k, or of `given` alone if a module made the scores; a list.
+
+    grad: gradient of the chosen scores. places: indices of the chosen blocks, the second result of `select_blocks`.
+    """
     call = SelectionCall.of(constants, q_offset)
     leaves = [x.detach().requires_grad_() for x in ((q, k) if given is None else (given,))]
     totals = [torch.zeros_like(x, dtype=sum_dtype(x)) for x in leaves]
@@ -271,7 +282,7 @@ def _cleared(call: SelectionCall, some: range, boxes: HeadBoxes, q: Tensor, k: T
 def _sides(
     call: SelectionCall, some: range, boxes: HeadBoxes, q: Tensor, k: Tensor
 ) -> tuple[Bool[Tensor, "B H n query_block"] | None, Bool[Tensor, "B G M"] | None]:
-    """(mask of the queries that see a key, mask of the keys that one of the rows sees); None for all."""
+    """(mask of the queries that see a key, mask of the keys that one of the rows sees); None if a mask is all True."""
     sees = seen = None
     if any(own.sees is not None for _, own in boxes):
         sees = torch.ones(*q.shape[:2], len(some), call.query_block, dtype=torch.bool, device=q.device)
@@ -309,7 +320,10 @@ select_blocks_backward.register_autograd(refuse("the scores of a selection have 
 def selection_sides(
     q: Tensor, k: Tensor, bindings: list[Tensor], constants: str, q_offset: int
 ) -> tuple[Tensor, Tensor]:
-    """(mask (B, H, R, query_block) of queries that see a key, mask (B, G, M) of keys that some row sees)."""
+    """(mask (B, H, R, query_block) of queries that see a key, mask (B, G, M) of keys that some row sees).
+
+    constants, q_offset: `SelectionCall.arguments`.
+    """
     call = SelectionCall.of(constants, q_offset)
     rows = call.rows(q, k)
     places = torch.arange(rows.number * rows.query_block, device=q.device) - rows.lead
@@ -334,7 +348,10 @@ def _(q, k, bindings, *arguments):
 
 @own_op("flexdilated::selection_pairs")
 def selection_pairs(q: Tensor, k: Tensor, bindings: list[Tensor], constants: str, q_offset: int) -> Tensor:
-    """Number of pairs that `within` allows, over all heads and batch entries, as int64 of shape ()."""
+    """Number of pairs that the call's `within` allows, over all heads and batch entries, as int64 of shape ().
+
+    constants, q_offset: `SelectionCall.arguments`.
+    """
     if 0 in q.shape or 0 in k.shape:
         return torch.zeros((), dtype=torch.int64, device=q.device)
     call = SelectionCall.of(constants, q_offset)

@@ -119,8 +119,8 @@ class SelectedAttention(nn.Module):
         Query i has position q_offset + i and key j position j; with a mesh, the positions of the sharding.
 
         enable_gqa, scale, sinks: as in `attend`; the scorer uses the scale, too. bindings, within: as in the selector.
-        return_selection: return the `Selection`, too; its scores have a gradient only with "bias". With a mesh the
-        selection has the rows of this rank's tokens, in their order, and their density and cut.
+        return_selection: return the `Selection`, too; its scores have a gradient only with "bias". With a mesh all its
+        fields are for the rows of this rank's tokens, in the order of these tokens.
 
         Raises ValueError or TypeError, before any work, for inputs that do not fit together. With a mesh it raises on
         all ranks, before any communication of tensors, if their calls differ or a run begins within a row.
@@ -157,7 +157,7 @@ class SelectedAttention(nn.Module):
         return out if sinks is None else with_sinks(out, lse, sinks)[0]
 
     def _runs(self, q: Tensor, k: Tensor, v: Tensor, **call: Any) -> QueryRuns:
-        """Check the inputs; returns the positions of the queries, and the ranks that hold the keys, if sharded."""
+        """Check the inputs; return the positions of the queries, and with a mesh the ranks that hold the keys."""
         if self.over_ranks is not None:
             return runs_over(self.over_ranks, self.selector, q, k, v, gradient=self.gradient, **call)
         check_tensors(q, k, v, enable_gqa=call["enable_gqa"])
@@ -203,12 +203,14 @@ class SelectedAttention(nn.Module):
         >>> fd.SelectedAttention(selector, "distill").distill_loss(q, k).backward()
         """
         if self.gradient != "distill":
-            raise ValueError(f"distill_loss is that of gradient='distill'; got gradient={self.gradient!r}")
+            raise ValueError(
+                f"distill_loss needs SelectedAttention(selector, 'distill'); got gradient={self.gradient!r}"
+            )
         q, k, _ = autocast(q, k, k)
         runs = self._runs(q, k, k, enable_gqa=enable_gqa, scale=scale, q_offset=q_offset, within=within)
         if teacher is not None and (teacher[0].shape, teacher[1].shape) != (q.shape, k.shape):
             came = f"{tuple(teacher[0].shape)} and {tuple(teacher[1].shape)} for {tuple(q.shape)} and {tuple(k.shape)}"
-            raise ValueError(f"the teacher's q and k must have the shapes of those that the module gets; got {came}")
+            raise ValueError(f"teacher must be (q, k) with the shapes of the arguments q and k; got shapes {came}")
         require_int("q_offset", q_offset, minimum=0)
         options = {"scale": resolve_scale(scale, q.shape[-1]), "bindings": bindings, "within": within}
         q, (k,) = q.detach(), runs.whole(k.detach())
@@ -221,7 +223,7 @@ class SelectedAttention(nn.Module):
         return torch.stack(lacks).sum() / runs.total(torch.stack(taught).sum()).clamp(min=1)
 
     def cache(self, *, num_heads: int, capacity: int | None = None, scale: float | None = None) -> SelectedCache:
-        """A `KVCache` for decoding; it chooses and attends as a single pass over all tokens would.
+        """Make a `KVCache` for decoding; it chooses and attends as a single pass over all tokens would.
 
         It keeps all keys, as later queries may choose any of them, and the pools of their blocks; a step recomputes
         only the pool of the block that it appends to. `attend` takes chunks of any size. A chunk may begin within a row
@@ -271,10 +273,11 @@ def distill_loss(
     bindings: Mapping[str, Tensor] | None,
     within: Pattern | None,
 ) -> tuple[Float[Tensor, ""], Int64[Tensor, ""]]:
-    """(sum over rows of KL(block mass ‖ softmax of the module's scores) over the candidates, number of these rows).
+    """(sum over rows of KL(p ‖ softmax of the module's scores), in nats; number of these rows).
 
-    exact: q and k of the attention, which may differ from the module's q and k; none of these requires gradients. Rows
-    without candidates, or whose candidates' mass underflows, are left out.
+    Rows are blocks of queries. p is the exact share of a row's attention in each block of keys, normalised over the
+    row's candidate blocks, as is the softmax. exact: q and k of the attention, which may differ from the module's q and
+    k; none of these requires gradients. Rows without candidates, or whose p underflows, are left out.
     """
     if 0 in q.shape or 0 in k.shape:
         zero = q.new_zeros((), dtype=sum_dtype(q))
@@ -309,7 +312,8 @@ def _by_block(found: Selection, num_blocks: int) -> Float[Tensor, "B T R C"]:
 class QueryRuns(NamedTuple):
     """Ranges of query positions (runs): run i has lengths[i] queries from position starts[i].
 
-    over, sharding: the ranks that hold the keys; None if this call has all keys.
+    over: the ranks among which the sequence is sharded; sharding: the positions of each rank. Both are None if this
+    rank has all tokens.
     """
 
     starts: Sequence[int]
@@ -322,7 +326,10 @@ class QueryRuns(NamedTuple):
         return list(zip(self.starts, [q] if len(self.starts) == 1 else q.split(self.lengths, 2), strict=True))
 
     def whole(self, *keys: Float[Tensor, "B G L D"]) -> tuple[Float[Tensor, "B G M D"], ...]:
-        """Keys (or keys and values) of all ranks, from one all-gather, so that the backward has one collective, too."""
+        """Keys (or keys and values) of all ranks, unchanged if this rank has all.
+
+        One all-gather serves all tensors, so that the backward has one collective, too.
+        """
         if self.over is None:
             return keys
         from ..distributed import unshard
@@ -330,7 +337,7 @@ class QueryRuns(NamedTuple):
         return unshard(torch.stack(keys), self.over.mesh, self.sharding, dim=3).unbind()
 
     def total(self, number: Int64[Tensor, ""]) -> Int64[Tensor, ""]:
-        """Sum of `number` over ranks."""
+        """Sum of `number` over the ranks; `number` itself without ranks."""
         if self.over is None:
             return number
         from ..distributed import unshard
@@ -382,7 +389,9 @@ def _agreed(
 ) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """(starts, lengths) of this rank's ranges of positions; a rank without tokens has one range of length 0.
 
-    Raises ValueError on all ranks if `facts` differ between them, or a range does not start at a multiple of `side`.
+    place: name, size, own rank and device type of the group of ranks. numbers: the sharding as integers. facts: (name,
+    value) pairs that must be equal on all ranks. Raises ValueError on all ranks if `facts` differ between them, or a
+    range does not start at a multiple of `side`.
     """
     from ..distributed.group import Ranks, Sharding, check_agreement
 
@@ -401,9 +410,10 @@ def _agreed(
 
 
 def joined(found: Sequence[tuple[Selection, TableAttention, Tensor]], k: Float[Tensor, "B G M D"]) -> Selection:
-    """Concatenate the selections of ranges of queries; density and cut become weighted means.
+    """Concatenate the selections of consecutive ranges of queries.
 
-    found: (selection, attention, queries) of each range.
+    density becomes the mean weighted by pairs, cut the mean weighted by rows. found: (selection, attention, queries) of
+    each range. k: the keys of all ranges.
     """
     if len(found) == 1:
         return found[0][0]

@@ -27,10 +27,11 @@ from ._selector import BlockSelector, is_causal
 
 
 class TableAttention(NamedTuple):
-    """Attention to chosen blocks: patterns with a run-time table of blocks, and the options of `attend`.
+    """Attention of one call to the blocks in a table: builds patterns that read the table, and calls `attend`.
 
-    rule: the pairs that the call allows. own: the selector. beyond: ~always; None without `always`. table: name of the
-    table among the run-time tensors. bindings: the other run-time tensors.
+    rule: pairs that the call allows. own: the selector that made the table. beyond: complement of the selector's
+    `always`; None without `always`. table: name of the table among the run-time tensors. bindings: the other run-time
+    tensors, by name. options: keyword arguments of `attend`.
     """
 
     rule: Pattern
@@ -49,7 +50,11 @@ class TableAttention(NamedTuple):
         bindings: Mapping[str, Tensor] | None,
         **options: Any,
     ) -> TableAttention:
-        """Build from a selector. options: scale, q_offset and engine of `attend`."""
+        """Build from a selector and the pattern of one call; choose an unused name for the table.
+
+        bindings: run-time tensors of the call; those of a coarse selector only are dropped. options: scale, q_offset
+        and engine of `attend`.
+        """
         table = "chosen"
         needed = names(own.with_always(rule))
         while table in needed:
@@ -59,17 +64,23 @@ class TableAttention(NamedTuple):
 
     @property
     def always(self) -> Pattern:
-        """Pairs that are attended to without being chosen: always & rule, or `rule` if the selector has no `always`."""
+        """Pattern always & rule: pairs that are attended to without being chosen.
+
+        Do not use it for a selector without `always`, which has no such pairs; it is `rule` then.
+        """
         return self.rule if self.own.always is None else self.own.always & self.rule
 
     @property
     def read(self) -> Pattern:
-        """All attended pairs: (chosen | always) & rule."""
+        """Pattern of all attended pairs, (chosen | always) & rule; chosen are the pairs in the blocks of the table."""
         chosen = self._leaf(self.own.choose.most)
         return (chosen if self.own.always is None else chosen | self.own.always) & self.rule
 
     def added(self, most: int) -> Pattern:
-        """Pairs that are attended to only by choice: chosen & ~always & rule, with `most` blocks per row."""
+        """Pattern chosen & ~always & rule: pairs that are attended to only because the table has their block.
+
+        most: width of the table, in blocks per row of queries.
+        """
         chosen = self._leaf(most) & self.rule
         return chosen if self.beyond is None else chosen & self.beyond
 
@@ -85,7 +96,10 @@ class TableAttention(NamedTuple):
     def attend(
         self, q: Tensor, k: Tensor, v: Tensor, pattern: Pattern, blocks: Int64[Tensor, "B T R most"] | None = None
     ) -> tuple[Float[Tensor, "B H N D"], Float[Tensor, "B H N"]]:
-        """(out in the dtype of lse, lse) over a pattern; blocks: the table, if the pattern has one."""
+        """Attention to the pairs of a pattern: (output in the dtype of lse, lse).
+
+        blocks: the table of chosen blocks; None for a pattern without a table.
+        """
         known = names(pattern)
         bindings = {name: x for name, x in self.bindings.items() if name in known}
         bindings |= {} if blocks is None else {self.table: blocks}
@@ -100,7 +114,10 @@ class TableAttention(NamedTuple):
         blocks: Int64[Tensor, "B T R most"],
         scores: Float[Tensor, "B T R most"] | None,
     ) -> tuple[Float[Tensor, "B H N D"], Float[Tensor, "B H N"]]:
-        """(out, lse) over the pairs of `added`; `scores`, if given, are added to the logits of their blocks."""
+        """Attention to the pairs that only the choice adds: (output, lse).
+
+        scores: added to the logits of all keys in the corresponding blocks; None adds nothing.
+        """
         if scores is None:
             return self.attend(q, k, v, self.added(blocks.shape[-1]), blocks)
         biases = self._of_queries(scores.masked_fill(blocks < 0, 0.0), q)
@@ -120,8 +137,9 @@ class TableAttention(NamedTuple):
 class Running(NamedTuple):
     """State of a selector in decoding, after `tokens` keys.
 
-    pools: of the blocks of these keys. row: index of the last row with a choice; blocks, scores: its choice. coarse:
-    state of the coarse selector, if any.
+    pools: pooled keys (mean, or minimum and maximum, or all three) of each block, as the scorer needs. row: index of
+    the last row (block of queries) with a choice; blocks, scores: its chosen blocks and their scores. coarse: state of
+    the coarse selector; None without one.
     """
 
     tokens: int
@@ -137,12 +155,12 @@ class Running(NamedTuple):
         return own + (0 if self.coarse is None else self.coarse.nbytes)
 
     def cut(self, tokens: int) -> Running:
-        """State after the first `tokens` keys only."""
+        """State with only the first `tokens` keys; the choice of the last row is kept."""
         coarse = None if self.coarse is None else self.coarse.cut(tokens)
         return self._replace(tokens=min(tokens, self.tokens), coarse=coarse)
 
     def select(self, entries: Int64[Tensor, " C"]) -> Running:
-        """State of these batch entries."""
+        """State with only these batch entries (indices), in this order."""
         at = entries.to(self.blocks.device)
         pools = tuple(pool.index_select(0, at) for pool in self.pools)
         coarse = None if self.coarse is None else self.coarse.select(entries)
@@ -151,7 +169,10 @@ class Running(NamedTuple):
 
 
 def knows_row(selector: BlockSelector, known: Running | None, position: int) -> bool:
-    """True if the position begins a row, or is within the row whose choice is known."""
+    """True if decoding can continue at the position: it begins a row, or is within the row whose choice is known.
+
+    A row is a block of queries that share a choice. Tests the rows of all coarse selectors, too.
+    """
     begun = position % selector.query_block
     if begun and (known is None or known.row != position // selector.query_block):
         return False
@@ -166,7 +187,11 @@ def advance(
     k: Float[Tensor, "B G M D"],
     scale: float,
 ) -> tuple[Int64[Tensor, "B T R most"], Float[Tensor, "B T R most"], Running]:
-    """(blocks, scores, new state): choice for the rows of the next queries; k has all keys, also at these queries."""
+    """Choose blocks for the next queries in decoding: (chosen blocks, their scores, new state).
+
+    known: state before these queries; None for the first. k: keys of all tokens so far, those of these queries
+    included.
+    """
     first = k.shape[2] - q.shape[2]
     coarse = inner = None
     if selector.coarse is not None:
@@ -205,7 +230,7 @@ def _choice(
 def _pools(
     selector: BlockSelector, known: Running | None, k: Float[Tensor, "B G M D"]
 ) -> tuple[Float[Tensor, "B G C D"], ...]:
-    """Pools of all keys: pools of complete blocks are reused, the pool of the incomplete block is recomputed."""
+    """Pooled keys of all blocks of k: those of complete blocks are taken from `known`, all others are computed."""
     done = 0 if known is None else known.tokens // selector.block
     new = k[:, :, done * selector.block :]
     if isinstance(selector.scorer, nn.Module):
@@ -221,9 +246,10 @@ _TRIED = 2048  # positions that `_reads_own_blocks` checks
 
 
 class SelectedCache(KVCache):
-    """The cache that `SelectedAttention.cache` returns and describes.
+    """KVCache that chooses blocks of its keys and attends to them; made and described by `SelectedAttention.cache`.
 
-    Its `pattern` has the pairs of `always`; attention to chosen pairs is computed separately and merged by lse.
+    Its `pattern` is the selector's always & within (`within` without `always`). Attention to chosen blocks is computed
+    separately and merged by lse.
     """
 
     def __init__(
@@ -249,21 +275,24 @@ class SelectedCache(KVCache):
         return super().nbytes + (0 if self._running is None else self._running.nbytes)
 
     def crop(self, num_tokens: int) -> None:
-        """As in `KVCache`; also raises ValueError for a position within a row of queries before the last row."""
+        """Remove all tokens except the first `num_tokens`, as `KVCache.crop` does.
+
+        Also raises ValueError for a position inside a row (block of queries) that is not the last.
+        """
         require_int("num_tokens", num_tokens, minimum=0, maximum=self._seen)
         self._require_row(num_tokens, "crop to a position where a row begins, or within the last row")
         super().crop(num_tokens)
         self._running = None if self._running is None else self._running.cut(num_tokens)
 
     def select(self, entries: Int64[Tensor, " C"]) -> None:
-        """As in `KVCache`."""
+        """Select batch entries by index, in this order, as `KVCache.select` does; indices may repeat."""
         super().select(entries)
         self._running = None if self._running is None else self._running.select(entries)
 
     def _require_row(self, position: int, instead: str) -> None:
         if not knows_row(self.selector, self._running, position):
             raise ValueError(
-                "queries read what the first query of their row chose, and the cache knows that of the last row alone: "
+                "queries use the choice of the first query of their row, and the cache keeps it for the last row only: "
                 f"{instead}; got position {position}, query_block={self.selector.query_block}"
             )
 
@@ -285,7 +314,10 @@ class SelectedCache(KVCache):
 
 
 def _check(selector: BlockSelector, num_heads: int) -> None:
-    """Raise ValueError for a selector whose choice depends on later tokens or on run-time tensors."""
+    """Raise ValueError for a selector that cannot choose in decoding.
+
+    Its choice depends on later tokens or on run-time tensors, or its module would score blocks that are not complete.
+    """
     if selector.future_in_choice:
         raise ValueError(
             "a cache chooses before later tokens are there: give the selector query_summary='first' in place of "
@@ -303,15 +335,15 @@ def _check(selector: BlockSelector, num_heads: int) -> None:
         )
     if isinstance(selector.scorer, torch.nn.Module) and not _reads_own_blocks(selector, num_heads):
         raise ValueError(
-            "a module scores whole blocks, and a query's own is not whole yet: in a cache always must cover it, such "
-            f"as always=masks.chunked({selector.block}); got always={selector.always!r}"
+            "a module scores complete blocks, and a query's own block is not complete: in a cache always must cover "
+            f"it, such as always=masks.chunked({selector.block}); got always={selector.always!r}"
         )
     if selector.coarse is not None:
         _check(selector.coarse, num_heads)
 
 
 def _reads_own_blocks(selector: BlockSelector, num_heads: int) -> bool:
-    """True if `always` has all pairs of `within` between a query and its own block; tested at the first positions."""
+    """True if `always` has all pairs of `within` between a query and its own block; tests positions below 2,048."""
     at = torch.arange(_TRIED)
     q, k = at[:, None], at[None, :]
     own = (q // selector.block == k // selector.block) & (k <= q)

@@ -56,13 +56,13 @@ class BlockSelector(nn.Module):
     """Scores blocks of keys for each block of queries, and chooses some: (q, k) -> Selection.
 
     The attention that uses the choice is over (chosen | always) & within. A block is a candidate for a row if the row
-    sees a pair there that `within` allows and `always` does not; budgets do not count the blocks of `always`.
+    has a pair there that `within` allows and `always` does not; `choose` chooses among candidates only.
 
     block, query_block: tokens of a block of keys, and of a row of queries, from position 0.
     scorer: name of a score, or a module.
         "mean": q · mean(K) of the block (MoBA, arXiv 2502.13189).
-        "minmax": the bound sum_d max(q_d min_d, q_d max_d) of the block's scores (Quest, arXiv 2406.10774). At
-            q_d = 0 its gradient is the mean of min_d and max_d.
+        "minmax": sum_d max(q_d min_d, q_d max_d), an upper bound of the scores of the block's keys (Quest, arXiv
+            2406.10774). At q_d = 0 its gradient is the mean of min_d and max_d.
         "antidiagonal": log of the block's share of the row's attention, estimated by sums over antidiagonals of tiles
             (XAttention, arXiv 2503.16428).
         "mass": log of the exact share, which costs the scores of dense attention.
@@ -178,7 +178,7 @@ class BlockSelector(nn.Module):
         return self.selected(q, k, coarse, own, call)
 
     def rule(self, within: Pattern | None) -> Pattern:
-        """Intersection of the selector's `within` and the call's; None in a call adds no restriction."""
+        """Intersection of the selector's `within` and this `within`; None adds no restriction."""
         return self.within if within is None else self.within & _set_pattern("within", within)
 
     def with_always(self, rule: Pattern) -> Pattern:
@@ -195,7 +195,7 @@ class BlockSelector(nn.Module):
         bindings: Mapping[str, Tensor] | None,
         within: Pattern | None,
     ) -> tuple[Int64[Tensor, "B T R most"] | None, list[Tensor], SelectionCall]:
-        """Check a call; returns (blocks chosen by the coarse selector or None, run-time tensors, plain arguments)."""
+        """Check a call; return (blocks chosen by the coarse selector or None, run-time tensors, other arguments)."""
         coarse = None
         if self.coarse is not None:
             inner = None if bindings is None else _of_names(bindings, self.coarse._names)
@@ -212,7 +212,7 @@ class BlockSelector(nn.Module):
     def selected(
         self, q: Tensor, k: Tensor, coarse: Tensor | None, bindings: list[Tensor], call: SelectionCall
     ) -> Selection:
-        """`Selection` for the result of `prepared`."""
+        """Choose blocks; coarse, bindings and call are the result of `prepared`."""
         given = None
         if isinstance(self.scorer, nn.Module):
             given = self.by_module(self.scorer, q, k, bindings, call)
@@ -229,7 +229,11 @@ class BlockSelector(nn.Module):
         call: SelectionCall,
         pools: Pools | None = None,
     ) -> Float[Tensor, "B X R C"]:
-        """The module's scores of all blocks, X = H or G. Without `pools`, hidden keys are pooled as zeros."""
+        """Scores of all blocks from the module `scorer`, for each query head (X = H) or key/value head (X = G).
+
+        pools: pools of the blocks of k; None computes them, with keys that no row sees pooled as zeros. Raises
+        ValueError for scores of another shape, TypeError for scores that are not floating-point.
+        """
         sees, seen = selection_sides(q.detach(), k.detach(), bindings, *call.arguments)
         rows = call.rows(q, k)
         queries = summaries(q, rows, range(rows.number), sees)
@@ -253,7 +257,7 @@ class BlockSelector(nn.Module):
         return scores.to(torch.promote_types(scores.dtype, sum_dtype(q)))
 
     def call(self, rule: Pattern, q_offset: int, scale: float) -> SelectionCall:
-        """Arguments of a call as plain values; rule: the result of the method `rule` for the call."""
+        """Arguments of a call except tensors; rule: the result of the method `rule` for the call."""
         coarse = self.coarse
         return SelectionCall(
             rule.text,
@@ -292,8 +296,8 @@ class BlockSelector(nn.Module):
     def _check_view(self) -> None:
         if self.future_in_choice and not self._whole:
             raise ValueError(
-                "future_in_choice=True lets the first queries of a row know of later ones: it needs query_block above "
-                f"1 and query_summary='mean'; got query_block={self.query_block}, {self.query_summary!r}"
+                "future_in_choice=True is for rows that choose by the mean of their queries: it needs query_block "
+                f"above 1 and query_summary='mean'; got query_block={self.query_block}, {self.query_summary!r}"
             )
         self._sees_ahead = self._whole and is_causal(self.within)
         if self._sees_ahead and not self.future_in_choice:
@@ -310,18 +314,18 @@ class BlockSelector(nn.Module):
                 )
         if _SHARES.index(coarse.share) > _SHARES.index(self.share):
             raise ValueError(
-                "heads that share a table must share the coarse one: coarse needs share='all', or the same as here; "
-                f"got share={self.share!r} and coarse share={coarse.share!r}"
+                "heads that share a table must share the coarse table, too: coarse needs share='all', or this "
+                f"selector's share; got share={self.share!r} and coarse share={coarse.share!r}"
             )
 
     def _stride(self, stride: int | None) -> int:
         if self.scorer != "antidiagonal":
             if stride is not None:
-                raise ValueError(f"stride is that of scorer='antidiagonal'; got {stride=} for another scorer")
+                raise ValueError(f"stride is for scorer='antidiagonal' only; got {stride=} with another scorer")
             return 1
         if not self._whole:
             raise ValueError(
-                "scorer='antidiagonal' looks with all queries of a row: it needs query_block above 1 and "
+                "scorer='antidiagonal' uses all queries of a row: it needs query_block above 1 and "
                 f"query_summary='mean'; got query_block={self.query_block}, query_summary={self.query_summary!r}"
             )
         found = require_int("stride", _STRIDE if stride is None else stride, minimum=1)
@@ -356,8 +360,8 @@ def is_causal(pattern: Pattern) -> bool:
 
 def _of_later(query_block: int, rule: Pattern) -> str:
     return (
-        "a row of several queries under a causal rule must choose by its first, or the first learn from later ones: "
-        "give query_summary='first'; or future_in_choice=True, for prefill alone; got "
+        "under a causal rule a row of several queries must choose by its first query, as their mean leaks later "
+        "tokens: give query_summary='first'; or future_in_choice=True, for prefill only; got "
         f"query_block={query_block} and query_summary='mean' within {rule!r}"
     )
 
@@ -377,8 +381,8 @@ def _fits(pattern: Pattern, heads: int) -> bool:
 def _set_pattern(name: str, value: object) -> Pattern:
     if not isinstance(value, Pattern):
         raise TypeError(
-            f"{name} must be a set pattern, where a pair is allowed or not, such as masks.causal(): a mixture counts "
-            f"pairs, which no choice of blocks can; got {value!r:.200}"
+            f"{name} must be a set pattern, where a pair is allowed or not, such as masks.causal(), not a "
+            f"mixture, which counts pairs several times; got {value!r:.200}"
         )
     return value.unpadded
 

@@ -111,11 +111,12 @@ def _command(pattern: Expression, bound: Bound) -> str | None:
 
 
 def _tiles(bound: Bound, first_head: int) -> dict[str, Any]:
-    """Allowed fractions of tiles of queries x keys in natural order, computed here to spare the page an evaluation.
+    """Dict with the allowed fraction of each tile (queries x keys in natural order), so that the page need not count.
 
-    "grids": one number per tile: the fraction of allowed pairs if exact, -1 if only bounds are known, -2 if these are
-    trivial. "grid_of"[branch][head]: index of a grid; None for heads beyond _MOST_GRIDS grids. "sides": tokens of a
-    tile along queries and keys. first_head: its grids are computed first.
+    "grids": lists of one number per tile: the fraction of allowed pairs if it is known exactly, -1 if only bounds are
+    known, -2 if these are trivial (no pair and all pairs). "grid_of"[branch][head]: index of a grid; None for heads
+    beyond _MOST_GRIDS grids. "sides": tokens of a tile along queries and keys. first_head: its grids are computed
+    first.
     """
     sides = [max(1, -(-tokens // _TILES)) for tokens in (bound.num_queries, bound.num_keys)]
     grids: dict[Pattern, int] = {}

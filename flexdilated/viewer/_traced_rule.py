@@ -138,7 +138,7 @@ class UnsupportedError(Exception):
 class _Recorder(TorchDispatchMode):
     """Dispatch mode that adds each operation on a traced tensor to a program; other operations are only computed.
 
-    inputs: (node index, tensor) of the tensors traced at first.
+    inputs: (node index, tensor) of each tensor to trace; results of operations on them are traced, too.
     """
 
     def __init__(self, program: Program, inputs: list[tuple[int, Tensor]]) -> None:
@@ -221,15 +221,21 @@ def _table_data(table: Tensor) -> dict[str, Any]:
 
 
 def traced_rule(program: Program, written: Pattern, bound: Pattern, num_heads: int) -> dict[str, Any]:
-    """A branch as a nested dict for JSON: its text, node index, traced reason, and the parts that the reason names.
+    """A branch (summand of a pattern) as a nested dict for JSON: text, node index, traced reason, and its parts.
 
-    `written` is the branch with names of run-time tensors, `bound` the same branch with their values.
+    Parts are those that the reason names, as such dicts. `written` is the branch with names of run-time tensors,
+    `bound` the same branch with their values.
     """
     return _Rule(program, written, bound, (0, 1, 2), Pair(0, 0, 0, num_heads)).to_data()
 
 
 class _Rule:
-    """A rule with the node indices of its head, query and key. asked: has the unit of positions, number of heads."""
+    """A rule to be traced, with the traced parts that its reason names.
+
+    written, bound: the rule with names and with values of run-time tensors. nodes: indices of the nodes of head, query
+    and key. asked: a pair with the rule's number of heads and unit of positions. node: index of the node that is true
+    if the rule allows the pair.
+    """
 
     def __init__(
         self, program: Program, written: Pattern, bound: Pattern, nodes: tuple[int, int, int], asked: Pair
@@ -267,7 +273,11 @@ class _Rule:
 
 
 class _Path:
-    """One path through the branches of a rule's `reason`: first truth values from `answers`, later ones True."""
+    """One run of a rule's `reason` on a traced pair, in which every truth value is decided.
+
+    The first decisions are `answers`, later ones True. decisions: map from node to decision. named: indices of the
+    parts that the reason names.
+    """
 
     def __init__(self, rule: _Rule, answers: Sequence[bool]) -> None:
         self.rule, self.program = rule, rule.program

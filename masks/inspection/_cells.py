@@ -114,7 +114,7 @@ def count_cells(
 def _even_edges(name: str, window: range, cells: int) -> Int64[Tensor, " cells+1"]:
     require_int(f"cells of {name}", cells, minimum=1)
     if cells > len(window):
-        raise ValueError(f"a window of {len(window)} {name} has at most as many cells; got {cells}")
+        raise ValueError(f"a window of {len(window)} {name} has at most {len(window)} cells; got {cells}")
     return window.start + torch.arange(cells + 1) * len(window) // cells
 
 

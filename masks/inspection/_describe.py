@@ -175,7 +175,7 @@ def describe(
     k_offset: int = 0,
     device: torch.device | str = "cpu",
 ) -> Description:
-    """Count the pairs that the pattern allows and the pairs that kernels compute in the planner's choice.
+    """Count the pairs that a pattern allows, and the pairs that kernels compute in the layout that the planner chooses.
 
     Useful pairs are allowed pairs, counted once for each branch that allows them. num_keys: num_queries by default.
     q_offset, k_offset: positions of the first query and key. device: kind of device for the predicted time of one
@@ -197,7 +197,10 @@ def describe(
 
 @plans
 def describe_plan(plan: Plan, *, head_dim: int) -> Description:
-    """Description of an existing plan. Raises ValueError for block lists over more than 134,217,728 queries or keys."""
+    """Describe an existing plan, as `describe` does for a pattern.
+
+    Raises ValueError for block lists over more than 134,217,728 queries or keys.
+    """
     bound, most = plan.bound, max(plan.bound.num_queries, plan.bound.num_keys)
     listed = any(term.shape == "blocks" for chosen, *_ in plan.options for term in chosen.terms)
     if listed and most > MOST_DESCRIBED:

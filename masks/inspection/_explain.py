@@ -73,9 +73,9 @@ class Explanation:
     """Tree of reasons why a pattern allows a pair or not, and the blocks that contain the pair.
 
     multiplicity: number of branches (summands of a mixture) that allow the pair. reason: the tree; str() gives it as
-    indented lines. standings: the block in natural order and the block in the order of `masks.layout`;
-    empty if the number of tokens is unknown. zero_keys: number of zero keys that padding adds to the query's softmax;
-    None if that depends on an unknown number of tokens.
+    indented lines. standings: the block that contains the pair in natural order, and in the order of `masks.layout` if
+    this differs; empty if the number of tokens is unknown. zero_keys: number of zero keys that padding adds to the
+    query's softmax; None if that depends on an unknown number of tokens.
     """
 
     pair: Pair
@@ -229,10 +229,13 @@ def _rule(
         rule.bind(num_heads=num_heads, num_queries=num_tokens, num_keys=num_keys)
         return rule
     if num_keys is not None:
-        raise ValueError(f"num_keys goes with num_tokens, the positions of the queries; got num_keys={num_keys} alone")
+        raise ValueError(f"num_keys needs num_tokens, the number of queries, too; got num_keys={num_keys} alone")
     if names(pattern):
         needed = ", ".join(map(repr, names(pattern)))
-        raise ValueError(f"a pattern with run-time tensors needs num_tokens, as many as they speak of; it has {needed}")
+        raise ValueError(
+            f"a pattern with run-time tensors needs num_tokens, the number of tokens that they describe; it has "
+            f"{needed}"
+        )
     pattern.check_heads(num_heads)
     return pattern
 

@@ -42,7 +42,7 @@ class PlannedCounts:
 
 
 def summed(counts: Sequence[PlannedCounts]) -> dict[str, int]:
-    """Map from the name of each field of PlannedCounts to its sum."""
+    """Map from the name of each field of PlannedCounts to its sum over `counts`."""
     return {name: sum(getattr(each, name) for each in counts) for name in COUNTED}
 
 
@@ -65,7 +65,7 @@ def count_term(term: Term) -> PlannedCounts:
 
 
 def _listed(term: Term) -> tuple[Blocks, Int64[Tensor, " n"]]:
-    """(listed blocks of a term, number of allowed pairs of each block)."""
+    """(blocks in the list of a term (part of a plan), number of allowed pairs of each block)."""
     blocks = term.blocks(term.block_side, term.block_side)
     unknown, pairs = (blocks.pairs == UNKNOWN).nonzero().squeeze(1), blocks.pairs.long()
     pairs[unknown] = count_pairs(term.table_rule(), blocks.places(unknown), blocks.shape)
@@ -73,7 +73,7 @@ def _listed(term: Term) -> tuple[Blocks, Int64[Tensor, " n"]]:
 
 
 def _count_plain(term: Term) -> PlannedCounts:
-    """Counts of a term without block lists, in closed form."""
+    """Counts of a term (part of a plan) without block lists, in closed form."""
     computed = computed_pairs(term)
     listed, problems = computed // term.block_side**2, len(term.heads) * term.folds
     full = _full_blocks(term) * problems
@@ -82,7 +82,7 @@ def _count_plain(term: Term) -> PlannedCounts:
 
 
 def _full_blocks(term: Term) -> int:
-    """Number of full blocks (whole, all pairs allowed) of a dense or causal term, for one head and fold."""
+    """Number of full blocks (whole, all pairs allowed) of a dense or causal term, for one head and fold (segment)."""
     side = term.block_side
     rows, columns = term.q.num_slots // side, term.k.num_slots // side
     if term.shape == "dense":
@@ -93,7 +93,7 @@ def _full_blocks(term: Term) -> int:
 
 
 def alike_heads(bound: Bound) -> tuple[tuple[int, ...], ...]:
-    """Groups of heads with equal rules, in the order of their first heads; heads are numbered from 0 on this device."""
+    """Tuples of heads with equal rules, in the order of their first heads; heads are numbered from 0 on this device."""
     groups: dict[tuple[Pattern, ...], list[int]] = {}
     for head in range(bound.num_heads):
         here = head + bound.head_offset, bound.num_heads_global
@@ -125,7 +125,7 @@ class BranchShare:
 def head_shares(bound: Bound, planned: Mapping[Expression, Sequence[Term]]) -> tuple[HeadShare, ...]:
     """Allowed pairs of each head by branch, times the branch's multiplicity; one item for each group of equal heads.
 
-    `planned`: map from branch to its terms. A branch that is not in it is planned alone.
+    `planned`: map from branch to its terms (parts of a plan). A branch that is not in it is planned alone.
     """
     of_branches = []
     for branch, times in Counter(bound.pattern.branches()).items():
@@ -137,7 +137,7 @@ def head_shares(bound: Bound, planned: Mapping[Expression, Sequence[Term]]) -> t
 
 
 def _pairs_of_each_head(term: Term) -> Int64[Tensor, " H"]:
-    """Number of allowed pairs of each head in a term, without multiplicity."""
+    """Number of allowed pairs of each head in a term (part of a plan), without the term's multiplicity."""
     if isinstance(term, PaddedTerm):
         return term.pairs_of_heads()
     if isinstance(term.weights, CountedPairs):

@@ -31,7 +31,8 @@ _MOST_TICKS, _TICK_ROOM, _TICK_GAP = 6, 40, 14  # ticks on an axis; pixels for a
 class Axis:
     """Query or key axis of a window: `slots` drawn, in cells of `cell` slots and `pixels` pixels.
 
-    Cells begin at multiples of `cell`, so the first and last cell may extend beyond the window.
+    A slot is a token's place in the order that is drawn. Cells begin at multiples of `cell`, so the first and last cell
+    may extend beyond the window.
     """
 
     slots: range
@@ -119,9 +120,10 @@ def _axis(slots: range, scale: int, block: int, size: int) -> Axis:
 
 @dataclass(frozen=True)
 class WindowBlocks:
-    """The blocks that overlap a window: `cells` with one cell for each block, and `state`: EMPTY, PARTIAL or FULL.
+    """The blocks that overlap a window, with their counts of allowed pairs.
 
-    As in block lists, a block cut short by the end of the sequence is never FULL.
+    cells: counts, one cell for each block. sides: (query side, key side) of a block. state: EMPTY, PARTIAL or FULL. As
+    in block lists, a block cut short by the end of the sequence is never FULL.
     """
 
     cells: Cells
@@ -155,10 +157,11 @@ class WindowBlocks:
 
 @dataclass(frozen=True)
 class Panel:
-    """One head in one order of tokens.
+    """Contents of the picture of one head in one order of tokens.
 
-    share: for each cell the mean over its pairs of the number of branches that allow the pair; with `blocks` the
-    fraction of pairs that any branch allows.
+    rate: rate of the residue-major order, 1 in natural order. blocks: None if no blocks are drawn. share: for each cell
+    the mean over its pairs of the number of branches that allow the pair; with `blocks` the fraction of pairs that any
+    branch allows.
     """
 
     head: int
@@ -213,7 +216,7 @@ def shade(
 
 
 def axis_ticks(window: Window, *, letter: float) -> tuple[dict[int, str], dict[int, str]]:
-    """(query labels, key labels): maps from round slots to labels of ticks; letter: width of a letter in pixels."""
+    """(query labels, key labels): maps from slots with ticks, round numbers, to text; letter: its width in pixels."""
     q, k = window
     rows = _ticks(q.slots, max(1, min(_MOST_TICKS, q.length // _TICK_ROOM)))
     most = _MOST_TICKS
@@ -227,7 +230,7 @@ def axis_ticks(window: Window, *, letter: float) -> tuple[dict[int, str], dict[i
 
 
 def _ticks(slots: range, most: int) -> list[int]:
-    """Slots of ticks, at most `most` steps: quarters of the window if these are round, else other round slots."""
+    """Slots with ticks, about `most`: quarters of the window if it begins at a multiple of one, else round numbers."""
     quarter = len(slots) // 4
     if most >= 4 and quarter and len(slots) % 4 == 0 and slots.start % quarter == 0:
         return list(range(slots.start, slots.stop + 1, quarter))

@@ -144,7 +144,11 @@ def _entry(label: str, colour: Any) -> Patch:
 
 
 def legend_of(picture: Picture, panels: Sequence[Panel]) -> list[Patch]:
-    """Legend entries: colours of pairs by kind of block or number of branches, of fractions, and of masked pairs."""
+    """Legend entries for the colours of cells.
+
+    With blocks: by kind of block; else by the number of branches that allow a pair. By fraction of allowed pairs, too,
+    if cells have several pairs.
+    """
     many = max(axis.cell for axis in picture.window) > 1
     shares = [_entry(label, _shaded(share)) for share, label in _SHARES] if many else []
     if picture.block is not None:

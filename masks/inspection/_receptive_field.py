@@ -23,7 +23,7 @@ _MOST_SEARCHES = 1 << 9
 
 @dataclass(frozen=True)
 class ReceptiveField:
-    """Number of tokens that each of `tokens` reaches (is influenced by), by number of layers with one pattern.
+    """For each of `tokens`, number of tokens that it reaches (that influence it) through 1, 2, ... layers of a pattern.
 
     A token reaches itself, and with each layer all tokens that its keys in any head reach: heads are mixed between
     layers, and residual connections keep the tokens reached before. tokens: indices of the examined tokens. reached:

@@ -141,10 +141,10 @@ def show(
     pair. cells: (rows, columns) of the grid, regardless of `size`. color: use 256 ANSI colors. ascii: use only ASCII
     characters. head: one of num_heads. batch: index of the batch entry, if run-time tensors have a row for each.
 
-        >>> picture = masks.show(masks.causal(), 1 << 20)  # print it
+    Time does not grow with the number of tokens. Raises ValueError or TypeError for heads, entries, windows and sizes
+    that do not fit, and for tokens that the pattern does not take.
 
-    Time does not grow with the number of tokens. Raises ValueError
-    or TypeError for heads, entries, windows and sizes that do not fit, and for tokens that the pattern does not take.
+    >>> picture = masks.show(masks.causal(), 1 << 20)  # print it
     """
     asked = require_expression(pattern)
     require_int("num_tokens", num_tokens, minimum=1)
@@ -232,7 +232,7 @@ def _even(slots: int, most: int) -> int:
 
 
 def _labels(window: Sequence[range], size: tuple[int, int]) -> tuple[dict[int, str], dict[int, str]]:
-    """(query labels, key labels): maps from round slots to labels, for a map of `size` = (lines, columns)."""
+    """(query labels, key labels): maps from round-numbered slots to text, for a map of `size` (lines, columns)."""
     most = size[0] // _TICK_ROWS, size[1] // _TICK_COLUMNS
     sides = [
         [slot for slot in round_places(slots, number) if slot in slots]
@@ -340,9 +340,10 @@ def _colored(level: Level, text: str) -> str:
 
 @dataclass(frozen=True)
 class Level:
-    """Appearance of a range of fractions of allowed pairs in a cell.
+    """Appearance of cells with fractions of allowed pairs in one range, or with pairs that several branches allow.
 
-    shape, ascii: its character, and one in ASCII. color: number of its ANSI color. meaning: text for the legend.
+    shape: character that is drawn; ascii: the character on a terminal with ASCII only. color: number of its ANSI color.
+    meaning: text for the legend.
     """
 
     shape: str
@@ -352,7 +353,7 @@ class Level:
 
     @property
     def is_times(self) -> bool:
-        """True if the shape is a digit: the number of branches that allow a pair."""
+        """True if the character is a digit: the mean number of branches that allow a pair of the cell, rounded up."""
         return self.shape.isdigit()
 
 

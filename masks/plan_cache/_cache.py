@@ -45,7 +45,10 @@ class Limits:
 
 @dataclass(frozen=True)
 class Holding:
-    """Number of cache entries of one kind, and the bytes of their tensors."""
+    """Number of cache entries of one kind, and the bytes of their tensors.
+
+    name: the kind, such as "masters" or "copies on cuda:0".
+    """
 
     name: str
     entries: int
@@ -72,7 +75,7 @@ class CacheStats:
 
     @property
     def entries(self) -> int:
-        """Number of all entries, masters and copies."""
+        """Number of all entries: plans and block lists (masters), and tensors made from them (copies)."""
         return self.masters.entries + sum(holding.entries for holding in self.copies)
 
     @property
@@ -107,8 +110,8 @@ class Entry:
     """A cached value, with its size in bytes and its place in the order of eviction.
 
     pattern: texts of the patterns it depends on, concatenated. device: the device of a copy made from other cached
-    values; None for a value that is no copy. line: all copies, or all other entries, least recently used first. Entries
-    hash by identity, which is faster than by key.
+    values; None for a value that is no copy. line: the cache's order of eviction of copies, or of other entries, with
+    this entry; least recently used first. Entries hash by identity, which is faster than by key.
     """
 
     key: Hashable
@@ -235,7 +238,7 @@ class Cache:
         return CacheStats(*counts, masters, tuple(copies), limits)
 
     def __repr__(self) -> str:
-        """Return entries and bytes, with the budgets.
+        """Return a text with the numbers of entries and bytes, and the budgets of both.
 
         It takes no lock, so that a debugger can call it at any time.
         """
@@ -376,8 +379,7 @@ def cache() -> Cache:
     """Return the process-wide cache of plans and block lists.
 
     Environment variables FLEXDILATED_CACHE_BYTES and FLEXDILATED_CACHE_ENTRIES set its initial budgets, by default 1
-    GiB and 16,384 entries.
-    Raises ValueError if one is not a whole number.
+    GiB and 16,384 entries. Raises ValueError if one is not a whole number.
 
     >>> masks.cache().clear()
     """

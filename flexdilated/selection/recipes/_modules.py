@@ -25,11 +25,11 @@ _AT_ONCE = 1 << 22  # most scores of compressed keys in memory
 
 
 class WindowsBefore:
-    """`pattern` over (query position, window): window i is visible from position i * stride + reach.
+    """Holds `pattern`, over query positions and window numbers: window i is visible from position i * stride + reach.
 
-    It has bounds for boxes: a box is full if its first query sees its last window, and empty if its last query does not
-    see its first window. Modules store an instance of this class, because a closure cannot be
-    pickled, and because torch.compile can read an existing pattern but not build one from a function.
+    The pattern has bounds for boxes: a box is full if its first query sees its last window, and empty if its last query
+    does not see its first window. Modules store an instance of this class, because a closure cannot be pickled, and
+    because torch.compile can read an existing pattern but not build one from a function.
     """
 
     def __init__(self, stride: int, reach: int) -> None:
@@ -98,7 +98,9 @@ class CoarseToFineAttention(nn.Module):
         enable_gqa: bool = False,
         q_offset: int = 0,
     ) -> Float[Tensor, "B H N D"]:
-        """Attention output; query i has position q_offset + i, key j position j; other arguments are as in `attend`.
+        """Attention output in the shape of q.
+
+        Query i has position q_offset + i, key j position j; other arguments are as in `attend`.
 
         Raises ValueError or TypeError, before any work, for inputs that do not fit together.
         """
@@ -198,7 +200,9 @@ class NativeSparseAttention(nn.Module):
         self.first, self.local = require_int("first", first, minimum=0), require_int("local", local, minimum=1)
         self.top = require_int("top", top, minimum=1)
         if top < first + local:
-            raise ValueError(f"top counts the first and the local blocks, too: at least {first + local}; got {top=}")
+            raise ValueError(
+                f"top must be at least first + local = {first + local}, as it counts these blocks, too; got {top=}"
+            )
         self.compress_keys, self.compress_values = (_Compression(head_dim, length, stride) for _ in range(2))
         self.gates = nn.Linear(embed_dim, 3 * num_heads)
         self._ended = WindowsBefore(stride, length - 1)
@@ -215,9 +219,10 @@ class NativeSparseAttention(nn.Module):
     ) -> Float[Tensor, "B H N D"]:
         """Gated sum of the outputs of the three branches, in the shape of q.
 
-        k, v: of the branches compressed, selected and window; to use one k for all, pass k.expand(3, *k.shape). x:
-        input of the gates, one token per query. scale: factor on scores, 1 / sqrt(D) by default. Query i has
-        position q_offset + i, key j position j. Raises ValueError or TypeError for inputs that do not fit.
+        k, v: keys and values of the branches compressed, selected and window, in this order; to use one k for all, pass
+        k.expand(3, *k.shape). x: input of the gates, one token per query. scale: factor on scores, 1 / sqrt(D) by
+        default. Query i has position q_offset + i, key j position j. Raises ValueError or TypeError for inputs that do
+        not fit.
         """
         self._check(x, q, k, v)
         require_int("q_offset", q_offset, minimum=0)
@@ -241,7 +246,10 @@ class NativeSparseAttention(nn.Module):
         scale: float,
         q_offset: int,
     ) -> Int64[Tensor, "B G N top"]:
-        """Chosen blocks of each query, by its weights in the compressed branch, in chunks of queries."""
+        """Blocks of `block` keys that each query chooses, padded with -1; computed in chunks of queries.
+
+        keys, lse: compressed keys, and the lse of attention to them, which give the weights that score blocks.
+        """
         count = -(-num_keys // self.block)
         number, each = q.shape[2], q.shape[0] * q.shape[1] * max(1, keys.shape[2])
         blocks = torch.full((*keys.shape[:2], number, self.top), -1, device=q.device)
@@ -269,7 +277,11 @@ class NativeSparseAttention(nn.Module):
         count: int,
         scale: float,
     ) -> Float[Tensor, "B G n C"]:
-        """Score of each block: the sum over the query heads of a key/value head."""
+        """Score of each of `count` blocks: attention to its overlapping windows, times their strides inside the block.
+
+        Scores are summed over the windows, and over the query heads of a key/value head. keys, lse: compressed keys,
+        and the lse of attention to them. position: position of each query.
+        """
         scores = scale * (q.unflatten(1, (keys.shape[1], -1)) @ keys.unsqueeze(2).mT)
         begins = torch.arange(keys.shape[2], device=q.device) * self.stride
         sees = position >= begins + self.length - 1
@@ -286,8 +298,8 @@ class NativeSparseAttention(nn.Module):
         for name, each in (("k", k), ("v", v)):
             if each.dim() != 5 or each.shape[0] != 3:
                 raise ValueError(
-                    f"{name} must be (3, batch, key/value heads, tokens, head dim), one a branch; the same for all "
-                    f"is {name}.expand(3, *{name}.shape); got {tuple(each.shape)}"
+                    f"{name} must be (3, batch, key/value heads, tokens, head dim), one for each branch: to use one "
+                    f"{name} for all, give {name}.expand(3, *{name}.shape); got {tuple(each.shape)}"
                 )
         check_tensors(q, k[0], v[0], enable_gqa=True)
         heads, came = (self.num_heads, self.num_kv_heads), (q.shape[1], k.shape[2])

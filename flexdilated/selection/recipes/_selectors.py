@@ -62,7 +62,7 @@ def quest(*, budget: int, block: int = 16, within: Pattern = causal()) -> BlockS
     require_int("block", block, minimum=1)
     require_int("budget", budget, minimum=2 * block)
     if budget % block:
-        raise ValueError(f"budget counts keys of whole blocks: a multiple of {block=}; got {budget=}")
+        raise ValueError(f"budget must be a multiple of {block=}, as blocks are read whole; got {budget=}")
     choose = TopK(budget // block - 1)
     return BlockSelector(block=block, scorer="minmax", choose=choose, within=within, always=chunked(block))
 
@@ -76,7 +76,7 @@ def xattention(
     threshold: float = 0.9,
     within: Pattern = causal(),  # noqa: B008 (frozen)
 ) -> BlockSelector:
-    """XAttention: a block of queries reads the fewest key blocks with most of its attention, by an estimate.
+    """XAttention: a block of queries reads the fewest key blocks with an estimated share `threshold` of its attention.
 
     The score of a tile of stride × stride pairs is the mean score of its antidiagonal. A softmax over each line of
     tiles, summed over the tiles of a block, is the block's share in that line, and the mean over lines is the block's
@@ -190,9 +190,9 @@ class SeerGate(nn.Module):
     model's own rotary embedding.
 
     head_dim, num_heads, num_kv_heads: of the attention; num_kv_heads divides num_heads, and equals it by default.
-    block: tokens of a block of keys, as in the selector. dim: of the gate, even; 128 in the paper.
-    share: "head", one score per query head; "group", one per key/value head, for the sum of its projected queries, as
-    in SeerAttention-R. base: of the rotary embedding.
+    block: tokens of a block of keys, as in the selector. dim: width of the projected queries and keys, even; 128 in the
+    paper. share: "head", one score per query head; "group", one per key/value head, for the sum of its projected
+    queries, as in SeerAttention-R. base: base of the rotary embedding's frequencies.
 
     Raises TypeError or ValueError for other values.
     Source: SeerAttention, arXiv 2410.13276, section 3.1, and SeerAttention-R, arXiv 2506.08889.
@@ -233,7 +233,11 @@ class SeerGate(nn.Module):
     def forward(
         self, queries: Float[Tensor, "B H R D"], pools: Pools, positions: Int64[Tensor, " R"]
     ) -> Float[Tensor, "B T R C"]:
-        """Scores of all blocks; T = H or, with share="group", T = G. positions: the first position of each row."""
+        """Scores of all C blocks of keys for R rows; T = H or, with share="group", T = G.
+
+        queries: one per row (block of queries). pools: mean, least and greatest keys of each block, (B, G, C, D) each.
+        positions: position of the first token of each row.
+        """
         expected, came = (len(self.query), len(self.key)), (queries.shape[1], pools.mean.shape[1])
         if came != expected:
             raise ValueError(f"the gate serves {expected[0]} heads and {expected[1]} key/value heads; got {came}")

@@ -1,12 +1,12 @@
-// The page: its state, and what wheel, pointers, keys and controls change. Each change is followed by a frame.
+// The page: its state, and the changes by wheel, pointers, keys and controls. Each change requests a frame.
 
-const SLICE = 24; // milliseconds of counting a frame
+const SLICE = 24; // milliseconds of counting in each frame
 const REPAINT = 180; // milliseconds between two paintings of a picture that still changes
 const LINK_AFTER = 200; // milliseconds of rest: browsers refuse addresses that change too often
-const MOST_SHARES = 24e6; // numbers of a picture: on large screens with many branches a cell is several pixels
-const WHEEL = 0.0018; // of a doubling, for one pixel of the wheel
-const NUDGE = 1 / 8; // of the view, for one press of an arrow key
-const CLOSE = 1 / 24; // tokens a pixel at which a pair that is asked for is shown
+const MOST_SHARES = 24e6; // most numbers of a picture; on large screens with many branches a cell is several pixels
+const WHEEL = 0.0018; // doublings of the scale for one pixel of the wheel
+const NUDGE = 1 / 8; // fraction of the view that one press of an arrow key moves
+const CLOSE = 1 / 24; // largest number of tokens per pixel at which `goTo` shows a pair
 const ARROWS = { ArrowUp: [0, -1], ArrowDown: [0, 1], ArrowLeft: [-1, 0], ArrowRight: [1, 0] };
 
 const at = (name) => document.getElementById(name);
@@ -59,7 +59,7 @@ class App {
     this.settingsChanged();
   }
 
-  /** Fit the canvas into its place, pixel by pixel of the screen. */
+  /** Resize the canvas to its parent element, with one canvas pixel for each pixel of the screen. */
   measure() {
     const { state, canvas } = this;
     const { width, height } = canvas.parentElement.getBoundingClientRect();
@@ -81,7 +81,7 @@ class App {
     drawAll(this.context, this.state, this.palette); // measuring has cleared the canvas
   }
 
-  /** Head or order changed. */
+  /** Update the page after a change of the head or of the order of tokens. */
   settingsChanged() {
     const { state } = this;
     const rate = state.order === "residue" ? state.data.residue : 1;
@@ -92,7 +92,7 @@ class App {
     this.viewChanged();
   }
 
-  /** Count the cells of the view. */
+  /** Begin a new picture of the view, and update the link later. */
   viewChanged() {
     const { state } = this;
     const { view, outputs, data: { tiles } } = state;
@@ -156,7 +156,7 @@ class App {
     this.askFrame();
   }
 
-  /** Pin a pair of slots; the view follows. */
+  /** Pin a pair of slots, and move the view if the pair is outside. */
   hold(q, k, scale = this.state.view.scale) {
     const { view } = this.state;
     const cursor = { q: clamp(q, 0, view.numQueries - 1), k: clamp(k, 0, view.numKeys - 1) };
@@ -185,7 +185,7 @@ class App {
     this.hold(slot(queries, query), slot(keys, key), Math.min(view.scale, CLOSE));
   }
 
-  /** Change the view by one of its methods. */
+  /** Call a method of the view, such as "zoomAt", with these arguments; begin a new picture. */
   look(method, ...how) {
     this.state.view[method](...how);
     this.viewChanged();
@@ -196,14 +196,14 @@ class App {
   }
 }
 
-/** Tiles of each branch for the head; null in other than the natural order. */
+/** Grid of tiles of each branch for the head; null in residue order, or if the page has no grid for the head. */
 function gridsOf({ data: { tiles }, head, order }) {
   return tiles.grid_of.map((heads) => (order === "natural" ? tiles.grids[heads[head]] ?? null : null));
 }
 
 function listenToCanvas(canvas, app) {
   const { view } = app.state;
-  const held = new Map(); // places of the pointers that are down
+  const held = new Map(); // map from pointer id to [x, y], for pressed pointers
   let moved = 0;
   const placeOf = (event) => {
     const box = canvas.getBoundingClientRect();
@@ -240,14 +240,14 @@ function listenToCanvas(canvas, app) {
   canvas.addEventListener("pointerleave", () => held.size || app.state.pinned || app.setCursor(null, false));
 }
 
-/** The point between the pointers and their distance: one pointer drags; two pinch about that point. */
+/** Midpoint of the pressed pointers, and their distance `apart`, 0 for one pointer. Dragging and pinching use both. */
 function grip(held) {
   const [first, second = first] = [...held.values()];
   const apart = Math.hypot(first[0] - second[0], first[1] - second[1]);
   return { x: (first[0] + second[0]) / 2, y: (first[1] + second[1]) / 2, apart };
 }
 
-/** Act on a key; false if it has no meaning here. */
+/** Act on a pressed key; return false if it has no action. */
 function pressKey(event, app) {
   if (event.ctrlKey || event.metaKey || event.altKey) return false;
   const { view, cursor } = app.state;

@@ -1,31 +1,31 @@
-// The share of allowed pairs in each cell of a window, in slices of time. A cell is a pixel, or one pair where pairs are
-// larger. All pairs of small cells are evaluated; larger cells are sampled in rounds, and the page says so. Counts of
-// tiles came with the page: where tiles are small on the screen these are drawn, and empty or full tiles are not sampled.
+// The share of allowed pairs in each cell of a window, computed in slices of time. A cell is a pixel, or one pair if
+// pairs are larger than pixels. All pairs of small cells are evaluated; larger cells are sampled in rounds, which the
+// page says. The page has shares of tiles: cells use them if tiles are small on the screen, or are empty or full.
 
-const COUNTED_SIDE = 8; // tokens: cells up to this side are counted
-const SAMPLES = 4; // along each side of a cell, for each round
+const COUNTED_SIDE = 8; // tokens; all pairs of cells up to this side are evaluated
+const SAMPLES = 4; // positions along each side of a cell in each round
 const ROUNDS = 4;
-const PAIRS = 2 ** 16; // evaluated at once
-const FAINTEST = 1e-6; // the share of a cell that may hold pairs, but showed none
-const UNKNOWN = -2; // a tile's share; -1 where it may hold pairs
-const TILE_PIXELS = 8; // tiles up to this side are drawn as they are counted
+const PAIRS = 2 ** 16; // number of pairs evaluated at once
+const FAINTEST = 1e-6; // share drawn for a cell that may have allowed pairs, if none was found
+const UNKNOWN = -2; // share of a tile without bounds; -1 for a tile with bounds but without a count
+const TILE_PIXELS = 8; // the shares of tiles up to this side are drawn
 
 class Density {
-  /** rows, columns: the slots at which cells begin, and the end of the last. grids: of tiles, one a branch or null. */
+  /** rows, columns: first slots of the cells, and the end of the last. grids: shares of tiles, or null, by branch. */
   constructor({ program, outputs, head, queries, keys, tiles, grids }, rows, columns) {
     Object.assign(this, { program, outputs, head, queries, keys, tiles, grids, rows, columns });
     this.needed = neededFor(program, outputs);
     [this.height, this.width] = [rows.length - 1, columns.length - 1];
     this.cells = this.height * this.width;
-    this.share = outputs.map(() => new Float32Array(this.cells).fill(-1)); // what is drawn; -1 for nothing yet
+    this.share = outputs.map(() => new Float32Array(this.cells).fill(-1)); // the drawn shares; -1 before the first
     this.hits = outputs.map(() => new Uint32Array(this.cells));
-    this.certain = outputs.map(() => new Uint8Array(this.cells)); // 1 where the share is counted
+    this.certain = outputs.map(() => new Uint8Array(this.cells)); // 1 if the share is not an estimate
     const largest = Math.max(...[rows, columns].map((edges) =>
       edges.reduce((most, edge, at) => (at ? Math.max(most, edge - edges[at - 1]) : 0), 0)));
     this.counted = largest <= COUNTED_SIDE;
     this.coarse = largest * TILE_PIXELS >= Math.max(...tiles.sides) && !this.counted;
     const each = this.counted ? largest : SAMPLES; // positions along a side of a cell
-    this.high = Math.max(1, quotient(PAIRS, each ** 2 * this.width)); // rows of cells at once
+    this.high = Math.max(1, quotient(PAIRS, each ** 2 * this.width)); // number of rows of cells evaluated at once
     [this.round, this.top, this.finished] = [0, 0, this.cells === 0];
   }
 
@@ -37,7 +37,7 @@ class Density {
     while (!this.finished && performance.now() < deadline) this.step();
   }
 
-  /** Count some rows of cells in this round. */
+  /** Evaluate the next rows of cells in this round. */
   step() {
     const rows = steps(this.top, Math.min(this.top + this.high, this.height));
     if (this.round === 0) this.readTiles(rows);
@@ -48,7 +48,7 @@ class Density {
     this.finished = ++this.round === (this.counted ? 1 : ROUNDS);
   }
 
-  /** Draw cells that their tiles decide; where a tile may hold pairs, a cell is faint until one is found. */
+  /** Set shares from tiles; a cell that these do not decide is faint if they say that it may have allowed pairs. */
   readTiles(rows) {
     const known = (found) => found === 0 || found === 1 || (found > 0 && this.coarse);
     for (const row of rows) {
@@ -62,7 +62,7 @@ class Density {
     }
   }
 
-  /** The mean share of the tiles that a cell touches; the least of them where some are not counted. */
+  /** Mean share of the tiles that overlap a cell; the least (-1 or -2) if one of them has no count. */
   tileOf(grid, row, column) {
     const { rows, columns, tiles, keys } = this;
     const [high, wide] = tiles.sides;
@@ -78,7 +78,7 @@ class Density {
     return least < 0 ? least : sum / number;
   }
 
-  /** Evaluate this round's pairs of the cells that are not certain yet. */
+  /** Evaluate this round's pairs of the cells in these rows whose shares are not certain, and update the shares. */
   look(rows) {
     const { program, outputs, needed, head, width } = this;
     const open = steps(0, width).filter((column) => rows.some((row) => !this.isCertain(row * width + column)));
@@ -94,7 +94,7 @@ class Density {
         for (const column of open) {
           const cell = row * width + column;
           if (certain[cell]) continue;
-          // A sample without a hit is no proof: where a tile may hold pairs, the cell stays as faint as can be seen.
+          // A sample without an allowed pair is no proof: if a tile may have allowed pairs, the cell stays faint.
           const least = this.counted ? 0 : Math.min(shares[cell], FAINTEST);
           shares[cell] = hits[cell] / this.asked(row, column, this.round + 1) || least;
           certain[cell] = Number(this.counted);
@@ -107,13 +107,13 @@ class Density {
     return this.certain.every((flags) => flags[cell]);
   }
 
-  /** Number of pairs of a cell that are evaluated in this number of rounds. */
+  /** Number of pairs of a cell that are evaluated in `rounds` rounds. */
   asked(row, column, rounds = Math.max(1, this.round)) {
     if (!this.counted) return rounds * SAMPLES ** 2;
     return (this.rows[row + 1] - this.rows[row]) * (this.columns[column + 1] - this.columns[column]);
   }
 
-  /** This round's positions of some cells along one side, and the cell of each. */
+  /** Positions that this round evaluates in the chosen cells along one side, and the cell of each position. */
   positions(order, edges, chosen) {
     const [positions, cells] = [[], []];
     for (const cell of chosen) {
@@ -128,7 +128,7 @@ class Density {
     return { positions: Float64Array.from(positions), cells };
   }
 
-  /** Progress of the picture, then the share of cells that are sampled; 0 % and 100 % mean none and all. */
+  /** Text: progress of the first round, then the share of sampled cells, rounded up. */
   get progress() {
     if (!this.isDrawn) return `${Math.floor((100 * this.top) / this.height)} % drawn`;
     this.samples ??= this.counted ? 0 : steps(0, this.cells).filter((cell) => !this.isCertain(cell)).length;
@@ -138,7 +138,7 @@ class Density {
   }
 }
 
-/** A number in [0, 1) that is a function of these two: mixed as in the finalizer of MurmurHash3. */
+/** Pseudo-random number in [0, 1), a hash of two integers, mixed as in the finalizer of MurmurHash3. */
 function randomPart(start, index) {
   let mixed = Math.imul(start, 0x9e3779b1) ^ Math.imul(index + 1, 0x85ebca77);
   mixed = Math.imul(mixed ^ (mixed >>> 16), 0x85ebca6b);

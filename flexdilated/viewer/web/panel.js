@@ -1,4 +1,4 @@
-// The column beside the picture: the legend of branches, and the reasons of the pair under the cursor.
+// The column next to the picture: the legend of branches, and the reasons for the pair under the cursor.
 
 const HINT = "Point at a pair, or focus the picture and press Shift with an arrow key: it is explained here.";
 
@@ -11,7 +11,7 @@ function element(name, properties = {}, ...children) {
 const codeOf = (textContent, className = "") => element("code", { textContent, className });
 const noteOf = (...children) => element("p", { className: "note" }, ...children);
 
-/** One line a branch, each with a box that hides it and calls `changed`. */
+/** Fill the legend: one line for each branch, with a box that shows or hides the branch and calls `changed`. */
 function buildLegend({ data, shown }, palette, changed) {
   const lines = data.branches.map((branch, index) => {
     const box = element("input", { type: "checkbox", checked: shown[index] });
@@ -48,7 +48,7 @@ function showReasons(state, palette) {
   );
 }
 
-/** The command that explains the pair; none for a pattern that no command can name. */
+/** [note with the command line that explains the pair]; [] if the pattern cannot be written in a command. */
 function commandFor({ data, queries, keys, cursor, head }) {
   if (!data.command) return [];
   const pair = `--query ${queries.position(cursor.q)} --key ${keys.position(cursor.k)} --head ${head}`;
@@ -87,7 +87,7 @@ function reasonsFor(state) {
   };
 }
 
-/** For each branch: whether it allows a pair, why, and the same of the parts that decide. */
+/** For each branch: its text, true if it allows the pair, the reason, and such answers for the parts that decide. */
 function answersFor({ data, program, head }, q, k) {
   const valueOf = (node) => {
     const needed = neededFor(program, [node]);
@@ -102,7 +102,7 @@ function answersFor({ data, program, head }, q, k) {
   return data.branches.map(answer);
 }
 
-/** Share of allowed pairs in the cell of the pair, marked if sampled; "" for single pairs and cells not drawn yet. */
+/** Text with the share of allowed pairs in the cell under the cursor; "" for single pairs and cells not drawn yet. */
 function cellNote({ image: { density }, view, cursor }) {
   const { rows, columns, width, height, share } = density;
   const row = rows.findLastIndex((edge) => edge <= cursor.q);

@@ -1,10 +1,10 @@
 // The picture on its canvas: cells in the branches' colours, grids, rulers and the cursor.
 
 const RULER = { left: 72, top: 30 };
-const STRIPES_FROM = 7; // pixels a pair: branches stand beside each other instead of mixed
-const GRID_FROM = 7; // pixels a block
-const TICK_EVERY = 90; // pixels, about
-const PALEST = 0.2; // the shade of a cell with a single pair among millions: thin windows stay visible
+const STRIPES_FROM = 7; // pixels per pair, from which branches are drawn as stripes instead of mixed colours
+const GRID_FROM = 7; // pixels per block, from which lines between blocks are drawn
+const TICK_EVERY = 90; // approximate pixels between ticks
+const PALEST = 0.2; // shade of a cell with one allowed pair among millions, so that thin windows stay visible
 const DARKEST_MIX = 0.6;
 
 /** The colours of the page's theme, as [red, green, blue]. */
@@ -17,13 +17,13 @@ function paletteOf(branches) {
 }
 
 /**
- * The colour of a cell where branch b allows the share densities[b] of its pairs: the mixed hues of the branches, fuller
- * for a larger share, and from one branch a pair on closer to the ink.
+ * The colour of a cell, of which branch b allows the share densities[b]: the mixed hues of the branches, stronger
+ * for a larger share, and closer to the ink colour if a pair has more than one branch on average.
  */
 function colourOf(densities, { paper, ink, hues }) {
   let [total, weight, red, green, blue] = [0, 0, 0, 0, 0];
   for (let branch = 0; branch < densities.length; branch++) {
-    const share = Math.sqrt(densities[branch]); // a sparse branch tints what a dense one fills
+    const share = Math.sqrt(densities[branch]); // the root keeps sparse branches visible next to dense ones
     total += densities[branch];
     weight += share;
     red += share * hues[branch][0];
@@ -37,13 +37,13 @@ function colourOf(densities, { paper, ink, hues }) {
   return [mixed(red / weight, 0), mixed(green / weight, 1), mixed(blue / weight, 2)];
 }
 
-/** A density with its picture, one pixel a cell. */
+/** A density, and a canvas with one pixel for each of its cells. */
 function imageOf(density) {
   const canvas = new OffscreenCanvas(Math.max(1, density.width), Math.max(1, density.height));
   return { canvas, context: canvas.getContext("2d"), density };
 }
 
-/** Paint all cells as pixels; unknown ones stay transparent. */
+/** Paint each cell of the density as one pixel; cells without a share yet stay transparent. */
 function repaint({ context, density }, palette, shown) {
   const { width, height, cells, share } = density;
   if (!cells) return;
@@ -59,7 +59,7 @@ function repaint({ context, density }, palette, shown) {
       densities[branch] = drawn;
     }
     if (!known) continue;
-    if (changed) colour = colourOf(densities, palette); // neighbours are mostly alike
+    if (changed) colour = colourOf(densities, palette); // neighbouring cells mostly have equal shares
     pixels.data.set(colour, 4 * cell);
     pixels.data[4 * cell + 3] = 255;
   }
@@ -88,18 +88,18 @@ function drawAll(context, state, palette) {
   drawRuler(context, view, palette, false);
 }
 
-/** Draw an image at the place of its slots in the view. */
+/** Draw an image where its slots are in the view. */
 function placeImage(context, view, { canvas, density: { rows, columns, width, height } }) {
   if (!width || !height) return;
   const [left, top] = view.pixelOf({ q: rows[0], k: columns[0] });
   const [right, bottom] = view.pixelOf({ q: rows[height], k: columns[width] });
-  // Whole pixels where a cell is one: the image is then copied as it is.
+  // If a cell is one pixel, draw at whole pixels, so that the image is not resampled.
   const exact = Math.abs(right - left - width) < 1.5 && view.scale > 1;
   if (exact) context.drawImage(canvas, Math.round(left), Math.round(top));
   else context.drawImage(canvas, left, top, right - left, bottom - top);
 }
 
-/** Draw pairs as squares, in stripes where several branches allow one. */
+/** Draw each allowed pair as a square, with one stripe for each branch that allows it. */
 function drawPairs(context, { view, image: { density }, shown }, palette) {
   const { rows, columns, share, width, height } = density;
   const gap = Math.min(2, 0.1 / view.scale);
@@ -117,7 +117,7 @@ function drawPairs(context, { view, image: { density }, shown }, palette) {
   }
 }
 
-/** Draw lines between blocks and between residue classes if they have enough pixels. */
+/** Draw lines between blocks, and between residue classes, if these have enough pixels. */
 function drawBlocks(context, { view, order, queries, keys, block }, palette) {
   if (!block) return;
   const right = Math.min(view.k + view.width * view.scale, view.numKeys);
@@ -136,7 +136,7 @@ function multiplesIn(start, stop, step) {
   return steps(first, Math.max(first, Math.floor(stop / step) + 1)).map((index) => index * step);
 }
 
-/** Lines at these keys and queries, sharp on whole pixels. */
+/** Draw lines at these key and query slots, on whole pixels so that they are sharp. */
 function drawLines(context, view, keys, queries) {
   const [left, top] = view.pixelOf({ q: 0, k: 0 }).map((edge) => Math.max(0, edge));
   const end = view.pixelOf({ q: view.numQueries, k: view.numKeys });
@@ -160,7 +160,7 @@ function drawCursor(context, { view, cursor, pinned }, palette) {
   context.strokeRect(x + side / 2 - room / 2, y + side / 2 - room / 2, room, room);
 }
 
-/** Round slots along one side, powers of two apart, as sizes here are. */
+/** Draw a ruler along one side, with ticks at multiples of a power of two, as most sizes are powers of two. */
 function drawRuler(context, view, palette, across) {
   const [start, tokens, pixels] = across ? [view.k, view.numKeys, view.width] : [view.q, view.numQueries, view.height];
   const rectangle = (at, aside, length, thickness) => {
@@ -172,7 +172,7 @@ function drawRuler(context, view, palette, across) {
   rectangle(across ? -RULER.left : 0, -margin, pixels + RULER.left, margin);
   context.fillStyle = palette.css("--line");
   rectangle(0, -1, pixels, 1);
-  const half = view.scale < 1 / 8 ? 0.5 : 0; // ticks stand at the middle of a pair that is seen as one
+  const half = view.scale < 1 / 8 ? 0.5 : 0; // at this scale ticks are at the middle of a pair, else at its edge
   const step = 2 ** Math.max(0, Math.round(Math.log2(TICK_EVERY * view.scale)));
   context.font = `12px ${palette.css("--font")}`;
   for (const slot of multiplesIn(start, Math.min(start + pixels * view.scale, tokens - 1), step)) {
@@ -181,7 +181,7 @@ function drawRuler(context, view, palette, across) {
     context.fillStyle = palette.css("--line");
     rectangle(at, -6, 1, 6);
     context.fillStyle = palette.css("--muted");
-    const label = shortTokens(slot, step); // one unit for the ticks of both sides, whose step is one
+    const label = shortTokens(slot, step); // both rulers have one step, so labels have one unit
     const end = at > pixels - 24;
     context.textAlign = !across || end ? "right" : at < 24 && label.length > 3 ? "left" : "center";
     context.textBaseline = across ? "middle" : at < 6 ? "top" : end ? "bottom" : "middle";

@@ -1,7 +1,7 @@
-// The traced rules of all branches: a list of elementwise operations over heads, queries and keys. Everything is a
-// double, truth is 1 and 0. What depends on queries alone, or on keys alone, is computed once for each of them.
+// The traced rules of all branches: a list of elementwise operations over heads, queries and keys. All values
+// are doubles; true is 1, false 0. Nodes that depend on queries alone, or on keys alone, are computed once for each.
 
-const [ONE, BY_QUERY, BY_KEY, BY_PAIR] = [0, 1, 2, 3]; // what a node's values belong to: bits, which operands join
+const [ONE, BY_QUERY, BY_KEY, BY_PAIR] = [0, 1, 2, 3]; // what a node's values depend on: bits, joined over its operands
 
 /** Each operation fills `out` from operands of its length. */
 const OPERATIONS = {
@@ -36,7 +36,7 @@ const OPERATIONS = {
   bit_not: (out, a) => { for (let i = 0; i < out.length; i++) out[i] = -a[i] - 1; },
 };
 
-/** A program from the page's data: tables written out, and what each node's values belong to. */
+/** A program from the page's data: its nodes, decoded tables, and what each node's values depend on (`belongs`). */
 function programOf({ nodes, tables }) {
   const found = { nodes, tables: tables.map(tableOf), belongs: [] };
   const inputs = { head: ONE, query: BY_QUERY, key: BY_KEY };
@@ -47,7 +47,7 @@ function programOf({ nodes, tables }) {
   return found;
 }
 
-/** {shape, values} of a table that is written as runs of equal entries. */
+/** {shape, values} of a table that is encoded as runs of equal entries. */
 function tableOf({ shape, values, counts }) {
   const entries = new Float64Array(shape.reduce((product, size) => product * size, 1));
   let place = 0;
@@ -55,7 +55,7 @@ function tableOf({ shape, values, counts }) {
   return { shape, values: entries };
 }
 
-/** The nodes that these depend on, themselves included, in the order of the program. */
+/** The nodes that `outputs` depend on, `outputs` included, in the order of the program. */
 function neededFor({ nodes }, outputs) {
   const needed = new Set(outputs);
   for (let node = nodes.length - 1; node >= 0; node--) {
@@ -64,18 +64,18 @@ function neededFor({ nodes }, outputs) {
   return [...needed].sort((a, b) => a - b);
 }
 
-/** The values of some nodes for all pairs of queries and keys: an array a node, row by row. `needed` is `neededFor`. */
+/** Values of the nodes `outputs` for all pairs: one array for each node, query by query. `needed`: from `neededFor`. */
 function evaluate(program, outputs, needed, head, queries, keys) {
   const { nodes, belongs } = program;
   const values = new Map([[0, Float64Array.of(head)], [1, queries], [2, keys]]);
-  const lengths = [1, queries.length, keys.length, keys.length]; // of pairs, a row at a time
+  const lengths = [1, queries.length, keys.length, keys.length]; // pairs: one query at a time
   for (const node of needed.filter((each) => each > 2)) {
     const out = new Float64Array(lengths[belongs[node]]);
     if (nodes[node][0] === "const") out[0] = nodes[node][1];
     else if (belongs[node] !== BY_PAIR) apply(program, node, out, (each) => stretched(values.get(each), out.length));
     values.set(node, out);
   }
-  const rows = new Map(); // of what belongs to queries, one value for all keys; of all else, the values themselves
+  const rows = new Map(); // map from node to its values for one query and all keys
   const rowOf = (node) => {
     if (!rows.has(node)) rows.set(node, belongs[node] & BY_KEY ? values.get(node) : new Float64Array(keys.length));
     return rows.get(node);
@@ -96,7 +96,7 @@ function operandsOf([name, ...operands]) {
   return name === "const" ? [] : operands.slice(name === "at" ? 1 : 0);
 }
 
-/** Values as they are, or a single one repeated. */
+/** `values`, or its single value repeated to this length. */
 function stretched(values, length) {
   return values.length === length ? values : new Float64Array(length).fill(values[0]);
 }
@@ -107,7 +107,7 @@ function apply({ nodes, tables }, node, out, valuesOf) {
   else OPERATIONS[name](out, ...operands.map(valuesOf));
 }
 
-/** Entries of a table by an index a dimension; from the end for negative ones, and NaN, which is never true, beyond. */
+/** Fill `out` with table entries at one index per dim; negative from the end, NaN (never true) if out of range. */
 function lookUp(out, { shape, values }, indices) {
   for (let i = 0; i < out.length; i++) {
     let place = 0;

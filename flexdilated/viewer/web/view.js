@@ -54,7 +54,7 @@ class View {
     return Math.max(this.numQueries / this.height, this.numKeys / this.width, 1 / LARGEST_PAIR);
   }
 
-  /** Move to these slots and this scale, within the matrix where it fills the view, centred where it does not. */
+  /** Move to these slots and this scale; along an axis where the matrix is smaller than the view, it is centred. */
   show(q, k, scale = this.scale) {
     this.scale = clamp(scale, 1 / LARGEST_PAIR, this.wholeScale);
     const inside = (start, tokens, seen) => (seen >= tokens ? (tokens - seen) / 2 : clamp(start, 0, tokens - seen));
@@ -93,18 +93,18 @@ class View {
   }
 }
 
-/** First slots of the cells along one axis, and the last one's end: a cell is a pixel, or a token where it is larger. */
+/** First slots of the cells along one axis, and the end of the last; cells are pixels, or tokens if larger. */
 function cellEdges(start, scale, pixels, tokens) {
   const end = Math.min(tokens, Math.ceil(start + pixels * scale));
   if (scale <= 1) return Float64Array.from(steps(Math.max(0, Math.floor(start)), end + 1));
   const origin = Math.max(0, start);
   const count = Math.min(pixels, Math.ceil((end - origin) / scale));
   const edges = Float64Array.from(steps(0, count + 1), (index) => Math.min(end, Math.floor(origin + index * scale)));
-  // The last pixel may begin where the last but one ends.
+  // Rounding may leave the last pixel without slots.
   return edges.length > 1 && edges[count] === edges[count - 1] ? edges.subarray(0, count) : edges;
 }
 
-/** The view as the part of the address after #. `span`, tokens along the shorter side, suits other screens too. */
+/** The view as the part of the address after #. `span`: tokens along the shorter side, for screens of any size. */
 function linkOf({ view, head, order, block }) {
   const tidy = (number) => String(Number(number.toFixed(view.scale < 1 ? 2 : 0)));
   const place = { q: tidy(view.q), k: tidy(view.k), span: tidy(view.scale * Math.min(view.width, view.height)) };
