@@ -190,7 +190,7 @@ class LongNetBackbone(Pretrained):
         """
         if (memory is None) != (self.memory_dim is None):
             raise ValueError(
-                "a model made with memory_dim needs a memory, and another takes none; got "
+                "a model with memory_dim needs a memory, and one without takes none; got "
                 f"memory_dim={self.memory_dim} and {'no' if memory is None else 'a'} memory"
             )
         if memory is None:
@@ -342,8 +342,8 @@ class LongNetBackbone(Pretrained):
         seen = [cache.num_tokens for cache in caches]
         if len(seen) != len(self.blocks) or len(set(seen)) > 1:
             raise ValueError(
-                f"a model of {len(self.blocks)} blocks needs as many caches that have seen the same tokens; "
-                f"got {len(seen)} that have seen {seen}"
+                f"a model of {len(self.blocks)} blocks needs a cache for each, all with equally many tokens seen; "
+                f"got {len(seen)} with {seen}"
             )
 
     def extra_repr(self) -> str:

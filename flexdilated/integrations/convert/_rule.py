@@ -82,8 +82,8 @@ def check_restorable(name: str, module: nn.Module) -> None:
     """
     if isinstance(module, Converted) and type(module) is not _subclass(module.kind, module.original):
         raise ValueError(
-            f"{name} was given another class, {type(module).__name__}, after it was converted: give attention back, or "
-            "another pattern, before fully_shard and its like"
+            f"{name} was given another class, {type(module).__name__}, after it was converted: restore its attention "
+            "or change its pattern before fully_shard or another function that replaces classes"
         )
 
 

@@ -60,8 +60,9 @@ class ScaledDotProduct(Converted):
             out = super().forward(*args, **options)
         if not served.calls:
             raise ValueError(
-                f"{self._flexdilated.name} did not call scaled_dot_product_attention, in whose place the pattern is "
-                f"computed: {class_name(self.original)} is not served in this form; leave it out of convert"
+                f"{self._flexdilated.name} did not call scaled_dot_product_attention, which convert replaces: "
+                f"{class_name(self.original)} cannot be converted with these settings; give convert a function that "
+                "returns None for it"
             )
         return out
 

@@ -80,7 +80,9 @@ class Attend(Converted):
         assert given is not None
         for name, value in (("attn_bias", attn_bias), ("prev_attn", prev_attn), ("attn_delta", attn_delta)):
             if value is not None:
-                raise ValueError(f"{given.name} was called with {name}, and scores and {_WEIGHTS}: leave it out")
+                raise ValueError(
+                    f"{given.name} was called with {name}, which needs scores or {_WEIGHTS}: leave {name} out"
+                )
         dropping = "attend.dropout" if self.flash else "attend.attn_dropout.p"
         refuse_dropout(given, (self.dropout if self.flash else self.attn_dropout.p) if self.training else 0.0, dropping)
         is_causal = self.causal if causal is None else causal

@@ -82,7 +82,7 @@ class LongNetEncoder(nn.Module):
     ) -> Float[Tensor, "B N E"] | tuple[Float[Tensor, "B N E"], ...]:
         """Features of embedded tokens, after the final layer norm if the configuration has one.
 
-        all_layers=True returns a tuple of depth + 1 tensors instead: the first layer's input and each layer's output,
+        all_layers: True returns a tuple of depth + 1 tensors instead: the first layer's input and each layer's output,
         all without the final norm.
         """
         x = self.dropout(x)

@@ -157,10 +157,11 @@ class SlideEncoder(nn.Module):
     ) -> Float[Tensor, "B E"] | tuple[Float[Tensor, "B E"], ...]:
         """Embeddings of the slides. coordinates: of one corner of each tile in its slide, in pixels.
 
-        all_layers=True returns depth + 1 embeddings instead, pooled from the encoder's input and from each layer's
-        output without the encoder's last norm. Raises ValueError for tiles outside the grid; in a compiled graph such a
-        tile causes the device's own index error. In the published model a second coordinate beyond the grid silently
-        means the next row.
+        all_layers: True returns depth + 1 embeddings instead, pooled from the encoder's input and from each layer's
+        output without the encoder's last norm. In the published model a second coordinate beyond the grid means the
+        next row; here it is an error.
+        Raises ValueError for tiles outside the grid; in a compiled graph such a tile causes the device's own index
+        error.
         """
         x = self.embed(tiles, coordinates)
         if all_layers:

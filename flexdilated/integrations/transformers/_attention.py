@@ -65,14 +65,13 @@ def set_pattern(
     model: a `PreTrainedModel`, or a module that contains one, such as PEFT's.
     pattern: a pattern for all layers; or a mapping from layer number (index into `attention_layers(model)`) to pattern;
     or a function from a layer's module to its pattern. A layer without a pattern, or with None, keeps the model's rule.
-    By default, patterns come from the model's config, where `save_pretrained` stores them.
+    By default, patterns come from the model's config, where `save_pretrained` stores them. In place of a pattern, a
+    layer may get a `fd.SelectedAttention`: it then selects its keys from the data, within its selector's rule and, with
+    compose="and", the model's. Its blocks count from the first position of a row, padding included. It is neither
+    written into the config nor registered as a submodule: optimize the parameters of its gate separately.
     compose: "and", the intersection of the pattern with the model's rule (causal order, sliding windows, chunks);
         "replace", the pattern without the model's rule. Padding and packed sequences are masked in both cases, and
         positions count from a row's first token, so a padded row has the outputs of the unpadded row.
-    In place of a pattern, a layer may get a `fd.SelectedAttention`: the layer then selects its keys from the data,
-        within its selector's rule and, with "and", the model's. Blocks count from the first position of a row, padding
-        included. A selection is neither written into the config nor registered as a submodule: optimize the parameters
-        of its gate separately.
     name: the `attn_implementation` to register and to set.
 
     Raises ValueError, before any change, for a pattern that does not fit the heads of a layer or has run-time tensors,
@@ -136,7 +135,10 @@ class Visibility:
         """
         batch, heads, queries, keys = (one.indices(size) for one, size in zip(index, self.shape, strict=True))
         if (batch, heads, queries[2], keys[0], keys[2]) != ((0, self.shape[0], 1), (0, 1, 1), 1, 0, 1):
-            raise ValueError(f"flexdilated makes no mask of which these could be taken: {index}; {KEEP} takes any")
+            raise ValueError(
+                "of a mask of flexdilated a model may take all batch entries, consecutive queries and the first keys; "
+                f"got {index}: {KEEP} takes any"
+            )
         shape = (*self.shape[:2], len(range(*queries)), len(range(*keys)))
         return replace(self, q_offset=self.q_offset + queries[0], shape=shape, packed=[])
 
@@ -232,11 +234,11 @@ def _on_host(x: Tensor) -> Tensor:
 
 
 def _padding(visible: Bool[Tensor, "B L"], length: int) -> tuple[Pattern | None, Pattern | None, dict[str, Tensor]]:
-    """Patterns of a padding mask, cut or extended with False to `length` positions; True for unpadded tokens.
+    """Convert a padding mask, True for tokens that are not padding, to patterns for the first `length` positions.
 
-    Returns (pattern of documents that begins each row at its first unpadded token, pattern of unpadded keys within the
-    documents, run-time tensors of both). A pattern is None if it would hide nothing; in a compiled graph the values are
-    unknown, so both are returned.
+    Positions from L on are padding. Returns (pattern of documents that begins each row at its first unpadded token,
+    pattern of unpadded keys within the documents, run-time tensors of both). A pattern is None if it would hide
+    nothing; in a compiled graph the values are unknown, so both are returned.
     """
     visible = pad(visible[:, :length], (0, max(0, length - visible.shape[1])))
     begun = visible.cumsum(1) > 0
@@ -352,8 +354,8 @@ def _selected(
     side = own.largest_row
     if begun % side:
         raise ValueError(
-            "queries read what the first query of their row chose, which a later call does not know: decode with "
-            f"query_block=1; got {side} and queries from position {begun} on"
+            "a block of queries reads the keys that its first query chose, which a later call does not know: decode "
+            f"with query_block=1; got blocks of {side} queries, and queries from position {begun} on"
         )
     # The layer applies its own `within`; every() adds no constraint if the model's rule is replaced.
     rule = mask.rule(every() if replaces else None, replaces=replaces)

@@ -127,7 +127,7 @@ def _warn_of_adapters(model: nn.Module, prefix: str, _: bool) -> None:
     adapted = ".base_model." in f".{prefix}" or getattr(model, "_hf_peft_config_loaded", False)
     if adapted and hasattr(model.config, _KEY):
         warn(
-            "a folder of adapters holds nothing of the patterns of their base model, and loads without: save the base "
+            "saved adapters do not contain the patterns of their base model, and load without them: save the base "
             "model too, or call flexdilated.integrations.transformers.set_pattern with the patterns once it is loaded",
             stacklevel=2,
         )

@@ -111,7 +111,7 @@ class _Position:
 
     def entry_of(self, table: Tensor) -> Any:
         if self.shift or self.table is not None:
-            _refuse("it reads a table beside the position")
+            _refuse("it reads a table elsewhere than at a query's or key's own position")
         if table.dtype != torch.bool:
             return replace(self, table=table)
         return _refuse("it hides queries by a table") if self.of_query else _Rule(visible=table)
@@ -135,7 +135,7 @@ class _Position:
 
     def __le__(self, other: Any) -> _Rule:
         if not isinstance(other, _Position) or other.of_query == self.of_query:
-            _refuse("it compares a position with what is none of the other side")
+            _refuse("it compares a position of a query or key with other than a position of the other of the two")
         # key + a <= query + b: key - query is at most b - a. query + a <= key + b: key - query is at least a - b.
         counted = self.table is not None
         if self.of_query:
@@ -183,7 +183,7 @@ class _Distance:
 
     def __ge__(self, least: Any) -> _Rule:
         if self.either_way:
-            _refuse("it asks whether positions are far apart")
+            _refuse("it requires a least distance in both directions")
         return -self <= -_integer(least)
 
     def __gt__(self, least: Any) -> _Rule:
@@ -191,7 +191,7 @@ class _Distance:
 
     def __neg__(self) -> _Distance:
         if self.either_way:
-            _refuse("it reckons with how far positions are apart")
+            _refuse("it computes with an absolute distance")
         return _Distance(self.since, self.of)
 
 
@@ -204,7 +204,7 @@ class _Chunk:
 
     def __eq__(self, other: Any) -> Any:
         if not isinstance(other, _Chunk) or other.size != self.size or self.of.shift or other.of.shift:
-            _refuse("it compares chunks of different sizes or places")
+            _refuse("it compares chunks of different sizes or of shifted positions")
         return _Rule(chunk=self.size, counted_anew=self.of.table is not None)
 
 
@@ -300,7 +300,7 @@ def _from(least: int) -> Pattern:
 
 def _integer(value: Any) -> int:
     if not isinstance(value, int):
-        _refuse(f"it reckons positions with {type(value).__name__}")
+        _refuse(f"it computes a position with {type(value).__name__}, not with an int")
     return value
 
 
@@ -314,7 +314,7 @@ def _joined(one: Any, other: Any, choose: Callable[[Any, Any], Any] | None = Non
 
 def _put(tensors: dict[str, Tensor], name: str, table: Tensor | None) -> str:
     if table is None:
-        _refuse("it counts positions anew, and does not say in what")
+        _refuse("it counts positions within sequences, without a comparison of the sequences' ids")
     if name in tensors:
         _refuse("it reads two tables of one kind")
     tensors[name] = table

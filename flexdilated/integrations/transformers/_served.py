@@ -191,11 +191,11 @@ def refuse_packed(position_ids: Tensor, seen: int) -> None:
     first = position_ids[:, 0]
     before = bool(((first >= 0) & (first < seen)).any())
     if before or find_packed_sequence_indices(position_ids) is not None:
-        raise _lost("keys of a cache do not say to which one they belong")
+        raise _lost("cached keys do not record their document")
 
 
 def _lost(reason: str) -> ValueError:
     return ValueError(
-        f"position_ids begin several documents in a row, and {reason}: call the model on whole rows with "
+        f"position_ids begin several documents in one row, and {reason}: call the model on whole rows with "
         "use_cache=False; or, to attend to all keys whatever the positions, with an attention_mask of ones"
     )
