@@ -39,9 +39,10 @@ class HeldKeys:
 
     A slot is an index along the buffer's token dim, a run a range of consecutive positions in consecutive slots. A full
     buffer is packed: keys that no later query can see are dropped, and the other runs are moved together; over time a
-    token is moved about once. keys, values: tensors that set batch, heads, head dims, dtype and device. sources: the
-    distinct rules of the heads. capacity: fixed number of slots; None to grow. undo: keys that the last `undo` queries
-    can see are kept, too.
+    token is moved about once. keys, values: tensors whose batch, heads, head dims, dtype and device the buffer has;
+    their entries are not stored. sources: the distinct rules of the heads, from which the keys that later queries can
+    see are derived. capacity: fixed number of slots; None to grow. undo: keys that the last `undo` queries can see are
+    kept, too.
     """
 
     def __init__(
@@ -109,7 +110,10 @@ class HeldKeys:
                 first += part.stop - part.start
 
     def shrink(self, query: int) -> None:
-        """Shrink the buffer if queries from position `query` can see less than about a quarter of its slots."""
+        """Shrink the buffer if queries from position `query` can see less than about a quarter of its slots.
+
+        A buffer with a fixed capacity is not shrunk.
+        """
         if self.capacity is None and self.num_slots > _LEAST_SLOTS:
             kept = self.visible(max(0, query - self.undo))
             num_slots = _with_room(sum(map(len, kept)))
@@ -131,14 +135,17 @@ class HeldKeys:
 
         held, new = traits(self.keys, self.values), traits(k, v)
         if held != new:
-            raise ValueError(f"the next tokens must continue those before, {held}; got {new}")
+            raise ValueError(f"the next tokens must fit those in the cache, {held}; got {new}")
 
     def take_back(self, position: int, seen: int) -> None:
-        """Drop the tokens from `position`. Raises ValueError, and changes nothing, if evicted keys are needed."""
+        """Drop the tokens from `position`, or raise ValueError if queries from there on may see evicted keys.
+
+        seen: number of tokens seen, for the error.
+        """
         if self.lacks(position):
             raise ValueError(
-                f"the cache holds no longer what queries from position {position} on may see; it can take back "
-                f"undo={self.undo} tokens for certain, and {seen} were seen. Make it with a larger undo"
+                f"the cache has evicted keys that queries from position {position} on may see; of {seen} tokens seen "
+                f"it can always remove the last undo={self.undo}: make it with a larger undo"
             )
         self.drop_from(position)
 
@@ -154,7 +161,7 @@ class HeldKeys:
         self.keys, self.values = (x.index_select(0, entries.to(x.device)) for x in (self.keys, self.values))
 
     def slices(self, positions: range) -> list[slice]:
-        """Slices of the buffer's token dim with an ascending range of positions, all of which must be held."""
+        """Slices of the buffer's token dim with the keys at an ascending range of positions; all must be held."""
         found = []
         for run in self.runs:
             held = within(positions, run.first, run.stop)
@@ -164,7 +171,7 @@ class HeldKeys:
         return found
 
     def slots(self, positions: Int64[Tensor, " n"]) -> Int64[Tensor, " n"]:
-        """Index in the buffer's token dim of each position; all must be held."""
+        """Index in the buffer's token dim of each of these positions, on the CPU; all must be held."""
         firsts = torch.tensor([run.first for run in self.runs])
         shifts = torch.tensor([run.slot - run.first for run in self.runs])
         return positions + shifts[torch.searchsorted(firsts, positions, right=True) - 1]
@@ -173,10 +180,10 @@ class HeldKeys:
     def visible(
         self, query: int, num_queries: int = FOREVER, sources: Sequence[RowSource] | None = None
     ) -> list[range]:
-        """Ranges of held positions that one of the queries at [query, query + num_queries) can see.
+        """Ranges of held positions that at least one query in [query, query + num_queries) can see, in ascending order.
 
-        In whole pages of 64 keys, so a range may include a few invisible keys. sources: rules of these queries; None
-        for all.
+        They consist of whole pages of 64 keys, so a range may include a few invisible keys. num_queries: by default all
+        later queries. sources: rules of these queries; None for the buffer's own rules.
         """
         pages = [page for run in self.runs for page in _pages(run.first, run.stop)]
         kept: list[range] = []
@@ -189,7 +196,10 @@ class HeldKeys:
 
     @plans
     def lacks(self, query: int, sources: Sequence[RowSource] | None = None) -> bool:
-        """True if a query at position `query` or later may see an evicted key before `query`; a conservative bound."""
+        """True if a query at position `query` or later may see an evicted key before `query`; a conservative bound.
+
+        sources: rules of these queries; None for the buffer's own rules.
+        """
         ends = [0, *(run.stop for run in self.runs)]
         starts = [*(run.first for run in self.runs), query]
         gaps = (_pages(end, min(start, query)) for end, start in zip(ends, starts, strict=True) if end < query)
@@ -198,7 +208,7 @@ class HeldKeys:
     def _seen_from(
         self, pages: Sequence[range], query: int, num_queries: int, sources: Sequence[RowSource] | None
     ) -> list[bool]:
-        """For each page (range of positions), True if a query in [query, query + num_queries) can see it in part."""
+        """For each page (range of positions), True if a query in [query, query + num_queries) can see a key of it."""
         firsts = torch.tensor([page.start for page in pages], dtype=torch.int64)
         lengths = torch.tensor([len(page) for page in pages], dtype=torch.int64)
         return visible(self.sources if sources is None else sources, firsts, lengths, query, num_queries).tolist()
@@ -221,17 +231,19 @@ def _with_room(live: int) -> int:
 
 
 def refuse_gradients(*tensors: Tensor | None) -> None:
-    """Raise ValueError if these tensors would be differentiated, by autograd or a torch.func transform."""
+    """Raise ValueError if autograd or a torch.func transform would differentiate one of these tensors."""
     refuse_transforms("KVCache", tensors)
     if torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors):
-        raise ValueError("a cache passes no gradient on, and an input requires one: call it under torch.no_grad()")
+        raise ValueError(
+            "a cache is not differentiable, and an input requires a gradient: call it under torch.no_grad()"
+        )
 
 
 @cache
 def stay_out_of_graphs(kind: type, *methods: str) -> None:
     """Make torch.compile break its graph at these methods of a class.
 
-    Called when an instance is made, because it imports the compiler.
+    Call it when an instance is made, rather than with the class definition, because it imports the compiler.
     """
     for name in methods:
         setattr(kind, name, torch.compiler.disable(getattr(kind, name), reason="a cache changes with every call"))

@@ -131,7 +131,10 @@ class KVCache:
         *,
         sinks: Float[Tensor, " H"] | None = None,
     ) -> Float[Tensor, "B H N E"]:
-        """Append the next N tokens, and attend from each of them over all keys that it sees. G must divide H."""
+        """Append the next N tokens, and attend from each of them over all keys that it sees. G must divide H.
+
+        sinks: a logit for each head, which adds a term exp(sink) to the softmax denominators; None for none.
+        """
         q, k, v = autocast(q, k, v)
         self._check(q, k, v)
         check_sinks(sinks, q)
@@ -191,7 +194,7 @@ class KVCache:
         self._held.select(entries.long())
 
     def held(self) -> tuple[Int64[Tensor, " M"], Float[Tensor, "B G M D"], Float[Tensor, "B G M E"]]:
-        """(positions, keys, values) of the tokens in the cache, in ascending order; keys and values are views.
+        """(positions, keys, values) of the M tokens in the cache, in ascending order; keys and values are views.
 
         Raises ValueError before the first token, when sizes are unknown.
         """
@@ -204,7 +207,10 @@ class KVCache:
 
     @contextmanager
     def _as_before_on_error(self) -> Iterator[None]:
-        """Restore the cache if the body raises: it writes only to slots after the held keys, or to new buffers."""
+        """Context manager that restores the cache if its body raises.
+
+        It copies no keys, because appending writes only to slots after the held keys, or to new buffers.
+        """
         before = None if self._held is None else self._held.snapshot(), self._seen
         try:
             yield
@@ -213,7 +219,7 @@ class KVCache:
             raise
 
     def _take(self, k: Tensor, v: Tensor) -> HeldKeys:
-        """Append the next tokens' keys and values; the caller counts the tokens as seen when it has finished."""
+        """Append the next tokens' keys and values, and return the buffer; the caller then counts the tokens."""
         if self._held is None:
             self._held = HeldKeys(k, v, self._keeping, capacity=self.capacity, undo=self.undo)
         self._held.append(k, v, self._seen)

@@ -32,8 +32,8 @@ from ._held_keys import HeldKeys
 class Reader:
     """Attention by a causal pattern from consecutive queries over the keys of a `HeldKeys` buffer.
 
-    sources: the distinct rules of the heads, by which `HeldKeys` decides which keys to keep.
-    num_heads, scale, engine, head_offset, num_heads_global: as in `KVCache`.
+    num_heads, scale, engine, head_offset, num_heads_global: as in `KVCache`. The attribute `sources` contains the
+    distinct rules of the heads, by which `HeldKeys` decides which keys to keep.
 
     Raises ValueError or TypeError for a pattern in which a query sees a later key, and for one with run-time tensors.
     """
@@ -70,7 +70,7 @@ class Reader:
         self._groups: dict[tuple[int, torch.device], tuple[tuple[HeadGroup, ...], ...]] = {}
 
     def check_tokens(self, queries: range) -> None:
-        """Raise ValueError if the pattern accepts queries at these positions for no number of keys."""
+        """Raise ValueError if the pattern rejects queries at these positions for every number of keys."""
         for leaf in self._limited:
             # A rule may need keys that are appended later: it is an error only if no number of keys is accepted.
             if not _accepts(leaf, queries, range(FOREVER)):
@@ -85,12 +85,15 @@ class Reader:
         first: int,
         held: HeldKeys,
     ) -> tuple[Float[Tensor, "B H N E"], Float[Tensor, "B H N"]]:
-        """(output, natural lse) of queries at positions from `first`; k and v are the buffers of `held`."""
+        """Return (output, natural log-sum-exp of the scores) of queries at positions from `first`.
+
+        k, v: the buffers of `held`, which maps positions to their S slots.
+        """
         compute = self._rows if q.shape[2] <= MOST_ROWS else self._chunk
         return compute(q, k, v, first, held)
 
     def _rows(self, q: Tensor, k: Tensor, v: Tensor, first: int, held: HeldKeys) -> tuple[Tensor, Tensor]:
-        """(output, lse), computed without an engine, in chunks of MOST_ROWS queries."""
+        """Return (output, lse), computed without an engine, in chunks of MOST_ROWS queries."""
         found, scale = [], resolve_scale(self.scale, q.shape[-1])
         for few in q.split(MOST_ROWS, dim=2):
             queries = range(first, first + few.shape[2])
@@ -109,7 +112,7 @@ class Reader:
         return self._groups[where]
 
     def _chunk(self, q: Tensor, k: Tensor, v: Tensor, first: int, held: HeldKeys) -> tuple[Tensor, Tensor]:
-        """(output, lse): attention by an engine over each run of visible keys, merged by lse."""
+        """Return (output, lse), computed by an engine for each range of visible keys, and merged by lse."""
         queries = range(first, first + q.shape[2])
         visible = held.visible(queries.start, len(queries), self.sources)
         if not all(_accepts(self.pattern, queries, keys) for keys in visible):

@@ -15,7 +15,10 @@ _LEAST = {"transformers": 5}  # minimum major version; libraries not listed need
 
 
 def __getattr__(name: str) -> Any:
-    """Import the module of a library. Raises ImportError if that library is needed and missing or too old."""
+    """Import and return the submodule `torchscale` or `transformers`; AttributeError for any other name.
+
+    Raises ImportError if transformers is not installed or older than version 5. torchscale need not be installed.
+    """
     if name not in __all__:
         elsewhere: dict[str, str] = dict.fromkeys(
             ("hf", "huggingface", "set_pattern"), "transformers.set_pattern(model, pattern)"

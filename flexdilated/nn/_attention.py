@@ -54,19 +54,19 @@ _BRANCHES = (
 class BlockSparseAttention(nn.Module):
     """Attention over the pairs that `pattern` allows: (q, k, v) -> out.
 
-    The module holds only its pattern, a value without sizes, and no plan, so it serves any number of heads and
-    tokens, and pickles, copies and moves like any module. `pattern` may be read, and used with `attend`.
+    The module stores its pattern, which has no sizes, and nothing computed from it, so it takes any number of heads and
+    tokens, and pickles, copies and moves like any module. The attribute `pattern` may be read, and used with `attend`.
 
     dropout: probability of dropping an attention weight, in training; it must be 0 with a mesh. sinks: True adds a
     parameter of that name: a logit for each of num_heads heads of q, initially 0, which adds a term exp(sink) to every
-    softmax denominator. scale, enable_gqa, engine, block_size, autotune: as in `attend`. Invalid values raise
-    ValueError or TypeError.
+    softmax denominator. num_heads: only with sinks=True. scale, enable_gqa, engine, block_size, autotune: as in
+    `attend`. Invalid values raise ValueError or TypeError.
 
-    mesh: the ranks that share the sequence, a DeviceMesh of one dimension. q, k, v and the output are then this rank's
-    tokens, at the positions that `sharding` assigns to it (None: contiguous shards of equal length); a padding mask and
-    bindings are for the whole sequence. schedule: "exchange", "ring", "auto" to choose between these two, or "heads":
-    each rank attends over the whole sequence for some heads. codec, error_bound, pool: as in `distributed.attend`. The
-    gradients of `sinks` must be summed over the ranks.
+    mesh: the ranks that share the sequence, a DeviceMesh of one dimension; None for one device. With a mesh, q, k, v
+    and the output are this rank's tokens, at the positions that `sharding` assigns to it (None: contiguous shards of
+    equal length); a padding mask and bindings are for the whole sequence. schedule: "exchange", "ring", "auto" to
+    choose between these two, or "heads": each rank attends over the whole sequence for some heads. codec, error_bound,
+    pool: as in `distributed.attend`. The gradients of `sinks` must be summed over the ranks.
 
     >>> q, k, v = torch.randn(3, 1, 4, 256, 64)
     >>> layer = fd.BlockSparseAttention(masks.local_window(left=31, right=0))
@@ -134,8 +134,8 @@ class BlockSparseAttention(nn.Module):
     ) -> Float[Tensor, "B H N D"]:
         """Attention output; 0 for a query without keys. Query i has position q_offset + i, key j position k_offset + j.
 
-        score_mod, bindings: as in `attend`; so are head_offset and num_heads_global, for heads on several devices.
-        key_padding_mask: True for keys to hide.
+        score_mod, bindings, and q_offset None: as in `attend`; so are head_offset and num_heads_global, for heads on
+        several devices. key_padding_mask: True for keys to hide.
         """
         pattern = self.pattern
         if key_padding_mask is not None:
@@ -183,9 +183,9 @@ def dilated_pattern(
     offsets: str,
     heads: str,
 ) -> Pattern | Mixture:
-    """`masks.longnet` with these branches, intersected with the causal pattern if `causal`.
+    """`masks.longnet` with these branches, intersected with causal order if `causal`.
 
-    Raises ValueError if every rate exceeds its segment, as when the two are swapped: no token would see another one.
+    Raises ValueError if every rate exceeds its segment length, as when the two are swapped: no token would see another.
     """
     require_bool("causal", causal)
     pattern = masks.longnet(segment_lengths, dilation_rates, offsets=offsets, heads=heads)
@@ -200,8 +200,8 @@ def dilated_pattern(
 class DilatedAttention(BlockSparseAttention):
     """Attention by LongNet's branches (segment length, dilation rate), causal or not: (q, k, v) -> out.
 
-    A query whose head is in no branch at its position gets output 0. offsets, heads: as in `masks.longnet`. Other
-    arguments, and the call: as in `BlockSparseAttention`.
+    A query gets output 0 for a head in which no branch selects its position. offsets, heads: as in `masks.longnet`.
+    Other arguments, and the arguments of a call: as in `BlockSparseAttention`.
 
     >>> q, k, v = torch.randn(3, 1, 4, 256, 64)
     >>> layer = fd.DilatedAttention((64, 256), (1, 4), causal=True)

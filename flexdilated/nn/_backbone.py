@@ -35,7 +35,10 @@ if TYPE_CHECKING:
 
 
 class Memory(NamedTuple):
-    """Sequence for cross-attention: its keys and values for each block, and the pattern of its visible tokens."""
+    """A memory, the second sequence of cross-attention: its keys and values for each block.
+
+    pattern: the pairs with tokens of the memory that are not padding.
+    """
 
     blocks: list[KeysValues]
     pattern: Pattern | Mixture
@@ -43,20 +46,21 @@ class Memory(NamedTuple):
 
 @advises()
 class LongNetBackbone(Pretrained):
-    """Dilated attention in every block: features of tokens, or of embedded inputs.
+    """Stack of blocks with dilated attention: tokens (B, N), or embedded inputs (B, N, E), -> features (B, N, E).
 
     Each block has all branches, so cost grows linearly with the number of tokens, while the path between any two tokens
     of a segment has a length logarithmic in the segment. Takes any number of tokens from 1. With `config.layout` other
     than "natural", the tokens are permuted once at the input of the model and back once at its output.
     Source: LongNet, arXiv 2307.02486.
 
-    mesh: the ranks that share every sequence. Each rank passes its tokens, possibly none, and gets their features;
-    only attention communicates. The tokens then stay in their order, as with layout="natural". Gradients of parameters
-    are for this rank's tokens; sum them over the ranks. schedule, sharding, codec, error_bound, pool: as in
-    `BlockSparseAttention`; but layers that choose their keys gather all keys for any schedule, and take no codec. The
-    state_dict is that of a model without a mesh.
-    memory_dim: width of another sequence, to which every block also attends. scales: (factor of x in the residual sums,
-    gain of the weights that write to the sums); None: the scales of a stack without encoder or decoder.
+    mesh: the ranks that share every sequence. Each rank passes its tokens, possibly none, and gets their features; only
+    attention communicates. The tokens then stay in their order, as with layout="natural". Gradients of parameters are
+    for this rank's tokens; sum them over the ranks. schedule, sharding, codec, error_bound, pool: as in
+    `BlockSparseAttention`; but layers that choose their keys (config.selection) gather all keys for any schedule, and
+    take no codec. The state_dict is that of a model without a mesh.
+    memory_dim: width of the memory, a second sequence to which every block also attends; None for a model without one.
+    scales: (factor of x in the residual sums, gain of the initial weights of the projections that are added to x); None
+    for the values of a model that is not part of an encoder-decoder.
 
     >>> config = fd.LongNetConfig(
     ...     vocab_size=256, embed_dim=64, depth=2, num_heads=4, segment_lengths=(64, 256), dilation_rates=(1, 4)
@@ -111,11 +115,14 @@ class LongNetBackbone(Pretrained):
         self.reset_parameters()
 
     def made_of(self) -> dict[str, Any]:
-        """Constructor arguments to save, as in `Pretrained`."""
+        """Constructor arguments that `save_pretrained` stores, by name."""
         return {"config": self.config}
 
     def reset_parameters(self) -> None:
-        """Embeddings with variance 1, or 1 / E if they are also the output projection; learned positions near 0."""
+        """Initialize embeddings with variance 1, or 1 / E if they are tied.
+
+        Learned positions have standard deviation 0.02. The blocks initialize their own parameters.
+        """
         E = self.config.embed_dim
         if self.embedding is not None:
             nn.init.normal_(self.embedding.weight, std=E**-0.5 if self.config.tie_embeddings else 1.0)
@@ -147,8 +154,9 @@ class LongNetBackbone(Pretrained):
         the first token; with a mesh it is the mask of the whole sequence. caches: from `new_caches`; the tokens follow
         the tokens of earlier calls with them. memory: the sequence to which every token also attends, in a model with
         memory_dim; memory_padding_mask: True for its tokens to which no token may attend.
-        Raises ValueError or TypeError for another shape, dtype or device, and for a token outside the vocabulary; on
-        an accelerator, and in a compiled graph, such a token causes the device's own error.
+        Raises ValueError or TypeError for inputs of other shapes, on another device, or, without autocast, of another
+        dtype than the model's, and for a token outside the vocabulary; on an accelerator, and in a compiled graph, such
+        a token causes the device's own error.
         """
         if caches is not None and key_padding_mask is not None:
             raise ValueError("a call with caches takes no key_padding_mask: give tokens without padding")
@@ -156,13 +164,14 @@ class LongNetBackbone(Pretrained):
         return self._outputs(x)
 
     def _outputs(self, x: Float[Tensor, "... E"]) -> Tensor:
-        """Output of a call from its features; subclasses override it."""
+        """Result of `forward` from the features: the features; subclasses override it."""
         return x
 
     def new_caches(self, *, capacity: int | None = None) -> list[KVCache]:
-        """Empty caches, one per block, for tokens of a batch that are passed in order. For a causal model.
+        """Make empty caches, one per block, for calls of a causal model with consecutive tokens of a batch.
 
-        capacity: as in `KVCache`.
+        capacity: maximum number of keys in each cache, as in `KVCache`; None to grow as needed. Raises ValueError for a
+        model over ranks.
         """
         self._check_one_rank("new_caches")
         heads, engine = self.config.num_heads, self.config.engine
@@ -175,10 +184,13 @@ class LongNetBackbone(Pretrained):
         ]
 
     def read(self, memory: Tensor | None, padding: Tensor | None = None) -> Memory | None:
-        """Keys, values and visible keys of a memory (B, M, E_memory), for `features`; None for no memory."""
+        """Prepare a memory (B, M, E_memory) for `features`; None, for a model without memory_dim, gives None.
+
+        padding: True for tokens of the memory to hide; None for none. Raises ValueError for a memory of another shape.
+        """
         if (memory is None) != (self.memory_dim is None):
             raise ValueError(
-                "a model made with memory_dim needs a memory, and another takes none; got "
+                "a model with memory_dim needs a memory, and one without takes none; got "
                 f"memory_dim={self.memory_dim} and {'no' if memory is None else 'a'} memory"
             )
         if memory is None:
@@ -196,7 +208,10 @@ class LongNetBackbone(Pretrained):
         padding: Tensor | None = None,
         memory: Memory | None = None,
     ) -> Float[Tensor, "B N E"]:
-        """Output of the last norm, in the order of the tokens; arguments as in `forward`."""
+        """Features after the last norm, in the order of the tokens.
+
+        padding: `forward`'s key_padding_mask. memory: from `read`. Other arguments as in `forward`.
+        """
         self._check(tokens)
         self._check_caches(caches)
         num_tokens = tokens.shape[1]
@@ -243,7 +258,10 @@ class LongNetBackbone(Pretrained):
         return block
 
     def _embedded(self, x: Tensor, positions: Tensor) -> Tensor:
-        """Tokens as vectors, with learned positions if the model has them."""
+        """Embed token ids, or take embedded inputs as x; add learned positions if the model has them; apply dropout.
+
+        positions: (N,). Raises ValueError for a token outside the vocabulary.
+        """
         if self.embedding is not None:
             try:
                 x = self.embedding(x)
@@ -257,7 +275,7 @@ class LongNetBackbone(Pretrained):
         return F.dropout(x, self.config.dropout, self.training)
 
     def _layout(self, num_tokens: int, device: torch.device) -> Layout | None:
-        """The model's token order at this length; None for the natural order."""
+        """Order in which the model processes a sequence of num_tokens tokens; None for the natural order."""
         if self.config.layout == "natural" or self.over_ranks is not None or self._selects:
             return None
         if self.config.layout == "residue":
@@ -325,8 +343,8 @@ class LongNetBackbone(Pretrained):
         seen = [cache.num_tokens for cache in caches]
         if len(seen) != len(self.blocks) or len(set(seen)) > 1:
             raise ValueError(
-                f"a model of {len(self.blocks)} blocks needs as many caches that have seen the same tokens; "
-                f"got {len(seen)} that have seen {seen}"
+                f"a model of {len(self.blocks)} blocks needs a cache for each, all with equally many tokens seen; "
+                f"got {len(seen)} with {seen}"
             )
 
     def extra_repr(self) -> str:

@@ -13,11 +13,11 @@ from ..masks import Mixture, Pattern, visible_keys
 def without_padding(
     pattern: Pattern | Mixture, mask: object, shape: tuple[int, ...], *, k_offset: int = 0, batch_first: bool = True
 ) -> Pattern | Mixture:
-    """The pattern without the keys that a padding mask of this shape marks; unchanged if the mask is None.
+    """Intersect a pattern with the keys that a padding mask does not hide; unchanged if the mask is None.
 
-    The mask is boolean, True for keys to hide, or float, -inf for keys to hide and 0 for others; torch's encoders
-    convert the first form to the second. Its first key has position k_offset. Raises TypeError or ValueError for
-    anything else.
+    mask: of this shape, boolean, True for keys to hide, or float, -inf for keys to hide and 0 for others; torch's
+    encoders convert the first form to the second. Its first key has position k_offset. batch_first: False adds advice
+    to the error for a mask of the transposed shape. Raises TypeError or ValueError for any other mask.
     """
     if mask is None:
         return pattern
@@ -43,9 +43,9 @@ def require_causal_mask(
 ) -> None:
     """Raise ValueError unless the mask hides exactly the later keys, as `generate_square_subsequent_mask` does.
 
-    The mask is boolean, True for pairs to hide, or float, -inf for pairs to hide and 0 for others. In a compiled graph
-    the values are checked at run time, with a RuntimeError; on the meta device they are not checked. instead: advice
-    for the error message.
+    mask: of shape (N, M), boolean, True for pairs to hide, or float, -inf for pairs to hide and 0 for others. In a
+    compiled graph the values are checked at run time, with a RuntimeError; on the meta device they are not checked.
+    instead: advice for the error message.
     """
     rule = "attn_mask must be None, or exactly torch's causal mask, as the pattern says who attends to whom"
     kind = mask.dtype if isinstance(mask, Tensor) else type(mask).__name__

@@ -27,10 +27,10 @@ POOLINGS = ("mean", "first", "last")
 
 
 class LongNet(LongNetBackbone):
-    """A LongNet with one projection to logits: a language model; it returns features if config.vocab_size is None.
+    """Language model: a `LongNetBackbone` with a projection to logits; without one if config.vocab_size is None.
 
-    A call takes the arguments of `LongNetBackbone`, and returns logits (B, N, V) for tokens in [0, vocab_size).
-    options: as in `LongNetBackbone`. Source: LongNet, arXiv 2307.02486.
+    A call takes the arguments of `LongNetBackbone`, and returns logits (B, N, V) for tokens in [0, vocab_size), or
+    features (B, N, E) without a vocabulary. options: as in `LongNetBackbone`. Source: LongNet, arXiv 2307.02486.
 
     >>> config = fd.LongNetConfig(
     ...     vocab_size=256, embed_dim=64, depth=2, num_heads=4, segment_lengths=(64, 256), dilation_rates=(1, 4)
@@ -75,14 +75,14 @@ class LongNet(LongNetBackbone):
         memory: Float[Tensor, "B M E_memory"] | None = None,
         memory_padding_mask: Bool[Tensor, "B M"] | None = None,
     ) -> Int64[Tensor, "B N_plus_new"]:
-        """The tokens and their continuation, drawn token by token from the model's logits.
+        """The tokens and at most max_new_tokens tokens after them, drawn one by one from the model's logits.
 
         temperature: divisor of the logits; 0 takes the most likely token. top_k: only the k most likely tokens. top_p:
         only the most likely tokens that together reach probability p. Both may be given, and the most likely token
         always remains. generator: source of randomness, on the model's device; None is torch's default. stop: a token
         that ends a sequence, whose later tokens are all `stop`; once all sequences have drawn it, the result ends.
         prefill_chunk: tokens of the prompt per forward pass, which bounds memory. memory, memory_padding_mask: as in a
-        call.
+        call of the model.
 
         Raises ValueError or TypeError, before any token is drawn, for a model that is not causal or has no vocabulary,
         for more tokens than it has positions, and for invalid values.
@@ -110,7 +110,7 @@ class LongNet(LongNetBackbone):
         return torch.cat([tokens, generate(next_logits, tokens, sampling, stop=stop, **options)], dim=1)
 
     def _outputs(self, x: Float[Tensor, "... E"]) -> Tensor:
-        """Logits; features for a model without a vocabulary."""
+        """Logits (..., V) of features; the features for a model without a vocabulary."""
         if self.head is not None:
             return self.head(x)
         return x if self.embedding is None else F.linear(x, self.embedding.weight)
@@ -118,10 +118,10 @@ class LongNet(LongNetBackbone):
 
 @advises(keywords=renamed(num_outputs="num_classes num_labels"))
 class LongNetClassifier(Pretrained):
-    """A LongNet with one output vector per sequence: logits of classes, or numbers to regress.
+    """A `LongNetBackbone` with one output vector (num_outputs,) per sequence: logits of classes, or numbers to regress.
 
-    num_outputs: number of classes, or of numbers. pooling: over tokens that are not padding: their "mean", or the
-    "first" or "last" of them.
+    num_outputs: number of classes, or of numbers. pooling: "mean" of the features of the tokens that are not padding,
+    or the features of the "first" or the "last" of these tokens.
 
     >>> config = fd.LongNetConfig(
     ...     vocab_size=None, embed_dim=64, depth=2, num_heads=4, segment_lengths=(64, 256), dilation_rates=(1, 4)
@@ -156,7 +156,11 @@ class LongNetClassifier(Pretrained):
         *,
         key_padding_mask: Bool[Tensor, "B N"] | None = None,
     ) -> Float[Tensor, "B C"]:
-        """Outputs of sequences, each with at least one token that is not padding; mask as in `LongNetBackbone`."""
+        """Outputs (B, num_outputs) of sequences of token ids, or of embedded inputs.
+
+        key_padding_mask: True for padding, which is neither attended to nor pooled; each sequence needs at least one
+        other token.
+        """
         x = self.backbone(tokens, key_padding_mask=key_padding_mask)
         if not x.shape[1]:
             raise ValueError(f"a sequence needs a token to be pooled; got shape {tuple(tokens.shape)}")
@@ -179,8 +183,9 @@ class LongNetClassifier(Pretrained):
 class LongNetEncoderDecoder(Pretrained):
     """Sequence-to-sequence model: the decoder's blocks attend to its own tokens and to the encoder's features.
 
-    encoder, decoder: their configurations; the encoder is not causal, the decoder is and has a vocabulary. Both attend
-    by their branches; every token of the decoder attends to all features of the encoder.
+    encoder, decoder: configurations; the encoder is not causal, the decoder is and has a vocabulary. Within each of the
+    two, tokens attend by the branches of its configuration; every token of the decoder attends to all features of the
+    encoder.
     Source: Attention Is All You Need, arXiv 1706.03762, section 3.2.3.
 
     >>> sizes = {"embed_dim": 64, "depth": 2, "num_heads": 4, "segment_lengths": (64, 256), "dilation_rates": (1, 4)}
@@ -223,7 +228,10 @@ class LongNetEncoderDecoder(Pretrained):
         source_padding_mask: Bool[Tensor, "B M"] | None = None,
         key_padding_mask: Bool[Tensor, "B N"] | None = None,
     ) -> Float[Tensor, "B N V"]:
-        """Logits of the token after each of the decoder's tokens; masks are True for tokens that no token sees."""
+        """Logits (B, N, V) of the token after each of the decoder's tokens.
+
+        source: the encoder's tokens, or its embedded inputs. The masks are True for padding, to which no token attends.
+        """
         memory = self.encoder(source, key_padding_mask=source_padding_mask)
         given = {"memory": memory, "memory_padding_mask": source_padding_mask}
         return self.decoder(tokens, key_padding_mask=key_padding_mask, **given)
@@ -237,7 +245,11 @@ class LongNetEncoderDecoder(Pretrained):
         source_padding_mask: Bool[Tensor, "B M"] | None = None,
         **options: Any,
     ) -> Int64[Tensor, "B N_plus_new"]:
-        """The tokens and their continuation, given the source, encoded once; options: as in `LongNet.generate`."""
+        """`tokens` and their continuation, drawn from the decoder with the encoded source.
+
+        source_padding_mask: True for padding of the source. options: as in `LongNet.generate`, except those for the
+        memory.
+        """
         memory = self.encoder(source, key_padding_mask=source_padding_mask)
         given = {"memory": memory, "memory_padding_mask": source_padding_mask}
         return self.decoder.generate(tokens, **given, **options)
@@ -291,10 +303,11 @@ def generate(
     stop: int | None = None,
     prefill_chunk: int = 8192,
 ) -> Int64[Tensor, "B new"]:
-    """New tokens drawn after `tokens`: `max_new_tokens`, or fewer if every sequence has drawn `stop` before.
+    """New tokens that follow `tokens`: max_new_tokens, or fewer if every sequence has drawn `stop` before.
 
-    next_logits: called with consecutive tokens, first with the prompt in chunks; returns the logits of the token after
-    them, and keeps earlier tokens in its own state. After its first `stop` a sequence contains only `stop`.
+    next_logits: function that gets the tokens that follow those of its earlier calls, first the prompt in chunks of
+    prefill_chunk tokens, and returns the logits (B, V) of the next token; it keeps the earlier tokens itself. After its
+    first `stop` a sequence contains only `stop`; None for no such token.
     """
     require_int("prefill_chunk", prefill_chunk, minimum=1)
     if stop is not None:

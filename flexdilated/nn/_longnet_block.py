@@ -25,15 +25,15 @@ KeysValues = tuple[Float[Tensor, "B G M D"], Float[Tensor, "B G M D"]]
 
 
 class Block(nn.Module):
-    """x + attention(norm(x)), then x + feed_forward(norm(x)); tokens are in the order of `layout` throughout.
+    """Transformer block: x + attention(norm(x)), then x + feed_forward(norm(x)).
 
     With `memory_dim`, x + attention to a memory of that width comes between the two. With config.deepnorm each sum is
     norm(a * x + f(x)) instead, f being attention or feed-forward. Queries, keys and values come from one projection.
-    LayerNorm without bias is one fused kernel on CPU too, where RMSNorm is several.
 
-    selected: the attention that chooses its keys from the data, instead of the pattern; None to use the pattern.
-    scales: (a, gain of the weights that write to the sums), from `residual_scales`. drop_path: probability, in
-    training, that a sequence skips f, drawn for each sum.
+    over_ranks: settings of a model whose tokens are sharded over ranks; None for one device. selected: the attention
+    that chooses its keys from the data, instead of the pattern; None to use the pattern. scales: (a, gain of the
+    initial weights of the projections that are added to x), from `residual_scales`; None for its defaults. drop_path:
+    probability, in training, that a sequence skips f, drawn for each sum.
     """
 
     def __init__(
@@ -76,9 +76,11 @@ class Block(nn.Module):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Weights with variance 1 / fan-in, biases 0; weights that write to the sums have the gain of the scales.
+        """Initialize weights with variance 1 / fan-in and biases with 0.
 
-        By default the variance of the residual stream then grows by a constant over the whole model, at any depth.
+        The projections whose results are added to x are multiplied by the gain of `scales`; with config.deepnorm or
+        config.subln, those of the values and into the feed-forward are, too. By default the variance of the residual
+        stream then grows by a constant over the whole model, at any depth.
         """
         kv_dim = self.kv_heads * self.head_dim
         for linear, gain in (
@@ -105,10 +107,12 @@ class Block(nn.Module):
         memory_pattern: Pattern | Mixture | None = None,
         visible: Pattern | None = None,
     ) -> Float[Tensor, "B N E"]:
-        """Output of the block; with a cache the tokens follow the cached ones, and over ranks they are this rank's.
+        """Output of the block for x, whose tokens are in the order of `layout` (None: natural order).
 
-        memory: from `keys_values`; each token sees the part that `memory_pattern` allows. visible: keys that padding
-        does not hide, for a selection only, because the pattern already excludes padding.
+        turns: rotary factors at the tokens' positions; None for no rotation. cache: of the earlier tokens, which x
+        follows. With over_ranks, x is this rank's tokens. memory: from `keys_values`; each token sees the part that
+        `memory_pattern` allows. visible: keys that padding does not hide, for `selected` only, because `pattern`
+        already excludes padding.
         """
         x = self._add(x, self.attention_norm, lambda y: self._attend(y, turns, pattern, layout, cache, visible))
         if memory is not None and memory_pattern is not None:
@@ -117,7 +121,7 @@ class Block(nn.Module):
         return self._add(x, self.ffn_norm, self._feed_forward)
 
     def keys_values(self, memory: Float[Tensor, "B M E_memory"]) -> KeysValues:
-        """Keys and values of the memory, used for all tokens of this block."""
+        """(keys, values) of a memory for this block's attention to it, each (B, G, M, D)."""
         assert self.memory_kv is not None
         k, v = self.memory_kv(memory).unflatten(-1, (2 * self.kv_heads, self.head_dim)).transpose(1, 2).chunk(2, dim=1)
         return k, v
@@ -155,7 +159,10 @@ class Block(nn.Module):
         return self.attention_out(_joined(out, self.attention_inner_norm))
 
     def _check_ranks(self, selected: SelectedAttention) -> None:
-        """Raise ValueError unless an assigned selection has the model's mesh and sharding, which define positions."""
+        """Raise ValueError unless a selection that was assigned to the block has its model's mesh and sharding.
+
+        They define the positions of this rank's tokens.
+        """
         ours, theirs = (
             None if over is None else (over.ranks, over.sharding) for over in (self.over_ranks, selected.over_ranks)
         )
@@ -200,7 +207,10 @@ def norm(
     device: torch.device | str | None = None,
     dtype: torch.dtype | None = None,
 ) -> nn.Module:
-    """Norm of the kind in the configuration, over `width` numbers; None: over the embedding dim."""
+    """Make the kind of norm in the configuration, over a last dim of `width`; None for embed_dim.
+
+    LayerNorm without bias is one fused kernel on CPU too, where RMSNorm is several.
+    """
     width = config.embed_dim if width is None else width
     if config.norm == "rms":
         return nn.RMSNorm(width, device=device, dtype=dtype)
@@ -210,10 +220,10 @@ def norm(
 def residual_scales(
     config: LongNetConfig, *, decoder_depth: int | None = None, encoder_depth: int | None = None
 ) -> tuple[float, float]:
-    """(factor of x in the residual sums, gain of the weights that write to the sums) for a stack of blocks.
+    """(factor of x in the residual sums, gain of the initial weights of the projections that are added to x).
 
-    decoder_depth: for an encoder, depth of the decoder that reads it. encoder_depth: for a decoder, depth of its
-    encoder.
+    config: of one stack of blocks. decoder_depth: for an encoder, depth of the decoder that reads it. encoder_depth:
+    for a decoder, depth of its encoder. None for a stack that is neither.
     Sources: DeepNet, arXiv 2203.00555, figure 2; Magneto, arXiv 2210.06423, section 2.3.
     """
     depth = config.depth
@@ -275,7 +285,7 @@ def turns(config: LongNetConfig, positions: Int64[Tensor, " N"], dtype: torch.dt
 
 
 def rotary_table(positions: Int64[Tensor, " N"], *, head_dim: int, base: float, dtype: torch.dtype) -> RotaryTable:
-    """Cosines and signed sines for `rotate`: channels i and i + D/2 rotate by position * base^(-2i/D).
+    """(cosines, signed sines), each (N, D), for `rotate`: channels i and i + D/2 rotate by position * base^(-2i/D).
 
     The table is float32, or float64 for features of that `dtype`. Angles are computed in float64, because in float32
     the error near position 1,000,000 is 0.03 radians.
@@ -288,6 +298,6 @@ def rotary_table(positions: Int64[Tensor, " N"], *, head_dim: int, base: float, 
 
 
 def rotate(x: Float[Tensor, "B N H D"], table: RotaryTable) -> Float[Tensor, "B N H D"]:
-    """Rotate the channels of every head by the token's angles; computed in the table's dtype, returned in x's."""
+    """Rotate the channels of every head by a table from `rotary_table`; computed in its dtype, returned in x's."""
     cos, signed_sin = (part[:, None, :] for part in table)
     return torch.addcmul(x * cos, x.roll(x.shape[-1] // 2, dims=-1), signed_sin).to(x.dtype)

@@ -31,11 +31,13 @@ from ._attention import dilated_pattern
 class SelectedLayers:
     """Layers of a LongNet that attend to the blocks with the best scores, instead of its branches.
 
-    block, scorer, share, query_block: as in `BlockSelector`, whose `within` follows from the model being causal or not;
-        query blocks of a causal model choose by their first query. scorer: its name. most: as in `TopK`.
-    always: keys that every query reads, in the text form of `masks.parse`; None: the block of the query.
+    block, scorer, share, query_block: as in `BlockSelector`, but scorer must be a name. Its `within` is causal order in
+        a causal model; a block of queries then chooses by its first query.
+    most: number of blocks that each block of queries chooses, as in `TopK`.
+    always: pattern of pairs that are attended to without being chosen, in the text form of `masks.parse`; None: the
+    keys in the block of the query.
     gradient: "none" or "bias", as in `SelectedAttention`.
-    layers: numbers of the layers, from 0; None for all.
+    layers: numbers of the layers, from 0; None for all layers.
 
     Raises ValueError or TypeError for other values.
 
@@ -71,7 +73,10 @@ class SelectedLayers:
     def attention(
         self, *, causal: bool, engine: str | None = None, over_ranks: OverRanks | None = None
     ) -> SelectedAttention:
-        """The attention of one of these layers, over the ranks of the model."""
+        """Make the attention of one of these layers.
+
+        causal: True if the model is. over_ranks: the model's mesh and sharding; None for one device.
+        """
         always = masks.chunked(self.block) if self.always is None else masks.parse(self.always)
         if not isinstance(always, Pattern):
             raise TypeError(f"always must be the text of a set pattern; got {self.always!r}")
@@ -124,18 +129,19 @@ OTHER_NAMES = {
 class LongNetConfig:
     """Sizes and options of a LongNet as plain data: `LongNetConfig(**data)` inverts `dataclasses.asdict`.
 
-    vocab_size: tokens in, logits out; None for embedded inputs, with features out.
+    vocab_size: number of token ids, for token ids in and logits out; None for embedded inputs in and features out.
+    depth: number of blocks. causal: True if no token attends to later ones.
     segment_lengths, dilation_rates, offsets, heads: the branches, as in `masks.longnet`.
     ffn_dim: hidden width of the feed-forward; None means 4 * embed_dim.
     num_kv_heads: key/value heads, shared by num_heads / num_kv_heads query heads each; None means num_heads.
-    position: "rotary" (RoFormer, arXiv 2104.09864); "xpos": rotary with scores that decay with distance
-        (arXiv 2212.10554), for up to 126 * xpos_scale tokens; "learned": a vector for each of max_positions positions
-        is added to the embeddings; None, as for inputs that include their positions.
-    rotary_base: base of the rotary wavelengths; raise it with the context.
+    position: "rotary" (RoFormer, arXiv 2104.09864); "xpos": rotary with scores that decay with distance (arXiv
+        2212.10554), for up to 126 * xpos_scale tokens; "learned": a vector for each of max_positions positions is added
+        to the embeddings; None: no positions, as for inputs that include them.
+    rotary_base: base of the rotary wavelengths; raise it for longer contexts.
     xpos_scale: distance in tokens over which each channel pair of xpos decays by its factor, 2/7 or more; 512 in the
         paper.
-    bias: True gives projections and norms biases. norm: "layer" or "rms", before each half of a block
-        (attention, feed-forward).
+    bias: True gives projections and norms biases. norm: "layer" or "rms", before each half of a block (attention,
+        feed-forward).
     subln: a further norm before the last projection of each half, and the gain of Magneto, arXiv 2210.06423.
     deepnorm: norms after the sums instead of before the halves, with DeepNet's scales, arXiv 2203.00555; no last norm.
     dropout: probability of zeroing an element of the embeddings and of each half's output, in training.
@@ -145,8 +151,8 @@ class LongNetConfig:
     tie_embeddings: the output projection is the transposed token embedding.
     layout: order of the tokens inside the model, which does not affect its results. "natural": unchanged; "residue":
         one permutation at the input and its inverse at the output, under which dilated branches are dense; "auto": the
-        order that the planner predicts cheaper on the device, at the length of the longest segment.
-    checkpoint: keep only the blocks' inputs in training and run each block again in the backward.
+        order with the lower predicted cost on the device, for a sequence of the longest segment length.
+    checkpoint: in training, keep only the blocks' inputs, and run each block again in the backward.
     engine: as in `attend`.
     selection: layers that choose their keys from the data, as `SelectedLayers` or a mapping of its fields; they do not
         use the branches. The tokens then keep their natural order; over ranks these layers gather all keys.
@@ -233,7 +239,7 @@ class LongNetConfig:
             raise ValueError(f"layers of the selection must be below depth={self.depth}; got {self.selection.layers}")
 
     def selects(self, layer: int) -> bool:
-        """True for a layer that chooses its keys from the data."""
+        """True if the layer with this number, from 0, chooses its keys from the data."""
         return self.selection is not None and (self.selection.layers is None or layer in self.selection.layers)
 
     def _check_heads(self) -> None:
@@ -267,7 +273,10 @@ class LongNetConfig:
             )
 
     def check_num_tokens(self, num_tokens: int, of: str = "") -> None:
-        """Raise ValueError for a sequence of more tokens than positions; of: describes the tokens in the error."""
+        """Raise ValueError for more tokens than learned positions, or than xPos can represent.
+
+        of: text that follows the number of tokens in the error.
+        """
         if self.max_positions is not None and num_tokens > self.max_positions:
             raise ValueError(
                 f"the model has {self.max_positions} learned positions: make it with more max_positions, or take "
@@ -293,6 +302,6 @@ class LongNetConfig:
 
     @property
     def pattern(self) -> Pattern | Mixture:
-        """The pattern of every layer."""
+        """Pattern of the branches, causal if `causal`: that of all layers except those that choose their keys."""
         options = {"causal": self.causal, "offsets": self.offsets, "heads": self.heads}
         return dilated_pattern(self.segment_lengths, self.dilation_rates, **options)

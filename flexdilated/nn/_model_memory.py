@@ -18,7 +18,10 @@ from ._longnet_config import LongNetConfig
 
 @dataclass(frozen=True)
 class ModelSize:
-    """Sizes of a LongNet without its pattern: embedded tokens in, features out, feed-forwards of 4 * embed_dim."""
+    """Sizes of a LongNet without vocabulary, apart from its pattern; its feed-forwards have 4 * embed_dim.
+
+    batch: sequences per call. num_kv_heads None: num_heads.
+    """
 
     embed_dim: int
     depth: int
@@ -34,7 +37,7 @@ class ModelSize:
 
 @dataclass(frozen=True)
 class ModelMemory:
-    """Bytes; each peak counts everything alive at one time.
+    """Memory of a LongNet in bytes; a peak is the largest sum of all tensors alive at one time.
 
     weights: the parameters; their gradients have equal size. optimizer: AdamW's two moments, in the weights' dtype.
     inference_peak: a forward without gradients, including weights and input. step_peak: a forward and a backward,
@@ -55,7 +58,10 @@ class ModelMemory:
 
 
 def longnet_around(pattern: Pattern | Mixture, size: ModelSize, *, checkpoint: bool) -> LongNet:
-    """A LongNet whose blocks attend by this pattern, with tokens in natural order."""
+    """Make a LongNet of this size, on embedded inputs, whose blocks attend by `pattern`, with tokens in natural order.
+
+    checkpoint: as in `LongNetConfig`.
+    """
     config = LongNetConfig(
         vocab_size=None,
         embed_dim=size.embed_dim,
@@ -81,9 +87,9 @@ def training_step(model: LongNet, x: Tensor) -> Tensor:
 
 
 def model_memory(size: ModelSize, num_tokens: int, attention: AttentionMemory, *, checkpoint: bool) -> ModelMemory:
-    """Memory of a LongNet; `attention` is that of one call of `attention_size`.
+    """Memory of a LongNet of this size on sequences of num_tokens tokens, found by a run on meta tensors.
 
-    Runs the model's code once on meta tensors. Nothing is computed.
+    attention: memory of one attention call, of `attention_size(size, num_tokens)`. checkpoint: as in `LongNetConfig`.
     """
     # Bytes inside the attention operators, without their inputs; the incoming gradient has the size of q.
     forward = Hidden(attention.forward_peak - attention.inputs, attention.kept - attention.shown)
@@ -102,7 +108,7 @@ def model_memory(size: ModelSize, num_tokens: int, attention: AttentionMemory, *
 
 
 def attention_size(size: ModelSize, num_tokens: int) -> AttentionSize:
-    """Size of the attention calls in the model, whose q, k and v come from projections of its tokens."""
+    """Size of each attention call in the model, with q, k and v in memory as (B, N, heads, D), like projections."""
     return AttentionSize(
         num_tokens, size.num_heads, size.head_dim, size.dtype, size.batch, size.num_kv_heads, tokens_outermost=True
     )

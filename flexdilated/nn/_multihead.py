@@ -32,7 +32,11 @@ _LARGE_BATCH = 256  # of short sequences; larger batches suggest that the two di
 
 
 class MultiheadProjections(OrdinaryPath):
-    """Projections from inputs to heads and back, with the parameters and sizes of an `nn.MultiheadAttention`."""
+    """Base class with the parameters of `nn.MultiheadAttention`: projects inputs to heads, and heads to outputs.
+
+    embed_dim, kdim, vdim: widths of query, key and value. in_proj_weight: the three projections stacked if the widths
+    are equal, else None; q_proj_weight, k_proj_weight and v_proj_weight are then set. in_proj_bias None: no biases.
+    """
 
     embed_dim: int
     num_heads: int
@@ -48,17 +52,23 @@ class MultiheadProjections(OrdinaryPath):
     out_proj: nn.Linear
 
     def heads_of(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Float[Tensor, "B H N D"], ...]:
-        """(q, k, v), projected; unbatched inputs get a batch of 1. Raises for inputs that do not fit."""
+        """(q, k, v), projected, each (B, H, tokens, D); unbatched inputs get a batch of 1.
+
+        Raises ValueError or TypeError for inputs that do not fit the module or each other.
+        """
         self._check_inputs(query, key, value)
         q, k, v = (self._split_heads(x) for x in self._project(query, key, value))
         return q, k, v
 
     def key_shape(self, key: Tensor) -> tuple[int, ...]:
-        """Shape of a padding mask: (B, M), or (M,) for unbatched keys."""
+        """Shape that a padding mask for `key` must have: (B, M), or (M,) for unbatched keys."""
         return tuple(key.shape[:-1] if self.batch_first or key.dim() == 2 else key.shape[1::-1])
 
     def joined(self, out: Float[Tensor, "B H N D"], dims: int) -> Tensor:
-        """Output projection of all heads, with `dims` dimensions, in the layout of the query."""
+        """Join the heads and apply the output projection.
+
+        dims: dimensions of the result: 2 for (N, E); 3 for (B, N, E) with batch_first, else (N, B, E).
+        """
         if dims == 2:
             return self.out_proj(out.squeeze(0).transpose(0, 1).flatten(-2))
         return self.out_proj((out.transpose(1, 2) if self.batch_first else out.permute(2, 0, 1, 3)).flatten(-2))
@@ -95,7 +105,7 @@ class MultiheadProjections(OrdinaryPath):
             _warn_of_order(query)
 
     def _check_kind(self, name: str, x: Tensor) -> None:
-        """Check the device against the parameters, and the dtype too, unless autocast converts it."""
+        """Raise ValueError if an input's device, or, without autocast, its dtype, is not that of the parameters."""
         weight = self.out_proj.weight
         if x.device != weight.device:
             raise ValueError(f"{name} must be on the module's device {weight.device}; got {x.device}")
@@ -137,18 +147,18 @@ _TOKENS_FIRST = ", and for inputs of (batch, tokens, width) make the module with
 
 
 class MultiheadDilatedAttention(MultiheadProjections):
-    """Projections, dilated attention, output projection; parameters as in `nn.MultiheadAttention`.
+    """`nn.MultiheadAttention` with dilated attention between its projections.
 
     Its `state_dict` is interchangeable with that of an `nn.MultiheadAttention` with equal sizes, and equal seeds give
     equal parameters. With one branch that spans the sequence (segment_lengths=[N], dilation_rates=[1]) the two modules
-    compute one function. offsets, heads: as in `masks.longnet`; engine: as in `attend`.
+    compute the same function. offsets, heads: as in `masks.longnet`; engine: as in `attend`.
 
     mesh, schedule, sharding: as in `BlockSparseAttention`. The tokens of query, key and value are then this rank's, and
     key_padding_mask is for the whole sequence. The `state_dict` is that of a module without a mesh.
 
-    dropout: probability of dropping an attention weight, in training; it must be 0 with a mesh.
-    Not available, each a ValueError that names the remedy: add_bias_kv, add_zero_attn.
-    Inside `nn.TransformerEncoderLayer` the module is always called, instead of the layer's fused inference path.
+    dropout: probability of dropping an attention weight, in training; it must be 0 with a mesh. Not available, each a
+    ValueError that names the remedy: add_bias_kv, add_zero_attn. Inside `nn.TransformerEncoderLayer` the module is
+    always called, instead of the layer's fused inference path.
 
     >>> layer = fd.MultiheadDilatedAttention(64, 4, (64, 256), (1, 4), batch_first=True)
     >>> x = torch.randn(1, 256, 64)
@@ -224,7 +234,7 @@ class MultiheadDilatedAttention(MultiheadProjections):
         self.out_proj = nn.Linear(E, E, bias=bias, device=device, dtype=dtype)
 
     def reset_parameters(self) -> None:
-        """Xavier-uniform input projections and zero biases, drawn in the order of `nn.MultiheadAttention`."""
+        """Initialize the input projections Xavier-uniformly and all biases with 0, as `nn.MultiheadAttention` does."""
         for weight in (self.in_proj_weight, self.q_proj_weight, self.k_proj_weight, self.v_proj_weight):
             if weight is not None:
                 nn.init.xavier_uniform_(weight)
@@ -276,7 +286,10 @@ class MultiheadDilatedAttention(MultiheadProjections):
         return self.joined(out, query.dim()), None
 
     def _check_order(self, is_causal: bool, attn_mask: object, shape: tuple[int, int]) -> None:
-        """Raise ValueError for a causal call of a module that is not causal, or a mask other than the causal one."""
+        """Raise ValueError for a causal call of a module that is not causal, or an attn_mask that is not causal.
+
+        shape: (queries, keys).
+        """
         if attn_mask is not None:
             require_causal_mask(attn_mask, shape, instead=_INSTEAD if self.batch_first else _INSTEAD + _TOKENS_FIRST)
         if not self.causal and (is_causal or attn_mask is not None):

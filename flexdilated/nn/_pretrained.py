@@ -19,7 +19,7 @@ _CONFIG, _WEIGHTS = "config.json", "model.safetensors"
 
 
 class Pretrained(nn.Module):
-    """`save_pretrained` and `from_pretrained`, for a model that implements `made_of`."""
+    """Base class that adds `save_pretrained` and `from_pretrained` to models that implement `made_of`."""
 
     def made_of(self) -> dict[str, Any]:
         """Constructor arguments to save, by name: configurations and plain data."""
@@ -28,7 +28,7 @@ class Pretrained(nn.Module):
     def save_pretrained(self, folder: str | Path) -> None:
         """Write config.json and model.safetensors into a folder, which is created if needed.
 
-        The weights are the state_dict, in its dtype. Where a call runs (mesh, device) is not saved.
+        The weights are the state_dict, in its dtype. The device, and the mesh of a model over ranks, are not saved.
         Raises ImportError without safetensors (pip install 'flexdilated[pretrained]').
 
         >>> import tempfile
@@ -52,7 +52,10 @@ class Pretrained(nn.Module):
         (place / _CONFIG).write_text(json.dumps(written, indent=2) + "\n", encoding="utf-8")
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
-        """As in torch; ValueError for names with a wrapper's prefix, whose message shows how to strip it."""
+        """Load as in torch. Unless strict=False, raises ValueError if all names have one prefix, which a wrapper adds.
+
+        The error message shows how to remove the prefix.
+        """
         if strict:
             _check_prefix(self, state_dict)
         return super().load_state_dict(state_dict, strict, assign)
@@ -66,12 +69,12 @@ class Pretrained(nn.Module):
         dtype: torch.dtype | None = None,
         **options: Any,
     ) -> Self:
-        """The model that `save_pretrained` wrote into a folder, in evaluation mode.
+        """Load the model that `save_pretrained` wrote into a folder, in evaluation mode.
 
         device, dtype: of its weights; dtype None keeps the saved dtype. options: further constructor arguments, such as
-        a mesh. Raises FileNotFoundError for a folder without the two files, ValueError for a folder of another model
+        a mesh. Raises FileNotFoundError for a folder without the two files; ValueError for a folder of another model
         class, for a configuration that this version does not know, and for weights that are missing, unknown or of
-        another shape, all of which it names; ImportError without safetensors.
+        another shape, all of which the error names; ImportError without safetensors.
         """
         store, place = _safetensors(), Path(folder)
         for name in (_CONFIG, _WEIGHTS):
@@ -94,7 +97,7 @@ def _safetensors() -> Any:
 
 
 def _read(cls: type[nn.Module], path: Path) -> dict[str, Any]:
-    """The constructor arguments in a file, checked to be for this class."""
+    """Constructor arguments of `cls` from a config.json; ValueError if the file is invalid or of another class."""
     try:
         written = json.loads(path.read_text(encoding="utf-8"))
         name, arguments = written["model"], dict(written["arguments"])
@@ -116,7 +119,7 @@ def _config(data: dict[str, Any], path: Path) -> LongNetConfig:
 
 
 def _check(model: nn.Module, weights: dict[str, torch.Tensor]) -> None:
-    """Raise ValueError that names all weights which are missing, unknown or of another shape."""
+    """Raise ValueError that names all weights that are missing, unknown to the model, or of another shape."""
     _check_prefix(model, weights)
     expected = {name: tuple(each.shape) for name, each in model.state_dict().items()}
     wrong = [f"{name} is missing" for name in expected if name not in weights]
@@ -131,7 +134,7 @@ def _check(model: nn.Module, weights: dict[str, torch.Tensor]) -> None:
 
 
 def _check_prefix(model: nn.Module, weights: Mapping[str, Any]) -> None:
-    """Raise ValueError if all weights have the model's names with one common prefix."""
+    """Raise ValueError if all names of weights have one prefix before the model's names, as a wrapper adds it."""
     name = next(iter(model.state_dict()))
     found = next((each for each in weights if each.endswith(f".{name}")), "")
     prefix = found.removesuffix(name)

@@ -163,7 +163,7 @@ def test_models_that_cannot() -> None:
 
 def test_caches_that_do_not_fit() -> None:
     model = model_of(TINY)
-    with pytest.raises(ValueError, match=r"2 blocks needs as many caches .* got 1 that have seen"):
+    with pytest.raises(ValueError, match=r"2 blocks needs a cache for each, .* got 1 with"):
         model(prompt_of(), caches=model.new_caches()[:1])
     caches = model.new_caches()
     with torch.no_grad():

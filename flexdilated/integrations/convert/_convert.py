@@ -1,4 +1,4 @@
-"""`convert`: give each attention module of a model its pattern, or leave it with a reason."""
+"""`convert`: replace the attention of a model's modules by attention with patterns, and report what was replaced."""
 
 from __future__ import annotations
 
@@ -42,16 +42,18 @@ def convert(model: nn.Module, pattern: Expression | Chosen | None) -> Report:
     model: any module that contains or is `nn.MultiheadAttention`, or attention of timm or x-transformers. Parameters,
     buffers, names in the `state_dict`, hooks and references are preserved; deepcopy, pickle and torch.compile work.
     Masks of a call compose with the pattern: a causal mask or flag, key padding, caches and memories.
-    pattern: a pattern for all modules; or a function of (name, module) from `model.named_modules()` that returns the
-    pattern of a module, or None for its original attention; or None for all. Each call replaces earlier ones: modules
-    not converted again get their original attention. Cross-attention is converted only if a function chooses it.
+    pattern: a pattern for all self-attention modules; or a function that gets (name, module) from
+    `model.named_modules()` and returns the module's pattern, or None for its original attention; or None, which
+    restores the original attention of all modules. Each call replaces earlier ones: modules not converted again get
+    their original attention. Cross-attention is converted only if a function returns a pattern for it.
 
-    Returns a `Report`, which prints as tables: `replaced` and `left`, each with name and kind, and the reason.
+    Returns a `Report`, which prints as tables: `replaced` lists the converted modules with name, kind, number of heads
+    and pattern; `left` lists the attention modules that keep their original attention, with name, kind and the reason.
 
     Raises TypeError for arguments of other types. Raises ValueError, before any change, for a model with nothing to
-    replace, a pattern that does not fit a module's heads or has run-time tensors, and a module whose class
-    `fully_shard` has replaced since. Calls of the model raise ValueError for attention dropout above 0 in training,
-    need_weights=True, and masks that are neither causal nor padding.
+    replace, a pattern that does not fit a module's heads or has run-time tensors, and a converted module whose class
+    was replaced later, as by `fully_shard`. Calls of the model raise ValueError for attention dropout above 0 in
+    training, need_weights=True, and masks that are neither causal nor padding.
 
     >>> model = torch.nn.TransformerEncoder(torch.nn.TransformerEncoderLayer(64, 4, batch_first=True), 2)
     >>> print(fd.convert(model.eval(), masks.local_window(left=31, right=31)))
@@ -96,7 +98,11 @@ def convert(model: nn.Module, pattern: Expression | Chosen | None) -> Report:
 
 
 def _attentions(model: nn.Module) -> list[Found]:
-    """Attention modules of a model: known to a library's file, or unknown but with Attention in their class name."""
+    """Find attention modules: of kinds that a library's file knows, and of unknown kinds by their class name.
+
+    An unknown kind has Attention or Attn in its class name. It is returned, with the reason why it cannot be converted,
+    only if no module of a known kind contains it and it contains no attention module.
+    """
     found: dict[str, Found] = {}
     named: dict[str, nn.Module] = {}
     for name, module in model.named_modules():
@@ -125,7 +131,7 @@ def _unknown(module: nn.Module) -> str:
 
 
 def _choice(each: Found, pattern: Expression | Chosen | None) -> Expression | str:
-    """Validated pattern of a module, or the reason why it has none."""
+    """Validated pattern for a module, or, as text, the reason why it keeps its attention; `pattern` is `convert`'s."""
     if each.refused:
         return each.refused
     if pattern is None:

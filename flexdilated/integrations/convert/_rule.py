@@ -1,4 +1,4 @@
-"""Pattern of a call: the module's pattern, composed with the call's mask and causal flag."""
+"""Common parts of the libraries' files: converted classes, the pattern of a call with its mask, and the report."""
 
 from __future__ import annotations
 
@@ -17,7 +17,10 @@ from ...nn import require_causal_mask, without_padding
 
 @dataclass(frozen=True)
 class Given:
-    """Settings of a converted module: its name in the model, its pattern; by_name: True if a function chose it."""
+    """Settings of a converted module: its name in the model, and its pattern.
+
+    by_name: True if a function chose the pattern for this module; False if one pattern was given for the whole model.
+    """
 
     name: str
     pattern: Pattern | Mixture
@@ -25,7 +28,12 @@ class Given:
 
 
 class Converted(nn.Module):
-    """Base class of converted modules: their class derives from `kind`, a subclass of this, then from the original."""
+    """Base class of converted modules.
+
+    The class of a converted module is a dynamic subclass of `kind`, which is the subclass of this one that replaces the
+    attention, and of `original`, the module's class before conversion. _flexdilated: the settings; None for an
+    enclosing module that is converted with its attention but has no pattern itself, such as an encoder.
+    """
 
     original: ClassVar[type[nn.Module]]
     kind: ClassVar[type[Converted]]
@@ -54,22 +62,28 @@ def _subclass(kind: type[Converted], original: type[nn.Module]) -> type[Converte
 
 
 def original_class(module: nn.Module) -> type[nn.Module]:
-    """Class of the module before conversion."""
+    """Class of the module before conversion; its present class if it is not converted."""
     return module.original if isinstance(module, Converted) else type(module)
 
 
 def replace_class(module: nn.Module, kind: type[Converted], given: Given | None = None) -> None:
-    """Set the class of an unconverted module to a subclass of both `kind` and its original class."""
+    """Convert a module: set its class to a subclass of both `kind` and its original class.
+
+    The module must not be converted already. given: its settings; None for an enclosing module without a pattern.
+    """
     module.__class__ = _subclass(kind, type(module))
     object.__setattr__(module, "_flexdilated", given)
 
 
 def check_restorable(name: str, module: nn.Module) -> None:
-    """Raise ValueError for a module whose class was replaced after conversion."""
+    """Raise ValueError if the class of a converted module was replaced later, as by `fully_shard`.
+
+    name: name of the module in the error.
+    """
     if isinstance(module, Converted) and type(module) is not _subclass(module.kind, module.original):
         raise ValueError(
-            f"{name} was given another class, {type(module).__name__}, after it was converted: give attention back, or "
-            "another pattern, before fully_shard and its like"
+            f"{name} was given another class, {type(module).__name__}, after it was converted: restore its attention "
+            "or change its pattern before fully_shard or another function that replaces classes"
         )
 
 
@@ -86,10 +100,12 @@ _INSTEAD = "give convert another rule as part of the pattern, `pattern & other`"
 
 
 def call_rule(given: Given, mask: Tensor | None, shape: tuple[int, int, int], *, is_causal: bool) -> Pattern | Mixture:
-    """The module's pattern, composed with a mask for `scaled_dot_product_attention`: True for pairs to keep.
+    """Pattern of one call: the module's pattern, intersected with the call's mask and, if is_causal, causal order.
 
-    shape: (B, N, M). A mask of shape (B or 1, 1, 1, M) is padding. A mask of pairs must be torch's causal mask, of
-    shape (N, M) with optional leading dims of 1. Raises ValueError for any other mask.
+    mask: as `scaled_dot_product_attention` takes it, boolean, True for pairs to keep, or float, -inf or the dtype's
+    least number for pairs to hide and 0 for others; None for no mask. shape: (B, N, M). A mask of shape (B or 1, 1, 1,
+    M) is padding. Any other mask must be torch's causal mask, of shape (N, M) with optional leading dims of 1. Raises
+    ValueError or TypeError for any other mask.
     """
     batch, num_queries, num_keys = shape
     pattern = given.pattern & causal() if is_causal else given.pattern
@@ -107,7 +123,11 @@ def call_rule(given: Given, mask: Tensor | None, shape: tuple[int, int, int], *,
 
 
 def with_causal_mask(pattern: Pattern | Mixture, mask: object, shape: tuple[int, int]) -> Pattern | Mixture:
-    """The pattern with causal order; ValueError unless mask is torch's causal mask (N, M), True for pairs to hide."""
+    """Intersect the pattern with causal order, for a call whose mask is torch's causal mask.
+
+    mask: of shape (N, M), boolean, True for pairs to hide, or float, -inf for them. Raises ValueError for any other
+    mask.
+    """
     require_causal_mask(mask, shape, instead=_INSTEAD)
     return pattern & causal()
 
@@ -124,11 +144,13 @@ def check_lengths(given: Given, num_queries: int, num_keys: int) -> None:
 
 @dataclass(frozen=True, eq=False)
 class Found:
-    """An attention module: its name in the model, the module, and how it can be converted.
+    """An attention module of a model, and how it can be converted.
 
-    inner: the module whose class is replaced by `by`; None if it cannot be converted. refused: the reason for that, or
-    "". cross: why it is cross-attention, which needs a pattern chosen by name; "" for self-attention. around: enclosing
-    modules that must be converted with it.
+    name: name in the model. inner: the module whose class is replaced by a subclass of `by`: `module` or a submodule of
+    it; None for an unsupported class. refused: the reason why `module` cannot be converted; "" if it can. cross: the
+    reason why it is cross-attention, for which only a function may choose a pattern; "" for self-attention. around:
+    enclosing modules whose classes must be replaced too, each with its subclass of `Converted`. num_heads: 0 if
+    unknown.
     """
 
     name: str
@@ -142,24 +164,27 @@ class Found:
 
     @property
     def kind(self) -> str:
-        """Library and original class, such as torch.MultiheadAttention."""
+        """Top-level package and original class, such as torch.MultiheadAttention."""
         return class_name(original_class(self.module))
 
 
 def class_name(of: type) -> str:
-    """Class name after its top-level package, without submodules, such as torch.MultiheadAttention."""
+    """Class name with its top-level package but without submodules, such as torch.MultiheadAttention."""
     return f"{of.__module__.partition('.')[0]}.{of.__qualname__}"
 
 
 def ancestors(name: str, model: nn.Module) -> list[nn.Module]:
-    """Modules that contain the one of this name, outermost first."""
+    """Modules of `model` that contain its submodule `name`, outermost first; [] for "", the model itself."""
     parts = name.split(".")
     return [model.get_submodule(".".join(parts[:depth])) for depth in range(len(parts))] if name else []
 
 
 @dataclass(frozen=True)
 class Replaced:
-    """A converted attention module: its name in the model, kind, number of heads, and pattern."""
+    """A converted attention module: its name in the model, number of heads, and pattern.
+
+    kind: package and class, such as torch.MultiheadAttention.
+    """
 
     name: str
     kind: str
@@ -169,7 +194,10 @@ class Replaced:
 
 @dataclass(frozen=True)
 class Left:
-    """An attention module that was not converted: its name in the model, kind, and the reason."""
+    """An attention module that was not converted: its name in the model, and the reason.
+
+    kind: package and class, such as torch.MultiheadAttention.
+    """
 
     name: str
     kind: str
@@ -181,7 +209,10 @@ _IN_PLACE = "convert(model, pattern) changes the model in place, so go on with t
 
 @dataclass(frozen=True)
 class Report:
-    """Modules that `convert` replaced or left, in the order of `model.named_modules()`; prints as two tables."""
+    """Result of `convert`: the attention modules that it converted, and those that keep their original attention.
+
+    Both are in the order of `model.named_modules()`. Prints as two tables.
+    """
 
     replaced: tuple[Replaced, ...]
     left: tuple[Left, ...]

@@ -1,7 +1,7 @@
 """timm's attention over one sequence of tokens: its forward, with `scaled_dot_product_attention` replaced by `attend`.
 
-So projections, norms of queries and keys, rotary embeddings, gates and grouped keys run the code of the installed
-version; only the attention call is replaced.
+Projections, norms of queries and keys, rotary embeddings, gates and grouped keys run the code of the installed version;
+only the attention call is replaced.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ _REFUSED = {
 
 
 class ScaledDotProduct(Converted):
-    """A module whose forward calls `scaled_dot_product_attention`; the call is computed with the pattern."""
+    """Converted module that runs its original forward with `scaled_dot_product_attention` replaced by `attend`."""
 
     @property
     def fused_attn(self) -> bool:
@@ -50,21 +50,25 @@ class ScaledDotProduct(Converted):
         return True
 
     def forward(self, *args: Any, **options: Any) -> Any:
-        """Run the module's original forward with attention by the pattern."""
+        """Run the original forward, with attention by the pattern.
+
+        Raises ValueError if that forward does not call `scaled_dot_product_attention`.
+        """
         assert self._flexdilated is not None
         served = _ByPattern(self._flexdilated)
         with served:
             out = super().forward(*args, **options)
         if not served.calls:
             raise ValueError(
-                f"{self._flexdilated.name} did not call scaled_dot_product_attention, in whose place the pattern is "
-                f"computed: {class_name(self.original)} is not served in this form; leave it out of convert"
+                f"{self._flexdilated.name} did not call scaled_dot_product_attention, which convert replaces: "
+                f"{class_name(self.original)} cannot be converted with these settings; give convert a function that "
+                "returns None for it"
             )
         return out
 
 
 class _ByPattern(TorchFunctionMode):
-    """Mode in which `scaled_dot_product_attention` calls `attend` with the pattern; counts the calls."""
+    """Mode that replaces `scaled_dot_product_attention` by `attend` with the module's pattern; counts the calls."""
 
     def __init__(self, given: Given) -> None:
         super().__init__()
@@ -99,7 +103,11 @@ def _attended(
 
 
 def find(name: str, module: Any) -> Found | None:
-    """Attention module of timm, recognized by its forward or by its class name."""
+    """Describe a module of timm that computes attention; None for any other module.
+
+    name: name of the module in its model. A supported class is recognized by its forward, an unsupported one by its
+    name; the result then has the reason, `refused`.
+    """
     kind = original_class(module)
     forwards = [getattr(getattr(sys.modules.get(file), own, None), "forward", None) for file, own in _SERVED]
     if kind.forward in forwards:

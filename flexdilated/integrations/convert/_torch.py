@@ -11,7 +11,10 @@ from ._rule import Converted, Found, ancestors, check_lengths, original_class, w
 
 
 class MultiheadAttention(MultiheadProjections, Converted):
-    """`nn.MultiheadAttention` with a pattern; encoder layers call it in all modes, see `MultiheadProjections`."""
+    """Converted `nn.MultiheadAttention`: its projections, with attention by the pattern between them.
+
+    `nn.TransformerEncoderLayer` calls it in all modes, instead of running its own dense kernel in inference.
+    """
 
     dropout: float
 
@@ -26,10 +29,11 @@ class MultiheadAttention(MultiheadProjections, Converted):
         average_attn_weights: bool = True,
         is_causal: bool = False,
     ) -> tuple[Tensor, None]:
-        """(attention output, None for weights). A causal attn_mask, or is_causal, composes with the pattern.
+        """Return (output in the shape of query, None for the weights); arguments as in torch.
 
-        need_weights defaults to False, unlike in torch, as many callers keep torch's default and discard the weights.
-        Raises ValueError for need_weights=True.
+        A causal attn_mask, or is_causal, is intersected with the pattern. need_weights defaults to False, unlike in
+        torch, as many callers keep torch's default and discard the weights. Raises ValueError for need_weights=True,
+        for an attn_mask that is not causal, and for dropout above 0 in training.
         """
         refuse_weights(need_weights)
         given = self._flexdilated
@@ -47,7 +51,7 @@ class MultiheadAttention(MultiheadProjections, Converted):
 
 
 class TransformerEncoder(Converted):
-    """`nn.TransformerEncoder` that passes padded tensors to its layers; torch makes nested tensors in inference."""
+    """`nn.TransformerEncoder` that passes padded tensors to its layers, where torch's uses nested ones in inference."""
 
     @property
     def use_nested_tensor(self) -> bool:
@@ -56,7 +60,11 @@ class TransformerEncoder(Converted):
 
 
 def find(name: str, module: nn.Module, model: nn.Module) -> Found | None:
-    """Attention module of class `nn.MultiheadAttention` or a subclass; refused if the subclass overrides forward."""
+    """Describe a module of class `nn.MultiheadAttention` or a subclass; None for any other module.
+
+    name: name of the module in `model`. A subclass with its own forward, add_bias_kv or add_zero_attn is refused: the
+    result then has the reason, `refused`.
+    """
     if not isinstance(module, nn.MultiheadAttention):
         return None
     above = ancestors(name, model)

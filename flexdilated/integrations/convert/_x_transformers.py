@@ -48,7 +48,7 @@ _NOT_IN_LAYERS = {
 
 
 class Attend(Converted):
-    """`Attend` with a pattern: equal arguments and results, except that similarities and weights are not returned."""
+    """x-transformers' `Attend`, with a pattern: it takes the same arguments, but returns no scores or weights."""
 
     causal: bool
     flash: bool
@@ -70,12 +70,19 @@ class Attend(Converted):
         flash_pack_seq_kwargs: dict[str, Any] | None = None,
         causal: bool | None = None,
     ) -> tuple[Tensor, Any]:
-        """(output, intermediates without weights). Causal queries have the last N of M positions, as with a cache."""
+        """Return (output (B, H, N, D), x-transformers' `Intermediates` without scores and weights).
+
+        If causal, the N queries are the last of the M key positions, as with a cache. causal None: the module's
+        attribute. Raises ValueError for attn_bias, prev_attn, attn_delta, dropout in training, and a mask other than
+        padding or causal order.
+        """
         given = self._flexdilated
         assert given is not None
         for name, value in (("attn_bias", attn_bias), ("prev_attn", prev_attn), ("attn_delta", attn_delta)):
             if value is not None:
-                raise ValueError(f"{given.name} was called with {name}, and scores and {_WEIGHTS}: leave it out")
+                raise ValueError(
+                    f"{given.name} was called with {name}, which needs scores or {_WEIGHTS}: leave {name} out"
+                )
         dropout_p = (self.dropout if self.flash else self.attn_dropout.p) if self.training else 0.0
         is_causal = self.causal if causal is None else causal
         if not is_causal:
@@ -91,7 +98,10 @@ class Attend(Converted):
 
 
 def find(name: str, module: Any, model: nn.Module) -> Found | None:
-    """Attention module of x-transformers."""
+    """Describe a module of x-transformers' class `Attention`; None for any other module.
+
+    name: name of the module in `model`. For unsupported options the result has the reason, `refused`.
+    """
     library = sys.modules.get("x_transformers.x_transformers")
     if library is None or not isinstance(module, library.Attention):
         return None
@@ -110,7 +120,10 @@ def find(name: str, module: Any, model: nn.Module) -> Found | None:
 
 
 def _layer_type(module: nn.Module, layers: Any) -> str | None:
-    """Type of a module in its layers: "a" for self-attention, "c" for cross-attention."""
+    """Type of the layer that contains a module, "a" for self-attention, "c" for cross-attention; None if none does.
+
+    layers: x-transformers' AttentionLayers.
+    """
     held = zip(layers.layer_types, layers.layers, strict=False)
     return next((kind for kind, layer in held if any(each is module for each in layer.modules())), None)
 

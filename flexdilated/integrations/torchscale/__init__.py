@@ -1,4 +1,4 @@
-"""Encoders of torchscale and Prov-GigaPath, for their checkpoints and for new weights; on torch alone."""
+"""LongNet encoders of torchscale and Prov-GigaPath, for their checkpoints or new weights; neither library is needed."""
 
 from ._config import LongNetEncoderConfig
 from ._encoder import DilatedSelfAttention, EncoderLayer, LongNetEncoder

@@ -21,13 +21,15 @@ class LongNetEncoderConfig:
     """Configuration of a `LongNetEncoder`: plain data, validated on construction.
 
     embed_dim, depth, num_heads, ffn_dim: sizes; ffn_dim None is 4 * embed_dim. num_heads divides embed_dim.
-    segment_lengths, dilation_rates: the branches, in tokens; every head has all branches, with contiguous offsets.
-    padding: None is exact. "zeros" reproduces torchscale, for its checkpoints: zero keys take part in the softmax, and
-        rows of a branch are shifted as there if it has several segments and its rate does not divide their length.
+    segment_lengths, dilation_rates: the branches, in tokens; every head has all branches, with the offsets that
+    `masks.longnet` calls "contiguous".
+    padding: None for LongNet's attention as defined. "zeros" reproduces torchscale, for its checkpoints: zero keys take
+        part in the softmax, and a branch with several segments, whose length its rate does not divide, shifts tokens as
+        torchscale does.
     merge_grad: "exact", or "detached": the weights that merge the branches have no gradient, as in torchscale.
     norm_eps: epsilon of all layer norms. final_norm: True for a layer norm after the last layer.
-    dropout, attention_dropout, activation_dropout: dropout, in training, of each residual branch, of attention weights
-        and inside the feed-forward.
+    dropout: probability, in training, of dropout of the input and of each residual branch's output. attention_dropout:
+        the same of attention weights. activation_dropout: the same inside the feed-forward, after its activation.
     drop_path: probability, in training, that a batch entry skips a residual branch of the last layer; it grows linearly
         from 0 at the first layer.
     engine: as in `attend`.
@@ -76,15 +78,16 @@ class LongNetEncoderConfig:
 
     @property
     def pattern(self) -> Pattern | Mixture:
-        """Pattern of all branches."""
+        """Pattern of every layer: `masks.longnet` with these branches and this padding."""
         return longnet(self.segment_lengths, self.dilation_rates, offsets="contiguous", padding=self.padding)
 
     @classmethod
     def from_torchscale(cls, config: Mapping[str, Any], **changes: Any) -> Self:
-        """Translate options of torchscale's EncoderConfig; missing options have its defaults.
+        """Translate options of torchscale's EncoderConfig; missing options have that class's defaults.
 
-        config: options by name, from its JSON or `vars(args)`; segment_length and dilated_ratio may be strings, such as
-        "[1024, 2048]". changes: fields of this class; padding defaults to "zeros" and merge_grad to "exact".
+        config: options by name, from its JSON or `vars(args)`; segment_length and dilated_ratio, which are required,
+        may be strings, such as "[1024, 2048]". changes: fields of this class that override the translation; padding is
+        otherwise "zeros" and merge_grad "exact".
         Raises ValueError that names every unsupported option that would change the computation.
         """
         given = dict(config)
@@ -144,7 +147,7 @@ _KNOWN = {*_ONLY, *_WITHOUT_EFFECT, *_BRANCHES, *(name for name, _ in _NAMES.val
 
 
 def _numbers(name: str, value: Any) -> tuple[int, ...]:
-    """Integers from a list, or from its text as in torchscale's command lines."""
+    """Convert a list, or its text such as "[1024, 2048]", to integers; `name` names the option in the ValueError."""
     try:
         read = literal_eval(value) if isinstance(value, str) else value
         return tuple(map(int, read))
@@ -158,7 +161,10 @@ _MOST_NAMED = 12
 
 
 def load(module: nn.Module, state_dict: Mapping[str, Tensor]) -> None:
-    """Load all parameters. Raises ValueError, before any change, for keys missing, unknown or of another shape."""
+    """Load a state_dict into a module.
+
+    Raises ValueError, before any change, if a key is missing or unknown, or a tensor has another shape.
+    """
     own = module.state_dict()
     sizes = {name: (tuple(state_dict[name].shape), tuple(own[name].shape)) for name in own if name in state_dict}
     faults = {

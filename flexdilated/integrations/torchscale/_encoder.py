@@ -20,11 +20,12 @@ from ._config import LongNetEncoderConfig, load
 
 
 class LongNetEncoder(nn.Module):
-    """Encoder layers over embedded tokens (B, N, E); parameter names are torchscale's.
+    """Encoder layers over embedded tokens: (B, N, E) -> (B, N, E); parameter names are torchscale's.
 
-    Without `config.padding` it is LongNet as defined, for new weights: one exact softmax over all branches. With
-    padding="zeros", which `from_torchscale` sets, it reproduces torchscale's encoder. Weights are initialized as there:
-    nn.Linear's initialization, with value, output and feed-forward projections scaled by sqrt(log(2 * depth)).
+    With padding=None in the configuration it is LongNet as defined, for new weights: one exact softmax over all
+    branches. With padding="zeros", which `from_torchscale` sets, it reproduces torchscale's encoder. Weights are
+    initialized as in torchscale: nn.Linear's initialization, with value, output and feed-forward projections multiplied
+    by sqrt(log(2 * depth)).
     Source: microsoft/torchscale, architecture/encoder.py; MAGNETO (sub-LN), arXiv 2210.06423.
 
     >>> from flexdilated.integrations.torchscale import LongNetEncoder
@@ -54,11 +55,12 @@ class LongNetEncoder(nn.Module):
     def from_torchscale(
         cls, config: Mapping[str, Any], state_dict: Mapping[str, Tensor] | None = None, **changes: Any
     ) -> Self:
-        """Encoder of a torchscale config, with weights if given.
+        """Make the encoder that a torchscale configuration describes, and load a state_dict if one is given.
 
-        config: options of its EncoderConfig, as in its JSON. state_dict: exactly the encoder's parameters; from a
-        checkpoint of a larger model, select them and remove their prefix. changes: fields of `LongNetEncoderConfig`,
-        such as padding=None for exact attention, or merge_grad="detached" for torchscale's gradients.
+        config: options of torchscale's EncoderConfig, as in its JSON. state_dict: exactly the encoder's parameters;
+        from a checkpoint of a larger model, select them and remove their prefix. changes: fields of
+        `LongNetEncoderConfig` that override the translation, such as padding=None for exact attention, or
+        merge_grad="detached" for torchscale's gradients.
 
         Raises ValueError that names all unsupported options, or all keys that do not fit.
         """
@@ -78,7 +80,11 @@ class LongNetEncoder(nn.Module):
     def forward(
         self, x: Float[Tensor, "B N E"], *, all_layers: bool = False
     ) -> Float[Tensor, "B N E"] | tuple[Float[Tensor, "B N E"], ...]:
-        """Features of the tokens. all_layers: tuple of the first layer's input and each layer's output, unnormed."""
+        """Features of embedded tokens, after the final layer norm if the configuration has one.
+
+        all_layers: True returns a tuple of depth + 1 tensors instead: the first layer's input and each layer's output,
+        all without the final norm.
+        """
         x = self.dropout(x)
         states = [x]
         for layer in self.layers:
@@ -100,7 +106,7 @@ class LongNetEncoder(nn.Module):
 class EncoderLayer(nn.Module):
     """x + attention(norm(x)), then x + feed_forward(norm(x)); in training, a batch entry may skip either (`drop_path`).
 
-    index: number of the layer in the encoder, from 0.
+    index: number of the layer in the encoder, from 0, on which its probability of skipping depends.
 
     >>> from flexdilated.integrations.torchscale import EncoderLayer, LongNetEncoderConfig
     >>> sizes = {"embed_dim": 64, "depth": 2, "num_heads": 4}
@@ -133,7 +139,7 @@ class EncoderLayer(nn.Module):
 
 
 class _FeedForward(nn.Module):
-    """Two projections with a GELU, computed in float32, and a norm between them."""
+    """Linear, GELU (computed in at least float32), dropout, layer norm, linear and dropout, on (B, N, E)."""
 
     def __init__(self, config: LongNetEncoderConfig, **how: Any) -> None:
         super().__init__()
@@ -151,8 +157,9 @@ class _FeedForward(nn.Module):
 
 
 class DilatedSelfAttention(nn.Module):
-    """Projections, dilated attention, a norm, and the output projection.
+    """Self-attention by the branches of a configuration: (B, N, E) -> (B, N, E).
 
+    Projects to queries, keys and values, attends, applies a layer norm to the joined heads, and projects the result.
     Source: microsoft/torchscale, component/dilated_attention.py and multihead_attention.py.
 
     >>> from flexdilated.integrations.torchscale import DilatedSelfAttention, LongNetEncoderConfig
@@ -192,7 +199,7 @@ class DilatedSelfAttention(nn.Module):
     def project(
         self, x: Float[Tensor, "B N E"]
     ) -> tuple[Float[Tensor, "B H N D"], Float[Tensor, "B H N D"], Float[Tensor, "B H N D"]]:
-        """Queries, keys and values, as `attend` takes them."""
+        """Queries, keys and values of the tokens, split into heads."""
         q, k, v = (
             each(x).unflatten(-1, (self.config.num_heads, -1)).transpose(1, 2)
             for each in (self.q_proj, self.k_proj, self.v_proj)
@@ -200,11 +207,14 @@ class DilatedSelfAttention(nn.Module):
         return q, k, v
 
     def _shifts(self, segment: int, rate: int, num_tokens: int) -> bool:
-        """True if torchscale shifts rows of a branch: it pads every segment for the rate, but trims only the last."""
+        """True if torchscale shifts the outputs of a branch to other tokens.
+
+        With several segments it pads each one to a multiple of the rate, but removes only the padding at the end.
+        """
         return self.config.padding is not None and num_tokens > segment and segment % rate != 0
 
     def _branch(self, q: Tensor, k: Tensor, v: Tensor, segment: int, rate: int) -> tuple[Tensor, Tensor]:
-        """(out, lse) of one branch."""
+        """Return (output (B, H, N, D), natural log-sum-exp (B, H, N)) of one branch, shifted if `_shifts` is True."""
         N, options = q.shape[2], self._options()
         if not self._shifts(segment, rate, N):
             pattern = longnet((segment,), (rate,), offsets="contiguous", padding=self.config.padding)
@@ -225,7 +235,11 @@ class DilatedSelfAttention(nn.Module):
 def join(
     parts: list[tuple[Float[Tensor, "B H N D"], Float[Tensor, "B H N"]]], *, detached: bool
 ) -> Float[Tensor, "B H N D"]:
-    """Sum of branch outputs, weighted by their softmax denominators; detached: no gradient through the weights."""
+    """Merge (output, log-sum-exp) of several branches: the mean of the outputs with weights proportional to exp(lse).
+
+    exp(lse) is a branch's softmax denominator, so this is one softmax over the keys of all branches. Rows with lse -inf
+    in every branch are 0. detached: True for no gradient through the weights.
+    """
     outs, lses = (torch.stack(each) for each in zip(*parts, strict=True))
     lses = lses.detach() if detached else lses
     none = (lses == -torch.inf).all(0)  # rows without keys in any branch: outputs are 0, and weights must not be NaN
@@ -234,6 +248,6 @@ def join(
 
 
 def _with_zeros(x: Float[Tensor, "B H N D"], segment: int, longer: int) -> Float[Tensor, "B H M D"]:
-    """Pad the sequence to whole segments, then each segment to length `longer`, with zeros."""
+    """Pad with zeros: the sequence to whole segments of `segment` tokens, then each segment to `longer` tokens."""
     x = F.pad(x, (0, 0, 0, -x.shape[2] % segment)).unflatten(2, (-1, segment))
     return F.pad(x, (0, 0, 0, longer - segment)).flatten(2, 3)

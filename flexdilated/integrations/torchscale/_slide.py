@@ -20,9 +20,11 @@ POOLINGS = ("cls", "mean")
 
 
 def slide_segments(max_slide_size: int = 262144, tile_size: int = 256, branches: int = 5) -> tuple[int, ...]:
-    """Prov-GigaPath's segment lengths: equal steps in log2 from 1024 to the tiles of the largest slide.
+    """Prov-GigaPath's segment lengths, in tiles: `branches` numbers in equal steps of log2, each rounded down.
 
-    max_slide_size, tile_size: sides in pixels. Raises ValueError for slides of fewer than 1024 tiles.
+    They go from 1024 to the number of tiles of the largest slide, which is first rounded down to a power of 2.
+    max_slide_size, tile_size: sides of that square slide and of a tile, in pixels. Raises ValueError for slides of
+    fewer than 1024 tiles, and for fewer than 2 branches.
 
     >>> from flexdilated.integrations.torchscale import slide_segments
     >>> slide_segments()
@@ -42,10 +44,11 @@ def _as_published() -> LongNetEncoderConfig:
 
 @dataclass(frozen=True)
 class SlideEncoderConfig:
-    """Configuration of a `SlideEncoder`; by default the published sizes, with exact attention.
+    """Configuration of a `SlideEncoder`; by default the published sizes, with exact attention (encoder.padding None).
 
-    encoder: its layers. tile_dim: features per tile. grid_size: tiles along each side of the position grid. tile_size:
-    side of a tile in pixels. pooling: "cls", or "mean" over the tiles. norm_eps: epsilon of the norm after pooling.
+    encoder: configuration of its layers. tile_dim: features per tile. grid_size: number of tiles along each side of the
+    grid of positions. tile_size: side of a tile in pixels. pooling: "cls", the output of the class token, or "mean"
+    over the tiles. norm_eps: epsilon of the layer norm after pooling.
 
     Raises ValueError or TypeError for values that do not fit together.
 
@@ -70,10 +73,10 @@ class SlideEncoderConfig:
 
 
 class SlideEncoder(nn.Module):
-    """One embedding per slide, from features and coordinates of its tiles; parameters as published.
+    """One embedding (E,) per slide, from features and coordinates of its tiles; parameters are named as published.
 
     The input sequence is a class token, then the projected tile features plus 2-D sin-cos positions. Positions are
-    computed from the coordinates, without a stored table of grid_size² rows.
+    computed from the coordinates, without a stored table of grid_size² rows. config None: the published sizes.
     Source: prov-gigapath/prov-gigapath, gigapath/slide_encoder.py and pos_embed.py.
 
     >>> from flexdilated.integrations.torchscale import LongNetEncoderConfig, SlideEncoder, SlideEncoderConfig
@@ -111,10 +114,11 @@ class SlideEncoder(nn.Module):
     def from_checkpoint(
         cls, checkpoint: Mapping[str, Any], config: SlideEncoderConfig | None = None, **changes: Any
     ) -> Self:
-        """Encoder with published weights, with padding="zeros" as in their training.
+        """Make an encoder with weights from a checkpoint of Prov-GigaPath, which was trained with padding="zeros".
 
-        checkpoint: result of `torch.load`, {"model": state_dict}, or the state_dict. config: the published sizes by
-        default; its padding is set to "zeros". changes: fields of the encoder's config, such as padding=None.
+        checkpoint: result of `torch.load`, {"model": state_dict}, or the state_dict. config: None for the published
+        sizes; its encoder's padding is replaced by "zeros". changes: fields of the encoder's config to replace, such as
+        padding=None.
 
         Raises ValueError that names all keys that are missing, unknown or of another shape.
         """
@@ -151,11 +155,13 @@ class SlideEncoder(nn.Module):
     def forward(
         self, tiles: Float[Tensor, "B L C"], coordinates: Shaped[Tensor, "B L 2"], *, all_layers: bool = False
     ) -> Float[Tensor, "B E"] | tuple[Float[Tensor, "B E"], ...]:
-        """Embeddings of the slides. coordinates: corner of each tile in its slide, in pixels.
+        """Embeddings of the slides. coordinates: of one corner of each tile in its slide, in pixels.
 
-        all_layers: return embeddings pooled from the encoder's input and from each layer, without the encoder's last
-        norm. Raises ValueError for tiles outside the grid, except in compiled graphs; as published, a second coordinate
-        that exceeds the grid wraps into the next row.
+        all_layers: True returns depth + 1 embeddings instead, pooled from the encoder's input and from each layer's
+        output without the encoder's last norm. In the published model a second coordinate beyond the grid means the
+        next row; here it is an error.
+        Raises ValueError for tiles outside the grid; in a compiled graph such a tile causes the device's own index
+        error.
         """
         x = self.embed(tiles, coordinates)
         if all_layers:

@@ -1,4 +1,4 @@
-"""Mask function, called once per forward pass, and attention function for transformers' registries."""
+"""transformers' registries: a mask function, called once per forward pass, and an attention function of the layers."""
 
 from __future__ import annotations
 
@@ -63,19 +63,18 @@ def set_pattern(
     model: a `PreTrainedModel`, or a module that contains one, such as PEFT's.
     pattern: a pattern for all layers; or a mapping from layer number (index into `attention_layers(model)`) to pattern;
     or a function from a layer's module to its pattern. A layer without a pattern, or with None, keeps the model's rule.
-    By default, patterns come from the model's config, where `save_pretrained` stores them.
+    By default, patterns come from the model's config, where `save_pretrained` stores them. In place of a pattern, a
+    layer may get a `fd.SelectedAttention`: it then selects its keys from the data, within its selector's rule and, with
+    compose="and", the model's. Its blocks count from the first position of a row, padding included. It is neither
+    written into the config nor registered as a submodule: optimize the parameters of its gate separately.
     compose: "and", the intersection of the pattern with the model's rule (causal order, sliding windows, chunks);
-    "replace", the pattern without the model's rule. Padding and packing apply in both cases, and positions count from a
-    row's first token, so a padded row has the outputs of the unpadded row.
-        A `fd.SelectedAttention` may replace any pattern: the layer selects its keys from the data, within its
-        selector's rule and, with "and", the model's. Blocks count from the first position of a row, padding included.
-        It is neither written into the config nor registered as a submodule: optimize the parameters of a gate
-        separately.
+        "replace", the pattern without the model's rule. Padding and packed sequences are masked in both cases, and
+        positions count from a row's first token, so a padded row has the outputs of the unpadded row.
     name: the `attn_implementation` to register and to set.
 
     Raises ValueError, before any change, for a pattern that does not fit the heads of a layer or has run-time tensors,
-    for unknown layer numbers, for models that do not use transformers' registry of attention functions, change their
-    masks or add position biases to scores.
+    for unknown layer numbers, for models that do not use transformers' registry of attention functions, that change
+    their masks themselves or add position biases to scores.
 
     >>> set_pattern(model, masks.longnet((2048, 8192), (1, 4)))  # doctest: +SKIP
     """
@@ -99,12 +98,14 @@ def set_pattern(
 
 @dataclass(eq=False)
 class Visibility:
-    """Replacement of a mask tensor: the model's rule and padding, without the patterns of layers.
+    """Replacement of a mask tensor: the model's rule and padding as patterns, without the patterns of layers.
 
-    function: the model's rule, None for all pairs. begin: pattern of documents; positions count from their starts.
-    unpadded: pattern of unpadded keys within a document; None if all are unpadded. tensors: run-time tensors of both.
+    function: the model's mask function (batch, head, query, key) -> bool; None allows all pairs. begin: pattern that
+    divides each row into documents, from whose starts positions count; None for undivided rows. unpadded: pattern of
+    unpadded keys within a document; None if all are unpadded. tensors: run-time tensors of `begin` and `unpadded`.
     q_offset, kv_offset: positions of the first query and key. shape: shape of the replaced mask, (B, 1, N, M).
-    may_be_packed: no attention_mask was given, so documents are read from position_ids.
+    may_be_packed: no attention_mask was given, so documents are read from position_ids. packed: masks that were
+    restricted to the documents of position_ids, one for each position_ids of this pass.
     """
 
     function: Callable[..., Any] | None
@@ -126,16 +127,22 @@ class Visibility:
         return self
 
     def __getitem__(self, index: tuple[slice, slice, slice, slice]) -> Visibility:
-        """Slice as models slice masks: all batch entries, consecutive queries, and keys from the first on."""
+        """Slice as models slice masks: all batch entries, consecutive queries, and keys from the first on.
+
+        Raises ValueError for other slices.
+        """
         batch, heads, queries, keys = (one.indices(size) for one, size in zip(index, self.shape, strict=True))
         if (batch, heads, queries[2], keys[0], keys[2]) != ((0, self.shape[0], 1), (0, 1, 1), 1, 0, 1):
-            raise ValueError(f"flexdilated makes no mask of which these could be taken: {index}; {KEEP} takes any")
+            raise ValueError(
+                "of a mask of flexdilated a model may take all batch entries, consecutive queries and the first keys; "
+                f"got {index}: {KEEP} takes any"
+            )
         shape = (*self.shape[:2], len(range(*queries)), len(range(*keys)))
         return replace(self, q_offset=self.q_offset + queries[0], shape=shape, packed=[])
 
     @property
     def reading(self) -> Reading:
-        """The model's rule as patterns; read lazily, as a model may make masks that no layer uses."""
+        """The model's rule as patterns; computed on first access, as a model may make masks that no layer uses."""
         if self._reading is None:
             found = Reading(None, self.begin, None, {}) if self.function is None else read(self.function, self.begin)
             tables = {name: _on_host(x) for name, x in found.tensors.items()}
@@ -143,7 +150,11 @@ class Visibility:
         return self._reading
 
     def rule(self, pattern: Pattern | Mixture | None, *, replaces: bool) -> Pattern | Mixture:
-        """Rule of a layer with this pattern; `replaces`: it replaces the model's rule, but not padding."""
+        """Pattern of the pairs that a layer allows: its pattern, intersected with the model's rule and padding.
+
+        pattern: the layer's; None if it has none. replaces: True to omit the model's rule, but not padding or
+        documents, if the layer has a pattern.
+        """
         model = [] if replaces and pattern is not None else [self.reading.positions]
         found = all_of([pattern, *model])
         if self.reading.begin is not None:
@@ -162,7 +173,12 @@ def visibility(
     attention_mask: Tensor | Visibility | None = None,
     **_: Any,
 ) -> Visibility:
-    """Mask function for transformers: the model's rule, and padding (B, L), as patterns, without an (N, M) tensor."""
+    """Mask function for transformers: return the model's rule and the padding as patterns, not as an (N, M) tensor.
+
+    q_length, kv_length: N and M. q_offset, kv_offset: positions of the first query and key. mask_function: the model's
+    rule (batch, head, query, key) -> bool; None allows all pairs. attention_mask: booleans (B, L), True for tokens that
+    are not padding; None for no padding; a `Visibility` is returned unchanged.
+    """
     if isinstance(attention_mask, Visibility):
         return attention_mask  # made earlier; `generate` does so for static caches
     begin, unpadded, tensors = None, None, {}
@@ -176,7 +192,7 @@ def visibility(
 
 
 def _unread(module: nn.Module, mask: Visibility, position_ids: Tensor | None, query: Tensor) -> Tensor | None:
-    """position_ids if they may contain packed documents that the mask lacks, else None; see `refuse_packed`."""
+    """Return position_ids if they may begin packed documents that the mask does not contain, else None."""
     if not getattr(module, "is_causal", True):
         return None
     note_positions(module, position_ids)
@@ -186,7 +202,11 @@ def _unread(module: nn.Module, mask: Visibility, position_ids: Tensor | None, qu
 
 
 def _with_packing(mask: Visibility, position_ids: Tensor, query: Tensor) -> Visibility:
-    """Mask restricted to the documents of position_ids; ValueError if a document may begin among cached keys."""
+    """Restrict a mask to the documents that position_ids (B or 1, N) begin.
+
+    With cached keys, whose documents are unknown, the mask is returned unchanged, with a ValueError if position_ids
+    begin a document; in a compiled graph this is not checked.
+    """
     for seen, found in mask.packed:  # cached by an earlier layer
         if seen is position_ids:
             return found
@@ -207,14 +227,16 @@ def _within_documents(mask: Visibility, ids: Int64[Tensor, "B N"] | None) -> Vis
 
 
 def _on_host(x: Tensor) -> Tensor:
-    """Copy to the CPU once, rather than in each layer; in a compiled graph no copy."""
+    """Copy to the CPU, here once rather than in each layer; in a compiled graph return x itself."""
     return x if torch.compiler.is_compiling() else x.cpu()
 
 
 def _padding(visible: Bool[Tensor, "B L"], length: int) -> tuple[Pattern | None, Pattern | None, dict[str, Tensor]]:
-    """(documents from each entry's first token on, pattern of visible keys within them, tensors of both).
+    """Convert a padding mask, True for tokens that are not padding, to patterns for the first `length` positions.
 
-    A pattern is None if it would hide nothing; in a compiled graph values are unknown, so both patterns are returned.
+    Positions from L on are padding. Returns (pattern of documents that begins each row at its first unpadded token,
+    pattern of unpadded keys within the documents, run-time tensors of both). A pattern is None if it would hide
+    nothing; in a compiled graph the values are unknown, so both are returned.
     """
     visible = pad(visible[:, :length], (0, max(0, length - visible.shape[1])))
     begun = visible.cumsum(1) > 0
@@ -242,10 +264,14 @@ def attention(
     position_bias: Tensor | None = None,
     **options: Any,
 ) -> tuple[Float[Tensor, "B N H D"], None]:
-    """Attention function for transformers: (output, None for weights, which are never formed).
+    """Attention function for transformers: returns (output, None for weights, which are never formed).
 
-    Raises ValueError for a ready-made mask of pairs, an additive position bias, output_attentions=True, and dropout
-    with a FlexdilatedCache or a layer that selects blocks.
+    attention_mask: from `visibility`; or a tensor (B or 1, 1, 1, M) that only hides keys, boolean or additive; None for
+    causal order if is_causal (None: the module's attribute), else for all pairs. dropout: probability of dropping an
+    attention weight. scaling: factor of the scores; None is D**-0.5. softcap: bound of the scores, by tanh. s_aux: a
+    sink logit per head. options: position_ids is read, to find packed documents.
+    Raises ValueError for a mask tensor of pairs, an additive position bias, output_attentions=True, and dropout with a
+    FlexdilatedCache or a layer that selects blocks.
     """
     _refuse_what_is_missing(position_bias, options)
     given = given_of(key)
@@ -313,7 +339,11 @@ def _selected(
     softcap: float | None,
     sinks: Tensor | None,
 ) -> Float[Tensor, "B N H D"]:
-    """Attention of a layer that selects blocks of keys; it needs all keys and pools them again in each call."""
+    """Output of a layer that selects blocks of keys; it needs all keys and pools them again in each call.
+
+    replaces: True to omit the model's rule. Raises ValueError for a `FlexdilatedCache`, for softcap, for a model's rule
+    that is no set pattern, and for queries after cached keys whose choice would depend on other queries of their block.
+    """
     own, begun = layer.selector, position("q_offset", mask.q_offset)
     if given_of(k) is not None or mask.kv_offset:
         raise ValueError("a layer that selects blocks needs all keys: leave the cache to transformers, a DynamicCache")
@@ -327,8 +357,8 @@ def _selected(
     side = own.largest_row
     if begun % side:
         raise ValueError(
-            "queries read what the first query of their row chose, which a later call does not know: decode with "
-            f"query_block=1; got {side} and queries from position {begun} on"
+            "a block of queries reads the keys that its first query chose, which a later call does not know: decode "
+            f"with query_block=1; got blocks of {side} queries, and queries from position {begun} on"
         )
     # The layer applies its own `within`; every() adds no constraint if the model's rule is replaced.
     rule = mask.rule(every() if replaces else None, replaces=replaces)
@@ -343,7 +373,10 @@ def _selected(
 def _without_mask(
     module: nn.Module, query: Tensor, key: Tensor, given: Given | None, is_causal: bool | None
 ) -> Visibility:
-    """Visibility for models without masks: causal or all pairs, as with "sdpa"."""
+    """`Visibility` for a model that makes no mask: causal order or all pairs, as with "sdpa".
+
+    given: origin of the keys if a `FlexdilatedCache` returned them, else None. is_causal None: the module's attribute.
+    """
     if is_causal is None:
         is_causal = getattr(module, "is_causal", True)
     function = causal_mask_function if is_causal and (given is not None or query.shape[2] > 1) else None
@@ -352,7 +385,10 @@ def _without_mask(
 
 
 def _visible_keys(mask: Tensor) -> Bool[Tensor, "B M"]:
-    """Visible keys of a ready-made mask (B or 1, 1, 1, M), boolean or additive; ValueError for other masks."""
+    """True for the keys that a mask tensor (B or 1, 1, 1, M), boolean or additive, does not hide.
+
+    Raises ValueError for masks of another shape, and for additive masks that change the scores of visible keys.
+    """
     said = (
         "flexdilated takes the attention_mask (batch, tokens) of a tokenizer, one that only hides keys, and rules as "
         f"patterns; got a ready-made mask of shape {tuple(mask.shape)}"

@@ -59,11 +59,11 @@ class FlexdilatedCache(Cache):
 
     For models with this library's attention: `generate(past_key_values=FlexdilatedCache())`, from transformers 5.24 on
     `generate(cache=FlexdilatedCache())`. Keys that no later query can see are evicted, so a pattern with bounded
-    lookback has bounded memory for any number of generated tokens; a step computes only the pairs of its row. In an
-    encoder-decoder it caches self-attention: `EncoderDecoderCache(FlexdilatedCache(), DynamicCache())`.
+    lookback has bounded memory for any number of generated tokens; a decoding step computes only the pairs of the new
+    token. In an encoder-decoder it caches self-attention: `EncoderDecoderCache(FlexdilatedCache(), DynamicCache())`.
 
-    config: the model's config. Required for models with linear attention or convolutions, whose layers get the caches
-    of transformers.
+    config: the model's config. Required for models with linear attention or convolutions, whose states are then cached
+    as transformers does.
     undo: number of last tokens that `crop` can remove, for rejected drafts of assisted generation and prompt lookup.
 
     For inference, with batches without padding, so that all rows have equal positions. Raises ValueError if a layer's
@@ -87,13 +87,16 @@ class FlexdilatedCache(Cache):
             super().__init__(layers=[_as_ours(layer, undo) for layer in DynamicCache(config=config).layers])
 
     def update_indexer(self, *_: Any, **__: Any) -> Tensor:
-        """Raise ValueError, as indexed layers are not supported."""
+        """Raise ValueError: layers with an indexer (`DynamicIndexedLayer` of transformers) are not supported."""
         raise _not_served("DynamicIndexedLayer")
 
 
 @dataclass(frozen=True, eq=False)
 class Given:
-    """Origin of keys that a cache returned, an attribute of the tensor: layer, new tokens' positions, update number."""
+    """Origin of keys that a `FlexdilatedCache` returned, stored as an attribute of the tensor.
+
+    layer: the cache layer. tokens: positions of the tokens that the update appended. update: its number, from 1.
+    """
 
     layer: _Layer
     tokens: range
@@ -101,17 +104,21 @@ class Given:
 
 
 def given_of(keys: Tensor) -> Given | None:
-    """Origin of keys that a `FlexdilatedCache` returned, or None."""
+    """Origin of a tensor of keys if a `FlexdilatedCache` returned it, else None."""
     return getattr(keys, _GIVEN, None)
 
 
 def hand_on(keys: Tensor, given: Given) -> None:
-    """Mark keys, such as padded copies, as returned by a `FlexdilatedCache`."""
+    """Mark a tensor of keys, such as a padded copy, as returned by a `FlexdilatedCache`."""
     setattr(keys, _GIVEN, given)
 
 
 class _Layer(CacheLayerMixin):
-    """Keys and values of one layer; `update` appends them, then any number of rules may read them."""
+    """Cached keys and values of one model layer.
+
+    `update` appends tokens; then any number of attention modules, each with its own rule, may read them by `attend`.
+    undo: number of last tokens that `crop` can remove.
+    """
 
     is_compileable = False
     is_croppable = True
@@ -130,11 +137,14 @@ class _Layer(CacheLayerMixin):
         self.known: dict[Any, Reader] = {}  # readers of the previous update's keys
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
-        """Mark as initialized; rules are unknown until attention is called."""
+        """Mark as initialized. Buffers are allocated by `update`."""
         self.is_initialized = True
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-        """Append keys and values, (B, G, N, D), and return all cached ones, (B, G, M, D)."""
+        """Append keys and values (B, G, N, D), and return all that the cache holds, (B, G, M, D).
+
+        Raises ValueError if no attention of this library has read the keys of the previous update.
+        """
         if self.held is not None and not self.readers:
             raise ValueError(
                 "a FlexdilatedCache serves attention of flexdilated that reads keys as the cache returned them, and "
@@ -180,9 +190,10 @@ class _Layer(CacheLayerMixin):
         q_offset: int,
         position_ids: Tensor | None,
     ) -> Float[Tensor, "B H N D"]:
-        """Attention of the new tokens over the returned keys that they see.
+        """Attention output of the new tokens over the held keys that `rule` lets them see.
 
-        module: the model's attention module. position_ids: (B, N) if they may begin documents, which raises ValueError.
+        given: origin of k. k, v: as `update` returned them. module: the model's attention module. q_offset: position of
+        the first query. position_ids: (B, N) if they may begin packed documents, which raises ValueError; else None.
         """
         _require_own_queries(given, module, range(q_offset, q_offset + q.shape[2]))
         if position_ids is not None:
@@ -199,7 +210,10 @@ class _Layer(CacheLayerMixin):
         return out.to(q.dtype)
 
     def _reader(self, rule: Pattern | Mixture, num_heads: int, scale: float | None, tokens: range) -> Reader:
-        """Reader of a rule; raises ValueError if keys that it sees were evicted."""
+        """`Reader` that attends by this rule from the queries at positions `tokens`; made once per rule.
+
+        Raises ValueError for a rule with run-time tensors, and for a rule that sees keys which were evicted.
+        """
         key = rule, num_heads, scale
         reader = self.readers.get(key) or self.known.get(key)
         if reader is None:
@@ -226,39 +240,45 @@ class _Layer(CacheLayerMixin):
 
     @property
     def keys(self) -> Tensor | None:
-        """Cached keys, (B, G, M, D)."""
+        """Held keys (B, G, M, D); None before the first update."""
         return None if self.held is None else self._views(self.held)[0]
 
     @keys.setter
     def keys(self, value: None) -> None:  # pyright: ignore[reportIncompatibleVariableOverride]
-        """Ignored: CacheLayerMixin assigns None."""
+        """Do nothing: CacheLayerMixin assigns None."""
 
     @property
     def values(self) -> Tensor | None:
-        """Cached values, (B, G, M, D)."""
+        """Held values (B, G, M, D); None before the first update."""
         return None if self.held is None else self._views(self.held)[1]
 
     @values.setter
     def values(self, value: None) -> None:  # pyright: ignore[reportIncompatibleVariableOverride]
-        """Ignored: CacheLayerMixin assigns None."""
+        """Do nothing: CacheLayerMixin assigns None."""
 
     def get_seq_length(self) -> int:
         """Number of tokens seen, evicted ones included."""
         return self.num_tokens
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        """(number of new tokens, position of the first); attention gets positions of earlier tokens from the keys."""
+        """Return (number of new tokens, position of the first): the mask covers the new tokens only.
+
+        `attend` applies the rule to the earlier tokens, whose positions the cache knows.
+        """
         return query_length, self.num_tokens
 
     def get_max_length(self) -> int:
-        """-1: no bound."""
+        """Return -1, which means unbounded."""
         return -1
 
     def activate_past_recording(self) -> None:
-        """Do nothing, as `undo` tokens are always kept."""
+        """Do nothing: `crop` can always remove the last `undo` tokens."""
 
     def crop(self, tokens_to_remove: int) -> None:
-        """Remove the last tokens; `tokens_to_remove` is their negative number."""
+        """Remove the last -tokens_to_remove tokens; the number is 0 or negative, as in transformers.
+
+        Raises ValueError for a positive number, for more tokens than were seen, and if evicted keys would be needed.
+        """
         if tokens_to_remove > 0 or -tokens_to_remove > self.num_tokens:
             raise ValueError(
                 f"tokens_to_remove must be 0 or negative, and at least -{self.num_tokens}; got {tokens_to_remove}"
@@ -273,16 +293,16 @@ class _Layer(CacheLayerMixin):
         self._forget()
 
     def reorder_cache(self, beam_idx: Int64[Tensor, " B"]) -> None:
-        """Select these batch entries."""
+        """Select batch entries by index, in this order; indices may repeat."""
         if self.held is not None:
             self.held.select(beam_idx.long())
 
     def batch_select_indices(self, indices: Tensor) -> None:
-        """Select these batch entries."""
+        """Select batch entries by index, in this order; indices may repeat."""
         self.reorder_cache(indices)
 
     def batch_repeat_interleave(self, repeats: int) -> None:
-        """Repeat each batch entry this number of times."""
+        """Repeat each batch entry `repeats` times; the copies of an entry are consecutive."""
         if self.held is not None:
             self.held.select(torch.arange(len(self.held.keys)).repeat_interleave(repeats))
 
@@ -292,7 +312,7 @@ class _Layer(CacheLayerMixin):
 
 
 class _LayerWithStates(LinearAttentionLayer, _Layer):
-    """Layer with attention, and with linear attention or convolutions."""
+    """Cache of one model layer that has attention as well as states of linear attention or convolutions."""
 
     is_compileable = False
 
@@ -301,24 +321,24 @@ class _LayerWithStates(LinearAttentionLayer, _Layer):
         LinearAttentionLayer.__init__(self, number_of_states=number_of_states)
 
     def lazy_initialization(self, *keys: Any, **states: Any) -> None:
-        """Initialize states, given by keyword, or keys and values."""
+        """Initialize the states that are given by keyword; without any, mark keys and values as initialized."""
         if states:
             LinearAttentionLayer.lazy_initialization(self, **states)
         else:
             _Layer.lazy_initialization(self, *keys)
 
     def reset(self) -> None:
-        """Remove all tokens."""
+        """Remove all tokens and states."""
         LinearAttentionLayer.reset(self)
         _Layer.reset(self)
 
     def reorder_cache(self, beam_idx: Any) -> None:
-        """Select these batch entries."""
+        """Select batch entries of states, keys and values by index, in this order."""
         LinearAttentionLayer.reorder_cache(self, beam_idx)
         _Layer.reorder_cache(self, beam_idx)
 
     def crop(self, tokens_to_remove: int) -> None:
-        """Remove the last tokens; `tokens_to_remove` is their negative number."""
+        """Remove the last -tokens_to_remove tokens, also from the states; the number is 0 or negative."""
         LinearAttentionLayer.crop(self, tokens_to_remove)
         _Layer.crop(self, tokens_to_remove)
 
@@ -328,7 +348,11 @@ class _LayerWithStates(LinearAttentionLayer, _Layer):
 
 
 def _as_ours(layer: Any, undo: int) -> Any:
-    """Cache layer of this module that replaces one of transformers' DynamicCache; layers with states only are kept."""
+    """Replace a layer of transformers' DynamicCache by one of this module.
+
+    A layer that holds only states, or nothing, is returned unchanged. Raises ValueError for unsupported kinds of
+    layers.
+    """
     if type(layer) in (DynamicLayer, DynamicSlidingWindowLayer):
         return _Layer(undo)
     if type(layer) in (LinearAttentionLayer, DummyLayer):
@@ -346,12 +370,15 @@ def _not_served(kind: str) -> ValueError:
 
 
 def _sources(readers: dict[Any, Reader]) -> list[RowSource]:
-    """Rules that determine which keys are kept; without readers, a rule that keeps all."""
+    """Rules of the readers, which determine the keys to keep; without readers, a rule that keeps all keys."""
     return [source for reader in readers.values() for source in reader.sources] or _EVERYTHING
 
 
 def _require_own_queries(given: Given, module: nn.Module, queries: range) -> None:
-    """Raise ValueError unless queries are the last update's tokens, as in causal self-attention."""
+    """Raise ValueError unless this is causal self-attention of the last update's tokens.
+
+    queries: positions of the queries. given: origin of the keys.
+    """
     if queries != given.tokens or given.update != given.layer.num_updates or not getattr(module, "is_causal", True):
         raise ValueError(
             "a FlexdilatedCache holds the keys of causal self-attention, for queries of the tokens that came last; got "

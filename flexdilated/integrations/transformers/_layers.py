@@ -34,7 +34,7 @@ def attention_layers(model: nn.Module) -> list[nn.Module]:
 
 
 def layer_pattern(layer: nn.Module) -> tuple[Expression | None, bool]:
-    """(pattern of a layer or None, True if it replaces the model's rule).
+    """Return (pattern of a layer, True if it replaces the model's rule); (None, False) for a layer without one.
 
     Raises ValueError if a loaded config has patterns that were not yet set on the layers.
     """
@@ -50,7 +50,11 @@ def layer_pattern(layer: nn.Module) -> tuple[Expression | None, bool]:
 
 
 def choose(model: nn.Module, pattern: Patterns | None, compose: str) -> tuple[list[nn.Module], list[Any], str]:
-    """Validated (attention layers, pattern of each, compose); for pattern None, patterns of the config."""
+    """Return (attention layers, pattern of each or None, compose), validated; arguments as in `set_pattern`.
+
+    For pattern None, the patterns and compose are those of the model's config. Raises ValueError or TypeError for
+    patterns that do not fit.
+    """
     layers = attention_layers(model)
     if pattern is None:
         chosen, compose = _stored(model, len(layers))
@@ -75,10 +79,12 @@ def choose(model: nn.Module, pattern: Patterns | None, compose: str) -> tuple[li
 
 
 def give(model: PreTrainedModel, layers: list[nn.Module], chosen: list[Any], compose: str, name: str) -> None:
-    """Set the patterns of layers, and write them and the implementation's name into their configs.
+    """Set the chosen patterns on layers, and write them and the implementation's name into the configs.
 
-    transformers does not save `_attn_implementation`, but reads `attn_implementation` and raises for a name that is not
-    registered, so a process without this library cannot load the model with dense attention.
+    chosen: pattern of each layer, or None. compose, name: as in `set_pattern`. transformers does not save
+    `_attn_implementation`, but reads `attn_implementation` and raises for a name that is not registered, so a process
+    without this library cannot load the model with dense attention. If all patterns are None, these config entries are
+    removed.
     """
     for layer, own in zip(layers, chosen, strict=True):
         setattr(layer, _OWN, (own, compose == "replace"))
@@ -117,11 +123,11 @@ def keep_refusals() -> None:
 
 
 def _warn_of_adapters(model: nn.Module, prefix: str, _: bool) -> None:
-    """Warn on saving adapters: PEFT saves their state dict without the base model's config."""
+    """Hook of `state_dict` that warns if adapters are saved, as PEFT does not save the base model's patterns."""
     adapted = ".base_model." in f".{prefix}" or getattr(model, "_hf_peft_config_loaded", False)
     if adapted and hasattr(model.config, _KEY):
         warn(
-            "a folder of adapters holds nothing of the patterns of their base model, and loads without: save the base "
+            "saved adapters do not contain the patterns of their base model, and load without them: save the base "
             "model too, or call flexdilated.integrations.transformers.set_pattern with the patterns once it is loaded",
             stacklevel=2,
         )
@@ -151,7 +157,7 @@ def _check(number: int, layer: nn.Module, pattern: Any) -> None:
 
 
 def _text(pattern: Expression) -> str:
-    """JSON of a pattern; for custom functions and selections, which have none, the repr, which raises on loading."""
+    """JSON of a pattern. Custom functions and selections have none: their repr, for which loading raises ValueError."""
     if isinstance(pattern, SelectedAttention):
         return repr(pattern)
     try:
@@ -161,7 +167,10 @@ def _text(pattern: Expression) -> str:
 
 
 def _stored(model: Any, num_layers: int) -> tuple[list[Any], str]:
-    """(patterns of a model's config, compose)."""
+    """Read the patterns that `give` wrote into a model's config: (a pattern or None for each layer, compose).
+
+    Raises ValueError if the config has none, has another number than num_layers, or has one without JSON.
+    """
     stored = getattr(model.config, _KEY, None)
     if stored is None:
         raise ValueError("the model's config holds no patterns: give one, set_pattern(model, pattern)")

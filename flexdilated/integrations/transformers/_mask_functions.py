@@ -25,11 +25,11 @@ _GROUPS, _VISIBLE = "groups", "visible"
 
 @dataclass(frozen=True, eq=False)
 class Reading:
-    """The rule of a mask function, as patterns.
+    """The rule of a mask function, as patterns: the intersection of `positions`, within documents, and `beside`.
 
-    positions: its part on positions, which count from the first token of each document of `begin`, or from 0 if that
-    is None. beside: its part that reads tensors by position. Either is None if the rule lacks it. tensors:
-    run-time tensors of both.
+    positions: constraints on the positions of query and key, which count from the first token of each document of
+    `begin`, or from 0 if that is None. beside: constraints by tensors with an entry per token. Either pattern is None
+    if the rule has no such constraint. tensors: run-time tensors of all three.
     """
 
     positions: Pattern | None
@@ -38,7 +38,7 @@ class Reading:
     tensors: dict[str, Tensor]
 
     def whole(self) -> Pattern:
-        """The whole rule as one pattern."""
+        """Intersection of all constraints as one pattern."""
         positions = self.positions
         if self.begin is not None:
             positions = (every() if positions is None else positions).per_document(self.begin)
@@ -47,8 +47,10 @@ class Reading:
 
 
 def read(function: Callable[..., Any], begin: Pattern | None) -> Reading:
-    """Patterns of a mask function; positions count from `begin`, or from the start of each packed sequence.
+    """Convert a mask function (batch, head, query, key) -> bool to patterns.
 
+    begin: pattern of documents from whose starts positions count; None for 0. If the function itself counts positions
+    from the starts of packed sequences, these replace `begin`.
     Raises ValueError for operations on positions that the rules of transformers do not use.
     """
     with _TablesOfPositions():
@@ -78,11 +80,11 @@ class _Head:
 
 
 class _Begin:
-    """Symbolic first position of a batch entry; positions already count from it."""
+    """Symbolic first position of a batch entry; subtracting it changes nothing, as positions count from it already."""
 
 
 class _TablesOfPositions(TorchFunctionMode):
-    """Handle table[batch, position] and table[batch] with symbolic indices."""
+    """Mode in which table[batch, position] and table[batch], with symbolic indices, give symbolic values."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is Tensor.__getitem__:
@@ -96,9 +98,9 @@ class _TablesOfPositions(TorchFunctionMode):
 
 @dataclass(frozen=True, eq=False)
 class _Position:
-    """Symbolic position of the query or the key, plus `shift`.
+    """Symbolic position of the query (`of_query`) or of the key, plus `shift`.
 
-    With a `table` it is the table's entry at the position: a group id, or the token's position in its sequence.
+    With a `table` it stands for the table's entry at the position: a group id, or the token's position in its sequence.
     """
 
     of_query: bool
@@ -109,7 +111,7 @@ class _Position:
 
     def entry_of(self, table: Tensor) -> Any:
         if self.shift or self.table is not None:
-            _refuse("it reads a table beside the position")
+            _refuse("it reads a table elsewhere than at a query's or key's own position")
         if table.dtype != torch.bool:
             return replace(self, table=table)
         return _refuse("it hides queries by a table") if self.of_query else _Rule(visible=table)
@@ -133,7 +135,7 @@ class _Position:
 
     def __le__(self, other: Any) -> _Rule:
         if not isinstance(other, _Position) or other.of_query == self.of_query:
-            _refuse("it compares a position with what is none of the other side")
+            _refuse("it compares a position of a query or key with other than a position of the other of the two")
         # key + a <= query + b: key - query is at most b - a. query + a <= key + b: key - query is at least a - b.
         counted = self.table is not None
         if self.of_query:
@@ -163,7 +165,7 @@ class _Position:
 
 @dataclass(frozen=True, eq=False)
 class _Distance:
-    """Signed difference of two positions, or, if `either_way`, its absolute value."""
+    """Symbolic difference of two positions, `of` - `since`, or, if `either_way`, its absolute value."""
 
     of: _Position
     since: _Position
@@ -181,7 +183,7 @@ class _Distance:
 
     def __ge__(self, least: Any) -> _Rule:
         if self.either_way:
-            _refuse("it asks whether positions are far apart")
+            _refuse("it requires a least distance in both directions")
         return -self <= -_integer(least)
 
     def __gt__(self, least: Any) -> _Rule:
@@ -189,30 +191,30 @@ class _Distance:
 
     def __neg__(self) -> _Distance:
         if self.either_way:
-            _refuse("it reckons with how far positions are apart")
+            _refuse("it computes with an absolute distance")
         return _Distance(self.since, self.of)
 
 
 @dataclass(frozen=True, eq=False)
 class _Chunk:
-    """Chunk index of a position."""
+    """Symbolic index of the chunk that contains a position: position // size."""
 
     of: _Position
     size: int
 
     def __eq__(self, other: Any) -> Any:
         if not isinstance(other, _Chunk) or other.size != self.size or self.of.shift or other.of.shift:
-            _refuse("it compares chunks of different sizes or places")
+            _refuse("it compares chunks of different sizes or of shifted positions")
         return _Rule(chunk=self.size, counted_anew=self.of.table is not None)
 
 
 @dataclass(frozen=True, eq=False)
 class _Rule:
-    """Intersection of constraints on pairs; None is no constraint.
+    """Intersection of constraints on pairs (query, key); a field that is None adds no constraint.
 
-    least, most: limits of the distance key - query. chunk: length of the chunk that contains query and key.
-    same: tensor with equal, nonnegative entries at query and key. visible: tensor that is True at visible keys.
-    counted_anew: positions count from the start of each group of `same`. nothing: no pair is allowed.
+    least, most: limits of the distance key - query. chunk: length of the chunks, one of which must contain both.
+    same: tensor (B, L) with equal, nonnegative entries at query and key. visible: tensor (B, L) that is True at visible
+    keys. counted_anew: positions count from the start of each group of `same`. nothing: True if no pair is allowed.
     unions: pairs of rules, at least one of which must hold.
     """
 
@@ -252,7 +254,7 @@ class _Rule:
         return _Rule(unions=((self, other),))
 
     def reading(self, begin: Pattern | None, tensors: dict[str, Tensor]) -> Reading:
-        """The rule as patterns; adds their run-time tensors to `tensors`."""
+        """Convert to patterns, and add their run-time tensors to `tensors`; `begin` as in `read`."""
         if self.nothing:
             _refuse("it allows no pair")
         positions = all_of([_band(self.least, self.most), None if self.chunk is None else chunked(self.chunk)])
@@ -270,7 +272,7 @@ class _Rule:
 
 
 def all_of(patterns: Sequence[Pattern | Mixture | None]) -> Any:
-    """Intersection of the patterns that are not None; None without any."""
+    """Intersection of the patterns that are not None; None if there are none."""
     found = None
     for each in patterns:
         found = each if found is None else found if each is None else found & each
@@ -278,27 +280,27 @@ def all_of(patterns: Sequence[Pattern | Mixture | None]) -> Any:
 
 
 def _band(least: int | None, most: int | None) -> Pattern | None:
-    """Pairs with a distance key - query within the limits; None without a limit."""
+    """Pattern of the pairs with least <= key - query <= most. None is no limit; without limits returns None."""
     if least is not None and most is not None and least <= 0 <= most:
         return local_window(left=-least, right=most)
     return all_of([None if most is None else _up_to(most), None if least is None else _from(least)])
 
 
 def _up_to(most: int) -> Pattern:
-    """Pairs with a distance key - query of at most `most`."""
+    """Pattern of the pairs with key - query <= most."""
     if most < 0:
         return causal() & ~local_window(left=-most - 1, right=0)
     return causal() | local_window(left=0, right=most) if most else causal()
 
 
 def _from(least: int) -> Pattern:
-    """Pairs with a distance key - query of at least `least`."""
+    """Pattern of the pairs with key - query >= least."""
     return ~_up_to(least - 1) if least > 0 else local_window(left=-least, right=0) | ~causal()
 
 
 def _integer(value: Any) -> int:
     if not isinstance(value, int):
-        _refuse(f"it reckons positions with {type(value).__name__}")
+        _refuse(f"it computes a position with {type(value).__name__}, not with an int")
     return value
 
 
@@ -312,7 +314,7 @@ def _joined(one: Any, other: Any, choose: Callable[[Any, Any], Any] | None = Non
 
 def _put(tensors: dict[str, Tensor], name: str, table: Tensor | None) -> str:
     if table is None:
-        _refuse("it counts positions anew, and does not say in what")
+        _refuse("it counts positions within sequences, without a comparison of the sequences' ids")
     if name in tensors:
         _refuse("it reads two tables of one kind")
     tensors[name] = table

@@ -1,4 +1,4 @@
-"""ValueError for unsupported models, by their layers' source, and for packed position_ids that are not applied."""
+"""Errors for models that this library cannot serve, by their source code, and for packed position_ids that are lost."""
 
 from __future__ import annotations
 
@@ -24,7 +24,10 @@ KEEP = "attn_implementation='sdpa' or 'eager'"
 
 
 def require_served(model: nn.Module, layers: Sequence[nn.Module]) -> None:
-    """Raise ValueError, with the remedy, for a model whose attention this library would not compute correctly."""
+    """Raise ValueError, with the remedy, for a model whose attention this library would not compute correctly.
+
+    layers: the model's modules that use transformers' registry of attention functions.
+    """
     name = type(model).__name__
     if not layers:
         raise ValueError(
@@ -60,7 +63,7 @@ def _nodes(kind: type[nn.Module]) -> Iterator[ast.AST]:
 
 @cache
 def _reason(kind: type[nn.Module]) -> str | None:
-    """Reason why a class of layers cannot be supported; None if it can."""
+    """Reason why a class of layers cannot be supported, by the source code of its forward; None if it can."""
     arguments = set(signature(unwrap(kind.forward)).parameters)
     for node in _nodes(kind):
         match node:
@@ -80,7 +83,10 @@ def _reason(kind: type[nn.Module]) -> str | None:
 
 
 def _only_hands_over(mask: ast.expr, arguments: set[str]) -> bool:
-    """True for a constant, an argument of forward, or a choice of these; False for a mask merged by the model."""
+    """True if a mask expression in `forward` is one of its arguments, a constant, or a conditional choice of these.
+
+    arguments: names of the arguments. A mask that the model has merged from others before gives False.
+    """
     if isinstance(mask, ast.IfExp):
         return _only_hands_over(mask.body, arguments) and _only_hands_over(mask.orelse, arguments)
     return isinstance(mask, ast.Constant) or (isinstance(mask, ast.Name) and mask.id in arguments - _MERGED)
@@ -88,7 +94,7 @@ def _only_hands_over(mask: ast.expr, arguments: set[str]) -> bool:
 
 @cache
 def _reads_masks(kind: type[nn.Module]) -> bool:
-    """True for a module outside the registry that needs the values of the mask.
+    """True if a module that does not use the registry needs the values of the mask.
 
     It takes the mask and computes a softmax or reads the mask's dtype, or it is known to build a mask.
     """
@@ -107,13 +113,13 @@ def _is_mask(node: ast.expr) -> bool:
 
 
 def note_positions(layer: nn.Module, position_ids: object) -> None:
-    """Record whether a layer receives position_ids."""
+    """Record on a layer whether it receives position_ids, for `watch_packing`; not in compiled graphs."""
     if not torch.compiler.is_compiling():
         setattr(layer, _UNREAD, position_ids is None)
 
 
 def watch_packing(model: PreTrainedModel) -> None:
-    """Add a hook: a pass raises ValueError if neither transformers nor attention has seen its packed position_ids."""
+    """Add a hook to the model: ValueError if packed position_ids of a pass with a cache did not reach its layers."""
     if not getattr(model, _WATCHED, False):
         model.register_forward_hook(_refuse_lost_packing, with_kwargs=True)
         setattr(model, _WATCHED, True)
@@ -134,18 +140,18 @@ def _refuse_lost_packing(model: nn.Module, args: tuple[Any, ...], kwargs: dict[s
 
 
 def refuse_packed(position_ids: Tensor, seen: int) -> None:
-    """Raise ValueError for positions (B, N) with several documents in a row, or a first one below `seen`.
+    """Raise ValueError if a row of position_ids (B, N) contains several documents, or begins below `seen`.
 
-    seen: number of tokens of earlier calls, which is the expected first position.
+    seen: number of tokens of earlier calls; a row that continues them begins at `seen`.
     """
     first = position_ids[:, 0]
     before = bool(((first >= 0) & (first < seen)).any())
     if before or find_packed_sequence_indices(position_ids) is not None:
-        raise _lost("keys of a cache do not say to which one they belong")
+        raise _lost("cached keys do not record their document")
 
 
 def _lost(reason: str) -> ValueError:
     return ValueError(
-        f"position_ids begin several documents in a row, and {reason}: call the model on whole rows with "
+        f"position_ids begin several documents in one row, and {reason}: call the model on whole rows with "
         "use_cache=False; or, to attend to all keys whatever the positions, with an attention_mask of ones"
     )

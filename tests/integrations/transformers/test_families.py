@@ -192,9 +192,9 @@ def test_packed_steps_over_a_cache_are_refused(begins: list[int]) -> None:
     model, cache = model_of("llama"), DynamicCache()
     set_pattern(model, LONGNET)
     model(tokens(), past_key_values=cache)
-    with pytest.raises(ValueError, match=r"several documents .* keys of a cache do not say .* with use_cache=False"):
+    with pytest.raises(ValueError, match=r"several documents .* cached keys do not record .* with use_cache=False"):
         model(tokens()[:, :5], position_ids=torch.tensor([begins]), past_key_values=cache)
-    with pytest.raises(ValueError, match="keys of a cache do not say to which one"):
+    with pytest.raises(ValueError, match="cached keys do not record their document"):
         model(tokens(), position_ids=torch.arange(50)[None] % 20, past_key_values=FlexdilatedCache())
     cache, mask = DynamicCache(), torch.ones(2, 55, dtype=torch.long)
     model(tokens(), past_key_values=cache)

@@ -193,7 +193,7 @@ def test_a_folder_of_adapters_says_that_it_has_no_pattern(tmp_path: Path, first:
         model.add_adapter(config)
     if first == "adapter":
         set_pattern(adapted, WINDOW)
-    with pytest.warns(UserWarning, match="a folder of adapters holds nothing of the patterns of their base model"):
+    with pytest.warns(UserWarning, match="saved adapters do not contain the patterns of their base model"):
         adapted.save_pretrained(tmp_path / "adapters")
     set_pattern(adapted, {})
     with warnings.catch_warnings():
