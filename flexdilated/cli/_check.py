@@ -44,9 +44,9 @@ def add_arguments(parser: CommandParser) -> None:
 
 
 def check(options: argparse.Namespace) -> int:
-    """Run the command `check`: print the result, and return exit status 0, or 1 if a counterexample was found.
+    """Run the command `check`: test a pattern, and `attend` with it, and print the result or a counterexample.
 
-    Raises UsageError for arguments that do not fit the pattern.
+    Returns exit status 0, or 1 with a counterexample. Raises UsageError for arguments that do not fit the pattern.
     """
     pattern, examples = read_pattern(options.pattern), options.examples
     heads = fitting_heads(pattern, _HEADS) if options.heads is None else options.heads
@@ -83,7 +83,8 @@ def check(options: argparse.Namespace) -> int:
 def _longest(pattern: Pattern | Mixture, num_heads: int, max_tokens: int) -> int:
     """Find the largest number of tokens up to `max_tokens` that the pattern accepts.
 
-    Raises UsageError if it accepts none. With run-time tensors, which `check_pattern` refuses later: `max_tokens`.
+    Raises UsageError if it accepts none. Returns `max_tokens` for a pattern with run-time tensors, which
+    `check_pattern` refuses later.
     """
     if names(pattern):  # which check_pattern refuses
         return max_tokens

@@ -110,7 +110,7 @@ def _variables() -> tuple[list[Finding], bool]:
 def _trial(engine: str, device: str) -> tuple[bool, str]:
     """Test an engine in training or, if it does not train, in inference; return (True if results are right, text).
 
-    The text names the use and its error, or the failure.
+    The text has the use, "training" or "inference", and the numeric error, or the reason of a failure.
     """
     dtype, refusal = torch.bfloat16 if engine == "flash" else torch.float32, ""
     for use in _USES:
@@ -128,9 +128,9 @@ def _trial(engine: str, device: str) -> tuple[bool, str]:
 
 
 def _error(engine: str, device: str, dtype: torch.dtype, use: str) -> float:
-    """Return the largest error of output and gradients, relative to the largest absolute value of each in float64.
+    """Return the largest error of output and gradients, each relative to the largest absolute value in its tensor.
 
-    use: a key of _USES. The float64 results are those of the dense engine "reference".
+    use: "training" or "inference". Errors are differences from the engine "reference" in float64.
     """
     pairs = zip(_results(engine, device, dtype, use), _results("reference", "cpu", torch.float64, use), strict=True)
     return float(torch.stack([(found - exact).abs().amax() / exact.abs().amax() for found, exact in pairs]).amax())

@@ -87,7 +87,7 @@ class AskedPattern:
 
 @contextmanager
 def refusals() -> Iterator[None]:
-    """Context in which TypeError and ValueError become UsageError of the same message."""
+    """Context in which TypeError and ValueError become UsageError with the same message."""
     try:
         yield
     except UnicodeEncodeError:  # of the output, not of what was asked

@@ -144,7 +144,7 @@ def budget_data(size: PlanSize, budgets: Sequence[int]) -> dict[str, Any]:
 
 
 def _peaks(size: PlanSize) -> dict[str, Peak]:
-    """Map each use of an attention call or a LongNet model to a function from number of tokens to peak bytes."""
+    """Map each use, such as "attention, inference" or "model, training", to a function from tokens to peak bytes."""
     has_line = longest_bound(size.pattern) >= _LINE[1]
 
     @cache
@@ -227,5 +227,5 @@ def rounded(num_tokens: int) -> int:
 
 
 def longest_bound(pattern: Expression) -> int:
-    """Largest number of tokens that `longest` considers: that which the pattern accepts, at most 2**30."""
+    """Largest number of tokens that the pattern accepts, at most 2**30."""
     return min(most_tokens(pattern) or _MOST, _MOST)

@@ -53,7 +53,7 @@ class Argument(NamedTuple):
 
 
 class CommandParser(argparse.ArgumentParser):
-    """ArgumentParser that raises UsageError if two arguments are given of which one would have no effect."""
+    """ArgumentParser that raises UsageError for values out of range, and if arguments exclude or need each other."""
 
     def __init__(self, *arguments: Any, **options: Any) -> None:
         self.known: dict[str, Argument] = {}  # by `dest`

@@ -27,8 +27,8 @@ _DETAIL_LINES = (10, 3, 3, 3)  # number of lines of the first failures, below th
 class CheckResult:
     """Result of one check of an attention module.
 
-    name: a key of `MODULE_CHECKS`. detail: if passed, the tested lengths and the number of compared things; if failed,
-    the shortest failing case that was found; if the check does not apply, the reason.
+    name: a key of `MODULE_CHECKS`. detail: if passed, the tested lengths and the number of compared rows, pairs or
+    calls; if failed, the shortest failing case that was found; if the check does not apply, the reason.
 
     >>> report = testing.examine_attention_module(
     ...     lambda: fd.BlockSparseAttention(masks.causal()), masks.causal(), checks=['causality']
@@ -234,7 +234,7 @@ def _result(check: Check, subject: Subject, *, shrink: bool) -> CheckResult:
 
 
 def _run(check: Check, subject: Subject) -> str:
-    """Run all cases of a check; return the tested lengths and the number of compared things as text.
+    """Run all cases of a check; return the tested lengths and the number of compared rows, pairs or calls as text.
 
     Raises Failure with the first failing case, or DoesNotApply with the reason.
     """

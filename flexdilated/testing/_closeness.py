@@ -49,9 +49,9 @@ def assert_attention_close(
 ) -> None:
     """Raise AssertionError unless `out` (B, H, N, D), and `lse` (B, H, N) if given, equal dense attention in float64.
 
-    The error budget of each number is `margin` times the larger of two errors: the first-order rounding error in the
-    dtype of q, and the error of torch's `scaled_dot_product_attention` in that row in this dtype. In bfloat16 and
-    float16 sums must be in float32, while scores, weights and results may be rounded. A row without keys must have
+    Each number has an error budget, `margin` times the larger of two errors: the first-order rounding error in the
+    dtype of q, and the largest error of torch's `scaled_dot_product_attention` in that row in this dtype. In bfloat16
+    and float16 sums must be in float32, while scores, weights and results may be rounded. A row without keys must have
     output 0 and lse -inf, exactly. gradients: also compare the gradients of q, k and v for a fixed functional of `out`
     (and `lse`), which must then depend on q, k and v by autograd; the graph is retained. The other arguments are those
     of `attend`; k and v are (B, G, M, D), where G divides H. Memory for all N x M pairs is needed, so use small inputs.
@@ -85,9 +85,9 @@ def require_close(
 ) -> None:
     """Raise AssertionError unless out (B, H, N, D), lse (B, H, N) and grads equal dense attention within error budgets.
 
-    lse: None: not compared. grads: "dq", "dk" and "dv" for the gradients `cotangents` of out, or an empty dict.
-    through_lse: True if grads are also for that of lse; None: True if lse is given. rows (B, H, N): True for the rows
-    of out and lse to compare; None: all. margin: factor on the budgets.
+    lse: None: not compared. grads: "dq", "dk" and "dv" that follow from `cotangents` of out, or an empty dict.
+    through_lse: True if grads follow from that of lse, too; None: True if lse is given. rows (B, H, N): True for the
+    rows of out and lse to compare; None: all. margin: factor on the budgets.
     """
     through_lse = lse is not None if through_lse is None else through_lse
     truth = expected(dense, gradients=bool(grads), through_lse=through_lse, margin=margin)
@@ -105,7 +105,7 @@ def require_close(
 
 
 def gradients_of(dense: DenseAttention, out: Tensor, lse: Tensor | None) -> dict[str, Tensor]:
-    """Compute "dq", "dk" and "dv" by autograd, for the gradients `cotangents` of out and lse.
+    """Compute "dq", "dk" and "dv" by autograd, from the output gradients that `cotangents` gives for out and lse.
 
     An unused input has gradient 0. lse is left out if it is None or requires no gradient. Raises AssertionError if out
     requires no gradient.

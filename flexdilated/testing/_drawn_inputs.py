@@ -91,10 +91,10 @@ def attention_sizes(
 ) -> AttentionSizes:
     """Strategy for `AttentionSizes` whose num_kv_heads divides num_heads. They shrink towards 1.
 
-    around, blocks: lengths, or a pattern, near whose multiples half of the numbers of tokens are, as in `lengths`.
-    num_heads: fixed number of heads; None: any up to max_heads. self_attention=False: numbers of
-    queries and keys may differ, with offsets up to max_tokens; if `around` is a pattern, it can be bound to them.
-    all_heads=False: the tensors may have only some of the heads, as on one of several devices.
+    around, blocks: half of the numbers of tokens are near multiples of these lengths or of a pattern's, as in
+    `lengths`. num_heads: fixed number of heads; None: any up to max_heads. self_attention=False: numbers of queries and
+    keys may differ, with offsets up to max_tokens; if `around` is a pattern, it can be bound to them. all_heads=False:
+    the tensors may have only some of the heads, as on one of several devices.
     """
     total = draw(st.integers(1, max_heads)) if num_heads is None else require_int("num_heads", num_heads, minimum=1)
     keys = draw(lengths(around, max_tokens=max_tokens, blocks=blocks))
@@ -117,7 +117,7 @@ def attention_sizes(
 
 
 def in_range(bind: Callable[[], object]) -> bool:
-    """Call `bind`; return False if it raises ValueError as a listed block is out of range, else True or its error."""
+    """Return True if `bind` succeeds, False if it raises the ValueError of a listed block that is out of range."""
     try:
         bind()
     except ValueError as error:

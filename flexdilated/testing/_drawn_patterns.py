@@ -99,8 +99,9 @@ LEAVES = ("window", "strided", "dilated window", "landmarks", "dilated", "global
 def leaf(draw: st.DrawFn, words: Any, largest: int, kind: str) -> Any:
     """Draw one pattern of this kind, made by the constructors of `words`.
 
-    kind: a name in LEAVES; or "function", a `custom` pattern; or "grid", a neighborhood on a grid of 1 to 3 axes with
-    at least `largest` tokens. largest: upper bound of segments, strides, rates and counts in the other kinds.
+    kind: a name in LEAVES, such as "window"; or "function", a `custom` pattern; or "grid", a neighborhood on a grid of
+    1 to 3 axes with at least `largest` tokens. largest: upper bound of segments, strides, rates and counts in the other
+    kinds.
     """
 
     def number(most: int = largest, least: int = 1) -> int:
@@ -298,7 +299,7 @@ _RUN_TIME_COMPOSITIONS = (
 
 @st.composite
 def run_time_compositions(draw: st.DrawFn, grammar: Grammar, sizes: AttentionSizes, words: Any) -> Any:
-    """Draw a pattern of `grammar` combined with one or two run-time patterns, whose tensors fit `sizes`.
+    """Draw a pattern within the limits of `grammar`, combined with one or two run-time patterns that fit `sizes`.
 
     words: object with the constructors of the run-time patterns: documents, lengths, visible_keys and selected_blocks.
     """

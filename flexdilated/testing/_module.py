@@ -192,7 +192,7 @@ class Subject:
         pattern: Pattern | Mixture | None = None,
         **more: Any,
     ) -> Case:
-        """Make a case of `length` tokens; its values depend on length, kind (a text in KINDS) and seed alone.
+        """Make a case of `length` tokens, whose values depend only on the sizes, kind (a text in KINDS) and seed.
 
         text: follows the number of tokens in reports. dtype, pattern: None: those of the subject. more: further fields
         of the `Case`.

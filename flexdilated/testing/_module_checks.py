@@ -36,7 +36,7 @@ class Check:
     """One check of attention modules.
 
     draws: yields the test cases of a module, usually in ascending order of length.
-    asserts: raises AssertionError if a case is wrong, else returns the number of compared things.
+    asserts: raises AssertionError if a case is wrong, else returns the number of compared rows, pairs or calls.
     holds: text that follows this number in the report of a passed check.
     needs: name of the function of `Calls` without which the check does not apply.
     unless: reason, in the report, why the check does not apply if no case is drawn.
@@ -136,7 +136,7 @@ def _rows_without_keys(subject: Subject) -> Iterator[Case]:
 
 
 def _lengths_in_turn(subject: Subject) -> Iterator[Case]:
-    """Yield cases that call one module in turn at long and short lengths, longest first, then at ascending lengths.
+    """Yield cases that call one module alternately at long and short lengths, then at ascending lengths.
 
     The modules of a case are this module, and a copy from before its first call.
     """

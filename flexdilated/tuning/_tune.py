@@ -62,7 +62,7 @@ class Inputs:
     def of(
         cls, bound: Bound, *, num_kv_heads: int, head_dim: int, dtype: torch.dtype, device: torch.device, batch: int = 1
     ) -> Inputs:
-        """Make random inputs of the bound sizes, always from seed 0; torch's global generators are not advanced."""
+        """Make random inputs with the sizes of a bound pattern, from seed 0; torch's generators are not advanced."""
         generator = torch.Generator().manual_seed(0)
         queries, keys = (bound.num_heads, bound.num_queries), (num_kv_heads, bound.num_keys)
         drawn = (torch.randn(batch, *size, head_dim, generator=generator) for size in (queries, keys, keys, queries))
@@ -159,12 +159,12 @@ def measure(
     block_size: tuple[int, ...] = (),
     seconds: float = 1.0,
 ) -> tuple[list[Trialled], Choice]:
-    """Time the options for each branch, then those for all branches together; return (times, fastest options).
+    """Time the options for each branch, then those for all branches together; return (timed options, the fastest).
 
-    Of a branch, options are timed whose predicted time is at most 4 times the least one. All options for all branches
-    together are compared with the fastest of each branch. backward: time forward and backward. engine: None: the
-    default of the device. block_size: (query, key) block side of all options; empty: any that the engine offers.
-    seconds: time for the rounds of each comparison beyond the first three.
+    Of a branch, options are timed whose predicted time is at most 4 times the least one. Options that compute all
+    branches together are compared with the fastest option of each branch. backward: time forward and backward. engine:
+    None: the default of the device. block_size: (query, key) block side of all options; empty: any that the engine
+    offers. seconds: time for the rounds of each comparison beyond the first three.
 
     Raises RuntimeError if the results of two options differ by more than the precision of their dtype.
     """

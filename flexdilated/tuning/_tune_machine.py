@@ -141,7 +141,7 @@ def _works(device: torch.device, sizes: Sizes) -> dict[str, _Work]:
 def _attention(
     pattern: Pattern, tokens: int, heads: int, device: torch.device, *, block: int = 128, backward: bool = False
 ) -> _Work:
-    """Make the problem of attention with this pattern, of batch 1, in natural order.
+    """Make a problem to time: attention with this pattern, of batch 1, in natural order of the tokens.
 
     Its amount is the forward's FLOP as the cost model counts them, also with `backward`. block: side of the blocks.
     """
@@ -157,9 +157,9 @@ def _attention(
 
 
 def _copies(tokens: int, num_heads: int, device: torch.device) -> _Work:
-    """Make the problem of copying: gather q, k and v of a dilated branch, every fourth token, and merge its output.
+    """Make a problem to time: gather q, k and v of every fourth token, as for a dilated branch, and merge its output.
 
-    Its amount is the number of bytes.
+    Its amount is the number of moved bytes.
     """
     bound = dilated(tokens, 4).bind(num_heads=num_heads, num_queries=tokens, num_keys=tokens)
     terms = compact_terms(dilated(tokens, 4), 1, bound) or []
