@@ -1,8 +1,8 @@
 """A pytest plugin: the option --flexdilated-device with its fixture, and hypothesis profiles.
 
-A top-level module that imports neither torch nor flexdilated, as pytest imports it at every start. It is active in
-every environment with flexdilated, so it loads no profile and changes none.
-PYTEST_DONT_REWRITE: a conftest may import it before pytest does.
+It is a top-level module that imports neither torch nor flexdilated at its start, as pytest imports it in every session.
+It is active in every environment with flexdilated, so it loads no hypothesis profile and changes no existing one.
+PYTEST_DONT_REWRITE: a conftest may import it before pytest does, and pytest would warn that it cannot rewrite asserts.
 """
 
 from __future__ import annotations
@@ -26,14 +26,17 @@ _LONGEST_REASON = 200
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    """Add the option --flexdilated-device."""
+    """Add the pytest option --flexdilated-device, the device of the fixture `flexdilated_device`; by default cpu."""
     what = "device for the fixture flexdilated_device, such as cuda or cuda:1 (cpu)"
     parser.getgroup("flexdilated").addoption("--flexdilated-device", default="cpu", metavar="DEVICE", help=what)
 
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_configure(config: pytest.Config) -> None:
-    """Register our profiles if --hypothesis-profile names one; hypothesis looks it up after this."""
+    """Register the hypothesis profiles of this plugin if --hypothesis-profile begins with "flexdilated-".
+
+    It runs before hypothesis looks the profile up. Raises pytest.UsageError if no profile has the name.
+    """
     name = str(config.getoption("--hypothesis-profile", None))
     if not name.startswith(_PREFIX):
         return
@@ -45,12 +48,15 @@ def pytest_configure(config: pytest.Config) -> None:
         settings.get_profile(name)
     except InvalidArgument:
         known = ", ".join(repr(_PREFIX + profile) for profile in _PROFILES)
-        raise pytest.UsageError(f"--hypothesis-profile must be one of {known}, or one of yours; got {name!r}") from None
+        raise pytest.UsageError(f"--hypothesis-profile must be one of {known}, or registered; got {name!r}") from None
 
 
 @pytest.fixture(scope="session")
 def flexdilated_device(request: pytest.FixtureRequest) -> torch.device:
-    """Device of --flexdilated-device; skips the test if a tensor cannot be made on it."""
+    """Fixture: the torch device that --flexdilated-device names.
+
+    Skips the test if a tensor cannot be made on the device, and fails it if the name is no device of torch.
+    """
     import torch
 
     name = str(request.config.getoption("--flexdilated-device"))
@@ -68,9 +74,10 @@ def flexdilated_device(request: pytest.FixtureRequest) -> torch.device:
 
 
 def register_profiles(prefix: str = _PREFIX) -> None:
-    """Register the hypothesis profiles dev, ci and thorough, under names with this prefix.
+    """Register hypothesis profiles without deadline, under the names prefix + "dev", "ci" and "thorough".
 
-    An existing profile is not changed. `settings.load_profile(prefix + "ci")` loads one.
+    They draw 15, 60 and 2,000 examples; those of "ci" are the same in every run. An existing profile is not changed.
+    `hypothesis.settings.load_profile(prefix + "ci")` loads one.
     """
     from hypothesis import HealthCheck, settings
     from hypothesis.errors import InvalidArgument

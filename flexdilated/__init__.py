@@ -72,7 +72,10 @@ profile_process()
 
 
 def __getattr__(name: str) -> Any:
-    """Import `convert`, `distributed`, `integrations`, `testing` or `viewer` on first access; else AttributeError."""
+    """Import `convert`, `distributed`, `integrations`, `testing` or `viewer` on first access.
+
+    Any other name raises AttributeError, which names what to write instead if it is known.
+    """
     if name == "convert":
         return import_module(".integrations.convert", __name__).convert
     if name in ("distributed", "integrations", "testing", "viewer"):

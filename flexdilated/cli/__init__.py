@@ -1,4 +1,4 @@
-"""The command line: `flexdilated COMMAND`, or `python -m flexdilated COMMAND`."""
+"""The command line of this library: `flexdilated COMMAND`, or `python -m flexdilated COMMAND`."""
 
 from ._main import main
 

@@ -1,4 +1,4 @@
-"""Command `check`: test a pattern against its definition, and `attend` with it against dense attention."""
+"""Command `check`: test a pattern's methods against its mask_mod, and `attend` with it against dense attention."""
 
 from __future__ import annotations
 
@@ -44,7 +44,10 @@ def add_arguments(parser: CommandParser) -> None:
 
 
 def check(options: argparse.Namespace) -> int:
-    """Run the command; returns exit status 0, or prints a counterexample and returns 1."""
+    """Run the command `check`: test a pattern, and `attend` with it, and print the result or a counterexample.
+
+    Returns exit status 0, or 1 with a counterexample. Raises UsageError for arguments that do not fit the pattern.
+    """
     pattern, examples = read_pattern(options.pattern), options.examples
     heads = fitting_heads(pattern, _HEADS) if options.heads is None else options.heads
     pairs = heads * options.max_tokens**2
@@ -78,7 +81,11 @@ def check(options: argparse.Namespace) -> int:
 
 
 def _longest(pattern: Pattern | Mixture, num_heads: int, max_tokens: int) -> int:
-    """Largest number of tokens up to `max_tokens` that the pattern accepts. Raises UsageError if it accepts none."""
+    """Find the largest number of tokens up to `max_tokens` that the pattern accepts.
+
+    Raises UsageError if it accepts none. Returns `max_tokens` for a pattern with run-time tensors, which
+    `check_pattern` refuses later.
+    """
     if names(pattern):  # which check_pattern refuses
         return max_tokens
     for number in range(max_tokens, 0, -1):
@@ -93,7 +100,10 @@ def _longest(pattern: Pattern | Mixture, num_heads: int, max_tokens: int) -> int
 def _steps(
     pattern: Pattern | Mixture, *, examples: int, num_heads: int, max_tokens: int, seed: int
 ) -> Iterator[tuple[int, str]]:
-    """Yield (number of examples that passed in this step, name of the tested part)."""
+    """Run the checks in steps; after each step yield (number of its examples, "the rule" or "attend").
+
+    "the rule": `check_pattern`. "attend": outputs, lse and gradients. Raises AssertionError with a counterexample.
+    """
     sizes = {"num_heads": num_heads, "max_tokens": max_tokens}
     for first in range(0, examples, _BOXES):
         number = min(_BOXES, examples - first)

@@ -54,9 +54,10 @@ def add_doctor_arguments(parser: CommandParser) -> None:
 
 
 def doctor() -> int:
-    """Print the results of the tests; returns exit status 0 or 1.
+    """Test each engine on each device, and print a table of the results, versions, packages and variables.
 
-    0 if the default engine of every device works and attention's environment variables are valid.
+    Returns exit status 0 if the default engine of every device works and attention's environment variables are valid,
+    else 1.
     """
     trials: list[Finding] = []
     variables, works = _variables()
@@ -91,7 +92,11 @@ def _versions() -> list[Finding]:
 
 
 def _variables() -> tuple[list[Finding], bool]:
-    """([(variable, verdict) for each one that is set], True if all variables that attention reads are valid)."""
+    """Check the FLEXDILATED_* environment variables: ([(name, verdict) of each that is set], True if they are valid).
+
+    If none is set, the list has one item that says so. An invalid profile folder counts as valid, as attention does not
+    read it.
+    """
     findings, all_parse = [], True
     for name in sorted(name for name in os.environ if name.startswith(_PREFIX)):
         try:
@@ -103,7 +108,10 @@ def _variables() -> tuple[list[Finding], bool]:
 
 
 def _trial(engine: str, device: str) -> tuple[bool, str]:
-    """(True if results are right, text with the kind of use that works and its error, or with the failure)."""
+    """Test an engine in training or, if it does not train, in inference; return (True if results are right, text).
+
+    The text has the use, "training" or "inference", and the numeric error, or the reason of a failure.
+    """
     dtype, refusal = torch.bfloat16 if engine == "flash" else torch.float32, ""
     for use in _USES:
         try:
@@ -120,13 +128,16 @@ def _trial(engine: str, device: str) -> tuple[bool, str]:
 
 
 def _error(engine: str, device: str, dtype: torch.dtype, use: str) -> float:
-    """Largest absolute difference from the float64 reference, divided by the reference's largest absolute value."""
+    """Return the largest error of output and gradients, each relative to the largest absolute value in its tensor.
+
+    use: "training" or "inference". Errors are differences from the engine "reference" in float64.
+    """
     pairs = zip(_results(engine, device, dtype, use), _results("reference", "cpu", torch.float64, use), strict=True)
     return float(torch.stack([(found - exact).abs().amax() / exact.abs().amax() for found, exact in pairs]).amax())
 
 
 def _results(engine: str, device: str, dtype: torch.dtype, use: str) -> list[Tensor]:
-    """[output], and for use "training" also the gradients of q, k and v; float64 tensors on the CPU."""
+    """Run `attend` on fixed inputs; return [out], and for use "training" [out, dq, dk, dv], in float64 on the CPU."""
     numbers = torch.randn(4, *_SHAPE, generator=torch.Generator().manual_seed(0))
     q, k, v, grad = numbers.bfloat16().to(device, dtype)  # the same numbers in every dtype
     leaves = [x.requires_grad_(use == "training") for x in (q, k, v)]
@@ -158,7 +169,10 @@ def add_tune_arguments(parser: CommandParser) -> None:
 
 
 def tune(options: argparse.Namespace) -> int:
-    """Measure the cost constants of a device, write them to a file and print them; returns the exit status."""
+    """Run the command `tune`: measure the cost constants of a device, write them to a file and print them.
+
+    Returns exit status 0. Raises UsageError for invalid options.
+    """
     if options.device not in available_devices():
         raise UsageError(f"--device must be one of {', '.join(available_devices())}; got {options.device!r}")
     if not 0 < options.seconds <= 3600:

@@ -28,9 +28,11 @@ _INTERRUPTED = 130  # what shells report of a process that SIGINT ended
 
 
 def main(arguments: Sequence[str] | None = None, *, program: str = "flexdilated") -> int:
-    """Run one command and return its exit status. program: name of the command in the help.
+    """Run the command line and return its exit status.
 
-    Status: 0 success, 1 a test failed, 2 wrong usage, 130 interrupted, 141 the reader of the output closed it.
+    arguments: without the program's name; None: those of this process. program: name of the program in the help.
+
+    Status: 0 success, 1 a check failed, 2 wrong usage, 130 interrupted, 141 the reader of the output closed it.
     """
     return status_of(lambda: _run(sys.argv[1:] if arguments is None else arguments, program))
 

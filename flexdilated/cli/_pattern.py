@@ -40,7 +40,7 @@ _DAMAGE = (
 def add_pattern_arguments(parser: CommandParser, *, no_size: Sequence[str] = ()) -> None:
     """Add the arguments PATTERN, --tokens, --heads and --bind, which `asked_from` reads.
 
-    no_size: options of this command that exclude --tokens and --bind.
+    no_size: destinations (argparse `dest`) of options with which --tokens and --bind are an error.
     """
     add = parser.argument
     add("pattern", metavar="PATTERN", help=PATTERN)
@@ -54,7 +54,7 @@ def add_pattern_arguments(parser: CommandParser, *, no_size: Sequence[str] = ())
 
 @dataclass(frozen=True)
 class AskedPattern:
-    """A pattern with the values of its run-time tensors, and the number of tokens and heads to use it at."""
+    """A pattern with the values of its run-time tensors, and the numbers of tokens and query heads to bind it to."""
 
     pattern: Expression
     num_tokens: int
@@ -72,7 +72,7 @@ class AskedPattern:
             require_below("batch", batch, self.num_entries, "batch entries")
 
     def entry(self, batch: int) -> AskedPattern:
-        """Copy with the run-time tensors of this batch entry."""
+        """Copy with the run-time tensors of one batch entry; tensors that are common to all entries are kept."""
         found: dict[str, Given] = {}
 
         def with_row(leaf: Pattern) -> Pattern:
@@ -87,7 +87,7 @@ class AskedPattern:
 
 @contextmanager
 def refusals() -> Iterator[None]:
-    """Context in which TypeError and ValueError of the library become UsageError."""
+    """Context in which TypeError and ValueError become UsageError with the same message."""
     try:
         yield
     except UnicodeEncodeError:  # of the output, not of what was asked
@@ -97,9 +97,10 @@ def refusals() -> Iterator[None]:
 
 
 def asked_from(options: argparse.Namespace) -> AskedPattern:
-    """The pattern and sizes that the command-line arguments ask for, with run-time tensors read from files.
+    """Read the pattern, its run-time tensors and the sizes that the command-line arguments ask for.
 
-    Without --tokens the number of tokens is that of the run-time tensors, or of the pattern's grid, or a default.
+    Without --tokens the number of tokens is that of the run-time tensors, else that of the pattern's grid, else 64K.
+    Without --heads it is 8, or the smallest number of heads that the pattern accepts.
     Raises UsageError for invalid patterns and sizes, and for tensors that are missing or do not fit.
     """
     pattern, tokens = read_pattern(options.pattern), options.tokens
@@ -134,7 +135,11 @@ def asked_from(options: argparse.Namespace) -> AskedPattern:
 
 
 def read_bindings(pattern: Expression, texts: Sequence[str]) -> dict[str, Tensor]:
-    """Map from name to tensor, for texts NAME=FILE.pt. Raises UsageError for other texts, files and names."""
+    """Load the tensors of texts NAME=FILE.pt; return them by name.
+
+    Raises UsageError for other texts, for files without a tensor, for names that are no run-time tensor of the pattern,
+    and for a name that is given twice.
+    """
     found: dict[str, Tensor] = {}
     for text in texts:
         name, _, file = (part.strip() for part in text.partition("="))
@@ -165,7 +170,10 @@ def _load(name: str, file: str) -> Tensor:
 
 
 def _num_tokens(pattern: Expression, name: str, tensor: Tensor) -> int:
-    """Number of tokens of a run-time tensor: the largest value for lengths, else the last axis; 0 if it has none."""
+    """Number of tokens that a run-time tensor implies: the largest value of lengths, else the size of the last axis.
+
+    0 for a tensor without values or axes. Raises UsageError for invalid or too many values.
+    """
     with refusals():
         require_values(name, tensor)
     if tensor.numel() > LARGEST:  # an expanded one is a small file
@@ -177,7 +185,7 @@ def _num_tokens(pattern: Expression, name: str, tensor: Tensor) -> int:
 
 @cache
 def most_tokens(pattern: Expression) -> int | None:
-    """Largest number of tokens that the pattern accepts, such as its grid's; None if it accepts all, or none."""
+    """Largest number of tokens that the pattern accepts, such as that of its grid; None if it accepts any, or none."""
 
     def binds(num_tokens: int) -> bool:
         with suppress(ValueError):
@@ -194,7 +202,7 @@ def most_tokens(pattern: Expression) -> int | None:
 
 
 def fitting_heads(pattern: Expression, usual: int) -> int:
-    """`usual` if the pattern accepts that number of heads, else the smallest number that it accepts."""
+    """Return `usual` if the pattern accepts that number of heads, or none; else the smallest number that it accepts."""
     for num_heads in (usual, *range(1, MOST_HEADS + 1)):
         with suppress(ValueError):
             pattern.check_heads(num_heads)
@@ -203,7 +211,10 @@ def fitting_heads(pattern: Expression, usual: int) -> int:
 
 
 def read_pattern(text: str) -> Pattern | Mixture:
-    """Pattern from an expression, FILE.json or FILE.py:NAME. Raises UsageError for any other text."""
+    """Read a pattern from an expression, FILE.json, or FILE.py:NAME, a variable of a Python file, which is run.
+
+    Raises UsageError for any other text.
+    """
     file, colon, name = text.rpartition(":")
     try:
         if colon and file.endswith(".py"):

@@ -73,7 +73,7 @@ def add_arguments(parser: CommandParser) -> None:
 
 
 def plan(options: argparse.Namespace) -> int:
-    """Print the plan, or the longest sequence within a budget; returns the exit status.
+    """Run the command `plan`: print the plan, or the longest sequence within a memory budget; return exit status 0.
 
     Raises UsageError for sizes that do not fit together.
     """
@@ -122,8 +122,9 @@ def _budget_bytes(text: str) -> int:
 
 
 def budget_data(size: PlanSize, budgets: Sequence[int]) -> dict[str, Any]:
-    """Bytes per token, and the longest sequence for each budget in bytes, as a dict for JSON.
+    """Compute bytes per token, and the longest sequence in tokens for each budget in bytes, as a dict for JSON.
 
+    Both are by use: "attention, inference", "model, training" and so on. size: its num_tokens is ignored.
     Raises ValueError for sizes that the pattern does not accept.
     """
     size.pattern.check_heads(size.num_heads)
@@ -143,7 +144,7 @@ def budget_data(size: PlanSize, budgets: Sequence[int]) -> dict[str, Any]:
 
 
 def _peaks(size: PlanSize) -> dict[str, Peak]:
-    """Functions from number of tokens to peak bytes, by name: of an attention call and of a LongNet model."""
+    """Map each use, such as "attention, inference" or "model, training", to a function from tokens to peak bytes."""
     has_line = longest_bound(size.pattern) >= _LINE[1]
 
     @cache
@@ -152,7 +153,7 @@ def _peaks(size: PlanSize) -> dict[str, Peak]:
         return attention_memory(size.pattern, call, device=size.device)
 
     def attention(num_tokens: int, in_model: bool = False) -> AttentionMemory:
-        """Memory of a call; for many tokens linearly extrapolated from two smaller calls."""
+        """Memory of an attention call; for many tokens it is linearly extrapolated from two smaller calls."""
         if num_tokens < _LINE[0] or not has_line:
             return run_dry(num_tokens, in_model)
         smaller, larger = (run_dry(number, in_model) for number in _LINE)
@@ -172,7 +173,10 @@ def _peaks(size: PlanSize) -> dict[str, Peak]:
 
 
 def budget_text(size: PlanSize, data: dict[str, Any]) -> str:
-    """Table as text: bytes per token, then a line for each budget, and a note on the meaning of the columns."""
+    """Format the data of `budget_data` as a table with a note on the meaning of its columns.
+
+    The first line has bytes per token, each further line the longest sequence for one budget.
+    """
     kind = f"head dim {size.head_dim}, {size.dtype_name}, batch {size.batch}, on {size.device}"
     headers = ("", "attend:\ninference", "attend:\ntraining", "model:\ninference", "model:\ntraining",
                "model: training,\ncheckpointed")  # fmt: skip
@@ -190,7 +194,11 @@ def budget_text(size: PlanSize, data: dict[str, Any]) -> str:
 
 
 def longest(peak: Peak, budget: int, *, most: int = _MOST) -> int:
-    """Largest number of tokens whose peak bytes are within the budget, rounded down by `rounded`; 0 if none are."""
+    """Estimate the largest number of tokens, up to `most`, whose peak bytes are within the budget in bytes.
+
+    peak: bytes as a function of tokens, evaluated at powers of 4 and taken to be linear between them. A result
+    below `most` is rounded down by `rounded`; it is 0 if 1,024 tokens (or `most`, if less) exceed the budget.
+    """
     rungs = [*(rung for rung in _RUNGS if rung < most), *([most] if most < _MOST else [])]
     place = next((index for index, rung in enumerate(rungs) if rung >= _FIRST), len(rungs) - 1)
     while place >= 0 and peak(rungs[place]) > budget:
@@ -207,17 +215,17 @@ def longest(peak: Peak, budget: int, *, most: int = _MOST) -> int:
 
 
 def slope(peak: Peak, tokens: Sequence[int]) -> float:
-    """Mean increase of the peak bytes per token, between these two numbers of tokens."""
+    """Mean increase of the peak bytes per token between two numbers of tokens, (below, above)."""
     below, above = tokens
     return (peak(above) - peak(below)) / (above - below)
 
 
 def rounded(num_tokens: int) -> int:
-    """Round down to five significant binary digits, so that usual segments divide the number."""
+    """Round down to five significant binary digits, so that usual segment lengths divide the number."""
     unit = 1 << max(0, num_tokens.bit_length() - 5)
     return num_tokens // unit * unit
 
 
 def longest_bound(pattern: Expression) -> int:
-    """Largest number of tokens that `longest` considers for the pattern."""
+    """Largest number of tokens that the pattern accepts, at most 2**30."""
     return min(most_tokens(pattern) or _MOST, _MOST)

@@ -54,7 +54,7 @@ def add_show_arguments(parser: CommandParser) -> None:
 
 
 def show(options: argparse.Namespace) -> int:
-    """Print the map, or write a picture or page; returns the exit status.
+    """Run the command `show`: print a heat map or JSON, or write a picture or HTML page; return exit status 0.
 
     Raises UsageError for a head, batch entry or window out of range.
     """
@@ -151,7 +151,7 @@ def add_explain_arguments(parser: CommandParser) -> None:
 
 
 def explain(options: argparse.Namespace) -> int:
-    """Print the tree of reasons, or JSON; returns exit status 0, whether or not the pair is allowed."""
+    """Run the command `explain`: print why a pair is allowed or not, as a tree or JSON; return exit status 0."""
     asked = asked_from(options)
     asked.require(head=options.head, batch=options.batch)
     pair = {"query": options.query, "key": options.key, "head": options.head, "batch": options.batch}
@@ -163,7 +163,7 @@ def explain(options: argparse.Namespace) -> int:
 
 
 def _position(text: str) -> int:
-    """Parse a position such as 5000, 64K or -1, without a check of its range."""
+    """Parse a position such as 5000, 64K or -1, without a check of its range. K is 1,024."""
     found = size_of(text.strip().removeprefix("-"))
     if found is None:
         raise argparse.ArgumentTypeError(f"a position must be a whole number, such as 5000 or 64K; got {text!r}")

@@ -38,10 +38,10 @@ class UsageError(Exception):
 
 
 class Argument(NamedTuple):
-    """Properties of a command-line argument.
+    """Rules for a command-line argument, which `CommandParser` enforces.
 
-    shown: its name in messages. least, most: limits of its value. needs, excludes: `dest` of arguments that it needs
-    or excludes; "device=cuda" excludes only that value.
+    shown: its name in messages. least, most: inclusive limits of its value; None: no limit. needs, excludes: `dest` of
+    arguments that must or must not be given with it; "device=cuda" excludes only that value of --device.
     """
 
     shown: str
@@ -53,7 +53,7 @@ class Argument(NamedTuple):
 
 
 class CommandParser(argparse.ArgumentParser):
-    """ArgumentParser that rejects combinations of given arguments of which one would have no effect."""
+    """ArgumentParser that raises UsageError for values out of range, and if arguments exclude or need each other."""
 
     def __init__(self, *arguments: Any, **options: Any) -> None:
         self.known: dict[str, Argument] = {}  # by `dest`
@@ -73,7 +73,8 @@ class CommandParser(argparse.ArgumentParser):
     ) -> None:
         """Add an argument as `add_argument` does, with conditions for its use.
 
-        It must come with all of `needs` and none of `excludes`, with a value from `least` to `most`.
+        If it is given, all arguments `needs` and none of `excludes` must be given, by their `dest`, and its value must
+        be from `least` to `most`; see `Argument`. group: the group of the help to add it to.
         """
         text = help.replace("%(default)s", str(default))
         action = (group or self).add_argument(*names, default=argparse.SUPPRESS, help=text, **how)
@@ -85,7 +86,11 @@ class CommandParser(argparse.ArgumentParser):
     def parse_known_args(  # pyright: ignore[reportIncompatibleMethodOverride]: one in place of the overloads
         self, args: Any = None, namespace: Any = None
     ) -> Any:
-        """As in argparse; also raises UsageError for arguments that exclude or lack each other."""
+        """Parse as argparse does; return (values, []).
+
+        Raises UsageError for values out of range and for arguments that exclude or need each other. Unknown arguments
+        end the process with status 2, as invalid ones do in argparse.
+        """
         found, rest = super().parse_known_args(args, namespace)
         if rest:
             options = ", ".join(each.shown for each in self.known.values() if each.shown.startswith("--"))
@@ -118,7 +123,7 @@ class CommandParser(argparse.ArgumentParser):
 
 
 def size_of(text: str) -> int | None:
-    """Number of tokens in "65536", "64K" or "1M", where K is 1,024; None for any other text."""
+    """Parse a number of tokens such as "65536", "64K" or "1M", where K is 1,024; return None for other text."""
     found = _SIZE.fullmatch(text.strip())
     return int(found[1]) * _UNITS[found[2].upper()] if found else None
 
@@ -151,12 +156,12 @@ def print_error(error: str) -> None:
 
 
 def _discard() -> None:
-    """Discard the unwritten rest of standard output."""
+    """Redirect standard output to the null device, so that the unwritten rest is discarded."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 class Terminal(NamedTuple):
-    """Size in characters; `color`: shows 256 ANSI colors; `shapes`: shows characters beyond ASCII."""
+    """Size of a terminal in characters, and True if it shows 256 ANSI colors (color), non-ASCII characters (shapes)."""
 
     columns: int
     lines: int
@@ -165,9 +170,10 @@ class Terminal(NamedTuple):
 
 
 def terminal_of(stream: TextIO, *, color: str = "auto") -> Terminal:
-    """Properties of a stream's terminal. color: "always", or "auto" for colors on a terminal unless NO_COLOR is set.
+    """Find the properties of the terminal that a stream writes to.
 
-    Source of NO_COLOR: https://no-color.org.
+    color: "always", "never", or "auto": colors if the stream is a terminal, unless the environment has NO_COLOR
+    (https://no-color.org) or TERM=dumb. The size is that of this process's terminal, or 80 x 24.
     """
     size = shutil.get_terminal_size((_COLUMNS, _LINES))
     is_plain = os.environ.get("NO_COLOR") or os.environ.get("TERM") == "dumb"
@@ -181,9 +187,9 @@ def terminal_of(stream: TextIO, *, color: str = "auto") -> Terminal:
 
 
 def require_file(flag: str, path: Path | None, kinds: Sequence[str]) -> None:
-    """Raise UsageError unless a file of this name can be written; None passes.
+    """Raise UsageError unless the path has one of the suffixes `kinds` and its folder exists; None passes.
 
-    kinds: allowed suffixes. Its folder must exist, and matplotlib must be installed for ".png".
+    If ".png" is among the suffixes, matplotlib must be installed. flag: name of the option in the error.
     """
     if path is None:
         return
@@ -204,7 +210,7 @@ def write_file(path: Path, content: bytes) -> None:
 
 
 def find(package: str) -> ModuleType | None:
-    """The imported package, or None if it is not installed.
+    """Import a package and return it, or None if it is not installed.
 
     Copies inside setuptools count as not installed: torch adds them to the path of this process when it looks for a
     compiler.
@@ -217,14 +223,18 @@ def find(package: str) -> ModuleType | None:
 
 
 def missing_line(package: str) -> str:
-    """Message: the package is not installed, the consequence, and the command that installs it."""
+    """Text for a package of EXTRAS that is not installed: the consequence, and the command that installs it."""
     extra, cost = EXTRAS[package]
     return f'{package} is not installed: {cost} (pip install "flexdilated[{extra}]")'
 
 
 @contextmanager
 def progress(what: str, *, unit: str, total: int) -> Iterator[Callable[[int, str], None]]:
-    """Context that shows progress on standard error: a bar, or lines without tqdm. Yields move(steps done, note)."""
+    """Context that shows progress on standard error, as a bar if tqdm is installed, else as lines.
+
+    Yields a function move(done, note), to call with the number of finished units and a short text. what: label of the
+    bar. unit: noun for a unit, such as "example". total: number of all units.
+    """
     tqdm = find("tqdm")
     if tqdm is None:
         print(missing_line("tqdm"), file=sys.stderr)
@@ -241,7 +251,7 @@ def progress(what: str, *, unit: str, total: int) -> Iterator[Callable[[int, str
 
 @contextmanager
 def one_thread() -> Iterator[None]:
-    """Context in which torch uses one thread, which is faster for small calls."""
+    """Context in which torch uses one CPU thread, which is faster for small calls."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     try:

@@ -1,4 +1,4 @@
-"""check_attention_module: check any attention module against the pattern that it claims to compute."""
+"""check_attention_module: compare any attention module with dense attention over the pairs of a pattern."""
 
 from __future__ import annotations
 
@@ -25,7 +25,10 @@ _DETAIL_LINES = (10, 3, 3, 3)  # number of lines of the first failures, below th
 
 @dataclass(frozen=True)
 class CheckResult:
-    """Result of one check: name, verdict, and detail: the tested cases or, after a failure, the smallest failing case.
+    """Result of one check of an attention module.
+
+    name: a key of `MODULE_CHECKS`. detail: if passed, the tested lengths and the number of compared rows, pairs or
+    calls; if failed, the shortest failing case that was found; if the check does not apply, the reason.
 
     >>> report = testing.examine_attention_module(
     ...     lambda: fd.BlockSparseAttention(masks.causal()), masks.causal(), checks=['causality']
@@ -41,7 +44,10 @@ class CheckResult:
 
 @dataclass(frozen=True)
 class ModuleReport:
-    """Results of all checks of one module, in the order of execution.
+    """Results of all checks of one attention module, in the order of execution.
+
+    `report[name]` is the result of one check, `str(report)` a table. The other fields are texts: the class of the
+    module, the repr of the pattern, sizes and dtype of the test tensors, and the tested lengths.
 
     >>> report = testing.examine_attention_module(
     ...     lambda: fd.BlockSparseAttention(masks.causal()), masks.causal(), checks=['causality']
@@ -102,7 +108,10 @@ _CALLED_SO = (
 
 @advises()
 def check_attention_module(factory: Callable[[], Any], pattern: Pattern | Mixture, **options: Any) -> ModuleReport:
-    """Like `examine_attention_module`, but raises AssertionError with the report if a check fails.
+    """Compare an attention module with dense attention over the pairs of a pattern; return the report of all checks.
+
+    Raises AssertionError with the report if a check fails. The arguments are those of `examine_attention_module`, which
+    returns the report in any case.
 
     >>> report = testing.check_attention_module(
     ...     lambda: fd.BlockSparseAttention(masks.causal()), masks.causal(), checks=['coverage', 'causality']
@@ -132,21 +141,23 @@ def examine_attention_module(
     device: torch.device | str = "cpu",
     seed: int = 0,
 ) -> ModuleReport:
-    """Check an attention module, of this library or any other, against the attention that it claims; return a report.
+    """Compare an attention module, of this library or any other, with dense attention over a pattern; return a report.
 
-    factory: returns a module, called as `calls` defines: by default with q (B, H, N, D), k and v (B, G, N, D).
-    pattern: the pairs of its attention. Scores are scaled by 1 / sqrt(D), and query head h reads key/value head
-        h // (H / G).
+    factory: returns a new module, called as `calls` defines: by default with q (B, H, N, D), k and v (B, G, N, D).
+    pattern: the pairs that the module should compute. Scores must be scaled by 1 / sqrt(D), and query head h must read
+        key/value head h // (H / G).
     num_heads, num_kv_heads, head_dim: H, G (None: H) and D of the tensors.
     max_tokens, examples: the module is called at up to `examples` lengths of up to `max_tokens` tokens: small ones,
-        lengths around multiples of the pattern's numbers, 64, 65, 128, 129 and so on. max_tokens=None: up to 40 tokens,
-        and for agreement and half precision also a few lengths up to 257, listed in the report.
-    lengths: use these lengths instead.
+        lengths near multiples of the pattern's segment lengths, strides and windows, 64, 65, 128, 129 and so on.
+        max_tokens=None: up to 40 tokens, and in the checks "agreement" and "half precision" also a few lengths up to
+        257, listed in the report.
+    lengths: numbers of tokens to test instead of these; None: choose them by max_tokens and examples.
     checks: names of the checks to run, None for all `MODULE_CHECKS`. skip: names of checks to omit.
+    dtype, device: of the test tensors and, for an `nn.Module`, of its parameters. seed: of the random values.
 
     Each check runs the lengths in ascending order and reports the shortest failing one; unless `lengths` is given, it
-    searches for a shorter failing length for up to 5 seconds. A check whose call of the module raises fails. The
-    definition is dense, in float64, with the error budgets of `assert_attention_close`.
+    searches for a shorter failing length for up to 5 seconds. If the module raises an exception, the check fails. The
+    dense attention is in float64, with the error budgets of `assert_attention_close`.
 
     >>> report = testing.examine_attention_module(lambda: fd.BlockSparseAttention(masks.causal()), masks.causal())
     >>> report.passed
@@ -164,14 +175,14 @@ def examine_attention_module(
     require_int("examples", examples, minimum=2)
     require_int("seed", seed, minimum=0)
     if not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
-        raise TypeError(f"dtype must be one of floating point numbers; got {dtype!r:.80}")
+        raise TypeError(f"dtype must be a floating-point dtype, such as torch.float32; got {dtype!r:.80}")
     groups = require_int("num_kv_heads", num_heads if num_kv_heads is None else num_kv_heads, minimum=1)
     if num_heads % groups:
         raise ValueError(f"num_kv_heads must divide num_heads; got {num_kv_heads=} and {num_heads=}")
     pattern.check_heads(num_heads)
     if needed := names(pattern):
         raise ValueError(
-            "the checks choose their own lengths, which fit no run-time tensor: pass the pattern without "
+            "pattern must have no run-time tensors, as the checks choose their own lengths: pass the pattern without "
             f"{', '.join(map(repr, needed))}, and for packed or padded batches calls=testing.Calls(packed=...) or "
             "padded="
         )
@@ -206,7 +217,7 @@ def _chosen(checks: Sequence[str] | None, skip: Sequence[str]) -> list[str]:
             )
         unknown = [name for name in listed if name not in MODULE_CHECKS]
         if unknown:
-            raise ValueError(f"{given} must be of {', '.join(map(repr, MODULE_CHECKS))}; got {unknown[0]!r}")
+            raise ValueError(f"{given} must be among {', '.join(map(repr, MODULE_CHECKS))}; got {unknown[0]!r}")
     return [name for name in MODULE_CHECKS if (checks is None or name in checks) and name not in skip]
 
 
@@ -223,9 +234,12 @@ def _result(check: Check, subject: Subject, *, shrink: bool) -> CheckResult:
 
 
 def _run(check: Check, subject: Subject) -> str:
-    """Text of a passed check; raises Failure or DoesNotApply."""
+    """Run all cases of a check; return the tested lengths and the number of compared rows, pairs or calls as text.
+
+    Raises Failure with the first failing case, or DoesNotApply with the reason.
+    """
     if getattr(subject.calls, check.needs) is None:
-        raise DoesNotApply(f"no call for it is given (Calls.{check.needs})")
+        raise DoesNotApply(f"it needs a function that calls the module: pass calls=testing.Calls({check.needs}=...)")
     compared, lengths, where = 0, set(), ""
     try:
         for case in check.draws(subject):
@@ -247,7 +261,10 @@ def _run(check: Check, subject: Subject) -> str:
 
 
 def _smaller(check: Check, subject: Subject) -> str | None:
-    """Detail of the shortest failing length (or pair of lengths) found within _SHRINK_S, or None."""
+    """Search for the shortest failing length (in the check "lengths", pair of lengths) for up to _SHRINK_S seconds.
+
+    Returns the text of its failure; None if no run of the search failed.
+    """
     until, found = monotonic() + _SHRINK_S, {}
 
     def fails(*lengths: int) -> bool:

@@ -31,13 +31,13 @@ _BLOCK_SIDES, _RATES, _SIZE_TRIES = (1, 2, 3, 4, 5, 8, 13, 16), (1, 1, 2, 3, 5),
 def check_pattern(
     pattern: Pattern | Mixture, *, num_heads: int = 4, max_tokens: int = 96, examples: int = 100, seed: int = 0
 ) -> None:
-    """Compare a pattern's properties with its `mask_mod`, evaluated densely over positions below `max_tokens`.
+    """Compare a pattern's methods with its `mask_mod`, evaluated for all pairs of positions below `max_tokens`.
 
-    It checks the bounds of `count` (for custom functions: `classify`) over boxes, which are products of two arithmetic
-    progressions of positions: single pairs, whole blocks, and random ones; block lists for odd sizes, unequal block
-    sides and several layouts (orders of tokens); `for_head`; `period` and `confined`, also at larger positions; and the
-    round trip through JSON, if the pattern has one. About `examples` random boxes are drawn, from `seed`, for each pair
-    of steps of the progressions.
+    Checked are: the bounds that `count` (in custom patterns, `classify`) gives on the number of allowed pairs in boxes,
+    which are products of two arithmetic progressions of positions (single pairs, whole blocks, and random boxes); block
+    lists for odd sizes, unequal block sides and several layouts (orders of tokens); `for_head`, the rule of one head;
+    `period` and `confined`, also at larger positions; and the round trip through JSON, if the pattern has one. Of the
+    random boxes, `examples` are drawn, from `seed`, for each of eight combinations of query step and key step.
 
     Raises AssertionError with the smallest counterexample found; ValueError if the pattern does not fit `num_heads`,
     has a table that ends before `max_tokens`, or has run-time tensors.
@@ -51,8 +51,8 @@ def check_pattern(
     pattern.check_heads(num_heads)
     if needed := names(pattern):
         raise ValueError(
-            "check_pattern draws positions, to which a run-time tensor does not fit: check the pattern without it; got "
-            f"one with {', '.join(map(repr, needed))}"
+            "pattern must have no run-time tensors, as check_pattern draws positions: pass the pattern without them; "
+            f"got {', '.join(map(repr, needed))}"
         )
     generator = torch.Generator("cpu").manual_seed(seed)
     parts = tuple(dict.fromkeys(pattern.branches()))
@@ -68,7 +68,7 @@ def check_pattern(
 
 @dataclass(frozen=True, eq=False)
 class DenseRule:
-    """A pattern for `num_heads` heads, and its table[h, q, k] of pairs that `mask_mod` allows."""
+    """A pattern for `num_heads` heads, and its bool table (heads, queries, keys): True for allowed pairs."""
 
     pattern: Pattern
     num_heads: int
@@ -89,14 +89,14 @@ class DenseRule:
         return self.table.shape[1]
 
     def ask(self, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
-        """mask_mod of the pattern, in the broadcast shape of heads and positions."""
+        """Evaluate the pattern's mask_mod for heads h, queries q and keys k, in the broadcast shape of the three."""
         mod = self.pattern.mask_mod(num_heads=self.num_heads, device=_CPU)
         shape = torch.broadcast_shapes(h.shape, q.shape, k.shape)
         return mod(torch.zeros((), dtype=torch.int64, device=_CPU), h, q, k).expand(shape)
 
 
 def _check_elementwise(dense: DenseRule, examples: int, generator: torch.Generator) -> None:
-    """mask_mod of single pairs, and of a batch of pairs, must equal the dense table."""
+    """Raise AssertionError unless mask_mod of a vector of pairs, and of single pairs, equals the dense table."""
     number = max(examples, _PAIRS_ALONE)
     h = torch.randint(dense.num_heads, (number,), generator=generator, device=_CPU)
     q, k = torch.randint(dense.num_tokens, (2, number), generator=generator, device=_CPU)
@@ -110,7 +110,10 @@ def _check_elementwise(dense: DenseRule, examples: int, generator: torch.Generat
 
 
 def _check_for_head(dense: DenseRule, examples: int, generator: torch.Generator) -> None:
-    """`for_head(h)` must be the rule of head h for any head argument, with correct bounds."""
+    """Raise AssertionError unless the pattern `for_head(h)` allows, in every head, the pairs of head h.
+
+    The bounds that its `count` gives are checked, too.
+    """
     for head in range(dense.num_heads):
         pattern = dense.pattern.for_head(head, dense.num_heads)
         if pattern == dense.pattern and (dense.table == dense.table[head]).all():
@@ -127,9 +130,10 @@ def _check_for_head(dense: DenseRule, examples: int, generator: torch.Generator)
 
 
 def _check_period(dense: DenseRule, generator: torch.Generator) -> None:
-    """A shift of query and key by the period must not change the rule, near 0 and anywhere in the first periods.
+    """Raise AssertionError if a shift of query and key by one or two periods changes the rule.
 
-    No allowed pair of a confined rule may cross a multiple of the period.
+    If the pattern is `confined`, no allowed pair may cross a multiple of the period. Only the pairs of `_windows` are
+    tested; a pattern without a period passes.
     """
     period = dense.pattern.period()
     if period is None:
@@ -156,7 +160,10 @@ def _check_period(dense: DenseRule, generator: torch.Generator) -> None:
 
 
 def _windows(dense: DenseRule, period: int, generator: torch.Generator) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
-    """(heads, queries, keys): the whole table, then windows at nearby or random positions in three periods."""
+    """Yield (heads, queries, keys), each 1D: first all of the table, then _WINDOWS windows of _WINDOW queries and keys.
+
+    The windows begin in the first three periods; in half of them the keys are near the queries.
+    """
     heads, whole, side = torch.arange(dense.num_heads), torch.arange(dense.num_tokens), torch.arange(_WINDOW)
     yield heads, whole, whole
     for index in range(_WINDOWS):
@@ -169,7 +176,7 @@ def _windows(dense: DenseRule, period: int, generator: torch.Generator) -> Itera
 
 
 def _check_text(pattern: Pattern | Mixture) -> None:
-    """Reading the pattern's JSON must give an equal pattern; to_json may raise TypeError."""
+    """Raise AssertionError unless the pattern's JSON reads back as an equal pattern; one without JSON passes."""
     try:
         text = to_json(pattern)
     except TypeError:
@@ -184,7 +191,7 @@ def _check_text(pattern: Pattern | Mixture) -> None:
 
 @dataclass(frozen=True)
 class BoxRanges:
-    """Box of one head: its query and key positions, two arithmetic progressions, as ranges."""
+    """Box of pairs in one head: each query position in the range q with each key position in the range k."""
 
     head: int
     q: range
@@ -207,7 +214,7 @@ class BoxRanges:
         return int(dense.table[self.head, q, k].sum())
 
     def smaller(self) -> Iterator[BoxRanges]:
-        """Simpler boxes: with shorter ranges, from either end, of step 1, or nearer to 0; and with head 0."""
+        """Yield simpler boxes, each with one change: a shorter range, step 1, a start nearer to 0, or head 0."""
         for name, side in (("q", self.q), ("k", self.k)):
             number, first, step = len(side), side.start, side.step
             shorter = [n for n in dict.fromkeys((1, number // 2, number - 1)) if 0 < n < number]
@@ -228,7 +235,10 @@ class BoxRanges:
 
 
 def _check_bounds(dense: DenseRule, examples: int, generator: torch.Generator) -> None:
-    """Require 0 <= low <= allowed pairs <= high <= area for tested boxes; reports the smallest failing box."""
+    """Raise AssertionError unless `count` gives 0 <= low <= allowed pairs <= high <= area for all boxes of `_boxes`.
+
+    The message shows the smallest failing box that was found.
+    """
     failing = []  # the first of each kind
     for box, truth in _boxes(dense, examples, generator):
         if wrong := _wrong(dense, box, truth):
@@ -252,7 +262,7 @@ def _wrong(dense: DenseRule, box: Box, truth: Tensor) -> list[int]:
 
 
 def _shrunk(dense: DenseRule, place: BoxRanges) -> BoxRanges:
-    """Smallest failing box found from `place` in _SHRINK_TRIES tries."""
+    """Shrink the failing box `place` in up to _SHRINK_TRIES tries; return the last box that fails."""
     tries, ahead = _SHRINK_TRIES, place.smaller()
     while tries and (other := next(ahead, None)):
         tries -= 1
@@ -263,9 +273,10 @@ def _shrunk(dense: DenseRule, place: BoxRanges) -> BoxRanges:
 
 
 def _boxes(dense: DenseRule, examples: int, generator: torch.Generator) -> Iterator[tuple[Box, Tensor]]:
-    """(boxes, numbers of their allowed pairs): all blocks of sides 1, 2, 4 and so on; then random progressions.
+    """Yield (boxes, number of allowed pairs of each): all square blocks of sides 1, 2, 4, ..., then random boxes.
 
-    Of the progressions, a quarter start at position 0 and a quarter extend to the last position.
+    For each pair of steps in _STEPS there are `examples` random boxes. A quarter of their progressions start at
+    position 0, and a quarter extend to the last position.
     """
     tokens, heads, side = dense.num_tokens, dense.num_heads, 1
     while side <= tokens:
@@ -294,7 +305,10 @@ def _boxes(dense: DenseRule, examples: int, generator: torch.Generator) -> Itera
 
 
 def _check_lists(dense: DenseRule, examples: int, generator: torch.Generator) -> None:
-    """Block lists with settle=True must be exactly the blocks with pairs, full ones marked; others may list more."""
+    """Raise AssertionError unless block lists hold all blocks with allowed pairs, and mark only full blocks as full.
+
+    With settle=True, which evaluates undecided blocks, they must hold no other block, and mark all full ones.
+    """
     drawn = [_draw_lists(dense, generator) for _ in range(max(8, examples // 5))]
     for bound, (q_block, k_block), rate in sorted(drawn, key=lambda each: each[0].num_queries * each[0].num_keys):
         (term,) = shared_terms(dense.pattern, 1, bound, rate)
@@ -327,9 +341,9 @@ def _check_lists(dense: DenseRule, examples: int, generator: torch.Generator) ->
 
 
 def _draw_lists(dense: DenseRule, generator: torch.Generator) -> tuple[Bound, tuple[int, int], int]:
-    """(the pattern bound to random sizes, block sides, layout rate).
+    """Draw (pattern bound to random numbers of queries and keys, (query, key) block sides, rate of the layout).
 
-    Sizes are all tokens if the pattern takes none of _SIZE_TRIES, as for grids and block tables.
+    If the pattern accepts none of _SIZE_TRIES sizes, as a grid may, it is bound to all tokens.
     """
 
     def one_of(values: Sequence[int]) -> int:
@@ -348,7 +362,7 @@ def _draw_lists(dense: DenseRule, generator: torch.Generator) -> tuple[Bound, tu
 
 
 def _in_blocks(allowed: Tensor, q_block: int, k_block: int) -> Tensor:
-    """(heads, rows, columns): number of allowed pairs in each block; the last blocks may be shorter."""
+    """Count the allowed pairs of each block, (heads, block rows, block columns); the last blocks may be shorter."""
     heads, queries, keys = allowed.shape
     rows, columns = -(-queries // q_block), -(-keys // k_block)
     padded = torch.zeros(heads, rows * q_block, columns * k_block, dtype=torch.int64)

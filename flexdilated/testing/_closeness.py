@@ -1,6 +1,6 @@
-"""assert_attention_close: compare results with the float64 definition, within the rounding errors of their dtype.
+"""assert_attention_close: compare results with dense attention in float64, within the rounding errors of their dtype.
 
-First the comparison and its report, then the dense definition of a call, then the error budget of each number.
+This file has first the comparison and its report, then the dense attention, then the error budget of each number.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from ..masks.core import Extent, advises, require_bool, require_expression, requ
 MARGIN = 4.0
 _VANISHED = 1e-250  # its products with gradients do not underflow in float64
 _EXP_ERROR = 2.0**-14  # of exp in torch's CPU kernels for half precision: 5.4e-5 as measured, rounded up
-_RUNS, _BRANCHES, _LONGEST = 8, 6, 200  # listed in a report: runs of keys, branches, characters of a branch
+_RUNS, _BRANCHES, _LONGEST = 8, 6, 200  # at most listed in a report: runs of keys, branches, characters of a branch
 
 
 @advises()
@@ -47,16 +47,15 @@ def assert_attention_close(
     num_heads_global: int | None = None,
     margin: float = MARGIN,
 ) -> None:
-    """Compare `out` (B, H, N, D), and `lse` (B, H, N) if given, with the dense definition in float64.
+    """Raise AssertionError unless `out` (B, H, N, D), and `lse` (B, H, N) if given, equal dense attention in float64.
 
-    The error budget of each number is `margin` times the larger of two errors: the first-order rounding error in the
-    dtype of q, and the error of `scaled_dot_product_attention` in that row in this dtype. In bfloat16 and float16 sums
-    must be in float32; scores, weights and results may be rounded, independently. A row without keys must have output
-    0 and lse -inf, exactly. gradients: also compare gradients of q, k and v for a fixed functional of `out` (and
-    `lse`), which must then depend on q, k and v by autograd; the graph is retained. Other arguments are as in `attend`;
-    G may divide H. The definition needs memory for all N x M pairs, so use small inputs.
-
-    Raises AssertionError that shows the first wrong row and its branches.
+    Each number has an error budget, `margin` times the larger of two errors: the first-order rounding error in the
+    dtype of q, and the largest error of torch's `scaled_dot_product_attention` in that row in this dtype. In bfloat16
+    and float16 sums must be in float32, while scores, weights and results may be rounded. A row without keys must have
+    output 0 and lse -inf, exactly. gradients: also compare the gradients of q, k and v for a fixed functional of `out`
+    (and `lse`), which must then depend on q, k and v by autograd; the graph is retained. The other arguments are those
+    of `attend`; k and v are (B, G, M, D), where G divides H. Memory for all N x M pairs is needed, so use small inputs.
+    The error shows the first wrong row, and the keys that each branch of the pattern allows in it.
 
     >>> q, k, v = torch.randn(3, 1, 4, 256, 64)
     >>> testing.assert_attention_close(fd.attend(q, k, v, masks.causal()), q, k, v, masks.causal())
@@ -84,10 +83,11 @@ def require_close(
     rows: Tensor | None = None,
     margin: float = MARGIN,
 ) -> None:
-    """Raise AssertionError if a number exceeds its error budget.
+    """Raise AssertionError unless out (B, H, N, D), lse (B, H, N) and grads equal dense attention within error budgets.
 
-    through_lse: True if gradients came through the lse, too; None: if lse is given. rows (B, H, N): rows of out
-    and lse to compare.
+    lse: None: not compared. grads: "dq", "dk" and "dv" that follow from `cotangents` of out, or an empty dict.
+    through_lse: True if grads follow from that of lse, too; None: True if lse is given. rows (B, H, N): True for the
+    rows of out and lse to compare; None: all. margin: factor on the budgets.
     """
     through_lse = lse is not None if through_lse is None else through_lse
     truth = expected(dense, gradients=bool(grads), through_lse=through_lse, margin=margin)
@@ -105,7 +105,11 @@ def require_close(
 
 
 def gradients_of(dense: DenseAttention, out: Tensor, lse: Tensor | None) -> dict[str, Tensor]:
-    """dq, dk and dv by autograd, for `cotangents` of out and lse; zeros for an unused input."""
+    """Compute "dq", "dk" and "dv" by autograd, from the output gradients that `cotangents` gives for out and lse.
+
+    An unused input has gradient 0. lse is left out if it is None or requires no gradient. Raises AssertionError if out
+    requires no gradient.
+    """
     leaves = (dense.q, dense.k, dense.v)
     if not out.requires_grad:
         raise AssertionError("out does not depend on q, k and v by autograd: it has no gradient")
@@ -122,20 +126,27 @@ def gradients_of(dense: DenseAttention, out: Tensor, lse: Tensor | None) -> dict
 
 
 def check_result(name: str, x: Any, shape: torch.Size, device: torch.device) -> Tensor:
-    """Return x; raise TypeError if it is not a tensor, AssertionError for a wrong shape, dtype or device."""
+    """Return x if it is a floating-point tensor of this shape on this device.
+
+    Raises TypeError if x is no tensor, else AssertionError. name: name of x in the error.
+    """
     if not isinstance(x, Tensor):
         raise TypeError(f"{name} must be a tensor; got {type(x).__name__}")
     if x.shape != shape:
         raise AssertionError(f"{name} must have shape {tuple(shape)}; got {tuple(x.shape)}")
     if not x.dtype.is_floating_point:
-        raise AssertionError(f"{name} must be of floating point numbers; got {x.dtype}")
+        raise AssertionError(f"{name} must have a floating-point dtype; got {x.dtype}")
     if x.device != device:
         raise AssertionError(f"{name} must be on the device of q, {device}; got {x.device}")
     return x
 
 
 def _report(dense: DenseAttention, name: str, found: Tensor, truth: Expected, missed: Tensor, wrong: Tensor) -> str:
-    """Text of the first wrong row: numbers, budget, and keys by branch, or for dk and dv the queries that see it."""
+    """Describe the first wrong row: found and expected number, budget, and the keys that each branch allows in it.
+
+    For dk and dv, whose rows are keys: the queries that see the key instead. missed: True for each wrong number.
+    wrong: True for each row with a wrong number, (B, heads, rows).
+    """
     b, h, row = wrong.nonzero()[0].tolist()
     place = (b, h, row) if name == "lse" else (b, h, row, int(missed[b, h, row].nonzero()[0]))
     element = f", element {place[-1]}" if len(place) == 4 else ""
@@ -168,7 +179,7 @@ def _report(dense: DenseAttention, name: str, found: Tensor, truth: Expected, mi
 
 
 def _runs(positions: Sequence[int]) -> str:
-    """Ascending positions as runs: "0 to 3, 7"; "none" without any."""
+    """Text of ascending positions as runs, such as "0 to 3, 7", of which at most _RUNS are listed; "none" if empty."""
     if not positions:
         return "none"
     starts = [0, *(index + 1 for index, (a, b) in enumerate(pairwise(positions)) if b != a + 1), len(positions)]
@@ -188,9 +199,10 @@ def rough(x: Tensor) -> str:
 
 @dataclass(frozen=True, eq=False)
 class DenseAttention:
-    """Inputs of a call: q (B, H, N, D), k and v (B, G, M, D), and the bound pattern, with one or more branches.
+    """Arguments of one attention call, q (B, H, N, D), k and v (B, G, M, D), from which it is computed densely.
 
-    `pattern` is the original pattern, with the zero keys of its padding; `bound` has none.
+    bound: the pattern with run-time tensors, sizes and offsets, without zero keys of padding. pattern: as given by the
+    caller, with them. scale: factor of the scores.
     """
 
     q: Tensor
@@ -219,7 +231,7 @@ class DenseAttention:
         head_offset: int = 0,
         num_heads_global: int | None = None,
     ) -> DenseAttention:
-        """Definition for the arguments of `attend`; raises the errors of `attend`."""
+        """Make an instance from the arguments of `attend`; raises the errors of `attend` for invalid ones."""
         require_expression(pattern)
         check_tensors(q, k, v, enable_gqa=True)
         check_sinks(sinks, q)
@@ -236,18 +248,18 @@ class DenseAttention:
         return cls(q, k, v, bound, pattern, resolve_scale(scale, q.shape[-1]), score_mod, sinks)
 
     def wide(self, *, requires_grad: bool = False) -> DenseAttention:
-        """Copy in float64, detached from the graph."""
+        """Copy with q, k, v and sinks in float64, detached from the graph. requires_grad: of q, k and v."""
         q, k, v = (x.detach().double().requires_grad_(requires_grad) for x in (self.q, self.k, self.v))
         return replace(self, q=q, k=k, v=v, sinks=None if self.sinks is None else self.sinks.detach().double())
 
     def attention(self) -> tuple[Tensor, Tensor]:
-        """(out, lse) by the definition, differentiable."""
+        """Compute (out (B, H, N, D), lse (B, H, N)) densely; differentiable."""
         options = {"scale": self.scale, "score_mod": self.score_mod, "sinks": self.sinks}
         out, lse = reference_attention(self.q, self.k, self.v, self.bound, **options)
         return with_zero_keys(out, lse, self.zero_keys()) if self.pattern.pads else (out, lse)
 
     def zero_keys(self) -> Tensor:
-        """(H, N): number of zero keys of padding in each row."""
+        """(H, N): number of padding keys, of score 0 and value 0, that each query sees."""
         bound, device = self.bound, self.q.device
         heads = torch.arange(bound.num_heads, device=device)[:, None] + bound.head_offset
         queries = torch.arange(bound.num_queries, device=device) + bound.q_offset
@@ -258,18 +270,21 @@ class DenseAttention:
         return multiplicity(self.bound, self.q.device).expand(*self.q.shape[:3], self.k.shape[2])
 
     def for_query_heads(self, x: Tensor) -> Tensor:
-        """k or v with one head for each query head: h reads h // (H / G)."""
+        """Repeat the heads of k or v, (B, G, M, D) to (B, H, M, D): head h is key/value head h // (H / G)."""
         return x.repeat_interleave(self.q.shape[1] // x.shape[1], dim=1)
 
     def scores(self) -> Tensor:
-        """(B, H, N, M): scores of all pairs, allowed or not."""
+        """(B, H, N, M): scaled scores of all pairs, allowed or not, after score_mod."""
         scores = (self.q @ self.for_query_heads(self.k).mT) * self.scale
         return scores if self.score_mod is None else modified_scores(scores, self.score_mod, self.bound)
 
 
 @dataclass(frozen=True, eq=False)
 class Expected:
-    """Expected result: float64 value, error budget, and error of torch's dense attention in the dtype, or None."""
+    """Expected out, lse or gradient in float64, with the error budget of each number.
+
+    plain_error: largest error in each row, (..., 1), of torch's dense attention in the dtype of q; None if unknown.
+    """
 
     value: Tensor
     budget: Tensor
@@ -279,7 +294,10 @@ class Expected:
 def expected(
     dense: DenseAttention, *, gradients: bool = False, through_lse: bool = False, margin: float = MARGIN
 ) -> dict[str, Expected]:
-    """Expected out and lse; with `gradients` also dq, dk, dv for `cotangents` of out, and of lse if `through_lse`."""
+    """Compute the expected "out" and "lse", and with `gradients` also "dq", "dk" and "dv", by name.
+
+    The gradients are for `cotangents` of out, and of lse if `through_lse`. margin: factor on the error budgets.
+    """
     wide, own = dense.wide(requires_grad=gradients), torch.finfo(dense.q.dtype)
     out, lse = wide.attention()
     values = {"out": out.detach(), "lse": lse.detach()}
@@ -307,7 +325,11 @@ def expected(
 
 
 def cotangents(out: Tensor, lse: Tensor, *, through_lse: bool = True) -> tuple[Tensor, Tensor]:
-    """Fixed float64 gradients of out and lse, exact in every dtype; 0 for the lse of a row without keys."""
+    """Fixed pseudo-random float64 gradients of out and lse, in their shapes, from which a backward pass starts.
+
+    They are multiples of 1/16, exact in every dtype. Those of lse are 0 in rows without keys, and all 0 without
+    `through_lse`.
+    """
     generator = torch.Generator("cpu").manual_seed(1)
     drawn = (torch.randn(x.shape, generator=generator, dtype=torch.float64) for x in (out, lse))
     grad_out, grad_lse = ((16 * x).round() / 16 for x in drawn)
@@ -317,9 +339,10 @@ def cotangents(out: Tensor, lse: Tensor, *, through_lse: bool = True) -> tuple[T
 
 @dataclass(frozen=True, eq=False)
 class _Terms:
-    """Float64 inputs of error limits: absolute q, k, v per query head, out and gradients; scores (B, H, N, M), weights.
+    """Float64 tensors from which error limits are computed.
 
-    times: multiplicity of each pair. Scores include those of hidden pairs; weights of these are 0.
+    q, k, v, out and the gradients are absolute values; k and v have a head for each query head. Of all pairs, (B, H, N,
+    M): times, the number of branches that allow it; scores; and weights, by the softmax, 0 for pairs not allowed.
     """
 
     q: Tensor
@@ -348,9 +371,9 @@ class _Terms:
 
 
 def _summation_limits(terms: _Terms, dtype: torch.finfo, *, gradients: bool) -> dict[str, Tensor]:
-    """First-order bounds on errors of computation and summation in a dtype.
+    """Bound the errors of lse and out, and with `gradients` of dq, dk and dv, computed in a dtype; to first order.
 
-    Weights below its normal range may underflow to 0.
+    Weights below the normal range of the dtype may underflow to 0. Returns the bounds by name.
     """
     sizes = torch.maximum((terms.q @ terms.k.mT) * terms.scale, terms.scores.abs())
     loose = 1.0 + sizes.masked_fill(terms.times == 0, 0.0).amax(-1) + terms.lse.abs()
@@ -361,9 +384,10 @@ def _summation_limits(terms: _Terms, dtype: torch.finfo, *, gradients: bool) -> 
 
 
 def _rounding_limits(terms: _Terms, dtype: torch.finfo, values: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Errors of scores, weights and results that are rounded to a half dtype and summed in a wider dtype.
+    """Estimate the errors of lse, out and, if they are in `values`, dq, dk and dv, by name, in half precision.
 
-    Rounding errors are independent, so the error of a sum is their root sum of squares, not their sum.
+    dtype: bfloat16 or float16, to which scores, weights and results are rounded; sums are in float32. values: the exact
+    results by name. Rounding errors are independent, so the error of a sum is the root of the sum of squared errors.
     """
     unit, sent = dtype.eps / 2, None
     sizes = torch.maximum(_root(terms.q, terms.k.mT) * terms.scale, terms.scores.abs())
@@ -382,10 +406,10 @@ def _rounding_limits(terms: _Terms, dtype: torch.finfo, values: Mapping[str, Ten
 def _propagated(
     terms: _Terms, errors: Tensor, sent: Tensor | None, product: Callable[[Tensor, Tensor], Tensor]
 ) -> dict[str, Tensor]:
-    """Errors of out, and with `sent` of dq, dk and dv, that follow from errors (B, H, N, M) of the weights.
+    """Compute the errors of out, and with `sent` of dq, dk and dv, by name, from errors (B, H, N, M) of the weights.
 
-    sent (B, H, N, 1): size of the product of grad_out and out. product: torch.matmul for bounds, `_root` for
-    independent errors.
+    sent (B, H, N, 1): size of the dot product of grad_out and out; None without gradients. product: matrix product that
+    adds up errors, torch.matmul for bounds or `_root` for independent errors.
     """
     limits = {"out": product(errors, terms.v)}
     if sent is not None:
@@ -398,7 +422,7 @@ def _propagated(
 
 
 def _root(a: Tensor, b: Tensor) -> Tensor:
-    """Matrix product with the root sum of squares in place of each sum."""
+    """Matrix product of a and b in which each sum of products is replaced by the root of the sum of their squares."""
     return (a.square() @ b.square()).sqrt()
 
 
@@ -407,7 +431,10 @@ def _summed(x: Tensor, num_kv_heads: int) -> Tensor:
 
 
 def _plain_attention(dense: DenseAttention, *, gradients: bool) -> dict[str, Tensor]:
-    """out, and gradients, of torch's dense attention in the dtype of q; empty with score_mod or sinks."""
+    """Compute "out", and with `gradients` "dq", "dk" and "dv", by torch's dense attention in the dtype of q.
+
+    The gradients are for `cotangents` of out. Empty with score_mod or sinks, which torch's attention does not take.
+    """
     if dense.score_mod is not None or dense.sinks is not None:
         return {}
     leaves = [x.detach().clone().requires_grad_(gradients) for x in (dense.q, dense.k, dense.v)]

@@ -21,9 +21,9 @@ _ORDERS: list[Literal["contiguous", "zigzag"]] = ["contiguous", "zigzag"]
 
 @st.composite
 def any_of(draw: st.DrawFn, *strategies: st.SearchStrategy) -> Any:
-    """Draw from one of the strategies; a repeated one has a higher probability, while `one_of` drops repetitions.
+    """Draw from one of the strategies; one that is given twice is twice as likely (`one_of` drops repetitions).
 
-    The simplest strategy comes first: hypothesis shrinks towards it.
+    Give the simplest strategy first: hypothesis shrinks towards it.
     """
     return draw(draw(st.sampled_from(strategies)))
 
@@ -31,10 +31,11 @@ def any_of(draw: st.DrawFn, *strategies: st.SearchStrategy) -> Any:
 def lengths(
     around: Pattern | Mixture | Iterable[int] = (), *, max_tokens: int = 48, blocks: Iterable[int] = ()
 ) -> st.SearchStrategy[int]:
-    """Numbers of tokens: any, multiples of edges and their neighbours, the smallest and the largest.
+    """Strategy for numbers of tokens from 1 to max_tokens, half of them near edges. They shrink towards 1.
 
-    around: edges, or a pattern whose numbers are the edges (`edges_of`). blocks: further edges, such as block sides.
-    Half of the lengths are near edges. They shrink towards 1.
+    around: edges, which are lengths at whose multiples a result may change; or a pattern, to use its `edges_of`.
+    blocks: further edges, such as block sides. Near an edge: 1 to 4 times the edge, or one less or more. The other
+    half are 1, max_tokens or any.
     """
     require_int("max_tokens", max_tokens, minimum=1)
     own = edges_of(around) if isinstance(around, Pattern | Mixture) else tuple(around)
@@ -47,10 +48,10 @@ def lengths(
 
 @dataclass(frozen=True)
 class AttentionSizes:
-    """The sizes of one call: q (batch, num_heads, num_queries, head_dim), k and v (batch, num_kv_heads, num_keys, ...).
+    """Sizes of one attention call: q (batch, num_heads, num_queries, head_dim), k and v with num_kv_heads and num_keys.
 
-    Query i has position q_offset + i, key j has k_offset + j. The heads are num_heads of num_heads_global, from
-    head_offset on; num_heads_global=0 is replaced by head_offset + num_heads.
+    Query i has position q_offset + i, key j has position k_offset + j. The heads are num_heads of num_heads_global,
+    starting at head_offset; num_heads_global=0 is replaced by head_offset + num_heads.
     """
 
     batch: int
@@ -70,7 +71,7 @@ class AttentionSizes:
 
     @property
     def places(self) -> dict[str, int]:
-        """q_offset, k_offset, head_offset and num_heads_global: keywords of `attend` and of a pattern's `bind`."""
+        """Keywords of `attend` and of a pattern's `bind`: q_offset, k_offset, head_offset and num_heads_global."""
         names = ("q_offset", "k_offset", "head_offset", "num_heads_global")
         return {name: getattr(self, name) for name in names}
 
@@ -88,12 +89,12 @@ def attention_sizes(
     self_attention: bool = True,
     all_heads: bool = True,
 ) -> AttentionSizes:
-    """Sizes with grouped heads: num_kv_heads divides num_heads. They shrink towards 1.
+    """Strategy for `AttentionSizes` whose num_kv_heads divides num_heads. They shrink towards 1.
 
-    around and blocks: as for `lengths`. num_heads: fixed number of heads; by default any up to max_heads.
-    self_attention=False: numbers of queries and keys may differ, with offsets up to max_tokens; if `around` is a
-    pattern, it can be bound to them. all_heads=False: the tensors may have only some of the heads, as on one of several
-    devices.
+    around, blocks: half of the numbers of tokens are near multiples of these lengths or of a pattern's, as in
+    `lengths`. num_heads: fixed number of heads; None: any up to max_heads. self_attention=False: numbers of queries and
+    keys may differ, with offsets up to max_tokens; if `around` is a pattern, it can be bound to them. all_heads=False:
+    the tensors may have only some of the heads, as on one of several devices.
     """
     total = draw(st.integers(1, max_heads)) if num_heads is None else require_int("num_heads", num_heads, minimum=1)
     keys = draw(lengths(around, max_tokens=max_tokens, blocks=blocks))
@@ -116,7 +117,7 @@ def attention_sizes(
 
 
 def in_range(bind: Callable[[], object]) -> bool:
-    """False if `bind` fails because a listed block is out of range; other errors are raised."""
+    """Return True if `bind` succeeds, False if it raises the ValueError of a listed block that is out of range."""
     try:
         bind()
     except ValueError as error:
@@ -140,10 +141,12 @@ def tensors(
     values: Sequence[str] = _VALUES,
     requires_grad: bool = False,
 ) -> Tensor:
-    """A tensor of this shape: ordinary values, ties, zeros and -0.0, large or tiny values, or one large outlier.
+    """Strategy for tensors of this shape on the CPU, finite in `dtype`.
 
-    Only a kind and a seed are drawn, so the cost of a draw does not grow with the size; they shrink towards ordinary
-    values of seed 0. All values are finite in `dtype`.
+    values: kinds to draw from, in order of simplicity: "ordinary" (normal), "ties" (-1, 0 and 1), "zeros" (0.0 and
+    -0.0), "large" (times 100), "tiny" (times 1e-4) and "one far above" (one element is 1e4). ValueError for another
+    kind. Only a kind and a seed are drawn, so the cost of a draw does not grow with the size; they shrink towards
+    the first kind and seed 0.
     """
     require_bool("requires_grad", requires_grad)
     _require_kinds(values)
@@ -177,9 +180,10 @@ def attention_inputs(
     layouts: Sequence[str] = MEMORY_LAYOUTS,
     requires_grad: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """q (B, H, N, D), k and v (B, G, M, D), each with an independent kind of values and memory layout.
+    """Strategy for (q, k, v) of these sizes: q (B, H, N, D), k and v (B, G, M, D), on the CPU.
 
-    layouts: names for `flexdilated.testing.laid_out`; they shrink towards the first. All three tensors come from one
+    Each tensor has its own kind of values, drawn from `values` as in `tensors`, and its own memory layout, drawn from
+    `layouts`, names for `flexdilated.testing.laid_out`. Both shrink towards the first. All three tensors come from one
     seed, so they differ even when shrunk.
     """
     _require_kinds(values)
@@ -202,7 +206,10 @@ def _require_kinds(values: Sequence[str]) -> None:
 
 @st.composite
 def document_lengths(draw: st.DrawFn, num_tokens: int, *, max_documents: int = 5) -> tuple[int, ...]:
-    """Document lengths that sum to `num_tokens`. They shrink towards one document."""
+    """Strategy for the lengths, each at least 1, of 1 to max_documents documents that sum to `num_tokens`.
+
+    They shrink towards one document.
+    """
     require_int("num_tokens", num_tokens, minimum=1)
     most = min(require_int("max_documents", max_documents, minimum=1), num_tokens)
     cuts = draw(st.sets(st.integers(1, num_tokens - 1), max_size=most - 1)) if most > 1 else set()
@@ -213,9 +220,9 @@ def document_lengths(draw: st.DrawFn, num_tokens: int, *, max_documents: int = 5
 def document_ids(
     draw: st.DrawFn, num_tokens: int, *, batch: int = 1, max_documents: int = 5, padding: bool = True
 ) -> Tensor:
-    """int64 (batch, num_tokens): the document of each position, 0, 1 and so on; -1 for padding, at the end.
+    """Strategy for int64 tensors (batch, num_tokens) for `masks.documents`: the document 0, 1, ... of each position.
 
-    For `masks.documents`. They shrink towards one document in every row.
+    padding: also draw rows that end with padding, of id -1. They shrink towards one document in every row.
     """
     require_int("batch", batch, minimum=1)
     rows = []
@@ -232,10 +239,10 @@ def document_ids(
 def shardings(
     draw: st.DrawFn, num_tokens: int, *, max_ranks: int = 4, num_ranks: int | None = None, ragged: bool = True
 ) -> Sharding:
-    """Shardings of `num_tokens` over 1 to max_ranks ranks: both orders, shards of any length, also empty ones.
+    """Strategy for shardings of `num_tokens` over 1 to max_ranks ranks, in order "contiguous" or "zigzag".
 
-    num_ranks: fixed number of ranks. ragged=False: shard lengths as equal as possible. They shrink towards one rank,
-    and towards equal contiguous shards.
+    num_ranks: fixed number of ranks; None: any up to max_ranks. ragged: also draw shards of unequal lengths, also
+    empty ones; False: shard lengths as equal as possible. They shrink towards one rank and equal contiguous shards.
     """
     require_int("num_tokens", num_tokens, minimum=1)
     ranks = draw(st.integers(1, max_ranks)) if num_ranks is None else require_int("num_ranks", num_ranks, minimum=1)

@@ -1,4 +1,4 @@
-"""Hypothesis strategies for patterns: leaves of each kind, compositions, LongNets, mixtures, run-time tensors."""
+"""Hypothesis strategies for patterns: single ones of each kind, compositions, LongNets, mixtures, run-time tensors."""
 
 from __future__ import annotations
 
@@ -17,7 +17,8 @@ from ..masks import EMPTY, FULL, PARTIAL, Pattern, custom
 from ..masks.core import require_bool, require_int
 from ._drawn_inputs import AttentionSizes, any_of, document_ids
 
-# words: object with the constructors, such as WORDS. largest: largest number in a pattern's arguments.
+# In this file, words is the object whose methods construct patterns, such as WORDS, and largest is the largest number
+# in a pattern's arguments.
 # The simplest choice comes first: hypothesis shrinks towards it.
 
 OFFSET_RULES = ("interleaved", "contiguous")
@@ -25,10 +26,10 @@ _SIDES = ((True, True), (True, False), (False, True))  # rows, columns
 
 
 class Words:
-    """Constructors for drawn patterns: all of `masks`, and functions for `custom`.
+    """Constructors that the strategies call to make patterns: every function of `masks`, and three custom patterns.
 
-    A test may replace WORDS by an object with equal names, to draw each pattern together with an independent rule:
-    constructors then return (pattern, rule) objects with &, |, ~, +, `after` and `per_document`.
+    A test may give the strategies another object with the same methods, to draw each pattern together with an
+    independent dense rule: each method then returns an object that holds both and has the operators of a pattern.
     """
 
     def __getattr__(self, name: str) -> Any:
@@ -40,14 +41,17 @@ class Words:
 
     @staticmethod
     def custom_windows(widths: Sequence[int], *, classified: bool) -> Pattern:
-        """Head h sees the last widths[h mod len(widths)] keys; classified: also give `classify` and a period."""
+        """Custom pattern: a query in head h sees the last widths[h % len(widths)] keys, its own included.
+
+        classified: also give `custom` the function `classify`, which marks blocks as full or empty, and the period.
+        """
         table = torch.tensor(widths)
         claims: dict[str, Any] = {"classify": classify_window(table), "period": 1} if classified else {}
         return custom(window_by_head(table), **claims)
 
     @staticmethod
     def custom_kinds(kinds: Sequence[int]) -> Pattern:
-        """Positions of equal kind see each other; kinds repeat."""
+        """Custom pattern: query q sees key k if kinds[q % n] == kinds[k % n], where n = len(kinds)."""
         return custom(same_kind(torch.tensor(kinds)), period=len(kinds))
 
 
@@ -93,7 +97,12 @@ LEAVES = ("window", "strided", "dilated window", "landmarks", "dilated", "global
 
 @st.composite
 def leaf(draw: st.DrawFn, words: Any, largest: int, kind: str) -> Any:
-    """A pattern of a kind in LEAVES, "function" for `custom`, or "grid": a grid has at least `largest` tokens."""
+    """Draw one pattern of this kind, made by the constructors of `words`.
+
+    kind: a name in LEAVES, such as "window"; or "function", a `custom` pattern; or "grid", a neighborhood on a grid of
+    1 to 3 axes with at least `largest` tokens. largest: upper bound of segments, strides, rates and counts in the other
+    kinds.
+    """
 
     def number(most: int = largest, least: int = 1) -> int:
         return draw(st.integers(least, most))
@@ -150,7 +159,10 @@ def leaf(draw: st.DrawFn, words: Any, largest: int, kind: str) -> Any:
 
 @st.composite
 def whole_grids(draw: st.DrawFn, words: Any, max_tokens: int) -> Any:
-    """Neighborhoods on small grids of 2 or 3 axes, to be bound to all tokens; windows may exceed an axis."""
+    """Draw a neighborhood on a grid of 2 or 3 axes of length 1 to 7, with up to max_tokens tokens.
+
+    Its windows may fill an axis. It must be bound to all tokens of the grid. words: see `Words`.
+    """
     sides = st.lists(st.integers(1, 7), min_size=2, max_size=3)
     grid = draw(sides.filter(lambda grid: prod(grid) <= max_tokens))
     return draw(_neighborhoods_on(words, grid, most=max(grid), max_rate=2))
@@ -167,7 +179,11 @@ def _neighborhoods_on(draw: st.DrawFn, words: Any, grid: list[int] | tuple[int, 
 
 @st.composite
 def _windows_along(draw: st.DrawFn, length: int, most: int, max_rate: int, centred: bool) -> tuple[int, int, int, bool]:
-    """(kernel size, rate, stride, causal) of one axis; `centred`: windows have the query in their middle."""
+    """Draw (kernel size, rate, stride, causal) for one axis of this length.
+
+    The kernel size is at most 2 * most + 1. centred: windows have the query in their middle: odd kernel size, stride 1,
+    not causal.
+    """
     rate = draw(st.integers(1, min(max_rate, length)))
     longest = min(2 * most + 1, length // rate)
     if centred:
@@ -182,9 +198,11 @@ _COMPOSITIONS = ("leaf", "and", "or", "not", "blockwise", "after", "per_head", "
 
 @dataclass(frozen=True)
 class Grammar:
-    """Limits of drawn patterns: heads, numbers up to `max_number`, bound to at most `max_positions` positions.
+    """Limits of drawn patterns, and methods that return strategies within these limits.
 
-    closures: also draw custom functions. words: object with the constructors; see `Words`.
+    num_heads, max_positions: patterns can be bound to this number of heads and up to this number of positions.
+    max_number: largest segment, stride, count and so on. closures: also draw `custom` patterns. words: object with the
+    constructors of patterns; see `Words`.
     """
 
     num_heads: int = 1
@@ -220,7 +238,10 @@ class Grammar:
 # Hypothesis validates each new strategy on its first draw, so strategies are cached.
 @lru_cache(maxsize=64)
 def _sets(grammar: Grammar, depth: int) -> st.SearchStrategy:
-    """Set patterns; at depth 0 leaves: dilated sets, the library's main subject, most often, causal order least."""
+    """Strategy for set patterns, in which each pair counts once, with at most `depth` nested compositions.
+
+    At depth 0 they are single patterns: dilated ones, the library's main subject, most often, `causal()` least.
+    """
     if depth:
         return _composed(grammar, depth)
     words, largest = grammar.words, grammar.max_number
@@ -278,7 +299,10 @@ _RUN_TIME_COMPOSITIONS = (
 
 @st.composite
 def run_time_compositions(draw: st.DrawFn, grammar: Grammar, sizes: AttentionSizes, words: Any) -> Any:
-    """Like `run_time_patterns`, with patterns of `grammar` and run-time constructors of `words`."""
+    """Draw a pattern within the limits of `grammar`, combined with one or two run-time patterns that fit `sizes`.
+
+    words: object with the constructors of the run-time patterns: documents, lengths, visible_keys and selected_blocks.
+    """
     positions = max(sizes.q_offset + sizes.num_queries, sizes.k_offset + sizes.num_keys)
     keys = sizes.k_offset + sizes.num_keys
     spans = [_documents(words, sizes.batch, positions), _lengths(words, sizes.batch, positions)]
@@ -304,7 +328,10 @@ def run_time_compositions(draw: st.DrawFn, grammar: Grammar, sizes: AttentionSiz
 
 @st.composite
 def _documents(draw: st.DrawFn, words: Any, batch: int, positions: int) -> Any:
-    """`documents` of ascending ids, per batch entry or for all, with padding at the end and between documents."""
+    """Draw a `documents` pattern of ascending ids, for each batch entry or for all, with padding.
+
+    Padding is at the end of a row, or in place of document 0 or 1. positions: length of a row.
+    """
     rows = draw(st.sampled_from([1, batch]))
     ids = draw(document_ids(positions, batch=rows, max_documents=draw(st.sampled_from([5, 40]))))
     hidden = draw(st.sampled_from([-1, -1, -1, 0, 1]))
@@ -332,7 +359,10 @@ def _visible_keys(draw: st.DrawFn, words: Any, batch: int, keys: int) -> Any:
 
 @st.composite
 def _selected_blocks(draw: st.DrawFn, words: Any, sizes: AttentionSizes) -> Any:
-    """`selected_blocks` with any block sides, per group of heads; row 0 is query block 0 or that of the first query."""
+    """Draw a `selected_blocks` pattern with block sides of 1 to 20 and one table for each group of heads.
+
+    Row 0 of a table is for query block 0, or for the block of the first query.
+    """
     block = draw(st.integers(1, 20)), draw(st.integers(1, 20))
     stop, heads = sizes.q_offset + sizes.num_queries, sizes.num_heads_global
     first = draw(st.sampled_from([0, sizes.q_offset // block[0]]))

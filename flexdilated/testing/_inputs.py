@@ -1,4 +1,4 @@
-"""Inputs for modules and calls: lengths around the numbers of a pattern, kinds of values, memory layouts."""
+"""Test inputs for attention: lengths near multiples of a pattern's segments, kinds of values, memory layouts."""
 
 from __future__ import annotations
 
@@ -13,15 +13,16 @@ from torch import Tensor
 
 from ..masks import Mixture, Pattern
 
-# B batch, H query heads, G key/value heads, X heads of one of them, N tokens, D head dim
+# B batch, H query heads, G key/value heads, X either H or G, N tokens, D head dim
 
 _NO_LENGTHS = ("seed", "head", "rows")
 
 
 def edges_of(pattern: Pattern | Mixture) -> tuple[int, ...]:
-    """Segment lengths, rates, strides, window widths and other lengths of a pattern, in ascending order.
+    """Lengths at whose multiples a pattern's rule may change, in ascending order, without duplicates.
 
-    They come from the pattern's data; for a custom function, only the period is known.
+    They are the numbers in `pattern.to_data()`: segment lengths, rates, strides, window widths, block sides and so on.
+    Of a custom function only the period is known.
     """
     periods = {leaf.period() or 0 for leaf in pattern.leaves() if leaf.to_data()["kind"] == "custom"}
     return tuple(sorted((_edges(pattern.to_data()) | periods) - {0}))
@@ -44,8 +45,9 @@ def _edges(data: Mapping[str, Any]) -> set[int]:
     return own | inner | {block * edge for edge in inner}
 
 
-LONG_LENGTHS = (65, 128, 257)  # the last block of a kernel is whole, or has a single token
-_BLOCKS = (64, 128, 256, 512, 1024)  # block sides of kernels, tried with the last block whole or with one token
+# The last block of a kernel is whole at 128 tokens, and has a single token at 65 and 257.
+LONG_LENGTHS = (65, 128, 257)
+_BLOCKS = (64, 128, 256, 512, 1024)  # block sides of kernels; lengths are equal to these, or one more
 
 
 def tokens(length: int) -> str:
@@ -53,7 +55,11 @@ def tokens(length: int) -> str:
 
 
 def lengths_for(pattern: Pattern | Mixture, num_heads: int, *, max_tokens: int, examples: int) -> tuple[int, ...]:
-    """Ascending lengths that the pattern takes: small ones, near multiples of its numbers, at blocks, the largest."""
+    """Choose up to `examples` lengths from 1 to max_tokens that the pattern accepts, in ascending order.
+
+    They are small ones, lengths within 1 of 1 to 3 times `edges_of` the pattern, kernels' block sides and one more, and
+    the largest; if there are too many, evenly spaced ones of these. Raises ValueError if the pattern accepts none.
+    """
     edges = [edge for edge in edges_of(pattern) if 1 < edge <= max_tokens]
     around = {multiple * edge + step for edge in edges for multiple in (1, 2, 3) for step in (-1, 0, 1)}
     wanted = {1, 2, 3, 4, 5, 7, max_tokens - 1, max_tokens} | around
@@ -85,7 +91,10 @@ KINDS = ("ordinary values", "large scores", "equal keys", "zeros and -0.0", "one
 def values(
     kind: str, num_heads: int, num_kv_heads: int, num_tokens: int, head_dim: int, *, batch: int, seed: int
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """q, k and v in float64, with values of a kind from KINDS."""
+    """Make float64 q (batch, num_heads, num_tokens, head_dim), and k and v with num_kv_heads, on the CPU.
+
+    kind: of the values, a text in KINDS such as "large scores". seed: equal seeds give equal values.
+    """
     generator = torch.Generator("cpu").manual_seed(seed)
     heads = (num_heads, num_kv_heads, num_kv_heads)
     q, k, v = (
@@ -103,7 +112,7 @@ def values(
 
 
 def _misaligned(x: Tensor) -> Tensor:
-    """Copy of x with a gap after each row, at an offset of five elements in its buffer."""
+    """Copy x to rows with gaps of three elements between them, at an offset of five elements in a buffer."""
     *sizes, D = x.shape
     buffer = x.new_full((5 + x[..., 0].numel() * (D + 3),), 7.0)
     room = buffer[5:].view(*sizes, D + 3)[..., :D]
@@ -125,12 +134,13 @@ MEMORY_LAYOUTS = tuple(_LAYOUTS)
 
 
 def laid_out(x: Shaped[Tensor, "B X N D"], layout: str) -> Shaped[Tensor, "B X N D"]:
-    """x, detached, in this memory layout; its values are unchanged, except that "expanded" repeats the first channel.
+    """Return x, detached, with the strides of a memory layout; values are unchanged, except in layout "expanded".
 
-    "heads first": contiguous. "tokens first": transposed projection. "fused": one of three tensors interleaved by
-    token. "channels first": output of a Conv1d. "stacked": one of three tensors stacked along a last dim. "every
-    second": every second channel. "expanded": one channel with stride 0. "misaligned": gaps between rows, at an odd
-    offset. Raises ValueError for any other name.
+    "heads first": contiguous. "tokens first": transposed from a contiguous (B, N, X, D), as a projection gives it.
+    "fused": one of three tensors interleaved by token, as a fused projection of q, k and v gives it. "channels first":
+    transposed from a contiguous (B, X, D, N), as a Conv1d gives it. "stacked": one of three tensors stacked along a
+    last dim. "every second": every second channel. "expanded": the first channel, repeated with stride 0. "misaligned":
+    gaps between rows, at an odd offset. Raises ValueError for any other name.
 
     >>> testing.laid_out(torch.randn(1, 4, 256, 64), testing.MEMORY_LAYOUTS[1]).stride()
     (65536, 64, 256, 1)

@@ -1,4 +1,4 @@
-"""The module under test: how it is made and called, and its cases: inputs of one call."""
+"""A module under test: how it is made and called, and the inputs of one call (a case)."""
 
 from __future__ import annotations
 
@@ -29,21 +29,23 @@ def plainly(module: Callable[..., Result], q: Tensor, k: Tensor, v: Tensor) -> R
 @advises()
 @dataclass(frozen=True)
 class Calls:
-    """Calls of a module under test: functions of the module, and of q, k and v in `layout`.
+    """Functions by which the checks of `examine_attention_module` call a module, with q, k and v in `layout`.
 
-    Each returns the output in that layout, or a tuple that begins with it. In "BHND" and "BNHD" a second tensor of
-    shape (B, H, N) is taken as the natural-log lse and checked, except at N = H, where it may be weights. In "BNE"
-    heads are concatenated, E = H D, as in `nn.MultiheadAttention(batch_first=True)`; its projections must be the
-    identity (`identity_projections`).
+    Each function but over_ranks returns the output in that layout, or a tuple that begins with it. None: the checks
+    that need this function do not apply.
 
-    plain: (module, q, k, v).
-    padded: (module, q, k, v, hidden), hidden (B, N) True for keys to exclude.
-    packed: (module, q, k, v, ids), ids (B, N) the document of each position, ascending.
-    documents: "restart", the pattern begins again in each document (`pattern.per_document(ids)`), or "cut", pairs
-        across documents are forbidden (`pattern & masks.documents(ids)`).
+    layout: "BHND" (batch, heads, tokens, head dim), "BNHD", or "BNE", in which heads are concatenated, E = H D, as in
+        `nn.MultiheadAttention(batch_first=True)`; projections must then be the identity (`identity_projections`). In
+        "BHND" and "BNHD" a returned second tensor of shape (B, H, N) is checked as the natural-log log-sum-exp, except
+        if N = H, where it may be weights.
+    plain: (module, q, k, v) -> attention over all tokens.
+    padded: (module, q, k, v, hidden); hidden (B, N): True for keys to exclude.
+    packed: (module, q, k, v, ids); ids (B, N): ascending number of the document of each position.
+    documents: the attention of `packed`: "restart", the pattern begins at position 0 in each document
+        (`pattern.per_document(ids)`), or "cut", pairs across documents are excluded (`pattern & masks.documents(ids)`).
     decoded: (module, q, k, v) -> outputs of all tokens, decoded token by token.
-    over_ranks: (mesh) -> module for a rank of a one-dimensional DeviceMesh; `plain` calls it with the rank's contiguous
-        tokens. It is pickled, so define it at the top level of a file.
+    over_ranks: (mesh) -> module for one rank of a one-dimensional DeviceMesh; `plain` calls it with the rank's
+        contiguous tokens. It is pickled, so define it at the top level of a file.
 
     >>> calls = testing.Calls(plain=lambda module, q, k, v: module(q, k, v))
     """
@@ -71,7 +73,7 @@ class Calls:
         return x.flatten(2) if self.layout == "BNE" else x
 
     def out_of_layout(self, x: Tensor, num_heads: int) -> Tensor:
-        """(B, H, N, D) of an output in the layout of the module."""
+        """Convert an output from `layout` to (B, H, N, D), where H is num_heads."""
         if self.layout == "BHND":
             return x
         return (x.unflatten(2, (num_heads, -1)) if self.layout == "BNE" else x).transpose(1, 2)
@@ -79,9 +81,9 @@ class Calls:
 
 @advises()
 def identity_projections(module: nn.Module) -> nn.Module:
-    """Set the projections of a module like `nn.MultiheadAttention` to the identity, in place; returns the module.
+    """Set the projections of a module like `nn.MultiheadAttention` to the identity, without bias, in place; return it.
 
-    The module then returns the attention over its arguments query, key and value. It must have the parameters
+    The module then returns plain attention over its arguments query, key and value. It must have the parameters
     in_proj_weight, or q_proj_weight, k_proj_weight and v_proj_weight; in_proj_bias, if any; out_proj, an nn.Linear.
     Raises TypeError for a module without them, and ValueError unless query, key and value have equal widths.
 
@@ -106,34 +108,35 @@ def identity_projections(module: nn.Module) -> nn.Module:
 
 
 class Failure(AssertionError):
-    """A check failed; the message gives the detail."""
+    """Error of a check that found a wrong result; the message describes it."""
 
 
 def failure(error: Exception) -> Failure:
-    """Failure that shows an error of the module."""
+    """Return a Failure that shows the type and message of an error of the module; a Failure is returned unchanged."""
     if isinstance(error, Failure):
         return error
     return Failure(f"raises {type(error).__name__}: {cut(str(error), _ERROR_LINES)}")
 
 
 def cut(text: str, max_lines: int) -> str:
-    """At most `max_lines` shortened lines, then the number of omitted lines."""
+    """First `max_lines` lines of the text, each shortened, and a line with the number of further lines, if any."""
     lines = text.splitlines()
     more = [f"... and {len(lines) - max_lines} more lines"] if len(lines) > max_lines else []
     return "\n".join([*(shortened(line, LONGEST_LINE) for line in lines[:max_lines]), *more])
 
 
 class DoesNotApply(Exception):
-    """A check does not apply; the message gives the reason."""
+    """Error of a check that does not apply to a module; the message gives the reason."""
 
 
 @dataclass(frozen=True, eq=False)
 class Case:
-    """Inputs of one call, and what a check compares.
+    """Inputs of one call of a module under test, and the rows or pairs to check.
 
-    call: name of a function of `Calls`, which also gets the tensors `extra`. pattern: claimed pairs of this call.
-    rows (B, H, N), pairs (H, N, N): True for rows and pairs to check; None: all. modules: the module to call, and
-    others to compare it with; none: a new module.
+    text: describes the case in reports. q (B, H, N, D), k and v (B, G, N, D). pattern: pairs that this call should
+    compute. call: name of the function of `Calls` to use, which also gets the tensors `extra`. rows (B, H, N), pairs
+    (H, N, N): True for output rows or pairs to check; None: all. modules: objects that a check shares between its
+    cases, such as a module that is called again; empty: the check makes new modules.
     """
 
     text: str
@@ -161,7 +164,10 @@ class Case:
 
 @dataclass(frozen=True)
 class Subject:
-    """Factory of a module, its claimed pattern, and the sizes and lengths of the checks."""
+    """A module under test, the pattern that it should compute, and the sizes of its test inputs.
+
+    factory: returns a new module. lengths: numbers of tokens to test, ascending. seed: of the random values.
+    """
 
     factory: Callable[[], Any]
     pattern: Pattern | Mixture
@@ -186,7 +192,11 @@ class Subject:
         pattern: Pattern | Mixture | None = None,
         **more: Any,
     ) -> Case:
-        """Case with deterministic values of this kind. text: follows the number of tokens in reports."""
+        """Make a case of `length` tokens, whose values depend only on the sizes, kind (a text in KINDS) and seed.
+
+        text: follows the number of tokens in reports. dtype, pattern: None: those of the subject. more: further fields
+        of the `Case`.
+        """
         heads, seed = (self.num_heads, self.num_kv_heads), self.seed + 1_000 * length + KINDS.index(kind)
         drawn = values(kind, *heads, length, self.head_dim, batch=batch, seed=seed)
         q, k, v = (x.to(dtype or self.dtype).to(self.device).requires_grad_(requires_grad) for x in drawn)
@@ -194,16 +204,19 @@ class Subject:
 
     @property
     def spread(self) -> tuple[int, ...]:
-        """At most five of the lengths: about evenly spaced ones, and the longest."""
+        """At most five of the lengths: four that are about evenly spaced, and the longest."""
         step = max(1, len(self.lengths) // 4)
         return tuple(dict.fromkeys((*self.lengths[1::step][:4], self.lengths[-1])))
 
     def times(self, length: int) -> Tensor:
-        """(H, N, N): multiplicity of each pair, in the first batch entry."""
+        """(H, N, N): number of the pattern's branches that allow each pair, at N = length tokens."""
         return self.case(length, batch=1).definition().times()[0]
 
     def module(self, dtype: torch.dtype | None = None) -> Any:
-        """New module; an `nn.Module` is moved to this dtype, or that of the checks, and to their device."""
+        """Make a new module; an `nn.Module` is moved to the device and dtype of the subject, or to this dtype.
+
+        Raises TypeError if the factory returns no callable.
+        """
         module = self.factory()
         if not callable(module):
             raise TypeError(f"factory must return a callable; got {type(module).__name__}")
@@ -216,7 +229,7 @@ class Subject:
             raise DoesNotApply(f"the module cannot be copied: {type(error).__name__}: {error}") from error
 
     def run(self, module: Any, case: Case) -> tuple[Tensor, Tensor | None]:
-        """(out (B, H, N, D), lse (B, H, N) or None) of a call; an error of the module is a Failure."""
+        """Call the module on a case; return (out (B, H, N, D), lse (B, H, N) or None). Any error becomes a Failure."""
         try:
             with torch.no_grad() if case.call == "decoded" else nullcontext():
                 return self.output(module, *case.qkv, *case.extra, call=case.call)
@@ -224,9 +237,11 @@ class Subject:
             raise failure(error) from error
 
     def output(self, module: Any, q: Tensor, k: Tensor, v: Tensor, *extra: Tensor, call: str = "plain"):
-        """(out, lse or None) as from `run`, for any q, k, v and extra tensors; raises the module's own exceptions.
+        """Call the module; return (out (B, H, N, D), lse (B, H, N) or None). The module's own exceptions are raised.
 
-        call: name of a function of `Calls`. It can be compiled.
+        q (B, H, N, D), k and v (B, G, N, D): transposed to the module's layout. call: name of a function of `Calls`,
+        which gets them and the extra tensors. Raises Failure for an output of wrong type, shape, dtype or device.
+        torch.compile can trace this method.
         """
         calls = self.calls
         given = calls.into_layout(q)

@@ -1,8 +1,8 @@
-"""MODULE_CHECKS, the table of checks of attention modules: the cases that each draws and its assertion.
+"""MODULE_CHECKS, the table of checks of attention modules: the test cases of each check, and its assertion.
 
 To add a check, write a function that yields cases of a `Subject` and a function that raises AssertionError if a case is
-wrong, and add a row to the table at the end of this file. To compare another kind of call or values with the
-definition, `equal_the_definition` is the second function.
+wrong, and add a row to the table at the end of this file. If the new check only compares another kind of call or of
+values with dense attention, the second function is `equal_the_definition`.
 """
 
 from __future__ import annotations
@@ -35,11 +35,12 @@ _compilations = count()
 class Check:
     """One check of attention modules.
 
-    draws: yields cases, in ascending order of length. asserts: raises AssertionError if a case is wrong; returns the
-        number of compared things.
+    draws: yields the test cases of a module, usually in ascending order of length.
+    asserts: raises AssertionError if a case is wrong, else returns the number of compared rows, pairs or calls.
     holds: text that follows this number in the report of a passed check.
-    needs: field of `Calls` without which the check does not apply. unless: reason if no case is drawn.
-    long: also drawn at `LONG_LENGTHS`. shrinks: search for a shorter failing length.
+    needs: name of the function of `Calls` without which the check does not apply.
+    unless: reason, in the report, why the check does not apply if no case is drawn.
+    long: True if the check also runs at `LONG_LENGTHS`. shrinks: True if a shorter failing length is searched.
     """
 
     name: str
@@ -56,7 +57,10 @@ class Check:
 
 
 def _all_kinds(subject: Subject) -> Iterator[Case]:
-    """Cases with all kinds of values if there is one length; otherwise the first kind and, in rotation, a second."""
+    """Yield a case of each length with ordinary values, and one with another kind of values from KINDS, in rotation.
+
+    If there is only one length, yield a case of each kind.
+    """
     first, *others = KINDS
     for index, length in enumerate(subject.lengths):
         for kind in KINDS if len(subject.lengths) == 1 else (first, others[index % len(others)]):
@@ -132,7 +136,10 @@ def _rows_without_keys(subject: Subject) -> Iterator[Case]:
 
 
 def _lengths_in_turn(subject: Subject) -> Iterator[Case]:
-    """Cases of one module at alternating lengths, from both ends, longest first, then at ascending lengths."""
+    """Yield cases that call one module alternately at long and short lengths, then at ascending lengths.
+
+    The modules of a case are this module, and a copy from before its first call.
+    """
     used, lengths = subject.module(), subject.lengths
     new = subject.copied(used)
     turns = [length for pair in zip(reversed(lengths), lengths, strict=True) for length in pair]
@@ -167,7 +174,11 @@ def _compiled_lengths(subject: Subject) -> Iterator[Case]:
 
 
 def equal_the_definition(subject: Subject, case: Case, *, needs_gradients: bool = False) -> int:
-    """Compare out and lse in rows with keys, and gradients, if any; in half precision also the dtype of out."""
+    """Compare a new module's out and lse, and gradients if q requires them, with dense attention.
+
+    Rows without keys are left out. In half precision out must have the dtype of q. needs_gradients: raise
+    AssertionError if out requires no gradient. Returns the number of compared rows.
+    """
     out, lse = subject.run(subject.module(case.q.dtype), case)
     if out.dtype != case.q.dtype and case.q.dtype.itemsize == 2:
         raise Failure(f"the output must have the dtype of q, {case.q.dtype}; got {out.dtype}")
@@ -182,7 +193,7 @@ def equal_the_definition(subject: Subject, case: Case, *, needs_gradients: bool 
 
 
 def _weights_of_pairs(subject: Subject, case: Case) -> int:
-    """Compare the weight of every pair, read by one-hot values."""
+    """Compare the softmax weight of every pair, which one-hot values show in out; return the number of pairs."""
     parts, module, D = [], subject.module(), subject.head_dim
     for first in range(0, case.length, D):
         v = torch.zeros_like(case.v)
@@ -212,7 +223,10 @@ def _weights_of_pairs(subject: Subject, case: Case) -> int:
 
 
 def _unchanged_by_hidden_keys(subject: Subject, case: Case) -> int:
-    """Replace up to _KEYS of the keys in `case.pairs`, one at a time; their queries must not change."""
+    """Raise Failure if an output changes when k and v of a key that is hidden from its query are replaced.
+
+    case.pairs: hidden pairs. Up to _KEYS of their keys are replaced, one at a time. Returns the number of tested rows.
+    """
     module, hidden = subject.module(), case.pairs
     assert hidden is not None
     before, budget, compared = subject.run(module, case)[0], _budget(case), 0
@@ -235,7 +249,10 @@ def _unchanged_by_hidden_keys(subject: Subject, case: Case) -> int:
 
 
 def _zero_without_keys(subject: Subject, case: Case) -> int:
-    """A query without keys must have output 0, lse -inf, and finite gradients."""
+    """Raise Failure unless queries without keys have output 0 and lse -inf, and all gradients are finite.
+
+    case.rows: the queries without keys, whose number is returned.
+    """
     out, lse = subject.run(subject.module(), case)
     empty = case.rows
     assert empty is not None
@@ -257,7 +274,7 @@ def _zero_without_keys(subject: Subject, case: Case) -> int:
 
 
 def _like_a_new_module(subject: Subject, case: Case) -> int:
-    """A module that was called at other lengths must equal a copy that was not."""
+    """Raise Failure unless a module called before at other lengths gives the output of an uncalled copy; return 1."""
     used, new = case.modules
     right, _ = subject.run(subject.copied(new), case)
     found, _ = subject.run(used, case)
@@ -289,7 +306,7 @@ def _entries_alone(subject: Subject, case: Case) -> int:
 
 
 def _same_bits_twice(subject: Subject, case: Case) -> int:
-    """Two calls with equal inputs must give identical bits and leave the inputs unchanged."""
+    """Raise Failure unless two calls with equal inputs give identical outputs and leave the inputs unchanged."""
     given, module = [x.clone() for x in case.qkv], subject.module()
     first, second = (subject.run(module, case)[0] for _ in range(2))
     for name, x, before in zip("qkv", case.qkv, given, strict=True):
@@ -300,7 +317,10 @@ def _same_bits_twice(subject: Subject, case: Case) -> int:
 
 
 def _loads_its_state(subject: Subject, case: Case) -> int:
-    """load_state_dict must reproduce a module's output; a call must not change the names in state_dict."""
+    """Raise Failure unless a new module gives the same output after it loads a used module's state_dict.
+
+    A call must not change the names in state_dict, whose number is returned.
+    """
     first, second = subject.module(), subject.module()
     if not isinstance(first, nn.Module):
         raise DoesNotApply(f"{type(first).__name__} is no nn.Module")
@@ -322,7 +342,7 @@ def _loads_its_state(subject: Subject, case: Case) -> int:
 
 
 def _like_eager(subject: Subject, case: Case) -> int:
-    """torch.compile with fullgraph=True must match eager, forward and backward."""
+    """Raise Failure unless out and gradients of the compiled module equal eager ones; return their number."""
     module = subject.module()
     compiled = _compiled(subject, module, backend="aot_eager")
     eager, _ = subject.run(module, case)
@@ -339,7 +359,10 @@ def _like_eager(subject: Subject, case: Case) -> int:
 
 
 def _few_graphs(subject: Subject, case: Case) -> int:
-    """torch.compile with default options must make at most _GRAPHS graphs for all lengths."""
+    """Raise Failure if torch.compile, without `dynamic`, makes more than _GRAPHS graphs up to this length; return 1.
+
+    case.modules: the compiled module, and the list of lengths at which it made a graph.
+    """
     compiled, made = case.modules
     compiled(*case.qkv)
     if len(made) > _GRAPHS:
@@ -348,7 +371,10 @@ def _few_graphs(subject: Subject, case: Case) -> int:
 
 
 def _like_one_rank(subject: Subject, case: Case) -> int:
-    """Compare outputs, and gradients if any, of processes with a part of the sequence each, with the definition."""
+    """Compare the outputs, and gradients if any, of RANKS processes, which share the tokens, with dense attention.
+
+    Returns RANKS.
+    """
     out, *grads = (x.to(subject.device) for x in run_over_ranks(subject.calls, *case.qkv))
     named: dict[str, Tensor] = dict(zip(("dq", "dk", "dv"), grads, strict=False))
     dense = case.definition()
@@ -357,7 +383,10 @@ def _like_one_rank(subject: Subject, case: Case) -> int:
 
 
 def _compiled(subject: Subject, module: Any, *, backend: Any) -> Callable[..., Tensor]:
-    """Compiled call with a separate code object, so other compilations do not count towards its recompile limit."""
+    """Compile a function of q, k and v that returns the module's out, (B, H, N, D).
+
+    It has its own code object, so that other compilations do not count towards its recompile limit.
+    """
 
     def call(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         return subject.output(module, q, k, v)[0]
@@ -372,7 +401,7 @@ def _budget(case: Case) -> Tensor:
 
 
 def _differing(a: Tensor, b: Tensor, budget: Tensor) -> Tensor:
-    """(B, H, N): rows that differ by more than rounding, or that are NaN in one of the two."""
+    """(B, H, N): True for rows in which a and b differ by more than the budget, or only one of them is NaN."""
     return ~(((b - a).detach().double().abs() <= budget) | (a.isnan() & b.isnan())).all(-1)
 
 

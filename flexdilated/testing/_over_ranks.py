@@ -1,4 +1,4 @@
-"""A module over ranks: the outputs and gradients of two processes with half of the tokens each."""
+"""Run a module on two processes (ranks) with half of the tokens each, and join their outputs and gradients."""
 
 from __future__ import annotations
 
@@ -29,22 +29,27 @@ LIMIT_S = 240.0  # time limit of the processes, from their start
 
 
 def run_over_ranks(calls: Calls, q: Tensor, k: Tensor, v: Tensor) -> list[Tensor]:
-    """out and, if any, dq, dk and dv for `cotangents` of out: of processes in a gloo group, joined on the CPU."""
+    """Run a module on RANKS processes with a part of the tokens each; return [out, dq, dk, dv], joined on the CPU.
+
+    q (B, H, N, D), k and v (B, G, N, D). The gradients are for `cotangents` of out; without them if out requires no
+    gradient. Raises Failure if the functions cannot be pickled, or if a process raises or takes more than LIMIT_S.
+    """
     grad, _ = cotangents(q, q[..., 0].double(), through_lse=False)
     # pickle copies tensors; multiprocessing's pickler would share them.
     parts = list(zip(*(x.cpu().tensor_split(RANKS, dim=2) for x in (q, k, v, grad)), strict=True))
     try:
         sent = pickle.dumps((replace(calls, padded=None, packed=None, decoded=None), parts))
     except (pickle.PicklingError, AttributeError, TypeError) as error:
-        raise Failure(f"over_ranks and plain must be functions of a module, to be pickled: {error}") from None
+        raise Failure(f"over_ranks and plain are pickled, so define them at the top level of a file: {error}") from None
     answers = map(pickle.loads, _on_two_processes(sent))
     return [torch.cat(each, 2) for each in zip(*answers, strict=True)]
 
 
 def _on_two_processes(sent: bytes) -> list[bytes]:
-    """Answers of all ranks. Raises Failure if a rank raises, exits early, or exceeds LIMIT_S.
+    """Run `_rank` in RANKS processes; return the bytes that each answers, in order of rank.
 
-    No process outlives the call. The rendezvous is a file, so no port is needed.
+    sent: pickle for `_own_part`. Raises Failure if a rank raises, exits early, or exceeds LIMIT_S. No process outlives
+    the call. The processes meet through a file, so no port is needed.
     """
     with tempfile.TemporaryDirectory() as name:
         folder, end = Path(name), monotonic() + LIMIT_S
@@ -66,7 +71,7 @@ def _on_two_processes(sent: bytes) -> list[bytes]:
 
 
 def _rank(rank: int, folder: Path, sent: bytes, timeout_s: float) -> None:
-    """Run one rank; writes its answer or its error to a file."""
+    """Run one rank in a gloo group of RANKS; write its answer or its error to a file in `folder`."""
     torch.set_num_threads(1)
     if sys.platform == "linux":  # elsewhere gloo resolves the host name
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
@@ -88,7 +93,10 @@ def _rank(rank: int, folder: Path, sent: bytes, timeout_s: float) -> None:
 
 
 def _own_part(sent: bytes, mesh: DeviceMesh) -> bytes:
-    """Pickle of a rank's output and, if it has any, gradients, for its part of the tokens."""
+    """Compute a rank's part of the output and, if it requires a gradient, of dq, dk and dv; return their pickle.
+
+    sent: pickle of the `Calls` and of (q, k, v, gradient of the output) for each rank.
+    """
     calls, parts = pickle.loads(sent)
     assert isinstance(calls, Calls)
     assert calls.over_ranks is not None

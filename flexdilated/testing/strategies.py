@@ -56,11 +56,12 @@ del _hypothesis
 def patterns(
     *, num_heads: int = 1, max_number: int = 24, depth: int = 2, max_positions: int = 128, closures: bool = False
 ) -> _st.SearchStrategy[Pattern | Mixture]:
-    """Set patterns and mixtures that can be bound to `num_heads` heads and to any number of tokens up to max_positions.
+    """Strategy for patterns that can be bound to `num_heads` heads and to any number of tokens up to max_positions.
 
-    All kinds and their compositions: windows, dilated and strided sets, chunks, global tokens and landmarks, random and
-    listed blocks, neighbourhoods, LongNets. Bind them to at least as many keys as queries: with fewer keys a listed
-    block may be out of range, which is an error (`attention_sizes(pattern)` avoids it).
+    They are set patterns, in which a pair counts once, and mixtures, in which it may count more often: windows, dilated
+    and strided sets, chunks, global tokens and landmarks, random and listed blocks, neighbourhoods, LongNets, and
+    compositions of these. Bind them to at least as many keys as queries: with fewer keys a listed block may be out of
+    range, which is an error (`attention_sizes(pattern)` avoids it).
 
     max_number: largest segment, stride, count and so on. depth: maximum number of nested `&`, `|`, `~`, `per_head`,
     `head_groups`, `blockwise` and `after` in a set. max_positions: grids have at least this number of tokens.
@@ -72,16 +73,17 @@ def patterns(
 def set_patterns(
     *, num_heads: int = 1, max_number: int = 24, depth: int = 2, max_positions: int = 128, closures: bool = False
 ) -> _st.SearchStrategy[Pattern]:
-    """Set patterns, in which each pair counts once: no mixtures; arguments as for `patterns`."""
+    """Strategy for set patterns, in which each pair counts once; no mixtures. Arguments as for `patterns`."""
     return _Grammar(num_heads, max_number, max_positions, closures).sets(depth)
 
 
 def mixtures(
     *, num_heads: int = 1, max_number: int = 24, max_positions: int = 128, closures: bool = False
 ) -> _st.SearchStrategy[Pattern | Mixture]:
-    """Mixtures, in which a pair may count several times: LongNets, also intersected with sets, and sums.
+    """Strategy for mixtures, in which a pair may count several times: sums of patterns, and LongNets.
 
-    A LongNet of one branch is a set. Arguments as for `patterns`.
+    A LongNet may be intersected with a set pattern; one of a single branch is a set pattern. Arguments as for
+    `patterns`.
     """
     return _Grammar(num_heads, max_number, max_positions, closures).mixtures()
 
@@ -93,27 +95,32 @@ def longnets(
     heads: Literal["all", "grouped"] = "all",
     padding: bool = False,
 ) -> _st.SearchStrategy[Pattern | Mixture]:
-    """LongNets with any segment lengths and rates and both offset rules; rates need not divide segment lengths.
+    """Strategy for `masks.longnet` of 1 to max_branches branches, with any segment lengths and rates.
 
-    heads="grouped" needs at least max_branches heads. padding: with zero padding, which needs heads="all" and whole
-    sequences; `patterns` draws no padding.
+    Segment lengths and rates are at most max_number and 7; a rate need not divide its segment length. Both offset rules
+    are drawn. heads: as in `masks.longnet`; bind "grouped" ones to at least max_branches heads. padding: with
+    padding="zeros", which needs heads="all" and whole sequences; `patterns` draws none.
     """
     return _Grammar(max_number=max_number).longnets(heads=heads, max_branches=max_branches, padding=padding)
 
 
 def neighborhoods(*, max_tokens: int = 48) -> _st.SearchStrategy[Pattern]:
-    """Neighbourhoods on grids of 2 or 3 axes with up to max_tokens tokens; bind them to all `prod(p.grid)` tokens."""
+    """Strategy for `masks.neighborhood` on grids of 2 or 3 axes with up to max_tokens tokens.
+
+    Bind a pattern p to all `prod(p.grid)` tokens.
+    """
     return _whole_grids(_WORDS, _require_int("max_tokens", max_tokens, minimum=1))
 
 
 def run_time_patterns(
     sizes: AttentionSizes, *, max_number: int = 24, closures: bool = False
 ) -> _st.SearchStrategy[Pattern | Mixture]:
-    """Patterns of `patterns` combined by &, |, & ~ or `per_document` with one or two run-time patterns of a batch.
+    """Strategy for patterns of `patterns` that are combined with one or two run-time patterns of a batch.
 
     The run-time patterns are `masks.documents(ids)`, `masks.lengths(lengths)`, `masks.visible_keys(visible)` and
     `masks.selected_blocks(blocks, ...)`, with tensors of values that fit `sizes`: ids cover all positions up to the
-    last query and key. They shrink towards `masks.causal() & masks.documents(ids)` of one document.
+    last query and key. They are combined by &, |, & ~ or `per_document`. max_number, closures: as for `patterns`. They
+    shrink towards `masks.causal() & masks.documents(ids)` of one document.
     """
     most = max(sizes.q_offset + sizes.num_queries, sizes.k_offset + sizes.num_keys)
     return _run_time_compositions(_Grammar(sizes.num_heads_global, max_number, most, closures), sizes, _WORDS)

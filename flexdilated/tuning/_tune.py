@@ -1,4 +1,4 @@
-"""Measuring the options for a pattern: predicted and measured time of each, and the fastest."""
+"""Measure the planner's options for a pattern, which are ways to compute it, and find the fastest."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ Run = Callable[[], tuple[Tensor, ...]]
 
 @dataclass(frozen=True, eq=False)
 class Inputs:
-    """q, k, v, and the gradient of the output."""
+    """Inputs of a timed attention call: q, k, v, and the gradient of the output."""
 
     q: Float[Tensor, "B H N D"]
     k: Float[Tensor, "B G M D"]
@@ -62,7 +62,7 @@ class Inputs:
     def of(
         cls, bound: Bound, *, num_kv_heads: int, head_dim: int, dtype: torch.dtype, device: torch.device, batch: int = 1
     ) -> Inputs:
-        """Random inputs from a private seed; torch's generators are not advanced."""
+        """Make random inputs with the sizes of a bound pattern, from seed 0; torch's generators are not advanced."""
         generator = torch.Generator().manual_seed(0)
         queries, keys = (bound.num_heads, bound.num_queries), (num_kv_heads, bound.num_keys)
         drawn = (torch.randn(batch, *size, head_dim, generator=generator) for size in (queries, keys, keys, queries))
@@ -70,12 +70,15 @@ class Inputs:
 
     @property
     def operands(self) -> Operands:
-        """The parameters on which predictions depend."""
+        """Sizes for the cost model: bytes of an element, head dim, number of query heads per key/value head."""
         return Operands(self.q.element_size(), self.q.shape[-1], self.q.shape[1] // self.k.shape[1])
 
 
 def trial(plan: Plan, x: Inputs, *, engine: str, backward: bool, block_size: tuple[int, ...] = ()) -> Run:
-    """A function that runs the plan: returns out, or with `backward` (out, dq, dk, dv)."""
+    """Return a function that runs the plan on x once, and returns (out,), or with `backward` (out, dq, dk, dv).
+
+    engine: "tiles" or "flex". block_size: (query, key) side of the blocks; empty: those of the plan.
+    """
     num_kv_heads, scale, device = x.k.shape[1], x.q.shape[-1] ** -0.5, x.q.device
     if engine == "flex":
         sides = (block_size[0], block_size[1]) if block_size else None
@@ -100,7 +103,10 @@ def trial(plan: Plan, x: Inputs, *, engine: str, backward: bool, block_size: tup
 
 
 def interleave(runs: Sequence[Run], *, seconds: float, device: torch.device) -> list[list[float]]:
-    """Seconds of each run in rounds in which the runs take turns: 3 rounds, and up to 15 while `seconds` last."""
+    """Time the runs, one after the other in each round; return the seconds of each run in all rounds.
+
+    seconds: no round begins after this time, except the first 3. There are at most 15 rounds.
+    """
 
     def now() -> float:
         if device_kind(device).is_cuda:
@@ -122,7 +128,10 @@ def interleave(runs: Sequence[Run], *, seconds: float, device: torch.device) -> 
 
 @dataclass(frozen=True)
 class Trialled:
-    """An option with its predicted and median measured time. branch: counts from 0; None: all branches together."""
+    """An option (a way to compute one or all branches of a pattern) with its predicted and its median measured time.
+
+    branch: index of its branch; None: all branches together.
+    """
 
     branch: int | None
     option: Option
@@ -131,13 +140,13 @@ class Trialled:
 
     @property
     def name(self) -> str:
-        """The layout, with the block side unless it is 128."""
+        """Text of the layout, and of the block sides unless all are 128, such as "natural, blocks of 64"."""
         sides = sorted(set(way_of(self.option)[1]))
         return self.option.layout + (f", blocks of {'/'.join(map(str, sides))}" if sides not in ([], [128]) else "")
 
 
 def predicted_seconds(option: Option, x: Inputs, *, backward: bool) -> float:
-    """Time predicted by the cost model for inputs of this batch size."""
+    """Predict the time of an option, for the batch size of x: of forward, or with `backward` forward and backward."""
     return option.cost.seconds * len(x.q) * (1 + option.machine.backward_ratio * backward)
 
 
@@ -150,10 +159,14 @@ def measure(
     block_size: tuple[int, ...] = (),
     seconds: float = 1.0,
 ) -> tuple[list[Trialled], Choice]:
-    """(times, fastest options), per branch and for all together, of options within 4 times the least predicted time.
+    """Time the options for each branch, then those for all branches together; return (timed options, the fastest).
 
-    seconds: time for the rounds of each branch beyond the first three. block_size: the only one tried, if given. Raises
-    RuntimeError if the results of two options differ by more than the precision of their dtype.
+    Of a branch, options are timed whose predicted time is at most 4 times the least one. Options that compute all
+    branches together are compared with the fastest option of each branch. backward: time forward and backward. engine:
+    None: the default of the device. block_size: (query, key) block side of all options; empty: any that the engine
+    offers. seconds: time for the rounds of each comparison beyond the first three.
+
+    Raises RuntimeError if the results of two options differ by more than the precision of their dtype.
     """
     device, order = x.q.device, Layout(bound.num_queries)
     engine = engine or device_kind(device).engine
@@ -192,7 +205,9 @@ def _require_equal(found: Sequence[Tensor], wanted: Sequence[Tensor], tolerance:
     for got, right in zip(found, wanted, strict=True):
         error, size = float((got.double() - right.double()).norm()), float(right.double().norm())
         if not error <= tolerance * size:  # never of NaN
-            raise RuntimeError(f"ways of computing one attention must agree; {error:.1e} apart, of {size:.1e}")
+            raise RuntimeError(
+                f"ways to compute one attention must agree; got a difference of norm {error:.1e} of {size:.1e}"
+            )
 
 
 def _fastest(measured: Sequence[Trialled]) -> Trialled:
@@ -207,10 +222,10 @@ def measure_options(
     num_kv_heads: int,
     backward: bool,
 ) -> list[tuple[str, float, float]]:
-    """(option, predicted seconds, measured seconds) of each option that may be the fastest.
+    """Time the ways to compute a pattern; return [(name, predicted seconds, median measured seconds)].
 
-    Times are of the forward, or with `backward` of forward and backward, of one batch entry. For a mixture, an option's
-    name includes its branch.
+    Left out are those predicted to take over 4 times as long as the fastest. Times are of the forward pass, or with
+    `backward` of forward and backward, for random inputs of one batch entry. The name has the branch of a mixture.
     """
     x = Inputs.of(bound, num_kv_heads=num_kv_heads, head_dim=head_dim, dtype=dtype, device=torch.device(device))
     many = len(bound.pattern.branches()) > 1
@@ -225,19 +240,21 @@ def measure_options(
 
 
 def autotune(call: Call, q: Tensor, k: Tensor, v: Tensor, *, engine: str, has_bindings: bool) -> None:
-    """Measure the options for this call, unless that was done before, and use the fastest from now on.
+    """Measure the ways to compute this call, unless that was done before; later calls like it use the fastest.
 
-    Measures forward and backward if q, k or v requires a gradient, else forward. Measures nothing while a graph is
-    traced. Raises ValueError for calls that cannot be tuned, RuntimeError if two options disagree.
+    Measures forward and backward if q, k or v requires a gradient, else forward. Measures nothing while torch.compile
+    traces. has_bindings: True if the pattern has run-time tensors. Raises ValueError for calls that cannot be tuned
+    (another engine than "tiles" or "flex", a layout, run-time tensors), and RuntimeError if the results of two ways
+    disagree.
     """
     if engine not in ("tiles", "flex"):
         raise ValueError(
-            f"autotune chooses among the ways of 'tiles' and 'flex'; got {engine=}, which it does not time"
+            f"autotune needs engine 'tiles' or 'flex', which it can time; got {engine=}: leave autotune out"
         )
     if call.rate > 1:
         raise ValueError(f"autotune needs tokens in natural order; got a layout of rate {call.rate}")
     if has_bindings:
-        raise ValueError("autotune needs a pattern without run-time tensors: each batch of these is another rule")
+        raise ValueError("autotune needs a pattern without run-time tensors, which change by batch: leave autotune out")
     if torch.compiler.is_compiling() or isinstance(q, _torch_private.FakeTensor):
         return
     backward = torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v))

@@ -1,4 +1,4 @@
-"""Measuring a device's constants with small problems, each dominated by one kind of work."""
+"""Measure a device's constants for the cost model, by small problems, each dominated by one kind of work."""
 
 from __future__ import annotations
 
@@ -37,7 +37,11 @@ _LAUNCHES = 50  # in one timed run: the first call after a large problem finds t
 
 @dataclass(frozen=True)
 class Sizes:
-    """Sizes of the problems: tokens and heads for block lists, half the tokens for dense ones, and keys per list."""
+    """Sizes of the timed attention problems.
+
+    num_tokens: of problems with block lists; dense and causal ones have half of it. listed_keys: number of keys that a
+    query attends to in the lists of neighbouring and of random blocks.
+    """
 
     num_tokens: int
     num_heads: int
@@ -49,7 +53,11 @@ ON_CPU, ON_ACCELERATOR = Sizes(8192, 2, 1024), Sizes(32768, 16, 4096)
 
 @dataclass(frozen=True)
 class MeasuredMachine:
-    """Constants of a kind of device, and `spread`, the time of the slowest run over that of the fastest."""
+    """Measured constants of a kind of device ("cpu", "cuda"), for the cost model.
+
+    date: of the measurement, ISO 8601 in UTC. spread: for each timed problem, by name, the time of its slowest run
+    divided by that of its fastest.
+    """
 
     machine: Machine
     kind: str
@@ -57,7 +65,7 @@ class MeasuredMachine:
     spread: Mapping[str, float]
 
     def to_data(self) -> dict[str, Any]:
-        """Content of the file that `masks.set_machine` reads."""
+        """Dict for JSON, the content of the file that `masks.set_machine` reads."""
         constants = asdict(self.machine)
         about = {"measured_on": constants.pop("source"), "date": self.date, "spread": dict(self.spread)}
         return {"format": FORMAT, "version": VERSION, "kind": self.kind, "constants": constants} | about
@@ -69,7 +77,11 @@ class _Work(NamedTuple):
 
 
 def measure_machine(device: torch.device, *, seconds: float, sizes: Sizes | None = None) -> MeasuredMachine:
-    """The constants of this device with their spread; `seconds` bounds the timed rounds beyond the first three."""
+    """Measure the constants of this device.
+
+    seconds: no round of timed runs begins after this time, except the first three. sizes: of the problems; None: small
+    ones on a CPU, larger ones on an accelerator.
+    """
     builtin = builtin_machine(device.type)
     works = _works(device, sizes or (ON_CPU if device_kind(device).on_host else ON_ACCELERATOR))
     for work in works.values():
@@ -94,7 +106,7 @@ def measure_machine(device: torch.device, *, seconds: float, sizes: Sizes | None
 
 
 def device_text(device: torch.device) -> str:
-    """Device, version of torch and number of threads for which constants are measured."""
+    """Text with the name of the device, the version of torch and, on a CPU, the number of threads."""
     if device_kind(device).is_cuda:
         return f"{torch.cuda.get_device_name(device)}, torch {torch.__version__}"
     capability = torch.backends.cpu.get_cpu_capability()
@@ -129,7 +141,10 @@ def _works(device: torch.device, sizes: Sizes) -> dict[str, _Work]:
 def _attention(
     pattern: Pattern, tokens: int, heads: int, device: torch.device, *, block: int = 128, backward: bool = False
 ) -> _Work:
-    """Attention by the pattern in natural order; work is the forward's FLOP as the cost model counts them."""
+    """Make a problem to time: attention with this pattern, of batch 1, in natural order of the tokens.
+
+    Its amount is the forward's FLOP as the cost model counts them, also with `backward`. block: side of the blocks.
+    """
     kind, order = device_kind(device), Layout(tokens)
     bound = pattern.bind(num_heads=heads, num_queries=tokens, num_keys=tokens)
     (term,) = shared_terms(pattern, 1, bound, 1)
@@ -142,7 +157,10 @@ def _attention(
 
 
 def _copies(tokens: int, num_heads: int, device: torch.device) -> _Work:
-    """Gather one branch's q, k and v, and merge its output, for one token in 4 of each segment."""
+    """Make a problem to time: gather q, k and v of every fourth token, as for a dilated branch, and merge its output.
+
+    Its amount is the number of moved bytes.
+    """
     bound = dilated(tokens, 4).bind(num_heads=num_heads, num_queries=tokens, num_keys=tokens)
     terms = compact_terms(dilated(tokens, 4), 1, bound) or []
     sides = [side_of(term.q, Layout(tokens), term.heads) for term in terms if isinstance(term.q, Compact)]

@@ -121,7 +121,7 @@ def test_an_attend_that_is_wrong(later, monkeypatch, capsys) -> None:
         (["block_list([[7]], block=16)"], "block_list is out of range"),
         (["per_head((causal(), causal()))", "--heads", "4"], "per_head needs one pattern a head; got 2 for 4 heads"),
         (["causal()", "--seed", "9" * 20], "--seed must be at most 4611686018427387904; got 99999"),
-        (["documents('ids')"], "check_pattern draws positions, to which"),
+        (["documents('ids')"], "pattern must have no run-time tensors, as check_pattern draws positions"),
     ],
 )
 def test_bad_usage(arguments, message, capsys) -> None:

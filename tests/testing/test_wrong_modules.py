@@ -225,4 +225,4 @@ def test_a_rank_that_hangs(monkeypatch) -> None:
 
 def test_a_module_over_ranks_that_cannot_be_sent(monkeypatch) -> None:
     said = found_over_ranks(lambda mesh: mesh, monkeypatch)
-    assert "over_ranks and plain must be functions of a module, to be pickled: " in said
+    assert "over_ranks and plain are pickled, so define them at the top level of a file: " in said

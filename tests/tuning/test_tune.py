@@ -125,7 +125,7 @@ def test_ways_that_disagree_are_an_error(monkeypatch):
         return (out * 1.01 if 256 in sides else out), lse
 
     monkeypatch.setattr(Program, "forward", wrong)
-    with pytest.raises(RuntimeError, match="ways of computing one attention must agree"):
+    with pytest.raises(RuntimeError, match="ways to compute one attention must agree"):
         measure(bound(), inputs(), backward=False)
     monkeypatch.setattr(Program, "forward", lambda *given: (x * torch.nan for x in real(*given)))
     with pytest.raises(RuntimeError, match="must agree"):
