@@ -135,8 +135,9 @@ class OverRanks:
 
 
 def over_ranks(mesh: DeviceMesh | None, *, schedule: str, **rest: Any) -> OverRanks | None:
-    """OverRanks of these arguments, or None if mesh is None.
+    """Return the `OverRanks` of these arguments, or None if mesh is None.
 
+    rest: its other fields, by name.
     Without a mesh, ValueError is raised if schedule is not "auto" or another argument is not None.
     """
     if mesh is not None:
@@ -152,7 +153,7 @@ LONGEST = 400  # characters of a pattern, so that a repr of several modules stay
 
 
 def pattern_text(pattern: Pattern | Mixture) -> str:
-    """Repr of a pattern, cut to at most LONGEST characters."""
+    """Repr of a pattern, cut to at most 400 characters."""
     return shortened(repr(pattern), LONGEST)
 
 

@@ -22,7 +22,10 @@ Message = tuple[Tensor, int]  # (contiguous tensor, peer rank)
 
 @dataclass
 class Posted:
-    """Messages in transfer. Until waited for, sent tensors must not change and received ones must not be read."""
+    """Messages in transfer. Until waited for, sent tensors must not change and received ones must not be read.
+
+    arriving, leaving: pending transfers of received and of sent messages; `wait` waits for the first only.
+    """
 
     role: Role
     ranks: Ranks
@@ -64,7 +67,8 @@ def post(
 ) -> Posted:
     """Start to send and receive messages as one group; empty ones are skipped.
 
-    Messages between two ranks arrive in the order posted. lease: of the receiving buffer.
+    Messages between two ranks arrive in the order posted. lease: that of the receiving buffer; `Posted.drop` releases
+    it.
     """
     send, receive = ([(x, peer) for x, peer in side if x.numel()] for side in (send, receive))
     posted, group = Posted(role, ranks, [x for x, _ in send], lease), group_of(ranks.name)
