@@ -84,8 +84,8 @@ class OverRanks:
         sharding, rank = self.sharding_of(length), self.ranks.rank
         if sharding.length(rank) != length:
             raise ValueError(
-                f"the sharding gives rank {rank} of {self.ranks.size} {sharding.length(rank)} of "
-                f"{sharding.num_tokens} tokens; got {length}"
+                f"the sharding gives {sharding.length(rank)} of {sharding.num_tokens} tokens to rank {rank} of "
+                f"{self.ranks.size}; got {length} tokens"
             )
         return sharding.positions(rank, device)
 
@@ -145,7 +145,7 @@ def over_ranks(mesh: DeviceMesh | None, *, schedule: str, **rest: Any) -> OverRa
     require_choice("schedule", schedule, SCHEDULES)
     for name, value in {"schedule": None if schedule == "auto" else schedule, **rest}.items():
         if value is not None:
-            raise ValueError(f"{name} says how the ranks of a mesh share the work and needs mesh; got {name}={value!r}")
+            raise ValueError(f"{name} sets how the ranks of a mesh share the work, so give mesh=; got {name}={value!r}")
     return None
 
 

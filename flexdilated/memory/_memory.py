@@ -181,7 +181,9 @@ def attention_memory(pattern: Expression, size: AttentionSize, *, device: str = 
     """
     missing = names(pattern)
     if missing:
-        raise ValueError(f"a pattern's memory is known with its values; got one that needs {', '.join(missing)}")
+        raise ValueError(
+            f"memory needs the values of a pattern's run-time tensors; got one without {', '.join(missing)}"
+        )
     require_int("num_tokens", size.num_tokens, minimum=1)
     if size.num_tokens <= LARGEST_RUN:
         return _planned_memory(pattern, size, device)

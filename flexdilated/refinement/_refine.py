@@ -94,8 +94,8 @@ def _listed(pattern: object, importance: Tensor) -> Bool[Tensor, "H R C"]:
     """
     if not isinstance(pattern, BlockList):
         raise TypeError(
-            "pattern must be what masks.block_list makes; refine it alone and intersect with the rest where it is "
-            f"used; got {pattern!r:.80}"
+            "pattern must be made by masks.block_list: refine it alone, and intersect the result with other patterns; "
+            f"got {pattern!r:.80}"
         )
     if not pattern.by_head:
         raise ValueError(

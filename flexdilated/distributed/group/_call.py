@@ -206,7 +206,7 @@ def check_agreement(
         raise DistError(
             f"rank {ranks.rank} of {ranks.size}: the check that all ranks make the same call failed: "
             f"{_absent(ranks, place)} did not answer within the timeout of the process group, {limit_s:g} s. A peer "
-            f"may have died or hang, or not make this rank's new call: {_as_call(json.loads(call))}"
+            f"may have died, may hang, or may not make this rank's new call: {_as_call(json.loads(call))}"
         ) from error
     if verdict != _AGREED:
         raise ValueError(verdict)
@@ -275,7 +275,7 @@ def _verdict(ranks: Ranks, place: str, digest: str, call: str) -> str:
 def _absent(ranks: Ranks, place: str) -> str:
     store = group_of(ranks.name).get_group_store()
     try:
-        return _named([rank for rank in ranks.others if not store.check([f"{place}/{rank}"])]) or "a rank that came"
+        return _named([rank for rank in ranks.others if not store.check([f"{place}/{rank}"])]) or "a rank that began it"
     except RuntimeError:
         return "the process that keeps the group's store"
 

@@ -115,7 +115,8 @@ def communicating(what: str, ranks: Ranks) -> Iterator[None]:
         elapsed_s = time.monotonic() - start
         raise DistError(
             f"rank {ranks.rank} of {ranks.size}: {what} failed after {elapsed_s:.1f} s; the timeout of the process "
-            f"group is {timeout_of(ranks).total_seconds():g} s. A peer may have died or hang, or not run this pass. "
+            f"group is {timeout_of(ranks).total_seconds():g} s. A peer may have died, may hang, or may not run "
+            "this forward or backward. "
             f"{begun_elsewhere(ranks)}"
             f"\ntorch says: {error}"
         ) from error

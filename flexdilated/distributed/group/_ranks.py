@@ -42,7 +42,7 @@ class Ranks:
                 f"{f' {names}' if names else ''}: give one of them, as {choose}"
             )
         if mesh.get_coordinate() is None:
-            raise ValueError("this process is not among the ranks of the mesh")
+            raise ValueError("mesh must contain the rank of this process: call this on ranks of the mesh alone")
         group = mesh.get_group()
         return Ranks(group.group_name, group.size(), group.rank(), mesh.device_type)
 

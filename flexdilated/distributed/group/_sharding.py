@@ -173,8 +173,8 @@ def unshard(x: Tensor, mesh: DeviceMesh, sharding: Sharding | None = None, *, di
     length = split.length(ranks.rank)
     if x.shape[dim] != length:
         raise ValueError(
-            f"x must be this rank's shard: the sharding gives rank {ranks.rank} of {ranks.size} {length} "
-            f"of {split.num_tokens} tokens; got {x.shape[dim]} along {dim=}"
+            f"x must be this rank's shard: the sharding gives {length} of {split.num_tokens} tokens to rank "
+            f"{ranks.rank} of {ranks.size}; got {x.shape[dim]} along {dim=}"
         )
     return all_tokens(x, dim, list(split.numbers()), ranks.name)
 
@@ -184,7 +184,7 @@ def _checked_dim(x: object, dim: int) -> int:
     if not isinstance(x, Tensor):
         raise TypeError(f"x must be a tensor; got {type(x).__name__}")
     if x.dim() == 0:
-        raise ValueError("x must have a dimension of tokens; got a tensor of none")
+        raise ValueError("x must have a dimension of tokens; got a tensor of shape ()")
     return require_int("dim", dim, minimum=-x.dim(), maximum=x.dim() - 1) % x.dim()
 
 
@@ -296,8 +296,8 @@ def check_shards(q: Tensor, k: Tensor, v: Tensor, *, ranks: Ranks, sharding: Sha
         )
     if not q.shape[2] == k.shape[2] == length:
         raise ValueError(
-            f"q, k and v must be this rank's shard: the sharding gives rank {ranks.rank} of {ranks.size} {length} "
-            f"of {sharding.num_tokens} tokens; got {q.shape[2]} queries and {k.shape[2]} keys"
+            f"q, k and v must be this rank's shard: the sharding gives {length} of {sharding.num_tokens} tokens to "
+            f"rank {ranks.rank} of {ranks.size}; got {q.shape[2]} queries and {k.shape[2]} keys"
         )
 
 
@@ -314,7 +314,9 @@ def equal_shards(length: int, ranks: Ranks) -> Sharding:
     """The default sharding: contiguous, with `length` tokens on every rank. Raises ValueError if length is 0."""
     length = index(length)  # a constant in a compiled graph
     if not length:
-        raise ValueError("without a sharding all ranks hold as many tokens; a rank without any needs a `Sharding`")
+        raise ValueError(
+            "without a sharding all ranks must have equally many tokens, not 0: give sharding=Sharding(...)"
+        )
     return Sharding(length * ranks.size, ranks.size)
 
 

@@ -224,7 +224,7 @@ def pool_named(name: str, device: torch.device) -> BufferPool | None:
         return pool_for(device) if name else None
     pool = named.get(name)
     if pool is None:
-        raise RuntimeError(f"a BufferPool must live as long as what was compiled with it; {name!r} is no more")
+        raise RuntimeError(f"a BufferPool must live as long as graphs compiled with it; {name!r} no longer exists")
     return pool
 
 
