@@ -137,8 +137,8 @@ class OverRanks:
 def over_ranks(mesh: DeviceMesh | None, *, schedule: str, **rest: Any) -> OverRanks | None:
     """Return the `OverRanks` of these arguments, or None if mesh is None.
 
-    rest: its other fields, by name.
-    Without a mesh, ValueError is raised if schedule is not "auto" or another argument is not None.
+    rest: the other fields of `OverRanks`, by name. Without a mesh, ValueError is raised if schedule is not "auto" or
+    another argument is not None.
     """
     if mesh is not None:
         return OverRanks(mesh, schedule, **rest)

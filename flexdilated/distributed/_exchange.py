@@ -57,9 +57,10 @@ class Exchange:
 
     @contextmanager
     def sending_keys(self) -> Iterator[Callable[[Sequence[Float[Tensor, "B G R D"]]], None]]:
-        """Context manager that starts to send this rank's keys and values; yields a function to receive other ranks'.
+        """Context manager that starts to send this rank's keys and values, and to receive those that its queries need.
 
-        The function waits for the transfer and writes the received rows into its argument, (k, v), each (B, G, R, D).
+        Yields a function that waits for the transfer and writes the received rows into its argument: (k, v), each
+        (B, G, R, D), with R tokens for the KV head that receives most.
         """
 
         def receive(others: Sequence[Tensor]) -> None:
@@ -145,8 +146,9 @@ def exchange_op(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Attend with this rank's queries to the keys of all ranks; returns (out, lse, received k, received v).
 
-    The results are (B, H, L, D), (B, H, L) and twice (B, G, R, D). The transfer of keys overlaps with attention to this
-    rank's keys. bindings: the pattern's run-time tensors, ordered by name. constants: a `PlainCall` as text.
+    The results are (B, H, L, D), (B, H, L) and twice (B, G, R, D), with R tokens for the KV head that receives most;
+    shorter heads are padded. The transfer of keys overlaps with attention to this rank's keys. bindings: the pattern's
+    run-time tensors, ordered by name. constants: a `PlainCall` as text.
     """
     call = PlainCall.of(constants)
     own = Exchange(call, q, k, v, bindings)
@@ -203,7 +205,8 @@ def _(grad_out, grad_lse, q, k, v, *others):
 def exchange_keys_op(q: Tensor, k: Tensor, v: Tensor, bindings: list[Tensor], constants: str) -> tuple[Tensor, Tensor]:
     """Return (k, v), each this rank's tokens followed by those received from other ranks: (B, G, L + R, D).
 
-    A rank receives the keys and values that its queries need. Of q only the shape is used.
+    A rank receives the keys and values that its queries need: R tokens for the KV head that receives most; shorter
+    heads are padded. Of q only the shape is used.
     """
     own = Exchange(PlainCall.of(constants), q, k, v, bindings)
     found = own.room(own.plan.both.num_keys)

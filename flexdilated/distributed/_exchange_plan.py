@@ -42,7 +42,7 @@ class ExchangePlan:
     message are ordered by KV head, then by token as in these ranges.
 
     Received rows go into one tensor (B, G, R, D), where R is the length of the head with most rows; the padding of
-    shorter heads is never read.
+    shorter heads is never read. local: positions that this rank holds. num_tokens: tokens of all ranks.
     """
 
     received: Tokens
@@ -65,9 +65,9 @@ class ExchangePlan:
     ) -> ExchangePlan:
         """Return the plan of one rank, from the cache of plans if it is there.
 
-        num_heads, num_kv_heads: on this device. head_offset: index of its first query head among num_heads_global;
-        None: head_offset + num_heads. Raises ValueError if the pattern does not fit the heads or tokens, or lacks the
-        values of its run-time tensors.
+        num_heads, num_kv_heads: on this device. head_offset: index of the first of these query heads among those of all
+        devices. num_heads_global: number of query heads on all devices; None: head_offset + num_heads. Raises
+        ValueError if the pattern does not fit the heads or tokens, or lacks the values of its run-time tensors.
         """
         sizes = (num_heads, num_kv_heads, head_offset, num_heads_global)
 

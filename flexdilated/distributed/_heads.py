@@ -91,7 +91,7 @@ def attend_heads(
     width, factor = v.shape[-1], resolve_scale(scale, q.shape[-1])
     q, k, v = tokens_to_heads(list(one_width(q, k, v)), H, *place, pattern.text, chosen == "tiles")
     read = [head * G // H - mine.start * G // H for head in mine]
-    if len({read.count(head) for head in read}) > 1:  # unequal groups: one copy of its key/value head a query head
+    if len({read.count(head) for head in read}) > 1:  # unequal groups: repeat key/value heads for query heads
         k, v = (torch.stack([x[:, head] for head in read], dim=1) for x in (k, v))
     # Keys and values may be float32, so that their gradients are float32, too.
     sides = () if block_size is None else block_sides(block_size)

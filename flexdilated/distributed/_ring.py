@@ -135,8 +135,7 @@ class Ring:
 
         The next part is in transfer during a visit. visit: gets (turn or None for this rank's shard, part, keys
         (B, G, S, D), values (B, G, S, D)); the part is empty if the turn receives nothing. Without tokens on this rank
-        there are no visits. Received keys are freed after their visit, so at most two shards of other
-        ranks are held.
+        there are no visits. Received keys are freed after their visit, so at most two shards of other ranks are held.
         """
         if not len(self.own):
             return
@@ -164,7 +163,10 @@ class Ring:
             visit(turn, turn.received, *lease.tensor)
 
     def _send_keys(self, turn: Turn, mine: Sequence[Tensor]) -> Posted:
-        """Start to send the keys and values that the turn's target needs, and to receive from its source."""
+        """Start to send the keys and values that the turn's target needs, and to receive from its source.
+
+        mine: this rank's encoded keys and values.
+        """
         lease, length = self.room(self.codec, len(turn.received), self.k), self.sharding.length(turn.source)
         send = [(row, turn.target) for x in mine for row in _messages(turn.sent.of(x), len(self.own))]
         receive = [(row, turn.source) for x in lease.tensor for row in _messages(x, length)]

@@ -56,8 +56,8 @@ class LiveBytes(TorchDispatchMode):
     """Context that counts the bytes of each storage that an operation returns until it is freed; views cost nothing.
 
     live, peak: bytes alive now, and at most so far. held: tensors that are counted from the start. Allocations inside a
-    kernel are counted only for operators in `hidden`. On tensors of device
-    "meta", which have sizes and no memory, the counts equal a run on CPU; tensors with values may be mixed in.
+    kernel are counted only for operators in `hidden`. On tensors of device "meta", which have sizes and no memory, the
+    counts equal a run on CPU; tensors with values may be mixed in.
     """
 
     def __init__(self, *held: Tensor, hidden: Mapping[Any, Hidden] | None = None) -> None:
@@ -109,8 +109,8 @@ def nbytes(*tensors: Tensor) -> int:
 class AttentionSize:
     """Sizes of a self-attention call.
 
-    num_kv_heads: None: num_heads. tokens_outermost: True if q, k and v are (B, N, H, D) in memory, as a projection
-    returns them; otherwise they are (B, H, N, D).
+    num_kv_heads: number of key/value heads; None: num_heads. tokens_outermost: True if q, k and v are (B, N, H, D) in
+    memory, as a projection returns them; otherwise they are (B, H, N, D).
     """
 
     num_tokens: int
@@ -266,8 +266,9 @@ def _few_of_each_kind(program: Program, key_bytes: int) -> Program:
 def _flex_memory(
     program: FlexProgram, size: AttentionSize, queries: int, keys: int, lse: int
 ) -> tuple[int, int, int, int]:
-    """(kept, inference peak, forward peak, backward peak) of the compiled program.
+    """Return (kept, inference peak, forward peak, backward peak) of the compiled program, in bytes.
 
+    queries, keys, lse: bytes of q, of k and v together, and of the lse.
     Inductor fuses everything around attention: a gather makes one tensor, and so does a merge; it gathers for two steps
     at once. FlexAttention makes out and a float32 lse, and delta in the backward. Training keeps all operands and
     parts, and of several parts the merged rows of each gathered one. For more than two parts it also keeps a float32

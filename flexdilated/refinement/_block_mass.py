@@ -106,12 +106,12 @@ def pooled_scores(
 ) -> Float[Tensor, "H R C"]:
     """Mean score of all pairs of each query block and each key block, per head.
 
-    It estimates the attention mass of blocks that a block list leaves out, such as for `fd.refine`.
-    Computed for all blocks as scale * (mean of q) · (mean of k), without forming pairs, and averaged over batch
-    entries. lse: of a call with the current pattern, or None. The mean lse of the block's queries with keys is
-    subtracted, which makes rows comparable: if all queries have keys, exp(score) times the number
-    of keys in the block is a lower bound of the mass that the block would add. Rows whose queries all have no keys are
-    then -inf.
+    By these scores `fd.refine` chooses among the blocks that a block list leaves out. They are computed for all blocks,
+    as scale * (mean of q) · (mean of k), without forming pairs, and averaged over batch entries.
+
+    lse: of a call with the current pattern, or None. The mean lse of the block's queries with keys is subtracted, which
+    makes rows comparable: if all queries have keys, exp(score) times the number of keys in the block is a lower bound
+    of the mass that the block would add. Rows whose queries all have no keys are then -inf.
 
     block: tokens of a block, or (of queries, of keys); the last block may be shorter. scale and enable_gqa: as in
     `attend`. The result is float32, or float64 for float64 inputs, and has no gradient.

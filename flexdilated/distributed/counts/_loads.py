@@ -82,7 +82,7 @@ def choose_schedule(
     wire_row_bytes: bytes of one encoded row of K or V; None: head_dim numbers of `dtype`.
 
     The result depends on the arguments alone, so all ranks choose one schedule. It is cached.
-    Raises ValueError if the pattern does not bind to the sharding's tokens and these heads.
+    Raises ValueError if the pattern does not fit the sharding's tokens and these heads.
     """
     heads = {"num_heads": num_heads, "head_offset": head_offset, "num_heads_global": num_heads_global}
     tokens = sharding.num_tokens
@@ -215,7 +215,7 @@ def rank_loads(
     those of the sharding. codec: encoding of keys and values in messages; None: their dtype.
 
     Raises ValueError for an unknown schedule or codec, for a codec that cannot encode the dtype, and if the pattern
-    does not bind to the size.
+    does not fit the heads or tokens.
     """
     require_choice("schedule", schedule, SCHEDULES)
     if codec is not None:

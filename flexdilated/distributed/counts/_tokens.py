@@ -65,9 +65,9 @@ class Chunks:
         return turns if bool(again.any()) else turns[:1]
 
     def by_source(self, tokens: Int64[Tensor, "W n"]) -> Int64[Tensor, "W W"]:
-        """Sum the tokens that each rank needs in each chunk over the chunks of each rank: [receiver, source].
+        """Return the sums of `tokens` over the chunks of each rank, indexed [receiver, source]; the diagonal is 0.
 
-        The diagonal is 0, because a rank receives nothing from itself.
+        tokens: number of tokens that each rank needs of each chunk.
         """
         counts = torch.zeros(self.num_ranks, self.num_ranks, dtype=torch.int64)
         return counts.index_add_(1, self.rank, tokens).fill_diagonal_(0)
@@ -159,12 +159,12 @@ def _of_branches(group: tuple[DilatedBranch, ...], chunks: Chunks, turns: Int64[
 def _reached(
     branch: DilatedBranch, chunks: Chunks, turns: Int64[Tensor, "T R"]
 ) -> tuple[Int64[Tensor, "R n"], Int64[Tensor, "R n"]]:
-    """(end of the prefix of each chunk that a rank's earlier queries need, start of the suffix for its later queries).
+    """Return positions (head, tail) for each rank and chunk: the rank needs active keys before head and from tail on.
 
+    Its queries in earlier chunks need the keys before head; those in later chunks need the keys from tail on.
     Queries of a chunk need keys back to the start of their first segment and, unless causal, up to the end of their
-    last one, if one of the queries in that segment is active: at a position equal to the branch's offset modulo its
-    rate.
-    turns: for each of the R ranks, indices of its chunks; -1 if missing.
+    last one, if one of the queries in that segment is active. Active positions equal the branch's offset modulo its
+    rate. turns: for each of the R ranks, indices of its chunks; -1 if missing.
     """
     begin, end = chunks.start // branch.segment * branch.segment, -(-chunks.stop // branch.segment) * branch.segment
     nowhere = int(chunks.stop[-1])
@@ -263,7 +263,10 @@ RuleHead = tuple[Pattern, int]  # a rule for one head, and the index of a head t
 
 @dataclass(frozen=True, eq=False)
 class KVNeeds:
-    """Determines which keys given queries need in each KV head of this device, by the rules of its query heads."""
+    """Determines which keys given queries need in each KV head of this device, by the rules of its query heads.
+
+    groups: for each KV head, the distinct rules of its query heads, each with the index of a head that follows it.
+    """
 
     num_heads_global: int
     groups: tuple[tuple[RuleHead, ...], ...]  # the distinct rules of each KV head's query heads
@@ -279,10 +282,11 @@ class KVNeeds:
         head_offset: int,
         num_heads_global: int | None,
     ) -> KVNeeds:
-        """Make the needs of a pattern; num_heads and num_kv_heads are on this device, from query head head_offset on.
+        """Make the `KVNeeds` of a pattern over num_tokens tokens; num_heads and num_kv_heads are on this device.
 
-        num_heads_global: number of query heads on all devices; None: head_offset + num_heads. Raises ValueError if the
-        pattern does not fit the heads or tokens, or lacks the values of its run-time tensors.
+        head_offset: index of the first of these query heads among those of all devices. num_heads_global: number of
+        query heads on all devices; None: head_offset + num_heads. Raises ValueError if the pattern does not fit the
+        heads or tokens, or lacks the values of its run-time tensors.
         """
         for leaf in run_time_leaves(require_expression(pattern)):
             raise ValueError(missing(leaf.name))
@@ -304,7 +308,10 @@ class KVNeeds:
         return tuple(self.of_any([(rule, run) for rule in rules for run in queries], keys) for rules in self.groups)
 
     def of_any(self, runs: Sequence[tuple[RuleHead, range]], keys: Ranges) -> Ranges:
-        """Positions among `keys` that some of these queries need; `runs`: (rule, range of queries) pairs."""
+        """Positions among `keys` that some of the queries in `runs` need.
+
+        runs: pairs of (rule, index of a head that follows it) and a range of positions of queries.
+        """
         # If all rules have a common period, the needs have it, too: a shift by a multiple of it allows reuse.
         period = common_period(tuple(rule for (rule, _), _ in runs))
         least = min(keys[0].start, *(queries.start for _, queries in runs))
@@ -330,7 +337,7 @@ def work_of_ranks(
     """Number of (query, key, head) pairs of each rank's queries, counted once for each branch that allows them.
 
     If run-time tensors give batch entries different rules, all entries are counted. Raises ValueError if the pattern
-    does not bind.
+    does not fit the heads or tokens, or lacks the values of its run-time tensors.
     """
     tokens = sharding.num_tokens
     heads = {"num_heads": num_heads, "head_offset": head_offset, "num_heads_global": num_heads_global}

@@ -82,7 +82,7 @@ class PlainCall(NamedTuple):
         return empty_rows(q)
 
     def placed(self, placement: Placement) -> PlacedCall:
-        """Return this call as a `PlacedCall` over the keys at the positions of `placement` alone."""
+        """Return the arguments of attention by this rank's queries to the keys at positions of `placement` alone."""
         where = (self.head_offset, self.num_heads_global)
         return PlacedCall(self.pattern, placement, self.scale, *where, self.engine, self.block_size)
 

@@ -24,7 +24,8 @@ Message = tuple[Tensor, int]  # (contiguous tensor, peer rank)
 class Posted:
     """Messages in transfer. Until waited for, sent tensors must not change and received ones must not be read.
 
-    arriving, leaving: pending transfers of received and of sent messages; `wait` waits for the first only.
+    sent: tensors, kept until they are sent. lease: that of the receiving buffer; `drop` releases it. arriving, leaving:
+    pending transfers of received and of sent messages; `wait` waits for the received ones only.
     """
 
     role: Role

@@ -257,7 +257,7 @@ own_tokens_sum.register_autograd(
 
 
 def _check(ranks: Ranks, call: str, x: Tensor, dim: int, split: Sharding) -> None:
-    """Raise ValueError on all ranks unless the arguments, and x in dtype and dims other than dim, are equal on them.
+    """Raise ValueError on all ranks unless they agree in call, dim and split, and in the dtype and other dims of x.
 
     call: name of the operation.
     """
