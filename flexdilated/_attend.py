@@ -126,7 +126,10 @@ def attend(
 
     v may have another head dim E than q and k. Engines "tiles" and "flash" then pad to the wider one.
 
-    dropout_p: must be 0.
+    dropout_p: probability, at least 0 and below 1, with which each softmax weight is set to 0, independently for each
+        branch that allows the pair; kept weights are divided by 1 - dropout_p. Give 0 for inference. The lse is that
+        without dropout. The seed is drawn from torch's default generator of the device. Engines "tiles" and "flash"
+        have no dropout.
     scale: factor on the scores; 1 / sqrt(D) by default.
     enable_gqa: True allows G to be a divisor of H; query head h reads key/value head h // (H / G).
     score_mod: a plain function (score, b, h, q_idx, k_idx) -> score, applied to each scaled score, as in

@@ -21,7 +21,7 @@ _MIN_FLEX_HEAD_DIM = 16  # of FlexAttention's Triton kernels
 
 
 def check_engine(engine: object) -> None:
-    """Raise ValueError unless `engine` is None or the name of an engine."""
+    """Raise ValueError unless `engine` is None, "flex", "flash", "tiles", "portable" or "reference"."""
     if engine is not None and engine not in ENGINES:
         raise ValueError(f"engine must be None or one of {', '.join(map(repr, ENGINES))}; got {engine=}")
 

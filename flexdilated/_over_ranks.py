@@ -84,8 +84,8 @@ class OverRanks:
         sharding, rank = self.sharding_of(length), self.ranks.rank
         if sharding.length(rank) != length:
             raise ValueError(
-                f"the sharding gives rank {rank} of {self.ranks.size} {sharding.length(rank)} of "
-                f"{sharding.num_tokens} tokens; got {length}"
+                f"the sharding gives {sharding.length(rank)} of {sharding.num_tokens} tokens to rank {rank} of "
+                f"{self.ranks.size}; got {length} tokens"
             )
         return sharding.positions(rank, device)
 
@@ -135,10 +135,10 @@ class OverRanks:
 
 
 def over_ranks(mesh: DeviceMesh | None, *, schedule: str, dropout: float = 0.0, **rest: Any) -> OverRanks | None:
-    """OverRanks of these arguments, or None if mesh is None.
+    """Return the `OverRanks` of these arguments, or None if mesh is None.
 
-    dropout: probability of dropping an attention weight. Raises ValueError for a mesh and dropout, and without a mesh
-    if schedule is not "auto" or an argument in `rest` is not None.
+    dropout: the module's probability of dropping an attention weight. rest: the other fields of `OverRanks`, by name.
+    Raises ValueError for dropout with a mesh, and without a mesh if schedule is not "auto" or a field is not None.
     """
     if mesh is not None:
         if dropout:
@@ -147,7 +147,7 @@ def over_ranks(mesh: DeviceMesh | None, *, schedule: str, dropout: float = 0.0, 
     require_choice("schedule", schedule, SCHEDULES)
     for name, value in {"schedule": None if schedule == "auto" else schedule, **rest}.items():
         if value is not None:
-            raise ValueError(f"{name} says how the ranks of a mesh share the work and needs mesh; got {name}={value!r}")
+            raise ValueError(f"{name} sets how the ranks of a mesh share the work, so give mesh=; got {name}={value!r}")
     return None
 
 
@@ -155,7 +155,7 @@ LONGEST = 400  # characters of a pattern, so that a repr of several modules stay
 
 
 def pattern_text(pattern: Pattern | Mixture) -> str:
-    """Repr of a pattern, cut to at most LONGEST characters."""
+    """Repr of a pattern, cut to at most 400 characters."""
     return shortened(repr(pattern), LONGEST)
 
 

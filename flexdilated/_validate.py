@@ -42,7 +42,7 @@ OTHER_KEYWORDS = {
         num_heads_global="num_heads",
         q_offset="offset position start_pos cache_position",
     ),
-    "dropout": "attention weights are never formed: apply torch.nn.functional.dropout to the output",
+    "dropout": "fd.attend takes dropout_p=; elsewhere apply torch.nn.functional.dropout to the output",
     "bias": "a score_mod adds one, lambda score, b, h, q_idx, k_idx: score + bias[h, q_idx, k_idx]",
     "num_kv_heads": "k and v may have fewer heads with enable_gqa=True",
     "cache": "write cache.attend(q, k, v), of an fd.KVCache",
@@ -142,7 +142,7 @@ def check_kernel_options(options: object, engine: str) -> tuple[tuple[str, bool 
             came = f"{name!r}: {type(value).__name__}"
             raise TypeError(f"kernel_options must hold plain values (bool, int, float, str) by name; got {came}")
         if name == "BACKEND":
-            raise ValueError(f"engine='flash' or 'flex' chooses the backend; got kernel_options with BACKEND={value!r}")
+            raise ValueError(f"kernel_options may not hold BACKEND, which engine= determines; got BACKEND={value!r}")
         if name.removeprefix("fwd_").removeprefix("bwd_") in _DETERMINED:
             raise ValueError(f"kernel_options may not hold {name}, which the call determines; block_size= sets blocks")
     return tuple(options.items())

@@ -102,21 +102,27 @@ def attend(
     block_size: int | tuple[int, int] | None = None,
     return_lse: bool = False,
 ) -> Float[Tensor, "B H L D"] | tuple[Float[Tensor, "B H L D"], Float[Tensor, "B H L"]]:
-    """`flexdilated.attend` over the tokens of all ranks; returns the output (and lse) of this rank's queries.
+    """Compute `flexdilated.attend` for a sequence whose tokens are distributed over the ranks of a mesh.
 
-    q, k, v are this rank's shard. Every rank of the mesh must make this call with equal arguments, and run its
-    backward; the first call with these arguments compares them between ranks. Gradients are of the sum of all ranks'
+    q, k, v are this rank's shard, of L tokens; v may have another head dim E than q and k. Returns the output
+    (B, H, L, E) of this rank's queries over the keys of all ranks or, if return_lse is True, (output, lse (B, H, L)).
+    The pattern applies to positions in the whole sequence.
+
+    Every rank of the mesh must make this call, and run its backward. Arguments other than the shards and `pool` must be
+    equal on all ranks; the first call with these arguments compares them. Gradients are of the sum of all ranks'
     losses.
 
     mesh: one dimension, over the ranks that share the sequence; take it from a larger mesh as mesh["its name"].
     sharding: which rank holds which positions; None: contiguous shards of equal length.
-    schedule: "exchange" sends each key only to the ranks that need it, in one all-to-all; "ring" sends whole shards;
-        a rank holds at most two shards of other ranks at once. "auto" chooses by counted bytes and memory.
+    schedule: "exchange" sends each key only to the ranks that need it, in one all-to-all; "ring" sends a shard, or
+        each half of it in zigzag order, whole to every rank that needs one of its keys; a rank holds at most two shards
+        of other ranks at once. "auto" chooses by the counted bytes that ranks receive and hold.
     codec: encoding of keys and values in messages: None (their dtype), "bf16", "int8" (one scale per token
         and head), or "auto": the narrowest with relative error of each key and value vector within `error_bound`,
         chosen by one small collective per call. Gradients are sent in bf16 or wider.
     pool: source of message buffers: None (torch allocates), a `BufferPool`, or "auto", this device's default pool.
-    bindings: run-time tensors of the whole sequence, equal on all ranks.
+    bindings: values, for the whole sequence, of the run-time tensors that the pattern only names, such as
+        {"documents": ids}.
     scale, enable_gqa, sinks, head_offset, num_heads_global, engine, block_size, return_lse: as in `flexdilated.attend`;
         the gradient of sinks is that of this rank's queries only: sum it over the ranks.
 
@@ -194,7 +200,7 @@ def _facts(
     pattern: str,
     call: PlainCall,
 ) -> tuple[tuple[str, object], ...]:
-    """Call arguments that must be equal on all ranks, as hashable values.
+    """Return (name, value) pairs of the call's arguments that must be equal on all ranks; the values are hashable.
 
     Sizes become constants under torch.compile: a graph serves one size, because messages have fixed sizes.
     """
@@ -237,7 +243,10 @@ def _best(
     num_heads_global: int,
     codec: CodecChoice,
 ) -> RankSchedule:
-    """Name of the schedule that `choose_schedule` picks, computed once per graph under torch.compile."""
+    """Choose "exchange" or "ring" by the bytes that ranks would receive and hold; once per graph under torch.compile.
+
+    bindings: values of the pattern's run-time tensors, ordered by name; with any, torch.compile gets a ValueError.
+    """
     coded = codec_named(None if codec == "auto" else codec)  # the codec that "auto" will choose is not known yet
     head_dim = index(q.shape[3])
     sizes: dict[str, Any] = {"num_heads": index(q.shape[1]), "num_kv_heads": index(k.shape[1]), "dtype": q.dtype}

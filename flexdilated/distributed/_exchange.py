@@ -1,6 +1,7 @@
 """The exchange: each rank receives exactly the keys that its queries need, in one all-to-all.
 
-With the tiles engine a whole call is one custom op; with engines that torch.compile traces, only the transfers are.
+With engine "tiles" the whole attention is one custom op; with engines that torch.compile traces, only the transfers
+of keys and values are custom ops.
 """
 
 from __future__ import annotations
@@ -28,7 +29,10 @@ Pair = tuple[Tensor, Tensor]
 
 
 def plan_of(call: PlainCall, num_heads: int, num_kv_heads: int, bindings: Sequence[Tensor]) -> ExchangePlan:
-    """`ExchangePlan` of this rank: the rows that it sends and receives, for these values of the run-time tensors."""
+    """Return this rank's plan: the rows (each one token of one key/value head) that it sends and receives.
+
+    num_heads, num_kv_heads: on this device. bindings: the pattern's run-time tensors, ordered by name.
+    """
     heads = {"head_offset": call.head_offset, "num_heads_global": call.num_heads_global}
     split, rank = Sharding.of(call.sharding), group_of(call.group).rank()
     rule = whole_rule(call.pattern, bindings, split.num_tokens)
@@ -36,7 +40,7 @@ def plan_of(call: PlainCall, num_heads: int, num_kv_heads: int, bindings: Sequen
 
 
 class Exchange:
-    """Transfers of one call on this rank: of keys and values in the forward, of their gradients in the backward."""
+    """Transfers of this rank in one attention call: keys and values in the forward, their gradients in the backward."""
 
     def __init__(self, call: PlainCall, q: Tensor, k: Tensor, v: Tensor, bindings: Sequence[Tensor]) -> None:
         self.call, self.k, self.v = call, k, v
@@ -53,7 +57,11 @@ class Exchange:
 
     @contextmanager
     def sending_keys(self) -> Iterator[Callable[[Sequence[Float[Tensor, "B G R D"]]], None]]:
-        """Send keys and values on entry; yields a function that writes the received rows to its arguments."""
+        """Context manager that starts to send this rank's keys and values, and to receive those that its queries need.
+
+        Yields a function that waits for the transfer and writes the received rows into its argument: (k, v), each
+        (B, G, R, D), with R tokens for the KV head that receives most.
+        """
 
         def receive(others: Sequence[Tensor]) -> None:
             for room, x in zip(others, arrived(), strict=True):
@@ -68,9 +76,10 @@ class Exchange:
     def sending_gradients(
         self, grads: Sequence[Float[Tensor, "B G R D"]]
     ) -> Iterator[Callable[[Sequence[Tensor]], None]]:
-        """Send gradients of received keys on entry; yields a function that waits for the gradients of this rank's keys.
+        """Context manager that starts to send `grads`, (dk, dv) of the received keys and values, to their owners.
 
-        The function adds them in place, in the order of the ranks, to its arguments, sums in float32 or wider.
+        Yields a function that waits for the gradients of this rank's keys and values, and adds them in place, in the
+        order of the ranks, to its argument: (dk, dv), each (B, G, L, D), in float32 or wider.
         """
 
         def add_received(totals: Sequence[Tensor]) -> None:
@@ -89,8 +98,9 @@ class Exchange:
     def _swapping(
         self, rows: Sequence[Float[Tensor, "B S D"]], role: Role
     ) -> Iterator[Callable[[], list[Float[Tensor, "B R D"]]]]:
-        """Start one all-to-all of rows; yields a function that waits for it, once, and returns the received rows.
+        """Context manager that starts one all-to-all of `rows`; yields a function that returns the received rows.
 
+        rows: one tensor for k and one for v. The function, to be called once, waits for the transfer.
         Buffers are kept until the transfer ends, also if the `with` block raises: until the other ranks have sent their
         rows, or until the process group's timeout.
         """
@@ -134,9 +144,11 @@ class Exchange:
 def exchange_op(
     q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, bindings: list[Tensor], constants: str
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """(out, lse, received k, received v) of this rank's queries over the keys of all ranks.
+    """Attend with this rank's queries to the keys of all ranks; returns (out, lse, received k, received v).
 
-    The transfer of keys overlaps with attention to this rank's keys. constants: a `PlainCall` as text.
+    The results are (B, H, L, D), (B, H, L) and twice (B, G, R, D), with R tokens for the KV head that receives most;
+    shorter heads are padded. The transfer of keys overlaps with attention to this rank's keys. bindings: the pattern's
+    run-time tensors, ordered by name. constants: a `PlainCall` as text.
     """
     call = PlainCall.of(constants)
     own = Exchange(call, q, k, v, bindings)
@@ -170,9 +182,10 @@ def exchange_backward_op(
     bindings: list[Tensor],
     constants: str,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """(dq, dk, dv) of this rank's tensors; k_others and v_others are the received keys that the forward returned.
+    """Return (dq, dk, dv) of this rank's q, k and v, from the results of `exchange_op` and their gradients.
 
-    The transfer of received keys' gradients overlaps with the gradients of this rank's keys.
+    k_others, v_others: the received keys and values, which the forward returned. The transfer of their gradients
+    overlaps with the computation of the gradients of this rank's keys.
     """
     call = PlainCall.of(constants)
     own = Exchange(call, q, k, v, bindings)
@@ -190,7 +203,11 @@ def _(grad_out, grad_lse, q, k, v, *others):
 
 @own_op("flexdilated::exchange_keys")
 def exchange_keys_op(q: Tensor, k: Tensor, v: Tensor, bindings: list[Tensor], constants: str) -> tuple[Tensor, Tensor]:
-    """(k, v) of this rank followed by the received keys that its queries need; only the shape of q is used."""
+    """Return (k, v), each this rank's tokens followed by those received from other ranks: (B, G, L + R, D).
+
+    A rank receives the keys and values that its queries need: R tokens for the KV head that receives most; shorter
+    heads are padded. Of q only the shape is used.
+    """
     own = Exchange(PlainCall.of(constants), q, k, v, bindings)
     found = own.room(own.plan.both.num_keys)
     with own.sending_keys() as receive:
@@ -209,7 +226,10 @@ def _(q, k, v, bindings, constants):
 def exchange_keys_backward_op(
     q: Tensor, k: Tensor, v: Tensor, dk: Tensor, dv: Tensor, bindings: list[Tensor], constants: str
 ) -> tuple[Tensor, Tensor]:
-    """(dk, dv) of this rank's keys, summed over ranks, from the gradients of own and received keys."""
+    """Return (dk, dv) of this rank's keys and values, summed over all ranks.
+
+    The arguments dk and dv are the gradients of the results of `exchange_keys_op`, so they include received keys.
+    """
     own, first = Exchange(PlainCall.of(constants), q, k, v, bindings), k.shape[2]
     with own.sending_gradients([x[:, :, first:] for x in (dk, dv)]) as add_received:
         totals = [x[:, :, :first].to(sum_dtype(x), copy=True) for x in (dk, dv)]
@@ -223,8 +243,9 @@ def _(q, k, v, dk, dv, bindings, constants):
 
 
 def _empty_keys(q: Tensor, k: Tensor, bindings: list[Tensor], call: PlainCall, *, own: bool) -> Pair:
-    """Uninitialised received (k, v), preceded by this rank's if `own`, as an op's shape rule.
+    """Return uninitialised (k, v) of the received tokens, or of this rank's tokens followed by them if `own`.
 
+    For the fake implementations of ops, which need only shapes and dtypes.
     If the pattern has run-time tensors, the number of keys is data-dependent (an unbacked size).
     """
     if bindings:
@@ -264,12 +285,14 @@ def exchange(
     *,
     return_lse: bool,
 ) -> tuple[Float[Tensor, "B H L D"], Float[Tensor, "B H L"] | None]:
-    """(out, lse if requested) of this rank's queries over all ranks' keys; every rank must call it, and its backward.
+    """Attend with this rank's queries to the keys of all ranks; returns (out, lse or None).
 
-    bindings: the pattern's run-time tensors, for the whole sequence, ordered by name. One all-to-all brings each
-    (key/value head, token) that some query of this rank may attend to; in the backward another returns the gradients,
-    which the owners add up in float32 or wider. With the tiles engine the call is one op, which overlaps each transfer
-    with work on this rank's keys; other engines are traced, and only the transfers are ops.
+    The lse may be None unless return_lse is True. Every rank must make this call, and run its backward. call: the
+    pattern, the engine and other plain arguments. bindings: the pattern's run-time tensors, for the whole sequence,
+    ordered by name. One all-to-all brings each (key/value head, token) that some query of this rank may attend to; in
+    the backward another returns the gradients, which the owners add up in float32 or wider. With engine "tiles" the
+    call is one op, which overlaps each transfer with work on this rank's keys; other engines are traced, and only the
+    transfers are ops.
 
     Raises ValueError if the engine cannot serve the call, torch.distributed.DistError if another rank fails.
     """
@@ -289,5 +312,8 @@ def exchange(
 # A constant of a graph. `graph_constant` gets plain values, because torch 2.11 cannot unpack a constant named tuple.
 @graph_constant
 def _placement(values: tuple[Any, ...], num_heads: int, num_kv_heads: int, bindings: list[Tensor]) -> str:
-    """Positions of this rank's queries, and of its keys followed by the received keys, as text."""
+    """Return the positions of this rank's queries, and of its keys followed by the received keys, as text.
+
+    values: the fields of a `PlainCall`. num_heads, num_kv_heads: on this device.
+    """
     return plan_of(PlainCall(*values), num_heads, num_kv_heads, bindings).both.text

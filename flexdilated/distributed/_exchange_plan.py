@@ -34,14 +34,15 @@ class MessageRows(NamedTuple):
 
 @dataclass(frozen=True)
 class ExchangePlan:
-    """Rows (each one token of one KV head) that one rank receives and sends, in an order equal on both ranks.
+    """Rows (each one token of one KV head) that one rank receives and sends, in an order equal on sender and receiver.
 
     received[source][g]: positions on rank `source` whose key and value this rank needs in KV head g, because some of
     its queries, in some query head of group g, may attend to them. sent[target][g]: positions of this rank that
-    `target` needs. A token counts once per KV head; the entry of a rank's own index is empty. Messages order tokens by
-    (KV head, token) of these ranges.
+    `target` needs. A token counts once per KV head; the entry of a rank's own index is empty. The rows of a
+    message are ordered by KV head, then by token as in these ranges.
 
-    Received rows go into one tensor, head by head, padded to the longest head; padding is never read.
+    Received rows go into one tensor (B, G, R, D), where R is the length of the head with most rows; the padding of
+    shorter heads is never read. local: positions that this rank holds. num_tokens: tokens of all ranks.
     """
 
     received: Tokens
@@ -62,10 +63,11 @@ class ExchangePlan:
         head_offset: int = 0,
         num_heads_global: int | None = None,
     ) -> ExchangePlan:
-        """Cached plan of one rank.
+        """Return the plan of one rank, from the cache of plans if it is there.
 
-        The pattern must contain the values of its run-time tensors. Raises ValueError if it does not fit the heads or
-        tokens.
+        num_heads, num_kv_heads: on this device. head_offset: index of the first of these query heads among those of all
+        devices. num_heads_global: number of query heads on all devices; None: head_offset + num_heads. Raises
+        ValueError if the pattern does not fit the heads or tokens, or lacks the values of its run-time tensors.
         """
         sizes = (num_heads, num_kv_heads, head_offset, num_heads_global)
 
@@ -110,7 +112,7 @@ class ExchangePlan:
         return Placement(self.local, keys, complete=True, num_tokens=self.num_tokens)
 
     def rows(self, device: torch.device) -> tuple[MessageRows, ...]:
-        """(`MessageRows` sent, `MessageRows` received), with index tensors on `device`; cached."""
+        """Return (rows sent, rows received): the KV head and token index of each, as tensors on `device`; cached."""
         if device not in self._on:
             ranges = tuple(keys for by_head in self.sent for ranges in by_head for keys in ranges)
             counts = _counts(self.received)
@@ -124,7 +126,10 @@ class ExchangePlan:
 
 
 def local_indices(held: Ranges, positions: Ranges) -> Int64[Tensor, " n"]:
-    """Local token index of each of `positions`, in order, on a rank with the ascending ranges `held`."""
+    """Return the index of each position of `positions`, in order, among the tokens of a rank that holds `held`.
+
+    held: the rank's ascending ranges of positions, which contain all of `positions`.
+    """
     if not positions:
         return torch.empty(0, dtype=torch.int64)
     wanted = torch.cat([torch.arange(each.start, each.stop, each.step) for each in positions])

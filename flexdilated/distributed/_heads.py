@@ -29,10 +29,10 @@ from .group import Ranks, Sharding, check_agreement, check_shards, communicating
 
 
 def taken_heads(num_heads: int, of: int, num_ranks: int) -> tuple[range, ...]:
-    """For each rank, the heads that it needs of a tensor with `of` heads, if query heads are split evenly over ranks.
+    """Return, for each rank, the heads that it needs of a tensor with `of` heads.
 
-    `of` is num_heads for queries, or the number of key/value heads; with fewer of these than ranks, several ranks need
-    the same head.
+    The num_heads query heads are split evenly over the ranks. `of` is num_heads for queries, or the number of key/value
+    heads; several ranks may need the same key/value head.
     """
     share, group = num_heads // num_ranks, num_heads // of
     return tuple(range(at // group, (at + share - 1) // group + 1) for at in range(0, num_heads, share))
@@ -57,12 +57,14 @@ def attend_heads(
     block_size: int | tuple[int, int] | None = None,
     return_lse: bool = False,
 ) -> Float[Tensor, "B H L D"] | tuple[Float[Tensor, "B H L D"], Float[Tensor, "B H L"]]:
-    """`attend` over a sequence sharded by `sharding`; q, k, v and the output (and lse) are for this rank's tokens.
+    """Compute attention over a sequence sharded by `sharding`, where each of W ranks computes H / W heads.
 
-    Uses two all-to-alls, and two in the backward. A rank computes H / W heads over the whole sequence, so any pattern
-    and engine can be used; the load is balanced if the rules of the heads have equal work. Bindings and padding are for
-    the whole sequence, sinks for all heads of q; head_offset counts heads of other devices, as in `attend`. The
-    gradients of sinks must be summed over the ranks. Raises ValueError unless W divides H.
+    q, k, v are this rank's tokens; returns their output (B, H, L, D) or, if return_lse is True, (output, lse). One
+    all-to-all gives each rank its heads of the whole sequence, so any pattern and engine can be used; others return the
+    output and, if it is needed, the lse. The load is balanced if the rules of the heads have equal work.
+
+    Bindings are for the whole sequence, sinks for all heads of q; the gradients of sinks must be summed over the ranks.
+    Other arguments: as in `flexdilated.attend`. Raises ValueError unless W divides H.
     """
     padded = require_expression(pattern)
     pattern, needs_lse = pattern.unpadded, return_lse or pattern.pads
@@ -89,7 +91,7 @@ def attend_heads(
     width, factor = v.shape[-1], resolve_scale(scale, q.shape[-1])
     q, k, v = tokens_to_heads(list(one_width(q, k, v)), H, *place, pattern.text, chosen == "tiles")
     read = [head * G // H - mine.start * G // H for head in mine]
-    if len({read.count(head) for head in read}) > 1:  # unequal groups: one copy of its key/value head a query head
+    if len({read.count(head) for head in read}) > 1:  # unequal groups: repeat key/value heads for query heads
         k, v = (torch.stack([x[:, head] for head in read], dim=1) for x in (k, v))
     # Keys and values may be float32, so that their gradients are float32, too.
     sides = () if block_size is None else block_sides(block_size)
@@ -116,10 +118,10 @@ def tokens_to_heads(
 ) -> list[Tensor]:
     """Convert (B, X, L, D), all heads of this rank's tokens, to (B, Y, N, D), this rank's heads of all tokens in order.
 
-    The tensors have one dtype and are sent in one all-to-all; a head is sent to each rank that needs it
-    (`taken_heads` with num_heads query heads). If `pattern`, JSON or "", is not empty, the ranks first check that they
-    make the same call. With `widen`, tensors whose heads go to several ranks are returned in float32 or wider, so that
-    their gradients are sent and summed in that dtype.
+    The shards, such as q, k and v, have one dtype and are sent in one all-to-all; a head is sent to each rank that
+    needs it if num_heads query heads are split evenly. sharding: `Sharding.numbers()`. group: a process group's name.
+    pattern: in JSON; the ranks first check that they make the same call, unless it is "". widen: True to return tensors
+    whose heads go to several ranks in float32 or wider, so that their gradients are sent and summed in that dtype.
     """
     rank, split, tensors = _read(num_heads, [x.shape[1] for x in shards], sharding, group)
     if pattern:
@@ -139,9 +141,10 @@ def _(shards, num_heads, sharding, group, pattern, widen):
 def heads_to_tokens(
     wholes: list[Tensor], heads: list[int], num_heads: int, sharding: list[int], group: str
 ) -> list[Tensor]:
-    """Inverse of `tokens_to_heads`: converts (B, Y, N, D) to (B, X, L, D); `heads` has X for each tensor.
+    """Convert (B, Y, N, D), this rank's heads of all tokens, to (B, X, L, D), all heads of this rank's tokens.
 
-    If several ranks have the same head, their tensors are summed, in float32 or wider and in the order of the ranks.
+    heads: number X of heads of each tensor. Other arguments: as in `tokens_to_heads`. If several ranks have one head,
+    their tensors for it are summed, in float32 or wider and in the order of the ranks.
     """
     rank, split, tensors = _read(num_heads, heads, sharding, group)
     dtype, length = wholes[0].dtype, split.length(rank)
@@ -187,7 +190,10 @@ heads_to_tokens.register_autograd(_wholes_backward, setup_context=_remember_whol
 def _read(
     num_heads: int, heads: Sequence[int], sharding: list[int], group: str
 ) -> tuple[int, Sharding, tuple[Takers, ...]]:
-    """(this rank, the sharding, for each tensor the heads that each rank needs); heads: number of heads per tensor."""
+    """Return (this rank, the sharding, for each tensor the heads that each rank needs).
+
+    num_heads: number of query heads. heads: number of heads of each tensor.
+    """
     split = Sharding.of(sharding)
     return group_of(group).rank(), split, tuple(taken_heads(num_heads, each, split.num_ranks) for each in heads)
 
@@ -208,14 +214,20 @@ def _facts(shards: Sequence[Tensor], split: Sharding, pattern: str) -> dict[str,
 
 
 def _whole(shard: Tensor, takers: Takers, split: Sharding, rank: int, widen: bool) -> Tensor:
-    """Uninitialised (B, Y, N, D) for all tokens of this rank's heads; in float32 or wider if `widen` applies."""
+    """Return an uninitialised tensor (B, Y, N, D) for this rank's heads of all tokens.
+
+    It is in float32 or wider if `widen` is True and some head goes to several ranks.
+    """
     shared = sum(map(len, takers)) > shard.shape[1]
     dtype = sum_dtype(shard) if widen and shared else shard.dtype
     return shard.new_empty(shard.shape[0], len(takers[rank]), split.num_tokens, shard.shape[3], dtype=dtype)
 
 
 def _of_shards(shards: Sequence[Tensor], tensors: Sequence[Takers], split: Sharding, rank: int) -> Pieces:
-    """Views, for each rank, of this rank's tokens in the heads that the rank needs; one per tensor and range."""
+    """For each receiving rank, views of this rank's tokens in the heads that the receiver needs.
+
+    One view for each tensor and contiguous range of positions.
+    """
     bounds = [0, *accumulate(map(len, split.ranges(rank)))]
     return [
         [
@@ -228,14 +240,20 @@ def _of_shards(shards: Sequence[Tensor], tensors: Sequence[Takers], split: Shard
 
 
 def _of_wholes(wholes: Sequence[Tensor], split: Sharding) -> Pieces:
-    """Views, for each rank, of the rank's tokens in this rank's heads; one per tensor and range of positions."""
+    """For each rank, views of that rank's tokens in this rank's heads.
+
+    One view for each tensor and contiguous range of positions.
+    """
     return [
         [x[:, :, run.start : run.stop] for x in wholes for run in split.ranges(peer)] for peer in range(split.num_ranks)
     ]
 
 
 def _swap(sources: Pieces, targets: Pieces, *, like: Tensor, group: str, add: bool) -> None:
-    """Send each rank its sources in one all-to-all; copy received data to the targets, or add it in rank order."""
+    """Send sources[r] to each rank r in one all-to-all; copy the data from rank r into targets[r].
+
+    add: True to add the data to the targets, in the order of the ranks. like: a tensor of the dtype and device.
+    """
     ranks = Ranks.named(group, like.device.type)
     sizes, expected = (
         [0 if peer == ranks.rank else sum(piece.numel() for piece in pieces) for peer, pieces in enumerate(side)]
@@ -255,7 +273,7 @@ def _swap(sources: Pieces, targets: Pieces, *, like: Tensor, group: str, add: bo
 
 
 def _cut(flat: Tensor, pieces: Sequence[Tensor]) -> Iterator[tuple[Tensor, Tensor]]:
-    """Pair each piece with its part of a flat tensor, in the piece's shape; nothing if `flat` is empty."""
+    """Yield (consecutive part of `flat` in the piece's shape, piece) for each piece; nothing if `flat` is empty."""
     if flat.numel():
         for part, piece in zip(flat.split([piece.numel() for piece in pieces]), pieces, strict=True):
             yield part.view(piece.shape), piece

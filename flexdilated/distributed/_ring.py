@@ -39,10 +39,10 @@ class ShardPart:
 
 @dataclass(frozen=True)
 class Turn:
-    """One turn of a ring for one rank: it receives keys `received` from rank `source`, and sends `sent` to `target`.
+    """One turn of a ring for one rank: it receives the keys and values of `received` from rank `source`.
 
-    The backward reverses both: gradients of received keys go back to `source`, gradients of sent keys come from
-    `target`.
+    It also sends those of `sent`, a part of its own shard, to rank `target`. The backward reverses both: gradients of
+    received keys go back to `source`, gradients of sent keys come from `target`.
     """
 
     source: int
@@ -54,11 +54,11 @@ class Turn:
 def turns_of(
     rule: Expression, sharding: Sharding, rank: int, *, heads: range, num_heads_global: int
 ) -> tuple[Turn, ...]:
-    """Cached turns of a rank with the W - 1 other ranks.
+    """Return the turns of a rank in a ring, one for each other rank: the tokens that it receives and sends; cached.
 
     A run (contiguous range of positions) of a shard is sent whole if some query of the receiver needs a key of it.
     Sender and receiver decide that independently, from the sharding and the pattern, which must contain the values of
-    its run-time tensors. heads: global query heads.
+    its run-time tensors. heads: the query heads on this device, of num_heads_global.
     """
 
     def build() -> tuple[Turn, ...]:
@@ -89,7 +89,10 @@ def _steps(num_ranks: int) -> Iterator[int]:
 
 
 def _needed_part(needs: KVNeeds, sharding: Sharding, holder: int, receiver: int) -> ShardPart:
-    """Contiguous ranges of rank `holder`'s shard in which rank `receiver` needs a key; a shard has at most two."""
+    """Part of rank `holder`'s shard that rank `receiver` needs: each of its ranges of positions with a needed key.
+
+    A shard has at most two such ranges, which are contiguous positions.
+    """
     queries = sharding.ranges(receiver)
     needed, first = [], 0
     for run in sharding.ranges(holder):
@@ -104,7 +107,7 @@ Visit = Callable[[Turn | None, ShardPart, Tensor, Tensor], None]
 
 
 class Ring:
-    """Transfers of one call on this rank: of keys and values turn by turn, and of their gradients back."""
+    """Transfers of this rank in one attention call: shards of keys and values in turns, and the buffers for them."""
 
     def __init__(self, call: PlainCall, q: Tensor, k: Tensor, v: Tensor, bindings: Sequence[Tensor]) -> None:
         self.call, self.k, self.v, self.bindings = call, k, v, bindings
@@ -128,11 +131,11 @@ class Ring:
         return Placement(self.own.positions, (part.positions,), complete=False, num_tokens=tokens)
 
     def rotate(self, visit: Visit) -> None:
-        """Call `visit` with this rank's shard, then with the received part of each turn, during the next transfer.
+        """Call `visit` with this rank's shard, then with the received part of each turn.
 
-        visit: gets (turn or None for this rank's shard, part, keys (B, G, S, D), values (B, G, S, D)); the part is
-        empty if the turn receives nothing. Received keys are freed after their visit, so at most two shards of other
-        ranks are held.
+        The next part is in transfer during a visit. visit: gets (turn or None for this rank's shard, part, keys
+        (B, G, S, D), values (B, G, S, D)); the part is empty if the turn receives nothing. Without tokens on this rank
+        there are no visits. Received keys are freed after their visit, so at most two shards of other ranks are held.
         """
         if not len(self.own):
             return
@@ -160,21 +163,31 @@ class Ring:
             visit(turn, turn.received, *lease.tensor)
 
     def _send_keys(self, turn: Turn, mine: Sequence[Tensor]) -> Posted:
-        """Start to send the keys and values that the turn's target needs, and to receive from its source."""
+        """Start to send the keys and values that the turn's target needs, and to receive from its source.
+
+        mine: this rank's encoded keys and values.
+        """
         lease, length = self.room(self.codec, len(turn.received), self.k), self.sharding.length(turn.source)
         send = [(row, turn.target) for x in mine for row in _messages(turn.sent.of(x), len(self.own))]
         receive = [(row, turn.source) for x in lease.tensor for row in _messages(x, length)]
         return post("keys", self.ranks, send=send, receive=receive, lease=lease)
 
     def room(self, codec: Codec, num_tokens: int, like: Tensor) -> Lease:
-        """Lease of a buffer (2, B, G, S, ...) for encoded keys and values of num_tokens tokens."""
+        """Lease a buffer (2, B, G, num_tokens, W) for keys and values in a message.
+
+        W: bytes of an encoded row; without an encoding, the head dim, in the dtype of `like` (B, G, L, D).
+        """
         width, dtype = (like.shape[3], like.dtype)
         if codec.name is not None:
             width, dtype = codec.row_bytes(width, dtype), torch.uint8
         return lease_from(self.pool, (2, *like.shape[:2], num_tokens, width), dtype, like.device)
 
     def read(self, transfer: Posted, codec: Codec, like: Tensor, dtype: torch.dtype) -> Lease:
-        """Lease of the received rows, decoded: (2, B, G, S, D) in `dtype`; releases the wire buffer if it differs."""
+        """Lease of the received keys and values, decoded: (2, B, G, S, D) in `dtype`.
+
+        The buffer of the message is released unless it is itself the result. like: a tensor (B, G, L, D) in the dtype
+        before encoding.
+        """
         assert transfer.lease is not None
         if codec.name is None and dtype == like.dtype:
             return transfer.lease
@@ -197,7 +210,7 @@ class Gradients:
         self.begun: tuple[Turn, Posted] | None = None
 
     def exchange(self, turn: Turn, grads: Sequence[Tensor]) -> None:
-        """Start to send the gradients of the keys received in `turn`, and to receive gradients of keys sent in it.
+        """Start to send grads, (dk, dv) of the keys received in `turn`, and to receive gradients of keys sent in it.
 
         Waits for the previous turn first, so that buffers of at most one turn are in memory.
         """
@@ -208,7 +221,7 @@ class Gradients:
         self.begun = turn, post("gradients", self.ring.ranks, send=send, receive=receive, lease=lease)
 
     def settle(self) -> None:
-        """Wait for the pending transfer and add the gradients received."""
+        """Wait for the pending transfer, if any, and add the received gradients to dk and dv."""
         if self.begun is None:
             return
         turn, transfer = self.begun
@@ -226,7 +239,10 @@ class Gradients:
 
 
 def _messages(x: Tensor, length: int) -> Sequence[Tensor]:
-    """x (B, G, S, ...) as contiguous tensors: one if it is a whole shard, else one per batch entry and head (views)."""
+    """Views of x (B, G, S, ...) for messages: x itself if it is a whole shard, else one per batch entry and head.
+
+    length: number of tokens of the whole shard. If x is part of a contiguous shard, each view is contiguous.
+    """
     return (x,) if x.shape[2] == length else x.flatten(0, 1).unbind()
 
 
@@ -238,13 +254,14 @@ def _written(x: Tensor, codec: Codec) -> Tensor:
 def ring_op(
     q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, bindings: list[Tensor], constants: str
 ) -> tuple[Tensor, Tensor]:
-    """(out, lse) of this rank's queries over the keys of all ranks; every rank must call it, and its backward.
+    """Attend with this rank's queries to the keys of all ranks; returns out (B, H, L, D) and lse (B, H, L).
 
-    bindings: the pattern's run-time tensors, for the whole sequence, ordered by name. constants: a `PlainCall` as text.
+    Every rank must make this call, and run its backward. bindings: the pattern's run-time tensors, for the whole
+    sequence, ordered by name. constants: a `PlainCall` as text.
 
     Each shard is sent directly from its owner to every rank that needs a key of it, while that rank computes with the
-    previous shard. The backward sends it again, and its gradients return to the owner. The gradients of sinks must be
-    summed over the ranks.
+    previous shard. The backward sends the shard again, and the gradients of its keys return to the owner. The gradients
+    of sinks must be summed over the ranks.
 
     A rank holds at most two shards of other ranks. Sums are in float32 or wider and in a fixed order. Codec "auto"
     keeps its error bound, at the cost of one 8-byte collective in forward and backward each. Raises
@@ -279,9 +296,9 @@ def ring_backward_op(
     bindings: list[Tensor],
     constants: str,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """(dq, dk, dv) of `ring_op`, from out and lse over all keys.
+    """Return (dq, dk, dv) of this rank's q, k and v, from the results out and lse of `ring_op` and their gradients.
 
-    Receives the shards again, and sends the gradients of each directly to its owner.
+    Receives the shards of other ranks again, and sends the gradients of each shard directly to its owner.
     """
     call = PlainCall.of(constants)
     ring = Ring(call, q, k, v, bindings)

@@ -21,7 +21,10 @@ _VERSION_2 = ("memory.max", "memory.current", "inactive_file")
 
 @dataclass(frozen=True)
 class Trial:
-    """One step that was run: its size, and its peak bytes; None if it ran out of memory."""
+    """One step that was run: its size `n`, and the `peak` bytes that it held on top of those held at the start.
+
+    peak is None if the step ran out of memory.
+    """
 
     n: int
     peak: int | None
@@ -119,7 +122,10 @@ def max_batch(
 
 
 def _checked_probes(probes: Sequence[int], most: int) -> list[int]:
-    """The probes that do not exceed `most`, one or two."""
+    """Return the probes that do not exceed `most`, one or two.
+
+    Raises ValueError unless they are two ascending sizes of which the first does not exceed `most`.
+    """
     if not isinstance(probes, Sequence) or isinstance(probes, str) or len(probes) != 2:
         raise ValueError(f"probes must be two sizes, such as (1, 2); got {probes!r:.80}")
     first, second = (require_int(f"probes[{place}]", n, minimum=1) for place, n in enumerate(probes))
@@ -129,7 +135,10 @@ def _checked_probes(probes: Sequence[int], most: int) -> list[int]:
 
 
 def _checked_device(device: torch.device | str | None) -> torch.device:
-    """A CPU or CUDA device with its index."""
+    """Return the device, with its index on CUDA; None: the current CUDA device, or the CPU if CUDA is not available.
+
+    Raises ValueError for a device that is neither.
+    """
     if device is None:
         device = "cuda" if torch.cuda.is_available() else "cpu"
     found = torch.device(device)
@@ -201,7 +210,7 @@ def free_bytes(device: torch.device) -> int:
 
 
 def _field(file: Path, name: str) -> int:
-    """A field of a file in /proc, in bytes."""
+    """Value, in bytes, of a field of a file in /proc that is given in kB."""
     try:
         lines = file.read_text(encoding="utf-8").splitlines()
     except OSError as error:

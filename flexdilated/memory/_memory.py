@@ -43,9 +43,9 @@ _PLAIN_MERGE = 2  # parts up to which Inductor merges without a separate float32
 
 @dataclass(frozen=True)
 class Hidden:
-    """Bytes of an operator of which only the results are visible.
+    """Bytes that an operator allocates where a TorchDispatchMode, which sees only its results, cannot count them.
 
-    work: alive while it runs, without its inputs. kept: alive as long as its last result.
+    work: peak while it runs, without its inputs and with its results. kept: alive as long as the last of its results.
     """
 
     work: int
@@ -53,10 +53,11 @@ class Hidden:
 
 
 class LiveBytes(TorchDispatchMode):
-    """Counts each storage that an operation returns until it is freed; views cost nothing.
+    """Context that counts the bytes of each storage that an operation returns until it is freed; views cost nothing.
 
-    live, peak: in bytes. Allocations inside a kernel are counted only for operators in `hidden`. On tensors of device
-    "meta", which have sizes and no memory, the counts equal a run on CPU; tensors with values may be mixed in.
+    live, peak: bytes alive now, and at most so far. held: tensors that are counted from the start. Allocations inside a
+    kernel are counted only for operators in `hidden`. On tensors of device "meta", which have sizes and no memory, the
+    counts equal a run on CPU; tensors with values may be mixed in.
     """
 
     def __init__(self, *held: Tensor, hidden: Mapping[Any, Hidden] | None = None) -> None:
@@ -106,7 +107,11 @@ def nbytes(*tensors: Tensor) -> int:
 
 @dataclass(frozen=True)
 class AttentionSize:
-    """Sizes of a self-attention call. tokens_outermost: (B, N, H, D) in memory, as a projection returns them."""
+    """Sizes of a self-attention call.
+
+    num_kv_heads: number of key/value heads; None: num_heads. tokens_outermost: True if q, k and v are (B, N, H, D) in
+    memory, as a projection returns them; otherwise they are (B, H, N, D).
+    """
 
     num_tokens: int
     num_heads: int
@@ -122,7 +127,7 @@ class AttentionSize:
 
     @property
     def operands(self) -> Operands:
-        """The parameters on which the plan of this call depends."""
+        """Bytes of an element, head dim, and query heads per key/value head, on which the planner's costs depend."""
         return Operands(self.dtype.itemsize, self.head_dim, self.num_heads // self.kv_heads)
 
 
@@ -172,11 +177,13 @@ def attention_memory(pattern: Expression, size: AttentionSize, *, device: str = 
     Up to 1,048,576 tokens it plans the call, and counts what is alive: for tiles in a run of the engine on meta
     tensors, for flex by the allocations of its compiled program. Beyond, it extrapolates linearly. Allocations inside
     kernels are not counted; on CPU they are a few MB per thread. Nothing is computed, and no accelerator is needed.
-    Raises ValueError for a pattern that needs run-time tensors, or does not bind.
+    Raises ValueError for a pattern that lacks the values of run-time tensors, or does not fit the heads or tokens.
     """
     missing = names(pattern)
     if missing:
-        raise ValueError(f"a pattern's memory is known with its values; got one that needs {', '.join(missing)}")
+        raise ValueError(
+            f"memory needs the values of a pattern's run-time tensors; got one without {', '.join(missing)}"
+        )
     require_int("num_tokens", size.num_tokens, minimum=1)
     if size.num_tokens <= LARGEST_RUN:
         return _planned_memory(pattern, size, device)
@@ -235,8 +242,10 @@ def _tiles_memory(program: Program, size: AttentionSize) -> tuple[int, int, int,
 
 
 def _few_of_each_kind(program: Program, key_bytes: int) -> Program:
-    """The program with few steps and problems of each kind, enough for its peak: each frees its memory before the next.
+    """Return the program with only a few of the steps and attention problems of each kind, with an equal memory peak.
 
+    A step (a part of the mask that one kernel computes) frees its memory before the next one, so more steps of a kind
+    add nothing.
     key_bytes: bytes of one key and its value over the batch.
     """
     taken: Counter[object] = Counter()
@@ -257,8 +266,9 @@ def _few_of_each_kind(program: Program, key_bytes: int) -> Program:
 def _flex_memory(
     program: FlexProgram, size: AttentionSize, queries: int, keys: int, lse: int
 ) -> tuple[int, int, int, int]:
-    """(kept, inference peak, forward peak, backward peak) of the compiled program.
+    """Return (kept, inference peak, forward peak, backward peak) of the compiled program, in bytes.
 
+    queries, keys, lse: bytes of q, of k and v together, and of the lse.
     Inductor fuses everything around attention: a gather makes one tensor, and so does a merge; it gathers for two steps
     at once. FlexAttention makes out and a float32 lse, and delta in the backward. Training keeps all operands and
     parts, and of several parts the merged rows of each gathered one. For more than two parts it also keeps a float32
@@ -282,7 +292,10 @@ def _flex_memory(
     whole, arrived = (queries, keys // 2, keys // 2), set()
 
     def arrive(step: _FlexStep, are_copies: bool) -> Iterator[int]:
-        """Changes in bytes: gradients of operands become gradients of v, k and q, or are added to existing ones."""
+        """Yield changes in bytes as gradients of operands become, or are added to, those of v, k and q.
+
+        are_copies: True for operands that are copies of tokens, False for those that are read in place.
+        """
         for operand, (count, is_copy) in reversed(list(enumerate(step.operands))):
             if is_copy == are_copies:
                 yield from (whole[operand], -count) if is_copy else ()
@@ -298,14 +311,14 @@ def _flex_memory(
 
 
 class _FlexStep(NamedTuple):
-    """Memory of a step's kernel: (bytes, True if it is a copy) of its q, k and v; and bytes of its lse."""
+    """Memory of one kernel call: operands are (bytes, True if it is a copy) of its q, k and v; lse is in bytes."""
 
     operands: tuple[tuple[int, bool], ...]
     lse: int
 
 
 def _flex_step(step: FlexStep, size: AttentionSize) -> _FlexStep:
-    """Memory of one step. Queries or keys are read without a copy if all tokens are read and none is zeroed."""
+    """Memory of one kernel call. Queries or keys are read without a copy if all tokens are read and none is zeroed."""
     by_column, (q_side, k_side) = step.mask.q_num_blocks, step.structure.sides
     assert by_column is not None
     queries = step.queries, size.num_heads, step.mask.kv_num_blocks.shape[2] * q_side, step.hidden.queries

@@ -104,13 +104,14 @@ def pooled_scores(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> Float[Tensor, "H R C"]:
-    """Mean score of all pairs of each query block and each key block, per head: an estimate for unlisted blocks.
+    """Mean score of all pairs of each query block and each key block, per head.
 
-    Computed for all blocks as scale * (mean of q) · (mean of k), without forming pairs, and averaged over batch
-    entries. lse: of a call with the current pattern, or None. The mean lse of the block's queries with keys is
-    subtracted, which makes rows comparable: if all queries have keys, exp(score) times the number
-    of keys in the block is a lower bound of the mass that the block would add. Rows whose queries all have no keys are
-    then -inf.
+    By these scores `fd.refine` chooses among the blocks that a block list leaves out. They are computed for all blocks,
+    as scale * (mean of q) · (mean of k), without forming pairs, and averaged over batch entries.
+
+    lse: of a call with the current pattern, or None. The mean lse of the block's queries with keys is subtracted, which
+    makes rows comparable: if all queries have keys, exp(score) times the number of keys in the block is a lower bound
+    of the mass that the block would add. Rows whose queries all have no keys are then -inf.
 
     block: tokens of a block, or (of queries, of keys); the last block may be shorter. scale and enable_gqa: as in
     `attend`. The result is float32, or float64 for float64 inputs, and has no gradient.
@@ -209,7 +210,7 @@ def _in_whole_blocks(bound: Bound, rows: _Side, columns: _Side) -> Bound:
 
 @plans
 def _listed(bound: Bound, sides: tuple[int, int]) -> Blocks:
-    """Blocks in which a branch has pairs; cached unless they depend on run-time tensors."""
+    """Blocks, of `sides` (queries, keys) tokens, in which a branch has pairs; cached unless run-time tensors decide."""
     (term,) = shared_terms(bound.union, 1, bound, 1)
     if bound.pattern.varies:
         return term_blocks(term, sides)
@@ -218,7 +219,10 @@ def _listed(bound: Bound, sides: tuple[int, int]) -> Blocks:
 
 
 def _add_branch(mass: Float[Tensor, "H R C"], times: int, bound: Bound, blocks: Blocks, given: _Operands) -> None:
-    """Add `times` the mass of one branch (a summand of the mixture) to `mass`, in place."""
+    """Add the mass of one branch (a summand of the mixture), multiplied by `times`, to `mass` in place.
+
+    blocks: those in which the branch has pairs. given: the tensors of some batch entries.
+    """
     mod = bound.union.mask_mod(num_heads=bound.num_heads_global, device=mass.device)
     none = torch.zeros((), dtype=torch.int64, device=mass.device)
     for table in range(blocks.num_tables):
@@ -239,7 +243,7 @@ def _shares(
 ) -> Float[Tensor, "h n"]:
     """Attention shares of n blocks (row, column), summed over their queries and the batch entries.
 
-    All `heads` have one rule; None: all pairs are allowed.
+    rule: the allowed pairs, equal for all `heads`; None: all pairs are allowed.
     """
     groups = given.q.shape[1] // given.k.shape[1]
     wide = given.shifts.dtype

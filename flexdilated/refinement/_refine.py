@@ -49,7 +49,7 @@ def refine(
         the result with them, such as `causal()`, for attention.
     importance: mass of each block, such as `ImportanceTracker.importance()`; read for listed blocks.
     scores: estimate for each block, such as `fd.pooled_scores`; read for unlisted blocks. -inf: never added.
-    moves: at least 0; fewer are made if fewer blocks can be dropped or added.
+    moves: number of blocks to replace in each head, at least 0; fewer if fewer blocks can be dropped or added.
     within: blocks in which this pattern has no pair are never added; None allows all.
     keep: blocks in which this pattern has a pair are never dropped. Nor is the most important block of each row, so a
         row with blocks keeps at least one.
@@ -88,11 +88,14 @@ def refine(
 
 
 def _listed(pattern: object, importance: Tensor) -> Bool[Tensor, "H R C"]:
-    """True for blocks that the pattern lists; checks pattern and importance."""
+    """Return True for the blocks that the pattern lists, in the shape of importance.
+
+    Raises TypeError or ValueError for a pattern or an importance that `refine` cannot use.
+    """
     if not isinstance(pattern, BlockList):
         raise TypeError(
-            "pattern must be what masks.block_list makes; refine it alone and intersect with the rest where it is "
-            f"used; got {pattern!r:.80}"
+            "pattern must be made by masks.block_list: refine it alone, and intersect the result with other patterns; "
+            f"got {pattern!r:.80}"
         )
     if not pattern.by_head:
         raise ValueError(
@@ -136,7 +139,10 @@ def _most_massive(mass: Tensor, listed: Tensor) -> Bool[Tensor, "H R C"]:
 
 
 def _touched(name: str, pattern: object, listed: Tensor, block: int) -> Bool[Tensor, "H R C"]:
-    """True for blocks in which a pattern has a pair."""
+    """Return True for blocks, of `block` by `block` tokens, in which a pattern has a pair; (H, R, C) as in `listed`.
+
+    name: the argument that holds the pattern, for errors.
+    """
     if not isinstance(pattern, Pattern):
         raise TypeError(f"{name} must be a set pattern or None; got {pattern!r:.80}")
     heads, rows, columns = listed.shape
@@ -151,7 +157,10 @@ def _touched(name: str, pattern: object, listed: Tensor, block: int) -> Bool[Ten
 
 
 def _first(among: Tensor, key: Tensor, number: Tensor) -> Bool[Tensor, "H R C"]:
-    """True for the `number` blocks of `among` with the lowest keys in each head; ties by position."""
+    """Return True for the blocks with the lowest keys, number[h] of them in head h, of those where `among` is True.
+
+    Ties are resolved by lower row, then lower column.
+    """
     order = key.masked_fill(~among, torch.inf).flatten(1).sort(dim=1, stable=True).indices
     chosen = torch.arange(order.shape[1]) < number[:, None]
     return torch.zeros_like(chosen).scatter_(1, order, chosen).view_as(among)
@@ -213,9 +222,10 @@ class ImportanceTracker(nn.Module):
 
     @torch.no_grad()
     def update(self, mass: Float[Tensor, "H R C"]) -> None:
-        """Add the mass of one step; the tensor may be changed afterwards. Waits only for the previous update.
+        """Add the block mass of one training step; the tensor may be changed afterwards.
 
-        Raises ValueError for another shape or device.
+        Waits only for the all-reduce of the previous update. Raises ValueError unless mass has the tracker's shape and
+        device.
         """
         if mass.shape != self.average.shape:
             raise ValueError(f"mass must have the shape {tuple(self.average.shape)}; got {tuple(mass.shape)}")

@@ -182,7 +182,7 @@ def test_bad_input() -> None:
             f"{agree} other dims: rank 0 has other dims=(1, 1, 2); rank 1 has other dims=(1, 2, 2)",
             f"{agree} dtype: rank 0 has dtype=torch.float32; rank 1 has dtype=torch.float64",
             "TypeError: x must be a tensor; got list",
-            "ValueError: x must have a dimension of tokens; got a tensor of none",
+            "ValueError: x must have a dimension of tokens; got a tensor of shape ()",
         ],
         strict=True,
     ):

@@ -201,7 +201,9 @@ def test_flex_holds_what_its_compiled_program_allocates(dtype) -> None:
 
 def test_what_has_no_memory_yet_is_refused() -> None:
     size = AttentionSize(64, 2, 16, torch.float32)
-    with pytest.raises(ValueError, match="a pattern's memory is known with its values; got one that needs ids"):
+    with pytest.raises(
+        ValueError, match="memory needs the values of a pattern's run-time tensors; got one without ids"
+    ):
         attention_memory(masks.documents("ids"), size)
     with pytest.raises(ValueError, match="num_tokens must be at least 1"):
         attention_memory(masks.causal(), AttentionSize(0, 2, 16, torch.float32))

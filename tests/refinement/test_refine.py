@@ -143,7 +143,7 @@ ONES = torch.ones(2, 2, 2)
         (
             {"pattern": PATTERN & masks.causal()},
             TypeError,
-            "pattern must be what masks.block_list makes; refine it alone",
+            "pattern must be made by masks.block_list: refine it alone",
         ),
         ({"pattern": masks.block_list([[0]], block=4)}, ValueError, "refine needs one table a head"),
         ({"importance": torch.ones(2, 2)}, ValueError, r"importance must be a tensor of shape \(heads, rows, columns"),

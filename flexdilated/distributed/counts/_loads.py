@@ -48,10 +48,12 @@ Counts = dict[RankSchedule, Int64[Tensor, "W W"]]  # tokens that rank i receives
 
 
 def token_counts(pattern: Expression, sharding: Sharding, *, num_kv_heads: int, **heads: Any) -> Counts:
-    """For each schedule, (W, W): tokens that rank i receives from rank j in the forward, summed over KV heads.
+    """Return, for "exchange" and "ring", the tokens that rank i receives from rank j in the forward: (W, W).
 
-    An exchange sends the tokens that rank i needs, as in `ExchangePlan.of` for these arguments; a ring sends each
-    contiguous range of positions whole if rank i needs a token of it. Raises the errors of `tokens_by_chunk`.
+    The counts are sums over KV heads. An exchange sends the tokens that rank i needs; a ring sends each contiguous
+    range of rank j's positions whole if rank i needs a token of it. heads: num_heads and, if not all heads are on this
+    device, head_offset and num_heads_global. Raises ValueError if the pattern does not fit the heads or tokens, or
+    lacks the values of its run-time tensors.
     """
     needed, chunks = tokens_by_chunk(pattern, sharding, num_kv_heads=num_kv_heads, **heads)
     whole = torch.where(needed > 0, num_kv_heads * chunks.length, 0)
@@ -71,15 +73,16 @@ def choose_schedule(
     batch: int = 1,
     wire_row_bytes: int | None = None,
 ) -> ScheduleChoice:
-    """Choose the exchange unless exchange_memory / ring_memory > ring_bytes / exchange_bytes.
+    """Choose "exchange" or "ring" for attention over ranks, by the bytes that the most loaded rank receives and holds.
 
     The exchange receives exactly the keys that a rank's queries need, and holds all of them. The ring receives each
     needed contiguous range of a shard whole, and holds two shards. So the exchange never receives more, but may hold
-    more.
+    more. It is chosen unless exchange_memory / ring_memory > ring_bytes / exchange_bytes: unless the factor by which it
+    holds more exceeds the factor by which the ring receives more.
     wire_row_bytes: bytes of one encoded row of K or V; None: head_dim numbers of `dtype`.
 
     The result depends on the arguments alone, so all ranks choose one schedule. It is cached.
-    Raises ValueError if the pattern does not bind to the sharding's tokens and these heads.
+    Raises ValueError if the pattern does not fit the sharding's tokens and these heads.
     """
     heads = {"num_heads": num_heads, "head_offset": head_offset, "num_heads_global": num_heads_global}
     tokens = sharding.num_tokens
@@ -99,9 +102,11 @@ def choose_schedule(
 
 
 def choice_of(counts: Counts, *, held_bytes: int, sent_bytes: int) -> ScheduleChoice:
-    """Choose by the result of `token_counts`.
+    """Choose "exchange" or "ring" by the bytes that the most loaded rank would receive and hold.
 
-    held_bytes, sent_bytes: bytes of one token in one KV head, decoded and encoded.
+    The ring is chosen if the factor by which it holds less exceeds the factor by which it receives more. counts: for
+    each schedule, tokens that rank i receives from rank j, summed over KV heads, as (W, W). held_bytes, sent_bytes:
+    bytes of key and value of one token in one KV head, over the batch, as held in memory and as sent.
     """
     ring = counts["ring"]
     kept = ring.topk(min(_SHARDS_HELD, len(ring)), dim=1).values.sum(1)
@@ -204,12 +209,13 @@ def rank_loads(
     schedule: ScheduleName = "auto",
     codec: CodecName | None = None,
 ) -> RankLoads:
-    """Count the loads of each rank in a call of `distributed.attend`.
+    """Count the bytes that each rank receives, and the pairs that it computes, in a call of `distributed.attend`.
 
-    size: of attention on one device with all tokens of the sharding.
+    Nothing is run and no process group is needed. size: batch, heads, head dim and dtype of the call; its tokens are
+    those of the sharding. codec: encoding of keys and values in messages; None: their dtype.
 
     Raises ValueError for an unknown schedule or codec, for a codec that cannot encode the dtype, and if the pattern
-    does not bind to the size.
+    does not fit the heads or tokens.
     """
     require_choice("schedule", schedule, SCHEDULES)
     if codec is not None:

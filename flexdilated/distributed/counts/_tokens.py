@@ -65,7 +65,10 @@ class Chunks:
         return turns if bool(again.any()) else turns[:1]
 
     def by_source(self, tokens: Int64[Tensor, "W n"]) -> Int64[Tensor, "W W"]:
-        """Sum tokens over the chunks of each source rank, giving [receiver, source]; the diagonal is 0."""
+        """Return the sums of `tokens` over the chunks of each rank, indexed [receiver, source]; the diagonal is 0.
+
+        tokens: number of tokens that each rank needs of each chunk.
+        """
         counts = torch.zeros(self.num_ranks, self.num_ranks, dtype=torch.int64)
         return counts.index_add_(1, self.rank, tokens).fill_diagonal_(0)
 
@@ -96,7 +99,10 @@ class DilatedBranch:
 
 
 def as_branches(rules: Sequence[Pattern]) -> tuple[DilatedBranch, ...] | None:
-    """The rules by ascending rate; None unless all are dilated, and each rate divides its segment and the next."""
+    """Return the rules as branches in ascending order of rate; None if the closed form does not apply to them.
+
+    It applies if all rules are dilated, and each rate divides its segment and the next larger rate.
+    """
     branches = [_as_branch(rule) for rule in rules]
     if None in branches:
         return None
@@ -120,7 +126,10 @@ Groups = Sequence[tuple[tuple[DilatedBranch, ...], int]]  # branches of a KV hea
 
 
 def dilated_tokens(groups: Groups, chunks: Chunks) -> Int64[Tensor, "W n"]:
-    """Number of tokens that each rank needs in each chunk, summed over KV heads: (branches, number of heads)."""
+    """Number of tokens that each rank needs in each chunk, summed over KV heads.
+
+    groups: (branches of a KV head, number of KV heads with these branches) pairs.
+    """
     tokens = torch.zeros(chunks.num_ranks, len(chunks), dtype=torch.int64)
     for group, times in _distinct(groups, chunks):
         for ranks in torch.arange(chunks.num_ranks).split(max(1, _MOST_VALUES // len(chunks))):
@@ -129,9 +138,10 @@ def dilated_tokens(groups: Groups, chunks: Chunks) -> Int64[Tensor, "W n"]:
 
 
 def _of_branches(group: tuple[DilatedBranch, ...], chunks: Chunks, turns: Int64[Tensor, "T R"]) -> Int64[Tensor, "R n"]:
-    """Number of tokens of each chunk that these ranks need in a KV head; a token of several branches counts once.
+    """Number of tokens of each chunk that R ranks need in a KV head; a token of several branches counts once.
 
-    group: the branches of the head, by ascending rate.
+    group: the branches of the head, by ascending rate. turns: for each of the R ranks, index of its first chunk and, in
+    row 1, of its second one; -1 if missing.
     """
     total = torch.zeros(turns.shape[1], len(chunks), dtype=torch.int64)
     covered: list[tuple[Tensor, Tensor]] = []
@@ -149,10 +159,12 @@ def _of_branches(group: tuple[DilatedBranch, ...], chunks: Chunks, turns: Int64[
 def _reached(
     branch: DilatedBranch, chunks: Chunks, turns: Int64[Tensor, "T R"]
 ) -> tuple[Int64[Tensor, "R n"], Int64[Tensor, "R n"]]:
-    """(end of the prefix of each chunk that a rank's earlier queries need, start of the suffix for its later queries).
+    """Return positions (head, tail) for each rank and chunk: the rank needs active keys before head and from tail on.
 
-    Queries need keys back to the start of their first segment and, unless causal, up to the end of their last one, if
-    one of the queries in that segment is active.
+    Its queries in earlier chunks need the keys before head; those in later chunks need the keys from tail on.
+    Queries of a chunk need keys back to the start of their first segment and, unless causal, up to the end of their
+    last one, if one of the queries in that segment is active. Active positions equal the branch's offset modulo its
+    rate. turns: for each of the R ranks, indices of its chunks; -1 if missing.
     """
     begin, end = chunks.start // branch.segment * branch.segment, -(-chunks.stop // branch.segment) * branch.segment
     nowhere = int(chunks.stop[-1])
@@ -173,8 +185,9 @@ def _reached(
 def _distinct(groups: Groups, chunks: Chunks) -> Groups:
     """Merge groups with equal counts into one, adding their numbers of heads.
 
-    If chunks and segments all begin at multiples of a number, offsets between two consecutive multiples of it give
-    equal counts, provided that in both groups the branches with nested classes are equal.
+    groups: (branches of a KV head, number of KV heads with these branches) pairs. If all chunks and segments begin at
+    multiples of a number c, offsets with one quotient by gcd(rate, c) give equal counts, provided that the residue
+    classes of the same branches contain each other in both groups.
     """
     segments = {branch.segment for group, _ in groups for branch in group}
     common = gcd(*segments, *chunks.start.tolist(), *chunks.stop.tolist())
@@ -198,7 +211,7 @@ def _lineage(group: tuple[DilatedBranch, ...], index: int) -> list[int]:
 
 
 def _count(branch: DilatedBranch, begin: Tensor, end: Tensor) -> Tensor:
-    """Number of active positions in [begin, end); 0 if end <= begin."""
+    """Number of positions in [begin, end) that equal the branch's offset modulo its rate; 0 if end <= begin."""
     before, upto = (_quotient(edge - (1 + branch.offset), branch.rate) for edge in (begin, end))
     return (upto - before).clamp_(min=0)
 
@@ -219,7 +232,11 @@ def tokens_by_chunk(
     head_offset: int = 0,
     num_heads_global: int | None = None,
 ) -> tuple[Int64[Tensor, "W n"], Chunks]:
-    """(number of tokens of each chunk that each rank needs, the chunks); undefined for a rank's own chunks."""
+    """Return (number of tokens of each chunk that each rank needs, summed over KV heads; the chunks).
+
+    The numbers are undefined for a rank's own chunks. A chunk is a contiguous range of positions of one rank.
+    Raises ValueError if the pattern does not fit the heads or tokens, or lacks the values of its run-time tensors.
+    """
     needs = KVNeeds.of(pattern, sharding.num_tokens, num_heads, num_kv_heads, head_offset, num_heads_global)
     chunks = Chunks.of(sharding)
     groups = Counter(needs.groups)
@@ -246,7 +263,10 @@ RuleHead = tuple[Pattern, int]  # a rule for one head, and the index of a head t
 
 @dataclass(frozen=True, eq=False)
 class KVNeeds:
-    """Determines which keys given queries need in each KV head of this device, by the rules of its query heads."""
+    """Determines which keys given queries need in each KV head of this device, by the rules of its query heads.
+
+    groups: for each KV head, the distinct rules of its query heads, each with the index of a head that follows it.
+    """
 
     num_heads_global: int
     groups: tuple[tuple[RuleHead, ...], ...]  # the distinct rules of each KV head's query heads
@@ -262,7 +282,12 @@ class KVNeeds:
         head_offset: int,
         num_heads_global: int | None,
     ) -> KVNeeds:
-        """Needs of a pattern. Raises ValueError if it does not fit the heads or tokens, or has unbound tensors."""
+        """Make the `KVNeeds` of a pattern over num_tokens tokens; num_heads and num_kv_heads are on this device.
+
+        head_offset: index of the first of these query heads among those of all devices. num_heads_global: number of
+        query heads on all devices; None: head_offset + num_heads. Raises ValueError if the pattern does not fit the
+        heads or tokens, or lacks the values of its run-time tensors.
+        """
         for leaf in run_time_leaves(require_expression(pattern)):
             raise ValueError(missing(leaf.name))
         total = head_offset + num_heads if num_heads_global is None else num_heads_global
@@ -283,7 +308,10 @@ class KVNeeds:
         return tuple(self.of_any([(rule, run) for rule in rules for run in queries], keys) for rules in self.groups)
 
     def of_any(self, runs: Sequence[tuple[RuleHead, range]], keys: Ranges) -> Ranges:
-        """Positions among `keys` that some of these queries need; `runs`: (rule, range of queries) pairs."""
+        """Positions among `keys` that some of the queries in `runs` need.
+
+        runs: pairs of (rule, index of a head that follows it) and a range of positions of queries.
+        """
         # If all rules have a common period, the needs have it, too: a shift by a multiple of it allows reuse.
         period = common_period(tuple(rule for (rule, _), _ in runs))
         least = min(keys[0].start, *(queries.start for _, queries in runs))
@@ -309,7 +337,7 @@ def work_of_ranks(
     """Number of (query, key, head) pairs of each rank's queries, counted once for each branch that allows them.
 
     If run-time tensors give batch entries different rules, all entries are counted. Raises ValueError if the pattern
-    does not bind.
+    does not fit the heads or tokens, or lacks the values of its run-time tensors.
     """
     tokens = sharding.num_tokens
     heads = {"num_heads": num_heads, "head_offset": head_offset, "num_heads_global": num_heads_global}

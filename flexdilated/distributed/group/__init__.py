@@ -1,6 +1,6 @@
 """Ranks of a mesh, shardings, shard and unshard, messages with byte counts, and the check that ranks make equal calls.
 
-Every rank computes the plans of all ranks, so ranks first compare their calls; if one fails, all raise an error.
+Every rank computes the plans of all ranks, so ranks first compare their calls; if these differ, all raise an error.
 """
 
 from ._call import PartSums, PlainCall, as_promised, check_agreement, values_of, whole_rule

@@ -43,11 +43,12 @@ _SHOWN = 8  # ranks, and calls, that an error names
 
 
 class PlainCall(NamedTuple):
-    """Validated arguments of a call as plain values; only `pool` may differ between ranks.
+    """Validated arguments of attention over ranks, as plain values; only `pool` may differ between ranks.
 
-    pattern: in JSON. block_size: (of queries, of keys), or () for none. group: name of the process
-    group. sharding: `Sharding.numbers()`. error_bound: 0 for none.
-    pool: name of a pool, or "".
+    pattern: in JSON. scale: factor on the scores. head_offset: index of this device's first query head among all
+    num_heads_global. block_size: (queries, keys) of a block, or () for the default. sharding: `Sharding.numbers()`.
+    group: name of the process group. codec: encoding of keys and values in messages, or "auto". error_bound: of codec
+    "auto", otherwise 0. pool: name of a buffer pool, "auto", or "" for none.
     """
 
     pattern: str
@@ -64,21 +65,24 @@ class PlainCall(NamedTuple):
 
     @property
     def constants(self) -> str:
-        """The values as text, the argument `constants` of ops; `of` is the inverse."""
+        """The values as one text, which custom ops take as argument `constants`; `of` reads it."""
         return written(self[:1], self[1:])
 
     @classmethod
     def of(cls, constants: str) -> Self:
-        """Inverse of `constants`."""
+        """Read a call from the text that its property `constants` returned."""
         return cls._make(read_written(constants))
 
     def rows_of(self, q: Tensor) -> tuple[Tensor, Tensor]:
-        """Empty (out, lse), as an op's shape rule; checks the heads too, which `attend` skips in a trace."""
+        """Return uninitialised (out, lse) for q (B, H, L, D), for the fake implementations of ops.
+
+        Raises ValueError if the pattern is for another number of heads, which `attend` does not check in a trace.
+        """
         read_text(self.pattern).check_heads(self.num_heads_global)
         return empty_rows(q)
 
     def placed(self, placement: Placement) -> PlacedCall:
-        """Attention of this rank's queries to keys at the positions of `placement`."""
+        """Return the arguments of attention by this rank's queries to the keys at positions of `placement` alone."""
         where = (self.head_offset, self.num_heads_global)
         return PlacedCall(self.pattern, placement, self.scale, *where, self.engine, self.block_size)
 
@@ -89,7 +93,10 @@ def empty_rows(q: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def as_promised(x: Tensor, like: Tensor) -> Tensor:
-    """x in the dtype and memory format of `like`, as the shape rules of ops declare."""
+    """Return x in the dtype of `like` and the strides of `torch.empty_like(like)`; a copy if they differ.
+
+    The fake implementations of ops declare these.
+    """
     promised = torch.empty_like(like)
     return x if x.dtype == like.dtype and x.stride() == promised.stride() else promised.copy_(x)
 
@@ -121,7 +128,10 @@ class PartSums:
             merge_(*self.sums, out, lse)
 
     def rows(self, sinks: Tensor | None) -> tuple[Tensor, Tensor]:
-        """(out (B, H, L, D) in q's dtype, lse (B, H, L)) over the parts so far."""
+        """Return (out (B, H, L, D) in q's dtype, lse (B, H, L)) over the parts so far.
+
+        sinks: a logit for each head (H,), by which exp(sink) is added to the softmax denominators; or None.
+        """
         if self.sums is None:
             return empty_rows(self.q)
         out, lse = self.sums if sinks is None else add_sinks(*self.sums, sinks)
@@ -144,8 +154,9 @@ class PartSums:
 
 
 def whole_rule(pattern: str, bindings: Sequence[Tensor], num_tokens: int) -> Expression:
-    """The pattern, in JSON, with its run-time tensors replaced by their values; `bindings` are ordered by name.
+    """Return the pattern, given in JSON, with its run-time tensors replaced by their values.
 
+    bindings: the tensors, for a sequence of num_tokens tokens, ordered by name.
     The values are read at each call, because a tensor may have changed in place.
     """
     if not bindings:
@@ -176,7 +187,8 @@ def check_agreement(
     """Check that `facts` (arguments of a call) are equal on all ranks; facts that passed before cost one look-up.
 
     facts: names and hashable values, compared by `repr`. once: returns further facts that are slow to compute or may
-    change later; they are compared only that first time. All ranks must make equal checks in one order.
+    change later; they are compared only when these `facts` are checked for the first time. All ranks must make equal
+    checks in one order.
     Raises ValueError on all ranks, with the facts that differ and the values of each rank; DistError if some rank does
     not make the check within the group's timeout.
     """
@@ -194,7 +206,7 @@ def check_agreement(
         raise DistError(
             f"rank {ranks.rank} of {ranks.size}: the check that all ranks make the same call failed: "
             f"{_absent(ranks, place)} did not answer within the timeout of the process group, {limit_s:g} s. A peer "
-            f"may have died or hang, or not make this rank's new call: {_as_call(json.loads(call))}"
+            f"may have died, may hang, or may not make this rank's new call: {_as_call(json.loads(call))}"
         ) from error
     if verdict != _AGREED:
         raise ValueError(verdict)
@@ -202,7 +214,10 @@ def check_agreement(
 
 
 def values_of(pattern: Expression, tensors: Sequence[Tensor]) -> dict[str, object]:
-    """Digests of the values of a pattern's run-time tensors; `tensors` are ordered by name."""
+    """Map the name of each run-time tensor of a pattern to text with its shape, dtype and a digest of its values.
+
+    tensors: the values of the run-time tensors, ordered by name.
+    """
 
     def digest(x: Tensor) -> str:
         values = x.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
@@ -212,7 +227,10 @@ def values_of(pattern: Expression, tensors: Sequence[Tensor]) -> dict[str, objec
 
 
 def begun_elsewhere(ranks: Ranks) -> str:
-    """One sentence on the ranks that wait at a check that this rank has not reached, with their facts; "" if none."""
+    """Return a sentence on the ranks that wait at the next check of arguments, which this rank has not reached.
+
+    It states their arguments; "" if no rank waits.
+    """
     group = group_of(ranks.name)
     place, store = _checks.setdefault(group, _Checks()).next_place, group.get_group_store()
     try:
@@ -231,7 +249,11 @@ def _written(facts: tuple[tuple[str, object], ...]) -> tuple[str, str]:
 
 
 def _verdict(ranks: Ranks, place: str, digest: str, call: str) -> str:
-    """Result of a check, equal on all ranks: each rank counts its digest in the store, and the last one compares."""
+    """Make one check in the group's key-value store; return "agreed" or the text of an error, equal on all ranks.
+
+    Each rank counts its digest under the prefix `place`, and the last rank compares the counts. call: the facts, as
+    JSON.
+    """
     store = group_of(ranks.name).get_group_store()
     store.set(f"{place}/{ranks.rank}", call)
     store.add(f"{place}/{digest}", 1)
@@ -253,13 +275,16 @@ def _verdict(ranks: Ranks, place: str, digest: str, call: str) -> str:
 def _absent(ranks: Ranks, place: str) -> str:
     store = group_of(ranks.name).get_group_store()
     try:
-        return _named([rank for rank in ranks.others if not store.check([f"{place}/{rank}"])]) or "a rank that came"
+        return _named([rank for rank in ranks.others if not store.check([f"{place}/{rank}"])]) or "a rank that began it"
     except RuntimeError:
         return "the process that keeps the group's store"
 
 
 def disagreement(calls: Sequence[dict[str, str]]) -> str:
-    """Error text with the facts that differ, and the ranks with equal ones; calls[rank] maps names to values."""
+    """Error text with the arguments that differ between ranks: their values, and the ranks that have them.
+
+    calls[rank]: the arguments of that rank's call, names and values.
+    """
     every = dict.fromkeys(name for call in calls for name in call)
     differing = [name for name in every if len({call.get(name) for call in calls}) > 1]
     holders: dict[str, list[int]] = {}

@@ -22,7 +22,11 @@ Message = tuple[Tensor, int]  # (contiguous tensor, peer rank)
 
 @dataclass
 class Posted:
-    """Messages in transfer. Until waited for, sent tensors must not change and received ones must not be read."""
+    """Messages in transfer. Until waited for, sent tensors must not change and received ones must not be read.
+
+    sent: tensors, kept until they are sent. lease: that of the receiving buffer; `drop` releases it. arriving, leaving:
+    pending transfers of received and of sent messages; `wait` waits for the received ones only.
+    """
 
     role: Role
     ranks: Ranks
@@ -64,7 +68,8 @@ def post(
 ) -> Posted:
     """Start to send and receive messages as one group; empty ones are skipped.
 
-    Messages between two ranks arrive in the order posted. lease: of the receiving buffer.
+    Messages between two ranks arrive in the order posted. lease: that of the receiving buffer; `Posted.drop` releases
+    it.
     """
     send, receive = ([(x, peer) for x, peer in side if x.numel()] for side in (send, receive))
     posted, group = Posted(role, ranks, [x for x, _ in send], lease), group_of(ranks.name)
@@ -111,7 +116,8 @@ def communicating(what: str, ranks: Ranks) -> Iterator[None]:
         elapsed_s = time.monotonic() - start
         raise DistError(
             f"rank {ranks.rank} of {ranks.size}: {what} failed after {elapsed_s:.1f} s; the timeout of the process "
-            f"group is {timeout_of(ranks).total_seconds():g} s. A peer may have died or hang, or not run this pass. "
+            f"group is {timeout_of(ranks).total_seconds():g} s. A peer may have died, may hang, or may not run "
+            "this forward or backward. "
             f"{begun_elsewhere(ranks)}"
             f"\ntorch says: {error}"
         ) from error

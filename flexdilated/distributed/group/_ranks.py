@@ -42,7 +42,7 @@ class Ranks:
                 f"{f' {names}' if names else ''}: give one of them, as {choose}"
             )
         if mesh.get_coordinate() is None:
-            raise ValueError("this process is not among the ranks of the mesh")
+            raise ValueError("mesh must contain the rank of this process: call this on ranks of the mesh alone")
         group = mesh.get_group()
         return Ranks(group.group_name, group.size(), group.rank(), mesh.device_type)
 
@@ -97,9 +97,10 @@ def _backends(group: str) -> str:
 class Traffic:
     """Payload bytes sent and received, and number of transfers, by role, since the process began or since `reset`.
 
-    keys: K and V sent to queries. gradients: of K and V, sent back. heads: exchanges of head parallelism. shards:
-    `unshard` and its gradient, also in `SelectedAttention` with a mesh. set-up: the check that all ranks agree, and
-    the choice of codec "auto". A transfer is one collective, or one message to or from another rank.
+    The roles are "keys": keys and values for the queries of other ranks; "gradients": those of keys and values, sent
+    back; "heads": exchanges of head parallelism; "shards": `unshard` and its gradient, also in `SelectedAttention` with
+    a mesh; "set-up": the check that all ranks agree, and the choice of codec "auto". A transfer is one collective, or
+    one message to or from another rank.
 
     >>> sent = fd.distributed.traffic().sent  # bytes, by role
     """
@@ -116,7 +117,7 @@ class Traffic:
                 counter.clear()
 
     def add(self, role: Role, sent: int, received: int) -> None:
-        """Count one transfer."""
+        """Count one transfer; `sent` and `received` are in bytes. Raises ValueError for an unknown role."""
         require_choice("role", role, get_args(Role))
         with self._lock:
             self.sent[role] += sent

@@ -62,12 +62,12 @@ class Sharding:
 
     @classmethod
     def of(cls, numbers: Sequence[int]) -> Sharding:
-        """Sharding from the result of `numbers`."""
+        """Make a sharding from the integers that `numbers` returned."""
         num_tokens, order, *lengths = map(int, numbers)
         return cls(num_tokens, len(lengths), ORDERS[order], lengths)
 
     def numbers(self) -> tuple[int, ...]:
-        """All fields as integers, for a custom op; `of` reads them."""
+        """Return (num_tokens, index of the order, tokens of rank 0, of rank 1, ...), for custom ops; `of` reads it."""
         return (index(self.num_tokens), ORDERS.index(self.order), *[index(length) for length in self.lengths])
 
     @property
@@ -77,11 +77,11 @@ class Sharding:
         return self.shard_lengths
 
     def length(self, rank: int) -> int:
-        """Number of tokens of this rank."""
+        """Number of tokens of rank `rank`."""
         return self.lengths[self._checked(rank)]
 
     def ranges(self, rank: int) -> Ranges:
-        """Positions of this rank: one or two ascending `range`s, or () for no tokens."""
+        """Positions of rank `rank`: one or two ascending `range`s, or () for no tokens."""
         chunks = [self._chunk(self._checked(rank))]
         if self.order == "zigzag":
             chunks.append(self._chunk(2 * self.num_ranks - 1 - rank))
@@ -90,7 +90,7 @@ class Sharding:
         return tuple(chunk for chunk in chunks if chunk)
 
     def positions(self, rank: int, device: torch.device | str | None = None) -> Int64[Tensor, " L"]:
-        """Position of each of this rank's tokens, as rotary embeddings need them."""
+        """Position, in the whole sequence, of each token of rank `rank`, as rotary embeddings need them."""
         runs = [torch.arange(run.start, run.stop, device=device) for run in self.ranges(rank)]
         return torch.cat(runs) if runs else torch.empty(0, dtype=torch.int64, device=device)
 
@@ -173,8 +173,8 @@ def unshard(x: Tensor, mesh: DeviceMesh, sharding: Sharding | None = None, *, di
     length = split.length(ranks.rank)
     if x.shape[dim] != length:
         raise ValueError(
-            f"x must be this rank's shard: the sharding gives rank {ranks.rank} of {ranks.size} {length} "
-            f"of {split.num_tokens} tokens; got {x.shape[dim]} along {dim=}"
+            f"x must be this rank's shard: the sharding gives {length} of {split.num_tokens} tokens to rank "
+            f"{ranks.rank} of {ranks.size}; got {x.shape[dim]} along {dim=}"
         )
     return all_tokens(x, dim, list(split.numbers()), ranks.name)
 
@@ -184,13 +184,16 @@ def _checked_dim(x: object, dim: int) -> int:
     if not isinstance(x, Tensor):
         raise TypeError(f"x must be a tensor; got {type(x).__name__}")
     if x.dim() == 0:
-        raise ValueError("x must have a dimension of tokens; got a tensor of none")
+        raise ValueError("x must have a dimension of tokens; got a tensor of shape ()")
     return require_int("dim", dim, minimum=-x.dim(), maximum=x.dim() - 1) % x.dim()
 
 
 @own_op("flexdilated::all_tokens")
 def all_tokens(x: Tensor, dim: int, sharding: list[int], group: str) -> Tensor:
-    """All-gather shards along dim: the whole sequence, in order of position."""
+    """All-gather: return all ranks' tokens along dim, in the order of their positions; x is this rank's shard.
+
+    sharding: `Sharding.numbers()`. group: name of the process group.
+    """
     split, ranks = Sharding.of(sharding), Ranks.named(group, x.device.type)
     _check(ranks, "unshard", x, dim, split)
     own = x.movedim(dim, 0).contiguous()
@@ -208,7 +211,11 @@ def all_tokens(x: Tensor, dim: int, sharding: list[int], group: str) -> Tensor:
 
 @own_op("flexdilated::own_tokens_sum")
 def own_tokens_sum(whole: Tensor, dim: int, sharding: list[int], group: str) -> Tensor:
-    """Reduce-scatter: sum of the ranks' `whole` at this rank's tokens, added in the order of the ranks."""
+    """Reduce-scatter: return this rank's tokens, along dim, of the sum of all ranks' `whole`.
+
+    The sum is in float32 or wider and in the order of the ranks. sharding: `Sharding.numbers()`. group: name of the
+    process group.
+    """
     split, ranks = Sharding.of(sharding), Ranks.named(group, whole.device.type)
     _check(ranks, "the gradient of unshard", whole, dim, split)
     rows = whole.movedim(dim, 0).contiguous()
@@ -250,7 +257,10 @@ own_tokens_sum.register_autograd(
 
 
 def _check(ranks: Ranks, call: str, x: Tensor, dim: int, split: Sharding) -> None:
-    """Check that x and the other arguments fit the ranks and are equal on all of them, so that messages match."""
+    """Raise ValueError on all ranks unless they agree in call, dim and split, and in the dtype and other dims of x.
+
+    call: name of the operation.
+    """
     others = (*x.shape[:dim], *x.shape[dim + 1 :])
     check_agreement(ranks, {"call": call, "sharding": split, "dim": dim, "other dims": others, "dtype": x.dtype})
 
@@ -270,7 +280,10 @@ def _swap(ranks: Ranks, *, send: list[Message], receive: list[Message]) -> None:
 
 
 def check_shards(q: Tensor, k: Tensor, v: Tensor, *, ranks: Ranks, sharding: Sharding, enable_gqa: bool) -> None:
-    """Check that q (B, H, L, D) and k, v (B, G, L, D) fit each other, the ranks and the sharding; L may be 0."""
+    """Raise TypeError or ValueError unless q (B, H, L, D), k (B, G, L, D) and v (B, G, L, E) are shards of this rank.
+
+    They must fit each other, the device of the ranks, and the number of tokens of this rank, L, which may be 0.
+    """
     check_tensors(*_with_a_token(q, k, v), enable_gqa=enable_gqa)
     check_sharding(sharding, ranks)
     check_device(ranks, q)
@@ -283,8 +296,8 @@ def check_shards(q: Tensor, k: Tensor, v: Tensor, *, ranks: Ranks, sharding: Sha
         )
     if not q.shape[2] == k.shape[2] == length:
         raise ValueError(
-            f"q, k and v must be this rank's shard: the sharding gives rank {ranks.rank} of {ranks.size} {length} "
-            f"of {sharding.num_tokens} tokens; got {q.shape[2]} queries and {k.shape[2]} keys"
+            f"q, k and v must be this rank's shard: the sharding gives {length} of {sharding.num_tokens} tokens to "
+            f"rank {ranks.rank} of {ranks.size}; got {q.shape[2]} queries and {k.shape[2]} keys"
         )
 
 
@@ -298,15 +311,17 @@ def check_sharding(sharding: object, ranks: Ranks) -> Sharding:
 
 
 def equal_shards(length: int, ranks: Ranks) -> Sharding:
-    """The default sharding: contiguous, with `length` tokens on every rank."""
+    """The default sharding: contiguous, with `length` tokens on every rank. Raises ValueError if length is 0."""
     length = index(length)  # a constant in a compiled graph
     if not length:
-        raise ValueError("without a sharding all ranks hold as many tokens; a rank without any needs a `Sharding`")
+        raise ValueError(
+            "without a sharding all ranks must have equally many tokens, not 0: give sharding=Sharding(...)"
+        )
     return Sharding(length * ranks.size, ranks.size)
 
 
 def _with_a_token(*tensors: Tensor) -> tuple[Tensor, ...]:
-    """The tensors, with a placeholder token if the shard is empty, because `check_tensors` requires tokens."""
+    """Return the tensors or, if all are (B, heads, 0, D), uninitialised ones with a single token."""
     if any(not isinstance(x, Tensor) or x.dim() != 4 or x.shape[2] for x in tensors):
         return tensors
     return tuple(x.new_empty(*x.shape[:2], 1, x.shape[3]) for x in tensors)

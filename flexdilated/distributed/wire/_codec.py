@@ -36,10 +36,10 @@ INT8_ERROR = 0.50001 / 127
 class Codec:
     """Encoding of rows (vectors of head_dim numbers) in a fixed number of bytes per row. Not differentiable.
 
-    name: one of these. None: unchanged. "bf16": rounded to nearest, within 2⁻⁸ of a normal number; infinite above
-    3.39e38; refused for float16, which is more precise. "int8": one byte per number and one float32 scale per row, its
-    largest magnitude over 127; errors are at most half a scale. A row that is not finite, or whose scale exceeds
-    float32, decodes to NaN.
+    name: the encoding. None: rows are unchanged. "bf16": rounded to nearest, within 2⁻⁸ of a normal number; infinite
+    above 3.39e38; refused for float16, which is more precise. "int8": one byte per number and one float32 scale per
+    row, its largest magnitude over 127; errors are at most half a scale. A row that is not finite, or whose scale
+    exceeds float32, decodes to NaN.
     """
 
     name: CodecName | None
@@ -49,11 +49,16 @@ class Codec:
         return _SCALE_BYTES + head_dim if self.name == "int8" else head_dim * self._written(dtype).itemsize
 
     def check(self, dtype: torch.dtype) -> None:
-        """Raise TypeError for a dtype that no codec encodes, ValueError for one that this codec does not encode."""
+        """Raise TypeError unless rows of this dtype can be encoded: float64, float32, bfloat16 or float16.
+
+        Raises ValueError for float16 if the codec is "bf16", which is less precise.
+        """
         if dtype not in _DTYPES:
             raise TypeError(f"rows must be float64, float32, bfloat16 or float16; got {dtype}")
         if self.name == "bf16" and dtype == torch.float16:
-            raise ValueError('codec "bf16" writes rows wider than float16, which it would only make less exact')
+            raise ValueError(
+                'codec "bf16" takes no float16, which is more precise: give codec None or "int8"; got float16'
+            )
 
     @torch.no_grad()
     def encode(self, x: Float[Tensor, "... D"], out: UInt8[Tensor, "... R"] | None = None) -> UInt8[Tensor, "... R"]:
@@ -99,22 +104,29 @@ def codec_named(name: str | None) -> Codec:
 
 
 def gradient_codec(codec: Codec, dtype: torch.dtype) -> Codec:
-    """Codec for the gradients of rows that were sent with `codec`: unchanged if the rows were, otherwise at least bf16.
+    """Codec for the gradients, of this dtype, of keys and values that were sent with `codec`.
 
-    Gradients wider than bf16 become bf16; narrower ones stay unchanged. Receivers sum them in float32 or wider.
+    If keys and values were sent unchanged, so are gradients. Otherwise float64 and float32 gradients become bf16;
+    bfloat16 and float16 ones are sent unchanged. Receivers sum them in float32 or wider.
     """
     return Codec("bf16" if codec.name is not None and dtype.itemsize > torch.bfloat16.itemsize else None)
 
 
 def check_codec(codec: CodecChoice, error_bound: float | None, dtype: torch.dtype) -> None:
-    """Raise ValueError or TypeError for an invalid choice, and for rows that the codec cannot encode."""
+    """Raise ValueError or TypeError for an invalid codec, error bound or dtype of keys and values.
+
+    error_bound must be above 0 and below 1 for codec "auto", and None for others. dtype must be float64, float32,
+    bfloat16 or float16, the last not with codec "bf16".
+    """
     if codec is not None and not isinstance(codec, str):
         raise TypeError(f"codec must be a name or None; got {type(codec).__name__}")
     if codec == "auto" and not (isinstance(error_bound, int | float) and 0 < error_bound < 1):
         raise ValueError(f'codec "auto" needs an error_bound above 0 and below 1; got {error_bound!r}')
     codec_named(None if codec == "auto" else codec).check(dtype)
     if codec != "auto" and error_bound is not None:
-        raise ValueError(f'error_bound is what codec "auto" keeps; got {error_bound!r} with codec={codec!r}')
+        raise ValueError(
+            f'error_bound is for codec "auto": else leave it out; got {error_bound!r} with codec={codec!r}'
+        )
 
 
 @torch.no_grad()
@@ -145,7 +157,10 @@ def choose_codec(
 def codec_for(
     name: str | None, error_bound: float, k: Float[Tensor, "B G L D"], v: Float[Tensor, "B G L D"], ranks: Ranks
 ) -> Codec:
-    """The codec of this name, or the result of `choose_codec` for "auto"; "bf16" has no effect on rows in bfloat16."""
+    """Return the codec of this name; for "auto" the one with fewest bytes that keeps error_bound on all ranks.
+
+    All ranks must call it. error_bound: used by "auto" alone. For rows in bfloat16 "bf16" is the codec None.
+    """
     if name == "auto":
         return choose_codec(k, v, error_bound, ranks)
     return codec_named(None if name == "bf16" and k.dtype == torch.bfloat16 else name)

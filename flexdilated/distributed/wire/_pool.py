@@ -140,7 +140,7 @@ class BufferPool:
 
     @property
     def statistics(self) -> PoolStatistics:
-        """A snapshot of the statistics."""
+        """A copy of the current statistics."""
         with self._lock:
             return replace(self._measure())
 
@@ -204,7 +204,10 @@ PoolChoice = BufferPool | Literal["auto"] | None
 
 
 def name_of(pool: PoolChoice) -> str:
-    """The argument `pool` as text for a custom op. Raises TypeError for an invalid one."""
+    """Return the argument `pool` as text for a custom op: the name of a pool, "auto", or "" for None.
+
+    Raises TypeError for any other argument.
+    """
     if isinstance(pool, BufferPool):
         return pool.name
     if pool is not None and pool != "auto":
@@ -213,17 +216,22 @@ def name_of(pool: PoolChoice) -> str:
 
 
 def pool_named(name: str, device: torch.device) -> BufferPool | None:
-    """The pool that `name_of` named. Raises RuntimeError if it is gone, as in a graph that outlives its pool."""
+    """Return the pool of a text from `name_of`: for "auto" the shared pool of this device, for "" None.
+
+    Raises RuntimeError if the pool no longer exists, as in a compiled graph that outlives it.
+    """
     if name in ("", "auto"):
         return pool_for(device) if name else None
     pool = named.get(name)
     if pool is None:
-        raise RuntimeError(f"a BufferPool must live as long as what was compiled with it; {name!r} is no more")
+        raise RuntimeError(f"a BufferPool must live as long as graphs compiled with it; {name!r} no longer exists")
     return pool
 
 
 def pool_for(device: torch.device | str) -> BufferPool:
-    """The shared pool of this device in this process; on CPU for tensors of at least 16 MiB, on other devices for none.
+    """Return the shared `BufferPool` of this device in this process, made at the first call.
+
+    On CPU it lends buffers for tensors of at least 16 MiB; on other devices torch allocates all tensors.
 
     >>> pool = fd.distributed.pool('cpu')
     """
