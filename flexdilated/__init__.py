@@ -3,7 +3,7 @@
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from . import masks, schedules
+from . import biases, masks, schedules
 from ._attend import attend
 from ._plan import plan
 from .decoding import KVCache
@@ -52,6 +52,7 @@ __all__ = [
     "TopP",
     "attend",
     "attention_received",
+    "biases",
     "block_mass",
     "convert",
     "distributed",

@@ -13,6 +13,7 @@ from torch.nn.functional import pad
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 from transformers.masking_utils import causal_mask_function, find_packed_sequence_indices
 
+from ... import biases
 from ..._attend import attend
 from ..._validate import position
 from ...engines import ScoreMod
@@ -74,7 +75,7 @@ def set_pattern(
 
     Raises ValueError, before any change, for a pattern that does not fit the heads of a layer or has run-time tensors,
     for unknown layer numbers, for models that do not use transformers' registry of attention functions, that change
-    their masks themselves or add position biases to scores.
+    their masks themselves or give each query a sink.
 
     >>> set_pattern(model, masks.longnet((2048, 8192), (1, 4)))  # doctest: +SKIP
     """
@@ -270,10 +271,16 @@ def attention(
     causal order if is_causal (None: the module's attribute), else for all pairs. dropout: probability of dropping an
     attention weight. scaling: factor of the scores; None is D**-0.5. softcap: bound of the scores, by tanh. s_aux: a
     sink logit per head. options: position_ids is read, to find packed documents.
-    Raises ValueError for a mask tensor of pairs, an additive position bias, output_attentions=True, and dropout with a
-    FlexdilatedCache or a layer that selects blocks.
+    position_bias: added to the scores, of this call's queries and keys. Raises ValueError for a mask tensor of pairs,
+    output_attentions=True, and for dropout, softcap or position_bias with a FlexdilatedCache or a layer that selects
+    blocks.
     """
-    _refuse_what_is_missing(position_bias, options)
+    if options.get("output_attentions"):
+        raise ValueError(
+            "flexdilated forms no attention weights: call without output_attentions=True. "
+            "flexdilated.attention_received tells how much attention each key gets"
+        )
+    features = {"dropout": dropout or None, "softcap": softcap, "position_bias": position_bias}
     given = given_of(key)
     if attention_mask is None:
         attention_mask = _without_mask(module, query, key, given, is_causal)
@@ -286,18 +293,12 @@ def attention(
     if positions is not None and given is None:
         attention_mask = _with_packing(attention_mask, positions, query)
     pattern, replaces = layer_pattern(module)
-    if dropout > 0 and (given is not None or isinstance(pattern, SelectedAttention)):
-        what = "a FlexdilatedCache" if given is not None else "a layer that selects blocks"
-        raise ValueError(f"{what} drops no attention weights: call model.eval(), or train without it; got {dropout=}")
     if isinstance(pattern, SelectedAttention):
-        return _selected(pattern, attention_mask, replaces, query, key, value, scaling, softcap, s_aux), None
+        _refuse("a layer that selects blocks", features, "give the layer a pattern")
+        return _selected(pattern, attention_mask, replaces, query, key, value, scaling, s_aux), None
     rule = attention_mask.rule(pattern, replaces=replaces)
     if given is not None:
-        if softcap is not None:
-            raise ValueError(
-                f"a FlexdilatedCache takes no capped scores; got softcap={softcap}. Leave the cache to transformers, a "
-                "DynamicCache"
-            )
+        _refuse("a FlexdilatedCache", features, "leave the cache to transformers, a DynamicCache")
         out = given.layer.attend(
             given,
             query,
@@ -319,7 +320,7 @@ def attention(
         dropout_p=dropout,
         scale=scaling,
         enable_gqa=True,
-        score_mod=None if softcap is None else _softcap(softcap),
+        score_mod=_score_mod(softcap, position_bias, attention_mask),
         sinks=s_aux,
         bindings={name: attention_mask.reading.tensors[name] for name in names(rule)},
         q_offset=attention_mask.q_offset,
@@ -336,19 +337,16 @@ def _selected(
     k: Tensor,
     v: Tensor,
     scale: float | None,
-    softcap: float | None,
     sinks: Tensor | None,
 ) -> Float[Tensor, "B N H D"]:
     """Output of a layer that selects blocks of keys; it needs all keys and pools them again in each call.
 
-    replaces: True to omit the model's rule. Raises ValueError for a `FlexdilatedCache`, for softcap, for a model's rule
-    that is no set pattern, and for queries after cached keys whose choice would depend on other queries of their block.
+    replaces: True to omit the model's rule. Raises ValueError for a `FlexdilatedCache`, for a model's rule that is no set
+    pattern, and for queries after cached keys whose choice would depend on other queries of their block.
     """
     own, begun = layer.selector, position("q_offset", mask.q_offset)
     if given_of(k) is not None or mask.kv_offset:
         raise ValueError("a layer that selects blocks needs all keys: leave the cache to transformers, a DynamicCache")
-    if softcap is not None:
-        raise ValueError(f"a layer that selects blocks takes no capped scores; got softcap={softcap}")
     if begun and own.future_in_choice:
         raise ValueError(
             "future_in_choice=True is for prefill: a step of decoding would choose otherwise. Give the selector "
@@ -403,20 +401,26 @@ def _visible_keys(mask: Tensor) -> Bool[Tensor, "B M"]:
     return visible
 
 
-def _softcap(most: float) -> ScoreMod:
-    """score_mod that caps scores at ±most by tanh, as in Gemma 2."""
+def _refuse(what: str, features: dict[str, Any], advice: str) -> None:
+    """Raise ValueError if one of a call's features is not None. what: that which lacks them. advice: what to do."""
+    for name, value in features.items():
+        if value is not None:
+            came = "a tensor" if isinstance(value, Tensor) else value
+            raise ValueError(f"{what} takes no {name}: {advice}; got {name}={came}")
 
-    def capped(score, b, h, q_idx, k_idx):
-        return most * torch.tanh(score / most)
 
-    return capped
+def _score_mod(
+    softcap: float | None, position_bias: Float[Tensor, "B|1 H N M"] | None, mask: Visibility
+) -> ScoreMod | None:
+    """score_mod that caps the scores, then adds the bias of the pairs of this call's queries and keys; None for neither.
 
+    Models such as T5 form the bias themselves, N x M numbers for each head.
+    """
+    if position_bias is None:
+        return None if softcap is None else biases.softcap(softcap)
+    shared, q_offset, k_offset = len(position_bias) == 1, mask.q_offset, mask.kv_offset
 
-def _refuse_what_is_missing(position_bias: object, options: dict[str, Any]) -> None:
-    if position_bias is not None:
-        raise ValueError("flexdilated adds no position bias to scores, as T5 does; attn_implementation='sdpa' does")
-    if options.get("output_attentions"):
-        raise ValueError(
-            "flexdilated forms no attention weights: call without output_attentions=True. "
-            "flexdilated.attention_received tells how much attention each key gets"
-        )
+    def biased(score, b, h, q_idx, k_idx):
+        return score + position_bias[0 if shared else b, h, q_idx - q_offset, k_idx - k_offset]
+
+    return biased if softcap is None else biases.compose(biases.softcap(softcap), biased)

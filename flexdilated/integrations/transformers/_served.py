@@ -67,8 +67,8 @@ def _reason(kind: type[nn.Module]) -> str | None:
     arguments = set(signature(unwrap(kind.forward)).parameters)
     for node in _nodes(kind):
         match node:
-            case ast.keyword(arg="position_bias"):
-                return "adds a position bias to scores"
+            case ast.keyword(arg="sinks"):
+                return "gives each query a sink logit of its own"
             case ast.Call(func=ast.Name(id=name)) if "attention" in name:
                 masks = [each.value for each in node.keywords if each.arg == _MASK] + node.args[4:5]
             case ast.Assign(targets=[ast.Name(id="attention_mask")]):

@@ -23,6 +23,8 @@ _BY_CLASS = {class_name: (model_type, kind) for model_type, kind, class_name in 
         "Qwen2MoeForCausalLM",  # a window of 0 that no layer uses
         "DeepseekV3ForCausalLM",  # values narrower than keys
         "Gemma2ForCausalLM",  # capped scores
+        "T5ForConditionalGeneration",  # a learned bias for each head and distance
+        "InklingForCausalLM",  # a bias for each query
         "BertLMHeadModel",  # a mask made once more of one that is there
         "LayoutLMForMaskedLM",  # a padding mask of its own
         "Gemma4ForCausalLM",  # rows taken from its mask
@@ -43,7 +45,7 @@ def test_served(class_name: str) -> None:
     [
         ("DogeForCausalLM", r"DogeAttention, makes or changes the mask.*attn_implementation='sdpa' or 'eager' serves"),
         ("DeepseekV32ForCausalLM", "DeepseekV32Attention, makes or changes the mask"),
-        ("T5ForConditionalGeneration", "T5Attention, adds a position bias to scores; attn_implementation='sdpa'"),
+        ("Inkling2ForCausalLM", "Inkling2SlidingAttention, gives each query a sink logit of its own"),
         ("GitForCausalLM", "GitSelfAttention, computes with a mask of queries and keys"),
         ("T5Gemma2ForConditionalGeneration", "T5Gemma2MergedAttention, makes or changes the mask"),
         ("BloomForCausalLM", "own code: attn_implementation='sdpa' or 'eager' keeps it, or call flexdilated.attend"),

@@ -194,6 +194,6 @@ def test_dropout_needs_all_keys_and_no_selection() -> None:
     set_pattern(model, LONGNET)
     cache = FlexdilatedCache(model.config)
     model.train()
-    refused = pytest.raises(ValueError, match=r"a FlexdilatedCache drops no attention weights.*got dropout=0\.1")
+    refused = pytest.raises(ValueError, match=r"a FlexdilatedCache takes no dropout: leave the cache.*got dropout=0\.1")
     with torch.no_grad(), refused:
         model(tokens(), past_key_values=cache)

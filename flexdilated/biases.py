@@ -1,0 +1,168 @@
+"""Score functions for `attend(..., score_mod=)`: biases of distances, and capped scores."""
+
+from __future__ import annotations
+
+from math import log
+
+import torch
+from jaxtyping import Float, Int64
+from torch import Tensor
+
+from .engines import ScoreMod
+from .masks.core import advises, require_bool, require_finite, require_int
+
+__all__ = ["alibi", "compose", "relative", "slopes", "softcap", "t5", "t5_buckets"]
+
+# H heads, R largest distance of a table, K buckets
+
+
+def slopes(num_heads: int) -> Float[Tensor, " H"]:
+    """ALiBi's slope of each head: 2^(-8 / H), 2^(-16 / H), ..., 2^-8 for a power of two H.
+
+    For another H: those of the next lower power of two P, then every second one of 2 P.
+    Source: arXiv 2108.12409, section 3, and its code for other numbers of heads.
+
+    >>> fd.biases.slopes(4)
+    tensor([0.2500, 0.0625, 0.0156, 0.0039])
+    """
+    require_int("num_heads", num_heads, minimum=1)
+    lower = 1 << (num_heads.bit_length() - 1)
+    first = 2.0 ** (-8 / lower * torch.arange(1, lower + 1))
+    return torch.cat([first, 2.0 ** (-4 / lower * torch.arange(1, 2 * lower, 2))])[:num_heads]
+
+
+@advises(how="write fd.biases.alibi(fd.biases.slopes(num_heads))")
+def alibi(slopes: Float[Tensor, " H"]) -> ScoreMod:
+    """Subtract slope times distance from each score, as in ALiBi, arXiv 2108.12409.
+
+    slopes: one for each head of all devices, on the device of q; from `slopes`, or learned: they get a gradient. The
+    distance is that of the query's and the key's position, in either direction.
+
+    >>> q, k, v = torch.randn(3, 1, 4, 64, 16)
+    >>> bias = fd.biases.alibi(fd.biases.slopes(4))
+    >>> fd.attend(q, k, v, masks.causal(), score_mod=bias).shape
+    torch.Size([1, 4, 64, 16])
+    """
+    _require_table("slopes", slopes, 1)
+
+    def score_mod(score, b, h, q_idx, k_idx):
+        return score - slopes[h] * (q_idx - k_idx).abs()
+
+    return score_mod
+
+
+@advises(how="write fd.biases.relative(table), a bias for each head and distance")
+def relative(table: Float[Tensor, "H 2R+1"]) -> ScoreMod:
+    """Add a bias of the head and of the key's distance from the query, k - q, to each score.
+
+    table: column R + d is for distance d, on the device of q; farther keys have the bias of -R or R. Row h is for head
+    h of all devices; one row is for all heads. It gets a gradient.
+    Source: Shaw et al., arXiv 1803.02155, with scalars as in T5.
+
+    >>> q, k, v = torch.randn(3, 1, 4, 64, 16)
+    >>> table = torch.zeros(4, 65, requires_grad=True)
+    >>> fd.attend(q, k, v, masks.causal(), score_mod=fd.biases.relative(table)).shape
+    torch.Size([1, 4, 64, 16])
+    """
+    _require_table("table", table, 2)
+    if table.shape[1] % 2 == 0:
+        came = f"got shape {tuple(table.shape)}"
+        raise ValueError(f"table must have an odd number of columns, for distances -R to R; {came}")
+    reach, shared = table.shape[1] // 2, len(table) == 1
+
+    def score_mod(score, b, h, q_idx, k_idx):
+        distance = (k_idx - q_idx).clamp(-reach, reach)
+        return score + table[0 if shared else h, distance + reach]
+
+    return score_mod
+
+
+@advises(how="write fd.biases.t5(relative_attention_bias.weight, bidirectional=True)")
+def t5(weight: Float[Tensor, "K H"], *, bidirectional: bool, max_distance: int = 128) -> ScoreMod:
+    """Add T5's relative position bias to each score: one for each head and bucket of distances.
+
+    weight: that of T5's `relative_attention_bias`, on the device of q; it gets a gradient. bidirectional, max_distance:
+    as in `t5_buckets`. T5's scores are not scaled: pass scale=1.0 to `attend`.
+    Source: arXiv 1910.10683, section 2.1.
+
+    >>> q, k, v = torch.randn(3, 1, 4, 64, 16)
+    >>> bias = fd.biases.t5(torch.randn(32, 4), bidirectional=True)
+    >>> fd.attend(q, k, v, masks.every(), scale=1.0, score_mod=bias).shape
+    torch.Size([1, 4, 64, 16])
+    """
+    _require_table("weight", weight, 2)
+    num_buckets = len(weight)
+    _check_buckets(num_buckets, bidirectional, max_distance)
+
+    def score_mod(score, b, h, q_idx, k_idx):
+        return score + weight[t5_buckets(k_idx - q_idx, num_buckets, bidirectional, max_distance), h]
+
+    return score_mod
+
+
+def t5_buckets(distance: Int64[Tensor, "..."], num_buckets: int, bidirectional: bool, max_distance: int) -> Tensor:
+    """T5's bucket of each distance k - q: one for each small distance, then ranges that grow to max_distance.
+
+    bidirectional: half of the buckets are for keys after the query; otherwise these share bucket 0 with distance 0.
+    Source: arXiv 1910.10683, section 2.1, and its code.
+    """
+    later = 0
+    if bidirectional:
+        num_buckets //= 2
+        later, distance = (distance > 0).long() * num_buckets, distance.abs()
+    else:
+        distance = (-distance).clamp(min=0)
+    exact = num_buckets // 2
+    steps = (distance.clamp(min=exact).float() / exact).log() / log(max_distance / exact) * (num_buckets - exact)
+    far = (exact + steps.long()).clamp(max=num_buckets - 1)
+    return later + torch.where(distance < exact, distance, far)
+
+
+def softcap(value: float) -> ScoreMod:
+    """Cap scores smoothly: value * tanh(score / value), as in Gemma 2, arXiv 2408.00118.
+
+    >>> q, k, v = torch.randn(3, 1, 4, 64, 16)
+    >>> fd.attend(q, k, v, masks.causal(), score_mod=fd.biases.softcap(50.0)).shape
+    torch.Size([1, 4, 64, 16])
+    """
+    value = require_finite("value", value)
+    if value <= 0:
+        raise ValueError(f"value must be above 0; got {value=}")
+
+    def score_mod(score, b, h, q_idx, k_idx):
+        return value * torch.tanh(score / value)
+
+    return score_mod
+
+
+def compose(*score_mods: ScoreMod) -> ScoreMod:
+    """Apply score functions one after another, the first to the scaled score.
+
+    >>> cap = fd.biases.softcap(30.0)
+    >>> both = fd.biases.compose(fd.biases.alibi(fd.biases.slopes(4)), cap)
+    """
+    if not score_mods or not all(map(callable, score_mods)):
+        raise TypeError(f"compose needs score functions, such as softcap(30.0); got {score_mods!r:.80}")
+
+    def score_mod(score, b, h, q_idx, k_idx):
+        for each in score_mods:
+            score = each(score, b, h, q_idx, k_idx)
+        return score
+
+    return score_mod
+
+
+def _require_table(name: str, table: object, dims: int) -> None:
+    if not isinstance(table, Tensor):
+        raise TypeError(f"{name} must be a tensor; got {type(table).__name__}")
+    if table.dim() != dims or not table.is_floating_point() or 0 in table.shape:
+        came = f"got {table.dtype} of shape {tuple(table.shape)}"
+        raise ValueError(f"{name} must have a floating-point dtype and {dims} dims of at least 1; {came}")
+
+
+def _check_buckets(num_buckets: int, bidirectional: object, max_distance: object) -> None:
+    half = num_buckets // 2 if require_bool("bidirectional", bidirectional) else num_buckets
+    if half < 2 or (bidirectional and num_buckets % 2):
+        least = "an even number of at least 4" if bidirectional else "at least 2"
+        raise ValueError(f"weight must have one row for each bucket, {least}; got {num_buckets}")
+    require_int("max_distance", max_distance, minimum=half // 2 + 1)
