@@ -84,8 +84,8 @@ class OverRanks:
         sharding, rank = self.sharding_of(length), self.ranks.rank
         if sharding.length(rank) != length:
             raise ValueError(
-                f"the sharding gives rank {rank} of {self.ranks.size} {sharding.length(rank)} of "
-                f"{sharding.num_tokens} tokens; got {length}"
+                f"the number of tokens must be {sharding.length(rank)} of {sharding.num_tokens} for rank {rank} of "
+                f"{self.ranks.size}; got {length}"
             )
         return sharding.positions(rank, device)
 
@@ -144,7 +144,7 @@ def over_ranks(mesh: DeviceMesh | None, *, schedule: str, **rest: Any) -> OverRa
     require_choice("schedule", schedule, SCHEDULES)
     for name, value in {"schedule": None if schedule == "auto" else schedule, **rest}.items():
         if value is not None:
-            raise ValueError(f"{name} says how the ranks of a mesh share the work and needs mesh; got {name}={value!r}")
+            raise ValueError(f"{name} needs mesh=, the ranks that share the work; got {name}={value!r} without a mesh")
     return None
 
 

@@ -131,14 +131,14 @@ class HeldKeys:
 
         held, new = traits(self.keys, self.values), traits(k, v)
         if held != new:
-            raise ValueError(f"the next tokens must continue those before, {held}; got {new}")
+            raise ValueError(f"k and v must match those in the cache, {held}; got {new}")
 
     def take_back(self, position: int, seen: int) -> None:
         """Drop the tokens from `position`. Raises ValueError, and changes nothing, if evicted keys are needed."""
         if self.lacks(position):
             raise ValueError(
-                f"the cache holds no longer what queries from position {position} on may see; it can take back "
-                f"undo={self.undo} tokens for certain, and {seen} were seen. Make it with a larger undo"
+                f"the cache no longer holds all keys that queries from position {position} on may see; it guarantees "
+                f"to go back by undo={self.undo} tokens, and has seen {seen}: make it with a larger undo"
             )
         self.drop_from(position)
 
@@ -224,7 +224,7 @@ def refuse_gradients(*tensors: Tensor | None) -> None:
     """Raise ValueError if these tensors would be differentiated, by autograd or a torch.func transform."""
     refuse_transforms("KVCache", tensors)
     if torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors):
-        raise ValueError("a cache passes no gradient on, and an input requires one: call it under torch.no_grad()")
+        raise ValueError("a cache computes no gradients, and an input requires one: call it under torch.no_grad()")
 
 
 @cache

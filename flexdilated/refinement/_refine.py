@@ -96,7 +96,7 @@ def _listed(pattern: object, importance: Tensor) -> Bool[Tensor, "H R C"]:
         )
     if not pattern.by_head:
         raise ValueError(
-            "refine needs one table a head: masks.block_list([rows] * num_heads, block=...); got one table"
+            "refine needs one table for each head: masks.block_list([rows] * num_heads, block=...); got one table"
         )
     if not isinstance(importance, Tensor) or importance.dim() != 3:
         came = tuple(importance.shape) if isinstance(importance, Tensor) else type(importance).__name__
@@ -138,7 +138,7 @@ def _most_massive(mass: Tensor, listed: Tensor) -> Bool[Tensor, "H R C"]:
 def _touched(name: str, pattern: object, listed: Tensor, block: int) -> Bool[Tensor, "H R C"]:
     """True for blocks in which a pattern has a pair."""
     if not isinstance(pattern, Pattern):
-        raise TypeError(f"{name} must be a set pattern or None; got {pattern!r:.80}")
+        raise TypeError(f"{name} must be None or a pattern that is not a mixture; got {pattern!r:.80}")
     heads, rows, columns = listed.shape
     bound = pattern.bind(num_heads=heads, num_queries=rows * block, num_keys=columns * block)
     (term,) = shared_terms(bound.union, 1, bound, 1)

@@ -108,7 +108,7 @@ class Threshold:
 def require_share(name: str, value: object) -> None:
     """Raise TypeError or ValueError unless the value is above 0 and at most 1."""
     if not 0 < require_finite(name, value) <= 1:
-        raise ValueError(f"{name} is a share of the softmax, above 0 and at most 1; got {name}={value}")
+        raise ValueError(f"{name} must be above 0 and at most 1, a share of the softmax; got {name}={value}")
 
 
 _NONE = -1e300  # below every float32: marks entries that are no candidates

@@ -128,7 +128,7 @@ def check_result(name: str, x: Any, shape: torch.Size, device: torch.device) -> 
     if x.shape != shape:
         raise AssertionError(f"{name} must have shape {tuple(shape)}; got {tuple(x.shape)}")
     if not x.dtype.is_floating_point:
-        raise AssertionError(f"{name} must be of floating point numbers; got {x.dtype}")
+        raise AssertionError(f"{name} must have a floating-point dtype; got {x.dtype}")
     if x.device != device:
         raise AssertionError(f"{name} must be on the device of q, {device}; got {x.device}")
     return x

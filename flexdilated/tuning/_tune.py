@@ -231,13 +231,13 @@ def autotune(call: Call, q: Tensor, k: Tensor, v: Tensor, *, engine: str, has_bi
     traced. Raises ValueError for calls that cannot be tuned, RuntimeError if two options disagree.
     """
     if engine not in ("tiles", "flex"):
-        raise ValueError(
-            f"autotune chooses among the ways of 'tiles' and 'flex'; got {engine=}, which it does not time"
-        )
+        raise ValueError(f"autotune=True needs engine 'tiles' or 'flex', as it measures only these; got {engine=}")
     if call.rate > 1:
-        raise ValueError(f"autotune needs tokens in natural order; got a layout of rate {call.rate}")
+        raise ValueError(f"autotune=True needs tokens in natural order, layout=None; got a layout of rate {call.rate}")
     if has_bindings:
-        raise ValueError("autotune needs a pattern without run-time tensors: each batch of these is another rule")
+        raise ValueError(
+            "autotune=True needs a pattern without run-time tensors, as their values change from call to call"
+        )
     if torch.compiler.is_compiling() or isinstance(q, _torch_private.FakeTensor):
         return
     backward = torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v))

@@ -184,7 +184,7 @@ def causal() -> Pattern:
 
 
 @constructor
-@advises(keywords=_SIZES, how="masks.local_window(left=63, right=0) is the query's own key and 63 before it")
+@advises(keywords=_SIZES, how="write masks.local_window(left=63, right=0) for the query's own key and 63 before it")
 def local_window(*, left: int, right: int) -> Pattern:
     """Pattern in which each query sees `left` keys before its position, the key at it, and `right` keys after it.
 
@@ -210,7 +210,7 @@ def strided(stride: int) -> Pattern:
 
 
 @constructor
-@advises(keywords=_SIZES, how="masks.dilated_window(left=63, right=0, rate=2)")
+@advises(keywords=_SIZES, how="write masks.dilated_window(left=63, right=0, rate=2)")
 def dilated_window(*, left: int, right: int, rate: int) -> Pattern:
     """Pattern in which each query sees `left` keys before its position, the key at it, and `right` keys after it.
 
