@@ -84,8 +84,8 @@ class OverRanks:
         sharding, rank = self.sharding_of(length), self.ranks.rank
         if sharding.length(rank) != length:
             raise ValueError(
-                f"the number of tokens must be {sharding.length(rank)} of {sharding.num_tokens} for rank {rank} of "
-                f"{self.ranks.size}; got {length}"
+                f"the input must be this rank's shard, {sharding.length(rank)} of {sharding.num_tokens} tokens for "
+                f"rank {rank} of {self.ranks.size}; got {length}"
             )
         return sharding.positions(rank, device)
 

@@ -39,7 +39,7 @@ def to_json(pattern: Expression) -> str:
     """
     text = require_expression(pattern).text
     if _NAMES_A_FUNCTION in text:
-        rule = "a custom function cannot be written as JSON: save its parameters, and call masks.custom again after loading"
+        rule = "a custom function cannot be written as JSON: save its parameters, and call masks.custom when loading"
         raise TypeError(f"{rule}; got {pattern!r}")
     return text
 

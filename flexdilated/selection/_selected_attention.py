@@ -392,9 +392,9 @@ def _agreed(
     within_a_row = [start for start in starts if start % side]
     if within_a_row:
         raise ValueError(
-            "the queries of a query block must be on one rank, so the positions of a rank must begin at a multiple of "
-            f"query_block={side}: give the sharding shard_lengths that are multiples of {side}, or in zigzag order of "
-            f"{2 * side}; got positions that begin at {within_a_row[0]} in {sharding}"
+            "the queries of a query block must be on one rank, so runs of a rank's positions must begin at multiples "
+            f"of {side}, the largest query_block: give the sharding shard_lengths that are multiples of {side}, or in "
+            f"zigzag order of {2 * side}; got positions that begin at {within_a_row[0]} in {sharding}"
         )
     runs = sharding.ranges(ranks.rank) or (range(0),)
     return tuple(run.start for run in runs), tuple(map(len, runs))

@@ -251,7 +251,7 @@ class SelectedCache(KVCache):
     def crop(self, num_tokens: int) -> None:
         """As in `KVCache`; also raises ValueError for a position within a row of queries before the last row."""
         require_int("num_tokens", num_tokens, minimum=0, maximum=self._seen)
-        self._require_row(num_tokens, "crop to the begin of a query block, or within the last one")
+        self._require_row(num_tokens, "crop to where a query block begins, or within the last one")
         super().crop(num_tokens)
         self._running = None if self._running is None else self._running.cut(num_tokens)
 

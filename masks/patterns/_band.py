@@ -172,7 +172,7 @@ class DilatedWindow(Band):
 @constructor
 @advises(
     keywords=dict.fromkeys(("window", "window_size", "left", "right"), "write masks.local_window(left=63, right=0)"),
-    how="write masks.causal() for every length: a pattern has no size",
+    how="write masks.causal(), which fits any number of tokens",
 )
 def causal() -> Pattern:
     """Pattern in which each query sees the keys at its own position and at earlier positions.

@@ -211,7 +211,8 @@ class SelectedTable(Table):
 def require_tables(tables: int, num_heads: int) -> None:
     if num_heads % tables:
         raise ValueError(
-            f"selected blocks must have a number of tables that divides the heads; got {tables} for {num_heads} heads"
+            f"selected blocks must have a number of tables that divides the number of heads; got {tables} for "
+            f"{num_heads} heads"
         )
 
 

@@ -265,7 +265,7 @@ def test_a_module_that_cannot_be_copied() -> None:
 @pytest.mark.parametrize(
     ("broken", "words"),
     [
-        (lambda out: out > 0, "must be of floating point numbers; got torch.bool"),
+        (lambda out: out > 0, "must have a floating-point dtype; got torch.bool"),
         (lambda out: out.to("meta"), "must be on the device of q, cpu; got meta"),
         (lambda out: (), "must be a tensor; got tuple"),
         (lambda out: out[:, :, :0], "must have shape (2, 1, 4, 8); got (2, 1, 0, 8)"),
