@@ -122,8 +122,10 @@ def _tiles_cannot(q: Tensor, score_mod: ScoreMod | None, drops: bool) -> str | N
     if not kind.on_host and q.dtype == torch.float64:
         return f"tiles has no float64 kernels on {q.device.type}; engine='portable' serves float64"
     if score_mod is not None:
-        serve = "engine='portable' serves it eagerly, engine='flex' too (on CPU: inference with one set pattern)"
-        return f"tiles runs kernels that take no score_mod; {serve}"
+        serve = (
+            "engine='portable' (eager only) or engine='flex' (on CPU: inference only, and no mixture such as longnet)"
+        )
+        return f"tiles takes no score_mod: write {serve}"
     return "tiles runs kernels without attention dropout; engine='portable' serves it" if drops else None
 
 
@@ -194,7 +196,7 @@ def _flex_cannot(
         return f"flex gives no lse on CPU, which sinks need; {serves}"
     if len({branch.text for branch in pattern.branches()}) > 1:
         branches = len(pattern.branches())
-        return f"flex gives no lse on CPU and cannot join the {branches} branches of a mixture; {serves}"
+        return f"flex gives no lse on CPU, which the {branches} branches of a mixture need; {serves}"
     # Inside torch.compile inductor itself reports a missing compiler.
     missing = None if torch.compiler.is_compiling() else missing_compiler()
     return f"flex on CPU compiles C++, and {missing}; {serves} without a compiler" if missing else None

@@ -84,8 +84,8 @@ class OverRanks:
         sharding, rank = self.sharding_of(length), self.ranks.rank
         if sharding.length(rank) != length:
             raise ValueError(
-                f"the sharding gives {sharding.length(rank)} of {sharding.num_tokens} tokens to rank {rank} of "
-                f"{self.ranks.size}; got {length} tokens"
+                f"the input must be this rank's shard, {sharding.length(rank)} of {sharding.num_tokens} tokens for "
+                f"rank {rank} of {self.ranks.size}; got {length}"
             )
         return sharding.positions(rank, device)
 
@@ -147,7 +147,7 @@ def over_ranks(mesh: DeviceMesh | None, *, schedule: str, dropout: float = 0.0, 
     require_choice("schedule", schedule, SCHEDULES)
     for name, value in {"schedule": None if schedule == "auto" else schedule, **rest}.items():
         if value is not None:
-            raise ValueError(f"{name} sets how the ranks of a mesh share the work, so give mesh=; got {name}={value!r}")
+            raise ValueError(f"{name} needs mesh=, the ranks that share the work; got {name}={value!r} without a mesh")
     return None
 
 

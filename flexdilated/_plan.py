@@ -71,7 +71,10 @@ class PlanSize:
         for name in ("num_tokens", "num_heads", "num_kv_heads", "head_dim", "batch", "layers"):
             require_int(name, getattr(self, name), minimum=1)
         if self.num_heads % self.num_kv_heads:
-            raise ValueError(f"num_kv_heads must divide num_heads; got {self.num_kv_heads} and {self.num_heads}")
+            raise ValueError(
+                f"num_kv_heads must divide num_heads; got num_kv_heads={self.num_kv_heads} and "
+                f"num_heads={self.num_heads}"
+            )
         if self.dtype not in DTYPES.values():
             raise ValueError(f"dtype must be one of {', '.join(map(str, DTYPES.values()))}; got {self.dtype!r:.80}")
         require_choice("device", self.device, ("cpu", "cuda"))

@@ -18,11 +18,12 @@ from .masks.text import read_text
 
 _CAUSAL = "write `pattern & masks.causal()`, or masks.causal() as the pattern"
 _MATRIX = (
-    "a matrix becomes a pattern by masks.custom(lambda b, h, q, k: mask[q, k]), padding by masks.visible_keys(real)"
+    "for a mask of pairs write masks.custom(lambda b, h, q, k: mask[q, k]) as the pattern, for padding write "
+    "masks.visible_keys(real), True for real tokens"
 )
 _PADDING = "write `pattern & masks.visible_keys(~key_padding_mask)`, or masks.lengths(lengths)"
 _WINDOW = "write `pattern & masks.local_window(left=, right=)`"
-_SCALE = "the factor on scores is scale="
+_SCALE = "write scale=, the factor on scores"
 # Keywords of other attention functions, and what to write here instead.
 OTHER_KEYWORDS = {
     **dict.fromkeys(("is_causal", "causal"), _CAUSAL),
@@ -46,7 +47,7 @@ OTHER_KEYWORDS = {
     "bias": "a score_mod adds one, lambda score, b, h, q_idx, k_idx: score + bias[h, q_idx, k_idx]",
     "num_kv_heads": "k and v may have fewer heads with enable_gqa=True",
     "cache": "write cache.attend(q, k, v), of an fd.KVCache",
-    "mesh": "fd.distributed.attend(q, k, v, pattern, mesh=mesh) takes one",
+    "mesh": "write fd.distributed.attend(q, k, v, pattern, mesh=mesh)",
     "need_weights": "attention weights are never formed: return_lse=True gives their denominators",
     "kernel_options": "only flexdilated.attend takes them; engine= and block_size= choose the kernel",
     **dict.fromkeys(("device", "dtype"), "q, k and v determine it"),
@@ -71,13 +72,13 @@ def check_tensors(q: Tensor, k: Tensor, v: Tensor, *, enable_gqa: bool) -> None:
     """
     for name, tensor in (("q", q), ("k", k), ("v", v)):
         if not isinstance(tensor, Tensor):
-            as_tensor = f": torch.as_tensor({name}) makes one" if type(tensor).__name__ in ("ndarray", "list") else ""
+            as_tensor = f": write torch.as_tensor({name})" if type(tensor).__name__ in ("ndarray", "list") else ""
             raise TypeError(f"{name} must be a tensor; got {type(tensor).__name__}{as_tensor}")
         require_dense(name, tensor)
         if tensor.dim() != 4:
             split = f"{name}.unflatten(-1, (heads, -1)).transpose(-3, -2)"
-            advice = f"; heads side by side are split by {split}" if tensor.dim() in (2, 3) else ""
-            advice = f": {name}[None] adds a batch{advice}" if advice else ""
+            advice = f"; to split the width into heads write {split}" if tensor.dim() in (2, 3) else ""
+            advice = f": {name}[None] adds a batch dim{advice}" if advice else ""
             raise ValueError(
                 f"{name} must have the 4 dims (batch, heads, tokens, head dim); got {_shape(tensor)}{advice}"
             )
@@ -111,15 +112,15 @@ def require_dense(name: str, tensor: Tensor) -> None:
     """Raise ValueError for a nested, sparse or distributed tensor, or one of another layout than torch.strided."""
     if type(tensor).__name__ == "DTensor":  # by name, because importing the class imports torch.distributed
         raise ValueError(
-            f"{name} must be a plain tensor, this rank's part of the DTensor: {name}.to_local(), with head_offset= and "
-            "num_heads_global= where heads are sharded; where tokens are, give the parts to "
+            f"{name} must be a plain tensor and no DTensor: pass this rank's part, from to_local(), with "
+            "head_offset= and num_heads_global= if heads are sharded; if tokens are sharded, pass the parts to "
             f"flexdilated.distributed.attend(..., mesh=); got placements {tensor.placements}"  # type: ignore[attr-defined]
         )
     if not tensor.is_nested and tensor.layout != torch.strided:
         raise ValueError(f"{name} must be a dense tensor, such as {name}.to_dense(); got layout {tensor.layout}")
     if tensor.is_nested:
         raise ValueError(
-            f"{name} must be a dense tensor; got a nested one: call once a sequence, pad them and give a "
+            f"{name} must be a dense tensor; got a nested one: call once for each sequence, pad them and give a "
             "key_padding_mask, or pack them and take masks.documents. Where torch's encoder made it, build "
             "nn.TransformerEncoder(..., enable_nested_tensor=False), or set use_nested_tensor = False on it"
         )
@@ -140,11 +141,15 @@ def check_kernel_options(options: object, engine: str) -> tuple[tuple[str, bool 
     for name, value in options.items():
         if not isinstance(name, str) or not isinstance(value, bool | int | float | str):
             came = f"{name!r}: {type(value).__name__}"
-            raise TypeError(f"kernel_options must hold plain values (bool, int, float, str) by name; got {came}")
+            raise TypeError(f"kernel_options must map names to plain values (bool, int, float, str); got {came}")
         if name == "BACKEND":
-            raise ValueError(f"kernel_options may not hold BACKEND, which engine= determines; got BACKEND={value!r}")
+            raise ValueError(
+                f"kernel_options may not hold BACKEND: write engine='flash' or 'flex'; got BACKEND={value!r}"
+            )
         if name.removeprefix("fwd_").removeprefix("bwd_") in _DETERMINED:
-            raise ValueError(f"kernel_options may not hold {name}, which the call determines; block_size= sets blocks")
+            raise ValueError(
+                f"kernel_options may not hold {name}, which attend sets: for block sizes write block_size="
+            )
     return tuple(options.items())
 
 
@@ -186,7 +191,9 @@ def check_score_mod(score_mod: object) -> None:
         )
     if score_mod.__defaults__:
         # torch 2.11 does not guard on a changed default: it keeps running the graph compiled with the first one.
-        raise ValueError("score_mod must have no defaults: capture the value from the surrounding function instead")
+        raise ValueError(
+            "score_mod must have no default arguments: capture the value from the surrounding function instead"
+        )
     code = score_mod.__code__
     if code.co_argcount != 5 or code.co_kwonlyargcount:
         names = code.co_varnames[: code.co_argcount + code.co_kwonlyargcount]
@@ -220,18 +227,18 @@ def check_last_keys(pattern: Expression, queries: int, keys: int) -> None:
     """
     if not torch.compiler.is_compiling() and 0 < queries < keys and all(map(causal_by_form, pattern.branches())):
         raise ValueError(
-            f"fewer queries than keys need the position of the first under a causal pattern: write "
-            f"q_offset={keys - queries} for the last tokens, or q_offset=0 for the first, which see no key from "
-            f"{queries} on; got {queries} queries and {keys} keys"
+            "a causal pattern with fewer queries than keys needs q_offset, the position of the first query: write "
+            f"q_offset={keys - queries} if the queries are the last tokens, or q_offset=0 if they are the first; got "
+            f"{queries} queries and {keys} keys"
         )
 
 
 def _check_heads(num_heads: int, num_kv_heads: int, enable_gqa: bool) -> None:
-    came = f"got {num_heads} and {num_kv_heads}, in dim 1: x.transpose(1, 2) puts heads there that follow the tokens"
+    came = f"got {num_heads} and {num_kv_heads} in dim 1: if tokens come before heads, write x.transpose(1, 2)"
     if num_heads % max(1, num_kv_heads) or (num_heads and not num_kv_heads):
-        raise ValueError(f"the query heads must be a multiple of the key/value heads; {came}")
+        raise ValueError(f"the number of query heads must be a multiple of the number of key/value heads; {came}")
     if num_heads != num_kv_heads and not enable_gqa:
-        raise ValueError(f"unequal query and key/value heads need enable_gqa=True; {came}")
+        raise ValueError(f"unequal numbers of query and key/value heads need enable_gqa=True; {came}")
 
 
 def resolve_scale(scale: float | None, head_dim: int) -> float:
@@ -288,7 +295,8 @@ def check_sizes(
     heads = head_offset + q.shape[1] if num_heads_global is None else num_heads_global
     if head_offset + q.shape[1] > heads:
         raise ValueError(
-            f"num_heads_global must count all heads: {head_offset=} and {q.shape[1]} heads of q exceed {heads}"
+            f"num_heads_global must be at least head_offset plus the heads of q; got {head_offset=}, {q.shape[1]} "
+            f"heads and num_heads_global={heads}"
         )
     if not torch.compiler.is_compiling():  # in a trace the op's shape rule checks the pattern, outside the graph
         pattern.check_heads(heads)
@@ -315,7 +323,7 @@ def run_time_tensors(
             known = f"needs {', '.join(map(repr, needed))}" if needed else "needs no run-time tensor"
             raise ValueError(f"bindings must name run-time tensors of the pattern, which {known}; got {name!r}")
         if name in carried:
-            raise ValueError(f"the pattern carries the run-time tensor {name!r} already; got another in bindings")
+            raise ValueError(f"bindings must not name a run-time tensor that the pattern holds; got {name!r}")
     found = carried | given
     for name in needed:
         if name not in found:
@@ -348,7 +356,9 @@ def check_layout(layout: Layout | None, q: Tensor, k: Tensor) -> None:
     if not isinstance(layout, Layout):
         raise TypeError(f"layout must come from masks.layout; got {type(layout).__name__}")
     if not layout.num_tokens == q.shape[2] == k.shape[2]:
-        raise ValueError(f"the layout orders {layout.num_tokens} tokens; got {q.shape[2]} queries, {k.shape[2]} keys")
+        raise ValueError(
+            f"layout must be for {q.shape[2]} queries and {k.shape[2]} keys; got one for {layout.num_tokens} tokens"
+        )
 
 
 def _shape(tensor: Tensor) -> tuple[int, ...]:

@@ -199,8 +199,8 @@ def _level(place: int, level: Sequence[int], block: int) -> Pattern:
     if len(level) != 2:
         raise ValueError(f"levels[{place}] must be a pair (stride, window size); got {level!r}")
     stride, size = level
-    require_int(f"the stride of levels[{place}]", stride, minimum=1)
-    require_int(f"the window size of levels[{place}]", size, minimum=_ALL_BLOCKS)
+    require_int(f"levels[{place}][0]", stride, minimum=1)
+    require_int(f"levels[{place}][1]", size, minimum=_ALL_BLOCKS)
     step, half = max(1, stride // block), size // block // 2
     queries = every() if step == 1 else landmark_tokens(step, columns=False)
     keys = every() if size == _ALL_BLOCKS else local_window(left=half, right=half)

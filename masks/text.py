@@ -39,7 +39,7 @@ def to_json(pattern: Expression) -> str:
     """
     text = require_expression(pattern).text
     if _NAMES_A_FUNCTION in text:
-        rule = "a custom function has no JSON: save its parameters, and call masks.custom again after loading"
+        rule = "a custom function cannot be written as JSON: save its parameters, and call masks.custom when loading"
         raise TypeError(f"{rule}; got {pattern!r}")
     return text
 
@@ -55,7 +55,9 @@ def from_json(text: str) -> Pattern | Mixture:
     """
     pattern = read_text(text)
     if _NAMES_A_FUNCTION in pattern.text:
-        raise ValueError(f"a custom function has no JSON: call masks.custom with the function instead; got {pattern!r}")
+        raise ValueError(
+            f"a custom function cannot be written as JSON: call masks.custom with the function instead; got {pattern!r}"
+        )
     return pattern
 
 
@@ -93,12 +95,16 @@ def _read(data: Any, *, depth: int) -> Pattern | Mixture:
         raise ValueError(f"a pattern must nest at most {DEEPEST} levels")
     kind = data.get("kind") if isinstance(data, dict) else None
     if not isinstance(kind, str) or kind not in KINDS:
-        raise ValueError(f"a pattern is an object whose kind is one of {', '.join(sorted(KINDS))}; got {data!r:.80}")
+        raise ValueError(
+            f"a pattern must be an object whose kind is one of {', '.join(sorted(KINDS))}; got {data!r:.80}"
+        )
     made = KINDS[kind]
     if kind == "custom":
         return made.from_data(data)
     if not {"kind", *made.stored} - made.optional <= set(data) <= {"kind", *made.stored}:
-        raise ValueError(f"a pattern of kind {kind!r} has the fields {list(made.stored)}; got {sorted(data)!r:.200}")
+        raise ValueError(
+            f"a pattern of kind {kind!r} must have the fields {list(made.stored)}; got {sorted(data)!r:.200}"
+        )
     values = {name: _value(data[name], name, depth) for name in made.stored if name in data}
     try:
         return made.from_data(values)
@@ -181,7 +187,9 @@ def parse(text: str) -> Pattern | Mixture:
         raise ValueError(f"an expression must have at most {LONGEST} characters; got {len(text)}")
     value = _Text(text).value()
     if not isinstance(value, Pattern | Mixture):
-        raise ValueError(f"an expression must give a pattern; {text[:80]!r} gives {value!r:.80}")
+        raise ValueError(
+            f"an expression must give a pattern; {text[:80]!r} gives a value of type {type(value).__name__}"
+        )
     return value
 
 
@@ -199,7 +207,9 @@ class _Text:
             return self._of(ast.parse(self._line[self._margin :], mode="eval").body)
         except SyntaxError as error:
             if not error.offset:
-                raise self._error(len(self._text), "a pattern or a value is missing; got the end") from None
+                raise self._error(
+                    len(self._text), "the text must not end here, where a pattern or a value is missing"
+                ) from None
             raise self._error(min(self._margin + error.offset - 1, len(self._text)), error.msg) from None
         except (RecursionError, MemoryError):
             raise self._error(0, "an expression must nest less deep") from None
@@ -291,7 +301,7 @@ class _Text:
             raise self._error_at(node, "only a constructor or a pattern's method can be called")
         value = self._of(node.value)
         if not isinstance(value, Expression) or node.attr not in _METHODS:
-            says = f"the dot must follow a pattern and precede one of its methods {', '.join(_METHODS)}"
+            says = f"a dot must follow a pattern, and be followed by one of its methods {', '.join(_METHODS)}"
             raise self._error(self._end(node) - len(node.attr), says)
         return node.attr, getattr(value, node.attr)
 
@@ -353,7 +363,7 @@ def _unreadable(character: str) -> str:
         return "a string needs its closing quote on the same line, and no backslash or surrogate in it"
     if character == CUT:
         return f"the expression was cut at {CUT}: to_json gives a large pattern whole"
-    return f"an expression has no {character!r}"
+    return f"an expression must not contain {character!r}"
 
 
 def _parameters(build: Callable[..., object]) -> str:

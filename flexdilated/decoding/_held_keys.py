@@ -135,7 +135,7 @@ class HeldKeys:
 
         held, new = traits(self.keys, self.values), traits(k, v)
         if held != new:
-            raise ValueError(f"the next tokens must fit those in the cache, {held}; got {new}")
+            raise ValueError(f"k and v must match those in the cache, {held}; got {new}")
 
     def take_back(self, position: int, seen: int) -> None:
         """Drop the tokens from `position`, or raise ValueError if queries from there on may see evicted keys.
@@ -144,8 +144,8 @@ class HeldKeys:
         """
         if self.lacks(position):
             raise ValueError(
-                f"the cache has evicted keys that queries from position {position} on may see; of {seen} tokens seen "
-                f"it can always remove the last undo={self.undo}: make it with a larger undo"
+                f"the cache no longer holds all keys that queries from position {position} on may see; it guarantees "
+                f"to go back by undo={self.undo} tokens, and has seen {seen}: make it with a larger undo"
             )
         self.drop_from(position)
 
@@ -234,9 +234,7 @@ def refuse_gradients(*tensors: Tensor | None) -> None:
     """Raise ValueError if autograd or a torch.func transform would differentiate one of these tensors."""
     refuse_transforms("KVCache", tensors)
     if torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors):
-        raise ValueError(
-            "a cache is not differentiable, and an input requires a gradient: call it under torch.no_grad()"
-        )
+        raise ValueError("a cache computes no gradients, and an input requires one: call it under torch.no_grad()")
 
 
 @cache

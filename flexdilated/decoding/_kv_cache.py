@@ -25,13 +25,13 @@ _APPENDED_AT_ONCE = 4096  # tokens without queries are appended in chunks, with 
 _SHOWN = 400  # characters of a pattern in a repr
 
 
-_ADDS = "cache.attend(q, k, v) appends the new tokens and attends, cache.append(k, v) only appends"
+_ADDS = "write cache.attend(q, k, v) to append the new tokens and attend, cache.append(k, v) to append only"
 _ASKED = {
     **dict.fromkeys(("update", "forward", "step", "decode"), _ADDS),
     **dict.fromkeys(("get_seq_length", "seq_len", "length", "size"), "cache.num_tokens is the number of tokens seen"),
     **dict.fromkeys(
         ("is_compileable", "layers", "max_cache_len", "get_max_cache_shape", "is_initialized", "get_mask_sizes"),
-        "for models of transformers there is fd.integrations.transformers.FlexdilatedCache(model.config)",
+        "for models of transformers write fd.integrations.transformers.FlexdilatedCache(model.config)",
     ),
     **dict.fromkeys(("clear", "empty"), "cache.reset() forgets all tokens"),
     **dict.fromkeys(("keys", "values", "k", "v", "key_cache"), "cache.held() is (positions, keys, values)"),
@@ -100,7 +100,7 @@ class KVCache:
 
     def __call__(self, *args: object, **named: object) -> NoReturn:
         """Raise TypeError: a cache is not callable."""
-        raise TypeError(f"a KVCache is no function: {_ADDS}")
+        raise TypeError(f"a KVCache cannot be called: {_ADDS}")
 
     def reset(self) -> None:
         """Forget all tokens, and the sizes, dtype and device that they set."""
@@ -122,7 +122,7 @@ class KVCache:
         """Bytes of the buffers of keys and values, unused slots included."""
         return 0 if self._held is None else self._held.nbytes
 
-    @advises(keywords=OTHER_KEYWORDS, how="write cache.attend(q, k, v), of the new tokens")
+    @advises(keywords=OTHER_KEYWORDS, how="write cache.attend(q, k, v) with those of the new tokens")
     def attend(
         self,
         q: Float[Tensor, "B H N D"],
@@ -151,7 +151,7 @@ class KVCache:
             held.shrink(self._seen)
         return out.to(q.dtype)
 
-    @advises(how="write cache.append(k, v), of the new tokens")
+    @advises(how="write cache.append(k, v) with those of the new tokens")
     def append(self, k: Float[Tensor, "B G N D"], v: Float[Tensor, "B G N E"]) -> None:
         """Append the next N tokens without computing their output."""
         _, k, v = autocast(k, k, v)

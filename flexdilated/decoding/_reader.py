@@ -153,7 +153,7 @@ def _check_pattern(pattern: Pattern | Mixture) -> None:
     require_expression(pattern)
     if names(pattern):
         raise ValueError(
-            "a cache needs a pattern without run-time tensors, which are of one call and its tokens; "
+            "a cache needs a pattern without run-time tensors, as these cover the tokens of one call only; "
             f"got one with {', '.join(map(repr, names(pattern)))}"
         )
 
@@ -168,7 +168,7 @@ def _check_causal(pattern: Pattern | Mixture, sources: list[RowSource]) -> None:
         if pair is not None:
             raise ValueError(
                 "a cache needs a causal pattern, in which no query sees a later key; here query "
-                f"{pair[0]} sees key {pair[1]}: take pattern & masks.causal(). Got {pattern!r}"
+                f"{pair[0]} sees key {pair[1]}: write pattern & masks.causal(); got {pattern!r}"
             )
 
 

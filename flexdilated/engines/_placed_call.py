@@ -84,7 +84,9 @@ def placed_engine(engine: str, device: torch.device) -> str:
     Such a part is given by a Placement, the positions of its queries and keys.
     """
     if engine in ("reference", "portable", "flash"):
-        raise ValueError(f"{engine=} runs whole sequences only; for a part of one take 'tiles' (on CPU) or 'flex'")
+        raise ValueError(
+            f"{engine=} runs whole sequences only: for parts of one write engine='tiles' (on CPU) or 'flex'"
+        )
     if engine == "tiles" and not device_kind(device).on_host:
         raise ValueError(f"{engine=} runs parts of a sequence on CPU only; got {device}: take engine='flex'")
     return engine

@@ -34,7 +34,7 @@ _OF_MODULES = {
     **OTHER_KEYWORDS,
     **dict.fromkeys(
         f"{WIDTH} embed_dim num_heads {HEADS}".split(),
-        "it has no projections and takes q, k and v: with them, "
+        "it has no projections; for a module with projections write "
         "fd.MultiheadDilatedAttention(embed_dim, num_heads, segment_lengths, dilation_rates)",
     ),
     "dropout_p": "write dropout=, which is applied in training",
@@ -43,7 +43,7 @@ _OF_DILATED = {
     **_OF_MODULES,
     **OF_BRANCHES,
     "is_causal": "write causal=True",
-    "pattern": "fd.BlockSparseAttention(pattern) takes any",
+    "pattern": "write fd.BlockSparseAttention(pattern)",
 }
 _BRANCHES = (
     "write fd.DilatedAttention((2048, 8192), (1, 4)), a segment length and a dilation rate for each branch; "
@@ -77,7 +77,7 @@ class BlockSparseAttention(nn.Module):
     sinks: nn.Parameter | None
 
     @advises(
-        keywords=_OF_MODULES | {"segment_lengths": "fd.DilatedAttention(segment_lengths, dilation_rates) takes them"},
+        keywords=_OF_MODULES | {"segment_lengths": "write fd.DilatedAttention(segment_lengths, dilation_rates)"},
         how="write fd.BlockSparseAttention(pattern); fd.DilatedAttention takes segment lengths and dilation rates",
     )
     def __init__(
@@ -113,7 +113,7 @@ class BlockSparseAttention(nn.Module):
         self.over_ranks = over_ranks(mesh, schedule=schedule, dropout=self.dropout, sharding=sharding, **sent)
         if autotune and mesh is not None:
             raise ValueError(
-                "autotune measures the calls of one device; with a mesh it must be False, got autotune=True"
+                "autotune must be False with a mesh, as it measures calls of one device; got autotune=True"
             )
         self.register_parameter("sinks", _sinks(pattern, require_bool("sinks", sinks), num_heads))
 
@@ -152,7 +152,7 @@ class BlockSparseAttention(nn.Module):
             return attend(q, k, v, pattern, dropout_p=dropout_p, autotune=self.autotune, **offsets, **options)
         if any(offsets.values()):
             raise ValueError(
-                f"with a mesh the sharding gives the positions: q_offset and k_offset must be 0; got {offsets}"
+                f"q_offset and k_offset must be 0 with a mesh, as the sharding determines positions; got {offsets}"
             )
         return self.over_ranks.attend(q, k, v, pattern, **options)
 
@@ -167,7 +167,8 @@ class BlockSparseAttention(nn.Module):
 def _sinks(pattern: Pattern | Mixture, wanted: bool, num_heads: int | None) -> nn.Parameter | None:
     if wanted != (num_heads is not None):
         raise ValueError(
-            f"sinks=True and num_heads, the number of sinks, go together; got sinks={wanted}, {num_heads=}"
+            f"sinks=True needs num_heads, the number of sinks, and num_heads needs sinks=True; got sinks={wanted}, "
+            f"{num_heads=}"
         )
     if num_heads is None:
         return None
@@ -191,7 +192,7 @@ def dilated_pattern(
     pattern = masks.longnet(segment_lengths, dilation_rates, offsets=offsets, heads=heads)
     if all(rate > segment for segment, rate in zip(segment_lengths, dilation_rates, strict=True)):
         raise ValueError(
-            "a branch needs a rate of at most its segment length, or no token sees another: segment lengths come "
+            "dilation rates must be at most the segment lengths, or no token sees another; the segment lengths come "
             f"first; got segment_lengths={tuple(segment_lengths)} and dilation_rates={tuple(dilation_rates)}"
         )
     return pattern & masks.causal() if causal else pattern
@@ -306,4 +307,4 @@ class HeadParallelDilatedAttention(BlockSparseAttention):
 
 def _require(mesh: object) -> None:
     if mesh is None:
-        raise TypeError("mesh must be a torch.distributed DeviceMesh; got None: one rank takes DilatedAttention")
+        raise TypeError("mesh must be a torch.distributed DeviceMesh; got None: for one rank write DilatedAttention")

@@ -86,7 +86,7 @@ class LongNetBackbone(Pretrained):
     ) -> None:
         super().__init__()
         if not isinstance(config, LongNetConfig):
-            made = ": fd.LongNetConfig(**config) makes one" if isinstance(config, dict) else ""
+            made = ": write fd.LongNetConfig(**config)" if isinstance(config, dict) else ""
             raise TypeError(f"config must be a LongNetConfig; got {type(config).__name__}{made}")
         self.config, self.pattern = config, config.pattern
         sent = {"codec": codec, "error_bound": error_bound, "pool": pool}
@@ -190,7 +190,7 @@ class LongNetBackbone(Pretrained):
         """
         if (memory is None) != (self.memory_dim is None):
             raise ValueError(
-                "a model with memory_dim needs a memory, and one without takes none; got "
+                "a model with memory_dim needs a memory, and a model without memory_dim takes none; got "
                 f"memory_dim={self.memory_dim} and {'no' if memory is None else 'a'} memory"
             )
         if memory is None:
@@ -267,8 +267,8 @@ class LongNetBackbone(Pretrained):
                 x = self.embedding(x)
             except IndexError as error:
                 raise ValueError(
-                    f"tokens must be at least 0 and below vocab_size={self.embedding.num_embeddings} (padding, too, "
-                    f"with a key_padding_mask); got {int(x.min())} to {int(x.max())}"
+                    f"tokens must be at least 0 and below vocab_size={self.embedding.num_embeddings} (padding tokens "
+                    f"too); got values from {int(x.min())} to {int(x.max())}"
                 ) from error
         if self.positions is not None:
             x = x + self.positions(positions)
@@ -295,17 +295,17 @@ class LongNetBackbone(Pretrained):
             )
         if self.config.layout == "residue":
             raise ValueError(
-                "with a mesh the tokens stay in their order: layout must be 'auto' or 'natural'; got 'residue'"
+                "layout must be 'auto' or 'natural' with a mesh, as tokens keep their order; got 'residue'"
             )
         if self.config.drop_path:
             raise ValueError(
-                "drop_path must be 0 with a mesh, as each rank would draw other sequences to skip; got "
+                "drop_path must be 0 with a mesh, as each rank would skip different sequences; got "
                 f"drop_path={self.config.drop_path}"
             )
 
     def _check(self, tokens: Tensor) -> None:
         if not isinstance(tokens, Tensor):
-            made = ": torch.tensor([tokens]) makes one of a batch of 1" if isinstance(tokens, list) else ""
+            made = ": for a batch of 1 write torch.tensor([tokens])" if isinstance(tokens, list) else ""
             raise TypeError(f"the input must be a tensor; got {type(tokens).__name__}{made}")
         require_dense("the input", tokens)
         weight = self._block(0).qkv.weight
@@ -317,13 +317,13 @@ class LongNetBackbone(Pretrained):
         else:
             fits, rule = tokens.dim() == 3 and shape[-1] == E, f"(batch, tokens, {E})"
         if not fits:
-            advice = ": tokens[None] adds a batch" if tokens.dim() == len(rule.split(",")) - 1 else ""
+            advice = ": tokens[None] adds a batch dim" if tokens.dim() == len(rule.split(",")) - 1 else ""
             if self.embedding is not None and tokens.dim() == 3:
-                advice = ": a model of embedded inputs has vocab_size=None"
+                advice = ": for embedded inputs make the model with vocab_size=None"
             raise ValueError(f"the input must have shape {rule}; got {shape}{advice}")
         if self.embedding is not None:
             if tokens.dtype != torch.int64:
-                raise TypeError(f"tokens must be int64; got {tokens.dtype}: tokens.long() makes them so")
+                raise TypeError(f"tokens must be int64; got {tokens.dtype}: write tokens.long()")
         elif tokens.dtype != weight.dtype and autocast_dtype(device) is None:
             raise TypeError(f"the input must have the model's dtype {weight.dtype}; got {tokens.dtype}")
 
@@ -343,8 +343,8 @@ class LongNetBackbone(Pretrained):
         seen = [cache.num_tokens for cache in caches]
         if len(seen) != len(self.blocks) or len(set(seen)) > 1:
             raise ValueError(
-                f"a model of {len(self.blocks)} blocks needs a cache for each, all with equally many tokens seen; "
-                f"got {len(seen)} with {seen}"
+                f"caches must hold one cache for each of the {len(self.blocks)} blocks, with equal numbers of tokens; "
+                f"got {len(seen)} with {seen} tokens"
             )
 
     def extra_repr(self) -> str:

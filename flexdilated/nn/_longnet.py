@@ -20,7 +20,7 @@ from ._pretrained import Pretrained
 # B batch, N tokens, M tokens of the source, E embed dim, V vocabulary, C outputs
 
 _OF_CONFIG = (
-    "it takes a configuration, fd.LongNet(fd.LongNetConfig(vocab_size=256, embed_dim=512, depth=12, num_heads=8, "
+    "write fd.LongNet(fd.LongNetConfig(vocab_size=256, embed_dim=512, depth=12, num_heads=8, "
     "segment_lengths=(2048, 4096), dilation_rates=(1, 2)))"
 )
 POOLINGS = ("mean", "first", "last")

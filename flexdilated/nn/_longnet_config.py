@@ -79,7 +79,7 @@ class SelectedLayers:
         """
         always = masks.chunked(self.block) if self.always is None else masks.parse(self.always)
         if not isinstance(always, Pattern):
-            raise TypeError(f"always must be the text of a set pattern; got {self.always!r}")
+            raise TypeError(f"always must be the text of a pattern that is not a mixture; got {self.always!r}")
         selector = BlockSelector(
             block=self.block,
             query_block=self.query_block,
@@ -114,7 +114,7 @@ OTHER_NAMES = {
         rotary_base="rope_theta",
         max_positions="max_position_embeddings",
     ),
-    **dict.fromkeys(LENGTH.split(), "a model takes any number of tokens"),
+    **dict.fromkeys(LENGTH.split(), "leave it out, as a model takes any number of tokens"),
     **OF_BRANCHES,
     "pattern": "the branches are its pattern, segment_lengths=(2048, 4096) and dilation_rates=(1, 2)",
 }
@@ -205,7 +205,7 @@ class LongNetConfig:
         require_choice("norm", self.norm, NORMS)
         self._check_positions()
         if self.subln and self.deepnorm:
-            raise ValueError("subln and deepnorm place the norms of a block in two ways: take one of them; got both")
+            raise ValueError("subln and deepnorm place the norms of a block differently: choose one; got both")
         require_choice("layout", self.layout, LAYOUTS)
         check_engine(self.engine)
         self._check_heads()
@@ -234,7 +234,9 @@ class LongNetConfig:
             came = f"got attention_dropout={self.attention_dropout}"
             raise ValueError(f"attention_dropout must be 0 with a selection, whose layers drop no weights; {came}")
         if self.layout == "residue":
-            raise ValueError("with a selection the tokens keep their order: layout must be 'auto' or 'natural'")
+            raise ValueError(
+                "layout must be 'auto' or 'natural' with a selection, as tokens keep their order; got 'residue'"
+            )
         if any(layer >= self.depth for layer in self.selection.layers or ()):
             raise ValueError(f"layers of the selection must be below depth={self.depth}; got {self.selection.layers}")
 
@@ -250,7 +252,7 @@ class LongNetConfig:
             )
         if self.head_dim % 2 and self.position in ("rotary", "xpos"):
             raise ValueError(
-                "the head dim, embed_dim / num_heads, must be even, as rotary positions turn pairs of "
+                "the head dim, embed_dim / num_heads, must be even, as rotary positions rotate pairs of "
                 f"channels; got {self.embed_dim} / {self.num_heads} = {self.head_dim}"
             )
         if self.num_heads % self.kv_heads:
@@ -263,7 +265,9 @@ class LongNetConfig:
         if self.position is not None:
             require_choice("position", self.position, POSITIONS)
         if self.position == "xpos" and not self.causal:
-            raise ValueError("position='xpos' needs causal=True: scores of later keys would grow with their distance")
+            raise ValueError(
+                "position='xpos' needs causal=True, as scores of later keys grow with distance; got causal=False"
+            )
         if self.position == "learned" and self.max_positions is None:
             raise ValueError("position='learned' needs max_positions=, the number of learned positions; got None")
         if self.position != "learned" and self.max_positions is not None:

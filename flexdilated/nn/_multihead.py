@@ -168,8 +168,8 @@ class MultiheadDilatedAttention(MultiheadProjections):
 
     @advises(
         keywords={
-            "pattern": "fd.convert(nn.MultiheadAttention(embed_dim, num_heads), pattern) takes any, and so does "
-            "fd.BlockSparseAttention(pattern), of q, k and v",
+            "pattern": "write fd.convert(nn.MultiheadAttention(embed_dim, num_heads), pattern), or without projections "
+            "fd.BlockSparseAttention(pattern)",
             "is_causal": "write causal=True",
             **renamed(embed_dim=WIDTH, num_heads=HEADS),
             **OF_BRANCHES,

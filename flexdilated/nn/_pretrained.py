@@ -79,7 +79,7 @@ class Pretrained(nn.Module):
         store, place = _safetensors(), Path(folder)
         for name in (_CONFIG, _WEIGHTS):
             if not (place / name).is_file():
-                raise FileNotFoundError(f"a model's folder has {_CONFIG} and {_WEIGHTS}; {place} has no {name}")
+                raise FileNotFoundError(f"a model's folder must hold {_CONFIG} and {_WEIGHTS}; {place} has no {name}")
         model = cls(**_read(cls, place / _CONFIG), **options, device="meta")
         weights = store.load_file(place / _WEIGHTS, device=str(device))
         _check(model, weights)

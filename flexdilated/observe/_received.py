@@ -80,7 +80,9 @@ def attention_received(
     if engine == "flex" and not device_kind(q.device).flex_trains:
         raise ValueError("attention_received needs a backward, and flex has none on CPU; engine='tiles' serves it")
     if engine == "flash":
-        raise ValueError("attention_received needs a backward for v alone, and flash has none; engine='flex' serves it")
+        raise ValueError(
+            "attention_received needs a gradient of v alone, which flash does not have; engine='flex' serves it"
+        )
     chosen = choose_engine(engine, q, k, k, pattern, first=call.first, return_lse=True, score_mod=None, sinks=None)
     refuse_transforms("attention_received", (q, k, lse))
     q, k, lse = q.detach(), k.detach(), lse.detach().to(sum_dtype(q))
@@ -177,18 +179,23 @@ def plot_attention_received(
     require_below("batch", batch, len(received), "batch entries")
     heads = received[batch].detach().to("cpu", torch.float64)
     if not heads.isfinite().all() or heads.min() < 0:
-        raise ValueError("received must hold finite numbers of at least 0, as attention_received gives them")
+        raise ValueError(
+            "received must hold finite numbers of at least 0, as attention_received gives them; got NaN, infinity or a "
+            "negative number"
+        )
     require_int("k_offset", k_offset, minimum=0)
     if coordinates is not None:
         if k_offset:
-            raise ValueError(f"k_offset is for keys along a sequence, without coordinates; got {k_offset=} and both")
+            raise ValueError(
+                f"k_offset must be 0 with coordinates, as it is for keys along a sequence; got {k_offset=}"
+            )
         if not isinstance(coordinates, Tensor):
             raise TypeError(f"coordinates must be a tensor; got {type(coordinates).__name__}")
         if coordinates.shape != (heads.shape[1], 2):
             got = tuple(coordinates.shape)
             raise ValueError(f"coordinates must be the (x, y) of each of {heads.shape[1]} keys; got {got}")
         if not coordinates.isfinite().all():
-            raise ValueError("coordinates must be finite")
+            raise ValueError("coordinates must be finite; got NaN or infinity")
     try:
         from matplotlib.figure import Figure
     except ImportError as error:

@@ -99,7 +99,7 @@ def _listed(pattern: object, importance: Tensor) -> Bool[Tensor, "H R C"]:
         )
     if not pattern.by_head:
         raise ValueError(
-            "refine needs one table a head: masks.block_list([rows] * num_heads, block=...); got one table"
+            "refine needs one table for each head: masks.block_list([rows] * num_heads, block=...); got one table"
         )
     if not isinstance(importance, Tensor) or importance.dim() != 3:
         came = tuple(importance.shape) if isinstance(importance, Tensor) else type(importance).__name__
@@ -144,7 +144,7 @@ def _touched(name: str, pattern: object, listed: Tensor, block: int) -> Bool[Ten
     name: the argument that holds the pattern, for errors.
     """
     if not isinstance(pattern, Pattern):
-        raise TypeError(f"{name} must be a set pattern or None; got {pattern!r:.80}")
+        raise TypeError(f"{name} must be None or a pattern that is not a mixture; got {pattern!r:.80}")
     heads, rows, columns = listed.shape
     bound = pattern.bind(num_heads=heads, num_queries=rows * block, num_keys=columns * block)
     (term,) = shared_terms(bound.union, 1, bound, 1)

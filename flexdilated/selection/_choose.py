@@ -113,7 +113,7 @@ def require_share(name: str, value: object) -> None:
     name: name of the argument, for the error.
     """
     if not 0 < require_finite(name, value) <= 1:
-        raise ValueError(f"{name} is a share of the softmax, above 0 and at most 1; got {name}={value}")
+        raise ValueError(f"{name} must be above 0 and at most 1, a share of the softmax; got {name}={value}")
 
 
 _NONE = -1e300  # below every float32: marks entries that are no candidates

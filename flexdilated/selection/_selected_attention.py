@@ -92,7 +92,7 @@ class SelectedAttention(nn.Module):
         self.gradient = require_choice("gradient", gradient, _GRADIENTS)
         if gradient == "distill" and not isinstance(selector.scorer, nn.Module):
             raise ValueError(
-                "gradient='distill' teaches a module that scores: give the selector scorer=module, or take "
+                "gradient='distill' trains a scorer module: give the selector scorer=module, or write "
                 f"gradient='bias'; got scorer={selector.scorer!r}"
             )
         check_engine(engine)
@@ -203,14 +203,12 @@ class SelectedAttention(nn.Module):
         >>> fd.SelectedAttention(selector, "distill").distill_loss(q, k).backward()
         """
         if self.gradient != "distill":
-            raise ValueError(
-                f"distill_loss needs SelectedAttention(selector, 'distill'); got gradient={self.gradient!r}"
-            )
+            raise ValueError(f"distill_loss needs gradient='distill'; got gradient={self.gradient!r}")
         q, k, _ = autocast(q, k, k)
         runs = self._runs(q, k, k, enable_gqa=enable_gqa, scale=scale, q_offset=q_offset, within=within)
         if teacher is not None and (teacher[0].shape, teacher[1].shape) != (q.shape, k.shape):
             came = f"{tuple(teacher[0].shape)} and {tuple(teacher[1].shape)} for {tuple(q.shape)} and {tuple(k.shape)}"
-            raise ValueError(f"teacher must be (q, k) with the shapes of the arguments q and k; got shapes {came}")
+            raise ValueError(f"the teacher's q and k must have the shapes of the module's q and k; got {came}")
         require_int("q_offset", q_offset, minimum=0)
         options = {"scale": resolve_scale(scale, q.shape[-1]), "bindings": bindings, "within": within}
         q, (k,) = q.detach(), runs.whole(k.detach())
@@ -243,7 +241,7 @@ class SelectedAttention(nn.Module):
         """
         if self.over_ranks is not None:
             raise ValueError(
-                "decoding is on one rank: make the cache of a SelectedAttention of this selector without a mesh; this "
+                "a cache is for one rank: make it from SelectedAttention(selector) without a mesh; this "
                 f"one has {self.over_ranks.mesh_text}"
             )
         return SelectedCache(
@@ -365,7 +363,7 @@ def runs_over(
     from ..distributed.group import check_shards
 
     if q_offset:
-        raise ValueError(f"with a mesh the sharding gives the positions: q_offset must be 0; got {q_offset=}")
+        raise ValueError(f"q_offset must be 0 with a mesh, as the sharding determines the positions; got {q_offset=}")
     ranks = over.ranks
     sharding = over.sharding_of(q.shape[2] if isinstance(q, Tensor) and q.dim() == 4 else 1)
     check_shards(q, k, v, ranks=ranks, sharding=sharding, enable_gqa=enable_gqa)
@@ -401,9 +399,9 @@ def _agreed(
     within_a_row = [start for start in starts if start % side]
     if within_a_row:
         raise ValueError(
-            f"queries that choose together must be on one rank: each run of a rank's positions must begin at a "
-            f"multiple of {side}, the queries of a row: give the sharding shard_lengths of multiples of {side}, in "
-            f"zigzag order of {2 * side}; got a run from position {within_a_row[0]} on in {sharding}"
+            "the queries of a query block must be on one rank, so runs of a rank's positions must begin at multiples "
+            f"of {side}, the largest query_block: give the sharding shard_lengths that are multiples of {side}, or in "
+            f"zigzag order of {2 * side}; got positions that begin at {within_a_row[0]} in {sharding}"
         )
     runs = sharding.ranges(ranks.rank) or (range(0),)
     return tuple(run.start for run in runs), tuple(map(len, runs))

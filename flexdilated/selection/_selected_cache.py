@@ -280,7 +280,7 @@ class SelectedCache(KVCache):
         Also raises ValueError for a position inside a row (block of queries) that is not the last.
         """
         require_int("num_tokens", num_tokens, minimum=0, maximum=self._seen)
-        self._require_row(num_tokens, "crop to a position where a row begins, or within the last row")
+        self._require_row(num_tokens, "crop to where a query block begins, or within the last one")
         super().crop(num_tokens)
         self._running = None if self._running is None else self._running.cut(num_tokens)
 
@@ -292,12 +292,12 @@ class SelectedCache(KVCache):
     def _require_row(self, position: int, instead: str) -> None:
         if not knows_row(self.selector, self._running, position):
             raise ValueError(
-                "queries use the choice of the first query of their row, and the cache keeps it for the last row only: "
-                f"{instead}; got position {position}, query_block={self.selector.query_block}"
+                "queries of a query block use the selection of its first query, which a cache keeps for the last block "
+                f"only: {instead}; got position {position}, query_block={self.selector.query_block}"
             )
 
     def _compute(self, q: Tensor, held: Any) -> tuple[Tensor, Tensor]:
-        self._require_row(self._seen, "append whole rows")
+        self._require_row(self._seen, "append whole query blocks")
         tokens = slice(0, held.num_used)
         k, v = held.keys[:, :, tokens], held.values[:, :, tokens]
         scale = resolve_scale(self._reader.scale, q.shape[-1])
@@ -320,23 +320,23 @@ def _check(selector: BlockSelector, num_heads: int) -> None:
     """
     if selector.future_in_choice:
         raise ValueError(
-            "a cache chooses before later tokens are there: give the selector query_summary='first' in place of "
-            f"future_in_choice=True; got query_block={selector.query_block}"
+            "a cache cannot use future_in_choice=True, as it selects before later tokens exist: give the selector "
+            f"query_summary='first'; got query_block={selector.query_block}"
         )
     if not is_causal(selector.within):
         raise ValueError(
-            "`within` must be causal for a cache, so that no query sees a later key: take within & masks.causal(); "
+            "`within` must be causal for a cache, so that no query sees a later key: write within & masks.causal(); "
             f"got within={selector.within!r}"
         )
     if selector._names:
         raise ValueError(
-            "a cache needs a selector without run-time tensors, which are of one call and its tokens; got one with "
-            f"{', '.join(map(repr, sorted(selector._names)))}"
+            "a cache needs a selector without run-time tensors, as these cover the tokens of one call only; got one "
+            f"with {', '.join(map(repr, sorted(selector._names)))}"
         )
     if isinstance(selector.scorer, torch.nn.Module) and not _reads_own_blocks(selector, num_heads):
         raise ValueError(
-            "a module scores complete blocks, and a query's own block is not complete: in a cache always must cover "
-            f"it, such as always=masks.chunked({selector.block}); got always={selector.always!r}"
+            "a cache with a scorer module needs `always` to cover the query's own block, which is incomplete and has "
+            f"no score: write always=masks.chunked({selector.block}); got always={selector.always!r}"
         )
     if selector.coarse is not None:
         _check(selector.coarse, num_heads)

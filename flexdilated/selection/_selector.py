@@ -127,8 +127,9 @@ class BlockSelector(nn.Module):
             self._check_coarse(coarse)
         if choose.kind == "top_p_of_row" and (self.scorer not in LOGS or coarse is not None):
             raise ValueError(
-                "TopP(of='row') counts shares of a row's attention: it needs scorer='mass' or 'antidiagonal', and no "
-                f"coarse; got {self.scorer!r:.80} and {'no coarse' if coarse is None else 'a coarse selector'}"
+                "TopP(of='row') needs scorer='mass' or 'antidiagonal', whose scores give shares of a row's attention, "
+                f"and no coarse; got scorer={self.scorer!r:.80} and "
+                f"{'no coarse' if coarse is None else 'a coarse selector'}"
             )
         self.query_summary = require_choice("query_summary", query_summary, ("mean", "first"))
         self.future_in_choice = require_bool("future_in_choice", future_in_choice)
@@ -169,8 +170,8 @@ class BlockSelector(nn.Module):
             raise ValueError(_of_later(self.query_block, rule))
         if ahead and torch.is_grad_enabled() and (q.requires_grad or k.requires_grad):
             raise ValueError(
-                "future_in_choice=True is for prefill, as a causal model would learn from later tokens: call it under "
-                "torch.no_grad(), or train with query_summary='first'; got q or k that require a gradient"
+                "future_in_choice=True must not be used in training, as a causal model would learn from later tokens: "
+                "call it under torch.no_grad(), or train with query_summary='first'; got q or k that require a gradient"
             )
         coarse, own, call = self.prepared(q, k, scale=factor, q_offset=q_offset, bindings=bindings, within=within)
         if 0 in q.shape or 0 in k.shape:
@@ -249,11 +250,11 @@ class BlockSelector(nn.Module):
         if not isinstance(scores, Tensor) or tuple(scores.shape) not in wanted:
             came = tuple(scores.shape) if isinstance(scores, Tensor) else type(scores).__name__
             raise ValueError(
-                "a module that scores must return a tensor (batch, query heads or key/value heads, rows, blocks of "
-                f"keys), here {wanted[0]} or {wanted[1]}; got {came}"
+                "a scorer module must return a tensor (batch, query heads or key/value heads, query blocks, key "
+                f"blocks), here {wanted[0]} or {wanted[1]}; got {came}"
             )
         if not scores.is_floating_point():
-            raise TypeError(f"a module that scores must return floating-point scores; got {scores.dtype}")
+            raise TypeError(f"a scorer module must return floating-point scores; got {scores.dtype}")
         return scores.to(torch.promote_types(scores.dtype, sum_dtype(q)))
 
     def call(self, rule: Pattern, q_offset: int, scale: float) -> SelectionCall:
@@ -296,8 +297,8 @@ class BlockSelector(nn.Module):
     def _check_view(self) -> None:
         if self.future_in_choice and not self._whole:
             raise ValueError(
-                "future_in_choice=True is for rows that choose by the mean of their queries: it needs query_block "
-                f"above 1 and query_summary='mean'; got query_block={self.query_block}, {self.query_summary!r}"
+                "future_in_choice=True has an effect only with query_block above 1 and query_summary='mean': leave it "
+                f"out; got query_block={self.query_block} and query_summary={self.query_summary!r}"
             )
         self._sees_ahead = self._whole and is_causal(self.within)
         if self._sees_ahead and not self.future_in_choice:
@@ -310,22 +311,25 @@ class BlockSelector(nn.Module):
             ours, theirs = getattr(self, name), getattr(coarse, name)
             if theirs % ours:
                 raise ValueError(
-                    f"the {name} of coarse must be a multiple of this one, {name}={ours}; got {name}={theirs}"
+                    f"coarse must have a {name} that is a multiple of this selector's {name}={ours}; got "
+                    f"{name}={theirs}"
                 )
         if _SHARES.index(coarse.share) > _SHARES.index(self.share):
             raise ValueError(
-                "heads that share a table must share the coarse table, too: coarse needs share='all', or this "
-                f"selector's share; got share={self.share!r} and coarse share={coarse.share!r}"
+                "coarse must share its choice among at least as many heads: give it share='all', or the same share; "
+                f"got share={self.share!r} and coarse share={coarse.share!r}"
             )
 
     def _stride(self, stride: int | None) -> int:
         if self.scorer != "antidiagonal":
             if stride is not None:
-                raise ValueError(f"stride is for scorer='antidiagonal' only; got {stride=} with another scorer")
+                raise ValueError(
+                    f"stride is for scorer='antidiagonal' only: leave it out; got {stride=} with another scorer"
+                )
             return 1
         if not self._whole:
             raise ValueError(
-                "scorer='antidiagonal' uses all queries of a row: it needs query_block above 1 and "
+                "scorer='antidiagonal' scores all queries of a query block, so it needs query_block above 1 and "
                 f"query_summary='mean'; got query_block={self.query_block}, query_summary={self.query_summary!r}"
             )
         found = require_int("stride", _STRIDE if stride is None else stride, minimum=1)
@@ -360,8 +364,8 @@ def is_causal(pattern: Pattern) -> bool:
 
 def _of_later(query_block: int, rule: Pattern) -> str:
     return (
-        "under a causal rule a row of several queries must choose by its first query, as their mean leaks later "
-        "tokens: give query_summary='first'; or future_in_choice=True, for prefill only; got "
+        "with a causal pattern and query_block above 1, the mean of a query block depends on later tokens: write "
+        "query_summary='first', or for prefill without gradients future_in_choice=True; got "
         f"query_block={query_block} and query_summary='mean' within {rule!r}"
     )
 
@@ -381,8 +385,8 @@ def _fits(pattern: Pattern, heads: int) -> bool:
 def _set_pattern(name: str, value: object) -> Pattern:
     if not isinstance(value, Pattern):
         raise TypeError(
-            f"{name} must be a set pattern, where a pair is allowed or not, such as masks.causal(), not a "
-            f"mixture, which counts pairs several times; got {value!r:.200}"
+            f"{name} must be a pattern such as masks.causal(), and not a mixture such as longnet or p + q; got "
+            f"{value!r:.200}"
         )
     return value.unpadded
 

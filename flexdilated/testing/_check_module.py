@@ -175,16 +175,16 @@ def examine_attention_module(
     require_int("examples", examples, minimum=2)
     require_int("seed", seed, minimum=0)
     if not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
-        raise TypeError(f"dtype must be a floating-point dtype, such as torch.float32; got {dtype!r:.80}")
+        raise TypeError(f"dtype must be a floating-point dtype; got {dtype!r:.80}")
     groups = require_int("num_kv_heads", num_heads if num_kv_heads is None else num_kv_heads, minimum=1)
     if num_heads % groups:
         raise ValueError(f"num_kv_heads must divide num_heads; got {num_kv_heads=} and {num_heads=}")
     pattern.check_heads(num_heads)
     if needed := names(pattern):
         raise ValueError(
-            "pattern must have no run-time tensors, as the checks choose their own lengths: pass the pattern without "
-            f"{', '.join(map(repr, needed))}, and for packed or padded batches calls=testing.Calls(packed=...) or "
-            "padded="
+            "the checks draw lengths, so the pattern must have no run-time tensors: pass it without "
+            f"{', '.join(map(repr, needed))}, and for packed or padded batches pass calls=testing.Calls(packed=...) or "
+            "testing.Calls(padded=...)"
         )
     chosen = [MODULE_CHECKS[name] for name in _chosen(checks, skip)]
     if lengths is None:
@@ -217,7 +217,7 @@ def _chosen(checks: Sequence[str] | None, skip: Sequence[str]) -> list[str]:
             )
         unknown = [name for name in listed if name not in MODULE_CHECKS]
         if unknown:
-            raise ValueError(f"{given} must be among {', '.join(map(repr, MODULE_CHECKS))}; got {unknown[0]!r}")
+            raise ValueError(f"{given} must be some of {', '.join(map(repr, MODULE_CHECKS))}; got {unknown[0]!r}")
     return [name for name in MODULE_CHECKS if (checks is None or name in checks) and name not in skip]
 
 

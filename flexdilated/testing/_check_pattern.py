@@ -51,8 +51,8 @@ def check_pattern(
     pattern.check_heads(num_heads)
     if needed := names(pattern):
         raise ValueError(
-            "pattern must have no run-time tensors, as check_pattern draws positions: pass the pattern without them; "
-            f"got {', '.join(map(repr, needed))}"
+            "check_pattern draws positions, so the pattern must have no run-time tensors: check it without them; got "
+            f"one with {', '.join(map(repr, needed))}"
         )
     generator = torch.Generator("cpu").manual_seed(seed)
     parts = tuple(dict.fromkeys(pattern.branches()))
@@ -81,7 +81,7 @@ class DenseRule:
         try:
             return replace(rule, table=rule.ask(heads[:, None, None], tokens[:, None], tokens))
         except IndexError as error:
-            must = f"{pattern!r} must have an answer for {num_heads} heads and positions below {max_tokens=}"
+            must = f"{pattern!r} must be defined for {num_heads} heads and positions below {max_tokens=}"
             raise ValueError(f"{must}: {error}") from error
 
     @property

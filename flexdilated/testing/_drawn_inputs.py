@@ -121,7 +121,7 @@ def in_range(bind: Callable[[], object]) -> bool:
     try:
         bind()
     except ValueError as error:
-        if "block_list is out of range" not in str(error):
+        if "block_list must name blocks below" not in str(error):
             raise
         return False
     return True

@@ -248,13 +248,13 @@ def autotune(call: Call, q: Tensor, k: Tensor, v: Tensor, *, engine: str, has_bi
     disagree.
     """
     if engine not in ("tiles", "flex"):
-        raise ValueError(
-            f"autotune needs engine 'tiles' or 'flex', which it can time; got {engine=}: leave autotune out"
-        )
+        raise ValueError(f"autotune=True needs engine 'tiles' or 'flex', as it measures only these; got {engine=}")
     if call.rate > 1:
-        raise ValueError(f"autotune needs tokens in natural order; got a layout of rate {call.rate}")
+        raise ValueError(f"autotune=True needs tokens in natural order, layout=None; got a layout of rate {call.rate}")
     if has_bindings:
-        raise ValueError("autotune needs a pattern without run-time tensors, which change by batch: leave autotune out")
+        raise ValueError(
+            "autotune=True needs a pattern without run-time tensors, as their values change from call to call"
+        )
     if torch.compiler.is_compiling() or isinstance(q, _torch_private.FakeTensor):
         return
     backward = torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v))

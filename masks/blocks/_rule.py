@@ -124,7 +124,7 @@ def allowed_pairs(pattern: Pattern, num_heads: int, heads: Tensor, q: Tensor, k:
     except IndexError as error:
         sides = zip(("heads", "queries", "keys"), (heads, q, k), strict=True)
         given = ", ".join(f"{name} {int(x.min())} to {int(x.max())}" for name, x in sides)
-        raise ValueError(f"{pattern!r} has no answer for {given}: {error}") from error
+        raise ValueError(f"{pattern!r} must be defined for {given}: {error}") from error
 
 
 def span(pieces: Pieces, table: Tensor, run: Run) -> Progression:

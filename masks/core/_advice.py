@@ -34,7 +34,7 @@ _ASKED = {
     ),
     **dict.fromkeys(("to_json", "json", "dumps", "serialize", "to_dict"), "write masks.to_json(pattern)"),
     **dict.fromkeys(("attend", "forward", "apply"), "write fd.attend(q, k, v, pattern)"),
-    **dict.fromkeys(("to", "cuda", "cpu", "device", "dtype"), "a pattern has no device or dtype: it works with any q"),
+    **dict.fromkeys(("to", "cuda", "cpu", "device", "dtype"), "a pattern has no device or dtype and fits any q"),
     **dict.fromkeys(
         ("to_dense", "dense", "mask", "to_mask", "matrix", "to_tensor", "numpy", "materialize", "mask_fn"),
         "write pattern.bind(num_heads=1, num_queries=n, num_keys=n).mask_mod()(0, 0, places[:, None], places), where "
@@ -91,13 +91,13 @@ class _Parameters(NamedTuple):
         # torch.compile, which traces this, cannot trace the search.
         near = [] if name in known or is_compiling() else get_close_matches(name, names, 1, _NEAR)
         meant = f"write {near[0]}=" if near else f"it takes {', '.join(names) or 'nothing'}"
-        return f"{self.called} has no {name}: {known.get(name, meant)}"
+        return f"{self.called} has no argument {name}: {known.get(name, meant)}"
 
     def too_many(self, args: tuple[object, ...], how: str) -> str:
-        takes = f"takes {', '.join(self.placed)} by position" if self.placed else "has no positional arguments"
+        takes = f"takes {', '.join(self.placed)} by position" if self.placed else "takes no positional arguments"
         if self.placed and self.by_name:
             takes += f", and by name {', '.join(self.by_name)}"
-        came = f"{args[len(self.placed) :]!r:.80}{' in addition' if self.placed else ''}"
+        came = f"{'the extra arguments ' if self.placed else ''}{args[len(self.placed) :]!r:.80}"
         return f"{self.called} {takes}: {how or self.written}; got {came}"
 
     def missing(self, given: int, named: Mapping[str, object], how: str) -> str:
@@ -153,9 +153,9 @@ WIDTH = "dim d_model hidden_size n_embd model_dim embed_size embedding_dim"
 # Keywords that users try on constructors of patterns, which have none of them.
 OF_PATTERNS = {
     **dict.fromkeys(("causal", "is_causal"), "write pattern & masks.causal()"),
-    **dict.fromkeys(("num_heads", *HEADS.split()), "a pattern works with any number of heads, that of q"),
-    **dict.fromkeys(LENGTH.split(), "a pattern works with any number of tokens, those of q and k"),
-    **dict.fromkeys(("device", "dtype"), "a pattern has no device or dtype: it works with any q"),
+    **dict.fromkeys(("num_heads", *HEADS.split()), "leave it out, as a pattern takes the number of heads from q"),
+    **dict.fromkeys(LENGTH.split(), "leave it out, as a pattern takes the numbers of tokens from q and k"),
+    **dict.fromkeys(("device", "dtype"), "a pattern has no device or dtype and fits any q"),
 }
 
 
@@ -189,7 +189,7 @@ def no_such_attribute(kind: str, name: str) -> str:
 
 def no_operand(operator: str, value: object) -> str:
     """Return the text of a TypeError for `pattern <operator> value` where `value` is not a pattern."""
-    sums = ": sum(patterns[1:], patterns[0]) adds up a list" if operator == "+" and value == 0 else ""
+    sums = ": to add up a list write sum(patterns[1:], patterns[0])" if operator == "+" and value == 0 else ""
     return f"{operator} takes patterns; got {type(value).__name__}{sums or instead_of_pattern(value)}"
 
 
@@ -200,26 +200,26 @@ def instead_of_pattern(value: object) -> str:
     `pattern`.
     """
     if hasattr(getattr(value, "pattern", None), "branches"):
-        return ": give its .pattern"
+        return ": pass its attribute .pattern"
     if type(value).__name__ == "Layout":
-        return ": give a pattern, and the layout as layout="
+        return ": pass a pattern here, and the layout as layout="
     if value is None:
-        return ": masks.every() is dense attention"
+        return ": for dense attention write masks.every()"
     if isinstance(value, bool):
-        return ": masks.every() allows all pairs, and ~masks.every() none"
+        return ": write masks.every() to allow all pairs, ~masks.every() to allow none"
     if isinstance(value, str):
-        return ": masks.parse reads a pattern from text, as masks.parse('causal()')"
+        return ": to read a pattern from text write masks.parse('causal()')"
     if isinstance(value, list | tuple):
-        return ": join patterns by `|`, `&` or `+`, or give one to each head by masks.per_head(patterns)"
+        return ": combine patterns by `|`, `&` or `+`, or write masks.per_head(patterns) for one pattern for each head"
     if type(value).__name__ == "BlockMask":
-        return ": give it to masks.custom, which reads its function, as masks.custom(block_mask)"
+        return ": write masks.custom(block_mask), which reads its mask_mod"
     if isinstance(value, Tensor) or type(value).__name__ == "ndarray":
         shape = tuple(value.shape)  # type: ignore[union-attr]
         if len(shape) == 1 or (len(shape) == 2 and shape[0] != shape[1]):
-            return ": a mask of keys, (batch, keys), is masks.visible_keys(mask), True where a key may be seen"
-        return ": give masks.custom a function that reads it as a tensor, masks.custom(lambda b, h, q, k: mask[q, k])"
+            return ": for a mask of keys, (batch, keys), write masks.visible_keys(mask), True where a key may be seen"
+        return ": for a mask of pairs write masks.custom(lambda b, h, q, k: mask[q, k]) with a bool tensor mask"
     if not callable(value) or isinstance(value, type):
         return ""
     if getattr(value, "__module__", "").startswith("flexdilated.masks"):
-        return f": call it, as masks.{getattr(value, '__name__', '')}(...)"
-    return ": give it to masks.custom, as masks.custom(fn)"
+        return f": call it, masks.{getattr(value, '__name__', '')}(...)"
+    return ": write masks.custom(fn)"

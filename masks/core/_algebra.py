@@ -61,13 +61,15 @@ class OnePart(Pattern):
 
     def check(self) -> None:
         if not isinstance(self.part, Pattern):
-            raise TypeError(f"{self.kind} needs a set pattern; got {self.part!r}")
+            raise TypeError(
+                f"{self.kind} needs a pattern that is not a mixture such as longnet or p + q; got {self.part!r}"
+            )
         if self.recounts and any(
             leaf.is_run_time for leaf in self.part.leaves()
         ):  # `varies` is cached under a lock, which a graph cannot take
             raise ValueError(
-                f"{self.kind} needs a pattern without run-time tensors, which go by token: intersect the result with "
-                f"their pattern instead; got {self.part!r}"
+                f"{self.kind} needs a pattern without run-time tensors, whose values belong to single tokens: leave "
+                f"them out here, and intersect the result with their pattern by &; got {self.part!r}"
             )
 
     def direct_parts(self) -> tuple[Pattern, ...]:
@@ -342,7 +344,7 @@ def full() -> Pattern:
 @dataclass(frozen=True)
 class _HeadChoice(Composite):
     def check(self) -> None:
-        require_set_patterns("per_head or head_groups", self.parts, least=1)
+        require_set_patterns(self.kind, self.parts, least=1)
 
     def choice(self, num_heads: int) -> list[int]:
         raise NotImplementedError
@@ -394,7 +396,7 @@ class PerHead(_HeadChoice):
         if num_heads != len(self.parts):
             came = f"got {len(self.parts)} for {num_heads} heads"
             raise ValueError(
-                f"per_head needs one pattern a head; {came}: masks.head_groups takes one for each group of heads"
+                f"per_head needs one pattern for each head; {came}: masks.head_groups takes one for each group of heads"
             )
         super().check_heads(num_heads)
 
@@ -418,7 +420,9 @@ class HeadGroups(_HeadChoice):
 
     def check_heads(self, num_heads: int) -> None:
         if num_heads < len(self.parts):
-            raise ValueError(f"{len(self.parts)} head groups need at least one head each; got num_heads={num_heads}")
+            raise ValueError(
+                f"num_heads must be at least the number of head groups, {len(self.parts)}; got {num_heads=}"
+            )
         super().check_heads(num_heads)
 
 
@@ -454,7 +458,7 @@ def head_groups(patterns: Sequence[Pattern]) -> Pattern:
 
 def _listed(patterns: Sequence[Pattern]) -> tuple[Pattern, ...]:
     if not isinstance(patterns, Sequence):
-        raise TypeError(f"per_head or head_groups needs a sequence of set patterns; got {patterns!r:.80}")
+        raise TypeError(f"patterns must be a sequence, with one pattern for each head or group; got {patterns!r:.80}")
     return tuple(patterns)
 
 

@@ -48,7 +48,7 @@ def require_below(name: str, value: object, stop: int, what: str) -> int:
     """
     found = require_int(name, value, minimum=0)
     if found >= stop:
-        raise ValueError(f"{name} must be below the number of {what}; got {name}={found} of {stop}")
+        raise ValueError(f"{name} must be below the number of {what}, {stop}; got {name}={found}")
     return found
 
 

@@ -143,8 +143,8 @@ class Expression:
     def __call__(self, *args: object, **named: object) -> NoReturn:
         """Raise TypeError, as a pattern is not a function; the error names the functions that take a pattern."""
         raise TypeError(
-            "a pattern cannot be called: fd.attend(q, k, v, pattern) computes attention with it, and "
-            "masks.block_mask(pattern, num_tokens, num_heads=8) makes a BlockMask"
+            "a pattern cannot be called: write fd.attend(q, k, v, pattern) for attention, or "
+            "masks.block_mask(pattern, num_tokens, num_heads=8) for a BlockMask"
         )
 
     # Signature of a mask_mod: create_block_mask then calls it and shows this error.
@@ -180,8 +180,8 @@ class Expression:
         A mixture, which keeps their meaning, sets its own `pads` instead.
         """
         raise ValueError(
-            "padding='zeros' goes with `+`, and with `& causal()`, which hides the zero keys: other combinations "
-            f"have no published meaning, so give longnet no padding; got it in {self.kind!r}"
+            "a pattern with padding='zeros' can only be added by `+`, or intersected with causal() by `&`: elsewhere "
+            f"leave out padding='zeros'; got it in {self.kind!r}"
         )
 
     @property
@@ -272,8 +272,8 @@ class Expression:
         for name, tensor in (pair for leaf in self.leaves() for pair in leaf.carried().items()):
             if found.setdefault(name, tensor) is not tensor:
                 raise ValueError(
-                    f"two tensors go by the name {name!r} in one pattern: give one of them another name, "
-                    f"such as name='{name}_2'"
+                    f"run-time tensors of a pattern must have different names; got two named {name!r}: give one of "
+                    f"them another name, such as name='{name}_2'"
                 )
         return found
 

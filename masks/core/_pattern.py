@@ -282,7 +282,7 @@ class Mixture(Expression):
         raise TypeError(_needs_set("|", self, other) if isinstance(other, Expression) else no_operand("|", other))
 
     def __invert__(self) -> Mixture:
-        raise TypeError(f"~ needs a set pattern, where a pair is allowed or not; got the mixture {self!r}")
+        raise TypeError(f"~ needs a pattern that is not a mixture such as longnet or p + q; got {self!r}")
 
 
 def require_expression(value: object) -> Expression:
@@ -300,11 +300,14 @@ def require_set_patterns(what: str, parts: object, *, least: int) -> None:
     """
     if not isinstance(parts, tuple) or not all(isinstance(part, Pattern) for part in parts):
         sums = isinstance(parts, tuple) and any(isinstance(part, Mixture) for part in parts)
-        advice = ": for mixtures add up one choice for each branch, as per_head(first) + per_head(second)"
-        raise TypeError(f"{what} takes set patterns, in a tuple; got {parts!r:.200}{advice if sums else ''}")
+        advice = ": for mixtures write per_head for each branch, and add the results by +"
+        raise TypeError(
+            f"{what} needs patterns, none of them a mixture such as longnet or p + q; got "
+            f"{parts!r:.200}{advice if sums else ''}"
+        )
     if len(parts) < least:
-        alone = ": use a single set pattern directly" if least > 1 else ""
-        raise ValueError(f"{what} takes at least {least} set pattern{'s' * (least > 1)}{alone}; got {parts!r:.200}")
+        alone = ": use a single pattern directly" if least > 1 else ""
+        raise ValueError(f"{what} needs at least {least} pattern{'s' * (least > 1)}{alone}; got {parts!r:.200}")
 
 
 def sum_phrase(parts: Sequence[Pattern]) -> Phrase:
@@ -331,6 +334,6 @@ def sum_phrase(parts: Sequence[Pattern]) -> Phrase:
 
 def _needs_set(operator: str, left: object, right: object) -> str:
     return (
-        f"{operator} needs set patterns, where a pair is allowed or not; a mixture counts pairs, "
-        f"and only `mixture & set` and `+` keep that meaning. Got {left!r} {operator} {right!r}"
+        "a mixture such as longnet or p + q can only be added to patterns by +, or intersected by & with a pattern "
+        f"that is not a mixture; got {left!r} {operator} {right!r}"
     )

@@ -141,7 +141,7 @@ def _count(rule: Pattern, q: Side, k: Side, budget: Budget) -> PairCounts:
         found = _every_pair(rule, q, k) if few else _by_boxes(rule, q, k, budget)
     except IndexError as error:
         asked = f"queries below {q.layout.num_tokens} and keys below {k.layout.num_tokens}"
-        raise ValueError(f"{rule!r} has no answer for some of {asked}: {error}") from error
+        raise ValueError(f"{rule!r} must be defined for {asked}: {error}") from error
     return PairCounts(*(each.view(q.cells, k.cells) for each in found))
 
 

@@ -205,8 +205,8 @@ def describe_plan(plan: Plan, *, head_dim: int) -> Description:
     listed = any(term.shape == "blocks" for chosen, *_ in plan.options for term in chosen.terms)
     if listed and most > MOST_DESCRIBED:
         raise ValueError(
-            f"blocks are counted up to {MOST_DESCRIBED} tokens (128M), as their lists fill the memory beyond; "
-            f"got {most}"
+            f"blocks are counted for at most {MOST_DESCRIBED} tokens (128M), as longer lists of blocks exceed the "
+            f"memory; got {most}"
         )
     branches = tuple(
         BranchDescription(

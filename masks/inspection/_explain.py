@@ -222,8 +222,8 @@ def _rule(
     free = [name for name in names(pattern) if name not in carried]
     for name in given:
         if name not in free:
-            known = f"lacks {', '.join(map(repr, free))}" if free else "lacks none"
-            raise ValueError(f"bindings must name run-time tensors that the pattern lacks; it {known}; got {name!r}")
+            known = f"{', '.join(map(repr, free))} here" if free else "none here"
+            raise ValueError(f"bindings must name run-time tensors that the pattern still needs, {known}; got {name!r}")
     if num_tokens is not None and num_keys is not None:
         rule = pattern.resolve(carried | given, Extent(num_tokens, num_keys))
         rule.bind(num_heads=num_heads, num_queries=num_tokens, num_keys=num_keys)
@@ -233,8 +233,7 @@ def _rule(
     if names(pattern):
         needed = ", ".join(map(repr, names(pattern)))
         raise ValueError(
-            f"a pattern with run-time tensors needs num_tokens, the number of tokens that they describe; it has "
-            f"{needed}"
+            f"a pattern with run-time tensors needs num_tokens, their number of tokens; got one with {needed}"
         )
     pattern.check_heads(num_heads)
     return pattern
@@ -257,4 +256,4 @@ def _as_written(reason: Reason, pattern: Expression) -> Reason:
 def _require_position(name: str, value: int, stop: int | None, what: str) -> None:
     require_int(name, value, minimum=0)
     if stop is not None:
-        require_below(name, value, require_int(f"the number of {what}", stop, minimum=1), what)
+        require_below(name, value, require_int(f"num_{what}", stop, minimum=1), what)

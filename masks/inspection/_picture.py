@@ -112,8 +112,8 @@ def _axis(slots: range, scale: int, block: int, size: int) -> Axis:
     cell = next(fitting, None) if block else 1 << (least - 1).bit_length()
     if cell is None:
         raise ValueError(
-            f"to show {scale} tokens in {size} pixels, block sides must share a divisor of at least {least}; "
-            f"got {block}: take a smaller window, larger blocks or a larger size"
+            f"to show {scale} tokens in {size} pixels, the block sides must have a common divisor of at least {least}; "
+            f"got {block}: choose a smaller window, larger blocks or a larger size"
         )
     return Axis(slots, cell, max(1, round(size * cell / scale)))
 

@@ -102,5 +102,5 @@ def _several(name: str, value: object) -> tuple:
     """Tuple of one value or of a sequence of values. Raises ValueError for an empty sequence or equal values."""
     several = tuple(value) if isinstance(value, Sequence) and not isinstance(value, str) else (value,)
     if not several or len(set(several)) < len(several):
-        raise ValueError(f"{name} must be one value, or several that differ; got {name}={value!r}")
+        raise ValueError(f"{name} must be one value, or several different ones; got {name}={value!r}")
     return several

@@ -128,7 +128,9 @@ class Permutation(_SharedOrder):
 
     def _check(self, x: Tensor, dim: int) -> None:
         if x.shape[dim] != self.num_slots:
-            raise ValueError(f"this layout orders {self.num_slots} tokens; got {x.shape[dim]} along {dim=}")
+            raise ValueError(
+                f"x must have as many tokens as the layout, {self.num_slots}; got {x.shape[dim]} along {dim=}"
+            )
 
 
 @dataclass(frozen=True)

@@ -173,7 +173,7 @@ class DilatedWindow(Band):
 @constructor
 @advises(
     keywords=dict.fromkeys(("window", "window_size", "left", "right"), "write masks.local_window(left=63, right=0)"),
-    how="write masks.causal() for every length: a pattern has no size",
+    how="write masks.causal(), which fits any number of tokens",
 )
 def causal() -> Pattern:
     """Pattern in which each query sees the keys at its own position and at earlier positions.
@@ -185,7 +185,7 @@ def causal() -> Pattern:
 
 
 @constructor
-@advises(keywords=_SIZES, how="masks.local_window(left=63, right=0) is the query's own key and 63 before it")
+@advises(keywords=_SIZES, how="write masks.local_window(left=63, right=0) for the query's own key and 63 before it")
 def local_window(*, left: int, right: int) -> Pattern:
     """Pattern in which each query sees `left` keys before its position, the key at it, and `right` keys after it.
 
@@ -212,7 +212,7 @@ def strided(stride: int) -> Pattern:
 
 
 @constructor
-@advises(keywords=_SIZES, how="masks.dilated_window(left=63, right=0, rate=2)")
+@advises(keywords=_SIZES, how="write masks.dilated_window(left=63, right=0, rate=2)")
 def dilated_window(*, left: int, right: int, rate: int) -> Pattern:
     """Pattern in which each query sees `left` keys before its position, the key at it, and `right` keys after it.
 

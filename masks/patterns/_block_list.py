@@ -293,7 +293,9 @@ class BlockList(TableRule):
 
     def check_heads(self, num_heads: int) -> None:
         if self.by_head and len(self.rows) != num_heads:
-            raise ValueError(f"block_list needs one table for each head; got {len(self.rows)} for {num_heads} heads")
+            raise ValueError(
+                f"block_list needs one list of rows for each head; got {len(self.rows)} for {num_heads} heads"
+            )
 
     def check_tokens(self, queries: range, keys: range) -> None:
         """Raise ValueError if the row of one of these queries names a key block that begins after the last key."""
@@ -304,8 +306,8 @@ class BlockList(TableRule):
             table, row, place = beyond[0].tolist()
             whose = f" of head {table}" if self.by_head else ""
             raise ValueError(
-                f"block_list is out of range: row {begin + row}{whose} names key block {used[table, row, place]}, "
-                f"but {keys.stop} tokens hold {blocks} blocks of {self.block}"
+                f"block_list must name blocks below the number of key blocks, {blocks} blocks of {self.block} for "
+                f"{keys.stop} keys; got block {used[table, row, place]} in row {begin + row}{whose}"
             )
 
     def table(self, num_heads: int) -> BlockTable:
@@ -349,9 +351,13 @@ def _listed(rows: Tensor) -> list[Any]:
     if rows.dtype.is_floating_point or rows.dtype.is_complex:
         raise TypeError(f"a tensor of rows must hold integers or booleans; got {rows.dtype}")
     if rows.dim() not in (2, 3):
-        raise ValueError(f"a tensor of rows must have 2 dims, or 3 with heads first; got shape {tuple(rows.shape)}")
+        raise ValueError(
+            f"a tensor of rows must have shape (rows, blocks) or (heads, rows, blocks); got {tuple(rows.shape)}"
+        )
     if 0 in rows.shape[:-1]:
-        raise ValueError(f"a table needs at least one row; got a tensor of shape {tuple(rows.shape)}")
+        raise ValueError(
+            f"a block list needs at least one row of block numbers; got a tensor of shape {tuple(rows.shape)}"
+        )
     if rows.dtype != torch.bool:
         return rows.tolist()
     if rows.dim() == 3:
@@ -362,7 +368,9 @@ def _listed(rows: Tensor) -> list[Any]:
 
 def _checked(rows: Any) -> tuple[Any, ...]:
     if not isinstance(rows, _SEQUENCES):
-        raise TypeError(f"rows must be a table of rows, or one such table for each head; got {type(rows).__name__}")
+        raise TypeError(
+            f"rows must be rows of block numbers, or one list of such rows for each head; got {type(rows).__name__}"
+        )
     if any(_is_table(each) for each in rows):
         return tuple(_checked_table(table, f"rows[{head}]") for head, table in enumerate(rows))
     return _checked_table(rows, "rows")
@@ -370,7 +378,7 @@ def _checked(rows: Any) -> tuple[Any, ...]:
 
 def _checked_table(table: Any, name: str) -> tuple[tuple[int, ...], ...]:
     if isinstance(table, _SEQUENCES) and not table:
-        raise ValueError(f"a table needs at least one row; got {name}={table!r}")
+        raise ValueError(f"a block list needs at least one row of block numbers; got {name}={table!r}")
     if not isinstance(table, _SEQUENCES):
         raise TypeError(_uneven(name, table))
     return tuple(_checked_row(row, f"{name}[{index}]") for index, row in enumerate(table))
@@ -387,7 +395,7 @@ def _checked_row(row: Any, name: str) -> tuple[int, ...]:
     ascending = tuple(sorted(row))
     if len(set(row)) < len(row):
         twice = next(entry for entry, following in pairwise(ascending) if entry == following)
-        raise ValueError(f"a row must name each key block once; got {name} with block {twice} twice")
+        raise ValueError(f"a row must name each key block at most once; got {name} with block {twice} twice")
     return ascending
 
 
@@ -396,7 +404,7 @@ def _is_table(value: Any) -> bool:
 
 
 def _uneven(name: str, value: Any) -> str:
-    return f"rows must be rows of block numbers, or for each head a table of such rows; got {name}={value!r:.60}"
+    return f"rows must be rows of block numbers, or one list of such rows for each head; got {name}={value!r:.60}"
 
 
 @lru_cache(maxsize=_HEADS_KEPT)

@@ -156,7 +156,7 @@ class Custom(Pattern):
         try:
             answer = pair.allowed_by(self)
         except IndexError as error:
-            raise ValueError(f"{self!r} has no answer for {where}: {error}") from error
+            raise ValueError(f"{self!r} must be defined for {where}: {error}") from error
         return Reason(self, answer, f"the function {self.rule.name} says {answer} for {where}")
 
     def for_head(self, head: int, num_heads: int) -> Pattern:
@@ -252,7 +252,7 @@ def _check_period(rule: CustomRule, period: int) -> None:
     except IndexError:
         return
     if not torch.equal(here, there):
-        differ = f"its answers near position 0 and near {period} differ"
+        differ = f"its results near position 0 and near {period} differ"
         raise _refused(rule.name, f"must repeat after {period=}, query and key shifted together", differ)
 
 
@@ -271,7 +271,9 @@ def _require_mask_mod(function: object) -> types.FunctionType:
     if isinstance(function, types.FunctionType) and (function.__defaults__ or function.__kwdefaults__):
         rule = f"a custom function must have no default arguments, as compilers keep stale ones: write `{_MAKER}`"
         raise TypeError(f"{rule}; got {function.__qualname__!r}")
-    return _require_function("a custom function", function, "(b, h, q, k)", f", its values captured, as in `{_MAKER}`")
+    return _require_function(
+        "a custom function", function, "(b, h, q, k)", f" that captures its other values, as in `{_MAKER}`"
+    )
 
 
 def _require_function(what: str, value: object, takes: str, how: str = "") -> types.FunctionType:
@@ -324,8 +326,8 @@ def _check_mask_mod(function: types.FunctionType, digest: str) -> tuple[bool, bo
         result = _call(function, grid)
     answers = _over_grid(name, result, grid)
     if "b" in watch.used:
-        advice = "for rules by batch entry use run-time tensors, such as masks.documents"
-        raise _refused(name, "must not depend on the batch entry b: block lists serve all of them", advice)
+        advice = "for rules that differ between batch entries use run-time tensors, such as masks.documents"
+        raise _refused(name, "must not depend on the batch entry b, as all entries share the block lists", advice)
     if not all(map(torch.equal, before, grid)) or copy_and_digest(function, torch.device("cpu"))[1] != digest:
         raise ValueError(f"the custom function {name!r} must not change its arguments or what it captured")
     if not torch.equal(result, _call(function, grid)):
@@ -358,7 +360,7 @@ def _call(function: types.FunctionType, grid: Grid, kind: str = "") -> Any:
     try:
         return function(*grid)
     except _ReadsValuesError as error:
-        rule = "must not decide by values of tensors (`if`, `and`, `or`, `a < b < c`)"
+        rule = "must not branch on values of tensors (`if`, `and`, `or`, `a < b < c`)"
         raise _refused(name, f"{rule}: write torch.where, or `&`, `|` and `~`", f"it called {error}") from None
     except Exception as error:
         where = " x ".join(str(part.numel()) for part in grid[1:])
@@ -390,7 +392,7 @@ def _check_elementwise(function: types.FunctionType, grid: Grid, result: Tensor)
     cells = torch.stack([part.flatten() for part in torch.broadcast_tensors(*grid)])
     order = torch.randperm(cells.shape[1], generator=torch.Generator("cpu").manual_seed(0), device="cpu")
     cells, answers = cells[:, order], result.flatten()[order]
-    once = "on a grid of positions at once and one by one"
+    once = "for a grid of positions and for single positions"
     tries = [(once, cells, some) for some in (slice(None), *range(min(_POINTS, len(answers))))]
     for when, given, some in (*tries, ("for int32 positions, which kernels use, and int64", cells.int(), slice(None))):
         given, expected = given[:, some], answers[some]
@@ -399,8 +401,8 @@ def _check_elementwise(function: types.FunctionType, grid: Grid, result: Tensor)
         differs = (found != expected).flatten().nonzero().flatten().tolist() if fits else [0]
         if differs:
             _, head, query, key = given.reshape(4, -1)[:, differs[0]].tolist()
-            rule = f"must look at each pair by itself and give the same answer {when}"
-            differ = f"its answers for head {head}, query {query}, key {key} differ"
+            rule = f"must decide each pair independently, with equal results {when}"
+            differ = f"its results for head {head}, query {query}, key {key} differ"
             raise _refused(function.__qualname__, rule, differ)
 
 
@@ -438,6 +440,5 @@ def _check_classify(name: str, classify: Classify) -> None:
     alone = [_classes(name, classify, tuple(part[index, None] for part in boxes)) for index in range(len(q))]
     if not torch.equal(together, torch.cat(alone)):
         raise ValueError(
-            f"classify of the custom function {name!r} must look at each box by itself; its answers for boxes given "
-            "together and one by one differ"
+            f"classify of the custom function {name!r} must decide each box independently of the others; it does not"
         )

@@ -289,7 +289,7 @@ def longnet(
     rates = require_ints("dilation_rates", dilation_rates, minimum=1)
     if not segments or len(segments) != len(rates):
         raise ValueError(
-            "segment_lengths and dilation_rates need one entry each for every branch, and at least one; "
+            "segment_lengths and dilation_rates must have one entry for each branch, and at least one branch; "
             f"got {segment_lengths=} and {dilation_rates=}"
         )
     require_choice("offsets", offsets, OFFSET_RULES)

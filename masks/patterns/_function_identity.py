@@ -22,7 +22,7 @@ from ..core import content_digest, device_kind
 _PLAIN = (type(None), bool, int, float, complex, str, bytes, range, type(Ellipsis))
 _TORCH_PLAIN = (torch.dtype, torch.device, torch.layout, torch.memory_format)
 _CONTAINERS = (tuple, list, set, frozenset, dict, slice, torch.Size)
-_ADVICE = "use numbers, strings, tensors, containers of these or plain functions instead"
+_ADVICE = "numbers, strings, tensors, containers of these, or plain functions"
 
 # Built-in names that a function may use: they compute from their arguments and look up nothing by name.
 _COMPUTING = """abs all any bool bytes callable complex dict divmod enumerate filter float frozenset int isinstance iter
@@ -50,7 +50,7 @@ def copy_and_digest(function: types.FunctionType, device: torch.device) -> tuple
         identity, copy = _Walk(function.__qualname__, device).function(function)
         return copy, sha256(json.dumps(identity).encode()).hexdigest()
     except RecursionError:
-        rule = f"the custom function {function.__qualname__!r} must read values whose contents identify it"
+        rule = f"the custom function {function.__qualname__!r} may only read values with comparable contents"
         raise TypeError(f"{rule}; it reads a container that holds itself or nests too deep") from None
 
 
@@ -107,7 +107,7 @@ class _Walk:
         if isinstance(value, types.FunctionType):
             return self.function(value)
         before = ": read its values before the function, and use them there" if kind is types.ModuleType else ""
-        rule = f"the custom function {self.name!r} must read values whose contents identify it: {_ADVICE}"
+        rule = f"the custom function {self.name!r} may only read {_ADVICE}"
         raise TypeError(f"{rule}; {what} is of type {kind.__name__}{before}")
 
     def _code(self, code: types.CodeType) -> Identity:
@@ -149,7 +149,7 @@ class _Walk:
             kind, name, hidden = step.opname, step.argval, ""
             captured = kind in ("STORE_DEREF", "DELETE_DEREF") and name in code.co_freevars
             if captured or kind in ("STORE_GLOBAL", "DELETE_GLOBAL"):
-                raise TypeError(f"{rule} be a rule and not keep state; it assigns {name!r}, which it captured")
+                raise TypeError(f"{rule} keep no state; it assigns {name!r}, which it captured")
             if kind == "IMPORT_NAME":
                 hidden = f"imports {name!r}"
             elif ("ATTR" in kind or kind == "LOAD_METHOD") and name.startswith("__"):

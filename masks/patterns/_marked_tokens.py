@@ -47,8 +47,8 @@ class MarkedTokens(Pattern):
     def check(self) -> None:
         if not (require_bool("rows", self.rows) | require_bool("columns", self.columns)):
             raise ValueError(
-                f"{self.kind.replace('_', ' ')} must see all tokens (rows), be seen by all tokens (columns), or both; "
-                f"got rows={self.rows} and columns={self.columns}"
+                f"rows or columns must be True: {self.kind.replace('_', ' ')} see all tokens (rows), are seen by all "
+                f"tokens (columns), or both; got rows={self.rows} and columns={self.columns}"
             )
 
     def marks(self) -> tuple[int | None, int, int]:
@@ -215,8 +215,8 @@ def global_tokens(count: int, *, rows: bool = True, columns: bool = True) -> Pat
     """
     if isinstance(count, Sequence | Tensor):
         raise TypeError(
-            "count must be a number, as global tokens are the first ones: for other tokens write "
-            "masks.custom(lambda b, h, q, k: is_global[q] | is_global[k]), is_global a tensor of booleans; "
+            "count must be an integer, as the first count tokens are global: for other tokens write "
+            "masks.custom(lambda b, h, q, k: is_global[q] | is_global[k]) with a bool tensor is_global; "
             f"got count={count!r:.80}"
         )
     return GlobalTokens(require_int("count", count, minimum=1), rows, columns)

@@ -73,12 +73,12 @@ class Neighborhood(Pattern):
             raise ValueError(f"a grid has 1, 2 or 3 axes; got {grid=}")
         if (radius is None) == (size is None):
             raise ValueError(
-                "a neighborhood takes one of radius and kernel_size, which is 2 * radius + 1; "
+                "exactly one of radius and kernel_size, which is 2 * radius + 1, must be given; "
                 f"got {radius=}, kernel_size={size}"
             )
         for name, along in values.items():
             if len(along) != len(grid):
-                raise ValueError(f"{name} must be one value, or one for each axis of {grid}; got {name}={along}")
+                raise ValueError(f"{name} must be one value, or one for each axis of {grid=}; got {name}={along}")
         # Normalized, so that equal rules are equal.
         if max(values.get("stride", (1,))) == 1:
             values.pop("stride", None)
@@ -86,7 +86,7 @@ class Neighborhood(Pattern):
             values.pop("causal", None)
         elif radius is not None:
             raise ValueError(
-                "a causal window is counted in tokens up to the query's own: write kernel_size in place of radius; "
+                "a causal window has no radius, as it ends at the query: write kernel_size, its number of tokens; "
                 f"got {radius=}, causal={values['causal']}"
             )
         if size is not None and "causal" not in values and all(each % 2 for each in size):
@@ -96,12 +96,12 @@ class Neighborhood(Pattern):
         for axis, along in enumerate(self.axes):
             if along.size * along.rate > along.length:
                 raise ValueError(
-                    "a window must fit its axis: kernel_size * rate tokens, of kernel_size = 2 * radius + 1; "
-                    f"got kernel_size={along.size} and rate={along.rate} on axis {axis} of {along.length}"
+                    "kernel_size * rate must be at most the length of the axis, where kernel_size is 2 * radius + 1; "
+                    f"got kernel_size={along.size} and rate={along.rate} on axis {axis} of length {along.length}"
                 )
             if along.stride > along.size:
                 raise ValueError(
-                    "stride must be at most the kernel size, or queries would miss themselves; "
+                    "stride must be at most kernel_size, as otherwise some queries do not see their own key; "
                     f"got stride={along.stride} and kernel_size={along.size} on axis {axis}"
                 )
         if prod(grid) > LARGEST:
@@ -161,7 +161,8 @@ class Neighborhood(Pattern):
         if max(queries.stop, keys.stop) > tokens:
             shape = "x".join(map(str, self.grid))
             raise ValueError(
-                f"a grid of {shape} holds {tokens} tokens; got queries up to {queries.stop} and keys up to {keys.stop}"
+                f"queries and keys must be within the {tokens} tokens of a {shape} grid; got queries up to position "
+                f"{queries.stop - 1} and keys up to position {keys.stop - 1}"
             )
 
     def mask_mod(self, *, num_heads: int, device: torch.device) -> MaskMod:

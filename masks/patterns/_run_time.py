@@ -362,7 +362,7 @@ def require_values(name: str, tensor: Any) -> Tensor:
     if tensor.is_nested or tensor.is_quantized or tensor.layout != torch.strided or tensor.is_meta:
         kind = "nested" if tensor.is_nested else "quantized" if tensor.is_quantized else str(tensor.layout)
         got = f"a tensor that is {kind} on {tensor.device}"
-        raise ValueError(f"the run-time tensor {name!r} must be a dense one with values; got {got}")
+        raise ValueError(f"the run-time tensor {name!r} must be dense, and not on the meta device; got {got}")
     return tensor
 
 
@@ -378,7 +378,7 @@ def integers(name: str, tensor: Tensor, dims: tuple[int, ...]) -> Tensor:
         one = "(batch,)" if 0 in dims else "(tokens,)"
         shapes = " or ".join({0: "()", 1: one, 2: "(batch, tokens)"}[dim] for dim in dims)
         meant = (
-            ": a mask of tokens goes into masks.visible_keys(mask.bool())" if 0 in dims and tensor.dim() == 2 else ""
+            ": for a mask of tokens write masks.visible_keys(mask.bool())" if 0 in dims and tensor.dim() == 2 else ""
         )
         raise ValueError(f"{name} must have shape {shapes}; got {tuple(tensor.shape)}{meant}")
     return tensor.detach().to("cpu", torch.int64)

@@ -105,14 +105,14 @@ class SelectedBlocks(RunTime):
             raise TypeError(f"selected blocks must be integers; got a tensor of {tensor.dtype}")
         if tensor.dim() not in (3, 4) or tensor.shape[-1] != self.most or 0 in tensor.shape:
             raise ValueError(
-                f"selected blocks must have shape (tables, rows, most) or (batch, tables, rows, most), none of them 0 "
-                f"and with most={self.most}; got {tuple(tensor.shape)}"
+                f"selected blocks must have shape (tables, rows, most) or (batch, tables, rows, most), without "
+                f"empty dims and with most={self.most}; got {tuple(tensor.shape)}"
             )
         first = -(-extent.queries // self.block[0]) - tensor.shape[-2]
         if first < 0:
             raise ValueError(
-                f"selected blocks must have at most one row for each block of {self.block[0]} queries, the last for "
-                f"that of the last query; got {tensor.shape[-2]} rows for {extent.queries} positions"
+                f"selected blocks must have at most one row for each block of {self.block[0]} queries; got "
+                f"{tensor.shape[-2]} rows for {extent.queries} positions"
             )
         return first
 
@@ -218,7 +218,8 @@ class SelectedTable(Table):
 def require_tables(tables: int, num_heads: int) -> None:
     if num_heads % tables:
         raise ValueError(
-            f"selected blocks must have a number of tables that divides the heads; got {tables} for {num_heads} heads"
+            f"selected blocks must have a number of tables that divides the number of heads; got {tables} for "
+            f"{num_heads} heads"
         )
 
 

@@ -164,7 +164,8 @@ class Documents(RunTime):
         ids = torch.atleast_2d(integers("document ids", tensor, (1, 2)))
         if ids.shape[1] != num_positions:
             raise ValueError(
-                f"document ids must be one for each of the {num_positions} positions; got {tuple(tensor.shape)}"
+                f"document ids must hold one id for each of the {num_positions} positions; got shape "
+                f"{tuple(tensor.shape)}"
             )
         begins = torch.ones_like(ids, dtype=torch.bool)
         begins[:, 1:] = ids[:, 1:] != ids[:, :-1]
@@ -205,7 +206,7 @@ class Lengths(RunTime):
         if len(wrong):
             batch = int(wrong[0, 0])
             raise ValueError(
-                f"lengths must lie between 0 and the {num_positions} positions; "
+                f"lengths must be at least 0 and at most the number of positions, {num_positions}; "
                 f"got {int(lengths[batch, 0])} in batch entry {batch}"
             )
         positions = torch.arange(num_positions)
@@ -225,7 +226,7 @@ class Lengths(RunTime):
         **renamed(ids="document_ids doc_ids seq_ids segment_ids documents"),
         **dict.fromkeys(
             ("lengths", "cu_seqlens", "seqlens"),
-            "write masks.documents(torch.arange(len(lengths)).repeat_interleave(lengths)), lengths a tensor",
+            "write masks.documents(torch.arange(len(lengths)).repeat_interleave(lengths)) with a tensor lengths",
         ),
     },
     how="write masks.documents(ids), the document id of each token",
@@ -280,9 +281,9 @@ def _check_sorted(ids: Tensor, begins: Tensor) -> None:
     if len(wrong):
         batch, position = wrong[0].tolist()
         raise ValueError(
-            "document ids must grow from one document to the next, and a document must be one run; got "
-            f"{int(ids[batch, position])} at position {position} after {int(before[batch, position])}, "
-            f"in batch entry {batch}"
+            "document ids must increase from one document to the next, and the tokens of a document must be adjacent; "
+            f"got {int(ids[batch, position])} at position {position} after {int(before[batch, position])}, in batch "
+            f"entry {batch}"
         )
 
 
@@ -304,7 +305,7 @@ class VisibleKeys(RunTime):
         if not (tensor.dtype == torch.bool or tensor.is_floating_point()):
             raise TypeError(
                 "visible keys must be booleans, True where a key may be seen, or floats, 0 there and -inf elsewhere; "
-                f"got {tensor.dtype}: write mask.bool() for a mask of 0 and 1"
+                f"got {tensor.dtype}: for a mask of 0 and 1 write mask.bool()"
             )
         if tensor.dim() not in (1, 2) or tensor.shape[-1] != extent.keys:
             raise ValueError(
@@ -325,7 +326,7 @@ def _unhidden(added: Tensor) -> Tensor:
     visible = added == 0
     other = added[~(visible | (added == -torch.inf))]
     if len(other):
-        came = f"{float(other[0])}{': write mask.bool() for a mask of 0 and 1' if other[0] == 1 else ''}"
+        came = f"{float(other[0])}{': for a mask of 0 and 1 write mask.bool()' if other[0] == 1 else ''}"
         raise ValueError(f"a floating-point mask of keys must hold 0 for visible and -inf for hidden keys; got {came}")
     return visible
 

@@ -40,7 +40,7 @@ class Limits:
     def __post_init__(self) -> None:
         for unit, value in (("bytes", self.bytes), ("entries", self.entries)):
             if isinstance(value, bool) or not isinstance(value, int) or value < 0:
-                raise ValueError(f"budget_{unit} must be a number of {unit}, 0 or more; got {value!r}")
+                raise ValueError(f"budget_{unit} must be an integer of at least 0; got {value!r}")
 
 
 @dataclass(frozen=True)

@@ -79,7 +79,9 @@ def block_mask(
         k_offset=k_offset,
     )
     if layout is not None and not layout.num_tokens == num_queries == keys:
-        raise ValueError(f"the layout orders {layout.num_tokens} tokens; got {num_queries} queries and {keys} keys")
+        raise ValueError(
+            f"layout must be for {num_queries} queries and {keys} keys; got one for {layout.num_tokens} tokens"
+        )
     rate = 1 if layout is None else layout.rate
     (term,) = shared_terms(bound.union, 1, bound, rate)
     where, sides = torch.device(device), block_sides(block_size)
@@ -126,7 +128,7 @@ def block_sides(block_size: int | tuple[int, int]) -> tuple[int, int]:
     """(query side, key side) of a block size; ValueError unless both are integers from 1 to 32768."""
     sides = block_size if isinstance(block_size, tuple | list) else (block_size, block_size)
     if len(sides) != 2:
-        raise ValueError(f"block_size must be one side or (query side, key side); got {block_size=}")
+        raise ValueError(f"block_size must be one number of tokens, or two, for queries and keys; got {block_size=}")
     rows, columns = sides
     require_int("block_size", rows, minimum=1, maximum=_LARGEST_SIDE)
     require_int("block_size", columns, minimum=1, maximum=_LARGEST_SIDE)

@@ -71,7 +71,9 @@ class Machine:
         _require_positive(self, *(each.name for each in fields(self) if each.name not in ("blocks", "source")))
         sides = [each.side if isinstance(each, BlockRates) else None for each in self.blocks]
         if not sides or None in sides or sides != sorted(set(sides)):  # pyright: ignore[reportArgumentType]
-            raise ValueError(f"blocks must hold BlockRates of growing sides, at least one; got {self.blocks!r}")
+            raise ValueError(
+                f"blocks must hold at least one BlockRates, in ascending order of side; got {self.blocks!r}"
+            )
 
     @property
     def sides(self) -> tuple[int, ...]:

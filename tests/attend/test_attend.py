@@ -85,7 +85,7 @@ def test_more_heads_than_models_have_are_likely_to_be_tokens():
 def test_few_causal_queries_say_where_they_are():
     """q_offset=0 is the answer None has elsewhere; what is not causal, and more queries, need none."""
     q, k, v = tensors(N=3, dtype=torch.float64)
-    with pytest.raises(ValueError, match="write q_offset=9 for the last tokens, or q_offset=0 for the first"):
+    with pytest.raises(ValueError, match="write q_offset=9 if the queries are the last tokens, or q_offset=0"):
         fd.attend(q, k, v, PATTERN & masks.causal())
     first = fd.attend(q, k, v, PATTERN & masks.causal(), q_offset=0)
     assert_close(first, fd.attend(q, k[:, :, :3], v[:, :, :3], PATTERN & masks.causal()), **TIGHT)
@@ -117,7 +117,7 @@ def test_sparse_tensors_are_refused():
         ({"head_offset": 1, "num_heads_global": 4}, ValueError, "num_heads_global"),
         ({"num_heads_global": 3}, ValueError, "num_heads_global"),
         ({"num_heads_global": 4.5}, TypeError, "num_heads_global"),
-        ({"layout": masks.Layout(13, 2)}, ValueError, "orders 13 tokens; got 12 queries, 12 keys"),
+        ({"layout": masks.Layout(13, 2)}, ValueError, "for 12 queries and 12 keys; got one for 13 tokens"),
         ({"layout": 2}, TypeError, "layout must come from masks.layout; got int"),
         ({"block_size": 0}, ValueError, "block_size"),
         ({"block_size": (128, 0)}, ValueError, "block_size"),
@@ -144,7 +144,7 @@ def test_bad_options(options, error, says):
         (None, TypeError, "got NoneType"),
         (masks.causal, TypeError, "got function"),
         (masks.causal().bind(num_heads=4, num_queries=12, num_keys=12), TypeError, "got Bound"),
-        (masks.per_head([masks.causal()] * 3), ValueError, "one pattern a head; got 3 for 4 heads"),
+        (masks.per_head([masks.causal()] * 3), ValueError, "one pattern for each head; got 3 for 4 heads"),
         (masks.longnet([4] * 5, [1] * 5, heads="grouped"), ValueError, "num_heads=4"),
     ],
 )
@@ -155,7 +155,7 @@ def test_bad_patterns(pattern, error, says):
 def test_a_layout_is_for_as_many_queries_as_keys():
     refused(
         ValueError,
-        "orders 12 tokens; got 12 queries, 13 keys",
+        "for 12 queries and 13 keys; got one for 12 tokens",
         *tensors(M=13),
         PATTERN,
         layout=masks.Layout(12),
@@ -173,7 +173,7 @@ def test_a_layout_is_for_as_many_queries_as_keys():
             {"sinks": torch.zeros(4)},
             "no lse on CPU, which sinks need; engine='tiles' serves",
         ),
-        (tensors(), PATTERN, {}, "2 branches of a mixture; engine='tiles' serves it"),
+        (tensors(), PATTERN, {}, "2 branches of a mixture need; engine='tiles' serves it"),
         (tensors(dtype=torch.float64), masks.causal(), {}, "no float64.*engine='tiles'"),
     ],
     ids=["gradient", "lse", "sinks", "mixture", "float64"],

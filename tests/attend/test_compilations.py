@@ -264,7 +264,7 @@ def test_a_pattern_that_does_not_fit_is_refused_while_tracing(engine: str, dynam
     def attend(q: Tensor) -> Tensor:
         return fd.attend(q, q, q, pattern, engine=engine)
 
-    with pytest.raises(RuntimeError, match="per_head needs one pattern a head; got 3 for 2 heads"):
+    with pytest.raises(RuntimeError, match="per_head needs one pattern for each head; got 3 for 2 heads"):
         torch.compile(attend, backend=as_it_is, fullgraph=True, dynamic=dynamic)(draw(20))
 
 

@@ -179,9 +179,9 @@ def test_what_a_pattern_refuses_is_refused() -> None:
     """The same errors as of a planned call."""
     q, k, v = drawn(1, 40)
     ids = torch.zeros(39, dtype=torch.int64)
-    with pytest.raises(ValueError, match=r"one for each of the 40 positions; got \(39,\)"):
+    with pytest.raises(ValueError, match=r"one id for each of the 40 positions; got shape \(39,\)"):
         fd.attend(q, k, v, masks.causal() & masks.documents(ids), q_offset=39)
-    with pytest.raises(ValueError, match="block_list is out of range"):
+    with pytest.raises(ValueError, match="block_list must name blocks below"):
         fd.attend(q, k[:, :, :9], v[:, :, :9], masks.block_list([[0], [7]], block=8), q_offset=8)
     two = drawn(1, 40, B=2)
     with pytest.raises(ValueError, match="2 batch entries"):

@@ -169,7 +169,11 @@ ROW, PAIR = torch.tensor([0, 0, 1, 1]), torch.tensor([[0, 0, 1, 1], [0, 1, 1, 1]
     ("pattern", "error", "says"),
     [
         (lambda: masks.documents(torch.tensor([0, 1, 0, 1])), ValueError, "got 0 at position 2 after 1"),
-        (lambda: masks.documents(torch.tensor([0, -1, 0, 1])), ValueError, "one run; got 0 at position 2 after 0"),
+        (
+            lambda: masks.documents(torch.tensor([0, -1, 0, 1])),
+            ValueError,
+            "must be adjacent; got 0 at position 2 after 0",
+        ),
         (lambda: masks.documents(torch.tensor([0, 0, 1])), ValueError, r"each of the 4 positions; got \(3,\)"),
         (lambda: masks.documents(ROW.float()), TypeError, "integers; got a tensor of torch.float32"),
         (lambda: masks.documents(ROW[None, None]), ValueError, r"\(tokens,\) or \(batch, tokens\); got \(1, 1, 4\)"),
@@ -195,7 +199,7 @@ ROW, PAIR = torch.tensor([0, 0, 1, 1]), torch.tensor([[0, 0, 1, 1], [0, 1, 1, 1]
         ),
         (lambda: masks.causal().per_document(masks.causal()), TypeError, "document ids, or a pattern of documents"),
         (lambda: masks.lengths([1, 2]).per_document(ROW), ValueError, "per_document needs a pattern without run-time"),
-        (lambda: masks.documents(ROW) | masks.documents(PAIR), ValueError, "two tensors go by the name 'documents'"),
+        (lambda: masks.documents(ROW) | masks.documents(PAIR), ValueError, "got two named 'documents'"),
         (lambda: masks.documents("ids"), ValueError, "needs the run-time tensor 'ids'"),
     ],
 )
@@ -222,7 +226,7 @@ def test_bad_bindings(bindings, error, says):
 
 def test_a_tensor_is_not_given_twice():
     x = torch.randn(2, 1, 4, 4)
-    with pytest.raises(ValueError, match="carries the run-time tensor 'documents' already"):
+    with pytest.raises(ValueError, match="that the pattern holds; got 'documents'"):
         fd.attend(x, x, x, masks.documents(ROW), bindings={"documents": ROW})
 
 

@@ -180,7 +180,7 @@ def test_blocks_at_equal_distances_are_looked_at_once(monkeypatch):
 
 def test_check_pattern_draws_its_own_positions():
     for pattern in (LONGNET.per_document(IDS), LONGNET & masks.documents("packing")):
-        with pytest.raises(ValueError, match="a run-time tensor does not fit: check the pattern without it"):
+        with pytest.raises(ValueError, match="must have no run-time tensors: check it without them"):
             check_pattern(pattern)
 
 
@@ -188,5 +188,5 @@ def test_documents_too_long_for_a_grid():
     """Packed as apart: a grid has no place for more tokens, and a shorter document leaves some empty."""
     grid = masks.neighborhood((3, 4), 1)
     assert_exact(grid.per_document(IDS), *qkv())
-    with pytest.raises(ValueError, match="a grid of 3x3 holds 9 tokens; got queries up to 12"):
+    with pytest.raises(ValueError, match="within the 9 tokens of a 3x3 grid; got queries up to position 11"):
         fd.attend(*qkv(), masks.neighborhood((3, 3), 1).per_document(IDS))

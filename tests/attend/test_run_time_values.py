@@ -188,7 +188,7 @@ def test_other_shapes_are_checked_at_each_call() -> None:
         pattern, x = masks.causal() & masks.documents(ids), torch.randn(1, 1, N, 4)
         before = fd.attend(x, x, x, pattern)
         ids.resize_(N - 1)
-        with pytest.raises(ValueError, match="one for each of the 9 positions"):
+        with pytest.raises(ValueError, match="one id for each of the 9 positions"):
             fd.attend(x, x, x, pattern)
         ids.set_(torch.arange(N) // 4)
         assert torch.equal(fd.attend(x, x, x, pattern), before)

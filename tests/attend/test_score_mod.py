@@ -275,7 +275,7 @@ class Callable5:
         (partial(alibi(SLOPES)), TypeError, "plain function of .*; got partial"),
         (wrong_number, TypeError, r"must take \(score, b, h, q_idx, k_idx\); got \(score, b, h, q_idx\)"),
         (lambda *everything: everything[0], TypeError, r"must take .*; got \(\)"),
-        (defaulted, ValueError, "no defaults: capture the value"),
+        (defaulted, ValueError, "no default arguments: capture the value"),
         (lambda score, b, h, q_idx, k_idx: None, TypeError, "must return the new score, a tensor; got NoneType"),
         (
             lambda score, b, h, q_idx, k_idx: torch.zeros(3),
@@ -298,7 +298,7 @@ def test_who_serves_it():
     learning = SLOPES.clone().requires_grad_()
     wanting = q.clone().requires_grad_()
     for says, call in {
-        "tiles runs kernels that take no score_mod": partial(fd.attend, q, k, v, causal, engine="tiles"),
+        "tiles takes no score_mod": partial(fd.attend, q, k, v, causal, engine="tiles"),
         "no lse on CPU": partial(fd.attend, q, k, v, causal, engine="flex", return_lse=True),
         "2 branches": partial(fd.attend, q, k, v, mixture, engine="flex"),
         "q, k or v requires a gradient": partial(fd.attend, wanting, k, v, causal, engine="flex"),

@@ -192,7 +192,12 @@ def test_where_a_table_may_stand():
         (torch.zeros(1, 0, 2).long(), {}, ValueError, r"none of them 0 and with most=2; got \(1, 0, 2\)"),
         (torch.zeros(1, 5, 2).long(), {}, ValueError, "at most one row for each block of 4 .*; got 5 rows for 16"),
         (torch.zeros(1, 3, 2).long(), {}, ValueError, "got 3 rows, the first for position 4, and queries from 0 on"),
-        (torch.zeros(3, 4, 2).long(), {}, ValueError, "a number of tables that divides the heads; got 3 for 2 heads"),
+        (
+            torch.zeros(3, 4, 2).long(),
+            {},
+            ValueError,
+            "a number of tables that divides the number of heads; got 3 for 2 heads",
+        ),
         (torch.zeros(3, 1, 4, 2).long(), {}, ValueError, "one for each of 2 batch entries; got 3"),
         (torch.full((1, 4, 2), 4), {}, ValueError, "below the 4 blocks of 4 keys .*; got 4 in row 0 of table 0"),
     ],

@@ -228,7 +228,7 @@ REFUSED = {
 
 @pytest.mark.parametrize("name", REFUSED)
 def test_no_other_combination(name) -> None:
-    with pytest.raises(ValueError, match="padding='zeros' goes with"):
+    with pytest.raises(ValueError, match="padding='zeros' can only be added"):
         REFUSED[name](PADDED)
 
 

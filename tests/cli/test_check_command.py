@@ -118,10 +118,13 @@ def test_an_attend_that_is_wrong(later, monkeypatch, capsys) -> None:
     [
         (["causal()", "--examples", "0"], "--examples must be at least 1; got 0"),
         (["causal()", "--heads", "4096"], "squared must be at most 4194304; got 4096 heads and 96 tokens"),
-        (["block_list([[7]], block=16)"], "block_list is out of range"),
-        (["per_head((causal(), causal()))", "--heads", "4"], "per_head needs one pattern a head; got 2 for 4 heads"),
+        (["block_list([[7]], block=16)"], "block_list must name blocks below"),
+        (
+            ["per_head((causal(), causal()))", "--heads", "4"],
+            "per_head needs one pattern for each head; got 2 for 4 heads",
+        ),
         (["causal()", "--seed", "9" * 20], "--seed must be at most 4611686018427387904; got 99999"),
-        (["documents('ids')"], "pattern must have no run-time tensors, as check_pattern draws positions"),
+        (["documents('ids')"], "check_pattern draws positions, so"),
     ],
 )
 def test_bad_usage(arguments, message, capsys) -> None:

@@ -198,7 +198,7 @@ NO_DENSE_TENSORS = {
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
 @pytest.mark.parametrize("pattern", ["documents('d')", "lengths('d')", "visible_keys('d')"])
 def test_a_file_of_no_dense_tensor_or_of_too_many_values_is_refused(pattern, tmp_path, capsys) -> None:
-    made = {kind: (make(), "must be a dense one with values") for kind, make in NO_DENSE_TENSORS.items()}
+    made = {kind: (make(), "must be dense, and not on the meta device") for kind, make in NO_DENSE_TENSORS.items()}
     if "visible" not in pattern:
         made["small"] = torch.zeros(1, dtype=torch.int64).expand(10**12), "takes at most"
     for kind, (tensor, words) in made.items():

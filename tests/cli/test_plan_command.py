@@ -199,7 +199,7 @@ def test_a_budget_is_a_number_of_gib(capsys) -> None:
 REFUSED = {
     "no ranks": (["causal()", "--ranks", "0"], ["--ranks must be at least 1; got 0"]),
     "many ranks": (["causal()", "--ranks", "4097"], ["--ranks must be at most 4096; got 4097"]),
-    "codec": (["causal()", "-n", "64", "--ranks", "2", "--codec", "bf16", "--dtype", "fp16"], ['codec "bf16" writes']),
+    "codec": (["causal()", "-n", "64", "--ranks", "2", "--codec", "bf16", "--dtype", "fp16"], ['codec="bf16" makes']),
     "heads": (["causal()", "--heads", "0"], ["--heads must be at least 1", "0"]),
     "head dim": (["causal()", "--head-dim", "9" * 20], ["--head-dim must be at most"]),
     "kv heads": (["causal()", "--kv-heads", "3"], ["num_kv_heads must divide num_heads; got 3 and 8"]),

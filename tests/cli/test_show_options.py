@@ -51,8 +51,8 @@ def test_a_picture_without_matplotlib(tmp_path, capsys, monkeypatch):
 
 
 BAD = {
-    "causal() --head 8": "head must be below the number of heads; got head=8 of 8",
-    "causal() --batch 1": "batch must be below the number of batch entries; got batch=1 of 1",
+    "causal() --head 8": "head must be below the number of heads, 8; got head=8",
+    "causal() --batch 1": "batch must be below the number of batch entries, 1; got batch=1",
     "causal() --rows 5": "--rows takes A:B with 0 <= A < B <= 65536, such as 0:64; got '5'",
     "causal() --rows 5:5": "--rows takes A:B with 0 <= A < B <= 65536, such as 0:64; got '5:5'",
     "causal() --cols 1:65537": "--cols takes A:B with 0 <= A < B <= 65536, such as 0:64; got '1:65537'",
@@ -64,11 +64,11 @@ BAD = {
     "documents('d') --bind d=3,4": "--bind takes NAME=FILE.pt, a tensor that torch.save wrote; got 'd=3,4'",
     "documents('d') --bind d=ids.pt --bind d=ids.pt": "--bind gives each run-time tensor one value; got two for 'd'",
     "documents('d') --bind d=ids.pt -n 5": "5",
-    "lengths('n') --bind n=lengths.pt -n 64K": "lengths must lie between 0 and the 65536 positions; got 70000",
+    "lengths('n') --bind n=lengths.pt -n 64K": "at most the number of positions, 65536; got 70000",
     "documents('d') --bind d=none.pt": "--bind d must name a file that can be read",
     "documents('d') --bind d=bad.pt": "--bind d must name a file with a tensor; torch.load does not read bad.pt",
     "documents('d') --bind d=list.pt": "--bind d must name a file with a tensor; list.pt holds a list",
-    "neighborhood((4,4),1) -n 17": "a grid of 4x4 holds 16 tokens; got queries up to 17",
+    "neighborhood((4,4),1) -n 17": "within the 16 tokens of a 4x4 grid; got queries up to position 16",
     "causal() --plot out.gif": "--plot writes .png or .svg files; got out.gif",
     "causal() --html out.txt": "--html writes .html or .htm files; got out.txt",
     "causal() --html nowhere/out.html": "--html must be in a folder that exists; got nowhere/out.html",

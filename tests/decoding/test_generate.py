@@ -163,7 +163,7 @@ def test_models_that_cannot() -> None:
 
 def test_caches_that_do_not_fit() -> None:
     model = model_of(TINY)
-    with pytest.raises(ValueError, match=r"2 blocks needs a cache for each, .* got 1 with"):
+    with pytest.raises(ValueError, match=r"one cache for each of the 2 blocks, .* got 1 with"):
         model(prompt_of(), caches=model.new_caches()[:1])
     caches = model.new_caches()
     with torch.no_grad():
@@ -172,7 +172,7 @@ def test_caches_that_do_not_fit() -> None:
         with pytest.raises(TypeError, match="caches must be a sequence of KVCache, as new_caches makes them"):
             model(prompt_of(), caches=wrong)
     caches[0].reset()
-    with pytest.raises(ValueError, match=r"got 2 that have seen \[0, 23\]"):
+    with pytest.raises(ValueError, match=r"got 2 with \[0, 23\] tokens"):
         model(prompt_of(), caches=caches)
     with pytest.raises(ValueError, match=r"call it under torch.no_grad\(\)"):
         model(prompt_of(), caches=model.new_caches())

@@ -75,7 +75,7 @@ def test_keys_that_are_gone() -> None:
     q, k, v = draw_tensors(N=900)
     cache = fd.KVCache(WINDOW, num_heads=4)
     cache.attend(q, k, v)
-    with pytest.raises(ValueError, match=r"queries from position 10 on may see; of 900 tokens .* undo=0: make it"):
+    with pytest.raises(ValueError, match=r"queries from position 10 on may see; .* undo=0 tokens, and has seen 900"):
         cache.crop(10)
     assert cache.num_tokens == 900
     cache.crop(0)  # queries from the beginning see none of the keys that are gone
@@ -146,11 +146,15 @@ BAD = {
     "heads of the pattern": (
         lambda: fd.KVCache(masks.per_head([WINDOW, WINDOW]), num_heads=4),
         ValueError,
-        "per_head needs one pattern a head; got 2 for 4 heads",
+        "per_head needs one pattern for each head; got 2 for 4 heads",
     ),
     "another number of heads": (lambda: used().attend(X[:, :2], X, X), ValueError, "multiple of the key/value heads"),
     "fewer heads": (lambda: used().attend(X[:, :2], X[:, :2], X[:, :2]), ValueError, "q must hold num_heads=4 heads"),
-    "another batch": (lambda: used().attend(X[:1], X[:1], X[:1]), ValueError, "those before, batch 2, .*got batch 1"),
+    "another batch": (
+        lambda: used().attend(X[:1], X[:1], X[:1]),
+        ValueError,
+        "those in the cache, batch 2, .*got batch 1",
+    ),
     "another head dim": (lambda: used().attend(*[X[..., :4]] * 3), ValueError, "got .*head dim 4"),
     "another dtype": (lambda: used().attend(*[X.double()] * 3), ValueError, "float32 on cpu; got .*float64"),
     "a list": (lambda: used().append([1], X), TypeError, "k must be a tensor; got list"),
@@ -159,7 +163,7 @@ BAD = {
     "tokens beyond a grid": (
         lambda: fd.KVCache(masks.neighborhood((4, 4), 1) & WINDOW, num_heads=4).append(*[X.repeat(1, 1, 6, 1)] * 2),
         ValueError,
-        "a grid of 4x4 holds 16 tokens; got queries up to 18 and keys up to 18",
+        "within the 16 tokens of a 4x4 grid; got queries up to position 17 and keys up to position 17",
     ),
 }
 

@@ -359,14 +359,14 @@ def assigned(models: DeviceMesh | None, layers: DeviceMesh | None) -> None:
 
 REFUSED = {  # tests/project/errors.md has more
     "schedule": (lambda mesh: fd.RingDilatedAttention(*BRANCHES, mesh=mesh, schedule="heads"), "HeadParallelDilated"),
-    "other ranks": (lambda mesh: longnet(mesh=mesh, sharding=Sharding(N, 3)), "over the ranks of the mesh, 2; got 3"),
+    "other ranks": (lambda mesh: longnet(mesh=mesh, sharding=Sharding(N, 3)), "as many ranks as the mesh, 2; got 3"),
     "pool": (lambda mesh: longnet(mesh=mesh, pool="big"), 'pool must be None, a BufferPool or "auto"'),
     "caches": (lambda mesh: longnet(mesh=mesh).new_caches(), "new_caches needs a model on one rank"),
     "its layer's mesh": (lambda mesh: assigned(mesh, None), "must have the mesh and the sharding of its model"),
     "its model's mesh": (lambda mesh: assigned(None, mesh), "must have the mesh and the sharding of its model"),
     "tokens": (
         lambda mesh: longnet(mesh=mesh, sharding=Sharding(N, 2))(text()[0]),
-        "gives rank 0 of 2 21 of 41 tokens",
+        "21 of 41 tokens for rank 0 of 2",
     ),
     "padding": (
         lambda mesh: longnet(mesh=mesh)(text()[0], key_padding_mask=torch.zeros(2, N, dtype=torch.bool)),

@@ -252,7 +252,7 @@ def test_plans_come_from_the_cache():
     [
         ("needs the run-time tensor 'ids'", masks.documents("ids")),
         ("a grid of 2x2 holds 4 tokens", masks.neighborhood((2, 2), 0)),
-        ("per_head needs one pattern a head; got 1 for 4", masks.per_head([masks.causal()])),
+        ("per_head needs one pattern for each head; got 1 for 4", masks.per_head([masks.causal()])),
     ],
 )
 def test_errors_name_the_rule(message, pattern):

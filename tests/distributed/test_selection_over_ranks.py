@@ -319,18 +319,18 @@ def error_of(call) -> str:
 def test_what_it_refuses_before_anything_is_sent() -> None:
     first, second = on_ranks(2, refusals)
     agree = "ValueError: all ranks must make the same call; they disagree in"
-    within = "ValueError: queries that choose together must be on one rank: each run of a rank's positions must begin"
+    within = "ValueError: the queries of a query block must be on one rank, so runs of a rank's positions must begin"
     for found, expected in zip(
         first,
         [
             f"{agree} most: rank 0 has most=2; rank 1 has most=3",
             f"{agree} gradients wanted: rank 0 has gradients wanted=True; rank 1 has gradients wanted=False",
             f"{agree} sharding: rank 0 has sharding=Sharding(num_tokens=16",
-            f"{within} at a multiple of 4, the queries of a row: give the sharding shard_lengths of multiples of 4, in "
-            "zigzag order of 8; got a run from position 6 on in Sharding(num_tokens=12",
-            f"{within} at a multiple of 4, the queries of a row: give the sharding shard_lengths of multiples of 4, in "
-            "zigzag order of 8; got a run from position 18 on in Sharding(num_tokens=24",
-            f"{within} at a multiple of 8",
+            f"{within} at multiples of 4, the largest query_block: give the sharding shard_lengths that are multiples "
+            "of 4, or in zigzag order of 8; got positions that begin at 6 in Sharding(num_tokens=12",
+            f"{within} at multiples of 4, the largest query_block: give the sharding shard_lengths that are multiples "
+            "of 4, or in zigzag order of 8; got positions that begin at 18 in Sharding(num_tokens=24",
+            f"{within} at multiples of 8",
         ],
         strict=True,
     ):

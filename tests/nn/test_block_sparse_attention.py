@@ -170,7 +170,7 @@ def test_compiles_once_for_all_lengths():
         ((PATTERN,), {"enable_gqa": 1}, TypeError, "enable_gqa must be True or False"),
         ((PATTERN,), {"block_size": 0}, ValueError, "block_size must be at least 1"),
         ((PATTERN,), {"sinks": torch.zeros(4)}, TypeError, "sinks must be True or False"),
-        ((PATTERN,), {"num_heads": 4}, ValueError, "go together; got sinks=False, num_heads=4"),
+        ((PATTERN,), {"num_heads": 4}, ValueError, "needs sinks=True; got sinks=False, num_heads=4"),
         ((PATTERN,), {"sinks": True, "num_heads": 0}, ValueError, "num_heads must be at least 1"),
         ((masks.per_head([masks.causal()] * 3),), {"sinks": True, "num_heads": 4}, ValueError, "3 for 4 heads"),
     ],

@@ -187,7 +187,7 @@ def test_config_holds_tuples_and_hashes():
         ({"engine": "dense"}, ValueError, "got engine='dense'"),
         ({"checkpoint": 1}, TypeError, "checkpoint must be True or False"),
         ({"causal": None}, TypeError, "causal must be True or False"),
-        ({"heads": "grouped", "num_heads": 2}, ValueError, "3 head groups need at least one head each"),
+        ({"heads": "grouped", "num_heads": 2}, ValueError, "at least the number of head groups, 3"),
     ],
 )
 def test_bad_configs(changes, error, message):

@@ -125,7 +125,7 @@ def test_what_it_refuses() -> None:
         fd.LongNetConfig(**SIZES, **BRANCHES, selection={"blocks": 8, "most": 2})  # pyright: ignore
     with pytest.raises(TypeError, match=r"scorer must be the name of one.*; got Linear"):
         replace(some, scorer=torch.nn.Linear(2, 2))
-    with pytest.raises(ValueError, match="gradient='distill' teaches a module"):
+    with pytest.raises(ValueError, match="gradient='distill' trains a scorer module"):
         replace(some, gradient="distill")
-    with pytest.raises(TypeError, match="always must be the text of a set pattern"):
+    with pytest.raises(TypeError, match="always must be the text of a pattern that is not a mixture"):
         replace(some, always="causal() + causal()")

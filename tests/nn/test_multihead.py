@@ -348,7 +348,7 @@ def test_repr_names_sizes_pattern_and_engine():
         (
             {"heads": "grouped", "segment_lengths": (4, 4, 4), "dilation_rates": (1, 1, 1)},
             ValueError,
-            "3 head groups need at least one head each; got num_heads=2",
+            "at least the number of head groups, 3; got num_heads=2",
         ),
     ],
 )

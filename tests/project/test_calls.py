@@ -23,7 +23,7 @@ CALLED = {
 
 @pytest.mark.parametrize("name", CALLED)
 def test_an_unknown_keyword_is_answered(name: str) -> None:
-    with pytest.raises(TypeError, match=r"has no no_such_option: (it takes|write) |^LongNet needs config: "):
+    with pytest.raises(TypeError, match=r"has no argument no_such_option: (it takes|write) |^LongNet needs config: "):
         CALLED[name](no_such_option=1)
 
 
@@ -47,7 +47,7 @@ def test_missing_arguments_are_named_with_a_call_that_has_them(name: str) -> Non
 
 
 def test_the_nearest_keyword_is_named() -> None:
-    with pytest.raises(TypeError, match=r"^longnet has no segment_lenghts: write segment_lengths=$"):
+    with pytest.raises(TypeError, match=r"^longnet has no argument segment_lenghts: write segment_lengths=$"):
         masks.longnet(segment_lenghts=[8], dilation_rates=[1])  # pyright: ignore[reportCallIssue]
 
 
@@ -65,5 +65,5 @@ def test_a_compiled_graph_keeps_the_text(keyword):
     attend = torch.compile(
         lambda q: fd.attend(q, q, q, masks.causal(), **{keyword: True}), fullgraph=True, backend="eager"
     )
-    with pytest.raises(torch._dynamo.exc.Unsupported, match=f"attend has no {keyword}"):
+    with pytest.raises(torch._dynamo.exc.Unsupported, match=f"attend has no argument {keyword}"):
         attend(q)

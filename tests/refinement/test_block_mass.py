@@ -200,7 +200,7 @@ def test_pooled_scores_are_means_of_all_scores(data, side, queries, keys, with_l
         ({"lse": None}, TypeError, r"lse must be the tensor that attend\(..., return_lse=True\) gives; got NoneType"),
         ({"lse": torch.zeros(2, 4, 49)}, ValueError, r"lse must have the shape \(2, 4, 50\)"),
         ({"block": 0}, ValueError, "block_size must be at least 1"),
-        ({"block": (8, 8, 8)}, ValueError, r"block_size must be one side or \(query side, key side\)"),
+        ({"block": (8, 8, 8)}, ValueError, r"block_size must be one number of tokens, or two"),
         ({"scale": float("inf")}, ValueError, "scale must be finite"),
     ],
 )

@@ -145,7 +145,7 @@ ONES = torch.ones(2, 2, 2)
             TypeError,
             "pattern must be made by masks.block_list: refine it alone",
         ),
-        ({"pattern": masks.block_list([[0]], block=4)}, ValueError, "refine needs one table a head"),
+        ({"pattern": masks.block_list([[0]], block=4)}, ValueError, "refine needs one table for each head"),
         ({"importance": torch.ones(2, 2)}, ValueError, r"importance must be a tensor of shape \(heads, rows, columns"),
         ({"importance": torch.ones(3, 2, 2)}, ValueError, r"importance must have the shape \(2, 2, 2\)"),
         (
@@ -160,8 +160,8 @@ ONES = torch.ones(2, 2, 2)
         ({"scores": torch.ones(2, 2, 3)}, ValueError, r"scores must have the shape \(2, 2, 2\)"),
         ({"scores": None}, TypeError, "scores must be a tensor; got NoneType"),
         ({"moves": -1}, ValueError, "moves must be at least 0"),
-        ({"keep": "chunked(4)"}, TypeError, "keep must be a set pattern or None"),
-        ({"within": PATTERN + PATTERN}, TypeError, "within must be a set pattern or None"),
+        ({"keep": "chunked(4)"}, TypeError, "keep must be None or a pattern"),
+        ({"within": PATTERN + PATTERN}, TypeError, "within must be None or a pattern"),
     ],
 )
 def test_what_does_not_fit_is_refused(change, error, message):

@@ -245,7 +245,7 @@ def test_a_call_may_narrow_what_is_seen() -> None:
 def test_rows_of_a_rule_that_a_call_makes_causal_are_refused() -> None:
     selector = fd.BlockSelector(block=4, query_block=4, choose=fd.TopK(2), within=masks.every())
     q = torch.randn(1, 2, 16, 4)
-    with pytest.raises(ValueError, match=r"give query_summary='first'.* within full\(\) & causal\(\)|causal\(\)"):
+    with pytest.raises(ValueError, match=r"write query_summary='first'.* within full\(\) & causal\(\)|causal\(\)"):
         selector(q, q, within=masks.causal())
 
 

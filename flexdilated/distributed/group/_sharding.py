@@ -115,7 +115,8 @@ class Sharding:
             raise TypeError(f"shard_lengths must be a sequence of integers or None; got {type(lengths).__name__}")
         if len(lengths) != self.num_ranks:
             raise ValueError(
-                f"shard_lengths needs one entry a rank; got {len(lengths)} entries and num_ranks={self.num_ranks}"
+                f"shard_lengths must have one entry for each rank; got {len(lengths)} entries and "
+                f"num_ranks={self.num_ranks}"
             )
         held = tuple(require_int(f"shard_lengths[{rank}]", length, minimum=0) for rank, length in enumerate(lengths))
         if sum(held) != self.num_tokens:
@@ -173,8 +174,8 @@ def unshard(x: Tensor, mesh: DeviceMesh, sharding: Sharding | None = None, *, di
     length = split.length(ranks.rank)
     if x.shape[dim] != length:
         raise ValueError(
-            f"x must be this rank's shard: the sharding gives {length} of {split.num_tokens} tokens to rank "
-            f"{ranks.rank} of {ranks.size}; got {x.shape[dim]} along {dim=}"
+            f"x must be this rank's shard, {length} of {split.num_tokens} tokens for rank {ranks.rank} of "
+            f"{ranks.size}; got {x.shape[dim]} along {dim=}"
         )
     return all_tokens(x, dim, list(split.numbers()), ranks.name)
 
@@ -290,14 +291,14 @@ def check_shards(q: Tensor, k: Tensor, v: Tensor, *, ranks: Ranks, sharding: Sha
     length = sharding.length(ranks.rank)
     if q.shape[2] != k.shape[2]:
         raise ValueError(
-            "q, k and v must be this rank's shards of one sequence; to attend to another one, gather its keys, as "
+            "q, k and v must be this rank's shards of one sequence; to attend to another sequence, gather its keys: "
             "flexdilated.attend(q, unshard(k, mesh), unshard(v, mesh), pattern, q_offset=position of this rank's first "
             f"query); got {q.shape[2]} queries and {k.shape[2]} keys"
         )
     if not q.shape[2] == k.shape[2] == length:
         raise ValueError(
-            f"q, k and v must be this rank's shard: the sharding gives {length} of {sharding.num_tokens} tokens to "
-            f"rank {ranks.rank} of {ranks.size}; got {q.shape[2]} queries and {k.shape[2]} keys"
+            f"q, k and v must be this rank's shard, {length} of {sharding.num_tokens} tokens for rank {ranks.rank} of "
+            f"{ranks.size}; got {q.shape[2]} queries and {k.shape[2]} keys"
         )
 
 
@@ -306,7 +307,7 @@ def check_sharding(sharding: object, ranks: Ranks) -> Sharding:
     if not isinstance(sharding, Sharding):
         raise TypeError(f"sharding must be a flexdilated.distributed.Sharding or None; got {type(sharding).__name__}")
     if sharding.num_ranks != ranks.size:
-        raise ValueError(f"the sharding must be over the ranks of the mesh, {ranks.size}; got {sharding.num_ranks}")
+        raise ValueError(f"sharding must have as many ranks as the mesh, {ranks.size}; got {sharding.num_ranks}")
     return sharding
 
 
@@ -315,7 +316,7 @@ def equal_shards(length: int, ranks: Ranks) -> Sharding:
     length = index(length)  # a constant in a compiled graph
     if not length:
         raise ValueError(
-            "without a sharding all ranks must have equally many tokens, not 0: give sharding=Sharding(...)"
+            "without a sharding all ranks must hold equally many tokens; got a rank with none: pass a `Sharding`"
         )
     return Sharding(length * ranks.size, ranks.size)
 

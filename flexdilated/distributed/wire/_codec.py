@@ -57,7 +57,7 @@ class Codec:
             raise TypeError(f"rows must be float64, float32, bfloat16 or float16; got {dtype}")
         if self.name == "bf16" and dtype == torch.float16:
             raise ValueError(
-                'codec "bf16" takes no float16, which is more precise: give codec None or "int8"; got float16'
+                'codec="bf16" makes float16 no smaller, only less exact: write codec=None or "int8"; got float16'
             )
 
     @torch.no_grad()
@@ -121,11 +121,11 @@ def check_codec(codec: CodecChoice, error_bound: float | None, dtype: torch.dtyp
     if codec is not None and not isinstance(codec, str):
         raise TypeError(f"codec must be a name or None; got {type(codec).__name__}")
     if codec == "auto" and not (isinstance(error_bound, int | float) and 0 < error_bound < 1):
-        raise ValueError(f'codec "auto" needs an error_bound above 0 and below 1; got {error_bound!r}')
+        raise ValueError(f'codec="auto" needs an error_bound above 0 and below 1; got {error_bound!r}')
     codec_named(None if codec == "auto" else codec).check(dtype)
     if codec != "auto" and error_bound is not None:
         raise ValueError(
-            f'error_bound is for codec "auto": else leave it out; got {error_bound!r} with codec={codec!r}'
+            f'error_bound is for codec="auto" only: leave it out; got {error_bound!r} with codec={codec!r}'
         )
 
 

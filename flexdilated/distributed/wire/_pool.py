@@ -114,7 +114,7 @@ class BufferPool:
         """
         tensor: Any = torch.empty(0, dtype=dtype, device=device or self.device)
         if self.device not in (None, tensor.device):
-            raise ValueError(f"this pool serves {self.device}; got a lease on {tensor.device}")
+            raise ValueError(f"a pool leases tensors on its own device only, {self.device}; got {tensor.device}")
         num_bytes = prod(shape) * dtype.itemsize
         with self._lock:
             if num_bytes < max(self.threshold_bytes, 1) or _is_capturing(tensor.device):
@@ -224,7 +224,7 @@ def pool_named(name: str, device: torch.device) -> BufferPool | None:
         return pool_for(device) if name else None
     pool = named.get(name)
     if pool is None:
-        raise RuntimeError(f"a BufferPool must live as long as graphs compiled with it; {name!r} no longer exists")
+        raise RuntimeError(f"a BufferPool must live as long as what was compiled with it; {name!r} no longer exists")
     return pool
 
 

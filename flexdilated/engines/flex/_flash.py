@@ -70,7 +70,7 @@ def flash_cannot(device: torch.device, dtype: torch.dtype, head_dim: int, sides:
 def _lacking(device: torch.device, dtype: torch.dtype) -> str | None:
     """Reason that engine "flash" cannot serve this dtype on this device or with the installed packages, or None."""
     if capability(device) == NOT_NVIDIA:
-        return f"flash runs on NVIDIA devices; got tensors on {device}. engine=None takes an engine that runs there"
+        return f"flash runs on NVIDIA devices; got tensors on {device}. engine=None chooses an engine for that device"
     serves = f"engine={'portable' if dtype == torch.float64 else 'flex'!r} serves it"
     if torch.__version__ < _OLDEST_TORCH:
         return f"flash needs torch {_OLDEST_TORCH} or later; got {torch.__version__}. {serves}"

@@ -204,7 +204,7 @@ class Left:
     reason: str
 
 
-_IN_PLACE = "convert(model, pattern) changes the model in place, so go on with the model"
+_IN_PLACE = "convert(model, pattern) changes the model in place, so use the model itself"
 
 
 @dataclass(frozen=True)
@@ -219,12 +219,12 @@ class Report:
 
     def __call__(self, *args: object, **named: object) -> NoReturn:
         """Raise TypeError: the report was called in place of the model."""
-        raise TypeError(f"a report of convert is no model: {_IN_PLACE}")
+        raise TypeError(f"convert returns a report and no model: {_IN_PLACE}")
 
     if not TYPE_CHECKING:  # type checkers must still find missing names
 
         def __getattr__(self, name: str) -> NoReturn:
-            raise AttributeError(f"a report of convert has no {name}: {_IN_PLACE}")
+            raise AttributeError(f"the report that convert returns has no {name}: {_IN_PLACE}")
 
     def __str__(self) -> str:
         done = [(each.name, each.kind, each.num_heads, shortened(repr(each.pattern))) for each in self.replaced]

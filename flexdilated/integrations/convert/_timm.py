@@ -27,7 +27,7 @@ _SERVED = (
     ("timm.models.beit", "Attention"),
     ("timm.models.gemma4_vit", "Gemma4Attention"),
 )
-_WINDOWS = "attends within windows, with a bias for each offset: a ViT with masks.neighborhood is the like of it"
+_WINDOWS = "attends within windows, with a bias for each offset: the closest is a ViT with masks.neighborhood"
 _POOLING = "pools all tokens by a few queries, to which no pattern of positions applies"
 _REFUSED = {
     **dict.fromkeys(("WindowAttention", "WindowMultiHeadAttention", "WindowAttentionGlobal"), _WINDOWS),

@@ -98,8 +98,8 @@ class SlideEncoder(nn.Module):
         super().__init__()
         if not isinstance(config, SlideEncoderConfig | None):
             raise TypeError(
-                "config must be a SlideEncoderConfig or None; SlideEncoder.from_checkpoint(torch.load(path)) takes "
-                f"weights; got {type(config).__name__}"
+                f"config must be a SlideEncoderConfig or None; got {type(config).__name__}: to load weights write "
+                "SlideEncoder.from_checkpoint(torch.load(path))"
             )
         self.config = config = SlideEncoderConfig() if config is None else config
         how: dict[str, Any] = {"device": device, "dtype": dtype}

@@ -84,9 +84,8 @@ def set_pattern(
         inner = next((each for each in model.modules() if isinstance(each, PreTrainedModel)), None)
     if inner is None:
         raise TypeError(
-            "set_pattern takes (model, pattern), where model is a PreTrainedModel of transformers or holds one; got "
-            f"{type(model).__name__}"
-            + (": fd.convert(model, pattern) takes it" if isinstance(model, nn.Module) else "")
+            "set_pattern takes (model, pattern), where model is a PreTrainedModel of transformers or contains one; got "
+            f"{type(model).__name__}" + (": write fd.convert(model, pattern)" if isinstance(model, nn.Module) else "")
         )
     layers, chosen, compose = choose(inner, pattern, compose)
     require_served(inner, layers)
@@ -349,19 +348,19 @@ def _selected(
         raise ValueError("a layer that selects blocks needs all keys: leave the cache to transformers, a DynamicCache")
     if begun and own.future_in_choice:
         raise ValueError(
-            "future_in_choice=True is for prefill: a step of decoding would choose otherwise. Give the selector "
+            "future_in_choice=True is for prefill only, as decoding would select other keys: give the selector "
             f"query_summary='first'; got queries from position {begun} on"
         )
     side = own.largest_row
     if begun % side:
         raise ValueError(
-            "a block of queries reads the keys that its first query chose, which a later call does not know: decode "
-            f"with query_block=1; got blocks of {side} queries, and queries from position {begun} on"
+            "queries of a query block use the selection of its first query, which a later call does not have: decode "
+            f"with query_block=1; got {side} and queries from position {begun} on"
         )
     # The layer applies its own `within`; every() adds no constraint if the model's rule is replaced.
     rule = mask.rule(every() if replaces else None, replaces=replaces)
     if isinstance(rule, Mixture):
-        raise ValueError(f"a layer that selects blocks needs a model whose rule is a set pattern; got {rule!r}")
+        raise ValueError(f"a layer that selects blocks needs a model whose pattern is not a mixture; got {rule!r}")
     bindings = {name: mask.reading.tensors[name] for name in names(rule)}
     k, v = (x[:, :, : begun + q.shape[2]] for x in (k, v))
     options = {"scale": scale, "sinks": sinks, "q_offset": begun, "bindings": bindings or None}

@@ -201,7 +201,7 @@ class NativeSparseAttention(nn.Module):
         self.top = require_int("top", top, minimum=1)
         if top < first + local:
             raise ValueError(
-                f"top must be at least first + local = {first + local}, as it counts these blocks, too; got {top=}"
+                f"top must be at least {first + local}, as it includes the first and local blocks; got {top=}"
             )
         self.compress_keys, self.compress_values = (_Compression(head_dim, length, stride) for _ in range(2))
         self.gates = nn.Linear(embed_dim, 3 * num_heads)
@@ -298,8 +298,8 @@ class NativeSparseAttention(nn.Module):
         for name, each in (("k", k), ("v", v)):
             if each.dim() != 5 or each.shape[0] != 3:
                 raise ValueError(
-                    f"{name} must be (3, batch, key/value heads, tokens, head dim), one for each branch: to use one "
-                    f"{name} for all, give {name}.expand(3, *{name}.shape); got {tuple(each.shape)}"
+                    f"{name} must have shape (3, batch, key/value heads, tokens, head dim), for the 3 branches: to use "
+                    f"one {name} for all write {name}.expand(3, *{name}.shape); got {tuple(each.shape)}"
                 )
         check_tensors(q, k[0], v[0], enable_gqa=True)
         heads, came = (self.num_heads, self.num_kv_heads), (q.shape[1], k.shape[2])
@@ -309,7 +309,7 @@ class NativeSparseAttention(nn.Module):
             )
         sizes = (q.shape[0], q.shape[2], self.gates.in_features)
         if tuple(x.shape) != sizes:
-            raise ValueError(f"x must have a token for each query, here {sizes}; got {tuple(x.shape)}")
+            raise ValueError(f"x must have shape (batch, queries, embed dim), here {sizes}; got {tuple(x.shape)}")
 
     def extra_repr(self) -> str:
         windows = f"length={self.length}, stride={self.stride}, block={self.block}"

@@ -62,7 +62,7 @@ def quest(*, budget: int, block: int = 16, within: Pattern = causal()) -> BlockS
     require_int("block", block, minimum=1)
     require_int("budget", budget, minimum=2 * block)
     if budget % block:
-        raise ValueError(f"budget must be a multiple of {block=}, as blocks are read whole; got {budget=}")
+        raise ValueError(f"budget, the number of keys, must be a multiple of {block=}; got {budget=}")
     choose = TopK(budget // block - 1)
     return BlockSelector(block=block, scorer="minmax", choose=choose, within=within, always=chunked(block))
 
@@ -172,7 +172,7 @@ def seer_attention_r(
 def _require_gate(gate: object, *, share: str) -> None:
     if not isinstance(gate, SeerGate):
         raise TypeError(
-            f"gate must be a SeerGate; got {type(gate).__name__}: give BlockSelector(scorer=) other modules"
+            f"gate must be a SeerGate; got {type(gate).__name__}: for other modules write BlockSelector(scorer=module)"
         )
     if gate.share != share:
         raise ValueError(f"gate must be a SeerGate with {share=}; got share={gate.share!r}")
@@ -222,7 +222,7 @@ class SeerGate(nn.Module):
         if num_heads % groups:
             raise ValueError(f"num_kv_heads must divide num_heads; got num_kv_heads={groups} and {num_heads=}")
         if require_int("dim", dim, minimum=2) % 2:
-            raise ValueError(f"dim must be even, as the rotary embedding turns pairs; got {dim=}")
+            raise ValueError(f"dim must be even, as the rotary embedding rotates pairs of channels; got {dim=}")
         if require_finite("base", base) <= 1:
             raise ValueError(f"base must be above 1; got {base=}")
         self.block, self.share = require_int("block", block, minimum=1), require_choice("share", share, _SHARES)
@@ -240,7 +240,10 @@ class SeerGate(nn.Module):
         """
         expected, came = (len(self.query), len(self.key)), (queries.shape[1], pools.mean.shape[1])
         if came != expected:
-            raise ValueError(f"the gate serves {expected[0]} heads and {expected[1]} key/value heads; got {came}")
+            raise ValueError(
+                f"q and k must have as many heads as the gate, {expected[0]} and {expected[1]}; got {came[0]} and "
+                f"{came[1]}"
+            )
         q = queries @ self.query.to(queries.dtype)
         k = torch.cat([pools.greatest, pools.least, pools.mean], -1) @ self.key.to(queries.dtype)
         q = q.unflatten(1, (k.shape[1], -1))

@@ -181,7 +181,7 @@ def test_misfit_keys_are_named_together() -> None:
         ({"padding": "ones"}, "padding must be one of"),
         ({"drop_path": 1.0}, "drop_path must be at least 0 and below 1"),
         ({"norm_eps": 0}, "norm_eps must be above 0"),
-        ({"segment_lengths": (4,)}, "one entry each"),
+        ({"segment_lengths": (4,)}, "one entry for each branch"),
         ({"engine": "fast"}, "engine must be"),
         ({"ffn_dim": 0}, "ffn_dim must be at least 1"),
     ],

@@ -90,7 +90,9 @@ def test_what_it_refuses() -> None:
     set_pattern(model, selection(query_block=8, future_in_choice=True))
     cache = DynamicCache()
     model(TOKENS, past_key_values=cache)
-    with pytest.raises(ValueError, match=r"future_in_choice=True is for prefill: .* got queries from position 80 on"):
+    with pytest.raises(
+        ValueError, match=r"future_in_choice=True is for prefill only, .* got queries from position 80 on"
+    ):
         model(TOKENS[:, :1], past_key_values=cache)
     set_pattern(model, selection(query_block=8, query_summary="first"))
     cache = DynamicCache()

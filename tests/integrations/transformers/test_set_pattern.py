@@ -141,7 +141,7 @@ def test_bad_patterns_change_nothing() -> None:
 
 
 def test_models_without_layers_of_this_kind() -> None:
-    with pytest.raises(TypeError, match="model is a PreTrainedModel of transformers or holds one; got Linear"):
+    with pytest.raises(TypeError, match="model is a PreTrainedModel of transformers or contains one; got Linear"):
         set_pattern(nn.Linear(2, 2), LONGNET)
     import transformers
 

@@ -167,12 +167,12 @@ def test_large_sequences_are_explained_at_once():
 def test_patterns_that_cannot_be_explained_are_refused():
     with pytest.raises(TypeError, match="pattern must be a pattern or mixture"):
         masks.explain("causal()", query=0, key=0)
-    with pytest.raises(ValueError, match="batch must be below the number of batch entries; got batch=2 of 2"):
+    with pytest.raises(ValueError, match="batch must be below the number of batch entries, 2; got batch=2"):
         masks.explain(masks.documents(IDS), query=0, key=0, num_tokens=55, batch=2)
     with pytest.raises(ValueError, match="needs the run-time tensor 'ids'"):
         masks.explain(masks.documents("ids"), query=0, key=0, num_tokens=55)
-    with pytest.raises(ValueError, match="per_head needs one pattern a head"):
+    with pytest.raises(ValueError, match="per_head needs one pattern for each head"):
         masks.explain(masks.per_head([masks.causal()] * 2), query=0, key=0)
     table = torch.tensor([True, False])
-    with pytest.raises(ValueError, match="has no answer for head 0, query 0 and key 5"):
+    with pytest.raises(ValueError, match="must be defined for head 0, query 0 and key 5"):
         masks.explain(masks.custom(lambda b, h, q, k: table[k]), query=0, key=5)

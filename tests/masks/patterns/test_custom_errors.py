@@ -81,9 +81,9 @@ def captures(value):
         (lambda b, h, q, k, *, w: q < 3, TypeError, r"with \(b, h, q, k, w\)"),
         (lambda b, h, q, k: True, TypeError, "must return a bool tensor; got bool"),
         (lambda b, h, q, k: torch.ones(5, dtype=torch.bool), ValueError, r"broadcast shape .*; got \(5,\)"),
-        (lambda b, h, q, k: q - k < q.shape[-1], ValueError, "each pair by itself"),
-        (lambda b, h, q, k: (q >= k).cumsum(-1) < 3, ValueError, "each pair by itself"),
-        (lambda b, h, q, k: (q < k).flip(0) if q.dim() else q < k, ValueError, "each pair by itself"),
+        (lambda b, h, q, k: q - k < q.shape[-1], ValueError, "each pair independently"),
+        (lambda b, h, q, k: (q >= k).cumsum(-1) < 3, ValueError, "each pair independently"),
+        (lambda b, h, q, k: (q < k).flip(0) if q.dim() else q < k, ValueError, "each pair independently"),
         (lambda b, h, q, k: q * 2654435761 % 7 < k, ValueError, "for int32 positions"),
         (lambda b, h, q, k: q < k if h == 0 else q > k, ValueError, "write torch.where.*called Tensor.__bool__"),
         (lambda b, h, q, k: (q < k) and (q > 2), ValueError, "write torch.where"),
@@ -92,7 +92,7 @@ def captures(value):
         (lambda b, h, q, k: q < LIST[k], ValueError, "called Tensor.__index__"),
         (lambda b, h, q, k: q.add_(1) < k, ValueError, "must not change its arguments"),
         (lambda b, h, q, k: TABLE.add_(1)[q % 6] < k, ValueError, "or what it captured"),
-        (counting(), TypeError, "not keep state; it assigns 'calls'"),
+        (counting(), TypeError, "keep no state; it assigns 'calls'"),
         (appending(), ValueError, "or what it captured"),
         (
             imports,
@@ -148,7 +148,7 @@ def no_boxes(head, q_first, q_last, k_first, k_last):
         (no_boxes, ValueError, r"got shape \(1,\) for 16 boxes"),
         (lambda h, a, b, c, d: a * 0 + 3, ValueError, r"masks.EMPTY \(0\), .*; got \[3\]"),
         (lambda h, a, b, c, d: a * 0 - 1, ValueError, r"got \[-1\]"),
-        (lambda h, a, b, c, d: 1 + (a == a.max()).long(), ValueError, "each box by itself"),
+        (lambda h, a, b, c, d: 1 + (a == a.max()).long(), ValueError, "each box independently"),
         (
             lambda h, a, b, c, d: a * 0 if a > b else a * 0 + 1,
             ValueError,
@@ -177,7 +177,7 @@ def test_tables_that_end_too_early_say_where():
         with (
             torch.no_grad(),
             pytest.raises(
-                ValueError, match=r"custom\(<lambda>\) has no answer for heads 0 to 0, queries .* to 299, keys 0"
+                ValueError, match=r"custom\(<lambda>\) must be defined for heads 0 to 0, queries .* to 299, keys 0"
             ),
         ):
             fd.attend(*torch.randn(3, 1, 1, 300, 16), pattern, engine=engine)

@@ -33,7 +33,7 @@ def test_constants_must_be_positive_finite_numbers():
             with pytest.raises(ValueError, match=f"{name} must be a positive finite number"):
                 replace(CPU, **{name: value})
     for blocks in ((), CPU.blocks[::-1], CPU.blocks[:1] * 2, ("x",)):
-        with pytest.raises(ValueError, match="blocks must hold BlockRates of growing sides"):
+        with pytest.raises(ValueError, match="blocks must hold at least one BlockRates, in ascending"):
             replace(CPU, blocks=blocks)
 
 
