@@ -192,7 +192,8 @@ def check_score_mod(score_mod: object) -> None:
     if score_mod.__defaults__:
         # torch 2.11 does not guard on a changed default: it keeps running the graph compiled with the first one.
         raise ValueError(
-            "score_mod must have no default arguments: capture the value from the surrounding function instead"
+            "score_mod must have no default arguments: capture the value from the surrounding function instead; "
+            f"got {len(score_mod.__defaults__)} of them"
         )
     code = score_mod.__code__
     if code.co_argcount != 5 or code.co_kwonlyargcount:

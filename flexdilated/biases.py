@@ -11,7 +11,7 @@ from torch import Tensor
 from .engines import ScoreMod
 from .masks.core import advises, require_bool, require_finite, require_int
 
-__all__ = ["alibi", "compose", "relative", "slopes", "softcap", "t5", "t5_buckets"]
+__all__ = ["alibi", "compose", "relative", "slopes", "softcap", "t5"]
 
 # H heads, R largest distance of a table, K buckets
 
@@ -81,8 +81,10 @@ def relative(table: Float[Tensor, "H 2R+1"]) -> ScoreMod:
 def t5(weight: Float[Tensor, "K H"], *, bidirectional: bool, max_distance: int = 128) -> ScoreMod:
     """Add T5's relative position bias to each score: one for each head and bucket of distances.
 
-    weight: that of T5's `relative_attention_bias`, on the device of q; it gets a gradient. bidirectional, max_distance:
-    as in `t5_buckets`. T5's scores are not scaled: pass scale=1.0 to `attend`.
+    weight: that of T5's `relative_attention_bias`, on the device of q; it gets a gradient. K buckets: one for each
+    small distance, then ranges that grow up to max_distance, and one for all beyond. bidirectional: half of the buckets
+    are for keys after the query, as in encoders; else these share the bucket of distance 0. T5's scores are not scaled:
+    pass scale=1.0 to `attend`.
     Source: arXiv 1910.10683, section 2.1.
 
     >>> q, k, v = torch.randn(3, 1, 4, 64, 16)
@@ -95,17 +97,13 @@ def t5(weight: Float[Tensor, "K H"], *, bidirectional: bool, max_distance: int =
     _check_buckets(num_buckets, bidirectional, max_distance)
 
     def score_mod(score, b, h, q_idx, k_idx):
-        return score + weight[t5_buckets(k_idx - q_idx, num_buckets, bidirectional, max_distance), h]
+        return score + weight[_bucket(k_idx - q_idx, num_buckets, bidirectional, max_distance), h]
 
     return score_mod
 
 
-def t5_buckets(distance: Int64[Tensor, "..."], num_buckets: int, bidirectional: bool, max_distance: int) -> Tensor:
-    """T5's bucket of each distance k - q: one for each small distance, then ranges that grow to max_distance.
-
-    bidirectional: half of the buckets are for keys after the query; otherwise these share bucket 0 with distance 0.
-    Source: arXiv 1910.10683, section 2.1, and its code.
-    """
+def _bucket(distance: Int64[Tensor, "..."], num_buckets: int, bidirectional: bool, max_distance: int) -> Tensor:
+    """T5's bucket of each distance k - q."""
     later = 0
     if bidirectional:
         num_buckets //= 2

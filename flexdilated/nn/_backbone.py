@@ -330,8 +330,8 @@ class LongNetBackbone(Pretrained):
     def _check_one_rank(self, what: str) -> None:
         if self.over_ranks is not None:
             raise ValueError(
-                f"{what} needs a model on one rank: load the state_dict into a LongNet without a mesh; "
-                f"this one has {self.over_ranks}"
+                f"{what} needs a model that was made without a mesh: load the state_dict into LongNet(config); got a "
+                f"model with {self.over_ranks}"
             )
 
     def _check_caches(self, caches: Sequence[KVCache] | None) -> None:

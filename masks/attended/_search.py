@@ -316,7 +316,10 @@ def _inside(begin: Tensor, end: Tensor, run_begin: Tensor, run_end: Tensor) -> T
 
 
 def _cut(begin: Tensor, end: Tensor) -> tuple[Tensor, Tensor]:
-    """Cut each interval into at most 8 parts of about equal length."""
+    """Cut each interval [begin, end) into at most 8 non-empty parts of about equal length.
+
+    Returns the begins and the ends of all parts, flat, in the order of the intervals.
+    """
     edges = begin[:, None] + (end - begin)[:, None] * torch.arange(_CUTS + 1) // _CUTS
     first, last = edges[:, :-1].flatten(), edges[:, 1:].flatten()
     held = first < last

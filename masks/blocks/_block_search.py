@@ -274,7 +274,10 @@ def _runs_in(pieces: Pieces, slots: Slots) -> tuple[Tensor, Run]:
 
 
 def _that_see(rule: Rule, table: int, own: Run, *, of_queries: bool = False) -> Run:
-    """Return the runs of `own` that may have an allowed pair: key runs, or with `of_queries` query runs."""
+    """Return the runs of `own` that may have an allowed pair with some token of the other side in the same table.
+
+    own: runs of keys, or with `of_queries` of queries. table: index of the block table, which is that of a head.
+    """
     mine, other = (rule.q, rule.k) if of_queries else (rule.k, rule.q)
     number = torch.full_like(own.piece, table)
     first = other.firsts[table]

@@ -83,9 +83,11 @@ class HeatMap:
         return "\n".join(self.lines)
 
     def to_data(self) -> dict[str, Any]:
-        """Counts as a dict for JSON: nested lists by row of cells, in total and for each branch.
+        """Return the map as a dict for JSON, with counts of pairs as nested lists, one for each row of cells.
 
-        "likely" (estimates) is None if all counts are exact.
+        "low" and "high" are bounds on the pairs of the whole pattern, "likely" their estimates, None if all bounds are
+        exact; "branches" is a list with the "pattern", "low" and "high" of each branch. Other keys: "row_edges" and
+        "column_edges" of the cells, and the fields that describe the pattern, sizes and order.
         """
         named = zip(self.pattern.branches(), self.cells.branches, strict=True)
         return {

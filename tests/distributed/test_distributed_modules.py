@@ -361,7 +361,7 @@ REFUSED = {  # tests/project/errors.md has more
     "schedule": (lambda mesh: fd.RingDilatedAttention(*BRANCHES, mesh=mesh, schedule="heads"), "HeadParallelDilated"),
     "other ranks": (lambda mesh: longnet(mesh=mesh, sharding=Sharding(N, 3)), "as many ranks as the mesh, 2; got 3"),
     "pool": (lambda mesh: longnet(mesh=mesh, pool="big"), 'pool must be None, a BufferPool or "auto"'),
-    "caches": (lambda mesh: longnet(mesh=mesh).new_caches(), "new_caches needs a model on one rank"),
+    "caches": (lambda mesh: longnet(mesh=mesh).new_caches(), "new_caches needs a model that was made without a mesh"),
     "its layer's mesh": (lambda mesh: assigned(mesh, None), "must have the mesh and the sharding of its model"),
     "its model's mesh": (lambda mesh: assigned(None, mesh), "must have the mesh and the sharding of its model"),
     "tokens": (

@@ -9,10 +9,11 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 import flexdilated
-from flexdilated import distributed, integrations, masks, schedules, selection, testing, viewer
+from flexdilated import biases, distributed, integrations, masks, schedules, selection, testing, viewer
 from tests.support.commands import make_memory_up
 
-PACKAGES = (flexdilated, masks, distributed, integrations.torchscale, schedules, selection.recipes, testing, viewer)
+PACKAGES = (flexdilated, masks, biases, schedules)
+PACKAGES += (distributed, integrations.torchscale, selection.recipes, testing, viewer)
 
 
 @pytest.fixture(scope="module")

@@ -25,7 +25,7 @@ ROOT = Path(__file__).resolve().parents[2]
 ROOMS = [
     *("_torch_private", "masks.core", "masks.patterns", "masks.recipes", "masks.text", "masks.orders", "masks.blocks"),
     *("masks.plan_cache", "masks.planning", "masks.attended", "masks.inspection", "masks"),
-    *("schedules", "_validate", "engines", "_engines", "tuning", "memory", "_attend", "decoding", "observe"),
+    *("schedules", "_validate", "engines", "biases", "_engines", "tuning", "memory", "_attend", "decoding", "observe"),
     *("refinement", "distributed.group", "distributed.wire", "distributed.counts"),
     *("distributed._exchange_plan", "distributed._exchange", "distributed._ring", "distributed._heads"),
     *("distributed._attend", "distributed"),
@@ -46,9 +46,10 @@ _PUBLIC = """
 flexdilated: BlockSelector BlockSparseAttention DilatedAttention HeadParallelDilatedAttention ImportanceTracker KVCache
     LongNet LongNetBackbone LongNetClassifier LongNetConfig LongNetEncoderDecoder MultiheadDilatedAttention
     RingDilatedAttention SelectedAttention SelectedLayers Selection Threshold TopK TopP attend attention_received
-    block_mass convert distributed integrations masks max_batch plan plot_attention_received pooled_scores
+    biases block_mass convert distributed integrations masks max_batch plan plot_attention_received pooled_scores
     refine schedules stats testing
 flexdilated.distributed: BufferPool Sharding Traffic attend pool shard traffic unshard
+flexdilated.biases: alibi compose relative slopes softcap t5
 flexdilated.schedules: Schedule cosine cubic linear
 flexdilated.selection.recipes: CoarseToFineAttention NativeSparseAttention SeerGate moba quest seer_attention
     seer_attention_r xattention

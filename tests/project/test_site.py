@@ -16,7 +16,13 @@ NAMED = {path for text in API.values() for path in re.findall(r"`(flexdilated[\w
 # What users import from.
 ROOMS = (
     *("flexdilated", "flexdilated.masks", "flexdilated.masks.recipes", "flexdilated.distributed"),
-    *("flexdilated.selection.recipes", "flexdilated.schedules", "flexdilated.testing", "flexdilated.viewer"),
+    *(
+        "flexdilated.selection.recipes",
+        "flexdilated.biases",
+        "flexdilated.schedules",
+        "flexdilated.testing",
+        "flexdilated.viewer",
+    ),
     *(f"flexdilated.integrations{each}" for each in ("", ".convert", ".torchscale", ".transformers")),
 )
 

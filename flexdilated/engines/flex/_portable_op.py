@@ -193,7 +193,10 @@ class _WithScoreMod(torch.autograd.Function):
 
 
 class _Final(torch.autograd.Function):
-    """Autograd function (x, *inputs) -> a copy of x, a gradient; differentiating it again raises RuntimeError."""
+    """Autograd function (x, *inputs) -> copy of x, where x is a gradient computed from `inputs`.
+
+    Autograd thereby records that x depends on them: a second derivative reaches this function, and raises RuntimeError.
+    """
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, *inputs: Tensor) -> Tensor:

@@ -340,8 +340,8 @@ def _selected(
 ) -> Float[Tensor, "B N H D"]:
     """Output of a layer that selects blocks of keys; it needs all keys and pools them again in each call.
 
-    replaces: True to omit the model's rule. Raises ValueError for a `FlexdilatedCache`, for a model's rule that is no set
-    pattern, and for queries after cached keys whose choice would depend on other queries of their block.
+    replaces: True to omit the model's rule. Raises ValueError for a `FlexdilatedCache`, for a model's rule that is a
+    mixture, and for queries after cached keys whose choice would depend on other queries of their block.
     """
     own, begun = layer.selector, position("q_offset", mask.q_offset)
     if given_of(k) is not None or mask.kv_offset:
@@ -411,9 +411,9 @@ def _refuse(what: str, features: dict[str, Any], advice: str) -> None:
 def _score_mod(
     softcap: float | None, position_bias: Float[Tensor, "B|1 H N M"] | None, mask: Visibility
 ) -> ScoreMod | None:
-    """score_mod that caps the scores, then adds the bias of the pairs of this call's queries and keys; None for neither.
+    """Return a score_mod that caps the scores and adds position_bias; None for neither.
 
-    Models such as T5 form the bias themselves, N x M numbers for each head.
+    position_bias: for the call's queries and keys; models such as T5 form its N x M numbers for each head.
     """
     if position_bias is None:
         return None if softcap is None else biases.softcap(softcap)

@@ -87,10 +87,11 @@ def compact_terms(branch: Pattern, multiplicity: int, bound: Bound) -> list[Term
 
 
 class _Folds(NamedTuple):
-    """Folds: equally shaped segments or residue classes, computed as a batch. Heads with equal folds share a term.
+    """Folds (equally shaped segments or residue classes) that are computed as a batch; a key by which heads share terms.
 
-    place: number that distinguishes folds at different positions. step: distance of active tokens of a fold. folds:
-    number of folds. stride: distance of folds in tokens. num_queries, num_keys: active tokens of a fold.
+    place: identifies where the folds are, and is only compared. step: tokens from one active token (a token that the
+    fold computes) to the next. folds: number of folds. stride: tokens from the start of one fold to that of the next.
+    num_queries, num_keys: number of active tokens in each fold.
     """
 
     place: int

@@ -220,10 +220,11 @@ def _rectangles(chain: _Chain, index: int) -> Iterator[_Rectangle]:
 
 
 def _terms(chain: _Chain, index: int, rectangle: _Rectangle, weights: list[list[tuple[int, ...]]]) -> Iterator[Term]:
-    """Yield the terms of a rectangle of pairs whose first common segment is in branch `index`.
+    """Yield the terms of a rectangle of pairs; branch `index` is the first with query and key in one segment.
 
-    One term for each level (last branch in which the queries are active), each phase of its tokens, and each group of
-    heads with equal numbers of active tokens. weights[level - index][head]: one period of weights of the keys.
+    The level of a query is the last branch in which it is active. There is one term for each level, for each residue
+    class of its queries (a phase of `_Chain.exactly`), and for each group of heads with equal numbers of active tokens.
+    weights[level - index][head]: as from `_Chain.weights`, the weight of each active key, for one period of keys.
     """
     queries, keys, folds, stride = rectangle
     for level, of_heads in enumerate(weights, index):

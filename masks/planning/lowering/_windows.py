@@ -110,9 +110,9 @@ class _Cut:
 
 
 def _cuts(rule: Pattern) -> Iterator[_Cut]:
-    """Yield each way to split a rule into a run-time tensor and a rest.
+    """Yield each way to write a rule as the intersection of a run-time tensor's rule and a rest.
 
-    A tensor common to all parts of a union or all heads also counts.
+    A tensor that is a factor of every part of a union, or of every head's rule, can be split off, too.
     """
     if isinstance(rule, Table):
         yield _Cut(Every(), rule, None)
