@@ -404,7 +404,8 @@ def _is_table(value: Any) -> bool:
 
 
 def _uneven(name: str, value: Any) -> str:
-    return f"rows must be rows of block numbers, or one list of such rows for each head, not a mix; got {name}={value!r:.60}"
+    rule = "rows must be rows of block numbers, or one list of such rows for each head, not a mix"
+    return f"{rule}; got {name}={value!r:.60}"
 
 
 @lru_cache(maxsize=_HEADS_KEPT)

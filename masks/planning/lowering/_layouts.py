@@ -87,7 +87,7 @@ def compact_terms(branch: Pattern, multiplicity: int, bound: Bound) -> list[Term
 
 
 class _Folds(NamedTuple):
-    """Folds (equally shaped segments or residue classes) that are computed as a batch; a key by which heads share terms.
+    """Equally shaped folds (segments or residue classes) computed as a batch; heads with equal values share a term.
 
     place: identifies where the folds are, and is only compared. step: tokens from one active token (a token that the
     fold computes) to the next. folds: number of folds. stride: tokens from the start of one fold to that of the next.
