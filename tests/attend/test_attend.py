@@ -64,8 +64,8 @@ def refused(error: type[Exception], says: str, *given, **options) -> None:
         (changed(0, lambda q: q.expand(2, -1, -1, -1)), ValueError, "agree in batch"),
         (changed(0, lambda q: q[..., :4]), ValueError, "agree in batch and head dim"),
         (tensors(D=0), ValueError, "head dim must be at least 1"),
-        (tensors(H=4, G=3), ValueError, "multiple of the key/value heads; got 4 and 3"),
-        (tensors(H=2, G=4), ValueError, "multiple of the key/value heads; got 2 and 4"),
+        (tensors(H=4, G=3), ValueError, "multiple of the number of key/value heads; got 4 and 3"),
+        (tensors(H=2, G=4), ValueError, "multiple of the number of key/value heads; got 2 and 4"),
         (tensors(H=4, G=2), ValueError, "enable_gqa=True; got 4 and 2"),
     ],
 )

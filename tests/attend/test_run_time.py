@@ -174,7 +174,7 @@ ROW, PAIR = torch.tensor([0, 0, 1, 1]), torch.tensor([[0, 0, 1, 1], [0, 1, 1, 1]
             ValueError,
             "must be adjacent; got 0 at position 2 after 0",
         ),
-        (lambda: masks.documents(torch.tensor([0, 0, 1])), ValueError, r"each of the 4 positions; got \(3,\)"),
+        (lambda: masks.documents(torch.tensor([0, 0, 1])), ValueError, r"each of the 4 positions; got shape \(3,\)"),
         (lambda: masks.documents(ROW.float()), TypeError, "integers; got a tensor of torch.float32"),
         (lambda: masks.documents(ROW[None, None]), ValueError, r"\(tokens,\) or \(batch, tokens\); got \(1, 1, 4\)"),
         (lambda: masks.documents(PAIR.repeat(2, 1)), ValueError, "one for each .*batch entr.*; got 4 rows"),
@@ -185,7 +185,7 @@ ROW, PAIR = torch.tensor([0, 0, 1, 1]), torch.tensor([[0, 0, 1, 1], [0, 1, 1, 1]
         (
             lambda: masks.lengths(torch.tensor([5, 1])),
             ValueError,
-            "between 0 and the 4 positions; got 5 in batch entry 0",
+            "at most the number of positions, 4; got 5 in batch entry 0",
         ),
         (lambda: masks.lengths(torch.tensor([1, -1])), ValueError, "got -1 in batch entry 1"),
         (lambda: masks.lengths(torch.tensor([1.0, 2.0])), TypeError, "must hold integers"),

@@ -189,7 +189,7 @@ def test_where_a_table_may_stand():
         (torch.zeros(1, 4, 2), {}, TypeError, "must be integers; got a tensor of torch.float32"),
         (torch.zeros(4, 2).long(), {}, ValueError, r"shape \(tables, rows, most\) .* most=2; got \(4, 2\)"),
         (torch.zeros(1, 4, 3).long(), {}, ValueError, r"most=2; got \(1, 4, 3\)"),
-        (torch.zeros(1, 0, 2).long(), {}, ValueError, r"none of them 0 and with most=2; got \(1, 0, 2\)"),
+        (torch.zeros(1, 0, 2).long(), {}, ValueError, r"without empty dims and with most=2; got \(1, 0, 2\)"),
         (torch.zeros(1, 5, 2).long(), {}, ValueError, "at most one row for each block of 4 .*; got 5 rows for 16"),
         (torch.zeros(1, 3, 2).long(), {}, ValueError, "got 3 rows, the first for position 4, and queries from 0 on"),
         (

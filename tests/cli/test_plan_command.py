@@ -202,7 +202,10 @@ REFUSED = {
     "codec": (["causal()", "-n", "64", "--ranks", "2", "--codec", "bf16", "--dtype", "fp16"], ['codec="bf16" makes']),
     "heads": (["causal()", "--heads", "0"], ["--heads must be at least 1", "0"]),
     "head dim": (["causal()", "--head-dim", "9" * 20], ["--head-dim must be at most"]),
-    "kv heads": (["causal()", "--kv-heads", "3"], ["num_kv_heads must divide num_heads; got 3 and 8"]),
+    "kv heads": (
+        ["causal()", "--kv-heads", "3"],
+        ["num_kv_heads must divide num_heads; got num_kv_heads=3 and num_heads=8"],
+    ),
     "embed dim": (["causal()", "--embed-dim", "100"], ["--embed-dim", "--heads", "100", "8"]),
     "odd head dim": (["causal()", "-n", "64", "--head-dim", "15"], ["15"]),
     "too many": (["causal()", "-n", "4000M"], ["--tokens", "2147483647", str(4000 << 20)]),
@@ -211,7 +214,7 @@ REFUSED = {
     "many rules": (["documents('d')", "--bind", "d=two.pt"], ["--bind", "2"]),
     "budget of values": (["documents('d')", "--bind", "d=two.pt", "--budget", "1"], ["--bind", "--budget"]),
     "budget of carried values": (["mine.py:mine", "--budget", "1"], ["--budget"]),
-    "grid": (["neighborhood((8, 8), 1)", "-n", "65"], ["8x8", "64", "65"]),
+    "grid": (["neighborhood((8, 8), 1)", "-n", "65"], ["8x8", "64", "up to position 64"]),
     "by head": (["per_head([causal(), causal()])", "-n", "64", "--heads", "3"], ["per_head", "2", "3"]),
     "by head, budget": (["per_head([causal(), causal()])", "--heads", "3", "--budget", "8"], ["per_head", "2", "3"]),
 }

@@ -148,7 +148,11 @@ BAD = {
         ValueError,
         "per_head needs one pattern for each head; got 2 for 4 heads",
     ),
-    "another number of heads": (lambda: used().attend(X[:, :2], X, X), ValueError, "multiple of the key/value heads"),
+    "another number of heads": (
+        lambda: used().attend(X[:, :2], X, X),
+        ValueError,
+        "multiple of the number of key/value heads",
+    ),
     "fewer heads": (lambda: used().attend(X[:, :2], X[:, :2], X[:, :2]), ValueError, "q must hold num_heads=4 heads"),
     "another batch": (
         lambda: used().attend(X[:1], X[:1], X[:1]),

@@ -251,7 +251,7 @@ def test_plans_come_from_the_cache():
     ("message", "pattern"),
     [
         ("needs the run-time tensor 'ids'", masks.documents("ids")),
-        ("a grid of 2x2 holds 4 tokens", masks.neighborhood((2, 2), 0)),
+        ("within the 4 tokens of a 2x2 grid", masks.neighborhood((2, 2), 0)),
         ("per_head needs one pattern for each head; got 1 for 4", masks.per_head([masks.causal()])),
     ],
 )

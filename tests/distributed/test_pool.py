@@ -169,7 +169,7 @@ def test_a_pool_that_is_no_more() -> None:
     pool = BufferPool()
     name = pool.name
     del pool
-    with pytest.raises(RuntimeError, match=f"a BufferPool must live as long as graphs compiled with it; '{name}' no"):
+    with pytest.raises(RuntimeError, match=f"a BufferPool must live as long as what was compiled with it; '{name}' no"):
         pool_named(name, CPU)
 
 

@@ -131,7 +131,7 @@ def test_zigzag_balances_what_is_causal() -> None:
 
 
 def test_what_does_not_bind_is_refused() -> None:
-    with pytest.raises(ValueError, match="a grid of 8x8 holds 64 tokens"):
+    with pytest.raises(ValueError, match="within the 64 tokens of a 8x8 grid"):
         work_of_ranks(masks.neighborhood((8, 8), 1), Sharding(65, 2), num_heads=1)
     with pytest.raises(ValueError, match="documents"):
         work_of_ranks(masks.documents("documents"), Sharding(64, 2), num_heads=1)

@@ -148,7 +148,7 @@ def test_masks_are_kept_by_their_sizes():
     [
         ({"block_size": (128, -1)}, ValueError, "block_size=-1"),
         ({"block_size": 12.5}, TypeError, "block_size"),
-        ({"layout": masks.Layout(41, 2)}, ValueError, "41 tokens; got 40 queries and 40 keys"),
+        ({"layout": masks.Layout(41, 2)}, ValueError, "40 queries and 40 keys; got one for 41 tokens"),
         ({"layout": masks.Layout(40, 2), "num_keys": 41}, ValueError, "40 queries and 41 keys"),
         ({"device": "nowhere"}, RuntimeError, "nowhere"),
     ],

@@ -135,7 +135,7 @@ C, W = masks.causal(), masks.local_window(left=3, right=0)
 )
 def test_what_would_not_read_back_is_refused(build) -> None:
     """One way to build each value: what an operator writes otherwise, and numbers and names of other classes."""
-    with pytest.raises((TypeError, ValueError), match=r"takes|must|complement"):
+    with pytest.raises((TypeError, ValueError), match=r"takes|must|needs|complement"):
         build()
 
 

@@ -123,24 +123,28 @@ MIXTURE = masks.longnet([8, 16], [1, 2])
         (MIXTURE & masks.per_head([C] * 3), {}, "got 3 for 2 heads"),
         (masks.blockwise(masks.per_head([C] * 3), 4), {}, "got 3 for 2 heads"),
         # A part that has rules for three heads is no rule for two.
-        (masks.per_head([masks.head_groups([C] * 3), C]), {}, "3 head groups"),
-        (LISTED & C, {"num_keys": 8}, "row 1 names key block 2"),
-        (~LISTED | C, {"num_keys": 8}, "row 1 names key block 2"),
-        (LISTED + C, {"num_keys": 8}, "row 1 names key block 2"),
-        (masks.per_head([C, LISTED]), {"num_keys": 8}, "row 1 names key block 2"),
-        (masks.blockwise(LISTED, 3), {"num_queries": 24, "num_keys": 24}, "row 1 names key block 2, but 8 tokens hold"),
+        (masks.per_head([masks.head_groups([C] * 3), C]), {}, "number of head groups, 3"),
+        (LISTED & C, {"num_keys": 8}, "got block 2 in row 1"),
+        (~LISTED | C, {"num_keys": 8}, "got block 2 in row 1"),
+        (LISTED + C, {"num_keys": 8}, "got block 2 in row 1"),
+        (masks.per_head([C, LISTED]), {"num_keys": 8}, "got block 2 in row 1"),
+        (
+            masks.blockwise(LISTED, 3),
+            {"num_queries": 24, "num_keys": 24},
+            "2 blocks of 4 for 8 keys; got block 2 in row 1",
+        ),
         (
             masks.blockwise(masks.block_list([[0], [1], [4]], block=1), 4),
             {"num_queries": 12, "num_keys": 16},
             "block 4",
         ),
-        (BY_HEAD, {"num_queries": 1}, "row 0 of head 1 names key block 5, but 20 tokens hold 5 blocks of 4"),
+        (BY_HEAD, {"num_queries": 1}, "5 blocks of 4 for 20 keys; got block 5 in row 0 of head 1"),
         (
             GRID,
             {"num_queries": 13, "num_keys": 12},
             "within the 12 tokens of a 3x4 grid; got queries up to position 12",
         ),
-        (GRID | C, {"num_queries": 1, "num_keys": 13}, "got queries up to 1 and keys up to 13"),
+        (GRID | C, {"num_queries": 1, "num_keys": 13}, "got queries up to position 0 and keys up to position 12"),
     ],
 )
 def test_bad_sizes(pattern, sizes, says):
@@ -158,5 +162,5 @@ def test_only_the_rows_of_these_queries_are_asked():
     masks.blockwise(LISTED, 3).bind(num_heads=1, num_queries=36, num_keys=36)
     late = masks.block_list([[0], [1], [5]], block=8)
     late.bind(num_heads=1, num_queries=8, num_keys=40)
-    with pytest.raises(ValueError, match="row 2 names key block 5"):
+    with pytest.raises(ValueError, match="got block 5 in row 2"):
         late.bind(num_heads=1, num_queries=8, num_keys=40, q_offset=16)
