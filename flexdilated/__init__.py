@@ -85,7 +85,7 @@ def __getattr__(name: str) -> Any:
 
 
 def _elsewhere() -> dict[str, str]:
-    """Map names that callers may look for in `flexdilated` to the text to write after "fd." instead."""
+    """Return {name: text}: for names that callers may try as fd.name, the text to write after "fd." instead."""
     found = {name: f"masks.{name}" for name in masks.__all__}
     found |= {name: f"masks.recipes.{name}" for name in masks.recipes.__all__}
     found |= dict.fromkeys(("attention", "flex_attention", "scaled_dot_product_attention", "sdpa"), "attend")

@@ -117,12 +117,12 @@ def attend(
 
     Returns the output (B, H, N, E) in the dtype of q or, if return_lse is True, (output, lse). The lse (B, H, N) is the
     natural log of each row's softmax denominator, in float32 (float64 for float64 inputs), and differentiable. A row
-    is one query of one head; a row without keys has output 0 and lse -inf. In a mixture, a pair counts once for each
-    branch that allows it. No N x M matrix of scores is formed, except by engine "reference". Under autocast q, k and v
-    are cast as in `scaled_dot_product_attention`.
+    is one query of one head; a row without keys has output 0 and lse -inf. In a mixture (a sum of patterns), a pair
+    counts once for each branch that allows it. No N x M matrix of scores is formed, except by engine
+    "reference". Under autocast q, k and v are cast as in `scaled_dot_product_attention`.
 
     If the pattern pads segments with zeros (`masks.longnet(..., padding="zeros")`), each row's softmax includes its
-    zero keys; k and v must then be the whole sequence, and q a run of its tokens, at q_offset.
+    zero keys; k and v must then be the whole sequence, and q consecutive tokens of it, from q_offset on.
 
     v may have another head dim E than q and k. Engines "tiles" and "flash" then pad to the wider one.
 
@@ -137,26 +137,26 @@ def attend(
     sinks: a logit for each head of q, of any float dtype: adds exp(sink), with value 0, to the softmax denominator of
         every row. A row without keys then has output 0, and its sink as lse.
     bindings: values of the run-time tensors that the pattern only names, such as {"documents": ids}.
-    q_offset: position of query 0, for queries that follow earlier tokens. None is 0, and raises ValueError for fewer
-        queries than keys under a causal pattern.
+    q_offset: position of query 0, for queries that follow earlier tokens. None is 0, but raises ValueError if there
+        are fewer queries than keys and the pattern is causal.
     k_offset: position of key 0, for keys that are not the first of their sequence. Either offset may be an integer
         tensor of shape (), which is read on the host at every call; a number needs no such read.
-    head_offset, num_heads_global: index of head 0 among all heads, and their number, for heads on several devices.
-        None is head_offset + H.
+    head_offset, num_heads_global: for heads on several devices: index of head 0 of q among the query heads of all
+        devices, and the number of these heads; num_heads_global None is head_offset + H.
     layout: order of the tokens in q, k, v and the output, from `masks.layout`. None: by position.
     engine: "tiles" (on CPU any pattern; on CUDA only branches that are dense or causal), "flex" (accelerators; on CPU
-        only inference with one set pattern), "portable" (any device, eagerly), "flash" (the package flash-attn-4 on
-        NVIDIA's Hopper and Blackwell, in half precision) or "reference" (dense, in float64). None takes tiles on CPU
-        and flex elsewhere, and portable for calls that they cannot serve, such as training with a score_mod on CPU.
-        For a named engine that cannot serve the call, ValueError is raised.
+        only inference, without lse, sinks, dropout or a mixture), "portable" (any device, eagerly), "flash" (the
+        package flash-attn-4 on NVIDIA's Hopper and Blackwell, in half precision) or "reference" (dense, in float64).
+        None takes tiles on CPU and flex elsewhere, and portable for calls that they cannot serve, such as training with
+        a score_mod on CPU. For a named engine that cannot serve the call, ValueError is raised.
     block_size: number of tokens along a side of the blocks of block-sparse masks, or (query side, key side). None: on
         CPU chosen for the pattern, with "flash" the side that the device's kernels need, and otherwise 128.
     kernel_options: options of flex_attention, such as {"BLOCK_M": 64}, for engines "flex" and "flash": plain values,
         passed on unchecked. Excluded are BACKEND, which engine determines, and options that the block lists and lengths
         of the call determine.
-    autotune: time the planner's token orders and block sides for this call the first time, and use the fastest from
-        then on, also in equal calls without autotune. Inside torch.compile nothing is timed, and earlier results are
-        used.
+    autotune: True to time the planner's token orders and block sides for this call the first time, and use the fastest
+        from then on, also in equal calls without autotune. Inside torch.compile nothing is timed, and earlier results
+        are used.
 
     Raises ValueError or TypeError, before any work, for inputs that do not fit together.
 
@@ -249,12 +249,15 @@ def autocast_dtype(device: torch.device) -> torch.dtype | None:
 
 @graph_constant
 def _knows_autocast(kind: str) -> bool:
-    """True if devices of this kind, such as "cuda", have autocast; a graph constant, as torch 2.11 cannot trace it."""
+    """Return True if devices of this kind, such as "cuda", have autocast.
+
+    torch.compile runs it and takes the result as a constant, as torch 2.11 cannot trace it.
+    """
     return torch.amp.is_autocast_available(kind)
 
 
 def _pad(out: Tensor, lse: Tensor, pattern: Pattern | Mixture, call: Call) -> tuple[Tensor, Tensor]:
-    """(out, lse) with the zero keys of the pattern's padding (score 0, value 0) included in each row's softmax."""
+    """Return (out, lse) after adding the pattern's zero keys (score 0, value 0) of padding to each row's softmax."""
     slots = torch.arange(call.num_queries, device=out.device) if call.rate == 1 else call.layout.positions(out.device)
     sizes = {"num_heads": call.num_heads_global, "num_tokens": call.num_keys}
     return padded_rows(out, lse, pattern, slots + call.q_offset, head_offset=call.head_offset, **sizes)

@@ -43,7 +43,8 @@ def choose_engine(
     """Return the name of the engine that computes a call of `attend` with these arguments.
 
     engine: the caller's choice. None: "tiles" on CPU, "flex" elsewhere, and "portable" for calls that these cannot
-    serve, except for a score_mod while torch.compile traces. For meta tensors the result is always "tiles".
+    serve, unless the call has a score_mod and torch.compile traces it: that raises ValueError. For meta tensors the
+    result is always "tiles".
     first: (global index of head 0, position of query 0, position of key 0). drops: True with attention dropout. sides:
     requested block sides in tokens, () for none. Raises ValueError if the engine cannot serve the call; the text names
     an engine that can.
@@ -90,7 +91,10 @@ def _call_text(q: Tensor, k: Tensor, pattern: Pattern | Mixture) -> str:
 
 
 def _others(sinks: Tensor | None, score_mod: ScoreMod | None, q: Tensor, first: tuple[int, int, int]) -> list[Tensor]:
-    """Tensors other than q, k and v that may carry a derivative: sinks, and the result of score_mod for one pair."""
+    """Tensors other than q, k and v that may carry a derivative: sinks, and the result of score_mod for one pair.
+
+    first: (global head, query position, key position) of this pair.
+    """
     found = [] if sinks is None else [sinks]
     return found if score_mod is None else [*found, probe(score_mod, q, *first)]
 

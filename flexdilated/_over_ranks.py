@@ -36,8 +36,8 @@ class OverRanks:
     None: contiguous shards of equal length, for any length. codec, error_bound, pool: as in `distributed.attend`; with
     "heads", codec and pool must be None. ranks: this process's group and rank, derived from the mesh.
 
-    A process that unpickles it needs an equal mesh, and gets its own rank. Raises ValueError or TypeError for settings
-    that do not fit together.
+    When it is unpickled, the mesh must be equal, and `ranks` is that of the unpickling process. Raises ValueError or
+    TypeError for settings that do not fit together.
     """
 
     mesh: DeviceMesh

@@ -52,8 +52,8 @@ _WIDEST_RULE, _WIDEST_FACT = 60, 66  # characters
 class PlanSize:
     """A pattern and the sizes of attention, and of a LongNet with this attention, for which `plan` makes a report.
 
-    pattern: with the values of its run-time tensors. num_kv_heads: a divisor of num_heads. dtype: of tensors and
-    weights. device: "cpu" or "cuda". layers: depth of the LongNet, whose width is num_heads * head_dim.
+    pattern: with values for its run-time tensors (mask data). num_kv_heads: a divisor of num_heads. dtype: of tensors
+    and weights. device: "cpu" or "cuda". layers: depth of the LongNet, whose width is num_heads * head_dim.
     Raises ValueError or TypeError for sizes that do not fit together.
     """
 
@@ -115,8 +115,9 @@ class PlannedTerm:
 
     The terms differ only in the positions of their tokens. branch: number of the branch of the pattern, from 1, or
     "all" if the plan computes all branches of a mixture together. layout: name of the token order. shape: structure of
-    the mask, such as "dense", "causal" or "blocks of 128". rule: the allowed pairs, as text. times: multiplicity of
-    each pair. heads: number of query heads. folds: attention problems per head, each of `queries` by `keys` tokens.
+    the mask, such as "dense", "causal" or "blocks of 128". rule: the allowed pairs, as text. times: how often each
+    pair counts in the softmax. heads: number of query heads. folds: number of separate attention problems per head,
+    each of `queries` by `keys` tokens.
     """
 
     branch: int | str
@@ -152,7 +153,10 @@ class WeighedOption:
 
 @dataclass(frozen=True)
 class MeasuredOption:
-    """Predicted and measured seconds of one batch entry's forward on this machine, computed in one way (`option`)."""
+    """Predicted and measured forward time, in seconds, of one way to compute a pattern; a row of a `PlanReport`.
+
+    The times are for one batch entry on this machine. option: name of the way, with the branch if there are several.
+    """
 
     option: str
     predicted_s: float

@@ -109,7 +109,10 @@ def check_tensors(q: Tensor, k: Tensor, v: Tensor, *, enable_gqa: bool) -> None:
 
 
 def require_dense(name: str, tensor: Tensor) -> None:
-    """Raise ValueError for a nested, sparse or distributed tensor, or one of another layout than torch.strided."""
+    """Raise ValueError for a nested, sparse or distributed tensor, or one of another layout than torch.strided.
+
+    name: name of the tensor's argument, for the error.
+    """
     if type(tensor).__name__ == "DTensor":  # by name, because importing the class imports torch.distributed
         raise ValueError(
             f"{name} must be a plain tensor and no DTensor: pass this rank's part, from to_local(), with "
@@ -207,7 +210,7 @@ def check_zero_keys(
     """Raise ValueError if the pattern pads segments with zero keys and the call does not allow that.
 
     Such a pattern needs all keys of the sequence (k_offset 0), queries within it, and no score_mod. Other patterns
-    pass. queries, keys: their numbers.
+    pass. queries, keys: numbers of queries and keys. q_offset, k_offset: positions of the first query and key.
     """
     if not pattern.pads:
         return
@@ -223,8 +226,8 @@ def check_zero_keys(
 def check_last_keys(pattern: Expression, queries: int, keys: int) -> None:
     """Raise ValueError if there are fewer queries than keys and every branch of the pattern is causal.
 
-    For calls without q_offset: the queries are likely to be the last tokens, not the first. queries, keys: their
-    numbers. Nothing is checked while torch.compile traces.
+    For calls without q_offset: the queries are likely to be the last tokens, not the first. queries, keys: numbers of
+    queries and keys. Nothing is checked while torch.compile traces.
     """
     if not torch.compiler.is_compiling() and 0 < queries < keys and all(map(causal_by_form, pattern.branches())):
         raise ValueError(
@@ -307,11 +310,12 @@ def check_sizes(
 def run_time_tensors(
     pattern: Pattern | Mixture, bindings: Mapping[str, Tensor] | None, *, has_values: bool = True
 ) -> list[Tensor]:
-    """Return the run-time tensors that a pattern needs, from the pattern or from bindings, ordered by name.
+    """Return the run-time tensors (mask data) that a pattern needs, held by it or in bindings, ordered by name.
 
-    Tensors are copied to the CPU here, once per call, except tables of selected blocks, which stay on their device.
-    has_values: False for a call with meta tensors; the result is then empty. Raises TypeError or ValueError for a
-    tensor that is missing, unknown or passed twice.
+    bindings: {name: tensor} for the tensors that the pattern does not hold. Tensors are copied to the CPU here,
+    once per call, except tables of selected blocks, which stay on their device. has_values: False for a call with meta
+    tensors; the result is then empty. Raises TypeError or ValueError for a tensor that is missing, unknown or passed
+    twice.
     """
     if bindings is not None and not isinstance(bindings, Mapping):
         raise TypeError(f"bindings must map names to tensors; got {type(bindings).__name__}")
@@ -351,7 +355,7 @@ def _tables_of_blocks(pattern: str) -> tuple[str, ...]:
 
 
 def check_layout(layout: Layout | None, q: Tensor, k: Tensor) -> None:
-    """Raise TypeError or ValueError unless layout is None, or a `Layout` of as many tokens as q and k each have."""
+    """Raise TypeError or ValueError unless layout is None or a `Layout` with the number of tokens of q and of k."""
     if layout is None:
         return
     if not isinstance(layout, Layout):

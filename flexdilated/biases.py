@@ -19,7 +19,8 @@ __all__ = ["alibi", "compose", "relative", "slopes", "softcap", "t5"]
 def slopes(num_heads: int) -> Float[Tensor, " H"]:
     """ALiBi's slope of each head: 2^(-8 / H), 2^(-16 / H), ..., 2^-8 for a power of two H.
 
-    For another H: those of the next lower power of two P, then every second one of 2 P.
+    For another H: the slopes for P heads, where P is the largest power of two below H, then the slopes for 2 P heads
+    of index 0, 2, 4, ..., until there are H.
     Source: arXiv 2108.12409, section 3, and its code for other numbers of heads.
 
     >>> fd.biases.slopes(4)
@@ -33,10 +34,10 @@ def slopes(num_heads: int) -> Float[Tensor, " H"]:
 
 @advises(how="write fd.biases.alibi(fd.biases.slopes(num_heads))")
 def alibi(slopes: Float[Tensor, " H"]) -> ScoreMod:
-    """Subtract slope times distance from each score, as in ALiBi, arXiv 2108.12409.
+    """Return a score_mod that subtracts slope times distance from each score, as in ALiBi, arXiv 2108.12409.
 
     slopes: one for each head of all devices, on the device of q; from `slopes`, or learned: they get a gradient. The
-    distance is that of the query's and the key's position, in either direction.
+    distance is the absolute difference of the positions of query and key.
 
     >>> q, k, v = torch.randn(3, 1, 4, 64, 16)
     >>> bias = fd.biases.alibi(fd.biases.slopes(4))
@@ -53,10 +54,10 @@ def alibi(slopes: Float[Tensor, " H"]) -> ScoreMod:
 
 @advises(how="write fd.biases.relative(table), a bias for each head and distance")
 def relative(table: Float[Tensor, "H 2R+1"]) -> ScoreMod:
-    """Add a bias of the head and of the key's distance from the query, k - q, to each score.
+    """Return a score_mod that adds a bias to each score, one for each head and distance k - q of key and query.
 
-    table: column R + d is for distance d, on the device of q; farther keys have the bias of -R or R. Row h is for head
-    h of all devices; one row is for all heads. It gets a gradient.
+    table: the biases, on the device of q; it gets a gradient. Column R + d is for distance d; distances below -R or
+    above R have the bias of -R or R. Row h is for head h of all devices; a single row is for all heads.
     Source: Shaw et al., arXiv 1803.02155, with scalars as in T5.
 
     >>> q, k, v = torch.randn(3, 1, 4, 64, 16)
@@ -79,12 +80,12 @@ def relative(table: Float[Tensor, "H 2R+1"]) -> ScoreMod:
 
 @advises(how="write fd.biases.t5(relative_attention_bias.weight, bidirectional=True)")
 def t5(weight: Float[Tensor, "K H"], *, bidirectional: bool, max_distance: int = 128) -> ScoreMod:
-    """Add T5's relative position bias to each score: one for each head and bucket of distances.
+    """Return a score_mod that adds T5's relative position bias to each score: one for each head and distance bucket.
 
-    weight: that of T5's `relative_attention_bias`, on the device of q; it gets a gradient. K buckets: one for each
-    small distance, then ranges that grow up to max_distance, and one for all beyond. bidirectional: half of the buckets
-    are for keys after the query, as in encoders; else these share the bucket of distance 0. T5's scores are not scaled:
-    pass scale=1.0 to `attend`.
+    weight: weight of T5's `relative_attention_bias`, on the device of q; it gets a gradient. K buckets: one for each
+    small distance, then ranges that grow with the distance; the last includes all from max_distance on.
+    bidirectional: True, as in encoders: half of the buckets are for keys after the query; False: all these keys have
+    the bucket of distance 0. T5's scores are not scaled: pass scale=1.0 to `attend`.
     Source: arXiv 1910.10683, section 2.1.
 
     >>> q, k, v = torch.randn(3, 1, 4, 64, 16)
@@ -103,7 +104,7 @@ def t5(weight: Float[Tensor, "K H"], *, bidirectional: bool, max_distance: int =
 
 
 def _bucket(distance: Int64[Tensor, "..."], num_buckets: int, bidirectional: bool, max_distance: int) -> Tensor:
-    """T5's bucket of each distance k - q."""
+    """Return T5's bucket, from 0 to num_buckets - 1, of each distance k - q."""
     later = 0
     if bidirectional:
         num_buckets //= 2
@@ -117,7 +118,9 @@ def _bucket(distance: Int64[Tensor, "..."], num_buckets: int, bidirectional: boo
 
 
 def softcap(value: float) -> ScoreMod:
-    """Cap scores smoothly: value * tanh(score / value), as in Gemma 2, arXiv 2408.00118.
+    """Return a score_mod that caps scores smoothly: value * tanh(score / value), as in Gemma 2, arXiv 2408.00118.
+
+    value: bound on the absolute scores, above 0.
 
     >>> q, k, v = torch.randn(3, 1, 4, 64, 16)
     >>> fd.attend(q, k, v, masks.causal(), score_mod=fd.biases.softcap(50.0)).shape
@@ -134,7 +137,7 @@ def softcap(value: float) -> ScoreMod:
 
 
 def compose(*score_mods: ScoreMod) -> ScoreMod:
-    """Apply score functions one after another, the first to the scaled score.
+    """Return a score_mod that applies score functions one after another, the first to the scaled score.
 
     >>> cap = fd.biases.softcap(30.0)
     >>> both = fd.biases.compose(fd.biases.alibi(fd.biases.slopes(4)), cap)

@@ -1,4 +1,4 @@
-"""Call: the pattern and sizes of an attention call, as plain data; and the split of patterns with selected blocks."""
+"""Call: the pattern and sizes of an attention call, as plain data; and the split of a table of selected blocks."""
 
 from __future__ import annotations
 
@@ -99,7 +99,7 @@ class Call(NamedTuple):
 
     @property
     def extent(self) -> Extent:
-        """Return the pair (last query position + 1, last key position + 1); for a placement, its end for both."""
+        """Return (last query position + 1, last key position + 1); both are the placement's end if there is one."""
         if self.placement:
             end = Placement.read(self.placement).end
             return Extent(end, end)
@@ -138,7 +138,7 @@ class Call(NamedTuple):
         return blank(pattern, dict(zip(names(pattern), bindings, strict=True)), self.extent)
 
     def bound(self, rule: Expression | None = None) -> Bound:
-        """Return `rule`, or the call's pattern if None, bound to the call's numbers of heads and tokens and offsets."""
+        """Return `rule`, or the call's pattern if None, as a Bound: with the call's offsets, heads and tokens."""
         return (read_text(self.pattern) if rule is None else rule).bind(
             num_heads=self.num_heads,
             num_queries=self.num_queries,
@@ -197,9 +197,10 @@ def _content(x: Tensor) -> tuple[torch.dtype, torch.Size, str]:
 
 
 def selection_in(key: Call) -> Selection | None:
-    """Split the call's pattern into a table of selected blocks and other pairs; None if it cannot be split so.
+    """Split the call's pattern into a table of selected blocks, a mask on their pairs, and a pattern of other pairs.
 
-    Also None if tokens are not in natural order, or if the first key is not at the beginning of a block.
+    The table lists the key blocks that each block of queries selects. Returns None if the pattern has no such table or
+    it cannot be separated, if tokens are not in natural order, or if the first key does not begin a block.
     """
     found = parted(key.pattern) if not key.placement and key.rate == 1 else None
     return None if found is None or key.k_offset % found.leaf.block[1] else found
@@ -207,9 +208,10 @@ def selection_in(key: Call) -> Selection | None:
 
 @lru_cache(maxsize=256)
 def parted(text: str) -> Selection | None:
-    """Split a pattern, given as JSON, into its table of selected blocks and other pairs.
+    """Split a pattern, given as JSON, into a table of selected blocks, a mask on their pairs, and other pairs.
 
-    Returns None if it has no such table or the table cannot be separated from the rest.
+    The table lists the key blocks that each block of queries selects. Returns None if the pattern has no such table or
+    it cannot be separated from the rest.
     """
     return selection_of(read_text(text)) if '"kind":"selected_blocks"' in text else None
 
@@ -225,7 +227,7 @@ def without_table(key: Call, selection: Selection, bindings: Sequence[Tensor]) -
 
 
 def tensors_of(key: Call, part: Expression, bindings: Sequence[Tensor]) -> list[Tensor]:
-    """Return the run-time tensors (mask data that are passed with the call) that `part` names, sorted by name.
+    """Return the run-time tensors (mask data that are passed with the call) of `part`, sorted by name.
 
     part: part of the call's pattern. bindings: all run-time tensors of the pattern, sorted by name.
     """

@@ -47,9 +47,9 @@ class Dropout(NamedTuple):
         return pair >= round(self.p * (1 << 32)) - (1 << 31)
 
     def shares(self, places: tuple[int, ...]) -> ScoreMod:
-        """Return a function of (score, b, h, q, k): how many of some branches (summands of the pattern) keep the pair.
+        """Return a function of (score, b, h, q, k): the number of branches in `places` in which dropout keeps the pair.
 
-        places: indices of these branches. The number is int32, or bool if there is only one branch.
+        places: indices of branches (summands of the pattern). The number is int32, or bool for a single branch.
         """
 
         def share(score, b, h, q, k):

@@ -22,10 +22,10 @@ from ..masks.planning import Plan, Term
 
 @dataclass(frozen=True)
 class Run:
-    """Heads of a term that one strided view of a tensor covers, as they are evenly spaced and start at one token.
+    """Heads of a term that one strided view of a tensor covers: they are evenly spaced, with one token in slot 0.
 
     A term is the part of a plan that one kernel computes. Its head i, with begin <= i < end, reads head `first + (i -
-    begin) * step` of the tensor; with step 0 all read head `first`. `start`: token in slot 0.
+    begin) * step` of the tensor; with step 0 all read head `first`. start: index of the token in slot 0.
     """
 
     begin: int
@@ -35,7 +35,7 @@ class Run:
     start: int
 
     def alone(self, place: int) -> Run:
-        """Return the run with only the head of index `place` in the term."""
+        """Return a run of one head of this run: the term's head `place`."""
         return Run(place, place + 1, self.first + (place - self.begin) * self.step, 1, self.start)
 
 
@@ -320,7 +320,10 @@ def merge_(
 
 
 def _select_tokens(x: Shaped[Tensor, "B X N ..."], index: Int64[Tensor, " S"]) -> Shaped[Tensor, "B X S ..."]:
-    """Return x[:, :, index]; for contiguous x along a flattened first dim, where PyTorch copies whole tokens."""
+    """Return x[:, :, index].
+
+    If x is contiguous, its first three dims are flattened before, because PyTorch then copies whole tokens.
+    """
     if not x.is_contiguous():
         return x.index_select(2, index)
     heads = torch.arange(x.shape[0] * x.shape[1], device=x.device)[:, None] * x.shape[2]

@@ -27,8 +27,9 @@ def merge(parts: Sequence[Part], scores: Sequence[Float[Tensor, "*#rows"]] = ())
     """Return (out, natural lse) of one softmax over the keys of all parts and one more key for each of `scores`.
 
     parts: (out, natural lse) of attention over some of the keys, for the same rows. scores: logits, broadcast to the
-    rows, of keys with value 0; -inf adds no key. A key that is in several parts counts as often. out is summed in
-    float32 or wider and has the dtype of the first part. A row without keys has output 0, lse -inf and gradient 0.
+    rows, of keys with value 0; -inf adds no key. A key that is in several parts counts once for each. out is
+    summed in float32 or wider and has the dtype of the first part. A row without keys has output 0, lse -inf and
+    gradient 0.
     Source: LongNet, arXiv 2307.02486, eq. 10.
     """
     lses = [lse for _, lse in parts]

@@ -58,7 +58,10 @@ def added(allowed: Bool[Tensor, "..."], dtype: torch.dtype) -> Float[Tensor, "..
 
 
 def random_numbers(shape: tuple[int, ...]) -> Int64[Tensor, "..."]:
-    """Return random 64-bit integers from a fixed seed; the sum of a set's numbers is a fingerprint of the set."""
+    """Return a tensor of random 64-bit integers, equal in every call: the seed is fixed.
+
+    If each number stands for a member of a set, the sum of the numbers of some members is a fingerprint of them.
+    """
     bounds = torch.iinfo(torch.int64)
     return torch.randint(bounds.min, bounds.max, shape, generator=torch.Generator().manual_seed(0))
 
@@ -105,11 +108,11 @@ _FAR_REACHING = torch.__version__ >= "2.15"
 
 
 def within_reach(x: Shaped[Tensor, "..."], *, is_flash: bool) -> Shaped[Tensor, "..."]:
-    """Return x, or a contiguous copy if its last element is 2**31 - 1 or more elements from its first.
+    """Return x, or a contiguous copy if its elements are too far apart in memory for kernels with 32-bit offsets.
 
-    On accelerators only, whose kernels compute such offsets in 32 bits: FlashAttention's (is_flash) always, others
-    before torch 2.15. Such offsets occur in views of larger tensors, such as the values of a fused projection of a
-    million tokens.
+    It is copied on accelerators only, if the last element is 2**31 - 1 or more elements from the first. is_flash: True
+    for FlashAttention's kernels, which always have 32-bit offsets; others have them before torch 2.15. Such distances
+    occur in views of larger tensors, such as the values of a fused projection of a million tokens.
     """
     if not device_kind(x.device).flex_trains or (_FAR_REACHING and not is_flash):
         return x
@@ -188,10 +191,10 @@ def _unseen(
 ) -> Bool[Tensor, "1 X S"] | None:
     """Return a mask of the slots (queries or keys) of each head that are in a listed block but in no allowed pair.
 
-    Block lists are in tables, one for each set of equal heads; heads: table of each head. seen: above 0 at slots in an
-    allowed pair, with one row for each row (or column) of blocks, in sequence for all tables. places: row in `seen` of
-    each listed block. A block that another table lists counts too. Returns None if no list has a block with such a
-    slot.
+    Heads with equal block lists share a table of them. seen: above 0 at slots in an allowed pair; it has one row for
+    each row (or column) of blocks of the first table, then of the next. places: row in `seen` of each listed block.
+    heads: index of each head's table. slots: number of slots of a head. Blocks that another table lists are included.
+    Returns None if no table lists a block with such a slot.
     """
     listed = torch.zeros(len(seen), 1, dtype=torch.bool)
     listed[places] = True
@@ -221,7 +224,10 @@ def hidden_of_blocks(term: Term, blocks: Sequence[Blocks]) -> Hidden:
 
 
 def _joined(sides: Sequence[Tensor | None], heads: int, slots: int) -> Tensor | None:
-    """Concatenate masks of one side over batch entries, None as a mask without hidden slots; None if all are None."""
+    """Concatenate the masks of hidden slots of batch entries to (entries, heads, slots); None if all are None.
+
+    None in `sides` is an entry without hidden slots. A mask of a single head is repeated for all heads.
+    """
     if all(side is None for side in sides):
         return None
     none = torch.zeros(1, heads, slots, dtype=torch.bool)
@@ -249,9 +255,10 @@ def _some(hidden: Bool[Tensor, "H S"]) -> Bool[Tensor, "1 H S"] | None:
 def _marks(
     rule: Rule, blocks: Blocks, index: Int64[Tensor, " n"], ids: Tensor, masks: Tensor | None
 ) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
-    """Yield (indices of some blocks, mask of their queries with a pair, mask of their keys with a pair).
+    """Yield (indices of n blocks, mask of queries in an allowed pair, mask of keys in an allowed pair).
 
-    index: the blocks to look at. ids, masks: as from `distinct_masks`; without masks the blocks are evaluated.
+    The masks have shapes (n, q_block) and (n, k_block). index: all blocks to look at. ids, masks: as from
+    `distinct_masks`; without masks the blocks are evaluated.
     """
     if masks is None:
         begin = 0

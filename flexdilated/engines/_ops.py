@@ -195,9 +195,10 @@ def copies(bindings: Sequence[Tensor]) -> list[Tensor]:
 
 
 def no_gradients(bindings: Sequence[Tensor], options: Sequence[Any]) -> tuple[Any, ...]:
-    """Return None as the gradient of each run-time tensor (mask data) and option of an op, as its backward returns it.
+    """Return the gradients of an op's last arguments, which have none: ([None, ...], None, ...).
 
-    bindings: the run-time tensors, the op's list argument before the options; their Nones are a list.
+    bindings: the op's list of run-time tensors (mask data), with one None each, in a list. options: the arguments after
+    it, with None each, or [] for an empty list.
     """
     # autograd takes an empty list, such as a default block size, for a list of tensors, whose gradient is a list.
     return [None] * len(bindings), *([] if isinstance(option, list) and not option else None for option in options)

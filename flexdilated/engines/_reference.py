@@ -62,11 +62,11 @@ def reference_attention(
 ) -> tuple[Float[Tensor, "B H N E"], Float[Tensor, "B H N"]]:
     """Return (out, natural lse) of attention by its definition, computed densely in float64.
 
-    Each row has one softmax over its allowed keys; a pair that several branches of the pattern allow counts as often.
-    out has q's dtype, lse float64. scale: factor of q · k. score_mod: applied to the scaled scores. sinks: for each
-    head, the score of one more key of value 0. Differentiable any number of times. Rows without keys (and sink) have
-    output 0 and lse -inf. Queries without keys, and keys that no query sees, are zeroed first, so that a NaN in them
-    has no effect.
+    Each row has one softmax over its allowed keys; a pair counts once for each branch of the pattern that
+    allows it. out has q's dtype, lse float64. scale: factor of q · k. score_mod: applied to the scaled scores.
+    sinks: for each head, the score of one more key of value 0. Differentiable any number of times. Rows without keys
+    have output 0, and the sink or -inf as lse. Queries without keys, and keys that no query sees, are zeroed first, so
+    that a NaN in them has no effect.
     """
     bound = replace(bound, batch=q.shape[0])
     times = multiplicity(bound, q.device)

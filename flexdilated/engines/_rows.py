@@ -30,8 +30,8 @@ Index = slice | Int64[Tensor, " n"]
 class HeadGroup:
     """Query heads with one rule (set of allowed pairs) that are computed together, and the key/value heads they read.
 
-    source: the rule. queries: the query heads: `per_key_head` for each of `key_heads`, in order. A pair counts
-    exp(log_weight) times.
+    source: the rule. queries: indices of the query heads, sorted by key/value head. key_heads: the key/value heads,
+    each read by `per_key_head` of the query heads. A pair counts exp(log_weight) times.
     """
 
     source: RowSource
@@ -217,10 +217,11 @@ class HeadRule:
 def branch_rules(
     pattern: Expression, *, num_heads: int, head_offset: int, num_heads_global: int
 ) -> tuple[tuple[HeadRule, ...], ...]:
-    """Return the rules of each distinct branch (summand) of a pattern, with the heads of this device that have each.
+    """Return, for each distinct branch (summand) of a pattern, its rules with the heads of this device that have each.
 
-    A rule is the set of pairs that a branch allows in some heads. The rules of a branch partition heads 0 to num_heads
-    - 1, which are heads head_offset, ... of num_heads_global. A branch that occurs m times has log_weight log(m).
+    A rule is the set of pairs that a branch allows in some heads. Each head of this device has one rule of a branch.
+    num_heads: number of query heads of this device; they are the heads from head_offset on of num_heads_global. A
+    branch that occurs m times has log_weight log(m).
     """
     branches = []
     for branch, times in Counter(pattern.branches()).items():
@@ -238,10 +239,10 @@ def branch_rules(
 def group_heads(
     branches: Sequence[Sequence[HeadRule]], *, num_heads: int, num_kv_heads: int, device: torch.device
 ) -> tuple[tuple[HeadGroup, ...], ...]:
-    """Split the heads of each branch's rules into groups that are computed together.
+    """Return, for each branch (summand of a pattern), groups of query heads that are computed together.
 
-    A group has equally many query heads for each of its key/value heads. Returns the groups of each branch (summand of
-    a pattern).
+    The heads of a group have one rule, with equally many query heads for each key/value head. branches: the rules of
+    each branch, from `branch_rules`.
     """
     return tuple(
         tuple(group for rule in rules for group in _groups(rule, num_heads, num_kv_heads, device)) for rules in branches
@@ -326,7 +327,7 @@ def _rules_bytes(rules: tuple[Expression, tuple[tuple[HeadGroup, ...], ...]]) ->
 
 @runtime_checkable
 class KeySlots(Protocol):
-    """Store of keys, as a map of their positions to slots: token indices of the tensors that hold keys and values."""
+    """Map from positions of stored keys to slots: token indices in the tensors that hold keys and values."""
 
     def slices(self, positions: range) -> list[slice]:
         """Return slices of the slots (token indices) that hold the keys at these positions, in order."""

@@ -16,7 +16,7 @@ NOT_NVIDIA, HOPPER, BLACKWELL = (0, 0), (9, 0), (10, 0)
 
 @graph_constant
 def capability(device: torch.device) -> tuple[int, int]:
-    """(major, minor) compute capability; NOT_NVIDIA, less than any other, for devices of other vendors and CPUs."""
+    """Return (major, minor) compute capability; for CPUs and other vendors NOT_NVIDIA, a pair less than any other."""
     if not device_kind(device).is_cuda or torch.version.hip:
         return NOT_NVIDIA
     return torch.cuda.get_device_capability(device)

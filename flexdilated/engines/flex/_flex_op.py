@@ -106,9 +106,10 @@ def _cached(
     choice: Choice | None,
     operands: Operands | None,
 ) -> FlexProgram:
-    """Return the program of a rule from the cache, which builds it from `planned()` if needed.
+    """Return the FlexProgram of a call from the cache; if it is not there, it is built from the plan `planned()`.
 
-    rule: text of the rule, part of the cache key; the cache files the program under the call's pattern.
+    rule: text in place of the call's pattern in the cache key, such as the pattern with values of run-time tensors.
+    The program is evicted when the cache forgets the call's pattern. choice, operands: as in `static_program`.
     """
 
     def build() -> FlexProgram:
@@ -344,7 +345,10 @@ def _with_table(
     sinks: Tensor | None,
     **options: Any,
 ) -> tuple[Tensor, Tensor]:
-    """Return (out, natural lse) over the table's selected blocks, merged with the pattern's other pairs."""
+    """Return (out, natural lse) of a call whose pattern has a table of selected blocks.
+
+    Attention over the selected blocks and over the pattern's other pairs is merged. table: the split of the pattern.
+    """
     how = {name: options[name] for name in ("scale", "score_mod", "kernel_options")}
     parts = [selected_flex(q, k, v, bindings, table, key, **how)]
     if table.others:

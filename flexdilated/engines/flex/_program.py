@@ -198,7 +198,7 @@ def sides_that_fit(term: Term) -> tuple[int, int]:
 
 
 def list_width(term: Term, sides: tuple[int, int], device: torch.device) -> tuple[int, int]:
-    """Return (longest block list of a row, of a column) that a term may need for any values of its run-time tensors.
+    """Return (most blocks listed in a row, most listed in a column) for any values of a term's run-time tensors.
 
     A row is a block of queries, a column a block of keys. On CPU, the number of all blocks in a row and in a column.
     """

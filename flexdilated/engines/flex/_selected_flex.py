@@ -28,8 +28,9 @@ from ._kernel_call import Kernel, call_kernel
 def unit_of(block: tuple[int, int], q_offset: int) -> int | None:
     """Return how many consecutive queries are gathered as one unit, to attend to the key blocks selected for them.
 
-    block: (queries, keys) of a selected block. The result is 0 if nothing is gathered, as blocks are whole kernel
-    tiles; None if the kernels do not support these blocks, as neither the key block nor a tile divides the other.
+    block: (queries, keys) of a selected block. q_offset: position of the first query. The result is 0 if queries are
+    not gathered, as blocks are whole kernel tiles; None if the kernels do not support these blocks: neither the number
+    of keys of a block nor that of a tile is a multiple of the other.
     """
     q_block, k_block = block
     if k_block % TILE and TILE % k_block:
@@ -54,8 +55,8 @@ def sides_of_table(block: tuple[int, int], unit: int) -> tuple[int, int]:
 def copies_of(block: tuple[int, int], q_offset: int, most: int, sizes: tuple[int, int]) -> int:
     """Return the number of gathered copies per query, with padding of tiles, rounded up; 1 if queries are not gathered.
 
-    block: (queries, keys) of a selected block. most: key blocks in a row of the table. sizes: (queries, keys) of the
-    call.
+    block: (queries, keys) of a selected block. q_offset: position of the first query. most: key blocks in a row of the
+    table. sizes: (queries, keys) of the call.
     """
     unit = unit_of(block, q_offset)
     if not unit:
@@ -227,9 +228,9 @@ def _places(block: Int64[Tensor, "B H RW"], named: Bool[Tensor, "B H RW"], block
 
 
 def _tables_of_tiles(of: SelectedBlocksOf, at: Places) -> dict[str, Tensor]:
-    """Return a BlockMask's block tables in which each tile of gathered queries has one block, with the tile's keys.
+    """Return a BlockMask's block tables in which each tile of gathered queries lists one block, with the tile's keys.
 
-    A block of the kernel may have several selected key blocks.
+    A key block of the kernel may consist of several selected key blocks. Unused tiles list no block.
     """
     joined, blocks, tiles = of.sides[1] // of.k_block, at.number.shape[2], at.block.shape[2]
     number = pad(at.number, (0, -blocks % joined)).unflatten(2, (-1, joined)).sum(-1)
@@ -294,8 +295,8 @@ def _run(
 class _Gathered(torch.autograd.Function):
     """Autograd function (x, index, inverse) -> rows of x (dim 2) by index, 0 for a negative index.
 
-    The gradient is a gather too. inverse: indices of the copies of each row of x in the result, along the last dim;
-    negative for none.
+    The gradient is a gather too. inverse: for each row of x, along the last dim, the indices of its copies in the
+    result; negative for no copy.
     """
 
     @staticmethod

@@ -47,9 +47,10 @@ class Parts(NamedTuple):
 
 @graph_constant
 def parts_of(text: str) -> Parts | None:
-    """Split a pattern, given as JSON, into its table of selected blocks and other pairs.
+    """Split a pattern, given as JSON, into its table of selected blocks and a pattern of other pairs.
 
-    Returns None if it has no such table or the table cannot be separated from the rest.
+    The table lists the key blocks that each block of queries selects. Returns None if the pattern has no such table or
+    it cannot be separated from the rest.
     """
     return _parts_of(text)
 

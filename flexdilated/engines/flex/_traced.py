@@ -56,7 +56,10 @@ def traced(what: str, q: Tensor, k: Tensor, bindings: list[Tensor], key: Call) -
 def _prepare(
     q: Tensor, k: Tensor, bindings: list[Tensor], what: str, constants: str, q_offset: int, k_offset: int
 ) -> Tensor:
-    """Return an empty tensor; during tracing, the fake implementation builds an object and stores it in `Traced`."""
+    """Return an empty tensor; during tracing, the fake implementation builds an object and stores it in `Traced`.
+
+    what: kind of the object, a key of `MAKERS`. constants, q_offset, k_offset: `Call.arguments`.
+    """
     return q.new_empty(0)
 
 

@@ -108,9 +108,9 @@ class _Folding:
         return x.squeeze(1).unflatten(0, (self.batch, -1, self.folds))
 
     def mask(self, x: Operands, bias: Float[Tensor, "#H #Q K"] | None) -> Tensor | None:
-        """Return what the kernel adds to scores: `bias`, for all batch entries and folds, or -inf at hidden keys.
+        """Return the kernel's additive mask: `bias`, for all batch entries and folds, or -inf at keys not in x.visible.
 
-        The result broadcasts against the kernel's (batch, heads, Q, K); None if nothing is added.
+        It broadcasts against the kernel's scores (batch, heads, Q, K). None if there is neither; both are not allowed.
         """
         if x.visible is not None:
             assert bias is None, "where keys are hidden, nothing else is added"
@@ -134,7 +134,10 @@ def _blind(x: Operands, *, is_causal: bool) -> Bool[Tensor, "B H F #Q"] | None:
 
 
 def filled(x: Shaped[Tensor, "*rows"], blind: Bool[Tensor, "..."] | None, value: float = 0.0) -> Tensor:
-    """Fill queries of x that are True in `blind` with `value`; x has a number or a vector per query. None: no query."""
+    """Return x with `value` at queries that are True in `blind`; x itself if blind is None.
+
+    x has a number or a vector for each query.
+    """
     if blind is None:
         return x
     return x.masked_fill(blind if blind.dim() == x.dim() else blind.unsqueeze(-1), value)
@@ -207,7 +210,10 @@ def _is_better_in_float32(q: Float[Tensor, "B H Q D"]) -> bool:
 def _backward_in_float32(
     grad_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, mask: Tensor | None, **options: Any
 ) -> _Problem:
-    """As `flash_backward` on CPU, in float32, for chunks of the batch that bound the memory of float32 copies."""
+    """Return (dq, dk, dv) of `flash_forward` on CPU, computed and returned in float32.
+
+    Chunks of the batch bound the memory of float32 copies. out, lse, mask, options: as in `flash_backward`.
+    """
     grads = tuple(torch.empty_like(x, dtype=torch.float32) for x in (q, k, v))
     numbers = 3 * q[:1].numel() + 2 * k[:1].numel()
     at_once = max(1, _FLOAT32_BYTES // (4 * numbers))
@@ -247,9 +253,10 @@ def _other(x: Tensor) -> ModuleType | None:
 
 
 def _positive(scale: float, needed: bool) -> tuple[float, float]:
-    """Return (factor on q, scale above 0) that give the scores of `scale`; (1, scale) if a kernel can take it.
+    """Return (factor on q, scale of the kernel), which together give the scores of `scale`; (1, scale) if not `needed`.
 
-    needed: True if the kernel hides keys by -inf before it scales, so that a negative scale would give +inf, and 0 NaN.
+    needed: True if the kernel's scale must be above 0, as it hides keys by -inf before it scales: a negative scale
+    would give +inf, and 0 NaN.
     """
     if not needed or scale >= _LEAST_SCALE:
         return 1.0, scale

@@ -28,7 +28,7 @@ class Kernel:
 
     forward: (q, k, v, scale, is_causal) -> (out, natural lse).
     backward: (grad_out, q, k, v, out, lse, scale, is_causal) -> (dq, dk, dv). out and lse may be of a softmax over more
-    keys: weights are recomputed as exp(score - lse), and the row sums of grad_out * out from out.
+    keys, as weights are recomputed as exp(score - lse), and delta as the row sums of grad_out * out.
     q, k and v have equal numbers of heads and a head dim that is a multiple of 8; a causal problem has as many queries
     as keys. least_keys: minimum number of keys. most_dim: function from the compute capability to the largest head dim,
     0 for none. switch: returns True if torch lets `scaled_dot_product_attention` use the kernel.
@@ -120,16 +120,19 @@ def backward(
 
 
 def _kernel_of(q: Tensor, k: Tensor, is_causal: bool) -> Kernel:
-    """Choose a kernel for q (B, H, Q, D) and k (B, G, K, D) that supports every part of `_squares`."""
+    """Return a kernel for attention of q (B, H, Q, D) over k (B, G, K, D).
+
+    The problem is computed in the parts that `_squares` yields; the kernel supports the part with the fewest keys.
+    """
     least = min(keys.stop for _, keys, _ in _squares(q.shape[2], k.shape[2], is_causal))
     return choose(q.dtype, q.shape[-1], least, q.device)
 
 
 def _squares(queries: int, keys: int, is_causal: bool) -> Iterator[tuple[slice, slice, bool]]:
-    """Split a problem into parts (queries, keys, is_causal) on whose result all kernels agree.
+    """Yield (slice of queries, slice of keys, is_causal) of each part of a problem of `queries` by `keys` tokens.
 
-    Kernels disagree on causal problems with unequal numbers of queries and keys. The parts are a square causal one, and
-    a dense one of the queries after the last key; a problem that is not causal is one dense part.
+    Kernels disagree on causal problems with unequal numbers of queries and keys. A causal problem is therefore split
+    into a square causal part and a dense part of the queries after the last key; any other is one dense part.
     """
     square = min(queries, keys) if is_causal else 0
     if square:

@@ -275,7 +275,10 @@ def gradients(
 
 
 def _modified(chunk: _Chunk, scores: Float[Tensor, "x t Q LK"], score_mod: ScoreMod) -> Float[Tensor, "x t Q LK"]:
-    """Apply score_mod to every score, one at a time, as FlexAttention does, but only to allowed pairs."""
+    """Return the scores after score_mod, which is called for one score at a time, as in FlexAttention.
+
+    For a pair that is not allowed it gets the indices of an allowed pair; callers must mask the result.
+    """
     b, h, q, k = chunk.asked()
     of_all = None if len(q) < len(b) or len(b) == 1 else 0
     q, k = (q[0], k[0]) if of_all is None else (q, k)
@@ -286,7 +289,7 @@ def _modified(chunk: _Chunk, scores: Float[Tensor, "x t Q LK"], score_mod: Score
 
 
 def _shares(chunk: _Chunk, shares: ScoreMod) -> Shaped[Tensor, "x t Q LK"]:
-    """Return `shares`, a function of a pair's indices, of every pair in the chunk, hidden or not."""
+    """Call `shares`, as in `Scores`, with the indices of every pair of the chunk, and return the results."""
     b, h, q, k = chunk.places
     return shares(q, b[..., None, None], h[..., None, None], q[:, :, None], k[:, None])
 
