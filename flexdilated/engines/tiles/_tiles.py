@@ -210,10 +210,10 @@ def _step(term: Term, queries: Side, keys: Side, block_size: tuple[int, ...], fr
 
 
 def _in_order(laid_out: list[tuple[Side, Side, Term]], bound: Bound) -> list[tuple[Side, Side, Term]]:
-    """Sort (queries, keys, term) so that the sum over terms starts well and terms over equal keys share one copy.
+    """Sort the (queries, keys, term) of a program into the order in which its terms are computed.
 
-    First come terms over every query and head, as a sum can start from their result. Then terms over equal keys are
-    adjacent.
+    First come terms over every query and head, as the sum over terms can start from the result of one. Apart from
+    this, terms over equal keys are adjacent, to share one copy of the keys.
     """
     seen: dict[Side, int] = {}
     places = [seen.setdefault(keys, len(seen)) for _, keys, _ in laid_out]

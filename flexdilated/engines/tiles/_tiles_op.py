@@ -320,8 +320,8 @@ def program_of(
     key: pattern and sizes of the call. rule: the pattern with the values of its run-time tensors; None if it has none.
     choice: options measured to be the fastest; None for the cheapest by predicted cost. operands: sizes on which costs
     depend; None for usual ones. written: JSON text of the caller's pattern, by which the cache groups its programs.
-    hides_keys: True if an additive mask will hide keys, so that the
-    plan may not use key weights, which are additive too.
+    hides_keys: True if an additive mask will hide keys, so that the plan may not use key weights, which are additive
+    too.
     """
 
     def build() -> Program:

@@ -164,11 +164,11 @@ def _power_of_two(number: int) -> int:
 class Term:
     """Part of a plan that one kernel computes: some heads of one branch, over orders of the queries and keys.
 
-    q, k: orders, which give the tokens of the term and the slot (place in the reordered sequence) of each. A fold is one
-    of several equally shaped segments computed as a batch; all folds repeat the rule of fold 0. rule: allowed pairs among
-    these tokens. shape: structure that a kernel can use: "dense", all pairs; "causal", slots k <= q; "strip", causal
-    with the queries at the last of the key slots; "masked", all pairs with weights as a bias; "blocks", a block list of
-    side `block_side`. heads: query heads, numbered on this device; global numbers are head_offset larger. Query
+    q, k: orders, which give the tokens of the term and the slot (place in the reordered sequence) of each. A fold is
+    one of several equally shaped segments computed as a batch; all folds repeat the rule of fold 0. rule: allowed pairs
+    among these tokens. shape: structure that a kernel can use: "dense", all pairs; "causal", slots k <= q; "strip",
+    causal with the queries at the last of the key slots; "masked", all pairs with weights as a bias; "blocks", a block
+    list of side `block_side`. heads: query heads, numbered on this device; global numbers are head_offset larger. Query
     token i is at position q_offset + i, key token j at k_offset + j. A pair counts `multiplicity` times, multiplied by
     its weight if there are `weights`.
     """
