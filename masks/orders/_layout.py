@@ -16,11 +16,11 @@ from ..core import Pattern, require_int
 
 @dataclass(frozen=True)
 class Pieces:
-    """Slots, places of a reordered tensor, cut into P runs whose token positions are progressions of one step.
+    """P runs of slots whose token positions ascend by `step`; a slot is a place of a reordered tensor.
 
-    Run p has lengths[p] slots: starts[p], starts[p] + strides[p] and so on, with stride 1 if `strides` is None. In
-    table t, which one or more heads use, its i-th slot holds position firsts[t, p] + step * i. Runs of stride n > 1
-    come in groups of n, which start at consecutive slots and together fill all slots of the group.
+    Run p has lengths[p] slots: starts[p], starts[p] + strides[p] and so on; stride 1 if `strides` is None. For heads
+    that use table t, the i-th slot of run p holds position firsts[t, p] + step * i. Runs of stride n > 1 come in groups
+    of n, which start at consecutive slots and together fill all slots of the group.
     """
 
     starts: Int64[Tensor, " P"]
@@ -226,7 +226,7 @@ class Listed(_SharedOrder):
         return self.step > 1
 
     def end(self, filled: int) -> int:
-        """Return one past the last listed token; further slots are empty."""
+        """Return the largest end of the runs: no slot holds this token or a later one; `filled` is not used."""
         return max(run.stop for run in self.runs)
 
     def positions(self, device: torch.device | str | None = None) -> Int64[Tensor, " S"]:
@@ -242,8 +242,8 @@ class Listed(_SharedOrder):
 class FoldStarts:
     """Offset in tokens of each fold (one of several equal groups of tokens computed as a batch).
 
-    Offsets are from the first fold in `Compact`, and from an order without folds in `Folded`. Instances compare by
-    identity.
+    In a `Compact`, offsets are relative to its first fold; in a `Folded`, to the order that its folds repeat. Instances
+    compare by identity.
     """
 
     tokens: Int64[Tensor, " folds"]

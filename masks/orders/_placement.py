@@ -34,10 +34,10 @@ class Part(NamedTuple):
 class Placement:
     """Positions of the tokens on a device: the i-th query token is at the i-th position of `queries`; keys likewise.
 
-    `keys` has one entry for all key-value heads, or one for each. `complete` states that the rule allows no pair with
-    an absent key, so that gaps between the keys need no mask; only runs of queries that contain no key are excluded
-    from the keys. Otherwise the keys are in runs of step 1, equal for all heads, and absent keys are excluded. Run-time
-    tensors have values for positions below `num_tokens`; 0 stands for one past the last position of a query or key.
+    keys: one entry for all key-value heads, or one for each. complete: True if the rule allows no pair with an absent
+    key, so that gaps between the keys need no mask; False if such pairs must be excluded, and then all heads have equal
+    keys, in runs of step 1. num_tokens: run-time tensors have values for all lower positions; 0 if they end with the
+    last position of a query or key.
     """
 
     queries: Ranges
@@ -84,7 +84,7 @@ class Placement:
         return self.num_tokens or 1 + max((run[-1] for side in sides for run in side), default=0)
 
     def parts(self) -> Iterator[Part]:
-        """Yield parts that together contain each pair of a query and a key once."""
+        """Yield parts, each a run of queries with an interval of keys, that contain each (query, key) pair once."""
         tokens = accumulate(map(len, self.queries), initial=0)
         for queries, token in zip(self.queries, tokens, strict=False):
             for span, gapless in self._spans():
@@ -104,7 +104,10 @@ class Placement:
         return spans
 
     def stretches(self, span: range, gap: int) -> list[range]:
-        """Return runs of step 1 in the span that contain the keys of all heads, split at gaps above `gap` positions."""
+        """Return ascending intervals of positions that together contain the keys of all heads in `span`.
+
+        Positions without a key are included in gaps of at most `gap` positions; longer gaps separate intervals.
+        """
         runs = {run for side in self.keys for run in side}
         pieces = [range(run.start, run[-1] + 1) for run in runs if run.step <= gap]
         pieces += [range(position, position + 1) for run in runs if run.step > gap for position in run]
@@ -135,7 +138,7 @@ class HeldSlots:
     slot: Int64[Tensor, " n"]
 
     def of(self, positions: Int64[Tensor, "..."]) -> Int64[Tensor, "..."]:
-        """Return the slot of each position; arbitrary for an absent position, which no query may attend to."""
+        """Return the index in the tensor of the token at each position; arbitrary where there is no such token."""
         if not len(self.position):
             return torch.zeros_like(positions)
         return self.slot[torch.searchsorted(self.position, positions).clamp(max=len(self.position) - 1)]

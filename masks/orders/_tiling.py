@@ -37,7 +37,7 @@ class Tiling(Permutation):
 
     @property
     def is_natural(self) -> bool:
-        """True if the order is row-major: tiles are parts of one line, or span all inner axes."""
+        """True if slot s holds token s, as each tile is a run of consecutive tokens in row-major order."""
         pairs = list(zip(self.tile, self.grid, strict=True))
         before = [all(min(pair) == 1 for pair in pairs[:axis]) for axis in range(len(pairs))]
         after = [all(side >= length for side, length in pairs[axis + 1 :]) for axis in range(len(pairs))]
@@ -62,9 +62,9 @@ class Tiling(Permutation):
         return slot
 
     def in_pieces(self, rule: Pattern, origin: int) -> tuple[Pattern, Pieces]:
-        """Return (the rule over slots, one run of all slots).
+        """Return (`rule`, a neighbourhood, as a rule over slot numbers; all slots as one run); origin must be 0.
 
-        In positions instead of slots, runs would be as short as a tile is wide.
+        Over positions instead of slot numbers, runs would be as short as a tile is wide.
         """
         assert isinstance(rule, Neighborhood)
         assert origin == 0, "a tiling orders the whole grid"
@@ -84,9 +84,10 @@ class Tiling(Permutation):
         return Rectangles(torch.cat(runs), joined(*boxes))
 
     def _digits(self) -> Iterator[tuple[int, int]]:
-        """Yield (axis, length) of the cuts that number the slots, from the outermost to the innermost.
+        """Yield (axis, length) of the successive cuts of the grid that define the order of slots.
 
-        Each cut divides a rectangle along `axis` into children of this length: first tiles, then single tokens.
+        Each cut divides all rectangles along `axis` into children of this length, which follow one another in the
+        order: first into tiles, axis by axis, then into single tokens.
         """
         yield from enumerate(self.tile)
         yield from ((axis, 1) for axis in range(len(self.tile)))
@@ -117,11 +118,11 @@ class _Runs:
 
 
 def _cut(runs: _Runs, axis: int, unit: int) -> tuple[Rectangles, _Runs]:
-    """Split runs of slots at the borders of children; return (whole children of a run, parts of a run in one child).
+    """Split runs of slots at the borders of children; return (rectangles of whole children, the remaining parts).
 
-    Each run is inside a rectangle of the grid; a child is a part of it with `unit` places along `axis`. A run is the
-    end of a child, whole children, and the beginning of another child; or it is inside one child. A smaller last child
-    counts as a beginning even if it is whole.
+    Each run is inside a rectangle of the grid; a child is a part of this rectangle with `unit` places along `axis`. A
+    run consists of the end of a child, whole children, and the beginning of another child; or it is inside one child.
+    Each remaining part is inside one child. A smaller last child counts as a beginning even if it is whole.
     """
     size = unit * _others(runs.box, axis)
     begin, end = -(-runs.start // size), runs.stop // size
@@ -180,7 +181,10 @@ class Tiled(Pattern):
         return lambda b, h, q, k: inner(b, h, positions[q], positions[k])
 
     def count(self, box: Box, *, num_heads: int) -> Bounds:
-        """Return exact counts: a run of slots is a few rectangles, whose pairs are counted axis by axis."""
+        """Return the number of allowed pairs of each box, exactly: lower and upper bounds are equal.
+
+        The slots of a box are a few rectangles of the grid, whose pairs are counted axis by axis.
+        """
         assert box.q.step == box.k.step == 1, "slots come in runs"
         low, high = torch.zeros_like(box.area), torch.zeros_like(box.area)
         for part in torch.arange(len(box.head)).split(_RUNS_AT_ONCE):

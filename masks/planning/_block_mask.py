@@ -99,8 +99,8 @@ def block_mask(
 def bound_blocks(term: Term, bound: Bound, block_size: tuple[int, int]) -> list[Blocks]:
     """Return the block lists of a term (a part of a plan that one kernel computes), from the cache if it has them.
 
-    One for each batch entry if run-time tensors differ by entry, else a single one. bound: the pattern, bound to sizes,
-    that the term belongs to. block_size: (query side, key side).
+    There is one item for each batch entry if run-time tensors differ by entry, else a single item. bound: the pattern,
+    bound to sizes, that the term belongs to. block_size: (query side, key side).
     """
     packed = cache().get(
         ("blocks", bound.key(), term, block_size),

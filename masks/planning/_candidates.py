@@ -33,11 +33,12 @@ class Allowed:
     """Kinds of terms that an engine can run; a term is a part of a plan that one kernel computes.
 
     shared_rows: several terms may contribute to one row of the output, merged by log-sum-exp. windows: terms inside
-    documents or similar windows, a separate one for each length. any_windows: these terms also for so many lengths that
-    one block list over all tokens would be cheaper. key_weights: terms with integer weights of (query, key) pairs.
-    masks: terms that compute all pairs of few tokens, under a dense mask. residues: terms over all tokens in
-    residue-major order. lists_only: no terms without block lists; dilated segments then have one list for each branch
-    (summand of the pattern), over the active tokens of all segments.
+    documents or similar windows, a separate one for each length. any_windows: such terms even if there are so many
+    lengths that one block list over all tokens would be cheaper. key_weights: terms with integer weights of (query,
+    key) pairs. masks: terms that compute all pairs of few tokens, under a dense mask. residues: terms over all tokens
+    in residue-major order. lists_only: the kernels take only block lists, so no terms are made for other kernels;
+    dilated segments then have one list for each branch (summand of the pattern), over the active tokens of all
+    segments.
     """
 
     shared_rows: bool = True
@@ -82,7 +83,8 @@ def options_of(
 ) -> tuple[Option, ...]:
     """Return the ways to compute a branch (a summand of the pattern, which counts `times` times), the cheapest first.
 
-    bound: the pattern's sizes. allowed: kinds of terms that the engine can run.
+    bound: the pattern's sizes. allowed: kinds of terms that the engine can run. Costs depend on machine, the constants
+    of the device, and operands, the sizes of q, k and v.
     """
     given = Layout(bound.num_queries)
 
@@ -193,12 +195,12 @@ def _in_order(options: Sequence[Option]) -> tuple[Option, ...]:
 
 
 def _weight(option: Option) -> float:
-    """Predicted seconds; raised for options with block lists, which take time and memory to build."""
+    """Predicted seconds of a forward pass, increased for options with block lists, as these must be built."""
     return option.cost.seconds / _CLEARLY if _is_listed(option) else option.cost.seconds
 
 
 def _other_sides(option: Option, least: float) -> list[int]:
-    """Block sides except 128 in which the option may cost less than `least` seconds."""
+    """Block sides to try instead of 128: smaller ones, and larger ones that may cost clearly less than `least` s."""
     machine, own = option.machine, Term.block_side
     return [
         side
@@ -218,7 +220,7 @@ def _is_listed(option: Option) -> bool:
 def _ruled_out(options: list[Option]) -> list[Option]:
     """Options with block lists whose lower bound on cost exceeds the cost of the cheapest option without lists.
 
-    The bound needs no count of blocks, the slow part of planning.
+    [] if all options have block lists. The bound needs no count of blocks, the slow part of planning.
     """
     plain = [option for option in options if not _is_listed(option)]
     if not plain:
@@ -237,10 +239,10 @@ def _ruled_out(options: list[Option]) -> list[Option]:
 
 
 def _fullest(option: Option, plain: Option) -> float:
-    """Upper bound on the fraction of a block's pairs that the rule allows; `plain`: an option without block lists.
+    """Upper bound on the fraction of pairs that the rule allows in a block of the option.
 
-    In natural order a query attends to only every step-th key of a block, where step is that of `plain`; the bound is 1
-    in other orders.
+    plain: an option without block lists for the same branch. If the option is in natural order, a query attends to only
+    every step-th key of a block, where `step` is the spacing of the keys in `plain`; in other orders the bound is 1.
     """
     if any(term.q != option.given for term in option.terms):
         return 1.0
@@ -249,10 +251,10 @@ def _fullest(option: Option, plain: Option) -> float:
 
 
 def _disjoint_parts(branch: Pattern) -> list[Pattern]:
-    """Disjoint parts of a union: each excludes the pairs of earlier parts. [] unless there are 2 to 6 parts.
+    """Disjoint parts of a union: each excludes the pairs of earlier parts. [] unless the union has 2 to 6 parts.
 
-    Parts with short periods come first: they are cheap to exclude from later parts, which stay periodic. Factors that
-    a part shares with an earlier one are omitted from the exclusion.
+    Parts with short periods come first: they are cheap to exclude from later parts, which stay periodic. A part that an
+    earlier one contains is dropped. Factors that a part shares with an earlier one are omitted from the exclusion.
     """
     parts = sorted(branch.alternatives(), key=lambda part: (part.period() is None, part.period() or 0, part.spacing()))
     found = []

@@ -124,7 +124,7 @@ def recommended_layout(
 
 @graph_constant
 def _rate_of_text(pattern: str, num_tokens: int, num_heads: int, kind: str) -> int:
-    """Rate of the residue-major order to recommend for a pattern's text, 1 for natural; 0 with run-time tensors."""
+    """Rate of the residue-major order to recommend for a pattern's text; 1: natural; 0: it has run-time tensors."""
     rule = read_text(pattern)
     return 0 if rule.varies else _recommended_rate(rule, num_tokens, num_heads, kind)
 

@@ -46,11 +46,12 @@ _Calls = tuple[list[Tensor], Tensor, Tensor, Tensor, Tensor | None]
 
 @plans
 def selected_rows(key: Call, selection: Selection, bindings: Sequence[Tensor], batch: int) -> list[QueryRows]:
-    """Return one QueryRows for each batch entry or, if neither tables nor rules differ between entries, one for all.
+    """Prepare a call with a table of selected key blocks: return one QueryRows for each batch entry.
 
-    selection: the call's pattern, split into the table of selected blocks and the rule that further restricts its
-    pairs. bindings: run-time tensors of the pattern, sorted by name. batch: number of batch entries. Raises ValueError
-    if the tables or the rule are for another number of entries than 1 or `batch`.
+    A QueryRows computes attention over such a table. A single one is returned, for all entries, if neither tables nor
+    rules differ between entries. key: sizes of the call. selection: the call's pattern, split into the table and the
+    rule that further restricts its pairs. bindings: run-time tensors of the pattern, sorted by name. batch: number of
+    batch entries. Raises ValueError unless the number of entries in the table, and in the rule, is 1 or `batch`.
     """
     leaf, rest = selection.leaf, selection.rest
     (table,) = tensors_of(key, leaf, bindings)
@@ -69,10 +70,10 @@ def selected_rows(key: Call, selection: Selection, bindings: Sequence[Tensor], b
 class Problems:
     """n attention problems of equal shape: Q queries, of g heads each, over L key blocks of K keys.
 
-    set: index of the head set of each problem, the g query heads that share a table and a key/value head. query: index
-    of each query in the call. block: index of each key block. place: index at which each query's result is put, in the
-    flattened (queries, entries of a row) of the set; -1 for padding. shown: True for visible (query, key) pairs; None
-    if every query sees every key.
+    set: index of the head set of each problem; a head set is the g query heads that share a table and a key/value head.
+    query: index of each query in the call. block: index of each key block. place: index of each query's result among
+    the results of its head set before their merge, which has one for each query or one for each query and selected
+    block; -1 for padding. shown: True for visible (query, key) pairs; None if every query sees every key.
     """
 
     set: Int64[Tensor, " n"]
@@ -85,9 +86,10 @@ class Problems:
         return picked(x, self.set[:, None] * x.shape[1] + self.query)
 
     def places(self, begin: Int64[Tensor, " n"], index: Int64[Tensor, "n Q"]) -> tuple[Tensor, Tensor | slice]:
-        """Return (begin[:, None] + index, flattened; selector), both restricted to queries that are not padding.
+        """Return (places, selector), to scatter the results of all queries except padding.
 
-        The selector indexes the n * Q flattened queries; it is slice(None) if none is padding.
+        The selector chooses the queries that are not padding among the n * Q flattened queries; it is slice(None) if
+        none is padding. places: begin[:, None] + index, flattened, for the chosen queries.
         """
         place = (begin[:, None] + index).flatten()
         if int(self.place.min()) >= 0:
@@ -99,7 +101,10 @@ class Problems:
         return None if self.shown is None else added(self.shown, dtype).repeat_interleave(groups, 1).unsqueeze(1)
 
     def clear_rows(self, x: Shaped[Tensor, "n 1 Qg ..."], groups: int, value: float) -> Tensor:
-        """Fill rows of x that are padding or whose query sees no key with `value`; groups: g, the heads of a query."""
+        """Return x with `value` in the rows of padding and of queries that see no key.
+
+        groups: g, the number of heads, and so of rows of x, for each query.
+        """
         if self.shown is None and int(self.place.min()) >= 0:
             return x
         blind = self.place < 0 if self.shown is None else (self.place < 0) | ~self.shown.any(2)
@@ -108,13 +113,13 @@ class Problems:
         )
 
     def clear_keys(self, x: Float[Tensor, "n 1 LK D"]) -> Tensor:
-        """Zero the rows of x, keys or values of each problem, that none of its queries sees."""
+        """Return x, the keys or values of each problem, with zeros for keys that none of the problem's queries sees."""
         return x if self.shown is None else x.masked_fill(~self.shown.any(1)[:, None, :, None], 0.0)
 
 
 @dataclass(frozen=True, eq=False)
 class QueryRows:
-    """Attention in which a table lists the key blocks of each block of queries, for one batch entry or equal entries.
+    """Attention in which a table lists the key blocks of each block of queries; for batch entries with equal masks.
 
     A pair is allowed if the table lists its key block and `rule`, the pattern without the table, allows the pair.
     key: sizes of the call. block: tokens of (a query block, a key block). column[t, r, w]: entry w of row r of table t,
@@ -240,7 +245,7 @@ class QueryRows:
 
     @cached_property
     def _unit(self) -> int:
-        """Number of consecutive queries that a problem with gathered keys computes together: a query block, or 1."""
+        """Number of consecutive queries in a problem whose keys are gathered: those of a query block, or 1."""
         side = self.block[0]
         return side if side >= _MANY_QUERIES and self.key.q_offset % side == 0 else 1
 
@@ -298,14 +303,15 @@ class QueryRows:
 
     @cached_property
     def _whole(self) -> Bool[Tensor, "T R W"]:
-        """Return True for each table entry whose key block is complete and of which every pair is allowed."""
+        """True for table entries whose key block has all its tokens and allows every pair with the query block."""
         return self.full & ((self.column + 1) * self.block[1] <= self.key.num_keys)
 
     def _portions(self, rows: Float[Tensor, "X N g D"]) -> Iterator[tuple[range, range]]:
-        """Yield ranges (sets, queries) that together cover all head sets and queries.
+        """Yield (range of head sets, range of queries): parts of the call that are computed in turn.
 
-        They bound the memory of outputs before the merge. A head set is the g query heads that share a table and a
-        key/value head. If queries are grouped by key block, the sets of a range share a table.
+        Together they cover all head sets and queries; computing in parts bounds the memory of unmerged outputs. A head
+        set is the g query heads that share a table and a key/value head. If queries are grouped by key block, the sets
+        of a range share a table.
         """
         queries = rows.shape[1]
         if self._gathers:
@@ -321,7 +327,7 @@ class QueryRows:
     def _problems(self, sets: range, queries: range, rows: Float[Tensor, "X N g D"]) -> Iterator[Problems]:
         """Yield the attention problems of these head sets and queries, batched by shape.
 
-        The gathered keys, values and masks of a batch have at most GATHERED_BYTES, or it is a single problem.
+        The gathered keys, values and masks of a batch take at most GATHERED_BYTES, unless a single problem takes more.
         """
         for owners, query, block, place, seen in self._gathered() if self._gathers else self._grouped(sets, queries):
             bytes_each = block.shape[1] * self.block[1] * (2 * rows.shape[3] + query.shape[1] * rows.shape[2])
@@ -333,7 +339,10 @@ class QueryRows:
                     yield Problems(owner[some], query[some], block[some], place[some], shown)
 
     def _gathered(self) -> Iterator[_Calls]:
-        """Yield groups of problems, each of one query block or query over all its key blocks; unmasked rows first."""
+        """Yield groups of problems whose keys are gathered: a query, or query block, over all its key blocks.
+
+        First come problems of which every pair is allowed, then all others.
+        """
         tables = torch.arange(self._num_sets) * self._num_tables // self._num_sets
         row = self._row_of_query[:: self._unit]
         query = torch.arange(len(row))[:, None] * self._unit + torch.arange(self._unit)
@@ -350,7 +359,8 @@ class QueryRows:
     def _grouped(self, sets: range, queries: range) -> Iterator[_Calls]:
         """Yield groups of problems, each of one key block and up to _MOST_ROWS queries that select it.
 
-        First come blocks of which every pair is allowed, then partly allowed ones.
+        sets, queries: the head sets, which share a table, and the queries to compute. First come blocks of which every
+        pair is allowed, then partly allowed ones.
         """
         table, row = sets.start // len(sets), self._row_of_query[queries.start : queries.stop]
         column, whole = self.column[table, row], self._whole[table, row]
@@ -394,7 +404,7 @@ class QueryRows:
 
 
 def picked(x: Shaped[Tensor, "X S ..."], index: Int64[Tensor, "n L"]) -> Shaped[Tensor, "n 1 ..."]:
-    """Gather entries of x, flattened over its first two dims, and concatenate the L entries of each problem."""
+    """Gather the entries index[i] of x.flatten(0, 1) for each problem i, concatenated along their first dim."""
     found = x.flatten(0, 1).index_select(0, index.flatten())
     return found.unflatten(0, index.shape).flatten(1, 2).unsqueeze(1)
 
@@ -408,8 +418,8 @@ def _within(begin: Tensor, length: int, first: int, number: int) -> tuple[Tensor
 def _of_heads(key: Call, rule: Pattern, rows: Int64[Tensor, "T R W"]) -> Int64[Tensor, "t R W"]:
     """Select the tables of this device's heads from the T tables of all heads.
 
-    The result has one table for each group of heads if all groups have equal size and all heads one rule, else one for
-    each head.
+    The result has t tables, each for num_heads / t consecutive heads: one for each distinct table if all are used by
+    equally many heads and `rule` is equal for all heads; else t = num_heads, with copies.
     """
     heads = range(key.head_offset, key.head_offset + key.num_heads)
     tables = [head * len(rows) // key.num_heads_global for head in heads]

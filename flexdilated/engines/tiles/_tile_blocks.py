@@ -133,7 +133,7 @@ def _places(x: Operands, heads: tuple[int, ...], together: int) -> Iterator[tupl
 
 
 def _evenly_spaced(heads: tuple[int, ...], most: int) -> Iterator[slice]:
-    """Yield slices of at most `most` heads that together are the given ascending heads."""
+    """Cut ascending heads into runs of at most `most` evenly spaced ones; yield each run as a slice of head indices."""
     begin = 0
     while begin < len(heads):
         step = heads[begin + 1] - heads[begin] if begin + 1 < min(len(heads), begin + most) else 1
@@ -145,7 +145,7 @@ def _evenly_spaced(heads: tuple[int, ...], most: int) -> Iterator[slice]:
 
 
 def _repeated(mask: Float[Tensor, "m Q K"], *, times: int) -> Float[Tensor, "n 1 Q K"]:
-    """Repeat m masks for `times` heads or folds, n = times * m; a single mask is not repeated, and n = 1."""
+    """Repeat m > 1 masks for `times` heads or folds, n = times * m; a single mask is returned once, n = 1."""
     return (mask if len(mask) == 1 or times == 1 else mask.repeat(times, 1, 1)).unsqueeze(1)
 
 

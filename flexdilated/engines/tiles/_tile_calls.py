@@ -85,7 +85,7 @@ class Listed:
         self._cut(x).index_copy_(1, self.blocks.flatten().long(), self._cut(part.flatten(1, 2)).to(x.dtype))
 
     def add(self, x: Shaped[Tensor, "X S ..."], part: Shaped[Tensor, "X n L ..."]) -> None:
-        """Add row i of `part` to the blocks of list i of x, in place; a block in several lists gets all sums."""
+        """Add row i of `part` to the blocks of list i of x, in place; a block in several lists gets the sum."""
         missing = self.blocks.shape[1] * self.side - self.length
         if missing:
             part = pad(part, (0,) * (2 * part.dim() - 6) + (0, missing))
@@ -117,9 +117,9 @@ _LEAST_PAIRS = 1 << 20  # smallest call worth its overhead: milliseconds of kern
 class KernelCall:
     """Batch of n attention problems of equal shape: problem i is query range i over key range i.
 
-    table: index of the block-sparse mask that they are part of; equal heads share one. row, columns: first block row,
-    and block columns, of each problem in it. masks: for each block, index of its mask in `KernelCalls.masks`; one row
-    (m = 1) if all problems have equal masks, else m = n. None: every pair is allowed.
+    table: index of the block-sparse mask that the problems are part of; equal heads share one. row: first block row of
+    each problem in that mask. columns: block columns of each problem in it. masks: for each block, index of its mask
+    in `KernelCalls.masks`; one row (m = 1) if all problems have equal masks, else m = n; None if every pair is allowed.
     """
 
     table: int
@@ -172,7 +172,10 @@ class KernelCalls:
         return sum(x.nbytes for x in (*numbers, self.masks, self.hidden) if x is not None)
 
     def mask_of(self, call: KernelCall, dtype: torch.dtype) -> Float[Tensor, "m Q K"] | None:
-        """Additive masks (0 or -inf) of a call's problems, m = n, or m = 1 for all; None if every pair is allowed."""
+        """Additive masks (0 or -inf) of a call's n problems; None if every pair is allowed.
+
+        m = n, or m = 1 if all problems have equal masks.
+        """
         if call.masks is None:
             return None
         if self.masks is None:
@@ -245,7 +248,10 @@ def _lists(blocks: Blocks, ids: Int64[Tensor, " E"], *, told_apart: bool) -> _Li
 
 
 def _codes(ids: Int64[Tensor, " E"], length: Int64[Tensor, " m"]) -> Int64[Tensor, " m"]:
-    """64-bit fingerprint of each list of mask indices; unequal lists of one length collide once in 2^57 pairs."""
+    """64-bit fingerprint of each list of mask indices; unequal lists of one length collide once in 2^57 pairs.
+
+    ids: mask indices of all lists, concatenated. length: number of indices in each list.
+    """
     if not len(ids):
         return length
     place = torch.arange(len(ids)) - (length.cumsum(0) - length).repeat_interleave(length)
@@ -283,8 +289,8 @@ def _sum_by_list(values: Int64[Tensor, " E"], length: Int64[Tensor, " m"]) -> In
 def _grouped(lists: _Lists, blocks: Blocks, ids: Int64[Tensor, " E"]) -> Iterator[KernelCall]:
     """Yield kernel calls that together compute all block lists; each batches lists of one table and of equal sizes.
 
-    A list is the key blocks of one block row. First come groups with equal masks, which share one mask tensor, if they
-    are large enough for a call of their own; then all other lists. ids: mask index of each listed block.
+    A list is the key blocks of one block row. First come groups of lists with equal masks, which share one mask tensor,
+    where a group is large enough for its own call; then all other lists. ids: mask index of each listed block.
     """
     shape = [lists.table, lists.num_queries, lists.length, lists.num_keys, lists.masked.long()]
     left = torch.arange(len(lists.row))

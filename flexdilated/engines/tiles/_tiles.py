@@ -188,9 +188,9 @@ def make_program(
     """Make the program that runs a plan: for each term, the gather of its tokens and its kernel calls.
 
     given: token order of q, k and v. block_size: (query side, key side) of blocks in tokens; empty for the default of
-    each term (a part of the mask that one kernel computes). slots_at_once: maximum number of tokens, over heads, in a
-    term whose operands are copied; larger ones are split where possible. placement: positions of the tokens, for a plan
-    of tokens at arbitrary positions; None: in order.
+    each term (a part of the mask that one kernel computes). slots_at_once: maximum number of tokens, summed over heads,
+    in a term whose operands are copied; larger terms are split where possible. placement: positions of the tokens if
+    the plan is for tokens at arbitrary positions; None if they are consecutive.
     """
     groups = plan.bound.num_heads // num_kv_heads
     terms = [part for whole in plan.terms for part in _in_portions(whole, slots_at_once)]
@@ -210,7 +210,11 @@ def _step(term: Term, queries: Side, keys: Side, block_size: tuple[int, ...], fr
 
 
 def _in_order(laid_out: list[tuple[Side, Side, Term]], bound: Bound) -> list[tuple[Side, Side, Term]]:
-    """Sort terms: first any with every query, as the sum can start from its result; then by keys, to share copies."""
+    """Sort the (queries, keys, term) of a program into the order in which its terms are computed.
+
+    First come terms over every query and head, as the sum over terms can start from the result of one. Apart from
+    this, terms over equal keys are adjacent, to share one copy of the keys.
+    """
     seen: dict[Side, int] = {}
     places = [seen.setdefault(keys, len(seen)) for _, keys, _ in laid_out]
 
@@ -232,7 +236,10 @@ def _calls(term: Term, block_size: tuple[int, ...]) -> KernelCalls:
 
 
 def _in_portions(term: Term, most_slots: int) -> tuple[Term, ...]:
-    """Split a term whose operands are copied into terms of at most `most_slots` tokens, over heads; else (term,)."""
+    """Split a term whose operands are copied into terms of at most `most_slots` tokens, summed over heads and folds.
+
+    A fold is one of several equally shaped segments. A term whose operands are not copied is returned as (term,).
+    """
     copied = isinstance(term.q, Compact) and term.q.is_copied
     return term.portions(most_slots) if copied else (term,)
 

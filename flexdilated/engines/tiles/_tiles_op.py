@@ -41,7 +41,10 @@ _CUDA_SLOTS_AT_ONCE = 1 << 18  # copied slots that occupy the device and are a s
 
 
 def portions_on(kind: str) -> dict[str, int]:
-    """Return keyword arguments of `make_program` that bound the copies of tokens on this kind of device; {} on CPU."""
+    """Return keyword arguments that make `make_program` split terms which copy many tokens; {} for its defaults.
+
+    kind: kind of device, such as "cpu", for which they are {}, or "cuda".
+    """
     return {} if device_kind(kind).on_host else {"slots_at_once": _CUDA_SLOTS_AT_ONCE}
 
 
@@ -93,10 +96,11 @@ def tiles(
 ) -> tuple[Tensor, Tensor]:
     """(out, natural lse) of q (B, H, N, D) over k and v (B, G, M, D): out in the dtype of q, lse float32 or wider.
 
-    The plan is looked up when the op runs, so other sizes need no retracing. bindings: run-time tensors of the pattern,
-    sorted by name. constants: pattern and further sizes of the call as text; with q_offset and k_offset, the positions
-    of the first query and key, they come from `Call.arguments`. k and v are cast to the dtype of q; if they are wider,
-    their gradients keep their dtype, unrounded for further sums.
+    The plan is looked up when the op runs, so other sizes need no retracing. sinks: for each head the logit of an extra
+    key with value 0; None for no sinks. bindings: run-time tensors of the pattern, sorted by name. constants: pattern
+    and further sizes of the call as text; with q_offset and k_offset, the positions of the first query and key, they
+    come from `Call.arguments`. k and v are cast to the dtype of q; if they are wider, their gradients keep their dtype,
+    unrounded for further sums.
     """
     call = Call.of(q, k, constants, q_offset, k_offset)
     return attention(call, q, k.to(q.dtype), v.to(q.dtype), sinks, bindings, scale)
@@ -115,8 +119,9 @@ def attention(
 ) -> tuple[Tensor, Tensor]:
     """(out, natural lse) of a call, without autograd; out is in the dtype of q or, if `wide`, in that of lse.
 
-    key: pattern and sizes of the call. bindings: run-time tensors of the pattern, sorted by name. q, k and v have one
-    dtype. lse is in float32 or wider; a query without keys has output 0 and lse -inf, or its sink.
+    key: pattern and sizes of the call. sinks: for each head the logit of an extra key with value 0; None for no sinks.
+    bindings: run-time tensors of the pattern, sorted by name. q, k and v have one dtype. lse is in float32 or wider; a
+    query without keys has output 0, and as lse the sink of its head, or -inf without sinks.
     """
     programs, others = _programs_for(key, bindings, q)
     out, lse = _over_entries(programs, lambda program, *x: program.forward(*x, scale), (q, k, v), (q, q[..., 0]))
@@ -170,7 +175,10 @@ def tiles_backward(
     k_offset: int,
     scale: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """(dq, dk, dv) of the op `tiles`, in the dtypes of q, k and v, from its out and lse; grad_lse None counts as 0."""
+    """(dq, dk, dv) of the op `tiles`, in the dtypes of q, k and v, from its arguments and its results out and lse.
+
+    grad_out, grad_lse: gradients of out and lse; None counts as 0.
+    """
     call = Call.of(q, k, constants, q_offset, k_offset)
     whole, keys = WholeRows(out, lse, grad_out, grad_lse), (k.to(q.dtype), v.to(q.dtype))
     dq, dk, dv = gradients(call, q, *keys, bindings, whole, scale, wide=k.dtype != q.dtype)
@@ -190,7 +198,8 @@ def gradients(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """(dq, dk, dv) of a call, in the dtypes of q, k and v or, if `wide`, in that of lse (float32 or wider).
 
-    key: pattern and sizes of the call. whole: out, lse and their gradients, of rows that may have more keys, or a sink.
+    key: pattern and sizes of the call. bindings: run-time tensors of the pattern, sorted by name. whole: out, lse and
+    their gradients, of rows that may have more keys than the call, or a sink.
     """
     programs, others = _programs_for(key, bindings, q)
 
@@ -278,10 +287,11 @@ def _programs(
 
 
 def _packed(key: Call, rule: Expression, batch: int) -> tuple[Call, list[tuple[Entries, Expression]]] | None:
-    """Join all batch entries to one sequence: (call, [(all entries, rule)]) of that sequence.
+    """Join all batch entries to one sequence: return (call, [(all entries, rule)]) of that sequence, or None.
 
-    None if the entries have many tokens, equal masks, offsets or another token order, or if their rules cannot be
-    joined to one.
+    None if it is not possible or not useful: if the numbers of queries and keys differ, positions do not start at 0,
+    tokens are not in natural order, an entry has more than SLOTS_AT_ONCE tokens over all heads, all entries have equal
+    masks, or their rules cannot be joined to one.
     """
     tokens = key.num_queries
     rule.require_entries(batch)
@@ -307,10 +317,11 @@ def program_of(
 ) -> Program:
     """Return the cached program of a call on devices of a kind, such as "cpu"; make it if it is not in the cache.
 
-    rule: the call's pattern with the values of its run-time tensors; None if it has none. choice: options measured to
-    be the fastest; None: by predicted cost. operands: sizes on which costs depend. written: JSON text of the caller's
-    pattern, by which the cache groups its programs. hides_keys: True if an additive mask will hide keys, so that the
-    plan may not use key weights, which are additive too.
+    key: pattern and sizes of the call. rule: the pattern with the values of its run-time tensors; None if it has none.
+    choice: options measured to be the fastest; None for the cheapest by predicted cost. operands: sizes on which costs
+    depend; None for usual ones. written: JSON text of the caller's pattern, by which the cache groups its programs.
+    hides_keys: True if an additive mask will hide keys, so that the plan may not use key weights, which are additive
+    too.
     """
 
     def build() -> Program:

@@ -65,8 +65,8 @@ def compact_terms(branch: Pattern, multiplicity: int, bound: Bound) -> list[Term
     """Terms over only the tokens that the dilated rule of each head selects; None if a head's rule has no such form.
 
     Equal segments or residue classes are folds, computed as a batch. A head's rule must be an intersection with a
-    dilated factor whose segment is a multiple of the other factors' period, or a rule of distances that are all
-    multiples of one spacing.
+    dilated factor whose segment is a multiple of the other factors' period, or depend only on the distance of query and
+    key and allow only multiples of a spacing above 1.
     """
     groups: dict[tuple[Pattern, _Folds], list[tuple[int, int, int]]] = {}
     for head in range(bound.num_heads):
@@ -89,9 +89,9 @@ def compact_terms(branch: Pattern, multiplicity: int, bound: Bound) -> list[Term
 class _Folds(NamedTuple):
     """Equally shaped folds (segments or residue classes) computed as a batch; heads with equal values share a term.
 
-    place: identifies where the folds are, and is only compared. step: tokens from one active token (a token that the
-    fold computes) to the next. folds: number of folds. stride: tokens from the start of one fold to that of the next.
-    num_queries, num_keys: number of active tokens in each fold.
+    place: number that tells apart groups of folds at different tokens. step: tokens from one active token (a token that
+    the fold computes) to the next. folds: number of folds. stride: tokens from the start of one fold to that of the
+    next. num_queries, num_keys: number of active tokens in each fold.
     """
 
     place: int
@@ -205,7 +205,7 @@ def _parts(term: Term) -> tuple[Term, ...] | None:
 def tiled_terms(branch: Pattern, multiplicity: int, bound: Bound) -> dict[tuple[int, ...], list[Term]]:
     """Map from tile shape to a list of one term for all heads, with the grid's tokens ordered tile by tile.
 
-    Empty unless the branch is a neighbourhood over its whole grid.
+    Empty unless the branch is a neighbourhood over its whole grid. Tiles whose order is the natural one are left out.
     """
     everywhere = bound.num_queries == bound.num_keys and bound.q_offset == bound.k_offset == 0
     if not isinstance(branch, Neighborhood) or not everywhere or bound.num_queries != prod(branch.grid):
@@ -216,11 +216,11 @@ def tiled_terms(branch: Pattern, multiplicity: int, bound: Bound) -> dict[tuple[
 
 
 def best_tiles(rule: Neighborhood) -> list[tuple[int, ...]]:
-    """Return the tile shape with the fewest computed pairs; the best two shapes if that number is an estimate.
+    """Return one tile shape, that with the fewest computed pairs, or the best two if that number is an estimate.
 
     Sides are powers of two. Only tiles with the largest number of tokens that is possible in this grid, at most 128 (a
-    block), are compared. If sides do not divide the grid, blocks extend over several tiles, and the number of pairs is
-    an estimate.
+    block), are compared. If the sides of the best tile do not divide the grid, blocks extend over several tiles, and
+    the number of pairs is an estimate.
     """
     sides = ([1 << power for power in range(min(length, TILE).bit_length())] for length in rule.grid)
     tiles = [tile for tile in product(*sides) if prod(tile) <= TILE]

@@ -42,12 +42,12 @@ def chains(branches: Mapping[Pattern, int], bound: Bound) -> list[dict[Pattern, 
 
 
 def nested_terms(branches: Mapping[Pattern, int], bound: Bound) -> list[Term]:
-    """Terms that compute every allowed pair once, with the number of branches that allow it as its weight.
+    """Terms that compute every allowed pair once, weighted by the sum of the multiplicities of branches that allow it.
 
-    `branches`: dilated segments that nest, with multiplicities. Each segment length and rate divides the next, and a
-    token that is active in a branch is active in all earlier ones. The level of a token is the last branch in which
-    it is active. A pair is allowed by the branches from the first with both tokens in one segment up to the lower of
-    their levels.
+    branches: multiplicity of each branch; these are dilated segments that nest: each segment length and rate divides
+    the next, and a token that is active in a branch is active in all earlier ones. The level of a token is the last
+    branch in which it is active. The branches that allow a pair are those from the first in which both tokens are in
+    one segment to the lower of the two tokens' levels.
     """
     chain = _Chain.of(branches, bound)
     assert chain is not None
@@ -114,7 +114,7 @@ class _Chain:
         )
 
     def table(self, offsets: tuple[int, ...]) -> PairWeights:
-        """Weights of pairs within a shortest segment: the number of branches in which both tokens are active.
+        """Weights of pairs within a shortest segment: sum of the multiplicities of branches with both tokens active.
 
         offsets: dilation offset of one head in each branch.
         """
@@ -137,11 +137,12 @@ class _Chain:
         return level + 1, range(own, upper, own)
 
     def weights(self, first: int, level: int, offsets: tuple[int, ...]) -> tuple[int, ...]:
-        """Weights of keys for queries whose last active branch is `level`; one period of the keys active in `first`.
+        """Weight of each key that is active in branch `first`, for one period of these keys.
 
-        They are for pairs whose tokens are in one segment in branch `first` but in no earlier branch. The weight is the
-        number of branches from `first` to `level` in which the key is active. offsets: dilation offset of one head in
-        each branch.
+        The weights are for queries whose last active branch is `level`, and for pairs whose tokens are in one segment
+        in branch `first` but in no earlier branch. A weight is the sum of the multiplicities of the branches from
+        `first` to `level`, both included, in which the key is active. offsets: dilation offset of one head in each
+        branch.
         """
         step, last = self.bases[first].rate, self.bases[level].rate
         keys = (offsets[first] + index * step for index in range(last // step))

@@ -33,7 +33,7 @@ class SharedListTerm(Term):
 
     @cached_property
     def listed_blocks(self) -> ListedBlocks:
-        """Number of listed blocks times number of heads: full blocks as `plain`, partial ones as `masked`, 0 `runs`."""
+        """Number of computed blocks over all heads: full ones as `plain`, partial ones as `masked`; `runs` is 0."""
         found = cast(Any, self.in_blocks_of(self.block_side, self.block_side))._listed(self.block_side, self.block_side)
         full, partial = (int(each.sum()) * len(self.heads) for each in found)
         return ListedBlocks(0, full, partial)
@@ -54,7 +54,10 @@ class SharedListTerm(Term):
         raise NotImplementedError
 
     def blocks(self, q_block: int, k_block: int, *, settle: bool = True) -> Blocks:
-        """The block list over all slots; segments must be padded to whole blocks of these sides."""
+        """The block list over all slots; segments must be padded to whole blocks of these sides.
+
+        settle: not used, as full and partial blocks are known exactly.
+        """
         full, partial = self._listed(q_block, k_block)
         segment, row, column = (full | partial).nonzero().unbind(1)
         rows, columns = full.shape[1:]
@@ -186,8 +189,9 @@ def _of_segments(
 def padded_terms(branch: Pattern, multiplicity: int, bound: Bound, *, side: int = Term.block_side) -> list[Term] | None:
     """One term for each group of heads with equal segments, rates and inner rule; None if a head's rule does not fit.
 
-    A head's rule must be dilated segments of rate above 1, with all pairs or causal order inside. If a segment has w
-    slots, its active tokens padded to whole blocks of `side` slots, 2 * w**2 must be at most segment**2.
+    Groups without an active query or key have no term. A head's rule must be dilated segments of rate above 1, with all
+    pairs or causal order inside. If a segment has w slots, its active tokens padded to whole blocks of `side` slots,
+    2 * w**2 must be at most segment**2.
     """
     groups: dict[tuple[Pattern, int, int], list[tuple[int, int]]] = {}
     for head in range(bound.num_heads):
@@ -249,7 +253,7 @@ class IntervalTerm(SharedListTerm):
     def limits(self) -> tuple[Int64[Tensor, "T Q"], Int64[Tensor, "T Q"]]:
         """Return (low, high): the query attends to key slots low to high - 1, to none if low == high.
 
-        A table T is a row of slots that several heads may share.
+        Axis T is for the rows of slots, each used by one or more heads.
         """
         queries, keys = self.q.positions, self.k.positions
         first, past = _interval(self.rule.factors(), queries)
@@ -314,7 +318,8 @@ def interval_terms(branch: Pattern, multiplicity: int, bound: Bound, placement: 
     """One term for each group of heads with equal segments, rates and rule; None if a head's rule does not fit.
 
     A head's rule must be an intersection of bands (intervals of key position - query position) and of dilated segments,
-    at most one of them of rate above 1.
+    at most one of them of rate above 1. placement: positions of the device's queries and keys. Terms without an allowed
+    pair are left out.
     """
     groups: dict[tuple[Pattern, int, int], dict[int, tuple[int, Ranges]]] = {}
     of_head = placement.keys
@@ -346,7 +351,7 @@ def _is_interval(factor: Pattern) -> bool:
 
 
 def _interval(factors: tuple[Pattern, ...], query: Int64[Tensor, "H Q"]) -> tuple[Tensor, Tensor]:
-    """Return (first, past): each query position may attend to key positions first to past - 1, by all factors."""
+    """Return (first, past): by all factors together, a query position may attend to key positions first to past - 1."""
     first, past = torch.zeros_like(query), torch.full_like(query, torch.iinfo(torch.int64).max)
     for factor in factors:
         if isinstance(factor, Dilated):

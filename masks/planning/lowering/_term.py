@@ -63,7 +63,7 @@ class PairWeights:
         return int((table[q % len(table)][:, k % len(table)] * (k <= q[:, None])).sum())
 
     def bias(self, num_queries: int, num_keys: int, dtype: torch.dtype) -> Float[Tensor, "1 Q K"]:
-        """Log of the weights, to be added to attention scores, -inf for keys after the query; a view of a cache."""
+        """Log of the weights, to be added to attention scores, -inf for keys after the query; a view: do not modify."""
         period, lead = len(self.table), num_keys - num_queries
         table, shift = self._least_shifted
         rows, before = _power_of_two(num_queries), _power_of_two(lead) if lead else 0
@@ -77,7 +77,10 @@ class PairWeights:
 
     @cached_property
     def _least_shifted(self) -> tuple[_Table, int]:
-        """(least cyclic shift of the table, its shift): tables that differ by a shift share the first."""
+        """(table, shift): the least table, by comparison of tuples, among cyclic shifts of this one, and its shift.
+
+        Tables that differ only by a cyclic shift have equal least tables, and so share a cached bias.
+        """
         return min((_shifted_table(self.table, shift), shift) for shift in range(len(self.table)))
 
 
@@ -147,7 +150,7 @@ def _bias_of_strip(table: Tensor, rows: int, before: int, columns: int, dtype: t
 
 
 def _shifted_table(table: _Table, shift: int) -> _Table:
-    """The table shifted cyclically: its entry (q + shift, k + shift) is entry (q, k) of the given one."""
+    """Return the table shifted cyclically by `shift` rows and columns: entry (q, k) moves to (q + shift, k + shift)."""
     rows = table[-shift:] + table[:-shift] if shift else table
     return tuple(row[-shift:] + row[:-shift] if shift else row for row in rows)
 
@@ -161,11 +164,11 @@ def _power_of_two(number: int) -> int:
 class Term:
     """Part of a plan that one kernel computes: some heads of one branch, over orders of the queries and keys.
 
-    q, k: orders: which tokens the term has, and in which slot (place in the reordered sequence). A fold is one of
-    several equally shaped segments computed as a batch; all folds repeat the rule of fold 0. rule: allowed pairs among
-    these tokens. shape: structure that a kernel can use: "dense", all pairs; "causal", slots k <= q; "strip", causal
-    with the queries at the last of the key slots; "masked", all pairs with weights as a bias; "blocks", a block list of
-    side `block_side`. heads: query heads, numbered on this device; global numbers are head_offset larger. Query
+    q, k: orders, which give the tokens of the term and the slot (place in the reordered sequence) of each. A fold is
+    one of several equally shaped segments computed as a batch; all folds repeat the rule of fold 0. rule: allowed pairs
+    among these tokens. shape: structure that a kernel can use: "dense", all pairs; "causal", slots k <= q; "strip",
+    causal with the queries at the last of the key slots; "masked", all pairs with weights as a bias; "blocks", a block
+    list of side `block_side`. heads: query heads, numbered on this device; global numbers are head_offset larger. Query
     token i is at position q_offset + i, key token j at k_offset + j. A pair counts `multiplicity` times, multiplied by
     its weight if there are `weights`.
     """
@@ -311,9 +314,9 @@ class Term:
     def at_origin(self) -> Term:
         """Return fold 0 of the term alone, shifted by whole periods of its rule to the lowest positions.
 
-        Its block lists equal those of the term, and its multiplicity is 1. Terms over folds or active tokens that
-        differ only by such a shift, by their folds and by multiplicity become equal, and so share cached kernel calls.
-        Terms over all tokens are returned unchanged.
+        Its block lists equal those of the term, and its multiplicity is 1. Terms that differ only by such a shift, by
+        their folds (equal segments computed as a batch) and by multiplicity become equal, and so share cached kernel
+        calls. Terms whose orders are not both `Compact` or both `Folded` are returned unchanged.
         """
         if isinstance(self.q, Folded) and isinstance(self.k, Folded):
             offsets = self.q_offset + self.q.first, self.k_offset + self.k.first
@@ -335,8 +338,8 @@ class Term:
     def blocks(self, q_block: int, k_block: int, *, settle: bool = True) -> Blocks:
         """Return the block list over the slots of one fold, with a table for each distinct rule of a head.
 
-        settle: evaluate pairs of blocks that bounds leave undecided. Otherwise a listed block may have no allowed pair,
-        and a full one may be listed as partial.
+        settle: True to evaluate, pair by pair, the blocks that bounds on their number of allowed pairs leave undecided.
+        If False, a listed block may have no allowed pair, and a full one may be listed as partial.
         """
         square = self._square(q_block, k_block)
         if square is not None:
@@ -380,7 +383,7 @@ class Term:
 
 
 def _select(pieces: Pieces, tables: tuple[int, ...]) -> Pieces:
-    """Return the pieces with the rows of `firsts` at these indices of heads; a row shared by all heads is repeated."""
+    """Return the pieces with only the rows tables[0], tables[1], ... of `firsts`; a single row is repeated for all."""
     shared = len(pieces.firsts) == 1
     firsts = pieces.firsts.expand(len(tables), -1) if shared else pieces.firsts[list(tables)]
     return replace(pieces, firsts=firsts)

@@ -42,8 +42,8 @@ def cut_of(branch: Pattern, bound: Bound) -> tuple[Pattern, Windows] | None:
 def over_all(rest: Pattern, windows: Windows, bound: Bound) -> Pattern | None:
     """Return the rule inside windows, `rest`, as a rule over all tokens, if there is a single window of all of them.
 
-    It is simplified for the bound's positions. None for several windows, or if the window does not contain all queries
-    and keys, or numbers positions in another way than the bound.
+    The result is simplified for the positions of `bound`. None if there are several windows, or if the window does not
+    contain all queries and keys or counts positions from another origin than `bound`.
     """
     if len(windows) != 1:
         return None
@@ -62,10 +62,10 @@ def window_terms(
 ) -> list[Term] | None:
     """Terms that compute the rule `rest` inside each window; None if there are too many kinds of windows.
 
-    A kind is the windows of equal lengths that start at one phase of the rule's period. weighed: function that chooses
-    the terms of a large window by cost. any_number: do not limit the number of kinds.
-    Limits otherwise: as many kinds as there can be distinct lengths, plus `_MOST_LISTS` (windows of one length may
-    start at different phases of the rule); and `_MOST_LISTS` kinds with block lists.
+    A kind is the windows of equal lengths that start at one phase of the rule's period. weighed: function that returns
+    the terms of a rule in a large window, chosen by cost. any_number: True to set no limit. Otherwise there may be as
+    many kinds as distinct lengths are possible, plus `_MOST_LISTS`, as windows of one length may start at different
+    phases; and `_MOST_LISTS` kinds with block lists.
     """
     kinds = windows.kinds(rest.period())
     if len(kinds) > _MOST_LISTS + isqrt(2 * max(bound.num_queries, bound.num_keys)) and not any_number:
@@ -101,7 +101,10 @@ class _Cut:
     from_start: bool | None
 
     def beside(self, others: Sequence[Pattern]) -> _Cut | None:
-        """Return the intersection with rules that count positions from 0; None if it would need two origins."""
+        """Return the intersection with `others`, rules that count positions from 0.
+
+        None if `rest` counts positions from the start of a document and a rule in `others` depends on its origin.
+        """
         free = all(each.period() == 1 for each in others)
         if self.from_start and not free:
             return None
@@ -188,9 +191,10 @@ def _together(alike: Windows, num_heads: int) -> Iterator[Windows]:
 
 
 def one_after_another(pattern: Expression, num_tokens: int, batch: int) -> Any:
-    """Return a rule for the concatenation of all batch entries, of `num_tokens` tokens each; None if there is none.
+    """Return a rule for the concatenation of all batch entries, of `num_tokens` tokens each, or None.
 
-    Run-time documents separate the entries; all other factors must repeat from entry to entry.
+    In it, run-time documents separate the entries. None if a branch has no run-time documents, or has another factor
+    that does not repeat from entry to entry.
     """
     if not all(_is_one(branch, num_tokens) for branch in pattern.branches()):
         return None
