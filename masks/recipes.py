@@ -78,10 +78,10 @@ def bigbird(
 
 @advises()
 def sparse_transformer_strided(stride: int) -> Pattern:
-    """Causal pattern: each query sees itself, the `stride` keys before it, and every `stride`-th earlier key.
+    """Causal pattern: each query sees itself, the `stride` keys before it, and earlier keys at multiples of `stride`.
 
-    stride: the paper's l, near the square root of the sequence length. Every head has both factors of section 4.3, as
-    in the merged head of section 5.1.
+    The multiples are distances from the query. stride: the paper's l, near the square root of the sequence length.
+    Every head has the union of both patterns ("factors") of section 4.3, as in the merged head of section 5.1.
     Raises ValueError for a stride below 1.
     Source: Sparse Transformer, arXiv 1904.10509.
     """
@@ -93,7 +93,7 @@ def sparse_transformer_fixed(stride: int, *, summary: int = 1) -> Pattern:
     """Causal pattern: each query sees its block, and the last `summary` keys of every earlier block.
 
     stride: tokens per block, the paper's l. summary: number of last keys of a block, the paper's c, 8 to 32 there.
-    Every head has both factors of section 4.3, as in the merged head of section 5.1.
+    Every head has the union of both patterns ("factors") of section 4.3, as in the merged head of section 5.1.
     Raises ValueError for a stride or summary below 1, and for a summary above the stride.
     Source: Sparse Transformer, arXiv 1904.10509.
     """

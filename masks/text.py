@@ -347,7 +347,10 @@ def _dotted(node: ast.expr) -> str:
 
 
 def _intersect(*parts: Any) -> Expression:
-    """Intersect patterns, and then mixtures: each branch is then intersected once, with all patterns together."""
+    """Return the intersection of patterns and at most one mixture, with the mixture last in the chain of `&`.
+
+    Each branch of the mixture is then intersected once, with the intersection of all patterns.
+    """
     return reduce(operator.and_, sorted(parts, key=lambda part: isinstance(part, Mixture)))
 
 

@@ -86,9 +86,9 @@ def moved(positions: range, distance: int) -> range:
 
 
 def rewritten(wanted: KeyQuery) -> Parts | None:
-    """Return simpler searches, with maps of their keys, whose mapped keys are together the keys of `wanted`.
+    """Replace the search `wanted` by simpler ones: return a list of pairs (search, map), or None if no rewrite applies.
 
-    None if no rewrite applies. A map takes the keys that a search finds to the keys of `wanted`.
+    A map takes the ranges of keys that its search finds to keys of `wanted`; the union over all pairs is all of them.
     """
     rests = [(factor, wanted.of(other for other in wanted.factors if other != factor)) for factor in wanted.factors]
     for rewrite in (
@@ -115,7 +115,7 @@ def _same(parts: Iterable[KeyQuery]) -> Parts:
 
 
 def _plainer(factor: Pattern, rest: KeyQuery) -> Parts | None:
-    """Return smaller searches for the keys under `rest` and `factor` if `factor` is trivial; None otherwise.
+    """Return smaller searches for the keys allowed by `rest` and `factor` if `factor` is trivial; None otherwise.
 
     Trivial are `every()`, which is dropped, `&`, which is flattened, and some complements, which are resolved.
     """
@@ -135,7 +135,7 @@ def _plainer(factor: Pattern, rest: KeyQuery) -> Parts | None:
 
 
 def _one_sided(factor: Pattern, rest: KeyQuery) -> Parts | None:
-    """Return searches for the keys under `rest` and a factor that depends on the query alone, or on the key alone.
+    """Return searches for the keys allowed by `rest` and a factor that depends on the query alone, or on the key alone.
 
     None for other factors.
     """
@@ -151,9 +151,10 @@ def _visible(keys: KeySet, found: list[range]) -> Iterator[range]:
 
 
 def _marked(factor: MarkedTokens, rest: KeyQuery) -> Parts | None:
-    """Return searches for the keys under `rest` and `factor`: one for each run of marked queries and of marked keys.
+    """Return searches for the keys allowed by `rest` and `factor`, in which pairs with a marked token are allowed.
 
-    None if there are more than 2**12 runs of either.
+    There is one search for each run of marked queries, and one for each run of marked keys. None if there are more than
+    2**12 runs of either.
     """
     queries, keys = (
         factor.marked(range(side.start, side.stop)) if sees else ()
@@ -165,7 +166,7 @@ def _marked(factor: MarkedTokens, rest: KeyQuery) -> Parts | None:
 
 
 def _one_residue(factor: Pattern, rest: KeyQuery) -> Parts | None:
-    """Return a search for the keys under `rest` and a dilated band, in the residue class of the queries.
+    """Return a search for the keys allowed by `rest` and a dilated band, in the residue class of the queries.
 
     In that class the band is a window without dilation, or no rule if it is unlimited. None if the factor is not a
     dilated band, or if the queries do not agree modulo its step.
@@ -179,7 +180,7 @@ def _one_residue(factor: Pattern, rest: KeyQuery) -> Parts | None:
 
 
 def _near(factor: Pattern, rest: KeyQuery) -> Parts | None:
-    """Return a smaller search for the keys under `rest` and a factor that is causal order or a window; else None.
+    """Return a smaller search for the keys allowed by `rest` and a factor that is causal order or a window; else None.
 
     The factor is merged with another such factor, or restricts queries and keys to its reach, and is dropped once it
     excludes no key. None also if nothing changes.
@@ -225,7 +226,7 @@ def _alternatives(factor: Pattern, rest: KeyQuery) -> Parts | None:
 
 
 def _spans(factor: Pattern, rest: KeyQuery) -> Parts | None:
-    """Return searches for the keys under `rest` and `factor`, one for each span of positions, such as a document.
+    """Return searches for the keys allowed by `rest` and `factor`, one for each span of positions, such as a document.
 
     None unless the factor confines pairs to spans.
     """
@@ -253,7 +254,7 @@ def _common_spans(spans: Spans, wanted: KeyQuery) -> Iterator[range]:
 
 
 def _one_by_one(factor: Pattern, rest: KeyQuery, most: int = _FEW_SEGMENTS) -> Parts | None:
-    """Return searches for the keys under `rest` and a dilated factor, one for each segment.
+    """Return searches for the keys allowed by `rest` and a dilated factor, one for each segment.
 
     None for other factors, or if more than `most` segments hold both queries and keys.
     """
@@ -263,7 +264,7 @@ def _one_by_one(factor: Pattern, rest: KeyQuery, most: int = _FEW_SEGMENTS) -> P
 
 
 def _segments(factor: Pattern, rest: KeyQuery) -> Parts | None:
-    """Return searches for the keys under `rest` and a dilated factor: in the first, second and last segment.
+    """Return searches for the keys allowed by `rest` and a dilated factor: in the first, second and last segment.
 
     Segments between the first and the last repeat, so that the keys of the second are copied. If they do not repeat,
     there is one search for each segment. None for other factors, and for more than 2**12 segments that do not repeat.
@@ -306,13 +307,16 @@ def _repeated(times: int, stride: int, keys: list[range]) -> list[range]:
 
 
 def _overlap(wanted: KeyQuery) -> tuple[int, int]:
-    """Return (begin, end) of the positions between the outermost queries that are also between the outermost keys."""
+    """Return the interval [begin, end) that the span of the queries and the span of the keys have in common.
+
+    A span extends from the first position to the last, both included. begin >= end if they have nothing in common.
+    """
     queries, keys = wanted.queries, wanted.keys
     return max(queries.start, keys.start), min(queries[-1], keys[-1]) + 1
 
 
 def _blocks(factor: Pattern, rest: KeyQuery) -> Parts | None:
-    """Return a search over block numbers for the keys under a `Blockwise` factor, with the factor's inner rule.
+    """Return a search over block numbers for the keys allowed by a `Blockwise` factor, with the factor's inner rule.
 
     None for other factors, if `rest` has further factors, or if the queries' step exceeds the block and is no multiple
     of it.
@@ -329,7 +333,7 @@ def _blocks(factor: Pattern, rest: KeyQuery) -> Parts | None:
 
 
 def _grid(factor: Pattern, rest: KeyQuery) -> Parts | None:
-    """Return searches without a rule, one for each range of keys that the queries see under a neighbourhood.
+    """Return searches without factors, one for each range of keys that the queries see by a `Neighborhood` factor.
 
     None for other factors, if `rest` has further factors, or if its queries are not consecutive.
     """
@@ -339,7 +343,10 @@ def _grid(factor: Pattern, rest: KeyQuery) -> Parts | None:
 
 
 def _seen_around(pattern: Neighborhood, queries: range) -> Iterator[range]:
-    """Yield ranges of the keys that some query of a run sees; ranges of different rectangles may overlap."""
+    """Yield ranges of tokens that together are the keys that some query sees; the ranges may overlap.
+
+    queries: consecutive positions in the grid's row-major order; those past the end of the grid are ignored.
+    """
     strides = [prod(pattern.grid[axis + 1 :]) for axis in range(len(pattern.grid))]
     for rectangle in _rectangles(range(queries.start, min(queries.stop, prod(pattern.grid))), strides):
         # The rule is separable by axis, and a rectangle has every combination of its places.
@@ -349,7 +356,8 @@ def _seen_around(pattern: Neighborhood, queries: range) -> Iterator[range]:
 def _rectangles(run: range, strides: Sequence[int]) -> Iterator[tuple[range, ...]]:
     """Split a run of tokens of a grid in row-major order into rectangles: tuples of one range for each axis.
 
-    These are the end of a row, the beginning of a row, and whole rows.
+    These are the end of a row, the beginning of a row, and whole rows. strides: distance in tokens between neighbours
+    along each axis.
     """
     stride, *inner = strides
     if not run or not inner:
@@ -365,10 +373,10 @@ def _rectangles(run: range, strides: Sequence[int]) -> Iterator[tuple[range, ...
 
 
 def _windows(places: range, axis: Axis) -> Ranges:
-    """Return the union of the windows of these places along one axis of a grid.
+    """Return the union of the windows of the queries at these places (indices along one axis of a grid).
 
-    Among places of one residue modulo the dilation rate, it extends from the begin of the first window to the end of
-    the last.
+    The windows of places that are congruent modulo the axis's dilation rate join into one range of that step, from the
+    start of the first window to the end of the last.
     """
     found = []
     for first in places[: axis.rate]:
@@ -378,7 +386,10 @@ def _windows(places: range, axis: Axis) -> Ranges:
 
 
 def _combined(along: Sequence[Ranges], strides: Sequence[int]) -> Ranges:
-    """Return the tokens whose place along each axis is in the ranges for that axis, as ranges in row-major order."""
+    """Return the tokens whose index along each axis is in that axis's ranges, as ranges of row-major token numbers.
+
+    along: ranges of indices for each axis. strides: distance in tokens between neighbours along each axis.
+    """
     *outer, found = along
     for rows, stride in zip(reversed(outer), reversed(strides[:-1]), strict=True):
         if found == (range(stride),):

@@ -223,7 +223,10 @@ def _turns(number: Tensor, runs: int) -> Tensor:
 
 
 def _pairs(wanted: KeyQuery, boxes: Box) -> Tensor:
-    """Return (n, 16, 16): True where the i-th query of a box may attend to its j-th key; False beyond the box."""
+    """Return a bool tensor (n, 16, 16): entry i, j is True if query i of a box may attend to its key j.
+
+    False beyond the box.
+    """
     place = torch.arange(_SIDE)
     in_q, in_k = (place < count[:, None] for count in (boxes.q.count, boxes.k.count))
     # Places beyond a box repeat its first position; the result masks them.
@@ -233,7 +236,7 @@ def _pairs(wanted: KeyQuery, boxes: Box) -> Tensor:
 
 
 def _ranges(first: Tensor, count: Tensor, step: int) -> list[range]:
-    """Return the union of progressions of one step, as disjoint ranges of this step."""
+    """Return the union of the progressions first[i], first[i] + step, ... of count[i] terms as disjoint ranges."""
     if not len(first):
         return []
     # All residue classes on one axis, with gaps between them.
@@ -264,10 +267,11 @@ def found_by_distance(wanted: KeyQuery) -> list[range] | None:
 
 
 def _seen_lags(wanted: KeyQuery, keys: range) -> tuple[Tensor, Tensor]:
-    """Return ascending intervals [begin, end) of lags, key index - query index, that count as allowed.
+    """Return the lags (key index - query index) that count as allowed, as ascending intervals (begins, exclusive ends).
 
-    These are the allowed lags, and all lags between two allowed ones at most n apart, for n queries: a key with a lag
-    between them also has one of the two. Queries and keys have equal steps.
+    A lag counts if it is allowed, or if it is between two allowed lags at most n apart, for n queries: each key that
+    has a lag between them also has one of the two. Queries and keys must have equal steps, and the rule must depend on
+    the distance alone.
     """
     n, found = len(wanted.queries), []
     begin, end = torch.tensor([1 - n]), torch.tensor([len(keys)])
@@ -282,7 +286,10 @@ def _seen_lags(wanted: KeyQuery, keys: range) -> tuple[Tensor, Tensor]:
 
 
 def _count_lags(wanted: KeyQuery, keys: range, begin: Tensor, end: Tensor) -> Bounds:
-    """Return bounds on the number of allowed lags in each interval; exact for single lags."""
+    """Return bounds on the number of allowed lags in each interval [begin, end); exact for single lags.
+
+    A lag is key index - query index.
+    """
     # A query position for which no lag gives a negative key position.
     shift = keys.start - wanted.queries.start
     place = max(0, -(shift + keys.step * (1 - len(wanted.queries))))
@@ -298,10 +305,11 @@ def _count_lags(wanted: KeyQuery, keys: range, begin: Tensor, end: Tensor) -> Bo
 
 
 def _between(begin: Tensor, end: Tensor, n: int) -> tuple[Tensor, Tensor]:
-    """Return intervals of lags that count as allowed because they are between two allowed lags at most n apart.
+    """Return intervals of lags between two allowed lags at most n apart, as (begins, exclusive ends).
 
-    Each argument interval [begin, end) holds an allowed lag. For two intervals that fit into n + 1 consecutive lags, a
-    resulting interval extends from the last lag of the first to the first lag of the second, both included.
+    Each argument interval [begin, end) holds an allowed lag; the intervals are disjoint and ascend. For each interval
+    and the last one that ends within n + 1 lags of its begin, the result has an interval from the last lag of the
+    former to the first lag of the latter, both included.
     """
     last = torch.searchsorted(end, begin + (n + 1), right=True) - 1
     first = (last > torch.arange(len(last))).nonzero().squeeze(1)

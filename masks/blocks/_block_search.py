@@ -37,8 +37,8 @@ Sides = tuple[int, int]  # (query side, key side) of a block
 class Leaves(NamedTuple):
     """Parts of blocks, with bounds low <= allowed pairs <= high of each part; int64 tensors of equal length.
 
-    table: index of the mask, which equal heads share. row, column: query block and key block. A block that contains
-    several pairs of runs (query run, key run) has one leaf for each pair.
+    table: index of the mask, which equal heads share. row, column: query block and key block. A run is a set
+    of slots whose positions are an arithmetic progression; a block has at most one leaf for each (query run, key run).
     """
 
     table: Tensor
@@ -56,7 +56,10 @@ class Slots(NamedTuple):
 
     @classmethod
     def of_rows(cls, rows: range | Tensor, q_block: int) -> Slots:
-        """Return the slots of these query blocks: a single interval for a range, one for each block for a tensor."""
+        """Return the slots of these query blocks: a single interval for a range, one for each block for a tensor.
+
+        rows: indices of query blocks. q_block: slots per query block.
+        """
         if isinstance(rows, range):
             return cls(torch.tensor([rows.start * q_block]), torch.tensor([rows.stop * q_block]))
         return cls(rows * q_block, (rows + 1) * q_block)
@@ -128,9 +131,10 @@ def _in_order(rule: Rule) -> bool:
 
 
 def _squares(rule: Rule, pattern: Pattern, tables: Sequence[int], slots: Slots) -> Nodes | None:
-    """Return nodes (pairs of runs) for the squares of pairs that the pattern lists; None if it lists none.
+    """Return one node (query run, key run) for each square of pairs that `pattern` lists; None if it lists none.
 
-    The squares contain each allowed pair once.
+    The squares are disjoint and contain all allowed pairs. Their queries are cut to `slots`, and empty nodes dropped.
+    The slots of queries and of keys must be in the order of positions.
     """
     found = []
     for table in tables:
@@ -145,9 +149,9 @@ def _squares(rule: Rule, pattern: Pattern, tables: Sequence[int], slots: Slots) 
 
 
 def _run(pieces: Pieces, table: int, first: Tensor, length: int) -> Run:
-    """Return the slots of positions first to first + length - 1, clipped to existing slots.
+    """Return the slots of positions first[i] to first[i] + length - 1, clipped to existing slots, as run i.
 
-    Slots must be in the order of positions.
+    pieces: the slots of queries or of keys in table `table`, in the order of positions.
     """
     begin, last = first - pieces.firsts[table, 0], int(pieces.lengths[0])
     start = begin.clamp(0, last)
@@ -168,7 +172,10 @@ def _if_few(found: Iterable[Leaves], rows: int, columns: int) -> Tensor | None:
 
 
 class _Meeting(NamedTuple):
-    """Pairs of runs of one table: query run i is paired with the key runs order[begin[i] : begin[i] + partners[i]]."""
+    """Pairs of runs of one table: query run i is paired with the key runs order[begin[i] : begin[i] + partners[i]].
+
+    A run is a set of slots whose positions are an arithmetic progression. order: indices into the runs of `k`.
+    """
 
     table: int
     q: Run
@@ -203,7 +210,10 @@ def _meetings(rule: Rule, tables: Sequence[int], slots: Slots) -> list[_Meeting]
 
 
 def _roots(rule: Rule, tables: Sequence[int], slots: Slots) -> Nodes:
-    """Return nodes for the pairs (query run, cut to these slots; key run) that may have allowed pairs."""
+    """Return the nodes (query run, key run) with which a search begins, with query runs cut to `slots`.
+
+    These are all combinations if they are few, else those of runs whose positions are congruent modulo the spacing.
+    """
     _, q = _runs_in(rule.q, slots)
     k = Run.of(rule.k)
     if len(q.start) * len(k.start) > _ALL_PAIRS:
@@ -249,9 +259,9 @@ def _descend_blocks(rule: Rule, key: Tensor, shape: tuple[int, int], sides: Side
 
 
 def _cut(pieces: Pieces, blocks: int, block: int) -> tuple[Run, Tensor, Tensor]:
-    """Return (parts of the pieces, cut at block boundaries; begin; number of parts in each block).
+    """Cut pieces (runs of slots) at the boundaries of blocks; return (parts, begin, number).
 
-    Block i contains the number[i] parts from index begin[i] on.
+    Block i contains the number[i] parts from index begin[i] on. blocks: number of blocks. block: slots per block.
     """
     stretch, run = _runs_in(pieces, Slots.of_rows(torch.arange(blocks), block))
     order = stretch.argsort(stable=True)
@@ -260,7 +270,10 @@ def _cut(pieces: Pieces, blocks: int, block: int) -> tuple[Run, Tensor, Tensor]:
 
 
 def _runs_in(pieces: Pieces, slots: Slots) -> tuple[Tensor, Run]:
-    """Return (index of the interval, slots) of each non-empty intersection of a piece with an interval of slots."""
+    """Intersect each piece (run of slots) with each interval of `slots`.
+
+    Returns (index of the interval of each intersection, the intersections as runs), without empty intersections.
+    """
     first, last = slots
     if pieces.strides is None:  # consecutive runs: an interval touches only a few
         begin = torch.searchsorted(pieces.starts, first, right=True) - 1
@@ -274,9 +287,9 @@ def _runs_in(pieces: Pieces, slots: Slots) -> tuple[Tensor, Run]:
 
 
 def _that_see(rule: Rule, table: int, own: Run, *, of_queries: bool = False) -> Run:
-    """Return the runs of `own` that may have an allowed pair with some token of the other side in the same table.
+    """Return the key runs in `own` that may have an allowed pair with some query in the same table.
 
-    own: runs of keys, or with `of_queries` of queries. table: index of the block table, which is that of a head.
+    If `of_queries` is True, `own` are query runs, and pairs with some key count. table: index of the mask.
     """
     mine, other = (rule.q, rule.k) if of_queries else (rule.k, rule.q)
     number = torch.full_like(own.piece, table)
@@ -289,9 +302,10 @@ def _that_see(rule: Rule, table: int, own: Run, *, of_queries: bool = False) -> 
 
 
 def _shorter(rule: Rule, sides: Sides) -> Rule:
-    """Return the rule with slots cut into residue classes, or into runs of neighbouring tokens.
+    """Return the rule or its alternative `rule.rows`, whichever has fewer pairs of runs in a block; its `rows` is None.
 
-    The result is the form with fewer pairs of runs in a block; it has no alternative `rows`.
+    The rule has slots cut into residue classes, its alternative has them cut into runs of neighbouring tokens. A rule
+    without an alternative is returned unchanged.
     """
     if rule.rows is None:
         return rule

@@ -208,10 +208,10 @@ def join_leaves(found: list[Leaves], shape: tuple[int, int]) -> Leaves:
 
 
 class ListedBlocks(NamedTuple):
-    """Numbers of listed blocks by kind of row (query block), as the speed of kernels depends on the kind.
+    """Mean numbers of listed blocks of a mask, by kind of row (query block).
 
-    runs: blocks in rows whose blocks are adjacent. plain: in other rows, if all blocks of the row are full. masked: in
-    other rows with a partial block.
+    The speed of kernels depends on the kind. runs: number of blocks in rows whose blocks are all adjacent. plain:
+    number of blocks in other rows without a partial block. masked: number of blocks in other rows with a partial block.
     """
 
     runs: float
@@ -226,8 +226,8 @@ class ListedBlocks(NamedTuple):
 def estimate_blocks(rule: Rule, *, q_block: int, k_block: int) -> ListedBlocks:
     """Estimate the mean number of listed blocks of a table, by kind of row, from evenly sampled rows and tables.
 
-    A table is the mask of one or more equal heads.
-    Blocks that bounds leave undecided are counted, so estimates tend to be too high. Exact for small masks.
+    A table is the mask of one or more equal heads. q_block, k_block: sides of a block, in slots. Blocks that bounds
+    leave undecided are counted, so estimates tend to be too high. Exact for small masks.
     """
     (num_q, num_k), (rows, columns) = rule.num_slots, rule.in_blocks(q_block, k_block)
     if len(rule.heads) * rows * columns * q_block * k_block <= _FEW_CELLS:
@@ -269,7 +269,8 @@ def _evenly(size: int, number: int) -> Tensor:
 def repeat_blocks(blocks: Blocks, *, classes: int, times: int) -> Blocks:
     """Return the block list of a sequence `times` as long, with `times` copies of this list along the mask's diagonal.
 
-    In residue-major order of `classes` classes, the copies are placed within each class.
+    classes: number of residue classes of the order of tokens, 1 for the order of positions. In residue-major order,
+    which lists class after class, the copies are placed within each class.
     """
 
     def spread(index: Tensor, total: int) -> Tensor:

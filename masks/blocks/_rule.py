@@ -42,7 +42,10 @@ class Run:
         return self.start + (self.count - 1 if self.stride is None else (self.count - 1) * self.stride)
 
     def num_blocks(self, block: int) -> Tensor:
-        """Return the number of blocks of `block` slots from each run's first slot to its last, both ends included."""
+        """Return the number of blocks that each run spans, from the block of its first slot to that of its last.
+
+        block: slots per block. Blocks between that the run's stride skips are counted.
+        """
         return self.last // block - self.start // block + 1
 
     def split(self, slot: Tensor) -> tuple[Run, Run]:
@@ -162,7 +165,10 @@ def alike(rule: Rule, places: Places, shape: tuple[int, int, int, int]) -> tuple
 
 
 def _run_of(pieces: Pieces, start: Tensor, slots: int, side: int) -> Run | None:
-    """Return the slots of each block as a run, with piece -1 if it extends over several; None for strided pieces."""
+    """Return the slots of each block as a run, of piece -1 if they extend over several pieces; None for strided pieces.
+
+    start: first slot of each block. slots: number of existing slots. side: slots per block.
+    """
     if pieces.strides is not None:
         return None
     count = (slots - start).clamp(max=side)

@@ -129,7 +129,10 @@ def _by_entry(table: Shaped[Tensor, "L ..."], batch: int) -> Shaped[Tensor, "B H
 
 
 def _per_head(blocks: Blocks, tables: Shaped[Tensor, "T R W"]) -> Shaped[Tensor, "L R W"]:
-    """Return the table of each head, or one table for all heads; `tables` itself if head i has table i."""
+    """Return the table of each head: of shape (heads, rows, width), or (1, rows, width) if all heads share one table.
+
+    `tables` itself is returned if all heads share one table, or if head i has table i.
+    """
     if blocks.num_tables == 1 or blocks.heads == tuple(range(blocks.num_tables)):
         return tables
     heads, (_, rows, width) = torch.tensor(blocks.heads), tables.shape
@@ -139,7 +142,7 @@ def _per_head(blocks: Blocks, tables: Shaped[Tensor, "T R W"]) -> Shaped[Tensor,
 
 
 def _full_width(table: Int32[Tensor, "L R W"], columns: int) -> Int32[Tensor, "L R C"]:
-    """Return a view of the rows at width `columns`: past its own width a row goes on with entries of the next rows."""
+    """Return a view of the table at width `columns` >= W: the entries of a row from W on are those of the next rows."""
     lists, rows, width = table.shape
     return table.as_strided((lists, rows, columns), (rows * width, width, 1))
 
@@ -179,14 +182,14 @@ class PackedBlocks:
 
 
 def _written(blocks: Blocks, part: slice) -> bytes:
-    """Return a slice of the block list as bytes: distances of blocks, pair counts and `full`."""
+    """Return a slice of the block list as uncompressed bytes: distances of blocks, pair counts and `full`."""
     key = (blocks.table[part].long() * blocks.num_rows + blocks.row[part]) * blocks.num_columns + blocks.column[part]
     steps = key.diff(prepend=key.new_zeros(1))
     return b"".join(map(_bytes_of, (steps, blocks.pairs[part], blocks.full[part])))
 
 
 def _read(written: bytes, blocks: Blocks, part: slice) -> None:
-    """Decompress bytes of `_written` into this slice of `blocks`, in place."""
+    """Decompress `written`, compressed bytes from `_written`, into the slice `part` of `blocks`, in place."""
     data, length = bytearray(zlib.decompress(written)), part.stop - part.start
     line, column = _divmod(_tensor(data, torch.int64, 0, length).cumsum(0), blocks.num_columns)
     blocks.table[part], blocks.row[part] = _divmod(line, blocks.num_rows)

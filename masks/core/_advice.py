@@ -107,11 +107,11 @@ class _Parameters(NamedTuple):
 
 
 def advises(*, keywords: Mapping[str, str] | None = None, how: str = "") -> Callable[[_Function], _Function]:
-    """Return a decorator by which calls that do not fit a function's or class's parameters raise TypeError with advice.
+    """Return a decorator of functions or classes: calls that do not fit their parameters raise TypeError with advice.
 
-    keywords: advice for certain unknown keywords, by keyword; for any other unknown keyword the error names the closest
-    parameter, or lists all. how: advice for missing or excess arguments; by default the call with all required
-    arguments. A function that is already decorated is returned unchanged.
+    keywords: {unknown keyword: advice}; for an unknown keyword that is not in it, the error names the closest
+    parameter, or lists all. how: advice for missing or excess arguments; "" gives the call with all required arguments.
+    A function that is already decorated is returned unchanged.
     """
 
     def advising(function: Any) -> Any:
@@ -194,10 +194,10 @@ def no_operand(operator: str, value: object) -> str:
 
 
 def instead_of_pattern(value: object) -> str:
-    """Return the end of an error text on a value that is not a pattern: what to write instead; "" if unknown.
+    """Return advice on what to write in place of a value that is not a pattern, as the end of an error text.
 
-    There is such advice for None, bool, strings, lists, tensors, functions, BlockMasks, layouts and modules with a
-    `pattern`.
+    Returns "" for values without such advice. There is advice for None, bool, strings, lists, tensors, functions,
+    BlockMasks, layouts and modules with a `pattern`.
     """
     if hasattr(getattr(value, "pattern", None), "branches"):
         return ": pass its attribute .pattern"

@@ -152,7 +152,7 @@ def either(first: MaskMod, second: MaskMod) -> MaskMod:
 
 
 def both_bounds(a: Bounds, b: Bounds, area: Tensor) -> Bounds:
-    """Return bounds on the number of pairs that two rules both allow in each box, from the bounds of each rule.
+    """Return bounds on the number of pairs that two rules both allow in each box; `a` and `b` are the rules' bounds.
 
     area: number of pairs of each box.
     """
@@ -172,8 +172,8 @@ class And(_Combination):
     def of(cls, *parts: Pattern) -> Pattern:
         """Return the intersection of the parts, flattened and without repeats; `Every()` without parts.
 
-        If `causal()` is a part or a factor of one, the zero keys that pad segments are dropped from all parts: they
-        come after all tokens, so causal order hides them.
+        If `causal()` is a part, or a factor of a part that is itself an intersection, all parts lose the zero keys
+        (score 0, value 0) that pad their segments: these keys come after all tokens, so causal order hides them.
         """
         if any(part.pads for part in parts):
             causal = any(isinstance(factor, KINDS["causal"]) for part in parts for factor in part.factors())
@@ -184,7 +184,10 @@ class And(_Combination):
         return self.parts
 
     def alternatives(self) -> tuple[Pattern, ...]:
-        """Distribute over the first part that is a union: (a | b) & c gives (a & c, b & c); (self,) without a union."""
+        """Return patterns whose union is this intersection, by distributing over the first part that is a union.
+
+        For example (a | b) & c gives (a & c, b & c). Without a union the result is (self,).
+        """
         union = next((part for part in self.parts if len(part.alternatives()) > 1), None)
         others = [part for part in self.parts if part != union]
         return (self,) if union is None else tuple(And.of(part, *others) for part in union.alternatives())
@@ -225,8 +228,9 @@ class Or(_Combination):
     def without_shared_factors(cls, parts: tuple[Pattern, ...]) -> Pattern:
         """Return the union of the parts, with the factors that they have in common written once.
 
-        A factor is a pattern of an intersection: (a & c) | (b & c) becomes (a | b) & c, for which bounds are exact more
-        often. The plain union is returned if no factor is common, or if the result would nest too deep.
+        A factor is a pattern of an intersection: (a & c) | (b & c) becomes (a | b) & c, for which bounds on pair counts
+        are exact more often. The plain union is returned if no factor is common, or if the result could have more than
+        32 nested levels.
         """
         factors = [part.factors() for part in parts]
         shared = tuple(factor for factor in factors[0] if all(factor in others for others in factors[1:]))
@@ -333,7 +337,7 @@ def every() -> Pattern:
 
 @constructor
 def full() -> Pattern:
-    """Return `every()`, under the name of full attention.
+    """Return `every()`, the pattern of dense ("full") attention, in which each query sees every key.
 
     >>> masks.full()
     every()

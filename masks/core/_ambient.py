@@ -44,7 +44,7 @@ def own_modes() -> Iterator[None]:
 def plans(function: Callable[P, T]) -> Callable[P, T]:
     """Decorate a function so that it runs without the caller's PyTorch modes, such as fake tensors: see `own_modes`.
 
-    For functions that make plans, not for tensor computation, which the modes must see.
+    For functions that only plan a computation, such as block lists; the modes must see the tensor computation itself.
     """
 
     @wraps(function)

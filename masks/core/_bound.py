@@ -82,13 +82,16 @@ class Bound:
         return (self.num_queries, self.q_offset) == (self.num_keys, self.k_offset)
 
     def entry(self, batch: int) -> Bound:
-        """Return the `Bound` of only the batch entry with index `batch`, with its row of each run-time tensor."""
+        """Return the `Bound` of the single batch entry with index `batch`.
+
+        Run-time tensors, such as document ids, are reduced to the row of this entry.
+        """
         return replace(self, pattern=self.pattern.entry(batch), batch=1)
 
     def key(self) -> tuple[str | int, ...]:
         """Return the pattern's text and the sizes as hashable data for caches.
 
-        Equal keys mean equal masks, once run-time tensors have their values as in the result of `bind`.
+        Equal keys mean equal masks if run-time tensors, such as document ids, have their values, as after `bind`.
         """
         sizes = (self.num_queries, self.num_keys, self.num_heads, self.head_offset, self.num_heads_global)
         return (self.pattern.text, *sizes, self.q_offset, self.k_offset, self.batch)
@@ -107,7 +110,7 @@ class Bound:
         return lambda b, h, q, k: inner(b, h + head, q + query, k + key)
 
     def count(self, box: Box) -> Bounds:
-        """Return bounds on the number of allowed (query, key) pairs in each of n boxes; the exact one is within them.
+        """Return lower and upper bounds on the number of allowed (query, key) pairs in each of n boxes.
 
         box: boxes of global heads and of positions, not of indices on this device. Boxes have no batch index: if
         run-time tensors differ by batch entry, use the bound of one `entry`.
@@ -115,9 +118,9 @@ class Bound:
         return self.union.count(box, num_heads=self.num_heads_global)
 
     def classify(self, box: Box) -> Tensor:
-        """Return EMPTY, PARTIAL or FULL for each of n boxes of pairs, as an int64 tensor (n,).
+        """Return EMPTY, PARTIAL or FULL for each of n boxes: none, some or all of its pairs are allowed; int64, (n,).
 
-        EMPTY and FULL are certain; PARTIAL may be conservative. box: as for `count`.
+        EMPTY and FULL are certain; PARTIAL also marks boxes that the bounds leave undecided. box: as for `count`.
         """
         bounds = self.count(box)
         verdict = torch.full_like(box.area, PARTIAL)

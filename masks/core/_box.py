@@ -54,7 +54,10 @@ class Box:
 
 @dataclass(frozen=True)
 class Squares:
-    """n disjoint squares of attention pairs: `side` queries from q_first[i] on by `side` keys from k_first[i] on."""
+    """n disjoint squares of attention pairs, with consecutive positions.
+
+    Square i pairs each of the `side` queries from q_first[i] on with each of the `side` keys from k_first[i] on.
+    """
 
     q_first: Counts
     k_first: Counts
@@ -114,8 +117,8 @@ def clip(progression: Progression, start: Counts | int, stop: Counts | int) -> P
 def count_within(progression: Progression, start: Tensor | int, stop: Tensor | int) -> Tensor:
     """Return the number of terms of each of n progressions in [start, stop).
 
-    start, stop: integers or tensors that broadcast against (n,); with shape (m, n) they give m intervals for each
-    progression.
+    start, stop: integers or tensors that broadcast against (n,) to the shape of the result; with shape (m, n) there are
+    m intervals for each progression.
     """
     step, count = progression.step, progression.count
     before, behind = (

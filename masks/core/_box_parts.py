@@ -35,9 +35,9 @@ class Owned:
 def residue_factors(rule: Pattern) -> tuple[list[int], list[int]]:
     """Return (together, apart), two lists of factors by which `cut_classes` cuts boxes into residue classes.
 
-    together: factors of the rule's spacing, modulo which an allowed query and key are always congruent. apart: further
-    factors of its dilation rates; empty if they give more than 64 classes, or if the rule depends on the distance
-    alone, for which counting by diagonals is faster.
+    together: factors of the rule's spacing; the query and key of an allowed pair are congruent modulo the spacing.
+    apart: the factors of the rule's dilation rates that the spacing lacks; empty if they give more than 64 classes, or
+    if the rule depends on the distance alone, as counting by diagonals is then faster.
     """
     spacing = min(rule.spacing(), _BEYOND)
     others = lcm(spacing, *rule.rates()) // spacing
@@ -55,9 +55,10 @@ def _factors(number: int) -> list[int]:
 
 
 def num_classes(owned: Owned, factor: int, together: bool) -> int:
-    """Return the number of parts into which `cut_classes` cuts each box with these arguments, empty parts included.
+    """Return the number of parts that `cut_classes` makes of each box with these arguments, empty parts included.
 
-    Queries, and keys, have one class for each remainder modulo `factor`, but at most one for each position.
+    A side (queries or keys) has `factor` classes, but no more than the longest side of a box has positions. The number
+    of parts is that of query classes if `together` is True, else that of query classes times that of key classes.
     """
     queries, keys = (min(factor, int(side.count.max())) if len(owned) else 1 for side in (owned.box.q, owned.box.k))
     return queries if together else queries * keys
@@ -101,9 +102,9 @@ def by_size(owned: Owned) -> Iterator[Owned]:
 
 
 def halves(owned: Owned, period: int = 1) -> Owned:
-    """Cut each box in two across its longer side, if possible at a multiple of `period` near the middle.
+    """Cut each box in two across its longer side, if possible at a multiple of `period` near its middle.
 
-    From n boxes it returns 2n parts: the first halves of all boxes, then the second halves.
+    period: in positions. From n boxes it returns 2n parts: the first halves of all boxes, then the second halves.
     """
     q, k = owned.box.q, owned.box.k
     cut_q = q.count >= k.count
@@ -116,7 +117,8 @@ def halves(owned: Owned, period: int = 1) -> Owned:
 def _middle(progression: Progression, period: int) -> Tensor:
     """Return the number of terms before the cut of each progression near its middle.
 
-    The cut is at a multiple of `period` if one leaves terms on both sides, else after half of the terms.
+    The cut is before the first term from a multiple of `period` on, if that leaves terms on both sides, else after half
+    of the terms.
     """
     first, step, half = progression.first, progression.step, progression.count // 2
     border = (first + step * half + period - 1) // period * period
@@ -126,7 +128,7 @@ def _middle(progression: Progression, period: int) -> Tensor:
 
 
 def distinct_boxes(box: Box, period: int) -> tuple[Tensor, Box]:
-    """Return (group of each box, one box for each group): boxes equal up to a shift share a group.
+    """Return (index of the group of each box, one box for each group): boxes equal up to a shift share a group.
 
     A shift moves queries and keys together by a multiple of `period`. The returned boxes have head 0 and no negative
     positions.

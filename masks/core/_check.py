@@ -44,7 +44,8 @@ def require_ints(name: str, values: object, *, minimum: int) -> tuple[int, ...]:
 def require_below(name: str, value: object, stop: int, what: str) -> int:
     """Return the value if it is an integer in [0, stop); raise TypeError or ValueError otherwise.
 
-    name, what: texts for the error: the parameter, and the things of which there are `stop`, such as "heads".
+    name: name of the parameter, for the error. what: plural noun for the error, such as "heads" if `stop` is the number
+    of heads.
     """
     found = require_int(name, value, minimum=0)
     if found >= stop:
@@ -53,21 +54,27 @@ def require_below(name: str, value: object, stop: int, what: str) -> int:
 
 
 def require_bool(name: str, value: object) -> bool:
-    """Return the value if it is True or False; raise TypeError otherwise."""
+    """Return the value if it is True or False; raise TypeError otherwise. name: for the error."""
     if not isinstance(value, bool):
         raise TypeError(f"{name} must be True or False; got {name}={value!r:.80}")
     return value
 
 
 def require_choice(name: str, value: object, choices: tuple[str, ...]) -> str:
-    """Return the value if it is one of the choices; raise a ValueError that lists them otherwise."""
+    """Return the value if it is one of the choices; raise a ValueError that lists them otherwise.
+
+    name: for the error.
+    """
     if type(value) is not str or value not in choices:
         raise ValueError(f"{name} must be one of {', '.join(map(repr, choices))}; got {name}={value!r:.80}")
     return value
 
 
 def require_finite(name: str, value: object) -> float:
-    """Return the value as a float if it is a finite real number; raise TypeError or ValueError otherwise."""
+    """Return the value as a float if it is a finite real number; raise TypeError or ValueError otherwise.
+
+    name: for the error.
+    """
     if isinstance(value, bool) or not isinstance(value, int | float):
         raise TypeError(f"{name} must be a real number; got {name}={value!r:.80} of type {type(value).__name__}")
     if not abs(value) <= sys.float_info.max:
@@ -76,7 +83,10 @@ def require_finite(name: str, value: object) -> float:
 
 
 def require_probability(name: str, value: object) -> float:
-    """Return the value as a float if it is a real number in [0, 1); raise TypeError or ValueError otherwise."""
+    """Return the value as a float if it is a real number in [0, 1); raise TypeError or ValueError otherwise.
+
+    name: for the error.
+    """
     number = require_finite(name, value)
     if not 0 <= number < 1:
         raise ValueError(f"{name} must be at least 0 and below 1; got {name}={number}")
@@ -84,9 +94,10 @@ def require_probability(name: str, value: object) -> float:
 
 
 def shown(value: object) -> str:
-    """Return the repr of a value, at most 80 characters of it, for an error text.
+    """Return the first 80 characters of the repr of a value, for an error text.
 
-    An integer above 1e40 is described by its bits, as Python refuses to format thousands of digits.
+    For an integer above 1e40 in magnitude, return its number of bits as text instead, as Python refuses to format
+    thousands of digits.
     """
     if isinstance(value, int) and abs(value) > 1e40:
         return f"an integer of {value.bit_length()} bits"
@@ -113,7 +124,7 @@ class Phrase:
     binding: int = CALL
 
     def inside(self, binding: int) -> str:
-        """Return the text as an operand: in parentheses if its own operator binds looser than `binding`."""
+        """Return the text as an operand of an operator of precedence `binding`, in parentheses if it needs them."""
         return self.text if self.binding >= binding else f"({self.text})"
 
 
@@ -131,7 +142,10 @@ def chain(phrases: Iterable[Phrase], operator: int) -> Phrase:
 
 
 def shortened(text: str, longest: int = LONGEST) -> str:
-    """Return the text if it has at most `longest` characters, else whole words from its start and an ellipsis."""
+    """Return the text if it has at most `longest` characters, else its first words that fit and an ellipsis.
+
+    A first word that does not fit is cut after `longest` characters.
+    """
     if len(text) <= longest:
         return text
     words = _LAST_WORD.sub("", text[: longest + 1])[:longest]
@@ -166,10 +180,11 @@ def tokens_text(number: int) -> str:
 
 
 def round_places(window: range, most: int) -> range:
-    """Return round positions for the ticks of an axis: multiples of a step of which at most `most` fit the window.
+    """Return positions for the ticks of an axis over `window`: all multiples of a round step.
 
-    The step is the smallest round one: a power of two for windows of at least 4096 positions or a multiple of 64, else
-    1, 2 or 5 times a power of 10. The end of the window is included if it is a multiple.
+    The step is the smallest round number of at least len(window) / most. Round numbers are powers of two if the window
+    has at least 4096 positions or a multiple of 64 of them, else 1, 2 or 5 times a power of 10. window.stop is included
+    if it is a multiple of the step.
     """
     binary = len(window) >= _LONG or len(window) % _EVEN == 0
     base, factors = (2, (1,)) if binary else (10, (1, 2, 5))

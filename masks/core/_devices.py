@@ -15,10 +15,10 @@ class DeviceKind:
 
     engine: name of the default engine, "tiles" or "flex" (FlexAttention). dtype: dtype of q, k and v that is assumed if
     no tensor is known. on_host: tensors are in host memory, so reading a value waits for no kernel. kernels: the family
-    of `engines/kernels` that engine "tiles" calls; "" for none; "meta" has those of CPU, without values. is_cuda:
-    torch.cuda reports its memory and name. flex_trains: FlexAttention's kernels have an lse and a backward, read block
-    lists of any width, index in 32 bits and accept all lengths; the CPU kernels do none of this. has_streams: kernels
-    are queued in streams.
+    of `engines/kernels` that engine "tiles" calls, "cpu" (also for device "meta") or "cuda"; "" for none. is_cuda:
+    torch.cuda reports its memory and name. flex_trains: FlexAttention's kernels return a log-sum-exp, have a backward
+    pass, read block lists of any width, index in 32 bits and accept all lengths; those of CPU do none of this.
+    has_streams: kernels are queued in streams.
     """
 
     engine: str
@@ -40,5 +40,5 @@ _KINDS = {
 
 
 def device_kind(device: torch.device | str) -> DeviceKind:
-    """Return the properties of a device or device type; a type that is not listed counts as an accelerator."""
+    """Return the properties of a device or device type; types other than cpu, cuda and meta count as accelerators."""
     return _KINDS.get(device if isinstance(device, str) else device.type, _ACCELERATOR)

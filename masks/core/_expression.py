@@ -83,7 +83,11 @@ def constructor(function: _Function) -> _Function:
 
 
 def _require_free(name: str, known: Any, new: Any) -> None:
-    """Raise ValueError if another definition has the name; a definition that is run again replaces the earlier one."""
+    """Raise ValueError if `name` is registered for an object `known` that is not an earlier definition of `new`.
+
+    known: the registered class or function; None if the name is free. Two objects with equal module and qualified name
+    are definitions of one object, as after running a notebook cell twice.
+    """
     if known is not None and (known.__module__, known.__qualname__) != (new.__module__, new.__qualname__):
         raise ValueError(f"{name!r} is taken by {known.__module__}.{known.__qualname__}: choose another name")
 
@@ -175,9 +179,10 @@ class Expression:
         return ()
 
     def take_padding(self) -> None:
-        """Raise ValueError; called on construction if a part has `pads`, as its zero keys have no meaning here.
+        """Raise ValueError; called on construction if a part has `pads`: its queries also see zero keys of padding.
 
-        A mixture, which keeps their meaning, sets its own `pads` instead.
+        These zero keys have no meaning in most compositions. A mixture, in which they have one, overrides this method
+        and sets its own `pads` instead.
         """
         raise ValueError(
             "a pattern with padding='zeros' can only be added by `+`, or intersected with causal() by `&`: elsewhere "
@@ -302,7 +307,7 @@ class Expression:
         return max([leaf.entries for leaf in self.leaves()]) if self.varies else 1
 
     def require_entries(self, batch: int) -> None:
-        """Raise ValueError unless each run-time table of the resolved expression has one row or `batch` rows."""
+        """Raise ValueError unless each run-time tensor has one row or `batch` rows; see `resolve` for their values."""
         for leaf in self.leaves() if self.varies else ():
             if leaf.entries not in (1, batch):
                 raise ValueError(
@@ -336,8 +341,9 @@ class Expression:
 
         Heads are counted over all devices: this device holds `num_heads` heads from `head_offset` on. Query i has
         position q_offset + i; key j has position k_offset + j. `num_heads_global` defaults to head_offset + num_heads.
-        batch: number of batch entries; 1 stands for that of the run-time tensors. Tensors that the pattern carries are
-        read now. Zero keys of padding are no pairs and are dropped.
+        batch: number of batch entries; with the default 1 it is the largest number of rows of the pattern's run-time
+        tensors, if it has any. Run-time tensors that the pattern carries are read when `bind` is called. Zero keys of
+        padding are no pairs and are dropped.
         Raises ValueError for sizes below 1, a number of heads that does not fit the pattern, and tensors that are
         missing or do not fit.
         """

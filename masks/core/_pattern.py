@@ -68,7 +68,7 @@ class Pattern(Expression):
         raise NotImplementedError
 
     def count(self, box: Box, *, num_heads: int) -> Bounds:
-        """Return bounds on the number of allowed (query, key) pairs in each of n boxes; the exact one is within them.
+        """Return lower and upper bounds on the number of allowed (query, key) pairs in each of n boxes.
 
         A box pairs some query positions with some key positions of a global head, below num_heads.
         """
@@ -168,7 +168,7 @@ class Pattern(Expression):
         return ()
 
     def superset(self) -> Pattern:
-        """Return a pattern that allows at least these pairs, for any values of its run-time tensors."""
+        """Return a pattern that allows every pair that this one allows for some values of its run-time tensors."""
         return self.map_parts(lambda part: part.superset())
 
     def spacing(self) -> int:
@@ -313,7 +313,8 @@ def require_set_patterns(what: str, parts: object, *, least: int) -> None:
 def sum_phrase(parts: Sequence[Pattern]) -> Phrase:
     """Return the text of a sum of patterns, such as "causal() + every()".
 
-    Consecutive patterns of equal `origin`, with equal further factors of their intersections, are written as one call.
+    Consecutive patterns that one call can build (their first factors have equal `origin`) are written as that call; if
+    they are intersections, their other factors must be equal, and follow the call after `&`.
     """
 
     def shared(part: Pattern) -> Hashable:

@@ -47,7 +47,7 @@ def intersect(left: range, right: range) -> range:
 
 
 def among(listed: Iterable[range], keys: range) -> Ranges:
-    """Return the positions of disjoint ranges that are also in `keys`, as ranges; empty ranges are dropped."""
+    """Return the intersections of the disjoint ranges `listed` with `keys`, as ranges without empty ones."""
     return tuple(both for each in listed if (both := intersect(each, keys)))
 
 
@@ -59,7 +59,7 @@ def intersect_all(left: Ranges, right: Ranges) -> Ranges | None:
 
 
 def unite(ranges: Ranges) -> Ranges | None:
-    """Return the union as disjoint ranges; None for more than 128 ranges, or if two with steps above 1 overlap."""
+    """Return the union as disjoint ranges; None for more than 128 arguments, or if two with steps above 1 overlap."""
     if len(ranges) ** 2 > _MOST_MEETINGS:
         return None
     joined: list[range] = []

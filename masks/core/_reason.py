@@ -67,7 +67,10 @@ class Pair:
         return f"{self.the_key} is {self._measured(abs(self.query - self.key))} {side} {self.the_query}"
 
     def those(self, holds: Callable[[int], bool], what: str) -> str | None:
-        """Return a clause such as 'query 3 and key 5 are <what>', for positions that satisfy `holds`; None if none."""
+        """Return a clause on the positions of this pair that satisfy `holds`, such as: query 3 and key 5 are <what>.
+
+        None if neither the query nor the key satisfies it. holds: predicate of a position. what: the end of the clause.
+        """
         sides = ((self.the_query, self.query), (self.the_key, self.key))
         names = [name for name, position in sides if holds(position)]
         return f"{' and '.join(names)} {'are' if len(names) > 1 else 'is'} {what}" if names else None
