@@ -38,12 +38,14 @@ _PARTS_AT_ONCE = 1 << 22
 
 @dataclass(frozen=True)
 class Cells:
-    """Counts of allowed pairs in the cells of a grid: row i has query slots row_edges[i] to row_edges[i + 1] - 1.
+    """Counts of allowed pairs in the cells of a grid of R rows and C columns.
 
-    Columns likewise have key slots (positions in natural order). window: (query slots, key slots) of the grid. area:
-    number of pairs of each cell. low, high: bounds on its allowed pairs, counted once for each branch that allows them.
-    likely: estimate within the bounds; low, high and likely are equal if the count is exact. branches: the counts of
-    each branch, in the order of `pattern.branches()`.
+    Row i has the query slots row_edges[i] to row_edges[i + 1] - 1, column j the key slots column_edges[j] to
+    column_edges[j + 1] - 1. A slot is a token's place in the order of tokens; in natural order it is the position.
+    window: (query slots, key slots) of the grid. area: number of pairs of each cell. low, high: bounds on its allowed
+    pairs, counted once for each branch (summand of a mixture) that allows them. likely: estimate within the bounds;
+    low, high and likely are equal if the count is exact. branches: the counts of each branch, in the order of
+    `pattern.branches()`.
     """
 
     window: tuple[range, range]
@@ -77,10 +79,11 @@ def count_cells(
 ) -> Cells:
     """Count one head's allowed pairs in each cell of a grid over a window of queries and keys.
 
-    queries, keys: the window, in slots (places) of `order`; by default all. order: None for natural order, where slots
-    are positions. shape: (rows, columns) of the grid; row i begins at slot queries.start + i * len(queries) // rows,
-    columns likewise. sides: (query side, key side) of cells without `shape`: cells begin at multiples of these, and
-    cells at the window's borders are cut. batch: index of the batch entry, if run-time tensors have a row for each.
+    num_keys: None for num_tokens, the number of queries. queries, keys: the window, in slots (places) of `order`; None
+    for all. order: None for natural order, where slots are positions. shape: (rows, columns) of the grid; row i begins
+    at slot queries.start + i * len(queries) // rows, columns likewise. sides: used if `shape` is None, (query side, key
+    side) of a cell in slots; cells begin at multiples of these, and cells at the window's borders are cut. batch: index
+    of the batch entry, if run-time tensors have a row for each.
 
     Time grows with the number of cells, not of tokens. If an exact count would take too long, a cell gets bounds and an
     estimate. Raises ValueError for sizes, windows and shapes that do not fit, and for sizes or heads that
@@ -124,7 +127,10 @@ def _edges_at_multiples(window: range, side: int) -> Int64[Tensor, " cells+1"]:
 
 
 def _count_each(rules: set[Pattern], q: Side, k: Side) -> dict[Pattern, PairCounts]:
-    """Map from rule to its counts; each is computed with an equal share of the remaining budget."""
+    """Return a map from each rule to the counts of its allowed pairs in each cell, shape (query cells, key cells).
+
+    rules: patterns of one head. Each count gets an equal share of the remaining budget of work.
+    """
     found, left = {}, _BUDGET
     for waiting, rule in enumerate(sorted(rules, key=lambda rule: (-rule.spacing(), rule.text))):
         budget = Budget(left // (len(rules) - waiting))
@@ -135,7 +141,10 @@ def _count_each(rules: set[Pattern], q: Side, k: Side) -> dict[Pattern, PairCoun
 
 
 def _count(rule: Pattern, q: Side, k: Side, budget: Budget) -> PairCounts:
-    """Allowed pairs of each cell, for the rule of one head."""
+    """Return the counts of allowed pairs in each cell, shape (query cells, key cells), for the rule of one head.
+
+    Raises ValueError if the rule is undefined for a position.
+    """
     few = len(q.window) * len(k.window) <= _EVERY_PAIR
     try:
         found = _every_pair(rule, q, k) if few else _by_boxes(rule, q, k, budget)
@@ -200,7 +209,10 @@ def _sampled(rule: Pattern, q: Side, k: Side) -> PairCounts:
 
 
 def window_slots(name: str, window: object, size: int) -> range:
-    """The window, or range(size) for None. Raises ValueError unless it is a non-empty range of step 1 in 0 to size."""
+    """Return the window, or range(size) if it is None.
+
+    Raises ValueError unless it is a non-empty range of step 1 within range(size). name: the argument, for errors.
+    """
     window = range(size) if window is None else window
     if not isinstance(window, range) or window.step != 1 or not 0 <= window.start < window.stop <= size:
         advice = "" if isinstance(window, range) else ": write range(start, stop)"
@@ -211,7 +223,10 @@ def window_slots(name: str, window: object, size: int) -> range:
 
 @dataclass(frozen=True)
 class Side:
-    """Queries or keys of a window: first slot of each cell and the end (`edges`), and the layout of the slots."""
+    """Queries or keys of a window, cut into cells: cell i has the slots edges[i] to edges[i + 1] - 1.
+
+    A slot is a token's place in the order `layout`; `window`: all slots of the cells.
+    """
 
     window: range
     edges: Int64[Tensor, " cells+1"]
@@ -229,12 +244,18 @@ class Side:
         return self.layout.pieces(0).position(torch.zeros_like(slots), slots)
 
     def positions_at(self, cell: Tensor, share: Tensor) -> Tensor:
-        """Positions of the slots at these fractions (0 to 1) of the length of cells."""
+        """Return the position of the token at each fraction of the length of a cell.
+
+        cell: indices of n cells, shape (n,). share: fractions from 0 to 1, shape (n, m), as the result.
+        """
         size = self.sizes[cell, None]
         return self.positions(self.edges[cell, None] + (size * share).long().minimum(size - 1))
 
     def parts(self) -> tuple[Int64[Tensor, " P"], Progression]:
-        """(index of the cell, positions) of parts of cells; positions of a part are an arithmetic progression."""
+        """Cut the cells into P parts whose positions are arithmetic progressions.
+
+        Returns (index of the cell of each part, positions of each part).
+        """
         pieces = self.layout.pieces(0)
         inner = pieces.starts[(pieces.starts > self.window.start) & (pieces.starts < self.window.stop)]
         cuts = torch.cat([self.edges, inner]).unique()

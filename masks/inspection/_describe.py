@@ -53,7 +53,8 @@ class Description(PlannedCounts):
 
     Pairs are (query, key) pairs over all heads, counted once for each branch that allows them; for the union use
     `describe(pattern.union, ...)`. `heads`, `branch_shares` and `receptive_field` are computed on first use, in seconds
-    at a million tokens. All counts are exact except `receptive_field`, which is sampled above 256 tokens.
+    at a million tokens. All counts are exact except `receptive_field`, which is sampled above 256 tokens. bound: the
+    pattern with the sizes and offsets at which it was counted.
     """
 
     pattern: Expression
@@ -120,7 +121,7 @@ class Description(PlannedCounts):
         return sum(int(self.pattern.zero_keys(head, queries, **sizes).sum()) for head in heads)
 
     def receptive_field(self) -> ReceptiveField:
-        """Number of tokens that a token can receive information from, by number of layers; of all tokens or a sample.
+        """Return the number of tokens that influence a token through 1, 2, ... layers, for all tokens or a sample.
 
         Raises ValueError unless `is_self_attention`.
         """
@@ -177,11 +178,11 @@ def describe(
 ) -> Description:
     """Count the pairs that a pattern allows, and the pairs that kernels compute in the layout that the planner chooses.
 
-    Useful pairs are allowed pairs, counted once for each branch that allows them. num_keys: num_queries by default.
-    q_offset, k_offset: positions of the first query and key. device: kind of device for the predicted time of one
-    forward pass, batch 1, in float32 on CPU and half precision elsewhere. Raises ValueError for sizes below 1, for
-    heads that the pattern has no rule for, for run-time tensors that differ by batch entry, and for more than
-    134,217,728 queries or keys if the planner's choice uses block lists.
+    Useful pairs are allowed pairs, counted once for each branch that allows them; computed pairs fill whole blocks.
+    num_keys: num_queries by default. q_offset, k_offset: positions of the first query and key. device: kind of device
+    for the predicted time of one forward pass, batch 1, in float32 on CPU and half precision elsewhere. Raises
+    ValueError for sizes below 1, for heads that the pattern has no rule for, for run-time tensors that differ by batch
+    entry, and for more than 134,217,728 queries or keys if the planner's choice uses block lists.
 
     >>> masks.describe(masks.local_window(left=127, right=0), 4096).density
     0.030765533447265625
@@ -293,7 +294,7 @@ def _heads_table(counts: Description) -> str:
 
 
 def _percent(part: float, whole: float) -> str:
-    """part / whole in percent, with two decimals; "> 99.99%" if it would be rounded to 100 %."""
+    """part / whole in percent, with two decimals; "> 99.99%" if a part below the whole would be rounded to 100 %."""
     text = f"{part / max(whole, 1):.2%}"
     return "> 99.99%" if text == "100.00%" and part < whole else text
 

@@ -32,10 +32,10 @@ _PAIRS_AT_ONCE = 1 << 20
 
 @dataclass(frozen=True)
 class BlockOfPair:
-    """The block that contains a pair, in one order of tokens: residue-major of this rate, or natural for rate 1.
+    """The block that contains a pair if tokens are sorted by (position mod rate, position div rate).
 
-    query_slot, key_slot: places of the tokens in that order. row, column: indices of the block. block_pairs: number of
-    its pairs, of which the head allows `allowed_pairs`.
+    Rate 1 is natural order. query_slot, key_slot: places of the tokens in that order. row, column: indices of the
+    block. block_pairs: number of its pairs, of which the head allows `allowed_pairs`.
     """
 
     rate: int
@@ -73,9 +73,9 @@ class Explanation:
     """Tree of reasons why a pattern allows a pair or not, and the blocks that contain the pair.
 
     multiplicity: number of branches (summands of a mixture) that allow the pair. reason: the tree; str() gives it as
-    indented lines. standings: the block that contains the pair in natural order, and in the order of `masks.layout` if
-    this differs; empty if the number of tokens is unknown. zero_keys: number of zero keys that padding adds to the
-    query's softmax; None if that depends on an unknown number of tokens.
+    indented lines. standings: the blocks that contain the pair: one in natural order, and one in the order of
+    `masks.layout` if this differs; empty if the number of tokens is unknown. zero_keys: number of zero keys that
+    padding adds to the query's softmax; None if that depends on an unknown number of tokens.
     """
 
     pair: Pair

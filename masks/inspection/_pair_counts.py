@@ -103,7 +103,10 @@ def alike_heads(bound: Bound) -> tuple[tuple[int, ...], ...]:
 
 @dataclass(frozen=True)
 class HeadShare:
-    """Group of heads with equal rules; `branch_pairs`: allowed pairs of a single head, for each distinct branch."""
+    """Group of heads with equal rules, and the allowed pairs of each single head of the group.
+
+    branch_pairs: allowed pairs for each distinct branch (summand of a mixture), times the number of equal branches.
+    """
 
     heads: tuple[int, ...]
     branch_pairs: tuple[int, ...]
@@ -115,7 +118,10 @@ class HeadShare:
 
 @dataclass(frozen=True)
 class BranchShare:
-    """A distinct branch, the number of equal branches, and its allowed pairs over all heads, times that number."""
+    """A distinct branch (summand) of a pattern, and the number of branches that are equal to it, itself included.
+
+    pairs: its allowed pairs over all heads, times this number (`multiplicity`).
+    """
 
     pattern: Pattern
     multiplicity: int
@@ -123,9 +129,10 @@ class BranchShare:
 
 
 def head_shares(bound: Bound, planned: Mapping[Expression, Sequence[Term]]) -> tuple[HeadShare, ...]:
-    """Allowed pairs of each head by branch, times the branch's multiplicity; one item for each group of equal heads.
+    """Return the allowed pairs of a head for each distinct branch; one item for each group of heads with equal rules.
 
-    `planned`: map from branch to its terms (parts of a plan). A branch that is not in it is planned alone.
+    Pairs of a branch are multiplied by the number of equal branches. planned: map from a branch to its terms (parts of
+    a plan). A branch that is not in it is planned alone.
     """
     of_branches = []
     for branch, times in Counter(bound.pattern.branches()).items():

@@ -94,9 +94,11 @@ def window_of(
     block: tuple[int, int] | None,
     size: int,
 ) -> Window:
-    """Window of about `size` pixels along its longer axis; both axes have one scale unless one is over 4 times longer.
+    """Return the window to draw, scaled so that its longer axis has about `size` pixels.
 
-    Raises ValueError for slots out of range, and for blocks smaller than a pixel.
+    Both axes have one scale; if one has over 4 times as many slots as the other, each has about `size` pixels instead.
+    queries, keys: slots to draw, None for all. block: (query side, key side) of blocks to draw, or None; the side of a
+    cell then divides that of a block. Raises ValueError for slots out of range, and for blocks smaller than a pixel.
     """
     q, k = window_slots("queries", queries, num_queries), window_slots("keys", keys, num_keys)
     sides = (0, 0) if block is None else block
@@ -198,7 +200,10 @@ def rgb(colour: str) -> Float64[Tensor, " 3"]:
 
 
 def paint(panel: Panel, window: Window) -> Float64[Tensor, "R C 3"]:
-    """Colour of each cell, 0 to 1. With blocks, pairs of full blocks are dark, masked pairs of computed ones beige."""
+    """Red, green and blue of each cell, from 0 to 1.
+
+    If blocks are drawn, pairs of full blocks are dark, and masked pairs in computed blocks are beige.
+    """
     if panel.blocks is None:
         return shade(panel.share, rgb(PAIR), rgb(WHITE))
     states = panel.blocks.state_of_cells(window)
@@ -216,7 +221,10 @@ def shade(
 
 
 def axis_ticks(window: Window, *, letter: float) -> tuple[dict[int, str], dict[int, str]]:
-    """(query labels, key labels): maps from slots with ticks, round numbers, to text; letter: its width in pixels."""
+    """(labels of the query axis, labels of the key axis): maps from the slot of each tick to its text.
+
+    letter: width of a letter in pixels, by which key labels are kept from overlapping.
+    """
     q, k = window
     rows = _ticks(q.slots, max(1, min(_MOST_TICKS, q.length // _TICK_ROOM)))
     most = _MOST_TICKS
@@ -230,7 +238,10 @@ def axis_ticks(window: Window, *, letter: float) -> tuple[dict[int, str], dict[i
 
 
 def _ticks(slots: range, most: int) -> list[int]:
-    """Slots with ticks, about `most`: quarters of the window if it begins at a multiple of one, else round numbers."""
+    """Slots of about `most` ticks.
+
+    They are the quarters of the window if it begins at a multiple of a quarter of its length, else round numbers.
+    """
     quarter = len(slots) // 4
     if most >= 4 and quarter and len(slots) % 4 == 0 and slots.start % quarter == 0:
         return list(range(slots.start, slots.stop + 1, quarter))

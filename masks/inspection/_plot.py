@@ -99,7 +99,10 @@ def plot(
 
 
 def _several(name: str, value: object) -> tuple:
-    """Tuple of one value or of a sequence of values. Raises ValueError for an empty sequence or equal values."""
+    """Return a sequence of values as a tuple, and a single value or a string as a tuple of one entry.
+
+    Raises ValueError for an empty sequence and for duplicates. name: the argument, for errors.
+    """
     several = tuple(value) if isinstance(value, Sequence) and not isinstance(value, str) else (value,)
     if not several or len(set(several)) < len(several):
         raise ValueError(f"{name} must be one value, or several different ones; got {name}={value!r}")

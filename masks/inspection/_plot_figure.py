@@ -146,8 +146,8 @@ def _entry(label: str, colour: Any) -> Patch:
 def legend_of(picture: Picture, panels: Sequence[Panel]) -> list[Patch]:
     """Legend entries for the colours of cells.
 
-    With blocks: by kind of block; else by the number of branches that allow a pair. By fraction of allowed pairs, too,
-    if cells have several pairs.
+    If blocks are drawn, there is an entry for each kind of block, else for each number of branches that allow a pair.
+    If cells have several pairs, there are also entries for fractions of allowed pairs.
     """
     many = max(axis.cell for axis in picture.window) > 1
     shares = [_entry(label, _shaded(share)) for share, label in _SHARES] if many else []

@@ -80,9 +80,10 @@ def receptive_field_of(bound: Bound) -> ReceptiveField:
 
 
 def follow_tokens(bound: Bound, number: int, *, dense: bool = False) -> ReceptiveField:
-    """Receptive field of `number` randomly drawn tokens, layer by layer until none reaches more tokens.
+    """Receptive field of `number` randomly drawn tokens, or of all if there are no more than `number`.
 
-    dense: multiply (tokens, tokens) matrices; otherwise use ranges of positions, and stop after about a second.
+    Layers are followed until no token reaches further tokens. dense: multiply (tokens, tokens) matrices; otherwise use
+    ranges of positions, and stop after about a second.
     """
     tokens = _drawn_tokens(bound.num_queries, number)
     reached: list[list[int]] = [[1] for _ in tokens]
@@ -98,7 +99,10 @@ def follow_tokens(bound: Bound, number: int, *, dense: bool = False) -> Receptiv
 
 
 def _sizes_by_powers(bound: Bound, tokens: Sequence[int]) -> Iterator[list[int]]:
-    """Yield, for 1, 2, ... layers, the number of tokens that each of `tokens` reaches, by dense matrix powers."""
+    """Yield, for 1, 2, ... layers, the number of tokens that each of `tokens` reaches, by dense matrix powers.
+
+    The iterator is endless.
+    """
     mask_mod, token = bound.mask_mod(), torch.arange(bound.num_queries)
     relation = torch.eye(len(token), dtype=torch.bool)
     for head, *_ in alike_heads(bound):
@@ -132,7 +136,10 @@ def _sizes_by_ranges(bound: Bound, tokens: Sequence[int]) -> Iterator[list[int]]
 
 
 def _drawn_tokens(size: int, most: int) -> list[int]:
-    """Indices of all tokens, or of `most`: one drawn from each of `most` equal parts, with a fixed seed."""
+    """Indices of all `size` tokens if these are at most `most`, else one index from each of `most` equal parts.
+
+    They are drawn at random with a fixed seed.
+    """
     if size <= most:
         return list(range(size))
     shares = torch.rand(most, generator=torch.Generator().manual_seed(_SEED), dtype=torch.float64)

@@ -225,9 +225,10 @@ def _grid_for(window: Sequence[range], canvas: _Canvas, lines: int) -> Grid:
 
 
 def _even(slots: int, most: int) -> int:
-    """Number of cells: the largest divisor of `slots` that is at most `most` and not far below it, else `most`.
+    """Number of cells for `slots` slots: their largest divisor that is at most `most` and not far below it, if any.
 
-    The borders of equally long cells coincide with those of segments and blocks.
+    Otherwise it is `most`. Divisors are preferred, as the borders of equally long cells coincide with those of segments
+    and blocks.
     """
     least = max(1, round(_LEAST_SHARE * most))
     return next((cells for cells in range(min(most, slots), least - 1, -1) if slots % cells == 0), min(most, slots))
@@ -376,7 +377,10 @@ _TIMES_COLORS = (209, 203, 197, 198, 199, 164, 128, 92)
 
 
 def levels_of(cells: Cells, *, color: bool) -> tuple[tuple[Level, ...], Int64[Tensor, "R C"]]:
-    """(levels that a picture may show, index of the level of each cell)."""
+    """(levels that a picture may show, index of the level of each cell).
+
+    color: include the levels that differ from others by color only.
+    """
     least, shares = zip(*((least, level) for least, level, colored in _SHARES if color or not colored), strict=True)
     single, mixed = bool((cells.area == 1).all()), len(cells.branches) > 1
     levels = (_NONE, _UNKNOWN, *shares, *_levels_by_times(single, mixed))
@@ -390,7 +394,7 @@ def levels_of(cells: Cells, *, color: bool) -> tuple[tuple[Level, ...], Int64[Te
 
 
 def _levels_by_times(single: bool, mixed: bool) -> list[Level]:
-    """Levels of pairs that one branch, two branches, ... allow.
+    """Levels of cells whose pairs one branch, two branches, ... allow.
 
     single: each cell is one pair. mixed: the pattern has several branches.
     """

@@ -133,7 +133,7 @@ class LocalWindow(Band):
         return -self.left, self.right, 1
 
     def snapped(self, q_side: int, k_side: int) -> Pattern:
-        """Return the window widened within the blocks (q_side queries by k_side keys) that it already touches.
+        """Return a window that is at least as wide and touches no further blocks (of q_side queries by k_side keys).
 
         With side = gcd(q_side, k_side), `left` and `right` are kept if they are multiples of side; else each becomes
         the next multiple minus 1.

@@ -50,10 +50,10 @@ Listed = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 @dataclass(frozen=True, eq=False)
 class BlockTable:
-    """Tables of the key blocks that query blocks see: entries[t, r] are their numbers for query block r in table t.
+    """Tables of key block numbers: entries[t, r] lists the key blocks that query block r sees in table t.
 
-    A row of entries is ascending and padded with NOTHING (2**30). Query blocks have `q_block` tokens, key blocks
-    `block`. Positions from `limit` on are in no allowed pair.
+    Each row entries[t, r] is ascending and padded at its end with NOTHING (2**30). Query blocks have `q_block` tokens,
+    key blocks have `block` tokens. Queries and keys at positions >= limit are in no allowed pair.
     """
 
     entries: Tensor  # int64, (T, R, W)
@@ -62,7 +62,10 @@ class BlockTable:
     limit: int
 
     def mask_mod(self, table_of_head: Tensor, device: torch.device) -> MaskMod:
-        """Return the closure (b, h, q, k) -> bool; head h uses table table_of_head[h]. Requires q_block == block."""
+        """Return the mask_mod (b, h, q, k) -> bool with tensors on `device`; head h uses table table_of_head[h].
+
+        Requires q_block == block.
+        """
         _, rows, width = self.entries.shape
         # No arithmetic of captured numbers alone: FlexAttention's FLASH backend cannot lower it.
         last_row, block, limit = parameters(device, rows - 1, self.block, self.limit)
@@ -77,9 +80,10 @@ class BlockTable:
         return seen
 
     def count(self, table: Tensor, box: Box) -> Bounds:
-        """Return bounds on the allowed (query, key) pairs of each box; box i uses table[i].
+        """Return bounds on the allowed (query, key) pairs of each of n boxes of queries and keys.
 
-        Bounds are exact for boxes that span at most 8 query blocks, and coarser for larger ones.
+        table: index of the table for each box, shape (n,); the heads in `box` are ignored. Bounds are exact for boxes
+        that span at most 8 query blocks, and coarser for larger ones.
         """
         box = Box(table, *(clip(side, 0, self.limit) for side in (box.q, box.k)))
         rows = torch.where(box.q.count > 0, box.q.last // self.q_block - box.q.first // self.q_block + 1, 0)
@@ -93,7 +97,10 @@ class BlockTable:
         return Bounds(low, high)
 
     def squares(self, table: int) -> Squares:
-        """Return the listed block pairs of one table as squares of positions. Requires q_block == block."""
+        """Return a square of `block` queries by `block` keys for each listed key block of a table.
+
+        Requires q_block == block. table: index of the table.
+        """
         row, place = (self.entries[table] < NOTHING).nonzero().unbind(1)
         return Squares(row * self.block, self.entries[table, row, place] * self.block, self.block)
 
@@ -197,9 +204,9 @@ def by_halving(width: int, device: torch.device) -> Callable[[Tensor, Tensor, Te
 
 
 class TableRule(Pattern):
-    """Base of patterns that allow a pair iff a `BlockTable` names the key's block in the row of the query's block.
+    """Base of patterns that allow a pair iff a table lists the key's block in the row of the query's block.
 
-    There is one table for all heads, or one for each global head.
+    There is one table for all heads, or one for each global head; `table` returns all of them as a `BlockTable`.
     """
 
     @property
@@ -224,7 +231,7 @@ class TableRule(Pattern):
 
 
 def keys_of_blocks(blocks: Iterable[int], block: int, keys: range) -> Ranges:
-    """Return the keys in `keys` that are in the key blocks with these numbers; adjacent blocks form one range."""
+    """Return the keys in `keys` whose block, of `block` tokens, has a number in `blocks`, as few ranges."""
     seen = set(blocks)
     firsts = sorted(number for number in seen if number - 1 not in seen)
     lasts = sorted(number for number in seen if number + 1 not in seen)
@@ -244,7 +251,7 @@ _SEQUENCES = (list, tuple, range)
 
 @pattern_kind("block_list")
 class BlockList(TableRule):
-    """Pattern that allows a pair iff the row of the query's block names the key's block.
+    """Pattern that allows a pair iff the table row of the query's block contains the number of the key's block.
 
     `rows` is one table for all heads, or a tuple of tables, one for each global head. A table is a tuple of rows, one
     for each query block, and a row is a tuple of key block numbers, which are stored in ascending order. Blocks have

@@ -293,7 +293,7 @@ class _ReadsValuesError(Exception):
 
 
 class _Watch(TorchFunctionMode):
-    """Torch function mode that notes in `used` whether tensors b and h ("b", "h") enter a computation.
+    """Torch function mode that adds "b" or "h" to the set `used` when the tensor b or h enters a computation.
 
     Raises _ReadsValuesError if code converts tensor values to Python values.
     """
@@ -337,8 +337,9 @@ def _check_mask_mod(function: types.FunctionType, digest: str) -> tuple[bool, bo
 
 
 def _largest_grid(function: types.FunctionType) -> Grid:
-    """Return (b, h, q, k) that broadcast to a grid: the largest of a few sizes that captured tensors cover.
+    """Return arguments (b, h, q, k) of a mask_mod that broadcast to a grid of batch entries, heads, queries and keys.
 
+    Of a few sizes it is the largest at which the function does not index beyond the end of a captured tensor.
     Positions begin at 0. The grid has two batch entries, and one key fewer than queries if it has over two queries.
     """
     b, h, t = (torch.arange(number, device="cpu") for number in (2, _HEADS[0], _TOKENS[0]))
@@ -371,7 +372,11 @@ def _call(function: types.FunctionType, grid: Grid, kind: str = "") -> Any:
 
 
 def _over_grid(name: str, result: Any, grid: Grid) -> Tensor:
-    """Return the result expanded to the grid; TypeError unless it is a bool tensor, ValueError unless it broadcasts."""
+    """Return the result of a mask_mod, expanded to the broadcast shape of the grid (b, h, q, k).
+
+    Raises TypeError unless it is a bool tensor, and ValueError unless it broadcasts to this shape. name: name of the
+    mask_mod, for errors.
+    """
     if not isinstance(result, Tensor):
         raise _refused(name, "must return a bool tensor", f"got {type(result).__name__}", TypeError)
     if result.dtype != torch.bool:

@@ -43,8 +43,9 @@ def copy_and_digest(function: types.FunctionType, device: torch.device) -> tuple
 
     Equal digests mean equal functions, in all processes. The digest covers code, constants, defaults, captured values,
     and globals with their names; it does not cover the function's own name, names of local variables, and the place in
-    a file. Raises TypeError for values that their contents do not identify, for code that assigns captured variables,
-    and for code that imports or finds values by name.
+    a file. The function may read numbers, strings, dense tensors, containers of these, plain functions, and names of
+    torch, math, operator and flexdilated. Raises TypeError if it reads other values, assigns captured variables or
+    globals, imports, or looks up values by name.
     """
     try:
         identity, copy = _Walk(function.__qualname__, device).function(function)
@@ -176,8 +177,8 @@ def _codes(code: types.CodeType) -> Iterator[types.CodeType]:
 def _constant_name(value: Any) -> str | None:
     """Return the qualified name of a module, class or function that counts as a constant; None for other objects.
 
-    Constants are modules of the packages in _CONSTANT, classes and functions that such a module holds under their own
-    name, and the built-in names of _BUILTINS.
+    Constants are the modules of torch, math, operator and flexdilated, the classes and functions that such a module
+    holds under their own names, and built-in functions, types and exceptions that look up nothing by name.
     """
     if isinstance(value, types.ModuleType):
         return value.__name__ if value.__name__.partition(".")[0] in _CONSTANT else None

@@ -32,7 +32,8 @@ Rectangle = tuple[Progression, ...]
 def fits(step: int, grid: tuple[int, ...]) -> bool:
     """True if `rectangles` can split arithmetic progressions of row-major positions with this step.
 
-    The step must divide the row length grid[-1], or be a multiple of it whose quotient fits the outer axes in turn.
+    grid: lengths of the axes, the outermost first. The step must divide grid[-1], or be a multiple of grid[-1] such
+    that step // grid[-1] fits grid[:-1].
     """
     inner = grid[-1]
     if len(grid) == 1 or inner % step == 0:
@@ -45,8 +46,9 @@ def hull(progression: Progression) -> Progression:
 
 
 def rectangles(progression: Progression, grid: tuple[int, ...]) -> Iterator[Rectangle]:
-    """Split n progressions of row-major positions into rectangles of coordinates; `fits` must hold for their step.
+    """Split n progressions of row-major positions into rectangles: products of one progression for each axis.
 
+    grid: lengths of the axes, the outermost first; `fits` must be True for the step of the progressions.
     Each yielded item is a batch of n rectangles, one for each progression; a rectangle may be empty. With two axes the
     items are the end of a row, the beginning of another row, and the whole rows between them.
     """
@@ -87,7 +89,7 @@ class Rectangles:
     sides: Rectangle
 
     def alone(self, number: int) -> tuple[Int64[Tensor, " n"], Bool[Tensor, " n"]]:
-        """Return (first, is_only), each with an entry for each of `number` progressions.
+        """Return two tensors (first, is_only) with one entry for each progression, 0 to number - 1.
 
         first: index of a rectangle of the progression, 0 if it has none. is_only: True if it has exactly one.
         """
@@ -113,9 +115,9 @@ def joined(*boxes: Rectangle) -> Rectangle:
 
 
 def pairs_of(q_run: Tensor, k_run: Tensor, number: int) -> tuple[Tensor, Tensor]:
-    """Return (query index, key index) of every pair of a query rectangle and a key rectangle with equal run numbers.
+    """Return (i, j), the indices of all pairs with q_run[i] == k_run[j].
 
-    q_run, k_run: run number of each query and each key rectangle (see `Rectangles`), less than `number`.
+    q_run, k_run: `run` of the query and of the key rectangles (see `Rectangles`); all entries are below `number`.
     """
     k_order, k_number = k_run.argsort(), torch.bincount(k_run, minlength=number)
     k_first, partners = (k_number.cumsum(0) - k_number)[q_run], k_number[q_run]
@@ -125,9 +127,10 @@ def pairs_of(q_run: Tensor, k_run: Tensor, number: int) -> tuple[Tensor, Tensor]
 
 
 def _coordinates(row: Tensor, grid: list[int]) -> Rectangle:
-    """Return the coordinates of each row number along the axes of `grid`, the outer ones, as progressions of one term.
+    """Return the coordinates of rows of a grid along its outer axes, as progressions of one term.
 
-    For rows beyond the grid the outermost coordinate exceeds the length of its axis.
+    row: row-major numbers of the rows. grid: lengths of the outer axes. For rows beyond the grid the outermost
+    coordinate is at least the length of its axis.
     """
     one = torch.ones_like(row)
     coordinates = [row // prod(grid[axis + 1 :]) for axis in range(len(grid))]
@@ -168,8 +171,8 @@ class Axis:
     def count(self, head: Tensor, q: Progression, k: Progression) -> Bounds:
         """Return bounds on the number of pairs, in each of n boxes, whose key is in the query's window.
 
-        A box is all places of q[i] with all places of k[i]; it may be empty. Bounds are exact for equal steps, if there
-        are at most 64 residue classes of places and at most 64 classes of queries by their place in a group.
+        Box i is all places of q's i-th progression with all places of k's; it may be empty. head: global head of each
+        box. Bounds are exact if q and k have equal steps, and `rate` and `stride` are at most 64.
         """
         if self.rate > _MOST_CLASSES:
             return self._count_by_distance(head, q, k)
@@ -181,10 +184,11 @@ class Axis:
         return Bounds(low, high)
 
     def likeness(self, q: Progression, k: Progression) -> tuple[Tensor, Tensor]:
-        """Return two tensors of shape (n,) for n boxes of places: boxes with equal sizes and entries have equal masks.
+        """Return two tensors of shape (n,) that tell which of n boxes of places have equal masks.
 
-        For boxes in which no window is shifted, the entries depend only on the distance from the first query to the
-        first key, and on the first query modulo rate * stride.
+        Boxes with equal entries in both, and with equal counts and steps of queries and of keys, have equal masks. For
+        boxes in which no window is shifted, the entries depend only on the distance from the first query to the first
+        key, and on the first query modulo rate * stride.
         """
         inner = q.first >= (self.lead + self.stride - 1) * self.rate
         inner &= self.length - 1 - q.last >= (self.size - self.lead - 1) * self.rate
@@ -195,7 +199,11 @@ class Axis:
         return (self.length - 1 - residue) // self.rate + 1
 
     def _count_by_distance(self, head: Tensor, q: Progression, k: Progression) -> Bounds:
-        """Return bounds from distances: low from those that all queries see, high from those that any may see."""
+        """Return bounds on the allowed pairs of each box, from the distances key - query.
+
+        low counts the pairs at distances that every window contains, high those at distances that any window may
+        contain. For unequal steps of q and k, low is 0, and high counts all pairs within a residue class.
+        """
         box = Box(head, *(clip(side, 0, self.length) for side in (q, k)))
         if q.step != k.step:
             return Bounds(torch.zeros_like(q.first), count_multiples(box, self.rate).high)
@@ -210,8 +218,8 @@ class Axis:
     def _count_in_class(self, box: Box, held: int) -> Bounds:
         """Return bounds on the allowed pairs of each box within one residue class of `held` places.
 
-        Positions are numbers within the class. Counts keys before the ends of windows minus keys before their
-        beginnings, summed over the groups.
+        Positions in `box` are numbered within the class. The number of pairs is the sum over the groups of the keys
+        before the end of the window, minus the keys before its beginning.
         """
         q, k = clip(box.q, 0, held), clip(box.k, 0, held)
         groups = list(self._groups(q))
@@ -229,11 +237,11 @@ class Axis:
         return Bounds(pairs, pairs)
 
     def _groups(self, q: Progression) -> Iterator[tuple[Progression, Tensor | int]]:
-        """Yield (first places of the groups that hold the queries, as progressions; number of queries for each group).
+        """Yield items (first place of each group, number of queries of q in each group) that cover all queries.
 
-        Yields one progression for each class of queries at equal places in their groups; or all groups with the number
-        of queries in a whole group, followed by corrections (at most 0) for the first and the last group. Yields
-        nothing if there are more than 64 classes.
+        Groups are those that share a window, see `Axis`; first places are progressions. Add up the numbers of a group
+        that several items contain: some are corrections below 0, for first and last groups that q holds in part.
+        Yields nothing if this takes more than 64 items.
         """
         stride, cycle = self.stride, self.stride // gcd(self.stride, q.step)
         if q.step * cycle == stride and cycle > _FEW_CLASSES:
@@ -247,7 +255,10 @@ class Axis:
                 yield Progression(first, q.step * cycle, (q.count - index + cycle - 1) // cycle), 1
 
     def _count_by_ends(self, q: Progression, k: Progression, held: int) -> Bounds:
-        """Return bounds from the windows of the first and the last query; all other windows are between these two."""
+        """Return bounds on the allowed pairs of each box, from the windows of its first and its last query.
+
+        All other windows are between these two. held: number of places of the residue class.
+        """
         begin, last = (
             (end // self.stride * self.stride - self.lead).clamp(min=0, max=held - self.size)
             for end in (q.first, q.last)
@@ -258,9 +269,10 @@ class Axis:
 
 
 def _keys_before(groups: Progression, ahead: int, k: Progression, least: Tensor | int, most: Tensor) -> Tensor:
-    """Return, for each i, the sum over places p of groups[i] of the number of keys of k[i] before p + `ahead`.
+    """Return, for each i, the number of keys of k[i] before p + `ahead`, summed over the places p of groups[i].
 
-    The number of keys for each place is clipped to [least, most]. The step of `groups` must be a multiple of k's.
+    Before the sum, the number for each place is clipped to [least, most]. The step of `groups` must be a multiple of
+    the step of k.
     """
     step, count = groups.step // k.step, groups.count
     first = (groups.first + ahead - k.first + k.step - 1).div(k.step, rounding_mode="floor")

@@ -54,7 +54,7 @@ class MarkedTokens(Pattern):
     def marks(self) -> tuple[int | None, int, int]:
         """Return (period, first, stop): position t is marked iff first <= t mod period < stop.
 
-        First is 0 or stop is the period. With period None, t itself is compared, and first is 0.
+        Either first is 0 or stop equals the period. With period None, t itself is compared, and first is 0.
         """
         raise NotImplementedError  # defined by each kind
 

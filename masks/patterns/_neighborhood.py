@@ -255,8 +255,9 @@ class Neighborhood(Pattern):
         return self.likeness_of(q, k, box)
 
     def likeness_of(self, q: Rectangles, k: Rectangles, box: Box) -> tuple[Tensor, ...]:
-        """Return tensors of shape (n,) for n boxes, with the meaning of `likeness`: equal entries mean equal masks.
+        """Return tensors of shape (n,) that tell which of n boxes have equal masks.
 
+        Boxes with equal entries in all tensors, and equal counts and steps of queries and of keys, have equal masks.
         q, k: rectangles of the boxes' queries and keys. If a box has more than one rectangle of queries or of keys, its
         entries are its first positions, so that only an equal box matches it.
         """
@@ -270,7 +271,10 @@ class Neighborhood(Pattern):
         return tuple(columns)
 
     def count_rectangles(self, queries: Rectangle, keys: Rectangle) -> Bounds:
-        """Return bounds on the allowed pairs of n query rectangles with n key rectangles: products over the axes."""
+        """Return bounds on the allowed pairs between n query rectangles and n key rectangles, paired by index.
+
+        They are the products of the bounds along each axis.
+        """
         low, high = (torch.ones_like(queries[0].first) for _ in range(2))
         for q, k, axis in zip(queries, keys, self.axes, strict=True):
             near = (high > 0).nonzero().squeeze(1)
@@ -356,6 +360,7 @@ def _steps(window: range) -> str:
 def _in_window(device: torch.device, num_tokens: int, pitch_of_axis: int, axis: Axis) -> MaskMod:
     """Return the closure (b, h, q, k) -> bool of one axis: True if the key is in the query's window along it.
 
+    num_tokens: number of tokens of the grid. pitch_of_axis: number of tokens between neighbouring places of the axis.
     Keys beyond the grid are placed before all windows, and the windows of queries beyond it after all keys.
     """
     apart = -(-axis.length // axis.rate)  # distance of the places of two classes

@@ -44,7 +44,7 @@ from ._token_values import documents as documents_pattern
 class _FromStart(OnePart):
     """Base of patterns that apply `part` to positions counted from a start, and print as a method call: `p.after(4)`.
 
-    Neighbouring branches of a mixture print as one call on their sum.
+    Adjacent branches of a mixture with equal arguments of this call print as one call on a sum: `(p + q).after(4)`.
     """
 
     def method(self) -> str:
@@ -62,7 +62,7 @@ class _FromStart(OnePart):
     def _reason_from(self, start: int, pair: Pair, where: str = "") -> tuple[bool, str, Reason]:
         """Return (allowed, text, reason of `part`) for the pair with positions counted from `start`.
 
-        allowed: True if `part` allows this pair; the text says whether. where: text that follows `start`.
+        allowed: True if `part` allows this pair; the text states it. where: words that follow `start` in the text.
         """
         inner = pair.counted("place", pair.query - start, pair.key - start).reason_of(self.part)
         verdict = "allowed" if inner.allowed else "forbidden"
@@ -324,11 +324,11 @@ def blockwise(pattern: Pattern, block: int) -> Pattern:
 
 
 def _runs(terms: Progression, block: int) -> list[tuple[Progression, Counts]]:
-    """Return (block numbers, as progressions; number of terms in each of these blocks) for n progressions of positions.
+    """Group the terms of n progressions of positions by block; return [(block numbers, terms in each block), ...].
 
-    Each block that holds terms is in one of the returned items. Where the number of terms is 0, ignore the block
-    numbers. Returns [] unless the step divides the block or is a multiple of it, as consecutive blocks would hold
-    different numbers of terms.
+    Block numbers are n progressions; the number of terms in each of these blocks has shape (n,). Each block that holds
+    terms is in one of the items. Where the number of terms is 0, ignore the block numbers. Returns [] unless the step
+    divides the block or is a multiple of it: otherwise consecutive blocks would hold different numbers of terms.
     """
     if terms.step % block == 0:
         blocks = Progression(terms.first // block, terms.step // block, terms.count)
@@ -357,7 +357,7 @@ def _span(terms: Progression, block: int) -> Progression:
 
 
 def keys_in_blocks(runs: Iterable[range], block: int, keys: range) -> Ranges:
-    """Return the keys in `keys` that are in the blocks with these numbers (`runs`), as few ranges."""
+    """Return the keys in `keys` whose block, of `block` tokens, has a number in one of `runs`, as few ranges."""
     tokens: list[range] = []
     for run in runs:
         if run.step == 1:

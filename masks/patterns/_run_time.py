@@ -45,10 +45,11 @@ class Given:
 
 @dataclass(frozen=True)
 class RunTime(Pattern):
-    """Base of patterns that need a run-time tensor: they carry it in `given`, or it is passed by `name` with the call.
+    """Base of patterns that need a run-time tensor: `given` holds it, or is None if each call passes it by `name`.
 
-    The pattern's text holds the name and not the values, so new values neither retrace nor recompile. `table` turns the
-    tensor into a `Table`, the pattern with these values.
+    num_dims: number of dims of the tensor for one batch entry; one more dim is the batch. The pattern's text holds the
+    name and not the values, so new values neither retrace nor recompile. `table` turns the tensor into a `Table`, the
+    pattern with these values.
     """
 
     is_run_time = True
@@ -74,16 +75,17 @@ class RunTime(Pattern):
         return replace(values, source=replace(self, given=None))
 
     def table(self, tensor: Tensor, extent: Extent) -> Table:
-        """Return the pattern with this tensor's values, for positions below those of `extent`.
+        """Return the pattern with this tensor's values.
 
-        Raises TypeError or ValueError for a tensor whose dtype, shape or values do not fit the pattern.
+        extent: one past the last query position, and one past the last key position. Raises TypeError or ValueError for
+        a tensor whose dtype, shape or values do not fit the pattern.
         """
         raise NotImplementedError  # defined by each run-time pattern
 
     def widest(self, shape: tuple[int, ...], extent: Extent) -> Tensor:
-        """Return a run-time tensor of this shape whose values allow the most pairs, for positions below `extent`.
+        """Return a run-time tensor of this shape whose values allow the most pairs.
 
-        Plans use it while values are unknown.
+        Plans use it while values are unknown. extent: see `table`.
         """
         raise NotImplementedError
 
@@ -157,11 +159,11 @@ class Windows:
 class Table(Pattern):
     """Base of patterns that hold the values of a run-time tensor: one row for each batch entry, or one row for all.
 
-    Tables with equal digests and sources are equal. Bounds have no batch index, and need equal rows or a table of one
-    row (`of_entry`). rows: the values, on the CPU. digest: text that identifies shape and content. reach: declared
-    largest distance of allowed pairs, in tokens; None for no limit. known: False for a placeholder that represents all
-    values of its shape. source: the run-time pattern without its tensor; None if the table was built directly. held:
-    the rows on other devices, see `on`.
+    Tables with equal digests and sources are equal. Methods without a batch index, such as `count`, need a table of one
+    row (see `of_entry`) or of equal rows. rows: the values, on the CPU. digest: text that identifies shape and content.
+    reach: declared largest distance of allowed pairs, in tokens; None for no limit. known: False for a placeholder that
+    represents all values of its shape. source: the run-time pattern without its tensor; None if the table was built
+    directly. held: copies of the rows by device, see `on`.
     """
 
     is_run_time = True
@@ -198,17 +200,20 @@ class Table(Pattern):
         raise NotImplementedError  # defined by each table
 
     def on(self, device: torch.device) -> Rows:
-        """Return the rows on a device; they are copied once and shared by all closures there."""
+        """Return a holder of a copy of the rows on a device; it is made once, and all mask_mods there share it."""
         if device not in self.held:
             self.held.setdefault(device, Rows(self.copied_to(device)))
         return self.held[device]
 
     def copied_to(self, device: torch.device) -> Tensor:
-        """Return a copy of the rows on a device, in the form that closures there read."""
+        """Return a copy of the rows on a device, in the form that mask_mods there read."""
         return self.rows.to(device, copy=True)
 
     def batch_step(self, device: torch.device) -> Tensor:
-        """Return 1 if each batch entry has a row, 0 if all share one: entry b has row b * step."""
+        """Return an integer scalar on `device`: 1 if each batch entry b has its own row, 0 if all share one row.
+
+        With this step, batch entry b has row b * step.
+        """
         (step,) = parameters(device, int(len(self.rows) > 1))
         return step
 
@@ -243,7 +248,7 @@ class Table(Pattern):
 
 
 class Rows:
-    """Mutable holder of the rows that a closure reads; a compiled graph puts the rows of each call into it."""
+    """Mutable holder of the rows that a mask_mod reads; a compiled graph puts the rows of each call into it."""
 
     def __init__(self, rows: Tensor) -> None:
         self.rows = rows
@@ -327,9 +332,10 @@ def tables(pattern: Expression) -> tuple[Table, ...]:
 
 
 def of_tensor(kind: type[RunTime], tensor: Any, name: str, **options: Any) -> Pattern:
-    """Return a run-time pattern of this kind with a tensor, or with the name under which calls pass it.
+    """Return a pattern of class `kind` that carries a tensor, or only the name under which calls pass it.
 
-    tensor: a tensor, a value that torch.as_tensor converts, or a str that replaces `name`. options: other fields.
+    tensor: a tensor; a value that torch.as_tensor converts; or a str, the name under which calls pass the tensor.
+    name: name of a tensor that the pattern carries; ignored if `tensor` is a str. options: other fields of the pattern.
     """
     if isinstance(tensor, str):
         return kind(tensor, **options)

@@ -45,9 +45,10 @@ _NONE = -1  # pads rows that name fewer than W blocks
 
 @pattern_kind("selected_blocks", positional=1)
 class SelectedBlocks(RunTime):
-    """Pattern that allows a pair iff the row of the query's block names the key's block, in the table of the head.
+    """Pattern that allows a pair iff, in the table of its head, the row of the query's block lists the key's block.
 
-    The table is a run-time tensor with `most` entries in each row; `block`: (tokens of a query block, of a key block).
+    The tables are a run-time tensor with `most` entries in each row. block: (tokens of a query block, tokens of a key
+    block).
     """
 
     num_dims = 3
@@ -117,7 +118,7 @@ class SelectedBlocks(RunTime):
         return first
 
     def widest(self, shape: tuple[int, ...], extent: Extent) -> Tensor:
-        """Return a table of this shape in which each row names the first key blocks, padded with -1."""
+        """Return a tensor of this shape in which each row lists key blocks 0, 1, ..., as many as fit, then -1."""
         named = torch.arange(shape[-1])
         return torch.where(named * self.block[1] < extent.keys, named, _NONE).expand(shape)
 
@@ -266,6 +267,7 @@ def selected_blocks(blocks: Any, *, block: int | tuple[int, int], most: int, nam
     string, the name under which `attend(bindings=)` passes the tensor.
     block: tokens of a block, or (tokens of a query block, tokens of a key block); block 0 begins at position 0.
     most: number of entries of each row.
+    name: name of the tensor in texts and errors, unless `blocks` is a string. Names within a pattern must differ.
 
     In `(selected_blocks(...) | p) & q` with patterns p and q, or without p or q, `attend` reads the table directly: new
     values need no planning and no compilation. In other compositions, such as `~selected_blocks(...)` or two uses of

@@ -179,7 +179,7 @@ class Documents(RunTime):
         return Spans.of(starts, reach=self.longest - 1)
 
     def widest(self, shape: tuple[int, ...], extent: Extent) -> Tensor:
-        """Return document ids of this shape: documents of `longest` tokens, or a single one if it is None."""
+        """Return document ids of this shape: documents of `longest` tokens, or one document if `longest` is None."""
         position = torch.ones(shape, dtype=torch.int64).cumsum(-1) - 1
         return position // (self.longest or extent.tokens)
 
@@ -239,6 +239,7 @@ def documents(ids: Any, *, longest: int | None = None, name: str = "documents") 
     New values do not recompile.
     longest: maximum number of tokens in a document, which keeps the block tables of compiled graphs narrow; a longer
     document raises ValueError. None for no maximum.
+    name: name of the tensor in texts and errors, unless `ids` is a string. Names within a pattern must differ.
 
     `p & documents(ids)` removes the pairs of p between documents; `p.per_document(ids)` also counts positions from the
     start of each document.
@@ -262,6 +263,7 @@ def lengths(lengths: Any, *, padding: str = "right", name: str = "lengths") -> P
     padding: the side of the padding, "right" or "left". For padding on the left,
     `p.per_document(lengths(n, padding="left"))` counts positions from the first real token, so that results equal those
     without padding for every pattern p.
+    name: name of the tensor in texts and errors, unless `lengths` is a string. Names within a pattern must differ.
 
     >>> masks.describe(masks.lengths([3]), 4).useful_pairs
     9
@@ -395,9 +397,11 @@ class KeySet(Table):
 def visible_keys(visible: Any, *, name: str = "visible_keys") -> Pattern:
     """Pattern in which each query sees exactly the keys that are marked True.
 
-    visible: booleans of shape (positions,) or (batch, positions), one for each position from 0 to that of the last key:
-    k_offset + num_keys. In torch's convention it is `~key_padding_mask`, in that of transformers the attention_mask.
-    Or floats, 0 for True and -inf for False. Or a string, the name under which `attend(bindings=)` passes the tensor.
+    visible: booleans of shape (positions,) or (batch, positions), with positions = k_offset + num_keys: one for each
+    position from 0 to that of the last key. In torch's convention it is `~key_padding_mask`, in that of transformers
+    the attention_mask. Or floats, 0 for True and -inf for False. Or a string, the name under which `attend(bindings=)`
+    passes the tensor.
+    name: name of the tensor in texts and errors, unless `visible` is a string. Names within a pattern must differ.
 
     >>> masks.describe(masks.visible_keys([True, False, True]), 3).useful_pairs
     6

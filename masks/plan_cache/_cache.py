@@ -110,8 +110,9 @@ class Entry:
     """A cached value, with its size in bytes and its place in the order of eviction.
 
     pattern: texts of the patterns it depends on, concatenated. device: the device of a copy made from other cached
-    values; None for a value that is no copy. line: the cache's order of eviction of copies, or of other entries, with
-    this entry; least recently used first. Entries hash by identity, which is faster than by key.
+    values; None for a value that is no copy. line: the order of eviction that contains this entry, least recently used
+    first; a cache has one for copies and one for all other entries. Entries hash by identity, which is faster than by
+    key.
     """
 
     key: Hashable
@@ -198,9 +199,9 @@ class Cache:
         return building.done.result()
 
     def forget(self, pattern: Expression) -> int:
-        """Drop all values that depend on a pattern or on a combination of it; return the number of dropped values.
+        """Drop all values that depend on a pattern, or on a combination that contains it; return their number.
 
-        Values being built for it are returned to their callers but not kept.
+        Values that are being built for the pattern are returned to their callers but not kept.
         """
         # A larger intersection or union contains these parts, but not the text of the whole.
         branches = require_expression(pattern).unpadded.branches()
