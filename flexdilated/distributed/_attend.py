@@ -116,10 +116,10 @@ def attend(
     sharding: which rank holds which positions; None: contiguous shards of equal length.
     schedule: "exchange" sends each key only to the ranks that need it, in one all-to-all; "ring" sends a shard, or
         each half of it in zigzag order, whole to every rank that needs one of its keys; a rank holds at most two shards
-        of other ranks at once. "auto" chooses by the counted bytes that ranks receive and hold.
+        of other ranks at once. "auto" chooses by the bytes that the most loaded rank would receive and hold.
     codec: encoding of keys and values in messages: None (their dtype), "bf16", "int8" (one scale per token
         and head), or "auto": the narrowest with relative error of each key and value vector within `error_bound`,
-        chosen by one small collective per call. Gradients are sent in bf16 or wider.
+        chosen by one small collective per call. Gradients are sent with at least 16 bits per number.
     pool: source of message buffers: None (torch allocates), a `BufferPool`, or "auto", this device's default pool.
     bindings: values, for the whole sequence, of the run-time tensors that the pattern only names, such as
         {"documents": ids}.
@@ -202,7 +202,7 @@ def _facts(
 ) -> tuple[tuple[str, object], ...]:
     """Return (name, value) pairs of the call's arguments that must be equal on all ranks; the values are hashable.
 
-    Sizes become constants under torch.compile: a graph serves one size, because messages have fixed sizes.
+    Under torch.compile the sizes become constants of the graph, because messages have fixed sizes. pattern: in JSON.
     """
     wanted = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in (q, k, v, sinks))
     return (
@@ -243,9 +243,10 @@ def _best(
     num_heads_global: int,
     codec: CodecChoice,
 ) -> RankSchedule:
-    """Choose "exchange" or "ring" by the bytes that ranks would receive and hold; once per graph under torch.compile.
+    """Choose "exchange" or "ring" by the bytes that the most loaded rank would receive and hold.
 
-    bindings: values of the pattern's run-time tensors, ordered by name; with any, torch.compile gets a ValueError.
+    Under torch.compile the choice is a constant of the graph. bindings: values of the pattern's run-time tensors,
+    ordered by name. Raises ValueError under torch.compile if there are any, because a trace does not have the values.
     """
     coded = codec_named(None if codec == "auto" else codec)  # the codec that "auto" will choose is not known yet
     head_dim = index(q.shape[3])

@@ -60,7 +60,7 @@ class Exchange:
         """Context manager that starts to send this rank's keys and values, and to receive those that its queries need.
 
         Yields a function that waits for the transfer and writes the received rows into its argument: (k, v), each
-        (B, G, R, D), with R tokens for the KV head that receives most.
+        (B, G, R, D), with R tokens for the KV head that receives most. Padding of other heads is not written.
         """
 
         def receive(others: Sequence[Tensor]) -> None:
@@ -100,9 +100,9 @@ class Exchange:
     ) -> Iterator[Callable[[], list[Float[Tensor, "B R D"]]]]:
         """Context manager that starts one all-to-all of `rows`; yields a function that returns the received rows.
 
-        rows: one tensor for k and one for v. The function, to be called once, waits for the transfer.
-        Buffers are kept until the transfer ends, also if the `with` block raises: until the other ranks have sent their
-        rows, or until the process group's timeout.
+        rows: one tensor for k and one for v. role: "keys", or "gradients" for the way back to the owners. The function
+        waits for the transfer; call it once. Buffers are kept until the transfer ends, also if the `with` block raises:
+        until the other ranks have sent their rows, or until the process group's timeout.
         """
         batch, _, head_dim = rows[0].shape
         dtype, device, ranks, codec = rows[0].dtype, rows[0].device, self.ranks, self.codec
@@ -148,7 +148,8 @@ def exchange_op(
 
     The results are (B, H, L, D), (B, H, L) and twice (B, G, R, D), with R tokens for the KV head that receives most;
     shorter heads are padded. The transfer of keys overlaps with attention to this rank's keys. bindings: the pattern's
-    run-time tensors, ordered by name. constants: a `PlainCall` as text.
+    run-time tensors, ordered by name. constants: the other arguments of the call (pattern, scale, sharding, process
+    group and so on) as the text that `PlainCall.constants` returns.
     """
     call = PlainCall.of(constants)
     own = Exchange(call, q, k, v, bindings)
@@ -185,7 +186,8 @@ def exchange_backward_op(
     """Return (dq, dk, dv) of this rank's q, k and v, from the results of `exchange_op` and their gradients.
 
     k_others, v_others: the received keys and values, which the forward returned. The transfer of their gradients
-    overlaps with the computation of the gradients of this rank's keys.
+    overlaps with the computation of the gradients of this rank's keys. grad_lse: None if lse has no gradient.
+    bindings, constants: as in `exchange_op`.
     """
     call = PlainCall.of(constants)
     own = Exchange(call, q, k, v, bindings)
@@ -206,7 +208,9 @@ def exchange_keys_op(q: Tensor, k: Tensor, v: Tensor, bindings: list[Tensor], co
     """Return (k, v), each this rank's tokens followed by those received from other ranks: (B, G, L + R, D).
 
     A rank receives the keys and values that its queries need: R tokens for the KV head that receives most; shorter
-    heads are padded. Of q only the shape is used.
+    heads are padded. Of q only the shape is used. bindings: the pattern's run-time tensors, ordered by name. constants:
+    the other arguments of the call (pattern, sharding, process group and so on) as the text that `PlainCall.constants`
+    returns.
     """
     own = Exchange(PlainCall.of(constants), q, k, v, bindings)
     found = own.room(own.plan.both.num_keys)
@@ -229,6 +233,7 @@ def exchange_keys_backward_op(
     """Return (dk, dv) of this rank's keys and values, summed over all ranks.
 
     The arguments dk and dv are the gradients of the results of `exchange_keys_op`, so they include received keys.
+    Other arguments: as in `exchange_keys_op`.
     """
     own, first = Exchange(PlainCall.of(constants), q, k, v, bindings), k.shape[2]
     with own.sending_gradients([x[:, :, first:] for x in (dk, dv)]) as add_received:
@@ -243,10 +248,10 @@ def _(q, k, v, dk, dv, bindings, constants):
 
 
 def _empty_keys(q: Tensor, k: Tensor, bindings: list[Tensor], call: PlainCall, *, own: bool) -> Pair:
-    """Return uninitialised (k, v) of the received tokens, or of this rank's tokens followed by them if `own`.
+    """Return uninitialised (k, v) for the tokens that this rank receives: (B, G, R, D), or (B, G, L + R, D) if `own`.
 
-    For the fake implementations of ops, which need only shapes and dtypes.
-    If the pattern has run-time tensors, the number of keys is data-dependent (an unbacked size).
+    For the fake implementations of ops, which need only shapes and dtypes. own: True to include this rank's tokens. If
+    the pattern has run-time tensors, the number of keys is data-dependent (an unbacked size).
     """
     if bindings:
         num_keys = torch.library.get_ctx().new_dynamic_size()
@@ -312,8 +317,8 @@ def exchange(
 # A constant of a graph. `graph_constant` gets plain values, because torch 2.11 cannot unpack a constant named tuple.
 @graph_constant
 def _placement(values: tuple[Any, ...], num_heads: int, num_kv_heads: int, bindings: list[Tensor]) -> str:
-    """Return the positions of this rank's queries, and of its keys followed by the received keys, as text.
+    """Return the positions of this rank's queries, and of its keys followed by the received keys, as JSON text.
 
-    values: the fields of a `PlainCall`. num_heads, num_kv_heads: on this device.
+    values: the fields of the call's `PlainCall` (pattern, sharding and so on). num_heads, num_kv_heads: on this device.
     """
     return plan_of(PlainCall(*values), num_heads, num_kv_heads, bindings).both.text

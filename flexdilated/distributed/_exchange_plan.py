@@ -37,8 +37,8 @@ class ExchangePlan:
     """Rows (each one token of one KV head) that one rank receives and sends, in an order equal on sender and receiver.
 
     received[source][g]: positions on rank `source` whose key and value this rank needs in KV head g, because some of
-    its queries, in some query head of group g, may attend to them. sent[target][g]: positions of this rank that
-    `target` needs. A token counts once per KV head; the entry of a rank's own index is empty. The rows of a
+    its queries, in some query head that uses KV head g, may attend to them. sent[target][g]: positions of this rank
+    that `target` needs. A token counts once per KV head; the entry of a rank's own index is empty. The rows of a
     message are ordered by KV head, then by token as in these ranges.
 
     Received rows go into one tensor (B, G, R, D), where R is the length of the head with most rows; the padding of

@@ -29,10 +29,11 @@ from .group import Ranks, Sharding, check_agreement, check_shards, communicating
 
 
 def taken_heads(num_heads: int, of: int, num_ranks: int) -> tuple[range, ...]:
-    """Return, for each rank, the heads that it needs of a tensor with `of` heads.
+    """Return, for each rank, the range of heads that it needs of a tensor.
 
-    The num_heads query heads are split evenly over the ranks. `of` is num_heads for queries, or the number of key/value
-    heads; several ranks may need the same key/value head.
+    The num_heads query heads are split evenly, in order, over the ranks; num_ranks must divide num_heads. of: number of
+    heads of the tensor, which is num_heads for queries, or the number of key/value heads. Several ranks may need the
+    same key/value head.
     """
     share, group = num_heads // num_ranks, num_heads // of
     return tuple(range(at // group, (at + share - 1) // group + 1) for at in range(0, num_heads, share))
@@ -59,12 +60,14 @@ def attend_heads(
 ) -> Float[Tensor, "B H L D"] | tuple[Float[Tensor, "B H L D"], Float[Tensor, "B H L"]]:
     """Compute attention over a sequence sharded by `sharding`, where each of W ranks computes H / W heads.
 
-    q, k, v are this rank's tokens; returns their output (B, H, L, D) or, if return_lse is True, (output, lse). One
-    all-to-all gives each rank its heads of the whole sequence, so any pattern and engine can be used; others return the
-    output and, if it is needed, the lse. The load is balanced if the rules of the heads have equal work.
+    q, k, v are this rank's tokens; returns their output (B, H, L, D) or, if return_lse is True, (output, lse). A first
+    all-to-all sends q, k and v, so that each rank has its heads for the whole sequence, and any pattern and engine can
+    be used. A second sends the output back to the ranks that hold the queries, and a third the lse, if it is needed.
+    The load is balanced if the rules of the heads have equal work.
 
-    Bindings are for the whole sequence, sinks for all heads of q; the gradients of sinks must be summed over the ranks.
-    Other arguments: as in `flexdilated.attend`. Raises ValueError unless W divides H.
+    bindings: values of the pattern's run-time tensors, for the whole sequence. sinks: for all heads of q; their
+    gradients must be summed over the ranks. Other arguments: as in `flexdilated.attend`. Raises ValueError unless W
+    divides H.
     """
     padded = require_expression(pattern)
     pattern, needs_lse = pattern.unpadded, return_lse or pattern.pads
@@ -120,8 +123,9 @@ def tokens_to_heads(
 
     The shards, such as q, k and v, have one dtype and are sent in one all-to-all; a head is sent to each rank that
     needs it if num_heads query heads are split evenly. sharding: `Sharding.numbers()`. group: a process group's name.
-    pattern: in JSON; the ranks first check that they make the same call, unless it is "". widen: True to return tensors
-    whose heads go to several ranks in float32 or wider, so that their gradients are sent and summed in that dtype.
+    pattern: in JSON; ranks first check that the pattern and sizes are equal on all ranks. "" skips the check.
+    widen: if True, a tensor of which some head is sent to several ranks is returned in float32 or wider, so that its
+    gradients are sent and summed in that dtype.
     """
     rank, split, tensors = _read(num_heads, [x.shape[1] for x in shards], sharding, group)
     if pattern:
@@ -143,8 +147,8 @@ def heads_to_tokens(
 ) -> list[Tensor]:
     """Convert (B, Y, N, D), this rank's heads of all tokens, to (B, X, L, D), all heads of this rank's tokens.
 
-    heads: number X of heads of each tensor. Other arguments: as in `tokens_to_heads`. If several ranks have one head,
-    their tensors for it are summed, in float32 or wider and in the order of the ranks.
+    heads: number X of heads of each returned tensor. Other arguments: as in `tokens_to_heads`. If several ranks have
+    the same head, their values for it are summed, in float32 or wider and in the order of the ranks.
     """
     rank, split, tensors = _read(num_heads, heads, sharding, group)
     dtype, length = wholes[0].dtype, split.length(rank)
@@ -216,7 +220,8 @@ def _facts(shards: Sequence[Tensor], split: Sharding, pattern: str) -> dict[str,
 def _whole(shard: Tensor, takers: Takers, split: Sharding, rank: int, widen: bool) -> Tensor:
     """Return an uninitialised tensor (B, Y, N, D) for this rank's heads of all tokens.
 
-    It is in float32 or wider if `widen` is True and some head goes to several ranks.
+    It is in float32 or wider if `widen` is True and some head goes to several ranks. shard: (B, X, L, D), all heads of
+    this rank's tokens. takers: for each rank, the heads that it receives.
     """
     shared = sum(map(len, takers)) > shard.shape[1]
     dtype = sum_dtype(shard) if widen and shared else shard.dtype
@@ -226,7 +231,7 @@ def _whole(shard: Tensor, takers: Takers, split: Sharding, rank: int, widen: boo
 def _of_shards(shards: Sequence[Tensor], tensors: Sequence[Takers], split: Sharding, rank: int) -> Pieces:
     """For each receiving rank, views of this rank's tokens in the heads that the receiver needs.
 
-    One view for each tensor and contiguous range of positions.
+    One view for each tensor and contiguous range of positions. tensors: for each shard, the heads that each rank needs.
     """
     bounds = [0, *accumulate(map(len, split.ranges(rank)))]
     return [
@@ -252,7 +257,8 @@ def _of_wholes(wholes: Sequence[Tensor], split: Sharding) -> Pieces:
 def _swap(sources: Pieces, targets: Pieces, *, like: Tensor, group: str, add: bool) -> None:
     """Send sources[r] to each rank r in one all-to-all; copy the data from rank r into targets[r].
 
-    add: True to add the data to the targets, in the order of the ranks. like: a tensor of the dtype and device.
+    add: True to add the data to the targets, in the order of the ranks. like: any tensor with the dtype and device of
+    the data.
     """
     ranks = Ranks.named(group, like.device.type)
     sizes, expected = (

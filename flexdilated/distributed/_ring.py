@@ -24,7 +24,10 @@ from .wire import Codec, Lease, codec_for, gradient_codec, lease_from, pool_name
 
 @dataclass(frozen=True)
 class ShardPart:
-    """Consecutive local tokens of a rank's shard, and their positions; empty if no token is needed."""
+    """Part of a rank's shard: its consecutive local token indices, and their positions in the sequence.
+
+    Both are empty for a part without tokens.
+    """
 
     tokens: range
     positions: Ranges
@@ -39,9 +42,9 @@ class ShardPart:
 
 @dataclass(frozen=True)
 class Turn:
-    """One turn of a ring for one rank: it receives the keys and values of `received` from rank `source`.
+    """One turn of a ring for one rank: it receives keys and values from rank `source`, and sends some to rank `target`.
 
-    It also sends those of `sent`, a part of its own shard, to rank `target`. The backward reverses both: gradients of
+    received: part of the shard of `source`. sent: part of this rank's shard. The backward reverses both: gradients of
     received keys go back to `source`, gradients of sent keys come from `target`.
     """
 
@@ -57,7 +60,7 @@ def turns_of(
     """Return the turns of a rank in a ring, one for each other rank: the tokens that it receives and sends; cached.
 
     A run (contiguous range of positions) of a shard is sent whole if some query of the receiver needs a key of it.
-    Sender and receiver decide that independently, from the sharding and the pattern, which must contain the values of
+    Sender and receiver decide that independently, from the sharding and the rule. rule: the pattern with the values of
     its run-time tensors. heads: the query heads on this device, of num_heads_global.
     """
 
@@ -78,9 +81,10 @@ def turns_of(
 
 
 def _steps(num_ranks: int) -> Iterator[int]:
-    """Ring distances, nearest neighbours first: if only neighbours need each other's keys, their turns overlap.
+    """Yield, for each turn, the number of ranks by which its target follows a rank, modulo num_ranks: 1, -1, 2, -2, ...
 
-    All ranks use the same order; otherwise messages between three ranks could deadlock.
+    The two nearest neighbours come first, so that the turns overlap if only neighbours need each other's keys. All
+    ranks use the same order; otherwise messages between three ranks could deadlock.
     """
     for step in range(1, num_ranks // 2 + 1):
         yield step
@@ -89,9 +93,9 @@ def _steps(num_ranks: int) -> Iterator[int]:
 
 
 def _needed_part(needs: KVNeeds, sharding: Sharding, holder: int, receiver: int) -> ShardPart:
-    """Part of rank `holder`'s shard that rank `receiver` needs: each of its ranges of positions with a needed key.
+    """Return the part of rank `holder`'s shard that is sent to rank `receiver`; empty if it needs no key of it.
 
-    A shard has at most two such ranges, which are contiguous positions.
+    A shard has at most two ranges of contiguous positions; each that contains a needed key is sent whole.
     """
     queries = sharding.ranges(receiver)
     needed, first = [], 0
@@ -134,8 +138,9 @@ class Ring:
         """Call `visit` with this rank's shard, then with the received part of each turn.
 
         The next part is in transfer during a visit. visit: gets (turn or None for this rank's shard, part, keys
-        (B, G, S, D), values (B, G, S, D)); the part is empty if the turn receives nothing. Without tokens on this rank
-        there are no visits. Received keys are freed after their visit, so at most two shards of other ranks are held.
+        (B, G, S, D), values (B, G, S, D)) with the S tokens of the part; S = 0 if the turn receives nothing. Without
+        tokens on this rank there are no visits. Received keys are freed after their visit, so at most two shards of
+        other ranks are held.
         """
         if not len(self.own):
             return
@@ -175,7 +180,8 @@ class Ring:
     def room(self, codec: Codec, num_tokens: int, like: Tensor) -> Lease:
         """Lease a buffer (2, B, G, num_tokens, W) for keys and values in a message.
 
-        W: bytes of an encoded row; without an encoding, the head dim, in the dtype of `like` (B, G, L, D).
+        W: bytes of an encoded row, in uint8; if the codec leaves rows unchanged, the head dim, in the dtype of `like`.
+        like: a tensor (B, G, L, D) on the device of the buffer.
         """
         width, dtype = (like.shape[3], like.dtype)
         if codec.name is not None:
@@ -257,7 +263,8 @@ def ring_op(
     """Attend with this rank's queries to the keys of all ranks; returns out (B, H, L, D) and lse (B, H, L).
 
     Every rank must make this call, and run its backward. bindings: the pattern's run-time tensors, for the whole
-    sequence, ordered by name. constants: a `PlainCall` as text.
+    sequence, ordered by name. constants: the other arguments of the call (pattern, scale, sharding, process group and
+    so on) as the text that `PlainCall.constants` returns.
 
     Each shard is sent directly from its owner to every rank that needs a key of it, while that rank computes with the
     previous shard. The backward sends the shard again, and the gradients of its keys return to the owner. The gradients
@@ -298,7 +305,8 @@ def ring_backward_op(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return (dq, dk, dv) of this rank's q, k and v, from the results out and lse of `ring_op` and their gradients.
 
-    Receives the shards of other ranks again, and sends the gradients of each shard directly to its owner.
+    Receives the shards of other ranks again, and sends the gradients of each shard directly to its owner. grad_lse:
+    None if lse has no gradient. bindings, constants: as in `ring_op`.
     """
     call = PlainCall.of(constants)
     ring = Ring(call, q, k, v, bindings)

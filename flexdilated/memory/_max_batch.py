@@ -151,7 +151,7 @@ def _checked_device(device: torch.device | str | None) -> torch.device:
 
 
 def _peak(step: Callable[[int], object], n: int, device: torch.device) -> int | None:
-    """Peak bytes of this process in a step, including what was held before; None if it runs out of memory.
+    """Peak bytes of this process during step(n), including those held before; None if it runs out of memory.
 
     On CPU it is Linux's high-water mark of resident memory: writing 5 to clear_refs resets it to the current value.
     """
@@ -193,7 +193,7 @@ def _held_bytes(device: torch.device) -> int:
 
 
 def _return_freed_pages() -> None:
-    """Make glibc return freed pages that it keeps, which would count as held; other libraries keep few."""
+    """Make glibc return the freed pages that it keeps, which would count as held; other C libraries keep few."""
     getattr(ctypes.CDLL(None), "malloc_trim", lambda _: None)(0)
 
 
@@ -210,7 +210,7 @@ def free_bytes(device: torch.device) -> int:
 
 
 def _field(file: Path, name: str) -> int:
-    """Value, in bytes, of a field of a file in /proc that is given in kB."""
+    """Return, in bytes, the field `name` of a file in /proc that states it in kB; ValueError if it is missing."""
     try:
         lines = file.read_text(encoding="utf-8").splitlines()
     except OSError as error:
@@ -222,7 +222,7 @@ def _field(file: Path, name: str) -> int:
 
 
 def _left_by_groups() -> Iterator[int]:
-    """Bytes left under the limit of each control group around this process, in both versions of Linux's interface.
+    """Yield the bytes left under the limit of each control group around this process, in cgroup versions 1 and 2.
 
     Droppable pages of files count as free, as in MemAvailable. Groups that this process cannot see are skipped.
     """

@@ -45,7 +45,8 @@ _PLAIN_MERGE = 2  # parts up to which Inductor merges without a separate float32
 class Hidden:
     """Bytes that an operator allocates where a TorchDispatchMode, which sees only its results, cannot count them.
 
-    work: peak while it runs, without its inputs and with its results. kept: alive as long as the last of its results.
+    work: peak while it runs, including its results but not its inputs. kept: bytes that stay allocated until the last
+    of its results is freed.
     """
 
     work: int
@@ -53,11 +54,12 @@ class Hidden:
 
 
 class LiveBytes(TorchDispatchMode):
-    """Context that counts the bytes of each storage that an operation returns until it is freed; views cost nothing.
+    """Context manager that counts the bytes of the tensors that operations return, until they are freed.
 
-    live, peak: bytes alive now, and at most so far. held: tensors that are counted from the start. Allocations inside a
-    kernel are counted only for operators in `hidden`. On tensors of device "meta", which have sizes and no memory, the
-    counts equal a run on CPU; tensors with values may be mixed in.
+    Each storage counts once, so views cost nothing. live: bytes alive now. peak: most bytes alive at once since the
+    start or `restart`. held: tensors that are counted from the start. hidden: for an operator, the bytes that it
+    allocates inside its kernel, which are not counted otherwise. On tensors of device "meta", which have sizes and no
+    memory, the counts equal a run on CPU; tensors with values may be mixed in.
     """
 
     def __init__(self, *held: Tensor, hidden: Mapping[Any, Hidden] | None = None) -> None:
@@ -137,8 +139,8 @@ class AttentionMemory:
 
     queries: q, and equally out. keys: k and v together. lse: of all rows. kept: what training keeps from the forward
     for the backward, including q, k, v, out and lse. inference_peak: of a forward that keeps nothing. forward_peak: of
-    a forward in training. backward_peak: from the gradient of out to dq, dk and dv. tables: the plan's lists, which
-    stay in the cache and are not in the peaks.
+    a forward in training. backward_peak: from the gradient of out to dq, dk and dv. tables: the plan's block and index
+    tables, which stay in the cache and are not in the peaks.
     """
 
     queries: int
@@ -165,14 +167,14 @@ class AttentionMemory:
         return max(self.forward_peak, self.backward_peak)
 
     def at(self, num_tokens: int, other: AttentionMemory, tokens: tuple[int, int]) -> AttentionMemory:
-        """Memory for num_tokens, on the line through this and `other`, which are for tokens[0] and tokens[1] tokens."""
+        """Extrapolate linearly to num_tokens tokens from this, for tokens[0] tokens, and `other`, for tokens[1]."""
         share = (num_tokens - tokens[0]) / (tokens[1] - tokens[0])
         pairs = ((getattr(self, each.name), getattr(other, each.name)) for each in fields(self))
         return AttentionMemory(*(round(a + share * (b - a)) for a, b in pairs))
 
 
 def attention_memory(pattern: Expression, size: AttentionSize, *, device: str = "cpu") -> AttentionMemory:
-    """Memory of `attend` on this kind of device with its default engine: tiles on "cpu", flex elsewhere.
+    """Predict the memory of `attend` on a kind of device with its default engine: tiles on "cpu", flex elsewhere.
 
     Up to 1,048,576 tokens it plans the call, and counts what is alive: for tiles in a run of the engine on meta
     tensors, for flex by the allocations of its compiled program. Beyond, it extrapolates linearly. Allocations inside
@@ -223,9 +225,9 @@ def _planned_memory(
 
 
 def _tiles_memory(program: Program, size: AttentionSize) -> tuple[int, int, int, int, int]:
-    """(lse, kept, inference peak, forward peak, backward peak) of the engine's own code on meta tensors.
+    """Return (lse, kept, inference peak, forward peak, backward peak) in bytes, as the engine's code allocates them.
 
-    The decisions of the engine depend on the values in its tables, which are on the CPU.
+    It is run on meta tensors; only its tables are on the CPU, because its decisions depend on their values.
     """
     program = _few_of_each_kind(program, 2 * size.batch * size.head_dim * size.dtype.itemsize)
     order = (0, 2, 1, 3) if size.tokens_outermost else (0, 1, 2, 3)
@@ -242,11 +244,11 @@ def _tiles_memory(program: Program, size: AttentionSize) -> tuple[int, int, int,
 
 
 def _few_of_each_kind(program: Program, key_bytes: int) -> Program:
-    """Return the program with only a few of the steps and attention problems of each kind, with an equal memory peak.
+    """Return a shorter program with an equal memory peak: at most three steps of each kind, with fewer problems.
 
     A step (a part of the mask that one kernel computes) frees its memory before the next one, so more steps of a kind
-    add nothing.
-    key_bytes: bytes of one key and its value over the batch.
+    add nothing. A step computes its attention problems (query range, key range) in chunks of bounded memory, so one
+    chunk suffices. key_bytes: bytes of one key and its value over the batch.
     """
     taken: Counter[object] = Counter()
     steps = []
@@ -269,10 +271,11 @@ def _flex_memory(
     """Return (kept, inference peak, forward peak, backward peak) of the compiled program, in bytes.
 
     queries, keys, lse: bytes of q, of k and v together, and of the lse.
-    Inductor fuses everything around attention: a gather makes one tensor, and so does a merge; it gathers for two steps
-    at once. FlexAttention makes out and a float32 lse, and delta in the backward. Training keeps all operands and
-    parts, and of several parts the merged rows of each gathered one. For more than two parts it also keeps a float32
-    sum, and its backward has float32 rows for each gathered part, because Inductor makes separate kernels for them.
+    A step is one kernel call; a part is its out and lse, and several parts are merged by lse. Inductor fuses everything
+    around attention: a gather makes one tensor, and so does a merge; it gathers for two steps at once. FlexAttention
+    makes out and a float32 lse, and delta in the backward. Training keeps all operands and parts and, if there are
+    several parts, the merged rows of each gathered one. For more than two parts it also keeps a float32 sum, and its
+    backward has float32 rows for each gathered part, because Inductor makes separate kernels for them.
     """
     steps = [_flex_step(step, size) for step in program.steps]
     copies = [sum(count for count, is_copy in step.operands if is_copy) for step in steps]
@@ -292,7 +295,7 @@ def _flex_memory(
     whole, arrived = (queries, keys // 2, keys // 2), set()
 
     def arrive(step: _FlexStep, are_copies: bool) -> Iterator[int]:
-        """Yield changes in bytes as gradients of operands become, or are added to, those of v, k and q.
+        """Yield the changes of the bytes alive while gradients of a step's operands are added to those of v, k and q.
 
         are_copies: True for operands that are copies of tokens, False for those that are read in place.
         """

@@ -46,10 +46,11 @@ def block_mass(
 ) -> Float[Tensor, "H R C"]:
     """Mean share of attention that each block of queries gives to each block of keys, per head.
 
-    The share of one query is the sum over the block's keys of multiplicity * exp(score - lse). A block of queries has
-    the mean of the shares of its queries with lse > -inf, over all batch entries. So a row sums to 1, less the share of
-    sinks and of keys added as padding, if the lse includes them; it sums to 0 if no query has keys. For separate batch
-    entries, call it once per entry.
+    The share of one query is the sum over the block's keys of multiplicity * exp(score - lse), where the multiplicity
+    of a pair is the number of branches of the pattern that allow it. A block of queries has the mean of the shares of
+    its queries with lse > -inf, over all batch entries. So a row sums to 1, less the share of sinks and of keys added
+    as padding, if the lse includes them; it sums to 0 if no query has keys. For separate batch entries, call it once
+    per entry.
 
     lse: as `attend(q, k, v, pattern, return_lse=True)` returns it. scale, enable_gqa, bindings, offsets and heads: as
     in that call. If k has only some of the keys in the lse, shares are still relative to all of them.
@@ -203,14 +204,20 @@ def _rules(call: Call, tensors: list[Tensor], batch: int) -> list[tuple[slice, E
 
 
 def _in_whole_blocks(bound: Bound, rows: _Side, columns: _Side) -> Bound:
-    """`bound` extended to whole blocks; pairs at positions without a token are masked later."""
+    """Return `bound` with its queries and keys extended backwards to the beginning of their first blocks.
+
+    Pairs at positions without a token are masked later.
+    """
     sizes = {"num_queries": rows.ahead + rows.tokens, "num_keys": columns.ahead + columns.tokens}
     return replace(bound, q_offset=rows.offset - rows.ahead, k_offset=columns.offset - columns.ahead, **sizes)
 
 
 @plans
 def _listed(bound: Bound, sides: tuple[int, int]) -> Blocks:
-    """Blocks, of `sides` (queries, keys) tokens, in which a branch has pairs; cached unless run-time tensors decide."""
+    """Blocks, of `sides` (queries, keys) tokens, in which a branch has pairs.
+
+    They are cached unless they depend on the values of run-time tensors.
+    """
     (term,) = shared_terms(bound.union, 1, bound, 1)
     if bound.pattern.varies:
         return term_blocks(term, sides)
@@ -241,9 +248,9 @@ def _add_branch(mass: Float[Tensor, "H R C"], times: int, bound: Bound, blocks: 
 def _shares(
     given: _Operands, heads: Tensor, row: Tensor, column: Tensor, rule: _Allowed | None
 ) -> Float[Tensor, "h n"]:
-    """Attention shares of n blocks (row, column), summed over their queries and the batch entries.
+    """Attention shares of n blocks (row, column) in h heads, summed over the blocks' queries and the batch entries.
 
-    rule: the allowed pairs, equal for all `heads`; None: all pairs are allowed.
+    heads: indices on this device. rule: the allowed pairs, equal for all `heads`; None: all pairs are allowed.
     """
     groups = given.q.shape[1] // given.k.shape[1]
     wide = given.shifts.dtype

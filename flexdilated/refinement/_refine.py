@@ -133,7 +133,7 @@ def _check_numbers(name: str, x: object, shape: tuple[int, ...]) -> None:
 
 
 def _most_massive(mass: Tensor, listed: Tensor) -> Bool[Tensor, "H R C"]:
-    """True for the listed block of each row with most mass; the first among ties."""
+    """True, in each row, for the listed block with most mass; the first among ties, none if no block is listed."""
     best = mass.masked_fill(~listed, -torch.inf).argmax(-1, keepdim=True)
     return torch.zeros_like(listed).scatter_(-1, best, True) & listed
 
@@ -157,9 +157,10 @@ def _touched(name: str, pattern: object, listed: Tensor, block: int) -> Bool[Ten
 
 
 def _first(among: Tensor, key: Tensor, number: Tensor) -> Bool[Tensor, "H R C"]:
-    """Return True for the blocks with the lowest keys, number[h] of them in head h, of those where `among` is True.
+    """Select number[h] blocks in each head h: of the blocks where `among` is True, those with the lowest `key`.
 
-    Ties are resolved by lower row, then lower column.
+    Returns True for these blocks. number[h] must not exceed the number of such blocks in head h. Ties are
+    resolved by lower row, then lower column.
     """
     order = key.masked_fill(~among, torch.inf).flatten(1).sort(dim=1, stable=True).indices
     chosen = torch.arange(order.shape[1]) < number[:, None]

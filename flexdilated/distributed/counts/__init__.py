@@ -1,4 +1,4 @@
-"""Counts, for all ranks, of the keys that each rank needs and of its load; and the choice of schedule by them.
+"""Counts of the keys that each rank needs and of each rank's load; the choice of exchange or ring by these counts.
 
 Dilated branches are counted in closed form, other patterns from the exact needs of each rank.
 """

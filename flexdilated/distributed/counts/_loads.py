@@ -141,9 +141,10 @@ class RankLoads:
     """The load of each rank in a call of `distributed.attend` and its backward; `str` returns a table.
 
     Entry i of a tuple is for rank i. received_forward: bytes of other ranks' keys and values. received_backward: bytes
-    of the gradients of this rank's keys and values; a ring receives the keys and values again. pairs: (query, key)
-    pairs over all heads and batch entries, counted once for each branch that allows them. reason: why schedule "auto"
-    chose this schedule; None if the caller named it.
+    of the gradients of this rank's keys and values and, in a ring, of other ranks' keys and values, which are received
+    again. pairs: number of (query, key) pairs over all heads and batch entries, counted once for each branch of a
+    mixture that allows them. reason: why schedule "auto" chose this schedule; None if the caller named it. codec:
+    encoding of keys and values in messages; None: their dtype.
     """
 
     pattern: Expression
@@ -157,7 +158,7 @@ class RankLoads:
 
     @property
     def max_over_mean(self) -> dict[str, float]:
-        """Largest entry divided by mean, over ranks, for each column of loads; 1 if all entries are 0."""
+        """Largest entry / mean of received_forward, received_backward and pairs, by name; 1 if all entries are 0."""
         return {name: max(each) * len(each) / sum(each) if any(each) else 1.0 for name, each in self._columns.items()}
 
     @property
@@ -166,7 +167,7 @@ class RankLoads:
         return {name: getattr(self, name) for name in names}
 
     def to_data(self) -> dict[str, Any]:
-        """Plain data for JSON; received_forward and received_backward are in bytes."""
+        """Return the loads as plain values for JSON; received_forward and received_backward are in bytes."""
         columns = {"tokens": self.sharding.lengths, **self._columns}
         return {
             "pattern": repr(self.pattern),

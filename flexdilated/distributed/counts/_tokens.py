@@ -4,7 +4,7 @@ Chunks: the contiguous ranges of positions that ranks hold, in the order of the 
 in closed form. A segment that contains tokens of two chunks contains all positions between them: the end of the earlier
 chunk and the beginning of the later one. If rates divide their segments, the active tokens of a branch are one residue
 class of all positions. So the keys that a rank needs in a chunk are a union of residue classes, each restricted to the
-beginning of the chunk, its end, or both.
+beginning of the chunk, its end, or both. Active tokens are the queries and keys of the pairs that a branch allows.
 """
 
 from __future__ import annotations
@@ -56,7 +56,10 @@ class Chunks:
 
     @cached_property
     def by_turn(self) -> Int64[Tensor, "T W"]:
-        """Index of the first chunk (row 0) and, if any rank has two, the second (row 1) of each rank; -1 if missing."""
+        """Indices of each rank's first chunk (row 0) and second (row 1, only if some rank has two); -1 if missing.
+
+        T is 1 or 2, and column w is for rank w.
+        """
         turns = torch.full((2, self.num_ranks), -1)
         order = self.rank.argsort(stable=True)
         again = torch.zeros_like(order)
@@ -90,7 +93,10 @@ _MOST_VALUES = 1 << 18  # (rank, chunk) pairs counted at once, so that they fit 
 
 @dataclass(frozen=True)
 class DilatedBranch:
-    """A dilated rule for one head, causal or not: query and key in one segment, both equal to offset modulo rate."""
+    """Rule for one head: it allows a query and a key in one segment, whose positions both equal offset modulo rate.
+
+    segment: length in tokens. causal: True if the key must not come after the query.
+    """
 
     segment: int
     rate: int
@@ -101,7 +107,7 @@ class DilatedBranch:
 def as_branches(rules: Sequence[Pattern]) -> tuple[DilatedBranch, ...] | None:
     """Return the rules as branches in ascending order of rate; None if the closed form does not apply to them.
 
-    It applies if all rules are dilated, and each rate divides its segment and the next larger rate.
+    It applies if each rule is dilated (and may be causal), and each rate divides its segment and the next larger rate.
     """
     branches = [_as_branch(rule) for rule in rules]
     if None in branches:
@@ -138,7 +144,7 @@ def dilated_tokens(groups: Groups, chunks: Chunks) -> Int64[Tensor, "W n"]:
 
 
 def _of_branches(group: tuple[DilatedBranch, ...], chunks: Chunks, turns: Int64[Tensor, "T R"]) -> Int64[Tensor, "R n"]:
-    """Number of tokens of each chunk that R ranks need in a KV head; a token of several branches counts once.
+    """Number of tokens of each chunk that each of R ranks needs in a KV head; a token of several branches counts once.
 
     group: the branches of the head, by ascending rate. turns: for each of the R ranks, index of its first chunk and, in
     row 1, of its second one; -1 if missing.
@@ -159,12 +165,12 @@ def _of_branches(group: tuple[DilatedBranch, ...], chunks: Chunks, turns: Int64[
 def _reached(
     branch: DilatedBranch, chunks: Chunks, turns: Int64[Tensor, "T R"]
 ) -> tuple[Int64[Tensor, "R n"], Int64[Tensor, "R n"]]:
-    """Return positions (head, tail) for each rank and chunk: the rank needs active keys before head and from tail on.
+    """Return (head, tail): in chunk j, rank r needs the active keys at positions < head[r, j] or >= tail[r, j].
 
-    Its queries in earlier chunks need the keys before head; those in later chunks need the keys from tail on.
-    Queries of a chunk need keys back to the start of their first segment and, unless causal, up to the end of their
-    last one, if one of the queries in that segment is active. Active positions equal the branch's offset modulo its
-    rate. turns: for each of the R ranks, indices of its chunks; -1 if missing.
+    Active positions equal the branch's offset modulo its rate. Keys before head are needed by the rank's queries in
+    earlier chunks, keys from tail on by its queries in later chunks. Queries of a chunk need keys back to the start of
+    the chunk's first segment and, unless causal, up to the end of its last segment, if the chunk has an active query in
+    that segment. turns: for each of the R ranks, indices of its chunks; -1 if missing.
     """
     begin, end = chunks.start // branch.segment * branch.segment, -(-chunks.stop // branch.segment) * branch.segment
     nowhere = int(chunks.stop[-1])
@@ -183,11 +189,12 @@ def _reached(
 
 
 def _distinct(groups: Groups, chunks: Chunks) -> Groups:
-    """Merge groups with equal counts into one, adding their numbers of heads.
+    """Merge groups for which `_of_branches` gives equal counts of tokens; their numbers of heads are added.
 
-    groups: (branches of a KV head, number of KV heads with these branches) pairs. If all chunks and segments begin at
-    multiples of a number c, offsets with one quotient by gcd(rate, c) give equal counts, provided that the residue
-    classes of the same branches contain each other in both groups.
+    groups: (branches of a KV head, number of KV heads with these branches) pairs. Let c be the greatest common divisor
+    of all segment lengths and chunk bounds. Two groups are merged if three conditions hold. Their i-th branches differ
+    at most in the offset. The offsets of their i-th branches give one quotient offset // gcd(rate, c). The residue
+    class of the i-th branch is contained in those of the same earlier branches (by index) in both groups.
     """
     segments = {branch.segment for group, _ in groups for branch in group}
     common = gcd(*segments, *chunks.start.tolist(), *chunks.stop.tolist())
@@ -202,7 +209,11 @@ def _distinct(groups: Groups, chunks: Chunks) -> Groups:
 
 
 def _lineage(group: tuple[DilatedBranch, ...], index: int) -> list[int]:
-    """Indices of this branch and of the earlier branches whose residue class contains its class, latest first."""
+    """Return `index`, then each smaller i for which the residue class of group[i] contains that of group[index].
+
+    The smaller i are in descending order. The residue class of a branch is the positions that equal its offset modulo
+    its rate.
+    """
     lineage = [index]
     for at in range(index - 1, -1, -1):
         if (group[lineage[-1]].offset - group[at].offset) % group[at].rate == 0:
@@ -249,7 +260,10 @@ def tokens_by_chunk(
 
 
 def _of_group(group: tuple[RuleHead, ...], needs: KVNeeds, sharding: Sharding, chunks: Chunks) -> Int64[Tensor, "W n"]:
-    """Number of tokens of each chunk that each rank needs in a KV head whose query heads have these rules."""
+    """Number of tokens of each chunk that each rank needs in a KV head whose query heads have the rules in `group`.
+
+    group: (rule for one head, index of a head that follows it) pairs.
+    """
     tokens = torch.zeros(sharding.num_ranks, len(chunks), dtype=torch.int64)
     for rank in range(sharding.num_ranks):
         queries = [(rule, run) for rule in group for run in sharding.ranges(rank)]
@@ -282,11 +296,12 @@ class KVNeeds:
         head_offset: int,
         num_heads_global: int | None,
     ) -> KVNeeds:
-        """Make the `KVNeeds` of a pattern over num_tokens tokens; num_heads and num_kv_heads are on this device.
+        """Make the `KVNeeds` of a pattern over a sequence of num_tokens tokens.
 
-        head_offset: index of the first of these query heads among those of all devices. num_heads_global: number of
-        query heads on all devices; None: head_offset + num_heads. Raises ValueError if the pattern does not fit the
-        heads or tokens, or lacks the values of its run-time tensors.
+        num_heads, num_kv_heads: numbers of query and key/value heads on this device. head_offset: index of the first of
+        these query heads among those of all devices. num_heads_global: number of query heads on all devices; None:
+        head_offset + num_heads. Raises ValueError if the pattern does not fit the heads or tokens, or lacks the values
+        of its run-time tensors.
         """
         for leaf in run_time_leaves(require_expression(pattern)):
             raise ValueError(missing(leaf.name))
@@ -308,9 +323,9 @@ class KVNeeds:
         return tuple(self.of_any([(rule, run) for rule in rules for run in queries], keys) for rules in self.groups)
 
     def of_any(self, runs: Sequence[tuple[RuleHead, range]], keys: Ranges) -> Ranges:
-        """Positions among `keys` that some of the queries in `runs` need.
+        """Return the positions among `keys` that some of the queries in `runs` need in one KV head.
 
-        runs: pairs of (rule, index of a head that follows it) and a range of positions of queries.
+        runs: pairs ((rule for one head, index of a head that follows it), range of positions of queries in that head).
         """
         # If all rules have a common period, the needs have it, too: a shift by a multiple of it allows reuse.
         period = common_period(tuple(rule for (rule, _), _ in runs))
@@ -334,10 +349,11 @@ def work_of_ranks(
     head_offset: int = 0,
     num_heads_global: int | None = None,
 ) -> Int64[Tensor, " W"]:
-    """Number of (query, key, head) pairs of each rank's queries, counted once for each branch that allows them.
+    """Number of (query, key) pairs that the pattern allows for each rank's queries, summed over the query heads.
 
-    If run-time tensors give batch entries different rules, all entries are counted. Raises ValueError if the pattern
-    does not fit the heads or tokens, or lacks the values of its run-time tensors.
+    A pair counts once for each branch of a mixture that allows it. The number is for one batch entry; if run-time
+    tensors have values by batch entry, it is the sum over their entries. Raises ValueError if the pattern does not fit
+    the heads or tokens, or lacks the values of its run-time tensors.
     """
     tokens = sharding.num_tokens
     heads = {"num_heads": num_heads, "head_offset": head_offset, "num_heads_global": num_heads_global}

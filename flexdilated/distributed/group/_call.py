@@ -95,7 +95,7 @@ def empty_rows(q: Tensor) -> tuple[Tensor, Tensor]:
 def as_promised(x: Tensor, like: Tensor) -> Tensor:
     """Return x in the dtype of `like` and the strides of `torch.empty_like(like)`; a copy if they differ.
 
-    The fake implementations of ops declare these.
+    The fake implementations of the custom ops declare this dtype and these strides.
     """
     promised = torch.empty_like(like)
     return x if x.dtype == like.dtype and x.stride() == promised.stride() else promised.copy_(x)
@@ -104,7 +104,8 @@ def as_promised(x: Tensor, like: Tensor) -> Tensor:
 class PartSums:
     """Accumulates attention of q over parts of the keys, merged by lse, in float32 or wider and in the order of calls.
 
-    dtype: of the computation on each part. whole: out, lse and their gradients over all keys, for `gradients`.
+    dtype: of the computation on each part. whole: out, lse and their gradients over all keys, which `gradients` needs;
+    None in the forward.
     """
 
     def __init__(
@@ -118,7 +119,7 @@ class PartSums:
         self.dq: Tensor | None = None
 
     def attend(self, placement: Placement, k: Tensor, v: Tensor) -> None:
-        """Add attention to keys k and values v at the positions of `placement`."""
+        """Attend to keys k and values v at the positions of `placement`, and merge the result into the sums."""
         k, v, placed = k.to(self.dtype), v.to(self.dtype), self.call.placed(placement)
         out, lse = placed.forward(self.queries, k, v, None, self.bindings, wide=True)
         assert lse is not None
@@ -128,7 +129,7 @@ class PartSums:
             merge_(*self.sums, out, lse)
 
     def rows(self, sinks: Tensor | None) -> tuple[Tensor, Tensor]:
-        """Return (out (B, H, L, D) in q's dtype, lse (B, H, L)) over the parts so far.
+        """Return (out (B, H, L, D) in q's dtype, lse (B, H, L)) over the parts so far; for no parts, uninitialised.
 
         sinks: a logit for each head (H,), by which exp(sink) is added to the softmax denominators; or None.
         """
@@ -138,7 +139,7 @@ class PartSums:
         return as_promised(out, self.q), lse.contiguous()
 
     def gradients(self, placement: Placement, k: Tensor, v: Tensor) -> list[Tensor]:
-        """[dk, dv] of these keys and values, in float32 or wider; adds their contribution to dq."""
+        """Return [dk, dv] of these keys and values, in float32 or wider; add their contribution to dq."""
         if not self.q.shape[2] or not k.shape[2]:
             return [torch.zeros_like(x, dtype=self.wide) for x in (k, v)]
         assert self.whole is not None
@@ -149,7 +150,7 @@ class PartSums:
         return [dk.to(self.wide), dv.to(self.wide)]
 
     def of_queries(self) -> Tensor:
-        """dq over the parts so far, in the dtype and memory format of q."""
+        """Return dq over the parts so far, in the dtype and memory format of q; 0 for no parts."""
         return torch.zeros_like(self.q) if self.dq is None else as_promised(self.dq, self.q)
 
 
@@ -243,7 +244,7 @@ def begun_elsewhere(ranks: Ranks) -> str:
 
 @lru_cache(maxsize=1024)
 def _written(facts: tuple[tuple[str, object], ...]) -> tuple[str, str]:
-    """(digest of the facts, the facts as JSON)."""
+    """Return (digest of the facts, the facts as JSON); facts are (name of an argument, its value) pairs."""
     text = json.dumps({name: _ADDRESS.sub("", repr(value)) for name, value in facts})
     return blake2b(text.encode(), digest_size=16).hexdigest(), text
 
@@ -281,7 +282,7 @@ def _absent(ranks: Ranks, place: str) -> str:
 
 
 def disagreement(calls: Sequence[dict[str, str]]) -> str:
-    """Error text with the arguments that differ between ranks: their values, and the ranks that have them.
+    """Return an error text that names the arguments that differ between ranks, their values and the ranks.
 
     calls[rank]: the arguments of that rank's call, names and values.
     """

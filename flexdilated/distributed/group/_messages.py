@@ -24,8 +24,8 @@ Message = tuple[Tensor, int]  # (contiguous tensor, peer rank)
 class Posted:
     """Messages in transfer. Until waited for, sent tensors must not change and received ones must not be read.
 
-    sent: tensors, kept until they are sent. lease: that of the receiving buffer; `drop` releases it. arriving, leaving:
-    pending transfers of received and of sent messages; `wait` waits for the received ones only.
+    sent: tensors, kept until they are sent. lease: lease of the receiving buffer, or None; `drop` releases it.
+    arriving, leaving: pending transfers of received and of sent messages; `wait` waits for the received ones only.
     """
 
     role: Role
@@ -66,10 +66,11 @@ class Posted:
 def post(
     role: Role, ranks: Ranks, *, send: Sequence[Message] = (), receive: Sequence[Message] = (), lease: Any = None
 ) -> Posted:
-    """Start to send and receive messages as one group; empty ones are skipped.
+    """Start to send and receive messages as one group; return the pending transfers.
 
-    Messages between two ranks arrive in the order posted. lease: that of the receiving buffer; `Posted.drop` releases
-    it.
+    send, receive: (contiguous tensor, other rank) pairs; empty tensors are skipped. Messages between two ranks arrive
+    in the order posted. role: kind of message under which the bytes are counted. lease: lease of the receiving buffer,
+    or None; `Posted.drop` releases it.
     """
     send, receive = ([(x, peer) for x, peer in side if x.numel()] for side in (send, receive))
     posted, group = Posted(role, ranks, [x for x, _ in send], lease), group_of(ranks.name)

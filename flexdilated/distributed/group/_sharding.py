@@ -132,7 +132,9 @@ class Sharding:
 
 @advises()
 def shard(x: Tensor, mesh: DeviceMesh, sharding: Sharding | None = None, *, dim: int = 2) -> Tensor:
-    """Copy this rank's tokens of x, which must be equal on all ranks and have all N tokens along dim. Sends nothing.
+    """Return a copy of this rank's tokens of x, a tensor with all N tokens along dim. Sends nothing.
+
+    x must be equal on all ranks; that is not checked.
 
     mesh: one dimension. sharding: None means `Sharding(N, W)` over the W ranks of the mesh.
 
@@ -181,7 +183,7 @@ def unshard(x: Tensor, mesh: DeviceMesh, sharding: Sharding | None = None, *, di
 
 
 def _checked_dim(x: object, dim: int) -> int:
-    """`dim` as a nonnegative index, after checks."""
+    """Return `dim` as a nonnegative index; raises TypeError or ValueError unless x is a tensor that has this dim."""
     if not isinstance(x, Tensor):
         raise TypeError(f"x must be a tensor; got {type(x).__name__}")
     if x.dim() == 0:

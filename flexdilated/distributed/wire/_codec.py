@@ -137,7 +137,8 @@ def choose_codec(
 
     All ranks must call it, with equal bound and dtype, and get the same codec: they compare one number, in one
     collective of 8 bytes, skipped if the bound rules out int8 for all rows. ranks=None: this process only.
-    Rows that are not finite, or beyond float32's range, are sent unchanged.
+    Unless the bound rules out int8 for all rows, the codec is None if some row is not finite, or is too large, or
+    too small without being 0, for a normal float32 scale.
     """
     wider = k.dtype.itemsize > torch.bfloat16.itemsize
     rounding = 0.0 if wider else torch.finfo(k.dtype).eps / 2  # decoding rounds to this dtype again
@@ -159,7 +160,8 @@ def codec_for(
 ) -> Codec:
     """Return the codec of this name; for "auto" the one with fewest bytes that keeps error_bound on all ranks.
 
-    All ranks must call it. error_bound: used by "auto" alone. For rows in bfloat16 "bf16" is the codec None.
+    All ranks must call it. error_bound: used by "auto" alone. For k in bfloat16 the name "bf16" gives Codec(None),
+    which leaves rows unchanged.
     """
     if name == "auto":
         return choose_codec(k, v, error_bound, ranks)
@@ -180,7 +182,7 @@ def row_peak(x: Float[Tensor, "... D"]) -> float:
 
 
 def _magnitudes(x: Float[Tensor, "... D"]) -> tuple[Float[Tensor, "... D"], Float[Tensor, "... 1"]]:
-    """(the rows in float32 or wider, the largest magnitude in each row)."""
+    """Return (the rows in float32 or wider, the largest magnitude in each row)."""
     rows = x if x.dtype == torch.float64 else x.float()
     low, high = rows.aminmax(dim=-1, keepdim=True)
     return rows, torch.maximum(-low, high)

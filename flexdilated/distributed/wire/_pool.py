@@ -30,7 +30,7 @@ class PoolStatistics:
 
     allocated_bytes: of all buffers, leased and idle. leased_bytes: requested by open leases. num_allocations: leases
     that needed new memory. num_plain: tensors that torch allocated without a lease. reuse_rate: share of leases without
-    new memory.
+    new memory; 0 for no leases.
     """
 
     allocated_bytes: int = 0
@@ -64,7 +64,10 @@ class Lease:
         return self._tensor
 
     def release(self) -> None:
-        """Return the buffer to its pool; later calls do nothing. Uses must precede later work on the current stream."""
+        """Return the buffer to its pool; later calls do nothing.
+
+        On CUDA the current stream must be ordered after all uses of the tensor: the next lease waits for it alone.
+        """
         if self._pool is not None:
             self._pool._take_back(self)
         self._tensor = None
@@ -84,8 +87,8 @@ class BufferPool:
     """Pool of reusable buffers, whose sizes are powers of two bytes. Thread-safe; no memory before the first lease.
 
     device: of all buffers; None serves any device. threshold_bytes: smaller tensors are allocated by torch, without a
-    lease. budget_bytes: bound on the memory of all buffers. Above it idle buffers are freed, least recently returned
-    first; leases are always served, and a buffer that exceeds the budget is freed on return.
+    lease. budget_bytes: bound on the memory of all buffers; None: no bound. Above it idle buffers are freed, least
+    recently returned first; leases are always served, and a buffer that exceeds the budget is freed on return.
 
     >>> pool = fd.distributed.BufferPool('cpu', threshold_bytes=1 << 16)
     """
