@@ -70,7 +70,7 @@ class Reader:
         self._groups: dict[tuple[int, torch.device], tuple[tuple[HeadGroup, ...], ...]] = {}
 
     def check_tokens(self, queries: range) -> None:
-        """Raise ValueError if the pattern rejects queries at these positions for every number of keys."""
+        """Raise ValueError if the pattern rejects queries at these positions for every possible number of keys."""
         for leaf in self._limited:
             # A rule may need keys that are appended later: it is an error only if no number of keys is accepted.
             if not _accepts(leaf, queries, range(FOREVER)):
@@ -85,15 +85,16 @@ class Reader:
         first: int,
         held: HeldKeys,
     ) -> tuple[Float[Tensor, "B H N E"], Float[Tensor, "B H N"]]:
-        """Return (output, natural log-sum-exp of the scores) of queries at positions from `first`.
+        """Return (output, natural log-sum-exp of the scores) of the queries q.
 
-        k, v: the buffers of `held`, which maps positions to their S slots.
+        first: position of the first query; the next ones follow. k, v: the buffers of `held`, which maps positions to
+        their S slots (indices along the token dim).
         """
         compute = self._rows if q.shape[2] <= MOST_ROWS else self._chunk
         return compute(q, k, v, first, held)
 
     def _rows(self, q: Tensor, k: Tensor, v: Tensor, first: int, held: HeldKeys) -> tuple[Tensor, Tensor]:
-        """Return (output, lse), computed without an engine, in chunks of MOST_ROWS queries."""
+        """Return (output, log-sum-exp), computed directly, without an engine, for MOST_ROWS queries at a time."""
         found, scale = [], resolve_scale(self.scale, q.shape[-1])
         for few in q.split(MOST_ROWS, dim=2):
             queries = range(first, first + few.shape[2])
@@ -112,7 +113,7 @@ class Reader:
         return self._groups[where]
 
     def _chunk(self, q: Tensor, k: Tensor, v: Tensor, first: int, held: HeldKeys) -> tuple[Tensor, Tensor]:
-        """Return (output, lse), computed by an engine for each range of visible keys, and merged by lse."""
+        """Return (output, log-sum-exp): one engine call for each range of visible keys, merged by log-sum-exp."""
         queries = range(first, first + q.shape[2])
         visible = held.visible(queries.start, len(queries), self.sources)
         if not all(_accepts(self.pattern, queries, keys) for keys in visible):
@@ -173,7 +174,7 @@ def _check_causal(pattern: Pattern | Mixture, sources: list[RowSource]) -> None:
 
 
 def _accepts(pattern: Pattern | Mixture, queries: range, keys: range) -> bool:
-    """True if the pattern can be bound to queries and keys at these positions."""
+    """True if the pattern's `check_tokens` raises no ValueError for queries and keys at these positions."""
     try:
         pattern.check_tokens(queries, keys)
     except ValueError:
