@@ -249,7 +249,7 @@ def refuse_gradients(*tensors: Tensor | None) -> None:
 
 @cache
 def stay_out_of_graphs(kind: type, *methods: str) -> None:
-    """Make torch.compile break its graph at the named methods of the class `kind`.
+    """Make torch.compile break its graph at these methods of a class.
 
     Call it when an instance is made, rather than with the class definition, because it imports the compiler.
     """

@@ -70,7 +70,7 @@ class Reader:
         self._groups: dict[tuple[int, torch.device], tuple[tuple[HeadGroup, ...], ...]] = {}
 
     def check_tokens(self, queries: range) -> None:
-        """Raise ValueError if the pattern rejects queries at these positions for every possible number of keys."""
+        """Raise ValueError if the pattern rejects queries at these positions for every number of keys."""
         for leaf in self._limited:
             # A rule may need keys that are appended later: it is an error only if no number of keys is accepted.
             if not _accepts(leaf, queries, range(FOREVER)):
@@ -94,7 +94,7 @@ class Reader:
         return compute(q, k, v, first, held)
 
     def _rows(self, q: Tensor, k: Tensor, v: Tensor, first: int, held: HeldKeys) -> tuple[Tensor, Tensor]:
-        """Return (output, log-sum-exp), computed directly, without an engine, for MOST_ROWS queries at a time."""
+        """Return (output, lse), computed without an engine, in chunks of MOST_ROWS queries."""
         found, scale = [], resolve_scale(self.scale, q.shape[-1])
         for few in q.split(MOST_ROWS, dim=2):
             queries = range(first, first + few.shape[2])
@@ -113,7 +113,7 @@ class Reader:
         return self._groups[where]
 
     def _chunk(self, q: Tensor, k: Tensor, v: Tensor, first: int, held: HeldKeys) -> tuple[Tensor, Tensor]:
-        """Return (output, log-sum-exp): one engine call for each range of visible keys, merged by log-sum-exp."""
+        """Return (output, lse), computed by an engine for each range of visible keys, and merged by lse."""
         queries = range(first, first + q.shape[2])
         visible = held.visible(queries.start, len(queries), self.sources)
         if not all(_accepts(self.pattern, queries, keys) for keys in visible):

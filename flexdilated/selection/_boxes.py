@@ -112,7 +112,7 @@ class SelectionCall(NamedTuple):
 
     @classmethod
     def of(cls, constants: str, q_offset: int) -> SelectionCall:
-        """Build a call from the two values of its `arguments`; q_offset may be symbolic."""
+        """Build a call from its `arguments`; q_offset may be symbolic."""
         return cls._make((*read_written(constants), q_offset))
 
     def rows(self, q: Tensor, k: Tensor) -> Rows:
@@ -261,7 +261,7 @@ def boxes_of(rule: HeadRule, rows: Rows, part: range, device: torch.device) -> B
 
 
 class _Evaluated(NamedTuple):
-    """Boxes (row of queries, block of keys) whose state does not follow from bounds, evaluated pair by pair.
+    """Boxes (row of queries, block of keys) that bounds do not decide, evaluated pair by pair.
 
     row, block: indices of each box. pairs: number of its pairs that `within` allows; gain: number of these that
     `always` does not allow. candidate: True if the box may be chosen. view: mask of the keys of the block that the row

@@ -26,12 +26,12 @@ class Pools(NamedTuple):
 
 
 def pools_of(k: Float[Tensor, "B G M D"], block: int) -> Pools:
-    """Mean, minimum and maximum of each channel over each block of `block` keys; the last block may have fewer keys."""
+    """Mean, minimum and maximum of each block of `block` consecutive keys; the last block may have fewer keys."""
     return Pools(mean_of(k, block), *ends_of(k, block))
 
 
 def mean_of(k: Float[Tensor, "B G M D"], block: int) -> Float[Tensor, "B G C D"]:
-    """Mean key of each block of `block` consecutive keys, in float32 or wider; the last block may have fewer keys."""
+    """Mean of each block of `block` consecutive keys, in float32 or wider; the last block may have fewer keys."""
     return torch.cat([part.mean(3, dtype=sum_dtype(k)) for part in _blocks(k, block)], 2)
 
 

@@ -306,7 +306,7 @@ def distill_loss(
 
 
 def _by_block(found: Selection, num_blocks: int) -> Float[Tensor, "B T R C"]:
-    """Table of the scores in `found`, with one column for each of num_blocks blocks; -inf for blocks not chosen."""
+    """Score of each of num_blocks blocks; -inf for blocks that are not chosen in `found`."""
     columns = found.scores.new_full((*found.scores.shape[:3], num_blocks + 1), -torch.inf)
     at = torch.where(found.blocks < 0, num_blocks, found.blocks)
     return columns.scatter(-1, at, found.scores)[..., :num_blocks]
@@ -329,7 +329,7 @@ class QueryRuns(NamedTuple):
         return list(zip(self.starts, [q] if len(self.starts) == 1 else q.split(self.lengths, 2), strict=True))
 
     def whole(self, *keys: Float[Tensor, "B G L D"]) -> tuple[Float[Tensor, "B G M D"], ...]:
-        """Keys (or keys and values) of the whole sequence, from all ranks; unchanged if this rank has all tokens.
+        """Keys (or keys and values) of all ranks, unchanged if this rank has all.
 
         One all-gather serves all tensors, so that the backward has one collective, too.
         """

@@ -30,8 +30,8 @@ class TableAttention(NamedTuple):
     """Attention of one call to the blocks in a table: builds patterns that read the table, and calls `attend`.
 
     rule: pairs that the call allows. own: the selector that made the table. beyond: complement of the selector's
-    `always`; None without `always`. table: name of the table among the run-time tensors. bindings: values of the other
-    run-time tensors, by name. options: keyword arguments of `attend`.
+    `always`; None without `always`. table: name of the table among the run-time tensors. bindings: the other run-time
+    tensors, by name. options: keyword arguments of `attend`.
     """
 
     rule: Pattern
@@ -140,8 +140,8 @@ class Running(NamedTuple):
     """State of a selector in decoding, after `tokens` keys.
 
     pools: pooled keys (mean, or minimum and maximum, or all three) of each block, as the scorer needs. row: index of
-    the last row (block of queries) with a choice; blocks, scores: chosen blocks of this row and their scores. coarse:
-    state of the coarse selector; None without one.
+    the last row (block of queries) with a choice; blocks, scores: its chosen blocks and their scores. coarse: state of
+    the coarse selector; None without one.
     """
 
     tokens: int

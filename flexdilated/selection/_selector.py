@@ -183,7 +183,7 @@ class BlockSelector(nn.Module):
         return self.within if within is None else self.within & _set_pattern("within", within)
 
     def with_always(self, rule: Pattern) -> Pattern:
-        """Pattern `rule` | `always`, whose run-time tensors `bindings` may name; `rule` itself without `always`."""
+        """`rule` | `always`: the pattern whose run-time tensors `bindings` may name."""
         return rule if self.always is None else rule | self.always
 
     def prepared(

@@ -234,8 +234,8 @@ class _Rule:
     """A rule to be traced, with the traced parts that its reason names.
 
     written, bound: the rule with names and with values of run-time tensors. nodes: indices of the nodes of head, query
-    and key. asked: a pair that gives the number of heads and the unit of positions of the rule. node: index of the node
-    that is true if the rule allows the pair.
+    and key. asked: a pair with the rule's number of heads and unit of positions. node: index of the node that is true
+    if the rule allows the pair.
     """
 
     def __init__(

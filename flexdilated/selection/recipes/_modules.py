@@ -322,7 +322,7 @@ class NativeSparseAttention(nn.Module):
 
 
 class _Compression(nn.Module):
-    """Compresses each complete window of `length` keys (or values) into one vector, by an MLP shared by all heads."""
+    """Compresses each complete window of keys (or values) into one vector, by an MLP shared by all heads."""
 
     def __init__(self, head_dim: int, length: int, stride: int) -> None:
         super().__init__()

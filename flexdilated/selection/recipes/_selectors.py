@@ -233,7 +233,7 @@ class SeerGate(nn.Module):
     def forward(
         self, queries: Float[Tensor, "B H R D"], pools: Pools, positions: Int64[Tensor, " R"]
     ) -> Float[Tensor, "B T R C"]:
-        """Scores of all C blocks of keys for R rows; T = H with share="head", T = G with share="group".
+        """Scores of all C blocks of keys for R rows; T = H or, with share="group", T = G.
 
         queries: one per row (block of queries). pools: mean, least and greatest keys of each block, (B, G, C, D) each.
         positions: position of the first token of each row.
