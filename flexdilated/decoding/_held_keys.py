@@ -38,11 +38,11 @@ class HeldKeys:
     """Buffer of the keys and values of past tokens that later queries can see; other keys are evicted.
 
     A slot is an index along the buffer's token dim, a run a range of consecutive positions in consecutive slots. A full
-    buffer is packed: keys that no later query can see are dropped, and the other runs are moved together; over time a
-    token is moved about once. keys, values: tensors whose batch, heads, head dims, dtype and device the buffer has;
-    their entries are not stored. sources: the distinct rules of the heads, from which the keys that later queries can
-    see are derived. capacity: fixed number of slots; None to grow. undo: keys that the last `undo` queries can see are
-    kept, too.
+    buffer is packed: keys that no later query can see are dropped, and the other runs are moved together. On average
+    over many tokens, each token is moved about once.
+    keys, values: tensors that give the buffer's batch, heads, head dims, dtype and device; their entries are not
+    stored. sources: the distinct rules of the heads, from which the keys that later queries can see are derived.
+    capacity: fixed number of slots; None to grow. undo: keys that one of the last `undo` queries can see are kept, too.
     """
 
     def __init__(
@@ -121,7 +121,10 @@ class HeldKeys:
                 self._pack(kept, num_slots)
 
     def snapshot(self) -> HeldKeys:
-        """Copy of the current state that shares the buffers; later appends do not overwrite the slots that it uses."""
+        """Copy of the current state that shares the buffers with this object.
+
+        Appending to either object later does not overwrite slots that the copy uses, unless tokens are dropped before.
+        """
         other = copy(self)
         other.runs = list(self.runs)
         return other
@@ -138,9 +141,9 @@ class HeldKeys:
             raise ValueError(f"k and v must match those in the cache, {held}; got {new}")
 
     def take_back(self, position: int, seen: int) -> None:
-        """Drop the tokens from `position`, or raise ValueError if queries from there on may see evicted keys.
+        """Drop the tokens at `position` and later, or raise ValueError if queries from there on may see evicted keys.
 
-        seen: number of tokens seen, for the error.
+        seen: number of tokens appended so far, for the error.
         """
         if self.lacks(position):
             raise ValueError(
@@ -161,7 +164,10 @@ class HeldKeys:
         self.keys, self.values = (x.index_select(0, entries.to(x.device)) for x in (self.keys, self.values))
 
     def slices(self, positions: range) -> list[slice]:
-        """Slices of the buffer's token dim with the keys at an ascending range of positions; all must be held."""
+        """Slices of the buffer's token dim that contain the keys at `positions`, one slice per run.
+
+        positions: an ascending range, all of whose positions must be held.
+        """
         found = []
         for run in self.runs:
             held = within(positions, run.first, run.stop)
@@ -171,7 +177,7 @@ class HeldKeys:
         return found
 
     def slots(self, positions: Int64[Tensor, " n"]) -> Int64[Tensor, " n"]:
-        """Index in the buffer's token dim of each of these positions, on the CPU; all must be held."""
+        """Index in the buffer's token dim of each position; `positions` is on the CPU, and all must be held."""
         firsts = torch.tensor([run.first for run in self.runs])
         shifts = torch.tensor([run.slot - run.first for run in self.runs])
         return positions + shifts[torch.searchsorted(firsts, positions, right=True) - 1]
@@ -180,10 +186,10 @@ class HeldKeys:
     def visible(
         self, query: int, num_queries: int = FOREVER, sources: Sequence[RowSource] | None = None
     ) -> list[range]:
-        """Ranges of held positions that at least one query in [query, query + num_queries) can see, in ascending order.
+        """Ranges of held positions that at least one query in [query, query + num_queries) may see, in ascending order.
 
-        They consist of whole pages of 64 keys, so a range may include a few invisible keys. num_queries: by default all
-        later queries. sources: rules of these queries; None for the buffer's own rules.
+        They consist of whole pages of 64 keys, so a range may include a few keys that no such query sees. num_queries:
+        by default all later queries. sources: rules of these queries; None for the buffer's own rules.
         """
         pages = [page for run in self.runs for page in _pages(run.first, run.stop)]
         kept: list[range] = []
@@ -196,9 +202,10 @@ class HeldKeys:
 
     @plans
     def lacks(self, query: int, sources: Sequence[RowSource] | None = None) -> bool:
-        """True if a query at position `query` or later may see an evicted key before `query`; a conservative bound.
+        """True if a query at position `query` or later may see an evicted key at a position below `query`.
 
-        sources: rules of these queries; None for the buffer's own rules.
+        False is certain; True is not, as it is derived from bounds. sources: rules of these queries; None for the
+        buffer's own rules.
         """
         ends = [0, *(run.stop for run in self.runs)]
         starts = [*(run.first for run in self.runs), query]
@@ -208,7 +215,10 @@ class HeldKeys:
     def _seen_from(
         self, pages: Sequence[range], query: int, num_queries: int, sources: Sequence[RowSource] | None
     ) -> list[bool]:
-        """For each page (range of positions), True if a query in [query, query + num_queries) can see a key of it."""
+        """For each page (range of positions), False if no query in [query, query + num_queries) can see a key of it.
+
+        sources: rules of these queries; None for the buffer's own rules.
+        """
         firsts = torch.tensor([page.start for page in pages], dtype=torch.int64)
         lengths = torch.tensor([len(page) for page in pages], dtype=torch.int64)
         return visible(self.sources if sources is None else sources, firsts, lengths, query, num_queries).tolist()

@@ -114,7 +114,7 @@ class KVCache:
 
     @property
     def num_kept(self) -> int:
-        """Number of keys in the cache now, without evicted keys."""
+        """Number of keys that the cache holds now; evicted keys are not counted."""
         return 0 if self._held is None else self._held.num_used
 
     @property
@@ -131,9 +131,10 @@ class KVCache:
         *,
         sinks: Float[Tensor, " H"] | None = None,
     ) -> Float[Tensor, "B H N E"]:
-        """Append the next N tokens, and attend from each of them over all keys that it sees. G must divide H.
+        """Append the next N tokens, and return their attention output over all keys that each of them sees.
 
-        sinks: a logit for each head, which adds a term exp(sink) to the softmax denominators; None for none.
+        N may be 0. G must divide H. sinks: a logit for each head, which adds a term exp(sink) to the softmax
+        denominators; None adds no term.
         """
         q, k, v = autocast(q, k, v)
         self._check(q, k, v)
@@ -178,9 +179,10 @@ class KVCache:
         self._seen = num_tokens
 
     def select(self, entries: Int64[Tensor, " C"]) -> None:
-        """Select batch entries by index, in this order; indices may repeat, as after a step of beam search.
+        """Keep only these batch entries (indices), in this order; indices may repeat, as after a step of beam search.
 
-        entries: integers of shape (C,) in [0, batch). Raises TypeError or ValueError for other values.
+        entries: at least one integer in [0, batch), shape (C,). Raises TypeError or ValueError for other values. Does
+        nothing before the first token.
         """
         if not isinstance(entries, Tensor) or entries.dtype not in (torch.int32, torch.int64) or entries.dim() != 1:
             raise TypeError(f"entries must be a tensor of integers of shape (C,); got {entries!r:.80}")
@@ -194,9 +196,10 @@ class KVCache:
         self._held.select(entries.long())
 
     def held(self) -> tuple[Int64[Tensor, " M"], Float[Tensor, "B G M D"], Float[Tensor, "B G M E"]]:
-        """(positions, keys, values) of the M tokens in the cache, in ascending order; keys and values are views.
+        """(positions, keys, values) of the M tokens in the cache, in ascending order of position.
 
-        Raises ValueError before the first token, when sizes are unknown.
+        positions are on the CPU; keys and values are views of the cache's buffers. Raises ValueError before the first
+        token, when sizes are unknown.
         """
         if self._held is None:
             raise ValueError("a cache that has seen no tokens holds no keys")
@@ -219,7 +222,7 @@ class KVCache:
             raise
 
     def _take(self, k: Tensor, v: Tensor) -> HeldKeys:
-        """Append the next tokens' keys and values, and return the buffer; the caller then counts the tokens."""
+        """Append the next tokens' keys and values, and return the buffer; the caller must update `_seen`."""
         if self._held is None:
             self._held = HeldKeys(k, v, self._keeping, capacity=self.capacity, undo=self.undo)
         self._held.append(k, v, self._seen)

@@ -85,9 +85,10 @@ class Reader:
         first: int,
         held: HeldKeys,
     ) -> tuple[Float[Tensor, "B H N E"], Float[Tensor, "B H N"]]:
-        """Return (output, natural log-sum-exp of the scores) of queries at positions from `first`.
+        """Return (output, natural log-sum-exp of the scores) of the queries q.
 
-        k, v: the buffers of `held`, which maps positions to their S slots.
+        first: position of the first query; the next ones follow. k, v: the buffers of `held`, which maps positions to
+        their S slots (indices along the token dim).
         """
         compute = self._rows if q.shape[2] <= MOST_ROWS else self._chunk
         return compute(q, k, v, first, held)
@@ -173,7 +174,7 @@ def _check_causal(pattern: Pattern | Mixture, sources: list[RowSource]) -> None:
 
 
 def _accepts(pattern: Pattern | Mixture, queries: range, keys: range) -> bool:
-    """True if the pattern can be bound to queries and keys at these positions."""
+    """True if the pattern's `check_tokens` raises no ValueError for queries and keys at these positions."""
     try:
         pattern.check_tokens(queries, keys)
     except ValueError:

@@ -50,9 +50,10 @@ def profile_process() -> None:
 
 
 def _write(folder: Path, profiler: profile, seconds: float) -> None:
-    """Write `PID.trace.json.gz`, a trace, and `PID.txt` with memory peaks and tables of operators by time and memory.
+    """Stop the profiler, and write a trace and a text file to `folder`.
 
-    PID is the process's number. seconds: duration of the profile.
+    `PID.trace.json.gz` is the trace; `PID.txt` has memory peaks and tables of operators by time and memory. PID is the
+    process's number. seconds: duration of the profile.
     """
     profiler.stop()
     profiler.export_chrome_trace(str(folder / f"{os.getpid()}.trace.json.gz"))
@@ -65,7 +66,7 @@ def _write(folder: Path, profiler: profile, seconds: float) -> None:
 
 
 def _peaks(on_device: bool) -> str:
-    """Lines of text with peaks of memory: resident, as Linux counts it, and of tensors on the accelerator."""
+    """Text with one line for each known peak: resident memory (on Linux) and, with on_device, accelerator memory."""
     status = Path("/proc/self/status")
     lines = status.read_text(encoding="utf-8").splitlines() if status.exists() else []
     peaks = [("resident", 1024 * int(line.split()[1])) for line in lines if line.startswith("VmHWM:")]

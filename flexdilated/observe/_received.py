@@ -57,8 +57,8 @@ def attention_received(
     the keys in k.
 
     Uses as much memory as a backward pass, and no N x M matrix. The result is float32, or float64 for float64 inputs,
-    and has no gradient. On CPU half precision is computed in float32; on accelerators engine="flex" rounds the result
-    to half.
+    and has no gradient. Half-precision inputs are computed in float32 on CPU; on accelerators engine="flex" rounds the
+    result for them to half precision.
 
     engine: as in `attend`, except "flash", and "flex" on CPU, which lack the gradient that this needs. block_size: as
     in `attend`.
@@ -97,7 +97,8 @@ def attention_received(
 def _by_tiles(q: Tensor, k: Tensor, lse: Tensor, bindings: list[Tensor], *options: Any) -> Tensor:
     """Attention received, (B, H, M), from the backward op of `attend` with the given lse.
 
-    The gradient of v depends on neither out nor v, so out is 0 and k is passed as v.
+    options: the op's arguments after the run-time tensors. The gradient of v depends on neither out nor v, so out is 0
+    and k is passed as v.
     """
     wide = sum_dtype(q)
     # Gradients of keys wider than queries are as wide; the op reads the keys in the queries' dtype.
@@ -115,7 +116,8 @@ def _by_autograd(
 ) -> Tensor:
     """Attention received, (B, H, M), from the gradient of v through `attend`.
 
-    The lse of that call covers only these keys and no sinks, so shares are rescaled to the given lse.
+    The lse that `attend` computes covers only these keys and no sinks, so the results are rescaled to the given lse.
+    options: keyword arguments of `attend`.
     """
     wide = sum_dtype(q)
     with torch.inference_mode(False), torch.enable_grad():
@@ -134,10 +136,10 @@ def _by_autograd(
 
 
 def _cotangents(q: Tensor, num_kv_heads: int) -> Iterator[tuple[range, Tensor]]:
-    """Yield (range of places in a group of query heads, cotangent of the output).
+    """Yield (range of indices within a group of query heads, cotangent of the output in the shape of q).
 
-    A group has the query heads of one key/value head, over which the gradient of v is summed. The cotangent has ones in
-    a separate column of D for each place in the range, so that the heads' results stay apart.
+    A group is the query heads of one key/value head, over which the gradient of v is summed. For each index in the
+    range the cotangent has ones in a separate column of D, so that the results of the group's heads stay apart.
     """
     dim, group = q.shape[3], q.shape[1] // num_kv_heads
     member, column = torch.arange(q.shape[1], device=q.device) % group, torch.arange(dim, device=q.device)
@@ -161,11 +163,14 @@ def plot_attention_received(
 ) -> Figure:
     """Draw the result of `attention_received` for batch entry `batch`, as a matplotlib figure: `figure.savefig(path)`.
 
-    Without coordinates: one strip per head along the sequence, and curves, averaged over neighbours for many tokens.
-    k_offset: position of the first key, as in the call of `attend`. With coordinates, the (x, y) of each token, such as
-    the tiles of a slide: a map of the mean over heads, and one per head for at most 8 heads; x grows to the right, y
-    downwards, and positions without a token stay white. Colours and curves have logarithmic scales; tokens that
-    received nothing are grey, and gaps in the curves.
+    Without coordinates it draws one colour strip per head along the sequence, and below these a curve of the mean over
+    heads, and one per head for at most 8 heads. Above 1,024 tokens, neighbours are averaged. With coordinates it draws
+    a map of the mean over heads, and one per head for at most 8 heads; x grows to the right, y downwards, and positions
+    without a token stay white. Colours and curves have logarithmic scales; tokens that received nothing are grey in
+    strips and maps, and gaps in curves.
+
+    coordinates: (x, y) of each token, such as the tiles of a slide; None for a sequence. k_offset: position of the
+    first key, as in the call of `attend`; 0 with coordinates. title: None for no title.
 
     Raises ValueError or TypeError for tensors of other shapes, and ImportError without matplotlib.
 
@@ -267,7 +272,11 @@ def _draw_maps(figure: Figure, heads: Tensor, places: Tensor) -> None:
 
 
 def _grid(places: Tensor) -> tuple[Tensor, Tensor] | None:
-    """(column and row of each token, grid steps along x and y) if the (x, y) `places` form a grid; else None."""
+    """(column and row of each token, grid steps along x and y), shapes (M, 2) and (2,).
+
+    places: (x, y) of each token, shape (M, 2). Returns None if they do not form a regular grid, if two tokens have the
+    same place, or if the grid has more than _MOST_CELLS cells.
+    """
     gaps = [along.unique().diff() for along in places.T]
     step = torch.stack([each.min() if len(each) else places.new_ones(()) for each in gaps])
     exact = (places - places.min(0).values) / step

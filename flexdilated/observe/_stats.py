@@ -1,4 +1,4 @@
-"""stats: the plan cache, the pools and the sources of plans, as one value."""
+"""stats: statistics of the plan cache and the buffer pools, and the sources of the constants that plans use."""
 
 from __future__ import annotations
 
@@ -25,10 +25,11 @@ _POOL_MODULE = "flexdilated.distributed.wire._pool"
 class PoolStats:
     """Settings and statistics of a live `distributed.BufferPool`; peaks and counts are since its last reset.
 
-    threshold_bytes: size of the smallest buffer that it leases; None: it leases none. budget_bytes: None for no budget.
-    allocated_bytes: of all buffers, leased and idle. leased_bytes: requested by open leases. num_allocations: leases
-    that needed new memory. num_plain: tensors that torch allocated without a lease. reuse_rate: share of leases without
-    new memory.
+    device: "any" for a pool that serves all devices. threshold_bytes: size of the smallest tensor that it leases; None
+    if it leases none. budget_bytes: bound on the memory of all buffers; None for no bound. allocated_bytes: of all
+    buffers, leased and idle; peak_bytes: its peak. leased_bytes: requested by open leases. num_allocations: leases that
+    needed new memory. num_plain: requested tensors that torch allocated without a lease, such as those below the
+    threshold. reuse_rate: share of leases without new memory; 0 without leases.
     """
 
     name: str
@@ -49,7 +50,7 @@ class Stats:
     """State and history of the library in this process; print it for tables.
 
     cache: statistics of the cache of plans and tables. pools: all live pools. constants: (kind of device, source) of
-    the machine constants used in plans. measured: number of calls whose options `autotune` measured and chose.
+    the machine constants used in plans. measured: number of distinct calls whose options `autotune` measured and chose.
     """
 
     cache: CacheStats

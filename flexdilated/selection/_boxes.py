@@ -32,8 +32,8 @@ _KEPT = 1 << 26  # most boxes of a rule that are cached; above, each call builds
 class Rows(NamedTuple):
     """Rows (blocks of `query_block` query positions) and key blocks of a call; the first and last row may be partial.
 
-    q_offset: position of the first query; keys begin at position 0. block: tokens of a key block. whole: a row is
-    scored by all its queries; otherwise by its first.
+    q_offset: position of the first query; keys begin at position 0, and rows at multiples of query_block. block: tokens
+    of a key block. whole: True if a row is scored by all its queries, False if by its first query.
     """
 
     num_queries: int
@@ -57,7 +57,7 @@ class Rows(NamedTuple):
         return -(-self.num_keys // self.block)
 
     def queries_of(self, part: range) -> tuple[Int64[Tensor, " n"], Int64[Tensor, " n"]]:
-        """(first position, number) of the queries of each row in `part`."""
+        """(first position, number) of the queries of each row in `part`, a range of row indices."""
         begin = torch.arange(part.start, part.stop) * self.query_block - self.lead
         first, stop = begin.clamp(min=0), (begin + self.query_block).clamp(max=self.num_queries)
         return first + self.q_offset, stop - first
@@ -68,7 +68,10 @@ class Rows(NamedTuple):
         return first, (self.num_keys - first).clamp(max=self.block)
 
     def portions(self, numbers: int) -> Iterator[range]:
-        """Yield ranges of rows, small enough to bound the memory of `numbers` values per row and of masks of pairs."""
+        """Yield consecutive ranges of row indices that together cover all rows.
+
+        A range is small enough to bound the memory of its masks of pairs and of `numbers` values per row.
+        """
         most = min((1 << 20) // max(numbers, self.blocks), (1 << 25) // self.num_keys)
         step = 1 << max(0, most.bit_length() - 1)
         yield from (range(at, min(at + step, self.number)) for at in range(0, self.number, step))
@@ -77,12 +80,13 @@ class Rows(NamedTuple):
 class SelectionCall(NamedTuple):
     """Arguments of a `BlockSelector` call except tensors; patterns as JSON, with "" for no `always`.
 
-    block, query_block: tokens of a block of keys and of a row of queries. whole: a row is scored by all its queries;
-    otherwise by its first. stride: side of the tiles of "antidiagonal", else 1. kind, amount, most: rule of the choice,
-    as in `choose`. share: heads with a common table of chosen blocks: "head", none; "group", those of a
-    key/value head; "all".
+    block, query_block: tokens of a block of keys and of a row of queries. whole: True if a row is scored by all its
+    queries, False if by its first. scorer: name of the scorer, or "module". stride: side of the tiles of
+    "antidiagonal", else 1. kind, amount, most: rule of the choice, as in `choose`. share: which heads share one table
+    of chosen blocks: "head", none; "group", those of a key/value head; "all", all.
 
     coarse_block, coarse_query_block: block sizes of the coarse selector; 0 without one. scale: factor on scores.
+    q_offset: position of the first query.
     """
 
     within: str
@@ -119,9 +123,10 @@ class SelectionCall(NamedTuple):
         return {"head": q.shape[1], "group": k.shape[1], "all": 1}[self.share]
 
     def both(self, bindings: Sequence[Tensor], extent: Extent) -> Pattern | Mixture:
-        """Mixture of `within` and `always`, or `within` alone, with the values of their run-time tensors.
+        """Mixture of `within` and `always`, or `within` alone without `always`, with values for the run-time tensors.
 
-        bindings: these tensors, in the order of their names.
+        bindings: the run-time tensors that the patterns name, in sorted order of their names. extent: one past the last
+        query position, and one past the last key position.
         """
         patterns: list[Any] = [read_text(text) for text in (self.within, self.always) if text]
         both = Mixture.of(*patterns)
@@ -154,7 +159,7 @@ class HeadRule(NamedTuple):
         return self._holds(self.within, q, k)
 
     def leaves(self, q: Tensor, k: Tensor, seen: Tensor) -> Tensor:
-        """True for the `seen` pairs that `always` does not allow; q and k are positions, which broadcast."""
+        """Mask of the pairs in `seen`, a mask, that `always` does not allow; q and k are positions, which broadcast."""
         return seen if self.always is None else seen & ~self._holds(self.always, q, k)
 
     def _holds(self, pattern: Pattern, q: Tensor, k: Tensor) -> Tensor:
@@ -166,12 +171,12 @@ class HeadRule(NamedTuple):
 
 
 class OwnPools(NamedTuple):
-    """Candidate boxes whose row does not see all keys of the block, so that they need separate pools.
+    """Candidate boxes whose row does not see all keys of the block, so that visible keys are pooled for each box.
 
-    A box is a row (block of queries) and a key block. Boxes with one key block are in groups of w boxes, padded. place:
-    row * C + block of each box, ascending. at: index of each box, in the order of `place`, in the flattened groups.
-    block: key block of each group. row: row of each box in the groups. mask: keys of the block that the row sees; False
-    for padding.
+    A box is a row (block of queries) and one of C key blocks. The boxes of a key block are in groups of w boxes; a
+    group with fewer boxes is padded. place: row * C + block of each box, ascending. at: index of each box, in the order
+    of `place`, in the flattened groups. block: key block of each group. row: row of each box in the groups; 0 for
+    padding. mask: for each box in the groups, the keys of the block that the row sees; False for padding.
     """
 
     place: Int64[Tensor, " o"]
@@ -184,11 +189,14 @@ class OwnPools(NamedTuple):
 class Boxes(NamedTuple):
     """Boxes (row of queries, block of keys) of a chunk of rows under one rule; row 0 is the first of the chunk.
 
-    state: state of each box, one of NOTHING, PLAIN, WHOLE, PARTIAL_VIEW and UNCHOSEN. place: row * C + block of each
-    listed box (the last three states), ascending. gain: number of pairs that choosing each listed box adds. own: the
-    candidates with hidden keys; None if there are none. sees: mask of the queries that see a key; None if all do. seen:
-    mask of the keys that some row sees; None if all are seen. pairs: number of pairs that `within` allows. open: number
-    of these pairs that are attended to only if their box is chosen.
+    state: state of each box. NOTHING: choosing it adds no pair; PLAIN: a candidate that adds all its pairs; WHOLE: a
+    candidate that adds some pairs, whose keys are all visible to the row; PARTIAL_VIEW: a candidate with keys that are
+    hidden from the row; UNCHOSEN: not a candidate, although it would add pairs.
+    place: row * C + block (C: number of key blocks) of each listed box (the last three states), ascending. gain: number
+    of pairs that choosing each listed box adds. own: the candidates with hidden keys; None if there are none. sees:
+    mask of the queries that see a key; None if all do. seen: mask of the keys that some row sees; None if all are seen.
+    pairs: number of pairs that `within` allows. open: number of these pairs that are attended to only if their box is
+    chosen.
     """
 
     state: UInt8[Tensor, "n C"]
@@ -208,7 +216,10 @@ class Boxes(NamedTuple):
         return tree_map_only(Tensor, lambda x: x.to(device), self)
 
     def gains(self, rows: Rows, part: range, blocks: Int64[Tensor, "B T n most"]) -> Int64[Tensor, "B T n most"]:
-        """Number of pairs that each chosen block adds for one head; 0 for block -1."""
+        """Number of pairs that each chosen block adds for one head; 0 for block -1.
+
+        part: the rows of this chunk. blocks: chosen blocks of each of these rows, padded with -1.
+        """
         row = torch.arange(len(part), device=blocks.device)[:, None]
         queries, keys = rows.queries_of(part)[1].to(blocks.device), rows.keys_of()[1].to(blocks.device)
         known = blocks.clamp(min=0)
@@ -223,13 +234,19 @@ class Boxes(NamedTuple):
 def found_in(
     ascending: Int64[Tensor, " x"], places: Int64[Tensor, "*some"]
 ) -> tuple[Int64[Tensor, "*some"], Bool[Tensor, "*some"]]:
-    """(index in `ascending`, True if present) for each of `places`; `ascending` must not be empty."""
+    """(index in `ascending`, True if present) for each of `places`; the index is arbitrary if the place is absent.
+
+    `ascending` must not be empty.
+    """
     at = torch.searchsorted(ascending, places).clamp(max=len(ascending) - 1)
     return at, ascending[at] == places
 
 
 def boxes_of(rule: HeadRule, rows: Rows, part: range, device: torch.device) -> Boxes:
-    """Boxes (row of queries, block of keys) of the rows in `part`; cached unless all rows have more than 2^26 boxes."""
+    """Boxes (row of queries, block of keys) of the rows in `part`, on the device.
+
+    They are cached, unless `rows` has more than 2^26 boxes in total.
+    """
 
     def built() -> Boxes:
         return _build(rule, rows, part)
@@ -313,8 +330,9 @@ def _sides(
 ) -> tuple[Bool[Tensor, "n query_block"] | None, Bool[Tensor, " M"] | None]:
     """(mask of the queries of each row that see a key, mask of the keys that some row sees).
 
-    Each mask is None if it is True for all. whole: boxes in which `within` allows every pair. some: the boxes that were
-    evaluated.
+    The first mask is None if all queries see a key, or all first queries of rows where only these are scored; the
+    second is None if all keys are seen. whole: boxes in which `within` allows every pair. some: the boxes that were
+    evaluated pair by pair.
     """
     num_queries, num_keys = rows.queries_of(part)[1], rows.keys_of()[1]
     queries = whole.any(1).long()[:, None].repeat(1, rows.query_block)
@@ -333,7 +351,7 @@ def _sides(
 
 
 def _own_pools(some: _Evaluated, partial: Int64[Tensor, " o"], C: int) -> OwnPools:
-    """Group boxes with hidden keys by key block, at most 64 boxes per group, padded.
+    """Group the boxes whose row does not see all keys of the block by key block, at most 64 boxes per group.
 
     partial: indices of these boxes in `some`. C: number of key blocks.
     """

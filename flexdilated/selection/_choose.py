@@ -129,12 +129,13 @@ def choose(
     amount: float,
     most: int,
 ) -> tuple[Int64[Tensor, "B T n most"], Int64[Tensor, ""]]:
-    """(indices into the L entries of each row's chosen candidates, padded with -1; number of rows cut to `most`).
+    """Choose among each row's candidates: (indices into dim L, padded with -1; number of rows cut to `most`).
 
-    candidates: entries that may be chosen. ids: number of the block in each entry. kind: "top_k", the highest scores;
-    "top_p", the fewest entries whose softmax shares over the candidates sum to `amount`; "top_p_of_row", as "top_p",
-    but scores are logarithms of shares of the row, and the share outside the candidates counts towards `amount`; or
-    "threshold", the entries with a softmax share of at least `amount`.
+    candidates: entries that may be chosen. ids: number of the block in each entry, which decides between equal scores.
+    kind: "top_k", the highest scores, without a cut; "top_p", the fewest entries whose softmax shares over the
+    candidates sum to at least `amount`; "top_p_of_row", as "top_p", but scores are logarithms of shares of the row, and
+    the share outside the candidates counts towards `amount`; or "threshold", the entries with a softmax share of at
+    least `amount`.
 
     Chosen candidates are in descending order of score, compared in float32; among equal scores lower ids come first,
     and NaN counts as the lowest score.
@@ -167,7 +168,10 @@ def choose(
 
 
 def masked_lse(scores: Float[Tensor, "*rows L"], where: Bool[Tensor, "..."]) -> Float[Tensor, "*rows"]:
-    """logsumexp over the scores at which `where` (broadcast) is True; -inf, with gradient 0, if there are none."""
+    """Log-sum-exp, over the last dim, of the scores at which `where` (broadcast) is True.
+
+    A row without such scores has -inf, with gradient 0.
+    """
     shown = scores.masked_fill(~where, -torch.inf)
     top = shown.detach().amax(-1, keepdim=True).clamp(min=torch.finfo(scores.dtype).min)
     total = (shown - top).exp().sum(-1)

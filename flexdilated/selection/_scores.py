@@ -68,10 +68,10 @@ def _blocks(k: Tensor, block: int) -> list[Tensor]:
 def summaries(
     q: Float[Tensor, "B H N D"], rows: Rows, part: range, sees: Bool[Tensor, "*#heads n query_block"] | None
 ) -> Float[Tensor, "B H n D"]:
-    """One query for each row (block of queries) in `part`, in float32 or wider; 0 if it sees no key.
+    """One query for each row (block of queries) in `part`, in float32 or wider.
 
-    It is the mean of the row's queries that see a key with `rows.whole`, else the row's first query. part: range of row
-    indices. sees: mask of queries that see a key; None if all do.
+    With `rows.whole` it is the mean of the row's queries that see a key, else the row's first query; it is 0 if none of
+    these sees a key. part: range of row indices. sees: mask of queries that see a key; None if all do.
     """
     if not rows.whole:
         at = (torch.arange(part.start, part.stop, device=q.device) * rows.query_block - rows.lead).clamp(min=0)
@@ -101,7 +101,7 @@ _AT_ONCE = 1 << 21  # most numbers of an intermediate tensor
 
 
 def pools_for(scorer: str, k: Float[Tensor, "b g M D"], block: int) -> tuple[Float[Tensor, "b g C D"], ...]:
-    """The pools (mean, or minimum and maximum, of each key block) that a named scorer needs; () if none."""
+    """Pooled keys of each block that a named scorer needs: (mean,), (minimum, maximum), or () if it needs none."""
     if scorer == "mean":
         return (mean_of(k, block),)
     return ends_of(k, block) if scorer == "minmax" else ()
@@ -120,8 +120,8 @@ def scores_of(
 ) -> Float[Tensor, "b h n L"]:
     """Score of each key block for each row (block of queries) in `part`, by the scorer that `call` names.
 
-    lists: the L blocks of each row to score; None scores all blocks. Scores of blocks that may not be chosen are
-    arbitrary.
+    pools: result of `pools_for`. boxes: the boxes of these rows under `rule`. lists: the L blocks of each row to score;
+    None scores all C blocks. Scores of blocks that may not be chosen are arbitrary.
     """
     if call.scorer in LOGS:
         found = [_log_shares(call, q, k, rule, rows, few) for few in _few_rows(q, rows, part, call.stride)]
@@ -140,7 +140,10 @@ def scores_of(
 def _own(
     scorer: str, queries: Float[Tensor, "b h n D"], k: Float[Tensor, "b g M D"], own: OwnPools, block: int
 ) -> Float[Tensor, "b h o"]:
-    """Score of each box (row of queries, block of keys) in `own`, by pools over only the keys that the row sees."""
+    """Score of each box (row of queries, block of keys) in `own`, by pools over only the keys that the row sees.
+
+    queries: one for each row, with the scale applied. block: tokens of a key block.
+    """
     p, w = own.row.shape
     wide = k.shape[3] if scorer == "minmax" else queries.shape[1]
     few = max(1, _AT_ONCE // (k.shape[0] * w * block * wide))
@@ -176,14 +179,14 @@ def _by_sign(q: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def at_lists(scores: Float[Tensor, "b h n C"], lists: Int64[Tensor, "b x n L"] | None) -> Float[Tensor, "b h n L"]:
-    """Scores of the blocks in `lists`, arbitrary where it is -1; all scores if `lists` is None."""
+    """Scores of the blocks in `lists` for each row, arbitrary where `lists` is -1; all scores if `lists` is None."""
     return (
         scores if lists is None else scores.gather(-1, for_heads(lists, scores.shape[1]).clamp(0, scores.shape[-1] - 1))
     )
 
 
 def for_heads(x: Tensor, heads: int) -> Tensor:
-    """Expand dim 1 of x, with one entry per group of consecutive heads, to one entry per head."""
+    """Expand dim 1 of x, with one entry per group of consecutive heads, to one entry for each of `heads` heads."""
     if x.shape[1] == 1:
         return x.expand(-1, heads, *x.shape[2:])
     return x if x.shape[1] == heads else x.repeat_interleave(heads // x.shape[1], 1)
@@ -196,7 +199,10 @@ def _put(
     rows: Rows,
     lists: Int64[Tensor, "b x n L"] | None,
 ) -> Float[Tensor, "b h n L"]:
-    """`scores`, with those of boxes (row, block) with hidden keys replaced by `own`."""
+    """Replace the scores of the boxes (row, block) in `boxes`, which have hidden keys, by `own`; return all scores.
+
+    lists: the L blocks of each row; None if `scores` has all blocks.
+    """
     if lists is None:
         return scores.flatten(2).index_copy(2, boxes.place, own).view_as(scores)
     row = torch.arange(lists.shape[2], device=lists.device)[:, None]
@@ -213,7 +219,10 @@ def _products(q: Float[Tensor, "b h n D"], k: Float[Tensor, "b g m D"]) -> Float
 def _listed(
     q: Float[Tensor, "b h n D"], pool: Float[Tensor, "b g C D"], lists: Int64[Tensor, "b x n L"]
 ) -> Float[Tensor, "b h n L"]:
-    """Dot products of every query with the listed blocks' pools of its key/value head."""
+    """Dot product of each row's query with the pooled keys, of its key/value head, of each block listed for the row.
+
+    The result is arbitrary where `lists` is -1.
+    """
     lists = for_heads(lists, max(lists.shape[1], pool.shape[1]))
     heads = for_heads(pool, lists.shape[1])
     at = lists.clamp(0, pool.shape[2] - 1).flatten(2)[..., None].expand(-1, -1, -1, q.shape[3])
@@ -222,7 +231,7 @@ def _listed(
 
 
 def _few_rows(q: Tensor, rows: Rows, part: range, stride: int) -> list[range]:
-    """Split `part` into ranges of rows that bound the memory of scores, one for each tile of stride x stride pairs."""
+    """Split `part` into ranges of rows that bound the memory of scores, one score per tile of stride x stride pairs."""
     each = q.shape[0] * q.shape[1] * (rows.query_block if rows.whole else 1) * rows.num_keys // stride**2
     few = max(1, _AT_ONCE // max(1, each))
     return [range(at, min(at + few, part.stop)) for at in range(part.start, part.stop, few)]
@@ -233,9 +242,9 @@ def _log_shares(
 ) -> Float[Tensor, "b h n C"]:
     """log of the share of attention that each row (block of queries) gives to each block of keys.
 
-    It is estimated from tiles of stride x stride pairs: a softmax over the tiles of `stride` queries, summed per block
-    and averaged over the row. A tile's score is the mean score of the visible pairs on its antidiagonal; stride 1 gives
-    the exact share.
+    It is estimated from tiles of stride x stride pairs. For each run of `stride` queries, a softmax over its tiles is
+    summed per block; the sums are averaged over the row. A tile's score is the mean score of the visible pairs on its
+    antidiagonal; stride 1 gives the exact share.
     """
     stride, group, columns = call.stride, 1, rows.blocks * rows.block // call.stride
     if rows.whole:
@@ -275,9 +284,10 @@ def _sees(rule: HeadRule, rows: Rows, queries: Int64[Tensor, " n"], keys: Int64[
 def _shares(
     scores: Float[Tensor, "b h m t"], shown: Bool[Tensor, "m t"], per: int, group: int
 ) -> Float[Tensor, "b h n C"]:
-    """log of each block's share of the softmax over `shown` entries, averaged over the `group` lines (dim m) of a row.
+    """log of each block's share of a softmax over dim t, averaged over the `group` lines (along dim m) of each row.
 
-    per: entries of dim t in a block. Lines without shown entries are excluded from the mean.
+    shown: entries in the softmax. per: number of entries of dim t in a block. The average is of shares, before the log;
+    lines without shown entries are excluded.
     """
     blocks = masked_lse(scores.unflatten(-1, (-1, per)), shown.unflatten(-1, (-1, per)))
     total = masked_lse(blocks, blocks > -torch.inf)

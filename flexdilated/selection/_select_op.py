@@ -36,7 +36,10 @@ class HeadPart(NamedTuple):
         return x[self.entries, self.key_heads]
 
     def shared(self, x: Tensor, heads: int) -> Tensor:
-        """View of x for these entries and heads; dim 1 of x has one entry per group of the `heads` heads."""
+        """View of x for these batch entries and heads.
+
+        heads: number of query heads. Dim 1 of x has one entry per group of consecutive query heads.
+        """
         own = x[self.entries]
         if self.heads == slice(None):
             return own
@@ -46,9 +49,10 @@ class HeadPart(NamedTuple):
 
 @plans
 def parts_of(call: SelectionCall, bindings: Sequence[Tensor], q: Tensor, k: Tensor) -> list[HeadPart]:
-    """Split batch entries and query heads of a call by their rule.
+    """Split the batch entries and query heads of a call into parts with one rule each.
 
-    Raises ValueError if a pattern does not fit the sizes, or tensors are missing.
+    bindings: run-time tensors of the patterns, in the order of their names. Raises ValueError if a pattern does not fit
+    the sizes, or tensors are missing.
     """
     batch, heads, groups = q.shape[0], q.shape[1], k.shape[1]
     extent = Extent(call.q_offset + q.shape[2], k.shape[2])
@@ -81,10 +85,11 @@ HeadBoxes = list[tuple[HeadPart, Boxes]]  # of some rows, by rule
 def walk(
     call: SelectionCall, bindings: Sequence[Tensor], q: Tensor, k: Tensor, coarse: Tensor | None = None
 ) -> Iterator[tuple[range, Int64[Tensor, "B x n L"] | None, HeadBoxes]]:
-    """Yield, for chunks of rows (blocks of queries): (range of row indices, lists, boxes for each rule).
+    """Yield (range of row indices, lists, boxes for each rule) for chunks of rows (blocks of queries).
 
-    coarse: blocks chosen by the coarse selector; None without one. lists: this selector's blocks within that choice for
-    each row, padded with -1; None without a coarse selector.
+    coarse: blocks chosen by the coarse selector; None without one. lists: for each row, this selector's blocks within
+    that choice, padded with -1; None without a coarse selector. bindings: run-time tensors of the patterns, in the
+    order of their names.
     """
     rows, parts, lists = call.rows(q, k), parts_of(call, bindings, q, k), None
     numbers, ratio = q.shape[0] * q.shape[1] * rows.blocks, 1
@@ -113,7 +118,8 @@ def _scored(
 ) -> Scored:
     """(scores, mask of candidates) of the rows `some` for each table.
 
-    within: lists of blocks from `walk`. given: a module's scores of all rows; None computes scores from q, k and pools.
+    within, boxes: lists of blocks, and boxes, from `walk`. given: a module's scores of all rows; None computes scores
+    from q, k and pools.
     """
     rows, found = call.rows(q, k), []
     for part, own in boxes:
@@ -144,7 +150,10 @@ def _candidates(boxes: Boxes, lists: Tensor | None, scores: Tensor, *, only_whol
 
 
 def _by_table(call: SelectionCall, scored: Scored, tables: int, own: int) -> Scored:
-    """Combine the scores of heads that share a table; own: number of heads with separate scores, H or G."""
+    """Combine the scores of heads that share a table: (scores, mask of candidates) for each of `tables` tables.
+
+    own: number of heads with separate scores, H or G.
+    """
     scores, candidates = scored
     if tables == scores.shape[1]:
         return scored
@@ -172,9 +181,10 @@ def choose_blocks(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """(chosen blocks, their indices among the L blocks that a row may choose from, their scores, density, cut).
 
-    given: scores from a module, or None. coarse: blocks chosen by the coarse selector, or None. bindings: run-time
-    tensors of the patterns, in the order of their names. pools: result of `pools_for`; None computes it. density, cut:
-    as in `Selection`. Works in chunks of rows to bound memory.
+    Blocks and indices are padded with -1, scores with -inf. density, cut: as in `Selection`. given: scores from a
+    module, or None. coarse: blocks chosen by the coarse selector, or None. bindings: run-time tensors of the patterns,
+    in the order of their names. pools: result of `pools_for`; None computes it. Works in chunks of rows to bound
+    memory.
     """
     rows, tables = call.rows(q, k), call.tables(q, k)
     shape = (q.shape[0], tables, rows.number, call.most)
@@ -215,7 +225,8 @@ def select_blocks(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Custom op around `choose_blocks`: (blocks, indices, scores, density, cut).
 
-    constants, q_offset: `SelectionCall.arguments`. Boxes are looked up at run time, so other sizes need no retracing.
+    given, coarse, bindings: as in `choose_blocks`. constants, q_offset: `SelectionCall.arguments`. Boxes are looked up
+    at run time, so other sizes need no retracing.
     """
     return choose_blocks(q, k, given, coarse, bindings, SelectionCall.of(constants, q_offset))
 
@@ -241,9 +252,10 @@ def select_blocks_backward(
     constants: str,
     q_offset: int,
 ) -> list[Tensor]:
-    """Gradients of q and k, or of `given` alone if a module made the scores; a list.
+    """[gradient of q, gradient of k], or [gradient of `given`] if a module made the scores.
 
-    grad: gradient of the chosen scores. places: indices of the chosen blocks, the second result of `select_blocks`.
+    grad: gradient of the chosen scores. places: indices of the chosen blocks, the second result of `select_blocks`;
+    other arguments are those of `select_blocks`.
     """
     call = SelectionCall.of(constants, q_offset)
     leaves = [x.detach().requires_grad_() for x in ((q, k) if given is None else (given,))]
@@ -267,7 +279,10 @@ def _(grad, q, k, given, *others):
 
 
 def _cleared(call: SelectionCall, some: range, boxes: HeadBoxes, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
-    """(q, k), zeroed at queries that see no key and keys that no row sees, because NaN there would reach gradients."""
+    """(q, k) with zeros at queries that see no key and at keys that no row in `some` sees.
+
+    NaN at these places would otherwise reach gradients.
+    """
     sees, seen = _sides(call, some, boxes, q, k)
     if sees is not None:
         rows = call.rows(q, k)
@@ -282,7 +297,7 @@ def _cleared(call: SelectionCall, some: range, boxes: HeadBoxes, q: Tensor, k: T
 def _sides(
     call: SelectionCall, some: range, boxes: HeadBoxes, q: Tensor, k: Tensor
 ) -> tuple[Bool[Tensor, "B H n query_block"] | None, Bool[Tensor, "B G M"] | None]:
-    """(mask of the queries that see a key, mask of the keys that one of the rows sees); None if a mask is all True."""
+    """(mask of queries that see a key, mask of keys that a row in `some` sees); None instead of an all-True mask."""
     sees = seen = None
     if any(own.sees is not None for _, own in boxes):
         sees = torch.ones(*q.shape[:2], len(some), call.query_block, dtype=torch.bool, device=q.device)
@@ -322,7 +337,8 @@ def selection_sides(
 ) -> tuple[Tensor, Tensor]:
     """(mask (B, H, R, query_block) of queries that see a key, mask (B, G, M) of keys that some row sees).
 
-    constants, q_offset: `SelectionCall.arguments`.
+    R rows are blocks of queries. bindings: run-time tensors of the patterns, in the order of their names. constants,
+    q_offset: `SelectionCall.arguments`.
     """
     call = SelectionCall.of(constants, q_offset)
     rows = call.rows(q, k)
@@ -350,7 +366,8 @@ def _(q, k, bindings, *arguments):
 def selection_pairs(q: Tensor, k: Tensor, bindings: list[Tensor], constants: str, q_offset: int) -> Tensor:
     """Number of pairs that the call's `within` allows, over all heads and batch entries, as int64 of shape ().
 
-    constants, q_offset: `SelectionCall.arguments`.
+    bindings: run-time tensors of the patterns, in the order of their names. constants, q_offset:
+    `SelectionCall.arguments`.
     """
     if 0 in q.shape or 0 in k.shape:
         return torch.zeros((), dtype=torch.int64, device=q.device)

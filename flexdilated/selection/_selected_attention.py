@@ -39,8 +39,8 @@ _GRADIENTS = ("none", "bias", "distill")
 class SelectedAttention(nn.Module):
     """Attention over the blocks that a selector chooses: (q, k, v) -> out.
 
-    Attends to the pairs of (chosen | always) & within. For the chosen blocks the output is exact, and so are the
-    gradients of q, k and v. A query without keys has output 0.
+    Attends to the pairs of (chosen | always) & within, where `chosen` has all pairs in chosen blocks. For these pairs
+    the output is exact, and so are the gradients of q, k and v. A query without keys has output 0.
 
     selector: the `BlockSelector` that chooses; its `within` and `always` apply to the attention, too.
     gradient: how the choice is trained.
@@ -116,14 +116,16 @@ class SelectedAttention(nn.Module):
     ) -> Float[Tensor, "B H N D"] | tuple[Float[Tensor, "B H N D"], Selection]:
         """Attention output in the shape of q, or (output, `Selection`) with return_selection.
 
-        Query i has position q_offset + i and key j position j; with a mesh, the positions of the sharding.
+        Query i has position q_offset + i and key j position j. With a mesh q_offset must be 0, and the sharding gives
+        the positions.
 
-        enable_gqa, scale, sinks: as in `attend`; the scorer uses the scale, too. bindings, within: as in the selector.
-        return_selection: return the `Selection`, too; its scores have a gradient only with "bias". With a mesh all its
-        fields are for the rows of this rank's tokens, in the order of these tokens.
+        enable_gqa, scale, sinks: as in `attend`; the scorer uses the scale, too. bindings, within: as in the `forward`
+        of `BlockSelector`. return_selection: return the `Selection`, too; its scores have a gradient only with "bias".
+        With a mesh all its fields are for the rows of this rank's tokens, in the order of these tokens.
 
         Raises ValueError or TypeError, before any work, for inputs that do not fit together. With a mesh it raises on
-        all ranks, before any communication of tensors, if their calls differ or a run begins within a row.
+        all ranks, before any communication of tensors, if their calls differ, or if a contiguous run of a rank's
+        positions begins within a row.
         """
         q, k, v = autocast(q, k, v)
         runs = self._runs(q, k, v, enable_gqa=enable_gqa, scale=scale, q_offset=q_offset, within=within)
@@ -157,7 +159,10 @@ class SelectedAttention(nn.Module):
         return out if sinks is None else with_sinks(out, lse, sinks)[0]
 
     def _runs(self, q: Tensor, k: Tensor, v: Tensor, **call: Any) -> QueryRuns:
-        """Check the inputs; return the positions of the queries, and with a mesh the ranks that hold the keys."""
+        """Check the inputs; return the ranges of positions of the queries, and with a mesh its ranks and the sharding.
+
+        call: the keyword arguments enable_gqa, scale, q_offset and within of `forward`.
+        """
         if self.over_ranks is not None:
             return runs_over(self.over_ranks, self.selector, q, k, v, gradient=self.gradient, **call)
         check_tensors(q, k, v, enable_gqa=call["enable_gqa"])
@@ -175,7 +180,7 @@ class SelectedAttention(nn.Module):
         within: Pattern | None = None,
         teacher: tuple[Float[Tensor, "B H N D"], Float[Tensor, "B G M D"]] | None = None,
     ) -> Float[Tensor, ""]:
-        """Mean, over rows with candidate blocks, of KL(p ‖ softmax(s)) over the row's candidates, in nats.
+        """Mean, over rows (blocks of queries) with candidate blocks, of KL(p ‖ softmax(s)) over these blocks, in nats.
 
         With a mesh it is this rank's term of the mean over the rows of all ranks: the sum over ranks of the losses, and
         of their gradients, equals the result of a single rank.
@@ -356,9 +361,10 @@ def runs_over(
     within: Pattern | None,
     gradient: str,
 ) -> QueryRuns:
-    """Runs (ranges of positions) of this rank's queries, after checks that send no tokens.
+    """Check a call with a mesh; return the runs (ranges of positions) of this rank's queries, with ranks and sharding.
 
-    Raises ValueError on all ranks if their calls differ or a run of any rank begins within a row (block of queries).
+    The checks exchange the settings of the call, but no tokens. Raises ValueError on all ranks if their calls differ or
+    a run of any rank begins within a row (block of queries), and for a q_offset other than 0.
     """
     from ..distributed.group import check_shards
 
@@ -387,9 +393,9 @@ def _agreed(
 ) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """(starts, lengths) of this rank's ranges of positions; a rank without tokens has one range of length 0.
 
-    place: name, size, own rank and device type of the group of ranks. numbers: the sharding as integers. facts: (name,
-    value) pairs that must be equal on all ranks. Raises ValueError on all ranks if `facts` differ between them, or a
-    range does not start at a multiple of `side`.
+    place: name, size, own rank and device type of the group of ranks. numbers: the sharding as integers. side: largest
+    query_block, at a multiple of which each range must start. facts: (name, value) pairs that must be equal on all
+    ranks. Raises ValueError on all ranks if `facts` differ between them, or a range starts elsewhere.
     """
     from ..distributed.group import Ranks, Sharding, check_agreement
 
@@ -408,10 +414,10 @@ def _agreed(
 
 
 def joined(found: Sequence[tuple[Selection, TableAttention, Tensor]], k: Float[Tensor, "B G M D"]) -> Selection:
-    """Concatenate the selections of consecutive ranges of queries.
+    """Concatenate the selections of consecutive ranges of queries into one.
 
-    density becomes the mean weighted by pairs, cut the mean weighted by rows. found: (selection, attention, queries) of
-    each range. k: the keys of all ranges.
+    Its density is the mean of their densities weighted by pairs, its cut the mean of their cuts weighted by rows.
+    found: (selection, attention, queries) of each range. k: the keys of all ranges.
     """
     if len(found) == 1:
         return found[0][0]

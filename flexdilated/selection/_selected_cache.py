@@ -50,10 +50,11 @@ class TableAttention(NamedTuple):
         bindings: Mapping[str, Tensor] | None,
         **options: Any,
     ) -> TableAttention:
-        """Build from a selector and the pattern of one call; choose an unused name for the table.
+        """Make an instance for one call; the name of its table differs from the names of all run-time tensors.
 
-        bindings: run-time tensors of the call; those of a coarse selector only are dropped. options: scale, q_offset
-        and engine of `attend`.
+        own: the selector. beyond: complement of the selector's `always`; None without `always`. rule: pairs that the
+        call allows. bindings: run-time tensors of the call by name, of which those that only a coarse selector needs
+        are dropped; None for none. options: scale, q_offset and engine of `attend`.
         """
         table = "chosen"
         needed = names(own.with_always(rule))
@@ -66,7 +67,7 @@ class TableAttention(NamedTuple):
     def always(self) -> Pattern:
         """Pattern always & rule: pairs that are attended to without being chosen.
 
-        Do not use it for a selector without `always`, which has no such pairs; it is `rule` then.
+        Use it only if the selector has `always`: without it there are no such pairs, but the result is `rule`.
         """
         return self.rule if self.own.always is None else self.own.always & self.rule
 
@@ -96,7 +97,7 @@ class TableAttention(NamedTuple):
     def attend(
         self, q: Tensor, k: Tensor, v: Tensor, pattern: Pattern, blocks: Int64[Tensor, "B T R most"] | None = None
     ) -> tuple[Float[Tensor, "B H N D"], Float[Tensor, "B H N"]]:
-        """Attention to the pairs of a pattern: (output in the dtype of lse, lse).
+        """Attention to the pairs of a pattern: (output in the dtype of the log-sum-exp, log-sum-exp).
 
         blocks: the table of chosen blocks; None for a pattern without a table.
         """
@@ -114,9 +115,10 @@ class TableAttention(NamedTuple):
         blocks: Int64[Tensor, "B T R most"],
         scores: Float[Tensor, "B T R most"] | None,
     ) -> tuple[Float[Tensor, "B H N D"], Float[Tensor, "B H N"]]:
-        """Attention to the pairs that only the choice adds: (output, lse).
+        """Attention to pairs that are attended to only because the table has their block: (output, log-sum-exp).
 
-        scores: added to the logits of all keys in the corresponding blocks; None adds nothing.
+        blocks: the table. scores: score of each block in it, added to the logits of the block's keys; None adds
+        nothing.
         """
         if scores is None:
             return self.attend(q, k, v, self.added(blocks.shape[-1]), blocks)
@@ -171,7 +173,8 @@ class Running(NamedTuple):
 def knows_row(selector: BlockSelector, known: Running | None, position: int) -> bool:
     """True if decoding can continue at the position: it begins a row, or is within the row whose choice is known.
 
-    A row is a block of queries that share a choice. Tests the rows of all coarse selectors, too.
+    A row is a block of queries that share a choice. Tests the rows of all coarse selectors, too. known: state of the
+    selector; None before the first token.
     """
     begun = position % selector.query_block
     if begun and (known is None or known.row != position // selector.query_block):
@@ -343,7 +346,10 @@ def _check(selector: BlockSelector, num_heads: int) -> None:
 
 
 def _reads_own_blocks(selector: BlockSelector, num_heads: int) -> bool:
-    """True if `always` has all pairs of `within` between a query and its own block; tests positions below 2,048."""
+    """True if `always` has all pairs of `within` of a query and a key, not later, in the query's own block.
+
+    It tests positions below 2,048.
+    """
     at = torch.arange(_TRIED)
     q, k = at[:, None], at[None, :]
     own = (q // selector.block == k // selector.block) & (k <= q)

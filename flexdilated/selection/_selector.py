@@ -196,7 +196,11 @@ class BlockSelector(nn.Module):
         bindings: Mapping[str, Tensor] | None,
         within: Pattern | None,
     ) -> tuple[Int64[Tensor, "B T R most"] | None, list[Tensor], SelectionCall]:
-        """Check a call; return (blocks chosen by the coarse selector or None, run-time tensors, other arguments)."""
+        """Check a call; return (blocks chosen by the coarse selector or None, run-time tensors, other arguments).
+
+        bindings, within: as in `forward`. The run-time tensors are those of this selector, in sorted order of their
+        names.
+        """
         coarse = None
         if self.coarse is not None:
             inner = None if bindings is None else _of_names(bindings, self.coarse._names)
@@ -232,8 +236,9 @@ class BlockSelector(nn.Module):
     ) -> Float[Tensor, "B X R C"]:
         """Scores of all blocks from the module `scorer`, for each query head (X = H) or key/value head (X = G).
 
-        pools: pools of the blocks of k; None computes them, with keys that no row sees pooled as zeros. Raises
-        ValueError for scores of another shape, TypeError for scores that are not floating-point.
+        bindings, call: from `prepared`. pools: pools of the blocks of k; None computes them, with keys that no row sees
+        pooled as zeros. Raises ValueError for scores of another shape, TypeError for scores that are not
+        floating-point.
         """
         sees, seen = selection_sides(q.detach(), k.detach(), bindings, *call.arguments)
         rows = call.rows(q, k)
@@ -348,9 +353,10 @@ class BlockSelector(nn.Module):
 
 
 def is_causal(pattern: Pattern) -> bool:
-    """True if no query is found that sees a later key; a choice must then not depend on later tokens.
+    """True if no query is found that sees a later key.
 
-    Searches the first 2,048 positions, with the values of run-time tensors that allow the most pairs.
+    Searches the first 2,048 positions, with the values of run-time tensors that allow the most pairs. With a causal
+    pattern a choice must not depend on later tokens.
     """
     # A table of selected blocks may have any block; other run-time tensors have one number, or one per position.
     most = pattern.map_leaves(lambda leaf: every() if isinstance(leaf, RunTime) and leaf.num_dims > 1 else leaf)

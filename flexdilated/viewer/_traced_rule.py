@@ -221,10 +221,11 @@ def _table_data(table: Tensor) -> dict[str, Any]:
 
 
 def traced_rule(program: Program, written: Pattern, bound: Pattern, num_heads: int) -> dict[str, Any]:
-    """A branch (summand of a pattern) as a nested dict for JSON: text, node index, traced reason, and its parts.
+    """Trace a branch (summand of a pattern) to a nested dict for JSON.
 
-    Parts are those that the reason names, as such dicts. `written` is the branch with names of run-time tensors,
-    `bound` the same branch with their values.
+    Its keys are "phrase" (text), "node" (index of the node that is true if the branch allows the pair), "reason" (a
+    traced reason), and "parts": a list of such dicts, for the parts of the branch that the reason names. `written` is
+    the branch with names of run-time tensors, `bound` the same branch with their values.
     """
     return _Rule(program, written, bound, (0, 1, 2), Pair(0, 0, 0, num_heads)).to_data()
 
@@ -258,7 +259,7 @@ class _Rule:
         return {"phrase": phrase, "node": self.node, "reason": reason, "parts": parts}
 
     def _reason(self, *answers: bool) -> dict[str, Any]:
-        """Traced reason (a decision tree) if the first truth values that it depends on are `answers`."""
+        """Traced reason (a decision tree) over all paths whose first decisions of truth values are `answers`."""
         self._ways += 1
         if self._ways > _MOST_WAYS:
             raise UnsupportedError(f"a reason with more than {_MOST_WAYS} paths")
@@ -300,7 +301,10 @@ class _Path:
         return self.decisions.setdefault(node, self.answers[place] if place < len(self.answers) else True)
 
     def part(self, bound: Pattern, pair: _TracedPair) -> _Rule:
-        """Traced rule of a direct part, for the pair in the part's coordinates; recorded as named by the reason."""
+        """Traced rule of `bound`, a direct part of this path's rule; the part is recorded as named by the reason.
+
+        pair: the traced pair in the coordinates of the part.
+        """
         nodes = (self.node(pair.head), self.node(pair.query), self.node(pair.key))
         parts, at = self.rule.parts, (id(bound), nodes, pair.unit)
         if at not in parts:
@@ -370,7 +374,10 @@ class _Number:
         return self.path.decide(self.node if self.is_truth else self.path.operation("ne", self, 0))
 
     def __index__(self) -> int:
-        """The value on this path, found by one decision for each possible value; it must not be negative."""
+        """Value of the number on this path, found by one decision for each possible value; it must not be negative.
+
+        Raises UnsupportedError if it may exceed 256.
+        """
         most = self.path.program.most[self.node]
         if most <= _MOST_PLACES:
             for value in range(most + 1):

@@ -25,7 +25,7 @@ _AT_ONCE = 1 << 22  # most scores of compressed keys in memory
 
 
 class WindowsBefore:
-    """Holds `pattern`, over query positions and window numbers: window i is visible from position i * stride + reach.
+    """Holds `pattern`, over query positions and window indices: queries from position i * stride + reach see window i.
 
     The pattern has bounds for boxes: a box is full if its first query sees its last window, and empty if its last query
     does not see its first window. Modules store an instance of this class, because a closure cannot be pickled, and
@@ -128,7 +128,10 @@ class CoarseToFineAttention(nn.Module):
 def _joined(
     fine: tuple[Tensor, Tensor], pooled: tuple[Tensor, Tensor], twice: tuple[Tensor, Tensor]
 ) -> Float[Tensor, "B H N D"]:
-    """Output of one softmax over the terms of `fine` and of `pooled`, minus those of `twice`; each is (output, lse)."""
+    """Output of one softmax over the terms of `fine` and of `pooled` without those of `twice`, a part of `pooled`.
+
+    Each argument is (output, log-sum-exp) of attention to its terms.
+    """
     outs, lses = zip(fine, pooled, twice, strict=True)
     # A row without keys has lse -inf in all three parts and keeps output 0.
     top = torch.maximum(lses[0].detach(), lses[1].detach()).clamp(min=torch.finfo(lses[0].dtype).min)
@@ -246,9 +249,10 @@ class NativeSparseAttention(nn.Module):
         scale: float,
         q_offset: int,
     ) -> Int64[Tensor, "B G N top"]:
-        """Blocks of `block` keys that each query chooses, padded with -1; computed in chunks of queries.
+        """Blocks of `block` keys that each query and key/value head chooses, padded with -1.
 
-        keys, lse: compressed keys, and the lse of attention to them, which give the weights that score blocks.
+        keys, lse: compressed keys, and the log-sum-exp of attention to them, which give the weights that score blocks.
+        num_keys: number of keys before compression. Computed in chunks of queries to bound memory.
         """
         count = -(-num_keys // self.block)
         number, each = q.shape[2], q.shape[0] * q.shape[1] * max(1, keys.shape[2])
@@ -277,10 +281,11 @@ class NativeSparseAttention(nn.Module):
         count: int,
         scale: float,
     ) -> Float[Tensor, "B G n C"]:
-        """Score of each of `count` blocks: attention to its overlapping windows, times their strides inside the block.
+        """Score of each of `count` blocks for each query and key/value head, from attention to compressed keys.
 
-        Scores are summed over the windows, and over the query heads of a key/value head. keys, lse: compressed keys,
-        and the lse of attention to them. position: position of each query.
+        It is the sum, over the windows that overlap the block and the query heads of the key/value head, of the
+        window's attention weight times the number of its strides inside the block. keys, lse: compressed keys, and the
+        log-sum-exp of attention to them. position: position of each query.
         """
         scores = scale * (q.unflatten(1, (keys.shape[1], -1)) @ keys.unsqueeze(2).mT)
         begins = torch.arange(keys.shape[2], device=q.device) * self.stride

@@ -122,8 +122,8 @@ def seer_attention(
     """SeerAttention: a trained gate chooses key blocks for blocks of queries; for prefill only.
 
     The gate scores the mean query of each block of `gate.block` queries with the maximum, minimum and mean of each
-    block of `gate.block` keys. The own block is always read. Pass q and k before the model's rotary embedding, as the
-    gate applies its own. `SelectedAttention.distill_loss` trains it.
+    block of `gate.block` keys. The query's own block is always read. Pass q and k before the model's rotary embedding,
+    as the gate applies its own. `SelectedAttention.distill_loss` trains it.
 
     gate: a `SeerGate` with share="head". choose: the paper uses a threshold or a fixed share of the blocks:
     fd.Threshold(t, most=) or fd.TopK(k). within: as in `moba`.
