@@ -152,10 +152,10 @@ class LongNetBackbone(Pretrained):
 
         A `LongNet` returns logits (B, N, vocab_size) of the next tokens, or features if it has no vocabulary.
         key_padding_mask: True for tokens to which no token may attend; pad on the right, because positions count from
-        the first token; with a mesh it is the mask of the whole sequence. caches: from `new_caches`, without padding;
-        `tokens` then continue the sequences of earlier calls with these caches. memory: the sequence to which every
-        token also attends, required exactly by a model with memory_dim. memory_padding_mask: True for tokens of the
-        memory to which no token may attend. None for a mask: no padding.
+        the first token; with a mesh it is the mask of the whole sequence. caches: from `new_caches`; `tokens`, without
+        padding, then continue the sequences of earlier calls with these caches; None for no earlier tokens. memory: the
+        sequence to which every token also attends, in a model with memory_dim; None in a model without.
+        memory_padding_mask: True for tokens of the memory to which no token may attend. A mask None means no padding.
         Raises ValueError or TypeError for inputs of other shapes, on another device, or, without autocast, of another
         dtype than the model's, and for a token outside the vocabulary; on an accelerator, and in a compiled graph, such
         a token causes the device's own error.

@@ -111,11 +111,11 @@ class Block(nn.Module):
     ) -> Float[Tensor, "B N E"]:
         """Output of the block for x, whose tokens are in the order of `layout` (None: natural order).
 
-        turns: rotary factors at the tokens' positions; None for no rotation. cache: keys and values of the earlier
-        tokens, to which those of x are appended, used with its own pattern; None for no earlier tokens. With
-        over_ranks, x is this rank's tokens. memory: from `keys_values`, attended to by `memory_pattern`; if either is
-        None, that attention is skipped. visible: pattern of the keys that are not padding, for `selected` only, because
-        `pattern` already excludes padding; None for no padding.
+        turns: rotary factors at the tokens' positions; None for no rotation. cache: holds keys and values of the
+        earlier tokens, to which those of x are appended; it attends by its own pattern, not by `pattern`. None: x has
+        no earlier tokens. With over_ranks, x is this rank's tokens. memory: from `keys_values`, attended to by
+        `memory_pattern`; if either is None, that attention is skipped. visible: pattern of the keys that are not
+        padding, for `selected` only, because `pattern` already excludes padding; None for no padding.
         """
         x = self._add(x, self.attention_norm, lambda y: self._attend(y, turns, pattern, layout, cache, visible))
         if memory is not None and memory_pattern is not None:

@@ -31,15 +31,15 @@ from ._attention import dilated_pattern
 class SelectedLayers:
     """Settings of the layers of a LongNet that attend to the key blocks with the best scores, not by the branches.
 
-    block, scorer, share, query_block: as in `BlockSelector`, but scorer must be a name. Its `within` is causal order in
-        a causal model; a block of queries then chooses by its first query.
+    block, scorer, share, query_block: as in `BlockSelector`, but scorer must be a name. The selector's `within` is
+        causal order in a causal model; a block of queries then chooses by its first query.
     most: number of blocks that each block of queries chooses, as in `TopK`.
     always: pattern of pairs that are attended to without being chosen, in the text form of `masks.parse`; None: the
     keys in the block of the query.
     gradient: "none" or "bias", as in `SelectedAttention`.
     layers: numbers of the layers, from 0; None for all layers.
 
-    Raises ValueError or TypeError for other values.
+    Raises ValueError or TypeError for invalid values.
 
     >>> config = fd.LongNetConfig(
     ...     vocab_size=256, embed_dim=64, depth=2, num_heads=4, segment_lengths=(64, 256), dilation_rates=(1, 4),

@@ -253,6 +253,6 @@ def join(
 
 
 def _with_zeros(x: Float[Tensor, "B H N D"], segment: int, longer: int) -> Float[Tensor, "B H M D"]:
-    """Insert zeros after each segment of `segment` tokens, so that it has `longer` tokens; pad the last one, too."""
+    """Pad each segment of `segment` tokens, and a shorter last one, with zeros to `longer` tokens."""
     x = F.pad(x, (0, 0, 0, -x.shape[2] % segment)).unflatten(2, (-1, segment))
     return F.pad(x, (0, 0, 0, longer - segment)).flatten(2, 3)

@@ -272,10 +272,11 @@ def attention(
 ) -> tuple[Float[Tensor, "B N H D"], None]:
     """Attention function for transformers: returns (output, None for weights, which are never formed).
 
-    attention_mask: from `visibility`; or a tensor (B or 1, 1, 1, M) that only hides keys, boolean or additive; None for
-    causal order if is_causal (None: the module's attribute), else for all pairs. dropout: probability of dropping an
-    attention weight. scaling: factor of the scores; None is D**-0.5. softcap: bound of the scores, by tanh. s_aux: a
-    sink logit per head. options: position_ids is read, to find packed documents.
+    attention_mask: result of `visibility`; or a tensor (B or 1, 1, 1, M), boolean or additive, that only hides keys; or
+    None: causal order if is_causal, else all pairs. is_causal: None for the module's attribute. dropout: probability of
+    dropping an attention weight. scaling: factor of the scores; None is D**-0.5. softcap: bound of the scores, by tanh;
+    None for no bound. s_aux: a sink logit per head; None for no sinks. options: position_ids, to find packed documents, and
+    output_attentions; others are ignored.
     position_bias: (B or 1, H, N, M), added to the scores; None for none. Raises ValueError for a mask tensor that
     differs between queries, for output_attentions=True, and for dropout, softcap or position_bias with a
     FlexdilatedCache or a layer that selects blocks.
@@ -407,7 +408,10 @@ def _visible_keys(mask: Tensor) -> Bool[Tensor, "B M"]:
 
 
 def _refuse(what: str, features: dict[str, Any], advice: str) -> None:
-    """Raise ValueError, "`what` takes no NAME: `advice`", if a value of `features`, by name, is not None."""
+    """Raise ValueError if any of `features`, values by argument name, is not None.
+
+    what: the part that does not support them. advice: the remedy. Both are texts for the error.
+    """
     for name, value in features.items():
         if value is not None:
             came = "a tensor" if isinstance(value, Tensor) else value

@@ -83,10 +83,10 @@ def choose(model: nn.Module, pattern: Patterns | None, compose: str) -> tuple[li
 def give(model: PreTrainedModel, layers: list[nn.Module], chosen: list[Any], compose: str, name: str) -> None:
     """Set the chosen patterns on layers, and write them and the implementation's name into the configs.
 
-    chosen: pattern of each layer, or None. compose, name: as in `set_pattern`. transformers does not save
-    `_attn_implementation`, but reads `attn_implementation` and raises for a name that is not registered, so a process
-    without this library cannot load the model with dense attention. If all patterns are None, these config entries are
-    removed.
+    chosen: a pattern or None for each layer. compose, name: as in `set_pattern`. The name is written as
+    `attn_implementation`: transformers reads this entry and raises for a name that is not registered, so a process
+    without this library cannot load the model with dense attention by mistake. If all patterns are None, the entries
+    are removed instead.
     """
     for layer, own in zip(layers, chosen, strict=True):
         setattr(layer, _OWN, (own, compose == "replace"))

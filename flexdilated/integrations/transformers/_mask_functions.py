@@ -30,7 +30,7 @@ class Reading:
     begin: pattern that divides a row into documents and allows pairs within a document only; None for undivided rows.
     positions: constraints on the positions of query and key, counted from the first token of their document; None if
     the rule has none. beside: constraints by tensors with an entry per token, such as groups of image tokens; None if
-    the rule has none. tensors: run-time tensors of the three patterns, by name.
+    the rule has none. tensors: run-time tensors of these patterns, by name; `read` omits those of its argument `begin`.
     """
 
     positions: Pattern | None
@@ -286,7 +286,7 @@ def all_of(patterns: Sequence[Pattern | Mixture | None]) -> Any:
 
 
 def _band(least: int | None, most: int | None) -> Pattern | None:
-    """Pattern of the pairs with least <= key - query <= most; a None is no limit, and two give None, no pattern."""
+    """Pattern of the pairs with least <= key - query <= most; None is no limit; returns None if both are None."""
     if least is not None and most is not None and least <= 0 <= most:
         return local_window(left=-least, right=most)
     return all_of([None if most is None else _up_to(most), None if least is None else _from(least)])
