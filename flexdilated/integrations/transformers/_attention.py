@@ -275,8 +275,8 @@ def attention(
     attention_mask: result of `visibility`; or a tensor (B or 1, 1, 1, M), boolean or additive, that only hides keys; or
     None: causal order if is_causal, else all pairs. is_causal: None for the module's attribute. dropout: probability of
     dropping an attention weight. scaling: factor of the scores; None is D**-0.5. softcap: bound of the scores, by tanh;
-    None for no bound. s_aux: a sink logit per head; None for no sinks. options: position_ids, to find packed documents, and
-    output_attentions; others are ignored.
+    None for no bound. s_aux: a sink logit per head; None for no sinks. options: position_ids, to find packed documents,
+    and output_attentions; others are ignored.
     position_bias: (B or 1, H, N, M), added to the scores; None for none. Raises ValueError for a mask tensor that
     differs between queries, for output_attentions=True, and for dropout, softcap or position_bias with a
     FlexdilatedCache or a layer that selects blocks.
