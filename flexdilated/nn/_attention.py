@@ -54,8 +54,9 @@ _BRANCHES = (
 class BlockSparseAttention(nn.Module):
     """Attention over the pairs that `pattern` allows: (q, k, v) -> out.
 
-    The module stores its pattern, which has no sizes, and nothing computed from it, so it takes any number of heads and
-    tokens, and pickles, copies and moves like any module. The attribute `pattern` may be read, and used with `attend`.
+    The module stores its pattern and nothing computed from it for given sizes, so inputs of any length can be passed,
+    and it can be pickled, copied and moved like any module. The attribute `pattern` may be read, and used with
+    `attend`.
 
     dropout: probability of dropping an attention weight, in training; it must be 0 with a mesh. sinks: True adds a
     parameter of that name: a logit for each of num_heads heads of q, initially 0, which adds a term exp(sink) to every
@@ -132,10 +133,11 @@ class BlockSparseAttention(nn.Module):
         head_offset: int = 0,
         num_heads_global: int | None = None,
     ) -> Float[Tensor, "B H N D"]:
-        """Attention output; 0 for a query without keys. Query i has position q_offset + i, key j position k_offset + j.
+        """Attention output; 0 for a query that may attend to no key.
 
-        score_mod, bindings, and q_offset None: as in `attend`; so are head_offset and num_heads_global, for heads on
-        several devices. key_padding_mask: True for keys to hide.
+        Query i has position q_offset + i, key j position k_offset + j; q_offset None: as in `attend`. score_mod,
+        bindings, head_offset, num_heads_global: as in `attend`. key_padding_mask: True for keys to hide; None to hide
+        none.
         """
         pattern = self.pattern
         if key_padding_mask is not None:
@@ -184,9 +186,10 @@ def dilated_pattern(
     offsets: str,
     heads: str,
 ) -> Pattern | Mixture:
-    """`masks.longnet` with these branches, intersected with causal order if `causal`.
+    """Return `masks.longnet` with these branches, intersected with causal order if `causal`.
 
-    Raises ValueError if every rate exceeds its segment length, as when the two are swapped: no token would see another.
+    Raises ValueError if every rate exceeds its segment length, as no token would attend to another; the two arguments
+    are then probably swapped.
     """
     require_bool("causal", causal)
     pattern = masks.longnet(segment_lengths, dilation_rates, offsets=offsets, heads=heads)
@@ -275,7 +278,8 @@ class RingDilatedAttention(BlockSparseAttention):
 class HeadParallelDilatedAttention(BlockSparseAttention):
     """`DilatedAttention` over a sequence that is distributed over the ranks of a mesh; heads are divided over ranks.
 
-    One all-to-all gives each rank the whole sequence for some heads, another returns the output to the tokens' ranks.
+    An all-to-all before attention gives each rank all tokens of some heads; an all-to-all after it sends the outputs
+    back, so that each rank has all heads of its own tokens.
     The number of query heads must be a multiple of the number of ranks; there may be fewer key/value heads, which are
     sent to every rank that reads them. Dilation offsets depend on the global head, so the result does not depend on the
     number of ranks. mesh, sharding: as in `BlockSparseAttention`; other arguments as in `DilatedAttention`.

@@ -35,9 +35,10 @@ if TYPE_CHECKING:
 
 
 class Memory(NamedTuple):
-    """A memory, the second sequence of cross-attention: its keys and values for each block.
+    """Keys and values of a memory, the sequence to which cross-attention attends.
 
-    pattern: the pairs with tokens of the memory that are not padding.
+    blocks: (keys, values) for each block of the model, each (B, G, M, D). pattern: allows all queries to attend to the
+    tokens of the memory that are not padding.
     """
 
     blocks: list[KeysValues]
@@ -151,9 +152,10 @@ class LongNetBackbone(Pretrained):
 
         A `LongNet` returns logits (B, N, vocab_size) of the next tokens, or features if it has no vocabulary.
         key_padding_mask: True for tokens to which no token may attend; pad on the right, because positions count from
-        the first token; with a mesh it is the mask of the whole sequence. caches: from `new_caches`; the tokens follow
-        the tokens of earlier calls with them. memory: the sequence to which every token also attends, in a model with
-        memory_dim; memory_padding_mask: True for its tokens to which no token may attend.
+        the first token; with a mesh it is the mask of the whole sequence. caches: from `new_caches`; `tokens`, without
+        padding, then continue the sequences of earlier calls with these caches; None for no earlier tokens. memory: the
+        sequence to which every token also attends, in a model with memory_dim; None in a model without.
+        memory_padding_mask: True for tokens of the memory to which no token may attend. A mask None means no padding.
         Raises ValueError or TypeError for inputs of other shapes, on another device, or, without autocast, of another
         dtype than the model's, and for a token outside the vocabulary; on an accelerator, and in a compiled graph, such
         a token causes the device's own error.
@@ -164,11 +166,11 @@ class LongNetBackbone(Pretrained):
         return self._outputs(x)
 
     def _outputs(self, x: Float[Tensor, "... E"]) -> Tensor:
-        """Result of `forward` from the features: the features; subclasses override it."""
+        """Compute the result of `forward` from the features x; here x. Subclasses override this method."""
         return x
 
     def new_caches(self, *, capacity: int | None = None) -> list[KVCache]:
-        """Make empty caches, one per block, for calls of a causal model with consecutive tokens of a batch.
+        """Make empty caches, one per block, with which a causal model can process a batch in consecutive pieces.
 
         capacity: maximum number of keys in each cache, as in `KVCache`; None to grow as needed. Raises ValueError for a
         model over ranks.
@@ -184,9 +186,10 @@ class LongNetBackbone(Pretrained):
         ]
 
     def read(self, memory: Tensor | None, padding: Tensor | None = None) -> Memory | None:
-        """Prepare a memory (B, M, E_memory) for `features`; None, for a model without memory_dim, gives None.
+        """Project a memory (B, M, E_memory) to the keys and values of every block, for `features`.
 
-        padding: True for tokens of the memory to hide; None for none. Raises ValueError for a memory of another shape.
+        In a model without memory_dim, `memory` must be None, and the result is None. padding: (B, M), True for tokens
+        of the memory to hide; None to hide none. Raises ValueError for a memory of another shape.
         """
         if (memory is None) != (self.memory_dim is None):
             raise ValueError(
@@ -208,7 +211,7 @@ class LongNetBackbone(Pretrained):
         padding: Tensor | None = None,
         memory: Memory | None = None,
     ) -> Float[Tensor, "B N E"]:
-        """Features after the last norm, in the order of the tokens.
+        """Features (B, N, E) after the last norm, in the order of `tokens`.
 
         padding: `forward`'s key_padding_mask. memory: from `read`. Other arguments as in `forward`.
         """
@@ -243,7 +246,7 @@ class LongNetBackbone(Pretrained):
 
     @property
     def _selects(self) -> bool:
-        """True if any block chooses its keys from the data, by the configuration or by later assignment."""
+        """True if any block chooses its keys from the data: its attribute `selected` is not None."""
         return any(self._block(index).selected is not None for index in range(len(self.blocks)))
 
     def _selection(self, index: int) -> SelectedAttention | None:
@@ -258,9 +261,10 @@ class LongNetBackbone(Pretrained):
         return block
 
     def _embedded(self, x: Tensor, positions: Tensor) -> Tensor:
-        """Embed token ids, or take embedded inputs as x; add learned positions if the model has them; apply dropout.
+        """Input (B, N, E) of the first block: token ids are embedded, embedded inputs used unchanged.
 
-        positions: (N,). Raises ValueError for a token outside the vocabulary.
+        Learned positions are added if the model has them, then dropout is applied. positions: (N,). Raises ValueError
+        for a token outside the vocabulary.
         """
         if self.embedding is not None:
             try:
@@ -275,7 +279,7 @@ class LongNetBackbone(Pretrained):
         return F.dropout(x, self.config.dropout, self.training)
 
     def _layout(self, num_tokens: int, device: torch.device) -> Layout | None:
-        """Order in which the model processes a sequence of num_tokens tokens; None for the natural order."""
+        """Permutation of num_tokens tokens that the model applies at its input; None for the natural order."""
         if self.config.layout == "natural" or self.over_ranks is not None or self._selects:
             return None
         if self.config.layout == "residue":

@@ -13,11 +13,12 @@ from ..masks import Mixture, Pattern, visible_keys
 def without_padding(
     pattern: Pattern | Mixture, mask: object, shape: tuple[int, ...], *, k_offset: int = 0, batch_first: bool = True
 ) -> Pattern | Mixture:
-    """Intersect a pattern with the keys that a padding mask does not hide; unchanged if the mask is None.
+    """Return the pattern restricted to the keys that a padding mask does not hide; mask None returns it unchanged.
 
-    mask: of this shape, boolean, True for keys to hide, or float, -inf for keys to hide and 0 for others; torch's
-    encoders convert the first form to the second. Its first key has position k_offset. batch_first: False adds advice
-    to the error for a mask of the transposed shape. Raises TypeError or ValueError for any other mask.
+    mask: tensor of shape `shape`, (B, M), or (M,) without a batch; boolean, True for keys to hide, or float, -inf for
+    keys to hide and 0 for others (torch's encoders convert booleans to floats). k_offset: position of its first key.
+    batch_first: False adds advice to the error for a mask of the transposed shape. Raises TypeError or ValueError for a
+    mask of another shape or dtype.
     """
     if mask is None:
         return pattern

@@ -27,10 +27,11 @@ POOLINGS = ("mean", "first", "last")
 
 
 class LongNet(LongNetBackbone):
-    """Language model: a `LongNetBackbone` with a projection to logits; without one if config.vocab_size is None.
+    """Language model: a `LongNetBackbone` and, unless config.vocab_size is None, a projection of features to logits.
 
-    A call takes the arguments of `LongNetBackbone`, and returns logits (B, N, V) for tokens in [0, vocab_size), or
-    features (B, N, E) without a vocabulary. options: as in `LongNetBackbone`. Source: LongNet, arXiv 2307.02486.
+    `forward` takes the arguments of `LongNetBackbone.forward`. It returns logits (B, N, V) for tokens in
+    [0, vocab_size); with vocab_size=None it returns features (B, N, E) of embedded inputs. options: keyword arguments
+    of `LongNetBackbone`. Source: LongNet, arXiv 2307.02486.
 
     >>> config = fd.LongNetConfig(
     ...     vocab_size=256, embed_dim=64, depth=2, num_heads=4, segment_lengths=(64, 256), dilation_rates=(1, 4)
@@ -75,14 +76,15 @@ class LongNet(LongNetBackbone):
         memory: Float[Tensor, "B M E_memory"] | None = None,
         memory_padding_mask: Bool[Tensor, "B M"] | None = None,
     ) -> Int64[Tensor, "B N_plus_new"]:
-        """The tokens and at most max_new_tokens tokens after them, drawn one by one from the model's logits.
+        """Return `tokens` followed by at most max_new_tokens new tokens, drawn one by one from the model's logits.
 
-        temperature: divisor of the logits; 0 takes the most likely token. top_k: only the k most likely tokens. top_p:
-        only the most likely tokens that together reach probability p. Both may be given, and the most likely token
-        always remains. generator: source of randomness, on the model's device; None is torch's default. stop: a token
-        that ends a sequence, whose later tokens are all `stop`; once all sequences have drawn it, the result ends.
-        prefill_chunk: tokens of the prompt per forward pass, which bounds memory. memory, memory_padding_mask: as in a
-        call of the model.
+        temperature: divisor of the logits; 0 takes the most likely token. top_k: draw only from the k most likely
+        tokens; None for all. top_p: draw only from the most likely tokens that together reach probability p; None for
+        all. With both, top_p applies to the tokens that top_k keeps. generator: source of randomness, on the model's
+        device; None is torch's default. stop: token id that ends a sequence: after its first new `stop` a sequence
+        contains only `stop`, and once every sequence has drawn it, the result ends; None for no such token.
+        prefill_chunk: tokens of the prompt per forward pass, which bounds memory. memory, memory_padding_mask: as in
+        `forward`.
 
         Raises ValueError or TypeError, before any token is drawn, for a model that is not causal or has no vocabulary,
         for more tokens than it has positions, and for invalid values.
@@ -110,7 +112,7 @@ class LongNet(LongNetBackbone):
         return torch.cat([tokens, generate(next_logits, tokens, sampling, stop=stop, **options)], dim=1)
 
     def _outputs(self, x: Float[Tensor, "... E"]) -> Tensor:
-        """Logits (..., V) of features; the features for a model without a vocabulary."""
+        """Logits (..., V) of the features x; a model without a vocabulary returns x."""
         if self.head is not None:
             return self.head(x)
         return x if self.embedding is None else F.linear(x, self.embedding.weight)
@@ -120,8 +122,8 @@ class LongNet(LongNetBackbone):
 class LongNetClassifier(Pretrained):
     """A `LongNetBackbone` with one output vector (num_outputs,) per sequence: logits of classes, or numbers to regress.
 
-    num_outputs: number of classes, or of numbers. pooling: "mean" of the features of the tokens that are not padding,
-    or the features of the "first" or the "last" of these tokens.
+    num_outputs: number of classes, or of numbers. pooling: features from which the outputs are projected: "mean" is the
+    mean over the tokens that are not padding; "first" and "last" take the first or last of these tokens.
 
     >>> config = fd.LongNetConfig(
     ...     vocab_size=None, embed_dim=64, depth=2, num_heads=4, segment_lengths=(64, 256), dilation_rates=(1, 4)
@@ -183,9 +185,9 @@ class LongNetClassifier(Pretrained):
 class LongNetEncoderDecoder(Pretrained):
     """Sequence-to-sequence model: the decoder's blocks attend to its own tokens and to the encoder's features.
 
-    encoder, decoder: configurations; the encoder is not causal, the decoder is and has a vocabulary. Within each of the
-    two, tokens attend by the branches of its configuration; every token of the decoder attends to all features of the
-    encoder.
+    encoder, decoder: configurations; the encoder's has causal=False, the decoder's causal=True and a vocab_size. The
+    self-attention of each uses the branches of its own configuration; in cross-attention every token of the decoder
+    attends to all tokens of the encoder that are not padding.
     Source: Attention Is All You Need, arXiv 1706.03762, section 3.2.3.
 
     >>> sizes = {"embed_dim": 64, "depth": 2, "num_heads": 4, "segment_lengths": (64, 256), "dilation_rates": (1, 4)}
@@ -228,9 +230,10 @@ class LongNetEncoderDecoder(Pretrained):
         source_padding_mask: Bool[Tensor, "B M"] | None = None,
         key_padding_mask: Bool[Tensor, "B N"] | None = None,
     ) -> Float[Tensor, "B N V"]:
-        """Logits (B, N, V) of the token after each of the decoder's tokens.
+        """Logits (B, N, V) of the token that follows each of `tokens`, the decoder's input.
 
-        source: the encoder's tokens, or its embedded inputs. The masks are True for padding, to which no token attends.
+        source: token ids or embedded inputs of the encoder. source_padding_mask, key_padding_mask: True for padding of
+        `source` and of `tokens`, to which no token attends; None for no padding.
         """
         memory = self.encoder(source, key_padding_mask=source_padding_mask)
         given = {"memory": memory, "memory_padding_mask": source_padding_mask}
@@ -245,10 +248,10 @@ class LongNetEncoderDecoder(Pretrained):
         source_padding_mask: Bool[Tensor, "B M"] | None = None,
         **options: Any,
     ) -> Int64[Tensor, "B N_plus_new"]:
-        """`tokens` and their continuation, drawn from the decoder with the encoded source.
+        """Return `tokens` followed by new tokens, drawn from the decoder, which attends to the encoded source.
 
-        source_padding_mask: True for padding of the source. options: as in `LongNet.generate`, except those for the
-        memory.
+        source_padding_mask: True for padding of the source; None for no padding. options: keyword arguments of
+        `LongNet.generate`, except memory and memory_padding_mask.
         """
         memory = self.encoder(source, key_padding_mask=source_padding_mask)
         given = {"memory": memory, "memory_padding_mask": source_padding_mask}
@@ -276,7 +279,7 @@ class Sampling:
             raise ValueError(f"top_p must be above 0 and at most 1; got top_p={self.top_p}")
 
     def draw(self, logits: Float[Tensor, "B V"]) -> Int64[Tensor, " B"]:
-        """Draw one token per sequence."""
+        """Draw one token id per sequence from the logits; the most likely one if temperature is 0."""
         if self.temperature == 0:
             return logits.argmax(-1)
         wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
@@ -303,11 +306,12 @@ def generate(
     stop: int | None = None,
     prefill_chunk: int = 8192,
 ) -> Int64[Tensor, "B new"]:
-    """New tokens that follow `tokens`: max_new_tokens, or fewer if every sequence has drawn `stop` before.
+    """Draw the tokens that follow `tokens`, and return these new tokens only.
 
-    next_logits: function that gets the tokens that follow those of its earlier calls, first the prompt in chunks of
-    prefill_chunk tokens, and returns the logits (B, V) of the next token; it keeps the earlier tokens itself. After its
-    first `stop` a sequence contains only `stop`; None for no such token.
+    Their number is max_new_tokens, or less if all sequences have drawn `stop` earlier. stop: after its first new `stop`
+    a sequence contains only `stop`; None for no such token. next_logits: function that takes the next tokens (B, n)
+    and returns the logits (B, V) of the token after them; it must remember the tokens of earlier calls. It is called
+    with the prompt in chunks of prefill_chunk tokens, then with each new token.
     """
     require_int("prefill_chunk", prefill_chunk, minimum=1)
     if stop is not None:

@@ -30,10 +30,11 @@ class Block(nn.Module):
     With `memory_dim`, x + attention to a memory of that width comes between the two. With config.deepnorm each sum is
     norm(a * x + f(x)) instead, f being attention or feed-forward. Queries, keys and values come from one projection.
 
-    over_ranks: settings of a model whose tokens are sharded over ranks; None for one device. selected: the attention
-    that chooses its keys from the data, instead of the pattern; None to use the pattern. scales: (a, gain of the
-    initial weights of the projections that are added to x), from `residual_scales`; None for its defaults. drop_path:
-    probability, in training, that a sequence skips f, drawn for each sum.
+    over_ranks: settings of a model whose tokens are sharded over ranks; None for one device. selected: attention that
+    chooses its keys from the data, to use instead of the pattern; None to use the pattern. memory_dim None: no
+    attention to a memory. scales: (a, gain of the initial weights of the projections whose results are added to x);
+    None for `residual_scales(config)`. drop_path: probability, in training, that a sequence skips f, drawn for each
+    sum.
     """
 
     def __init__(
@@ -78,9 +79,10 @@ class Block(nn.Module):
     def reset_parameters(self) -> None:
         """Initialize weights with variance 1 / fan-in and biases with 0.
 
-        The projections whose results are added to x are multiplied by the gain of `scales`; with config.deepnorm or
-        config.subln, those of the values and into the feed-forward are, too. By default the variance of the residual
-        stream then grows by a constant over the whole model, at any depth.
+        The weights of the projections whose results are added to x are multiplied by the gain of `scales`. With
+        config.deepnorm or config.subln the weights of the value projection and of the first feed-forward projection are
+        multiplied by it, too. With the default scales, and neither option, the variance of the residual stream grows
+        over the whole model by an amount that does not depend on its depth.
         """
         kv_dim = self.kv_heads * self.head_dim
         for linear, gain in (
@@ -109,10 +111,11 @@ class Block(nn.Module):
     ) -> Float[Tensor, "B N E"]:
         """Output of the block for x, whose tokens are in the order of `layout` (None: natural order).
 
-        turns: rotary factors at the tokens' positions; None for no rotation. cache: of the earlier tokens, which x
-        follows. With over_ranks, x is this rank's tokens. memory: from `keys_values`; each token sees the part that
-        `memory_pattern` allows. visible: keys that padding does not hide, for `selected` only, because `pattern`
-        already excludes padding.
+        turns: rotary factors at the tokens' positions; None for no rotation. cache: holds keys and values of the
+        earlier tokens, to which those of x are appended; it attends by its own pattern, not by `pattern`. None: x has
+        no earlier tokens. With over_ranks, x is this rank's tokens. memory: from `keys_values`, attended to by
+        `memory_pattern`; if either is None, that attention is skipped. visible: pattern of the keys that are not
+        padding, for `selected` only, because `pattern` already excludes padding; None for no padding.
         """
         x = self._add(x, self.attention_norm, lambda y: self._attend(y, turns, pattern, layout, cache, visible))
         if memory is not None and memory_pattern is not None:
@@ -159,9 +162,9 @@ class Block(nn.Module):
         return self.attention_out(_joined(out, self.attention_inner_norm))
 
     def _check_ranks(self, selected: SelectedAttention) -> None:
-        """Raise ValueError unless a selection that was assigned to the block has its model's mesh and sharding.
+        """Raise ValueError unless `selected` has the same mesh and sharding as the block's model.
 
-        They define the positions of this rank's tokens.
+        Mesh and sharding define the positions of this rank's tokens.
         """
         ours, theirs = (
             None if over is None else (over.ranks, over.sharding) for over in (self.over_ranks, selected.over_ranks)
@@ -190,7 +193,7 @@ class Block(nn.Module):
 
 
 def skip_entries(x: Float[Tensor, "B N E"], probability: float) -> Float[Tensor, "B N E"]:
-    """Stochastic depth: zero random batch entries, and divide the kept ones by their probability to be kept.
+    """Stochastic depth: zero each batch entry with this probability, and divide the other entries by 1 - probability.
 
     Source: arXiv 1603.09382.
     """
@@ -207,10 +210,7 @@ def norm(
     device: torch.device | str | None = None,
     dtype: torch.dtype | None = None,
 ) -> nn.Module:
-    """Make the kind of norm in the configuration, over a last dim of `width`; None for embed_dim.
-
-    LayerNorm without bias is one fused kernel on CPU too, where RMSNorm is several.
-    """
+    """Make a LayerNorm or RMSNorm, by config.norm, over a last dim of `width`; width None means config.embed_dim."""
     width = config.embed_dim if width is None else width
     if config.norm == "rms":
         return nn.RMSNorm(width, device=device, dtype=dtype)
@@ -220,10 +220,10 @@ def norm(
 def residual_scales(
     config: LongNetConfig, *, decoder_depth: int | None = None, encoder_depth: int | None = None
 ) -> tuple[float, float]:
-    """(factor of x in the residual sums, gain of the initial weights of the projections that are added to x).
+    """Return (factor of x in the residual sums, gain of the initial weights of the projections added to x).
 
-    config: of one stack of blocks. decoder_depth: for an encoder, depth of the decoder that reads it. encoder_depth:
-    for a decoder, depth of its encoder. None for a stack that is neither.
+    config: configuration of one stack of blocks. decoder_depth: for the stack of an encoder, depth of the decoder that
+    reads it; else None. encoder_depth: for the stack of a decoder, depth of the encoder that it reads; else None.
     Sources: DeepNet, arXiv 2203.00555, figure 2; Magneto, arXiv 2210.06423, section 2.3.
     """
     depth = config.depth
@@ -257,7 +257,7 @@ class Turns(NamedTuple):
     def apply(
         self, qk: Float[Tensor, "B N HG D"], num_heads: int, kv_heads: int
     ) -> tuple[Float[Tensor, "B N H D"], Float[Tensor, "B N G D"]]:
-        """(queries, keys) split from `qk`, rotated; xPos multiplies queries by its factors and divides keys by them."""
+        """Return (queries, keys), split from `qk` and rotated; with xPos, queries times `decay`, keys divided by it."""
         q, k = rotate(qk, self.table).split((num_heads, kv_heads), dim=2)
         if self.decay is None:
             return q, k
@@ -269,8 +269,8 @@ class Turns(NamedTuple):
 def turns(config: LongNetConfig, positions: Int64[Tensor, " N"], dtype: torch.dtype) -> Turns | None:
     """Rotary and xPos factors at these positions; None for a model with neither.
 
-    xPos multiplies queries by ζ^(n/s) and divides keys by it, with ζ < 1 a factor per pair of channels, n the position
-    and s `xpos_scale`; the exponents are counted from the middle of the range that float32 allows.
+    xPos multiplies queries by ζ^(n/s - c) and divides keys by it, where ζ < 1 is a factor of each pair of channels, n
+    the position, s `xpos_scale`, and c = 63 a shift that cancels in scores and keeps the powers in float32's range.
     Source: xPos, arXiv 2212.10554, section 2.
     """
     if config.position not in ("rotary", "xpos"):
@@ -285,7 +285,9 @@ def turns(config: LongNetConfig, positions: Int64[Tensor, " N"], dtype: torch.dt
 
 
 def rotary_table(positions: Int64[Tensor, " N"], *, head_dim: int, base: float, dtype: torch.dtype) -> RotaryTable:
-    """(cosines, signed sines), each (N, D), for `rotate`: channels i and i + D/2 rotate by position * base^(-2i/D).
+    """Return (cosines, signed sines), each (N, D), by which `rotate` rotates channels i and i + D/2 as a pair.
+
+    The angle of pair i, from 0 to D/2 - 1, is position * base^(-2i/D) radians.
 
     The table is float32, or float64 for features of that `dtype`. Angles are computed in float64, because in float32
     the error near position 1,000,000 is 0.03 radians.

@@ -29,17 +29,17 @@ from ._attention import dilated_pattern
 @advises()
 @dataclass(frozen=True, kw_only=True)
 class SelectedLayers:
-    """Layers of a LongNet that attend to the blocks with the best scores, instead of its branches.
+    """Settings of the layers of a LongNet that attend to the key blocks with the best scores, not by the branches.
 
-    block, scorer, share, query_block: as in `BlockSelector`, but scorer must be a name. Its `within` is causal order in
-        a causal model; a block of queries then chooses by its first query.
+    block, scorer, share, query_block: as in `BlockSelector`, but scorer must be a name. The selector's `within` is
+        causal order in a causal model; a block of queries then chooses by its first query.
     most: number of blocks that each block of queries chooses, as in `TopK`.
     always: pattern of pairs that are attended to without being chosen, in the text form of `masks.parse`; None: the
     keys in the block of the query.
     gradient: "none" or "bias", as in `SelectedAttention`.
     layers: numbers of the layers, from 0; None for all layers.
 
-    Raises ValueError or TypeError for other values.
+    Raises ValueError or TypeError for invalid values.
 
     >>> config = fd.LongNetConfig(
     ...     vocab_size=256, embed_dim=64, depth=2, num_heads=4, segment_lengths=(64, 256), dilation_rates=(1, 4),
@@ -73,9 +73,10 @@ class SelectedLayers:
     def attention(
         self, *, causal: bool, engine: str | None = None, over_ranks: OverRanks | None = None
     ) -> SelectedAttention:
-        """Make the attention of one of these layers.
+        """Make the attention module of one of these layers.
 
-        causal: True if the model is. over_ranks: the model's mesh and sharding; None for one device.
+        causal: True if the model is causal. engine: as in `attend`. over_ranks: the model's mesh and sharding; None for
+        one device.
         """
         always = masks.chunked(self.block) if self.always is None else masks.parse(self.always)
         if not isinstance(always, Pattern):
@@ -277,9 +278,9 @@ class LongNetConfig:
             )
 
     def check_num_tokens(self, num_tokens: int, of: str = "") -> None:
-        """Raise ValueError for more tokens than learned positions, or than xPos can represent.
+        """Raise ValueError if num_tokens exceeds the number of learned positions, or the most that xPos can represent.
 
-        of: text that follows the number of tokens in the error.
+        of: text to append to the number of tokens in the error.
         """
         if self.max_positions is not None and num_tokens > self.max_positions:
             raise ValueError(
@@ -306,6 +307,6 @@ class LongNetConfig:
 
     @property
     def pattern(self) -> Pattern | Mixture:
-        """Pattern of the branches, causal if `causal`: that of all layers except those that choose their keys."""
+        """Pattern of the branches, causal if `causal`; used by all layers except those of `selection`."""
         options = {"causal": self.causal, "offsets": self.offsets, "heads": self.heads}
         return dilated_pattern(self.segment_lengths, self.dilation_rates, **options)

@@ -18,9 +18,10 @@ from ._longnet_config import LongNetConfig
 
 @dataclass(frozen=True)
 class ModelSize:
-    """Sizes of a LongNet without vocabulary, apart from its pattern; its feed-forwards have 4 * embed_dim.
+    """Sizes of a LongNet without vocabulary, except those of its pattern and the number of tokens.
 
-    batch: sequences per call. num_kv_heads None: num_heads.
+    The hidden width of its feed-forwards is 4 * embed_dim. dtype: of weights and inputs. batch: number of sequences per
+    forward pass. num_kv_heads: number of key-value heads; None means num_heads.
     """
 
     embed_dim: int
@@ -58,7 +59,7 @@ class ModelMemory:
 
 
 def longnet_around(pattern: Pattern | Mixture, size: ModelSize, *, checkpoint: bool) -> LongNet:
-    """Make a LongNet of this size, on embedded inputs, whose blocks attend by `pattern`, with tokens in natural order.
+    """Make a LongNet of this size for embedded inputs, in which all blocks attend by `pattern`, in natural token order.
 
     checkpoint: as in `LongNetConfig`.
     """
@@ -89,7 +90,8 @@ def training_step(model: LongNet, x: Tensor) -> Tensor:
 def model_memory(size: ModelSize, num_tokens: int, attention: AttentionMemory, *, checkpoint: bool) -> ModelMemory:
     """Memory of a LongNet of this size on sequences of num_tokens tokens, found by a run on meta tensors.
 
-    attention: memory of one attention call, of `attention_size(size, num_tokens)`. checkpoint: as in `LongNetConfig`.
+    attention: memory of the attention in one block, whose sizes are `attention_size(size, num_tokens)`. checkpoint: as
+    in `LongNetConfig`.
     """
     # Bytes inside the attention operators, without their inputs; the incoming gradient has the size of q.
     forward = Hidden(attention.forward_peak - attention.inputs, attention.kept - attention.shown)
@@ -108,7 +110,10 @@ def model_memory(size: ModelSize, num_tokens: int, attention: AttentionMemory, *
 
 
 def attention_size(size: ModelSize, num_tokens: int) -> AttentionSize:
-    """Size of each attention call in the model, with q, k and v in memory as (B, N, heads, D), like projections."""
+    """Sizes of the attention in one block of the model.
+
+    q, k and v are laid out in memory as (B, N, heads, D), as projections return them.
+    """
     return AttentionSize(
         num_tokens, size.num_heads, size.head_dim, size.dtype, size.batch, size.num_kv_heads, tokens_outermost=True
     )

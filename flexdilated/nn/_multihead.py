@@ -52,7 +52,7 @@ class MultiheadProjections(OrdinaryPath):
     out_proj: nn.Linear
 
     def heads_of(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Float[Tensor, "B H N D"], ...]:
-        """(q, k, v), projected, each (B, H, tokens, D); unbatched inputs get a batch of 1.
+        """Project the inputs; return (q, k, v), each (B, H, tokens, D), with B = 1 for unbatched inputs.
 
         Raises ValueError or TypeError for inputs that do not fit the module or each other.
         """
@@ -65,9 +65,9 @@ class MultiheadProjections(OrdinaryPath):
         return tuple(key.shape[:-1] if self.batch_first or key.dim() == 2 else key.shape[1::-1])
 
     def joined(self, out: Float[Tensor, "B H N D"], dims: int) -> Tensor:
-        """Join the heads and apply the output projection.
+        """Join the heads of `out` and apply the output projection.
 
-        dims: dimensions of the result: 2 for (N, E); 3 for (B, N, E) with batch_first, else (N, B, E).
+        dims: number of dims of the result: 2 for (N, E), if B = 1; 3 for (B, N, E) with batch_first, else (N, B, E).
         """
         if dims == 2:
             return self.out_proj(out.squeeze(0).transpose(0, 1).flatten(-2))
@@ -105,7 +105,10 @@ class MultiheadProjections(OrdinaryPath):
             _warn_of_order(query)
 
     def _check_kind(self, name: str, x: Tensor) -> None:
-        """Raise ValueError if an input's device, or, without autocast, its dtype, is not that of the parameters."""
+        """Raise ValueError if x is not on the parameters' device or, without autocast, not of their dtype.
+
+        name: name of the input in the error.
+        """
         weight = self.out_proj.weight
         if x.device != weight.device:
             raise ValueError(f"{name} must be on the module's device {weight.device}; got {x.device}")
@@ -156,9 +159,9 @@ class MultiheadDilatedAttention(MultiheadProjections):
     mesh, schedule, sharding: as in `BlockSparseAttention`. The tokens of query, key and value are then this rank's, and
     key_padding_mask is for the whole sequence. The `state_dict` is that of a module without a mesh.
 
-    dropout: probability of dropping an attention weight, in training; it must be 0 with a mesh. Not available, each a
-    ValueError that names the remedy: add_bias_kv, add_zero_attn. Inside `nn.TransformerEncoderLayer` the module is
-    always called, instead of the layer's fused inference path.
+    dropout: probability of dropping an attention weight, in training; it must be 0 with a mesh. add_bias_kv and
+    add_zero_attn must be False, else ValueError. `nn.TransformerEncoderLayer` calls the module in inference, too,
+    instead of the layer's own fused kernel.
 
     >>> layer = fd.MultiheadDilatedAttention(64, 4, (64, 256), (1, 4), batch_first=True)
     >>> x = torch.randn(1, 256, 64)
@@ -259,11 +262,11 @@ class MultiheadDilatedAttention(MultiheadProjections):
         average_attn_weights: bool = True,
         is_causal: bool = False,
     ) -> tuple[Float[Tensor, "*batch E"], None]:
-        """(attended values in the shape of query, None): attention weights are never formed.
+        """Return (output in the shape of query, None in place of attention weights, which are never formed).
 
-        Shapes: (N, B, E), or (B, N, E) with batch_first, or (N, E) unbatched; key and value likewise with M,
-        kdim and vdim. is_causal=True needs a module with causal=True. attn_mask: None, or, for such a module, exactly
-        torch's causal mask, (N, M) booleans or floats, which changes nothing.
+        Shapes: query (N, B, E), or (B, N, E) with batch_first, or (N, E) unbatched; key and value likewise, with M
+        tokens of width kdim and vdim. is_causal=True needs a module with causal=True. attn_mask: None or, for a module
+        with causal=True, exactly torch's causal mask, (N, M) booleans or floats, which changes nothing.
         key_padding_mask: booleans (B, M), or (M,) unbatched, True for keys to hide, or floats, -inf for keys to hide
         and 0 for others. A query without visible keys gets attention output 0, where torch has NaN. Positions include
         padding: with padding on the left, segments begin in the padding. average_attn_weights affects only returned
@@ -286,9 +289,10 @@ class MultiheadDilatedAttention(MultiheadProjections):
         return self.joined(out, query.dim()), None
 
     def _check_order(self, is_causal: bool, attn_mask: object, shape: tuple[int, int]) -> None:
-        """Raise ValueError for a causal call of a module that is not causal, or an attn_mask that is not causal.
+        """Check is_causal and attn_mask, of shape (queries, keys) = `shape`, against the module.
 
-        shape: (queries, keys).
+        Raises ValueError if attn_mask is neither None nor torch's causal mask, and, for a module with causal=False, if
+        is_causal is True or attn_mask is not None.
         """
         if attn_mask is not None:
             require_causal_mask(attn_mask, shape, instead=_INSTEAD if self.batch_first else _INSTEAD + _TOKENS_FIRST)

@@ -52,9 +52,10 @@ class Pretrained(nn.Module):
         (place / _CONFIG).write_text(json.dumps(written, indent=2) + "\n", encoding="utf-8")
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
-        """Load as in torch. Unless strict=False, raises ValueError if all names have one prefix, which a wrapper adds.
+        """Load a state_dict as `nn.Module.load_state_dict` does, and return its result.
 
-        The error message shows how to remove the prefix.
+        With strict=True, raises ValueError if a common prefix, as wrappers of a module add it, precedes the model's
+        name in every key; the message shows how to remove it.
         """
         if strict:
             _check_prefix(self, state_dict)
@@ -97,7 +98,10 @@ def _safetensors() -> Any:
 
 
 def _read(cls: type[nn.Module], path: Path) -> dict[str, Any]:
-    """Constructor arguments of `cls` from a config.json; ValueError if the file is invalid or of another class."""
+    """Read the constructor arguments of `cls` from the config.json at `path`.
+
+    Raises ValueError if the file is invalid or of another class.
+    """
     try:
         written = json.loads(path.read_text(encoding="utf-8"))
         name, arguments = written["model"], dict(written["arguments"])
@@ -134,7 +138,7 @@ def _check(model: nn.Module, weights: dict[str, torch.Tensor]) -> None:
 
 
 def _check_prefix(model: nn.Module, weights: Mapping[str, Any]) -> None:
-    """Raise ValueError if all names of weights have one prefix before the model's names, as a wrapper adds it."""
+    """Raise ValueError if a common prefix, as wrappers of a module add it, precedes the model's name in every key."""
     name = next(iter(model.state_dict()))
     found = next((each for each in weights if each.endswith(f".{name}")), "")
     prefix = found.removesuffix(name)

@@ -52,8 +52,8 @@ def convert(model: nn.Module, pattern: Expression | Chosen | None) -> Report:
 
     Raises TypeError for arguments of other types. Raises ValueError, before any change, for a model with nothing to
     replace, a pattern that does not fit a module's heads or has run-time tensors, and a converted module whose class
-    was replaced later, as by `fully_shard`. Calls of the model raise ValueError for attention dropout above 0 in
-    training, need_weights=True, and masks that are neither causal nor padding.
+    was replaced later, as by `fully_shard`. Calls of the model raise ValueError for need_weights=True, and for masks
+    that are neither causal nor padding.
 
     >>> model = torch.nn.TransformerEncoder(torch.nn.TransformerEncoderLayer(64, 4, batch_first=True), 2)
     >>> print(fd.convert(model.eval(), masks.local_window(left=31, right=31)))
@@ -98,10 +98,11 @@ def convert(model: nn.Module, pattern: Expression | Chosen | None) -> Report:
 
 
 def _attentions(model: nn.Module) -> list[Found]:
-    """Find attention modules: of kinds that a library's file knows, and of unknown kinds by their class name.
+    """Find the attention modules of a model, in the order of `model.named_modules()`.
 
-    An unknown kind has Attention or Attn in its class name. It is returned, with the reason why it cannot be converted,
-    only if no module of a known kind contains it and it contains no attention module.
+    These are the modules that a library's `find` describes, and modules of unknown classes with Attention or Attn in
+    their class name. The latter have a reason, `refused`; they are left out if they contain an attention module or a
+    module of a known class contains them.
     """
     found: dict[str, Found] = {}
     named: dict[str, nn.Module] = {}
@@ -131,7 +132,10 @@ def _unknown(module: nn.Module) -> str:
 
 
 def _choice(each: Found, pattern: Expression | Chosen | None) -> Expression | str:
-    """Validated pattern for a module, or, as text, the reason why it keeps its attention; `pattern` is `convert`'s."""
+    """Return the validated pattern for a module, or a text: the reason why it keeps its original attention.
+
+    pattern: the argument of `convert`.
+    """
     if each.refused:
         return each.refused
     if pattern is None:

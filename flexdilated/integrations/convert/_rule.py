@@ -102,10 +102,10 @@ _INSTEAD = "give convert another rule as part of the pattern, `pattern & other`"
 def call_rule(given: Given, mask: Tensor | None, shape: tuple[int, int, int], *, is_causal: bool) -> Pattern | Mixture:
     """Pattern of one call: the module's pattern, intersected with the call's mask and, if is_causal, causal order.
 
-    mask: as `scaled_dot_product_attention` takes it, boolean, True for pairs to keep, or float, -inf or the dtype's
-    least number for pairs to hide and 0 for others; None for no mask. shape: (B, N, M). A mask of shape (B or 1, 1, 1,
-    M) is padding. Any other mask must be torch's causal mask, of shape (N, M) with optional leading dims of 1. Raises
-    ValueError or TypeError for any other mask.
+    given: settings of the converted module. shape: (B, N, M) of the call. mask: as `scaled_dot_product_attention` takes
+    it, boolean, True for pairs to keep, or float, -inf for pairs to hide and 0 for others; None for no mask. It must be
+    padding, of shape (B or 1, 1, 1, M), where floats may also hide keys by the dtype's least number, or torch's causal
+    mask, of shape (N, M) with optional leading dims of 1. Raises ValueError or TypeError for any other mask.
     """
     batch, num_queries, num_keys = shape
     pattern = given.pattern & causal() if is_causal else given.pattern
@@ -123,17 +123,20 @@ def call_rule(given: Given, mask: Tensor | None, shape: tuple[int, int, int], *,
 
 
 def with_causal_mask(pattern: Pattern | Mixture, mask: object, shape: tuple[int, int]) -> Pattern | Mixture:
-    """Intersect the pattern with causal order, for a call whose mask is torch's causal mask.
+    """Return the pattern intersected with causal order, after a check that `mask` is torch's causal mask.
 
-    mask: of shape (N, M), boolean, True for pairs to hide, or float, -inf for them. Raises ValueError for any other
-    mask.
+    mask: boolean, True for pairs to hide, or float, -inf for pairs to hide and 0 for others. shape: (N, M). Raises
+    ValueError for any other mask.
     """
     require_causal_mask(mask, shape, instead=_INSTEAD)
     return pattern & causal()
 
 
 def check_lengths(given: Given, num_queries: int, num_keys: int) -> None:
-    """Raise ValueError if the numbers of queries and keys differ, unless a function chose this module's pattern."""
+    """Raise ValueError if the numbers of queries and keys differ, unless a function chose this module's pattern.
+
+    given: settings of the converted module.
+    """
     if num_queries != num_keys and not given.by_name:
         raise ValueError(
             f"{given.name} was called with {num_queries} queries and {num_keys} keys, and a pattern for a whole model "

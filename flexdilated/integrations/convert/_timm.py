@@ -106,7 +106,7 @@ def find(name: str, module: Any) -> Found | None:
     """Describe a module of timm that computes attention; None for any other module.
 
     name: name of the module in its model. A supported class is recognized by its forward, an unsupported one by its
-    name; the result then has the reason, `refused`.
+    class name. For an unsupported class or option, `refused` of the result is the reason.
     """
     kind = original_class(module)
     forwards = [getattr(getattr(sys.modules.get(file), own, None), "forward", None) for file, own in _SERVED]

@@ -31,9 +31,10 @@ class MultiheadAttention(MultiheadProjections, Converted):
     ) -> tuple[Tensor, None]:
         """Return (output in the shape of query, None for the weights); arguments as in torch.
 
-        A causal attn_mask, or is_causal, is intersected with the pattern. need_weights defaults to False, unlike in
-        torch, as many callers keep torch's default and discard the weights. Raises ValueError for need_weights=True,
-        for an attn_mask that is not causal, and for dropout above 0 in training.
+        With is_causal or a causal attn_mask the pattern is intersected with causal order. In training, `dropout` is
+        applied to the attention weights. need_weights defaults to False, unlike in torch, so that callers that omit it
+        and discard the weights keep working. Raises ValueError for need_weights=True, and for an attn_mask that is not
+        causal.
         """
         refuse_weights(need_weights)
         given = self._flexdilated
@@ -55,15 +56,15 @@ class TransformerEncoder(Converted):
 
     @property
     def use_nested_tensor(self) -> bool:
-        """False; overrides the attribute of the instance."""
+        """False, so that torch passes padded tensors; this property hides the attribute that torch sets."""
         return False
 
 
 def find(name: str, module: nn.Module, model: nn.Module) -> Found | None:
     """Describe a module of class `nn.MultiheadAttention` or a subclass; None for any other module.
 
-    name: name of the module in `model`. A subclass with its own forward, add_bias_kv or add_zero_attn is refused: the
-    result then has the reason, `refused`.
+    name: name of the module in `model`. A subclass with its own forward, and a module with add_bias_kv or
+    add_zero_attn, cannot be converted; `refused` of the result is then the reason.
     """
     if not isinstance(module, nn.MultiheadAttention):
         return None

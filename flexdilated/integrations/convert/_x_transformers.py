@@ -72,9 +72,10 @@ class Attend(Converted):
     ) -> tuple[Tensor, Any]:
         """Return (output (B, H, N, D), x-transformers' `Intermediates` without scores and weights).
 
-        If causal, the N queries are the last of the M key positions, as with a cache. causal None: the module's
-        attribute. Raises ValueError for attn_bias, prev_attn, attn_delta, dropout in training, and a mask other than
-        padding or causal order.
+        Arguments as in x-transformers; row_mask and flash_pack_seq_kwargs, which only options that `find` refuses use,
+        are ignored. causal: None for the module's attribute; if True, the N queries have the last N of the M key
+        positions, as with a cache. In training, dropout is applied to the attention weights. Raises ValueError for
+        attn_bias, prev_attn and attn_delta other than None, and for a mask that is neither padding nor causal.
         """
         given = self._flexdilated
         assert given is not None
@@ -100,7 +101,7 @@ class Attend(Converted):
 def find(name: str, module: Any, model: nn.Module) -> Found | None:
     """Describe a module of x-transformers' class `Attention`; None for any other module.
 
-    name: name of the module in `model`. For unsupported options the result has the reason, `refused`.
+    name: name of the module in `model`. For unsupported options, `refused` of the result is the reason.
     """
     library = sys.modules.get("x_transformers.x_transformers")
     if library is None or not isinstance(module, library.Attention):
@@ -120,9 +121,9 @@ def find(name: str, module: Any, model: nn.Module) -> Found | None:
 
 
 def _layer_type(module: nn.Module, layers: Any) -> str | None:
-    """Type of the layer that contains a module, "a" for self-attention, "c" for cross-attention; None if none does.
+    """Type of the layer in `layers`, an x-transformers AttentionLayers, that contains a module.
 
-    layers: x-transformers' AttentionLayers.
+    "a" is self-attention, "c" cross-attention; the result is None if no layer contains the module.
     """
     held = zip(layers.layer_types, layers.layers, strict=False)
     return next((kind for kind, layer in held if any(each is module for each in layer.modules())), None)

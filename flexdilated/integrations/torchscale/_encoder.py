@@ -104,9 +104,10 @@ class LongNetEncoder(nn.Module):
 
 
 class EncoderLayer(nn.Module):
-    """x + attention(norm(x)), then x + feed_forward(norm(x)); in training, a batch entry may skip either (`drop_path`).
+    """Layer of the encoder, (B, N, E) -> (B, N, E): x + attention(norm(x)), then x + feed_forward(norm(x)).
 
-    index: number of the layer in the encoder, from 0, on which its probability of skipping depends.
+    In training, a batch entry skips each of the two with a probability that grows linearly from 0 in the first layer to
+    config.drop_path in the last. index: number of the layer in the encoder, from 0.
 
     >>> from flexdilated.integrations.torchscale import EncoderLayer, LongNetEncoderConfig
     >>> sizes = {"embed_dim": 64, "depth": 2, "num_heads": 4}
@@ -139,7 +140,7 @@ class EncoderLayer(nn.Module):
 
 
 class _FeedForward(nn.Module):
-    """Linear, GELU (computed in at least float32), dropout, layer norm, linear and dropout, on (B, N, E)."""
+    """(B, N, E) -> (B, N, E): linear, GELU computed in at least float32, dropout, layer norm, linear, dropout."""
 
     def __init__(self, config: LongNetEncoderConfig, **how: Any) -> None:
         super().__init__()
@@ -199,7 +200,7 @@ class DilatedSelfAttention(nn.Module):
     def project(
         self, x: Float[Tensor, "B N E"]
     ) -> tuple[Float[Tensor, "B H N D"], Float[Tensor, "B H N D"], Float[Tensor, "B H N D"]]:
-        """Queries, keys and values of the tokens, split into heads."""
+        """Return (queries, keys, values) of the tokens, split into heads."""
         q, k, v = (
             each(x).unflatten(-1, (self.config.num_heads, -1)).transpose(1, 2)
             for each in (self.q_proj, self.k_proj, self.v_proj)
@@ -207,14 +208,18 @@ class DilatedSelfAttention(nn.Module):
         return q, k, v
 
     def _shifts(self, segment: int, rate: int, num_tokens: int) -> bool:
-        """True if torchscale shifts the outputs of a branch to other tokens.
+        """True if torchscale shifts the outputs of the branch (segment length, dilation rate) to other tokens.
 
-        With several segments it pads each one to a multiple of the rate, but removes only the padding at the end.
+        torchscale pads each segment to a multiple of the rate, but with several segments it removes padding only at the
+        end of the sequence, so outputs after the first segment move to later tokens.
         """
         return self.config.padding is not None and num_tokens > segment and segment % rate != 0
 
     def _branch(self, q: Tensor, k: Tensor, v: Tensor, segment: int, rate: int) -> tuple[Tensor, Tensor]:
-        """Return (output (B, H, N, D), natural log-sum-exp (B, H, N)) of one branch, shifted if `_shifts` is True."""
+        """Return (output (B, H, N, D), natural log-sum-exp (B, H, N)) of the branch (segment length, dilation rate).
+
+        Both are shifted as in torchscale if `_shifts` is True.
+        """
         N, options = q.shape[2], self._options()
         if not self._shifts(segment, rate, N):
             pattern = longnet((segment,), (rate,), offsets="contiguous", padding=self.config.padding)
@@ -248,6 +253,6 @@ def join(
 
 
 def _with_zeros(x: Float[Tensor, "B H N D"], segment: int, longer: int) -> Float[Tensor, "B H M D"]:
-    """Pad with zeros: the sequence to whole segments of `segment` tokens, then each segment to `longer` tokens."""
+    """Pad each segment of `segment` tokens, and a shorter last one, with zeros to `longer` tokens."""
     x = F.pad(x, (0, 0, 0, -x.shape[2] % segment)).unflatten(2, (-1, segment))
     return F.pad(x, (0, 0, 0, longer - segment)).flatten(2, 3)

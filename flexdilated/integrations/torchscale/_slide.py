@@ -155,13 +155,13 @@ class SlideEncoder(nn.Module):
     def forward(
         self, tiles: Float[Tensor, "B L C"], coordinates: Shaped[Tensor, "B L 2"], *, all_layers: bool = False
     ) -> Float[Tensor, "B E"] | tuple[Float[Tensor, "B E"], ...]:
-        """Embeddings of the slides. coordinates: of one corner of each tile in its slide, in pixels.
+        """Embeddings (B, E) of the slides.
 
-        all_layers: True returns depth + 1 embeddings instead, pooled from the encoder's input and from each layer's
-        output without the encoder's last norm. In the published model a second coordinate beyond the grid means the
-        next row; here it is an error.
-        Raises ValueError for tiles outside the grid; in a compiled graph such a tile causes the device's own index
-        error.
+        tiles: features of each tile. coordinates: of one corner of each tile in its slide, in pixels, the same corner
+        for all tiles. all_layers: True returns a tuple of depth + 1 embeddings instead, pooled from the encoder's input
+        and from each layer's output, without the encoder's last norm.
+        Raises ValueError for tiles outside the grid of positions (the published model wraps some of them to the next
+        row); in a compiled graph such a tile causes the device's own index error.
         """
         x = self.embed(tiles, coordinates)
         if all_layers:
@@ -169,7 +169,7 @@ class SlideEncoder(nn.Module):
         return self._pooled(self.encoder(x))
 
     def embed(self, tiles: Float[Tensor, "B L C"], coordinates: Shaped[Tensor, "B L 2"]) -> Float[Tensor, "B L+1 E"]:
-        """Input of the encoder: the class token, then the projected tiles with positions."""
+        """Input of the encoder: the class token, then the projected tile features plus position embeddings."""
         if coordinates.shape != (*tiles.shape[:2], 2):
             raise ValueError(
                 f"coordinates must be two for each tile, of shape {(*tiles.shape[:2], 2)}; got those of shape "

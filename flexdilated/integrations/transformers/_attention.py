@@ -104,8 +104,8 @@ class Visibility:
     divides each row into documents, from whose starts positions count; None for undivided rows. unpadded: pattern of
     unpadded keys within a document; None if all are unpadded. tensors: run-time tensors of `begin` and `unpadded`.
     q_offset, kv_offset: positions of the first query and key. shape: shape of the replaced mask, (B, 1, N, M).
-    may_be_packed: no attention_mask was given, so documents are read from position_ids. packed: masks that were
-    restricted to the documents of position_ids, one for each position_ids of this pass.
+    may_be_packed: True if no attention_mask was given, so that position_ids may begin documents. packed: cache of
+    (position_ids, this mask restricted to the documents that they begin), for later layers of the forward pass.
     """
 
     function: Callable[..., Any] | None
@@ -142,7 +142,10 @@ class Visibility:
 
     @property
     def reading(self) -> Reading:
-        """The model's rule as patterns; computed on first access, as a model may make masks that no layer uses."""
+        """The model's rule as patterns, and the run-time tensors of rule and padding.
+
+        Computed on first access, as a model may make masks that no layer uses.
+        """
         if self._reading is None:
             found = Reading(None, self.begin, None, {}) if self.function is None else read(self.function, self.begin)
             tables = {name: _on_host(x) for name, x in found.tensors.items()}
@@ -177,7 +180,7 @@ def visibility(
 
     q_length, kv_length: N and M. q_offset, kv_offset: positions of the first query and key. mask_function: the model's
     rule (batch, head, query, key) -> bool; None allows all pairs. attention_mask: booleans (B, L), True for tokens that
-    are not padding; None for no padding; a `Visibility` is returned unchanged.
+    are not padding, where tokens from L on are padding; None for no padding; a `Visibility` is returned unchanged.
     """
     if isinstance(attention_mask, Visibility):
         return attention_mask  # made earlier; `generate` does so for static caches
@@ -192,7 +195,10 @@ def visibility(
 
 
 def _unread(module: nn.Module, mask: Visibility, position_ids: Tensor | None, query: Tensor) -> Tensor | None:
-    """Return position_ids if they may begin packed documents that the mask does not contain, else None."""
+    """Return position_ids if they may begin packed documents that the mask does not contain, else None.
+
+    Also records on a causal module if its position_ids are None, by `note_positions`.
+    """
     if not getattr(module, "is_causal", True):
         return None
     note_positions(module, position_ids)
@@ -202,10 +208,10 @@ def _unread(module: nn.Module, mask: Visibility, position_ids: Tensor | None, qu
 
 
 def _with_packing(mask: Visibility, position_ids: Tensor, query: Tensor) -> Visibility:
-    """Restrict a mask to the documents that position_ids (B or 1, N) begin.
+    """Restrict a mask to pairs within the documents that position_ids (B or 1, N) begin.
 
-    With cached keys, whose documents are unknown, the mask is returned unchanged, with a ValueError if position_ids
-    begin a document; in a compiled graph this is not checked.
+    If the first query has a position above 0, earlier keys are cached and their documents unknown: the mask is then
+    returned unchanged, and position_ids that begin a document raise ValueError, except in a compiled graph.
     """
     for seen, found in mask.packed:  # cached by an earlier layer
         if seen is position_ids:
@@ -227,7 +233,7 @@ def _within_documents(mask: Visibility, ids: Int64[Tensor, "B N"] | None) -> Vis
 
 
 def _on_host(x: Tensor) -> Tensor:
-    """Copy to the CPU, here once rather than in each layer; in a compiled graph return x itself."""
+    """Return x on the CPU, so that layers need not copy it again; in a compiled graph return x itself."""
     return x if torch.compiler.is_compiling() else x.cpu()
 
 
@@ -266,13 +272,14 @@ def attention(
 ) -> tuple[Float[Tensor, "B N H D"], None]:
     """Attention function for transformers: returns (output, None for weights, which are never formed).
 
-    attention_mask: from `visibility`; or a tensor (B or 1, 1, 1, M) that only hides keys, boolean or additive; None for
-    causal order if is_causal (None: the module's attribute), else for all pairs. dropout: probability of dropping an
-    attention weight. scaling: factor of the scores; None is D**-0.5. softcap: bound of the scores, by tanh. s_aux: a
-    sink logit per head. options: position_ids is read, to find packed documents.
-    position_bias: added to the scores, of this call's queries and keys. Raises ValueError for a mask tensor of pairs,
-    output_attentions=True, and for dropout, softcap or position_bias with a FlexdilatedCache or a layer that selects
-    blocks.
+    attention_mask: result of `visibility`; or a tensor (B or 1, 1, 1, M), boolean or additive, that only hides keys; or
+    None: causal order if is_causal, else all pairs. is_causal: None for the module's attribute. dropout: probability of
+    dropping an attention weight. scaling: factor of the scores; None is D**-0.5. softcap: bound of the scores, by tanh;
+    None for no bound. s_aux: a sink logit per head; None for no sinks. options: position_ids, to find packed documents,
+    and output_attentions; others are ignored.
+    position_bias: (B or 1, H, N, M), added to the scores; None for none. Raises ValueError for a mask tensor that
+    differs between queries, for output_attentions=True, and for dropout, softcap or position_bias with a
+    FlexdilatedCache or a layer that selects blocks.
     """
     if options.get("output_attentions"):
         raise ValueError(
@@ -338,7 +345,7 @@ def _selected(
     scale: float | None,
     sinks: Tensor | None,
 ) -> Float[Tensor, "B N H D"]:
-    """Output of a layer that selects blocks of keys; it needs all keys and pools them again in each call.
+    """Attention output of a layer that selects blocks of keys; every call needs all keys, from position 0.
 
     replaces: True to omit the model's rule. Raises ValueError for a `FlexdilatedCache`, for a model's rule that is a
     mixture, and for queries after cached keys whose choice would depend on other queries of their block.
@@ -401,7 +408,10 @@ def _visible_keys(mask: Tensor) -> Bool[Tensor, "B M"]:
 
 
 def _refuse(what: str, features: dict[str, Any], advice: str) -> None:
-    """Raise ValueError if one of a call's features is not None. what: that which lacks them. advice: what to do."""
+    """Raise ValueError if any of `features`, values by argument name, is not None.
+
+    what: the part that does not support them. advice: the remedy. Both are texts for the error.
+    """
     for name, value in features.items():
         if value is not None:
             came = "a tensor" if isinstance(value, Tensor) else value
@@ -411,9 +421,9 @@ def _refuse(what: str, features: dict[str, Any], advice: str) -> None:
 def _score_mod(
     softcap: float | None, position_bias: Float[Tensor, "B|1 H N M"] | None, mask: Visibility
 ) -> ScoreMod | None:
-    """Return a score_mod that caps the scores and adds position_bias; None for neither.
+    """Return a score_mod that caps the scores at +-softcap by tanh, then adds position_bias; None if both are None.
 
-    position_bias: for the call's queries and keys; models such as T5 form its N x M numbers for each head.
+    mask: gives the positions of the first query and key, at which position_bias begins.
     """
     if position_bias is None:
         return None if softcap is None else biases.softcap(softcap)

@@ -40,7 +40,7 @@ _EVERYTHING = [RowSource(causal(), 0, 1)]
 
 
 def _of_known_layers(method: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap a method of the cache that needs to know each layer's kind: ValueError for a cache made without a config."""
+    """Wrap a method of a cache that needs each layer's kind: ValueError if the cache was made without a config."""
 
     @wraps(method)
     def checked(self: Cache, *args: Any, **kwargs: Any) -> Any:
@@ -93,9 +93,10 @@ class FlexdilatedCache(Cache):
 
 @dataclass(frozen=True, eq=False)
 class Given:
-    """Origin of keys that a `FlexdilatedCache` returned, stored as an attribute of the tensor.
+    """Origin of keys that `_Layer.update` of a `FlexdilatedCache` returned, stored as an attribute of the keys.
 
-    layer: the cache layer. tokens: positions of the tokens that the update appended. update: its number, from 1.
+    layer: the cache layer. tokens: positions of the tokens that this update appended. update: number of the update in
+    its layer, from 1.
     """
 
     layer: _Layer
@@ -104,12 +105,12 @@ class Given:
 
 
 def given_of(keys: Tensor) -> Given | None:
-    """Origin of a tensor of keys if a `FlexdilatedCache` returned it, else None."""
+    """Return the origin of a tensor of keys if a `FlexdilatedCache` returned it, else None."""
     return getattr(keys, _GIVEN, None)
 
 
 def hand_on(keys: Tensor, given: Given) -> None:
-    """Mark a tensor of keys, such as a padded copy, as returned by a `FlexdilatedCache`."""
+    """Mark a tensor of keys, such as a padded copy of a cache's keys, with the origin `given`."""
     setattr(keys, _GIVEN, given)
 
 
@@ -141,7 +142,7 @@ class _Layer(CacheLayerMixin):
         self.is_initialized = True
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-        """Append keys and values (B, G, N, D), and return all that the cache holds, (B, G, M, D).
+        """Append keys and values (B, G, N, D); return all keys and values that the cache then holds, (B, G, M, D).
 
         Raises ValueError if no attention of this library has read the keys of the previous update.
         """
@@ -192,8 +193,9 @@ class _Layer(CacheLayerMixin):
     ) -> Float[Tensor, "B H N D"]:
         """Attention output of the new tokens over the held keys that `rule` lets them see.
 
-        given: origin of k. k, v: as `update` returned them. module: the model's attention module. q_offset: position of
-        the first query. position_ids: (B, N) if they may begin packed documents, which raises ValueError; else None.
+        given: origin of k. k, v: as `update` returned them. module: the model's attention module, which must be causal.
+        q_offset: position of the first query. position_ids: (B, N), to raise ValueError if they begin packed documents;
+        None for no such check.
         """
         _require_own_queries(given, module, range(q_offset, q_offset + q.shape[2]))
         if position_ids is not None:
@@ -210,7 +212,7 @@ class _Layer(CacheLayerMixin):
         return out.to(q.dtype)
 
     def _reader(self, rule: Pattern | Mixture, num_heads: int, scale: float | None, tokens: range) -> Reader:
-        """`Reader` that attends by this rule from the queries at positions `tokens`; made once per rule.
+        """Return the `Reader` that attends by `rule` from queries at positions `tokens`; one is made per rule.
 
         Raises ValueError for a rule with run-time tensors, and for a rule that sees keys which were evicted.
         """
@@ -321,7 +323,7 @@ class _LayerWithStates(LinearAttentionLayer, _Layer):
         LinearAttentionLayer.__init__(self, number_of_states=number_of_states)
 
     def lazy_initialization(self, *keys: Any, **states: Any) -> None:
-        """Initialize the states that are given by keyword; without any, mark keys and values as initialized."""
+        """Initialize the states passed by keyword; with none, mark keys and values as initialized."""
         if states:
             LinearAttentionLayer.lazy_initialization(self, **states)
         else:
@@ -348,10 +350,10 @@ class _LayerWithStates(LinearAttentionLayer, _Layer):
 
 
 def _as_ours(layer: Any, undo: int) -> Any:
-    """Replace a layer of transformers' DynamicCache by one of this module.
+    """Return the cache layer of this module that replaces a layer of transformers' DynamicCache.
 
-    A layer that holds only states, or nothing, is returned unchanged. Raises ValueError for unsupported kinds of
-    layers.
+    A layer that holds only states, or nothing, is returned unchanged. undo: number of last tokens that `crop` can
+    remove. Raises ValueError for unsupported kinds of layers.
     """
     if type(layer) in (DynamicLayer, DynamicSlidingWindowLayer):
         return _Layer(undo)
@@ -370,14 +372,14 @@ def _not_served(kind: str) -> ValueError:
 
 
 def _sources(readers: dict[Any, Reader]) -> list[RowSource]:
-    """Rules of the readers, which determine the keys to keep; without readers, a rule that keeps all keys."""
+    """Rules by which the readers attend, which determine the keys to keep; without readers, one that keeps all keys."""
     return [source for reader in readers.values() for source in reader.sources] or _EVERYTHING
 
 
 def _require_own_queries(given: Given, module: nn.Module, queries: range) -> None:
-    """Raise ValueError unless this is causal self-attention of the last update's tokens.
+    """Raise ValueError unless the attention is causal and its queries are the tokens of the last cache update.
 
-    queries: positions of the queries. given: origin of the keys.
+    given: origin of the keys. module: the model's attention module. queries: positions of the queries.
     """
     if queries != given.tokens or given.update != given.layer.num_updates or not getattr(module, "is_causal", True):
         raise ValueError(

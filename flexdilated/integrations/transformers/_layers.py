@@ -34,7 +34,9 @@ def attention_layers(model: nn.Module) -> list[nn.Module]:
 
 
 def layer_pattern(layer: nn.Module) -> tuple[Expression | None, bool]:
-    """Return (pattern of a layer, True if it replaces the model's rule); (None, False) for a layer without one.
+    """Return (pattern of a layer, True if it replaces the model's rule, False if it is intersected with the rule).
+
+    A layer on which no pattern was set gives (None, False).
 
     Raises ValueError if a loaded config has patterns that were not yet set on the layers.
     """
@@ -50,10 +52,10 @@ def layer_pattern(layer: nn.Module) -> tuple[Expression | None, bool]:
 
 
 def choose(model: nn.Module, pattern: Patterns | None, compose: str) -> tuple[list[nn.Module], list[Any], str]:
-    """Return (attention layers, pattern of each or None, compose), validated; arguments as in `set_pattern`.
+    """Validate the arguments of `set_pattern`; return (attention layers, a pattern or None for each, compose).
 
-    For pattern None, the patterns and compose are those of the model's config. Raises ValueError or TypeError for
-    patterns that do not fit.
+    If `pattern` is None, the patterns and compose are read from the model's config. Raises ValueError or TypeError for
+    patterns that do not fit the layers.
     """
     layers = attention_layers(model)
     if pattern is None:
@@ -81,10 +83,10 @@ def choose(model: nn.Module, pattern: Patterns | None, compose: str) -> tuple[li
 def give(model: PreTrainedModel, layers: list[nn.Module], chosen: list[Any], compose: str, name: str) -> None:
     """Set the chosen patterns on layers, and write them and the implementation's name into the configs.
 
-    chosen: pattern of each layer, or None. compose, name: as in `set_pattern`. transformers does not save
-    `_attn_implementation`, but reads `attn_implementation` and raises for a name that is not registered, so a process
-    without this library cannot load the model with dense attention. If all patterns are None, these config entries are
-    removed.
+    chosen: a pattern or None for each layer. compose, name: as in `set_pattern`. The name is written as
+    `attn_implementation`: transformers reads this entry and raises for a name that is not registered, so a process
+    without this library cannot load the model with dense attention by mistake. If all patterns are None, the entries
+    are removed instead.
     """
     for layer, own in zip(layers, chosen, strict=True):
         setattr(layer, _OWN, (own, compose == "replace"))
@@ -157,7 +159,10 @@ def _check(number: int, layer: nn.Module, pattern: Any) -> None:
 
 
 def _text(pattern: Expression) -> str:
-    """JSON of a pattern. Custom functions and selections have none: their repr, for which loading raises ValueError."""
+    """Return a pattern as JSON; for custom functions and selections, which have no JSON, the repr.
+
+    Loading a config with a repr raises ValueError.
+    """
     if isinstance(pattern, SelectedAttention):
         return repr(pattern)
     try:
@@ -169,7 +174,7 @@ def _text(pattern: Expression) -> str:
 def _stored(model: Any, num_layers: int) -> tuple[list[Any], str]:
     """Read the patterns that `give` wrote into a model's config: (a pattern or None for each layer, compose).
 
-    Raises ValueError if the config has none, has another number than num_layers, or has one without JSON.
+    Raises ValueError if the config has no patterns, if their number is not num_layers, or if one is not JSON.
     """
     stored = getattr(model.config, _KEY, None)
     if stored is None:

@@ -25,11 +25,12 @@ _GROUPS, _VISIBLE = "groups", "visible"
 
 @dataclass(frozen=True, eq=False)
 class Reading:
-    """The rule of a mask function, as patterns: the intersection of `positions`, within documents, and `beside`.
+    """The rule of a mask function, as patterns: a pair is allowed if all three patterns that are not None allow it.
 
-    positions: constraints on the positions of query and key, which count from the first token of each document of
-    `begin`, or from 0 if that is None. beside: constraints by tensors with an entry per token. Either pattern is None
-    if the rule has no such constraint. tensors: run-time tensors of all three.
+    begin: pattern that divides a row into documents and allows pairs within a document only; None for undivided rows.
+    positions: constraints on the positions of query and key, counted from the first token of their document; None if
+    the rule has none. beside: constraints by tensors with an entry per token, such as groups of image tokens; None if
+    the rule has none. tensors: run-time tensors of these patterns, by name; `read` omits those of its argument `begin`.
     """
 
     positions: Pattern | None
@@ -38,7 +39,7 @@ class Reading:
     tensors: dict[str, Tensor]
 
     def whole(self) -> Pattern:
-        """Intersection of all constraints as one pattern."""
+        """Intersection of all constraints as one pattern; it allows every pair if there are none."""
         positions = self.positions
         if self.begin is not None:
             positions = (every() if positions is None else positions).per_document(self.begin)
@@ -49,8 +50,9 @@ class Reading:
 def read(function: Callable[..., Any], begin: Pattern | None) -> Reading:
     """Convert a mask function (batch, head, query, key) -> bool to patterns.
 
-    begin: pattern of documents from whose starts positions count; None for 0. If the function itself counts positions
-    from the starts of packed sequences, these replace `begin`.
+    begin: pattern that divides each row into documents, from whose first tokens positions are counted; None to count
+    from the start of the row. If the function itself counts positions from the starts of packed sequences, the result
+    has a pattern of these sequences in place of `begin`.
     Raises ValueError for operations on positions that the rules of transformers do not use.
     """
     with _TablesOfPositions():
@@ -80,11 +82,15 @@ class _Head:
 
 
 class _Begin:
-    """Symbolic first position of a batch entry; subtracting it changes nothing, as positions count from it already."""
+    """Symbolic first position of a batch entry; subtracting it changes nothing, as positions are counted from it."""
 
 
 class _TablesOfPositions(TorchFunctionMode):
-    """Mode in which table[batch, position] and table[batch], with symbolic indices, give symbolic values."""
+    """Mode that makes look-ups of tensors with symbolic indices return symbolic values.
+
+    table[batch, position] gives a `_Position` with this table, or a `_Rule` if the table is boolean; table[batch] gives
+    `_Begin`.
+    """
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is Tensor.__getitem__:
@@ -212,10 +218,10 @@ class _Chunk:
 class _Rule:
     """Intersection of constraints on pairs (query, key); a field that is None adds no constraint.
 
-    least, most: limits of the distance key - query. chunk: length of the chunks, one of which must contain both.
-    same: tensor (B, L) with equal, nonnegative entries at query and key. visible: tensor (B, L) that is True at visible
-    keys. counted_anew: positions count from the start of each group of `same`. nothing: True if no pair is allowed.
-    unions: pairs of rules, at least one of which must hold.
+    least, most: inclusive limits of the distance key - query. chunk: length of consecutive chunks; query and key must
+    be in one chunk. same: tensor (B, L) of group ids; query and key must have equal, nonnegative ids. visible: tensor
+    (B, L), True for the keys that are allowed. counted_anew: True if positions are counted from the first token of each
+    group of `same`. nothing: True if no pair is allowed. unions: pairs of rules; of each pair at least one must hold.
     """
 
     least: int | None = None
@@ -280,7 +286,7 @@ def all_of(patterns: Sequence[Pattern | Mixture | None]) -> Any:
 
 
 def _band(least: int | None, most: int | None) -> Pattern | None:
-    """Pattern of the pairs with least <= key - query <= most. None is no limit; without limits returns None."""
+    """Pattern of the pairs with least <= key - query <= most; None is no limit; returns None if both are None."""
     if least is not None and most is not None and least <= 0 <= most:
         return local_window(left=-least, right=most)
     return all_of([None if most is None else _up_to(most), None if least is None else _from(least)])

@@ -63,7 +63,7 @@ def _nodes(kind: type[nn.Module]) -> Iterator[ast.AST]:
 
 @cache
 def _reason(kind: type[nn.Module]) -> str | None:
-    """Reason why a class of layers cannot be supported, by the source code of its forward; None if it can."""
+    """Reason why a class of attention layers cannot be supported, from its forward's source code; None if it can."""
     arguments = set(signature(unwrap(kind.forward)).parameters)
     for node in _nodes(kind):
         match node:
@@ -85,7 +85,8 @@ def _reason(kind: type[nn.Module]) -> str | None:
 def _only_hands_over(mask: ast.expr, arguments: set[str]) -> bool:
     """True if a mask expression in `forward` is one of its arguments, a constant, or a conditional choice of these.
 
-    arguments: names of the arguments. A mask that the model has merged from others before gives False.
+    arguments: names of the arguments of `forward`. Arguments whose names are in `_MERGED`, masks that the model has
+    computed from other masks, give False.
     """
     if isinstance(mask, ast.IfExp):
         return _only_hands_over(mask.body, arguments) and _only_hands_over(mask.orelse, arguments)
@@ -94,9 +95,10 @@ def _only_hands_over(mask: ast.expr, arguments: set[str]) -> bool:
 
 @cache
 def _reads_masks(kind: type[nn.Module]) -> bool:
-    """True if a module that does not use the registry needs the values of the mask.
+    """True if modules of a class that does not use the registry of attention functions need the values of the mask.
 
-    It takes the mask and computes a softmax or reads the mask's dtype, or it is known to build a mask.
+    These are classes whose `forward` takes attention_mask and computes a softmax or reads the mask's dtype, and those
+    in `_MAKE_MASKS`, which build a mask.
     """
     forward = unwrap(kind.forward)
     if kind.__name__ in _MAKE_MASKS:
@@ -113,13 +115,17 @@ def _is_mask(node: ast.expr) -> bool:
 
 
 def note_positions(layer: nn.Module, position_ids: object) -> None:
-    """Record on a layer whether it receives position_ids, for `watch_packing`; not in compiled graphs."""
+    """Record on a layer, for `watch_packing`, if its position_ids are None; does nothing in compiled graphs."""
     if not torch.compiler.is_compiling():
         setattr(layer, _UNREAD, position_ids is None)
 
 
 def watch_packing(model: PreTrainedModel) -> None:
-    """Add a hook to the model: ValueError if packed position_ids of a pass with a cache did not reach its layers."""
+    """Add a forward hook to the model, once, that checks if packed position_ids reach its layers.
+
+    The hook raises ValueError after a forward pass with a cache whose position_ids begin several documents in a row, if
+    a layer did not receive them.
+    """
     if not getattr(model, _WATCHED, False):
         model.register_forward_hook(_refuse_lost_packing, with_kwargs=True)
         setattr(model, _WATCHED, True)
