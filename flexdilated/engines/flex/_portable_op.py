@@ -123,21 +123,35 @@ class Portable:
         for step in self.program.steps:
             hidden, (slots, rows, start) = step.hidden, step.queries
             with autograd_on():
-                operands = _operands(step, inner[0], inner[1], inner[2])
-            own_grad, own_delta, own_lse = (
-                slots.take(x, rows, start, operands[0].shape[2]) for x in (grad_out, delta, lse)
+                operands = [*_operands(step, inner[0], inner[1], inner[2])]
+            taken = (slots.take(x, rows, start, operands[0].shape[2]) for x in (lse, grad_out, delta))
+            whole_rows = (
+                hidden.clear_queries(x, dim=2, value=value)
+                for x, value in zip(taken, (torch.inf, 0.0, 0.0), strict=True)
             )
-            own_grad, own_delta = (hidden.clear_queries(x, dim=2) for x in (own_grad, own_delta))
-            own_lse = hidden.clear_queries(own_lse, dim=2, value=torch.inf) - log(step.structure.multiplicity)
-            plain = operands[0].detach(), operands[1].detach(), operands[2].detach()
-            found = gradients(step.mask, self._scores(step, captured), *plain, own_lse, own_grad, own_delta)
-            torch.autograd.backward(operands, found[:3])
-            for total, part in zip(of_captured, found[3:], strict=True):
-                total += part
+            found = self._gradients(step, operands, captured, *whole_rows)
+            for total in reversed(of_captured):
+                total += found.pop()
+            while operands:  # one at a time, each freed before the next gather
+                torch.autograd.backward([operands.pop()], [found.pop()])
         grads: Sequence[Tensor] = [torch.zeros_like(x) if x.grad is None else x.grad for x in inner]
         if self.program.enter is not None:
             grads = torch.autograd.grad(entered, leaves, grads)
         return *(x.to(like.dtype).contiguous() for x, like in zip(grads, (q, k, v), strict=True)), *of_captured
+
+    def _gradients(
+        self,
+        step: FlexStep,
+        operands: Sequence[Tensor],
+        captured: Sequence[Tensor],
+        lse: Tensor,
+        grad_out: Tensor,
+        delta: Tensor,
+    ) -> list[Tensor]:
+        """Gradients of a step's operands and of the captured tensors; the other arguments: as in `gradients`."""
+        q, k, v = (x.detach() for x in operands)
+        lse = lse - log(step.structure.multiplicity)
+        return [*gradients(step.mask, self._scores(step, captured), q, k, v, lse, grad_out, delta)]
 
     def _entered(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Return q, k and v in the token order that the program's steps expect."""
