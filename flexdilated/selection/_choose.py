@@ -132,10 +132,10 @@ def choose(
     """Choose among each row's candidates: (indices into dim L, padded with -1; number of rows cut to `most`).
 
     candidates: entries that may be chosen. ids: number of the block in each entry, which decides between equal scores.
-    kind: "top_k", the highest scores, without a cut; "top_p", the fewest entries whose softmax shares over the
-    candidates sum to at least `amount`; "top_p_of_row", as "top_p", but scores are logarithms of shares of the row, and
-    the share outside the candidates counts towards `amount`; or "threshold", the entries with a softmax share of at
-    least `amount`.
+    kind: "top_k", the `most` highest scores, of which no row counts as cut; "top_p", the fewest entries whose softmax
+    shares over the candidates sum to at least `amount`; "top_p_of_row", as "top_p", but scores are logarithms of shares
+    of the row, and the share outside the candidates counts towards `amount`; or "threshold", the entries with a softmax
+    share of at least `amount`.
 
     Chosen candidates are in descending order of score, compared in float32; among equal scores lower ids come first,
     and NaN counts as the lowest score.

@@ -68,8 +68,8 @@ class BlockSelector(nn.Module):
         "mass": log of the exact share, which costs the scores of dense attention.
         A module: it gets one query per row (B, H, R, D) and a NamedTuple of pools (mean, least, greatest), each
             (B, G, C, D), and returns scores (B, H or G, R, C). With `takes_positions = True` it also gets the position
-            at which each row begins, int64 (R,). Blocks of which a row sees only some keys are then not candidates; to
-            attend to them, include them in `always`.
+            at which each row begins, int64 (R,). With a module, blocks of which a row sees only some keys are not
+            candidates: to attend to them, include them in `always`.
         Keys with equal minima or maxima share the gradient of a pool equally.
     choose: `TopK`, `TopP` or `Threshold`.
     within: a set pattern, the mask of the attention; a row's scores ignore the keys that it hides.

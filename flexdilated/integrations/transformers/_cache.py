@@ -193,9 +193,9 @@ class _Layer(CacheLayerMixin):
     ) -> Float[Tensor, "B H N D"]:
         """Attention output of the new tokens over the held keys that `rule` lets them see.
 
-        given: origin of k. k, v: as `update` returned them. module: the model's attention module, which must be causal.
-        q_offset: position of the first query. position_ids: (B, N), to raise ValueError if they begin packed documents;
-        None for no such check.
+        given: the layer and the number of the `update` call that returned k. k, v: as `update` returned them. module:
+        the model's attention module, which must be causal. q_offset: position of the first query. position_ids: (B, N),
+        to raise ValueError if they begin packed documents; None for no such check.
         """
         _require_own_queries(given, module, range(q_offset, q_offset + q.shape[2]))
         if position_ids is not None:
