@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
+
 from tests.interpreted.cases import Case
 
 _LONGNET = "masks.longnet([350, 700], [1, 2])"
@@ -172,3 +174,8 @@ FEATURES = (
         lacks=("ragged",),
     ),
 )
+if torch.__version__ >= "2.15":
+    FEATURES += (
+        Case("blocks of 64, mixture", f"{_LONGNET} & masks.causal()", 700, heads=2, block=64, has_sinks=True),
+        Case("blocks of 64, heads of 128", "masks.causal()", 250, block=64, head_dim=128),
+    )

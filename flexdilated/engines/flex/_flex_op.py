@@ -192,9 +192,10 @@ def _hidden_sides(step: FlexStep) -> tuple[Tensor, ...]:
 
 
 def _check_sides(q: Tensor, key: Call) -> None:
-    if device_kind(q.device).flex_trains and q.dtype.itemsize == 2 and any(side % TILE for side in key.block_size):
+    unit = 64 if torch.__version__ >= "2.15" else TILE  # newer torch has smaller tiles for smaller blocks
+    if device_kind(q.device).flex_trains and q.dtype.itemsize == 2 and any(side % unit for side in key.block_size):
         raise ValueError(
-            f"flex on {q.device.type} takes blocks whose sides are multiples of {TILE} for {q.dtype}, as its "
+            f"flex on {q.device.type} takes blocks whose sides are multiples of {unit} for {q.dtype}, as its "
             f"kernels' tiles have to divide them; got block_size={key.block_size}"
         )
 
