@@ -182,7 +182,7 @@ TOGETHER = [
     (0.02, torch.float32, "bf16", 1),
     (0.02, torch.float16, None, 1),
     (0.0039, torch.float32, None, 0),
-    (0.00391, torch.float32, "bf16", 0),
+    (0.00391, torch.float32, "bf16", 1),
 ]
 
 
@@ -210,3 +210,8 @@ def test_rows_beyond_bfloat16_go_as_they_are() -> None:
     k = torch.randn(1, 2, 5, 8, dtype=torch.float64)
     assert choose_codec(k, k * 1e200, 0.05).name is None
     assert choose_codec(k, k, 0.05).name == "int8"
+    wide = torch.full((1, 1, 2, 4), 3.4e38)  # float32 has it, bfloat16 has not
+    narrow = torch.eye(4)[None, None]  # int8 exceeds these bounds
+    for bound in (0.0039063, 0.005):
+        assert choose_codec(wide, narrow, bound).name is None
+        assert choose_codec(narrow, narrow, bound).name == "bf16"

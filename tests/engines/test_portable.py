@@ -124,6 +124,17 @@ def test_a_score_mod_is_asked_about_allowed_pairs_alone(engine):
     assert_close((out, *grads), (exact, *exact_grads), **TIGHT)
 
 
+def test_large_scores_leave_no_trace_in_padding():
+    """Rows beyond the last token, up to a whole block, have a score too: the exponential of 200 is infinite."""
+    q, k, v = (torch.randn(1, 1, 10, 8, requires_grad=True) for _ in range(3))
+    options = {"score_mod": lambda score, b, h, q_idx, k_idx: score + 200.0, "block_size": 8}
+    found, exact = (
+        torch.autograd.grad(fd.attend(q, k, v, masks.causal(), engine=engine, **options).square().sum(), (q, k, v))
+        for engine in ("portable", "reference")
+    )
+    assert_close(found, exact, rtol=1e-4, atol=1e-5)
+
+
 def test_memory_is_linear():
     """Twice the tokens under a window: twice the peak of a step; all scores would be sixteen times the bound."""
 

@@ -136,14 +136,15 @@ def choose_codec(
     """The codec with the fewest bytes that keeps |decoded − row| / |row| within the bound for each row of all ranks.
 
     All ranks must call it, with equal bound and dtype, and get the same codec: they compare one number, in one
-    collective of 8 bytes, skipped if the bound rules out int8 for all rows. ranks=None: this process only.
-    Unless the bound rules out int8 for all rows, the codec is None if some row is not finite, or is too large, or
+    collective of 8 bytes, skipped if the bound rules out both encodings for all rows. ranks=None: this process only.
+    The codec is None if some row is not finite, or is too large, or
     too small without being 0, for a normal float32 scale.
     """
     wider = k.dtype.itemsize > torch.bfloat16.itemsize
     rounding = 0.0 if wider else torch.finfo(k.dtype).eps / 2  # decoding rounds to this dtype again
     largest_peak, peak = (error_bound - rounding) / INT8_ERROR, 1.0
-    if largest_peak >= 1:
+    takes_bf16 = wider and error_bound >= BF16_ERROR
+    if largest_peak >= 1 or takes_bf16:
         peak = max(row_peak(k), row_peak(v))
         if ranks is not None and ranks.size > 1:
             shared = torch.tensor(peak, dtype=torch.float64, device=ranks.device_type)
@@ -152,7 +153,7 @@ def choose_codec(
             peak = shared.item()
     if peak <= largest_peak:
         return Codec("int8")
-    return Codec("bf16" if wider and error_bound >= BF16_ERROR and peak < math.inf else None)
+    return Codec("bf16" if takes_bf16 and peak < math.inf else None)
 
 
 def codec_for(
@@ -171,13 +172,13 @@ def codec_for(
 def row_peak(x: Float[Tensor, "... D"]) -> float:
     """Largest ratio, over all rows, of a row's largest magnitude to its root mean square; 1 for no rows.
 
-    Infinite if a row is not finite, or if its int8 scale is not a normal float32.
+    Infinite if a row is not finite, exceeds the range of bfloat16, or has an int8 scale that is no normal float32.
     """
     if x.numel() == 0:
         return 1.0
     rows, largest = _magnitudes(x)
     peaks = (rows / largest).square_().mean(-1, keepdim=True).rsqrt_()
-    sound = (largest >= _LEVELS * _FLOAT32.tiny) & (largest <= _FLOAT32.max)
+    sound = (largest >= _LEVELS * _FLOAT32.tiny) & (largest <= torch.finfo(torch.bfloat16).max)
     return float(peaks.where(sound, math.inf).where(largest != 0, 1.0).amax())
 
 
