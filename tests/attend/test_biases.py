@@ -20,7 +20,7 @@ BIDIRECTIONAL = masks.local_window(left=20, right=11)
 
 
 def assert_trains(score_mod, table, dense, pattern=PATTERN, tokens=40):
-    """Output, and gradients of q, k, v and the table, are those of the bias added densely, on both engines.
+    """Compare output and gradients (of q, k, v and the table) with a bias that is added densely, on both engines.
 
     dense: (scores, (N, M) distances of keys from queries) -> new scores.
     """

@@ -151,7 +151,7 @@ def test_a_graph_and_a_checkpoint_draw_the_pairs_of_eager_code():
 
 
 def test_each_call_and_each_branch_draws_its_own():
-    """Two equal branches, and one beside them: the counts of kept pairs are those of independent draws."""
+    """Three branches allow each pair: the numbers of branches that keep it are binomial."""
     x, p = torch.zeros(2, 3, 200, 8), 0.25
     v = torch.eye(200)[None, None].expand(2, 3, -1, -1)
     pattern = masks.every() + masks.every() + masks.local_window(left=300, right=300)

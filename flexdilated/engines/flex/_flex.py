@@ -206,10 +206,7 @@ def _run(
             f"{k.shape[1]}: make a program for these numbers"
         )
     tokens, dtype = q.shape[2], q.dtype
-    if enter is not None:
-        queries, keys = enter
-        q = queries.slots.take(q, queries.rows, 0, tokens)
-        k, v = (keys.slots.take(x, keys.rows, 0, k.shape[2]) for x in (k, v))
+    q, k, v = entered(enter, q, k, v)
     found = [
         _attend(step, own, q, k, v, score_mod, dropout, scale, needs_lse, kernel_options, kernel)
         for step, own in zip(steps, tables, strict=True)
@@ -246,11 +243,7 @@ def _attend(
     kernel: Kernel,
 ) -> tuple[Tensor, Tensor | None]:
     structure, hidden = step.structure, step.hidden
-    rows, columns = tables["kv_num_blocks"].shape[2], tables["q_num_blocks"].shape[2]
-    (queries, q_rows, q_start), (keys, k_rows, k_start) = step.queries, step.keys
-    # Results of hidden slots are cleared too, so that no gradient of them, which may be NaN, reaches the kernel.
-    q = hidden.clear_queries(queries.take(q, q_rows, q_start, rows * structure.sides[0]), dim=2)
-    k, v = (hidden.clear_keys(keys.take(x, k_rows, k_start, columns * structure.sides[1]), dim=2) for x in (k, v))
+    q, k, v = operands_of(step, tables, q, k, v)
     q, k, v = (within_reach(x, is_flash=is_flash(kernel_options)) for x in (q, k, v))
     if dropout is not None:
         score_mod = dropout.hides(structure.places, score_mod)
@@ -268,11 +261,32 @@ def _attend(
         is_complex=structure.is_complex,
         kernel_options=kernel_options,
     )
+    # Results of hidden slots are cleared too, so that no gradient of them, which may be NaN, reaches the kernel.
     out = hidden.clear_queries(out, dim=2)
     if lse is None:
         return out, None
     lse = lse if structure.multiplicity == 1 else lse + log(structure.multiplicity)
     return out, hidden.clear_queries(lse, dim=2, value=-torch.inf)
+
+
+def entered(enter: tuple[Side, Side] | None, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Gather q, k and v into the token order that a program's steps expect; unchanged if `enter` is None."""
+    if enter is None:
+        return q, k, v
+    queries, keys = enter
+    q = queries.slots.take(q, queries.rows, 0, q.shape[2])
+    k, v = (keys.slots.take(x, keys.rows, 0, x.shape[2]) for x in (k, v))
+    return q, k, v
+
+
+def operands_of(step: FlexStep, tables: Tables, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Gather the queries and keys that a step computes; those that are in no allowed pair are zeroed."""
+    structure, hidden = step.structure, step.hidden
+    rows, columns = tables["kv_num_blocks"].shape[2], tables["q_num_blocks"].shape[2]
+    (queries, q_rows, q_start), (keys, k_rows, k_start) = step.queries, step.keys
+    q = hidden.clear_queries(queries.take(q, q_rows, q_start, rows * structure.sides[0]), dim=2)
+    k, v = (hidden.clear_keys(keys.take(x, k_rows, k_start, columns * structure.sides[1]), dim=2) for x in (k, v))
+    return q, k, v
 
 
 def flex_in_graph(q, k, v, **options):

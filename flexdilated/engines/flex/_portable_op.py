@@ -22,8 +22,9 @@ from .._merge import WholeRows, add_sinks, nothing, sinks_gradient, sum_dtype
 from .._ops import autograd_on, own_op, refuse, set_gradient
 from .._score_mod import ScoreMod, checked
 from ..kernels._portable import Scores, attention, captured_by, gradients
+from ._flex import entered, operands_of
 from ._flex_op import run_time_program, static_program
-from ._program import FlexProgram, FlexStep
+from ._program import FlexProgram, FlexStep, tables_of
 
 # B batch, H query heads, G key/value heads, N queries, M keys, D head dim of queries and keys, E of values
 
@@ -87,10 +88,10 @@ class Portable:
         if not steps:
             out, lse = nothing(q, k, v, sinks)
             return out.contiguous(), lse
-        operands, total = self._entered(q.to(wide), k.to(wide), v.to(wide)), None
+        operands, total = entered(self.program.enter, q.to(wide), k.to(wide), v.to(wide)), None
         for step in steps:
             hidden, (slots, rows, start) = step.hidden, step.queries
-            out, lse = attention(step.mask, self._scores(step), *_operands(step, *operands))
+            out, lse = attention(step.mask, self._scores(step), *operands_of(step, tables_of(step), *operands))
             out, lse = hidden.clear_queries(out, dim=2), hidden.clear_queries(lse, dim=2, value=-torch.inf)
             lse = lse + log(step.structure.multiplicity)
             part = slots.put(out, rows, start, q.shape[2], 0.0), slots.put(lse, rows, start, q.shape[2], -torch.inf)
@@ -117,13 +118,13 @@ class Portable:
             lse, grad_out, delta = (slots.take(x, rows, start, q.shape[2]) for x in (lse, grad_out, delta))
         with autograd_on():  # gradients pass the gathers by autograd
             leaves = [x.detach().to(wide).requires_grad_() for x in (q, k, v)]
-            entered = self._entered(leaves[0], leaves[1], leaves[2])
-        inner = [x.detach().requires_grad_() for x in entered]
+            ordered = entered(self.program.enter, leaves[0], leaves[1], leaves[2])
+        inner = [x.detach().requires_grad_() for x in ordered]
         of_captured = [torch.zeros_like(x) for x in captured]
         for step in self.program.steps:
             hidden, (slots, rows, start) = step.hidden, step.queries
             with autograd_on():
-                operands = [*_operands(step, inner[0], inner[1], inner[2])]
+                operands = [*operands_of(step, tables_of(step), inner[0], inner[1], inner[2])]
             taken = (slots.take(x, rows, start, operands[0].shape[2]) for x in (lse, grad_out, delta))
             whole_rows = (
                 hidden.clear_queries(x, dim=2, value=value)
@@ -136,7 +137,7 @@ class Portable:
                 torch.autograd.backward([operands.pop()], [found.pop()])
         grads: Sequence[Tensor] = [torch.zeros_like(x) if x.grad is None else x.grad for x in inner]
         if self.program.enter is not None:
-            grads = torch.autograd.grad(entered, leaves, grads)
+            grads = torch.autograd.grad(ordered, leaves, grads)
         return *(x.to(like.dtype).contiguous() for x, like in zip(grads, (q, k, v), strict=True)), *of_captured
 
     def _gradients(
@@ -153,32 +154,12 @@ class Portable:
         lse = lse - log(step.structure.multiplicity)
         return [*gradients(step.mask, self._scores(step, captured), q, k, v, lse, grad_out, delta)]
 
-    def _entered(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Return q, k and v in the token order that the program's steps expect."""
-        if self.program.enter is None:
-            return q, k, v
-        queries, keys = self.program.enter
-        q = queries.slots.take(q, queries.rows, 0, q.shape[2])
-        k, v = (keys.slots.take(x, keys.rows, 0, x.shape[2]) for x in (k, v))
-        return q, k, v
-
     def _scores(self, step: FlexStep, captured: Sequence[Tensor] = ()) -> Scores:
         at, shares, factor = step.indices.at_positions, None, 1.0
         if self.dropout is not None:
             places = step.structure.places
             shares, factor = at(self.dropout.shares(places)), 1 / (1 - self.dropout.p) / len(places)
         return Scores(self.scale, self.score_mod and at(checked(self.score_mod)), captured, shares, factor)
-
-
-def _operands(step: FlexStep, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Gather the queries and keys that a step computes; those that are in no allowed pair are zeroed."""
-    hidden, (q_side, k_side) = step.hidden, step.structure.sides
-    (queries, q_rows, q_start), (keys, k_rows, k_start) = step.queries, step.keys
-    assert step.mask.q_num_blocks is not None
-    rows, columns = step.mask.kv_num_blocks.shape[2] * q_side, step.mask.q_num_blocks.shape[2] * k_side
-    q = hidden.clear_queries(queries.take(q, q_rows, q_start, rows), dim=2)
-    k, v = (hidden.clear_keys(keys.take(x, k_rows, k_start, columns), dim=2) for x in (k, v))
-    return q, k, v
 
 
 class _WithScoreMod(torch.autograd.Function):
@@ -274,10 +255,8 @@ def portable_backward(
     dropout_p: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return (dq, dk, dv) of `portable_op`, in the dtypes of q, k and v."""
-    run, whole = (
-        _of_op(q, k, bindings, constants, q_offset, k_offset, scale, dropout_p),
-        WholeRows(out, lse, grad_out, grad_lse),
-    )
+    run = _of_op(q, k, bindings, constants, q_offset, k_offset, scale, dropout_p)
+    whole = WholeRows(out, lse, grad_out, grad_lse)
     with torch.autocast(q.device.type, enabled=False):
         dq, dk, dv = run.backward(q, k, v, whole)
     return dq, dk, dv
