@@ -18,8 +18,8 @@ from .masks.text import read_text
 
 _CAUSAL = "write `pattern & masks.causal()`, or masks.causal() as the pattern"
 _MATRIX = (
-    "for a mask of pairs write masks.custom(lambda b, h, q, k: mask[q, k]) as the pattern, for padding write "
-    "masks.visible_keys(real), True for real tokens"
+    "for a mask of pairs write masks.mask(allowed), True for each pair that takes part, as the pattern, for padding "
+    "write masks.visible_keys(real), True for real tokens"
 )
 _PADDING = "write `pattern & masks.visible_keys(~key_padding_mask)`, or masks.lengths(lengths)"
 _WINDOW = "write `pattern & masks.local_window(left=, right=)`"

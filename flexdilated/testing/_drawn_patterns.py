@@ -301,7 +301,8 @@ _RUN_TIME_COMPOSITIONS = (
 def run_time_compositions(draw: st.DrawFn, grammar: Grammar, sizes: AttentionSizes, words: Any) -> Any:
     """Draw a pattern within the limits of `grammar`, combined with one or two run-time patterns that fit `sizes`.
 
-    words: object with the constructors of the run-time patterns: documents, lengths, visible_keys and selected_blocks.
+    words: object with the constructors of the run-time patterns: documents, same_document, lengths, visible_keys,
+    mask and selected_blocks.
     """
     positions = max(sizes.q_offset + sizes.num_queries, sizes.k_offset + sizes.num_keys)
     keys = sizes.k_offset + sizes.num_keys
@@ -320,7 +321,7 @@ def run_time_compositions(draw: st.DrawFn, grammar: Grammar, sizes: AttentionSiz
         return pattern & draw(one) & draw(other)
     if kind == "per_document":
         return pattern.per_document(draw(any_of(*spans)))
-    given = draw(any_of(spans[0], seen, seen, spans[1], spans[1]))
+    given = draw(any_of(spans[0], seen, _mask(words, sizes), _same_document(words, sizes), spans[1]))
     if kind == "and":
         return pattern & given
     return pattern | given if kind == "or" else pattern & ~given
@@ -355,6 +356,29 @@ def _visible_keys(draw: st.DrawFn, words: Any, batch: int, keys: int) -> Any:
     rows = draw(st.sampled_from([1, batch]))
     seen = st.lists(st.booleans(), min_size=keys, max_size=keys)
     return words.visible_keys(torch.tensor([draw(seen) for _ in range(rows)]))
+
+
+@st.composite
+def _same_document(draw: st.DrawFn, words: Any, sizes: AttentionSizes) -> Any:
+    """Draw a `same_document` pattern, with ids for each batch entry or for all, documents without keys, and padding."""
+    sides = []
+    for positions in (sizes.q_offset + sizes.num_queries, sizes.k_offset + sizes.num_keys):
+        rows = draw(st.sampled_from([1, sizes.batch]))
+        ids = draw(document_ids(positions, batch=rows, max_documents=draw(st.sampled_from([5, 40]))))
+        ids = ids.masked_fill(ids == draw(st.sampled_from([-1, -1, 0, 1])), -1)
+        sides.append(ids[0] if rows == 1 and draw(st.booleans()) else ids.expand(sizes.batch, -1))
+    return words.same_document(*sides)
+
+
+@st.composite
+def _mask(draw: st.DrawFn, words: Any, sizes: AttentionSizes) -> Any:
+    """Draw a `mask` pattern, each dim of which serves all entries, heads or positions or has its full size."""
+    stops = sizes.q_offset + sizes.num_queries, sizes.k_offset + sizes.num_keys
+    shape = tuple(draw(st.sampled_from([1, size, size])) for size in (sizes.batch, sizes.num_heads_global, *stops))
+    share, seed = draw(st.sampled_from([0.0, 0.1, 0.5, 1.0])), draw(st.integers(0, 99))
+    allowed = torch.rand(shape, generator=torch.Generator().manual_seed(seed)) < share
+    allowed[..., : draw(st.integers(0, stops[1]))] = True  # whole blocks too
+    return words.mask(allowed[0, 0] if shape[:2] == (1, 1) and draw(st.booleans()) else allowed)
 
 
 @st.composite

@@ -117,9 +117,9 @@ def run_time_patterns(
 ) -> _st.SearchStrategy[Pattern | Mixture]:
     """Strategy for patterns of `patterns` that are combined with one or two run-time patterns of a batch.
 
-    The run-time patterns are `masks.documents(ids)`, `masks.lengths(lengths)`, `masks.visible_keys(visible)` and
-    `masks.selected_blocks(blocks, ...)`, with tensors of values that fit `sizes`: ids cover all positions up to the
-    last query and key. They are combined by &, |, & ~ or `per_document`. max_number, closures: as for `patterns`. They
+    The run-time patterns are `masks.documents(ids)`, `masks.same_document(q_ids, k_ids)`, `masks.lengths(lengths)`,
+    `masks.visible_keys(visible)`, `masks.mask(allowed)` and `masks.selected_blocks(blocks, ...)`, with tensors of
+    values that fit `sizes`: they cover all positions up to the last query and key. They are combined by &, |, & ~ or `per_document`. max_number, closures: as for `patterns`. They
     shrink towards `masks.causal() & masks.documents(ids)` of one document.
     """
     most = max(sizes.q_offset + sizes.num_queries, sizes.k_offset + sizes.num_keys)

@@ -248,9 +248,10 @@ def _from_start(wanted: KeyQuery, span: range) -> tuple[KeyQuery, Restore]:
 
 def _common_spans(spans: Spans, wanted: KeyQuery) -> Iterator[range]:
     begin, end = _overlap(wanted)
-    first = int(torch.searchsorted(spans.stops, begin, right=True))
-    last = int(torch.searchsorted(spans.starts, end))
-    return map(range, spans.starts[first:last].tolist(), spans.stops[first:last].tolist())
+    starts, stops = spans.runs.starts, spans.runs.stops
+    first = int(torch.searchsorted(stops, begin, right=True))
+    last = int(torch.searchsorted(starts, end))
+    return map(range, starts[first:last].tolist(), stops[first:last].tolist())
 
 
 def _one_by_one(factor: Pattern, rest: KeyQuery, most: int = _FEW_SEGMENTS) -> Parts | None:

@@ -217,7 +217,7 @@ def instead_of_pattern(value: object) -> str:
         shape = tuple(value.shape)  # type: ignore[union-attr]
         if len(shape) == 1 or (len(shape) == 2 and shape[0] != shape[1]):
             return ": for a mask of keys, (batch, keys), write masks.visible_keys(mask), True where a key may be seen"
-        return ": for a mask of pairs write masks.custom(lambda b, h, q, k: mask[q, k]) with a bool tensor mask"
+        return ": for a mask of pairs write masks.mask(allowed), True for each pair that takes part"
     if not callable(value) or isinstance(value, type):
         return ""
     if getattr(value, "__module__", "").startswith("flexdilated.masks"):

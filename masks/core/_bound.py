@@ -81,6 +81,14 @@ class Bound:
         """True if queries and keys are at equal positions."""
         return (self.num_queries, self.q_offset) == (self.num_keys, self.k_offset)
 
+    @property
+    def masked_heads(self) -> range:
+        """Heads whose masks represent those of all heads: the first one if all heads have equal rules, else all."""
+        heads = range(self.head_offset, self.head_offset + self.num_heads)
+        branches = self.pattern.branches()
+        rules = {tuple(each.for_head(head, self.num_heads_global) for each in branches) for head in heads}
+        return heads[:1] if len(rules) == 1 else heads
+
     def entry(self, batch: int) -> Bound:
         """Return the `Bound` of the single batch entry with index `batch`.
 

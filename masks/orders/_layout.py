@@ -282,9 +282,11 @@ class Compact(_Order):
 
     def at_folds(self, tokens: Int64[Tensor, " folds"]) -> Compact:
         """Return an order whose folds are copies of fold 0, each shifted by one of `tokens`."""
-        first, gaps = int(tokens[0]), tokens.diff()
-        stride = int(gaps[0]) if len(gaps) else self.num_slots
-        even = not bool((gaps != stride).any())
+        first, even, stride = int(tokens[0]), True, self.num_slots
+        if len(tokens) > 1:
+            gaps = tokens.diff()
+            stride = int(gaps[0])
+            even = not bool((gaps != stride).any())
         return replace(
             self,
             starts=tuple(start + first for start in self.starts),

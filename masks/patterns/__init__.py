@@ -6,6 +6,7 @@ from ._custom import custom
 from ._dilated import OF_BRANCHES, Dilated, chunked, dilated, longnet
 from ._grid import Axis, Rectangle, Rectangles, joined, select
 from ._marked_tokens import GlobalTokens, MarkedTokens, first_tokens, fixed, global_tokens, landmark_tokens, prefix_lm
+from ._mask import mask
 from ._neighborhood import Neighborhood, neighborhood
 from ._numbered import After, Blockwise, PerDocument, blockwise, keys_in_blocks
 from ._random_blocks import random_blocks
@@ -26,5 +27,6 @@ from ._run_time import (
     run_time_leaves,
     tables,
 )
+from ._same_document import same_document
 from ._selected_blocks import SelectedBlocks, Selection, require_row, require_tables, selected_blocks, selection_of
 from ._token_values import PADDING, Documents, KeySet, Lengths, Spans, VisibleKeys, documents, lengths, visible_keys

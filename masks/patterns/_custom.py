@@ -326,7 +326,7 @@ def _check_mask_mod(function: types.FunctionType, digest: str) -> tuple[bool, bo
         result = _call(function, grid)
     answers = _over_grid(name, result, grid)
     if "b" in watch.used:
-        advice = "for rules that differ between batch entries use run-time tensors, such as masks.documents"
+        advice = "for rules that differ between batch entries use run-time tensors, such as masks.mask"
         raise _refused(name, "must not depend on the batch entry b, as all entries share the block lists", advice)
     if not all(map(torch.equal, before, grid)) or copy_and_digest(function, torch.device("cpu"))[1] != digest:
         raise ValueError(f"the custom function {name!r} must not change its arguments or what it captured")

@@ -216,7 +216,7 @@ def global_tokens(count: int, *, rows: bool = True, columns: bool = True) -> Pat
     if isinstance(count, Sequence | Tensor):
         raise TypeError(
             "count must be an integer, as the first count tokens are global: for other tokens write "
-            "masks.custom(lambda b, h, q, k: is_global[q] | is_global[k]) with a bool tensor is_global; "
+            "masks.visible_keys(is_global) | masks.mask(is_global[:, None]) with a bool tensor is_global; "
             f"got count={count!r:.80}"
         )
     return GlobalTokens(require_int("count", count, minimum=1), rows, columns)

@@ -36,7 +36,7 @@ from ..core import (
     require_int,
     sum_phrase,
 )
-from ._token_values import Documents, Lengths, Spans
+from ._token_values import Documents, Lengths, Spans, common_runs
 from ._token_values import documents as documents_pattern
 
 
@@ -204,14 +204,14 @@ class PerDocument(_FromStart):
         return from_start
 
     def count(self, box: Box, *, num_heads: int) -> Bounds:
-        spans = self._resolved()
-        first, number = spans.common(box)
+        runs = self._resolved().runs
+        first, number = common_runs(runs, runs, box)
         low, high = torch.zeros_like(number), torch.where(number > EXACT_RUNS, box.area, 0)
         for step in range(min(int(number.max()), EXACT_RUNS) if len(number) else 0):
             here = ((step < number) & (number <= EXACT_RUNS)).nonzero().squeeze(1)
             span, some = first[here] + step, box.select(here)
-            q, k = (spans.within(side, span) for side in (some.q, some.k))
-            bounds = self._count_from(spans.starts[span], some.head, q, k, num_heads)
+            q, k = (runs.within(side, span) for side in (some.q, some.k))
+            bounds = self._count_from(runs.starts[span], some.head, q, k, num_heads)
             low[here] += bounds.low
             high[here] += bounds.high
         return Bounds(low, high)

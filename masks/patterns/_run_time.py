@@ -168,7 +168,7 @@ class Table(Pattern):
 
     is_run_time = True
 
-    rows: Shaped[Tensor, "B L"]
+    rows: Shaped[Tensor, "B ..."]
     digest: str
     reach: int | None = None
     known: bool = True
@@ -227,7 +227,7 @@ class Table(Pattern):
         return replace(type(self).of(self.rows[batch, None], self.reach), source=self.source)
 
     @property
-    def only_row(self) -> Shaped[Tensor, " L"]:
+    def only_row(self) -> Shaped[Tensor, "..."]:
         """The row that all batch entries share. Raises ValueError if rows differ."""
         if len(self.rows) != 1 and not bool((self.rows == self.rows[:1]).all()):
             raise ValueError(
@@ -339,16 +339,20 @@ def of_tensor(kind: type[RunTime], tensor: Any, name: str, **options: Any) -> Pa
     """
     if isinstance(tensor, str):
         return kind(tensor, **options)
-    if isinstance(tensor, Tensor):
-        return kind(name, Given(tensor), **options)
+    return kind(name, Given(converted(name, tensor)), **options)
+
+
+def converted(name: str, value: Any) -> Tensor:
+    """Return `value` as a tensor, unchanged if it is one. Raises TypeError if torch.as_tensor does not convert it."""
+    if isinstance(value, Tensor):
+        return value
     try:
-        values = torch.as_tensor(tensor)
+        return torch.as_tensor(value)
     except (TypeError, ValueError, RuntimeError) as error:
         raise TypeError(
             f"{name} must be a tensor, a value that converts to one, or a name in attend's bindings; "
-            f"got {tensor!r:.80}: {error}"
+            f"got {value!r:.80}: {error}"
         ) from error
-    return kind(name, Given(values), **options)
 
 
 def missing(name: str) -> str:
@@ -388,3 +392,25 @@ def integers(name: str, tensor: Tensor, dims: tuple[int, ...]) -> Tensor:
         )
         raise ValueError(f"{name} must have shape {shapes}; got {tuple(tensor.shape)}{meant}")
     return tensor.detach().to("cpu", torch.int64)
+
+
+def booleans(what: str, tensor: Tensor) -> Tensor:
+    """Return a copy of a mask on the CPU in bool: True stays True; of floats, 0 becomes True and -inf False.
+
+    A copy, as later changes of the caller's tensor must not change a rule. what: name of the mask, for errors. Raises
+    TypeError for other dtypes, and ValueError for other floats.
+    """
+    if not (tensor.dtype == torch.bool or tensor.is_floating_point()):
+        raise TypeError(
+            f"{what} must hold booleans, True where a key may be seen, or floats, 0 there and -inf elsewhere; "
+            f"got {tensor.dtype}: for a mask of 0 and 1 write mask.bool()"
+        )
+    marks = tensor.detach().cpu()
+    if marks.dtype == torch.bool:
+        return marks.clone()
+    allowed = marks == 0
+    other = marks[~(allowed | (marks == -torch.inf))]
+    if len(other):
+        advice = ": for a mask of 0 and 1 write mask.bool()" if other[0] == 1 else ""
+        raise ValueError(f"{what} in floating point must hold 0 or -inf; got {float(other[0])}{advice}")
+    return allowed

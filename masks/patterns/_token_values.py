@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
@@ -32,7 +33,7 @@ from ..core import (
     renamed,
     require_choice,
 )
-from ._run_time import RunTime, Table, Windows, integers, of_tensor
+from ._run_time import RunTime, Table, Windows, booleans, integers, of_tensor
 
 # B batch entries, L positions, S spans
 
@@ -40,6 +41,47 @@ PADDING = -1
 SIDES = ("right", "left")
 _MAX_WINDOWS = 32  # more runs of keys than this are slower one by one than as one block list
 _MOST_EMPTY = 0.25  # share of empty blocks: above, skipping them by block lists saves more than masks cost
+
+
+@dataclass(frozen=True)
+class Runs:
+    """S ascending, disjoint runs of positions: run i is the positions starts[i] to stops[i] - 1."""
+
+    starts: Int64[Tensor, " S"]
+    stops: Int64[Tensor, " S"]
+
+    def reached(self, progression: Progression) -> tuple[Counts, Counts]:
+        """Return (first, last), the indices of the runs that each progression may touch; first > last for none."""
+        first = torch.searchsorted(self.stops, progression.first, right=True)
+        return first, torch.searchsorted(self.starts, progression.last, right=True) - 1
+
+    def within(self, progression: Progression, index: Counts) -> Progression:
+        """Cut progression i to the positions in run index[i]; empty for indices beyond the last run."""
+        if not len(self.starts):
+            return Progression(progression.first, progression.step, torch.zeros_like(progression.count))
+        known = index.clamp(max=len(self.starts) - 1)
+        inside = clip(progression, self.starts[known], self.stops[known])
+        return Progression(inside.first, inside.step, torch.where(index == known, inside.count, 0))
+
+
+def common_runs(q_runs: Runs, k_runs: Runs, box: Box) -> tuple[Counts, Counts]:
+    """Return (index of the first, number) of the runs that both the queries and the keys of each box may touch.
+
+    q_runs, k_runs: the runs of queries and those of keys, of equal number; run i of one belongs to run i of the other.
+    """
+    (q_first, q_last), (k_first, k_last) = q_runs.reached(box.q), k_runs.reached(box.k)
+    first = torch.maximum(q_first, k_first)
+    return first, (torch.minimum(q_last, k_last) + 1 - first).clamp(min=0)
+
+
+def count_in_runs(q_runs: Runs, k_runs: Runs, box: Box) -> Bounds:
+    """Return bounds on the pairs of each box whose query and key are in runs of equal index. See `common_runs`."""
+    first, number = common_runs(q_runs, k_runs, box)
+
+    def pairs_in(index: int) -> Counts:
+        return q_runs.within(box.q, first + index).count * k_runs.within(box.k, first + index).count
+
+    return count_runs(number, box.area, pairs_in)
 
 
 class Spans(Table):
@@ -55,7 +97,7 @@ class Spans(Table):
     def _described(self) -> str:
         if len(self.rows) != 1:
             return f"documents of {len(self.rows)} batch entries"
-        return "1 document" if len(self.starts) == 1 else f"{len(self.starts)} documents"
+        return "1 document" if len(self.runs.starts) == 1 else f"{len(self.runs.starts)} documents"
 
     def mask_mod(self, *, num_heads: int, device: torch.device) -> MaskMod:
         held, step = self.on(device), self.batch_step(device)
@@ -77,20 +119,12 @@ class Spans(Table):
         return rows.to(device, index_dtype(device, PADDING - 1, rows.shape[1]), copy=True)
 
     @cached_property
-    def starts(self) -> Int64[Tensor, " S"]:
-        """First position of each span; all batch entries must share one row."""
-        return self._edges[0]
-
-    @cached_property
-    def stops(self) -> Int64[Tensor, " S"]:
-        return self._edges[1]
-
-    @cached_property
-    def _edges(self) -> tuple[Tensor, Tensor]:
+    def runs(self) -> Runs:
+        """The spans; all batch entries must share one row."""
         starts, sizes = self.only_row.unique_consecutive(return_counts=True)
         ends = sizes.cumsum(0)
         real = starts != PADDING
-        return (ends - sizes)[real], ends[real]
+        return Runs((ends - sizes)[real], ends[real])
 
     @cached_property
     def _numbers(self) -> Int64[Tensor, " L"]:
@@ -103,32 +137,8 @@ class Spans(Table):
         length = torch.arange(self.rows.shape[1]) + 1 - self.rows
         return int(length.masked_fill(self.rows == PADDING, 0).max())
 
-    def reached(self, progression: Progression) -> tuple[Counts, Counts]:
-        """Return (first, last), the indices of the spans that each progression may touch; first > last for none."""
-        first = torch.searchsorted(self.stops, progression.first, right=True)
-        return first, torch.searchsorted(self.starts, progression.last, right=True) - 1
-
-    def common(self, box: Box) -> tuple[Counts, Counts]:
-        """Return (index of the first, number) of the spans that both the queries and the keys of each box may touch."""
-        (q_first, q_last), (k_first, k_last) = self.reached(box.q), self.reached(box.k)
-        first = torch.maximum(q_first, k_first)
-        return first, (torch.minimum(q_last, k_last) + 1 - first).clamp(min=0)
-
-    def within(self, progression: Progression, span: Counts) -> Progression:
-        """Cut progression i to the positions in span number span[i]; empty for numbers beyond the last span."""
-        if not len(self.starts):
-            return Progression(progression.first, progression.step, torch.zeros_like(progression.count))
-        known = span.clamp(max=len(self.starts) - 1)
-        inside = clip(progression, self.starts[known], self.stops[known])
-        return Progression(inside.first, inside.step, torch.where(span == known, inside.count, 0))
-
     def count(self, box: Box, *, num_heads: int) -> Bounds:
-        first, number = self.common(box)
-
-        def pairs_in(index: int) -> Counts:
-            return self.within(box.q, first + index).count * self.within(box.k, first + index).count
-
-        return count_runs(number, box.area, pairs_in)
+        return count_in_runs(self.runs, self.runs, box)
 
     def reason(self, pair: Pair) -> Reason:
         if padding := pair.those(lambda position: pair.entry(self._numbers, position) == PADDING, "padding"):
@@ -136,17 +146,17 @@ class Spans(Table):
         of_query, of_key = (pair.entry(self._numbers, position) for position in (pair.query, pair.key))
 
         def edges(number: int) -> tuple[int, int]:
-            return pair.entry(self.starts, number), pair.entry(self.stops, number)
+            return pair.entry(self.runs.starts, number), pair.entry(self.runs.stops, number)
 
         where = pair.in_runs("document", of_query, of_key, edges)
         return Reason(self, of_query == of_key, where)
 
     def start_of(self, pair: Pair, position: int) -> int:
         """Return the first position of the span that holds one of the pair's positions, which must not be padding."""
-        return pair.entry(self.starts, pair.entry(self._numbers, position))
+        return pair.entry(self.runs.starts, pair.entry(self._numbers, position))
 
     def windows(self, num_positions: int) -> Windows:
-        return Windows.squares(self.starts, self.stops)
+        return Windows.squares(self.runs.starts, self.runs.stops)
 
 
 @pattern_kind("documents")
@@ -169,7 +179,7 @@ class Documents(RunTime):
             )
         begins = torch.ones_like(ids, dtype=torch.bool)
         begins[:, 1:] = ids[:, 1:] != ids[:, :-1]
-        _check_sorted(ids, begins)
+        check_sorted(ids, begins)
         positions = torch.arange(num_positions).expand_as(ids)
         starts = torch.where(begins, positions, 0).cummax(1).values
         starts = starts.masked_fill(ids < 0, PADDING)
@@ -271,7 +281,7 @@ def lengths(lengths: Any, *, padding: str = "right", name: str = "lengths") -> P
     return of_tensor(Lengths, lengths, name, padding=padding)
 
 
-def _check_sorted(ids: Tensor, begins: Tensor) -> None:
+def check_sorted(ids: Tensor, begins: Tensor) -> None:
     """Raise ValueError unless ids grow from one document to the next in each row; padding may be between documents.
 
     begins: True where an id differs from the previous one.
@@ -304,33 +314,17 @@ class VisibleKeys(RunTime):
     """Pattern that allows a pair iff the run-time tensor `name`, a mask of keys, marks the key as visible."""
 
     def table(self, tensor: Tensor, extent: Extent) -> KeySet:
-        if not (tensor.dtype == torch.bool or tensor.is_floating_point()):
-            raise TypeError(
-                "visible keys must be booleans, True where a key may be seen, or floats, 0 there and -inf elsewhere; "
-                f"got {tensor.dtype}: for a mask of 0 and 1 write mask.bool()"
-            )
+        visible = booleans("a mask of keys", tensor)
         if tensor.dim() not in (1, 2) or tensor.shape[-1] != extent.keys:
             raise ValueError(
                 f"visible keys must have shape ({extent.keys},) or (batch, {extent.keys}), one for each position from "
                 f"0 to that of the last key, k_offset included; got {tuple(tensor.shape)}"
             )
-        marks = torch.atleast_2d(tensor.detach().cpu())
-        # A copy: later changes of the caller's tensor must not change the rule.
-        return KeySet.of(marks.clone() if marks.dtype == torch.bool else _unhidden(marks))
+        return KeySet.of(torch.atleast_2d(visible))
 
     def widest(self, shape: tuple[int, ...], extent: Extent) -> Tensor:
         """Return a bool mask of this shape with all keys visible."""
         return torch.ones(shape, dtype=torch.bool)
-
-
-def _unhidden(added: Tensor) -> Tensor:
-    """Return a bool mask, True where the float mask `added` is 0 and False where it is -inf; ValueError otherwise."""
-    visible = added == 0
-    other = added[~(visible | (added == -torch.inf))]
-    if len(other):
-        came = f"{float(other[0])}{': for a mask of 0 and 1 write mask.bool()' if other[0] == 1 else ''}"
-        raise ValueError(f"a floating-point mask of keys must hold 0 for visible and -inf for hidden keys; got {came}")
-    return visible
 
 
 class KeySet(Table):

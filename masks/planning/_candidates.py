@@ -129,7 +129,7 @@ def _with_mask(options: list[Option], bound: Bound, allowed: Allowed) -> list[Op
     It is added if `allowed` and the number of pairs permit it, and each option has block lists or several terms.
     """
     plainly = any(len(each.terms) == 1 and not _is_listed(each) for each in options)
-    if plainly or not takes_mask(bound.num_heads, bound.num_queries, bound.num_keys, allowed):
+    if plainly or not takes_mask(len(bound.masked_heads), bound.num_queries, bound.num_keys, allowed):
         return options
     first = options[0]
     terms = (masked_term(first.branch, first.multiplicity, bound),)
@@ -154,14 +154,17 @@ def _together(
                 for term in (nested_terms(group, bound) if len(group) > 1 else apart[next(iter(group))].terms)
             ]
             yield Option(bound.pattern, 1, "nested", tuple(terms), *costs, shares_rows=True)
-    if len(apart) > 1 and takes_mask(bound.num_heads, bound.num_queries, bound.num_keys, allowed):
+    if len(apart) > 1 and takes_mask(len(bound.masked_heads), bound.num_queries, bound.num_keys, allowed):
         yield Option(bound.pattern, 1, "masked", (masked_term(bound.pattern, 1, bound),), *costs)
 
 
-def takes_mask(num_heads: int, num_queries: int, num_keys: int, allowed: Allowed = ANYTHING) -> bool:
-    """True if `allowed` permits a dense mask, and num_heads * num_queries * num_keys is at most 2**20."""
+def takes_mask(num_masks: int, num_queries: int, num_keys: int, allowed: Allowed = ANYTHING) -> bool:
+    """True if `allowed` permits dense masks, and num_masks * num_queries * num_keys is at most 2**20.
+
+    num_masks: number of heads with masks of their own; 1 if all heads have equal rules.
+    """
     offered = allowed.masks and allowed.key_weights and not allowed.lists_only
-    return offered and num_heads * num_queries * num_keys <= _MOST_MASKED_PAIRS
+    return offered and num_masks * num_queries * num_keys <= _MOST_MASKED_PAIRS
 
 
 def in_blocks_of(option: Option, side: int) -> Option:

@@ -199,6 +199,25 @@ def documents(ids: Tensor) -> Rule:
     return lambda h, H, q, k: ((ids[q][:, None] == ids[k][None, :]) & (ids[q] >= 0)[:, None]).long()
 
 
+def same_document(q_ids: Tensor, k_ids: Tensor) -> Rule:
+    """Equal ids of query and key, given for the positions of each side; negative ids are padding."""
+
+    def rule(h: int, H: int, q: Tensor, k: Tensor) -> Tensor:
+        return ((q_ids[q][:, None] == k_ids[k]) & (q_ids[q] >= 0)[:, None]).long()
+
+    return rule
+
+
+def mask(allowed: Tensor) -> Rule:
+    """A pair is allowed where the mask (heads, queries, keys) is True; a dim of size 1 serves all."""
+
+    def rule(h: int, H: int, q: Tensor, k: Tensor) -> Tensor:
+        whole = allowed.expand(H, max(allowed.shape[1], int(q.max()) + 1), max(allowed.shape[2], int(k.max()) + 1))
+        return whole[h][q][:, k].long()
+
+    return rule
+
+
 def visible_keys(visible: Tensor) -> Rule:
     """The keys that are marked."""
     return lambda h, H, q, k: visible[k].long()[None, :].expand(len(q), -1)

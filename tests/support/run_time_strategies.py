@@ -96,13 +96,29 @@ def run_time_words(num_positions: int, num_queries: int) -> SimpleNamespace:
     def visible_keys(visible: Tensor) -> BatchTwin:
         return BatchTwin(masks.visible_keys(visible), tuple(map(oracle.visible_keys, visible)))
 
+    def same_document(q_ids: Tensor, k_ids: Tensor) -> BatchTwin:
+        lead = max(q_ids.dim(), k_ids.dim())
+        sides = [torch.atleast_2d(ids) for ids in (q_ids, k_ids)]
+        sides = [ids.expand(max(map(len, sides)), -1) for ids in sides] if lead == 2 else sides
+        return BatchTwin(masks.same_document(q_ids, k_ids), tuple(map(oracle.same_document, *sides)))
+
+    def mask(allowed: Tensor) -> BatchTwin:
+        return BatchTwin(
+            masks.mask(allowed), tuple(map(oracle.mask, allowed if allowed.dim() == 4 else [allowed[None]]))
+        )
+
     def selected_blocks(blocks: Tensor, *, block: tuple[int, int], most: int) -> BatchTwin:
         tables = blocks if blocks.dim() == 4 else blocks[None]
         rules = tuple(oracle.selected_blocks(rows, block, -(-num_queries // block[0])) for rows in tables)
         return BatchTwin(masks.selected_blocks(blocks, block=block, most=most), rules)
 
     return SimpleNamespace(
-        documents=documents, lengths=lengths, visible_keys=visible_keys, selected_blocks=selected_blocks
+        documents=documents,
+        same_document=same_document,
+        lengths=lengths,
+        visible_keys=visible_keys,
+        mask=mask,
+        selected_blocks=selected_blocks,
     )
 
 

@@ -96,11 +96,12 @@ class CountedPairs:
         return CountedPairs(replace(self.bound, num_heads=len(heads), head_offset=first))
 
     @plans
-    def counts(self) -> Int64[Tensor, "H Q K"]:
+    def counts(self) -> Int64[Tensor, "#H Q K"]:
+        """Number of branches that allow each pair, by head; of one head if all heads have equal rules."""
         bound = self.bound
-        heads = torch.arange(bound.num_heads)[:, None, None] + bound.head_offset
+        heads = torch.tensor(bound.masked_heads)[:, None, None]
         q, k = torch.arange(bound.num_queries)[:, None] + bound.q_offset, torch.arange(bound.num_keys) + bound.k_offset
-        total = torch.zeros(bound.num_heads, bound.num_queries, bound.num_keys, dtype=torch.int64)
+        total = torch.zeros(len(heads), bound.num_queries, bound.num_keys, dtype=torch.int64)
         for branch in bound.pattern.branches():
             total += allowed_pairs(branch, bound.num_heads_global, heads, q, k)
         return total
@@ -113,22 +114,17 @@ class CountedPairs:
 
     def counted(self, num_queries: int, num_keys: int) -> int:
         """Sum of the counts over all pairs of all heads."""
-        return int(self.counts().sum())
+        counts = self.counts()
+        return int(counts.sum()) * (self.bound.num_heads // len(counts))
 
     def bias(self, num_queries: int, num_keys: int, dtype: torch.dtype) -> Float[Tensor, "#H Q K"]:
-        """Log of the counts, to be added to attention scores, -inf for 0; of one head if all heads are equal."""
+        """Log of the counts, to be added to attention scores, -inf for 0; of one head if all heads have equal rules."""
         return cache().get(
             ("counted pairs", self.bound.key(), dtype),
-            lambda: self._bias(dtype),
+            lambda: self.counts().to(dtype).log(),
             lambda bias: bias.nbytes,
             pattern=self.bound.pattern,
         )
-
-    @plans
-    def _bias(self, dtype: torch.dtype) -> Tensor:
-        counts = self.counts()
-        alike = bool((counts == counts[:1]).all())
-        return (counts[:1] if alike else counts).to(dtype).log()
 
 
 Weights = KeyWeights | PairWeights | CountedPairs

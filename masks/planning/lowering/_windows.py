@@ -181,6 +181,9 @@ def _together(alike: Windows, num_heads: int) -> Iterator[Windows]:
 
     It is a single group, or, for large windows at uneven distances, one group for each window.
     """
+    if len(alike) == 1:
+        yield alike
+        return
     starts = alike.q_start
     uneven = bool((starts.diff() != starts.diff()[:1]).any())
     length = max(int(alike.q_stop[0] - starts[0]), int(alike.k_stop[0] - alike.k_start[0]))

@@ -1,0 +1,186 @@
+"""Boolean masks of (query, key) pairs as a run-time pattern: any rule, another one for each sample and head."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import cached_property
+from typing import Any, NamedTuple
+
+import torch
+from jaxtyping import Bool, Int64
+from torch import Tensor
+from torch.nn.functional import pad
+
+from ..core import (
+    OF_PATTERNS,
+    Bounds,
+    Box,
+    Counts,
+    Extent,
+    MaskMod,
+    Pair,
+    Pattern,
+    Progression,
+    Ranges,
+    Reason,
+    advises,
+    constructor,
+    parameters,
+    pattern_kind,
+    ranges_of,
+    renamed,
+)
+from ._run_time import RunTime, Table, booleans, of_tensor
+
+# B batch entries (or one for all of them), T heads (or one for all of them), Q queries, K keys (or one for all of them)
+
+_CELL = 16  # queries and keys of a square whose pairs are counted together
+
+
+@pattern_kind("mask")
+class Mask(RunTime):
+    """Pattern that allows the pairs for which the run-time tensor `name`, a mask of pairs, is True."""
+
+    num_dims = 3
+
+    def table(self, tensor: Tensor, extent: Extent) -> MaskTable:
+        rows = booleans("a mask of pairs", tensor)
+        fits = tensor.dim() in (2, 4) and all(
+            size in (1, positions) for size, positions in zip(tensor.shape[-2:], extent, strict=True)
+        )
+        if not fits or 0 in tensor.shape:
+            raise ValueError(
+                f"a mask of pairs must have shape ({extent.queries}, {extent.keys}) or (batch, heads, "
+                f"{extent.queries}, {extent.keys}), for the positions from 0 to that of the last query and key, offsets "
+                f"included; each dim may be 1; got {tuple(tensor.shape)}"
+            )
+        return MaskTable.of(rows if rows.dim() == 4 else rows[None, None])
+
+    def widest(self, shape: tuple[int, ...], extent: Extent) -> Tensor:
+        """Return a bool mask of this shape that allows all pairs."""
+        return torch.ones(shape, dtype=torch.bool)
+
+
+class MaskTable(Table):
+    """Table that allows a pair iff rows[b, h, q, k] is True; a dim of size 1 serves all entries, heads or positions."""
+
+    kind = "mask table"
+
+    rows: Bool[Tensor, "B T Q K"]
+
+    def for_head(self, head: int, num_heads: int) -> Self:
+        if self.rows.shape[1] == 1:
+            return self
+        # Heads with equal values remain distinct: compiled graphs have as many block lists for all values.
+        return replace(self, rows=self.rows[:, head, None], digest=f"head {head} of {self.digest}", held={})
+
+    def check_heads(self, num_heads: int) -> None:
+        if self.rows.shape[1] not in (1, num_heads):
+            raise ValueError(
+                f"a mask of pairs must have 1 head or as many as the call; got {self.rows.shape[1]} for {num_heads}"
+            )
+
+    def _described(self) -> str:
+        return f"{int(self.rows.sum())} of {self.rows.numel()} pairs"
+
+    def mask_mod(self, *, num_heads: int, device: torch.device) -> MaskMod:
+        held = self.on(device)
+        entry, head, query, key = parameters(device, *(int(size > 1) for size in self.rows.shape))
+        return lambda b, h, q, k: held.rows[b * entry, h * head, q * query, k * key]
+
+    @cached_property
+    def _cells(self) -> tuple[Int64[Tensor, "T q k"], tuple[int, int]]:
+        """(sums, sides): sums[t, i, j], the number of allowed pairs in the first i by j cells of `sides` positions.
+
+        A dim that serves all positions has a single cell. All batch entries must share one mask.
+        """
+        rows = self.only_row
+        sides = tuple(_CELL if size > 1 else 1 for size in rows.shape[1:])
+        rows = pad(rows, (0, -rows.shape[2] % 16, 0, -rows.shape[1] % sides[0]))
+        # Eight bytes are added at a time: a cell has at most 16 queries, so no byte overflows.
+        by_key = rows.view(torch.int64).unflatten(1, (-1, sides[0])).sum(2).view(torch.uint8)
+        cells = by_key.unflatten(2, (-1, sides[1])).sum(3, dtype=torch.int64)
+        cells = cells[:, :, : -(-self.rows.shape[3] // sides[1])]
+        return pad(cells.cumsum(1).cumsum(2), (1, 0, 1, 0)), (sides[0], sides[1])
+
+    def count(self, box: Box, *, num_heads: int) -> Bounds:
+        sums, sides = self._cells
+        table = box.head if len(sums) > 1 else torch.zeros_like(box.head)
+        (q, k), area = (
+            (
+                _CellRange.of(progression, side, size)
+                for progression, side, size in zip((box.q, box.k), sides, self.rows.shape[2:], strict=True)
+            ),
+            box.area,
+        )
+        times = q.times * k.times
+        outer = times * _between(sums, table, q.outer, k.outer)
+        inner = times * _between(sums, table, q.inner, k.inner)
+        missing = times * q.positions * k.positions - outer
+        return Bounds(torch.maximum(inner, area - missing).clamp(min=0), torch.minimum(outer, area))
+
+    def reason(self, pair: Pair) -> Reason:
+        allowed = pair.allowed_by(self)
+        return Reason(self, allowed, f"the mask is {allowed} for {pair.the_query} and {pair.the_key}")
+
+    def row(self, query: int, keys: range) -> Ranges | None:
+        if self.rows.shape[1] > 1:
+            return None
+        seen = self.only_row[0, query if self.rows.shape[2] > 1 else 0]
+        return ranges_of(torch.arange(keys.start, keys.stop)[seen.expand(keys.stop)[keys.start :]])
+
+
+class _CellRange(NamedTuple):
+    """Ranges (first, stop) of the cells along one axis of n boxes: `outer` covers a box, `inner` lies inside it.
+
+    positions: number of positions in the outer cells. times: number of positions for which one value stands.
+    """
+
+    outer: tuple[Counts, Counts]
+    inner: tuple[Counts, Counts]
+    positions: Counts
+    times: Counts
+
+    @classmethod
+    def of(cls, progression: Progression, side: int, size: int) -> _CellRange:
+        """side: positions of a cell. size: positions of the axis; 1 if a single value serves all positions."""
+        first, stop, count = progression.first, progression.last + 1, progression.count
+        none = torch.zeros_like(first)
+        if size == 1:
+            one = (none, none + 1)
+            return cls(one, one, none + 1, count)
+        outer = first // side, -(-stop // side)
+        # The last cell may be cut off by the end of the axis.
+        end = torch.where(stop == size, outer[1], stop // side)
+        inner = (-(-first // side), end) if progression.step == 1 else (none, none)
+        return cls(outer, inner, (outer[1] * side).clamp(max=size) - outer[0] * side, none + 1)
+
+
+def _between(sums: Tensor, table: Counts, q: tuple[Counts, Counts], k: tuple[Counts, Counts]) -> Counts:
+    """Return the number of allowed pairs in the cells [q[0], q[1]) x [k[0], k[1]) of each box; 0 if a range is empty."""
+    (q_first, q_stop), (k_first, k_stop) = ((first, torch.maximum(first, stop)) for first, stop in (q, k))
+    by_stop, by_first = (sums[table, q_edge, k_stop] - sums[table, q_edge, k_first] for q_edge in (q_stop, q_first))
+    return by_stop - by_first
+
+
+@constructor
+@advises(
+    keywords=OF_PATTERNS | renamed(allowed="mask attn_mask attention_mask dense_mask"),
+    how="write masks.mask(allowed), True for each pair that takes part",
+)
+def mask(allowed: Any, *, name: str = "mask") -> Pattern:
+    """Pattern that allows the pairs for which a boolean tensor is True, such as SDPA's `attn_mask`.
+
+    allowed: booleans of shape (queries, keys) or (batch, heads, queries, keys), where each dim may be 1 and then serves
+    all entries, heads or positions: (batch, 1, queries, 1) marks queries that see every key. Queries and keys are the
+    positions from 0 to that of the last query and key, so call offsets count. Or floats, 0 for True and -inf for
+    False. Or a string, the name under which `attend(bindings=)` passes the tensor.
+    name: name of the tensor in texts and errors, unless `allowed` is a string. Names within a pattern must differ.
+
+    Block lists are made from the values, which takes time linear in the tensor's size whenever they change; a pattern
+    with a formula, such as `local_window`, needs neither the tensor nor that time. New values do not recompile.
+
+    >>> masks.describe(masks.mask([[True, False], [True, True]]), 2).useful_pairs
+    3
+    """
+    return of_tensor(Mask, allowed, name)

@@ -1,0 +1,178 @@
+"""Packed cross-attention: queries and keys are packed apart, and each query sees the keys of its own document."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any, Self
+
+import torch
+from jaxtyping import Int32, Int64
+from torch import Tensor
+
+from ..core import (
+    OF_PATTERNS,
+    Bounds,
+    Box,
+    Extent,
+    MaskMod,
+    Pair,
+    Pattern,
+    Ranges,
+    Reason,
+    advises,
+    constructor,
+    index_dtype,
+    intersect,
+    parameters,
+    pattern_kind,
+)
+from ._run_time import RunTime, Table, Windows, converted, integers, of_tensor
+from ._token_values import PADDING, Runs, check_sorted, count_in_runs
+
+# B batch entries (or one for all of them), L positions of queries, then those of keys
+
+
+@pattern_kind("same_document")
+class SameDocument(RunTime):
+    """Pattern that allows a pair iff its query and key are in one document, where queries and keys are packed apart.
+
+    The run-time tensor `name` has the document ids of the query positions, followed by those of the key positions.
+    """
+
+    def table(self, tensor: Tensor, extent: Extent) -> SpanPairs:
+        ids = torch.atleast_2d(integers("document ids", tensor, (1, 2)))
+        if ids.shape[1] != sum(extent):
+            raise ValueError(
+                f"same_document needs an id for each of the {extent.queries} positions of queries and the {extent.keys} "
+                f"of keys, offsets included; got {ids.shape[1]} ids in all"
+            )
+        for side in ids.split(list(extent), 1):
+            begins = torch.ones_like(side, dtype=torch.bool)
+            begins[:, 1:] = side.diff(dim=1) != 0
+            check_sorted(side, begins)
+        # Numbers in place of ids, so that other ids for the same documents are the same table.
+        numbers = torch.stack([row.unique(return_inverse=True)[1] - int((row < 0).any()) for row in ids.clamp(min=-1)])
+        return SpanPairs.of(numbers, extent.queries)
+
+    def widest(self, shape: tuple[int, ...], extent: Extent) -> Tensor:
+        """Return document ids of this shape, of one document."""
+        return torch.zeros(shape, dtype=torch.int64)
+
+
+@dataclass(frozen=True, eq=False)
+class SpanPairs(Table):
+    """Table that allows a pair iff the query's and the key's document have one number.
+
+    rows[b, i]: number of the document of query position i, or PADDING (-1); from column `queries` on, of the keys.
+    """
+
+    kind = "span pairs table"
+
+    rows: Int64[Tensor, "B L"]
+    queries: int = 0
+
+    @classmethod
+    def of(cls, rows: Tensor, queries: int = 0) -> Self:  # type: ignore[override]
+        made = super().of(rows)
+        return replace(made, digest=f"{queries} {made.digest}", queries=queries)
+
+    def of_entry(self, batch: int) -> Self:
+        if len(self.rows) == 1:
+            return self
+        return replace(type(self).of(self.rows[batch, None], self.queries), source=self.source)
+
+    def _described(self) -> str:
+        if len(self.rows) != 1:
+            return f"documents of {len(self.rows)} batch entries"
+        return f"{len(self.sides[0].starts)} documents with queries and keys"
+
+    def mask_mod(self, *, num_heads: int, device: torch.device) -> MaskMod:
+        held, step = self.on(device), self.batch_step(device)
+        (queries,) = parameters(device, self.queries)
+
+        def same_document(b, h, q, k):
+            numbers, row = held.rows, b * step
+            return numbers[row, q] == numbers[row, k + queries]
+
+        return same_document
+
+    def copied_to(self, device: torch.device) -> Int64[Tensor, "B L"] | Int32[Tensor, "B L"]:
+        """Return the rows on a device, where padding of keys is -2: it equals no query's number."""
+        rows = self.rows.clone()
+        keys = rows[:, self.queries :]
+        keys[keys == PADDING] -= 1
+        return rows.to(device, index_dtype(device, PADDING - 1, rows.shape[1]))
+
+    @cached_property
+    def sides(self) -> tuple[Runs, Runs]:
+        """Positions of queries, and of keys, of each document that has both; all batch entries must share one row."""
+        q, k = self.only_row.tensor_split([self.queries])
+        both = torch.arange(int(self.only_row.max()) + 1)
+        both = both[torch.isin(both, q) & torch.isin(both, k)]
+        return _runs_of(q, both), _runs_of(k, both)
+
+    def count(self, box: Box, *, num_heads: int) -> Bounds:
+        return count_in_runs(*self.sides, box)
+
+    def reason(self, pair: Pair) -> Reason:
+        of_query, of_key = (pair.entry(self.only_row, place) for place in (pair.query, self.queries + pair.key))
+        where = [
+            f"{name} is {'padding' if number == PADDING else f'in document {number}'}"
+            for name, number in ((pair.the_query, of_query), (pair.the_key, of_key))
+        ]
+        return Reason(self, of_query == of_key != PADDING, f"{where[0]}, {where[1]}")
+
+    def row(self, query: int, keys: range) -> Ranges:
+        number = int(self.only_row[query])
+        seen = (self.only_row[self.queries :] == number).nonzero().flatten() if number != PADDING else ()
+        found = intersect(keys, range(int(seen[0]), int(seen[-1]) + 1)) if len(seen) else ()
+        return (found,) if found else ()
+
+    def windows(self, num_positions: int) -> Windows:
+        q, k = self.sides
+        return Windows(q.starts, q.stops, k.starts, k.stops, torch.zeros_like(q.starts))
+
+
+def _runs_of(row: Int64[Tensor, " L"], numbers: Int64[Tensor, " S"]) -> Runs:
+    """Positions in `row` of each of the ascending numbers, which are consecutive."""
+    found = row.unique_consecutive(return_counts=True)
+    stops = found[1].cumsum(0)
+    chosen = torch.isin(found[0], numbers)
+    return Runs((stops - found[1])[chosen], stops[chosen])
+
+
+@constructor
+@advises(
+    keywords=OF_PATTERNS
+    | dict.fromkeys(
+        ("cu_seqlens_q", "cu_seqlens_k", "q_lengths", "k_lengths"),
+        "write q_ids=torch.arange(len(lengths)).repeat_interleave(lengths) with a tensor lengths, and k_ids alike",
+    ),
+    how="write masks.same_document(q_ids, k_ids), the document id of each query and of each key",
+)
+def same_document(q_ids: Any, k_ids: Any = None, *, name: str = "same_document") -> Pattern:
+    """Pattern of packed cross-attention: each query sees the keys of its own document, of which there may be none.
+
+    q_ids, k_ids: integers of shape (queries,) or (batch, queries), and (keys,) or (batch, keys): the document id of
+    each position from 0 to that of the last query, or key, so call offsets count. Ids grow from one document to the
+    next; negative ids are padding. For self-attention write `documents(ids)`. Or a string as q_ids and no k_ids: the
+    name under which `attend(bindings=)` passes the tensor torch.cat([q_ids, k_ids], -1). New values do not recompile.
+    name: name of the tensor in texts and errors, unless `q_ids` is a string. Names within a pattern must differ.
+
+    >>> masks.describe(masks.same_document([0, 0, 1], [0, 1, 1]), 3).useful_pairs  # 2 x 1 and 1 x 2
+    4
+    """
+    if isinstance(q_ids, str):
+        if k_ids is not None:
+            raise TypeError("same_document takes one name, for the ids of queries and keys together; got k_ids too")
+        return of_tensor(SameDocument, q_ids, name)
+    q, k = converted("q_ids", q_ids), converted("k_ids", k_ids)
+    sizes = {len(ids) for ids in (q, k) if ids.dim() == 2}
+    if {q.dim(), k.dim()} - {1, 2} or len(sizes) > 1:
+        raise ValueError(
+            "q_ids and k_ids must have shape (tokens,) or (batch, tokens), with one batch; got "
+            f"{tuple(q.shape)} and {tuple(k.shape)}"
+        )
+    q, k = (ids.expand(*sizes, -1) for ids in (q, k.to(q.device)))
+    return of_tensor(SameDocument, torch.cat([q, k], -1), name)
