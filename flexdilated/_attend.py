@@ -139,6 +139,7 @@ def attend(
     bindings: values of the run-time tensors that the pattern only names, such as {"documents": ids}.
     q_offset: position of query 0, for queries that follow earlier tokens. None is 0, but raises ValueError if there
         are fewer queries than keys and the pattern is causal.
+        Integers of shape (B,): the position of query 0 of each batch entry, as for `pattern.queries_from`.
     k_offset: position of key 0, for keys that are not the first of their sequence. Either offset may be an integer
         tensor of shape (), which is read on the host at every call; a number needs no such read.
     head_offset, num_heads_global: for heads on several devices: index of head 0 of q among the query heads of all
@@ -179,6 +180,9 @@ def attend(
     if q_offset is None:
         check_last_keys(pattern, q.shape[2], k.shape[2])
         q_offset = 0
+    if isinstance(q_offset, Tensor) and q_offset.dim() == 1:
+        pattern, score_mod = _queries_from(pattern, score_mod, q_offset, q.device)
+        q_offset = 0
     where: dict[str, Any] = {"q_offset": position("q_offset", q_offset), "k_offset": position("k_offset", k_offset)}
     check_zero_keys(pattern, score_mod, q.shape[2], k.shape[2], **where)
     where |= {"head_offset": head_offset, "num_heads_global": num_heads_global}
@@ -203,6 +207,17 @@ def attend(
         return out
     assert lse is not None
     return out, lse
+
+
+def _queries_from(
+    pattern: Pattern | Mixture, score_mod: ScoreMod | None, starts: Tensor, device: torch.device
+) -> tuple[Pattern | Mixture, ScoreMod | None]:
+    """Return (pattern, score_mod) for queries of which query 0 of batch entry b is at position starts[b]."""
+    starts = starts.to(device)
+    moved = pattern.queries_from(starts, name="q_offset")
+    if score_mod is None:
+        return moved, None
+    return moved, lambda score, b, h, q, k: score_mod(score, b, h, q + starts[b], k)
 
 
 def planned_call(

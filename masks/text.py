@@ -157,7 +157,7 @@ def _no_constant(text: str) -> NoReturn:
     raise ValueError(f"a number must be finite; got {text}")
 
 
-_METHODS = ("after", "per_document")
+_METHODS = ("after", "per_document", "queries_from")
 _PREFIX = "masks."
 _MOST_BRACKETS = 2 * DEEPEST + 4  # printing uses up to two brackets per level, four for a block list
 _LARGEST = 2**63 - 1

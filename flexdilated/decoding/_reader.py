@@ -155,6 +155,7 @@ def _check_pattern(pattern: Pattern | Mixture) -> None:
     if names(pattern):
         raise ValueError(
             "a cache needs a pattern without run-time tensors, as these cover the tokens of one call only; "
+            "samples at different positions, in keys that you hold, take fd.attend(q, k, v, pattern, q_offset=starts); "
             f"got one with {', '.join(map(repr, names(pattern)))}"
         )
 

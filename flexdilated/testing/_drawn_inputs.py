@@ -117,11 +117,13 @@ def attention_sizes(
 
 
 def in_range(bind: Callable[[], object]) -> bool:
-    """Return True if `bind` succeeds, False if it raises the ValueError of a listed block that is out of range."""
+    """Return True if `bind` succeeds, False if a listed block or a position beyond a grid makes it raise ValueError."""
     try:
         bind()
     except ValueError as error:
-        if "block_list must name blocks below" not in str(error):
+        if not any(
+            text in str(error) for text in ("block_list must name blocks below", "queries and keys must be within")
+        ):
             raise
         return False
     return True

@@ -293,7 +293,7 @@ def _mixtures(draw: st.DrawFn, grammar: Grammar) -> Any:
 
 _RUN_TIME_COMPOSITIONS = (
     *("and", "per_document", "or", "without", "both", "and", "per_document", "per_document"),
-    *("selected", "selected beside", "selected in documents"),
+    *("selected", "selected beside", "selected in documents", "per_sample", "queries_from"),
 )
 
 
@@ -302,7 +302,7 @@ def run_time_compositions(draw: st.DrawFn, grammar: Grammar, sizes: AttentionSiz
     """Draw a pattern within the limits of `grammar`, combined with one or two run-time patterns that fit `sizes`.
 
     words: object with the constructors of the run-time patterns: documents, same_document, lengths, visible_keys,
-    mask and selected_blocks.
+    mask, per_sample and selected_blocks.
     """
     positions = max(sizes.q_offset + sizes.num_queries, sizes.k_offset + sizes.num_keys)
     keys = sizes.k_offset + sizes.num_keys
@@ -316,6 +316,13 @@ def run_time_compositions(draw: st.DrawFn, grammar: Grammar, sizes: AttentionSiz
             return draw(st.sampled_from([chosen, pattern & chosen, pattern | chosen, pattern & ~chosen]))
         beside = pattern | chosen
         return draw(grammar.sets()) & beside if kind == "selected beside" else beside & draw(spans[0])
+    if kind == "per_sample":
+        patterns = [pattern, *draw(st.lists(grammar.sets(), max_size=2))]
+        which = draw(_entry_numbers(sizes.batch, len(patterns) - 1))
+        return words.per_sample(patterns, which) & draw(any_of(seen, *spans))
+    if kind == "queries_from":
+        starts = draw(_entry_numbers(sizes.batch, draw(st.sampled_from([0, 9, 300]))))
+        return draw(grammar.patterns()).queries_from(starts) & draw(any_of(seen, *spans))
     if kind == "both":
         one, other = draw(st.sampled_from([(spans[0], seen), (spans[1], seen), (spans[0], spans[1])]))
         return pattern & draw(one) & draw(other)
@@ -356,6 +363,10 @@ def _visible_keys(draw: st.DrawFn, words: Any, batch: int, keys: int) -> Any:
     rows = draw(st.sampled_from([1, batch]))
     seen = st.lists(st.booleans(), min_size=keys, max_size=keys)
     return words.visible_keys(torch.tensor([draw(seen) for _ in range(rows)]))
+
+
+def _entry_numbers(batch: int, largest: int) -> st.SearchStrategy[Tensor]:
+    return st.lists(st.integers(0, largest), min_size=batch, max_size=batch).map(torch.tensor)
 
 
 @st.composite

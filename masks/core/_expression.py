@@ -376,6 +376,19 @@ class Expression:
         """
         return KINDS["after"].of(self, start)
 
+    def queries_from(self, starts: Any, *, name: str = "starts") -> Any:
+        """Return the rule for queries of which query 0 of batch entry b is at position starts[b].
+
+        starts: integers of shape (batch,) or (), or a string, the name under which `attend(bindings=)` passes the
+        tensor; new values do not recompile. name: name of the tensor in texts and errors, unless `starts` is a string.
+        Keys keep their positions. `attend(q_offset=starts)` is short for this. For a mixture this holds for each
+        branch. Raises ValueError for a pattern with run-time tensors other than `visible_keys`; patterns with such
+        tensors may be intersected with the result, and then count query 0 as position 0.
+
+        >>> last = masks.local_window(left=7, right=0).queries_from(torch.tensor([90, 12]))  # samples of 91 and 13 keys
+        """
+        return KINDS["queries_from"].of(self, starts, name)
+
     def __add__(self, other: object) -> Mixture:
         if not isinstance(other, Expression):
             raise TypeError(no_operand("+", other))

@@ -9,6 +9,7 @@ from ._marked_tokens import GlobalTokens, MarkedTokens, first_tokens, fixed, glo
 from ._mask import mask
 from ._neighborhood import Neighborhood, neighborhood
 from ._numbered import After, Blockwise, PerDocument, blockwise, keys_in_blocks
+from ._per_sample import alike, per_sample, without_start
 from ._random_blocks import random_blocks
 from ._run_time import (
     Given,
@@ -16,7 +17,6 @@ from ._run_time import (
     RunTime,
     Table,
     Windows,
-    alike,
     as_written,
     blank,
     missing,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from functools import cached_property
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Self
 
 import torch
 from jaxtyping import Bool, Int64
@@ -51,8 +51,8 @@ class Mask(RunTime):
         if not fits or 0 in tensor.shape:
             raise ValueError(
                 f"a mask of pairs must have shape ({extent.queries}, {extent.keys}) or (batch, heads, "
-                f"{extent.queries}, {extent.keys}), for the positions from 0 to that of the last query and key, offsets "
-                f"included; each dim may be 1; got {tuple(tensor.shape)}"
+                f"{extent.queries}, {extent.keys}), for the positions from 0 to that of the last query and key, "
+                f"offsets included; each dim may be 1; got {tuple(tensor.shape)}"
             )
         return MaskTable.of(rows if rows.dim() == 4 else rows[None, None])
 
@@ -157,7 +157,7 @@ class _CellRange(NamedTuple):
 
 
 def _between(sums: Tensor, table: Counts, q: tuple[Counts, Counts], k: tuple[Counts, Counts]) -> Counts:
-    """Return the number of allowed pairs in the cells [q[0], q[1]) x [k[0], k[1]) of each box; 0 if a range is empty."""
+    """Return the number of allowed pairs in cells q[0] to q[1] - 1 by k[0] to k[1] - 1 of each box; 0 if empty."""
     (q_first, q_stop), (k_first, k_stop) = ((first, torch.maximum(first, stop)) for first, stop in (q, k))
     by_stop, by_first = (sums[table, q_edge, k_stop] - sums[table, q_edge, k_first] for q_edge in (q_stop, q_first))
     return by_stop - by_first

@@ -307,25 +307,6 @@ def blank(pattern: Expression, tensors: Mapping[str, Tensor], extent: Extent) ->
     return pattern.map_leaves(with_any)
 
 
-def alike(pattern: Expression, batch: int) -> list[tuple[slice, Expression]]:
-    """Return [(slice of batch entries, their pattern), ...] for runs of consecutive entries with equal patterns.
-
-    Run-time tensors must have their values: see `Expression.resolve`. batch: number of batch entries. Raises ValueError
-    if run-time tensors have neither one row nor `batch` rows.
-    """
-    pattern.require_entries(batch)
-    if pattern.num_entries() == 1:
-        return [(slice(None), pattern)]
-    groups: list[tuple[slice, Expression]] = []
-    for index in range(batch):
-        rule = pattern.entry(index)
-        if groups and groups[-1][1].text == rule.text:
-            groups[-1] = (slice(groups[-1][0].start, index + 1), rule)
-        else:
-            groups.append((slice(index, index + 1), rule))
-    return groups
-
-
 def tables(pattern: Expression) -> tuple[Table, ...]:
     """Return the tables of a pattern whose run-time tensors are resolved, in the order of its leaves."""
     return tuple(leaf for leaf in pattern.leaves() if isinstance(leaf, Table))

@@ -44,8 +44,8 @@ class SameDocument(RunTime):
         ids = torch.atleast_2d(integers("document ids", tensor, (1, 2)))
         if ids.shape[1] != sum(extent):
             raise ValueError(
-                f"same_document needs an id for each of the {extent.queries} positions of queries and the {extent.keys} "
-                f"of keys, offsets included; got {ids.shape[1]} ids in all"
+                f"same_document needs an id for each of the {extent.queries} positions of queries and the "
+                f"{extent.keys} of keys, offsets included; got {ids.shape[1]} ids in all"
             )
         for side in ids.split(list(extent), 1):
             begins = torch.ones_like(side, dtype=torch.bool)

@@ -181,6 +181,11 @@ def blockwise(inner: Rule, block: int) -> Rule:
     return lambda h, H, q, k: inner(h, H, q // block, k // block)
 
 
+def queries_from(inner: Rule, start: int) -> Rule:
+    """The rule for queries that are `start` positions further on."""
+    return lambda h, H, q, k: inner(h, H, q + start, k)
+
+
 def after(inner: Rule, start: int) -> Rule:
     """The rule over the tokens from `start` on; the others meet none."""
 

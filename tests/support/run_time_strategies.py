@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from itertools import cycle
 from types import SimpleNamespace
-from typing import Any
 
 import torch
 from hypothesis import assume
@@ -19,7 +17,7 @@ from flexdilated.testing._drawn_inputs import in_range
 from flexdilated.testing._drawn_patterns import run_time_compositions
 from tests.support import oracle
 from tests.support.strategies import grammar
-from tests.support.twins import Twin
+from tests.support.twins import BatchTwin, Twin
 
 
 @dataclass(frozen=True)
@@ -52,32 +50,6 @@ class Packed:
         return f"{self.pattern.text} over {self.sizes} with {given}"
 
 
-@dataclass(frozen=True)
-class BatchTwin:
-    """A pattern with run-time tensors, and its dense rule for each batch entry, or one for all of them."""
-
-    pattern: Any
-    rules: tuple[oracle.Rule, ...]
-    ids: Tensor | None = None  # (batch or 1, positions), where it tells documents apart
-
-    def __invert__(self) -> BatchTwin:
-        return BatchTwin(~self.pattern, tuple(map(oracle.neither, self.rules)))
-
-    def __and__(self, other: BatchTwin) -> BatchTwin:
-        return BatchTwin(self.pattern & other.pattern, self._with(other, oracle.both))
-
-    def __rand__(self, twin: Twin) -> BatchTwin:
-        return BatchTwin(twin.pattern & self.pattern, tuple(oracle.both(twin.rule, rule) for rule in self.rules))
-
-    def __ror__(self, twin: Twin) -> BatchTwin:
-        return BatchTwin(twin.pattern | self.pattern, tuple(oracle.either(twin.rule, rule) for rule in self.rules))
-
-    def _with(self, other: BatchTwin, join: Callable[..., oracle.Rule]) -> tuple[oracle.Rule, ...]:
-        entries = max(len(self.rules), len(other.rules))
-        pairs: Iterator = zip(range(entries), cycle(self.rules), cycle(other.rules), strict=False)
-        return tuple(join(one, another) for _, one, another in pairs)
-
-
 def run_time_words(num_positions: int, num_queries: int) -> SimpleNamespace:
     """What `twins` has not: the words of run-time tensors, over so many positions and positions of queries."""
 
@@ -102,6 +74,10 @@ def run_time_words(num_positions: int, num_queries: int) -> SimpleNamespace:
         sides = [ids.expand(max(map(len, sides)), -1) for ids in sides] if lead == 2 else sides
         return BatchTwin(masks.same_document(q_ids, k_ids), tuple(map(oracle.same_document, *sides)))
 
+    def per_sample(twins: Sequence[Twin], which: Tensor) -> BatchTwin:
+        pattern = masks.per_sample([twin.pattern for twin in twins], which)
+        return BatchTwin(pattern, tuple(twins[index].rule for index in which))
+
     def mask(allowed: Tensor) -> BatchTwin:
         return BatchTwin(
             masks.mask(allowed), tuple(map(oracle.mask, allowed if allowed.dim() == 4 else [allowed[None]]))
@@ -118,6 +94,7 @@ def run_time_words(num_positions: int, num_queries: int) -> SimpleNamespace:
         lengths=lengths,
         visible_keys=visible_keys,
         mask=mask,
+        per_sample=per_sample,
         selected_blocks=selected_blocks,
     )
 

@@ -6,9 +6,12 @@ The names are those of `Words` in `flexdilated.testing`, so that its strategies 
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import cycle
 from typing import Any
+
+from torch import Tensor
 
 from flexdilated import masks
 from flexdilated.testing._drawn_patterns import WORDS
@@ -55,11 +58,42 @@ class Twin:
         rules = tuple(oracle.per_document(self.rule, row) for row in spans.ids)
         return type(spans)(self.pattern.per_document(spans.pattern), rules)
 
+    def queries_from(self, starts: Tensor) -> Any:
+        return BatchTwin(
+            self.pattern.queries_from(starts), tuple(oracle.queries_from(self.rule, int(start)) for start in starts)
+        )
+
     def _joined(self, other: object, join: Callable, join_rules: Callable[..., oracle.Rule]) -> Twin:
         if not isinstance(other, Twin):
             return NotImplemented
         rule = join_rules(self.rule, other.rule)
         return Twin(join(self.pattern, other.pattern), rule, self.special + other.special)
+
+
+@dataclass(frozen=True)
+class BatchTwin:
+    """A pattern with run-time tensors, and its dense rule for each batch entry, or one for all of them."""
+
+    pattern: Any
+    rules: tuple[oracle.Rule, ...]
+    ids: Tensor | None = None  # (batch or 1, positions), where it tells documents apart
+
+    def __invert__(self) -> BatchTwin:
+        return BatchTwin(~self.pattern, tuple(map(oracle.neither, self.rules)))
+
+    def __and__(self, other: BatchTwin) -> BatchTwin:
+        return BatchTwin(self.pattern & other.pattern, self._with(other, oracle.both))
+
+    def __rand__(self, twin: Twin) -> BatchTwin:
+        return BatchTwin(twin.pattern & self.pattern, tuple(oracle.both(twin.rule, rule) for rule in self.rules))
+
+    def __ror__(self, twin: Twin) -> BatchTwin:
+        return BatchTwin(twin.pattern | self.pattern, tuple(oracle.either(twin.rule, rule) for rule in self.rules))
+
+    def _with(self, other: BatchTwin, join: Callable[..., oracle.Rule]) -> tuple[oracle.Rule, ...]:
+        entries = max(len(self.rules), len(other.rules))
+        pairs: Iterator = zip(range(entries), cycle(self.rules), cycle(other.rules), strict=False)
+        return tuple(join(one, another) for _, one, another in pairs)
 
 
 def causal() -> Twin:

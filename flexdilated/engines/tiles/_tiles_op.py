@@ -11,7 +11,7 @@ from torch import Tensor
 from ...masks import Layout, cache
 from ...masks.core import Bound, Expression, device_kind
 from ...masks.orders import Placement
-from ...masks.patterns import alike, tables
+from ...masks.patterns import alike, tables, without_start
 from ...masks.planning import (
     ANYTHING,
     SLOTS_AT_ONCE,
@@ -244,8 +244,13 @@ def _programs_for(
     choice = chosen(key, q)
     if not takes_rows(key) or not device_kind(q.device).on_host or choice is not None:
         return _programs(key, bindings, q.shape[0], q.device.type, choice, key.operands(q)), None
-    rules = alike(key.rules(bindings), q.shape[0]) if bindings else [(slice(None), None)]
-    return [(Some(rows), program_of_rows(key, rule, q.device)) for rows, rule in rules], None
+    if not bindings:
+        return [(Some(slice(None)), program_of_rows(key, None, q.device))], None
+    found = []
+    for rows, of_rows in alike(key.rules(bindings), q.shape[0]):
+        rule, start = without_start(of_rows)
+        found.append((Some(rows), program_of_rows(key._replace(q_offset=key.q_offset + start), rule, q.device)))
+    return found, None
 
 
 def _programs(
@@ -277,8 +282,9 @@ def _programs(
             visible = Layout(key.num_keys, key.rate).apply(rows, dim=1)
         groups = [(Some(rows), of_rows) for rows, of_rows in alike(rule, batch)]
     found = []
-    for entries, each in groups:
-        own = key._replace(pattern=each.text)
+    for entries, rule in groups:
+        each, start = (rule, 0) if key.placement else without_start(rule)
+        own = key._replace(pattern=each.text, q_offset=key.q_offset + start)
         program = program_of(own, each, kind, choice, operands, written=written, hides_keys=visible is not None)
         if visible is not None and isinstance(entries, Some):
             program = replace(program, visible=entries.rows_of(visible))

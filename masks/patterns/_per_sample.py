@@ -1,0 +1,278 @@
+"""Patterns that differ by batch entry: one of several patterns for each, and queries from a position of its own."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import replace
+from functools import reduce
+from operator import or_
+from typing import Any
+
+import torch
+from jaxtyping import Int64
+from torch import Tensor
+
+from ..core import (
+    And,
+    Bounds,
+    Box,
+    Composite,
+    Expression,
+    Extent,
+    MaskMod,
+    Mixture,
+    Or,
+    Pair,
+    Pattern,
+    Phrase,
+    Progression,
+    Ranges,
+    Reason,
+    call,
+    constructor,
+    every,
+    parameters,
+    pattern_kind,
+)
+from ._numbered import _FromStart
+from ._run_time import RunTime, Table, integers, of_tensor
+from ._token_values import KeySet, VisibleKeys
+
+# B batch entries (or one for all of them)
+
+
+@pattern_kind("entry_number")
+class EntryNumber(RunTime):
+    """A run-time tensor with an integer for each batch entry, by which another pattern chooses or shifts; no rule."""
+
+    num_dims = 0
+
+    def table(self, tensor: Tensor, extent: Extent) -> EntryNumbers:
+        return EntryNumbers.of(torch.atleast_1d(integers(self.name, tensor, (0, 1)))[:, None])
+
+    def widest(self, shape: tuple[int, ...], extent: Extent) -> Tensor:
+        return torch.zeros(shape, dtype=torch.int64)
+
+
+class EntryNumbers(Table):
+    """Table of an integer for each batch entry; no rule by itself."""
+
+    kind = "entry numbers"
+
+    rows: Int64[Tensor, "B 1"]
+
+    def _described(self) -> str:
+        return f"{self.rows.flatten().tolist()}"
+
+    def check_range(self, what: str, stop: int | None = None) -> None:
+        """Raise ValueError unless the values are at least 0 and below `stop`. what: their name, for the error."""
+        least, most = (int(edge) for edge in self.rows.aminmax())
+        if self.known and (least < 0 or (stop is not None and most >= stop)):
+            limit = "" if stop is None else f" and below {stop}"
+            raise ValueError(f"{what} must be at least 0{limit}; got {least if least < 0 else most}")
+
+    def for_entry(self, device: torch.device) -> Callable[[Tensor], Tensor]:
+        """Return a function that maps batch indices to their values, for mask_mods on `device`."""
+        held, step = self.on(device), self.batch_step(device)
+        return lambda b: held.rows[b * step, 0]
+
+
+def _values(numbers: Pattern) -> EntryNumbers:
+    if not isinstance(numbers, EntryNumbers):
+        # Raises the usual error of a run-time pattern without values.
+        numbers.mask_mod(num_heads=1, device=torch.device("cpu"))
+    assert isinstance(numbers, EntryNumbers)
+    return numbers
+
+
+@pattern_kind("per_sample")
+class PerSample(Composite):
+    """Pattern in which batch entry b follows parts[which[b]].
+
+    which: an EntryNumber, or EntryNumbers once its values are known.
+    """
+
+    which: Pattern
+
+    def check(self) -> None:
+        super().check()
+        if not self.parts:
+            raise ValueError("per_sample needs at least one pattern; got none")
+        if isinstance(self.which, EntryNumbers):
+            self.which.check_range("the pattern numbers of per_sample", len(self.parts))
+
+    def direct_parts(self) -> tuple[Pattern, ...]:
+        return (*self.parts, self.which)
+
+    def map_parts(self, change: Callable[[Pattern], Pattern]) -> Any:
+        return PerSample(tuple(map(change, self.parts)), change(self.which))
+
+    def phrase(self) -> Phrase:
+        name = getattr(self.which, "name", None) or str(self.which)
+        return call(self.kind, self.parts, name)
+
+    @property
+    def chosen(self) -> Pattern:
+        """The part of all batch entries. Raises ValueError if entries differ."""
+        return self.parts[int(_values(self.which).only_row)]
+
+    def superset(self) -> Pattern:
+        return Or.of(*(part.superset() for part in self.parts))
+
+    def confined(self) -> bool:
+        return all(part.confined() for part in self.parts)
+
+    def mask_mod(self, *, num_heads: int, device: torch.device) -> MaskMod:
+        which = _values(self.which).for_entry(device)
+
+        def if_chosen(index: Tensor, inner: MaskMod) -> MaskMod:
+            return lambda b, h, q, k: (which(b) == index) & inner(b, h, q, k)
+
+        numbers = parameters(device, *range(len(self.parts)))
+        mods = (part.mask_mod(num_heads=num_heads, device=device) for part in self.parts)
+        chosen = [*map(if_chosen, numbers, mods)]
+        return lambda b, h, q, k: reduce(or_, [mod(b, h, q, k) for mod in chosen])
+
+    def count(self, box: Box, *, num_heads: int) -> Bounds:
+        return self.chosen.count(box, num_heads=num_heads)
+
+    def row(self, query: int, keys: range) -> Ranges | None:
+        return self.chosen.row(query, keys)
+
+    def reason(self, pair: Pair) -> Reason:
+        inner = pair.reason_of(self.chosen)
+        return Reason(self, inner.allowed, "the batch entry follows one of the patterns", (inner,))
+
+
+@pattern_kind("queries_from")
+class QueriesFrom(_FromStart):
+    """Pattern that allows a pair iff `part` allows (query + starts[b], key) in batch entry b.
+
+    starts: an EntryNumber, or EntryNumbers once its values are known.
+    """
+
+    starts: Pattern
+
+    @staticmethod
+    def of(pattern: Expression, starts: Any, name: str = "starts") -> Any:
+        """Return the pattern with queries from `starts` on; masks of keys stay outside, as they ignore the query."""
+        numbers = starts if isinstance(starts, Pattern) else of_tensor(EntryNumber, starts, name)
+
+        def moved(branch: Pattern) -> Pattern:
+            keys = [factor for factor in branch.factors() if isinstance(factor, VisibleKeys)]
+            rest = [factor for factor in branch.factors() if factor not in keys]
+            return And.of(QueriesFrom(And.of(*rest), numbers), *keys)
+
+        return Mixture.of(*map(moved, pattern.branches()))
+
+    def check(self) -> None:
+        super().check()
+        if isinstance(self.starts, EntryNumbers):
+            self.starts.check_range("positions of the first queries")
+
+    def direct_parts(self) -> tuple[Pattern, ...]:
+        return (self.part, self.starts)
+
+    def map_parts(self, change: Callable[[Pattern], Pattern]) -> Any:
+        return QueriesFrom(change(self.part), change(self.starts))
+
+    def method(self) -> str:
+        name = getattr(self.starts, "name", None) or str(self.starts)
+        return f"queries_from({name!r})"
+
+    def origin(self) -> Hashable:
+        return self.starts
+
+    @property
+    def start(self) -> int:
+        """The shift of all batch entries. Raises ValueError if entries differ."""
+        return int(_values(self.starts).only_row)
+
+    def superset(self) -> Pattern:
+        return every()
+
+    def check_tokens(self, queries: range, keys: range) -> None:
+        starts = _values(self.starts)
+        if starts.known:
+            least, most = (int(edge) for edge in starts.rows.aminmax())
+            self.part.check_tokens(range(queries.start + least, queries.stop + most), keys)
+
+    def mask_mod(self, *, num_heads: int, device: torch.device) -> MaskMod:
+        inner = self.part.mask_mod(num_heads=num_heads, device=device)
+        start = _values(self.starts).for_entry(device)
+        return lambda b, h, q, k: inner(b, h, q + start(b), k)
+
+    def count(self, box: Box, *, num_heads: int) -> Bounds:
+        q = Progression(box.q.first + self.start, box.q.step, box.q.count)
+        return self.part.count(Box(box.head, q, box.k), num_heads=num_heads)
+
+    def row(self, query: int, keys: range) -> Ranges | None:
+        return self.part.row(query + self.start, keys)
+
+    def reason(self, pair: Pair) -> Reason:
+        inner = replace(pair, query=pair.query + self.start).reason_of(self.part)
+        return Reason(self, inner.allowed, f"{pair.the_query} is at position {pair.query + self.start}", (inner,))
+
+
+def settled(rule: Expression) -> Any:
+    """Return the rule of one batch entry with each `per_sample` replaced by the pattern that it chooses."""
+    if isinstance(rule, PerSample):
+        return settled(rule.chosen)
+    return rule.map_parts(settled) if any(isinstance(leaf, EntryNumbers) for leaf in rule.leaves()) else rule
+
+
+def alike(pattern: Expression, batch: int) -> list[tuple[slice, Expression]]:
+    """Return [(slice of batch entries, their pattern), ...] for runs of consecutive entries with equal patterns.
+
+    Run-time tensors must have their values: see `Expression.resolve`. batch: number of batch entries. Raises ValueError
+    if run-time tensors have neither one row nor `batch` rows.
+    """
+    pattern.require_entries(batch)
+    if pattern.num_entries() == 1:
+        return [(slice(None), settled(pattern))]
+    groups: list[tuple[slice, Expression]] = []
+    for index in range(batch):
+        rule = settled(pattern.entry(index))
+        if groups and groups[-1][1].text == rule.text:
+            groups[-1] = (slice(groups[-1][0].start, index + 1), rule)
+        else:
+            groups.append((slice(index, index + 1), rule))
+    return groups
+
+
+def without_start(rule: Expression) -> tuple[Any, int]:
+    """Return (rule, position of its query 0) for the rule of one batch entry, such that queries need no other shift.
+
+    The position is that of `queries_from` if each branch has it, beside masks of keys only; else 0.
+    """
+    factors = [factor for branch in rule.branches() for factor in branch.factors() if not isinstance(factor, KeySet)]
+    starts = {factor.start if isinstance(factor, QueriesFrom) else 0 for factor in factors}
+    if len(starts) != 1 or starts == {0}:
+        return rule, 0
+
+    def plain(branch: Pattern) -> Pattern:
+        return And.of(*(each.part if isinstance(each, QueriesFrom) else each for each in branch.factors()))
+
+    return Mixture.of(*map(plain, rule.branches())), starts.pop()
+
+
+@constructor
+def per_sample(patterns: Sequence[Pattern], which: Any = None, *, name: str = "which") -> Pattern:
+    """Pattern in which each batch entry follows one of a few patterns.
+
+    patterns: set patterns, not mixtures. which: integers of shape (batch,), for each batch entry the index of its
+    pattern; None: entry b follows patterns[b], of which there is one for each entry. Or a string, the name under which
+    `attend(bindings=)` passes the tensor. New values do not recompile.
+    name: name of the tensor in texts and errors, unless `which` is a string. Names within a pattern must differ.
+    Raises TypeError for a value that is not a sequence of set patterns.
+
+    >>> q, k, v = torch.randn(3, 2, 4, 16, 8)
+    >>> out = fd.attend(q, k, v, masks.per_sample([masks.causal(), masks.every()]))
+    """
+    if not isinstance(patterns, Sequence) or not all(isinstance(each, Pattern) for each in patterns):
+        raise TypeError(
+            "per_sample needs a sequence of patterns, none of them a mixture such as longnet or p + q; "
+            f"got {patterns!r:.200}"
+        )
+    which = torch.arange(len(patterns)) if which is None else which
+    return PerSample(tuple(patterns), of_tensor(EntryNumber, which, name))
