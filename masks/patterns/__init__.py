@@ -18,6 +18,7 @@ from ._run_time import (
     alike,
     as_written,
     blank,
+    carrying,
     missing,
     named,
     names,
