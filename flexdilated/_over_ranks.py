@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Literal, overload
+from typing import TYPE_CHECKING, Any
 
 import torch
 from jaxtyping import Float, Int64
@@ -89,16 +89,6 @@ class OverRanks:
             )
         return sharding.positions(rank, device)
 
-    @overload
-    def attend(
-        self, q: Tensor, k: Tensor, v: Tensor, pattern: Pattern | Mixture, *, return_lse: Literal[True], **options: Any
-    ) -> tuple[Float[Tensor, "B H L D"], Float[Tensor, "B H L"]]: ...
-
-    @overload
-    def attend(
-        self, q: Tensor, k: Tensor, v: Tensor, pattern: Pattern | Mixture, **options: Any
-    ) -> Float[Tensor, "B H L D"]: ...
-
     def attend(
         self,
         q: Float[Tensor, "B H L D"],
@@ -110,11 +100,12 @@ class OverRanks:
         score_mod: ScoreMod | None = None,
         bindings: Mapping[str, Tensor] | None = None,
         **options: Any,
-    ) -> Float[Tensor, "B H L D"] | tuple[Float[Tensor, "B H L D"], Float[Tensor, "B H L"]]:
-        """Attention of this rank's queries over the keys of all ranks: the output, or (output, lse) with return_lse.
+    ) -> Any:
+        """Attention of this rank's queries over the keys of all ranks.
 
-        All ranks must call it. sharding: that of this call; None for the one of these settings. options: further
-        keywords of `attend`, such as scale. Raises ValueError for a score_mod unless the schedule is "heads".
+        Returns the output (B, H, L, D) or, with return_lse=True, (output, natural lse (B, H, L)). All ranks must call
+        it. sharding: that of this call; None for the one of these settings. options: further keywords of `attend`, such
+        as scale. Raises ValueError for a score_mod unless the schedule is "heads".
         """
         sharding = self.sharding_of(q.shape[2]) if sharding is None else sharding
         if self.schedule == "heads":

@@ -13,7 +13,6 @@ from ..masks.core import (
     HEADS,
     LENGTH,
     WIDTH,
-    Expression,
     advises,
     renamed,
     require_bool,
@@ -329,14 +328,15 @@ class LongNetConfig:
         return _PLANNED if self.segment_lengths is None else max(self.segment_lengths)
 
 
-def _read(pattern: Expression | str) -> Pattern | Mixture:
+def _read(pattern: Pattern | Mixture | str) -> Pattern | Mixture:
     """Return the pattern itself, or read it from an expression or from JSON. Raises TypeError for other values."""
     if isinstance(pattern, str):
         return masks.from_json(pattern) if pattern.lstrip().startswith("{") else masks.parse(pattern)
-    return require_expression(pattern)
+    require_expression(pattern)
+    return pattern
 
 
-def _json(pattern: Expression | str) -> str:
+def _json(pattern: Pattern | Mixture | str) -> str:
     """JSON of a pattern or of its text. Raises ValueError if it carries tensors, TypeError for a custom function."""
     read = _read(pattern)
     if held := read.given_tensors():

@@ -164,12 +164,22 @@ class LongNetEncoder(nn.Module):
 
     @overload
     def forward(
-        self, x: Float[Tensor, "B N E"], *, all_layers: Literal[False] = False, **options: Any
+        self,
+        x: Float[Tensor, "B N E"],
+        *,
+        all_layers: Literal[False] = False,
+        key_padding_mask: Tensor | None = None,
+        sharding: Sharding | None = None,
     ) -> Float[Tensor, "B N E"]: ...
 
     @overload
     def forward(
-        self, x: Float[Tensor, "B N E"], *, all_layers: Literal[True], **options: Any
+        self,
+        x: Float[Tensor, "B N E"],
+        *,
+        all_layers: Literal[True],
+        key_padding_mask: Tensor | None = None,
+        sharding: Sharding | None = None,
     ) -> tuple[Float[Tensor, "B N E"], ...]: ...
 
     def forward(
@@ -202,6 +212,9 @@ class LongNetEncoder(nn.Module):
         if all_layers:
             return tuple(states)
         return x if self.layer_norm is None else self.layer_norm(x)
+
+    def extra_repr(self) -> str:
+        return "" if self.over_ranks is None else str(self.over_ranks)
 
     @torch.no_grad()
     def _scale_weights(self) -> None:

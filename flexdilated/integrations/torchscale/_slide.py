@@ -165,12 +165,17 @@ class SlideEncoder(nn.Module):
 
     @overload
     def forward(
-        self, tiles: Tensor, coordinates: Tensor, *, all_layers: Literal[False] = False, **options: Any
+        self,
+        tiles: Tensor,
+        coordinates: Tensor,
+        *,
+        all_layers: Literal[False] = False,
+        key_padding_mask: Tensor | None = None,
     ) -> Float[Tensor, "B E"]: ...
 
     @overload
     def forward(
-        self, tiles: Tensor, coordinates: Tensor, *, all_layers: Literal[True], **options: Any
+        self, tiles: Tensor, coordinates: Tensor, *, all_layers: Literal[True], key_padding_mask: Tensor | None = None
     ) -> tuple[Float[Tensor, "B E"], ...]: ...
 
     def forward(
