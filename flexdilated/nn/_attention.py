@@ -226,8 +226,8 @@ def chosen_pattern(
     branches = zip(defaults.items(), (segment_lengths, dilation_rates, offsets, heads), strict=True)
     if given := [f"{name}={value!r}" for (name, default), value in branches if value != default]:
         raise ValueError(
-            f"a pattern replaces segment_lengths, dilation_rates, offsets and heads: give one or the other; got "
-            f"{pattern=} and {', '.join(given)}"
+            "a pattern replaces segment_lengths, dilation_rates, offsets and heads: give one or the other; got "
+            f"pattern={pattern_text(pattern)} and {', '.join(given)}"
         )
     return pattern & masks.causal() if require_bool("causal", causal) else pattern
 
