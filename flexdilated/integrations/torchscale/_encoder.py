@@ -196,7 +196,8 @@ class LongNetEncoder(nn.Module):
         all without the final norm.
         key_padding_mask: (B, N), True for tokens to which no token may attend, or floats, -inf for these and 0 for
         others; with a mesh for the whole sequence. Tokens before padding at the end get the features that they get
-        without it. With padding="zeros" in the configuration, padding must be at the end.
+        without it. With padding="zeros" in the configuration, padding must be at the end, and its length is read, which
+        breaks a graph of torch.compile.
         sharding: that of this call, with a mesh; None for the one of the module.
 
         Raises ValueError or TypeError for a mask that does not fit. With padding="zeros" in the configuration, also for

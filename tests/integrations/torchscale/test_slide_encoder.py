@@ -114,6 +114,17 @@ def test_it_compiles() -> None:
     assert_close(compiled(tiles, corners), model(tiles, corners), rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.slow
+def test_a_mask_compiles() -> None:
+    """In one graph with padding=None; lengths, which zero keys follow, are read and break it."""
+    torch.manual_seed(0)
+    layers = replace(LAYERS, depth=1, segment_lengths=(21, 52), dilation_rates=(3, 4), padding=None)
+    model = SlideEncoder(replace(SMALL, encoder=layers, pooling="mean")).double()
+    compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
+    tiles, corners, mask = batch_of(60, 31)
+    assert_close(compiled(tiles, corners, key_padding_mask=mask), model(tiles, corners, key_padding_mask=mask), **TIGHT)
+
+
 def batch_of(*lengths: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Slides of these lengths, filled up with tiles that are no numbers, at places outside of the grid."""
     tiles, corners = slide(SMALL, max(lengths), batch=len(lengths))
@@ -155,6 +166,7 @@ def dense_encoder(model: SlideEncoder, x: torch.Tensor, visible: torch.Tensor) -
         joined = layer.self_attn.inner_attn_ln(out.transpose(1, 2).flatten(2))
         x = x + layer.self_attn.out_proj(joined)
         x = x + layer.ffn(layer.final_layer_norm(x))
+    assert model.encoder.layer_norm is not None
     return model.encoder.layer_norm(x)
 
 
