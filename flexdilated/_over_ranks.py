@@ -96,23 +96,23 @@ class OverRanks:
         v: Float[Tensor, "B G L D"],
         pattern: Pattern | Mixture,
         *,
+        sharding: Sharding | None = None,
         score_mod: ScoreMod | None = None,
         bindings: Mapping[str, Tensor] | None = None,
         **options: Any,
-    ) -> Float[Tensor, "B H L D"]:
-        """Attention of this rank's queries over the keys of all ranks: the output (B, H, L, D).
+    ) -> Any:
+        """Attention of this rank's queries over the keys of all ranks.
 
-        All ranks must call it. options: further keywords of `attend`, such as scale. Raises ValueError for a score_mod
-        unless the schedule is "heads".
+        Returns the output (B, H, L, D) or, with return_lse=True, (output, natural lse (B, H, L)). All ranks must call
+        it. sharding: that of this call; None for the one of these settings. options: further keywords of `attend`, such
+        as scale. Raises ValueError for a score_mod unless the schedule is "heads".
         """
-        sharding = self.sharding_of(q.shape[2])
+        sharding = self.sharding_of(q.shape[2]) if sharding is None else sharding
         if self.schedule == "heads":
             from .distributed._heads import attend_heads
 
             options |= {"ranks": self.ranks, "sharding": sharding, "score_mod": score_mod, "bindings": bindings}
-            out = attend_heads(q, k, v, pattern, **options)
-            assert isinstance(out, Tensor)  # return_lse is not set
-            return out
+            return attend_heads(q, k, v, pattern, **options)
         from .distributed import attend
 
         if score_mod is not None:

@@ -127,7 +127,7 @@ def draw_mask(tokens: int, path: Path) -> None:
     """
     tokens = min(tokens, 512)
     config = configs(tokens)["LongNet"]
-    masks.plot(config.pattern, tokens, num_heads=config.num_heads, order=("natural", "residue")).savefig(path)
+    masks.plot(config.attention_pattern, tokens, num_heads=config.num_heads, order=("natural", "residue")).savefig(path)
 
 
 def draw_losses(results: dict[str, Any], path: Path) -> None:
@@ -175,11 +175,11 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, Any]:
     for name, config in configs(given.tokens).items():
         torch.manual_seed(0)
         models[name] = model = fd.LongNet(config).to(DEVICE)
-        print(f"{name} attention, {sum(each.numel() for each in model.parameters()):,} parameters: {config.pattern}")
+        print(f"{name} attention, {sum(each.numel() for each in model.parameters()):,} parameters: {model.pattern}")
         before = held_out_bits(model, held_out, given.tokens)
         losses, seconds = train(model, text, steps=given.steps, tokens=given.tokens)
         results[name] = {
-            "density": masks.describe(config.pattern, given.tokens, num_heads=config.num_heads).density,
+            "density": masks.describe(model.pattern, given.tokens, num_heads=config.num_heads).density,
             "before": before,
             "after": held_out_bits(model, held_out, given.tokens),
             "seconds": median(seconds),

@@ -35,7 +35,8 @@ _OF_MODULES = {
     **dict.fromkeys(
         f"{WIDTH} embed_dim num_heads {HEADS}".split(),
         "it has no projections; for a module with projections write "
-        "fd.MultiheadDilatedAttention(embed_dim, num_heads, segment_lengths, dilation_rates)",
+        "fd.MultiheadDilatedAttention(embed_dim, num_heads, segment_lengths, dilation_rates), or pattern= instead of "
+        "the last two",
     ),
     "dropout_p": "write dropout=, which is applied in training",
 }
@@ -199,6 +200,36 @@ def dilated_pattern(
             f"first; got segment_lengths={tuple(segment_lengths)} and dilation_rates={tuple(dilation_rates)}"
         )
     return pattern & masks.causal() if causal else pattern
+
+
+def chosen_pattern(
+    pattern: Pattern | Mixture | None,
+    segment_lengths: Sequence[int] | None,
+    dilation_rates: Sequence[int] | None,
+    *,
+    causal: bool,
+    offsets: str,
+    heads: str,
+    how: str,
+) -> Pattern | Mixture:
+    """Return `pattern`, intersected with causal order if `causal`; if it is None, the `dilated_pattern` of the rest.
+
+    how: the call to write, for the error if there are neither a pattern nor branches. Raises TypeError in that case,
+    and ValueError if there are both, also for offsets or heads other than the defaults.
+    """
+    if pattern is None:
+        if segment_lengths is None or dilation_rates is None:
+            raise TypeError(f"attention needs segment_lengths and dilation_rates, or pattern=: {how}")
+        return dilated_pattern(segment_lengths, dilation_rates, causal=causal, offsets=offsets, heads=heads)
+    require_expression(pattern)
+    defaults = {"segment_lengths": None, "dilation_rates": None, "offsets": "interleaved", "heads": "all"}
+    branches = zip(defaults.items(), (segment_lengths, dilation_rates, offsets, heads), strict=True)
+    if given := [f"{name}={value!r}" for (name, default), value in branches if value != default]:
+        raise ValueError(
+            "a pattern replaces segment_lengths, dilation_rates, offsets and heads: give one or the other; got "
+            f"pattern={pattern_text(pattern)} and {', '.join(given)}"
+        )
+    return pattern & masks.causal() if require_bool("causal", causal) else pattern
 
 
 class DilatedAttention(BlockSparseAttention):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -14,11 +14,11 @@ from torch.utils.checkpoint import checkpoint
 from .. import masks
 from .._attend import autocast_dtype
 from .._over_ranks import engine_text, over_ranks, pattern_text, ranks_text
-from .._validate import require_dense
+from .._validate import require_dense, run_time_tensors
 from ..decoding import KVCache
 from ..masks import Layout, Mixture, Pattern
 from ..masks.core import advises, renamed, require_int
-from ..masks.patterns import on_host
+from ..masks.patterns import carrying, on_host
 from ..selection import SelectedAttention
 from ._call_masks import without_padding
 from ._longnet_block import Block, KeysValues, norm, turns
@@ -47,11 +47,12 @@ class Memory(NamedTuple):
 
 @advises()
 class LongNetBackbone(Pretrained):
-    """Stack of blocks with dilated attention: tokens (B, N), or embedded inputs (B, N, E), -> features (B, N, E).
+    """Stack of blocks with sparse attention: tokens (B, N), or embedded inputs (B, N, E), -> features (B, N, E).
 
-    Each block has all branches, so cost grows linearly with the number of tokens, while the path between any two tokens
-    of a segment has a length logarithmic in the segment. Takes any number of tokens from 1. With `config.layout` other
-    than "natural", the tokens are permuted once at the input of the model and back once at its output.
+    Each block attends by all branches of the configuration, or by its pattern. With branches, cost grows linearly with
+    the number of tokens, while the path between any two tokens of a segment has a length logarithmic in the segment.
+    Takes any number of tokens from 1. With `config.layout` other than "natural", the tokens are permuted once at the
+    input of the model and back once at its output.
     Source: LongNet, arXiv 2307.02486.
 
     mesh: the ranks that share every sequence. Each rank passes its tokens, possibly none, and gets their features; only
@@ -89,12 +90,15 @@ class LongNetBackbone(Pretrained):
         if not isinstance(config, LongNetConfig):
             made = ": write fd.LongNetConfig(**config)" if isinstance(config, dict) else ""
             raise TypeError(f"config must be a LongNetConfig; got {type(config).__name__}{made}")
-        self.config, self.pattern = config, config.pattern
+        self.config, self.pattern = config, config.attention_pattern
         sent = {"codec": codec, "error_bound": error_bound, "pool": pool}
         how = {"schedule": schedule, "dropout": config.attention_dropout, "sharding": sharding}
         self.over_ranks = over_ranks(mesh, **how, **sent)
         self._check_mesh()
-        self.residue_rate = masks.layout(self.pattern, max(config.segment_lengths)).rate
+        self.residue_rate = masks.layout(self.pattern, config.planned_tokens).rate
+        self.has_one_cost = not any(
+            leaf.is_run_time or type(leaf).check_tokens is not Pattern.check_tokens for leaf in self.pattern.leaves()
+        )
         factory = {"device": device, "dtype": dtype}
         self.memory_dim = None if memory_dim is None else require_int("memory_dim", memory_dim, minimum=1)
         E, deepest = config.embed_dim, max(1, config.depth - 1)
@@ -147,6 +151,7 @@ class LongNetBackbone(Pretrained):
         caches: Sequence[KVCache] | None = None,
         memory: Float[Tensor, "B M E_memory"] | None = None,
         memory_padding_mask: Bool[Tensor, "B M"] | None = None,
+        bindings: Mapping[str, Tensor] | None = None,
     ) -> Float[Tensor, "B N out"]:
         """Features (B, N, E) of tokens in [0, vocab_size), or of embedded inputs with vocab_size=None.
 
@@ -156,13 +161,14 @@ class LongNetBackbone(Pretrained):
         padding, then continue the sequences of earlier calls with these caches; None for no earlier tokens. memory: the
         sequence to which every token also attends, in a model with memory_dim; None in a model without.
         memory_padding_mask: True for tokens of the memory to which no token may attend. A mask None means no padding.
-        Raises ValueError or TypeError for inputs of other shapes, on another device, or, without autocast, of another
-        dtype than the model's, and for a token outside the vocabulary; on an accelerator, and in a compiled graph, such
-        a token causes the device's own error.
+        bindings: values of the run-time tensors that the pattern of the configuration names, for the whole sequence, as
+        in `attend`. Raises ValueError or TypeError for inputs of other shapes, on another device, or, without autocast,
+        of another dtype than the model's, and for a token outside the vocabulary; on an accelerator, and in a compiled
+        graph, such a token causes the device's own error.
         """
         if caches is not None and key_padding_mask is not None:
             raise ValueError("a call with caches takes no key_padding_mask: give tokens without padding")
-        x = self.features(tokens, caches, key_padding_mask, self.read(memory, memory_padding_mask))
+        x = self.features(tokens, caches, key_padding_mask, self.read(memory, memory_padding_mask), bindings)
         return self._outputs(x)
 
     def _outputs(self, x: Float[Tensor, "... E"]) -> Tensor:
@@ -210,6 +216,7 @@ class LongNetBackbone(Pretrained):
         caches: Sequence[KVCache] | None = None,
         padding: Tensor | None = None,
         memory: Memory | None = None,
+        bindings: Mapping[str, Tensor] | None = None,
     ) -> Float[Tensor, "B N E"]:
         """Features (B, N, E) after the last norm, in the order of `tokens`.
 
@@ -229,7 +236,11 @@ class LongNetBackbone(Pretrained):
             positions, x = layout.positions(tokens.device), layout.apply(tokens, dim=1)
         self.config.check_num_tokens(first + num_tokens)
         x = self._embedded(x, positions)
-        pattern = on_host(without_padding(self.pattern, padding, (tokens.shape[0], num_tokens)))
+        rule = self.pattern
+        if bindings is not None:
+            run_time_tensors(rule, bindings, has_values=False)  # which checks the names
+            rule = carrying(rule, bindings)
+        pattern = on_host(without_padding(rule, padding, (tokens.shape[0], num_tokens)))
         visible = None
         if padding is not None and self._selects:
             visible = on_host(without_padding(masks.every(), padding, (tokens.shape[0], num_tokens)))
@@ -284,9 +295,11 @@ class LongNetBackbone(Pretrained):
             return None
         if self.config.layout == "residue":
             return masks.Layout(num_tokens, self.residue_rate)
-        # Decided for the longest segment, not for num_tokens: equal answers for all lengths avoid recompilation.
-        longest = max(self.config.segment_lengths)
-        best = masks.recommended_layout(self.pattern, longest, num_heads=self.config.num_heads, device=device)
+        if not self.has_one_cost:
+            return None
+        # Decided for one length, not for num_tokens: equal answers for all lengths avoid recompilation.
+        planned = self.config.planned_tokens
+        best = masks.recommended_layout(self.pattern, planned, num_heads=self.config.num_heads, device=device)
         return None if best is None else masks.Layout(num_tokens, best.rate)
 
     def _check_mesh(self) -> None:

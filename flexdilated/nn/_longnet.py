@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
 from typing import Any
 
@@ -38,6 +38,13 @@ class LongNet(LongNetBackbone):
     ... )
     >>> fd.LongNet(config)(torch.randint(256, (1, 300))).shape
     torch.Size([1, 300, 256])
+
+    A bidirectional encoder of embedded inputs, by a pattern:
+
+    >>> sizes = {"vocab_size": None, "embed_dim": 64, "depth": 2, "num_heads": 4}
+    >>> encoder = fd.LongNet(fd.LongNetConfig(**sizes, causal=False, pattern=masks.local_window(left=31, right=31)))
+    >>> encoder(torch.randn(1, 300, 64)).shape
+    torch.Size([1, 300, 64])
     """
 
     @advises(
@@ -157,13 +164,14 @@ class LongNetClassifier(Pretrained):
         tokens: Int64[Tensor, "B N"] | Float[Tensor, "B N E"],
         *,
         key_padding_mask: Bool[Tensor, "B N"] | None = None,
+        bindings: Mapping[str, Tensor] | None = None,
     ) -> Float[Tensor, "B C"]:
         """Outputs (B, num_outputs) of sequences of token ids, or of embedded inputs.
 
         key_padding_mask: True for padding, which is neither attended to nor pooled; each sequence needs at least one
-        other token.
+        other token. bindings: as in `LongNetBackbone.forward`.
         """
-        x = self.backbone(tokens, key_padding_mask=key_padding_mask)
+        x = self.backbone(tokens, key_padding_mask=key_padding_mask, bindings=bindings)
         if not x.shape[1]:
             raise ValueError(f"a sequence needs a token to be pooled; got shape {tuple(tokens.shape)}")
         return self.head(self._pooled(x, key_padding_mask))
@@ -186,8 +194,8 @@ class LongNetEncoderDecoder(Pretrained):
     """Sequence-to-sequence model: the decoder's blocks attend to its own tokens and to the encoder's features.
 
     encoder, decoder: configurations; the encoder's has causal=False, the decoder's causal=True and a vocab_size. The
-    self-attention of each uses the branches of its own configuration; in cross-attention every token of the decoder
-    attends to all tokens of the encoder that are not padding.
+    self-attention of each uses the branches or the pattern of its own configuration, without run-time tensors; in
+    cross-attention every token of the decoder attends to all tokens of the encoder that are not padding.
     Source: Attention Is All You Need, arXiv 1706.03762, section 3.2.3.
 
     >>> sizes = {"embed_dim": 64, "depth": 2, "num_heads": 4, "segment_lengths": (64, 256), "dilation_rates": (1, 4)}
@@ -211,6 +219,11 @@ class LongNetEncoderDecoder(Pretrained):
                 raise TypeError(f"{name} must be a LongNetConfig; got {type(config).__name__}")
             if config.causal != causal:
                 raise ValueError(f"the {name} must have causal={causal}; got causal={config.causal}")
+            if config.attention_pattern.varies:
+                raise ValueError(
+                    f"the {name} must have a pattern without run-time tensors, as its calls pass none; got "
+                    f"{config.attention_pattern!r}"
+                )
         if decoder.vocab_size is None:
             raise ValueError("the decoder must have a vocabulary; got vocab_size=None")
         factory = {"device": device, "dtype": dtype}

@@ -17,13 +17,14 @@ from ..masks.core import (
     renamed,
     require_bool,
     require_choice,
+    require_expression,
     require_finite,
     require_int,
     require_probability,
 )
 from ..masks.patterns import OF_BRANCHES
 from ..selection import BlockSelector, SelectedAttention, TopK
-from ._attention import dilated_pattern
+from ._attention import chosen_pattern
 
 
 @advises()
@@ -117,22 +118,26 @@ OTHER_NAMES = {
     ),
     **dict.fromkeys(LENGTH.split(), "leave it out, as a model takes any number of tokens"),
     **OF_BRANCHES,
-    "pattern": "the branches are its pattern, segment_lengths=(2048, 4096) and dilation_rates=(1, 2)",
 }
-
-
-@advises(
-    keywords=OTHER_NAMES,
-    how="write fd.LongNetConfig(vocab_size=256, embed_dim=512, depth=12, num_heads=8, "
-    "segment_lengths=(2048, 4096), dilation_rates=(1, 2))",
+_HOW = (
+    "write fd.LongNetConfig(vocab_size=256, embed_dim=512, depth=12, num_heads=8, segment_lengths=(2048, 4096), "
+    "dilation_rates=(1, 2))"
 )
+_PLANNED = 8192
+
+
+@advises(keywords=OTHER_NAMES, how=_HOW)
 @dataclass(frozen=True, kw_only=True)
 class LongNetConfig:
     """Sizes and options of a LongNet as plain data: `LongNetConfig(**data)` inverts `dataclasses.asdict`.
 
     vocab_size: number of token ids, for token ids in and logits out; None for embedded inputs in and features out.
-    depth: number of blocks. causal: True if no token attends to later ones.
+    depth: number of blocks. causal: True intersects the branches or the pattern with `masks.causal()`, so that no token
+        attends to later ones; False for an encoder.
     segment_lengths, dilation_rates, offsets, heads: the branches, as in `masks.longnet`.
+    pattern: a pattern or mixture to attend by, instead of branches, or its text: an expression for `masks.parse`, or
+        JSON of `masks.to_json`, in which the field is stored. Run-time tensors are named in it and passed to the model
+        as `bindings`; it holds none, and no custom function.
     ffn_dim: hidden width of the feed-forward; None means 4 * embed_dim.
     num_kv_heads: key/value heads, shared by num_heads / num_kv_heads query heads each; None means num_heads.
     position: "rotary" (RoFormer, arXiv 2104.09864); "xpos": rotary with scores that decay with distance (arXiv
@@ -152,7 +157,8 @@ class LongNetConfig:
     tie_embeddings: the output projection is the transposed token embedding.
     layout: order of the tokens inside the model, which does not affect its results. "natural": unchanged; "residue":
         one permutation at the input and its inverse at the output, under which dilated branches are dense; "auto": the
-        order with the lower predicted cost on the device, for a sequence of the longest segment length.
+        order with the lower predicted cost on the device, for a sequence of the longest segment length, or for 8,192
+        tokens with a pattern; natural for a pattern with run-time tensors or a limited number of tokens.
     checkpoint: in training, keep only the blocks' inputs, and run each block again in the backward.
     engine: as in `attend`.
     selection: layers that choose their keys from the data, as `SelectedLayers` or a mapping of its fields; they do not
@@ -169,8 +175,9 @@ class LongNetConfig:
     embed_dim: int
     depth: int
     num_heads: int
-    segment_lengths: tuple[int, ...]
-    dilation_rates: tuple[int, ...]
+    segment_lengths: tuple[int, ...] | None = None
+    dilation_rates: tuple[int, ...] | None = None
+    pattern: Pattern | Mixture | str | None = None
     causal: bool = True
     offsets: str = "interleaved"
     heads: str = "all"
@@ -215,10 +222,13 @@ class LongNetConfig:
         if self.tie_embeddings and self.vocab_size is None:
             raise ValueError("tie_embeddings needs a token embedding; got tie_embeddings=True, vocab_size=None")
         for name in ("segment_lengths", "dilation_rates"):
-            if not isinstance(getattr(self, name), Sequence):
-                raise TypeError(f"{name} must be a sequence of integers, such as (2048,); got {getattr(self, name)!r}")
-            object.__setattr__(self, name, tuple(getattr(self, name)))
-        self.pattern.check_heads(self.num_heads)
+            value = getattr(self, name)
+            if not isinstance(value, Sequence | None):
+                raise TypeError(f"{name} must be a sequence of integers, such as (2048,); got {value!r}")
+            object.__setattr__(self, name, None if value is None else tuple(value))
+        if self.pattern is not None:
+            object.__setattr__(self, "pattern", _json(self.pattern))
+        self.attention_pattern.check_heads(self.num_heads)
         self._check_selection()
 
     def _check_selection(self) -> None:
@@ -306,7 +316,33 @@ class LongNetConfig:
         return 4 * self.embed_dim if self.ffn_dim is None else self.ffn_dim
 
     @property
-    def pattern(self) -> Pattern | Mixture:
-        """Pattern of the branches, causal if `causal`; used by all layers except those of `selection`."""
+    def attention_pattern(self) -> Pattern | Mixture:
+        """`pattern`, or that of the branches, causal if `causal`; used by all layers except those of `selection`."""
+        pattern = None if self.pattern is None else _read(self.pattern)
         options = {"causal": self.causal, "offsets": self.offsets, "heads": self.heads}
-        return dilated_pattern(self.segment_lengths, self.dilation_rates, **options)
+        return chosen_pattern(pattern, self.segment_lengths, self.dilation_rates, **options, how=_HOW)
+
+    @property
+    def planned_tokens(self) -> int:
+        """Number of tokens for which `layout` is decided: the longest segment length, or 8,192 for a `pattern`."""
+        return _PLANNED if self.segment_lengths is None else max(self.segment_lengths)
+
+
+def _read(pattern: Pattern | Mixture | str) -> Pattern | Mixture:
+    """Return the pattern itself, or read it from an expression or from JSON. Raises TypeError for other values."""
+    if isinstance(pattern, str):
+        return masks.from_json(pattern) if pattern.lstrip().startswith("{") else masks.parse(pattern)
+    require_expression(pattern)
+    return pattern
+
+
+def _json(pattern: Pattern | Mixture | str) -> str:
+    """JSON of a pattern or of its text. Raises ValueError if it carries tensors, TypeError for a custom function."""
+    read = _read(pattern)
+    if held := read.given_tensors():
+        names = ", ".join(map(repr, held))
+        raise ValueError(
+            "the pattern of a configuration must only name its run-time tensors: write masks.documents('ids'), and "
+            f"pass the model bindings={{'ids': ids}}; got a pattern that holds {names}"
+        )
+    return masks.to_json(read)

@@ -69,15 +69,12 @@ def longnet_around(pattern: Pattern | Mixture, size: ModelSize, *, checkpoint: b
         depth=size.depth,
         num_heads=size.num_heads,
         num_kv_heads=size.num_kv_heads,
-        segment_lengths=(1,),
-        dilation_rates=(1,),
+        pattern=pattern,
+        causal=False,
         layout="natural",
         checkpoint=checkpoint,
     )
-    pattern.check_heads(size.num_heads)
-    model = LongNet(config, dtype=size.dtype)
-    model.pattern = pattern
-    return model
+    return LongNet(config, dtype=size.dtype)
 
 
 def training_step(model: LongNet, x: Tensor) -> Tensor:

@@ -1,8 +1,8 @@
-"""MultiheadDilatedAttention: `nn.MultiheadAttention` with LongNet's pattern instead of dense attention."""
+"""MultiheadDilatedAttention: `nn.MultiheadAttention` with LongNet's or any pattern instead of dense attention."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 from warnings import warn
 
@@ -16,9 +16,10 @@ from .._engines import check_engine
 from .._over_ranks import engine_text, over_ranks, pattern_text, ranks_text
 from .._torch_private import OrdinaryPath
 from .._validate import require_dense
+from ..masks import Mixture, Pattern
 from ..masks.core import HEADS, WIDTH, advises, renamed, require_bool, require_int, require_probability
 from ..masks.patterns import OF_BRANCHES
-from ._attention import dilated_pattern
+from ._attention import chosen_pattern
 from ._call_masks import require_causal_mask, without_padding
 
 if TYPE_CHECKING:
@@ -149,12 +150,22 @@ _INSTEAD = "for another rule call flexdilated.attend with `pattern & other`"
 _TOKENS_FIRST = ", and for inputs of (batch, tokens, width) make the module with batch_first=True"
 
 
+_HOW = (
+    "write fd.MultiheadDilatedAttention(512, 8, (2048, 8192), (1, 4), batch_first=True): width, heads, and a segment "
+    "length and a dilation rate for each branch"
+)
+
+
 class MultiheadDilatedAttention(MultiheadProjections):
-    """`nn.MultiheadAttention` with dilated attention between its projections.
+    """`nn.MultiheadAttention` with dilated attention, or attention by any pattern, between its projections.
 
     Its `state_dict` is interchangeable with that of an `nn.MultiheadAttention` with equal sizes, and equal seeds give
     equal parameters. With one branch that spans the sequence (segment_lengths=[N], dilation_rates=[1]) the two modules
     compute the same function. offsets, heads: as in `masks.longnet`; engine: as in `attend`.
+
+    pattern: a pattern or mixture to attend by, instead of segment_lengths, dilation_rates, offsets and heads; run-time
+    tensors that it names are passed to the call as `bindings`. causal: True intersects the branches or the pattern with
+    `masks.causal()`, and allows calls with is_causal=True. The attribute `pattern` is the result of both.
 
     mesh, schedule, sharding: as in `BlockSparseAttention`. The tokens of query, key and value are then this rank's, and
     key_padding_mask is for the whole sequence. The `state_dict` is that of a module without a mesh.
@@ -167,26 +178,27 @@ class MultiheadDilatedAttention(MultiheadProjections):
     >>> x = torch.randn(1, 256, 64)
     >>> layer(x, x, x)[0].shape
     torch.Size([1, 256, 64])
+    >>> layer = fd.MultiheadDilatedAttention(64, 4, pattern=masks.local_window(left=31, right=31), batch_first=True)
+    >>> layer(x, x, x)[0].shape
+    torch.Size([1, 256, 64])
     """
 
     @advises(
         keywords={
-            "pattern": "write fd.convert(nn.MultiheadAttention(embed_dim, num_heads), pattern), or without projections "
-            "fd.BlockSparseAttention(pattern)",
             "is_causal": "write causal=True",
             **renamed(embed_dim=WIDTH, num_heads=HEADS),
             **OF_BRANCHES,
         },
-        how="write fd.MultiheadDilatedAttention(512, 8, (2048, 8192), (1, 4), batch_first=True): width, heads, and a "
-        "segment length and a dilation rate for each branch",
+        how=_HOW,
     )
     def __init__(
         self,
         embed_dim: int,
         num_heads: int,
-        segment_lengths: Sequence[int],
-        dilation_rates: Sequence[int],
+        segment_lengths: Sequence[int] | None = None,
+        dilation_rates: Sequence[int] | None = None,
         *,
+        pattern: Pattern | Mixture | None = None,
         dropout: float = 0.0,
         bias: bool = True,
         add_bias_kv: bool = False,
@@ -213,7 +225,8 @@ class MultiheadDilatedAttention(MultiheadProjections):
         self.kdim = require_int("kdim", embed_dim if kdim is None else kdim, minimum=1)
         self.vdim = require_int("vdim", embed_dim if vdim is None else vdim, minimum=1)
         self.batch_first = require_bool("batch_first", batch_first)
-        self.pattern = dilated_pattern(segment_lengths, dilation_rates, causal=causal, offsets=offsets, heads=heads)
+        options = {"causal": causal, "offsets": offsets, "heads": heads}
+        self.pattern = chosen_pattern(pattern, segment_lengths, dilation_rates, **options, how=_HOW)
         self.pattern.check_heads(num_heads)
         self.causal = causal
         self.engine = engine
@@ -261,6 +274,8 @@ class MultiheadDilatedAttention(MultiheadProjections):
         attn_mask: Tensor | None = None,
         average_attn_weights: bool = True,
         is_causal: bool = False,
+        *,
+        bindings: Mapping[str, Tensor] | None = None,
     ) -> tuple[Float[Tensor, "*batch E"], None]:
         """Return (output in the shape of query, None in place of attention weights, which are never formed).
 
@@ -270,8 +285,9 @@ class MultiheadDilatedAttention(MultiheadProjections):
         key_padding_mask: booleans (B, M), or (M,) unbatched, True for keys to hide, or floats, -inf for keys to hide
         and 0 for others. A query without visible keys gets attention output 0, where torch has NaN. Positions include
         padding: with padding on the left, segments begin in the padding. average_attn_weights affects only returned
-        weights, so it has no effect here. Raises ValueError for need_weights, for any other attn_mask (RuntimeError at
-        run time in a compiled graph), and for inputs that do not fit.
+        weights, so it has no effect here. bindings: values of the run-time tensors that the pattern names, as in
+        `attend`; with a mesh for the whole sequence. Raises ValueError for need_weights, for any other attn_mask
+        (RuntimeError at run time in a compiled graph), and for inputs that do not fit.
         """
         refuse_weights(need_weights)
         q, k, v = self.heads_of(query, key, value)
@@ -283,9 +299,9 @@ class MultiheadDilatedAttention(MultiheadProjections):
         pattern = without_padding(self.pattern, key_padding_mask, (*batch, tokens), batch_first=self.batch_first)
         if self.over_ranks is None:
             dropout_p = self.dropout if self.training else 0.0
-            out = attend(q, k, v, pattern, dropout_p=dropout_p, q_offset=0, engine=self.engine)
+            out = attend(q, k, v, pattern, dropout_p=dropout_p, bindings=bindings, q_offset=0, engine=self.engine)
         else:
-            out = self.over_ranks.attend(q, k, v, pattern, engine=self.engine)
+            out = self.over_ranks.attend(q, k, v, pattern, bindings=bindings, engine=self.engine)
         return self.joined(out, query.dim()), None
 
     def _check_order(self, is_causal: bool, attn_mask: object, shape: tuple[int, int]) -> None:

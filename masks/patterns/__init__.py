@@ -19,6 +19,7 @@ from ._run_time import (
     Windows,
     as_written,
     blank,
+    carrying,
     missing,
     named,
     names,

@@ -273,6 +273,17 @@ def named(leaf: Pattern) -> Pattern:
     return replace(leaf, given=None) if isinstance(leaf, RunTime) else leaf
 
 
+def carrying(pattern: Any, tensors: Mapping[str, Tensor]) -> Any:
+    """Return the pattern with these values, by name, in its run-time leaves. Raises TypeError for another value."""
+    for name, x in tensors.items():
+        if not isinstance(x, Tensor):
+            raise TypeError(f"bindings must hold tensors; got {type(x).__name__} for {name!r}")
+    given = {name: Given(x) for name, x in tensors.items()}
+    return pattern.map_leaves(
+        lambda leaf: replace(leaf, given=given[leaf.name]) if isinstance(leaf, RunTime) and leaf.name in given else leaf
+    )
+
+
 def on_host(pattern: Any) -> Any:
     """Return the pattern with the run-time tensors that it carries moved to the CPU, except those on meta.
 

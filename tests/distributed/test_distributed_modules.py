@@ -208,6 +208,31 @@ def test_multihead_is_that_of_one_rank() -> None:
     on_ranks(3, attend_multiheads)
 
 
+def attend_by_patterns() -> None:
+    """Run-time tensors are for the whole sequence, by name in a call; one model in a mesh, one alone."""
+    pattern = (masks.longnet(*BRANCHES) & masks.documents("ids")) + masks.first_tokens(1)
+    sharding = SHARDINGS["ragged zigzag"]
+    held, over = sharding.positions(dist.get_rank()), {"mesh": line(), "sharding": sharding}
+    bindings = {"ids": torch.arange(N) // torch.tensor([[20], [11]])}
+    x = torch.randn(2, N, 24, dtype=torch.float64, generator=torch.Generator().manual_seed(3))
+    for schedule in ("exchange", "ring", "heads"):
+        torch.manual_seed(0)
+        many, one = (
+            fd.MultiheadDilatedAttention(24, 6, pattern=pattern, batch_first=True, causal=True, **options).double()
+            for options in ({"schedule": schedule, **over}, {})
+        )
+        one.load_state_dict(many.state_dict())
+        truth, _ = one(x, x, x, bindings=bindings)
+        assert_close(many(*[x[:, held]] * 3, bindings=bindings)[0], truth[:, held], **TIGHT)
+        sizes = {"vocab_size": None, "segment_lengths": None, "dilation_rates": None, "pattern": pattern}
+        many, one = longnet(schedule=schedule, **over, **sizes), longnet(**sizes)
+        assert_close(many(x[:, held], bindings=bindings), one(x, bindings=bindings)[:, held], **TIGHT)
+
+
+def test_any_pattern_is_that_of_one_rank() -> None:
+    on_ranks(3, attend_by_patterns)
+
+
 def data_and_sequence(wrapper: str, schedule: str) -> None:
     """A mesh of 2 x 2: two texts, each over two ranks; the wrapper averages gradients over all four."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "sp"))

@@ -112,8 +112,8 @@ def test_auto_takes_the_planners_layout(monkeypatch):
     model.blocks[0].register_forward_pre_hook(lambda module, inputs: seen.append(inputs[3]))
     model(tokens_of())
     # Asked at the longest segment, whatever the number of tokens.
-    assert asked == [(TINY.pattern, 64, 4, "cpu")]
-    assert seen == [fd.masks.layout(TINY.pattern, N)]
+    assert asked == [(TINY.attention_pattern, 64, 4, "cpu")]
+    assert seen == [fd.masks.layout(TINY.attention_pattern, N)]
 
 
 @pytest.mark.parametrize("causal", [True, False])

@@ -57,18 +57,24 @@ def decayed(x: Tensor, scale: float) -> Tensor:
 
 
 def longnet(
-    config: LongNetConfig, weights: Mapping[str, Tensor], x: Tensor, memory: Tensor | None = None, deep: float = 0.0
+    config: LongNetConfig,
+    weights: Mapping[str, Tensor],
+    x: Tensor,
+    memory: Tensor | None = None,
+    deep: float = 0.0,
+    rule: oracle.Rule | None = None,
 ) -> Tensor:
     """The whole model from its named parameters: logits of tokens, or features of embedded inputs.
 
-    memory: (B, M, E) that each token attends to. deep: the factor of x in the sums of a deepnorm model.
+    memory: (B, M, E) that each token attends to. deep: the factor of x in the sums of a deepnorm model. rule: that of
+    the pattern, in a model without branches.
     """
     weights = {name: weight.double() for name, weight in weights.items()}
     x = weights["embedding.weight"][x] if "embedding.weight" in weights else x.double()
     if "positions.weight" in weights:
         x = x + weights["positions.weight"][: x.shape[1]]
     for layer in range(config.depth):
-        block = _Block(config, weights, f"blocks.{layer}.")
+        block = _Block(config, weights, f"blocks.{layer}.", rule)
         halves = [("attention_norm", block.attention), ("ffn_norm", block.feed_forward)]
         if memory is not None:
             halves.insert(1, ("memory_norm", lambda y, block=block: block.attention_to(y, memory.double())))
@@ -84,8 +90,10 @@ def longnet(
 class _Block:
     """The parts of a block, by the names of its parameters."""
 
-    def __init__(self, config: LongNetConfig, weights: Mapping[str, Tensor], prefix: str) -> None:
-        self.config, self.weights, self.prefix = config, weights, prefix
+    def __init__(
+        self, config: LongNetConfig, weights: Mapping[str, Tensor], prefix: str, rule: oracle.Rule | None = None
+    ) -> None:
+        self.config, self.weights, self.prefix, self.rule = config, weights, prefix, rule
         self.H, self.G = config.num_heads, config.num_kv_heads or config.num_heads
         self.D = config.embed_dim // config.num_heads
 
@@ -112,17 +120,14 @@ class _Block:
             q, k = turn(q, config.rotary_base), turn(k, config.rotary_base)
         if config.position == "xpos":
             q, k = decayed(q, config.xpos_scale), decayed(k, -config.xpos_scale)
-        counts = multiplicity(
-            config.segment_lengths,
-            config.dilation_rates,
-            num_heads=self.H,
-            num_queries=N,
-            num_keys=N,
-            causal=config.causal,
-            offsets=config.offsets,
-            heads=config.heads,
-        )
-        out, _ = oracle.attention(q, k, v, counts)
+        rule = self.rule
+        if rule is None:
+            assert config.segment_lengths is not None
+            assert config.dilation_rates is not None
+            rule = oracle.longnet(config.segment_lengths, config.dilation_rates, config.offsets, config.heads)
+        rule = oracle.both(rule, oracle.causal()) if config.causal else rule
+        places = torch.arange(N)
+        out, _ = oracle.attention(q, k, v, oracle.counts(rule, range(self.H), self.H, places, places))
         return self._projected(out, "attention")
 
     def attention_to(self, x: Tensor, memory: Tensor) -> Tensor:

@@ -4,19 +4,99 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from math import log
-from typing import Any, Literal, Self, overload
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Self, overload
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Float, Int64
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from ..._attend import attend
-from ...masks import dilated, longnet
-from ...nn import skip_entries
+from ..._over_ranks import OverRanks, over_ranks
+from ...engines import padded_rows
+from ...masks import Mixture, Pattern, dilated, every, longnet
+from ...masks.patterns import on_host
+from ...nn import skip_entries, without_padding
 from ._config import LongNetEncoderConfig, load
 
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
+    from ...distributed import Sharding
+
 # B batch, N tokens, E embed dim, F hidden dim, H heads, D head dim
+
+
+class Sequences(NamedTuple):
+    """Properties of the sequences of a call that the attention of every layer needs.
+
+    visible: pattern of the keys that are not padding; None without padding. lengths: number of tokens of each sequence
+    without its padding, which determines zero keys; None without padding or without zero keys. over_ranks, sharding:
+    the mesh, and the ranks that hold the tokens; None for one device.
+    """
+
+    visible: Pattern | Mixture | None = None
+    lengths: tuple[int, ...] | None = None
+    over_ranks: OverRanks | None = None
+    sharding: Sharding | None = None
+
+    @classmethod
+    def of(
+        cls,
+        x: Float[Tensor, "B N E"],
+        config: LongNetEncoderConfig,
+        key_padding_mask: Tensor | None,
+        over_ranks: OverRanks | None,
+        sharding: Sharding | None,
+    ) -> Self:
+        """Read a padding mask, which is for the whole sequence.
+
+        sharding: that of the call; None for the one of over_ranks. Raises ValueError or TypeError for an invalid mask.
+        """
+        if over_ranks is None and sharding is not None:
+            raise ValueError("sharding needs an encoder with mesh=, the ranks that share the work; got one without")
+        if over_ranks is not None and sharding is None:
+            sharding = over_ranks.sharding_of(x.shape[1])
+        if key_padding_mask is None:
+            return cls(None, None, over_ranks, sharding)
+        shape = (x.shape[0], x.shape[1] if sharding is None else sharding.num_tokens)
+        visible = on_host(without_padding(every(), key_padding_mask, shape))
+        return cls(visible, None if config.padding is None else _lengths(key_padding_mask), over_ranks, sharding)
+
+    def longest(self, q: Float[Tensor, "B H N D"]) -> int:
+        """Length of the longest sequence without its padding; q are the queries of this device."""
+        if self.lengths is not None:
+            return max(self.lengths, default=0)
+        return q.shape[2] if self.sharding is None else self.sharding.num_tokens
+
+    def positions(self, q: Float[Tensor, "B H N D"]) -> Int64[Tensor, " N"]:
+        """Positions of the queries q in the whole sequence."""
+        if self.over_ranks is None or self.sharding is None:
+            return torch.arange(q.shape[2], device=q.device)
+        return self.sharding.positions(self.over_ranks.ranks.rank, q.device)
+
+
+WHOLE = Sequences()  # without padding, on one device
+
+Heads = tuple[Float[Tensor, "B H N D"], Float[Tensor, "B H N D"], Float[Tensor, "B H N D"]]
+
+
+def real_tokens(key_padding_mask: Tensor) -> Tensor:
+    """True for the tokens that a padding mask does not hide; the mask holds booleans, or floats, -inf for padding."""
+    return ~key_padding_mask if key_padding_mask.dtype == torch.bool else key_padding_mask == 0
+
+
+def _lengths(key_padding_mask: Tensor) -> tuple[int, ...]:
+    """Number of tokens of each sequence that are not padding; ValueError unless there is one, and padding ends it."""
+    real = real_tokens(key_padding_mask)
+    lengths = real.sum(1)
+    ended = torch.arange(real.shape[1], device=real.device) < lengths[:, None]
+    if not bool((real == ended).all()) or not bool(lengths.all()):
+        raise ValueError(
+            "with padding='zeros' a key_padding_mask must hide the last tokens of a sequence, and not all, as its zero "
+            "keys follow from its length; for any mask take padding=None; got one that hides others"
+        )
+    return tuple(lengths.tolist())
 
 
 class LongNetEncoder(nn.Module):
@@ -26,6 +106,10 @@ class LongNetEncoder(nn.Module):
     branches. With padding="zeros", which `from_torchscale` sets, it reproduces torchscale's encoder. Weights are
     initialized as in torchscale: nn.Linear's initialization, with value, output and feed-forward projections multiplied
     by sqrt(log(2 * depth)).
+
+    mesh: the ranks that share every sequence; None for one device. Each rank then passes its tokens and gets their
+    features. schedule, sharding: as in `BlockSparseAttention`. attention_dropout and drop_path must be 0 with a mesh.
+    Gradients of parameters are for this rank's tokens; sum them over the ranks.
     Source: microsoft/torchscale, architecture/encoder.py; MAGNETO (sub-LN), arXiv 2210.06423.
 
     >>> from flexdilated.integrations.torchscale import LongNetEncoder
@@ -40,11 +124,20 @@ class LongNetEncoder(nn.Module):
         self,
         config: LongNetEncoderConfig,
         *,
+        mesh: DeviceMesh | None = None,
+        schedule: str = "auto",
+        sharding: Sharding | None = None,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
         self.config = config
+        self.over_ranks = over_ranks(mesh, schedule=schedule, dropout=config.attention_dropout, sharding=sharding)
+        if mesh is not None and config.drop_path:
+            raise ValueError(
+                "drop_path must be 0 with a mesh, as each rank would skip different sequences; got "
+                f"drop_path={config.drop_path}"
+            )
         how: dict[str, Any] = {"device": device, "dtype": dtype}
         self.layers = nn.ModuleList([EncoderLayer(config, index, **how) for index in range(config.depth)])
         self.layer_norm = nn.LayerNorm(config.embed_dim, eps=config.norm_eps, **how) if config.final_norm else None
@@ -70,30 +163,59 @@ class LongNetEncoder(nn.Module):
         return encoder
 
     @overload
-    def forward(self, x: Float[Tensor, "B N E"], *, all_layers: Literal[False] = False) -> Float[Tensor, "B N E"]: ...
+    def forward(
+        self,
+        x: Float[Tensor, "B N E"],
+        *,
+        all_layers: Literal[False] = False,
+        key_padding_mask: Tensor | None = None,
+        sharding: Sharding | None = None,
+    ) -> Float[Tensor, "B N E"]: ...
 
     @overload
     def forward(
-        self, x: Float[Tensor, "B N E"], *, all_layers: Literal[True]
+        self,
+        x: Float[Tensor, "B N E"],
+        *,
+        all_layers: Literal[True],
+        key_padding_mask: Tensor | None = None,
+        sharding: Sharding | None = None,
     ) -> tuple[Float[Tensor, "B N E"], ...]: ...
 
     def forward(
-        self, x: Float[Tensor, "B N E"], *, all_layers: bool = False
+        self,
+        x: Float[Tensor, "B N E"],
+        *,
+        all_layers: bool = False,
+        key_padding_mask: Tensor | None = None,
+        sharding: Sharding | None = None,
     ) -> Float[Tensor, "B N E"] | tuple[Float[Tensor, "B N E"], ...]:
         """Features of embedded tokens, after the final layer norm if the configuration has one.
 
         all_layers: True returns a tuple of depth + 1 tensors instead: the first layer's input and each layer's output,
         all without the final norm.
+        key_padding_mask: (B, N), True for tokens to which no token may attend, or floats, -inf for these and 0 for
+        others; with a mesh for the whole sequence. Tokens before padding at the end get the features that they get
+        without it. With padding="zeros" in the configuration, padding must be at the end, and its length is read, which
+        breaks a graph of torch.compile.
+        sharding: that of this call, with a mesh; None for the one of the module.
+
+        Raises ValueError or TypeError for a mask that does not fit. With padding="zeros" in the configuration, also for
+        a sequence whose rows torchscale would shift, with a mask or a mesh.
         """
+        sequences = Sequences.of(x, self.config, key_padding_mask, self.over_ranks, sharding)
         x = self.dropout(x)
         states = [x]
         for layer in self.layers:
-            x = layer(x)
+            x = layer(x, sequences)
             if all_layers:
                 states.append(x)
         if all_layers:
             return tuple(states)
         return x if self.layer_norm is None else self.layer_norm(x)
+
+    def extra_repr(self) -> str:
+        return "" if self.over_ranks is None else str(self.over_ranks)
 
     @torch.no_grad()
     def _scale_weights(self) -> None:
@@ -114,6 +236,8 @@ class EncoderLayer(nn.Module):
     >>> layer = EncoderLayer(LongNetEncoderConfig(**sizes, segment_lengths=(64,), dilation_rates=(2,)), 1)
     >>> layer(torch.randn(1, 100, 64)).shape
     torch.Size([1, 100, 64])
+    >>> q, k, v = layer.project(torch.randn(1, 100, 64))
+    >>> out, lse = fd.attend(q, k, v, layer.pattern, return_lse=True)
     """
 
     def __init__(
@@ -133,10 +257,19 @@ class EncoderLayer(nn.Module):
         self.dropout = nn.Dropout(config.dropout)
         self.dropped = config.drop_path * index / max(1, config.depth - 1)
 
-    def forward(self, x: Float[Tensor, "B N E"]) -> Float[Tensor, "B N E"]:
+    def forward(self, x: Float[Tensor, "B N E"], sequences: Sequences = WHOLE) -> Float[Tensor, "B N E"]:
         dropped = self.dropped if self.training else 0.0
-        x = x + skip_entries(self.dropout(self.self_attn(self.self_attn_layer_norm(x))), dropped)
+        x = x + skip_entries(self.dropout(self.self_attn(self.self_attn_layer_norm(x), sequences)), dropped)
         return x + skip_entries(self.ffn(self.final_layer_norm(x)), dropped)
+
+    @property
+    def pattern(self) -> Pattern | Mixture:
+        """Pattern of the attention: the branches of the configuration, with their padding."""
+        return self.self_attn.pattern
+
+    def project(self, x: Float[Tensor, "B N E"]) -> Heads:
+        """Return (queries, keys, values), each (B, H, N, D), of this layer's attention for the layer's input x."""
+        return self.self_attn.project(self.self_attn_layer_norm(x))
 
 
 class _FeedForward(nn.Module):
@@ -186,20 +319,30 @@ class DilatedSelfAttention(nn.Module):
         self.out_proj = nn.Linear(E, E, device=device, dtype=dtype)
         self.inner_attn_ln = nn.LayerNorm(E, eps=config.norm_eps, device=device, dtype=dtype)
 
-    def forward(self, x: Float[Tensor, "B N E"]) -> Float[Tensor, "B N E"]:
+    def forward(self, x: Float[Tensor, "B N E"], sequences: Sequences = WHOLE) -> Float[Tensor, "B N E"]:
         """Attention output of all tokens, after the output projection."""
         q, k, v = self.project(x)
-        config, N = self.config, x.shape[1]
+        config, N = self.config, sequences.longest(q)
         branches = list(zip(config.segment_lengths, config.dilation_rates, strict=True))
-        if config.merge_grad == "exact" and not any(self._shifts(segment, rate, N) for segment, rate in branches):
-            out = attend(q, k, v, config.pattern, **self._options())
+        shifting = [(segment, rate) for segment, rate in branches if self._shifts(segment, rate, N)]
+        if shifting and sequences != WHOLE:
+            raise ValueError(
+                f"with padding='zeros' the branches {shifting} shift rows of longer sequences, which needs a call "
+                f"without a mask or a mesh: take padding=None; got {N} tokens"
+            )
+        if config.merge_grad == "exact" and not shifting:
+            out = self._attend(q, k, v, config.pattern, sequences, return_lse=False)
         else:
-            out = join([self._branch(q, k, v, *each) for each in branches], detached=config.merge_grad == "detached")
+            parts = [self._branch(q, k, v, *each, sequences) for each in branches]
+            out = join(parts, detached=config.merge_grad == "detached")
         return self.out_proj(self.inner_attn_ln(out.transpose(1, 2).flatten(2)))
 
-    def project(
-        self, x: Float[Tensor, "B N E"]
-    ) -> tuple[Float[Tensor, "B H N D"], Float[Tensor, "B H N D"], Float[Tensor, "B H N D"]]:
+    @property
+    def pattern(self) -> Pattern | Mixture:
+        """Pattern of the attention: the branches of the configuration, with their padding."""
+        return self.config.pattern
+
+    def project(self, x: Float[Tensor, "B N E"]) -> Heads:
         """Return (queries, keys, values) of the tokens, split into heads."""
         q, k, v = (
             each(x).unflatten(-1, (self.config.num_heads, -1)).transpose(1, 2)
@@ -215,15 +358,39 @@ class DilatedSelfAttention(nn.Module):
         """
         return self.config.padding is not None and num_tokens > segment and segment % rate != 0
 
-    def _branch(self, q: Tensor, k: Tensor, v: Tensor, segment: int, rate: int) -> tuple[Tensor, Tensor]:
+    def _attend(
+        self, q: Tensor, k: Tensor, v: Tensor, pattern: Pattern | Mixture, sequences: Sequences, *, return_lse: bool
+    ) -> Any:
+        """Attention over the keys of all ranks that are not padding: the output, or (output, lse) if return_lse."""
+        rule = pattern if sequences.visible is None else pattern.unpadded & sequences.visible
+        lengths, options = sequences.lengths, self._options()
+        options["return_lse"] = return_lse or lengths is not None
+        over = sequences.over_ranks
+        if over is None:
+            found = attend(q, k, v, rule, **options)
+        else:
+            del options["dropout_p"]
+            found = over.attend(q, k, v, rule, sharding=sequences.sharding, **options)
+        if lengths is None:
+            return found
+        # Each sequence has the zero keys of its own length.
+        positions, rows = sequences.positions(q), {"head_offset": 0, "num_heads": q.shape[1]}
+        entries = zip(*(x.split(1) for x in found), lengths, strict=True)
+        padded = [padded_rows(out, lse, pattern, positions, **rows, num_tokens=n) for out, lse, n in entries]
+        outs, lses = zip(*padded, strict=True)
+        return (torch.cat(outs), torch.cat(lses)) if return_lse else torch.cat(outs)
+
+    def _branch(
+        self, q: Tensor, k: Tensor, v: Tensor, segment: int, rate: int, sequences: Sequences
+    ) -> tuple[Tensor, Tensor]:
         """Return (output (B, H, N, D), natural log-sum-exp (B, H, N)) of the branch (segment length, dilation rate).
 
         Both are shifted as in torchscale if `_shifts` is True.
         """
         N, options = q.shape[2], self._options()
-        if not self._shifts(segment, rate, N):
+        if not self._shifts(segment, rate, sequences.longest(q)):
             pattern = longnet((segment,), (rate,), offsets="contiguous", padding=self.config.padding)
-            return attend(q, k, v, pattern, return_lse=True, **options)
+            return self._attend(q, k, v, pattern, sequences, return_lse=True)
         # Zeros are inserted as tokens, so all zero keys take part; output row p is row p of the longer sequence.
         longer = segment + -segment % rate
         q, k, v = (_with_zeros(x, segment, longer) for x in (q, k, v))

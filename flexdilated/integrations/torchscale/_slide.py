@@ -4,17 +4,25 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal, Self, overload
+from typing import TYPE_CHECKING, Any, Literal, Self, overload
 
 import torch
-from jaxtyping import Float, Shaped
+from jaxtyping import Bool, Float, Int64, Shaped
 from torch import Tensor, nn
+from torch.nn.functional import pad
 
+from ...masks import every
 from ...masks.core import require_choice, require_int
+from ...nn import without_padding
 from ._config import LongNetEncoderConfig, load
-from ._encoder import LongNetEncoder
+from ._encoder import LongNetEncoder, real_tokens
 
-# B slides, L tiles, C dim of a tile's features, E embed dim
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
+    from ...distributed import Sharding
+
+# B slides, L tiles (of this rank, with a mesh), S tiles of the slide, C dim of a tile's features, E embed dim
 
 POOLINGS = ("cls", "mean")
 
@@ -77,6 +85,11 @@ class SlideEncoder(nn.Module):
 
     The input sequence is a class token, then the projected tile features plus 2-D sin-cos positions. Positions are
     computed from the coordinates, without a stored table of grid_size² rows. config None: the published sizes.
+
+    mesh: the ranks that share every slide; None for one device. Each rank then passes equally many tiles, consecutive
+    ones in the order of the ranks, and gets the embedding of the slide; pad slides of other lengths. schedule: as in
+    `BlockSparseAttention`. Gradients are of the sum of all ranks' losses: if all compute one loss from the embedding,
+    divide it by the number of ranks, and sum the gradients of parameters over the ranks.
     Source: prov-gigapath/prov-gigapath, gigapath/slide_encoder.py and pos_embed.py.
 
     >>> from flexdilated.integrations.torchscale import LongNetEncoderConfig, SlideEncoder, SlideEncoderConfig
@@ -92,6 +105,8 @@ class SlideEncoder(nn.Module):
         self,
         config: SlideEncoderConfig | None = None,
         *,
+        mesh: DeviceMesh | None = None,
+        schedule: str = "auto",
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
@@ -106,19 +121,25 @@ class SlideEncoder(nn.Module):
         E = config.encoder.embed_dim
         self.patch_embed = nn.ModuleDict({"proj": nn.Linear(config.tile_dim, E, **how)})
         self.cls_token = nn.Parameter(torch.empty(1, 1, E, **how))
-        self.encoder = LongNetEncoder(config.encoder, **how)
+        self.encoder = LongNetEncoder(config.encoder, mesh=mesh, schedule=schedule, **how)
         self.norm = nn.LayerNorm(E, eps=config.norm_eps, **how)
         self.reset_parameters()
 
     @classmethod
     def from_checkpoint(
-        cls, checkpoint: Mapping[str, Any], config: SlideEncoderConfig | None = None, **changes: Any
+        cls,
+        checkpoint: Mapping[str, Any],
+        config: SlideEncoderConfig | None = None,
+        *,
+        mesh: DeviceMesh | None = None,
+        schedule: str = "auto",
+        **changes: Any,
     ) -> Self:
         """Make an encoder with weights from a checkpoint of Prov-GigaPath, which was trained with padding="zeros".
 
         checkpoint: result of `torch.load`, {"model": state_dict}, or the state_dict. config: None for the published
-        sizes; its encoder's padding is replaced by "zeros". changes: fields of the encoder's config to replace, such as
-        padding=None.
+        sizes; its encoder's padding is replaced by "zeros". mesh, schedule: as in the class. changes: fields of the
+        encoder's config to replace, such as padding=None.
 
         Raises ValueError that names all keys that are missing, unknown or of another shape.
         """
@@ -129,7 +150,7 @@ class SlideEncoder(nn.Module):
             )
         config = SlideEncoderConfig() if config is None else config
         layers = replace(config.encoder, **{"padding": "zeros", **changes})
-        model = cls(replace(config, encoder=layers))
+        model = cls(replace(config, encoder=layers), mesh=mesh, schedule=schedule)
         inner = checkpoint.get("model")
         load(model, inner if isinstance(inner, Mapping) else checkpoint)
         return model
@@ -144,32 +165,60 @@ class SlideEncoder(nn.Module):
 
     @overload
     def forward(
-        self, tiles: Tensor, coordinates: Tensor, *, all_layers: Literal[False] = False
+        self,
+        tiles: Tensor,
+        coordinates: Tensor,
+        *,
+        all_layers: Literal[False] = False,
+        key_padding_mask: Tensor | None = None,
     ) -> Float[Tensor, "B E"]: ...
 
     @overload
     def forward(
-        self, tiles: Tensor, coordinates: Tensor, *, all_layers: Literal[True]
+        self, tiles: Tensor, coordinates: Tensor, *, all_layers: Literal[True], key_padding_mask: Tensor | None = None
     ) -> tuple[Float[Tensor, "B E"], ...]: ...
 
     def forward(
-        self, tiles: Float[Tensor, "B L C"], coordinates: Shaped[Tensor, "B L 2"], *, all_layers: bool = False
+        self,
+        tiles: Float[Tensor, "B L C"],
+        coordinates: Shaped[Tensor, "B L 2"],
+        *,
+        all_layers: bool = False,
+        key_padding_mask: Shaped[Tensor, "B S"] | None = None,
     ) -> Float[Tensor, "B E"] | tuple[Float[Tensor, "B E"], ...]:
         """Embeddings (B, E) of the slides.
 
         tiles: features of each tile. coordinates: of one corner of each tile in its slide, in pixels, the same corner
         for all tiles. all_layers: True returns a tuple of depth + 1 embeddings instead, pooled from the encoder's input
         and from each layer's output, without the encoder's last norm.
+        key_padding_mask: True for tiles that only fill up a slide, or floats, -inf for these and 0 for others; with a
+        mesh for the whole slide. Such tiles are neither attended to nor pooled, and their features and coordinates are
+        not read: a slide with padding at its end gets the embedding that it gets alone. With padding="zeros" in the
+        configuration, padding must be at the end.
         Raises ValueError for tiles outside the grid of positions (the published model wraps some of them to the next
-        row); in a compiled graph such a tile causes the device's own index error.
+        row); in a compiled graph such a tile causes the device's own index error. For masks also as `LongNetEncoder`.
         """
+        sharding, length = self._sharding(tiles), tiles.shape[1]
+        num_tiles = length if sharding is None else sharding.num_tokens - 1
+        mine, counts = None, torch.full((len(tiles), 1), num_tiles, device=tiles.device)
+        options: dict[str, Any] = {"sharding": sharding}
+        if key_padding_mask is not None:
+            without_padding(every(), key_padding_mask, (len(tiles), num_tiles))  # which checks it
+            real = real_tokens(key_padding_mask)
+            mine, counts = real.narrow(1, self._rank * length, length), real.sum(1, keepdim=True)
+            tiles, coordinates = (torch.where(mine[..., None], x, 0) for x in (tiles, coordinates))
+            options["key_padding_mask"] = pad(key_padding_mask, (1, 0))  # the class token is no padding
         x = self.embed(tiles, coordinates)
         if all_layers:
-            return tuple(self._pooled(state) for state in self.encoder(x, all_layers=True))
-        return self._pooled(self.encoder(x))
+            states = self.encoder(x, all_layers=True, **options)
+            return tuple(self._pooled(state, mine, counts) for state in states)
+        return self._pooled(self.encoder(x, **options), mine, counts)
 
-    def embed(self, tiles: Float[Tensor, "B L C"], coordinates: Shaped[Tensor, "B L 2"]) -> Float[Tensor, "B L+1 E"]:
-        """Input of the encoder: the class token, then the projected tile features plus position embeddings."""
+    def embed(self, tiles: Float[Tensor, "B L C"], coordinates: Shaped[Tensor, "B L 2"]) -> Float[Tensor, "B N E"]:
+        """Input of the encoder: the class token, then the projected tile features plus position embeddings.
+
+        With a mesh, these tokens of this rank; the first rank has the class token.
+        """
         if coordinates.shape != (*tiles.shape[:2], 2):
             raise ValueError(
                 f"coordinates must be two for each tile, of shape {(*tiles.shape[:2], 2)}; got those of shape "
@@ -177,7 +226,21 @@ class SlideEncoder(nn.Module):
             )
         x = self.patch_embed["proj"](tiles)
         x = x + self._positions(coordinates).to(x.dtype)
-        return torch.cat((self.cls_token.to(x.dtype).expand(x.shape[0], -1, -1), x), dim=1)
+        x = torch.cat((self.cls_token.to(x.dtype).expand(x.shape[0], -1, -1), x), dim=1)
+        return x if self._rank == 0 else x[:, 1:]  # cut off, so that the class token has a gradient on every rank
+
+    @property
+    def _rank(self) -> int:
+        over = self.encoder.over_ranks
+        return 0 if over is None else over.ranks.rank
+
+    def _sharding(self, tiles: Tensor) -> Sharding | None:
+        """Assignment of the class token and the tiles to the ranks of the mesh; None without a mesh."""
+        if self.encoder.over_ranks is None:
+            return None
+        each = self.encoder.over_ranks.sharding_of(tiles.shape[1])
+        first, *rest = each.lengths
+        return replace(each, num_tokens=each.num_tokens + 1, shard_lengths=(first + 1, *rest))
 
     def _positions(self, coordinates: Tensor) -> Float[Tensor, "B L E"]:
         """Position embeddings: the second coordinate in the first half of the channels, the first in the other half."""
@@ -198,5 +261,22 @@ class SlideEncoder(nn.Module):
         table = torch.cat((angles.sin(), angles.cos()), -1).float().to(coordinates.device)
         return torch.cat((table[second], table[first]), -1)
 
-    def _pooled(self, x: Float[Tensor, "B L+1 E"]) -> Float[Tensor, "B E"]:
-        return self.norm(x[:, 1:].mean(1) if self.config.pooling == "mean" else x[:, 0])
+    def _pooled(
+        self, x: Float[Tensor, "B N E"], mine: Bool[Tensor, "B L"] | None, counts: Int64[Tensor, "B 1"]
+    ) -> Float[Tensor, "B E"]:
+        """Embeddings from the features x of the tokens on this device, which has the class token if it is rank 0.
+
+        mine: True for tiles of this device that are not padding; None for all. counts: their numbers in whole slides.
+        """
+        if self.config.pooling == "mean":
+            x = x if self._rank else x[:, 1:]
+            x = x if mine is None else torch.where(mine[..., None], x, 0)
+            pooled = x.mean(1) * (x.shape[1] / counts.clamp(min=1)).to(x.dtype)
+        else:
+            pooled = x[:, 0]
+        if self.encoder.over_ranks is not None:
+            from ...distributed import unshard
+
+            parts = unshard(pooled[:, None], self.encoder.over_ranks.mesh, dim=1)
+            pooled = parts.sum(1) if self.config.pooling == "mean" else parts[:, 0]
+        return self.norm(pooled)

@@ -6,12 +6,15 @@ import pytest
 import torch
 from torch.testing import assert_close
 
+import flexdilated as fd
 from flexdilated.integrations.torchscale import LongNetEncoderConfig, SlideEncoder, SlideEncoderConfig, slide_segments
 from tests.integrations.torchscale import plain
+from tests.support import oracle
 from tests.support.agreement import TIGHT
 
 BRANCHES = ((8, 20, 50), (1, 3, 4))
 LAYERS = LongNetEncoderConfig(24, 2, 3, *BRANCHES, padding="zeros")
+ALIGNED = replace(LAYERS, segment_lengths=(8, 21, 52))  # multiples of their rates: no rows are shifted
 SMALL = SlideEncoderConfig(LAYERS, tile_dim=6, grid_size=30)
 
 
@@ -109,6 +112,116 @@ def test_it_compiles() -> None:
     compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
     tiles, corners = slide(SMALL, 96, dtype=torch.float32)
     assert_close(compiled(tiles, corners), model(tiles, corners), rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.slow
+def test_a_mask_compiles() -> None:
+    """In one graph with padding=None; lengths, which zero keys follow, are read and break it."""
+    torch.manual_seed(0)
+    layers = replace(LAYERS, depth=1, segment_lengths=(21, 52), dilation_rates=(3, 4), padding=None)
+    model = SlideEncoder(replace(SMALL, encoder=layers, pooling="mean")).double()
+    compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
+    tiles, corners, mask = batch_of(60, 31)
+    assert_close(compiled(tiles, corners, key_padding_mask=mask), model(tiles, corners, key_padding_mask=mask), **TIGHT)
+
+
+def batch_of(*lengths: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Slides of these lengths, filled up with tiles that are no numbers, at places outside of the grid."""
+    tiles, corners = slide(SMALL, max(lengths), batch=len(lengths))
+    mask = torch.arange(max(lengths)) >= torch.tensor(lengths)[:, None]
+    return tiles.masked_fill(mask[..., None], torch.nan), corners.masked_fill(mask[..., None], -1e6), mask
+
+
+@pytest.mark.parametrize("pooling", ["cls", "mean"])
+@pytest.mark.parametrize("padding", [None, "zeros"])
+@pytest.mark.parametrize("merge_grad", ["exact", "detached"])
+def test_padded_slides_are_those_alone(pooling, padding, merge_grad) -> None:
+    """Embeddings of all states and gradients, whatever fills a slide up; zero keys follow each slide's own length."""
+    torch.manual_seed(0)
+    layers = replace(ALIGNED, padding=padding, merge_grad=merge_grad)
+    model = SlideEncoder(replace(SMALL, encoder=layers, pooling=pooling)).double()
+    lengths = (60, 31, 1)
+    tiles, corners, mask = batch_of(*lengths)
+    out = model(tiles, corners, key_padding_mask=mask)
+    alone = torch.cat([model(tiles[i : i + 1, :n], corners[i : i + 1, :n]) for i, n in enumerate(lengths)])
+    assert_close(out, alone, **TIGHT)
+    gradients = [torch.autograd.grad(each.sin().sum(), list(model.parameters())) for each in (out, alone)]
+    for found, wanted in zip(*gradients, strict=True):
+        assert_close(found, wanted, **TIGHT)
+    floats = torch.zeros(mask.shape).masked_fill(mask, -torch.inf)
+    states = model(tiles, corners, key_padding_mask=floats, all_layers=True)
+    for index, n in enumerate(lengths):
+        one = slice(index, index + 1)
+        for found, wanted in zip(states, model(tiles[one, :n], corners[one, :n], all_layers=True), strict=True):
+            assert_close(found[one], wanted, **TIGHT)
+
+
+def dense_encoder(model: SlideEncoder, x: torch.Tensor, visible: torch.Tensor) -> torch.Tensor:
+    """Features of the layers from their own projections, with dense attention in float64 between them."""
+    rule = oracle.both(oracle.longnet(*BRANCHES, "contiguous"), oracle.visible_keys(visible))
+    places = torch.arange(x.shape[1])
+    counts = oracle.counts(rule, range(3), 3, places, places)
+    for layer in model.encoder.layers:
+        out, _ = oracle.attention(*layer.project(x), counts)
+        joined = layer.self_attn.inner_attn_ln(out.transpose(1, 2).flatten(2))
+        x = x + layer.self_attn.out_proj(joined)
+        x = x + layer.ffn(layer.final_layer_norm(x))
+    assert model.encoder.layer_norm is not None
+    return model.encoder.layer_norm(x)
+
+
+@pytest.mark.parametrize("pooling", ["cls", "mean"])
+def test_any_tiles_may_be_hidden(pooling) -> None:
+    """With padding=None, from the middle as well: nothing attends to them, and the mean is over the others."""
+    torch.manual_seed(0)
+    model = SlideEncoder(replace(SMALL, encoder=replace(LAYERS, padding=None), pooling=pooling)).double()
+    tiles, corners = slide(SMALL, 40)
+    mask = torch.rand(1, 40, generator=torch.Generator().manual_seed(2)) < 0.4
+    x = dense_encoder(model, model.embed(*_cleared(tiles, corners, mask)), ~torch.nn.functional.pad(mask[0], (1, 0)))
+    pooled = x[:, 0] if pooling == "cls" else x[:, 1:][~mask].mean(0, keepdim=True)
+    assert_close(model(tiles, corners, key_padding_mask=mask), model.norm(pooled), **TIGHT)
+    everything = torch.ones_like(mask)
+    assert model(tiles, corners, key_padding_mask=everything).isfinite().all()
+
+
+def _cleared(tiles, corners, mask):
+    return (x.masked_fill(mask[..., None], 0) for x in (tiles, corners))
+
+
+def test_layers_show_what_they_attend_by() -> None:
+    """The pattern, and q, k and v: their attention is the layer's, from which maps of a slide are made."""
+    torch.manual_seed(0)
+    model = SlideEncoder(replace(SMALL, encoder=ALIGNED)).double().eval()
+    tiles, corners = slide(SMALL, 40)
+    states = model.encoder(model.embed(tiles, corners), all_layers=True)
+    for layer, before, after in zip(model.encoder.layers, states, states[1:], strict=False):
+        assert layer.pattern == layer.self_attn.pattern == ALIGNED.pattern
+        q, k, v = layer.project(before)
+        out, lse = fd.attend(q, k, v, layer.pattern, return_lse=True)
+        joined = layer.self_attn.inner_attn_ln(out.transpose(1, 2).flatten(2))
+        x = before + layer.self_attn.out_proj(joined)
+        assert_close(after, x + layer.ffn(layer.final_layer_norm(x)), **TIGHT)
+        received = fd.attention_received(q, k, lse, layer.pattern)
+        assert received.shape == (1, 3, 41)
+        assert ((received.sum(-1) > 0) & (received.sum(-1) <= 41 + 1e-9)).all()
+
+
+def test_masks_are_checked() -> None:
+    tiles, corners, mask = batch_of(60, 30)
+    shifted, aligned = (SlideEncoder(replace(SMALL, encoder=layers)).double() for layers in (LAYERS, ALIGNED))
+    with pytest.raises(ValueError, match=r"key_padding_mask must have shape \(2, 60\)"):
+        aligned(tiles, corners, key_padding_mask=mask[:, 1:])
+    with pytest.raises(TypeError, match="must hold booleans"):
+        aligned(tiles, corners, key_padding_mask=mask.long())
+    for bad in (mask.flip(1), torch.ones_like(mask)):
+        with pytest.raises(ValueError, match="with padding='zeros' a key_padding_mask must hide the last tokens"):
+            aligned.encoder(torch.randn(2, 60, 24, dtype=torch.float64), key_padding_mask=bad)
+    with pytest.raises(ValueError, match=r"the branches \[\(20, 3\), \(50, 4\)\] shift rows.*got 61 tokens"):
+        shifted(tiles, corners, key_padding_mask=mask)
+    few = batch_of(19, 7)  # shorter than every segment whose rate does not divide it
+    assert shifted(*few[:2], key_padding_mask=few[2]).isfinite().all()
+    with pytest.raises(ValueError, match="sharding needs an encoder with mesh="):
+        aligned.encoder(torch.randn(1, 6, 24).double(), sharding=fd.distributed.Sharding(6, 1))
 
 
 def test_configs_are_checked() -> None:

@@ -1,0 +1,142 @@
+"""Encoders over ranks: embeddings on every rank, and gradients that add up, are those of one rank."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.testing import assert_close
+
+import flexdilated as fd
+from flexdilated.distributed import Sharding
+from flexdilated.integrations.torchscale import LongNetEncoder, LongNetEncoderConfig, SlideEncoder, SlideEncoderConfig
+from tests.integrations.torchscale.test_slide_encoder import slide
+from tests.support.agreement import TIGHT
+from tests.support.ranks import on_ranks
+
+LAYERS = LongNetEncoderConfig(16, 2, 4, (8, 24, 60), (1, 2, 3))  # lengths that are multiples of their rates
+SMALL = SlideEncoderConfig(LAYERS, tile_dim=6, grid_size=30)
+LENGTHS = (37, 20)  # of slides, which are filled up to 38 tiles
+KINDS = [
+    ("exchange", None, "exact", "cls", True),
+    ("ring", None, "exact", "mean", True),
+    ("heads", None, "detached", "mean", False),
+    ("auto", "zeros", "exact", "mean", True),
+    ("exchange", "zeros", "detached", "cls", True),
+    ("heads", "zeros", "exact", "cls", False),
+]
+
+
+def line() -> DeviceMesh:
+    return init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("sp",))
+
+
+def encoder(config: SlideEncoderConfig, **options) -> SlideEncoder:
+    torch.manual_seed(0)
+    return SlideEncoder(config, **options).double()
+
+
+def slides(padded: bool) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
+    tiles, corners = slide(SMALL, 38, batch=2)
+    mask = torch.arange(38) >= torch.tensor(LENGTHS)[:, None]
+    return tiles, corners, {"key_padding_mask": mask} if padded else {}
+
+
+def gradients(model: nn.Module, out: Tensor) -> list[Tensor]:
+    return list(torch.autograd.grad(out.sin().sum(), list(model.parameters())))
+
+
+def summed(x: Tensor) -> Tensor:
+    total = x.detach().clone()
+    dist.all_reduce(total)
+    return total
+
+
+def encode_slides() -> None:
+    rank, size = dist.get_rank(), dist.get_world_size()
+    for schedule, padding, merge_grad, pooling, padded in KINDS:
+        config = replace(SMALL, encoder=replace(LAYERS, padding=padding, merge_grad=merge_grad), pooling=pooling)
+        many, one = encoder(config, mesh=line(), schedule=schedule), encoder(config)
+        tiles, corners, mask = slides(padded)
+        mine = slice(rank * 38 // size, (rank + 1) * 38 // size)
+
+        def about(text: str, kind: tuple = (schedule, padding, merge_grad, pooling, padded)) -> str:
+            return f"{kind}: {text}"
+
+        out, truth = many(tiles[:, mine], corners[:, mine], **mask), one(tiles, corners, **mask)
+        assert_close(out, truth, **TIGHT, msg=about)
+        for found, wanted in zip(gradients(many, out), gradients(one, truth), strict=True):
+            assert_close(summed(found) / size, wanted, **TIGHT, msg=about)  # each rank has the whole loss
+        states = many(tiles[:, mine], corners[:, mine], **mask, all_layers=True)
+        for found, wanted in zip(states, one(tiles, corners, **mask, all_layers=True), strict=True):
+            assert_close(found, wanted, **TIGHT, msg=about)
+
+
+def test_slides_over_ranks_are_those_of_one() -> None:
+    """All states' embeddings; tiles of one slide lie on both ranks, and some of the last one's are padding."""
+    on_ranks(2, encode_slides)
+
+
+def encode_tokens() -> None:
+    """Any sharding, also one for a single call; each rank's rows of the whole."""
+    torch.manual_seed(0)
+    sharding, other = Sharding(41, 2, "zigzag"), Sharding(30, 2, shard_lengths=(30, 0))
+    many, one = LongNetEncoder(LAYERS, mesh=line(), sharding=sharding).double(), LongNetEncoder(LAYERS).double()
+    one.load_state_dict(many.state_dict())
+    x = torch.randn(2, 41, 16, dtype=torch.float64)
+    mask = torch.arange(41) >= torch.tensor([[41], [17]])
+    held = sharding.positions(dist.get_rank())
+    assert_close(many(x[:, held], key_padding_mask=mask), one(x, key_padding_mask=mask)[:, held], **TIGHT)
+    held = other.positions(dist.get_rank())
+    assert_close(many(x[:, held], sharding=other), one(x[:, :30])[:, held], **TIGHT)
+
+
+def test_tokens_over_ranks_are_those_of_one() -> None:
+    on_ranks(2, encode_tokens)
+
+
+def refusals() -> None:
+    mesh = line()
+    tiles, corners, _ = slides(False)
+    shifting = replace(SMALL, encoder=replace(LAYERS, padding="zeros", segment_lengths=(8, 25, 60)))
+    half = slice(dist.get_rank() * 19, (dist.get_rank() + 1) * 19)
+    with pytest.raises(ValueError, match="drop_path must be 0 with a mesh"):
+        encoder(replace(SMALL, encoder=replace(LAYERS, drop_path=0.1)), mesh=mesh)
+    with pytest.raises(ValueError, match="attention dropout must be 0 with a mesh"):
+        encoder(replace(SMALL, encoder=replace(LAYERS, attention_dropout=0.1)), mesh=mesh)
+    with pytest.raises(ValueError, match="schedule needs mesh="):
+        encoder(SMALL, schedule="ring")
+    with pytest.raises(ValueError, match=r"the branches \[\(25, 2\)\] shift rows of longer sequences"):
+        encoder(shifting, mesh=mesh)(tiles[:, half], corners[:, half])
+    mask = torch.zeros(2, 19, dtype=torch.bool)
+    with pytest.raises(ValueError, match=r"key_padding_mask must have shape \(2, 38\)"):
+        encoder(SMALL, mesh=mesh)(tiles[:, half], corners[:, half], key_padding_mask=mask)
+
+
+def test_what_does_not_go_with_a_mesh_is_refused() -> None:
+    on_ranks(2, refusals)
+
+
+def live() -> str:
+    """From a checkpoint, and copied by its state_dict."""
+    tiles, corners, _ = slides(False)
+    weights = encoder(SMALL).state_dict()
+    many = SlideEncoder.from_checkpoint(weights, SMALL, mesh=line(), schedule="heads").double()
+    one = SlideEncoder.from_checkpoint(weights, SMALL).double()
+    half = slice(dist.get_rank() * 19, (dist.get_rank() + 1) * 19)
+    assert_close(many(tiles[:, half], corners[:, half]), one(tiles, corners), **TIGHT)
+    one.load_state_dict(many.state_dict())
+    whole = fd.distributed.unshard(
+        many.encoder(many.embed(tiles[:, half], corners[:, half]), sharding=TOKENS), line(), TOKENS, dim=1
+    )
+    assert_close(whole, one.encoder(one.embed(tiles, corners)), **TIGHT)
+    return repr(many)
+
+
+TOKENS = Sharding(39, 2, shard_lengths=(20, 19))  # a class token, and 38 tiles
+
+
+def test_checkpoints_load_over_ranks() -> None:
+    assert "mesh=2 ranks of axis 'sp', schedule='heads'" in on_ranks(2, live)[1]
