@@ -15,7 +15,7 @@ from torch import Tensor
 from ._measures import Row, Target, Timing
 from ._processes import run_apart
 
-# H heads, N tokens, D head dim; the batch is 1
+# B batch, H heads, N tokens, D head dim
 
 Attention = Callable[[Tensor, Tensor, Tensor], Tensor]
 Part = Literal["forward", "backward", "forward + backward"]
@@ -119,10 +119,10 @@ class Size:
 class Problem:
     """Tensors to attend over and the gradient of the output, drawn from a seed."""
 
-    q: Float[Tensor, "1 H N D"]
-    k: Float[Tensor, "1 H N D"]
-    v: Float[Tensor, "1 H N D"]
-    grad: Float[Tensor, "1 H N D"]
+    q: Float[Tensor, "B H N D"]
+    k: Float[Tensor, "B H N D"]
+    v: Float[Tensor, "B H N D"]
+    grad: Float[Tensor, "B H N D"]
 
     @classmethod
     def draw(cls, size: Size, *, seed: int = 0, device: str = "cpu", dtype: torch.dtype = torch.float32) -> "Problem":

@@ -1,20 +1,22 @@
-"""What a call may ask for besides a pattern: the price of score functions, dropout and values of another head dim."""
+"""What a call may ask for besides a pattern of its own: score functions, dropout, other values, rules of samples."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
-from itertools import product
+from itertools import product, repeat
+from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn.functional import pad
+from torch.nn.functional import pad, scaled_dot_product_attention
 
 import flexdilated as fd
+from flexdilated import masks
 
 from ._checks import assert_near
-from ._jobs import Attention, Problem, Size, attention_job, race, step_bytes
+from ._jobs import Attention, Job, Problem, Size, attention_job, race, step_bytes, tokens_text, train
 from ._measures import Row, at_most, measure
 from ._rules import LongNet, Window
 
@@ -102,3 +104,74 @@ def features(rules: tuple[Rule, ...] = _RULES, size: Size = Size(4096, num_heads
             ours / max(1, theirs),
             detail=detail,
         )
+
+
+def _problem(batch: int, num_queries: int, num_keys: int, size: Size) -> Problem:
+    draw = torch.Generator().manual_seed(0)
+    lengths = (num_queries, num_keys, num_keys, num_queries)
+    return Problem(*(torch.randn(batch, size.num_heads, n, size.head_dim, generator=draw) for n in lengths))
+
+
+def _masks(batch: int, num_tokens: int) -> Iterator[Tensor]:
+    """Masks (batch, 1, N, N) in which each pair is allowed with probability 0.3."""
+    draw = torch.Generator().manual_seed(0)
+    while True:
+        yield torch.rand(batch, 1, num_tokens, num_tokens, generator=draw) < 0.3
+
+
+def _lengths(documents: int, *totals: int) -> Iterator[tuple[Tensor, ...]]:
+    """Lengths of at least 1 that add up to each total."""
+    draw = torch.Generator().manual_seed(0)
+    while True:
+        cuts = (torch.randperm(total - 1, generator=draw)[: documents - 1].sort().values + 1 for total in totals)
+        ends = ((cut, torch.tensor([0]), torch.tensor([total])) for cut, total in zip(cuts, totals, strict=True))
+        yield tuple(torch.diff(torch.cat(end).sort().values) for end in ends)
+
+
+def masked(q: Tensor, k: Tensor, v: Tensor, allowed: Tensor) -> Tensor:
+    return fd.attend(q, k, v, masks.mask(allowed))
+
+
+def masked_by_torch(q: Tensor, k: Tensor, v: Tensor, allowed: Tensor) -> Tensor:
+    return scaled_dot_product_attention(q, k, v, attn_mask=allowed)
+
+
+def packed(q: Tensor, k: Tensor, v: Tensor, lengths: tuple[Tensor, ...]) -> Tensor:
+    ids = (torch.arange(len(each)).repeat_interleave(each) for each in lengths)
+    return fd.attend(q, k, v, masks.same_document(*ids))
+
+
+def pair_by_pair(q: Tensor, k: Tensor, v: Tensor, lengths: tuple[Tensor, ...]) -> Tensor:
+    of_queries, of_keys = (each.tolist() for each in lengths)
+    parts = zip(q.split(of_queries, 2), k.split(of_keys, 2), v.split(of_keys, 2), strict=True)
+    return torch.cat([scaled_dot_product_attention(*part) for part in parts], 2)
+
+
+@measure("C20", size=Size(64, num_heads=2, head_dim=16, repeats=1), documents=4)
+def samples(
+    size: Size = Size(512, num_heads=8, repeats=15), batch: int = 4, documents: int = 64, longer: int = 8
+) -> Iterator[Row]:
+    """What do a boolean mask for each sample, and packed cross-attention, cost over PyTorch's kernel?
+
+    Forward and backward. Queries of the packed documents are `longer` times `size`, keys twice as many.
+    """
+    tokens, num_queries = size.num_tokens, longer * size.num_tokens
+    one_mask = next(_masks(batch, tokens))
+    of_masks, of_documents = _problem(batch, tokens, tokens, size), _problem(1, num_queries, 2 * num_queries, size)
+    text = f"{batch} samples of {tokens} tokens, {size.num_heads} heads"
+    pairs = f"{documents} packed documents, {tokens_text(num_queries)} queries, {tokens_text(2 * num_queries)} keys"
+    for what, target, ways, problem, drawn in (
+        (f"a mask for each of {text}", 1.3, (masked, masked_by_torch), of_masks, repeat(one_mask)),
+        ("the same, new masks in each step", 2, (masked, masked_by_torch), of_masks, _masks(batch, tokens)),
+        (f"{pairs}, new lengths in each step", 2, (packed, pair_by_pair), of_documents,
+         _lengths(documents, num_queries, 2 * num_queries)),
+    ):  # fmt: skip
+        given = next(drawn)
+        assert_near(what, *(way(*problem.qkv, given) for way in ways))
+        jobs = [_job_of(way, problem, drawn) for way in ways]
+        name = "PyTorch's kernel" if ways[0] is masked else "PyTorch's kernel for each document"
+        yield race(f"{what}, forward + backward: time over {name}", at_most(target, "×"), jobs, repeats=size.repeats)
+
+
+def _job_of(way: Callable[..., Tensor], problem: Problem, drawn: Iterator[Any]) -> Job:
+    return Job(way.__name__, lambda given: train(lambda *x: way(*x, given), problem), lambda: next(drawn))
