@@ -61,7 +61,7 @@ def choose_engine(
         if is_transformed():
             check_transforms([q, k, v, *_others(sinks, score_mod, q, first)])
         if chosen == "flex":
-            reason = _flex_cannot(q, k, v, pattern, score_mod, first, sinks, return_lse or drops)
+            reason = _flex_cannot(q, k, v, pattern, score_mod, first, sinks, return_lse, drops)
         elif chosen == "flash":
             reason = _flash_cannot(q, k, v, score_mod, first, sides, drops)
         else:
@@ -176,6 +176,7 @@ def _flex_cannot(
     first: tuple[int, int, int],
     sinks: Tensor | None,
     return_lse: bool,
+    drops: bool,
 ) -> str | None:
     if q.dtype == torch.float64:
         able = "engine='tiles' (on CPU) and 'portable' serve" if score_mod is None else "engine='portable' serves"
@@ -186,7 +187,7 @@ def _flex_cannot(
             rule = f"flex needs a head dim of at least {_MIN_FLEX_HEAD_DIM} on {q.device.type}"
             return f"{rule}; got {head_dim}. engine='portable' serves it"
         return None
-    serves = f"engine={'tiles' if score_mod is None else 'portable'!r} serves it"
+    serves = f"engine={'portable' if drops or score_mod is not None else 'tiles'!r} serves it"
     if torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v)):
         return f"flex has no backward on CPU, and q, k or v requires a gradient; {serves}, or use torch.no_grad()"
     if score_mod is not None and torch.is_grad_enabled() and probe(score_mod, q, *first).requires_grad:
@@ -194,6 +195,8 @@ def _flex_cannot(
             f"flex has no backward on CPU, and score_mod uses a tensor that requires a gradient; {serves}, "
             "or use torch.no_grad()"
         )
+    if drops:
+        return f"flex gives no lse on CPU, which dropout needs; {serves}"
     if return_lse:
         return f"flex gives no lse on CPU; {serves}"
     if sinks is not None:

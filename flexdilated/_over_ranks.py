@@ -134,15 +134,13 @@ class OverRanks:
         return f"{self.mesh_text}, schedule={self.schedule!r}{rest}{pool}"
 
 
-def over_ranks(mesh: DeviceMesh | None, *, schedule: str, dropout: float = 0.0, **rest: Any) -> OverRanks | None:
+def over_ranks(mesh: DeviceMesh | None, *, schedule: str, **rest: Any) -> OverRanks | None:
     """Return the `OverRanks` of these arguments, or None if mesh is None.
 
-    dropout: the module's probability of dropping an attention weight. rest: the other fields of `OverRanks`, by name.
-    Raises ValueError for dropout with a mesh, and without a mesh if schedule is not "auto" or a field is not None.
+    rest: the other fields of `OverRanks`, by name. Raises ValueError without a mesh if schedule is not "auto" or a
+    field is not None.
     """
     if mesh is not None:
-        if dropout:
-            raise ValueError(f"attention dropout must be 0 with a mesh, as ranks do not share its draws; got {dropout}")
         return OverRanks(mesh, schedule, **rest)
     require_choice("schedule", schedule, SCHEDULES)
     for name, value in {"schedule": None if schedule == "auto" else schedule, **rest}.items():

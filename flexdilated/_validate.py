@@ -43,7 +43,7 @@ OTHER_KEYWORDS = {
         num_heads_global="num_heads",
         q_offset="offset position start_pos cache_position",
     ),
-    "dropout": "fd.attend takes dropout_p=; elsewhere apply torch.nn.functional.dropout to the output",
+    "dropout": "attend and distributed.attend take dropout_p=; elsewhere write torch.nn.functional.dropout(out)",
     "bias": "a score_mod adds one, lambda score, b, h, q_idx, k_idx: score + bias[h, q_idx, k_idx]",
     "num_kv_heads": "k and v may have fewer heads with enable_gqa=True",
     "cache": "write cache.attend(q, k, v), of an fd.KVCache",

@@ -15,7 +15,7 @@ from .._attend import autocast
 from .._engines import choose_engine
 from .._torch_private import graph_constant
 from .._validate import OTHER_KEYWORDS, check_sinks, check_sizes, resolve_scale, run_time_tensors
-from ..engines import nothing, one_width, padded_rows, placed_engine
+from ..engines import nothing, one_width, padded_rows, placed_engine, with_seed
 from ..masks import Mixture, Pattern
 from ..masks.core import advises, require_bool, require_choice, require_expression
 from ..masks.planning import block_sides
@@ -23,7 +23,18 @@ from ..masks.text import read_text
 from ._exchange import exchange
 from ._ring import ring_op
 from .counts import SCHEDULES, RankSchedule, ScheduleName, choose_schedule
-from .group import PlainCall, Ranks, Sharding, check_agreement, check_shards, equal_shards, values_of, whole_rule
+from .group import (
+    PlainCall,
+    Ranks,
+    Sharding,
+    check_agreement,
+    check_shards,
+    constant_probability,
+    equal_shards,
+    shared_dropout,
+    values_of,
+    whole_rule,
+)
 from .wire import CodecChoice, PoolChoice, check_codec, codec_named, name_of
 
 # B batch, H query heads, G key/value heads, L tokens of this rank's shard, D head dim
@@ -42,6 +53,7 @@ def attend(
     codec: CodecChoice = None,
     error_bound: float | None = None,
     pool: PoolChoice = None,
+    dropout_p: float = 0.0,
     scale: float | None = None,
     enable_gqa: bool = False,
     sinks: Float[Tensor, " H"] | None = None,
@@ -67,6 +79,7 @@ def attend(
     codec: CodecChoice = None,
     error_bound: float | None = None,
     pool: PoolChoice = None,
+    dropout_p: float = 0.0,
     scale: float | None = None,
     enable_gqa: bool = False,
     sinks: Float[Tensor, " H"] | None = None,
@@ -92,6 +105,7 @@ def attend(
     codec: CodecChoice = None,
     error_bound: float | None = None,
     pool: PoolChoice = None,
+    dropout_p: float = 0,  # with dynamic=True torch.compile would trace again for a float
     scale: float | None = None,
     enable_gqa: bool = False,
     sinks: Float[Tensor, " H"] | None = None,
@@ -121,6 +135,8 @@ def attend(
         and head), or "auto": the narrowest with relative error of each key and value vector within `error_bound`,
         chosen by one small collective per call. Gradients are sent with at least 16 bits per number.
     pool: source of message buffers: None (torch allocates), a `BufferPool`, or "auto", this device's default pool.
+    dropout_p: as in `flexdilated.attend`. Every rank draws a seed from its generator, and all use that of rank 0, which
+        one broadcast of 8 bytes sends; so W ranks drop the pairs that one rank drops with the seed of rank 0.
     bindings: values, for the whole sequence, of the run-time tensors that the pattern only names, such as
         {"documents": ids}.
     scale, enable_gqa, sinks, head_offset, num_heads_global, engine, block_size, return_lse: as in `flexdilated.attend`;
@@ -137,6 +153,7 @@ def attend(
     require_choice("schedule", schedule, SCHEDULES)
     require_bool("enable_gqa", enable_gqa)
     require_bool("return_lse", return_lse)
+    dropout_p = constant_probability("dropout_p", dropout_p)
     q, k, v = autocast(q, k, v)
     ranks = Ranks.of(mesh)
     shards = sharding
@@ -152,7 +169,7 @@ def attend(
     if schedule == "auto":
         chosen = _best(q, k, pattern.unpadded, tensors, shards, head_offset, heads, codec)
     needs_lse = return_lse or pattern.pads
-    features = {"score_mod": None, "sinks": sinks, "return_lse": needs_lse or chosen == "ring"}
+    features = {"score_mod": None, "sinks": sinks, "return_lse": needs_lse or chosen == "ring", "drops": dropout_p > 0}
     chosen_engine = placed_engine(
         choose_engine(engine, q, k, v, pattern, first=(head_offset, 0, 0), **features), q.device
     )
@@ -170,10 +187,12 @@ def attend(
         codec=codec,
         error_bound=0.0 if error_bound is None else error_bound,
         pool=name_of(pool),  # raises for an invalid pool, before anything is sent
+        dropout_p=dropout_p,
     )
     once = None if torch.compiler.is_compiling() else lambda: values_of(pattern, tensors)
     facts = _facts(q, k, v, sinks, schedule, pattern.text, call)
     _agree((ranks.name, ranks.size, ranks.rank, ranks.device_type), call.sharding, facts, once)
+    tensors, _ = with_seed(tensors, shared_dropout(dropout_p, ranks, q))
     if 0 in q.shape[:2]:  # on all ranks, so no rank waits
         out, lse = nothing(q, k, v, sinks)
     elif chosen == "ring":
@@ -216,6 +235,7 @@ def _facts(
         ("head_offset", call.head_offset),
         ("num_heads_global", call.num_heads_global),
         ("scale", call.scale),
+        ("dropout_p", call.dropout_p),
         ("codec", call.codec),
         ("error_bound", call.error_bound or None),
         ("sinks", sinks is not None),

@@ -1,7 +1,7 @@
 """The exchange: each rank receives exactly the keys that its queries need, in one all-to-all.
 
-With engine "tiles" the whole attention is one custom op; with engines that torch.compile traces, only the transfers
-of keys and values are custom ops.
+With engines "tiles" and "portable" the whole attention is one custom op; with "flex", which torch.compile traces, only
+the transfers of keys and values are custom ops.
 """
 
 from __future__ import annotations
@@ -16,7 +16,18 @@ from jaxtyping import Float
 from torch import Tensor
 
 from .._torch_private import graph_constant
-from ..engines import Call, WholeRows, copies, no_gradients, own_op, refuse, run, set_gradient, sum_dtype
+from ..engines import (
+    Call,
+    WholeRows,
+    copies,
+    no_gradients,
+    own_op,
+    refuse,
+    run,
+    set_gradient,
+    sum_dtype,
+    without_seed,
+)
 from ..masks.core import own_modes
 from ._exchange_plan import ExchangePlan
 from .group import PartSums, PlainCall, Ranks, Role, Sharding, as_promised, communicating, group_of, record, whole_rule
@@ -40,11 +51,14 @@ def plan_of(call: PlainCall, num_heads: int, num_kv_heads: int, bindings: Sequen
 
 
 class Exchange:
-    """Transfers of this rank in one attention call: keys and values in the forward, their gradients in the backward."""
+    """Transfers of this rank in one attention call: keys and values in the forward, their gradients in the backward.
+
+    bindings: the pattern's run-time tensors, ordered by name, and with dropout its seed last.
+    """
 
     def __init__(self, call: PlainCall, q: Tensor, k: Tensor, v: Tensor, bindings: Sequence[Tensor]) -> None:
         self.call, self.k, self.v = call, k, v
-        self.plan = plan_of(call, q.shape[1], k.shape[1], bindings)
+        self.plan = plan_of(call, q.shape[1], k.shape[1], without_seed(bindings, call.dropout_p)[0])
         self.ranks = Ranks.named(call.group, k.device.type)
         self.codec = codec_for(call.codec, call.error_bound, k, v, self.ranks)
         self.sent, self.received = self.plan.rows(k.device)
@@ -148,8 +162,8 @@ def exchange_op(
 
     The results are (B, H, L, D), (B, H, L) and twice (B, G, R, D), with R tokens for the KV head that receives most;
     shorter heads are padded. The transfer of keys overlaps with attention to this rank's keys. bindings: the pattern's
-    run-time tensors, ordered by name. constants: the other arguments of the call (pattern, scale, sharding, process
-    group and so on) as the text that `PlainCall.constants` returns.
+    run-time tensors, ordered by name, and with dropout its seed last. constants: the other arguments of the call
+    (pattern, scale, sharding, process group and so on) as the text that `PlainCall.constants` returns.
     """
     call = PlainCall.of(constants)
     own = Exchange(call, q, k, v, bindings)
@@ -208,9 +222,9 @@ def exchange_keys_op(q: Tensor, k: Tensor, v: Tensor, bindings: list[Tensor], co
     """Return (k, v), each this rank's tokens followed by those received from other ranks: (B, G, L + R, D).
 
     A rank receives the keys and values that its queries need: R tokens for the KV head that receives most; shorter
-    heads are padded. Of q only the shape is used. bindings: the pattern's run-time tensors, ordered by name. constants:
-    the other arguments of the call (pattern, sharding, process group and so on) as the text that `PlainCall.constants`
-    returns.
+    heads are padded. Of q only the shape is used. bindings: the pattern's run-time tensors, ordered by name, and with
+    dropout its seed last, which is not read. constants: the other arguments of the call (pattern, sharding, process
+    group and so on) as the text that `PlainCall.constants` returns.
     """
     own = Exchange(PlainCall.of(constants), q, k, v, bindings)
     found = own.room(own.plan.both.num_keys)
@@ -253,7 +267,7 @@ def _empty_keys(q: Tensor, k: Tensor, bindings: list[Tensor], call: PlainCall, *
     For the fake implementations of ops, which need only shapes and dtypes. own: True to include this rank's tokens. If
     the pattern has run-time tensors, the number of keys is data-dependent (an unbacked size).
     """
-    if bindings:
+    if without_seed(bindings, call.dropout_p)[0]:
         num_keys = torch.library.get_ctx().new_dynamic_size()
     else:
         with own_modes():
@@ -294,24 +308,26 @@ def exchange(
 
     The lse may be None unless return_lse is True. Every rank must make this call, and run its backward. call: the
     pattern, the engine and other plain arguments. bindings: the pattern's run-time tensors, for the whole sequence,
-    ordered by name. One all-to-all brings each (key/value head, token) that some query of this rank may attend to; in
-    the backward another returns the gradients, which the owners add up in float32 or wider. With engine "tiles" the
-    call is one op, which overlaps each transfer with work on this rank's keys; other engines are traced, and only the
-    transfers are ops.
+    ordered by name, and with dropout its seed last. One all-to-all brings each (key/value head, token) that some query
+    of this rank may attend to; in the backward another returns the gradients, which the owners add up in float32 or
+    wider. With engines "tiles" and "portable" the call is one op, which overlaps each transfer with work on this rank's
+    keys; "flex" is traced, and only the transfers are ops.
 
     Raises ValueError if the engine cannot serve the call, torch.distributed.DistError if another rank fails.
     """
-    if call.engine == "tiles":
+    if call.engine != "flex":
         out, lse, _, _ = exchange_op(q, k, v, sinks, bindings, call.constants)
         return out, lse
     k_all, v_all = torch.ops.flexdilated.exchange_keys(q, k, v, bindings, call.constants)
     if not q.shape[2]:
         nothing = k_all.sum() + v_all.sum()  # makes every rank's backward take part in the exchange
         return q + nothing, q.sum(-1).to(sum_dtype(q)) + nothing
+    bindings, dropout = without_seed(bindings, call.dropout_p)
     where = {"head_offset": call.head_offset, "num_heads_global": call.num_heads_global}
     placement = _placement(tuple(call), q.shape[1], k.shape[1], bindings)
     placed = Call.at(q, k_all, call.pattern, **where, block_size=call.block_size, placement=placement)
-    return run(call.engine, q, k_all, v_all, sinks, bindings, placed, call.scale, return_lse=return_lse)
+    options = {"dropout": dropout, "return_lse": return_lse}
+    return run(call.engine, q, k_all, v_all, sinks, bindings, placed, call.scale, **options)
 
 
 # A constant of a graph. `graph_constant` gets plain values, because torch 2.11 cannot unpack a constant named tuple.

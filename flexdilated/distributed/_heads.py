@@ -22,7 +22,17 @@ from ..engines import Call, ScoreMod, nothing, one_width, own_op, padded_rows, r
 from ..masks import Mixture, Pattern
 from ..masks.core import require_expression
 from ..masks.planning import block_sides
-from .group import Ranks, Sharding, check_agreement, check_shards, communicating, group_of, record
+from .group import (
+    Ranks,
+    Sharding,
+    check_agreement,
+    check_shards,
+    communicating,
+    constant_probability,
+    group_of,
+    record,
+    shared_dropout,
+)
 
 # B batch, X all heads of a tensor, Y heads that this rank receives, H query heads, G key/value heads,
 # L tokens of this rank's shard, N all tokens, D head dim
@@ -47,6 +57,7 @@ def attend_heads(
     *,
     ranks: Ranks,
     sharding: Sharding,
+    dropout_p: float = 0.0,
     scale: float | None = None,
     enable_gqa: bool = False,
     score_mod: ScoreMod | None = None,
@@ -66,10 +77,10 @@ def attend_heads(
     The load is balanced if the rules of the heads have equal work.
 
     bindings: values of the pattern's run-time tensors, for the whole sequence. sinks: for all heads of q; their
-    gradients must be summed over the ranks. Other arguments: as in `flexdilated.attend`. Raises ValueError unless W
-    divides H.
+    gradients must be summed over the ranks. dropout_p: as in `distributed.attend`. Other arguments: as in
+    `flexdilated.attend`. Raises ValueError unless W divides H.
     """
-    padded = require_expression(pattern)
+    padded, dropout_p = require_expression(pattern), constant_probability("dropout_p", dropout_p)
     pattern, needs_lse = pattern.unpadded, return_lse or pattern.pads
     q, k, v = autocast(q, k, v)
     check_shards(q, k, v, ranks=ranks, sharding=sharding, enable_gqa=enable_gqa)
@@ -90,16 +101,17 @@ def attend_heads(
     mine, place = taken_heads(H, H, W)[ranks.rank], (list(sharding.numbers()), ranks.name)
     sinks = None if sinks is None else sinks[mine.start : mine.stop]
     first, how = (head_offset + mine.start, 0, 0), {"score_mod": score_mod, "return_lse": needs_lse}
-    chosen = choose_engine(engine, q, k, v, pattern, first=first, sinks=sinks, **how)
+    chosen = choose_engine(engine, q, k, v, pattern, first=first, sinks=sinks, drops=dropout_p > 0, **how)
     width, factor = v.shape[-1], resolve_scale(scale, q.shape[-1])
-    q, k, v = tokens_to_heads(list(one_width(q, k, v)), H, *place, pattern.text, chosen == "tiles")
+    q, k, v = tokens_to_heads(list(one_width(q, k, v)), H, *place, pattern.text, dropout_p, chosen == "tiles")
+    dropout = shared_dropout(dropout_p, ranks, q)
     read = [head * G // H - mine.start * G // H for head in mine]
     if len({read.count(head) for head in read}) > 1:  # unequal groups: repeat key/value heads for query heads
         k, v = (torch.stack([x[:, head] for head in read], dim=1) for x in (k, v))
     # Keys and values may be float32, so that their gradients are float32, too.
     sides = () if block_size is None else block_sides(block_size)
     call = Call.at(q, k, pattern.text, head_offset=first[0], num_heads_global=heads, block_size=sides)
-    out, lse = run(chosen, q, k, v, sinks, tensors, call, factor, **how)
+    out, lse = run(chosen, q, k, v, sinks, tensors, call, factor, dropout=dropout, **how)
     (out,) = heads_to_tokens([out[..., :width]], [H], H, *place)
     if not needs_lse or lse is None:
         return out
@@ -117,26 +129,26 @@ Pieces = list[list[Tensor]]  # by rank: views into this rank's tensors
 
 @own_op("flexdilated::tokens_to_heads")
 def tokens_to_heads(
-    shards: list[Tensor], num_heads: int, sharding: list[int], group: str, pattern: str, widen: bool
+    shards: list[Tensor], num_heads: int, sharding: list[int], group: str, pattern: str, dropout_p: float, widen: bool
 ) -> list[Tensor]:
     """Convert (B, X, L, D), all heads of this rank's tokens, to (B, Y, N, D), this rank's heads of all tokens in order.
 
     The shards, such as q, k and v, have one dtype and are sent in one all-to-all; a head is sent to each rank that
     needs it if num_heads query heads are split evenly. sharding: `Sharding.numbers()`. group: a process group's name.
-    pattern: in JSON; ranks first check that the pattern and sizes are equal on all ranks. "" skips the check.
+    pattern: in JSON; ranks first check that pattern, dropout_p and sizes are equal on all ranks. "" skips the check.
     widen: if True, a tensor of which some head is sent to several ranks is returned in float32 or wider, so that its
     gradients are sent and summed in that dtype.
     """
     rank, split, tensors = _read(num_heads, [x.shape[1] for x in shards], sharding, group)
     if pattern:
-        check_agreement(Ranks.named(group, shards[0].device.type), _facts(shards, split, pattern))
+        check_agreement(Ranks.named(group, shards[0].device.type), _facts(shards, split, pattern, dropout_p))
     wholes = [_whole(x, takers, split, rank, widen) for x, takers in zip(shards, tensors, strict=True)]
     _swap(_of_shards(shards, tensors, split, rank), _of_wholes(wholes, split), like=shards[0], group=group, add=False)
     return wholes
 
 
 @tokens_to_heads.register_fake
-def _(shards, num_heads, sharding, group, pattern, widen):
+def _(shards, num_heads, sharding, group, pattern, dropout_p, widen):
     rank, split, tensors = _read(num_heads, [x.shape[1] for x in shards], sharding, group)
     return [_whole(x, takers, split, rank, widen) for x, takers in zip(shards, tensors, strict=True)]
 
@@ -166,7 +178,7 @@ def _(wholes, heads, num_heads, sharding, group):
 
 
 def _remember_shards(ctx, inputs, output) -> None:
-    shards, *ctx.options, _, _ = inputs
+    shards, *ctx.options, _, _, _ = inputs
     ctx.heads, ctx.dtype = [x.shape[1] for x in shards], shards[0].dtype
 
 
@@ -176,7 +188,7 @@ def _shards_backward(ctx, grads):
         some = [place for place, grad in enumerate(grads) if grad.dtype == dtype]
         back = heads_to_tokens([grads[place] for place in some], [ctx.heads[place] for place in some], *ctx.options)
         returned |= {place: grad.to(ctx.dtype) for place, grad in zip(some, back, strict=True)}
-    return [returned[place] for place in range(len(grads))], None, None, None, None, None
+    return [returned[place] for place in range(len(grads))], None, None, None, None, None, None
 
 
 def _remember_wholes(ctx, inputs, output) -> None:
@@ -184,7 +196,7 @@ def _remember_wholes(ctx, inputs, output) -> None:
 
 
 def _wholes_backward(ctx, grads):
-    return tokens_to_heads(list(grads), *ctx.options, "", False), None, None, None, None
+    return tokens_to_heads(list(grads), *ctx.options, "", 0.0, False), None, None, None, None
 
 
 tokens_to_heads.register_autograd(_shards_backward, setup_context=_remember_shards)
@@ -202,7 +214,7 @@ def _read(
     return group_of(group).rank(), split, tuple(taken_heads(num_heads, each, split.num_ranks) for each in heads)
 
 
-def _facts(shards: Sequence[Tensor], split: Sharding, pattern: str) -> dict[str, object]:
+def _facts(shards: Sequence[Tensor], split: Sharding, pattern: str, dropout_p: float) -> dict[str, object]:
     """Call arguments that must be equal on all ranks for their messages to match."""
     batch, heads, _, head_dim = shards[0].shape
     return {
@@ -214,6 +226,7 @@ def _facts(shards: Sequence[Tensor], split: Sharding, pattern: str) -> dict[str,
         "key/value heads": shards[-1].shape[1],
         "head dim": head_dim,
         "dtype": shards[0].dtype,
+        "dropout_p": dropout_p,
     }
 
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ..engines import WholeRows, own_op, set_gradient, sum_dtype
+from ..engines import WholeRows, own_op, set_gradient, sum_dtype, without_seed
 from ..masks.core import Expression, Ranges
 from ..masks.orders import Placement
 from ..masks.plan_cache import cache
@@ -119,14 +119,14 @@ class Ring:
         self.codec = codec_for(call.codec, call.error_bound, k, v, self.ranks)
         self.pool = pool_named(call.pool, q.device)
         # CPU kernels round results to the dtype of their operands, here once per shard; float32 avoids that and is as
-        # fast as bfloat16.
-        self.dtype = sum_dtype(q) if call.engine == "tiles" else q.dtype
+        # fast as bfloat16. Engine "portable" computes in float32 or wider.
+        self.dtype = q.dtype if call.engine == "flex" else sum_dtype(q)
         rank = self.ranks.rank
         self.own = ShardPart(range(self.sharding.length(rank)), self.sharding.ranges(rank))
         self.turns: tuple[Turn, ...] = ()
         if len(self.own):  # no other rank sends to a rank without tokens, or waits for it
             heads = range(call.head_offset, call.head_offset + q.shape[1])
-            rule = whole_rule(call.pattern, bindings, self.sharding.num_tokens)
+            rule = whole_rule(call.pattern, without_seed(bindings, call.dropout_p)[0], self.sharding.num_tokens)
             self.turns = turns_of(rule, self.sharding, rank, heads=heads, num_heads_global=call.num_heads_global)
 
     def placement(self, part: ShardPart) -> Placement:
@@ -263,8 +263,8 @@ def ring_op(
     """Attend with this rank's queries to the keys of all ranks; returns out (B, H, L, D) and lse (B, H, L).
 
     Every rank must make this call, and run its backward. bindings: the pattern's run-time tensors, for the whole
-    sequence, ordered by name. constants: the other arguments of the call (pattern, scale, sharding, process group and
-    so on) as the text that `PlainCall.constants` returns.
+    sequence, ordered by name, and with dropout its seed last. constants: the other arguments of the call (pattern,
+    scale, sharding, process group and so on) as the text that `PlainCall.constants` returns.
 
     Each shard is sent directly from its owner to every rank that needs a key of it, while that rank computes with the
     previous shard. The backward sends the shard again, and the gradients of its keys return to the owner. The gradients

@@ -5,6 +5,7 @@ All engines, layouts and chunks therefore drop the same pairs, and a backward fi
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -74,6 +75,16 @@ class Dropout(NamedTuple):
             return torch.where(share > 0, score, -torch.inf)
 
         return hide
+
+
+def with_seed(tensors: Sequence[Tensor], dropout: Dropout | None) -> tuple[list[Tensor], float]:
+    """Return (the tensors, followed by the seed of dropout if there is one; its probability, or 0), which ops take."""
+    return ([*tensors], 0.0) if dropout is None else ([*tensors, dropout.seed], dropout.p)
+
+
+def without_seed(tensors: Sequence[Tensor], p: float) -> tuple[list[Tensor], Dropout | None]:
+    """Return (tensors, dropout or None), the arguments of `with_seed`, from its results."""
+    return ([*tensors], None) if not p else ([*tensors[:-1]], Dropout(p, tensors[-1]))
 
 
 def _hashed(x: Int32[Tensor, "..."]) -> Int32[Tensor, "..."]:

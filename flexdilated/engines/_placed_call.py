@@ -10,8 +10,11 @@ from torch import Tensor
 from ..masks.core import device_kind
 from ..masks.orders import Placement
 from ._call import Call
-from ._merge import WholeRows
+from ._dropout import without_seed
+from ._merge import WholeRows, sum_dtype
+from ._ops import autograd_on
 from ._run import run
+from .flex import portable_gradients
 from .tiles._tiles_op import attention, gradients
 
 # B batch, H query heads, G key/value heads, L queries, M keys, D head dim
@@ -22,7 +25,8 @@ class PlacedCall:
     """Attention over part of a sequence, such as one rank's tokens: all its arguments except tensors.
 
     placement: positions of the queries and keys. num_heads_global: number of query heads on all devices, of which q has
-    those from head_offset on. sides: requested (queries, keys) of a block; empty for the default.
+    those from head_offset on. sides: requested (queries, keys) of a block; empty for the default. dropout_p:
+    probability of dropping an attention weight.
     """
 
     pattern: str
@@ -32,6 +36,7 @@ class PlacedCall:
     num_heads_global: int
     engine: str
     sides: tuple[int, ...] = ()
+    dropout_p: float = 0.0
 
     def forward(
         self,
@@ -46,30 +51,36 @@ class PlacedCall:
     ) -> tuple[Tensor, Tensor | None]:
         """Return (out, natural lse) of queries q (B, H, L, D) over keys k and values v (B, G, M, D).
 
-        sinks: one logit per head, or None. bindings: the pattern's run-time tensors, sorted by name. return_lse:
-        without it the lse may be None. wide: engine "tiles" returns out in the dtype of the lse, without a gradient;
-        other engines ignore it.
+        sinks: one logit per head, or None. bindings: the pattern's run-time tensors, sorted by name, and if dropout_p >
+        0 the seed of dropout last. return_lse: without it the lse may be None. wide: engine "tiles" returns out in the
+        dtype of the lse, without a gradient; other engines ignore it.
         """
         if self.engine == "tiles" and wide:
             return attention(self.key(q, k), q, k, v, sinks, bindings, self.scale, wide=True)
-        return run(self.engine, q, k, v, sinks, bindings, self.key(q, k), self.scale, return_lse=return_lse)
+        bindings, dropout = without_seed(bindings, self.dropout_p)
+        options = {"dropout": dropout, "return_lse": return_lse}
+        return run(self.engine, q, k, v, sinks, bindings, self.key(q, k), self.scale, **options)
 
     def backward(
         self, q: Tensor, k: Tensor, v: Tensor, bindings: list[Tensor], whole: WholeRows
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Return (dq, dk, dv) of attention over these keys, which are a part of the keys of the rows in `whole`.
 
-        bindings: the pattern's run-time tensors, sorted by name. whole: results over all keys, with their gradients.
-        The gradients of all parts sum to the gradients of the whole; engine "tiles" returns them in float32 or wider.
+        bindings: as in `forward`. whole: results over all keys, with their gradients. The gradients of all parts sum to
+        the gradients of the whole; engines "tiles" and "portable" return them in float32 or wider.
         """
         if self.engine == "tiles":
             return gradients(self.key(q, k), q, k, v, bindings, whole, self.scale, wide=True)
-        with torch.enable_grad():
+        if self.engine == "portable":
+            bindings, dropout = without_seed(bindings, self.dropout_p)
+            q, k, v = (x.to(sum_dtype(x)) for x in (q, k, v))
+            return portable_gradients(self.key(q, k), q, k, v, bindings, whole, self.scale, dropout)
+        with autograd_on():
             q, k, v = (x.detach().requires_grad_() for x in (q, k, v))
             part, part_lse = self.forward(q, k, v, None, bindings)
-        assert part_lse is not None
-        sent = whole.gradients_of(part.detach(), part_lse.detach())
-        dq, dk, dv = torch.autograd.grad((part, part_lse), (q, k, v), sent)
+            assert part_lse is not None
+            sent = whole.gradients_of(part.detach(), part_lse.detach())
+            dq, dk, dv = torch.autograd.grad((part, part_lse), (q, k, v), sent)
         return dq, dk, dv
 
     def key(self, q: Tensor, k: Tensor) -> Call:
@@ -83,9 +94,9 @@ def placed_engine(engine: str, device: torch.device) -> str:
 
     Such a part is given by a Placement, the positions of its queries and keys.
     """
-    if engine in ("reference", "portable", "flash"):
+    if engine in ("reference", "flash"):
         raise ValueError(
-            f"{engine=} runs whole sequences only: for parts of one write engine='tiles' (on CPU) or 'flex'"
+            f"{engine=} runs whole sequences only: for parts of one write engine='tiles' (on CPU), 'flex' or 'portable'"
         )
     if engine == "tiles" and not device_kind(device).on_host:
         raise ValueError(f"{engine=} runs parts of a sequence on CPU only; got {device}: take engine='flex'")

@@ -59,10 +59,10 @@ class BlockSparseAttention(nn.Module):
     and it can be pickled, copied and moved like any module. The attribute `pattern` may be read, and used with
     `attend`.
 
-    dropout: probability of dropping an attention weight, in training; it must be 0 with a mesh. sinks: True adds a
-    parameter of that name: a logit for each of num_heads heads of q, initially 0, which adds a term exp(sink) to every
-    softmax denominator. num_heads: only with sinks=True. scale, enable_gqa, engine, block_size, autotune: as in
-    `attend`. Invalid values raise ValueError or TypeError.
+    dropout: probability of dropping an attention weight, in training. sinks: True adds a parameter of that name: a
+    logit for each of num_heads heads of q, initially 0, which adds a term exp(sink) to every softmax denominator.
+    num_heads: only with sinks=True. scale, enable_gqa, engine, block_size, autotune: as in `attend`. Invalid values
+    raise ValueError or TypeError.
 
     mesh: the ranks that share the sequence, a DeviceMesh of one dimension; None for one device. With a mesh, q, k, v
     and the output are this rank's tokens, at the positions that `sharding` assigns to it (None: contiguous shards of
@@ -112,7 +112,7 @@ class BlockSparseAttention(nn.Module):
         self.dropout = require_probability("dropout", dropout)
         self.block_size = None if block_size is None else block_sides(block_size)
         sent = {"codec": codec, "error_bound": error_bound, "pool": pool}
-        self.over_ranks = over_ranks(mesh, schedule=schedule, dropout=self.dropout, sharding=sharding, **sent)
+        self.over_ranks = over_ranks(mesh, schedule=schedule, sharding=sharding, **sent)
         if autotune and mesh is not None:
             raise ValueError(
                 "autotune must be False with a mesh, as it measures calls of one device; got autotune=True"
@@ -149,10 +149,10 @@ class BlockSparseAttention(nn.Module):
         options = {"score_mod": score_mod, "bindings": bindings, "sinks": self.sinks, "scale": self.scale}
         options |= {"head_offset": head_offset, "num_heads_global": num_heads_global, "enable_gqa": self.enable_gqa}
         options |= {"engine": self.engine, "block_size": self.block_size}
+        options["dropout_p"] = self.dropout if self.training else 0.0
         offsets = {"q_offset": q_offset, "k_offset": k_offset}
         if self.over_ranks is None:
-            dropout_p = self.dropout if self.training else 0.0
-            return attend(q, k, v, pattern, dropout_p=dropout_p, autotune=self.autotune, **offsets, **options)
+            return attend(q, k, v, pattern, autotune=self.autotune, **offsets, **options)
         if any(offsets.values()):
             raise ValueError(
                 f"q_offset and k_offset must be 0 with a mesh, as the sharding determines positions; got {offsets}"
@@ -292,6 +292,7 @@ class RingDilatedAttention(BlockSparseAttention):
         pool: PoolChoice = None,
         offsets: str = "interleaved",
         heads: str = "all",
+        dropout: float = 0.0,
         scale: float | None = None,
         enable_gqa: bool = False,
         engine: str | None = None,
@@ -300,9 +301,9 @@ class RingDilatedAttention(BlockSparseAttention):
         if schedule == "heads":
             raise ValueError("RingDilatedAttention moves keys; for schedule='heads' take HeadParallelDilatedAttention")
         pattern = dilated_pattern(segment_lengths, dilation_rates, causal=causal, offsets=offsets, heads=heads)
-        options = {"scale": scale, "enable_gqa": enable_gqa, "engine": engine, "schedule": schedule}
+        options = {"dropout": dropout, "scale": scale, "enable_gqa": enable_gqa, "engine": engine}
         options |= {"sharding": sharding, "codec": codec, "error_bound": error_bound, "pool": pool}
-        super().__init__(pattern, mesh=mesh, **options)
+        super().__init__(pattern, mesh=mesh, schedule=schedule, **options)
 
 
 @advises()
@@ -330,13 +331,14 @@ class HeadParallelDilatedAttention(BlockSparseAttention):
         sharding: Sharding | None = None,
         offsets: str = "interleaved",
         heads: str = "all",
+        dropout: float = 0.0,
         scale: float | None = None,
         enable_gqa: bool = False,
         engine: str | None = None,
     ) -> None:
         _require(mesh)
         pattern = dilated_pattern(segment_lengths, dilation_rates, causal=causal, offsets=offsets, heads=heads)
-        options = {"scale": scale, "enable_gqa": enable_gqa, "engine": engine}
+        options = {"dropout": dropout, "scale": scale, "enable_gqa": enable_gqa, "engine": engine}
         super().__init__(pattern, mesh=mesh, schedule="heads", sharding=sharding, **options)
 
 

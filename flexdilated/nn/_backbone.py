@@ -92,8 +92,7 @@ class LongNetBackbone(Pretrained):
             raise TypeError(f"config must be a LongNetConfig; got {type(config).__name__}{made}")
         self.config, self.pattern = config, config.attention_pattern
         sent = {"codec": codec, "error_bound": error_bound, "pool": pool}
-        how = {"schedule": schedule, "dropout": config.attention_dropout, "sharding": sharding}
-        self.over_ranks = over_ranks(mesh, **how, **sent)
+        self.over_ranks = over_ranks(mesh, schedule=schedule, sharding=sharding, **sent)
         self._check_mesh()
         self.residue_rate = masks.layout(self.pattern, config.planned_tokens).rate
         self.has_one_cost = not any(

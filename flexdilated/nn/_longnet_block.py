@@ -151,14 +151,15 @@ class Block(nn.Module):
         if cache is None and self.selected is not None:
             self._check_ranks(self.selected)
             out = self.selected(q, k, v, enable_gqa=H != G, within=visible)
-        elif self.over_ranks is not None:
-            out = self.over_ranks.attend(q, k, v, pattern, enable_gqa=H != G, engine=self.engine)
-        elif cache is None:
-            dropout_p = self.attention_dropout if self.training else 0.0
-            options = {"dropout_p": dropout_p, "enable_gqa": H != G, "layout": layout, "engine": self.engine}
-            out = attend(q, k, v, pattern, **options)
-        else:
+        elif cache is not None:
             out = cache.attend(q, k, v)
+        else:
+            dropout_p = self.attention_dropout if self.training else 0.0
+            options = {"dropout_p": dropout_p, "enable_gqa": H != G, "engine": self.engine}
+            if self.over_ranks is None:
+                out = attend(q, k, v, pattern, layout=layout, **options)
+            else:
+                out = self.over_ranks.attend(q, k, v, pattern, **options)
         return self.attention_out(_joined(out, self.attention_inner_norm))
 
     def _check_ranks(self, selected: SelectedAttention) -> None:

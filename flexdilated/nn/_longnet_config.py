@@ -151,9 +151,9 @@ class LongNetConfig:
     subln: a further norm before the last projection of each half, and the gain of Magneto, arXiv 2210.06423.
     deepnorm: norms after the sums instead of before the halves, with DeepNet's scales, arXiv 2203.00555; no last norm.
     dropout: probability of zeroing an element of the embeddings and of each half's output, in training.
-    attention_dropout: probability of zeroing an attention weight, in training; it must be 0 with a mesh and with a
-        selection. drop_path: probability of skipping the last block's halves for a sequence, in training; it rises
-        linearly from 0 in the first block (arXiv 1603.09382).
+    attention_dropout: probability of zeroing an attention weight, in training; it must be 0 with a selection.
+    drop_path: probability of skipping the last block's halves for a sequence, in training; it rises linearly from 0 in
+        the first block (arXiv 1603.09382).
     tie_embeddings: the output projection is the transposed token embedding.
     layout: order of the tokens inside the model, which does not affect its results. "natural": unchanged; "residue":
         one permutation at the input and its inverse at the output, under which dilated branches are dense; "auto": the

@@ -170,9 +170,9 @@ class MultiheadDilatedAttention(MultiheadProjections):
     mesh, schedule, sharding: as in `BlockSparseAttention`. The tokens of query, key and value are then this rank's, and
     key_padding_mask is for the whole sequence. The `state_dict` is that of a module without a mesh.
 
-    dropout: probability of dropping an attention weight, in training; it must be 0 with a mesh. add_bias_kv and
-    add_zero_attn must be False, else ValueError. `nn.TransformerEncoderLayer` calls the module in inference, too,
-    instead of the layer's own fused kernel.
+    dropout: probability of dropping an attention weight, in training. add_bias_kv and add_zero_attn must be False, else
+    ValueError. `nn.TransformerEncoderLayer` calls the module in inference, too, instead of the layer's own fused
+    kernel.
 
     >>> layer = fd.MultiheadDilatedAttention(64, 4, (64, 256), (1, 4), batch_first=True)
     >>> x = torch.randn(1, 256, 64)
@@ -230,7 +230,7 @@ class MultiheadDilatedAttention(MultiheadProjections):
         self.pattern.check_heads(num_heads)
         self.causal = causal
         self.engine = engine
-        self.over_ranks = over_ranks(mesh, schedule=schedule, dropout=self.dropout, sharding=sharding)
+        self.over_ranks = over_ranks(mesh, schedule=schedule, sharding=sharding)
         self._add_parameters(require_bool("bias", bias), device, dtype)
         self.reset_parameters()
 
@@ -297,11 +297,12 @@ class MultiheadDilatedAttention(MultiheadProjections):
         num_queries = q.shape[2] if self.over_ranks is None else tokens
         self._check_order(require_bool("is_causal", is_causal), attn_mask, (num_queries, tokens))
         pattern = without_padding(self.pattern, key_padding_mask, (*batch, tokens), batch_first=self.batch_first)
+        dropout_p = self.dropout if self.training else 0.0
+        options = {"dropout_p": dropout_p, "bindings": bindings, "engine": self.engine}
         if self.over_ranks is None:
-            dropout_p = self.dropout if self.training else 0.0
-            out = attend(q, k, v, pattern, dropout_p=dropout_p, bindings=bindings, q_offset=0, engine=self.engine)
+            out = attend(q, k, v, pattern, q_offset=0, **options)
         else:
-            out = self.over_ranks.attend(q, k, v, pattern, bindings=bindings, engine=self.engine)
+            out = self.over_ranks.attend(q, k, v, pattern, **options)
         return self.joined(out, query.dim()), None
 
     def _check_order(self, is_causal: bool, attn_mask: object, shape: tuple[int, int]) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import sys
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import count
@@ -77,7 +76,8 @@ def require_finite(name: str, value: object) -> float:
     """
     if isinstance(value, bool) or not isinstance(value, int | float):
         raise TypeError(f"{name} must be a real number; got {name}={value!r:.80} of type {type(value).__name__}")
-    if not abs(value) <= sys.float_info.max:
+    # The largest float as a literal: sys.float_info.max would be a variable of a graph with dynamic=True.
+    if not abs(value) <= 1.7976931348623157e308:
         raise ValueError(f"{name} must be finite; got {name}={shown(value)}")
     return float(value)
 

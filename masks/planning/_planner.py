@@ -213,8 +213,8 @@ def plan_at(
     """
     # Not `bind`, which rejects rules that name tokens beyond the part: tokens of the whole sequence are valid.
     rule.check_tokens(range(placement.end), range(placement.end))
-    heads = (num_heads, head_offset, num_heads_global)
-    whole = Bound(rule, placement.num_queries, max(1, placement.num_keys), *heads, 0, 0, batch=1)
+    heads, batch = (num_heads, head_offset, num_heads_global), rule.num_entries()
+    whole = Bound(rule, placement.num_queries, max(1, placement.num_keys), *heads, 0, 0, batch)
     if allowed.lists_only and (over_all := _over_all_runs(whole, placement, device, operands)) is not None:
         return over_all
     allowed = replace(allowed, masks=False)  # placed terms are shifted, and keys are absent
@@ -223,7 +223,7 @@ def plan_at(
     weighed: dict[range, tuple[tuple[Option, ...], ...]] = {}
     for part in placement.parts():
         offsets = (part.queries.start, part.span.start)
-        bound = Bound(rule, len(part.queries), len(part.span), *heads, *offsets, batch=1)
+        bound = Bound(rule, len(part.queries), len(part.span), *heads, *offsets, batch)
         best = plan(bound, device=device, allowed=allowed, operands=operands)
         terms += [_placed(term, part, placement) for term in best.terms]
         places += best.places

@@ -66,6 +66,7 @@ def gradients(model: nn.Module) -> list[Tensor]:
 def one_rank(padded: bool, **changes) -> tuple[Tensor, list[Tensor]]:
     """Loss and gradients of a model without a mesh."""
     model = longnet(**changes)
+    torch.manual_seed(1)
     loss = loss_of(model, *text(), **(PADDED if padded else {}))
     loss.backward()
     return loss.detach(), gradients(model)
@@ -89,6 +90,7 @@ TRAINED = {
     ("ring", "ragged"): {"padded": True, "checkpoint": True},
     ("heads", "zigzag"): {},
     ("heads", "ragged"): {"padded": True, "checkpoint": True},
+    ("exchange", "ragged"): {"attention_dropout": 0.3, "checkpoint": True},
     ("ring", "zigzag"): {"selection": EACH},
     ("heads", "rows"): {"selection": ROWS, "padded": True},
     ("auto", "rows"): {"selection": ROWS, "padded": True, "checkpoint": True, "causal": False},
@@ -102,9 +104,10 @@ def train_longnets() -> None:
         padded = changes.pop("padded", False)
         model = longnet(mesh=line(), sharding=sharding, schedule=schedule, **changes)
         held = sharding.positions(dist.get_rank())
+        torch.manual_seed(1 + dist.get_rank())
         loss = loss_of(model, *(x[:, held] for x in text()), **(PADDED if padded else {}))
         loss.backward()
-        kind = {name: features[name] for name in ("selection", "causal") if name in features}
+        kind = {name: features[name] for name in ("selection", "causal", "attention_dropout") if name in features}
         true_loss, true_gradients = one_rank(padded, **kind)
 
         def about(text: str, what: tuple = (schedule, name, features)) -> str:
@@ -118,7 +121,8 @@ def train_longnets() -> None:
 def test_longnet_is_that_of_one_rank() -> None:
     """Logits, by way of the loss, and the parameters' gradients; a rank without tokens has its part in them.
 
-    Padding is of the whole sequence. With checkpointing blocks run again in the backward, and so does what they send.
+    Padding is of the whole sequence; dropout of attention weights is by the generator of rank 0. With checkpointing
+    blocks run again in the backward, and so does what they send.
     Layers may choose their keys, beside others that attend by a pattern.
     """
     on_ranks(3, train_longnets)
@@ -140,7 +144,8 @@ def test_equal_shards_need_no_sharding() -> None:
 
 
 def attention_module(kind: str, mesh: DeviceMesh, sharding: Sharding) -> nn.Module:
-    options = {"mesh": mesh, "sharding": sharding, "enable_gqa": True}
+    options = {"mesh": mesh, "sharding": sharding, "enable_gqa": True, "dropout": 0.3 if "drops" in kind else 0.0}
+    kind = kind.removeprefix("drops, ")
     if kind == "heads":
         return fd.HeadParallelDilatedAttention(*BRANCHES, True, **options)
     if kind in ("ring", "exchange", "auto"):
@@ -158,17 +163,23 @@ def attend_in_module(kind: str, sharding: Sharding) -> None:
     sinks = torch.linspace(-1, 1, 6, dtype=torch.float64) if "sinks" in kind else None
     for parameter in module.parameters():
         parameter.data.copy_(sinks)
-    out = fd.attend(*whole, masks.longnet(*BRANCHES) & masks.causal(), enable_gqa=True, sinks=sinks)
+    torch.manual_seed(1)
+    options = {"enable_gqa": True, "sinks": sinks, "dropout_p": module.dropout}
+    out = fd.attend(*whole, masks.longnet(*BRANCHES) & masks.causal(), **options)
     true_gradients = torch.autograd.grad(out, whole, grad)
     shard = [x.detach()[:, :, held].requires_grad_() for x in whole]
+    torch.manual_seed(1 + dist.get_rank())
     mine = module(*shard)
     assert_close(mine, out[:, :, held], **TIGHT)
+    if module.dropout:
+        assert torch.equal(module.eval()(*shard), mine) == (not len(held))
     for found, truth in zip(torch.autograd.grad(mine, shard, grad[:, :, held]), true_gradients, strict=True):
         assert_close(found, truth[:, :, held], **TIGHT)
 
 
 def attend_in_modules() -> None:
-    for kind in ("heads", "ring", "exchange", "auto", "sinks, heads", "sinks, ring", "sinks, exchange"):
+    kinds = "heads", "ring", "exchange", "auto", "sinks, heads", "sinks, ring", "sinks, exchange"
+    for kind in (*kinds, "drops, heads", "drops, ring", "drops, exchange", "drops, sinks, ring"):
         attend_in_module(kind, SHARDINGS["ragged"])
 
 
@@ -177,15 +188,16 @@ def test_attention_modules_are_one_rank() -> None:
     on_ranks(3, attend_in_modules)
 
 
-def attend_multihead(schedule: str, batch_first: bool) -> None:
+def attend_multihead(schedule: str, batch_first: bool, dropout: float) -> None:
     sharding = SHARDINGS["ragged zigzag"]
     x, grad = torch.randn(2, 2, N, 12, dtype=torch.float64, generator=torch.Generator().manual_seed(3))
     padding = torch.arange(N) >= torch.tensor([[N - 3], [N - 20]])
 
     def run(x: Tensor, grad: Tensor, **over_ranks) -> tuple[Tensor, nn.Module]:
         torch.manual_seed(0)
-        options = {"batch_first": batch_first, "causal": True, **over_ranks}
+        options = {"batch_first": batch_first, "causal": True, "dropout": dropout, **over_ranks}
         module = fd.MultiheadDilatedAttention(12, 6, *BRANCHES, **options).double()
+        torch.manual_seed(1 + (dist.get_rank() if over_ranks else 0))
         x, grad = (y if batch_first else y.transpose(0, 1) for y in (x, grad))
         out, _ = module(x, x, x, key_padding_mask=padding)
         out.backward(grad)
@@ -200,8 +212,8 @@ def attend_multihead(schedule: str, batch_first: bool) -> None:
 
 
 def attend_multiheads() -> None:
-    for schedule, batch_first in (("exchange", True), ("heads", False)):
-        attend_multihead(schedule, batch_first)
+    for schedule, batch_first, dropout in (("exchange", True, 0.0), ("heads", False, 0.0), ("ring", True, 0.3)):
+        attend_multihead(schedule, batch_first, dropout)
 
 
 def test_multihead_is_that_of_one_rank() -> None:

@@ -54,9 +54,10 @@ DRAWN = settings(max_examples=max(2, settings.default.max_examples // 20), phase
 @DRAWN
 @given(data=st.data())
 def test_many_ranks_are_one(W: int, most: int, data: st.DataObject):
-    """Output, lse and every gradient, for drawn patterns, heads and shardings; several cases a call."""
+    """Output, lse and every gradient, for drawn patterns, heads, shardings and engines; several cases a call."""
     cases = data.draw(st.lists(sharded_cases(W) | block_cases(W), min_size=2, max_size=most))
-    for found in by_way(cases):
+    engine = data.draw(st.sampled_from([None, "portable"]))
+    for found in by_way(cases, [way | {"engine": engine} for way in WAYS]):
         assert_whole(*found)
 
 
@@ -126,7 +127,8 @@ def test_every_family_on_every_number_of_ranks(W: int):
     tensors = tensors_for(4, 2, 48, B=2, D=4, sinks=True)
     kinds = list(families().values())[KINDS[W]]
     cases = [ShardedCase(*kind, sharding, tensors) for kind, sharding in zip(kinds, cycle(SHARDINGS[W]))]
-    for found in by_way(cases):
+    portable = [way | {"engine": "portable"} for way in WAYS] if W == 3 else []
+    for found in by_way(cases, [*WAYS, *portable]):
         assert_whole(*found)
 
 
@@ -150,10 +152,10 @@ def test_ranks_without_some_keys():
         assert_whole(*found)
 
 
-def on_one_rank(case: ShardedCase) -> tuple[Tensor, ...]:
+def on_one_rank(case: ShardedCase, engine: str | None = None) -> tuple[Tensor, ...]:
     """What `attend` makes of the whole."""
     leaves = [x.clone().requires_grad_() for x in case.tensors]
-    out, lse = attend(*leaves, case.pattern, enable_gqa=True, return_lse=True)
+    out, lse = attend(*leaves, case.pattern, enable_gqa=True, engine=engine, return_lse=True)
     return out.detach(), lse.detach(), *torch.autograd.grad((out, lse), leaves, case.cotangents)
 
 
@@ -166,15 +168,16 @@ def errors_of(case: ShardedCase, found: Sequence[Tensor]) -> dict[str, float]:
     return {name: float((x - y).square().mean().sqrt()) for name, x, y in pairs if name != "lse"}
 
 
-def test_the_error_does_not_grow_with_the_ranks():
+@pytest.mark.parametrize("engine", [None, "portable"])
+def test_the_error_does_not_grow_with_the_ranks(engine: str | None):
     """Against float64, many ranks are at most 1.1 times as far off as one, in output and gradients."""
     N = 192
     counts = oracle.counts(oracle.causal(), range(4), 4, torch.arange(N), torch.arange(N))
     tensors = [tensors_for(4, 2, N, D=32, dtype=dtype) for dtype in (torch.float32, torch.bfloat16)]
     for W, order in ((2, "zigzag"), (8, "contiguous")):
         cases = [ShardedCase(masks.causal(), counts, Sharding(N, W, order), each) for each in tensors]
-        for case, way, shares in by_way(cases):
-            alone, many = errors_of(case, on_one_rank(case)), errors_of(case, together(case, shares))
+        for case, way, shares in by_way(cases, [way | {"engine": engine} for way in WAYS]):
+            alone, many = errors_of(case, on_one_rank(case, engine)), errors_of(case, together(case, shares))
             assert all(many[name] <= 1.1 * alone[name] for name in alone), (way, W, alone, many)
 
 

@@ -28,23 +28,26 @@ from tests.support.strategies import block_sides
 # B batch, H query heads, G key/value heads, D head dim
 
 
-@settings(max_examples=12)
-@given(part=parts(complete=True))
-def test_the_needed_keys_are_held(part: Part):
+ENGINES = st.sampled_from(["tiles", "portable"])
+
+
+@settings(max_examples=16)
+@given(part=parts(complete=True), engine=ENGINES)
+def test_the_needed_keys_are_held(part: Part, engine: str):
     """Own keys or none of them, then others in any order, with room to spare where a head has fewer."""
-    call = part.call()
+    call = part.call(engine)
     assert_agrees(lambda q, k, v: call.forward(q, k, v, None, []), part.tensors(), part.counts, scale=0.5)
     assert Placement.read(part.placement.text) == part.placement
 
 
-@settings(max_examples=12)
-@given(part=parts(complete=False))
-def test_runs_of_keys_are_held(part: Part):
+@settings(max_examples=16)
+@given(part=parts(complete=False), engine=ENGINES)
+def test_runs_of_keys_are_held(part: Part, engine: str):
     """Keys that are not there are left out, also where the rule allows them.
 
     What an engine without a backward of its own sends into a part, by public means, makes the same gradients.
     """
-    call = part.call()
+    call = part.call(engine)
     assert_agrees(lambda q, k, v: call.forward(q, k, v, None, []), part.tensors(), part.counts, scale=0.5)
     q, k, v = part.tensors()
     out, lse = call.forward(q, k, v, None, [])
@@ -57,9 +60,9 @@ def test_runs_of_keys_are_held(part: Part):
         assert_close(found, truth, **TIGHT)
 
 
-@settings(max_examples=12)
-@given(part=parts(complete=True), cut=st.integers(0, 48))
-def test_gradients_of_parts_add_up(part: Part, cut: int):
+@settings(max_examples=16)
+@given(part=parts(complete=True), cut=st.integers(0, 48), engine=ENGINES)
+def test_gradients_of_parts_add_up(part: Part, cut: int, engine: str):
     """Each part of the keys, fed the rows' whole outcome, gives its share of dq, and its own dk and dv."""
     q, k, v = part.tensors()
     N = part.placement.num_tokens
@@ -78,7 +81,7 @@ def test_gradients_of_parts_add_up(part: Part, cut: int):
         if not keys:
             continue
         placement = Placement(part.placement.queries, ((keys,),), complete=False, num_tokens=N)
-        call = PlacedCall(pattern.text, placement, 0.5, 0, heads, "tiles")
+        call = PlacedCall(pattern.text, placement, 0.5, 0, heads, engine)
         some = [x[:, :, keys.start : keys.stop].detach() for x in (k, v)]
         dq, *grads = call.backward(q.detach(), *some, [], whole)
         total += dq
@@ -87,10 +90,11 @@ def test_gradients_of_parts_add_up(part: Part, cut: int):
     assert_close(total, truth[0], **TIGHT)
 
 
-def test_gradients_of_a_part_of_the_keys_come_as_they_are_summed() -> None:
+@pytest.mark.parametrize("engine", ["tiles", "portable"])
+def test_gradients_of_a_part_of_the_keys_come_as_they_are_summed(engine: str) -> None:
     """In float32 for tokens in bfloat16: those of the other parts are to be added."""
     q, k, v, grad = torch.randn(4, 1, 2, 4, 8).bfloat16()
-    call = PlacedCall(masks.causal().text, Placement((range(4),), ((range(4),),), complete=True), 0.5, 0, 2, "tiles")
+    call = PlacedCall(masks.causal().text, Placement((range(4),), ((range(4),),), complete=True), 0.5, 0, 2, engine)
     out, lse = call.forward(q, k, v, None, [])
     assert lse is not None
     assert {x.dtype for x in call.backward(q, k, v, [], WholeRows(out, lse, grad, None))} == {torch.float32}

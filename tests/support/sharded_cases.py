@@ -122,7 +122,8 @@ def call(case: ShardedCase, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | Non
     heads = {"head_offset": case.head_offset, "num_heads_global": case.num_heads_global, "enable_gqa": True}
     options = {"sharding": case.sharding, "sinks": sinks, "return_lse": True} | heads
     if way["schedule"] == "heads":
-        return attend_heads(q, k, v, case.pattern, ranks=Ranks.of(line()), engine=way.get("engine"), **options)
+        options |= {name: value for name, value in way.items() if name != "schedule"}
+        return attend_heads(q, k, v, case.pattern, ranks=Ranks.of(line()), **options)
     return attend(q, k, v, case.pattern, mesh=line(), **options, **way)
 
 

@@ -3,7 +3,7 @@
 Every rank computes the plans of all ranks, so ranks first compare their calls; if these differ, all raise an error.
 """
 
-from ._call import PartSums, PlainCall, as_promised, check_agreement, values_of, whole_rule
-from ._messages import Posted, communicating, post
+from ._call import PartSums, PlainCall, as_promised, check_agreement, constant_probability, values_of, whole_rule
+from ._messages import Posted, communicating, post, shared_dropout
 from ._ranks import Ranks, Role, Traffic, group_of, record, traffic
 from ._sharding import ORDERS, Order, Sharding, check_sharding, check_shards, equal_shards, shard, unshard

@@ -13,6 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 from hashlib import blake2b
+from operator import index
 from typing import NamedTuple, Self
 from weakref import WeakKeyDictionary
 
@@ -25,13 +26,12 @@ from ...engines import (
     PlacedCall,
     WholeRows,
     add_sinks,
-    autograd_on,
     merge_,
     read_written,
     sum_dtype,
     written,
 )
-from ...masks.core import Expression
+from ...masks.core import Expression, require_probability
 from ...masks.orders import Placement
 from ...masks.patterns import names
 from ...masks.text import read_text
@@ -48,7 +48,8 @@ class PlainCall(NamedTuple):
     pattern: in JSON. scale: factor on the scores. head_offset: index of this device's first query head among all
     num_heads_global. block_size: (queries, keys) of a block, or () for the default. sharding: `Sharding.numbers()`.
     group: name of the process group. codec: encoding of keys and values in messages, or "auto". error_bound: of codec
-    "auto", otherwise 0. pool: name of a buffer pool, "auto", or "" for none.
+    "auto", otherwise 0. pool: name of a buffer pool, "auto", or "" for none. dropout_p: probability of dropping an
+    attention weight; if it is not 0, ops get the seed of dropout as the last of the pattern's run-time tensors.
     """
 
     pattern: str
@@ -62,6 +63,7 @@ class PlainCall(NamedTuple):
     codec: str | None
     error_bound: float
     pool: str
+    dropout_p: float = 0.0
 
     @property
     def constants(self) -> str:
@@ -84,7 +86,7 @@ class PlainCall(NamedTuple):
     def placed(self, placement: Placement) -> PlacedCall:
         """Return the arguments of attention by this rank's queries to the keys at positions of `placement` alone."""
         where = (self.head_offset, self.num_heads_global)
-        return PlacedCall(self.pattern, placement, self.scale, *where, self.engine, self.block_size)
+        return PlacedCall(self.pattern, placement, self.scale, *where, self.engine, self.block_size, self.dropout_p)
 
 
 def empty_rows(q: Tensor) -> tuple[Tensor, Tensor]:
@@ -144,14 +146,21 @@ class PartSums:
             return [torch.zeros_like(x, dtype=self.wide) for x in (k, v)]
         assert self.whole is not None
         k, v, placed = k.to(self.dtype), v.to(self.dtype), self.call.placed(placement)
-        with autograd_on():
-            dq, dk, dv = placed.backward(self.queries, k, v, self.bindings, self.whole)
+        dq, dk, dv = placed.backward(self.queries, k, v, self.bindings, self.whole)
         self.dq = dq.to(self.wide) if self.dq is None else self.dq.add_(dq)
         return [dk.to(self.wide), dv.to(self.wide)]
 
     def of_queries(self) -> Tensor:
         """Return dq over the parts so far, in the dtype and memory format of q; 0 for no parts."""
         return torch.zeros_like(self.q) if self.dq is None else as_promised(self.dq, self.q)
+
+
+def constant_probability(name: str, value: object) -> float:
+    """Return a probability as a float, which is a constant where torch.compile traces; raise as `require_probability`.
+
+    A varying float of a graph (dynamic=True) has no Python value in a trace; an integer has one, as sizes have.
+    """
+    return index(int(require_probability(name, value) * 2**62)) / 2**62
 
 
 def whole_rule(pattern: str, bindings: Sequence[Tensor], num_tokens: int) -> Expression:

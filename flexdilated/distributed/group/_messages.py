@@ -1,4 +1,4 @@
-"""Asynchronous messages between ranks, counted in `Traffic`; and the error raised when another rank fails."""
+"""Messages between ranks, counted in `Traffic`, the shared seed of dropout, and the error when another rank fails."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import DistError
 
+from ...engines import Dropout, own_op
 from ...masks.core import device_kind
 from ._call import begun_elsewhere
 from ._ranks import Ranks, Role, group_of, record, timeout_of
@@ -122,3 +123,31 @@ def communicating(what: str, ranks: Ranks) -> Iterator[None]:
             f"{begun_elsewhere(ranks)}"
             f"\ntorch says: {error}"
         ) from error
+
+
+def shared_dropout(p: float, ranks: Ranks, after: Tensor) -> Dropout | None:
+    """Return a Dropout whose seed is equal on all ranks: that of rank 0, sent in one broadcast of 8 bytes.
+
+    None, without a broadcast, for a probability p of 0. Every rank draws a seed from torch's default generator of the
+    device, so that generators in equal states remain so. after: tensor that is computed by this rank's earlier
+    transfers; a compiled graph cannot run the broadcast before them, in another order than other ranks.
+    """
+    if not p:
+        return None
+    return Dropout(p, seed_of_first_rank(Dropout.drawn(p, after.device).seed, after.detach(), ranks.name))
+
+
+@own_op("flexdilated::seed_of_first_rank")
+def seed_of_first_rank(seed: Tensor, after: Tensor, group: str) -> Tensor:
+    """Return the seed of rank 0 of a process group. after: a tensor that is not read, as in `shared_dropout`."""
+    ranks, shared = Ranks.named(group, seed.device.type), seed.clone()
+    if ranks.size > 1:
+        with communicating("the broadcast of the seed of dropout", ranks):
+            dist.broadcast(shared, group=group_of(group), group_src=0)
+        record("set-up", **{"received" if ranks.rank else "sent": shared.nbytes})
+    return shared
+
+
+@seed_of_first_rank.register_fake
+def _(seed, after, group):
+    return torch.empty_like(seed)

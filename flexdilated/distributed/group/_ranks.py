@@ -99,8 +99,8 @@ class Traffic:
 
     The roles are "keys": keys and values for the queries of other ranks; "gradients": those of keys and values, sent
     back; "heads": exchanges of head parallelism; "shards": `unshard` and its gradient, also in `SelectedAttention` with
-    a mesh; "set-up": the check that all ranks agree, and the choice of codec "auto". A transfer is one collective, or
-    one message to or from another rank.
+    a mesh; "set-up": the check that all ranks agree, the choice of codec "auto", and the seed of dropout. A transfer is
+    one collective, or one message to or from another rank.
 
     >>> sent = fd.distributed.traffic().sent  # bytes, by role
     """

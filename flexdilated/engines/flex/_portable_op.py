@@ -16,7 +16,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from .._call import Call, check_heads
-from .._dropout import Dropout
+from .._dropout import Dropout, with_seed, without_seed
 from .._gather import merge_
 from .._merge import WholeRows, add_sinks, nothing, sinks_gradient, sum_dtype
 from .._ops import autograd_on, own_op, refuse, set_gradient
@@ -50,10 +50,8 @@ def portable(
     bindings: the pattern's run-time tensors, sorted by name. sinks: one logit for each head, or None. Gradients reach
     q, k, v, sinks and every tensor that score_mod captures.
     """
-    p, tensors = 0.0, bindings
-    if dropout is not None:
-        p, tensors = dropout.p, [*bindings, dropout.seed]
     if score_mod is None:
+        tensors, p = with_seed(bindings, dropout)
         return portable_op(q, k, v, sinks, tensors, *call.arguments, scale, p)
     return run_with_score_mod(Portable(_program(call, q, bindings), scale, score_mod, dropout), q, k, v, sinks)
 
@@ -109,7 +107,10 @@ class Portable:
     def backward(
         self, q: Tensor, k: Tensor, v: Tensor, whole: WholeRows, captured: Sequence[Tensor] = ()
     ) -> tuple[Tensor, ...]:
-        """Return (dq, dk, dv, gradient of each captured tensor), each in its tensor's dtype."""
+        """Return (dq, dk, dv, gradient of each captured tensor), each in its tensor's dtype.
+
+        whole: results over all keys of the rows, with their gradients; k and v may be only some of these keys.
+        """
         wide = sum_dtype(q)
         lse = whole.lse.masked_fill(whole.lse == -torch.inf, torch.inf)
         grad_out, delta = whole.grad_out.to(wide), whole.delta()
@@ -200,14 +201,24 @@ class _Final(torch.autograd.Function):
     backward = staticmethod(refuse(_NO_SECOND))
 
 
-def _of_op(
-    q: Tensor, k: Tensor, bindings: list[Tensor], constants: str, q_offset: int, k_offset: int, scale: float, p: float
-) -> Portable:
-    call, dropout = Call.of(q, k, constants, q_offset, k_offset), None
-    if p:
-        *bindings, seed = bindings
-        dropout = Dropout(p, seed)
-    return Portable(_program(call, q, bindings), scale, None, dropout)
+def portable_gradients(
+    call: Call,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    bindings: list[Tensor],
+    whole: WholeRows,
+    scale: float,
+    dropout: Dropout | None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return (dq, dk, dv) of a call, in the dtypes of q, k and v.
+
+    bindings: the pattern's run-time tensors, sorted by name. whole: out, lse and their gradients, of rows that may have
+    more keys than the call, or a sink.
+    """
+    with torch.autocast(q.device.type, enabled=False):
+        dq, dk, dv = Portable(_program(call, q, bindings), scale, None, dropout).backward(q, k, v, whole)
+    return dq, dk, dv
 
 
 @own_op("flexdilated::portable")
@@ -228,8 +239,10 @@ def portable_op(
     bindings: run-time tensors and, if dropout_p > 0, the seed of dropout last. constants, q_offset, k_offset: as from
     `Call.arguments`.
     """
+    call = Call.of(q, k, constants, q_offset, k_offset)
+    bindings, dropout = without_seed(bindings, dropout_p)
     with torch.autocast(q.device.type, enabled=False):
-        return _of_op(q, k, bindings, constants, q_offset, k_offset, scale, dropout_p).forward(q, k, v, sinks)
+        return Portable(_program(call, q, bindings), scale, None, dropout).forward(q, k, v, sinks)
 
 
 @portable_op.register_fake
@@ -255,11 +268,9 @@ def portable_backward(
     dropout_p: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return (dq, dk, dv) of `portable_op`, in the dtypes of q, k and v."""
-    run = _of_op(q, k, bindings, constants, q_offset, k_offset, scale, dropout_p)
-    whole = WholeRows(out, lse, grad_out, grad_lse)
-    with torch.autocast(q.device.type, enabled=False):
-        dq, dk, dv = run.backward(q, k, v, whole)
-    return dq, dk, dv
+    call, whole = Call.of(q, k, constants, q_offset, k_offset), WholeRows(out, lse, grad_out, grad_lse)
+    bindings, dropout = without_seed(bindings, dropout_p)
+    return portable_gradients(call, q, k, v, bindings, whole, scale, dropout)
 
 
 @portable_backward.register_fake
