@@ -208,15 +208,14 @@ class Axis:
         boxes in which no window is shifted, the entries depend only on the distance from the first query to the first
         key, and on the first query modulo rate * stride. On an axis that wraps, distances are modulo the length.
         """
+        ahead = k.first - q.first
         if self.wraps:
-            inside = (q.last < self.length) & (k.last < self.length)
-            turned = (k.first - q.first).remainder(self.length)
-            place = torch.where(inside, q.first % (self.rate * self.stride), -1 - q.first)
-            return place, torch.where(inside, turned, k.first - q.first)
-        inner = q.first >= (self.lead + self.stride - 1) * self.rate
-        inner &= self.length - 1 - q.last >= (self.size - self.lead - 1) * self.rate
-        place = torch.where(inner, self.length + q.first % (self.rate * self.stride), q.first)
-        return place, k.first - q.first
+            inner = (q.last < self.length) & (k.last < self.length)
+            ahead = torch.where(inner, ahead.remainder(self.length), ahead)
+        else:
+            inner = q.first >= (self.lead + self.stride - 1) * self.rate
+            inner &= self.length - 1 - q.last >= (self.size - self.lead - 1) * self.rate
+        return torch.where(inner, -1 - q.first % (self.rate * self.stride), q.first), ahead
 
     def _held(self, residue: int) -> int:
         return (self.length - 1 - residue) // self.rate + 1

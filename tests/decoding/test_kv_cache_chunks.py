@@ -48,9 +48,9 @@ def shortest(counts: Tensor) -> tuple[int, int] | None:
 
 
 @st.composite
-def chunked(draw: st.DrawFn, num_heads: int) -> tuple[Twin, int, int]:
+def chunked(draw: st.DrawFn, num_heads: int, longest: int = 9) -> tuple[Twin, int, int]:
     """Any expression within chunks of so many tokens; also return the first end and the chunk."""
-    chunk = draw(st.integers(1, 9))
+    chunk = draw(st.integers(1, longest))
     first = draw(st.integers(0, chunk - 1))
     rule = twins.blockwise(twins.causal(), chunk).after(first)
     rule = rule | twins.first_tokens(first) if first else rule
@@ -60,7 +60,7 @@ def chunked(draw: st.DrawFn, num_heads: int) -> tuple[Twin, int, int]:
 @given(st.data())
 def test_the_shortest_chunk_is_found(data: st.DataObject) -> None:
     H = data.draw(st.integers(1, 3))
-    drawn = data.draw(st.one_of(chunked(H).map(lambda each: each[0]), strategies.expressions(H)))
+    drawn = data.draw(st.one_of(chunked(H, 40).map(lambda each: each[0]), strategies.expressions(H)))
     branches = [(branch.for_head(head, H), head) for branch in drawn.pattern.branches() for head in range(H)]
     position = torch.arange(96)
     expected = shortest(oracle.counts(drawn.rule, range(H), H, position, position))
@@ -94,6 +94,13 @@ def test_chunks(pattern: masks.Pattern | masks.Mixture, chunk: int) -> None:
     assert fd.KVCache(pattern, num_heads=3).chunk == chunk
 
 
+def test_a_query_far_before_a_chunk_prolongs_it() -> None:
+    """Positions 301 to 319 are crossed from a block of queries that are themselves in the middle of a chunk."""
+    rows = [[*range(30), *[30, 31] * (row == 10)] for row in range(30)]
+    rule = masks.causal() | masks.block_list(rows, block=10)
+    assert regular_ends([RowSource(rule, 0, 1)]) == Ends(0, 320)
+
+
 @given(st.integers(1, 40), st.data())
 def test_ends_are_the_rule_of_their_chunks(chunk: int, data: st.DataObject) -> None:
     ends = Ends(data.draw(st.integers(0, chunk - 1)), chunk)
@@ -115,6 +122,27 @@ def test_a_form_that_shows_the_ends_is_right(data: st.DataObject) -> None:
     if ends.by_form(twin.pattern.for_head(0, 1)):
         counts = oracle.counts(twin.rule, range(1), 1, position, position)
         assert not any(crosses(counts, 0, end) for end in range(ends.first, 100, chunk))
+
+
+@pytest.mark.parametrize(
+    ("first", "chunk", "pattern", "shown"),
+    [
+        (0, 8, masks.chunked(8), True),
+        (0, 16, masks.chunked(8), True),
+        (3, 8, masks.chunked(8), False),
+        (0, 12, masks.chunked(8), False),
+        (0, 8, FRAMES, True),
+        (3, 8, FRAMES, False),
+        (0, 12, FRAMES, False),
+        (0, 24, FRAMES | masks.chunked(6), True),
+        (0, 24, FRAMES | masks.chunked(5), False),
+        (0, 8, FRAMES & masks.every(), True),
+        (3, 7, masks.local_window(left=4, right=0), True),
+        (3, 7, masks.local_window(left=4, right=1), False),
+    ],
+)
+def test_forms(first: int, chunk: int, pattern: masks.Pattern, shown: bool) -> None:
+    assert Ends(first, chunk).by_form(pattern) == shown
 
 
 # --- steps ---
@@ -175,6 +203,19 @@ def test_several_chunks_a_step(name: str, chunks: int) -> None:
     outs.append(decode(cache, *(x[:, :, start:stop] for x in (q, k, v)), (8 * chunks if name != "listed" else 16,)))
     expected = fd.attend(*(x[:, :, :stop] for x in (q, k, v)), PATTERNS[name], enable_gqa=True)
     assert_close(torch.cat(outs, 2), expected, **TIGHT)
+
+
+def test_rows_that_name_later_keys() -> None:
+    """A block list may name blocks that have not come; its rows are computed by portions, which see the whole chunk."""
+    rows = [[0, 3], [0, 1], [2, 5], [1, 3], [0, 4, 5], [5]]
+    pattern = masks.block_list(rows, block=20) & masks.blockwise(masks.causal(), 40)
+    q, k, v = draw_tensors(N=120)
+    cache = fd.KVCache(pattern, num_heads=4)
+    assert cache.chunk == 40
+    for size in (40, 80, 120):
+        cache.reset()
+        out = decode(cache, q, k, v, (size,))
+        assert_close(out, fd.attend(q, k, v, pattern, enable_gqa=True), **TIGHT)
 
 
 def test_frames_are_evicted() -> None:

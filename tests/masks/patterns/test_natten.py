@@ -97,6 +97,32 @@ def test_counts_along_an_axis(axis: Axis, data: st.DataObject):
         assert torch.equal(found.low, found.high)
 
 
+@given(axes(), st.data())
+def test_boxes_that_are_alike_have_equal_masks(axis: Axis, data: st.DataObject):
+    """Boxes of one size and step anywhere along the axis, and beyond its end."""
+    (q_step, k_step), (rows, columns) = (data.draw(st.tuples(*[st.integers(1, 4)] * 2)) for _ in range(2))
+    generator = torch.Generator().manual_seed(data.draw(st.integers(0, 1000)))
+    firsts = torch.randint(axis.length + 3, (2, 300), generator=generator)
+    sides = zip(firsts, (q_step, k_step), (rows, columns), strict=True)
+    q, k = (Progression(first, step, torch.full_like(first, count)) for first, step, count in sides)
+    seen = [{key for part in axis.seen(place, place) for key in part} for place in range(axis.length)]
+    known: dict[tuple[int, ...], list[bool]] = {}
+    for place, ahead, query, key in torch.stack([*axis.likeness(q, k), q.first, k.first], 1).tolist():
+        queries = (query + q_step * row for row in range(rows))
+        keys = [key + k_step * column for column in range(columns)]
+        mask = [each < axis.length and other in seen[each] for each in queries for other in keys]
+        assert known.setdefault((place, ahead), mask) == mask
+
+
+def test_on_a_circle_all_places_are_alike():
+    """Up to the group of the first query: distances count modulo the length."""
+    first, one = torch.arange(24), torch.ones(24, dtype=torch.int64)
+    q, k = Progression(first, 1, one), Progression((first + 5) % 24, 1, one)
+    for rate, stride in ((1, 1), (2, 1), (1, 4), (2, 3)):
+        columns = Axis(24, 5, rate, stride, wraps=True).likeness(q, k)
+        assert len(torch.stack(columns, 1).unique(dim=0)) == rate * stride
+
+
 def test_groups_of_many_are_counted_in_three_sums():
     """A stride of thousands, over runs of any length."""
     axis = Axis(1 << 20, 1 << 16, stride=5000)
