@@ -1,4 +1,4 @@
-"""KVCache: attention of new tokens over the cached keys of past tokens, for causal patterns."""
+"""KVCache: attention of new tokens over the cached keys of past tokens, for causal patterns and whole chunks."""
 
 from __future__ import annotations
 
@@ -40,9 +40,10 @@ _A_CACHE = "write fd.KVCache(pattern, num_heads=8), one for each layer"
 
 
 class KVCache:
-    """Keys and values that later queries of a causal pattern can see, for decoding; one cache per layer.
+    """Keys and values that later queries of a pattern can see, for decoding; one cache per layer.
 
     `attend` takes the next tokens, any number of them, and returns their output as in a single pass over all tokens.
+    The pattern is causal, or a query sees later keys of its own chunk only, such as a frame: then bring whole chunks.
     Keys that no later query can see are evicted: with bounded look-back the cache has at most about twice the
     visible keys, for any number of tokens. All batch entries have equal positions. The first tokens set sizes, dtype
     and device.
@@ -53,12 +54,15 @@ class KVCache:
     scale, engine, head_offset, num_heads_global: as in `attend`; the engine computes chunks of more than 16 tokens,
         smaller chunks are computed without an engine.
 
-    For inference only: not differentiable. Raises ValueError or TypeError for a pattern in which a query sees a later
-    key, for a pattern with run-time tensors, and for tensors that do not fit the previous tokens.
+    For inference only: not differentiable. Raises ValueError or TypeError for a pattern in which queries see later keys
+    and no chunks are found that end such look-ahead, for a pattern with run-time tensors, for tokens that end inside a
+    chunk, and for tensors that do not fit the previous tokens.
 
     >>> cache = fd.KVCache(masks.local_window(left=127, right=0), num_heads=4)
     >>> cache.attend(*torch.randn(3, 1, 4, 100, 64)).shape  # the first tokens, then the next ones
     torch.Size([1, 4, 100, 64])
+    >>> fd.KVCache(masks.blockwise(masks.local_window(left=4, right=0), 8), num_heads=4).chunk  # frames of 8 tokens
+    8
     """
 
     def __new__(cls, *args: object, **options: object) -> Self:
@@ -113,6 +117,15 @@ class KVCache:
         return self._seen
 
     @property
+    def chunk(self) -> int:
+        """Number of tokens in a chunk: no query sees a key after its chunk; 1 for a causal pattern.
+
+        It is the least such number. Chunks follow one another from position 0 on, or after fewer tokens than a chunk
+        has. `attend` takes whole chunks, and other tokens if none of them sees a key after the last of them.
+        """
+        return self._reader.ends.chunk
+
+    @property
     def num_kept(self) -> int:
         """Number of keys that the cache holds now; evicted keys are not counted."""
         return 0 if self._held is None else self._held.num_used
@@ -134,7 +147,7 @@ class KVCache:
         """Append the next N tokens, and return their attention output over all keys that each of them sees.
 
         N may be 0. G must divide H. sinks: a logit for each head, which adds a term exp(sink) to the softmax
-        denominators; None adds no term.
+        denominators; None adds no term. Raises ValueError if one of the N tokens sees a later key: see `chunk`.
         """
         q, k, v = autocast(q, k, v)
         self._check(q, k, v)
@@ -154,7 +167,7 @@ class KVCache:
 
     @advises(how="write cache.append(k, v) with those of the new tokens")
     def append(self, k: Float[Tensor, "B G N D"], v: Float[Tensor, "B G N E"]) -> None:
-        """Append the next N tokens without computing their output."""
+        """Append the next N tokens without computing their output; they may end inside a chunk."""
         _, k, v = autocast(k, k, v)
         self._check(None, k, v)
         refuse_gradients(k, v)
@@ -169,12 +182,15 @@ class KVCache:
     def crop(self, num_tokens: int) -> None:
         """Remove all tokens except the first `num_tokens`, as if the removed tokens had not been appended.
 
-        Raises ValueError, and changes nothing, for more tokens than were seen, and if queries from position num_tokens
-        may see evicted keys; removing the last `undo` tokens or fewer always works.
+        Raises ValueError, and changes nothing, for more tokens than were seen, if one of the first num_tokens tokens
+        sees a later key, and if queries from position num_tokens may see evicted keys. Removing the last `undo` tokens
+        or fewer works wherever a chunk ends.
         """
         require_int("num_tokens", num_tokens, minimum=0, maximum=self._seen)
         if self._held is None:
             return
+        if num_tokens < self._seen:
+            self._reader.check_crop(num_tokens)
         self._held.take_back(num_tokens, self._seen)
         self._seen = num_tokens
 

@@ -20,8 +20,8 @@ from ..engines import (
     run,
     sum_dtype,
 )
-from ..masks import Bound, Mixture, Pattern, causal
-from ..masks.attended import FOREVER, RowSource, causal_by_form, later_pair
+from ..masks import Bound, Mixture, Pattern
+from ..masks.attended import FOREVER, Ends, RowSource, ends_after, regular_ends, seen_ahead
 from ..masks.core import common_period, require_expression, require_int
 from ..masks.patterns import names
 from ._held_keys import HeldKeys
@@ -30,12 +30,13 @@ from ._held_keys import HeldKeys
 
 
 class Reader:
-    """Attention by a causal pattern from consecutive queries over the keys of a `HeldKeys` buffer.
+    """Attention from consecutive queries over the keys of a `HeldKeys` buffer, by a pattern without look-ahead.
 
-    num_heads, scale, engine, head_offset, num_heads_global: as in `KVCache`. The attribute `sources` contains the
-    distinct rules of the heads, by which `HeldKeys` decides which keys to keep.
+    A query may see later keys of its own chunk; calls then end where a chunk does. num_heads, scale, engine,
+    head_offset, num_heads_global: as in `KVCache`. The attribute `sources` contains the distinct rules of the heads, by
+    which `HeldKeys` decides which keys to keep; `ends` has the ends of chunks.
 
-    Raises ValueError or TypeError for a pattern in which a query sees a later key, and for one with run-time tensors.
+    Raises ValueError or TypeError for a pattern with look-ahead beyond any chunk, and for one with run-time tensors.
     """
 
     def __init__(
@@ -59,10 +60,10 @@ class Reader:
         self._head_offset, self._num_heads_global = head_offset, total
         self.scale = None if scale is None else resolve_scale(scale, head_dim=1)
         where = {"num_heads": num_heads, "head_offset": head_offset, "num_heads_global": total}
-        _check_causal(pattern, _sources(branch_rules(pattern, **where)))
-        # The search for a later key is no proof of causality. Intersecting with causal() makes it certain.
-        proven = all(map(causal_by_form, pattern.branches()))
-        self.pattern: Pattern | Mixture = pattern if proven else pattern & causal()
+        self.ends = _ends_of(pattern, _sources(branch_rules(pattern, **where)))
+        # The search for later keys is no proof that there are no others. The intersection makes it certain.
+        proven = all(map(self.ends.by_form, pattern.branches()))
+        self.pattern: Pattern | Mixture = pattern if proven else pattern & self.ends.rule()
         self._branches = branch_rules(self.pattern, **where)
         self.sources = _sources(self._branches)
         self._period = common_period(self.pattern.branches())
@@ -76,6 +77,32 @@ class Reader:
             if not _accepts(leaf, queries, range(FOREVER)):
                 leaf.check_tokens(queries, range(queries.stop))
 
+    def _pair_across(self, first: int, end: int) -> tuple[int, int] | None:
+        """Return an allowed pair (query, key) with first <= query < end <= key; None if there is none."""
+        limit = self.ends.next(end)
+        return None if limit == end else seen_ahead(self.sources, range(first, end), range(end, limit))
+
+    def _check_end(self, first: int, number: int) -> None:
+        """Raise ValueError if one of `number` queries from position `first` on sees a key after the last of them."""
+        pair = self._pair_across(first, end := first + number)
+        if pair is not None:
+            found = ends_after(self.sources, self.ends, first, end)
+            fitting = " or ".join(str(next(found) - first) for _ in range(2))
+            raise ValueError(
+                f"the new tokens must end where none of them sees a later key, such as with a chunk of "
+                f"{self.ends.chunk} tokens; here query {pair[0]} sees key {pair[1]}: bring {fitting} tokens, or write "
+                f"pattern & masks.causal() to hide later keys; got {number} tokens from position {first} on"
+            )
+
+    def check_crop(self, num_tokens: int) -> None:
+        """Raise ValueError if one of the first `num_tokens` tokens sees later keys, which a crop would remove."""
+        pair = self._pair_across(max(0, self.ends.next(num_tokens) - self.ends.chunk), num_tokens)
+        if pair is not None:
+            raise ValueError(
+                f"a crop must end where no query sees a later key, such as with a chunk of {self.ends.chunk} tokens; "
+                f"here query {pair[0]} sees key {pair[1]}; got {num_tokens} tokens to keep"
+            )
+
     def attend(
         self,
         q: Float[Tensor, "B H N D"],
@@ -88,17 +115,19 @@ class Reader:
         """Return (output, natural log-sum-exp of the scores) of the queries q.
 
         first: position of the first query; the next ones follow. k, v: the buffers of `held`, which maps positions to
-        their S slots (indices along the token dim).
+        their S slots (indices along the token dim). Raises ValueError if a query sees a key after the last query.
         """
+        self._check_end(first, q.shape[2])
         compute = self._rows if q.shape[2] <= MOST_ROWS else self._chunk
         return compute(q, k, v, first, held)
 
     def _rows(self, q: Tensor, k: Tensor, v: Tensor, first: int, held: HeldKeys) -> tuple[Tensor, Tensor]:
         """Return (output, lse), computed without an engine, in chunks of MOST_ROWS queries."""
-        found, scale = [], resolve_scale(self.scale, q.shape[-1])
+        found, scale, end = [], resolve_scale(self.scale, q.shape[-1]), first + q.shape[2]
         for few in q.split(MOST_ROWS, dim=2):
             queries = range(first, first + few.shape[2])
-            program = row_program(self._grouped(k), queries, range(queries.stop), held)
+            keys = range(min(end, self.ends.next(queries.stop)))
+            program = row_program(self._grouped(k), queries, keys, held)
             found.append(program.forward(few, k, v, scale))
             first = queries.stop
         outs, lses = zip(*found, strict=True)
@@ -164,14 +193,17 @@ def _sources(branches: tuple[tuple[HeadRule, ...], ...]) -> list[RowSource]:
     return [rule.source for rules in branches for rule in rules]
 
 
-def _check_causal(pattern: Pattern | Mixture, sources: list[RowSource]) -> None:
-    for source in sources:
-        pair = later_pair(source)
-        if pair is not None:
-            raise ValueError(
-                "a cache needs a causal pattern, in which no query sees a later key; here query "
-                f"{pair[0]} sees key {pair[1]}: write pattern & masks.causal(); got {pattern!r}"
-            )
+def _ends_of(pattern: Pattern | Mixture, sources: list[RowSource]) -> Ends:
+    ends = regular_ends(sources)
+    if not isinstance(ends, Ends):
+        query, key = ends
+        raise ValueError(
+            "a cache needs a causal pattern, or one in which queries see later keys of their own chunk of tokens only; "
+            f"here query {query} sees key {key}, and no chunk ends this: write pattern & masks.causal() to hide later "
+            "keys, or pattern & masks.blockwise(masks.causal(), 8) to see those of a query's own chunk of 8 tokens; "
+            f"got {pattern!r}"
+        )
+    return ends
 
 
 def _accepts(pattern: Pattern | Mixture, queries: range, keys: range) -> bool:

@@ -175,7 +175,10 @@ class LongNetBackbone(Pretrained):
         return x
 
     def new_caches(self, *, capacity: int | None = None) -> list[KVCache]:
-        """Make empty caches, one per block, with which a causal model can process a batch in consecutive pieces.
+        """Make empty caches, one per block, with which a model can process a batch in consecutive pieces.
+
+        The pieces of a model that is not causal are whole chunks of its pattern, such as its longest segments: see
+        `KVCache.chunk`.
 
         capacity: maximum number of keys in each cache, as in `KVCache`; None to grow as needed. Raises ValueError for a
         model over ranks.

@@ -171,25 +171,33 @@ def whole_grids(draw: st.DrawFn, words: Any, max_tokens: int) -> Any:
 @st.composite
 def _neighborhoods_on(draw: st.DrawFn, words: Any, grid: list[int] | tuple[int, ...], most: int, max_rate: int) -> Any:
     centred = not draw(st.booleans())
-    sizes, rates, strides, causal = zip(
-        *(draw(_windows_along(each, most, max_rate, centred)) for each in grid), strict=True
+    wraps = draw(st.sampled_from([False, False, True]))  # some axis may
+    sizes, rates, strides, causal, wrap = zip(
+        *(draw(_windows_along(each, most, max_rate, centred, wraps)) for each in grid), strict=True
     )
-    return words.neighborhood(grid, kernel_size=sizes, rate=rates, stride=strides, causal=causal)
+    return words.neighborhood(grid, kernel_size=sizes, rate=rates, stride=strides, causal=causal, wrap=wrap)
 
 
 @st.composite
-def _windows_along(draw: st.DrawFn, length: int, most: int, max_rate: int, centred: bool) -> tuple[int, int, int, bool]:
-    """Draw (kernel size, rate, stride, causal) for one axis of this length.
+def _windows_along(
+    draw: st.DrawFn, length: int, most: int, max_rate: int, centred: bool, may_wrap: bool
+) -> tuple[int, int, int, bool, bool]:
+    """Draw (kernel size, rate, stride, causal, wrap) for one axis of this length.
 
-    The kernel size is at most 2 * most + 1. centred: windows have the query in their middle: odd kernel size, stride 1,
-    not causal.
+    The kernel size is at most 2 * most + 1; on an axis that wraps it may exceed the axis. centred: windows have the
+    query in their middle: odd kernel size, stride 1, not causal.
     """
-    rate = draw(st.integers(1, min(max_rate, length)))
-    longest = min(2 * most + 1, length // rate)
+    wrap = may_wrap and draw(st.booleans())
+    rates = [rate for rate in range(1, min(max_rate, length) + 1) if not (wrap and length % rate)]
+    rate = draw(st.sampled_from(rates))
+    longest = 2 * most + 1 if wrap else min(2 * most + 1, length // rate)
     if centred:
-        return 2 * draw(st.integers(0, (longest - 1) // 2)) + 1, rate, 1, False
+        return 2 * draw(st.integers(0, (longest - 1) // 2)) + 1, rate, 1, False, wrap
     size = draw(st.integers(1, longest))
-    return size, rate, draw(st.integers(1, size)), draw(st.booleans())
+    if not wrap:
+        return size, rate, draw(st.integers(1, size)), draw(st.booleans()), False
+    strides = [stride for stride in range(1, size + 1) if length % (rate * stride) == 0]
+    return size, rate, draw(st.sampled_from(strides)), False, True
 
 
 # The simplest choice comes first: hypothesis shrinks towards it.

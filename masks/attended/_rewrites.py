@@ -374,16 +374,9 @@ def _rectangles(run: range, strides: Sequence[int]) -> Iterator[tuple[range, ...
 
 
 def _windows(places: range, axis: Axis) -> Ranges:
-    """Return the union of the windows of the queries at these places (indices along one axis of a grid).
-
-    The windows of places that are congruent modulo the axis's dilation rate join into one range of that step, from the
-    start of the first window to the end of the last.
-    """
-    found = []
-    for first in places[: axis.rate]:
-        last = first + (places[-1] - first) // axis.rate * axis.rate
-        found.append(range(axis.window(first).start, axis.window(last).stop, axis.rate))
-    return union_of(found)
+    """Return the union of the windows of the queries at these places (consecutive indices along one axis of a grid)."""
+    classes = ((first, places[-1] - (places[-1] - first) % axis.rate) for first in places[: axis.rate])
+    return union_of(part for first, last in classes for part in axis.seen(first, last))
 
 
 def _combined(along: Sequence[Ranges], strides: Sequence[int]) -> Ranges:

@@ -1,4 +1,4 @@
-"""For decoding: keys that a few queries see, keys that later queries may see, and a test for causal rules."""
+"""For decoding: keys that a few queries see, and keys that later queries may see."""
 
 from __future__ import annotations
 
@@ -11,10 +11,7 @@ import torch
 from jaxtyping import Bool, Int64
 from torch import Tensor
 
-from ..blocks import Rule, build_blocks
-from ..core import And, Box, Or, Pattern, Progression, Ranges, intersect, plans, union_of
-from ..orders import Layout
-from ..patterns import Band, Causal
+from ..core import Box, Pattern, Progression, Ranges, intersect, union_of
 from ._rewrites import KeyQuery
 from ._search import keys_of_any
 
@@ -24,8 +21,6 @@ Keys = Ranges | Int64[Tensor, " n"]  # ranges in closed form, or single position
 
 _FEW_PAIRS = 1 << 20  # of a rule without a closed form: up to this many, evaluation is faster than bounds
 FOREVER = 1 << 30  # number of future queries if it is unknown
-_TRIED = 2048  # positions searched for a key after its query, if the form of the rule does not decide
-_BLOCK = 64
 _MOST_MEETINGS = 1 << 9  # comparisons of a row's range with a range of all keys; beyond, pairs are evaluated
 
 
@@ -175,34 +170,3 @@ def visible(
         box = Box(each * source.head, queries, Progression(firsts[left], 1, lengths[left]))
         seen[left] = source.rule.count(box, num_heads=source.num_heads).high > 0
     return seen
-
-
-@plans
-def later_pair(source: RowSource) -> tuple[int, int] | None:
-    """Return positions (query, key) of an allowed pair whose key is after its query; None if none is found.
-
-    Rules that are causal by their form are not searched, others among the first 2048 positions.
-    """
-    if causal_by_form(source.rule):
-        return None
-    tokens = Layout(_TRIED).pieces(0)
-    ahead = Rule(And.of(source.rule, ~Causal()), source.num_heads, (source.head,), tokens, tokens)
-    blocks = build_blocks(ahead, q_block=_BLOCK, k_block=_BLOCK)
-    if len(blocks.row) == 0:
-        return None
-    q = int(blocks.row[0]) * _BLOCK + torch.arange(_BLOCK)[:, None]
-    k = int(blocks.column[0]) * _BLOCK + torch.arange(_BLOCK)
-    query, key = ahead.allowed(torch.zeros_like(q), q, k).nonzero()[0].tolist()
-    return int(q[query]), int(k[key])
-
-
-def causal_by_form(rule: Pattern) -> bool:
-    """True if the form of a rule shows that no query sees a later key; False is not conclusive.
-
-    Recognized are causal order, a window up to the query, an intersection with either, and a union of such rules.
-    """
-    if isinstance(rule, And):
-        return any(causal_by_form(part) for part in rule.parts)
-    if isinstance(rule, Or):
-        return all(causal_by_form(part) for part in rule.parts)
-    return isinstance(rule, Band) and rule.most is not None and rule.most <= 0

@@ -15,11 +15,13 @@ from ..core import (
     Bounds,
     Box,
     Progression,
+    Ranges,
     clip,
     count_below,
     count_multiples,
     count_within,
     terms_of_class,
+    within,
 )
 
 _MOST_CLASSES = 64  # up to this many residue classes of places, or of queries by place in a group, are counted exactly
@@ -148,6 +150,8 @@ class Axis:
     the window up to its own place. Otherwise the leader is the middle of the group (of two the later one), with
     size // 2 keys of its window before it. Windows that would cross an end of the class are shifted inwards. NATTEN
     cuts causal windows off at the first key of the class instead, which is an equal rule, as a query sees no later key.
+    With `wraps` the axis is a circle: windows that cross an end go on at the other end. Then rate * stride must divide
+    the length, no window may hold a whole class, and the axis must not be causal.
     """
 
     length: int
@@ -155,18 +159,32 @@ class Axis:
     rate: int = 1
     stride: int = 1
     is_causal: bool = False
+    wraps: bool = False
 
     @property
     def lead(self) -> int:
         """Number of keys of an unshifted window, in one class, before its group's first query; never below 0."""
         return self.size - self.stride if self.is_causal else self.size // 2 - self.stride // 2
 
-    def window(self, place: int) -> range:
-        """Return the places along the axis that a query at `place` sees, as a range of step `rate`."""
-        number, residue = divmod(place, self.rate)
-        begin = min(max(number // self.stride * self.stride - self.lead, 0), self._held(residue) - self.size)
-        stop = number + 1 if self.is_causal else begin + self.size
-        return range(residue + self.rate * begin, residue + self.rate * (stop - 1) + 1, self.rate)
+    def seen(self, first: int, last: int) -> Ranges:
+        """Return the places that the queries first, first + rate, ..., last see, as ascending ranges of step `rate`."""
+        rate, residue = self.rate, first % self.rate
+        held = self._held(residue)
+        begin, end = (self._begin(place // rate, held) for place in (first, last))
+        stop = last // rate + 1 if self.is_causal else end + self.size
+        if stop - begin >= held:
+            begin, stop = 0, held
+        parts = (within(range(begin + turn, stop + turn), 0, held) for turn in self._turns(held))
+        return tuple(range(residue + rate * part[0], residue + rate * part[-1] + 1, rate) for part in parts if part)
+
+    def _begin(self, number: int, held: int) -> int:
+        """Return the first key of a query's window, in numbers within the class; below 0 if it is before its end."""
+        begin = number // self.stride * self.stride - self.lead
+        return begin if self.wraps else min(max(begin, 0), held - self.size)
+
+    def _turns(self, held: int) -> tuple[int, ...]:
+        """Return the shifts that take places of an uncut window to places of a class of `held` places."""
+        return (-held, 0, held) if self.wraps else (0,)
 
     def count(self, head: Tensor, q: Progression, k: Progression) -> Bounds:
         """Return bounds on the number of pairs, in each of n boxes, whose key is in the query's window.
@@ -188,12 +206,16 @@ class Axis:
 
         Boxes with equal entries in both, and with equal counts and steps of queries and of keys, have equal masks. For
         boxes in which no window is shifted, the entries depend only on the distance from the first query to the first
-        key, and on the first query modulo rate * stride.
+        key, and on the first query modulo rate * stride. On an axis that wraps, distances are modulo the length.
         """
-        inner = q.first >= (self.lead + self.stride - 1) * self.rate
-        inner &= self.length - 1 - q.last >= (self.size - self.lead - 1) * self.rate
-        place = torch.where(inner, self.length + q.first % (self.rate * self.stride), q.first)
-        return place, k.first - q.first
+        ahead = k.first - q.first
+        if self.wraps:
+            inner = (q.last < self.length) & (k.last < self.length)
+            ahead = torch.where(inner, ahead.remainder(self.length), ahead)
+        else:
+            inner = q.first >= (self.lead + self.stride - 1) * self.rate
+            inner &= self.length - 1 - q.last >= (self.size - self.lead - 1) * self.rate
+        return torch.where(inner, -1 - q.first % (self.rate * self.stride), q.first), ahead
 
     def _held(self, residue: int) -> int:
         return (self.length - 1 - residue) // self.rate + 1
@@ -209,11 +231,17 @@ class Axis:
             return Bounds(torch.zeros_like(q.first), count_multiples(box, self.rate).high)
         surely = -self.lead, self.size - self.stride - self.lead
         perhaps = 1 - self.size, 0 if self.is_causal else self.size - 1
-        near, far = (
-            count_multiples(box, self.rate, reach=(least * self.rate, most * self.rate))
+        if self.wraps:
+            perhaps = 1 - self.stride - self.lead, self.size - 1 - self.lead
+        reaches = (
+            [(least * self.rate + turn, most * self.rate + turn) for turn in self._turns(self.length)]
             for least, most in (surely, perhaps)
         )
-        return Bounds(near.low, far.high)
+        near, far = (
+            reduce(torch.add, [count_multiples(box, self.rate, reach=reach).low for reach in turned])
+            for turned in reaches
+        )
+        return Bounds(near, far.minimum(count_multiples(box, self.rate).high))
 
     def _count_in_class(self, box: Box, held: int) -> Bounds:
         """Return bounds on the allowed pairs of each box within one residue class of `held` places.
@@ -226,13 +254,20 @@ class Axis:
         unlike = q.step != k.step if self.is_causal else any(first.step % k.step for first, _ in groups)
         if unlike or not groups:
             return self._count_by_ends(q, k, held)
-        latest = count_within(k, 0, held - self.size)
-        pairs = -sum(times * _keys_before(first, -self.lead, k, 0, latest) for first, times in groups)
+        none, every = torch.zeros_like(k.count), k.count
+        latest, soonest = (
+            (every, none) if self.wraps else (count_within(k, 0, stop) for stop in (held - self.size, self.size))
+        )
+        turns, end = self._turns(held), self.size - self.lead
+        pairs = -sum(
+            times * _keys_before(first, turn - self.lead, k, 0, latest) for first, times in groups for turn in turns
+        )
         if self.is_causal:
             pairs = pairs + count_below(Box(box.head, q, k), 0).low
         else:
-            end, soonest = self.size - self.lead, count_within(k, 0, self.size)
-            pairs = pairs + sum(times * _keys_before(first, end, k, soonest, k.count) for first, times in groups)
+            pairs = pairs + sum(
+                times * _keys_before(first, turn + end, k, soonest, every) for first, times in groups for turn in turns
+            )
         pairs = torch.where(q.count > 0, pairs, 0)
         return Bounds(pairs, pairs)
 
@@ -259,13 +294,15 @@ class Axis:
 
         All other windows are between these two. held: number of places of the residue class.
         """
-        begin, last = (
-            (end // self.stride * self.stride - self.lead).clamp(min=0, max=held - self.size)
-            for end in (q.first, q.last)
-        )
+        begin, last = (end // self.stride * self.stride - self.lead for end in (q.first, q.last))
+        if not self.wraps:
+            begin, last = (each.clamp(min=0, max=held - self.size) for each in (begin, last))
         end, stop = (q.first + 1, q.last + 1) if self.is_causal else (begin + self.size, last + self.size)
-        shared = count_within(k, last, torch.maximum(last, end))
-        return Bounds(*(torch.where(q.count > 0, q.count * keys, 0) for keys in (shared, count_within(k, begin, stop))))
+        shared, reached = (
+            reduce(torch.add, [count_within(k, low + turn, high.maximum(low) + turn) for turn in self._turns(held)])
+            for low, high in ((last, end), (begin, stop))
+        )
+        return Bounds(*(torch.where(q.count > 0, q.count * keys.minimum(k.count), 0) for keys in (shared, reached)))
 
 
 def _keys_before(groups: Progression, ahead: int, k: Progression, least: Tensor | int, most: Tensor) -> Tensor:

@@ -43,8 +43,9 @@ _FEW_PAIRS = 1 << 16  # up to this many are evaluated, which is faster than coun
 _BOXES_AT_ONCE = 1 << 14  # boxes whose rectangles are held at once: bounds the memory
 _MOST_RUNS = 1 << 10  # a window over more rows of the grid than this has no closed form in `row`
 _OPTIONAL = {"optional": True}
-# Fields, with the least value of each; `causal` holds booleans.
-_LEAST = {"grid": 1, "radius": 0, "kernel_size": 1, "rate": 1, "stride": 1, "causal": 0}
+# Fields, with the least value of each.
+_LEAST = {"grid": 1, "radius": 0, "kernel_size": 1, "rate": 1, "stride": 1, "causal": 0, "wrap": 0}
+_BOOLEAN = ("causal", "wrap")
 
 
 @pattern_kind("neighborhood")
@@ -54,7 +55,7 @@ class Neighborhood(Pattern):
     Tokens are in row-major order. Each field is a tuple with one entry for each axis, the outermost first. Fields are
     normalized, so that equal rules are equal patterns: `radius` is set if all windows have 2 * radius + 1 tokens and no
     axis is causal, else `kernel_size` is; the other one is None. `stride` is None if it is 1 along all axes, `causal`
-    is None if no axis is causal.
+    is None if no axis is causal, `wrap` if none wraps. An axis does not wrap if a window covers it.
     """
 
     grid: tuple[int, ...]
@@ -63,6 +64,7 @@ class Neighborhood(Pattern):
     rate: tuple[int, ...] = field(kw_only=True)
     stride: tuple[int, ...] | None = field(default=None, metadata=_OPTIONAL)
     causal: tuple[bool, ...] | None = field(default=None, metadata=_OPTIONAL)
+    wrap: tuple[bool, ...] | None = field(default=None, metadata=_OPTIONAL)
 
     def check(self) -> None:
         given = {name: getattr(self, name) for name in _LEAST}
@@ -80,6 +82,11 @@ class Neighborhood(Pattern):
             if len(along) != len(grid):
                 raise ValueError(f"{name} must be one value, or one for each axis of {grid=}; got {name}={along}")
         # Normalized, so that equal rules are equal.
+        if any(values.get("wrap", ())):
+            _limit_windows(values)
+            size = values.get("kernel_size")
+        if not any(values.get("wrap", ())):
+            values.pop("wrap", None)
         if max(values.get("stride", (1,))) == 1:
             values.pop("stride", None)
         if not any(values.get("causal", ())):
@@ -111,8 +118,11 @@ class Neighborhood(Pattern):
     def axes(self) -> list[Axis]:
         none = (None,) * len(self.grid)
         sizes = self.kernel_size or [2 * radius + 1 for radius in self.radius or ()]
-        along = zip(self.grid, sizes, self.rate, self.stride or none, self.causal or none, strict=True)
-        return [Axis(length, size, rate, stride or 1, bool(causal)) for length, size, rate, stride, causal in along]
+        choices = [each or none for each in (self.stride, self.causal, self.wrap)]
+        return [
+            Axis(length, size, rate, stride or 1, bool(causal), bool(wrap))
+            for length, size, rate, stride, causal, wrap in zip(self.grid, sizes, self.rate, *choices, strict=True)
+        ]
 
     def rates(self) -> tuple[int, ...]:
         # Residue classes of positions are classes of the innermost axis if the rate fits its rows.
@@ -125,25 +135,31 @@ class Neighborhood(Pattern):
         if query >= prod(self.grid) or not keys:
             return ()
         places = zip(self._coordinates(query), self.axes, strict=True)
-        *outer, inner = (axis.window(place) for place, axis in places)
+        *outer, inner = (axis.seen(place, place) for place, axis in places)
         starts = [0]
         for places, pitch in zip(outer, self._pitches, strict=False):  # starts of the rows that hold any of the keys
             starts = [
                 start + place * pitch
                 for start in starts
-                for place in within(places, (keys.start - start) // pitch, (keys.stop - 1 - start) // pitch + 1)
+                for part in places
+                for place in within(part, (keys.start - start) // pitch, (keys.stop - 1 - start) // pitch + 1)
             ]
             if len(starts) > _MOST_RUNS:
                 return None
-        return among((range(start + inner.start, start + inner.stop, inner.step) for start in starts), keys)
+        runs = ((start, part) for start in starts for part in inner)
+        return among((range(start + part.start, start + part.stop, part.step) for start, part in runs), keys)
 
     def reason(self, pair: Pair) -> Reason:
         tokens = prod(self.grid)
         if beyond := pair.those(lambda position: position >= tokens, f"beyond the grid's {tokens} tokens"):
             return Reason(self, False, beyond)
         query, key = self._coordinates(pair.query), self._coordinates(pair.key)
-        windows = [axis.window(place) for place, axis in zip(query, self.axes, strict=True)]
-        missed = [axis for axis, (place, window) in enumerate(zip(key, windows, strict=True)) if place not in window]
+        windows = [axis.seen(place, place) for place, axis in zip(query, self.axes, strict=True)]
+        missed = [
+            axis
+            for axis, (place, window) in enumerate(zip(key, windows, strict=True))
+            if not any(place in part for part in window)
+        ]
         text = f"{pair.the_query} is at {_point(query)} and sees {' x '.join(map(_steps, windows))}"
         outside = f": outside along axis {listing(missed)}" if missed else ""
         return Reason(self, not missed, f"{text}; {pair.the_key} is at {_point(key)}{outside}")
@@ -177,17 +193,18 @@ class Neighborhood(Pattern):
 
         A token's places on all axes are bit fields of one integer, each below a guard bit from which subtraction
         borrows. One comparison for each pair then tests both ends of the window on every axis; more comparisons would
-        exceed a kernel's registers. Along an axis, places are numbered from 1, residue class by residue class; 0 is the
-        place of tokens beyond the grid.
+        exceed a kernel's registers. An axis that wraps takes one comparison more. Along an axis, places are numbered
+        from 1, residue class by residue class; 0 is the place of tokens beyond the grid.
         """
         axes, shift, guards, ones, window = [], 0, 0, 0, 0
         for pitch, axis in zip(self._pitches, self.axes, strict=True):
-            spacing = -(-axis.length // axis.rate)  # distance of the places of two classes
+            # Distance of the places of two classes. Along a circle, keys before the window's first are one turn later.
+            spacing = -(-axis.length // axis.rate) * (1 + axis.wraps)
             bits = (axis.rate * spacing + axis.size + 1).bit_length()
             numbers = (pitch, axis.length, axis.lead, axis.rate, spacing, 1 << shift, axis.size, axis.stride)
             # A centred window needs its half only: one number less to hold.
             is_centred = axis == Axis(axis.length, 2 * axis.lead + 1, axis.rate)
-            kinds = axis.rate > 1, axis.stride > 1, is_centred, axis.is_causal
+            kinds = axis.rate > 1, axis.stride > 1, is_centred, axis.is_causal, axis.wraps
             axes.append((*parameters(device, *numbers), *kinds))
             ones, window = ones + (1 << shift), window + (axis.size - 1 << shift)
             guards += 1 << (shift + bits)
@@ -201,7 +218,7 @@ class Neighborhood(Pattern):
         def near(b, h, q, k):
             first, last, place, queries, keys = one, reach, one, q, k
             for pitch, length, lead, rate, spacing, unit, size, stride, *kinds in axes:
-                is_dilated, is_grouped, is_centred, ends_at_query = kinds
+                is_dilated, is_grouped, is_centred, ends_at_query, wraps = kinds
                 query, key = queries // pitch, keys // pitch
                 queries, keys = queries - query * pitch, keys - key * pitch
                 own, held = query, length
@@ -209,14 +226,20 @@ class Neighborhood(Pattern):
                     held = (length - query % rate - 1) // rate + 1  # tokens of the query's class
                     own = query // rate
                 group = own // stride * stride if is_grouped else own
-                beyond = held - lead - lead - 1 if is_centred else held - size
-                begin = torch.minimum((group - lead).clamp(min=0), beyond)
+                number = key // rate if is_dilated else key
+                if wraps:
+                    begin = group - lead
+                    begin = torch.where(begin < 0, begin + held, begin)
+                    number = torch.where(number < begin, number + held, number)
+                else:
+                    beyond = held - lead - lead - 1 if is_centred else held - size
+                    begin = torch.minimum((group - lead).clamp(min=0), beyond)
                 if is_causal:
                     end = own if ends_at_query else begin + size - 1
                     last = last + (query % rate * spacing + end if is_dilated else end) * unit
                 if is_dilated:
-                    begin, key = query % rate * spacing + begin, key % rate * spacing + key // rate
-                first, place = first + begin * unit, place + key * unit
+                    begin, number = query % rate * spacing + begin, key % rate * spacing + number
+                first, place = first + begin * unit, place + number * unit
             first, place = torch.where(q < tokens, first, nowhere), torch.where(k < tokens, place, 0) + guard
             return ((place - first) & ((last if is_causal else first + reach) - place) & guard) == guard
 
@@ -294,6 +317,7 @@ def neighborhood(
     rate: int | Sequence[int] = 1,
     stride: int | Sequence[int] = 1,
     causal: bool | Sequence[bool] = False,
+    wrap: bool | Sequence[bool] = False,
 ) -> Pattern:
     """Neighbourhood attention: pattern in which each query of a token grid sees a window of keys around its own place.
 
@@ -304,6 +328,7 @@ def neighborhood(
     kernel_size: tokens in a window along the axis; or radius, for 2 * radius + 1 tokens. Give one of the two.
     rate: distance of neighbouring tokens of a window (NATTEN's dilation).
     stride: number of consecutive queries that share a window. causal: True hides keys after the query along this axis.
+    wrap: True for an axis whose ends meet, such as longitude or a periodic box: distances are modulo its length.
 
     Along an axis of length n, for the query at x:
 
@@ -314,6 +339,8 @@ def neighborhood(
     * causal: the window is [x - kernel_size + 1, x] without keys before 0, and is not shifted. With a stride the
       leader is the last query of the group, and each query sees the keys of the leader's window up to its own place.
     * rate: these rules apply within each residue class modulo rate, with places numbered from 0 in the class.
+    * wrap: a window that crosses an end of the axis is not shifted, but goes on at the other end. One that is longer
+      than its residue class holds each key of the class once. rate * stride must divide n.
 
     Source: NATTEN, arXiv 2204.07143; with rates, arXiv 2209.15001; with strides, Generalized Neighborhood Attention,
     arXiv 2504.16922; the rule follows NATTEN's csrc/include/natten/cuda/reference/mask.hpp (version 0.21).
@@ -322,12 +349,15 @@ def neighborhood(
     unused. Where this is faster, `attend` therefore sorts the tokens of a whole grid into tiles of one block each;
     `describe` reports the overcompute. With `& causal()` or other patterns, or fewer tokens, the order stays row-major.
 
-    Raises ValueError for a window of kernel_size * rate tokens that exceeds its axis, a stride above its kernel size,
-    both or neither of radius and kernel_size, a radius with a causal axis, negative radii, and other numbers below 1;
-    TypeError for values of other types. `bind` raises ValueError for tokens beyond the grid; fewer tokens are allowed.
+    Raises ValueError for a window of kernel_size * rate tokens that exceeds an axis that does not wrap, a stride above
+    its kernel size, both or neither of radius and kernel_size, a radius with a causal axis, an axis that is causal and
+    wraps, negative radii, and other numbers below 1; TypeError for values of other types. `bind` raises ValueError for
+    tokens beyond the grid; fewer tokens are allowed.
 
     >>> masks.describe(masks.neighborhood((4, 4), 1), 16).useful_pairs  # 9 keys a token
     144
+    >>> masks.explain(masks.neighborhood((10, 36), 2, wrap=(False, True)), query=0, key=34).allowed  # a globe
+    True
     >>> video = masks.neighborhood((4, 8, 8), kernel_size=(2, 4, 4), stride=(1, 4, 4), causal=(True, False, False))
     >>> masks.describe(video, 256).useful_pairs  # 16 keys a token of the first frame, 32 of each other
     7168
@@ -335,7 +365,7 @@ def neighborhood(
     if not isinstance(grid, _SEQUENCES):
         raise TypeError(f"grid must be a sequence of axis lengths; got grid={grid!r}")
     windows = {name: given for name, given in (("radius", radius), ("kernel_size", kernel_size)) if given is not None}
-    named = {**windows, "rate": rate, "stride": stride, "causal": causal}
+    named = {**windows, "rate": rate, "stride": stride, "causal": causal, "wrap": wrap}
     along = {name: tuple(each) if isinstance(each, Sequence) else (each,) * len(grid) for name, each in named.items()}
     return Neighborhood(tuple(grid), **along)
 
@@ -343,7 +373,7 @@ def neighborhood(
 def _per_axis(name: str, values: Any) -> tuple:
     if not isinstance(values, _SEQUENCES):
         raise TypeError(f"{name} must have one entry for each axis; got {name}={values!r}")
-    if name == "causal":
+    if name in _BOOLEAN:
         return tuple(require_bool(f"{name}[{axis}]", value) for axis, value in enumerate(values))
     return tuple(require_int(f"{name}[{axis}]", value, minimum=_LEAST[name]) for axis, value in enumerate(values))
 
@@ -352,9 +382,35 @@ def _point(places: Sequence[int]) -> str:
     return f"({', '.join(map(str, places))})"
 
 
-def _steps(window: range) -> str:
-    ends = span(window.start, window[-1] + 1)
-    return ends if window.step == 1 or len(window) == 1 else f"{ends} in steps of {window.step}"
+def _limit_windows(values: dict[str, tuple]) -> None:
+    """Shorten windows that wrap to their residue class, in place; an axis that such a window covers does not wrap.
+
+    values: fields of a `Neighborhood` by name, with wrap, and with radius or kernel_size. Raises ValueError for an axis
+    that cannot wrap.
+    """
+    sizes = list(values.pop("kernel_size", ()) or (2 * radius + 1 for radius in values.pop("radius")))
+    none, wrap = (1,) * len(sizes), list(values["wrap"])
+    groups = zip(values["grid"], values["rate"], values.get("stride", none), values.get("causal", none), strict=True)
+    for axis, (length, rate, stride, causal) in enumerate(groups):
+        if not wrap[axis]:
+            continue
+        if causal is True:
+            raise ValueError(f"an axis that wraps has no first token, so it cannot be causal; got both for axis {axis}")
+        if length % (rate * stride):
+            raise ValueError(
+                "rate * stride must divide the length of an axis that wraps; "
+                f"got rate={rate} and stride={stride} on axis {axis} of length {length}"
+            )
+        sizes[axis] = min(sizes[axis], length // rate)
+        wrap[axis] = sizes[axis] < length // rate
+    values.update(kernel_size=tuple(sizes), wrap=tuple(wrap))
+
+
+def _steps(window: Ranges) -> str:
+    text = " and ".join(span(part.start, part[-1] + 1) for part in window)
+    text = f"({text})" if len(window) > 1 else text
+    step = max((part.step for part in window if len(part) > 1), default=1)
+    return text if step == 1 else f"{text} in steps of {step}"
 
 
 def _in_window(device: torch.device, num_tokens: int, pitch_of_axis: int, axis: Axis) -> MaskMod:
@@ -379,4 +435,10 @@ def _in_window(device: torch.device, num_tokens: int, pitch_of_axis: int, axis: 
         seen = (first <= place) & (place < first + size)
         return seen & (key <= query) if is_causal else seen
 
-    return near
+    def around(b, h, q, k):
+        query, key = q // pitch % length, k // pitch % length
+        first = query - (query // rate % stride + lead) * rate
+        ahead = (key - first + length) % length
+        return (ahead % rate == 0) & (ahead < size * rate) & (q < tokens) & (k < tokens)
+
+    return around if axis.wraps else near

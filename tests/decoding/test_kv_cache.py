@@ -288,7 +288,7 @@ def test_causal_without_saying_so() -> None:
     """Rules that are causal by their numbers are served as they are; others are told which pair is not."""
     for pattern in (WINDOW, masks.dilated(1, 1), masks.local_window(left=5, right=0) | masks.dilated(1, 1)):
         fd.KVCache(pattern, num_heads=1)
-    with pytest.raises(ValueError, match=r"query 3 sees key 4: write pattern & masks.causal\(\)"):
+    with pytest.raises(ValueError, match=r"query 3 sees key 4, .* write pattern & masks.causal\(\)"):
         fd.KVCache(masks.local_window(left=0, right=1) & ~masks.first_tokens(4), num_heads=1)
     with pytest.raises(ValueError, match="query 0 sees key 1"):
         fd.KVCache(LONGNET + masks.every(), num_heads=4)

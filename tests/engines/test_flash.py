@@ -301,7 +301,8 @@ def test_options_reach_the_graph_of_a_caller():
 GRIDS = (
     masks.neighborhood((2, 300), kernel_size=(2, 298), stride=(1, 45), causal=(True, False)),
     masks.neighborhood((600,), kernel_size=280, rate=2, stride=31, causal=True),
-    masks.neighborhood((1 << 11, 1 << 11, 1 << 6), 3),  # numbers of more than 32 bits
+    masks.neighborhood((2, 300), kernel_size=(2, 29), rate=(1, 2), stride=(1, 5), wrap=True),
+    *(masks.neighborhood((1 << 11, 1 << 11, 1 << 6), 3, wrap=wrap) for wrap in (False, True)),  # more than 32 bits
 )
 
 

@@ -102,15 +102,15 @@ def block_list(tables: Sequence[Sequence[Sequence[int]]], block: int) -> Rule:
     return rule
 
 
-def neighborhood(axes: Sequence[tuple[int, int, int, int, bool]]) -> Rule:
-    """NATTEN's, of the (length, kernel size, rate, stride, is causal) of each axis: among the tokens of each residue.
+def neighborhood(axes: Sequence[tuple[int, int, int, int, bool, bool]]) -> Rule:
+    """NATTEN's, of the (length, kernel size, rate, stride, is causal, wraps) of an axis: among the tokens of a residue.
 
     The window of a group is that of its leader. Causal: the leader is the last, and sees the last tokens up to itself,
     of which each query has those up to its own. Else the middle, and the one run as long as the kernel in which the
-    leader is nearest to its place.
+    leader is nearest to its place; where the axis wraps, the leader has its place in it, and steps go round.
     """
 
-    def window(place: int, length: int, size: int, rate: int, stride: int, is_causal: bool) -> list[int]:
+    def window(place: int, length: int, size: int, rate: int, stride: int, is_causal: bool, wraps: bool) -> list[int]:
         fellows = list(range(place % rate, length, rate))
         number = fellows.index(place)
         groups = [list(range(start, start + stride)) for start in range(0, len(fellows), stride)]
@@ -118,6 +118,8 @@ def neighborhood(axes: Sequence[tuple[int, int, int, int, bool]]) -> Rule:
         leader = min(group[-1] if is_causal else group[stride // 2], len(fellows) - 1)
         if is_causal:
             return [fellows[i] for i in range(number + 1) if leader - size < i]
+        if wraps:
+            return [fellows[(leader - size // 2 + step) % len(fellows)] for step in range(size)]
         starts = range(len(fellows) - size + 1)
         start = min(starts, key=lambda start: abs(start + size // 2 - leader))
         return fellows[start : start + size]

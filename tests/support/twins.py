@@ -166,9 +166,11 @@ def neighborhood(
     rate: Sequence[int],
     stride: Sequence[int],
     causal: Sequence[bool],
+    wrap: Sequence[bool],
 ) -> Twin:
-    pattern = masks.neighborhood(grid, kernel_size=kernel_size, rate=rate, stride=stride, causal=causal)
-    return Twin(pattern, oracle.neighborhood(list(zip(grid, kernel_size, rate, stride, causal, strict=True))))
+    choices = {"kernel_size": kernel_size, "rate": rate, "stride": stride, "causal": causal, "wrap": wrap}
+    axes = list(zip(grid, *choices.values(), strict=True))
+    return Twin(masks.neighborhood(grid, **choices), oracle.neighborhood(axes))
 
 
 def longnet(

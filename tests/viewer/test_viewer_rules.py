@@ -185,6 +185,7 @@ WIDE = [
     masks.blockwise(masks.local_window(left=1, right=1), 1_000_003),
     masks.random_blocks(LARGEST, block=1 << 20, count=5, seed=2**63 - 1),
     masks.neighborhood((40_000, 50_000), (17, 1000), rate=(3, 7)),
+    masks.neighborhood((40_000, 50_000), kernel_size=(34, 3000), rate=(1, 5), stride=(4, 10), wrap=True),
     ~masks.dilated(4096, 4, 1) & masks.causal(),
     ~masks.strided(7) & masks.neighborhood((40_000, 50_000), (17, 1000)),
     masks.custom(lambda b, h, q, k: ((q * 2_000_003 + k) % 1_000_003 < 9) | ((q ^ k) & 0x70000001 == 1)),

@@ -241,7 +241,11 @@ def _reached_along(axis: Axis, side: int) -> int:
     before, window = axis.lead * axis.rate, axis.size * axis.rate
     # Windows of the first queries of groups; residue classes in between are not distinguished.
     begin, end = (place - place // axis.rate % axis.stride * axis.rate - before for place in (first, last))
-    low = begin.clamp(0, axis.length - window) // side * side
-    stop = last if axis.is_causal else (end + window - axis.rate).clamp(window - 1, axis.length - 1)
-    high = (stop // side * side + side).clamp(max=axis.length)
-    return int(((last - first + 1) * (high - low)).sum())
+    stop = last if axis.is_causal else end + window - axis.rate
+    if not axis.wraps:
+        begin = begin.clamp(0, axis.length - window)
+        stop = stop if axis.is_causal else stop.clamp(window - 1, axis.length - 1)
+    turns = (begin < 0).long() + (stop >= axis.length).long()
+    low = begin % axis.length // side * side
+    high = (stop % axis.length // side * side + side).clamp(max=axis.length)
+    return int(((last - first + 1) * (high - low + turns * axis.length).clamp(max=axis.length)).sum())

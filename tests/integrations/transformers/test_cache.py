@@ -239,6 +239,14 @@ def test_what_it_refuses() -> None:
         model(tokens(), past_key_values=FlexdilatedCache())
     with pytest.raises(ValueError, match="undo must be at least 0"):
         model(tokens(), past_key_values=FlexdilatedCache(undo=-1))
+    set_pattern(model, masks.chunked(10), compose="replace")
+    cache = FlexdilatedCache()
+    parts = [model(part, past_key_values=cache).logits for part in tokens().split(20, 1)[:2]]
+    torch.testing.assert_close(torch.cat(parts, 1), model(tokens()[:, :40]).logits)
+    with pytest.raises(ValueError, match=r"must end where no query sees a later key, .* 36 tokens to keep"):
+        cache.crop(-4)
+    with pytest.raises(ValueError, match="here query 40 sees key 49: bring 10 or 20 tokens, or write pattern & masks"):
+        model.generate(tokens()[:, :40], max_new_tokens=2, past_key_values=FlexdilatedCache())
     model.set_attn_implementation("sdpa")
     cache = FlexdilatedCache()
     model(tokens(), past_key_values=cache)

@@ -174,6 +174,8 @@ def test_keys_that_just_miss_a_query(pattern, queries, expected, few, monkeypatc
         masks.neighborhood((12, 10), (0, 4)),
         masks.neighborhood((12, 10), kernel_size=(4, 5), rate=(3, 1), stride=(2, 5), causal=(True, False)),
         masks.neighborhood((5, 6, 4), (0, 1, 1), rate=(2, 2, 1)),
+        masks.neighborhood((100,), 3, rate=10, wrap=True),
+        masks.neighborhood((12, 10), kernel_size=(4, 5), rate=(2, 1), stride=(2, 1), wrap=True),
     ],
 )
 def test_needs_on_grids(pattern):

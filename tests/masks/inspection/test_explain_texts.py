@@ -117,6 +117,13 @@ TEXTS = {
         (masks.neighborhood((9,), 1, rate=3), (4, 5, 0, 1), False, "query 4 4 1 7 3 key 5 5 outside 0"),
         (masks.neighborhood((9,), 1), (9, 10, 0, 1), False, "query 9 key 10 beyond 9"),
         (masks.neighborhood((9,), kernel_size=4, stride=3), (5, 1, 0, 1), False, "query 5 5 2 5 key 1 1 outside 0"),
+        (masks.neighborhood((9,), 1, wrap=True), (0, 8, 0, 1), True, "query 0 0 0 1 8 key 8 8"),
+        (
+            masks.neighborhood((4, 12), (0, 1), rate=(1, 3), wrap=True),
+            (13, 17, 0, 1),
+            False,
+            "query 13 1 1 1 1 4 10 3 key 17 1 5 outside 1",
+        ),
         (masks.neighborhood((9,), kernel_size=4, causal=True), (5, 6, 0, 1), False, "query 5 5 2 5 key 6 6 outside 0"),
     ],
     "Documents": [

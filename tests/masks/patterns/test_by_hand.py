@@ -74,6 +74,31 @@ BY_HAND = {
         masks.neighborhood((3, 3), kernel_size=(2, 2), causal=(True, False)),
         "##....... ##....... .##...... ##.##.... ##.##.... .##.##... ...##.##. ...##.##. ....##.##",
     ),
+    "a window that goes round": (
+        masks.neighborhood((6,), 1, wrap=True),
+        "##...# ###... .###.. ..###. ...### #...##",
+    ),
+    "an even kernel that goes round": (
+        masks.neighborhood((5,), kernel_size=2, wrap=True),
+        "#...# ##... .##.. ..##. ...##",
+    ),
+    "every other token, round": (
+        masks.neighborhood((8,), 1, rate=2, wrap=True),
+        "#.#...#. .#.#...# #.#.#... .#.#.#.. ..#.#.#. ...#.#.# #...#.#. .#...#.#",
+    ),
+    "threes that share a window, round": (
+        masks.neighborhood((6,), kernel_size=5, stride=3, wrap=True),
+        3 * "####.# " + 3 * "#.#### ",
+    ),
+    "round once, however long the window": (
+        masks.neighborhood((4,), 5, wrap=True),
+        4 * "#### ",
+    ),
+    "a cylinder": (
+        masks.neighborhood((3, 4), (0, 1), wrap=(False, True)),
+        "##.#........ ###......... .###........ #.##........ ....##.#.... ....###..... .....###.... ....#.##.... "
+        "........##.# ........###. .........### ........#.##",
+    ),
     "a stride along one axis": (
         masks.neighborhood((2, 4), kernel_size=(1, 2), stride=(1, 2)),
         2 * "##...... " + 2 * "..##.... " + 2 * "....##.. " + 2 * "......## ",

@@ -129,8 +129,8 @@ def test_windows_are_whole_and_axes_may_be_swapped(twin):
     window = prod(axis.size for axis in pattern.axes)
     assert (mask.sum(1) <= window if pattern.causal else mask.sum(1) == window).all()
     assert mask.diagonal().all()
-    grid_of, size, rate, stride, causal = zip(*(astuple(axis) for axis in reversed(pattern.axes)), strict=True)
-    other = masks.neighborhood(grid_of, kernel_size=size, rate=rate, stride=stride, causal=causal)
+    grid_of, size, rate, stride, causal, wrap = zip(*(astuple(axis) for axis in reversed(pattern.axes)), strict=True)
+    other = masks.neighborhood(grid_of, kernel_size=size, rate=rate, stride=stride, causal=causal, wrap=wrap)
     order = torch.arange(prod(grid)).view(grid).permute(*reversed(range(len(grid)))).flatten()
     assert torch.equal(evaluated(other.bind(**sizes))[0], mask[order][:, order])
 
@@ -185,6 +185,6 @@ def test_neighbourhoods_leave_no_doubt_in_residue_order(rate):
     for layout in (Layout(144), Layout(144, rate)):
         mask = masks.block_mask(pattern, 144, num_heads=1, block_size=8, layout=layout)
         positions = layout.positions()
-        dense = oracle.neighborhood([(12, 3, rate, 1, False)] * 2)(0, 1, positions, positions)
+        dense = oracle.neighborhood([(12, 3, rate, 1, False, False)] * 2)(0, 1, positions, positions)
         listed = dense.view(18, 8, 18, 8).sum((1, 3)) > 0
         assert torch.equal(mask.to_dense()[0, 0].bool(), listed)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from math import prod
+from unittest import mock
 
 import torch
 from hypothesis import given
@@ -12,6 +13,7 @@ import flexdilated as fd
 from flexdilated import masks
 from flexdilated.masks.core._box import Box, Progression
 from flexdilated.masks.orders._tiling import Tiling
+from flexdilated.masks.patterns import _grid
 from flexdilated.masks.patterns._grid import Axis
 from flexdilated.masks.planning._planner import plan
 from tests.masks.patterns.test_patterns import evaluated
@@ -31,6 +33,14 @@ def test_a_rule_is_written_in_one_way():
     assert masks.neighborhood((14, 14), kernel_size=7, stride=1, causal=False) == before
     assert masks.neighborhood((14, 14), kernel_size=(7, 7), stride=(1, 1), causal=(False, False)).text == before.text
     assert masks.from_json(before.text) == before
+    torus = masks.neighborhood((14, 6), (3, 2), wrap=True)
+    assert torus.text == '{"grid":[14,6],"kind":"neighborhood","radius":[3,2],"rate":[1,1],"wrap":[true,true]}'
+    assert masks.from_json(torus.text) == masks.parse(repr(torus)) == torus
+    assert masks.neighborhood((14, 14), 3, wrap=(False, False)).text == before.text
+    # A window that covers an axis is the whole axis, whether it wraps or not.
+    covering = masks.neighborhood((14, 6), kernel_size=(7, 6), wrap=(True, False))
+    assert masks.neighborhood((14, 6), 3, wrap=True) == covering
+    assert masks.neighborhood((15, 5), 9, wrap=True) == masks.neighborhood((15, 5), kernel_size=(15, 5))
     written = '{"grid":[14,14],"kernel_size":[7,7],"kind":"neighborhood","rate":[1,1],"stride":[1,1]}'
     assert masks.from_json(written) == before
 
@@ -41,12 +51,18 @@ def test_a_rule_is_written_in_one_way():
 @st.composite
 def axes(draw: st.DrawFn) -> Axis:
     rate, size = draw(st.integers(1, 4)), draw(st.integers(1, 20))
-    return Axis(rate * size + draw(st.integers(0, 40)), size, rate, draw(st.integers(1, size)), draw(st.booleans()))
+    stride = draw(st.integers(1, size))
+    if draw(st.booleans()):  # a circle, of at least one place more than a window
+        return Axis(rate * stride * (size // stride + draw(st.integers(1, 9))), size, rate, stride, wraps=True)
+    return Axis(rate * size + draw(st.integers(0, 40)), size, rate, stride, draw(st.booleans()))
 
 
 @given(axes(), st.data())
 def test_counts_along_an_axis(axis: Axis, data: st.DataObject):
-    """Also for progressions of unequal steps: then bounds, which are exact where all queries share a window."""
+    """Also for progressions of unequal steps: then bounds, which are exact where all queries share a window.
+
+    Bounds are also what is left if classes are too many to be counted one by one.
+    """
     steps = [data.draw(st.integers(1, 12)) for _ in range(2)]
     places = st.lists(st.integers(0, axis.length + 5), min_size=20, max_size=20)
     counts = st.lists(st.integers(0, 30), min_size=20, max_size=20)
@@ -61,16 +77,50 @@ def test_counts_along_an_axis(axis: Axis, data: st.DataObject):
     ]
     truth = torch.tensor(
         [
-            sum(key in axis.window(query) for query in queries if query < axis.length for key in keys)
+            sum(
+                key in part
+                for query in queries
+                if query < axis.length
+                for part in axis.seen(query, query)
+                for key in keys
+            )
             for queries, keys in zip(*listed, strict=True)
         ]
     )
-    found = axis.count(torch.zeros(20, dtype=torch.int64), q, k)
+    most = data.draw(st.sampled_from([64, 64, 1]))
+    with mock.patch.object(_grid, "_MOST_CLASSES", most):
+        found = axis.count(torch.zeros(20, dtype=torch.int64), q, k)
     assert (found.low <= truth).all()
     assert (truth <= found.high).all()
     assert (found.high <= q.count * k.count).all()
-    if q.step == k.step:
+    if q.step == k.step and most > 1:
         assert torch.equal(found.low, found.high)
+
+
+@given(axes(), st.data())
+def test_boxes_that_are_alike_have_equal_masks(axis: Axis, data: st.DataObject):
+    """Boxes of one size and step anywhere along the axis, and beyond its end."""
+    (q_step, k_step), (rows, columns) = (data.draw(st.tuples(*[st.integers(1, 4)] * 2)) for _ in range(2))
+    generator = torch.Generator().manual_seed(data.draw(st.integers(0, 1000)))
+    firsts = torch.randint(axis.length + 3, (2, 300), generator=generator)
+    sides = zip(firsts, (q_step, k_step), (rows, columns), strict=True)
+    q, k = (Progression(first, step, torch.full_like(first, count)) for first, step, count in sides)
+    seen = [{key for part in axis.seen(place, place) for key in part} for place in range(axis.length)]
+    known: dict[tuple[int, ...], list[bool]] = {}
+    for place, ahead, query, key in torch.stack([*axis.likeness(q, k), q.first, k.first], 1).tolist():
+        queries = (query + q_step * row for row in range(rows))
+        keys = [key + k_step * column for column in range(columns)]
+        mask = [each < axis.length and other in seen[each] for each in queries for other in keys]
+        assert known.setdefault((place, ahead), mask) == mask
+
+
+def test_on_a_circle_all_places_are_alike():
+    """Up to the group of the first query: distances count modulo the length."""
+    first, one = torch.arange(24), torch.ones(24, dtype=torch.int64)
+    q, k = Progression(first, 1, one), Progression((first + 5) % 24, 1, one)
+    for rate, stride in ((1, 1), (2, 1), (1, 4), (2, 3)):
+        columns = Axis(24, 5, rate, stride, wraps=True).likeness(q, k)
+        assert len(torch.stack(columns, 1).unique(dim=0)) == rate * stride
 
 
 def test_groups_of_many_are_counted_in_three_sums():
@@ -82,7 +132,7 @@ def test_groups_of_many_are_counted_in_three_sums():
     truth = []
     ends = (each.tolist() for each in (first, count, k.first, k.count))
     for begin, number, key, keys in zip(*ends, strict=True):
-        windows = (axis.window(query) for query in range(begin, begin + number))
+        windows = (window for query in range(begin, begin + number) for window in axis.seen(query, query))
         truth.append(sum(max(0, min(each.stop, key + keys) - max(each.start, key)) for each in windows))
     assert found.low.tolist() == found.high.tolist() == truth
 
