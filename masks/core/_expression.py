@@ -420,18 +420,18 @@ def _canonical(value: Any) -> str:
     if isinstance(value, list | tuple):
         return "[" + ",".join([_canonical(each) for each in value]) + "]"
     if isinstance(value, str):
-        if not value.isprintable() or "'" in value or '"' in value or "\\" in value:
-            raise ValueError(
-                f"a string in a pattern must be printable, without quotes or backslashes; got {value!r:.80}"
-            )
-        return f'"{value}"'
+        if not value.isprintable():
+            raise ValueError(f"a string in a pattern must be printable; got {value!r:.80}")
+        escaped = value.replace("\\", "\\\\").replace('"', '\\"')
+        return f'"{escaped}"'
     if value is None:
         return "null"
     if isinstance(value, bool):
         return "true" if value else "false"
-    if not hasattr(value, "__index__"):
+    try:
+        return str(index(value))  # specializes a dynamic size of a graph
+    except TypeError:
         raise TypeError(
             "a field of a pattern must be an integer, a boolean, a string, None, a pattern, or a tuple of these: write "
             f"a fraction as two integers; got {value!r:.80} of type {type(value).__name__}"
-        )
-    return str(index(value))  # specializes a dynamic size of a graph
+        ) from None

@@ -81,6 +81,27 @@ def test_a_pattern_with_a_part(twin):
     check_pattern(pattern, num_heads=2, max_tokens=16, examples=4)
 
 
+@pattern_kind("named_rule")
+class NamedRule(masks.Pattern):
+    """Every pair; only the text matters."""
+
+    name: str
+
+    def mask_mod(self, *, num_heads, device):
+        return masks.every().mask_mod(num_heads=num_heads, device=device)
+
+    def count(self, box, *, num_heads):
+        return Bounds(box.area, box.area)
+
+
+@pytest.mark.parametrize("name", ["plain", "it's", 'a "quoted" one', "back\\slash", "é ↦ Ω", ""])
+def test_any_printable_string_comes_back_from_json(name):
+    pattern = NamedRule(name) & masks.causal()
+    assert masks.from_json(masks.to_json(pattern)) == pattern
+    q = torch.randn(1, 1, 8, 4)
+    torch.testing.assert_close(fd.attend(q, q, q, pattern), fd.attend(q, q, q, masks.causal()))
+
+
 labels_of = st.lists(st.integers(-2, 2), min_size=13, max_size=13)
 
 
