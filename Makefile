@@ -12,6 +12,7 @@ PY := $(VENV)/bin/python
 READY := $(VENV)/.ready
 TRITON := $(VENV)/triton
 FLASH := $(VENV)/flash
+ONNX := $(VENV)/onnx
 VISION := $(VENV)/vision
 SITE := $(VENV)/docs
 RELEASE := $(VENV)/release
@@ -33,7 +34,7 @@ export TORCHINDUCTOR_CACHE_DIR := $(CURDIR)/build/inductor
 export PYTHONDONTWRITEBYTECODE :=
 
 .DEFAULT_GOAL := help
-.PHONY: help demo browser test test-kernels test-flash guard bench lint format types docs pictures release clean
+.PHONY: help demo browser test test-kernels test-flash test-onnx guard bench lint format types docs pictures release clean
 # One environment serves every target: two installs at once would break it.
 .NOTPARALLEL:
 .SUFFIXES:
@@ -63,6 +64,9 @@ test-kernels: $(VENV)/.test $(TRITON)/.ready  ## Run the kernels made for an H20
 # FlashAttention's kernels are compiled for devices that are not there, for minutes each; cases that are recorded are left out.
 test-flash: $(VENV)/.test $(FLASH)/.ready  ## Compile the kernels of engine "flash" without a device, with TORCH=2.15.0 or later
 	PYTHONPATH=$(FLASH):$(FLASH)/nvidia_cutlass_dsl/dsl_packages $(PY) -m tests.interpreted.flash_code $(ARGS)
+
+test-onnx: $(VENV)/.test $(ONNX)/.ready  ## Export models to ONNX, and run the files by onnx's own evaluator
+	PYTHONPATH=$(ONNX) $(PYTEST) tests/attend/test_onnx.py $(ARGS)
 
 guard: $(VENV)/.test  ## See within seconds whether anything became twice as slow
 	$(PY) -m bench guard $(ARGS)
@@ -106,6 +110,11 @@ $(TRITON)/.ready: $(READY) tests/interpreted/constraints.txt
 $(FLASH)/.ready: $(READY) tests/interpreted/flash_constraints.txt
 	rm -rf $(FLASH)
 	$(PIP) --quiet --no-deps --target $(FLASH) --requirement tests/interpreted/flash_constraints.txt
+	@touch $@
+
+$(ONNX)/.ready: $(READY) tests/attend/onnx_constraints.txt
+	rm -rf $(ONNX)
+	$(PIP) --quiet --no-deps --target $(ONNX) --requirement tests/attend/onnx_constraints.txt
 	@touch $@
 
 # timm and torchvision, whose import fails beside a torch without CUDA: tests/support/vision.py says what the tests do. Beside

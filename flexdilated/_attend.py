@@ -149,8 +149,8 @@ def attend(
         only inference, without lse, sinks, dropout or a mixture), "portable" (any device; with a score_mod eagerly
         only), "flash" (the package flash-attn-4 on NVIDIA's Hopper and Blackwell, in half precision) or "reference"
         (dense, in float64). None takes tiles on CPU and flex elsewhere, and portable for calls that they cannot serve,
-        such as dropout or training with a score_mod on CPU. For a named engine that cannot serve the call, ValueError
-        is raised.
+        such as dropout or training with a score_mod on CPU; in an ONNX file, it is dense attention in plain operations.
+        For a named engine that cannot serve the call, ValueError is raised.
     block_size: number of tokens along a side of the blocks of block-sparse masks, or (query side, key side). None: on
         CPU chosen for the pattern, with "flash" the side that the device's kernels need, and otherwise 128.
     kernel_options: options of flex_attention, such as {"BLOCK_M": 64}, for engines "flex" and "flash": plain values,

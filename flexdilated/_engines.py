@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 
 from ._torch_private import graph_constant
-from .engines import ScoreMod, flash_cannot, is_transformed, missing_compiler, own_op, probe
+from .engines import ScoreMod, exports_to_onnx, flash_cannot, is_transformed, missing_compiler, own_op, probe
 from .masks import Mixture, Pattern
-from .masks.core import device_kind
+from .masks.core import LARGEST, device_kind, plans
 from .masks.plan_cache import debug_wanted, in_line, log
 
 ENGINES = ("flex", "flash", "tiles", "portable", "reference")
@@ -52,6 +52,9 @@ def choose_engine(
     check_engine(engine)
     if q.is_meta:
         return "tiles"  # meta tensors need only shapes and dtypes, which are equal in all engines
+    if exports_to_onnx():
+        _check_onnx(engine, q, k, pattern, drops)
+        return "reference"
     chosen, reason = engine or device_kind(q.device).engine, None
     if chosen == "reference" and torch.compiler.is_compiling():
         reason = "reference runs eagerly only; engine='tiles' (on CPU), 'flex' and 'portable' compile"
@@ -111,6 +114,30 @@ def check_transforms(inputs: list[Tensor]) -> Tensor:
 @check_transforms.register_fake
 def _(inputs):
     return inputs[0].new_empty(0)
+
+
+def _check_onnx(engine: str | None, q: Tensor, k: Tensor, pattern: Pattern | Mixture, drops: bool) -> None:
+    """Raise ValueError for a call that cannot become plain operations of an ONNX file."""
+    if not torch.compiler.is_exporting():  # torch.jit traces
+        raise ValueError("attend is exported to ONNX by torch.onnx.export(..., dynamo=True); got dynamo=False")
+    if engine not in (None, "reference"):
+        raise ValueError(f"an ONNX file has dense attention in plain operations: leave engine=None; got {engine=}")
+    if pattern.varies:
+        raise ValueError(
+            f"an ONNX file takes no run-time tensors: write an AOTInductor package instead; got {pattern!r}"
+        )
+    if drops:
+        raise ValueError("an ONNX file is for inference, without dropout: call model.eval(), or write dropout_p=0")
+    if any(isinstance(x.shape[2], torch.SymInt) for x in (q, k)):
+        if pattern.pads:
+            raise ValueError(
+                f"an ONNX file with open lengths takes no padding='zeros': export fixed lengths; got {pattern!r}"
+            )
+        try:
+            plans(pattern.check_tokens)(range(LARGEST), range(LARGEST))
+        except ValueError as error:
+            rule = "an ONNX file with open lengths needs a pattern for any number of tokens: export fixed lengths"
+            raise ValueError(f"{rule}; got {pattern!r}: {error}") from None
 
 
 def _portable_cannot(score_mod: ScoreMod | None) -> str | None:

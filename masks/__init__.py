@@ -1,12 +1,13 @@
 """Attention patterns: values that define the allowed (query, key) pairs, their algebra, layouts and block masks.
 
-A new pattern is one more file in `patterns`; docs/contributing/adding_a_pattern.md shows how to write one.
+A new pattern is one more file in `patterns`, or in another package: docs/howto/own_patterns.md shows how to write one.
 tests/masks/core/test_boxes.py compares its bounds with its pairs; tests/engines/test_tiles.py compares outputs of
 attention with it to float64.
 
     core        the types of patterns: Pattern, Mixture and Bound, algebra, boxes, ranges, checks
     patterns    the patterns, a file for each family
     recipes     patterns of published models
+    extend      names for patterns in other packages
     text        JSON, expressions, printing
     orders      orders of tokens: residue-major, tiled, placed
     blocks      block lists: the search for non-empty blocks by bounds on pair counts, and conversion to BlockMasks
@@ -18,7 +19,7 @@ attention with it to float64.
 
 from typing import NoReturn as _NoReturn
 
-from . import recipes
+from . import extend, recipes
 from .core import EMPTY, FULL, PARTIAL, Bound, Mixture, Pattern, every, full, head_groups, per_head
 from .core import no_such_name as _no_such_name
 from .inspection import describe, explain, plot, show
@@ -77,6 +78,7 @@ __all__ = [
     "documents",
     "every",
     "explain",
+    "extend",
     "first_tokens",
     "fixed",
     "from_json",

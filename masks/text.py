@@ -23,6 +23,8 @@ from .core import (
     Mixture,
     Pattern,
     advises,
+    failed_imports,
+    registered,
     require_expression,
     shortened,
 )
@@ -48,6 +50,8 @@ def to_json(pattern: Expression) -> str:
 def from_json(text: str) -> Pattern | Mixture:
     """Read the pattern or mixture that `to_json` wrote.
 
+    For an unknown kind, the modules are imported that other packages name by entry points of the group
+    `flexdilated.patterns`.
     Raises ValueError for any other text, with the reason, and TypeError for a value that is not a string.
 
     >>> masks.from_json(masks.to_json(masks.causal()))
@@ -94,11 +98,11 @@ def _read(data: Any, *, depth: int) -> Pattern | Mixture:
     if depth > DEEPEST:
         raise ValueError(f"a pattern must nest at most {DEEPEST} levels")
     kind = data.get("kind") if isinstance(data, dict) else None
-    if not isinstance(kind, str) or kind not in KINDS:
-        raise ValueError(
-            f"a pattern must be an object whose kind is one of {', '.join(sorted(KINDS))}; got {data!r:.80}"
-        )
-    made = KINDS[kind]
+    made = registered(KINDS, kind) if isinstance(kind, str) else None
+    if made is None:
+        failed = failed_imports()
+        says = f"a pattern must be an object whose kind is one of {', '.join(sorted(KINDS))}; got {data!r:.80}"
+        raise ValueError(f"{says}. {failed}".rstrip() if failed else says)
     if kind == "custom":
         return made.from_data(data)
     if not {"kind", *made.stored} - made.optional <= set(data) <= {"kind", *made.stored}:
@@ -173,8 +177,9 @@ _INTEGER = re.compile(r"\d+(_\d+)*", re.ASCII)
 def parse(text: str) -> Pattern | Mixture:
     """Read a pattern or mixture from an expression such as `longnet([2048, 4096], [1, 2]) & causal()`.
 
-    An expression calls the constructors of this package, with positional or keyword arguments, and combines patterns
-    by `~`, `+`, `&` and `|` with Python's precedence. It is parsed, never run. An expression has at most 4096
+    An expression calls constructors, with positional or keyword arguments, and combines patterns by `~`, `+`, `&` and
+    `|` with Python's precedence. It is parsed, never run. For an unknown name, the modules are imported that other
+    packages name by entry points of the group `flexdilated.patterns`. An expression has at most 4096
     characters, and its brackets nest at most 68 deep, which is enough for every printed pattern.
     Raises ValueError for any other string, with a caret at the error, and TypeError for other values.
 
@@ -294,9 +299,10 @@ class _Text:
         """Return (name, function) of a node: a constructor, with or without prefix `masks.`, or a pattern's method."""
         name = _dotted(node).removeprefix(_PREFIX)
         if name:
-            if name not in CONSTRUCTORS:
+            function = registered(CONSTRUCTORS, name)
+            if function is None:
                 raise self._error_at(node, _unknown(name))
-            return name, CONSTRUCTORS[name]
+            return name, function
         if not isinstance(node, ast.Attribute):
             raise self._error_at(node, "only a constructor or a pattern's method can be called")
         value = self._of(node.value)
@@ -379,4 +385,4 @@ def _unknown(name: str) -> str:
     known = [*CONSTRUCTORS]
     near = [full for full in known if full.endswith(f".{name}")] or get_close_matches(name[:64], known, n=1)
     hint = f"did you mean {near[0]}? " if near else ""
-    return f"no pattern is called {name[:64]!r}: {hint}There are {', '.join(sorted(known))}"
+    return f"no pattern is called {name[:64]!r}: {failed_imports()}{hint}There are {', '.join(sorted(known))}"

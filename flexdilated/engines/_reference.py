@@ -1,7 +1,8 @@
-"""The dense reference: attention by its definition, in float64 with an N x M matrix. For tests and small inputs."""
+"""The dense reference: attention by its definition, with an N x M matrix. For tests, small inputs and ONNX files."""
 
 from __future__ import annotations
 
+import sys
 from dataclasses import replace
 
 import torch
@@ -9,12 +10,22 @@ from jaxtyping import Float, Int64
 from torch import Tensor
 from torch.nn.functional import pad
 
+from .._torch_private import graph_constant
 from ..masks import Bound
+from ..masks.core import plans
 from ._dropout import Dropout
 from ._operands import Hidden
 from ._score_mod import ScoreMod, checked
 
 # B batch, H query heads, G key/value heads, N queries, M keys, D head dim of queries and keys, E of values
+
+
+@graph_constant
+def exports_to_onnx() -> bool:
+    """True while torch.onnx.export traces a model, whose calls of `attend` then become plain operations."""
+    traces = torch.compiler.is_exporting() or torch.jit.is_tracing()  # pyright: ignore[reportPrivateImportUsage]
+    # torch.onnx is large: it is asked only if the caller has imported it.
+    return traces and "torch.onnx" in sys.modules and torch.onnx.is_in_onnx_export()
 
 
 def multiplicity(bound: Bound, device: torch.device, dropout: Dropout | None = None) -> Int64[Tensor, "B H N M"]:
@@ -27,7 +38,8 @@ def multiplicity(bound: Bound, device: torch.device, dropout: Dropout | None = N
     shape = (entries if dropout is None else bound.batch, bound.num_heads, bound.num_queries, bound.num_keys)
     total = torch.zeros(shape, dtype=torch.int64, device=device)
     for place, branch in enumerate(bound.pattern.branches()):
-        allowed = branch.mask_mod(num_heads=bound.num_heads_global, device=device)(b[:entries], h, q, k)
+        mask_mod = plans(branch.mask_mod)(num_heads=bound.num_heads_global, device=device)
+        allowed = mask_mod(b[:entries], h, q, k)
         total += allowed if dropout is None else allowed & dropout.kept(place, b, h, q, k)
     return total
 
@@ -59,11 +71,12 @@ def reference_attention(
     score_mod: ScoreMod | None = None,
     dropout: Dropout | None = None,
     sinks: Float[Tensor, " H"] | None = None,
+    dtype: torch.dtype = torch.float64,
 ) -> tuple[Float[Tensor, "B H N E"], Float[Tensor, "B H N"]]:
-    """Return (out, natural lse) of attention by its definition, computed densely in float64.
+    """Return (out, natural lse) of attention by its definition, computed densely in `dtype`.
 
     Each row has one softmax over its allowed keys; a pair counts once for each branch of the pattern that
-    allows it. out has q's dtype, lse float64. scale: factor of q · k. score_mod: applied to the scaled scores.
+    allows it. out has q's dtype, lse `dtype`. scale: factor of q · k. score_mod: applied to the scaled scores.
     sinks: for each head, the score of one more key of value 0. Differentiable any number of times. Rows without keys
     have output 0, and the sink or -inf as lse. Queries without keys, and keys that no query sees, are zeroed first, so
     that a NaN in them has no effect.
@@ -73,20 +86,20 @@ def reference_attention(
     hidden = Hidden((times == 0).all(3), (times == 0).all(2))
     q, k, v = hidden.clear_queries(q, dim=2), hidden.clear_keys(k, dim=2), hidden.clear_keys(v, dim=2)
     groups = q.shape[1] // k.shape[1]
-    keys, values = (x.double().repeat_interleave(groups, dim=1) for x in (k, v))
-    scores = (q.double() @ keys.transpose(-1, -2)) * scale
+    keys, values = (x.to(dtype).repeat_interleave(groups, dim=1) for x in (k, v))
+    scores = (q.to(dtype) @ keys.transpose(-1, -2)) * scale
     if score_mod is not None:
         scores = modified_scores(scores, score_mod, bound)
-    scores = (scores + times.clamp(min=1).double().log()).masked_fill(times == 0, -torch.inf)
+    scores = (scores + times.clamp(min=1).to(dtype).log()).masked_fill(times == 0, -torch.inf)
     if sinks is not None:
-        column = sinks.double()[:, None, None].expand(*scores.shape[:3], 1)
+        column = sinks.to(dtype)[:, None, None].expand(*scores.shape[:3], 1)
         scores, values = torch.cat([scores, column], -1), pad(values, (0, 0, 0, 1))
     empty = (scores == -torch.inf).all(-1)
     # Rows without keys are kept out of logsumexp, whose gradient would be NaN; their weights, exp(-inf), are 0 anyway.
     lse = scores.masked_fill(empty[..., None], 0.0).logsumexp(-1)
     weights = (scores - lse[..., None]).exp()
     if dropout is not None:
-        shares = multiplicity(bound, q.device, dropout).double() / times.clamp(min=1) / (1 - dropout.p)
+        shares = multiplicity(bound, q.device, dropout).to(dtype) / times.clamp(min=1) / (1 - dropout.p)
         weights = weights * pad(shares, (0, weights.shape[3] - shares.shape[3]))  # a sink has no value to drop
     out = hidden.clear_queries(weights @ values, dim=2)
     return out.to(q.dtype), lse.masked_fill(empty, -torch.inf)

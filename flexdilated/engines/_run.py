@@ -4,16 +4,17 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from ..masks import Layout
-from ..masks.core import plans
+from ..masks import Bound, Layout
+from ..masks.core import Expression, plans
 from ._call import Call
 from ._dropout import Dropout
 from ._merge import nothing, sum_dtype
 from ._operands import one_width
-from ._reference import reference_attention
+from ._reference import exports_to_onnx, reference_attention
 from ._score_mod import ScoreMod
 from .flex import BACKEND, Options, flash_sides, flex, options_text, portable
 from .tiles import tiles
@@ -75,7 +76,19 @@ def _reference(
 ) -> tuple[Tensor, Tensor]:
     queries, keys = call.layout, Layout(call.num_keys, call.rate)
     natural = queries.invert(q), keys.invert(k), keys.invert(v)
-    bound = plans(call.bound)(call.rules(bindings))  # reads values of run-time tensors
+    rule = call.rules(bindings)  # reads values of run-time tensors
     features: dict[str, Any] = {"score_mod": score_mod, "dropout": dropout, "sinks": sinks}
+    if exports_to_onnx():
+        bound, features["dtype"] = _bound_of_any_size(call, rule), sum_dtype(q)
+    else:
+        bound = plans(call.bound)(rule)
     out, lse = reference_attention(*natural, bound, scale=scale, **features)
     return queries.apply(out), queries.apply(lse, dim=-1).to(sum_dtype(q))
+
+
+def _bound_of_any_size(call: Call, rule: Expression) -> Bound:
+    """Return the call's Bound, whose sizes may be symbols of a graph: `bind` would fix them, to check positions."""
+    if not any(isinstance(number, torch.SymInt) for number in call):
+        return plans(call.bound)(rule)
+    heads = (call.num_heads, call.head_offset, call.num_heads_global)
+    return Bound(rule, call.num_queries, call.num_keys, *heads, call.q_offset, call.k_offset, batch=1)

@@ -74,6 +74,7 @@ from ._check import (
 )
 from ._devices import TILE, device_kind
 from ._expression import CONSTRUCTORS, DEEPEST, KINDS, at_least, constructor, pattern_kind
+from ._packages import failed_imports, registered
 from ._pattern import (
     Expression,
     MaskMod,

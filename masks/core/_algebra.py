@@ -53,6 +53,17 @@ class OnePart(Pattern):
 
     recounts: True if the part is evaluated at numbers other than token positions, such as block numbers or positions
     within a document; run-time tensors in the part are then rejected.
+    Construction raises TypeError if `part` is a mixture or no pattern.
+
+    >>> @masks.extend.pattern_kind("sketch_of_a_transposition")
+    ... class Transposed(masks.extend.OnePart):
+    ...     def mask_mod(self, *, num_heads, device):
+    ...         rule = self.part.mask_mod(num_heads=num_heads, device=device)
+    ...         return lambda b, h, q, k: rule(b, h, k, q)
+    ...
+    ...     def count(self, box, *, num_heads):
+    ...         return self.part.count(masks.extend.Box(box.head, box.k, box.q), num_heads=num_heads)
+    >>> testing.check_pattern(Transposed(masks.causal()), examples=5)
     """
 
     recounts: ClassVar[bool] = True
@@ -155,6 +166,10 @@ def both_bounds(a: Bounds, b: Bounds, area: Tensor) -> Bounds:
     """Return bounds on the number of pairs that two rules both allow in each box; `a` and `b` are the rules' bounds.
 
     area: number of pairs of each box.
+
+    >>> most = masks.extend.Bounds(torch.tensor([12]), torch.tensor([14]))
+    >>> masks.extend.both_bounds(most, most, torch.tensor([16])).low
+    tensor([8])
     """
     return Bounds((a.low + b.low - area).clamp(min=0), torch.minimum(a.high, b.high))
 

@@ -18,7 +18,11 @@ EMPTY, PARTIAL, FULL = 0, 1, 2
 
 
 class Extent(NamedTuple):
-    """Exclusive upper bounds of positions: one past the last query position, and one past the last key position."""
+    """Exclusive upper bounds of positions: one past the last query position, and one past the last key position.
+
+    >>> masks.extend.Extent(queries=5, keys=8).tokens
+    8
+    """
 
     queries: int
     keys: int

@@ -18,7 +18,11 @@ EXACT_RUNS = 8
 class Progression:
     """n arithmetic progressions of positions with one common step.
 
-    Progression i has the count[i] terms first[i], first[i] + step, first[i] + 2 * step, and so on.
+    Progression i has the count[i] terms first[i], first[i] + step, first[i] + 2 * step, and so on. first, count: int64
+    tensors of shape (n,). `last` has the last term of each progression, and `select(index)` some progressions.
+
+    >>> masks.extend.Progression(torch.tensor([0, 5]), 4, torch.tensor([3, 2])).last  # of 0, 4, 8 and of 5, 9
+    tensor([8, 9])
     """
 
     first: Counts
@@ -37,7 +41,12 @@ class Progression:
 class Box:
     """n boxes of attention pairs: box i has each query of q's i-th progression with each key of k's i-th progression.
 
-    head: global head of each box.
+    head: global head of each box, int64 of shape (n,). `area` has the number of pairs of each box, and `select(index)`
+    some boxes.
+
+    >>> rows = masks.extend.Progression(torch.tensor([0]), 1, torch.tensor([4]))
+    >>> masks.extend.Box(torch.tensor([0]), rows, rows).area
+    tensor([16])
     """
 
     head: Counts
@@ -66,14 +75,27 @@ class Squares:
 
 @dataclass(frozen=True)
 class Bounds:
-    """Bounds on the number of allowed pairs in each of n boxes, low <= number <= high; equal bounds are exact."""
+    """Bounds on the number of allowed pairs in each of n boxes, low <= number <= high; equal bounds are exact.
+
+    low, high: int64 tensors of shape (n,), from 0 to the boxes' areas. A high of 0 marks an empty box, and a low equal
+    to the area a full one; the block builder skips the former, and kernels skip the mask in the latter.
+
+    >>> bounds = masks.extend.Bounds(low=torch.tensor([0]), high=torch.tensor([16]))  # nothing is known of 16 pairs
+    """
 
     low: Counts
     high: Counts
 
 
 def count_residue(progression: Progression, modulus: int, residue: Counts) -> Counts:
-    """Return the number of terms of each progression i that are congruent to residue[i] modulo `modulus`."""
+    """Return the number of terms of each progression i that are congruent to residue[i] modulo `modulus`.
+
+    residue: int64 of shape (n,). modulus: an integer above 0.
+
+    >>> terms = masks.extend.Progression(torch.tensor([0]), 1, torch.tensor([10]))  # 0 to 9
+    >>> masks.extend.count_residue(terms, 4, torch.tensor([1]))  # 1, 5 and 9
+    tensor([3])
+    """
     if progression.step % modulus == 0:  # all terms share a residue
         return torch.where(progression.first.remainder(modulus) == residue.remainder(modulus), progression.count, 0)
     return _in_class(progression, modulus, residue)[1]
@@ -106,7 +128,14 @@ def _in_class(progression: Progression, modulus: int, residue: Counts) -> tuple[
 
 
 def clip(progression: Progression, start: Counts | int, stop: Counts | int) -> Progression:
-    """Return the terms of each progression in [start, stop), with the step unchanged; count 0 where none remain."""
+    """Return the terms of each progression in [start, stop), with the step unchanged; count 0 where none remain.
+
+    start, stop: integers, or int64 tensors of shape (n,).
+
+    >>> terms = masks.extend.Progression(torch.tensor([0]), 4, torch.tensor([5]))  # 0, 4, 8, 12 and 16
+    >>> masks.extend.clip(terms, 5, 15).first
+    tensor([8])
+    """
     step = progression.step
     skipped = (start - progression.first + step - 1).div(step, rounding_mode="floor").clamp(min=0)
     end = (stop - 1 - progression.first).div(step, rounding_mode="floor") + 1
@@ -119,6 +148,10 @@ def count_within(progression: Progression, start: Tensor | int, stop: Tensor | i
 
     start, stop: integers or tensors that broadcast against (n,) to the shape of the result; with shape (m, n) there are
     m intervals for each progression.
+
+    >>> terms = masks.extend.Progression(torch.tensor([0]), 4, torch.tensor([5]))  # 0, 4, 8, 12 and 16
+    >>> masks.extend.count_within(terms, 5, 15)
+    tensor([2])
     """
     step, count = progression.step, progression.count
     before, behind = (
@@ -133,6 +166,10 @@ def count_runs(number: Counts, area: Counts, pairs_in: Callable[[int], Counts]) 
 
     number: number of runs in each box. area: number of pairs of each box. pairs_in(i): number of allowed pairs of each
     box in its i-th run; no pair crosses runs. Exact up to EXACT_RUNS (8) runs; with more, bounds are 0 and the area.
+
+    >>> two_runs, area = torch.tensor([2]), torch.tensor([64])  # a box of 8 queries and 8 keys over two segments of 4
+    >>> masks.extend.count_runs(two_runs, area, lambda index: torch.tensor([16])).low
+    tensor([32])
     """
     pairs = torch.zeros_like(number)
     for index in range(min(int(number.max()), EXACT_RUNS) if len(number) else 0):
@@ -145,6 +182,11 @@ def count_between(box: Box, least: int | None, most: int | None) -> Bounds:
     """Return bounds on the pairs of each box with least <= key position - query position <= most; None sets no limit.
 
     Exact if q and k have equal steps.
+
+    >>> rows = masks.extend.Progression(torch.tensor([0]), 1, torch.tensor([4]))
+    >>> square = masks.extend.Box(torch.tensor([0]), rows, rows)
+    >>> masks.extend.count_between(square, -1, 0).high  # each query's own key, and the one before
+    tensor([7])
     """
     none, every = torch.zeros_like(box.area), box.area
     reached = Bounds(every, every) if most is None else count_below(box, most)
@@ -179,6 +221,11 @@ def count_multiples(box: Box, rate: int, *, reach: tuple[int, int] | None = None
 
     Exact if q and k have equal steps. reach: (least, most), which further limits key position - query position to
     [least, most]; only for equal steps.
+
+    >>> rows = masks.extend.Progression(torch.tensor([0]), 1, torch.tensor([4]))
+    >>> square = masks.extend.Box(torch.tensor([0]), rows, rows)
+    >>> masks.extend.count_multiples(square, 2).high  # distances -2, 0 and 2
+    tensor([8])
     """
     if box.q.step == box.k.step:
         pairs = _count_exactly(box, rate, reach)

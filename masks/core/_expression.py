@@ -35,8 +35,16 @@ _FLATTER = "a chain of one operator, such as a | b | c, is one level"
 def at_least(minimum: int, *, maximum: int = LARGEST, name: str | None = None, default: Any = MISSING) -> Any:
     """Return a dataclass field of a pattern for an integer in [minimum, maximum], checked on construction.
 
-    None is accepted if it is the default. name: name of the parameter in JSON and errors, if it differs from the
-    field's.
+    maximum: 2**31 - 1 by default, so that numbers of pairs stay within int64. None is accepted if it is the default.
+    name: name of the parameter in JSON and errors, if it differs from the field's. A pattern with a value that is no
+    integer raises TypeError, and ValueError with one out of the range.
+
+    >>> @masks.extend.pattern_kind("sketch_of_a_field")
+    ... class Sketch(masks.Pattern):
+    ...     reach: int = masks.extend.at_least(1)
+    >>> Sketch(0)
+    Traceback (most recent call last):
+    ValueError: reach must be at least 1; got reach=0
     """
     metadata = {"range": (minimum, maximum)} | ({} if name is None else {"name": name})
     return field(default=default, metadata=metadata)
@@ -46,12 +54,23 @@ def at_least(minimum: int, *, maximum: int = LARGEST, name: str | None = None, d
 def pattern_kind(kind: str, *, positional: int | None = None) -> Callable[[_Class], _Class]:
     """Return a class decorator that makes a frozen dataclass and registers it under `kind`, its name in JSON.
 
-    JSON stores the fields. A field with metadata={"name": ...} is stored under that name; {"stored": False} omits a
-    field, {"optional": True} omits it at its default value.
+    JSON stores the fields, which are integers, booleans, strings, None, patterns, or tuples of these. `from_json`
+    passes a tuple as a list; convert it in `check`. A field with metadata={"name": ...} is stored under that name;
+    {"stored": False} omits a field, {"optional": True} omits it at its default value. Equal fields mean equal patterns,
+    so the fields must contain all that the rule depends on.
 
+    kind: an identifier, also the name of the call that a pattern prints as.
     positional: number of fields printed without names; by default 1 if exactly one field has no default, else 0.
-    Raises ValueError for a kind that another class has.
+    Raises ValueError for a kind that is no identifier, and for one that another class has.
+
+    >>> @masks.extend.pattern_kind("sketch_of_a_kind")
+    ... class Sketch(masks.Pattern):
+    ...     reach: int = masks.extend.at_least(1)
+    >>> Sketch(64), masks.to_json(Sketch(64))
+    (sketch_of_a_kind(64), '{"kind":"sketch_of_a_kind","reach":64}')
     """
+    if not isinstance(kind, str) or not kind.isidentifier():
+        raise ValueError(f"the kind of a pattern must be an identifier, such as 'log_sparse'; got {kind!r:.80}")
 
     def register(cls: _Class) -> _Class:
         _require_free(kind, KINDS.get(kind), cls)
@@ -71,13 +90,20 @@ def pattern_kind(kind: str, *, positional: int | None = None) -> Callable[[_Clas
 
 
 def constructor(function: _Function) -> _Function:
-    """Decorate a function so that `parse` finds it by its name. Raises ValueError for a name that another function has.
+    """Decorate a function that returns a pattern, so that `parse` finds it by its name.
 
-    Wrong calls of the function raise errors that say what to write: see `advises`. To give other texts, apply `advises`
-    below this decorator.
+    `parse` reads what a pattern prints if the name is the pattern's kind, and the parameters have the names and the
+    order of its fields. Calls with wrong arguments raise TypeError, whose text says what to write. Raises ValueError
+    for a name that another function has.
+
+    >>> @masks.extend.constructor
+    ... def recent(number):
+    ...     return masks.local_window(left=number - 1, right=0)
+    >>> masks.parse("recent(8) | first_tokens(4)")
+    local_window(left=7, right=0) | first_tokens(4)
     """
     _require_free(function.__name__, CONSTRUCTORS.get(function.__name__), function)
-    made = advises(keywords=OF_PATTERNS)(function)
+    made = advises(keywords=OF_PATTERNS)(function)  # unchanged if `advises` with other texts is applied below
     CONSTRUCTORS[function.__name__] = made
     return made
 
@@ -407,9 +433,18 @@ def _canonical(value: Any) -> str:
     if isinstance(value, list | tuple):
         return "[" + ",".join([_canonical(each) for each in value]) + "]"
     if isinstance(value, str):
-        return f'"{value}"'  # names, of letters and digits
+        if not value.isprintable():
+            raise ValueError(f"a string in a pattern must be printable; got {value!r:.80}")
+        escaped = value.replace("\\", "\\\\").replace('"', '\\"')
+        return f'"{escaped}"'
     if value is None:
         return "null"
     if isinstance(value, bool):
         return "true" if value else "false"
-    return str(index(value))  # specializes a dynamic size of a graph
+    try:
+        return str(index(value))  # specializes a dynamic size of a graph
+    except TypeError:
+        raise TypeError(
+            "a field of a pattern must be an integer, a boolean, a string, None, a pattern, or a tuple of these: write "
+            f"a fraction as two integers; got {value!r:.80} of type {type(value).__name__}"
+        ) from None

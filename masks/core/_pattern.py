@@ -36,7 +36,14 @@ def index_dtype(device: torch.device, least: int, most: int) -> torch.dtype:
 
 
 def parameters(device: torch.device, *numbers: int) -> list[Tensor]:
-    """Return each number as a scalar integer tensor on `device`, for the closure of a mask_mod."""
+    """Return each number as a scalar integer tensor on `device`, for the closure of a mask_mod.
+
+    The dtype is int64, and int32 on accelerators where the number fits. Other numbers in these tensors do not make
+    FlexAttention compile again; Python numbers in a closure would.
+
+    >>> masks.extend.parameters(torch.device("cpu"), 4, 64)
+    [tensor(4), tensor(64)]
+    """
     return [torch.tensor(number, dtype=index_dtype(device, number, number), device=device) for number in numbers]
 
 

@@ -25,6 +25,9 @@ class Pair:
     """A query and a key, for global head `head` of `num_heads`; a `Reason` says if they are an allowed pair.
 
     query, key: positions, counted in `unit`: tokens, blocks of tokens, or places in a document.
+
+    >>> masks.extend.Pair(query=5, key=3, head=0, num_heads=1).distance
+    'key 3 is 2 tokens before query 5'
     """
 
     query: int
@@ -98,6 +101,10 @@ class Reason:
     """Verdict of one pattern on a pair, with its explanation in `text`.
 
     parts: reasons of those inner patterns that were evaluated for the verdict; () for a leaf.
+
+    >>> pair = masks.extend.Pair(query=3, key=5, head=0, num_heads=1)
+    >>> pair.reason_of(masks.causal()).text
+    'key 5 is 2 tokens after query 3'
     """
 
     pattern: Expression

@@ -23,6 +23,7 @@ from ._run_time import (
     missing,
     named,
     names,
+    of_tensor,
     on_host,
     require_values,
     run_time_leaves,

@@ -80,7 +80,7 @@ class MaskTable(Table):
                 f"a mask of pairs must have 1 head or as many as the call; got {self.rows.shape[1]} for {num_heads}"
             )
 
-    def _described(self) -> str:
+    def described(self) -> str:
         return f"{int(self.rows.sum())} of {self.rows.numel()} pairs"
 
     def mask_mod(self, *, num_heads: int, device: torch.device) -> MaskMod:

@@ -61,7 +61,7 @@ class EntryNumbers(Table):
 
     rows: Int64[Tensor, "B 1"]
 
-    def _described(self) -> str:
+    def described(self) -> str:
         return f"{self.rows.flatten().tolist()}"
 
     def check_range(self, what: str, stop: int | None = None) -> None:

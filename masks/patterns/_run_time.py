@@ -48,8 +48,11 @@ class RunTime(Pattern):
     """Base of patterns that need a run-time tensor: `given` holds it, or is None if each call passes it by `name`.
 
     num_dims: number of dims of the tensor for one batch entry; one more dim is the batch. The pattern's text holds the
-    name and not the values, so new values neither retrace nor recompile. `table` turns the tensor into a `Table`, the
-    pattern with these values.
+    name and not the values, so new values neither retrace nor recompile. Subclasses define `table`, which turns the
+    tensor into a `Table`, the pattern with these values, and `widest`.
+
+    >>> isinstance(masks.documents("ids"), masks.extend.RunTime)
+    True
     """
 
     is_run_time = True
@@ -83,9 +86,10 @@ class RunTime(Pattern):
         raise NotImplementedError  # defined by each run-time pattern
 
     def widest(self, shape: tuple[int, ...], extent: Extent) -> Tensor:
-        """Return a run-time tensor of this shape whose values allow the most pairs.
+        """Return a run-time tensor of this shape whose values allow the most pairs, on the CPU.
 
-        Plans use it while values are unknown. extent: see `table`.
+        Compiled programs are planned with it, as the values are not known yet: pairs that these values forbid must be
+        forbidden by all others. extent: see `table`.
         """
         raise NotImplementedError
 
@@ -164,6 +168,23 @@ class Table(Pattern):
     reach: declared largest distance of allowed pairs, in tokens; None for no limit. known: False for a placeholder that
     represents all values of its shape. source: the run-time pattern without its tensor; None if the table was built
     directly. held: copies of the rows by device, see `on`.
+
+    Subclasses define `mask_mod`, `count`, `described`, a text for printing, and `kind`, a text of their own.
+
+    >>> class SameLabel(masks.extend.Table):
+    ...     kind = "table of labels"
+    ...
+    ...     def described(self):
+    ...         return f"labels of {self.rows.shape[1]} tokens"
+    ...
+    ...     def mask_mod(self, *, num_heads, device):
+    ...         held, step = self.on(device), self.batch_step(device)
+    ...         return lambda b, h, q, k: held.rows[b * step, q] == held.rows[b * step, k]
+    ...
+    ...     def count(self, box, *, num_heads):
+    ...         return masks.extend.Bounds(torch.zeros_like(box.area), box.area)
+    >>> labels = SameLabel.of(torch.tensor([[0, 1, 0, 2, 1, 0]]))
+    >>> testing.check_pattern(labels, max_tokens=6, examples=5)
     """
 
     is_run_time = True
@@ -183,7 +204,7 @@ class Table(Pattern):
 
     @classmethod
     def of(cls, rows: Tensor, reach: int | None = None) -> Self:
-        """Return the table with these rows, which must not change afterwards.
+        """Return the table with these rows, a CPU tensor that must not change afterwards.
 
         reach: declared largest distance of allowed pairs, in tokens; None for no limit.
         """
@@ -194,9 +215,10 @@ class Table(Pattern):
         return {"digest": self.digest, "source": self.source}
 
     def phrase(self) -> Phrase:
-        return Phrase(f"<{self._described()}>" if self.known else f"<{self.digest}>")
+        return Phrase(f"<{self.described()}>" if self.known else f"<{self.digest}>")
 
-    def _described(self) -> str:
+    def described(self) -> str:
+        """Return the text that the table prints as, in angle brackets."""
         raise NotImplementedError  # defined by each table
 
     def on(self, device: torch.device) -> Rows:
@@ -328,6 +350,10 @@ def of_tensor(kind: type[RunTime], tensor: Any, name: str, **options: Any) -> Pa
 
     tensor: a tensor; a value that torch.as_tensor converts; or a str, the name under which calls pass the tensor.
     name: name of a tensor that the pattern carries; ignored if `tensor` is a str. options: other fields of the pattern.
+    Raises TypeError for a value that does not convert.
+
+    >>> masks.extend.of_tensor(type(masks.documents("ids")), [0, 0, 1], "ids")
+    documents('ids')
     """
     if isinstance(tensor, str):
         return kind(tensor, **options)

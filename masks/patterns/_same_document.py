@@ -82,7 +82,7 @@ class SpanPairs(Table):
             return self
         return replace(type(self).of(self.rows[batch, None], self.queries), source=self.source)
 
-    def _described(self) -> str:
+    def described(self) -> str:
         if len(self.rows) != 1:
             return f"documents of {len(self.rows)} batch entries"
         return f"{len(self.sides[0].starts)} documents with queries and keys"

@@ -157,7 +157,7 @@ class SelectedTable(Table):
     def check_tokens(self, queries: range, keys: range) -> None:
         require_row(self.block[0], self.first, self.rows.shape[2], queries.start)
 
-    def _described(self) -> str:
+    def described(self) -> str:
         tables, rows = self.rows.shape[1:3]
         return f"{int((self.rows < NOTHING).sum())} blocks in {tables} x {rows} rows"
 

@@ -94,7 +94,7 @@ class Spans(Table):
 
     rows: Int64[Tensor, "B L"]
 
-    def _described(self) -> str:
+    def described(self) -> str:
         if len(self.rows) != 1:
             return f"documents of {len(self.rows)} batch entries"
         return "1 document" if len(self.runs.starts) == 1 else f"{len(self.runs.starts)} documents"
@@ -334,7 +334,7 @@ class KeySet(Table):
 
     rows: Bool[Tensor, "B L"]
 
-    def _described(self) -> str:
+    def described(self) -> str:
         if len(self.rows) != 1:
             return f"visible keys of {len(self.rows)} batch entries"
         return f"{int(self.only_row.sum())} of {self.rows.shape[1]} keys"

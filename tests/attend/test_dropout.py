@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
@@ -74,18 +75,39 @@ def test_every_engine_is_the_oracle_and_drops_the_same_pairs(engine, data, p, si
     assert_agrees(attend, drawn, case.counts(), **features(case, drawn, p))
 
 
+@pytest.mark.parametrize("engine", ["reference", "portable"])
 @given(st.data(), probabilities)
-def test_beside_a_score_mod(data, p):
+def test_beside_a_score_mod(engine, data, p):
     case = data.draw(cases())
-    drawn = data.draw(tensors(case))
+    drawn = data.draw(inputs(case))
     rule = data.draw(modified(len(drawn[0]), case.num_heads_global))
 
-    def attend(q, k, v):
+    def attend(q, k, v, sinks=None):
         torch.manual_seed(SEED)
-        how = {"score_mod": rule.score_mod(), "engine": "portable", "enable_gqa": True, "return_lse": True}
-        return fd.attend(q, k, v, case.twin.pattern, dropout_p=p, **how, **case.sizes)
+        how = {"score_mod": rule.score_mod(), "engine": engine, "enable_gqa": True, "return_lse": True}
+        return fd.attend(q, k, v, case.twin.pattern, dropout_p=p, sinks=sinks, **how, **case.sizes)
 
     assert_agrees(attend, drawn, case.counts(), modify=rule.of(case), **features(case, drawn, p))
+
+
+@pytest.mark.slow
+@settings(max_examples=6)
+@given(st.data(), st.sampled_from([0.0, 0.5]))
+def test_any_pattern_in_a_graph(data, p):
+    case = data.draw(cases())
+    drawn = data.draw(inputs(case))
+
+    @partial(torch.compile, fullgraph=True, backend="aot_eager")
+    def attend(q, k, v, sinks=None):
+        options = {"engine": "portable", "enable_gqa": True, "return_lse": True, **case.sizes}
+        return fd.attend(q, k, v, case.twin.pattern, dropout_p=p, sinks=sinks, **options)
+
+    def seeded(*given: Tensor):
+        torch.manual_seed(SEED)
+        return attend(*given)
+
+    how = features(case, drawn, p) if p else {}
+    assert_agrees(seeded, drawn, case.counts(), **how)
 
 
 @given(st.data(), probabilities, block_sides, st.booleans())

@@ -12,7 +12,7 @@ import flexdilated
 from flexdilated import biases, distributed, integrations, masks, schedules, selection, testing, viewer
 from tests.support.commands import make_memory_up
 
-PACKAGES = (flexdilated, masks, biases, schedules)
+PACKAGES = (flexdilated, masks, masks.extend, biases, schedules)
 PACKAGES += (distributed, integrations.torchscale, selection.recipes, testing, viewer)
 
 
@@ -30,6 +30,7 @@ def test_every_public_name_has_an_example_that_runs(package, mesh, tmp_path, mon
     monkeypatch.chdir(tmp_path)
     make_memory_up(monkeypatch)  # no example prints a plan's bytes
     given = {"fd": flexdilated, "masks": masks, "mesh": mesh, "testing": testing, "torch": torch, "viewer": viewer}
+    given["__name__"] = __name__  # the module of the functions that examples define
     printed: list[str] = []
     for name in package.__all__:
         made = getattr(package, name)

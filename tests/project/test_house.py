@@ -23,7 +23,16 @@ ROOT = Path(__file__).resolve().parents[2]
 # Lowest first: a room imports from those before it, at the top of a file or inside a function, and from the room
 # itself, not from its files. `root` is the package's own `__init__`, from which the commands import as users do.
 ROOMS = [
-    *("_torch_private", "masks.core", "masks.patterns", "masks.recipes", "masks.text", "masks.orders", "masks.blocks"),
+    *(
+        "_torch_private",
+        "masks.core",
+        "masks.patterns",
+        "masks.extend",
+        "masks.recipes",
+        "masks.text",
+        "masks.orders",
+        "masks.blocks",
+    ),
     *("masks.plan_cache", "masks.planning", "masks.attended", "masks.inspection", "masks"),
     *("schedules", "_validate", "engines", "biases", "_engines", "tuning", "memory", "_attend", "decoding", "observe"),
     *("refinement", "distributed.group", "distributed.wire", "distributed.counts"),
@@ -54,10 +63,13 @@ flexdilated.schedules: Schedule cosine cubic linear
 flexdilated.selection.recipes: CoarseToFineAttention NativeSparseAttention SeerGate moba quest seer_attention
     seer_attention_r xattention
 flexdilated.viewer: page
+flexdilated.masks.extend: Bounds Box Extent MaskMod OnePart Pair Pattern Progression Ranges Reason RunTime Table among
+    at_least both_bounds clip constructor count_between count_multiples count_residue count_runs count_within of_tensor
+    parameters pattern_kind
 flexdilated.testing: Calls CheckResult MEMORY_LAYOUTS MODULE_CHECKS ModuleReport assert_attention_close
     check_attention_module check_pattern examine_attention_module identity_projections laid_out
 flexdilated.masks: BlockRates Bound EMPTY FULL Layout Machine Mixture PARTIAL Pattern block_mask cache custom describe
-    explain from_json layout machine parse plot recipes recommended_layout set_machine show snapped to_json
+    explain extend from_json layout machine parse plot recipes recommended_layout set_machine show snapped to_json
 """  # and the constructors of masks, which register themselves
 PUBLIC = {name: names.split() for name, names in re.findall(r"^([\w.]+):((?:.*\n)(?: .*\n)*)", _PUBLIC, re.MULTILINE)}
 assert len(PUBLIC) == _PUBLIC.count(":"), "every package of the text is read"

@@ -15,7 +15,13 @@ NAMED = {path for text in API.values() for path in re.findall(r"`(flexdilated[\w
 
 # What users import from.
 ROOMS = (
-    *("flexdilated", "flexdilated.masks", "flexdilated.masks.recipes", "flexdilated.distributed"),
+    *(
+        "flexdilated",
+        "flexdilated.masks",
+        "flexdilated.masks.recipes",
+        "flexdilated.masks.extend",
+        "flexdilated.distributed",
+    ),
     *(
         "flexdilated.selection.recipes",
         "flexdilated.biases",

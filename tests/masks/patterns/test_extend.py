@@ -1,0 +1,149 @@
+"""Patterns that are written with the names of masks.extend: outputs and gradients in eager and compiled calls."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch._dynamo import testing
+
+import flexdilated as fd
+from flexdilated import masks
+from flexdilated.masks.extend import Bounds, Box, OnePart, RunTime, Table, constructor, of_tensor, pattern_kind
+from flexdilated.testing import check_pattern
+from tests.support.agreement import assert_agrees
+from tests.support.strategies import sets
+
+
+@pattern_kind("transposed")
+class Transposed(OnePart):
+    """Pattern that allows a pair iff `part` allows it with query and key exchanged."""
+
+    recounts = False
+
+    def mask_mod(self, *, num_heads, device):
+        rule = self.part.mask_mod(num_heads=num_heads, device=device)
+        return lambda b, h, q, k: rule(b, h, k, q)
+
+    def count(self, box, *, num_heads):
+        return self.part.count(Box(box.head, box.k, box.q), num_heads=num_heads)
+
+    def period(self):
+        return self.part.period()
+
+    def check_tokens(self, queries, keys):
+        self.part.check_tokens(keys, queries)
+
+
+@pattern_kind("same_label")
+class SameLabel(RunTime):
+    """Pattern that allows a pair iff both positions have one label, by a run-time tensor of any integers."""
+
+    def table(self, tensor, extent):
+        if tensor.shape[-1] != extent.tokens:
+            raise ValueError(f"labels must be one for each of {extent.tokens} tokens; got {tuple(tensor.shape)}")
+        return Labels.of(torch.atleast_2d(tensor).to("cpu", torch.int64, copy=True))
+
+    def widest(self, shape, extent):
+        return torch.zeros(shape, dtype=torch.int64)
+
+
+class Labels(Table):
+    kind = "table of labels"
+
+    def described(self):
+        return f"{len(self.rows.unique())} labels"
+
+    def mask_mod(self, *, num_heads, device):
+        held, step = self.on(device), self.batch_step(device)
+        return lambda b, h, q, k: held.rows[b * step, q] == held.rows[b * step, k]
+
+    def count(self, box, *, num_heads):
+        shared = len(self.only_row.unique()) == 1
+        return Bounds(box.area if shared else torch.zeros_like(box.area), box.area)
+
+
+@constructor
+def same_label(labels, *, name="labels"):
+    """Pattern in which each token sees the tokens of its own label."""
+    return of_tensor(SameLabel, labels, name)
+
+
+@settings(max_examples=10)
+@given(sets(2))
+def test_a_pattern_with_a_part(twin):
+    pattern = Transposed(twin.pattern)
+    mod = pattern.bind(num_heads=2, num_queries=9, num_keys=9).mask_mod()
+    inner = twin.pattern.bind(num_heads=2, num_queries=9, num_keys=9).mask_mod()
+    h, q, k = torch.arange(2)[:, None, None], torch.arange(9)[:, None], torch.arange(9)
+    assert torch.equal(mod(0, h, q, k).expand(2, 9, 9), inner(0, h, q, k).expand(2, 9, 9).mT)
+    check_pattern(pattern, num_heads=2, max_tokens=16, examples=4)
+
+
+@pattern_kind("named_rule")
+class NamedRule(masks.Pattern):
+    """Every pair; only the text matters."""
+
+    name: str
+
+    def mask_mod(self, *, num_heads, device):
+        return masks.every().mask_mod(num_heads=num_heads, device=device)
+
+    def count(self, box, *, num_heads):
+        return Bounds(box.area, box.area)
+
+
+@pytest.mark.parametrize("name", ["plain", "it's", 'a "quoted" one', "back\\slash", "é ↦ Ω", ""])
+def test_any_printable_string_comes_back_from_json(name):
+    pattern = NamedRule(name) & masks.causal()
+    assert masks.from_json(masks.to_json(pattern)) == pattern
+    q = torch.randn(1, 1, 8, 4)
+    torch.testing.assert_close(fd.attend(q, q, q, pattern), fd.attend(q, q, q, masks.causal()))
+
+
+labels_of = st.lists(st.integers(-2, 2), min_size=13, max_size=13)
+
+
+@given(st.lists(labels_of, min_size=1, max_size=2), st.booleans())
+def test_a_run_time_pattern_is_its_rule(rows, causal):
+    labels = torch.tensor(rows)
+    counts = (labels[:, None, :, None] == labels[:, None, None, :]).long().expand(2, 2, 13, 13)
+    pattern = same_label(labels) | masks.first_tokens(1) if not causal else same_label(labels) & masks.causal()
+    first = torch.arange(13) == 0
+    counts = counts.tril() if causal else (counts | first).long()
+    q, k, v = torch.randn(3, 2, 2, 13, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    tensors = tuple(x.requires_grad_() for x in (q.clone(), k.clone(), v.clone()))
+    assert_agrees(lambda *qkv: fd.attend(*qkv, pattern, engine="tiles", return_lse=True), tensors, counts)
+    assert repr(pattern).startswith("same_label('labels')")
+    assert masks.parse(repr(pattern)) == masks.from_json(masks.to_json(pattern))
+    check_pattern(Labels.of(labels[:1]), max_tokens=13, examples=4)
+    mask = masks.block_mask(pattern, 13, num_heads=2, block_size=2)
+    assert mask.mask_mod is not None
+    blocks = torch.nn.functional.max_pool2d(counts[: len(labels), 0].float(), 2, ceil_mode=True)
+    assert torch.equal(mask.to_dense()[:, 0].float().expand_as(blocks), blocks)
+
+
+def test_new_values_of_a_run_time_pattern_do_not_recompile():
+    compilations = testing.CompileCounterWithBackend("aot_eager")
+    pattern = same_label("labels") & masks.causal()
+    compiled = torch.compile(
+        lambda q, k, v, labels: fd.attend(q, k, v, pattern, bindings={"labels": labels}),
+        fullgraph=True,
+        backend=compilations,
+    )
+    generator = torch.Generator().manual_seed(0)
+    for _ in range(3):
+        q, k, v = torch.randn(3, 2, 2, 20, 4, generator=generator)
+        labels = torch.randint(3, (2, 20), generator=generator)
+        exact = fd.attend(q, k, v, same_label(labels) & masks.causal(), engine="reference")
+        torch.testing.assert_close(compiled(q, k, v, labels), exact, rtol=1e-4, atol=1e-5)
+    assert compilations.frame_count == 1
+
+
+def test_a_run_time_pattern_refuses_what_does_not_fit():
+    q = torch.randn(1, 1, 8, 4)
+    with pytest.raises(ValueError, match=r"one for each of 8 tokens; got \(7,\)"):
+        fd.attend(q, q, q, same_label(torch.zeros(7, dtype=torch.int64)))
+    with pytest.raises(ValueError, match="the pattern needs the run-time tensor 'labels'"):
+        fd.attend(q, q, q, same_label("labels"))
