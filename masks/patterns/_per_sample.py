@@ -140,8 +140,8 @@ class PerSample(Composite):
         return self.chosen.row(query, keys)
 
     def reason(self, pair: Pair) -> Reason:
-        inner = pair.reason_of(self.chosen)
-        return Reason(self, inner.allowed, "the batch entry follows one of the patterns", (inner,))
+        inner, index = pair.reason_of(self.chosen), int(_values(self.which).only_row)
+        return Reason(self, inner.allowed, f"the batch entry follows part {index + 1} of {len(self.parts)}", (inner,))
 
 
 @pattern_kind("queries_from")

@@ -157,6 +157,19 @@ TEXTS = {
         (masks.custom(window), (340, 33, 2, 4), False, "False head 2 query 340 key 33"),
         (masks.custom(window), (9, 0, 2, 4), True, "True head 2 query 9 key 0"),
     ],
+    "Mask": [
+        (masks.mask(torch.ones(55, 55).tril() > 0), (3, 2, 0, 1), True, "True query 3 key 2"),
+        (masks.mask(torch.ones(55, 55).tril() > 0), (2, 3, 0, 1), False, "False query 2 key 3"),
+    ],
+    "SameDocument": [
+        (masks.same_document(IDS[0], IDS[0]), (31, 40, 0, 1), True, "query 31 1 key 40 1"),
+        (masks.same_document(IDS[0], IDS[0]), (31, 54, 0, 1), False, "query 31 1 key 54 padding"),
+        (masks.same_document(IDS[0], IDS[0]), (53, 54, 0, 1), False, "query 53 padding key 54 padding"),
+    ],
+    "PerSample": [
+        (masks.per_sample([masks.causal(), masks.every()], torch.tensor([1])), (3, 4, 0, 1), True, "2 2"),
+    ],
+    "QueriesFrom": [(masks.causal().queries_from(torch.tensor([9])), (3, 13, 0, 1), False, "query 3 12")],
     "Every": [(masks.every(), (3, 2, 0, 1), True, "allowed")],
     "And": [
         (masks.causal() & masks.strided(2) & masks.first_tokens(2), (3, 4, 0, 1), False, "forbidden 1 2 3 3"),
@@ -171,7 +184,7 @@ TEXTS = {
 # Bases of others; what run-time patterns become when their tensors are known; and slots, which no expression holds.
 NO_KINDS = {
     *("Band", "Composite", "MarkedTokens", "_Combination", "_HeadChoice", "RunTime", "Table", "Spans", "KeySet"),
-    *("SelectedTable", "Tiled"),
+    *("SelectedTable", "MaskTable", "SpanPairs", "EntryNumber", "Tiled"),
 }
 
 
