@@ -1,4 +1,4 @@
-"""What a call may ask for besides a pattern of its own: score functions, dropout, other values, rules of samples."""
+"""Cost of options of a call: score functions, dropout, values of another head dim, and rules that differ by sample."""
 
 from __future__ import annotations
 
@@ -113,14 +113,14 @@ def _problem(batch: int, num_queries: int, num_keys: int, size: Size) -> Problem
 
 
 def _masks(batch: int, num_tokens: int) -> Iterator[Tensor]:
-    """Masks (batch, 1, N, N) in which each pair is allowed with probability 0.3."""
+    """Yield random masks (batch, 1, N, N) that allow each pair with probability 0.3."""
     draw = torch.Generator().manual_seed(0)
     while True:
         yield torch.rand(batch, 1, num_tokens, num_tokens, generator=draw) < 0.3
 
 
 def _lengths(documents: int, *totals: int) -> Iterator[tuple[Tensor, ...]]:
-    """Lengths of at least 1 that add up to each total."""
+    """Yield, for each total, random lengths (documents,) of at least 1 that add up to it."""
     draw = torch.Generator().manual_seed(0)
     while True:
         cuts = (torch.randperm(total - 1, generator=draw)[: documents - 1].sort().values + 1 for total in totals)
@@ -151,9 +151,10 @@ def pair_by_pair(q: Tensor, k: Tensor, v: Tensor, lengths: tuple[Tensor, ...]) -
 def samples(
     size: Size = Size(512, num_heads=8, repeats=15), batch: int = 4, documents: int = 64, longer: int = 8
 ) -> Iterator[Row]:
-    """What do a boolean mask for each sample, and packed cross-attention, cost over PyTorch's kernel?
+    """Time of a mask for each sample, and of packed cross-attention, relative to PyTorch's kernel.
 
-    Forward and backward. Queries of the packed documents are `longer` times `size`, keys twice as many.
+    Forward and backward. The packed documents have `longer` times as many queries as `size` has tokens, and twice as
+    many keys as queries.
     """
     tokens, num_queries = size.num_tokens, longer * size.num_tokens
     one_mask = next(_masks(batch, tokens))

@@ -137,9 +137,9 @@ def attend(
     sinks: a logit for each head of q, of any float dtype: adds exp(sink), with value 0, to the softmax denominator of
         every row. A row without keys then has output 0, and its sink as lse.
     bindings: values of the run-time tensors that the pattern only names, such as {"documents": ids}.
-    q_offset: position of query 0, for queries that follow earlier tokens. None is 0, but raises ValueError if there
-        are fewer queries than keys and the pattern is causal.
-        Integers of shape (B,): the position of query 0 of each batch entry, as for `pattern.queries_from`.
+    q_offset: position of query 0, for queries that follow earlier tokens; an integer tensor of shape (B,) has the
+        position for each batch entry, as in `pattern.queries_from`. None is 0, but raises ValueError if there are fewer
+        queries than keys and the pattern is causal.
     k_offset: position of key 0, for keys that are not the first of their sequence. Either offset may be an integer
         tensor of shape (), which is read on the host at every call; a number needs no such read.
     head_offset, num_heads_global: for heads on several devices: index of head 0 of q among the query heads of all
@@ -149,8 +149,8 @@ def attend(
         only inference, without lse, sinks, dropout or a mixture), "portable" (any device; with a score_mod eagerly
         only), "flash" (the package flash-attn-4 on NVIDIA's Hopper and Blackwell, in half precision) or "reference"
         (dense, in float64). None takes tiles on CPU and flex elsewhere, and portable for calls that they cannot serve,
-        such as dropout or training with a score_mod on CPU; in an ONNX file, it is dense attention in plain operations.
-        For a named engine that cannot serve the call, ValueError is raised.
+        such as dropout or training with a score_mod on CPU; while torch.onnx.export traces, it takes dense attention in
+        plain operations. A named engine that cannot serve the call raises ValueError.
     block_size: number of tokens along a side of the blocks of block-sparse masks, or (query side, key side). None: on
         CPU chosen for the pattern, with "flash" the side that the device's kernels need, and otherwise 128.
     kernel_options: options of flex_attention, such as {"BLOCK_M": 64}, for engines "flex" and "flash": plain values,
@@ -212,7 +212,7 @@ def attend(
 def _queries_from(
     pattern: Pattern | Mixture, score_mod: ScoreMod | None, starts: Tensor, device: torch.device
 ) -> tuple[Pattern | Mixture, ScoreMod | None]:
-    """Return (pattern, score_mod) for queries of which query 0 of batch entry b is at position starts[b]."""
+    """Return (pattern, score_mod) in which query i of batch entry b is at position starts[b] + i."""
     starts = starts.to(device)
     moved = pattern.queries_from(starts, name="q_offset")
     if score_mod is None:

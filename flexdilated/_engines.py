@@ -117,7 +117,7 @@ def _(inputs):
 
 
 def _check_onnx(engine: str | None, q: Tensor, k: Tensor, pattern: Pattern | Mixture, drops: bool) -> None:
-    """Raise ValueError for a call that cannot become plain operations of an ONNX file."""
+    """Raise ValueError for a call that cannot be exported to ONNX as dense attention in plain operations."""
     if not torch.compiler.is_exporting():  # torch.jit traces
         raise ValueError("attend is exported to ONNX by torch.onnx.export(..., dynamo=True); got dynamo=False")
     if engine not in (None, "reference"):

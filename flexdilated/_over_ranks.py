@@ -104,8 +104,8 @@ class OverRanks:
         """Attention of this rank's queries over the keys of all ranks.
 
         Returns the output (B, H, L, D) or, with return_lse=True, (output, natural lse (B, H, L)). All ranks must call
-        it. sharding: that of this call; None for the one of these settings. options: further keywords of `attend`, such
-        as scale. Raises ValueError for a score_mod unless the schedule is "heads".
+        it. sharding: replaces that of these settings in this call; None keeps it. options: further keywords of
+        `distributed.attend`, such as scale. Raises ValueError for a score_mod unless the schedule is "heads".
         """
         sharding = self.sharding_of(q.shape[2]) if sharding is None else sharding
         if self.schedule == "heads":

@@ -1,13 +1,13 @@
 """Attention patterns: values that define the allowed (query, key) pairs, their algebra, layouts and block masks.
 
-A new pattern is one more file in `patterns`, or in another package: docs/howto/own_patterns.md shows how to write one.
+A new pattern is one more file in `patterns`, or a module of another package; docs/howto/own_patterns.md has an example.
 tests/masks/core/test_boxes.py compares its bounds with its pairs; tests/engines/test_tiles.py compares outputs of
 attention with it to float64.
 
     core        the types of patterns: Pattern, Mixture and Bound, algebra, boxes, ranges, checks
     patterns    the patterns, a file for each family
     recipes     patterns of published models
-    extend      names for patterns in other packages
+    extend      API for patterns in other packages
     text        JSON, expressions, printing
     orders      orders of tokens: residue-major, tiled, placed
     blocks      block lists: the search for non-empty blocks by bounds on pair counts, and conversion to BlockMasks

@@ -1,6 +1,6 @@
-"""Names for a pattern in a package of your own: its base classes, boxes and counts of their pairs, and its registry.
+"""API for patterns in other packages: base classes, pair counts of boxes, and registration.
 
-docs/howto/own_patterns.md writes one, and says how the package makes it known to `masks.parse` and `masks.from_json`.
+docs/howto/own_patterns.md has an example, and the entry point by which `masks.parse` and `masks.from_json` find it.
 """
 
 from .core import (

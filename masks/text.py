@@ -50,8 +50,7 @@ def to_json(pattern: Expression) -> str:
 def from_json(text: str) -> Pattern | Mixture:
     """Read the pattern or mixture that `to_json` wrote.
 
-    For an unknown kind, the modules are imported that other packages name by entry points of the group
-    `flexdilated.patterns`.
+    An unknown kind imports the modules of all entry points of the group `flexdilated.patterns`, once per process.
     Raises ValueError for any other text, with the reason, and TypeError for a value that is not a string.
 
     >>> masks.from_json(masks.to_json(masks.causal()))
@@ -178,9 +177,9 @@ def parse(text: str) -> Pattern | Mixture:
     """Read a pattern or mixture from an expression such as `longnet([2048, 4096], [1, 2]) & causal()`.
 
     An expression calls constructors, with positional or keyword arguments, and combines patterns by `~`, `+`, `&` and
-    `|` with Python's precedence. It is parsed, never run. For an unknown name, the modules are imported that other
-    packages name by entry points of the group `flexdilated.patterns`. An expression has at most 4096
-    characters, and its brackets nest at most 68 deep, which is enough for every printed pattern.
+    `|` with Python's precedence. It is parsed, never run. An unknown name imports the modules of all entry points of
+    the group `flexdilated.patterns`, once per process. An expression has at most 4096 characters, and its brackets nest
+    at most 68 deep, which is enough for every printed pattern.
     Raises ValueError for any other string, with a caret at the error, and TypeError for other values.
 
     >>> masks.parse('local_window(left=127, right=0) | first_tokens(4)')

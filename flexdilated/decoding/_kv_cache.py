@@ -1,4 +1,4 @@
-"""KVCache: attention of new tokens over the cached keys of past tokens, for causal patterns and whole chunks."""
+"""KVCache: attention of new tokens over cached keys, for causal patterns and for look-ahead within chunks."""
 
 from __future__ import annotations
 
@@ -42,21 +42,20 @@ _A_CACHE = "write fd.KVCache(pattern, num_heads=8), one for each layer"
 class KVCache:
     """Keys and values that later queries of a pattern can see, for decoding; one cache per layer.
 
-    `attend` takes the next tokens, any number of them, and returns their output as in a single pass over all tokens.
-    The pattern is causal, or a query sees later keys of its own chunk only, such as a frame: then bring whole chunks.
-    Keys that no later query can see are evicted: with bounded look-back the cache has at most about twice the
-    visible keys, for any number of tokens. All batch entries have equal positions. The first tokens set sizes, dtype
-    and device.
+    `attend` takes the next tokens and returns their output as in a single pass over all tokens. With a causal pattern
+    their number is arbitrary. A pattern may also let queries see later keys of their own chunk, such as a video frame;
+    each call then takes whole chunks, see `chunk`. Keys that no later query can see are evicted: with bounded look-back
+    the cache has at most about twice the visible keys, for any number of tokens. All batch entries have equal
+    positions. The first tokens set sizes, dtype and device.
 
     num_heads: query heads on this device.
     capacity: maximum number of keys in the cache, allocated with the first tokens; None to grow as needed.
     undo: number of latest tokens that `crop` can always remove; keys that only these tokens see are not evicted yet.
-    scale, engine, head_offset, num_heads_global: as in `attend`; the engine computes chunks of more than 16 tokens,
-        smaller chunks are computed without an engine.
+    scale, engine, head_offset, num_heads_global: as in `attend`; the engine computes calls with more than 16 tokens,
+        smaller calls are computed without an engine.
 
-    For inference only: not differentiable. Raises ValueError or TypeError for a pattern in which queries see later keys
-    and no chunks are found that end such look-ahead, for a pattern with run-time tensors, for tokens that end inside a
-    chunk, and for tensors that do not fit the previous tokens.
+    For inference only: not differentiable. Raises ValueError or TypeError for a pattern whose look-ahead is not limited
+    to chunks, for a pattern with run-time tensors, and for tensors that do not fit the previous tokens.
 
     >>> cache = fd.KVCache(masks.local_window(left=127, right=0), num_heads=4)
     >>> cache.attend(*torch.randn(3, 1, 4, 100, 64)).shape  # the first tokens, then the next ones
@@ -118,10 +117,11 @@ class KVCache:
 
     @property
     def chunk(self) -> int:
-        """Number of tokens in a chunk: no query sees a key after its chunk; 1 for a causal pattern.
+        """Number of tokens in a chunk; no query sees a key after its chunk. It is 1 for a causal pattern.
 
-        It is the least such number. Chunks follow one another from position 0 on, or after fewer tokens than a chunk
-        has. `attend` takes whole chunks, and other tokens if none of them sees a key after the last of them.
+        It is the smallest chunk found in the first 2048 positions, or in two periods of the pattern if these are
+        longer, up to 32,768. Chunks begin at position 0, or after a shorter first piece. A call of `attend` may end at
+        any position where none of its tokens sees a later key, such as the end of a chunk.
         """
         return self._reader.ends.chunk
 
@@ -147,7 +147,8 @@ class KVCache:
         """Append the next N tokens, and return their attention output over all keys that each of them sees.
 
         N may be 0. G must divide H. sinks: a logit for each head, which adds a term exp(sink) to the softmax
-        denominators; None adds no term. Raises ValueError if one of the N tokens sees a later key: see `chunk`.
+        denominators; None adds no term. Raises ValueError if one of the N tokens sees a key after the last of them: see
+        `chunk`.
         """
         q, k, v = autocast(q, k, v)
         self._check(q, k, v)
@@ -182,9 +183,9 @@ class KVCache:
     def crop(self, num_tokens: int) -> None:
         """Remove all tokens except the first `num_tokens`, as if the removed tokens had not been appended.
 
-        Raises ValueError, and changes nothing, for more tokens than were seen, if one of the first num_tokens tokens
-        sees a later key, and if queries from position num_tokens may see evicted keys. Removing the last `undo` tokens
-        or fewer works wherever a chunk ends.
+        Raises ValueError, and changes nothing, for more tokens than were seen, if a remaining token sees the key of a
+        removed one, and if queries from position num_tokens may see evicted keys. Removing at most `undo` tokens always
+        works at the end of a chunk.
         """
         require_int("num_tokens", num_tokens, minimum=0, maximum=self._seen)
         if self._held is None:

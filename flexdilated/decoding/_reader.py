@@ -30,13 +30,12 @@ from ._held_keys import HeldKeys
 
 
 class Reader:
-    """Attention from consecutive queries over the keys of a `HeldKeys` buffer, by a pattern without look-ahead.
+    """Attention from consecutive queries over the keys of a `HeldKeys` buffer, by a pattern fit for a `KVCache`.
 
-    A query may see later keys of its own chunk; calls then end where a chunk does. num_heads, scale, engine,
-    head_offset, num_heads_global: as in `KVCache`. The attribute `sources` contains the distinct rules of the heads, by
-    which `HeldKeys` decides which keys to keep; `ends` has the ends of chunks.
+    num_heads, scale, engine, head_offset, num_heads_global: as in `KVCache`. The attribute `sources` contains the
+    distinct rules of the heads, by which `HeldKeys` decides which keys to keep; `ends` has the ends of chunks.
 
-    Raises ValueError or TypeError for a pattern with look-ahead beyond any chunk, and for one with run-time tensors.
+    Raises ValueError or TypeError for a pattern whose look-ahead is not limited to chunks, and for run-time tensors.
     """
 
     def __init__(
@@ -61,7 +60,7 @@ class Reader:
         self.scale = None if scale is None else resolve_scale(scale, head_dim=1)
         where = {"num_heads": num_heads, "head_offset": head_offset, "num_heads_global": total}
         self.ends = _ends_of(pattern, _sources(branch_rules(pattern, **where)))
-        # The search for later keys is no proof that there are no others. The intersection makes it certain.
+        # The search covers a limited number of positions. The intersection excludes look-ahead beyond them.
         proven = all(map(self.ends.by_form, pattern.branches()))
         self.pattern: Pattern | Mixture = pattern if proven else pattern & self.ends.rule()
         self._branches = branch_rules(self.pattern, **where)
@@ -78,12 +77,12 @@ class Reader:
                 leaf.check_tokens(queries, range(queries.stop))
 
     def _pair_across(self, first: int, end: int) -> tuple[int, int] | None:
-        """Return an allowed pair (query, key) with first <= query < end <= key; None if there is none."""
+        """Return an allowed pair (query, key) with first <= query < end <= key, or None."""
         limit = self.ends.next(end)
         return None if limit == end else seen_ahead(self.sources, range(first, end), range(end, limit))
 
     def _check_end(self, first: int, number: int) -> None:
-        """Raise ValueError if one of `number` queries from position `first` on sees a key after the last of them."""
+        """Raise ValueError if one of the `number` queries from position `first` on sees a key after the last query."""
         pair = self._pair_across(first, end := first + number)
         if pair is not None:
             found = ends_after(self.sources, self.ends, first, end)
@@ -95,7 +94,7 @@ class Reader:
             )
 
     def check_crop(self, num_tokens: int) -> None:
-        """Raise ValueError if one of the first `num_tokens` tokens sees later keys, which a crop would remove."""
+        """Raise ValueError if one of the first `num_tokens` tokens sees a key that a crop to them would remove."""
         pair = self._pair_across(max(0, self.ends.next(num_tokens) - self.ends.chunk), num_tokens)
         if pair is not None:
             raise ValueError(

@@ -105,7 +105,7 @@ def attend(
     codec: CodecChoice = None,
     error_bound: float | None = None,
     pool: PoolChoice = None,
-    dropout_p: float = 0,  # with dynamic=True torch.compile would trace again for a float
+    dropout_p: float = 0,  # an int, as torch.compile with dynamic=True recompiles for a float
     scale: float | None = None,
     enable_gqa: bool = False,
     sinks: Float[Tensor, " H"] | None = None,
@@ -135,8 +135,8 @@ def attend(
         and head), or "auto": the narrowest with relative error of each key and value vector within `error_bound`,
         chosen by one small collective per call. Gradients are sent with at least 16 bits per number.
     pool: source of message buffers: None (torch allocates), a `BufferPool`, or "auto", this device's default pool.
-    dropout_p: as in `flexdilated.attend`. Every rank draws a seed from its generator, and all use that of rank 0, which
-        one broadcast of 8 bytes sends; so W ranks drop the pairs that one rank drops with the seed of rank 0.
+    dropout_p: as in `flexdilated.attend`. Every rank draws a seed from its generator, and all ranks use the seed of
+        rank 0, sent by one broadcast of 8 bytes; the dropped pairs are those of one device with that seed.
     bindings: values, for the whole sequence, of the run-time tensors that the pattern only names, such as
         {"documents": ids}.
     scale, enable_gqa, sinks, head_offset, num_heads_global, engine, block_size, return_lse: as in `flexdilated.attend`;

@@ -53,7 +53,7 @@ def plan_of(call: PlainCall, num_heads: int, num_kv_heads: int, bindings: Sequen
 class Exchange:
     """Transfers of this rank in one attention call: keys and values in the forward, their gradients in the backward.
 
-    bindings: the pattern's run-time tensors, ordered by name, and with dropout its seed last.
+    bindings: the pattern's run-time tensors, ordered by name; with dropout followed by its seed.
     """
 
     def __init__(self, call: PlainCall, q: Tensor, k: Tensor, v: Tensor, bindings: Sequence[Tensor]) -> None:
@@ -162,7 +162,7 @@ def exchange_op(
 
     The results are (B, H, L, D), (B, H, L) and twice (B, G, R, D), with R tokens for the KV head that receives most;
     shorter heads are padded. The transfer of keys overlaps with attention to this rank's keys. bindings: the pattern's
-    run-time tensors, ordered by name, and with dropout its seed last. constants: the other arguments of the call
+    run-time tensors, ordered by name; with dropout followed by its seed. constants: the other arguments of the call
     (pattern, scale, sharding, process group and so on) as the text that `PlainCall.constants` returns.
     """
     call = PlainCall.of(constants)
@@ -222,9 +222,9 @@ def exchange_keys_op(q: Tensor, k: Tensor, v: Tensor, bindings: list[Tensor], co
     """Return (k, v), each this rank's tokens followed by those received from other ranks: (B, G, L + R, D).
 
     A rank receives the keys and values that its queries need: R tokens for the KV head that receives most; shorter
-    heads are padded. Of q only the shape is used. bindings: the pattern's run-time tensors, ordered by name, and with
-    dropout its seed last, which is not read. constants: the other arguments of the call (pattern, sharding, process
-    group and so on) as the text that `PlainCall.constants` returns.
+    heads are padded. Of q only the shape is used. bindings: the pattern's run-time tensors, ordered by name; with
+    dropout followed by its seed, which is not read. constants: the other arguments of the call (pattern, sharding,
+    process group and so on) as the text that `PlainCall.constants` returns.
     """
     own = Exchange(PlainCall.of(constants), q, k, v, bindings)
     found = own.room(own.plan.both.num_keys)
@@ -308,10 +308,10 @@ def exchange(
 
     The lse may be None unless return_lse is True. Every rank must make this call, and run its backward. call: the
     pattern, the engine and other plain arguments. bindings: the pattern's run-time tensors, for the whole sequence,
-    ordered by name, and with dropout its seed last. One all-to-all brings each (key/value head, token) that some query
-    of this rank may attend to; in the backward another returns the gradients, which the owners add up in float32 or
-    wider. With engines "tiles" and "portable" the call is one op, which overlaps each transfer with work on this rank's
-    keys; "flex" is traced, and only the transfers are ops.
+    ordered by name; with dropout followed by its seed. One all-to-all brings each (key/value head, token) that some
+    query of this rank may attend to; in the backward another returns the gradients, which the owners add up in float32
+    or wider. With engines "tiles" and "portable" the call is one op, which overlaps each transfer with work on this
+    rank's keys; "flex" is traced, and only the transfers are ops.
 
     Raises ValueError if the engine cannot serve the call, torch.distributed.DistError if another rank fails.
     """

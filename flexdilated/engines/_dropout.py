@@ -78,12 +78,12 @@ class Dropout(NamedTuple):
 
 
 def with_seed(tensors: Sequence[Tensor], dropout: Dropout | None) -> tuple[list[Tensor], float]:
-    """Return (the tensors, followed by the seed of dropout if there is one; its probability, or 0), which ops take."""
+    """Return (tensors, p), as custom ops take them: with dropout its seed is appended to the tensors, else p is 0."""
     return ([*tensors], 0.0) if dropout is None else ([*tensors, dropout.seed], dropout.p)
 
 
 def without_seed(tensors: Sequence[Tensor], p: float) -> tuple[list[Tensor], Dropout | None]:
-    """Return (tensors, dropout or None), the arguments of `with_seed`, from its results."""
+    """Return (tensors, dropout or None): the inverse of `with_seed`."""
     return ([*tensors], None) if not p else ([*tensors[:-1]], Dropout(p, tensors[-1]))
 
 

@@ -51,9 +51,9 @@ class PlacedCall:
     ) -> tuple[Tensor, Tensor | None]:
         """Return (out, natural lse) of queries q (B, H, L, D) over keys k and values v (B, G, M, D).
 
-        sinks: one logit per head, or None. bindings: the pattern's run-time tensors, sorted by name, and if dropout_p >
-        0 the seed of dropout last. return_lse: without it the lse may be None. wide: engine "tiles" returns out in the
-        dtype of the lse, without a gradient; other engines ignore it.
+        sinks: one logit per head, or None. bindings: the pattern's run-time tensors, sorted by name; if dropout_p > 0,
+        followed by the seed of dropout. return_lse: without it the lse may be None. wide: engine "tiles" returns out in
+        the dtype of the lse, without a gradient; other engines ignore it.
         """
         if self.engine == "tiles" and wide:
             return attention(self.key(q, k), q, k, v, sinks, bindings, self.scale, wide=True)

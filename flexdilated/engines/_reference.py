@@ -22,9 +22,9 @@ from ._score_mod import ScoreMod, checked
 
 @graph_constant
 def exports_to_onnx() -> bool:
-    """True while torch.onnx.export traces a model, whose calls of `attend` then become plain operations."""
+    """True while torch.onnx.export traces a model; `attend` then consists of plain operations."""
     traces = torch.compiler.is_exporting() or torch.jit.is_tracing()  # pyright: ignore[reportPrivateImportUsage]
-    # torch.onnx is large: it is asked only if the caller has imported it.
+    # The import of torch.onnx is slow, and an export has already imported it.
     return traces and "torch.onnx" in sys.modules and torch.onnx.is_in_onnx_export()
 
 

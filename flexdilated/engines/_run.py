@@ -87,7 +87,7 @@ def _reference(
 
 
 def _bound_of_any_size(call: Call, rule: Expression) -> Bound:
-    """Return the call's Bound, whose sizes may be symbols of a graph: `bind` would fix them, to check positions."""
+    """Return the call's Bound. Symbolic sizes of a graph are kept; `bind` would specialize them to check positions."""
     if not any(isinstance(number, torch.SymInt) for number in call):
         return plans(call.bound)(rule)
     heads = (call.num_heads, call.head_offset, call.num_heads_global)

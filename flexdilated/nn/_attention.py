@@ -212,10 +212,10 @@ def chosen_pattern(
     heads: str,
     how: str,
 ) -> Pattern | Mixture:
-    """Return `pattern`, intersected with causal order if `causal`; if it is None, the `dilated_pattern` of the rest.
+    """Return `pattern`, intersected with causal order if `causal`; for None the `dilated_pattern` of the branches.
 
-    how: the call to write, for the error if there are neither a pattern nor branches. Raises TypeError in that case,
-    and ValueError if there are both, also for offsets or heads other than the defaults.
+    how: a correct call, for the text of the TypeError that is raised if there are neither a pattern nor branches.
+    Raises ValueError for a pattern together with branches, or with offsets or heads other than the defaults.
     """
     if pattern is None:
         if segment_lengths is None or dilation_rates is None:

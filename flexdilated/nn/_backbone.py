@@ -177,8 +177,8 @@ class LongNetBackbone(Pretrained):
     def new_caches(self, *, capacity: int | None = None) -> list[KVCache]:
         """Make empty caches, one per block, with which a model can process a batch in consecutive pieces.
 
-        The pieces of a model that is not causal are whole chunks of its pattern, such as its longest segments: see
-        `KVCache.chunk`.
+        If the model is not causal, each piece must be whole chunks of its pattern, such as segments of the longest
+        length: see `KVCache.chunk`.
 
         capacity: maximum number of keys in each cache, as in `KVCache`; None to grow as needed. Raises ValueError for a
         model over ranks.
@@ -240,7 +240,7 @@ class LongNetBackbone(Pretrained):
         x = self._embedded(x, positions)
         rule = self.pattern
         if bindings is not None:
-            run_time_tensors(rule, bindings, has_values=False)  # which checks the names
+            run_time_tensors(rule, bindings, has_values=False)  # only checks the names
             rule = carrying(rule, bindings)
         pattern = on_host(without_padding(rule, padding, (tokens.shape[0], num_tokens)))
         visible = None
@@ -299,7 +299,7 @@ class LongNetBackbone(Pretrained):
             return masks.Layout(num_tokens, self.residue_rate)
         if not self.has_one_cost:
             return None
-        # Decided for one length, not for num_tokens: equal answers for all lengths avoid recompilation.
+        # Decided for one length, not for num_tokens: one layout for all lengths avoids recompilation.
         planned = self.config.planned_tokens
         best = masks.recommended_layout(self.pattern, planned, num_heads=self.config.num_heads, device=device)
         return None if best is None else masks.Layout(num_tokens, best.rate)

@@ -39,7 +39,7 @@ class LongNet(LongNetBackbone):
     >>> fd.LongNet(config)(torch.randint(256, (1, 300))).shape
     torch.Size([1, 300, 256])
 
-    A bidirectional encoder of embedded inputs, by a pattern:
+    A bidirectional encoder of embedded inputs with a local window as its pattern:
 
     >>> sizes = {"vocab_size": None, "embed_dim": 64, "depth": 2, "num_heads": 4}
     >>> encoder = fd.LongNet(fd.LongNetConfig(**sizes, causal=False, pattern=masks.local_window(left=31, right=31)))

@@ -135,9 +135,9 @@ class LongNetConfig:
     depth: number of blocks. causal: True intersects the branches or the pattern with `masks.causal()`, so that no token
         attends to later ones; False for an encoder.
     segment_lengths, dilation_rates, offsets, heads: the branches, as in `masks.longnet`.
-    pattern: a pattern or mixture to attend by, instead of branches, or its text: an expression for `masks.parse`, or
-        JSON of `masks.to_json`, in which the field is stored. Run-time tensors are named in it and passed to the model
-        as `bindings`; it holds none, and no custom function.
+    pattern: a pattern or mixture that replaces the branches, or its text: an expression for `masks.parse`, or JSON from
+        `masks.to_json`. The field stores JSON, so custom functions are not possible, and run-time tensors must be given
+        by name, with values passed to the model as `bindings`.
     ffn_dim: hidden width of the feed-forward; None means 4 * embed_dim.
     num_kv_heads: key/value heads, shared by num_heads / num_kv_heads query heads each; None means num_heads.
     position: "rotary" (RoFormer, arXiv 2104.09864); "xpos": rotary with scores that decay with distance (arXiv
@@ -157,8 +157,8 @@ class LongNetConfig:
     tie_embeddings: the output projection is the transposed token embedding.
     layout: order of the tokens inside the model, which does not affect its results. "natural": unchanged; "residue":
         one permutation at the input and its inverse at the output, under which dilated branches are dense; "auto": the
-        order with the lower predicted cost on the device, for a sequence of the longest segment length, or for 8,192
-        tokens with a pattern; natural for a pattern with run-time tensors or a limited number of tokens.
+        order with the lower predicted cost on the device, for a sequence of the longest segment length, or of 8,192
+        tokens with `pattern`; but the natural order for a pattern with run-time tensors or a limited number of tokens.
     checkpoint: in training, keep only the blocks' inputs, and run each block again in the backward.
     engine: as in `attend`.
     selection: layers that choose their keys from the data, as `SelectedLayers` or a mapping of its fields; they do not
@@ -317,7 +317,7 @@ class LongNetConfig:
 
     @property
     def attention_pattern(self) -> Pattern | Mixture:
-        """`pattern`, or that of the branches, causal if `causal`; used by all layers except those of `selection`."""
+        """`pattern` or the pattern of the branches, causal if `causal`; for all layers except those of `selection`."""
         pattern = None if self.pattern is None else _read(self.pattern)
         options = {"causal": self.causal, "offsets": self.offsets, "heads": self.heads}
         return chosen_pattern(pattern, self.segment_lengths, self.dilation_rates, **options, how=_HOW)
@@ -329,7 +329,7 @@ class LongNetConfig:
 
 
 def _read(pattern: Pattern | Mixture | str) -> Pattern | Mixture:
-    """Return the pattern itself, or read it from an expression or from JSON. Raises TypeError for other values."""
+    """Return a pattern unchanged, or read it from an expression or JSON. Raises TypeError for other values."""
     if isinstance(pattern, str):
         return masks.from_json(pattern) if pattern.lstrip().startswith("{") else masks.parse(pattern)
     require_expression(pattern)
@@ -337,7 +337,7 @@ def _read(pattern: Pattern | Mixture | str) -> Pattern | Mixture:
 
 
 def _json(pattern: Pattern | Mixture | str) -> str:
-    """JSON of a pattern or of its text. Raises ValueError if it carries tensors, TypeError for a custom function."""
+    """JSON of a pattern, or of the pattern with this text. ValueError if it holds tensors, TypeError if functions."""
     read = _read(pattern)
     if held := read.given_tensors():
         names = ", ".join(map(repr, held))

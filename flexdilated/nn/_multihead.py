@@ -1,4 +1,4 @@
-"""MultiheadDilatedAttention: `nn.MultiheadAttention` with LongNet's or any pattern instead of dense attention."""
+"""MultiheadDilatedAttention: `nn.MultiheadAttention` with LongNet's branches, or any pattern, instead of all pairs."""
 
 from __future__ import annotations
 
@@ -157,15 +157,15 @@ _HOW = (
 
 
 class MultiheadDilatedAttention(MultiheadProjections):
-    """`nn.MultiheadAttention` with dilated attention, or attention by any pattern, between its projections.
+    """`nn.MultiheadAttention` in which attention is restricted to LongNet's branches or to any pattern.
 
     Its `state_dict` is interchangeable with that of an `nn.MultiheadAttention` with equal sizes, and equal seeds give
     equal parameters. With one branch that spans the sequence (segment_lengths=[N], dilation_rates=[1]) the two modules
     compute the same function. offsets, heads: as in `masks.longnet`; engine: as in `attend`.
 
-    pattern: a pattern or mixture to attend by, instead of segment_lengths, dilation_rates, offsets and heads; run-time
+    pattern: a pattern or mixture that replaces segment_lengths, dilation_rates, offsets and heads; values of run-time
     tensors that it names are passed to the call as `bindings`. causal: True intersects the branches or the pattern with
-    `masks.causal()`, and allows calls with is_causal=True. The attribute `pattern` is the result of both.
+    `masks.causal()`, and allows calls with is_causal=True. The attribute `pattern` includes this intersection.
 
     mesh, schedule, sharding: as in `BlockSparseAttention`. The tokens of query, key and value are then this rank's, and
     key_padding_mask is for the whole sequence. The `state_dict` is that of a module without a mesh.

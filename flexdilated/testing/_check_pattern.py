@@ -36,9 +36,9 @@ def check_pattern(
     Checked are: the bounds that `count` (in custom patterns, `classify`) gives on the number of allowed pairs in boxes,
     which are products of two arithmetic progressions of positions (single pairs, whole blocks, and random boxes); block
     lists for odd sizes, unequal block sides and several layouts (orders of tokens); `for_head`, the rule of one head;
-    `period` and `confined`, also at larger positions; and the round trip through JSON, if the pattern has one, which a
-    table of a run-time tensor's values has not. Of the
-    random boxes, `examples` are drawn, from `seed`, for each of eight combinations of query step and key step.
+    `period` and `confined`, also at larger positions; and the round trip through JSON, except for custom functions and
+    tables of run-time tensors, which have no JSON. Of the random boxes, `examples` are drawn, from `seed`, for each of
+    eight combinations of query step and key step.
 
     Raises AssertionError with the smallest counterexample found; ValueError if the pattern does not fit `num_heads`,
     has a table that ends before `max_tokens`, or has run-time tensors.

@@ -117,7 +117,7 @@ def attention_sizes(
 
 
 def in_range(bind: Callable[[], object]) -> bool:
-    """Return True if `bind` succeeds, False if a listed block or a position beyond a grid makes it raise ValueError."""
+    """Return False if `bind` raises the ValueError of a listed block or grid position out of range; True if nothing."""
     try:
         bind()
     except ValueError as error:

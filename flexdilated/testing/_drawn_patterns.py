@@ -171,7 +171,7 @@ def whole_grids(draw: st.DrawFn, words: Any, max_tokens: int) -> Any:
 @st.composite
 def _neighborhoods_on(draw: st.DrawFn, words: Any, grid: list[int] | tuple[int, ...], most: int, max_rate: int) -> Any:
     centred = not draw(st.booleans())
-    wraps = draw(st.sampled_from([False, False, True]))  # some axis may
+    wraps = draw(st.sampled_from([False, False, True]))  # if True, axes may wrap
     sizes, rates, strides, causal, wrap = zip(
         *(draw(_windows_along(each, most, max_rate, centred, wraps)) for each in grid), strict=True
     )
@@ -379,7 +379,7 @@ def _entry_numbers(batch: int, largest: int) -> st.SearchStrategy[Tensor]:
 
 @st.composite
 def _same_document(draw: st.DrawFn, words: Any, sizes: AttentionSizes) -> Any:
-    """Draw a `same_document` pattern, with ids for each batch entry or for all, documents without keys, and padding."""
+    """Draw a `same_document` pattern, with ids per batch entry or shared, documents on one side only, and padding."""
     sides = []
     for positions in (sizes.q_offset + sizes.num_queries, sizes.k_offset + sizes.num_keys):
         rows = draw(st.sampled_from([1, sizes.batch]))
@@ -391,12 +391,12 @@ def _same_document(draw: st.DrawFn, words: Any, sizes: AttentionSizes) -> Any:
 
 @st.composite
 def _mask(draw: st.DrawFn, words: Any, sizes: AttentionSizes) -> Any:
-    """Draw a `mask` pattern, each dim of which serves all entries, heads or positions or has its full size."""
+    """Draw a `mask` pattern in which each dim has size 1, so that it broadcasts, or its full size."""
     stops = sizes.q_offset + sizes.num_queries, sizes.k_offset + sizes.num_keys
     shape = tuple(draw(st.sampled_from([1, size, size])) for size in (sizes.batch, sizes.num_heads_global, *stops))
     share, seed = draw(st.sampled_from([0.0, 0.1, 0.5, 1.0])), draw(st.integers(0, 99))
     allowed = torch.rand(shape, generator=torch.Generator().manual_seed(seed)) < share
-    allowed[..., : draw(st.integers(0, stops[1]))] = True  # whole blocks too
+    allowed[..., : draw(st.integers(0, stops[1]))] = True  # so that whole blocks occur
     return words.mask(allowed[0, 0] if shape[:2] == (1, 1) and draw(st.booleans()) else allowed)
 
 

@@ -118,10 +118,10 @@ def run_time_patterns(
     """Strategy for patterns of `patterns` that are combined with one or two run-time patterns of a batch.
 
     The run-time patterns are `masks.documents(ids)`, `masks.same_document(q_ids, k_ids)`, `masks.lengths(lengths)`,
-    `masks.visible_keys(visible)`, `masks.mask(allowed)` and `masks.selected_blocks(blocks, ...)`, with tensors that fit
-    `sizes`: they cover all positions up to the last query and key. They are combined by &, |, & ~ or `per_document`;
-    also drawn are `per_sample` and `queries_from`. max_number, closures: as for `patterns`. They shrink towards
-    `masks.causal() & masks.documents(ids)` of one document.
+    `masks.visible_keys(visible)`, `masks.mask(allowed)` and `masks.selected_blocks(blocks, ...)`, combined by &, |, & ~
+    or `per_document`; also drawn are `per_sample` and `queries_from`. The tensors cover all positions of `sizes`, up to
+    the last query and key. max_number, closures: as for `patterns`. Examples shrink towards
+    `masks.causal() & masks.documents(ids)` with one document.
     """
     most = max(sizes.q_offset + sizes.num_queries, sizes.k_offset + sizes.num_keys)
     return _run_time_compositions(_Grammar(sizes.num_heads_global, max_number, most, closures), sizes, _WORDS)

@@ -1,4 +1,4 @@
-"""Ends of chunks: positions that no query before them looks across, where a sequence may be cut for decoding."""
+"""Ends of chunks: positions at which a sequence can be cut for decoding, as no query before them sees later keys."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _BLOCKS_AT_ONCE = 1 << 10  # blocks evaluated together: bounds the memory
 class Ends:
     """The positions first, first + chunk, first + 2 * chunk, ...: ends of chunks; first is below chunk.
 
-    They are ends of a rule if no query before one of them sees a key at or after it; a causal rule has chunk 1.
+    A rule has these ends if no query before one of them sees a key at or after it; a causal rule has chunk 1.
     """
 
     first: int
@@ -40,7 +40,7 @@ class Ends:
         return position + (self.first - position) % self.chunk
 
     def rule(self) -> Pattern:
-        """Return the pattern of all pairs that do not cross an end from a query to a later key."""
+        """Return the pattern that allows a pair iff no end is above the query and at or below the key."""
         if self.chunk == 1:
             return causal()
         chunks = blockwise(causal(), self.chunk)
@@ -49,8 +49,9 @@ class Ends:
     def by_form(self, rule: Pattern) -> bool:
         """True if the form of a rule shows that no allowed pair crosses an end; False is not conclusive.
 
-        Recognized are causal order and windows up to the query, either over tokens or over blocks that divide a chunk;
-        rules within segments that divide a chunk; an intersection with such a rule, and a union of such rules.
+        Recognized are causal order and windows up to the query, over tokens or over blocks whose size divides the
+        chunk; rules without pairs across segments whose length divides the chunk; intersections with one such rule, and
+        unions of such rules. Blocks and segments are recognized only if `first` is 0.
         """
         if isinstance(rule, And):
             return any(map(self.by_form, rule.parts))
@@ -96,11 +97,11 @@ def _first_ahead(source: RowSource, tried: int) -> tuple[int, int] | None:
 
 @plans
 def regular_ends(sources: Sequence[RowSource]) -> Ends | tuple[int, int]:
-    """Return the ends of the shortest possible chunks that all these rules have.
+    """Return the common ends of all these rules, with the shortest possible chunk.
 
-    If none are found, the result is the positions (query, key) of an allowed pair whose key is after its query. Rules
-    that are causal by their form are not searched, others among the first 2048 positions, and over two of their periods
-    up to position 32,768. Chunks of half as many positions are not found.
+    If none are found, return the positions (query, key) of an allowed pair whose key is after its query. Rules that are
+    causal by their form are not searched. Other rules are searched over the first 2048 positions, or two periods if
+    these are longer, up to position 32,768; chunks of half the searched positions or more are not found.
     """
     periods = {source: _longest_period(source.rule) for source in sources if not causal_by_form(source.rule)}
     tried = min(max(_LEAST_TRIED, 2 * max(periods.values(), default=0) + _BLOCK), _MOST_TRIED) // _BLOCK * _BLOCK
@@ -155,9 +156,9 @@ def _covered(query: Int64[Tensor, " n"], key: Int64[Tensor, " n"], number: int) 
 
 @plans
 def seen_ahead(sources: Sequence[RowSource], queries: range, keys: range) -> tuple[int, int] | None:
-    """Return positions (query, key) of an allowed pair with the last key in `keys` that some of the queries see.
+    """Return the allowed pair (query, key) with the largest key in `keys`; None if no query sees a key in `keys`.
 
-    None if they see no key in `keys`. queries, keys: consecutive positions.
+    queries, keys: consecutive positions.
     """
     pairs = []
     for source in sources:

@@ -52,8 +52,8 @@ class OnePart(Pattern):
     """Base of patterns derived from one pattern, `part`.
 
     recounts: True if the part is evaluated at numbers other than token positions, such as block numbers or positions
-    within a document; run-time tensors in the part are then rejected.
-    Construction raises TypeError if `part` is a mixture or no pattern.
+    within a document. Construction raises TypeError if `part` is not a pattern, or is a mixture, and ValueError if
+    `recounts` is True and `part` has run-time tensors.
 
     >>> @masks.extend.pattern_kind("sketch_of_a_transposition")
     ... class Transposed(masks.extend.OnePart):

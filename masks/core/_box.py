@@ -19,7 +19,7 @@ class Progression:
     """n arithmetic progressions of positions with one common step.
 
     Progression i has the count[i] terms first[i], first[i] + step, first[i] + 2 * step, and so on. first, count: int64
-    tensors of shape (n,). `last` has the last term of each progression, and `select(index)` some progressions.
+    tensors of shape (n,). `last` is the last term of each progression; `select(index)` indexes the n progressions.
 
     >>> masks.extend.Progression(torch.tensor([0, 5]), 4, torch.tensor([3, 2])).last  # of 0, 4, 8 and of 5, 9
     tensor([8, 9])
@@ -41,8 +41,8 @@ class Progression:
 class Box:
     """n boxes of attention pairs: box i has each query of q's i-th progression with each key of k's i-th progression.
 
-    head: global head of each box, int64 of shape (n,). `area` has the number of pairs of each box, and `select(index)`
-    some boxes.
+    head: global head of each box, int64 of shape (n,). `area` is the number of pairs of each box; `select(index)`
+    indexes the n boxes.
 
     >>> rows = masks.extend.Progression(torch.tensor([0]), 1, torch.tensor([4]))
     >>> masks.extend.Box(torch.tensor([0]), rows, rows).area
@@ -77,10 +77,10 @@ class Squares:
 class Bounds:
     """Bounds on the number of allowed pairs in each of n boxes, low <= number <= high; equal bounds are exact.
 
-    low, high: int64 tensors of shape (n,), from 0 to the boxes' areas. A high of 0 marks an empty box, and a low equal
-    to the area a full one; the block builder skips the former, and kernels skip the mask in the latter.
+    low, high: int64 tensors of shape (n,), from 0 to the boxes' areas. A box with high 0 is empty and is left out of
+    block lists; a box whose low is its area is full, and kernels skip the mask there.
 
-    >>> bounds = masks.extend.Bounds(low=torch.tensor([0]), high=torch.tensor([16]))  # nothing is known of 16 pairs
+    >>> bounds = masks.extend.Bounds(low=torch.tensor([0]), high=torch.tensor([16]))  # valid for any box of area 16
     """
 
     low: Counts
@@ -128,7 +128,7 @@ def _in_class(progression: Progression, modulus: int, residue: Counts) -> tuple[
 
 
 def clip(progression: Progression, start: Counts | int, stop: Counts | int) -> Progression:
-    """Return the terms of each progression in [start, stop), with the step unchanged; count 0 where none remain.
+    """Return the terms of each progression in [start, stop), with the step unchanged; the count is 0 if none remain.
 
     start, stop: integers, or int64 tensors of shape (n,).
 
@@ -185,7 +185,7 @@ def count_between(box: Box, least: int | None, most: int | None) -> Bounds:
 
     >>> rows = masks.extend.Progression(torch.tensor([0]), 1, torch.tensor([4]))
     >>> square = masks.extend.Box(torch.tensor([0]), rows, rows)
-    >>> masks.extend.count_between(square, -1, 0).high  # each query's own key, and the one before
+    >>> masks.extend.count_between(square, -1, 0).high  # each query's own key and the previous one
     tensor([7])
     """
     none, every = torch.zeros_like(box.area), box.area

@@ -76,7 +76,7 @@ def require_finite(name: str, value: object) -> float:
     """
     if isinstance(value, bool) or not isinstance(value, int | float):
         raise TypeError(f"{name} must be a real number; got {name}={value!r:.80} of type {type(value).__name__}")
-    # The largest float as a literal: sys.float_info.max would be a variable of a graph with dynamic=True.
+    # The largest float as a literal: with dynamic=True, sys.float_info.max would become a symbolic float of the graph.
     if not abs(value) <= 1.7976931348623157e308:
         raise ValueError(f"{name} must be finite; got {name}={shown(value)}")
     return float(value)

@@ -36,8 +36,8 @@ def at_least(minimum: int, *, maximum: int = LARGEST, name: str | None = None, d
     """Return a dataclass field of a pattern for an integer in [minimum, maximum], checked on construction.
 
     maximum: 2**31 - 1 by default, so that numbers of pairs stay within int64. None is accepted if it is the default.
-    name: name of the parameter in JSON and errors, if it differs from the field's. A pattern with a value that is no
-    integer raises TypeError, and ValueError with one out of the range.
+    name: name of the parameter in JSON and errors, if it differs from the field's. Constructing the pattern raises
+    TypeError for a value that is not an integer, ValueError for one outside the range.
 
     >>> @masks.extend.pattern_kind("sketch_of_a_field")
     ... class Sketch(masks.Pattern):
@@ -54,14 +54,14 @@ def at_least(minimum: int, *, maximum: int = LARGEST, name: str | None = None, d
 def pattern_kind(kind: str, *, positional: int | None = None) -> Callable[[_Class], _Class]:
     """Return a class decorator that makes a frozen dataclass and registers it under `kind`, its name in JSON.
 
-    JSON stores the fields, which are integers, booleans, strings, None, patterns, or tuples of these. `from_json`
-    passes a tuple as a list; convert it in `check`. A field with metadata={"name": ...} is stored under that name;
-    {"stored": False} omits a field, {"optional": True} omits it at its default value. Equal fields mean equal patterns,
-    so the fields must contain all that the rule depends on.
+    JSON stores the fields: integers, booleans, strings, None, patterns, or tuples of these. A tuple of patterns must be
+    the field `parts`; `from_json` passes other tuples as lists, which `check` converts. A field with
+    metadata={"name": ...} is stored under that name; {"stored": False} omits a field, {"optional": True} omits it at
+    its default value. Equal fields mean equal patterns, so the rule must depend on its fields only.
 
     kind: an identifier, also the name of the call that a pattern prints as.
     positional: number of fields printed without names; by default 1 if exactly one field has no default, else 0.
-    Raises ValueError for a kind that is no identifier, and for one that another class has.
+    Raises ValueError for a kind that is not an identifier, or that belongs to another class.
 
     >>> @masks.extend.pattern_kind("sketch_of_a_kind")
     ... class Sketch(masks.Pattern):
@@ -90,11 +90,11 @@ def pattern_kind(kind: str, *, positional: int | None = None) -> Callable[[_Clas
 
 
 def constructor(function: _Function) -> _Function:
-    """Decorate a function that returns a pattern, so that `parse` finds it by its name.
+    """Decorate a function that returns a pattern, so that expressions for `parse` can call it by its name.
 
-    `parse` reads what a pattern prints if the name is the pattern's kind, and the parameters have the names and the
-    order of its fields. Calls with wrong arguments raise TypeError, whose text says what to write. Raises ValueError
-    for a name that another function has.
+    For `parse` to read the repr of a pattern, the function must be named like the pattern's kind, with parameters in
+    the names and order of its fields. The decorated function raises TypeError, with a correct call in its text, for
+    arguments that do not fit. Raises ValueError for the name of another registered function.
 
     >>> @masks.extend.constructor
     ... def recent(number):
@@ -103,7 +103,7 @@ def constructor(function: _Function) -> _Function:
     local_window(left=7, right=0) | first_tokens(4)
     """
     _require_free(function.__name__, CONSTRUCTORS.get(function.__name__), function)
-    made = advises(keywords=OF_PATTERNS)(function)  # unchanged if `advises` with other texts is applied below
+    made = advises(keywords=OF_PATTERNS)(function)  # no effect if `function` already has `advises`
     CONSTRUCTORS[function.__name__] = made
     return made
 
@@ -403,13 +403,13 @@ class Expression:
         return KINDS["after"].of(self, start)
 
     def queries_from(self, starts: Any, *, name: str = "starts") -> Any:
-        """Return the rule for queries of which query 0 of batch entry b is at position starts[b].
+        """Return the pattern in which query i of batch entry b is at position starts[b] + i; keys keep their positions.
 
-        starts: integers of shape (batch,) or (), or a string, the name under which `attend(bindings=)` passes the
-        tensor; new values do not recompile. name: name of the tensor in texts and errors, unless `starts` is a string.
-        Keys keep their positions. `attend(q_offset=starts)` is short for this. For a mixture this holds for each
-        branch. Raises ValueError for a pattern with run-time tensors other than `visible_keys`; patterns with such
-        tensors may be intersected with the result, and then count query 0 as position 0.
+        starts: integers of shape (batch,) or (), at least 0; or a string, the name under which `attend(bindings=)`
+        passes the tensor. New values do not recompile. name: name of the tensor in texts and errors, unless `starts` is
+        a string. `attend(q_offset=starts)` with starts of shape (batch,) is equivalent. A mixture is changed branch by
+        branch. Raises ValueError for a pattern with run-time tensors, except for an intersection with `visible_keys`.
+        Other run-time patterns may be intersected with the result; they count query i as position i.
 
         >>> last = masks.local_window(left=7, right=0).queries_from(torch.tensor([90, 12]))  # samples of 91 and 13 keys
         """

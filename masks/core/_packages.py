@@ -1,4 +1,4 @@
-"""Patterns of other installed packages: modules that entry points of the group `flexdilated.patterns` name."""
+"""Patterns of other installed packages, found by entry points of the group `flexdilated.patterns`."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ _QUOTED = 200  # characters quoted from the error of an import
 
 
 def registered(registry: dict[str, T], name: str) -> T | None:
-    """Return registry[name], after importing the modules of other packages if the name is unknown; None without one.
+    """Return registry[name]; if the name is unknown, first import the pattern modules of other packages.
 
-    registry: KINDS or CONSTRUCTORS, in which these modules register their patterns.
+    None if the name remains unknown. registry: KINDS or CONSTRUCTORS, in which the modules register their patterns.
     """
     if name not in registry:
         failed_imports()
@@ -27,9 +27,9 @@ def registered(registry: dict[str, T], name: str) -> T | None:
 @lru_cache(maxsize=1)
 @plans
 def failed_imports() -> str:
-    """Import each module that an entry point of the group `flexdilated.patterns` names, once in a process.
+    """Import the module of each entry point of the group `flexdilated.patterns`, once per process.
 
-    Returns one sentence for each module whose import raised, with its package and its error; "" if none did.
+    Returns one sentence for each import that raised, with the package, the module and the error; "" if none did.
     """
     failures = []
     for point in sorted(entry_points(group=_GROUP)):

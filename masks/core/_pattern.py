@@ -38,8 +38,8 @@ def index_dtype(device: torch.device, least: int, most: int) -> torch.dtype:
 def parameters(device: torch.device, *numbers: int) -> list[Tensor]:
     """Return each number as a scalar integer tensor on `device`, for the closure of a mask_mod.
 
-    The dtype is int64, and int32 on accelerators where the number fits. Other numbers in these tensors do not make
-    FlexAttention compile again; Python numbers in a closure would.
+    The dtype is int32 on accelerators if the number fits, else int64. New values of these tensors do not make
+    FlexAttention recompile; new Python numbers in a closure do.
 
     >>> masks.extend.parameters(torch.device("cpu"), 4, 64)
     [tensor(4), tensor(64)]

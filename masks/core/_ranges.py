@@ -47,9 +47,7 @@ def intersect(left: range, right: range) -> range:
 
 
 def among(listed: Iterable[range], keys: range) -> Ranges:
-    """Return the intersections of the disjoint ranges `listed` with `keys`, as ranges without empty ones.
-
-    All steps must be above 0.
+    """Return the nonempty intersections of the disjoint ranges `listed` with `keys`; all steps must be above 0.
 
     >>> masks.extend.among([range(0, 20, 4), range(30, 40)], range(10, 30))
     (range(12, 20, 4),)

@@ -150,8 +150,8 @@ class Axis:
     the window up to its own place. Otherwise the leader is the middle of the group (of two the later one), with
     size // 2 keys of its window before it. Windows that would cross an end of the class are shifted inwards. NATTEN
     cuts causal windows off at the first key of the class instead, which is an equal rule, as a query sees no later key.
-    With `wraps` the axis is a circle: windows that cross an end go on at the other end. Then rate * stride must divide
-    the length, no window may hold a whole class, and the axis must not be causal.
+    With `wraps` the axis is periodic: a window that crosses an end continues at the other end and is not shifted. Then
+    rate * stride must divide the length, a window must be shorter than its class, and the axis must not be causal.
     """
 
     length: int
@@ -178,12 +178,12 @@ class Axis:
         return tuple(range(residue + rate * part[0], residue + rate * part[-1] + 1, rate) for part in parts if part)
 
     def _begin(self, number: int, held: int) -> int:
-        """Return the first key of a query's window, in numbers within the class; below 0 if it is before its end."""
+        """Return the number, in its class, of the first key of a query's window; negative if the window wraps there."""
         begin = number // self.stride * self.stride - self.lead
         return begin if self.wraps else min(max(begin, 0), held - self.size)
 
     def _turns(self, held: int) -> tuple[int, ...]:
-        """Return the shifts that take places of an uncut window to places of a class of `held` places."""
+        """Return all shifts by which parts of an unwrapped window move into a class of `held` places."""
         return (-held, 0, held) if self.wraps else (0,)
 
     def count(self, head: Tensor, q: Progression, k: Progression) -> Bounds:

@@ -1,4 +1,4 @@
-"""Boolean masks of (query, key) pairs as a run-time pattern: any rule, another one for each sample and head."""
+"""Boolean masks of (query, key) pairs as a run-time pattern, which may differ between batch entries and heads."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ class MaskTable(Table):
     def for_head(self, head: int, num_heads: int) -> Self:
         if self.rows.shape[1] == 1:
             return self
-        # Heads with equal values remain distinct: compiled graphs have as many block lists for all values.
+        # Heads with equal values remain distinct: the number of block lists in a graph must not depend on values.
         return replace(self, rows=self.rows[:, head, None], digest=f"head {head} of {self.digest}", held={})
 
     def check_heads(self, num_heads: int) -> None:
@@ -90,14 +90,15 @@ class MaskTable(Table):
 
     @cached_property
     def _cells(self) -> tuple[Int64[Tensor, "T q k"], tuple[int, int]]:
-        """(sums, sides): sums[t, i, j], the number of allowed pairs in the first i by j cells of `sides` positions.
+        """(sums, sides): sums[t, i, j] is the number of allowed pairs in the first i by j cells of head t.
 
-        A dim that serves all positions has a single cell. All batch entries must share one mask.
+        A cell has sides[0] queries and sides[1] keys. A dim that serves all positions is one cell with side 1. All
+        batch entries must share one mask.
         """
         rows = self.only_row
         sides = tuple(_CELL if size > 1 else 1 for size in rows.shape[1:])
         rows = pad(rows, (0, -rows.shape[2] % 16, 0, -rows.shape[1] % sides[0]))
-        # Eight bytes are added at a time: a cell has at most 16 queries, so no byte overflows.
+        # Adds eight bytes, which are eight keys, in one int64; with at most 16 queries a cell no byte overflows.
         by_key = rows.view(torch.int64).unflatten(1, (-1, sides[0])).sum(2).view(torch.uint8)
         cells = by_key.unflatten(2, (-1, sides[1])).sum(3, dtype=torch.int64)
         cells = cells[:, :, : -(-self.rows.shape[3] // sides[1])]
@@ -133,7 +134,8 @@ class MaskTable(Table):
 class _CellRange(NamedTuple):
     """Ranges (first, stop) of the cells along one axis of n boxes: `outer` covers a box, `inner` lies inside it.
 
-    positions: number of positions in the outer cells. times: number of positions for which one value stands.
+    positions: number of positions in the outer cells. times: number of positions that share each value: 1, or the
+    number of the box's positions if one value serves all.
     """
 
     outer: tuple[Counts, Counts]
@@ -150,7 +152,7 @@ class _CellRange(NamedTuple):
             one = (none, none + 1)
             return cls(one, one, none + 1, count)
         outer = first // side, -(-stop // side)
-        # The last cell may be cut off by the end of the axis.
+        # The last cell of an axis may be incomplete.
         end = torch.where(stop == size, outer[1], stop // side)
         inner = (-(-first // side), end) if progression.step == 1 else (none, none)
         return cls(outer, inner, (outer[1] * side).clamp(max=size) - outer[0] * side, none + 1)
@@ -171,14 +173,15 @@ def _between(sums: Tensor, table: Counts, q: tuple[Counts, Counts], k: tuple[Cou
 def mask(allowed: Any, *, name: str = "mask") -> Pattern:
     """Pattern that allows the pairs for which a boolean tensor is True, such as SDPA's `attn_mask`.
 
-    allowed: booleans of shape (queries, keys) or (batch, heads, queries, keys), where each dim may be 1 and then serves
-    all entries, heads or positions: (batch, 1, queries, 1) marks queries that see every key. Queries and keys are the
-    positions from 0 to that of the last query and key, so call offsets count. Or floats, 0 for True and -inf for
-    False. Or a string, the name under which `attend(bindings=)` passes the tensor.
+    allowed: booleans of shape (queries, keys) or (batch, heads, queries, keys), or floats with 0 for True and -inf for
+    False; or a string, the name under which `attend(bindings=)` passes the tensor. A dim of size 1 broadcasts:
+    (batch, 1, queries, 1) marks queries that see every key. With offsets in the call, rows and columns are positions,
+    from 0 to that of the last query and key.
     name: name of the tensor in texts and errors, unless `allowed` is a string. Names within a pattern must differ.
 
-    Block lists are made from the values, which takes time linear in the tensor's size whenever they change; a pattern
-    with a formula, such as `local_window`, needs neither the tensor nor that time. New values do not recompile.
+    New values do not recompile, but their block lists are built in time linear in the size of the tensor. A pattern
+    with a formula, such as `local_window`, needs neither the tensor nor that time.
+    Raises TypeError or ValueError when the tensor is used, if its dtype, values or shape do not fit.
 
     >>> masks.describe(masks.mask([[True, False], [True, True]]), 2).useful_pairs
     3

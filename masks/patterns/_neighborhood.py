@@ -55,7 +55,7 @@ class Neighborhood(Pattern):
     Tokens are in row-major order. Each field is a tuple with one entry for each axis, the outermost first. Fields are
     normalized, so that equal rules are equal patterns: `radius` is set if all windows have 2 * radius + 1 tokens and no
     axis is causal, else `kernel_size` is; the other one is None. `stride` is None if it is 1 along all axes, `causal`
-    is None if no axis is causal, `wrap` if none wraps. An axis does not wrap if a window covers it.
+    is None if no axis is causal, `wrap` is None if no axis wraps. An axis that is covered by one window has wrap False.
     """
 
     grid: tuple[int, ...]
@@ -193,12 +193,12 @@ class Neighborhood(Pattern):
 
         A token's places on all axes are bit fields of one integer, each below a guard bit from which subtraction
         borrows. One comparison for each pair then tests both ends of the window on every axis; more comparisons would
-        exceed a kernel's registers. An axis that wraps takes one comparison more. Along an axis, places are numbered
-        from 1, residue class by residue class; 0 is the place of tokens beyond the grid.
+        exceed a kernel's registers. An axis that wraps needs one more comparison per pair. Along an axis, places are
+        numbered from 1, residue class by residue class; 0 is the place of tokens beyond the grid.
         """
         axes, shift, guards, ones, window = [], 0, 0, 0, 0
         for pitch, axis in zip(self._pitches, self.axes, strict=True):
-            # Distance of the places of two classes. Along a circle, keys before the window's first are one turn later.
+            # Distance of the places of two classes. If the axis wraps, keys before the window get one length added.
             spacing = -(-axis.length // axis.rate) * (1 + axis.wraps)
             bits = (axis.rate * spacing + axis.size + 1).bit_length()
             numbers = (pitch, axis.length, axis.lead, axis.rate, spacing, 1 << shift, axis.size, axis.stride)
@@ -328,7 +328,7 @@ def neighborhood(
     kernel_size: tokens in a window along the axis; or radius, for 2 * radius + 1 tokens. Give one of the two.
     rate: distance of neighbouring tokens of a window (NATTEN's dilation).
     stride: number of consecutive queries that share a window. causal: True hides keys after the query along this axis.
-    wrap: True for an axis whose ends meet, such as longitude or a periodic box: distances are modulo its length.
+    wrap: True for a periodic axis, such as longitude: distances are modulo its length.
 
     Along an axis of length n, for the query at x:
 
@@ -339,8 +339,8 @@ def neighborhood(
     * causal: the window is [x - kernel_size + 1, x] without keys before 0, and is not shifted. With a stride the
       leader is the last query of the group, and each query sees the keys of the leader's window up to its own place.
     * rate: these rules apply within each residue class modulo rate, with places numbered from 0 in the class.
-    * wrap: a window that crosses an end of the axis is not shifted, but goes on at the other end. One that is longer
-      than its residue class holds each key of the class once. rate * stride must divide n.
+    * wrap: a window that crosses an end of the axis is not shifted, but continues at the other end. A window longer
+      than its residue class contains each key of the class once. rate * stride must divide n.
 
     Source: NATTEN, arXiv 2204.07143; with rates, arXiv 2209.15001; with strides, Generalized Neighborhood Attention,
     arXiv 2504.16922; the rule follows NATTEN's csrc/include/natten/cuda/reference/mask.hpp (version 0.21).
@@ -351,12 +351,13 @@ def neighborhood(
 
     Raises ValueError for a window of kernel_size * rate tokens that exceeds an axis that does not wrap, a stride above
     its kernel size, both or neither of radius and kernel_size, a radius with a causal axis, an axis that is causal and
-    wraps, negative radii, and other numbers below 1; TypeError for values of other types. `bind` raises ValueError for
-    tokens beyond the grid; fewer tokens are allowed.
+    wraps, an axis that wraps with a length that rate * stride does not divide, negative radii, and other numbers below
+    1; TypeError for values of other types. `bind` raises ValueError for tokens beyond the grid; fewer tokens are
+    allowed.
 
     >>> masks.describe(masks.neighborhood((4, 4), 1), 16).useful_pairs  # 9 keys a token
     144
-    >>> masks.explain(masks.neighborhood((10, 36), 2, wrap=(False, True)), query=0, key=34).allowed  # a globe
+    >>> masks.explain(masks.neighborhood((10, 36), 2, wrap=(False, True)), query=0, key=34).allowed
     True
     >>> video = masks.neighborhood((4, 8, 8), kernel_size=(2, 4, 4), stride=(1, 4, 4), causal=(True, False, False))
     >>> masks.describe(video, 256).useful_pairs  # 16 keys a token of the first frame, 32 of each other
@@ -383,10 +384,10 @@ def _point(places: Sequence[int]) -> str:
 
 
 def _limit_windows(values: dict[str, tuple]) -> None:
-    """Shorten windows that wrap to their residue class, in place; an axis that such a window covers does not wrap.
+    """Limit the windows of axes that wrap to the size of a residue class, in place; wrap becomes False at that size.
 
     values: fields of a `Neighborhood` by name, with wrap, and with radius or kernel_size. Raises ValueError for an axis
-    that cannot wrap.
+    that cannot wrap, because it is causal or rate * stride does not divide its length.
     """
     sizes = list(values.pop("kernel_size", ()) or (2 * radius + 1 for radius in values.pop("radius")))
     none, wrap = (1,) * len(sizes), list(values["wrap"])

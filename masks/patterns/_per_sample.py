@@ -1,4 +1,4 @@
-"""Patterns that differ by batch entry: one of several patterns for each, and queries from a position of its own."""
+"""Patterns that differ between batch entries: a choice among several patterns, and the position of the first query."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ from ._token_values import KeySet, VisibleKeys
 
 @pattern_kind("entry_number")
 class EntryNumber(RunTime):
-    """A run-time tensor with an integer for each batch entry, by which another pattern chooses or shifts; no rule."""
+    """Run-time tensor with one integer per batch entry, which `PerSample` or `QueriesFrom` reads; not a rule itself."""
 
     num_dims = 0
 
@@ -55,7 +55,7 @@ class EntryNumber(RunTime):
 
 
 class EntryNumbers(Table):
-    """Table of an integer for each batch entry; no rule by itself."""
+    """Table with one integer per batch entry; not a rule itself."""
 
     kind = "entry numbers"
 
@@ -65,14 +65,14 @@ class EntryNumbers(Table):
         return f"{self.rows.flatten().tolist()}"
 
     def check_range(self, what: str, stop: int | None = None) -> None:
-        """Raise ValueError unless the values are at least 0 and below `stop`. what: their name, for the error."""
+        """Raise ValueError unless the values are at least 0 and, if given, below `stop`. what: their name in errors."""
         least, most = (int(edge) for edge in self.rows.aminmax())
         if self.known and (least < 0 or (stop is not None and most >= stop)):
             limit = "" if stop is None else f" and below {stop}"
             raise ValueError(f"{what} must be at least 0{limit}; got {least if least < 0 else most}")
 
     def for_entry(self, device: torch.device) -> Callable[[Tensor], Tensor]:
-        """Return a function that maps batch indices to their values, for mask_mods on `device`."""
+        """Return a function that maps a tensor of batch indices to the values of these entries, on `device`."""
         held, step = self.on(device), self.batch_step(device)
         return lambda b: held.rows[b * step, 0]
 
@@ -113,7 +113,7 @@ class PerSample(Composite):
 
     @property
     def chosen(self) -> Pattern:
-        """The part of all batch entries. Raises ValueError if entries differ."""
+        """The part that all batch entries follow. Raises ValueError if entries differ."""
         return self.parts[int(_values(self.which).only_row)]
 
     def superset(self) -> Pattern:
@@ -155,7 +155,7 @@ class QueriesFrom(_FromStart):
 
     @staticmethod
     def of(pattern: Expression, starts: Any, name: str = "starts") -> Any:
-        """Return the pattern with queries from `starts` on; masks of keys stay outside, as they ignore the query."""
+        """Return `pattern` with query 0 at `starts`; its factors `visible_keys` read no query and are kept outside."""
         numbers = starts if isinstance(starts, Pattern) else of_tensor(EntryNumber, starts, name)
 
         def moved(branch: Pattern) -> Pattern:
@@ -215,7 +215,7 @@ class QueriesFrom(_FromStart):
 
 
 def settled(rule: Expression) -> Any:
-    """Return the rule of one batch entry with each `per_sample` replaced by the pattern that it chooses."""
+    """Return the rule of one batch entry, with each `per_sample` replaced by the part that the entry follows."""
     if isinstance(rule, PerSample):
         return settled(rule.chosen)
     return rule.map_parts(settled) if any(isinstance(leaf, EntryNumbers) for leaf in rule.leaves()) else rule
@@ -241,9 +241,10 @@ def alike(pattern: Expression, batch: int) -> list[tuple[slice, Expression]]:
 
 
 def without_start(rule: Expression) -> tuple[Any, int]:
-    """Return (rule, position of its query 0) for the rule of one batch entry, such that queries need no other shift.
+    """Return (rule, q_offset) that are equivalent to the rule of one batch entry.
 
-    The position is that of `queries_from` if each branch has it, beside masks of keys only; else 0.
+    If every branch is one `queries_from` with a common start, possibly intersected with masks of keys, the result is
+    the rule without `queries_from`, and the start. Otherwise it is the unchanged rule, and 0.
     """
     factors = [factor for branch in rule.branches() for factor in branch.factors() if not isinstance(factor, KeySet)]
     starts = {factor.start if isinstance(factor, QueriesFrom) else 0 for factor in factors}
@@ -258,13 +259,14 @@ def without_start(rule: Expression) -> tuple[Any, int]:
 
 @constructor
 def per_sample(patterns: Sequence[Pattern], which: Any = None, *, name: str = "which") -> Pattern:
-    """Pattern in which each batch entry follows one of a few patterns.
+    """Pattern in which batch entry b follows patterns[which[b]].
 
-    patterns: set patterns, not mixtures. which: integers of shape (batch,), for each batch entry the index of its
-    pattern; None: entry b follows patterns[b], of which there is one for each entry. Or a string, the name under which
-    `attend(bindings=)` passes the tensor. New values do not recompile.
+    patterns: set patterns, not mixtures. which: integers of shape (batch,), or a string, the name under which
+    `attend(bindings=)` passes the tensor; None for arange(batch), with one pattern per batch entry. New values do not
+    recompile.
     name: name of the tensor in texts and errors, unless `which` is a string. Names within a pattern must differ.
-    Raises TypeError for a value that is not a sequence of set patterns.
+    Raises TypeError if `patterns` is not a sequence of set patterns, ValueError if it is empty or, when the tensor is
+    used, for an index out of range.
 
     >>> q, k, v = torch.randn(3, 2, 4, 16, 8)
     >>> out = fd.attend(q, k, v, masks.per_sample([masks.causal(), masks.every()]))

@@ -48,8 +48,8 @@ class RunTime(Pattern):
     """Base of patterns that need a run-time tensor: `given` holds it, or is None if each call passes it by `name`.
 
     num_dims: number of dims of the tensor for one batch entry; one more dim is the batch. The pattern's text holds the
-    name and not the values, so new values neither retrace nor recompile. Subclasses define `table`, which turns the
-    tensor into a `Table`, the pattern with these values, and `widest`.
+    name and not the values, so new values neither retrace nor recompile. Subclasses define two methods: `table` returns
+    the `Table`, which is the pattern with the values of a tensor, and `widest` returns the values that allow most.
 
     >>> isinstance(masks.documents("ids"), masks.extend.RunTime)
     True
@@ -86,10 +86,9 @@ class RunTime(Pattern):
         raise NotImplementedError  # defined by each run-time pattern
 
     def widest(self, shape: tuple[int, ...], extent: Extent) -> Tensor:
-        """Return a run-time tensor of this shape whose values allow the most pairs, on the CPU.
+        """Return a run-time tensor of this shape, on the CPU, whose values allow every pair that any values allow.
 
-        Compiled programs are planned with it, as the values are not known yet: pairs that these values forbid must be
-        forbidden by all others. extent: see `table`.
+        Compiled programs are planned with it, because the values of later calls are unknown. extent: see `table`.
         """
         raise NotImplementedError
 
@@ -169,7 +168,7 @@ class Table(Pattern):
     represents all values of its shape. source: the run-time pattern without its tensor; None if the table was built
     directly. held: copies of the rows by device, see `on`.
 
-    Subclasses define `mask_mod`, `count`, `described`, a text for printing, and `kind`, a text of their own.
+    Subclasses define the methods `mask_mod`, `count` and `described`, and a unique text as class attribute `kind`.
 
     >>> class SameLabel(masks.extend.Table):
     ...     kind = "table of labels"
@@ -218,7 +217,7 @@ class Table(Pattern):
         return Phrase(f"<{self.described()}>" if self.known else f"<{self.digest}>")
 
     def described(self) -> str:
-        """Return the text that the table prints as, in angle brackets."""
+        """Return a short description, which the repr shows in angle brackets."""
         raise NotImplementedError  # defined by each table
 
     def on(self, device: torch.device) -> Rows:
@@ -296,7 +295,7 @@ def named(leaf: Pattern) -> Pattern:
 
 
 def carrying(pattern: Any, tensors: Mapping[str, Tensor]) -> Any:
-    """Return the pattern with these values, by name, in its run-time leaves. Raises TypeError for another value."""
+    """Return the pattern whose run-time leaves hold these tensors, by name. Raises TypeError for other values."""
     for name, x in tensors.items():
         if not isinstance(x, Tensor):
             raise TypeError(f"bindings must hold tensors; got {type(x).__name__} for {name!r}")
@@ -413,10 +412,10 @@ def integers(name: str, tensor: Tensor, dims: tuple[int, ...]) -> Tensor:
 
 
 def booleans(what: str, tensor: Tensor) -> Tensor:
-    """Return a copy of a mask on the CPU in bool: True stays True; of floats, 0 becomes True and -inf False.
+    """Return a copy of a mask as bool on the CPU; of a float mask, 0 becomes True and -inf False.
 
-    A copy, as later changes of the caller's tensor must not change a rule. what: name of the mask, for errors. Raises
-    TypeError for other dtypes, and ValueError for other floats.
+    It is a copy, so that later changes of the caller's tensor do not change the rule. what: name of the mask, for
+    errors. Raises TypeError for other dtypes, and ValueError for other floats.
     """
     if not (tensor.dtype == torch.bool or tensor.is_floating_point()):
         raise TypeError(

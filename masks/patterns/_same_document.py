@@ -1,4 +1,4 @@
-"""Packed cross-attention: queries and keys are packed apart, and each query sees the keys of its own document."""
+"""Packed cross-attention: queries and keys are packed separately, and each query sees the keys of its document."""
 
 from __future__ import annotations
 
@@ -35,9 +35,9 @@ from ._token_values import PADDING, Runs, check_sorted, count_in_runs
 
 @pattern_kind("same_document")
 class SameDocument(RunTime):
-    """Pattern that allows a pair iff its query and key are in one document, where queries and keys are packed apart.
+    """Pattern that allows a pair iff query and key have one document id; queries and keys have separate ids.
 
-    The run-time tensor `name` has the document ids of the query positions, followed by those of the key positions.
+    The run-time tensor `name` holds the ids of the query positions, followed by the ids of the key positions.
     """
 
     def table(self, tensor: Tensor, extent: Extent) -> SpanPairs:
@@ -51,7 +51,7 @@ class SameDocument(RunTime):
             begins = torch.ones_like(side, dtype=torch.bool)
             begins[:, 1:] = side.diff(dim=1) != 0
             check_sorted(side, begins)
-        # Numbers in place of ids, so that other ids for the same documents are the same table.
+        # Documents are numbered, so that the table does not depend on the choice of ids.
         numbers = torch.stack([row.unique(return_inverse=True)[1] - int((row < 0).any()) for row in ids.clamp(min=-1)])
         return SpanPairs.of(numbers, extent.queries)
 
@@ -62,9 +62,9 @@ class SameDocument(RunTime):
 
 @dataclass(frozen=True, eq=False)
 class SpanPairs(Table):
-    """Table that allows a pair iff the query's and the key's document have one number.
+    """Table that allows a pair iff query and key have one document number.
 
-    rows[b, i]: number of the document of query position i, or PADDING (-1); from column `queries` on, of the keys.
+    rows[b, i]: document number of query position i, or PADDING (-1); rows[b, queries + j]: that of key position j.
     """
 
     kind = "span pairs table"
@@ -98,7 +98,7 @@ class SpanPairs(Table):
         return same_document
 
     def copied_to(self, device: torch.device) -> Int64[Tensor, "B L"] | Int32[Tensor, "B L"]:
-        """Return the rows on a device, where padding of keys is -2: it equals no query's number."""
+        """Return the rows on a device, with padding of keys changed to -2, which differs from every query's number."""
         rows = self.rows.clone()
         keys = rows[:, self.queries :]
         keys[keys == PADDING] -= 1
@@ -106,7 +106,7 @@ class SpanPairs(Table):
 
     @cached_property
     def sides(self) -> tuple[Runs, Runs]:
-        """Positions of queries, and of keys, of each document that has both; all batch entries must share one row."""
+        """Runs of query positions and of key positions, one per document with both; all entries must share one row."""
         q, k = self.only_row.tensor_split([self.queries])
         both = torch.arange(int(self.only_row.max()) + 1)
         both = both[torch.isin(both, q) & torch.isin(both, k)]
@@ -135,7 +135,7 @@ class SpanPairs(Table):
 
 
 def _runs_of(row: Int64[Tensor, " L"], numbers: Int64[Tensor, " S"]) -> Runs:
-    """Positions in `row` of each of the ascending numbers, which are consecutive."""
+    """Return the run of positions that each of the ascending `numbers` has in `row`."""
     found = row.unique_consecutive(return_counts=True)
     stops = found[1].cumsum(0)
     chosen = torch.isin(found[0], numbers)
@@ -152,13 +152,16 @@ def _runs_of(row: Int64[Tensor, " L"], numbers: Int64[Tensor, " S"]) -> Runs:
     how="write masks.same_document(q_ids, k_ids), the document id of each query and of each key",
 )
 def same_document(q_ids: Any, k_ids: Any = None, *, name: str = "same_document") -> Pattern:
-    """Pattern of packed cross-attention: each query sees the keys of its own document, of which there may be none.
+    """Pattern of packed cross-attention: each query sees the keys with its document id, possibly none.
 
-    q_ids, k_ids: integers of shape (queries,) or (batch, queries), and (keys,) or (batch, keys): the document id of
-    each position from 0 to that of the last query, or key, so call offsets count. Ids grow from one document to the
-    next; negative ids are padding. For self-attention write `documents(ids)`. Or a string as q_ids and no k_ids: the
-    name under which `attend(bindings=)` passes the tensor torch.cat([q_ids, k_ids], -1). New values do not recompile.
+    q_ids, k_ids: document ids, integers of shape (queries,) or (batch, queries), and (keys,) or (batch, keys). Ids grow
+    from one document to the next; negative ids are padding. With offsets in the call, ids are for all positions from 0
+    to that of the last query or key. Alternatively q_ids is a string, and k_ids None: the name under which
+    `attend(bindings=)` passes the tensor torch.cat([q_ids, k_ids], -1). New values do not recompile.
     name: name of the tensor in texts and errors, unless `q_ids` is a string. Names within a pattern must differ.
+
+    For self-attention write `documents(ids)`. Raises ValueError if the shapes do not fit together, and when the ids are
+    used, if they decrease or their number differs from that of the positions.
 
     >>> masks.describe(masks.same_document([0, 0, 1], [0, 1, 1]), 3).useful_pairs  # 2 x 1 and 1 x 2
     4

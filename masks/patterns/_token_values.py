@@ -51,7 +51,7 @@ class Runs:
     stops: Int64[Tensor, " S"]
 
     def reached(self, progression: Progression) -> tuple[Counts, Counts]:
-        """Return (first, last), the indices of the runs that each progression may touch; first > last for none."""
+        """Return (first, last), the indices of the runs that each progression may meet; first > last if none."""
         first = torch.searchsorted(self.stops, progression.first, right=True)
         return first, torch.searchsorted(self.starts, progression.last, right=True) - 1
 
@@ -65,9 +65,9 @@ class Runs:
 
 
 def common_runs(q_runs: Runs, k_runs: Runs, box: Box) -> tuple[Counts, Counts]:
-    """Return (index of the first, number) of the runs that both the queries and the keys of each box may touch.
+    """Return (first index, number) of the runs that both the queries and the keys of each box may meet.
 
-    q_runs, k_runs: the runs of queries and those of keys, of equal number; run i of one belongs to run i of the other.
+    q_runs, k_runs: equally many runs of query positions and of key positions; run i of both is one document.
     """
     (q_first, q_last), (k_first, k_last) = q_runs.reached(box.q), k_runs.reached(box.k)
     first = torch.maximum(q_first, k_first)

@@ -161,7 +161,7 @@ def _together(
 def takes_mask(num_masks: int, num_queries: int, num_keys: int, allowed: Allowed = ANYTHING) -> bool:
     """True if `allowed` permits dense masks, and num_masks * num_queries * num_keys is at most 2**20.
 
-    num_masks: number of heads with masks of their own; 1 if all heads have equal rules.
+    num_masks: number of distinct masks: 1 if all heads have equal rules, else the number of heads.
     """
     offered = allowed.masks and allowed.key_weights and not allowed.lists_only
     return offered and num_masks * num_queries * num_keys <= _MOST_MASKED_PAIRS

@@ -96,7 +96,7 @@ def test_beside_a_score_mod(engine, data, p):
 def test_any_pattern_in_a_graph(data, p):
     case = data.draw(cases())
     drawn = data.draw(inputs(case))
-    torch.compiler.reset()  # a function for each example
+    torch.compiler.reset()  # every example compiles another function
 
     @partial(torch.compile, fullgraph=True, backend="aot_eager")
     def attend(q, k, v, sinks=None):

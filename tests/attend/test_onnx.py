@@ -1,4 +1,4 @@
-"""ONNX files of models that call attend, run by onnx's own evaluator; the exporter refuses what no file can hold."""
+"""ONNX files of models that call attend, run by onnx's evaluator, and calls that the exporter rejects."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ OPEN = tuple({0: torch.export.Dim("batch"), 2: torch.export.Dim("tokens")} for _
 
 
 class Attends(nn.Module):
-    """A call of attend; `sinks` is a parameter of it."""
+    """Module that calls attend, with `sinks` as a parameter."""
 
     def __init__(self, pattern: Any, sinks: Tensor | None = None, **options: Any) -> None:
         super().__init__()
@@ -49,7 +49,7 @@ def export(model: nn.Module, inputs: tuple, **options: Any) -> Any:
 
 
 def assert_computes(file: Any, model: nn.Module, inputs: tuple) -> None:
-    """The file's outputs are the model's, which `attend` computes by another engine, from inputs in float64."""
+    """Compare the file's outputs with those of the model on float64 inputs, computed by another engine of `attend`."""
     found = file.run(None, dict(zip(file.input_names, (x.numpy() for x in inputs), strict=True)))
     with torch.no_grad():
         expected = model(*(x.double() if x.is_floating_point() else x for x in inputs))
@@ -130,7 +130,7 @@ def test_what_no_file_can_hold_is_refused(name: str) -> None:
     model, options, says = REFUSED[name]
     with pytest.raises(torch.onnx.errors.OnnxExporterError, match=f"ValueError.*{says}"):
         torch.onnx.export(model, qkv(20), dynamo=True, verbose=False, **options)
-    assert fd.attend(*qkv(20), WINDOW).shape == (2, 4, 20, 4)  # nothing is left behind
+    assert fd.attend(*qkv(20), WINDOW).shape == (2, 4, 20, 4)  # later eager calls still work
 
 
 def test_the_older_exporter_is_refused(tmp_path) -> None:
@@ -139,7 +139,7 @@ def test_the_older_exporter_is_refused(tmp_path) -> None:
 
 
 def test_other_exports_keep_the_operator() -> None:
-    """torch.export is not changed by an import of torch.onnx."""
+    """An import of torch.onnx does not change the result of torch.export."""
     with warnings.catch_warnings(action="ignore"):
         exported = torch.export.export(Attends(WINDOW).eval(), qkv(20))
     assert "flexdilated.tiles" in {str(node.target).removesuffix(".default") for node in exported.graph.nodes}

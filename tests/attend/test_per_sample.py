@@ -1,4 +1,4 @@
-"""Rules of single samples: one of several patterns for each, and queries from another position on in each."""
+"""Patterns that differ between batch entries: a choice of pattern, and the position of the first query."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def tensors(dtype: torch.dtype = torch.float64) -> tuple[Tensor, Tensor, Tensor]
 
 
 def sample_by_sample(q: Tensor, k: Tensor, v: Tensor, attend: Callable[..., Tensor]) -> Tensor:
-    """Each batch entry by a call of its own; attend(index, q, k, v)."""
+    """Results of a separate call attend(index, q, k, v) for each batch entry, concatenated."""
     return torch.cat([attend(b, q[b : b + 1], k[b : b + 1], v[b : b + 1]) for b in range(len(q))])
 
 

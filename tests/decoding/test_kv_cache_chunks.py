@@ -1,4 +1,4 @@
-"""KVCache for patterns in which queries see later keys of their chunk: where chunks end, steps, refusals."""
+"""KVCache for patterns in which queries see later keys of their chunk: ends of chunks, steps, and errors."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ TREE = torch.tensor([[1, 0, 0, 0], [1, 1, 0, 1], [1, 1, 1, 0], [1, 0, 0, 1]], dt
 
 
 def tree(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
-    """Drafts of four tokens, of which the second sees the last."""
+    """Mask function of consecutive trees of four draft tokens, in which the second token sees the last."""
     return (q // 4 > k // 4) | ((q // 4 == k // 4) & TREE[q % 4, k % 4])
 
 
@@ -35,12 +35,12 @@ def tree(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
 
 
 def crosses(counts: Tensor, first: int, end: int) -> bool:
-    """counts: (H, N, N). True if a query from `first` up to `end` sees a key at or after it."""
+    """True if a query in [first, end) sees a key at or after `end`; counts: (H, N, N)."""
     return bool(counts[:, first:end, end:].any())
 
 
 def shortest(counts: Tensor) -> tuple[int, int] | None:
-    """(first end, chunk), of all chunks below half of the tokens the shortest, tried one by one."""
+    """(first end, chunk) of the shortest chunk below half of the tokens, found by trying each; or None."""
     tokens = counts.shape[-1]
     fits = [not crosses(counts, 0, end) for end in range(tokens)]
     tried = ((first, chunk) for chunk in range(1, tokens // 2) for first in range(chunk))
@@ -49,7 +49,7 @@ def shortest(counts: Tensor) -> tuple[int, int] | None:
 
 @st.composite
 def chunked(draw: st.DrawFn, num_heads: int, longest: int = 9) -> tuple[Twin, int, int]:
-    """Any expression within chunks of so many tokens; also return the first end and the chunk."""
+    """Draw (expression without look-ahead beyond chunks, first end, chunk), with chunks of at most `longest` tokens."""
     chunk = draw(st.integers(1, longest))
     first = draw(st.integers(0, chunk - 1))
     rule = twins.blockwise(twins.causal(), chunk).after(first)
@@ -95,7 +95,7 @@ def test_chunks(pattern: masks.Pattern | masks.Mixture, chunk: int) -> None:
 
 
 def test_a_query_far_before_a_chunk_prolongs_it() -> None:
-    """Positions 301 to 319 are crossed from a block of queries that are themselves in the middle of a chunk."""
+    """Queries 100 to 109 see keys up to 319, so positions 301 to 319 are no ends of chunks."""
     rows = [[*range(30), *[30, 31] * (row == 10)] for row in range(30)]
     rule = masks.causal() | masks.block_list(rows, block=10)
     assert regular_ends([RowSource(rule, 0, 1)]) == Ends(0, 320)
@@ -150,7 +150,7 @@ def test_forms(first: int, chunk: int, pattern: masks.Pattern, shown: bool) -> N
 
 @given(st.data())
 def test_steps_of_whole_chunks_equal_one_pass(data: st.DataObject) -> None:
-    """Steps that end anywhere: each is exact, or refused with the ends that would do, and then changes nothing."""
+    """A step with any end is exact, or raises an error that lists valid sizes and leaves the cache unchanged."""
     H = data.draw(st.integers(1, 4))
     twin, first, chunk = data.draw(chunked(H))
     N = first + chunk * data.draw(st.integers(1, 40 // chunk))
@@ -194,7 +194,7 @@ PATTERNS = {
 @pytest.mark.parametrize("name", PATTERNS)
 @pytest.mark.parametrize("chunks", [1, 3, 8])
 def test_several_chunks_a_step(name: str, chunks: int) -> None:
-    """Grouped heads, a batch, and steps that are computed by rows and by an engine."""
+    """With grouped heads, a batch, and step sizes that are computed with and without an engine."""
     q, k, v = draw_tensors(N=300)
     cache = fd.KVCache(PATTERNS[name], num_heads=4)
     start = 4 if name == "frames behind a prompt" else 0
@@ -206,7 +206,7 @@ def test_several_chunks_a_step(name: str, chunks: int) -> None:
 
 
 def test_rows_that_name_later_keys() -> None:
-    """A block list may name blocks that have not come; its rows are computed by portions, which see the whole chunk."""
+    """Block lists name blocks after the query; each part of a call must see the keys of its whole chunk."""
     rows = [[0, 3], [0, 1], [2, 5], [1, 3], [0, 4, 5], [5]]
     pattern = masks.block_list(rows, block=20) & masks.blockwise(masks.causal(), 40)
     q, k, v = draw_tensors(N=120)
@@ -219,7 +219,7 @@ def test_rows_that_name_later_keys() -> None:
 
 
 def test_frames_are_evicted() -> None:
-    """A window of five frames: not more than about twice its keys, whatever the length of the stream."""
+    """With a window of five frames the cache holds at most about twice the window, for any number of tokens."""
     q, k, v = draw_tensors(H=2, G=1, N=2000, B=1)
     cache, most = fd.KVCache(FRAMES, num_heads=2), 0
     for begin in range(0, 2000, 8):
@@ -230,7 +230,7 @@ def test_frames_are_evicted() -> None:
 
 
 def test_ends_that_are_not_regular() -> None:
-    """A tree of drafts after a text: single tokens before and after it, and it at once."""
+    """Single tokens, then a tree of five draft tokens in one call, then single tokens."""
     rule = masks.causal() | (masks.local_window(left=4, right=4) & masks.block_list([[]] * 20 + [[20]], block=5))
     q, k, v = draw_tensors(N=120)
     cache, outs = fd.KVCache(rule, num_heads=4), []
@@ -248,7 +248,7 @@ def test_ends_that_are_not_regular() -> None:
 
 
 def test_look_ahead_beyond_the_search_stays_hidden() -> None:
-    """As with causal order: what chunks of the first positions do not show cannot leak from later ones."""
+    """Look-ahead that begins beyond the searched positions is cut at the ends of the chunks that were found."""
     rule = masks.chunked(8) | (masks.local_window(left=3, right=3) & ~masks.global_tokens(3000))
     q, k, v = draw_tensors(N=3040, B=1)
     cache = fd.KVCache(rule, num_heads=4)
@@ -264,7 +264,7 @@ def test_look_ahead_beyond_the_search_stays_hidden() -> None:
 
 @torch.no_grad()
 def test_a_longnet_of_segments_takes_whole_segments() -> None:
-    """Not causal: a token sees its segments, so streams of whole ones are one pass; single tokens are refused."""
+    """Calls with whole segments of a model that is not causal equal one pass; single tokens raise an error."""
     sizes = {"embed_dim": 16, "depth": 2, "num_heads": 2, "vocab_size": 50}
     config = fd.LongNetConfig(**sizes, segment_lengths=(4, 8), dilation_rates=(1, 2), causal=False)
     torch.manual_seed(0)

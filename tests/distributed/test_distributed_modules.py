@@ -119,11 +119,10 @@ def train_longnets() -> None:
 
 
 def test_longnet_is_that_of_one_rank() -> None:
-    """Logits, by way of the loss, and the parameters' gradients; a rank without tokens has its part in them.
+    """The loss and the gradients of the parameters are those of one rank, also if a rank has no tokens.
 
-    Padding is of the whole sequence; dropout of attention weights is by the generator of rank 0. With checkpointing
-    blocks run again in the backward, and so does what they send.
-    Layers may choose their keys, beside others that attend by a pattern.
+    The padding mask is for the whole sequence; dropout uses the generator of rank 0. With checkpointing, blocks and
+    their transfers run again in the backward. Some models have layers that select keys from the data.
     """
     on_ranks(3, train_longnets)
 
@@ -221,7 +220,7 @@ def test_multihead_is_that_of_one_rank() -> None:
 
 
 def attend_by_patterns() -> None:
-    """Run-time tensors are for the whole sequence, by name in a call; one model in a mesh, one alone."""
+    """Compare modules over ranks with modules on one device; bindings are for the whole sequence."""
     pattern = (masks.longnet(*BRANCHES) & masks.documents("ids")) + masks.first_tokens(1)
     sharding = SHARDINGS["ragged zigzag"]
     held, over = sharding.positions(dist.get_rank()), {"mesh": line(), "sharding": sharding}

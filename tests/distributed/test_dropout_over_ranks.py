@@ -1,4 +1,4 @@
-"""Attention dropout over ranks: the pairs that one rank drops with the seed of rank 0, in outputs and gradients."""
+"""Attention dropout over ranks drops the pairs that one rank drops with the seed of rank 0."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ SEED = 7
 
 
 def on_one_rank(case: ShardedCase, p: float) -> tuple[Tensor, ...]:
-    """(out, lse, dq, dk, dv and maybe the sinks' gradient) of one rank, by the dense reference."""
+    """(out, lse, dq, dk, dv) and, with sinks, their gradient, on one rank by engine "reference"."""
     leaves = [x.clone().requires_grad_() for x in case.tensors]
     torch.manual_seed(SEED)
     heads = {"head_offset": case.head_offset, "num_heads_global": case.num_heads_global, "enable_gqa": True}
@@ -57,7 +57,7 @@ def on_one_rank(case: ShardedCase, p: float) -> tuple[Tensor, ...]:
 
 
 def run(cases: list[ShardedCase], ways: list[dict[str, Any]]) -> list[list[Shares]]:
-    """On a rank, whose generator is in a state of its own: its shares of every case, each way."""
+    """Return this rank's shares of every case for each way; generators of the ranks are in different states."""
     found = []
     for case in cases:
         found.append([])
@@ -82,7 +82,7 @@ def assert_many_are_one(cases: list[ShardedCase], ways: list[dict[str, Any]], p:
 @DRAWN
 @given(data=st.data())
 def test_many_ranks_drop_the_pairs_of_one(W: int, by_heads: bool, data: st.DataObject) -> None:
-    """Drawn patterns, mixtures among them, head groups, shardings, sinks, and values of another head dim than keys."""
+    """With drawn patterns and mixtures, head groups, shardings, sinks, and values of another head dim than keys."""
     cases = data.draw(st.lists(sharded_cases(W, by_heads=by_heads), min_size=3, max_size=5))
     assert_many_are_one(cases, [HEADS] if by_heads else [*WAYS], data.draw(st.sampled_from([0.1, 0.5, 0.9])))
 
@@ -99,14 +99,14 @@ def mixtures() -> dict[str, Any]:
 
 @pytest.mark.parametrize("split", [Sharding(48, 2, "zigzag"), Sharding(48, 3, shard_lengths=(30, 0, 18))], ids=str)
 def test_mixtures(split: Sharding) -> None:
-    """Sinks, run-time tensors beside the seed, the zero keys of padding, and a rank without tokens."""
+    """With sinks, run-time tensors, padding with zeros, and a rank without tokens."""
     tensors = tensors_for(6, 3, 48, B=2, D=4, E=3, sinks=True)
     cases = [ShardedCase(pattern, torch.empty(0), split, tensors) for pattern in mixtures().values()]
     assert_many_are_one(cases, [*WAYS, HEADS], 0.4)
 
 
 def by_flex(cases: list[ShardedCase], ways: list[dict[str, Any]]) -> list[list[Shares]]:
-    """On a rank: results and gradients of engine "flex" around a dense kernel, by each schedule."""
+    """Return this rank's results and gradients by engine "flex" with a dense kernel, for each way."""
     engine = {"choose_engine": lambda *_, **__: "flex", "placed_engine": lambda *_: "flex"}
     kernel = {"_in_parts": _flex_op._flex, "run_flex": partial(_flex_op.run_flex, kernel=dense_flex)}
     with patch.multiple(_attend, **engine), patch.multiple(_flex_op, **kernel):
@@ -114,7 +114,7 @@ def by_flex(cases: list[ShardedCase], ways: list[dict[str, Any]]) -> list[list[S
 
 
 def test_flex_attends_to_the_kept_pairs_of_each_part() -> None:
-    """In a ring its lse of each part is over all pairs, and so is the lse by which the parts are merged."""
+    """In a ring, the lse of each part, by which parts are merged, is that without dropout."""
     tensors = tensors_for(4, 2, 48, B=2, D=4, sinks=True)
     documents = masks.longnet([8, 48], [1, 4]).per_document(masks.documents(torch.arange(48) // 19))
     patterns = mixtures()["branches that are equal"], documents
@@ -123,14 +123,14 @@ def test_flex_attends_to_the_kept_pairs_of_each_part() -> None:
 
 
 def set_up() -> list[tuple[tuple[int, ...], bool]]:
-    """On a rank: (transfers, bytes sent, bytes received) of set-up, and whether the generator is as on one rank."""
+    """For each way and probability: (transfers, bytes sent, bytes received), and True if the RNG is as on one rank."""
     found, case = (
         [],
         ShardedCase(masks.causal(), torch.empty(0), Sharding(24, dist.get_world_size()), tensors_for(6, 6, 24)),
     )
     for way in (*WAYS, HEADS):
         for p in (0.0, 0.3):
-            shares_of(case, **way, dropout_p=p)  # the check that all ranks make this call
+            shares_of(case, **way, dropout_p=p)  # so that the counts exclude the check of agreement
             torch.manual_seed(SEED)
             shares_of(case, **way, dropout_p=p)
             counts = traffic()
@@ -143,14 +143,14 @@ def set_up() -> list[tuple[tuple[int, ...], bool]]:
 
 
 def test_the_seed_is_eight_bytes_and_nothing_without_dropout() -> None:
-    """Every rank's generator moves as on one rank, so that generators in equal states remain so."""
+    """Every rank's generator advances as on one rank, so that generators in equal states stay equal."""
     for rank, found in enumerate(on_ranks(3, set_up)):
         with_dropout = (1, 0, 8) if rank else (1, 8, 0)
         assert found == [((0, 0, 0), True), (with_dropout, True)] * 3
 
 
 def compiled(backend: str) -> float:
-    """On a rank: the largest distance of outputs and gradients of one graph from those of eager code."""
+    """Return the largest difference of outputs and gradients between one graph and eager mode, on this rank."""
     worst = 0.0
     for schedule in ("exchange", "ring", "heads"):
         module = fd.BlockSparseAttention(mixtures()["zero padding"], mesh=line(), schedule=schedule, dropout=0.3)
@@ -183,13 +183,13 @@ def _disagree(schedule: str) -> None:
 
 @pytest.mark.parametrize("schedule", ["exchange", "ring", "heads"])
 def test_a_rank_with_another_probability_is_an_error_on_all(schedule: str) -> None:
-    """Before the broadcast of the seed, in which not all ranks would take part."""
+    """It is raised before the broadcast of the seed, which ranks without dropout would not join."""
     for words in on_ranks(2, drops_alone, schedule):
         assert "disagree in dropout_p: rank 0 has dropout_p=0.0; rank 1 has dropout_p=0.1" in words
 
 
 def die() -> None:
-    """Rank 0, whose seed rank 1 waits for, dies after a call that all ranks have agreed on."""
+    """Rank 0 dies after the check of agreement, while rank 1 waits for its seed."""
     tensors, options = shards(Sharding(100, 2)), {"mesh": line(), "dropout_p": 0.1, "schedule": "ring"}
     fd.distributed.attend(*tensors, masks.causal(), **options)
     set_group_timeout(3)

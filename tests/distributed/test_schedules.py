@@ -54,7 +54,7 @@ DRAWN = settings(max_examples=max(2, settings.default.max_examples // 20), phase
 @DRAWN
 @given(data=st.data())
 def test_many_ranks_are_one(W: int, most: int, data: st.DataObject):
-    """Output, lse and every gradient, for drawn patterns, heads, shardings and engines; several cases a call."""
+    """Output, lse and all gradients equal those of one rank, for drawn patterns, heads, shardings and engines."""
     cases = data.draw(st.lists(sharded_cases(W) | block_cases(W), min_size=2, max_size=most))
     engine = data.draw(st.sampled_from([None, "portable"]))
     for found in by_way(cases, [way | {"engine": engine} for way in WAYS]):

@@ -1,4 +1,4 @@
-"""Modules by any pattern: against the dense oracle, with run-time tensors, in configurations, caches and orders."""
+"""Modules with any pattern: dense oracle, run-time tensors, configurations, caches and token orders."""
 
 from __future__ import annotations
 
@@ -41,13 +41,13 @@ def tokens_of(num_tokens: int = N) -> Tensor:
 
 
 def logit_mask(counts: Tensor) -> Tensor:
-    """torch's float mask (B * H, N, M) for counts (B, H, N, M): a pair that counts m times has log m more."""
+    """Float mask (B * H, N, M) for torch's module from counts (B, H, N, M): the log of each count."""
     return counts.double().log().flatten(0, 1)
 
 
 @given(whole_cases(patterns=expressions), st.booleans(), st.booleans())
 def test_multihead_is_the_dense_one(case: Case, causal: bool, padded: bool) -> None:
-    """Of any set or mixture, causal or as it is, with keys hidden in any place; rows without keys get 0."""
+    """For any pattern or mixture, causal=True or False, and any padding mask; rows without keys get 0."""
     heads, tokens = case.num_heads, case.num_queries
     torch.manual_seed(0)
     options: dict[str, Any] = {"pattern": case.twin.pattern, "causal": causal, "dtype": torch.float64}
@@ -66,7 +66,7 @@ def test_multihead_is_the_dense_one(case: Case, causal: bool, padded: bool) -> N
 
 @pytest.mark.parametrize("causal", [False, True])
 def test_torchs_own_attention_with_log_counts(causal: bool) -> None:
-    """Outputs, and gradients of inputs and parameters; the weights are those of torch's module."""
+    """Outputs and gradients of inputs and parameters equal those of nn.MultiheadAttention with equal weights."""
     pattern = masks.longnet((3, 8), (1, 2)) + masks.local_window(left=2, right=1)
     ours = fd.MultiheadDilatedAttention(E, H, pattern=pattern, causal=causal, dtype=torch.float64)
     torchs = nn.MultiheadAttention(E, H, dtype=torch.float64)
@@ -99,7 +99,7 @@ def test_a_causal_call_needs_causal_true_beside_a_causal_pattern() -> None:
 
 
 def test_multihead_takes_run_time_tensors() -> None:
-    """By name they are what they are held; without values, or with a name of no tensor, a call raises."""
+    """Tensors passed by name equal tensors held by the pattern; missing and unknown names raise."""
     torch.manual_seed(0)
     named = fd.MultiheadDilatedAttention(8, 2, pattern=DOCUMENTS, batch_first=True).double()
     held = masks.longnet((8, 16), (1, 2)).per_document(BINDINGS["packing"]) & masks.visible_keys(BINDINGS["shown"])
@@ -127,7 +127,7 @@ def test_multihead_takes_run_time_tensors() -> None:
     st.sampled_from([lambda pattern: pattern, masks.to_json]),
 )
 def test_longnet_is_the_dense_one(case: Case, layout: str, causal: bool, written: Any) -> None:
-    """Features and a gradient, in each order of the tokens; the pattern may be given as its text."""
+    """Features and a gradient, for each token order, with the pattern as a value or as JSON."""
     sizes = {"embed_dim": 4 * case.num_heads, "num_heads": case.num_heads, "vocab_size": None}
     model = model_of(**sizes, pattern=written(case.twin.pattern), causal=causal, layout=layout)
     weights = dict(model.named_parameters())
@@ -140,7 +140,7 @@ def test_longnet_is_the_dense_one(case: Case, layout: str, causal: bool, written
 
 
 def test_branches_by_name_or_by_pattern() -> None:
-    """One model, whichever way; checkpointing and a padding mask change nothing about it."""
+    """A model with branches equals one with their pattern, also with checkpointing and a padding mask."""
     branches = model_of(segment_lengths=(8, 16), dilation_rates=(1, 2))
     pattern = model_of(pattern=masks.longnet((8, 16), (1, 2)), checkpoint=True)
     padding = torch.arange(N) >= torch.tensor([[N], [20]])
@@ -157,7 +157,7 @@ def test_branches_by_name_or_by_pattern() -> None:
 @pytest.mark.parametrize("layout", ["natural", "residue", "auto"])
 @pytest.mark.parametrize("checkpoint", [False, True])
 def test_longnet_packs_documents(layout: str, checkpoint: bool) -> None:
-    """Each document gets what it gets alone: there are no positions, and padding is a document of no id."""
+    """Packed documents get the features of each document alone, in a model without positions."""
     pattern = masks.longnet((8, 16), (1, 2)).per_document("packing")
     model = model_of(pattern=pattern, position=None, layout=layout, checkpoint=checkpoint)
     alone = model_of(segment_lengths=(8, 16), dilation_rates=(1, 2), position=None)
@@ -201,7 +201,7 @@ def test_values_are_checked(bindings: Any, error: type[Exception], message: str)
 
 @given(whole_cases(patterns=written_expressions))
 def test_a_configuration_is_plain_data(case: Case) -> None:
-    """Given as a pattern, as JSON or as an expression, the field is JSON, and so equal and hashable."""
+    """A pattern given as a value, JSON or an expression is stored as JSON, so configurations are equal and hashable."""
     sizes = SIZES | {"num_heads": case.num_heads, "embed_dim": 4 * case.num_heads}
     pattern = case.twin.pattern
     config = fd.LongNetConfig(**sizes, pattern=pattern, causal=False)
@@ -231,7 +231,7 @@ def test_it_goes_into_a_folder_and_a_checkpoint(tmp_path: Path) -> None:
 
 @torch.no_grad()
 def test_caches_attend_by_the_pattern() -> None:
-    """Pieces are one pass, and generation takes the likeliest token of one; some patterns have no cache."""
+    """Pieces equal one pass, also in `generate`; patterns that cannot have a cache raise."""
     model, tokens = model_of(pattern=WINDOW), tokens_of()
     caches = model.new_caches()
     steps = torch.cat([model(part, caches=caches) for part in tokens.split((20, 1, 1, 15), dim=1)], dim=1)
@@ -245,7 +245,7 @@ def test_caches_attend_by_the_pattern() -> None:
 
 
 def test_the_order_is_planned_where_one_length_stands_for_all(monkeypatch: pytest.MonkeyPatch) -> None:
-    """For 8,192 tokens; not for values that only calls have, nor for a grid, which has a last token."""
+    """Planned for 8,192 tokens; natural order for run-time tensors and for a grid, which limits the tokens."""
     asked = []
 
     def recommended_layout(pattern: Any, num_tokens: int, **options: Any) -> masks.Layout:
@@ -267,7 +267,7 @@ def test_the_order_is_planned_where_one_length_stands_for_all(monkeypatch: pytes
 
 
 def test_an_encoder_and_a_decoder_by_patterns() -> None:
-    """The encoder looks both ways, the decoder back; a token of the source that no window holds changes nothing."""
+    """A change of a source token reaches exactly the encoder features within the windows of the layers."""
     encoder = fd.LongNetConfig(**SIZES, pattern=masks.local_window(left=2, right=2), causal=False)
     decoder = fd.LongNetConfig(**SIZES, pattern=WINDOW)
     torch.manual_seed(0)
@@ -295,7 +295,7 @@ def compiled_and_eager(**options: Any) -> tuple[Any, Any]:
 
 @pytest.mark.slow
 def test_it_compiles() -> None:
-    """With values that come with the call, and in residue order."""
+    """With run-time tensors in the call, and in residue order."""
     for options in ({"pattern": "documents('packing')"}, {"pattern": masks.strided(4), "layout": "residue"}):
         compiled, eager = compiled_and_eager(**options)
         given = {"bindings": {"packing": BINDINGS["packing"]}} if "packing" in str(options) else {}

@@ -66,8 +66,8 @@ def longnet(
 ) -> Tensor:
     """The whole model from its named parameters: logits of tokens, or features of embedded inputs.
 
-    memory: (B, M, E) that each token attends to. deep: the factor of x in the sums of a deepnorm model. rule: that of
-    the pattern, in a model without branches.
+    memory: (B, M, E) that each token attends to. deep: factor of x in the sums of a deepnorm model. rule: the rule of
+    config.pattern; None for the branches.
     """
     weights = {name: weight.double() for name, weight in weights.items()}
     x = weights["embedding.weight"][x] if "embedding.weight" in weights else x.double()

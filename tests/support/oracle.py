@@ -103,11 +103,12 @@ def block_list(tables: Sequence[Sequence[Sequence[int]]], block: int) -> Rule:
 
 
 def neighborhood(axes: Sequence[tuple[int, int, int, int, bool, bool]]) -> Rule:
-    """NATTEN's, of the (length, kernel size, rate, stride, is causal, wraps) of an axis: among the tokens of a residue.
+    """NATTEN's windows; axes: (length, kernel size, rate, stride, is causal, wraps) of each axis of the grid.
 
-    The window of a group is that of its leader. Causal: the leader is the last, and sees the last tokens up to itself,
-    of which each query has those up to its own. Else the middle, and the one run as long as the kernel in which the
-    leader is nearest to its place; where the axis wraps, the leader has its place in it, and steps go round.
+    The rule applies within each residue class modulo the rate. Each `stride` queries share the window of a leader. On
+    a causal axis the leader is the last query of the group, its window ends at it, and queries see no later keys.
+    Otherwise the leader is the middle query, and its window is the run of kernel-size tokens most nearly centred on
+    it; on an axis that wraps it is centred, modulo the class size.
     """
 
     def window(place: int, length: int, size: int, rate: int, stride: int, is_causal: bool, wraps: bool) -> list[int]:
@@ -184,7 +185,7 @@ def blockwise(inner: Rule, block: int) -> Rule:
 
 
 def queries_from(inner: Rule, start: int) -> Rule:
-    """The rule for queries that are `start` positions further on."""
+    """The rule in which query i is at position i + start."""
     return lambda h, H, q, k: inner(h, H, q + start, k)
 
 
@@ -207,7 +208,7 @@ def documents(ids: Tensor) -> Rule:
 
 
 def same_document(q_ids: Tensor, k_ids: Tensor) -> Rule:
-    """Equal ids of query and key, given for the positions of each side; negative ids are padding."""
+    """A pair is allowed iff q_ids[query] == k_ids[key]; negative ids are padding."""
 
     def rule(h: int, H: int, q: Tensor, k: Tensor) -> Tensor:
         return ((q_ids[q][:, None] == k_ids[k]) & (q_ids[q] >= 0)[:, None]).long()
@@ -216,7 +217,7 @@ def same_document(q_ids: Tensor, k_ids: Tensor) -> Rule:
 
 
 def mask(allowed: Tensor) -> Rule:
-    """A pair is allowed where the mask (heads, queries, keys) is True; a dim of size 1 serves all."""
+    """A pair is allowed iff the mask (heads, queries, keys) is True for it; dims of size 1 broadcast."""
 
     def rule(h: int, H: int, q: Tensor, k: Tensor) -> Tensor:
         whole = allowed.expand(H, max(allowed.shape[1], int(q.max()) + 1), max(allowed.shape[2], int(k.max()) + 1))

@@ -51,7 +51,7 @@ class Packed:
 
 
 def run_time_words(num_positions: int, num_queries: int) -> SimpleNamespace:
-    """What `twins` has not: the words of run-time tensors, over so many positions and positions of queries."""
+    """Constructors of run-time patterns as twins, for positions below num_positions, queries below num_queries."""
 
     def spans(pattern: masks.Pattern, ids: Tensor) -> BatchTwin:
         return BatchTwin(pattern, tuple(map(oracle.documents, ids)), ids)

@@ -76,7 +76,7 @@ class BatchTwin:
 
     pattern: Any
     rules: tuple[oracle.Rule, ...]
-    ids: Tensor | None = None  # (batch or 1, positions), where it tells documents apart
+    ids: Tensor | None = None  # (batch or 1, positions), the document ids; None for other patterns
 
     def __invert__(self) -> BatchTwin:
         return BatchTwin(~self.pattern, tuple(map(oracle.neither, self.rules)))

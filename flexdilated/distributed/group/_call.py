@@ -49,7 +49,7 @@ class PlainCall(NamedTuple):
     num_heads_global. block_size: (queries, keys) of a block, or () for the default. sharding: `Sharding.numbers()`.
     group: name of the process group. codec: encoding of keys and values in messages, or "auto". error_bound: of codec
     "auto", otherwise 0. pool: name of a buffer pool, "auto", or "" for none. dropout_p: probability of dropping an
-    attention weight; if it is not 0, ops get the seed of dropout as the last of the pattern's run-time tensors.
+    attention weight; if it is above 0, custom ops take the seed of dropout as the last item of their `bindings`.
     """
 
     pattern: str
@@ -156,9 +156,10 @@ class PartSums:
 
 
 def constant_probability(name: str, value: object) -> float:
-    """Return a probability as a float, which is a constant where torch.compile traces; raise as `require_probability`.
+    """Return a probability as a float that is a constant in a graph; raises as `require_probability`.
 
-    A varying float of a graph (dynamic=True) has no Python value in a trace; an integer has one, as sizes have.
+    With dynamic=True, torch.compile traces a float as a symbol without a value. An integer symbol has a value, to which
+    `index` specializes the graph; so the probability is converted to an integer and back.
     """
     return index(int(require_probability(name, value) * 2**62)) / 2**62
 

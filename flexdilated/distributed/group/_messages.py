@@ -1,4 +1,4 @@
-"""Messages between ranks, counted in `Traffic`, the shared seed of dropout, and the error when another rank fails."""
+"""Messages between ranks, counted in `Traffic`; the seed of dropout of all ranks; the error if another rank fails."""
 
 from __future__ import annotations
 
@@ -126,11 +126,11 @@ def communicating(what: str, ranks: Ranks) -> Iterator[None]:
 
 
 def shared_dropout(p: float, ranks: Ranks, after: Tensor) -> Dropout | None:
-    """Return a Dropout whose seed is equal on all ranks: that of rank 0, sent in one broadcast of 8 bytes.
+    """Return a Dropout with the seed of rank 0, sent by one broadcast of 8 bytes; None, without broadcast, if p is 0.
 
-    None, without a broadcast, for a probability p of 0. Every rank draws a seed from torch's default generator of the
-    device, so that generators in equal states remain so. after: tensor that is computed by this rank's earlier
-    transfers; a compiled graph cannot run the broadcast before them, in another order than other ranks.
+    p: probability of dropping an attention weight. Every rank draws a seed from torch's default generator of the
+    device, so that generators in equal states stay equal. after: a tensor that depends on this rank's earlier
+    transfers; it keeps a compiled graph from moving the broadcast before them, so that all ranks have one order.
     """
     if not p:
         return None
@@ -139,7 +139,7 @@ def shared_dropout(p: float, ranks: Ranks, after: Tensor) -> Dropout | None:
 
 @own_op("flexdilated::seed_of_first_rank")
 def seed_of_first_rank(seed: Tensor, after: Tensor, group: str) -> Tensor:
-    """Return the seed of rank 0 of a process group. after: a tensor that is not read, as in `shared_dropout`."""
+    """Return the seed of rank 0 of a process group. after: as in `shared_dropout`; it is not read."""
     ranks, shared = Ranks.named(group, seed.device.type), seed.clone()
     if ranks.size > 1:
         with communicating("the broadcast of the seed of dropout", ranks):

@@ -109,7 +109,7 @@ class Portable:
     ) -> tuple[Tensor, ...]:
         """Return (dq, dk, dv, gradient of each captured tensor), each in its tensor's dtype.
 
-        whole: results over all keys of the rows, with their gradients; k and v may be only some of these keys.
+        whole: results of the rows over all keys, with their gradients; k and v may contain only a part of these keys.
         """
         wide = sum_dtype(q)
         lse = whole.lse.masked_fill(whole.lse == -torch.inf, torch.inf)
@@ -213,8 +213,8 @@ def portable_gradients(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return (dq, dk, dv) of a call, in the dtypes of q, k and v.
 
-    bindings: the pattern's run-time tensors, sorted by name. whole: out, lse and their gradients, of rows that may have
-    more keys than the call, or a sink.
+    bindings: the pattern's run-time tensors, sorted by name. whole: out, lse and their gradients for the rows, possibly
+    over more keys than those of the call, and with sinks.
     """
     with torch.autocast(q.device.type, enabled=False):
         dq, dk, dv = Portable(_program(call, q, bindings), scale, None, dropout).backward(q, k, v, whole)
@@ -236,7 +236,7 @@ def portable_op(
 ) -> tuple[Tensor, Tensor]:
     """Compute a call without a score_mod; returns (out in the dtype of q, natural lse in float32 or wider).
 
-    bindings: run-time tensors and, if dropout_p > 0, the seed of dropout last. constants, q_offset, k_offset: as from
+    bindings: run-time tensors, if dropout_p > 0 followed by the seed of dropout. constants, q_offset, k_offset: as from
     `Call.arguments`.
     """
     call = Call.of(q, k, constants, q_offset, k_offset)

@@ -28,11 +28,11 @@ if TYPE_CHECKING:
 
 
 class Sequences(NamedTuple):
-    """Properties of the sequences of a call that the attention of every layer needs.
+    """Padding and sharding of the sequences of a call, which the attention of every layer needs.
 
-    visible: pattern of the keys that are not padding; None without padding. lengths: number of tokens of each sequence
-    without its padding, which determines zero keys; None without padding or without zero keys. over_ranks, sharding:
-    the mesh, and the ranks that hold the tokens; None for one device.
+    visible: pattern that allows the keys that are not padding; None without a padding mask. lengths: number of real
+    tokens of each sequence, which determines its zero keys; None without a padding mask or without zero keys.
+    over_ranks, sharding: the mesh, and the assignment of tokens to its ranks; None for one device.
     """
 
     visible: Pattern | Mixture | None = None
@@ -49,9 +49,10 @@ class Sequences(NamedTuple):
         over_ranks: OverRanks | None,
         sharding: Sharding | None,
     ) -> Self:
-        """Read a padding mask, which is for the whole sequence.
+        """Return the properties for embedded tokens x and a padding mask of the whole sequences.
 
-        sharding: that of the call; None for the one of over_ranks. Raises ValueError or TypeError for an invalid mask.
+        sharding: for this call; None for that of over_ranks. Raises ValueError or TypeError for an invalid mask, and
+        ValueError for a sharding without over_ranks.
         """
         if over_ranks is None and sharding is not None:
             raise ValueError("sharding needs an encoder with mesh=, the ranks that share the work; got one without")
@@ -64,7 +65,7 @@ class Sequences(NamedTuple):
         return cls(visible, None if config.padding is None else _lengths(key_padding_mask), over_ranks, sharding)
 
     def longest(self, q: Float[Tensor, "B H N D"]) -> int:
-        """Length of the longest sequence without its padding; q are the queries of this device."""
+        """Number of real tokens of the longest sequence; q: the queries of this device."""
         if self.lengths is not None:
             return max(self.lengths, default=0)
         return q.shape[2] if self.sharding is None else self.sharding.num_tokens
@@ -82,12 +83,12 @@ Heads = tuple[Float[Tensor, "B H N D"], Float[Tensor, "B H N D"], Float[Tensor, 
 
 
 def real_tokens(key_padding_mask: Tensor) -> Tensor:
-    """True for the tokens that a padding mask does not hide; the mask holds booleans, or floats, -inf for padding."""
+    """Return booleans, True for real tokens, from a padding mask of booleans, or of floats with -inf for padding."""
     return ~key_padding_mask if key_padding_mask.dtype == torch.bool else key_padding_mask == 0
 
 
 def _lengths(key_padding_mask: Tensor) -> tuple[int, ...]:
-    """Number of tokens of each sequence that are not padding; ValueError unless there is one, and padding ends it."""
+    """Number of real tokens of each sequence; ValueError if it is 0, or if padding is not at the end."""
     real = real_tokens(key_padding_mask)
     lengths = real.sum(1)
     ended = torch.arange(real.shape[1], device=real.device) < lengths[:, None]
@@ -194,14 +195,14 @@ class LongNetEncoder(nn.Module):
 
         all_layers: True returns a tuple of depth + 1 tensors instead: the first layer's input and each layer's output,
         all without the final norm.
-        key_padding_mask: (B, N), True for tokens to which no token may attend, or floats, -inf for these and 0 for
-        others; with a mesh for the whole sequence. Tokens before padding at the end get the features that they get
-        without it. With padding="zeros" in the configuration, padding must be at the end, and its length is read, which
-        breaks a graph of torch.compile.
-        sharding: that of this call, with a mesh; None for the one of the module.
+        key_padding_mask: booleans (B, N), True for padding, to which no token attends, or floats, -inf for padding and
+        0 for other tokens; with a mesh for the whole sequence. With padding at the end, the other tokens get the same
+        features as without padding. With padding="zeros" in the configuration, padding must be at the end, and its
+        length is read on the host, which breaks a graph of torch.compile.
+        sharding: replaces that of the module in this call, with a mesh; None keeps it.
 
-        Raises ValueError or TypeError for a mask that does not fit. With padding="zeros" in the configuration, also for
-        a sequence whose rows torchscale would shift, with a mask or a mesh.
+        Raises ValueError or TypeError for a mask that does not fit. With padding="zeros" and a mask or a mesh, raises
+        ValueError for a sequence whose rows torchscale would shift.
         """
         sequences = Sequences.of(x, self.config, key_padding_mask, self.over_ranks, sharding)
         x = self.dropout(x)
@@ -361,7 +362,7 @@ class DilatedSelfAttention(nn.Module):
     def _attend(
         self, q: Tensor, k: Tensor, v: Tensor, pattern: Pattern | Mixture, sequences: Sequences, *, return_lse: bool
     ) -> Any:
-        """Attention over the keys of all ranks that are not padding: the output, or (output, lse) if return_lse."""
+        """Attention over all keys except padding, of all ranks: the output, or (output, lse) if return_lse."""
         rule = pattern if sequences.visible is None else pattern.unpadded & sequences.visible
         lengths, options = sequences.lengths, self._options()
         options["return_lse"] = return_lse or lengths is not None
@@ -373,7 +374,7 @@ class DilatedSelfAttention(nn.Module):
             found = over.attend(q, k, v, rule, sharding=sequences.sharding, **options)
         if lengths is None:
             return found
-        # Each sequence has the zero keys of its own length.
+        # The number of zero keys depends on the length of each sequence.
         positions, rows = sequences.positions(q), {"head_offset": 0, "num_heads": q.shape[1]}
         entries = zip(*(x.split(1) for x in found), lengths, strict=True)
         padded = [padded_rows(out, lse, pattern, positions, **rows, num_tokens=n) for out, lse, n in entries]

@@ -86,10 +86,11 @@ class SlideEncoder(nn.Module):
     The input sequence is a class token, then the projected tile features plus 2-D sin-cos positions. Positions are
     computed from the coordinates, without a stored table of grid_size² rows. config None: the published sizes.
 
-    mesh: the ranks that share every slide; None for one device. Each rank then passes equally many tiles, consecutive
-    ones in the order of the ranks, and gets the embedding of the slide; pad slides of other lengths. schedule: as in
-    `BlockSparseAttention`. Gradients are of the sum of all ranks' losses: if all compute one loss from the embedding,
-    divide it by the number of ranks, and sum the gradients of parameters over the ranks.
+    mesh: the ranks that share every slide; None for one device. Every rank then passes a contiguous shard of the tiles,
+    of equal length on all ranks, and gets the embedding of the whole slide; pad slides whose number of tiles is not a
+    multiple of the number of ranks. schedule: as in `BlockSparseAttention`. Gradients are of the sum of all ranks'
+    losses: if all ranks compute one loss from the embedding, divide it by the number of ranks, and sum the gradients of
+    parameters over the ranks.
     Source: prov-gigapath/prov-gigapath, gigapath/slide_encoder.py and pos_embed.py.
 
     >>> from flexdilated.integrations.torchscale import LongNetEncoderConfig, SlideEncoder, SlideEncoderConfig
@@ -191,19 +192,19 @@ class SlideEncoder(nn.Module):
         tiles: features of each tile. coordinates: of one corner of each tile in its slide, in pixels, the same corner
         for all tiles. all_layers: True returns a tuple of depth + 1 embeddings instead, pooled from the encoder's input
         and from each layer's output, without the encoder's last norm.
-        key_padding_mask: True for tiles that only fill up a slide, or floats, -inf for these and 0 for others; with a
-        mesh for the whole slide. Such tiles are neither attended to nor pooled, and their features and coordinates are
-        not read: a slide with padding at its end gets the embedding that it gets alone. With padding="zeros" in the
+        key_padding_mask: booleans (B, S) for the whole slides, True for padding, or floats, -inf for padding and 0 for
+        tiles. Padding is neither attended to nor pooled, and its features and coordinates are not read:
+        with padding at the end, a slide gets the same embedding as without padding. With padding="zeros" in the
         configuration, padding must be at the end.
         Raises ValueError for tiles outside the grid of positions (the published model wraps some of them to the next
-        row); in a compiled graph such a tile causes the device's own index error. For masks also as `LongNetEncoder`.
+        row); in a compiled graph such a tile causes the device's own index error. Masks raise as in `LongNetEncoder`.
         """
         sharding, length = self._sharding(tiles), tiles.shape[1]
         num_tiles = length if sharding is None else sharding.num_tokens - 1
         mine, counts = None, torch.full((len(tiles), 1), num_tiles, device=tiles.device)
         options: dict[str, Any] = {"sharding": sharding}
         if key_padding_mask is not None:
-            without_padding(every(), key_padding_mask, (len(tiles), num_tiles))  # which checks it
+            without_padding(every(), key_padding_mask, (len(tiles), num_tiles))  # only checks the mask
             real = real_tokens(key_padding_mask)
             mine, counts = real.narrow(1, self._rank * length, length), real.sum(1, keepdim=True)
             tiles, coordinates = (torch.where(mine[..., None], x, 0) for x in (tiles, coordinates))
@@ -217,7 +218,7 @@ class SlideEncoder(nn.Module):
     def embed(self, tiles: Float[Tensor, "B L C"], coordinates: Shaped[Tensor, "B L 2"]) -> Float[Tensor, "B N E"]:
         """Input of the encoder: the class token, then the projected tile features plus position embeddings.
 
-        With a mesh, these tokens of this rank; the first rank has the class token.
+        With a mesh, only the tokens of this rank; the class token is on rank 0.
         """
         if coordinates.shape != (*tiles.shape[:2], 2):
             raise ValueError(
@@ -264,9 +265,10 @@ class SlideEncoder(nn.Module):
     def _pooled(
         self, x: Float[Tensor, "B N E"], mine: Bool[Tensor, "B L"] | None, counts: Int64[Tensor, "B 1"]
     ) -> Float[Tensor, "B E"]:
-        """Embeddings from the features x of the tokens on this device, which has the class token if it is rank 0.
+        """Embeddings from the features x of this rank's tokens; on rank 0 these begin with the class token.
 
-        mine: True for tiles of this device that are not padding; None for all. counts: their numbers in whole slides.
+        mine: True for this rank's tiles that are not padding; None if there is no padding. counts: number of tiles of
+        each whole slide, without padding.
         """
         if self.config.pooling == "mean":
             x = x if self._rank else x[:, 1:]

@@ -67,8 +67,9 @@ class FlexdilatedCache(Cache):
     undo: number of last tokens that `crop` can remove, for rejected drafts of assisted generation and prompt lookup.
 
     For inference, with batches without padding, so that all rows have equal positions. Raises ValueError if a layer's
-    rule lets a query see keys that have not come, for padding and packed sequences, for attention of another library,
-    and for models that compute keys from the cache's output, such as from latents; use a `DynamicCache` for these.
+    rule lets a query see keys that are not appended yet, for padding and packed sequences, for attention of another
+    library, and for models that compute keys from the cache's output, such as from latents; use a `DynamicCache` for
+    these.
 
     >>> model.generate(tokens, past_key_values=FlexdilatedCache(), max_new_tokens=100_000)  # doctest: +SKIP
     """
@@ -279,8 +280,8 @@ class _Layer(CacheLayerMixin):
     def crop(self, tokens_to_remove: int) -> None:
         """Remove the last -tokens_to_remove tokens; the number is 0 or negative, as in transformers.
 
-        Raises ValueError for a positive number, for more tokens than were seen, inside a chunk of tokens that see later
-        ones, and if evicted keys would be needed.
+        Raises ValueError for a positive number, for more tokens than were seen, if a remaining token sees the key of a
+        removed one, and if evicted keys would be needed.
         """
         if tokens_to_remove > 0 or -tokens_to_remove > self.num_tokens:
             raise ValueError(

@@ -97,7 +97,7 @@ class CountedPairs:
 
     @plans
     def counts(self) -> Int64[Tensor, "#H Q K"]:
-        """Number of branches that allow each pair, by head; of one head if all heads have equal rules."""
+        """Number of branches that allow each pair; for one head only if all heads have equal rules."""
         bound = self.bound
         heads = torch.tensor(bound.masked_heads)[:, None, None]
         q, k = torch.arange(bound.num_queries)[:, None] + bound.q_offset, torch.arange(bound.num_keys) + bound.k_offset
@@ -118,7 +118,7 @@ class CountedPairs:
         return int(counts.sum()) * (self.bound.num_heads // len(counts))
 
     def bias(self, num_queries: int, num_keys: int, dtype: torch.dtype) -> Float[Tensor, "#H Q K"]:
-        """Log of the counts, to be added to attention scores, -inf for 0; of one head if all heads have equal rules."""
+        """Log of the counts, to add to attention scores; -inf for 0. For one head if all heads have equal rules."""
         return cache().get(
             ("counted pairs", self.bound.key(), dtype),
             lambda: self.counts().to(dtype).log(),

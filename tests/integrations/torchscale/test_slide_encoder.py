@@ -116,7 +116,7 @@ def test_it_compiles() -> None:
 
 @pytest.mark.slow
 def test_a_mask_compiles() -> None:
-    """In one graph with padding=None; lengths, which zero keys follow, are read and break it."""
+    """One graph with padding=None; with padding="zeros" the read of the lengths would break it."""
     torch.manual_seed(0)
     layers = replace(LAYERS, depth=1, segment_lengths=(21, 52), dilation_rates=(3, 4), padding=None)
     model = SlideEncoder(replace(SMALL, encoder=layers, pooling="mean")).double()
@@ -126,7 +126,7 @@ def test_a_mask_compiles() -> None:
 
 
 def batch_of(*lengths: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Slides of these lengths, filled up with tiles that are no numbers, at places outside of the grid."""
+    """(tiles, corners, mask) of slides of these lengths, padded with NaN at coordinates outside the grid."""
     tiles, corners = slide(SMALL, max(lengths), batch=len(lengths))
     mask = torch.arange(max(lengths)) >= torch.tensor(lengths)[:, None]
     return tiles.masked_fill(mask[..., None], torch.nan), corners.masked_fill(mask[..., None], -1e6), mask
@@ -136,7 +136,7 @@ def batch_of(*lengths: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
 @pytest.mark.parametrize("padding", [None, "zeros"])
 @pytest.mark.parametrize("merge_grad", ["exact", "detached"])
 def test_padded_slides_are_those_alone(pooling, padding, merge_grad) -> None:
-    """Embeddings of all states and gradients, whatever fills a slide up; zero keys follow each slide's own length."""
+    """Embeddings of all layers, and gradients, equal those of each slide alone, also with zero keys."""
     torch.manual_seed(0)
     layers = replace(ALIGNED, padding=padding, merge_grad=merge_grad)
     model = SlideEncoder(replace(SMALL, encoder=layers, pooling=pooling)).double()
@@ -157,7 +157,7 @@ def test_padded_slides_are_those_alone(pooling, padding, merge_grad) -> None:
 
 
 def dense_encoder(model: SlideEncoder, x: torch.Tensor, visible: torch.Tensor) -> torch.Tensor:
-    """Features of the layers from their own projections, with dense attention in float64 between them."""
+    """Features of the encoder, computed with its projections and dense float64 attention over visible tokens."""
     rule = oracle.both(oracle.longnet(*BRANCHES, "contiguous"), oracle.visible_keys(visible))
     places = torch.arange(x.shape[1])
     counts = oracle.counts(rule, range(3), 3, places, places)
@@ -172,7 +172,7 @@ def dense_encoder(model: SlideEncoder, x: torch.Tensor, visible: torch.Tensor) -
 
 @pytest.mark.parametrize("pooling", ["cls", "mean"])
 def test_any_tiles_may_be_hidden(pooling) -> None:
-    """With padding=None, from the middle as well: nothing attends to them, and the mean is over the others."""
+    """With padding=None also tiles in the middle: no token attends to them, and the mean excludes them."""
     torch.manual_seed(0)
     model = SlideEncoder(replace(SMALL, encoder=replace(LAYERS, padding=None), pooling=pooling)).double()
     tiles, corners = slide(SMALL, 40)
@@ -189,7 +189,7 @@ def _cleared(tiles, corners, mask):
 
 
 def test_layers_show_what_they_attend_by() -> None:
-    """The pattern, and q, k and v: their attention is the layer's, from which maps of a slide are made."""
+    """Attention of the projected q, k and v by the layer's pattern gives the output of the layer."""
     torch.manual_seed(0)
     model = SlideEncoder(replace(SMALL, encoder=ALIGNED)).double().eval()
     tiles, corners = slide(SMALL, 40)

@@ -1,4 +1,4 @@
-"""Encoders over ranks: embeddings on every rank, and gradients that add up, are those of one rank."""
+"""Encoders over ranks: embeddings on every rank, and summed gradients, equal those of one rank."""
 
 from dataclasses import replace
 
@@ -75,12 +75,12 @@ def encode_slides() -> None:
 
 
 def test_slides_over_ranks_are_those_of_one() -> None:
-    """All states' embeddings; tiles of one slide lie on both ranks, and some of the last one's are padding."""
+    """Embeddings of all layers; each slide is divided between two ranks, and the last rank has padding."""
     on_ranks(2, encode_slides)
 
 
 def encode_tokens() -> None:
-    """Any sharding, also one for a single call; each rank's rows of the whole."""
+    """Compare this rank's features with one device, with a sharding for the module or for a single call."""
     torch.manual_seed(0)
     sharding, other = Sharding(41, 2, "zigzag"), Sharding(30, 2, shard_lengths=(30, 0))
     many, one = LongNetEncoder(LAYERS, mesh=line(), sharding=sharding).double(), LongNetEncoder(LAYERS).double()
@@ -120,7 +120,7 @@ def test_what_does_not_go_with_a_mesh_is_refused() -> None:
 
 
 def live() -> str:
-    """From a checkpoint, and copied by its state_dict."""
+    """Encoders over ranks from a checkpoint, and from the state_dict of one on a single device."""
     tiles, corners, _ = slides(False)
     weights = encoder(SMALL).state_dict()
     many = SlideEncoder.from_checkpoint(weights, SMALL, mesh=line(), schedule="heads").double()

@@ -172,7 +172,7 @@ def test_less_is_computed_in_vain(grid, radius, most, in_rows):
 
 
 def test_a_torus_costs_little_more_than_a_box():
-    """A window of 5 x 5 x 5 tokens: those that cross an end touch few blocks more than shifted ones."""
+    """Windows of 5 x 5 x 5 tokens that wrap meet only few more blocks than windows that are shifted at the ends."""
     grid = (15, 16, 17)
     box, torus = (masks.neighborhood(grid, 2, wrap=wrap) for wrap in (False, True))
     found = [masks.describe(each, prod(grid), num_heads=2).waste for each in (box, torus)]

@@ -1,4 +1,4 @@
-"""Patterns that are written with the names of masks.extend: outputs and gradients in eager and compiled calls."""
+"""Patterns written with masks.extend: outputs and gradients, eager and compiled."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class Transposed(OnePart):
 
 @pattern_kind("same_label")
 class SameLabel(RunTime):
-    """Pattern that allows a pair iff both positions have one label, by a run-time tensor of any integers."""
+    """Pattern that allows a pair iff both positions have one label; a run-time tensor has the labels, integers."""
 
     def table(self, tensor, extent):
         if tensor.shape[-1] != extent.tokens:
@@ -66,7 +66,7 @@ class Labels(Table):
 
 @constructor
 def same_label(labels, *, name="labels"):
-    """Pattern in which each token sees the tokens of its own label."""
+    """Pattern in which each token sees the tokens with its label."""
     return of_tensor(SameLabel, labels, name)
 
 
@@ -83,7 +83,7 @@ def test_a_pattern_with_a_part(twin):
 
 @pattern_kind("named_rule")
 class NamedRule(masks.Pattern):
-    """Every pair; only the text matters."""
+    """Pattern that allows all pairs, to test JSON and repr of a string field."""
 
     name: str
 

@@ -52,17 +52,14 @@ def test_a_rule_is_written_in_one_way():
 def axes(draw: st.DrawFn) -> Axis:
     rate, size = draw(st.integers(1, 4)), draw(st.integers(1, 20))
     stride = draw(st.integers(1, size))
-    if draw(st.booleans()):  # a circle, of at least one place more than a window
+    if draw(st.booleans()):  # an axis that wraps and is longer than a window
         return Axis(rate * stride * (size // stride + draw(st.integers(1, 9))), size, rate, stride, wraps=True)
     return Axis(rate * size + draw(st.integers(0, 40)), size, rate, stride, draw(st.booleans()))
 
 
 @given(axes(), st.data())
 def test_counts_along_an_axis(axis: Axis, data: st.DataObject):
-    """Also for progressions of unequal steps: then bounds, which are exact where all queries share a window.
-
-    Bounds are also what is left if classes are too many to be counted one by one.
-    """
+    """Counts are exact for equal steps of queries and keys if there are few residue classes, else they are bounds."""
     steps = [data.draw(st.integers(1, 12)) for _ in range(2)]
     places = st.lists(st.integers(0, axis.length + 5), min_size=20, max_size=20)
     counts = st.lists(st.integers(0, 30), min_size=20, max_size=20)
@@ -99,7 +96,7 @@ def test_counts_along_an_axis(axis: Axis, data: st.DataObject):
 
 @given(axes(), st.data())
 def test_boxes_that_are_alike_have_equal_masks(axis: Axis, data: st.DataObject):
-    """Boxes of one size and step anywhere along the axis, and beyond its end."""
+    """Boxes of one size and step at random places of the axis, also beyond its end."""
     (q_step, k_step), (rows, columns) = (data.draw(st.tuples(*[st.integers(1, 4)] * 2)) for _ in range(2))
     generator = torch.Generator().manual_seed(data.draw(st.integers(0, 1000)))
     firsts = torch.randint(axis.length + 3, (2, 300), generator=generator)
@@ -115,7 +112,7 @@ def test_boxes_that_are_alike_have_equal_masks(axis: Axis, data: st.DataObject):
 
 
 def test_on_a_circle_all_places_are_alike():
-    """Up to the group of the first query: distances count modulo the length."""
+    """On an axis that wraps, single pairs of one distance differ only by the query modulo rate * stride."""
     first, one = torch.arange(24), torch.ones(24, dtype=torch.int64)
     q, k = Progression(first, 1, one), Progression((first + 5) % 24, 1, one)
     for rate, stride in ((1, 1), (2, 1), (1, 4), (2, 3)):

@@ -1,4 +1,4 @@
-"""Patterns of other packages: found by entry points, only when a text has an unknown name; failures are told."""
+"""Patterns of other packages: imports by entry points for unknown names only, and errors of these imports."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def causal():
 
 @pytest.fixture
 def packages(tmp_path: Path) -> Path:
-    """A folder for sys.path with a distribution for each of these: comb works, the others' imports raise."""
+    """A folder for sys.path with three distributions: the import of comb works, the other two raise."""
     for package, source in (("comb", COMB), ("broken", BROKEN), ("taken", TAKEN)):
         tmp_path.joinpath(f"{package}_patterns.py").write_text(source, encoding="utf-8")
         folder = tmp_path / f"{package}_package-1.0.dist-info"
@@ -92,7 +92,7 @@ COMB_JSON = '{"kind":"and","parts":[{"kind":"comb","step":3},{"kind":"causal"}]}
 @pytest.mark.slow
 @pytest.mark.parametrize("text", ["comb(3) & causal()", "masks.comb(step=3) & causal()", COMB_JSON])
 def test_patterns_of_a_package_are_found_when_they_are_asked_for(packages: Path, text: str) -> None:
-    """Neither the import of flexdilated nor known names import the package; the two that fail disturb nothing."""
+    """Importing flexdilated or parsing known names does not import packages; failing ones do not affect others."""
     done = python(packages, "-c", FOUND, text)
     assert done.returncode == 0, done.stderr
     before, after, printed, near, again, pairs = json.loads(done.stdout)
@@ -122,7 +122,7 @@ TAKEN_TEXT = (
 
 @pytest.mark.slow
 def test_an_unknown_name_gives_the_packages_that_fail(packages: Path) -> None:
-    """With a collision, the library's own pattern stays."""
+    """If names collide, the name keeps the pattern of the library."""
     done = python(packages, "-m", "flexdilated", "show", "camb(4)", "-n", "64")
     assert done.returncode == 2
     assert f"no pattern is called 'camb': {BROKEN_TEXT}{TAKEN_TEXT}did you mean comb? There are " in done.stderr
