@@ -146,6 +146,34 @@ FEATURES = (
         head_dim=128,
     ),
     Case(
+        "a mask of each batch entry and head",
+        "masks.mask('mask_of_two') & masks.local_window(left=300, right=300)",
+        450,
+        heads=2,
+        batch=2,
+        run_time=("mask_of_two",),
+        lacks=("full",),
+    ),
+    Case("packed cross-attention", "masks.same_document('pairs')", 500, heads=2, run_time=("pairs",), has_sinks=True),
+    Case(
+        "a pattern of each batch entry, score_mod",
+        "masks.per_sample([masks.causal(), masks.local_window(left=200, right=100)], 'which')",
+        450,
+        heads=2,
+        kv_heads=1,
+        batch=2,
+        run_time=("which",),
+        has_score_mod=True,
+    ),
+    Case(
+        "queries from another position in each batch entry",
+        "masks.local_window(left=300, right=0).queries_from('starts')",
+        300,
+        keys=556,
+        batch=2,
+        run_time=("starts",),
+    ),
+    Case(
         "one query", "masks.causal()", 1, keys=500, q_offset=499, trains=False, lacks=("full", "empty", "three a side")
     ),
     Case(

@@ -109,7 +109,7 @@ class LongNetEncoder(nn.Module):
     by sqrt(log(2 * depth)).
 
     mesh: the ranks that share every sequence; None for one device. Each rank then passes its tokens and gets their
-    features. schedule, sharding: as in `BlockSparseAttention`. attention_dropout and drop_path must be 0 with a mesh.
+    features. schedule, sharding: as in `BlockSparseAttention`. drop_path must be 0 with a mesh.
     Gradients of parameters are for this rank's tokens; sum them over the ranks.
     Source: microsoft/torchscale, architecture/encoder.py; MAGNETO (sub-LN), arXiv 2210.06423.
 
@@ -133,7 +133,7 @@ class LongNetEncoder(nn.Module):
     ) -> None:
         super().__init__()
         self.config = config
-        self.over_ranks = over_ranks(mesh, schedule=schedule, dropout=config.attention_dropout, sharding=sharding)
+        self.over_ranks = over_ranks(mesh, schedule=schedule, sharding=sharding)
         if mesh is not None and config.drop_path:
             raise ValueError(
                 "drop_path must be 0 with a mesh, as each rank would skip different sequences; got "
@@ -370,7 +370,6 @@ class DilatedSelfAttention(nn.Module):
         if over is None:
             found = attend(q, k, v, rule, **options)
         else:
-            del options["dropout_p"]
             found = over.attend(q, k, v, rule, sharding=sequences.sharding, **options)
         if lengths is None:
             return found
