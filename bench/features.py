@@ -151,7 +151,7 @@ def pair_by_pair(q: Tensor, k: Tensor, v: Tensor, lengths: tuple[Tensor, ...]) -
 def samples(
     size: Size = Size(512, num_heads=8, repeats=15), batch: int = 4, documents: int = 64, longer: int = 8
 ) -> Iterator[Row]:
-    """Time of a mask for each sample, and of packed cross-attention, relative to PyTorch's kernel.
+    """What do a mask for each sample, and packed cross-attention, cost relative to PyTorch's kernel?
 
     Forward and backward. The packed documents have `longer` times as many queries as `size` has tokens, and twice as
     many keys as queries.

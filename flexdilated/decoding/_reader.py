@@ -186,6 +186,11 @@ def _check_pattern(pattern: Pattern | Mixture) -> None:
             "samples at different positions, in keys that you hold, take fd.attend(q, k, v, pattern, q_offset=starts); "
             f"got one with {', '.join(map(repr, names(pattern)))}"
         )
+    if pattern.pads:
+        raise ValueError(
+            "a cache needs a pattern without padding='zeros', whose zero keys depend on the number of all tokens; "
+            f"write pattern & masks.causal(), which hides them; got {pattern!r}"
+        )
 
 
 def _sources(branches: tuple[tuple[HeadRule, ...], ...]) -> list[RowSource]:

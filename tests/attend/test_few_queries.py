@@ -198,7 +198,7 @@ def test_offsets_as_tensors(dtype) -> None:
     assert torch.equal(module(q, k, v, q_offset=torch.tensor(30, dtype=dtype), k_offset=2), expected)
     with pytest.raises(ValueError, match="q_offset must be at least 0; got q_offset=-1"):
         fd.attend(q, k, v, LONGNET_4, **_offsets(-1, 0, dtype))
-    for wrong in (torch.tensor([30]), torch.tensor(30.0), torch.tensor(True)):
+    for wrong in (torch.tensor([[30]]), torch.tensor(30.0), torch.tensor(True)):
         with pytest.raises(TypeError, match=r"an integer tensor of shape \(\), such as .*; got a tensor"):
             fd.attend(q, k, v, LONGNET_4, q_offset=wrong)
 

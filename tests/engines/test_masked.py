@@ -102,10 +102,12 @@ def _counted(calls, name, kernel):
 
 def test_where_no_mask_is_taken(monkeypatch):
     """Long sequences, patterns that one kernel call computes without a mask, and calls that ask for blocks."""
-    most = int((_candidates._MOST_MASKED_PAIRS / 8) ** 0.5)
     window = SHORT["window"]
-    assert "masked" in layouts(window, most)
-    assert "masked" not in layouts(window, most + 1)
+    by_head = masks.per_head([window] * 7 + [masks.local_window(left=3, right=0)])
+    for rule, num_masks in ((window, 1), (by_head, 8)):  # one mask serves all heads that share a rule
+        most = int((_candidates._MOST_MASKED_PAIRS / num_masks) ** 0.5)
+        assert "masked" in layouts(rule, most)
+        assert "masked" not in layouts(rule, most + 1)
     assert "masked" not in layouts(masks.causal(), 64)
     assert "masked" not in layouts(masks.chunked(16), 64)
     planned = _tiles_op.plan_tiles(bound_of(window, 64), Layout(64), "cpu", allowed=Allowed(masks=False))

@@ -361,7 +361,7 @@ def test_bad_arguments(options, error, message):
 @pytest.mark.parametrize(
     ("options", "error", "message"),
     [
-        ({"key_padding_mask": torch.ones(B, N)}, ValueError, "0 for visible and -inf for hidden keys; got 1.0"),
+        ({"key_padding_mask": torch.ones(B, N)}, ValueError, "must hold 0 or -inf; got 1.0"),
         ({"key_padding_mask": [True]}, TypeError, "must hold booleans, .*; got list"),
         ({"is_causal": None}, TypeError, "is_causal must be True or False"),
     ],

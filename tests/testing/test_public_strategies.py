@@ -70,7 +70,7 @@ def test_patterns_bind_to_any_length(data) -> None:
 
 
 def kinds_in(data) -> set[str]:
-    parts = [*data.get("parts", ()), *(data[name] for name in ("part", "spans") if name in data)]
+    parts = [*data.get("parts", ()), *(data[name] for name in ("part", "spans", "which", "starts") if name in data)]
     return {data["kind"]}.union(*map(kinds_in, parts))
 
 
