@@ -151,6 +151,7 @@ def test_the_seed_is_eight_bytes_and_nothing_without_dropout() -> None:
 
 def compiled(backend: str) -> float:
     """Return the largest difference of outputs and gradients between one graph and eager mode, on this rank."""
+    torch.compiler.reset()  # other tests in this process compiled the same method
     worst = 0.0
     for schedule in ("exchange", "ring", "heads"):
         module = fd.BlockSparseAttention(mixtures()["zero padding"], mesh=line(), schedule=schedule, dropout=0.3)
