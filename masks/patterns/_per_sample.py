@@ -48,7 +48,7 @@ class EntryNumber(RunTime):
     num_dims = 0
 
     def table(self, tensor: Tensor, extent: Extent) -> EntryNumbers:
-        return EntryNumbers.of(torch.atleast_1d(integers(self.name, tensor, (0, 1)))[:, None])
+        return EntryNumbers.of(torch.atleast_1d(integers(self.name, tensor, (0, 1))))
 
     def widest(self, shape: tuple[int, ...], extent: Extent) -> Tensor:
         return torch.zeros(shape, dtype=torch.int64)
@@ -59,10 +59,10 @@ class EntryNumbers(Table):
 
     kind = "entry numbers"
 
-    rows: Int64[Tensor, "B 1"]
+    rows: Int64[Tensor, " B"]
 
     def described(self) -> str:
-        return f"{self.rows.flatten().tolist()}"
+        return f"{self.rows.tolist()}"
 
     def check_range(self, what: str, stop: int | None = None) -> None:
         """Raise ValueError unless the values are at least 0 and, if given, below `stop`. what: their name in errors."""
@@ -74,7 +74,7 @@ class EntryNumbers(Table):
     def for_entry(self, device: torch.device) -> Callable[[Tensor], Tensor]:
         """Return a function that maps a tensor of batch indices to the values of these entries, on `device`."""
         held, step = self.on(device), self.batch_step(device)
-        return lambda b: held.rows[b * step, 0]
+        return lambda b: held.rows[b * step]
 
 
 def _values(numbers: Pattern) -> EntryNumbers:

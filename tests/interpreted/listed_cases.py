@@ -152,9 +152,17 @@ FEATURES = (
         heads=2,
         batch=2,
         run_time=("mask_of_two",),
+        lacks=("full", "empty"),
+    ),
+    Case(
+        "packed cross-attention",
+        "masks.same_document('pairs')",
+        500,
+        heads=2,
+        run_time=("pairs",),
+        has_sinks=True,
         lacks=("full",),
     ),
-    Case("packed cross-attention", "masks.same_document('pairs')", 500, heads=2, run_time=("pairs",), has_sinks=True),
     Case(
         "a pattern of each batch entry, score_mod",
         "masks.per_sample([masks.causal(), masks.local_window(left=200, right=100)], 'which')",
