@@ -161,16 +161,19 @@ def samples(
     of_masks, of_documents = _problem(batch, tokens, tokens, size), _problem(1, num_queries, 2 * num_queries, size)
     text = f"{batch} samples of {tokens} tokens, {size.num_heads} heads"
     pairs = f"{documents} packed documents, {tokens_text(num_queries)} queries, {tokens_text(2 * num_queries)} keys"
-    for what, target, ways, problem, drawn in (
-        (f"a mask for each of {text}", 1.3, (masked, masked_by_torch), of_masks, repeat(one_mask)),
-        ("the same, new masks in each step", 2, (masked, masked_by_torch), of_masks, _masks(batch, tokens)),
-        (f"{pairs}, new lengths in each step", 2, (packed, pair_by_pair), of_documents,
-         _lengths(documents, num_queries, 2 * num_queries)),
-    ):  # fmt: skip
+    by_mask, by_documents = (masked, masked_by_torch), (packed, pair_by_pair)
+    lengths = _lengths(documents, num_queries, 2 * num_queries)
+    cases: list[tuple[str, float, tuple[Callable[..., Tensor], ...], Problem, Iterator[Any]]] = [
+        (f"a mask for each of {text}", 1.3, by_mask, of_masks, repeat(one_mask)),
+        ("the same, new masks in each step", 2, by_mask, of_masks, _masks(batch, tokens)),
+        (f"{pairs}, new lengths in each step", 2, by_documents, of_documents, lengths),
+    ]
+    for what, target, ways, problem, drawn in cases:
         given = next(drawn)
-        assert_near(what, *(way(*problem.qkv, given) for way in ways))
+        found, wanted = (way(*problem.qkv, given) for way in ways)
+        assert_near(what, found, wanted)
         jobs = [_job_of(way, problem, drawn) for way in ways]
-        name = "PyTorch's kernel" if ways[0] is masked else "PyTorch's kernel for each document"
+        name = "PyTorch's kernel" if ways is by_mask else "PyTorch's kernel for each document"
         yield race(f"{what}, forward + backward: time over {name}", at_most(target, "×"), jobs, repeats=size.repeats)
 
 

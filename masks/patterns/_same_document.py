@@ -21,6 +21,7 @@ from ..core import (
     Ranges,
     Reason,
     advises,
+    as_ranges,
     constructor,
     index_dtype,
     intersect,
@@ -125,9 +126,8 @@ class SpanPairs(Table):
 
     def row(self, query: int, keys: range) -> Ranges:
         number = int(self.only_row[query])
-        seen = (self.only_row[self.queries :] == number).nonzero().flatten() if number != PADDING else ()
-        found = intersect(keys, range(int(seen[0]), int(seen[-1]) + 1)) if len(seen) else ()
-        return (found,) if found else ()
+        seen = ((self.only_row[self.queries :] == number) & (number != PADDING)).nonzero().flatten()
+        return as_ranges(intersect(keys, range(int(seen[0]), int(seen[-1]) + 1))) if len(seen) else ()
 
     def windows(self, num_positions: int) -> Windows:
         q, k = self.sides
