@@ -181,7 +181,7 @@ def attend(
         check_last_keys(pattern, q.shape[2], k.shape[2])
         q_offset = 0
     if isinstance(q_offset, Tensor) and q_offset.dim() == 1:
-        pattern, score_mod = _queries_from(pattern, score_mod, q_offset, q.device)
+        pattern, score_mod = _queries_from(pattern, score_mod, q_offset, q)
         q_offset = 0
     where: dict[str, Any] = {"q_offset": position("q_offset", q_offset), "k_offset": position("k_offset", k_offset)}
     check_zero_keys(pattern, score_mod, q.shape[2], k.shape[2], **where)
@@ -210,14 +210,16 @@ def attend(
 
 
 def _queries_from(
-    pattern: Pattern | Mixture, score_mod: ScoreMod | None, starts: Tensor, device: torch.device
+    pattern: Pattern | Mixture, score_mod: ScoreMod | None, starts: Tensor, q: Tensor
 ) -> tuple[Pattern | Mixture, ScoreMod | None]:
     """Return (pattern, score_mod) in which query i of batch entry b is at position starts[b] + i."""
-    starts = starts.to(device)
     moved = pattern.queries_from(starts, name="q_offset")
     if score_mod is None:
         return moved, None
-    return moved, lambda score, b, h, q, k: score_mod(score, b, h, q + starts[b], k)
+    # A copy: the backward needs these positions, also if the caller has moved on.
+    first = starts.to(q.device, copy=True)
+    first = first.expand(len(q)) if len(first) == 1 else first
+    return moved, lambda score, b, h, q, k: score_mod(score, b, h, q + first[b], k)
 
 
 def planned_call(

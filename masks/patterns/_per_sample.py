@@ -13,6 +13,7 @@ from jaxtyping import Int64
 from torch import Tensor
 
 from ..core import (
+    LARGEST,
     And,
     Bounds,
     Box,
@@ -64,12 +65,11 @@ class EntryNumbers(Table):
     def described(self) -> str:
         return f"{self.rows.tolist()}"
 
-    def check_range(self, what: str, stop: int | None = None) -> None:
-        """Raise ValueError unless the values are at least 0 and, if given, below `stop`. what: their name in errors."""
+    def check_range(self, what: str, stop: int) -> None:
+        """Raise ValueError unless the values are at least 0 and below `stop`. what: their name in errors."""
         least, most = (int(edge) for edge in self.rows.aminmax())
-        if self.known and (least < 0 or (stop is not None and most >= stop)):
-            limit = "" if stop is None else f" and below {stop}"
-            raise ValueError(f"{what} must be at least 0{limit}; got {least if least < 0 else most}")
+        if self.known and (least < 0 or most >= stop):
+            raise ValueError(f"{what} must be at least 0 and below {stop}; got {least if least < 0 else most}")
 
     def for_entry(self, device: torch.device) -> Callable[[Tensor], Tensor]:
         """Return a function that maps a tensor of batch indices to the values of these entries, on `device`."""
@@ -151,6 +151,8 @@ class QueriesFrom(_FromStart):
     starts: an EntryNumber, or EntryNumbers once its values are known.
     """
 
+    recounts = False  # `check` has an error of its own
+
     starts: Pattern
 
     @staticmethod
@@ -167,8 +169,15 @@ class QueriesFrom(_FromStart):
 
     def check(self) -> None:
         super().check()
+        if any(leaf.is_run_time for leaf in self.part.leaves()):
+            raise ValueError(
+                "queries_from needs a pattern without run-time tensors other than visible_keys, also for a q_offset of "
+                "shape (batch,): write part.queries_from(starts) for its parts without them, and combine these with "
+                "the other parts, for which query i is at position i, such as masks.mask or masks.same_document; "
+                f"got {self.part!r}"
+            )
         if isinstance(self.starts, EntryNumbers):
-            self.starts.check_range("positions of the first queries")
+            self.starts.check_range("positions of the first queries", LARGEST + 1)
 
     def direct_parts(self) -> tuple[Pattern, ...]:
         return (self.part, self.starts)

@@ -29,6 +29,8 @@ from ._band import local_window
 
 # B batch entries (or one for all of them), L positions, W windows
 
+_HIDDEN = -1e3  # numbers below it in a mask of floats are no bias: they hide keys
+
 
 @dataclass(frozen=True, eq=False)
 class Given:
@@ -393,22 +395,19 @@ def require_values(name: str, tensor: Any) -> Tensor:
     return tensor
 
 
-def integers(name: str, tensor: Tensor, dims: tuple[int, ...]) -> Tensor:
-    """Return the tensor on the CPU in int64.
+def integers(name: str, tensor: Tensor, dims: tuple[int, ...], *, meant: str = "") -> Tensor:
+    """Return a copy of the tensor on the CPU in int64, as later changes of the caller's tensor must not change a rule.
 
     Raises TypeError unless it holds integers, not booleans, and ValueError unless its number of dims is in `dims`.
-    name: for errors.
+    name: for errors. meant: text to append to the ValueError.
     """
     if tensor.dtype == torch.bool or tensor.is_floating_point() or tensor.is_complex():
         raise TypeError(f"{name} must hold integers; got a tensor of {tensor.dtype}")
     if tensor.dim() not in dims:
         one = "(batch,)" if 0 in dims else "(tokens,)"
         shapes = " or ".join({0: "()", 1: one, 2: "(batch, tokens)"}[dim] for dim in dims)
-        meant = (
-            ": for a mask of tokens write masks.visible_keys(mask.bool())" if 0 in dims and tensor.dim() == 2 else ""
-        )
         raise ValueError(f"{name} must have shape {shapes}; got {tuple(tensor.shape)}{meant}")
-    return tensor.detach().to("cpu", torch.int64)
+    return tensor.detach().to("cpu", torch.int64, copy=True)
 
 
 def booleans(what: str, tensor: Tensor) -> Tensor:
@@ -428,6 +427,10 @@ def booleans(what: str, tensor: Tensor) -> Tensor:
     allowed = marks == 0
     other = marks[~(allowed | (marks == -torch.inf))]
     if len(other):
-        advice = ": for a mask of 0 and 1 write mask.bool()" if other[0] == 1 else ""
-        raise ValueError(f"{what} in floating point must hold 0 or -inf; got {float(other[0])}{advice}")
+        found, advice = float(other[0]), ""
+        if found == 1:
+            advice = ": for a mask of 0 and 1 write mask.bool()"
+        elif found < _HIDDEN:
+            advice = ": if large negative numbers stand for -inf write mask == 0"
+        raise ValueError(f"{what} in floating point must hold 0 or -inf; got {found}{advice}")
     return allowed

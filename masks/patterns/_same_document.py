@@ -158,6 +158,7 @@ def same_document(q_ids: Any, k_ids: Any = None, *, name: str = "same_document")
     from one document to the next; negative ids are padding. With offsets in the call, ids are for all positions from 0
     to that of the last query or key. Alternatively q_ids is a string, and k_ids None: the name under which
     `attend(bindings=)` passes the tensor torch.cat([q_ids, k_ids], -1). New values do not recompile.
+    Two tensors are copied into one here, so the pattern does not follow their later changes.
     name: name of the tensor in texts and errors, unless `q_ids` is a string. Names within a pattern must differ.
 
     For self-attention write `documents(ids)`. Raises ValueError if the shapes do not fit together, and when the ids are
@@ -170,6 +171,11 @@ def same_document(q_ids: Any, k_ids: Any = None, *, name: str = "same_document")
         if k_ids is not None:
             raise TypeError("same_document takes one name, for the ids of queries and keys together; got k_ids too")
         return of_tensor(SameDocument, q_ids, name)
+    if k_ids is None or isinstance(k_ids, str):
+        raise TypeError(
+            "same_document takes the ids of queries and those of keys, or one name for both together; for "
+            f"self-attention write masks.documents(ids); got k_ids={k_ids!r}"
+        )
     q, k = converted("q_ids", q_ids), converted("k_ids", k_ids)
     sizes = {len(ids) for ids in (q, k) if ids.dim() == 2}
     if {q.dim(), k.dim()} - {1, 2} or len(sizes) > 1:

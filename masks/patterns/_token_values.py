@@ -211,7 +211,8 @@ class Lengths(RunTime):
 
     def table(self, tensor: Tensor, extent: Extent) -> Spans:
         num_positions = extent.tokens
-        lengths = torch.atleast_1d(integers("lengths", tensor, (0, 1)))[:, None]
+        meant = ": for a mask of tokens write masks.visible_keys(mask.bool())" if tensor.dim() == 2 else ""
+        lengths = torch.atleast_1d(integers("lengths", tensor, (0, 1), meant=meant))[:, None]
         wrong = ((lengths < 0) | (lengths > num_positions)).nonzero()
         if len(wrong):
             batch = int(wrong[0, 0])

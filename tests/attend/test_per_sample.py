@@ -66,6 +66,38 @@ def test_score_mod_gets_positions(engine):
     assert_close(mine, theirs, rtol=1e-10, atol=1e-10)
 
 
+@pytest.mark.parametrize("engine", ["portable", "reference"])
+def test_one_position_serves_all_samples(engine):
+    q, k, v = tensors()
+    weight = torch.arange(B, dtype=torch.float64)
+    how = {"engine": engine, "enable_gqa": True, "score_mod": lambda s, b, h, i, j: s + weight[b] * (i - j)}
+    out = fd.attend(q, k, v, masks.causal(), q_offset=STARTS[:1], **how)
+    assert_close(out, fd.attend(q, k, v, masks.causal(), q_offset=int(STARTS[0]), **how), rtol=1e-10, atol=1e-10)
+
+
+@pytest.mark.parametrize(
+    "how", [{}, {"engine": "portable"}, {"score_mod": lambda s, b, h, i, j: s - (i - j).abs()}], ids=str
+)
+def test_positions_may_change_in_place(how):
+    """As in a loop of decoding: earlier gradients, and later calls from the earlier positions, are not affected."""
+    _, q, v = tensors()
+    k = q
+    expected = fd.attend(q, k, v, masks.causal(), q_offset=STARTS, **how)
+    of_expected = torch.autograd.grad(expected.square().sum(), (q, v))
+    masks.cache().clear()
+    starts = STARTS.clone()
+    with torch.no_grad():
+        fd.attend(q, k, v, masks.causal(), q_offset=starts, **how)
+    starts -= starts.clamp(max=3)
+    out = fd.attend(q, k, v, masks.causal(), q_offset=STARTS.clone(), **how)
+    assert_close(out, expected, rtol=1e-10, atol=1e-10)
+    starts.copy_(STARTS)
+    out = fd.attend(q, k, v, masks.causal(), q_offset=starts, **how)
+    starts -= starts.clamp(max=3)
+    for mine, theirs in zip(torch.autograd.grad(out.square().sum(), (q, v)), of_expected, strict=True):
+        assert_close(mine, theirs, rtol=1e-10, atol=1e-10)
+
+
 @given(st.lists(st.integers(0, 2), min_size=B, max_size=B), st.sampled_from([None, "portable", "reference"]))
 def test_one_of_several_patterns_for_each_sample(which, engine):
     q, k, v = tensors()
@@ -97,7 +129,7 @@ def test_samples_of_one_pattern_share_a_plan():
 
 def test_texts_name_the_tensors():
     rule = masks.per_sample([masks.causal(), masks.every()], "which").queries_from
-    with pytest.raises(ValueError, match="queries_from needs a pattern without run-time tensors"):
+    with pytest.raises(ValueError, match="queries_from needs .* other than visible_keys, .* masks.same_document"):
         rule("starts")
     for pattern in (
         masks.per_sample([masks.causal(), masks.every()], "which") & masks.causal(),
@@ -115,7 +147,17 @@ def test_texts_name_the_tensors():
             ValueError,
             "each of 3 batch entries",
         ),
-        (lambda q, k, v: fd.attend(q, k, v, masks.causal(), q_offset=STARTS - 9), ValueError, "at least 0; got -9"),
+        (lambda q, k, v: fd.attend(q, k, v, masks.causal(), q_offset=STARTS - 9), ValueError, "at least 0 and below 2147483648; got -9"),
+        (
+            lambda q, k, v: fd.attend(q, k, v, masks.causal(), q_offset=STARTS + 2**31, engine="portable"),
+            ValueError,
+            "below 2147483648; got 2147483733",
+        ),
+        (
+            lambda q, k, v: fd.attend(q, k, v, masks.per_sample([masks.causal()], STARTS[None])),
+            ValueError,
+            r"got \(1, 3\)$",
+        ),
         (lambda q, k, v: fd.attend(q, k, v, masks.causal(), q_offset=STARTS / 2), TypeError, "must hold integers"),
         (lambda q, k, v: fd.attend(q, k, v, masks.causal(), q_offset=STARTS[None]), TypeError, r"shape \(\)"),
         (
