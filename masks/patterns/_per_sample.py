@@ -77,6 +77,16 @@ class EntryNumbers(Table):
         return lambda b: held.rows[b * step]
 
 
+def _check_numbers(what: str, numbers: object, stop: int) -> None:
+    """Raise TypeError unless `numbers` is an EntryNumber or EntryNumbers, ValueError for values out of [0, stop)."""
+    if not isinstance(numbers, EntryNumber | EntryNumbers):
+        raise TypeError(
+            f"{what} must be integers of shape (batch,) or (), or the name of a tensor; got {numbers!r:.80}"
+        )
+    if isinstance(numbers, EntryNumbers):
+        numbers.check_range(what, stop)
+
+
 def _values(numbers: Pattern) -> EntryNumbers:
     if not isinstance(numbers, EntryNumbers):
         # Raises the usual error of a run-time pattern without values.
@@ -98,8 +108,7 @@ class PerSample(Composite):
         super().check()
         if not self.parts:
             raise ValueError("per_sample needs at least one pattern; got none")
-        if isinstance(self.which, EntryNumbers):
-            self.which.check_range("the pattern numbers of per_sample", len(self.parts))
+        _check_numbers("the pattern numbers of per_sample", self.which, len(self.parts))
 
     def direct_parts(self) -> tuple[Pattern, ...]:
         return (*self.parts, self.which)
@@ -176,8 +185,7 @@ class QueriesFrom(_FromStart):
                 "the other parts, for which query i is at position i, such as masks.mask or masks.same_document; "
                 f"got {self.part!r}"
             )
-        if isinstance(self.starts, EntryNumbers):
-            self.starts.check_range("positions of the first queries", LARGEST + 1)
+        _check_numbers("positions of the first queries", self.starts, LARGEST + 1)
 
     def direct_parts(self) -> tuple[Pattern, ...]:
         return (self.part, self.starts)

@@ -129,7 +129,7 @@ def test_samples_of_one_pattern_share_a_plan():
 
 def test_texts_name_the_tensors():
     rule = masks.per_sample([masks.causal(), masks.every()], "which").queries_from
-    with pytest.raises(ValueError, match="queries_from needs .* other than visible_keys, .* masks.same_document"):
+    with pytest.raises(ValueError, match=r"queries_from needs .* other than visible_keys, .* masks.same_document"):
         rule("starts")
     for pattern in (
         masks.per_sample([masks.causal(), masks.every()], "which") & masks.causal(),
@@ -147,7 +147,11 @@ def test_texts_name_the_tensors():
             ValueError,
             "each of 3 batch entries",
         ),
-        (lambda q, k, v: fd.attend(q, k, v, masks.causal(), q_offset=STARTS - 9), ValueError, "at least 0 and below 2147483648; got -9"),
+        (
+            lambda q, k, v: fd.attend(q, k, v, masks.causal(), q_offset=STARTS - 9),
+            ValueError,
+            "at least 0 and below 2147483648; got -9",
+        ),
         (
             lambda q, k, v: fd.attend(q, k, v, masks.causal(), q_offset=STARTS + 2**31, engine="portable"),
             ValueError,
@@ -167,6 +171,18 @@ def test_texts_name_the_tensors():
         ),
         (lambda q, k, v: masks.per_sample([masks.causal() + masks.every()]), TypeError, "none of them a mixture"),
         (lambda q, k, v: masks.per_sample(masks.causal()), TypeError, "needs a sequence of patterns"),
+        (
+            lambda q, k, v: masks.causal().queries_from(masks.lengths(STARTS)),
+            TypeError,
+            r"positions of the first queries must be integers .*; got lengths\('lengths'\)",
+        ),
+        (
+            lambda q, k, v: masks.from_json(
+                '{"kind":"per_sample","parts":[{"kind":"causal"}],"which":{"kind":"causal"}}'
+            ),
+            ValueError,
+            r"pattern numbers of per_sample must be integers .*; got causal\(\)",
+        ),
         (lambda q, k, v: masks.per_sample([]), ValueError, "at least one pattern"),
     ],
 )
