@@ -139,13 +139,15 @@ def test_equal_documents_share_their_block_lists(monkeypatch):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("carried", [True, False], ids=["carried", "named"])
+@pytest.mark.parametrize("carried", ["per document", "intersected", ""], ids=["carried", "intersected", "named"])
 def test_new_values_do_not_recompile(carried):
     compilations = testing.CompileCounterWithBackend("aot_eager")
 
     def attend(q, k, v, ids):
-        if carried:
+        if carried == "per document":
             return fd.attend(q, k, v, LONGNET.per_document(ids))
+        if carried:
+            return fd.attend(q, k, v, LONGNET & masks.documents(ids) & masks.visible_keys(ids > 0))
         return fd.attend(q, k, v, LONGNET.per_document("packing"), bindings={"packing": ids})
 
     compiled = torch.compile(attend, fullgraph=True, dynamic=False, backend=compilations)
