@@ -181,7 +181,7 @@ def attend(
         check_last_keys(pattern, q.shape[2], k.shape[2])
         q_offset = 0
     if isinstance(q_offset, Tensor) and q_offset.dim() == 1:
-        pattern, score_mod = _queries_from(pattern, score_mod, q_offset, q)
+        pattern, score_mod = _queries_from(pattern, score_mod, q_offset, q.device)
         q_offset = 0
     where: dict[str, Any] = {"q_offset": position("q_offset", q_offset), "k_offset": position("k_offset", k_offset)}
     check_zero_keys(pattern, score_mod, q.shape[2], k.shape[2], **where)
@@ -210,16 +210,15 @@ def attend(
 
 
 def _queries_from(
-    pattern: Pattern | Mixture, score_mod: ScoreMod | None, starts: Tensor, q: Tensor
+    pattern: Pattern | Mixture, score_mod: ScoreMod | None, starts: Tensor, device: torch.device
 ) -> tuple[Pattern | Mixture, ScoreMod | None]:
     """Return (pattern, score_mod) in which query i of batch entry b is at position starts[b] + i."""
     moved = pattern.queries_from(starts, name="q_offset")
     if score_mod is None:
         return moved, None
     # A copy: the backward needs these positions, also if the caller has moved on.
-    first = starts.to(q.device, copy=True)
-    first = first.expand(len(q)) if len(first) == 1 else first
-    return moved, lambda score, b, h, q, k: score_mod(score, b, h, q + first[b], k)
+    first, step = starts.to(device, copy=True), int(len(starts) > 1)
+    return moved, lambda score, b, h, q, k: score_mod(score, b, h, q + first[b * step], k)
 
 
 def planned_call(

@@ -207,3 +207,16 @@ def test_new_positions_do_not_recompile():
     for starts in (STARTS, STARTS + 1, STARTS.flip(0)):
         assert_close(compiled(starts), fd.attend(q, k, v, masks.causal(), q_offset=starts), rtol=1e-10, atol=1e-10)
     assert compilations.frame_count == 1
+
+
+@pytest.mark.slow
+def test_one_position_compiles_with_score_mod():
+    _, q, v = (x.detach().float() for x in tensors())
+
+    def attend(starts: Tensor | int, engine: str) -> Tensor:
+        how = {"engine": engine, "score_mod": lambda s, b, h, i, j: s - 0.1 * (i - j)}
+        return fd.attend(q, q, v, masks.causal(), q_offset=starts, **how)
+
+    with torch.no_grad():
+        out = torch.compile(attend, fullgraph=True)(STARTS[:1], "flex")
+        assert_close(out, attend(int(STARTS[0]), "reference"), rtol=1e-4, atol=1e-5)
