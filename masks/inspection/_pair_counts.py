@@ -148,7 +148,7 @@ def _pairs_of_each_head(term: Term) -> Int64[Tensor, " H"]:
     if isinstance(term, PaddedTerm):
         return term.pairs_of_heads()
     if isinstance(term.weights, CountedPairs):
-        return term.weights.counts().sum((1, 2))
+        return term.weights.counts().sum((1, 2)).expand(len(term.heads))
     if term.shape != "blocks":  # all heads have equal counts
         each = term.counted_pairs() // (term.multiplicity * len(term.heads))
         return torch.full((len(term.heads),), each)

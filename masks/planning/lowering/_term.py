@@ -8,7 +8,7 @@ from math import lcm
 from typing import Literal
 
 import torch
-from jaxtyping import Float, Int64
+from jaxtyping import Float, Int16, Int64
 from torch import Tensor
 
 from ...blocks import Blocks, ListedBlocks, Rule, allowed_pairs, build_blocks, estimate_blocks, repeat_blocks
@@ -95,13 +95,18 @@ class CountedPairs:
         first = self.bound.head_offset + heads.start
         return CountedPairs(replace(self.bound, num_heads=len(heads), head_offset=first))
 
+    def counts(self) -> Int16[Tensor, "#H Q K"]:
+        """Number of branches that allow each pair, by head; of one head if all heads have equal rules."""
+        return cache().get(
+            ("pair counts", self.bound.key()), self._counted, lambda counts: counts.nbytes, pattern=self.bound.pattern
+        )
+
     @plans
-    def counts(self) -> Int64[Tensor, "#H Q K"]:
-        """Number of branches that allow each pair; for one head only if all heads have equal rules."""
+    def _counted(self) -> Int16[Tensor, "#H Q K"]:
         bound = self.bound
         heads = torch.tensor(bound.masked_heads)[:, None, None]
         q, k = torch.arange(bound.num_queries)[:, None] + bound.q_offset, torch.arange(bound.num_keys) + bound.k_offset
-        total = torch.zeros(len(heads), bound.num_queries, bound.num_keys, dtype=torch.int64)
+        total = torch.zeros(len(heads), bound.num_queries, bound.num_keys, dtype=torch.int16)
         for branch in bound.pattern.branches():
             total += allowed_pairs(branch, bound.num_heads_global, heads, q, k)
         return total
