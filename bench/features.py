@@ -147,7 +147,7 @@ def pair_by_pair(q: Tensor, k: Tensor, v: Tensor, lengths: tuple[Tensor, ...]) -
     return torch.cat([scaled_dot_product_attention(*part) for part in parts], 2)
 
 
-@measure("C20", size=Size(64, num_heads=2, head_dim=16, repeats=1), documents=4)
+@measure(size=Size(64, num_heads=2, head_dim=16, repeats=1), documents=4)
 def samples(
     size: Size = Size(512, num_heads=8, repeats=15), batch: int = 4, documents: int = 64, longer: int = 8
 ) -> Iterator[Row]:
