@@ -301,22 +301,28 @@ def _mixtures(draw: st.DrawFn, grammar: Grammar) -> Any:
 
 _RUN_TIME_COMPOSITIONS = (
     *("and", "per_document", "or", "without", "both", "and", "per_document", "per_document"),
-    *("selected", "selected beside", "selected in documents", "per_sample", "queries_from"),
+    *("selected", "selected beside", "selected in documents", "mask", "same_document", "per_sample", "queries_from"),
 )
 
 
 @st.composite
-def run_time_compositions(draw: st.DrawFn, grammar: Grammar, sizes: AttentionSizes, words: Any) -> Any:
+def run_time_compositions(
+    draw: st.DrawFn,
+    grammar: Grammar,
+    sizes: AttentionSizes,
+    words: Any,
+    kinds: Sequence[str] = _RUN_TIME_COMPOSITIONS,
+) -> Any:
     """Draw a pattern within the limits of `grammar`, combined with one or two run-time patterns that fit `sizes`.
 
     words: object with the constructors of the run-time patterns: documents, same_document, lengths, visible_keys,
-    mask, per_sample and selected_blocks.
+    mask, per_sample and selected_blocks. kinds: the compositions to choose from.
     """
     positions = max(sizes.q_offset + sizes.num_queries, sizes.k_offset + sizes.num_keys)
     keys = sizes.k_offset + sizes.num_keys
     spans = [_documents(words, sizes.batch, positions), _lengths(words, sizes.batch, positions)]
     seen = _visible_keys(words, sizes.batch, keys)
-    kind = draw(st.sampled_from(_RUN_TIME_COMPOSITIONS))
+    kind = draw(st.sampled_from(kinds))
     pattern = draw(grammar.patterns() if kind in ("and", "per_document") else grammar.sets())
     if kind.startswith("selected"):
         chosen = draw(_selected_blocks(words, sizes))
@@ -324,19 +330,24 @@ def run_time_compositions(draw: st.DrawFn, grammar: Grammar, sizes: AttentionSiz
             return draw(st.sampled_from([chosen, pattern & chosen, pattern | chosen, pattern & ~chosen]))
         beside = pattern | chosen
         return draw(grammar.sets()) & beside if kind == "selected beside" else beside & draw(spans[0])
+    if kind in ("mask", "same_document"):
+        leaf = draw(_mask(words, sizes) if kind == "mask" else _same_document(words, sizes))
+        return draw(st.sampled_from([leaf, pattern & leaf, pattern | leaf, pattern & ~leaf]))
     if kind == "per_sample":
         patterns = [pattern, *draw(st.lists(grammar.sets(), max_size=2))]
         which = draw(_entry_numbers(sizes.batch, len(patterns) - 1))
-        return words.per_sample(patterns, which) & draw(any_of(seen, *spans))
+        chosen = words.per_sample(patterns, which)
+        return chosen & draw(any_of(seen, *spans)) if draw(st.booleans()) else chosen
     if kind == "queries_from":
         starts = draw(_entry_numbers(sizes.batch, draw(st.sampled_from([0, 9, 300]))))
-        return draw(grammar.patterns()).queries_from(starts) & draw(any_of(seen, *spans))
+        moved = draw(grammar.patterns()).queries_from(starts)
+        return draw(st.sampled_from([moved, moved & draw(any_of(seen, *spans)), pattern & moved]))
     if kind == "both":
         one, other = draw(st.sampled_from([(spans[0], seen), (spans[1], seen), (spans[0], spans[1])]))
         return pattern & draw(one) & draw(other)
     if kind == "per_document":
         return pattern.per_document(draw(any_of(*spans)))
-    given = draw(any_of(spans[0], seen, _mask(words, sizes), _same_document(words, sizes), spans[1]))
+    given = draw(any_of(spans[0], seen, seen, spans[1], spans[1]))
     if kind == "and":
         return pattern & given
     return pattern | given if kind == "or" else pattern & ~given
@@ -393,7 +404,7 @@ def _same_document(draw: st.DrawFn, words: Any, sizes: AttentionSizes) -> Any:
 def _mask(draw: st.DrawFn, words: Any, sizes: AttentionSizes) -> Any:
     """Draw a `mask` pattern in which each dim has size 1, so that it broadcasts, or its full size."""
     stops = sizes.q_offset + sizes.num_queries, sizes.k_offset + sizes.num_keys
-    shape = tuple(draw(st.sampled_from([1, size, size])) for size in (sizes.batch, sizes.num_heads_global, *stops))
+    shape = tuple(draw(st.sampled_from([size, 1, size])) for size in (sizes.batch, sizes.num_heads_global, *stops))
     share, seed = draw(st.sampled_from([0.0, 0.1, 0.5, 1.0])), draw(st.integers(0, 99))
     allowed = torch.rand(shape, generator=torch.Generator().manual_seed(seed)) < share
     allowed[..., : draw(st.integers(0, stops[1]))] = True  # so that whole blocks occur

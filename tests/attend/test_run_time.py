@@ -53,6 +53,17 @@ def test_block_lists_are_exact(packed: Packed, q_block: int, k_block: int):
     assert torch.equal(found.float(), expected)
 
 
+@pytest.mark.parametrize("kind", ["mask", "same_document", "per_sample", "queries_from"])
+@settings(max_examples=40)
+@given(st.data())
+def test_each_rule_of_samples(kind, data):
+    """The tests above, for rules that they seldom draw."""
+    packed = data.draw(packed_cases(kinds=[kind]))
+    test_mask_mod_is_the_dense_rule.hypothesis.inner_test(packed)
+    test_block_lists_are_exact.hypothesis.inner_test(packed, data.draw(block_sides), data.draw(block_sides))
+    test_attend_is_the_oracle.hypothesis.inner_test(packed, data)
+
+
 @settings(max_examples=12)
 @given(expressions(3), st.lists(st.integers(1, 14), min_size=1, max_size=3), st.integers(0, 5))
 def test_packed_equals_separate(twin, lengths, padding):
