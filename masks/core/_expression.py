@@ -285,7 +285,7 @@ class Expression:
 
     def below(self, positions: int) -> Any:
         """Return the expression with random leaves, such as random blocks, drawn only for positions < `positions`."""
-        return self.map_leaves(lambda leaf: leaf.below(positions)) if self.draws else self
+        return self.map_parts(lambda part: part.below(positions)) if self.draws else self
 
     @cached_property
     def draws(self) -> bool:

@@ -205,6 +205,11 @@ class QueriesFrom(_FromStart):
         """The shift of all batch entries. Raises ValueError if entries differ."""
         return int(_values(self.starts).only_row)
 
+    def below(self, positions: int) -> Pattern:
+        if not isinstance(self.starts, EntryNumbers) or not self.starts.known:
+            return self
+        return replace(self, part=self.part.below(positions + int(self.starts.rows.max())))
+
     def superset(self) -> Pattern:
         return every()
 
