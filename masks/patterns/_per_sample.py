@@ -270,7 +270,7 @@ def without_start(rule: Expression) -> tuple[Any, int]:
     """
     factors = [factor for branch in rule.branches() for factor in branch.factors() if not isinstance(factor, KeySet)]
     starts = {factor.start if isinstance(factor, QueriesFrom) else 0 for factor in factors}
-    if len(starts) != 1 or starts == {0}:
+    if len(starts) != 1 or not any(isinstance(factor, QueriesFrom) for factor in factors):
         return rule, 0
 
     def plain(branch: Pattern) -> Pattern:

@@ -38,8 +38,6 @@ def sample_by_sample(q: Tensor, k: Tensor, v: Tensor, attend: Callable[..., Tens
 def test_queries_from_another_position_in_each_sample(pattern, starts, hides):
     q, k, v = tensors()
     visible = torch.rand(B, M, generator=torch.Generator().manual_seed(1)) < 0.7
-    if pattern.pads:
-        return
     whole = pattern & masks.visible_keys(visible) if hides else pattern
 
     def alone(b: int, *x: Tensor) -> Tensor:
@@ -127,6 +125,15 @@ def test_samples_of_one_pattern_share_a_plan():
     after = masks.cache().stats()
     assert after.misses == before.misses
     assert after.hits > before.hits
+
+
+def test_samples_that_begin_at_0_share_the_plan_of_the_pattern():
+    _, k, v = (x.detach() for x in tensors())
+    near = masks.local_window(left=3, right=3)
+    fd.attend(k, k, v, near)
+    before = masks.cache().stats().misses
+    fd.attend(k, k, v, near, q_offset=torch.zeros(B, dtype=torch.int64))
+    assert masks.cache().stats().misses - before <= 1  # the values of the positions
 
 
 def test_texts_name_the_tensors():
