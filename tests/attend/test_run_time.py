@@ -19,14 +19,12 @@ from tests.support.strategies import block_sides, expressions, mixtures, tensors
 LONGNET = masks.longnet([8, 16], [1, 3]) & masks.causal()
 
 
-@given(packed_cases())
-def test_mask_mod_is_the_dense_rule(packed: Packed):
+def assert_mask_mod(packed: Packed) -> None:
     bound = packed.pattern.bind(**packed.sizes)
     assert torch.equal(multiplicity(bound, torch.device("cpu")).expand(packed.counts.shape), packed.counts)
 
 
-@given(packed_cases(), st.data())
-def test_attend_is_the_oracle(packed: Packed, data):
+def assert_attends(packed: Packed, data: st.DataObject) -> None:
     """Output, lse and gradients, by spans or by block lists, with every batch entry's own values."""
     qkv = data.draw(tensors(packed, batch=packed.batch))
     side = data.draw(block_sides)
@@ -39,8 +37,7 @@ def test_attend_is_the_oracle(packed: Packed, data):
     assert_agrees(attend, qkv, packed.counts)
 
 
-@given(packed_cases(), block_sides, block_sides)
-def test_block_lists_are_exact(packed: Packed, q_block: int, k_block: int):
+def assert_block_lists(packed: Packed, q_block: int, k_block: int) -> None:
     """A table a batch entry, and in it the blocks that hold a pair, full ones told apart."""
     sizes = {name: value for name, value in packed.sizes.items() if name != "batch"}
     mask = masks.block_mask(
@@ -53,15 +50,30 @@ def test_block_lists_are_exact(packed: Packed, q_block: int, k_block: int):
     assert torch.equal(found.float(), expected)
 
 
+@given(packed_cases())
+def test_mask_mod_is_the_dense_rule(packed: Packed):
+    assert_mask_mod(packed)
+
+
+@given(packed_cases(), st.data())
+def test_attend_is_the_oracle(packed: Packed, data):
+    assert_attends(packed, data)
+
+
+@given(packed_cases(), block_sides, block_sides)
+def test_block_lists_are_exact(packed: Packed, q_block: int, k_block: int):
+    assert_block_lists(packed, q_block, k_block)
+
+
 @pytest.mark.parametrize("kind", ["mask", "same_document", "per_sample", "queries_from"])
 @settings(max_examples=40)
 @given(st.data())
 def test_each_rule_of_samples(kind, data):
     """The tests above, for rules that they seldom draw."""
     packed = data.draw(packed_cases(kinds=[kind]))
-    test_mask_mod_is_the_dense_rule.hypothesis.inner_test(packed)
-    test_block_lists_are_exact.hypothesis.inner_test(packed, data.draw(block_sides), data.draw(block_sides))
-    test_attend_is_the_oracle.hypothesis.inner_test(packed, data)
+    assert_mask_mod(packed)
+    assert_block_lists(packed, data.draw(block_sides), data.draw(block_sides))
+    assert_attends(packed, data)
 
 
 @settings(max_examples=12)
