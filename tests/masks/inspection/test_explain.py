@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from flexdilated import masks
 from flexdilated.masks.core._reason import Pair, Reason
 from flexdilated.masks.patterns import After, Blockwise, PerDocument
+from flexdilated.masks.patterns._per_sample import QueriesFrom
 from flexdilated.testing._drawn_inputs import in_range
 from tests.support.run_time_strategies import Packed, packed_cases
 from tests.support.strategies import cases, whole_cases
@@ -34,6 +35,8 @@ def disagreements(reason: Reason, pair: Pair) -> list[str]:
         start = int(rule.spans.rows[0, pair.query])
         inner = [] if len(parts) == 1 else disagreements(parts[1], _counted_from(start, pair))
         return wrong + disagreements(parts[0], pair) + inner
+    if isinstance(rule, QueriesFrom):
+        pair = replace(pair, query=pair.query + rule.start)
     return wrong + [each for part in parts for each in disagreements(part, pair)]
 
 
