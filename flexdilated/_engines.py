@@ -43,8 +43,7 @@ def choose_engine(
     """Return the name of the engine that computes a call of `attend` with these arguments.
 
     engine: the caller's choice. None: "tiles" on CPU, "flex" elsewhere, and "portable" for calls that these cannot
-    serve, unless the call has a score_mod and torch.compile traces it: that raises ValueError. For meta tensors the
-    result is always "tiles".
+    serve. For meta tensors the result is always "tiles".
     first: (global index of head 0, position of query 0, position of key 0). drops: True with attention dropout. sides:
     requested block sides in tokens, () for none. Raises ValueError if the engine cannot serve the call; the text names
     an engine that can.
@@ -67,10 +66,8 @@ def choose_engine(
             reason = _flex_cannot(q, k, v, pattern, score_mod, first, sinks, return_lse, drops)
         elif chosen == "flash":
             reason = _flash_cannot(q, k, v, score_mod, first, sides, drops)
-        else:
-            reason = _portable_cannot(score_mod)
     why = f"the default on {q.device.type}" if engine is None else "as the caller names it"
-    if reason is not None and engine is None and _portable_cannot(score_mod) is None:
+    if reason is not None and engine is None:
         if is_transformed():
             check_transforms([q, k, v, *_others(sinks, score_mod, q, first)])
         chosen, why, reason = "portable", f"as {reason}", None
@@ -140,12 +137,6 @@ def _check_onnx(engine: str | None, q: Tensor, k: Tensor, pattern: Pattern | Mix
             raise ValueError(f"{rule}; got {pattern!r}: {error}") from None
 
 
-def _portable_cannot(score_mod: ScoreMod | None) -> str | None:
-    if score_mod is not None and torch.compiler.is_compiling():
-        return "portable takes a score_mod eagerly only; engine='flex' compiles with one"
-    return None
-
-
 def _tiles_cannot(q: Tensor, score_mod: ScoreMod | None, drops: bool) -> str | None:
     kind = device_kind(q.device)
     if not kind.kernels:
@@ -153,9 +144,7 @@ def _tiles_cannot(q: Tensor, score_mod: ScoreMod | None, drops: bool) -> str | N
     if not kind.on_host and q.dtype == torch.float64:
         return f"tiles has no float64 kernels on {q.device.type}; engine='portable' serves float64"
     if score_mod is not None:
-        serve = (
-            "engine='portable' (eager only) or engine='flex' (on CPU: inference only, and no mixture such as longnet)"
-        )
+        serve = "engine='portable' or engine='flex' (on CPU: inference only, and no mixture such as longnet)"
         return f"tiles takes no score_mod: write {serve}"
     return "tiles runs kernels without attention dropout; engine='portable' serves it" if drops else None
 
