@@ -71,8 +71,9 @@ def captured_by(score_mod: ScoreMod, q: Tensor) -> list[Tensor]:
     """Return tensors with requires_grad that score_mod captures, found by a call with zeros; [] if autograd is off."""
     if not torch.is_grad_enabled():
         return []
+    zeros = q.new_zeros(()), *torch.zeros(4, dtype=torch.int64, device=q.device)
     with _Captured() as captured:
-        score_mod(q.new_zeros(()), *(torch.zeros((), dtype=torch.int64, device=q.device) for _ in range(4)))
+        score_mod(*zeros)
     return list(captured.found.values())
 
 
@@ -357,29 +358,46 @@ def gradients(
     dq, dk, dv = (torch.zeros_like(x) for x in (queries, keys, values))
     of_captured = [torch.zeros_like(x) for x in scores.captured]
     for chunk in problems.chunks():
-        own, grad = queries[chunk.problem], grad_outs[chunk.problem]
-        key, value = _gathered(keys, chunk.block), _gathered(values, chunk.block)
-        with torch.set_grad_enabled(scores.score_mod is not None):
-            plain = (own @ key.mT).mul_(scores.scale).requires_grad_(scores.score_mod is not None)
-            modified = plain if scores.score_mod is None else _modified(chunk, plain, scores.score_mod)
-        weights = modified.detach() - lses[chunk.problem][..., None]
-        weights = (weights if chunk.hidden is None else weights.masked_fill_(chunk.hidden, -torch.inf)).exp_()
-        of_scores, kept = grad @ value.mT, weights
-        if scores.shares is not None:
-            shares = _shares(chunk, scores.shares).to(weights.dtype).mul_(scores.factor)
-            of_scores, kept = of_scores.mul_(shares), shares.mul_(weights)
-        of_values = kept.mT @ grad
-        of_scores = of_scores.sub_(deltas[chunk.problem][..., None]).mul_(weights)
-        if scores.score_mod is not None:
-            found = torch.autograd.grad(modified, (plain, *scores.captured), of_scores, allow_unused=True)
-            of_scores = torch.zeros_like(plain) if found[0] is None else found[0]
-            for total, part in zip(of_captured, found[1:], strict=True):
-                total += 0 if part is None else part
-        of_scores = of_scores * scores.scale
-        dq[chunk.problem] = of_scores @ key
-        for total, part in ((dk, of_scores.mT @ own), (dv, of_values)):
+        rows = (x[chunk.problem] for x in (queries, lses, grad_outs, deltas))
+        dq[chunk.problem], *found = _chunk_gradients(chunk, scores, *rows, keys, values)
+        for total, part in zip((dk, dv), found[:2], strict=True):
             total.index_add_(0, chunk.block.flatten(), part.unflatten(2, (-1, total.shape[1])).flatten(0, 2))
+        for total, part in zip(of_captured, found[2:], strict=True):
+            total += 0 if part is None else part
     return _tokens(dq, q), _tokens(dk, k), _tokens(dv, v), *of_captured
+
+
+def _chunk_gradients(
+    chunk: _Chunk,
+    scores: Scores,
+    queries: Float[Tensor, "x t Q D"],
+    lse: Float[Tensor, "x t Q"],
+    grad_out: Float[Tensor, "x t Q E"],
+    delta: Float[Tensor, "x t Q"],
+    keys: Float[Tensor, "BGC K D"],
+    values: Float[Tensor, "BGC K E"],
+) -> tuple[Tensor | None, ...]:
+    """Return the gradients of a chunk's queries, keys and values, and of captured tensors, None for 0.
+
+    keys and values are all blocks, the other tensors those of the chunk.
+    """
+    learns, keys = scores.score_mod is not None, _gathered(keys, chunk.block)
+    with torch.set_grad_enabled(learns):
+        plain = (queries @ keys.mT).mul_(scores.scale).requires_grad_(learns)
+        modified = plain if scores.score_mod is None else _modified(chunk, plain, scores.score_mod)
+    weights = modified.detach() - lse[..., None]
+    weights = (weights if chunk.hidden is None else weights.masked_fill_(chunk.hidden, -torch.inf)).exp_()
+    of_scores, kept = grad_out @ _gathered(values, chunk.block).mT, weights
+    if scores.shares is not None:
+        shares = _shares(chunk, scores.shares).to(weights.dtype).mul_(scores.factor)
+        of_scores, kept = of_scores.mul_(shares), shares.mul_(weights)
+    of_values = kept.mT @ grad_out
+    of_scores, of_captured = of_scores.sub_(delta[..., None]).mul_(weights), ()
+    if learns:
+        found = torch.autograd.grad(modified, (plain, *scores.captured), of_scores, allow_unused=True)
+        of_scores, of_captured = torch.zeros_like(plain) if found[0] is None else found[0], found[1:]
+    of_scores = of_scores * scores.scale
+    return of_scores @ keys, of_scores.mT @ queries, of_values, *of_captured
 
 
 def _modified(chunk: _Chunk, scores: Float[Tensor, "x t Q LK"], score_mod: ScoreMod) -> Float[Tensor, "x t Q LK"]:
