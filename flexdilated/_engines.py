@@ -66,11 +66,13 @@ def choose_engine(
             reason = _flex_cannot(q, k, v, pattern, score_mod, first, sinks, return_lse, drops)
         elif chosen == "flash":
             reason = _flash_cannot(q, k, v, score_mod, first, sides, drops)
+        else:
+            reason = _portable_cannot(score_mod)
     why = f"the default on {q.device.type}" if engine is None else "as the caller names it"
     if reason is not None and engine is None:
         if is_transformed():
             check_transforms([q, k, v, *_others(sinks, score_mod, q, first)])
-        chosen, why, reason = "portable", f"as {reason}", None
+        chosen, why, reason = "portable", f"as {reason}", _portable_cannot(score_mod)
     if reason is not None:
         raise ValueError(reason)
     # Not in a trace: logging would break the graph.
@@ -135,6 +137,12 @@ def _check_onnx(engine: str | None, q: Tensor, k: Tensor, pattern: Pattern | Mix
         except ValueError as error:
             rule = "an ONNX file with open lengths needs a pattern for any number of tokens: export fixed lengths"
             raise ValueError(f"{rule}; got {pattern!r}: {error}") from None
+
+
+def _portable_cannot(score_mod: ScoreMod | None) -> str | None:
+    if score_mod is not None and torch.compiler.is_exporting():
+        return "portable with a score_mod is not exported; engine='flex' is (on CPU: inference only, no mixture)"
+    return None
 
 
 def _tiles_cannot(q: Tensor, score_mod: ScoreMod | None, drops: bool) -> str | None:

@@ -75,6 +75,8 @@ def scores_of(**tensors):
         "a module, by another function": by_another_function,
         "without the score": lambda score, b, h, q_idx, k_idx: table[q_idx % 7, k_idx % 5] * slopes[h],
         "nothing": lambda score, b, h, q_idx, k_idx: score.tanh(),
+        "nothing, a constant": lambda score, b, h, q_idx, k_idx: torch.zeros(()),
+        "a single number": lambda score, b, h, q_idx, k_idx: slopes[0],
         "in place, twice": lambda score, b, h, q_idx, k_idx: score + slopes[h].clone().mul_(2) + slopes[h],
     }
 
@@ -191,6 +193,15 @@ def test_a_third_derivative_is_refused(score_mod):
     (second,) = torch.autograd.grad(first.square().sum(), x, create_graph=True)
     with pytest.raises(RuntimeError, match=r"portable engine has no third derivative.*engine='reference'"):
         torch.autograd.grad(second.sum(), x)
+
+
+def test_an_export_takes_no_score_mod():
+    class Model(torch.nn.Module):
+        def forward(self, x):
+            return fd.attend(x, x, x, masks.causal(), score_mod=lambda s, b, h, i, j: s.tanh())
+
+    with pytest.raises(ValueError, match=r"portable with a score_mod is not exported; engine='flex' is"):
+        torch.export.export(Model(), (torch.randn(1, 2, 32, 16),), strict=False)
 
 
 @pytest.mark.slow

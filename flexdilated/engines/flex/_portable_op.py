@@ -242,31 +242,28 @@ class _Gradients(torch.autograd.Function):
 
 
 def _second_gradients(
-    run: Portable, given: Sequence[Tensor | None], captured: Sequence[Tensor], incoming: Sequence[Tensor]
+    run: Portable, given: Sequence[Tensor], captured: Sequence[Tensor], incoming: Sequence[Tensor]
 ) -> list[Tensor | None]:
-    """Return the gradients of `Portable.backward` for `given` and `captured`, None for those that are not needed.
+    """Return the gradients of `Portable.backward` for `given` and `captured`; None for 0.
 
-    given: (grad_out, grad_lse, q, k, v, out, lse), of which grad_lse may be None. incoming: gradients of the results of
-    the backward, (dq, dk, dv, gradient of each captured tensor).
+    given: (grad_out, grad_lse, q, k, v, out, lse). incoming: gradients of the results of the backward, (dq, dk, dv,
+    gradient of each captured tensor).
     """
     with torch.enable_grad(), torch.autocast(incoming[0].device.type, enabled=False):
         # Leaves: a captured tensor may also be one of which q, k or v is a function.
-        leaves = [None if x is None else x.detach().requires_grad_() for x in given]
+        leaves = [x.detach().requires_grad_() for x in given]
         grad_out, grad_lse, q, k, v, out, lse = leaves
-        assert not (grad_out is None or q is None or k is None or v is None or out is None or lse is None)
         parts = run.forward(q, k, v, None, recorded=True)
         if not parts[0].requires_grad:  # no pair is allowed
             return [None] * (len(given) + len(captured))
         grads = WholeRows(out, lse, grad_out, grad_lse).gradients_of(*parts)
         first = torch.autograd.grad(parts, (q, k, v, *captured), grads, create_graph=True, materialize_grads=True)
-        inputs = [x for x in (*leaves, *captured) if x is not None]
-    outputs, of_outputs = zip(*((x, grad) for x, grad in zip(first, incoming, strict=True) if x.requires_grad))
-    grads = iter(torch.autograd.grad(outputs, inputs, of_outputs, allow_unused=True))
-    found = [None if x is None else next(grads) for x in (*leaves, *captured)]
+    kept = [index for index, x in enumerate(first) if x.requires_grad]
+    outputs, of_outputs = ([each[index] for index in kept] for each in (first, incoming))
+    found: Sequence[Tensor | None] = torch.autograd.grad(outputs, (*leaves, *captured), of_outputs, allow_unused=True)
     if torch.is_grad_enabled():  # create_graph=True
-        given = [x for x in (*given, *captured, *incoming) if x is not None]
-        found = [x if x is None else _Final.apply(x, *given) for x in found]
-    return found
+        found = [x if x is None else _Final.apply(x, *given, *captured, *incoming) for x in found]
+    return [*found]
 
 
 class _Final(torch.autograd.Function):
@@ -367,13 +364,14 @@ def _remember(ctx: Any, inputs: Sequence[Any], output: Any) -> None:
 
 
 def _second(ctx: Any, *incoming: Tensor) -> Any:
-    given, bindings = ctx.saved_tensors[:7], [*ctx.saved_tensors[7:]]
+    (grad_out, grad_lse, q, k, v, out, lse), bindings = ctx.saved_tensors[:7], [*ctx.saved_tensors[7:]]
     constants, q_offset, k_offset, scale, p = ctx.options
-    q, k = given[2:4]
     call = Call.of(q, k, constants, q_offset, k_offset)
     values, dropout = without_seed(bindings, p)
     run = Portable(_program(call, q, values), scale, None, dropout)
-    return *_second_gradients(run, given, (), incoming), *no_gradients(bindings, ctx.options)
+    given = grad_out, torch.zeros_like(lse) if grad_lse is None else grad_lse, q, k, v, out, lse
+    of_out, of_lse, *others = _second_gradients(run, given, (), incoming)
+    return of_out, None if grad_lse is None else of_lse, *others, *no_gradients(bindings, ctx.options)
 
 
 set_gradient(portable_op, portable_backward, refusal=None)

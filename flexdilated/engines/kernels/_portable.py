@@ -358,8 +358,8 @@ def gradients(
     dq, dk, dv = (torch.zeros_like(x) for x in (queries, keys, values))
     of_captured = [torch.zeros_like(x) for x in scores.captured]
     for chunk in problems.chunks():
-        rows = (x[chunk.problem] for x in (queries, lses, grad_outs, deltas))
-        dq[chunk.problem], *found = _chunk_gradients(chunk, scores, *rows, keys, values)
+        own, lse, grad_out, delta = (x[chunk.problem] for x in (queries, lses, grad_outs, deltas))
+        dq[chunk.problem], *found = _chunk_gradients(chunk, scores, own, lse, grad_out, delta, keys, values)
         for total, part in zip((dk, dv), found[:2], strict=True):
             total.index_add_(0, chunk.block.flatten(), part.unflatten(2, (-1, total.shape[1])).flatten(0, 2))
         for total, part in zip(of_captured, found[2:], strict=True):
@@ -394,7 +394,9 @@ def _chunk_gradients(
     of_values = kept.mT @ grad_out
     of_scores, of_captured = of_scores.sub_(delta[..., None]).mul_(weights), ()
     if learns:
-        found = torch.autograd.grad(modified, (plain, *scores.captured), of_scores, allow_unused=True)
+        found: Sequence[Tensor | None] = (None,) * (1 + len(scores.captured))
+        if modified.requires_grad:  # a score_mod may return a constant
+            found = torch.autograd.grad(modified, (plain, *scores.captured), of_scores, allow_unused=True)
         of_scores, of_captured = torch.zeros_like(plain) if found[0] is None else found[0], found[1:]
     of_scores = of_scores * scores.scale
     return of_scores @ keys, of_scores.mT @ queries, of_values, *of_captured
