@@ -67,8 +67,8 @@ def test_chunks_and_steps_are_one_pass(gradient: str, case: Case, data) -> None:
         seen += chunk[0].shape[2]
         assert cache.num_tokens == seen == cache.num_kept
         row = (seen - 1) // own.query_block
-        assert cache._running.blocks[:, :, 0].equal(found.blocks[:, :, row])
-        assert all(pool.shape[2] == -(-seen // own.block) for pool in cache._running.pools)
+        assert cache._cohorts[0].state.blocks[:, :, 0].equal(found.blocks[:, :, row])
+        assert all(pool.shape[2] == -(-seen // own.block) for pool in cache._cohorts[0].state.pools)
     assert_close(torch.cat(outs, 2), whole)
 
 
@@ -144,7 +144,7 @@ def test_pools_of_full_blocks_are_not_made_again() -> None:
         cache.attend(*(x[:, :, :39] for x in (q, k, k)))
         cache.held()[1][:, :, spoilt] = 100.0 * q[:, :, 40:]
         cache.attend(*(x[:, :, 39:] for x in (q, k, k)))
-        assert cache._running.blocks.equal(expected) == equal
+        assert cache._cohorts[0].state.blocks.equal(expected) == equal
 
 
 def test_a_call_that_raises_leaves_the_cache_as_it_was() -> None:
