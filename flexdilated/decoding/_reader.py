@@ -181,8 +181,8 @@ def _check_pattern(pattern: Pattern | Mixture) -> None:
     require_expression(pattern)
     if names(pattern):
         raise ValueError(
-            "a cache needs a pattern without run-time tensors, as these cover the tokens of one call only; for samples "
-            "of different lengths write cache.attend(q, k, v, lengths=lengths), with a pattern without lengths; "
+            "a cache needs a pattern without run-time tensors, as these cover the tokens of one call only; for batch "
+            "entries of different lengths write cache.attend(q, k, v, lengths=lengths); "
             f"got one with {', '.join(map(repr, names(pattern)))}"
         )
     if pattern.pads:

@@ -225,7 +225,7 @@ class LongNetBackbone(Pretrained):
         padding: `forward`'s key_padding_mask. memory: from `read`. Other arguments as in `forward`.
         """
         self._check(tokens)
-        seen = self._check_caches(caches, len(tokens))
+        seen = self._check_caches(caches, tokens.shape[0])
         num_tokens = tokens.shape[1]
         layout = None if caches else self._layout(num_tokens, tokens.device)
         first = max(seen, default=0)
