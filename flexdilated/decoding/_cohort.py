@@ -18,7 +18,7 @@ _Value = TypeVar("_Value", bound=Hashable)
 
 
 class State(Protocol):
-    """What a kind of cache derives from a cohort's keys and keeps between calls; it is never changed in place."""
+    """State that a subclass of `KVCache` keeps for a cohort between calls; it is never changed in place."""
 
     @property
     def nbytes(self) -> int: ...
@@ -37,7 +37,7 @@ class Cohort:
     """Batch entries of a cache that have seen equally many tokens and share one buffer of keys and values.
 
     entries: indices of these entries in the cache's batch, ascending; the buffer has them in this order. seen: number
-    of tokens seen, which is the position of the next token. state: further state of the cache's kind; None for none.
+    of tokens seen, which is the position of the next token. state: that of a subclass of `KVCache`; None for none.
     """
 
     entries: tuple[int, ...]

@@ -56,7 +56,7 @@ class KVCache:
     a number for each, and `join` caches. Entries at different positions are computed one after another.
 
     num_heads: query heads on this device.
-    capacity: maximum number of keys in the cache, allocated with the first tokens; None to grow as needed.
+    capacity: maximum number of keys of a batch entry, allocated with the first tokens; None to grow as needed.
     undo: number of latest tokens that `crop` can always remove; keys that only these tokens see are not evicted yet.
     scale, engine, head_offset, num_heads_global: as in `attend`; the engine computes calls with more than 16 tokens,
         smaller calls are computed without an engine.

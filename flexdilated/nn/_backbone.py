@@ -157,13 +157,13 @@ class LongNetBackbone(Pretrained):
         A `LongNet` returns logits (B, N, vocab_size) of the next tokens, or features if it has no vocabulary.
         key_padding_mask: True for tokens to which no token may attend; pad on the right, because positions count from
         the first token; with a mesh it is the mask of the whole sequence. caches: from `new_caches`; `tokens`, without
-        padding, then continue the sequences of earlier calls with these caches; None for no earlier tokens. memory: the
-        sequence to which every token also attends, in a model with memory_dim; None in a model without.
-        memory_padding_mask: True for tokens of the memory to which no token may attend. A mask None means no padding.
-        bindings: values of the run-time tensors that the pattern of the configuration names, for the whole sequence, as
-        in `attend`. Raises ValueError or TypeError for inputs of other shapes, on another device, or, without autocast,
-        of another dtype than the model's, and for a token outside the vocabulary; on an accelerator, and in a compiled
-        graph, such a token causes the device's own error.
+        padding, then continue the sequences of earlier calls with these caches, each from its own position; None for no
+        earlier tokens. memory: the sequence to which every token also attends, in a model with memory_dim; None in a
+        model without. memory_padding_mask: True for tokens of the memory to which no token may attend. A mask None
+        means no padding. bindings: values of the run-time tensors that the pattern of the configuration names, for the
+        whole sequence, as in `attend`. Raises ValueError or TypeError for inputs of other shapes, on another device,
+        or, without autocast, of another dtype than the model's, and for a token outside the vocabulary; on an
+        accelerator, and in a compiled graph, such a token causes the device's own error.
         """
         if caches is not None and key_padding_mask is not None:
             raise ValueError("a call with caches takes no key_padding_mask: give tokens without padding")
@@ -277,8 +277,8 @@ class LongNetBackbone(Pretrained):
     def _embedded(self, x: Tensor, positions: Tensor) -> Tensor:
         """Input (B, N, E) of the first block: token ids are embedded, embedded inputs used unchanged.
 
-        Learned positions are added if the model has them, then dropout is applied. positions: (N,), or
-        (B, N) if they differ between sequences. Raises ValueError for a token outside the vocabulary.
+        Learned positions are added if the model has them, then dropout is applied. positions: (N,), or (B, N) if they
+        differ between sequences. Raises ValueError for a token outside the vocabulary.
         """
         if self.embedding is not None:
             try:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import pickle
+from dataclasses import replace
 from unittest import mock
 
 import pytest
@@ -158,9 +159,11 @@ def alone(tensors: tuple[Tensor, ...], pattern: masks.Pattern | masks.Mixture) -
     return fd.attend(*tensors, pattern, enable_gqa=True)
 
 
-def ragged(pattern: masks.Pattern | masks.Mixture = LONGNET, **options) -> tuple[fd.KVCache, tuple[Tensor, ...]]:
+def ragged(
+    pattern: masks.Pattern | masks.Mixture = LONGNET, seed: int = 0, **options
+) -> tuple[fd.KVCache, tuple[Tensor, ...]]:
     """A cache of three entries that have seen 250, 7 and 130 tokens, and their sequences of 300 tokens."""
-    q, k, v = draw_tensors(N=300, B=3)
+    q, k, v = draw_tensors(N=300, B=3, seed=seed)
     cache = fd.KVCache(pattern, num_heads=4, **options)
     cache.append(k[:, :, :250], v[:, :, :250], lengths=torch.tensor([250, 7, 130]))
     return cache, (q, k, v)
@@ -236,16 +239,16 @@ def test_speculative_decoding(pattern) -> None:
 def test_joins_and_selections() -> None:
     """Both caches of a join go on by themselves; finished entries leave, and new ones come to an empty cache, too."""
     cache, tensors = ragged()
-    other, more = ragged()
+    other, more = ragged(seed=1)
     cache.crop(torch.tensor([0, 7, 100]))
     cache.join(other)
     assert cache.positions.tolist() == [0, 7, 100, 250, 7, 130]
     assert_goes_on(cache, tuple(torch.cat([x, y]) for x, y in zip(tensors, more, strict=True)), 40)
-    assert_goes_on(other, more)
+    other.append(*torch.zeros(2, 3, 2, 20, 8, dtype=torch.float64))
     cache.select(torch.tensor([5, 1, 1]))
     cache.join(fd.KVCache(LONGNET, num_heads=4))
-    assert_goes_on(cache, tuple(x[[2, 1, 1]] for x in tensors))
-    empty = fd.KVCache(LONGNET, num_heads=4)
+    assert_goes_on(cache, tuple(torch.cat([y[2:], x[[1, 1]]]) for x, y in zip(tensors, more, strict=True)))
+    empty, (other, more) = fd.KVCache(LONGNET, num_heads=4), ragged(seed=1)
     empty.join(other)
     other.join(other)
     assert_goes_on(empty, more)
@@ -462,7 +465,11 @@ def test_an_entry_beyond_a_grid_is_named() -> None:
 # --- models ---
 
 
-@pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)
+PLACED = {"learned": {"position": "learned", "max_positions": 60}, "xpos": {"position": "xpos"}}
+MODELS = CONFIGS | {name: replace(CONFIGS["plain"], **options) for name, options in PLACED.items()}
+
+
+@pytest.mark.parametrize("config", MODELS.values(), ids=MODELS)
 @torch.no_grad()
 def test_a_longnet_goes_on_from_different_positions(config) -> None:
     """Its caches may be cropped to a number for each sequence, and joined: positions are those of each sequence."""
