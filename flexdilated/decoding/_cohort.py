@@ -61,10 +61,18 @@ class Cohort:
             return x  # slicing takes microseconds, which count in a step
         return x[self.rows, :, :tokens]
 
-    def split(self, numbers: Sequence[int]) -> list[Cohort]:
-        """Split into cohorts of entries with equal numbers; `numbers` has one for each entry of the cache's batch."""
-        groups = grouped(numbers[entry] for entry in self.entries).values()
-        return [self._select(places, [self.entries[place] for place in places]) for places in groups]
+    def split(self, numbers: int | Sequence[int]) -> list[tuple[Cohort, int]]:
+        """Split into cohorts of entries with equal numbers, each with its number.
+
+        numbers: one for all entries, or one for each entry of the cache's batch.
+        """
+        if isinstance(numbers, int):
+            return [(self._select(range(len(self.entries)), self.entries), numbers)]
+        groups = grouped(numbers[entry] for entry in self.entries)
+        return [
+            (self._select(places, [self.entries[place] for place in places]), number)
+            for number, places in groups.items()
+        ]
 
     def chosen(self, entries: Sequence[int]) -> list[Cohort]:
         """Return the cohort of a batch that consists of these entries of the cache's batch; [] if it has none of them.

@@ -191,21 +191,20 @@ class KVCache:
         numbers = self._check(q, k, v, lengths)
         check_sinks(sinks, q)
         refuse_gradients(q, k, v, sinks)
-        if not any(numbers):
+        if numbers == 0:
             return v.new_zeros(*q.shape[:3], v.shape[3])
-        cohorts, outs = self._split(k, v, numbers), []
-        for cohort in cohorts:
-            number = numbers[cohort.entries[0]]
+        parts, outs = self._split(k, v, numbers), []
+        for cohort, number in parts:
             new_q, new_k, new_v = (cohort.of(x, number) for x in (q, k, v))
-            with _naming(cohort.entries, len(numbers)):
+            with _naming(cohort.entries, len(q)):
                 outs.append(self._advance(cohort, new_q, new_k, new_v, sinks))
-        self._cohorts = cohorts
+        self._cohorts = [cohort for cohort, _ in parts]
         whole = *q.shape[:3], v.shape[3]
         if outs[0].shape == whole:
             return outs[0]
         out = outs[0].new_zeros(whole)
-        for cohort, part in zip(cohorts, outs, strict=True):
-            out[cohort.rows, :, : part.shape[2]] = part
+        for (cohort, number), part in zip(parts, outs, strict=True):
+            out[cohort.rows, :, :number] = part
         return out
 
     @advises(keywords=renamed(lengths="seqlens seq_lens"), how="write cache.append(k, v) with those of the new tokens")
@@ -223,20 +222,19 @@ class KVCache:
         _, k, v = autocast(k, k, v)
         numbers = self._check(None, k, v, lengths)
         refuse_gradients(k, v)
-        if not any(numbers):
+        if numbers == 0:
             return
-        cohorts = self._split(k, v, numbers)
-        for cohort in cohorts:
-            number = numbers[cohort.entries[0]]
+        parts = self._split(k, v, numbers)
+        for cohort, number in parts:
             if not number:
                 continue
             new = (cohort.of(x, number).split(_APPENDED_AT_ONCE, 2) for x in (k, v))
-            with _naming(cohort.entries, len(numbers)):
+            with _naming(cohort.entries, len(k)):
                 for some_k, some_v in zip(*new, strict=True):
                     cohort.held.append(some_k, some_v, cohort.seen)
                     cohort.seen += some_k.shape[2]
                     cohort.held.shrink(cohort.seen)
-        self._cohorts = cohorts
+        self._cohorts = [cohort for cohort, _ in parts]
 
     def crop(self, num_tokens: int | Int64[Tensor, " B"]) -> None:
         """Remove all tokens except the first `num_tokens`, as if the removed tokens had not been appended.
@@ -250,14 +248,14 @@ class KVCache:
         if isinstance(num_tokens, Tensor):
             numbers = _integers("num_tokens", num_tokens, seen if self._cohorts else [0] * num_tokens.numel())
         else:
-            numbers = [require_int("num_tokens", num_tokens, minimum=0, maximum=min(seen, default=0))] * len(seen)
-        cohorts = [part for cohort in self._cohorts for part in cohort.split(numbers)]
-        for cohort in cohorts:
-            number = numbers[cohort.entries[0]]
-            with _naming(cohort.entries, len(numbers)):
+            most = min((cohort.seen for cohort in self._cohorts), default=0)
+            numbers = require_int("num_tokens", num_tokens, minimum=0, maximum=most)
+        parts = [part for cohort in self._cohorts for part in cohort.split(numbers)]
+        for cohort, number in parts:
+            with _naming(cohort.entries, len(seen)):
                 self._check_crop(cohort, number)
                 cohort.crop(number)
-        self._cohorts = cohorts
+        self._cohorts = [cohort for cohort, _ in parts]
 
     def select(self, entries: Int64[Tensor, " C"]) -> None:
         """Keep only these batch entries (indices), in this order; indices may repeat, as after a step of beam search.
@@ -301,7 +299,8 @@ class KVCache:
             if held != new:
                 raise ValueError(f"join takes a cache whose tokens match those in this one, {held}; got {new}")
         batch = len(self._seen())
-        self._cohorts = [*self._cohorts, *(cohort.moved(batch) for cohort in other._cohorts)]
+        cohorts = [*self._cohorts, *(cohort.moved(batch) for cohort in other._cohorts)]
+        self._cohorts = [cohort for cohort in cohorts if cohort.entries]  # without that of an empty batch
 
     def held(
         self, entry: int | None = None
@@ -335,18 +334,20 @@ class KVCache:
         seen = {entry: cohort.seen for cohort in self._cohorts for entry in cohort.entries}
         return [seen[entry] for entry in range(len(seen))]
 
-    def _split(self, k: Tensor, v: Tensor, numbers: Sequence[int]) -> list[Cohort]:
-        """Return copies of the cohorts, split such that all entries of one get equal numbers of new tokens of k and v.
+    def _split(self, k: Tensor, v: Tensor, numbers: int | Sequence[int]) -> list[tuple[Cohort, int]]:
+        """Return copies of the cohorts, split such that all entries of one get equally many new tokens of k and v.
 
-        A call changes these copies, and stores them at its end, so a call that raises changes nothing. They share the
-        buffers: appending writes only to slots after the held keys, or to new buffers.
+        numbers: as from `_check`. Each cohort comes with its number of new tokens. A call changes these copies, and
+        stores them at its end, so a call that raises changes nothing. They share the buffers: appending writes only to
+        slots after the held keys, or to new buffers.
         """
         if self._cohorts:
             return [part for cohort in self._cohorts for part in cohort.split(numbers)]
         options = {"capacity": self.capacity, "undo": self.undo}
+        groups = {numbers: range(len(k))} if isinstance(numbers, int) else grouped(numbers)
         return [
-            Cohort(tuple(entries), HeldKeys(k[: len(entries)], v[: len(entries)], self._keeping, **options))
-            for entries in grouped(numbers).values()
+            (Cohort(tuple(entries), HeldKeys(k[: len(entries)], v[: len(entries)], self._keeping, **options)), number)
+            for number, entries in groups.items()
         ]
 
     def _advance(self, cohort: Cohort, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None) -> Tensor:
@@ -378,8 +379,8 @@ class KVCache:
         where = {"head_offset": reader.head_offset, "num_heads_global": reader.num_heads_global}
         return {name: getattr(self, name) for name in names} | {"scale": reader.scale} | where
 
-    def _check(self, q: Tensor | None, k: Tensor, v: Tensor, lengths: Tensor | None) -> list[int]:
-        """Check the arguments of a call, and return the number of new tokens of each batch entry."""
+    def _check(self, q: Tensor | None, k: Tensor, v: Tensor, lengths: Tensor | None) -> int | list[int]:
+        """Check the arguments of a call; return the number of new tokens of each batch entry, or one number for all."""
         for name, x in (("k", k), ("v", v)):  # without q, errors must not mention it
             if not isinstance(x, Tensor):
                 raise TypeError(f"{name} must be a tensor; got {type(x).__name__}")
@@ -402,7 +403,9 @@ class KVCache:
                 self._reader.check_tokens(range(first, first + number))
                 if q is not None and number:
                     self._reader.check_end(first, number)
-        return numbers
+        if lengths is None:
+            return k.shape[2]
+        return numbers if any(numbers) else 0
 
     def __repr__(self) -> str:
         own = f"{shortened(repr(self.pattern), _SHOWN)}, num_heads={self.num_heads}, engine={self.engine!r}"

@@ -255,6 +255,18 @@ def test_joins_and_selections() -> None:
     assert_goes_on(other, tuple(x.repeat(2, 1, 1, 1) for x in more))
 
 
+def test_a_batch_of_none_joins() -> None:
+    """A cache of an empty batch has no entries to bring, and takes those of others."""
+    cache, tensors = ragged()
+    none = fd.KVCache(LONGNET, num_heads=4)
+    none.append(*(x[:0, :, :5] for x in tensors[1:]))
+    assert (none.num_tokens, none.positions.shape) == (5, (0,))
+    cache.join(none)
+    none.join(cache)
+    assert_goes_on(cache, tensors)
+    assert_goes_on(none, tensors)
+
+
 def test_selections_copy_only_what_changes() -> None:
     """An entry that is alone at its position keeps its buffer when others leave."""
     cache, tensors = ragged()
