@@ -358,11 +358,12 @@ def gradients(
     dq, dk, dv = (torch.zeros_like(x) for x in (queries, keys, values))
     of_captured = [torch.zeros_like(x) for x in scores.captured]
     for chunk in problems.chunks():
-        own, lse, grad_out, delta = (x[chunk.problem] for x in (queries, lses, grad_outs, deltas))
-        dq[chunk.problem], *found = _chunk_gradients(chunk, scores, own, lse, grad_out, delta, keys, values)
-        for total, part in zip((dk, dv), found[:2], strict=True):
+        own, own_lse, own_grad, own_delta = (x[chunk.problem] for x in (queries, lses, grad_outs, deltas))
+        parts, found = _chunk_gradients(chunk, scores, own, own_lse, own_grad, own_delta, keys, values)
+        dq[chunk.problem] = parts[0]
+        for total, part in zip((dk, dv), parts[1:], strict=True):
             total.index_add_(0, chunk.block.flatten(), part.unflatten(2, (-1, total.shape[1])).flatten(0, 2))
-        for total, part in zip(of_captured, found[2:], strict=True):
+        for total, part in zip(of_captured, found, strict=True):
             total += 0 if part is None else part
     return _tokens(dq, q), _tokens(dk, k), _tokens(dv, v), *of_captured
 
@@ -376,8 +377,8 @@ def _chunk_gradients(
     delta: Float[Tensor, "x t Q"],
     keys: Float[Tensor, "BGC K D"],
     values: Float[Tensor, "BGC K E"],
-) -> tuple[Tensor | None, ...]:
-    """Return the gradients of a chunk's queries, keys and values, and of captured tensors, None for 0.
+) -> tuple[tuple[Tensor, Tensor, Tensor], Sequence[Tensor | None]]:
+    """Return (gradients of a chunk's queries, keys and values; of each captured tensor, None for 0).
 
     keys and values are all blocks, the other tensors those of the chunk.
     """
@@ -399,7 +400,7 @@ def _chunk_gradients(
             found = torch.autograd.grad(modified, (plain, *scores.captured), of_scores, allow_unused=True)
         of_scores, of_captured = torch.zeros_like(plain) if found[0] is None else found[0], found[1:]
     of_scores = of_scores * scores.scale
-    return of_scores @ keys, of_scores.mT @ queries, of_values, *of_captured
+    return (of_scores @ keys, of_scores.mT @ queries, of_values), of_captured
 
 
 def _modified(chunk: _Chunk, scores: Float[Tensor, "x t Q LK"], score_mod: ScoreMod) -> Float[Tensor, "x t Q LK"]:
