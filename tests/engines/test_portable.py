@@ -226,3 +226,26 @@ def test_any_pattern_with_a_score_mod_in_a_graph(data, p, scores):
     how = features(case, drawn, p) if p else {}
     with patch.object(_portable, "_SCORES_AT_ONCE_IN_GRAPHS", scores):
         assert_agrees(seeded, drawn, case.counts(), modify=rule.of(case), **how)
+
+
+@pytest.mark.slow
+def test_a_graph_saves_no_scores_for_the_backward():
+    """The scores of all allowed blocks would be 2 MiB or more; their tables are saved."""
+    torch.compiler.reset()
+    slopes = torch.rand(2, requires_grad=True)
+    q, k, v = (torch.randn(1, 2, 1024, 16, requires_grad=True) for _ in range(3))
+
+    @partial(torch.compile, fullgraph=True, backend="aot_eager")
+    def attend(q, k, v):
+        window = masks.local_window(left=127, right=0)
+        return fd.attend(q, k, v, window, score_mod=lambda s, b, h, i, j: s - slopes[h] * (i - j))
+
+    saved: dict[int, int] = {}
+
+    def pack(x: torch.Tensor) -> torch.Tensor:
+        saved[x.untyped_storage().data_ptr()] = x.untyped_storage().nbytes()
+        return x
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x):
+        attend(q, k, v).sum().backward()
+    assert 4 * q.nbytes < sum(saved.values()) < 6 * q.nbytes
