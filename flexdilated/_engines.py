@@ -140,9 +140,14 @@ def _check_onnx(engine: str | None, q: Tensor, k: Tensor, pattern: Pattern | Mix
 
 
 def _portable_cannot(score_mod: ScoreMod | None) -> str | None:
-    if score_mod is not None and torch.compiler.is_exporting():
+    if score_mod is not None and _is_exported():
         return "portable with a score_mod is not exported; engine='flex' is (on CPU: inference only, no mixture)"
     return None
+
+
+@graph_constant  # in a trace, torch 2.11 takes it for True
+def _is_exported() -> bool:
+    return torch.compiler.is_exporting()
 
 
 def _tiles_cannot(q: Tensor, score_mod: ScoreMod | None, drops: bool) -> str | None:

@@ -192,7 +192,8 @@ class Portable:
         if self.dropout is not None:
             places = step.structure.places
             shares, factor = at(self.dropout.shares(places)), 1 / (1 - self.dropout.p) / len(places)
-        return Scores(self.scale, self.score_mod and at(checked(self.score_mod)), captured, shares, factor)
+        score_mod = None if self.score_mod is None else at(checked(self.score_mod))
+        return Scores(self.scale, score_mod, captured, shares, factor)
 
 
 class _WithScoreMod(torch.autograd.Function):
