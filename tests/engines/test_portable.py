@@ -10,6 +10,7 @@ import pytest
 import torch
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
+from torch._dynamo.testing import CompileCounterWithBackend
 from torch.testing import assert_close
 
 import flexdilated as fd
@@ -128,6 +129,26 @@ def test_a_score_mod_is_asked_about_allowed_pairs_alone(engine):
     assert_close((out, *grads), (exact, *exact_grads), **TIGHT)
 
 
+@pytest.mark.parametrize("pattern", [masks.blockwise(masks.causal(), 8), masks.every()])
+@pytest.mark.parametrize("num_tokens", [24, 20])
+@pytest.mark.parametrize("compiled", [False, True])
+def test_lists_of_full_blocks_alone(pattern, num_tokens, compiled):
+    """Lists of different lengths in one chunk, without a mask that would hide what one lacks."""
+    torch.compiler.reset()
+    q, k, v = (torch.randn(1, 2, num_tokens, 8, dtype=torch.float64, requires_grad=True) for _ in range(3))
+
+    def attend(q, k, v):
+        options = {"engine": "portable", "block_size": 8, "score_mod": lambda s, b, h, i, j: s.tanh()}
+        return fd.attend(q, k, v, pattern, **options)
+
+    run = torch.compile(attend, fullgraph=True, backend="aot_eager") if compiled else attend
+    exact = fd.attend(q, k, v, pattern, engine="reference", score_mod=lambda s, b, h, i, j: s.tanh())
+    for found, wanted in zip(
+        *((out, *torch.autograd.grad(out.square().sum(), (q, k, v))) for out in (run(q, k, v), exact)), strict=True
+    ):
+        assert_close(found, wanted, **TIGHT)
+
+
 def test_large_scores_leave_no_trace_in_padding():
     """Rows beyond the last token, up to a whole block, have a score too: the exponential of 200 is infinite."""
     q, k, v = (torch.randn(1, 1, 10, 8, requires_grad=True) for _ in range(3))
@@ -226,6 +247,30 @@ def test_any_pattern_with_a_score_mod_in_a_graph(data, p, scores):
     how = features(case, drawn, p) if p else {}
     with patch.object(_portable, "_SCORES_AT_ONCE_IN_GRAPHS", scores):
         assert_agrees(seeded, drawn, case.counts(), modify=rule.of(case), **how)
+
+
+@pytest.mark.slow
+def test_one_graph_for_a_score_mod_and_any_run_time_values():
+    """The first documents are short, so the lists of their blocks are; those of later calls are as long as can be."""
+    torch.compiler.reset()
+    table = torch.randn(40, dtype=torch.float64, requires_grad=True)
+    q, k, v = (torch.randn(2, 2, 40, 8, dtype=torch.float64, requires_grad=True) for _ in range(3))
+    pattern = masks.documents("ids") & masks.causal()
+
+    def attend(ids, engine=None):
+        options = {"score_mod": lambda s, b, h, i, j: s.tanh() + table[i - j], "engine": engine, "block_size": 8}
+        return fd.attend(q, k, v, pattern, bindings={"ids": ids}, **options)
+
+    graphs = CompileCounterWithBackend("aot_eager")
+    compiled = torch.compile(attend, fullgraph=True, backend=graphs)
+    for lengths in (2, 3), (40, 7), (11, 20):
+        ids = torch.arange(40).div(torch.tensor(lengths)[:, None], rounding_mode="floor")
+        found, exact = (
+            (out, *torch.autograd.grad(out.square().sum(), (q, k, v, table)))
+            for out in (compiled(ids), attend(ids, "reference"))
+        )
+        assert_close(found, exact, **TIGHT)
+    assert graphs.frame_count == 1
 
 
 @pytest.mark.slow

@@ -22,7 +22,7 @@ from .._gather import merge_
 from .._merge import WholeRows, add_sinks, merge, nothing, sinks_gradient, sum_dtype, with_sinks
 from .._ops import autograd_on, copies, functions_in, no_gradients, own_op, refuse, set_gradient
 from .._score_mod import ScoreMod, checked
-from ..kernels._portable import Scores, Span, attention, captured_by, gradients, spans_in_graph
+from ..kernels._portable import Scores, Span, attention, captured_by, gradients, spans_of
 from ._flex import entered, operands_of
 from ._flex_op import run_time_program, run_time_tables, static_program, with_tables
 from ._program import FlexProgram, FlexStep, longest_lists, tables_of
@@ -66,7 +66,7 @@ def _to_trace(call: Call, q: Tensor, bindings: list[Tensor]) -> tuple[FlexProgra
 
     def spans(step: FlexStep) -> tuple[Span, ...]:
         longest = longest_lists(step.term, step.structure.sides)[0] if bindings else None
-        return spans_in_graph(step.mask, int(q.shape[0]) * len(step.term.heads), longest)
+        return spans_of(step.mask, int(q.shape[0]) * len(step.term.heads), in_graph=True, longest=longest)
 
     return program, tuple(map(spans, program.steps))
 

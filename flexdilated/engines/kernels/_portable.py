@@ -80,8 +80,8 @@ def captured_by(score_mod: ScoreMod, q: Tensor) -> list[Tensor]:
 class Span(NamedTuple):
     """Block lists that are computed in the same chunks: those from `begin` to `stop` in descending order of length.
 
-    length: most blocks in a list. masked: most blocks with a mask in a list. has_gaps: True if a list may be shorter
-    than `length`, or a block shorter than the others. problems: number of problems in a chunk that share a list.
+    length: most blocks in a list. masked: most blocks with a mask in a list, which an incomplete block always has.
+    has_gaps: True if a list is shorter than `length`. problems: number of problems in a chunk that share a list.
     """
 
     begin: int
@@ -92,50 +92,26 @@ class Span(NamedTuple):
     problems: int
 
 
-def spans_of(mask: BlockMask, problems: int, keys: int) -> tuple[Span, ...]:
+def spans_of(mask: BlockMask, problems: int, *, in_graph: bool = False, longest: int | None = None) -> tuple[Span, ...]:
     """Return the spans of a BlockMask's non-empty block lists; each chunk has a bounded number of scores.
 
-    problems: batch entries times query heads. keys: number of keys.
+    problems: batch entries times query heads. in_graph: True for the larger chunks of a graph. longest: most blocks in
+    a list, for spans of any lists of the mask's shape; None for the mask's own lists.
     """
     partial, count = _lengths(mask)
     counts, order = count.sort(descending=True, stable=True)
-    return _spans(
-        mask, problems, counts.tolist(), partial[order].tolist(), keys % mask.BLOCK_SIZE[1] > 0, _SCORES_AT_ONCE
-    )
-
-
-def spans_in_graph(mask: BlockMask, problems: int, longest: int | None) -> tuple[Span, ...]:
-    """Return the spans of a BlockMask in a graph, in larger chunks than those of `spans_of`.
-
-    problems: batch entries times query heads. longest: most blocks in a list, for spans of any lists of the mask's
-    shape; None for the mask's own lists.
-    """
-    partial, count = _lengths(mask)
-    counts, order = count.sort(descending=True, stable=True)
-    lengths = counts.tolist(), partial[order].tolist()
+    counts, partials = counts.tolist(), partial[order].tolist()
     if longest is not None:
-        lengths = [longest] * len(count), [longest] * len(count)
-    return _spans(mask, problems, *lengths, True, _SCORES_AT_ONCE_IN_GRAPHS)
-
-
-def _spans(
-    mask: BlockMask,
-    problems: int,
-    counts: list[int],
-    partials: list[int],
-    has_gaps: bool,
-    at_once: int,
-) -> tuple[Span, ...]:
+        counts = partials = [longest] * len(counts)
     entries, heads, _ = mask.kv_num_blocks.shape
-    scores, found, begin = prod(mask.BLOCK_SIZE), [], 0
-    total = sum(each > 0 for each in counts)
+    at_once, scores = _SCORES_AT_ONCE_IN_GRAPHS if in_graph else _SCORES_AT_ONCE, prod(mask.BLOCK_SIZE)
+    found, begin, total = [], 0, sum(each > 0 for each in counts)
     while begin < total:
         length = counts[begin]
         lists = max(1, at_once * entries * heads // (scores * length * problems))
         stop = min(total, begin + lists)
-        gaps = has_gaps or counts[stop - 1] < length
-        shared = max(1, at_once // (scores * length * (stop - begin)))
-        found.append(Span(begin, stop, length, max(partials[begin:stop]), gaps, shared))
+        together = max(1, at_once // (scores * length * (stop - begin)))
+        found.append(Span(begin, stop, length, max(partials[begin:stop]), counts[stop - 1] < length, together))
         begin = stop
     return tuple(found)
 
@@ -202,7 +178,7 @@ class _Problems:
     def of(cls, mask: BlockMask, q: Tensor, k: Tensor, spans: Sequence[Span] | None = None) -> _Problems:
         """spans: as from `spans_of`, for which otherwise the lengths of the lists are read."""
         sizes = (q.shape[0], q.shape[1], k.shape[1], q.shape[2], k.shape[2])
-        spans = spans_of(mask, sizes[0] * sizes[1], sizes[4]) if spans is None else spans
+        spans = spans_of(mask, sizes[0] * sizes[1]) if spans is None else spans
         partial, count = _lengths(mask)
         place = torch.arange(spans[0].length if spans else 1, device=q.device).expand(len(count), -1)
         first, whole = mask.kv_indices.flatten(0, 2).long(), mask.full_kv_indices
