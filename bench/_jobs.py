@@ -1,5 +1,6 @@
 """Jobs that take turns on the same tensors, so that drift of the machine hits all alike; and their peak memory."""
 
+import ctypes
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -21,6 +22,7 @@ Attention = Callable[[Tensor, Tensor, Tensor], Tensor]
 Part = Literal["forward", "backward", "forward + backward"]
 WARM_UP_TOKENS = 64
 _PROC = Path("/proc/self")
+_M_MMAP_THRESHOLD = -3  # of mallopt, in bytes
 
 
 @dataclass(frozen=True)
@@ -175,6 +177,9 @@ def peak_bytes(prepare: Callable[..., Callable[[], object]], *args: Any) -> int:
 
 
 def _peak(prepare: Callable[..., Callable[[], object]], args: tuple[Any, ...]) -> int:
+    # glibc keeps freed memory for later allocations up to a size that grows as a process runs, by which peaks differ
+    # between equal runs by a third; set once, the size stays.
+    getattr(ctypes.CDLL(None), "mallopt", lambda *_: None)(_M_MMAP_THRESHOLD, 1 << 17)
     return peak_here(prepare(*args))
 
 
