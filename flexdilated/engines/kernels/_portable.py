@@ -6,6 +6,7 @@ scores that exist at one time; the backward computes them again, so memory is li
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -25,6 +26,7 @@ from .._score_mod import ScoreMod
 # in a chunk: t lists with L entries, each shared by x problems: pairs of a batch entry and a query head
 
 _SCORES_AT_ONCE = 1 << 20
+_ENOUGH = 2  # alike chunks that are run on the meta device: memory does not change after the second
 
 
 class Scores(NamedTuple):
@@ -111,7 +113,7 @@ class _Problems:
     """Block lists of a BlockMask, one for each block row of its batch entries and heads, and the sizes of q and k.
 
     columns: key blocks of each list, first `partial` blocks with a mask, then full ones, `count` in all; padded. sizes:
-    (batch, query heads, key/value heads, queries, keys).
+    (batch, query heads, key/value heads, queries, keys). is_meta: True for meta tensors, which have no values.
     """
 
     mask: BlockMask
@@ -119,6 +121,7 @@ class _Problems:
     partial: Int64[Tensor, " T"]
     count: Int64[Tensor, " T"]
     sizes: tuple[int, int, int, int, int]  # B, H, G, N, M
+    is_meta: bool = False
 
     @classmethod
     def of(cls, mask: BlockMask, q: Tensor, k: Tensor) -> _Problems:
@@ -127,11 +130,12 @@ class _Problems:
         if mask.full_kv_num_blocks is not None and mask.full_kv_indices is not None:
             count = partial + mask.full_kv_num_blocks.flatten()
             whole = mask.full_kv_indices.flatten(0, 2).long()
-            place = torch.arange(max(1, int(count.max())), device=q.device).expand(len(count), -1)
+            place = torch.arange(max(1, int(count.max())), device=count.device).expand(len(count), -1)
             behind = (place - partial[:, None]).clamp(0, whole.shape[1] - 1)
             first = columns.gather(1, place.clamp(max=columns.shape[1] - 1))
             columns = torch.where(place < partial[:, None], first, whole.gather(1, behind))
-        return cls(mask, columns, partial, count, (q.shape[0], q.shape[1], k.shape[1], q.shape[2], k.shape[2]))
+        sizes = q.shape[0], q.shape[1], k.shape[1], q.shape[2], k.shape[2]
+        return cls(mask, columns, partial, count, sizes, q.is_meta)
 
     @property
     def sides(self) -> tuple[int, int]:
@@ -151,12 +155,16 @@ class _Problems:
         shared = (batch // own_batch) * (heads // own_heads)
         order = self.count.argsort(descending=True, stable=True)
         counts, begin, blocks = self.count[order].tolist(), 0, -(-keys // k_side)
+        alike: Counter[tuple[int, int]] = Counter()
         while begin < len(counts) and counts[begin]:
             length = counts[begin]
             lists = max(1, _SCORES_AT_ONCE // (side * k_side * length * shared))
             at = order[begin : begin + lists]
             at = at[: sum(count > 0 for count in counts[begin : begin + lists])]
             begin += len(at)
+            alike[kind := (len(at), length.bit_length())] += 1
+            if self.is_meta and alike[kind] > _ENOUGH:
+                continue
             row, head, entry = at % rows, at // rows % own_heads, at // (rows * own_heads)
             slots = torch.arange(side, device=device) + row[:, None] * side
             column = self.columns[at, :length]
@@ -172,7 +180,7 @@ class _Problems:
                 self.count[at][:, None] <= torch.arange(length, device=device)
             ).repeat_interleave(k_side, 1)
             some = max(1, _SCORES_AT_ONCE // (side * k_side * length * len(at)))
-            for first in range(0, shared, some):
+            for first in range(0, shared, some)[: _ENOUGH if self.is_meta else None]:
                 part = slice(first, first + some)
                 own = b[part], h[part], *places
                 yield _Chunk(problem[part], block[part], self._hidden(self.partial[at], beyond, *own), own)
