@@ -13,7 +13,6 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.nn.attention.flex_attention import BlockMask
 from torch.nn.functional import pad
 
 from .._torch_private import TorchDispatchMode, tree_map_only
@@ -25,6 +24,7 @@ from ..engines import (
     FlexStep,
     Portable,
     Program,
+    ScoreMod,
     WholeRows,
     allowed_on,
     as_given,
@@ -33,9 +33,9 @@ from ..engines import (
     program_of,
     tensors_in,
 )
-from ..masks.core import Expression, device_kind, require_choice, require_int, require_probability
+from ..masks.core import Expression, device_kind, require_int
 from ..masks.patterns import names
-from ..masks.planning import ANYTHING, Choice, Operands, Plan, plan, way_of
+from ..masks.planning import ANYTHING, Allowed, Choice, Operands, Plan, plan, way_of
 
 # B batch, H query heads, G key/value heads, N tokens, S slots, D head dim of queries and keys, E of values
 
@@ -202,37 +202,26 @@ class AttentionMemory:
         return AttentionMemory(*(round(a + share * (b - a)) for a, b in pairs))
 
 
-def engine_of(device: str, engine: str | None = None, dropout_p: float = 0.0) -> str:
-    """Name of the engine that serves a call of `attend`: the caller's, or the device's default, or else "portable".
-
-    device: kind of device, such as "cpu". engine, dropout_p: as in `attend`; "portable" serves dropout on CPU. Raises
-    ValueError for an engine whose memory is not predicted on the device, and for one without dropout if dropout_p > 0.
-    """
-    default = device_kind(device).engine
-    if engine is not None:
-        require_choice("engine", engine, (default, "portable"))
-    if require_probability("dropout_p", dropout_p) == 0 or default != "tiles":
-        return engine or default
-    if engine == "tiles":
-        raise ValueError("tiles runs kernels without attention dropout; engine='portable' serves it")
-    return "portable"
-
-
 def attention_memory(
     pattern: Expression,
     size: AttentionSize,
     *,
     device: str = "cpu",
     engine: str | None = None,
-    dropout_p: float = 0.0,
+    drops: bool = False,
+    score_mod: ScoreMod | None = None,
 ) -> AttentionMemory:
-    """Predict the memory of `attend` on a kind of device, by the engine of `engine_of`.
+    """Predict the memory of `attend` on a kind of device, by engine "tiles" on "cpu", "flex" elsewhere, or "portable".
 
     Up to 1,048,576 tokens it plans the call, and counts what is alive: for tiles and portable in a run of the engine on
     meta tensors, for flex by the allocations of its compiled program. Beyond, it extrapolates linearly. Allocations
     inside kernels are not counted; on CPU they are a few MB per thread. Nothing is computed, and no accelerator is
-    needed. dropout_p: of training; the inference is without dropout, by the engine that then serves it. Raises
-    ValueError for a pattern that lacks the values of run-time tensors, or does not fit the heads or tokens.
+    needed.
+
+    engine: None takes the device's default, tiles or flex. drops: True with attention dropout, which tiles lacks.
+    score_mod: as in `attend`; tiles takes none. It is called on meta tensors, and gradients of tensors that it captures
+    are not counted. Raises ValueError for a pattern that lacks the values of run-time tensors, or does not fit the
+    heads or tokens.
     """
     missing = names(pattern)
     if missing:
@@ -240,30 +229,7 @@ def attention_memory(
             f"memory needs the values of a pattern's run-time tensors; got one without {', '.join(missing)}"
         )
     require_int("num_tokens", size.num_tokens, minimum=1)
-    way = _Way(device, engine_of(device, engine, dropout_p), drops=dropout_p > 0)
-    without = replace(way, engine=engine_of(device, engine), drops=False)
-    found = _memory_by(way, pattern, size)
-    if way == without:
-        return found
-    return replace(found, inference_peak=_memory_by(without, pattern, size).inference_peak)
-
-
-@dataclass(frozen=True)
-class _Way:
-    """How a call is computed: kind of device, engine, True with attention dropout, and options of the planner."""
-
-    device: str
-    engine: str
-    drops: bool
-    choice: Choice | None = None
-
-    def plan(self, pattern: Expression, size: AttentionSize) -> Plan:
-        allowed = ANYTHING if self.engine == "tiles" else allowed_on(torch.device(self.device))
-        how = {"device": self.device, "allowed": allowed, "operands": size.operands(self.engine)}
-        return plan(_key(pattern, size).bound(pattern), choice=self.choice, **how)
-
-
-def _memory_by(way: _Way, pattern: Expression, size: AttentionSize) -> AttentionMemory:
+    way = _Way(device, engine or device_kind(device).engine, drops, score_mod)
     if size.num_tokens <= LARGEST_RUN:
         return _planned_memory(way, pattern, size)
     ending = size.num_tokens % _SAME_ENDING
@@ -274,6 +240,27 @@ def _memory_by(way: _Way, pattern: Expression, size: AttentionSize) -> Attention
     way = replace(way, choice=Choice(together, tuple(way_of(options[0]) for options in best.options)))
     smaller, larger = (_planned_memory(way, pattern, replace(size, num_tokens=n)) for n in tokens)
     return smaller.at(size.num_tokens, larger, tokens)
+
+
+@dataclass(frozen=True)
+class _Way:
+    """How a call is computed: kind of device, engine, True with dropout, score_mod, and options of the planner."""
+
+    device: str
+    engine: str
+    drops: bool
+    score_mod: ScoreMod | None
+    choice: Choice | None = None
+
+    def plan(self, pattern: Expression, size: AttentionSize) -> Plan:
+        allowed = allowed_by(self.engine, self.device)
+        how = {"device": self.device, "allowed": allowed, "operands": size.operands(self.engine)}
+        return plan(_key(pattern, size).bound(pattern), choice=self.choice, **how)
+
+
+def allowed_by(engine: str, device: str) -> Allowed:
+    """Return the kinds of terms (parts of a plan, one kernel each) that an engine runs; device: such as "cpu"."""
+    return ANYTHING if engine == "tiles" else allowed_on(torch.device(device))
 
 
 def _key(pattern: Expression, size: AttentionSize) -> Call:
@@ -289,7 +276,7 @@ def _planned_memory(way: _Way, pattern: Expression, size: AttentionSize) -> Atte
         return AttentionMemory(q, k + v, out, *_tiles_memory(program, size), program.nbytes)
     best, cpu = way.plan(pattern, size), torch.device("cpu")  # its tables need no accelerator
     program = make_flex_program(best, key.layout, num_kv_heads=size.kv_heads, block_size=key.sides, device=cpu)
-    found = _flex_memory(program, size) if way.engine == "flex" else _portable_memory(program, size, drops=way.drops)
+    found = _portable_memory(program, size, way) if way.engine == "portable" else _flex_memory(program, size)
     return AttentionMemory(q, k + v, out, *found, program.nbytes)
 
 
@@ -339,19 +326,19 @@ def _tiles_memory(program: Program, size: AttentionSize) -> tuple[int, int, int,
     return _dry_run(size, forward, backward, pads=True)
 
 
-def _portable_memory(program: FlexProgram, size: AttentionSize, *, drops: bool) -> tuple[int, int, int, int, int]:
+def _portable_memory(program: FlexProgram, size: AttentionSize, way: _Way) -> tuple[int, int, int, int, int]:
     """Return (lse, kept, inference peak, forward peak, backward peak) of engine portable, in bytes."""
-    dropout = Dropout(0.5, torch.empty(2, dtype=torch.int32, device=NOWHERE)) if drops else None
-    steps = tuple(replace(step, mask=_without_values(step.mask)) for step in program.steps)
-    run = Portable(replace(program, steps=steps), 1.0, None, dropout)
+    dropout = Dropout(0.5, torch.empty(2, dtype=torch.int32, device=NOWHERE)) if way.drops else None
+    steps = tuple(_without_values(step) for step in program.steps)
+    run = Portable(replace(program, steps=steps), 1.0, way.score_mod, dropout)
     return _dry_run(size, partial(run.forward, sinks=None), run.backward, pads=False)
 
 
-def _without_values(mask: BlockMask) -> BlockMask:
-    """Return the BlockMask with a mask_mod that takes and returns meta tensors, so that no pair is evaluated."""
-    found, mask_mod = copy(mask), mask.mask_mod
-    found.mask_mod = lambda *places: mask_mod(*(x.to(NOWHERE) for x in places))
-    return found
+def _without_values(step: FlexStep) -> FlexStep:
+    """Return the step with a mask and indices that give meta tensors for each pair, so that no pair is evaluated."""
+    mask, mask_mod = copy(step.mask), step.mask.mask_mod
+    mask.mask_mod = lambda *places: mask_mod(*(x.to(NOWHERE) for x in places))
+    return replace(step, mask=mask, indices=step.indices.on(NOWHERE))
 
 
 def _few_of_each_kind(program: Program, key_bytes: int) -> Program:
