@@ -86,10 +86,8 @@ class PlanSize:
 
     @property
     def head_dim_text(self) -> str:
-        """Head dim as text: "head dim 64", or "head dim 192, of values 128" where it differs."""
-        return f"head dim {self.head_dim}" + (
-            f", of values {self.value_dim}" if self.value_dim != self.head_dim else ""
-        )
+        """Head dim as text: "head dim 64", or "head dim 192, values 128" where it differs."""
+        return f"head dim {self.head_dim}" + (f", values {self.value_dim}" if self.value_dim != self.head_dim else "")
 
     def attention(self, num_tokens: int) -> AttentionSize:
         """Sizes of a call of `attend` with num_tokens queries and keys, for the memory estimate."""

@@ -96,12 +96,7 @@ def test_fd_plan_is_what_the_command_prints(capsys, monkeypatch) -> None:
         assert data_of(capsys, LONGNET, "-n", "512", *words, "--device", device) == found.to_data()
         assert main(["plan", LONGNET, "-n", "512", *words, "--device", device]) == 0
         assert capsys.readouterr().out == f"{found}\n"
-        parts = (
-            "512 tokens, 4 heads over 2, head dim 32, of values 16",
-            "bf16, batch 3",
-            "How it is computed",
-            "predicted",
-        )
+        parts = "512 tokens, 4 heads over 2, head dim 32, values 16, bf16, batch 3", "How it is computed", "predicted"
         parts += "attend: kept for the backward", "model: training with checkpointing, peak"
         parts += "LongNet of 2 layers, embed dim 128", f"{found.engine} on {device}", f"pattern       {LONGNET}"
         assert [part for part in parts if part not in str(found)] == []
@@ -126,8 +121,8 @@ def test_training_with_dropout_is_that_of_its_engine_and_inference_is_without(de
     alone = attention_memory(pattern, size, device=device)
     assert found.attention_memory == replace(trained, inference_peak=alone.inference_peak)
     words = ["--heads", "4", "--head-dim", "16", "--value-dim", "32", "--layers", "1", "--device", device]
-    words += ["-n", "1500", "--dropout-p", "0.1"]
-    assert data_of(capsys, LONGNET, *words) == found.to_data()
+    words += ["--dropout-p", "0.1"]
+    assert data_of(capsys, LONGNET, "-n", "1500", *words) == found.to_data()
     assert f"{engine} on {device}, dropout 0.1" in str(found)
     assert found.model_memory.training_peak > 0
     (line,) = data_of(capsys, LONGNET, *words, "--budget", "0.25")["longest"]
