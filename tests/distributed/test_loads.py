@@ -29,7 +29,7 @@ def sharding_in(order: str) -> Sharding:
 
 
 def bytes_received() -> list[tuple[int, int]]:
-    """What this rank receives in the forward and the backward of 2 sequences, 4 heads over 2, keys of 8, values of 12."""
+    """What this rank receives in the forward and the backward of 2 sequences, 4 heads over 2, keys of 8, values 12."""
     found, traffic = [], fd.distributed.traffic()
     for name, order, schedule, codec in STEPS:
         sharding = sharding_in(order)
