@@ -43,8 +43,7 @@ def choose_engine(
     """Return the name of the engine that computes a call of `attend` with these arguments.
 
     engine: the caller's choice. None: "tiles" on CPU, "flex" elsewhere, and "portable" for calls that these cannot
-    serve, unless the call has a score_mod and torch.compile traces it: that raises ValueError. For meta tensors the
-    result is always "tiles".
+    serve. For meta tensors the result is always "tiles".
     first: (global index of head 0, position of query 0, position of key 0). drops: True with attention dropout. sides:
     requested block sides in tokens, () for none. Raises ValueError if the engine cannot serve the call; the text names
     an engine that can.
@@ -70,10 +69,10 @@ def choose_engine(
         else:
             reason = _portable_cannot(score_mod)
     why = f"the default on {q.device.type}" if engine is None else "as the caller names it"
-    if reason is not None and engine is None and _portable_cannot(score_mod) is None:
+    if reason is not None and engine is None:
         if is_transformed():
             check_transforms([q, k, v, *_others(sinks, score_mod, q, first)])
-        chosen, why, reason = "portable", f"as {reason}", None
+        chosen, why, reason = "portable", f"as {reason}", _portable_cannot(score_mod)
     if reason is not None:
         raise ValueError(reason)
     # Not in a trace: logging would break the graph.
@@ -160,8 +159,8 @@ def _check_onnx(engine: str | None, q: Tensor, k: Tensor, pattern: Pattern | Mix
 
 
 def _portable_cannot(score_mod: ScoreMod | None) -> str | None:
-    if score_mod is not None and torch.compiler.is_compiling():
-        return "portable takes a score_mod eagerly only; engine='flex' compiles with one"
+    if score_mod is not None and torch.compiler.is_exporting():
+        return "portable with a score_mod is not exported; engine='flex' is (on CPU: inference only, no mixture)"
     return None
 
 
@@ -172,9 +171,7 @@ def _tiles_cannot(device: torch.device, dtype: torch.dtype, score_mod: ScoreMod 
     if not kind.on_host and dtype == torch.float64:
         return f"tiles has no float64 kernels on {device.type}; engine='portable' serves float64"
     if score_mod is not None:
-        serve = (
-            "engine='portable' (eager only) or engine='flex' (on CPU: inference only, and no mixture such as longnet)"
-        )
+        serve = "engine='portable' or engine='flex' (on CPU: inference only, and no mixture such as longnet)"
         return f"tiles takes no score_mod: write {serve}"
     return "tiles runs kernels without attention dropout; engine='portable' serves it" if drops else None
 

@@ -68,6 +68,11 @@ class HeldKeys:
         return self.keys.nbytes + self.values.nbytes
 
     @property
+    def traits(self) -> str:
+        """Description of what all tokens have in common: heads, head dims, dtype and device."""
+        return _traits(self.keys, self.values)
+
+    @property
     def num_used(self) -> int:
         return self.runs[-1].slot + self.runs[-1].length if self.runs else 0
 
@@ -129,14 +134,15 @@ class HeldKeys:
         other.runs = list(self.runs)
         return other
 
-    def check_continues(self, k: Float[Tensor, "B G N D"], v: Float[Tensor, "B G N E"]) -> None:
-        """Raise ValueError unless k and v have the batch, heads, head dims, dtype and device of the held tokens."""
+    def check_continues(
+        self, k: Float[Tensor, "B G N D"], v: Float[Tensor, "B G N E"], batch: int | None = None
+    ) -> None:
+        """Raise ValueError unless k and v have the batch, heads, head dims, dtype and device of the held tokens.
 
-        def traits(k: Tensor, v: Tensor) -> str:
-            dims = f"head dim {k.shape[3]}" + (f" of keys and {v.shape[3]} of values" if k.shape != v.shape else "")
-            return f"batch {k.shape[0]}, {k.shape[1]} key/value heads, {dims}, {k.dtype} on {k.device}"
-
-        held, new = traits(self.keys, self.values), traits(k, v)
+        batch: the batch that k and v must have; None for that of the buffer.
+        """
+        held = f"batch {self.keys.shape[0] if batch is None else batch}, {self.traits}"
+        new = f"batch {k.shape[0]}, {_traits(k, v)}"
         if held != new:
             raise ValueError(f"k and v must match those in the cache, {held}; got {new}")
 
@@ -160,8 +166,9 @@ class HeldKeys:
                 self.runs.append(Run(last.first, last.slot, position - last.first))
 
     def select(self, entries: Int64[Tensor, " C"]) -> None:
-        """Select batch entries by index, in this order; indices may repeat."""
-        self.keys, self.values = (x.index_select(0, entries.to(x.device)) for x in (self.keys, self.values))
+        """Select batch entries by index, in this order, into new buffers; indices may repeat."""
+        with torch.inference_mode(False):  # as in `_buffer`
+            self.keys, self.values = (x.index_select(0, entries.to(x.device)) for x in (self.keys, self.values))
 
     def slices(self, positions: range) -> list[slice]:
         """Slices of the buffer's token dim that contain the keys at `positions`, one slice per run.
@@ -222,6 +229,11 @@ class HeldKeys:
         firsts = torch.tensor([page.start for page in pages], dtype=torch.int64)
         lengths = torch.tensor([len(page) for page in pages], dtype=torch.int64)
         return visible(self.sources if sources is None else sources, firsts, lengths, query, num_queries).tolist()
+
+
+def _traits(k: Float[Tensor, "B G N D"], v: Float[Tensor, "B G N E"]) -> str:
+    dims = f"head dim {k.shape[3]}" + (f" of keys and {v.shape[3]} of values" if k.shape != v.shape else "")
+    return f"{k.shape[1]} key/value heads, {dims}, {k.dtype} on {k.device}"
 
 
 def _buffer(like: Tensor, num_slots: int) -> Tensor:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, NoReturn, Self
 
@@ -15,6 +15,7 @@ from .._validate import OTHER_KEYWORDS, check_sinks, check_tensors
 from ..engines import MOST_ROWS, with_sinks
 from ..masks import Mixture, Pattern
 from ..masks.core import HEADS, advises, bytes_text, renamed, require_int, shortened
+from ._cohort import Cohort, grouped
 from ._held_keys import HeldKeys, refuse_gradients, stay_out_of_graphs
 from ._reader import Reader
 
@@ -35,7 +36,10 @@ _ASKED = {
     ),
     **dict.fromkeys(("clear", "empty"), "cache.reset() forgets all tokens"),
     **dict.fromkeys(("keys", "values", "k", "v", "key_cache"), "cache.held() is (positions, keys, values)"),
+    **dict.fromkeys(("lengths", "seqlens", "position"), "cache.positions has the number of tokens of each batch entry"),
+    **dict.fromkeys(("merge", "extend", "cat", "concat"), "cache.join(other) adds the batch entries of another cache"),
 }
+_LENGTHS = "pad on the right, and write lengths=, the number of new tokens of each batch entry"
 _A_CACHE = "write fd.KVCache(pattern, num_heads=8), one for each layer"
 
 
@@ -45,11 +49,14 @@ class KVCache:
     `attend` takes the next tokens and returns their output as in a single pass over all tokens. With a causal pattern
     their number is arbitrary. A pattern may also let queries see later keys of their own chunk, such as a video frame;
     each call then takes whole chunks, see `chunk`. Keys that no later query can see are evicted: with bounded look-back
-    the cache has at most about twice the visible keys, for any number of tokens. All batch entries have equal
-    positions. The first tokens set sizes, dtype and device.
+    the cache has at most about twice the visible keys, for any number of tokens. The first tokens set sizes, dtype and
+    device.
+
+    Batch entries (samples) may be at different positions: give the number of new tokens of each as `lengths`, `crop` to
+    a number for each, and `join` caches. Entries at different positions are computed one after another.
 
     num_heads: query heads on this device.
-    capacity: maximum number of keys in the cache, allocated with the first tokens; None to grow as needed.
+    capacity: maximum number of keys of a batch entry, allocated with the first tokens; None to grow as needed.
     undo: number of latest tokens that `crop` can always remove; keys that only these tokens see are not evicted yet.
     scale, engine, head_offset, num_heads_global: as in `attend`; the engine computes calls with more than 16 tokens,
         smaller calls are computed without an engine.
@@ -60,6 +67,10 @@ class KVCache:
     >>> cache = fd.KVCache(masks.local_window(left=127, right=0), num_heads=4)
     >>> cache.attend(*torch.randn(3, 1, 4, 100, 64)).shape  # the first tokens, then the next ones
     torch.Size([1, 4, 100, 64])
+    >>> batch = fd.KVCache(masks.local_window(left=127, right=0), num_heads=4)
+    >>> out = batch.attend(*torch.randn(3, 2, 4, 100, 64), lengths=torch.tensor([100, 30]))  # padded on the right
+    >>> batch.positions
+    tensor([100,  30])
     >>> fd.KVCache(masks.blockwise(masks.local_window(left=4, right=0), 8), num_heads=4).chunk  # frames of 8 tokens
     8
     """
@@ -107,13 +118,29 @@ class KVCache:
 
     def reset(self) -> None:
         """Forget all tokens, and the sizes, dtype and device that they set."""
-        self._held: HeldKeys | None = None
-        self._seen = 0
+        self._cohorts: list[Cohort] = []
 
     @property
     def num_tokens(self) -> int:
-        """Number of tokens seen: the position of the next token."""
-        return self._seen
+        """Number of tokens seen: the position of the next token.
+
+        Raises ValueError if the batch entries are at different positions: see `positions`.
+        """
+        seen = {cohort.seen for cohort in self._cohorts}
+        if len(seen) > 1:
+            raise ValueError(
+                "num_tokens must be one number for all batch entries, and these have seen different numbers of tokens: "
+                f"write cache.positions; got {self._seen()}"
+            )
+        return max(seen, default=0)
+
+    @property
+    def positions(self) -> Int64[Tensor, " B"]:
+        """Number of tokens seen by each batch entry, on the CPU: the position of its next token.
+
+        It has shape (0,) before the first tokens, when the batch is unknown.
+        """
+        return torch.tensor(self._seen(), dtype=torch.int64)
 
     @property
     def chunk(self) -> int:
@@ -127,73 +154,108 @@ class KVCache:
 
     @property
     def num_kept(self) -> int:
-        """Number of keys that the cache holds now; evicted keys are not counted."""
-        return 0 if self._held is None else self._held.num_used
+        """Largest number of keys that the cache holds now for a batch entry; evicted keys are not counted."""
+        return max((cohort.held.num_used for cohort in self._cohorts), default=0)
 
     @property
     def nbytes(self) -> int:
         """Bytes of the buffers of keys and values, unused slots included."""
-        return 0 if self._held is None else self._held.nbytes
+        return sum(cohort.nbytes for cohort in self._cohorts)
 
-    @advises(keywords=OTHER_KEYWORDS, how="write cache.attend(q, k, v) with those of the new tokens")
+    @advises(
+        keywords={
+            **OTHER_KEYWORDS,
+            **dict.fromkeys(("key_padding_mask", "padding_mask"), _LENGTHS),
+            **renamed(lengths="seqlens seq_lens cu_seqlens"),
+        },
+        how="write cache.attend(q, k, v) with those of the new tokens",
+    )
     def attend(
         self,
         q: Float[Tensor, "B H N D"],
         k: Float[Tensor, "B G N D"],
         v: Float[Tensor, "B G N E"],
         *,
+        lengths: Int64[Tensor, " B"] | None = None,
         sinks: Float[Tensor, " H"] | None = None,
     ) -> Float[Tensor, "B H N E"]:
         """Append the next N tokens, and return their attention output over all keys that each of them sees.
 
-        N may be 0. G must divide H. sinks: a logit for each head, which adds a term exp(sink) to the softmax
-        denominators; None adds no term. Raises ValueError if one of the N tokens sees a key after the last of them: see
-        `chunk`.
+        N may be 0. G must divide H. lengths: number of new tokens of each batch entry, from 0 to N, read on the host.
+        They are the first of its N tokens; the others are padding, which is neither read nor stored, and has output 0.
+        None: all N tokens of each entry are new. sinks: a logit for each head, which adds a term exp(sink) to the
+        softmax denominators; None adds no term. Raises ValueError if a new token sees a key after the last new token of
+        its batch entry: see `chunk`. A call that raises changes nothing.
         """
         q, k, v = autocast(q, k, v)
-        self._check(q, k, v)
+        numbers = self._check(q, k, v, lengths)
         check_sinks(sinks, q)
         refuse_gradients(q, k, v, sinks)
-        if not q.shape[2]:
+        if numbers == 0:
             return v.new_zeros(*q.shape[:3], v.shape[3])
-        with self._as_before_on_error():
-            held = self._take(k, v)
-            out, lse = self._compute(q, held)
-            if sinks is not None:
-                out, _ = with_sinks(out, lse, sinks)
-            self._seen += q.shape[2]
-        if q.shape[2] > MOST_ROWS:
-            held.shrink(self._seen)
-        return out.to(q.dtype)
+        parts, outs = self._split(k, v, numbers), []
+        for cohort, number in parts:
+            new_q, new_k, new_v = (cohort.of(x, number) for x in (q, k, v))
+            with _naming(cohort.entries, len(q)):
+                outs.append(self._advance(cohort, new_q, new_k, new_v, sinks))
+        self._cohorts = [cohort for cohort, _ in parts]
+        whole = *q.shape[:3], v.shape[3]
+        if outs[0].shape == whole:
+            return outs[0]
+        out = outs[0].new_zeros(whole)
+        for (cohort, number), part in zip(parts, outs, strict=True):
+            out[cohort.rows, :, :number] = part
+        return out
 
-    @advises(how="write cache.append(k, v) with those of the new tokens")
-    def append(self, k: Float[Tensor, "B G N D"], v: Float[Tensor, "B G N E"]) -> None:
-        """Append the next N tokens without computing their output; they may end inside a chunk."""
+    @advises(keywords=renamed(lengths="seqlens seq_lens"), how="write cache.append(k, v) with those of the new tokens")
+    def append(
+        self,
+        k: Float[Tensor, "B G N D"],
+        v: Float[Tensor, "B G N E"],
+        *,
+        lengths: Int64[Tensor, " B"] | None = None,
+    ) -> None:
+        """Append the next N tokens without computing their output; they may end inside a chunk.
+
+        lengths: number of new tokens of each batch entry, as in `attend`.
+        """
         _, k, v = autocast(k, k, v)
-        self._check(None, k, v)
+        numbers = self._check(None, k, v, lengths)
         refuse_gradients(k, v)
-        if not k.shape[2]:
+        if numbers == 0:
             return
-        with self._as_before_on_error():
-            for portion in zip(k.split(_APPENDED_AT_ONCE, 2), v.split(_APPENDED_AT_ONCE, 2), strict=True):
-                held = self._take(*portion)
-                self._seen += portion[0].shape[2]
-                held.shrink(self._seen)
+        parts = self._split(k, v, numbers)
+        for cohort, number in parts:
+            if not number:
+                continue
+            new = (cohort.of(x, number).split(_APPENDED_AT_ONCE, 2) for x in (k, v))
+            with _naming(cohort.entries, len(k)):
+                for some_k, some_v in zip(*new, strict=True):
+                    cohort.held.append(some_k, some_v, cohort.seen)
+                    cohort.seen += some_k.shape[2]
+                    cohort.held.shrink(cohort.seen)
+        self._cohorts = [cohort for cohort, _ in parts]
 
-    def crop(self, num_tokens: int) -> None:
+    def crop(self, num_tokens: int | Int64[Tensor, " B"]) -> None:
         """Remove all tokens except the first `num_tokens`, as if the removed tokens had not been appended.
 
-        Raises ValueError, and changes nothing, for more tokens than were seen, if a remaining token sees the key of a
-        removed one, and if queries from position num_tokens may see evicted keys. Removing at most `undo` tokens always
-        works at the end of a chunk.
+        num_tokens: one number for all batch entries, or a tensor with a number for each, such as drafts that were
+        accepted in part. Raises ValueError, and changes nothing, for more tokens than were seen, if a remaining token
+        sees the key of a removed one, and if queries from position num_tokens may see evicted keys. Removing at most
+        `undo` tokens always works at the end of a chunk.
         """
-        require_int("num_tokens", num_tokens, minimum=0, maximum=self._seen)
-        if self._held is None:
-            return
-        if num_tokens < self._seen:
-            self._reader.check_crop(num_tokens)
-        self._held.take_back(num_tokens, self._seen)
-        self._seen = num_tokens
+        seen = self._seen()
+        if isinstance(num_tokens, Tensor):
+            numbers = _integers("num_tokens", num_tokens, seen if self._cohorts else [0] * num_tokens.numel())
+        else:
+            most = min((cohort.seen for cohort in self._cohorts), default=0)
+            numbers = require_int("num_tokens", num_tokens, minimum=0, maximum=most)
+        parts = [part for cohort in self._cohorts for part in cohort.split(numbers)]
+        for cohort, number in parts:
+            with _naming(cohort.entries, len(seen)):
+                self._check_crop(cohort, number)
+                cohort.crop(number)
+        self._cohorts = [cohort for cohort, _ in parts]
 
     def select(self, entries: Int64[Tensor, " C"]) -> None:
         """Keep only these batch entries (indices), in this order; indices may repeat, as after a step of beam search.
@@ -203,52 +265,122 @@ class KVCache:
         """
         if not isinstance(entries, Tensor) or entries.dtype not in (torch.int32, torch.int64) or entries.dim() != 1:
             raise TypeError(f"entries must be a tensor of integers of shape (C,); got {entries!r:.80}")
-        if self._held is None:
+        if not self._cohorts:
             return
-        batch = self._held.keys.shape[0]
-        if not len(entries) or int(entries.min()) < 0 or int(entries.max()) >= batch:
+        batch, chosen = len(self._seen()), entries.tolist()
+        if not chosen or min(chosen) < 0 or max(chosen) >= batch:
             raise ValueError(
-                f"entries must name at least one batch entry, each between 0 and {batch - 1}; got {entries.tolist()}"
+                f"entries must name at least one batch entry, each between 0 and {batch - 1}; got {chosen}"
             )
-        self._held.select(entries.long())
+        self._cohorts = [part for cohort in self._cohorts for part in cohort.chosen(chosen)]
 
-    def held(self) -> tuple[Int64[Tensor, " M"], Float[Tensor, "B G M D"], Float[Tensor, "B G M E"]]:
+    def join(self, other: KVCache) -> None:
+        """Append the batch entries of another cache, such as new requests to those that are being decoded.
+
+        They keep their positions, and come after the entries of this cache. other: a cache that was made with equal
+        arguments, and whose tokens have the heads, head dims, dtype and device of those in this cache; its keys are
+        copied, and it does not change. Raises TypeError or ValueError, and changes nothing, for another cache.
+
+        >>> running, new = (fd.KVCache(masks.local_window(left=127, right=0), num_heads=4) for _ in range(2))
+        >>> running.append(*torch.randn(2, 3, 4, 100, 64))
+        >>> new.append(*torch.randn(2, 1, 4, 30, 64))
+        >>> running.join(new)
+        >>> running.positions
+        tensor([100, 100, 100,  30])
+        """
+        if type(other) is not type(self):
+            raise TypeError(f"join takes another {type(self).__name__}; got {type(other).__name__}")
+        ours, theirs = self._arguments(), other._arguments()
+        unequal = [name for name, value in ours.items() if value != theirs[name]]
+        if unequal:
+            raise ValueError(f"join takes a cache that was made with equal arguments; got another {unequal[0]}")
+        if self._cohorts and other._cohorts:
+            held, new = (cache._cohorts[0].held.traits for cache in (self, other))
+            if held != new:
+                raise ValueError(f"join takes a cache whose tokens match those in this one, {held}; got {new}")
+        batch = len(self._seen())
+        cohorts = [*self._cohorts, *(cohort.moved(batch) for cohort in other._cohorts)]
+        self._cohorts = [cohort for cohort in cohorts if cohort.entries]  # without that of an empty batch
+
+    def held(
+        self, entry: int | None = None
+    ) -> tuple[Int64[Tensor, " M"], Float[Tensor, "B G M D"], Float[Tensor, "B G M E"]]:
         """(positions, keys, values) of the M tokens in the cache, in ascending order of position.
 
-        positions are on the CPU; keys and values are views of the cache's buffers. Raises ValueError before the first
-        token, when sizes are unknown.
+        positions are on the CPU; keys and values are views of the cache's buffers. entry: index of a batch entry, whose
+        keys and values are returned with batch 1; None for the whole batch. Raises ValueError before the first token,
+        when sizes are unknown, and for the whole batch if its entries differ in their positions, or did: they may then
+        hold different tokens.
         """
-        if self._held is None:
+        if not self._cohorts:
             raise ValueError("a cache that has seen no tokens holds no keys")
-        held = self._held
+        if entry is None and len(self._cohorts) > 1:
+            raise ValueError(
+                "held() needs the index of a batch entry, cache.held(0), once entries were given different lengths or "
+                f"crops, or have joined; got entries that have seen {self._seen()} tokens"
+            )
+        cohort, rows = self._cohorts[0], slice(None)
+        if entry is not None:
+            require_int("entry", entry, minimum=0, maximum=len(self._seen()) - 1)
+            cohort = next(cohort for cohort in self._cohorts if entry in cohort.entries)
+            rows = slice(place := cohort.entries.index(entry), place + 1)
+        held = cohort.held
         positions = [torch.arange(run.first, run.stop) for run in held.runs]
         slots = slice(0, held.num_used)
-        return torch.cat([torch.arange(0), *positions]), held.keys[:, :, slots], held.values[:, :, slots]
+        return torch.cat([torch.arange(0), *positions]), held.keys[rows, :, slots], held.values[rows, :, slots]
 
-    @contextmanager
-    def _as_before_on_error(self) -> Iterator[None]:
-        """Context manager that restores the cache if its body raises.
+    def _seen(self) -> list[int]:
+        """Number of tokens seen by each batch entry; [] before the first tokens."""
+        seen = {entry: cohort.seen for cohort in self._cohorts for entry in cohort.entries}
+        return [seen[entry] for entry in range(len(seen))]
 
-        It copies no keys, because appending writes only to slots after the held keys, or to new buffers.
+    def _split(self, k: Tensor, v: Tensor, numbers: int | Sequence[int]) -> list[tuple[Cohort, int]]:
+        """Return copies of the cohorts, split such that all entries of one get equally many new tokens of k and v.
+
+        numbers: as from `_check`. Each cohort comes with its number of new tokens. A call changes these copies, and
+        stores them at its end, so a call that raises changes nothing. They share the buffers: appending writes only to
+        slots after the held keys, or to new buffers.
         """
-        before = None if self._held is None else self._held.snapshot(), self._seen
-        try:
-            yield
-        except BaseException:
-            self._held, self._seen = before
-            raise
+        if self._cohorts:
+            return [part for cohort in self._cohorts for part in cohort.split(numbers)]
+        options = {"capacity": self.capacity, "undo": self.undo}
+        groups = {numbers: range(len(k))} if isinstance(numbers, int) else grouped(numbers)
+        return [
+            (Cohort(tuple(entries), HeldKeys(k[: len(entries)], v[: len(entries)], self._keeping, **options)), number)
+            for number, entries in groups.items()
+        ]
 
-    def _take(self, k: Tensor, v: Tensor) -> HeldKeys:
-        """Append the next tokens' keys and values, and return the buffer; the caller must update `_seen`."""
-        if self._held is None:
-            self._held = HeldKeys(k, v, self._keeping, capacity=self.capacity, undo=self.undo)
-        self._held.append(k, v, self._seen)
-        return self._held
+    def _advance(self, cohort: Cohort, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None) -> Tensor:
+        """Append the next tokens of a cohort, and return their output."""
+        if not q.shape[2]:
+            return v.new_zeros(*q.shape[:3], v.shape[3])
+        cohort.held.append(k, v, cohort.seen)
+        out, lse = self._compute(q, cohort)
+        if sinks is not None:
+            out, _ = with_sinks(out, lse, sinks)
+        cohort.seen += q.shape[2]
+        if q.shape[2] > MOST_ROWS:
+            cohort.held.shrink(cohort.seen)
+        return out.to(q.dtype)
 
-    def _compute(self, q: Tensor, held: HeldKeys) -> tuple[Tensor, Tensor]:
-        return self._reader.attend(q, held.keys, held.values, first=self._seen, held=held)
+    def _compute(self, q: Tensor, cohort: Cohort) -> tuple[Tensor, Tensor]:
+        """Return (output, lse) of the next queries of a cohort, whose keys are appended but not yet counted as seen."""
+        held = cohort.held
+        return self._reader.attend(q, held.keys, held.values, first=cohort.seen, held=held)
 
-    def _check(self, q: Tensor | None, k: Tensor, v: Tensor) -> None:
+    def _check_crop(self, cohort: Cohort, num_tokens: int) -> None:
+        """Raise ValueError if a token that a crop leaves sees the key of a removed one."""
+        if num_tokens < cohort.seen:
+            self._reader.check_crop(num_tokens)
+
+    def _arguments(self) -> dict[str, Any]:
+        """Arguments of the cache by name."""
+        names, reader = ("pattern", "num_heads", "capacity", "undo", "engine"), self._reader
+        where = {"head_offset": reader.head_offset, "num_heads_global": reader.num_heads_global}
+        return {name: getattr(self, name) for name in names} | {"scale": reader.scale} | where
+
+    def _check(self, q: Tensor | None, k: Tensor, v: Tensor, lengths: Tensor | None) -> int | list[int]:
+        """Check the arguments of a call; return the number of new tokens of each batch entry, or one number for all."""
         for name, x in (("k", k), ("v", v)):  # without q, errors must not mention it
             if not isinstance(x, Tensor):
                 raise TypeError(f"{name} must be a tensor; got {type(x).__name__}")
@@ -260,11 +392,53 @@ class KVCache:
             )
         if self.num_heads % k.shape[1]:
             raise ValueError(f"num_heads={self.num_heads} must be a multiple of the key/value heads; got {k.shape[1]}")
-        if self._held is not None:
-            self._held.check_continues(k, v)
-        self._reader.check_tokens(range(self._seen, self._seen + k.shape[2]))
+        seen = self._seen()
+        if self._cohorts:
+            self._cohorts[0].held.check_continues(k, v, batch=len(seen))
+        numbers = [k.shape[2]] * k.shape[0]
+        if lengths is not None:
+            numbers = _integers("lengths", lengths, numbers)
+        for (first, number), entries in grouped(zip(seen or [0] * len(numbers), numbers, strict=True)).items():
+            with _naming(entries, len(numbers)):
+                self._reader.check_tokens(range(first, first + number))
+                if q is not None and number:
+                    self._reader.check_end(first, number)
+        if lengths is None:
+            return k.shape[2]
+        return numbers if any(numbers) else 0
 
     def __repr__(self) -> str:
         own = f"{shortened(repr(self.pattern), _SHOWN)}, num_heads={self.num_heads}, engine={self.engine!r}"
-        held = f"{self._seen:,} tokens seen, {self.num_kept:,} keys kept in {bytes_text(self.nbytes)}"
+        seen = sorted(set(self._seen())) or [0]
+        tokens = f"{seen[0]:,} tokens" if len(seen) == 1 else f"{seen[0]:,} to {seen[-1]:,} tokens"
+        held = f"{tokens} seen, {self.num_kept:,} keys kept in {bytes_text(self.nbytes)}"
         return f"{type(self).__name__}({own}: {held})"
+
+
+def _integers(name: str, value: object, most: Sequence[int]) -> list[int]:
+    """Return the numbers in a tensor of integers, one for each batch entry, from 0 to the entry's number in `most`.
+
+    name: that of the argument, for errors. Raises TypeError or ValueError for another value.
+    """
+    if not isinstance(value, Tensor) or value.dtype not in (torch.int32, torch.int64):
+        raise TypeError(f"{name} must be a tensor of integers, one for each batch entry; got {value!r:.80}")
+    if value.shape != (len(most),):
+        raise ValueError(
+            f"{name} must have shape ({len(most)},), a number for each batch entry; got {tuple(value.shape)}"
+        )
+    return [
+        require_int(f"{name}[{entry}]", number, minimum=0, maximum=limit)
+        for entry, (number, limit) in enumerate(zip(value.tolist(), most, strict=True))
+    ]
+
+
+@contextmanager
+def _naming(entries: Sequence[int], batch: int) -> Iterator[None]:
+    """Context manager that names these batch entries in its ValueErrors, unless they are the whole batch."""
+    try:
+        yield
+    except ValueError as error:
+        if len(entries) == batch:
+            raise
+        named = f"batch {'entry' if len(entries) == 1 else 'entries'} {', '.join(map(str, entries))}"
+        raise ValueError(f"{named}: {error}") from error

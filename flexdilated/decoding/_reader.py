@@ -56,7 +56,7 @@ class Reader:
         # Checks the head counts; `bind` would also check a number of tokens, which is unknown yet.
         Bound(pattern, 1, 1, num_heads, head_offset, total, 0, 0, 1)
         self.num_heads, self.engine = num_heads, engine
-        self._head_offset, self._num_heads_global = head_offset, total
+        self.head_offset, self.num_heads_global = head_offset, total
         self.scale = None if scale is None else resolve_scale(scale, head_dim=1)
         where = {"num_heads": num_heads, "head_offset": head_offset, "num_heads_global": total}
         self.ends = _ends_of(pattern, _sources(branch_rules(pattern, **where)))
@@ -81,7 +81,7 @@ class Reader:
         limit = self.ends.next(end)
         return None if limit == end else seen_ahead(self.sources, range(first, end), range(end, limit))
 
-    def _check_end(self, first: int, number: int) -> None:
+    def check_end(self, first: int, number: int) -> None:
         """Raise ValueError if one of the `number` queries from position `first` on sees a key after the last query."""
         pair = self._pair_across(first, end := first + number)
         if pair is not None:
@@ -114,9 +114,8 @@ class Reader:
         """Return (output, natural log-sum-exp of the scores) of the queries q.
 
         first: position of the first query; the next ones follow. k, v: the buffers of `held`, which maps positions to
-        their S slots (indices along the token dim). Raises ValueError if a query sees a key after the last query.
+        their S slots (indices along the token dim). No query may see a key after the last query: see `check_end`.
         """
-        self._check_end(first, q.shape[2])
         compute = self._rows if q.shape[2] <= MOST_ROWS else self._chunk
         return compute(q, k, v, first, held)
 
@@ -168,8 +167,8 @@ class Reader:
             self.pattern.text,
             q_offset=first - shift,
             k_offset=keys.start - shift,
-            head_offset=self._head_offset,
-            num_heads_global=self._num_heads_global,
+            head_offset=self.head_offset,
+            num_heads_global=self.num_heads_global,
         )
         how = {"score_mod": None, "sinks": None, "return_lse": True}
         engine = choose_engine(self.engine, q, k, v, self.pattern, first=call.first, **how)
@@ -182,8 +181,8 @@ def _check_pattern(pattern: Pattern | Mixture) -> None:
     require_expression(pattern)
     if names(pattern):
         raise ValueError(
-            "a cache needs a pattern without run-time tensors, as these cover the tokens of one call only; "
-            "samples at different positions, in keys that you hold, take fd.attend(q, k, v, pattern, q_offset=starts); "
+            "a cache needs a pattern without run-time tensors, as these cover the tokens of one call only; for batch "
+            "entries of different lengths write cache.attend(q, k, v, lengths=lengths); "
             f"got one with {', '.join(map(repr, names(pattern)))}"
         )
     if pattern.pads:

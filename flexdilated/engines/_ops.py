@@ -137,12 +137,13 @@ def functions_in(constants: str) -> object:
     return [kept_functions(text) for text in constants.split("\n")[1:]]
 
 
-def set_gradient(op: CustomOpDef, backward_op: CustomOpDef, *, refusal: str, over_ranks: bool = False) -> None:
+def set_gradient(op: CustomOpDef, backward_op: CustomOpDef, *, refusal: str | None, over_ranks: bool = False) -> None:
     """Register `backward_op` as the gradient of `op`; a second derivative raises RuntimeError(refusal).
 
     op: (q, k, v, sinks, bindings, *options) -> (out, lse, *kept). bindings: run-time tensors, which get no gradient;
     `kept`: tensors for the backward only; the first option is the text of the call's constants.
     backward_op: (grad_out, grad_lse, q, k, v, out, lse, *kept, bindings, *options) -> (dq, dk, dv).
+    refusal: None for a backward_op that has a gradient itself.
     over_ranks: run the backward even without an incoming gradient, as other ranks wait for data from this one.
     """
 
@@ -168,7 +169,8 @@ def set_gradient(op: CustomOpDef, backward_op: CustomOpDef, *, refusal: str, ove
         return *grads, grad_sinks, *without
 
     op.register_autograd(backward, setup_context=remember)
-    backward_op.register_autograd(refuse(refusal))
+    if refusal is not None:
+        backward_op.register_autograd(refuse(refusal))
 
 
 @contextmanager

@@ -157,13 +157,13 @@ class LongNetBackbone(Pretrained):
         A `LongNet` returns logits (B, N, vocab_size) of the next tokens, or features if it has no vocabulary.
         key_padding_mask: True for tokens to which no token may attend; pad on the right, because positions count from
         the first token; with a mesh it is the mask of the whole sequence. caches: from `new_caches`; `tokens`, without
-        padding, then continue the sequences of earlier calls with these caches; None for no earlier tokens. memory: the
-        sequence to which every token also attends, in a model with memory_dim; None in a model without.
-        memory_padding_mask: True for tokens of the memory to which no token may attend. A mask None means no padding.
-        bindings: values of the run-time tensors that the pattern of the configuration names, for the whole sequence, as
-        in `attend`. Raises ValueError or TypeError for inputs of other shapes, on another device, or, without autocast,
-        of another dtype than the model's, and for a token outside the vocabulary; on an accelerator, and in a compiled
-        graph, such a token causes the device's own error.
+        padding, then continue the sequences of earlier calls with these caches, each from its own position; None for no
+        earlier tokens. memory: the sequence to which every token also attends, in a model with memory_dim; None in a
+        model without. memory_padding_mask: True for tokens of the memory to which no token may attend. A mask None
+        means no padding. bindings: values of the run-time tensors that the pattern of the configuration names, for the
+        whole sequence, as in `attend`. Raises ValueError or TypeError for inputs of other shapes, on another device,
+        or, without autocast, of another dtype than the model's, and for a token outside the vocabulary; on an
+        accelerator, and in a compiled graph, such a token causes the device's own error.
         """
         if caches is not None and key_padding_mask is not None:
             raise ValueError("a call with caches takes no key_padding_mask: give tokens without padding")
@@ -225,15 +225,16 @@ class LongNetBackbone(Pretrained):
         padding: `forward`'s key_padding_mask. memory: from `read`. Other arguments as in `forward`.
         """
         self._check(tokens)
-        self._check_caches(caches)
+        seen = self._check_caches(caches, tokens.shape[0])
         num_tokens = tokens.shape[1]
         layout = None if caches else self._layout(num_tokens, tokens.device)
-        first = caches[0].num_tokens if caches else 0
+        first = max(seen, default=0)
         if self.over_ranks is not None:
             num_tokens = self.over_ranks.sharding_of(num_tokens).num_tokens
             positions, x = self.over_ranks.positions(tokens.shape[1], tokens.device), tokens
         elif layout is None:
-            positions, x = torch.arange(first, first + num_tokens, device=tokens.device), tokens
+            starts = first if len(set(seen)) < 2 else torch.tensor(seen, device=tokens.device)[:, None]
+            positions, x = starts + torch.arange(num_tokens, device=tokens.device), tokens
         else:
             positions, x = layout.positions(tokens.device), layout.apply(tokens, dim=1)
         self.config.check_num_tokens(first + num_tokens)
@@ -276,8 +277,8 @@ class LongNetBackbone(Pretrained):
     def _embedded(self, x: Tensor, positions: Tensor) -> Tensor:
         """Input (B, N, E) of the first block: token ids are embedded, embedded inputs used unchanged.
 
-        Learned positions are added if the model has them, then dropout is applied. positions: (N,). Raises ValueError
-        for a token outside the vocabulary.
+        Learned positions are added if the model has them, then dropout is applied. positions: (N,), or (B, N) if they
+        differ between sequences. Raises ValueError for a token outside the vocabulary.
         """
         if self.embedding is not None:
             try:
@@ -353,18 +354,23 @@ class LongNetBackbone(Pretrained):
                 f"model with {self.over_ranks}"
             )
 
-    def _check_caches(self, caches: Sequence[KVCache] | None) -> None:
+    def _check_caches(self, caches: Sequence[KVCache] | None, batch: int) -> list[int]:
+        """Return the number of tokens that the caches have seen of each sequence; [] if they have seen none."""
         if caches is None:
-            return
+            return []
         self._check_one_rank("a call with caches")
         if not isinstance(caches, Sequence) or not all(isinstance(cache, KVCache) for cache in caches):
             raise TypeError(f"caches must be a sequence of KVCache, as new_caches makes them; got {caches!r:.80}")
-        seen = [cache.num_tokens for cache in caches]
-        if len(seen) != len(self.blocks) or len(set(seen)) > 1:
+        seen = [cache._seen() for cache in caches]
+        if len(seen) != len(self.blocks) or any(each != seen[0] for each in seen):
+            numbers = [each[0] if len(set(each)) == 1 else each or 0 for each in seen]
             raise ValueError(
                 f"caches must hold one cache for each of the {len(self.blocks)} blocks, with equal numbers of tokens; "
-                f"got {len(seen)} with {seen} tokens"
+                f"got {len(seen)} with {numbers} tokens"
             )
+        if seen[0] and len(seen[0]) != batch:
+            raise ValueError(f"the input must have the batch of the caches, {len(seen[0])}; got batch {batch}")
+        return seen[0]
 
     def extra_repr(self) -> str:
         way = f"{engine_text(self.config.engine)}{ranks_text(self.over_ranks)}"

@@ -244,7 +244,7 @@ def _joined(out: Float[Tensor, "B H N D"], inner_norm: nn.Module | None) -> Floa
     return x if inner_norm is None else inner_norm(x)
 
 
-RotaryTable = tuple[Float[Tensor, "N D"], Float[Tensor, "N D"]]
+RotaryTable = tuple[Float[Tensor, "*batch N D"], Float[Tensor, "*batch N D"]]
 
 _GAMMA = 0.4  # as in xPos
 
@@ -253,7 +253,7 @@ class Turns(NamedTuple):
     """Rotary table and xPos factors (`decay`; None without xPos), computed once for all layers of a forward pass."""
 
     table: RotaryTable
-    decay: Float[Tensor, "N 1 D"] | None = None
+    decay: Float[Tensor, "*batch N 1 D"] | None = None
 
     def apply(
         self, qk: Float[Tensor, "B N HG D"], num_heads: int, kv_heads: int
@@ -267,7 +267,7 @@ class Turns(NamedTuple):
         return (q * self.decay).to(q.dtype), (k / self.decay).to(k.dtype)
 
 
-def turns(config: LongNetConfig, positions: Int64[Tensor, " N"], dtype: torch.dtype) -> Turns | None:
+def turns(config: LongNetConfig, positions: Int64[Tensor, "*batch N"], dtype: torch.dtype) -> Turns | None:
     """Rotary and xPos factors at these positions; None for a model with neither.
 
     xPos multiplies queries by ζ^(n/s - c) and divides keys by it, where ζ < 1 is a factor of each pair of channels, n
@@ -281,12 +281,14 @@ def turns(config: LongNetConfig, positions: Int64[Tensor, " N"], dtype: torch.dt
         return Turns(table)
     pairs = torch.arange(0, config.head_dim, 2, device=positions.device, dtype=torch.float64) / config.head_dim
     exponents = positions.double() / config.xpos_scale - XPOS_SPAN / 2
-    decay = ((pairs + _GAMMA) / (1 + _GAMMA)) ** exponents[:, None, None]
+    decay = ((pairs + _GAMMA) / (1 + _GAMMA)) ** exponents[..., None, None]
     return Turns(table, torch.cat((decay, decay), dim=-1).to(table[0].dtype))
 
 
-def rotary_table(positions: Int64[Tensor, " N"], *, head_dim: int, base: float, dtype: torch.dtype) -> RotaryTable:
-    """Return (cosines, signed sines), each (N, D), by which `rotate` rotates channels i and i + D/2 as a pair.
+def rotary_table(
+    positions: Int64[Tensor, "*batch N"], *, head_dim: int, base: float, dtype: torch.dtype
+) -> RotaryTable:
+    """Return (cosines, signed sines), each (*batch, N, D), by which `rotate` rotates channels i and i + D/2 as a pair.
 
     The angle of pair i, from 0 to D/2 - 1, is position * base^(-2i/D) radians.
 
@@ -295,12 +297,12 @@ def rotary_table(positions: Int64[Tensor, " N"], *, head_dim: int, base: float, 
     Source: RoFormer, arXiv 2104.09864, eq. 34, with the two channels of a pair half a head apart.
     """
     exponents = torch.arange(0, head_dim, 2, device=positions.device, dtype=torch.float64) / head_dim
-    angles = positions.double()[:, None] * base**-exponents
+    angles = positions.double()[..., None] * base**-exponents
     cos, sin = (part.to(torch.promote_types(dtype, torch.float32)) for part in (angles.cos(), angles.sin()))
     return torch.cat((cos, cos), dim=-1), torch.cat((-sin, sin), dim=-1)
 
 
 def rotate(x: Float[Tensor, "B N H D"], table: RotaryTable) -> Float[Tensor, "B N H D"]:
     """Rotate the channels of every head by a table from `rotary_table`; computed in its dtype, returned in x's."""
-    cos, signed_sin = (part[:, None, :] for part in table)
+    cos, signed_sin = (part.unsqueeze(-2) for part in table)
     return torch.addcmul(x * cos, x.roll(x.shape[-1] // 2, dims=-1), signed_sin).to(x.dtype)

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from .._attend import attend
 from .._validate import resolve_scale, run_time_tensors
-from ..decoding import KVCache
+from ..decoding import Cohort, KVCache
 from ..engines import merge
 from ..masks import Pattern, causal, selected_blocks
 from ..masks.attended import RowSource
@@ -267,53 +267,41 @@ class SelectedCache(KVCache):
         self._keeping = [RowSource(causal(), 0, 1)]
         self.selector, self._beyond, self._biased = selector, beyond, biased
 
-    def reset(self) -> None:
-        """Forget all tokens, and the sizes, dtype and device that they set."""
-        super().reset()
-        self._running: Running | None = None
+    def _check_crop(self, cohort: Cohort, num_tokens: int) -> None:
+        """Raise ValueError as `KVCache` does, and for a position inside a row (query block) that is not the last."""
+        self._require_row(cohort, num_tokens, "crop to where a query block begins, or within the last one")
+        super()._check_crop(cohort, num_tokens)
 
-    @property
-    def nbytes(self) -> int:
-        """Bytes of the buffers of keys and values, unused slots included, and of the pools."""
-        return super().nbytes + (0 if self._running is None else self._running.nbytes)
+    def _arguments(self) -> dict[str, Any]:
+        return super()._arguments() | {"selector": self.selector, "gradient": self._biased}
 
-    def crop(self, num_tokens: int) -> None:
-        """Remove all tokens except the first `num_tokens`, as `KVCache.crop` does.
-
-        Also raises ValueError for a position inside a row (block of queries) that is not the last.
-        """
-        require_int("num_tokens", num_tokens, minimum=0, maximum=self._seen)
-        self._require_row(num_tokens, "crop to where a query block begins, or within the last one")
-        super().crop(num_tokens)
-        self._running = None if self._running is None else self._running.cut(num_tokens)
-
-    def select(self, entries: Int64[Tensor, " C"]) -> None:
-        """Select batch entries by index, in this order, as `KVCache.select` does; indices may repeat."""
-        super().select(entries)
-        self._running = None if self._running is None else self._running.select(entries)
-
-    def _require_row(self, position: int, instead: str) -> None:
-        if not knows_row(self.selector, self._running, position):
+    def _require_row(self, cohort: Cohort, position: int, instead: str) -> None:
+        if not knows_row(self.selector, _running(cohort), position):
             raise ValueError(
                 "queries of a query block use the selection of its first query, which a cache keeps for the last block "
                 f"only: {instead}; got position {position}, query_block={self.selector.query_block}"
             )
 
-    def _compute(self, q: Tensor, held: Any) -> tuple[Tensor, Tensor]:
-        self._require_row(self._seen, "append whole query blocks")
-        tokens = slice(0, held.num_used)
-        k, v = held.keys[:, :, tokens], held.values[:, :, tokens]
+    def _compute(self, q: Tensor, cohort: Cohort) -> tuple[Tensor, Tensor]:
+        self._require_row(cohort, cohort.seen, "append whole query blocks")
+        tokens = slice(0, cohort.held.num_used)
+        k, v = cohort.held.keys[:, :, tokens], cohort.held.values[:, :, tokens]
         scale = resolve_scale(self._reader.scale, q.shape[-1])
         with torch.no_grad():
-            blocks, scores, running = advance(self.selector, self._running, q, k, scale)
-            options = {"scale": scale, "q_offset": self._seen, "engine": self.engine}
+            blocks, scores, cohort.state = advance(self.selector, _running(cohort), q, k, scale)
+            options = {"scale": scale, "q_offset": cohort.seen, "engine": self.engine}
             reading = TableAttention.of(self.selector, self._beyond, self.selector.within, None, **options)
             out, lse = reading.chosen(q, k, v, blocks, scores if self._biased else None)
             if self.selector.always is not None:
-                kept, kept_lse = super()._compute(q, held)
+                kept, kept_lse = super()._compute(q, cohort)
                 out, lse = merge([(out, lse), (kept.to(lse.dtype), kept_lse)])
-        self._running = running
         return out, lse
+
+
+def _running(cohort: Cohort) -> Running | None:
+    """State of the selector after the cohort's tokens; None before the first call of `attend`."""
+    assert cohort.state is None or isinstance(cohort.state, Running)
+    return cohort.state
 
 
 def _check(selector: BlockSelector, num_heads: int) -> None:

@@ -174,6 +174,11 @@ def test_caches_that_do_not_fit() -> None:
     caches[0].reset()
     with pytest.raises(ValueError, match=r"got 2 with \[0, 23\] tokens"):
         model(prompt_of(), caches=caches)
+    with torch.no_grad():
+        model(prompt_of(), caches=(caches := model.new_caches()))
+    caches[1].crop(torch.tensor([23, 5]))
+    with pytest.raises(ValueError, match=r"got 2 with \[23, \[23, 5\]\] tokens"):
+        model(prompt_of(), caches=caches)
     with pytest.raises(ValueError, match=r"call it under torch.no_grad\(\)"):
         model(prompt_of(), caches=model.new_caches())
 

@@ -87,7 +87,7 @@ def test_what_is_evicted_is_never_seen(data: st.DataObject) -> None:
     cache = fd.KVCache(case.twin.pattern, num_heads=case.num_heads)
     cache.append(k[:, :, : query + 1], v[:, :, : query + 1])
     with tiny_sizes(page=data.draw(st.integers(1, 6)), least_slots=1, rows=1):
-        kept = [position for run in cache._held.visible(query + 1) for position in run]
+        kept = [position for run in cache._cohorts[0].held.visible(query + 1) for position in run]
     evicted = sorted(set(range(query + 1)) - set(kept))
     assert not case.counts()[:, query + 1 :, evicted].any()
 

@@ -67,8 +67,8 @@ def test_chunks_and_steps_are_one_pass(gradient: str, case: Case, data) -> None:
         seen += chunk[0].shape[2]
         assert cache.num_tokens == seen == cache.num_kept
         row = (seen - 1) // own.query_block
-        assert cache._running.blocks[:, :, 0].equal(found.blocks[:, :, row])
-        assert all(pool.shape[2] == -(-seen // own.block) for pool in cache._running.pools)
+        assert cache._cohorts[0].state.blocks[:, :, 0].equal(found.blocks[:, :, row])
+        assert all(pool.shape[2] == -(-seen // own.block) for pool in cache._cohorts[0].state.pools)
     assert_close(torch.cat(outs, 2), whole)
 
 
@@ -144,7 +144,7 @@ def test_pools_of_full_blocks_are_not_made_again() -> None:
         cache.attend(*(x[:, :, :39] for x in (q, k, k)))
         cache.held()[1][:, :, spoilt] = 100.0 * q[:, :, 40:]
         cache.attend(*(x[:, :, 39:] for x in (q, k, k)))
-        assert cache._running.blocks.equal(expected) == equal
+        assert cache._cohorts[0].state.blocks.equal(expected) == equal
 
 
 def test_a_call_that_raises_leaves_the_cache_as_it_was() -> None:
@@ -185,3 +185,36 @@ def test_what_a_cache_refuses() -> None:
     with pytest.raises(ValueError, match="a cache cannot use future_in_choice=True"):
         cache(query_block=8, query_summary="first", coarse=coarse)
     cache(scorer=Gate(4), always=masks.local_window(left=3, right=0))
+
+
+@settings(max_examples=8)
+@given(case=sequences(), data=st.data())
+def test_entries_at_different_positions(case: Case, data: st.DataObject) -> None:
+    """Lengths, crops and joins of whole query blocks: each entry chooses and computes what one pass of it does."""
+    q, k, tokens = case.q[:1], case.k[:1], case.q.shape[2]
+    rows = [case.selector.query_block] + [own.query_block for own in [case.selector.coarse] if own is not None]
+    begins = st.sampled_from([at for at in range(tokens + 1) if not any(at % side for side in rows)])
+    whole = fd.SelectedAttention(case.selector)(q, k, k, enable_gqa=True)
+
+    def begun(batch: int) -> fd.KVCache:
+        cache, lengths = cache_of(case), data.draw(st.lists(begins, min_size=batch, max_size=batch), label="lengths")
+        out = cache.attend(*(x.expand(batch, -1, -1, -1) for x in (q, k, k)), lengths=torch.tensor(lengths))
+        for row, length in zip(out, lengths, strict=True):
+            assert_close(row[:, :length], whole[0, :, :length])
+        return cache
+
+    cache = begun(3)
+    assume(len(cache.positions))
+    cache.crop(torch.tensor([data.draw(begins.filter(lambda at, most=most: at <= most)) for most in cache.positions]))
+    cache.join(begun(1))
+    cache.select(torch.tensor(data.draw(st.permutations(range(len(cache.positions))))))
+    starts = cache.positions.tolist()
+    rest = [torch.cat([x[:, :, at:], x[:, :, :at]], 2) for x in (q, k) for at in starts]
+    new_q, new_k = torch.cat(rest[: len(starts)]), torch.cat(rest[len(starts) :])
+    out = cache.attend(new_q, new_k, new_k, lengths=tokens - torch.tensor(starts))
+    for row, at in zip(out, starts, strict=True):
+        assert_close(row[:, : tokens - at], whole[0, :, at:])
+    assert set(cache.positions.tolist()) == {tokens}
+    other = fd.BlockSelector(**(case.options | {"choose": fd.TopK(7)}))
+    with pytest.raises(ValueError, match="equal arguments; got another selector"):
+        cache.join(fd.SelectedAttention(other).cache(num_heads=q.shape[1]))

@@ -30,7 +30,7 @@ def checked_on_import(modules: Sequence[str]) -> Iterator[None]:
 
 
 def _checked(fn: Any = None, *, typechecker: Callable[[Any], Any]) -> Any:
-    """In the place of `jaxtyped`; generators are left to it."""
+    """In the place of `jaxtyped`; generators are left to it. A graph has none of the checks."""
     if fn is None:
         return partial(_checked, typechecker=typechecker)
     if inspect.isclass(fn):
@@ -38,18 +38,24 @@ def _checked(fn: Any = None, *, typechecker: Callable[[Any], Any]) -> Any:
             fn.__init__ = _checked(fn.__init__, typechecker=typechecker)
         return fn
     if inspect.isgeneratorfunction(fn):
-        return jaxtyped(fn, typechecker=typechecker)
-    checked, has_axes, calls = typechecker(fn), any(map(_has_shape, fn.__annotations__.values())), count()
+        return _outside_of_graphs(fn, jaxtyped(fn, typechecker=typechecker))
+    checked, has_axes = typechecker(fn), any(map(_has_shape, fn.__annotations__.values()))
+    calls = count()
 
-    @wraps(fn)
     def call(*args: Any, **kw: Any) -> Any:
-        if torch.compiler.is_compiling():  # which traces no counter on torch 2.11
-            return fn(*args, **kw)
         number = next(calls)
         if number >= _FIRST and number % _EVERY:
             return fn(*args, **kw)
         with jaxtyped("context") if has_axes else nullcontext():
             return checked(*args, **kw)
+
+    return _outside_of_graphs(fn, call)
+
+
+def _outside_of_graphs(fn: Callable[..., Any], checked: Callable[..., Any]) -> Callable[..., Any]:
+    @wraps(fn)
+    def call(*args: Any, **kw: Any) -> Any:
+        return fn(*args, **kw) if torch.compiler.is_compiling() else checked(*args, **kw)
 
     return call
 

@@ -1,7 +1,8 @@
 """Engine "portable": runs the programs of engine flex by plain torch operations, with one gradient for all steps.
 
-The backward keeps only q, k, v, the output and its lse. A call without a score_mod is a custom op, so torch.compile can
-take it. A score_mod is a Python function, which ops cannot take, so calls with one run eagerly only.
+The backward keeps only q, k, v, the output and its lse. A call without a score_mod is a custom op. A score_mod is a
+Python function, which ops cannot take: eagerly such a call is an autograd function, and torch.compile traces its
+operations into the graph.
 """
 
 from __future__ import annotations
@@ -18,19 +19,18 @@ from torch import Tensor
 from .._call import Call, check_heads
 from .._dropout import Dropout, with_seed, without_seed
 from .._gather import merge_
-from .._merge import WholeRows, add_sinks, nothing, sinks_gradient, sum_dtype
-from .._ops import autograd_on, own_op, refuse, set_gradient
+from .._merge import WholeRows, add_sinks, merge, nothing, sinks_gradient, sum_dtype, with_sinks
+from .._ops import autograd_on, copies, functions_in, no_gradients, own_op, refuse, set_gradient
 from .._score_mod import ScoreMod, checked
-from ..kernels._portable import Scores, attention, captured_by, gradients
+from ..kernels._portable import Scores, Span, attention, captured_by, gradients, spans_in_graph
 from ._flex import entered, operands_of
-from ._flex_op import run_time_program, static_program
-from ._program import FlexProgram, FlexStep, tables_of
+from ._flex_op import run_time_program, run_time_tables, static_program, with_tables
+from ._program import FlexProgram, FlexStep, longest_lists, tables_of
+from ._traced import MAKERS, traced
 
 # B batch, H query heads, G key/value heads, N queries, M keys, D head dim of queries and keys, E of values
 
-_NO_SECOND = (
-    "the portable engine has no second derivative; for double backward use engine='reference' (dense, small inputs)"
-)
+_NO_THIRD = "the portable engine has no third derivative; engine='reference' has (dense, small inputs)"
 
 
 def portable(
@@ -53,7 +53,25 @@ def portable(
     if score_mod is None:
         tensors, p = with_seed(bindings, dropout)
         return portable_op(q, k, v, sinks, tensors, *call.arguments, scale, p)
+    if torch.compiler.is_compiling():
+        program, spans = traced("portable", q, k, bindings, call)
+        program = with_tables(program, run_time_tables(q, k, bindings, *call.arguments)) if bindings else program
+        return Portable(program, scale, score_mod, dropout, spans).forward(q, k, v, sinks, recorded=True)
     return run_with_score_mod(Portable(_program(call, q, bindings), scale, score_mod, dropout), q, k, v, sinks)
+
+
+def _to_trace(call: Call, q: Tensor, bindings: list[Tensor]) -> tuple[FlexProgram, tuple[tuple[Span, ...], ...]]:
+    """Return (program, spans of each step) for a graph, which cannot read the lengths of block lists from tables."""
+    program = MAKERS["program"](call, q, bindings)
+
+    def spans(step: FlexStep) -> tuple[Span, ...]:
+        longest = longest_lists(step.term, step.structure.sides)[0] if bindings else None
+        return spans_in_graph(step.mask, int(q.shape[0]) * len(step.term.heads), longest)
+
+    return program, tuple(map(spans, program.steps))
+
+
+MAKERS["portable"] = _to_trace
 
 
 def run_with_score_mod(
@@ -73,32 +91,46 @@ def _program(call: Call, q: Tensor, bindings: list[Tensor]) -> FlexProgram:
 
 @dataclass(frozen=True, eq=False)
 class Portable:
-    """A program with the options of one call: scale of the scores, score_mod and dropout."""
+    """A program with the options of one call: scale of the scores, score_mod and dropout.
+
+    spans: of each step, in a graph; None to read them from the steps' tables.
+    """
 
     program: FlexProgram
     scale: float
     score_mod: ScoreMod | None = None
     dropout: Dropout | None = None
+    spans: tuple[tuple[Span, ...], ...] | None = None
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None) -> tuple[Tensor, Tensor]:
-        """Return (out in the dtype of q, natural lse in float32 or wider), without autograd."""
+    def forward(
+        self, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, *, recorded: bool = False
+    ) -> tuple[Tensor, Tensor]:
+        """Return (out in the dtype of q, natural lse in float32 or wider).
+
+        recorded: True where autograd or a graph records the operations, of which otherwise some work in place.
+        """
         steps, wide = self.program.steps, sum_dtype(q)
         if not steps:
             out, lse = nothing(q, k, v, sinks)
             return out.contiguous(), lse
         operands, total = entered(self.program.enter, q.to(wide), k.to(wide), v.to(wide)), None
-        for step in steps:
+        for index, step in enumerate(steps):
             hidden, (slots, rows, start) = step.hidden, step.queries
-            out, lse = attention(step.mask, self._scores(step), *operands_of(step, tables_of(step), *operands))
+            own = operands_of(step, tables_of(step), *operands)
+            spans = None if self.spans is None else self.spans[index]
+            out, lse = attention(step.mask, self._scores(step), *own, spans, recorded=recorded)
             out, lse = hidden.clear_queries(out, dim=2), hidden.clear_queries(lse, dim=2, value=-torch.inf)
             lse = lse + log(step.structure.multiplicity)
             part = slots.put(out, rows, start, q.shape[2], 0.0), slots.put(lse, rows, start, q.shape[2], -torch.inf)
             if total is None:
                 total = part
+            elif recorded:
+                total = merge([total, part])
             else:
                 merge_(*total, *part)
         assert total is not None
-        out, lse = total if sinks is None else add_sinks(*total, sinks)
+        add = with_sinks if recorded else add_sinks
+        out, lse = total if sinks is None else add(*total, sinks)
         if self.program.enter is not None:
             slots, rows, start = self.program.enter[0]
             out, lse = (slots.put(x, rows, start, q.shape[2], 0.0) for x in (out, lse))
@@ -177,28 +209,75 @@ class _WithScoreMod(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
         q, k, v, sinks, out, lse, *captured = ctx.saved_tensors
-        whole = WholeRows(out, lse, *grads)
-        with torch.autocast(q.device.type, enabled=False), torch.no_grad():
-            found = ctx.run.backward(q, k, v, whole, captured)
-            of_sinks = None if sinks is None else sinks_gradient(sinks, whole)
-        found = [*found[:3], of_sinks, *found[3:]]
-        if torch.is_grad_enabled():  # create_graph=True
-            given = [x for x in ctx.saved_tensors if x is not None]
-            found = [x if x is None else _Final.apply(x, *grads, *given) for x in found]
-        return None, *found
+        found = _Gradients.apply(ctx.run, *grads, q, k, v, out, lse, *captured)
+        of_sinks = None if sinks is None else sinks_gradient(sinks, WholeRows(out, lse, *grads))
+        return None, *found[:3], of_sinks, *found[3:]
+
+
+class _Gradients(torch.autograd.Function):
+    """The gradient of `_WithScoreMod` for q, k, v and captured tensors, which itself has a gradient."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        run: Portable,
+        grad_out: Tensor,
+        grad_lse: Tensor,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        out: Tensor,
+        lse: Tensor,
+        *captured: Tensor,
+    ) -> tuple[Tensor, ...]:
+        ctx.save_for_backward(grad_out, grad_lse, q, k, v, out, lse, *captured)
+        ctx.run = run
+        with torch.autocast(q.device.type, enabled=False):
+            return run.backward(q, k, v, WholeRows(out, lse, grad_out, grad_lse), captured)
+
+    @staticmethod
+    def backward(ctx: Any, *incoming: Tensor) -> Any:
+        given, captured = ctx.saved_tensors[:7], ctx.saved_tensors[7:]
+        return None, *_second_gradients(ctx.run, given, captured, incoming)
+
+
+def _second_gradients(
+    run: Portable, given: Sequence[Tensor], captured: Sequence[Tensor], incoming: Sequence[Tensor]
+) -> list[Tensor | None]:
+    """Return the gradients of `Portable.backward` for `given` and `captured`; None for 0.
+
+    given: (grad_out, grad_lse, q, k, v, out, lse). incoming: gradients of the results of the backward, (dq, dk, dv,
+    gradient of each captured tensor).
+    """
+    with torch.enable_grad(), torch.autocast(incoming[0].device.type, enabled=False):
+        # Leaves: a captured tensor may also be one of which q, k or v is a function.
+        leaves = [x.detach().requires_grad_() for x in given]
+        grad_out, grad_lse, q, k, v, out, lse = leaves
+        parts = run.forward(q, k, v, None, recorded=True)
+        if not parts[0].requires_grad:  # no pair is allowed
+            return [None] * (len(given) + len(captured))
+        grads = WholeRows(out, lse, grad_out, grad_lse).gradients_of(*parts)
+        first = torch.autograd.grad(parts, (q, k, v, *captured), grads, create_graph=True, materialize_grads=True)
+    kept = [index for index, x in enumerate(first) if x.requires_grad]
+    outputs, of_outputs = ([each[index] for index in kept] for each in (first, incoming))
+    found: Sequence[Tensor | None] = torch.autograd.grad(outputs, (*leaves, *captured), of_outputs, allow_unused=True)
+    if torch.is_grad_enabled():  # create_graph=True
+        found = [x if x is None else _Final.apply(x, *given, *captured, *incoming) for x in found]
+    return [*found]
 
 
 class _Final(torch.autograd.Function):
-    """Autograd function (x, *inputs) -> copy of x, where x is a gradient computed from `inputs`.
+    """Autograd function (x, *inputs) -> copy of x, where x is a derivative computed from `inputs`.
 
-    Autograd thereby records that x depends on them: a second derivative reaches this function, and raises RuntimeError.
+    Autograd thereby records that x depends on them: a further derivative reaches this function, and raises
+    RuntimeError.
     """
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, *inputs: Tensor) -> Tensor:
         return x.clone()
 
-    backward = staticmethod(refuse(_NO_SECOND))
+    backward = staticmethod(refuse(_NO_THIRD))
 
 
 def portable_gradients(
@@ -278,4 +357,22 @@ def _(grad_out, grad_lse, q, k, v, *options):
     return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
 
 
-set_gradient(portable_op, portable_backward, refusal=_NO_SECOND)
+def _remember(ctx: Any, inputs: Sequence[Any], output: Any) -> None:
+    tensors, (bindings, *options) = inputs[:7], inputs[7:]
+    ctx.save_for_backward(*tensors, *copies(bindings))
+    ctx.options, ctx.kept = options, functions_in(options[0])
+
+
+def _second(ctx: Any, *incoming: Tensor) -> Any:
+    (grad_out, grad_lse, q, k, v, out, lse), bindings = ctx.saved_tensors[:7], [*ctx.saved_tensors[7:]]
+    constants, q_offset, k_offset, scale, p = ctx.options
+    call = Call.of(q, k, constants, q_offset, k_offset)
+    values, dropout = without_seed(bindings, p)
+    run = Portable(_program(call, q, values), scale, None, dropout)
+    given = grad_out, torch.zeros_like(lse) if grad_lse is None else grad_lse, q, k, v, out, lse
+    of_out, of_lse, *others = _second_gradients(run, given, (), incoming)
+    return of_out, None if grad_lse is None else of_lse, *others, *no_gradients(bindings, ctx.options)
+
+
+set_gradient(portable_op, portable_backward, refusal=None)
+portable_backward.register_autograd(_second, setup_context=_remember)

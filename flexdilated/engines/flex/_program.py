@@ -191,7 +191,7 @@ def sides_that_fit(term: Term) -> tuple[int, int]:
     while not are_short(side, term.k.num_slots, term.q.num_slots) and full(2 * side) != full(side):
         side *= 2
     if side > TILE:
-        by_row, by_column = _longest_lists(term.in_blocks_of(side, side), (side, side))
+        by_row, by_column = longest_lists(term.in_blocks_of(side, side), (side, side))
         while side > TILE and are_short(side // 2, 2 * by_row, 2 * by_column):
             side, by_row, by_column = side // 2, 2 * by_row, 2 * by_column
     return side, side
@@ -202,7 +202,7 @@ def list_width(term: Term, sides: tuple[int, int], device: torch.device) -> tupl
 
     A row is a block of queries, a column a block of keys. On CPU, the number of all blocks in a row and in a column.
     """
-    return _longest_lists(term, sides) if device_kind(device).flex_trains else _full_lists(term, sides)
+    return longest_lists(term, sides) if device_kind(device).flex_trains else _full_lists(term, sides)
 
 
 def _full_lists(term: Term, sides: tuple[int, int]) -> tuple[int, int]:
@@ -210,7 +210,7 @@ def _full_lists(term: Term, sides: tuple[int, int]) -> tuple[int, int]:
     return -(-term.k.num_slots // sides[1]), -(-term.q.num_slots // sides[0])
 
 
-def _longest_lists(term: Term, sides: tuple[int, int]) -> tuple[int, int]:
+def longest_lists(term: Term, sides: tuple[int, int]) -> tuple[int, int]:
     columns, rows = _full_lists(term, sides)
     outer = replace(term, rule=term.rule.superset())
     if outer.rule == Every():

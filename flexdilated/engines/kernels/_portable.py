@@ -1,7 +1,8 @@
 """The kernel of engine "portable": attention under a BlockMask in plain torch operations, on any device.
 
 Each row of query blocks is a batch of matrix products with its key blocks and a softmax. Chunks of rows bound the
-scores that exist at one time; the backward computes them again, so memory is linear in tokens.
+scores that exist at one time; the backward computes them again, so memory is linear in tokens. Autograd can also record
+`attention`, for graphs of torch.compile and for second derivatives.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from math import prod
 from typing import NamedTuple
 
 import torch
@@ -17,6 +19,7 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask
 from torch.nn.functional import pad
 from torch.overrides import TorchFunctionMode
+from torch.utils.checkpoint import checkpoint
 
 from .._ops import tensors_in
 from .._score_mod import ScoreMod
@@ -27,6 +30,7 @@ from .._score_mod import ScoreMod
 
 _SCORES_AT_ONCE = 1 << 20
 _ENOUGH = 2  # alike chunks that are run on the meta device: memory does not change after the second
+_SCORES_AT_ONCE_IN_GRAPHS = 1 << 24  # a graph has the operations of each chunk, which take long to compile
 
 
 class Scores(NamedTuple):
@@ -69,9 +73,80 @@ def captured_by(score_mod: ScoreMod, q: Tensor) -> list[Tensor]:
     """Return tensors with requires_grad that score_mod captures, found by a call with zeros; [] if autograd is off."""
     if not torch.is_grad_enabled():
         return []
+    zeros = q.new_zeros(()), *torch.zeros(4, dtype=torch.int64, device=q.device)
     with _Captured() as captured:
-        score_mod(q.new_zeros(()), *(torch.zeros((), dtype=torch.int64, device=q.device) for _ in range(4)))
+        score_mod(*zeros)
     return list(captured.found.values())
+
+
+class Span(NamedTuple):
+    """Block lists that are computed in the same chunks: those from `begin` to `stop` in descending order of length.
+
+    length: most blocks in a list. masked: most blocks with a mask in a list. has_gaps: True if a list may be shorter
+    than `length`, or a block shorter than the others. problems: number of problems in a chunk that share a list.
+    """
+
+    begin: int
+    stop: int
+    length: int
+    masked: int
+    has_gaps: bool
+    problems: int
+
+
+def spans_of(mask: BlockMask, problems: int, keys: int) -> tuple[Span, ...]:
+    """Return the spans of a BlockMask's non-empty block lists; each chunk has a bounded number of scores.
+
+    problems: batch entries times query heads. keys: number of keys.
+    """
+    partial, count = _lengths(mask)
+    counts, order = count.sort(descending=True, stable=True)
+    return _spans(
+        mask, problems, counts.tolist(), partial[order].tolist(), keys % mask.BLOCK_SIZE[1] > 0, _SCORES_AT_ONCE
+    )
+
+
+def spans_in_graph(mask: BlockMask, problems: int, longest: int | None) -> tuple[Span, ...]:
+    """Return the spans of a BlockMask in a graph, in larger chunks than those of `spans_of`.
+
+    problems: batch entries times query heads. longest: most blocks in a list, for spans of any lists of the mask's
+    shape; None for the mask's own lists.
+    """
+    partial, count = _lengths(mask)
+    counts, order = count.sort(descending=True, stable=True)
+    lengths = counts.tolist(), partial[order].tolist()
+    if longest is not None:
+        lengths = [longest] * len(count), [longest] * len(count)
+    return _spans(mask, problems, *lengths, True, _SCORES_AT_ONCE_IN_GRAPHS)
+
+
+def _spans(
+    mask: BlockMask,
+    problems: int,
+    counts: list[int],
+    partials: list[int],
+    has_gaps: bool,
+    at_once: int,
+) -> tuple[Span, ...]:
+    entries, heads, _ = mask.kv_num_blocks.shape
+    scores, found, begin = prod(mask.BLOCK_SIZE), [], 0
+    total = sum(each > 0 for each in counts)
+    while begin < total:
+        length = counts[begin]
+        lists = max(1, at_once * entries * heads // (scores * length * problems))
+        stop = min(total, begin + lists)
+        gaps = has_gaps or counts[stop - 1] < length
+        shared = max(1, at_once // (scores * length * (stop - begin)))
+        found.append(Span(begin, stop, length, max(partials[begin:stop]), gaps, shared))
+        begin = stop
+    return tuple(found)
+
+
+def _lengths(mask: BlockMask) -> tuple[Int64[Tensor, " T"], Int64[Tensor, " T"]]:
+    """Return (number of blocks with a mask, number of all blocks) of each block list of a BlockMask."""
+    assert mask.full_kv_num_blocks is not None, "the masks of this package list full blocks apart"
+    partial = mask.kv_num_blocks.flatten().long()
+    return partial, partial + mask.full_kv_num_blocks.flatten()
 
 
 @dataclass(frozen=True, eq=False)
@@ -112,30 +187,34 @@ class _Chunk:
 class _Problems:
     """Block lists of a BlockMask, one for each block row of its batch entries and heads, and the sizes of q and k.
 
-    columns: key blocks of each list, first `partial` blocks with a mask, then full ones, `count` in all; padded. sizes:
-    (batch, query heads, key/value heads, queries, keys). is_meta: True for meta tensors, which have no values.
+    columns: key blocks of each list, first `partial` blocks with a mask, then full ones, `count` in all; padded. order:
+    indices of the lists in descending order of length, in which `spans` are counted. sizes: (batch, query heads,
+    key/value heads, queries, keys). is_meta: True for meta tensors, which have no values.
     """
 
     mask: BlockMask
     columns: Int64[Tensor, "T W"]
     partial: Int64[Tensor, " T"]
     count: Int64[Tensor, " T"]
+    order: Int64[Tensor, " T"]
+    spans: Sequence[Span]
     sizes: tuple[int, int, int, int, int]  # B, H, G, N, M
-    is_meta: bool = False
+    is_meta: bool
 
     @classmethod
-    def of(cls, mask: BlockMask, q: Tensor, k: Tensor) -> _Problems:
-        partial, count = mask.kv_num_blocks.flatten().long(), mask.kv_num_blocks.flatten().long()
-        columns = mask.kv_indices.flatten(0, 2).long()
-        if mask.full_kv_num_blocks is not None and mask.full_kv_indices is not None:
-            count = partial + mask.full_kv_num_blocks.flatten()
-            whole = mask.full_kv_indices.flatten(0, 2).long()
-            place = torch.arange(max(1, int(count.max())), device=count.device).expand(len(count), -1)
-            behind = (place - partial[:, None]).clamp(0, whole.shape[1] - 1)
-            first = columns.gather(1, place.clamp(max=columns.shape[1] - 1))
-            columns = torch.where(place < partial[:, None], first, whole.gather(1, behind))
-        sizes = q.shape[0], q.shape[1], k.shape[1], q.shape[2], k.shape[2]
-        return cls(mask, columns, partial, count, sizes, q.is_meta)
+    def of(cls, mask: BlockMask, q: Tensor, k: Tensor, spans: Sequence[Span] | None = None) -> _Problems:
+        """spans: as from `spans_of`, for which otherwise the lengths of the lists are read."""
+        sizes = (q.shape[0], q.shape[1], k.shape[1], q.shape[2], k.shape[2])
+        spans = spans_of(mask, sizes[0] * sizes[1], sizes[4]) if spans is None else spans
+        partial, count = _lengths(mask)
+        place = torch.arange(spans[0].length if spans else 1, device=count.device).expand(len(count), -1)
+        first, whole = mask.kv_indices.flatten(0, 2).long(), mask.full_kv_indices
+        assert whole is not None
+        behind = (place - partial[:, None]).clamp(0, whole.shape[-1] - 1)
+        first = first.gather(1, place.clamp(max=first.shape[1] - 1))
+        columns = torch.where(place < partial[:, None], first, whole.flatten(0, 2).long().gather(1, behind))
+        order = count.argsort(descending=True, stable=True)
+        return _Problems(mask, columns, partial, count, order, spans, sizes, q.is_meta)
 
     @property
     def sides(self) -> tuple[int, int]:
@@ -152,19 +231,13 @@ class _Problems:
         device, (batch, heads, groups, queries, keys) = self.count.device, self.sizes
         side, k_side = self.sides
         own_batch, own_heads, rows = self.mask.kv_num_blocks.shape
-        shared = (batch // own_batch) * (heads // own_heads)
-        order = self.count.argsort(descending=True, stable=True)
-        counts, begin, blocks = self.count[order].tolist(), 0, -(-keys // k_side)
+        shared, blocks = (batch // own_batch) * (heads // own_heads), -(-keys // k_side)
         alike: Counter[tuple[int, int]] = Counter()
-        while begin < len(counts) and counts[begin]:
-            length = counts[begin]
-            lists = max(1, _SCORES_AT_ONCE // (side * k_side * length * shared))
-            at = order[begin : begin + lists]
-            at = at[: sum(count > 0 for count in counts[begin : begin + lists])]
-            begin += len(at)
-            alike[kind := (len(at), length.bit_length())] += 1
+        for span in self.spans:
+            alike[kind := (span.stop - span.begin, span.length.bit_length())] += 1
             if self.is_meta and alike[kind] > _ENOUGH:
                 continue
+            at, length = self.order[span.begin : span.stop], span.length
             row, head, entry = at % rows, at // rows % own_heads, at // (rows * own_heads)
             slots = torch.arange(side, device=device) + row[:, None] * side
             column = self.columns[at, :length]
@@ -179,14 +252,20 @@ class _Problems:
             beyond = (key_slots >= keys) | (
                 self.count[at][:, None] <= torch.arange(length, device=device)
             ).repeat_interleave(k_side, 1)
-            some = max(1, _SCORES_AT_ONCE // (side * k_side * length * len(at)))
-            for first in range(0, shared, some)[: _ENOUGH if self.is_meta else None]:
-                part = slice(first, first + some)
+            for first in range(0, shared, span.problems)[: _ENOUGH if self.is_meta else None]:
+                part = slice(first, first + span.problems)
                 own = b[part], h[part], *places
-                yield _Chunk(problem[part], block[part], self._hidden(self.partial[at], beyond, *own), own)
+                yield _Chunk(problem[part], block[part], self._hidden(span, self.partial[at], beyond, *own), own)
 
     def _hidden(
-        self, partial: Int64[Tensor, " t"], beyond: Bool[Tensor, "t LK"], b: Tensor, h: Tensor, q: Tensor, k: Tensor
+        self,
+        span: Span,
+        partial: Int64[Tensor, " t"],
+        beyond: Bool[Tensor, "t LK"],
+        b: Tensor,
+        h: Tensor,
+        q: Tensor,
+        k: Tensor,
     ) -> Bool[Tensor, "y t _ LK"] | None:
         """True for pairs that are not allowed: masked ones in partial blocks, and those after the last block or key.
 
@@ -194,9 +273,9 @@ class _Problems:
         True for keys after the last block of a list or the last key. b, h, q, k: places of a `_Chunk`. y is 1 if all
         problems that share a list agree.
         """
-        masked = int(partial.max()) * self.sides[1]
+        masked = span.masked * self.sides[1]
         if not masked:
-            return beyond[None, :, None] if bool(beyond.any()) else None
+            return beyond[None, :, None] if span.has_gaps else None
         allowed = self.mask.mask_mod(b[..., None, None], h[..., None, None], q[:, :, None], k[:, None, :masked])
         allowed = allowed[(None,) * (4 - allowed.dim())]  # a mask that reads neither b nor h holds for all problems
         whole = partial[:, None] <= torch.arange(masked, device=partial.device) // self.sides[1]
@@ -211,28 +290,58 @@ def attention(
     q: Float[Tensor, "B H N D"],
     k: Float[Tensor, "B G M D"],
     v: Float[Tensor, "B G M E"],
+    spans: Sequence[Span] | None = None,
+    *,
+    recorded: bool = False,
 ) -> tuple[Float[Tensor, "B H N E"], Float[Tensor, "B H N"]]:
     """Return (out, natural lse) of attention under a BlockMask; q, k and v are in float32 or wider.
 
-    G divides H. A query without keys has output 0 and lse -inf.
+    G divides H. A query without keys has output 0 and lse -inf. spans: as from `spans_of`; None to read them from the
+    mask. recorded: True where autograd or a graph records the operations; in a graph, chunks are computed again in the
+    backward.
     """
-    problems = _Problems.of(mask, q, k)
+    problems = _Problems.of(mask, q, k, spans)
     queries, keys, values = problems.by_query_block(q), problems.by_key_block(k), problems.by_key_block(v)
     out = q.new_zeros(*queries.shape[:2], v.shape[3])
     lse = q.new_full(queries.shape[:2], -torch.inf)
+    found = []
     for chunk in problems.chunks():
-        found = (queries[chunk.problem] @ _gathered(keys, chunk.block).mT).mul_(scores.scale)
-        found = found if scores.score_mod is None else _modified(chunk, found, scores.score_mod)
-        found = found if chunk.hidden is None else found.masked_fill_(chunk.hidden, -torch.inf)
-        top = found.amax(-1, keepdim=True).clamp_(min=torch.finfo(q.dtype).min)
-        weights = found.sub_(top).exp_()
-        total = weights.sum(-1, keepdim=True)
-        if scores.shares is not None:
-            weights.mul_(_shares(chunk, scores.shares))
-        rows = weights @ _gathered(values, chunk.block)
-        out[chunk.problem] = rows.mul_(scores.factor / total.masked_fill(total == 0, 1.0))
-        lse[chunk.problem] = (total.log() + top).squeeze(-1)
+        given = chunk, scores, queries, keys, values
+        if torch.compiler.is_compiling():
+            rows, some = checkpoint(_rows, *given, use_reentrant=False, preserve_rng_state=False)
+        else:
+            rows, some = _rows(*given)
+        if recorded:
+            found.append([x.flatten(0, 1) for x in (chunk.problem, rows, some)])
+        else:
+            out[chunk.problem], lse[chunk.problem] = rows, some
+    if found:  # at once: autograd copies a tensor for each of several writes
+        problem, rows, some = (torch.cat(each) for each in zip(*found, strict=True))
+        out, lse = out.index_put((problem,), rows), lse.index_put((problem,), some)
     return _tokens(out, q), _tokens(lse, q)
+
+
+def _rows(
+    chunk: _Chunk,
+    scores: Scores,
+    queries: Float[Tensor, "BHR Q D"],
+    keys: Float[Tensor, "BGC K D"],
+    values: Float[Tensor, "BGC K E"],
+) -> tuple[Float[Tensor, "x t Q E"], Float[Tensor, "x t Q"]]:
+    """Return (out, natural lse) of a chunk's problems; queries, keys and values are all blocks."""
+    found = (queries[chunk.problem] @ _gathered(keys, chunk.block).mT).mul_(scores.scale)
+    if scores.score_mod is not None:
+        found = _modified(chunk, found, scores.score_mod).clone()  # autograd may keep what score_mod returns
+    found = found if chunk.hidden is None else found.masked_fill_(chunk.hidden, -torch.inf)
+    top = found.detach().amax(-1, keepdim=True).clamp_(min=torch.finfo(found.dtype).min)
+    weights = found.sub_(top).exp_()
+    total = weights.sum(-1, keepdim=True)
+    if scores.shares is not None:
+        weights = weights * _shares(chunk, scores.shares)
+    empty = total == 0
+    some = total.masked_fill(empty, 1.0)
+    rows = (weights @ _gathered(values, chunk.block)) * (scores.factor / some)
+    return rows, (some.log() + top).masked_fill(empty, -torch.inf).squeeze(-1)
 
 
 def gradients(
@@ -257,29 +366,49 @@ def gradients(
     dq, dk, dv = (torch.zeros_like(x) for x in (queries, keys, values))
     of_captured = [torch.zeros_like(x) for x in scores.captured]
     for chunk in problems.chunks():
-        own, grad = queries[chunk.problem], grad_outs[chunk.problem]
-        key, value = _gathered(keys, chunk.block), _gathered(values, chunk.block)
-        with torch.set_grad_enabled(scores.score_mod is not None):
-            plain = (own @ key.mT).mul_(scores.scale).requires_grad_(scores.score_mod is not None)
-            modified = plain if scores.score_mod is None else _modified(chunk, plain, scores.score_mod)
-        weights = modified.detach() - lses[chunk.problem][..., None]
-        weights = (weights if chunk.hidden is None else weights.masked_fill_(chunk.hidden, -torch.inf)).exp_()
-        of_scores, kept = grad @ value.mT, weights
-        if scores.shares is not None:
-            shares = _shares(chunk, scores.shares).to(weights.dtype).mul_(scores.factor)
-            of_scores, kept = of_scores.mul_(shares), shares.mul_(weights)
-        of_values = kept.mT @ grad
-        of_scores = of_scores.sub_(deltas[chunk.problem][..., None]).mul_(weights)
-        if scores.score_mod is not None:
-            found = torch.autograd.grad(modified, (plain, *scores.captured), of_scores, allow_unused=True)
-            of_scores = torch.zeros_like(plain) if found[0] is None else found[0]
-            for total, part in zip(of_captured, found[1:], strict=True):
-                total += 0 if part is None else part
-        of_scores = of_scores * scores.scale
-        dq[chunk.problem] = of_scores @ key
-        for total, part in ((dk, of_scores.mT @ own), (dv, of_values)):
+        own, own_lse, own_grad, own_delta = (x[chunk.problem] for x in (queries, lses, grad_outs, deltas))
+        parts, found = _chunk_gradients(chunk, scores, own, own_lse, own_grad, own_delta, keys, values)
+        dq[chunk.problem] = parts[0]
+        for total, part in zip((dk, dv), parts[1:], strict=True):
             total.index_add_(0, chunk.block.flatten(), part.unflatten(2, (-1, total.shape[1])).flatten(0, 2))
+        for total, part in zip(of_captured, found, strict=True):
+            total += 0 if part is None else part
     return _tokens(dq, q), _tokens(dk, k), _tokens(dv, v), *of_captured
+
+
+def _chunk_gradients(
+    chunk: _Chunk,
+    scores: Scores,
+    queries: Float[Tensor, "x t Q D"],
+    lse: Float[Tensor, "x t Q"],
+    grad_out: Float[Tensor, "x t Q E"],
+    delta: Float[Tensor, "x t Q"],
+    keys: Float[Tensor, "BGC K D"],
+    values: Float[Tensor, "BGC K E"],
+) -> tuple[tuple[Tensor, Tensor, Tensor], Sequence[Tensor | None]]:
+    """Return (gradients of a chunk's queries, keys and values; of each captured tensor, None for 0).
+
+    keys and values are all blocks, the other tensors those of the chunk.
+    """
+    learns, keys = scores.score_mod is not None, _gathered(keys, chunk.block)
+    with torch.set_grad_enabled(learns):
+        plain = (queries @ keys.mT).mul_(scores.scale).requires_grad_(learns)
+        modified = plain if scores.score_mod is None else _modified(chunk, plain, scores.score_mod)
+    weights = modified.detach() - lse[..., None]
+    weights = (weights if chunk.hidden is None else weights.masked_fill_(chunk.hidden, -torch.inf)).exp_()
+    of_scores, kept = grad_out @ _gathered(values, chunk.block).mT, weights
+    if scores.shares is not None:
+        shares = _shares(chunk, scores.shares).to(weights.dtype).mul_(scores.factor)
+        of_scores, kept = of_scores.mul_(shares), shares.mul_(weights)
+    of_values = kept.mT @ grad_out
+    of_scores, of_captured = of_scores.sub_(delta[..., None]).mul_(weights), ()
+    if learns:
+        found: Sequence[Tensor | None] = (None,) * (1 + len(scores.captured))
+        if modified.requires_grad:  # a score_mod may return a constant
+            found = torch.autograd.grad(modified, (plain, *scores.captured), of_scores, allow_unused=True)
+        of_scores, of_captured = torch.zeros_like(plain) if found[0] is None else found[0], found[1:]
+    of_scores = of_scores * scores.scale
+    return (of_scores @ keys, of_scores.mT @ queries, of_values), of_captured
 
 
 def _modified(chunk: _Chunk, scores: Float[Tensor, "x t Q LK"], score_mod: ScoreMod) -> Float[Tensor, "x t Q LK"]:

@@ -223,7 +223,7 @@ set_gradient(
     tiles,
     tiles_backward,
     refusal="the tiles engine has no second derivative; "
-    "for double backward use engine='reference' (dense, small inputs)",
+    "for double backward use engine='portable', or engine='reference' (dense, small inputs)",
 )
 
 

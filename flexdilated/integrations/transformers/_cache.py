@@ -207,6 +207,7 @@ class _Layer(CacheLayerMixin):
         refuse_gradients(q, k, v, sinks)
         assert self.held is not None
         reader = self._reader(rule, q.shape[1], scale, given.tokens)
+        reader.check_end(given.tokens.start, q.shape[2])
         out, lse = reader.attend(q, k, v, first=given.tokens.start, held=self.held)
         if sinks is not None:
             out, _ = with_sinks(out, lse, sinks)

@@ -1,0 +1,116 @@
+"""Cohort: batch entries of a cache that are at one position, with their keys and values in one buffer."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol, TypeVar
+
+import torch
+from jaxtyping import Int64, Shaped
+from torch import Tensor
+
+from ._held_keys import HeldKeys
+
+# B batch entries of the cache, C of a cohort or selected
+
+_Value = TypeVar("_Value", bound=Hashable)
+
+
+class State(Protocol):
+    """State that a subclass of `KVCache` keeps for a cohort between calls; it is never changed in place."""
+
+    @property
+    def nbytes(self) -> int: ...
+
+    def cut(self, tokens: int) -> Any:
+        """Return the state after only the first `tokens` tokens."""
+        ...
+
+    def select(self, entries: Int64[Tensor, " C"]) -> Any:
+        """Return the state of these entries (indices in the cohort), in this order."""
+        ...
+
+
+@dataclass
+class Cohort:
+    """Batch entries of a cache that have seen equally many tokens and share one buffer of keys and values.
+
+    entries: indices of these entries in the cache's batch, ascending; the buffer has them in this order. seen: number
+    of tokens seen, which is the position of the next token. state: that of a subclass of `KVCache`; None for none.
+    """
+
+    entries: tuple[int, ...]
+    held: HeldKeys
+    seen: int = 0
+    state: State | None = None
+
+    @property
+    def nbytes(self) -> int:
+        return self.held.nbytes + (0 if self.state is None else self.state.nbytes)
+
+    @property
+    def rows(self) -> slice | Int64[Tensor, " C"]:
+        """Index of the cohort's entries along the batch dim of the cache's tensors: a slice if they are consecutive."""
+        first, last = self.entries[0], self.entries[-1]
+        return slice(first, last + 1) if last - first < len(self.entries) else torch.tensor(self.entries)
+
+    def of(self, x: Shaped[Tensor, "B ..."], tokens: int) -> Shaped[Tensor, "C ..."]:
+        """Return the first `tokens` tokens (dim 2) of the cohort's entries of x, a view if these are consecutive."""
+        if (len(self.entries), tokens) == (x.shape[0], x.shape[2]):
+            return x  # slicing takes microseconds, which count in a step
+        return x[self.rows, :, :tokens]
+
+    def split(self, numbers: int | Sequence[int]) -> list[tuple[Cohort, int]]:
+        """Split into cohorts of entries with equal numbers, each with its number.
+
+        numbers: one for all entries, or one for each entry of the cache's batch.
+        """
+        if isinstance(numbers, int):
+            return [(self._select(range(len(self.entries)), self.entries), numbers)]
+        groups = grouped(numbers[entry] for entry in self.entries)
+        return [
+            (self._select(places, [self.entries[place] for place in places]), number)
+            for number, places in groups.items()
+        ]
+
+    def chosen(self, entries: Sequence[int]) -> list[Cohort]:
+        """Return the cohort of a batch that consists of these entries of the cache's batch; [] if it has none of them.
+
+        entries: indices in the cache's batch, in the order of the new batch; they may repeat.
+        """
+        places = {entry: place for place, entry in enumerate(self.entries)}
+        found = [index for index, entry in enumerate(entries) if entry in places]
+        return [self._select([places[entries[index]] for index in found], found)] if found else []
+
+    def moved(self, shift: int) -> Cohort:
+        """Return a copy, with buffers of its own, whose entries have indices that are larger by `shift`."""
+        copied = self._select(range(len(self.entries)), [entry + shift for entry in self.entries])
+        copied.held.select(torch.arange(len(self.entries)))
+        return copied
+
+    def _select(self, places: Sequence[int], entries: Sequence[int]) -> Cohort:
+        """Return a cohort of the entries at these places of the buffer, which get the indices `entries` in a batch.
+
+        It shares the buffer if it has all entries in order, so only one of the two cohorts may then be changed.
+        """
+        held, state = self.held.snapshot(), self.state
+        if list(places) != list(range(len(self.entries))):
+            index = torch.tensor(places)
+            held.select(index)
+            state = None if state is None else state.select(index)
+        return Cohort(tuple(entries), held, self.seen, state)
+
+    def crop(self, tokens: int) -> None:
+        """Drop all but the first `tokens` tokens; raises ValueError if later queries may see evicted keys."""
+        self.held.take_back(tokens, self.seen)
+        self.seen = tokens
+        self.state = None if self.state is None else self.state.cut(tokens)
+
+
+def grouped(values: Iterable[_Value]) -> dict[_Value, list[int]]:
+    """Return the indices of equal values, ascending, by value."""
+    groups: dict[_Value, list[int]] = {}
+    for index, value in enumerate(values):
+        groups.setdefault(value, []).append(index)
+    return groups
