@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from flexdilated import attend, masks
-from flexdilated._plan import PlanSize
+from flexdilated._plan_size import PlanSize
 from flexdilated.cli._plan import BUDGETS, budget_data
 from flexdilated.memory._memory import attention_memory
 from flexdilated.nn import LongNet as Model
@@ -77,7 +77,7 @@ def fits(
                 predicted = model_memory(size, num_tokens, call, checkpoint=checkpoint).step_peak
                 measured = peak_bytes(prepared_step, text, size, num_tokens, checkpoint)
                 models.append(_point(name, dtype, checkpoint, predicted, measured))
-    sizes: dict[str, Any] = {"num_heads": 8, "num_kv_heads": 8, "head_dim": 64}
+    sizes: dict[str, Any] = {"num_heads": 8, "num_kv_heads": 8, "head_dim": 64, "value_dim": 64}
     sizes |= {"layers": 12, "batch": 1}
     sizes |= {"pattern": masks.parse(patterns[0][1]), "num_tokens": num_tokens, "dtype": torch.float16}
     devices = ("cpu", "cuda") if budgets else ()

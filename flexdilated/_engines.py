@@ -58,7 +58,7 @@ def choose_engine(
     if chosen == "reference" and torch.compiler.is_compiling():
         reason = "reference runs eagerly only; engine='tiles' (on CPU), 'flex' and 'portable' compile"
     elif chosen == "tiles":
-        reason = _tiles_cannot(q, score_mod, drops)
+        reason = _tiles_cannot(q.device, q.dtype, score_mod, drops)
     elif chosen != "reference":
         if is_transformed():
             check_transforms([q, k, v, *_others(sinks, score_mod, q, first)])
@@ -79,6 +79,25 @@ def choose_engine(
     if not torch.compiler.is_compiling() and debug_wanted():
         _tell(f"engine {chosen!r}, {why}: {_call_text(q, k, pattern)}")
     return chosen
+
+
+def planned_engine(
+    engine: str | None, device: str, dtype: torch.dtype, *, score_mod: ScoreMod | None, drops: bool
+) -> str:
+    """Return the name of the engine that computes a call of `attend` for which `fd.plan` plans, as `choose_engine`.
+
+    engine: the device's default, "portable", or None for the default and for calls that it cannot serve "portable".
+    device: kind of device, such as "cpu". Raises ValueError for another engine, and if the engine cannot serve the
+    call.
+    """
+    chosen = device_kind(device).engine if engine is None else engine
+    choices = (device_kind(device).engine, "portable")
+    if chosen not in choices:
+        raise ValueError(f"engine must be None, {choices[0]!r} or 'portable' to plan for {device}; got {engine=}")
+    reason = _tiles_cannot(torch.device(device), dtype, score_mod, drops) if chosen == "tiles" else None
+    if reason is not None and engine is not None:
+        raise ValueError(reason)
+    return chosen if reason is None else "portable"
 
 
 @lru_cache(maxsize=4096)
@@ -150,12 +169,12 @@ def _is_exported() -> bool:
     return torch.compiler.is_exporting()
 
 
-def _tiles_cannot(q: Tensor, score_mod: ScoreMod | None, drops: bool) -> str | None:
-    kind = device_kind(q.device)
+def _tiles_cannot(device: torch.device, dtype: torch.dtype, score_mod: ScoreMod | None, drops: bool) -> str | None:
+    kind = device_kind(device)
     if not kind.kernels:
-        return f"tiles runs ATen's kernels on CPU and CUDA; got tensors on {q.device}. engine='flex' serves them"
-    if not kind.on_host and q.dtype == torch.float64:
-        return f"tiles has no float64 kernels on {q.device.type}; engine='portable' serves float64"
+        return f"tiles runs ATen's kernels on CPU and CUDA; got tensors on {device}. engine='flex' serves them"
+    if not kind.on_host and dtype == torch.float64:
+        return f"tiles has no float64 kernels on {device.type}; engine='portable' serves float64"
     if score_mod is not None:
         serve = "engine='portable' or engine='flex' (on CPU: inference only, and no mixture such as longnet)"
         return f"tiles takes no score_mod: write {serve}"

@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Any, overload
 import torch
 from tabulate import tabulate
 
-from .engines import allowed_on
+from ._plan_size import PlanSize
+from .engines import ScoreMod
 from .masks.core import (
     HEADS,
     LENGTH,
@@ -23,7 +24,6 @@ from .masks.core import (
     plans,
     renamed,
     require_bool,
-    require_choice,
     require_expression,
     require_int,
     seconds_text,
@@ -31,10 +31,10 @@ from .masks.core import (
     tokens_text,
 )
 from .masks.inspection import describe_plan
-from .masks.planning import ANYTHING, Option, Plan
+from .masks.planning import Option, Plan
 from .masks.planning import plan as plan_terms
-from .memory import AttentionMemory, AttentionSize, attention_memory
-from .nn import ModelMemory, ModelSize, attention_size, model_memory
+from .memory import AttentionMemory, allowed_by
+from .nn import ModelMemory, attention_size, model_memory
 from .tuning import measure_options
 
 if TYPE_CHECKING:
@@ -42,71 +42,8 @@ if TYPE_CHECKING:
     from .distributed.group import Order
     from .distributed.wire import CodecName
 
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
-_MIN_FLEX_HEAD_DIM = 16
 _MOST_LINES = 24
 _WIDEST_RULE, _WIDEST_FACT = 60, 66  # characters
-
-
-@dataclass(frozen=True, kw_only=True)
-class PlanSize:
-    """A pattern and the sizes of attention, and of a LongNet with this attention, for which `plan` makes a report.
-
-    pattern: with values for its run-time tensors (mask data). num_kv_heads: a divisor of num_heads. dtype: of tensors
-    and weights. device: "cpu" or "cuda". layers: depth of the LongNet, whose width is num_heads * head_dim.
-    Raises ValueError or TypeError for sizes that do not fit together.
-    """
-
-    pattern: Expression
-    num_tokens: int
-    num_heads: int
-    num_kv_heads: int
-    head_dim: int
-    dtype: torch.dtype
-    device: str
-    batch: int
-    layers: int
-
-    def __post_init__(self) -> None:
-        for name in ("num_tokens", "num_heads", "num_kv_heads", "head_dim", "batch", "layers"):
-            require_int(name, getattr(self, name), minimum=1)
-        if self.num_heads % self.num_kv_heads:
-            raise ValueError(
-                f"num_kv_heads must divide num_heads; got num_kv_heads={self.num_kv_heads} and "
-                f"num_heads={self.num_heads}"
-            )
-        if self.dtype not in DTYPES.values():
-            raise ValueError(f"dtype must be one of {', '.join(map(str, DTYPES.values()))}; got {self.dtype!r:.80}")
-        require_choice("device", self.device, ("cpu", "cuda"))
-        if device_kind(self.device).flex_trains and self.head_dim < _MIN_FLEX_HEAD_DIM:
-            raise ValueError(
-                f"flex needs a head dim of at least {_MIN_FLEX_HEAD_DIM} on {self.device}; got {self.head_dim}"
-            )
-
-    @property
-    def embed_dim(self) -> int:
-        """Width of the LongNet: num_heads * head_dim."""
-        return self.num_heads * self.head_dim
-
-    @property
-    def dtype_name(self) -> str:
-        return next(name for name, dtype in DTYPES.items() if dtype == self.dtype)
-
-    @property
-    def heads_text(self) -> str:
-        """Number of heads as text: "8 heads", or "8 heads over 2" with 2 key/value heads."""
-        grouped = f" over {self.num_kv_heads}" if self.num_kv_heads != self.num_heads else ""
-        return f"{self.num_heads} heads{grouped}"
-
-    def attention(self, num_tokens: int) -> AttentionSize:
-        """Sizes of a call of `attend` with num_tokens queries and keys, for the memory estimate."""
-        return AttentionSize(num_tokens, self.num_heads, self.head_dim, self.dtype, self.batch, self.num_kv_heads)
-
-    @property
-    def model(self) -> ModelSize:
-        """Sizes of a LongNet of `layers` layers with this attention, for the memory estimate."""
-        kv_heads = None if self.num_kv_heads == self.num_heads else self.num_kv_heads
-        return ModelSize(self.embed_dim, self.layers, self.num_heads, self.dtype, self.batch, kv_heads)
 
 
 @dataclass(frozen=True)
@@ -167,15 +104,14 @@ class MeasuredOption:
 class PlanReport(PlanSize):
     """Result of `plan`: how attention is computed, with its predicted time and memory; `str` returns tables.
 
-    engine: name of the device's default engine. useful_pairs: (query, key) pairs that the pattern allows;
-    computed_pairs: pairs in the blocks that are computed; all_pairs: pairs of dense attention. Pairs and FLOPs are over
-    all heads and batch entries. block_list_bytes: bytes of the block lists, which stay in the cache. terms: parts of
-    the chosen plan; options: all ways that were compared; measured: timings, empty unless requested. attention_memory:
-    one call of `attend`. model_memory, checkpointed_memory: a LongNet of `layers` layers with this attention and no
-    vocabulary, in training without and with gradient checkpointing.
+    useful_pairs: (query, key) pairs that the pattern allows; computed_pairs: pairs in the blocks that are computed;
+    all_pairs: pairs of dense attention. Pairs and FLOPs are over all heads and batch entries. block_list_bytes: bytes
+    of the block lists, which stay in the cache. terms: parts of the chosen plan; options: all ways that were compared;
+    measured: timings, empty unless requested. attention_memory: one call of `attend`. model_memory,
+    checkpointed_memory: a LongNet of `layers` layers with this attention and no vocabulary, in training without and
+    with gradient checkpointing.
     """
 
-    engine: str
     useful_pairs: int
     computed_pairs: int
     all_pairs: int
@@ -199,13 +135,14 @@ class PlanReport(PlanSize):
 
         return {
             "pattern": repr(self.pattern),
-            **of("num_tokens", "num_heads", "num_kv_heads", "head_dim", "batch"),
+            **of("num_tokens", "num_heads", "num_kv_heads", "head_dim", "value_dim", "batch", "dropout_p"),
             "dtype": self.dtype_name,
             **of("device", "engine", *work),
             **{name: [asdict(each) for each in getattr(self, name)] for name in ("terms", "options", "measured")},
             "memory": {
                 "attention": {
                     "inputs": call.inputs,
+                    "outputs": call.outputs,
                     "inference_peak": call.inference_peak,
                     "kept_for_backward": call.kept,
                     "training_peak": call.training_peak,
@@ -239,10 +176,14 @@ def plan(
     num_heads: int = 1,
     num_kv_heads: int | None = None,
     head_dim: int = 64,
+    value_dim: int | None = None,
     dtype: torch.dtype = torch.float32,
     device: str = "cpu",
     batch: int = 1,
     layers: int = 12,
+    dropout_p: float = 0.0,
+    score_mod: ScoreMod | None = None,
+    engine: str | None = None,
     measure: bool = False,
     ranks: None = None,
 ) -> PlanReport: ...
@@ -256,6 +197,7 @@ def plan(
     num_heads: int = 1,
     num_kv_heads: int | None = None,
     head_dim: int = 64,
+    value_dim: int | None = None,
     dtype: torch.dtype = torch.float32,
     batch: int = 1,
     ranks: int,
@@ -274,10 +216,14 @@ def plan(
     num_heads: int = 1,
     num_kv_heads: int | None = None,
     head_dim: int = 64,
+    value_dim: int | None = None,
     dtype: torch.dtype = torch.float32,
     device: str = "cpu",
     batch: int = 1,
     layers: int = 12,
+    dropout_p: float = 0.0,
+    score_mod: ScoreMod | None = None,
+    engine: str | None = None,
     measure: bool = False,
     ranks: int | None = None,
     order: Order = "contiguous",
@@ -287,10 +233,14 @@ def plan(
     """Report how `attend` computes self-attention of num_tokens tokens with this pattern: time, work and memory.
 
     Returns a `PlanReport` with the chosen way, the alternatives with predicted seconds, and memory in bytes; `print` it
-    for tables. num_kv_heads: key/value heads, a divisor of num_heads; None: num_heads. dtype: of tensors and weights,
-    float32, bfloat16 or float16. device: "cpu" or "cuda"; "cuda" is predicted, without a GPU. layers: depth of a
-    LongNet whose memory is also counted, of width num_heads * head_dim. measure: True to time the alternatives on this
-    machine's CPU; otherwise no attention is computed.
+    for tables. num_kv_heads: key/value heads, a divisor of num_heads; None: num_heads. value_dim: head dim of values;
+    None: head_dim. dtype: of tensors and weights, float32, bfloat16 or float16. device: "cpu" or "cuda"; "cuda" is
+    predicted, without a GPU. layers: depth of a LongNet whose memory is also counted, of width num_heads * head_dim,
+    with values of head dim head_dim. dropout_p, score_mod: as in `attend`, for the choice of the engine and for memory;
+    inference is planned without dropout, and gradients of tensors that score_mod captures are not counted. engine: the
+    device's default ("tiles" on "cpu", "flex" on "cuda"), "portable", or None as in `attend`; predicted seconds are
+    those of the device's default. measure: True to time the alternatives on this machine's CPU; otherwise no attention
+    is computed.
 
         >>> report = fd.plan(masks.longnet((2048, 8192), (1, 4)) & masks.causal(), 1 << 20, num_heads=8)
         >>> peak = report.attention_memory.training_peak  # bytes
@@ -298,8 +248,8 @@ def plan(
     With `ranks`, from 1 to 4096, it returns instead the load of each rank in `distributed.attend`, counted exactly and
     without a process group: `received_forward` and `received_backward`, in bytes, and `pairs`, the number of computed
     (query, key) pairs, each a tuple with one entry per rank; their `max_over_mean`; and `to_data()`. order: as in
-    `distributed.Sharding`. schedule, codec: as in `distributed.attend`, without codec "auto". `device`, `layers` and
-    `measure` must then be left out.
+    `distributed.Sharding`. schedule, codec: as in `distributed.attend`, without codec "auto". `device`, `layers`,
+    `dropout_p`, `score_mod`, `engine` and `measure` must then be left out.
 
         >>> loads = fd.plan(masks.longnet((64, 256), (1, 4)) & masks.causal(), 1024, ranks=4, order='zigzag')
         >>> loads.max_over_mean['pairs']
@@ -310,6 +260,7 @@ def plan(
     that have no effect together.
     """
     one = {"device": not device_kind(device).on_host, "layers": layers != 12, "measure": measure}
+    one |= {"dropout_p": dropout_p != 0, "score_mod": score_mod is not None, "engine": engine is not None}
     many = {"order": order != "contiguous", "schedule": schedule != "auto", "codec": codec is not None}
     for name, is_given in (many if ranks is None else one).items():
         if is_given:
@@ -328,10 +279,14 @@ def plan(
         num_heads=num_heads,
         num_kv_heads=num_heads if num_kv_heads is None else num_kv_heads,
         head_dim=head_dim,
+        value_dim=head_dim if value_dim is None else value_dim,
         dtype=dtype,
         device=device,
         batch=batch,
         layers=layers,
+        dropout_p=dropout_p,
+        score_mod=score_mod,
+        named_engine=engine,
     )
     if ranks is not None:
         from .distributed.counts import MOST_RANKS, rank_loads
@@ -341,28 +296,32 @@ def plan(
         return rank_loads(size.pattern, sharding, size.attention(num_tokens), schedule=schedule, codec=codec)
     if require_bool("measure", measure) and not device_kind(device).on_host:
         raise ValueError(f"measure=True needs device='cpu', as it times the CPU of this machine; got {device=}")
+    if measure and size.engine != "tiles":
+        raise ValueError(
+            "measure=True times engine 'tiles': leave out dropout_p, score_mod and engine='portable'; "
+            f"got a call by engine {size.engine!r}"
+        )
     return _report(size, bound, measure=measure)
 
 
 def _report(size: PlanSize, bound: Bound, *, measure: bool) -> PlanReport:
-    kind, asked = device_kind(size.device), size.attention(size.num_tokens)
-    allowed = ANYTHING if kind.on_host else allowed_on(torch.device(size.device))
-    best = plan_terms(bound, device=size.device, allowed=allowed, operands=asked.operands)
-    described = describe_plan(best, head_dim=size.head_dim)
-    inside = attention_memory(size.pattern, attention_size(size.model, size.num_tokens), device=size.device)
+    asked = size.attention(size.num_tokens)
+    allowed, operands = allowed_by(size.engine, size.device), asked.operands(size.engine)
+    best = plan_terms(bound, device=size.device, allowed=allowed, operands=operands)
+    described = describe_plan(best, head_dim=size.head_dim, value_dim=size.value_dim)
+    inside = size.memory_of(attention_size(size.model, size.num_tokens))
     timed = ()
     if measure:
-        timed = measure_options(bound, size.device, size.dtype, size.head_dim, size.num_kv_heads, backward=False)
+        timed = measure_options(bound, size.device, size.dtype, operands.head_dim, size.num_kv_heads, backward=False)
     work = ("useful_pairs", "computed_pairs", "all_pairs", "forward_flops", "backward_flops")
     return PlanReport(
         **{each.name: getattr(size, each.name) for each in fields(PlanSize)},
-        engine=kind.engine,
         **{name: size.batch * getattr(described, name) for name in work},
         block_list_bytes=described.table_bytes,
         terms=tuple(_terms(best)),
         options=tuple(_options(best)),
         measured=tuple(MeasuredOption(*each) for each in timed),
-        attention_memory=attention_memory(size.pattern, asked, device=size.device),
+        attention_memory=size.memory_of(asked),
         model_memory=model_memory(size.model, size.num_tokens, inside, checkpoint=False),
         checkpointed_memory=model_memory(size.model, size.num_tokens, inside, checkpoint=True),
     )
@@ -397,12 +356,13 @@ def _options(best: Plan) -> Iterator[WeighedOption]:
 def _facts(found: PlanReport) -> list[tuple[str, str]]:
     useful, computed = found.useful_pairs, found.computed_pairs
     batch = f", batch {found.batch}" if found.batch > 1 else ""
-    size = f"{tokens_text(found.num_tokens)} tokens, {found.heads_text}, head dim {found.head_dim}, {found.dtype_name}"
+    size = f"{tokens_text(found.num_tokens)} tokens, {found.heads_text}, {found.head_dim_text}, {found.dtype_name}"
+    dropout = f", dropout {found.dropout_p:g}" if found.dropout_p else ""
     overcompute = f", {computed / useful:.3f} for each useful one" if useful else ""
     return [
         ("pattern", repr(found.pattern)),
         ("size", f"{size}{batch}"),
-        ("engine", f"{found.engine} on {found.device}"),
+        ("engine", f"{found.engine} on {found.device}{dropout}"),
         ("useful pairs", f"{useful:,}, {useful / found.all_pairs:.4%} of all"),
         ("computed", f"{computed:,} in blocks{overcompute}"),
         ("FLOPs", f"{found.forward_flops:.3e} forward, {found.backward_flops:.3e} backward"),

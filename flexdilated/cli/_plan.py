@@ -11,12 +11,12 @@ from typing import Any, get_args
 from tabulate import tabulate
 
 from .. import plan as plan_attention
-from .._plan import DTYPES, PlanSize
+from .._plan_size import DTYPES, PlanSize
 from ..distributed.counts import MOST_RANKS, SCHEDULES
 from ..distributed.group import ORDERS
 from ..distributed.wire import CodecName
 from ..masks.core import LARGEST, Expression, bytes_text, tokens_text
-from ..memory import LARGEST_RUN, AttentionMemory, attention_memory
+from ..memory import LARGEST_RUN, AttentionMemory
 from ..nn import ModelMemory, attention_size, model_memory
 from ._pattern import MOST_HEADS, add_pattern_arguments, asked_from, most_tokens, refusals
 from ._terminal import CommandParser, UsageError
@@ -47,6 +47,8 @@ def add_arguments(parser: CommandParser) -> None:
     add("--kv-heads", type=int, least=1, most=MOST_HEADS, metavar="G", help="key/value heads, a divisor of H (H)")
     head_dim = "(64, or E / H where --embed-dim is given)"
     add("--head-dim", type=int, least=1, most=1 << 16, metavar="D", help=head_dim)
+    value_dim = "of values, where it differs (that of keys)"
+    add("--value-dim", type=int, least=1, most=1 << 16, metavar="V", help=value_dim)
     add("--dtype", choices=tuple(DTYPES), default="fp32", help="of tensors and weights (%(default)s)")
     device = "cuda is predicted, and needs none (%(default)s)"
     add("--device", choices=("cpu", "cuda"), default="cpu", excludes=("ranks",), help=device)
@@ -54,6 +56,8 @@ def add_arguments(parser: CommandParser) -> None:
     layers, embed_dim = "of the LongNet whose memory is predicted (12)", "of that LongNet (H * D)"
     add("--layers", type=int, least=1, most=LARGEST, metavar="L", excludes=("ranks",), help=layers)
     add("--embed-dim", type=int, least=1, most=LARGEST, metavar="E", excludes=("head_dim",), help=embed_dim)
+    dropout = "of attention weights in training (%(default)s)"
+    add("--dropout-p", type=float, default=0.0, least=0, metavar="P", excludes=("ranks", "measure"), help=dropout)
     budget = "the longest N that fits into this memory, in GiB; without a number a table of budgets"
     alone = ("measure", "ranks")
     add("--budget", nargs="?", const=_TABLE, metavar="GIB", excludes=alone, help=budget)
@@ -93,19 +97,22 @@ def plan(options: argparse.Namespace) -> int:
         "num_heads": heads,
         "num_kv_heads": options.kv_heads or heads,
         "head_dim": head_dim,
+        "value_dim": options.value_dim or head_dim,
         "dtype": DTYPES[options.dtype],
         "device": options.device,
         "batch": options.batch,
         "layers": options.layers or _LAYERS,
     }
+    training = {"dropout_p": options.dropout_p}
     with refusals():
         if options.budget is not None:
-            size = PlanSize(pattern=asked.pattern, num_tokens=asked.num_tokens, **sizes)
+            size = PlanSize(pattern=asked.pattern, num_tokens=asked.num_tokens, **sizes, **training)
             data = budget_data(size, BUDGETS if options.budget == _TABLE else (_budget_bytes(options.budget),))
             text = budget_text(size, data)
         else:
             over_ranks = {name: getattr(options, name) for name in ("ranks", "order", "schedule", "codec")}
-            found = plan_attention(asked.pattern, asked.num_tokens, **sizes, measure=options.measure, **over_ranks)
+            how = {"measure": options.measure, **training, **over_ranks}
+            found = plan_attention(asked.pattern, asked.num_tokens, **sizes, **how)
             data, text = found.to_data(), str(found)
     print(json.dumps(data, indent=1, ensure_ascii=False) if options.json else text)
     return 0
@@ -132,9 +139,9 @@ def budget_data(size: PlanSize, budgets: Sequence[int]) -> dict[str, Any]:
     between = min(_BETWEEN[0], most // 2), min(_BETWEEN[1], most)
     return {
         "pattern": repr(size.pattern),
-        **{name: getattr(size, name) for name in ("num_heads", "num_kv_heads", "head_dim", "batch")},
+        **{name: getattr(size, name) for name in ("num_heads", "num_kv_heads", "head_dim", "value_dim", "batch")},
         "dtype": size.dtype_name,
-        **{name: getattr(size, name) for name in ("device", "layers", "embed_dim")},
+        **{name: getattr(size, name) for name in ("device", "dropout_p", "layers", "embed_dim")},
         "bytes_a_token": {name: slope(peak, between) for name, peak in peaks.items()},
         "longest": [
             {"budget_bytes": budget, **{name: longest(peak, budget, most=most) for name, peak in peaks.items()}}
@@ -150,7 +157,7 @@ def _peaks(size: PlanSize) -> dict[str, Peak]:
     @cache
     def run_dry(num_tokens: int, in_model: bool) -> AttentionMemory:
         call = attention_size(size.model, num_tokens) if in_model else size.attention(num_tokens)
-        return attention_memory(size.pattern, call, device=size.device)
+        return size.memory_of(call)
 
     def attention(num_tokens: int, in_model: bool = False) -> AttentionMemory:
         """Memory of an attention call; for many tokens it is linearly extrapolated from two smaller calls."""
@@ -177,7 +184,8 @@ def budget_text(size: PlanSize, data: dict[str, Any]) -> str:
 
     The first line has bytes per token, each further line the longest sequence for one budget.
     """
-    kind = f"head dim {size.head_dim}, {size.dtype_name}, batch {size.batch}, on {size.device}"
+    dropout = f", dropout {size.dropout_p:g}" if size.dropout_p else ""
+    kind = f"{size.head_dim_text}, {size.dtype_name}, batch {size.batch}, on {size.device}{dropout}"
     headers = ("", "attend:\ninference", "attend:\ntraining", "model:\ninference", "model:\ntraining",
                "model: training,\ncheckpointed")  # fmt: skip
     lines = [("bytes a token", *(bytes_text(each) for each in data["bytes_a_token"].values()))]

@@ -30,6 +30,7 @@ from .flex import (
     FlexProgram,
     FlexSide,
     FlexStep,
+    Portable,
     allowed_on,
     flash_cannot,
     flash_sides,

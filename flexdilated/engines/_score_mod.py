@@ -34,6 +34,9 @@ class Indices:
         """Bytes of the map's tensors that grow with the number of tokens or heads; single numbers are not counted."""
         return sum(each.nbytes for each in self.numbers if each.dim())
 
+    def on(self, device: torch.device) -> Indices:
+        return Indices(self.translate, tuple(x.to(device) for x in self.numbers))
+
     def at_positions(self, function: ScoreMod) -> ScoreMod:
         return self.translate(function, *self.numbers)
 

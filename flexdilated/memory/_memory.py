@@ -1,36 +1,43 @@
-"""Predict the memory of one attention call: engine tiles by a run on meta tensors, flex by its compiled buffers."""
+"""Predict the memory of one attention call: tiles and portable by a run on meta tensors, flex by compiled buffers."""
 
 from __future__ import annotations
 
 import weakref
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from copy import copy
 from dataclasses import dataclass, fields, replace
+from functools import partial
 from itertools import accumulate
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from .._torch_private import TorchDispatchMode, tree_map_only
 from ..engines import (
     GATHERED_BYTES,
     Call,
+    Dropout,
     FlexProgram,
     FlexStep,
+    Portable,
     Program,
+    ScoreMod,
     WholeRows,
     allowed_on,
     as_given,
     make_flex_program,
+    one_width,
     program_of,
     tensors_in,
 )
 from ..masks.core import Expression, device_kind, require_int
 from ..masks.patterns import names
-from ..masks.planning import ANYTHING, Allowed, Choice, Operands, plan, way_of
+from ..masks.planning import ANYTHING, Allowed, Choice, Operands, Plan, plan, way_of
 
-# B batch, H query heads, G key/value heads, N tokens, S slots, D head dim
+# B batch, H query heads, G key/value heads, N tokens, S slots, D head dim of queries and keys, E of values
 
 NOWHERE = torch.device("meta")  # its tensors have sizes and no memory
 # Longest call that is run on meta tensors. For more tokens every count is linear in the tokens: whole tensors are, and
@@ -112,7 +119,8 @@ class AttentionSize:
     """Sizes of a self-attention call.
 
     num_kv_heads: number of key/value heads; None: num_heads. tokens_outermost: True if q, k and v are (B, N, H, D) in
-    memory, as a projection returns them; otherwise they are (B, H, N, D).
+    memory, as a projection returns them; otherwise they are (B, H, N, D). value_dim: head dim of v and of the output;
+    None: head_dim.
     """
 
     num_tokens: int
@@ -122,29 +130,50 @@ class AttentionSize:
     batch: int = 1
     num_kv_heads: int | None = None
     tokens_outermost: bool = False
+    value_dim: int | None = None
 
     @property
     def kv_heads(self) -> int:
         return self.num_heads if self.num_kv_heads is None else self.num_kv_heads
 
     @property
-    def operands(self) -> Operands:
-        """Bytes of an element, head dim, and query heads per key/value head, on which the planner's costs depend."""
-        return Operands(self.dtype.itemsize, self.head_dim, self.num_heads // self.kv_heads)
+    def dims(self) -> tuple[int, int]:
+        """Head dims (D of q and k, E of v and the output)."""
+        return self.head_dim, self.head_dim if self.value_dim is None else self.value_dim
+
+    @property
+    def nbytes(self) -> tuple[int, int, int, int]:
+        """Bytes of (q, k, v, out)."""
+        token, (D, E) = self.batch * self.num_tokens * self.dtype.itemsize, self.dims
+        return (
+            self.num_heads * token * D,
+            self.kv_heads * token * D,
+            self.kv_heads * token * E,
+            self.num_heads * token * E,
+        )
+
+    def operands(self, engine: str) -> Operands:
+        """Bytes of an element, head dim, and query heads per key/value head, on which the planner's costs depend.
+
+        The head dim is that of the queries that the engine gets; for "tiles" they are padded to the wider one.
+        """
+        width = max(self.dims) if engine == "tiles" else self.head_dim
+        return Operands(self.dtype.itemsize, width, self.num_heads // self.kv_heads)
 
 
 @dataclass(frozen=True)
 class AttentionMemory:
     """Bytes of one call; each peak counts everything alive, including the call's inputs.
 
-    queries: q, and equally out. keys: k and v together. lse: of all rows. kept: what training keeps from the forward
-    for the backward, including q, k, v, out and lse. inference_peak: of a forward that keeps nothing. forward_peak: of
-    a forward in training. backward_peak: from the gradient of out to dq, dk and dv. tables: the plan's block and index
-    tables, which stay in the cache and are not in the peaks.
+    queries: q. keys: k and v together. outputs: out, and equally its gradient. lse: of all rows. kept: what training
+    keeps from the forward for the backward, including q, k, v, out and lse. inference_peak: of a forward that keeps
+    nothing. forward_peak: of a forward in training. backward_peak: from the gradient of out to dq, dk and dv. tables:
+    the plan's block and index tables, which stay in the cache and are not in the peaks.
     """
 
     queries: int
     keys: int
+    outputs: int
     lse: int
     kept: int
     inference_peak: int
@@ -160,7 +189,7 @@ class AttentionMemory:
     @property
     def shown(self) -> int:
         """Bytes of q, k, v, out and lse."""
-        return self.inputs + self.queries + self.lse
+        return self.inputs + self.outputs + self.lse
 
     @property
     def training_peak(self) -> int:
@@ -173,13 +202,26 @@ class AttentionMemory:
         return AttentionMemory(*(round(a + share * (b - a)) for a, b in pairs))
 
 
-def attention_memory(pattern: Expression, size: AttentionSize, *, device: str = "cpu") -> AttentionMemory:
-    """Predict the memory of `attend` on a kind of device with its default engine: tiles on "cpu", flex elsewhere.
+def attention_memory(
+    pattern: Expression,
+    size: AttentionSize,
+    *,
+    device: str = "cpu",
+    engine: str | None = None,
+    drops: bool = False,
+    score_mod: ScoreMod | None = None,
+) -> AttentionMemory:
+    """Predict the memory of `attend` on a kind of device, by engine "tiles" on "cpu", "flex" elsewhere, or "portable".
 
-    Up to 1,048,576 tokens it plans the call, and counts what is alive: for tiles in a run of the engine on meta
-    tensors, for flex by the allocations of its compiled program. Beyond, it extrapolates linearly. Allocations inside
-    kernels are not counted; on CPU they are a few MB per thread. Nothing is computed, and no accelerator is needed.
-    Raises ValueError for a pattern that lacks the values of run-time tensors, or does not fit the heads or tokens.
+    Up to 1,048,576 tokens it plans the call, and counts what is alive: for tiles and portable in a run of the engine on
+    meta tensors, for flex by the allocations of its compiled program. Beyond, it extrapolates linearly. Allocations
+    inside kernels are not counted; on CPU they are a few MB per thread. Nothing is computed, and no accelerator is
+    needed.
+
+    engine: None takes the device's default, tiles or flex. drops: True with attention dropout, which tiles lacks.
+    score_mod: as in `attend`; tiles takes none. It is called on meta tensors, and gradients of tensors that it captures
+    are not counted. Raises ValueError for a pattern that lacks the values of run-time tensors, or does not fit the
+    heads or tokens.
     """
     missing = names(pattern)
     if missing:
@@ -187,16 +229,38 @@ def attention_memory(pattern: Expression, size: AttentionSize, *, device: str = 
             f"memory needs the values of a pattern's run-time tensors; got one without {', '.join(missing)}"
         )
     require_int("num_tokens", size.num_tokens, minimum=1)
+    way = _Way(device, engine or device_kind(device).engine, drops, score_mod)
     if size.num_tokens <= LARGEST_RUN:
-        return _planned_memory(pattern, size, device)
+        return _planned_memory(way, pattern, size)
     ending = size.num_tokens % _SAME_ENDING
     tokens = LARGEST_RUN // 2 + ending, LARGEST_RUN + ending
     # Fewer tokens may be planned differently, so the options chosen for the whole length are kept.
-    best = plan(_key(pattern, size).bound(pattern), device=device, allowed=_allowed(device), operands=size.operands)
+    best = way.plan(pattern, size)
     together = len(best.options) < len(set(pattern.branches()))
-    choice = Choice(together, tuple(way_of(options[0]) for options in best.options))
-    smaller, larger = (_planned_memory(pattern, replace(size, num_tokens=n), device, choice) for n in tokens)
+    way = replace(way, choice=Choice(together, tuple(way_of(options[0]) for options in best.options)))
+    smaller, larger = (_planned_memory(way, pattern, replace(size, num_tokens=n)) for n in tokens)
     return smaller.at(size.num_tokens, larger, tokens)
+
+
+@dataclass(frozen=True)
+class _Way:
+    """How a call is computed: kind of device, engine, True with dropout, score_mod, and options of the planner."""
+
+    device: str
+    engine: str
+    drops: bool
+    score_mod: ScoreMod | None
+    choice: Choice | None = None
+
+    def plan(self, pattern: Expression, size: AttentionSize) -> Plan:
+        allowed = allowed_by(self.engine, self.device)
+        how = {"device": self.device, "allowed": allowed, "operands": size.operands(self.engine)}
+        return plan(_key(pattern, size).bound(pattern), choice=self.choice, **how)
+
+
+def allowed_by(engine: str, device: str) -> Allowed:
+    """Return the kinds of terms (parts of a plan, one kernel each) that an engine runs; device: such as "cpu"."""
+    return ANYTHING if engine == "tiles" else allowed_on(torch.device(device))
 
 
 def _key(pattern: Expression, size: AttentionSize) -> Call:
@@ -205,42 +269,76 @@ def _key(pattern: Expression, size: AttentionSize) -> Call:
     return Call(pattern.text, *heads, *tokens, 0, 0, 0, size.num_heads, 1, ())
 
 
-def _allowed(device: str) -> Allowed:
-    return ANYTHING if device_kind(device).on_host else allowed_on(torch.device(device))
-
-
-def _planned_memory(
-    pattern: Expression, size: AttentionSize, device: str, choice: Choice | None = None
-) -> AttentionMemory:
-    key, row = _key(pattern, size), size.batch * size.num_tokens * size.head_dim * size.dtype.itemsize
-    inputs = size.num_heads * row, 2 * size.kv_heads * row
-    if device_kind(device).on_host:
-        program = program_of(key, pattern, "cpu", choice, size.operands, written=key.pattern)
-        return AttentionMemory(*inputs, *_tiles_memory(program, size), program.nbytes)
-    how = {"device": device, "allowed": _allowed(device), "choice": choice, "operands": size.operands}
-    best, cpu = plan(key.bound(pattern), **how), torch.device("cpu")  # its tables need no accelerator
+def _planned_memory(way: _Way, pattern: Expression, size: AttentionSize) -> AttentionMemory:
+    key, (q, k, v, out) = _key(pattern, size), size.nbytes
+    if way.engine == "tiles":
+        program = program_of(key, pattern, way.device, way.choice, size.operands("tiles"), written=key.pattern)
+        return AttentionMemory(q, k + v, out, *_tiles_memory(program, size), program.nbytes)
+    best, cpu = way.plan(pattern, size), torch.device("cpu")  # its tables need no accelerator
     program = make_flex_program(best, key.layout, num_kv_heads=size.kv_heads, block_size=key.sides, device=cpu)
-    lse = 4 * size.batch * size.num_heads * size.num_tokens
-    return AttentionMemory(*inputs, lse, *_flex_memory(program, size, *inputs, lse), program.nbytes)
+    found = _portable_memory(program, size, way) if way.engine == "portable" else _flex_memory(program, size)
+    return AttentionMemory(q, k + v, out, *found, program.nbytes)
+
+
+_Forward = Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
+_Backward = Callable[[Tensor, Tensor, Tensor, WholeRows], Sequence[Tensor]]
+
+
+def _dry_run(
+    size: AttentionSize, forward: _Forward, backward: _Backward, *, pads: bool
+) -> tuple[int, int, int, int, int]:
+    """Return (lse, kept, inference peak, forward peak, backward peak) in bytes, as an engine's code allocates them.
+
+    It is run on meta tensors; only its tables are on the CPU, because its decisions depend on their values. pads: True
+    for an engine of a single head dim, for which q, k and v are padded to the wider one.
+    """
+    order, (D, E) = (0, 2, 1, 3) if size.tokens_outermost else (0, 1, 2, 3), size.dims
+    shapes = (
+        (size.batch, X, size.num_tokens, dim)
+        for X, dim in ((size.num_heads, D), (size.kv_heads, D), (size.kv_heads, E))
+    )
+    q, k, v = (torch.empty_permuted(shape, order, dtype=size.dtype, device=NOWHERE) for shape in shapes)
+    with torch.no_grad(), LiveBytes(q, k, v) as counted:
+        operands = one_width(q, k, v) if pads else (q, k, v)
+        out, lse = forward(*operands)
+        forward_peak, kept = counted.peak, counted.live
+        counted.restart()
+        grad = grad_out = torch.empty_like(out[..., :E])
+        if grad.shape != out.shape:
+            grad_out = pad(grad, (0, out.shape[-1] - E))
+        grads = backward(*operands, WholeRows(out, lse, grad_out))
+    assert len(grads) == 3
+    return nbytes(lse), kept, forward_peak, forward_peak, counted.peak
 
 
 def _tiles_memory(program: Program, size: AttentionSize) -> tuple[int, int, int, int, int]:
-    """Return (lse, kept, inference peak, forward peak, backward peak) in bytes, as the engine's code allocates them.
+    """Return (lse, kept, inference peak, forward peak, backward peak) of engine tiles, in bytes."""
+    program = _few_of_each_kind(program, 2 * size.batch * max(size.dims) * size.dtype.itemsize)
 
-    It is run on meta tensors; only its tables are on the CPU, because its decisions depend on their values.
-    """
-    program = _few_of_each_kind(program, 2 * size.batch * size.head_dim * size.dtype.itemsize)
-    order = (0, 2, 1, 3) if size.tokens_outermost else (0, 1, 2, 3)
-    shapes = ((size.batch, X, size.num_tokens, size.head_dim) for X in (size.num_heads, size.kv_heads, size.kv_heads))
-    q, k, v = (torch.empty_permuted(shape, order, dtype=size.dtype, device=NOWHERE) for shape in shapes)
-    with torch.no_grad(), LiveBytes(q, k, v) as counted:
+    def forward(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         out, lse = program.forward(q, k, v, 1.0)
-        out = as_given(out, q)
-        forward, kept = counted.peak, counted.live
-        counted.restart()
-        grads = program.backward(q, k, v, WholeRows(out, lse, torch.empty_like(out)), 1.0)
-        grads = [as_given(grad, x) for grad, x in zip(grads, (q, k, v), strict=True)]
-    return nbytes(lse), kept, forward, forward, counted.peak
+        return as_given(out, q), lse
+
+    def backward(q: Tensor, k: Tensor, v: Tensor, whole: WholeRows) -> list[Tensor]:
+        grads = program.backward(q, k, v, whole, 1.0)
+        return [as_given(grad, x) for grad, x in zip(grads, (q, k, v), strict=True)]
+
+    return _dry_run(size, forward, backward, pads=True)
+
+
+def _portable_memory(program: FlexProgram, size: AttentionSize, way: _Way) -> tuple[int, int, int, int, int]:
+    """Return (lse, kept, inference peak, forward peak, backward peak) of engine portable, in bytes."""
+    dropout = Dropout(0.5, torch.empty(2, dtype=torch.int32, device=NOWHERE)) if way.drops else None
+    steps = tuple(_without_values(step) for step in program.steps)
+    run = Portable(replace(program, steps=steps), 1.0, way.score_mod, dropout)
+    return _dry_run(size, partial(run.forward, sinks=None), run.backward, pads=False)
+
+
+def _without_values(step: FlexStep) -> FlexStep:
+    """Return the step with a mask and indices that give meta tensors for each pair, so that no pair is evaluated."""
+    mask, mask_mod = copy(step.mask), step.mask.mask_mod
+    mask.mask_mod = lambda *places: mask_mod(*(x.to(NOWHERE) for x in places))
+    return replace(step, mask=mask, indices=step.indices.on(NOWHERE))
 
 
 def _few_of_each_kind(program: Program, key_bytes: int) -> Program:
@@ -265,34 +363,32 @@ def _few_of_each_kind(program: Program, key_bytes: int) -> Program:
     return replace(program, steps=tuple(steps))
 
 
-def _flex_memory(
-    program: FlexProgram, size: AttentionSize, queries: int, keys: int, lse: int
-) -> tuple[int, int, int, int]:
-    """Return (kept, inference peak, forward peak, backward peak) of the compiled program, in bytes.
+def _flex_memory(program: FlexProgram, size: AttentionSize) -> tuple[int, int, int, int, int]:
+    """Return (lse, kept, inference peak, forward peak, backward peak) of the compiled program, in bytes.
 
-    queries, keys, lse: bytes of q, of k and v together, and of the lse.
     A step is one kernel call; a part is its out and lse, and several parts are merged by lse. Inductor fuses everything
     around attention: a gather makes one tensor, and so does a merge; it gathers for two steps at once. FlexAttention
     makes out and a float32 lse, and delta in the backward. Training keeps all operands and parts and, if there are
     several parts, the merged rows of each gathered one. For more than two parts it also keeps a float32 sum, and its
     backward has float32 rows for each gathered part, because Inductor makes separate kernels for them.
     """
-    steps = [_flex_step(step, size) for step in program.steps]
+    steps, (*whole, output) = [_flex_step(step, size) for step in program.steps], size.nbytes
+    inputs, lse = sum(whole), 4 * size.batch * size.num_heads * size.num_tokens
     copies = [sum(count for count, is_copy in step.operands if is_copy) for step in steps]
-    outs = [step.operands[0][0] for step in steps]
-    parts = [out + step.lse for out, step in zip(outs, steps, strict=True)]
+    parts = [step.out + step.lse for step in steps]
     is_merged = len(steps) != 1 or steps[0].operands[0][1]
-    merged = queries + lse if is_merged else 0
+    merged = output + lse if is_merged else 0
     num_gathered = sum(step.queries.slots.kind != "all" for step in program.steps) if len(steps) > 1 else 0
-    wide = queries // size.dtype.itemsize * 4 if num_gathered and len(steps) > _PLAIN_MERGE else 0
-    rows = num_gathered * queries + wide
+    wide = output // size.dtype.itemsize * 4 if num_gathered and len(steps) > _PLAIN_MERGE else 0
+    rows = num_gathered * output + wide
     # Changes of the bytes alive, in order; the peak is the largest of their running sums.
-    inference = [queries + keys, *copies[:1]]
+    inference = [inputs, *copies[:1]]
     for index, part in enumerate(parts):
         inference += [sum(copies[index + 1 : index + 2]), part, -copies[index]]
-    kept = queries + keys + sum(copies) + sum(parts) + merged + rows
-    backward = [kept, queries, *((num_gathered * wide + sum(outs), -num_gathered * wide - rows) if is_merged else ())]
-    whole, arrived = (queries, keys // 2, keys // 2), set()
+    kept = inputs + sum(copies) + sum(parts) + merged + rows
+    wider = num_gathered * wide
+    backward = [kept, output, *((wider + sum(step.out for step in steps), -wider - rows) if is_merged else ())]
+    arrived = set()
 
     def arrive(step: _FlexStep, are_copies: bool) -> Iterator[int]:
         """Yield the changes of the bytes alive while gradients of a step's operands are added to those of v, k and q.
@@ -306,17 +402,18 @@ def _flex_memory(
                 arrived.add(operand)
 
     for index, step in reversed(list(enumerate(steps))):
-        freed = copies[index] + (parts[index] + outs[index] if is_merged else 0)
+        freed = copies[index] + (parts[index] + step.out if is_merged else 0)
         backward += [step.lse + sum(count for count, _ in step.operands), -step.lse - freed, *arrive(step, False)]
         backward += [change for later in steps[index + 1 : index + 2] for change in arrive(later, True)]
     backward += [change for first in steps[:1] for change in arrive(first, True)]
-    return kept, max(accumulate([*inference, merged])), kept, max(accumulate(backward))
+    return lse, kept, max(accumulate([*inference, merged])), kept, max(accumulate(backward))
 
 
 class _FlexStep(NamedTuple):
-    """Memory of one kernel call: operands are (bytes, True if it is a copy) of its q, k and v; lse is in bytes."""
+    """Bytes of one kernel call's tensors; operands: (bytes, True if it is a copy) of its q, k and v."""
 
     operands: tuple[tuple[int, bool], ...]
+    out: int
     lse: int
 
 
@@ -333,6 +430,6 @@ def _flex_step(step: FlexStep, size: AttentionSize) -> _FlexStep:
         if slots.kind != "segments":
             length = size.num_tokens if index.listed is None else index.listed.shape[1]
         found.append((size.batch * heads * length, slots.kind != "all" or hidden is not None))
-    row = size.head_dim * size.dtype.itemsize
-    q, k = ((rows * row, is_copy) for rows, is_copy in found)
-    return _FlexStep((q, k, k), 4 * found[0][0])
+    (q, q_copied), (k, k_copied) = found
+    key, value = (dim * size.dtype.itemsize for dim in size.dims)
+    return _FlexStep(((q * key, q_copied), (k * key, k_copied), (k * value, k_copied)), q * value, 4 * q)

@@ -90,9 +90,9 @@ def model_memory(size: ModelSize, num_tokens: int, attention: AttentionMemory, *
     attention: memory of the attention in one block, whose sizes are `attention_size(size, num_tokens)`. checkpoint: as
     in `LongNetConfig`.
     """
-    # Bytes inside the attention operators, without their inputs; the incoming gradient has the size of q.
+    # Bytes inside the attention operators, without their inputs; the incoming gradient has the size of the output.
     forward = Hidden(attention.forward_peak - attention.inputs, attention.kept - attention.shown)
-    backward = Hidden(attention.backward_peak - attention.kept - attention.queries)
+    backward = Hidden(attention.backward_peak - attention.kept - attention.outputs)
     tiles, tiles_backward = torch.ops.flexdilated.tiles.default, torch.ops.flexdilated.tiles_backward.default
     alone = {tiles: Hidden(attention.inference_peak - attention.inputs)}
     with NOWHERE:

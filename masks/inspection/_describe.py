@@ -53,8 +53,8 @@ class Description(PlannedCounts):
 
     Pairs are (query, key) pairs over all heads, counted once for each branch that allows them; for the union use
     `describe(pattern.union, ...)`. `heads`, `branch_shares` and `receptive_field` are computed on first use, in seconds
-    at a million tokens. All counts are exact except `receptive_field`, which is sampled above 256 tokens. bound: the
-    pattern with the sizes and offsets at which it was counted.
+    at a million tokens. All counts are exact except `receptive_field`, which is sampled above 256 tokens. head_dim: of
+    queries and keys; value_dim: of values. bound: the pattern with the sizes and offsets at which it was counted.
     """
 
     pattern: Expression
@@ -62,6 +62,7 @@ class Description(PlannedCounts):
     num_keys: int
     num_heads: int
     head_dim: int
+    value_dim: int
     branches: tuple[BranchDescription, ...]
     bound: Bound = field(repr=False)
 
@@ -81,13 +82,13 @@ class Description(PlannedCounts):
 
     @property
     def forward_flops(self) -> int:
-        """FLOP of the forward pass: 4 * head_dim for each allowed pair."""
-        return 4 * self.head_dim * self.useful_pairs
+        """FLOP of the forward pass: 2 * (head_dim + value_dim) for each allowed pair."""
+        return 2 * (self.head_dim + self.value_dim) * self.useful_pairs
 
     @property
     def backward_flops(self) -> int:
-        """FLOP of the backward pass: 10 * head_dim for each allowed pair."""
-        return 10 * self.head_dim * self.useful_pairs
+        """FLOP of the backward pass: 6 * head_dim + 4 * value_dim for each allowed pair."""
+        return (6 * self.head_dim + 4 * self.value_dim) * self.useful_pairs
 
     @cached_property
     @plans
@@ -197,8 +198,8 @@ def describe(
 
 
 @plans
-def describe_plan(plan: Plan, *, head_dim: int) -> Description:
-    """Describe an existing plan, as `describe` does for a pattern.
+def describe_plan(plan: Plan, *, head_dim: int, value_dim: int | None = None) -> Description:
+    """Describe an existing plan, as `describe` does for a pattern; value_dim: head dim of values; None: head_dim.
 
     Raises ValueError for block lists over more than 134,217,728 queries or keys.
     """
@@ -219,7 +220,8 @@ def describe_plan(plan: Plan, *, head_dim: int) -> Description:
         for options in plan.options
     )
     sizes = {name: getattr(bound, name) for name in ("pattern", "num_queries", "num_keys", "num_heads")}
-    return Description(**summed(branches), **sizes, head_dim=head_dim, branches=branches, bound=bound)
+    sizes |= {"head_dim": head_dim, "value_dim": head_dim if value_dim is None else value_dim}
+    return Description(**summed(branches), **sizes, branches=branches, bound=bound)
 
 
 def _computed_data(branch: BranchDescription) -> dict[str, Any]:

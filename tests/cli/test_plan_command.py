@@ -2,6 +2,7 @@
 
 import functools
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -29,8 +30,8 @@ def one_dry_run_a_size():
     """A memory model runs the call on no memory, which takes seconds: once for each size."""
     call, model = functools.cache(attention_memory), functools.cache(model_memory)
     with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("flexdilated._plan_size.attention_memory", call)
         for module in ("flexdilated.cli._plan", "flexdilated._plan"):
-            patch.setattr(f"{module}.attention_memory", call)
             patch.setattr(f"{module}.model_memory", model)
         yield
 
@@ -86,22 +87,66 @@ def test_batch_multiplies_work_and_tensors_and_not_lists(capsys) -> None:
 
 def test_fd_plan_is_what_the_command_prints(capsys, monkeypatch) -> None:
     monkeypatch.setenv("COLUMNS", "80")
-    sizes = {"num_heads": 4, "num_kv_heads": 2, "head_dim": 32, "dtype": torch.bfloat16, "batch": 3, "layers": 2}
-    words = ["--heads", "4", "--kv-heads", "2", "--head-dim", "32", "--dtype", "bf16", "--batch", "3", "--layers", "2"]
+    sizes = {"num_heads": 4, "num_kv_heads": 2, "head_dim": 32, "value_dim": 16, "dtype": torch.bfloat16, "batch": 3}
+    sizes |= {"layers": 2}
+    words = ["--heads", "4", "--kv-heads", "2", "--head-dim", "32", "--value-dim", "16", "--dtype", "bf16"]
+    words += ["--batch", "3", "--layers", "2"]
     for device in ("cpu", "cuda"):
         found = flexdilated.plan(masks.parse(LONGNET), 512, **sizes, device=device)
         assert data_of(capsys, LONGNET, "-n", "512", *words, "--device", device) == found.to_data()
         assert main(["plan", LONGNET, "-n", "512", *words, "--device", device]) == 0
         assert capsys.readouterr().out == f"{found}\n"
-        parts = "512 tokens, 4 heads over 2, head dim 32, bf16, batch 3", "How it is computed", "predicted"
+        parts = "512 tokens, 4 heads over 2, head dim 32, values 16, bf16, batch 3", "How it is computed", "predicted"
         parts += "attend: kept for the backward", "model: training with checkpointing, peak"
         parts += "LongNet of 2 layers, embed dim 128", f"{found.engine} on {device}", f"pattern       {LONGNET}"
         assert [part for part in parts if part not in str(found)] == []
         assert found.useful_pairs == 3 * pairs_of(LONGNET, tokens=512, heads=4)
-        assert found.attention_memory.inputs == 3 * 512 * 32 * 2 * (4 + 2 * 2)
+        assert found.attention_memory.inputs == 3 * 512 * 2 * (4 * 32 + 2 * (32 + 16))
+        assert found.to_data()["memory"]["attention"]["outputs"] == 3 * 512 * 2 * 4 * 16
+        assert found.forward_flops == 2 * (32 + 16) * found.useful_pairs
+        assert found.backward_flops == (6 * 32 + 4 * 16) * found.useful_pairs
         assert (found.engine, found.embed_dim) == ("tiles" if device == "cpu" else "flex", 128)
         assert found.checkpointed_memory.training_peak < found.model_memory.training_peak
         assert sum(option.chosen for option in found.options) == len({option.branch for option in found.options})
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_training_with_dropout_is_that_of_its_engine_and_inference_is_without(device, capsys) -> None:
+    pattern, sizes = masks.parse(LONGNET), {"num_heads": 4, "head_dim": 16, "value_dim": 32, "layers": 1}
+    size = AttentionSize(1500, 4, 16, torch.float32, value_dim=32)
+    found = flexdilated.plan(pattern, 1500, **sizes, device=device, dropout_p=0.1)
+    engine = "portable" if device == "cpu" else "flex"
+    assert found.engine == engine
+    trained = attention_memory(pattern, size, device=device, engine=engine, drops=True)
+    alone = attention_memory(pattern, size, device=device)
+    assert found.attention_memory == replace(trained, inference_peak=alone.inference_peak)
+    words = ["--heads", "4", "--head-dim", "16", "--value-dim", "32", "--layers", "1", "--device", device]
+    words += ["--dropout-p", "0.1"]
+    assert data_of(capsys, LONGNET, "-n", "1500", *words) == found.to_data()
+    assert f"{engine} on {device}, dropout 0.1" in str(found)
+    assert found.model_memory.training_peak > 0
+    (line,) = data_of(capsys, LONGNET, *words, "--budget", "0.25")["longest"]
+    peak = flexdilated.plan(pattern, line["attention, training"], **sizes, device=device, dropout_p=0.1)
+    assert peak.attention_memory.training_peak <= 1 << 28
+
+
+@pytest.mark.parametrize(
+    ("options", "engine"),
+    [
+        ({"engine": "portable"}, "portable"),
+        ({"engine": "tiles"}, "tiles"),
+        ({"score_mod": lambda score, b, h, q, k: score + h}, "portable"),
+        ({"score_mod": lambda score, b, h, q, k: score + h, "device": "cuda"}, "flex"),
+        ({"engine": "portable", "head_dim": 8, "device": "cuda"}, "portable"),
+    ],
+)
+def test_plan_names_the_engine_that_attend_chooses(options, engine) -> None:
+    sizes = {"num_heads": 2, "layers": 1, **options}
+    found = flexdilated.plan(masks.causal(), 300, **sizes)
+    assert (found.engine, found.to_data()["engine"]) == (engine, engine)
+    size = AttentionSize(300, 2, sizes.get("head_dim", 64), torch.float32)
+    how = {"device": sizes.get("device", "cpu"), "engine": engine, "score_mod": sizes.get("score_mod")}
+    assert found.attention_memory == attention_memory(masks.causal(), size, **how)
 
 
 @pytest.mark.usefixtures("made_up_memory")
@@ -202,6 +247,8 @@ REFUSED = {
     "codec": (["causal()", "-n", "64", "--ranks", "2", "--codec", "bf16", "--dtype", "fp16"], ['codec="bf16" makes']),
     "heads": (["causal()", "--heads", "0"], ["--heads must be at least 1", "0"]),
     "head dim": (["causal()", "--head-dim", "9" * 20], ["--head-dim must be at most"]),
+    "dropout": (["causal()", "--dropout-p", "1"], ["dropout_p", "below 1", "1.0"]),
+    "value dim on cuda": (["causal()", "--value-dim", "8", "--device", "cuda"], ["16", "8", "cuda"]),
     "kv heads": (
         ["causal()", "--kv-heads", "3"],
         ["num_kv_heads must divide num_heads; got num_kv_heads=3 and num_heads=8"],

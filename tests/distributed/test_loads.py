@@ -29,12 +29,13 @@ def sharding_in(order: str) -> Sharding:
 
 
 def bytes_received() -> list[tuple[int, int]]:
-    """What this rank receives in the forward and the backward of 2 sequences, 4 heads over 2 of 8 numbers."""
+    """What this rank receives in the forward and the backward of 2 sequences, 4 heads over 2, keys of 8, values 12."""
     found, traffic = [], fd.distributed.traffic()
     for name, order, schedule, codec in STEPS:
         sharding = sharding_in(order)
         length = sharding.length(dist.get_rank())
-        q, k, v = (torch.randn(2, heads, length, 8, requires_grad=True) for heads in (4, 2, 2))
+        sizes = ((4, 8), (2, 8), (2, 12))
+        q, k, v = (torch.randn(2, heads, length, dim, requires_grad=True) for heads, dim in sizes)
         how = {"mesh": line(), "sharding": sharding, "schedule": schedule, "codec": codec, "enable_gqa": True}
         traffic.reset()
         out = fd.distributed.attend(q, k, v, PATTERNS[name], **how)
@@ -47,7 +48,7 @@ def bytes_received() -> list[tuple[int, int]]:
 def test_what_is_counted_is_what_is_received() -> None:
     by_rank = on_ranks(3, bytes_received)
     for place, (name, order, schedule, codec) in enumerate(STEPS):
-        size = AttentionSize(200, 4, 8, torch.float32, 2, 2)
+        size = AttentionSize(200, 4, 8, torch.float32, 2, 2, value_dim=12)
         loads = rank_loads(PATTERNS[name], sharding_in(order), size, schedule=schedule, codec=codec)
         counted = list(zip(loads.received_forward, loads.received_backward, strict=True))
         assert [received[place] for received in by_rank] == counted

@@ -32,9 +32,11 @@ NAME = "flex_program"
 K = 1024
 
 
-def drawn(batch: int, heads: int, tokens: int, dim: int, *, trains: bool = False) -> list[Tensor]:
-    shape = (batch, heads, tokens, dim)
-    return [torch.empty(shape, dtype=torch.bfloat16, device="cuda").requires_grad_(trains) for _ in range(3)]
+def drawn(
+    batch: int, heads: int, tokens: int, dim: int, *, trains: bool = False, value_dim: int | None = None
+) -> list[Tensor]:
+    shapes = ((batch, heads, tokens, each) for each in (dim, dim, value_dim or dim))
+    return [torch.empty(shape, dtype=torch.bfloat16, device="cuda").requires_grad_(trains) for shape in shapes]
 
 
 @pytest.fixture(autouse=True)
@@ -73,13 +75,14 @@ HELD = {
 }
 
 
+@pytest.mark.parametrize("value_dim", [64, pytest.param(32, marks=pytest.mark.thorough)])
 @pytest.mark.parametrize("pattern", HELD.values(), ids=HELD)
-def test_memory_and_launches(pattern: Any) -> None:
+def test_memory_and_launches(pattern: Any, value_dim: int) -> None:
     """What the program's buffers come to, against what `plan` says; that of a backward of many branches is a bound.
 
     Kernels that are launched are few beside those of attention, one a branch in the forward and two in the backward.
     """
-    x = drawn(1, 4, 4 * K, 64, trains=True)
+    x = drawn(1, 4, 4 * K, 64, trains=True, value_dim=value_dim)
     with torch.no_grad():
         fd.attend(*x, pattern, return_lse=True)  # compiles
         with held(*x) as inference:
@@ -94,7 +97,7 @@ def test_memory_and_launches(pattern: Any) -> None:
         training._hold(grad := torch.empty_like(out))
         torch.autograd.grad(out, x, grad)
         launches.append(len(CALLED))
-    size = AttentionSize(4 * K, 4, 64, torch.bfloat16)
+    size = AttentionSize(4 * K, 4, 64, torch.bfloat16, value_dim=value_dim)
     found = attention_memory(pattern, size, device="cuda")
     assert found.inference_peak == pytest.approx(inference.peak, rel=0.1)
     assert (found.forward_peak, found.kept) == pytest.approx((forward, kept), rel=0.1)

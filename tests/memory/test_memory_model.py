@@ -1,18 +1,27 @@
 """What `plan` says of memory: counts of live bytes are right, and predictions are those of real runs."""
 
+from collections.abc import Iterator
 from functools import partial
+from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from torch import Tensor, nn
 
+import flexdilated as fd
 from bench._jobs import peak_bytes
 from bench.memory import prepared_step
 from flexdilated import masks
-from flexdilated.engines import WholeRows
+from flexdilated.engines import Dropout, Portable, WholeRows
 from flexdilated.engines._call import Call
+from flexdilated.engines.flex._flex_op import static_program
+from flexdilated.engines.kernels import _portable
 from flexdilated.engines.tiles._tiles import Program, as_given
 from flexdilated.engines.tiles._tiles_op import _programs
+from flexdilated.masks.core import Expression
 from flexdilated.memory import _memory
 from flexdilated.memory._memory import (
     NOWHERE,
@@ -124,6 +133,97 @@ def test_attention_memory_is_that_of_the_real_engine(name) -> None:
     assert shown <= found.kept < 1.05 * shown  # q, k, v, out, lse and nothing else
 
 
+@given(
+    st.sampled_from(sorted(PATTERNS)),
+    st.lists(st.sampled_from([8, 24, 32, 64]), min_size=2, max_size=2, unique=True),
+    st.sampled_from([torch.float32, torch.bfloat16]),
+)
+@settings(max_examples=10)
+def test_values_of_another_head_dim_are_padded_by_tiles(name, dims, dtype) -> None:
+    """A real call by `attend`, which pads and cuts; its operator holds what it does with the wider head dim."""
+    pattern = masks.parse(PATTERNS[name])
+    found = attention_memory(pattern, AttentionSize(700, 4, dims[0], dtype, num_kv_heads=2, value_dim=dims[1]))
+    wide = attention_memory(pattern, AttentionSize(700, 4, max(dims), dtype, num_kv_heads=2))
+    heads = ((4, dims[0]), (2, dims[0]), (2, dims[1]))
+    q, k, v = (torch.randn(1, each, 700, dim, dtype=dtype, requires_grad=True) for each, dim in heads)
+    hidden = {
+        torch.ops.flexdilated.tiles.default: Hidden(wide.forward_peak - wide.inputs, wide.kept - wide.shown),
+        torch.ops.flexdilated.tiles_backward.default: Hidden(wide.backward_peak - wide.kept - wide.outputs),
+    }
+    with LiveBytes(q, k, v, hidden=hidden) as live:
+        out = fd.attend(q, k, v, pattern, enable_gqa=True)
+        assert (found.queries, found.keys, found.outputs) == (nbytes(q), nbytes(k, v), nbytes(out))
+        assert within(found.forward_peak, live.peak, 0.03)
+        assert within(found.kept, live.live, 0.03)
+        live.restart()
+        torch.autograd.grad(out, (q, k, v), torch.ones_like(out))
+    assert within(found.backward_peak, live.peak, 0.03)
+
+
+def portable_run(pattern: Expression, size: AttentionSize, options: dict[str, Any]) -> tuple[int, int, int]:
+    """Peaks of a real forward and a real backward of engine portable, and the bytes that are kept between them."""
+    dims, heads = (size.head_dim, *size.dims), (size.num_heads, size.kv_heads, size.kv_heads)
+    q, k, v = (
+        torch.randn(size.batch, X, size.num_tokens, dim, dtype=size.dtype) for X, dim in zip(heads, dims, strict=True)
+    )
+    call = Call.at(q, k, pattern.text, num_heads_global=size.num_heads)
+    dropout = Dropout.drawn(0.2, q.device) if options["drops"] else None
+    run = Portable(static_program(call, q.device, None, call.operands(q)), 0.25, options["score_mod"], dropout)
+    with torch.no_grad(), LiveBytes(q, k, v) as live:
+        out, lse = run.forward(q, k, v, None)
+        forward, kept = live.peak, live.live
+        live.restart()
+        run.backward(q, k, v, WholeRows(out, lse, torch.ones_like(out)))
+    return forward, kept, live.peak
+
+
+SLOPES = torch.tensor([0.5, 0.25, 0.125, 0.0625])
+SCORE_MODS = (None, lambda score, b, h, q, k: score + SLOPES[h] * (k - q), lambda score, b, h, q, k: score.tanh())
+
+
+@given(
+    st.sampled_from([*sorted(PATTERNS), "all pairs", "padded"]),
+    st.integers(1, 1000),
+    st.tuples(*[st.sampled_from([8, 24, 64, 96])] * 2),
+    st.sampled_from([torch.float32, torch.bfloat16]),
+    st.sampled_from([(1, 4), (3, 2), (2, 1)]),
+    st.fixed_dictionaries({"drops": st.booleans(), "score_mod": st.sampled_from(SCORE_MODS)}),
+)
+@settings(max_examples=12)
+def test_portable_holds_what_its_real_run_does(name, num_tokens, dims, dtype, batch_and_groups, options) -> None:
+    others = {"all pairs": masks.every(), "padded": masks.longnet((100, 300), (1, 3), heads="grouped")}
+    pattern = others[name] if name in others else masks.parse(PATTERNS[name])
+    batch, groups = batch_and_groups
+    size = AttentionSize(num_tokens, 4, dims[0], dtype, batch, groups, value_dim=dims[1])
+    found = attention_memory(pattern, size, engine="portable", **options)
+    forward, kept, backward = portable_run(pattern, size, options)
+    assert within(found.forward_peak, forward, 0.03)
+    assert within(found.inference_peak, forward, 0.03)
+    assert within(found.backward_peak, backward, 0.05)
+    assert within(found.kept, kept, 0.03)
+    assert 0 <= found.kept - found.shown < 16384  # q, k, v, out, lse, and the last chunk's tables
+
+
+def test_a_dry_run_of_portable_takes_few_chunks_and_computes_no_pair() -> None:
+    """The peaks of all chunks, found by two of each kind."""
+    pattern, chunks, of = masks.local_window(left=500, right=500), [], _portable._Problems.chunks
+    size = AttentionSize(5000, 4, 32, torch.float32, value_dim=64)
+
+    def watched(problems: _portable._Problems) -> Iterator[_portable._Chunk]:
+        for chunk in of(problems):
+            chunks.append(chunk.hidden is not None and chunk.hidden.is_meta)
+            yield chunk
+
+    with patch.object(_portable._Problems, "chunks", watched), patch.object(_portable, "_SCORES_AT_ONCE", 1 << 18):
+        found = attention_memory(pattern, size, engine="portable")
+        few = len(chunks)
+        assert all(chunks)
+        forward, _, backward = portable_run(pattern, size, {"drops": False, "score_mod": None})
+    assert 0 < 4 * few < len(chunks) - few
+    assert within(found.forward_peak, forward, 0.03)
+    assert within(found.backward_peak, backward, 0.03)
+
+
 def test_a_dry_run_takes_steps_of_every_size() -> None:
     pattern = masks.parse("longnet((64, 128, 200), (1, 2, 7))")
     key = Call(pattern.text, 4, 4, 100_000, 100_000, 0, 0, 0, 4, 1, ())
@@ -152,24 +252,25 @@ def test_batches_and_grouped_heads_count() -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("name", "device", "largest", "num_tokens"),
+    ("name", "device", "engine", "largest", "num_tokens"),
     [
-        ("longnet", "cuda", 1 << 17, 164_864),  # planned in other ways than 2**16 and 2**17 tokens
-        ("longformer", "cpu", 1 << 16, 84_864),
+        ("longnet", "cuda", None, 1 << 17, 164_864),  # planned in other ways than 2**16 and 2**17 tokens
+        ("longformer", "cpu", None, 1 << 16, 84_864),
+        ("longnet", "cpu", "portable", 1 << 16, 84_864),
     ],
 )
-def test_beyond_the_largest_run_memory_goes_on_growing(name, device, largest, num_tokens, monkeypatch) -> None:
-    size = AttentionSize(num_tokens, 2, 32, torch.float32)
+def test_beyond_the_largest_run_memory_goes_on_growing(name, device, engine, largest, num_tokens, monkeypatch) -> None:
+    size = AttentionSize(num_tokens, 2, 32, torch.float32, value_dim=48)
     monkeypatch.setattr(_memory, "LARGEST_RUN", largest)
     sizes: list[int] = []
     dry_run = _memory._planned_memory
-    monkeypatch.setattr(_memory, "_planned_memory", lambda *args: (sizes.append(args[1].num_tokens), dry_run(*args))[1])
-    extended = attention_memory(masks.parse(PATTERNS[name]), size, device=device)
+    monkeypatch.setattr(_memory, "_planned_memory", lambda *args: (sizes.append(args[2].num_tokens), dry_run(*args))[1])
+    extended = attention_memory(masks.parse(PATTERNS[name]), size, device=device, engine=engine)
     monkeypatch.setattr(_memory, "LARGEST_RUN", 1 << 21)
-    exact = attention_memory(masks.parse(PATTERNS[name]), size, device=device)
+    exact = attention_memory(masks.parse(PATTERNS[name]), size, device=device, engine=engine)
     ending = size.num_tokens % (1 << 15)
     assert sizes == [largest // 2 + ending, largest + ending, size.num_tokens]
-    for part in ("queries", "keys", "lse", "kept", "inference_peak", "forward_peak", "backward_peak"):
+    for part in ("queries", "keys", "outputs", "lse", "kept", "inference_peak", "forward_peak", "backward_peak"):
         assert within(getattr(extended, part), getattr(exact, part), 0.05), part
 
 
@@ -197,6 +298,19 @@ def test_flex_holds_what_its_compiled_program_allocates(dtype) -> None:
     three = 3 + 1.5 + 0.75 + 1.75 + 2 + wide + 1
     found = rows("longnet((256, 512, 1024), (1, 2, 4))")
     assert found == near([3 + 1.5 + 0.75 + 1.5, three, three, three + 1 + 2 * wide + 1.75])
+
+
+@pytest.mark.parametrize("value_dim", [32, 192])
+def test_flex_holds_values_of_another_head_dim_as_they_are(value_dim) -> None:
+    """In rows of q: values and outputs are of their own width, in what is gathered, made and kept."""
+    size = AttentionSize(4096, 4, 64, torch.bfloat16, value_dim=value_dim)
+    unit, v = 4096 * 4 * 64 * 2, value_dim / 64
+    found = [attention_memory(masks.parse(text), size, device="cuda") for text in ("causal()", "dilated(1024, 4)")]
+    rows = [[getattr(each, part) / unit for part in ("inference_peak", "kept", "backward_peak")] for each in found]
+    assert rows[0] == pytest.approx([2 + 2 * v, 2 + 2 * v, 4 + 4 * v], abs=0.1)
+    # Gathered q, k, v and their part are quarters.
+    kept = 2 + v + (2 + 2 * v) / 4 + v
+    assert rows[1][:2] == pytest.approx([max(2 + v + (2 + 2 * v) / 4, 2 + v + v / 4 + v), kept], abs=0.1)
 
 
 def test_what_has_no_memory_yet_is_refused() -> None:

@@ -38,7 +38,7 @@ ROOMS = [
     *("refinement", "distributed.group", "distributed.wire", "distributed.counts"),
     *("distributed._exchange_plan", "distributed._exchange", "distributed._ring", "distributed._heads"),
     *("distributed._attend", "distributed"),
-    *("_over_ranks", "selection", "nn", "_plan", "integrations", "root"),
+    *("_over_ranks", "selection", "nn", "_plan_size", "_plan", "integrations", "root"),
     *("testing", "viewer", "cli", "__main__"),
 ]
 GROUND = {"torch", "jaxtyping", "tabulate"} | set(sys.stdlib_module_names)

@@ -33,6 +33,7 @@ OPTIONS: dict[str, dict[str, list[str]]] = {
     },
     "plan": {
         **PATTERN, "bind": ["--bind", "d=one.pt"], "kv_heads": ["--kv-heads", "2"], "head_dim": ["--head-dim", "32"],
+        "value_dim": ["--value-dim", "112"], "dropout_p": ["--dropout-p", "0.25"],
         "dtype": ["--dtype", "bf16"], "device": ["--device", "cuda"], "batch": ["--batch", "3"],
         "layers": ["--layers", "2"], "embed_dim": ["--embed-dim", "768"], "budget": ["--budget", "1"],
         "measure": ["--measure"], "json": ["--json"], "ranks": ["--ranks", "3"], "order": ["--order", "zigzag"],
@@ -111,18 +112,19 @@ def make_light(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def make_memory_up(monkeypatch: pytest.MonkeyPatch) -> None:
     """A memory model runs a call on no memory, which takes seconds: for tests of something else."""
+    monkeypatch.setattr("flexdilated._plan_size.attention_memory", memory_of_call)
     for module in ("flexdilated.cli._plan", "flexdilated._plan"):
-        monkeypatch.setattr(f"{module}.attention_memory", memory_of_call)
         monkeypatch.setattr(f"{module}.model_memory", _memory_of_model)
 
 
-def memory_of_call(pattern: Any, size: AttentionSize, *, device: str = "cpu") -> AttentionMemory:
+def memory_of_call(
+    pattern: Any, size: AttentionSize, *, device: str, engine: str, drops: bool, score_mod: Any
+) -> AttentionMemory:
     """Numbers that depend on all that is asked, and rise with the tokens."""
-    row = size.batch * size.dtype.itemsize * size.head_dim * size.num_tokens * (1 if device == "cpu" else 2)
-    queries, keys = row * size.num_heads, 2 * row * size.kv_heads
-    return AttentionMemory(
-        queries, keys, 4, queries + keys, queries + keys, 2 * queries, 3 * queries, len(pattern.text)
-    )
+    engines = ["tiles", "flex", "portable"]
+    many = 1 + engines.index(engine) + (device != "cpu") + drops + (score_mod is not None)
+    q, k, v, out = (many * each for each in size.nbytes)
+    return AttentionMemory(q, k + v, out, 4, q + k + v, q + k + v, 2 * q, 3 * q, len(pattern.text))
 
 
 def _memory_of_model(size: Any, num_tokens: int, call: AttentionMemory, *, checkpoint: bool) -> ModelMemory:

@@ -212,8 +212,9 @@ def rank_loads(
 ) -> RankLoads:
     """Count the bytes that each rank receives, and the pairs that it computes, in a call of `distributed.attend`.
 
-    Nothing is run and no process group is needed. size: batch, heads, head dim and dtype of the call; its tokens are
-    those of the sharding. codec: encoding of keys and values in messages; None: their dtype.
+    Nothing is run and no process group is needed. size: batch, heads, head dims and dtype of the call; its tokens are
+    those of the sharding. Keys and values travel padded to the wider head dim. codec: encoding of keys and values in
+    messages; None: their dtype.
 
     Raises ValueError for an unknown schedule or codec, for a codec that cannot encode the dtype, and if the pattern
     does not fit the heads or tokens.
@@ -226,9 +227,10 @@ def rank_loads(
     tokens, heads = sharding.num_tokens, {"num_heads": size.num_heads}
     rule = pattern.bind(num_queries=tokens, num_keys=tokens, **heads).pattern
     counts = token_counts(rule, sharding, num_kv_heads=size.kv_heads, **heads)
-    held = 2 * size.batch * size.head_dim * size.dtype.itemsize
+    width = max(size.dims)
+    held = 2 * size.batch * width * size.dtype.itemsize
     key_bytes, gradient_bytes = (
-        2 * size.batch * each.row_bytes(size.head_dim, size.dtype) for each in (sent, gradient_codec(sent, size.dtype))
+        2 * size.batch * each.row_bytes(width, size.dtype) for each in (sent, gradient_codec(sent, size.dtype))
     )
     choice = choice_of(counts, held_bytes=held, sent_bytes=key_bytes)
     name, reason = (choice.name, choice.reason) if schedule == "auto" else (schedule, None)

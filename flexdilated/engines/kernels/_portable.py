@@ -7,6 +7,7 @@ scores that exist at one time; the backward computes them again, so memory is li
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from math import prod
@@ -28,6 +29,7 @@ from .._score_mod import ScoreMod
 # in a chunk: t lists with L entries, each shared by x problems: pairs of a batch entry and a query head
 
 _SCORES_AT_ONCE = 1 << 20
+_ENOUGH = 2  # alike chunks that are run on the meta device: memory does not change after the second
 _SCORES_AT_ONCE_IN_GRAPHS = 1 << 24  # a graph has the operations of each chunk, which take long to compile
 
 
@@ -163,7 +165,7 @@ class _Problems:
 
     columns: key blocks of each list, first `partial` blocks with a mask, then full ones, `count` in all; padded. order:
     indices of the lists in descending order of length, in which `spans` are counted. sizes: (batch, query heads,
-    key/value heads, queries, keys).
+    key/value heads, queries, keys). is_meta: True for meta tensors, which have no values.
     """
 
     mask: BlockMask
@@ -173,6 +175,7 @@ class _Problems:
     order: Int64[Tensor, " T"]
     spans: Sequence[Span]
     sizes: tuple[int, int, int, int, int]  # B, H, G, N, M
+    is_meta: bool
 
     @classmethod
     def of(cls, mask: BlockMask, q: Tensor, k: Tensor, spans: Sequence[Span] | None = None) -> _Problems:
@@ -180,13 +183,14 @@ class _Problems:
         sizes = (q.shape[0], q.shape[1], k.shape[1], q.shape[2], k.shape[2])
         spans = spans_of(mask, sizes[0] * sizes[1]) if spans is None else spans
         partial, count = _lengths(mask)
-        place = torch.arange(spans[0].length if spans else 1, device=q.device).expand(len(count), -1)
+        place = torch.arange(spans[0].length if spans else 1, device=count.device).expand(len(count), -1)
         first, whole = mask.kv_indices.flatten(0, 2).long(), mask.full_kv_indices
         assert whole is not None
         behind = (place - partial[:, None]).clamp(0, whole.shape[-1] - 1)
         first = first.gather(1, place.clamp(max=first.shape[1] - 1))
         columns = torch.where(place < partial[:, None], first, whole.flatten(0, 2).long().gather(1, behind))
-        return _Problems(mask, columns, partial, count, count.argsort(descending=True, stable=True), spans, sizes)
+        order = count.argsort(descending=True, stable=True)
+        return _Problems(mask, columns, partial, count, order, spans, sizes, q.is_meta)
 
     @property
     def sides(self) -> tuple[int, int]:
@@ -204,7 +208,7 @@ class _Problems:
         side, k_side = self.sides
         own_batch, own_heads, rows = self.mask.kv_num_blocks.shape
         shared, blocks = (batch // own_batch) * (heads // own_heads), -(-keys // k_side)
-        for span in self.spans:
+        for span in _few_of_each_kind(self.spans) if self.is_meta else self.spans:
             at, length = self.order[span.begin : span.stop], span.length
             row, head, entry = at % rows, at // rows % own_heads, at // (rows * own_heads)
             slots = torch.arange(side, device=device) + row[:, None] * side
@@ -220,7 +224,7 @@ class _Problems:
             beyond = (key_slots >= keys) | (
                 self.count[at][:, None] <= torch.arange(length, device=device)
             ).repeat_interleave(k_side, 1)
-            for first in range(0, shared, span.problems):
+            for first in range(0, shared, span.problems)[: _ENOUGH if self.is_meta else None]:
                 part = slice(first, first + span.problems)
                 own = b[part], h[part], *places
                 yield _Chunk(problem[part], block[part], self._hidden(span, self.partial[at], beyond, *own), own)
@@ -250,6 +254,15 @@ class _Problems:
         hidden = ~(allowed | whole[:, None]) | beyond[:, None, :masked]
         rest = beyond[None, :, None, masked:].expand(*hidden.shape[:1], -1, hidden.shape[2], -1)
         return torch.cat([hidden, rest], 3) if rest.shape[3] else hidden
+
+
+def _few_of_each_kind(spans: Sequence[Span]) -> list[Span]:
+    alike: Counter[tuple[int, int]] = Counter()
+    found = []
+    for span in spans:
+        alike[kind := (span.stop - span.begin, span.length.bit_length())] += 1
+        found += [span] if alike[kind] <= _ENOUGH else []
+    return found
 
 
 def attention(
