@@ -421,7 +421,7 @@ def _integers(name: str, value: object, most: Sequence[int]) -> list[int]:
     name: that of the argument, for errors. Raises TypeError or ValueError for another value.
     """
     if not isinstance(value, Tensor) or value.dtype not in (torch.int32, torch.int64):
-        raise TypeError(f"{name} must be a tensor of integers, one for each batch entry; got {value!r:.80}")
+        raise TypeError(f"{name} must be a tensor of int32 or int64, one for each batch entry; got {value!r:.80}")
     if value.shape != (len(most),):
         raise ValueError(
             f"{name} must have shape ({len(most)},), a number for each batch entry; got {tuple(value.shape)}"

@@ -33,7 +33,7 @@ BAD = {
     "floats": (
         lambda cache: cache.attend(Q, K, K, lengths=torch.ones(3)),
         TypeError,
-        r"lengths must be a tensor of integers, one for each batch entry; got tensor\(\[1., 1., 1.\]\)",
+        r"lengths must be a tensor of int32 or int64, one for each batch entry; got tensor\(\[1., 1., 1.\]\)",
     ),
     "few": (
         lambda cache: cache.attend(Q, K, K, lengths=torch.tensor([1, 2])),

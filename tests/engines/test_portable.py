@@ -12,6 +12,7 @@ from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch.testing import assert_close
+from torch.utils.checkpoint import checkpoint
 
 import flexdilated as fd
 from flexdilated import masks
@@ -61,7 +62,8 @@ def test_lists_that_heads_share_are_masked_by_head(data, case, side, scores):
 def scores_of(**tensors):
     """Score functions that capture their tensors in different ways, by name."""
     table, slopes, module = tensors["table"], tensors["slopes"], tensors["module"]
-    made = table * 2 + 1  # not a leaf
+    made, saved = table * 2 + 1, table.exp()  # not leaves
+    slope = slopes[0]
     held = {"tables": [table, (slopes,)]}
 
     def in_containers(score, b, h, q_idx, k_idx):
@@ -72,12 +74,14 @@ def scores_of(**tensors):
 
     return {
         "a leaf and a result": lambda score, b, h, q_idx, k_idx: score + made[q_idx % 7, k_idx % 5] * slopes[h],
+        "a leaf and a function of it": lambda score, b, h, q_idx, k_idx: score * made[h, 0] + table[h, k_idx % 5],
+        "another one, which saves": lambda score, b, h, q_idx, k_idx: score + saved[q_idx % 7, k_idx % 5] * table[h, 0],
         "in containers": in_containers,
         "a module, by another function": by_another_function,
         "without the score": lambda score, b, h, q_idx, k_idx: table[q_idx % 7, k_idx % 5] * slopes[h],
         "nothing": lambda score, b, h, q_idx, k_idx: score.tanh(),
         "nothing, a constant": lambda score, b, h, q_idx, k_idx: torch.zeros(()),
-        "a single number": lambda score, b, h, q_idx, k_idx: slopes[0],
+        "a single number": lambda score, b, h, q_idx, k_idx: slope,
         "in place, twice": lambda score, b, h, q_idx, k_idx: score + slopes[h].clone().mul_(2) + slopes[h],
     }
 
@@ -214,6 +218,28 @@ def test_a_third_derivative_is_refused(score_mod):
     (second,) = torch.autograd.grad(first.square().sum(), x, create_graph=True)
     with pytest.raises(RuntimeError, match=r"portable engine has no third derivative.*engine='reference'"):
         torch.autograd.grad(second.sum(), x)
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_autocast_and_a_checkpoint_around_a_score_mod(compiled):
+    """In a checkpoint the captured tensor is made twice; under autocast, sums are in float32 in a graph too."""
+    torch.compiler.reset()
+    table = torch.randn(2, 40, requires_grad=True)
+    q, k, v = (torch.randn(1, 2, 40, 8, requires_grad=True) for _ in range(3))
+
+    def attend(q, k, v, engine="portable"):
+        bias = table.exp()
+        return fd.attend(q, k, v, masks.causal(), score_mod=lambda s, b, h, i, j: s + bias[h, i - j], engine=engine)
+
+    def again(q, k, v):
+        return checkpoint(attend, q, k, v, use_reentrant=False)
+
+    run = torch.compile(again, fullgraph=True, backend="aot_eager") if compiled else again
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        results = run(q, k, v), attend(q, k, v, "reference")
+    found, exact = ((x, *torch.autograd.grad(x.float().square().sum(), (q, k, v, table))) for x in results)
+    for one, other in zip(found, exact, strict=True):
+        assert_close(one, other, rtol=0.05, atol=0.05 * float(other.abs().max()))
 
 
 def test_an_export_takes_no_score_mod():

@@ -8,7 +8,7 @@ operations into the graph.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import log
 from typing import Any
 
@@ -22,7 +22,7 @@ from .._gather import merge_
 from .._merge import WholeRows, add_sinks, merge, nothing, sinks_gradient, sum_dtype, with_sinks
 from .._ops import autograd_on, copies, functions_in, no_gradients, own_op, refuse, set_gradient
 from .._score_mod import ScoreMod, checked
-from ..kernels._portable import Scores, Span, attention, captured_by, gradients, spans_of
+from ..kernels._portable import Scores, Span, attention, captured_by, gradients, reading, spans_of
 from ._flex import entered, operands_of
 from ._flex_op import run_time_program, run_time_tables, static_program, with_tables
 from ._program import FlexProgram, FlexStep, longest_lists, tables_of
@@ -56,7 +56,8 @@ def portable(
     if torch.compiler.is_compiling():
         program, spans = traced("portable", q, k, bindings, call)
         program = with_tables(program, run_time_tables(q, k, bindings, *call.arguments)) if bindings else program
-        return Portable(program, scale, score_mod, dropout, spans).forward(q, k, v, sinks, recorded=True)
+        with torch.autocast(q.device.type, enabled=False):
+            return Portable(program, scale, score_mod, dropout, spans).forward(q, k, v, sinks, recorded=True)
     return run_with_score_mod(Portable(_program(call, q, bindings), scale, score_mod, dropout), q, k, v, sinks)
 
 
@@ -79,7 +80,8 @@ def run_with_score_mod(
 ) -> tuple[Float[Tensor, "B H N E"], Float[Tensor, "B H N"]]:
     """Run a program with a score_mod, eagerly; returns (out in the dtype of q, natural lse in float32 or wider)."""
     assert run.score_mod is not None
-    out, lse = _WithScoreMod.apply(run, q, k, v, sinks, *captured_by(run.score_mod, q))
+    run = replace(run, captured=captured_by(run.score_mod, q))
+    out, lse = _WithScoreMod.apply(run, q, k, v, sinks, *run.captured)
     return out, lse
 
 
@@ -93,7 +95,8 @@ def _program(call: Call, q: Tensor, bindings: list[Tensor]) -> FlexProgram:
 class Portable:
     """A program with the options of one call: scale of the scores, score_mod and dropout.
 
-    spans: of each step, in a graph; None to read them from the steps' tables.
+    spans: of each step, in a graph; None to read them from the steps' tables. captured: tensors that score_mod captures
+    and that get a gradient.
     """
 
     program: FlexProgram
@@ -101,6 +104,13 @@ class Portable:
     score_mod: ScoreMod | None = None
     dropout: Dropout | None = None
     spans: tuple[tuple[Span, ...], ...] | None = None
+    captured: tuple[Tensor, ...] = ()
+
+    def reading(self, others: Sequence[Tensor]) -> Portable:
+        """Return the same with other tensors in place of those that score_mod captures."""
+        if self.score_mod is None:
+            return self
+        return replace(self, score_mod=reading(self.score_mod, self.captured, others), captured=tuple(others))
 
     def forward(
         self, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, *, recorded: bool = False
@@ -136,10 +146,8 @@ class Portable:
             out, lse = (slots.put(x, rows, start, q.shape[2], 0.0) for x in (out, lse))
         return out.to(q.dtype).contiguous(), lse.contiguous()
 
-    def backward(
-        self, q: Tensor, k: Tensor, v: Tensor, whole: WholeRows, captured: Sequence[Tensor] = ()
-    ) -> tuple[Tensor, ...]:
-        """Return (dq, dk, dv, gradient of each captured tensor), each in its tensor's dtype.
+    def backward(self, q: Tensor, k: Tensor, v: Tensor, whole: WholeRows) -> tuple[Tensor, ...]:
+        """Return (dq, dk, dv, gradient of each captured tensor), each in its tensor's dtype; captured are leaves.
 
         whole: results of the rows over all keys, with their gradients; k and v may contain only a part of these keys.
         """
@@ -153,7 +161,7 @@ class Portable:
             leaves = [x.detach().to(wide).requires_grad_() for x in (q, k, v)]
             ordered = entered(self.program.enter, leaves[0], leaves[1], leaves[2])
         inner = [x.detach().requires_grad_() for x in ordered]
-        of_captured = [torch.zeros_like(x) for x in captured]
+        of_captured = [torch.zeros_like(x) for x in self.captured]
         for step in self.program.steps:
             hidden, (slots, rows, start) = step.hidden, step.queries
             with autograd_on():
@@ -163,7 +171,7 @@ class Portable:
                 hidden.clear_queries(x, dim=2, value=value)
                 for x, value in zip(taken, (torch.inf, 0.0, 0.0), strict=True)
             )
-            found = self._gradients(step, operands, captured, *whole_rows)
+            found = self._gradients(step, operands, *whole_rows)
             for total in reversed(of_captured):
                 total += found.pop()
             while operands:  # one at a time, each freed before the next gather
@@ -177,7 +185,6 @@ class Portable:
         self,
         step: FlexStep,
         operands: Sequence[Tensor],
-        captured: Sequence[Tensor],
         lse: Tensor,
         grad_out: Tensor,
         delta: Tensor,
@@ -185,15 +192,15 @@ class Portable:
         """Gradients of a step's operands and of the captured tensors; the other arguments: as in `gradients`."""
         q, k, v = (x.detach() for x in operands)
         lse = lse - log(step.structure.multiplicity)
-        return [*gradients(step.mask, self._scores(step, captured), q, k, v, lse, grad_out, delta)]
+        return [*gradients(step.mask, self._scores(step), q, k, v, lse, grad_out, delta)]
 
-    def _scores(self, step: FlexStep, captured: Sequence[Tensor] = ()) -> Scores:
+    def _scores(self, step: FlexStep) -> Scores:
         at, shares, factor = step.indices.at_positions, None, 1.0
         if self.dropout is not None:
             places = step.structure.places
             shares, factor = at(self.dropout.shares(places)), 1 / (1 - self.dropout.p) / len(places)
         score_mod = None if self.score_mod is None else at(checked(self.score_mod))
-        return Scores(self.scale, score_mod, captured, shares, factor)
+        return Scores(self.scale, score_mod, self.captured, shares, factor)
 
 
 class _WithScoreMod(torch.autograd.Function):
@@ -233,37 +240,35 @@ class _Gradients(torch.autograd.Function):
     ) -> tuple[Tensor, ...]:
         ctx.save_for_backward(grad_out, grad_lse, q, k, v, out, lse, *captured)
         ctx.run = run
+        # Saved values: in a checkpoint, they are computed again, and are not the objects that score_mod captured.
         with torch.autocast(q.device.type, enabled=False):
-            return run.backward(q, k, v, WholeRows(out, lse, grad_out, grad_lse), captured)
+            run = run.reading([x.detach().requires_grad_() for x in captured])
+            return run.backward(q, k, v, WholeRows(out, lse, grad_out, grad_lse))
 
     @staticmethod
     def backward(ctx: Any, *incoming: Tensor) -> Any:
-        given, captured = ctx.saved_tensors[:7], ctx.saved_tensors[7:]
-        return None, *_second_gradients(ctx.run, given, captured, incoming)
+        return None, *_second_gradients(ctx.run, ctx.saved_tensors, incoming)
 
 
-def _second_gradients(
-    run: Portable, given: Sequence[Tensor], captured: Sequence[Tensor], incoming: Sequence[Tensor]
-) -> list[Tensor | None]:
-    """Return the gradients of `Portable.backward` for `given` and `captured`; None for 0.
+def _second_gradients(run: Portable, given: Sequence[Tensor], incoming: Sequence[Tensor]) -> list[Tensor | None]:
+    """Return the gradients of `Portable.backward` for `given`; None for 0.
 
-    given: (grad_out, grad_lse, q, k, v, out, lse). incoming: gradients of the results of the backward, (dq, dk, dv,
-    gradient of each captured tensor).
+    given: (grad_out, grad_lse, q, k, v, out, lse, *captured). incoming: gradients of the results of the backward, (dq,
+    dk, dv, gradient of each captured tensor).
     """
     with torch.enable_grad(), torch.autocast(incoming[0].device.type, enabled=False):
-        # Leaves: a captured tensor may also be one of which q, k or v is a function.
         leaves = [x.detach().requires_grad_() for x in given]
-        grad_out, grad_lse, q, k, v, out, lse = leaves
-        parts = run.forward(q, k, v, None, recorded=True)
+        grad_out, grad_lse, q, k, v, out, lse, *captured = leaves
+        parts = run.reading(captured).forward(q, k, v, None, recorded=True)
         if not parts[0].requires_grad:  # no pair is allowed
-            return [None] * (len(given) + len(captured))
+            return [None] * len(given)
         grads = WholeRows(out, lse, grad_out, grad_lse).gradients_of(*parts)
         first = torch.autograd.grad(parts, (q, k, v, *captured), grads, create_graph=True, materialize_grads=True)
     kept = [index for index, x in enumerate(first) if x.requires_grad]
     outputs, of_outputs = ([each[index] for index in kept] for each in (first, incoming))
-    found: Sequence[Tensor | None] = torch.autograd.grad(outputs, (*leaves, *captured), of_outputs, allow_unused=True)
+    found: Sequence[Tensor | None] = torch.autograd.grad(outputs, leaves, of_outputs, allow_unused=True)
     if torch.is_grad_enabled():  # create_graph=True
-        found = [x if x is None else _Final.apply(x, *given, *captured, *incoming) for x in found]
+        found = [x if x is None else _Final.apply(x, *given, *incoming) for x in found]
     return [*found]
 
 
@@ -371,7 +376,7 @@ def _second(ctx: Any, *incoming: Tensor) -> Any:
     values, dropout = without_seed(bindings, p)
     run = Portable(_program(call, q, values), scale, None, dropout)
     given = grad_out, torch.zeros_like(lse) if grad_lse is None else grad_lse, q, k, v, out, lse
-    of_out, of_lse, *others = _second_gradients(run, given, (), incoming)
+    of_out, of_lse, *others = _second_gradients(run, given, incoming)
     return of_out, None if grad_lse is None else of_lse, *others, *no_gradients(bindings, ctx.options)
 
 
