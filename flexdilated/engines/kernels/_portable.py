@@ -343,9 +343,11 @@ def _rows(
 ) -> tuple[Float[Tensor, "x t Q E"], Float[Tensor, "x t Q"]]:
     """Return (out, natural lse) of a chunk's problems; queries, keys and values are all blocks."""
     found = (queries[chunk.problem] @ _gathered(keys, chunk.block).mT).mul_(scores.scale)
-    if scores.score_mod is not None:
-        found = _modified(chunk, found, scores.score_mod).clone()  # autograd may keep what score_mod returns
-    found = found if chunk.hidden is None else found.masked_fill_(chunk.hidden, -torch.inf)
+    if scores.score_mod is not None:  # its result is not written to: autograd may keep it
+        found = _modified(chunk, found, scores.score_mod)
+        found = found.clone() if chunk.hidden is None else found.masked_fill(chunk.hidden, -torch.inf)
+    elif chunk.hidden is not None:
+        found = found.masked_fill_(chunk.hidden, -torch.inf)
     top = found.detach().amax(-1, keepdim=True).clamp_(min=torch.finfo(found.dtype).min)
     weights = found.sub_(top).exp_()
     total = weights.sum(-1, keepdim=True)
