@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from math import prod
+from math import e, log2, prod
 from typing import NamedTuple
 
 import torch
@@ -349,7 +349,7 @@ def _rows(
     elif chunk.hidden is not None:
         found = found.masked_fill_(chunk.hidden, -torch.inf)
     top = found.detach().amax(-1, keepdim=True).clamp_(min=torch.finfo(found.dtype).min)
-    weights = found.sub_(top).exp_()
+    weights = _exp_(found.sub_(top))
     total = weights.sum(-1, keepdim=True)
     if scores.shares is not None:
         weights = weights * _shares(chunk, scores.shares)
@@ -410,7 +410,7 @@ def _chunk_gradients(
         plain = (queries @ keys.mT).mul_(scores.scale).requires_grad_(learns)
         modified = plain if scores.score_mod is None else _modified(chunk, plain, scores.score_mod)
     weights = modified.detach() - lse[..., None]
-    weights = (weights if chunk.hidden is None else weights.masked_fill_(chunk.hidden, -torch.inf)).exp_()
+    weights = _exp_(weights if chunk.hidden is None else weights.masked_fill_(chunk.hidden, -torch.inf))
     of_scores, kept = grad_out @ _gathered(values, chunk.block).mT, weights
     if scores.shares is not None:
         shares = _shares(chunk, scores.shares).to(weights.dtype).mul_(scores.factor)
@@ -424,6 +424,11 @@ def _chunk_gradients(
         of_scores, of_captured = torch.zeros_like(plain) if found[0] is None else found[0], found[1:]
     of_scores = of_scores * scores.scale
     return (of_scores @ keys, of_scores.mT @ queries, of_values), of_captured
+
+
+def _exp_(x: Float[Tensor, "..."]) -> Float[Tensor, "..."]:
+    """Compute exp(x) in place. On CPU, torch's exp takes up to 40 times as long where results underflow; exp2 not."""
+    return x.mul_(log2(e)).exp2_()
 
 
 def _modified(chunk: _Chunk, scores: Float[Tensor, "x t Q LK"], score_mod: ScoreMod) -> Float[Tensor, "x t Q LK"]:
