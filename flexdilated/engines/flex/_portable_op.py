@@ -17,12 +17,13 @@ from jaxtyping import Float
 from torch import Tensor
 
 from .._call import Call, check_heads
+from .._captured import captured_by, reading
 from .._dropout import Dropout, with_seed, without_seed
 from .._gather import merge_
 from .._merge import WholeRows, add_sinks, merge, nothing, sinks_gradient, sum_dtype, with_sinks
 from .._ops import autograd_on, copies, functions_in, no_gradients, own_op, refuse, set_gradient
 from .._score_mod import ScoreMod, checked
-from ..kernels._portable import Scores, Span, attention, captured_by, gradients, reading, spans_of
+from ..kernels._portable import Scores, Span, attention, gradients, spans_of
 from ._flex import entered, operands_of
 from ._flex_op import run_time_program, run_time_tables, static_program, with_tables
 from ._program import FlexProgram, FlexStep, longest_lists, tables_of
