@@ -61,7 +61,11 @@ BAD = {
         r"num_tokens\[1\] must be at most 7; got num_tokens\[1\]=8",
     ),
     "crop of all": (lambda cache: cache.crop(8), ValueError, "num_tokens must be at most 7; got num_tokens=8"),
-    "crop to floats": (lambda cache: cache.crop(torch.zeros(3)), TypeError, "num_tokens must be a tensor of int32 or int64"),
+    "crop to floats": (
+        lambda cache: cache.crop(torch.zeros(3)),
+        TypeError,
+        "num_tokens must be a tensor of int32 or int64",
+    ),
     "held": (lambda cache: cache.held(), ValueError, r"cache.held\(0\), .* seen \[250, 7, 130\] tokens"),
     "held of no entry": (lambda cache: cache.held(3), ValueError, "entry must be at most 2; got entry=3"),
     "capacity": (
