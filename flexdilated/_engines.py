@@ -215,6 +215,14 @@ def _is_deterministic() -> bool:
     return torch.are_deterministic_algorithms_enabled() and not torch.is_deterministic_algorithms_warn_only_enabled()
 
 
+def flex_too_narrow(device: str, head_dim: int) -> str | None:
+    """Return why engine "flex" cannot serve this head dim on a kind of accelerator, such as "cuda"; None if it can."""
+    if head_dim >= _MIN_FLEX_HEAD_DIM:
+        return None
+    rule = f"flex needs a head dim of at least {_MIN_FLEX_HEAD_DIM} on {device}"
+    return f"{rule}; got {head_dim}. engine='portable' serves it"
+
+
 def _flex_cannot(
     q: Tensor,
     k: Tensor,
@@ -230,11 +238,7 @@ def _flex_cannot(
         able = "engine='tiles' (on CPU) and 'portable' serve" if score_mod is None else "engine='portable' serves"
         return f"flex has no float64 kernels; {able} float64"
     if device_kind(q.device).flex_trains:
-        head_dim = min(q.shape[-1], v.shape[-1])
-        if head_dim < _MIN_FLEX_HEAD_DIM:
-            rule = f"flex needs a head dim of at least {_MIN_FLEX_HEAD_DIM} on {q.device.type}"
-            return f"{rule}; got {head_dim}. engine='portable' serves it"
-        return None
+        return flex_too_narrow(q.device.type, min(q.shape[-1], v.shape[-1]))
     serves = f"engine={'portable' if drops or score_mod is not None else 'tiles'!r} serves it"
     if torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v)):
         return f"flex has no backward on CPU, and q, k or v requires a gradient; {serves}, or use torch.no_grad()"

@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from ._engines import planned_engine
+from ._engines import flex_too_narrow, planned_engine
 from ._validate import check_score_mod, check_zero_keys
 from .engines import ScoreMod
 from .masks.core import Expression, require_choice, require_int, require_probability
@@ -14,7 +14,6 @@ from .memory import AttentionMemory, AttentionSize, attention_memory
 from .nn import ModelSize
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
-_MIN_FLEX_HEAD_DIM = 16
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,10 +55,9 @@ class PlanSize:
         require_probability("dropout_p", self.dropout_p)
         check_score_mod(self.score_mod)
         check_zero_keys(self.pattern, self.score_mod, self.num_tokens, self.num_tokens)
-        narrow = min(self.head_dim, self.value_dim)
-        if self.engine == "flex" and narrow < _MIN_FLEX_HEAD_DIM:
-            rule = f"flex needs a head dim of at least {_MIN_FLEX_HEAD_DIM} on {self.device}"
-            raise ValueError(f"{rule}; got {narrow}. engine='portable' serves it")
+        reason = flex_too_narrow(self.device, min(self.head_dim, self.value_dim)) if self.engine == "flex" else None
+        if reason is not None:
+            raise ValueError(reason)
 
     @property
     def engine(self) -> str:

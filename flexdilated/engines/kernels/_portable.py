@@ -27,8 +27,8 @@ from .._score_mod import ScoreMod
 # in a chunk: t lists with L entries, each shared by x problems: pairs of a batch entry and a query head
 
 _SCORES_AT_ONCE = 1 << 20
-_ENOUGH = 2  # alike chunks that are run on the meta device: memory does not change after the second
 _SCORES_AT_ONCE_IN_GRAPHS = 1 << 24  # a graph has the operations of each chunk, which take long to compile
+_ENOUGH = 2  # alike chunks that are run on the meta device: memory does not change after the second
 
 
 class Scores(NamedTuple):
@@ -228,7 +228,8 @@ def _few_of_each_kind(spans: Sequence[Span]) -> list[Span]:
     found = []
     for span in spans:
         alike[kind := (span.stop - span.begin, span.length.bit_length())] += 1
-        found += [span] if alike[kind] <= _ENOUGH else []
+        if alike[kind] <= _ENOUGH:
+            found.append(span)
     return found
 
 
