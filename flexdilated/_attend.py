@@ -145,12 +145,13 @@ def attend(
     head_offset, num_heads_global: for heads on several devices: index of head 0 of q among the query heads of all
         devices, and the number of these heads; num_heads_global None is head_offset + H.
     layout: order of the tokens in q, k, v and the output, from `masks.layout`. None: by position.
-    engine: "tiles" (on CPU any pattern; on CUDA only branches that are dense or causal), "flex" (accelerators; on CPU
+    engine: "tiles" (on CPU any pattern; on CUDA only branches that are dense or causal), "flex" (with Triton; on CPU
         only inference, without lse, sinks, dropout or a mixture), "portable" (any device; eagerly it has second
         derivatives), "flash" (the package flash-attn-4 on NVIDIA's Hopper and Blackwell, in half precision) or
-        "reference" (dense, in float64). None takes tiles on CPU and flex elsewhere, and portable for calls that they
-        cannot serve, such as dropout or training with a score_mod on CPU; while torch.onnx.export traces, it takes
-        dense attention in plain operations. A named engine that cannot serve the call raises ValueError.
+        "reference" (dense, in float64). None takes tiles on CPU, flex where Triton serves the device, and portable
+        elsewhere and for calls that these cannot serve, such as dropout or training with a score_mod on CPU; while
+        torch.onnx.export traces, it takes dense attention in plain operations. A named engine that cannot serve the
+        call raises ValueError.
     block_size: number of tokens along a side of the blocks of block-sparse masks, or (query side, key side). None: on
         CPU chosen for the pattern, with "flash" the side that the device's kernels need, and otherwise 128.
     kernel_options: options of flex_attention, such as {"BLOCK_M": 64}, for engines "flex" and "flash": plain values,

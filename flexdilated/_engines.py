@@ -10,6 +10,7 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
+from . import _torch_private
 from ._torch_private import graph_constant
 from .engines import ScoreMod, exports_to_onnx, flash_cannot, is_transformed, missing_compiler, own_op, probe
 from .masks import Mixture, Pattern
@@ -42,8 +43,8 @@ def choose_engine(
 ) -> str:
     """Return the name of the engine that computes a call of `attend` with these arguments.
 
-    engine: the caller's choice. None: "tiles" on CPU, "flex" elsewhere, and "portable" for calls that these cannot
-    serve. For meta tensors the result is always "tiles".
+    engine: the caller's choice. None: "tiles" on CPU, "flex" where Triton serves the device, and "portable" elsewhere
+    and for calls that these cannot serve. For meta tensors the result is always "tiles".
     first: (global index of head 0, position of query 0, position of key 0). drops: True with attention dropout. sides:
     requested block sides in tokens, () for none. Raises ValueError if the engine cannot serve the call; the text names
     an engine that can.
@@ -82,22 +83,35 @@ def choose_engine(
 
 
 def planned_engine(
-    engine: str | None, device: str, dtype: torch.dtype, *, score_mod: ScoreMod | None, drops: bool
+    engine: str | None, device: str, dtype: torch.dtype, head_dim: int, *, score_mod: ScoreMod | None, drops: bool
 ) -> str:
     """Return the name of the engine that computes a call of `attend` for which `fd.plan` plans, as `choose_engine`.
 
     engine: the device's default, "portable", or None for the default and for calls that it cannot serve "portable".
-    device: kind of device, such as "cpu". Raises ValueError for another engine, and if the engine cannot serve the
-    call.
+    device: kind of device, such as "cpu"; "cuda" is assumed to have Triton. head_dim: the smaller one of queries and
+    values. Raises ValueError for another engine, and if the engine cannot serve the call.
     """
     chosen = device_kind(device).engine if engine is None else engine
     choices = (device_kind(device).engine, "portable")
     if chosen not in choices:
         raise ValueError(f"engine must be None, {choices[0]!r} or 'portable' to plan for {device}; got {engine=}")
-    reason = _tiles_cannot(torch.device(device), dtype, score_mod, drops) if chosen == "tiles" else None
+    reason = None
+    if chosen == "tiles":
+        reason = _tiles_cannot(torch.device(device), dtype, score_mod, drops)
+    elif chosen == "flex":
+        reason = _flex_too_narrow(device, head_dim)
     if reason is not None and engine is not None:
         raise ValueError(reason)
     return chosen if reason is None else "portable"
+
+
+def default_engine(device: str) -> str:
+    """Return the name of the engine that `attend` takes by default on a kind of device of this machine, such as "cpu".
+
+    Calls that this engine cannot serve are computed by "portable".
+    """
+    engine = device_kind(device).engine
+    return "portable" if engine == "flex" and _flex_has_no_triton(device) else engine
 
 
 @lru_cache(maxsize=4096)
@@ -172,7 +186,7 @@ def _is_exported() -> bool:
 def _tiles_cannot(device: torch.device, dtype: torch.dtype, score_mod: ScoreMod | None, drops: bool) -> str | None:
     kind = device_kind(device)
     if not kind.kernels:
-        return f"tiles runs ATen's kernels on CPU and CUDA; got tensors on {device}. engine='flex' serves them"
+        return f"tiles runs ATen's kernels on CPU and CUDA; got tensors on {device}. engine='portable' serves them"
     if not kind.on_host and dtype == torch.float64:
         return f"tiles has no float64 kernels on {device.type}; engine='portable' serves float64"
     if score_mod is not None:
@@ -215,8 +229,19 @@ def _is_deterministic() -> bool:
     return torch.are_deterministic_algorithms_enabled() and not torch.is_deterministic_algorithms_warn_only_enabled()
 
 
-def flex_too_narrow(device: str, head_dim: int) -> str | None:
-    """Return why engine "flex" cannot serve this head dim on a kind of accelerator, such as "cuda"; None if it can."""
+def _flex_has_no_triton(device: str) -> str | None:
+    """Return why engine "flex" cannot compile for a kind of accelerator, such as "cuda"; None if it can."""
+    if device_kind(device).engine != "flex":
+        return f"flex runs Triton's kernels, on CUDA and XPU; got tensors on {device}. engine='portable' serves them"
+    return None if _has_triton() else f"flex needs Triton, and torch finds none; engine='portable' serves {device}"
+
+
+@graph_constant
+def _has_triton() -> bool:
+    return _torch_private.has_triton()
+
+
+def _flex_too_narrow(device: str, head_dim: int) -> str | None:
     if head_dim >= _MIN_FLEX_HEAD_DIM:
         return None
     rule = f"flex needs a head dim of at least {_MIN_FLEX_HEAD_DIM} on {device}"
@@ -238,7 +263,8 @@ def _flex_cannot(
         able = "engine='tiles' (on CPU) and 'portable' serve" if score_mod is None else "engine='portable' serves"
         return f"flex has no float64 kernels; {able} float64"
     if device_kind(q.device).flex_trains:
-        return flex_too_narrow(q.device.type, min(q.shape[-1], v.shape[-1]))
+        device = q.device.type
+        return _flex_has_no_triton(device) or _flex_too_narrow(device, min(q.shape[-1], v.shape[-1]))
     serves = f"engine={'portable' if drops or score_mod is not None else 'tiles'!r} serves it"
     if torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v)):
         return f"flex has no backward on CPU, and q, k or v requires a gradient; {serves}, or use torch.no_grad()"

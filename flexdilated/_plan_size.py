@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from ._engines import flex_too_narrow, planned_engine
+from ._engines import planned_engine
 from ._validate import check_score_mod, check_zero_keys
 from .engines import ScoreMod
 from .masks.core import Expression, require_choice, require_int, require_probability
@@ -55,9 +55,7 @@ class PlanSize:
         require_probability("dropout_p", self.dropout_p)
         check_score_mod(self.score_mod)
         check_zero_keys(self.pattern, self.score_mod, self.num_tokens, self.num_tokens)
-        reason = flex_too_narrow(self.device, min(self.head_dim, self.value_dim)) if self.engine == "flex" else None
-        if reason is not None:
-            raise ValueError(reason)
+        self._engine(drops=self.dropout_p > 0)  # raises for an engine that cannot serve the call
 
     @property
     def engine(self) -> str:
@@ -65,7 +63,8 @@ class PlanSize:
         return self._engine(drops=self.dropout_p > 0)
 
     def _engine(self, *, drops: bool) -> str:
-        return planned_engine(self.named_engine, self.device, self.dtype, score_mod=self.score_mod, drops=drops)
+        size = self.device, self.dtype, min(self.head_dim, self.value_dim)
+        return planned_engine(self.named_engine, *size, score_mod=self.score_mod, drops=drops)
 
     @property
     def embed_dim(self) -> int:

@@ -167,6 +167,12 @@ NAMES = {
         "tells equal sizes of a compiled program apart",
         _ACCELERATED,
     ),
+    "has_triton": Name(
+        "torch.utils._triton:has_triton",
+        "tells whether Triton serves the accelerator",
+        _ACCELERATED,
+        "call with engine='portable'",
+    ),
     "FakeTensor": Name(
         "torch._subclasses.fake_tensor:FakeTensor",
         "tells that a tensor has no values, so that nothing is measured",

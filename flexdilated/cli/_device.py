@@ -14,7 +14,7 @@ from torch import Tensor
 
 from .. import __version__, masks
 from .._attend import attend
-from .._engines import ENGINES
+from .._engines import ENGINES, default_engine
 from ..engines import missing_compiler
 from ..masks import Mixture, Pattern
 from ..masks.core import device_kind
@@ -62,7 +62,7 @@ def doctor() -> int:
     trials: list[Finding] = []
     variables, works = _variables()
     for device in available_devices():
-        default = device_kind(device).engine
+        default = default_engine(device)
         for engine in ENGINES:
             is_sound, verdict = _trial(engine, device)
             works = works and (is_sound or engine != default)
@@ -175,6 +175,8 @@ def tune(options: argparse.Namespace) -> int:
     """
     if options.device not in available_devices():
         raise UsageError(f"--device must be one of {', '.join(available_devices())}; got {options.device!r}")
+    if default_engine(options.device) == "portable":
+        raise UsageError(f"tune measures engines tiles and flex, and the default on {options.device} is portable")
     if not 0 < options.seconds <= 3600:
         raise UsageError(f"--seconds must be above 0 and at most 3600; got {options.seconds:g}")
     require_file("FILE", options.file, (".json",))

@@ -13,12 +13,12 @@ TILE = 128  # side of the largest tile of any kernel; must divide the sides of b
 class DeviceKind:
     """Properties of a kind of device, such as "cuda", that decide how attention is computed on it.
 
-    engine: name of the default engine, "tiles" or "flex" (FlexAttention). dtype: dtype of q, k and v that is assumed if
-    no tensor is known. on_host: tensors are in host memory, so reading a value waits for no kernel. kernels: the family
-    of `engines/kernels` that engine "tiles" calls, "cpu" (also for device "meta") or "cuda"; "" for none. is_cuda:
-    torch.cuda reports its memory and name. flex_trains: FlexAttention's kernels return a log-sum-exp, have a backward
-    pass, read block lists of any width, index in 32 bits and accept all lengths; those of CPU do none of this.
-    has_streams: kernels are queued in streams.
+    engine: name of the default engine: "tiles", "flex" (FlexAttention) where Triton serves the device, or "portable".
+    dtype: dtype of q, k and v that is assumed if no tensor is known. on_host: tensors are in host memory, so reading a
+    value waits for no kernel. kernels: the family of `engines/kernels` that engine "tiles" calls, "cpu" (also for
+    device "meta") or "cuda"; "" for none. is_cuda: torch.cuda reports its memory and name. flex_trains: FlexAttention's
+    kernels return a log-sum-exp, have a backward pass, read block lists of any width, index in 32 bits and accept all
+    lengths; those of CPU do none of this. has_streams: kernels are queued in streams.
     """
 
     engine: str
@@ -31,14 +31,16 @@ class DeviceKind:
 
 
 _CPU = DeviceKind("tiles", torch.float32, on_host=True, kernels="cpu", flex_trains=False, has_streams=False)
-_ACCELERATOR = DeviceKind("flex", torch.bfloat16)
+_WITH_TRITON = DeviceKind("flex", torch.bfloat16)
+_OTHER = replace(_WITH_TRITON, engine="portable")
 _KINDS = {
     "cpu": _CPU,
-    "cuda": replace(_ACCELERATOR, kernels="cuda", is_cuda=True),
-    "meta": replace(_ACCELERATOR, kernels="cpu", has_streams=False),
+    "cuda": replace(_WITH_TRITON, kernels="cuda", is_cuda=True),
+    "xpu": _WITH_TRITON,
+    "meta": replace(_WITH_TRITON, kernels="cpu", has_streams=False),
 }
 
 
 def device_kind(device: torch.device | str) -> DeviceKind:
-    """Return the properties of a device or device type; types other than cpu, cuda and meta count as accelerators."""
-    return _KINDS.get(device if isinstance(device, str) else device.type, _ACCELERATOR)
+    """Return the properties of a device or device type; any that is unknown, such as mps, is an accelerator."""
+    return _KINDS.get(device if isinstance(device, str) else device.type, _OTHER)

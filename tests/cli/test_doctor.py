@@ -8,6 +8,7 @@ import pytest
 import torch
 
 import flexdilated as fd
+from flexdilated import _engines
 from flexdilated.cli import _device, main
 from flexdilated.cli._terminal import find
 
@@ -122,6 +123,7 @@ def test_a_wrong_result_is_found(wrong, verdict: str, capsys, monkeypatch) -> No
 def test_every_device_has_to_work(capsys, monkeypatch) -> None:
     """One that fails is no less broken because the CPU works."""
     monkeypatch.setattr(_device, "available_devices", lambda: ("cpu", "cuda"))
+    monkeypatch.setattr(_engines, "_has_triton", lambda: True)
     monkeypatch.setattr(_device, "_trial", lambda engine, device: (device == "cpu" or engine != "flex", "tried"))
     status, printed = examine(capsys)
     assert status == 1

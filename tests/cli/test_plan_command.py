@@ -137,14 +137,16 @@ def test_training_with_dropout_is_that_of_its_engine_and_inference_is_without(de
         ({"engine": "tiles"}, "tiles"),
         ({"score_mod": lambda score, b, h, q, k: score + h}, "portable"),
         ({"score_mod": lambda score, b, h, q, k: score + h, "device": "cuda"}, "flex"),
-        ({"engine": "portable", "head_dim": 8, "device": "cuda"}, "portable"),
+        ({"engine": "portable", "device": "cuda"}, "portable"),
+        ({"head_dim": 8, "device": "cuda"}, "portable"),
+        ({"value_dim": 8, "device": "cuda"}, "portable"),
     ],
 )
 def test_plan_names_the_engine_that_attend_chooses(options, engine) -> None:
     sizes = {"num_heads": 2, "layers": 1, **options}
     found = flexdilated.plan(masks.causal(), 300, **sizes)
     assert (found.engine, found.to_data()["engine"]) == (engine, engine)
-    size = AttentionSize(300, 2, sizes.get("head_dim", 64), torch.float32)
+    size = AttentionSize(300, 2, sizes.get("head_dim", 64), torch.float32, value_dim=sizes.get("value_dim"))
     how = {"device": sizes.get("device", "cpu"), "engine": engine, "score_mod": sizes.get("score_mod")}
     assert found.attention_memory == attention_memory(masks.causal(), size, **how)
 
@@ -248,7 +250,6 @@ REFUSED = {
     "heads": (["causal()", "--heads", "0"], ["--heads must be at least 1", "0"]),
     "head dim": (["causal()", "--head-dim", "9" * 20], ["--head-dim must be at most"]),
     "dropout": (["causal()", "--dropout-p", "1"], ["dropout_p", "below 1", "1.0"]),
-    "value dim on cuda": (["causal()", "--value-dim", "8", "--device", "cuda"], ["16", "8", "cuda"]),
     "kv heads": (
         ["causal()", "--kv-heads", "3"],
         ["num_kv_heads must divide num_heads; got num_kv_heads=3 and num_heads=8"],
@@ -256,7 +257,6 @@ REFUSED = {
     "embed dim": (["causal()", "--embed-dim", "100"], ["--embed-dim", "--heads", "100", "8"]),
     "odd head dim": (["causal()", "-n", "64", "--head-dim", "15"], ["15"]),
     "too many": (["causal()", "-n", "4000M"], ["--tokens", "2147483647", str(4000 << 20)]),
-    "head dim on cuda": (["causal()", "--head-dim", "8", "--device", "cuda"], ["16", "8", "cuda"]),
     "values": (["documents('ids')"], ["--bind ids"]),
     "many rules": (["documents('d')", "--bind", "d=two.pt"], ["--bind", "2"]),
     "budget of values": (["documents('d')", "--bind", "d=two.pt", "--budget", "1"], ["--bind", "--budget"]),

@@ -15,6 +15,7 @@
 #include <ATen/ops/from_blob.h>
 #include <ATen/ops/resize_native.h>
 #include <ATen/ops/set_native.h>
+#include <ATen/ops/unfold_native.h>
 #include <ATen/ops/view_native.h>
 #include <c10/core/CPUAllocator.h>
 #include <c10/core/impl/DeviceGuardImplInterface.h>
@@ -124,7 +125,8 @@ void install() {
   static torch::Library m(torch::Library::IMPL, "aten", c10::DispatchKey::CUDA, __FILE__, __LINE__);
   const std::set<std::string> own = {
       "empty.memory_format", "empty_strided", "copy_", "_copy_from_and_resize", "_local_scalar_dense", "resize_",
-      "set_.source_Storage", "set_.source_Storage_storage_offset", "as_strided", "view", "_reshape_alias"};
+      "set_.source_Storage", "set_.source_Storage_storage_offset", "as_strided", "unfold", "view",
+      "_reshape_alias"};
   // A fallback serves those alone that have no kernel.
   for (const auto& name : c10::Dispatcher::singleton().getAllOpNamesForDispatchKey(c10::DispatchKey::CUDA)) {
     if (name.name.rfind("aten::", 0) != 0) continue;
@@ -140,6 +142,7 @@ void install() {
   m.impl("set_.source_Storage", static_cast<Tensor& (*)(Tensor&, at::Storage)>(at::native::set_));
   m.impl("set_.source_Storage_storage_offset", at::native::set_storage_cpu_);
   m.impl("as_strided", at::native::as_strided_tensorimpl);
+  m.impl("unfold", at::native::unfold);
   m.impl("view", at::native::view);
   m.impl("_reshape_alias", at::native::_reshape_alias);
 }

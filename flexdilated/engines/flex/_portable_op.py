@@ -23,7 +23,7 @@ from .._gather import merge_
 from .._merge import WholeRows, add_sinks, merge, nothing, sinks_gradient, sum_dtype, with_sinks
 from .._ops import autograd_on, copies, functions_in, no_gradients, own_op, refuse, set_gradient
 from .._score_mod import ScoreMod, checked
-from ..kernels._portable import Scores, Span, attention, gradients, spans_of
+from ..kernels._portable import ListLengths, Scores, Span, attention, gradients, spans_of
 from ._flex import entered, operands_of
 from ._flex_op import run_time_program, run_time_tables, static_program, with_tables
 from ._program import FlexProgram, FlexStep, longest_lists, tables_of
@@ -67,8 +67,11 @@ def _to_trace(call: Call, q: Tensor, bindings: list[Tensor]) -> tuple[FlexProgra
     program = MAKERS["program"](call, q, bindings)
 
     def spans(step: FlexStep) -> tuple[Span, ...]:
-        longest = longest_lists(step.term, step.structure.sides)[0] if bindings else None
-        return spans_of(step.mask, int(q.shape[0]) * len(step.term.heads), in_graph=True, longest=longest)
+        lengths = step.list_lengths
+        if bindings:
+            longest = [longest_lists(step.term, step.structure.sides)[0]] * len(lengths.counts)
+            lengths = ListLengths(longest, longest)
+        return spans_of(step.mask, lengths, int(q.shape[0]) * len(step.term.heads), in_graph=True)
 
     return program, tuple(map(spans, program.steps))
 
@@ -96,7 +99,7 @@ def _program(call: Call, q: Tensor, bindings: list[Tensor]) -> FlexProgram:
 class Portable:
     """A program with the options of one call: scale of the scores, score_mod and dropout.
 
-    spans: of each step, in a graph; None to read them from the steps' tables. captured: tensors that score_mod captures
+    spans: of each step, in a graph; None for those of the steps' tables. captured: tensors that score_mod captures
     and that get a gradient.
     """
 
@@ -128,8 +131,8 @@ class Portable:
         for index, step in enumerate(steps):
             hidden, (slots, rows, start) = step.hidden, step.queries
             own = operands_of(step, tables_of(step), *operands)
-            spans = None if self.spans is None else self.spans[index]
-            out, lse = attention(step.mask, self._scores(step), *own, spans, recorded=recorded)
+            spans = _spans(step, own[0]) if self.spans is None else self.spans[index]
+            out, lse = attention(step.mask, spans, self._scores(step), *own, recorded=recorded)
             out, lse = hidden.clear_queries(out, dim=2), hidden.clear_queries(lse, dim=2, value=-torch.inf)
             lse = lse + log(step.structure.multiplicity)
             part = slots.put(out, rows, start, q.shape[2], 0.0), slots.put(lse, rows, start, q.shape[2], -torch.inf)
@@ -193,7 +196,7 @@ class Portable:
         """Gradients of a step's operands and of the captured tensors; the other arguments: as in `gradients`."""
         q, k, v = (x.detach() for x in operands)
         lse = lse - log(step.structure.multiplicity)
-        return [*gradients(step.mask, self._scores(step), q, k, v, lse, grad_out, delta)]
+        return [*gradients(step.mask, _spans(step, q), self._scores(step), q, k, v, lse, grad_out, delta)]
 
     def _scores(self, step: FlexStep) -> Scores:
         at, shares, factor = step.indices.at_positions, None, 1.0
@@ -202,6 +205,10 @@ class Portable:
             shares, factor = at(self.dropout.shares(places)), 1 / (1 - self.dropout.p) / len(places)
         score_mod = None if self.score_mod is None else at(checked(self.score_mod))
         return Scores(self.scale, score_mod, self.captured, shares, factor)
+
+
+def _spans(step: FlexStep, q: Float[Tensor, "B H N D"]) -> tuple[Span, ...]:
+    return spans_of(step.mask, step.list_lengths, q.shape[0] * q.shape[1])
 
 
 class _WithScoreMod(torch.autograd.Function):

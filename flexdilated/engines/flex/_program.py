@@ -27,6 +27,7 @@ from ...masks.patterns import Rows, tables
 from ...masks.planning import Plan, Term, bound_blocks, term_blocks
 from .._operands import Hidden, hidden_of_blocks
 from .._score_mod import Indices, indices_of, plain_values
+from ..kernels._portable import ListLengths
 from ._flash import HOPPER, capability
 from ._slots import Side, Slots, in_order, sides_of
 
@@ -99,6 +100,11 @@ class FlexStep:
     def nbytes(self) -> int:
         """Bytes of gather indices, of positions for a score_mod and of masks of hidden queries and keys."""
         return self.indices.nbytes + self.queries.rows.nbytes + self.keys.rows.nbytes + self.hidden.nbytes
+
+    @cached_property
+    def list_lengths(self) -> ListLengths:
+        """Lengths of the block lists, read once: on an accelerator, a read waits for it."""
+        return ListLengths.of(self.mask)
 
 
 @dataclass(frozen=True, eq=False)

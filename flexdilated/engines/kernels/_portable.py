@@ -61,17 +61,27 @@ class Span(NamedTuple):
     problems: int
 
 
-def spans_of(mask: BlockMask, problems: int, *, in_graph: bool = False, longest: int | None = None) -> tuple[Span, ...]:
+class ListLengths(NamedTuple):
+    """Lengths of a BlockMask's block lists, the longest first: number of blocks, and number of those with a mask."""
+
+    counts: list[int]
+    partials: list[int]
+
+    @classmethod
+    def of(cls, mask: BlockMask) -> ListLengths:
+        """Read them from the mask; on an accelerator, this waits for it."""
+        partial, count = _lengths(mask)
+        counts, order = count.sort(descending=True, stable=True)
+        return cls(counts.tolist(), partial[order].tolist())
+
+
+def spans_of(mask: BlockMask, lengths: ListLengths, problems: int, *, in_graph: bool = False) -> tuple[Span, ...]:
     """Return the spans of a BlockMask's non-empty block lists; each chunk has a bounded number of scores.
 
-    problems: batch entries times query heads. in_graph: True for the larger chunks of a graph. longest: most blocks in
-    a list, for spans of any lists of the mask's shape; None for the mask's own lists.
+    lengths: upper bounds of the lengths of the mask's lists. problems: batch entries times query heads. in_graph: True
+    for the larger chunks of a graph.
     """
-    partial, count = _lengths(mask)
-    counts, order = count.sort(descending=True, stable=True)
-    counts, partials = counts.tolist(), partial[order].tolist()
-    if longest is not None:
-        counts = partials = [longest] * len(counts)
+    counts, partials = lengths
     entries, heads, _ = mask.kv_num_blocks.shape
     at_once, scores = _SCORES_AT_ONCE_IN_GRAPHS if in_graph else _SCORES_AT_ONCE, prod(mask.BLOCK_SIZE)
     found, begin, total = [], 0, sum(each > 0 for each in counts)
@@ -145,10 +155,8 @@ class _Problems:
     is_meta: bool
 
     @classmethod
-    def of(cls, mask: BlockMask, q: Tensor, k: Tensor, spans: Sequence[Span] | None = None) -> _Problems:
-        """spans: as from `spans_of`, for which otherwise the lengths of the lists are read."""
+    def of(cls, mask: BlockMask, spans: Sequence[Span], q: Tensor, k: Tensor) -> _Problems:
         sizes = (q.shape[0], q.shape[1], k.shape[1], q.shape[2], k.shape[2])
-        spans = spans_of(mask, sizes[0] * sizes[1]) if spans is None else spans
         partial, count = _lengths(mask)
         place = torch.arange(spans[0].length if spans else 1, device=count.device).expand(len(count), -1)
         first, whole = mask.kv_indices.flatten(0, 2).long(), mask.full_kv_indices
@@ -235,21 +243,21 @@ def _few_of_each_kind(spans: Sequence[Span]) -> list[Span]:
 
 def attention(
     mask: BlockMask,
+    spans: Sequence[Span],
     scores: Scores,
     q: Float[Tensor, "B H N D"],
     k: Float[Tensor, "B G M D"],
     v: Float[Tensor, "B G M E"],
-    spans: Sequence[Span] | None = None,
     *,
     recorded: bool = False,
 ) -> tuple[Float[Tensor, "B H N E"], Float[Tensor, "B H N"]]:
     """Return (out, natural lse) of attention under a BlockMask; q, k and v are in float32 or wider.
 
-    G divides H. A query without keys has output 0 and lse -inf. spans: as from `spans_of`; None to read them from the
-    mask. recorded: True where autograd or a graph records the operations; in a graph, chunks are computed again in the
+    G divides H. A query without keys has output 0 and lse -inf. spans: of the mask's lists, as from `spans_of`.
+    recorded: True where autograd or a graph records the operations; in a graph, chunks are computed again in the
     backward.
     """
-    problems = _Problems.of(mask, q, k, spans)
+    problems = _Problems.of(mask, spans, q, k)
     queries, keys, values = problems.by_query_block(q), problems.by_key_block(k), problems.by_key_block(v)
     out = q.new_zeros(*queries.shape[:2], v.shape[3])
     lse = q.new_full(queries.shape[:2], -torch.inf)
@@ -297,6 +305,7 @@ def _rows(
 
 def gradients(
     mask: BlockMask,
+    spans: Sequence[Span],
     scores: Scores,
     q: Float[Tensor, "B H N D"],
     k: Float[Tensor, "B G M D"],
@@ -310,7 +319,7 @@ def gradients(
     The mask may have only some of the keys of a query: lse, grad_out and delta (see `WholeRows`) are over all of them.
     lse is inf for queries without keys.
     """
-    problems = _Problems.of(mask, q, k)
+    problems = _Problems.of(mask, spans, q, k)
     queries, grad_outs, deltas = (problems.by_query_block(x) for x in (q, grad_out, delta))
     lses = problems.by_query_block(lse, torch.inf)
     keys, values = problems.by_key_block(k), problems.by_key_block(v)

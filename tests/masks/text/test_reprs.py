@@ -22,7 +22,7 @@ MANY = [[*range(1, 301)], [1] * 300]
 CONFIG = fd.LongNetConfig(
     vocab_size=8, embed_dim=16, num_heads=4, depth=1, segment_lengths=(16, 64), dilation_rates=(1, 4), causal=True
 )
-DEFAULT = "engine=None (tiles on CPU, flex elsewhere)"
+DEFAULT = "engine=None (tiles on CPU, flex on CUDA)"
 
 
 @pytest.fixture
