@@ -105,21 +105,19 @@ class OverRanks:
 
         Returns the output (B, H, L, D) or, with return_lse=True, (output, natural lse (B, H, L)). All ranks must call
         it. sharding: replaces that of these settings in this call; None keeps it. options: further keywords of
-        `distributed.attend`, such as scale. Raises ValueError for a score_mod unless the schedule is "heads".
+        `distributed.attend`, such as scale. Raises ValueError for a score_mod with the schedule "ring".
         """
         sharding = self.sharding_of(q.shape[2]) if sharding is None else sharding
+        options |= {"score_mod": score_mod, "bindings": bindings, "sharding": sharding}
         if self.schedule == "heads":
             from .distributed._heads import attend_heads
 
-            options |= {"ranks": self.ranks, "sharding": sharding, "score_mod": score_mod, "bindings": bindings}
-            return attend_heads(q, k, v, pattern, **options)
+            return attend_heads(q, k, v, pattern, ranks=self.ranks, **options)
         from .distributed import attend
 
-        if score_mod is not None:
-            raise ValueError("with a mesh, score_mod needs schedule='heads', or HeadParallelDilatedAttention")
-        options |= {"mesh": self.mesh, "sharding": sharding, "schedule": self.schedule}
+        options |= {"mesh": self.mesh, "schedule": self.schedule}
         options |= {"codec": self.codec, "error_bound": self.error_bound, "pool": self.pool}
-        return attend(q, k, v, pattern, bindings=bindings, **options)
+        return attend(q, k, v, pattern, **options)
 
     @property
     def mesh_text(self) -> str:

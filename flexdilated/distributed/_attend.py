@@ -14,8 +14,16 @@ from torch.distributed.device_mesh import DeviceMesh
 from .._attend import autocast
 from .._engines import choose_engine
 from .._torch_private import graph_constant
-from .._validate import OTHER_KEYWORDS, check_sinks, check_sizes, resolve_scale, run_time_tensors
-from ..engines import nothing, one_width, padded_rows, placed_engine, with_seed
+from .._validate import (
+    OTHER_KEYWORDS,
+    check_score_mod,
+    check_sinks,
+    check_sizes,
+    check_zero_keys,
+    resolve_scale,
+    run_time_tensors,
+)
+from ..engines import ScoreMod, nothing, one_width, padded_rows, placed_engine, with_seed
 from ..masks import Mixture, Pattern
 from ..masks.core import advises, require_bool, require_choice, require_expression
 from ..masks.planning import block_sides
@@ -56,6 +64,7 @@ def attend(
     dropout_p: float = 0.0,
     scale: float | None = None,
     enable_gqa: bool = False,
+    score_mod: ScoreMod | None = None,
     sinks: Float[Tensor, " H"] | None = None,
     bindings: Mapping[str, Tensor] | None = None,
     head_offset: int = 0,
@@ -82,6 +91,7 @@ def attend(
     dropout_p: float = 0.0,
     scale: float | None = None,
     enable_gqa: bool = False,
+    score_mod: ScoreMod | None = None,
     sinks: Float[Tensor, " H"] | None = None,
     bindings: Mapping[str, Tensor] | None = None,
     head_offset: int = 0,
@@ -108,6 +118,7 @@ def attend(
     dropout_p: float = 0,  # an int, as torch.compile with dynamic=True recompiles for a float
     scale: float | None = None,
     enable_gqa: bool = False,
+    score_mod: ScoreMod | None = None,
     sinks: Float[Tensor, " H"] | None = None,
     bindings: Mapping[str, Tensor] | None = None,
     head_offset: int = 0,
@@ -139,8 +150,11 @@ def attend(
         rank 0, sent by one broadcast of 8 bytes; the dropped pairs are those of one device with that seed.
     bindings: values, for the whole sequence, of the run-time tensors that the pattern only names, such as
         {"documents": ids}.
-    scale, enable_gqa, sinks, head_offset, num_heads_global, engine, block_size, return_lse: as in `flexdilated.attend`;
-        the gradient of sinks is that of this rank's queries only: sum it over the ranks.
+    score_mod: as in `flexdilated.attend`, with positions in the whole sequence, for schedules "exchange" and "auto",
+        which then is "exchange". All ranks must give equal functions, which are not compared.
+    scale, enable_gqa, sinks, head_offset, num_heads_global, engine, block_size, return_lse: as in `flexdilated.attend`.
+        Gradients of sinks and of tensors that score_mod captures are those of this rank's queries only: sum them over
+        the ranks.
 
     Raises ValueError or TypeError, before anything is sent, for invalid arguments, and ValueError on all ranks if their
     arguments differ; torch.distributed.DistError, within the process group's timeout, if a rank dies or hangs.
@@ -161,18 +175,23 @@ def attend(
         shards = equal_shards(q.shape[2] if isinstance(q, Tensor) and q.dim() == 4 else 1, ranks)
     check_shards(q, k, v, ranks=ranks, sharding=shards, enable_gqa=enable_gqa)
     check_sinks(sinks, q)
+    check_score_mod(score_mod)
+    check_zero_keys(pattern, score_mod)
     where = {"head_offset": head_offset, "num_heads_global": num_heads_global}
     heads = index(check_sizes(pattern, q, q_offset=0, k_offset=0, **where))
     tensors = run_time_tensors(pattern, bindings)
     check_codec(codec, error_bound, q.dtype)
     chosen = schedule
-    if schedule == "auto":
+    if score_mod is not None:
+        if schedule == "ring":
+            raise ValueError("a ring computes parts of rows without score_mod: write schedule='exchange'")
+        chosen = "exchange"
+    elif schedule == "auto":
         chosen = _best(q, k, pattern.unpadded, tensors, shards, head_offset, heads, codec)
     needs_lse = return_lse or pattern.pads
-    features = {"score_mod": None, "sinks": sinks, "return_lse": needs_lse or chosen == "ring", "drops": dropout_p > 0}
-    chosen_engine = placed_engine(
-        choose_engine(engine, q, k, v, pattern, first=(head_offset, 0, 0), **features), q.device
-    )
+    features = {"score_mod": score_mod, "sinks": sinks, "drops": dropout_p > 0}
+    features |= {"first": (head_offset, 0, 0), "return_lse": needs_lse or chosen == "ring"}
+    chosen_engine = placed_engine(choose_engine(engine, q, k, v, pattern, **features), q.device)
     width, factor = v.shape[-1], resolve_scale(scale, index(q.shape[-1]))
     q, k, v = one_width(q, k, v)  # keys and values travel in messages of one row length
     call = PlainCall(
@@ -190,7 +209,7 @@ def attend(
         dropout_p=dropout_p,
     )
     once = None if torch.compiler.is_compiling() else lambda: values_of(pattern, tensors)
-    facts = _facts(q, k, v, sinks, schedule, pattern.text, call)
+    facts = _facts(q, k, v, sinks, score_mod, schedule, pattern.text, call)
     _agree((ranks.name, ranks.size, ranks.rank, ranks.device_type), call.sharding, facts, once)
     tensors, _ = with_seed(tensors, shared_dropout(dropout_p, ranks, q))
     if 0 in q.shape[:2]:  # on all ranks, so no rank waits
@@ -198,7 +217,7 @@ def attend(
     elif chosen == "ring":
         out, lse = ring_op(q, k, v, sinks, tensors, call.constants)
     else:
-        out, lse = exchange(q, k, v, sinks, tensors, call, return_lse=needs_lse)
+        out, lse = exchange(q, k, v, sinks, tensors, call, score_mod=score_mod, return_lse=needs_lse)
     out = out[..., :width]
     if pattern.pads and 0 not in q.shape:
         assert lse is not None
@@ -215,6 +234,7 @@ def _facts(
     k: Tensor,
     v: Tensor,
     sinks: Tensor | None,
+    score_mod: ScoreMod | None,
     schedule: str,
     pattern: str,
     call: PlainCall,
@@ -239,6 +259,7 @@ def _facts(
         ("codec", call.codec),
         ("error_bound", call.error_bound or None),
         ("sinks", sinks is not None),
+        ("score_mod", score_mod is not None),
         ("gradients wanted", wanted),
     )
 

@@ -1,7 +1,7 @@
 """The exchange: each rank receives exactly the keys that its queries need, in one all-to-all.
 
-With engines "tiles" and "portable" the whole attention is one custom op; with "flex", which torch.compile traces, only
-the transfers of keys and values are custom ops.
+With engines "tiles" and "portable" the whole attention is one custom op; with "flex", which torch.compile traces, and
+with a score_mod, which ops cannot take, only the transfers of keys and values are custom ops.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from torch import Tensor
 from .._torch_private import graph_constant
 from ..engines import (
     Call,
+    ScoreMod,
     WholeRows,
     copies,
     no_gradients,
@@ -302,6 +303,7 @@ def exchange(
     bindings: list[Tensor],
     call: PlainCall,
     *,
+    score_mod: ScoreMod | None,
     return_lse: bool,
 ) -> tuple[Float[Tensor, "B H L D"], Float[Tensor, "B H L"] | None]:
     """Attend with this rank's queries to the keys of all ranks; returns (out, lse or None).
@@ -311,13 +313,15 @@ def exchange(
     ordered by name; with dropout followed by its seed. One all-to-all brings each (key/value head, token) that some
     query of this rank may attend to; in the backward another returns the gradients, which the owners add up in float32
     or wider. With engines "tiles" and "portable" the call is one op, which overlaps each transfer with work on this
-    rank's keys; "flex" is traced, and only the transfers are ops.
+    rank's keys; with "flex", or a score_mod, only the transfers are ops.
 
     Raises ValueError if the engine cannot serve the call, torch.distributed.DistError if another rank fails.
     """
-    if call.engine != "flex":
+    if call.engine != "flex" and score_mod is None:
         out, lse, _, _ = exchange_op(q, k, v, sinks, bindings, call.constants)
         return out, lse
+    if torch.compiler.is_compiling() and without_seed(bindings, call.dropout_p)[0]:
+        _refuse_run_time_tensors()
     k_all, v_all = torch.ops.flexdilated.exchange_keys(q, k, v, bindings, call.constants)
     if not q.shape[2]:
         nothing = k_all.sum() + v_all.sum()  # makes every rank's backward take part in the exchange
@@ -326,8 +330,16 @@ def exchange(
     where = {"head_offset": call.head_offset, "num_heads_global": call.num_heads_global}
     placement = _placement(tuple(call), q.shape[1], k.shape[1], bindings)
     placed = Call.at(q, k_all, call.pattern, **where, block_size=call.block_size, placement=placement)
-    options = {"dropout": dropout, "return_lse": return_lse}
+    options = {"score_mod": score_mod, "dropout": dropout, "return_lse": return_lse}
     return run(call.engine, q, k_all, v_all, sinks, bindings, placed, call.scale, **options)
+
+
+@graph_constant  # raises while torch.compile traces, also if graphs may break
+def _refuse_run_time_tensors() -> None:
+    raise ValueError(
+        "in a graph of torch.compile, run-time tensors over ranks need engine 'tiles' or 'portable', and no score_mod: "
+        "give the pattern its values, or take the call out of the graph"
+    )
 
 
 # A constant of a graph. `graph_constant` gets plain values, because torch 2.11 cannot unpack a constant named tuple.

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from .._attend import autocast
 from .._engines import choose_engine
-from .._validate import check_sinks, check_sizes, check_zero_keys, resolve_scale, run_time_tensors
+from .._validate import check_score_mod, check_sinks, check_sizes, check_zero_keys, resolve_scale, run_time_tensors
 from ..engines import Call, ScoreMod, nothing, one_width, own_op, padded_rows, run, sum_dtype
 from ..masks import Mixture, Pattern
 from ..masks.core import require_expression
@@ -85,6 +85,7 @@ def attend_heads(
     q, k, v = autocast(q, k, v)
     check_shards(q, k, v, ranks=ranks, sharding=sharding, enable_gqa=enable_gqa)
     check_sinks(sinks, q)
+    check_score_mod(score_mod)
     check_zero_keys(padded, score_mod)
     heads = check_sizes(pattern, q, q_offset=0, k_offset=0, head_offset=head_offset, num_heads_global=num_heads_global)
     tensors = run_time_tensors(pattern, bindings)
