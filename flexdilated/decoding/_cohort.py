@@ -10,6 +10,7 @@ import torch
 from jaxtyping import Int64, Shaped
 from torch import Tensor
 
+from ..engines import ScoreMod
 from ._held_keys import HeldKeys
 
 # B batch entries of the cache, C of a cohort or selected
@@ -60,6 +61,16 @@ class Cohort:
         if (len(self.entries), tokens) == (x.shape[0], x.shape[2]):
             return x  # slicing takes microseconds, which count in a step
         return x[self.rows, :, :tokens]
+
+    def at_entries(self, score_mod: ScoreMod | None, batch: int) -> ScoreMod | None:
+        """Return a function that calls score_mod with the entry of the cache's batch for each entry of the cohort.
+
+        batch: number of entries of the cache.
+        """
+        if score_mod is None or len(self.entries) == batch:
+            return score_mod
+        entries = torch.tensor(self.entries, dtype=torch.int32, device=self.held.keys.device)
+        return lambda score, b, h, q, k: score_mod(score, entries[b], h, q, k)
 
     def split(self, numbers: int | Sequence[int]) -> list[tuple[Cohort, int]]:
         """Split into cohorts of entries with equal numbers, each with its number.

@@ -11,8 +11,8 @@ from jaxtyping import Float, Int64
 from torch import Tensor
 
 from .._attend import autocast
-from .._validate import OTHER_KEYWORDS, check_sinks, check_tensors
-from ..engines import MOST_ROWS, with_sinks
+from .._validate import OTHER_KEYWORDS, check_score_mod, check_sinks, check_tensors
+from ..engines import MOST_ROWS, ScoreMod, with_sinks
 from ..masks import Mixture, Pattern
 from ..masks.core import HEADS, advises, bytes_text, renamed, require_int, shortened
 from ._cohort import Cohort, grouped
@@ -177,19 +177,21 @@ class KVCache:
         v: Float[Tensor, "B G N E"],
         *,
         lengths: Int64[Tensor, " B"] | None = None,
+        score_mod: ScoreMod | None = None,
         sinks: Float[Tensor, " H"] | None = None,
     ) -> Float[Tensor, "B H N E"]:
         """Append the next N tokens, and return their attention output over all keys that each of them sees.
 
         N may be 0. G must divide H. lengths: number of new tokens of each batch entry, from 0 to N, read on the host.
         They are the first of its N tokens; the others are padding, which is neither read nor stored, and has output 0.
-        None: all N tokens of each entry are new. sinks: a logit for each head, which adds a term exp(sink) to the
-        softmax denominators; None adds no term. Raises ValueError if a new token sees a key after the last new token of
-        its batch entry: see `chunk`. A call that raises changes nothing.
+        None: all N tokens of each entry are new. score_mod: as in `flexdilated.attend`. sinks: a logit for each head,
+        which adds a term exp(sink) to the softmax denominators; None adds no term. Raises ValueError if a new token
+        sees a key after the last new token of its batch entry: see `chunk`. A call that raises changes nothing.
         """
         q, k, v = autocast(q, k, v)
         numbers = self._check(q, k, v, lengths)
         check_sinks(sinks, q)
+        check_score_mod(score_mod)
         refuse_gradients(q, k, v, sinks)
         if numbers == 0:
             return v.new_zeros(*q.shape[:3], v.shape[3])
@@ -197,7 +199,8 @@ class KVCache:
         for cohort, number in parts:
             new_q, new_k, new_v = (cohort.of(x, number) for x in (q, k, v))
             with _naming(cohort.entries, len(q)):
-                outs.append(self._advance(cohort, new_q, new_k, new_v, sinks))
+                outs.append(self._advance(cohort, new_q, new_k, new_v, sinks, cohort.at_entries(score_mod, len(q))))
+        refuse_gradients(*outs)  # of tensors that score_mod captures
         self._cohorts = [cohort for cohort, _ in parts]
         whole = *q.shape[:3], v.shape[3]
         if outs[0].shape == whole:
@@ -350,12 +353,14 @@ class KVCache:
             for number, entries in groups.items()
         ]
 
-    def _advance(self, cohort: Cohort, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None) -> Tensor:
-        """Append the next tokens of a cohort, and return their output."""
+    def _advance(
+        self, cohort: Cohort, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, score_mod: ScoreMod | None
+    ) -> Tensor:
+        """Append the next tokens of a cohort, and return their output. score_mod: with indices of its entries."""
         if not q.shape[2]:
             return v.new_zeros(*q.shape[:3], v.shape[3])
         cohort.held.append(k, v, cohort.seen)
-        out, lse = self._compute(q, cohort)
+        out, lse = self._compute(q, cohort, score_mod)
         if sinks is not None:
             out, _ = with_sinks(out, lse, sinks)
         cohort.seen += q.shape[2]
@@ -363,10 +368,10 @@ class KVCache:
             cohort.held.shrink(cohort.seen)
         return out.to(q.dtype)
 
-    def _compute(self, q: Tensor, cohort: Cohort) -> tuple[Tensor, Tensor]:
+    def _compute(self, q: Tensor, cohort: Cohort, score_mod: ScoreMod | None) -> tuple[Tensor, Tensor]:
         """Return (output, lse) of the next queries of a cohort, whose keys are appended but not yet counted as seen."""
         held = cohort.held
-        return self._reader.attend(q, held.keys, held.values, first=cohort.seen, held=held)
+        return self._reader.attend(q, held.keys, held.values, first=cohort.seen, held=held, score_mod=score_mod)
 
     def _check_crop(self, cohort: Cohort, num_tokens: int) -> None:
         """Raise ValueError if a token that a crop leaves sees the key of a removed one."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Float, Int64
 from torch import Tensor
 
 from .._engines import check_engine, choose_engine
@@ -13,11 +13,14 @@ from ..engines import (
     Call,
     HeadGroup,
     HeadRule,
+    ScoreMod,
     branch_rules,
+    checked,
     group_heads,
     merge,
     row_program,
     run,
+    shifted,
     sum_dtype,
 )
 from ..masks import Bound, Mixture, Pattern
@@ -110,26 +113,36 @@ class Reader:
         *,
         first: int,
         held: HeldKeys,
+        score_mod: ScoreMod | None = None,
     ) -> tuple[Float[Tensor, "B H N E"], Float[Tensor, "B H N"]]:
         """Return (output, natural log-sum-exp of the scores) of the queries q.
 
         first: position of the first query; the next ones follow. k, v: the buffers of `held`, which maps positions to
-        their S slots (indices along the token dim). No query may see a key after the last query: see `check_end`.
+        their S slots (indices along the token dim). score_mod: as in `attend`. No query may see a key after the last
+        query: see `check_end`.
         """
         compute = self._rows if q.shape[2] <= MOST_ROWS else self._chunk
-        return compute(q, k, v, first, held)
+        return compute(q, k, v, first, held, None if score_mod is None else checked(score_mod))
 
-    def _rows(self, q: Tensor, k: Tensor, v: Tensor, first: int, held: HeldKeys) -> tuple[Tensor, Tensor]:
+    def _rows(
+        self, q: Tensor, k: Tensor, v: Tensor, first: int, held: HeldKeys, score_mod: ScoreMod | None
+    ) -> tuple[Tensor, Tensor]:
         """Return (output, lse), computed without an engine, in chunks of MOST_ROWS queries."""
         found, scale, end = [], resolve_scale(self.scale, q.shape[-1]), first + q.shape[2]
         for few in q.split(MOST_ROWS, dim=2):
             queries = range(first, first + few.shape[2])
             keys = range(min(end, self.ends.next(queries.stop)))
             program = row_program(self._grouped(k), queries, keys, held)
-            found.append(program.forward(few, k, v, scale))
+            rule = None if score_mod is None else self._at_positions(score_mod, first, q.device)
+            found.append(program.forward(few, k, v, scale, rule))
             first = queries.stop
         outs, lses = zip(*found, strict=True)
         return torch.cat(outs, dim=2), torch.cat(lses, dim=2)
+
+    def _at_positions(self, score_mod: ScoreMod, first: int, device: torch.device) -> ScoreMod:
+        """Return a function of (score, b, h, q, key position) for heads and queries of a call, the first at `first`."""
+        heads = torch.arange(self.head_offset, self.head_offset + self.num_heads, device=device)
+        return shifted(score_mod, heads, *torch.tensor([first, 0], device=device))
 
     def _grouped(self, k: Tensor) -> tuple[tuple[HeadGroup, ...], ...]:
         where = k.shape[1], k.device
@@ -139,22 +152,25 @@ class Reader:
             )
         return self._groups[where]
 
-    def _chunk(self, q: Tensor, k: Tensor, v: Tensor, first: int, held: HeldKeys) -> tuple[Tensor, Tensor]:
+    def _chunk(
+        self, q: Tensor, k: Tensor, v: Tensor, first: int, held: HeldKeys, score_mod: ScoreMod | None
+    ) -> tuple[Tensor, Tensor]:
         """Return (output, lse), computed by an engine for each range of visible keys, and merged by lse."""
         queries = range(first, first + q.shape[2])
         visible = held.visible(queries.start, len(queries), self.sources)
         if not all(_accepts(self.pattern, queries, keys) for keys in visible):
-            return self._rows(q, k, v, first, held)  # some patterns refuse runs without all keys that they name
+            # Some patterns refuse runs without all keys that they name.
+            return self._rows(q, k, v, first, held, score_mod)
         if not visible:
             rows = q.shape[:3]
             return v.new_zeros(*rows, v.shape[3]), q.new_full(rows, -torch.inf, dtype=sum_dtype(q))
-        out, lse = self._attend_to(q, k, v, first, visible[0], held)
+        out, lse = self._attend_to(q, k, v, first, visible[0], held, score_mod)
         for keys in visible[1:]:
-            out, lse = merge([(out.to(lse.dtype), lse), self._attend_to(q, k, v, first, keys, held)])
+            out, lse = merge([(out.to(lse.dtype), lse), self._attend_to(q, k, v, first, keys, held, score_mod)])
         return out, lse
 
     def _attend_to(
-        self, q: Tensor, k: Tensor, v: Tensor, first: int, keys: range, held: HeldKeys
+        self, q: Tensor, k: Tensor, v: Tensor, first: int, keys: range, held: HeldKeys, score_mod: ScoreMod | None
     ) -> tuple[Tensor, Tensor]:
         (slots,) = held.slices(keys)
         # Positions are shifted by a multiple of the pattern's period, so that equal calls share one plan.
@@ -170,11 +186,17 @@ class Reader:
             head_offset=self.head_offset,
             num_heads_global=self.num_heads_global,
         )
-        how = {"score_mod": None, "sinks": None, "return_lse": True}
+        rule = None if score_mod is None else _moved(score_mod, torch.tensor(shift, device=q.device))
+        how = {"score_mod": rule, "sinks": None, "return_lse": True}
         engine = choose_engine(self.engine, q, k, v, self.pattern, first=call.first, **how)
-        out, lse = run(engine, q, k, v, None, [], call, resolve_scale(self.scale, q.shape[-1]))
+        out, lse = run(engine, q, k, v, None, [], call, resolve_scale(self.scale, q.shape[-1]), score_mod=rule)
         assert lse is not None
         return out, lse
+
+
+def _moved(score_mod: ScoreMod, shift: Int64[Tensor, ""]) -> ScoreMod:
+    """Return a function that adds `shift` to the positions with which it calls score_mod."""
+    return lambda score, b, h, q, k: score_mod(score, b, h, q + shift, k + shift)
 
 
 def _check_pattern(pattern: Pattern | Mixture) -> None:

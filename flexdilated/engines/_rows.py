@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from math import log
 from typing import Protocol, runtime_checkable
 
@@ -18,6 +19,7 @@ from ..masks.core import Expression, device_kind, plans
 from ..masks.text import read_text
 from ._call import Call
 from ._merge import WholeRows, shares_of, sum_dtype
+from ._score_mod import ScoreMod, modified
 from .kernels._kernel import flash_forward
 
 # B batch, H query heads, G key/value heads, N queries, S slots, D head dim of queries and keys, E of values
@@ -45,14 +47,17 @@ class HeadGroup:
 class RowPart:
     """Attention of some queries of a head group (query heads with one rule) over some keys.
 
-    A row is one query of one head. rows: the queries. slots: token indices of the n keys in the key tensor. pairs: True
-    where a row sees a key; None if every row sees every key. blind: True for rows that see no key of the part; None if
-    every row sees one. level: index of the output buffer; parts of one level have no head in common, so they share one.
+    A row is one query of one head. rows: the queries. slots: token indices of the n keys in the key tensor. keys: where
+    the positions of these keys are among those of `seen`. pairs: True where a row sees a key; None if every row sees
+    every key. blind: True for rows that see no key of the part; None if every row sees one. level: index of the output
+    buffer; parts of one level have no head in common, so they share one.
     """
 
     group: HeadGroup
     rows: slice
     slots: Index
+    seen: Seen
+    keys: slice
     pairs: Bool[Tensor, "rows n"] | None
     blind: Bool[Tensor, " rows"] | None
     level: int
@@ -96,6 +101,26 @@ class RowPart:
         shown = torch.zeros(self.pairs.shape, dtype=sum_dtype(like), device=like.device)
         return shown.masked_fill_(~self.pairs.to(like.device), -torch.inf).repeat(self.group.per_key_head, 1)
 
+    def modified(
+        self, scores: Float[Tensor, "B g R n"], score_mod: ScoreMod, num_heads: int
+    ) -> Float[Tensor, "B g R n"]:
+        """Return the scores after score_mod, with -inf for hidden pairs.
+
+        score_mod: called with indices of query heads, of which there are num_heads, and of queries, and with positions
+        of keys.
+        """
+        device, seen = scores.device, self.seen
+        by_head = self.to_heads(scores)
+        heads = torch.arange(num_heads, device=device)[self.group.queries]
+        b = torch.arange(len(scores), device=device).repeat_interleave(len(heads))
+        queries = torch.arange(self.rows.start, self.rows.stop, self.rows.step, device=device)
+        keys = (seen.keys if isinstance(seen.keys, Tensor) else positions(seen.keys))[self.keys].to(device)
+        where = b[:, None], heads.repeat(len(scores))[:, None], queries[None], keys[None]
+        hidden = None if self.pairs is None else ~self.pairs.to(device)[None, None]
+        found = modified(score_mod, by_head.flatten(0, 1)[:, None], *where, hidden)
+        found = found if hidden is None else found.masked_fill(hidden, -torch.inf)
+        return found.view(scores.shape)
+
 
 @dataclass(frozen=True)
 class RowProgram:
@@ -104,17 +129,23 @@ class RowProgram:
     parts: tuple[RowPart, ...]
 
     def forward(
-        self, q: Float[Tensor, "B H N D"], k: Float[Tensor, "B G S D"], v: Float[Tensor, "B G S E"], scale: float
+        self,
+        q: Float[Tensor, "B H N D"],
+        k: Float[Tensor, "B G S D"],
+        v: Float[Tensor, "B G S E"],
+        scale: float,
+        score_mod: ScoreMod | None = None,
     ) -> tuple[Float[Tensor, "B H N E"], Float[Tensor, "B H N"]]:
         """Return (out, natural lse) of the attention in float32 or wider; rows without keys have output 0 and lse -inf.
 
-        k and v have G key/value heads of S tokens.
+        k and v have G key/value heads of S tokens. score_mod: called with indices of batch entry, head of q and query,
+        and the position of the key.
         """
         levels = 1 + max((part.level for part in self.parts), default=0)
         outs = torch.zeros(levels, *q.shape[:3], v.shape[3], dtype=sum_dtype(q), device=q.device)
         lses = torch.full(outs.shape[:-1], -torch.inf, dtype=sum_dtype(q), device=q.device)
         for part in self.parts:
-            out, lse = _attend(part, q, k, v, scale)
+            out, lse = _attend(part, q, k, v, scale, score_mod)
             outs[part.level][:, part.group.queries, part.rows] = part.to_heads(out).to(outs.dtype)
             lses[part.level][:, part.group.queries, part.rows] = part.to_heads(lse)
         if levels == 1:
@@ -144,9 +175,13 @@ class RowProgram:
         return dq, dk, dv
 
 
-def _attend(part: RowPart, q: Tensor, k: Tensor, v: Tensor, scale: float) -> tuple[Tensor, Tensor]:
+def _attend(
+    part: RowPart, q: Tensor, k: Tensor, v: Tensor, scale: float, score_mod: ScoreMod | None
+) -> tuple[Tensor, Tensor]:
     rows, keys, values, bias = part.of_rows(q), part.of_keys(k), part.of_keys(v), part.bias(q)
-    if device_kind(q.device).on_host and q.shape[3] == v.shape[3]:
+    if score_mod is not None:
+        out, lse = _weighted(part.modified(_scores(rows, keys, scale, None), score_mod, q.shape[1]), values)
+    elif device_kind(q.device).on_host and q.shape[3] == v.shape[3]:
         out, lse = flash_forward(rows, keys, values, scale=scale, mask=None if bias is None else bias[None, None])
         if bias is not None:  # the kernel gives 0 as the lse of a row without keys
             lse = lse.masked_fill(bias.amax(1) == -torch.inf, -torch.inf)
@@ -168,7 +203,12 @@ def matrix_forward(
     g key/value heads; R rows of each: its query heads' queries in turn; n keys. bias: added to the scores, -inf hides a
     pair. A row without visible keys has output 0 and lse -inf.
     """
-    scores = _scores(q, k, scale, bias)
+    return _weighted(_scores(q, k, scale, bias), v)
+
+
+def _weighted(
+    scores: Float[Tensor, "B g R n"], v: Float[Tensor, "B g n E"]
+) -> tuple[Float[Tensor, "B g R E"], Float[Tensor, "B g R"]]:
     lse = scores.logsumexp(-1)
     weights = (scores - lse.clamp(min=torch.finfo(lse.dtype).min).unsqueeze(-1)).exp_()
     return weights @ v.to(weights.dtype), lse
@@ -379,12 +419,13 @@ def _parts(group: HeadGroup, seen: Seen, store: KeySlots, level: int) -> list[Ro
     which gathers the keys by index. The parts have consecutive levels (output buffers) from `level` on.
     """
     slots, lengths = _key_indices(seen.keys, store)
-    pairs = [None] * len(slots) if seen.pairs is None else seen.pairs.split(lengths, 1)
-    rows = slice(seen.rows.start, seen.rows.stop, seen.rows.step)
-    return [
-        RowPart(group, rows, each, shown, _blind(shown), at)
-        for at, (each, shown) in enumerate(zip(slots, pairs, strict=True), start=level)
-    ]
+    rows, stops = slice(seen.rows.start, seen.rows.stop, seen.rows.step), [*accumulate(lengths)]
+    parts = []
+    for at, (each, length, stop) in enumerate(zip(slots, lengths, stops, strict=True), start=level):
+        keys = slice(stop - length, stop)
+        pairs = None if seen.pairs is None else seen.pairs[:, keys]
+        parts.append(RowPart(group, rows, each, seen, keys, pairs, _blind(pairs), at))
+    return parts
 
 
 def _blind(pairs: Bool[Tensor, "rows n"] | None) -> Bool[Tensor, " rows"] | None:

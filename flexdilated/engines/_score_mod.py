@@ -8,12 +8,13 @@ from itertools import chain
 from types import CellType, FunctionType
 
 import torch
-from jaxtyping import Int64
+from jaxtyping import Bool, Float, Int, Int64
 from torch import Tensor
 
 from ..masks.planning import PaddedTerm, Term
 
 # N query tokens, M key tokens, H heads of a term
+# x problems: pairs of a batch entry and a head; t groups of Q queries and K keys that they share; y is x or 1
 
 ScoreMod = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]
 
@@ -63,6 +64,46 @@ def probe(score_mod: ScoreMod, q: Tensor, head: int, q_position: int, k_position
     """
     indices = (torch.tensor(index, device=q.device) for index in (0, head, q_position, k_position))
     return checked(score_mod)(q.new_zeros(()), *indices)
+
+
+def modified(
+    score_mod: ScoreMod,
+    scores: Float[Tensor, "x t Q K"],
+    b: Int[Tensor, "x t"],
+    h: Int[Tensor, "x t"],
+    q: Int[Tensor, "t Q"],
+    k: Int[Tensor, "t K"],
+    hidden: Bool[Tensor, "y t _ K"] | None = None,
+) -> Float[Tensor, "x t Q K"]:
+    """Return the scores after score_mod, which is called for one score at a time, as in FlexAttention.
+
+    b, h: batch entry and head of each problem. q, k: positions of queries and keys. hidden: True for pairs that are not
+    allowed, for which score_mod may fail: it gets the indices of an allowed pair, and callers must mask the result.
+    """
+    b, h, q, k = (x.int() for x in (b, h, q, k))
+    q, k = q[None], k[None, :, None].expand(-1, -1, q.shape[1], -1)
+    if hidden is not None:
+        q, k = _allowed_instead(~hidden.expand(-1, -1, q.shape[2], -1), q, k)
+    of_all = None if len(q) == 1 else 0
+    q, k = (q[0], k[0]) if of_all is None else (q, k)
+    every = torch.vmap(score_mod, in_dims=(0, None, None, None, 0))
+    every = torch.vmap(every, in_dims=(0, None, None, 0, 0))
+    every = torch.vmap(torch.vmap(every, in_dims=(0, 0, 0, 0, 0)), in_dims=(0, 0, 0, of_all, of_all))
+    return every(scores, b, h, q, k).to(scores.dtype)
+
+
+def _allowed_instead(
+    shown: Bool[Tensor, "y t Q K"], q: Int[Tensor, "1 t Q"], k: Int[Tensor, "1 t Q K"]
+) -> tuple[Int[Tensor, "y t Q"], Int[Tensor, "y t Q K"]]:
+    """Replace each pair that is not allowed by an allowed one of its query.
+
+    For a query without keys, it is one of the first query that has any. shown: True for allowed pairs.
+    """
+    q, k = q.expand(len(shown), -1, -1), k.expand(len(shown), -1, -1, -1)
+    some, first = shown.any(-1), shown.byte().argmax(-1)
+    row = some.byte().argmax(2, keepdim=True).where(~some, torch.arange(q.shape[2], device=q.device))
+    instead = k[:, :, 0].gather(2, first.gather(2, row))
+    return q.gather(2, row), torch.where(shown, k, instead[..., None])
 
 
 def indices_of(term: Term, device: torch.device) -> Indices:

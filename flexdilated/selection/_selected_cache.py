@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from .._attend import attend
 from .._validate import resolve_scale, run_time_tensors
 from ..decoding import Cohort, KVCache
-from ..engines import merge
+from ..engines import ScoreMod, merge
 from ..masks import Pattern, causal, selected_blocks
 from ..masks.attended import RowSource
 from ..masks.core import require_int
@@ -282,7 +282,9 @@ class SelectedCache(KVCache):
                 f"only: {instead}; got position {position}, query_block={self.selector.query_block}"
             )
 
-    def _compute(self, q: Tensor, cohort: Cohort) -> tuple[Tensor, Tensor]:
+    def _compute(self, q: Tensor, cohort: Cohort, score_mod: ScoreMod | None) -> tuple[Tensor, Tensor]:
+        if score_mod is not None:
+            raise ValueError("a cache of selected blocks takes no score_mod: write fd.KVCache for a pattern")
         self._require_row(cohort, cohort.seen, "append whole query blocks")
         tokens = slice(0, cohort.held.num_used)
         k, v = cohort.held.keys[:, :, tokens], cohort.held.values[:, :, tokens]
@@ -293,7 +295,7 @@ class SelectedCache(KVCache):
             reading = TableAttention.of(self.selector, self._beyond, self.selector.within, None, **options)
             out, lse = reading.chosen(q, k, v, blocks, scores if self._biased else None)
             if self.selector.always is not None:
-                kept, kept_lse = super()._compute(q, cohort)
+                kept, kept_lse = super()._compute(q, cohort, None)
                 out, lse = merge([(out, lse), (kept.to(lse.dtype), kept_lse)])
         return out, lse
 

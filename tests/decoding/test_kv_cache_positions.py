@@ -17,6 +17,7 @@ from torch.testing import assert_close
 import flexdilated as fd
 from flexdilated import masks
 from flexdilated.decoding import _reader
+from flexdilated.engines import ScoreMod
 from tests.support import strategies
 from tests.support.agreement import TIGHT
 from tests.support.strategies import Case
@@ -44,15 +45,35 @@ class Requests:
     """A cache, and of each entry of its batch the sequence that it continues, with its position.
 
     Each call is checked: positions, keys that are held, and outputs, which are those of one pass over each sequence
-    alone. counts: (H, N, N), from the dense rule, to find positions where no query sees a later key.
+    alone. counts: (H, N, N), from the dense rule, to find positions where no query sees a later key. biases: (sequence,
+    H, distances), which a score_mod adds to scores; None for none.
     """
 
-    def __init__(self, cache: fd.KVCache, tensors: tuple[Tensor, ...], counts: Tensor, sinks: Tensor | None) -> None:
-        self.cache, self.tensors, self.counts, self.sinks = cache, tensors, counts, sinks
+    def __init__(
+        self,
+        cache: fd.KVCache,
+        tensors: tuple[Tensor, ...],
+        counts: Tensor,
+        sinks: Tensor | None,
+        biases: Tensor | None = None,
+    ) -> None:
+        self.cache, self.tensors, self.counts, self.sinks, self.biases = cache, tensors, counts, sinks, biases
         options = {"enable_gqa": True, "engine": "reference", "sinks": sinks}
-        each = (tuple(x[b : b + 1] for x in tensors) for b in range(len(tensors[0])))
-        self.expected = torch.cat([fd.attend(*qkv, cache.pattern, **options) for qkv in each])
+        each = ((tuple(x[b : b + 1] for x in tensors), self.score_mod([b])) for b in range(len(tensors[0])))
+        self.expected = torch.cat([fd.attend(*qkv, cache.pattern, score_mod=rule, **options) for qkv, rule in each])
         self.samples: list[tuple[int, int]] = []
+
+    def score_mod(self, sequences: list[int]) -> ScoreMod | None:
+        """A function of all its arguments, for a batch of these sequences; it fails for pairs that are not allowed."""
+        if self.biases is None:
+            return None
+        biases, numbers, shown = self.biases, torch.tensor(sequences), self.counts > 0
+
+        def score_mod(score: Tensor, b: Tensor, h: Tensor, q_idx: Tensor, k_idx: Tensor) -> Tensor:
+            bias = biases[numbers[b], h, (q_idx - k_idx) % biases.shape[2]]
+            return torch.where(shown[h, q_idx, k_idx], score * 0.5 + bias - 0.01 * k_idx, NAN)
+
+        return score_mod
 
     def ends(self, first: int) -> list[int]:
         """Numbers of tokens that a call from position `first` on may have."""
@@ -72,7 +93,8 @@ class Requests:
         q, k, v = padded(self.tensors, self.samples, lengths, width)
         given = None if lengths == [width] * len(lengths) else torch.tensor(lengths)
         if attends:
-            out = self.cache.attend(q, k, v, lengths=given, sinks=self.sinks)
+            rule = self.score_mod([sequence for sequence, _ in self.samples])
+            out = self.cache.attend(q, k, v, lengths=given, sinks=self.sinks, score_mod=rule)
             for row, (sequence, first), length in zip(out, self.samples, lengths, strict=True):
                 assert_close(row[:, :length], self.expected[sequence, :, first : first + length], **TIGHT)
                 assert not row[:, length:].any()
@@ -106,12 +128,13 @@ def test_any_schedule_equals_passes_over_each_sample(cases: st.SearchStrategy[Ca
     tensors = tuple(x.detach() for x in data.draw(strategies.tensors(case, batch=3)))
     sinks = data.draw(st.one_of(st.none(), strategies.sinks(case.num_heads)))
     sinks = None if sinks is None else sinks.detach()
+    biases = torch.randn(3, case.num_heads, 7, dtype=tensors[0].dtype) if data.draw(st.booleans()) else None
     sizes = {name: data.draw(st.sampled_from([1, 2, 5])) for name in ("page", "least_slots", "rows")}
     undo = data.draw(st.integers(0, 12))
 
     def begun(count: int) -> Requests:
         cache = fd.KVCache(case.twin.pattern, num_heads=case.num_heads, undo=undo)
-        requests = Requests(cache, tensors, case.counts(), sinks)
+        requests = Requests(cache, tensors, case.counts(), sinks, biases)
         requests.samples = [(data.draw(st.integers(0, 2)), 0) for _ in range(count)]
         lengths = [data.draw(st.sampled_from(requests.ends(0))) for _ in range(count)]
         requests.advance(lengths, max(lengths) + data.draw(st.integers(0, 2)), attends=data.draw(st.booleans()))

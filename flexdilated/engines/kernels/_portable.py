@@ -14,13 +14,13 @@ from math import e, log2, prod
 from typing import NamedTuple
 
 import torch
-from jaxtyping import Bool, Float, Int32, Int64, Shaped
+from jaxtyping import Bool, Float, Int64, Shaped
 from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask
 from torch.nn.functional import pad
 from torch.utils.checkpoint import checkpoint
 
-from .._score_mod import ScoreMod
+from .._score_mod import ScoreMod, modified
 
 # B batch, H query heads, G key/value heads, N queries, M keys, D head dim of queries and keys, E of values
 # T lists, one for each block row of a mask's heads and batch entries, W entries of the longest; Q, K sides of a block
@@ -117,23 +117,6 @@ class _Chunk:
     block: Int64[Tensor, "x t L"]
     hidden: Bool[Tensor, "y t _ LK"] | None
     places: tuple[Int64[Tensor, "x t"], Int64[Tensor, "x t"], Int64[Tensor, "t Q"], Int64[Tensor, "t LK"]]
-
-    def asked(self) -> tuple[Tensor, Tensor, Int32[Tensor, "y t Q"], Int32[Tensor, "y t Q LK"]]:
-        """Return the arguments (b, h, q_idx, k_idx) with which score_mod is called for each pair of the chunk.
-
-        score_mod may fail for pairs that are not allowed. Each is replaced by an allowed pair of its query or, for a
-        query without keys, of the first query in the block that has one.
-        """
-        b, h, q, k = (x.int() for x in self.places)
-        q, k = q[None], k[None, :, None].expand(-1, -1, q.shape[1], -1)
-        if self.hidden is None:
-            return b, h, q, k
-        shown = ~self.hidden.expand(-1, -1, q.shape[2], -1)
-        q, k = q.expand(len(shown), -1, -1), k.expand(len(shown), -1, -1, -1)
-        some, first = shown.any(-1), shown.byte().argmax(-1)
-        row = some.byte().argmax(2, keepdim=True).where(~some, torch.arange(q.shape[2], device=q.device))
-        instead = k[:, :, 0].gather(2, first.gather(2, row))
-        return b, h, q.gather(2, row), torch.where(shown, k, instead[..., None])
 
 
 @dataclass(frozen=True, eq=False)
@@ -288,7 +271,7 @@ def _rows(
     """Return (out, natural lse) of a chunk's problems; queries, keys and values are all blocks."""
     found = (queries[chunk.problem] @ _gathered(keys, chunk.block).mT).mul_(scores.scale)
     if scores.score_mod is not None:  # its result is not written to: autograd may keep it
-        found = _modified(chunk, found, scores.score_mod)
+        found = modified(scores.score_mod, found, *chunk.places, chunk.hidden)
         found = found.clone() if chunk.hidden is None else found.masked_fill(chunk.hidden, -torch.inf)
     elif chunk.hidden is not None:
         found = found.masked_fill_(chunk.hidden, -torch.inf)
@@ -353,8 +336,8 @@ def _chunk_gradients(
     learns, keys = scores.score_mod is not None, _gathered(keys, chunk.block)
     with torch.set_grad_enabled(learns):
         plain = (queries @ keys.mT).mul_(scores.scale).requires_grad_(learns)
-        modified = plain if scores.score_mod is None else _modified(chunk, plain, scores.score_mod)
-    weights = modified.detach() - lse[..., None]
+        new = plain if scores.score_mod is None else modified(scores.score_mod, plain, *chunk.places, chunk.hidden)
+    weights = new.detach() - lse[..., None]
     weights = _exp_(weights if chunk.hidden is None else weights.masked_fill_(chunk.hidden, -torch.inf))
     of_scores, kept = grad_out @ _gathered(values, chunk.block).mT, weights
     if scores.shares is not None:
@@ -364,8 +347,8 @@ def _chunk_gradients(
     of_scores, of_captured = of_scores.sub_(delta[..., None]).mul_(weights), ()
     if learns:
         found: Sequence[Tensor | None] = (None,) * (1 + len(scores.captured))
-        if modified.requires_grad:  # a score_mod may return a constant
-            found = torch.autograd.grad(modified, (plain, *scores.captured), of_scores, allow_unused=True)
+        if new.requires_grad:  # a score_mod may return a constant
+            found = torch.autograd.grad(new, (plain, *scores.captured), of_scores, allow_unused=True)
         of_scores, of_captured = torch.zeros_like(plain) if found[0] is None else found[0], found[1:]
     of_scores = of_scores * scores.scale
     return (of_scores @ keys, of_scores.mT @ queries, of_values), of_captured
@@ -374,20 +357,6 @@ def _chunk_gradients(
 def _exp_(x: Float[Tensor, "..."]) -> Float[Tensor, "..."]:
     """Compute exp(x) in place. On CPU, torch's exp takes up to 40 times as long where results underflow; exp2 not."""
     return x.mul_(log2(e)).exp2_()
-
-
-def _modified(chunk: _Chunk, scores: Float[Tensor, "x t Q LK"], score_mod: ScoreMod) -> Float[Tensor, "x t Q LK"]:
-    """Return the scores after score_mod, which is called for one score at a time, as in FlexAttention.
-
-    For a pair that is not allowed it gets the indices of an allowed pair; callers must mask the result.
-    """
-    b, h, q, k = chunk.asked()
-    of_all = None if len(q) < len(b) or len(b) == 1 else 0
-    q, k = (q[0], k[0]) if of_all is None else (q, k)
-    every = torch.vmap(score_mod, in_dims=(0, None, None, None, 0))
-    every = torch.vmap(every, in_dims=(0, None, None, 0, 0))
-    every = torch.vmap(torch.vmap(every, in_dims=(0, 0, 0, 0, 0)), in_dims=(0, 0, 0, of_all, of_all))
-    return every(scores, b, h, q, k).to(scores.dtype)
 
 
 def _shares(chunk: _Chunk, shares: ScoreMod) -> Shaped[Tensor, "x t Q LK"]:

@@ -278,8 +278,8 @@ def attention(
     None for no bound. s_aux: a sink logit per head; None for no sinks. options: position_ids, to find packed documents,
     and output_attentions; others are ignored.
     position_bias: (B or 1, H, N, M), added to the scores; None for none. Raises ValueError for a mask tensor that
-    differs between queries, for output_attentions=True, and for dropout, softcap or position_bias with a
-    FlexdilatedCache or a layer that selects blocks.
+    differs between queries, for output_attentions=True, and for dropout or position_bias with a FlexdilatedCache, and
+    softcap too with a layer that selects blocks.
     """
     if options.get("output_attentions"):
         raise ValueError(
@@ -304,7 +304,7 @@ def attention(
         return _selected(pattern, attention_mask, replaces, query, key, value, scaling, s_aux), None
     rule = attention_mask.rule(pattern, replaces=replaces)
     if given is not None:
-        _refuse("a FlexdilatedCache", features, "leave the cache to transformers, a DynamicCache")
+        _refuse("a FlexdilatedCache", features | {"softcap": None}, "leave the cache to transformers, a DynamicCache")
         out = given.layer.attend(
             given,
             query,
@@ -312,6 +312,7 @@ def attention(
             value,
             rule,
             scale=scaling,
+            score_mod=_score_mod(softcap, None, attention_mask),
             sinks=s_aux,
             module=module,
             q_offset=attention_mask.q_offset,

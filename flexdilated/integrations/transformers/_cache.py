@@ -25,7 +25,7 @@ from transformers.cache_utils import (
 from ..._attend import autocast
 from ..._validate import check_sinks, check_tensors
 from ...decoding import HeldKeys, Reader, refuse_gradients, stay_out_of_graphs
-from ...engines import MOST_ROWS, with_sinks
+from ...engines import MOST_ROWS, ScoreMod, with_sinks
 from ...masks import Mixture, Pattern, causal
 from ...masks.attended import RowSource
 from ...masks.core import require_int
@@ -187,6 +187,7 @@ class _Layer(CacheLayerMixin):
         rule: Pattern | Mixture,
         *,
         scale: float | None,
+        score_mod: ScoreMod | None,
         sinks: Float[Tensor, " H"] | None,
         module: nn.Module,
         q_offset: int,
@@ -195,8 +196,9 @@ class _Layer(CacheLayerMixin):
         """Attention output of the new tokens over the held keys that `rule` lets them see.
 
         given: the layer and the number of the `update` call that returned k. k, v: as `update` returned them. module:
-        the model's attention module, which must be causal. q_offset: position of the first query. position_ids: (B, N),
-        to raise ValueError if they begin packed documents; None for no such check.
+        the model's attention module, which must be causal. score_mod, sinks: as in `flexdilated.attend`. q_offset:
+        position of the first query. position_ids: (B, N), to raise ValueError if they begin packed documents; None for
+        no such check.
         """
         _require_own_queries(given, module, range(q_offset, q_offset + q.shape[2]))
         if position_ids is not None:
@@ -208,7 +210,7 @@ class _Layer(CacheLayerMixin):
         assert self.held is not None
         reader = self._reader(rule, q.shape[1], scale, given.tokens)
         reader.check_end(given.tokens.start, q.shape[2])
-        out, lse = reader.attend(q, k, v, first=given.tokens.start, held=self.held)
+        out, lse = reader.attend(q, k, v, first=given.tokens.start, held=self.held, score_mod=score_mod)
         if sinks is not None:
             out, _ = with_sinks(out, lse, sinks)
         return out.to(q.dtype)

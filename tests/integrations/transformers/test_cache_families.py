@@ -36,6 +36,15 @@ FAMILIES: dict[str, tuple[str, str, dict[str, Any]]] = {
             **{"sliding_window": 8, "laurel_rank": 4, "altup_num_inputs": 2, "activation_sparsity_pattern": [0.0] * 4},
         },
     ),
+    # Scores are capped.
+    "gemma2": (
+        "Gemma2ForCausalLM",
+        "Gemma2Config",
+        {
+            **{"num_hidden_layers": 2, "layer_types": ["sliding_attention", "full_attention"], "sliding_window": 8},
+            **{"attn_logit_softcapping": 0.5, "query_pre_attn_scalar": 1},
+        },
+    ),
     # A layer attends twice, with the halves of its values.
     "diffllama": ("DiffLlamaForCausalLM", "DiffLlamaConfig", {"num_hidden_layers": 2}),
     "qwen3-next": (
