@@ -1,6 +1,5 @@
 """Peak memory: beside dense attention's, as `plan` predicts it, and with gradient checkpointing."""
 
-import ctypes
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from functools import cache, partial
@@ -22,7 +21,6 @@ from ._rules import LONGNET_4, LongNet, Window
 from .peers import dense_attention
 
 Point = Mapping[str, Any]
-_M_MMAP_THRESHOLD = -3  # of glibc's mallopt
 
 
 @measure("C13", specs=(LONGNET_4.shrunk(8),), size=Size(4096, num_heads=1))
@@ -101,7 +99,6 @@ def _point(name: str, dtype: str, checkpoint: bool | None, predicted: int, measu
 
 def _prepared_call(text: str, size: ModelSize, num_tokens: int) -> Callable[[], object]:
     """An attention call and its inputs, after one at a tiny size."""
-    _give_back_what_is_freed()
     _call(text, size, WARM_UP_TOKENS)
     return lambda: _call(text, size, num_tokens)
 
@@ -115,7 +112,6 @@ def _call(text: str, size: ModelSize, num_tokens: int) -> None:
 
 def prepared_step(text: str, size: ModelSize, num_tokens: int, checkpoint: bool) -> Callable[[], object]:
     """A training step, model and input included, after one at a tiny size."""
-    _give_back_what_is_freed()
     _model_step(text, replace(size, depth=1), WARM_UP_TOKENS, checkpoint=checkpoint)
     return lambda: _model_step(text, size, num_tokens, checkpoint=checkpoint)
 
@@ -123,11 +119,6 @@ def prepared_step(text: str, size: ModelSize, num_tokens: int, checkpoint: bool)
 def _model_step(text: str, size: ModelSize, num_tokens: int, *, checkpoint: bool) -> None:
     model = longnet_around(masks.parse(text), size, checkpoint=checkpoint)
     training_step(model, torch.randn(size.batch, num_tokens, size.embed_dim, dtype=size.dtype))
-
-
-def _give_back_what_is_freed() -> None:
-    """Have glibc return what is freed from 1 MiB on: it would keep pieces of up to 32 MB, which then hold no tensor."""
-    ctypes.CDLL(None).mallopt(_M_MMAP_THRESHOLD, 1 << 20)
 
 
 @measure(num_tokens=512, embed_dim=32, depth=2, repeats=1)
