@@ -119,7 +119,7 @@ class RowPart:
         hidden = None if self.pairs is None else ~self.pairs.to(device)[None, None]
         found = modified(score_mod, by_head.flatten(0, 1)[:, None], *where, hidden)
         found = found if hidden is None else found.masked_fill(hidden, -torch.inf)
-        return found.view(scores.shape)
+        return found.reshape(scores.shape)
 
 
 @dataclass(frozen=True)

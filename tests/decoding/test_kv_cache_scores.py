@@ -56,6 +56,25 @@ def test_entries_at_different_positions() -> None:
         firsts = [at + number for at in firsts]
 
 
+def test_functions_that_do_not_read_all() -> None:
+    """Their results are laid out in memory in other ways than the scores."""
+    tensors, pieces = draw_tensors(N=60, B=2), [20, 10, 10, 20]
+    functions: list[ScoreMod] = [
+        lambda score, b, h, q_idx, k_idx: (q_idx - k_idx) * score.new_tensor(-0.1),
+        lambda score, b, h, q_idx, k_idx: SLOPES[h] * k_idx,
+        lambda score, b, h, q_idx, k_idx: SLOPES[b],
+        lambda score, b, h, q_idx, k_idx: score.new_zeros(()),
+        lambda score, b, h, q_idx, k_idx: torch.where(k_idx % 3 == 0, score, -torch.inf),
+    ]
+    for pattern in (masks.chunked(10), LONGNET, masks.causal() + masks.causal()):
+        for score_mod in functions:
+            truth = fd.attend(*tensors, pattern, score_mod=score_mod, enable_gqa=True, engine="reference")
+            cache = fd.KVCache(pattern, num_heads=4)
+            new = zip(*(x.split(pieces, dim=2) for x in tensors), strict=True)
+            found = torch.cat([cache.attend(*each, score_mod=score_mod) for each in new], dim=2)
+            assert_close(found, truth, **TIGHT)
+
+
 def test_learned_tensors_need_no_grad() -> None:
     """The call that is refused leaves the cache as it was."""
     tensors = draw_tensors(N=240, B=2)
