@@ -151,10 +151,11 @@ def attend(
     bindings: values, for the whole sequence, of the run-time tensors that the pattern only names, such as
         {"documents": ids}.
     score_mod: as in `flexdilated.attend`, with positions in the whole sequence, for schedules "exchange" and "auto",
-        which then is "exchange". All ranks must give equal functions, which are not compared.
+        which then is "exchange". All ranks must give equal functions, which are not compared; errors that it raises
+        come after keys were sent.
     scale, enable_gqa, sinks, head_offset, num_heads_global, engine, block_size, return_lse: as in `flexdilated.attend`.
         Gradients of sinks and of tensors that score_mod captures are those of this rank's queries only: sum them over
-        the ranks.
+        the ranks. A rank without tokens has no gradient (None) of captured tensors.
 
     Raises ValueError or TypeError, before anything is sent, for invalid arguments, and ValueError on all ranks if their
     arguments differ; torch.distributed.DistError, within the process group's timeout, if a rank dies or hangs.

@@ -325,6 +325,7 @@ def exchange(
     k_all, v_all = torch.ops.flexdilated.exchange_keys(q, k, v, bindings, call.constants)
     if not q.shape[2]:
         nothing = k_all.sum() + v_all.sum()  # makes every rank's backward take part in the exchange
+        nothing = nothing if sinks is None else nothing + sinks[:0].sum()
         return q + nothing, q.sum(-1).to(sum_dtype(q)) + nothing
     bindings, dropout = without_seed(bindings, call.dropout_p)
     where = {"head_offset": call.head_offset, "num_heads_global": call.num_heads_global}

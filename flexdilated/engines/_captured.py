@@ -34,13 +34,13 @@ class _Captured(TorchFunctionMode):
         return made
 
 
-def captured_by(score_mod: ScoreMod, q: Tensor) -> tuple[Tensor, ...]:
-    """Return tensors with requires_grad that score_mod captures, found by a call with zeros; () if autograd is off."""
-    if not torch.is_grad_enabled():
-        return ()
-    zeros = q.new_zeros(()), *torch.zeros(4, dtype=torch.int64, device=q.device)
+def captured_by(score_mod: ScoreMod, score: Tensor, pair: Sequence[Tensor]) -> tuple[Tensor, ...]:
+    """Return tensors with requires_grad that score_mod captures, found by a call with (score, *pair).
+
+    pair: batch entry, head, query and key of a pair that is allowed, as score_mod may fail for others.
+    """
     with _Captured() as captured:
-        torch.clone(checked(score_mod)(*zeros))  # which reads the result: it may be a captured tensor itself
+        torch.clone(checked(score_mod)(score, *pair))  # which reads the result: it may be a captured tensor itself
     return tuple(captured.found.values())
 
 

@@ -59,11 +59,17 @@ def reading(table: Tensor, slopes: Tensor) -> ScoreMod:
     return score_mod
 
 
-def results(case: ShardedCase, leaves: list[Tensor], out: Tensor, lse: Tensor, here: Any = slice(None)) -> Shares:
-    """(out, lse, dq, dk, dv) of some tokens, and the other gradients in one row, which are sums over the ranks."""
+def results(
+    case: ShardedCase, own: list[Tensor], learned: list[Tensor], out: Tensor, lse: Tensor, here: Any = slice(None)
+) -> Shares:
+    """(out, lse, dq, dk, dv) of some tokens, and the other gradients in one row, which are sums over the ranks.
+
+    A rank without tokens has gradients of q, k, v and sinks, and none of what the score_mod captures.
+    """
     grad_out, grad_lse = (x[:, :, here] for x in case.cotangents)
     sent = (out * grad_out).sum() + (lse * grad_lse).masked_fill(lse == -torch.inf, 0.0).sum() * case.through_lse
-    found = torch.autograd.grad(sent, leaves, allow_unused=True, materialize_grads=True)
+    found = torch.autograd.grad(sent, own, retain_graph=True)
+    found += torch.autograd.grad(sent, learned, allow_unused=True, materialize_grads=True)
     return Shares((out.detach(), lse.detach(), *found[:3]), torch.cat([x.flatten() for x in found[3:]]), {}, {})
 
 
@@ -74,7 +80,7 @@ def run(cases: list[ShardedCase], way: dict[str, Any]) -> list[Shares]:
         own, learned = leaves_of(case), captured(case.num_heads_global or case.tensors[0].shape[1])
         torch.manual_seed(SEED + dist.get_rank())
         found = call(case, *own, score_mod=reading(*learned), **way)
-        shares.append(results(case, [*own, *learned], *found, case.sharding.positions(dist.get_rank())))
+        shares.append(results(case, own, learned, *found, case.sharding.positions(dist.get_rank())))
     return shares
 
 
@@ -95,7 +101,7 @@ def assert_many_are_one(cases: list[ShardedCase], dropout_p: float = 0.0, *, run
         options = {"sinks": own[3] if own[3:] else None, "engine": "reference", "return_lse": True, **heads}
         torch.manual_seed(SEED)
         found = fd.attend(*own[:3], case.pattern, score_mod=reading(*learned), dropout_p=dropout_p, **options)
-        truth = results(case, [*own, *learned], *found)
+        truth = results(case, own, learned, *found)
         many = together(case, [shares[place] for shares in by_rank])
         for name, one, other in zip(NAMES, many, (*truth.parts, truth.sinks), strict=True):
             assert_close(one, other, **TIGHT, msg=lambda text, at=(name, case, way): f"{at}: {text}")
@@ -128,6 +134,25 @@ def test_flex(split: Sharding) -> None:
     tensors = tensors_for(4, 2, 48, B=2, D=4, sinks=True)
     cases = [ShardedCase(each, torch.empty(0), split, tensors) for each in (documents, masks.causal())]
     assert_many_are_one(cases, 0.4, run=by_flex, schedule="exchange")
+
+
+def of_own_queries() -> None:
+    """A table of this rank's queries alone, which fails for all others."""
+    own = Sharding(96, dist.get_world_size()).positions(dist.get_rank())
+    table = torch.randn(len(own), dtype=torch.float64).requires_grad_()
+
+    def score_mod(score: Tensor, b: Tensor, h: Tensor, q_idx: Tensor, k_idx: Tensor) -> Tensor:
+        return score * torch.where(q_idx >= own[0], table[q_idx - own[0]], torch.nan)
+
+    q, k, v = (x.requires_grad_() for x in torch.randn(3, 1, 2, len(own), 8, dtype=torch.float64))
+    out = fd.distributed.attend(q, k, v, masks.causal(), mesh=line(), score_mod=score_mod)
+    out.sum().backward()
+    assert table.grad is not None
+    assert table.grad.isfinite().all()
+
+
+def test_a_rank_is_asked_about_its_own_queries() -> None:
+    on_ranks(3, of_own_queries)
 
 
 def compiled() -> float:

@@ -28,6 +28,14 @@ from tests.support.strategies import block_sides, cases, tensors
 
 # B batch, H query heads, N queries, M keys
 
+_EARLIER = masks.causal() & ~masks.local_window(left=0, right=0)
+EARLIER = (
+    _EARLIER,
+    _EARLIER & masks.longnet((32, 128), (1, 4)),
+    _EARLIER & masks.dilated(128, 4, offset=1),
+    _EARLIER & masks.documents(torch.arange(300) // 70),
+)
+
 
 @given(st.data(), block_sides, st.sampled_from([1, 100, 2000]))
 def test_chunks_of_any_size_are_the_oracle(data, side, scores):
@@ -41,6 +49,21 @@ def test_chunks_of_any_size_are_the_oracle(data, side, scores):
 
     with patch.object(_portable, "_SCORES_AT_ONCE", scores):
         assert_agrees(attend, drawn, case.counts(), modify=rule.of(case))
+
+
+@pytest.mark.parametrize("pattern", EARLIER, ids=str)
+@pytest.mark.parametrize("learns", [False, True])
+def test_only_allowed_pairs_are_asked_about(pattern, learns):
+    """Also by the call that finds what a score_mod captures, where autograd is on; no query sees its own key."""
+    q, k, v = (x.requires_grad_() for x in torch.randn(3, 1, 2, 300, 16, dtype=torch.float64))
+    table = torch.randn(300, dtype=torch.float64, requires_grad=learns)
+
+    def score_mod(score, b, h, q_idx, k_idx):
+        return score + table[torch.where(q_idx > k_idx, q_idx - k_idx, 1000)]
+
+    out = fd.attend(q, k, v, pattern, score_mod=score_mod, engine="portable")
+    leaves = (q, k, v, table) if learns else (q, k, v)
+    assert all(x.isfinite().all() for x in torch.autograd.grad(out.sum(), leaves))
 
 
 @given(st.data(), padded_cases(), block_sides, st.sampled_from([1, 1 << 20]))

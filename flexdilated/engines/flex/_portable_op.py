@@ -23,7 +23,7 @@ from .._gather import merge_
 from .._merge import WholeRows, add_sinks, merge, nothing, sinks_gradient, sum_dtype, with_sinks
 from .._ops import autograd_on, copies, functions_in, no_gradients, own_op, refuse, set_gradient
 from .._score_mod import ScoreMod, checked
-from ..kernels._portable import ListLengths, Scores, Span, attention, gradients, spans_of
+from ..kernels._portable import ListLengths, Scores, Span, allowed_pair, attention, gradients, spans_of
 from ._flex import entered, operands_of
 from ._flex_op import run_time_program, run_time_tables, static_program, with_tables
 from ._program import FlexProgram, FlexStep, longest_lists, tables_of
@@ -83,8 +83,7 @@ def run_with_score_mod(
     run: Portable, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None
 ) -> tuple[Float[Tensor, "B H N E"], Float[Tensor, "B H N"]]:
     """Run a program with a score_mod, eagerly; returns (out in the dtype of q, natural lse in float32 or wider)."""
-    assert run.score_mod is not None
-    run = replace(run, captured=captured_by(run.score_mod, q))
+    run = replace(run, captured=run.captures(q) if torch.is_grad_enabled() else ())
     out, lse = _WithScoreMod.apply(run, q, k, v, sinks, *run.captured)
     return out, lse
 
@@ -109,6 +108,15 @@ class Portable:
     dropout: Dropout | None = None
     spans: tuple[tuple[Span, ...], ...] | None = None
     captured: tuple[Tensor, ...] = ()
+
+    def captures(self, q: Float[Tensor, "B H N D"]) -> tuple[Tensor, ...]:
+        """Return tensors with requires_grad that score_mod captures, found by a call for a pair that is allowed."""
+        assert self.score_mod is not None
+        for step in self.program.steps:
+            for span in spans_of(step.mask, step.list_lengths, 1)[:1]:
+                score_mod = step.indices.at_positions(self.score_mod)
+                return captured_by(score_mod, q.new_zeros(()), allowed_pair(step.mask, span))
+        return ()
 
     def reading(self, others: Sequence[Tensor]) -> Portable:
         """Return the same with other tensors in place of those that score_mod captures."""

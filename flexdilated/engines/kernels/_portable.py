@@ -140,6 +140,12 @@ class _Problems:
     @classmethod
     def of(cls, mask: BlockMask, spans: Sequence[Span], q: Tensor, k: Tensor) -> _Problems:
         sizes = (q.shape[0], q.shape[1], k.shape[1], q.shape[2], k.shape[2])
+        return cls.of_sizes(mask, spans, sizes, is_meta=q.is_meta)
+
+    @classmethod
+    def of_sizes(
+        cls, mask: BlockMask, spans: Sequence[Span], sizes: tuple[int, int, int, int, int], *, is_meta: bool = False
+    ) -> _Problems:
         partial, count = _lengths(mask)
         place = torch.arange(spans[0].length if spans else 1, device=count.device).expand(len(count), -1)
         first, whole = mask.kv_indices.flatten(0, 2).long(), mask.full_kv_indices
@@ -148,7 +154,7 @@ class _Problems:
         first = first.gather(1, place.clamp(max=first.shape[1] - 1))
         columns = torch.where(place < partial[:, None], first, whole.flatten(0, 2).long().gather(1, behind))
         order = count.argsort(descending=True, stable=True)
-        return _Problems(mask, columns, partial, count, order, spans, sizes, q.is_meta)
+        return _Problems(mask, columns, partial, count, order, spans, sizes, is_meta)
 
     @property
     def sides(self) -> tuple[int, int]:
@@ -222,6 +228,23 @@ def _few_of_each_kind(spans: Sequence[Span]) -> list[Span]:
         if alike[kind] <= _ENOUGH:
             found.append(span)
     return found
+
+
+def allowed_pair(mask: BlockMask, span: Span) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Return the indices (b, h, q, k), each of shape (), of a pair that a BlockMask allows, in its first block.
+
+    span: the first one from `spans_of`.
+    """
+    entries, heads, _ = mask.kv_num_blocks.shape
+    block = Span(0, 1, 1, min(1, span.masked), has_gaps=False, problems=1)
+    (chunk, *_) = _Problems.of_sizes(mask, [block], (entries, heads, heads, *mask.seq_lengths)).chunks()
+    b, h, q, k = chunk.places
+    if chunk.hidden is None:
+        return b[0, 0], h[0, 0], q[0, 0], k[0, 0]
+    shown = ~chunk.hidden[0, 0]
+    place = shown.flatten().byte().argmax().view(1)
+    row, column = place // shown.shape[1], place % shown.shape[1]
+    return b[0, 0], h[0, 0], q[0].gather(0, row)[0], k[0].gather(0, column)[0]
 
 
 def attention(
