@@ -7,7 +7,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.testing import assert_close
 
 import flexdilated as fd
-from flexdilated import masks
+from flexdilated import _engines, masks
 from tests.support import oracle
 from tests.support.agreement import TIGHT
 
@@ -195,12 +195,13 @@ def test_flex_says_that_it_needs_a_compiler(monkeypatch):
 def test_tiles_says_where_it_runs():
     with FakeTensorMode():  # stands in for devices that are not there
         given = tuple(torch.empty(1, 4, 12, 8, device="xpu") for _ in range(3))
-        refused(ValueError, "on CPU and CUDA; got tensors on xpu:0. engine='flex'", *given, PATTERN, engine="tiles")
+        refused(ValueError, "on CPU and CUDA; got tensors on xpu:0. engine='portable'", *given, PATTERN, engine="tiles")
         given = tuple(torch.empty(1, 4, 12, 8, device="cuda", dtype=torch.float64) for _ in range(3))
         refused(ValueError, "no float64 kernels on cuda; engine='portable'", *given, PATTERN, engine="tiles")
 
 
-def test_flex_says_which_blocks_accelerators_take():
+def test_flex_says_which_blocks_accelerators_take(monkeypatch):
+    monkeypatch.setattr(_engines, "_has_triton", lambda: True)
     with FakeTensorMode():
         given = tuple(torch.empty(1, 4, 12, 16, device="xpu", dtype=torch.bfloat16) for _ in range(3))
         says = r"flex on xpu takes blocks whose sides are multiples of 128.*got block_size=\(128, 64\)"

@@ -165,7 +165,8 @@ def _chosen(q: Tensor, engine: str | None = "flash") -> str:
     return _engines.choose_engine(engine, q, q, q, masks.causal(), **options)
 
 
-def test_by_name_only(served):
+def test_by_name_only(served, monkeypatch):
+    monkeypatch.setattr(_engines, "_has_triton", lambda: True)
     assert _chosen(torch.randn(1, 1, 4, 8), None) == "tiles"
     elsewhere: Any = SimpleNamespace(is_meta=False, device=CUDA, dtype=torch.bfloat16, shape=(1, 1, 4, 64))
     assert _chosen(elsewhere, None) == "flex"

@@ -105,6 +105,7 @@ def make_light(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("flexdilated.cli._show.describe", _Told)
     monkeypatch.setattr("flexdilated.cli._check._steps", _steps)
     monkeypatch.setattr("flexdilated.cli._device.available_devices", lambda: ("cpu", "meta"))
+    monkeypatch.setattr("flexdilated._engines._has_triton", lambda: True)
     monkeypatch.setattr("flexdilated.cli._device.measure_machine", _measure_machine)
     monkeypatch.setattr("flexdilated.cli._device._constants_table", lambda found: found.text)
     monkeypatch.setattr("flexdilated.cli._main._parser", functools.cache(_parser))
