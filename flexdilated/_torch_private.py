@@ -170,7 +170,7 @@ NAMES = {
     "has_triton": Name(
         "torch.utils._triton:has_triton",
         "tells whether Triton serves the accelerator",
-        _ACCELERATED,
+        "an engine is chosen on CUDA or XPU",
         "call with engine='portable'",
     ),
     "FakeTensor": Name(

@@ -140,9 +140,12 @@ class Reader:
         return torch.cat(outs, dim=2), torch.cat(lses, dim=2)
 
     def _at_positions(self, score_mod: ScoreMod, first: int, device: torch.device) -> ScoreMod:
-        """Return a function of (score, b, h, q, key position) for heads and queries of a call, the first at `first`."""
+        """Return score_mod as a function of indices of a call's heads and queries, and of key positions.
+
+        first: position of query 0.
+        """
         heads = torch.arange(self.head_offset, self.head_offset + self.num_heads, device=device)
-        return shifted(score_mod, heads, *torch.tensor([first, 0], device=device))
+        return shifted(score_mod, heads, *(torch.full((), offset, device=device) for offset in (first, 0)))
 
     def _grouped(self, k: Tensor) -> tuple[tuple[HeadGroup, ...], ...]:
         where = k.shape[1], k.device
@@ -186,7 +189,7 @@ class Reader:
             head_offset=self.head_offset,
             num_heads_global=self.num_heads_global,
         )
-        rule = None if score_mod is None else _moved(score_mod, torch.tensor(shift, device=q.device))
+        rule = None if score_mod is None else _moved(score_mod, torch.full((), shift, device=q.device))
         how = {"score_mod": rule, "sinks": None, "return_lse": True}
         engine = choose_engine(self.engine, q, k, v, self.pattern, first=call.first, **how)
         out, lse = run(engine, q, k, v, None, [], call, resolve_scale(self.scale, q.shape[-1]), score_mod=rule)

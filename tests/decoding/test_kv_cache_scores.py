@@ -39,7 +39,7 @@ def test_heads_of_two_devices(pattern: masks.Pattern) -> None:
 
 
 def test_entries_at_different_positions() -> None:
-    """The function is asked about entries of the batch, whichever are computed together."""
+    """The function gets indices of entries in the batch, though the cache computes some entries apart."""
     tensors, biases = draw_tensors(N=60, B=3), torch.randn(3, 4, dtype=torch.float64)
 
     def score_mod(score: Tensor, b: Tensor, h: Tensor, q_idx: Tensor, k_idx: Tensor) -> Tensor:

@@ -75,7 +75,7 @@ def test_training(name: str, caplog) -> None:
 
 
 def test_a_compiled_module_decodes() -> None:
-    """In a graph whose backend needs no Triton; a cache; and a model."""
+    """A module in a graph whose backend needs no Triton, and a cache."""
     torch.manual_seed(0)
     module = fd.DilatedAttention((32, 128), (1, 4), causal=True)
     x = torch.randn(3, 1, H, N, 16)

@@ -113,9 +113,9 @@ class Portable:
         """Return tensors with requires_grad that score_mod captures, found by a call for a pair that is allowed."""
         assert self.score_mod is not None
         for step in self.program.steps:
-            for span in spans_of(step.mask, step.list_lengths, 1)[:1]:
+            if step.list_lengths.counts[0]:
                 score_mod = step.indices.at_positions(self.score_mod)
-                return captured_by(score_mod, q.new_zeros(()), allowed_pair(step.mask, span))
+                return captured_by(score_mod, q.new_zeros(()), allowed_pair(step.mask, step.list_lengths))
         return ()
 
     def reading(self, others: Sequence[Tensor]) -> Portable:

@@ -230,13 +230,13 @@ def _few_of_each_kind(spans: Sequence[Span]) -> list[Span]:
     return found
 
 
-def allowed_pair(mask: BlockMask, span: Span) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Return the indices (b, h, q, k), each of shape (), of a pair that a BlockMask allows, in its first block.
+def allowed_pair(mask: BlockMask, lengths: ListLengths) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Return the indices (b, h, q, k), each of shape (), of an allowed pair in the first block of the longest list.
 
-    span: the first one from `spans_of`.
+    lengths: of the mask's lists, the longest of which is not empty.
     """
     entries, heads, _ = mask.kv_num_blocks.shape
-    block = Span(0, 1, 1, min(1, span.masked), has_gaps=False, problems=1)
+    block = Span(0, 1, 1, min(1, lengths.partials[0]), has_gaps=False, problems=1)
     (chunk, *_) = _Problems.of_sizes(mask, [block], (entries, heads, heads, *mask.seq_lengths)).chunks()
     b, h, q, k = chunk.places
     if chunk.hidden is None:
