@@ -25,7 +25,7 @@ from ._validate import (
     resolve_scale,
     run_time_tensors,
 )
-from .engines import Call, Dropout, ScoreMod, is_transformed, padded_rows, run
+from .engines import Call, Dropout, ScoreMod, fixed, is_transformed, padded_rows, run, sum_dtype
 from .masks import Layout, Mixture, Pattern
 from .masks.core import advises, require_bool, require_expression, require_probability
 from .masks.planning import block_sides
@@ -132,8 +132,9 @@ def attend(
         have no dropout.
     scale: factor on the scores; 1 / sqrt(D) by default.
     enable_gqa: True allows G to be a divisor of H; query head h reads key/value head h // (H / G).
-    score_mod: a plain function (score, b, h, q_idx, k_idx) -> score, applied to each scaled score, as in
-        FlexAttention. h is a global head; q_idx and k_idx are positions, with any offsets and layout.
+    score_mod: a function (score, b, h, q_idx, k_idx) -> score, applied to each scaled score, as in FlexAttention. h is
+        a global head; q_idx and k_idx are positions, with any offsets and layout. It is called once, here; later
+        changes of the numbers and attributes that it reads have no effect.
     sinks: a logit for each head of q, of any float dtype: adds exp(sink), with value 0, to the softmax denominator of
         every row. A row without keys then has output 0, and its sink as lse.
     bindings: values of the run-time tensors that the pattern only names, such as {"documents": ids}.
@@ -190,7 +191,8 @@ def attend(
     where |= {"scale": scale, "bindings": bindings, "layout": layout, "block_size": block_size}
     call, tensors, factor = planned_call(q, k, pattern, **where)
     needs_lse = return_lse or pattern.pads
-    how: dict[str, Any] = {"first": call.first, "return_lse": needs_lse, "sides": call.block_size}
+    score_mod = fixed(score_mod, torch.float64 if engine == "reference" else sum_dtype(q), q.device)
+    how: dict[str, Any] = {"return_lse": needs_lse, "sides": call.block_size}
     how |= {"score_mod": score_mod, "drops": dropout_p > 0}
     chosen = choose_engine(engine, q, k, v, pattern, sinks=sinks, **how)
     if tensors and chosen != "reference" and is_transformed():
@@ -217,8 +219,7 @@ def _queries_from(
     moved = pattern.queries_from(starts, name="q_offset")
     if score_mod is None:
         return moved, None
-    # A copy: the backward needs these positions, also if the caller has moved on.
-    first, step = starts.to(device, copy=True), int(len(starts) > 1)
+    first, step = starts.to(device), int(len(starts) > 1)
     return moved, lambda score, b, h, q, k: score_mod(score, b, h, q + first[b * step], k)
 
 

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from . import _torch_private
 from ._torch_private import graph_constant
-from .engines import ScoreMod, exports_to_onnx, flash_cannot, is_transformed, missing_compiler, own_op, probe
+from .engines import ScoreMod, exports_to_onnx, flash_cannot, is_transformed, missing_compiler, own_op, tensors_read
 from .masks import Mixture, Pattern
 from .masks.core import LARGEST, device_kind, plans
 from .masks.plan_cache import debug_wanted, in_line, log
@@ -35,7 +35,6 @@ def choose_engine(
     pattern: Pattern | Mixture,
     *,
     score_mod: ScoreMod | None,
-    first: tuple[int, int, int],
     sinks: Tensor | None,
     return_lse: bool,
     drops: bool = False,
@@ -45,8 +44,8 @@ def choose_engine(
 
     engine: the caller's choice. None: "tiles" on CPU, "flex" where Triton serves the device, and "portable" elsewhere
     and for calls that these cannot serve. For meta tensors the result is always "tiles".
-    first: (global index of head 0, position of query 0, position of key 0). drops: True with attention dropout. sides:
-    requested block sides in tokens, () for none. Raises ValueError if the engine cannot serve the call; the text names
+    score_mod: fixed, see `fixed`. drops: True with attention dropout. sides: requested block sides in tokens, () for
+    none. Raises ValueError if the engine cannot serve the call; the text names
     an engine that can.
     """
     check_engine(engine)
@@ -62,17 +61,17 @@ def choose_engine(
         reason = _tiles_cannot(q.device, q.dtype, score_mod, drops)
     elif chosen != "reference":
         if is_transformed():
-            check_transforms([q, k, v, *_others(sinks, score_mod, q, first)])
+            check_transforms([q, k, v, *_others(sinks, score_mod, q)])
         if chosen == "flex":
-            reason = _flex_cannot(q, k, v, pattern, score_mod, first, sinks, return_lse, drops)
+            reason = _flex_cannot(q, k, v, pattern, score_mod, sinks, return_lse, drops)
         elif chosen == "flash":
-            reason = _flash_cannot(q, k, v, score_mod, first, sides, drops)
+            reason = _flash_cannot(q, k, v, score_mod, sides, drops)
         else:
             reason = _portable_cannot(score_mod)
     why = f"the default on {q.device.type}" if engine is None else "as the caller names it"
     if reason is not None and engine is None:
         if is_transformed():
-            check_transforms([q, k, v, *_others(sinks, score_mod, q, first)])
+            check_transforms([q, k, v, *_others(sinks, score_mod, q)])
         chosen, why, reason = "portable", f"as {reason}", _portable_cannot(score_mod)
     if reason is not None:
         raise ValueError(reason)
@@ -125,13 +124,10 @@ def _call_text(q: Tensor, k: Tensor, pattern: Pattern | Mixture) -> str:
     return f"{in_line(pattern)}, {sizes}, {q.dtype} on {q.device}"
 
 
-def _others(sinks: Tensor | None, score_mod: ScoreMod | None, q: Tensor, first: tuple[int, int, int]) -> list[Tensor]:
-    """Tensors other than q, k and v that may carry a derivative: sinks, and the result of score_mod for one pair.
-
-    first: (global head, query position, key position) of this pair.
-    """
+def _others(sinks: Tensor | None, score_mod: ScoreMod | None, q: Tensor) -> list[Tensor]:
+    """Tensors other than q, k and v that may carry a derivative: sinks, and those that score_mod reads."""
     found = [] if sinks is None else [sinks]
-    return found if score_mod is None else [*found, probe(score_mod, q, *first)]
+    return found if score_mod is None else [*found, *tensors_read(score_mod, q)]
 
 
 @own_op("flexdilated::flex")
@@ -200,7 +196,6 @@ def _flash_cannot(
     k: Tensor,
     v: Tensor,
     score_mod: ScoreMod | None,
-    first: tuple[int, int, int],
     sides: tuple[int, ...],
     drops: bool,
 ) -> str | None:
@@ -209,7 +204,7 @@ def _flash_cannot(
     reason = flash_cannot(q.device, q.dtype, max(q.shape[-1], v.shape[-1]), sides)
     if reason is not None:
         return reason
-    if score_mod is not None and _has_gradient(score_mod, q, first):  # torch refuses it even if no gradient is needed
+    if score_mod is not None and _learns(score_mod, q):  # torch refuses it even if no gradient is needed
         return "flash takes no score_mod of tensors that require a gradient: detach them, or engine='flex' serves it"
     recorded = [torch.is_grad_enabled() and x.requires_grad for x in (q, k, v)]
     if any(recorded) and not recorded[0]:  # torch removes the backward kernel if the gradient of q is unused
@@ -219,9 +214,8 @@ def _flash_cannot(
     return None
 
 
-def _has_gradient(score_mod: ScoreMod, q: Tensor, first: tuple[int, int, int]) -> bool:
-    with torch.inference_mode(False), torch.enable_grad():
-        return probe(score_mod, q, *first).requires_grad
+def _learns(score_mod: ScoreMod, q: Tensor) -> bool:
+    return any(x.requires_grad for x in tensors_read(score_mod, q))
 
 
 @graph_constant
@@ -254,7 +248,6 @@ def _flex_cannot(
     v: Tensor,
     pattern: Pattern | Mixture,
     score_mod: ScoreMod | None,
-    first: tuple[int, int, int],
     sinks: Tensor | None,
     return_lse: bool,
     drops: bool,
@@ -268,7 +261,7 @@ def _flex_cannot(
     serves = f"engine={'portable' if drops or score_mod is not None else 'tiles'!r} serves it"
     if torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v)):
         return f"flex has no backward on CPU, and q, k or v requires a gradient; {serves}, or use torch.no_grad()"
-    if score_mod is not None and torch.is_grad_enabled() and probe(score_mod, q, *first).requires_grad:
+    if score_mod is not None and torch.is_grad_enabled() and _learns(score_mod, q):
         return (
             f"flex has no backward on CPU, and score_mod uses a tensor that requires a gradient; {serves}, "
             "or use torch.no_grad()"

@@ -2,8 +2,8 @@
 
 from collections.abc import Mapping
 from functools import lru_cache
+from inspect import signature
 from sys import float_info
-from types import FunctionType
 from warnings import warn
 
 import torch
@@ -184,24 +184,19 @@ def check_lse(lse: object, q: Tensor) -> None:
 
 
 def check_score_mod(score_mod: object) -> None:
-    """Raise TypeError or ValueError unless score_mod is None or a plain function of 5 arguments without defaults."""
-    if score_mod is None:
+    """Raise TypeError unless score_mod is None or can be called with (score, b, h, q_idx, k_idx)."""
+    if score_mod is None or torch.compiler.is_compiling():  # the compiler calls it
         return
-    if not isinstance(score_mod, FunctionType):
-        raise TypeError(
-            "score_mod must be a plain function of (score, b, h, q_idx, k_idx), which may call anything else; "
-            f"got {type(score_mod).__name__}"
-        )
-    if score_mod.__defaults__:
-        # torch 2.11 does not guard on a changed default: it keeps running the graph compiled with the first one.
-        raise ValueError(
-            "score_mod must have no default arguments: capture the value from the surrounding function instead; "
-            f"got {len(score_mod.__defaults__)} of them"
-        )
-    code = score_mod.__code__
-    if code.co_argcount != 5 or code.co_kwonlyargcount:
-        names = code.co_varnames[: code.co_argcount + code.co_kwonlyargcount]
-        raise TypeError(f"score_mod must take (score, b, h, q_idx, k_idx); got ({', '.join(names)})")
+    if not callable(score_mod):
+        raise TypeError(f"score_mod must be a function of (score, b, h, q_idx, k_idx); got {type(score_mod).__name__}")
+    try:
+        taken = signature(score_mod)
+    except ValueError:  # built-in functions may have none
+        return
+    try:
+        taken.bind(*[None] * 5)
+    except TypeError:
+        raise TypeError(f"score_mod must take (score, b, h, q_idx, k_idx); got {taken}") from None
 
 
 def check_zero_keys(

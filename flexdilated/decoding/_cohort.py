@@ -7,10 +7,10 @@ from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar
 
 import torch
-from jaxtyping import Int64, Shaped
+from jaxtyping import Int32, Int64, Shaped
 from torch import Tensor
 
-from ..engines import ScoreMod
+from ..engines import ScoreMod, through
 from ._held_keys import HeldKeys
 
 # B batch entries of the cache, C of a cohort or selected
@@ -70,7 +70,7 @@ class Cohort:
         if score_mod is None or len(self.entries) == batch:
             return score_mod
         entries = torch.tensor(self.entries, dtype=torch.int32, device=self.held.keys.device)
-        return lambda score, b, h, q, k: score_mod(score, entries[b], h, q, k)
+        return through(score_mod, _at_entries, entries)
 
     def split(self, numbers: int | Sequence[int]) -> list[tuple[Cohort, int]]:
         """Split into cohorts of entries with equal numbers, each with its number.
@@ -125,3 +125,7 @@ def grouped(values: Iterable[_Value]) -> dict[_Value, list[int]]:
     for index, value in enumerate(values):
         groups.setdefault(value, []).append(index)
     return groups
+
+
+def _at_entries(score_mod: ScoreMod, entries: Int32[Tensor, " C"]) -> ScoreMod:
+    return lambda score, b, h, q, k: score_mod(score, entries[b], h, q, k)

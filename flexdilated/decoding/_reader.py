@@ -15,13 +15,14 @@ from ..engines import (
     HeadRule,
     ScoreMod,
     branch_rules,
-    checked,
+    fixed,
     group_heads,
     merge,
     row_program,
     run,
     shifted,
     sum_dtype,
+    through,
 )
 from ..masks import Bound, Mixture, Pattern
 from ..masks.attended import FOREVER, Ends, RowSource, ends_after, regular_ends, seen_ahead
@@ -122,7 +123,7 @@ class Reader:
         query: see `check_end`.
         """
         compute = self._rows if q.shape[2] <= MOST_ROWS else self._chunk
-        return compute(q, k, v, first, held, None if score_mod is None else checked(score_mod))
+        return compute(q, k, v, first, held, fixed(score_mod, sum_dtype(q), q.device))
 
     def _rows(
         self, q: Tensor, k: Tensor, v: Tensor, first: int, held: HeldKeys, score_mod: ScoreMod | None
@@ -145,7 +146,7 @@ class Reader:
         first: position of query 0.
         """
         heads = torch.arange(self.head_offset, self.head_offset + self.num_heads, device=device)
-        return shifted(score_mod, heads, *(torch.full((), offset, device=device) for offset in (first, 0)))
+        return through(score_mod, shifted, heads, *(torch.full((), offset, device=device) for offset in (first, 0)))
 
     def _grouped(self, k: Tensor) -> tuple[tuple[HeadGroup, ...], ...]:
         where = k.shape[1], k.device
@@ -189,9 +190,9 @@ class Reader:
             head_offset=self.head_offset,
             num_heads_global=self.num_heads_global,
         )
-        rule = None if score_mod is None else _moved(score_mod, torch.full((), shift, device=q.device))
+        rule = None if score_mod is None else through(score_mod, _moved, torch.full((), shift, device=q.device))
         how = {"score_mod": rule, "sinks": None, "return_lse": True}
-        engine = choose_engine(self.engine, q, k, v, self.pattern, first=call.first, **how)
+        engine = choose_engine(self.engine, q, k, v, self.pattern, **how)
         out, lse = run(engine, q, k, v, None, [], call, resolve_scale(self.scale, q.shape[-1]), score_mod=rule)
         assert lse is not None
         return out, lse

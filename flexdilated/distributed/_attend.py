@@ -23,7 +23,7 @@ from .._validate import (
     resolve_scale,
     run_time_tensors,
 )
-from ..engines import ScoreMod, nothing, one_width, padded_rows, placed_engine, with_seed
+from ..engines import ScoreMod, fixed, nothing, one_width, padded_rows, placed_engine, sum_dtype, with_seed
 from ..masks import Mixture, Pattern
 from ..masks.core import advises, require_bool, require_choice, require_expression
 from ..masks.planning import block_sides
@@ -190,8 +190,9 @@ def attend(
     elif schedule == "auto":
         chosen = _best(q, k, pattern.unpadded, tensors, shards, head_offset, heads, codec)
     needs_lse = return_lse or pattern.pads
+    score_mod = fixed(score_mod, sum_dtype(q), q.device)
     features = {"score_mod": score_mod, "sinks": sinks, "drops": dropout_p > 0}
-    features |= {"first": (head_offset, 0, 0), "return_lse": needs_lse or chosen == "ring"}
+    features |= {"return_lse": needs_lse or chosen == "ring"}
     chosen_engine = placed_engine(choose_engine(engine, q, k, v, pattern, **features), q.device)
     width, factor = v.shape[-1], resolve_scale(scale, index(q.shape[-1]))
     q, k, v = one_width(q, k, v)  # keys and values travel in messages of one row length

@@ -18,7 +18,7 @@ from torch import Tensor
 from .._attend import autocast
 from .._engines import choose_engine
 from .._validate import check_score_mod, check_sinks, check_sizes, check_zero_keys, resolve_scale, run_time_tensors
-from ..engines import Call, ScoreMod, nothing, one_width, own_op, padded_rows, run, sum_dtype
+from ..engines import Call, ScoreMod, fixed, nothing, one_width, own_op, padded_rows, run, sum_dtype
 from ..masks import Mixture, Pattern
 from ..masks.core import require_expression
 from ..masks.planning import block_sides
@@ -101,8 +101,9 @@ def attend_heads(
         )
     mine, place = taken_heads(H, H, W)[ranks.rank], (list(sharding.numbers()), ranks.name)
     sinks = None if sinks is None else sinks[mine.start : mine.stop]
-    first, how = (head_offset + mine.start, 0, 0), {"score_mod": score_mod, "return_lse": needs_lse}
-    chosen = choose_engine(engine, q, k, v, pattern, first=first, sinks=sinks, drops=dropout_p > 0, **how)
+    score_mod = fixed(score_mod, torch.float64 if engine == "reference" else sum_dtype(q), q.device)
+    how = {"score_mod": score_mod, "return_lse": needs_lse}
+    chosen = choose_engine(engine, q, k, v, pattern, sinks=sinks, drops=dropout_p > 0, **how)
     width, factor = v.shape[-1], resolve_scale(scale, q.shape[-1])
     q, k, v = tokens_to_heads(list(one_width(q, k, v)), H, *place, pattern.text, dropout_p, chosen == "tiles")
     dropout = shared_dropout(dropout_p, ranks, q)
@@ -111,7 +112,7 @@ def attend_heads(
         k, v = (torch.stack([x[:, head] for head in read], dim=1) for x in (k, v))
     # Keys and values may be float32, so that their gradients are float32, too.
     sides = () if block_size is None else block_sides(block_size)
-    call = Call.at(q, k, pattern.text, head_offset=first[0], num_heads_global=heads, block_size=sides)
+    call = Call.at(q, k, pattern.text, head_offset=head_offset + mine.start, num_heads_global=heads, block_size=sides)
     out, lse = run(chosen, q, k, v, sinks, tensors, call, factor, dropout=dropout, **how)
     (out,) = heads_to_tokens([out[..., :width]], [H], H, *place)
     if not needs_lse or lse is None:

@@ -23,7 +23,7 @@ from ._placed_call import PlacedCall, placed_engine
 from ._reference import exports_to_onnx, modified_scores, multiplicity, reference_attention
 from ._rows import MOST_ROWS, HeadGroup, HeadRule, branch_rules, group_heads, row_program
 from ._run import run
-from ._score_mod import ScoreMod, checked, probe, shifted
+from ._score_mod import ScoreMod, fixed, shifted, tensors_read, through
 from ._tuned import TuningKey, chosen, num_measured, results
 from .flex import (
     BACKEND,

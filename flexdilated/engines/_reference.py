@@ -15,7 +15,7 @@ from ..masks import Bound
 from ..masks.core import plans
 from ._dropout import Dropout
 from ._operands import Hidden
-from ._score_mod import ScoreMod, checked
+from ._score_mod import ScoreMod
 
 # B batch, H query heads, G key/value heads, N queries, M keys, D head dim of queries and keys, E of values
 
@@ -55,7 +55,7 @@ def _places(bound: Bound, device: torch.device) -> tuple[Tensor, Tensor, Tensor,
 
 def modified_scores(scores: Float[Tensor, "B H N M"], score_mod: ScoreMod, bound: Bound) -> Float[Tensor, "B H N M"]:
     """Apply score_mod to every score, with its batch entry, global head and positions, as FlexAttention does."""
-    each = checked(score_mod)
+    each = score_mod
     for place in (4, 3, 2, 1):  # the keys' dim is mapped innermost, the batch's outermost
         each = torch.vmap(each, in_dims=tuple(0 if index in (0, place) else None for index in range(5)))
     return each(scores, *(x.flatten() for x in _places(bound, scores.device))).to(scores.dtype)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from types import CellType, FunctionType
@@ -11,6 +11,7 @@ import torch
 from jaxtyping import Bool, Float, Int, Int64
 from torch import Tensor
 
+from ..masks.core import NoTensorError, ReadsValuesError, Recorded, WritesError, record
 from ..masks.planning import PaddedTerm, Term
 
 # N query tokens, M key tokens, H heads of a term
@@ -42,28 +43,71 @@ class Indices:
         return self.translate(function, *self.numbers)
 
 
-def checked(score_mod: ScoreMod) -> ScoreMod:
-    """Return the score_mod with a check: TypeError unless it returns a tensor, ValueError unless its shape is ()."""
+def fixed(score_mod: ScoreMod | None, dtype: torch.dtype, device: torch.device) -> ScoreMod | None:
+    """Return the score_mod as it is now: a `Recorded`, which later changes of the values that it reads do not reach.
 
+    In a graph of torch.compile, which has read them, it is a function. dtype, device: of the scores. Raises TypeError
+    or ValueError if the score_mod does not return one score, converts one to a Python value, or writes to a tensor that
+    it captured.
+    """
+    if score_mod is None or isinstance(score_mod, Recorded):
+        return score_mod
+    if torch.compiler.is_compiling():
+        return _checked(score_mod)
+    try:
+        recorded = record(score_mod, (dtype, *[torch.int32] * 4), device)
+    except ReadsValuesError as error:
+        rule = "score_mod must compute with tensors, and choose by torch.where: it is called once for all pairs"
+        raise ValueError(f"{rule}; it calls {error} of a value that depends on the pair") from None
+    except WritesError as error:
+        raise ValueError(f"score_mod must not write to tensors that it captures; it calls {error}") from None
+    except NoTensorError as error:
+        raise TypeError(_no_tensor(str(error))) from None
+    _require_score(recorded.shape)
+    return recorded
+
+
+def plain(score_mod: ScoreMod) -> ScoreMod:
+    """Return a fixed score_mod as a plain function, which torch.compile takes best."""
+    return score_mod.function if isinstance(score_mod, Recorded) else score_mod
+
+
+def through(score_mod: ScoreMod, translate: Callable[..., ScoreMod], *tensors: Tensor) -> ScoreMod:
+    """Return translate(score_mod, *tensors) of a fixed score_mod; `translate` must be a function of a module."""
+    if isinstance(score_mod, Recorded):
+        return score_mod.through(translate, *tensors)
+    return translate(score_mod, *tensors)
+
+
+def tensors_read(score_mod: ScoreMod, q: Tensor) -> Sequence[Tensor]:
+    """Return the tensors that a fixed score_mod reads; in a graph a tensor that has their derivatives."""
+    if isinstance(score_mod, Recorded):
+        return score_mod.tensors
+    with torch.inference_mode(False), torch.enable_grad():
+        indices = (torch.tensor(0, device=q.device) for _ in range(4))  # a constant, which can index
+        return [score_mod(q.new_zeros(()), *indices)]
+
+
+def _checked(score_mod: ScoreMod) -> ScoreMod:
     def new_score(score, b, h, q, k):
         found = score_mod(score, b, h, q, k)
         if not isinstance(found, Tensor):
-            raise TypeError(f"score_mod must return the new score, a tensor; got {type(found).__name__}")
-        if found.dim() != 0:
-            came = f"got shape {tuple(found.shape)}"
-            raise ValueError(f"score_mod must return a tensor of shape (): it is called with one score; {came}")
+            raise TypeError(_no_tensor(type(found).__name__))
+        if found.shape != score.shape:
+            _require_score(found.shape)
         return found
 
     return new_score
 
 
-def probe(score_mod: ScoreMod, q: Tensor, head: int, q_position: int, k_position: int) -> Tensor:
-    """Call score_mod once, with score 0 and batch entry 0, and return the result; raises if it is not one score.
+def _no_tensor(got: str) -> str:
+    return f"score_mod must return the new score, a tensor; got {got}"
 
-    The errors are those of `checked`. q: tensor that gives dtype and device.
-    """
-    indices = (torch.tensor(index, device=q.device) for index in (0, head, q_position, k_position))
-    return checked(score_mod)(q.new_zeros(()), *indices)
+
+def _require_score(shape: Sequence[int]) -> None:
+    if len(shape):
+        rule = "score_mod must return a tensor of shape (): it is called with one score"
+        raise ValueError(f"{rule}; got shape {tuple(shape)}")
 
 
 def modified(
@@ -80,6 +124,8 @@ def modified(
     b, h: batch entry and head of each problem. q, k: positions of queries and keys. hidden: True for pairs that are not
     allowed, for which score_mod may fail: it gets the indices of an allowed pair, and callers must mask the result.
     """
+    if torch.compiler.is_compiling():
+        score_mod = _of_shape_one(score_mod)
     b, h, q, k = (x.int() for x in (b, h, q, k))
     q, k = q[None], k[None, :, None].expand(-1, -1, q.shape[1], -1)
     if hidden is not None:
@@ -90,6 +136,19 @@ def modified(
     every = torch.vmap(every, in_dims=(0, None, None, 0, 0))
     every = torch.vmap(torch.vmap(every, in_dims=(0, 0, 0, 0, 0)), in_dims=(0, 0, 0, of_all, of_all))
     return every(scores, b, h, q, k).to(scores.dtype)
+
+
+def _of_shape_one(score_mod: ScoreMod) -> ScoreMod:
+    """Return the score_mod, called with a score of shape (1,).
+
+    In a graph, torch.vmap cannot add a symbolic integer, such as a size that score_mod reads, to a float of shape ().
+    """
+
+    def new_score(score, b, h, q, k):
+        found = score_mod(score[None], b, h, q, k)
+        return found if found.dim() == 0 else found[0]
+
+    return new_score
 
 
 def _allowed_instead(

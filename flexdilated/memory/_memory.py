@@ -28,9 +28,11 @@ from ..engines import (
     WholeRows,
     allowed_on,
     as_given,
+    fixed,
     make_flex_program,
     one_width,
     program_of,
+    sum_dtype,
     tensors_in,
 )
 from ..masks.core import Expression, device_kind, require_int
@@ -330,7 +332,11 @@ def _portable_memory(program: FlexProgram, size: AttentionSize, way: _Way) -> tu
     """Return (lse, kept, inference peak, forward peak, backward peak) of engine portable, in bytes."""
     dropout = Dropout(0.5, torch.empty(2, dtype=torch.int32, device=NOWHERE)) if way.drops else None
     steps = tuple(_without_values(step) for step in program.steps)
-    run = Portable(replace(program, steps=steps), 1.0, way.score_mod, dropout)
+    score_mod = None
+    if way.score_mod is not None:
+        score_mod = fixed(way.score_mod, sum_dtype(torch.empty(0, dtype=size.dtype)), NOWHERE)
+    run = Portable(replace(program, steps=steps), 1.0, score_mod, dropout)
+    run = run.reading([x.detach().to(NOWHERE) for x in run.tensors])
     return _dry_run(size, partial(run.forward, sinks=None), run.backward, pads=False)
 
 

@@ -83,7 +83,7 @@ def attention_received(
         raise ValueError(
             "attention_received needs a gradient of v alone, which flash does not have; engine='flex' serves it"
         )
-    chosen = choose_engine(engine, q, k, k, pattern, first=call.first, return_lse=True, score_mod=None, sinks=None)
+    chosen = choose_engine(engine, q, k, k, pattern, return_lse=True, score_mod=None, sinks=None)
     refuse_transforms("attention_received", (q, k, lse))
     q, k, lse = q.detach(), k.detach(), lse.detach().to(sum_dtype(q))
     if 0 in q.shape or 0 in k.shape:

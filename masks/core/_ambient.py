@@ -49,12 +49,17 @@ def plans(function: Callable[P, T]) -> Callable[P, T]:
 
     @wraps(function)
     def planned(*args: P.args, **kwargs: P.kwargs) -> T:
-        if len_torch_function_stack() or _has_dispatch_modes() or _in_other_levels():
+        if are_modes_on():
             with own_modes():
                 return function(*args, **kwargs)
         return function(*args, **kwargs)
 
     return planned
+
+
+def are_modes_on() -> bool:
+    """Return True if there is a mode that `own_modes` would suspend."""
+    return len_torch_function_stack() > 0 or _has_dispatch_modes() or _in_other_levels()
 
 
 def _has_dispatch_modes() -> bool:

@@ -257,25 +257,33 @@ def wrong_number(score, b, h, q_idx):
     return score
 
 
-def defaulted(score, b, h, q_idx, k_idx, slope=0.5):
-    return score
-
-
-class Callable5:
-    def __call__(self, score, b, h, q_idx, k_idx):
+class Callable4:
+    def __call__(self, score, b, h, q_idx):
         return score
+
+
+def branching(score, b, h, q_idx, k_idx):
+    return score if q_idx > k_idx else score + 1
+
+
+def counting(score, b, h, q_idx, k_idx):
+    SLOPES[h] = score
+    return score
 
 
 @pytest.mark.parametrize(
     ("score_mod", "error", "says"),
     [
-        (1.0, TypeError, r"plain function of \(score, b, h, q_idx, k_idx\), which may call anything else; got float"),
-        (Callable5(), TypeError, "plain function of .*; got Callable5"),
-        (Callable5().__call__, TypeError, "plain function of .*; got method"),
-        (partial(alibi(SLOPES)), TypeError, "plain function of .*; got partial"),
+        (1.0, TypeError, r"must be a function of \(score, b, h, q_idx, k_idx\); got float"),
+        (Callable4(), TypeError, r"must take .*; got \(score, b, h, q_idx\)"),
+        (partial(alibi(SLOPES), 1.0), TypeError, r"must take .*; got \(b, h, q_idx, k_idx\)"),
         (wrong_number, TypeError, r"must take \(score, b, h, q_idx, k_idx\); got \(score, b, h, q_idx\)"),
-        (lambda *everything: everything[0], TypeError, r"must take .*; got \(\)"),
-        (defaulted, ValueError, "no default arguments: capture the value"),
+        (
+            branching,
+            ValueError,
+            r"choose by torch.where: .*; it calls Tensor.__bool__ of a value that depends on the pair",
+        ),
+        (counting, ValueError, "must not write to tensors that it captures; it calls __setitem__"),
         (lambda score, b, h, q_idx, k_idx: None, TypeError, "must return the new score, a tensor; got NoneType"),
         (
             lambda score, b, h, q_idx, k_idx: torch.zeros(3),

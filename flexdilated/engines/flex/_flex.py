@@ -18,12 +18,12 @@ from torch.nn.attention.flex_attention import flex_attention
 from torch.nn.functional import pad
 
 from ..._torch_private import equal_sizes_apart
-from ...masks.core import device_kind
+from ...masks.core import Recorded, device_kind
 from .._dropout import Dropout
 from .._merge import add, merge, nothing
 from .._operands import within_reach
 from .._ops import own_op
-from .._score_mod import ScoreMod, checked, plain_values
+from .._score_mod import ScoreMod, plain
 from ._kernel_call import Kernel, are_whole_blocks, call_kernel, is_flash
 from ._program import FlexProgram, FlexStep, Tables, tables_of, unpacked
 from ._slots import Side
@@ -69,7 +69,8 @@ def run_flex(
         kind = kind_of(q, k, v, sinks, score_mod, scale, needs_lse, sides, kernel_options, dropout and dropout.p)
         seed, p = (None, "") if dropout is None else (dropout.seed, repr(dropout.p))
         tables, options = (program.packed, program.sizes), (seed, p, repr(scale), needs_lse, kernel_options)
-        out, lse = call(kind)(program.steps, tables, program.enter, q, k, v, sinks, score_mod, *options)
+        rule = None if score_mod is None else plain(score_mod)
+        out, lse = call(kind)(program.steps, tables, program.enter, q, k, v, sinks, rule, *options)
     else:
         found = [tables_of(step) for step in program.steps]
         options = (dropout, scale, needs_lse, kernel_options, kernel or flex_in_graph)
@@ -99,9 +100,10 @@ def kind_of(
     else:
         whole = [are_whole_blocks((q.shape[2], k.shape[2]), sides) for sides in blocks]
         sizes = (q.shape[0] == 1, q.shape[1], k.shape[1], q.shape[3], *whole)
+    operations = score_mod.build if isinstance(score_mod, Recorded) else score_mod
     recorded = [torch.is_grad_enabled() and x.requires_grad for x in (q, k, v)]
     modes = torch.is_grad_enabled(), torch.is_inference_mode_enabled(), needs_lse, sinks is None
-    return (sizes, q.dtype, scale, dropout_p, kernel_options, *recorded, *modes, plain_values(score_mod))
+    return (sizes, q.dtype, scale, dropout_p, kernel_options, *recorded, *modes, operations)
 
 
 @lru_cache(maxsize=256)
@@ -256,7 +258,7 @@ def _attend(
         step.mask.mask_mod,
         sides=structure.sides,
         scale=scale,
-        score_mod=None if score_mod is None else step.indices.at_positions(checked(score_mod)),
+        score_mod=None if score_mod is None else step.indices.at_positions(score_mod),
         needs_lse=needs_lse,
         is_complex=structure.is_complex,
         kernel_options=kernel_options,

@@ -1,8 +1,8 @@
 """Engine "portable": runs the programs of engine flex by plain torch operations, with one gradient for all steps.
 
-The backward keeps only q, k, v, the output and its lse. A call without a score_mod is a custom op. A score_mod is a
-Python function, which ops cannot take: eagerly such a call is an autograd function, and torch.compile traces its
-operations into the graph.
+The backward keeps only q, k, v, the output and its lse. A call without a score_mod is a custom op. Ops take no
+functions: eagerly, a call with a score_mod is an autograd function of the recorded operations, which also keeps the
+tensors that they read; torch.compile traces the score_mod into its graph.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from ...masks.core import Recorded
 from .._call import Call, check_heads
-from .._captured import captured_by, reading
 from .._dropout import Dropout, with_seed, without_seed
 from .._gather import merge_
 from .._merge import WholeRows, add_sinks, merge, nothing, sinks_gradient, sum_dtype, with_sinks
 from .._ops import autograd_on, copies, functions_in, no_gradients, own_op, refuse, set_gradient
-from .._score_mod import ScoreMod, checked
-from ..kernels._portable import ListLengths, Scores, Span, allowed_pair, attention, gradients, spans_of
+from .._score_mod import ScoreMod
+from ..kernels._portable import ListLengths, Scores, Span, attention, gradients, spans_of
 from ._flex import entered, operands_of
 from ._flex_op import run_time_program, run_time_tables, static_program, with_tables
 from ._program import FlexProgram, FlexStep, longest_lists, tables_of
@@ -48,8 +48,8 @@ def portable(
 ) -> tuple[Float[Tensor, "B H N E"], Float[Tensor, "B H N"]]:
     """Compute a call by engine "portable"; returns (out in the dtype of q, natural lse in float32 or wider).
 
-    bindings: the pattern's run-time tensors, sorted by name. sinks: one logit for each head, or None. Gradients reach
-    q, k, v, sinks and every tensor that score_mod captures.
+    bindings: the pattern's run-time tensors, sorted by name. sinks: one logit for each head, or None. score_mod: fixed,
+    see `fixed`. Gradients reach q, k, v, sinks and every tensor that score_mod reads.
     """
     if score_mod is None:
         tensors, p = with_seed(bindings, dropout)
@@ -83,8 +83,7 @@ def run_with_score_mod(
     run: Portable, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None
 ) -> tuple[Float[Tensor, "B H N E"], Float[Tensor, "B H N"]]:
     """Run a program with a score_mod, eagerly; returns (out in the dtype of q, natural lse in float32 or wider)."""
-    run = replace(run, captured=run.captures(q) if torch.is_grad_enabled() else ())
-    out, lse = _WithScoreMod.apply(run, q, k, v, sinks, *run.captured)
+    out, lse = _WithScoreMod.apply(run.reading(()), q, k, v, sinks, *run.tensors)
     return out, lse
 
 
@@ -98,8 +97,8 @@ def _program(call: Call, q: Tensor, bindings: list[Tensor]) -> FlexProgram:
 class Portable:
     """A program with the options of one call: scale of the scores, score_mod and dropout.
 
-    spans: of each step, in a graph; None for those of the steps' tables. captured: tensors that score_mod captures
-    and that get a gradient.
+    score_mod: a `Recorded`, or in a graph a function. spans: of each step, in a graph; None for those of the steps'
+    tables.
     """
 
     program: FlexProgram
@@ -107,22 +106,22 @@ class Portable:
     score_mod: ScoreMod | None = None
     dropout: Dropout | None = None
     spans: tuple[tuple[Span, ...], ...] | None = None
-    captured: tuple[Tensor, ...] = ()
 
-    def captures(self, q: Float[Tensor, "B H N D"]) -> tuple[Tensor, ...]:
-        """Return tensors with requires_grad that score_mod captures, found by a call for a pair that is allowed."""
-        assert self.score_mod is not None
-        for step in self.program.steps:
-            if step.list_lengths.counts[0]:
-                score_mod = step.indices.at_positions(self.score_mod)
-                return captured_by(score_mod, q.new_zeros(()), allowed_pair(step.mask, step.list_lengths))
-        return ()
+    @property
+    def tensors(self) -> tuple[Tensor, ...]:
+        """Tensors that score_mod reads."""
+        return self.score_mod.tensors if isinstance(self.score_mod, Recorded) else ()
 
-    def reading(self, others: Sequence[Tensor]) -> Portable:
-        """Return the same with other tensors in place of those that score_mod captures."""
-        if self.score_mod is None:
+    @property
+    def learned(self) -> tuple[Tensor, ...]:
+        """Those tensors that score_mod reads and that require a gradient."""
+        return tuple(x for x in self.tensors if x.requires_grad)
+
+    def reading(self, tensors: Sequence[Tensor]) -> Portable:
+        """Return the same with other tensors in place of those that score_mod reads."""
+        if not isinstance(self.score_mod, Recorded):
             return self
-        return replace(self, score_mod=reading(self.score_mod, self.captured, others), captured=tuple(others))
+        return replace(self, score_mod=self.score_mod.reading(tensors))
 
     def forward(
         self, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, *, recorded: bool = False
@@ -159,7 +158,7 @@ class Portable:
         return out.to(q.dtype).contiguous(), lse.contiguous()
 
     def backward(self, q: Tensor, k: Tensor, v: Tensor, whole: WholeRows) -> tuple[Tensor, ...]:
-        """Return (dq, dk, dv, gradient of each captured tensor), each in its tensor's dtype; captured are leaves.
+        """Return (dq, dk, dv, gradient of each tensor in `learned`), each in its tensor's dtype; these are leaves.
 
         whole: results of the rows over all keys, with their gradients; k and v may contain only a part of these keys.
         """
@@ -173,7 +172,7 @@ class Portable:
             leaves = [x.detach().to(wide).requires_grad_() for x in (q, k, v)]
             ordered = entered(self.program.enter, leaves[0], leaves[1], leaves[2])
         inner = [x.detach().requires_grad_() for x in ordered]
-        of_captured = [torch.zeros_like(x) for x in self.captured]
+        of_learned = [torch.zeros_like(x) for x in self.learned]
         for step in self.program.steps:
             hidden, (slots, rows, start) = step.hidden, step.queries
             with autograd_on():
@@ -184,14 +183,14 @@ class Portable:
                 for x, value in zip(taken, (torch.inf, 0.0, 0.0), strict=True)
             )
             found = self._gradients(step, operands, *whole_rows)
-            for total in reversed(of_captured):
+            for total in reversed(of_learned):
                 total += found.pop()
             while operands:  # one at a time, each freed before the next gather
                 torch.autograd.backward([operands.pop()], [found.pop()])
         grads: Sequence[Tensor] = [torch.zeros_like(x) if x.grad is None else x.grad for x in inner]
         if self.program.enter is not None:
             grads = torch.autograd.grad(ordered, leaves, grads)
-        return *(x.to(like.dtype).contiguous() for x, like in zip(grads, (q, k, v), strict=True)), *of_captured
+        return *(x.to(like.dtype).contiguous() for x, like in zip(grads, (q, k, v), strict=True)), *of_learned
 
     def _gradients(
         self,
@@ -201,7 +200,7 @@ class Portable:
         grad_out: Tensor,
         delta: Tensor,
     ) -> list[Tensor]:
-        """Gradients of a step's operands and of the captured tensors; the other arguments: as in `gradients`."""
+        """Gradients of a step's operands and of `learned`; the other arguments: as in `gradients`."""
         q, k, v = (x.detach() for x in operands)
         lse = lse - log(step.structure.multiplicity)
         return [*gradients(step.mask, _spans(step, q), self._scores(step), q, k, v, lse, grad_out, delta)]
@@ -211,8 +210,8 @@ class Portable:
         if self.dropout is not None:
             places = step.structure.places
             shares, factor = at(self.dropout.shares(places)), 1 / (1 - self.dropout.p) / len(places)
-        score_mod = None if self.score_mod is None else at(checked(self.score_mod))
-        return Scores(self.scale, score_mod, self.captured, shares, factor)
+        score_mod = None if self.score_mod is None else at(self.score_mod)
+        return Scores(self.scale, score_mod, self.learned, shares, factor)
 
 
 def _spans(step: FlexStep, q: Float[Tensor, "B H N D"]) -> tuple[Span, ...]:
@@ -222,29 +221,35 @@ def _spans(step: FlexStep, q: Float[Tensor, "B H N D"]) -> tuple[Span, ...]:
 class _WithScoreMod(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, run: Portable, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, *captured: Tensor
+        ctx: Any, run: Portable, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, *read: Tensor
     ) -> tuple[Tensor, Tensor]:
         with torch.autocast(q.device.type, enabled=False):
-            out, lse = run.forward(q, k, v, sinks)
-        ctx.save_for_backward(q, k, v, sinks, out, lse, *captured)
+            out, lse = run.reading(read).forward(q, k, v, sinks)
+        ctx.save_for_backward(q, k, v, sinks, out, lse, *read)
         ctx.run = run
         return out, lse
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
-        q, k, v, sinks, out, lse, *captured = ctx.saved_tensors
-        found = _Gradients.apply(ctx.run, *grads, q, k, v, out, lse, *captured)
+        q, k, v, sinks, out, lse, *read = ctx.saved_tensors
+        learned = ctx.needs_input_grad[5:]
+        found = _Gradients.apply(ctx.run, learned, *grads, q, k, v, out, lse, *read)
         of_sinks = None if sinks is None else sinks_gradient(sinks, WholeRows(out, lse, *grads))
-        return None, *found[:3], of_sinks, *found[3:]
+        of_read = iter(found[3:])
+        return None, *found[:3], of_sinks, *(next(of_read) if each else None for each in learned)
 
 
 class _Gradients(torch.autograd.Function):
-    """The gradient of `_WithScoreMod` for q, k, v and captured tensors, which itself has a gradient."""
+    """The gradient of `_WithScoreMod` for q, k, v and tensors that score_mod reads, which itself has a gradient.
+
+    learned: True for each tensor of `read` that gets a gradient.
+    """
 
     @staticmethod
     def forward(
         ctx: Any,
         run: Portable,
+        learned: Sequence[bool],
         grad_out: Tensor,
         grad_lse: Tensor,
         q: Tensor,
@@ -252,40 +257,50 @@ class _Gradients(torch.autograd.Function):
         v: Tensor,
         out: Tensor,
         lse: Tensor,
-        *captured: Tensor,
+        *read: Tensor,
     ) -> tuple[Tensor, ...]:
-        ctx.save_for_backward(grad_out, grad_lse, q, k, v, out, lse, *captured)
-        ctx.run = run
-        # Saved values: in a checkpoint, they are computed again, and are not the objects that score_mod captured.
+        ctx.save_for_backward(grad_out, grad_lse, q, k, v, out, lse, *read)
+        ctx.run, ctx.learned = run, learned
         with torch.autocast(q.device.type, enabled=False):
-            run = run.reading([x.detach().requires_grad_() for x in captured])
+            run = run.reading(_leaves(read, learned))
             return run.backward(q, k, v, WholeRows(out, lse, grad_out, grad_lse))
 
     @staticmethod
     def backward(ctx: Any, *incoming: Tensor) -> Any:
-        return None, *_second_gradients(ctx.run, ctx.saved_tensors, incoming)
+        return None, None, *_second_gradients(ctx.run, ctx.saved_tensors, incoming, ctx.learned)
 
 
-def _second_gradients(run: Portable, given: Sequence[Tensor], incoming: Sequence[Tensor]) -> list[Tensor | None]:
+def _leaves(tensors: Sequence[Tensor], learned: Sequence[bool]) -> list[Tensor]:
+    return [x.detach().requires_grad_(each) for x, each in zip(tensors, learned, strict=True)]
+
+
+def _second_gradients(
+    run: Portable, given: Sequence[Tensor], incoming: Sequence[Tensor], learned: Sequence[bool] = ()
+) -> list[Tensor | None]:
     """Return the gradients of `Portable.backward` for `given`; None for 0.
 
-    given: (grad_out, grad_lse, q, k, v, out, lse, *captured). incoming: gradients of the results of the backward, (dq,
-    dk, dv, gradient of each captured tensor).
+    given: (grad_out, grad_lse, q, k, v, out, lse, *tensors that score_mod reads). incoming: gradients of the results of
+    the backward. learned: True for each tensor that score_mod reads and that gets a gradient.
     """
     with torch.enable_grad(), torch.autocast(incoming[0].device.type, enabled=False):
-        leaves = [x.detach().requires_grad_() for x in given]
-        grad_out, grad_lse, q, k, v, out, lse, *captured = leaves
-        parts = run.reading(captured).forward(q, k, v, None, recorded=True)
+        leaves = _leaves(given, (*[True] * (len(given) - len(learned)), *learned))
+        grad_out, grad_lse, q, k, v, out, lse, *read = leaves
+        run = run.reading(read)
+        parts = run.forward(q, k, v, None, recorded=True)
         if not parts[0].requires_grad:  # no pair is allowed
             return [None] * len(given)
         grads = WholeRows(out, lse, grad_out, grad_lse).gradients_of(*parts)
-        first = torch.autograd.grad(parts, (q, k, v, *captured), grads, create_graph=True, materialize_grads=True)
+        inputs = (q, k, v, *run.learned)
+        first = torch.autograd.grad(parts, inputs, grads, create_graph=True, materialize_grads=True)
     kept = [index for index, x in enumerate(first) if x.requires_grad]
     outputs, of_outputs = ([each[index] for index in kept] for each in (first, incoming))
-    found: Sequence[Tensor | None] = torch.autograd.grad(outputs, leaves, of_outputs, allow_unused=True)
-    if torch.is_grad_enabled():  # create_graph=True
-        found = [x if x is None else _Final.apply(x, *given, *incoming) for x in found]
-    return [*found]
+    wanted = [index for index, x in enumerate(leaves) if x.requires_grad]
+    some = torch.autograd.grad(outputs, [leaves[index] for index in wanted], of_outputs, allow_unused=True)
+    found: list[Tensor | None] = [None] * len(given)
+    for index, x in zip(wanted, some, strict=True):
+        # With create_graph=True, a derivative of this one is refused.
+        found[index] = _Final.apply(x, *given, *incoming) if x is not None and torch.is_grad_enabled() else x
+    return found
 
 
 class _Final(torch.autograd.Function):

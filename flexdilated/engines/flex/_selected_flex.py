@@ -18,7 +18,7 @@ from torch.nn.functional import pad
 
 from ...masks.core import TILE, MaskMod
 from .._merge import shares_of, sum_dtype
-from .._score_mod import ScoreMod, checked
+from .._score_mod import ScoreMod
 from ._kernel_call import Kernel, call_kernel
 
 # B batch, H query heads, G key/value heads, N queries, M keys, D head dim
@@ -282,7 +282,7 @@ def _run(
 
     def scored(score, b, h, query, key):
         assert score_mod is not None
-        return checked(score_mod)(score, b, h + where.head, query_at(b, h, query), key + where.key)
+        return score_mod(score, b, h + where.head, query_at(b, h, query), key + where.key)
 
     tables = {name: each.contiguous() for name, each in tables.items()}
     new_scores = None if score_mod is None else scored

@@ -18,7 +18,7 @@ from ...masks.patterns import Rows, blank, names, require_row, require_tables, t
 from ...masks.text import read_text
 from .._call import Call, parted, selection_in, tensors_of
 from .._ops import own_op
-from .._score_mod import ScoreMod, plain_values
+from .._score_mod import ScoreMod, plain, plain_values
 from ._flex import compiled_flex, flex_in_graph, kind_of, require_compiling
 from ._selected_flex import SelectedBlocksOf, Where, attend_selected, unit_of
 from ._traced import MAKERS, traced
@@ -193,7 +193,8 @@ def selected_flex(
     found = prepared(key, q.device, bindings)
     call = compiled_flex(_structure(found), q.device, _call_selected)  # type: ignore[arg-type]
     run = call(kind_of(q, k, v, None, score_mod, scale, True, [found.of.sides], kernel_options))
-    rows, how = _rows_of(table, found), (score_mod, repr(scale), kernel_options)
+    rule = None if score_mod is None else plain(score_mod)
+    rows, how = _rows_of(table, found), (rule, repr(scale), kernel_options)
     return run(found.of, found.rest, found.where, rows, found.classes, q, k, v, *how)
 
 

@@ -33,8 +33,8 @@ def traced_name(what: str, key: Call, bindings: Sequence[Tensor], q: Tensor) -> 
     A string, because a trace does not support tuples here. what: the kind of object, a key of `MAKERS`. Sizes are
     converted to numbers, as a fake implementation would format a dynamic size as a symbol.
     """
-    shapes = [size for each in bindings for size in (each.dim(), *[int(n) for n in each.shape])]
-    sizes = " ".join([f"{each}" for each in (*key[1:7], *key.operands(q), "tensors", *shapes)])
+    shapes = [size for each in bindings for size in (each.dim(), *each.shape)]
+    sizes = " ".join([f"{int(each)}" for each in (*key[1:7], *key.operands(q), *shapes)])
     return f"{what} {q.device.type} {sizes} {key.arguments[0]}"
 
 

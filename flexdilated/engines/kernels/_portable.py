@@ -34,14 +34,14 @@ _ENOUGH = 2  # alike chunks that are run on the meta device: memory does not cha
 class Scores(NamedTuple):
     """Rule by which q · k of a pair becomes its weight: scale, score_mod and dropout.
 
-    score_mod: as in FlexAttention, with indices as in the BlockMask's mask_mod. captured: tensors that score_mod reads
+    score_mod: as in FlexAttention, with indices as in the BlockMask's mask_mod. learned: tensors that score_mod reads
     and that require a gradient. shares: function of (score, b, h, q, k), whose indices broadcast, that returns how many
     of the mask's branches keep each pair in dropout; None for no dropout. factor: multiplies the kept weights.
     """
 
     scale: float
     score_mod: ScoreMod | None = None
-    captured: Sequence[Tensor] = ()
+    learned: Sequence[Tensor] = ()
     shares: ScoreMod | None = None
     factor: float = 1.0
 
@@ -230,23 +230,6 @@ def _few_of_each_kind(spans: Sequence[Span]) -> list[Span]:
     return found
 
 
-def allowed_pair(mask: BlockMask, lengths: ListLengths) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Return the indices (b, h, q, k), each of shape (), of an allowed pair in the first block of the longest list.
-
-    lengths: of the mask's lists, the longest of which is not empty.
-    """
-    entries, heads, _ = mask.kv_num_blocks.shape
-    block = Span(0, 1, 1, min(1, lengths.partials[0]), has_gaps=False, problems=1)
-    (chunk, *_) = _Problems.of_sizes(mask, [block], (entries, heads, heads, *mask.seq_lengths)).chunks()
-    b, h, q, k = chunk.places
-    if chunk.hidden is None:
-        return b[0, 0], h[0, 0], q[0, 0], k[0, 0]
-    shown = ~chunk.hidden[0, 0]
-    place = shown.flatten().byte().argmax().view(1)
-    row, column = place // shown.shape[1], place % shown.shape[1]
-    return b[0, 0], h[0, 0], q[0].gather(0, row)[0], k[0].gather(0, column)[0]
-
-
 def attention(
     mask: BlockMask,
     spans: Sequence[Span],
@@ -320,7 +303,7 @@ def gradients(
     grad_out: Float[Tensor, "B H N E"],
     delta: Float[Tensor, "B H N"],
 ) -> tuple[Tensor, ...]:
-    """Return (dq, dk, dv, gradient of each captured tensor) of attention under a BlockMask.
+    """Return (dq, dk, dv, gradient of each learned tensor) of attention under a BlockMask.
 
     The mask may have only some of the keys of a query: lse, grad_out and delta (see `WholeRows`) are over all of them.
     lse is inf for queries without keys.
@@ -330,16 +313,16 @@ def gradients(
     lses = problems.by_query_block(lse, torch.inf)
     keys, values = problems.by_key_block(k), problems.by_key_block(v)
     dq, dk, dv = (torch.zeros_like(x) for x in (queries, keys, values))
-    of_captured = [torch.zeros_like(x) for x in scores.captured]
+    of_learned = [torch.zeros_like(x) for x in scores.learned]
     for chunk in problems.chunks():
         own, own_lse, own_grad, own_delta = (x[chunk.problem] for x in (queries, lses, grad_outs, deltas))
         parts, found = _chunk_gradients(chunk, scores, own, own_lse, own_grad, own_delta, keys, values)
         dq[chunk.problem] = parts[0]
         for total, part in zip((dk, dv), parts[1:], strict=True):
             total.index_add_(0, chunk.block.flatten(), part.unflatten(2, (-1, total.shape[1])).flatten(0, 2))
-        for total, part in zip(of_captured, found, strict=True):
+        for total, part in zip(of_learned, found, strict=True):
             total += 0 if part is None else part
-    return _tokens(dq, q), _tokens(dk, k), _tokens(dv, v), *of_captured
+    return _tokens(dq, q), _tokens(dk, k), _tokens(dv, v), *of_learned
 
 
 def _chunk_gradients(
@@ -352,7 +335,7 @@ def _chunk_gradients(
     keys: Float[Tensor, "BGC K D"],
     values: Float[Tensor, "BGC K E"],
 ) -> tuple[tuple[Tensor, Tensor, Tensor], Sequence[Tensor | None]]:
-    """Return (gradients of a chunk's queries, keys and values; of each captured tensor, None for 0).
+    """Return (gradients of a chunk's queries, keys and values; of each learned tensor, None for 0).
 
     keys and values are all blocks, the other tensors those of the chunk.
     """
@@ -367,14 +350,14 @@ def _chunk_gradients(
         shares = _shares(chunk, scores.shares).to(weights.dtype).mul_(scores.factor)
         of_scores, kept = of_scores.mul_(shares), shares.mul_(weights)
     of_values = kept.mT @ grad_out
-    of_scores, of_captured = of_scores.sub_(delta[..., None]).mul_(weights), ()
+    of_scores, of_learned = of_scores.sub_(delta[..., None]).mul_(weights), ()
     if learns:
-        found: Sequence[Tensor | None] = (None,) * (1 + len(scores.captured))
+        found: Sequence[Tensor | None] = (None,) * (1 + len(scores.learned))
         if new.requires_grad:  # a score_mod may return a constant
-            found = torch.autograd.grad(new, (plain, *scores.captured), of_scores, allow_unused=True)
-        of_scores, of_captured = torch.zeros_like(plain) if found[0] is None else found[0], found[1:]
+            found = torch.autograd.grad(new, (plain, *scores.learned), of_scores, allow_unused=True)
+        of_scores, of_learned = torch.zeros_like(plain) if found[0] is None else found[0], found[1:]
     of_scores = of_scores * scores.scale
-    return (of_scores @ keys, of_scores.mT @ queries, of_values), of_captured
+    return (of_scores @ keys, of_scores.mT @ queries, of_values), of_learned
 
 
 def _exp_(x: Float[Tensor, "..."]) -> Float[Tensor, "..."]:

@@ -1,0 +1,268 @@
+"""Recorded functions: the torch operations of a caller's function of single numbers, with the tensors that it reads.
+
+A score_mod or mask_mod may read closures, globals, attributes and buffers. It is called once, when the caller hands it
+over; later computations run the recorded operations, whatever has changed since.
+"""
+
+from __future__ import annotations
+
+import builtins
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, replace
+from functools import cached_property, lru_cache
+from math import inf, isfinite, nan
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+
+from ..._torch_private import tree_leaves, tree_map_only
+from ._ambient import are_modes_on, own_modes
+
+Function = Callable[..., Tensor]
+
+# Methods that give a Python value for a tensor: the value would be that of one pair.
+_READ_VALUES = {
+    *("__bool__", "__int__", "__float__", "__complex__", "__index__", "__contains__", "__array__"),
+    *("item", "tolist", "numpy", "is_nonzero", "equal", "allclose"),
+}
+_OPERATORS = ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "and", "or", "xor", "lshift", "rshift")
+_AUGMENTED = {f"__i{name}__" for name in _OPERATORS}
+# Functions whose integers are indices: they are tried with 0, which is an index; other functions with 1, a divisor.
+_INDEXING = {"__getitem__", "__setitem__", "embedding", "gather", "index_select", "one_hot", "take", "take_along_dim"}
+
+
+class ReadsValuesError(Exception):
+    """A recorded function converts a tensor that depends on its arguments to a Python value, by the named method."""
+
+
+class WritesError(Exception):
+    """A recorded function writes to a tensor that it captured, by the named function."""
+
+
+class NoTensorError(Exception):
+    """A recorded function returns a value of the named type, which is no tensor."""
+
+
+@dataclass(frozen=True, eq=False)
+class Recorded:
+    """The operations of a function, and the tensors that it read, each of which is an argument of `build`.
+
+    build: returns a plain function of the recorded function's arguments for such tensors. It is one object for all
+    functions with equal operations and equal Python values, and so identifies them. shape, dtype: of the result.
+
+    >>> scale = torch.tensor(2.0)
+    >>> recorded = record(lambda x: x * scale, [torch.float32], torch.device("cpu"))
+    >>> recorded(torch.tensor(3.0)), recorded.tensors
+    (tensor(6.), (tensor(2.),))
+    """
+
+    build: Callable[..., Function]
+    tensors: tuple[Tensor, ...]
+    shape: torch.Size
+    dtype: torch.dtype
+
+    @cached_property
+    def function(self) -> Function:
+        return self.build(*self.tensors)
+
+    def __call__(self, *args: Tensor) -> Tensor:
+        return self.function(*args)
+
+    def reading(self, tensors: Sequence[Tensor]) -> Recorded:
+        """Return the same operations with other tensors in place of those that the function read."""
+        return replace(self, tensors=tuple(tensors))
+
+    def through(self, translate: Callable[..., Function], *tensors: Tensor) -> Recorded:
+        """Return the function translate(function, *tensors); `translate` must be a function of a module."""
+        build = _translated(self.build, translate, len(self.tensors))
+        return replace(self, build=build, tensors=(*self.tensors, *tensors))
+
+
+def record(function: Callable[..., Any], dtypes: Sequence[torch.dtype], device: torch.device) -> Recorded:
+    """Call a function once, with a tensor of shape () for each dtype, and return its operations.
+
+    Operations that do not depend on the arguments are computed here, in the caller's autograd. device: that of later
+    arguments; the function gets stand-ins on the CPU, whose values mean nothing. Raises ReadsValuesError, WritesError,
+    NoTensorError, and what the function raises.
+    """
+    recorder = _Recorder(device)
+
+    def call(level: Tensor) -> Tensor:
+        arguments = [recorder.argument(dtype) for dtype in dtypes]
+        with recorder:
+            recorder.found = function(*arguments)
+        return level
+
+    # In a level of vmap, torch hands custom autograd functions to modes; outside of one, it runs their forward.
+    torch.vmap(call)(torch.zeros(1, device="cpu"))
+    return recorder.recorded()
+
+
+class _Recorder(TorchFunctionMode):
+    """Torch-function mode that writes a line of code for each operation on a value that depends on the arguments."""
+
+    def __init__(self, device: torch.device) -> None:
+        super().__init__()
+        self.found: Any = None
+        self._device = device
+        self._has_gradients = torch.is_grad_enabled()
+        self._apart: Callable[[], AbstractContextManager[None]] = own_modes if are_modes_on() else nullcontext
+        self._arguments: list[str] = []
+        self._lines: list[str] = []
+        self._names: dict[int, str] = {}  # of values that depend on the arguments, by id
+        self._alive: list[Tensor] = []  # these values, so that no other gets their id
+        self._captured: dict[int, tuple[str, Tensor]] = {}
+        self._constants: dict[str, Any] = {}
+
+    def argument(self, dtype: torch.dtype) -> Tensor:
+        self._arguments.append(f"x{len(self._arguments)}")
+        return self._stand_in((), dtype, self._arguments[-1])
+
+    def recorded(self) -> Recorded:
+        if not isinstance(self.found, Tensor):
+            raise NoTensorError(type(self.found).__name__)
+        body = (*self._lines, f"return {self._text(self.found)}")
+        captured = [*self._captured.values()]
+        lines = [f"def build({', '.join(name for name, _ in captured)}):"]
+        lines += [f"    def recorded({', '.join(self._arguments)}):"]
+        lines += [f"        {line}" for line in body] + ["    return recorded"]
+        constants = tuple((name, type(x), x) for name, x in self._constants.items())
+        make = _built if all(isinstance(x, Hashable) for x in self._constants.values()) else _built.__wrapped__
+        build = make("\n".join(lines), constants)
+        tensors = (_savable(x) if self._has_gradients else x for _, x in captured)
+        return Recorded(build, tuple(tensors), self.found.shape, self.found.dtype)
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        kwargs, name = kwargs or {}, getattr(func, "__name__", "")
+        depends, apart = any(id(x) in self._names for x in _tensors(args, kwargs)), self._apart
+        if name == "custom_function_call":
+            func, args, apart = args[0].apply, args[1:], own_modes
+            if not depends:  # outside the level of vmap, for which it may have no rule
+                has_gradients = torch.is_grad_enabled()
+                with own_modes(), torch.set_grad_enabled(has_gradients):
+                    return func(*args)
+        if not depends:
+            return func(*args, **kwargs)
+        if name in _READ_VALUES:
+            raise ReadsValuesError(f"Tensor.{name}")
+        writes = name in _AUGMENTED or name == "__setitem__" or (name.endswith("_") and not name.endswith("__"))
+        if kwargs.get("out") is not None or (writes and id(args[0]) not in self._names):
+            raise WritesError(name)
+        if writes and self._names[id(args[0])] in self._arguments:  # which autograd may need
+            self._result(args[0], f"{self._names[id(args[0])]}.clone()", args[0])
+        with apart():
+            found = self._tried(func, name, args, kwargs, writes=writes)
+        if name != "__setitem__" and not any(True for _ in _tensors(found)):
+            return found
+        text = self._call_text(func, name, args, kwargs)
+        if self._has_gradients and not torch.is_grad_enabled():
+            self._lines.append("with no_grad():")
+            text = f"    {text}"
+        return self._result(found, text, args[0] if writes else None)
+
+    def _tried(
+        self, func: Callable[..., Any], name: str, args: tuple[Any, ...], kwargs: dict[str, Any], *, writes: bool
+    ) -> Any:
+        """Call the function with stand-ins; the result has the right shape and dtype."""
+
+        def of(x: Tensor) -> Tensor:
+            if id(x) not in self._names:
+                return torch.ones((), dtype=x.dtype, device="cpu").expand(x.shape)
+            if name in _INDEXING and not x.is_floating_point():
+                return torch.zeros_like(x)
+            return x.clone() if writes else x
+
+        tried, options = tree_map_only(Tensor, of, (args, kwargs))
+        found = func(*tried, **options)
+        if name == "__get__" and not (found is None or isinstance(found, Tensor)):  # an attribute, such as the device
+            return func(torch.empty(args[0].shape, dtype=args[0].dtype, device=self._device))
+        return found
+
+    def _result(self, found: Any, text: str, written: Tensor | None) -> Any:
+        """Write the line that computes `text`, and return stand-ins for its results."""
+        if found is None:
+            self._lines.append(text)
+            return None
+        name = f"v{len(self._lines)}"
+        indent = text[: len(text) - len(text.lstrip())]
+        self._lines.append(f"{indent}{name} = {text.lstrip()}")
+        if written is not None:
+            self._names[id(written)] = name
+            return written
+        if isinstance(found, Tensor):
+            return self._stand_in(found.shape, found.dtype, name)
+        parts = [
+            self._stand_in(x.shape, x.dtype, f"{name}[{index}]") if isinstance(x, Tensor) else x
+            for index, x in enumerate(found)
+        ]
+        return type(found)(parts)
+
+    def _stand_in(self, shape: Sequence[int], dtype: torch.dtype, name: str) -> Tensor:
+        with self._apart():
+            made = torch.ones(shape, dtype=dtype, device="cpu")
+        self._alive.append(made)
+        self._names[id(made)] = name
+        return made
+
+    def _call_text(self, func: Callable[..., Any], name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
+        texts = [*map(self._text, args)]
+        if isinstance(args[0] if args else None, Tensor) and getattr(Tensor, name, None) == func:
+            if name == "__getitem__":
+                return f"{texts[0]}[{texts[1]}]"
+            called, texts = f"{texts[0]}.{name}", texts[1:]
+        else:
+            called = self._constant(func)
+        texts += [f"{key}={self._text(value)}" for key, value in kwargs.items()]
+        return f"{called}({', '.join(texts)})"
+
+    def _text(self, x: Any) -> str:
+        kind = type(x)
+        if isinstance(x, Tensor):
+            known = self._names.get(id(x))
+            return known or self._captured.setdefault(id(x), (f"c{len(self._captured)}", x))[0]
+        if x is None or x is ... or kind in (bool, int, str) or (kind is float and isfinite(x)):
+            return repr(x)
+        if kind is float:
+            return "nan" if x != x else f"{'-' if x < 0 else ''}inf"
+        if kind in (tuple, torch.Size):
+            return f"({''.join(f'{self._text(each)}, ' for each in x)})"
+        if kind is list:
+            return f"[{', '.join(map(self._text, x))}]"
+        if kind is slice:
+            return f"slice({self._text(x.start)}, {self._text(x.stop)}, {self._text(x.step)})"
+        return self._constant(x)
+
+    def _constant(self, x: Any) -> str:
+        known = next((name for name, value in self._constants.items() if value is x), None)
+        if known is None:
+            known = f"k{len(self._constants)}"
+            self._constants[known] = x
+        return known
+
+
+def _tensors(*values: Any) -> Iterator[Tensor]:
+    return (x for x in tree_leaves(values) if isinstance(x, Tensor))
+
+
+def _savable(x: Tensor) -> Tensor:
+    """Return x, or a copy of a tensor of inference mode, which autograd cannot save."""
+    return x.clone() if x.is_inference() else x
+
+
+@lru_cache(maxsize=1024)
+def _built(text: str, constants: tuple[tuple[str, type, Any], ...]) -> Callable[..., Function]:
+    scope: dict[str, Any] = {"__builtins__": builtins, "inf": inf, "nan": nan, "no_grad": torch.no_grad}
+    scope |= {name: x for name, _, x in constants}
+    exec(compile(text, "<recorded function>", "exec"), scope)
+    return scope["build"]
+
+
+@lru_cache(maxsize=1024)
+def _translated(
+    build: Callable[..., Function], translate: Callable[..., Function], own: int
+) -> Callable[..., Function]:
+    """Return the `build` of translate(function, *added): of `own` tensors of the function, and the added ones."""
+    return lambda *tensors: translate(build(*tensors[:own]), *tensors[own:])

@@ -1,0 +1,465 @@
+"""A score_mod is read when `attend` is called: what it holds may then change, before the backward or between parts."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from itertools import count
+from types import SimpleNamespace
+from typing import Any, NamedTuple
+from unittest.mock import patch
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor, nn
+from torch.testing import assert_close
+from torch.utils.checkpoint import checkpoint
+
+import flexdilated as fd
+from flexdilated import _attend, masks
+from flexdilated.engines.flex import _flex_op
+from tests.engines.test_flex import dense_flex
+from tests.support.agreement import TIGHT
+
+# Every rule is score * scale + table[h, distance % DISTANCES], with both read from somewhere else.
+
+DISTANCES = 5
+HEADS = 2
+
+
+class Held(NamedTuple):
+    """A rule whose values are held somewhere, and the function that puts others there."""
+
+    score_mod: Callable[..., Tensor]
+    change: Callable[[], Any]
+
+
+def rule(scale: Any, table: Tensor, score: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
+    return score * scale + table[h, (q - k) % DISTANCES]
+
+
+def plain(scale: float, table: Tensor) -> Callable[..., Tensor]:
+    return lambda score, b, h, q, k: rule(scale, table, score, h, q, k)
+
+
+def in_cells(scale: float, table: Tensor, other: Tensor) -> Held:
+    def score_mod(score, b, h, q, k):
+        return rule(scale, table, score, h, q, k)
+
+    def change():
+        nonlocal scale, table
+        scale, table = 5.0, other
+
+    return Held(score_mod, change)
+
+
+class Bias:
+    def __init__(self, scale: float, table: Tensor) -> None:
+        self.scale, self.table = scale, table
+
+    def __call__(self, score, b, h, q, k):
+        return self.modified(score, b, h, q, k)
+
+    def modified(self, score, b, h, q, k, bonus=0.0):
+        return rule(self.scale, self.table, score, h, q, k) + bonus
+
+    @property
+    def halved(self) -> float:
+        return self.scale / 2
+
+
+def changed(held: Bias, other: Tensor) -> Callable[[], None]:
+    return lambda: held.__init__(5.0, other)
+
+
+def in_an_object(scale: float, table: Tensor, other: Tensor) -> Held:
+    held = Bias(scale, table)
+    return Held(held, changed(held, other))
+
+
+def in_a_bound_method(scale: float, table: Tensor, other: Tensor) -> Held:
+    held = Bias(scale, table)
+    return Held(held.modified, changed(held, other))
+
+
+def by_a_property(scale: float, table: Tensor, other: Tensor) -> Held:
+    held = Bias(scale, table)
+    return Held(lambda s, b, h, q, k: rule(2 * held.halved, held.table, s, h, q, k), changed(held, other))
+
+
+def in_a_partial(scale: float, table: Tensor, other: Tensor) -> Held:
+    def score_mod(score, b, h, q, k, *, scale, table):
+        return rule(scale, table, score, h, q, k)
+
+    held = partial(score_mod, scale=scale, table=table)
+    return Held(held, lambda: held.keywords.update(scale=5.0, table=other))
+
+
+def in_defaults(scale: float, table: Tensor, other: Tensor) -> Held:
+    def score_mod(score, b, h, q, k, scale=scale, *, table=table):
+        return rule(scale, table, score, h, q, k)
+
+    def change():
+        score_mod.__defaults__, score_mod.__kwdefaults__ = (5.0,), {"table": other}
+
+    return Held(score_mod, change)
+
+
+def in_containers(scale: float, table: Tensor, other: Tensor) -> Held:
+    scales, tables = [scale], {"table": table}
+
+    def change():
+        scales[0], tables["table"] = 5.0, other
+
+    return Held(lambda s, b, h, q, k: rule(scales[0], tables["table"], s, h, q, k), change)
+
+
+GLOBALS = SimpleNamespace()
+
+
+def in_globals(scale: float, table: Tensor, other: Tensor) -> Held:
+    GLOBALS.scale, GLOBALS.table = scale, table
+
+    def change():
+        GLOBALS.scale, GLOBALS.table = 5.0, other
+
+    return Held(lambda s, b, h, q, k: rule(GLOBALS.scale, GLOBALS.table, s, h, q, k), change)
+
+
+def in_a_module(scale: float, table: Tensor, other: Tensor) -> Held:
+    class Module(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.table = table  # no parameter, so that the drawn leaf gets the gradient
+            self.register_buffer("scale", torch.tensor(scale, dtype=torch.float64))
+
+        def forward(self, score, b, h, q, k):
+            return rule(self.scale, self.table, score, h, q, k)
+
+    module = Module()
+
+    def change():
+        module.scale, module.table = torch.tensor(5.0), other
+
+    return Held(module, change)
+
+
+def in_an_array(scale: float, table: Tensor, other: Tensor) -> Held:
+    """A number that is read out of memory; a tensor that shares memory with an array is read as tensors are."""
+    scales, tables = np.array([scale]), [table]
+
+    def change():
+        scales[0], tables[0] = 5.0, other
+
+    return Held(lambda s, b, h, q, k: rule(float(scales[0]), tables[0], s, h, q, k), change)
+
+
+def by_the_number_of_calls(scale: float, table: Tensor, other: Tensor) -> Held:
+    calls = count()
+
+    def score_mod(score, b, h, q, k):
+        return rule(*((5.0, other) if next(calls) else (scale, table)), score, h, q, k)
+
+    return Held(score_mod, lambda: None)
+
+
+def as_a_number(scale: float, table: Tensor, other: Tensor) -> Held:
+    """Read by float(), which is one number for the whole call, as in every other function."""
+    held, tables = torch.tensor(scale, dtype=torch.float64), [table]
+
+    def change():
+        held.fill_(5.0)
+        tables[0] = other
+
+    return Held(lambda s, b, h, q, k: rule(float(held), tables[0], s, h, q, k), change)
+
+
+WAYS = (
+    *(in_cells, in_an_object, in_a_bound_method, by_a_property, in_a_partial, in_defaults, in_containers, in_globals),
+    *(in_a_module, in_an_array, by_the_number_of_calls, as_a_number),
+)
+PATTERNS = (
+    masks.causal(),
+    masks.local_window(left=5, right=2),
+    masks.longnet([4, 16], [1, 2]) & masks.causal(),
+    masks.dilated(8, 3),
+)
+
+
+def by_flex(*tensors: Tensor, **how: Any) -> Tensor:
+    """Engine "flex" around a dense kernel, which has gradients."""
+    kernel = {"_in_parts": _flex_op._flex, "run_flex": partial(_flex_op.run_flex, kernel=dense_flex)}
+    with patch.object(_attend, "choose_engine", lambda *_, **__: "flex"), patch.multiple(_flex_op, **kernel):
+        return fd.attend(*tensors, **how, return_lse=True)[0]
+
+
+ENGINES = {
+    "portable": partial(fd.attend, engine="portable"),
+    "reference": partial(fd.attend, engine="reference"),
+    "by default": fd.attend,
+    "flex": by_flex,
+}
+
+
+def drawn_tensors(seed: int, tokens: int) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    shapes = [(2, HEADS, tokens, 4)] * 3 + [(HEADS, DISTANCES)]
+    return [torch.randn(shape, generator=generator, dtype=torch.float64).requires_grad_() for shape in shapes]
+
+
+@given(
+    st.sampled_from(WAYS),
+    st.sampled_from(sorted(ENGINES)),
+    st.sampled_from(PATTERNS),
+    st.sampled_from(["backward", "second backward", "second derivative of a changed one"]),
+    st.sampled_from([0.0, 0.4]),
+    st.integers(1, 40),
+    st.integers(0, 99),
+)
+def test_gradients_are_those_of_the_values_at_the_call(way, engine, pattern, moment, dropout_p, tokens, seed):
+    dropout_p = 0.0 if engine == "flex" else dropout_p
+    *tensors, table = leaves = drawn_tensors(seed, tokens)
+    other = torch.full_like(table, 7.0).requires_grad_()
+
+    def derivatives(attend: Callable[..., Tensor], held: Held) -> list[Tensor]:
+        torch.manual_seed(0)
+        out = attend(*tensors, pattern=pattern, score_mod=held.score_mod, dropout_p=dropout_p)
+        if moment != "second derivative of a changed one":
+            held.change()
+        first = torch.autograd.grad(out.square().sum(), leaves, create_graph=True)
+        held.change()
+        if moment == "backward":
+            return [out, *first]
+        total = sum(x.square().sum() for x in first)
+        return [out, *first, *torch.autograd.grad(total, leaves, materialize_grads=True)]
+
+    found = derivatives(ENGINES[engine], way(0.5, table, other))
+    exact = derivatives(ENGINES["reference"], Held(plain(0.5, table), lambda: None))
+    for one, true in zip(found, exact, strict=True):
+        assert_close(one, true, rtol=1e-7, atol=1e-9)
+
+
+@pytest.mark.parametrize("learns", [True, False])
+@pytest.mark.parametrize(("engine", "second"), [("portable", False), ("portable", True)])
+def test_tensors_written_in_place_raise_as_saved_tensors_do(engine, learns, second):
+    *tensors, table = drawn_tensors(0, 20)
+    buffer = torch.full((1,), 0.5, dtype=torch.float64)
+    out = fd.attend(*tensors, masks.causal(), score_mod=plain(buffer[0], table), engine=engine)
+    loss = out.square().sum()
+    if second:
+        loss = torch.autograd.grad(loss, tensors, create_graph=True)[0].square().sum()
+    with torch.no_grad():
+        (table if learns else buffer).mul_(2)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        torch.autograd.grad(loss, tensors)
+
+
+def test_layers_of_a_loop():
+    """Each layer's function reads the loop's variable."""
+    x, *_, first = drawn_tensors(0, 30)
+    tables = [first, *(drawn_tensors(seed, 1)[-1] for seed in (1, 2))]
+
+    def model(x: Tensor, engine: str | None) -> Tensor:
+        for table in tables:
+            x = fd.attend(  # the function is to read the loop's variable
+                x,
+                x,
+                x,
+                masks.causal(),
+                engine=engine,
+                score_mod=lambda s, b, h, q, k: s + table[h, (q - k) % DISTANCES],
+            )
+        return x
+
+    found, exact = (torch.autograd.grad(model(x, engine).sin().sum(), [x, *tables]) for engine in (None, "reference"))
+    for one, true in zip(found, exact, strict=True):
+        assert_close(one, true, **TIGHT)
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_in_a_checkpoint(reentrant):
+    """A checkpoint calls the layer again, which makes its function again."""
+    *tensors, table = leaves = drawn_tensors(0, 20)
+    grads = []
+    for engine in ("portable", "reference"):
+
+        def layer(q, k, v, engine=engine):
+            held = in_an_object(0.5, table.sigmoid(), table)
+            out = fd.attend(q, k, v, masks.causal(), score_mod=held.score_mod, engine=engine)
+            held.change()
+            return out
+
+        out = checkpoint(layer, *tensors, use_reentrant=reentrant)
+        out.square().sum().backward()
+        grads.append([x.grad for x in leaves])
+        for x in leaves:
+            x.grad = None
+    for one, true in zip(*grads, strict=True):
+        assert_close(one, true, **TIGHT)
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_a_cache_reads_them_once_a_call(way):
+    """A call of many pieces: entries at different positions, each in chunks."""
+    *tensors, table = (x.detach() for x in drawn_tensors(0, 160))
+    exact = fd.attend(*tensors, masks.causal(), score_mod=plain(0.5, table), engine="reference")
+    cache, firsts = fd.KVCache(masks.causal(), num_heads=HEADS), (3, 11)
+    cache.append(*(x[:, :, :11] for x in tensors[1:]), lengths=torch.tensor(firsts))
+    for number in (1, 140):
+        new = (torch.stack([row[:, at : at + number] for row, at in zip(x, firsts, strict=True)]) for x in tensors)
+        held = way(0.5, table, table + 1)
+        out = cache.attend(*new, score_mod=held.score_mod)
+        for row, true, at in zip(out, exact, firsts, strict=True):
+            assert_close(row, true[:, at : at + number], **TIGHT)
+        firsts = tuple(at + number for at in firsts)
+
+
+class Straight(torch.autograd.Function):
+    """Rounds, with the gradient of the identity: what it records is not what its forward computes."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(x):
+        return x.round()
+
+    @staticmethod
+    def setup_context(ctx, inputs, output):
+        pass
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad
+
+
+class Unmapped(Straight):
+    generate_vmap_rule = False
+
+
+def operations(table: Tensor) -> dict[str, Callable[..., Tensor]]:
+    """What functions do with tensors, in ways that a record must keep."""
+    number = torch.tensor([1.5, 0.5], dtype=torch.float64)
+
+    def without_gradient(score, b, h, q, k):
+        with torch.no_grad():
+            shift = table[h, 0] * 2
+        return score + shift + table[h, 1]
+
+    def in_place(score, b, h, q, k):
+        before = score
+        score += table[h, 0]
+        score *= 2
+        return before
+
+    def several_results(score, b, h, q, k):
+        largest = torch.stack([score, table[h, 0] + 0 * score]).max(0)
+        return largest.values + largest[1] * table[h, 1]
+
+    def writing_to_its_own(score, b, h, q, k):
+        both = torch.stack([score, score])
+        both[0] = 3 * score
+        return both.sum() + table[h, 0]
+
+    return {
+        "a custom gradient": lambda s, b, h, q, k: Straight.apply(s * 3) + Straight.apply(table[h, 0]),
+        "no gradient": without_gradient,
+        "detached": lambda s, b, h, q, k: s.detach() * table[h, 0] + s,
+        "in place": in_place,
+        "several results": several_results,
+        "writing to a tensor of its own": writing_to_its_own,
+        "a number out of a tensor": lambda s, b, h, q, k: s * float(number[0]) + number.tolist()[1],
+        "numbers first": lambda s, b, h, q, k: 2 - s / (1 + (5 - q) % 3) - 3 // (k + 1) + 2 ** -s.sigmoid(),
+        "infinite and not a number": lambda s, b, h, q, k: torch.where(
+            q == k, s, torch.nan_to_num(s, float("nan"), -1e3)
+        ),
+        "minus infinity": lambda s, b, h, q, k: torch.where((q - k) % 3 == 1, -float("inf"), s),
+        "by other indices": lambda s, b, h, q, k: (
+            s + table.flatten()[h * DISTANCES + k % 5] + nn.functional.embedding(h, table)[1]
+        ),
+        "slices": lambda s, b, h, q, k: s + table[h, 1:3][..., -1] + table[None, h, ..., 0].squeeze(0),
+        "properties": lambda s, b, h, q, k: s.real + table[h, 0].to(s.dtype) * s.dim() + (1 if s.is_cpu else 0),
+        "on its device": lambda s, b, h, q, k: s + torch.arange(4, device=s.device)[k % 4].to(s) + s.new_ones(()),
+        "types of numbers": lambda s, b, h, q, k: s * np.float64(0.5) + np.int64(2) + True,
+        "keywords": lambda s, b, h, q, k: torch.add(s, table[h, 0], alpha=2).clamp(min=-3.0, max=3.0),
+        "a choice of a constant": lambda s, b, h, q, k: torch.zeros_like(s) + table[0, 0],
+    }
+
+
+@pytest.mark.parametrize("name", operations(torch.zeros(HEADS, DISTANCES)))
+def test_what_a_function_does_is_kept(name):
+    """Against the function itself, called for one pair after another by vmap."""
+    *tensors, table = leaves = drawn_tensors(0, 12)
+    score_mod = operations(table)[name]
+    every = score_mod
+    for place in (4, 3, 2, 1):
+        every = torch.vmap(every, in_dims=tuple(0 if index in (0, place) else None for index in range(5)))
+    q, k, v = tensors
+    scores = every((q @ k.mT) * 0.5, *map(torch.arange, scores_shape := (2, HEADS, 12, 12)))
+    allowed = torch.ones(scores_shape[2:], dtype=torch.bool).tril()
+    exact = scores.masked_fill(~allowed, -torch.inf).softmax(-1).nan_to_num() @ v
+    true_grads = torch.autograd.grad(exact.square().sum(), leaves, materialize_grads=True, allow_unused=True)
+    for engine in ("portable", "reference"):
+        out = fd.attend(q, k, v, masks.causal(), score_mod=score_mod, engine=engine)
+        grads = torch.autograd.grad(out.square().sum(), leaves, materialize_grads=True, allow_unused=True)
+        for one, true in zip((out, *grads), (exact, *true_grads), strict=True):
+            assert_close(one, true, **TIGHT)
+
+
+def test_what_does_not_depend_on_the_pair_need_not_be_mapped():
+    *tensors, table = leaves = drawn_tensors(0, 12)
+    found, exact = (
+        torch.autograd.grad(
+            fd.attend(
+                *tensors,
+                masks.causal(),
+                score_mod=lambda s, b, h, q, k, of=of: s + of.apply(3 * table)[h, 0],
+                engine="portable",
+            )
+            .square()
+            .sum(),
+            leaves,
+        )
+        for of in (Unmapped, Straight)
+    )
+    for one, true in zip(found, exact, strict=True):
+        assert_close(one, true, **TIGHT)
+
+
+@pytest.mark.parametrize("way", [in_a_partial, in_defaults, in_a_module])
+def test_in_a_graph_the_compiler_reads_them(way):
+    """A changed value is a new graph in the next call, and no other gradient of the last one."""
+    torch.compiler.reset()
+    *tensors, table = leaves = drawn_tensors(0, 20)
+    other = drawn_tensors(1, 1)[-1]
+
+    def call(score_mod, *tensors):
+        return fd.attend(*tensors, masks.causal(), score_mod=score_mod, engine="portable")
+
+    compiled, held = torch.compile(call, fullgraph=True, backend="aot_eager"), way(0.5, table, other)
+    for scale, read in ((0.5, table), (5.0, other)):
+        out, exact = compiled(held.score_mod, *tensors), call(plain(scale, read), *tensors)
+        held.change()
+        inputs = [*leaves[:3], read]
+        found, true = (torch.autograd.grad(x.square().sum(), inputs) for x in (out, exact))
+        assert_close((out, *found), (exact, *true), **TIGHT)
+
+
+def test_a_size_in_a_graph_of_any_size():
+    torch.compiler.reset()
+    x = torch.randn(3, 2, 20, 8, dtype=torch.float64)
+
+    def call(x, y):
+        n, m = x.shape[0], y.shape[0]
+
+        def score_mod(score, b, h, q_idx, k_idx):
+            return (n - score) * m**-0.5 + torch.where(q_idx > m, score / m, 2 * n)
+
+        return fd.attend(x, x, x, masks.causal(), score_mod=score_mod)
+
+    compiled = torch.compile(call, fullgraph=True, backend="aot_eager", dynamic=True)
+    for number in (7, 5):
+        y = torch.zeros(number)
+        assert_close(compiled(x, y), call(x, y), **TIGHT)
