@@ -219,7 +219,8 @@ def _queries_from(
     moved = pattern.queries_from(starts, name="q_offset")
     if score_mod is None:
         return moved, None
-    first, step = starts.to(device), int(len(starts) > 1)
+    # A copy: the backward needs these positions, also if the caller has moved on.
+    first, step = starts.to(device, copy=True), int(len(starts) > 1)
     return moved, lambda score, b, h, q, k: score_mod(score, b, h, q + first[b * step], k)
 
 

@@ -2,7 +2,6 @@
 
 from collections.abc import Mapping
 from functools import lru_cache
-from inspect import signature
 from sys import float_info
 from warnings import warn
 
@@ -12,7 +11,7 @@ from torch import Tensor
 from ._torch_private import check, graph_constant
 from .masks import Layout, Mixture, Pattern
 from .masks.attended import causal_by_form
-from .masks.core import LARGEST, Expression, renamed, require_int
+from .masks.core import LARGEST, Expression, refused_arguments, renamed, require_int
 from .masks.patterns import SelectedBlocks, missing, names, require_values, run_time_leaves
 from .masks.text import read_text
 
@@ -189,14 +188,9 @@ def check_score_mod(score_mod: object) -> None:
         return
     if not callable(score_mod):
         raise TypeError(f"score_mod must be a function of (score, b, h, q_idx, k_idx); got {type(score_mod).__name__}")
-    try:
-        taken = signature(score_mod)
-    except ValueError:  # built-in functions may have none
-        return
-    try:
-        taken.bind(*[None] * 5)
-    except TypeError:
-        raise TypeError(f"score_mod must take (score, b, h, q_idx, k_idx); got {taken}") from None
+    takes = refused_arguments(score_mod, 5)
+    if takes is not None:
+        raise TypeError(f"score_mod must take (score, b, h, q_idx, k_idx); got {takes}")
 
 
 def check_zero_keys(

@@ -6,12 +6,14 @@ over; later computations run the recorded operations, whatever has changed since
 
 from __future__ import annotations
 
-import builtins
 from collections.abc import Callable, Hashable, Iterator, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
+from inspect import signature
+from itertools import count
 from math import inf, isfinite, nan
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -30,6 +32,11 @@ _READ_VALUES = {
 }
 _OPERATORS = ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "and", "or", "xor", "lshift", "rshift")
 _AUGMENTED = {f"__i{name}__" for name in _OPERATORS}
+# Functions that use the shape of their first argument, and not its values.
+_SHAPED_ALIKE = {
+    *("new_empty", "new_full", "new_ones", "new_tensor", "new_zeros"),
+    *("empty_like", "full_like", "ones_like", "zeros_like"),
+}
 # Functions whose integers are indices: they are tried with 0, which is an index; other functions with 1, a divisor.
 _INDEXING = {"__getitem__", "__setitem__", "embedding", "gather", "index_select", "one_hot", "take", "take_along_dim"}
 
@@ -42,6 +49,10 @@ class WritesError(Exception):
     """A recorded function writes to a tensor that it captured, by the named function."""
 
 
+class DrawsError(Exception):
+    """A recorded function draws random numbers."""
+
+
 class NoTensorError(Exception):
     """A recorded function returns a value of the named type, which is no tensor."""
 
@@ -51,7 +62,9 @@ class Recorded:
     """The operations of a function, and the tensors that it read, each of which is an argument of `build`.
 
     build: returns a plain function of the recorded function's arguments for such tensors. It is one object for all
-    functions with equal operations and equal Python values, and so identifies them. shape, dtype: of the result.
+    functions with equal operations and equal Python values, and so identifies them. shape, dtype: of the result. reads:
+    indices of the arguments on whose values the result depends. text: Python code of `build`, which says in every
+    process what it does; None if it calls functions that are not torch's.
 
     >>> scale = torch.tensor(2.0)
     >>> recorded = record(lambda x: x * scale, [torch.float32], torch.device("cpu"))
@@ -63,6 +76,8 @@ class Recorded:
     tensors: tuple[Tensor, ...]
     shape: torch.Size
     dtype: torch.dtype
+    reads: frozenset[int]
+    text: str | None
 
     @cached_property
     def function(self) -> Function:
@@ -78,26 +93,33 @@ class Recorded:
     def through(self, translate: Callable[..., Function], *tensors: Tensor) -> Recorded:
         """Return the function translate(function, *tensors); `translate` must be a function of a module."""
         build = _translated(self.build, translate, len(self.tensors))
-        return replace(self, build=build, tensors=(*self.tensors, *tensors))
+        return replace(self, build=build, tensors=(*self.tensors, *tensors), text=None)
 
 
-def record(function: Callable[..., Any], dtypes: Sequence[torch.dtype], device: torch.device) -> Recorded:
-    """Call a function once, with a tensor of shape () for each dtype, and return its operations.
+def record(
+    function: Callable[..., Any], dtypes: Sequence[torch.dtype], device: torch.device, *, shape: tuple[int, ...] = ()
+) -> Recorded:
+    """Call a function once, with a tensor of this shape for each dtype, and return its operations.
 
     Operations that do not depend on the arguments are computed here, in the caller's autograd. device: that of later
     arguments; the function gets stand-ins on the CPU, whose values mean nothing. Raises ReadsValuesError, WritesError,
-    NoTensorError, and what the function raises.
+    DrawsError, NoTensorError, and what the function raises.
     """
     recorder = _Recorder(device)
 
     def call(level: Tensor) -> Tensor:
-        arguments = [recorder.argument(dtype) for dtype in dtypes]
+        arguments = [recorder.argument(shape, dtype) for dtype in dtypes]
         with recorder:
             recorder.found = function(*arguments)
         return level
 
     # In a level of vmap, torch hands custom autograd functions to modes; outside of one, it runs their forward.
-    torch.vmap(call)(torch.zeros(1, device="cpu"))
+    try:
+        torch.vmap(call)(torch.zeros(1, device="cpu"))
+    except RuntimeError as error:
+        if "randomness" in str(error):
+            raise DrawsError from error
+        raise
     return recorder.recorded()
 
 
@@ -113,30 +135,36 @@ class _Recorder(TorchFunctionMode):
         self._arguments: list[str] = []
         self._lines: list[str] = []
         self._names: dict[int, str] = {}  # of values that depend on the arguments, by id
-        self._alive: list[Tensor] = []  # these values, so that no other gets their id
+        self._reads: dict[int, frozenset[int]] = {}  # indices of these arguments
+        self._made: set[int] = set()  # ids of values that the function made, of which it may write to
+        self._alive: list[Tensor] = []  # all these values, so that no other gets their id
         self._captured: dict[int, tuple[str, Tensor]] = {}
-        self._constants: dict[str, Any] = {}
+        self._others: dict[str, Any] = {}  # values that have no name in torch
 
-    def argument(self, dtype: torch.dtype) -> Tensor:
-        self._arguments.append(f"x{len(self._arguments)}")
-        return self._stand_in((), dtype, self._arguments[-1])
+    def argument(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        index = len(self._arguments)
+        self._arguments.append(f"x{index}")
+        return self._stand_in(shape, dtype, self._arguments[-1], frozenset([index]))
 
     def recorded(self) -> Recorded:
-        if not isinstance(self.found, Tensor):
-            raise NoTensorError(type(self.found).__name__)
-        body = (*self._lines, f"return {self._text(self.found)}")
+        found = self.found
+        if not isinstance(found, Tensor):
+            raise NoTensorError(type(found).__name__)
+        body = (*self._lines, f"return {self._text(found)}")
         captured = [*self._captured.values()]
         lines = [f"def build({', '.join(name for name, _ in captured)}):"]
         lines += [f"    def recorded({', '.join(self._arguments)}):"]
         lines += [f"        {line}" for line in body] + ["    return recorded"]
-        constants = tuple((name, type(x), x) for name, x in self._constants.items())
-        make = _built if all(isinstance(x, Hashable) for x in self._constants.values()) else _built.__wrapped__
-        build = make("\n".join(lines), constants)
+        text = "\n".join(lines)
+        make = _built if all(isinstance(x, Hashable) for x in self._others.values()) else _built.__wrapped__
+        build = make(text, tuple(self._others.items()))
         tensors = (_savable(x) if self._has_gradients else x for _, x in captured)
-        return Recorded(build, tuple(tensors), self.found.shape, self.found.dtype)
+        reads = self._reads.get(id(found), frozenset())
+        return Recorded(build, tuple(tensors), found.shape, found.dtype, reads, None if self._others else text)
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
         kwargs, name = kwargs or {}, getattr(func, "__name__", "")
+        given = [*_tensors(args[1:] if name in _SHAPED_ALIKE else args, kwargs)]
         depends, apart = any(id(x) in self._names for x in _tensors(args, kwargs)), self._apart
         if name == "custom_function_call":
             func, args, apart = args[0].apply, args[1:], own_modes
@@ -144,15 +172,19 @@ class _Recorder(TorchFunctionMode):
                 has_gradients = torch.is_grad_enabled()
                 with own_modes(), torch.set_grad_enabled(has_gradients):
                     return func(*args)
+        writes = name in _AUGMENTED or name == "__setitem__" or (name.endswith("_") and not name.endswith("__"))
+        if kwargs.get("out") is not None or (writes and id(args[0]) not in (self._names if depends else self._made)):
+            raise WritesError(name)
         if not depends:
-            return func(*args, **kwargs)
+            found = func(*args, **kwargs)
+            self._alive += (made := [*_tensors(found)])
+            self._made |= set(map(id, made))
+            return found
         if name in _READ_VALUES:
             raise ReadsValuesError(f"Tensor.{name}")
-        writes = name in _AUGMENTED or name == "__setitem__" or (name.endswith("_") and not name.endswith("__"))
-        if kwargs.get("out") is not None or (writes and id(args[0]) not in self._names):
-            raise WritesError(name)
         if writes and self._names[id(args[0])] in self._arguments:  # which autograd may need
-            self._result(args[0], f"{self._names[id(args[0])]}.clone()", args[0])
+            self._result(args[0], f"{self._names[id(args[0])]}.clone()", args[0], self._reads[id(args[0])])
+        reads = frozenset[int]().union(*(self._reads[id(x)] for x in given if id(x) in self._names))
         with apart():
             found = self._tried(func, name, args, kwargs, writes=writes)
         if name != "__setitem__" and not any(True for _ in _tensors(found)):
@@ -161,7 +193,7 @@ class _Recorder(TorchFunctionMode):
         if self._has_gradients and not torch.is_grad_enabled():
             self._lines.append("with no_grad():")
             text = f"    {text}"
-        return self._result(found, text, args[0] if writes else None)
+        return self._result(found, text, args[0] if writes else None, reads)
 
     def _tried(
         self, func: Callable[..., Any], name: str, args: tuple[Any, ...], kwargs: dict[str, Any], *, writes: bool
@@ -181,8 +213,10 @@ class _Recorder(TorchFunctionMode):
             return func(torch.empty(args[0].shape, dtype=args[0].dtype, device=self._device))
         return found
 
-    def _result(self, found: Any, text: str, written: Tensor | None) -> Any:
-        """Write the line that computes `text`, and return stand-ins for its results."""
+    def _result(self, found: Any, text: str, written: Tensor | None, reads: frozenset[int]) -> Any:
+        """Write the line that computes `text`, and return stand-ins for its results. reads: indices of arguments."""
+        if written is not None:
+            self._reads[id(written)] |= reads
         if found is None:
             self._lines.append(text)
             return None
@@ -193,28 +227,30 @@ class _Recorder(TorchFunctionMode):
             self._names[id(written)] = name
             return written
         if isinstance(found, Tensor):
-            return self._stand_in(found.shape, found.dtype, name)
+            return self._stand_in(found.shape, found.dtype, name, reads)
         parts = [
-            self._stand_in(x.shape, x.dtype, f"{name}[{index}]") if isinstance(x, Tensor) else x
+            self._stand_in(x.shape, x.dtype, f"{name}[{index}]", reads) if isinstance(x, Tensor) else x
             for index, x in enumerate(found)
         ]
         return type(found)(parts)
 
-    def _stand_in(self, shape: Sequence[int], dtype: torch.dtype, name: str) -> Tensor:
+    def _stand_in(self, shape: Sequence[int], dtype: torch.dtype, name: str, reads: frozenset[int]) -> Tensor:
         with self._apart():
             made = torch.ones(shape, dtype=dtype, device="cpu")
         self._alive.append(made)
-        self._names[id(made)] = name
+        self._names[id(made)], self._reads[id(made)] = name, reads
         return made
 
     def _call_text(self, func: Callable[..., Any], name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
         texts = [*map(self._text, args)]
+        if name == "__get__":
+            return f"{texts[0]}.{func.__self__.__name__}"
+        if name == "__getitem__":
+            return f"{texts[0]}[{texts[1]}]"
         if isinstance(args[0] if args else None, Tensor) and getattr(Tensor, name, None) == func:
-            if name == "__getitem__":
-                return f"{texts[0]}[{texts[1]}]"
             called, texts = f"{texts[0]}.{name}", texts[1:]
         else:
-            called = self._constant(func)
+            called = _name_in_torch(func) or self._other(func)
         texts += [f"{key}={self._text(value)}" for key, value in kwargs.items()]
         return f"{called}({', '.join(texts)})"
 
@@ -223,24 +259,45 @@ class _Recorder(TorchFunctionMode):
         if isinstance(x, Tensor):
             known = self._names.get(id(x))
             return known or self._captured.setdefault(id(x), (f"c{len(self._captured)}", x))[0]
-        if x is None or x is ... or kind in (bool, int, str) or (kind is float and isfinite(x)):
+        if kind.__module__ == "numpy" and hasattr(x, "item"):  # a single number
+            x = x.item()
+            kind = type(x)
+        if isinstance(x, float):
+            return repr(float(x)) if isfinite(x) else "nan" if x != x else f"{'-' if x < 0 else ''}inf"
+        if (
+            x is None
+            or x is ...
+            or isinstance(x, str | torch.dtype | torch.layout | torch.memory_format)
+            or kind in (bool, int)
+        ):
             return repr(x)
-        if kind is float:
-            return "nan" if x != x else f"{'-' if x < 0 else ''}inf"
+        if isinstance(x, torch.device):
+            return f"{self._arguments[0]}.device" if x == self._device else f"torch.device({str(x)!r})"
         if kind in (tuple, torch.Size):
             return f"({''.join(f'{self._text(each)}, ' for each in x)})"
         if kind is list:
             return f"[{', '.join(map(self._text, x))}]"
         if kind is slice:
             return f"slice({self._text(x.start)}, {self._text(x.stop)}, {self._text(x.step)})"
-        return self._constant(x)
+        return self._other(x)
 
-    def _constant(self, x: Any) -> str:
-        known = next((name for name, value in self._constants.items() if value is x), None)
-        if known is None:
-            known = f"k{len(self._constants)}"
-            self._constants[known] = x
-        return known
+    def _other(self, x: Any) -> str:
+        name = _name_of(x) if isinstance(x, Hashable) else f"unhashable_{next(_numbers)}"
+        self._others[name] = x
+        return name
+
+
+def refused_arguments(function: Callable[..., Any], number: int) -> str | None:
+    """Return the signature of a function that cannot be called with this number of arguments; None if it can be."""
+    try:
+        taken = signature(function)
+    except ValueError:  # some built-in functions have none
+        return None
+    try:
+        taken.bind(*[None] * number)
+    except TypeError:
+        return str(taken)
+    return None
 
 
 def _tensors(*values: Any) -> Iterator[Tensor]:
@@ -252,10 +309,30 @@ def _savable(x: Tensor) -> Tensor:
     return x.clone() if x.is_inference() else x
 
 
+def _name_in_torch(func: Any) -> str | None:
+    """Return the name by which code reads a function of torch; None for other functions."""
+    name = getattr(func, "__name__", "")
+    places = ("torch", "torch.nn.functional", "torch.Tensor")
+    for known in (*(f"{place}.{name}" for place in places), name.replace("_", ".", 1), f"ops.{func}"):
+        known = known.removeprefix("torch.")
+        with suppress(AttributeError):
+            if attrgetter(known)(torch) is func:
+                return f"torch.{known}"
+    return None
+
+
+_numbers = count()
+
+
 @lru_cache(maxsize=1024)
-def _built(text: str, constants: tuple[tuple[str, type, Any], ...]) -> Callable[..., Function]:
-    scope: dict[str, Any] = {"__builtins__": builtins, "inf": inf, "nan": nan, "no_grad": torch.no_grad}
-    scope |= {name: x for name, _, x in constants}
+def _name_of(x: Hashable) -> str:
+    """Return a name for a value, which no other value gets in this process."""
+    return f"value_{next(_numbers)}"
+
+
+@lru_cache(maxsize=1024)
+def _built(text: str, others: tuple[tuple[str, Any], ...]) -> Callable[..., Function]:
+    scope: dict[str, Any] = {"torch": torch, "inf": inf, "nan": nan, "no_grad": torch.no_grad, **dict(others)}
     exec(compile(text, "<recorded function>", "exec"), scope)
     return scope["build"]
 

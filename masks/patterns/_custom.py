@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import inspect
-import types
+import json
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from hashlib import sha256
 from itertools import product
 from threading import Lock
 from typing import Any
@@ -13,78 +13,79 @@ from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor
+from torch.nn import Buffer, Parameter
 from torch.nn.attention.flex_attention import BlockMask, noop_mask
-from torch.overrides import TorchFunctionMode
 
-from ..._torch_private import tree_leaves
+from ..._torch_private import graph_constant
 from ..core import (
     EMPTY,
     FULL,
     PARTIAL,
     Bounds,
     Box,
+    DrawsError,
     MaskMod,
+    NoTensorError,
     Pair,
     Pattern,
     Phrase,
+    ReadsValuesError,
     Reason,
+    Recorded,
+    WritesError,
     advises,
+    content_digest,
     device_kind,
     instead_of_pattern,
     pattern_kind,
+    record,
+    refused_arguments,
     renamed,
     require_int,
 )
-from ._function_identity import copy_and_digest
 
 Grid = tuple[Tensor, ...]  # (b, h, q, k), which broadcast to the grid
 Classify = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]
 
-_MAKER = "def make(window): return lambda b, h, q, k: q - k < window"
+_BATCH, _HEAD = 0, 1  # indices of arguments
 _HEADS = (3, 2, 1)
 _TOKENS = (17, 9, 5, 3, 2, 1)
 _POINTS = 40
-# Methods that convert tensor values to Python values: a rule that calls one is not elementwise.
-_READS_VALUES = {
-    *("__bool__", "__int__", "__float__", "__complex__", "__index__", "__contains__", "__array__"),
-    *("item", "tolist", "numpy", "is_nonzero", "equal", "allclose"),
-}
-# Functions that use the shape of their first argument, and not its values.
-_SHAPED_ALIKE = {
-    *("new_empty", "new_full", "new_ones", "new_tensor", "new_zeros"),
-    *("empty_like", "full_like", "ones_like", "zeros_like"),
-}
 
 
 @dataclass(eq=False)
 class CustomRule:
     """A checked mask_mod with its optional `classify` and `period`; there is one live object for each digest.
 
-    digest: identifies code, captured values and period. function, classify: copies on the CPU; classify may be None.
-    period: shift of query and key that leaves the result unchanged, or None. uses_head: the result depends on the head.
-    covers_pairs: the result has an entry for every query and key. given: the caller's mask_mod and classify.
-    elsewhere: copies of the function on other devices, see `on`.
+    digest: identifies operations, tensors and period. recorded, classify: on the CPU; classify may be None.
+    period: shift of query and key that leaves the result unchanged, or None. covers_pairs: the result has an entry for
+    every query and key. given: the caller's mask_mod and classify. elsewhere: the function on other devices, see `on`.
     """
 
     digest: str
-    function: Any  # a FunctionType, which type checkers take for a method
-    classify: Any  # a function or None
+    recorded: Recorded
+    classify: Recorded | None
     period: int | None
-    uses_head: bool
     covers_pairs: bool
-    given: tuple[types.FunctionType, types.FunctionType | None]  # pickle looks these up by name
-    elsewhere: dict[torch.device, types.FunctionType] = field(default_factory=dict)
+    given: tuple[MaskMod, Classify | None]  # pickle looks these up by name
+    elsewhere: dict[torch.device, Any] = field(default_factory=dict)
 
     @property
     def name(self) -> str:
-        return self.function.__qualname__.rpartition(".")[2]
+        return _name(self.given[0])
 
-    def on(self, device: torch.device) -> types.FunctionType:
-        """Return the function with its captured tensors on this device; copies are cached."""
+    @property
+    def uses_head(self) -> bool:
+        """True if the result depends on the head."""
+        return _HEAD in self.recorded.reads
+
+    def on(self, device: torch.device) -> MaskMod:
+        """Return the function with its tensors on this device; it is cached."""
         if device_kind(device).on_host:
-            return self.function
+            return self.recorded.function
         if device not in self.elsewhere:
-            self.elsewhere[device], _ = copy_and_digest(self.function, device)
+            moved = self.recorded.reading([x.to(device) for x in self.recorded.tensors])
+            self.elsewhere[device] = moved.function
         return self.elsewhere[device]
 
 
@@ -192,32 +193,29 @@ def custom(fn: MaskMod | BlockMask, *, classify: Classify | None = None, period:
 
     A BlockMask is used for its mask_mod only: its block lists and its length are ignored.
 
-    Functions with equal code and equal captured values give equal patterns. Captured values and globals are copied when
-    the pattern is built; later changes have no effect. Attributes that `fn` reads of torch, math, operator and
-    flexdilated count as constants; other modules, and imports or getattr in its body, raise TypeError, as their values
-    cannot be checked. Raises TypeError or ValueError if `fn` is not a plain elementwise function.
+    `fn` is called here, and never again: its torch operations are recorded with copies of the values that it reads, and
+    later changes of these have no effect. Functions with equal operations and equal values give equal patterns. Raises
+    TypeError or ValueError if `fn` does not compute each pair alone, from its positions, by functions of torch.
+    torch.compile cannot record: build the pattern outside of compiled functions.
 
     >>> masks.describe(masks.custom(lambda b, h, q, k: (q - k) % 3 == 0), 6).useful_pairs
     12
     """
+    _refuse_graphs()
     takes = "(head, q_first, q_last, k_first, k_last)"
     given = _require_mask_mod(fn), None if classify is None else _require_function("classify", classify, takes)
     if period is not None:
         require_int("period", period, minimum=1)
-    copies = [copy_and_digest(function, torch.device("cpu")) for function in given if function is not None]
-    digest = "+".join([part for _, part in copies] + ([] if period is None else [f"period {period}"]))
+    recorded, classes = _recorded(given[0], 4), None
+    if given[1] is not None:
+        classes = _recorded(given[1], 5, shape=(1,), what=f"classify of the custom function {_name(given[0])!r}")
+    digests = [_digest(each) for each in (recorded, classes) if each is not None]
+    digest = "+".join(digests + ([] if period is None else [f"period {period}"]))
     with _rules_lock:
         known = _rules.get(digest)
     if known is not None:
         return Custom(known)
-    function, classes = copies[0][0], copies[1][0] if classify is not None else None
-    before = torch.get_rng_state()
-    try:
-        uses_head, covers_pairs = _check_mask_mod(function, copies[0][1])
-    except (TypeError, ValueError):
-        torch.set_rng_state(before)  # a function that draws random numbers is rejected; undo its draws
-        raise
-    rule = CustomRule(digest, function, classes, period, uses_head, covers_pairs, given)
+    rule = CustomRule(digest, recorded, classes, period, _check_mask_mod(_name(given[0]), recorded), given)
     if classes is not None:
         _check_classify(rule.name, classes)
     if period is not None:
@@ -235,6 +233,57 @@ def _unpickle(fn: MaskMod, classify: Classify | None, period: int | None, head: 
     return Custom(pattern.rule, head)
 
 
+@graph_constant  # raises while torch.compile traces, also if graphs may break
+def _refuse_graphs() -> None:
+    if torch.compiler.is_compiling():
+        raise TypeError(
+            "masks.custom calls a function and records it, which torch.compile cannot trace: build the pattern before, "
+            "for example as an attribute of the module"
+        )
+
+
+def _name(function: Callable[..., Any]) -> str:
+    return getattr(function, "__qualname__", type(function).__name__).rpartition(".")[2]
+
+
+def _recorded(function: Callable[..., Any], number: int, shape: tuple[int, ...] = (), what: str = "") -> Recorded:
+    """Record a function of this number of integers, with copies of the tensors that it reads on the CPU."""
+    what = what or f"the custom function {_name(function)!r}"
+    try:
+        with torch.no_grad():
+            found = record(function, [torch.int64] * number, torch.device("cpu"), shape=shape)
+    except ReadsValuesError as error:
+        rule = "must not branch on values of tensors (`if`, `and`, `or`, `a < b < c`)"
+        raise ValueError(f"{what} {rule}: write torch.where, or `&`, `|` and `~`; it called {error}") from None
+    except WritesError as error:
+        raise ValueError(f"{what} must not change what it captured; it called {error}") from None
+    except DrawsError:
+        raise ValueError(f"{what} must be deterministic: it draws random numbers") from None
+    except NoTensorError as error:
+        kind = "a bool tensor" if number == 4 else "an integer tensor with a class for each box"
+        raise TypeError(f"{what} must return {kind}; got {error}") from None
+    except Exception as error:
+        raise ValueError(f"{what} failed: {type(error).__name__}: {error}") from error
+    if found.text is None:
+        raise TypeError(f"{what} must compute positions by functions of torch, which have a name in every process")
+    for x in found.tensors:
+        if type(x) not in (Tensor, Parameter, Buffer) or x.layout != torch.strided or x.is_quantized or x.is_meta:
+            got = f"a {type(x).__name__} of {x.layout} on {x.device.type}"
+            raise TypeError(f"{what} needs plain dense tensors; it reads {got}")
+    return found.reading([_copied(x) for x in found.tensors])
+
+
+def _copied(x: Tensor) -> Tensor:
+    with torch.inference_mode(False):
+        x = x.detach().resolve_conj().resolve_neg()
+        return x.to("cpu", copy=True, memory_format=torch.contiguous_format)
+
+
+def _digest(recorded: Recorded) -> str:
+    tensors = [[str(x.dtype), list(x.shape), content_digest(x)] for x in recorded.tensors]
+    return sha256(json.dumps([recorded.text, tensors]).encode()).hexdigest()
+
+
 def _refused(name: str, rule: str, got: str, kind: type[Exception] = ValueError) -> Exception:
     return kind(f"the custom function {name!r} {rule}; {got}")
 
@@ -247,8 +296,8 @@ def _check_period(rule: CustomRule, period: int) -> None:
     h, t = torch.arange(3, device="cpu")[:, None, None], torch.arange(16, device="cpu")
     b = torch.zeros((), dtype=torch.int64, device="cpu")
     try:
-        here = rule.function(b, h, t[:, None], t)
-        there = rule.function(b, h, t[:, None] + period, t + period)
+        here = rule.recorded(b, h, t[:, None], t)
+        there = rule.recorded(b, h, t[:, None] + period, t + period)
     except IndexError:
         return
     if not torch.equal(here, there):
@@ -256,11 +305,8 @@ def _check_period(rule: CustomRule, period: int) -> None:
         raise _refused(rule.name, f"must repeat after {period=}, query and key shifted together", differ)
 
 
-def _require_mask_mod(function: object) -> types.FunctionType:
-    """Return `function`, or its mask_mod if it is a BlockMask; it must be a plain Python function of (b, h, q, k).
-
-    Raises TypeError for other values, for other parameters, and for default arguments.
-    """
+def _require_mask_mod(function: object) -> MaskMod:
+    """Return `function`, or its mask_mod if it is a BlockMask; raises TypeError unless it takes (b, h, q, k)."""
     if isinstance(function, BlockMask):
         function = function.mask_mod
         if function is noop_mask:
@@ -268,75 +314,36 @@ def _require_mask_mod(function: object) -> types.FunctionType:
                 "a BlockMask is used for its mask_mod only, and this one has lists of blocks alone: write "
                 "masks.block_list(rows, block=...) with these lists"
             )
-    if isinstance(function, types.FunctionType) and (function.__defaults__ or function.__kwdefaults__):
-        rule = f"a custom function must have no default arguments, as compilers keep stale ones: write `{_MAKER}`"
-        raise TypeError(f"{rule}; got {function.__qualname__!r}")
-    return _require_function(
-        "a custom function", function, "(b, h, q, k)", f" that captures its other values, as in `{_MAKER}`"
-    )
+    return _require_function("a custom function", function, "(b, h, q, k)")
 
 
-def _require_function(what: str, value: object, takes: str, how: str = "") -> types.FunctionType:
-    if not isinstance(value, types.FunctionType):
-        advice = instead_of_pattern(value) if how and not callable(value) else ""
-        raise TypeError(f"{what} must be a plain function of {takes}{how}; got {type(value).__name__}{advice}")
-    code = value.__code__
-    variable = bool(code.co_flags & (inspect.CO_VARARGS | inspect.CO_VARKEYWORDS))
-    if variable or code.co_argcount != takes.count(",") + 1 or code.co_kwonlyargcount:
-        names = (*code.co_varnames[: code.co_argcount + code.co_kwonlyargcount], *["..."] * variable)
-        raise TypeError(f"{what} must take exactly {takes}; got {value.__qualname__!r} with ({', '.join(names)})")
+def _require_function(what: str, value: object, takes: str) -> Callable[..., Any]:
+    if not callable(value):
+        raise TypeError(f"{what} must be a function of {takes}; got {type(value).__name__}{instead_of_pattern(value)}")
+    given = refused_arguments(value, takes.count(",") + 1)
+    if given is not None:
+        raise TypeError(f"{what} must take {takes}; got {_name(value)!r} with {given}")
     return value
 
 
-class _ReadsValuesError(Exception):
-    pass
+def _check_mask_mod(name: str, recorded: Recorded) -> bool:
+    """Check that the function is an elementwise rule that does not depend on b.
 
-
-class _Watch(TorchFunctionMode):
-    """Torch function mode that adds "b" or "h" to the set `used` when the tensor b or h enters a computation.
-
-    Raises _ReadsValuesError if code converts tensor values to Python values.
+    Returns True if its result has an entry for every query and key. Raises TypeError or ValueError otherwise.
     """
-
-    def __init__(self, b: Tensor, h: Tensor) -> None:
-        super().__init__()
-        self._watched = {"b": b, "h": h}
-        self.used: set[str] = set()
-
-    def __torch_function__(self, func, types, args=(), kwargs=None):
-        name = getattr(func, "__name__", "")
-        if name in _READS_VALUES:
-            raise _ReadsValuesError(f"Tensor.{name}")
-        result = func(*args, **(kwargs or {}))
-        if any(isinstance(leaf, Tensor) for leaf in tree_leaves(result)):  # sizes and devices may be read
-            given = tree_leaves((args[1:] if name in _SHAPED_ALIKE else args, kwargs or {}))
-            self.used |= {name for name, x in self._watched.items() if any(leaf is x for leaf in given)}
-        return result
-
-
-def _check_mask_mod(function: types.FunctionType, digest: str) -> tuple[bool, bool]:
-    """Check that the function is a deterministic, elementwise rule that does not depend on b.
-
-    Returns (True if it uses the head, True if its result has an entry for every query and key). Raises TypeError or
-    ValueError otherwise. digest: digest of the function before its first call.
-    """
-    name, grid = function.__qualname__, _largest_grid(function)
-    before = [part.clone() for part in grid]
-    with _Watch(grid[0], grid[1]) as watch:
-        result = _call(function, grid)
-    answers = _over_grid(name, result, grid)
-    if "b" in watch.used:
+    if recorded.dtype != torch.bool:
+        raise _refused(name, "must return a bool tensor: end with a comparison", f"got {recorded.dtype}", TypeError)
+    if _BATCH in recorded.reads:
         advice = "for rules that differ between batch entries use run-time tensors, such as masks.mask"
         raise _refused(name, "must not depend on the batch entry b, as all entries share the block lists", advice)
-    if not all(map(torch.equal, before, grid)) or copy_and_digest(function, torch.device("cpu"))[1] != digest:
-        raise ValueError(f"the custom function {name!r} must not change its arguments or what it captured")
-    if not torch.equal(result, _call(function, grid)):
-        raise _refused(name, "must be deterministic", "two calls with the same positions differ")
-    _check_elementwise(function, grid, answers)
-    return "h" in watch.used, (1, 1, *result.shape)[-2:] == answers.shape[-2:]
+    grid = _largest_grid(recorded)
+    result = _call(name, recorded, grid)
+    answers = _over_grid(name, result, grid)
+    _check_elementwise(name, recorded, grid, answers)
+    return (1, 1, *result.shape)[-2:] == answers.shape[-2:]
 
 
-def _largest_grid(function: types.FunctionType) -> Grid:
+def _largest_grid(function: MaskMod) -> Grid:
     """Return arguments (b, h, q, k) of a mask_mod that broadcast to a grid of batch entries, heads, queries and keys.
 
     Of a few sizes it is the largest at which the function does not index beyond the end of a captured tensor.
@@ -356,13 +363,9 @@ def _largest_grid(function: types.FunctionType) -> Grid:
     return tuple(part.clone() for part in grid)
 
 
-def _call(function: types.FunctionType, grid: Grid, kind: str = "") -> Any:
-    name = function.__qualname__
+def _call(name: str, function: MaskMod, grid: Grid, kind: str = "") -> Tensor:
     try:
         return function(*grid)
-    except _ReadsValuesError as error:
-        rule = "must not branch on values of tensors (`if`, `and`, `or`, `a < b < c`)"
-        raise _refused(name, f"{rule}: write torch.where, or `&`, `|` and `~`", f"it called {error}") from None
     except Exception as error:
         where = " x ".join(str(part.numel()) for part in grid[1:])
         got = f"{type(error).__name__}: {error}"
@@ -371,16 +374,11 @@ def _call(function: types.FunctionType, grid: Grid, kind: str = "") -> Any:
         ) from error
 
 
-def _over_grid(name: str, result: Any, grid: Grid) -> Tensor:
+def _over_grid(name: str, result: Tensor, grid: Grid) -> Tensor:
     """Return the result of a mask_mod, expanded to the broadcast shape of the grid (b, h, q, k).
 
-    Raises TypeError unless it is a bool tensor, and ValueError unless it broadcasts to this shape. name: name of the
-    mask_mod, for errors.
+    Raises ValueError unless it broadcasts to this shape. name: name of the mask_mod, for errors.
     """
-    if not isinstance(result, Tensor):
-        raise _refused(name, "must return a bool tensor", f"got {type(result).__name__}", TypeError)
-    if result.dtype != torch.bool:
-        raise _refused(name, "must return a bool tensor: end with a comparison", f"got {result.dtype}", TypeError)
     shapes = [tuple(part.shape) for part in grid]
     try:
         return result.expand(torch.broadcast_shapes(*shapes))
@@ -389,7 +387,7 @@ def _over_grid(name: str, result: Any, grid: Grid) -> Tensor:
         raise _refused(name, "must return the broadcast shape of its arguments", got) from None
 
 
-def _check_elementwise(function: types.FunctionType, grid: Grid, result: Tensor) -> None:
+def _check_elementwise(name: str, function: MaskMod, grid: Grid, result: Tensor) -> None:
     """Raise ValueError unless further calls give each cell of the grid the value that it has in `result`.
 
     These calls get the cells shuffled in one dim, single cells, and int32 positions.
@@ -401,14 +399,14 @@ def _check_elementwise(function: types.FunctionType, grid: Grid, result: Tensor)
     tries = [(once, cells, some) for some in (slice(None), *range(min(_POINTS, len(answers))))]
     for when, given, some in (*tries, ("for int32 positions, which kernels use, and int64", cells.int(), slice(None))):
         given, expected = given[:, some], answers[some]
-        found = _call(function, given.unbind(0), " int32" if given.dtype == torch.int32 else "")
-        fits = isinstance(found, Tensor) and found.shape in (expected.shape, ())
+        found = _call(name, function, given.unbind(0), " int32" if given.dtype == torch.int32 else "")
+        fits = found.shape in (expected.shape, ())
         differs = (found != expected).flatten().nonzero().flatten().tolist() if fits else [0]
         if differs:
             _, head, query, key = given.reshape(4, -1)[:, differs[0]].tolist()
             rule = f"must decide each pair independently, with equal results {when}"
             differ = f"its results for head {head}, query {query}, key {key} differ"
-            raise _refused(function.__qualname__, rule, differ)
+            raise _refused(name, rule, differ)
 
 
 def _classes(name: str, classify: Classify, boxes: tuple[Tensor, ...]) -> Tensor:

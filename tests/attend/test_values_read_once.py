@@ -270,7 +270,7 @@ def test_layers_of_a_loop():
                 x,
                 masks.causal(),
                 engine=engine,
-                score_mod=lambda s, b, h, q, k: s + table[h, (q - k) % DISTANCES],
+                score_mod=lambda s, b, h, q, k: s + table[h, (q - k) % DISTANCES],  # noqa: B023
             )
         return x
 

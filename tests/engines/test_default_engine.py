@@ -94,7 +94,7 @@ def test_portable_is_taken_and_says_why(kind, why, refused, inputs, monkeypatch,
 
 def test_flex_is_taken_where_triton_is(inputs, monkeypatch) -> None:
     monkeypatch.setattr(_engines, "_has_triton", lambda: True)
-    how = {"first": (0, 0, 0), "score_mod": None, "sinks": None, "return_lse": True}
+    how = {"score_mod": None, "sinks": None, "return_lse": True}
     with cpu_taken_for("xpu"):
         assert _engines.choose_engine(None, *inputs, masks.causal(), **how) == "flex"
         narrow = [x[..., :8] for x in inputs]

@@ -142,7 +142,7 @@ def test_gradients(served):
         ):
             fd.attend(q, q, q, masks.causal(), engine="flash", score_mod=sloped)
     wants = q.clone().requires_grad_()
-    options: dict[str, Any] = {"score_mod": None, "first": (0, 0, 0), "sinks": None, "return_lse": True}
+    options: dict[str, Any] = {"score_mod": None, "sinks": None, "return_lse": True}
     for k, v in ((wants, q), (q, wants)):
         with pytest.raises(ValueError, match=r"only if q requires one: call q.requires_grad_\(\), or write"):
             _engines.choose_engine("flash", q, k, v, masks.causal(), **options)
@@ -161,7 +161,7 @@ def test_gradients(served):
 
 
 def _chosen(q: Tensor, engine: str | None = "flash") -> str:
-    options: dict[str, Any] = {"score_mod": None, "first": (0, 0, 0), "sinks": None, "return_lse": True}
+    options: dict[str, Any] = {"score_mod": None, "sinks": None, "return_lse": True}
     return _engines.choose_engine(engine, q, q, q, masks.causal(), **options)
 
 

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import functools
-import operator
-
 import pytest
 import torch
 from torch.nn.attention.flex_attention import BlockMask
@@ -18,50 +15,24 @@ _ONE = torch.zeros(1, 1, 1, dtype=torch.int32)
 LISTS_ALONE = BlockMask.from_kv_blocks(_ONE, _ONE[..., None])
 
 
-def composed(inner):
-    return lambda b, h, q, k: inner(b, h, q, k) & (q >= k)
+class Unlike:
+    def __call__(self, b, h, q):
+        return q < 3
 
 
-def with_default(b, h, q, k, width=3):
-    return q - k < width
+class Twice(torch.autograd.Function):
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(x):
+        return 2 * x
+
+    @staticmethod
+    def setup_context(ctx, inputs, output):
+        pass
 
 
-class Callable:
-    def __call__(self, b, h, q, k):
-        return q < k
-
-    def method(self, b, h, q, k):
-        return q < k
-
-
-HOLDER = Callable()
-
-
-def counting():
-    calls = 0
-
-    def function(b, h, q, k):
-        nonlocal calls
-        calls += 1
-        return q < k + calls
-
-    return function
-
-
-def appending():
-    calls = []
-
-    def function(b, h, q, k):
-        calls.append(1)
-        return q < k + (len(calls) > 1000)
-
-    return function
-
-
-def imports(b, h, q, k):
-    from tests.support.custom_rules import WIDTH
-
-    return q - k < WIDTH
+HOLDER = Unlike()
 
 
 def captures(value):
@@ -72,46 +43,29 @@ def captures(value):
     ("function", "error", "says"),
     [
         (LISTS_ALONE, TypeError, "lists of blocks alone: .*masks.block_list"),
-        (Callable(), TypeError, "plain function .*; got Callable"),
-        (Callable().method, TypeError, "plain function .*; got method"),
-        (functools.partial(with_default, width=2), TypeError, "plain function .*; got partial"),
-        (operator.lt, TypeError, "plain function .*; got builtin"),
-        (with_default, TypeError, "no default arguments, .*: write `def make.*; got 'with_default'"),
-        (lambda *a: a[0] < 3, TypeError, r"exactly \(b, h, q, k\); got .* with \(\.\.\.\)"),
-        (lambda b, h, q, k, *, w: q < 3, TypeError, r"with \(b, h, q, k, w\)"),
+        (Unlike(), TypeError, r"must take \(b, h, q, k\); got 'Unlike' with \(b, h, q\)"),
+        (lambda b, h, q, k, *, w: q < 3, TypeError, r"with \(b, h, q, k, \*, w\)"),
         (lambda b, h, q, k: True, TypeError, "must return a bool tensor; got bool"),
         (lambda b, h, q, k: torch.ones(5, dtype=torch.bool), ValueError, r"broadcast shape .*; got \(5,\)"),
-        (lambda b, h, q, k: q - k < q.shape[-1], ValueError, "each pair independently"),
+        (lambda b, h, q, k: q - k < q.shape[-1], ValueError, "failed: IndexError"),
         (lambda b, h, q, k: (q >= k).cumsum(-1) < 3, ValueError, "each pair independently"),
-        (lambda b, h, q, k: (q < k).flip(0) if q.dim() else q < k, ValueError, "each pair independently"),
+        (lambda b, h, q, k: q < q.max() - k, ValueError, "each pair independently"),
         (lambda b, h, q, k: q * 2654435761 % 7 < k, ValueError, "for int32 positions"),
         (lambda b, h, q, k: q < k if h == 0 else q > k, ValueError, "write torch.where.*called Tensor.__bool__"),
         (lambda b, h, q, k: (q < k) and (q > 2), ValueError, "write torch.where"),
         (lambda b, h, q, k: torch.tensor(q.tolist()) < k, ValueError, "called Tensor.tolist"),
-        (lambda b, h, q, k: q < int(TABLE[0]), ValueError, "called Tensor"),
         (lambda b, h, q, k: q < LIST[k], ValueError, "called Tensor.__index__"),
-        (lambda b, h, q, k: q.add_(1) < k, ValueError, "must not change its arguments"),
-        (lambda b, h, q, k: TABLE.add_(1)[q % 6] < k, ValueError, "or what it captured"),
-        (counting(), TypeError, "keep no state; it assigns 'calls'"),
-        (appending(), ValueError, "or what it captured"),
-        (
-            imports,
-            TypeError,
-            "import and look up before the function, .*; 'imports' imports 'tests.support",
-        ),
-        (composed(imports), TypeError, "<lambda>' must read values from its variables: .*; 'imports' imports"),
-        (lambda b, h, q, k: q < getattr(LIST, "x"), TypeError, "look up before the function.* uses 'getattr'"),  # noqa: B009
-        (lambda b, h, q, k: q < q.__class__.x, TypeError, "look up before the function.* attribute '__class__'"),
-        (lambda b, h, q, k: HOLDER.width > q, TypeError, "the global 'HOLDER' is of type Callable"),
+        (lambda b, h, q, k: TABLE.add_(1)[q % 6] < k, ValueError, "must not change what it captured; it called add_"),
+        (lambda b, h, q, k: torch.add(q, 1, out=TABLE) < k, ValueError, "must not change what it captured"),
+        (lambda b, h, q, k: torch.rand(3)[q % 3] < 0.5, ValueError, "must be deterministic: it draws random numbers"),
+        (lambda b, h, q, k: torch.rand_like(q.float()) < 0.5, ValueError, "must be deterministic"),
+        (lambda b, h, q, k: Twice.apply(q) < k, TypeError, "by functions of torch"),
+        (lambda b, h, q, k: HOLDER.width > q, ValueError, "AttributeError.*width"),
         (lambda b, h, q, k: (q + b * 0) < k, ValueError, "must not depend on the batch entry b"),
-        (lambda b, h, q, k: q < 1 // 0, ValueError, "failed on 3 x 17 x 16 .*ZeroDivisionError"),
+        (lambda b, h, q, k: q < 1 // 0, ValueError, "failed: ZeroDivisionError"),
         (lambda b, h, q, k: torch.no_such(q) < k, ValueError, "AttributeError.*no_such"),
-        (captures(object()), TypeError, "the captured 'value' is of type object"),
-        (captures([1, object()]), TypeError, "an entry of the captured 'value' is of type object"),
-        (captures([].append), TypeError, "type builtin"),
+        (captures(object()), ValueError, "failed: TypeError"),
         (captures(torch.empty(3, device="meta")), TypeError, "plain dense tensors"),
-        (captures(pytest), TypeError, "the captured 'value' is of type module: read its values before the function"),
-        (composed(captures(functools.partial(max, 1))), TypeError, "the captured 'value' is of type partial"),
     ],
 )
 def test_what_is_no_rule_is_refused(function, error, says):
@@ -122,15 +76,8 @@ def test_what_is_no_rule_is_refused(function, error, says):
     assert torch.equal(TABLE, before[1])
 
 
-def test_a_container_that_holds_itself_is_refused():
-    loop: list = []
-    loop.append(loop)
-    with pytest.raises(TypeError, match="it reads a container that holds itself or nests too deep"):
-        masks.custom(lambda b, h, q, k: q - k < len(loop))
-
-
 def test_errors_keep_their_cause():
-    with pytest.raises(ValueError, match="failed on") as caught:
+    with pytest.raises(ValueError, match="failed: ZeroDiv") as caught:
         masks.custom(lambda b, h, q, k: q < 1 // 0)
     assert isinstance(caught.value.__cause__, ZeroDivisionError)
 
@@ -142,7 +89,7 @@ def no_boxes(head, q_first, q_last, k_first, k_last):
 @pytest.mark.parametrize(
     ("classify", "error", "says"),
     [
-        (3, TypeError, "classify must be a plain function of .*; got int"),
+        (3, TypeError, "classify must be a function of .*; got int"),
         (lambda h, a, b, c, d: "FULL", TypeError, "must return an integer tensor .*; got str"),
         (lambda h, a, b, c, d: a / 2, TypeError, "got torch.float"),
         (no_boxes, ValueError, r"got shape \(1,\) for 16 boxes"),
@@ -152,7 +99,7 @@ def no_boxes(head, q_first, q_last, k_first, k_last):
         (
             lambda h, a, b, c, d: a * 0 if a > b else a * 0 + 1,
             ValueError,
-            "classify of .* failed on 16 boxes, queries 0",
+            "classify of .* must not branch on values",
         ),
     ],
 )

@@ -19,7 +19,6 @@ from torch.nn.attention.flex_attention import and_masks, create_block_mask, or_m
 
 import flexdilated as fd
 from flexdilated import masks
-from flexdilated.masks.patterns._function_identity import copy_and_digest
 from flexdilated.testing._drawn_patterns import classify_window, same_kind, window_by_head
 from tests.support import custom_rules
 from tests.support.custom_rules import TABLE, WIDTH, by_global, diagonal, window
@@ -27,7 +26,7 @@ from tests.support.custom_rules import TABLE, WIDTH, by_global, diagonal, window
 LOOKBACK = (1, 4, 9)
 
 
-def test_equal_code_and_values_are_an_equal_pattern():
+def test_equal_operations_and_values_are_an_equal_pattern():
     a, b, other = masks.custom(window(5)), masks.custom(window(5)), masks.custom(window(6))
     assert a == b
     assert hash(a) == hash(b)
@@ -70,13 +69,13 @@ def test_different_rules_are_different_patterns(name):
         assert len(set(texts)) == len(functions)
 
 
-def test_containers_are_told_apart_by_what_they_hold():
+def test_containers_are_told_apart_by_what_is_read_of_them():
     def reach(some):
         return lambda b, h, q, k: sum(q - k == each for each in some) > 0
 
-    values = [(1, 2), [1, 2], (2, 1), (1, 3), frozenset((1, 2)), {1: 2, 2: 1}, {1: 1, 2: 1}]
-    assert len({masks.custom(reach(each)).text for each in values}) == len(values)
-    assert masks.custom(reach({3, 1, 2})) == masks.custom(reach({2, 3, 1}))
+    for equal in ([(1, 2), [1, 2], {1: 2, 2: 1}, {1: 1, 2: 1}], [(2, 1), [2, 1]], [(1, 3), [1, 3]]):
+        assert len({masks.custom(reach(each)).text for each in equal}) == 1
+    assert len({masks.custom(reach(each)).text for each in ((1, 2), (2, 1), (1, 3))}) == 3
 
 
 def test_functions_that_torch_composes():
@@ -266,7 +265,7 @@ class Box:
 
 @pytest.mark.parametrize("source", _SOURCES)
 def test_a_rule_that_reads_a_changed_value_is_another_pattern(source, monkeypatch):
-    """Wherever the value stands, the patterns before and after the change differ, or the function is refused."""
+    """Wherever the value stands, the patterns before and after the change differ."""
 
     def made(way, width):
         conf, long = types.ModuleType("drawn_conf"), torch.arange(2000)
@@ -284,17 +283,14 @@ def test_a_rule_that_reads_a_changed_value_is_another_pattern(source, monkeypatc
 
     q, k = torch.arange(40)[:, None], torch.arange(40)
     for way in _WAYS:
-        try:
-            before, after = made(way, 3), made(way, 5)
-        except (TypeError, ValueError):
-            continue
+        before, after = made(way, 3), made(way, 5)
         assert before != after
         for pattern, width in ((before, 3), (after, 5)):
-            assert torch.equal(pattern.rule.function(0, 0, q, k), q - k < width)
+            assert torch.equal(pattern.rule.recorded(0, 0, q, k), q - k < width)
 
 
 def test_what_a_rule_may_read_is_taken():
-    """The sources above that are known by their contents, and functions and methods of torch."""
+    """Functions, methods and types of torch, and Python that chooses among them."""
     table = {"WIDTH": 3}
     rules = [
         lambda b, h, q, k: q - k < table["WIDTH"],
@@ -312,7 +308,3 @@ def test_what_a_rule_may_read_is_taken():
     for rule in rules:
         pattern = masks.custom(rule)
         assert torch.equal(masks.block_mask(pattern, 40, num_heads=1, block_size=1).to_dense(), expected)
-        again, digest = copy_and_digest(pattern.rule.function, torch.device("cpu"))  # as for another device
-        assert digest == pattern.rule.digest
-        at = torch.arange(40)
-        assert torch.equal(again(at, at, at[:, None], at), expected[0, 0].bool())
