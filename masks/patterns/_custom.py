@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import types
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, field
 from itertools import product
 from threading import Lock
@@ -13,7 +14,7 @@ from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor
-from torch.nn.attention.flex_attention import BlockMask, noop_mask
+from torch.nn.attention.flex_attention import BlockMask
 from torch.overrides import TorchFunctionMode
 
 from ..._torch_private import tree_leaves
@@ -35,6 +36,7 @@ from ..core import (
     renamed,
     require_int,
 )
+from ._from_block_mask import of_block_mask
 from ._function_identity import copy_and_digest
 
 Grid = tuple[Tensor, ...]  # (b, h, q, k), which broadcast to the grid
@@ -190,7 +192,10 @@ def custom(fn: MaskMod | BlockMask, *, classify: Classify | None = None, period:
     period: number of tokens by which query and key can be shifted together without changing the result; 1 if only
     their distance counts, None if unknown.
 
-    A BlockMask is used for its mask_mod only: its block lists and its length are ignored.
+    A BlockMask gives the pattern that compiled FlexAttention computes: partial blocks by the mask_mod, full blocks
+    whole, no others, with the lists of each batch entry and head. Its mask_mod may read `b` if it has lists for several
+    entries. Lists and lengths are copied. A call with positions beyond its lengths raises ValueError, as does one with
+    fewer keys than its lists name.
 
     Functions with equal code and equal captured values give equal patterns. Captured values and globals are copied when
     the pattern is built; later changes have no effect. Attributes that `fn` reads of torch, math, operator and
@@ -200,6 +205,13 @@ def custom(fn: MaskMod | BlockMask, *, classify: Classify | None = None, period:
     >>> masks.describe(masks.custom(lambda b, h, q, k: (q - k) % 3 == 0), 6).useful_pairs
     12
     """
+    if isinstance(fn, BlockMask):
+        if classify is not None or period is not None:
+            raise TypeError(
+                "a BlockMask takes no classify and no period, as its lists classify its blocks: for its function alone "
+                "write masks.custom(block_mask.mask_mod, ...)"
+            )
+        return of_block_mask(fn, custom, _reads_entry)
     takes = "(head, q_first, q_last, k_first, k_last)"
     given = _require_mask_mod(fn), None if classify is None else _require_function("classify", classify, takes)
     if period is not None:
@@ -257,17 +269,10 @@ def _check_period(rule: CustomRule, period: int) -> None:
 
 
 def _require_mask_mod(function: object) -> types.FunctionType:
-    """Return `function`, or its mask_mod if it is a BlockMask; it must be a plain Python function of (b, h, q, k).
+    """Return `function` if it is a plain Python function of (b, h, q, k).
 
     Raises TypeError for other values, for other parameters, and for default arguments.
     """
-    if isinstance(function, BlockMask):
-        function = function.mask_mod
-        if function is noop_mask:
-            raise TypeError(
-                "a BlockMask is used for its mask_mod only, and this one has lists of blocks alone: write "
-                "masks.block_list(rows, block=...) with these lists"
-            )
     if isinstance(function, types.FunctionType) and (function.__defaults__ or function.__kwdefaults__):
         rule = f"a custom function must have no default arguments, as compilers keep stale ones: write `{_MAKER}`"
         raise TypeError(f"{rule}; got {function.__qualname__!r}")
@@ -312,6 +317,16 @@ class _Watch(TorchFunctionMode):
             given = tree_leaves((args[1:] if name in _SHAPED_ALIKE else args, kwargs or {}))
             self.used |= {name for name, x in self._watched.items() if any(leaf is x for leaf in given)}
         return result
+
+
+def _reads_entry(function: Any) -> bool:
+    """Return True if the mask_mod computes with the batch entry b; False also if it fails, which its check reports."""
+    b, h, q, k = torch.zeros(4, dtype=torch.int64, device="cpu").unbind()
+    before = torch.get_rng_state()
+    with _Watch(b, h) as watch, suppress(Exception):
+        function(b, h, q, k)
+    torch.set_rng_state(before)
+    return "b" in watch.used
 
 
 def _check_mask_mod(function: types.FunctionType, digest: str) -> tuple[bool, bool]:

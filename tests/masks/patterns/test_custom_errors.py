@@ -7,15 +7,12 @@ import operator
 
 import pytest
 import torch
-from torch.nn.attention.flex_attention import BlockMask
 
 import flexdilated as fd
 from flexdilated import masks
 from tests.support.custom_rules import TABLE, by_global
 
 LIST = [1, 2]
-_ONE = torch.zeros(1, 1, 1, dtype=torch.int32)
-LISTS_ALONE = BlockMask.from_kv_blocks(_ONE, _ONE[..., None])
 
 
 def composed(inner):
@@ -71,7 +68,6 @@ def captures(value):
 @pytest.mark.parametrize(
     ("function", "error", "says"),
     [
-        (LISTS_ALONE, TypeError, "lists of blocks alone: .*masks.block_list"),
         (Callable(), TypeError, "plain function .*; got Callable"),
         (Callable().method, TypeError, "plain function .*; got method"),
         (functools.partial(with_default, width=2), TypeError, "plain function .*; got partial"),
