@@ -206,6 +206,14 @@ def test_the_lists_of_the_rule_leave_the_rule_alone(rule: Callable, separate: bo
         assert fd.masks.describe(pattern, 30, 40, num_heads=2).useful_pairs == int(pairs(made, 1, 2).sum())
 
 
+@pytest.mark.parametrize("full", [True, False])
+def test_lists_without_a_rule_are_one_block_list(full: bool) -> None:
+    made = drawn_lists(2, noop_mask, (1, 2), (40, 30), (8, 6), full=full)
+    pattern = masks.custom(made)
+    assert [type(factor).__name__ for factor in pattern.factors()] == ["BlockList", "PositionsBelow"]
+    assert masks.describe(pattern, 40, 30, num_heads=2).useful_pairs == int(pairs(made, 1, 2).sum())
+
+
 def test_a_list_that_differs_in_one_block_is_kept() -> None:
     made = create_block_mask(causal, None, None, 40, 40, device="cpu", BLOCK_SIZE=8)
     _, (numbers, indices) = tables(made)
