@@ -212,7 +212,7 @@ def instead_of_pattern(value: object) -> str:
     if isinstance(value, list | tuple):
         return ": combine patterns by `|`, `&` or `+`, or write masks.per_head(patterns) for one pattern for each head"
     if type(value).__name__ == "BlockMask":
-        return ": write masks.custom(block_mask), which reads its mask_mod"
+        return ": write masks.custom(block_mask)"
     if isinstance(value, Tensor) or type(value).__name__ == "ndarray":
         shape = tuple(value.shape)  # type: ignore[union-attr]
         if len(shape) == 1 or (len(shape) == 2 and shape[0] != shape[1]):

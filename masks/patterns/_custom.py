@@ -14,7 +14,7 @@ from weakref import WeakValueDictionary
 import torch
 from torch import Tensor
 from torch.nn import Buffer, Parameter
-from torch.nn.attention.flex_attention import BlockMask, noop_mask
+from torch.nn.attention.flex_attention import BlockMask
 
 from ..._torch_private import graph_constant
 from ..core import (
@@ -43,6 +43,7 @@ from ..core import (
     renamed,
     require_int,
 )
+from ._from_block_mask import of_block_mask
 
 Grid = tuple[Tensor, ...]  # (b, h, q, k), which broadcast to the grid
 Classify = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]
@@ -191,7 +192,10 @@ def custom(fn: MaskMod | BlockMask, *, classify: Classify | None = None, period:
     period: number of tokens by which query and key can be shifted together without changing the result; 1 if only
     their distance counts, None if unknown.
 
-    A BlockMask is used for its mask_mod only: its block lists and its length are ignored.
+    A BlockMask gives the pattern that compiled FlexAttention computes: partial blocks by the mask_mod, full blocks
+    whole, no others, with the lists of each batch entry and head. Its mask_mod may read `b` if it has lists for several
+    entries. Lists and lengths are copied. A call with positions beyond its lengths raises ValueError, as does one with
+    fewer keys than its lists name.
 
     `fn` is called here, and never again: its torch operations are recorded with copies of the values that it reads, and
     later changes of these have no effect. Functions with equal operations and equal values give equal patterns. Raises
@@ -202,8 +206,18 @@ def custom(fn: MaskMod | BlockMask, *, classify: Classify | None = None, period:
     12
     """
     _refuse_graphs()
+    if isinstance(fn, BlockMask):
+        if classify is not None or period is not None:
+            raise TypeError(
+                "a BlockMask takes no classify and no period, as its lists classify its blocks: for its function alone "
+                "write masks.custom(block_mask.mask_mod, ...)"
+            )
+        return of_block_mask(fn, custom, _reads_entry)
     takes = "(head, q_first, q_last, k_first, k_last)"
-    given = _require_mask_mod(fn), None if classify is None else _require_function("classify", classify, takes)
+    given = (
+        _require_function("a custom function", fn, "(b, h, q, k)"),
+        None if classify is None else _require_function("classify", classify, takes),
+    )
     if period is not None:
         require_int("period", period, minimum=1)
     recorded, classes = _recorded(given[0], 4), None
@@ -305,18 +319,6 @@ def _check_period(rule: CustomRule, period: int) -> None:
         raise _refused(rule.name, f"must repeat after {period=}, query and key shifted together", differ)
 
 
-def _require_mask_mod(function: object) -> MaskMod:
-    """Return `function`, or its mask_mod if it is a BlockMask; raises TypeError unless it takes (b, h, q, k)."""
-    if isinstance(function, BlockMask):
-        function = function.mask_mod
-        if function is noop_mask:
-            raise TypeError(
-                "a BlockMask is used for its mask_mod only, and this one has lists of blocks alone: write "
-                "masks.block_list(rows, block=...) with these lists"
-            )
-    return _require_function("a custom function", function, "(b, h, q, k)")
-
-
 def _require_function(what: str, value: object, takes: str) -> Callable[..., Any]:
     if not callable(value):
         raise TypeError(f"{what} must be a function of {takes}; got {type(value).__name__}{instead_of_pattern(value)}")
@@ -324,6 +326,11 @@ def _require_function(what: str, value: object, takes: str) -> Callable[..., Any
     if given is not None:
         raise TypeError(f"{what} must take {takes}; got {_name(value)!r} with {given}")
     return value
+
+
+def _reads_entry(function: MaskMod) -> bool:
+    """Return True if the result of a mask_mod depends on the batch entry b."""
+    return _BATCH in _recorded(_require_function("a custom function", function, "(b, h, q, k)"), 4).reads
 
 
 def _check_mask_mod(name: str, recorded: Recorded) -> bool:

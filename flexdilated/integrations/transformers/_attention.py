@@ -295,6 +295,11 @@ def attention(
         attention_mask = visibility(
             len(query), query.shape[2], key.shape[2], 0, 0, None, visible.expand(len(query), -1)
         )
+    elif not isinstance(attention_mask, Visibility):
+        raise TypeError(
+            "flexdilated takes the attention_mask (batch, tokens) of a tokenizer, and rules as patterns: give "
+            f"masks.custom(block_mask) to set_pattern(model, pattern); got {type(attention_mask).__name__}"
+        )
     positions = _unread(module, attention_mask, options.get("position_ids"), query)
     if positions is not None and given is None:
         attention_mask = _with_packing(attention_mask, positions, query)

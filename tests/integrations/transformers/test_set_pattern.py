@@ -159,6 +159,11 @@ def test_calls_that_it_does_not_serve() -> None:
         model(tokens(), attention_mask=torch.ones(2, 1, 50, 50, dtype=torch.bool))
     with pytest.raises(ValueError, match=r"which adds other numbers than 0 and less than"):
         model(tokens(), attention_mask=torch.full((2, 1, 1, 50), -1.0))
+    block_mask = masks.block_mask(masks.causal(), 50, num_heads=1)
+    with pytest.raises(
+        TypeError, match=r"give masks\.custom\(block_mask\) to set_pattern\(model, pattern\); got BlockMask"
+    ):
+        model(tokens(), attention_mask=block_mask)
 
 
 @pytest.mark.parametrize(

@@ -7,6 +7,7 @@ import torch
 
 from flexdilated import masks
 from flexdilated.masks.core._reason import listing
+from flexdilated.masks.patterns._from_block_mask import PositionsBelow
 
 IDS = torch.tensor([[0] * 30 + [1] * 20 + [-1] * 5, [0] * 55])
 
@@ -157,6 +158,7 @@ TEXTS = {
         (masks.custom(window), (340, 33, 2, 4), False, "False head 2 query 340 key 33"),
         (masks.custom(window), (9, 0, 2, 4), True, "True head 2 query 9 key 0"),
     ],
+    "PositionsBelow": [(PositionsBelow(55, 60), (3, 2, 0, 1), True, "55 60 allowed")],
     "Mask": [
         (masks.mask(torch.ones(55, 55).tril() > 0), (3, 2, 0, 1), True, "True query 3 key 2"),
         (masks.mask(torch.ones(55, 55).tril() > 0), (2, 3, 0, 1), False, "False query 2 key 3"),

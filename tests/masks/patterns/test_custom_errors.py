@@ -4,15 +4,12 @@ from __future__ import annotations
 
 import pytest
 import torch
-from torch.nn.attention.flex_attention import BlockMask
 
 import flexdilated as fd
 from flexdilated import masks
 from tests.support.custom_rules import TABLE, by_global
 
 LIST = [1, 2]
-_ONE = torch.zeros(1, 1, 1, dtype=torch.int32)
-LISTS_ALONE = BlockMask.from_kv_blocks(_ONE, _ONE[..., None])
 
 
 class Unlike:
@@ -42,7 +39,6 @@ def captures(value):
 @pytest.mark.parametrize(
     ("function", "error", "says"),
     [
-        (LISTS_ALONE, TypeError, "lists of blocks alone: .*masks.block_list"),
         (Unlike(), TypeError, r"must take \(b, h, q, k\); got 'Unlike' with \(b, h, q\)"),
         (lambda b, h, q, k, *, w: q < 3, TypeError, r"with \(b, h, q, k, \*, w\)"),
         (lambda b, h, q, k: True, TypeError, "must return a bool tensor; got bool"),

@@ -38,13 +38,6 @@ def test_equal_operations_and_values_are_an_equal_pattern():
     assert len((a + b).branches()) == 2
 
 
-def test_a_block_mask_stands_for_its_function():
-    made = create_block_mask(window(5), None, None, 300, 300, device="cpu")
-    assert masks.custom(made) == masks.custom(window(5))
-    q, k, v = torch.randn(3, 1, 2, 500, 16)  # of another length than the mask was made for
-    assert torch.equal(fd.attend(q, k, v, masks.custom(made)), fd.attend(q, k, v, masks.custom(window(5))))
-
-
 LIST = [1, 2]
 VARIANTS = {
     "an int": [window(5), window(6), window(5.0), window(True)],

@@ -1,0 +1,450 @@
+"""Patterns of BlockMasks: the pairs that compiled FlexAttention computes, whatever lists, lengths and rule it has."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from itertools import chain
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+from torch.nn.attention.flex_attention import BlockMask, and_masks, create_block_mask, flex_attention, noop_mask
+
+import flexdilated as fd
+from flexdilated import masks
+from flexdilated.testing import check_pattern
+from tests.support.custom_rules import window
+
+pytestmark = pytest.mark.usefixtures("without_masks")
+
+IDS = torch.tensor([0, 0, 1, 1, 1, 2, 0, 3] * 6).view(3, 16).repeat_interleave(3, 1)
+
+
+def causal(b, h, q, k):
+    return q >= k
+
+
+def of_entry(b, h, q, k):
+    return (q * 3 + k * 5 + h + b) % 4 > 1
+
+
+def of_head(b, h, q, k):
+    return (q + k * 3 + h) % 3 > 0
+
+
+def same_document(b, h, q, k):
+    return IDS[b, q] == IDS[b, k]
+
+
+def without_entry(b, h, q, k):
+    """Takes only dtype and device of b, as and_masks does."""
+    return b.new_ones((), dtype=torch.bool) & (q < k + 5)
+
+
+# What FlexAttention computes, pair by pair
+
+
+def tables(block_mask: BlockMask) -> list[Any]:
+    """Numbers and indices, of partial blocks and of full ones."""
+    return [
+        (block_mask.kv_num_blocks, block_mask.kv_indices),
+        (block_mask.full_kv_num_blocks, block_mask.full_kv_indices),
+    ]
+
+
+def pairs(block_mask: BlockMask, batch: int, heads: int) -> Tensor:
+    """Allowed pairs (batch, heads, queries, keys), by a loop over the lists as the kernel has it."""
+    queries, keys = block_mask.seq_lengths
+    q_side, k_side = block_mask.BLOCK_SIZE
+    grid = torch.arange(batch)[:, None, None, None], torch.arange(heads)[:, None, None], torch.arange(queries)[:, None]
+    ruled = block_mask.mask_mod(*grid, torch.arange(keys)).expand(batch, heads, queries, keys)
+    allowed = torch.zeros(batch, heads, queries, keys, dtype=torch.bool)
+    for (numbers, indices), rule in zip(tables(block_mask), (ruled, torch.ones_like(ruled)), strict=True):
+        for b, h, row in torch.cartesian_prod(*map(torch.arange, (batch, heads, -(-queries // q_side)))).tolist():
+            if numbers is None:
+                continue
+            entry = b % len(numbers), h % numbers.shape[1], row
+            for column in indices[entry][: numbers[entry]].tolist():
+                block = slice(row * q_side, (row + 1) * q_side), slice(column * k_side, (column + 1) * k_side)
+                allowed[b, h][block] |= rule[b, h][block]
+    return allowed
+
+
+def attention(q: Tensor, k: Tensor, v: Tensor, allowed: Tensor) -> Tensor:
+    scores = (q @ k.mT * q.shape[-1] ** -0.5).masked_fill(~allowed, -torch.inf)
+    return scores.softmax(-1).nan_to_num(0.0) @ v  # rows without keys give 0
+
+
+def lists(classes: Tensor, kind: int, generator: torch.Generator, *, width: int) -> tuple[Tensor, Tensor]:
+    """Number and indices of the blocks with this class, in any order; the entries past a row's number are arbitrary."""
+    chosen = classes == kind
+    order = (torch.rand(classes.shape, generator=generator) + ~chosen).argsort(-1)
+    spare = torch.randint(-9, 9, (*classes.shape[:-1], width), generator=generator)
+    indices = torch.cat([order.masked_fill(~chosen.gather(-1, order), 99), spare], -1)[..., :width]
+    return chosen.sum(-1), indices
+
+
+def drawn_lists(
+    seed: int, rule: Callable, shape: tuple[int, int], lengths: tuple[int, int], sides: tuple[int, int], **options
+) -> BlockMask:
+    generator = torch.Generator().manual_seed(seed)
+    rows, columns = (-(-length // side) for length, side in zip(lengths, sides, strict=True))
+    full, spare, trimmed = (
+        options.get(name, default) for name, default in (("full", True), ("spare", 0), ("trimmed", 0))
+    )
+    classes = torch.randint(0, 3 if full else 2, (*shape, rows + spare, columns), generator=generator)
+    if seed % 3 == 0:
+        classes[:, :, :1] = 0
+    if seed % 3 == 1:
+        classes = classes[:1, :1].expand_as(classes)
+    width = max(1, int((classes == 1).sum(-1).max()), int((classes == 2).sum(-1).max())) if trimmed else columns + spare
+    tables = [each.int() for kind in (1, 2)[: 1 + full] for each in lists(classes, kind, generator, width=width)]
+    return BlockMask.from_kv_blocks(
+        *tables, BLOCK_SIZE=sides, mask_mod=rule, seq_lengths=lengths, compute_q_blocks=False
+    )
+
+
+@st.composite
+def block_masks(draw) -> BlockMask:
+    lengths, sides = (draw(st.tuples(*[st.integers(1, most)] * 2)) for most in (40, 24))
+    shape = draw(st.integers(1, 3)), draw(st.integers(1, 3))
+    rules = [causal, of_head, noop_mask, without_entry, window(7), *[of_entry, same_document] * (shape[0] > 1)]
+    rule = draw(st.sampled_from(rules))
+    if draw(st.booleans()):
+        separate = draw(st.booleans())
+        return create_block_mask(rule, *shape, *lengths, device="cpu", BLOCK_SIZE=sides, separate_full_blocks=separate)
+    full, spare, trimmed = draw(st.booleans()), draw(st.integers(0, 2)), draw(st.booleans())
+    seed = draw(st.integers(0, 1000))
+    return drawn_lists(seed, rule, shape, lengths, sides, full=full, spare=spare, trimmed=trimmed)
+
+
+@settings(max_examples=40)
+@given(block_masks(), st.data())
+def test_a_pattern_allows_the_pairs_of_the_lists(block_mask: BlockMask, data) -> None:
+    queries, keys = block_mask.seq_lengths
+    batch, heads = (size if size > 1 else data.draw(st.integers(1, 3)) for size in block_mask.kv_indices.shape[:2])
+    if len(block_mask.kv_indices) == 1 and block_mask.mask_mod in (of_entry, same_document):
+        batch = 1
+    pattern, allowed = masks.custom(block_mask), pairs(block_mask, batch, heads)
+    bound = pattern.bind(num_heads=heads, num_queries=queries, num_keys=keys, batch=batch)
+    grid = torch.arange(batch)[:, None, None, None], torch.arange(heads)[:, None, None], torch.arange(queries)[:, None]
+    assert torch.equal(bound.mask_mod()(*grid, torch.arange(keys)).expand_as(allowed), allowed)
+    q, k, v = (torch.randn(batch, heads, size, 4, dtype=torch.float64) for size in (queries, keys, keys))
+    want = attention(q, k, v, allowed)
+    for engine in (None, "portable", "reference"):
+        torch.testing.assert_close(fd.attend(q, k, v, pattern, engine=engine), want)
+    at = data.draw(st.integers(0, queries - 1))
+    torch.testing.assert_close(fd.attend(q[:, :, at:], k, v, pattern, q_offset=at), want[:, :, at:])
+
+
+SHAPES = {
+    "batch, heads, full": ((2, 2), (44, 52), (16, 12), True, of_entry),
+    "one list": ((1, 1), (50, 40), (8, 16), False, of_head),
+}
+
+
+@pytest.mark.parametrize("case", SHAPES)
+def test_the_pairs_are_those_of_compiled_flex_attention(case: str) -> None:
+    shape, lengths, sides, full, rule = SHAPES[case]
+    torch.compiler.reset()
+    compiled = torch.compile(flex_attention, fullgraph=True, dynamic=False)
+    for seed in range(6):
+        block_mask = drawn_lists(seed, rule, shape, lengths, sides, full=full)
+        q, k, v = (torch.randn(2, 2, length, 16) for length in (lengths[0], lengths[1], lengths[1]))
+        found = fd.attend(q, k, v, masks.custom(block_mask))
+        torch.testing.assert_close(found, attention(q, k, v, pairs(block_mask, 2, 2)), rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(found, compiled(q, k, v, block_mask=block_mask), rtol=1e-5, atol=1e-5)
+
+
+def test_gradients_are_those_of_the_dense_mask() -> None:
+    block_mask = drawn_lists(2, of_entry, (2, 2), (40, 30), (8, 6))
+    q, k, v = (torch.randn(2, 2, length, 8, dtype=torch.float64, requires_grad=True) for length in (40, 30, 30))
+    allowed = pairs(block_mask, 2, 2)
+    outs = fd.attend(q, k, v, masks.custom(block_mask)), attention(q, k, v, allowed)
+    assert allowed.any(-1).all()
+    found, want = (torch.autograd.grad(out.square().sum(), (q, k, v)) for out in outs)
+    torch.testing.assert_close(found, want)
+
+
+@pytest.mark.parametrize("rule", [of_entry, of_head])
+def test_a_graph_with_it(rule: Callable) -> None:
+    block_mask = drawn_lists(2, rule, (2, 2), (40, 30), (8, 6))
+    pattern = masks.custom(block_mask)
+    q, k, v = (torch.randn(2, 2, length, 8, dtype=torch.float64) for length in (40, 30, 30))
+    compiled = torch.compile(lambda q, k, v: fd.attend(q, k, v, pattern), fullgraph=True, backend="aot_eager")
+    torch.testing.assert_close(compiled(q, k, v), attention(q, k, v, pairs(block_mask, 2, 2)))
+
+
+@pytest.mark.parametrize("heads", [1, 2])
+def test_its_methods_agree_with_one_another(heads: int) -> None:
+    made = drawn_lists(5, of_head, (1, heads), (40, 40), (8, 8))
+    for numbers, indices in tables(made):
+        later = indices > torch.arange(5)[:, None]  # so that fewer keys still fit the rows of their queries
+        indices.copy_(indices.masked_fill(later, 99).sort(-1).values)
+        numbers.copy_(torch.minimum(numbers, (~later).sum(-1)))
+    check_pattern(masks.custom(made), num_heads=2, max_tokens=40, examples=20)
+
+
+# In what form
+
+
+@pytest.mark.parametrize("separate", [True, False])
+@pytest.mark.parametrize("rule", [causal, window(5), of_head, same_document, noop_mask, without_entry])
+def test_the_lists_of_the_rule_leave_the_rule_alone(rule: Callable, separate: bool) -> None:
+    shape = 3 if rule is same_document else 1, 2
+    made = create_block_mask(rule, *shape, 30, 40, device="cpu", BLOCK_SIZE=(8, 16), separate_full_blocks=separate)
+    pattern = masks.custom(made)
+    assert "block_list" not in pattern.text
+    assert pattern == masks.custom(made)
+    if rule is not same_document:
+        alone = masks.every() if rule is noop_mask else masks.custom(rule)
+        assert pattern.factors()[0] == alone
+        assert fd.masks.describe(pattern, 30, 40, num_heads=2).useful_pairs == int(pairs(made, 1, 2).sum())
+
+
+@pytest.mark.parametrize("full", [True, False])
+def test_lists_without_a_rule_are_one_block_list(full: bool) -> None:
+    made = drawn_lists(2, noop_mask, (1, 2), (40, 30), (8, 6), full=full)
+    pattern = masks.custom(made)
+    assert [type(factor).__name__ for factor in pattern.factors()] == ["BlockList", "PositionsBelow"]
+    assert masks.describe(pattern, 40, 30, num_heads=2).useful_pairs == int(pairs(made, 1, 2).sum())
+
+
+def test_a_list_that_differs_in_one_block_is_kept() -> None:
+    made = create_block_mask(causal, None, None, 40, 40, device="cpu", BLOCK_SIZE=8)
+    _, (numbers, indices) = tables(made)
+    numbers[0, 0, 4] -= 1
+    assert "block_list" in masks.custom(made).text
+    numbers[0, 0, 4] += 1
+    numbers[0, 0, 0], indices[0, 0, 0, 0] = 1, 3  # a block that the rule forbids
+    assert "block_list" in masks.custom(made).text
+
+
+def test_equal_lists_of_several_entries_and_heads_are_one() -> None:
+    many, one = (drawn_lists(1, window(5), shape, (40, 40), (8, 8)) for shape in ((3, 2), (1, 1)))
+    assert masks.custom(many).factors()[0] == masks.custom(one).factors()[0]
+    assert not masks.custom(many).varies
+
+
+def test_a_rule_by_head_keeps_the_lists_that_all_heads_share() -> None:
+    """Made for head 0; the rule of head 1 allows pairs outside of them."""
+    made = create_block_mask(
+        lambda b, h, q, k: (q // 8 == k // 8 + h) & (q != k), None, None, 40, 40, device="cpu", BLOCK_SIZE=8
+    )
+    q, k, v = torch.randn(3, 1, 2, 40, 8, dtype=torch.float64)
+    want = attention(q, k, v, pairs(made, 1, 2))
+    assert not want[0, 1].any()
+    torch.testing.assert_close(fd.attend(q, k, v, masks.custom(made)), want)
+
+
+def test_a_block_mask_of_ours_is_its_pattern() -> None:
+    """Its tables overlap in memory."""
+    pattern = masks.longnet([16, 32], [1, 2])
+    made = masks.block_mask(pattern, 40, num_heads=2, block_size=8)
+    q, k, v = torch.randn(3, 2, 2, 40, 8, dtype=torch.float64)
+    torch.testing.assert_close(fd.attend(q, k, v, masks.custom(made)), fd.attend(q, k, v, pattern.union))
+
+
+def test_two_of_them_combine() -> None:
+    first, second = (drawn_lists(seed, of_entry, (3, 1), (40, 40), (8, 8)) for seed in (2, 5))
+    q, k, v = torch.randn(3, 3, 2, 40, 8, dtype=torch.float64)
+    pattern = masks.custom(first) & ~masks.custom(second)
+    want = attention(q, k, v, pairs(first, 3, 2) & ~pairs(second, 3, 2))
+    torch.testing.assert_close(fd.attend(q, k, v, pattern), want)
+
+
+def test_those_of_equal_entries_combine_with_others() -> None:
+    """Entries 0 and 1 of the one are equal, entries 1 and 2 of the other."""
+    first, second = (drawn_lists(seed, window(9), (3, 1), (40, 40), (8, 8)) for seed in (2, 5))
+    for made, entry in ((first, 1), (second, 2)):
+        for table in chain(*tables(made)):
+            table[entry] = table[entry - 1].clone()
+    q, k, v = torch.randn(3, 3, 2, 40, 8, dtype=torch.float64)
+    want = attention(q, k, v, pairs(first, 3, 2) | pairs(second, 3, 2))
+    torch.testing.assert_close(fd.attend(q, k, v, masks.custom(first) | masks.custom(second)), want)
+
+
+def test_blocks_longer_than_the_sequence() -> None:
+    one = torch.ones(1, 1, 1, dtype=torch.int32)
+    made = BlockMask.from_kv_blocks(one, one[..., None] - 1, BLOCK_SIZE=1 << 30, mask_mod=causal, seq_lengths=(40, 30))
+    assert masks.custom(made).factors()[0] == masks.custom(causal)
+
+
+def test_tables_without_axes_of_batch_and_head() -> None:
+    made = drawn_lists(2, causal, (1, 1), (40, 40), (8, 8))
+    pattern = masks.custom(made)
+    for name in ("kv_num_blocks", "kv_indices", "full_kv_num_blocks", "full_kv_indices"):
+        setattr(made, name, getattr(made, name)[0, 0])
+    assert masks.custom(made) == pattern
+
+
+def test_a_rule_must_be_defined_where_blocks_are_computed() -> None:
+    """FlexAttention asks it in listed blocks alone; a plan has larger blocks, and the error names their positions."""
+    table = torch.arange(8)
+    made = made_of([[[1, 0]]], [[[[0], [0]]]], mask_mod=lambda b, h, q, k: table[q] >= k)
+    with pytest.raises(ValueError, match="must be defined for heads 0 to 0, queries 0 to 15, keys 0 to 15"):
+        fd.attend(*torch.randn(3, 1, 1, 16, 8), masks.custom(made))
+
+
+def test_lists_are_copied() -> None:
+    made = drawn_lists(2, of_entry, (2, 1), (40, 40), (8, 8))
+    pattern, allowed = masks.custom(made), pairs(made, 2, 1)
+    for table in chain(*tables(made)):
+        table.zero_()
+    made.seq_lengths, made.mask_mod = (8, 8), causal
+    q, k, v = torch.randn(3, 2, 1, 40, 8, dtype=torch.float64)
+    torch.testing.assert_close(fd.attend(q, k, v, pattern), attention(q, k, v, allowed))
+
+
+def test_adjusted_and_sliced_ones() -> None:
+    """`_adjust` crops to the upper left; a slice has a new rule, and lengths that its maker sets."""
+    whole = create_block_mask(causal, 2, 2, 64, 64, device="cpu", BLOCK_SIZE=16)
+    adjusted, part = whole._adjust(40, 40), whole[:1, :, 1:3]
+    q, k, v = torch.randn(3, 1, 2, 40, 8, dtype=torch.float64)
+    want = attention(q, k, v, pairs(adjusted, 1, 2))
+    torch.testing.assert_close(fd.attend(q, k, v, masks.custom(adjusted)), want)
+    with pytest.raises(ValueError, match="Cannot use mask_mod from a sliced BlockMask"):
+        masks.custom(whole[:1])
+    part.mask_mod, part.seq_lengths = lambda b, h, q, k: q + 16 >= k, (32, 64)
+    torch.testing.assert_close(
+        fd.attend(q[:, :, :32], *torch.randn(2, 1, 2, 64, 8, dtype=torch.float64), masks.custom(part)).shape,
+        q[:, :, :32].shape,
+    )
+
+
+# How far
+
+
+LENGTHS = r"ends at its lengths, 40 queries and 30 keys: .* masks\.custom\(mask_mod\); got"
+
+
+@pytest.mark.parametrize("engine", [None, "reference", "flex", "tiles", "portable"])
+@pytest.mark.parametrize("seed", [None, 2])
+def test_longer_sequences_are_refused(engine: str | None, seed: int | None) -> None:
+    made = (
+        create_block_mask(causal, None, None, 40, 30, device="cpu", BLOCK_SIZE=8)
+        if seed is None
+        else drawn_lists(seed, causal, (1, 1), (40, 30), (8, 6))
+    )
+    pattern = masks.custom(made)
+    for queries, keys in ((41, 30), (40, 31), (80, 80)):
+        q, k = torch.randn(1, 1, queries, 8), torch.randn(1, 1, keys, 8)
+        with pytest.raises(ValueError, match=f"{LENGTHS} {queries} queries and {keys} keys"):
+            fd.attend(q, k, k, pattern, engine=engine)
+    with pytest.raises(ValueError, match=LENGTHS):
+        fd.attend(k[:, :, :1], k[:, :, :30], k[:, :, :30], pattern, engine=engine, q_offset=40)
+
+
+def test_longer_sequences_are_refused_wherever_a_pattern_goes() -> None:
+    pattern = masks.custom(create_block_mask(causal, None, None, 30, 30, device="cpu", BLOCK_SIZE=8))
+    q = torch.randn(1, 1, 31, 8)
+    calls = (
+        lambda: fd.plan(pattern, 31, num_heads=1),
+        lambda: masks.describe(pattern, 31),
+        lambda: masks.block_mask(pattern, 31, num_heads=1),
+        lambda: torch.compile(fd.attend, backend="eager")(q, q, q, pattern),
+        lambda: fd.BlockSparseAttention(pattern)(q, q, q),
+    )
+    for call in calls:
+        with pytest.raises(ValueError, match="ends at its lengths, 30 queries"):
+            call()
+
+
+def test_fewer_positions_take_the_upper_left_part() -> None:
+    made = create_block_mask(causal, None, None, 40, 40, device="cpu", BLOCK_SIZE=16)
+    for block_mask in (made, drawn_lists(4, causal, (1, 1), (40, 40), (1, 1), full=False)):
+        q, k, v = torch.randn(3, 1, 2, 25, 8, dtype=torch.float64)
+        want = attention(q, k, v, pairs(block_mask, 1, 2)[..., :25, :25])
+        if block_mask is made:
+            torch.testing.assert_close(fd.attend(q, k, v, masks.custom(block_mask)), want)
+        else:
+            with pytest.raises(ValueError, match="must name blocks below the number of key blocks"):
+                fd.attend(q, k, v, masks.custom(block_mask))
+
+
+@pytest.mark.parametrize("rule", [of_head, of_entry])
+def test_other_numbers_of_heads_and_entries_are_refused(rule: Callable) -> None:
+    made = create_block_mask(rule, 2, 4, 40, 40, device="cpu", BLOCK_SIZE=8)
+    pattern = masks.custom(made)
+    with pytest.raises(ValueError, match="lists for 4 heads needs calls of as many; got 2"):
+        fd.attend(*torch.randn(3, 2, 2, 40, 8), pattern)
+    if rule is of_entry:
+        with pytest.raises(ValueError, match="one row, or one for each of 3 batch entries; got 2"):
+            fd.attend(*torch.randn(3, 3, 4, 40, 8), pattern)
+
+
+# What is refused
+
+
+def made_of(numbers, indices, **options) -> BlockMask:
+    made = BlockMask.from_kv_blocks(torch.tensor([[[1, 1]]]), torch.tensor([[[[0, 1], [0, 1]]]]), BLOCK_SIZE=8)
+    made.kv_num_blocks, made.kv_indices = torch.tensor(numbers), torch.tensor(indices)
+    for name, value in options.items():
+        setattr(made, name, value)
+    return made
+
+
+ONE = torch.tensor([[[1, 1]]]), torch.tensor([[[[0, 1], [0, 1]]]])
+TWO = [table.expand(2, *table.shape[1:]) for table in ONE]
+
+
+@pytest.mark.parametrize(
+    ("made", "says"),
+    [
+        (made_of([[[1, 2]]], [[[[0, 1], [1, 1]]]]), "^kv_indices .* once .* block 1 twice in row 1, batch entry 0, "),
+        (
+            made_of([[[1, 1]]], [[[[0, 1], [0, 1]]]], full_kv_num_blocks=ONE[0], full_kv_indices=ONE[1]),
+            "^kv_indices and full_kv_indices .* got block 0 twice in row 0",
+        ),
+        (
+            made_of([[[1, 0]]], [[[[0], [0]]]], full_kv_num_blocks=ONE[0] + 1, full_kv_indices=ONE[1] * 0),
+            "^full_kv_indices .* got block 0 twice in row 0",
+        ),
+        (made_of([[[1, 1]]], [[[[0, 1], [2, 1]]]]), "^kv_indices .* below 2, .*; got 2"),
+        (made_of([[[1, 1]]], [[[[0, 1], [-1, 1]]]]), "^kv_indices .* below 2, .*; got -1"),
+        (made_of([[[1, 3]]], [[[[0, 1], [0, 1]]]]), "^kv_num_blocks .* below 3, .*; got 3"),
+        (made_of([[[1, 1]]], [[[[0, 1], [0, 1]]]], seq_lengths=(17, 16)), "3 rows; got 2"),
+        (made_of([[[1, 1, 1]]], [[[[0, 1], [0, 1]]]]), r"got \(1, 1, 3\) and \(1, 1, 2, 2\)"),
+        (
+            made_of([[[1, 1]]], [[[[0], [1]]]], full_kv_num_blocks=TWO[0], full_kv_indices=TWO[1]),
+            r"got \(1, 1\) and \(2, 1\)",
+        ),
+        (made_of([[[1, 1]]], [[[[0], [1]]]], kv_indices=ONE[1].to("meta")), "got tensors on the meta device"),
+        (
+            create_block_mask(of_entry, None, None, 16, 16, device="cpu"),
+            "'of_entry' must not depend on the batch entry b, as all entries share the lists .*B=batch",
+        ),
+        (
+            create_block_mask(lambda b, h, q, k: IDS[:1][b, q] == IDS[:1][b, k], 1, None, 16, 16, device="cpu"),
+            "must not depend on the batch entry b, as all",
+        ),
+    ],
+)  # fmt: skip
+def test_lists_that_are_none_are_refused(made: BlockMask, says: str) -> None:
+    with pytest.raises(ValueError, match=says):
+        masks.custom(made)
+
+
+@pytest.mark.parametrize("options", [{"period": 1}, {"classify": lambda h, a, b, c, d: a * 0 + 1}])
+def test_options_of_functions_are_refused(options) -> None:
+    with pytest.raises(TypeError, match=r"takes no classify and no period, .* masks\.custom\(block_mask.mask_mod"):
+        masks.custom(create_block_mask(causal, None, None, 16, 16, device="cpu"), **options)
+
+
+@pytest.mark.parametrize("rule", [lambda b, h, q, k: q - k, lambda b, h, q, k: torch.rand(()) + q > k + b])
+def test_functions_that_are_no_rule_are_refused_as_without_lists(rule: Callable) -> None:
+    made = made_of([[[1, 1]]], [[[[0, 1], [0, 1]]]], mask_mod=rule)
+    before = torch.get_rng_state()
+    with pytest.raises((TypeError, ValueError)):
+        masks.custom(made)
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_masks_joined_by_torch_do_not_read_the_entry() -> None:
+    joined = and_masks(causal, window(9))
+    made = create_block_mask(joined, None, None, 40, 40, device="cpu", BLOCK_SIZE=8)
+    assert masks.custom(made).factors()[0] == masks.custom(joined)
