@@ -285,18 +285,18 @@ def selected_blocks(blocks: Any, *, block: int | tuple[int, int], most: int, nam
 
 @dataclass(frozen=True)
 class Selection:
-    """Split of a pattern into the sum (leaf & rest) + others, with one `SelectedBlocks` as `leaf`.
+    """Split of a pattern into the sum (leaf & rest) + others, with one `SelectedBlocks` or `SelectedTable` as `leaf`.
 
     others: pattern or mixture; None if there is nothing to add.
     """
 
-    leaf: SelectedBlocks
+    leaf: Any
     rest: Pattern
     others: Expression | None
 
 
 def selection_of(pattern: Expression) -> Selection | None:
-    """Split a pattern with one `SelectedBlocks`, combined by `|`, `&` and `+` only; None for other patterns."""
+    """Split a pattern with one table of selected blocks, combined by `|`, `&` and `+` only; None for other patterns."""
     branches = pattern.branches()
     chosen = [index for index, branch in enumerate(branches) if _uses(branch)]
     if len(chosen) != 1:
@@ -313,11 +313,11 @@ def selection_of(pattern: Expression) -> Selection | None:
 
 
 def _uses(pattern: Pattern) -> int:
-    return sum(isinstance(leaf, SelectedBlocks) for leaf in pattern.leaves())
+    return sum(isinstance(leaf, SelectedBlocks | SelectedTable) for leaf in pattern.leaves())
 
 
 def _parted(pattern: Pattern) -> Selection | None:
-    if isinstance(pattern, SelectedBlocks):
+    if isinstance(pattern, SelectedBlocks | SelectedTable):
         return Selection(pattern, Every(), None)
     if not isinstance(pattern, And | Or):
         return None
