@@ -32,7 +32,7 @@ from .masks.core import (
     tokens_text,
 )
 from .masks.inspection import describe_plan
-from .masks.planning import Option, Plan, TableTerm, Term, plan_with_table
+from .masks.planning import Option, Plan, TableTerm, Term, plan_with_table, reads_table
 from .masks.planning import plan as plan_terms
 from .memory import AttentionMemory, allowed_by
 from .nn import ModelMemory, attention_size, model_memory
@@ -268,8 +268,9 @@ def plan(
     with values of head dim head_dim; None: of the call alone. dropout_p, score_mod: as in `attend`, for the choice of
     the engine and for memory; inference is planned without dropout, and gradients of tensors that score_mod captures
     are not counted. engine: the device's default ("tiles" on "cpu", "flex" on "cuda"), "portable", or None as in
-    `attend`; predicted seconds are those of the device's default. measure: True to time the alternatives on this
-    machine's CPU; otherwise no attention is computed.
+    `attend`; predicted seconds are those of the device's default. A table of selected blocks is counted as "tiles"
+    reads it, and for other engines as block lists. measure: True to time the alternatives on this machine's CPU;
+    otherwise no attention is computed.
 
         >>> report = fd.plan(masks.longnet((2048, 8192), (1, 4)) & masks.causal(), 1 << 20, num_heads=8)
         >>> peak = report.attention_memory.training_peak  # bytes
@@ -329,6 +330,11 @@ def plan(
         raise ValueError(
             "measure=True times engine 'tiles': leave out dropout_p, score_mod and engine='portable'; "
             f"got a call by engine {size.engine!r}"
+        )
+    if measure and reads_table(bound):
+        raise ValueError(
+            "measure=True compares the planner's ways, and a table of selected blocks is computed in one way: leave "
+            f"measure out, and time attend; got {pattern!r:.80}"
         )
     return _report(size, bound, measure=measure)
 

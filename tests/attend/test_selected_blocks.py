@@ -185,6 +185,12 @@ def test_tables_that_differ_by_entry_are_described_one_by_one():
         fd.plan(pattern, 8)
 
 
+def test_a_table_has_no_ways_to_measure():
+    pattern = masks.selected_blocks(torch.tensor([[[0], [0]]]), block=4, most=1)
+    with pytest.raises(ValueError, match="is computed in one way: leave measure out, and time attend; got"):
+        fd.plan(pattern, 8, measure=True)
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("block", [(32, 32), (1, 16)])
 def test_errors_are_those_of_dense_attention(block, dtype):
