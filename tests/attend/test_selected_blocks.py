@@ -166,6 +166,13 @@ def test_a_plan_of_single_keys_names_its_path():
     assert fd.plan(grouped, 512).terms[0].layout == "table, queries grouped"
 
 
+def test_consecutive_heads_share_the_counts_of_a_table():
+    chosen = torch.tensor([[[0, -1], [0, -1]], [[0, -1], [0, 1]]])
+    found = masks.describe(masks.selected_blocks(chosen, block=4, most=2), 8, num_heads=4)
+    assert [(each.heads, each.pairs) for each in found.heads] == [((0, 1), 32), ((2, 3), 48)]
+    assert (found.full_blocks, found.partial_blocks) == (10, 0)
+
+
 def test_engines_without_the_table_path_plan_their_blocks():
     chosen = torch.randint(256, (1, 256, 4), generator=torch.Generator().manual_seed(0))
     pattern = masks.selected_blocks(chosen, block=1, most=4)
