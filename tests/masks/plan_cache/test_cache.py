@@ -57,6 +57,8 @@ def test_a_value_too_small_is_built_again_in_its_place():
     assert [get(wanted) for wanted in (3, 2, 5, 5, 4, 9)] == [3, 3, 5, 5, 5, 9]
     stats = cache.stats()
     assert (stats.hits, stats.misses, stats.entries, stats.bytes, stats.evictions) == (3, 3, 1, 9, 0)
+    assert [get(wanted) for wanted in range(10, 60)] == list(range(10, 60))  # all together exceed the budget
+    assert (cache.stats().bytes, cache.stats().evictions) == (59, 0)
 
 
 def test_a_thread_that_waits_for_a_value_too_small_builds_its_own():
