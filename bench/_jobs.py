@@ -1,6 +1,7 @@
 """Jobs that take turns on the same tensors, so that drift of the machine hits all alike; and their peak memory."""
 
 import ctypes
+import gc
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -200,6 +201,19 @@ def _status_bytes(name: str) -> int:
         if key == name:
             return int(value.split()[0]) * 1024
     raise OSError(f"{_PROC / 'status'} has no field {name}")
+
+
+def held_bytes(prepare: Callable[..., Callable[[], object]], *args: Any) -> int:
+    """Resident bytes that `prepare(*args)()` leaves behind, in a separate process; `prepare` as for `peak_bytes`."""
+    return run_apart(_held, prepare, args)
+
+
+def _held(prepare: Callable[..., Callable[[], object]], args: tuple[Any, ...]) -> int:
+    work = prepare(*args)
+    before = _status_bytes("VmRSS")
+    work()
+    gc.collect()
+    return _status_bytes("VmRSS") - before
 
 
 def step_bytes(name: str, attention: Callable[[], Attention], size: Size) -> int:

@@ -184,25 +184,37 @@ def growth(results: Path) -> str:
 
 def sizes(results: Path) -> str:
     """Some lengths of the sweep, the longest of all in a sentence, and how fast others are that compute the same."""
-    document, loop, flex = (read(results, name) for name in ("sweep", "vs_branch_loop", "vs_flex_attention"))
+    names = "sweep", "vs_branch_loop", "vs_flex_attention", "computed_pairs"
+    document, loop, flex, pairs = (read(results, name) for name in names)
     config, ours, dense = document["config"], *dict.fromkeys(point["attention"] for point in document["points"])
     found = {(point["num_tokens"], point["attention"]): point for point in document["points"]}
     longest = max(tokens for tokens, attention in found if attention == dense)
     sides, heads = (found[longest, ours], found[longest, dense]), config["sizes"][0]["num_heads"]
     times, peaks = [each["forward"]["median_s"] for each in sides], [each["peak_bytes"] for each in sides]
-    share = LongNet(**config["spec"]).pairs(num_tokens=longest, num_heads=heads) / (heads * longest**2)
+    spec = LongNet(**config["spec"])
+    share = 100 * spec.pairs(num_tokens=longest, num_heads=heads) / (heads * longest**2)
+    planned = next(row["detail"] for row in pairs["rows"] if row["measure"].startswith(f"{spec.label}, "))
+    computed = share * planned[tokens_text(longest)]
     over_flex = {row["measure"].split(", ")[3]: f"{row['measured']:.0f} ×" for row in flex["rows"]}
     return (
         f"A call over {tokens_text(longest)} tokens takes {with_unit(times[0], 's')} forward, where dense attention "
-        f"takes {with_unit(times[1], 's')}: {times[1] / times[0]:.0f} times as fast, by computing {100 * share:.2g} % "
-        f"of the pairs. {_swept(config)[:-1]}, o{_machine(document)[1:-1]}; the peak, {peaks[0] / peaks[1]:.2g} × "
-        f"dense attention's at {tokens_text(longest)}, is that of forward and backward; dense attention is "
+        f"takes {with_unit(times[1], 's')}: {times[1] / times[0]:.0f} times as fast. The pairs that count, "
+        f"once for each branch that holds them, are {share:.2g} % of dense attention's; those in the blocks that are "
+        f"computed, once each where branches share them, {computed:.2g} %. "
+        f"{_swept(config)[:-1]}, o{_machine(document)[1:-1]}; the peak, {peaks[0] / peaks[1]:.2g} × dense attention's "
+        f"at {tokens_text(longest)}, is that of forward and backward; dense attention is "
         f"`scaled_dot_product_attention`:\n\n{_swept_table(document, (16384, 65536, 262144))}\n\n"
         f"Beside others that compute the same, on CPU too: {_range(loop['rows'])} as fast as torchscale's loop over "
-        f"branches, forward and backward; {over_flex['union']} (of a union of branches) and {over_flex['mixture']} (of "
-        f"their mixture) as fast as compiled FlexAttention in the order of the text, "
-        f"{tokens_text(flex['config']['size']['num_tokens'])} tokens, forward."
+        f"branches, forward and backward, at {_lengths(loop['rows'])} tokens; "
+        f"{over_flex['union']} (of a union of branches) and {over_flex['mixture']} (of their mixture) as fast as "
+        f"compiled FlexAttention in the order of the text, {tokens_text(flex['config']['size']['num_tokens'])} tokens, "
+        f"forward."
     )
+
+
+def _lengths(rows: Sequence[Document]) -> str:
+    """The numbers of tokens that the rows' measures name."""
+    return " and ".join(dict.fromkeys(length for row in rows for length in re.findall(r"\b\d+[KM]\b", row["measure"])))
 
 
 def _swept(config: dict[str, Any]) -> str:

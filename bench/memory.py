@@ -15,7 +15,18 @@ from flexdilated.memory._memory import attention_memory
 from flexdilated.nn import LongNet as Model
 from flexdilated.nn._model_memory import ModelSize, attention_size, longnet_around, model_memory, training_step
 
-from ._jobs import WARM_UP_TOKENS, Job, Size, interleave, peak_bytes, say, step_bytes, tokens_text
+from ._jobs import (
+    WARM_UP_TOKENS,
+    Job,
+    Problem,
+    Size,
+    held_bytes,
+    interleave,
+    peak_bytes,
+    say,
+    step_bytes,
+    tokens_text,
+)
 from ._measures import Row, at_least, at_most, measure
 from ._rules import LONGNET_4, LongNet, Window
 from .peers import dense_attention
@@ -39,6 +50,29 @@ def training_memory(
         yield Row(
             what, at_most(1.3, "×"), ours / max(1, theirs), detail={"peak_bytes": ours, "dense_peak_bytes": theirs}
         )
+
+
+@measure("C28", lengths=(17, 32), size=Size(32, num_heads=1, head_dim=8))
+def window_lengths(
+    lengths: tuple[int, int] = (17, 917), size: Size = Size(916, num_heads=1, head_dim=8)
+) -> Iterator[Row]:
+    """What stays in memory after calls of a window at hundreds of lengths, whose tensors take kilobytes each?
+
+    Resident bytes that a fresh process gains, after a first call.
+    """
+    held = held_bytes(_windows, lengths, size)
+    what = f"window of 16, {lengths[1] - lengths[0]} lengths up to {lengths[1] - 1}, head dim {size.head_dim}"
+    yield Row(f"{what}: memory that stays", at_most(64, "MiB"), held / 2**20)
+
+
+def _windows(lengths: tuple[int, int], size: Size) -> Callable[[], object]:
+    pattern = masks.local_window(left=15, right=0)
+
+    def call(num_tokens: int) -> None:
+        attend(*Problem.draw(replace(size, num_tokens=num_tokens)).qkv, pattern)
+
+    call(lengths[0] - 1)
+    return lambda: [call(num_tokens) for num_tokens in range(*lengths)]
 
 
 _LONGNET_4 = "longnet((2048, 4096, 8192, 16384), (1, 2, 4, 8)) & causal()"

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from functools import partial
 from math import prod
 
 import torch
@@ -9,12 +10,13 @@ from jaxtyping import Bool, Int32
 from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask
 
-from flexdilated import masks
+from flexdilated import attend, masks
+from flexdilated import plan as plan_attention
 from flexdilated.engines._call import Call
 from flexdilated.engines.tiles._tiles_op import _programs
 from flexdilated.masks.planning._planner import plan
 
-from ._jobs import Job, Size, interleave, peak_bytes, race, say, tokens_text
+from ._jobs import Job, Problem, Size, interleave, peak_bytes, race, ratio, say, tokens_text
 from ._measures import Row, Timing, at_least, at_most, measure
 from ._rules import GIGAPATH_5, LONGNET_4, LONGNET_5, PAPER_5, LongNet
 from .peers import natural_block_mask
@@ -153,6 +155,28 @@ def cold_plans(
         job = Job(name, lambda _, rule=pattern, size=tokens: planned_call(rule, 4, size), masks.cache().clear)
         (cold,) = interleave((job,), repeats=repeats)
         yield Row(f"{tokens_text(tokens)}: cold plan of {name}", at_most(target, "s"), cold.median_s, (cold,))
+
+
+@measure("C27", size=Size(256, num_heads=1, repeats=1), keys=4)
+def single_key_plans(size: Size = Size(10000, num_heads=1, repeats=9), keys: int = 32) -> Iterator[Row]:
+    """How long does a plan of a table of single keys take, over the call that it describes?
+
+    Nothing is cached before a run. Both must count a pair for each entry of the table. In the detail: with the text.
+    """
+    drawn = torch.randint(size.num_tokens, (1, size.num_tokens, keys), generator=torch.Generator().manual_seed(0))
+    pattern, problem = masks.selected_blocks(drawn, block=1, most=keys), Problem.draw(size)
+    sizes = {"num_heads": size.num_heads, "head_dim": size.head_dim}
+    ways = {"fd.plan": partial(plan_attention, pattern, size.num_tokens, **sizes)}
+    ways["masks.describe"] = partial(masks.describe, pattern, size.num_tokens, **sizes)
+    call = Job("attend", lambda _: attend(*problem.qkv, pattern), masks.cache().clear)
+    for name, way in ways.items():
+        assert way().computed_pairs == drawn.numel() * size.num_heads, f"{name}: a pair for each entry of the table"
+        jobs = [Job(name, lambda _, way=way: way(), masks.cache().clear), call]
+        jobs.append(Job("with its text", lambda _, way=way: str(way()), masks.cache().clear))
+        timings = interleave(jobs, repeats=size.repeats)
+        detail = {"with_its_text": ratio(timings[2], timings[1])}
+        what = f"{size}, {keys} single keys a query: {name} over attend, forward"
+        yield Row(what, at_most(1, "×"), ratio(*timings[:2]), timings, detail)
 
 
 @measure("C12", specs=(LONGNET_4, PAPER_5, GIGAPATH_5), num_tokens=(4096, 16384), num_heads=4)

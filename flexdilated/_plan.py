@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, fields
+from functools import cached_property
 from typing import TYPE_CHECKING, Any, overload
 
 import torch
@@ -31,7 +32,7 @@ from .masks.core import (
     tokens_text,
 )
 from .masks.inspection import describe_plan
-from .masks.planning import Option, Plan
+from .masks.planning import Option, Plan, TableTerm, Term, plan_with_table, reads_table
 from .masks.planning import plan as plan_terms
 from .memory import AttentionMemory, allowed_by
 from .nn import ModelMemory, attention_size, model_memory
@@ -52,7 +53,8 @@ class PlannedTerm:
 
     The terms differ only in the positions of their tokens. branch: number of the branch of the pattern, from 1, or
     "all" if the plan computes all branches of a mixture together. layout: name of the token order. shape: structure of
-    the mask, such as "dense", "causal" or "blocks of 128". rule: the allowed pairs, as text. times: how often each
+    the mask, such as "dense", "causal" or "blocks of 128", or "table of blocks of 1 x 1" for a table of selected blocks
+    that is read without block lists. rule: the allowed pairs, as text. times: how often each
     pair counts in the softmax. heads: number of query heads. folds: number of separate attention problems per head,
     each of `queries` by `keys` tokens.
     """
@@ -109,7 +111,7 @@ class PlanReport(PlanSize):
     of the block lists, which stay in the cache. terms: parts of the chosen plan; options: all ways that were compared;
     measured: timings, empty unless requested. attention_memory: one call of `attend`. model_memory,
     checkpointed_memory: a LongNet of `layers` layers with this attention and no vocabulary, in training without and
-    with gradient checkpointing.
+    with gradient checkpointing; None without `layers`. Memory is computed on first use.
     """
 
     useful_pairs: int
@@ -121,13 +123,33 @@ class PlanReport(PlanSize):
     terms: tuple[PlannedTerm, ...]
     options: tuple[WeighedOption, ...]
     measured: tuple[MeasuredOption, ...]
-    attention_memory: AttentionMemory
-    model_memory: ModelMemory
-    checkpointed_memory: ModelMemory
+
+    @cached_property
+    @plans
+    def attention_memory(self) -> AttentionMemory:
+        return self.memory_of(self.attention(self.num_tokens))
+
+    @cached_property
+    def model_memory(self) -> ModelMemory | None:
+        return self._memory_of_model(checkpoint=False)
+
+    @cached_property
+    def checkpointed_memory(self) -> ModelMemory | None:
+        return self._memory_of_model(checkpoint=True)
+
+    @cached_property
+    def _memory_inside(self) -> AttentionMemory:
+        return self.memory_of(attention_size(self.model, self.num_tokens))
+
+    @plans
+    def _memory_of_model(self, *, checkpoint: bool) -> ModelMemory | None:
+        if self.layers is None:
+            return None
+        return model_memory(self.model, self.num_tokens, self._memory_inside, checkpoint=checkpoint)
 
     def to_data(self) -> dict[str, Any]:
         """The report as nested dicts and lists of plain values, for JSON; memory in bytes, times in seconds."""
-        call, model = self.attention_memory, self.model_memory
+        call = self.attention_memory
         work = ("useful_pairs", "computed_pairs", "all_pairs", "forward_flops", "backward_flops", "block_list_bytes")
 
         def of(*names: str) -> dict[str, Any]:
@@ -148,15 +170,22 @@ class PlanReport(PlanSize):
                     "training_peak": call.training_peak,
                     "tables": call.tables,
                 },
-                "model": {
-                    **of("layers", "embed_dim"),
-                    "weights": model.weights,
-                    "optimizer": model.optimizer,
-                    "inference_peak": model.inference_peak,
-                    "training_peak": model.training_peak,
-                    "checkpointed_training_peak": self.checkpointed_memory.training_peak,
-                },
+                "model": self._model_data(),
             },
+        }
+
+    def _model_data(self) -> dict[str, Any] | None:
+        model, checkpointed = self.model_memory, self.checkpointed_memory
+        if model is None or checkpointed is None:
+            return None
+        return {
+            "layers": self.layers,
+            "embed_dim": self.embed_dim,
+            "weights": model.weights,
+            "optimizer": model.optimizer,
+            "inference_peak": model.inference_peak,
+            "training_peak": model.training_peak,
+            "checkpointed_training_peak": checkpointed.training_peak,
         }
 
     def __str__(self) -> str:
@@ -180,7 +209,7 @@ def plan(
     dtype: torch.dtype = torch.float32,
     device: str = "cpu",
     batch: int = 1,
-    layers: int = 12,
+    layers: int | None = None,
     dropout_p: float = 0.0,
     score_mod: ScoreMod | None = None,
     engine: str | None = None,
@@ -220,7 +249,7 @@ def plan(
     dtype: torch.dtype = torch.float32,
     device: str = "cpu",
     batch: int = 1,
-    layers: int = 12,
+    layers: int | None = None,
     dropout_p: float = 0.0,
     score_mod: ScoreMod | None = None,
     engine: str | None = None,
@@ -236,11 +265,12 @@ def plan(
     for tables. num_kv_heads: key/value heads, a divisor of num_heads; None: num_heads. value_dim: head dim of values;
     None: head_dim. dtype: of tensors and weights, float32, bfloat16 or float16. device: "cpu" or "cuda"; "cuda" is
     predicted, without a GPU. layers: depth of a LongNet whose memory is also counted, of width num_heads * head_dim,
-    with values of head dim head_dim. dropout_p, score_mod: as in `attend`, for the choice of the engine and for memory;
-    inference is planned without dropout, and gradients of tensors that score_mod captures are not counted. engine: the
-    device's default ("tiles" on "cpu", "flex" on "cuda"), "portable", or None as in `attend`; predicted seconds are
-    those of the device's default. measure: True to time the alternatives on this machine's CPU; otherwise no attention
-    is computed.
+    with values of head dim head_dim; None: of the call alone. dropout_p, score_mod: as in `attend`, for the choice of
+    the engine and for memory; inference is planned without dropout, and gradients of tensors that score_mod captures
+    are not counted. engine: the device's default ("tiles" on "cpu", "flex" on "cuda"), "portable", or None as in
+    `attend`; predicted seconds are those of the device's default. A table of selected blocks is counted as "tiles"
+    reads it, and for other engines as block lists. measure: True to time the alternatives on this machine's CPU;
+    otherwise no attention is computed.
 
         >>> report = fd.plan(masks.longnet((2048, 8192), (1, 4)) & masks.causal(), 1 << 20, num_heads=8)
         >>> peak = report.attention_memory.training_peak  # bytes
@@ -259,7 +289,7 @@ def plan(
     lacks run-time tensors or has them for several batch entries, for more blocks than can be listed, and for arguments
     that have no effect together.
     """
-    one = {"device": not device_kind(device).on_host, "layers": layers != 12, "measure": measure}
+    one = {"device": not device_kind(device).on_host, "layers": layers is not None, "measure": measure}
     one |= {"dropout_p": dropout_p != 0, "score_mod": score_mod is not None, "engine": engine is not None}
     many = {"order": order != "contiguous", "schedule": schedule != "auto", "codec": codec is not None}
     for name, is_given in (many if ranks is None else one).items():
@@ -301,15 +331,19 @@ def plan(
             "measure=True times engine 'tiles': leave out dropout_p, score_mod and engine='portable'; "
             f"got a call by engine {size.engine!r}"
         )
+    if measure and reads_table(bound):
+        raise ValueError(
+            "measure=True compares the planner's ways, and a table of selected blocks is computed in one way: leave "
+            f"measure out, and time attend; got {pattern!r:.80}"
+        )
     return _report(size, bound, measure=measure)
 
 
 def _report(size: PlanSize, bound: Bound, *, measure: bool) -> PlanReport:
-    asked = size.attention(size.num_tokens)
-    allowed, operands = allowed_by(size.engine, size.device), asked.operands(size.engine)
-    best = plan_terms(bound, device=size.device, allowed=allowed, operands=operands)
+    allowed, operands = allowed_by(size.engine, size.device), size.attention(size.num_tokens).operands(size.engine)
+    planned = plan_with_table if size.engine == "tiles" else plan_terms
+    best = planned(bound, device=size.device, allowed=allowed, operands=operands)
     described = describe_plan(best, head_dim=size.head_dim, value_dim=size.value_dim)
-    inside = size.memory_of(attention_size(size.model, size.num_tokens))
     timed = ()
     if measure:
         timed = measure_options(bound, size.device, size.dtype, operands.head_dim, size.num_kv_heads, backward=False)
@@ -321,9 +355,6 @@ def _report(size: PlanSize, bound: Bound, *, measure: bool) -> PlanReport:
         terms=tuple(_terms(best)),
         options=tuple(_options(best)),
         measured=tuple(MeasuredOption(*each) for each in timed),
-        attention_memory=size.memory_of(asked),
-        model_memory=model_memory(size.model, size.num_tokens, inside, checkpoint=False),
-        checkpointed_memory=model_memory(size.model, size.num_tokens, inside, checkpoint=True),
     )
 
 
@@ -331,12 +362,18 @@ def _branch(number: int, option: Option) -> int | str:
     return "all" if isinstance(option.branch, Mixture) else number
 
 
+def _shape(term: Term) -> str:
+    if isinstance(term, TableTerm):
+        return "table of blocks of {} x {}".format(*term.problems.block)
+    return f"blocks of {term.block_side}" if term.shape == "blocks" else term.shape
+
+
 def _terms(best: Plan) -> Iterator[PlannedTerm]:
     """Yield the terms (parts computed by one kernel) of each branch's chosen option; equal terms share one entry."""
     for number, (chosen, *_) in enumerate(best.options, start=1):
         alike = Counter(
             (
-                f"blocks of {term.block_side}" if term.shape == "blocks" else term.shape,
+                _shape(term),
                 *(repr(term.rule), term.multiplicity, len(term.heads), term.folds, term.q.num_slots, term.k.num_slots),
             )
             for term in chosen.terms
@@ -399,20 +436,25 @@ def _measured_table(measured: Sequence[MeasuredOption]) -> str:
 
 
 def _memory_table(found: PlanReport) -> str:
-    call, model, tokens = found.attention_memory, found.model_memory, found.batch * found.num_tokens
+    call, tokens = found.attention_memory, found.batch * found.num_tokens
     lines = [
         ("attend: q, k, v", call.inputs),
         ("attend: inference, peak", call.inference_peak),
         ("attend: kept for the backward", call.kept),
         ("attend: training, peak", call.training_peak),
-        ("model: weights", model.weights),
-        ("model: AdamW's state", model.optimizer),
-        ("model: inference, peak", model.inference_peak),
-        ("model: training, peak", model.training_peak),
-        ("model: training with checkpointing, peak", found.checkpointed_memory.training_peak),
     ]
+    note = ""
+    if found.model_memory is not None and found.checkpointed_memory is not None:
+        model = found.model_memory
+        lines += [
+            ("model: weights", model.weights),
+            ("model: AdamW's state", model.optimizer),
+            ("model: inference, peak", model.inference_peak),
+            ("model: training, peak", model.training_peak),
+            ("model: training with checkpointing, peak", found.checkpointed_memory.training_peak),
+        ]
+        layers = f"{found.layers} layer{'s' if found.layers != 1 else ''}"
+        note = f"\n\nThe model is a LongNet of {layers}, embed dim {found.embed_dim}, without vocabulary."
     table = [(name, bytes_text(held), bytes_text(held / tokens)) for name, held in lines]
-    layers = f"{found.layers} layer{'s' if found.layers != 1 else ''}"
-    note = f"The model is a LongNet of {layers}, embed dim {found.embed_dim}, without vocabulary."
     aligned = {"disable_numparse": True, "colalign": ("left", "right", "right")}
-    return f"{tabulate(table, ('', 'bytes', 'a token'), **aligned)}\n\n{note}"
+    return f"{tabulate(table, ('', 'bytes', 'a token'), **aligned)}{note}"

@@ -22,8 +22,9 @@ class PlanSize:
 
     pattern: with values for its run-time tensors (mask data). num_kv_heads: a divisor of num_heads. head_dim: of
     queries and keys; value_dim: of values. dtype: of tensors and weights. device: "cpu" or "cuda". layers: depth of the
-    LongNet, whose width is num_heads * head_dim. dropout_p: of training, as in `attend`. score_mod: as in `attend`.
-    named_engine: the engine as the caller names it in `attend`: the device's default, "portable", or None.
+    LongNet, whose width is num_heads * head_dim; None for no LongNet. dropout_p: of training, as in `attend`.
+    score_mod: as in `attend`. named_engine: the engine as the caller names it in `attend`: the device's default,
+    "portable", or None.
     Raises ValueError or TypeError for sizes that do not fit together, and for an engine that cannot serve them.
     """
 
@@ -36,13 +37,14 @@ class PlanSize:
     dtype: torch.dtype
     device: str
     batch: int
-    layers: int
+    layers: int | None
     dropout_p: float = 0.0
     score_mod: ScoreMod | None = None
     named_engine: str | None = None
 
     def __post_init__(self) -> None:
-        for name in ("num_tokens", "num_heads", "num_kv_heads", "head_dim", "value_dim", "batch", "layers"):
+        sizes = "num_tokens", "num_heads", "num_kv_heads", "head_dim", "value_dim", "batch"
+        for name in sizes if self.layers is None else (*sizes, "layers"):
             require_int(name, getattr(self, name), minimum=1)
         if self.num_heads % self.num_kv_heads:
             raise ValueError(
@@ -94,6 +96,7 @@ class PlanSize:
     @property
     def model(self) -> ModelSize:
         """Sizes of a LongNet of `layers` layers with this attention, for the memory estimate."""
+        assert self.layers is not None
         kv_heads = None if self.num_kv_heads == self.num_heads else self.num_kv_heads
         return ModelSize(self.embed_dim, self.layers, self.num_heads, self.dtype, self.batch, kv_heads)
 

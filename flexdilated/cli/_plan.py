@@ -101,7 +101,7 @@ def plan(options: argparse.Namespace) -> int:
         "dtype": DTYPES[options.dtype],
         "device": options.device,
         "batch": options.batch,
-        "layers": options.layers or _LAYERS,
+        "layers": None if options.ranks else options.layers or _LAYERS,
     }
     training = {"dropout_p": options.dropout_p}
     with refusals():

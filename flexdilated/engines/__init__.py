@@ -44,6 +44,7 @@ from .tiles import (
     GATHERED_BYTES,
     KernelCalls,
     Program,
+    QueryRows,
     Step,
     as_given,
     make_program,

@@ -24,12 +24,15 @@ from ..engines import (
     FlexStep,
     Portable,
     Program,
+    QueryRows,
     ScoreMod,
     WholeRows,
     allowed_on,
     as_given,
     fixed,
     make_flex_program,
+    make_program,
+    merge_,
     one_width,
     program_of,
     sum_dtype,
@@ -37,7 +40,7 @@ from ..engines import (
 )
 from ..masks.core import Expression, device_kind, require_int
 from ..masks.patterns import names
-from ..masks.planning import ANYTHING, Allowed, Choice, Operands, Plan, plan, way_of
+from ..masks.planning import ANYTHING, Allowed, Choice, Operands, Plan, plan, plan_with_table, reads_table, way_of
 
 # B batch, H query heads, G key/value heads, N tokens, S slots, D head dim of queries and keys, E of values
 
@@ -47,6 +50,7 @@ NOWHERE = torch.device("meta")  # its tensors have sizes and no memory
 LARGEST_RUN = 1 << 20
 _SAME_ENDING = 1 << 15  # lengths that differ by a multiple of it have equal cost for a last, shorter segment
 _ALIKE = 3  # steps of a kind that are run, so that one has neighbours on both sides
+_ALIKE_BATCHES = 2  # batches of a kind that are run: the second one while tensors of the first are alive
 _PLAIN_MERGE = 2  # parts up to which Inductor merges without a separate float32 sum
 
 
@@ -142,6 +146,11 @@ class AttentionSize:
     def dims(self) -> tuple[int, int]:
         """Head dims (D of q and k, E of v and the output)."""
         return self.head_dim, self.head_dim if self.value_dim is None else self.value_dim
+
+    @property
+    def key_bytes(self) -> int:
+        """Bytes of one key and its value, in one head, of all batch entries, at the wider head dim."""
+        return 2 * self.batch * max(self.dims) * self.dtype.itemsize
 
     @property
     def nbytes(self) -> tuple[int, int, int, int]:
@@ -255,9 +264,11 @@ class _Way:
     choice: Choice | None = None
 
     def plan(self, pattern: Expression, size: AttentionSize) -> Plan:
-        allowed = allowed_by(self.engine, self.device)
+        allowed, bound = allowed_by(self.engine, self.device), _key(pattern, size).bound(pattern)
         how = {"device": self.device, "allowed": allowed, "operands": size.operands(self.engine)}
-        return plan(_key(pattern, size).bound(pattern), choice=self.choice, **how)
+        if self.engine == "tiles" and reads_table(bound):
+            return plan_with_table(bound, **how)
+        return plan(bound, choice=self.choice, **how)
 
 
 def allowed_by(engine: str, device: str) -> Allowed:
@@ -274,6 +285,8 @@ def _key(pattern: Expression, size: AttentionSize) -> Call:
 def _planned_memory(way: _Way, pattern: Expression, size: AttentionSize) -> AttentionMemory:
     key, (q, k, v, out) = _key(pattern, size), size.nbytes
     if way.engine == "tiles":
+        if reads_table(key.bound(pattern)):
+            return AttentionMemory(q, k + v, out, *_table_memory(way.plan(pattern, size), size), 0)
         program = program_of(key, pattern, way.device, way.choice, size.operands("tiles"), written=key.pattern)
         return AttentionMemory(q, k + v, out, *_tiles_memory(program, size), program.nbytes)
     best, cpu = way.plan(pattern, size), torch.device("cpu")  # its tables need no accelerator
@@ -315,7 +328,7 @@ def _dry_run(
 
 def _tiles_memory(program: Program, size: AttentionSize) -> tuple[int, int, int, int, int]:
     """Return (lse, kept, inference peak, forward peak, backward peak) of engine tiles, in bytes."""
-    program = _few_of_each_kind(program, 2 * size.batch * max(size.dims) * size.dtype.itemsize)
+    program = _few_of_each_kind(program, size.key_bytes)
 
     def forward(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         out, lse = program.forward(q, k, v, 1.0)
@@ -323,6 +336,35 @@ def _tiles_memory(program: Program, size: AttentionSize) -> tuple[int, int, int,
 
     def backward(q: Tensor, k: Tensor, v: Tensor, whole: WholeRows) -> list[Tensor]:
         grads = program.backward(q, k, v, whole, 1.0)
+        return [as_given(grad, x) for grad, x in zip(grads, (q, k, v), strict=True)]
+
+    return _dry_run(size, forward, backward, pads=True)
+
+
+def _table_memory(best: Plan, size: AttentionSize) -> tuple[int, int, int, int, int]:
+    """Return (lse, kept, inference peak, forward peak, backward peak) of a table of selected blocks, in bytes."""
+    assert best.table is not None
+    problems = best.table.problems
+
+    def rows() -> QueryRows:  # one for each run: real calls keep nothing between forward and backward
+        return QueryRows(replace(problems, most_batches=_ALIKE_BATCHES))
+
+    rest = Plan.of(best.bound, best.layout, best.options[1:])
+    others = None
+    if rest.terms:
+        others = _few_of_each_kind(make_program(rest, best.layout, num_kv_heads=size.kv_heads), size.key_bytes)
+
+    def forward(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        out, lse = rows().forward(q, k, v, 1.0)
+        if others is not None:
+            merge_(out, lse, *others.forward(q, k, v, 1.0))
+        return as_given(out, q), lse
+
+    def backward(q: Tensor, k: Tensor, v: Tensor, whole: WholeRows) -> list[Tensor]:
+        grads = rows().backward(q, k, v, whole, 1.0)
+        if others is not None:
+            beside = others.backward(q, k, v, whole, 1.0)
+            grads = tuple(total.add_(part) for total, part in zip(grads, beside, strict=True))
         return [as_given(grad, x) for grad, x in zip(grads, (q, k, v), strict=True)]
 
     return _dry_run(size, forward, backward, pads=True)

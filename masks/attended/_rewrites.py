@@ -102,6 +102,7 @@ def rewritten(wanted: KeyQuery) -> Parts | None:
         _segments,
         _blocks,
         _grid,
+        _one_query,
     ):
         for factor, rest in rests:
             parts = rewrite(factor, rest)
@@ -341,6 +342,19 @@ def _grid(factor: Pattern, rest: KeyQuery) -> Parts | None:
     if not isinstance(factor, Neighborhood) or rest.factors or rest.queries.step > 1:
         return None
     return _same(rest.within(keys=keys) for keys in _seen_around(factor, rest.queries))
+
+
+def _one_query(factor: Pattern, rest: KeyQuery) -> Parts | None:
+    """Return the search of `rest`, restricted to the keys that a single query sees by a factor with rows.
+
+    None for several queries, and for a factor whose row has no closed form.
+    """
+    row = factor.row(rest.queries.start, rest.keys) if len(rest.queries) == 1 and rest.keys.step == 1 else None
+    if row is None:
+        return None
+    if not rest.factors:
+        return [(rest, lambda found: row)]
+    return [(rest, lambda found: (both for each in found for part in row if (both := intersect(each, part))))]
 
 
 def _seen_around(pattern: Neighborhood, queries: range) -> Iterator[range]:

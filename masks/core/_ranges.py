@@ -86,7 +86,8 @@ def union_of(ranges: Iterable[range]) -> Ranges:
     """
     runs, steps = _by_kind(ranges)
     runs = _joined_runs(runs)
-    if len(steps) * (len(runs) + len(steps)) > _MOST_COMPARISONS:
+    comparisons = len(steps) * (len(runs) + len(steps))
+    if comparisons > min(_MOST_COMPARISONS, max(_FEW_POSITIONS, sum(map(len, [*runs, *steps])))):
         return ranges_of(_sorted([*runs, *steps]))
     parts = _disjoint(runs, steps)
     while (joined := _joined(parts)) != parts:
@@ -214,4 +215,6 @@ def _interleaved(ranges: list[range], step: int) -> list[range]:
 
 
 def _sorted(ranges: Iterable[range]) -> Int64[Tensor, " n"]:
-    return torch.cat([torch.arange(each.start, each.stop, each.step) for each in ranges]).unique()
+    first, step, count = torch.tensor([(each.start, each.step, len(each)) for each in ranges]).unbind(1)
+    place = torch.arange(int(count.sum())) - (count.cumsum(0) - count).repeat_interleave(count)
+    return (first.repeat_interleave(count) + step.repeat_interleave(count) * place).unique()

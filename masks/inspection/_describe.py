@@ -18,6 +18,7 @@ from ..core import (
     Bound,
     Expression,
     advises,
+    device_kind,
     plans,
     renamed,
     require_expression,
@@ -25,7 +26,7 @@ from ..core import (
     seconds_text,
     shortened,
 )
-from ..planning import Operands, Option, Plan, plan
+from ..planning import Operands, Option, Plan, plan, plan_with_table
 from ._pair_counts import COUNTED, BranchShare, HeadShare, PlannedCounts, alike_heads, count_term, head_shares, summed
 from ._receptive_field import ReceptiveField, receptive_field_of
 
@@ -192,8 +193,10 @@ def describe(
     keys = num_queries if num_keys is None else num_keys
     offsets = {"q_offset": q_offset, "k_offset": k_offset}
     bound = require_expression(pattern).bind(num_heads=num_heads, num_queries=num_queries, num_keys=keys, **offsets)
-    operands = Operands.usual_on(torch.device(device).type)._replace(head_dim=head_dim)
-    described = describe_plan(plan(bound, device=device, operands=operands), head_dim=head_dim)
+    kind = torch.device(device).type
+    operands = Operands.usual_on(kind)._replace(head_dim=head_dim)
+    planned = plan_with_table if device_kind(kind).on_host else plan
+    described = describe_plan(planned(bound, device=device, operands=operands), head_dim=head_dim)
     return replace(described, pattern=pattern) if pattern.pads else described
 
 

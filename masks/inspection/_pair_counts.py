@@ -12,7 +12,7 @@ from torch import Tensor
 
 from ..blocks import LISTED_BYTES, UNKNOWN, Blocks, count_pairs
 from ..core import Bound, Expression, Pattern
-from ..planning import CountedPairs, PaddedTerm, Term, computed_pairs, plan
+from ..planning import CountedPairs, PaddedTerm, TableTerm, Term, computed_pairs, plan_with_table
 
 # H heads, n queries or blocks
 
@@ -54,6 +54,8 @@ def count_term(term: Term) -> PlannedCounts:
         return PlannedCounts(term.counted_pairs(), computed_pairs(term), full, partial, lists)
     if isinstance(term.weights, CountedPairs):
         return PlannedCounts(term.counted_pairs(), computed_pairs(term), 0, len(term.heads), 0)
+    if isinstance(term, TableTerm):
+        return PlannedCounts(term.counted_pairs(), computed_pairs(term), *term.block_counts(), 0)
     if term.shape != "blocks":
         return _count_plain(term)
     blocks, pairs = _listed(term)
@@ -137,7 +139,7 @@ def head_shares(bound: Bound, planned: Mapping[Expression, Sequence[Term]]) -> t
     of_branches = []
     for branch, times in Counter(bound.pattern.branches()).items():
         found = torch.zeros(bound.num_heads, dtype=torch.int64)
-        for term in planned.get(branch) or plan(replace(bound, pattern=branch)).terms:
+        for term in planned.get(branch) or plan_with_table(replace(bound, pattern=branch)).terms:
             found[list(term.heads)] += times * _pairs_of_each_head(term)
         of_branches.append(found.tolist())
     return tuple(HeadShare(heads, tuple(pairs[heads[0]] for pairs in of_branches)) for heads in alike_heads(bound))
@@ -145,7 +147,7 @@ def head_shares(bound: Bound, planned: Mapping[Expression, Sequence[Term]]) -> t
 
 def _pairs_of_each_head(term: Term) -> Int64[Tensor, " H"]:
     """Number of allowed pairs of each head in a term (part of a plan), without the term's multiplicity."""
-    if isinstance(term, PaddedTerm):
+    if isinstance(term, PaddedTerm | TableTerm):
         return term.pairs_of_heads()
     if isinstance(term.weights, CountedPairs):
         return term.weights.counts().sum((1, 2)).expand(len(term.heads))

@@ -128,7 +128,8 @@ class MaskTable(Table):
         if self.rows.shape[1] > 1:
             return None
         seen = self.only_row[0, query if self.rows.shape[2] > 1 else 0]
-        return ranges_of(torch.arange(keys.start, keys.stop)[seen.expand(keys.stop)[keys.start :]])
+        seen = seen if len(seen) > 1 else seen.expand(keys.stop)
+        return ranges_of(torch.arange(keys.start, keys.stop)[seen[keys.start : keys.stop]])
 
 
 class _CellRange(NamedTuple):

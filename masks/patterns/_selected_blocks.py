@@ -271,7 +271,7 @@ def selected_blocks(blocks: Any, *, block: int | tuple[int, int], most: int, nam
 
     In `(selected_blocks(...) | p) & q` with patterns p and q, or without p or q, `attend` reads the table directly: new
     values need no planning and no compilation. In other compositions, such as `~selected_blocks(...)` or two uses of
-    it, each new table is planned.
+    it, each new table is planned. `fd.plan` and `describe` count what engine "tiles" computes from the table.
 
     `attend` and `bind` raise TypeError for a tensor without integers, and ValueError for another shape or for blocks
     beyond the keys.
@@ -285,18 +285,18 @@ def selected_blocks(blocks: Any, *, block: int | tuple[int, int], most: int, nam
 
 @dataclass(frozen=True)
 class Selection:
-    """Split of a pattern into the sum (leaf & rest) + others, with one `SelectedBlocks` as `leaf`.
+    """Split of a pattern into the sum (leaf & rest) + others, with one `SelectedBlocks` or `SelectedTable` as `leaf`.
 
     others: pattern or mixture; None if there is nothing to add.
     """
 
-    leaf: SelectedBlocks
+    leaf: Any
     rest: Pattern
     others: Expression | None
 
 
 def selection_of(pattern: Expression) -> Selection | None:
-    """Split a pattern with one `SelectedBlocks`, combined by `|`, `&` and `+` only; None for other patterns."""
+    """Split a pattern with one table of selected blocks, combined by `|`, `&` and `+` only; None for other patterns."""
     branches = pattern.branches()
     chosen = [index for index, branch in enumerate(branches) if _uses(branch)]
     if len(chosen) != 1:
@@ -313,11 +313,11 @@ def selection_of(pattern: Expression) -> Selection | None:
 
 
 def _uses(pattern: Pattern) -> int:
-    return sum(isinstance(leaf, SelectedBlocks) for leaf in pattern.leaves())
+    return sum(isinstance(leaf, SelectedBlocks | SelectedTable) for leaf in pattern.leaves())
 
 
 def _parted(pattern: Pattern) -> Selection | None:
-    if isinstance(pattern, SelectedBlocks):
+    if isinstance(pattern, SelectedBlocks | SelectedTable):
         return Selection(pattern, Every(), None)
     if not isinstance(pattern, And | Or):
         return None

@@ -21,6 +21,7 @@ from ..patterns import as_written
 from ..text import read_text
 
 BYTES_VARIABLE, ENTRIES_VARIABLE = "FLEXDILATED_CACHE_BYTES", "FLEXDILATED_CACHE_ENTRIES"
+DEFAULT_BYTES = 1 << 28
 # Python's overhead per entry, some kB, is not in the byte count; this bounds it to about a hundred MB.
 DEFAULT_ENTRIES = 1 << 14
 _MOST_DIGITS = 18  # more than any machine has bytes
@@ -171,16 +172,21 @@ class Cache:
         *,
         pattern: Expression | str = "",
         device: torch.device | None = None,
+        suffices: Callable[[T], bool] = lambda value: True,
     ) -> T:
         """Return the value of `key`, from the cache or else from `build()`; a value above the budget is not kept.
 
         nbytes: function that gives the bytes of a value. pattern: the pattern that the value depends on, or its text,
         for `forget`; patterns of enclosing builds are added. device: the device of a value that is a copy of other
-        cached values, else None; copies are evicted first. While another thread builds the value, the call waits, and
-        raises the error of that build if it fails.
+        cached values, else None; copies are evicted first. suffices: function that is False for a cached value too
+        small for this call, such as a mask of fewer tokens; the result of `build` then replaces it. While another
+        thread builds the value, the call waits, and raises the error of that build if it fails.
         """
         with self._lock:
             entry = self._entries.get(key)
+            if entry is not None and not suffices(entry.value):
+                self._remove(entry)
+                entry = None
             if entry is not None:
                 self._hits += 1
                 entry.line.move_to_end(entry)
@@ -196,7 +202,10 @@ class Cache:
         if is_mine:
             return self._build(key, build, nbytes, building)
         assert building.thread != threading.get_ident(), f"a build asks for its own result: {key!r}"
-        return building.done.result()
+        value = building.done.result()
+        if suffices(value):
+            return value
+        return self.get(key, build, nbytes, pattern=pattern, device=device, suffices=suffices)
 
     def forget(self, pattern: Expression) -> int:
         """Drop all values that depend on a pattern, or on a combination that contains it; return their number.
@@ -365,7 +374,7 @@ def _read(variable: str, unit: str, default: int) -> int:
 
 
 def bytes_from_environment() -> int:
-    return _read(BYTES_VARIABLE, "bytes", 1 << 30)
+    return _read(BYTES_VARIABLE, "bytes", DEFAULT_BYTES)
 
 
 def entries_from_environment() -> int:
@@ -379,8 +388,8 @@ _cache_lock = threading.Lock()
 def cache() -> Cache:
     """Return the process-wide cache of plans and block lists.
 
-    Environment variables FLEXDILATED_CACHE_BYTES and FLEXDILATED_CACHE_ENTRIES set its initial budgets, by default 1
-    GiB and 16,384 entries. Raises ValueError if one is not a whole number.
+    Environment variables FLEXDILATED_CACHE_BYTES and FLEXDILATED_CACHE_ENTRIES set its initial budgets, by default
+    256 MiB and 16,384 entries. Raises ValueError if one is not a whole number.
 
     >>> masks.cache().clear()
     """

@@ -24,12 +24,15 @@ from ._machine import (
     set_machine,
     sources_in_use,
 )
-from ._planner import Plan, plan, plan_at, recommended_layout
+from ._planner import Plan, plan, plan_at, plan_with_table, reads_table, recommended_layout
 from .lowering import (
+    GATHERED_BYTES,
     CountedPairs,
     IntervalTerm,
     PaddedTerm,
     SharedListTerm,
+    TableProblems,
+    TableTerm,
     Term,
     compact_terms,
     one_after_another,

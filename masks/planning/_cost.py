@@ -8,6 +8,7 @@ from typing import NamedTuple
 from ..core import device_kind, plans
 from ..orders import Compact, Layout, Padded, Permutation
 from ._machine import Machine
+from .lowering._table import TableTerm
 from .lowering._term import Term
 
 SLOTS_AT_ONCE = 1 << 14  # slots copied in one chunk: enough to share among cores, few compared with the inputs
@@ -130,6 +131,8 @@ def _launches(term: Term, calls_a_list: int) -> int:
 
     Without block lists it is one, or, if tokens are copied, one for each chunk of `SLOTS_AT_ONCE` copied tokens.
     """
+    if isinstance(term, TableTerm):
+        return term.work.calls
     if term.shape == "blocks":
         return calls_a_list * (max(term.tables()) + 1)
     if not isinstance(term.q, Compact) or not term.q.is_copied:
@@ -143,6 +146,8 @@ def _moved_rows(term: Term, given: Layout, groups: int) -> int:
     given: order of the tokens in q, k and v; nothing is gathered if the term uses this order. groups: number of query
     heads for each key-value head.
     """
+    if isinstance(term, TableTerm):
+        return term.moved_rows
     if isinstance(term.q, Permutation):
         queries = keys = 0 if term.q == given else 2 * term.q.num_slots
     else:

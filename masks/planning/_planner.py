@@ -8,8 +8,9 @@ from dataclasses import dataclass, replace
 import torch
 
 from ..._torch_private import graph_constant
-from ..core import Bound, Expression, advises, plans, within
+from ..core import And, Bound, Every, Expression, advises, plans, within
 from ..orders import Compact, Folded, Layout, Listed, Part, Placement, residue_rate
+from ..patterns import Selection, selection_of
 from ..plan_cache import cache, debug_wanted, in_line, log
 from ..text import read_text
 from ._candidates import ANYTHING, Allowed, Candidates, Choice, Option, way_of
@@ -17,6 +18,7 @@ from ._cost import Cost, Operands
 from ._machine import Machine, machine_of
 from .lowering._layouts import MAX_RESIDUE_RATE, shared_terms
 from .lowering._shared_lists import PaddedTerm, interval_terms
+from .lowering._table import TableProblems, TableTerm
 from .lowering._term import Term
 
 _MOST_BRANCHES = 8  # logged one by one
@@ -65,7 +67,15 @@ class Plan:
         """Approximate bytes of the plan, for the cache."""
         terms = [term for options in self.options for option in options for term in option.terms]
         uneven = (term for term in terms if isinstance(term.q, Compact) and term.q.fold_starts is not None)
-        return sum(200 + 24 * len(term.heads) for term in terms) + sum(16 * term.folds for term in uneven)
+        tables = (term.problems.nbytes for term in terms if isinstance(term, TableTerm))
+        own = sum(200 + 24 * len(term.heads) for term in terms)
+        return own + sum(16 * term.folds for term in uneven) + sum(tables)
+
+    @property
+    def table(self) -> TableTerm | None:
+        """The term that is computed from a table of selected blocks, the first one; None if there is none."""
+        first = self.terms[0] if self.terms else None
+        return first if isinstance(first, TableTerm) else None
 
     def __repr__(self) -> str:
         return f"Plan({_bound_text(self.bound)}: {_ways(self)})"
@@ -95,6 +105,58 @@ def plan(
         lambda made: made.nbytes,
         pattern=bound.pattern,
     )
+
+
+def _table_split(bound: Bound) -> Selection | None:
+    split = selection_of(bound.pattern)
+    return None if split is None or bound.k_offset % split.leaf.block[1] else split
+
+
+def reads_table(bound: Bound) -> bool:
+    """True if engine "tiles" reads a table of selected blocks in this pattern, without block lists of its pairs."""
+    return _table_split(bound) is not None
+
+
+@plans
+def plan_with_table(
+    bound: Bound, *, device: torch.device | str = "cpu", allowed: Allowed = ANYTHING, operands: Operands | None = None
+) -> Plan:
+    """Return the plan of `plan`, except for pairs in a table of selected blocks: engine "tiles" reads the table itself.
+
+    Such pairs are one `TableTerm`; the pattern's other pairs are planned. Raises ValueError for tables that differ by
+    batch entry. Cached.
+    """
+    split = _table_split(bound)
+    if split is None:
+        return plan(bound, device=device, allowed=allowed, operands=operands)
+    kind = torch.device(device).type
+    machine, operands = machine_of(kind), operands or Operands.usual_on(kind)
+
+    def build() -> Plan:
+        layout, table = Layout(bound.num_queries), split.leaf
+        most = None if table.source is None else table.source.most  # rows are padded
+        rule = table if split.rest == Every() else And.of(table, split.rest)
+        rows = table.only_row[..., :most]
+        num_kv_heads = bound.num_heads // operands.groups
+        problems = TableProblems.of(replace(bound, pattern=split.rest), num_kv_heads, rows, table.block, table.first)
+        sizes = {"problems": problems, "width": operands.head_dim, "element_bytes": operands.element_bytes}
+        term = TableTerm(
+            rule=rule, shape="table", multiplicity=1, heads=tuple(range(bound.num_heads)),
+            head_offset=bound.head_offset, num_heads_global=bound.num_heads_global,
+            q=layout, k=Layout(bound.num_keys), q_offset=bound.q_offset, k_offset=bound.k_offset,
+            block_side=1, **sizes,
+        )  # fmt: skip
+        name = "table, keys gathered" if problems.gathers else "table, queries grouped"
+        own = Option(rule, 1, name, (term,), machine, layout, operands)
+        others = ()
+        if split.others is not None:
+            others = plan(
+                replace(bound, pattern=split.others), device=device, allowed=allowed, operands=operands
+            ).options
+        return Plan.of(bound, layout, ((own,), *others))
+
+    name = ("plan with table", bound.key(), kind, machine.text, allowed, operands)
+    return cache().get(name, build, lambda made: made.nbytes, pattern=bound.pattern)
 
 
 @advises()

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
+from typing import Any
 from unittest import mock
 
 import pytest
@@ -17,6 +20,7 @@ import flexdilated as fd
 from flexdilated import masks
 from flexdilated.engines.tiles import _query_rows, _tiles_op
 from flexdilated.masks.patterns import selection_of
+from flexdilated.masks.planning.lowering import _table
 from flexdilated.testing._drawn_patterns import _selected_blocks
 from flexdilated.testing.strategies import attention_sizes
 from tests.support import oracle
@@ -53,9 +57,9 @@ BESIDE = {
 
 
 @st.composite
-def packed(draw: st.DrawFn, beside: str, largest: int = 60) -> Packed:
-    sizes = draw(attention_sizes(max_heads=4, max_batch=3, max_tokens=largest))
-    if draw(st.booleans()):
+def packed(draw: st.DrawFn, beside: str, largest: int = 60, batch: int = 3, *, whole: bool = False) -> Packed:
+    sizes = draw(attention_sizes(max_heads=4, max_batch=batch, max_tokens=largest))
+    if not whole and draw(st.booleans()):
         sizes = replace(sizes, num_queries=draw(st.integers(1, largest)), q_offset=draw(st.integers(0, 40)))
         sizes = replace(sizes, k_offset=draw(st.sampled_from([0, 0, 2, 12])))
     stop = sizes.q_offset + sizes.num_queries
@@ -91,8 +95,107 @@ def test_a_table_is_the_oracle(beside: str, way: str, data: st.DataObject):
     def attend(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None = None) -> tuple[Tensor, Tensor]:
         return fd.attend(q, k, v, case.pattern, sinks=sinks, enable_gqa=True, return_lse=True, **case.offsets)
 
-    with mock.patch.multiple(_query_rows, _PARTS_BYTES=1 << 12, **WAYS[way]):
+    with mock.patch.multiple(_table, _PARTS_BYTES=1 << 12, **WAYS[way]):
         assert_agrees(attend, drawn + (sinks if data.draw(st.booleans()) else ()), case.counts)
+
+
+@contextmanager
+def counted_work() -> Iterator[list[int]]:
+    """Pairs of each kernel call over a table that runs inside."""
+    found, run = [], _query_rows.flash_forward
+
+    def counting(q: Tensor, k: Tensor, v: Tensor, **how: Any) -> tuple[Tensor, Tensor]:
+        found.append(q[..., 0].numel() * k.shape[2])
+        return run(q, k, v, **how)
+
+    with mock.patch.object(_query_rows, "flash_forward", counting):
+        yield found
+
+
+@pytest.mark.parametrize("beside", BESIDE)
+@settings(max_examples=8)
+@given(data=st.data(), way=st.sampled_from([*WAYS]), gathered=st.sampled_from([1, 1 << 12, 1 << 23]))
+def test_a_plan_counts_what_its_call_computes(beside: str, way: str, gathered: int, data: st.DataObject):
+    """Pairs and kernel calls over the table, and the allowed pairs of the whole pattern."""
+    case = data.draw(packed(beside, batch=1, whole=True))
+    kv_heads = data.draw(st.sampled_from([n for n in range(1, case.num_heads + 1) if case.num_heads % n == 0]))
+    width = data.draw(st.sampled_from([8, 16]))
+    q = torch.randn(1, case.num_heads, case.num_queries, width)
+    k, v = torch.randn(2, 1, kv_heads, case.num_keys, width)
+    sizes = {"num_heads": case.num_heads, "num_kv_heads": kv_heads, "head_dim": width}
+    limits = {"_PARTS_BYTES": 1 << 12, "GATHERED_BYTES": gathered, **WAYS[way]}
+    masks.cache().clear()
+    with mock.patch.multiple(_table, **limits), counted_work() as calls:
+        fd.attend(q, k, v, case.pattern, enable_gqa=True)
+        report = fd.plan(case.pattern, case.num_queries, **sizes)
+    (own,) = (each for each in report.options if each.layout.startswith("table"))
+    assert (own.computed_pairs, own.launches) == (sum(calls), len(calls))
+    assert report.useful_pairs == case.counts.sum()
+    chosen = [each.computed_pairs for each in report.options if each.chosen]
+    assert report.computed_pairs >= max(report.useful_pairs and sum(calls), chosen[0])
+    masks.cache().clear()
+
+
+@pytest.mark.parametrize("beside", BESIDE)
+@settings(max_examples=8)
+@given(data=st.data())
+def test_a_description_counts_the_pairs_of_a_table(beside: str, data: st.DataObject):
+    """Of every head, and at any offsets."""
+    case = data.draw(packed(beside, batch=1))
+    sizes = {"num_heads": case.num_heads, "q_offset": case.q_offset, "k_offset": case.k_offset}
+    found = masks.describe(case.pattern, case.num_queries, case.num_keys, **sizes)
+    assert found.useful_pairs == case.counts.sum()
+    assert found.computed_pairs >= 0
+    of_heads = {head: share.pairs for share in found.heads for head in share.heads}
+    assert [of_heads[head] for head in range(case.num_heads)] == case.counts[0].sum((1, 2)).tolist()
+
+
+def test_a_plan_of_single_keys_names_its_path():
+    """As many pairs as the table has entries, where blocks of keys would have hundreds of times as many."""
+    chosen = torch.randint(512, (1, 512, 4), generator=torch.Generator().manual_seed(0))
+    pattern = masks.selected_blocks(chosen, block=1, most=4)
+    with mock.patch("flexdilated.masks.planning._planner.plan", side_effect=AssertionError("planned")):
+        report, found = fd.plan(pattern, 512, num_heads=2), masks.describe(pattern, 512, num_heads=2)
+    assert report.computed_pairs == found.computed_pairs == 2 * 512 * 4
+    assert report.block_list_bytes == found.table_bytes == report.attention_memory.tables == 0
+    (term,) = report.terms
+    assert (term.layout, term.shape) == ("table, keys gathered", "table of blocks of 1 x 1")
+    assert "table, keys" in str(report)
+    assert "4,096 computed" in str(found)
+    grouped = masks.selected_blocks(torch.zeros(1, 512, 1, dtype=torch.int64), block=(1, 64), most=1)
+    assert fd.plan(grouped, 512).terms[0].layout == "table, queries grouped"
+
+
+def test_consecutive_heads_share_the_counts_of_a_table():
+    chosen = torch.tensor([[[0, -1], [0, -1]], [[0, -1], [0, 1]]])
+    found = masks.describe(masks.selected_blocks(chosen, block=4, most=2), 8, num_heads=4)
+    assert [(each.heads, each.pairs) for each in found.heads] == [((0, 1), 32), ((2, 3), 48)]
+    assert (found.full_blocks, found.partial_blocks) == (10, 0)
+
+
+def test_engines_without_the_table_path_plan_their_blocks():
+    chosen = torch.randint(256, (1, 256, 4), generator=torch.Generator().manual_seed(0))
+    pattern = masks.selected_blocks(chosen, block=1, most=4)
+    for how in ({"engine": "portable"}, {"device": "cuda"}):
+        report = fd.plan(pattern, 256, **how)
+        assert report.computed_pairs > 50 * report.useful_pairs
+        assert not any(each.shape.startswith("table") for each in report.terms)
+    twice = pattern + pattern  # no split: each table counts once more
+    assert fd.plan(twice, 256).computed_pairs > 25 * fd.plan(twice, 256).useful_pairs
+
+
+def test_tables_that_differ_by_entry_are_described_one_by_one():
+    pattern = masks.selected_blocks(torch.tensor([[[[0], [0]]], [[[1], [0]]]]), block=4, most=1)
+    with pytest.raises(ValueError, match="bounds and block counts need a single batch entry"):
+        masks.describe(pattern, 8)
+    with pytest.raises(ValueError, match="plan takes a pattern of one batch entry"):
+        fd.plan(pattern, 8)
+
+
+def test_a_table_has_no_ways_to_measure():
+    pattern = masks.selected_blocks(torch.tensor([[[0], [0]]]), block=4, most=1)
+    with pytest.raises(ValueError, match="is computed in one way: leave measure out, and time attend; got"):
+        fd.plan(pattern, 8, measure=True)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

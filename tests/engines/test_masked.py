@@ -1,6 +1,7 @@
 """Few tokens in one kernel call under a mask: right for every pattern, and chosen only where it is the cheapest."""
 
 from collections import Counter
+from dataclasses import replace
 
 import pytest
 import torch
@@ -13,7 +14,7 @@ from flexdilated.engines.kernels import _kernel
 from flexdilated.engines.tiles import _tile_blocks, _tiles_op
 from flexdilated.engines.tiles._tiles import make_program
 from flexdilated.masks import Bound, Layout
-from flexdilated.masks.planning import Allowed, _candidates
+from flexdilated.masks.planning import Allowed, CountedPairs, _candidates
 from flexdilated.masks.planning._planner import Plan, plan
 from flexdilated.masks.planning.lowering._layouts import masked_term
 from tests.attend.test_hidden_values import BAD, assert_nothing_spreads, with_sinks
@@ -149,3 +150,40 @@ def test_the_table_has_the_dtype_of_sums():
         largest = term.bias(dtype).max()
         assert torch.equal(largest, torch.tensor(2, dtype=dtype).log())
         assert largest.dtype == dtype
+
+
+@given(cases(), st.data(), st.integers(1, 30), st.booleans())
+def test_calls_of_other_lengths_share_the_mask(case, data, more, longer_first):
+    """A call after, or before, one with more queries and as many more keys is the oracle, with gradients."""
+    drawn, bound = data.draw(tensors(case, one_width=True)), case.bind()
+    longer = replace(bound, num_queries=bound.num_queries + more, num_keys=bound.num_keys + more)
+    masks.cache().clear()
+    if longer_first:
+        masked_term(longer.pattern, 1, longer).bias(torch.float64)
+    assert_plan_agrees(under_mask(bound), Layout(case.num_queries), drawn, case.counts(), 8)
+    whole = masked_term(longer.pattern, 1, longer).weights.counts()
+    assert torch.equal(whole[:, : bound.num_queries, : bound.num_keys], CountedPairs(bound)._counted())
+    assert torch.equal(whole, CountedPairs(longer)._counted())
+    masks.cache().clear()
+
+
+def test_masks_of_other_offsets_are_others():
+    pattern, sizes = masks.local_window(left=5, right=0) | masks.first_tokens(3), {"num_queries": 20, "num_heads": 1}
+    places = [{"num_keys": 20}, {"num_keys": 40, "q_offset": 20}, {"num_keys": 20, "q_offset": 9, "k_offset": 9}]
+    for place in [*places, {"num_keys": 40}, *places]:
+        bound = pattern.bind(**sizes, **place)
+        assert torch.equal(CountedPairs(bound).counts(), CountedPairs(bound)._counted())
+
+
+def test_windows_of_900_lengths_hold_one_mask():
+    """The longest, which serves all shorter ones; the rest are plans of each length."""
+    pattern = masks.local_window(left=15, right=0)
+    masks.cache().clear()
+    for tokens in range(17, 917, 10):
+        q, k, v = torch.randn(3, 1, 1, tokens, 8)
+        found, exact = (fd.attend(q, k, v, pattern, engine=engine) for engine in ("tiles", "reference"))
+        torch.testing.assert_close(found, exact)
+    stats = masks.cache().stats()
+    assert stats.evictions == 0
+    assert stats.bytes < 8 << 20
+    masks.cache().clear()

@@ -20,8 +20,10 @@ from flexdilated.engines._call import Call
 from flexdilated.engines.flex._flex_op import static_program
 from flexdilated.engines.kernels import _portable
 from flexdilated.engines.tiles._tiles import Program, as_given
-from flexdilated.engines.tiles._tiles_op import _programs
+from flexdilated.engines.tiles._tiles_op import _programs, attention, gradients
 from flexdilated.masks.core import Expression
+from flexdilated.masks.planning import GATHERED_BYTES
+from flexdilated.masks.planning.lowering import _table
 from flexdilated.memory import _memory
 from flexdilated.memory._memory import (
     NOWHERE,
@@ -131,6 +133,42 @@ def test_attention_memory_is_that_of_the_real_engine(name) -> None:
     shown = 4 * 4 * 2000 * 32 * dtype.itemsize + 4 * 2000 * 4
     assert found.shown == shown
     assert shown <= found.kept < 1.05 * shown  # q, k, v, out, lse and nothing else
+
+
+TABLES = {
+    "single keys": ((1, 1), 16, lambda table: table),
+    "causal keys": ((1, 1), 16, lambda table: table & masks.causal()),
+    "own block": ((32, 32), 4, lambda table: (table | masks.chunked(32)) & masks.causal()),
+    "grouped": ((1, 64), 2, lambda table: table),
+    "a mixture": ((4, 32), 3, lambda table: table + masks.local_window(left=100, right=0)),
+}
+
+
+@pytest.mark.parametrize("gathered", [GATHERED_BYTES, 1 << 18])
+@pytest.mark.parametrize("name", TABLES)
+def test_memory_of_a_table_is_that_of_the_real_engine(name: str, gathered: int) -> None:
+    """Two batches of problems of each kind stand for all."""
+    block, most, of = TABLES[name]
+    rows, columns = (-(-2000 // side) for side in block)
+    table = torch.randint(-1, columns, (2, rows, most), generator=torch.Generator().manual_seed(0))
+    pattern = of(masks.selected_blocks(table, block=block, most=most))
+    bound = pattern.bind(num_heads=4, num_queries=2000, num_keys=2000)
+    size = AttentionSize(2000, 4, 32, torch.float32, num_kv_heads=2)
+    q, k, v = torch.randn(1, 4, 2000, 32), *torch.randn(2, 1, 2, 2000, 32)
+    key = Call.at(q, k, pattern.text, num_heads_global=4)
+    masks.cache().clear()
+    with patch.object(_table, "GATHERED_BYTES", gathered):
+        found = attention_memory(bound.pattern, size)
+        with LiveBytes(q, k, v) as forward:
+            out, lse = attention(key, q, k, v, None, [table], 1.0)
+        with LiveBytes(q, k, v, out, lse, grad := torch.ones_like(out)) as backward:
+            gradients(key, q, k, v, [table], WholeRows(out, lse, grad), 1.0)
+    masks.cache().clear()
+    assert within(found.forward_peak, forward.peak, 0.03)
+    assert within(found.inference_peak, forward.peak, 0.03)
+    assert within(found.backward_peak, backward.peak, 0.05)
+    assert found.shown <= found.kept < 1.05 * found.shown
+    assert found.tables == 0
 
 
 @given(

@@ -13,6 +13,7 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 from torch.nn.functional import pad
 
+from ...masks.planning import GATHERED_BYTES
 from .._merge import sum_dtype
 from .._operands import added
 from ..kernels._kernel import Operands, filled, flash_backward, flash_forward
@@ -21,7 +22,6 @@ from ._tile_calls import KernelCall, KernelCalls
 # B batch, H query heads, G key/value heads, F folds, Q query slots, K key slots, D head dim
 # X heads or folds that run together, n problems
 
-GATHERED_BYTES = 8 << 20  # keys, values, masks or their gradients of a kernel call: these stay in a CPU cache
 _PAIRS_AT_ONCE = 1 << 20  # pairs that keep a kernel busy: with fewer per head, heads are batched
 
 _Index = tuple[int, int | slice, int | slice]

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass, replace
 from functools import cached_property
 from math import lcm
 from typing import Literal
 
 import torch
-from jaxtyping import Float, Int16, Int64
+from jaxtyping import Float, Int16, Int64, Shaped
 from torch import Tensor
 
 from ...blocks import Blocks, ListedBlocks, Rule, allowed_pairs, build_blocks, estimate_blocks, repeat_blocks
@@ -19,7 +20,7 @@ from ...plan_cache import cache
 
 _LARGEST_SIDE = 1 << 15  # of a block
 _MANY_CLASSES = 1 << 8  # residue classes of an order: from here on, pairs of classes may outnumber blocks
-Shape = Literal["dense", "causal", "strip", "masked", "blocks"]
+Shape = Literal["dense", "causal", "strip", "masked", "blocks", "table"]
 
 # H heads, Q query slots, K key slots
 
@@ -96,10 +97,27 @@ class CountedPairs:
         return CountedPairs(replace(self.bound, num_heads=len(heads), head_offset=first))
 
     def counts(self) -> Int16[Tensor, "#H Q K"]:
-        """Number of branches that allow each pair, by head; of one head if all heads have equal rules."""
-        return cache().get(
-            ("pair counts", self.bound.key()), self._counted, lambda counts: counts.nbytes, pattern=self.bound.pattern
+        """Number of branches that allow each pair, by head; of one head if all heads have equal rules.
+
+        A view of a cached tensor: do not modify it.
+        """
+        return self._shared("pair counts", self._counted)
+
+    def _shared(self, name: str, build: Callable[[], Tensor], *more: Hashable) -> Shaped[Tensor, "#H Q K"]:
+        """Return the tensor of `build`, or a view of a cached one for more tokens from equal first positions on.
+
+        A pair's positions determine its entry, so the tensor of the longest call serves all shorter ones.
+        """
+        bound = self.bound
+        first = replace(bound, num_queries=1, num_keys=1).key()
+        found = cache().get(
+            (name, first, bound.num_keys - bound.num_queries, *more),
+            build,
+            lambda x: x.nbytes,
+            pattern=bound.pattern,
+            suffices=lambda x: x.shape[1] >= bound.num_queries,
         )
+        return found[:, : bound.num_queries, : bound.num_keys]
 
     @plans
     def _counted(self) -> Int16[Tensor, "#H Q K"]:
@@ -124,12 +142,7 @@ class CountedPairs:
 
     def bias(self, num_queries: int, num_keys: int, dtype: torch.dtype) -> Float[Tensor, "#H Q K"]:
         """Log of the counts, to add to attention scores; -inf for 0. For one head if all heads have equal rules."""
-        return cache().get(
-            ("counted pairs", self.bound.key(), dtype),
-            lambda: self.counts().to(dtype).log(),
-            lambda bias: bias.nbytes,
-            pattern=self.bound.pattern,
-        )
+        return self._shared("counted pairs", lambda: self.counts().to(dtype).log(), dtype)
 
 
 Weights = KeyWeights | PairWeights | CountedPairs
@@ -169,9 +182,9 @@ class Term:
     one of several equally shaped segments computed as a batch; all folds repeat the rule of fold 0. rule: allowed pairs
     among these tokens. shape: structure that a kernel can use: "dense", all pairs; "causal", slots k <= q; "strip",
     causal with the queries at the last of the key slots; "masked", all pairs with weights as a bias; "blocks", a block
-    list of side `block_side`. heads: query heads, numbered on this device; global numbers are head_offset larger. Query
-    token i is at position q_offset + i, key token j at k_offset + j. A pair counts `multiplicity` times, multiplied by
-    its weight if there are `weights`.
+    list of side `block_side`; "table", a table of selected blocks. heads: query heads, numbered on this device; global
+    numbers are head_offset larger. Query token i is at position q_offset + i, key token j at k_offset + j. A pair
+    counts `multiplicity` times, multiplied by its weight if there are `weights`.
     """
 
     rule: Pattern

@@ -114,6 +114,13 @@ def test_needs_of_run_time_patterns_are_those_of_any_batch_entry(packed: Packed,
     assert_found(found, seen_in(table, queries, keys))
 
 
+def test_needs_of_a_single_query_are_those_of_all_factors():
+    pattern = masks.block_list([[0, 1], [1]], block=4) & masks.block_list([[1], [0, 1]], block=4)
+    for query in range(8):
+        sides = {"queries": (range(query, query + 1),), "keys": (range(1, 7),)}
+        assert_found(attended_keys(pattern, **sides, heads=[0], num_heads_global=1), [4, 5, 6])
+
+
 @pytest.mark.parametrize("entry", ENTRIES, ids=lambda entry: entry.name)
 def test_needs_of_the_catalogue(entry: Entry):
     """Every pattern and recipe, for the first, a middle and the last quarter of the sequence."""

@@ -1,0 +1,340 @@
+"""Attention over a table of selected key blocks: the problems that compute it, and the pairs that these have.
+
+Each row of a table lists the key blocks of one block of queries. Keys are gathered for each row, or queries are grouped
+by key block. The table itself is read; no block list is built.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cached_property
+from math import lcm
+from typing import NamedTuple
+
+import torch
+from jaxtyping import Bool, Int64, UInt8
+from torch import Tensor
+
+from ...blocks import ListedBlocks, allowed_pairs
+from ...core import Bound, Box, Pattern, Progression
+from ...patterns import require_row, require_tables
+from ._term import Term
+
+# T tables, R query blocks (rows), W entries of a row
+# n problems: Q queries of g heads each, over L key blocks of K keys
+
+GATHERED_BYTES = 8 << 20  # keys, values, masks or their gradients of a kernel call: these stay in a CPU cache
+_MANY_QUERIES = 16  # query block side from which a row of the table is one problem
+_FEW_QUERIES = 16  # number of queries up to which grouping by key block gains nothing
+_FEW_KEYS = 8  # key block side up to which grouping by key block gains nothing
+_READS_OF_A_COPY = 2  # memory accesses per key that is copied into blocks: a read and a write
+_MOST_ROWS = 128  # query rows of a problem
+_PARTS_BYTES = 128 << 20  # of the partial outputs that are held until they are merged
+_CELLS = 1 << 18  # pairs evaluated at once
+
+
+class Batch(NamedTuple):
+    """n attention problems of equal shape, for one kernel call for each tensor in `sets`, which share the rest.
+
+    A head set is the g query heads that share a table and a key/value head. sets: index of the head set of each
+    problem. query: index of each query in the call. block: index of each key block. place: index of each query's result
+    among the results of its head set before their merge, which has one for each query or one for each query and
+    selected block; -1 for padding. seen: for each query and block, 2 if all pairs are visible, 1 if the rule decides, 0
+    if the query does not select the block; None: all pairs of every block.
+    """
+
+    sets: list[Int64[Tensor, " n"]]
+    query: Int64[Tensor, "n Q"]
+    block: Int64[Tensor, "n L"]
+    place: Int64[Tensor, "n Q"]
+    seen: UInt8[Tensor, "n Q L"] | None
+
+    def part(self, some: slice) -> Batch:
+        seen = None if self.seen is None else self.seen[some]
+        return Batch([each[some] for each in self.sets], self.query[some], self.block[some], self.place[some], seen)
+
+
+class TableWork(NamedTuple):
+    """Work of attention over a table: pairs over all heads, key and query vectors that are copied, and kernel calls."""
+
+    computed_pairs: int
+    copied_keys: int
+    copied_queries: int
+    calls: int
+
+
+@dataclass(frozen=True, eq=False)
+class TableProblems:
+    """The attention problems of a table that lists the key blocks of each block of queries, of one batch entry.
+
+    A pair is allowed if the table lists its key block and bound.pattern, the pattern without the table, allows it.
+    bound: the call's sizes. block: tokens of (a query block, a key block). column[t, r, w]: entry w of row r of table
+    t, a key block, or -1 for none or where the pattern allows no pair; low, high: bounds on the allowed pairs of each
+    entry; full: True where they are all pairs. Row 0 is the block of the call's first query, key block 0 begins with
+    the call's first key. Heads share a table in consecutive groups of equal size. most_batches: limit on the batches of
+    one kind that `batches` yields, for a run that measures memory; None for all.
+    """
+
+    bound: Bound
+    num_kv_heads: int
+    block: tuple[int, int]
+    column: Int64[Tensor, "T R W"]
+    full: Bool[Tensor, "T R W"]
+    low: Int64[Tensor, "T R W"]
+    high: Int64[Tensor, "T R W"]
+    most_batches: int | None = None
+
+    @classmethod
+    def of(
+        cls, bound: Bound, num_kv_heads: int, rows: Int64[Tensor, "T R W"], block: tuple[int, int], first: int
+    ) -> TableProblems:
+        """Read the tables of selected blocks of one batch entry, for the heads and tokens of a call.
+
+        bound: the pattern without the table, with the call's sizes. rows: key blocks of each query block, ascending,
+        padded with a large number; row 0 is query block `first`. Numbers of blocks count from position 0. block: tokens
+        of (a query block, a key block). Raises ValueError if the number of tables does not divide the heads or the rows
+        do not include the call's first query.
+        """
+        q_block, k_block = block
+        require_tables(len(rows), bound.num_heads_global)
+        require_row(q_block, first, rows.shape[1], bound.q_offset)
+        rows = _of_heads(bound, rows)[:, bound.q_offset // q_block - first :]
+        shape, row = rows.shape, (bound.q_offset // q_block + torch.arange(rows.shape[1]))[None, :, None]
+        head = torch.arange(shape[0])[:, None, None] * (bound.num_heads // shape[0]) + bound.head_offset
+        q = _within(row * q_block, q_block, bound.q_offset, bound.num_queries)
+        k = _within(rows * k_block, k_block, bound.k_offset, bound.num_keys)
+        head, *sides = (x.expand(shape).reshape(-1).contiguous() for x in (head, *q, *k))
+        box = Box(head, Progression(sides[0], 1, sides[1]), Progression(sides[2], 1, sides[3]))
+        assert isinstance(bound.pattern, Pattern)
+        counted = bound.pattern.count(box, num_heads=bound.num_heads_global)
+        low, high, area = counted.low, counted.high, box.area
+        there = ((high > 0) & (area > 0)).view(shape)
+        column = torch.where(there, rows - bound.k_offset // k_block, -1)
+        full = (low == area).view(shape) & there
+        return cls(bound, num_kv_heads, block, column, full, low.reshape(shape), high.reshape(shape))
+
+    @property
+    def nbytes(self) -> int:
+        return sum(x.nbytes for x in (self.column, self.full, self.low, self.high))
+
+    @cached_property
+    def unit(self) -> int:
+        """Number of consecutive queries in a problem whose keys are gathered: those of a query block, or 1."""
+        side = self.block[0]
+        return side if side >= _MANY_QUERIES and self.bound.q_offset % side == 0 else 1
+
+    @cached_property
+    def gathers(self) -> bool:
+        """True to gather the keys for each row of the table; False to group queries by key block."""
+        few = self.bound.num_queries <= _FEW_QUERIES or self.block[1] <= _FEW_KEYS
+        return few or self.unit > 1
+
+    @cached_property
+    def reads_few(self) -> bool:
+        """True if copying all keys into blocks would cost more than reading the listed ones, as in a decoding step."""
+        _, rows, entries = self.column.shape
+        read = self.num_sets * rows * entries * self.block[1]
+        return self.gathers and _READS_OF_A_COPY * read <= self.num_kv_heads * self.bound.num_keys
+
+    @property
+    def num_tables(self) -> int:
+        return len(self.column)
+
+    @cached_property
+    def num_sets(self) -> int:
+        return lcm(self.num_tables, self.num_kv_heads)
+
+    @property
+    def groups(self) -> int:
+        """Number of query heads of a head set."""
+        return self.bound.num_heads // self.num_sets
+
+    def key_head(self, sets: Tensor) -> Tensor:
+        return sets * self.num_kv_heads // self.num_sets
+
+    def first_head(self, sets: Tensor) -> Tensor:
+        """Return the global number of the first head that has the table of each head set."""
+        tables = sets * self.num_tables // self.num_sets
+        return tables * (self.bound.num_heads // self.num_tables) + self.bound.head_offset
+
+    @cached_property
+    def _row_of_query(self) -> Int64[Tensor, " N"]:
+        bound, side = self.bound, self.block[0]
+        return (bound.q_offset % side + torch.arange(bound.num_queries)) // side
+
+    @cached_property
+    def whole(self) -> Bool[Tensor, "T R W"]:
+        """True for table entries whose key block has all its tokens and allows every pair with the query block."""
+        return self.full & ((self.column + 1) * self.block[1] <= self.bound.num_keys)
+
+    def portions(self, width: int) -> Iterator[tuple[range, range]]:
+        """Yield (range of head sets, range of queries): parts of the call that are computed in turn.
+
+        Together they cover all head sets and queries; computing in parts bounds the memory of unmerged outputs of
+        `width` channels. If queries are grouped by key block, the sets of a range share a table.
+        """
+        queries = self.bound.num_queries
+        if self.gathers:
+            yield range(self.num_sets), range(queries)
+            return
+        sets = self.num_sets // self.num_tables
+        numbers = sets * self.groups * width * self.column.shape[2]
+        at_once = max(_MOST_ROWS, _PARTS_BYTES // (4 * numbers))
+        for first in range(0, self.num_sets, sets):
+            for begin in range(0, queries, at_once):
+                yield range(first, first + sets), range(begin, min(begin + at_once, queries))
+
+    def batches(self, sets: range, queries: range, width: int, element_bytes: int) -> Iterator[Batch]:
+        """Yield the attention problems of these head sets and queries, batched by shape.
+
+        The gathered keys, values and masks of a batch take at most GATHERED_BYTES, unless a single problem takes more.
+        width, element_bytes: channels of keys and values, and bytes of each.
+        """
+        for found in self._gathered() if self.gathers else self._grouped(sets, queries):
+            numbers = found.block.shape[1] * self.block[1] * (2 * width + found.query.shape[1] * self.groups)
+            at_once = max(1, GATHERED_BYTES // (numbers * element_bytes))
+            begins = range(0, len(found.query), at_once)
+            for begin in begins if self.most_batches is None else begins[: self.most_batches]:
+                yield found.part(slice(begin, begin + at_once))
+
+    def work(self, width: int, element_bytes: int) -> TableWork:
+        """Count what is computed and copied, for keys and values of `width` channels of element_bytes bytes."""
+        total = TableWork(0, 0, 0, 0)
+        for portion in self.portions(width):
+            for each in self.batches(*portion, width, element_bytes):
+                calls, queries = len(each.sets), self.groups * each.query.numel()
+                keys = each.block.numel() * self.block[1]
+                pairs = queries * each.block.shape[1] * self.block[1]
+                found = TableWork(calls * pairs, calls * keys, calls * queries, calls)
+                total = TableWork(*map(sum, zip(total, found, strict=True)))
+        return total
+
+    @cached_property
+    def allowed_pairs(self) -> Int64[Tensor, "T R W"]:
+        """Number of allowed pairs of each table entry, for one head; entries that bounds leave open are evaluated."""
+        pairs = torch.where(self.column >= 0, self.low, 0)
+        (q_block, k_block), bound = self.block, self.bound
+        for some in (
+            ((self.column >= 0) & (self.low != self.high)).nonzero().split(max(1, _CELLS // (q_block * k_block)))
+        ):
+            table, row, entry = some.unbind(1)
+            q = (row * q_block - bound.q_offset % q_block)[:, None, None] + torch.arange(q_block)[:, None]
+            k = (self.column[table, row, entry] * k_block)[:, None, None] + torch.arange(k_block)
+            inside = (q >= 0) & (q < bound.num_queries) & (k < bound.num_keys)
+            at = q.clamp(0, bound.num_queries - 1) + bound.q_offset, k.clamp(max=bound.num_keys - 1) + bound.k_offset
+            head = (table * (bound.num_heads // self.num_tables) + bound.head_offset)[:, None, None]
+            assert isinstance(bound.pattern, Pattern)
+            seen = allowed_pairs(bound.pattern, bound.num_heads_global, head, *at) & inside
+            pairs[table, row, entry] = seen.sum((1, 2))
+        return pairs
+
+    def _gathered(self) -> Iterator[Batch]:
+        """Yield groups of problems whose keys are gathered: a query, or query block, over all its key blocks.
+
+        First come problems of which every pair is allowed, then all others.
+        """
+        tables = torch.arange(self.num_sets) * self.num_tables // self.num_sets
+        row = self._row_of_query[:: self.unit]
+        query = torch.arange(len(row))[:, None] * self.unit + torch.arange(self.unit)
+        place = torch.where(query < self.bound.num_queries, query, -1)
+        plain = self.whole.all(2)[tables][:, row]
+        for which in (plain, ~plain):
+            owner, at = which.nonzero().unbind(1)
+            if not len(owner):
+                continue
+            column, whole = (x[tables[owner], row[at]] for x in (self.column, self.whole))
+            seen = None if which is plain else ((column >= 0).byte() + whole.byte())[:, None].expand(-1, self.unit, -1)
+            yield Batch([owner], place[at].clamp(min=0), column.clamp(min=0), place[at], seen)
+
+    def _grouped(self, sets: range, queries: range) -> Iterator[Batch]:
+        """Yield groups of problems, each of one key block and up to _MOST_ROWS queries that select it.
+
+        sets, queries: the head sets, which share a table, and the queries to compute. First come blocks of which every
+        pair is allowed, then partly allowed ones.
+        """
+        table, row = sets.start // len(sets), self._row_of_query[queries.start : queries.stop]
+        column, whole = self.column[table, row], self.whole[table, row]
+        there = column >= 0
+        for which in (there & whole, there & ~whole):
+            pairs = which.flatten().nonzero().squeeze(1)
+            if not len(pairs):
+                continue
+            blocks, order = column.flatten()[pairs].sort(stable=True)
+            block, counts = blocks.unique_consecutive(return_counts=True)
+            height = min(_MOST_ROWS, 1 << max(0, int(counts.float().mean().ceil()) - 1).bit_length())
+            tiles = (counts + height - 1) // height
+            before = (tiles.cumsum(0) - tiles).repeat_interleave(counts) * height
+            inside = torch.arange(len(pairs)) - (counts.cumsum(0) - counts).repeat_interleave(counts)
+            place = torch.full((int(tiles.sum()) * height,), -1)
+            place[before + inside] = pairs[order]
+            place = place.view(-1, height)
+            query = queries.start + place.clamp(min=0) // column.shape[1]
+            seen = None if bool(whole.flatten()[pairs[0]]) else (place >= 0).byte()[..., None]
+            owners = [torch.full((len(query),), each) for each in sets]
+            yield Batch(owners, query, block.repeat_interleave(tiles)[:, None], place, seen)
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class TableTerm(Term):
+    """Term of a plan that engine "tiles" computes from a table of selected blocks, without block lists.
+
+    problems: how it is computed. width, element_bytes: channels of keys and values, and bytes of each.
+    """
+
+    problems: TableProblems
+    width: int
+    element_bytes: int
+
+    @cached_property
+    def work(self) -> TableWork:
+        return self.problems.work(self.width, self.element_bytes)
+
+    @property
+    def moved_rows(self) -> int:
+        """Number of token vectors read and written to gather q, k and v, and to merge outputs."""
+        bound, work = self.problems.bound, self.work
+        entries = 1 if self.problems.gathers else self.problems.column.shape[2]
+        return 4 * work.copied_keys + 2 * work.copied_queries + (entries + 2) * bound.num_heads * bound.num_queries
+
+    @property
+    def listed_blocks(self) -> ListedBlocks:  # type: ignore[override]
+        """The computed pairs, as blocks of side 1."""
+        return ListedBlocks(0, self.work.computed_pairs, 0)
+
+    def counted_pairs(self) -> int:
+        return int(self.pairs_of_heads().sum())
+
+    def pairs_of_heads(self) -> Int64[Tensor, " H"]:
+        """Number of allowed pairs of each head."""
+        each = self.problems.allowed_pairs.sum((1, 2))
+        return each.repeat_interleave(len(self.heads) // len(each))
+
+    def block_counts(self) -> tuple[int, int]:
+        """Return (full blocks, other listed blocks) over all heads, in blocks of the table."""
+        users = len(self.heads) // self.problems.num_tables
+        full = int(self.problems.whole.sum()) * users
+        return full, int((self.problems.column >= 0).sum()) * users - full
+
+
+def _within(begin: Tensor, length: int, first: int, number: int) -> tuple[Tensor, Tensor]:
+    """(start, length) of the intersection of [begin, begin + length) and [first, first + number); length 0 if empty."""
+    start, stop = begin.clamp(min=first), (begin + length).clamp(max=first + number)
+    return start, (stop - start).clamp(min=0)
+
+
+def _of_heads(bound: Bound, rows: Int64[Tensor, "T R W"]) -> Int64[Tensor, "t R W"]:
+    """Select the tables of this device's heads from the T tables of all heads.
+
+    The result has t tables, each for num_heads / t consecutive heads: one for each distinct table if all are used by
+    equally many heads and the pattern is equal for all heads; else t = num_heads, with copies.
+    """
+    heads, num_heads = range(bound.head_offset, bound.head_offset + bound.num_heads), bound.num_heads_global
+    tables = [head * len(rows) // num_heads for head in heads]
+    used = range(tables[0], tables[-1] + 1)
+    each = bound.num_heads // len(used)
+    even = all(tables.count(table) == each for table in used)
+    assert isinstance(bound.pattern, Pattern)
+    if even and (each == 1 or len({bound.pattern.for_head(head, num_heads) for head in heads}) == 1):
+        return rows[used.start : used.stop]
+    return rows[tables]
