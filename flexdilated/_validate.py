@@ -19,15 +19,16 @@ from .masks.text import read_text
 _CAUSAL = "write `pattern & masks.causal()`, or masks.causal() as the pattern"
 _MATRIX = (
     "for a mask of pairs write masks.mask(allowed), True for each pair that takes part, as the pattern, for padding "
-    "write masks.visible_keys(real), True for real tokens"
+    "write masks.visible_keys(real), True for real tokens, for numbers that are added to scores write score_mod="
 )
 _PADDING = "write `pattern & masks.visible_keys(~key_padding_mask)`, or masks.lengths(lengths)"
 _WINDOW = "write `pattern & masks.local_window(left=, right=)`"
+_BIAS = "a score_mod adds one, lambda score, b, h, q_idx, k_idx: score + bias[h, q_idx, k_idx]"
 _SCALE = "write scale=, the factor on scores"
 # Keywords of other attention functions, and what to write here instead.
 OTHER_KEYWORDS = {
     **dict.fromkeys(("is_causal", "causal"), _CAUSAL),
-    **dict.fromkeys(("attn_mask", "mask", "attention_mask", "attn_bias"), _MATRIX),
+    **dict.fromkeys(("attn_mask", "mask", "attention_mask"), _MATRIX),
     **dict.fromkeys(("mask_mod", "block_mask"), "give it as the pattern, masks.custom(mask_mod)"),
     **dict.fromkeys(("key_padding_mask", "padding_mask"), _PADDING),
     **dict.fromkeys(("window", "window_size"), _WINDOW),
@@ -44,7 +45,7 @@ OTHER_KEYWORDS = {
         q_offset="offset position start_pos cache_position",
     ),
     "dropout": "attend and distributed.attend take dropout_p=; elsewhere write torch.nn.functional.dropout(out)",
-    "bias": "a score_mod adds one, lambda score, b, h, q_idx, k_idx: score + bias[h, q_idx, k_idx]",
+    **dict.fromkeys(("bias", "attn_bias"), _BIAS),
     "num_kv_heads": "k and v may have fewer heads with enable_gqa=True",
     "cache": "write cache.attend(q, k, v), of an fd.KVCache",
     "mesh": "write fd.distributed.attend(q, k, v, pattern, mesh=mesh)",
