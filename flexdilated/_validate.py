@@ -97,7 +97,9 @@ def check_tensors(q: Tensor, k: Tensor, v: Tensor, *, enable_gqa: bool) -> None:
         rule = "k and v must have one shape, except for the head dim"
         raise ValueError(f"{rule}; got {_shape(k)} and {_shape(v)}{turned}")
     if q.shape[0] != k.shape[0] or q.shape[3] != k.shape[3]:
-        raise ValueError(f"q, k and v must agree in batch and head dim; got q {_shape(q)} and k {_shape(k)}")
+        shared = k.shape[0] == 1 and q.shape[3] == k.shape[3]
+        advice = f": write k.expand({q.shape[0]}, -1, -1, -1), and the same of v" if shared else ""
+        raise ValueError(f"q, k and v must agree in batch and head dim; got q {_shape(q)} and k {_shape(k)}{advice}")
     if not q.shape[3] or not v.shape[3]:
         raise ValueError(f"the head dim must be at least 1; got q {_shape(q)} and v {_shape(v)}")
     _check_heads(q.shape[1], k.shape[1], enable_gqa)
@@ -107,6 +109,17 @@ def check_tensors(q: Tensor, k: Tensor, v: Tensor, *, enable_gqa: bool) -> None:
             "tokens come before heads, give q, k and v as x.transpose(1, 2)",
             stacklevel=4,
         )
+
+
+def in_batch(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Return (q, k, v) with k and v of batch 1 expanded to the batch of q; other inputs unchanged, for `check_tensors`.
+
+    The gradients of k and v are then sums over the batch.
+    """
+    plain = all(isinstance(x, Tensor) and x.layout == torch.strided and x.dim() == 4 for x in (q, k, v))
+    if plain and q.shape[0] != k.shape[0] and k.shape[0] == 1 and v.shape[0] == 1:
+        k, v = (x.expand(q.shape[0], -1, -1, -1) for x in (k, v))
+    return q, k, v
 
 
 def require_dense(name: str, tensor: Tensor) -> None:
