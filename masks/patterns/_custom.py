@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask, noop_mask
 from torch.overrides import TorchFunctionMode
+from torch.serialization import add_safe_globals
 
 from ..._torch_private import tree_leaves
 from ..core import (
@@ -233,6 +234,9 @@ def _unpickle(fn: MaskMod, classify: Classify | None, period: int | None, head: 
         rule = "a pickled custom pattern must find the function it was pickled with"
         raise ValueError(f"{rule}; {pattern.rule.name!r} or what it reads has changed: build the pattern again")
     return Custom(pattern.rule, head)
+
+
+add_safe_globals([_unpickle])  # torch.load then names the function itself, which the user may add
 
 
 def _refused(name: str, rule: str, got: str, kind: type[Exception] = ValueError) -> Exception:

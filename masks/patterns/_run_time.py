@@ -9,6 +9,7 @@ from typing import Any, ClassVar, Self
 import torch
 from jaxtyping import Int64, Shaped
 from torch import Tensor
+from torch.serialization import add_safe_globals
 
 from ..core import (
     Bounds,
@@ -43,6 +44,9 @@ class Given:
 
     def __hash__(self) -> int:
         return hash(Given)  # not of the tensor: a graph that hashed its identity would compile again for another one
+
+
+add_safe_globals([Given])
 
 
 @dataclass(frozen=True)
@@ -195,7 +199,7 @@ class Table(Pattern):
     reach: int | None = None
     known: bool = True
     source: RunTime | None = None
-    held: dict[torch.device, Rows] = field(default_factory=dict, repr=False)
+    held: dict[torch.device, Rows] = field(default_factory=dict, repr=False, metadata={"pickled": False})
 
     def __eq__(self, other: object) -> bool:
         return type(other) is type(self) and isinstance(other, Table) and other.text == self.text
