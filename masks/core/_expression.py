@@ -150,7 +150,8 @@ class Expression:
 
     def __reduce__(self) -> tuple[Any, ...]:
         # By fields, as torch.load(weights_only=True) could not read what a value has cached, and checks nothing.
-        named = [each.name for each in fields(self) if each.init and each.metadata.get("pickled", True)]
+        own = fields(self)  # type: ignore[arg-type]  # subclasses are dataclasses
+        named = [each.name for each in own if each.init and each.metadata.get("pickled", True)]
         return _rebuilt, (type(self), {name: getattr(self, name) for name in named})
 
     def __repr__(self) -> str:
