@@ -22,6 +22,7 @@ Patterns = Expression | Mapping[int, Expression | None] | Callable[[nn.Module], 
 _REGISTRY = "ALL_ATTENTION_FUNCTIONS"
 _KEY = "flexdilated_patterns"  # key of a config
 _IMPLEMENTATION = "attn_implementation"  # key in the file of a config
+_IN_USE = "_attn_implementation"  # attribute of a config
 _OWN = "_flexdilated_pattern"
 _WARNS = "_flexdilated_warns_of_adapters"
 _COMPOSE = ("and", "replace")
@@ -97,7 +98,7 @@ def implement(model: PreTrainedModel, name: str, left: Mapping[str, str]) -> Non
     transformers.
     """
     parts: dict[str, Any] = {path: model.get_submodule(path) for path in left}
-    before = {path: part.config._attn_implementation for path, part in parts.items()}
+    before = {path: getattr(part.config, _IN_USE) for path, part in parts.items()}
     model.set_attn_implementation(name)
     for path, part in parts.items():
         own = before[path] if before[path] != name else part.get_correct_attn_implementation(None)
@@ -121,7 +122,7 @@ def give(model: PreTrainedModel, layers: list[nn.Module], chosen: list[Any], com
     patterns = [None if own is None else _text(own) for own in chosen]
     written = {_KEY: {"compose": compose, "name": name, "patterns": patterns}, _IMPLEMENTATION: name}
     configs: list[Any] = [layer.config for layer in layers]
-    served = [config for config in configs if config._attn_implementation == name]
+    served = [config for config in configs if getattr(config, _IN_USE) == name]
     for config in {id(each): each for each in (model.config, *served)}.values():
         for key, value in written.items():
             if any(own is not None for own in chosen):
