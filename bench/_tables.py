@@ -302,12 +302,19 @@ def versions(document: Document) -> str:
         "build": lambda each: f"CUDA {each[1]['cuda']}" if each[1]["cuda"] else "CPU",
         "transformers": lambda each: each[1]["packages"]["transformers"] or "—",
         "Python": lambda each: each[1]["versions"]["python"],
+        "commit": lambda each: _short(each[1]["commit"]),
         "run": lambda each: each[1]["date"][:10],
         "passed": lambda each: f"{each[1]['passed']:,}",
         "failed": lambda each: len(each[1]["failed"]),
         "left out": lambda each: sum(each[1]["left_out"].values()),
     }
     return table(document["cases"].items(), columns)
+
+
+def _short(commit: str | None) -> str:
+    """The first 8 digits of a commit, with "+changes" if files differed from it."""
+    head, plus, changes = (commit or "—").partition("+")
+    return head[:8] + plus + changes
 
 
 def left_out(document: Document) -> str:

@@ -21,6 +21,7 @@ from ._validate import (
     check_sizes,
     check_tensors,
     check_zero_keys,
+    in_batch,
     position,
     resolve_scale,
     run_time_tensors,
@@ -37,8 +38,8 @@ from .tuning import autotune as measure_call
 @overload
 def attend(
     q: Float[Tensor, "B H N D"],
-    k: Float[Tensor, "B G M D"],
-    v: Float[Tensor, "B G M E"],
+    k: Float[Tensor, "#B G M D"],
+    v: Float[Tensor, "#B G M E"],
     pattern: Pattern | Mixture,
     *,
     dropout_p: float = 0.0,
@@ -63,8 +64,8 @@ def attend(
 @overload
 def attend(
     q: Float[Tensor, "B H N D"],
-    k: Float[Tensor, "B G M D"],
-    v: Float[Tensor, "B G M E"],
+    k: Float[Tensor, "#B G M D"],
+    v: Float[Tensor, "#B G M E"],
     pattern: Pattern | Mixture,
     *,
     dropout_p: float = 0.0,
@@ -92,8 +93,8 @@ def attend(
 )
 def attend(
     q: Float[Tensor, "B H N D"],
-    k: Float[Tensor, "B G M D"],
-    v: Float[Tensor, "B G M E"],
+    k: Float[Tensor, "#B G M D"],
+    v: Float[Tensor, "#B G M E"],
     pattern: Pattern | Mixture,
     *,
     dropout_p: float = 0.0,
@@ -124,7 +125,8 @@ def attend(
     If the pattern pads segments with zeros (`masks.longnet(..., padding="zeros")`), each row's softmax includes its
     zero keys; k and v must then be the whole sequence, and q consecutive tokens of it, from q_offset on.
 
-    v may have another head dim E than q and k. Engines "tiles" and "flash" then pad to the wider one.
+    v may have another head dim E than q and k. Engines "tiles" and "flash" then pad to the wider one. k and v may have
+    batch 1: all batch entries of q then share them.
 
     dropout_p: probability, at least 0 and below 1, with which each softmax weight is set to 0, independently for each
         branch that allows the pair; kept weights are divided by 1 - dropout_p. Give 0 for inference. The lse is that
@@ -173,7 +175,7 @@ def attend(
     if isinstance(q, Pattern | Mixture):
         raise TypeError("attend takes (q, k, v, pattern), the pattern last; got a pattern as q")
     require_expression(pattern)
-    q, k, v = autocast(q, k, v)
+    q, k, v = in_batch(*autocast(q, k, v))
     check_tensors(q, k, v, enable_gqa=enable_gqa)
     check_sinks(sinks, q)
     check_score_mod(score_mod)

@@ -18,15 +18,16 @@ from .masks.text import read_text
 _CAUSAL = "write `pattern & masks.causal()`, or masks.causal() as the pattern"
 _MATRIX = (
     "for a mask of pairs write masks.mask(allowed), True for each pair that takes part, as the pattern, for padding "
-    "write masks.visible_keys(real), True for real tokens"
+    "write masks.visible_keys(real), True for real tokens, for numbers that are added to scores write score_mod="
 )
 _PADDING = "write `pattern & masks.visible_keys(~key_padding_mask)`, or masks.lengths(lengths)"
 _WINDOW = "write `pattern & masks.local_window(left=, right=)`"
+_BIAS = "a score_mod adds one, lambda score, b, h, q_idx, k_idx: score + bias[h, q_idx, k_idx]"
 _SCALE = "write scale=, the factor on scores"
 # Keywords of other attention functions, and what to write here instead.
 OTHER_KEYWORDS = {
     **dict.fromkeys(("is_causal", "causal"), _CAUSAL),
-    **dict.fromkeys(("attn_mask", "mask", "attention_mask", "attn_bias"), _MATRIX),
+    **dict.fromkeys(("attn_mask", "mask", "attention_mask"), _MATRIX),
     **dict.fromkeys(("mask_mod", "block_mask"), "give it as the pattern, masks.custom(mask_mod)"),
     **dict.fromkeys(("key_padding_mask", "padding_mask"), _PADDING),
     **dict.fromkeys(("window", "window_size"), _WINDOW),
@@ -43,7 +44,7 @@ OTHER_KEYWORDS = {
         q_offset="offset position start_pos cache_position",
     ),
     "dropout": "attend and distributed.attend take dropout_p=; elsewhere write torch.nn.functional.dropout(out)",
-    "bias": "a score_mod adds one, lambda score, b, h, q_idx, k_idx: score + bias[h, q_idx, k_idx]",
+    **dict.fromkeys(("bias", "attn_bias"), _BIAS),
     "num_kv_heads": "k and v may have fewer heads with enable_gqa=True",
     "cache": "write cache.attend(q, k, v), of an fd.KVCache",
     "mesh": "write fd.distributed.attend(q, k, v, pattern, mesh=mesh)",
@@ -95,7 +96,9 @@ def check_tensors(q: Tensor, k: Tensor, v: Tensor, *, enable_gqa: bool) -> None:
         rule = "k and v must have one shape, except for the head dim"
         raise ValueError(f"{rule}; got {_shape(k)} and {_shape(v)}{turned}")
     if q.shape[0] != k.shape[0] or q.shape[3] != k.shape[3]:
-        raise ValueError(f"q, k and v must agree in batch and head dim; got q {_shape(q)} and k {_shape(k)}")
+        shared = k.shape[0] == 1 and q.shape[3] == k.shape[3]
+        advice = f": write k.expand({q.shape[0]}, -1, -1, -1), and the same of v" if shared else ""
+        raise ValueError(f"q, k and v must agree in batch and head dim; got q {_shape(q)} and k {_shape(k)}{advice}")
     if not q.shape[3] or not v.shape[3]:
         raise ValueError(f"the head dim must be at least 1; got q {_shape(q)} and v {_shape(v)}")
     _check_heads(q.shape[1], k.shape[1], enable_gqa)
@@ -105,6 +108,17 @@ def check_tensors(q: Tensor, k: Tensor, v: Tensor, *, enable_gqa: bool) -> None:
             "tokens come before heads, give q, k and v as x.transpose(1, 2)",
             stacklevel=4,
         )
+
+
+def in_batch(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Return (q, k, v) with k and v of batch 1 expanded to the batch of q; other inputs unchanged, for `check_tensors`.
+
+    The gradients of k and v are then sums over the batch.
+    """
+    plain = all(isinstance(x, Tensor) and x.layout == torch.strided and x.dim() == 4 for x in (q, k, v))
+    if plain and q.shape[0] != k.shape[0] and k.shape[0] == 1 and v.shape[0] == 1:
+        k, v = (x.expand(q.shape[0], -1, -1, -1) for x in (k, v))
+    return q, k, v
 
 
 def require_dense(name: str, tensor: Tensor) -> None:

@@ -185,7 +185,11 @@ def _num_tokens(pattern: Expression, name: str, tensor: Tensor) -> int:
 
 @cache
 def most_tokens(pattern: Expression) -> int | None:
-    """Largest number of tokens that the pattern accepts, such as that of its grid; None if it accepts any, or none."""
+    """Return the largest number of tokens that the pattern accepts, such as that of its grid.
+
+    None if it accepts LARGEST, or neither a power of two nor a number up to 4096. The search assumes that it accepts
+    all numbers between the first that is found and the result.
+    """
 
     def binds(num_tokens: int) -> bool:
         with suppress(ValueError):
@@ -202,7 +206,10 @@ def most_tokens(pattern: Expression) -> int | None:
 
 
 def fitting_heads(pattern: Expression, usual: int) -> int:
-    """Return `usual` if the pattern accepts that number of heads, or none; else the smallest number that it accepts."""
+    """Return `usual` if the pattern accepts that number of heads, else the smallest that it accepts, up to MOST_HEADS.
+
+    `usual` too if it accepts none of these.
+    """
     for num_heads in (usual, *range(1, MOST_HEADS + 1)):
         with suppress(ValueError):
             pattern.check_heads(num_heads)

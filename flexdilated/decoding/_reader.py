@@ -207,8 +207,9 @@ def _check_pattern(pattern: Pattern | Mixture) -> None:
     require_expression(pattern)
     if names(pattern):
         raise ValueError(
-            "a cache needs a pattern without run-time tensors, as these cover the tokens of one call only; for batch "
-            "entries of different lengths write cache.attend(q, k, v, lengths=lengths); "
+            "a cache needs a pattern without run-time tensors, as these cover the tokens of one call only: for batch "
+            "entries of different lengths write cache.attend(q, k, v, lengths=lengths), and for other rules keep k and "
+            "v of all tokens, and write fd.attend(q, k, v, pattern, q_offset=number of earlier tokens); "
             f"got one with {', '.join(map(repr, names(pattern)))}"
         )
     if pattern.pads:

@@ -20,6 +20,7 @@ from .._validate import (
     check_sinks,
     check_sizes,
     check_zero_keys,
+    in_batch,
     resolve_scale,
     run_time_tensors,
 )
@@ -51,8 +52,8 @@ from .wire import CodecChoice, PoolChoice, check_codec, codec_named, name_of
 @overload
 def attend(
     q: Float[Tensor, "B H L D"],
-    k: Float[Tensor, "B G L D"],
-    v: Float[Tensor, "B G L D"],
+    k: Float[Tensor, "#B G L D"],
+    v: Float[Tensor, "#B G L D"],
     pattern: Pattern | Mixture,
     *,
     mesh: DeviceMesh,
@@ -78,8 +79,8 @@ def attend(
 @overload
 def attend(
     q: Float[Tensor, "B H L D"],
-    k: Float[Tensor, "B G L D"],
-    v: Float[Tensor, "B G L D"],
+    k: Float[Tensor, "#B G L D"],
+    v: Float[Tensor, "#B G L D"],
     pattern: Pattern | Mixture,
     *,
     mesh: DeviceMesh,
@@ -105,8 +106,8 @@ def attend(
 @advises(keywords=OTHER_KEYWORDS)
 def attend(
     q: Float[Tensor, "B H L D"],
-    k: Float[Tensor, "B G L D"],
-    v: Float[Tensor, "B G L D"],
+    k: Float[Tensor, "#B G L D"],
+    v: Float[Tensor, "#B G L D"],
     pattern: Pattern | Mixture,
     *,
     mesh: DeviceMesh,
@@ -169,7 +170,7 @@ def attend(
     require_bool("enable_gqa", enable_gqa)
     require_bool("return_lse", return_lse)
     dropout_p = constant_probability("dropout_p", dropout_p)
-    q, k, v = autocast(q, k, v)
+    q, k, v = in_batch(*autocast(q, k, v))
     ranks = Ranks.of(mesh)
     shards = sharding
     if shards is None:  # any sharding will do for an invalid q: `check_shards` raises

@@ -17,7 +17,15 @@ from torch import Tensor
 
 from .._attend import autocast
 from .._engines import choose_engine
-from .._validate import check_score_mod, check_sinks, check_sizes, check_zero_keys, resolve_scale, run_time_tensors
+from .._validate import (
+    check_score_mod,
+    check_sinks,
+    check_sizes,
+    check_zero_keys,
+    in_batch,
+    resolve_scale,
+    run_time_tensors,
+)
 from ..engines import Call, ScoreMod, fixed, nothing, one_width, own_op, padded_rows, run, sum_dtype
 from ..masks import Mixture, Pattern
 from ..masks.core import require_expression
@@ -51,8 +59,8 @@ def taken_heads(num_heads: int, of: int, num_ranks: int) -> tuple[range, ...]:
 
 def attend_heads(
     q: Float[Tensor, "B H L D"],
-    k: Float[Tensor, "B G L D"],
-    v: Float[Tensor, "B G L D"],
+    k: Float[Tensor, "#B G L D"],
+    v: Float[Tensor, "#B G L D"],
     pattern: Pattern | Mixture,
     *,
     ranks: Ranks,
@@ -82,7 +90,7 @@ def attend_heads(
     """
     padded, dropout_p = require_expression(pattern), constant_probability("dropout_p", dropout_p)
     pattern, needs_lse = pattern.unpadded, return_lse or pattern.pads
-    q, k, v = autocast(q, k, v)
+    q, k, v = in_batch(*autocast(q, k, v))
     check_shards(q, k, v, ranks=ranks, sharding=sharding, enable_gqa=enable_gqa)
     check_sinks(sinks, q)
     check_score_mod(score_mod)

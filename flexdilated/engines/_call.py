@@ -217,10 +217,10 @@ def parted(text: str) -> Selection | None:
 
 
 def without_table(key: Call, selection: Selection, bindings: Sequence[Tensor]) -> tuple[Call, list[Tensor]]:
-    """Return (call, run-time tensors) for the pairs that the pattern allows without its table of selected blocks.
+    """Return (call, run-time tensors) for `selection.others`, the summand of the pattern without selected blocks.
 
-    selection: the split of the pattern, which must have such pairs. bindings: all run-time tensors (mask data that are
-    passed with the call), sorted by name.
+    selection: split of the call's pattern, in which `others` is not None. bindings: run-time tensors (mask data that
+    are passed with the call) of the whole pattern, sorted by name.
     """
     assert selection.others is not None
     return key._replace(pattern=selection.others.text), tensors_of(key, selection.others, bindings)

@@ -13,7 +13,7 @@ from .. import masks
 from .._attend import attend, autocast
 from .._engines import check_engine
 from .._over_ranks import engine_text, over_ranks, pattern_text, ranks_text
-from .._validate import OTHER_KEYWORDS, check_tensors, resolve_scale
+from .._validate import OTHER_KEYWORDS, check_tensors, in_batch, resolve_scale
 from ..engines import ScoreMod
 from ..masks import Mixture, Pattern
 from ..masks.core import HEADS, WIDTH, advises, require_bool, require_expression, require_int, require_probability
@@ -123,8 +123,8 @@ class BlockSparseAttention(nn.Module):
     def forward(
         self,
         q: Float[Tensor, "B H N D"],
-        k: Float[Tensor, "B G M D"],
-        v: Float[Tensor, "B G M D"],
+        k: Float[Tensor, "#B G M D"],
+        v: Float[Tensor, "#B G M D"],
         *,
         score_mod: ScoreMod | None = None,
         bindings: Mapping[str, Tensor] | None = None,
@@ -142,6 +142,7 @@ class BlockSparseAttention(nn.Module):
         """
         pattern = self.pattern
         if key_padding_mask is not None:
+            q, k, v = in_batch(q, k, v)
             if self.over_ranks is None:
                 check_tensors(*autocast(q, k, v), enable_gqa=self.enable_gqa)
             tokens = k.shape[2] if self.over_ranks is None else self.over_ranks.sharding_of(k.shape[2]).num_tokens

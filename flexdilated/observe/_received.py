@@ -12,7 +12,7 @@ from torch.nn.functional import adaptive_avg_pool1d
 
 from .._attend import attend, autocast, planned_call
 from .._engines import choose_engine
-from .._validate import check_lse, check_tensors
+from .._validate import check_lse, check_tensors, in_batch
 from ..engines import refuse_transforms, sum_dtype, tiles_backward
 from ..masks import Layout, Mixture, Pattern
 from ..masks.core import advises, device_kind, require_below, require_expression, require_int
@@ -33,7 +33,7 @@ _LABEL = "attention received"
 @advises()
 def attention_received(
     q: Float[Tensor, "B H N D"],
-    k: Float[Tensor, "B G M D"],
+    k: Float[Tensor, "#B G M D"],
     lse: Float[Tensor, "B H N"],
     pattern: Pattern | Mixture,
     *,
@@ -71,7 +71,7 @@ def attention_received(
     torch.Size([1, 4, 256])
     """
     require_expression(pattern)
-    q, k, _ = autocast(q, k, k)
+    q, k, _ = in_batch(*autocast(q, k, k))
     check_tensors(q, k, k, enable_gqa=enable_gqa)
     check_lse(lse, q)
     where = {"q_offset": q_offset, "k_offset": k_offset, "head_offset": head_offset}

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from .._attend import autocast, planned_call
-from .._validate import check_lse, check_tensors, resolve_scale
+from .._validate import check_lse, check_tensors, in_batch, resolve_scale
 from ..engines import Call, refuse_transforms, sum_dtype
 from ..masks import Bound, Mixture, Pattern
 from ..masks.blocks import Blocks
@@ -31,7 +31,7 @@ _CELLS = 1 << 22  # pairs computed at once, over all batch entries and heads
 @advises()
 def block_mass(
     q: Float[Tensor, "B H N D"],
-    k: Float[Tensor, "B G M D"],
+    k: Float[Tensor, "#B G M D"],
     lse: Float[Tensor, "B H N"],
     pattern: Pattern | Mixture,
     *,
@@ -70,7 +70,7 @@ def block_mass(
     >>> torch.testing.assert_close(mass.sum(-1), torch.ones(4, 4))
     """
     require_expression(pattern)
-    q, k, _ = autocast(q, k, k)
+    q, k, _ = in_batch(*autocast(q, k, k))
     check_tensors(q, k, k, enable_gqa=enable_gqa)
     check_lse(lse, q)
     sides = block_sides(block)
@@ -98,7 +98,7 @@ def block_mass(
 @advises()
 def pooled_scores(
     q: Float[Tensor, "B H N D"],
-    k: Float[Tensor, "B G M D"],
+    k: Float[Tensor, "#B G M D"],
     *,
     block: int | tuple[int, int],
     lse: Float[Tensor, "B H N"] | None = None,
@@ -123,7 +123,7 @@ def pooled_scores(
     >>> fd.pooled_scores(q, k, block=64).shape
     torch.Size([4, 4, 4])
     """
-    q, k, _ = autocast(q, k, k)
+    q, k, _ = in_batch(*autocast(q, k, k))
     check_tensors(q, k, k, enable_gqa=enable_gqa)
     sides, factor = block_sides(block), resolve_scale(scale, q.shape[-1])
     if lse is not None:

@@ -150,9 +150,12 @@ def _candidates(boxes: Boxes, lists: Tensor | None, scores: Tensor, *, only_whol
 
 
 def _by_table(call: SelectionCall, scored: Scored, tables: int, own: int) -> Scored:
-    """Combine the scores of heads that share a table: (scores, mask of candidates) for each of `tables` tables.
+    """Combine scores and candidates of the H query heads into those of `tables` tables, of H / tables heads each.
 
-    own: number of heads with separate scores, H or G.
+    A block is a candidate of a table if it is one for any of its heads; a head for which it is none adds nothing to its
+    score. For top_k, unless the scorer gives logs, the score is the sum over heads with separate scores, of which there
+    are `own`: H or G. Otherwise it is the log of the mean over heads of exp(score); for top_p and threshold the scores
+    of a head are first normalized over its candidates. With a table for each head, `scored` is returned unchanged.
     """
     scores, candidates = scored
     if tables == scores.shape[1]:

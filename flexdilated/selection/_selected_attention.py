@@ -123,8 +123,8 @@ class SelectedAttention(nn.Module):
         of `BlockSelector`. return_selection: return the `Selection`, too; its scores have a gradient only with "bias".
         With a mesh all its fields are for the rows of this rank's tokens, in the order of these tokens.
 
-        Raises ValueError or TypeError, before any work, for inputs that do not fit together. With a mesh it raises on
-        all ranks, before any communication of tensors, if their calls differ, or if a contiguous run of a rank's
+        Raises ValueError or TypeError for inputs that do not fit together, as the selector does. With a mesh it raises
+        on all ranks, before any communication of tensors, if their calls differ, or if a contiguous run of a rank's
         positions begins within a row.
         """
         q, k, v = autocast(q, k, v)

@@ -159,7 +159,8 @@ class BlockSelector(nn.Module):
         A row that begins before q_offset is scored by its queries in this call only: pass whole rows if chunks of a
         sequence must choose as the whole sequence does.
 
-        Raises ValueError or TypeError, before any work, for inputs that do not fit together.
+        Raises ValueError or TypeError for inputs that do not fit together: q, k, q_offset and scale are checked before
+        any work, `bindings` after a coarse selector has chosen, and the scores of a module when it has returned them.
         """
         check_tensors(q, k, k, enable_gqa=True)
         require_int("q_offset", q_offset, minimum=0)

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, NoReturn, TypeVar, dataclass_tr
 
 import torch
 from torch import Tensor
+from torch.serialization import add_safe_globals
 
 from ._advice import OF_PATTERNS, advises, no_operand, no_such_attribute
 from ._ambient import plans
@@ -145,6 +146,13 @@ class Expression:
         # A dataclass generates a repr unless the class defines one.
         if "__repr__" not in vars(cls):
             cls.__repr__ = Expression.__repr__
+        add_safe_globals([cls])
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        # By fields, as torch.load(weights_only=True) could not read what a value has cached, and checks nothing.
+        own = fields(self)  # type: ignore[arg-type]  # subclasses are dataclasses
+        named = [each.name for each in own if each.init and each.metadata.get("pickled", True)]
+        return _rebuilt, (type(self), {name: getattr(self, name) for name in named})
 
     def __repr__(self) -> str:
         return shortened(self.phrase().text)
@@ -419,6 +427,16 @@ class Expression:
         if not isinstance(other, Expression):
             raise TypeError(no_operand("+", other))
         return KINDS["mixture"](self.branches() + other.branches())
+
+
+def _rebuilt(cls: type[Expression], values: dict[str, Any]) -> Expression:
+    """Return the pattern of class `cls` with these values of its fields. Raises TypeError for another class."""
+    if not issubclass(cls, Expression):  # a file may name any class that torch considers safe
+        raise TypeError(f"a pickled pattern must have the class of a pattern; got {cls.__name__}")
+    return cls(**values)
+
+
+add_safe_globals([_rebuilt])  # torch.load reads patterns with weights_only=True, its default
 
 
 def _canonical(value: Any) -> str:

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 from torch.nn import Buffer, Parameter
 from torch.nn.attention.flex_attention import BlockMask
+from torch.serialization import add_safe_globals
 
 from ..._torch_private import graph_constant
 from ..core import (
@@ -245,6 +246,9 @@ def _unpickle(fn: MaskMod, classify: Classify | None, period: int | None, head: 
         rule = "a pickled custom pattern must find the function it was pickled with"
         raise ValueError(f"{rule}; {pattern.rule.name!r} or what it reads has changed: build the pattern again")
     return Custom(pattern.rule, head)
+
+
+add_safe_globals([_unpickle])  # torch.load then names the function itself, which the user may add
 
 
 @graph_constant  # raises while torch.compile traces, also if graphs may break

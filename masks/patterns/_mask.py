@@ -44,7 +44,7 @@ class Mask(RunTime):
     num_dims = 3
 
     def table(self, tensor: Tensor, extent: Extent) -> MaskTable:
-        rows = booleans("a mask of pairs", tensor)
+        rows = booleans("a mask of pairs", tensor, ("b", "h", "q_idx", "k_idx"))
         fits = tensor.dim() in (2, 4) and all(
             size in (1, positions) for size, positions in zip(tensor.shape[-2:], extent, strict=True)
         )

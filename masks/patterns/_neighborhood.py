@@ -178,7 +178,8 @@ class Neighborhood(Pattern):
             shape = "x".join(map(str, self.grid))
             raise ValueError(
                 f"queries and keys must be within the {tokens} tokens of a {shape} grid; got queries up to position "
-                f"{queries.stop - 1} and keys up to position {keys.stop - 1}"
+                f"{queries.stop - 1} and keys up to position {keys.stop - 1}: for other tokens before the grid write "
+                "pattern.after(number), for others behind it pattern.per_document(ids), 0 on the grid and -1 behind it"
             )
 
     def mask_mod(self, *, num_heads: int, device: torch.device) -> MaskMod:
@@ -189,12 +190,13 @@ class Neighborhood(Pattern):
         return reduce(both, (_in_window(device, prod(self.grid), pitch, axis) for pitch, axis in axes))
 
     def packed(self, device: torch.device) -> MaskMod | None:
-        """Return the closure (b, h, q, k) -> bool in a form for GPU kernels; None if its numbers exceed 32 bits.
+        """Return the rule as a closure (b, h, q, k) -> bool for GPU kernels; None if a number in it exceeds 31 bits.
 
-        A token's places on all axes are bit fields of one integer, each below a guard bit from which subtraction
-        borrows. One comparison for each pair then tests both ends of the window on every axis; more comparisons would
-        exceed a kernel's registers. An axis that wraps needs one more comparison per pair. Along an axis, places are
-        numbered from 1, residue class by residue class; 0 is the place of tokens beyond the grid.
+        A token's places on all axes are bit fields of one integer, with a guard bit above each field. For each pair the
+        window's first place is subtracted from the key's, and the key's from the last: the key is in the window on
+        every axis iff no field borrows from its guard bit. A comparison for each axis would take more registers; an
+        axis that wraps has one. Along an axis, places are numbered from 1, residue class by residue class. Keys beyond
+        the grid have place 0, and the windows of queries beyond it begin after all keys.
         """
         axes, shift, guards, ones, window = [], 0, 0, 0, 0
         for pitch, axis in zip(self._pitches, self.axes, strict=True):

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from typing import Any, ClassVar, Self
 
 import torch
 from jaxtyping import Int64, Shaped
 from torch import Tensor
+from torch.serialization import add_safe_globals
 
 from ..core import (
     Bounds,
@@ -43,6 +44,9 @@ class Given:
 
     def __hash__(self) -> int:
         return hash(Given)  # not of the tensor: a graph that hashed its identity would compile again for another one
+
+
+add_safe_globals([Given])
 
 
 @dataclass(frozen=True)
@@ -195,7 +199,7 @@ class Table(Pattern):
     reach: int | None = None
     known: bool = True
     source: RunTime | None = None
-    held: dict[torch.device, Rows] = field(default_factory=dict, repr=False)
+    held: dict[torch.device, Rows] = field(default_factory=dict, repr=False, metadata={"pickled": False})
 
     def __eq__(self, other: object) -> bool:
         return type(other) is type(self) and isinstance(other, Table) and other.text == self.text
@@ -410,11 +414,12 @@ def integers(name: str, tensor: Tensor, dims: tuple[int, ...], *, meant: str = "
     return tensor.detach().to("cpu", torch.int64, copy=True)
 
 
-def booleans(what: str, tensor: Tensor) -> Tensor:
+def booleans(what: str, tensor: Tensor, dims: Sequence[str]) -> Tensor:
     """Return a copy of a mask as bool on the CPU; of a float mask, 0 becomes True and -inf False.
 
     It is a copy, so that later changes of the caller's tensor do not change the rule. what: name of the mask, for
-    errors. Raises TypeError for other dtypes, and ValueError for other floats.
+    errors. dims: what its last dims count, as arguments of a score_mod. Raises TypeError for other dtypes, and
+    ValueError for other floats.
     """
     if not (tensor.dtype == torch.bool or tensor.is_floating_point()):
         raise TypeError(
@@ -427,10 +432,15 @@ def booleans(what: str, tensor: Tensor) -> Tensor:
     allowed = marks == 0
     other = marks[~(allowed | (marks == -torch.inf))]
     if len(other):
-        found, advice = float(other[0]), ""
-        if found == 1:
-            advice = ": for a mask of 0 and 1 write mask.bool()"
-        elif found < _HIDDEN:
-            advice = ": if large negative numbers stand for -inf write mask == 0"
-        raise ValueError(f"{what} in floating point must hold 0 or -inf; got {found}{advice}")
+        found = float(other[0])
+        if bool((other == 1).all()):
+            advice = "for a mask of 0 and 1 write mask.bool()"
+        elif bool((other < _HIDDEN).all()):
+            advice = "if large negative numbers stand for -inf write mask == 0"
+        else:
+            own = zip(reversed(dims), reversed(marks.shape), strict=False)
+            index = ", ".join(reversed([dim if size > 1 else "0" for dim, size in own]))
+            bias = f"lambda score, b, h, q_idx, k_idx: score + bias[{index}]"
+            advice = f"a bias is no mask but a score_mod, attend(..., score_mod={bias})"
+        raise ValueError(f"{what} in floating point must hold 0 or -inf; got {found}: {advice}")
     return allowed

@@ -315,7 +315,7 @@ class VisibleKeys(RunTime):
     """Pattern that allows a pair iff the run-time tensor `name`, a mask of keys, marks the key as visible."""
 
     def table(self, tensor: Tensor, extent: Extent) -> KeySet:
-        visible = booleans("a mask of keys", tensor)
+        visible = booleans("a mask of keys", tensor, ("b", "k_idx"))
         if tensor.dim() not in (1, 2) or tensor.shape[-1] != extent.keys:
             raise ValueError(
                 f"visible keys must have shape ({extent.keys},) or (batch, {extent.keys}), one for each position from "

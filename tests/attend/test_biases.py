@@ -88,3 +88,21 @@ def test_functions_compose():
     dense = lambda scores, distance: 2 * ((scores - slopes[:, None, None] * distance.abs()) / 2).tanh()  # noqa: E731
     assert_trains(both, slopes, dense)
     assert_trains(fd.biases.softcap(2.0), None, lambda scores, _: 2 * (scores / 2).tanh())
+
+
+@given(st.data(), st.sampled_from([4, 2]))
+def test_a_mask_that_holds_a_bias_names_the_score_mod_that_adds_it(data, dims):
+    """The advice is run, and equals SDPA with the bias; visible keys are a bias of keys."""
+    sizes = (2, 3, 5, 7)
+    of_keys = dims == 2 and data.draw(st.booleans())
+    full = (sizes[0], sizes[3]) if of_keys else sizes[-dims:]
+    shape = [data.draw(st.sampled_from([1, size])) for size in full[:-1]] + [full[-1]]
+    bias = torch.randn(shape, dtype=torch.float64)
+    q, k, v = (torch.randn(2, 3, tokens, 8, dtype=torch.float64) for tokens in (5, 7, 7))
+    wrong = masks.visible_keys(bias) if of_keys else masks.mask(bias)
+    with pytest.raises(ValueError, match="a bias is no mask but a score_mod") as caught:
+        fd.attend(q, k, v, wrong)
+    said = str(caught.value).partition("attend(..., score_mod=")[2].removesuffix(")")
+    found = fd.attend(q, k, v, masks.every(), score_mod=eval(said, {"bias": bias}))
+    dense = bias[:, None, None] if of_keys else bias
+    assert_close(found, torch.nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=dense))

@@ -205,4 +205,4 @@ def test_a_file_of_no_dense_tensor_or_of_too_many_values_is_refused(pattern, tmp
         torch.save(tensor, tmp_path / f"{kind}.pt")
         assert main(["show", pattern, "--bind", f"d={tmp_path / kind}.pt", "--brief", "-n", "5"]) == 2
         said = capsys.readouterr().err
-        assert words in said or (kind == "nested" and "torch.load does not read it" in said)  # since torch 2.15
+        assert words in said or (kind == "nested" and "torch.load does not read" in said)  # since torch 2.15

@@ -320,3 +320,26 @@ def test_later_keys_beyond_the_search_stay_hidden() -> None:
         cache.append(k[:, :, :3000], v[:, :, :3000])
         out = decode(cache, *(x[:, :, 3000:] for x in (q, k, v)), (size,))
         assert_close(out, expected, **TIGHT)
+
+
+@given(st.data())
+def test_what_the_error_on_run_time_tensors_names_is_a_single_pass(data):
+    """Keys are kept by the caller, with tensors that cover the tokens so far."""
+    N = data.draw(st.integers(1, 9))
+    q, k, v = torch.randn(3, 2, 2, N, 8, dtype=torch.float64)
+    allowed = torch.rand(2, 1, N, N) < 0.5
+    real, ids = torch.rand(2, N) < 0.7, (torch.rand(2, N) < 0.3).cumsum(1)
+
+    def rule(n):
+        kinds = (masks.mask(allowed[..., :n, :n]), masks.visible_keys(real[:, :n]), masks.documents(ids[:, :n]))
+        return masks.causal() & kinds[kind]
+
+    kind = data.draw(st.integers(0, 2))
+    with pytest.raises(
+        ValueError, match=r"keep k and v of all tokens, and write fd.attend\(q, k, v, pattern, q_offset="
+    ):
+        fd.KVCache(rule(N), num_heads=2)
+    steps = [
+        fd.attend(q[:, :, n : n + 1], k[:, :, : n + 1], v[:, :, : n + 1], rule(n + 1), q_offset=n) for n in range(N)
+    ]
+    assert_close(torch.cat(steps, 2), fd.attend(q, k, v, rule(N)), **TIGHT)

@@ -9,8 +9,11 @@ import torch
 import torch.distributed as dist
 from torch._dynamo.testing import CompileCounterWithBackend
 
+from flexdilated import attend as one_device
 from flexdilated import masks
 from flexdilated.distributed import Sharding, attend
+from flexdilated.distributed._heads import attend_heads
+from flexdilated.distributed.group import Ranks
 from tests.support.ranks import on_ranks
 from tests.support.sharded_cases import compiled_on_the_last, line
 
@@ -74,6 +77,33 @@ def compiled_with_documents() -> float:
 @pytest.mark.slow
 def test_compiled_with_tensors_whose_values_decide_what_comes():
     assert max(on_ranks(2, compiled_with_documents)) == 0.0
+
+
+def with_shared_keys() -> float:
+    """Distance of output and gradients from those of one rank, over both schedules and head parallelism."""
+    where, worst = line(), 0.0
+    q, k, v = torch.randn(3, 3, 4, N, 8, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    whole = [x.requires_grad_() for x in (q, k[:1].clone(), v[:1].clone())]
+    out = one_device(*whole, PATTERN)
+    wanted = out, *torch.autograd.grad(out.square().sum(), whole)
+    sharding = Sharding(N, dist.get_world_size())
+    here = sharding.positions(dist.get_rank())
+    for schedule in ("exchange", "ring", "heads"):
+        mine = [x.detach()[:, :, here].requires_grad_() for x in whole]
+        if schedule == "heads":
+            out = attend_heads(*mine, PATTERN, ranks=Ranks.of(where), sharding=sharding)
+        else:
+            out = attend(*mine, PATTERN, mesh=where, schedule=schedule)
+        found = out, *torch.autograd.grad(out.square().sum(), mine)
+        worst = max(
+            worst, *(float((x - y[:, :, here]).detach().abs().max()) for x, y in zip(found, wanted, strict=True))
+        )
+    return worst
+
+
+@pytest.mark.slow
+def test_keys_of_batch_1_are_those_of_every_entry():
+    assert max(on_ranks(2, with_shared_keys)) < 1e-12
 
 
 def disagreeing() -> dict[str, str]:

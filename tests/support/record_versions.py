@@ -16,7 +16,7 @@ import torch
 
 FILE = Path(__file__).resolve().parents[2] / "bench/results/versions.json"
 _PACKAGES = ("transformers", "triton")
-_began = pytest.StashKey[float]()
+_began = pytest.StashKey[tuple[float, str | None]]()  # time, and commit: a run takes minutes, in which it may change
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -30,7 +30,12 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_sessionstart(session: pytest.Session) -> None:
-    session.config.stash[_began] = perf_counter()
+    begun = None
+    if session.config.getoption("--record"):
+        from bench._machine import commit
+
+        begun = commit()
+    session.config.stash[_began] = perf_counter(), begun
 
 
 @pytest.hookimpl(trylast=True)
@@ -39,8 +44,9 @@ def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> Non
         return
     from bench.__main__ import main
 
-    seconds = round(perf_counter() - config.stash[_began])
-    write(FILE, torch.__version__.partition("+")[0], {**found(terminalreporter.stats), "seconds": seconds})
+    start, commit = config.stash[_began]
+    about = {"commit": commit, "seconds": round(perf_counter() - start)}
+    write(FILE, torch.__version__.partition("+")[0], found(terminalreporter.stats) | about)
     main(["pages"])
 
 

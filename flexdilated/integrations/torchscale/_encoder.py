@@ -82,6 +82,15 @@ WHOLE = Sequences()  # without padding, on one device
 Heads = tuple[Float[Tensor, "B H N D"], Float[Tensor, "B H N D"], Float[Tensor, "B H N D"]]
 
 
+def require_batch(name: str, x: object, dims: str, width: int) -> None:
+    """Raise TypeError or ValueError unless x is a tensor of 3 dims: the two that `dims` names, then width."""
+    if not isinstance(x, Tensor):
+        raise TypeError(f"{name} must be a tensor; got {type(x).__name__}: write torch.as_tensor({name})")
+    if x.dim() != 3 or x.shape[2] != width:
+        advice = f": {name}[None] adds the first dim" if x.dim() == 2 and x.shape[1] == width else ""
+        raise ValueError(f"{name} must have shape ({dims}, {width}); got {tuple(x.shape)}{advice}")
+
+
 def real_tokens(key_padding_mask: Tensor) -> Tensor:
     """Return booleans, True for real tokens, from a padding mask of booleans, or of floats with -inf for padding."""
     return ~key_padding_mask if key_padding_mask.dtype == torch.bool else key_padding_mask == 0
@@ -201,9 +210,10 @@ class LongNetEncoder(nn.Module):
         length is read on the host, which breaks a graph of torch.compile.
         sharding: replaces that of the module in this call, with a mesh; None keeps it.
 
-        Raises ValueError or TypeError for a mask that does not fit. With padding="zeros" and a mask or a mesh, raises
-        ValueError for a sequence whose rows torchscale would shift.
+        Raises ValueError or TypeError for an input or a mask that does not fit. With padding="zeros" and a mask or a
+        mesh, raises ValueError for a sequence whose rows torchscale would shift.
         """
+        require_batch("x", x, "batch, tokens", self.config.embed_dim)
         sequences = Sequences.of(x, self.config, key_padding_mask, self.over_ranks, sharding)
         x = self.dropout(x)
         states = [x]

@@ -15,7 +15,7 @@ from ...masks import every
 from ...masks.core import require_choice, require_int
 from ...nn import without_padding
 from ._config import LongNetEncoderConfig, load
-from ._encoder import LongNetEncoder, real_tokens
+from ._encoder import LongNetEncoder, real_tokens, require_batch
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -196,9 +196,11 @@ class SlideEncoder(nn.Module):
         tiles. Padding is neither attended to nor pooled, and its features and coordinates are not read:
         with padding at the end, a slide gets the same embedding as without padding. With padding="zeros" in the
         configuration, padding must be at the end.
-        Raises ValueError for tiles outside the grid of positions (the published model wraps some of them to the next
-        row); in a compiled graph such a tile causes the device's own index error. Masks raise as in `LongNetEncoder`.
+        Raises TypeError or ValueError for inputs that do not fit, also for tiles outside the grid of positions (the
+        published model wraps some of them to the next row); in a compiled graph such a tile causes the device's own
+        index error. Masks raise as in `LongNetEncoder`.
         """
+        self._check(tiles, coordinates)
         sharding, length = self._sharding(tiles), tiles.shape[1]
         num_tiles = length if sharding is None else sharding.num_tokens - 1
         mine, counts = None, torch.full((len(tiles), 1), num_tiles, device=tiles.device)
@@ -220,15 +222,18 @@ class SlideEncoder(nn.Module):
 
         With a mesh, only the tokens of this rank; the class token is on rank 0.
         """
-        if coordinates.shape != (*tiles.shape[:2], 2):
-            raise ValueError(
-                f"coordinates must be two for each tile, of shape {(*tiles.shape[:2], 2)}; got those of shape "
-                f"{tuple(coordinates.shape)}"
-            )
+        self._check(tiles, coordinates)
         x = self.patch_embed["proj"](tiles)
         x = x + self._positions(coordinates).to(x.dtype)
         x = torch.cat((self.cls_token.to(x.dtype).expand(x.shape[0], -1, -1), x), dim=1)
         return x if self._rank == 0 else x[:, 1:]  # cut off, so that the class token has a gradient on every rank
+
+    def _check(self, tiles: Tensor, coordinates: Tensor) -> None:
+        require_batch("tiles", tiles, "slides, tiles", self.config.tile_dim)
+        require_batch("coordinates", coordinates, "slides, tiles", 2)
+        if coordinates.shape[:2] != tiles.shape[:2]:
+            came = f"got {tuple(coordinates.shape)} for tiles of shape {tuple(tiles.shape)}"
+            raise ValueError(f"coordinates must be two for each tile, of shape {(*tiles.shape[:2], 2)}; {came}")
 
     @property
     def _rank(self) -> int:

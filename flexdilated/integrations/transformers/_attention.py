@@ -22,13 +22,13 @@ from ...masks.core import advises
 from ...masks.patterns import names
 from ...selection import SelectedAttention
 from ._cache import Given, given_of
-from ._layers import Patterns, choose, give, keep_refusals, layer_pattern
+from ._layers import Patterns, attention_layers, choose, give, implement, keep_refusals, layer_pattern
 from ._mask_functions import PACKED, Reading, all_of, read
 from ._served import (
     KEEP,
+    left_out,
     note_positions,
     refuse_packed,
-    require_served,
     watch_packing,
 )
 
@@ -73,6 +73,9 @@ def set_pattern(
         positions count from a row's first token, so a padded row has the outputs of the unpadded row.
     name: the `attn_implementation` to register and to set.
 
+    A part with a config of its own that cannot be served, such as a vision tower that makes its masks itself, keeps the
+    attention of transformers; a warning names it.
+
     Raises ValueError, before any change, for a pattern that does not fit the heads of a layer or has run-time tensors,
     for unknown layer numbers, for models that do not use transformers' registry of attention functions, that change
     their masks themselves or give each query a sink.
@@ -87,10 +90,10 @@ def set_pattern(
             "set_pattern takes (model, pattern), where model is a PreTrainedModel of transformers or contains one; got "
             f"{type(model).__name__}" + (": write fd.convert(model, pattern)" if isinstance(model, nn.Module) else "")
         )
-    layers, chosen, compose = choose(inner, pattern, compose)
-    require_served(inner, layers)
+    left = left_out(inner, attention_layers(inner))
+    layers, chosen, compose = choose(inner, pattern, compose, left)
     register(name)
-    inner.set_attn_implementation(name)
+    implement(inner, name, left)
     give(inner, layers, chosen, compose, name)
     watch_packing(inner)
     return model

@@ -22,6 +22,7 @@ Patterns = Expression | Mapping[int, Expression | None] | Callable[[nn.Module], 
 _REGISTRY = "ALL_ATTENTION_FUNCTIONS"
 _KEY = "flexdilated_patterns"  # key of a config
 _IMPLEMENTATION = "attn_implementation"  # key in the file of a config
+_IN_USE = "_attn_implementation"  # attribute of a config
 _OWN = "_flexdilated_pattern"
 _WARNS = "_flexdilated_warns_of_adapters"
 _COMPOSE = ("and", "replace")
@@ -34,11 +35,11 @@ def attention_layers(model: nn.Module) -> list[nn.Module]:
 
 
 def layer_pattern(layer: nn.Module) -> tuple[Expression | None, bool]:
-    """Return (pattern of a layer, True if it replaces the model's rule, False if it is intersected with the rule).
+    """Return (pattern, replaces) as `set_pattern` stored them on a layer; (None, False) if it stored nothing.
 
-    A layer on which no pattern was set gives (None, False).
-
-    Raises ValueError if a loaded config has patterns that were not yet set on the layers.
+    pattern: None for a layer that keeps the model's rule. replaces: True for compose="replace", where a pattern is used
+    without the model's rule; no effect if the pattern is None. Raises ValueError if a loaded config has patterns that
+    were not yet set on the layers.
     """
     own = getattr(layer, _OWN, None)
     if own is not None:
@@ -51,13 +52,17 @@ def layer_pattern(layer: nn.Module) -> tuple[Expression | None, bool]:
     return None, False
 
 
-def choose(model: nn.Module, pattern: Patterns | None, compose: str) -> tuple[list[nn.Module], list[Any], str]:
+def choose(
+    model: nn.Module, pattern: Patterns | None, compose: str, left: Mapping[str, str]
+) -> tuple[list[nn.Module], list[Any], str]:
     """Validate the arguments of `set_pattern`; return (attention layers, a pattern or None for each, compose).
 
-    If `pattern` is None, the patterns and compose are read from the model's config. Raises ValueError or TypeError for
-    patterns that do not fit the layers.
+    If `pattern` is None, the patterns and compose are read from the model's config. left: parts of the model that are
+    not served, from `left_out`; their layers get None. Raises ValueError or TypeError for patterns that do not fit the
+    layers, and for one that a mapping gives to a layer in these parts.
     """
     layers = attention_layers(model)
+    kept = {layer: reason for path, reason in left.items() for layer in attention_layers(model.get_submodule(path))}
     if pattern is None:
         chosen, compose = _stored(model, len(layers))
     elif isinstance(pattern, Mapping):
@@ -65,6 +70,11 @@ def choose(model: nn.Module, pattern: Patterns | None, compose: str) -> tuple[li
         if strangers:
             raise ValueError(f"layers are numbered from 0 to {len(layers) - 1}; got {strangers[0]!r}")
         chosen = [pattern.get(number) for number in range(len(layers))]
+        for number, (layer, own) in enumerate(zip(layers, chosen, strict=True)):
+            if own is not None and layer in kept:
+                raise ValueError(
+                    f"layer {number} keeps the attention of transformers, so it takes no pattern: {kept[layer]}"
+                )
     elif isinstance(pattern, Pattern | Mixture | SelectedAttention):  # a module is callable too
         chosen = [pattern] * len(layers)
     elif callable(pattern):
@@ -74,10 +84,29 @@ def choose(model: nn.Module, pattern: Patterns | None, compose: str) -> tuple[li
             "pattern must be a pattern, a mapping from a layer's number to one, or a function of a layer's module; "
             f"got {pattern!r}"
         )
+    chosen = [None if layer in kept else own for layer, own in zip(layers, chosen, strict=True)]
     for number, (layer, own) in enumerate(zip(layers, chosen, strict=True)):
         if own is not None:
             _check(number, layer, own)
     return layers, chosen, require_choice("compose", compose, _COMPOSE)
+
+
+def implement(model: PreTrainedModel, name: str, left: Mapping[str, str]) -> None:
+    """Set the implementation `name` on a model, except for the parts `left`, which keep theirs; warn of these.
+
+    left: {path: reason}. A part that has the implementation already, from a saved config, gets the default of
+    transformers.
+    """
+    parts: dict[str, Any] = {path: model.get_submodule(path) for path in left}
+    before = {path: getattr(part.config, _IN_USE) for path, part in parts.items()}
+    model.set_attn_implementation(name)
+    for path, part in parts.items():
+        own = before[path] if before[path] != name else part.get_correct_attn_implementation(None)
+        part.set_attn_implementation(own)
+        warn(
+            f"{path} keeps the attention of transformers, and only the other layers get patterns: {left[path]}",
+            stacklevel=4,
+        )
 
 
 def give(model: PreTrainedModel, layers: list[nn.Module], chosen: list[Any], compose: str, name: str) -> None:
@@ -92,7 +121,9 @@ def give(model: PreTrainedModel, layers: list[nn.Module], chosen: list[Any], com
         setattr(layer, _OWN, (own, compose == "replace"))
     patterns = [None if own is None else _text(own) for own in chosen]
     written = {_KEY: {"compose": compose, "name": name, "patterns": patterns}, _IMPLEMENTATION: name}
-    for config in {id(each): each for each in (model.config, *(layer.config for layer in layers))}.values():
+    configs: list[Any] = [layer.config for layer in layers]
+    served = [config for config in configs if getattr(config, _IN_USE) == name]
+    for config in {id(each): each for each in (model.config, *served)}.values():
         for key, value in written.items():
             if any(own is not None for own in chosen):
                 setattr(config, key, value)

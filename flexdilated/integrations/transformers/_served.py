@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ast
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import cache
 from inspect import getsource, signature, unwrap
 from textwrap import dedent
@@ -23,10 +23,12 @@ _WATCHED = "_flexdilated_refuses_lost_packing"
 KEEP = "attn_implementation='sdpa' or 'eager'"
 
 
-def require_served(model: nn.Module, layers: Sequence[nn.Module]) -> None:
-    """Raise ValueError, with the remedy, for a model whose attention this library would not compute correctly.
+def left_out(model: PreTrainedModel, layers: Sequence[nn.Module]) -> dict[str, str]:
+    """Return {path: reason} of the parts of a model whose attention this library would not compute correctly.
 
-    layers: the model's modules that use transformers' registry of attention functions.
+    Such a part is a model with a config of its own that is not the config of the text, such as a vision tower: it can
+    keep the attention of transformers. layers: the model's modules that use transformers' registry of attention
+    functions. Raises ValueError, with the remedy, if another part cannot be served, or if no layer can.
     """
     name = type(model).__name__
     if not layers:
@@ -34,17 +36,45 @@ def require_served(model: nn.Module, layers: Sequence[nn.Module]) -> None:
             f"{name} has no layer that asks transformers' registry of attention functions for its own. "
             f"{_without_registry(model)}"
         )
+    paths: dict[nn.Module, str] = {module: path for path, module in model.named_modules()}
+    found: dict[str, str] = {}
+    for module, reason in _unserved(paths, layers):
+        part = _own_part(model, paths[module])
+        found.setdefault(part, reason)
+        if all(any(_is_in(part, paths[layer]) for part in found) for layer in layers):
+            raise ValueError(f"{name} cannot be served: {reason}; {KEEP} serves it")
+    return found
+
+
+def _unserved(paths: Mapping[nn.Module, str], layers: Sequence[nn.Module]) -> Iterator[tuple[nn.Module, str]]:
     for number, layer in enumerate(layers):
         if reason := _reason(type(layer)):
-            raise ValueError(
-                f"{name} cannot be served: layer {number}, {type(layer).__name__}, {reason}; {KEEP} serves it"
-            )
-    for path, module in model.named_modules():
-        if module not in layers and _reads_masks(type(module)):
-            raise ValueError(
-                f"{name} cannot be served: {path}, {type(module).__name__}, computes with a mask of "
-                f"queries and keys, which flexdilated does not make; {KEEP} serves it"
-            )
+            yield layer, f"layer {number}, {type(layer).__name__}, {reason}"
+    own = set(layers)
+    for module, path in paths.items():
+        if module not in own and _reads_masks(type(module)):
+            what = f"{path}, {type(module).__name__}," if path else "it"
+            yield module, f"{what} computes with a mask of queries and keys, which flexdilated does not make"
+
+
+def _own_part(model: PreTrainedModel, path: str) -> str:
+    """Return the path of the smallest model around a module whose config no model outside it has.
+
+    The config of the model's text does not count. Without such a part it is the whole model, "".
+    """
+    models = {name: each for name, each in model.named_modules() if isinstance(each, PreTrainedModel)}
+    text = model.config.get_text_config(decoder=True)
+    around = sorted((name for name in models if name and _is_in(name, path)), key=len, reverse=True)
+    for name in around:
+        config = models[name].config
+        shared = any(each.config is config for other, each in models.items() if not _is_in(name, other))
+        if not shared and config is not text:
+            return name
+    return ""
+
+
+def _is_in(part: str, path: str) -> bool:
+    return not part or f"{path}.".startswith(f"{part}.")
 
 
 def _without_registry(model: nn.Module) -> str:

@@ -102,7 +102,7 @@ class CoarseToFineAttention(nn.Module):
 
         Query i has position q_offset + i, key j position j; other arguments are as in `attend`.
 
-        Raises ValueError or TypeError, before any work, for inputs that do not fit together.
+        Raises ValueError or TypeError for inputs that do not fit together.
         """
         q, k, v = autocast(q, k, v)
         check_tensors(q, k, v, enable_gqa=enable_gqa)

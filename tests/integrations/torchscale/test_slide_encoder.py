@@ -101,6 +101,9 @@ def test_places() -> None:
             model(tiles, bad)
     with pytest.raises(ValueError, match="two for each tile"):
         model(tiles, corners[:, :3])
+    for one in ((tiles[0], corners), (tiles, corners[0]), (tiles[0], corners[0])):
+        with pytest.raises(ValueError, match=r"\[None\] adds the first dim"):
+            model(*one)
 
 
 @pytest.mark.slow

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ from torch import Tensor
 from flexdilated import masks
 from flexdilated.integrations.transformers import attention_layers, set_pattern
 
+WINDOW = masks.local_window(left=2, right=0)
 IMAGE, TEXT = 60, 55  # the token of a place in an image, and how many others there are
 _SIZES = {"hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 4}
 _VISION = {**_SIZES, "image_size": 16, "patch_size": 4}
@@ -44,7 +46,26 @@ def _llava() -> Any:
     return transformers.LlavaForConditionalGeneration(config).eval()
 
 
-MODELS = {"gemma3": (_gemma, 4), "llava": (_llava, 16)}
+def _pixtral(heads: int = 4) -> Any:
+    """Its tower masks the patches of different images by itself, so the tower is left to transformers."""
+    text = transformers.LlamaConfig(**_SIZES, vocab_size=70, num_hidden_layers=2, num_key_value_heads=2)
+    vision = transformers.PixtralVisionConfig(**{**_VISION, "num_attention_heads": heads}, num_hidden_layers=2)
+    config = transformers.LlavaConfig(
+        text_config=text,
+        vision_config=vision,
+        image_token_index=IMAGE,
+        vision_feature_layer=-1,
+        vision_feature_select_strategy="full",
+    )
+    return transformers.LlavaForConditionalGeneration(config).eval()
+
+
+MODELS = {"gemma3": (_gemma, 4), "llava": (_llava, 16), "pixtral": (_pixtral, 16)}
+LEFT = (
+    "model.vision_tower keeps the attention of transformers, and only the other layers get patterns: "
+    "model.vision_tower, PixtralVisionModel, computes with a mask of queries and keys, which flexdilated does not make"
+)
+leaves_the_tower = pytest.mark.filterwarnings("ignore:model.vision_tower keeps the attention of transformers")
 
 
 def batch_of(name: str) -> dict[str, Tensor]:
@@ -56,9 +77,12 @@ def batch_of(name: str) -> dict[str, Tensor]:
     mask[1, :2] = 0
     pixels = torch.randn(2, 3, 16, 16, generator=generator)
     found = {"input_ids": ids, "attention_mask": mask, "pixel_values": pixels.double()}
+    if name == "pixtral":
+        found["image_sizes"] = torch.tensor([[16, 16], [16, 16]])
     return found | ({"token_type_ids": (ids == IMAGE).long()} if name == "gemma3" else {})
 
 
+@leaves_the_tower
 @pytest.mark.parametrize("name", MODELS)
 def test_whole_models_equal_sdpa(name) -> None:
     torch.manual_seed(0)
@@ -98,3 +122,46 @@ def test_the_tower_and_the_text_get_patterns_of_their_own() -> None:
     assert (seen - whole)[:, 5:].abs().max() > 1e-4
     set_pattern(model, {number: masks.every() for number in range(5)})
     torch.testing.assert_close(model(**batch).logits, whole, rtol=0, atol=1e-5)
+
+
+@torch.no_grad()
+def test_a_tower_that_cannot_be_served_is_left_and_the_text_is_served() -> None:
+    torch.manual_seed(0)
+    model, batch = _pixtral(), batch_of("pixtral")
+    dense = model(**batch).logits
+    towers = model.config.vision_config
+    for pattern in ({}, {2: WINDOW}, lambda layer: WINDOW, WINDOW):
+        with pytest.warns(UserWarning, match=re.escape(LEFT)) as warned:
+            set_pattern(model, pattern)
+        assert [each.filename for each in warned] == [__file__]
+        assert (towers._attn_implementation, model.config.text_config._attn_implementation) == ("sdpa", "flexdilated")
+        assert not hasattr(towers, "flexdilated_patterns")
+        changed = (model(**batch).logits - dense).abs().max()
+        assert changed < 1e-5 if pattern == {} else changed > 1e-3
+    tower = model.model.vision_tower(batch["pixel_values"].float(), image_sizes=batch["image_sizes"]).last_hidden_state
+    plain = _pixtral().model.vision_tower
+    plain.load_state_dict(model.model.vision_tower.state_dict())
+    assert torch.equal(tower, plain(batch["pixel_values"].float(), image_sizes=batch["image_sizes"]).last_hidden_state)
+    with pytest.raises(
+        ValueError, match=r"layer 1 keeps the attention of transformers, so it takes no pattern: model\.v"
+    ):
+        set_pattern(model, {1: WINDOW, 2: WINDOW})
+
+
+@leaves_the_tower
+@torch.no_grad()
+def test_a_model_served_in_part_is_saved_and_loaded_so(tmp_path) -> None:
+    torch.manual_seed(0)
+    model, batch = _pixtral(heads=2), batch_of("pixtral")
+    by_heads = masks.per_head([WINDOW, masks.causal(), WINDOW, WINDOW])  # the tower has 2
+    set_pattern(model, by_heads).save_pretrained(tmp_path)
+    again = transformers.LlavaForConditionalGeneration.from_pretrained(tmp_path).eval()
+    set_pattern(again)
+    assert again.config.vision_config._attn_implementation == "sdpa"
+    assert torch.equal(again(**batch).logits, model(**batch).logits)
+
+
+def test_a_tower_alone_is_refused_by_its_own_name() -> None:
+    config = transformers.PixtralVisionConfig(**_VISION, num_hidden_layers=1)
+    with pytest.raises(ValueError, match=r"^PixtralVisionModel cannot be served: it computes with a mask of queries"):
+        set_pattern(transformers.PixtralVisionModel(config), WINDOW)

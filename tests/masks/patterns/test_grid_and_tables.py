@@ -100,6 +100,24 @@ def test_the_text_is_canonical_json(twin):
 # --- neighbourhoods ---
 
 
+@given(neighborhoods(), st.integers(1, 5))
+def test_other_tokens_stand_before_or_behind_a_grid_as_the_error_says(twin, others):
+    """Both remedies give the grid's own pairs, and none of the other tokens."""
+    grid = prod(twin.pattern.grid)
+    tokens = grid + others
+    sizes = {"num_heads": 1, "num_queries": tokens, "num_keys": tokens}
+    with pytest.raises(
+        ValueError, match=r"before the grid write pattern.after\(number\), .* pattern.per_document\(ids\)"
+    ):
+        twin.pattern.bind(**sizes)
+    own = evaluated(twin.pattern.bind(num_heads=1, num_queries=grid, num_keys=grid))[0]
+    ids = torch.cat([torch.zeros(grid), -torch.ones(others)]).long()
+    for rule, first in ((twin.pattern.after(others), others), (twin.pattern.per_document(ids), 0)):
+        expected = torch.zeros(tokens, tokens, dtype=torch.bool)
+        expected[first : first + grid, first : first + grid] = own
+        assert torch.equal(evaluated(rule.bind(**sizes))[0], expected)
+
+
 @given(neighborhoods(), st.integers(1, 400))
 def test_tokens_beyond_a_grid_neither_see_nor_are_seen(twin: Twin, further: int):
     """They fill up the last block of a kernel, which has a rule of its own."""

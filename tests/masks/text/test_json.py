@@ -1,17 +1,32 @@
 """Patterns as text: JSON that gives an equal value back, and errors that name the fault."""
 
 import copy
+import io
 import json
 import pickle
+import subprocess
+import sys
+from dataclasses import replace
 
 import pytest
-from hypothesis import given
+import torch
+from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from flexdilated import masks
+from flexdilated.engines import multiplicity
+from tests.support.run_time_strategies import packed_cases
 from tests.support.strategies import written_expressions
 
 NAMESPACE = {name: getattr(masks, name) for name in masks.__all__} | {"masks": masks}
+
+
+def saved_and_loaded(value):
+    """By torch, with its default weights_only=True."""
+    file = io.BytesIO()
+    torch.save(value, file)
+    file.seek(0)
+    return torch.load(file)
 
 
 @given(st.integers(1, 4).flatmap(written_expressions))
@@ -21,12 +36,62 @@ def test_round_trips(twin):
     text, printed = masks.to_json(pattern), repr(pattern)
     assert text == json.dumps(pattern.to_data(), separators=(",", ":"), sort_keys=True)
     others = masks.from_json(text), masks.parse(printed), eval(printed, dict(NAMESPACE)), copy.deepcopy(pattern)
-    for again in (*others, pickle.loads(pickle.dumps(pattern))):
+    for again in (*others, pickle.loads(pickle.dumps(pattern)), saved_and_loaded(pattern)):
         assert again == pattern
         assert type(again) is type(pattern)
         assert hash(again) == hash(pattern)
         assert masks.to_json(again) == again.text == text
         assert repr(again) == printed
+
+
+@given(packed_cases())
+def test_torch_loads_patterns_with_their_tensors_also_once_they_were_used(packed):
+    """What a pattern or its tables have cached is not saved."""
+    assume(not any(isinstance(leaf, type(masks.custom(near))) for leaf in packed.pattern.leaves()))
+    bound = packed.bind()
+    expected = multiplicity(bound, torch.device("cpu"))
+    again = saved_and_loaded({"pattern": packed.pattern})["pattern"]
+    assert (again.text, type(again)) == (packed.pattern.text, type(packed.pattern))
+    for other in (replace(packed, pattern=again).bind(), replace(bound, pattern=saved_and_loaded(bound.pattern))):
+        assert torch.equal(multiplicity(other, torch.device("cpu")), expected)
+
+
+def test_torch_loads_patterns_in_a_new_process(tmp_path):
+    torch.save([masks.causal(), masks.documents([0, 0, 1])], tmp_path / "patterns.pt")
+    code = f"import flexdilated, torch; print(torch.load({str(tmp_path / 'patterns.pt')!r}))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout == "[causal(), documents('documents')]\n"
+
+
+def near(b, h, q, k):
+    return (q - k).abs() < 3
+
+
+def test_torch_names_the_function_of_a_custom_pattern_and_loads_it_once_it_is_safe():
+    pattern = masks.custom(near) & masks.causal()
+    with pytest.raises(pickle.UnpicklingError, match=rf"add_safe_globals\(\[near\]\)|GLOBAL {__name__}.near"):
+        saved_and_loaded(pattern)
+    with torch.serialization.safe_globals([near]):
+        assert saved_and_loaded(pattern) == pattern
+    with pytest.raises((pickle.PicklingError, AttributeError), match="lambda"):
+        saved_and_loaded(masks.custom(lambda b, h, q, k: q > k))
+
+
+def test_a_file_cannot_make_a_pattern_that_construction_refuses():
+    for cls, values, error, says in (
+        (type(masks.dilated(8, 2)), {"segment": 0, "rate": 1, "offset": 0}, ValueError, "segment must be at least 1"),
+        (torch.nn.Parameter, {"data": torch.zeros(1)}, TypeError, "must have the class of a pattern; got Parameter"),
+    ):
+        with pytest.raises((error, pickle.UnpicklingError), match=says):
+            saved_and_loaded(Forged(cls, values))
+
+
+class Forged:
+    def __init__(self, *args):
+        self.args = args
+
+    def __reduce__(self):
+        return masks.causal().__reduce__()[0], self.args
 
 
 def test_reads_any_spacing_and_order():
