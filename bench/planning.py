@@ -4,6 +4,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
 from math import prod
+from typing import Any
 
 import torch
 from jaxtyping import Bool, Int32
@@ -166,7 +167,7 @@ def single_key_plans(size: Size = Size(10000, num_heads=1, repeats=9), keys: int
     drawn = torch.randint(size.num_tokens, (1, size.num_tokens, keys), generator=torch.Generator().manual_seed(0))
     pattern, problem = masks.selected_blocks(drawn, block=1, most=keys), Problem.draw(size)
     sizes = {"num_heads": size.num_heads, "head_dim": size.head_dim}
-    ways = {"fd.plan": partial(plan_attention, pattern, size.num_tokens, **sizes)}
+    ways: dict[str, partial[Any]] = {"fd.plan": partial(plan_attention, pattern, size.num_tokens, **sizes)}
     ways["masks.describe"] = partial(masks.describe, pattern, size.num_tokens, **sizes)
     call = Job("attend", lambda _: attend(*problem.qkv, pattern), masks.cache().clear)
     for name, way in ways.items():

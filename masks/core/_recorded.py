@@ -38,7 +38,10 @@ _SHAPED_ALIKE = {
     *("empty_like", "full_like", "ones_like", "zeros_like"),
 }
 # Functions whose integers are indices: they are tried with 0, which is an index; other functions with 1, a divisor.
-_INDEXING = {"__getitem__", "__setitem__", "embedding", "gather", "index_select", "one_hot", "take", "take_along_dim"}
+_INDEXING = {
+    *("__getitem__", "__setitem__", "index", "index.Tensor"),
+    *("embedding", "gather", "index_select", "one_hot", "take", "take_along_dim"),
+}
 
 
 class ReadsValuesError(Exception):
@@ -173,7 +176,8 @@ class _Recorder(TorchFunctionMode):
                 with own_modes(), torch.set_grad_enabled(has_gradients):
                     return func(*args)
         writes = name in _AUGMENTED or name == "__setitem__" or (name.endswith("_") and not name.endswith("__"))
-        if kwargs.get("out") is not None or (writes and id(args[0]) not in (self._names if depends else self._made)):
+        own = self._names if depends else self._made - self._captured.keys()
+        if kwargs.get("out") is not None or (writes and id(args[0]) not in own):
             raise WritesError(name)
         if not depends:
             found = func(*args, **kwargs)
@@ -241,7 +245,7 @@ class _Recorder(TorchFunctionMode):
         self._names[id(made)], self._reads[id(made)] = name, reads
         return made
 
-    def _call_text(self, func: Callable[..., Any], name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
+    def _call_text(self, func: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
         texts = [*map(self._text, args)]
         if name == "__get__":
             return f"{texts[0]}.{func.__self__.__name__}"
