@@ -8,6 +8,7 @@ are tensors, and refusals are assertions.
 from __future__ import annotations
 
 import threading
+from collections.abc import Iterator
 from inspect import Parameter, signature
 from typing import Any
 
@@ -161,7 +162,8 @@ class ModelCall:
 class _Running:
     """The innermost running forward pass."""
 
-    call: ModelCall | None = None
+    def __init__(self) -> None:
+        self.call: ModelCall | None = None
 
 
 class _RunningInThread(_Running, threading.local):
@@ -212,9 +214,17 @@ def _mixes_tokens(model: PreTrainedModel) -> bool:
     layers = DynamicCache(config=config).layers if hasattr(config, "num_hidden_layers") else []
     return (
         any(isinstance(each, LinearAttentionLayer | LinearAttentionAndFullAttentionLayer) for each in layers)
-        or any(isinstance(each, nn.Conv1d) and each.kernel_size != (1,) for each in model.modules())
+        or any(isinstance(each, nn.Conv1d) and each.kernel_size != (1,) for each in _own_modules(model))
         or getattr(config, "trigram_input", False)  # MobileBERT embeds each token with its neighbors
     )
+
+
+def _own_modules(module: nn.Module) -> Iterator[nn.Module]:
+    """Modules within a model, without those of models within it, such as an audio tower."""
+    for each in module.children():
+        if not isinstance(each, PreTrainedModel):
+            yield each
+            yield from _own_modules(each)
 
 
 def _begin(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
