@@ -214,9 +214,7 @@ def _with_documents(
             return mask
         call = ModelCall(None, options, None)
     own = query.shape[2] if not ready_made or query.shape[2] == mask.shape[3] else -1
-    ids = call.documents(
-        module, own, mask.q_offset, mask.visible(), is_known=mask.is_offset_known, evicts=evicts
-    )
+    ids = call.documents(module, own, mask.q_offset, mask.visible(), is_known=mask.is_offset_known, evicts=evicts)
     if ids is not None and PACKED not in mask.reading.tensors:
         if ready_made:
             call.require_kept()

@@ -80,7 +80,8 @@ class ModelCall:
 
         module: an attention layer. num_tokens, q_offset: number of its queries, and the position of the first. visible:
         False for padding; None for no padding. is_known: False if q_offset is a number that a graph reads from a
-        tensor. evicts: True for keys of a `FlexdilatedCache`. Raises ValueError for documents that the model or its cache cannot keep apart.
+        tensor. evicts: True for keys of a `FlexdilatedCache`.
+        Raises ValueError for documents that the model or its cache cannot keep apart.
         """
         self.has_layers = True
         if self.has_encoder and not getattr(module, "is_causal", True):

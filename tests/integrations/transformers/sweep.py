@@ -29,8 +29,9 @@ from .tiny import BATCH, LENGTH, families, inputs_of, liven, tiny_model
 
 FAMILIES = Path(__file__).with_name("families.json")
 PAGE = Path(__file__).parents[3] / "docs" / "integrations" / "transformers_families.md"
-_SECONDS = 90
-_WAYS = ("plain", "padded", "training", "dynamic", "static")
+_SECONDS = 240
+_WAYS = ("plain", "padded", "training", "dynamic", "static", "packed", "compiled")
+_ANSWERS = ("yes", "refused", "refused or yes")
 _INTRODUCTION = """# Families of transformers
 
 Every class that `AutoModelForCausalLM`, `AutoModelForMaskedLM`, `AutoModelForSeq2SeqLM`, `AutoModel` and those of
@@ -40,7 +41,14 @@ tests.integrations.transformers.sweep` writes this page.
 A model that is served gives, after `set_pattern(model, {{}})`, the outputs of its own attention to 1e-4 of the largest
 value: plain, with padding on the right, in training (the gradients too, to 1e-3), and the same greedy tokens over a
 dynamic and a static cache; and it runs with a local window. "–" marks a way that the model does not have, or does not
-go with its own attention. A model that is not served is refused by `set_pattern`, which then changes nothing.
+go with its own attention.
+
+"packed" is two documents in a row, by `position_ids`: a change of the first does not move the second, by default, with
+and without a cache, with an `attention_mask` of ones, with three and four axes of positions, and by gradients with
+checkpointing; "compiled" is the same in a graph. "refused" is an error that names what works; an `attention_mask` of
+segment numbers is refused in each family.
+
+A model that is not served is refused by `set_pattern`, which then changes nothing.
 """
 
 
@@ -216,6 +224,20 @@ def packed(own: Any, model: Any, batch: dict[str, Tensor], calls: Any = tuple(_C
     return found
 
 
+def summary(calls: dict[str, str]) -> dict[str, str]:
+    """What the page says of packed rows, plain and compiled: "yes" or "refused"; without either where none is taken."""
+    if calls.get("segments") == "yes":
+        raise Late("packed, segments: taken, although segment numbers are no mask of padding")
+    said = {"packed": {calls[each] for each in calls if each not in ("segments", "compiled")}}
+    said["compiled"] = {calls["compiled"]} if "compiled" in calls else set()
+    found = {}
+    for what, answers in said.items():
+        taken = sorted(answers & {"yes", "refused"})
+        if taken:
+            found[what] = " or ".join(taken)
+    return found
+
+
 def examine(model_type: str, class_name: str, kind: str) -> dict[str, Any]:
     try:
         model = tiny_model(model_type, class_name, kind)
@@ -251,6 +273,8 @@ def examine(model_type: str, class_name: str, kind: str) -> dict[str, Any]:
                 for cache in ("dynamic", "static"):
                     dense, ours = partial(generated, own, batch, cache), partial(generated, model, batch, cache)
                     attempt(cache, dense, ours, found, lambda got, want: float(not torch.equal(got, want)))
+            if "input_ids" in batch:
+                found.update(summary(packed(own, model, batch)))
             set_pattern(model, masks.local_window(left=1, right=1))
             attempt("pattern", lambda: output_of(own, batch), lambda: output_of(model, batch), found,
                     lambda got, want: 0.0 if bool(torch.isfinite(got).all()) else 1.0)  # fmt: skip
@@ -293,7 +317,7 @@ def page(found: dict[str, dict[str, Any]], version: str = transformers.__version
     lines = [_INTRODUCTION.format(version=version), f"Classes: {counts}.", "", "## Served", ""]
     lines += [f"| class | {' | '.join(_WAYS)} |", f"|---|{'---|' * len(_WAYS)}"]
     for name, row in by_outcome.pop("serves", {}).items():
-        lines.append(f"| {name} | {' | '.join(row[way] if row.get(way) == 'yes' else '–' for way in _WAYS)} |")
+        lines.append(f"| {name} | {' | '.join(row[way] if row.get(way) in _ANSWERS else '–' for way in _WAYS)} |")
     for outcome, rows in sorted(by_outcome.items()):
         lines += ["", f"## {outcome.capitalize()}", "", "| class | why |", "|---|---|"]
         lines += [f"| {name} | {_cell(row['why'].replace(f'{name} ', '', 1))} |" for name, row in rows.items()]
