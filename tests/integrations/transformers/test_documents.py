@@ -96,7 +96,7 @@ def test_a_call_is_attention_within_documents(name: str, data: st.DataObject) ->
     positions = data.draw(positions_of_rows())
     if name == "clip":
         positions.clamp_(max=76)
-    call = data.draw(st.sampled_from(CALLS))
+    call = data.draw(st.sampled_from(["axes"] * 9 + list(CALLS) if name in WITH_AXES else CALLS))
     visible = torch.ones(2, N, dtype=torch.bool)
     options: dict[str, Any] = {}
     if call.startswith("padded") or call == "ones":
@@ -353,6 +353,29 @@ def test_models_that_cannot_keep_documents_apart(family: str, name: str, said: s
     torch.testing.assert_close(got[1:], model(second).logits, rtol=0, atol=1e-5)
 
 
+class LeavesOut(transformers.PreTrainedModel):
+    """A model that takes positions and does not hand them to the model within."""
+
+    config_class = transformers.LlamaConfig
+    _supports_sdpa = True
+
+    def __init__(self, inner: Any) -> None:
+        super().__init__(inner.config)
+        self.inner = inner
+
+    def forward(self, input_ids: Tensor, position_ids: Tensor | None = None) -> Any:
+        return self.inner(input_ids=input_ids)
+
+
+@torch.no_grad()
+def test_models_that_leave_positions_out() -> None:
+    model = LeavesOut(model_of("llama")).eval()
+    set_pattern(model, {})
+    with pytest.raises(ValueError, match="LeavesOut does not hand them to its layers: give each document a row of its"):
+        model(tokens(), position_ids=sequences(20, 30))
+    assert torch.equal(model(tokens(), position_ids=sequences(N))[0], model.inner(tokens())[0])
+
+
 @pytest.mark.parametrize("name", ["llama", "bert", "t5"])
 @torch.no_grad()
 def test_an_attention_mask_of_segment_numbers_is_refused(name: str) -> None:
@@ -427,7 +450,9 @@ def test_a_graph_over_a_cache_asserts_that_positions_go_on() -> None:
     past = StaticCache(config=model.config, max_cache_len=64)
     want = model(tokens(), position_ids=torch.arange(N)[None] // 2, use_cache=True).logits
     step(tokens()[:, :30], position_ids=torch.arange(30)[None] // 2, past_key_values=past)
-    for place in range(30, 34):
+    got = step(tokens()[:, 30:34], position_ids=torch.arange(30, 34)[None] // 2, past_key_values=past).logits
+    torch.testing.assert_close(got, want[:, 30:34], rtol=0, atol=1e-5)
+    for place in range(34, 38):
         got = step(tokens()[:, place, None], position_ids=torch.tensor([[place // 2]]), past_key_values=past).logits
         torch.testing.assert_close(got[:, 0], want[:, place], rtol=0, atol=1e-5)
     with pytest.raises(RuntimeError, match=r"cached keys do not record their document: .* with use_cache=False"):
@@ -442,15 +467,15 @@ def test_a_graph_over_a_cache_asserts_that_positions_go_on() -> None:
 
 @torch.no_grad()
 def test_layers_that_are_compiled_alone() -> None:
+    """They do not get the positions themselves."""
     torch.compiler.reset()
-    model = model_of("llama")
+    model = MAKE["llama 4"]()
     set_pattern(model, {})
     want = apart(model, 20, 30)
     for layer in model.model.layers:
         layer.compile(backend="eager", fullgraph=True)
-    for options in ({}, {"use_cache": False}):
-        got = model(tokens(), position_ids=sequences(20, 30), **options).logits
-        torch.testing.assert_close(got, want, rtol=0, atol=1e-5)
+    got = model(tokens(), position_ids=sequences(20, 30)).logits
+    torch.testing.assert_close(got, want, rtol=0, atol=1e-5)
 
 
 @torch.no_grad()
@@ -493,8 +518,9 @@ def test_positions_that_the_model_makes_are_one_document() -> None:
             self.inner = model
 
         def forward(self, input_ids: Tensor, position_ids: Tensor | None = None) -> Any:
-            own = (torch.arange(N) % 20).expand(3, 1, -1)
-            return self.inner(input_ids=input_ids, position_ids=own if position_ids is None else position_ids)
+            own = (torch.arange(N) % 20).expand(3, 1, -1) if position_ids is None else position_ids
+            self.inner(input_ids=input_ids)  # a pass within this one, such as an image tower's
+            return self.inner(input_ids=input_ids, position_ids=own)
 
     around = Around(model.config).eval()
     sdpa = copy.deepcopy(around)
