@@ -11,7 +11,7 @@ from jaxtyping import Bool, Float, Int64
 from torch import Tensor, nn
 from torch.nn.functional import pad
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
-from transformers.masking_utils import causal_mask_function, find_packed_sequence_indices
+from transformers.masking_utils import causal_mask_function
 
 from ... import biases
 from ..._attend import attend
@@ -22,15 +22,10 @@ from ...masks.core import advises
 from ...masks.patterns import names
 from ...selection import SelectedAttention
 from ._cache import Given, given_of
+from ._documents import ModelCall, running_call, watch
 from ._layers import Patterns, attention_layers, choose, give, implement, keep_refusals, layer_pattern
 from ._mask_functions import PACKED, Reading, all_of, read
-from ._served import (
-    KEEP,
-    left_out,
-    note_positions,
-    refuse_packed,
-    watch_packing,
-)
+from ._served import KEEP, left_out
 
 # B batch entries, H query heads, G key/value heads, N queries, M keys, D head dim, L positions
 
@@ -95,7 +90,7 @@ def set_pattern(
     register(name)
     implement(inner, name, left)
     give(inner, layers, chosen, compose, name)
-    watch_packing(inner)
+    watch(inner)
     return model
 
 
@@ -107,8 +102,8 @@ class Visibility:
     divides each row into documents, from whose starts positions count; None for undivided rows. unpadded: pattern of
     unpadded keys within a document; None if all are unpadded. tensors: run-time tensors of `begin` and `unpadded`.
     q_offset, kv_offset: positions of the first query and key. shape: shape of the replaced mask, (B, 1, N, M).
-    may_be_packed: True if no attention_mask was given, so that position_ids may begin documents. packed: cache of
-    (position_ids, this mask restricted to the documents that they begin), for later layers of the forward pass.
+    is_offset_known: False if q_offset is a number that a compiled graph reads from a tensor. restricted: this mask
+    within the documents that position_ids begin; None for one document, and before `is_restricted`.
     """
 
     function: Callable[..., Any] | None
@@ -118,8 +113,9 @@ class Visibility:
     q_offset: int
     kv_offset: int
     shape: tuple[int, int, int, int]
-    may_be_packed: bool = False
-    packed: list[tuple[Tensor, Visibility]] = field(default_factory=list)  # (position_ids of this pass, mask)
+    is_offset_known: bool = True
+    is_restricted: bool = field(default=False, init=False)
+    restricted: Visibility | None = field(default=None, init=False)
     _reading: Reading | None = field(default=None, init=False)
 
     # Models read ndim of a ready-made mask, and may call contiguous().
@@ -141,7 +137,14 @@ class Visibility:
                 f"got {index}: {KEEP} takes any"
             )
         shape = (*self.shape[:2], len(range(*queries)), len(range(*keys)))
-        return replace(self, q_offset=self.q_offset + queries[0], shape=shape, packed=[])
+        return replace(self, q_offset=self.q_offset + queries[0], shape=shape)
+
+    def visible(self) -> Bool[Tensor, "B L"] | None:
+        """False for keys that are padding, from position 0 on; None if there is no padding."""
+        if _PADDING not in self.tensors:
+            return None
+        visible = self.tensors[_PADDING] >= 0
+        return visible & self.tensors[_UNPADDED] if _UNPADDED in self.tensors else visible
 
     @property
     def reading(self) -> Reading:
@@ -190,49 +193,47 @@ def visibility(
     begin, unpadded, tensors = None, None, {}
     if attention_mask is not None:
         begin, unpadded, tensors = _padding(_on_host(attention_mask), kv_offset + kv_length)
-    if isinstance(q_offset, Tensor):  # the cache's counter, which it increments before attention is called
-        q_offset = position("q_offset", q_offset)
+    is_known = not (isinstance(q_offset, Tensor) and torch.compiler.is_compiling())
+    # A tensor is the cache's counter, which it increments before attention is called.
+    q_offset = position("q_offset", q_offset)
     shape = (batch_size, 1, q_length, kv_length)
-    packed = attention_mask is None and isinstance(q_offset, int)
-    return Visibility(mask_function, begin, unpadded, tensors, q_offset, kv_offset, shape, packed)
+    return Visibility(mask_function, begin, unpadded, tensors, q_offset, kv_offset, shape, is_known)
 
 
-def _unread(module: nn.Module, mask: Visibility, position_ids: Tensor | None, query: Tensor) -> Tensor | None:
-    """Return position_ids if they may begin packed documents that the mask does not contain, else None.
+def _with_documents(
+    mask: Visibility, module: nn.Module, query: Tensor, options: dict[str, Any], *, ready_made: bool, evicts: bool
+) -> Visibility:
+    """Restrict a mask to pairs within the documents that position_ids begin, once for all layers that get the mask.
 
-    Also records on a causal module if its position_ids are None, by `note_positions`.
+    options: those of the attention function, whose position_ids are read in a model without hooks. ready_made: True if
+    the model itself made no `Visibility`. evicts: True for keys of a `FlexdilatedCache`.
     """
-    if not getattr(module, "is_causal", True):
-        return None
-    note_positions(module, position_ids)
-    if position_ids is None or not mask.may_be_packed or PACKED in mask.reading.tensors:
-        return None
-    return position_ids if position_ids.shape[1:] == query.shape[2:3] else None
+    if mask.is_restricted:
+        return mask.restricted or mask
+    mask.is_restricted = True
+    call = running_call(module)
+    if call is None:
+        if not getattr(module, "is_causal", True):
+            return mask
+        call = ModelCall(None, options, None)
+    own = query.shape[2] if not ready_made or query.shape[2] == mask.shape[3] else -1
+    ids = call.documents(module, own, mask.q_offset, mask.visible(), is_known=mask.is_offset_known, evicts=evicts)
+    if ids is not None and PACKED not in mask.reading.tensors:
+        if ready_made:
+            call.require_kept()
+        mask.restricted = _within_documents(mask, ids)
+    return mask.restricted or mask
 
 
-def _with_packing(mask: Visibility, position_ids: Tensor, query: Tensor) -> Visibility:
-    """Restrict a mask to pairs within the documents that position_ids (B or 1, N) begin.
-
-    If the first query has a position above 0, earlier keys are cached and their documents unknown: the mask is then
-    returned unchanged, and position_ids that begin a document raise ValueError, except in a compiled graph.
-    """
-    for seen, found in mask.packed:  # cached by an earlier layer
-        if seen is position_ids:
-            return found
-    found, positions = mask, _on_host(position_ids)
-    if not mask.q_offset:
-        found = _within_documents(mask, find_packed_sequence_indices(positions.expand(len(query), -1)))
-    elif not torch.compiler.is_compiling():
-        refuse_packed(positions, mask.q_offset)
-    mask.packed.append((position_ids, found))
-    return found
-
-
-def _within_documents(mask: Visibility, ids: Int64[Tensor, "B N"] | None) -> Visibility:
-    if ids is None:
-        return mask
-    tensors = {**mask.tensors, PACKED: pad(ids, (0, mask.shape[3] - ids.shape[1]), value=-1)}
-    return replace(mask, begin=documents(PACKED), tensors=tensors)
+def _within_documents(mask: Visibility, ids: Int64[Tensor, "B N"]) -> Visibility:
+    """Restrict a mask to documents, numbered from 0 for each query; keys before the queries are of document 0."""
+    num_tokens, length = ids.shape[1], mask.kv_offset + mask.shape[3]
+    place = torch.arange(length, device=ids.device) - mask.q_offset
+    table = ids[:, place.clamp(0, num_tokens - 1)]
+    table = torch.where(place < 0, 0, torch.where(place < num_tokens, table, -1))
+    if _PADDING in mask.tensors:
+        table = torch.where(mask.tensors[_PADDING] < 0, -1, table)
+    return replace(mask, begin=documents(PACKED), tensors={**mask.tensors, PACKED: table})
 
 
 def _on_host(x: Tensor) -> Tensor:
@@ -290,7 +291,7 @@ def attention(
             "flexdilated.attention_received tells how much attention each key gets"
         )
     features = {"dropout": dropout or None, "softcap": softcap, "position_bias": position_bias}
-    given = given_of(key)
+    given, ready_made = given_of(key), not isinstance(attention_mask, Visibility)
     if attention_mask is None:
         attention_mask = _without_mask(module, query, key, given, is_causal)
     elif isinstance(attention_mask, Tensor):
@@ -303,9 +304,9 @@ def attention(
             "flexdilated takes the attention_mask (batch, tokens) of a tokenizer, and rules as patterns: give "
             f"masks.custom(block_mask) to set_pattern(model, pattern); got {type(attention_mask).__name__}"
         )
-    positions = _unread(module, attention_mask, options.get("position_ids"), query)
-    if positions is not None and given is None:
-        attention_mask = _with_packing(attention_mask, positions, query)
+    attention_mask = _with_documents(
+        attention_mask, module, query, options, ready_made=ready_made, evicts=given is not None
+    )
     pattern, replaces = layer_pattern(module)
     if isinstance(pattern, SelectedAttention):
         _refuse("a layer that selects blocks", features, "give the layer a pattern")
@@ -324,7 +325,6 @@ def attention(
             sinks=s_aux,
             module=module,
             q_offset=attention_mask.q_offset,
-            position_ids=positions,
         )
         return out.transpose(1, 2), None
     out = attend(

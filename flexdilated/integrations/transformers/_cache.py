@@ -30,7 +30,6 @@ from ...masks import Mixture, Pattern, causal
 from ...masks.attended import RowSource
 from ...masks.core import require_int
 from ...masks.patterns import names
-from ._served import refuse_packed
 
 # B batch entries, H query heads, G key/value heads, N new tokens, M tokens held, D head dim
 
@@ -191,18 +190,14 @@ class _Layer(CacheLayerMixin):
         sinks: Float[Tensor, " H"] | None,
         module: nn.Module,
         q_offset: int,
-        position_ids: Tensor | None,
     ) -> Float[Tensor, "B H N D"]:
         """Attention output of the new tokens over the held keys that `rule` lets them see.
 
         given: the layer and the number of the `update` call that returned k. k, v: as `update` returned them. module:
         the model's attention module, which must be causal. score_mod, sinks: as in `flexdilated.attend`. q_offset:
-        position of the first query. position_ids: (B, N), to raise ValueError if they begin packed documents; None for
-        no such check.
+        position of the first query.
         """
         _require_own_queries(given, module, range(q_offset, q_offset + q.shape[2]))
-        if position_ids is not None:
-            refuse_packed(position_ids, given.tokens.start)
         q, k, v = autocast(q, k, v)
         check_tensors(q, k, v, enable_gqa=True)
         check_sinks(sinks, q)

@@ -1,4 +1,4 @@
-"""Errors for models that this library cannot serve, by their source code, and for packed position_ids that are lost."""
+"""Errors for models that this library cannot serve, by their source code."""
 
 from __future__ import annotations
 
@@ -7,19 +7,14 @@ from collections.abc import Iterator, Mapping, Sequence
 from functools import cache
 from inspect import getsource, signature, unwrap
 from textwrap import dedent
-from typing import Any
 
-import torch
-from torch import Tensor, nn
-from transformers import Cache, PreTrainedModel
-from transformers.masking_utils import find_packed_sequence_indices
+from torch import nn
+from transformers import PreTrainedModel
 
 _MASK, _MERGED = "attention_mask", {"merged_attention_mask"}
 _OWN_ATTENTION = {"longformer": "longformer(radius, num_global)", "big_bird": "bigbird(num_tokens)"}
 # Masks over the images of a batch in one row; and a window that depends on the length of the prompt.
 _MAKE_MASKS = {"PixtralVisionModel", "UnlimitedOcrTextModel"}
-_UNREAD = "_flexdilated_reads_no_positions"
-_WATCHED = "_flexdilated_refuses_lost_packing"
 KEEP = "attn_implementation='sdpa' or 'eager'"
 
 
@@ -142,52 +137,3 @@ def _reads_masks(kind: type[nn.Module]) -> bool:
 
 def _is_mask(node: ast.expr) -> bool:
     return isinstance(node, ast.Name) and node.id == _MASK
-
-
-def note_positions(layer: nn.Module, position_ids: object) -> None:
-    """Record on a layer, for `watch_packing`, if its position_ids are None; does nothing in compiled graphs."""
-    if not torch.compiler.is_compiling():
-        setattr(layer, _UNREAD, position_ids is None)
-
-
-def watch_packing(model: PreTrainedModel) -> None:
-    """Add a forward hook to the model, once, that checks if packed position_ids reach its layers.
-
-    The hook raises ValueError after a forward pass with a cache whose position_ids begin several documents in a row, if
-    a layer did not receive them.
-    """
-    if not getattr(model, _WATCHED, False):
-        model.register_forward_hook(_refuse_lost_packing, with_kwargs=True)
-        setattr(model, _WATCHED, True)
-
-
-def _refuse_lost_packing(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
-    if torch.compiler.is_compiling():
-        return
-    given = signature(model.forward).bind_partial(*args, **kwargs).arguments if args else kwargs
-    given = {**given, **given.get("kwargs", {})}
-    positions = given.get("position_ids")
-    if not isinstance(positions, Tensor) or positions.dim() != 2 or given.get("attention_mask") is not None:
-        return
-    cached = any(isinstance(each, Cache) for each in (output.values() if isinstance(output, dict) else output))
-    unread = any(getattr(layer, _UNREAD, False) for layer in model.modules())
-    if cached and unread and find_packed_sequence_indices(positions) is not None:
-        raise _lost(f"{type(model).__name__} does not hand them to its layers where it makes a cache")
-
-
-def refuse_packed(position_ids: Tensor, seen: int) -> None:
-    """Raise ValueError if a row of position_ids (B, N) contains several documents, or begins below `seen`.
-
-    seen: number of tokens of earlier calls; a row that continues them begins at `seen`.
-    """
-    first = position_ids[:, 0]
-    before = bool(((first >= 0) & (first < seen)).any())
-    if before or find_packed_sequence_indices(position_ids) is not None:
-        raise _lost("cached keys do not record their document")
-
-
-def _lost(reason: str) -> ValueError:
-    return ValueError(
-        f"position_ids begin several documents in one row, and {reason}: call the model on whole rows with "
-        "use_cache=False; or, to attend to all keys whatever the positions, with an attention_mask of ones"
-    )

@@ -25,12 +25,13 @@ from torch import Tensor
 from flexdilated import masks
 from flexdilated.integrations.transformers import set_pattern
 
-from .tiny import LENGTH, families, inputs_of, liven, tiny_model
+from .tiny import BATCH, LENGTH, families, inputs_of, liven, tiny_model
 
 FAMILIES = Path(__file__).with_name("families.json")
 PAGE = Path(__file__).parents[3] / "docs" / "integrations" / "transformers_families.md"
-_SECONDS = 90
-_WAYS = ("plain", "padded", "training", "dynamic", "static")
+_SECONDS = 240
+_WAYS = ("plain", "padded", "training", "dynamic", "static", "packed", "compiled")
+_ANSWERS = ("yes", "refused", "refused or yes")
 _INTRODUCTION = """# Families of transformers
 
 Every class that `AutoModelForCausalLM`, `AutoModelForMaskedLM`, `AutoModelForSeq2SeqLM`, `AutoModel` and those of
@@ -40,7 +41,14 @@ tests.integrations.transformers.sweep` writes this page.
 A model that is served gives, after `set_pattern(model, {{}})`, the outputs of its own attention to 1e-4 of the largest
 value: plain, with padding on the right, in training (the gradients too, to 1e-3), and the same greedy tokens over a
 dynamic and a static cache; and it runs with a local window. "–" marks a way that the model does not have, or does not
-go with its own attention. A model that is not served is refused by `set_pattern`, which then changes nothing.
+go with its own attention.
+
+"packed" is two documents in a row, by `position_ids`: a change of the first does not move the second, by default, with
+and without a cache, with an `attention_mask` of ones, with three and four axes of positions, and by gradients with
+checkpointing; "compiled" is the same in a graph. "refused" is an error that names what works; an `attention_mask` of
+segment numbers is refused in each family.
+
+A model that is not served is refused by `set_pattern`, which then changes nothing.
 """
 
 
@@ -125,6 +133,111 @@ def attempt(what: str, dense: Any, ours: Any, found: dict[str, Any], compare: An
     found[what] = "yes"
 
 
+_FIRST = 8  # tokens of the first of two documents in a row
+_CALLS: dict[str, dict[str, Any]] = {
+    "default": {},
+    "no cache": {"use_cache": False},
+    "cache": {"use_cache": True},
+    "mask": {"attention_mask": torch.ones(BATCH, LENGTH, dtype=torch.long)},
+    "3 axes": {},
+    "4 axes": {},
+    "checkpointed": {},
+    "compiled": {},
+    "segments": {"position_ids": None, "attention_mask": (torch.arange(LENGTH) >= _FIRST).long().expand(BATCH, -1) + 1},
+}
+_REFUSED = (
+    "position_ids begin several documents in one row, and",
+    "attention_mask must hold 0 and 1",
+    "takes the attention_mask (batch, tokens) of a tokenizer",
+)
+
+
+def of_tokens(model: Any, batch: dict[str, Any]) -> Tensor:
+    """The first output that has a row for each token."""
+    torch.manual_seed(3)
+    out = model(**batch)
+    outputs = [x for x in (out.values() if hasattr(out, "values") else out) if isinstance(x, Tensor)]
+    found = [x for x in outputs if x.is_floating_point() and x.shape[:2] == (BATCH, LENGTH)]
+    if not found:
+        raise ValueError("no output has a row for each token")
+    return found[0]
+
+
+def reach(model: Any, batch: dict[str, Any]) -> float:
+    """How far a change of the first document moves outputs of the second, in parts of the largest."""
+    other = {**batch, "input_ids": batch["input_ids"].clone()}
+    other["input_ids"][:, :_FIRST] = 73 - batch["input_ids"][:, :_FIRST]
+    one, two = (of_tokens(model, each)[:, _FIRST:] for each in (batch, other))
+    return distance(two, one)
+
+
+def reach_of_gradients(model: Any, batch: dict[str, Any]) -> float:
+    """The gradient of outputs of the second document at embeddings of the first, in parts of the largest."""
+    model.train().gradient_checkpointing_enable()
+    kept: list[Tensor] = []
+    hook = model.get_input_embeddings().register_forward_hook(lambda *each: kept.append(each[-1]))
+    try:
+        with torch.enable_grad():
+            out = of_tokens(model, batch)[:, _FIRST:]
+            (grad,) = torch.autograd.grad(out.pow(2).mean(), kept[:1])
+    finally:
+        hook.remove()
+        model.eval().gradient_checkpointing_disable()
+    return float(grad[:, :_FIRST].abs().max() / grad.abs().max())
+
+
+def reach_compiled(model: Any, batch: dict[str, Any]) -> float:
+    torch.compiler.reset()
+    return reach(torch.compile(model, backend="eager"), batch)
+
+
+def takes_axes(model: Any) -> bool:
+    """Whether the model's positions have an axis for each of time, height and width."""
+    return "mrope_section" in str(model.config) or any(hasattr(each, "mrope_section") for each in model.modules())
+
+
+def packed(own: Any, model: Any, batch: dict[str, Tensor], calls: Any = tuple(_CALLS)) -> dict[str, str]:
+    """For each kind of call "yes" if two documents in a row, by position_ids, do not see each other, or "refused"."""
+    begins = torch.cat([torch.arange(_FIRST), torch.arange(LENGTH - _FIRST)]).expand(BATCH, -1)
+    axes = {"3 axes": begins.expand(3, -1, -1), "4 axes": begins.expand(4, -1, -1)}
+    measures = {"checkpointed": reach_of_gradients, "compiled": reach_compiled}
+    found = {}
+    for what in calls:
+        if what in axes and not takes_axes(model):
+            continue
+        given = {**batch, "position_ids": axes.get(what, begins), **_CALLS[what]}
+        try:
+            measures.get(what, reach)(own, given)
+        except Exception as error:
+            found[what] = f"not with its own attention: {type(error).__name__} {str(error)[:80]}"
+            continue
+        try:
+            far = measures.get(what, reach)(model, given)
+        except Exception as error:
+            if not any(each in str(error) for each in _REFUSED):
+                raise Late(f"packed, {what}: {type(error).__name__} {str(error)[:300]}") from error
+            found[what] = "refused"
+            continue
+        if not far <= 1e-5:
+            raise Late(f"packed, {what}: the first document moves the second by {far:.1e}")
+        found[what] = "yes"
+    return found
+
+
+def summary(calls: dict[str, str]) -> dict[str, str]:
+    """What the page says of packed rows, plain and compiled: "yes" or "refused"; without either where none is taken."""
+    if calls.get("segments") == "yes":
+        raise Late("packed, segments: taken, although segment numbers are no mask of padding")
+    said = {"packed": {calls[each] for each in calls if each not in ("segments", "compiled")}}
+    said["compiled"] = {calls["compiled"]} if "compiled" in calls else set()
+    found = {}
+    for what, answers in said.items():
+        taken = sorted(answers & {"yes", "refused"})
+        if taken:
+            found[what] = " or ".join(taken)
+    return found
+
+
 def examine(model_type: str, class_name: str, kind: str) -> dict[str, Any]:
     try:
         model = tiny_model(model_type, class_name, kind)
@@ -160,6 +273,8 @@ def examine(model_type: str, class_name: str, kind: str) -> dict[str, Any]:
                 for cache in ("dynamic", "static"):
                     dense, ours = partial(generated, own, batch, cache), partial(generated, model, batch, cache)
                     attempt(cache, dense, ours, found, lambda got, want: float(not torch.equal(got, want)))
+            if "input_ids" in batch:
+                found.update(summary(packed(own, model, batch)))
             set_pattern(model, masks.local_window(left=1, right=1))
             attempt("pattern", lambda: output_of(own, batch), lambda: output_of(model, batch), found,
                     lambda got, want: 0.0 if bool(torch.isfinite(got).all()) else 1.0)  # fmt: skip
@@ -202,7 +317,7 @@ def page(found: dict[str, dict[str, Any]], version: str = transformers.__version
     lines = [_INTRODUCTION.format(version=version), f"Classes: {counts}.", "", "## Served", ""]
     lines += [f"| class | {' | '.join(_WAYS)} |", f"|---|{'---|' * len(_WAYS)}"]
     for name, row in by_outcome.pop("serves", {}).items():
-        lines.append(f"| {name} | {' | '.join(row[way] if row.get(way) == 'yes' else '–' for way in _WAYS)} |")
+        lines.append(f"| {name} | {' | '.join(row[way] if row.get(way) in _ANSWERS else '–' for way in _WAYS)} |")
     for outcome, rows in sorted(by_outcome.items()):
         lines += ["", f"## {outcome.capitalize()}", "", "| class | why |", "|---|---|"]
         lines += [f"| {name} | {_cell(row['why'].replace(f'{name} ', '', 1))} |" for name, row in rows.items()]

@@ -5,10 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 from torch import Tensor
-from transformers import DynamicCache, StaticCache
 
 from flexdilated import masks
-from flexdilated.integrations.transformers import FlexdilatedCache, attention_layers, set_pattern
+from flexdilated.integrations.transformers import attention_layers, set_pattern
 from flexdilated.integrations.transformers._attention import attention
 
 from .models import DECODERS, FAMILIES, NUM_HEADS, batch_of, model_of, real_logits, tokens
@@ -130,76 +129,6 @@ def test_a_padded_row_is_the_row_alone(name: str, pattern: str) -> None:
     if name not in ("bert", "gpt2"):  # whose learned positions begin with the padding
         torch.testing.assert_close(model(**left).logits[1:, 17:], model(tokens()[1:, 17:]).logits, rtol=0, atol=1e-5)
     torch.testing.assert_close(model(**right).logits[1:, :33], model(tokens()[1:, :33]).logits, rtol=0, atol=1e-5)
-
-
-@pytest.mark.parametrize("name", ["llama", "qwen3", "mistral", "gemma3", "gpt2"])
-@pytest.mark.parametrize("cached", [False, True])
-@torch.no_grad()
-def test_packed_is_separate(name: str, cached: bool) -> None:
-    """Positions that begin anew mark the sequences, also where the call makes a cache, as is the default."""
-    model, sizes = model_of(name), [13, 1, 36]
-    set_pattern(model, LONGNET)
-    positions = torch.cat([torch.arange(size) for size in sizes])[None]
-    apart = [model(part).logits for part in tokens().split(sizes, dim=1)]
-    packed = model(tokens(), position_ids=positions, use_cache=cached).logits  # one row of positions for both
-    torch.testing.assert_close(packed, torch.cat(apart, dim=1), rtol=0, atol=1e-5)
-    cache = StaticCache(config=model.config, max_cache_len=64)
-    packed = model(tokens(), position_ids=positions, past_key_values=cache).logits
-    torch.testing.assert_close(packed, torch.cat(apart, dim=1), rtol=0, atol=1e-5)
-
-
-@torch.no_grad()
-def test_models_whose_layers_get_no_positions() -> None:
-    """Packed rows are what they are apart without a cache, and are refused with one."""
-    model, sizes = model_of("llama4"), [13, 1, 36]
-    set_pattern(model, LONGNET)
-    positions = torch.cat([torch.arange(size) for size in sizes])[None]
-    apart = [model(part).logits for part in tokens()[:1].split(sizes, dim=1)]
-    packed = model(tokens()[:1], position_ids=positions, use_cache=False).logits
-    torch.testing.assert_close(packed, torch.cat(apart, dim=1), rtol=0, atol=1e-5)
-    ones, in_order = torch.ones(1, 50, dtype=torch.long), torch.arange(50)[None]
-    for args, options in (
-        ((tokens()[:1],), {"position_ids": positions}),
-        ((tokens()[:1], None, positions), {"return_dict": False}),
-    ):
-        with pytest.raises(ValueError, match=r"Llama4ForCausalLM does not hand them .* with use_cache=False"):
-            model(*args, **options)
-    model(tokens()[:1], position_ids=positions, attention_mask=ones)
-    model(tokens()[:1], position_ids=in_order)
-
-
-@torch.no_grad()
-def test_rows_are_packed_each_in_its_way() -> None:
-    """An attention_mask says that there is but one."""
-    model, sizes = model_of("llama"), ([13, 1, 36], [50])
-    set_pattern(model, LONGNET)
-    positions = torch.stack([torch.cat([torch.arange(size) for size in row]) for row in sizes])
-    packed = model(tokens(), position_ids=positions).logits
-    apart = [model(part).logits for part in tokens()[:1].split(sizes[0], dim=1)]
-    torch.testing.assert_close(packed[:1], torch.cat(apart, dim=1), rtol=0, atol=1e-5)
-    torch.testing.assert_close(packed[1:], model(tokens()[1:]).logits, rtol=0, atol=1e-5)
-    ones = torch.ones(2, 50, dtype=torch.long)
-    want = model(tokens(), position_ids=positions, attention_mask=ones, use_cache=False).logits
-    found = model(tokens(), position_ids=positions, attention_mask=ones).logits
-    assert torch.equal(found, want)
-    assert not torch.allclose(found, packed, atol=1e-3)
-
-
-@torch.no_grad()
-@pytest.mark.parametrize("begins", [[0] * 5, [36, 37, 38, 0, 1], [36, 37, 38, 39, 40]])
-def test_packed_steps_over_a_cache_are_refused(begins: list[int]) -> None:
-    """Its keys are of any document; positions that go on, and an attention_mask, are as ever."""
-    model, cache = model_of("llama"), DynamicCache()
-    set_pattern(model, LONGNET)
-    model(tokens(), past_key_values=cache)
-    with pytest.raises(ValueError, match=r"several documents .* cached keys do not record .* with use_cache=False"):
-        model(tokens()[:, :5], position_ids=torch.tensor([begins]), past_key_values=cache)
-    with pytest.raises(ValueError, match="cached keys do not record their document"):
-        model(tokens(), position_ids=torch.arange(50)[None] % 20, past_key_values=FlexdilatedCache())
-    cache, mask = DynamicCache(), torch.ones(2, 55, dtype=torch.long)
-    model(tokens(), past_key_values=cache)
-    model(tokens()[:, :5], position_ids=torch.tensor([begins]), attention_mask=mask, past_key_values=cache)
-    model(tokens()[:, :5], position_ids=torch.arange(55, 60)[None], past_key_values=cache)
 
 
 def test_all_layers_are_found() -> None:

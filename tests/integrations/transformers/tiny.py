@@ -60,6 +60,9 @@ _LAYERS = {name for name, size in _SIZES.items() if "layers" in name or name in 
 # Made for the family's own number of layers or channels: the config makes them anew.
 _DROPPED = ("per_layer_config", "out_features", "out_indices", "num_attention_heads_per_layer")
 
+# Their positions have three axes, each with its share of a head.
+_AXES = ("qwen2_vl", "qwen2_5_vl", "qwen2_5_omni", "glm4v", "glm46v", "glm_ocr", "glm_image", "paddleocr")
+
 _MORE: dict[str, dict[str, Any]] = {
     "bamba": {"mamba_n_heads": 4, "mamba_d_head": 16},
     "granitemoehybrid": {"mamba_n_heads": 4, "mamba_d_head": 16},
@@ -125,6 +128,11 @@ def _shrunk(whole: dict[str, Any]) -> dict[str, Any]:
             small[name] = value if value < VOCABULARY else VOCABULARY - 1 - sum(map(ord, name)) % 20
         else:
             small[name] = min(value, _SIZES[name]) if name in _SIZES else value
+    rope, family = small.get("rope_parameters"), small.get("model_type", "")
+    if isinstance(rope, dict) and "num_attention_heads" in small and family.startswith(_AXES):
+        size = small.get("head_dim") or small["hidden_size"] // small["num_attention_heads"]
+        half = int(size * rope.get("partial_rotary_factor", 1.0)) // 2
+        small["rope_parameters"] = {**rope, "mrope_section": [half - 2 * (half // 3), half // 3, half // 3]}
     lists = [len(v) for k, v in small.items() if isinstance(v, list) and k.endswith("types")]
     if lists:
         small.update({name: max(lists) for name in _LAYERS & small.keys() if isinstance(small[name], int)})

@@ -1,0 +1,311 @@
+"""Documents that the position_ids of a model's forward pass begin, read where the model gets them.
+
+A token whose position is below that of the token before it begins another document. Hooks around the forward of each
+model hold the arguments of the running pass; the first of its layers computes the documents. In a compiled graph they
+are tensors, and refusals are assertions.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from inspect import Parameter, signature
+from typing import Any
+
+import torch
+from jaxtyping import Bool, Int64
+from torch import Tensor, nn
+from transformers import Cache, DynamicCache, PreTrainedModel
+from transformers.cache_utils import LinearAttentionAndFullAttentionLayer, LinearAttentionLayer
+
+from ..._torch_private import assert_async
+
+# B batch entries, or 1 for all of them, N tokens of a call, L positions of a row
+
+_ARGUMENTS, _NESTED = "_flexdilated_arguments", "_flexdilated_is_nested"  # attributes of a model
+_MIXES = "_flexdilated_mixes_tokens"
+_LAST = "_flexdilated_last_position"  # attribute of a cache
+_SEVERAL = torch.iinfo(torch.int64).max  # the last position of a cache that holds several documents
+_LOWEST = torch.iinfo(torch.int64).min
+_POSITIONS = ("position_ids", "decoder_position_ids")
+_MASKS = ("attention_mask", "decoder_attention_mask")
+_OF_ENCODER = ("encoder_hidden_states", "cross_attention_states")
+_ROWS = "give each document a row of its own, padded, with an attention_mask"
+_BEGIN = "position_ids begin several documents in one row, and"
+_OVER_CACHE = f"{_BEGIN} cached keys do not record their document: call the model on whole rows with use_cache=False"
+_NUMBERS = (
+    "attention_mask must hold 0 and 1, where 0 is padding; it holds other numbers. For several documents in a row "
+    "write position_ids that begin at 0 in each document, and 1 in the attention_mask"
+)
+_RECOMPUTED = (
+    f"{_BEGIN} gradient checkpointing would recompute a layer without them, as the model hands it no mask that can "
+    f"keep them: call model.gradient_checkpointing_disable(), or {_ROWS}"
+)
+
+
+class ModelCall:
+    """A running forward pass of one model: its position_ids, its cache, and the documents that both make.
+
+    positions: integers (B, N) of the caller; None if the caller gave none, although the model then makes its own.
+    outer: the pass of the model that contains this one, None for the outermost.
+    """
+
+    def __init__(self, model: nn.Module | None, given: dict[str, Any], outer: ModelCall | None) -> None:
+        self.model, self.outer = model, outer
+        name = next((each for each in _POSITIONS if isinstance(given.get(each), Tensor)), None)
+        self.positions = None if name is None else _of_text(given[name])
+        self.is_used = name in getattr(model, _ARGUMENTS, _POSITIONS)
+        if outer is not None and self.positions is not None:
+            theirs = outer.positions
+            if theirs is None or theirs.shape[1] == self.positions.shape[1]:
+                self.positions = theirs
+        self.masks = [x for x in map(given.get, _MASKS) if isinstance(x, Tensor) and x.dim() == 2]
+        self.cache = _cache_in(given.values())
+        self.has_encoder = any(given.get(each) is not None for each in _OF_ENCODER)
+        self.has_layers = self.is_read = self.is_found = False
+        self.found: Tensor | None = None
+        self.last: Tensor | None = None
+
+    def documents(
+        self,
+        module: nn.Module,
+        num_tokens: int,
+        q_offset: int,
+        visible: Bool[Tensor, "B L"] | None,
+        *,
+        is_known: bool,
+        evicts: bool,
+    ) -> Int64[Tensor, "B N"] | None:
+        """Return the document of each token of this pass, counted from 0; None if `module` sees only one of each row.
+
+        module: an attention layer. num_tokens, q_offset: number of its queries, and the position of the first. visible:
+        False for padding; None for no padding. is_known: False if q_offset is a number that a graph reads from a
+        tensor. evicts: True for keys of a `FlexdilatedCache`.
+        Raises ValueError for documents that the model or its cache cannot keep apart.
+        """
+        self.has_layers = True
+        if self.has_encoder and not getattr(module, "is_causal", True):
+            largest = self._largest_in_masks()
+            if largest is not None:
+                _refuse((_on_host(largest) > 1).any(), _NUMBERS)
+            return None  # cross-attention: keys are no tokens of the row
+        if not self.is_found:
+            self.is_found = True
+            self._find(num_tokens, q_offset, visible, is_known, evicts)
+        if self.positions is None or self.positions.shape[1] != num_tokens:
+            return None
+        self.is_read = True
+        return self.found
+
+    def _find(self, num_tokens: int, q_offset: int, visible: Tensor | None, is_known: bool, evicts: bool) -> None:
+        begun = not is_known or q_offset > 0
+        last = getattr(self.cache, _LAST, None) if begun else None
+        positions = self.positions if self.positions is None or self.positions.shape[1] == num_tokens else None
+        positions, last, largest = _read_at_once(positions, last, self._largest_in_masks())
+        if largest is not None:
+            _refuse((largest > 1).any(), _NUMBERS)
+        count = _number_before(q_offset, visible, num_tokens)
+        if last is not None:
+            _refuse(((last == _SEVERAL) & (count > 0)).any(), _OVER_CACHE)
+        if positions is None:
+            return
+        least = count if last is None else torch.minimum(count, last)
+        least = torch.where(count > 0, least, _LOWEST)
+        new = None if visible is None else visible[:, torch.arange(num_tokens, device=visible.device) + q_offset]
+        begins, end = _begins(positions, new, least.to(positions.device))
+        several = begins.any()
+        if self.model is not None:
+            self._require_served(several)
+        if evicts or (begun and (is_known or num_tokens == 1)):
+            _refuse(several, _OVER_CACHE)
+        elif torch.compiler.is_compiling() or bool(several):
+            self.found = begins.cumsum(1)
+        self.last = torch.where(several, _SEVERAL, end)
+
+    def _largest_in_masks(self) -> Tensor | None:
+        """Largest number in the attention masks of the outermost pass, (1, 1), at its first layer; else None."""
+        outermost = self
+        while outermost.outer is not None:
+            outermost = outermost.outer
+        masks, outermost.masks = outermost.masks, []
+        numbers = [x.amax().long().view(1, 1) for x in masks if x.dtype != torch.bool and x.numel()]
+        return torch.cat(numbers).amax().view(1, 1) if numbers else None
+
+    def _require_served(self, several: Tensor) -> None:
+        name = type(self.model).__name__
+        if not self.is_used:
+            _refuse(several, f"{_BEGIN} {name} does not use position_ids: {_ROWS}")
+        if getattr(self.model, _MIXES, False):
+            _refuse(several, f"{_BEGIN} {name} mixes tokens outside of its attention: {_ROWS}")
+
+    def end(self, output: Any) -> None:
+        """Finish the pass: the cache learns the last positions. Raises ValueError if no layer read the documents."""
+        if self.outer is not None:
+            self.outer.has_layers |= self.has_layers
+            self.outer.is_read |= self.is_read
+        if self.positions is not None and self.has_layers and not self.is_read:
+            begins, _ = _begins(_on_host(self.positions), None, torch.full((1, 1), _LOWEST))
+            _refuse(begins.any(), f"{_BEGIN} {type(self.model).__name__} does not hand them to its layers: {_ROWS}")
+        cache = self.cache
+        if cache is None:
+            cache = _cache_in(output.values() if isinstance(output, dict) else output)
+        if self.last is not None and self.positions is not None and cache is not None:
+            setattr(cache, _LAST, self.last.to(self.positions.device))
+
+    def require_kept(self) -> None:
+        """Raise ValueError if gradient checkpointing may call a layer again, after this pass."""
+        if torch.compiler.is_compiling() or self.model is None or not self.model.training:
+            return
+        if any(getattr(each, "gradient_checkpointing", False) for each in self.model.modules()):
+            raise ValueError(_RECOMPUTED)
+
+
+class _Running:
+    """The innermost running forward pass."""
+
+    def __init__(self) -> None:
+        self.call: ModelCall | None = None
+
+
+class _RunningInThread(_Running, threading.local):
+    pass
+
+
+_RUNNING, _RUNNING_IN_THREAD = _Running(), _RunningInThread()  # graphs cannot read the second
+
+
+def running_call(module: nn.Module) -> ModelCall | None:
+    """Return the innermost forward pass in which an attention layer is called; None outside of watched models."""
+    if torch.compiler.is_compiling():
+        return _RUNNING.call
+    if _RUNNING_IN_THREAD.call is not None:
+        return _RUNNING_IN_THREAD.call
+    call = _RUNNING.call  # of a graph that breaks within the pass
+    inside = call is not None and call.model is not None and any(each is module for each in call.model.modules())
+    return call if inside else None
+
+
+def _set_running(call: ModelCall | None) -> None:
+    _RUNNING.call = call
+    if not torch.compiler.is_compiling():
+        _RUNNING_IN_THREAD.call = call
+
+
+def watch(model: PreTrainedModel) -> None:
+    """Add hooks to the forward of a model and of the models within it, once, that hold the pass for its layers."""
+    for each in model.modules():
+        if not isinstance(each, PreTrainedModel):
+            continue
+        if not hasattr(each, _ARGUMENTS):
+            arguments = signature(type(each).forward).parameters.items()
+            setattr(each, _ARGUMENTS, tuple(name for name, one in arguments if one.kind in _IN_ORDER)[1:])
+            setattr(each, _MIXES, _mixes_tokens(each))
+            each.register_forward_pre_hook(_begin, with_kwargs=True)
+            each.register_forward_hook(_end, with_kwargs=True, always_call=True)
+        if each is not model:
+            setattr(each, _NESTED, True)
+
+
+_IN_ORDER = (Parameter.POSITIONAL_ONLY, Parameter.POSITIONAL_OR_KEYWORD)
+
+
+def _mixes_tokens(model: PreTrainedModel) -> bool:
+    """True for models in which tokens reach each other outside of attention: by states, convolutions or embeddings."""
+    config = model.config.get_text_config(decoder=True)
+    layers = DynamicCache(config=config).layers if hasattr(config, "num_hidden_layers") else []
+    return (
+        any(isinstance(each, LinearAttentionLayer | LinearAttentionAndFullAttentionLayer) for each in layers)
+        or any(isinstance(each, nn.Conv1d) and each.kernel_size != (1,) for each in _own_modules(model))
+        or getattr(config, "trigram_input", False)  # MobileBERT embeds each token with its neighbors
+    )
+
+
+def _own_modules(module: nn.Module) -> Iterator[nn.Module]:
+    """Modules within a model, without those of models within it, such as an audio tower."""
+    for each in module.children():
+        if not isinstance(each, PreTrainedModel):
+            yield each
+            yield from _own_modules(each)
+
+
+def _begin(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    running = _RUNNING.call if torch.compiler.is_compiling() else _RUNNING_IN_THREAD.call
+    given = {**dict(zip(getattr(model, _ARGUMENTS), args, strict=False)), **kwargs}
+    _set_running(ModelCall(model, given, running if getattr(model, _NESTED, False) else None))
+
+
+def _end(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
+    call = _RUNNING.call if torch.compiler.is_compiling() else _RUNNING_IN_THREAD.call
+    if call is not None and call.model is model:
+        _set_running(call.outer)
+        if output is not None:  # else the forward has raised
+            call.end(output)
+
+
+def _of_text(position_ids: Tensor) -> Tensor | None:
+    """Positions (B, N) of position_ids of any shape that models take: the first axis of several is that of text."""
+    if position_ids.dim() == 3:  # or those of patches, (B, N, 2)
+        return position_ids[0] if len(position_ids) in (3, 4) else None
+    return position_ids[None] if position_ids.dim() == 1 else position_ids if position_ids.dim() == 2 else None
+
+
+def _cache_in(values: Any) -> Cache | None:
+    return next((each for each in values if isinstance(each, Cache)), None)
+
+
+def _on_host(x: Tensor) -> Tensor:
+    """Return x on the CPU; in a compiled graph return x itself."""
+    return x if torch.compiler.is_compiling() else x.cpu()
+
+
+def _read_at_once(
+    positions: Tensor | None, last: Tensor | None, largest: Tensor | None
+) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+    """Return the arguments, (B, N), (B, 1) and (1, 1), on the CPU, after one copy; in a graph, unchanged.
+
+    last: if it has another number of rows than positions, its largest number takes its place.
+    """
+    if last is not None and positions is not None and len(last) != len(positions):
+        last = last.amax(0, keepdim=True)
+    parts = [x for x in (positions, last, largest) if x is not None]
+    if torch.compiler.is_compiling() or not parts:
+        return positions, last, largest
+    rows = max(map(len, parts))
+    read = torch.cat([x.long().expand(rows, -1).to(parts[0].device) for x in parts], 1).cpu()
+    found = iter(read.split([x.shape[1] for x in parts], 1))
+    positions, last, largest = (None if x is None else next(found) for x in (positions, last, largest))
+    return positions, last, largest
+
+
+def _number_before(q_offset: int, visible: Tensor | None, num_tokens: int) -> Int64[Tensor, "B 1"]:
+    """Number of tokens before q_offset that are no padding."""
+    if visible is None:
+        return torch.full((1, 1), q_offset, dtype=torch.int64)
+    before = torch.arange(visible.shape[1], device=visible.device) < q_offset
+    return (visible & before).sum(1, keepdim=True)
+
+
+def _begins(
+    positions: Int64[Tensor, "B N"], visible: Bool[Tensor, "B N"] | None, least: Int64[Tensor, "B 1"]
+) -> tuple[Bool[Tensor, "B N"], Int64[Tensor, "B 1"]]:
+    """True for tokens that begin a document after the first, and the position of the last token of each row.
+
+    visible: False for padding, which is left out of the comparison; None for no padding. least: the position of the
+    token before the first.
+    """
+    rows = max(len(positions), len(least), 0 if visible is None else len(visible))
+    before = torch.cat([least.expand(rows, 1), positions.expand(rows, -1)], 1)
+    if visible is None:
+        return before[:, 1:] < before[:, :-1], before[:, -1:]
+    slots = torch.arange(1, before.shape[1], device=before.device)
+    place = torch.where(visible, slots, 0).cummax(1).values
+    before = before.gather(1, torch.nn.functional.pad(place, (1, 0)).expand(rows, -1))
+    return visible & (positions < before[:, :-1]), before[:, -1:]
+
+
+def _refuse(refused: Tensor, reason: str) -> None:
+    """Raise ValueError if a boolean tensor of shape () is True; in a graph it is asserted when the graph runs."""
+    if torch.compiler.is_compiling():
+        assert_async(~refused, reason)
+    elif bool(refused):
+        raise ValueError(reason)

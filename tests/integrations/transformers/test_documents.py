@@ -1,0 +1,531 @@
+"""Documents in one row: where position_ids fall, another begins, and no token sees another document, in any call."""
+
+from __future__ import annotations
+
+import copy
+from concurrent.futures import ThreadPoolExecutor
+from itertools import accumulate, pairwise
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+from transformers import DynamicCache, StaticCache
+
+import flexdilated as fd
+from flexdilated import masks
+from flexdilated.integrations.transformers import FlexdilatedCache, register, set_pattern
+from flexdilated.integrations.transformers._documents import _RUNNING, _RUNNING_IN_THREAD
+
+from .models import model_of, tokens
+from .tiny import tiny_model
+
+pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::DeprecationWarning", "ignore::UserWarning")
+
+# B batch entries, N tokens of a row
+
+N = 50
+LONGNET = masks.longnet((4, 16), (1, 2))
+_SIZES: dict[str, Any] = {"vocab_size": 97, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
+_TEXT: dict[str, Any] = {**_SIZES, "intermediate_size": 48, "num_key_value_heads": 2}
+_AXES = {**_TEXT, "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [2, 1, 1]}}
+
+
+def of_class(name: str, config: str, **options: Any) -> Any:
+    register()
+    torch.manual_seed(0)
+    return getattr(transformers, name)(getattr(transformers, config)(**options)).eval()
+
+
+MAKE = {
+    "llama": lambda: model_of("llama"),
+    "gpt2": lambda: model_of("gpt2"),
+    "bert": lambda: model_of("bert"),
+    "modernbert": lambda: model_of("modernbert", local_attention=500),
+    "llama 4": lambda: model_of("llama4", attention_chunk_size=500, num_hidden_layers=2),
+    "clip": lambda: of_class("CLIPTextModel", "CLIPTextConfig", **_SIZES, intermediate_size=48, eos_token_id=96),
+    "qwen2.5-vl": lambda: of_class("Qwen2_5_VLTextModel", "Qwen2_5_VLTextConfig", **_AXES),
+}
+ENCODERS, WITH_AXES = ("bert", "modernbert"), ("qwen2.5-vl",)
+CALLS = ("default", "no cache", "cache", "static", "ones", "padded left", "padded right", "padded inside", "axes")
+
+
+@st.composite
+def positions_of_rows(draw: st.DrawFn) -> Tensor:
+    """Positions (2, N) that mostly rise by 1, with repeats, gaps and falls."""
+    rows = []
+    for _ in range(2):
+        steps = draw(st.lists(st.sampled_from([1] * 12 + [0, 2, 7, -99]), min_size=N, max_size=N))
+        rows.append(list(accumulate(steps, lambda at, step: max(at + step, 0), initial=0))[1:])
+    return torch.tensor(rows).clamp(max=240)
+
+
+def documents_of(positions: Tensor, visible: Tensor) -> Tensor:
+    """The document of each token, (2, N), token by token."""
+    found = torch.zeros_like(positions)
+    for row, seen, ids in zip(positions.tolist(), visible.tolist(), found, strict=True):
+        last, number = -1, 0
+        for token, (place, real) in enumerate(zip(row, seen, strict=True)):
+            if real:
+                number, last = number + (place < last), place
+            ids[token] = number
+    return found
+
+
+def same(ids: Tensor) -> Tensor:
+    return ids[:, :, None] == ids[:, None, :]
+
+
+def first_output(model: Any, **batch: Any) -> Tensor:
+    return model(**batch)[0]
+
+
+@pytest.mark.parametrize("name", MAKE)
+@given(data=st.data())
+@settings(max_examples=15)
+@torch.no_grad()
+def test_a_call_is_attention_within_documents(name: str, data: st.DataObject) -> None:
+    """Documents as counted token by token; SDPA gets them as a mask of queries and keys."""
+    ours = MAKE[name]()
+    sdpa = copy.deepcopy(ours)
+    sdpa.set_attn_implementation("sdpa")
+    set_pattern(ours, {})
+    positions = data.draw(positions_of_rows())
+    if name == "clip":
+        positions.clamp_(max=76)
+    call = data.draw(st.sampled_from(["axes"] * 9 + list(CALLS) if name in WITH_AXES else CALLS))
+    visible = torch.ones(2, N, dtype=torch.bool)
+    options: dict[str, Any] = {}
+    if call.startswith("padded") or call == "ones":
+        side = {"left": slice(0, 17), "right": slice(33, None), "inside": slice(20, 24), "ones": slice(0)}
+        visible[1, side[call.rsplit(" ", 1)[-1]]] = False
+        options["attention_mask"] = visible.long()
+        positions = torch.where(visible, positions, data.draw(st.sampled_from([0, 1])))
+    elif call in ("cache", "no cache"):
+        options["use_cache"] = call == "cache"
+    elif call == "static" and name not in (*ENCODERS, "clip"):
+        options["past_key_values"] = StaticCache(config=ours.config, max_cache_len=64)
+    given_positions = positions
+    if call == "axes" and name in WITH_AXES:
+        given_positions = torch.stack([positions, *[positions.flip(1)] * data.draw(st.integers(2, 3))])
+    ids = documents_of(positions, visible)
+    allowed = same(ids) & visible[:, None, :]
+    if name not in ENCODERS:
+        allowed &= torch.ones(N, N, dtype=torch.bool).tril()
+    if call == "no cache" and name in ("llama", "gpt2", "llama 4"):
+        # transformers divides the row itself, wherever the difference is not 1
+        allowed &= same((positions.diff(dim=1, prepend=positions[:, :1] - 1) != 1).cumsum(1))
+    want = first_output(sdpa, input_ids=tokens(), position_ids=given_positions, attention_mask=allowed[:, None])
+    got = first_output(ours, input_ids=tokens(), position_ids=given_positions, **options)
+    torch.testing.assert_close(got[visible], want[visible], rtol=0, atol=2e-5)
+
+
+def sequences(*sizes: int) -> Tensor:
+    """Positions (1, N) of whole sequences of these sizes in a row."""
+    return torch.cat([torch.arange(size) for size in sizes])[None]
+
+
+def apart(model: Any, *sizes: int, rows: Tensor | None = None) -> Tensor:
+    """Logits of sequences in calls of their own."""
+    parts = (tokens() if rows is None else rows).split(sizes, dim=1)
+    return torch.cat([model(part).logits for part in parts], dim=1)
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen3", "mistral", "gemma3", "gpt2", "llama4", "bert", "modernbert"])
+@torch.no_grad()
+def test_packed_is_separate(name: str) -> None:
+    """With a pattern, and with the model's windows and chunks, which begin in each document."""
+    model = model_of(name)
+    set_pattern(model, LONGNET)
+    want, positions = apart(model, 13, 2, 35), sequences(13, 2, 35)
+    calls: list[dict[str, Any]] = [{}, {"labels": tokens()}]
+    if name not in ENCODERS:
+        calls += [{"use_cache": False}, {"past_key_values": StaticCache(config=model.config, max_cache_len=64)}]
+    for options in calls:
+        got = model(tokens(), position_ids=positions, **options).logits
+        torch.testing.assert_close(got, want, rtol=0, atol=1e-5)
+    if name == "llama":
+        got = model(tokens(), None, positions, return_dict=False)[0]
+        torch.testing.assert_close(got, want, rtol=0, atol=1e-5)
+
+
+@torch.no_grad()
+def test_models_that_are_only_registered() -> None:
+    """Their layers read the positions that they get."""
+    model = model_of("llama")
+    model.set_attn_implementation("flexdilated")
+    mask = torch.ones(2, N, dtype=torch.long)
+    for options in ({}, {"use_cache": False}, {"attention_mask": mask}):
+        got = model(tokens(), position_ids=sequences(20, 30), **options).logits
+        torch.testing.assert_close(got, apart(model, 20, 30), rtol=0, atol=1e-5)
+    cache = DynamicCache()
+    model(tokens(), past_key_values=cache)
+    with pytest.raises(ValueError, match="cached keys do not record their document"):
+        model(tokens()[:, :5], position_ids=sequences(5), past_key_values=cache)
+    encoder = model_of("bert")
+    encoder.set_attn_implementation("flexdilated")
+    assert encoder(tokens()).logits.isfinite().all()
+
+
+@torch.no_grad()
+def test_another_implementation_is_left_alone() -> None:
+    """The hooks of set_pattern do nothing there."""
+    model, plain = model_of("llama"), model_of("llama")
+    set_pattern(model, LONGNET)
+    segments = torch.ones(2, N, dtype=torch.long).cumsum(1)
+    for each in (model, plain):
+        each.set_attn_implementation("sdpa")
+    for options in ({"position_ids": sequences(20, 30)}, {"attention_mask": segments}):
+        assert torch.equal(model(tokens(), **options).logits, plain(tokens(), **options).logits)
+
+
+@torch.no_grad()
+def test_layers_that_select_blocks() -> None:
+    model = model_of("llama")
+    set_pattern(model, fd.SelectedAttention(fd.BlockSelector(block=8, choose=fd.TopK(9), always=masks.chunked(8))))
+    want, positions = apart(model, 24, 26), sequences(24, 26)
+    torch.testing.assert_close(model(tokens(), position_ids=positions).logits, want, rtol=0, atol=1e-5)
+
+
+class Chunks:
+    """A row in calls over one cache, by a model with SDPA and by ours."""
+
+    def __init__(self, name: str, cache: str, data: st.DataObject) -> None:
+        self.ours = model_of(name)
+        self.sdpa = copy.deepcopy(self.ours)
+        self.sdpa.set_attn_implementation("sdpa")
+        set_pattern(self.ours, {})
+        make = {"dynamic": lambda c: DynamicCache(config=c), "static": lambda c: StaticCache(c, max_cache_len=N + 9)}
+        self.caches = [make[cache](self.ours.config) for _ in range(2)]
+        self.cuts = sorted(data.draw(st.sets(st.integers(1, N - 1), max_size=5)))
+        self.ids = tokens()
+
+
+@pytest.mark.parametrize("cache", ["dynamic", "static"])
+@given(data=st.data())
+@settings(max_examples=15)
+@torch.no_grad()
+def test_positions_that_go_on_over_a_cache(cache: str, data: st.DataObject) -> None:
+    """With gaps and repeats, padding, and rows that change their places: each call equals SDPA's."""
+    chunks = Chunks(data.draw(st.sampled_from(["llama", "mistral"])), cache, data)
+    steps = torch.tensor(data.draw(st.lists(st.sampled_from([1, 1, 1, 0, 3]), min_size=N, max_size=N)))
+    positions = steps.cumsum(0).expand(2, -1).clone()
+    visible, turned = torch.ones(2, N, dtype=torch.long), False
+    if data.draw(st.booleans()):
+        visible[1, : data.draw(st.integers(1, 20))] = 0
+        positions = (visible.cumsum(1) - 1).clamp(min=0)
+        turned = data.draw(st.booleans())
+    masked = bool((visible == 0).any()) or data.draw(st.booleans())
+    for number, (start, stop) in enumerate(zip([0, *chunks.cuts], [*chunks.cuts, N], strict=True)):
+        if turned and number == 1:
+            for each in chunks.caches:
+                each.reorder_cache(torch.tensor([1, 0]))
+            chunks.ids, positions, visible = (x.flip(0) for x in (chunks.ids, positions, visible))
+        options: dict[str, Any] = {"position_ids": positions[:, start:stop]}
+        if masked:
+            options["attention_mask"] = visible[:, :stop]
+        got, want = (
+            model(chunks.ids[:, start:stop], past_key_values=past, **options).logits
+            for model, past in zip((chunks.ours, chunks.sdpa), chunks.caches, strict=True)
+        )
+        real = visible[:, start:stop].bool()
+        torch.testing.assert_close(got[real], want[real], rtol=0, atol=2e-5)
+
+
+@pytest.mark.parametrize("cache", ["dynamic", "static"])
+@given(data=st.data())
+@settings(max_examples=15)
+@torch.no_grad()
+def test_a_fall_over_a_cache_is_refused(cache: str, data: st.DataObject) -> None:
+    """Served in the first call, over a cache that was reset too; refused afterwards, and so is what follows it."""
+    chunks = Chunks("llama", cache, data)
+    cuts = [0, *(chunks.cuts or [25]), N]
+    fall = data.draw(st.integers(2, N - 1))
+    positions, past = sequences(fall, N - fall), chunks.caches[0]
+    masked = data.draw(st.booleans())
+    for start, stop in pairwise(cuts):
+        options: dict[str, Any] = {"past_key_values": past, "position_ids": positions[:, start:stop]}
+        if masked:
+            options["attention_mask"] = torch.ones(2, stop, dtype=torch.long)
+        if start == 0:
+            got = chunks.ours(tokens()[:, :stop], **options).logits
+            sizes = [size for size in (min(fall, stop), stop - min(fall, stop)) if size]
+            want = apart(chunks.ours, *sizes, rows=tokens()[:, :stop])
+            torch.testing.assert_close(got, want, rtol=0, atol=2e-5)
+        elif fall < stop:
+            if fall < start and data.draw(st.booleans()):
+                del options["position_ids"]
+            with pytest.raises(ValueError, match=r"cached keys do not record .* on whole rows with use_cache=False"):
+                chunks.ours(tokens()[:, start:stop], **options)
+            break
+        else:
+            chunks.ours(tokens()[:, start:stop], **options)
+    past.reset()
+    got = chunks.ours(tokens(), past_key_values=past, position_ids=positions).logits
+    torch.testing.assert_close(got, apart(chunks.ours, fall, N - fall), rtol=0, atol=2e-5)
+    whole = chunks.ours(tokens(), use_cache=False, position_ids=positions).logits
+    torch.testing.assert_close(whole, got, rtol=0, atol=2e-5)
+
+
+@torch.no_grad()
+def test_a_cache_that_evicts_keys_takes_one_document() -> None:
+    model = model_of("llama")
+    set_pattern(model, LONGNET)
+    with pytest.raises(ValueError, match=r"cached keys do not record their document: .* use_cache=False"):
+        model(tokens(), position_ids=sequences(20, 30), past_key_values=FlexdilatedCache())
+    cache = FlexdilatedCache()
+    model(tokens(), position_ids=sequences(N), past_key_values=cache)
+    with pytest.raises(ValueError, match="cached keys do not record their document"):
+        model(tokens()[:, :5], position_ids=sequences(5), past_key_values=cache)
+
+
+@pytest.mark.parametrize("name", ["llama", "bert", "qwen2.5-vl"])
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_checkpointed_layers_keep_their_documents(name: str, reentrant: bool) -> None:
+    """Two passes with other documents before one backward: gradients are those of SDPA with masks."""
+    ours = MAKE[name]().train()
+    sdpa = copy.deepcopy(ours)
+    sdpa.set_attn_implementation("sdpa")
+    set_pattern(ours, {})
+    ours.activation_checkpointing_enable({"use_reentrant": reentrant})
+    if reentrant:
+        ours.enable_input_require_grads()
+    losses = [torch.zeros(()), torch.zeros(())]
+    for fall in (20, 33):
+        positions = sequences(fall, N - fall).expand(2, -1)
+        allowed = same(documents_of(positions, torch.ones(2, N)))
+        if name != "bert":
+            allowed = allowed & torch.ones(N, N, dtype=torch.bool).tril()
+        for number, (model, mask) in enumerate([(ours, None), (sdpa, allowed[:, None])]):
+            out = first_output(model, input_ids=tokens(), position_ids=positions, attention_mask=mask)
+            losses[number] = losses[number] + out.square().mean() * fall
+    for parameters in (ours, sdpa):
+        parameters.zero_grad()
+    for got in losses:
+        got.backward()
+    for (path, x), y in zip(ours.named_parameters(), sdpa.parameters(), strict=True):
+        if y.grad is not None:
+            assert x.grad is not None, path
+            torch.testing.assert_close(x.grad, y.grad, rtol=0, atol=1e-4 * float(y.grad.abs().max()) + 1e-7)
+
+
+def test_a_layer_without_a_mask_of_ours_is_not_recomputed() -> None:
+    """LayoutLM makes a mask itself, which cannot keep the documents. Without checkpointing it is served."""
+    model = tiny_model("layoutlm", "LayoutLMForMaskedLM", "masked").train()
+    set_pattern(model, {})
+    ids, positions = tokens()[:, :20], sequences(8, 12).expand(2, -1)
+    want = torch.cat([model(part).logits for part in ids.split([8, 12], dim=1)], 1)
+    model.activation_checkpointing_enable()
+    with pytest.raises(ValueError, match=r"call model\.gradient_checkpointing_disable\(\), or give each document"):
+        model(ids, position_ids=positions)
+    model(ids, position_ids=sequences(20))
+    model.gradient_checkpointing_disable()
+    torch.testing.assert_close(model(ids, position_ids=positions).logits, want, rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("family", "name", "said"),
+    [
+        ("bart", "BartForCausalLM", "BartDecoder does not use position_ids"),
+        ("qwen3_next", "Qwen3NextForCausalLM", "Qwen3NextModel mixes tokens outside of its attention"),
+        ("mobilebert", "MobileBertForMaskedLM", "MobileBertModel mixes tokens outside of its attention"),
+    ],
+)
+@torch.no_grad()
+def test_models_that_cannot_keep_documents_apart(family: str, name: str, said: str) -> None:
+    """They take rows of one document, also with gaps, and what the error names: a row for each document, padded."""
+    model = tiny_model(family, name, "masked" if "Masked" in name else "causal").eval()
+    set_pattern(model, {})
+    ids, positions = tokens()[:, :20], torch.arange(20)[None]
+    for fall in (positions % 8, positions % 19):
+        with pytest.raises(ValueError, match=rf"{said}: give each document a row of its own, padded, with an att"):
+            model(ids, position_ids=fall)
+    model(ids, position_ids=positions + 9 * (positions > 7))
+    first, second = ids[:1, :8], ids[:1, 8:]
+    rows = torch.zeros(2, 12, dtype=torch.long)
+    rows[0, :8], rows[1] = first, second
+    mask = (torch.arange(12) < torch.tensor([[8], [12]])).long()
+    got = model(rows, attention_mask=mask).logits
+    torch.testing.assert_close(got[:1, :8], model(first).logits, rtol=0, atol=1e-5)
+    torch.testing.assert_close(got[1:], model(second).logits, rtol=0, atol=1e-5)
+
+
+class LeavesOut(transformers.PreTrainedModel):
+    """A model that takes positions and does not hand them to the model within."""
+
+    config_class = transformers.LlamaConfig
+    _supports_sdpa = True
+
+    def __init__(self, inner: Any) -> None:
+        super().__init__(inner.config)
+        self.inner = inner
+
+    def forward(self, input_ids: Tensor, position_ids: Tensor | None = None) -> Any:
+        return self.inner(input_ids=input_ids)
+
+
+@torch.no_grad()
+def test_models_that_leave_positions_out() -> None:
+    model = LeavesOut(model_of("llama")).eval()
+    set_pattern(model, {})
+    with pytest.raises(ValueError, match="LeavesOut does not hand them to its layers: give each document a row of its"):
+        model(tokens(), position_ids=sequences(20, 30))
+    assert torch.equal(model(tokens(), position_ids=sequences(N))[0], model.inner(tokens())[0])
+
+
+@pytest.mark.parametrize("name", ["llama", "bert", "t5"])
+@torch.no_grad()
+def test_an_attention_mask_of_segment_numbers_is_refused(name: str) -> None:
+    """And what the error names is served; bool and float masks are as ever."""
+    t5 = name == "t5"
+    model = tiny_model("t5", "T5ForConditionalGeneration", "encoder-decoder").eval() if t5 else model_of(name)
+    set_pattern(model, {})
+    segments = torch.ones(2, N, dtype=torch.long)
+    segments[0, 20:40], segments[0, 40:] = 2, 0
+    more = {"decoder_input_ids": tokens()[:, :5]} if t5 else {}
+    for mask in (segments, segments.double()):
+        with pytest.raises(ValueError, match=r"attention_mask must hold 0 and 1, .* write position_ids that begin at"):
+            model(tokens(), attention_mask=mask, **more)
+    with pytest.raises(ValueError, match="attention_mask must hold 0 and 1"):
+        model(tokens(), attention_mask=segments, position_ids=sequences(N), **more)
+    ones = segments.clamp(max=1)
+    want = model(tokens(), attention_mask=ones, **more)[0]
+    for mask in (ones.bool(), ones.int(), ones.double()):
+        assert torch.equal(model(tokens(), attention_mask=mask, **more)[0], want)
+    if not t5:
+        positions = torch.stack([sequences(20, 30)[0], torch.arange(N)])
+        got = model(tokens(), attention_mask=ones, position_ids=positions).logits[0]
+        separate = [model(part).logits[0] for part in tokens()[:1, :40].split(20, dim=1)]
+        torch.testing.assert_close(got[:40], torch.cat(separate), rtol=0, atol=1e-5)
+
+
+@torch.no_grad()
+def test_the_positions_of_a_decoder() -> None:
+    """Its tokens see each other within documents, and all of the encoder's."""
+    model = model_of("whisper")
+    set_pattern(model, {})
+    sound, ids = torch.randn(2, 8, 100), tokens()[:, :20]
+    parts = [model(sound, decoder_input_ids=part).logits for part in ids.split([8, 12], dim=1)]
+    got = model(sound, decoder_input_ids=ids, decoder_position_ids=sequences(8, 12)).logits
+    torch.testing.assert_close(got, torch.cat(parts, 1), rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", ["llama 4", "qwen2.5-vl", "bert"])
+@torch.no_grad()
+def test_one_graph_for_all_documents(name: str) -> None:
+    """Values of positions are not read while a model is traced; padding is a tensor too."""
+    torch.compiler.reset()
+    model = MAKE[name]()
+    set_pattern(model, LONGNET)
+    graphs: list[torch.fx.GraphModule] = []
+    number = 0
+
+    def kept(graph: torch.fx.GraphModule, inputs: list[Tensor]) -> Any:
+        graphs.append(graph)
+        return graph.forward
+
+    compiled = torch.compile(model, fullgraph=True, backend=kept)
+    mask = torch.ones(2, N, dtype=torch.long)
+    mask[1, :9] = 0
+    options = {"attention_mask": mask} if name == "bert" else {}
+    real = mask.bool() if options else mask >= 0
+    for positions in (sequences(20, 30), sequences(13, 2, 35), torch.arange(N)[None] // 2):
+        batch = {"input_ids": tokens(), "position_ids": positions, **options}
+        got, want = first_output(compiled, **batch), first_output(model, **batch)
+        torch.testing.assert_close(got[real], want[real], rtol=0, atol=1e-5)
+        number = number or len(graphs)
+        assert len(graphs) == number
+
+
+@torch.no_grad()
+def test_a_graph_over_a_cache_asserts_that_positions_go_on() -> None:
+    """One token at a time, over a static cache, with the message of the error. A prefill in a graph is known later."""
+    torch.compiler.reset()
+    model = model_of("llama", num_hidden_layers=1)
+    set_pattern(model, {})
+    step = torch.compile(model, fullgraph=True, backend="eager")
+    past = StaticCache(config=model.config, max_cache_len=64)
+    want = model(tokens(), position_ids=torch.arange(N)[None] // 2, use_cache=True).logits
+    step(tokens()[:, :30], position_ids=torch.arange(30)[None] // 2, past_key_values=past)
+    got = step(tokens()[:, 30:34], position_ids=torch.arange(30, 34)[None] // 2, past_key_values=past).logits
+    torch.testing.assert_close(got, want[:, 30:34], rtol=0, atol=1e-5)
+    for place in range(34, 38):
+        got = step(tokens()[:, place, None], position_ids=torch.tensor([[place // 2]]), past_key_values=past).logits
+        torch.testing.assert_close(got[:, 0], want[:, place], rtol=0, atol=1e-5)
+    with pytest.raises(RuntimeError, match=r"cached keys do not record their document: .* with use_cache=False"):
+        step(tokens()[:, :1], position_ids=torch.tensor([[3]]), past_key_values=past)
+    past = StaticCache(config=model.config, max_cache_len=64)
+    got = step(tokens()[:, :30], position_ids=sequences(20, 10), past_key_values=past).logits
+    torch.testing.assert_close(got, apart(model, 20, 10, rows=tokens()[:, :30]), rtol=0, atol=1e-5)
+    for run, error in ((model, ValueError), (step, RuntimeError)):
+        with pytest.raises(error, match="cached keys do not record their document"):
+            run(tokens()[:, :1], position_ids=torch.tensor([[30]]), past_key_values=past)
+
+
+@torch.no_grad()
+def test_layers_that_are_compiled_alone() -> None:
+    """They do not get the positions themselves."""
+    torch.compiler.reset()
+    model = MAKE["llama 4"]()
+    set_pattern(model, {})
+    want = apart(model, 20, 30)
+    for layer in model.model.layers:
+        layer.compile(backend="eager", fullgraph=True)
+    got = model(tokens(), position_ids=sequences(20, 30)).logits
+    torch.testing.assert_close(got, want, rtol=0, atol=1e-5)
+
+
+@torch.no_grad()
+def test_threads_and_errors_leave_no_trace() -> None:
+    models = [model_of("llama"), model_of("gpt2")]
+    for model in models:
+        set_pattern(model, {})
+    with pytest.raises(IndexError):
+        models[0](tokens() + 97, position_ids=sequences(20, 30))
+    with pytest.raises(ValueError, match="forms no attention weights"):
+        models[0](tokens(), position_ids=sequences(20, 30), output_attentions=True)
+    assert _RUNNING.call is None
+    assert _RUNNING_IN_THREAD.call is None
+    falls = [5, 11, 20, 33, 42]
+    want = [
+        first_output(models[fall % 2], input_ids=tokens(), position_ids=sequences(fall, N - fall)) for fall in falls
+    ]
+
+    def run(number: int) -> Tensor:
+        fall = falls[number % 5]
+        with torch.no_grad():
+            return first_output(models[fall % 2], input_ids=tokens(), position_ids=sequences(fall, N - fall))
+
+    with ThreadPoolExecutor(5) as pool:
+        for number, got in enumerate(pool.map(run, range(40))):
+            assert torch.equal(got, want[number % 5])
+
+
+@torch.no_grad()
+def test_positions_that_the_model_makes_are_one_document() -> None:
+    """A model around another may hand positions that fall, as those of sound between frames do."""
+    model = of_class("Qwen2_5_VLTextModel", "Qwen2_5_VLTextConfig", **_AXES)
+
+    class Around(transformers.PreTrainedModel):
+        config_class = type(model.config)
+        _supports_sdpa = True
+
+        def __init__(self, config: Any) -> None:
+            super().__init__(config)
+            self.inner = model
+
+        def forward(self, input_ids: Tensor, position_ids: Tensor | None = None) -> Any:
+            own = (torch.arange(N) % 20).expand(3, 1, -1) if position_ids is None else position_ids
+            self.inner(input_ids=input_ids)  # a pass within this one, such as an image tower's
+            return self.inner(input_ids=input_ids, position_ids=own)
+
+    around = Around(model.config).eval()
+    sdpa = copy.deepcopy(around)
+    sdpa.set_attn_implementation("sdpa")
+    set_pattern(around, {})
+    torch.testing.assert_close(around(tokens())[0], sdpa(tokens())[0], rtol=0, atol=1e-5)
+    packed = around(tokens(), position_ids=sequences(20, 30).expand(3, 1, -1))[0]
+    torch.testing.assert_close(packed[:, 20:], around.inner(tokens()[:, 20:])[0], rtol=0, atol=1e-5)
