@@ -335,38 +335,49 @@ class Straight(torch.autograd.Function):
         return grad
 
 
+class Doubled(Straight):
+    @staticmethod
+    def backward(ctx, grad):
+        return 2 * grad
+
+
 class Unmapped(Straight):
     generate_vmap_rule = False
 
 
 def operations(table: Tensor) -> dict[str, Callable[..., Tensor]]:
     """What functions do with tensors, in ways that a record must keep."""
+
+    def near(h, q, k):
+        return table[h, (q - k) % DISTANCES]
+
     number = torch.tensor([1.5, 0.5], dtype=torch.float64)
 
     def without_gradient(score, b, h, q, k):
         with torch.no_grad():
-            shift = table[h, 0] * 2
-        return score + shift + table[h, 1]
+            shift = near(h, q, k) * 2
+        return score + shift + near(h, k, q)
 
     def in_place(score, b, h, q, k):
         before = score
-        score += table[h, 0]
+        score += near(h, q, k)
         score *= 2
         return before
 
     def several_results(score, b, h, q, k):
-        largest = torch.stack([score, table[h, 0] + 0 * score]).max(0)
-        return largest.values + largest[1] * table[h, 1]
+        largest = torch.stack([score, near(h, q, k) + 0 * score]).max(0)
+        return largest.values + largest[1] * near(h, k, q)
 
     def writing_to_its_own(score, b, h, q, k):
         both = torch.stack([score, score])
         both[0] = 3 * score
-        return both.sum() + table[h, 0]
+        return both.sum() + near(h, q, k)
 
     return {
-        "a custom gradient": lambda s, b, h, q, k: Straight.apply(s * 3) + Straight.apply(table[h, 0]),
+        "a custom gradient": lambda s, b, h, q, k: Straight.apply(s * 3) + Straight.apply(near(h, q, k)),
+        "two custom gradients": lambda s, b, h, q, k: Straight.apply(3 * near(h, q, k)) + Doubled.apply(s),
         "no gradient": without_gradient,
-        "detached": lambda s, b, h, q, k: s.detach() * table[h, 0] + s,
+        "detached": lambda s, b, h, q, k: s.detach() * near(h, q, k) + s,
         "in place": in_place,
         "several results": several_results,
         "writing to a tensor of its own": writing_to_its_own,
@@ -380,11 +391,11 @@ def operations(table: Tensor) -> dict[str, Callable[..., Tensor]]:
             s + table.flatten()[h * DISTANCES + k % 5] + nn.functional.embedding(h, table)[1]
         ),
         "slices": lambda s, b, h, q, k: s + table[h, 1:3][..., -1] + table[None, h, ..., 0].squeeze(0),
-        "properties": lambda s, b, h, q, k: s.real + table[h, 0].to(s.dtype) * s.dim() + (1 if s.is_cpu else 0),
+        "properties": lambda s, b, h, q, k: s.real + near(h, q, k).to(s.dtype) * s.dim() + (1 if s.is_cpu else 0),
         "on its device": lambda s, b, h, q, k: s + torch.arange(4, device=s.device)[k % 4].to(s) + s.new_ones(()),
         "types of numbers": lambda s, b, h, q, k: s * np.float64(0.5) + np.int64(2) + True,
-        "keywords": lambda s, b, h, q, k: torch.add(s, table[h, 0], alpha=2).clamp(min=-3.0, max=3.0),
-        "a choice of a constant": lambda s, b, h, q, k: torch.zeros_like(s) + table[0, 0],
+        "keywords": lambda s, b, h, q, k: torch.add(s, near(h, q, k), alpha=2).clamp(min=-3.0, max=3.0),
+        "a choice of a constant": lambda s, b, h, q, k: torch.zeros_like(s) + table[0, k % DISTANCES],
     }
 
 
@@ -415,7 +426,7 @@ def test_what_does_not_depend_on_the_pair_need_not_be_mapped():
             fd.attend(
                 *tensors,
                 masks.causal(),
-                score_mod=lambda s, b, h, q, k, of=of: s + of.apply(3 * table)[h, 0],
+                score_mod=lambda s, b, h, q, k, of=of: s + of.apply(3 * table)[h, (q - k) % DISTANCES],
                 engine="portable",
             )
             .square()

@@ -64,6 +64,19 @@ def test_heads_that_differ_have_tables_of_their_own():
     assert torch.equal(dense[7], torch.eye(4, dtype=dense.dtype))
     alike = masks.custom(diagonal)
     assert alike.for_head(3, 8) is alike
+    alike = masks.custom(lambda b, h, q, k: (torch.zeros_like(h) + q == k) & (h.dtype == torch.int64))
+    assert alike.for_head(3, 8) is alike
+
+
+def test_a_head_that_is_written_into_a_tensor():
+    def shifted(b, h, q, k):
+        shift = torch.zeros_like(h)
+        shift += h
+        return q - k == shift
+
+    pattern = masks.custom(shifted)
+    dense = masks.block_mask(pattern, 12, num_heads=3, block_size=1).to_dense()[0]
+    assert torch.equal(dense.bool(), torch.stack([torch.eye(12).roll(-h, 1).tril(-h).bool() for h in range(3)]))
 
 
 @pytest.mark.parametrize("function", [lambda b, h, q, k: q % 3 == 0, lambda b, h, q, k: k < 2], ids=["query", "key"])
@@ -207,6 +220,7 @@ def test_captures_compile_to_one_kernel():
 
 def test_what_it_captured_follows_the_device():
     pattern = masks.custom(same_kind(TABLE)) | masks.custom(lambda b, h, q, k: TABLE[q % 6] > 1)
+    pattern |= masks.custom(lambda b, h, q, k: (q - k).to(h.device) > torch.full((), 3, device=q.device))
     meta = torch.empty(3, dtype=torch.int64, device="meta")
     mod = pattern.mask_mod(num_heads=1, device=torch.device("meta"))
     assert mod(meta[0], meta[0], meta[:, None], meta).device.type == "meta"
