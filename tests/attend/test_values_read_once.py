@@ -474,3 +474,18 @@ def test_a_size_in_a_graph_of_any_size():
     for number in (7, 5):
         y = torch.zeros(number)
         assert_close(compiled(x, y), call(x, y), **TIGHT)
+
+
+def test_a_table_made_in_inference_mode_in_training():
+    """Autograd saves no such tensor; dense attention needs not save it."""
+    *tensors, table = drawn_tensors(0, 12)
+    with torch.inference_mode():
+        made = table.detach() * 1.0
+    found, exact = (
+        torch.autograd.grad(
+            fd.attend(*tensors, masks.causal(), score_mod=plain(0.5, read), engine="portable").square().sum(), tensors
+        )
+        for read in (made, table.detach())
+    )
+    for one, true in zip(found, exact, strict=True):
+        assert_close(one, true, **TIGHT)

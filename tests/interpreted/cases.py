@@ -94,12 +94,17 @@ class Case:
         def attend(leaves: Results) -> tuple[Tensor, Tensor]:
             options = fixed | ({"bindings": bindings} if bindings else {})
             options |= {"sinks": leaves["sinks"]} if self.has_sinks else {}
-            options |= {"score_mod": score_mod(leaves["slopes"], leaves["bias"])} if self.has_score_mod else {}
+            tables = [leaves["slopes"], leaves["bias"]] if self.has_score_mod else []
+            options |= {"score_mod": score_mod(tables)} if self.has_score_mod else {}
             q, k, v = leaves["q"], leaves["k"], leaves["v"]
             if order is None:
-                return fd.attend(q, k, v, pattern, return_lse=True, **options)
-            out, lse = fd.attend(order.apply(q), order.apply(k), order.apply(v), pattern, return_lse=True, **options)
-            return order.invert(out), order.invert(lse, dim=-1)
+                out, lse = fd.attend(q, k, v, pattern, return_lse=True, **options)
+            else:
+                q, k, v = order.apply(q), order.apply(k), order.apply(v)
+                out, lse = fd.attend(q, k, v, pattern, return_lse=True, **options)
+                out, lse = order.invert(out), order.invert(lse, dim=-1)
+            tables.clear()  # the backward needs them no more
+            return out, lse
 
         torch.compiler.reset()
         return torch.compile(attend, fullgraph=True) if self.in_graph else attend
@@ -176,8 +181,9 @@ def chosen(num_tokens: int, block: tuple[int, int], most: int, tables: int = 1) 
     return (drawn * (rows * block[0] // block[1] + 2)).long() - 1
 
 
-def score_mod(slopes: Tensor, bias: Tensor) -> Callable[..., Tensor]:
+def score_mod(tables: list[Tensor]) -> Callable[..., Tensor]:
     def biased(score: Tensor, b: Tensor, h: Tensor, q_idx: Tensor, k_idx: Tensor) -> Tensor:
+        slopes, bias = tables
         return score + slopes[h] * ((q_idx - k_idx) / 64) + bias[k_idx]
 
     return biased
