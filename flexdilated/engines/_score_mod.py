@@ -11,7 +11,7 @@ import torch
 from jaxtyping import Bool, Float, Int, Int64
 from torch import Tensor
 
-from ..masks.core import DrawsError, NoTensorError, ReadsValuesError, Recorded, WritesError, record
+from ..masks.core import BypassesError, DrawsError, NoTensorError, ReadsValuesError, Recorded, WritesError, record
 from ..masks.planning import PaddedTerm, Term
 
 # N query tokens, M key tokens, H heads of a term
@@ -61,6 +61,8 @@ def fixed(score_mod: ScoreMod | None, dtype: torch.dtype, device: torch.device) 
         raise ValueError(f"{rule}; it calls {error} of a value that depends on the pair") from None
     except WritesError as error:
         raise ValueError(f"score_mod must not write to tensors that it captures; it calls {error}") from None
+    except BypassesError:
+        raise TypeError("score_mod must compute by functions of torch, without TorchScript and torch.func") from None
     except DrawsError:
         raise ValueError("score_mod must draw no random numbers: attention dropout is dropout_p") from None
     except NoTensorError as error:

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from ..._torch_private import tree_leaves, tree_map_only
+from ..._torch_private import is_batchedtensor, tree_leaves, tree_map_only
 from ._ambient import are_modes_on, own_modes
 
 Function = Callable[..., Tensor]
@@ -50,6 +50,10 @@ class ReadsValuesError(Exception):
 
 class WritesError(Exception):
     """A recorded function writes to a tensor that it captured, by the named function."""
+
+
+class BypassesError(Exception):
+    """A recorded function computes by code that modes do not see: TorchScript, or a transform of torch.func."""
 
 
 class DrawsError(Exception):
@@ -106,17 +110,19 @@ def record(
 
     Operations that do not depend on the arguments are computed here, in the caller's autograd. device: that of later
     arguments; the function gets stand-ins on the CPU, whose values mean nothing. Raises ReadsValuesError, WritesError,
-    DrawsError, NoTensorError, and what the function raises.
+    BypassesError, DrawsError, NoTensorError, and what the function raises.
     """
     recorder = _Recorder(device)
 
     def call(level: Tensor) -> Tensor:
+        recorder.level = level
         arguments = [recorder.argument(shape, dtype) for dtype in dtypes]
         with recorder:
             recorder.found = function(*arguments)
         return level
 
-    # In a level of vmap, torch hands custom autograd functions to modes; outside of one, it runs their forward.
+    # In a level of vmap, torch hands custom autograd functions to modes; outside of one, it runs their forward. The
+    # stand-ins are mapped tensors, which tells results of code that modes do not see from captured tensors.
     try:
         torch.vmap(call)(torch.zeros(1, device="cpu"))
     except RuntimeError as error:
@@ -132,6 +138,7 @@ class _Recorder(TorchFunctionMode):
     def __init__(self, device: torch.device) -> None:
         super().__init__()
         self.found: Any = None
+        self.level: Tensor | None = None
         self._device = device
         self._has_gradients = torch.is_grad_enabled()
         self._apart: Callable[[], AbstractContextManager[None]] = own_modes if are_modes_on() else nullcontext
@@ -178,7 +185,7 @@ class _Recorder(TorchFunctionMode):
         writes = name in _AUGMENTED or name == "__setitem__" or (name.endswith("_") and not name.endswith("__"))
         own = self._names if depends else self._made - self._captured.keys()
         if kwargs.get("out") is not None or (writes and id(args[0]) not in own):
-            raise WritesError(name)
+            raise BypassesError if name == "requires_grad_" else WritesError(name)
         if not depends:
             found = func(*args, **kwargs)
             self._alive += (made := [*_tensors(found)])
@@ -190,7 +197,7 @@ class _Recorder(TorchFunctionMode):
             self._result(args[0], f"{self._names[id(args[0])]}.clone()", args[0], self._reads[id(args[0])])
         reads = frozenset[int]().union(*(self._reads[id(x)] for x in given if id(x) in self._names))
         with apart():
-            found = self._tried(func, name, args, kwargs, writes=writes)
+            found = self._tried(func, name, args, kwargs)
         if name != "__setitem__" and not any(True for _ in _tensors(found)):
             return found
         text = self._call_text(func, name, args, kwargs)
@@ -199,17 +206,14 @@ class _Recorder(TorchFunctionMode):
             text = f"    {text}"
         return self._result(found, text, args[0] if writes else None, reads)
 
-    def _tried(
-        self, func: Callable[..., Any], name: str, args: tuple[Any, ...], kwargs: dict[str, Any], *, writes: bool
-    ) -> Any:
-        """Call the function with stand-ins; the result has the right shape and dtype."""
+    def _tried(self, func: Callable[..., Any], name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Call the function with tensors of the right shapes and dtypes; so are those of the result."""
 
         def of(x: Tensor) -> Tensor:
             if id(x) not in self._names:
                 return torch.ones((), dtype=x.dtype, device="cpu").expand(x.shape)
-            if name in _INDEXING and not x.is_floating_point():
-                return torch.zeros_like(x)
-            return x.clone() if writes else x
+            value = 0 if name in _INDEXING and not x.is_floating_point() else 1
+            return torch.full(x.shape, value, dtype=x.dtype, device="cpu")
 
         tried, options = tree_map_only(Tensor, of, (args, kwargs))
         found = func(*tried, **options)
@@ -239,8 +243,10 @@ class _Recorder(TorchFunctionMode):
         return type(found)(parts)
 
     def _stand_in(self, shape: Sequence[int], dtype: torch.dtype, name: str, reads: frozenset[int]) -> Tensor:
+        assert self.level is not None
         with self._apart():
-            made = torch.ones(shape, dtype=dtype, device="cpu")
+            like = self.level if self._apart is nullcontext else torch.empty(0, device="cpu")
+            made = like.new_ones(shape, dtype=dtype)
         self._alive.append(made)
         self._names[id(made)], self._reads[id(made)] = name, reads
         return made
@@ -262,6 +268,8 @@ class _Recorder(TorchFunctionMode):
         kind = type(x)
         if isinstance(x, Tensor):
             known = self._names.get(id(x))
+            if known is None and self._apart is nullcontext and is_batchedtensor(x):
+                raise BypassesError
             return known or self._captured.setdefault(id(x), (f"c{len(self._captured)}", x))[0]
         if kind.__module__ == "numpy" and hasattr(x, "item"):  # a single number
             x = x.item()

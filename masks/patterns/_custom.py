@@ -24,6 +24,7 @@ from ..core import (
     PARTIAL,
     Bounds,
     Box,
+    BypassesError,
     DrawsError,
     MaskMod,
     NoTensorError,
@@ -275,6 +276,8 @@ def _recorded(function: Callable[..., Any], number: int, shape: tuple[int, ...] 
         raise ValueError(f"{what} {rule}: write torch.where, or `&`, `|` and `~`; it called {error}") from None
     except WritesError as error:
         raise ValueError(f"{what} must not change what it captured; it called {error}") from None
+    except BypassesError:
+        raise TypeError(f"{what} must compute by functions of torch, without TorchScript and torch.func") from None
     except DrawsError:
         raise ValueError(f"{what} must be deterministic: it draws random numbers") from None
     except NoTensorError as error:

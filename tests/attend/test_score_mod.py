@@ -266,6 +266,10 @@ def branching(score, b, h, q_idx, k_idx):
     return score if q_idx > k_idx else score + 1
 
 
+def squared(score):
+    return score**2
+
+
 def counting(score, b, h, q_idx, k_idx):
     SLOPES[h] = score
     return score
@@ -283,6 +287,7 @@ def counting(score, b, h, q_idx, k_idx):
             ValueError,
             r"choose by torch.where: .*; it calls Tensor.__bool__ of a value that depends on the pair",
         ),
+        (lambda score, b, h, q, k: torch.func.grad(squared)(score), TypeError, "without TorchScript and torch.func"),
         (counting, ValueError, "must not write to tensors that it captures; it calls __setitem__"),
         (lambda score, b, h, q_idx, k_idx: None, TypeError, "must return the new score, a tensor; got NoneType"),
         (
@@ -372,3 +377,17 @@ def test_a_function_whose_capture_is_not_there_yet():
     before = plain_values(early)
     late = 3
     assert before != plain_values(early) == plain_values(early)
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit.script:DeprecationWarning")
+def test_scripted_code_is_refused():
+    """It computes where nothing sees it; its result would be taken for a table."""
+    code = "def add(score, bias):\n    # type: (Tensor, Tensor) -> Tensor\n    return score + bias\n"
+    add = torch.jit.CompilationUnit(code).add
+    q, k, v = qkv(32)
+    for rule in (
+        lambda score, b, h, q, k: add(score, SLOPES[h]),
+        lambda score, b, h, q, k: score + 2 * add(SLOPES[h], SLOPES[h]),
+    ):
+        with pytest.raises(TypeError, match=r"without TorchScript and torch\.func"):
+            fd.attend(q, k, v, masks.causal(), score_mod=rule)
