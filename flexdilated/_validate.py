@@ -115,8 +115,14 @@ def in_batch(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
     The gradients of k and v are then sums over the batch.
     """
-    plain = all(isinstance(x, Tensor) and x.layout == torch.strided and x.dim() == 4 for x in (q, k, v))
-    if plain and q.shape[0] != k.shape[0] and k.shape[0] == 1 and v.shape[0] == 1:
+    plain = all(isinstance(x, Tensor) and x.layout == torch.strided and not x.is_nested for x in (q, k, v))
+    if (
+        plain
+        and q.dim() == k.dim() == v.dim() == 4
+        and q.shape[0] != k.shape[0]
+        and k.shape[0] == 1
+        and v.shape[0] == 1
+    ):
         k, v = (x.expand(q.shape[0], -1, -1, -1) for x in (k, v))
     return q, k, v
 

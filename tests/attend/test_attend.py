@@ -63,7 +63,7 @@ def refused(error: type[Exception], says: str, *given, **options) -> None:
             ValueError,
             r"one shape, except for the head dim; got \(1, 4, 12, 8\) and \(1, 4, 11, 8\)",
         ),
-        (changed(0, lambda q: q.expand(2, -1, -1, -1)), ValueError, "agree in batch"),
+        ((tensors(3)[0], *tensors(2)[1:]), ValueError, "agree in batch"),
         (changed(0, lambda q: q[..., :4]), ValueError, "agree in batch and head dim"),
         (tensors(D=0), ValueError, "head dim must be at least 1"),
         (tensors(H=4, G=3), ValueError, "multiple of the number of key/value heads; got 4 and 3"),
