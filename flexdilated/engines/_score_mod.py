@@ -11,7 +11,7 @@ import torch
 from jaxtyping import Bool, Float, Int, Int64
 from torch import Tensor
 
-from ..masks.core import BypassesError, DrawsError, NoTensorError, ReadsValuesError, Recorded, WritesError, record
+from ..masks.core import Recorded, RecordError, record
 from ..masks.planning import PaddedTerm, Term
 
 # N query tokens, M key tokens, H heads of a term
@@ -56,17 +56,8 @@ def fixed(score_mod: ScoreMod | None, dtype: torch.dtype, device: torch.device) 
         return _checked(score_mod)
     try:
         recorded = record(score_mod, (dtype, *[torch.int32] * 4), device)
-    except ReadsValuesError as error:
-        rule = "score_mod must compute with tensors, and choose by torch.where: it is called once for all pairs"
-        raise ValueError(f"{rule}; it calls {error} of a value that depends on the pair") from None
-    except WritesError as error:
-        raise ValueError(f"score_mod must not write to tensors that it captures; it calls {error}") from None
-    except BypassesError:
-        raise TypeError("score_mod must compute by functions of torch, without TorchScript and torch.func") from None
-    except DrawsError:
-        raise ValueError("score_mod must draw no random numbers: attention dropout is dropout_p") from None
-    except NoTensorError as error:
-        raise TypeError(_no_tensor(str(error))) from None
+    except RecordError as error:
+        raise error.about("score_mod") from None
     _require_score(recorded.shape)
     return recorded
 
@@ -96,16 +87,12 @@ def _checked(score_mod: ScoreMod) -> ScoreMod:
     def new_score(score, b, h, q, k):
         found = score_mod(score, b, h, q, k)
         if not isinstance(found, Tensor):
-            raise TypeError(_no_tensor(type(found).__name__))
+            raise TypeError(f"score_mod must return a tensor; got {type(found).__name__}")
         if found.shape != score.shape:
             _require_score(found.shape)
         return found
 
     return new_score
-
-
-def _no_tensor(got: str) -> str:
-    return f"score_mod must return the new score, a tensor; got {got}"
 
 
 def _require_score(shape: Sequence[int]) -> None:

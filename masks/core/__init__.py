@@ -88,13 +88,4 @@ from ._pattern import (
 )
 from ._ranges import Ranges, among, as_ranges, intersect, joined_intervals, ranges_of, union_of, within
 from ._reason import Pair, Reason, listing, span
-from ._recorded import (
-    BypassesError,
-    DrawsError,
-    NoTensorError,
-    ReadsValuesError,
-    Recorded,
-    WritesError,
-    record,
-    refused_arguments,
-)
+from ._recorded import Recorded, RecordError, record, refused_arguments

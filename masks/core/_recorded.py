@@ -1,7 +1,7 @@
 """Recorded functions: the torch operations of a caller's function of single numbers, with the tensors that it reads.
 
 A score_mod or mask_mod may read closures, globals, attributes and buffers. It is called once, when the caller hands it
-over; later computations run the recorded operations, whatever has changed since.
+over. Later computations run the recorded operations: a value that has changed since has no effect.
 """
 
 from __future__ import annotations
@@ -44,24 +44,22 @@ _INDEXING = {
 }
 
 
-class ReadsValuesError(Exception):
-    """A recorded function converts a tensor that depends on its arguments to a Python value, by the named method."""
+class RecordError(Exception):
+    """A function cannot be recorded. The text is a rule, to be read after the function's name. kind: of `about`."""
+
+    def __init__(self, rule: str, kind: type[Exception] = ValueError) -> None:
+        super().__init__(rule)
+        self._kind = kind
+
+    def about(self, function: str) -> Exception:
+        """Return the error for the caller, which begins with this name of the function."""
+        return self._kind(f"{function} {self}")
 
 
-class WritesError(Exception):
-    """A recorded function writes to a tensor that it captured, by the named function."""
-
-
-class BypassesError(Exception):
-    """A recorded function computes by code that modes do not see: TorchScript, or a transform of torch.func."""
-
-
-class DrawsError(Exception):
-    """A recorded function draws random numbers."""
-
-
-class NoTensorError(Exception):
-    """A recorded function returns a value of the named type, which is no tensor."""
+_OF_VALUES = (
+    "must not branch on values of tensors (`if`, `and`, `or`, `a < b < c`): write torch.where, or `&`, `|` and `~`"
+)
+_UNSEEN = "must compute by functions of torch, without TorchScript and torch.func"
 
 
 @dataclass(frozen=True, eq=False)
@@ -109,8 +107,8 @@ def record(
     """Call a function once, with a tensor of this shape for each dtype, and return its operations.
 
     Operations that do not depend on the arguments are computed here, in the caller's autograd. device: that of later
-    arguments; the function gets stand-ins on the CPU, whose values mean nothing. Raises ReadsValuesError, WritesError,
-    BypassesError, DrawsError, NoTensorError, and what the function raises.
+    arguments; the function gets stand-ins on the CPU, whose values mean nothing. Raises RecordError, and what
+    the function raises.
     """
     recorder = _Recorder(device)
 
@@ -127,7 +125,7 @@ def record(
         torch.vmap(call)(torch.zeros(1, device="cpu"))
     except RuntimeError as error:
         if "randomness" in str(error):
-            raise DrawsError from error
+            raise RecordError("must draw no random numbers") from error
         raise
     return recorder.recorded()
 
@@ -159,7 +157,7 @@ class _Recorder(TorchFunctionMode):
     def recorded(self) -> Recorded:
         found = self.found
         if not isinstance(found, Tensor):
-            raise NoTensorError(type(found).__name__)
+            raise RecordError(f"must return a tensor; got {type(found).__name__}", TypeError)
         body = (*self._lines, f"return {self._text(found)}")
         captured = [*self._captured.values()]
         lines = [f"def build({', '.join(name for name, _ in captured)}):"]
@@ -185,14 +183,16 @@ class _Recorder(TorchFunctionMode):
         writes = name in _AUGMENTED or name == "__setitem__" or (name.endswith("_") and not name.endswith("__"))
         own = self._names if depends else self._made - self._captured.keys()
         if kwargs.get("out") is not None or (writes and id(args[0]) not in own):
-            raise BypassesError if name == "requires_grad_" else WritesError(name)
+            if name == "requires_grad_":  # torch.func.grad calls it
+                raise RecordError(_UNSEEN, TypeError)
+            raise RecordError(f"must not write to tensors that it captured; it called {name}")
         if not depends:
             found = func(*args, **kwargs)
             self._alive += (made := [*_tensors(found)])
             self._made |= set(map(id, made))
             return found
         if name in _READ_VALUES:
-            raise ReadsValuesError(f"Tensor.{name}")
+            raise RecordError(f"{_OF_VALUES}; it called Tensor.{name}")
         if writes and self._names[id(args[0])] in self._arguments:  # which autograd may need
             self._result(args[0], f"{self._names[id(args[0])]}.clone()", args[0], self._reads[id(args[0])])
         reads = frozenset[int]().union(*(self._reads[id(x)] for x in given if id(x) in self._names))
@@ -269,7 +269,7 @@ class _Recorder(TorchFunctionMode):
         if isinstance(x, Tensor):
             known = self._names.get(id(x))
             if known is None and self._apart is nullcontext and is_batchedtensor(x):
-                raise BypassesError
+                raise RecordError(_UNSEEN, TypeError)
             return known or self._captured.setdefault(id(x), (f"c{len(self._captured)}", x))[0]
         if kind.__module__ == "numpy" and hasattr(x, "item"):  # a single number
             x = x.item()

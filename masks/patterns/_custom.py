@@ -24,17 +24,13 @@ from ..core import (
     PARTIAL,
     Bounds,
     Box,
-    BypassesError,
-    DrawsError,
     MaskMod,
-    NoTensorError,
     Pair,
     Pattern,
     Phrase,
-    ReadsValuesError,
     Reason,
     Recorded,
-    WritesError,
+    RecordError,
     advises,
     content_digest,
     device_kind,
@@ -271,18 +267,8 @@ def _recorded(function: Callable[..., Any], number: int, shape: tuple[int, ...] 
     try:
         with torch.no_grad():
             found = record(function, [torch.int64] * number, torch.device("cpu"), shape=shape)
-    except ReadsValuesError as error:
-        rule = "must not branch on values of tensors (`if`, `and`, `or`, `a < b < c`)"
-        raise ValueError(f"{what} {rule}: write torch.where, or `&`, `|` and `~`; it called {error}") from None
-    except WritesError as error:
-        raise ValueError(f"{what} must not change what it captured; it called {error}") from None
-    except BypassesError:
-        raise TypeError(f"{what} must compute by functions of torch, without TorchScript and torch.func") from None
-    except DrawsError:
-        raise ValueError(f"{what} must be deterministic: it draws random numbers") from None
-    except NoTensorError as error:
-        kind = "a bool tensor" if number == 4 else "an integer tensor with a class for each box"
-        raise TypeError(f"{what} must return {kind}; got {error}") from None
+    except RecordError as error:
+        raise error.about(what) from None
     except Exception as error:
         raise ValueError(f"{what} failed: {type(error).__name__}: {error}") from error
     if found.text is None:

@@ -285,11 +285,11 @@ def counting(score, b, h, q_idx, k_idx):
         (
             branching,
             ValueError,
-            r"choose by torch.where: .*; it calls Tensor.__bool__ of a value that depends on the pair",
+            "must not branch on values of tensors .*; it called Tensor.__bool__",
         ),
         (lambda score, b, h, q, k: torch.func.grad(squared)(score), TypeError, "without TorchScript and torch.func"),
-        (counting, ValueError, "must not write to tensors that it captures; it calls __setitem__"),
-        (lambda score, b, h, q_idx, k_idx: None, TypeError, "must return the new score, a tensor; got NoneType"),
+        (counting, ValueError, "must not write to tensors that it captured; it called __setitem__"),
+        (lambda score, b, h, q_idx, k_idx: None, TypeError, "must return a tensor; got NoneType"),
         (
             lambda score, b, h, q_idx, k_idx: torch.zeros(3),
             ValueError,
