@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from hashlib import sha256
 from itertools import product
 from threading import Lock
@@ -258,6 +259,7 @@ def _refuse_graphs() -> None:
 
 
 def _name(function: Callable[..., Any]) -> str:
+    function = function.func if isinstance(function, partial) else function
     return getattr(function, "__qualname__", type(function).__name__).rpartition(".")[2]
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import gc
 import math
 import operator
@@ -126,6 +127,28 @@ def test_later_changes_have_no_effect(monkeypatch):
     again = masks.custom(function)
     assert again != pattern
     assert not torch.allclose(fd.attend(q, k, v, again), before)
+
+
+class Below:
+    def __init__(self, width: int) -> None:
+        self.width = width
+
+    def __call__(self, b, h, q, k):
+        return q - k < self.width
+
+
+def test_every_callable_is_a_rule():
+    def below(b, h, q, k, width=5):
+        return q - k < width
+
+    held = Below(5)
+    rules = {"below": below, "Below": held, "__call__": held.__call__}
+    rules |= {"narrow": functools.partial(below, width=5)}
+    patterns = {name: masks.custom(rule) for name, rule in rules.items()}
+    held.width = 7
+    assert len(set(patterns.values())) == 1
+    assert masks.custom(window(5)) == patterns["below"] != masks.custom(held)
+    assert repr(masks.custom(functools.partial(below, width=9))) == "custom(below)"
 
 
 def test_functions_that_call_themselves():
