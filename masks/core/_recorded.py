@@ -257,8 +257,10 @@ class _Recorder(TorchFunctionMode):
             return f"{texts[0]}.{func.__self__.__name__}"
         if name == "__getitem__":
             return f"{texts[0]}[{texts[1]}]"
-        if isinstance(args[0] if args else None, Tensor) and getattr(Tensor, name, None) == func:
-            called, texts = f"{texts[0]}.{name}", texts[1:]
+        # Tensor.__pow__ calls itself pow
+        method = next((each for each in (name, f"__{name}__") if getattr(Tensor, each, None) == func), None)
+        if method is not None and isinstance(args[0] if args else None, Tensor):
+            called, texts = f"{texts[0]}.{method}", texts[1:]
         else:
             called = _name_in_torch(func) or self._other(func)
         texts += [f"{key}={self._text(value)}" for key, value in kwargs.items()]

@@ -314,6 +314,7 @@ def test_what_a_rule_may_read_is_taken():
         lambda b, h, q, k: torch.nn.functional.relu(q - k - 2) == 0,
         lambda b, h, q, k: torch.Tensor.clamp(q - k, min=2) == 2,
         lambda b, h, q, k: torch.ops.aten.lt.Scalar(q - k, 3),
+        lambda b, h, q, k: (2 ** (q - k).clamp(min=0) < 5 + (q - k).clamp(max=0) ** 2) & (q - k + 1 < 1 << 2),
         lambda b, h, q, k: torch.special.expm1((q - k - 3).double()) < 0,
         lambda b, h, q, k: operator.lt(q - k, math.floor(math.pi)),
         lambda b, h, q, k: (q - k).to(torch.int64).clamp(max=torch.iinfo(torch.int32).max) < 3,
