@@ -14,6 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 from transformers import DynamicCache, StaticCache
+from transformers.modeling_outputs import BaseModelOutput
 
 import flexdilated as fd
 from flexdilated import masks
@@ -400,6 +401,28 @@ def test_an_attention_mask_of_segment_numbers_is_refused(name: str) -> None:
         got = model(tokens(), attention_mask=ones, position_ids=positions).logits[0]
         separate = [model(part).logits[0] for part in tokens()[:1, :40].split(20, dim=1)]
         torch.testing.assert_close(got[:40], torch.cat(separate), rtol=0, atol=1e-5)
+
+
+def test_cross_attention_sees_every_key_of_any_document() -> None:
+    """Also where keys are as many as tokens: those of the encoder are no tokens of the decoder's row."""
+    sizes = {"vocab_size": 100, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "head_dim": 8}
+    sizes |= {"num_attention_heads": 4, "num_key_value_heads": 2}
+    torch.manual_seed(0)
+    model = transformers.T5GemmaForConditionalGeneration(
+        transformers.T5GemmaConfig(encoder=sizes, decoder=sizes, vocab_size=100)
+    ).eval()
+    set_pattern(model, {})
+    positions = torch.tensor([[*range(8), *range(12)]])
+
+    def second(read: Tensor, written: Tensor) -> Tensor:
+        given = {"decoder_input_ids": written, "decoder_position_ids": positions}
+        with torch.no_grad():
+            return model(encoder_outputs=BaseModelOutput(read), **given, use_cache=False).logits[:, 8:]
+
+    read, written = torch.randn(1, 20, 32), torch.randint(3, 90, (1, 20))
+    found = second(read, written)
+    assert (found - second(torch.cat([-read[:, :1], read[:, 1:]], 1), written)).abs().max() > 1e-3
+    assert torch.equal(found, second(read, torch.cat([93 - written[:, :8], written[:, 8:]], 1)))
 
 
 @torch.no_grad()
