@@ -50,7 +50,7 @@ NOWHERE = torch.device("meta")  # its tensors have sizes and no memory
 LARGEST_RUN = 1 << 20
 _SAME_ENDING = 1 << 15  # lengths that differ by a multiple of it have equal cost for a last, shorter segment
 _ALIKE = 3  # steps of a kind that are run, so that one has neighbours on both sides
-_ALIKE_BATCHES = 2  # batches of a kind that are run: the second one while tensors of the first are alive
+_ALIKE_BATCHES = 1  # batches of a kind that are run: the first is the largest, and is freed before the second
 _PLAIN_MERGE = 2  # parts up to which Inductor merges without a separate float32 sum
 
 

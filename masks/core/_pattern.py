@@ -10,6 +10,7 @@ from itertools import groupby
 from typing import Any, ClassVar
 
 import torch
+from jaxtyping import Bool
 from torch import Tensor
 
 from ._advice import instead_of_pattern, no_operand
@@ -187,6 +188,13 @@ class Pattern(Expression):
 
         Only for the rule of one head, see `for_head`. keys: a range of step 1. The result has at most len(keys) ranges;
         the work depends on the number of keys, not on their positions.
+        """
+        return None
+
+    def keys_of(self, queries: Bool[Tensor, " N"]) -> Bool[Tensor, " N"] | None:
+        """Return the positions below N that at least one of `queries` sees; None unless the rule lists each row's keys.
+
+        Only for the rule of one head, see `for_head`. queries: True for each position that is asked about.
         """
         return None
 

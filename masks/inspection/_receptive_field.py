@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from math import sqrt
 from statistics import fmean, stdev
@@ -10,8 +10,8 @@ from typing import Any
 
 import torch
 
-from ..attended import attended_keys
-from ..core import Bound, Ranges, union_of
+from ..attended import attended_keys, rules_of_heads
+from ..core import Bound, Pattern, Ranges, union_of
 from ._pair_counts import alike_heads
 
 _FEW_TOKENS = 256  # up to this number all tokens are followed
@@ -19,6 +19,8 @@ _SAMPLES, _SEED = 8, 0
 _MOST_LAYERS = 64
 # Searches for the keys of one range of queries in one group of heads, over all sampled tokens: about a second.
 _MOST_SEARCHES = 1 << 9
+_MOST_LISTED = 1 << 23  # tokens up to which a bool for each of them is held
+_MOST_ROWS = 1 << 18  # rows of tables that are read, over all sampled tokens
 
 
 @dataclass(frozen=True)
@@ -82,13 +84,14 @@ def receptive_field_of(bound: Bound) -> ReceptiveField:
 def follow_tokens(bound: Bound, number: int, *, dense: bool = False) -> ReceptiveField:
     """Receptive field of `number` randomly drawn tokens, or of all if there are no more than `number`.
 
-    Layers are followed until no token reaches further tokens. dense: multiply (tokens, tokens) matrices; otherwise use
-    ranges of positions, and stop after about a second.
+    Layers are followed until no token reaches further tokens. dense: multiply (tokens, tokens) matrices; otherwise read
+    the rows of tables, or use ranges of positions, and stop after about a second.
     """
     tokens = _drawn_tokens(bound.num_queries, number)
+    heads = [first + bound.head_offset for first, *_ in alike_heads(bound)]
     reached: list[list[int]] = [[1] for _ in tokens]
     growing = set(range(len(tokens)))
-    for sizes in _sizes_by_powers(bound, tokens) if dense else _sizes_by_ranges(bound, tokens):
+    for sizes in _sizes_by_powers(bound, tokens) if dense else _sizes_of_many(bound, tokens, heads):
         growing = {index for index in growing if sizes[index] > reached[index][-1]}
         for index in growing:
             reached[index].append(sizes[index])
@@ -113,12 +116,40 @@ def _sizes_by_powers(bound: Bound, tokens: Sequence[int]) -> Iterator[list[int]]
         yield known.sum(1).long().tolist()
 
 
-def _sizes_by_ranges(bound: Bound, tokens: Sequence[int]) -> Iterator[list[int]]:
+def _sizes_of_many(bound: Bound, tokens: Sequence[int], heads: Sequence[int]) -> Iterator[list[int]]:
+    rules = rules_of_heads(bound.pattern, heads, bound.num_heads_global)
+    nowhere = torch.zeros(1, dtype=torch.bool)
+    if bound.num_queries > _MOST_LISTED or any(rule.keys_of(nowhere) is None for rule in rules):
+        return _sizes_by_ranges(bound, tokens, heads)
+    return _sizes_by_rows(bound, tokens, rules)
+
+
+def _sizes_by_rows(bound: Bound, tokens: Sequence[int], rules: Iterable[Pattern]) -> Iterator[list[int]]:
+    """Yield, for 1, 2, ... layers, the number of tokens that each of `tokens` reaches, by rules that list their keys.
+
+    Ends when the budget of rows is used up.
+    """
+    first, read = bound.q_offset, 0
+    known = torch.zeros(len(tokens), first + bound.num_queries, dtype=torch.bool)
+    known[torch.arange(len(tokens)), first + torch.tensor(tokens)] = True
+    fresh = known.clone()  # reached by the last layer: rows before have been read
+    for _ in range(_MOST_LAYERS):
+        read += int(fresh.sum())
+        if read > _MOST_ROWS:
+            return
+        for queries, reached in zip(fresh, known, strict=True):
+            seen = torch.stack([keys for rule in rules if (keys := rule.keys_of(queries)) is not None]).any(0)
+            seen[:first] = False
+            torch.logical_and(seen, ~reached, out=queries)
+            reached |= seen
+        yield known.sum(1).tolist()
+
+
+def _sizes_by_ranges(bound: Bound, tokens: Sequence[int], heads: Sequence[int]) -> Iterator[list[int]]:
     """Yield, for 1, 2, ... layers, the number of tokens that each of `tokens` reaches, by ranges of positions.
 
     Ends when the budget of searches is used up.
     """
-    heads = [first + bound.head_offset for first, *_ in alike_heads(bound)]
     keys = (range(bound.k_offset, bound.k_offset + bound.num_keys),)
     known: list[Ranges] = [(range(bound.q_offset + token, bound.q_offset + token + 1),) for token in tokens]
     growing, searches = set(range(len(tokens))), 0

@@ -10,6 +10,7 @@ from math import isqrt
 from typing import Any
 
 import torch
+from jaxtyping import Bool
 from torch import Tensor
 
 from ..core import (
@@ -111,6 +112,18 @@ class BlockTable:
             return ()
         listed = (block for block in self.entries[table, row].tolist() if block < NOTHING)
         return keys_of_blocks(listed, self.block, within(keys, 0, self.limit))
+
+    def keys_of(self, table: int, queries: Bool[Tensor, " N"]) -> Bool[Tensor, " N"]:
+        """Return the positions below N that at least one of `queries` sees in one table."""
+        length, inside = len(queries), queries[: self.limit]
+        row = torch.nn.functional.pad(inside, (0, -len(inside) % self.q_block)).view(-1, self.q_block).any(1).nonzero()
+        named = self.entries[table, row[row < self.entries.shape[1]]].flatten()
+        columns = -(-length // self.block)
+        seen = torch.zeros(columns + 1, dtype=torch.bool)  # the last one takes what is beyond, and padding
+        seen[named.clamp(max=columns)] = True
+        seen = seen[:-1].repeat_interleave(self.block)[:length]
+        seen[self.limit :] = False
+        return seen
 
     def _count_entries(self, box: Box, rows: Tensor) -> Tensor:
         """Return the exact number of allowed pairs of each box i, which spans rows[i] query blocks.
@@ -332,6 +345,9 @@ class BlockList(TableRule):
 
     def row(self, query: int, keys: range) -> Ranges:
         return _table(self).row(0, query, keys)
+
+    def keys_of(self, queries: Bool[Tensor, " N"]) -> Bool[Tensor, " N"]:
+        return _table(self).keys_of(0, queries)
 
 
 @constructor

@@ -7,7 +7,7 @@ from functools import cached_property
 from typing import Any, Self
 
 import torch
-from jaxtyping import Int64
+from jaxtyping import Bool, Int64
 from torch import Tensor
 
 from ..core import (
@@ -212,6 +212,14 @@ class SelectedTable(Table):
             return None if self.rows.shape[1] > 1 else ()
         return self._table.row(0, query - self.first * self.block[0], keys)
 
+    def keys_of(self, queries: Bool[Tensor, " N"]) -> Bool[Tensor, " N"] | None:
+        if self.rows.shape[1] > 1:
+            return None
+        before = self.first * self.block[0]  # the table counts queries from its first row, keys from position 0
+        own = torch.zeros_like(queries)
+        own[: max(0, len(queries) - before)] = queries[before:]
+        return self._table.keys_of(0, own)
+
     def superset(self) -> Pattern:
         return Every()
 
@@ -241,7 +249,10 @@ def _canonical(rows: Int64[Tensor, "... W"]) -> Int64[Tensor, "... W"]:
     """Return rows in ascending order; negative and repeated entries are replaced by NOTHING (2**30), at the end."""
     rows = torch.where(rows < 0, NOTHING, rows).sort(-1).values
     again = rows[..., 1:] == rows[..., :-1]
-    return torch.cat([rows[..., :1], rows[..., 1:].masked_fill(again, NOTHING)], -1).sort(-1).values
+    rows[..., 1:].masked_fill_(again, NOTHING)
+    uneven = again.any(-1)
+    rows[uneven] = rows[uneven].sort(-1).values
+    return rows
 
 
 def _whole(own: int, side: int) -> int:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from math import gcd
 
 import torch
@@ -76,6 +77,23 @@ class Problems:
     place: Int64[Tensor, "n Q"]
     shown: Bool[Tensor, "n Q LK"] | None
 
+    @cached_property
+    def padded(self) -> bool:
+        return int(self.place.min()) < 0
+
+    @cached_property
+    def blind(self) -> Bool[Tensor, "n Q"] | None:
+        """True for padding and for queries that see no key; None if there are none."""
+        if self.shown is None:
+            return self.place < 0 if self.padded else None
+        sightless = ~self.shown.any(2)
+        return sightless | (self.place < 0) if self.padded else sightless
+
+    @cached_property
+    def unseen(self) -> Bool[Tensor, "n 1 LK 1"] | None:
+        """True for keys that none of a problem's queries sees; None if there are none."""
+        return None if self.shown is None else ~self.shown.any(1)[:, None, :, None]
+
     def rows(self, x: Shaped[Tensor, "X N g ..."]) -> Shaped[Tensor, "n 1 Qg ..."]:
         return picked(x, self.set[:, None] * x.shape[1] + self.query)
 
@@ -86,29 +104,30 @@ class Problems:
         slice(None) if none is padding. places: begin[:, None] + index, flattened, for the chosen queries.
         """
         place = (begin[:, None] + index).flatten()
-        if int(self.place.min()) >= 0:
+        if not self.padded:
             return place, slice(None)
         there = (self.place >= 0).flatten().nonzero().squeeze(1)
         return place[there], there
 
     def mask(self, groups: int, dtype: torch.dtype) -> Float[Tensor, "n 1 Qg LK"] | None:
-        return None if self.shown is None else added(self.shown, dtype).repeat_interleave(groups, 1).unsqueeze(1)
+        if self.shown is None:
+            return None
+        mask = added(self.shown, dtype)
+        return (mask if groups == 1 else mask.repeat_interleave(groups, 1)).unsqueeze(1)
 
-    def clear_rows(self, x: Shaped[Tensor, "n 1 Qg ..."], groups: int, value: float) -> Tensor:
-        """Return x with `value` in the rows of padding and of queries that see no key.
+    def clear_rows_(self, x: Shaped[Tensor, "n 1 Qg ..."], groups: int, value: float) -> Tensor:
+        """Write `value` to the rows of x that are padding and of queries that see no key.
 
         groups: g, the number of heads, and so of rows of x, for each query.
         """
-        if self.shown is None and int(self.place.min()) >= 0:
+        if self.blind is None:
             return x
-        blind = self.place < 0 if self.shown is None else (self.place < 0) | ~self.shown.any(2)
-        return x.masked_fill(
-            blind.repeat_interleave(groups, 1)[:, None].view(*x.shape[:3], *[1] * (x.dim() - 3)), value
-        )
+        blind = self.blind if groups == 1 else self.blind.repeat_interleave(groups, 1)
+        return x.masked_fill_(blind[:, None].view(*x.shape[:3], *[1] * (x.dim() - 3)), value)
 
-    def clear_keys(self, x: Float[Tensor, "n 1 LK D"]) -> Tensor:
-        """Return x, the keys or values of each problem, with zeros for keys that none of the problem's queries sees."""
-        return x if self.shown is None else x.masked_fill(~self.shown.any(1)[:, None, :, None], 0.0)
+    def clear_keys_(self, x: Float[Tensor, "n 1 LK D"]) -> Tensor:
+        """Write zeros to x, keys or values of each problem, where none of its queries sees the key, in place; return x."""
+        return x if self.unseen is None else x.masked_fill_(self.unseen, 0.0)
 
 
 @dataclass(frozen=True, eq=False)
@@ -137,11 +156,9 @@ class QueryRows:
                 rows.new_zeros(*shape, rows.shape[3], dtype=wide),
                 rows.new_full(shape, -torch.inf, dtype=wide),
             )
-            for each in self._problems(sets, queries, rows):
-                found, found_lse = self._attend(each, rows, blocks, scale)
-                place, there = each.places((each.set - sets.start) * len(queries) * entries, each.place)
-                parts.flatten(0, 2)[place] = found.flatten(0, 1)[there].to(wide)
-                lses.flatten(0, 2)[place] = found_lse.flatten(0, 1)[there].to(wide)
+            for each in self._problems(sets, queries, rows):  # a call a batch, so that its tensors are freed after it
+                begin = (each.set - sets.start) * len(queries) * entries
+                self._attend(each, rows, blocks, scale, parts.flatten(0, 2), lses.flatten(0, 2), begin)
             at = slice(sets.start, sets.stop), slice(queries.start, queries.stop)
             if entries == 1:
                 out[at], lse[at] = parts[:, :, 0], lses[:, :, 0]
@@ -150,13 +167,18 @@ class QueryRows:
                 out[at] = parts.mul_(shares.unsqueeze(-1)).sum(2)
         return out.transpose(1, 2).flatten(0, 1), lse.transpose(1, 2).flatten(0, 1)
 
-    def _attend(self, each: Problems, rows: Tensor, blocks: _Blocks, scale: float) -> tuple[Tensor, Tensor]:
+    def _attend(
+        self, each: Problems, rows: Tensor, blocks: _Blocks, scale: float, parts: Tensor, lses: Tensor, begin: Tensor
+    ) -> None:
+        """Write the results of a batch of problems; begin: index of each problem's first result in parts and lses."""
         groups, read = rows.shape[2], self._few_keys if self.of.reads_few else self._keys
-        keys, values = (each.clear_keys(read(each, x)) for x in blocks)
-        own = each.clear_rows(each.rows(rows), groups, 0.0)
+        keys, values = (each.clear_keys_(read(each, x)) for x in blocks)
+        own = each.clear_rows_(each.rows(rows), groups, 0.0)
         out, lse = flash_forward(own, keys, values, scale=scale, mask=each.mask(groups, own.dtype))
-        lse = each.clear_rows(lse, groups, -torch.inf)
-        return out.view(*each.query.shape, groups, -1), lse.view(*each.query.shape, groups)
+        lse = each.clear_rows_(lse, groups, -torch.inf)
+        place, there = each.places(begin, each.place)
+        parts[place] = out.view(-1, groups, out.shape[-1])[there].to(parts.dtype)
+        lses[place] = lse.view(-1, groups)[there].to(parts.dtype)
 
     def backward(
         self, q: Float[Tensor, "b H N D"], k: Float[Tensor, "b G M D"], v: Float[Tensor, "b G M D"], whole: WholeRows,
@@ -180,25 +202,31 @@ class QueryRows:
     ) -> tuple[Tensor, Tensor, Tensor]:
         rows, grads, outs, sums = (self._by_set(x) for x in (q, grad_out, out, lse))
         blocks = self._by_block(k), self._by_block(v)
-        groups, wide = rows.shape[2], sum_dtype(q)
-        dq, dk, dv = (torch.zeros_like(x, dtype=wide) for x in (rows, *blocks))
+        dq, dk, dv = (torch.zeros_like(x, dtype=sum_dtype(q)) for x in (rows, *blocks))
         for sets, queries in self.of.portions(rows.shape[3]):
             for each in self._problems(sets, queries, rows):
-                keys, values = (each.clear_keys(self._keys(each, x)) for x in blocks)
-                own, grad, result = (each.clear_rows(each.rows(x), groups, 0.0) for x in (rows, grads, outs))
-                total = each.clear_rows(each.rows(sums), groups, torch.inf)
-                mask = each.mask(groups, own.dtype)
-                found = flash_backward(grad, own, keys, values, result, total, scale=scale, mask=mask)
-                place, there = each.places(each.set * rows.shape[1], each.query)
-                of_rows = found[0].view(*each.query.shape, groups, -1)
-                dq.flatten(0, 1).index_add_(0, place, of_rows.flatten(0, 1)[there].to(wide))
-                at = (self.of.key_head(each.set)[:, None] * blocks[0].shape[1] + each.block).flatten()
-                for total_grad, part in zip((dk, dv), found[1:], strict=True):
-                    part = each.clear_keys(part).reshape(len(at), *blocks[0].shape[2:])
-                    total_grad.flatten(0, 1).index_add_(0, at, part.to(wide))
+                self._add_grads(each, blocks, (rows, grads, outs, sums), scale, (dq, dk, dv))
         tokens = k.shape[1]
         dk, dv = (x.flatten(1, 2)[:, :tokens] for x in (dk, dv))
         return dq.transpose(1, 2).flatten(0, 1), dk, dv
+
+    def _add_grads(
+        self, each: Problems, blocks: _Blocks, whole: Sequence[Tensor], scale: float, totals: Sequence[Tensor]
+    ) -> None:
+        """Add the gradients of a batch of problems to totals (dq, dk, dv); whole: (q, gradient of out, out, lse)."""
+        groups, dtype = whole[0].shape[2], totals[0].dtype
+        keys, values = (each.clear_keys_(self._keys(each, x)) for x in blocks)
+        own, grad, result, lse = (each.rows(x) for x in whole)
+        own, grad, result = (each.clear_rows_(x, groups, 0.0) for x in (own, grad, result))
+        lse, mask = each.clear_rows_(lse, groups, torch.inf), each.mask(groups, own.dtype)
+        found = flash_backward(grad, own, keys, values, result, lse, scale=scale, mask=mask)
+        place, there = each.places(each.set * whole[0].shape[1], each.query)
+        of_rows = found[0].view(each.query.numel(), groups, -1)
+        totals[0].flatten(0, 1).index_add_(0, place, of_rows[there].to(dtype))
+        at = (self.of.key_head(each.set)[:, None] * blocks[0].shape[1] + each.block).flatten()
+        for total, part in zip(totals[1:], found[1:], strict=True):
+            part = each.clear_keys_(part).reshape(len(at), *blocks[0].shape[2:])
+            total.flatten(0, 1).index_add_(0, at, part.to(dtype))
 
     def _keys(self, each: Problems, x: Float[Tensor, "G C K D"]) -> Float[Tensor, "n 1 LK D"]:
         return picked(x, self.of.key_head(each.set)[:, None] * x.shape[1] + each.block)
@@ -251,5 +279,4 @@ class QueryRows:
 
 def picked(x: Shaped[Tensor, "X S ..."], index: Int64[Tensor, "n L"]) -> Shaped[Tensor, "n 1 ..."]:
     """Gather the entries index[i] of x.flatten(0, 1) for each problem i, concatenated along their first dim."""
-    found = x.flatten(0, 1).index_select(0, index.flatten())
-    return found.unflatten(0, index.shape).flatten(1, 2).unsqueeze(1)
+    return x.flatten(0, 1).index_select(0, index.flatten()).view(len(index), 1, -1, *x.shape[3:])

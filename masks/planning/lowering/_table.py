@@ -17,7 +17,7 @@ from jaxtyping import Bool, Int64, UInt8
 from torch import Tensor
 
 from ...blocks import ListedBlocks, allowed_pairs
-from ...core import Bound, Box, Pattern, Progression
+from ...core import Bound, Box, Every, Pattern, Progression
 from ...patterns import require_row, require_tables
 from ._term import Term
 
@@ -101,18 +101,21 @@ class TableProblems:
         require_row(q_block, first, rows.shape[1], bound.q_offset)
         rows = _of_heads(bound, rows)[:, bound.q_offset // q_block - first :]
         shape, row = rows.shape, (bound.q_offset // q_block + torch.arange(rows.shape[1]))[None, :, None]
-        head = torch.arange(shape[0])[:, None, None] * (bound.num_heads // shape[0]) + bound.head_offset
         q = _within(row * q_block, q_block, bound.q_offset, bound.num_queries)
         k = _within(rows * k_block, k_block, bound.k_offset, bound.num_keys)
-        head, *sides = (x.expand(shape).reshape(-1).contiguous() for x in (head, *q, *k))
-        box = Box(head, Progression(sides[0], 1, sides[1]), Progression(sides[2], 1, sides[3]))
+        area = q[1] * k[1]
         assert isinstance(bound.pattern, Pattern)
-        counted = bound.pattern.count(box, num_heads=bound.num_heads_global)
-        low, high, area = counted.low, counted.high, box.area
-        there = ((high > 0) & (area > 0)).view(shape)
+        if isinstance(bound.pattern, Every):
+            low = high = area
+        else:
+            head = torch.arange(shape[0])[:, None, None] * (bound.num_heads // shape[0]) + bound.head_offset
+            head, *sides = (x.expand(shape).reshape(-1).contiguous() for x in (head, *q, *k))
+            box = Box(head, Progression(sides[0], 1, sides[1]), Progression(sides[2], 1, sides[3]))
+            counted = bound.pattern.count(box, num_heads=bound.num_heads_global)
+            low, high = counted.low.reshape(shape), counted.high.reshape(shape)
+        there = (high > 0) & (area > 0)
         column = torch.where(there, rows - bound.k_offset // k_block, -1)
-        full = (low == area).view(shape) & there
-        return cls(bound, num_kv_heads, block, column, full, low.reshape(shape), high.reshape(shape))
+        return cls(bound, num_kv_heads, block, column, (low == area) & there, low, high)
 
     @property
     def nbytes(self) -> int:

@@ -5,6 +5,7 @@ import math
 import pytest
 import torch
 from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from flexdilated import masks
 from flexdilated.masks.core._bound import Bound
@@ -73,6 +74,40 @@ def test_blocks_of_each_length(name: str):
 @given(bound_rules(stretch_rules) | bound_rules(run_rules, visible=True))
 def test_rules_by_blocks_and_windows_over_visible_keys(bound: Bound):
     assert_field(bound, dense(bound))
+
+
+@st.composite
+def selected(draw: st.DrawFn) -> Bound:
+    """A table of one or both heads, of rows from position 0 or only of later queries."""
+    num_tokens, first, sides = draw(st.integers(1, 60)), draw(st.sampled_from([0, 6])), draw(st.sampled_from(SIDES))
+    rows, columns = (-(-(first + num_tokens) // side) for side in sides)
+    rows -= draw(st.sampled_from([0, first // sides[0]]))
+    entries = torch.tensor(draw(st.lists(st.integers(-1, columns - 1), min_size=6 * rows, max_size=6 * rows)))
+    table = entries.view(2, rows, 3)[draw(st.sampled_from([slice(1), slice(2)]))]
+    sizes = {"num_queries": num_tokens, "num_keys": num_tokens, "q_offset": first, "k_offset": first}
+    return masks.selected_blocks(table, block=sides, most=3).bind(num_heads=2, **sizes)
+
+
+SIDES = [(1, 1), (1, 2), (3, 1), (2, 3)]
+
+
+@settings(max_examples=30)
+@given(selected())
+def test_tables_by_their_rows(bound: Bound):
+    assert_field(bound, dense(bound))
+
+
+def test_tables_of_many_tokens(monkeypatch: pytest.MonkeyPatch):
+    """As powers of the whole matrix, until all rows are read that may be read."""
+    table = torch.randint(1024, (1, 1024, 2), generator=torch.Generator().manual_seed(0))
+    bound = masks.describe(masks.selected_blocks(table, block=1, most=2), 1024).bound
+    whole = follow_tokens(bound, 8)
+    assert whole == follow_tokens(bound, 8, dense=True) and all(whole.finished)
+    monkeypatch.setattr("flexdilated.masks.inspection._receptive_field._MOST_ROWS", 100)
+    few = follow_tokens(bound, 8)
+    assert not any(few.finished)
+    assert [reached[: few.layers_at_least] for reached in whole.reached] == list(few.reached)
+    assert sum(map(max, few.reached)) > 100
 
 
 def told(pattern: masks.Pattern | masks.Mixture, num_tokens: int = MILLION, num_heads: int = 1) -> ReceptiveField:
