@@ -4,15 +4,13 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from torch.nn.attention import SDPBackend
 
-from bench import _checks, _jobs, _machine
-from bench._checks import Contestant, check_forward, compare
+from bench import _checks, _jobs
+from bench._checks import Contestant, compare
 from bench._jobs import Job, Problem, Size, seconds_on_cuda
 from bench._measures import Gap, at_least
-from bench._rules import LONGNET_5, Window, dense
+from bench._rules import LONGNET_5, Window
 from bench.device import _WINDOWS
-from bench.peers import branch_loop, cuda_flash, on_kernel
 
 TINY = LONGNET_5.shrunk(64)
 SIZE = Size(1024, num_heads=4, head_dim=16, repeats=1)
@@ -26,19 +24,6 @@ def test_window_rule_and_count(shape) -> None:
     tokens = torch.arange(num_tokens)
     mask_mod = window.pattern().bind(num_heads=2, num_queries=num_tokens, num_keys=num_tokens).mask_mod()
     assert torch.equal(mask_mod(0, 0, tokens[:, None], tokens[None]).expand_as(allowed[0]), allowed[0])
-
-
-def test_kernels_by_name() -> None:
-    """Shapes and signature only on CUDA: there is no such kernel on CPU, where others are missing."""
-    q = torch.empty(1, 4, 1024, 64, dtype=torch.bfloat16, device="meta", requires_grad=True)
-    out = branch_loop(TINY.as_causal(), cuda_flash)(q, q, q)
-    assert out.shape == q.shape
-    (grad,) = torch.autograd.grad(out.sum(), q)
-    assert grad.shape == q.shape
-    problem = Problem.draw(SIZE)
-    check_forward(on_kernel(SDPBackend.FLASH_ATTENTION, causal=True), problem, dense(1024, causal=True))
-    with pytest.raises(RuntimeError, match="No viable backend"):
-        on_kernel(SDPBackend.CUDNN_ATTENTION, causal=True)(problem.q, problem.k, problem.v)
 
 
 def test_device_clock(monkeypatch) -> None:
@@ -99,23 +84,3 @@ def test_contestants_that_fail_or_are_wrong() -> None:
     row = found.row("r", at_least(1), "own", "peer", {"own": 4e12, "peer": 6e12}, scale=100)
     assert row.measured == 200.0
     assert row.detail["tera_a_second"] == {"own": 2.0, "peer": 1.0}
-
-
-def test_machine_with_an_accelerator(monkeypatch) -> None:
-    found = SimpleNamespace(
-        name="NVIDIA H200", total_memory=150 << 30, multi_processor_count=132, major=9, minor=0, L2_cache_size=60 << 20
-    )
-    monkeypatch.setattr(_machine.torch.cuda, "get_device_properties", lambda device: found)
-    printed = SimpleNamespace(stdout="580.1, 1980 MHz, 3201 MHz, 1980 MHz, 700.00 W\n")
-    monkeypatch.setattr(_machine.subprocess, "run", lambda *args, **options: printed)
-    told = _machine.machine("cuda")
-    assert told["gpu"] == "NVIDIA H200"
-    assert (told["driver"], told["sm_clock"], told["power_limit"]) == ("580.1", "1980 MHz", "700.00 W")
-
-    def missing(*args, **options):
-        raise FileNotFoundError("nvidia-smi")
-
-    monkeypatch.setattr(_machine.subprocess, "run", missing)
-    assert "driver" not in _machine.machine("cuda")
-    assert _machine.versions("cuda")["flash_attention"] == "FA2"
-    assert "gpu" not in _machine.machine()

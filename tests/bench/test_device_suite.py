@@ -6,7 +6,6 @@ import re
 import subprocess
 import time
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 
 import pytest
@@ -17,11 +16,11 @@ from bench import _checks, _jobs, device
 from bench.__main__ import main
 from bench._checks import check_training
 from bench._jobs import Problem, Size
-from bench._measures import Row, Target, at_least, at_most
+from bench._measures import Row, Target, at_least
 from bench._processes import DiedApart
 from bench._rank_steps import InTurn, stretches
 from bench._rules import GIGAPATH_5, LONGNET_5, LongNet
-from bench.device import CODES, NAMES, ROWS, Device, DeviceRow, asked_on, cases, judge, judged
+from bench.device import CODES, NAMES, ROWS, Device, DeviceRow, cases, judge, judged
 from bench.peers import cpu_flash
 from tests.support.compilers import nothing_is_built  # noqa: F401  (a fixture)
 
@@ -175,22 +174,6 @@ def test_odd_cases_see_a_wrong_kernel(monkeypatch, case, change) -> None:
     assert "AssertionError" in found["detail"]["reason"]
 
 
-def test_engines_of_a_case(monkeypatch) -> None:
-    """Engine flash only where it is served; `tiles` are asked plain calls alone; only the default may not refuse."""
-    for reason, engines in ((None, ("flex", "flash", "tiles")), ("flash needs torch 2.14", ("flex", "tiles"))):
-        monkeypatch.setattr(device, "flash_cannot", lambda *_, reason=reason: reason)
-        assert Device("cuda").engines == engines
-    for engines, wrong in ((("tiles", "flex"), 0), (("flex", "tiles"), 1)):
-        monkeypatch.setattr(Device, "engines", engines)
-        # On CPU FlexAttention refuses mixtures.
-        assert len(list(judge("mixture, head dim 48", HERE, "flex"))) == wrong
-    call = partial(lambda engine, device: None)
-    monkeypatch.setattr(device, "cases", lambda: {"plain": (call,), "odd": (partial(call, given=None),)})
-    monkeypatch.setattr(Device, "engines", ("flex", "flash", "tiles"))
-    plain = [("plain", engine) for engine in ("flex", "flash", "tiles")]
-    assert asked_on(HERE) == [*plain, ("odd", "flex"), ("odd", "flash")]
-
-
 REACHING = [LONGNET_5.shrunk(256), LONGNET_5.shrunk(256).as_causal(), GIGAPATH_5.shrunk(256)]
 
 
@@ -264,34 +247,6 @@ def test_rows_go_the_way_of_a_device(pretended, row) -> None:
     assert all("flex " in each["detail"]["reason"] for each in gaps)
     assert len(gaps) == REFUSED.get(row.name, 2)
     assert len(found) > len(gaps) or row.name == "gpu_memory"
-
-
-@pytest.mark.usefixtures("in_this_process")
-def test_rows_are_rehearsed_on_a_device(monkeypatch, pretended) -> None:
-    """Each line of those that say so, once, unchecked; what fails there is left for when it counts."""
-    tried = []
-
-    def tries(at, target, number):
-        tried.append((at.rehearsing, number))
-        raise RuntimeError("planted")
-        yield
-
-    def apart(function, *args, limit_s):
-        try:
-            yield from function(*args)
-        except RuntimeError as error:
-            raise DiedApart(str(error)) from error
-
-    lines = ((at_most(1), 1), (at_most(1), 2))
-    rows = [DeviceRow(name, "", 60, tries, lines, "Does it?", name == "a") for name in "ab"]
-    monkeypatch.setattr(device, "ROWS", rows)
-    monkeypatch.setattr(device, "each_apart", apart)
-    monkeypatch.setattr(device, "conditions", lambda name: {})
-    kept = []
-    device.measure_all(pretended, ("a", "b"), kept.append, limit_s=100)
-    assert sorted(tried[:2]) == [(True, 1), (True, 2)]
-    assert tried[2:] == [(False, 1), (False, 2)] * 2
-    assert [len(each["rows"]) for each in kept] == [1, 2] * 2
 
 
 @pytest.mark.parametrize(

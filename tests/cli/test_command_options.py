@@ -8,7 +8,6 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from flexdilated.cli import main
 from tests.support.commands import OPTIONS, first_words, make_light, needed, parsers, run
 
 RELATIONS = {command: parser.known for command, parser in parsers().items() if parser.known}
@@ -132,22 +131,3 @@ def test_bad_values_end_in_a_status(command: str, data, capsys) -> None:
     assert status in (0, 1, 2)
     assert "Traceback" not in said
     assert status != 2 or ("error: " in said and printed == "[]")
-
-
-@pytest.mark.parametrize(
-    ("name", "meant"),
-    [("shwo", "did you mean show? "), ("x", "")],
-)
-def test_unknown_commands_name_those_there_are(name: str, meant: str, capsys) -> None:
-    assert main([name, "causal()", "-n", "16"]) == 2
-    said = capsys.readouterr().err
-    commands = "show, explain, plan, check, tune, doctor"
-    assert said.endswith(f"error: no command is called {name!r}: {meant}There are {commands}\n")
-
-
-def test_unknown_options_name_those_there_are(capsys) -> None:
-    with pytest.raises(SystemExit, match="2"):
-        main(["show", "causal()", "--seq-len", "16"])
-    said = capsys.readouterr().err
-    assert said.startswith("usage: flexdilated show")
-    assert "unrecognized arguments: --seq-len 16; there are --tokens, --heads" in said

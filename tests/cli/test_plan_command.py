@@ -3,7 +3,6 @@
 import functools
 import json
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 import torch
@@ -16,7 +15,6 @@ from flexdilated.cli import main
 from flexdilated.cli._plan import BUDGETS, longest, longest_bound, rounded, slope
 from flexdilated.engines.kernels import _kernel
 from flexdilated.masks.core import bytes_text, seconds_text, tokens_text
-from flexdilated.masks.inspection._describe import MOST_DESCRIBED
 from flexdilated.memory._memory import NOWHERE, AttentionSize, LiveBytes, attention_memory
 from flexdilated.nn._model_memory import model_memory
 from tests.support import commands
@@ -189,15 +187,11 @@ def test_budget_fits_and_a_little_more_does_not(capsys) -> None:
 
 
 @pytest.mark.usefixtures("made_up_memory")
-def test_the_table_has_a_line_for_each_memory(capsys) -> None:
+def test_the_table_has_a_line_for_each_memory_and_a_grid_fits_at_most_as_a_whole(capsys) -> None:
     assert main(["plan", "causal()", *SMALL, "--budget"]) == 0
     lines = capsys.readouterr().out.splitlines()
     sizes = [line.split("  ")[0] for line in lines if line[:1].isdigit() and "GiB" in line]
     assert sizes == [bytes_text(budget) for budget in BUDGETS] == [f"{g} GiB" for g in (8, 16, 24, 40, 48, 80, 96, 141)]
-
-
-@pytest.mark.usefixtures("made_up_memory")
-def test_a_grid_fits_at_most_as_a_whole(capsys) -> None:
     found = data_of(capsys, "neighborhood((64, 64), 3)", *SMALL, "--budget", "8")
     assert set(found["longest"][0].values()) == {8 << 30, 4096}
     assert longest_bound(masks.neighborhood((64, 64), 3)) == 4096
@@ -234,55 +228,6 @@ def test_sizes_as_text() -> None:
     assert [seconds_text(number) for number in (0, 2.5e-6, 1e-3, 0.1234, 1, 4321)] == [
         "0 us", "2.5 us", "1 ms", "123 ms", "1 s", "4,321 s",
     ]  # fmt: skip
-
-
-def test_a_budget_is_a_number_of_gib(capsys) -> None:
-    for text in ("", "8GiB", "0", "-1", "nan", "inf", "1e400", "1e-12"):
-        assert main(["plan", "causal()", f"--budget={text}"]) == 2
-        assert "--budget takes a number of GiB above 0, such as 24 or 0.5; got" in capsys.readouterr().err
-
-
-# What must be named of the arguments: the option, or the place in the pattern, and the value.
-REFUSED = {
-    "no ranks": (["causal()", "--ranks", "0"], ["--ranks must be at least 1; got 0"]),
-    "many ranks": (["causal()", "--ranks", "4097"], ["--ranks must be at most 4096; got 4097"]),
-    "codec": (["causal()", "-n", "64", "--ranks", "2", "--codec", "bf16", "--dtype", "fp16"], ['codec="bf16" makes']),
-    "heads": (["causal()", "--heads", "0"], ["--heads must be at least 1", "0"]),
-    "head dim": (["causal()", "--head-dim", "9" * 20], ["--head-dim must be at most"]),
-    "dropout": (["causal()", "--dropout-p", "1"], ["dropout_p", "below 1", "1.0"]),
-    "kv heads": (
-        ["causal()", "--kv-heads", "3"],
-        ["num_kv_heads must divide num_heads; got num_kv_heads=3 and num_heads=8"],
-    ),
-    "embed dim": (["causal()", "--embed-dim", "100"], ["--embed-dim", "--heads", "100", "8"]),
-    "odd head dim": (["causal()", "-n", "64", "--head-dim", "15"], ["15"]),
-    "too many": (["causal()", "-n", "4000M"], ["--tokens", "2147483647", str(4000 << 20)]),
-    "values": (["documents('ids')"], ["--bind ids"]),
-    "many rules": (["documents('d')", "--bind", "d=two.pt"], ["--bind", "2"]),
-    "budget of values": (["documents('d')", "--bind", "d=two.pt", "--budget", "1"], ["--bind", "--budget"]),
-    "budget of carried values": (["mine.py:mine", "--budget", "1"], ["--budget"]),
-    "grid": (["neighborhood((8, 8), 1)", "-n", "65"], ["8x8", "64", "up to position 64"]),
-    "by head": (["per_head([causal(), causal()])", "-n", "64", "--heads", "3"], ["per_head", "2", "3"]),
-    "by head, budget": (["per_head([causal(), causal()])", "--heads", "3", "--budget", "8"], ["per_head", "2", "3"]),
-}
-
-
-@pytest.mark.parametrize(("arguments", "named"), REFUSED.values(), ids=REFUSED)
-def test_what_is_refused(arguments, named, capsys, tmp_path, monkeypatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    torch.save(torch.zeros(2, 4, dtype=torch.int64), "two.pt")
-    Path("mine.py").write_text(commands.MODULE, encoding="utf-8")
-    assert main(["plan", *arguments]) == 2
-    output = capsys.readouterr()
-    assert output.out == ""
-    assert [word for word in named if word not in output.err] == []
-
-
-def test_tokens_whose_blocks_would_fill_the_memory_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["plan", "local_window(left=9, right=0)", "-n", str(MOST_DESCRIBED + 1)]) == 2
-    assert str(MOST_DESCRIBED + 1) in capsys.readouterr().err
-    with pytest.raises(ValueError, match=str(MOST_DESCRIBED + 1)):
-        masks.describe(masks.local_window(left=9, right=0), MOST_DESCRIBED + 1, num_heads=1)
 
 
 @pytest.mark.usefixtures("made_up_memory")

@@ -50,47 +50,6 @@ def test_a_picture_without_matplotlib(tmp_path, capsys, monkeypatch):
     assert "matplotlib is not installed: no pictures" in capsys.readouterr().err
 
 
-BAD = {
-    "causal() --head 8": "head must be below the number of heads, 8; got head=8",
-    "causal() --batch 1": "batch must be below the number of batch entries, 1; got batch=1",
-    "causal() --rows 5": "--rows takes A:B with 0 <= A < B <= 65536, such as 0:64; got '5'",
-    "causal() --rows 5:5": "--rows takes A:B with 0 <= A < B <= 65536, such as 0:64; got '5:5'",
-    "causal() --cols 1:65537": "--cols takes A:B with 0 <= A < B <= 65536, such as 0:64; got '1:65537'",
-    "causal() --cols=-1:4": "--cols takes A:B with 0 <= A < B <= 65536, such as 0:64; got '-1:4'",
-    "causal() --cells 0x4": "--cells takes ROWSxCOLUMNS from 1x1 to 4096x4096, such as 40x80; got '0x4'",
-    "documents('d')": "the pattern needs run-time tensors: give --bind d=FILE.pt; got none for d",
-    "causal() --bind d=ids.pt": "--bind must name a run-time tensor of the pattern, which needs none; got 'd'",
-    "documents('d') --bind d": "--bind takes NAME=FILE.pt, a tensor that torch.save wrote; got 'd'",
-    "documents('d') --bind d=3,4": "--bind takes NAME=FILE.pt, a tensor that torch.save wrote; got 'd=3,4'",
-    "documents('d') --bind d=ids.pt --bind d=ids.pt": "--bind gives each run-time tensor one value; got two for 'd'",
-    "documents('d') --bind d=ids.pt -n 5": "5",
-    "lengths('n') --bind n=lengths.pt -n 64K": "at most the number of positions, 65536; got 70000",
-    "documents('d') --bind d=none.pt": "--bind d must name a file that can be read",
-    "documents('d') --bind d=bad.pt": "--bind d must name a file with a tensor; torch.load does not read bad.pt",
-    "documents('d') --bind d=list.pt": "--bind d must name a file with a tensor; list.pt holds a list",
-    "neighborhood((4,4),1) -n 17": "within the 16 tokens of a 4x4 grid; got queries up to position 16",
-    "causal() --plot out.gif": "--plot writes .png or .svg files; got out.gif",
-    "causal() --html out.txt": "--html writes .html or .htm files; got out.txt",
-    "causal() --html nowhere/out.html": "--html must be in a folder that exists; got nowhere/out.html",
-    "documents('d') --bind d=ids.pt -n 1024M": "--tokens must be at most 16777216 with --bind",
-    "causal() --json --cells 4096x1024": "at most 262144 cells, such as --cells 512x512; got 4096x1024",
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("question", BAD)
-def test_wrong_questions_have_clear_answers(question, capsys, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    torch.save(torch.tensor([0, 0, 1, -1]), "ids.pt")
-    torch.save(torch.tensor(70000), "lengths.pt")
-    torch.save([1], "list.pt")
-    Path("bad.pt").write_text("x", encoding="utf-8")
-    assert main(["show", *question.split(" ")]) == 2
-    said = capsys.readouterr()
-    assert BAD[question] in said.err
-    assert said.err.count("\n") == 1
-    assert said.out == ""
-
-
 @pytest.mark.parametrize("arguments", [("show",), ("explain", "--query", "5", "--key", "4")])
 def test_what_the_output_cannot_write_is_an_error_of_usage(
     arguments: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]

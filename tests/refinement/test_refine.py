@@ -1,8 +1,5 @@
 """refine: the invariants of an exchange, a plain statement of its rule, and a cache that does not grow."""
 
-from functools import partial
-
-import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
@@ -131,40 +128,3 @@ def test_old_patterns_leave_the_cache():
     # The lists of what is kept and of causal order stay, once; a plan's bytes differ a little with its tables.
     assert max(entries for _, entries in sizes[1:]) == sizes[1][1]
     assert max(size for size, _ in sizes[10:]) <= 1.3 * max(size for size, _ in sizes[1:10])
-
-
-PATTERN = masks.block_list([[[0], [0, 1]], [[0], [1]]], block=BLOCK)
-ONES = torch.ones(2, 2, 2)
-
-
-@pytest.mark.parametrize(
-    ("change", "error", "message"),
-    [
-        (
-            {"pattern": PATTERN & masks.causal()},
-            TypeError,
-            "pattern must be made by masks.block_list: refine it alone",
-        ),
-        ({"pattern": masks.block_list([[0]], block=4)}, ValueError, "refine needs one table for each head"),
-        ({"importance": torch.ones(2, 2)}, ValueError, r"importance must be a tensor of shape \(heads, rows, columns"),
-        ({"importance": torch.ones(3, 2, 2)}, ValueError, r"importance must have the shape \(2, 2, 2\)"),
-        (
-            {"importance": torch.ones(2, 1, 2)},
-            ValueError,
-            "importance must cover all blocks of the pattern, 2 rows and 2",
-        ),
-        ({"importance": torch.ones(2, 2, 1)}, ValueError, "2 rows and 2 columns; got 2 and 1"),
-        ({"importance": ONES * torch.nan}, ValueError, "importance must hold no NaN; got"),
-        ({"scores": ONES * torch.nan}, ValueError, "scores must hold no NaN; got"),
-        ({"scores": ONES.long()}, ValueError, "scores must have a floating-point dtype"),
-        ({"scores": torch.ones(2, 2, 3)}, ValueError, r"scores must have the shape \(2, 2, 2\)"),
-        ({"scores": None}, TypeError, "scores must be a tensor; got NoneType"),
-        ({"moves": -1}, ValueError, "moves must be at least 0"),
-        ({"keep": "chunked(4)"}, TypeError, "keep must be None or a pattern"),
-        ({"within": PATTERN + PATTERN}, TypeError, "within must be None or a pattern"),
-    ],
-)
-def test_what_does_not_fit_is_refused(change, error, message):
-    given = {"pattern": PATTERN, "importance": ONES, "scores": ONES, "moves": 1} | change
-    with pytest.raises(error, match=message):
-        partial(fd.refine, given.pop("pattern"), given.pop("importance"))(**given)

@@ -277,18 +277,3 @@ def test_tune_writes_constants_that_plans_use(tmp_path, monkeypatch, capsys):
     masks.set_machine(path)
     assert masks.machine() != builtin
     assert masks.machine().source == str(path)
-
-
-@pytest.mark.parametrize(
-    ("given", "says"),
-    [
-        (["x.json", "--device", "abacus"], "--device must be one of cpu"),
-        (["x.json", "--seconds", "0"], "--seconds must be above 0"),
-        (["x.json", "--seconds", "nan"], "--seconds must be above 0"),
-        (["x.txt"], "FILE writes .json files; got x.txt"),
-        (["nowhere/x.json"], "FILE must be in a folder that exists"),
-    ],
-)
-def test_tune_refuses(given, says, capsys):
-    assert main(["tune", *given]) == 2
-    assert says in capsys.readouterr().err

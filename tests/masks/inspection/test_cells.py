@@ -132,17 +132,6 @@ def assert_true_in_all_ways(pattern, num_queries: int, counts: Tensor, question:
             assert cells.exact.all()
 
 
-def test_each_branch_is_counted_by_itself() -> None:
-    """In the pattern's order, a repeated branch as often as it stands there."""
-    window, dilated = masks.local_window(left=3, right=0), masks.dilated(8, 2)
-    cells = count_cells(window + dilated + window, 16, shape=(16, 16))
-    first, second, third = cells.branches
-    assert torch.equal(first.low, third.low)
-    assert first.low.sum() == 16 * 4 - 6
-    assert second.low.sum() == 2 * 4 * 4
-    assert int(cells.low[0, 0]) == 3
-
-
 @pytest.mark.parametrize("residue", [False, True])
 def test_a_million_tokens_are_counted_exactly(residue: bool) -> None:
     """LongNet, causal, in 64 x 64 cells: all its pairs, and none above the diagonal."""
@@ -181,15 +170,6 @@ def test_documents_at_a_million_tokens() -> None:
     assert float(cells.likely.sum()) == pytest.approx(truth, rel=0.02)
     neighbours = torch.ones(100, 100).triu(2).bool() | torch.ones(100, 100).tril(-2).bool()
     assert not cells.high[neighbours].any()
-
-
-def test_bad_values() -> None:
-    with pytest.raises(TypeError, match="order must be a Layout"):
-        count_cells(masks.causal(), 10, shape=(4, 4), order="residue")  # pyright: ignore
-    with pytest.raises(ValueError, match="a window is cut into at most 4194304 cells"):
-        count_cells(masks.causal(), 4096, shape=(4096, 4096))
-    with pytest.raises(ValueError, match="the pattern needs the run-time tensor 'documents'"):
-        count_cells(masks.documents("documents"), 10, shape=(4, 4))
 
 
 def test_a_table_that_ends_too_early_is_named() -> None:

@@ -3,7 +3,6 @@
 import json
 from dataclasses import replace
 
-import pytest
 import torch
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
@@ -175,17 +174,3 @@ def test_large_sequences_are_explained_at_once():
     most = masks.explain(masks.dilated(2048, 4), query=(1 << 31) - 2, key=9, num_tokens=(1 << 31) - 1)
     assert [each.query_slot for each in most.standings] == [(1 << 31) - 2, 3 * (1 << 29) - 1]
     assert not found.allowed
-
-
-def test_patterns_that_cannot_be_explained_are_refused():
-    with pytest.raises(TypeError, match="pattern must be a pattern or mixture"):
-        masks.explain("causal()", query=0, key=0)
-    with pytest.raises(ValueError, match="batch must be below the number of batch entries, 2; got batch=2"):
-        masks.explain(masks.documents(IDS), query=0, key=0, num_tokens=55, batch=2)
-    with pytest.raises(ValueError, match="needs the run-time tensor 'ids'"):
-        masks.explain(masks.documents("ids"), query=0, key=0, num_tokens=55)
-    with pytest.raises(ValueError, match="per_head needs one pattern for each head"):
-        masks.explain(masks.per_head([masks.causal()] * 2), query=0, key=0)
-    table = torch.tensor([True, False])
-    with pytest.raises(ValueError, match="must be defined for head 0, query 0 and key 5"):
-        masks.explain(masks.custom(lambda b, h, q, k: table[k]), query=0, key=5)
