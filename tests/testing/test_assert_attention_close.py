@@ -84,13 +84,6 @@ def test_the_budget_is_tight(dtype) -> None:
     assert "lse is wrong" in found(truth.to(dtype), q, k, v, pattern, lse=lse + 40 * eps * lse.abs().amax() + 40 * eps)
 
 
-def test_the_budget_of_a_single_key_is_tight() -> None:
-    """The output is its value, so the budget is a few rounding errors."""
-    q, k, v = inputs(1)
-    out = fd.attend(q, k, v, WINDOW)
-    assert "out is wrong" in found(out + 2.5e-15 * out.abs().amax(-1, keepdim=True), q, k, v, WINDOW)
-
-
 def test_the_report() -> None:
     """The first wrong row with its keys by branch; the budget is that of q's dtype."""
     q, k, v = inputs()
@@ -106,59 +99,31 @@ def test_the_report() -> None:
     assert text.splitlines()[-1] == "  keys      0: local_window(left=3, right=0)"
 
 
-WINDOW, CHUNKS, ITSELF = masks.local_window(left=3, right=0), masks.chunked(6), masks.local_window(left=0, right=0)
-WRONG_PATTERNS = {  # computed, claimed
+WINDOW, CHUNKS = masks.local_window(left=3, right=0), masks.chunked(6)
+WRONG = {  # computed, claimed; more mistakes, of whole modules: test_wrong_modules.py
     "a branch too few": (LADDER, LADDER + masks.first_tokens(2)),
     "a branch twice": (masks.causal() + masks.causal() + WINDOW, masks.causal() + WINDOW),
     "a pair of two branches once": (WINDOW | CHUNKS, WINDOW + CHUNKS),
-    "no causal order": (CHUNKS, CHUNKS & masks.causal()),
-    "no mask": (masks.every(), WINDOW),
     "causal order": (CHUNKS & masks.causal(), CHUNKS),
     "one key too few": (masks.local_window(left=2, right=0), WINDOW),
     "one key too many": (masks.local_window(left=4, right=0), WINDOW),
-    "not its own key": (WINDOW & ~ITSELF, WINDOW),
     "another head": (masks.per_head([WINDOW, CHUNKS] * 2), masks.per_head([CHUNKS, WINDOW] * 2)),
 }
 
 
-def averaged(q, k, v, *, share: float) -> torch.Tensor:
-    """Branches of WINDOW + CHUNKS with a softmax each, times a share."""
-    return share * (in_window(q, k, v) + fd.attend(q, k, v, CHUNKS, enable_gqa=True))
-
-
-def padded(q, k, v, extra: float) -> torch.Tensor:
-    """Further keys of score 0 and value 0 in the softmax."""
-    out, lse = fd.attend(q, k, v, WINDOW, enable_gqa=True, return_lse=True)
-    return out * torch.sigmoid(lse - torch.tensor(extra).log())[..., None]
-
-
-def in_window(q, k, v, **options) -> torch.Tensor:
-    return fd.attend(q, k, v, WINDOW, enable_gqa=True, **options)
-
-
-WRONG_VALUES = {  # claimed, computed
-    "key/value head h % G": (WINDOW, lambda q, k, v: in_window(q, k.repeat(1, 2, 1, 1), v.repeat(1, 2, 1, 1))),
-    "scores not scaled": (WINDOW, lambda q, k, v: in_window(q, k, v, scale=1.0)),
-    "nothing written": (WINDOW, lambda q, k, v: torch.zeros_like(q)),
-    "times 1.5": (WINDOW, lambda q, k, v: 1.5 * in_window(q, k, v)),
-    "times 1 + 1e-6": (WINDOW, lambda q, k, v: (1 + 1e-6) * in_window(q, k, v)),
-    "zero padding": (WINDOW, lambda q, k, v: padded(q, k, v, 3.0)),
-    "branches summed": (WINDOW + CHUNKS, lambda q, k, v: averaged(q, k, v, share=1.0)),
-    "branches averaged": (WINDOW + CHUNKS, lambda q, k, v: averaged(q, k, v, share=0.5)),
-    "noise": (WINDOW, lambda q, k, v: in_window(q, k, v) + torch.randn_like(q)),
-}
-
-
-@pytest.mark.parametrize("mistake", [*WRONG_PATTERNS, *WRONG_VALUES])
-def test_a_mistake_is_found(mistake) -> None:
+@pytest.mark.parametrize("mistake", WRONG)
+def test_a_wrong_pattern_is_found(mistake) -> None:
     q, k, v = inputs(heads=(4, 2))
-    if mistake in WRONG_PATTERNS:
-        computed, claimed = WRONG_PATTERNS[mistake]
-        out = fd.attend(q, k, v, computed, enable_gqa=True)
-    else:
-        claimed, compute = WRONG_VALUES[mistake]
-        out = compute(q, k, v)
-    assert found(out, q, k, v, claimed).startswith("out is wrong in ")
+    computed, claimed = WRONG[mistake]
+    assert found(fd.attend(q, k, v, computed, enable_gqa=True), q, k, v, claimed).startswith("out is wrong in ")
+
+
+def test_small_factors_are_found() -> None:
+    """Of many keys 1 in a million; of one key, whose output is its value, a few rounding errors."""
+    for tokens, factor in ((24, 1e-6), (1, 2.5e-15)):
+        q, k, v = inputs(tokens)
+        out = fd.attend(q, k, v, WINDOW)
+        assert "out is wrong" in found(out + factor * out.abs().amax(-1, keepdim=True), q, k, v, WINDOW)
 
 
 def test_rows_without_keys_are_exact() -> None:

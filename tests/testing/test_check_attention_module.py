@@ -1,7 +1,6 @@
 """check_attention_module: right modules pass, whatever their call; the report, and the lengths that are tried."""
 
 import threading
-import time
 
 import pytest
 import torch
@@ -86,18 +85,6 @@ def test_multihead_modules_pass() -> None:
     detail = examine_attention_module(ours, pattern, checks=["agreement"])["agreement"].detail
     assert "got (2, 4, 1, 8); called with q, k and v of (batch, heads, tokens, head dim)" in detail
     assert "takes calls=testing.Calls(layout='BNE')" in detail
-
-
-def test_heads_may_come_after_tokens() -> None:
-    pattern, rules = WINDOW
-
-    class TokensFirst(wrong_attention.Dense):
-        def forward(self, q, k, v):
-            return super().forward(*(x.transpose(1, 2) for x in (q, k, v))).transpose(1, 2)
-
-    check_attention_module(lambda: TokensFirst(*rules), pattern, calls=Calls(layout="BNHD"), **SMALL)
-    report = examine_attention_module(lambda: TokensFirst(*rules), pattern, max_tokens=9, checks=["agreement"])
-    assert not report.passed
 
 
 SECOND_RESULTS = {
@@ -205,19 +192,11 @@ def test_the_shortest_failing_case_is_reported(monkeypatch) -> None:
     assert [result.detail[:8] for result in report.failures] == ["7 tokens"] * 3, str(report)
 
 
-def test_a_mistake_beyond_64_tokens_is_found_and_said_in_short(monkeypatch) -> None:
-    """By default, and where all checks are longer: in bounded time and on one page."""
+def test_a_mistake_beyond_64_tokens_is_found() -> None:
     report = examine_attention_module(lambda: LateLeak(*CAUSAL[1]), CAUSAL[0], checks=["agreement", "coverage"])
     assert report["agreement"].detail.startswith("65 tokens, ordinary values: out is wrong")
     assert report["coverage"].verdict == "passed"
     assert report.lengths == "lengths drawn: 1, 2, 3, 4, 5, 7, 39, 40; in agreement also 65, 128, 257"
-    monkeypatch.setattr(_check_module, "_SHRINK_S", 1.0)
-    begin = time.monotonic()
-    options = {"max_tokens": 140, "examples": 4, "skip": (*COMPILING, "lengths")}
-    report = examine_attention_module(lambda: LateLeak(*CAUSAL[1]), CAUSAL[0], **options)
-    assert time.monotonic() - begin < 60
-    assert {result.name for result in report.failures} >= {"agreement", "coverage", "causality", "gradients"}
-    assert len(str(report).splitlines()) < 60
 
 
 # What a report says of modules that fail otherwise than by wrong numbers.
@@ -279,17 +258,6 @@ def test_an_output_that_is_none(broken, words) -> None:
     calls = Calls(layout="BNHD")
     report = examine_attention_module(lambda: by_tokens, WINDOW[0], calls=calls, max_tokens=4, checks=["agreement"])
     assert report["agreement"].detail == f"1 token, ordinary values: the output {words}"
-
-
-def test_a_module_that_is_never_the_same_twice() -> None:
-    calls: list[int] = []
-
-    def changing(q, k, v):
-        calls.append(1)
-        return fd.attend(q, k, v, WINDOW[0]) + len(calls)
-
-    report = examine_attention_module(lambda: changing, WINDOW[0], max_tokens=4, checks=["lengths"])
-    assert report["lengths"].detail.startswith("2 tokens: a used module gives ")
 
 
 def test_a_failed_check_raises_with_the_report() -> None:

@@ -15,7 +15,6 @@ from flexdilated import masks
 from flexdilated.masks.core._box import Bounds
 from flexdilated.masks.core._pattern import Pattern
 from flexdilated.testing import check_pattern
-from flexdilated.testing._check_pattern import BoxRanges
 from flexdilated.testing._drawn_patterns import classify_window, same_kind, window_by_head
 from tests.support.strategies import expressions, functions
 
@@ -185,21 +184,3 @@ def test_the_same_seed_draws_the_same():
         drawn.append(seen)
     assert drawn[0] == drawn[1] != drawn[2]
     assert torch.equal(torch.get_rng_state(), before)
-
-
-def test_edges():
-    """A table is checked as far as it reaches; one token, one box, one head."""
-    ids = torch.arange(40) // 7
-    check_pattern(masks.custom(lambda b, h, q, k: ids[q] == ids[k]), **QUICK)
-    check_pattern(masks.longnet([3], [2]) & CAUSAL, num_heads=1, max_tokens=1, examples=1)
-
-
-def test_simpler_boxes_are_simpler():
-    """What shrinking tries is never larger, so it ends."""
-    place = BoxRanges(2, range(9, 19, 3), range(5, 11))
-    for smaller in place.smaller():
-        for side, whole in ((smaller.q, place.q), (smaller.k, place.k)):
-            assert side[-1] <= whole[-1]
-            assert 0 < len(side) <= len(whole)
-        assert smaller != place
-    assert str(place) == "head 2, queries 9 to 18 in steps of 3, keys 5 to 10"

@@ -38,6 +38,22 @@ SMALLEST = {  # strategy, condition, the smallest value
         lambda s: s.head_offset > 0,
         SIZES(1, 1, 1, 1, 1, 1, head_offset=1, num_heads_global=2),
     ),
+    "cross": (
+        fst.attention_sizes(self_attention=False),
+        lambda s: s.num_queries != s.num_keys,
+        SIZES(1, 1, 1, 2, 1, 1),
+    ),
+    "run-time": (
+        fst.run_time_patterns(SIZES(2, 1, 1, 3, 3, 1)).map(lambda p: (p.parts[0], p.parts[1].given.tensor.tolist())),
+        None,
+        (masks.causal(), [[0, 0, 0]]),
+    ),
+    "grid": (fst.neighborhoods(max_tokens=8).map(lambda p: p.grid), lambda g: len(g) == 3 and min(g) > 1, (2, 2, 2)),
+    "empty shard": (
+        fst.shardings(8).map(lambda s: (s.num_ranks, s.order, sorted(s.lengths))),
+        lambda s: 0 in s[2],
+        (2, "contiguous", [0, 8]),
+    ),
     "documents": (fst.document_lengths(7), None, (7,)),
     "three documents": (fst.document_lengths(7), lambda held: len(held) == 3, (1, 1, 5)),
     "ids": (fst.document_ids(4).map(torch.Tensor.tolist), None, [[0, 0, 0, 0]]),
@@ -58,15 +74,6 @@ SMALLEST = {  # strategy, condition, the smallest value
 def test_shrinks(name) -> None:
     strategy, condition, expected = SMALLEST[name]
     assert smallest(strategy, condition or (lambda value: True)) == expected
-
-
-@given(st.data())
-def test_patterns_bind_to_any_length(data) -> None:
-    heads, length = data.draw(st.integers(1, 4)), data.draw(st.integers(1, 60))
-    pattern = data.draw(fst.patterns(num_heads=heads, max_number=12))
-    bound = pattern.bind(num_heads=heads, num_queries=length, num_keys=length)
-    assert masks.from_json(masks.to_json(pattern)) == pattern
-    assert bound.num_keys == length
 
 
 def kinds_in(data) -> set[str]:
@@ -92,16 +99,6 @@ def test_every_kind_is_drawn() -> None:
     assert found == wanted
 
 
-def test_neighborhoods_fill_their_grids() -> None:
-    """A window that reaches from end to end, and one of three axes; more tokens than the grid's are refused."""
-    wide = smallest(fst.neighborhoods(), lambda p: max(axis.size for axis in p.axes) >= 5)
-    assert (wide.grid, wide.radius) == ((1, 5), (0, 2))
-    deep = smallest(fst.neighborhoods(max_tokens=8), lambda p: len(p.grid) == 3 and min(p.grid) > 1)
-    assert deep.grid == (2, 2, 2)
-    with pytest.raises(ValueError, match="grid"):
-        deep.bind(num_heads=1, num_queries=9, num_keys=9)
-
-
 @given(st.data())
 def test_run_time_patterns_bind(data) -> None:
     sizes = data.draw(fst.attention_sizes(max_tokens=20, self_attention=False))
@@ -111,12 +108,6 @@ def test_run_time_patterns_bind(data) -> None:
     if not sizes.q_offset and sizes.num_queries <= sizes.num_keys:
         bound = pattern.bind(num_heads=sizes.num_heads, **tensors, **sizes.places, batch=sizes.batch)
         assert bound.batch in (1, sizes.batch)
-
-
-def test_run_time_patterns_shrink() -> None:
-    plain = smallest(fst.run_time_patterns(fst.AttentionSizes(2, 1, 1, 3, 3, 1)))
-    documents = plain.parts[1]
-    assert (plain.parts[0], documents.given.tensor.tolist()) == (masks.causal(), [[0, 0, 0]])
 
 
 @pytest.mark.parametrize(
@@ -154,32 +145,18 @@ def test_lengths_lie_around_edges() -> None:
         assert smallest(around, lambda n, wanted=wanted: n == wanted) == wanted
 
 
-def test_queries_and_keys_may_differ() -> None:
-    cross = smallest(fst.attention_sizes(self_attention=False), lambda s: s.num_queries != s.num_keys)
-    assert {cross.num_queries, cross.num_keys} == {1, 2}
-    assert SIZES(1, 1, 1, 1, 1, 1, head_offset=1).places == {
-        **{"q_offset": 0, "k_offset": 0},
-        **{"head_offset": 1, "num_heads_global": 2},
-    }
-
-
 @given(st.data())
-def test_sizes_of_a_list_of_blocks_are_in_range(data) -> None:
-    """Fewer keys than queries, as long as no row names a block beyond them."""
-    pattern = masks.block_list([[0], [1], [1], [3]], block=4)
-    sizes = data.draw(fst.attention_sizes(pattern, num_heads=1, self_attention=False))
-    bound = pattern.bind(num_heads=1, num_queries=sizes.num_queries, num_keys=sizes.num_keys, **sizes.places)
+def test_what_is_drawn_binds(data) -> None:
+    """Any pattern to its sizes; a list of blocks to fewer keys than queries, if no row names a block beyond them."""
+    heads = data.draw(st.integers(1, 4))
+    listed = st.just(masks.block_list([[0], [1], [1], [3]], block=4))
+    pattern = data.draw(st.one_of(fst.patterns(num_heads=heads, max_number=12), listed))
+    assert masks.from_json(masks.to_json(pattern)) == pattern
+    sizes = data.draw(fst.attention_sizes(pattern, num_heads=heads, self_attention=data.draw(st.booleans())))
+    bound = pattern.bind(num_heads=heads, num_queries=sizes.num_queries, num_keys=sizes.num_keys, **sizes.places)
     assert bound.num_queries == sizes.num_queries
-
-
-@given(fst.document_ids(9, batch=2))
-def test_document_ids_are_taken(ids) -> None:
+    ids = data.draw(fst.document_ids(9, batch=2))
     masks.documents(ids).bind(num_heads=1, num_queries=9, num_keys=9)
-
-
-def test_a_shard_may_be_empty() -> None:
-    empty = smallest(fst.shardings(8), lambda s: 0 in s.lengths)
-    assert (empty.num_ranks, empty.order, sorted(empty.lengths)) == (2, "contiguous", [0, 8])
 
 
 def test_tensors() -> None:

@@ -130,8 +130,8 @@ RIGHT = {
 @pytest.mark.parametrize("name", RIGHT)
 def test_right_modules_in_half_precision_pass(name) -> None:
     """By no chance do they fail: few numbers in a row, that cancel, are where a budget may be too small."""
-    for seed in range(60):
-        dtype, tokens, dim = (torch.bfloat16, torch.float16)[seed % 2], (3, 20, 67)[seed % 3], (1, 4, 16)[seed // 3 % 3]
+    for seed in range(18 if name != "flex" else 6):
+        dtype, tokens, dim = (torch.bfloat16, torch.float16)[seed % 2], (3, 20, 67)[seed % 3], (1, 4, 16)[seed // 6]
         generator = torch.Generator().manual_seed(seed)
         q, k, v = (torch.randn(2, heads, tokens, dim, generator=generator).to(dtype) for heads in (4, 2, 2))
         backward = name != "flex"  # which has none on the CPU
