@@ -123,9 +123,17 @@ def test_training_with_dropout_is_that_of_its_engine_and_inference_is_without(de
     assert data_of(capsys, LONGNET, "-n", "1500", *words) == found.to_data()
     assert f"{engine} on {device}, dropout 0.1" in str(found)
     assert found.model_memory.training_peak > 0
-    (line,) = data_of(capsys, LONGNET, *words, "--budget", "0.25")["longest"]
-    peak = flexdilated.plan(pattern, line["attention, training"], **sizes, device=device, dropout_p=0.1)
-    assert peak.attention_memory.training_peak <= 1 << 28
+
+
+@pytest.mark.usefixtures("made_up_memory")
+def test_a_budget_with_dropout_is_that_of_its_engine(capsys) -> None:
+    for words, options in (([], {}), (["--dropout-p", "0.1"], {"dropout_p": 0.1})):
+        (line,) = data_of(capsys, LONGNET, *SMALL, *words, "--budget", "1")["longest"]
+        tokens, sizes = line["attention, training"], {"num_heads": 4, "head_dim": 16, "layers": 2, **options}
+        peaks = [
+            flexdilated.plan(masks.parse(LONGNET), each, **sizes).attention_memory for each in (tokens, 2 * tokens)
+        ]
+        assert peaks[0].training_peak <= 1 << 30 < peaks[1].training_peak
 
 
 @pytest.mark.parametrize(

@@ -47,6 +47,9 @@ def test_the_data_is_the_traced_pattern_and_its_sizes():
     sizes = [data[name] for name in ("num_queries", "num_keys", "num_heads", "head", "residue")]
     assert sizes == [5000, 7000, 8, 3, 16]
     assert [branch["phrase"] for branch in data["branches"]] == [repr(branch) for branch in LONGNET.branches()]
+    assert data["command"] is None  # of queries and keys that differ, of functions, and of values
+    for pattern in (masks.custom(lambda b, h, q, k: q >= k), LONGNET & masks.documents(torch.zeros(8).long())):
+        assert data_of(page(pattern, 8))["command"] is None
     small = data_of(page(masks.causal() & ~masks.strided(2), 8))
     nodes = [["head"], ["query"], ["key"], ["le", 2, 1], ["sub", 1, 2], ["const", 2], ["mod", 4, 5], ["const", 0],
              ["eq", 6, 7], ["not", 8], ["and", 3, 9]]  # fmt: skip

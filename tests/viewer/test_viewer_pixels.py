@@ -20,10 +20,7 @@ DOCUMENTS = torch.tensor([0] * 700 + [1] * 1 + [2] * 2000 + [3] * 33 + [-1] * 26
 # What drawing tells apart: branches, orders, heads, unequal sides, tables, and rules whose tiles are known or not.
 SHOWN = {
     "longnet": Shown(LONGNET, 20_000),
-    "contiguous": Shown(masks.longnet([300, 7000], [3, 7], offsets="contiguous"), 9_999),
-    "random": Shown(masks.random_blocks(20_000, block=32, count=2, seed=9) & masks.causal(), 20_000),
     "grid and strides": Shown(~masks.strided(7) & masks.neighborhood((60, 90), (4, 6)), 5_400),
-    "custom": Shown(masks.custom(lambda b, h, q, k: (q - k).abs() % 900 < 9 * h) & masks.causal(), 12_000),
     "heads": Shown(
         masks.per_head([masks.causal(), masks.every(), ~masks.causal(), masks.dilated(999, 5, "interleaved")]), 7_000
     ),
@@ -80,7 +77,7 @@ def sampled_diagonal(tab: Tab, number: int) -> list[dict[str, Any]]:
     return tab.evaluate(f"{SAMPLED}({json.dumps({'places': places})})")
 
 
-@pytest.mark.parametrize(("tokens", "keys"), [(1, 1), (1, 5), (3, 1), (2, 2**31 - 1), (2**31 - 1, 2**31 - 1)])
+@pytest.mark.parametrize(("tokens", "keys"), [(1, 5), (3, 1), (2**31 - 1, 2**31 - 1)])
 def test_any_size(show, tokens, keys):
     tab = show(masks.longnet([4, 2**31 - 1], [1, 3]), tokens, num_keys=keys, num_heads=2)
     assert tab.evaluate("viewer.state.image.density.isDrawn")

@@ -223,25 +223,6 @@ def test_rules_of_custom_functions(tab, function):
     hold_window(tab, masks.custom(function), (3, 40, 40), [0, 2], (positions, positions))
 
 
-@pytest.mark.parametrize(
-    ("function", "says"),
-    [
-        (lambda b, h, q, k: q / 2 > k, "got div in torch.float32: use integers, such as q // 2 for q / 2"),
-        (lambda b, h, q, k: q * q * k > 5, "got numbers that may exceed 4,503,599,627,370,496"),
-        (lambda b, h, q, k: (q * k).int() > 5, "got numbers that may exceed 2,147,483,647"),
-        (lambda b, h, q, k: torch.isin(q, KINDS) & (k == k), "got the operation isin"),
-        (lambda b, h, q, k: torch.tensor([0.5, 2.0])[h % 2] < k - q, "got index in torch.float32"),
-        (lambda b, h, q, k: (q[..., None, None] == KINDS).any((-1, -2)) & (k == k), "a tensor of shape (2, 3)"),
-    ],
-)
-def test_functions_that_a_page_does_not_evaluate(function, says):
-    with pytest.raises(
-        ValueError, match="a page computes its rule in the browser, from integer and boolean arithmetic"
-    ) as raised:
-        page(masks.custom(function), 1 << 20, num_heads=2)
-    assert says in str(raised.value)
-
-
 def whole_from_zero(case: Case) -> Case:
     heads = case.num_heads_global
     return Case(case.twin, heads, case.num_queries, case.num_keys, 0, 0, 0, heads)
