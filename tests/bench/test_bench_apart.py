@@ -93,8 +93,7 @@ def test_no_process_outlives_the_one_that_asked(tmp_path, sent) -> None:
 
 
 def test_results_come_one_by_one() -> None:
-    """Those before an error, an end or a limit are there; nothing ends a process early."""
-    assert run_apart(slowly, 0.5) == "done"
+    """Those before an error, an end or a limit are there."""
     with pytest.raises(DiedApart, match="ValueError: invalid literal"):
         run_apart(int, "no number")
     assert list(each_apart(yields, 3, None, limit_s=250)) == [0, 1, 2]
@@ -117,8 +116,3 @@ def yields(number, last):
         os._exit(7)
     if last == "sleep":
         time.sleep(600)
-
-
-def slowly(seconds):
-    time.sleep(seconds)
-    return "done"

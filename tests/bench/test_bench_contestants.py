@@ -1,13 +1,11 @@
 """Contestants side by side: what fails or is wrong, the clocks, the kernels by name, the machine."""
 
-from types import SimpleNamespace
-
 import pytest
 import torch
 
 from bench import _checks, _jobs
 from bench._checks import Contestant, compare
-from bench._jobs import Job, Problem, Size, seconds_on_cuda
+from bench._jobs import Job, Problem, Size
 from bench._measures import Gap, at_least
 from bench._rules import LONGNET_5, Window
 from bench.device import _WINDOWS
@@ -24,29 +22,6 @@ def test_window_rule_and_count(shape) -> None:
     tokens = torch.arange(num_tokens)
     mask_mod = window.pattern().bind(num_heads=2, num_queries=num_tokens, num_keys=num_tokens).mask_mod()
     assert torch.equal(mask_mod(0, 0, tokens[:, None], tokens[None]).expand_as(allowed[0]), allowed[0])
-
-
-def test_device_clock(monkeypatch) -> None:
-    """Prepared and flushed before the first event, waited for after the second; milliseconds become seconds."""
-    order = []
-
-    class Event:
-        def __init__(self, *, enable_timing) -> None:
-            assert enable_timing
-
-        def record(self) -> None:
-            order.append("record")
-
-        def elapsed_time(self, end) -> float:
-            return 250.0
-
-    monkeypatch.setattr(torch.cuda, "Event", Event)
-    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
-    monkeypatch.setattr(torch.cuda, "synchronize", lambda: order.append("wait"))
-    monkeypatch.setattr(_jobs, "_flush_buffer", lambda device: SimpleNamespace(zero_=lambda: order.append("flush")))
-    job = Job("job", lambda given: order.append(f"run {given}"), prepare=lambda: order.append("prepare") or 7)
-    assert seconds_on_cuda(job) == 0.25
-    assert order == ["prepare", *["flush"] * _jobs.FLUSHES, "record", "run 7", "record", "wait"]
 
 
 def test_contestants_that_fail_or_are_wrong() -> None:

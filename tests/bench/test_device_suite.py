@@ -18,8 +18,8 @@ from bench._checks import check_training
 from bench._jobs import Problem, Size
 from bench._measures import Row, Target, at_least
 from bench._processes import DiedApart
-from bench._rank_steps import InTurn, stretches
-from bench._rules import GIGAPATH_5, LONGNET_5, LongNet
+from bench._rank_steps import InTurn
+from bench._rules import LONGNET_5
 from bench.device import CODES, NAMES, ROWS, Device, DeviceRow, cases, judge, judged
 from bench.peers import cpu_flash
 from tests.support.compilers import nothing_is_built  # noqa: F401  (a fixture)
@@ -172,22 +172,6 @@ def test_odd_cases_see_a_wrong_kernel(monkeypatch, case, change) -> None:
     (found,) = judge(case, HERE, "tiles")
     assert found["measure"] == f"{case}, tiles"
     assert "AssertionError" in found["detail"]["reason"]
-
-
-REACHING = [LONGNET_5.shrunk(256), LONGNET_5.shrunk(256).as_causal(), GIGAPATH_5.shrunk(256)]
-
-
-@pytest.mark.parametrize("spec", [*REACHING, LongNet("odd", (100, 7), (3, 2))], ids=lambda spec: spec.label)
-def test_ranks_have_every_key_that_their_queries_reach(spec) -> None:
-    """And the first and last of these are reached, but where a segment has an odd end or its first tokens are idle."""
-    num_tokens, num_heads = 1000, 2
-    parts = stretches(spec, num_tokens, 8)
-    assert [token for queries, _ in parts for token in queries] == list(range(num_tokens))
-    for queries, keys in parts:
-        masks = spec.masks(torch.tensor(queries), num_tokens=num_tokens, num_heads=num_heads)
-        reached = torch.stack(masks).any(2).any(1).any(0).nonzero()
-        assert keys.start <= int(reached.min())
-        assert int(reached.max()) < keys.stop <= int(reached.max()) + max(spec.dilation_rates)
 
 
 @pytest.mark.parametrize("what", ["forward", "exchange backward", "ring backward"])

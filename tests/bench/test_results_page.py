@@ -10,7 +10,7 @@ from bench import _guard, _report
 from bench.__main__ import main
 from bench._measures import Gap, Row, at_least, at_most
 from bench._pages import PAGES
-from bench._report import filled, results_page
+from bench._report import filled
 
 MEASURED = {
     "machine": {"cpu": "a CPU", "cores": 2, "threads": 1, "memory_gib": 4},
@@ -90,25 +90,6 @@ def test_what_falls_short_is_said_in_full(written) -> None:
     ]
     results = written(FAST, SMALL)
     assert part(results, "short") == part(results, "missed", "README.md") == "Nothing: every target is met."
-
-
-def test_each_row_stands_on_the_page(written) -> None:
-    """Words that all rows share stand once, as the title of the column."""
-    shared = results_page(written(FAST, MISSED, GAP))
-    assert "| times as fast " in shared
-    assert [cells(line)[3] for line in shared.splitlines() if line.startswith("| LongNet")] == ["yes", "**no**", "—"]
-    mixed = results_page(written(FAST, UNCHECKED))
-    assert "| LongNet, 1K: times as fast " in mixed
-    assert "**not verified**" in mixed
-
-
-def test_a_length_without_dense_attention_has_dashes(written) -> None:
-    first, _, *table = part(written(FAST), "growth").splitlines()
-    for fact in ("Net-2", "segments 16, 32", "rates 1, 3", "; causal)", "2 heads of dim 8"):
-        assert fact in first
-    _, _, both, alone = map(cells, table)
-    assert both == ["1K", *["0.25 s", "0.5 s"] * 2, *["1,024 MiB"] * 2]
-    assert alone == ["2K", *["0.75 s", "—"] * 2, "2,048 MiB", "—"]
 
 
 def test_readme_says_what_the_longest_length_takes(written) -> None:

@@ -1,5 +1,6 @@
 """The pytest plugin: light at start-up, a device for tests, profiles that change nobody's own."""
 
+import os
 import subprocess
 import sys
 import textwrap
@@ -9,7 +10,6 @@ from types import SimpleNamespace
 import pytest
 import torch
 from hypothesis import settings
-from hypothesis.errors import InvalidArgument
 
 from pytest_flexdilated import pytest_configure, register_profiles
 
@@ -17,13 +17,15 @@ ROOT = Path(__file__).resolve().parents[2]
 PLAIN = ["-p", "no:cacheprovider", "-p", "no:xdist", "-p", "pytest_flexdilated", "-rs", "-q"]
 
 
-def run_pytest(folder: Path, code: str, *arguments: str, conftest: str = "") -> subprocess.CompletedProcess[str]:
-    """pytest in a project of its own, with the plugin."""
+def run_pytest(folder: Path, code: str, *arguments: str, conftest: str = "") -> None:
+    """Passes in pytest in a project of its own, with the plugin and no other that is installed."""
     (folder / "test_it.py").write_text(textwrap.dedent(code), encoding="utf-8")
     (folder / "conftest.py").write_text(textwrap.dedent(conftest), encoding="utf-8")
     start = f"import sys; sys.path.insert(0, {str(ROOT)!r}); import pytest; sys.exit(pytest.main(sys.argv[1:]))"
     command = [sys.executable, "-c", start, *PLAIN, *arguments]
-    return subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False)
+    alone = {**os.environ, "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
+    done = subprocess.run(command, cwd=folder, env=alone, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
 
 
 def test_start_up_is_light(tmp_path) -> None:
@@ -34,8 +36,7 @@ def test_start_up_is_light(tmp_path) -> None:
         assert "pytest_flexdilated" in sys.modules
         assert not {"torch", "flexdilated", "hypothesis"} & set(sys.modules)
     """
-    done = run_pytest(tmp_path, code, "-p", "no:hypothesispytest")
-    assert done.returncode == 0, done.stdout + done.stderr
+    run_pytest(tmp_path, code)
 
 
 def test_the_device(pytester) -> None:
@@ -77,26 +78,11 @@ def test_a_profile_by_option(tmp_path) -> None:
         assert settings.get_profile("default").max_examples == 100
     """
     own = "from hypothesis import settings; settings.register_profile('team', max_examples=77)"
-    done = run_pytest(tmp_path, code, "--hypothesis-profile=flexdilated-dev", conftest=own)
-    assert done.returncode == 0, done.stdout + done.stderr
-
-
-def test_profiles_that_may_be_named() -> None:
-    """Ours, one of a user's with our prefix, and any other; but none with our prefix that nobody registered."""
-
-    def name(profile: str | None) -> None:
-        pytest_configure(SimpleNamespace(getoption=lambda option, default: profile))
-
-    settings.register_profile("flexdilated-own", max_examples=7)
-    for profile in ("flexdilated-own", "flexdilated-thorough", "theirs", None):
-        name(profile)
-    assert settings.get_profile("flexdilated-own").max_examples == 7
-    with pytest.raises(pytest.UsageError, match="must be one of 'flexdilated-dev', 'flexdilated-ci'"):
-        name("flexdilated-nope")
+    run_pytest(tmp_path, code, "-p", "_hypothesis_pytestplugin", "--hypothesis-profile=flexdilated-dev", conftest=own)
 
 
 def test_profiles() -> None:
-    """A profile that exists is left as it is."""
+    """Ours may be named, one of a user's with our prefix, and any other; one that exists is left as it is."""
     register_profiles()
     ci, dev, thorough = (settings.get_profile(f"flexdilated-{name}") for name in ("ci", "dev", "thorough"))
     assert (ci.max_examples, dev.max_examples, thorough.max_examples) == (60, 15, 2000)
@@ -104,7 +90,10 @@ def test_profiles() -> None:
     assert ci.deadline is dev.deadline is thorough.deadline is None
     settings.register_profile("mine-ci", max_examples=3)
     register_profiles("mine-")
-    assert settings.get_profile("mine-ci").max_examples == 3
-    assert settings.get_profile("mine-dev").max_examples == 15
-    with pytest.raises(InvalidArgument):
-        settings.get_profile("mine-other")
+    assert [settings.get_profile(f"mine-{name}").max_examples for name in ("ci", "dev")] == [3, 15]
+    settings.register_profile("flexdilated-own", max_examples=7)
+    for profile in ("flexdilated-own", "flexdilated-thorough", "theirs", None):
+        pytest_configure(SimpleNamespace(getoption=lambda option, default, profile=profile: profile))
+    assert settings.get_profile("flexdilated-own").max_examples == 7
+    with pytest.raises(pytest.UsageError, match="must be one of 'flexdilated-dev', 'flexdilated-ci'"):
+        pytest_configure(SimpleNamespace(getoption=lambda option, default: "flexdilated-nope"))
