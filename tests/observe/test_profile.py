@@ -77,4 +77,4 @@ def test_an_import_is_all_that_it_takes(tmp_path, monkeypatch, at_exit) -> None:
     write()
     trace, text = sorted(tmp_path.iterdir())
     assert trace.name.endswith(".trace.json.gz")
-    assert "flexdilated::tiles" in text.read_text(encoding="utf-8")
+    assert "flexdilated::aten" in text.read_text(encoding="utf-8")
