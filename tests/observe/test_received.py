@@ -1,4 +1,4 @@
-"""attention_received: the sums of dense attention over its queries, for whatever is drawn."""
+"""attention_received and block_mass: sums and means of dense float64 attention, for whatever is drawn."""
 
 import pytest
 import torch
@@ -7,8 +7,9 @@ from hypothesis import strategies as st
 
 import flexdilated as fd
 from flexdilated import masks
+from flexdilated.refinement import _block_mass
 from tests.support.run_time_strategies import packed_cases
-from tests.support.strategies import cases, tensors, whole_cases
+from tests.support.strategies import block_sides, cases, tensors, whole_cases
 
 
 def weights(q, k, counts, lse=None, scale=None):
@@ -20,39 +21,72 @@ def weights(q, k, counts, lse=None, scale=None):
     return (scores - lse.masked_fill(lse == -torch.inf, torch.inf)[..., None]).exp(), own
 
 
-@given(cases(), st.data(), st.sampled_from([None, "reference", "aten"]), st.sampled_from([None, 0.3, 0.0, -0.7]))
-def test_sums_of_dense_attention(case, data, engine, scale):
-    q, k, _ = data.draw(tensors(case))
-    expected, lse = weights(q, k, case.counts(), scale=scale)
-    options = {"scale": scale, "enable_gqa": True, "engine": engine}
-    received = fd.attention_received(q, k, lse, case.twin.pattern, **options, **case.sizes)
-    assert (received.dtype, received.shape) == (torch.float64, (*q.shape[:2], k.shape[2]))
-    torch.testing.assert_close(received, expected.sum(2), rtol=1e-9, atol=1e-12)
-    rows = (lse > -torch.inf).sum(-1).double()
-    torch.testing.assert_close(received.sum(-1), rows, rtol=1e-9, atol=1e-12)
-    assert not received.requires_grad
+def by_block(weights, lse, sides, q_offset=0, k_offset=0):
+    """(H, R, C): the mean over the rows of a block whose lse is above -inf, block by block and row by row."""
+    (q_side, k_side), (_, H, N, M) = sides, weights.shape
+    first = q_offset // q_side, k_offset // k_side
+    rows, columns = (q_offset + N - 1) // q_side + 1 - first[0], (k_offset + M - 1) // k_side + 1 - first[1]
+    mass = torch.zeros(H, rows, columns, dtype=torch.float64)
+    for head in range(H):
+        for row in range(rows):
+            here = [i for i in range(N) if (q_offset + i) // q_side - first[0] == row]
+            seen = [(b, i) for b in range(len(lse)) for i in here if lse[b, head, i] > -torch.inf]
+            for column in range(columns):
+                keys = [j for j in range(M) if (k_offset + j) // k_side - first[1] == column]
+                total = sum(weights[b, head, i, keys].sum() for b, i in seen)
+                mass[head, row, column] = total / max(1, len(seen))
+    return mass
 
 
-@given(packed_cases(), st.data())
-def test_documents_by_batch_entry(case, data):
-    q, k, _ = data.draw(tensors(case, batch=case.batch))
-    expected, lse = weights(q, k, case.counts)
-    received = fd.attention_received(q, k, lse, case.pattern, enable_gqa=True, **case.offsets)
-    torch.testing.assert_close(received, expected.sum(2), rtol=1e-9, atol=1e-12)
+@st.composite
+def calls(draw):
+    """q and k, a pattern, how often each pair counts, and sizes: of one rule, or of one for each batch entry."""
+    if draw(st.booleans()):
+        case = draw(cases(max_heads=3, largest=24))
+        return *draw(tensors(case))[:2], case.twin.pattern, case.counts(), case.sizes
+    case = draw(packed_cases(largest=20))
+    return *draw(tensors(case, batch=case.batch))[:2], case.pattern, case.counts, case.offsets
+
+
+@settings(max_examples=2 * settings.default.max_examples)
+@given(
+    calls(), st.sampled_from([None, "reference", "aten"]), st.sampled_from([None, 0.3, 0.0, -0.7]), st.booleans(),
+    st.one_of(block_sides, st.tuples(block_sides, block_sides)), st.sampled_from([1, 7, 100, _block_mass._CELLS]),
+)  # fmt: skip
+def test_sums_of_dense_attention(call, engine, scale, has_sinks, block, cells):
+    """By key, and by blocks down to one query at a time; what sinks take is missing."""
+    q, k, pattern, counts, sizes = call
+    _, lse = weights(q, k, counts, scale=scale)
+    rows = (lse > -torch.inf).double()
+    if has_sinks:
+        sinks = torch.linspace(-1.0, 2.0, q.shape[1], dtype=torch.float64)[:, None]
+        lse = torch.logaddexp(lse, sinks)
+        rows = 1 - (sinks - lse).exp()
+    shares, _ = weights(q, k, counts, lse, scale)
+    options = {"scale": scale, "enable_gqa": True, **sizes}
+    received = fd.attention_received(q, k, lse, pattern, engine=engine, **options)
+    assert (received.dtype, received.requires_grad) == (torch.float64, False)
+    torch.testing.assert_close(received, shares.sum(2), rtol=1e-8, atol=1e-10)
+    torch.testing.assert_close(received.sum(-1), rows.sum(-1), rtol=1e-8, atol=1e-9)
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(_block_mass, "_CELLS", cells)
+        mass = fd.block_mass(q, k, lse, pattern, block=block, **options)
+    assert (mass.dtype, mass.requires_grad) == (torch.float64, False)
+    offsets = {name: sizes[name] for name in ("q_offset", "k_offset")}
+    sides = block if isinstance(block, tuple) else (block, block)
+    torch.testing.assert_close(mass, by_block(shares, lse, sides, **offsets), rtol=1e-8, atol=1e-10)
 
 
 @given(whole_cases(), st.data(), st.integers(1, 6), st.sampled_from(["aten", "portable", "reference"]))
-def test_what_sinks_take_is_missing_in_any_order_of_tokens(case, data, rate, engine):
-    q, k, v = data.draw(tensors(case))
-    sinks = torch.linspace(-1.0, 2.0, case.num_heads, dtype=q.dtype)
-    _, lse = fd.attend(q, k, v, case.twin.pattern, enable_gqa=True, sinks=sinks, return_lse=True)
-    order, expected = masks.Layout(case.num_keys, rate), weights(q, k, case.counts(), lse)[0].sum(2)
+def test_any_order_of_tokens_and_size_of_blocks(case, data, rate, engine):
+    q, k, _ = data.draw(tensors(case))
+    order, (shares, lse) = masks.Layout(case.num_keys, rate), weights(q, k, case.counts())
     ordered = order.apply(q), order.apply(k), order.apply(lse, dim=-1)
     options = {"enable_gqa": True, "layout": order, "engine": engine}
+    if engine == "aten":
+        options["block_size"] = data.draw(st.sampled_from([128, 8, (16, 32)]))
     received = fd.attention_received(*ordered, case.twin.pattern, **options)
-    torch.testing.assert_close(received, order.apply(expected, dim=-1), rtol=1e-9, atol=1e-12)
-    left = (1 - (sinks[:, None] - lse).exp()).sum(-1)
-    torch.testing.assert_close(received.sum(-1), left, rtol=1e-9, atol=1e-9)
+    torch.testing.assert_close(received, order.apply(shares.sum(2), dim=-1), rtol=1e-9, atol=1e-12)
 
 
 @pytest.mark.parametrize("engine", ["aten", "portable", "reference"])
@@ -97,17 +131,6 @@ def test_half_precision_runs_in_float32_on_cpu(case, data, dtype):
     received = fd.attention_received(q, k, lse.float(), case.twin.pattern, enable_gqa=True, **case.sizes)
     assert received.dtype == torch.float32
     torch.testing.assert_close(received.double(), expected.sum(2), rtol=1e-5, atol=1e-5)
-
-
-@pytest.mark.parametrize("sides", [8, 16, (16, 32)])
-@pytest.mark.parametrize("num_tokens", [1, 47])
-def test_block_sides_change_nothing(sides, num_tokens):
-    torch.manual_seed(num_tokens)
-    pattern = masks.neighborhood((6, 8), 1) | masks.first_tokens(2)
-    q, k, v = torch.randn(3, 1, 2, num_tokens, 8, dtype=torch.float64)
-    _, lse = fd.attend(q, k, v, pattern, return_lse=True)
-    received = fd.attention_received(q, k, lse, pattern, block_size=sides)
-    torch.testing.assert_close(received, fd.attention_received(q, k, lse, pattern), rtol=1e-9, atol=1e-12)
 
 
 PATTERN = (masks.longnet((16, 32), (1, 2)) & masks.causal()) + masks.first_tokens(1)
@@ -158,3 +181,14 @@ def test_autocast_is_that_of_the_call():
     expected, _ = weights(q.bfloat16(), k.bfloat16(), masks_counts(PATTERN, 4, 50), lse)
     assert received.dtype == torch.float32
     torch.testing.assert_close(received.double(), expected.sum(2), rtol=1e-5, atol=1e-5)
+
+
+def test_some_of_all_heads():
+    pattern = masks.per_head([masks.causal(), masks.strided(3), masks.chunked(4)])
+    q, k, v = torch.randn(3, 1, 3, 20, 4, dtype=torch.float64)
+    _, lse = fd.attend(q, k, v, pattern, return_lse=True)
+    some, where = (q[:, 1:], k[:, 1:], lse[:, 1:]), {"head_offset": 1, "num_heads_global": 3}
+    whole, received = (fd.attention_received(q, k, lse, pattern), fd.attention_received(*some, pattern, **where))
+    torch.testing.assert_close(received, whole[:, 1:])
+    whole, mass = (fd.block_mass(q, k, lse, pattern, block=5), fd.block_mass(*some, pattern, block=5, **where))
+    torch.testing.assert_close(mass, whole[1:])

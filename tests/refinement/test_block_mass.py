@@ -1,78 +1,19 @@
-"""block_mass and pooled_scores: sums and means of dense float64 attention over blocks, for whatever is drawn."""
+"""pooled_scores, as means of all scores; block_mass in parts, dtypes and caches: its sums are in test_received.py."""
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 import flexdilated as fd
 from flexdilated import masks
-from flexdilated.refinement import _block_mass
-from tests.observe.test_received import weights as shares
-from tests.support.run_time_strategies import packed_cases
-from tests.support.strategies import block_sides, cases, tensors, whole_cases
-
-
-def by_block(weights, lse, sides, q_offset=0, k_offset=0):
-    """(H, R, C): the mean over the rows of a block whose lse is above -inf, block by block and row by row."""
-    (q_side, k_side), (_, H, N, M) = sides, weights.shape
-    first = q_offset // q_side, k_offset // k_side
-    rows, columns = (q_offset + N - 1) // q_side + 1 - first[0], (k_offset + M - 1) // k_side + 1 - first[1]
-    mass = torch.zeros(H, rows, columns, dtype=torch.float64)
-    for head in range(H):
-        for row in range(rows):
-            here = [i for i in range(N) if (q_offset + i) // q_side - first[0] == row]
-            seen = [(b, i) for b in range(len(lse)) for i in here if lse[b, head, i] > -torch.inf]
-            for column in range(columns):
-                keys = [j for j in range(M) if (k_offset + j) // k_side - first[1] == column]
-                total = sum(weights[b, head, i, keys].sum() for b, i in seen)
-                mass[head, row, column] = total / max(1, len(seen))
-    return mass
-
+from tests.support.strategies import block_sides
 
 both_sides = st.one_of(block_sides, st.tuples(block_sides, block_sides))
 
 
 def pair(side):
     return side if isinstance(side, tuple) else (side, side)
-
-
-@given(
-    cases(max_heads=3, largest=24), st.data(), both_sides, st.sampled_from([None, 0.3, 0.0, -0.7]),
-    st.sampled_from([1, 7, 100, _block_mass._CELLS]),
-)  # fmt: skip
-def test_sums_of_dense_attention(case, data, side, scale, cells):
-    """Any pattern, grouped heads, ragged ends, offsets, some of all heads; down to one query at a time."""
-    q, k, _ = data.draw(tensors(case))
-    weights, lse = shares(q, k, case.counts(), scale=scale)
-    with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(_block_mass, "_CELLS", cells)
-        mass = fd.block_mass(q, k, lse, case.twin.pattern, block=side, scale=scale, enable_gqa=True, **case.sizes)
-    assert mass.dtype == torch.float64
-    assert not mass.requires_grad
-    expected = by_block(weights, lse, pair(side), case.q_offset, case.k_offset)
-    torch.testing.assert_close(mass, expected, rtol=1e-9, atol=1e-12)
-
-
-@given(packed_cases(largest=20), st.data(), both_sides)
-def test_documents_by_batch_entry(case, data, side):
-    q, k, _ = data.draw(tensors(case, batch=case.batch))
-    weights, lse = shares(q, k, case.counts)
-    mass = fd.block_mass(q, k, lse, case.pattern, block=side, enable_gqa=True, **case.offsets)
-    torch.testing.assert_close(mass, by_block(weights, lse, pair(side), **case.offsets), rtol=1e-9, atol=1e-12)
-
-
-@settings(max_examples=10)
-@given(whole_cases(largest=24), st.data(), both_sides)
-def test_what_sinks_take_is_missing(case, data, side):
-    q, k, v = data.draw(tensors(case))
-    sinks = torch.linspace(-1.0, 2.0, case.num_heads, dtype=q.dtype)
-    _, lse = fd.attend(q, k, v, case.twin.pattern, enable_gqa=True, sinks=sinks, return_lse=True)
-    expected_lse = torch.logaddexp(shares(q, k, case.counts())[1], sinks.double()[:, None])
-    mass = fd.block_mass(q, k, lse, case.twin.pattern, block=side, enable_gqa=True)
-    weights, _ = shares(q, k, case.counts(), expected_lse)
-    torch.testing.assert_close(mass, by_block(weights, expected_lse, pair(side)), rtol=1e-8, atol=1e-10)
-    assert bool((mass.sum(-1) < 1).all())
 
 
 def drawn(num_heads=4, num_tokens=50, dtype=torch.float64):
