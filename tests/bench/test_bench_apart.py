@@ -73,7 +73,6 @@ def until(condition, seconds=250) -> bool:
 @pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="tells living processes by /proc")
 @pytest.mark.parametrize("sent", [signal.SIGINT, signal.SIGKILL], ids=lambda sent: sent.name)
 def test_no_process_outlives_the_one_that_asked(tmp_path, sent) -> None:
-    """The signal goes to that one alone, not to its group as Ctrl-C in a terminal does."""
     path = tmp_path / "ids"
     (tmp_path / "jobs_apart.py").write_text(JOBS)
     environment = {**os.environ, "PYTHONPATH": f"{tmp_path}{os.pathsep}{ROOT}"}

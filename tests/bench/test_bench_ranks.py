@@ -1,18 +1,13 @@
 """The benchmark's rows on many ranks: their own rules, their processes, and what they would see."""
 
-import threading
-
 import pytest
 import torch
-import torch.distributed as dist
 
 from bench import ranks
 from bench._jobs import Size
-from bench._processes import DiedApart, TookTooLong
-from bench._rank_steps import on_ranks
 from bench._rules import LONGNET_5, LongNet, longnet_n
 from bench._run import MEASURES
-from bench.ranks import Heads, counted_calls, keys_of_queries, least_received, shard_ranges
+from bench.ranks import Heads, keys_of_queries, least_received, shard_ranges
 from flexdilated.distributed import Sharding
 
 ODD = LongNet("odd", (1, 100, 333, 50), (1, 3, 7, 60))  # rates that divide nothing, one above its segment
@@ -56,53 +51,6 @@ def test_a_plan_that_sends_or_counts_otherwise_shows(monkeypatch) -> None:
     monkeypatch.setattr(ranks, "work_of_ranks", lambda *args, **kw: work(*args, **kw) + 1)
     with pytest.raises(AssertionError, match="the library's count must be that of the rule"):
         list(ranks.work_balance(**MEASURES["work_balance"].small))
-
-
-def fail_on_last(mesh) -> None:
-    if mesh.get_local_rank() == mesh.size() - 1:
-        raise ValueError("the last rank")
-    dist.barrier()
-
-
-def wait_for_nobody(mesh) -> None:
-    if mesh.get_local_rank():
-        dist.barrier()
-    else:
-        threading.Event().wait()
-
-
-@torch.library.custom_op("tests::hidden_collectives", mutates_args=())
-def hidden_collectives(x: torch.Tensor) -> torch.Tensor:
-    dist.all_gather_object([None] * dist.get_world_size(), x.shape)
-    out = torch.empty_like(x)
-    dist.all_to_all_single(out, x)
-    return out
-
-
-def collectives(mesh) -> dict[str, int]:
-    with counted_calls() as calls:
-        hidden_collectives(torch.ones(mesh.size()))
-        dist.barrier()
-    return dict(calls)
-
-
-@pytest.mark.slow
-def test_ranks() -> None:
-    """Results, errors and limits; collectives are seen below an operator."""
-    assert on_ranks(2, rank_and_sum, 10) == [(0, 21), (1, 21)]
-    with pytest.raises(DiedApart, match="ValueError: the last rank"):
-        on_ranks(3, fail_on_last, limit_s=250)
-    with pytest.raises(TookTooLong, match="no result within 1 s"):
-        on_ranks(2, wait_for_nobody, limit_s=1)
-    for calls in on_ranks(2, collectives):
-        gathers = "_allgather_base_" if "_allgather_base_" in calls else "allgather_"  # since torch 2.15
-        assert calls == {gathers: 2, "alltoall_base_": 1, "barrier": 1}
-
-
-def rank_and_sum(mesh, each: int) -> tuple[int, int]:
-    total = torch.tensor(each + mesh.get_local_rank())
-    dist.all_reduce(total)
-    return mesh.get_local_rank(), int(total)
 
 
 @pytest.mark.slow

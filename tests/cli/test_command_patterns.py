@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import json
 import sys
 from argparse import Namespace
-from inspect import signature
 from math import prod
 from pathlib import Path
 
@@ -15,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import flexdilated
-from flexdilated import masks, viewer
+from flexdilated import masks
 from flexdilated.cli import main
 from flexdilated.cli._pattern import AskedPattern, asked_from, most_tokens
 from flexdilated.cli._terminal import UsageError, size_of
@@ -28,13 +26,6 @@ COMMANDS = {
     "plan, ranks": ["--json", "--ranks", "2"],
     "check": ["--json"],
 }
-
-
-PACKED = """
-import torch
-from flexdilated import masks
-mine = masks.causal().per_document(torch.arange({tokens}) // {length})
-"""
 
 
 @pytest.fixture
@@ -112,34 +103,15 @@ def test_sizes_in_full_in_k_and_in_m() -> None:
     assert [size_of(text) for text in ("", "K", "-5", "64k tokens", "1.5K", "9" * 30, "64G", "²")] == [None] * 8
 
 
-def test_the_memory_of_values_is_that_of_the_same_rule_without_them(tmp_path, capsys) -> None:
-    """Documents of one length are chunks: the engine's own steps keep as much for both."""
-    sizes = ["-n", "256", "--heads", "2", "--head-dim", "16", "--layers", "1", "--json"]
-    packed = f"{tmp_path / 'packed.py'}:mine"
-    (tmp_path / "packed.py").write_text(PACKED.format(tokens=256, length=64), encoding="utf-8")
-    for device in ("cpu", "cuda"):
-        assert main(["plan", packed, "--device", device, *sizes]) == 0
-        bound = json.loads(capsys.readouterr().out)
-        assert main(["plan", "chunked(64) & causal()", "--device", device, *sizes]) == 0
-        plain = json.loads(capsys.readouterr().out)
-        assert bound["useful_pairs"] == plain["useful_pairs"] == 2 * 4 * (64 * 65 // 2)
-        assert bound["memory"]["attention"]["inputs"] == plain["memory"]["attention"]["inputs"] == 3 * 256 * 2 * 16 * 4
-        kept = 4 * 256 * 2 * 16 * 4 + 256 * 2 * 4  # q, k, v and out, and lse
-        for each in (bound, plain):  # flex keeps lse twice
-            assert kept <= each["memory"]["attention"]["kept_for_backward"] <= kept + 256 * 2 * 4
-
-
-@pytest.mark.parametrize("look", [masks.describe, masks.explain, masks.plot, masks.show, flexdilated.plan, viewer.page])
-def test_whatever_looks_at_a_pattern_looks_at_one_head(look) -> None:
-    assert signature(look).parameters["num_heads"].default == 1
-
-
-def test_help_names_what_was_started(capsys, monkeypatch) -> None:
+def test_help_names_what_was_started_and_there_is_a_version(capsys, monkeypatch) -> None:
     """As a module from a checkout, where nothing is installed, and by its script."""
     for program in ("flexdilated", "python -m flexdilated"):
         with pytest.raises(SystemExit, match="0"):
             main(["plan", "--help"], program=program)
         assert capsys.readouterr().out.startswith(f"usage: {program} plan [-h]")
+    with pytest.raises(SystemExit, match="0"):
+        main(["--version"])
+    assert capsys.readouterr().out == f"flexdilated {flexdilated.__version__}\n"
     monkeypatch.setattr(sys, "argv", ["flexdilated", "--help"])
     # Not by runpy: what pytest rewrites, as plugins of an installed distribution, has a loader that gives no code.
     path = Path(flexdilated.__file__).with_name("__main__.py")
@@ -147,12 +119,6 @@ def test_help_names_what_was_started(capsys, monkeypatch) -> None:
     with pytest.raises(SystemExit, match="0"):
         exec(code, {"__name__": "__main__", "__package__": "flexdilated"})
     assert capsys.readouterr().out.startswith("usage: python -m flexdilated [-h] [--version] COMMAND")
-
-
-def test_version(capsys) -> None:
-    with pytest.raises(SystemExit, match="0"):
-        main(["--version"])
-    assert capsys.readouterr().out == f"flexdilated {flexdilated.__version__}\n"
 
 
 @pytest.mark.parametrize(

@@ -86,7 +86,7 @@ def sides_run(monkeypatch) -> list[int]:
 
 @pytest.mark.parametrize(
     ("pattern", "backward"),
-    [(WINDOW, False), (MIXTURE, True), (WINDOW | masks.strided(16), True)],
+    [(WINDOW, False), (MIXTURE, True)],
     ids=str,
 )
 def test_every_way_is_measured_and_predicted(pattern, backward):
@@ -148,6 +148,9 @@ def test_autotune_measures_once_and_calls_without_it_follow(monkeypatch):
     assert masks.cache().stats().misses == misses
     assert sides == [256, 256, 256]  # the call before needed no lists
     torch.testing.assert_close(after, before, rtol=1e-4, atol=1e-5)
+    fd.attend(q, k, v, WINDOW, autotune=True, block_size=32)
+    assert chosen(call._replace(block_size=(32, 32)), q) is not None
+    assert chosen(call._replace(block_size=(64, 64)), q) is None
     assert chosen(call, q.double()) is None, "another dtype is another call"
     assert chosen(call, q[..., :4]) is None
     assert chosen(call._replace(num_keys=9), q) is None
@@ -197,15 +200,6 @@ def test_a_choice_that_does_not_fit_is_left_to_the_planner():
     choices = [Choice(False, ((layout, sides),)) for layout, sides in (("hexagonal", (128,)), ("natural", (127,)))]
     for choice in (*choices, Choice(False, ()), Choice(True, (("nested", ()),))):
         assert plan(bound(), choice=choice).terms == usual.terms
-
-
-def test_a_named_block_size_is_kept(monkeypatch):
-    winning(monkeypatch, "natural, blocks of 256")
-    q, k, v = qkv()
-    fd.attend(q, k, v, WINDOW, autotune=True, block_size=32)
-    call = Call(WINDOW.text, H, H, N, N, 0, 0, 0, H, 1, (32, 32))
-    assert chosen(call, q) is not None
-    assert chosen(call._replace(block_size=()), q) is None
 
 
 def test_nothing_is_measured_in_a_graph_or_on_fake_tensors(monkeypatch):
