@@ -87,21 +87,17 @@ def test_windows_are_cut_from_the_whole(size: int, data) -> None:
     assert part.axes[0].get_ylim() == (rows.stop, rows.start)
 
 
-def test_residue_order_is_the_same_pairs_by_slot() -> None:
-    figure = masks.plot(LONGNET, 62, num_heads=4, order=("natural", "residue"))
-    positions = masks.layout(LONGNET, 62).positions()
+def test_panels_of_heads_and_orders() -> None:
+    """Residue order shows the same pairs by slot; each panel is the picture of its head and order alone."""
+    figure = masks.plot(LONGNET, 62, num_heads=4, head=[3, 1], order=("residue", "natural"))
+    for place, (head, order) in enumerate([(3, "residue"), (3, "natural"), (1, "residue"), (1, "natural")]):
+        alone = masks.plot(LONGNET, 62, num_heads=4, head=head, order=order)
+        assert torch.equal(image(figure, place), image(alone))
+        assert figure.axes[place].get_title().startswith(f"head {head}, {order} order")
+    figure, positions = masks.plot(LONGNET, 62, order=("natural", "residue")), masks.layout(LONGNET, 62).positions()
     assert torch.equal(image(figure, 1), image(figure, 0)[positions][:, positions])
     assert [axes.get_xlabel() for axes in figure.axes] == ["key position", "key slot"]
     assert [axes.get_title() for axes in figure.axes] == ["natural order", "residue order, mod 4"]
-
-
-def test_heads_side_by_side() -> None:
-    figure = masks.plot(LONGNET, 40, num_heads=4, head=[3, 1], order=("residue", "natural"))
-    assert len(figure.axes) == 4
-    for place, (head, order) in enumerate([(3, "residue"), (3, "natural"), (1, "residue"), (1, "natural")]):
-        alone = masks.plot(LONGNET, 40, num_heads=4, head=head, order=order)
-        assert torch.equal(image(figure, place), image(alone))
-        assert figure.axes[place].get_title().startswith(f"head {head}, {order} order")
 
 
 @pytest.mark.parametrize(("window", "cell"), [(range(500), 32), (range(37, 411), 32), (range(300, 500), 16)])
@@ -161,14 +157,6 @@ def test_blocks_are_those_of_the_block_mask(block_size, tokens: int, order: str)
     assert text in figure.axes[0].get_title().replace("\n", " ")
 
 
-def test_a_window_within_blocks_shows_the_state_of_the_whole_block() -> None:
-    """A block that is empty in the window, and not beyond it, is computed."""
-    shown = image(masks.plot(masks.causal(), 64, queries=range(8, 11), keys=range(13, 16), block_size=8))
-    assert bool(is_colour(shown, BEIGE).all())
-    shown = image(masks.plot(masks.causal(), 64, queries=range(8, 11), keys=range(16, 19), block_size=8))
-    assert bool(is_colour(shown, WHITE).all())
-
-
 def test_unequal_sides_and_a_batch_entry() -> None:
     shown = image(masks.plot(masks.lengths(torch.tensor([5, 9])), 12, batch=1))
     assert torch.equal(~is_colour(shown, WHITE), dense(masks.lengths(torch.tensor(9)), 12, 12)[0])
@@ -179,15 +167,19 @@ def test_unequal_sides_and_a_batch_entry() -> None:
     assert (round(box.width), round(box.height)) == (256, 256)
 
 
-def test_blocks_of_many_cells() -> None:
-    """Cells of 2 x 2 pairs, from the middle of a block on."""
+def test_blocks_and_windows() -> None:
+    """Of cells of 2 x 2 pairs, from the middle of a block on; a block that is empty in the window alone is computed."""
     window = range(24, 280)
-    figure = masks.plot(masks.causal(), 512, queries=window, keys=window, block_size=16, size=128)
+    shown = image(masks.plot(masks.causal(), 512, queries=window, keys=window, block_size=16, size=128))
     tokens = torch.arange(24, 280, 2)
     row, column = tokens[:, None] // 16, tokens // 16
-    assert torch.equal(is_colour(image(figure), WHITE), column > row)
-    assert torch.equal(is_colour(image(figure), DARK), column < row)
-    assert torch.equal(is_colour(image(figure), BEIGE), (column == row) & (tokens > tokens[:, None]))
+    assert torch.equal(is_colour(shown, WHITE), column > row)
+    assert torch.equal(is_colour(shown, DARK), column < row)
+    assert torch.equal(is_colour(shown, BEIGE), (column == row) & (tokens > tokens[:, None]))
+    for first, expected in ((13, BEIGE), (16, WHITE)):
+        keys = range(first, first + 3)
+        shown = image(masks.plot(masks.causal(), 64, queries=range(8, 11), keys=keys, block_size=8))
+        assert bool(is_colour(shown, expected).all())
 
 
 def texts(figure) -> list[str]:

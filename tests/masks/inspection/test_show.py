@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import io
-import os
 import re
 import sys
 from collections.abc import Sequence
@@ -81,7 +80,7 @@ def small_windows(draw: st.DrawFn) -> tuple[Case, int, str, range, range]:
 
 
 @given(small_windows(), st.booleans())
-def test_single_pairs_are_the_rule(question, colour):
+def test_single_pairs_are_the_rule(file, question, colour):
     """Read back from the characters, or from the colours, in natural and in residue order."""
     case, head, order, rows, columns = question
     counts = oracle.counts(case.twin.rule, range(head, head + 1), case.num_heads, *2 * [torch.arange(case.num_queries)])
@@ -89,8 +88,9 @@ def test_single_pairs_are_the_rule(question, colour):
     if order == "residue":
         place = masks.layout(case.twin.pattern, case.num_queries).positions()
     expected = counts[0][place[rows.start : rows.stop]][:, place[columns.start : columns.stop]]
+    file.write_text(masks.to_json(case.twin.pattern), encoding="utf-8")
     lines = drawn(
-        *(masks_file(case), "-n", str(case.num_queries), "--heads", str(case.num_heads), "--head", str(head)),
+        *(str(file), "-n", str(case.num_queries), "--heads", str(case.num_heads), "--head", str(head)),
         *("--rows", f"{rows.start}:{rows.stop}", "--cols", f"{columns.start}:{columns.stop}", "--order", order),
         *("--color", "always" if colour else "never"),
     )
@@ -98,17 +98,9 @@ def test_single_pairs_are_the_rule(question, colour):
     assert read(shown, len(columns), colour=colour) == expected.clamp(max=9).tolist()
 
 
-def masks_file(case: Case) -> str:
-    path = Path(os.environ["SHOW_FOLDER"]) / "pattern.json"
-    path.write_text(masks.to_json(case.twin.pattern), encoding="utf-8")
-    return str(path)
-
-
-@pytest.fixture(autouse=True, scope="module")
-def folder(tmp_path_factory):
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("SHOW_FOLDER", str(tmp_path_factory.mktemp("patterns")))
-        yield
+@pytest.fixture(scope="module")
+def file(tmp_path_factory) -> Path:
+    return tmp_path_factory.mktemp("patterns") / "pattern.json"
 
 
 def read(lines: Sequence[str], columns: int, *, colour: bool) -> list[list[int]]:
@@ -201,10 +193,7 @@ def decode(line: str) -> tuple[list[int], list[int]]:
 class Stream(io.StringIO):
     def __init__(self, *, tty: bool, encoding: str) -> None:
         super().__init__()
-        self.tty, self.named = tty, encoding
-
-    def isatty(self) -> bool:
-        return self.tty
+        self.isatty, self.named = lambda: tty, encoding
 
     @property
     def encoding(self) -> str:  # pyright: ignore
@@ -228,13 +217,12 @@ def test_what_a_terminal_takes(monkeypatch):
     assert terminal_of(screen).color
 
 
-@pytest.mark.parametrize("colour", ["always", "never"])
-def test_plain_characters_where_the_encoding_has_no_others(monkeypatch, colour):
+def test_plain_characters_where_the_encoding_has_no_others(monkeypatch):
     monkeypatch.setattr(sys, "stdout", Stream(tty=False, encoding="ascii"))
-    lines = drawn("longnet((8, 32), (1, 4)) & causal()", "-n", "100", "--color", colour)
-    "\n".join(lines).encode("ascii")
-    if colour == "never":
-        assert "*" in "".join(body(lines))
+    for colour in ("always", "never"):
+        lines = drawn("longnet((8, 32), (1, 4)) & causal()", "-n", "100", "--color", colour)
+        "\n".join(lines).encode("ascii")
+    assert "*" in "".join(body(lines))
 
 
 def test_estimates_are_named(monkeypatch):
