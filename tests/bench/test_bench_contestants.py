@@ -11,7 +11,6 @@ from bench._rules import LONGNET_5, Window
 from bench.device import _WINDOWS
 
 TINY = LONGNET_5.shrunk(64)
-SIZE = Size(1024, num_heads=4, head_dim=16, repeats=1)
 
 
 @pytest.mark.parametrize("shape", [*_WINDOWS, ("small", 1, 0, 128), ("odd", 3, 9, 1)], ids=lambda shape: shape[0])

@@ -160,17 +160,6 @@ def test_lengths_that_a_pattern_does_not_take_are_not_tried() -> None:
     assert report["agreement"].verdict == "passed"
 
 
-def test_a_mistake_after_a_block_is_found() -> None:
-    """One token in the last block of 128, which sees too much; also for a pattern without numbers."""
-
-    def leaking(q, k, v):
-        return fd.attend(q, k, v, masks.every() if q.shape[2] == 129 else masks.causal())
-
-    sizes = {"num_heads": 1, "head_dim": 2, "max_tokens": 130}
-    report = examine_attention_module(lambda: leaking, masks.causal(), checks=["causality"], **sizes)
-    assert report["causality"].detail.startswith("129 tokens: key 1 is hidden from query 0 of head 0")
-
-
 class LateLeak(wrong_attention.Dense):
     """Sees all keys in sequences of more than `most` tokens, if their number is no multiple of 64."""
 
@@ -242,22 +231,22 @@ def test_a_module_that_cannot_be_copied() -> None:
 
 
 @pytest.mark.parametrize(
-    ("broken", "words"),
+    ("change", "words"),
     [
-        (lambda out: out > 0, "must have a floating-point dtype; got torch.bool"),
-        (lambda out: out.to("meta"), "must be on the device of q, cpu; got meta"),
-        (lambda out: (), "must be a tensor; got tuple"),
-        (lambda out: out[:, :, :0], "must have shape (2, 1, 4, 8); got (2, 1, 0, 8)"),
+        (lambda out: out, ""),
+        (lambda out: (), "the output must be a tensor; got tuple"),
+        (lambda out: out > 0, "the output must have a floating-point dtype; got torch.bool"),
+        (lambda out: out[:, :, :0], "the output must have shape (2, 1, 4, 8); got (2, 1, 0, 8)"),
     ],
-    ids=["bool", "meta", "tuple", "shape"],
+    ids=["right", "tuple", "bool", "shape"],
 )
-def test_an_output_that_is_none(broken, words) -> None:
+def test_heads_may_come_after_tokens_and_an_output_may_be_none(change, words) -> None:
     def by_tokens(q, k, v):
-        return broken(fd.attend(*(x.transpose(1, 2) for x in (q, k, v)), WINDOW[0]).transpose(1, 2))
+        return change(fd.attend(*(x.transpose(1, 2) for x in (q, k, v)), WINDOW[0]).transpose(1, 2))
 
     calls = Calls(layout="BNHD")
     report = examine_attention_module(lambda: by_tokens, WINDOW[0], calls=calls, max_tokens=4, checks=["agreement"])
-    assert report["agreement"].detail == f"1 token, ordinary values: the output {words}"
+    assert report.passed if not words else report["agreement"].detail == f"1 token, ordinary values: {words}"
 
 
 def test_a_failed_check_raises_with_the_report() -> None:
