@@ -1,6 +1,5 @@
 """plan --ranks: bytes and pairs of each rank against the dense rule, the table, and bad input refused."""
 
-import functools
 import json
 
 import pytest
@@ -22,61 +21,20 @@ def data_of(capsys, *arguments: str):
     return json.loads(capsys.readouterr().out)
 
 
-@functools.cache
-def dense_pairs() -> tuple[torch.Tensor, torch.Tensor]:
-    """Keys that each query needs over 2 KV heads of 4 heads, (2, 500, 500), and its pairs, looked at one by one."""
-    needed, pairs = torch.zeros(2, 500, 500, dtype=torch.bool), torch.zeros(500, dtype=torch.int64)
-    position, zero = torch.arange(500), torch.zeros((), dtype=torch.int64)
-    for branch in masks.parse(LONGNET).branches():
-        mod = branch.bind(num_heads=4, num_queries=500, num_keys=500).mask_mod()
-        for head in range(4):
-            seen = mod(zero, torch.tensor(head), position[:, None], position)
-            needed[head // 2] |= seen
-            pairs += seen.sum(1)
-    return needed, pairs
-
-
-def dense(sharding: Sharding, schedule: str) -> tuple[torch.Tensor, list[int]]:
-    """Tokens over KV heads that each rank receives from each other, (W, W), and each rank's pairs."""
-    needed, pairs = dense_pairs()
-    ranks = range(sharding.num_ranks)
-    tokens = torch.zeros(len(ranks), len(ranks), dtype=torch.int64)
-    for target in ranks:
-        some = needed[:, sharding.positions(target)].any(1)
-        for source in ranks:
-            for run in sharding.ranges(source) if source != target else ():
-                number = some[:, run.start : run.stop].sum()
-                tokens[target, source] += 2 * len(run) * (number > 0) if schedule == "ring" else number
-    return tokens, [int(pairs[sharding.positions(rank)].sum()) for rank in ranks]
-
-
-KEY_BYTES = {"none": 4 * 16, "bf16": 2 * 16, "int8": 16 + 4}  # of a row of 16 on the wire
-GRADIENT_BYTES = {"none": 4 * 16, "bf16": 2 * 16, "int8": 2 * 16}
-
-
-@pytest.mark.parametrize("schedule", ["exchange", "ring"])
 @pytest.mark.parametrize(
-    ("order", "ranks", "codec"),
-    [
-        *(("contiguous", 1, "none"), ("contiguous", 3, "bf16"), ("contiguous", 8, "int8")),
-        *(("zigzag", 1, "int8"), ("zigzag", 3, "none"), ("zigzag", 8, "bf16")),
-    ],
+    ("order", "ranks", "schedule"), [("contiguous", 1, "ring"), ("contiguous", 3, "exchange"), ("zigzag", 8, "ring")]
 )
-def test_numbers_are_those_of_the_dense_rule(capsys, order, ranks, codec, schedule) -> None:
-    asked = [] if codec == "none" else ["--codec", codec]
-    asked += ["--ranks", str(ranks), "--order", order, "--schedule", schedule, "--batch", "3"]
-    found = data_of(capsys, LONGNET, *SMALL, *asked)
-    sharding = Sharding(500, ranks, order)
-    tokens, pairs = dense(sharding, schedule)
-    forward = 2 * 3 * KEY_BYTES[codec] * tokens.sum(1)
-    backward = 2 * 3 * GRADIENT_BYTES[codec] * tokens.sum(0) + (forward if schedule == "ring" else 0)
-    columns = {
-        "tokens": list(sharding.lengths),
-        "received_forward": forward.tolist(),
-        "received_backward": backward.tolist(),
-        "pairs": [3 * number for number in pairs],
-    }
-    assert found["ranks"] == columns
+def test_pairs_are_those_of_the_dense_rule(capsys, order, ranks, schedule) -> None:
+    """Looked at one by one; what is received is compared with what ranks send in tests/distributed/test_loads.py."""
+    asked = ["--ranks", str(ranks), "--order", order, "--schedule", schedule, "--batch", "3"]
+    found, sharding = data_of(capsys, LONGNET, *SMALL, *asked), Sharding(500, ranks, order)
+    position, heads = torch.arange(500), torch.arange(4)[:, None, None]
+    branches = [each.bind(num_heads=4, num_queries=500, num_keys=500) for each in masks.parse(LONGNET).branches()]
+    allowed = [branch.mask_mod()(torch.tensor(0), heads, position[:, None], position) for branch in branches]
+    pairs = sum(each.expand(4, 500, 500).sum((0, 2)) for each in allowed)
+    columns = found["ranks"]
+    assert columns["tokens"] == list(sharding.lengths)
+    assert columns["pairs"] == [3 * int(pairs[sharding.positions(rank)].sum()) for rank in range(ranks)]
     assert list(found["max_over_mean"]) == list(columns)[1:]
     for name, ratio in found["max_over_mean"].items():
         assert ratio == (pytest.approx(max(columns[name]) * ranks / sum(columns[name])) if any(columns[name]) else 1)
