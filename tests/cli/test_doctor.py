@@ -38,7 +38,7 @@ def nothing_tried(monkeypatch) -> None:
 
 
 def test_a_machine_without_a_compiler(capsys) -> None:
-    """Each finding against what Python and torch say themselves; attention works, as tiles needs no compiler."""
+    """Each finding against what Python and torch say themselves; attention works, as "aten" needs no compiler."""
     status, printed = examine(capsys)
     found = findings(printed)
     assert status == 0
@@ -49,7 +49,7 @@ def test_a_machine_without_a_compiler(capsys) -> None:
     for package in ("tqdm", "matplotlib"):
         assert (found[package] == "found") == (importlib.util.find_spec(package) is not None)
     assert "no-such-compiler" in found["C++ compiler"]
-    for engine in ("tiles on cpu, the default", "reference on cpu"):
+    for engine in ("aten on cpu, the default", "reference on cpu"):
         use, error = re.fullmatch(r"serves (\w+), error (\S+)", found[engine]).groups()
         assert use == "training"
         assert float(error) < 1e-5
@@ -75,7 +75,7 @@ def test_flex_is_asked_for_and_serves_inference_on_the_cpu(capsys, monkeypatch) 
 
 
 def shifted(amount: float):
-    """attend, whose output and gradients with tiles are too large by a share."""
+    """attend, whose output and gradients with "aten" are too large by a share."""
     right = _device.attend
 
     def wrong(q, k, v, pattern, *, engine):
@@ -114,7 +114,7 @@ def test_a_wrong_result_is_found(wrong, verdict: str, capsys, monkeypatch) -> No
     monkeypatch.setattr(_device, "attend", wrong)
     status, printed = examine(capsys)
     assert status == (not verdict.startswith("serves"))
-    assert findings(printed)["tiles on cpu, the default"].startswith(verdict)
+    assert findings(printed)["aten on cpu, the default"].startswith(verdict)
     assert printed.endswith(f"\nAttention {'does not work' if status else 'works'} on this machine.\n")
     assert findings(printed)["reference on cpu"].startswith("serves training")
 

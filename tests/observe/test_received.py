@@ -101,6 +101,10 @@ def test_parts_of_the_keys_stand_side_by_side(num_tokens, cut, engine):
     first = fd.attention_received(q, k[:, :, :cut], lse, pattern, engine=engine)
     second = fd.attention_received(q, k[:, :, cut:], lse, pattern, k_offset=cut, engine=engine)
     torch.testing.assert_close(torch.cat([first, second], -1), whole, rtol=1e-9, atol=1e-12)
+    whole = fd.block_mass(q, k, lse, pattern, block=cut)
+    first = fd.block_mass(q, k[:, :, :cut], lse, pattern, block=cut)
+    second = fd.block_mass(q, k[:, :, cut:], lse, pattern, block=cut, k_offset=cut)
+    torch.testing.assert_close(torch.cat([first, second], -1), whole, rtol=1e-9, atol=1e-12)
 
 
 @pytest.mark.parametrize("engine", ["aten", "portable", "reference"])
@@ -178,6 +182,8 @@ def test_autocast_is_that_of_the_call():
     with torch.autocast("cpu", torch.bfloat16):
         _, lse = fd.attend(q, k, k, PATTERN, return_lse=True)
         received = fd.attention_received(q, k, lse, PATTERN)
+        mass = fd.block_mass(q, k, lse, PATTERN, block=16)
+    assert torch.equal(mass, fd.block_mass(q.bfloat16(), k.bfloat16(), lse, PATTERN, block=16))
     expected, _ = weights(q.bfloat16(), k.bfloat16(), masks_counts(PATTERN, 4, 50), lse)
     assert received.dtype == torch.float32
     torch.testing.assert_close(received.double(), expected.sum(2), rtol=1e-5, atol=1e-5)

@@ -46,19 +46,6 @@ def test_missing_arguments_are_named_with_a_call_that_has_them(name: str) -> Non
     assert "(" in write
 
 
-def test_the_nearest_keyword_is_named() -> None:
-    with pytest.raises(TypeError, match=r"^longnet has no argument segment_lenghts: write segment_lengths=$"):
-        masks.longnet(segment_lenghts=[8], dilation_rates=[1])  # pyright: ignore[reportCallIssue]
-
-
-def test_names_of_other_libraries_do_not_hide_parameters() -> None:
-    """`heads` is what others call num_heads, and an option of LongNetConfig."""
-    with pytest.raises(ValueError, match="heads must be one of 'all', 'grouped'; got heads=4"):
-        masks.longnet([8], [1], heads=4)  # pyright: ignore[reportArgumentType]
-    sizes = {"vocab_size": 8, "embed_dim": 8, "depth": 1, "num_heads": 2}
-    assert fd.LongNetConfig(**sizes, segment_lengths=[8], dilation_rates=[1], heads="grouped").heads == "grouped"
-
-
 @pytest.mark.parametrize("keyword", ["is_causal", "scael"])
 def test_a_compiled_graph_keeps_the_text(keyword):
     q = torch.randn(1, 2, 16, 16)

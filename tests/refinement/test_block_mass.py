@@ -34,18 +34,6 @@ def test_rows_add_up_to_one_in_every_dtype(dtype):
     torch.testing.assert_close(mass.sum(-1), torch.ones(4, 7), rtol=0, atol=own)
 
 
-def test_parts_of_the_keys_stand_side_by_side():
-    """With the lse of all keys, each part is told what it got."""
-    q, k, v = drawn()
-    _, lse = fd.attend(q, k, v, PATTERN, return_lse=True)
-    whole = fd.block_mass(q, k, lse, PATTERN, block=8)
-    parts = [fd.block_mass(q, k[:, :, :24], lse, PATTERN, block=8)]
-    parts.append(fd.block_mass(q, k[:, :, 24:], lse, PATTERN, block=8, k_offset=24))
-    torch.testing.assert_close(torch.cat(parts, -1), whole)
-    later = fd.block_mass(q[:, :, 30:], k, lse[:, :, 30:], PATTERN, block=6, q_offset=30)
-    torch.testing.assert_close(later, fd.block_mass(q, k, lse, PATTERN, block=6)[:, 5:])
-
-
 def test_what_is_hidden_is_not_read():
     """NaN in keys that nobody sees, and in queries that see nothing."""
     q, k, v = drawn()
@@ -78,16 +66,6 @@ def test_zero_keys_of_padding_take_their_share():
     expected = torch.where(finite, (own - lse).exp(), 0.0).sum((0, 2)) / (lse > -torch.inf).sum((0, 2))
     torch.testing.assert_close(mass[:, 0, 0], expected)
     assert bool((mass < 1).all())
-
-
-def test_autocast_is_that_of_the_call():
-    q, k, v = drawn(dtype=torch.float32)
-    with torch.autocast("cpu", torch.bfloat16):
-        _, lse = fd.attend(q, k, v, PATTERN, return_lse=True)
-        mass = fd.block_mass(q, k, lse, PATTERN, block=16)
-    rounded = fd.block_mass(q.bfloat16(), k.bfloat16(), lse, PATTERN, block=16)
-    assert torch.equal(mass, rounded)
-    assert not torch.equal(mass, fd.block_mass(q, k, lse, PATTERN, block=16))
 
 
 def test_lists_of_a_static_pattern_are_kept_and_forgotten_with_it():
