@@ -116,11 +116,10 @@ ELSEWHERE = {"catalogue", "rank_accuracy", "ring_memory"}  # other tests run the
 @pytest.mark.parametrize("name", [name for name in MEASURES if name not in ELSEWHERE])
 def test_measure_runs_at_tiny_sizes(name, tmp_path, monkeypatch, capsys) -> None:
     """File, plot, table in the terminal, page of results; numbers in every row."""
-    if name != "changing_lengths":  # whose processes count what they compile
-        for module in ("_run", "_jobs", "catalogue", "compiling"):
-            monkeypatch.setattr(f"bench.{module}.run_apart", lambda function, *given, limit_s=None: function(*given))
+    for module in ("_run", "_jobs", "catalogue", "compiling"):
+        monkeypatch.setattr(f"bench.{module}.run_apart", lambda function, *given, limit_s=None: function(*given))
+    if name in ("first_step", "changing_lengths"):  # no kernels are built: the steps and their comparison are tried
         monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "cache"))
-    if name == "first_step":  # no kernels are built: the steps and their comparison are what is tried
         compiled = torch.compile
         monkeypatch.setattr(torch, "compile", lambda model=None, **how: compiled(model, **{**how, "backend": "eager"}))
     assert main(["--small", "--out", str(tmp_path / "out"), name]) == 0

@@ -149,7 +149,7 @@ def test_documents_never_meet():
 
 def test_random_blocks_of_many_tokens():
     """Tokens of a block reach what their block does among as many tokens as blocks."""
-    side, blocks = 128, 128
+    side, blocks = 64, 64
     bounds = (
         masks.random_blocks(size, block=block, count=3).bind(num_heads=1, num_queries=size, num_keys=size)
         for size, block in ((blocks * side, side), (blocks, 1))
