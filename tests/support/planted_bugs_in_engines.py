@@ -238,7 +238,7 @@ IN_ENGINES = (
         _sinks, "not close",
     ),
     Bug(
-        "scores scaled by 1 / D", "flexdilated._attend:resolve_scale", lambda _: lambda scale, head_dim: 1 / head_dim,
+        "scores scaled by 1 / D", "flexdilated._validate:resolve_scale", lambda _: lambda scale, head_dim: 1 / head_dim,
         module(MIXTURE, "agreement"), "lse is wrong",
     ),
     Bug(
