@@ -8,7 +8,6 @@ from hypothesis import strategies as st
 
 from flexdilated.engines._rows import branch_rules
 from flexdilated.masks.attended import _row
-from flexdilated.masks.core._ranges import unite
 from tests.support import strategies
 
 
@@ -70,15 +69,3 @@ def test_rows_of_a_step_are_the_rules(data: st.DataObject) -> None:
             for head in rule.heads:
                 assert torch.equal(found[:, keys.start : keys.stop] > 0, expected[head])
                 assert found.sum() == expected[head].sum()
-
-
-@given(st.lists(st.builds(range, st.integers(0, 20), st.integers(0, 60), st.integers(1, 12)), max_size=4))
-def test_runs_always_unite(parts: list[range]) -> None:
-    """Each position once; progressions of larger steps that meet may be given up, runs never."""
-    united = unite(tuple(part for part in parts if part))
-    coarse = [part for part in parts if part.step > 1]
-    if united is None:
-        assert any(set(a) & set(b) for index, a in enumerate(coarse) for b in coarse[:index])
-    else:
-        assert all(united)
-        assert sorted(key for keys in united for key in keys) == sorted(set().union(*parts))

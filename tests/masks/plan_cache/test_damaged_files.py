@@ -55,8 +55,6 @@ def damaged(draw: st.DrawFn) -> bytes:
 
 
 READERS: dict[str, tuple[Callable[[Path], object], type[Exception]]] = {
-    "from_json": (lambda path: masks.from_json(path.read_bytes().decode("latin-1")), ValueError),
-    "parse": (lambda path: masks.parse(path.read_bytes().decode("latin-1")), ValueError),
     "set_machine": (masks.set_machine, ValueError),
     "pattern of a command": (lambda path: read_pattern(str(path.with_suffix(".json"))), UsageError),
     "tensors of a command": (lambda path: read_bindings(PATTERN, [f"ids={path.with_suffix('.pt')}"]), UsageError),
@@ -94,7 +92,7 @@ def test_odd_bytes_are_refused(reader: str, place: Path) -> None:
             read(place)
 
 
-WRITTEN = {"from_json": GOOD[0], "pattern of a command": GOOD[0], "set_machine": GOOD[1]}
+WRITTEN = {"pattern of a command": GOOD[0], "set_machine": GOOD[1]}
 
 
 @pytest.mark.parametrize("reader", WRITTEN)
