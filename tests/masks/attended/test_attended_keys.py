@@ -15,10 +15,11 @@ from torch import Tensor
 from bench._catalogue import ENTRIES, PICTURED, Entry, dense
 from flexdilated import masks
 from flexdilated.masks.attended import _search
-from flexdilated.masks.attended._search import attended_keys
+from flexdilated.masks.attended._search import _key_runs, attended_keys
 from flexdilated.masks.core import _ranges
 from flexdilated.masks.core._bound import Extent
-from flexdilated.masks.core._ranges import Ranges
+from flexdilated.masks.core._box import Box, Progression
+from flexdilated.masks.core._ranges import Ranges, ranges_of
 from tests.support import oracle
 from tests.support.run_time_strategies import Packed, packed_cases
 from tests.support.strategies import Case, cases
@@ -84,7 +85,6 @@ def test_needs_are_those_of_the_dense_rule(case: Case, in_small_steps, data):
 @settings(max_examples=10)
 @given(packed_cases(), st.data())
 def test_needs_of_run_time_patterns_are_those_of_any_batch_entry(packed: Packed, data):
-    """Documents, lengths and marks, with their values in place."""
     extent = Extent(packed.q_offset + packed.num_queries, packed.k_offset + packed.num_keys)
     pattern = packed.pattern.resolve(packed.pattern.given_tensors(), extent)
     table = torch.zeros(packed.batch, packed.num_heads, extent.queries, extent.keys, dtype=torch.int64)
@@ -103,7 +103,6 @@ def lattice(b, h, q, k):
 
 
 def grid(*args, **options) -> tuple[masks.Pattern, int, list[Ranges]]:
-    """Runs within a row, over parts of rows and over whole planes."""
     pattern = masks.neighborhood(*args, **options)
     tokens = prod(pattern.grid)
     ends = [(0, 1), (3, 5), (13, 16), (7, 41), (24, 72), (0, tokens), (tokens - 3, tokens)]
@@ -162,7 +161,6 @@ def test_needs_of_longer_sequences(name: str):
 
 @pytest.mark.parametrize("entry", ENTRIES, ids=lambda entry: entry.name)
 def test_needs_of_the_catalogue(entry: Entry):
-    """Every pattern and recipe, for the first, a middle and the last quarter of the sequence."""
     pattern = entry.pictured()
     pattern = pattern.resolve(pattern.given_tensors(), Extent(PICTURED, PICTURED))
     asked = [(range(begin, begin + 16),) for begin in (0, 16, 48)]
@@ -170,7 +168,6 @@ def test_needs_of_the_catalogue(entry: Entry):
 
 
 def test_who_asks_nothing_needs_nothing():
-    """No queries, no keys, no heads, and queries that no key is allowed for."""
     some = {"heads": range(2), "num_heads_global": 2}
     ten, later = (range(10),), (range(10, 20),)
     assert attended_keys(masks.causal(), queries=(), keys=ten, **some) == ()
@@ -237,3 +234,19 @@ def test_a_million_tokens_on_eight_ranks(pattern: masks.Pattern, expected: list[
     assert [len(members(each)) for each in found] == expected
     assert all(len(each) <= 10 for each in found)
     assert process_time() - begin < 5
+
+
+def test_two_positions_apart_are_no_range() -> None:
+    assert ranges_of(torch.tensor([2, 3, 5])) == (range(2, 4), range(5, 6))
+    assert ranges_of(torch.tensor([3, 6, 9, 10, 11])) == (range(3, 7, 3), range(9, 12))
+    assert ranges_of(torch.tensor([15, 28])) == (range(15, 16), range(28, 29))
+    assert ranges_of(torch.tensor([15, 28, 41])) == (range(15, 42, 13),)
+
+
+def test_runs_of_keys_are_told_apart() -> None:
+    """Keys 3 to 7 and keys 4 to 7: first and number add up to the same."""
+    q = Progression(torch.tensor([0, 0, 9]), 1, torch.tensor([1, 1, 1]))
+    k = Progression(torch.tensor([3, 4, 3]), 1, torch.tensor([5, 4, 5]))
+    runs, number = _key_runs(Box(torch.zeros(3, dtype=torch.int64), q, k))
+    assert runs == 2
+    assert number[0] == number[2] != number[1]

@@ -14,8 +14,7 @@ from flexdilated.masks.blocks import _pair_search
 from flexdilated.masks.blocks._pair_search import exact_pairs, pairs_of_queries
 from flexdilated.masks.core._box import Box, Progression
 from flexdilated.testing.strategies import shardings
-from tests.support.strategies import sets, whole_cases
-from tests.support.twins import Twin
+from tests.support.strategies import whole_cases
 
 # W ranks, N tokens
 
@@ -79,25 +78,6 @@ def test_runs_without_queries(steps) -> None:
     assert exact_pairs(masks.neighborhood((120,), 1), Box(at * 0, empty, empty)).tolist() == [0, 0]
 
 
-@settings(max_examples=12)
-@given(data=st.data())
-def test_boxes_anywhere(steps, data: st.DataObject) -> None:
-    """Queries and keys apart, at any positions."""
-    twin: Twin = data.draw(sets(1))
-    numbers = st.lists(st.integers(0, 14 if steps == "in small steps" else 40), min_size=3, max_size=3)
-    q, k, rows, columns = (torch.tensor(data.draw(numbers)) for _ in range(4))
-    try:
-        twin.pattern.check_tokens(range(80), range(80))
-    except ValueError:
-        return  # a block list names keys beyond these, or a grid is smaller
-    boxes = Box(torch.zeros_like(q), Progression(q, 1, rows), Progression(k, 1, columns))
-    expected = [
-        int(twin.rule(0, 1, torch.arange(a, a + m), torch.arange(b, b + n)).sum()) if m and n else 0
-        for a, b, m, n in zip(q.tolist(), k.tolist(), rows.tolist(), columns.tolist(), strict=True)
-    ]
-    assert exact_pairs(twin.pattern.for_head(0, 1), boxes).tolist() == expected
-
-
 @pytest.mark.parametrize(
     ("pattern", "order"),
     [(masks.longnet((2048, 8192, 65536), (1, 4, 32)), "contiguous"), (masks.local_window(left=999, right=0), "zigzag")],
@@ -107,8 +87,15 @@ def test_all_ranks_do_what_one_does(pattern, order) -> None:
     tokens = 140_000
     for rule in (pattern, pattern & masks.causal()):
         described = masks.describe(rule, tokens, num_heads=4)
-        work = work_of_ranks(rule, Sharding(tokens, 7, order), num_heads=4)
-        assert int(work.sum()) == described.useful_pairs
+        assert int(work_of_ranks(rule, Sharding(tokens, 7, order), num_heads=4).sum()) == described.useful_pairs
+
+
+def test_zigzag_balances_what_is_causal() -> None:
+    for pattern in (masks.causal(), masks.longnet((4096, 65536), (1, 16)) & masks.causal()):
+        orders = ("contiguous", "zigzag")
+        work = [work_of_ranks(pattern, Sharding(1 << 16, 8, order), num_heads=2).double() for order in orders]
+        contiguous, zigzag = (float(each.max() / each.mean()) for each in work)
+        assert zigzag < 1.001 < contiguous
 
 
 def test_batch_entries_add_up() -> None:
@@ -117,17 +104,6 @@ def test_batch_entries_add_up() -> None:
     whole = [sum(range(1, 13)), sum(range(13, 25))]
     cut = [sum(range(1, 7)) + sum(range(1, 7)), sum(range(7, 19))]
     assert work.tolist() == [3 * (a + b) for a, b in zip(whole, cut, strict=True)]
-
-
-def test_zigzag_balances_what_is_causal() -> None:
-    for pattern in (masks.causal(), masks.longnet((4096, 65536), (1, 16)) & masks.causal()):
-        contiguous, zigzag = (
-            work_of_ranks(pattern, Sharding(1 << 16, 8, order), num_heads=2) for order in ("contiguous", "zigzag")
-        )
-        assert int(contiguous.sum()) == int(zigzag.sum())
-        assert (
-            float(zigzag.max() / zigzag.double().mean()) < 1.001 < float(contiguous.max() / contiguous.double().mean())
-        )
 
 
 def test_what_does_not_bind_is_refused() -> None:

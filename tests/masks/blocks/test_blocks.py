@@ -13,11 +13,14 @@ from torch import Tensor
 from flexdilated import masks
 from flexdilated.masks.blocks import PackedBlocks, Places, _block_search, _blocks, alike, evaluate
 from flexdilated.masks.blocks._blocks import UNKNOWN, Blocks, build_blocks, estimate_blocks
+from flexdilated.masks.blocks._pair_search import settle_by_diagonals
 from flexdilated.masks.blocks._rule import Rule
+from flexdilated.masks.core._box import Bounds
 from flexdilated.masks.orders._layout import Compact, Layout, Listed
 from flexdilated.masks.planning.lowering import _term
 from flexdilated.masks.planning.lowering._layouts import compact_terms, shared_terms
 from flexdilated.masks.planning.lowering._term import Term
+from tests.masks.core.test_boxes import BOXES, allowed, boxes
 from tests.support import twins
 from tests.support.strategies import (
     Case,
@@ -119,7 +122,7 @@ def small_limits(draw: st.DrawFn) -> list[tuple[Any, str, int]]:
     """Limits at which the search and the building of lists change their ways, as small as the drawn cases need."""
     limits = [
         (_block_search, "_FEW_BLOCKS", 0),
-        (_block_search, "_MOST_LEAVES", draw(st.integers(3, 20))),
+        (_block_search, "_MOST_LEAVES", draw(st.integers(1, 20))),
         (_blocks, "_DOUBTS_AT_ONCE", draw(st.sampled_from([0, 1, 3, 7, 40]))),
         (_block_search, "_FEW_PAIRS", 0),
     ]
@@ -129,19 +132,8 @@ def small_limits(draw: st.DrawFn) -> list[tuple[Any, str, int]]:
     return chosen
 
 
-RATES = st.just(1) | st.integers(1, 7) | st.integers(8, 130)
-
-
-@settings(max_examples=50)
-@given(
-    *(cases(lambda H: sets(H) | with_tables(H) | functions()), RATES, block_sides, block_sides, small_limits()),
-)
-@example(Case.whole(twins.causal() & ~twins.causal(), 1, 30), 1, 8, 8, [])
-def test_lists_are_the_dense_rule(case, rate, q_block, k_block, limits):
-    """Natural and residue-major order, unequal sides, ragged ends, some of the heads, any queries, small limits.
-
-    The lists come back from their compact storage, and blocks of one kind have one mask.
-    """
+def check_lists(case: Case, rate: int, q_block: int, k_block: int, limits: list[tuple[Any, str, int]]) -> None:
+    """The lists are the dense rule's and come back from their compact storage; blocks of one kind have one mask."""
     (term,) = shared_terms(case.twin.pattern, 1, case.bind(), rate)
     pairs = in_blocks(in_order(case, term.q, term.k), q_block, k_block)
     with pytest.MonkeyPatch.context() as patch:
@@ -152,6 +144,42 @@ def test_lists_are_the_dense_rule(case, rate, q_block, k_block, limits):
             assert_lists(blocks, pairs, exact=settle)
             assert_same(PackedBlocks.pack(blocks).unpack(), blocks)
     assert_alike(term, q_block, k_block)
+
+
+MANY_LEAVES = (_block_search, "_MOST_LEAVES", 3)
+RATES = st.just(1) | st.integers(1, 7) | st.integers(8, 130)
+
+
+@settings(max_examples=30)
+@given(cases(lambda H: sets(H) | functions()), RATES, block_sides, block_sides, small_limits())
+@example(Case.whole(twins.causal() & ~twins.causal(), 1, 30), 1, 8, 8, [])
+def test_lists_are_the_dense_rule(case, rate, q_block, k_block, limits):
+    """Natural and residue-major order, unequal sides, ragged ends, some of the heads, any queries, small limits."""
+    check_lists(case, rate, q_block, k_block, limits)
+
+
+@settings(max_examples=30)
+@given(cases(with_tables), block_sides, block_sides, small_limits())
+@example(Case.whole(twins.block_list([[0], [1], [2]], block=8) | twins.strided(3), 1, 24), 4, 4, [MANY_LEAVES])
+def test_lists_of_tables_and_other_rules_are_the_dense_rule(case, q_block, k_block, limits):
+    """In natural order the search begins at the squares that tables list, unless it finds too many blocks."""
+    check_lists(case, 1, q_block, k_block, limits)
+
+
+@given(st.data(), st.integers(1, 3))
+def test_diagonals_settle_what_repeats(data, num_heads):
+    """From bounds without knowledge, on boxes of any steps: exact counts, or the bounds as they were."""
+    twin, box = data.draw(sets(num_heads)), data.draw(boxes(num_heads))
+    none = torch.zeros_like(box.area)
+    where = torch.tensor(data.draw(st.lists(st.booleans(), min_size=BOXES, max_size=BOXES)))
+    found = settle_by_diagonals(twin.pattern, box, Bounds(none, box.area), num_heads=num_heads, where=where)
+    truth, settled = allowed(twin.rule, box, num_heads), found.low == found.high
+    assert torch.equal(found.low[settled], truth[settled])
+    assert (found.low[~settled] == 0).all()
+    assert torch.equal(found.high[~settled], box.area[~settled])
+    assert not (settled & ~where).any()
+    if twin.pattern.period() == 1 and box.q.step == box.k.step:
+        assert torch.equal(settled, where)
 
 
 def test_more_blocks_than_an_int32_counts():

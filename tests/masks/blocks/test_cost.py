@@ -30,8 +30,6 @@ def term_of(pattern: Pattern, num_tokens: int, num_heads: int = 1, rate: int = 1
 
 @pattern_kind("watched")
 class Watched(Pattern):
-    """A pattern that notes how many boxes it was asked about."""
-
     inner: Pattern
     asked: list[int] = field(default_factory=list)
 
@@ -65,7 +63,6 @@ def test_scattered_blocks_are_found_where_they_are_listed(monkeypatch):
     pattern, drawn = masks.random_blocks(tokens), 3 * 3 * tokens // 64
 
     def looked_at(pattern: Pattern) -> int:
-        """The boxes in which a table's entries are counted while blocks are found."""
         boxes, count = [], BlockTable.count
         with monkeypatch.context() as patch:
             patch.setattr(BlockTable, "count", lambda self, t, box: boxes.append(len(t)) or count(self, t, box))
@@ -165,7 +162,6 @@ def test_estimates_are_near(pattern):
 
 @pytest.mark.parametrize(("name", "rate"), [("longnet-5", 16), ("paper-5", 1), ("gigapath-5", 16)])
 def test_estimates_of_branches_are_near(name, rate):
-    """The mean number of blocks a head lists, from a sample."""
     for branch in (masks.longnet(*scaled(LADDERS[name], 2)) & masks.causal()).branches():
         term = term_of(branch, 8192, num_heads=4, rate=rate)
         listed = len(term.blocks(128, 128, settle=False).row) / (max(term.tables()) + 1)

@@ -23,8 +23,6 @@ H, N, D = 2, 40, 8
 
 
 class NoTensors(TorchFunctionMode):
-    """Whoever makes a tensor here fails."""
-
     def __torch_function__(self, func, types, args=(), kwargs=None):
         found = func(*args, **(kwargs or {}))
         assert not isinstance(found, Tensor), f"planning called {func}"
@@ -32,8 +30,6 @@ class NoTensors(TorchFunctionMode):
 
 
 class NoOperations(TorchDispatchMode):
-    """Whoever computes here fails."""
-
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         raise AssertionError(f"planning dispatched {func}")
 
@@ -197,7 +193,6 @@ def test_a_model_is_exported_cold() -> None:
 
 
 def test_nothing_ambient_costs_nothing() -> None:
-    """Where no mode is on, none is entered."""
     from flexdilated.masks.core._ambient import own_modes, plans
 
     assert plans(torch.is_inference_mode_enabled)() is False

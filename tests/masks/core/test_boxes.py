@@ -29,7 +29,6 @@ def twelve(numbers: st.SearchStrategy[int]) -> st.SearchStrategy[Tensor]:
 
 @st.composite
 def progressions(draw: st.DrawFn, step: int | None = None) -> Progression:
-    """Twelve short progressions of one step."""
     first, step = draw(twelve(st.integers(0, 30))), draw(st.integers(1, 6)) if step is None else step
     return Progression(first, step, draw(twelve(st.integers(1, 9))))
 
@@ -53,7 +52,6 @@ def terms(progression: Progression, index: int) -> Tensor:
 
 
 def allowed(rule: oracle.Rule, box: Box, num_heads: int) -> Tensor:
-    """Allowed pairs of each box, one by one."""
     return torch.stack([
         (rule(int(head), num_heads, terms(box.q, index), terms(box.k, index)) > 0).sum()
         for index, head in enumerate(box.head)
@@ -177,7 +175,6 @@ def test_multiples_over_unequal_steps(data, rate):
 
 
 def test_bounds_for_no_boxes():
-    """The builder may ask about an empty list."""
     none = torch.zeros(0, dtype=torch.int64)
     box = Box(none, Progression(none, 1, none), Progression(none, 1, none))
     pattern = masks.per_head([masks.dilated(4, 2) & ~masks.causal(), masks.local_window(left=1, right=1)])

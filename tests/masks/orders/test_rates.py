@@ -91,7 +91,6 @@ def _dense(table: Tensor, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 
 
 def _box_of(num_tokens: int) -> Box:
-    """All pairs of the tokens."""
     return Box(torch.tensor([0]), *[Progression(torch.tensor([0]), 1, torch.tensor([num_tokens]))] * 2)
 
 
@@ -137,7 +136,6 @@ COPRIME = [
 @example(COPRIME[1], 60)
 @example(COPRIME[2], 60)
 def test_told_and_decoded_for_any_numbers(pattern, N):
-    """What is told of a pattern, and one token after the other."""
     pattern = pattern & masks.causal()
     table = multiplicity(pattern.bind(num_heads=1, num_queries=N, num_keys=N), torch.device("cpu"))[0, 0]
     assert masks.layout(pattern, N).rate <= N
@@ -152,7 +150,6 @@ def test_told_and_decoded_for_any_numbers(pattern, N):
 
 
 def _boxes_of(patch: pytest.MonkeyPatch, kind: type[Pattern]) -> list[int]:
-    """How many boxes patterns of this kind are asked about, call by call."""
     asked, count = [], kind.count
 
     def counted(self, box, *, num_heads):

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 import flexdilated as fd
 from flexdilated import masks
 from flexdilated.engines._call import Call
+from flexdilated.masks.blocks import UNKNOWN
 from flexdilated.masks.orders import _tiling
 from flexdilated.masks.orders._tiling import Tiled, Tiling
 from flexdilated.masks.patterns._neighborhood import Neighborhood
@@ -60,14 +61,16 @@ def test_order_is_tile_by_tile(order):
 
 @given(tiled_cases(), block_sides, block_sides, st.sampled_from([7, 1 << 14]))
 def test_blocks_and_their_rule_are_the_neighbourhood_at_its_positions(drawn, q_block, k_block, at_once):
-    """Also where boxes are counted a few at a time."""
+    """Also where boxes are counted a few at a time; counts are exact, so no pair is looked at."""
     case, order = drawn
     (term,) = shared_terms(case.twin.pattern, 1, case.bind(), 1)
     term, positions = replace(term, q=order, k=order), order.positions()
     table = oracle.neighborhood([astuple(axis) for axis in term.rule.axes])(0, 1, positions, positions)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(_tiling, "_RUNS_AT_ONCE", at_once)
-        assert_lists(term.blocks(q_block, k_block), in_blocks(table.expand(case.num_heads, -1, -1), q_block, k_block))
+        blocks = term.blocks(q_block, k_block, settle=False)
+        assert_lists(blocks, in_blocks(table.expand(case.num_heads, -1, -1), q_block, k_block))
+        assert (blocks.pairs != UNKNOWN).all()
     assert_alike(term, q_block, k_block)
     slot, zero = torch.arange(order.num_slots), torch.tensor(0)
     of_builder = Tiled(term.rule, order).mask_mod(num_heads=1, device=torch.device("cpu"))

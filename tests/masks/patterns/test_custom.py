@@ -56,7 +56,6 @@ def test_functions_of_one_side_and_of_short_tables():
 
 
 def test_classify_prunes():
-    """With classify the builder looks at few blocks; without, at all."""
     calls = []
     function, inner = window_by_head(torch.tensor([64])), classify_window(torch.tensor([64]))
 
@@ -107,7 +106,6 @@ def capturing() -> list[masks.Pattern]:
 @pytest.mark.slow
 @pytest.mark.parametrize("engine", ["flex", "tiles"])
 def test_each_runs_with_what_it_captured(engine):
-    """By itself, for changing ints; and the last in one graph with its caller."""
     q, k, v = torch.randn(3, 1, 2, 150, 16)
     patterns = capturing()
     with without_inductor(), torch.no_grad():

@@ -78,7 +78,6 @@ def test_containers_are_told_apart_by_what_is_read_of_them():
 
 
 def test_functions_that_torch_composes():
-    """and_masks and or_masks, alone and inside: what they are lies in what they captured."""
 
     def inside(function):
         return lambda b, h, q, k: function(b, h, q, k) | (q == 0)
@@ -219,77 +218,41 @@ def test_has_no_json():
         masks.from_json(pattern.text)
 
 
-# Where a width may stand, and an expression that reads it there.
-_SOURCES = {
-    "a global": "WIDTH",
-    "a module": "conf.WIDTH",
-    "a module of a module": "outer.conf.WIDTH",
-    "a namespace": "space.WIDTH",
-    "an object": "box.WIDTH",
-    "a class": "Box.WIDTH",
-    "a property": "box.width",
-    "a dict": "table['WIDTH']",
-    "a list": "some[0]",
-    "an array": "array[0]",
-    "a tensor": "tensor[0]",
-    "a slice": "part.start",
-    "a tensor in a slice": "long.start[1000]",
-    "an attribute of a function": "helper.WIDTH",
-    "an attribute of a tensor": "tensor.WIDTH",
-    "a name in a module": "getattr(conf, 'WIDTH')",
-    "a getter": "operator.attrgetter('WIDTH')(conf)",
-    "sys.modules": "sys.modules['drawn_conf'].WIDTH",
-    "an import by name": "__import__('drawn_conf').WIDTH",
-    "a text": "eval('WIDTH')",
-    "its globals": "globals()['WIDTH']",
-    "the globals of a function": "helper.__globals__['WIDTH']",
-    "an import": "imported()",
-    "a module that is chosen": "(conf if some else space).WIDTH",
-    "a default": "with_default()",
-    "a variable that another function binds": "bound()",
-}
-# How a function comes to read it.
-_WAYS = {
-    "in its body": "def rule(b, h, q, k): return q - k < {0}",
-    "in a comprehension": "def rule(b, h, q, k): return sum([q - k == i for i in range(-40, {0})]) > 0",
-    "in a generator": "def rule(b, h, q, k): return sum(q - k < {0} for _ in range(2)) == 2",
-    "in a function of it": "def rule(b, h, q, k): return (lambda x: x < {0})(q - k)",
-    "in a function that it calls": "def below(x): return x < {0}\ndef rule(b, h, q, k): return below(q - k)",
-    "by a variable of its own": "def rule(b, h, q, k):\n    width = {0}\n    return q - k < width",
-    "when it is made": "width = {0}\ndef rule(b, h, q, k): return q - k < width",
-    "by a cell": "def make():\n    width = {0}\n    return lambda b, h, q, k: q - k < width\nrule = make()",
-}
+# Where a width may stand, and how a function comes to read it there.
+_SOURCES = [
+    *("WIDTH", "conf.WIDTH", "getattr(conf, 'WIDTH')", "eval('WIDTH')", "box.width", "table['WIDTH']", "array[0]"),
+    *("tensor[0]", "tensor.WIDTH", "long.start[1000]", "helper.WIDTH", "imported()", "with_default()"),
+]
+_WAYS = [
+    "def rule(b, h, q, k): return q - k < {0}",
+    "def rule(b, h, q, k): return sum([q - k == i for i in range(-40, {0})]) > 0",
+    "def below(x): return x < {0}\ndef rule(b, h, q, k): return below(q - k)",
+    "def make():\n    width = {0}\n    return lambda b, h, q, k: q - k < width\nrule = make()",
+]
 _HELPERS = """
 def helper(x): return x
 def imported():
     from drawn_conf import WIDTH
     return WIDTH
-def make():
-    width = WIDTH
-    return lambda: width
-bound = make()
 def with_default(width=WIDTH): return width
 class Box:
     width = property(lambda self: conf.WIDTH)
+box = Box()
 """
 
 
 @pytest.mark.parametrize("source", _SOURCES)
 def test_a_rule_that_reads_a_changed_value_is_another_pattern(source, monkeypatch):
-    """Wherever the value stands, the patterns before and after the change differ."""
 
     def made(way, width):
         conf, long = types.ModuleType("drawn_conf"), torch.arange(2000)
         conf.WIDTH, long[1000] = width, width
         monkeypatch.setitem(sys.modules, "drawn_conf", conf)
-        scope = {"torch": torch, "sys": sys, "operator": operator, "conf": conf, "WIDTH": width}
-        scope |= {"some": [width], "table": {"WIDTH": width}, "array": numpy.array([width])}
-        scope |= {"tensor": torch.tensor([width]), "part": slice(width, 9), "long": slice(long, None)}
-        scope |= {name: types.SimpleNamespace(conf=conf, WIDTH=width) for name in ("outer", "space")}
+        scope = {"conf": conf, "WIDTH": width, "table": {"WIDTH": width}, "array": numpy.array([width])}
+        scope |= {"tensor": torch.tensor([width]), "long": slice(long, None)}
         exec(_HELPERS, scope)
-        scope["Box"].WIDTH = scope["helper"].WIDTH = scope["tensor"].WIDTH = width
-        scope["box"] = scope["Box"]()
-        exec(_WAYS[way].format(_SOURCES[source]), scope)
+        scope["helper"].WIDTH = scope["tensor"].WIDTH = width
+        exec(way.format(source), scope)
         return masks.custom(scope["rule"])
 
     q, k = torch.arange(40)[:, None], torch.arange(40)

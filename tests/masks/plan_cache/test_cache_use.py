@@ -3,9 +3,6 @@
 The second device is `meta`, which holds shapes and no values: what goes where can be seen without an accelerator.
 """
 
-import threading
-from concurrent.futures import ThreadPoolExecutor
-
 import pytest
 import torch
 from torch.testing import assert_close
@@ -18,6 +15,7 @@ from flexdilated.masks.plan_cache import _cache
 from flexdilated.masks.plan_cache._cache import Cache
 from flexdilated.masks.planning._planner import plan
 from flexdilated.masks.planning.lowering._term import Term
+from tests.masks.plan_cache.test_cache import under_way
 from tests.support.compilers import without_inductor
 
 pytestmark = pytest.mark.usefixtures("without_masks")
@@ -28,14 +26,12 @@ LONGNET = masks.longnet([16, 48], [1, 3]) & masks.causal()
 
 @pytest.fixture
 def cache(monkeypatch) -> Cache:
-    """The process-wide cache, for this test a new one."""
     monkeypatch.setattr(_cache, "_cache", Cache(1 << 30))
     return masks.cache()
 
 
 @pytest.fixture
 def built(monkeypatch) -> list[Term]:
-    """The terms whose block lists were built."""
     terms: list[Term] = []
     build = Term.blocks
 
@@ -100,19 +96,12 @@ def test_a_pattern_is_forgotten_in_every_size_and_on_every_device(cache):
 
 
 def test_a_value_still_being_built_for_a_forgotten_pattern_is_not_kept():
-    cache, building, gate = Cache(100), threading.Event(), threading.Event()
-
-    def build_stale() -> str:
-        building.set()
-        gate.wait(250)
-        return "stale"
+    cache = Cache(100)
 
     def ask(build) -> str:
         return cache.get("key", build, len, pattern=WINDOW.text)
 
-    with ThreadPoolExecutor(1) as pool:
-        stale = pool.submit(ask, build_stale)
-        building.wait(250)
+    with under_way(cache, "stale", pattern=WINDOW.text) as (_, stale, gate):
         assert cache.forget(WINDOW) == 0
         assert ask(lambda: "fresh") == "fresh"  # does not wait for the stale one
         gate.set()

@@ -42,7 +42,6 @@ def nested(draw: st.DrawFn) -> Case:
 
 @pytest.fixture(autouse=True, scope="module")
 def short_strips():
-    """Few rows in a strip, that small problems have many."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(_nested, "_STRIP_ROWS", 4)
         masks.cache().clear()

@@ -108,7 +108,6 @@ def test_plans_say_whether_terms_share_rows(case, may_split):
 @settings(max_examples=10)
 @given(whole_cases(lambda H: longnets()), st.integers(1, 7))
 def test_plans_in_a_layout_are_the_dense_rule(case, rate):
-    """Whichever order such a plan runs in, its terms add up to the pattern."""
     planned = plan(case.bind(), layout=Layout(case.num_keys, rate))
     assert planned.layout in (Layout(case.num_keys, rate), Layout(case.num_keys))
     counts = case.counts()
@@ -137,6 +136,12 @@ def test_options_are_weighed():
         assert min(seconds) == seconds[0]
     assert planned.terms == tuple(term for options in planned.options for term in options[0].terms)
     assert {option.layout for option in planned.options[1]} == {"natural", "residue 4", "compact"}
+
+
+def test_a_branch_that_counts_twice_is_computed_once():
+    window = masks.local_window(left=3, right=0)
+    bound = (window + window + masks.causal()).bind(num_heads=1, num_queries=20, num_keys=20)
+    assert sorted(term.multiplicity for term in plan(bound, allowed=Allowed(masks=False)).terms) == [1, 2]
 
 
 @pytest.mark.parametrize("N", [64, 801, 3001])
@@ -194,7 +199,6 @@ CAUSAL = [
 
 @given(st.sampled_from(CAUSAL), st.integers(1, 40), st.integers(1, 60), st.integers(0, 60), st.integers(0, 30))
 def test_split_causal_terms_are_the_dense_rule(twin, num_queries, num_keys, q_offset, k_offset):
-    """A dense part and a triangle: the same pairs, each once."""
     case = Case(twin, 2, num_queries, num_keys, q_offset, k_offset, 0, 2)
     bound, counts = case.bind(), case.counts()
     for terms in (compact_terms(case.twin.pattern, 1, bound), shared_terms(case.twin.pattern, 1, bound, 1)):

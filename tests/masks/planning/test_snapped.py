@@ -65,7 +65,6 @@ composed = st.one_of(
 
 
 def snapped(pattern, side, is_causal=False):
-    """A pattern before and after, with or without the past alone."""
     found = masks.snapped(pattern, side).pattern
     return tuple(each & masks.causal() if is_causal else each for each in (pattern, found))
 

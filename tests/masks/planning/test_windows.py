@@ -138,7 +138,6 @@ def test_out_lse_and_gradients_are_the_dense_rule(data, form, turn):
 
 
 def randn(*shape: int, order: tuple[int, ...]) -> Tensor:
-    """Numbers whose dims lie in this order in memory."""
     generator = torch.Generator().manual_seed(sum(shape))
     x = torch.randn([shape[dim] for dim in order], generator=generator, dtype=torch.float64)
     return x.permute([order.index(dim) for dim in range(len(shape))])
@@ -167,8 +166,6 @@ def test_entries_are_one_sequence_only_where_the_rule_repeats(data, tokens, time
 
 
 class Dispatched(TorchDispatchMode):
-    """Counts the operations of torch that run."""
-
     def __init__(self) -> None:
         super().__init__()
         self.count = 0
@@ -282,7 +279,6 @@ def test_a_run_time_factor_leaves_every_way_open(name):
 
 
 def test_grids_are_tiled_in_each_document():
-    """Packed grids: each in tiles, as one term."""
     grid, tokens = masks.neighborhood((8, 32, 32), 3), 1 << 13
     (term,) = planned(grid.per_document(torch.arange(2 * tokens) // tokens), 2 * tokens).terms
     (alone,) = planned(grid, tokens).terms

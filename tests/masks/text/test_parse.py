@@ -215,7 +215,8 @@ BAD = [
 def test_errors_say_what_and_where(text, column, says):
     with pytest.raises(ValueError, match=re.escape(says)) as caught:
         masks.parse(text)
-    assert isinstance(caught.value.__cause__, ValueError) == (": offset must" in says or ": segment must" in says)
+    if says.startswith("dilated: "):  # refused by the constructor
+        assert isinstance(caught.value.__cause__, ValueError | TypeError)
     what, shown, caret = str(caught.value).split("\n")
     assert what.endswith(f"; at column {column}:")
     place = caret.index("^")
