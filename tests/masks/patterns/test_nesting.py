@@ -83,21 +83,6 @@ def test_the_union_of_two_branches_of_a_sum_can_be_made(one, other) -> None:
         assert ((one + other) & masks.strided(7)).union.depth <= MOST
 
 
-def test_a_sum_at_the_limit_is_attended_to() -> None:
-    def alternating(levels: int) -> Any:
-        pattern: Any = C
-        for index in range(levels):
-            pattern = WRAPPERS["intersection" if index % 2 else "union"](pattern, index)
-        return pattern
-
-    pattern = (alternating(MOST - 2) & masks.strided(2)) + (
-        alternating(3) & masks.local_window(left=4, right=4) & masks.strided(2)
-    )
-    assert pattern.depth == MOST - 1
-    assert pattern.union.depth <= MOST
-    assert masks.describe(pattern, 9).useful_pairs > 0
-
-
 @pytest.mark.parametrize("wrap", [name for name in WRAPPERS if name not in ("complement", "union", "intersection")])
 def test_one_level_more_is_refused(wrap) -> None:
     """By the constructor itself, and in JSON and in an expression alike."""
