@@ -11,12 +11,12 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from flexdilated import masks
-from flexdilated.masks.blocks import PackedBlocks, Places, _block_search, _blocks, alike, evaluate
+from flexdilated.masks.blocks import BlockPlaces, PackedBlocks, _block_search, _blocks, alike, evaluate
 from flexdilated.masks.blocks._blocks import UNKNOWN, Blocks, build_blocks, estimate_blocks
 from flexdilated.masks.blocks._pair_search import settle_by_diagonals
 from flexdilated.masks.blocks._rule import Rule
 from flexdilated.masks.core._box import Bounds
-from flexdilated.masks.orders._layout import Compact, Layout, Listed
+from flexdilated.masks.orders._layout import Compact, Layout, ListedOrder
 from flexdilated.masks.planning.lowering import _term
 from flexdilated.masks.planning.lowering._layouts import compact_terms, shared_terms
 from flexdilated.masks.planning.lowering._term import Term
@@ -82,7 +82,7 @@ def assert_alike(term: Term, q_block: int, k_block: int) -> int:
     rule, shape = term.table_rule(), (term.q.num_slots, term.k.num_slots, q_block, k_block)
     sides = [-(-slots // side) for slots, side in zip(shape[:2], shape[2:], strict=True)]
     everywhere = [torch.arange(number) for number in (len(rule.heads), *sides)]
-    places = Places(*torch.cartesian_prod(*everywhere).unbind(1))
+    places = BlockPlaces(*torch.cartesian_prod(*everywhere).unbind(1))
     number, one_of_each = alike(rule, places, shape)
     tiles = torch.cat(list(evaluate(rule, places, shape)))
     assert torch.equal(number[one_of_each], torch.arange(len(one_of_each)))
@@ -251,7 +251,7 @@ def test_heads_of_one_rule_share_a_table():
 def test_squares_are_no_beginning_where_one_side_has_an_order_of_its_own() -> None:
     """Tables list squares of positions: slots of queries that lie apart are none."""
     pattern = masks.block_list([[0], [1], [2], [3], [4]], block=8)
-    queries = Listed((range(8, 16), range(32, 40)))
+    queries = ListedOrder((range(8, 16), range(32, 40)))
     rule = Rule(pattern, 1, (0,), queries.pieces(0), Layout(40).pieces(0))
     found = build_blocks(rule, q_block=8, k_block=8)
     assert list(zip(found.row.tolist(), found.column.tolist(), strict=True)) == [(0, 1), (1, 4)]

@@ -34,7 +34,7 @@ TWINS = [
 ]
 
 
-@pytest.mark.parametrize("engine", ["tiles", "portable", "reference"])
+@pytest.mark.parametrize("engine", ["aten", "portable", "reference"])
 def test_large_numbers_do_not_overflow(engine):
     q, k, v = torch.randn(3, 1, 2, 40, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
     for large, small in TWINS:

@@ -109,6 +109,6 @@ def test_tables_that_end_too_early_say_where():
     pattern = masks.custom(lambda b, h, q, k: table[q] >= k)
     assert masks.block_mask(pattern, 200, num_heads=1).shape == (1, 1, 200, 200)
     says = r"custom\(<lambda>\) must be defined for heads 0 to 0, queries .* to 299, keys 0"
-    for engine in ("tiles", "flex"):
+    for engine in ("aten", "flex"):
         with torch.no_grad(), pytest.raises(ValueError, match=says):
             fd.attend(*torch.randn(3, 1, 1, 300, 16), pattern, engine=engine)

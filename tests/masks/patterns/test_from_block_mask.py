@@ -283,7 +283,7 @@ def test_adjusted_and_sliced_ones() -> None:
 LENGTHS = r"ends at its lengths, 40 queries and 30 keys: .* masks\.custom\(mask_mod\); got"
 
 
-@pytest.mark.parametrize("engine", [None, "reference", "flex", "tiles", "portable"])
+@pytest.mark.parametrize("engine", [None, "reference", "flex", "aten", "portable"])
 def test_longer_sequences_are_refused(engine: str | None) -> None:
     for made in (
         create_block_mask(causal, None, None, 40, 30, device="cpu", BLOCK_SIZE=8),

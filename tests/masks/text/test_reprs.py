@@ -21,7 +21,7 @@ MANY = [[*range(1, 301)], [1] * 300]
 CONFIG = fd.LongNetConfig(
     vocab_size=8, embed_dim=16, num_heads=4, depth=1, segment_lengths=(16, 64), dilation_rates=(1, 4), causal=True
 )
-DEFAULT = "engine=None (tiles on CPU, flex on CUDA)"
+DEFAULT = "engine=None (aten on CPU, flex on CUDA)"
 
 
 @pytest.fixture
@@ -32,7 +32,7 @@ def mesh():
 
 
 OWN = f"{PATTERN!r}, scale=None, enable_gqa=False"
-FED = {"sinks": True, "num_heads": 2, "block_size": 64, "autotune": True, "engine": "tiles"}
+FED = {"sinks": True, "num_heads": 2, "block_size": 64, "autotune": True, "engine": "aten"}
 
 
 @pytest.mark.parametrize(
@@ -41,7 +41,7 @@ FED = {"sinks": True, "num_heads": 2, "block_size": 64, "autotune": True, "engin
         (fd.BlockSparseAttention(PATTERN), f"{OWN}, {DEFAULT}"),
         (
             fd.BlockSparseAttention(PATTERN, **FED),
-            f"{OWN}, engine='tiles', sinks=True, num_heads=2, block_size=(64, 64), autotune=True",
+            f"{OWN}, engine='aten', sinks=True, num_heads=2, block_size=(64, 64), autotune=True",
         ),
         (
             fd.DilatedAttention([16, 64], [1, 4], causal=True, scale=0.5, enable_gqa=True, engine="flex"),
@@ -89,8 +89,8 @@ def test_long_patterns_are_cut() -> None:
 
 
 def test_a_key_value_cache() -> None:
-    cache = fd.KVCache(masks.local_window(left=9, right=0), num_heads=2, engine="tiles")
-    own = f"KVCache({cache.pattern!r}, num_heads=2, engine='tiles'"
+    cache = fd.KVCache(masks.local_window(left=9, right=0), num_heads=2, engine="aten")
+    own = f"KVCache({cache.pattern!r}, num_heads=2, engine='aten'"
     assert repr(cache) == f"{own}: 0 tokens seen, 0 keys kept in 0 B)"
     cache.append(*torch.randn(2, 1, 2, 1200, 8))
     assert 10 <= cache.num_kept < 1200
