@@ -1,5 +1,6 @@
 """Rows: the keys of one query, in closed form or searched, are those of the dense rule."""
 
+import operator
 from unittest import mock
 
 import torch
@@ -10,8 +11,11 @@ from flexdilated.engines._rows import branch_rules
 from flexdilated.masks.attended import _row
 from tests.support import strategies
 
+STEPS = strategies.strided_kinds() | strategies.dilated_windows()
+PROGRESSIONS = st.builds(operator.or_, STEPS, STEPS)  # that may meet
 
-@settings(max_examples=40)
+
+@settings(max_examples=50)
 @given(data=st.data(), base=st.sampled_from([0, 0, 2**30]))
 def test_closed_forms_are_the_rules(data: st.DataObject, base: int) -> None:
     """Of any set: ranges without overlap, none of them empty, of just the keys that are seen, wherever these lie.
@@ -19,7 +23,7 @@ def test_closed_forms_are_the_rules(data: st.DataObject, base: int) -> None:
     At 2^30 a list of all keys before would not end.
     """
     num_heads = data.draw(st.integers(1, 3))
-    pattern = data.draw(strategies.sets(num_heads)).pattern
+    pattern = data.draw(strategies.sets(num_heads) | PROGRESSIONS).pattern
     query, begin = (base + data.draw(st.integers(0, 40)) for _ in range(2))
     keys = range(begin, begin + data.draw(st.integers(0, 40)))
     allowed = pattern.mask_mod(num_heads=num_heads, device=torch.device("cpu"))

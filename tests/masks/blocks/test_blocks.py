@@ -146,6 +146,8 @@ def check_lists(case: Case, rate: int, q_block: int, k_block: int, limits: list[
     assert_alike(term, q_block, k_block)
 
 
+NEAR, LISTED = twins.local_window(left=5, right=2), twins.block_list([[0], [1], [2]], block=8)
+DOUBTFUL = NEAR | twins.chunked(4) | twins.strided(8)
 MANY_LEAVES = (_block_search, "_MOST_LEAVES", 3)
 RATES = st.just(1) | st.integers(1, 7) | st.integers(8, 130)
 
@@ -153,6 +155,7 @@ RATES = st.just(1) | st.integers(1, 7) | st.integers(8, 130)
 @settings(max_examples=30)
 @given(cases(lambda H: sets(H) | functions()), RATES, block_sides, block_sides, small_limits())
 @example(Case.whole(twins.causal() & ~twins.causal(), 1, 30), 1, 8, 8, [])
+@example(Case.whole(DOUBTFUL & twins.causal(), 1, 90), 8, 8, 8, [])  # settled by diagonals
 def test_lists_are_the_dense_rule(case, rate, q_block, k_block, limits):
     """Natural and residue-major order, unequal sides, ragged ends, some of the heads, any queries, small limits."""
     check_lists(case, rate, q_block, k_block, limits)
@@ -160,7 +163,8 @@ def test_lists_are_the_dense_rule(case, rate, q_block, k_block, limits):
 
 @settings(max_examples=30)
 @given(cases(with_tables), block_sides, block_sides, small_limits())
-@example(Case.whole(twins.block_list([[0], [1], [2]], block=8) | twins.strided(3), 1, 24), 4, 4, [MANY_LEAVES])
+@example(Case.whole(LISTED | twins.strided(3), 1, 24), 4, 4, [MANY_LEAVES])
+@example(Case.whole((LISTED | NEAR | twins.first_tokens(3)) & twins.causal(), 1, 24), 4, 4, [])
 def test_lists_of_tables_and_other_rules_are_the_dense_rule(case, q_block, k_block, limits):
     """In natural order the search begins at the squares that tables list, unless it finds too many blocks."""
     check_lists(case, 1, q_block, k_block, limits)

@@ -51,6 +51,7 @@ def test_large_numbers_do_not_overflow(engine):
         (masks.neighborhood((96,), kernel_size=6, rate=5, stride=4, causal=True), 1),
         (masks.neighborhood((12, 8), (1, 0), rate=(2, 5)), 3),
         (masks.neighborhood((4, 5, 6), 1, rate=(1, 1, 2)), 0),
+        (masks.neighborhood((96,), kernel_size=5, rate=3, stride=2, wrap=True), 1),
     ],
 )
 def test_bounds_by_distance_are_sound(pattern, most, monkeypatch):
