@@ -44,6 +44,7 @@ FORMS: dict[str, Callable[[masks.Pattern, Tensor], masks.Pattern | masks.Mixture
     "causal": lambda t, seen: CAUSAL & t,
     "full": lambda t, seen: t,
     "window": lambda t, seen: masks.local_window(left=2, right=1) & t,
+    "past": lambda t, seen: masks.local_window(left=4, right=0) & t,
     "longnet": lambda t, seen: LONGNET & t,
     "strided": lambda t, seen: masks.strided(3) & CAUSAL & t,
     "some keys": lambda t, seen: CAUSAL & t & masks.visible_keys(seen),
@@ -115,7 +116,7 @@ def test_terms_add_up_to_the_rule_in_any_way(case, turn):
             assert torch.equal(weight_of_all(found.terms, counts.shape), counts)
 
 
-@settings(max_examples=30)
+@settings(max_examples=60)
 @given(st.data(), st.sampled_from(sorted(FORMS | ANEW)), st.integers(0, 4))
 def test_out_lse_and_gradients_are_the_dense_rule(data, form, turn):
     """Of any packing: windows apart, as folds or, where they are of too many kinds, in one list of blocks."""
