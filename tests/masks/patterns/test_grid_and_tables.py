@@ -3,6 +3,7 @@
 import json
 from bisect import bisect_left
 from math import prod
+from unittest import mock
 
 import pytest
 import torch
@@ -12,7 +13,7 @@ from hypothesis import strategies as st
 from flexdilated import masks
 from flexdilated.masks.core._box import Box, Progression
 from flexdilated.masks.orders import Tiling
-from flexdilated.masks.patterns import _block_list, _random_blocks
+from flexdilated.masks.patterns import _block_list, _grid, _random_blocks
 from flexdilated.masks.patterns._grid import Axis
 from flexdilated.masks.planning import plan
 from tests.masks.core.test_boxes import BOXES, allowed, assert_sound, progressions
@@ -168,11 +169,48 @@ WIDE = Axis(1 << 20, 1 << 16, stride=5000)  # in groups of thousands
     ],
 )
 def test_groups_of_many_queries_are_counted_exactly(axis, q, k):
-    sides = [Progression(torch.tensor([side.start]), side.step, torch.tensor([len(side)])) for side in (q, k)]
-    found = axis.count(torch.tensor([0]), *sides)
-    windows = [window for query in q for window in axis.seen(query, query)]
-    truth = sum(bisect_left(k, window.stop) - bisect_left(k, window.start) for window in windows)
-    assert found.low.tolist() == found.high.tolist() == [truth]
+    found = axis.count(torch.tensor([0]), progression([q]), progression([k]))
+    assert found.low.tolist() == found.high.tolist() == [pairs_along(axis, q, k)]
+
+
+def progression(ranges: list[range]) -> Progression:
+    first, count = ([each.start for each in ranges], [len(each) for each in ranges])
+    return Progression(torch.tensor(first), ranges[0].step, torch.tensor(count))
+
+
+def pairs_along(axis: Axis, q: range, k: range) -> int:
+    def seen(window: range) -> int:
+        if window.step > 1:
+            return sum(key in window for key in k)
+        return bisect_left(k, window.stop) - bisect_left(k, window.start)
+
+    return sum(seen(window) for query in q if query < axis.length for window in axis.seen(query, query))
+
+
+@st.composite
+def axes(draw: st.DrawFn) -> Axis:
+    rate, size = draw(st.integers(1, 4)), draw(st.integers(1, 20))
+    stride = draw(st.integers(1, size))
+    if draw(st.booleans()):  # an axis that wraps and is longer than a window
+        return Axis(rate * stride * (size // stride + draw(st.integers(1, 9))), size, rate, stride, wraps=True)
+    return Axis(rate * size + draw(st.integers(0, 40)), size, rate, stride, draw(st.booleans()))
+
+
+@given(axes(), st.data(), st.sampled_from([64, 64, 1]))
+def test_counts_along_an_axis(axis: Axis, data: st.DataObject, most: int):
+    """Exact for equal steps of queries and keys if there are few residue classes, else bounds."""
+    steps = [data.draw(st.integers(1, 12)) for _ in range(2)]
+    starts, counts = (st.lists(st.integers(0, last), min_size=20, max_size=20) for last in (axis.length + 5, 30))
+    q, k = (
+        [range(a, a + step * n, step) for a, n in zip(data.draw(starts), data.draw(counts), strict=True)]
+        for step in (steps[0], data.draw(st.sampled_from(steps)))
+    )
+    truth = torch.tensor([pairs_along(axis, *each) for each in zip(q, k, strict=True)])
+    with mock.patch.object(_grid, "_MOST_CLASSES", most):
+        found = axis.count(torch.zeros(20, dtype=torch.int64), progression(q), progression(k))
+    assert_sound(found, truth, torch.tensor([len(a) * len(b) for a, b in zip(q, k, strict=True)]))
+    if q[0].step == k[0].step and most > 1:
+        assert torch.equal(found.low, found.high)
 
 
 @given(st.one_of(random_blocks(), block_lists()), st.data())
