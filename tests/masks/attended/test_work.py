@@ -14,7 +14,8 @@ from flexdilated.masks.blocks import _pair_search
 from flexdilated.masks.blocks._pair_search import exact_pairs, pairs_of_queries
 from flexdilated.masks.core._box import Box, Progression
 from flexdilated.testing.strategies import shardings
-from tests.support.strategies import whole_cases
+from tests.support.strategies import sets, whole_cases
+from tests.support.twins import Twin
 
 # W ranks, N tokens
 
@@ -76,6 +77,25 @@ def test_runs_without_queries(steps) -> None:
     assert pairs_of_queries(masks.chunked(2), at[:0], at[:0], 7).tolist() == []
     empty = Progression(at * 0, 1, at * 0)
     assert exact_pairs(masks.neighborhood((120,), 1), Box(at * 0, empty, empty)).tolist() == [0, 0]
+
+
+@settings(max_examples=12)
+@given(data=st.data())
+def test_boxes_anywhere(steps, data: st.DataObject) -> None:
+    """Queries and keys apart, at any positions."""
+    twin: Twin = data.draw(sets(1))
+    numbers = st.lists(st.integers(0, 14 if steps == "in small steps" else 40), min_size=3, max_size=3)
+    q, k, rows, columns = (torch.tensor(data.draw(numbers)) for _ in range(4))
+    try:
+        twin.pattern.check_tokens(range(80), range(80))
+    except ValueError:
+        return  # a block list names keys beyond these, or a grid is smaller
+    boxes = Box(torch.zeros_like(q), Progression(q, 1, rows), Progression(k, 1, columns))
+    expected = [
+        int(twin.rule(0, 1, torch.arange(a, a + m), torch.arange(b, b + n)).sum()) if m and n else 0
+        for a, b, m, n in zip(q.tolist(), k.tolist(), rows.tolist(), columns.tolist(), strict=True)
+    ]
+    assert exact_pairs(twin.pattern.for_head(0, 1), boxes).tolist() == expected
 
 
 @pytest.mark.parametrize(
