@@ -196,16 +196,19 @@ def axes(draw: st.DrawFn) -> Axis:
     return Axis(rate * size + draw(st.integers(0, 40)), size, rate, stride, draw(st.booleans()))
 
 
-@settings(max_examples=40)
+@settings(max_examples=50)
 @given(axes(), st.data(), st.sampled_from([64, 1]))
 def test_counts_along_an_axis(axis: Axis, data: st.DataObject, most: int):
     """Exact for equal steps of queries and keys if there are few residue classes, else bounds."""
     steps = [data.draw(st.integers(1, 12)) for _ in range(2)]
-    starts, counts = (st.lists(st.integers(0, last), min_size=20, max_size=20) for last in (axis.length + 5, 30))
-    q, k = (
-        [range(a, a + step * n, step) for a, n in zip(data.draw(starts), data.draw(counts), strict=True)]
-        for step in (steps[0], data.draw(st.sampled_from(steps)))
-    )
+    # Near one another and of few places, as single pairs tell the most, or anywhere.
+    reach, longest = data.draw(st.sampled_from([(axis.size * axis.rate, 2), (axis.length, 30)]))
+    numbers = st.tuples(*(st.integers(*ends) for ends in ((0, axis.length + 5), (-reach, reach), (0, longest))))
+    drawn = data.draw(st.lists(st.tuples(numbers, st.integers(0, longest)), min_size=20, max_size=20))
+    q_step, k_step = steps[0], data.draw(st.sampled_from(steps))
+    q = [range(first, first + q_step * count, q_step) for (first, _, count), _ in drawn]
+    starts = [max(0, first + ahead) for (first, ahead, _), _ in drawn]
+    k = [range(start, start + k_step * count, k_step) for start, (_, count) in zip(starts, drawn, strict=True)]
     truth = torch.tensor([pairs_along(axis, *each) for each in zip(q, k, strict=True)])
     with mock.patch.object(_grid, "_MOST_CLASSES", most):
         found = axis.count(torch.zeros(20, dtype=torch.int64), progression(q), progression(k))
