@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -117,12 +118,21 @@ DECODERS = ["llama", "qwen3", "mistral", "gemma3", "gpt-oss", "llama4", "gpt2"]
 
 
 def model_of(name: str, **options: Any) -> Any:
-    """A model of a family, the same at each call; options change its config."""
-    register()
+    """A model of a family, the same at each call; options change its config. Built once, and copied."""
+    return copy.deepcopy(_built(name, **options))
+
+
+@cache
+def _built(name: str, **options: Any) -> Any:
     family = FAMILIES[name]
+    return of_class(family.model, family.config, **{**family.options, **options})
+
+
+def of_class(name: str, config: str, **options: Any) -> Any:
+    """A model of transformers with random weights, the same at each call."""
+    register()
     torch.manual_seed(0)
-    config = getattr(transformers, family.config)(**{**family.options, **options})
-    return getattr(transformers, family.model)(config).eval()
+    return getattr(transformers, name)(getattr(transformers, config)(**options)).eval()
 
 
 @cache

@@ -57,40 +57,9 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def run(script: str, folder: Path) -> list[str]:
-    """What a new process prints."""
-    path = [each for each in sys.path if each != str(vision.FOLDER)]  # whose import fails there
-    begin = f"import sys; sys.path[:] = {path!r}\nfolder = {str(folder)!r}\n"
-    return subprocess.run(
-        [sys.executable, "-c", begin + script], check=True, capture_output=True, text=True
-    ).stdout.splitlines()
-
-
-def test_without_this_library_loading_fails(folders: Path) -> None:
-    """By any class, also the text model of a composite one."""
-    script = """
-import transformers
-for kind, name in (
-    ("AutoModel", "llama"), ("AutoModelForCausalLM", "llama"), ("LlamaForCausalLM", "llama"),
-    ("AutoModelForImageTextToText", "llava"), ("LlamaForCausalLM", "llava"), ("AutoModelForSeq2SeqLM", "bart"),
-):
-    try:
-        getattr(transformers, kind).from_pretrained(f"{folder}/{name}")
-    except ValueError as error:
-        print(error)
-print("flexdilated" in sys.modules)
-"""
-    *said, imported = run(script, folders)
-    assert len(said) == 6
-    assert all(each.startswith(REFUSED) for each in said)
-    assert imported == "False"
-
-
-def test_with_this_library_it_attends_by_the_pattern(folders: Path) -> None:
-    """Registered, it loads, and asks for set_pattern at the first pass; then its logits are those before saving."""
-    script = """
+WITH_THIS_LIBRARY = """
 import torch
-from transformers import AutoModelForCausalLM
+import transformers
 from flexdilated.integrations.transformers import register, set_pattern
 tokens = torch.randint(3, 97, (2, 50), generator=torch.Generator().manual_seed(1))
 def tried(call):
@@ -98,29 +67,8 @@ def tried(call):
         return call()
     except ValueError as error:
         print(error)
-load = lambda: AutoModelForCausalLM.from_pretrained(f"{folder}/llama")
+load = lambda: transformers.AutoModelForCausalLM.from_pretrained(f"{folder}/llama")
 tried(load)
-register()
-model = load()
-tried(lambda: model(tokens))
-set_pattern(model)
-with torch.no_grad():
-    print(torch.equal(model(tokens).logits, torch.load(f"{folder}/logits")))
-model.save_pretrained(f"{folder}/again")
-"""
-    unregistered, without, equal = run(script, folders)
-    assert unregistered.startswith(REFUSED)
-    assert "call flexdilated.integrations.transformers.set_pattern(model)" in without
-    assert equal == "True"
-    first, again = (json.loads((folders / name / "config.json").read_text()) for name in ("llama", "again"))
-    assert again == first
-
-
-def test_a_model_that_is_saved_before_its_patterns_are_set_keeps_the_refusal(folders: Path) -> None:
-    """Loaded as it asks or as a dense one; the file is the same then, also of a composite model."""
-    script = """
-import transformers
-from flexdilated.integrations.transformers import register
 register()
 register()
 for number, (kind, name, how) in enumerate((
@@ -131,25 +79,70 @@ for number, (kind, name, how) in enumerate((
     model = getattr(transformers, kind).from_pretrained(f"{folder}/{name}", **how)
     model.save_pretrained(f"{folder}/unset-{number}")
     print(model.config._attn_implementation)
+model = load()
+tried(lambda: model(tokens))
+set_pattern(model)
+with torch.no_grad():
+    print(torch.equal(model(tokens).logits, torch.load(f"{folder}/logits")))
+model.save_pretrained(f"{folder}/again")
 """
-    assert run(script, folders) == ["flexdilated", "sdpa", "eager"]
-    for number, name in enumerate(("llama", "llama", "llava")):
-        first, again = (json.loads((folders / each / "config.json").read_text()) for each in (name, f"unset-{number}"))
-        for part in (None, "text_config", "vision_config") if name == "llava" else (None,):
-            whole, kept = (each if part is None else each[part] for each in (first, again))
-            assert kept["attn_implementation"] == "flexdilated"
-            assert kept["flexdilated_patterns"] == whole["flexdilated_patterns"]
-    script = """
+WITHOUT_IT = """
 import transformers
-for kind, number in (("AutoModelForCausalLM", 0), ("LlamaForCausalLM", 1), ("AutoModelForImageTextToText", 2)):
+for kind, name in (
+    ("AutoModel", "llama"), ("AutoModelForCausalLM", "llama"), ("LlamaForCausalLM", "llama"),
+    ("AutoModelForImageTextToText", "llava"), ("LlamaForCausalLM", "llava"), ("AutoModelForSeq2SeqLM", "bart"),
+    ("AutoModelForCausalLM", "unset-0"), ("LlamaForCausalLM", "unset-1"), ("AutoModelForImageTextToText", "unset-2"),
+):
     try:
-        getattr(transformers, kind).from_pretrained(f"{folder}/unset-{number}")
+        getattr(transformers, kind).from_pretrained(f"{folder}/{name}")
     except ValueError as error:
         print(error)
+print("flexdilated" in sys.modules)
 """
-    said = run(script, folders)
-    assert len(said) == 3
+
+
+@pytest.fixture(scope="module")
+def printed(folders: Path) -> list[list[str]]:
+    """By a new process with this library, which loads and saves, and then by one without it, which loads."""
+    path = [each for each in sys.path if each != str(vision.FOLDER)]  # whose import fails there
+    begin = f"import sys; sys.path[:] = {path!r}\nfolder = {str(folders)!r}\n"
+    command, how = [sys.executable, "-c"], {"check": True, "capture_output": True, "text": True}
+    scripts = (WITH_THIS_LIBRARY, WITHOUT_IT)
+    return [subprocess.run([*command, begin + each], **how).stdout.splitlines() for each in scripts]
+
+
+def config_in(folder: Path) -> dict[str, Any]:
+    return json.loads((folder / "config.json").read_text())
+
+
+def test_without_this_library_loading_fails(printed: list[list[str]]) -> None:
+    """By any class, also the text model of a composite one, and a model that was saved before its patterns were set."""
+    *said, imported = printed[1]
+    assert len(said) == 9
     assert all(each.startswith(REFUSED) for each in said)
+    assert imported == "False"
+
+
+def test_with_this_library_it_attends_by_the_pattern(printed: list[list[str]], folders: Path) -> None:
+    """Registered, it loads, and asks for set_pattern at the first pass; then its logits are those before saving."""
+    unregistered, *implementations, without, equal = printed[0]
+    assert unregistered.startswith(REFUSED)
+    assert implementations == ["flexdilated", "sdpa", "eager"]
+    assert "call flexdilated.integrations.transformers.set_pattern(model)" in without
+    assert equal == "True"
+    assert config_in(folders / "again") == config_in(folders / "llama")
+
+
+@pytest.mark.parametrize(("name", "number"), [("llama", 0), ("llama", 1), ("llava", 2)])
+def test_a_model_that_is_saved_before_its_patterns_are_set_keeps_them(
+    printed: list[list[str]], folders: Path, name: str, number: int
+) -> None:
+    """Loaded as it asks or as a dense one; the file is the same then, also of a composite model."""
+    first, again = config_in(folders / name), config_in(folders / f"unset-{number}")
+    for part in (None, "text_config", "vision_config") if name == "llava" else (None,):
+        whole, kept = (each if part is None else each[part] for each in (first, again))
+        assert kept["attn_implementation"] == "flexdilated"
+        assert kept["flexdilated_patterns"] == whole["flexdilated_patterns"]
 
 
 @pytest.mark.parametrize("made", [llava, bart])
@@ -162,15 +155,6 @@ def test_a_composite_model_gets_its_patterns_back(folders: Path, made: Any) -> N
     want, found = ([layer_pattern(each) for each in attention_layers(x)] for x in (model, loaded))
     assert found == want
     assert sum(own is not None for own, _ in found) == 1
-
-
-def test_no_pattern_leaves_nothing_to_load(tmp_path: Path) -> None:
-    """A model whose patterns were taken away is saved as the dense model that it is."""
-    model = model_of("llama")
-    before = model.config.to_dict()
-    set_pattern(model, WINDOW)
-    set_pattern(model, {})
-    assert model.config.to_dict() == before
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
