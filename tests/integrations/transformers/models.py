@@ -124,15 +124,11 @@ def model_of(name: str, **options: Any) -> Any:
 
 @cache
 def _built(name: str, **options: Any) -> Any:
-    family = FAMILIES[name]
-    return of_class(family.model, family.config, **{**family.options, **options})
-
-
-def of_class(name: str, config: str, **options: Any) -> Any:
-    """A model of transformers with random weights, the same at each call."""
     register()
+    family = FAMILIES[name]
     torch.manual_seed(0)
-    return getattr(transformers, name)(getattr(transformers, config)(**options)).eval()
+    config = getattr(transformers, family.config)(**{**family.options, **options})
+    return getattr(transformers, family.model)(config).eval()
 
 
 @cache

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from functools import cache
+from functools import cache, partial
 from itertools import accumulate, pairwise
 from typing import Any
 
@@ -22,7 +23,7 @@ from flexdilated import masks
 from flexdilated.integrations.transformers import FlexdilatedCache, set_pattern
 from flexdilated.integrations.transformers._documents import _RUNNING, _RUNNING_IN_THREAD
 
-from .models import model_of, of_class, tokens
+from .models import model_of, tokens
 from .tiny import tiny_model
 
 pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::DeprecationWarning", "ignore::UserWarning")
@@ -31,11 +32,6 @@ pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::Deprec
 
 N = 50
 LONGNET = masks.longnet((4, 16), (1, 2))
-_SIZES: dict[str, Any] = {"vocab_size": 97, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
-_TEXT: dict[str, Any] = {**_SIZES, "intermediate_size": 48, "num_key_value_heads": 2}
-_AXES = {**_TEXT, "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [2, 1, 1]}}
-
-
 MAKE = {
     "llama": lambda: model_of("llama"),
     "mistral": lambda: model_of("mistral"),
@@ -43,8 +39,8 @@ MAKE = {
     "bert": lambda: model_of("bert"),
     "modernbert": lambda: model_of("modernbert", local_attention=500),
     "llama 4": lambda: model_of("llama4", attention_chunk_size=500, num_hidden_layers=2),
-    "clip": lambda: of_class("CLIPTextModel", "CLIPTextConfig", **_SIZES, intermediate_size=48, eos_token_id=96),
-    "qwen2.5-vl": lambda: of_class("Qwen2_5_VLTextModel", "Qwen2_5_VLTextConfig", **_AXES),
+    "clip": lambda: tiny_model("clip_text_model", "CLIPTextModel", eos_token_id=96).eval(),
+    "qwen2.5-vl": lambda: tiny_model("qwen2_5_vl_text", "Qwen2_5_VLTextModel").eval(),
 }
 ENCODERS, WITH_AXES = ("bert", "modernbert"), ("qwen2.5-vl",)
 ALL_PAIRS = [name for name in MAKE if name != "mistral"]  # which has a window
@@ -321,33 +317,6 @@ def test_a_layer_without_a_mask_of_ours_is_not_recomputed() -> None:
     torch.testing.assert_close(model(ids, position_ids=positions).logits, want, rtol=0, atol=1e-5)
 
 
-@pytest.mark.parametrize(
-    ("family", "name", "said"),
-    [
-        ("bart", "BartForCausalLM", "BartDecoder does not use position_ids"),
-        ("qwen3_next", "Qwen3NextForCausalLM", "Qwen3NextModel mixes tokens outside of its attention"),
-        ("mobilebert", "MobileBertForMaskedLM", "MobileBertModel mixes tokens outside of its attention"),
-    ],
-)
-@torch.no_grad()
-def test_models_that_cannot_keep_documents_apart(family: str, name: str, said: str) -> None:
-    """They take rows of one document, also with gaps, and what the error names: a row for each document, padded."""
-    model = tiny_model(family, name, "masked" if "Masked" in name else "causal").eval()
-    set_pattern(model, {})
-    ids, positions = tokens()[:, :20], torch.arange(20)[None]
-    for fall in (positions % 8, positions % 19):
-        with pytest.raises(ValueError, match=rf"{said}: give each document a row of its own, padded, with an att"):
-            model(ids, position_ids=fall)
-    model(ids, position_ids=positions + 9 * (positions > 7))
-    first, second = ids[:1, :8], ids[:1, 8:]
-    rows = torch.zeros(2, 12, dtype=torch.long)
-    rows[0, :8], rows[1] = first, second
-    mask = (torch.arange(12) < torch.tensor([[8], [12]])).long()
-    got = model(rows, attention_mask=mask).logits
-    torch.testing.assert_close(got[:1, :8], model(first).logits, rtol=0, atol=1e-5)
-    torch.testing.assert_close(got[1:], model(second).logits, rtol=0, atol=1e-5)
-
-
 class LeavesOut(transformers.PreTrainedModel):
     """A model that takes positions and does not hand them to the model within."""
 
@@ -358,17 +327,35 @@ class LeavesOut(transformers.PreTrainedModel):
         super().__init__(inner.config)
         self.inner = inner
 
-    def forward(self, input_ids: Tensor, position_ids: Tensor | None = None) -> Any:
-        return self.inner(input_ids=input_ids)
+    def forward(self, input_ids: Tensor, attention_mask: Any = None, position_ids: Tensor | None = None) -> Any:
+        return self.inner(input_ids=input_ids, attention_mask=attention_mask)
 
 
+@pytest.mark.parametrize(
+    ("make", "said"),
+    [
+        (partial(tiny_model, "bart", "BartForCausalLM", "causal"), "BartDecoder does not use position_ids"),
+        (partial(tiny_model, "qwen3_next", "Qwen3NextForCausalLM"), "Qwen3NextModel mixes tokens outside of its atten"),
+        (partial(tiny_model, "mobilebert", "MobileBertForMaskedLM"), "MobileBertModel mixes tokens outside of its att"),
+        (lambda: LeavesOut(model_of("llama")), "LeavesOut does not hand them to its layers"),
+    ],
+)
 @torch.no_grad()
-def test_models_that_leave_positions_out() -> None:
-    model = LeavesOut(model_of("llama")).eval()
-    set_pattern(model, {})
-    with pytest.raises(ValueError, match="LeavesOut does not hand them to its layers: give each document a row of its"):
-        model(tokens(), position_ids=sequences(20, 30))
-    assert torch.equal(model(tokens(), position_ids=sequences(N))[0], model.inner(tokens())[0])
+def test_models_that_cannot_keep_documents_apart(make: Callable[[], Any], said: str) -> None:
+    """They take rows of one document, also with gaps, and what the error names: a row for each document, padded."""
+    model = set_pattern(make().eval(), {})
+    ids, positions = tokens()[:, :20], torch.arange(20)[None]
+    for fall in (positions % 8, positions % 19):
+        with pytest.raises(ValueError, match=rf"{said}.*: give each document a row of its own, padded, with an att"):
+            model(ids, position_ids=fall)
+    model(ids, position_ids=positions + 9 * (positions > 7))
+    first, second = ids[:1, :8], ids[:1, 8:]
+    rows = torch.zeros(2, 12, dtype=torch.long)
+    rows[0, :8], rows[1] = first, second
+    mask = (torch.arange(12) < torch.tensor([[8], [12]])).long()
+    got = model(rows, attention_mask=mask).logits
+    torch.testing.assert_close(got[:1, :8], model(first).logits, rtol=0, atol=1e-5)
+    torch.testing.assert_close(got[1:], model(second).logits, rtol=0, atol=1e-5)
 
 
 @pytest.mark.parametrize("name", ["llama", "bert", "t5"])
@@ -399,14 +386,9 @@ def test_an_attention_mask_of_segment_numbers_is_refused(name: str) -> None:
 
 def test_cross_attention_sees_every_key_of_any_document() -> None:
     """Also where keys are as many as tokens: those of the encoder are no tokens of the decoder's row."""
-    sizes = {"vocab_size": 100, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "head_dim": 8}
-    sizes |= {"num_attention_heads": 4, "num_key_value_heads": 2}
-    torch.manual_seed(0)
-    model = transformers.T5GemmaForConditionalGeneration(
-        transformers.T5GemmaConfig(encoder=sizes, decoder=sizes, vocab_size=100)
-    ).eval()
+    model = tiny_model("t5gemma", "T5GemmaForConditionalGeneration").eval()
     set_pattern(model, {})
-    positions = torch.tensor([[*range(8), *range(12)]])
+    positions = sequences(8, 12)
 
     def second(read: Tensor, written: Tensor) -> Tensor:
         given = {"decoder_input_ids": written, "decoder_position_ids": positions}
@@ -524,7 +506,7 @@ def test_threads_and_errors_leave_no_trace() -> None:
 @torch.no_grad()
 def test_positions_that_the_model_makes_are_one_document() -> None:
     """A model around another may hand positions that fall, as those of sound between frames do."""
-    model = of_class("Qwen2_5_VLTextModel", "Qwen2_5_VLTextConfig", **_AXES)
+    model = tiny_model("qwen2_5_vl_text", "Qwen2_5_VLTextModel").eval()
 
     class Around(transformers.PreTrainedModel):
         config_class = type(model.config)
