@@ -187,24 +187,25 @@ def test_another_implementation_is_left_alone() -> None:
         assert torch.equal(model(tokens(), **options).logits, plain(tokens(), **options).logits)
 
 
-class Chunks:
-    """A row in calls over one cache, by a model with SDPA and by ours."""
-
-    def __init__(self, name: str, cache: str, data: st.DataObject) -> None:
-        self.ours, self.sdpa = kept_pair(name)
-        make = {"dynamic": lambda c: DynamicCache(config=c), "static": lambda c: StaticCache(c, max_cache_len=N + 9)}
-        self.caches = [make[cache](self.ours.config) for _ in range(2)]
-        self.cuts = sorted(data.draw(st.sets(st.integers(1, N - 1), max_size=5)))
-        self.ids = tokens()
+def new_cache(data: st.DataObject, config: Any) -> Callable[[], Any]:
+    static = partial(StaticCache, config, max_cache_len=N + 9)
+    return data.draw(st.sampled_from([partial(DynamicCache, config=config), static]))
 
 
-@pytest.mark.parametrize("cache", ["dynamic", "static"])
+def chunks(data: st.DataObject) -> list[tuple[int, int]]:
+    """The calls that a row is divided into, one or more."""
+    cuts = data.draw(st.sets(st.integers(1, N - 1), max_size=5))
+    return list(pairwise([0, *sorted(cuts), N]))
+
+
 @given(data=st.data())
-@settings(max_examples=15)
+@settings(max_examples=24)
 @torch.no_grad()
-def test_positions_that_go_on_over_a_cache(cache: str, data: st.DataObject) -> None:
+def test_positions_that_go_on_over_a_cache(data: st.DataObject) -> None:
     """With gaps and repeats, padding, and rows that change their places: each call equals SDPA's."""
-    chunks = Chunks(data.draw(st.sampled_from(["llama", "mistral"])), cache, data)
+    models = kept_pair(data.draw(st.sampled_from(["llama", "mistral"])))
+    make, ids = new_cache(data, models[0].config), tokens()
+    caches = [make(), make()]
     steps = torch.tensor(data.draw(st.lists(st.sampled_from([1, 1, 1, 0, 3]), min_size=N, max_size=N)))
     positions = steps.cumsum(0).expand(2, -1).clone()
     visible, turned = torch.ones(2, N, dtype=torch.long), False
@@ -213,54 +214,51 @@ def test_positions_that_go_on_over_a_cache(cache: str, data: st.DataObject) -> N
         positions = (visible.cumsum(1) - 1).clamp(min=0)
         turned = data.draw(st.booleans())
     masked = bool((visible == 0).any()) or data.draw(st.booleans())
-    for number, (start, stop) in enumerate(zip([0, *chunks.cuts], [*chunks.cuts, N], strict=True)):
+    for number, (start, stop) in enumerate(chunks(data)):
         if turned and number == 1:
-            for each in chunks.caches:
+            for each in caches:
                 each.reorder_cache(torch.tensor([1, 0]))
-            chunks.ids, positions, visible = (x.flip(0) for x in (chunks.ids, positions, visible))
+            ids, positions, visible = (x.flip(0) for x in (ids, positions, visible))
         options: dict[str, Any] = {"position_ids": positions[:, start:stop]}
         if masked:
             options["attention_mask"] = visible[:, :stop]
         got, want = (
-            model(chunks.ids[:, start:stop], past_key_values=past, **options).logits
-            for model, past in zip((chunks.ours, chunks.sdpa), chunks.caches, strict=True)
+            model(ids[:, start:stop], past_key_values=past, **options).logits
+            for model, past in zip(models, caches, strict=True)
         )
         real = visible[:, start:stop].bool()
         torch.testing.assert_close(got[real], want[real], rtol=0, atol=2e-5)
 
 
-@pytest.mark.parametrize("cache", ["dynamic", "static"])
 @given(data=st.data())
-@settings(max_examples=15)
+@settings(max_examples=24)
 @torch.no_grad()
-def test_a_fall_over_a_cache_is_refused(cache: str, data: st.DataObject) -> None:
+def test_a_fall_over_a_cache_is_refused(data: st.DataObject) -> None:
     """Served in the first call, over a cache that was reset too; refused afterwards, and so is what follows it."""
-    chunks = Chunks("llama", cache, data)
-    cuts = [0, *(chunks.cuts or [25]), N]
-    fall = data.draw(st.integers(2, N - 1))
-    positions, past = sequences(fall, N - fall), chunks.caches[0]
-    masked = data.draw(st.booleans())
-    for start, stop in pairwise(cuts):
+    model, _ = kept_pair("llama")
+    fall, masked = data.draw(st.integers(2, N - 1)), data.draw(st.booleans())
+    positions, past = sequences(fall, N - fall), new_cache(data, model.config)()
+    for start, stop in chunks(data):
         options: dict[str, Any] = {"past_key_values": past, "position_ids": positions[:, start:stop]}
         if masked:
             options["attention_mask"] = torch.ones(2, stop, dtype=torch.long)
         if start == 0:
-            got = chunks.ours(tokens()[:, :stop], **options).logits
+            got = model(tokens()[:, :stop], **options).logits
             sizes = [size for size in (min(fall, stop), stop - min(fall, stop)) if size]
-            want = apart(chunks.ours, *sizes, rows=tokens()[:, :stop])
+            want = apart(model, *sizes, rows=tokens()[:, :stop])
             torch.testing.assert_close(got, want, rtol=0, atol=2e-5)
         elif fall < stop:
             if fall < start and data.draw(st.booleans()):
                 del options["position_ids"]
             with pytest.raises(ValueError, match=r"cached keys do not record .* on whole rows with use_cache=False"):
-                chunks.ours(tokens()[:, start:stop], **options)
+                model(tokens()[:, start:stop], **options)
             break
         else:
-            chunks.ours(tokens()[:, start:stop], **options)
+            model(tokens()[:, start:stop], **options)
     past.reset()
-    got = chunks.ours(tokens(), past_key_values=past, position_ids=positions).logits
-    torch.testing.assert_close(got, apart(chunks.ours, fall, N - fall), rtol=0, atol=2e-5)
-    whole = chunks.ours(tokens(), use_cache=False, position_ids=positions).logits
+    got = model(tokens(), past_key_values=past, position_ids=positions).logits
+    torch.testing.assert_close(got, apart(model, fall, N - fall), rtol=0, atol=2e-5)
+    whole = model(tokens(), use_cache=False, position_ids=positions).logits
     torch.testing.assert_close(whole, got, rtol=0, atol=2e-5)
 
 

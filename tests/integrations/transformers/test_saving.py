@@ -11,7 +11,6 @@ from typing import Any
 
 import pytest
 import torch
-import transformers
 from transformers.integrations.peft import MIN_PEFT_VERSION
 from transformers.utils.peft_utils import check_peft_version
 
@@ -21,28 +20,20 @@ from flexdilated.integrations.transformers._layers import layer_pattern
 from tests.support import vision
 
 from .models import model_of, tokens
+from .tiny import tiny_model
 
 WINDOW = masks.local_window(left=2, right=0)
 REFUSED = 'Specified `attn_implementation="flexdilated"` is not supported'
-_SIZES = {"hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 4}
 
 
 def llava() -> Any:
     """Its text config holds the pattern."""
-    text = transformers.LlamaConfig(**_SIZES, vocab_size=97, num_hidden_layers=2, num_key_value_heads=2)
-    vision = transformers.CLIPVisionConfig(**_SIZES, image_size=16, patch_size=4, num_hidden_layers=2)
-    config = transformers.LlavaConfig(text_config=text, vision_config=vision, image_token_index=60)
-    model = transformers.LlavaForConditionalGeneration(config)
-    set_pattern(model, {3: WINDOW})
-    return model
+    return set_pattern(tiny_model("llava", "LlavaForConditionalGeneration"), {3: WINDOW})
 
 
 def bart() -> Any:
-    heads = {"encoder_attention_heads": 4, "decoder_attention_heads": 4, "encoder_ffn_dim": 64, "decoder_ffn_dim": 64}
-    config = transformers.BartConfig(vocab_size=97, d_model=32, encoder_layers=1, decoder_layers=1, **heads)
-    model = transformers.BartForConditionalGeneration(config)
-    set_pattern(model, lambda layer: WINDOW if layer.is_causal else None)
-    return model
+    model = tiny_model("bart", "BartForConditionalGeneration", "encoder-decoder")
+    return set_pattern(model, lambda layer: WINDOW if layer.is_causal and layer.layer_idx == 0 else None)
 
 
 @pytest.fixture(scope="module")
