@@ -204,7 +204,7 @@ def after(inner: Rule, start: int) -> Rule:
 
 def documents(ids: Tensor) -> Rule:
     """Pairs within one document, by the id of each position; negative ids are padding."""
-    return lambda h, H, q, k: ((ids[q][:, None] == ids[k][None, :]) & (ids[q] >= 0)[:, None]).long()
+    return same_document(ids, ids)
 
 
 def same_document(q_ids: Tensor, k_ids: Tensor) -> Rule:

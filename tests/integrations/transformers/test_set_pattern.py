@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import copy
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -45,29 +43,6 @@ def test_no_patterns_give_the_model_back() -> None:
     set_pattern(model, {})
     assert torch.equal(logits(model), before)
     assert model.config.to_dict() == config
-
-
-@pytest.mark.parametrize("compose", ["and", "replace"])
-def test_saved_and_loaded(tmp_path: Path, compose: str) -> None:
-    model = model_of("llama")
-    set_pattern(model, {0: LONGNET & masks.causal(), 1: masks.local_window(left=5, right=2)}, compose=compose)
-    want = logits(model)
-    model.save_pretrained(tmp_path)
-    loaded = type(model).from_pretrained(tmp_path, attn_implementation="flexdilated").eval()
-    with pytest.raises(ValueError, match=r"call flexdilated\.integrations\.transformers\.set_pattern"):
-        logits(loaded)
-    set_pattern(loaded)
-    assert torch.equal(logits(loaded), want)
-    assert torch.equal(logits(copy.deepcopy(loaded)), want)
-
-
-def test_a_custom_pattern_is_asked_for_again(tmp_path: Path) -> None:
-    model = model_of("llama")
-    set_pattern(model, masks.custom(lambda b, h, q, k: (q + k) % 3 == 0))
-    model.save_pretrained(tmp_path)
-    loaded = type(model).from_pretrained(tmp_path)
-    with pytest.raises(ValueError, match="has a pattern without JSON: give it to set_pattern"):
-        set_pattern(loaded)
 
 
 def test_a_module_around_a_model() -> None:
@@ -115,11 +90,10 @@ def test_one_graph_for_all_values() -> None:
             torch.testing.assert_close(x.grad, grads[name], rtol=1e-3, atol=1e-4)
     positions = torch.cat([torch.arange(20), torch.arange(30)]).expand(2, -1)
     compiled = torch.compile(model, fullgraph=True, backend="eager")
+    packed = {"position_ids": positions, "use_cache": False}
     with torch.no_grad():
-        for cached in (False, True):
-            packed = {"position_ids": positions, "use_cache": cached}
-            got, want = (run(tokens(), **packed).logits for run in (compiled, model))
-            torch.testing.assert_close(got, want, rtol=0, atol=1e-5)
+        got, want = (run(tokens(), **packed).logits for run in (compiled, model))
+    torch.testing.assert_close(got, want, rtol=0, atol=1e-5)
     assert dict(counters["graph_break"]) == before
 
 
