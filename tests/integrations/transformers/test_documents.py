@@ -38,7 +38,7 @@ MAKE = {
     "gpt2": lambda: model_of("gpt2"),
     "bert": lambda: model_of("bert"),
     "modernbert": lambda: model_of("modernbert", local_attention=500),
-    "llama 4": lambda: model_of("llama4", attention_chunk_size=500, num_hidden_layers=2),
+    "llama 4": lambda: model_of("llama4", attention_chunk_size=500),
     "clip": lambda: tiny_model("clip_text_model", "CLIPTextModel", eos_token_id=96).eval(),
     "qwen2.5-vl": lambda: tiny_model("qwen2_5_vl_text", "Qwen2_5_VLTextModel").eval(),
 }
@@ -404,7 +404,7 @@ def test_the_positions_of_a_decoder() -> None:
     """Its tokens see each other within documents, and all of the encoder's."""
     model = model_of("whisper")
     set_pattern(model, {})
-    sound, ids = torch.randn(2, 8, 100), tokens()[:, :20]
+    sound, ids = torch.randn(2, 16, 128), tokens()[:, :20]
     parts = [model(sound, decoder_input_ids=part).logits for part in ids.split([8, 12], dim=1)]
     got = model(sound, decoder_input_ids=ids, decoder_position_ids=sequences(8, 12)).logits
     torch.testing.assert_close(got, torch.cat(parts, 1), rtol=0, atol=1e-5)

@@ -64,7 +64,7 @@ def generated(model: Any, way: str, *, padded: bool, **options: Any) -> torch.Te
     chosen = {**WAYS[way], **options}
     if "assistant_model" in chosen:
         chosen["assistant_model"] = model_of("llama", num_hidden_layers=1)
-    return model.generate(**batch, max_new_tokens=7, do_sample=False, **chosen)
+    return model.generate(**batch, max_new_tokens=7, do_sample=False, eos_token_id=None, **chosen)
 
 
 @cache
