@@ -43,11 +43,11 @@ def test_small_slides_are_published(L, pooling) -> None:
 
 @pytest.mark.slow
 def test_full_width_is_published() -> None:
-    """768 channels and 16 heads in one of the twelve layers, random weights: to 1e-5 of the plain one, in float32."""
+    """768 channels and 16 heads in two of the twelve layers, random weights: to 1e-5 of the plain one, in float32."""
     with torch.device("meta"):
         assert sum(parameter.numel() for parameter in SlideEncoder().parameters()) == 86_330_880
     torch.manual_seed(0)
-    config = SlideEncoderConfig(replace(SlideEncoderConfig().encoder, depth=1))
+    config = SlideEncoderConfig(replace(SlideEncoderConfig().encoder, depth=2))
     weights = SlideEncoder(config).state_dict()
     model, exact = (SlideEncoder.from_checkpoint(weights, config, padding=each).eval() for each in ("zeros", None))
     how = {"num_heads": 16, "branches": (slide_segments(), (1, 2, 4, 8, 16)), "grid": 1000}
