@@ -1,6 +1,7 @@
 """The scripts of docs/examples/, in small."""
 
 import json
+import re
 import runpy
 from pathlib import Path
 from typing import Any
@@ -74,14 +75,6 @@ def test_train_longnet(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> No
     assert results["LongNet"]["density"] < results["dense"]["density"] == pytest.approx(129 / 256)
 
 
-@pytest.mark.parametrize("options", ["--steps 0", "--tokens 31"])
-def test_train_longnet_with_no_work(options: str, capsys: pytest.CaptureFixture[str]) -> None:
-    pytest.importorskip("matplotlib", reason="draws with matplotlib")
-    with pytest.raises(SystemExit):
-        run("train_longnet", options)
-    assert "--steps must be at least 1 and --tokens at least 32" in capsys.readouterr().err
-
-
 def test_encode_slide(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """A slide of its own, then features and weights from files, where zero padding tells exact mode apart."""
     sizes = "--embed-dim 16 --depth 2 --heads 2"
@@ -129,10 +122,21 @@ def test_pack_documents(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> N
     torch.testing.assert_close(packed[-1:, part], alone)
 
 
-def test_documents_that_fill_one_sequence(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("name", "arguments", "said"),
+    [
+        ("train_longnet", "--steps 0", "--steps must be at least 1 and --tokens at least 32"),
+        ("train_longnet", "--tokens 31", "--steps must be at least 1 and --tokens at least 32"),
+        ("pack_documents", "--documents {}/text", "must fill two sequences; .*text are 1"),
+    ],
+)
+def test_arguments_that_make_no_work(name: str, arguments: str, said: str, tmp_path: Path, capsys: Any) -> None:
+    if name == "train_longnet":
+        pytest.importorskip("matplotlib", reason="draws with matplotlib")
     (tmp_path / "text").write_bytes(b"short")
-    with pytest.raises(SystemExit, match=r"must fill two sequences; .*text are 1"):
-        run("pack_documents", f"--documents {tmp_path}/text")
+    with pytest.raises(SystemExit) as ended:
+        run(name, arguments.format(tmp_path))
+    assert re.search(said, f"{ended.value} {capsys.readouterr().err}")
 
 
 def bits_over_ranks() -> list[float]:

@@ -54,16 +54,16 @@ def fixed(stride: int, summary: int) -> Rule:
 
 def global_tokens(count: int, rows: bool, columns: bool) -> Rule:
     """The first `count` queries see every key (rows), every query sees the first `count` keys (columns)."""
+    return _marked(lambda places: places < count, rows, columns)
 
-    def rule(h: int, H: int, q: Tensor, k: Tensor) -> Tensor:
-        table = torch.zeros(len(q), len(k), dtype=torch.int64)
-        if rows:
-            table[q < count] = 1
-        if columns:
-            table[:, k < count] = 1
-        return table
 
-    return rule
+def landmark_tokens(stride: int, rows: bool, columns: bool) -> Rule:
+    """Queries (rows) and keys (columns) at the positions 0, stride, 2 * stride, ... take part in every pair."""
+    return _marked(lambda places: places % stride == 0, rows, columns)
+
+
+def _marked(is_marked: Callable[[Tensor], Tensor], rows: bool, columns: bool) -> Rule:
+    return lambda h, H, q, k: (is_marked(q)[:, None] & rows | is_marked(k) & columns).long()
 
 
 def random_blocks(num_tokens: int, block: int, count: int, seed: int) -> Rule:
@@ -163,17 +163,6 @@ def offset_of(offset: int | str, rate: int, head: int, num_heads: int) -> int:
     return offset
 
 
-def landmark_tokens(stride: int, rows: bool, columns: bool) -> Rule:
-    """Queries (rows) and keys (columns) at the positions 0, stride, 2 * stride, ... take part in every pair."""
-
-    def rule(h: int, H: int, q: Tensor, k: Tensor) -> Tensor:
-        marks = set(range(0, int(max(q.max(), k.max())) + 1, stride))
-        pairs = [[(rows and i in marks) or (columns and j in marks) for j in k.tolist()] for i in q.tolist()]
-        return torch.tensor(pairs).long()
-
-    return rule
-
-
 def every() -> Rule:
     """All pairs."""
     return lambda h, H, q, k: torch.ones(len(q), len(k), dtype=torch.int64)
@@ -204,7 +193,7 @@ def after(inner: Rule, start: int) -> Rule:
 
 def documents(ids: Tensor) -> Rule:
     """Pairs within one document, by the id of each position; negative ids are padding."""
-    return lambda h, H, q, k: ((ids[q][:, None] == ids[k][None, :]) & (ids[q] >= 0)[:, None]).long()
+    return same_document(ids, ids)
 
 
 def same_document(q_ids: Tensor, k_ids: Tensor) -> Rule:

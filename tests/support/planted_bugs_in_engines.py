@@ -23,7 +23,7 @@ from tests.support.planted_bugs import Bug, Look
 
 ENGINES, MASKS = "flexdilated.engines", "flexdilated.masks"
 MIXTURE = masks.longnet(segment_lengths=(6, 12), dilation_rates=(1, 2)) & masks.causal()
-WINDOW = masks.local_window(left=6, right=0)  # of which no way needs no lists
+WINDOW = masks.local_window(left=3, right=0)
 # Query 0 sees no key in either branch.
 SPARSE = (masks.local_window(left=3, right=0) + masks.causal()) & ~masks.local_window(left=0, right=0)
 SIZES = {"num_heads": 4, "max_tokens": 27, "examples": 6}
@@ -90,7 +90,6 @@ def _from_a_cache(module: object, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     return torch.cat([kept.attend(*parts) for parts in zip(*(x.split(1, dim=2) for x in (q, k, v)), strict=True)], 2)
 
 
-WINDOW = masks.local_window(left=3, right=0)
 CAPACITY = 192  # three pages: one is packed away before the end of what is decoded
 
 

@@ -13,10 +13,8 @@ import x_transformers
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from flexdilated.masks import Mixture, Pattern
+from tests.integrations.passes import Step, gradients_of
 from tests.support.vision import vision
-
-# B batch, H heads, N queries, M keys, D head dim
 
 HEADS = 4
 WIDTH = 32
@@ -34,7 +32,7 @@ class Family:
     tokens: int
     replaced: int
     fused: bool = True
-    call: Callable[..., Tensor] = lambda model, *inputs: model(*inputs)
+    call: Callable[..., Tensor] = lambda model, *inputs, **options: model(*inputs, **options)
 
 
 def features(num_tokens: int = 21) -> tuple[Tensor, ...]:
@@ -143,9 +141,9 @@ def model_of(name: str, **options: Any) -> Any:
         return model
 
 
-def outputs(model: nn.Module, name: str) -> Tensor:
+def outputs(model: nn.Module, name: str, **options: Any) -> Tensor:
     family = FAMILIES[name]
-    return family.call(model, *family.inputs())
+    return family.call(model, *family.inputs(), **options)
 
 
 def loss(out: Tensor) -> Tensor:
@@ -153,39 +151,24 @@ def loss(out: Tensor) -> Tensor:
     return (out - torch.linspace(-1, 1, out.numel()).view_as(out)).pow(2).sum()
 
 
-def step(model: nn.Module, name: str) -> tuple[Tensor, dict[str, Tensor]]:
-    """(outputs, gradients of all parameters) of one training step."""
+def step(model: nn.Module, name: str, **options: Any) -> Step:
+    """One training step."""
     model.zero_grad()
-    out = outputs(model, name)
+    out = outputs(model, name, **options)
     loss(out).backward()
-    return out.detach(), {name: x.grad.clone() for name, x in model.named_parameters() if x.grad is not None}
-
-
-def assert_same_step(got: tuple[Tensor, dict[str, Tensor]], want: tuple[Tensor, dict[str, Tensor]]) -> None:
-    torch.testing.assert_close(got[0], want[0], rtol=1e-5, atol=1e-5)
-    assert got[1].keys() == want[1].keys()
-    largest = max(float(x.abs().max()) for x in want[1].values())
-    for name, grad in want[1].items():
-        torch.testing.assert_close(got[1][name], grad, rtol=0, atol=1e-4 * max(float(grad.abs().max()), 1e-3 * largest))
-
-
-def dense(pattern: Pattern | Mixture, num_tokens: int) -> Tensor:
-    """Which pairs are allowed, (H, N, N)."""
-    allowed = pattern.bind(num_heads=HEADS, num_queries=num_tokens, num_keys=num_tokens).mask_mod()
-    head, token = torch.arange(HEADS), torch.arange(num_tokens)
-    return allowed(torch.tensor(0), head[:, None, None], token[None, :, None], token[None, None, :])
+    return out.detach(), gradients_of(model)
 
 
 @contextmanager
-def dense_attention(allowed: Tensor) -> Iterator[list[int]]:
-    """Lets `scaled_dot_product_attention` hide what `allowed` does not hold, by its formula; counts its calls.
+def dense_attention(times: Tensor) -> Iterator[list[int]]:
+    """Lets `scaled_dot_product_attention` weigh each pair as often as `times` says, by its formula; counts its calls.
 
-    Calls of other lengths than those of `allowed` stay as they are.
+    Calls of other lengths than those of `times` stay as they are.
     """
     calls = [0]
     own = F.scaled_dot_product_attention
 
-    def masked(
+    def weighed(
         q: Tensor,
         k: Tensor,
         v: Tensor,
@@ -195,15 +178,14 @@ def dense_attention(allowed: Tensor) -> Iterator[list[int]]:
         **options: Any,
     ) -> Tensor:
         assert dropout_p == 0
-        if (q.shape[-2], k.shape[-2]) != allowed.shape[-2:]:
+        if (q.shape[-2], k.shape[-2]) != times.shape[-2:]:
             return own(q, k, v, attn_mask, dropout_p, is_causal, **options)
         calls[0] += 1
-        pairs = allowed.tril() if is_causal else allowed
         scores = q @ k.mT * (options.get("scale") or q.shape[-1] ** -0.5)
         if attn_mask is not None:
             scores = scores.masked_fill(~attn_mask, -torch.inf) if attn_mask.dtype == torch.bool else scores + attn_mask
-        return scores.masked_fill(~pairs, -torch.inf).softmax(-1) @ v
+        return (scores + (times.tril() if is_causal else times).log()).softmax(-1) @ v
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(F, "scaled_dot_product_attention", masked)
+        patch.setattr(F, "scaled_dot_product_attention", weighed)
         yield calls

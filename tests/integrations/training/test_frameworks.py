@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import warnings
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -11,32 +13,84 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.nn.attention.flex_attention import flex_attention
+from torch.nn import functional as F
 from torch.utils.data import DataLoader
 
+import flexdilated as fd
 from flexdilated import masks
+from tests.integrations.passes import counts
 from tests.project.test_docs import examples
 from tests.support.ranks import on_ranks
 
-from .plain import (
-    DIM,
-    HEADS,
-    PATTERN,
-    TOKENS,
-    VOCABULARY,
-    assert_steps,
-    batches,
-    dense,
-    loss_of,
-    optimizer_of,
-    sparse_model,
+PAGE = Path(__file__).resolve().parents[3] / "docs" / "integrations" / "frameworks.md"
+VOCABULARY, TOKENS, HEADS, DIM = 17, 40, 4, 32
+STEPS = 2
+# Each row holds a key: SDPA has no use for others.
+PATTERN = (masks.head_groups([masks.dilated(8, 1), masks.dilated(40, 4)]) | masks.local_window(left=2, right=0)) & (
+    masks.causal()
 )
 
-PAGE = Path(__file__).resolve().parents[3] / "docs" / "integrations" / "frameworks.md"
+
+def dense(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """The pattern, by its mask of queries x keys."""
+    return F.scaled_dot_product_attention(q, k, v, attn_mask=counts(PATTERN, TOKENS, num_heads=HEADS) > 0)
 
 
-def loader() -> DataLoader:
-    return DataLoader(list(batches().flatten(0, 1)), batch_size=4)
+class Block(nn.Module):
+    """Pre-norm attention and feed-forward."""
+
+    def __init__(self, attention: Callable[..., Tensor]) -> None:
+        super().__init__()
+        self.norm, self.qkv, self.out = nn.LayerNorm(DIM), nn.Linear(DIM, 3 * DIM), nn.Linear(DIM, DIM)
+        self.ffn = nn.Sequential(nn.LayerNorm(DIM), nn.Linear(DIM, 2 * DIM), nn.GELU(), nn.Linear(2 * DIM, DIM))
+        self.attention = attention
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(batch, tokens, DIM) in and out."""
+        q, k, v = self.qkv(self.norm(x)).unflatten(-1, (3, HEADS, -1)).permute(2, 0, 3, 1, 4)
+        x = x + self.out(self.attention(q, k, v).transpose(1, 2).flatten(2))
+        return x + self.ffn(x)
+
+
+def model_of(attention: Callable[..., Tensor]) -> nn.Sequential:
+    """Two blocks in float64, with the same weights at every call."""
+    torch.manual_seed(0)
+    blocks = (Block(attention) for _ in range(2))
+    return nn.Sequential(nn.Embedding(VOCABULARY, DIM), *blocks, nn.Linear(DIM, VOCABULARY)).double()
+
+
+def sparse_model() -> nn.Sequential:
+    return model_of(fd.BlockSparseAttention(PATTERN))
+
+
+def batches() -> Tensor:
+    return torch.randint(VOCABULARY, (STEPS, 4, TOKENS + 1), generator=torch.Generator().manual_seed(1))
+
+
+def loss_of(model: Any, text: Tensor) -> Tensor:
+    return F.cross_entropy(model(text[:, :-1]).flatten(0, 1), text[:, 1:].flatten())
+
+
+def optimizer_of(model: nn.Module) -> torch.optim.Optimizer:
+    """SGD, in which a wrong gradient shows at its own size."""
+    return torch.optim.SGD(model.parameters(), lr=0.5, momentum=0.9)
+
+
+def trained(model: nn.Module, share: Callable[[Tensor], Tensor] = lambda text: text, **options: Any) -> dict[str, Any]:
+    """The parameters after a step with each batch, or with a share of each."""
+    optimizer = optimizer_of(model)
+    for text in batches():
+        optimizer.zero_grad()
+        loss_of(partial(model, **options), share(text)).backward()
+        optimizer.step()
+    return {name: x.detach() for name, x in model.named_parameters()}
+
+
+def assert_steps(found: dict[str, Tensor]) -> None:
+    """The parameters are those after plain PyTorch's steps of the dense model, and not those before."""
+    torch.testing.assert_close(found, trained(model_of(dense)))
+    first = dict(model_of(dense).named_parameters())
+    assert all(not torch.equal(first[name], x) for name, x in found.items())
 
 
 def test_lightning(tmp_path: Path) -> None:
@@ -58,7 +112,7 @@ def test_lightning(tmp_path: Path) -> None:
     trainer = lightning.Trainer(
         max_epochs=1, accelerator="cpu", devices=1, default_root_dir=tmp_path, enable_checkpointing=False, **quiet
     )
-    trainer.fit(module, loader())
+    trainer.fit(module, DataLoader(list(batches().flatten(0, 1)), batch_size=4))
     assert trainer.global_step == 2
     assert_steps({name: x.detach() for name, x in module.model.named_parameters()})
 
@@ -91,14 +145,9 @@ def sharded_steps() -> dict[str, Tensor]:
     for block in list(model)[1:3]:
         fully_shard(block, mesh=mesh)
     fully_shard(model, mesh=mesh)
-    optimizer = optimizer_of(model)
-    for text in batches():
-        optimizer.zero_grad()
-        loss_of(model, text.chunk(dist.get_world_size())[dist.get_rank()]).backward()
-        optimizer.step()
-    parts: dict[str, Any] = dict(model.named_parameters())
+    parts = trained(model, lambda text: text.chunk(dist.get_world_size())[dist.get_rank()])
     assert all(x.to_local().numel() < x.numel() for name, x in parts.items() if x.shape[0] > 1)
-    return {name: x.full_tensor().detach() for name, x in parts.items()}
+    return {name: x.full_tensor() for name, x in parts.items()}
 
 
 @pytest.mark.slow
@@ -135,16 +184,6 @@ class Dense(nn.Module):
         return dense(q * (scale * (DIM // HEADS) ** 0.5), k, v).transpose(1, 2)
 
 
-class Flex(nn.Module):
-    """Its flex backend, not compiled."""
-
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, *, attention_masks: Any, **options: Any) -> Tensor:
-        q, k, v = (x.transpose(1, 2) for x in (q, k, v))
-        out = flex_attention(q, k, v, block_mask=attention_masks, **options)
-        assert isinstance(out, Tensor)
-        return out.transpose(1, 2)
-
-
 def titan(inner: nn.Module) -> Titan:
     torch.manual_seed(0)
     return Titan(inner).double()
@@ -161,19 +200,5 @@ def page() -> SimpleNamespace:
 
 
 def test_a_pattern_goes_through_torchtitans_layers(page: SimpleNamespace) -> None:
-    found, wanted = titan(page.PatternAttention()), titan(Dense())
-    for model, rule in ((found, PATTERN), (wanted, None)):
-        optimizer = optimizer_of(model)
-        for text in batches():
-            optimizer.zero_grad()
-            loss_of(lambda tokens, model=model, rule=rule: model(tokens, attention_masks=rule), text).backward()
-            optimizer.step()
-    torch.testing.assert_close(dict(found.named_parameters()), dict(wanted.named_parameters()))
-
-
-@torch.no_grad()
-@pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile:UserWarning")
-def test_a_block_mask_for_its_own_flex_backend() -> None:
-    text = batches()[0, :, :-1]
-    block_mask = masks.block_mask(PATTERN, TOKENS, num_heads=HEADS)
-    torch.testing.assert_close(titan(Flex())(text, block_mask), titan(Dense())(text))
+    found = trained(titan(page.PatternAttention()), attention_masks=PATTERN)
+    torch.testing.assert_close(found, trained(titan(Dense())))

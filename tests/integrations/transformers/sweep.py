@@ -134,7 +134,7 @@ def attempt(what: str, dense: Any, ours: Any, found: dict[str, Any], compare: An
 
 
 _FIRST = 8  # tokens of the first of two documents in a row
-_CALLS: dict[str, dict[str, Any]] = {
+CALLS: dict[str, dict[str, Any]] = {
     "default": {},
     "no cache": {"use_cache": False},
     "cache": {"use_cache": True},
@@ -196,7 +196,7 @@ def takes_axes(model: Any) -> bool:
     return "mrope_section" in str(model.config) or any(hasattr(each, "mrope_section") for each in model.modules())
 
 
-def packed(own: Any, model: Any, batch: dict[str, Tensor], calls: Any = tuple(_CALLS)) -> dict[str, str]:
+def packed(own: Any, model: Any, batch: dict[str, Tensor], calls: Any) -> dict[str, str]:
     """For each kind of call "yes" if two documents in a row, by position_ids, do not see each other, or "refused"."""
     begins = torch.cat([torch.arange(_FIRST), torch.arange(LENGTH - _FIRST)]).expand(BATCH, -1)
     axes = {"3 axes": begins.expand(3, -1, -1), "4 axes": begins.expand(4, -1, -1)}
@@ -205,7 +205,7 @@ def packed(own: Any, model: Any, batch: dict[str, Tensor], calls: Any = tuple(_C
     for what in calls:
         if what in axes and not takes_axes(model):
             continue
-        given = {**batch, "position_ids": axes.get(what, begins), **_CALLS[what]}
+        given = {**batch, "position_ids": axes.get(what, begins), **CALLS[what]}
         try:
             measures.get(what, reach)(own, given)
         except Exception as error:
@@ -238,7 +238,8 @@ def summary(calls: dict[str, str]) -> dict[str, str]:
     return found
 
 
-def examine(model_type: str, class_name: str, kind: str) -> dict[str, Any]:
+def examine(model_type: str, class_name: str, kind: str, calls: Any = tuple(CALLS)) -> dict[str, Any]:
+    """The outcome of a family; calls: the kinds of calls with several documents in a row."""
     try:
         model = tiny_model(model_type, class_name, kind)
         model.eval()
@@ -274,7 +275,7 @@ def examine(model_type: str, class_name: str, kind: str) -> dict[str, Any]:
                     dense, ours = partial(generated, own, batch, cache), partial(generated, model, batch, cache)
                     attempt(cache, dense, ours, found, lambda got, want: float(not torch.equal(got, want)))
             if "input_ids" in batch:
-                found.update(summary(packed(own, model, batch)))
+                found.update(summary(packed(own, model, batch, calls)))
             set_pattern(model, masks.local_window(left=1, right=1))
             attempt("pattern", lambda: output_of(own, batch), lambda: output_of(model, batch), found,
                     lambda got, want: 0.0 if bool(torch.isfinite(got).all()) else 1.0)  # fmt: skip

@@ -1,4 +1,4 @@
-"""Generated tokens are those of SDPA without a pattern, and those of whole passes with one."""
+"""Generated tokens are those of SDPA without a pattern, and those of whole passes with one, by any cache."""
 
 from __future__ import annotations
 
@@ -10,83 +10,92 @@ import torch
 from transformers import StaticCache
 
 from flexdilated import masks
-from flexdilated.integrations.transformers import set_pattern
+from flexdilated.integrations.transformers import FlexdilatedCache, set_pattern
 
 from .models import batch_of, model_of, tokens
 
+PATTERNS = {"none": {}, "longnet": masks.longnet((4, 32), (1, 4)), "window": masks.local_window(left=7, right=0)}
 WAYS: dict[str, dict[str, Any]] = {
     "greedy": {},
-    "static cache": {"cache_implementation": "static"},
     "beams": {"num_beams": 3},
-    "beams, static cache": {"num_beams": 2, "cache_implementation": "static"},
     "no cache": {"use_cache": False},
-    "prefill in chunks": {"prefill_chunk_size": 7},
-    "prompt lookup": {"prompt_lookup_num_tokens": 3},
+    "chunks": {"prefill_chunk_size": 7},
+    "lookup": {"prompt_lookup_num_tokens": 3},
     "assisted": {"assistant_model": "llama"},
+    "static": {"cache_implementation": "static"},
+    "static beams": {"num_beams": 3, "cache_implementation": "static"},
 }
-ONE_ROW = ("prompt lookup", "assisted")  # transformers runs these on one sequence
+ONE_ROW = ("lookup", "assisted")  # transformers runs these on one sequence
+CASES: dict[tuple[str, str], str] = {
+    ("llama", "none"): "greedy, beams, no cache, chunks, lookup, assisted, static, static beams",
+    ("gemma3", "none"): "greedy, static beams, chunks, assisted",
+    ("mistral", "none"): "static, chunks",
+    ("llama", "longnet"): "greedy, beams, chunks, lookup, assisted, static, static beams",
+    ("gemma3", "longnet"): "static, chunks, lookup",
+}
+EVICTING: dict[tuple[str, str], str] = {
+    ("llama", "longnet"): "greedy, beams, chunks, lookup, assisted",
+    ("llama", "window"): "beams",
+    ("gemma3", "window"): "greedy, lookup",
+    **{(name, "longnet"): "greedy" for name in ("gemma3", "gpt-oss", "llama4")},
+    **{(name, "none"): "greedy" for name in ("gemma3", "gpt-oss", "llama4")},
+}
 
 
-def generated(model, way: str, **options: Any) -> torch.Tensor:
-    """7 tokens after each row of a batch whose second row is padded on the left, or after one row."""
-    batch = batch_of("llama", "left")
+def rows_of(cases: dict[tuple[str, str], str]) -> list[tuple[str, str, str]]:
+    return [(*case, way) for case, ways in cases.items() for way in ways.split(", ")]
+
+
+@cache
+def patterned(name: str, pattern: str) -> Any:
+    """With a pattern; as transformers has it for None."""
+    model = model_of(name)
+    if pattern:
+        return set_pattern(model, PATTERNS[pattern])
+    model.set_attn_implementation("eager" if name == "gpt-oss" else "sdpa")  # sdpa takes no sinks
+    return model
+
+
+def generated(model: Any, way: str, *, padded: bool, **options: Any) -> torch.Tensor:
+    """7 tokens after each row of a batch whose second row may be padded on the left, or after one row."""
+    batch = batch_of("llama", "left") if padded else {"input_ids": tokens()}
     if way in ONE_ROW:
         batch = {name: x[:1] for name, x in batch.items()}
     chosen = {**WAYS[way], **options}
     if "assistant_model" in chosen:
         chosen["assistant_model"] = model_of("llama", num_hidden_layers=1)
-    return model.generate(**batch, max_new_tokens=7, do_sample=False, **chosen)
-
-
-@pytest.mark.parametrize(
-    ("name", "way"),
-    [*(("llama", way) for way in WAYS),
-     *(("gemma3", way) for way in ("greedy", "beams, static cache", "prefill in chunks", "assisted")),
-     *(("mistral", way) for way in ("static cache", "prefill in chunks"))],
-)  # fmt: skip
-def test_tokens_of_sdpa(name: str, way: str) -> None:
-    model = model_of(name)
-    model.set_attn_implementation("sdpa")
-    want = generated(model, way)
-    set_pattern(model, {})
-    assert torch.equal(generated(model, way), want)
-
-
-def patterned(name: str) -> Any:
-    model = model_of(name)
-    set_pattern(model, masks.longnet((4, 32), (1, 4)))
-    return model
+    return model.generate(**batch, max_new_tokens=7, do_sample=False, eos_token_id=None, **chosen)
 
 
 @cache
-def whole_passes(name: str) -> torch.Tensor:
-    return generated(patterned(name), "no cache")
+def expected(name: str, pattern: str, num_beams: int, padded: bool) -> torch.Tensor:
+    """By SDPA without a pattern, and without a cache with one."""
+    own = pattern == "none"
+    model = patterned(name, "" if own else pattern)
+    return generated(model, "greedy", padded=padded, num_beams=num_beams, use_cache=own)
 
 
-@pytest.mark.parametrize(
-    ("name", "way"),
-    [*(("llama", way) for way in WAYS if way not in ("no cache", "beams", "beams, static cache")),
-     *(("gemma3", way) for way in ("static cache", "prefill in chunks", "prompt lookup"))],
-)  # fmt: skip
-def test_tokens_of_whole_passes(name: str, way: str) -> None:
-    found, want = generated(patterned(name), way), whole_passes(name)
+def assert_expected(name: str, pattern: str, way: str, *, padded: bool, **options: Any) -> None:
+    found = generated(patterned(name, pattern), way, padded=padded, **options)
+    want = expected(name, pattern, WAYS[way].get("num_beams", 1), padded)
     assert torch.equal(found, want[: len(found)])
 
 
-def test_beams_with_a_pattern() -> None:
-    model = patterned("llama")
-    found = generated(model, "beams")
-    assert torch.equal(found, generated(model, "beams", use_cache=False))
-    assert torch.equal(found, generated(model, "beams", cache_implementation="static"))
+@pytest.mark.parametrize(("name", "pattern", "way"), rows_of(CASES))
+def test_tokens_by_caches_of_transformers(name: str, pattern: str, way: str) -> None:
+    assert_expected(name, pattern, way, padded=True)
+
+
+@pytest.mark.parametrize(("name", "pattern", "way"), rows_of(EVICTING))
+def test_tokens_by_a_cache_that_evicts(name: str, pattern: str, way: str) -> None:
+    assert_expected(name, pattern, way, padded=False, past_key_values=FlexdilatedCache())
 
 
 def test_tokens_depend_on_the_pattern() -> None:
     """The others could not fail otherwise."""
-    model = model_of("llama")
-    set_pattern(model, {})
-    want = generated(model, "greedy")
-    set_pattern(model, masks.local_window(left=1, right=0))
-    assert not torch.equal(generated(model, "greedy"), want)
+    found = {pattern: expected("llama", pattern, 1, True) for pattern in PATTERNS}
+    assert not torch.equal(found["none"], found["longnet"])
+    assert not torch.equal(found["none"], found["window"])
 
 
 @torch.no_grad()

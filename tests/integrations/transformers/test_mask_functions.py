@@ -9,8 +9,10 @@ from hypothesis import strategies as st
 from torch import Tensor
 from transformers import masking_utils as rules
 
+import flexdilated as fd
 from flexdilated import masks
 from flexdilated.integrations.transformers._mask_functions import read
+from flexdilated.masks.patterns import names
 
 # B batch entries, N tokens
 
@@ -25,34 +27,11 @@ def evaluated(function) -> Tensor:
 
 
 def as_read(function, begin: Tensor | None = None) -> Tensor:
-    """(B, N, N) of the pattern that it is read as."""
-    start = None if begin is None else masks.documents(begin, name="begin")
-    reading = read(function, start)
-    pattern = reading.whole()
-    found = []
-    for entry in range(2):
-        tensors = {name: x[entry] if x.dim() > 1 else x for name, x in reading.tensors.items()}
-        carried = pattern.map_leaves(
-            lambda leaf, tensors=tensors: (
-                leaf if getattr(leaf, "name", None) not in tensors else carrying(leaf, tensors)
-            )
-        )
-        if begin is not None:
-            carried = carried.map_leaves(
-                lambda leaf, entry=entry: (
-                    carrying(leaf, {"begin": begin[entry]}) if getattr(leaf, "name", None) == "begin" else leaf
-                )
-            )
-        bound = carried.bind(num_heads=1, num_queries=_LENGTH, num_keys=_LENGTH)
-        token, zero = torch.arange(_LENGTH), torch.tensor(0)
-        found.append(bound.mask_mod()(zero, zero, token[:, None], token[None, :]).expand(_LENGTH, _LENGTH))
-    return torch.stack(found)
-
-
-def carrying(leaf, tensors: dict[str, Tensor]):
-    """A run-time pattern with its tensor."""
-    make = {"documents": masks.documents, "visible_keys": masks.visible_keys}[leaf.kind]
-    return make(tensors[leaf.name], name=leaf.name)
+    """(B, N, N) of the pattern that it is read as: whose value each query gets a share of."""
+    reading = read(function, None if begin is None else masks.documents("begin"))
+    pattern, tensors = reading.whole(), {"begin": begin, **reading.tensors}
+    q, v = torch.zeros(2, 1, _LENGTH, 8), torch.eye(_LENGTH).expand(2, 1, -1, -1)
+    return fd.attend(q, q, v, pattern, bindings={name: tensors[name] for name in names(pattern)})[:, 0] > 0
 
 
 sizes = st.integers(1, _LENGTH + 3)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import subprocess
 import sys
@@ -16,140 +17,117 @@ from transformers.integrations.peft import MIN_PEFT_VERSION
 from transformers.utils.peft_utils import check_peft_version
 
 from flexdilated import masks
-from flexdilated.integrations.transformers import attention_layers, set_pattern
+from flexdilated.integrations.transformers import attention_layers, register, set_pattern
 from flexdilated.integrations.transformers._layers import layer_pattern
 from tests.support import vision
 
 from .models import model_of, tokens
+from .tiny import tiny_model
 
-WINDOW = masks.local_window(left=2, right=0)
+WINDOW = masks.local_window(left=5, right=2)
 REFUSED = 'Specified `attn_implementation="flexdilated"` is not supported'
-_SIZES = {"hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 4}
 
 
 def llava() -> Any:
     """Its text config holds the pattern."""
-    text = transformers.LlamaConfig(**_SIZES, vocab_size=97, num_hidden_layers=2, num_key_value_heads=2)
-    vision = transformers.CLIPVisionConfig(**_SIZES, image_size=16, patch_size=4, num_hidden_layers=2)
-    config = transformers.LlavaConfig(text_config=text, vision_config=vision, image_token_index=60)
-    model = transformers.LlavaForConditionalGeneration(config)
-    set_pattern(model, {3: WINDOW})
-    return model
+    return set_pattern(tiny_model("llava", "LlavaForConditionalGeneration"), {3: WINDOW})
 
 
 def bart() -> Any:
-    heads = {"encoder_attention_heads": 4, "decoder_attention_heads": 4, "encoder_ffn_dim": 64, "decoder_ffn_dim": 64}
-    config = transformers.BartConfig(vocab_size=97, d_model=32, encoder_layers=1, decoder_layers=1, **heads)
-    model = transformers.BartForConditionalGeneration(config)
-    set_pattern(model, lambda layer: WINDOW if layer.is_causal else None)
-    return model
+    model = tiny_model("bart", "BartForConditionalGeneration", "encoder-decoder")
+    return set_pattern(model, lambda layer: WINDOW if layer.is_causal and layer.layer_idx == 0 else None)
+
+
+UNSET = [
+    ("AutoModelForCausalLM", "llama", {}, "flexdilated"),
+    ("AutoModelForCausalLM", "llama", {"attn_implementation": "sdpa"}, "sdpa"),
+    ("AutoModelForImageTextToText", "llava", {"attn_implementation": "eager"}, "eager"),
+]
 
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A model in each folder, and the logits of one of them in a file."""
-    folder, model = tmp_path_factory.mktemp("saved"), model_of("llama")
-    set_pattern(model, {1: WINDOW})
-    with torch.no_grad():
-        torch.save(model(tokens()).logits, folder / "logits")
-    for name, each in {"llama": model, "llava": llava(), "bart": bart()}.items():
+    """A model with patterns in each folder, and those that were loaded and saved before their patterns were set."""
+    folder = tmp_path_factory.mktemp("saved")
+    for name, each in {"llama": set_pattern(model_of("llama"), {1: WINDOW}), "llava": llava(), "bart": bart()}.items():
         each.save_pretrained(folder / name)
+    register()
+    register()
+    for number, (kind, name, how, implementation) in enumerate(UNSET):
+        model = getattr(transformers, kind).from_pretrained(folder / name, **how)
+        assert model.config._attn_implementation == implementation
+        model.save_pretrained(folder / f"unset-{number}")
     return folder
 
 
-def run(script: str, folder: Path) -> list[str]:
-    """What a new process prints."""
-    path = [each for each in sys.path if each != str(vision.FOLDER)]  # whose import fails there
-    begin = f"import sys; sys.path[:] = {path!r}\nfolder = {str(folder)!r}\n"
-    return subprocess.run(
-        [sys.executable, "-c", begin + script], check=True, capture_output=True, text=True
-    ).stdout.splitlines()
-
-
 def test_without_this_library_loading_fails(folders: Path) -> None:
-    """By any class, also the text model of a composite one."""
+    """By any class, also the text model of a composite one; and with it, before `register` or `set_pattern`."""
     script = """
 import transformers
-for kind, name in (
+models = (
     ("AutoModel", "llama"), ("AutoModelForCausalLM", "llama"), ("LlamaForCausalLM", "llama"),
     ("AutoModelForImageTextToText", "llava"), ("LlamaForCausalLM", "llava"), ("AutoModelForSeq2SeqLM", "bart"),
-):
+    ("AutoModelForCausalLM", "unset-0"), ("LlamaForCausalLM", "unset-1"), ("AutoModelForImageTextToText", "unset-2"),
+)
+def load(kind, name):
     try:
         getattr(transformers, kind).from_pretrained(f"{folder}/{name}")
     except ValueError as error:
         print(error)
+for kind, name in models:
+    load(kind, name)
 print("flexdilated" in sys.modules)
+import flexdilated.integrations.transformers
+load(*models[0])
 """
-    *said, imported = run(script, folders)
-    assert len(said) == 6
-    assert all(each.startswith(REFUSED) for each in said)
+    path = [each for each in sys.path if each != str(vision.FOLDER)]  # whose import fails there
+    begin = f"import sys; sys.path[:] = {path!r}\nfolder = {str(folders)!r}\n"
+    command = [sys.executable, "-c", begin + script]
+    ended = subprocess.run(command, check=True, capture_output=True, text=True)
+    *said, imported, last = ended.stdout.splitlines()
+    assert len(said) == 9
+    assert all(each.startswith(REFUSED) for each in (*said, last))
     assert imported == "False"
 
 
-def test_with_this_library_it_attends_by_the_pattern(folders: Path) -> None:
-    """Registered, it loads, and asks for set_pattern at the first pass; then its logits are those before saving."""
-    script = """
-import torch
-from transformers import AutoModelForCausalLM
-from flexdilated.integrations.transformers import register, set_pattern
-tokens = torch.randint(3, 97, (2, 50), generator=torch.Generator().manual_seed(1))
-def tried(call):
-    try:
-        return call()
-    except ValueError as error:
-        print(error)
-load = lambda: AutoModelForCausalLM.from_pretrained(f"{folder}/llama")
-tried(load)
-register()
-model = load()
-tried(lambda: model(tokens))
-set_pattern(model)
-with torch.no_grad():
-    print(torch.equal(model(tokens).logits, torch.load(f"{folder}/logits")))
-model.save_pretrained(f"{folder}/again")
-"""
-    unregistered, without, equal = run(script, folders)
-    assert unregistered.startswith(REFUSED)
-    assert "call flexdilated.integrations.transformers.set_pattern(model)" in without
-    assert equal == "True"
-    first, again = (json.loads((folders / name / "config.json").read_text()) for name in ("llama", "again"))
-    assert again == first
+@pytest.mark.parametrize("compose", ["and", "replace"])
+def test_saved_and_loaded(tmp_path: Path, compose: str) -> None:
+    """It asks for set_pattern at the first pass; then its logits are those before saving, and so is its config."""
+    model = model_of("llama")
+    set_pattern(model, {0: masks.longnet((4, 16), (1, 2)) & masks.causal(), 1: WINDOW}, compose=compose)
+    model.save_pretrained(tmp_path / "first")
+    loaded = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "first").eval()
+    with pytest.raises(ValueError, match=r"call flexdilated\.integrations\.transformers\.set_pattern\(model\)"):
+        loaded(tokens())
+    set_pattern(loaded)
+    with torch.no_grad():
+        want = model(tokens()).logits
+        for each in (loaded, copy.deepcopy(loaded)):
+            assert torch.equal(each(tokens()).logits, want)
+    loaded.save_pretrained(tmp_path / "again")
+    assert config_in(tmp_path / "again") == config_in(tmp_path / "first")
 
 
-def test_a_model_that_is_saved_before_its_patterns_are_set_keeps_the_refusal(folders: Path) -> None:
+def config_in(folder: Path) -> dict[str, Any]:
+    return json.loads((folder / "config.json").read_text())
+
+
+def test_a_custom_pattern_is_asked_for_again(tmp_path: Path) -> None:
+    model = set_pattern(model_of("llama"), masks.custom(lambda b, h, q, k: (q + k) % 3 == 0))
+    model.save_pretrained(tmp_path)
+    loaded = type(model).from_pretrained(tmp_path)
+    with pytest.raises(ValueError, match="has a pattern without JSON: give it to set_pattern"):
+        set_pattern(loaded)
+
+
+@pytest.mark.parametrize(("name", "number"), [("llama", 0), ("llama", 1), ("llava", 2)])
+def test_a_model_that_is_saved_before_its_patterns_are_set_keeps_them(folders: Path, name: str, number: int) -> None:
     """Loaded as it asks or as a dense one; the file is the same then, also of a composite model."""
-    script = """
-import transformers
-from flexdilated.integrations.transformers import register
-register()
-register()
-for number, (kind, name, how) in enumerate((
-    ("AutoModelForCausalLM", "llama", {}),
-    ("AutoModelForCausalLM", "llama", {"attn_implementation": "sdpa"}),
-    ("AutoModelForImageTextToText", "llava", {"attn_implementation": "eager"}),
-)):
-    model = getattr(transformers, kind).from_pretrained(f"{folder}/{name}", **how)
-    model.save_pretrained(f"{folder}/unset-{number}")
-    print(model.config._attn_implementation)
-"""
-    assert run(script, folders) == ["flexdilated", "sdpa", "eager"]
-    for number, name in enumerate(("llama", "llama", "llava")):
-        first, again = (json.loads((folders / each / "config.json").read_text()) for each in (name, f"unset-{number}"))
-        for part in (None, "text_config", "vision_config") if name == "llava" else (None,):
-            whole, kept = (each if part is None else each[part] for each in (first, again))
-            assert kept["attn_implementation"] == "flexdilated"
-            assert kept["flexdilated_patterns"] == whole["flexdilated_patterns"]
-    script = """
-import transformers
-for kind, number in (("AutoModelForCausalLM", 0), ("LlamaForCausalLM", 1), ("AutoModelForImageTextToText", 2)):
-    try:
-        getattr(transformers, kind).from_pretrained(f"{folder}/unset-{number}")
-    except ValueError as error:
-        print(error)
-"""
-    said = run(script, folders)
-    assert len(said) == 3
-    assert all(each.startswith(REFUSED) for each in said)
+    first, again = config_in(folders / name), config_in(folders / f"unset-{number}")
+    for part in (None, "text_config", "vision_config") if name == "llava" else (None,):
+        whole, kept = (each if part is None else each[part] for each in (first, again))
+        assert kept["attn_implementation"] == "flexdilated"
+        assert kept["flexdilated_patterns"] == whole["flexdilated_patterns"]
 
 
 @pytest.mark.parametrize("made", [llava, bart])
@@ -162,15 +140,6 @@ def test_a_composite_model_gets_its_patterns_back(folders: Path, made: Any) -> N
     want, found = ([layer_pattern(each) for each in attention_layers(x)] for x in (model, loaded))
     assert found == want
     assert sum(own is not None for own, _ in found) == 1
-
-
-def test_no_pattern_leaves_nothing_to_load(tmp_path: Path) -> None:
-    """A model whose patterns were taken away is saved as the dense model that it is."""
-    model = model_of("llama")
-    before = model.config.to_dict()
-    set_pattern(model, WINDOW)
-    set_pattern(model, {})
-    assert model.config.to_dict() == before
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")

@@ -10,18 +10,13 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import HashStore
 from torch.distributed.device_mesh import init_device_mesh
 from torch.testing import assert_close
-from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM
+from transformers import DynamicCache
 
 import flexdilated as fd
 from flexdilated import masks
 from flexdilated.integrations.transformers import FlexdilatedCache, set_pattern
 
-
-def llama() -> LlamaForCausalLM:
-    torch.manual_seed(0)
-    sizes: dict[str, Any] = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "vocab_size": 100}
-    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "pad_token_id": 0}
-    return LlamaForCausalLM(LlamaConfig(**sizes, **heads, bos_token_id=1, eos_token_id=2)).eval()
+from .models import model_of, tokens
 
 
 def selection(most: int = 2, gradient: str = "none", **options: Any) -> fd.SelectedAttention:
@@ -29,12 +24,12 @@ def selection(most: int = 2, gradient: str = "none", **options: Any) -> fd.Selec
     return fd.SelectedAttention(fd.BlockSelector(block=8, choose=fd.TopK(most), **options), gradient)
 
 
-TOKENS = torch.randint(3, 100, (2, 80), generator=torch.Generator().manual_seed(0))
+TOKENS = tokens(length=80)
 
 
 def test_all_blocks_are_the_model_as_it_was() -> None:
     """Logits and gradients, with padding on either side; with few blocks they are others."""
-    model = llama()
+    model = model_of("llama")
     for padding in (slice(0, 0), slice(0, 21), slice(60, 80)):
         mask = torch.ones(2, 80, dtype=torch.long)
         mask[1, padding] = 0
@@ -53,7 +48,7 @@ def test_all_blocks_are_the_model_as_it_was() -> None:
 
 def test_a_row_padded_on_the_right_is_what_it_is_alone() -> None:
     """On the left as well, where the padding is whole blocks."""
-    model = llama()
+    model = model_of("llama")
     set_pattern(model, selection())
     for real in (slice(0, 61), slice(16, 80)):
         mask = torch.zeros(2, 80, dtype=torch.long)
@@ -65,7 +60,7 @@ def test_a_row_padded_on_the_right_is_what_it_is_alone() -> None:
 @pytest.mark.parametrize("gradient", ["none", "bias"])
 def test_decoding_is_one_pass(gradient: str) -> None:
     """In chunks and steps over a DynamicCache, and by generate."""
-    model, cache = llama(), DynamicCache()
+    model, cache = model_of("llama"), DynamicCache()
     set_pattern(model, selection(gradient=gradient))
     with torch.no_grad():
         whole = model(TOKENS).logits
@@ -77,7 +72,7 @@ def test_decoding_is_one_pass(gradient: str) -> None:
 
 
 def test_replace_leaves_out_the_rule_of_the_model() -> None:
-    model = llama()
+    model = model_of("llama")
     set_pattern(model, selection(10, within=masks.every()), compose="replace")
     out = model(TOKENS).logits
     set_pattern(model, masks.every(), compose="replace")
@@ -86,7 +81,7 @@ def test_replace_leaves_out_the_rule_of_the_model() -> None:
 
 @torch.no_grad()
 def test_what_it_refuses() -> None:
-    model = llama()
+    model = model_of("llama")
     set_pattern(model, selection(query_block=8, future_in_choice=True))
     cache = DynamicCache()
     model(TOKENS, past_key_values=cache)
@@ -109,6 +104,6 @@ def test_a_mesh_is_refused() -> None:
         mesh = init_device_mesh("cpu", (1,))
         layer = fd.SelectedAttention(fd.BlockSelector(block=8, choose=fd.TopK(2)), mesh=mesh)
         with pytest.raises(ValueError, match="without a mesh; layer 0 got one with mesh=1 rank"):
-            set_pattern(llama(), layer)
+            set_pattern(model_of("llama"), layer)
     finally:
         dist.destroy_process_group()

@@ -96,10 +96,10 @@ def families() -> Iterator[tuple[str, str, str]]:
             yield model_type, "base", name if isinstance(name, str) else name[0]
 
 
-def tiny_config(model_type: str) -> Any:
-    """The family's config with small sizes, without dropout."""
+def tiny_config(model_type: str, **options: Any) -> Any:
+    """The family's config with small sizes, without dropout; options change it."""
     made = CONFIG_MAPPING[model_type]
-    return made.from_dict({**_shrunk(made().to_dict()), **_MORE.get(model_type, {})})
+    return made.from_dict({**_shrunk(made().to_dict()), **_MORE.get(model_type, {}), **options})
 
 
 def _shrunk(whole: dict[str, Any]) -> dict[str, Any]:
@@ -139,9 +139,9 @@ def _shrunk(whole: dict[str, Any]) -> dict[str, Any]:
     return small
 
 
-def tiny_model(model_type: str, class_name: str, kind: str = "base") -> Any:
-    """The family's model in training mode; matrices are large enough that attention changes the output."""
-    config, made = tiny_config(model_type), getattr(transformers, class_name)
+def tiny_model(model_type: str, class_name: str, kind: str = "base", **options: Any) -> Any:
+    """The family's model in training mode, the same at each call."""
+    config, made = tiny_config(model_type, **options), getattr(transformers, class_name)
     if kind == "causal" and hasattr(config, "is_decoder"):
         config.is_decoder = True  # BERT as a decoder
     config._attn_implementation = "sdpa" if made._supports_sdpa else "eager"
