@@ -377,8 +377,9 @@ def _selected(
     rule = mask.rule(every() if replaces else None, replaces=replaces)
     if isinstance(rule, Mixture):
         raise ValueError(f"a layer that selects blocks needs a model whose pattern is not a mixture; got {rule!r}")
-    bindings = {name: mask.reading.tensors[name] for name in names(rule)}
-    k, v = (x[:, :, : begun + q.shape[2]] for x in (k, v))
+    end = begun + q.shape[2]  # a cache of fixed size is longer, and so is what the mask says of its keys
+    bindings = {name: mask.reading.tensors[name][..., :end] for name in names(rule)}
+    k, v = k[:, :, :end], v[:, :, :end]
     options = {"scale": scale, "sinks": sinks, "q_offset": begun, "bindings": bindings or None}
     return layer(q, k, v, enable_gqa=True, within=rule, **options).transpose(1, 2)
 

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import HashStore
 from torch.distributed.device_mesh import init_device_mesh
 from torch.testing import assert_close
-from transformers import DynamicCache
+from transformers import DynamicCache, StaticCache
 
 import flexdilated as fd
 from flexdilated import masks
@@ -69,6 +69,32 @@ def test_decoding_is_one_pass(gradient: str) -> None:
     found = model.generate(TOKENS, max_new_tokens=6, do_sample=False, eos_token_id=None)
     again = model.generate(TOKENS, max_new_tokens=6, do_sample=False, eos_token_id=None, use_cache=False)
     assert found.equal(again)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("kept", ["padding", "documents"])
+def test_a_cache_of_fixed_size_is_longer_than_its_tokens(kept: str) -> None:
+    """Masks and positions that say something of each key, in a prefill and, of one document, a step after it."""
+    model = model_of("llama")
+    set_pattern(model, selection())
+    given = {"attention_mask": torch.ones(2, 51, dtype=torch.long), "position_ids": torch.arange(51).expand(2, -1)}
+    ends = [(0, 50), (50, 51)]
+    if kept == "padding":
+        given["attention_mask"][1, :16] = 0
+    else:
+        ends.pop()
+        given = {"position_ids": torch.cat([torch.arange(24), torch.arange(27)]).expand(2, -1)}
+
+    def parts(past: Any) -> torch.Tensor:
+        found = []
+        for begin, end in ends:
+            mask = {name: x[:, :end] if name == "attention_mask" else x[:, begin:end] for name, x in given.items()}
+            found.append(model(TOKENS[:, begin:end], past_key_values=past, **mask).logits)
+        return torch.cat(found, 1)
+
+    fixed, grown = parts(StaticCache(config=model.config, max_cache_len=64)), parts(DynamicCache(config=model.config))
+    real = given.get("attention_mask", torch.ones(2, 51))[:, : ends[-1][1]].bool()
+    assert_close(fixed[real], grown[real], rtol=0, atol=1e-5)
 
 
 def test_replace_leaves_out_the_rule_of_the_model() -> None:
