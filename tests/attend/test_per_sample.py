@@ -98,16 +98,6 @@ def test_positions_may_change_in_place(how):
         assert_close(mine, theirs, rtol=1e-10, atol=1e-10)
 
 
-@given(st.lists(st.integers(0, 2), min_size=B, max_size=B), st.sampled_from([None, "portable", "reference"]))
-def test_one_of_several_patterns_for_each_sample(which, engine):
-    q, k, v = tensors()
-    rules = [masks.local_window(left=3, right=3), masks.dilated(16, 2) & masks.causal(), masks.first_tokens(2)]
-    how = {"engine": engine, "enable_gqa": True, "q_offset": 40}
-    out = fd.attend(q, k, v, masks.per_sample(rules, torch.tensor(which)), **how)
-    expected = sample_by_sample(q, k, v, lambda b, *x: fd.attend(*x, rules[which[b]], **how))
-    assert_close(out, expected, rtol=1e-10, atol=1e-10)
-
-
 def test_each_sample_its_own_pattern_by_default():
     q, k, v = tensors()
     rules = [masks.causal(), masks.every(), masks.local_window(left=1, right=1)]

@@ -3,7 +3,6 @@
 import copy
 import pickle
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -86,16 +85,6 @@ def test_one_head_may_have_documents():
     assert_exact(masks.head_groups([causal, masks.documents(IDS)]), *qkv(kv_heads=2), enable_gqa=True)
 
 
-@pytest.mark.parametrize("rule", [masks.documents("ids"), masks.visible_keys("ids")], ids=str)
-def test_in_a_layout(rule):
-    """Inputs in residue order, with tensors by position as ever."""
-    x, layout = qkv(), masks.Layout(24, 3)
-    bindings = {"ids": ROWS if "documents" in rule.text else ROWS > 0}
-    pattern = LONGNET & rule
-    found = fd.attend(*(layout.apply(each) for each in x), pattern, layout=layout, bindings=bindings)
-    assert_close(layout.invert(found), fd.attend(*x, pattern, bindings=bindings, engine="reference"))
-
-
 @pytest.mark.parametrize("copied", [copy.deepcopy, lambda value: pickle.loads(pickle.dumps(value))])
 def test_copies_take_the_values_along(copied: Callable):
     """A copy's tensor is another: the patterns are not equal, and the one no longer follows the other."""
@@ -119,25 +108,6 @@ def test_what_is_bound_keeps_its_values():
     visible[:], ids[:], lengths[()] = False, 0, 24
     for bound, expected in zip(bounds, before, strict=True):
         assert torch.equal(multiplicity(bound, torch.device("cpu")), expected)
-
-
-def test_a_module_that_carries_a_tensor_is_copied_with_it():
-    module = fd.BlockSparseAttention(LONGNET.per_document(IDS))
-    assert torch.equal(copy.deepcopy(module)(*qkv()), module(*qkv()))
-    assert not module.state_dict()
-
-
-def test_threads_with_tensors_of_their_own():
-    x, pattern = qkv(), LONGNET.per_document("packing")
-
-    def attend(size: int, **options) -> Tensor:
-        return fd.attend(*x, pattern, bindings={"packing": torch.arange(24) // size}, **options)
-
-    exact = {size: attend(size, engine="reference") for size in range(1, 9)}
-    with ThreadPoolExecutor(8) as threads:
-        for _ in range(5):
-            for size, found in zip(exact, threads.map(attend, exact), strict=True):
-                assert_close(found, exact[size])
 
 
 def test_a_window_beyond_its_document_is_causal():

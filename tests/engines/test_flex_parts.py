@@ -17,7 +17,8 @@ from flexdilated.engines._call import Call
 from flexdilated.engines._operands import within_reach
 from flexdilated.engines.flex import _flex, _flex_op
 from flexdilated.engines.flex._flex_op import heads_of_part, key_of_part, kv_head_parts
-from tests.engines.test_flex import around_dense, dense_flex, slanted
+from tests.engines.test_flex import around_dense
+from tests.support.dense_flex import dense_flex
 
 PATTERN = masks.longnet([8, 32], [1, 4]) & masks.causal()
 
@@ -87,6 +88,11 @@ def test_every_operand_of_a_kernel_is_within_reach(monkeypatch):
     around_dense(program, 0.5, kernel=kernel)(*torch.randn(3, 1, 2, 50, 4))
     assert len(handed) == 3 * len(program.steps)
     assert [id(x) for x in handed] == [id(x) for x in checked]
+
+
+def slanted(score: Tensor, b: Tensor, h: Tensor, q_idx: Tensor, k_idx: Tensor) -> Tensor:
+    """Every index moves the score, so that one taken for another shows."""
+    return score * 0.5 + (q_idx - k_idx) * 0.01 * (h + 1)
 
 
 @pytest.mark.parametrize("limit", [1, 2, 3])
