@@ -58,26 +58,6 @@ def test_ids_of_any_kind(ids):
     assert_exact(LONGNET.per_document(ids), *qkv())
 
 
-@pytest.mark.parametrize(
-    "part",
-    [
-        masks.per_head([masks.causal(), masks.dilated(4, 2), masks.local_window(left=2, right=2), masks.every()]),
-        masks.random_blocks(24, block=4, count=2),
-        masks.block_list([[0], [0, 1], [1]], block=8),
-        masks.neighborhood((3, 4), 1),
-        masks.global_tokens(2),
-        masks.fixed(4),
-        masks.strided(3),
-        masks.custom(lambda b, h, q, k: (q - k) % 3 == h),
-    ],
-    ids=str,
-)
-@pytest.mark.parametrize("ids", [IDS, ROWS[:, :24].clamp(max=0) + IDS], ids=["one row", "two"])
-def test_every_pattern_starts_anew(part, ids):
-    assert_exact(part.per_document(IDS), *qkv())
-    assert_exact(~part.per_document(ids) & masks.causal(), *qkv())
-
-
 def test_one_head_may_have_documents():
     causal = masks.causal()
     heads = [causal & masks.documents(ROWS), causal, causal.per_document(ROWS), masks.local_window(left=2, right=2)]
