@@ -50,7 +50,7 @@ def test_the_output_alone_or_with_its_lse():
     assert (out.shape, pair[1].shape) == ((1, 4, 12, 8), (1, 4, 12))
 
 
-@pytest.mark.parametrize("engine", ["tiles", "portable", "reference"])
+@pytest.mark.parametrize("engine", ["aten", "portable", "reference"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 def test_autocast_casts_as_sdpa_does(engine, dtype):
     q, k, v = tensors()
@@ -61,7 +61,7 @@ def test_autocast_casts_as_sdpa_does(engine, dtype):
     assert torch.equal(found, fd.attend(q.to(dtype), k.half().to(dtype), v.to(dtype), PATTERN, engine=engine))
 
 
-@pytest.mark.parametrize("engine", ["tiles", "portable", "reference"])
+@pytest.mark.parametrize("engine", ["aten", "portable", "reference"])
 def test_autocast_leaves_what_sdpa_leaves(engine):
     """Float64 stays float64, and integers stay an error."""
     q, k, v = (x.double() for x in tensors())

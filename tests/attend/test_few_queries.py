@@ -19,7 +19,7 @@ from flexdilated import masks
 from flexdilated.engines import _rows
 from flexdilated.engines._rows import MOST_ROWS
 from flexdilated.masks.attended import _row
-from flexdilated.masks.patterns import selection_of
+from flexdilated.masks.patterns import table_split
 from tests.attend.test_gradients import errors, outcome
 from tests.support import oracle
 from tests.support.agreement import assert_agrees
@@ -57,7 +57,7 @@ def test_calls_need_no_plan_and_share_rules(data) -> None:
         return fd.attend(q, k, v, case.twin.pattern, enable_gqa=True, return_lse=True, **case.sizes)
 
     same = (case.num_queries, case.q_offset) == (case.num_keys, case.k_offset)
-    unplanned = mock.patch("flexdilated.engines.tiles._tiles_op.make_program", side_effect=AssertionError("planned"))
+    unplanned = mock.patch("flexdilated.engines.aten._aten_op.make_program", side_effect=AssertionError("planned"))
     with suppress(ValueError):
         few = data.draw(st.integers(1, case.num_keys))
         where = {**case.sizes, "q_offset": data.draw(st.integers(0, case.q_offset))}
@@ -74,7 +74,7 @@ def test_nothing_made_of_run_time_values_is_kept(packed, data) -> None:
     same = (few, where["q_offset"]) == (packed.num_keys, packed.k_offset)
     before = masks.cache().stats().entries
     fd.attend(q, k, v, packed.pattern, enable_gqa=True, **where)
-    parted = selection_of(packed.pattern)
+    parted = table_split(packed.pattern)
     fixed = packed.pattern if parted is None or parted.others is None else parted.others
     assert same or not fixed.varies or masks.cache().stats().entries == before
 
@@ -150,7 +150,7 @@ def test_blocks_layouts_self_attention_and_more_queries_are_planned() -> None:
         lambda: fd.attend(*same, LONGNET_4),
         lambda: fd.attend(*more, LONGNET_4, q_offset=0),
     ):
-        with mock.patch("flexdilated.engines.tiles._tiles_op.make_program", side_effect=RuntimeError("planned")):
+        with mock.patch("flexdilated.engines.aten._aten_op.make_program", side_effect=RuntimeError("planned")):
             masks.cache().clear()
             with pytest.raises(RuntimeError, match="planned"):
                 call()

@@ -41,7 +41,7 @@ def test_hidden_slots_reach_nothing(engine: str, data: st.DataObject, value: flo
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("engine", ["tiles", "portable"])
+@pytest.mark.parametrize("engine", ["aten", "portable"])
 @settings(max_examples=4, phases=(Phase.generate,))
 @given(data=st.data())
 def test_any_call_in_a_graph(engine: str, data: st.DataObject) -> None:

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import flexdilated as fd
-from flexdilated import _engines, masks
+from flexdilated import _engine_choice, masks
 
 # B batch, H query heads, G key/value heads, N queries, M keys, D head dim
 
@@ -88,7 +88,7 @@ OPTIONS = [
     ({"block_size": (128, 0)}, ValueError, "block_size"),
     ({"block_size": (128,)}, ValueError, "block_size"),
     ({"block_size": 64.0}, TypeError, "block_size"),
-    ({"engine": "fast"}, ValueError, "one of 'flex', 'flash', 'tiles', 'portable', 'reference'; got engine='fast'"),
+    ({"engine": "fast"}, ValueError, "one of 'flex', 'flash', 'aten', 'portable', 'reference'; got engine='fast'"),
     ({"engine": 1}, ValueError, "got engine=1"),
     ({"dropout_p": 1.0}, ValueError, "dropout_p"),
     ({"sinks": [0.0] * 4}, TypeError, "sinks must be a tensor or None; got list"),
@@ -109,12 +109,12 @@ PATTERNS = [
 FLEX = {"engine": "flex", "pattern": CAUSAL}
 # Nothing falls back silently: the error names the engine that can.
 ENGINES = [
-    (FLEX | drawn(requires_grad=True), ValueError, "no backward on CPU.*engine='tiles' serves it"),
-    (FLEX | {"return_lse": True}, ValueError, "no lse on CPU; engine='tiles' serves it"),
-    (FLEX | {"sinks": torch.zeros(4)}, ValueError, "no lse on CPU, which sinks need; engine='tiles' serves"),
-    (FLEX | {"pattern": LONGNET}, ValueError, "2 branches of a mixture need; engine='tiles' serves it"),
-    (FLEX | drawn(dtype=torch.float64), ValueError, "no float64.*engine='tiles'"),
-    ({"engine": "tiles", "dropout_p": 0.1}, ValueError, "tiles runs .* without attention dropout; engine='portable'"),
+    (FLEX | drawn(requires_grad=True), ValueError, "no backward on CPU.*engine='aten' serves it"),
+    (FLEX | {"return_lse": True}, ValueError, "no lse on CPU; engine='aten' serves it"),
+    (FLEX | {"sinks": torch.zeros(4)}, ValueError, "no lse on CPU, which sinks need; engine='aten' serves"),
+    (FLEX | {"pattern": LONGNET}, ValueError, "2 branches of a mixture need; engine='aten' serves it"),
+    (FLEX | drawn(dtype=torch.float64), ValueError, "no float64.*engine='aten'"),
+    ({"engine": "aten", "dropout_p": 0.1}, ValueError, "aten runs .* without attention dropout; engine='portable'"),
     (
         {"engine": "flash", "dropout_p": 0.1},
         ValueError,
@@ -138,7 +138,7 @@ def alibi(slopes: Tensor):
 @pytest.mark.parametrize(
     ("options", "says"),
     [
-        ({"engine": "tiles"}, "tiles takes no score_mod: write engine='portable' or engine='flex'"),
+        ({"engine": "aten"}, "aten takes no score_mod: write engine='portable' or engine='flex'"),
         ({"engine": "flex", "return_lse": True}, "no lse on CPU; engine='portable' serves it$"),
         ({"engine": "flex", "pattern": LONGNET}, "2 branches of a mixture need; engine='portable' serves it$"),
         (
@@ -206,10 +206,10 @@ def test_score_mods(engine, score_mod, error, says) -> None:
 
 def test_flex_says_that_it_needs_a_compiler(monkeypatch) -> None:
     monkeypatch.setenv("CXX", "no-such-compiler")
-    refused(ValueError, "no-such-compiler.*engine='tiles' serves it", FLEX)
+    refused(ValueError, "no-such-compiler.*engine='aten' serves it", FLEX)
     monkeypatch.setenv("PATH", "")
     monkeypatch.delenv("CXX", raising=False)
-    refused(ValueError, "no C.. compiler.*engine='tiles' serves it", FLEX)
+    refused(ValueError, "no C.. compiler.*engine='aten' serves it", FLEX)
     assert fd.attend(Q, K, V, CAUSAL).isfinite().all()
 
 
@@ -217,10 +217,10 @@ def test_on_other_devices(monkeypatch) -> None:
     unit = 64 if torch.__version__ >= "2.15" else 128  # newer torch has smaller tiles
     with FakeTensorMode():  # stands in for devices that are not there
         says = "on CPU and CUDA; got tensors on xpu:0. engine='portable'"
-        refused(ValueError, says, {"engine": "tiles", **drawn(device="xpu")})
+        refused(ValueError, says, {"engine": "aten", **drawn(device="xpu")})
         says = "no float64 kernels on cuda; engine='portable'"
-        refused(ValueError, says, {"engine": "tiles", **drawn(device="cuda", dtype=torch.float64)})
-        monkeypatch.setattr(_engines, "_has_triton", lambda: True)
+        refused(ValueError, says, {"engine": "aten", **drawn(device="cuda", dtype=torch.float64)})
+        monkeypatch.setattr(_engine_choice, "_has_triton", lambda: True)
         for sides in ((128, 96), (96, 128), (32, 32)):
             rule = f"flex on xpu takes blocks whose sides are multiples of {unit} "
             says = rf"{rule}.*got block_size={re.escape(str(sides))}"

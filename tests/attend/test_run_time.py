@@ -152,7 +152,7 @@ ROW, PAIR = torch.tensor([0, 0, 1, 1]), torch.tensor([[0, 0, 1, 1], [0, 1, 1, 1]
         (lambda: masks.documents("ids"), ValueError, "needs the run-time tensor 'ids'"),
     ],
 )
-@pytest.mark.parametrize("engine", ["tiles", "flex", "portable", "reference"])
+@pytest.mark.parametrize("engine", ["aten", "flex", "portable", "reference"])
 def test_bad_tensors(pattern, error, says, engine):
     x = torch.randn(2, 1, 4, 4)
     with pytest.raises(error, match=says):

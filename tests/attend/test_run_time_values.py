@@ -79,7 +79,7 @@ def dense(counts: Tensor, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 
 def assert_current(pattern: Any, tensor: Tensor, name: str, counts: Tensor, call: str, x: Tensor) -> None:
     """One call, with the pattern that carries the tensor, gives what these counts (N, N) allow."""
-    if call in ("tiles", "reference"):
+    if call in ("aten", "reference"):
         out = fd.attend(x, x, x, pattern, scale=1.0, engine=call)
     elif call == "named":
         named = masks.from_json(masks.to_json(pattern))
@@ -120,7 +120,7 @@ def flex_is_served():
         yield
 
 
-CALLS = ("tiles", "reference", "named", "few", "module", "flex", "block_mask", "describe", "explain", "bind")
+CALLS = ("aten", "reference", "named", "few", "module", "flex", "block_mask", "describe", "explain", "bind")
 
 
 @pytest.mark.usefixtures("flex_is_served")
@@ -158,7 +158,7 @@ def test_a_write_is_seen_by_the_next_call(write: str, elsewhere: bool) -> None:
         WRITES[write](array, tensor, ids)
         rule = oracle.both(oracle.causal(), oracle.documents(ids))
         counts = oracle.counts(rule, range(1), 1, POSITIONS, POSITIONS)[0].long()
-        for call in ("tiles", "flex", "named", "few"):
+        for call in ("aten", "flex", "named", "few"):
             assert_current(pattern, tensor, "documents", counts, call, x)
 
 
@@ -198,7 +198,7 @@ def packed(q: Tensor, ids: Tensor, engine: str) -> Tensor:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("engine", ["flex", "tiles"])
+@pytest.mark.parametrize("engine", ["flex", "aten"])
 def test_a_graph_sees_the_values_of_its_moment(engine: str) -> None:
     torch.compiler.reset()
     attend = partial(packed, engine=engine)

@@ -33,7 +33,7 @@ def test_any_float_dtype(dtype, sink_dtype):
     counts = oracle.counts(RULE, range(4), 4, torch.arange(37), torch.arange(37))
     truth, truth_lse = oracle.attention(*inputs[:3], counts, None, sinks)
     true_grads = torch.autograd.grad(truth.sum() + truth_lse[truth_lse.isfinite()].sum(), inputs)
-    for engine in ("tiles", "reference"):
+    for engine in ("aten", "reference"):
         out, lse = fd.attend(*inputs[:3], PATTERN, sinks=sinks, enable_gqa=True, engine=engine, return_lse=True)
         assert (out.dtype, lse.dtype) == (dtype, torch.float32)
         near = 2e-2 if dtype == torch.bfloat16 else 5e-3 if dtype == torch.float16 else 1e-5
@@ -50,7 +50,7 @@ def test_only_the_sinks_may_want_a_gradient():
     q, k, v = (x.detach() for x in qkv())
     sinks = torch.zeros(4, dtype=torch.float64, requires_grad=True)
     grads = []
-    for engine in ("tiles", "reference"):
+    for engine in ("aten", "reference"):
         out = fd.attend(q, k, v, PATTERN, sinks=sinks, enable_gqa=True, engine=engine)
         grads += torch.autograd.grad(out.square().sum(), sinks)
     assert_close(grads[0], grads[1], **TIGHT)

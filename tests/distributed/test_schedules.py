@@ -250,7 +250,7 @@ ALL_CHECKS = ("test_schema", "test_autograd_registration", "test_faketensor", "t
 def checked(case: ShardedCase) -> None:
     """On the only rank: torch's own checks of the ops and their derivatives."""
     group = line().get_group().group_name
-    call = PlainCall(case.pattern.text, 0.3, 0, 4, "tiles", (), case.sharding.numbers(), group, None, 0.0, "")
+    call = PlainCall(case.pattern.text, 0.3, 0, 4, "aten", (), case.sharding.numbers(), group, None, 0.0, "")
     for op, backward_op in ((ring_op, ring_backward_op), (exchange_op, exchange_backward_op)):
         q, k, v, sinks = (x.clone().requires_grad_() for x in case.tensors)
         heads_inside = q.detach().transpose(1, 2).contiguous().transpose(1, 2).requires_grad_()
@@ -309,12 +309,12 @@ def flex_and_refusals(case: ShardedCase) -> float:
     with without_inductor():  # its kernels run parts in tests/engines/test_placed_call.py
         flex = (exchanged("flex"), compiled_on_the_last(exchanged)("flex"))
     traffic().reset()
-    with pytest.raises(ValueError, match=r"flex gives no lse on CPU.*engine='tiles' serves it"):
+    with pytest.raises(ValueError, match=r"flex gives no lse on CPU.*engine='aten' serves it"):
         _attend.attend(q, k, v, window, schedule="ring", engine="flex", **options)
     with pytest.raises(ValueError, match="engine='reference' runs whole sequences"):
         _attend.attend(q, k, v, window, schedule="ring", engine="reference", **options)
     assert not traffic().sent
-    return max(float((each - exchanged("tiles")).abs().max()) for each in flex)
+    return max(float((each - exchanged("aten")).abs().max()) for each in flex)
 
 
 def test_flex_attends_to_what_came():

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import flexdilated as fd
-from flexdilated import _engines, masks
+from flexdilated import _engine_choice, masks
 from flexdilated.cli import _device, main
 from flexdilated.masks.core import _devices
 from flexdilated.masks.planning import _machine
@@ -23,7 +23,7 @@ def cpu_taken_for(kind: str) -> Iterator[None]:
         patch.setitem(_devices._KINDS, "cpu", _devices.device_kind(kind))
         patch.setattr(_machine, "_in_use", {})
         masks.cache().clear()
-        _engines._tell.cache_clear()
+        _engine_choice._tell.cache_clear()
         yield
     masks.cache().clear()
 
@@ -49,7 +49,7 @@ def inputs() -> tuple[torch.Tensor, ...]:
     ],
 )
 def test_portable_is_taken_and_says_why(kind, why, refused, inputs, monkeypatch, caplog) -> None:
-    monkeypatch.setattr(_engines, "_has_triton", lambda: False)
+    monkeypatch.setattr(_engine_choice, "_has_triton", lambda: False)
     caplog.set_level("DEBUG", "flexdilated")
     with cpu_taken_for(kind):
         fd.attend(*inputs, masks.causal())
@@ -57,17 +57,17 @@ def test_portable_is_taken_and_says_why(kind, why, refused, inputs, monkeypatch,
         assert line.startswith(f"engine 'portable', {why}: causal(), 4 heads")
         with pytest.raises(ValueError, match=rf"^{re.escape(refused)}$"):
             fd.attend(*inputs, masks.causal(), engine="flex")
-        with pytest.raises(ValueError, match=r"tiles runs ATen's kernels on CPU and CUDA.*'portable' serves them"):
-            fd.attend(*inputs, masks.causal(), engine="tiles")
+        with pytest.raises(ValueError, match=r"aten runs ATen's kernels on CPU and CUDA.*'portable' serves them"):
+            fd.attend(*inputs, masks.causal(), engine="aten")
 
 
 def test_flex_is_taken_where_triton_is(inputs, monkeypatch) -> None:
-    monkeypatch.setattr(_engines, "_has_triton", lambda: True)
+    monkeypatch.setattr(_engine_choice, "_has_triton", lambda: True)
     how = {"score_mod": None, "sinks": None, "return_lse": True}
     with cpu_taken_for("xpu"):
-        assert _engines.choose_engine(None, *inputs, masks.causal(), **how) == "flex"
+        assert _engine_choice.choose_engine(None, *inputs, masks.causal(), **how) == "flex"
         narrow = [x[..., :8] for x in inputs]
-        assert _engines.choose_engine(None, *narrow, masks.causal(), **how) == "portable"
+        assert _engine_choice.choose_engine(None, *narrow, masks.causal(), **how) == "portable"
 
 
 def test_what_the_commands_say(capsys, monkeypatch, tmp_path) -> None:
@@ -79,5 +79,5 @@ def test_what_the_commands_say(capsys, monkeypatch, tmp_path) -> None:
     (line,) = [line for line in lines if ", the default" in line]
     assert line.startswith("portable on cpu, the default")
     assert "serves training" in line
-    said = "tune measures engines tiles and flex, and the default on cpu is portable"
+    said = "tune measures engines aten and flex, and the default on cpu is portable"
     assert said in capsys.readouterr().err

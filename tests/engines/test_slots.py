@@ -9,7 +9,7 @@ from flexdilated import masks
 from flexdilated.engines._merge import merge
 from flexdilated.engines.flex._flex_op import allowed_on
 from flexdilated.engines.flex._program import make_flex_program
-from flexdilated.engines.flex._slots import Rows, _by_index
+from flexdilated.engines.flex._slots import SlotIndex, _by_index
 from flexdilated.masks import Layout
 from flexdilated.masks.planning import plan
 from tests.support.ladders import LONGNET_5
@@ -21,7 +21,7 @@ CPU = torch.device("cpu")
 
 def test_what_is_in_order_is_not_moved():
     x = torch.randn(1, 4, 6, 3)
-    assert _by_index(torch.arange(6)[None], None, 4, 1, 6, CPU).slots.take(x, Rows(), 0, 6) is x
+    assert _by_index(torch.arange(6)[None], None, 4, 1, 6, CPU).slots.take(x, SlotIndex(), 0, 6) is x
     grouped = _by_index(torch.arange(6).expand(4, -1), None, 4, 2, 6, CPU)
     assert grouped.slots.take(x[:, :2], grouped.rows, 0, 6).shape == (1, 2, 6, 3)
 

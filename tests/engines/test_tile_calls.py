@@ -5,8 +5,8 @@ from unittest import mock
 import torch
 
 from flexdilated import masks
-from flexdilated.engines.tiles import _tile_calls
-from flexdilated.engines.tiles._tile_calls import Even, KernelCalls, Listed, plan_calls
+from flexdilated.engines.aten import _tile_calls
+from flexdilated.engines.aten._tile_calls import BlockRanges, Even, KernelCalls, plan_calls
 from flexdilated.masks.planning.lowering._layouts import shared_terms
 
 
@@ -43,7 +43,7 @@ def test_scattered_blocks_are_gathered():
     places = [[0, 3, 5], [1, 4, 7], [2, 3, 6], [0, 1, 2, 3], [1, 2, 5], [0, 2, 6], [1, 3, 4], [0, 6, 7]]
     pattern = masks.block_list(places, block=8) & masks.local_window(left=30, right=35)
     calls = calls_of(pattern, 64, 8, least=3 * 8 * 24)
-    listed = [call for call in calls.calls if isinstance(call.keys, Listed)]
+    listed = [call for call in calls.calls if isinstance(call.keys, BlockRanges)]
     assert any(call.masks is not None and len(call.masks) == len(call.row) > 1 for call in listed)
 
 

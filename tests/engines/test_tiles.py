@@ -1,4 +1,4 @@
-"""The tiles engine against the dense oracle, forward and backward, whichever layout a plan chooses."""
+"""The aten engine against the dense oracle, forward and backward, whichever layout a plan chooses."""
 
 from functools import partial
 from time import process_time
@@ -10,8 +10,8 @@ from torch import Tensor
 import flexdilated as fd
 from flexdilated import masks
 from flexdilated.engines import WholeRows
-from flexdilated.engines.tiles._tiles import make_program
-from flexdilated.engines.tiles._tiles_op import plan_tiles, portions_on
+from flexdilated.engines.aten._aten_op import plan_aten, portions_on
+from flexdilated.engines.aten._program import make_program
 from flexdilated.masks import Layout
 from flexdilated.masks.orders import Compact
 from flexdilated.masks.planning._planner import Plan, plan
@@ -100,7 +100,7 @@ def test_the_output_is_laid_out_like_the_queries():
 def test_outputs_of_one_and_of_several_parts_have_the_dtype_of_q(dtype) -> None:
     q, k, v = torch.randn(3, 1, 2, 40, 8).to(dtype)
     for pattern in (masks.causal(), masks.longnet([8, 16], [1, 2]), masks.dilated(8, 6, offset=5)):
-        out, lse = fd.attend(q, k, v, pattern, engine="tiles", return_lse=True)
+        out, lse = fd.attend(q, k, v, pattern, engine="aten", return_lse=True)
         assert (out.dtype, lse.dtype) == (dtype, torch.float32)
 
 
@@ -109,7 +109,7 @@ def test_a_program_over_a_million_tokens_is_made_in_seconds():
     tokens = Layout(1 << 20)
     pattern = masks.longnet([2048, 4096, 8192], [1, 2, 4]) & masks.causal()
     bound = pattern.bind(num_heads=16, num_queries=1 << 20, num_keys=1 << 20)
-    plan = plan_tiles(bound, tokens, "cpu", None)
+    plan = plan_aten(bound, tokens, "cpu", None)
     begin = process_time()
     program = make_program(plan, tokens, num_kv_heads=16, block_size=(), **portions_on("cpu"))
     assert process_time() - begin < 15

@@ -92,7 +92,7 @@ def test_equals_the_definition(name):
 
 @pytest.mark.parametrize(
     ("engine", "layout", "num_tokens"),
-    [("tiles", "natural", 1), ("tiles", "residue", 1), ("tiles", "natural", 12), ("tiles", "residue", 65),
+    [("aten", "natural", 1), ("aten", "residue", 1), ("aten", "natural", 12), ("aten", "residue", 65),
      ("reference", "natural", 65), ("reference", "residue", 2)],
 )  # fmt: skip
 def test_engines_and_lengths(engine, layout, num_tokens):

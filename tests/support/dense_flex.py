@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask
 
 from flexdilated import _attend, masks
-from flexdilated._engines import choose_engine
+from flexdilated._engine_choice import choose_engine
 from flexdilated.engines.flex import _flex_op
 from flexdilated.masks.core import _devices
 

@@ -17,9 +17,9 @@ from torch import Tensor
 import flexdilated as fd
 from flexdilated import masks
 from flexdilated.engines import Dropout, _operands, _rows, multiplicity
+from flexdilated.engines.aten import _tile_blocks, _tile_calls
 from flexdilated.engines.flex import _program
 from flexdilated.engines.kernels import _portable
-from flexdilated.engines.tiles import _tile_blocks, _tile_calls
 from flexdilated.masks.attended import _row
 from flexdilated.masks.blocks import _block_search, _blocks
 from flexdilated.masks.planning import _candidates
@@ -32,7 +32,7 @@ from tests.support.ties import NoTies, tied
 
 # B batch, H query heads, N queries, M keys
 
-ENGINES = ("tiles", "portable", "reference", "flex")  # flex around a dense kernel
+ENGINES = ("aten", "portable", "reference", "flex")  # flex around a dense kernel
 OF_SAMPLES = ["mask", "same_document", "per_sample", "queries_from"]  # seldom drawn otherwise
 SEED = 7
 BAD = st.sampled_from([float("nan"), float("inf"), -float("inf")])  # in slots that are hidden
@@ -150,7 +150,7 @@ class Surroundings:
 
 
 LIMITS: dict[str, dict[tuple[Any, str], list[int]]] = {
-    "tiles": {
+    "aten": {
         (_tile_calls, "_LEAST_PAIRS"): [1, 40, 500, 1 << 20],  # the last keeps small problems together
         (_tile_calls, "_MAX_JOINED_SLOTS"): [1, 12],
         (_tile_blocks, "_PAIRS_AT_ONCE"): [1, 100],  # heads one by one, some
@@ -210,12 +210,12 @@ def drawn_calls(draw: st.DrawFn, engine: str, *, plain: bool = False) -> DrawnCa
         options["layout"] = masks.Layout(case.num_queries, draw(st.integers(1, min(7, case.num_queries))))
         rows = columns = options["layout"].positions()
     learned: tuple[Tensor, ...] = ()
-    if not plain and engine != "tiles" and draw(st.booleans()):
+    if not plain and engine != "aten" and draw(st.booleans()):
         heads = case.heads if isinstance(case, Case) else range(case.num_heads)
         rule = draw(modified(len(inputs[0]), heads.stop if isinstance(case, Packed) else case.num_heads_global))
         features["modify"] = rule.dense(heads, queries[rows], keys[columns])
         options["score_mod"], learned = rule.score_mod(), (rule.table,)
-    if not plain and engine != "tiles" and draw(st.booleans()):
+    if not plain and engine != "aten" and draw(st.booleans()):
         options["dropout_p"] = draw(st.sampled_from([0.1, 0.5, 0.9]))
         kept = shares(case, len(inputs[0]), drawn_dropout(options["dropout_p"]))[..., rows, :][..., columns]
         features["dropped"] = lambda weights: weights * kept
