@@ -21,7 +21,7 @@ EXAMPLES = settings().max_examples  # of the profile
 
 
 @pytest.mark.parametrize("engine", ENGINES)
-@settings(max_examples=5 * EXAMPLES)
+@settings(max_examples=8 * EXAMPLES)
 @given(data=st.data())
 def test_any_call_is_the_oracle(engine: str, data: st.DataObject) -> None:
     """Output, lse and all gradients, those of sinks and of what a score_mod reads included."""

@@ -107,8 +107,12 @@ def test_every_captured_tensor_has_its_gradient(name):
         assert_close(one, other, **TIGHT, check_dtype=False)
 
 
-@pytest.mark.parametrize("pattern", [masks.blockwise(masks.causal(), 8), masks.every()])
-@pytest.mark.parametrize(("num_tokens", "compiled"), [(24, False), (20, False), (20, True)])
+BLOCKWISE = masks.blockwise(masks.causal(), 8)
+
+
+@pytest.mark.parametrize(
+    ("pattern", "num_tokens", "compiled"), [(BLOCKWISE, 24, False), (masks.every(), 20, False), (BLOCKWISE, 20, True)]
+)
 def test_lists_of_full_blocks_alone(pattern, num_tokens, compiled):
     """Lists of different lengths in one chunk, without a mask that would hide what one lacks."""
     torch.compiler.reset()

@@ -90,7 +90,7 @@ def flex_on_cpu(kernel: Callable[..., Any] = dense_flex, *, trains: bool = True)
         patch.setitem(_devices._KINDS, "cpu", cpu)
         patch.setattr(_attend, "choose_engine", choose)
         patch.setattr(_flex_op, "run_flex", partial(_flex_op.run_flex, kernel=kernel))
-        patch.setattr(_flex_op, "parts_of", lambda pattern: None)  # tables have kernels of their own
+        patch.setattr(_flex_op, "selected_parts", lambda pattern: None)  # tables have kernels of their own
         if not trains:
             patch.setattr(_flex_op, "_in_parts", _flex_op._flex)  # which detaches q, k and v
         masks.cache().clear()

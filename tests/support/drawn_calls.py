@@ -174,9 +174,7 @@ LIMITS: dict[str, dict[tuple[Any, str], list[int]]] = {
 
 @st.composite
 def surroundings(draw: st.DrawFn, engine: str, *, pads: bool) -> Surroundings:
-    own = [*LIMITS[engine].items()]
-    some = draw(st.sets(st.sampled_from(range(len(own))), max_size=3)) if own else ()
-    limits = {own[index][0]: draw(st.sampled_from(own[index][1])) for index in some}
+    limits = {name: draw(st.sampled_from(some)) for name, some in LIMITS[engine].items() if draw(st.booleans())}
     costs = draw(st.none() | st.integers(0, 99)) if engine != "reference" else None
     flex = draw(st.booleans()) if engine == "flex" else None
     return Surroundings(limits, costs, flex, pads and engine in ("portable", "flex"))
@@ -185,19 +183,19 @@ def surroundings(draw: st.DrawFn, engine: str, *, pads: bool) -> Surroundings:
 @st.composite
 def drawn_calls(draw: st.DrawFn, engine: str, *, plain: bool = False) -> DrawnCall:
     """Calls of an engine. plain: without score_mod and dropout, with keys for each batch entry."""
-    kind = draw(st.sampled_from(["any", "any", "whole", "run-time", "of samples", "padded", "few"]))
-    some = {
-        "run-time": packed_cases(),
-        "of samples": st.sampled_from(OF_SAMPLES).flatmap(lambda name: packed_cases(kinds=[name])),
-        "padded": padded_cases(),
-    }
-    case: Case | Packed = draw(some.get(kind, cases(whole=kind == "whole")))
-    if kind == "few":
-        case = replace(case, num_queries=min(case.num_queries, _rows.MOST_ROWS))
+    own = {"aten": "few", "flex": "padded", "portable": "padded"}.get(engine, "any")
+    kind = draw(st.sampled_from(["any", "any", "whole", "run-time", "of samples", "padded", own, own]))
+    of_samples = st.sampled_from(OF_SAMPLES).flatmap(lambda name: packed_cases(kinds=[name]))
+    some = {"whole": cases(whole=True), "run-time": packed_cases(), "of samples": of_samples, "padded": padded_cases()}
+    some["few"] = draw(st.sampled_from([cases(), packed_cases(), of_samples]))
+    case: Case | Packed = draw(some.get(kind, cases()))
+    case = _of_few_queries(case) if kind == "few" else case
+    if kind == "padded" and draw(st.booleans()):  # some queries stand before every segment that has keys
+        case = replace(case, k_offset=case.k_offset + draw(st.integers(1, 40)))
     inputs, is_tied = draw(_inputs(case, plain=plain))
     options: dict[str, Any] = {"engine": engine, "scale": draw(st.none() | st.floats(-2, 2))}
     sides = st.tuples(block_sides, block_sides)
-    options["block_size"] = draw(st.none() | sides)
+    options["block_size"] = None if kind == "few" else draw(st.none() | sides)
     options |= case.offsets if isinstance(case, Packed) else case.sizes
     counts = case.counts if isinstance(case, Packed) else case.counts()
     features: dict[str, Any] = {"scale": options["scale"]}
@@ -223,6 +221,14 @@ def drawn_calls(draw: st.DrawFn, engine: str, *, plain: bool = False) -> DrawnCa
     counts = counts[..., rows, :][..., columns]
     pattern = case.pattern if isinstance(case, Packed) else case.twin.pattern
     return DrawnCall(pattern, inputs, counts, options, features, learned, is_tied, around)
+
+
+def _of_few_queries(case: Case | Packed) -> Case | Packed:
+    """The last ones, which go without a plan."""
+    few = min(case.num_queries, _rows.MOST_ROWS)
+    others = case.num_queries - few
+    case = replace(case, num_queries=few, q_offset=case.q_offset + others)
+    return replace(case, counts=case.counts[:, :, others:]) if isinstance(case, Packed) else case
 
 
 @st.composite
