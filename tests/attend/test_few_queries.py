@@ -1,4 +1,4 @@
-"""Calls of few queries: the dense oracle's results, and nothing is planned or kept, wherever the queries stand."""
+"""Calls of few queries: nothing is planned or kept, wherever the queries stand."""
 
 from __future__ import annotations
 

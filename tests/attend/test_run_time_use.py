@@ -1,4 +1,4 @@
-"""Run-time tensors in use: copies, layouts, threads, gradients in every form, and what goes wrong in between."""
+"""Run-time tensors in use: ids of any kind, copies, and plans of their values."""
 
 import copy
 import pickle

@@ -1,4 +1,4 @@
-"""engine=None on devices that Triton does not serve: a CPU that is taken for one runs every call on engine portable."""
+"""engine=None on devices that Triton does not serve: a CPU that is taken for one runs calls on engine portable."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The flex engine: its BlockMasks compiled on CPU, and its whole path with a dense stand-in for the kernel."""
+"""The flex engine: its BlockMasks compiled on CPU, how long their lists are, and what their masks capture."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Few tokens in one kernel call under a mask: right for every pattern, and chosen only where it is the cheapest."""
+"""Few tokens in one kernel call under a mask: chosen only where it is the cheapest, and one mask for many lengths."""
 
 from collections import Counter
 from dataclasses import replace

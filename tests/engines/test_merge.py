@@ -1,4 +1,4 @@
-"""Merging softmax parts by lse: equal to one softmax over both, at any magnitude, in place and traced."""
+"""Merging softmax parts by lse: at any magnitude, in place and traced, in float32."""
 
 import pytest
 import torch
@@ -68,3 +68,10 @@ def test_a_sink_that_takes_all(logit):
     out, lse = with_sinks(torch.ones(1, 1, 2, 3), torch.tensor([[[0.0, -torch.inf]]]), torch.tensor([logit]))
     assert torch.equal(out, torch.zeros_like(out))
     assert torch.equal(lse, torch.full_like(lse, logit))
+
+
+def test_sums_over_terms_are_kept_wide():
+    """Many small parts beside a large one: bfloat16 would lose them."""
+    parts = [torch.full((1, 1, 4, 2), value, dtype=torch.bfloat16) for value in (256.0, *[1.0] * 64)]
+    out, _ = merge([(part, torch.zeros(1, 1, 4)) for part in parts])
+    assert torch.equal(out, torch.full_like(out, 320 / 65))

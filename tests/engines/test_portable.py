@@ -1,4 +1,4 @@
-"""Engine portable in chunks of every size, with what a score_mod captures, and in memory linear in the tokens."""
+"""Engine portable: what a score_mod is asked about and captures, memory linear in the tokens, graphs."""
 
 from __future__ import annotations
 

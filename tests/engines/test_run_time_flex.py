@@ -1,4 +1,4 @@
-"""Run-time tensors on the flex engine: its path around the kernel, the widths of compiled tables, one compilation."""
+"""Run-time tensors on the flex engine: the widths of compiled tables, and one compilation."""
 
 import pytest
 import torch

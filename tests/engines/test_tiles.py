@@ -1,4 +1,4 @@
-"""The aten engine against the dense oracle, forward and backward, whichever layout a plan chooses."""
+"""The aten engine: ladders of real sizes, scales, strides and dtypes of results, programs of a million tokens."""
 
 from functools import partial
 from time import process_time
