@@ -272,7 +272,7 @@ def test_the_ops_are_what_they_tell_torch():
     on_ranks(1, checked, a_case(1, B=2))
 
 
-def dense_forward(self: PlacedCall, q, k, v, sinks, bindings, *, return_lse=True, wide=False):
+def dense_forward(self: PlacedCall, q, k, v, bindings, *, wide=False):
     """What flex gives on an accelerator, as autograd follows it."""
     sides = (self.placement.queries, self.placement.keys[0])
     q_at, k_at = (torch.tensor([at for run in runs for at in run]) for runs in sides)
